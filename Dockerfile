@@ -1,18 +1,20 @@
-# All images of Reprise, for who has a container engine; `make images` makes the same ones without. A target is an image:
+# All images of Reprise, for a container engine; `make images` builds the same images without one. Each
+# target is an image:
 #
 #   for image in reprise-agent reprise-controlplane reprise-operator reprise-etcd reprise; do
 #       docker build --target $image --tag $image:0.1.0 .
 #   done
 #
-# Each is one static program on an empty base (of the profile dev a program and its C library): no shell, no package, nobody to log in as. They run as user 65532 and write
-# nothing to their own file system.
+# Each image is one static program on an empty base: no shell, no packages, no users. With the profile `dev`
+# it also contains the C library. Programs run as user 65532 and do not write to their own file system.
 
 ARG VERSION=0.1.0
-# Of Cargo.toml: images, or dev, which brings the C library of the system along (images/programs.sh).
+# Profile of Cargo.toml: images, or dev, which includes the system's C library (images/programs.sh).
 ARG PROFILE=images
 
 FROM docker.io/library/rust:1.95-bookworm AS programs
-# Musl, since a static glibc cannot look up names; C of dependencies is compiled for it as well.
+# Musl, because a static glibc cannot resolve host names. The C code of dependencies is compiled for musl,
+# too.
 RUN apt-get update && apt-get install -y --no-install-recommends musl-tools && \
     rustup target add "$(uname -m)-unknown-linux-musl"
 WORKDIR /source
@@ -79,7 +81,7 @@ COPY --from=programs /programs/reprise /reprise
 USER 65532:65532
 ENTRYPOINT ["/reprise"]
 
-# The etcd that the tests run against, for clusters that have no etcd image of their own.
+# The etcd version of the tests, for clusters with etcd mode Managed.
 FROM scratch AS reprise-etcd
 ARG VERSION
 LABEL org.opencontainers.image.title="reprise-etcd" \

@@ -1,14 +1,14 @@
-# Reprise. `make demo` shows it, `make test` proves it. Both need a Rust toolchain and nothing else, and `make test` root, for the nodes of its
-# Kubernetes; with a Python from 3.11 on it also proves the Python package.
+# Build and test targets; `make help` lists them. `make demo` needs a Rust toolchain only. `make test` also needs
+# root, for the nodes of its Kubernetes cluster; with Python 3.11 or later it also tests the Python package.
 #
-# Builds go to one folder outside the tree: $REPRISE_CACHE, by default ~/.cache/reprise.
+# Build outputs are in one folder outside the tree: $REPRISE_CACHE, by default ~/.cache/reprise.
 
 REPRISE_CACHE ?= $(HOME)/.cache/reprise
 export REPRISE_CACHE
 export CARGO_TARGET_DIR ?= $(REPRISE_CACHE)/target
 
 RELEASE := $(CARGO_TARGET_DIR)/release
-# Of the images that tests and the demonstration run: `dev`, or `images`, as they are released.
+# Cargo profile of the images for tests and the demo: `dev`, or `images` as in a release.
 REPRISE_IMAGES_PROFILE ?= dev
 export REPRISE_IMAGES_PROFILE
 TRACE ?=
@@ -16,31 +16,31 @@ TRACE ?=
 .PHONY: help demo build lint lint-python test test-quick soak test-python test-vllm e2e-k8s e2e-scale e2e-skew k8s-lab k8s-demo wheel etcd kubernetes cluster helm images images-test bench doctor clean
 
 help:
-	@echo "make demo        two nodes serve a real trace, every byte checked; one agent is killed and comes back"
-	@echo "make test        everything but e2e-scale and e2e-skew: lints, unit, model, conformance and end-to-end tests, a demo, a whole Kubernetes; needs root"
-	@echo "make test-quick  the inner loop: lints and tests without the long end-to-end ones"
-	@echo "make soak        random tests with new seeds, each of which is printed, for SOAK_SECONDS (3600); make test has fixed seeds"
-	@echo "make wheel       the Python package, for every Python from 3.11 on"
-	@echo "make test-python its tests, against real processes"
-	@echo "make test-vllm   the tests with a real vLLM engine (CPU), which is installed for it: 6.4 GB; adapters for GPUs"
-	@echo "make e2e-k8s     the tests with a whole Kubernetes alone: two nodes and real pods; needs root, and installs what it lacks"
-	@echo "make e2e-scale   the operator in its pod with 1,000 nodes that kwok plays: time, memory, writes; needs root"
-	@echo "make e2e-skew    programs of an older commit, OLD=COMMIT, beside these while a release is upgraded under load, and taken back; needs root"
-	@echo "make k8s-lab     such a cluster for a person: up until it is interrupted, with the commands to look around; needs root"
-	@echo "make k8s-demo    Reprise on such a cluster: chart, operator, agents, two pods that are engines, and what they hit; needs root"
-	@echo "make images      images of all programs for Kubernetes, as OCI archives, without a container engine"
-	@echo "make images-test the same for tests, of the programs that these have built"
-	@echo "make bench       every benchmark, as JSON lines"
-	@echo "make doctor      what this machine can do, and what Reprise will use in consequence"
-	@echo "make build       all programs but those of the end-to-end tests, optimised"
-	@echo "make lint        formatting and lints of Rust and Python; licences and sources of dependencies, where cargo-deny is installed"
-	@echo "make etcd        builds etcd, as the tests need it, once"
-	@echo "make kubernetes  builds Kubernetes' API server, once"
-	@echo "make cluster     builds a whole Kubernetes, CoreDNS and Helm, once, and installs packages that nodes need; needs root for these"
-	@echo "make helm        builds Helm, once, and fetches Kubernetes' schemas for the tests of the chart"
-	@echo "make clean       removes what cargo has built"
+	@echo "make demo        run two nodes on a real trace, verify every byte, kill and restart one agent"
+	@echo "make test        run lints and all tests except e2e-scale and e2e-skew, with a real Kubernetes; needs root"
+	@echo "make test-quick  run lints and tests without the long end-to-end tests"
+	@echo "make soak        run random tests with new, printed seeds for SOAK_SECONDS (3600)"
+	@echo "make wheel       build the Python package for Python 3.11 and later"
+	@echo "make test-python run the tests of the Python package with real processes"
+	@echo "make test-vllm   run the tests with vLLM on CPU, which it installs (6.4 GB), and those of the GPU adapters"
+	@echo "make e2e-k8s     run the Kubernetes tests only: two nodes with real pods; needs root, installs packages"
+	@echo "make e2e-scale   run the operator with 1,000 kwok nodes: time, memory, writes; needs root"
+	@echo "make e2e-skew    upgrade from an older commit (OLD=COMMIT) under load, and roll back; needs root"
+	@echo "make k8s-lab     start a Kubernetes cluster for manual use and print its commands; needs root"
+	@echo "make k8s-demo    run Reprise on Kubernetes: chart, operator, agents, two engine pods; needs root"
+	@echo "make images      build images of all programs as OCI archives, without a container engine"
+	@echo "make images-test build the images for tests, from the programs of the test build"
+	@echo "make bench       run all benchmarks and print JSON lines"
+	@echo "make doctor      print the capabilities of this machine and what Reprise uses"
+	@echo "make build       build all optimised programs except those of the end-to-end tests"
+	@echo "make lint        check formatting and lints; with cargo-deny also licences and sources of dependencies"
+	@echo "make etcd        build etcd for the tests, once"
+	@echo "make kubernetes  build the Kubernetes API server, once"
+	@echo "make cluster     build Kubernetes, CoreDNS and Helm, once, and install node packages; needs root"
+	@echo "make helm        build Helm, once, and download Kubernetes schemas for the chart tests"
+	@echo "make clean       delete Cargo's build outputs"
 
-# Without the end-to-end tests' own programs, which only they run.
+# Without the programs of the end-to-end tests, which only the tests run.
 build:
 	cargo build --locked --release --workspace --exclude reprise-e2e --bins
 
@@ -50,7 +50,7 @@ demo: build
 lint: lint-python
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
-# Tests that are built by name only, and that cargo leaves out beside a word for all targets.
+# These tests are built only by name: `--all-targets` does not include them.
 	cargo clippy --locked --workspace --test cluster --test scale -- -D warnings
 	@if command -v cargo-deny > /dev/null; then cargo deny --locked check bans licenses sources; \
 	else echo "cargo-deny is not installed: licences and sources of dependencies are not checked"; fi
@@ -62,10 +62,10 @@ test-quick: lint
 	cargo test --locked --workspace --exclude reprise-e2e
 	cargo test --locked -p reprise-e2e --test tidy
 
-# The end-to-end tests start the binaries that lie beside them, so those are built first. Always with some test of the workspace: without any,
-# dependencies have other features, and are compiled again.
+# The end-to-end tests start the binaries in their own folder, so those are built first. The build always includes a
+# test of the workspace: otherwise dependencies have other features and are compiled again.
 PROGRAMS := cargo build --locked --workspace --bins --tests
-# All programs and the tests of a whole Kubernetes, without those of every crate.
+# All programs and the Kubernetes tests, without the tests of every crate.
 CLUSTER_PROGRAMS := cargo build --locked --workspace --bins --test cluster
 
 test: lint etcd cluster helm
@@ -76,7 +76,7 @@ test: lint etcd cluster helm
 	python/test.sh
 	python/test-vllm.sh
 
-# Random tests with new seeds. It needs no root.
+# Random tests with new seeds; needs no root.
 SOAK_SECONDS ?= 3600
 soak: etcd kubernetes
 	$(PROGRAMS)
@@ -86,7 +86,7 @@ soak: etcd kubernetes
 wheel:
 	python/wheel.sh
 
-# Against the debug binaries, as the end-to-end tests.
+# Uses the debug binaries, as the end-to-end tests do.
 test-python:
 	cargo build --locked -p reprise-agent -p reprise-controlplane --bins
 	python/test.sh
@@ -104,11 +104,11 @@ e2e-scale: etcd cluster images-test
 	$(PROGRAMS)
 	cargo test --locked --workspace --test scale
 
-# Programs of an older commit, which are built once for it, beside those of this tree.
+# Programs of an older commit, built once per commit, together with those of this tree.
 OLD ?=
 e2e-skew: etcd cluster images-test
 	$(CLUSTER_PROGRAMS)
-	@[ -n "$(OLD)" ] || { echo "say which commit is the older one: make e2e-skew OLD=COMMIT" >&2; exit 2; }
+	@[ -n "$(OLD)" ] || { echo "OLD is not set: run make e2e-skew OLD=COMMIT" >&2; exit 2; }
 	REPRISE_OLDER_IMAGES="$$(e2e/skew/build.sh $(OLD))" && export REPRISE_OLDER_IMAGES && \
 	    cargo test --locked --workspace --test cluster -- an_older_version
 
@@ -116,7 +116,7 @@ k8s-lab: etcd cluster
 	cargo build --locked -p reprise-e2e --bins
 	cargo run --locked -p reprise-e2e --bin k8s-lab
 
-# Built with all others: the images have these programs already.
+# Builds all programs, because the images already contain them.
 k8s-demo: etcd cluster images-test
 	$(CLUSTER_PROGRAMS)
 	$(CARGO_TARGET_DIR)/debug/k8s-demo
@@ -124,24 +124,24 @@ k8s-demo: etcd cluster images-test
 etcd:
 	e2e/etcd/build.sh
 
-# Once, 8 minutes on two cores; afterwards nothing is built.
+# The first run takes 8 minutes on two cores; later runs build nothing.
 kubernetes:
 	e2e/kubernetes/build.sh kube-apiserver
 
-# Once, 20 minutes; afterwards nothing is built. The distribution's part of a node is installed, which needs root.
+# The first run takes 20 minutes; later runs build nothing. Node packages of the distribution need root.
 cluster:
 	e2e/kubernetes/packages.sh
 	e2e/kubernetes/build.sh kube-apiserver kube-controller-manager kube-scheduler kubelet kube-proxy kubectl
 	e2e/coredns/build.sh
 	e2e/helm/build.sh
 
-# Once, 4 minutes, and Kubernetes' schemas of four versions for the tests of the chart.
+# The first run takes 4 minutes and downloads the schemas of four Kubernetes versions for the chart tests.
 helm:
 	e2e/helm/build.sh
 	e2e/kubernetes/schemas.sh
 
-# Below $REPRISE_CACHE/images, once for the same sources and tools. Needs Rust's target for musl, musl-gcc, Go and buildah, which it installs where
-# it may.
+# Archives are in $REPRISE_CACHE/images, built once for equal sources and tools. Needs Rust's musl target, musl-gcc, Go
+# and buildah, and installs them where permitted.
 images:
 	images/build.sh
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Runs the random tests with new seeds until SOAK_SECONDS have passed (3600 by default): soak.sh. Prints each seed, and how to replay it when it fails.
-# Each round has all parts, and the first round is never cut short. SOAK_SEED=N is the seed of the first round. Fails if any part failed.
-# `make test` runs the same tests with fixed seeds. The programs and tests must be built (`make soak`).
+# Runs the random tests with new seeds for SOAK_SECONDS (3600 by default): soak.sh. Prints each seed, and the
+# command that replays a failure. Each round has all parts, so the last one may end later. SOAK_SEED=N is the
+# seed of the first round. Fails if any part has failed. `make test` runs the same tests with fixed seeds. The
+# programs and tests must be built (`make soak`).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 seconds=${SOAK_SECONDS:-3600}
@@ -10,7 +11,7 @@ test=(cargo test --locked --workspace)
 seeds_of_simulator=200
 failures=()
 
-# part NAME COMMAND...: runs one part, and notes how to replay it when it fails.
+# part NAME COMMAND...: runs one part, and records the command if it fails.
 part() {
     local name=$1 started=$SECONDS
     shift
@@ -29,7 +30,7 @@ round() {
     part "device worker" env REPRISE_FIRST_SEED="$seed" "${test[@]}" --bin reprise-agent -- power_loss
     part "simulated cluster" "$target/release/reprise" sim chaos --seeds $seeds_of_simulator --start "$seed"
     part "operator" env REPRISE_E2E_SEED="$seed" REPRISE_E2E_KILL_PERCENT=100 \
-        "${test[@]}" --test operator -- chaos:: kills:: killed_again_and_again
+        "${test[@]}" --test operator -- chaos:: kills:: repeatedly_killed_operator
     part "processes" env REPRISE_E2E_SEED="$seed" \
         "${test[@]}" --test processes -- kill:: corruption:: garbage peer_killed saving_far_more
 }

@@ -1,23 +1,25 @@
 #!/usr/bin/env bash
-# All tests of the workspace, and beside them those of a whole Kubernetes, which wait most of their time and are shown at the end: test.sh. What they
-# start must be there: the programs, the images, Kubernetes (`make test`).
+# Runs all tests of the workspace: test.sh. The tests of a whole Kubernetes cluster run in parallel, since
+# they mostly wait, and their output is printed at the end. The programs, the images and Kubernetes must be
+# built (`make test`).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cluster=(cargo test --locked --workspace --test cluster)
-# Once, before either runs: one cargo waits for another that builds.
+# Built before either runs, since two concurrent cargo builds would wait for each other.
 "${cluster[@]}" --no-run
 log=${REPRISE_CACHE:-$HOME/.cache/reprise}/test-cluster.log
-echo "beside the other tests, those of a whole Kubernetes: $log"
-# A group of its own, so that all of it can be ended. Its namespaces end with it, if it is killed: other signals do not get there.
+echo "running the tests of a whole Kubernetes cluster in parallel, with the log $log"
+# Job control gives it its own process group, so that all of it can be killed. Only SIGKILL also ends its
+# namespaces.
 set -m
 "${cluster[@]}" > "$log" 2>&1 < /dev/null &
-beside=$!
+parallel=$!
 set +m
-trap 'kill -KILL -- "-$beside" 2> /dev/null || true' EXIT
+trap 'kill -KILL -- "-$parallel" 2> /dev/null || true' EXIT
 code=0
-# Every failure of a run is worth knowing.
+# Runs all tests even after a failure.
 cargo test --locked --workspace --no-fail-fast || code=$?
-wait "$beside" || code=$?
-echo "the tests of a whole Kubernetes:"
+wait "$parallel" || code=$?
+echo "output of the tests of a whole Kubernetes cluster:"
 cat "$log"
 exit "$code"

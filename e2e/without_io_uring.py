@@ -1,8 +1,8 @@
-"""Becomes a command that may not set up io_uring: a seccomp filter refuses the call, as a container's profile does.
+"""Executes a command that may not set up io_uring: a seccomp filter rejects the call, as a container's profile does.
 
 Usage: without_io_uring.py COMMAND [ARGUMENT...]
 
-The filter stays with the process and its children (seccomp(2)); it needs no rights, as the process gives up gaining any.
+The process and its children inherit the filter (seccomp(2)). It needs no privileges, since PR_SET_NO_NEW_PRIVS is set.
 """
 
 import ctypes
@@ -47,7 +47,7 @@ def main() -> None:
         PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0
     )
     if refused:
-        sys.exit(f"the kernel takes no filter: {os.strerror(ctypes.get_errno())}")
+        sys.exit(f"cannot install the seccomp filter: {os.strerror(ctypes.get_errno())}")
     os.execvp(sys.argv[1], sys.argv[1:])
 
 

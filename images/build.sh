@@ -1,23 +1,26 @@
 #!/usr/bin/env bash
-# Builds all images without a daemon, each into an OCI archive, and prints archive, size and name of each: build.sh [--profile NAME].
-# NAME is a profile of Cargo.toml: images (the default), or dev, whose programs tests have built already (programs.sh).
+# Builds all images as OCI archives without a daemon, and prints archive, size and name of each: build.sh
+# [--profile NAME].
+# NAME is a profile of Cargo.toml: images (the default), or dev, whose programs the tests have already built
+# (programs.sh).
 #
-# They are those of the Dockerfile: its stages that compile are replaced by folders with programs that were built here, so nothing is fetched
-# and nothing runs in a container. Two builds of one source with one toolchain give images of one digest. Archives lie in a folder that is
-# called by all that they are made of (made-of.sh), so that checkouts share what is the same and nothing else, and nothing is built twice.
+# It builds the Dockerfile, with programs compiled here in place of its compile stages. Nothing is
+# downloaded, and nothing runs in a container. Two builds of one source with one toolchain have the same
+# digests. The archives' folder is named after a hash of all inputs (made-of.sh), so checkouts share equal
+# images and nothing is built twice.
 set -euo pipefail
 shopt -s inherit_errexit
-# Folders that are kept of each profile, those that were asked for last.
+# Number of the most recently used folders kept per profile.
 kept=3
 
 case $#:${1:-} in
     0:) profile=images ;;
     2:--profile) profile=$2 ;;
-    *) sed -n '2,3s/^# //p' "$0" >&2; exit 2 ;;
+    *) sed -n '2,5s/^# //p' "$0" >&2; exit 2 ;;
 esac
 cd "$(dirname "$0")/.."
 if [ "$profile" != images ] && [ "$profile" != dev ]; then
-    echo "there are no images of a profile '$profile': use images or dev" >&2
+    echo "invalid profile \"$profile\": expected images or dev" >&2
     exit 2
 fi
 cache=${REPRISE_CACHE:-$HOME/.cache/reprise}
@@ -29,7 +32,7 @@ folder=$cache/images/$profile
 if [ "$profile" = images ]; then . images/toolchain.sh; fi
 if ! command -v buildah > /dev/null; then
     apt-get install -y --no-install-recommends buildah >&2 ||
-        { echo "images are built by buildah 1.27 or later: install it" >&2; exit 1; }
+        { echo "building images requires buildah 1.27 or later: install it" >&2; exit 1; }
 fi
 . images/made-of.sh
 
@@ -37,7 +40,7 @@ mkdir -p "$folder"
 exec {lock}> "$cache/images/lock"
 flock "$lock"
 
-# Commit and time are those of the last change of what images are made of, not of the build.
+# Commit and time of the last change to the inputs, not of the build.
 labels=()
 if [ -z "$(git status --porcelain -- "${inputs[@]}" 2> /dev/null)" ] &&
     revision=$(git log -1 --format=%H -- "${inputs[@]}" 2> /dev/null) && [ -n "$revision" ]; then
@@ -50,7 +53,7 @@ of=$(whole)
 made=$folder/$(sha256sum <<< "$of" | cut -c 1-16)
 
 finish() {
-    # The newest are those that were used last.
+    # Mark this folder as the most recently used one.
     touch "$made"
     find "$folder" -mindepth 1 -maxdepth 1 -type d ! -name 'new.*' -printf '%T@ %p\n' | sort -rn | cut -d ' ' -f 2- |
         tail -n "+$((kept + 1))" | xargs -r -d '\n' rm -rf
@@ -63,17 +66,17 @@ finish() {
 
 if [ -d "$made" ]; then finish; fi
 
-# What a build leaves that was killed. Nobody else builds here now.
+# Leftovers of a killed build. The lock excludes other builds.
 rm -rf "$folder"/new.*
 new=$(mktemp -d "$folder/new.XXXXXX")
 trap 'rm -rf "$new"' EXIT
 
-# What stages of the Dockerfile are replaced by: folders with the path that is copied from them.
+# Folders that replace stages of the Dockerfile, with the paths that it copies from them.
 mkdir -p "$new"/programs/programs "$new"/etcd/programs "$new"/archives
 images/programs.sh "$new/programs/programs" "$profile" > /dev/null
 cp "$etcd" "$new/etcd/programs/reprise-etcd"
 
-# Nothing is kept of the storage: layers are made of a few files each.
+# The storage is temporary, because layers contain a few files only.
 run=(buildah --root "$new/root" --runroot "$new/run" --storage-driver vfs)
 for image in "${images[@]}"; do
     name=localhost/$image:$version
@@ -84,7 +87,7 @@ for image in "${images[@]}"; do
     "${run[@]}" push --quiet "$name" "oci-archive:$new/archives/$image-$version.tar:$name" > /dev/null
 done
 if [ "$(whole)" != "$of" ]; then
-    echo "what images are made of was changed while they were built: build them again" >&2
+    echo "the inputs of the images changed during the build: build again" >&2
     exit 1
 fi
 echo "$of" > "$new/archives/made-of"

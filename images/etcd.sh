@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Builds the etcd of the tests once more, without cgo: the one that tests run may use the system's C library. Prints its path, in which is
-# what it was built from: go.mod, go.sum, the version of Go and its settings.
+# Builds the etcd of the tests without cgo, because the one that tests run may link the system's C library.
+# Prints the path of the program, which contains a hash of its inputs: go.mod, go.sum, the version of Go and
+# its settings.
 set -euo pipefail
-# So many are kept, those that were asked for last.
+# Number of the most recently used programs kept.
 kept=3
 cd "$(dirname "$0")/../e2e/etcd"
 cache=${REPRISE_CACHE:-$HOME/.cache/reprise}

@@ -1,5 +1,5 @@
-# Sourced, at the root of the tree, by what builds programs for images: afterwards Rust builds for $target, and musl-gcc compiles the C of
-# dependencies. Both are installed where that may be done.
+# Source this file at the root of the tree to build programs for images. It sets `target` for Rust and makes
+# sure that musl-gcc is available for the C code of dependencies. It installs both where permitted.
 target=$(uname -m)-unknown-linux-musl
 
 if ! rustc --print target-libdir --target "$target" 2> /dev/null | xargs -I{} test -d {}; then
@@ -8,5 +8,5 @@ if ! rustc --print target-libdir --target "$target" 2> /dev/null | xargs -I{} te
 fi
 if ! command -v musl-gcc > /dev/null; then
     apt-get install -y musl-tools >&2 ||
-        { echo "images need musl-gcc, which compiles the C of dependencies: install musl-tools" >&2; exit 1; }
+        { echo "images need musl-gcc for the C code of dependencies: install musl-tools" >&2; exit 1; }
 fi

@@ -1,4 +1,4 @@
-//! Generates the wire types. `protox` compiles the .proto files in pure Rust, so no system protoc is needed.
+//! Generates the wire types. `protox` compiles the .proto files in Rust, so no installed protoc is needed.
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo:rerun-if-changed=protos");

@@ -7,7 +7,7 @@ cache=${REPRISE_CACHE:-$HOME/.cache/reprise}
 protox=$cache/bin/protox-$version
 if [ ! -x "$protox" ]; then
     mkdir -p "$cache/bin"
-    # A folder of its own: two builds may come here at once, and the last one wins.
+    # A separate folder: concurrent builds may get here, and the last one wins.
     work=$(mktemp -d "$cache/protox.XXXXXX")
     trap 'rm -rf "$work"' EXIT
     env -u RUSTC_WRAPPER -u CARGO_ENCODED_RUSTFLAGS CARGO_TARGET_DIR="$work/target" \

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Formatting and lints of the Python package. Skips, and says so, where there is no Python for it.
+# Checks the format and lints of the Python package. Skips, with a message, if there is no suitable Python.
 set -euo pipefail
 cd "$(dirname "$0")"
 cargo fmt --check
-# Without it the caller says that licences are not checked.
+# Without it, the caller reports that licences are not checked.
 if command -v cargo-deny > /dev/null; then
     cargo deny --locked check --config ../deny.toml bans licenses sources
 fi

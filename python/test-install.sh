@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs the package as people do, `pip install ./python` in a fresh environment, and uses it there. pip builds with an interpreter and
-# tools of its own, which Cargo would take turns with those of wheel.sh: it has a target folder of its own, and the environment is always
-# at the same place. So only the first build takes minutes. Skips, and says so, where there is no Python for it.
+# Tests `pip install ./python` in a fresh environment. pip builds with its own interpreter and tools, so Cargo would
+# rebuild in turn for them and wheel.sh; a separate target folder and a fixed path of the environment avoid this, and
+# only the first build takes minutes. Skips, with a message, if there is no suitable Python.
 set -euo pipefail
 cd "$(dirname "$0")"
 venv=$(./venv.sh) || {
@@ -14,13 +14,13 @@ CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$cache/target}/install
 export CARGO_TARGET_DIR
 mkdir -p "$CARGO_TARGET_DIR"
 fresh=$CARGO_TARGET_DIR/venv
-# Two at a time would build into each other's environment.
+# Concurrent runs would use the same environment.
 exec 9> "$CARGO_TARGET_DIR/lock"
 flock 9
 rm -rf "$fresh"
 "$venv/bin/python" -m venv "$fresh"
 "$fresh/bin/pip" -q install --disable-pip-version-check "$PWD"
-# From elsewhere: this folder holds a `reprise` without its native half.
+# Not in this folder, which has a `reprise` without its native half.
 cd "$fresh"
 "$fresh/bin/python" -P - << 'PYTHON'
 import importlib.metadata
@@ -29,7 +29,7 @@ import sys
 
 import reprise
 
-assert pathlib.Path(reprise.__file__).is_relative_to(sys.prefix), f"this is another package: {reprise.__file__}"
+assert pathlib.Path(reprise.__file__).is_relative_to(sys.prefix), f"another package was imported: {reprise.__file__}"
 assert (pathlib.Path(reprise.__file__).parent / "py.typed").exists(), "the package has no types"
 layout = reprise.Layout(layers=2, parts=1, kv_heads=1, head_dim=8, dtype="fp32", tokens_per_block=16)
 namespace = reprise.Namespace(
@@ -41,5 +41,5 @@ try:
 except reprise.AgentAbsent as absent:
     print(f"pip install ./python: reprise {importlib.metadata.version('reprise')} works ({absent})")
 else:
-    sys.exit("there is no agent, and the client has not said so")
+    sys.exit("the client reported no error without an agent")
 PYTHON

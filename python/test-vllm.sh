@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Builds the wheel and runs the tests with vLLM's CPU engine, and those of the adapters for engines that need a GPU against
-# these engines' own Python classes, with the debug binaries: test-vllm.sh [vllm|tier|sglang [pytest arguments]]. Skips,
-# and says so, what cannot be installed here (exit status 3 of the script that installs it); every other failure fails the run.
+# Builds the wheel and runs the tests with vLLM's CPU engine, and the tests of the adapters for GPU engines with these
+# engines' own Python classes, using the debug binaries: test-vllm.sh [vllm|tier|sglang [pytest arguments]]. Skips, with
+# a message, what cannot be installed here (exit status 3 of its installation script); every other error fails the run.
 set -euo pipefail
 cd "$(dirname "$0")"
 skip() { printf '\n%s\n\n' "######## SKIPPED: $1 (the reason is above) ########" >&2; }
@@ -13,11 +13,11 @@ python=$(./vllm-venv.sh) || {
 wheel=$(./wheel.sh)
 package=$(mktemp -d)
 trap 'rm -rf "$package"' EXIT
-# Beside the environment, which others may use at the same time with another wheel.
+# Not in the environment, which others may use concurrently with another wheel.
 "$python" -m pip -q install --no-deps --no-compile --target "$package" "$wheel"
 tests=$PWD/tests
 
-# run SUITE SOURCES [pytest arguments]: sources of an engine come before what the environment has of it.
+# run SUITE SOURCES [pytest arguments]: the sources of an engine precede its packages in the environment.
 run() {
     local suite=$tests/$1 sources=$2
     shift 2
@@ -26,7 +26,7 @@ run() {
         --rootdir "$suite" -ra --durations=10 "${@:-.}")
 }
 
-# sources ENGINE TESTS: `found` is the folder of an engine's sources. False where they cannot be had, which it says.
+# sources ENGINE TESTS: sets `found` to the folder of an engine's sources; skips the tests if they cannot be fetched.
 sources() {
     found=$(./engine-sources.sh "$1") && return
     [ $? -eq 3 ] || exit 1
@@ -34,7 +34,7 @@ sources() {
     return 1
 }
 
-# imports SUITE: the folder of what an engine imports and vLLM's environment lacks (tests/SUITE/requirements.txt).
+# imports SUITE: prints the folder of packages that vLLM's environment does not have (tests/SUITE/requirements.txt).
 imports() {
     local list=$tests/$1/requirements.txt cache=${REPRISE_CACHE:-$HOME/.cache/reprise} home part
     home=$cache/$1-imports-$({ cat "$list" && "$python" -V; } | sha256sum | cut -c1-12)
@@ -42,7 +42,7 @@ imports() {
         part=$(mktemp -d "$cache/$1-imports.XXXXXX")
         "$python" -m pip -q install --no-deps --no-compile --target "$part" -r "$list" >&2 || exit 1
         chmod 755 "$part"
-        # Another run may have installed them meanwhile.
+        # Another run may have installed them concurrently.
         mv -T "$part" "$home" 2> /dev/null || { rm -rf "$part" && [ -e "$home" ]; } || exit 1
     fi
     printf '%s\n' "$home"
@@ -55,9 +55,9 @@ for suite in $suites; do
         vllm) run vllm "" "$@" ;;
         tier) if sources vllm "the tests of vLLM's secondary tier"; then run tier "$found" "$@"; fi ;;
         sglang) if sources sglang "the tests of SGLang's storage"; then
-            lacking=$(imports sglang)
-            run sglang "$found:$lacking" "$@"
+            imported=$(imports sglang)
+            run sglang "$found:$imported" "$@"
         fi ;;
-        *) echo "there is no suite $suite: vllm, tier or sglang" >&2; exit 2 ;;
+        *) echo "unknown suite $suite: expected vllm, tier or sglang" >&2; exit 2 ;;
     esac
 done

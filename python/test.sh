@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Builds the wheel and runs the package's tests against it and the debug binaries beside the other tests: test.sh
-# [pytest arguments]. Without arguments it also installs the package as people do (test-install.sh). Skips, and says so, where
-# there is no Python for it.
+# Builds the wheel and runs the package's tests with it and the debug binaries: test.sh [pytest arguments]. Without
+# arguments, also tests the installation (test-install.sh). Skips, with a message, if there is no suitable Python.
 set -euo pipefail
 cd "$(dirname "$0")"
 if ! wheel=$(./wheel.sh); then
@@ -14,9 +13,9 @@ fi
 venv=$(./venv.sh)
 package=$(mktemp -d)
 trap 'rm -rf "$package"' EXIT
-# Beside the environment, which another checkout may use at the same time with another wheel.
+# Not in the environment, which another checkout may use concurrently with another wheel.
 "$venv/bin/pip" -q install --no-deps --no-compile --target "$package" "$wheel"
-# From elsewhere: the folder of this script holds a `reprise` without its native half.
+# Not in the folder of this script, which has a `reprise` without its native half.
 cd "$package"
 PYTHONPATH=$package "$venv/bin/python" -P -m pytest -p no:cacheprovider -c "$OLDPWD/pyproject.toml" --rootdir "$OLDPWD" \
     --ignore "$OLDPWD/tests/vllm" --ignore "$OLDPWD/tests/tier" --ignore "$OLDPWD/tests/sglang" "${@:-$OLDPWD/tests}"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes the environment in which the package is built and tested, in the cache folder. Prints its path.
-# Exit status 3: there is no Python for it here, and why, on standard error.
+# Creates the environment in which the package is built and tested, in the cache folder, and prints its path.
+# Exit status 3: there is no suitable Python; the reason is on standard error.
 set -euo pipefail
 cd "$(dirname "$0")"
 venv=${REPRISE_CACHE:-$HOME/.cache/reprise}/python-venv
@@ -13,10 +13,10 @@ if ! cmp -s requirements-test.txt "$venv/installed.txt"; then
             break
         fi
     done
-    [ -n "$python" ] || refuse "there is no Python 3.11 or later"
+    [ -n "$python" ] || refuse "Python 3.11 or later is missing"
     if ! "$python" -c 'import venv, ensurepip' 2> /dev/null; then
-        # Debian keeps them in a package of their own.
-        apt-get install -y python3-venv >&2 || refuse "there is no python3-venv"
+        # Debian has them in a separate package.
+        apt-get install -y python3-venv >&2 || refuse "python3-venv is missing"
     fi
     rm -rf "$venv"
     "$python" -m venv "$venv"

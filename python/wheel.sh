@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the wheel of the package, for every Python from 3.11 on. Prints its path. Exit status 3: see venv.sh.
+# Builds the package's wheel for CPython 3.11 and later, and prints its path. Exit status 3: see venv.sh.
 set -euo pipefail
 cd "$(dirname "$0")"
 venv=$(./venv.sh)

@@ -1,25 +1,25 @@
-//! `reprise bench`: what Reprise does beside what the machine can do, measured in the same run.
+//! `reprise bench`: measures Reprise against the limits of the machine in the same run.
 //!
-//! Each benchmark runs its reference (a bare loop of the same operations) and Reprise in turn and reports
-//! medians and the median of the ratios ([`report`]). Everything is bounded: bytes, repetitions, time.
+//! Each benchmark alternates between its reference (a bare loop of the same operations) and Reprise. It
+//! reports medians and the median of the ratios ([`report`]). Bytes, repetitions and time are bounded.
 
-mod companion;
 mod directory;
 mod etcd;
 mod failover;
 mod fixture;
+mod grpc_directory;
+mod helper_process;
 mod local;
 mod loopback;
-mod matching;
+mod match_call;
 mod mooncake;
 mod operator;
 mod peer;
 mod pool_file;
+mod process_memory;
 mod rebuild;
 mod recovery;
 mod report;
-mod resident;
-mod service;
 mod store;
 mod vllm;
 
@@ -37,75 +37,88 @@ use crate::output::Audience;
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct BenchArgs {
     #[command(subcommand)]
-    which: Which,
-    /// Repetitions of each measurement; the median counts [default: 11; of vllm 5].
+    which: Benchmark,
+    /// Repeat each measurement; report the median [default: 11; vllm: 5].
     #[arg(long, global = true)]
     repetitions: Option<usize>,
-    /// Where pools are made [default: the cache folder's bench].
+    /// Create pools in this directory [default: the cache folder's bench].
     #[arg(long, global = true, value_name = "DIR")]
     dir: Option<PathBuf>,
 }
 
 #[derive(Clone, Debug, Subcommand)]
-enum Which {
-    /// Cold loads from and durable saves to the device, beside a bare io_uring loop.
+enum Benchmark {
+    /// Measure cold loads and durable saves against a bare io_uring loop.
     Store,
-    /// DRAM hits into an engine's scattered memory, beside memcpy.
+    /// Measure DRAM hits into scattered engine memory against memcpy.
     Local,
-    /// Loads from a peer over TCP, beside a bare stream.
+    /// Measure loads from a peer over TCP against a bare stream.
     Peer,
-    /// One match call over 8,192 keys.
+    /// Measure one match call over 8,192 keys.
     Match,
-    /// The replica directory: memory and look-ups, in this process and over gRPC; its rebuild.
+    /// Measure memory, look-ups and rebuild of the replica directory.
+    ///
+    /// Look-ups run in this process and over gRPC.
     Directory {
-        /// Replica entries in this process; as many over gRPC, ten million at the most.
+        /// Use this many replica entries; over gRPC at most ten million.
         #[arg(long, default_value_t = 10_000_000)]
         entries: usize,
-        /// Another system's master, measured in the same run.
+        /// Also measure the master of this system in the same run.
         #[arg(long)]
         peer: Option<Peer>,
     },
-    /// Opening a pool with a long journal; the agent's memory for each block.
+    /// Measure opening a pool with a long journal, and memory per block.
     Recovery {
-        /// Blocks in the journal.
+        /// Write this many blocks into the journal.
         #[arg(long, default_value_t = 1_000_000)]
         entries: usize,
     },
-    /// What etcd keeps for a thousand blocks and for many: it is to be the same.
+    /// Measure etcd's size with a thousand blocks and with many.
+    ///
+    /// The sizes must be equal.
     Etcd {
-        /// Blocks of the larger measurement.
+        /// Use this many blocks in the larger measurement.
         #[arg(long, default_value_t = 1_000_000)]
         entries: usize,
     },
-    /// One of three control-plane members is killed: how long its keys are missed. All are: how long until they know everything again.
+    /// Measure misses after the loss of one control-plane member, or of all.
+    ///
+    /// Kills one of three members: how long are its keys not found? Kills all three: how long until the
+    /// directory is complete again?
     Failover {
-        /// Replica entries that all members lose, ten million at the most.
-        #[arg(long, default_value_t = service::ENTRIES_MAX)]
+        /// Rebuild this many replica entries; at most ten million.
+        #[arg(long, default_value_t = grpc_directory::ENTRIES_MAX)]
         entries: usize,
     },
-    /// The operator with many nodes and pools on a real API server: reconciles, memory, writes. Needs `make etcd kubernetes`.
+    /// Measure the operator's reconciles, memory and writes at scale.
+    ///
+    /// Runs a real API server with simulated agents. Needs `make etcd kubernetes`.
     Operator {
-        /// Nodes of the Kubernetes cluster; agents on all of them are played.
+        /// Create this many nodes, each with a simulated agent.
         #[arg(long, default_value_t = 1000)]
         nodes: usize,
-        /// Pools, each on as many nodes.
+        /// Create this many pools, with an equal share of the nodes each.
         #[arg(long, default_value_t = 20)]
         pools: usize,
     },
-    /// vLLM's times to the first token with Reprise, without, and with other caches; installs what it needs (6.4 GB and more).
+    /// Measure vLLM's time to first token with Reprise and other caches.
+    ///
+    /// Installs vLLM and the other caches into the cache folder: 6.4 GB or more.
     Vllm(vllm::VllmArgs),
-    /// All of them but operator and vllm; those with etcd need its binary (`make etcd`).
+    /// Run all benchmarks except operator and vllm.
+    ///
+    /// Those with etcd need its binary (`make etcd`).
     All,
 }
 
-/// Systems that ours is measured beside.
+/// Other systems that can be measured in the same run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Peer {
-    /// Mooncake's master; its wheel is installed into an environment of its own in the cache folder.
+    /// Mooncake's master, installed into its own environment in the cache folder.
     Mooncake,
 }
 
-/// What every benchmark is told.
+/// Settings of all benchmarks.
 #[derive(Clone, Debug)]
 struct Settings {
     directory: PathBuf,
@@ -114,15 +127,15 @@ struct Settings {
 }
 
 impl Settings {
-    /// The repetitions of one measurement, with a progress bar for a person at a terminal.
-    fn rounds(&self, what: &'static str) -> impl Iterator<Item = usize> + use<> {
-        self.some_rounds(what, self.repetitions)
+    /// Iterates over the configured repetitions and shows a progress bar on a terminal.
+    fn rounds(&self, label: &'static str) -> impl Iterator<Item = usize> + use<> {
+        self.some_rounds(label, self.repetitions)
     }
 
-    /// Another number of repetitions.
-    fn some_rounds(&self, what: &'static str, count: usize) -> impl Iterator<Item = usize> + use<> {
-        let bar = self.audience.progress(count as u64, what).with_finish(ProgressFinish::AndClear);
-        // Seen before the first round has ended, too.
+    /// Like [`Settings::rounds`], with another number of repetitions.
+    fn some_rounds(&self, label: &'static str, count: usize) -> impl Iterator<Item = usize> + use<> {
+        let bar = self.audience.progress(count as u64, label).with_finish(ProgressFinish::AndClear);
+        // Draw the bar before the first round ends.
         bar.tick();
         bar.wrap_iter(0..count)
     }
@@ -132,54 +145,58 @@ impl Settings {
 pub(crate) fn command(args: &BenchArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
     let repetitions = args.repetitions.unwrap_or(config.bench.repetitions);
     if repetitions == 0 {
-        bail!("--repetitions must be at least 1");
+        bail!("invalid --repetitions 0: expected at least 1");
     }
     let directory = config.bench.directory(args.dir.as_deref());
     let settings = Settings { directory, repetitions, audience };
     let all = [
-        Which::Store,
-        Which::Local,
-        Which::Peer,
-        Which::Match,
-        Which::Directory { entries: 10_000_000, peer: None },
-        Which::Recovery { entries: 1_000_000 },
-        Which::Etcd { entries: 1_000_000 },
-        Which::Failover { entries: service::ENTRIES_MAX },
+        Benchmark::Store,
+        Benchmark::Local,
+        Benchmark::Peer,
+        Benchmark::Match,
+        Benchmark::Directory { entries: 10_000_000, peer: None },
+        Benchmark::Recovery { entries: 1_000_000 },
+        Benchmark::Etcd { entries: 1_000_000 },
+        Benchmark::Failover { entries: grpc_directory::ENTRIES_MAX },
     ];
     let chosen = match &args.which {
-        Which::All => all.as_slice(),
+        Benchmark::All => all.as_slice(),
         which => std::slice::from_ref(which),
     };
     for which in chosen {
         let figures = match which {
-            Which::Store => store::run(&settings)?,
-            Which::Local => local::run(&settings)?,
-            Which::Peer => peer::run(&settings)?,
-            Which::Match => matching::run(&settings)?,
-            Which::Directory { entries, peer } => {
+            Benchmark::Store => store::run(&settings)?,
+            Benchmark::Local => local::run(&settings)?,
+            Benchmark::Peer => peer::run(&settings)?,
+            Benchmark::Match => match_call::run(&settings)?,
+            Benchmark::Directory { entries, peer } => {
                 let mut figures = directory::run(*entries, &settings)?;
-                figures.extend(service::run((*entries).min(service::ENTRIES_MAX), *peer, &settings)?);
+                figures.extend(grpc_directory::run(
+                    (*entries).min(grpc_directory::ENTRIES_MAX),
+                    *peer,
+                    &settings,
+                )?);
                 figures
             }
-            Which::Recovery { entries } => recovery::run(*entries, &settings)?,
-            Which::Etcd { entries } => etcd::run(*entries, &settings)?,
-            Which::Failover { entries } => {
+            Benchmark::Recovery { entries } => recovery::run(*entries, &settings)?,
+            Benchmark::Etcd { entries } => etcd::run(*entries, &settings)?,
+            Benchmark::Failover { entries } => {
                 let mut figures = failover::run(&settings)?;
-                figures.extend(rebuild::run((*entries).min(service::ENTRIES_MAX), &settings)?);
+                figures.extend(rebuild::run((*entries).min(grpc_directory::ENTRIES_MAX), &settings)?);
                 figures
             }
-            Which::Operator { nodes, pools } => {
+            Benchmark::Operator { nodes, pools } => {
                 operator::run(operator::Scale { nodes: *nodes, pools: *pools }, &settings)?
             }
-            Which::Vllm(arguments) => vllm::run(arguments, args.repetitions, &settings)?,
-            Which::All => continue,
+            Benchmark::Vllm(arguments) => vllm::run(arguments, args.repetitions, &settings)?,
+            Benchmark::All => continue,
         };
         report::print(audience, &figures);
     }
     Ok(())
 }
 
-/// The layout of Llama-3-8B in blocks of 16 tokens: 64 objects of 32 KiB, 2 MiB a block.
+/// Returns the layout of Llama-3-8B in blocks of 16 tokens: 64 objects of 32 KiB, 2 MiB per block.
 fn llama_3_8b() -> Layout {
     let spec = LayoutSpec {
         layers: 32,
@@ -194,7 +211,7 @@ fn llama_3_8b() -> Layout {
     spec.validate().expect("the layout of a real model is valid")
 }
 
-/// A layout of one page a block, for benchmarks of metadata.
+/// Returns a layout with one page per block, for benchmarks of metadata.
 fn one_page() -> Layout {
     let spec = LayoutSpec {
         layers: 2,
@@ -214,7 +231,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_measurement_is_repeated_as_often_as_asked_and_its_bar_is_hidden_from_programs() {
+    fn rounds_repeat_as_configured_without_a_bar_in_json_mode() {
         let audience = Audience::Program;
         assert!(audience.progress(1, "x").is_hidden());
         let settings = Settings { directory: PathBuf::new(), repetitions: 3, audience };

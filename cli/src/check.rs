@@ -1,20 +1,25 @@
-//! `reprise check`: one verified block around the cluster, as `helm test` does.
+//! `reprise check`: exchanges one verified block between each pair of nodes; `helm test` runs it.
 //!
-//! Participants are numbered, one on each node. Each saves one block through its node's agent and loads the block of every other,
-//! which must come from another node; every byte is compared with the keyed function that it was made of.
+//! Participants are numbered, one per node. Each saves one block through its node's agent, and loads the
+//! block of each other participant from another node. It compares every byte with the keyed function that
+//! generated the block.
 //!
 //! ```text
-//! connect (until the agent listens) → save own → for each other: match until it is found → load → compare
+//! connect (until the agent listens) → save own → for each other: match until found → load → compare
 //! ```
 //!
-//! With `--again-for` it goes on afterwards as an engine that only hits ([`again`]), with `--requests-for` as one that is at work ([`requests`]).
+//! With `--again-for` the command then repeats the loads ([`repeated_loads`]); with `--requests-for` it
+//! serves requests like an engine ([`requests`]).
 //!
-//! Invariants: the check ends within `--within`, whatever agents do; a byte that differs, a block that comes from the own node and a
-//! block that never appears are failures that say which. Blocks of different runs never meet: keys are made of `--run`.
+//! Invariants:
+//! * The check ends within `--within`, regardless of the agents.
+//! * It fails on a wrong byte, on a block that comes from the participant's own node, and on a block that
+//!   never appears. The error names the block.
+//! * Runs do not share blocks, because keys depend on `--run`.
 //!
-//! Deliberately absent: load. What a cluster carries is measured by `reprise bench`.
+//! The check does not measure load: see `reprise bench`.
 
-mod again;
+mod repeated_loads;
 mod requests;
 
 use std::path::PathBuf;
@@ -35,66 +40,74 @@ use crate::kv_function::{self, ObjectPlace};
 use crate::model;
 use crate::output::{Audience, Table, bytes_text};
 
-/// Participants at the most: each loads a block of every other.
+/// Largest number of participants; each loads the blocks of all others.
 const PARTICIPANTS_MAX: u64 = 64;
 
-/// Between two looks for an agent or a block.
+/// Pause between two attempts to connect to the agent or to find a block.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// How long one load may take: 64 KiB from a peer take milliseconds.
+/// Deadline of one load; loading 64 KiB from a peer takes milliseconds.
 const LOAD_DEADLINE: Duration = Duration::from_secs(5);
 
-/// How long a save waits for room in an arena that others fill.
+/// Time limit for a reservation in an arena that other engines fill.
 const RESERVE_WAIT: Duration = Duration::from_secs(5);
 
-/// How long a durable notice is waited for: agents write after 50 ms unless told otherwise.
+/// Time limit for the durability notice; agents write after 50 ms by default.
 const DURABLE_WAIT: Duration = Duration::from_secs(10);
 
 /// Arguments of `reprise check`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct CheckArgs {
-    /// The agent's socket on this node.
+    /// Connect to the agent of this node at this Unix socket.
     #[arg(long, value_name = "PATH", default_value = "/run/reprise/agent.sock")]
     socket: PathBuf,
-    /// How many take part, each on a node of its own; with 1 the block is loaded where it was saved.
+    /// Expect this many participants, each on its own node.
+    ///
+    /// With 1, the block is loaded from the node that saved it.
     #[arg(long, value_name = "N", default_value = "1", value_parser = RangedU64ValueParser::<u32>::new().range(1..=PARTICIPANTS_MAX))]
     of: u32,
-    /// Which of them this is, from 0.
+    /// Take part under this number, from 0.
     #[arg(long, value_name = "INDEX", default_value = "0")]
     index: u32,
-    /// What all that take part in one run have in common, and no other run has.
+    /// Use this name, unique for each run and equal for its participants.
     #[arg(long, value_name = "TEXT")]
     run: String,
-    /// Whose blocks they are.
+    /// Save and load blocks of this tenant.
     #[arg(long, value_name = "TENANT", default_value = "default")]
     tenant: TenantName,
-    /// File with a service account's token, which shows agents in Kubernetes whose pod this is.
+    /// Authenticate with the service account token in this file.
+    ///
+    /// Agents in Kubernetes derive the identity of the pod from it.
     #[arg(long, value_name = "FILE")]
     token_file: Option<PathBuf>,
-    /// How long to wait for the agent and the others, as in 60s.
+    /// Wait this long for the agent and the other participants.
     #[arg(long, value_name = "DURATION", default_value = "60s")]
     within: Interval,
-    /// Afterwards: go on loading the same blocks for so long, and say once a second how many came from where. What an
-    /// earlier process of the run has saved, or has brought to this node, will do then.
+    /// Afterwards, repeat the loads for this time.
+    ///
+    /// The command prints the number of hits by source once per second. Blocks that an earlier process of the
+    /// run has saved, or has loaded to this node, are valid then.
     #[arg(long, value_name = "DURATION")]
     again_for: Option<Interval>,
-    /// Afterwards: serve requests for so long, 20 a second, as an engine does: load what is found, compute and save what is not; and say once
-    /// a second what came of them.
+    /// Afterwards, serve 20 requests per second for this time.
+    ///
+    /// Each request loads its block if the cache has it, and else computes and saves it. The command prints
+    /// counters once per second.
     #[arg(long, value_name = "DURATION", conflicts_with = "again_for")]
     requests_for: Option<Interval>,
 }
 
-/// What became of the own block.
+/// Result of saving this participant's block.
 #[derive(Clone, Debug, Serialize)]
-struct Saved {
+struct SaveResult {
     saved_by: u32,
     key: String,
     durable: bool,
 }
 
-/// What became of another's block.
+/// Result of loading another participant's block.
 #[derive(Clone, Debug, Serialize)]
-struct Loaded {
+struct LoadResult {
     saved_by: u32,
     key: String,
     from: &'static str,
@@ -102,67 +115,67 @@ struct Loaded {
     after_ms: u64,
 }
 
-/// The whole outcome, as programs get it.
+/// Output of `reprise check --json`.
 #[derive(Clone, Debug, Serialize)]
-struct Checked {
+struct CheckReport {
     node: String,
     agent_version: String,
-    saved: Saved,
-    loaded: Vec<Loaded>,
+    saved: SaveResult,
+    loaded: Vec<LoadResult>,
 }
 
-/// A block of one participant: what its bytes follow from, and its key.
+/// A participant's block: the prefix hash, which determines its bytes, and its key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Block {
     prefix_hash: [u8; 32],
     key: BlockKey,
 }
 
-/// What became of a look for a block.
+/// Result of fetching a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Found {
-    /// It came, and every byte is right.
-    Right(Source),
-    /// Nobody has it.
-    Nothing,
-    /// Somebody had it, and it did not come.
-    NotBrought,
-    /// It came with checksums that fit, and so many words of 8 bytes are not what was saved.
-    Wrong { words: u64 },
+enum FetchResult {
+    /// The block was loaded, and every byte is right.
+    Verified(Source),
+    /// No node has the block.
+    NotFound,
+    /// The match found the block, but the load failed.
+    LoadFailed,
+    /// The checksums match, but this number of 8-byte words differ from the saved ones.
+    Corrupt { words: u64 },
 }
 
-/// A session, and by when the check must be over.
+/// A session with the agent, and the deadline of the check.
 struct Check {
     client: Client,
     layout: Layout,
     namespace: NamespaceDigest,
-    give_up: Instant,
+    deadline: Instant,
     within: Duration,
 }
 
 /// `reprise check`.
 pub(crate) fn command(args: &CheckArgs, audience: Audience) -> anyhow::Result<()> {
-    ensure!(args.index < args.of, "--index is below --of: {} takes part in 0 to {}", args.index, args.of - 1);
-    let check = Check::begin(args)?;
-    let saved = check.save(args.index, Before::of(args))?;
+    ensure!(args.index < args.of, "invalid --index {}: expected 0 to {}", args.index, args.of - 1);
+    let check = Check::connect_within(args)?;
+    let saved = check.save(args.index, OwnBlock::of(args))?;
     let others: Vec<u32> = match args.of {
         1 => vec![args.index],
         of => (0..of).filter(|other| *other != args.index).collect(),
     };
     let mut loaded = Vec::with_capacity(others.len());
     for other in &others {
-        loaded.push(check.load(*other, Wanted::of(args, *other))?);
+        loaded.push(check.load(*other, ExpectedSource::of(args, *other))?);
     }
-    let checked = Checked {
+    let checked = CheckReport {
         node: check.client.node().to_owned(),
         agent_version: check.client.agent_version().to_owned(),
         saved,
         loaded,
     };
     audience.emit(&checked);
-    audience.say(text(&checked));
+    audience.print_line(text(&checked));
     match (args.again_for, args.requests_for) {
-        (Some(lasts), _) => again::go_on(check, args, &others, lasts.0, audience),
+        (Some(lasts), _) => repeated_loads::run(check, args, &others, lasts.0, audience),
         (None, Some(lasts)) => {
             requests::serve(check, args, lasts.0, audience);
             Ok(())
@@ -171,60 +184,60 @@ pub(crate) fn command(args: &CheckArgs, audience: Audience) -> anyhow::Result<()
     }
 }
 
-/// Whether the own block may have been there before.
+/// Whether an earlier process of the run may have saved this participant's block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Before {
-    Never,
-    Perhaps,
+enum OwnBlock {
+    New,
+    MayExist,
 }
 
-impl Before {
-    /// Who goes on for long may be started again.
-    fn of(args: &CheckArgs) -> Before {
-        let goes_on = args.again_for.is_some() || args.requests_for.is_some();
-        if goes_on { Before::Perhaps } else { Before::Never }
+impl OwnBlock {
+    /// A participant that keeps running after the check may be restarted, under the same run.
+    fn of(args: &CheckArgs) -> OwnBlock {
+        let continues = args.again_for.is_some() || args.requests_for.is_some();
+        if continues { OwnBlock::MayExist } else { OwnBlock::New }
     }
 }
 
-/// Where a block must come from.
+/// Required source of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Wanted {
+enum ExpectedSource {
     ThisNode,
     AnotherNode,
-    /// An earlier process of the run may have brought it here.
-    Anywhere,
+    /// Any node: an earlier process of the run may have loaded the block to this node.
+    Any,
 }
 
-impl Wanted {
-    fn of(args: &CheckArgs, saved_by: u32) -> Wanted {
-        match Before::of(args) {
-            Before::Perhaps => Wanted::Anywhere,
-            Before::Never if args.index == saved_by => Wanted::ThisNode,
-            Before::Never => Wanted::AnotherNode,
+impl ExpectedSource {
+    fn of(args: &CheckArgs, saved_by: u32) -> ExpectedSource {
+        match OwnBlock::of(args) {
+            OwnBlock::MayExist => ExpectedSource::Any,
+            OwnBlock::New if args.index == saved_by => ExpectedSource::ThisNode,
+            OwnBlock::New => ExpectedSource::AnotherNode,
         }
     }
 
-    fn is(self, source: Source) -> bool {
+    fn matches(self, source: Source) -> bool {
         let near = matches!(source, Source::OwnDram | Source::OwnNvme);
         match self {
-            Wanted::ThisNode => near,
-            Wanted::AnotherNode => !near,
-            Wanted::Anywhere => true,
+            ExpectedSource::ThisNode => near,
+            ExpectedSource::AnotherNode => !near,
+            ExpectedSource::Any => true,
         }
     }
 }
 
 impl Check {
-    /// Connects, as soon as the agent listens.
-    fn begin(args: &CheckArgs) -> anyhow::Result<Check> {
+    /// Connects as soon as the agent listens; fails after `--within`.
+    fn connect_within(args: &CheckArgs) -> anyhow::Result<Check> {
         let within = args.within.0;
-        let give_up = Instant::now() + within;
+        let deadline = Instant::now() + within;
         let layout = model::llama_3_8b_scaled(model::SCALE_DEFAULT)?;
         let namespace = namespace(&layout, &args.tenant, &args.run);
         loop {
             match connect(args, namespace, layout) {
-                Ok(client) => return Ok(Check { client, layout, namespace, give_up, within }),
-                Err(ClientError::AgentAbsent { .. } | ClientError::Busy(_)) if Instant::now() < give_up => {
+                Ok(client) => return Ok(Check { client, layout, namespace, deadline, within }),
+                Err(ClientError::AgentAbsent { .. } | ClientError::Busy(_)) if Instant::now() < deadline => {
                     thread::sleep(PAUSE);
                 }
                 Err(error) => return Err(error).context("connecting to the agent of this node"),
@@ -232,25 +245,26 @@ impl Check {
         }
     }
 
-    fn save(&self, index: u32, before: Before) -> anyhow::Result<Saved> {
+    fn save(&self, index: u32, own_block: OwnBlock) -> anyhow::Result<SaveResult> {
         let block = block(&self.namespace, index);
         let Some(committed) = self.put(&block).context("saving a block")? else {
             bail!(
-                "the agent's arena had no room for a block of 64 KiB within {RESERVE_WAIT:?}: is its cache.dram too small?"
+                "the agent's arena had no space for a block of 64 KiB within {RESERVE_WAIT:?}: is its cache.dram too small?"
             )
         };
-        let status = committed.statuses.first().copied().context("the agent told nothing of the block")?;
-        let is_there = before == Before::Perhaps && status == CommitStatus::Duplicate;
+        let status =
+            committed.statuses.first().copied().context("the agent returned no status for the block")?;
+        let exists = own_block == OwnBlock::MayExist && status == CommitStatus::Duplicate;
         ensure!(
-            status.is_committed() || is_there,
-            "the agent did not take the block ({status:?}): was --run used before?"
+            status.is_committed() || exists,
+            "the agent did not commit the block ({status:?}): was --run used before?"
         );
         let outcome =
             self.client.wait_durable(committed.ticket, DURABLE_WAIT).context("waiting for the device")?;
-        Ok(Saved { saved_by: index, key: model::hex(&block.key.0), durable: outcome.durable == 1 })
+        Ok(SaveResult { saved_by: index, key: model::hex(&block.key.0), durable: outcome.durable == 1 })
     }
 
-    /// Saves a block: what the agent says of it. `None` when its arena had no room in time.
+    /// Saves a block; returns `None` if the agent's arena had no space within [`RESERVE_WAIT`].
     fn put(&self, block: &Block) -> Result<Option<CommitOutcome>, ClientError> {
         let reserved = self.client.reserve(1, RESERVE_WAIT)?;
         let Some(mut reservation) = reserved.into_iter().next() else { return Ok(None) };
@@ -262,76 +276,78 @@ impl Check {
         self.client.commit(vec![(reservation, block.key)], CommitOptions::default()).map(Some)
     }
 
-    /// Waits for another's block, and loads it where it is right.
-    fn load(&self, saved_by: u32, wanted: Wanted) -> anyhow::Result<Loaded> {
+    /// Waits for a participant's block, and loads and verifies it.
+    fn load(&self, saved_by: u32, expected: ExpectedSource) -> anyhow::Result<LoadResult> {
         let block = block(&self.namespace, saved_by);
         let key = model::hex(&block.key.0);
         let began = Instant::now();
         loop {
-            let attempt = self.attempt(&block, wanted);
-            match attempt.with_context(|| format!("block {key}, saved by number {saved_by}"))? {
+            let attempt = self.attempt(&block, expected);
+            match attempt.with_context(|| format!("block {key} of participant {saved_by}"))? {
                 Some(source) => {
                     let after_ms = u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX);
                     let bytes_verified = self.layout.block_bytes();
-                    return Ok(Loaded { saved_by, key, from: name_of(source), bytes_verified, after_ms });
+                    return Ok(LoadResult { saved_by, key, from: name_of(source), bytes_verified, after_ms });
                 }
-                None if Instant::now() < self.give_up => thread::sleep(PAUSE),
+                None if Instant::now() < self.deadline => thread::sleep(PAUSE),
                 None => bail!(
-                    "block {key}, saved by number {saved_by}, was not found within {:?}: does its agent run, and do both reach the \
-                     control plane and each other?",
+                    "block {key} of participant {saved_by} was not found within {:?}: check that both agents run and reach \
+                     each other and the control plane",
                     self.within
                 ),
             }
         }
     }
 
-    /// One look for a block: `None` when it cannot be had yet.
-    fn attempt(&self, block: &Block, wanted: Wanted) -> anyhow::Result<Option<Source>> {
-        let source = self.look(block, Scope::Cluster)?;
+    /// Tries once to load a block; returns `None` if it is not available yet.
+    fn attempt(&self, block: &Block, expected: ExpectedSource) -> anyhow::Result<Option<Source>> {
+        let source = self.load_verified(block, Scope::Cluster)?;
         if let Some(source) = source {
             ensure!(
-                wanted.is(source),
-                "it came from this node's {}: all that take part must run on nodes of their own",
+                expected.matches(source),
+                "loaded from {} of this node: each participant must run on its own node",
                 name_of(source)
             );
         }
         Ok(source)
     }
 
-    /// Loads a block if it is there, and compares every byte: where it came from. `None` when it cannot be had; calls that fail are
-    /// [`ClientError`]s.
-    fn look(&self, block: &Block, scope: Scope) -> anyhow::Result<Option<Source>> {
+    /// Loads a block and verifies every byte; returns its source, or `None` if it is not available.
+    ///
+    /// # Errors
+    /// A failed call, as a [`ClientError`], or wrong bytes, as another error.
+    fn load_verified(&self, block: &Block, scope: Scope) -> anyhow::Result<Option<Source>> {
         match self.fetch(block, scope)? {
-            Found::Right(source) => Ok(Some(source)),
-            Found::Nothing | Found::NotBrought => Ok(None),
-            Found::Wrong { words } => bail!("{words} words of 8 bytes are not what was saved"),
+            FetchResult::Verified(source) => Ok(Some(source)),
+            FetchResult::NotFound | FetchResult::LoadFailed => Ok(None),
+            FetchResult::Corrupt { words } => bail!("{words} 8-byte words differ from the saved ones"),
         }
     }
 
-    /// Loads a block if it is there, and compares every byte.
-    fn fetch(&self, block: &Block, scope: Scope) -> Result<Found, ClientError> {
+    /// Loads a block if a match finds it, and compares every byte.
+    fn fetch(&self, block: &Block, scope: Scope) -> Result<FetchResult, ClientError> {
         if self.client.match_keys(&[block.key], scope)?.is_empty() {
-            return Ok(Found::Nothing);
+            return Ok(FetchResult::NotFound);
         }
         let request = LoadRequest { deadline: LOAD_DEADLINE, scope, ..LoadRequest::new(vec![block.key]) };
         let load = self.client.load(&request)?;
         for layer in 0..self.layout.layers() {
             load.wait_layer(layer, LOAD_DEADLINE)?;
         }
-        let loaded = load.blocks().first().expect("the client takes answers with a block for each key only");
+        let loaded = load.blocks().first().expect("the client rejects replies without a block for each key");
         let (BlockStatus::Ok, Some(source)) = (loaded.status(), loaded.source()) else {
-            return Ok(Found::NotBrought);
+            return Ok(FetchResult::LoadFailed);
         };
         let mut bytes = self.object();
         let mut words = 0;
         for object in 0..self.layout.objects() {
-            // A copy that does not match its checksum is a block that failed, which is a miss.
+            // A checksum mismatch on copying counts as a failed load: the engine recomputes the block.
             if load.copy_object(0, object, &mut bytes).is_err() {
-                return Ok(Found::NotBrought);
+                return Ok(FetchResult::LoadFailed);
             }
             words += kv_function::mismatches(&block.prefix_hash, self.place(object), &bytes);
         }
-        Ok(if words == 0 { Found::Right(source) } else { Found::Wrong { words } })
+        Ok(if words == 0 { FetchResult::Verified(source) } else { FetchResult::Corrupt { words } })
     }
 
     fn object(&self) -> Vec<u8> {
@@ -343,7 +359,7 @@ impl Check {
     }
 }
 
-/// A session with the agent of this node.
+/// Opens a session with the agent of this node.
 fn connect(args: &CheckArgs, namespace: NamespaceDigest, layout: Layout) -> Result<Client, ClientError> {
     let options = ConnectOptions::new(args.socket.clone(), namespace, layout)
         .tenant(args.tenant.clone())
@@ -354,7 +370,7 @@ fn connect(args: &CheckArgs, namespace: NamespaceDigest, layout: Layout) -> Resu
     })
 }
 
-/// A namespace is one tenant's for the life of an agent, so the tenant is in it.
+/// Returns the namespace of a run. It includes the tenant, because agents bind a namespace to one tenant.
 fn namespace(layout: &Layout, tenant: &TenantName, run: &str) -> NamespaceDigest {
     NamespaceSpec {
         model: "reprise/check".into(),
@@ -372,7 +388,7 @@ fn block(namespace: &NamespaceDigest, saved_by: u32) -> Block {
     block_of(namespace, &[saved_by])
 }
 
-/// The block of a prompt.
+/// Returns the block of a prompt.
 fn block_of(namespace: &NamespaceDigest, tokens: &[u32]) -> Block {
     let prefix_hash = prefix_hash::block_hash(&prefix_hash::none_hash("reprise-check"), tokens, &[]);
     Block { prefix_hash, key: BlockKey::derive(namespace, &prefix_hash, KeyPart::default()) }
@@ -387,9 +403,9 @@ fn name_of(source: Source) -> &'static str {
     }
 }
 
-fn text(checked: &Checked) -> String {
-    let Checked { node, agent_version, saved, loaded } = checked;
-    let durable = if saved.durable { "durable" } else { "in memory only: the node has no open pool" };
+fn text(checked: &CheckReport) -> String {
+    let CheckReport { node, agent_version, saved, loaded } = checked;
+    let durable = if saved.durable { "durable" } else { "in DRAM only: the node has no open pool" };
     let mut table = Table::new(&["saved by", "key", "from", "verified", "after"]);
     for one in loaded {
         table.row(vec![
@@ -401,7 +417,7 @@ fn text(checked: &Checked) -> String {
         ]);
     }
     format!(
-        "agent {agent_version} of node {node}: saved {}, {durable}\n{}",
+        "agent {agent_version} on node {node}: saved {}, {durable}\n{}",
         saved.key,
         table.render().trim_end()
     )
@@ -424,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn every_participant_of_every_run_and_tenant_has_a_block_of_its_own() {
+    fn participants_runs_and_tenants_have_different_blocks() {
         let layout = model::llama_3_8b_scaled(model::SCALE_DEFAULT).expect("valid");
         let of = |run: &str, tenant: &str, index| {
             let tenant = tenant.parse().expect("a name");
@@ -434,18 +450,24 @@ mod tests {
         for (index, key) in all.iter().enumerate() {
             assert!(!all[..index].contains(key), "{index}");
         }
-        assert_eq!(of("a", "default", 0), all[0], "all participants know the keys of all");
+        assert_eq!(of("a", "default", 0), all[0], "each participant can derive the keys of all others");
     }
 
     #[test]
-    fn a_block_of_another_must_come_from_another_node_unless_it_was_loaded_before() {
+    fn block_of_another_participant_must_come_from_another_node_on_the_first_load() {
         let alone = of(&["check", "--run", "a", "--of", "2"]);
         let again = of(&["check", "--run", "a", "--of", "2", "--again-for", "1s"]);
-        let (own, other) = (Wanted::of(&alone, 0), Wanted::of(&alone, 1));
-        assert!(own.is(Source::OwnDram) && own.is(Source::OwnNvme) && !own.is(Source::PeerDram));
-        assert!(other.is(Source::PeerDram) && other.is(Source::PeerNvme) && !other.is(Source::OwnNvme));
+        let (own, other) = (ExpectedSource::of(&alone, 0), ExpectedSource::of(&alone, 1));
+        assert!(
+            own.matches(Source::OwnDram) && own.matches(Source::OwnNvme) && !own.matches(Source::PeerDram)
+        );
+        assert!(
+            other.matches(Source::PeerDram)
+                && other.matches(Source::PeerNvme)
+                && !other.matches(Source::OwnNvme)
+        );
         for source in [Source::OwnDram, Source::OwnNvme, Source::PeerDram, Source::PeerNvme] {
-            assert!(Wanted::of(&again, 1).is(source), "{source:?}");
+            assert!(ExpectedSource::of(&again, 1).matches(source), "{source:?}");
         }
     }
 }

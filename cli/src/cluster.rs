@@ -1,16 +1,16 @@
-//! A Reprise cluster on this machine: a control plane of one or more members, agents with a pool directory each.
+//! Reprise cluster on this machine: a control plane of one or more members, and agents with a pool directory
+//! each.
 //!
-//! Started from the binaries beside this one, with configuration files written into one directory. Every
-//! process says in one line of JSON on its standard output when it is ready and which ports it got. Several members share
-//! an etcd, which is started with them ([`etcd`]). One command at a time has a directory ([`directory`]), and its
-//! processes end with it: when the cluster is dropped, at an interruption, or, after a SIGKILL, when the next command
-//! wants the directory.
+//! The binaries are next to this one; configuration files are written into one directory. Every process
+//! prints one line of JSON with its ports when it is ready. Several members share an etcd ([`etcd`]). Only
+//! one command at a time uses a directory ([`work_directory`]), and its processes end with it: when the
+//! cluster is dropped, at an interruption, or, after a SIGKILL, when the next command claims the directory.
 
 mod configuration;
-mod directory;
 mod etcd;
 mod member;
 mod process;
+mod work_directory;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -24,32 +24,32 @@ use serde::{Deserialize, Serialize};
 use crate::config::Config;
 use crate::interrupt;
 use configuration::{AgentConfig, StoreChoice};
-use directory::ClusterDirectory;
-pub(crate) use directory::end_recorded;
 use etcd::Etcd;
 pub(crate) use member::MemberAddresses;
 use member::{Member, all_registered};
-pub(crate) use process::{Launch, binary as beside_this, stop};
+pub(crate) use process::{Launch, binary as sibling_binary, stop};
 use process::{Process, kill};
+use work_directory::WorkDirectory;
+pub(crate) use work_directory::end_recorded;
 
-/// File in the cluster's directory that says how to reach it.
+/// File in the cluster's directory with its addresses.
 const CLUSTER_FILE: &str = "cluster.json";
 
-/// An agent's pool, in its folder.
+/// Name of an agent's pool file, in its folder.
 const POOL_FILE: &str = "device-0.pool";
 
-/// How to reach a running cluster; written by whoever starts one, read by `replay` and `status`.
+/// Addresses of a running cluster; written at its start, read by `replay` and `status`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ClusterFile {
-    /// URL of the etcd that the members share; none when there is one member with a store of its own.
+    /// URL of the etcd that the members share; none with a single member, which has its own store.
     pub(crate) etcd: Option<String>,
-    /// The members of the control plane; one at least.
+    /// Members of the control plane; at least one.
     pub(crate) members: Vec<MemberAddresses>,
     /// The agents.
     pub(crate) agents: Vec<AgentAddresses>,
 }
 
-/// How to reach one agent.
+/// Addresses of one agent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct AgentAddresses {
     /// Node name.
@@ -60,37 +60,37 @@ pub(crate) struct AgentAddresses {
     pub(crate) admin: String,
 }
 
-/// What every agent of a cluster gets.
+/// Sizes of every agent of a cluster.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AgentSizes {
     /// DRAM arena.
     pub(crate) arena: ByteSize,
     /// NVMe pool.
     pub(crate) pool: ByteSize,
-    /// What a node gives and takes a second so that blocks have replicas and nodes are filled evenly; none: the agent's default.
+    /// Bytes per second that a node may send and receive for replicas and balance; none: the agent's default.
     pub(crate) moves: Option<ByteSize>,
 }
 
-/// The control plane of a cluster.
+/// Control plane of a cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ControlPlanes {
     /// One member, with its store in a file.
     Embedded,
     /// Members that share an etcd.
     Etcd {
-        /// How many; at least one.
+        /// Number of members; at least one.
         members: usize,
     },
 }
 
-/// A running cluster; its processes are ended when it is dropped.
+/// Running cluster; its processes are ended when it is dropped.
 #[derive(Debug)]
 pub(crate) struct Cluster {
     etcd: Option<Etcd>,
     members: Vec<Member>,
     agents: Vec<Agent>,
-    /// Given up last.
-    directory: ClusterDirectory,
+    /// Released last.
+    directory: WorkDirectory,
 }
 
 #[derive(Debug)]
@@ -106,19 +106,19 @@ impl ClusterFile {
         let path = directory.join(CLUSTER_FILE);
         let text = fs::read_to_string(&path).with_context(|| {
             format!(
-                "no running cluster found ({} cannot be read): start one with `reprise demo --hold`, or name the \
+                "no running cluster found (cannot read {}): start one with `reprise demo --hold`, or pass the \
                  agents with --socket",
                 path.display()
             )
         })?;
-        serde_json::from_str(&text).with_context(|| format!("{} is not a cluster file", path.display()))
+        serde_json::from_str(&text).with_context(|| format!("invalid cluster file {}", path.display()))
     }
 
-    /// Where a command finds members of the control plane: at the address that it is given, or where those of the running
-    /// cluster are, in its directory.
+    /// Returns the addresses of members of the control plane: the given address, or those of the running
+    /// cluster in its directory.
     ///
     /// # Errors
-    /// No address, and no running cluster.
+    /// Neither an address nor a running cluster.
     pub(crate) fn members_of(
         address: Option<&String>,
         directory: Option<&Path>,
@@ -130,7 +130,7 @@ impl ClusterFile {
         }
     }
 
-    /// Where the members' gRPC services are.
+    /// Returns the addresses of the members' gRPC services.
     pub(crate) fn grpc_addresses(&self) -> Vec<String> {
         self.members.iter().map(|member| member.grpc.clone()).collect()
     }
@@ -146,13 +146,13 @@ impl Cluster {
 
     /// Starts a control plane without agents, with fresh data in `directory`; every member is registered.
     pub(crate) fn start_controlplane(directory: &Path, control: ControlPlanes) -> anyhow::Result<Cluster> {
-        let claimed = ClusterDirectory::claim(directory)?;
-        interrupt::ends_cluster(directory)?;
+        let claimed = WorkDirectory::claim(directory)?;
+        interrupt::stop_cluster(directory)?;
         let mut cluster = Cluster { etcd: None, members: Vec::new(), agents: Vec::new(), directory: claimed };
         match control {
             ControlPlanes::Embedded => {
                 let store = directory.join("controlplane.redb");
-                remove_if_there(&store)?;
+                remove_if_exists(&store)?;
                 cluster.start_member("controlplane", &StoreChoice::Embedded(store))?;
             }
             ControlPlanes::Etcd { members } => {
@@ -168,7 +168,7 @@ impl Cluster {
         Ok(cluster)
     }
 
-    /// Starts agents named `node-1` and on.
+    /// Starts agents named `node-1` and so on.
     pub(crate) fn start_agents(&mut self, count: usize, sizes: AgentSizes) -> anyhow::Result<()> {
         for _ in 0..count {
             let agent = self.start_agent(&format!("node-{}", self.agents.len() + 1), sizes)?;
@@ -177,7 +177,7 @@ impl Cluster {
         self.write_file()
     }
 
-    /// How to reach the cluster.
+    /// Returns the addresses of the cluster.
     pub(crate) fn file(&self) -> ClusterFile {
         ClusterFile {
             etcd: self.etcd.as_ref().map(Etcd::endpoint),
@@ -186,32 +186,32 @@ impl Cluster {
         }
     }
 
-    /// The cluster's directory.
+    /// Returns the cluster's directory.
     pub(crate) fn path(&self) -> &Path {
         self.directory.path()
     }
 
-    /// Starts a process beside the cluster's own: recorded, so that it ends with them whatever happens.
+    /// Starts an additional process, recorded so that it always ends with the cluster's own processes.
     pub(crate) fn spawn(&mut self, launch: &Launch<'_>) -> anyhow::Result<Child> {
         launch.spawn(Stdio::null(), &mut self.directory)
     }
 
-    /// Where etcd tells its metrics, `host:port`.
+    /// Returns the address of etcd's metrics, `host:port`.
     pub(crate) fn etcd_metrics(&self) -> Option<String> {
         self.etcd.as_ref().map(Etcd::metrics)
     }
 
-    /// The pool file of an agent.
+    /// Returns the pool file of an agent.
     pub(crate) fn pool_path(&self, index: usize) -> PathBuf {
         self.directory.path().join(&self.agents[index].addresses.node).join(POOL_FILE)
     }
 
-    /// Ends an agent with SIGKILL: nothing of it gets a chance to tidy up.
+    /// Ends an agent with SIGKILL.
     pub(crate) fn kill_agent(&mut self, index: usize) -> anyhow::Result<()> {
         kill(&mut self.agents[index].process.child)
     }
 
-    /// Starts a killed agent again on the pool it left behind; returns the seconds until it was ready.
+    /// Restarts a killed agent on its pool; returns the seconds until it was ready.
     pub(crate) fn restart_agent(&mut self, index: usize) -> anyhow::Result<f64> {
         let started = Instant::now();
         let agent = &mut self.agents[index];
@@ -222,12 +222,12 @@ impl Cluster {
         Ok(started.elapsed().as_secs_f64())
     }
 
-    /// The processes of the agents.
+    /// Returns the process ids of the agents.
     pub(crate) fn agent_pids(&self) -> impl Iterator<Item = u32> {
         self.agents.iter().map(|agent| agent.process.child.id())
     }
 
-    /// The process of a member of the control plane.
+    /// Returns the process id of a member of the control plane.
     pub(crate) fn member_pid(&self, index: usize) -> u32 {
         self.members[index].pid()
     }
@@ -237,14 +237,14 @@ impl Cluster {
         self.members[index].kill()
     }
 
-    /// Starts a killed member again where it was, on the store that it left behind.
+    /// Restarts a killed member on its address and store.
     pub(crate) fn restart_member(&mut self, index: usize) -> anyhow::Result<()> {
         self.members[index].restart(&mut self.directory)?;
         self.write_file()
     }
 
     /// Waits until every member is registered and knows all others.
-    pub(crate) fn members_know_each_other(&self) -> anyhow::Result<()> {
+    pub(crate) fn await_membership(&self) -> anyhow::Result<()> {
         all_registered(&self.file().members)
     }
 
@@ -258,7 +258,7 @@ impl Cluster {
         let home = self.directory.path().join(node);
         fs::create_dir_all(&home).with_context(|| format!("cannot create {}", home.display()))?;
         let pool = home.join(POOL_FILE);
-        remove_if_there(&pool)?;
+        remove_if_exists(&pool)?;
         let members = self.members.iter().map(|member| member.addresses().grpc).collect();
         let text = AgentConfig { node, home: &home, pool: &pool, sizes, members }.text();
         let config = self.directory.path().join(format!("{node}.toml"));
@@ -286,33 +286,33 @@ impl Drop for Cluster {
             stop(&mut agent.process.child);
         }
         for index in 0..self.agents.len() {
-            // Pools are large and of no use to anyone once the cluster is gone.
+            // Pools are large and not useful without the cluster.
             drop(fs::remove_file(self.pool_path(index)));
         }
         self.members.iter_mut().for_each(Member::stop);
         self.etcd.iter_mut().for_each(Etcd::stop);
-        // All have ended: this removes the files that say how to reach them.
+        // All processes have ended: remove the files with their addresses.
         drop(end_recorded(self.directory.path()));
-        interrupt::ends_only_this();
+        interrupt::exit_only();
     }
 }
 
-/// Where this machine's clusters, downloads and builds live: `$REPRISE_CACHE`, else `~/.cache/reprise`.
+/// Returns the folder of clusters, downloads and builds: `$REPRISE_CACHE`, or `~/.cache/reprise`.
 pub(crate) fn cache_directory() -> PathBuf {
     let home =
         || std::env::var_os("HOME").map_or_else(std::env::temp_dir, PathBuf::from).join(".cache/reprise");
     std::env::var_os("REPRISE_CACHE").map_or_else(home, PathBuf::from)
 }
 
-fn remove_if_there(path: &Path) -> anyhow::Result<()> {
-    was_there(fs::remove_file(path)).with_context(|| format!("cannot remove {}", path.display()))
+fn remove_if_exists(path: &Path) -> anyhow::Result<()> {
+    ignore_not_found(fs::remove_file(path)).with_context(|| format!("cannot remove {}", path.display()))
 }
 
-fn remove_directory_if_there(path: &Path) -> anyhow::Result<()> {
-    was_there(fs::remove_dir_all(path)).with_context(|| format!("cannot remove {}", path.display()))
+fn remove_directory_if_exists(path: &Path) -> anyhow::Result<()> {
+    ignore_not_found(fs::remove_dir_all(path)).with_context(|| format!("cannot remove {}", path.display()))
 }
 
-fn was_there(removed: std::io::Result<()>) -> std::io::Result<()> {
+fn ignore_not_found(removed: std::io::Result<()>) -> std::io::Result<()> {
     match removed {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
         removed => removed,

@@ -1,5 +1,5 @@
-//! The command line's configuration: a TOML file, parsed once into types with units; unknown fields are errors. What a
-//! command is told by a flag goes before what the file says.
+//! Configuration of the command line: a TOML file whose sizes carry units. Unknown fields are errors, and
+//! flags override the file.
 
 use std::path::{Path, PathBuf};
 
@@ -10,68 +10,65 @@ use serde::Deserialize;
 use crate::cluster::cache_directory;
 use crate::model::SCALE_DEFAULT;
 
-/// What `--print-default-config` prints. A test holds it equal to [`Config::default`].
+/// Output of `--print-default-config`, equal to [`Config::default`] by a test.
 pub(crate) const DEFAULT_CONFIG: &str = include_str!("default.toml");
 
-/// The whole file.
+/// The configuration file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct Config {
-    /// The cluster that demo starts, and that replay and status ask.
     pub(crate) cluster: ClusterConfig,
-    /// Sizes of the demo.
     pub(crate) demo: DemoConfig,
-    /// Benchmarks.
     pub(crate) bench: BenchConfig,
 }
 
-/// `[cluster]`.
+/// Section `[cluster]`: the cluster that `demo` starts and that the other commands read.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct ClusterConfig {
-    /// Its directory; none means the cache folder's `demo`.
+    /// Directory of the cluster; `demo` in the cache folder by default.
     pub(crate) directory: Option<PathBuf>,
 }
 
-/// `[demo]`.
+/// Section `[demo]`: sizes of the demo.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct DemoConfig {
-    /// Requests replayed before the kill.
+    /// Number of requests that are replayed before the kill.
     pub(crate) requests: usize,
-    /// Bytes of Llama-3-8B's KV cache are divided by this.
+    /// Divisor of the bytes of Llama-3-8B's KV cache, a power of two.
     pub(crate) scale: u32,
-    /// DRAM of each agent.
+    /// Size of each agent's DRAM arena.
     pub(crate) arena: ByteSize,
-    /// NVMe of each agent.
+    /// Size of each agent's NVMe pool.
     pub(crate) pool: ByteSize,
 }
 
-/// `[bench]`.
+/// Section `[bench]`: benchmarks.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct BenchConfig {
-    /// Where pools are made; none means the cache folder's `bench`.
+    /// Directory for pools; `bench` in the cache folder by default.
     pub(crate) directory: Option<PathBuf>,
-    /// Repetitions of each measurement.
+    /// Number of repetitions of each measurement.
     pub(crate) repetitions: usize,
 }
 
 impl Config {
-    /// The file, or the defaults without one.
+    /// Reads the file; returns the defaults without one.
     ///
     /// # Errors
-    /// It cannot be read, or says something that is not known; in words.
+    /// The file cannot be read, is not valid TOML, or has an unknown field or an invalid value.
     pub(crate) fn read(path: Option<&Path>) -> anyhow::Result<Config> {
         let Some(path) = path else { return Ok(Config::default()) };
         let text = std::fs::read_to_string(path)
             .with_context(|| format!("cannot read the configuration {}", path.display()))?;
-        toml::from_str(&text).with_context(|| format!("the configuration {} is wrong", path.display()))
+        toml::from_str(&text).with_context(|| format!("invalid configuration {}", path.display()))
     }
 }
 
 impl ClusterConfig {
-    /// The directory, unless a flag names another.
+    /// Returns the directory; `flag` overrides the file.
     pub(crate) fn directory(&self, flag: Option<&Path>) -> PathBuf {
         let named = flag.map(Path::to_owned).or_else(|| self.directory.clone());
         named.unwrap_or_else(|| cache_directory().join("demo"))
@@ -79,7 +76,7 @@ impl ClusterConfig {
 }
 
 impl BenchConfig {
-    /// The directory, unless a flag names another.
+    /// Returns the directory; `flag` overrides the file.
     pub(crate) fn directory(&self, flag: Option<&Path>) -> PathBuf {
         let named = flag.map(Path::to_owned).or_else(|| self.directory.clone());
         named.unwrap_or_else(|| cache_directory().join("bench"))
@@ -88,7 +85,7 @@ impl BenchConfig {
 
 impl Default for DemoConfig {
     fn default() -> DemoConfig {
-        // DRAM is a tenth of what the requests keep, so that NVMe is read.
+        // DRAM holds a tenth of the requests' blocks, so that the replay also reads NVMe.
         DemoConfig {
             requests: 1500,
             scale: SCALE_DEFAULT,
@@ -100,7 +97,7 @@ impl Default for DemoConfig {
 
 impl Default for BenchConfig {
     fn default() -> BenchConfig {
-        // Medians of five still moved by several per cent on a shared machine.
+        // Medians of five repetitions still vary by several per cent on a shared machine.
         BenchConfig { directory: None, repetitions: 11 }
     }
 }
@@ -110,13 +107,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_printed_default_is_the_default() {
+    fn printed_default_configuration_equals_the_defaults() {
         assert_eq!(toml::from_str::<Config>(DEFAULT_CONFIG).expect("valid"), Config::default());
         assert_eq!(Config::read(None).expect("no file"), Config::default());
     }
 
     #[test]
-    fn unknown_fields_and_sizes_without_a_unit_are_refused() {
+    fn rejects_unknown_fields_and_sizes_without_a_unit() {
         for (text, words) in
             [("[demo]\nrequest = 5", "request"), ("[demo]\narena = 5", "arena"), ("[x]", "x")]
         {
@@ -126,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flag_goes_before_the_file() {
+    fn flag_overrides_the_file() {
         let config: Config = toml::from_str("[cluster]\ndirectory = '/file'").expect("valid");
         assert_eq!(config.cluster.directory(None), Path::new("/file"));
         assert_eq!(config.cluster.directory(Some(Path::new("/flag"))), Path::new("/flag"));

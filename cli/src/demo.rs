@@ -1,6 +1,9 @@
-//! The demo: a cluster on this machine serves a real trace, every byte checked; then one agent is killed and comes back.
-//! With etcd the control plane has several members, one of which is killed while the trace is replayed, and comes back when
-//! it has ended. In the end the directory is complete.
+//! `reprise demo`: a local cluster replays a real trace and verifies every byte, then loses and restarts one
+//! agent.
+//!
+//! With `--etcd` the control plane has several members. The demo kills one of them during the replay and
+//! restarts it afterwards. The demo succeeds only if the directory finally equals the blocks that the agents
+//! hold.
 
 mod completeness;
 mod faults;
@@ -26,111 +29,113 @@ use crate::trace::{Trace, TraceRequest};
 use completeness::{Complete, await_complete};
 use faults::{LostMember, demand_durable, kill_and_restart};
 
-/// Nodes of the demo's cluster, unless told otherwise; and at the most, which share this machine.
+/// Default and largest number of nodes; all of them share this machine.
 const NODES: usize = 2;
 const NODES_MAX: usize = 16;
 
-/// Members of the control plane on etcd, unless told otherwise; and at the most.
+/// Default and largest number of control-plane members with `--etcd`.
 const MEMBERS: usize = 3;
 const MEMBERS_MAX: usize = 16;
 
-/// How old the evictions on the screen may be: asking the agents takes about a millisecond.
+/// Refresh interval of the displayed evictions; reading them from the agents takes about 1 ms.
 const EVICTIONS_EVERY: Duration = Duration::from_millis(500);
 
-/// Requests that are replayed again after the restart.
+/// Number of requests that the demo replays again after the restart.
 const REQUESTS_AFTER_RESTART: usize = 200;
 
 /// Arguments of `reprise demo`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct DemoArgs {
-    /// Trace to replay (JSON lines); the conversation trace by default.
+    /// Replay this trace (JSON lines) [default: the conversation trace].
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
-    /// Requests to replay before the kill [default: 1500].
+    /// Replay this many requests before the kill [default: 1500].
     #[arg(long)]
     requests: Option<usize>,
-    /// Scale of the model: bytes of Llama-3-8B's KV cache divided by this, a power of two [default: 1024].
+    /// Divide the bytes of Llama-3-8B's KV cache by this [default: 1024].
+    ///
+    /// Must be a power of two.
     #[arg(long)]
     scale: Option<u32>,
-    /// DRAM arena of each agent [default: 192MiB].
+    /// Set the size of each agent's DRAM arena [default: 192MiB].
     #[arg(long)]
     arena: Option<ByteSize>,
-    /// NVMe pool of each agent [default: 3GiB].
+    /// Set the size of each agent's NVMe pool [default: 3GiB].
     #[arg(long)]
     pool: Option<ByteSize>,
-    /// Where the cluster keeps its data [default: the cache folder's demo].
+    /// Keep the cluster's data here [default: the cache folder's demo].
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
-    /// Tenant whose blocks these are: 1 to 63 of a-z, 0-9 and '-'.
+    /// Save blocks for this tenant: 1 to 63 of a-z, 0-9 and '-'.
     #[arg(long, value_name = "NAME", default_value = "default")]
     tenant: TenantName,
     /// Keep the cluster running after the demo, until Ctrl-C.
     #[arg(long, visible_alias = "keep")]
     hold: bool,
-    /// Nodes, each with an agent and an engine [default: 2].
+    /// Start this many nodes, each with an agent and an engine [default: 2].
     #[arg(long, value_parser = clap::value_parser!(u8).range(2..=NODES_MAX as i64))]
     nodes: Option<u8>,
-    /// Members of the control plane that share an etcd, one of which is killed on the way; needs its binary (`make etcd`).
+    /// Run several control-plane members on etcd, and kill one of them.
+    ///
+    /// Needs the etcd binary (`make etcd`).
     #[arg(long)]
     etcd: bool,
-    /// How many members [default: 3].
+    /// Start this many control-plane members [default: 3].
     #[arg(long, requires = "etcd", value_parser = clap::value_parser!(u8).range(1..=MEMBERS_MAX as i64))]
     members: Option<u8>,
 }
 
-/// The last line of `reprise demo --json`.
+/// Last line of `reprise demo --json`.
 #[derive(Clone, Debug, Serialize)]
 struct DemoSummary {
     #[serde(flatten)]
     replay: Summary,
-    /// Evictions of all agents, by tier.
     evictions_dram: u64,
     evictions_nvme: u64,
-    /// Tiers without a hit; empty, unless sizes were chosen that leave a tier unused.
+    /// Tiers without a hit; always empty with the default trace and sizes.
     tiers_without_hits: Vec<&'static str>,
     /// Blocks that the killed node had announced durable before the kill.
     durable_announced: u64,
-    /// Of those, blocks that had left it again: evicted from NVMe by its policy, or moved to another node.
+    /// Announced blocks that had left the node before the kill: evicted from NVMe, or moved to another node.
     durable_evicted: u64,
-    /// The rest: all present, with the right bytes, before the kill.
+    /// Announced blocks present with the right bytes before the kill.
     durable_before_kill: u64,
-    /// Of those, present with the right bytes after the restart.
+    /// Announced blocks present with the right bytes after the restart.
     durable_after_restart: u64,
-    /// Of those, at the most so many may have left it meanwhile: their copy on NVMe was evicted or moved to another node.
+    /// Upper bound of the blocks that may be gone: their copy on NVMe was evicted or moved to another node.
     durable_left: u64,
     /// Seconds from the restart of the killed agent until it was ready.
     restart_seconds: f64,
-    /// Members of the control plane, and how many of them were killed on the way.
     members: usize,
     members_killed: usize,
-    /// What the directory knows in the end, which is what the agents hold.
+    /// Final contents of the directory, equal to the blocks that the agents hold.
     #[serde(flatten)]
     complete: Complete,
-    /// The part of the trace that was replayed again.
+    /// Figures of the requests that were replayed again.
     after_restart: Summary,
 }
 
-/// Copies of blocks that agents have dropped, to have room or because the blocks have moved.
+/// Copies of blocks that agents have dropped, for space or because the blocks were moved.
 #[derive(Clone, Copy, Debug, Default)]
 struct Evictions {
     dram: u64,
     nvme: u64,
-    /// From NVMe, to another node's.
+    /// Blocks moved from NVMe to another node.
     moved: u64,
 }
 
-/// What a person sees while the demo replays: bar, totals, and what the agents evict meanwhile.
-struct Live<'a> {
+/// Progress display of a replay: bar, totals and the agents' evictions.
+struct ProgressView<'a> {
     bar: ProgressBar,
     cluster: &'a Cluster,
     evictions: Evictions,
-    /// When the agents were asked; `None`: not yet.
-    asked: Option<Instant>,
+    /// Time of the last read of the agents' counters; `None` before the first read.
+    last_read: Option<Instant>,
 }
 
-impl Live<'_> {
-    fn new(bar: ProgressBar, cluster: &Cluster) -> Live<'_> {
-        Live { bar, cluster, evictions: Evictions::default(), asked: None }
+impl ProgressView<'_> {
+    fn new(bar: ProgressBar, cluster: &Cluster) -> ProgressView<'_> {
+        ProgressView { bar, cluster, evictions: Evictions::default(), last_read: None }
     }
 
     fn served(&mut self, totals: &Totals) {
@@ -138,9 +143,9 @@ impl Live<'_> {
         if self.bar.is_hidden() {
             return;
         }
-        if self.asked.is_none_or(|asked| asked.elapsed() >= EVICTIONS_EVERY) {
-            self.asked = Some(Instant::now());
-            // Shown for information: an agent that does not answer now fails the demo where it matters.
+        if self.last_read.is_none_or(|last_read| last_read.elapsed() >= EVICTIONS_EVERY) {
+            self.last_read = Some(Instant::now());
+            // Display only: if an agent does not respond, a later required call fails the demo.
             self.evictions = evictions(self.cluster).unwrap_or(self.evictions);
         }
         let Evictions { dram, nvme, .. } = self.evictions;
@@ -158,20 +163,20 @@ pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> a
     let chosen = args.over(&config.demo);
     let layout = llama_3_8b_scaled(chosen.scale)?;
     let directory = config.cluster.directory(args.dir.as_deref());
-    audience.say(format!(
-        "Llama-3-8B's KV cache at 1/{}: one trace block of 512 tokens is {} in {} objects of {}.",
+    audience.print_line(format!(
+        "Llama-3-8B KV cache at scale 1/{}: one trace block of 512 tokens is {} in {} objects of {}.",
         chosen.scale,
         bytes_text(layout.block_bytes()),
         layout.objects(),
         bytes_text(layout.object_bytes())
     ));
     let (control, nodes) = (args.control(), args.nodes());
-    audience.say(match control {
+    audience.print_line(match control {
         ControlPlanes::Embedded => {
             format!("Starting a control plane and {nodes} agents in {} …", directory.display())
         }
         ControlPlanes::Etcd { members } => format!(
-            "Starting etcd, {members} members of the control plane and {nodes} agents in {} …",
+            "Starting etcd, {members} control-plane members and {nodes} agents in {} …",
             directory.display()
         ),
     });
@@ -179,7 +184,7 @@ pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> a
     let mut cluster = Cluster::start_controlplane(&directory, control)?;
     cluster.start_agents(nodes, sizes)?;
     for agent in cluster.file().agents {
-        audience.say(format!("  {}: status and metrics at http://{}/status", agent.node, agent.admin));
+        audience.print_line(format!("  {}: status and metrics at http://{}/status", agent.node, agent.admin));
     }
     let settings: Vec<EngineSettings> = cluster
         .file()
@@ -192,7 +197,7 @@ pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> a
     let subject =
         Subject { trace: trace.name.clone(), scale: chosen.scale, block_bytes: layout.block_bytes() };
     let requests = &trace.requests[..chosen.requests.min(trace.requests.len())];
-    audience.say(format!("Replaying {} requests of {} …", requests.len(), trace.name));
+    audience.print_line(format!("Replaying {} requests of {} …", requests.len(), trace.name));
     let mut totals = Totals::new();
     let (first, rest) = match control {
         ControlPlanes::Embedded => (requests, [].as_slice()),
@@ -206,7 +211,7 @@ pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> a
     }
     let summary = totals.summary("demo", &subject);
     let evictions = evictions(&cluster)?;
-    audience.say(format!(
+    audience.print_line(format!(
         "\n{}evictions: {} from DRAM, {} from NVMe\n",
         totals.table(),
         evictions.dram,
@@ -214,18 +219,18 @@ pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> a
     ));
 
     let killed = kill_and_restart(&mut cluster, &mut engines, audience)?;
-    lost.bring_back(&mut cluster, audience)?;
+    lost.restart(&mut cluster, audience)?;
     let again = &requests[..REQUESTS_AFTER_RESTART.min(requests.len())];
-    audience.say(format!("Replaying the first {} requests again …", again.len()));
+    audience.print_line(format!("Replaying the first {} requests again …", again.len()));
     let mut after = Totals::new();
     serve(again, &mut engines, &mut after, (&cluster, audience))?;
-    audience.say(after.table());
+    audience.print_line(after.table());
     for engine in &mut engines {
-        engine.settle()?;
+        engine.await_durable()?;
     }
     let complete = await_complete(&cluster.file(), &mut engines)?;
-    audience.say(format!(
-        "The directory is complete: {} blocks in DRAM and {} on NVMe, key by key those that the agents hold.",
+    audience.print_line(format!(
+        "The directory is complete: {} blocks in DRAM and {} on NVMe, each key held by its agent.",
         complete.directory_dram, complete.directory_nvme
     ));
 
@@ -253,19 +258,19 @@ pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> a
         after_restart: after.summary("after_restart", &subject),
     });
     if mismatches > 0 {
-        bail!("{mismatches} words differed from what was saved");
+        bail!("{mismatches} loaded words differ from the saved ones");
     }
     demand_calls(totals.errors + after.errors)?;
     demand_durable(&killed.after, killed.left).context("after the restart")?;
     demand_tiers(args.sizes(&chosen), &unused, audience)?;
-    audience.say(format!("Every byte was right: {mismatches} mismatches."));
+    audience.print_line(format!("All bytes verified: {mismatches} mismatches."));
     if args.hold {
         hold(&cluster, audience)?;
     }
     Ok(())
 }
 
-/// Sends requests to the engines, with a bar for people.
+/// Replays requests on the engines, with a progress bar on a terminal.
 fn serve(
     requests: &[TraceRequest],
     engines: &mut [EngineProcess],
@@ -273,43 +278,41 @@ fn serve(
     (cluster, audience): (&Cluster, Audience),
 ) -> anyhow::Result<()> {
     let bar = audience.progress(requests.len() as u64, "replay");
-    let mut live = Live::new(bar, cluster);
-    replay::run(requests, engines, totals, |totals| live.served(totals))?;
-    live.end();
+    let mut view = ProgressView::new(bar, cluster);
+    replay::run(requests, engines, totals, |totals| view.served(totals))?;
+    view.end();
     Ok(())
 }
 
-/// Every call to an agent succeeded: what failed was computed, and the demo is not about that.
+/// Returns an error if a call to an agent failed: the engine computed those blocks instead of loading them.
 fn demand_calls(failed: u64) -> anyhow::Result<()> {
     if failed > 0 {
-        bail!(
-            "{failed} calls to the agents failed (errors); the warnings above and the agents' logs say why"
-        );
+        bail!("{failed} calls to the agents failed: see the warnings above and the agents' logs");
     }
     Ok(())
 }
 
-/// The default trace and sizes hit every tier; others need not, which is then said.
+/// Returns an error if a tier served no hit with the default trace and sizes; prints a notice with others.
 fn demand_tiers(sizes: Sizes, unused: &[&str], audience: Audience) -> anyhow::Result<()> {
     if unused.is_empty() {
         return Ok(());
     }
     if sizes == Sizes::Default {
-        bail!("no hit in {}: with the default sizes every tier serves", unused.join(", "));
+        bail!("no hits in {}: with the default sizes, every tier must serve hits", unused.join(", "));
     }
-    audience.say(format!("No hit in {}: these sizes leave a tier unused.", unused.join(", ")));
+    audience.print_line(format!("No hits in {}: these sizes leave a tier unused.", unused.join(", ")));
     Ok(())
 }
 
-/// Whether anything differs from what the demo is made for.
+/// Whether trace, topology and sizes are the defaults, with which every tier serves hits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Sizes {
     Default,
-    Chosen,
+    Custom,
 }
 
 impl DemoArgs {
-    /// What the flags say, and what they leave to the file.
+    /// Returns the configuration with the flags applied over the file.
     fn over(&self, file: &DemoConfig) -> DemoConfig {
         DemoConfig {
             requests: self.requests.unwrap_or(file.requests),
@@ -331,8 +334,8 @@ impl DemoArgs {
     }
 
     fn sizes(&self, chosen: &DemoConfig) -> Sizes {
-        let ours = self.trace.is_none() && self.nodes() == NODES && !self.etcd;
-        if ours && *chosen == DemoConfig::default() { Sizes::Default } else { Sizes::Chosen }
+        let is_default = self.trace.is_none() && self.nodes() == NODES && !self.etcd;
+        if is_default && *chosen == DemoConfig::default() { Sizes::Default } else { Sizes::Custom }
     }
 }
 
@@ -352,7 +355,7 @@ fn evictions_of(agent: &AgentAddresses) -> anyhow::Result<Evictions> {
     let counter = |name: &str| {
         status["counters"][name]
             .as_u64()
-            .with_context(|| format!("the agent's status has no counter '{name}'"))
+            .with_context(|| format!("counter '{name}' is missing from the agent's status"))
     };
     Ok(Evictions {
         dram: counter("dram_evictions")?,
@@ -361,14 +364,16 @@ fn evictions_of(agent: &AgentAddresses) -> anyhow::Result<Evictions> {
     })
 }
 
-/// Says how to reach the cluster, and waits for Ctrl-C.
+/// Prints how to reach the cluster, and waits for Ctrl-C.
 fn hold(cluster: &Cluster, audience: Audience) -> anyhow::Result<()> {
     let (sender, interrupted) = std::sync::mpsc::sync_channel(1);
-    interrupt::tells(sender);
+    interrupt::notify(sender);
     for agent in cluster.file().agents {
-        audience.say(format!("Engines reach {} at {}.", agent.node, agent.socket.display()));
+        audience.print_line(format!("{}: engines connect to {}.", agent.node, agent.socket.display()));
     }
-    audience.say("The cluster keeps running; try `reprise status` and `reprise replay`. Ctrl-C ends it.");
+    audience.print_line(
+        "The cluster is running: try `reprise status` and `reprise replay`. Press Ctrl-C to stop it.",
+    );
     interrupted.recv().context("waiting for Ctrl-C")
 }
 
@@ -377,7 +382,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_call_that_failed_fails_the_demo_and_is_counted() {
+    fn demo_fails_with_the_number_of_failed_agent_calls() {
         assert!(demand_calls(0).is_ok());
         let error = demand_calls(3).expect_err("three calls failed").to_string();
         assert!(error.contains("3 calls"), "{error}");

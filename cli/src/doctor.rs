@@ -1,6 +1,7 @@
-//! `reprise doctor`: what this machine can do, measured by doing it, and what Reprise will use in consequence.
+//! `reprise doctor`: probes the features of this machine and reports which of them Reprise will use.
 //!
-//! It changes no setting of the machine. Advice says which setting would help and by how much.
+//! Each probe performs the operation itself. The command changes no setting of the machine; its advice names
+//! the setting to change.
 
 use std::fs;
 use std::os::unix::fs::OpenOptionsExt;
@@ -14,46 +15,44 @@ use serde::Serialize;
 use crate::cluster::cache_directory;
 use crate::output::{Audience, bytes_text};
 
-/// Arena that the page size is tried with: large enough to show partial success, quick to touch.
+/// Size of the arena for the page-size probe: large enough to show partial success, and quick to touch.
 const PROBE_ARENA_BYTES: u64 = 128 << 20;
 
 /// open(2) flag for direct I/O.
 const O_DIRECT: i32 = rustix::fs::OFlags::DIRECT.bits() as i32;
 
-/// Region of that arena.
+/// Region size of the probe arena.
 const PROBE_REGION_BYTES: u64 = 64 << 20;
 
 /// Arguments of `reprise doctor`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct DoctorArgs {
-    /// Directory that a pool would be in [default: the cache folder].
+    /// Probe direct I/O in this directory [default: the cache folder].
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
 }
 
-/// One thing looked at.
+/// Result of one probe.
 #[derive(Clone, Debug, Serialize)]
 struct Finding {
-    /// What.
     name: &'static str,
-    /// How it is.
     verdict: Verdict,
-    /// What was seen.
+    /// Observed state of the machine.
     found: String,
-    /// What Reprise will do in consequence.
+    /// Effect on Reprise, and the remedy if there is one.
     consequence: String,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 enum Verdict {
-    /// As good as it gets.
+    /// Fully supported.
     Good,
-    /// Works, slower or less than it could.
+    /// Supported with reduced performance.
     Fair,
-    /// Not there; Reprise does without.
+    /// Missing or unused; Reprise works without it.
     Absent,
-    /// Reprise cannot run like this.
+    /// Prevents Reprise from starting.
     Bad,
 }
 
@@ -77,7 +76,7 @@ pub(crate) fn command(args: &DoctorArgs, audience: Audience) -> anyhow::Result<(
             Verdict::Absent => "–",
             Verdict::Bad => "BAD",
         };
-        audience.say(format!(
+        audience.print_line(format!(
             "{:>4}  {}: {}\n      → {}",
             mark, finding.name, finding.found, finding.consequence
         ));
@@ -98,7 +97,7 @@ fn processor() -> Finding {
             if wide { "yes" } else { "no" },
             if has("sha_ni") { "yes" } else { "no" }
         ),
-        consequence: format!("CRC32C by {}", checksum_method()),
+        consequence: format!("CRC32C uses {}", checksum_method()),
     }
 }
 
@@ -110,7 +109,7 @@ fn memory() -> Finding {
         name: "memory",
         verdict: Verdict::Good,
         found: format!("{} of {} available", field("MemAvailable"), field("MemTotal")),
-        consequence: "an arena larger than what is available is refused at start".to_owned(),
+        consequence: "an agent whose arena exceeds the available memory does not start".to_owned(),
     }
 }
 
@@ -132,19 +131,24 @@ fn huge_pages(arena: &Result<Arena, reprise_buffers::BufferError>) -> Finding {
                 found: format!("{settings}; an arena of {} got {kind} pages", ByteSize(PROBE_ARENA_BYTES)),
                 consequence: match kind {
                     PageKind::Small => {
-                        "disk reads into the arena will be 2–5 times slower: set vm.nr_hugepages to the \
+                        "disk reads into the arena are 2–5 times slower: set vm.nr_hugepages to the \
                                         arena's size / 2 MiB, or use Linux 6.1 or later"
                             .to_owned()
                     }
-                    PageKind::HugeTlb | PageKind::TransparentHuge => format!("arena regions in {kind} pages"),
+                    PageKind::HugeTlb | PageKind::TransparentHuge => {
+                        format!("arena regions use {kind} pages")
+                    }
                 },
             }
         }
         Err(error) => Finding {
             name: "huge pages",
             verdict: Verdict::Bad,
-            found: format!("{settings}; an arena of {} cannot be made: {error}", ByteSize(PROBE_ARENA_BYTES)),
-            consequence: "agents will not start".to_owned(),
+            found: format!(
+                "{settings}; cannot allocate an arena of {}: {error}",
+                ByteSize(PROBE_ARENA_BYTES)
+            ),
+            consequence: "agents do not start".to_owned(),
         },
     }
 }
@@ -157,15 +161,15 @@ fn io(arena: &Result<Arena, reprise_buffers::BufferError>) -> Vec<Finding> {
             name: "io_uring",
             verdict: Verdict::Good,
             found: format!("available ({mode})"),
-            consequence: "devices are driven by io_uring, one ring each".to_owned(),
+            consequence: "device I/O uses io_uring, with one ring per device".to_owned(),
         },
         Err(error) => Finding {
             name: "io_uring",
             verdict: Verdict::Fair,
-            found: format!("refused: {error}"),
+            found: format!("not available: {error}"),
             consequence:
-                "devices are driven by pread and pwrite from a few threads: expect less bandwidth. A seccomp \
-                          profile or kernel.io_uring_disabled may be the cause"
+                "device I/O uses pread and pwrite on a few threads, with less bandwidth: check the seccomp \
+                          profile and kernel.io_uring_disabled"
                     .to_owned(),
         },
     };
@@ -175,15 +179,15 @@ fn io(arena: &Result<Arena, reprise_buffers::BufferError>) -> Vec<Finding> {
             name: "registered buffers",
             verdict: Verdict::Good,
             found: format!("{count} regions registered; memlock limit {limit}"),
-            consequence: "arena regions are registered once instead of being mapped for each operation"
-                .to_owned(),
+            consequence: "the kernel maps arena regions once, not for each operation".to_owned(),
         },
         Err(error) => Finding {
             name: "registered buffers",
             verdict: Verdict::Fair,
-            found: format!("refused: {error}; memlock limit {limit}"),
-            consequence: "each operation maps its memory anew: raise the memlock limit to the arena's size"
-                .to_owned(),
+            found: format!("not available: {error}; memlock limit {limit}"),
+            consequence:
+                "the kernel maps memory for each operation: raise the memlock limit to the arena's size"
+                    .to_owned(),
         },
     };
     vec![ring, buffers]
@@ -191,11 +195,11 @@ fn io(arena: &Result<Arena, reprise_buffers::BufferError>) -> Vec<Finding> {
 
 fn direct_io(directory: &Path) -> Finding {
     let path = directory.join(".reprise-doctor");
-    let tried = fs::write(&path, [0; 4096]).and_then(|()| {
+    let opened = fs::write(&path, [0; 4096]).and_then(|()| {
         fs::File::options().read(true).write(true).custom_flags(O_DIRECT).open(&path).map(drop)
     });
     drop(fs::remove_file(&path));
-    match tried {
+    match opened {
         Ok(()) => Finding {
             name: "direct I/O",
             verdict: Verdict::Good,
@@ -205,10 +209,11 @@ fn direct_io(directory: &Path) -> Finding {
         Err(error) => Finding {
             name: "direct I/O",
             verdict: Verdict::Fair,
-            found: format!("O_DIRECT is refused in {}: {error}", directory.display()),
-            consequence: "a pool here goes through the page cache, which costs memory and copies: use ext4 or XFS on a \
+            found: format!("O_DIRECT fails in {}: {error}", directory.display()),
+            consequence:
+                "a pool here uses the page cache, which costs memory and copies: use ext4 or XFS on a \
                           local device"
-                .to_owned(),
+                    .to_owned(),
         },
     }
 }
@@ -220,9 +225,9 @@ fn nvme() -> Finding {
         verdict: if devices.is_empty() { Verdict::Absent } else { Verdict::Good },
         found: if devices.is_empty() { "no controller".to_owned() } else { devices.join(", ") },
         consequence: if devices.is_empty() {
-            "pools are files on whatever block device is there".to_owned()
+            "pools are files on another block device".to_owned()
         } else {
-            "name /dev/disk/by-id/… as pool devices, or files on them".to_owned()
+            "configure /dev/disk/by-id/… as pool devices, or files on them".to_owned()
         },
     }
 }
@@ -233,7 +238,7 @@ fn rdma() -> Finding {
         name: "RDMA",
         verdict: Verdict::Absent,
         found: if devices.is_empty() { "no device".to_owned() } else { devices.join(", ") },
-        consequence: "peers are reached over TCP; this version has no RDMA transport".to_owned(),
+        consequence: "transfers between nodes use TCP; this version does not support RDMA".to_owned(),
     }
 }
 
@@ -244,12 +249,12 @@ fn gpu() -> Finding {
         name: "GPU",
         verdict: Verdict::Absent,
         found: if devices.is_empty() { "no device".to_owned() } else { devices.join(", ") },
-        consequence: "blocks reach engines through host memory; this version has no GPU-initiated I/O"
+        consequence: "engines read blocks through host memory; this version has no GPU-initiated I/O"
             .to_owned(),
     }
 }
 
-/// The choice in brackets of a sysfs setting such as `always [madvise] never`.
+/// Returns the bracketed choice of a sysfs setting such as `always [madvise] never`.
 fn chosen(text: &str) -> String {
     text.split(['[', ']']).nth(1).unwrap_or(text.trim()).to_owned()
 }

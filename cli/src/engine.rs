@@ -1,9 +1,9 @@
-//! The reference engine: what an inference engine does with Reprise, with a keyed function for a model.
+//! The reference engine: uses Reprise like an inference engine, with a keyed function instead of a model.
 //!
-//! A request is a chain of blocks. The engine asks how many leading blocks are available, loads them layer by
-//! layer into its own paged memory, checks every byte against the keyed function, "prefills" the rest by
-//! writing the function's bytes, and saves those blocks. Whatever cannot be loaded is recomputed, a failed call is
-//! counted and a lost session opened anew: a cache can only ever cost time.
+//! A request is a chain of blocks. The engine queries the number of available leading blocks, loads them
+//! layer by layer into its own paged memory, checks every byte against the keyed function, "prefills" the
+//! rest by writing the function's bytes, and saves these blocks. Blocks that cannot be loaded are recomputed,
+//! failed calls are counted and lost sessions reopened: failures of the cache only cost time.
 
 mod outcome;
 
@@ -26,28 +26,28 @@ use crate::trace::{TOKENS_PER_HASH_ID, TraceRequest};
 /// Seed of the prefix chain: vLLM's default for its SHA-256 algorithms.
 const HASH_SEED: &str = "vllm-none-hash";
 
-/// Arena of one load call while durable blocks are checked: a quarter of the smallest arena that the demo is run with.
+/// Arena of one load call of a check of durable blocks: a quarter of the smallest arena of the demo.
 const CHECK_WINDOW_BYTES: u64 = 16 << 20;
 
-/// Blocks of one load call while durable blocks are checked, at the most: half of the paged memory.
+/// Maximum blocks of one load call of a check of durable blocks: half of the paged memory.
 const CHECK_WINDOW_BLOCKS_MAX: u64 = 256;
 
-/// Keys of one match call at the most.
+/// Maximum keys of one match call.
 const MATCH_KEYS_MAX: usize = 8192;
 
-/// How long one load may take before the rest is recomputed.
+/// Time limit of one load; the rest is then recomputed.
 const LOAD_DEADLINE: Duration = Duration::from_secs(10);
 
-/// How long a save waits for the arena to make room before the blocks are left unsaved.
+/// Time limit for free memory in the arena; blocks without it are not saved.
 const RESERVE_WAIT: Duration = Duration::from_secs(5);
 
-/// How long to wait for the durable notices of all saves.
+/// Time limit for the durable notices of all saves.
 const DURABLE_WAIT: Duration = Duration::from_secs(30);
 
-/// Cold blocks a first request may need; grows are not needed as the longest trace request has 247 blocks.
+/// Blocks of the paged memory; the longest request of the trace has 247 blocks.
 const PAGED_BLOCKS_MIN: usize = 512;
 
-/// An engine connected to its node's agent.
+/// Engine connected to its node's agent.
 pub(crate) struct Engine {
     settings: EngineSettings,
     client: Client,
@@ -59,40 +59,40 @@ pub(crate) struct Engine {
     durable: BTreeMap<BlockKey, ChainBlock>,
 }
 
-/// How to reach an agent and what to keep there.
+/// Address of an agent, and the kind of blocks to save.
 #[derive(Clone, Debug)]
 pub(crate) struct EngineSettings {
-    /// The agent's unix socket.
+    /// The agent's Unix socket.
     pub(crate) socket: std::path::PathBuf,
     /// Geometry of the blocks.
     pub(crate) layout: Layout,
-    /// Whose blocks they are.
+    /// Tenant of the blocks.
     pub(crate) tenant: TenantName,
 }
 
-/// One block of a prompt: its prefix hash, which the bytes follow from, and its key.
+/// One block of a prompt: its prefix hash, which determines its bytes, and its key.
 #[derive(Clone, Copy, Debug)]
 struct ChainBlock {
     prefix_hash: [u8; 32],
     key: BlockKey,
 }
 
-/// What a load call brought into paged memory.
+/// Blocks that a load call copied into paged memory.
 struct Loaded {
-    /// What became of each block, copying included.
+    /// Result of each block, including the copy.
     statuses: Vec<BlockStatus>,
-    /// Where each came from.
+    /// Source of each block.
     sources: Vec<Option<Source>>,
 }
 
 impl Loaded {
-    /// Leading blocks that are there: what a prefill can start from.
+    /// Returns the number of leading blocks that are loaded.
     fn leading(&self) -> usize {
         self.statuses.iter().take_while(|status| **status == BlockStatus::Ok).count()
     }
 }
 
-/// The namespace of the reference engine's blocks of a tenant.
+/// Returns the namespace of the reference engine's blocks of a tenant.
 pub(crate) fn namespace(layout: &Layout, tenant: &TenantName) -> NamespaceDigest {
     let salt = if *tenant == TenantName::default_tenant() { "" } else { tenant.as_str() };
     NamespaceSpec {
@@ -107,13 +107,13 @@ pub(crate) fn namespace(layout: &Layout, tenant: &TenantName) -> NamespaceDigest
     .digest()
 }
 
-/// The keys of a prompt's blocks.
+/// Returns the keys of a prompt's blocks.
 pub(crate) fn chain_keys(layout: &Layout, tenant: &TenantName, hash_ids: &[u64]) -> Vec<BlockKey> {
     let none_hash = prefix_hash::none_hash(HASH_SEED);
     chain(&namespace(layout, tenant), none_hash, hash_ids).into_iter().map(|block| block.key).collect()
 }
 
-/// The chain of a prompt's blocks.
+/// Returns the chain of a prompt's blocks.
 fn chain(namespace: &NamespaceDigest, none_hash: [u8; 32], hash_ids: &[u64]) -> Vec<ChainBlock> {
     let mut parent = none_hash;
     let mut tokens = [0; TOKENS_PER_HASH_ID];
@@ -141,7 +141,8 @@ impl Engine {
         })
     }
 
-    /// Opens a new session after the agent's death; what was durable is remembered, what was not is forgotten.
+    /// Opens a new session after the agent's restart; pending saves are dropped, durable blocks stay
+    /// recorded.
     pub(crate) fn reconnect(&mut self) -> anyhow::Result<()> {
         self.client = connect(&self.settings, self.namespace)?;
         self.tickets.clear();
@@ -164,8 +165,8 @@ impl Engine {
         Ok(outcome)
     }
 
-    /// Waits for the durable notices of everything saved; returns how many blocks are durable in all.
-    pub(crate) fn settle(&mut self) -> anyhow::Result<u64> {
+    /// Waits for the durable notices of all saves; returns the total number of durable blocks.
+    pub(crate) fn await_durable(&mut self) -> anyhow::Result<u64> {
         let give_up = Instant::now() + DURABLE_WAIT;
         for (ticket, blocks) in self.tickets.drain(..) {
             let left = give_up.saturating_duration_since(Instant::now());
@@ -176,21 +177,21 @@ impl Engine {
         Ok(self.durable.len() as u64)
     }
 
-    /// Where this node has these blocks, the fastest tier of each; those that it has not are not counted.
+    /// Counts these blocks on this node by their fastest tier; missing blocks are not counted.
     pub(crate) fn own(&self, keys: &[BlockKey]) -> anyhow::Result<HitCounts> {
         let (mut counts, mut left) = (HitCounts::default(), keys);
         while !left.is_empty() {
             let asked = &left[..left.len().min(MATCH_KEYS_MAX)];
             let found = self.client.match_keys(asked, Scope::Local).context("match")?;
             found.iter().for_each(|source| counts.add(*source));
-            // The answer ends before the first that is not here.
+            // The answer ends before the first missing block.
             left = &left[asked.len().min(found.len() + 1)..];
         }
         Ok(counts)
     }
 
-    /// Loads every durable block from this node alone and compares every byte. Only those that are present are
-    /// asked for by the next check.
+    /// Loads every durable block from this node alone and compares every byte. The next check only covers
+    /// blocks that are present in this one.
     pub(crate) fn check_durable(&mut self) -> anyhow::Result<DurableCheck> {
         let durable: Vec<ChainBlock> = std::mem::take(&mut self.durable).into_values().collect();
         let mut check = DurableCheck { announced: durable.len() as u64, ..DurableCheck::default() };
@@ -228,7 +229,7 @@ impl Engine {
 
     fn serve(&mut self, chain: &[ChainBlock], table: &[PhysicalBlock], outcome: &mut RequestOutcome) {
         let fetched = self.fetch(chain, table, outcome);
-        let usable = self.unless_failed(fetched, outcome).unwrap_or(0);
+        let usable = self.check_call(fetched, outcome).unwrap_or(0);
         for (block, physical) in chain[..usable].iter().zip(table) {
             self.verify(block, *physical, outcome);
         }
@@ -236,19 +237,15 @@ impl Engine {
             self.prefill(block, *physical);
         }
         let started = Instant::now();
-        let mut there = usable;
-        let saved = self.save(chain, table, &mut there, outcome);
-        outcome.unsaved += (chain.len() - there) as u64;
+        let mut next_block = usable;
+        let saved = self.save(chain, table, &mut next_block, outcome);
+        outcome.unsaved += (chain.len() - next_block) as u64;
         outcome.save_us = micros(started);
-        self.unless_failed(saved, outcome);
+        self.check_call(saved, outcome);
     }
 
-    /// Counts a failed call, and opens a new session when the failure was the end of the old one.
-    fn unless_failed<T>(
-        &mut self,
-        result: Result<T, ClientError>,
-        outcome: &mut RequestOutcome,
-    ) -> Option<T> {
+    /// Counts a failed call, and opens a new session if the old one has ended.
+    fn check_call<T>(&mut self, result: Result<T, ClientError>, outcome: &mut RequestOutcome) -> Option<T> {
         let error = match result {
             Ok(value) => return Some(value),
             Err(error) => error,
@@ -258,12 +255,15 @@ impl Engine {
         if !self.client.is_alive()
             && let Err(error) = self.reconnect()
         {
-            tracing::warn!(error = format!("{error:#}"), "there is no agent; the next request tries again");
+            tracing::warn!(
+                error = format!("{error:#}"),
+                "cannot reconnect to the agent; the next request tries again"
+            );
         }
         None
     }
 
-    /// Matches and loads; returns how many leading blocks are usable.
+    /// Matches and loads; returns the number of usable leading blocks.
     fn fetch(
         &mut self,
         chain: &[ChainBlock],
@@ -346,16 +346,16 @@ impl Engine {
         }
     }
 
-    /// Saves the blocks of a chain behind its first `there` until the arena has no room; counts them in `there`.
+    /// Saves the blocks of a chain from `next_block` on until the arena is full; advances `next_block`.
     fn save(
         &mut self,
         chain: &[ChainBlock],
         table: &[PhysicalBlock],
-        there: &mut usize,
+        next_block: &mut usize,
         outcome: &mut RequestOutcome,
     ) -> Result<(), ClientError> {
-        while *there < chain.len() {
-            let at = *there;
+        while *next_block < chain.len() {
+            let at = *next_block;
             let wanted = u32::try_from(chain.len() - at).expect("a chain has at most 8,192 blocks");
             let reservations = self.client.reserve(wanted, RESERVE_WAIT)?;
             if reservations.is_empty() {
@@ -383,7 +383,7 @@ impl Engine {
                 }
             }
             self.tickets.push((committed.ticket, chain[at..end].to_vec()));
-            *there = end;
+            *next_block = end;
         }
         Ok(())
     }
@@ -405,7 +405,7 @@ fn connect(settings: &EngineSettings, namespace: NamespaceDigest) -> anyhow::Res
         .with_context(|| format!("connecting to the agent at {}", settings.socket.display()))
 }
 
-/// Blocks of one load call while durable blocks are checked.
+/// Returns the blocks of one load call of a check of durable blocks.
 fn check_window_blocks(layout: &Layout) -> usize {
     let blocks = (CHECK_WINDOW_BYTES / layout.slot_bytes().max(1)).clamp(1, CHECK_WINDOW_BLOCKS_MAX);
     usize::try_from(blocks).expect("at most 256")
@@ -421,7 +421,7 @@ mod tests {
     use crate::model::llama_3_8b_scaled;
 
     #[test]
-    fn durable_blocks_of_any_scale_are_checked_within_a_bounded_part_of_the_arena() {
+    fn check_of_durable_blocks_uses_a_bounded_part_of_the_arena_at_any_scale() {
         for (scale, blocks) in [(4096, 256), (1024, 256), (64, 16), (16, 4)] {
             let layout = llama_3_8b_scaled(scale).expect("a valid scale");
             assert_eq!(check_window_blocks(&layout), blocks, "scale {scale}");
@@ -429,7 +429,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_behind_a_gap_is_not_usable() {
+    fn block_after_a_gap_is_not_usable() {
         let statuses = vec![BlockStatus::Ok, BlockStatus::Deadline, BlockStatus::Ok];
         let loaded = Loaded { statuses, sources: vec![Some(Source::OwnDram); 3] };
         assert_eq!(loaded.leading(), 1);

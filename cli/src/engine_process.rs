@@ -1,6 +1,6 @@
-//! The reference engine as a process of its own: commands in, answers out, one JSON object a line.
+//! The reference engine in its own process: reads commands and writes answers, one JSON object per line.
 //!
-//! `reprise engine` is what the demo and the replay start, one a node; [`EngineProcess`] is their side.
+//! The demo and the replay start `reprise engine` once per node and control it through [`EngineProcess`].
 
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Write};
@@ -13,23 +13,23 @@ use serde::{Deserialize, Serialize};
 use crate::engine::{DurableCheck, Engine, EngineSettings, HitCounts, RequestOutcome};
 use crate::model::hex;
 
-/// A command to an engine process.
+/// Command to an engine process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(tag = "op", rename_all = "snake_case")]
 enum EngineCommand {
     /// Serve a request.
     Run { hash_ids: Vec<u64> },
-    /// Wait until everything saved is durable.
+    /// Wait until all saved blocks are durable.
     Settle,
     /// Load and compare every durable block, from this node alone.
     CheckDurable,
     /// Open a new session: the agent was restarted.
     Reconnect,
-    /// Say which of these blocks the node has, and where.
+    /// Count these blocks on the node, by tier.
     Own { keys: Vec<[u8; BlockKey::SIZE]> },
 }
 
-/// An engine process's answer.
+/// Answer of an engine process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(tag = "answer", rename_all = "snake_case")]
 enum EngineAnswer {
@@ -47,7 +47,7 @@ enum EngineAnswer {
     Failed { message: String },
 }
 
-/// An engine process that this process has started; killed when dropped.
+/// Engine process started by this process; killed when dropped.
 #[derive(Debug)]
 pub(crate) struct EngineProcess {
     child: Child,
@@ -58,7 +58,7 @@ pub(crate) struct EngineProcess {
 impl EngineProcess {
     /// Starts `reprise engine` and waits until it is connected.
     pub(crate) fn start(settings: &EngineSettings) -> anyhow::Result<EngineProcess> {
-        let program = std::env::current_exe().context("cannot find this program's own file")?;
+        let program = std::env::current_exe().context("cannot find the path of this program")?;
         let mut child = Command::new(program)
             .arg("engine")
             .arg("--socket")
@@ -88,8 +88,8 @@ impl EngineProcess {
         }
     }
 
-    /// Waits until everything saved is durable; returns how many blocks that are.
-    pub(crate) fn settle(&mut self) -> anyhow::Result<u64> {
+    /// Waits until all saved blocks are durable; returns their number.
+    pub(crate) fn await_durable(&mut self) -> anyhow::Result<u64> {
         match self.call(&EngineCommand::Settle)? {
             EngineAnswer::Settled { durable } => Ok(durable),
             other => Err(unexpected(other)),
@@ -112,7 +112,7 @@ impl EngineProcess {
         }
     }
 
-    /// Where the node has these blocks; those that it has not are not counted.
+    /// Counts these blocks on the node by tier; missing blocks are not counted.
     pub(crate) fn own(&mut self, keys: &BTreeSet<BlockKey>) -> anyhow::Result<HitCounts> {
         match self.call(&EngineCommand::Own { keys: keys.iter().map(|key| key.0).collect() })? {
             EngineAnswer::Owned { counts } => Ok(counts),
@@ -123,8 +123,8 @@ impl EngineProcess {
     fn call(&mut self, command: &EngineCommand) -> anyhow::Result<EngineAnswer> {
         let mut line = serde_json::to_string(command).context("encoding an engine command")?;
         line.push('\n');
-        self.commands.write_all(line.as_bytes()).context("the engine process is gone")?;
-        self.commands.flush().context("the engine process is gone")?;
+        self.commands.write_all(line.as_bytes()).context("the engine process has ended")?;
+        self.commands.flush().context("the engine process has ended")?;
         self.answer()
     }
 
@@ -133,13 +133,14 @@ impl EngineProcess {
         if self.answers.read_line(&mut line).context("reading from the engine process")? == 0 {
             bail!("the engine process ended");
         }
-        serde_json::from_str(&line).with_context(|| format!("the engine process said '{}'", line.trim()))
+        serde_json::from_str(&line)
+            .with_context(|| format!("invalid answer of the engine process '{}'", line.trim()))
     }
 }
 
 impl Drop for EngineProcess {
     fn drop(&mut self) {
-        // The process may have ended by itself; either way it must be reaped.
+        // Reap the process even if it has already ended.
         drop(self.child.kill());
         drop(self.child.wait());
     }
@@ -153,7 +154,7 @@ pub(crate) fn serve(settings: &EngineSettings) -> anyhow::Result<()> {
     for line in std::io::stdin().lock().lines() {
         let line = line.context("reading commands")?;
         let command: EngineCommand =
-            serde_json::from_str(&line).with_context(|| format!("not an engine command: '{line}'"))?;
+            serde_json::from_str(&line).with_context(|| format!("invalid engine command '{line}'"))?;
         let answer = execute(&mut engine, command)
             .unwrap_or_else(|error| EngineAnswer::Failed { message: format!("{error:#}") });
         send(&mut output, &answer)?;
@@ -164,7 +165,7 @@ pub(crate) fn serve(settings: &EngineSettings) -> anyhow::Result<()> {
 fn execute(engine: &mut Engine, command: EngineCommand) -> anyhow::Result<EngineAnswer> {
     Ok(match command {
         EngineCommand::Run { hash_ids } => EngineAnswer::Served { outcome: engine.run(&hash_ids)? },
-        EngineCommand::Settle => EngineAnswer::Settled { durable: engine.settle()? },
+        EngineCommand::Settle => EngineAnswer::Settled { durable: engine.await_durable()? },
         EngineCommand::CheckDurable => EngineAnswer::Checked { check: engine.check_durable()? },
         EngineCommand::Reconnect => {
             engine.reconnect()?;

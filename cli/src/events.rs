@@ -1,12 +1,16 @@
-//! `reprise events`: what the members of the control plane hold, and every change of it.
+//! `reprise events`: prints the replicas in the directories of all control-plane members, and with `--follow`
+//! each change.
 //!
-//! One stream for each member, found by `ListMembers` and, when it goes on, by `WatchMembers`. A stream that breaks is
-//! opened again at the position of the last line, so that nothing is missed; when the member cannot go on from there, it
-//! says so with a `snapshot` line, and all that it holds follows. A member that is listed no more is `gone`, after all that it has
-//! said: its slots are others' now, which say what is in them. When it comes back it begins with a snapshot.
+//! The command opens one stream per member. It finds members by `ListMembers` and, with `--follow`, by
+//! `WatchMembers`.
 //!
-//! Lines are printed by a task of their own behind a bounded queue: a reader that stops reading stops the streams, never this
-//! process's signals.
+//! * A stream that breaks is reopened at the position of the last line, so that no change is missed. If the
+//!   member no longer has that position, it sends a snapshot: a `snapshot` line, then all its replicas.
+//! * A member that is no longer listed gets a `gone` line after its last line. Other members own its slots
+//!   then and report their replicas. If the member returns, its stream starts with a snapshot.
+//!
+//! A separate task prints the lines from a bounded queue. A blocked reader therefore stops the streams, but
+//! never the handling of signals.
 
 mod line;
 mod snapshot;
@@ -32,46 +36,50 @@ use line::{Line, MemberPosition};
 pub(crate) use snapshot::{Replicas, snapshot};
 use stream::{Extent, MemberStream, Positions};
 
-/// Messages of lines that wait to be printed: 1,024 lines each.
+/// Capacity of the print queue, in messages of at most 1,024 lines.
 const MESSAGES_MAX: usize = 4;
-/// Bound on connecting.
+/// Timeout of connecting to a member and of listing members.
 const CONNECTED_WITHIN: Duration = Duration::from_secs(5);
-/// A member whose machine is gone without a word is noticed within both.
+/// Interval and timeout of HTTP/2 pings: a machine that vanishes is detected within the sum of both.
 const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(10);
 const KEEP_ALIVE_ANSWER: Duration = Duration::from_secs(5);
-/// Bound on all that one member holds, when that is wanted at once: ten million replicas take seconds.
+/// Timeout of one member's snapshot; ten million replicas take seconds.
 const CURRENT_WITHIN: Duration = Duration::from_secs(60);
-/// Pause before something that failed is tried again.
+/// Pause before a retry.
 const RETRY_AFTER: Duration = Duration::from_millis(500);
 
 /// Arguments of `reprise events`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct EventsArgs {
-    /// A member's gRPC address, `host:port` [default: that of the running cluster].
+    /// Ask the control-plane member at this gRPC address, `host:port`.
+    ///
+    /// By default the command reads the addresses from the directory of the running cluster.
     #[arg(long, value_name = "ADDRESS")]
     controlplane: Option<String>,
-    /// Directory of the running cluster [default: the demo's].
+    /// Read addresses from this cluster directory [default: the demo's].
     #[arg(long, value_name = "DIR")]
     cluster: Option<PathBuf>,
-    /// Go on with changes until interrupted.
+    /// After the snapshot, print each change until interrupted.
     #[arg(long)]
     follow: bool,
-    /// Go on from a line's position, MEMBER@LOG:NUMBER, instead of a snapshot of that member; once for each member.
+    /// Resume a member's events after this position, without a snapshot.
+    ///
+    /// A position is MEMBER@LOG:NUMBER, from the end of a printed line. Give the option once for each member.
     #[arg(long, value_name = "POSITION")]
     from: Vec<MemberPosition>,
 }
 
-/// The streams that are open, by the name of their member.
+/// Open streams, by the name of the member.
 struct Streams {
-    members: BTreeMap<String, Open>,
+    members: BTreeMap<String, OpenStream>,
     positions: Positions,
     lines: mpsc::Sender<Vec<Line>>,
     extent: Extent,
 }
 
-/// A stream.
-struct Open {
-    /// Of its member.
+/// An open stream of one member.
+struct OpenStream {
+    /// Address of the member.
     address: String,
     task: JoinHandle<anyhow::Result<()>>,
 }
@@ -86,20 +94,20 @@ pub(crate) fn command(args: &EventsArgs, config: &Config, audience: Audience) ->
         let (lines, printed) = mpsc::channel(MESSAGES_MAX);
         let mut printer = tokio::spawn(print(printed, audience));
         tokio::select! {
-            ended = tell(args, &addresses, lines) => ended?,
+            ended = send_lines(args, &addresses, lines) => ended?,
             _ = terminate.recv() => return Ok(()),
             _ = interrupt.recv() => return Ok(()),
-            // Nobody reads any more.
+            // The reader has closed the pipe, or writing failed.
             ended = &mut printer => return ended?,
         }
         printer.await?
     });
-    // A line that nobody reads must not keep the process.
+    // A blocked write to standard output must not delay the exit.
     runtime.shutdown_background();
     ended
 }
 
-/// Prints lines until there are no more, or nobody reads them.
+/// Prints lines until the queue is closed or the reader closes the pipe.
 async fn print(mut lines: mpsc::Receiver<Vec<Line>>, audience: Audience) -> anyhow::Result<()> {
     let mut output = BufWriter::new(std::io::stdout());
     while let Some(message) = lines.recv().await {
@@ -113,17 +121,22 @@ async fn print(mut lines: mpsc::Receiver<Vec<Line>>, audience: Audience) -> anyh
     output.flush().context("cannot write to standard output")
 }
 
-/// Sends the lines of all members; ends when all are current, or never.
-async fn tell(args: &EventsArgs, addresses: &[String], lines: mpsc::Sender<Vec<Line>>) -> anyhow::Result<()> {
+/// Sends the lines of all members to the print queue. Returns after all snapshots; with `--follow`, only on
+/// an error.
+async fn send_lines(
+    args: &EventsArgs,
+    addresses: &[String],
+    lines: mpsc::Sender<Vec<Line>>,
+) -> anyhow::Result<()> {
     let (address, list) = first_list(addresses).await?;
     let address = address.as_str();
     let mut streams = Streams {
         members: BTreeMap::new(),
         positions: Positions::new(&args.from),
         lines,
-        extent: if args.follow { Extent::ForEver } else { Extent::UntilCurrent },
+        extent: if args.follow { Extent::Unlimited } else { Extent::UntilCurrent },
     };
-    streams.set(&members(list, address)).await?;
+    streams.set_members(&members(list, address)).await?;
     if args.follow {
         return streams.follow(address).await;
     }
@@ -134,9 +147,10 @@ async fn tell(args: &EventsArgs, addresses: &[String], lines: mpsc::Sender<Vec<L
 }
 
 impl Streams {
-    /// One stream for each of these members: those that are new, or elsewhere, are opened, those of others closed.
-    async fn set(&mut self, members: &[MemberInfo]) -> anyhow::Result<()> {
-        let is_listed = |name: &str, open: &Open| {
+    /// Opens streams of members that are new or have a new address, and closes those of members that are not
+    /// listed.
+    async fn set_members(&mut self, members: &[MemberInfo]) -> anyhow::Result<()> {
+        let is_listed = |name: &str, open: &OpenStream| {
             members.iter().any(|member| member.name == name && member.address == open.address)
         };
         let closed: Vec<String> = self
@@ -150,20 +164,21 @@ impl Streams {
             open.end().await;
             if !members.iter().any(|member| member.name == name) {
                 self.positions.forget(&name);
-                self.lines.send(vec![Line::gone(name)]).await.context("nobody reads the lines any more")?;
+                self.lines.send(vec![Line::gone(name)]).await.context("the print queue is closed")?;
             }
         }
         for member in members {
             if !self.members.contains_key(&member.name) {
                 let stream = MemberStream::new(member, self.positions.clone(), self.lines.clone());
                 let task = tokio::spawn(stream.run(self.extent));
-                self.members.insert(member.name.clone(), Open { address: member.address.clone(), task });
+                self.members
+                    .insert(member.name.clone(), OpenStream { address: member.address.clone(), task });
             }
         }
         Ok(())
     }
 
-    /// Follows the members for ever, whichever of them says who they are.
+    /// Follows the list of members forever, from any member that answers.
     async fn follow(&mut self, address: &str) -> anyhow::Result<()> {
         loop {
             let known = self.members.values().map(|open| open.address.clone());
@@ -173,7 +188,7 @@ impl Streams {
                     tracing::debug!(
                         address = of,
                         error = format!("{error:#}"),
-                        "the list of members is lost"
+                        "cannot watch the list of members"
                     );
                 }
             }
@@ -188,36 +203,36 @@ impl Streams {
             .context("watching members")?
             .into_inner();
         while let Some(list) = lists.message().await? {
-            // A member that has just started, or lost its store, knows nobody yet.
+            // A member that has just started, or has lost its store, has an empty list.
             if !list.members.is_empty() {
-                self.set(&members(list, address)).await?;
+                self.set_members(&members(list, address)).await?;
             }
         }
         Ok(())
     }
 }
 
-impl Open {
-    /// Returns when no more lines come of it.
+impl OpenStream {
+    /// Stops the stream; returns after its last line.
     async fn end(self) {
         self.task.abort();
-        // It was cancelled, or had ended by itself and said why.
+        // The result is irrelevant: the task was cancelled, or has already logged its error.
         drop(self.task.await);
     }
 }
 
 async fn connect(address: &str) -> anyhow::Result<Channel> {
     let endpoint = Endpoint::from_shared(format!("http://{address}"))
-        .with_context(|| format!("'{address}' is no host:port"))?
+        .with_context(|| format!("invalid address \"{address}\": expected host:port"))?
         .connect_timeout(CONNECTED_WITHIN)
         .http2_keep_alive_interval(KEEP_ALIVE_EVERY)
         .keep_alive_timeout(KEEP_ALIVE_ANSWER);
     endpoint.connect().await.with_context(|| format!("cannot reach the control plane at {address}"))
 }
 
-/// What the first member that answers lists, and where it has; the error is the last one's.
+/// Returns the address and the member list of the first member that answers, or the error of the last one.
 async fn first_list(addresses: &[String]) -> anyhow::Result<(String, MemberList)> {
-    let mut outcome = Err(anyhow::anyhow!("the cluster has no member of the control plane"));
+    let mut outcome = Err(anyhow::anyhow!("the cluster has no control-plane member"));
     for address in addresses {
         outcome = list(address).await.map(|list| (address.clone(), list));
         if outcome.is_ok() {
@@ -237,8 +252,10 @@ async fn list(address: &str) -> anyhow::Result<MemberList> {
     })?
 }
 
-/// The members: the one that was asked at the address at which it answered, which may lead through a tunnel, and alone
-/// when it knows of nobody since its store is away.
+/// Returns the listed members, with the address `asked` for the one that answered, because a tunnel may be in
+/// between.
+///
+/// A member without its store has an empty list; the result is then that member alone.
 fn members(list: MemberList, asked: &str) -> Vec<MemberInfo> {
     let MemberList { answering, mut members, .. } = list;
     if members.is_empty() {
@@ -257,8 +274,8 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_member_that_is_listed_no_more_is_gone_and_one_that_has_moved_is_not() {
-        // Nobody is there: the streams try on and say nothing.
+    async fn unlisted_member_is_gone_and_member_with_a_new_address_is_not() {
+        // No process listens: the streams keep retrying and send no lines.
         let member = |name: &str, port: u16| MemberInfo {
             name: name.to_owned(),
             address: format!("127.0.0.1:{port}"),
@@ -271,19 +288,22 @@ mod tests {
             position: Position { log: 1, next: 2 },
         };
         let positions = Positions::new(&["a", "b", "c"].map(position));
-        let mut streams = Streams { members: BTreeMap::new(), positions, lines, extent: Extent::ForEver };
-        streams.set(&[member("a", 1), member("b", 1), member("c", 1)]).await.expect("read");
-        streams.set(&[member("a", 1), member("c", 2)]).await.expect("read");
+        let mut streams = Streams { members: BTreeMap::new(), positions, lines, extent: Extent::Unlimited };
+        streams
+            .set_members(&[member("a", 1), member("b", 1), member("c", 1)])
+            .await
+            .expect("the queue is open");
+        streams.set_members(&[member("a", 1), member("c", 2)]).await.expect("the queue is open");
         assert_eq!(printed.try_recv().expect("a line"), [Line::gone("b".to_owned())]);
         assert!(printed.try_recv().is_err(), "nothing else");
         assert_eq!(streams.members.keys().collect::<Vec<_>>(), ["a", "c"]);
         let known = ["a", "b", "c"].map(|name| streams.positions.get(name).is_some());
-        assert_eq!(known, [true, false, true], "who is gone begins with a snapshot when it comes back");
-        streams.set(&[]).await.expect("read");
+        assert_eq!(known, [true, false, true], "a gone member that returns starts with a snapshot");
+        streams.set_members(&[]).await.expect("the queue is open");
     }
 
     #[test]
-    fn the_member_that_was_asked_is_followed_where_it_answered() {
+    fn follows_the_answering_member_at_the_address_that_was_asked() {
         let member = |name: &str| MemberInfo {
             name: name.to_owned(),
             address: format!("{name}:1"),

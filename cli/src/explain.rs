@@ -1,10 +1,12 @@
-//! `reprise explain`: where a block is, why, who knows it, and what a load of it would do on each node.
+//! `reprise explain`: where a block is and why, which member's directory lists it, and how each node would
+//! load it.
 //!
-//! A block is named by its key, or by a line of a trace, whose prompt is a chain of blocks. The question goes the way of an
-//! agent's look-up: the key's hash slot, the member that owns it by the map, its answer. Why a replica is where it is, its node
-//! is asked.
+//! The subject is a block key or a line of a trace, whose prompt is a chain of blocks. The command follows an
+//! agent's look-up: it computes the key's hash slot and asks the member that owns the slot by the shard map.
+//! It asks the node of each replica for the reason why the block is there. Incomplete answers are marked with
+//! a doubt.
 
-mod why;
+mod reasons;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -26,90 +28,94 @@ use crate::model::{self, SCALE_DEFAULT, hex};
 use crate::output::{Audience, Table};
 use crate::trace::Trace;
 use crate::{engine, status};
-use why::Whys;
+use reasons::Reasons;
 
-/// Bound on one member's answer.
+/// Timeout of one look-up at a member.
 const ANSWERED_WITHIN: Duration = Duration::from_secs(5);
 
-/// Packed replica: u16 node, u8 tier, u8 load class.
+/// Bytes of a packed replica: u16 node, u8 tier, u8 load class.
 const REPLICA_BYTES: usize = 4;
 
-/// Number of the failure domain of the node whose load it would be.
+/// Failure domain of the loading node; all other domains compare as different.
 const OWN_DOMAIN: Domain = Domain(1);
 
 /// Arguments of `reprise explain`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct ExplainArgs {
-    /// A block's key, 32 hexadecimal digits; or a line of the trace, from 1, for all blocks of its prompt.
+    /// Explain this block (32 hexadecimal digits) or line of the trace.
+    ///
+    /// Trace lines are numbered from 1; the command explains all blocks of the line's prompt.
     #[arg(value_name = "KEY|TRACE-LINE")]
     subject: Subject,
-    /// The trace [default: as `reprise replay` takes it].
+    /// Read this trace [default: that of `reprise replay`].
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
-    /// Scale of the model whose blocks they are [default: 1024].
+    /// Assume this scale of the model [default: 1024].
     #[arg(long)]
     scale: Option<u32>,
-    /// Tenant whose blocks they are.
+    /// Explain blocks of this tenant.
     #[arg(long, value_name = "NAME", default_value = "default")]
     tenant: TenantName,
-    /// A member's gRPC address, `host:port` [default: those of the running cluster].
+    /// Ask the control-plane member at this gRPC address, `host:port`.
+    ///
+    /// By default the command reads the addresses from the directory of the running cluster.
     #[arg(long, value_name = "ADDRESS")]
     controlplane: Option<String>,
-    /// Directory of the running cluster [default: the demo's].
+    /// Read addresses from this cluster directory [default: the demo's].
     #[arg(long, value_name = "DIR")]
     cluster: Option<PathBuf>,
 }
 
-/// What is to be explained.
+/// Argument of the command: one block, or all blocks of a prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Subject {
     Key(BlockKey),
-    /// From 1.
+    /// Line number, from 1.
     TraceLine(usize),
 }
 
-/// One block, as printed for programs.
+/// One line of `reprise explain --json`.
 #[derive(Debug, Serialize)]
-struct Explained {
-    /// Its place in the chain.
+struct BlockExplanation {
+    /// Index of the block in the chain, from 0.
     block: usize,
     key: String,
     slot: u16,
-    /// The member that owns the slot by the map; none when there are no members.
+    /// Owner of the slot by the shard map; `null` if there are no members.
     member: Option<String>,
-    /// Why this is not the whole truth, if it is not.
+    /// Reasons why the explanation may be incomplete; `null` if it is complete.
     doubt: Option<String>,
-    replicas: Vec<Held>,
-    /// Node name → where a load there would get the block from.
+    replicas: Vec<ReplicaEntry>,
+    /// Source of a load on each node, by node name.
     loads: BTreeMap<String, String>,
 }
 
-/// A replica.
+/// One replica of a block.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-struct Held {
+struct ReplicaEntry {
     node: String,
     tier: &'static str,
-    /// Why it is there; absent when the node does not say.
+    /// Reason why the block is on the node; absent if the node did not report one.
     #[serde(skip_serializing_if = "Option::is_none")]
     why: Option<&'static str>,
 }
 
-/// What a member knows of a key.
+/// Replicas of a key that a member's directory lists.
 #[derive(Clone, Debug, Default)]
-struct Known {
+struct KnownReplicas {
     /// Node number and tier.
     replicas: Vec<(u32, Tier)>,
-    /// Why that is not the whole truth.
+    /// Reasons why the list may be incomplete.
     doubts: Vec<String>,
 }
 
-impl Known {
-    /// Whether there may be more replicas: a member names some of a block that many nodes have.
-    fn may_lack_some(&self) -> bool {
+impl KnownReplicas {
+    /// Whether more replicas may exist: a look-up returns at most [`REPLICAS_PER_KEY_MAX`].
+    fn may_be_truncated(&self) -> bool {
         self.replicas.len() >= REPLICAS_PER_KEY_MAX
     }
 
-    /// Who has the block.
+    /// Returns the numbers of the nodes with a replica.
     fn nodes(&self) -> BTreeSet<u32> {
         self.replicas.iter().map(|(node, _)| *node).collect()
     }
@@ -124,8 +130,10 @@ impl FromStr for Subject {
         }
         match text.parse() {
             Ok(line) if line > 0 => Ok(Subject::TraceLine(line)),
-            _ => Err("give a key of 32 hexadecimal digits, or the number of a line of the trace, from 1"
-                .to_owned()),
+            _ => {
+                Err("expected a key of 32 hexadecimal digits, or a line number of the trace, from 1"
+                    .to_owned())
+            }
         }
     }
 }
@@ -139,17 +147,17 @@ pub(crate) fn command(args: &ExplainArgs, config: &Config, audience: Audience) -
         let (address, members, nodes) = status::members_and_nodes(&addresses).await?;
         explain(&keys, &address, &members, &nodes).await
     });
-    // The question to a node that says nothing may have a thread for a while.
+    // A request to a hanging node may still block a thread; it must not delay the exit.
     runtime.shutdown_background();
     let explained = explained?;
     for block in &explained {
         audience.emit(block);
     }
-    audience.say(text(&explained));
+    audience.print_line(text(&explained));
     Ok(())
 }
 
-/// The keys that are asked about.
+/// Returns the key of the subject, or the keys of the trace line's prompt.
 fn keys(args: &ExplainArgs) -> anyhow::Result<Vec<BlockKey>> {
     let line = match args.subject {
         Subject::Key(key) => return Ok(vec![key]),
@@ -157,7 +165,7 @@ fn keys(args: &ExplainArgs) -> anyhow::Result<Vec<BlockKey>> {
     };
     let trace = Trace::open(args.trace.as_deref())?;
     let Some(request) = trace.requests.get(line - 1) else {
-        bail!("{} has {} lines, not {line}", trace.name, trace.requests.len());
+        bail!("line {line} does not exist: {} has {} lines", trace.name, trace.requests.len());
     };
     let layout = model::llama_3_8b_scaled(args.scale.unwrap_or(SCALE_DEFAULT))?;
     Ok(engine::chain_keys(&layout, &args.tenant, request.full_blocks()))
@@ -168,16 +176,16 @@ async fn explain(
     answering: &str,
     members: &MemberList,
     nodes: &[NodeInfo],
-) -> anyhow::Result<Vec<Explained>> {
+) -> anyhow::Result<Vec<BlockExplanation>> {
     let names = members.members.iter().map(|member| MemberName::new(&member.name));
     let map = ShardMap::new(Epoch(members.epoch), names.collect::<Result<Vec<_>, _>>()?)?;
-    let mut known: Vec<Known> = vec![Known::default(); keys.len()];
+    let mut known: Vec<KnownReplicas> = vec![KnownReplicas::default(); keys.len()];
     for (at, member) in members.members.iter().enumerate() {
         let owns = |key: &BlockKey| map.owner_of(key).is_some_and(|owner| usize::from(owner.0) == at);
         let places: Vec<usize> = (0..keys.len()).filter(|place| owns(&keys[*place])).collect();
         let of_member: Vec<BlockKey> = places.iter().map(|place| keys[*place]).collect();
         let address = if member.name == members.answering { answering } else { &member.address };
-        for (place, known_there) in places.iter().zip(ask(address, &of_member).await) {
+        for (place, known_there) in places.iter().zip(look_up(address, &of_member).await) {
             known[*place] = known_there;
         }
     }
@@ -185,72 +193,75 @@ async fn explain(
         .iter()
         .zip(&known)
         .flat_map(|(key, known)| known.nodes().into_iter().map(move |node| (node, *key)));
-    let whys = why::ask(nodes, replicas, why::ANSWERED_WITHIN).await;
-    let blocks = keys.iter().zip(&known).enumerate().map(|(block, (key, known))| Explained {
+    let reasons = reasons::ask(nodes, replicas, reasons::ANSWERED_WITHIN).await;
+    let blocks = keys.iter().zip(&known).enumerate().map(|(block, (key, known))| BlockExplanation {
         block,
         key: hex(&key.0),
         slot: key.hash_slot(),
         member: map.owner_of(key).map(|owner| map.members()[usize::from(owner.0)].to_string()),
-        doubt: doubt(key, known, &whys, nodes),
-        replicas: known.replicas.iter().map(|replica| held(key, *replica, &whys, nodes)).collect(),
+        doubt: doubt(key, known, &reasons, nodes),
+        replicas: known.replicas.iter().map(|replica| entry(key, *replica, &reasons, nodes)).collect(),
         loads: nodes.iter().map(|node| (node.name.clone(), load_on(node, key, known, nodes))).collect(),
     });
     Ok(blocks.collect())
 }
 
-/// What a member knows of keys; that it does not answer is known of all of them.
-async fn ask(address: &str, keys: &[BlockKey]) -> Vec<Known> {
+/// Looks up keys at a member. If the member does not answer, each result has that error as a doubt.
+async fn look_up(address: &str, keys: &[BlockKey]) -> Vec<KnownReplicas> {
     if keys.is_empty() {
         return Vec::new();
     }
-    let asked = tokio::time::timeout(ANSWERED_WITHIN, ask_for(address, keys)).await;
+    let found = tokio::time::timeout(ANSWERED_WITHIN, try_look_up(address, keys)).await;
     let late = |_| Err(anyhow::anyhow!("no answer within {ANSWERED_WITHIN:?}"));
-    asked.unwrap_or_else(late).unwrap_or_else(|error| {
-        let doubts = vec![format!("its member does not answer: {error:#}")];
-        vec![Known { replicas: Vec::new(), doubts }; keys.len()]
+    found.unwrap_or_else(late).unwrap_or_else(|error| {
+        let doubts = vec![format!("the owner of the slot does not answer: {error:#}")];
+        vec![KnownReplicas { replicas: Vec::new(), doubts }; keys.len()]
     })
 }
 
-async fn ask_for(address: &str, keys: &[BlockKey]) -> anyhow::Result<Vec<Known>> {
+async fn try_look_up(address: &str, keys: &[BlockKey]) -> anyhow::Result<Vec<KnownReplicas>> {
     let mut client = DirectoryClient::connect(format!("http://{address}")).await.context("connecting")?;
     let mut known = Vec::with_capacity(keys.len());
-    // One key a call: whether an answer is partial is said of a call.
+    // One key per call, because a reply reports partial slots for the whole call.
     for key in keys {
         let request = LookupRequest { keys: BlockKey::pack(&[*key]).into(), asking_node: 0 };
-        known.push(of_reply(&client.lookup(request).await.context("looking up")?.into_inner())?);
+        known.push(parse_reply(&client.lookup(request).await.context("looking up")?.into_inner())?);
     }
     Ok(known)
 }
 
-/// What the answer for one key says.
-fn of_reply(reply: &LookupReply) -> anyhow::Result<Known> {
+/// Parses the reply to a look-up of one key.
+fn parse_reply(reply: &LookupReply) -> anyhow::Result<KnownReplicas> {
     let (packed, rest) = reply.replicas.as_chunks::<REPLICA_BYTES>();
-    ensure!(rest.is_empty() && reply.offsets.len() == 2, "the answer does not fit the question");
+    ensure!(rest.is_empty() && reply.offsets.len() == 2, "invalid look-up reply: expected one key");
     let replica = |[low, high, tier, _]: &[u8; REPLICA_BYTES]| {
         Some((u32::from(u16::from_le_bytes([*low, *high])), Tier::from_wire(*tier)?))
     };
-    let mut known = Known { replicas: packed.iter().filter_map(replica).collect(), doubts: Vec::new() };
+    let mut known =
+        KnownReplicas { replicas: packed.iter().filter_map(replica).collect(), doubts: Vec::new() };
     if !reply.elsewhere.is_empty() {
-        known.doubts.push("its member does not own the slot at this moment: the map is changing".to_owned());
+        known.doubts.push("the member does not own the slot now: the shard map is changing".to_owned());
     } else if reply.partial > 0 {
-        known.doubts.push("some node has not announced its inventory of the slot yet".to_owned());
+        known.doubts.push("a node has not announced its inventory of the slot yet".to_owned());
     }
-    if known.may_lack_some() {
-        known.doubts.push(format!("its member names {REPLICAS_PER_KEY_MAX} replicas: there may be more"));
+    if known.may_be_truncated() {
+        known
+            .doubts
+            .push(format!("the member lists at most {REPLICAS_PER_KEY_MAX} replicas: more may exist"));
     }
     Ok(known)
 }
 
-fn held(key: &BlockKey, (node, tier): (u32, Tier), whys: &Whys, nodes: &[NodeInfo]) -> Held {
-    let why = whys.get(&(node, *key)).and_then(|why| why.as_ref().ok().copied());
-    Held { node: name_of(node, nodes), tier: tier_name(tier), why }
+fn entry(key: &BlockKey, (node, tier): (u32, Tier), reasons: &Reasons, nodes: &[NodeInfo]) -> ReplicaEntry {
+    let why = reasons.get(&(node, *key)).and_then(|why| why.as_ref().ok().copied());
+    ReplicaEntry { node: name_of(node, nodes), tier: tier_name(tier), why }
 }
 
-/// Why what is known of a block is not the whole truth, if it is not.
-fn doubt(key: &BlockKey, known: &Known, whys: &Whys, nodes: &[NodeInfo]) -> Option<String> {
+/// Returns the reasons why the explanation of a block may be incomplete, or `None` if it is complete.
+fn doubt(key: &BlockKey, known: &KnownReplicas, reasons: &Reasons, nodes: &[NodeInfo]) -> Option<String> {
     let unknown = |node: u32| {
-        let error = whys.get(&(node, *key))?.as_ref().err()?;
-        Some(format!("why it is on {} is not known: {error}", name_of(node, nodes)))
+        let error = reasons.get(&(node, *key))?.as_ref().err()?;
+        Some(format!("unknown why the block is on {}: {error}", name_of(node, nodes)))
     };
     let doubts: Vec<String> =
         known.doubts.iter().cloned().chain(known.nodes().into_iter().filter_map(unknown)).collect();
@@ -269,10 +280,12 @@ fn tier_name(tier: Tier) -> &'static str {
     }
 }
 
-/// Where a load on a node would get the block from: its own tiers, then the peer that an agent takes that wants nothing of
-/// any now. Its own tiers may be among those that are not named.
-fn load_on(node: &NodeInfo, key: &BlockKey, known: &Known, nodes: &[NodeInfo]) -> String {
-    let Known { replicas, .. } = known;
+/// Returns the source of a load on a node: its own tiers, else the peer that an agent without pending
+/// requests selects.
+///
+/// If the list of replicas is truncated, the node itself may have a replica that is not listed.
+fn load_on(node: &NodeInfo, key: &BlockKey, known: &KnownReplicas, nodes: &[NodeInfo]) -> String {
+    let KnownReplicas { replicas, .. } = known;
     let own = |tier| replicas.contains(&(node.node, tier));
     if own(Tier::Dram) {
         return "own DRAM".to_owned();
@@ -295,20 +308,20 @@ fn load_on(node: &NodeInfo, key: &BlockKey, known: &Known, nodes: &[NodeInfo]) -
         Some(best) => format!("{} of {}", tier_name(best.tier()), name_of(u32::from(best.node().0), nodes)),
         None => "recompute".to_owned(),
     };
-    if known.may_lack_some() { format!("{elsewhere}, unless it has the block itself") } else { elsewhere }
+    if known.may_be_truncated() { format!("{elsewhere}, unless the node has the block") } else { elsewhere }
 }
 
-fn text(blocks: &[Explained]) -> String {
-    let mut table = Table::new(&["block", "key", "slot", "member", "replicas", "why", "a load", ""]);
+fn text(blocks: &[BlockExplanation]) -> String {
+    let mut table = Table::new(&["block", "key", "slot", "member", "replicas", "why", "loads from", "doubt"]);
     for block in blocks {
         let list = |items: Vec<String>| if items.is_empty() { "none".to_owned() } else { items.join(", ") };
         table.row(vec![
             block.block.to_string(),
             block.key.clone(),
             block.slot.to_string(),
-            block.member.clone().unwrap_or_else(|| "nobody".to_owned()),
-            list(block.replicas.iter().map(|held| format!("{} {}", held.node, held.tier)).collect()),
-            list(reasons(&block.replicas)),
+            block.member.clone().unwrap_or_else(|| "none".to_owned()),
+            list(block.replicas.iter().map(|entry| format!("{} {}", entry.node, entry.tier)).collect()),
+            list(reason_texts(&block.replicas)),
             list(block.loads.iter().map(|(node, from)| format!("{node}: {from}")).collect()),
             block.doubt.clone().unwrap_or_default(),
         ]);
@@ -316,10 +329,10 @@ fn text(blocks: &[Explained]) -> String {
     table.render()
 }
 
-/// Why each node has a block, one line for its tiers together.
-fn reasons(replicas: &[Held]) -> Vec<String> {
+/// Returns one line per node with the reason why it has the block; the reason covers all its tiers.
+fn reason_texts(replicas: &[ReplicaEntry]) -> Vec<String> {
     let of_nodes: BTreeMap<&str, &str> =
-        replicas.iter().filter_map(|held| Some((held.node.as_str(), held.why?))).collect();
+        replicas.iter().filter_map(|entry| Some((entry.node.as_str(), entry.why?))).collect();
     of_nodes.into_iter().map(|(node, why)| format!("{node}: {why}")).collect()
 }
 
@@ -340,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn a_subject_is_a_key_or_a_line_and_anything_else_is_refused_with_words() {
+    fn subject_is_a_key_or_a_line_number() {
         let key = "00112233445566778899aabbccddeeFF";
         let Ok(Subject::Key(parsed)) = key.parse() else { panic!("a key") };
         assert_eq!(hex(&parsed.0), key.to_lowercase());
@@ -352,10 +365,10 @@ mod tests {
     }
 
     #[test]
-    fn a_load_takes_what_is_nearest_and_never_a_dead_node() {
+    fn load_prefers_the_nearest_replica_and_skips_dead_nodes() {
         let nodes = [node(1, true), node(2, true), node(3, false)];
         let on = |replicas: &[(u32, Tier)]| {
-            let known = Known { replicas: replicas.to_vec(), doubts: Vec::new() };
+            let known = KnownReplicas { replicas: replicas.to_vec(), doubts: Vec::new() };
             load_on(&nodes[0], &KEY, &known, &nodes)
         };
         assert_eq!(on(&[(2, Tier::Dram), (1, Tier::Nvme), (1, Tier::Dram)]), "own DRAM");
@@ -366,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_says_what_it_does_not_know() {
+    fn reply_with_partial_or_foreign_slots_has_doubts() {
         let reply = |elsewhere: Vec<u32>, partial| LookupReply {
             offsets: vec![0, 1],
             replicas: vec![2, 1, 2, 0].into(),
@@ -374,52 +387,53 @@ mod tests {
             partial,
             ..LookupReply::default()
         };
-        let whole = of_reply(&reply(Vec::new(), 0)).expect("fits");
+        let whole = parse_reply(&reply(Vec::new(), 0)).expect("valid");
         assert_eq!(
             (whole.replicas.as_slice(), whole.doubts.is_empty()),
             ([(258, Tier::Nvme)].as_slice(), true)
         );
-        let doubts = |reply| of_reply(&reply).expect("fits").doubts.join("; ");
+        let doubts = |reply| parse_reply(&reply).expect("valid").doubts.join("; ");
         assert!(doubts(reply(Vec::new(), 1)).contains("announced"));
         assert!(doubts(reply(vec![0], 0)).contains("own"));
-        assert!(of_reply(&LookupReply::default()).is_err());
+        assert!(parse_reply(&LookupReply::default()).is_err());
     }
 
     #[test]
-    fn of_a_block_that_many_nodes_have_not_all_need_be_named() {
-        let held = |nodes: std::ops::RangeInclusive<u8>| LookupReply {
+    fn truncated_list_of_replicas_is_reported() {
+        let listed = |nodes: std::ops::RangeInclusive<u8>| LookupReply {
             offsets: vec![0, u32::from(nodes.end() - nodes.start()) + 1],
             replicas: nodes.flat_map(|node| [node, 0, 1, 0]).collect::<Vec<u8>>().into(),
             ..LookupReply::default()
         };
         let nodes: Vec<NodeInfo> = (1..=20).map(|number| node(number, true)).collect();
-        let (some, most) = (of_reply(&held(1..=15)).expect("fits"), of_reply(&held(1..=16)).expect("fits"));
-        assert_eq!(doubt(&KEY, &some, &Whys::new(), &nodes), None);
-        assert!(doubt(&KEY, &most, &Whys::new(), &nodes).is_some_and(|doubt| doubt.contains("more")));
+        let (some, most) =
+            (parse_reply(&listed(1..=15)).expect("valid"), parse_reply(&listed(1..=16)).expect("valid"));
+        assert_eq!(doubt(&KEY, &some, &Reasons::new(), &nodes), None);
+        assert!(doubt(&KEY, &most, &Reasons::new(), &nodes).is_some_and(|doubt| doubt.contains("more")));
         let on = |number: usize, known| load_on(&nodes[number - 1], &KEY, known, &nodes);
         assert_eq!((on(16, &most), on(1, &some)), ("own DRAM".to_owned(), "own DRAM".to_owned()));
-        assert!(on(17, &most).ends_with("unless it has the block itself"), "{}", on(17, &most));
+        assert!(on(17, &most).ends_with("unless the node has the block"), "{}", on(17, &most));
         assert!(!on(17, &some).contains("unless"));
     }
 
     #[test]
-    fn a_replica_has_its_reason_and_one_without_has_a_doubt() {
+    fn replica_without_a_reason_causes_a_doubt() {
         let nodes = [node(1, true), node(2, true)];
         let replicas = vec![(1, Tier::Dram), (1, Tier::Nvme), (2, Tier::Nvme)];
-        let known = Known { replicas, doubts: vec!["not all is known".to_owned()] };
-        let whys = Whys::from([((1, KEY), Ok("saved here")), ((2, KEY), Err("no answer".to_owned()))]);
-        let held: Vec<Held> =
-            known.replicas.iter().map(|replica| held(&KEY, *replica, &whys, &nodes)).collect();
+        let known = KnownReplicas { replicas, doubts: vec!["the list is incomplete".to_owned()] };
+        let reasons = Reasons::from([((1, KEY), Ok("saved here")), ((2, KEY), Err("no answer".to_owned()))]);
+        let entries: Vec<ReplicaEntry> =
+            known.replicas.iter().map(|replica| entry(&KEY, *replica, &reasons, &nodes)).collect();
         assert_eq!(
-            held.iter().map(|held| held.why).collect::<Vec<_>>(),
+            entries.iter().map(|entry| entry.why).collect::<Vec<_>>(),
             [Some("saved here"), Some("saved here"), None]
         );
-        let printed = serde_json::to_value(&held[2]).expect("JSON");
+        let printed = serde_json::to_value(&entries[2]).expect("JSON");
         assert_eq!(printed, serde_json::json!({ "node": "n2", "tier": "NVMe" }));
-        assert_eq!(reasons(&held), ["n1: saved here"]);
+        assert_eq!(reason_texts(&entries), ["n1: saved here"]);
         assert_eq!(
-            doubt(&KEY, &known, &whys, &nodes).as_deref(),
-            Some("not all is known; why it is on n2 is not known: no answer")
+            doubt(&KEY, &known, &reasons, &nodes).as_deref(),
+            Some("the list is incomplete; unknown why the block is on n2: no answer")
         );
     }
 }

@@ -1,7 +1,8 @@
-//! `reprise forget`: a node that has left for good is waited for and listed no more.
+//! `reprise forget`: removes a node that has left permanently from the list of nodes.
 //!
-//! Any member does it, and refuses while a member hears the node. Whoever comes back under the name is a new node, with another
-//! number, and announces all it has.
+//! Any member can remove a node. It rejects the request while a member receives heartbeats from the node. A
+//! node that registers under the same name later is a new node with another number, and announces its whole
+//! inventory.
 
 use anyhow::bail;
 use reprise_proto::controlplane::ForgetNodeRequest;
@@ -10,14 +11,14 @@ use serde::Serialize;
 use tonic::Code;
 
 use crate::config::Config;
-use crate::modes::{ModeArgs, addresses, channel, runtime};
+use crate::node_mode::{ModeArgs, addresses, channel, runtime};
 use crate::output::Audience;
 
-/// What was forgotten, for programs.
+/// Output of `reprise forget --json`.
 #[derive(Debug, Serialize)]
-struct Forgotten<'a> {
+struct RemovedNode<'a> {
     node: &'a str,
-    /// That it had; nobody else gets it.
+    /// Number of the removed node; it is never reused.
     number: u32,
 }
 
@@ -26,9 +27,9 @@ pub(crate) fn command(args: &ModeArgs, config: &Config, audience: Audience) -> a
     runtime()?.block_on(forget(&addresses(args, config)?, &args.node, audience))
 }
 
-/// Has the first member that can forget it.
+/// Removes the node through the first member that can do so.
 async fn forget(addresses: &[String], node: &str, audience: Audience) -> anyhow::Result<()> {
-    let mut outcome = Err(anyhow::anyhow!("the cluster has no member of the control plane"));
+    let mut outcome = Err(anyhow::anyhow!("the cluster has no control-plane member"));
     for address in addresses {
         outcome = forget_at(address, node).await;
         if outcome.is_ok() {
@@ -36,25 +37,26 @@ async fn forget(addresses: &[String], node: &str, audience: Audience) -> anyhow:
         }
     }
     let number = outcome?.map_err(anyhow::Error::msg)?;
-    audience.emit(&Forgotten { node, number });
-    audience.say(format!("{node}, which was node {number}, is forgotten"));
+    audience.emit(&RemovedNode { node, number });
+    audience.print_line(format!("removed {node} (node {number})"));
     Ok(())
 }
 
-/// The number that it had, or why no member will do it; an error when this one cannot.
+/// Returns the number of the removed node, or the reason why every member would reject the request.
+///
+/// # Errors
+/// This member cannot process the request, but another may.
 async fn forget_at(address: &str, node: &str) -> anyhow::Result<Result<u32, String>> {
     let mut membership = MembershipClient::new(channel(address).await?);
-    let refused = match membership.forget_node(ForgetNodeRequest { name: node.to_owned() }).await {
+    let status = match membership.forget_node(ForgetNodeRequest { name: node.to_owned() }).await {
         Ok(reply) => return Ok(Ok(reply.into_inner().node)),
-        Err(refused) => refused,
+        Err(status) => status,
     };
-    match refused.code() {
-        Code::NotFound | Code::FailedPrecondition => Ok(Err(refused.message().to_owned())),
+    match status.code() {
+        Code::NotFound | Code::FailedPrecondition => Ok(Err(status.message().to_owned())),
         Code::Unimplemented => {
-            bail!(
-                "{address} cannot forget nodes: it is of an older version; upgrade it, or ask another member"
-            )
+            bail!("{address} cannot remove nodes, its version is too old: upgrade it, or ask another member")
         }
-        _ => bail!("{address} has not forgotten {node}: {}", refused.message()),
+        _ => bail!("{address} did not remove {node}: {}", status.message()),
     }
 }

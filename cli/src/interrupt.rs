@@ -1,7 +1,9 @@
-//! What SIGINT and SIGTERM do to a command that has started processes: they end first, then the command.
+//! Handling of SIGINT and SIGTERM in commands that start processes: the started processes end first, then the
+//! command.
 //!
-//! Signals are the process's, so this is too: one thread waits for them, from the first cluster on. Processes are
-//! started under [`hold_off`], so an interruption finds every one of them recorded.
+//! Signals are global to the process, and so is the state here. One thread waits for signals, from the first
+//! cluster on. Processes are started under [`defer`], so that the signal handler finds every started process
+//! recorded.
 
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::SyncSender;
@@ -12,49 +14,49 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use crate::cluster;
 
-/// Exit code of a command that was interrupted: 128 + SIGINT, as shells have it.
+/// Exit code after a signal: 128 + SIGINT, as in shells.
 const EXIT_INTERRUPTED: i32 = 130;
 
-/// What an interruption does now.
+/// Action on SIGINT or SIGTERM.
 #[derive(Debug)]
 enum OnInterrupt {
-    /// Ends this process.
+    /// Exit.
     Exit,
-    /// Ends the processes of the cluster in this directory, then this process.
-    EndCluster(PathBuf),
-    /// Tells whoever waits for it, who ends everything in order.
-    Tell(SyncSender<()>),
+    /// End the processes of the cluster in this directory, then exit.
+    StopCluster(PathBuf),
+    /// Send a message; the receiver ends everything in order.
+    Notify(SyncSender<()>),
 }
 
 static STARTED: Once = Once::new();
 static ON_INTERRUPT: Mutex<OnInterrupt> = Mutex::new(OnInterrupt::Exit);
 
-/// No interruption is acted on while this is held.
-pub(crate) struct HeldOff {
+/// Guard that delays the handling of signals while it exists.
+pub(crate) struct DeferGuard {
     _guard: MutexGuard<'static, OnInterrupt>,
 }
 
-/// From now on an interruption ends the cluster in `directory`.
-pub(crate) fn ends_cluster(directory: &Path) -> anyhow::Result<()> {
-    *state() = OnInterrupt::EndCluster(directory.to_owned());
+/// Sets the action: end the cluster in `directory`, then exit. Starts the signal thread on the first call.
+pub(crate) fn stop_cluster(directory: &Path) -> anyhow::Result<()> {
+    *state() = OnInterrupt::StopCluster(directory.to_owned());
     let mut started = Ok(());
     STARTED.call_once(|| started = start());
     started
 }
 
-/// From now on an interruption just ends this process.
-pub(crate) fn ends_only_this() {
+/// Sets the action: exit.
+pub(crate) fn exit_only() {
     *state() = OnInterrupt::Exit;
 }
 
-/// From now on an interruption sends one message.
-pub(crate) fn tells(sender: SyncSender<()>) {
-    *state() = OnInterrupt::Tell(sender);
+/// Sets the action: send one message.
+pub(crate) fn notify(sender: SyncSender<()>) {
+    *state() = OnInterrupt::Notify(sender);
 }
 
-/// Lets a process be started and recorded in one piece.
-pub(crate) fn hold_off() -> HeldOff {
-    HeldOff { _guard: state() }
+/// Delays the handling of signals, so that a process is started and recorded as one step.
+pub(crate) fn defer() -> DeferGuard {
+    DeferGuard { _guard: state() }
 }
 
 fn state() -> MutexGuard<'static, OnInterrupt> {
@@ -63,7 +65,7 @@ fn state() -> MutexGuard<'static, OnInterrupt> {
 
 fn start() -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    // Registered here, so that a signal right after this is not missed.
+    // Registered before the thread starts, so that a signal in between is not lost.
     let (mut terminate, mut interrupt) = {
         let _entered = runtime.enter();
         (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?)
@@ -81,21 +83,21 @@ fn start() -> anyhow::Result<()> {
                 act();
             }
         })
-        .context("cannot start the thread that waits for signals")?;
+        .context("cannot spawn the signal thread")?;
     Ok(())
 }
 
 fn act() {
     let state = state();
     match &*state {
-        OnInterrupt::Tell(sender) => {
-            // Full: it has been told already.
+        OnInterrupt::Notify(sender) => {
+            // A full channel means that the receiver already has a message.
             let _ = sender.try_send(());
             return;
         }
-        OnInterrupt::EndCluster(directory) => {
+        OnInterrupt::StopCluster(directory) => {
             if let Err(error) = cluster::end_recorded(directory) {
-                tracing::warn!(error = format!("{error:#}"), "processes may be left");
+                tracing::warn!(error = format!("{error:#}"), "cannot stop all processes of the cluster");
             }
         }
         OnInterrupt::Exit => {}

@@ -1,10 +1,10 @@
-//! `reprise keep-file`: sees to it that a file of a node is what it should be, until it is told to end.
+//! `reprise keep-file`: keeps a copy of a file up to date until SIGTERM or SIGINT.
 //!
-//! The chart's DaemonSet for seccomp profiles runs it: kubelets read profiles from the node's own file system, and an image
-//! without a shell has nobody else who could put one there. What has the right bytes is not written again; what is
-//! written appears whole, under its name.
+//! The chart's DaemonSet for seccomp profiles runs it. Kubelets read profiles from the node's file system,
+//! and the image has no shell that could copy one there. A file with the right bytes is not written again,
+//! and the target is replaced atomically by a rename.
 //!
-//! Deliberately absent: removal. Pods that run by a profile cannot be started again without it.
+//! The command never removes the target: pods that use a profile cannot restart without it.
 
 use std::fs;
 use std::io::{ErrorKind, Write};
@@ -18,37 +18,38 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use crate::output::Audience;
 
-/// A profile that somebody removes is back before a pod that needs it has been given up.
-const LOOK_EVERY: Duration = Duration::from_secs(10);
+/// Check interval. A removed profile returns before the kubelet gives up starting a pod that needs it.
+const CHECK_EVERY: Duration = Duration::from_secs(10);
 
-/// Readable for everybody, as the kubelet's own files are.
+/// Permissions of the target: readable by all users, like the kubelet's own files.
 const MODE: u32 = 0o644;
 
-/// Larger files than this are no profiles.
+/// Largest accepted file; seccomp profiles are smaller.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
 /// Arguments of `reprise keep-file`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct KeepFileArgs {
-    /// What the file should be.
+    /// Copy this file.
     #[arg(long, value_name = "FILE")]
     from: PathBuf,
-    /// The file. Its folder must be there.
+    /// Write the copy here; the folder must exist.
     #[arg(long, value_name = "FILE")]
     to: PathBuf,
 }
 
-/// What a look has led to.
+/// Result of one check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 enum Outcome {
-    Kept,
+    #[serde(rename = "kept")]
+    Unchanged,
     Written,
 }
 
-/// One line for programs.
+/// One line of JSON output.
 #[derive(Clone, Debug, Serialize)]
-struct Told<'a> {
+struct OutputLine<'a> {
     file: &'a Path,
     outcome: Outcome,
 }
@@ -59,16 +60,16 @@ pub(crate) fn command(args: &KeepFileArgs, audience: Audience) -> anyhow::Result
     runtime.block_on(async {
         let (mut terminate, mut interrupt) =
             (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-        let mut told = None;
+        let mut previous = None;
         loop {
             let outcome = keep(args)?;
-            if told != Some(Outcome::Kept) || outcome == Outcome::Written {
-                audience.emit(&Told { file: &args.to, outcome });
-                audience.say(format!("{}: {outcome:?}", args.to.display()));
+            if previous != Some(Outcome::Unchanged) || outcome == Outcome::Written {
+                audience.emit(&OutputLine { file: &args.to, outcome });
+                audience.print_line(format!("{}: {outcome:?}", args.to.display()));
             }
-            told = Some(outcome);
+            previous = Some(outcome);
             tokio::select! {
-                () = tokio::time::sleep(LOOK_EVERY) => {}
+                () = tokio::time::sleep(CHECK_EVERY) => {}
                 _ = terminate.recv() => return Ok(()),
                 _ = interrupt.recv() => return Ok(()),
             }
@@ -80,11 +81,11 @@ fn keep(args: &KeepFileArgs) -> anyhow::Result<Outcome> {
     let KeepFileArgs { from, to } = args;
     let bytes = fs::metadata(from).with_context(|| format!("cannot read {}", from.display()))?.len();
     if bytes > FILE_BYTES_MAX {
-        bail!("{} has {bytes} bytes, more than {FILE_BYTES_MAX}: it is no profile", from.display());
+        bail!("{} is too large: {bytes} bytes, at most {FILE_BYTES_MAX}", from.display());
     }
     let wanted = fs::read(from).with_context(|| format!("cannot read {}", from.display()))?;
     match fs::read(to) {
-        Ok(found) if found == wanted => return Ok(Outcome::Kept),
+        Ok(found) if found == wanted => return Ok(Outcome::Unchanged),
         Ok(_) => {}
         Err(error) if error.kind() == ErrorKind::NotFound => {}
         Err(error) => return Err(error).with_context(|| format!("cannot read {}", to.display())),
@@ -93,7 +94,7 @@ fn keep(args: &KeepFileArgs) -> anyhow::Result<Outcome> {
     Ok(Outcome::Written)
 }
 
-/// Under another name first, so that nobody reads a half.
+/// Writes to a temporary name and renames it, so that readers never see a partial file.
 fn write(to: &Path, bytes: &[u8]) -> std::io::Result<()> {
     let mut new = to.as_os_str().to_owned();
     new.push(".new");
@@ -109,18 +110,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_that_is_missing_or_differs_is_written_and_one_that_is_right_is_left_alone() {
+    fn writes_a_missing_or_different_file_and_leaves_an_equal_one() {
         let folder = std::env::temp_dir().join(format!("reprise-keep-file-{}", std::process::id()));
         fs::create_dir_all(&folder).expect("a folder");
         let args = KeepFileArgs { from: folder.join("wanted"), to: folder.join("kept.json") };
         assert!(keep(&args).expect_err("nothing to copy").to_string().contains("wanted"));
-        fs::write(&args.from, "{}").expect("written");
-        assert_eq!(keep(&args).expect("kept"), Outcome::Written);
-        assert_eq!(keep(&args).expect("kept"), Outcome::Kept);
-        fs::write(&args.to, "spoiled").expect("written");
-        assert_eq!(keep(&args).expect("kept"), Outcome::Written);
-        assert_eq!(fs::read_to_string(&args.to).expect("read"), "{}");
-        assert_eq!(fs::metadata(&args.to).expect("there").permissions().mode() & 0o777, MODE);
-        fs::remove_dir_all(&folder).expect("one's own folder");
+        fs::write(&args.from, "{}").expect("the source is written");
+        assert_eq!(keep(&args).expect("no error"), Outcome::Written);
+        assert_eq!(keep(&args).expect("no error"), Outcome::Unchanged);
+        fs::write(&args.to, "spoiled").expect("the target is written");
+        assert_eq!(keep(&args).expect("no error"), Outcome::Written);
+        assert_eq!(fs::read_to_string(&args.to).expect("the target exists"), "{}");
+        assert_eq!(fs::metadata(&args.to).expect("the target exists").permissions().mode() & 0o777, MODE);
+        fs::remove_dir_all(&folder).expect("the folder belongs to this test");
     }
 }

@@ -1,14 +1,15 @@
-//! The keyed function that stands for a model: KV bytes as a function of the tokens.
+//! Keyed function that replaces a model: KV bytes as a function of the tokens.
 //!
 //! Every byte of an object is determined by the block's prefix hash (so by all tokens up to its end), the
-//! layer and the part. Whoever knows the tokens can compute any byte, and so check any byte that a cache
-//! gives back, without keeping a copy. One 64-bit word: `mix(seed + index)`, with SplitMix64's finaliser.
-//! Speed: about 5 GB/s a core, above what the devices of a test machine deliver.
+//! layer and the part. From the tokens, any byte can be computed, so bytes returned by a cache can be checked
+//! without a copy. One 64-bit word is `mix(seed + index)`, with SplitMix64's finaliser. The speed is about 5
+//! GB/s per core, faster than the devices of a test machine.
 
-/// Odd constant of SplitMix64's sequence (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators).
+/// Odd constant of SplitMix64's sequence (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
+/// Generators).
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// Where an object belongs.
+/// Position of an object in a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ObjectPlace {
     /// Layer of the model.
@@ -17,7 +18,7 @@ pub(crate) struct ObjectPlace {
     pub(crate) part: u32,
 }
 
-/// SplitMix64's finaliser: a bijection of 64 bits whose output bits each depend on all input bits.
+/// Applies SplitMix64's finaliser, a bijection of 64 bits in which each output bit depends on all input bits.
 pub(crate) fn mix(word: u64) -> u64 {
     let word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -34,7 +35,7 @@ pub(crate) fn fill(prefix_hash: &[u8; 32], place: ObjectPlace, object: &mut [u8]
     }
 }
 
-/// How many 8-byte words of an object differ from what they must be.
+/// Returns the number of 8-byte words of an object that differ from the function.
 pub(crate) fn mismatches(prefix_hash: &[u8; 32], place: ObjectPlace, object: &[u8]) -> u64 {
     let seed = seed(prefix_hash, place);
     let (words, rest) = object.as_chunks::<8>();
@@ -61,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_filled_object_has_no_mismatch_and_a_flipped_bit_is_one() {
+    fn filled_object_has_no_mismatch_and_a_flipped_bit_has_one() {
         let place = ObjectPlace { layer: 3, part: 1 };
         let mut object = vec![0; 4096];
         fill(&[9; 32], place, &mut object);
@@ -71,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn another_prefix_layer_or_part_gives_other_bytes() {
+    fn prefix_layer_and_part_change_the_bytes() {
         let place = ObjectPlace { layer: 3, part: 1 };
         let mut object = vec![0; 64];
         fill(&[9; 32], place, &mut object);

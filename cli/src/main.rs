@@ -1,7 +1,7 @@
-//! `reprise`: the command line of Reprise.
+//! Command line of Reprise.
 //!
-//! Thin by design: it starts processes, drives engines through the client library and prints. What is
-//! measured or decided lives in the crates it calls.
+//! This crate starts processes, drives engines through the client library and prints results. Policy and
+//! protocol code lives in the crates that it calls.
 
 mod bench;
 mod check;
@@ -19,7 +19,7 @@ mod interrupt;
 mod keep_file;
 mod kv_function;
 mod model;
-mod modes;
+mod node_mode;
 mod output;
 mod paged_kv;
 mod replay;
@@ -44,13 +44,13 @@ use crate::output::{Audience, JsonFlag};
 #[derive(Debug, Parser)]
 #[command(name = "reprise", version, about, arg_required_else_help = true)]
 struct Arguments {
-    /// One JSON object a line instead of tables and bars.
+    /// Print one JSON object per line instead of tables and progress bars.
     #[arg(long, global = true)]
     json: bool,
-    /// Configuration file (TOML); flags go before it.
+    /// Read this configuration file (TOML); flags override it.
     #[arg(long, global = true, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Print the default configuration, commented, and exit.
+    /// Print the default configuration with comments, and exit.
     #[arg(long)]
     print_default_config: bool,
     #[command(subcommand)]
@@ -59,47 +59,47 @@ struct Arguments {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// A two-node cluster on this machine serves a trace; one agent is killed and comes back.
+    /// Run a local cluster on a trace, kill an agent, verify every byte.
     Demo(demo::DemoArgs),
     /// Replay a trace against running agents.
     Replay(replay::ReplayArgs),
-    /// Measure Reprise beside what the machine can do.
+    /// Measure Reprise against the limits of this machine.
     Bench(bench::BenchArgs),
-    /// A simulated cluster under faults, from a seed.
+    /// Simulate a cluster under faults, reproducibly from a seed.
     Sim(sim::SimArgs),
-    /// Members, nodes, tiers and health of a running cluster.
+    /// Show members, nodes, tiers and health of a running cluster.
     Status(status::StatusArgs),
-    /// What tenants may have in the whole cluster, and what they hold.
+    /// List, set and remove the cluster-wide budgets of tenants.
     Tenant(tenant::TenantArgs),
-    /// Where a block is, who knows it, and what a load of it would do.
+    /// Show where a block is, why, and how each node would load it.
     Explain(explain::ExplainArgs),
-    /// What the members of the control plane hold, and every change of it.
+    /// Print the replicas in the directory and, on request, each change.
     Events(events::EventsArgs),
-    /// Choose a node for nothing new; its engines go on as ever.
-    Cordon(modes::ModeArgs),
-    /// Take a cordoned or draining node back.
-    Uncordon(modes::ModeArgs),
-    /// Have a node that is to leave give away what only it has.
-    Drain(modes::DrainArgs),
-    /// Take a node that has left for good off the list; refused while it lives.
-    Forget(modes::ModeArgs),
-    /// Save a block on this node and load those of other nodes, every byte checked.
+    /// Stop placing new replicas on a node; its engines keep working.
+    Cordon(node_mode::ModeArgs),
+    /// Return a cordoned or draining node to normal use.
+    Uncordon(node_mode::ModeArgs),
+    /// Copy blocks that exist only on this node to other nodes.
+    Drain(node_mode::DrainArgs),
+    /// Remove a dead node permanently; rejected while it is alive.
+    Forget(node_mode::ModeArgs),
+    /// Save a block here, load those of other nodes, verify every byte.
     Check(check::CheckArgs),
-    /// What this machine can do, and what Reprise will use in consequence.
+    /// Report what this machine supports, and what Reprise will use.
     Doctor(doctor::DoctorArgs),
-    /// Keep a file of a node as it should be; started by the chart, for seccomp profiles.
+    /// Keep a copy of a file up to date; the chart runs it for seccomp.
     #[command(hide = true)]
     KeepFile(keep_file::KeepFileArgs),
-    /// The reference engine as a process; started by demo and replay.
+    /// Run the reference engine; `demo` and `replay` start it.
     #[command(hide = true)]
     Engine {
-        /// The agent's socket.
+        /// Connect to the agent at this Unix socket.
         #[arg(long)]
         socket: PathBuf,
-        /// Encoded layout, 32 hexadecimal digits.
+        /// Use this encoded layout: 32 hexadecimal digits.
         #[arg(long, value_parser = model::layout_from_hex)]
         layout: reprise_policy::Layout,
-        /// Whose blocks they are.
+        /// Save and load blocks of this tenant.
         #[arg(long, default_value = "default")]
         tenant: reprise_policy::TenantName,
     },
@@ -108,18 +108,18 @@ enum Command {
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let level = match arguments.command {
-        // Whoever started the engine kills agents under it, and says so.
+        // The demo kills agents on purpose and reports it, so lost connections are not worth a warning.
         Some(Command::Engine { .. }) => "warn,reprise_client::connection=error",
         _ => "warn",
     };
-    let done = start_log(level).and_then(|log| {
-        // For the programs that it starts, and for benches with thousands of connections.
+    let outcome = start_log(level).and_then(|log| {
+        // Child processes inherit the limit, and some benchmarks open thousands of connections.
         descriptors::raise_limit().context("cannot raise the soft limit on open files to the hard limit")?;
         run(arguments)?;
         drop(log);
         Ok(())
     });
-    match done {
+    match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             report(&error);
@@ -144,9 +144,9 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
         Some(Command::Tenant(args)) => tenant::command(&args, &config, audience),
         Some(Command::Explain(args)) => explain::command(&args, &config, audience),
         Some(Command::Events(args)) => events::command(&args, &config, audience),
-        Some(Command::Cordon(args)) => modes::cordon(&args, &config, audience),
-        Some(Command::Uncordon(args)) => modes::uncordon(&args, &config, audience),
-        Some(Command::Drain(args)) => modes::drain(&args, &config, audience),
+        Some(Command::Cordon(args)) => node_mode::cordon(&args, &config, audience),
+        Some(Command::Uncordon(args)) => node_mode::uncordon(&args, &config, audience),
+        Some(Command::Drain(args)) => node_mode::drain(&args, &config, audience),
         Some(Command::Forget(args)) => forget::command(&args, &config, audience),
         Some(Command::Check(args)) => check::command(&args, audience),
         Some(Command::KeepFile(args)) => keep_file::command(&args, audience),
@@ -154,7 +154,7 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
         Some(Command::Engine { socket, layout, tenant }) => {
             engine_process::serve(&engine::EngineSettings { socket, layout, tenant })
         }
-        None => anyhow::bail!("name a command: `reprise --help` lists them"),
+        None => anyhow::bail!("no command given: `reprise --help` lists the commands"),
     }
 }
 
@@ -166,7 +166,7 @@ fn start_log(level: &str) -> anyhow::Result<log::Log> {
     log::start(settings).context("cannot start the log")
 }
 
-#[allow(clippy::print_stderr)] // the one place where a failed command says why
+#[allow(clippy::print_stderr)] // the only place that prints the error of a failed command
 fn report(error: &anyhow::Error) {
     eprintln!("reprise: {error:#}");
 }

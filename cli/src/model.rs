@@ -1,8 +1,8 @@
-//! The model whose KV cache the demo keeps: Llama-3-8B's shape, scaled down by an explicit factor.
+//! Model of the demo: Llama-3-8B's shape, scaled down by an explicit factor.
 //!
-//! Llama-3-8B: 32 layers, 8 KV heads of 128, bf16: 128 KiB a token, so one trace block of 512 tokens is 64 MiB
-//! and the conversation trace would fill 11 TiB. The scale keeps layers, parts, head dimension and dtype, and
-//! divides tokens and heads: the number of blocks and objects, and so of operations, is the trace's own.
+//! Llama-3-8B has 32 layers and 8 KV heads of 128 in bf16, 128 KiB per token, so one trace block of 512
+//! tokens has 64 MiB and the conversation trace 11 TiB. The scale divides tokens and heads but not layers,
+//! parts, head dimension and dtype, so the number of blocks, objects and operations stays that of the trace.
 
 use anyhow::{Context, bail};
 use reprise_policy::{Dtype, Layout, LayoutSpec, Parts};
@@ -12,19 +12,19 @@ use crate::trace::TOKENS_PER_HASH_ID;
 /// KV heads of Llama-3-8B.
 const KV_HEADS: u32 = 8;
 
-/// Default scale: 64 MiB / 1024 = 64 KiB a block; 64 objects of 1 KiB.
+/// Default scale: 64 MiB / 1024 = 64 KiB per block; 64 objects of 1 KiB.
 pub(crate) const SCALE_DEFAULT: u32 = 1024;
 
 /// Scales that divide tokens (512) and heads (8) evenly: powers of two up to 512 × 8.
 const SCALE_MAX: u32 = 4096;
 
-/// The layout of one trace block at 1/`scale` of Llama-3-8B's bytes.
+/// Returns the layout of a trace block with 1/`scale` of Llama-3-8B's bytes.
 ///
 /// # Errors
-/// When `scale` is not a power of two from 1 to 4096, or leaves a block too large for a slot.
+/// `scale` is not a power of two from 1 to 4096, or a block is too large for a slot.
 pub(crate) fn llama_3_8b_scaled(scale: u32) -> anyhow::Result<Layout> {
     if !scale.is_power_of_two() || scale > SCALE_MAX {
-        bail!("--scale must be a power of two from 1 to {SCALE_MAX}, not {scale}");
+        bail!("invalid --scale {scale}: expected a power of two from 1 to {SCALE_MAX}");
     }
     let heads_divisor = scale.min(KV_HEADS);
     let tokens = TOKENS_PER_HASH_ID as u32 / (scale / heads_divisor);
@@ -42,7 +42,7 @@ pub(crate) fn llama_3_8b_scaled(scale: u32) -> anyhow::Result<Layout> {
     .with_context(|| format!("--scale {scale}"))
 }
 
-/// Lower-case hexadecimal.
+/// Returns lower-case hexadecimal digits.
 pub(crate) fn hex(bytes: &[u8]) -> String {
     use std::fmt::Write;
     bytes.iter().fold(String::new(), |mut text, byte| {
@@ -51,16 +51,17 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
     })
 }
 
-/// Reads a layout from [`hex`] of its encoding, as the engine process gets it.
+/// Reads a layout from the hexadecimal digits of its encoding, the argument of the engine process.
 pub(crate) fn layout_from_hex(text: &str) -> anyhow::Result<Layout> {
     let mut encoded = [0; 16];
     if text.len() != 32 || !text.is_ascii() {
-        bail!("a layout is 32 hexadecimal digits");
+        bail!("invalid layout: expected 32 hexadecimal digits");
     }
     for (index, byte) in encoded.iter_mut().enumerate() {
-        *byte = u8::from_str_radix(&text[index * 2..index * 2 + 2], 16).context("not hexadecimal")?;
+        *byte =
+            u8::from_str_radix(&text[index * 2..index * 2 + 2], 16).context("expected hexadecimal digits")?;
     }
-    Layout::decode(&encoded).context("not a valid layout")
+    Layout::decode(&encoded).context("invalid layout")
 }
 
 #[cfg(test)]
@@ -74,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn every_power_of_two_scales_exactly_and_others_are_refused() {
+    fn powers_of_two_scale_exactly_and_other_scales_are_rejected() {
         for scale in [1, 2, 8, 64, 4096] {
             let layout = llama_3_8b_scaled(scale).expect("valid");
             assert_eq!(layout.block_bytes() * u64::from(scale), 64 << 20);
@@ -84,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn a_layout_survives_the_command_line() {
+    fn layout_round_trips_through_the_command_line() {
         let layout = llama_3_8b_scaled(64).expect("valid");
         assert_eq!(layout_from_hex(&hex(&layout.encode())).expect("reads"), layout);
         assert!(layout_from_hex("zz").is_err());

@@ -1,4 +1,4 @@
-//! What the command line prints: tables and bars for people on a terminal, one JSON object a line otherwise.
+//! Output of the command line: tables and progress bars, or one JSON object per line with `--json`.
 
 // This module is where printing happens; everywhere else it is a lint error.
 #![allow(clippy::print_stdout, clippy::print_stderr)]
@@ -7,7 +7,7 @@ use std::io::IsTerminal;
 
 use serde::Serialize;
 
-/// Who reads the output.
+/// Reader of the output, which determines its form.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Audience {
     /// A person: tables and text.
@@ -17,37 +17,37 @@ pub(crate) enum Audience {
 }
 
 impl Audience {
-    /// Programs get JSON when they ask for it.
+    /// Returns [`Audience::Program`] if `--json` was given.
     pub(crate) fn of(json: JsonFlag) -> Audience {
         if json.0 { Audience::Program } else { Audience::Person }
     }
 
-    /// Prints a line for people.
-    pub(crate) fn say(self, line: impl AsRef<str>) {
+    /// Prints a line of text; nothing with `--json`.
+    pub(crate) fn print_line(self, line: impl AsRef<str>) {
         if self == Audience::Person {
             println!("{}", line.as_ref());
         }
     }
 
-    /// Prints an object for programs.
+    /// Prints an object as one line of JSON; nothing without `--json`.
     pub(crate) fn emit(self, object: &impl Serialize) {
         if self == Audience::Program {
             println!("{}", serde_json::to_string(object).expect("our own types encode as JSON"));
         }
     }
 
-    /// A progress bar on a terminal; hidden from programs and pipes.
-    pub(crate) fn progress(self, length: u64, what: &'static str) -> indicatif::ProgressBar {
+    /// Returns a progress bar; it is hidden with `--json` and unless standard error is a terminal.
+    pub(crate) fn progress(self, length: u64, label: &'static str) -> indicatif::ProgressBar {
         if self == Audience::Program || !std::io::stderr().is_terminal() {
             return indicatif::ProgressBar::hidden();
         }
         let style = indicatif::ProgressStyle::with_template("{prefix} {bar:32} {pos}/{len} {elapsed}\n{msg}")
             .expect("the template is well formed");
-        indicatif::ProgressBar::new(length).with_style(style).with_prefix(what)
+        indicatif::ProgressBar::new(length).with_style(style).with_prefix(label)
     }
 }
 
-/// Prints text as it is.
+/// Prints text without a trailing newline.
 pub(crate) fn print(text: &str) {
     print!("{text}");
 }
@@ -56,24 +56,23 @@ pub(crate) fn print(text: &str) {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct JsonFlag(pub(crate) bool);
 
-/// A table for people: right-aligned columns but the first.
+/// A text table; the first column is left-aligned, the others right-aligned.
 #[derive(Debug, Default)]
 pub(crate) struct Table {
     rows: Vec<Vec<String>>,
 }
 
 impl Table {
-    /// A table with a heading.
+    /// Creates a table with a heading.
     pub(crate) fn new(heading: &[&str]) -> Table {
         Table { rows: vec![heading.iter().map(|cell| (*cell).to_owned()).collect()] }
     }
 
-    /// Adds a row.
     pub(crate) fn row(&mut self, cells: Vec<String>) {
         self.rows.push(cells);
     }
 
-    /// The table as text.
+    /// Returns the table as text, one line per row.
     pub(crate) fn render(&self) -> String {
         let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
         let width = |column: usize| {
@@ -101,7 +100,7 @@ impl Table {
     }
 }
 
-/// Bytes with a unit that leaves at most four digits, one decimal below ten.
+/// Formats a number of bytes with a binary unit, and one decimal below 100 units.
 pub(crate) fn bytes_text(bytes: u64) -> String {
     let units = ["B", "KiB", "MiB", "GiB", "TiB"];
     let mut value = bytes as f64;
@@ -117,7 +116,7 @@ pub(crate) fn bytes_text(bytes: u64) -> String {
     }
 }
 
-/// Bytes per second as GB/s (decimal, as devices are sold).
+/// Formats a transfer rate in GB/s (decimal, as on device data sheets).
 pub(crate) fn bandwidth_text(bytes: u64, seconds: f64) -> String {
     if seconds <= 0.0 { "–".to_owned() } else { format!("{:.2} GB/s", bytes as f64 / seconds / 1e9) }
 }
@@ -127,14 +126,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_table_aligns_its_columns() {
+    fn table_aligns_its_columns() {
         let mut table = Table::new(&["tier", "blocks"]);
         table.row(vec!["own DRAM".into(), "7".into()]);
         assert_eq!(table.render(), "tier      blocks\nown DRAM       7\n");
     }
 
     #[test]
-    fn bytes_get_a_readable_unit() {
+    fn formats_bytes_with_a_fitting_unit() {
         assert_eq!(bytes_text(512), "512 B");
         assert_eq!(bytes_text(64 << 10), "64.0 KiB");
         assert_eq!(bytes_text(3 << 30), "3.0 GiB");

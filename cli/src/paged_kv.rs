@@ -1,6 +1,6 @@
-//! An engine's own KV memory, laid out as vLLM lays it out: per layer one allocation, indexed by physical
-//! block (`[blocks][parts][object]`). The blocks of a request are scattered: a block table maps its
-//! logical blocks to physical ones, which are handed out in a shuffled order.
+//! An engine's own KV memory in vLLM's layout: one allocation per layer, indexed by physical block
+//! (`[blocks][parts][object]`). The blocks of a request are scattered: a block table maps its logical blocks
+//! to physical ones, which are allocated in a shuffled order.
 
 use anyhow::Context;
 use reprise_buffers::{PAGE_BYTES, PageBuffer};
@@ -22,15 +22,15 @@ pub(crate) struct PagedKv {
 }
 
 impl PagedKv {
-    /// Memory for `blocks` blocks of `layout`, touched.
+    /// Allocates and touches memory for `blocks` blocks of `layout`.
     ///
     /// # Errors
-    /// There is not as much memory.
+    /// Not enough memory.
     pub(crate) fn new(layout: &Layout, blocks: usize) -> anyhow::Result<PagedKv> {
         let parts = layout.parts() as usize;
         let object_bytes = usize::try_from(layout.object_bytes()).expect("objects fit in memory");
         let layer_bytes = (blocks * parts * object_bytes).next_multiple_of(PAGE_BYTES);
-        // Page-aligned, as engines' allocators are, and written: a first touch must not be measured as part of a load.
+        // Page-aligned like memory of engines, and written, so that a load does not include the first touch.
         let layer = |_| {
             let mut layer = PageBuffer::new(layer_bytes).context("memory of the engine")?;
             layer.fill(0xa5);
@@ -40,30 +40,30 @@ impl PagedKv {
         Ok(PagedKv { layers, free: shuffled(blocks), parts, object_bytes })
     }
 
-    /// Takes `count` blocks; `None` when there are not as many.
+    /// Allocates `count` blocks; `None` if there are fewer.
     pub(crate) fn allocate(&mut self, count: usize) -> Option<Vec<PhysicalBlock>> {
         let at = self.free.len().checked_sub(count)?;
         Some(self.free.split_off(at))
     }
 
-    /// Gives blocks back.
+    /// Releases blocks.
     pub(crate) fn release(&mut self, blocks: Vec<PhysicalBlock>) {
         self.free.extend(blocks);
     }
 
-    /// One object of a block. `object` = layer × parts + part.
+    /// Returns an object of a block; `object` is layer × parts + part.
     pub(crate) fn object(&self, block: PhysicalBlock, object: usize) -> &[u8] {
         let at = self.offset(block, object);
         &self.layers[object / self.parts][at..at + self.object_bytes]
     }
 
-    /// One object of a block, to write.
+    /// Returns a writable object of a block.
     pub(crate) fn object_mut(&mut self, block: PhysicalBlock, object: usize) -> &mut [u8] {
         let at = self.offset(block, object);
         &mut self.layers[object / self.parts][at..at + self.object_bytes]
     }
 
-    /// The objects of a block in payload order, to write.
+    /// Returns the writable objects of a block in payload order.
     pub(crate) fn block_mut(&mut self, block: PhysicalBlock) -> Vec<&mut [u8]> {
         let (at, bytes) = (self.offset(block, 0), self.parts * self.object_bytes);
         let object_bytes = self.object_bytes;
@@ -75,7 +75,7 @@ impl PagedKv {
     }
 }
 
-/// The numbers below `count` in a fixed shuffled order (Fisher–Yates with a counter-based generator).
+/// Returns the numbers below `count` in a fixed shuffled order (Fisher–Yates with a counter-based generator).
 fn shuffled(count: usize) -> Vec<PhysicalBlock> {
     let mut order: Vec<PhysicalBlock> = (0..count).map(PhysicalBlock).collect();
     for index in (1..count).rev() {

@@ -1,4 +1,4 @@
-//! Replays a trace against engines, one a node, and adds up what they saw.
+//! `reprise replay`: replays a trace on reference engines, one per node, and sums their results.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -16,33 +16,37 @@ use crate::model::llama_3_8b_scaled;
 use crate::output::{Audience, Table, bandwidth_text, bytes_text};
 use crate::trace::{Trace, TraceRequest};
 
-/// Range of latencies recorded: 1 µs to 60 s, three significant digits.
+/// Largest recorded latency in microseconds (60 s); the histograms keep three significant digits.
 const LATENCY_US_MAX: u64 = 60_000_000;
 
 /// Arguments of `reprise replay`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct ReplayArgs {
-    /// Trace to replay (JSON lines); the conversation trace by default.
+    /// Replay this trace (JSON lines) [default: the conversation trace].
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
-    /// Sockets of the agents; requests alternate between them. By default those of the running cluster.
+    /// Connect to the agent at this socket; repeat for several agents.
+    ///
+    /// Requests alternate between the agents. By default the command uses all agents of the running cluster.
     #[arg(long, value_name = "PATH")]
     socket: Vec<PathBuf>,
-    /// Directory of the running cluster [default: the demo's].
+    /// Read addresses from this cluster directory [default: the demo's].
     #[arg(long, value_name = "DIR")]
     cluster: Option<PathBuf>,
-    /// Requests to replay; all by default.
+    /// Replay at most this many requests [default: all].
     #[arg(long)]
     requests: Option<usize>,
-    /// Scale of the model: bytes of Llama-3-8B's KV cache divided by this [default: 1024].
+    /// Divide the bytes of Llama-3-8B's KV cache by this [default: 1024].
+    ///
+    /// Must be a power of two.
     #[arg(long)]
     scale: Option<u32>,
-    /// Tenant whose blocks these are: 1 to 63 of a-z, 0-9 and '-'.
+    /// Save blocks for this tenant: 1 to 63 of a-z, 0-9 and '-'.
     #[arg(long, value_name = "NAME", default_value = "default")]
     tenant: TenantName,
 }
 
-/// Sums over a replay.
+/// Running totals of a replay.
 pub(crate) struct Totals {
     pub(crate) requests: u64,
     pub(crate) blocks: u64,
@@ -92,7 +96,7 @@ pub(crate) struct Summary {
     pub(crate) seconds: f64,
 }
 
-/// What is being replayed; for the summary.
+/// Description of the replay for the summary.
 #[derive(Clone, Debug)]
 pub(crate) struct Subject {
     pub(crate) trace: String,
@@ -175,7 +179,7 @@ impl Totals {
         }
     }
 
-    /// Some lines for below a progress bar, each short enough for a terminal.
+    /// Returns the lines below the progress bar, each short enough for a terminal.
     pub(crate) fn live(&self) -> String {
         format!(
             "hits: DRAM {}, NVMe {}, peer DRAM {}, peer NVMe {}\n\
@@ -200,7 +204,7 @@ impl Totals {
         )
     }
 
-    /// A table for people.
+    /// Returns the final report as text.
     pub(crate) fn table(&self) -> String {
         let mut table = Table::new(&["", "blocks", "share"]);
         let share = |count: u64| format!("{:.1} %", 100.0 * count as f64 / self.blocks.max(1) as f64);
@@ -211,7 +215,7 @@ impl Totals {
             ("peer DRAM", self.hits.peer_dram),
             ("peer NVMe", self.hits.peer_nvme),
             ("computed", computed),
-            ("asked for", self.blocks),
+            ("requested", self.blocks),
         ] {
             table.row(vec![name.to_owned(), count.to_string(), share(count)]);
         }
@@ -241,7 +245,7 @@ impl Totals {
     }
 }
 
-/// Sends requests to the engines in turn; `served` is told of each.
+/// Sends requests to the engines in turn, and calls `served` after each.
 pub(crate) fn run(
     requests: &[TraceRequest],
     engines: &mut [EngineProcess],
@@ -283,10 +287,10 @@ pub(crate) fn command(args: &ReplayArgs, config: &Config, audience: Audience) ->
         bar.set_message(totals.live());
     })?;
     bar.finish_and_clear();
-    audience.say(totals.table());
+    audience.print_line(totals.table());
     audience.emit(&totals.summary("replay", &subject));
     if totals.mismatches > 0 {
-        bail!("{} words differed from what was saved", totals.mismatches);
+        bail!("{} loaded words differ from the saved ones", totals.mismatches);
     }
     Ok(())
 }

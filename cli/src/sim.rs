@@ -1,8 +1,9 @@
-//! `reprise sim`: the simulated cluster.
+//! `reprise sim`: simulates clusters.
 //!
-//! `chaos` plays many seeds under faults, one a thread at a time, over all cores. A seed's run depends on nothing but the
-//! seed; threads only decide which runs when. Results are told in the order of seeds. `scale` plays one large cluster that
-//! loses all members' memory, and says how long its directories take, in simulated time, until they are whole again.
+//! * `chaos` simulates many seeds under faults, one seed per thread at a time. A run depends only on its
+//!   seed, and results are printed in the order of the seeds.
+//! * `scale` simulates one large cluster in which all members lose their memory. It reports the simulated
+//!   time until all directories are complete again.
 
 use std::collections::BTreeMap;
 use std::num::NonZero;
@@ -15,40 +16,42 @@ use serde::Serialize;
 
 use crate::output::{Audience, Table};
 
-/// Seeds with a violation that are told; the rest are counted.
-const TOLD_MAX: usize = 20;
+/// Largest number of violations that are printed; the others are only counted.
+const PRINTED_MAX: usize = 20;
 
 /// Arguments of `reprise sim`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct SimArgs {
     #[command(subcommand)]
-    what: What,
+    simulation: Simulation,
 }
 
 #[derive(Clone, Debug, clap::Subcommand)]
-enum What {
-    /// Agents and control plane under faults drawn from a seed; every invariant checked at every step.
+enum Simulation {
+    /// Simulate faults from seeds, and check all invariants at each step.
     Chaos(ChaosArgs),
-    /// Many agents that register at once, at first and when all members have lost their memory.
+    /// Simulate many agents that register at once, twice.
+    ///
+    /// All agents register at the first start, and again after all members have lost their memory.
     Scale(ScaleArgs),
 }
 
 #[derive(Clone, Debug, clap::Args)]
 struct ScaleArgs {
-    /// Agents.
+    /// Simulate this many agents.
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u16).range(1..))]
     nodes: u16,
-    /// Members of the control plane.
+    /// Simulate this many control-plane members.
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..=64))]
     members: u16,
-    /// Decides every delay.
+    /// Derive all delays from this seed.
     #[arg(long, default_value_t = 0)]
     seed: u64,
 }
 
-/// What `scale` has measured, in milliseconds of simulated time.
+/// Output of `reprise sim scale --json`; `*_ms` are milliseconds of simulated time, `seconds` is real time.
 #[derive(Debug, Serialize)]
-struct Scaled {
+struct ScaleReport {
     nodes: u16,
     members: u16,
     seed: u64,
@@ -65,21 +68,21 @@ struct Scaled {
 
 #[derive(Clone, Debug, clap::Args)]
 struct ChaosArgs {
-    /// How many seeds.
+    /// Run this many seeds.
     #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u64).range(1..))]
     seeds: u64,
-    /// The first of them.
+    /// Start at this seed.
     #[arg(long, default_value_t = 0)]
     start: u64,
-    /// Seeds at once [default: the machine's cores].
+    /// Run this many seeds at once [default: the number of cores].
     #[arg(long)]
     threads: Option<NonZero<usize>>,
-    /// Print every step; for a seed that is being looked into.
+    /// Print every step, to debug a seed.
     #[arg(long)]
     trace: bool,
 }
 
-/// A seed that broke an invariant.
+/// A seed that violated an invariant.
 #[derive(Clone, Debug, Serialize)]
 struct Violation {
     seed: u64,
@@ -87,7 +90,7 @@ struct Violation {
     replay: String,
 }
 
-/// The last line.
+/// Last line of `reprise sim chaos --json`.
 #[derive(Debug, Serialize)]
 struct Summary {
     seeds: u64,
@@ -96,12 +99,13 @@ struct Summary {
     seeds_per_second: f64,
     steps: u64,
     threads: usize,
-    /// Digest over all runs: equal for equal seeds.
+    /// Digest over all runs; equal for equal seeds.
     digest: String,
+    /// Number of occurrences by kind of event.
     seen: BTreeMap<&'static str, u64>,
 }
 
-/// What all runs together have come to.
+/// Sums over all runs.
 #[derive(Debug, Default)]
 struct Totals {
     violations: BTreeMap<u64, String>,
@@ -112,19 +116,19 @@ struct Totals {
 
 /// `reprise sim`.
 pub(crate) fn command(args: &SimArgs, audience: Audience) -> anyhow::Result<()> {
-    match &args.what {
-        What::Chaos(args) => chaos(args, audience),
-        What::Scale(args) => large(args, audience),
+    match &args.simulation {
+        Simulation::Chaos(args) => chaos(args, audience),
+        Simulation::Scale(args) => simulate_scale(args, audience),
     }
 }
 
-fn large(args: &ScaleArgs, audience: Audience) -> anyhow::Result<()> {
+fn simulate_scale(args: &ScaleArgs, audience: Audience) -> anyhow::Result<()> {
     let ScaleArgs { nodes, members, seed } = *args;
     let began = Instant::now();
     let cluster = Cluster { nodes: usize::from(nodes), members: usize::from(members), seed };
     let measured = scale(cluster).map_err(anyhow::Error::msg)?;
     let millis = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
-    let scaled = Scaled {
+    let scaled = ScaleReport {
         nodes,
         members,
         seed,
@@ -138,9 +142,9 @@ fn large(args: &ScaleArgs, audience: Audience) -> anyhow::Result<()> {
         digest: format!("{:016x}", measured.digest),
         seconds: (began.elapsed().as_secs_f64() * 10.0).round() / 10.0,
     };
-    audience.say(format!(
-        "{nodes} agents, {members} members: every directory whole {} ms after the first start, and {} ms after all \
-         members were lost (simulated time; {} registrations, {} replicas, {} steps in {} s)",
+    audience.print_line(format!(
+        "{nodes} agents, {members} members: all directories complete {} ms after the first start, and {} ms after the \
+         loss of all members (simulated time; {} registrations, {} replicas, {} steps in {} s)",
         scaled.first_start_ms,
         scaled.rebuild_ms,
         scaled.registrations,
@@ -158,9 +162,9 @@ fn chaos(args: &ChaosArgs, audience: Audience) -> anyhow::Result<()> {
     let began = Instant::now();
     let totals = play_all(args, threads, audience);
     let seconds = began.elapsed().as_secs_f64();
-    for (seed, violation) in totals.violations.iter().take(TOLD_MAX) {
+    for (seed, violation) in totals.violations.iter().take(PRINTED_MAX) {
         let replay = format!("reprise sim chaos --seeds 1 --start {seed} --trace");
-        audience.say(format!("seed {seed}: {violation}\n  replay with: {replay}"));
+        audience.print_line(format!("seed {seed}: {violation}\n  replay with: {replay}"));
         audience.emit(&Violation { seed: *seed, violation: violation.clone(), replay });
     }
     let summary = Summary {
@@ -173,18 +177,18 @@ fn chaos(args: &ChaosArgs, audience: Audience) -> anyhow::Result<()> {
         digest: format!("{:016x}", totals.digest),
         seen: totals.seen,
     };
-    audience.say(text(&summary));
+    audience.print_line(text(&summary));
     audience.emit(&summary);
     anyhow::ensure!(
         summary.violations == 0,
-        "{} of {} seeds broke an invariant",
+        "{} of {} seeds violated an invariant",
         summary.violations,
         args.seeds
     );
     Ok(())
 }
 
-/// Every thread takes the next seed until there is none.
+/// Runs all seeds; each thread takes the next seed until none is left.
 fn play_all(args: &ChaosArgs, threads: usize, audience: Audience) -> Totals {
     let recording = if args.trace { Recording::Lines } else { Recording::Digest };
     let progress = audience.progress(args.seeds, "seeds");
@@ -210,23 +214,23 @@ fn play_all(args: &ChaosArgs, threads: usize, audience: Audience) -> Totals {
 
 impl Totals {
     fn add(&mut self, run: Run, audience: Audience) {
-        run.lines.iter().for_each(|line| audience.say(line));
+        run.lines.iter().for_each(|line| audience.print_line(line));
         self.steps += run.steps;
-        // In whatever order threads come, the sum is the same.
+        // A sum is independent of the order in which threads finish.
         self.digest = self.digest.wrapping_add(run.digest.rotate_left((run.seed % 64) as u32));
         for (what, count) in run.seen {
             *self.seen.entry(what).or_default() += count;
         }
         if let Some(violation) = run.violation {
-            // A long run need not be waited for.
-            tracing::error!(seed = run.seed, violation, "an invariant is broken");
+            // Logged at once: a run over many seeds may take hours.
+            tracing::error!(seed = run.seed, violation, "invariant violated");
             self.violations.insert(run.seed, violation);
         }
     }
 }
 
 fn text(summary: &Summary) -> String {
-    let mut table = Table::new(&["what happened", "times"]);
+    let mut table = Table::new(&["event", "count"]);
     for (what, count) in &summary.seen {
         table.row(vec![(*what).to_owned(), count.to_string()]);
     }
@@ -253,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn the_number_of_threads_changes_nothing() {
+    fn results_do_not_depend_on_the_number_of_threads() {
         let (one, three) = (totals(1), totals(3));
         assert_eq!((one.digest, one.steps, one.seen), (three.digest, three.steps, three.seen));
         assert_eq!(one.violations, three.violations);

@@ -1,4 +1,8 @@
-//! `reprise status`: members, nodes, tiers and health of a running cluster, asked from the processes themselves.
+//! `reprise status`: members, nodes, tiers and health of a running cluster, as the processes themselves
+//! report them.
+//!
+//! One hanging member or node does not block the report: each request has its own timeout, and a failure is
+//! shown in place of the missing part.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -20,41 +24,43 @@ use tokio::task::JoinHandle;
 use crate::cluster::ClusterFile;
 use crate::config::Config;
 use crate::http;
-use crate::modes::{Drain, drain_text, mode_name};
+use crate::node_mode::{Drain, drain_text, mode_name};
 use crate::output::{Audience, Table, bytes_text};
 
-/// Bound on connecting to the control plane and both calls together.
+/// Timeout of connecting to the control plane and listing members and nodes.
 const ANSWERED_WITHIN: Duration = Duration::from_secs(5);
 
-/// Bound on the part of one member: the others are shown when one hangs.
+/// Timeout of one member's `Describe` call; the other members are shown if one hangs.
 const MEMBER_ANSWERS_WITHIN: Duration = Duration::from_secs(1);
 
-/// Bound on what one node says of itself.
+/// Timeout of one agent's status page.
 const NODE_ANSWERS_WITHIN: Duration = Duration::from_secs(2);
 
-/// Nodes that are asked at once: of 1,000 that hang the last has had its time half a minute later, and no more descriptors than
-/// a shell allows are open.
+/// Number of agents that are read concurrently. With 1,000 hanging nodes the command takes half a minute, and
+/// it stays below a shell's usual limit on open files.
 const NODES_ASKED_AT_ONCE: usize = 64;
 
-/// What a node's agent says of itself, or why it could not be asked.
+/// Status page of a node's agent, or the error of reading it.
 type AgentStatus = Result<serde_json::Value, String>;
 
 /// Arguments of `reprise status`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct StatusArgs {
-    /// The control plane's gRPC address, `host:port` [default: that of the running cluster].
+    /// Ask the control plane at this gRPC address, `host:port`.
+    ///
+    /// By default the command reads the addresses from the directory of the running cluster.
     #[arg(long, value_name = "ADDRESS")]
     controlplane: Option<String>,
-    /// Directory of the running cluster [default: the demo's].
+    /// Read addresses from this cluster directory [default: the demo's].
     #[arg(long, value_name = "DIR")]
     cluster: Option<PathBuf>,
 }
 
-/// The whole status, as printed for programs.
+/// Output of `reprise status --json`.
 #[derive(Debug, Serialize)]
 struct Status {
     controlplane: String,
-    /// The registration of the member that was asked is certain.
+    /// Whether the member that answered is certain of its registration.
     registered: bool,
     members_epoch: u64,
     members: Vec<MemberStatus>,
@@ -70,30 +76,30 @@ struct MemberStatus {
     name: String,
     address: String,
     incarnation: u64,
-    /// Hash slots of the directory that are its own by the map.
+    /// Number of hash slots that the shard map assigns to the member.
     slots: usize,
-    /// It is the one that was asked.
+    /// Whether this member answered the request.
     asked: bool,
-    /// Its part of the directory, or why it could not be asked.
-    directory: Result<Part, String>,
+    /// The member's part of the directory, or the error of reading it.
+    directory: Result<DirectoryPart, String>,
 }
 
 /// A member's part of the directory.
 #[derive(Clone, Copy, Debug, Serialize)]
-struct Part {
+struct DirectoryPart {
     replicas: u64,
-    /// Slots that are its own, and those of them of which some node has not announced its whole inventory.
     slots_owned: u32,
+    /// Owned slots for which at least one node has not announced its whole inventory.
     slots_partial: u32,
 }
 
-/// What a member answers.
-struct Answers {
-    /// Who was asked.
+/// Members, nodes and directory parts, read through one member.
+struct ClusterView {
+    /// Address of the member that answered.
     address: String,
     members: MemberList,
     nodes: Vec<NodeInfo>,
-    /// Of each member, in the order of the list.
+    /// Directory part of each member, in the order of `members`.
     directories: Vec<Result<DescribeReply, String>>,
 }
 
@@ -106,19 +112,19 @@ struct NodeStatus {
     version: String,
     peer_address: String,
     mode: &'static str,
-    /// As the node last reported; none before its first report.
+    /// Usage as the node last reported it; `null` before its first report.
     usage: Option<Usage>,
-    /// How far it is, while it drains.
+    /// Progress of the drain; `null` unless the node is draining.
     drain: Option<Drain>,
     replicas_dram: u64,
     replicas_nvme: u64,
-    /// Capacities as the node last reported them; `null`: it has not reported yet.
+    /// Capacities as the node last reported them; `null` before its first report.
     dram_bytes: Option<u64>,
     nvme_bytes: Option<u64>,
     agent: AgentStatus,
 }
 
-/// What of a node's room is in use, and how much is wanted of it.
+/// Used space of a node, and the bytes that wait to be written to NVMe.
 #[derive(Clone, Copy, Debug, Serialize)]
 struct Usage {
     dram_used_bytes: u64,
@@ -132,12 +138,12 @@ struct Usage {
 pub(crate) fn command(args: &StatusArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
     let addresses = ClusterFile::members_of(args.controlplane.as_ref(), args.cluster.as_deref(), config)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let (Answers { address, members, nodes, directories }, agents) = runtime.block_on(async {
-        let answers = ask_any(&addresses).await?;
-        let agents = ask_agents(&answers.nodes).await?;
-        anyhow::Ok((answers, agents))
+    let (ClusterView { address, members, nodes, directories }, agents) = runtime.block_on(async {
+        let view = ask_any(&addresses).await?;
+        let agents = ask_agents(&view.nodes).await?;
+        anyhow::Ok((view, agents))
     })?;
-    // A name that is still being resolved must not keep the process.
+    // A pending name resolution blocks a runtime thread; it must not delay the exit.
     runtime.shutdown_background();
     let answered: Vec<&DescribeReply> = directories.iter().flatten().collect();
     let sum = |of: fn(&DescribeReply) -> u64| answered.iter().map(|directory| of(directory)).sum();
@@ -156,28 +162,31 @@ pub(crate) fn command(args: &StatusArgs, config: &Config, audience: Audience) ->
             .collect(),
     };
     audience.emit(&status);
-    audience.say(text(&status));
+    audience.print_line(text(&status));
     Ok(())
 }
 
-/// Members and nodes, as the first member that answers names them, and where it has answered.
+/// Returns the address of the first member that answers, and the members and nodes that it lists.
 pub(crate) async fn members_and_nodes(
     addresses: &[String],
 ) -> anyhow::Result<(String, MemberList, Vec<NodeInfo>)> {
-    let Answers { address, members, nodes, .. } = ask_any(addresses).await?;
+    let ClusterView { address, members, nodes, .. } = ask_any(addresses).await?;
     Ok((address, members, nodes))
 }
 
-/// The members' parts of the directory; an error when a listed member does not answer.
+/// Returns the directory part of each member.
+///
+/// # Errors
+/// No member answers, or a listed member does not.
 pub(crate) fn whole_directory(cluster: &ClusterFile) -> anyhow::Result<Vec<DescribeReply>> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let answers = runtime.block_on(ask_any(&cluster.grpc_addresses()))?;
-    answers.directories.into_iter().map(|part| part.map_err(anyhow::Error::msg)).collect()
+    let view = runtime.block_on(ask_any(&cluster.grpc_addresses()))?;
+    view.directories.into_iter().map(|part| part.map_err(anyhow::Error::msg)).collect()
 }
 
-/// What the first member that answers says; the error is the last one's.
-async fn ask_any(addresses: &[String]) -> anyhow::Result<Answers> {
-    let mut outcome = Err(anyhow::anyhow!("the cluster has no member of the control plane"));
+/// Returns the view of the first member that answers, or the error of the last one.
+async fn ask_any(addresses: &[String]) -> anyhow::Result<ClusterView> {
+    let mut outcome = Err(anyhow::anyhow!("the cluster has no control-plane member"));
     for address in addresses {
         outcome = tokio::time::timeout(ANSWERED_WITHIN, ask(address))
             .await
@@ -192,14 +201,14 @@ async fn ask_any(addresses: &[String]) -> anyhow::Result<Answers> {
     outcome
 }
 
-async fn ask(address: &str) -> anyhow::Result<Answers> {
+async fn ask(address: &str) -> anyhow::Result<ClusterView> {
     let endpoint = format!("http://{address}");
     let unreachable = || format!("cannot reach the control plane at {address}");
     let mut membership = MembershipClient::connect(endpoint).await.with_context(unreachable)?;
     let members =
         membership.list_members(ListMembersRequest {}).await.context("listing members")?.into_inner();
     let nodes = membership.list_nodes(ListNodesRequest {}).await.context("listing nodes")?.into_inner().nodes;
-    // The one that answers is reached where it has answered.
+    // The address that has just worked: the registered one may be unreachable from here.
     let at = |member: &MemberInfo| {
         let own = (member.name == members.answering).then(|| address.to_owned());
         own.unwrap_or_else(|| member.address.clone())
@@ -210,7 +219,7 @@ async fn ask(address: &str) -> anyhow::Result<Answers> {
     for directory in described {
         directories.push(directory.await?);
     }
-    Ok(Answers { address: address.to_owned(), members, nodes, directories })
+    Ok(ClusterView { address: address.to_owned(), members, nodes, directories })
 }
 
 async fn describe_in_time(address: String) -> Result<DescribeReply, String> {
@@ -224,15 +233,15 @@ async fn describe(address: &str) -> anyhow::Result<DescribeReply> {
     Ok(directory.describe(DescribeRequest {}).await.context("describing the directory")?.into_inner())
 }
 
-/// What agents say of themselves, in the order of the nodes.
+/// Reads the status pages of the agents, in the order of the nodes.
 async fn ask_agents(nodes: &[NodeInfo]) -> anyhow::Result<Vec<AgentStatus>> {
-    let room = Arc::new(Semaphore::new(NODES_ASKED_AT_ONCE));
+    let permits = Arc::new(Semaphore::new(NODES_ASKED_AT_ONCE));
     let asked: Vec<JoinHandle<AgentStatus>> = nodes
         .iter()
         .map(|node| {
-            let (room, address) = (room.clone(), node.admin_address.clone());
+            let (permits, address) = (permits.clone(), node.admin_address.clone());
             tokio::spawn(async move {
-                let _room = room.acquire().await.expect("the semaphore is never closed");
+                let _permit = permits.acquire().await.expect("the semaphore is never closed");
                 ask_agent(&address).await.map_err(|error| format!("{error:#}"))
             })
         })
@@ -245,7 +254,7 @@ async fn ask_agents(nodes: &[NodeInfo]) -> anyhow::Result<Vec<AgentStatus>> {
 }
 
 async fn ask_agent(address: &str) -> anyhow::Result<serde_json::Value> {
-    let body = tokio::time::timeout(NODE_ANSWERS_WITHIN, http::get_beside(address, "/status"));
+    let body = tokio::time::timeout(NODE_ANSWERS_WITHIN, http::get_async(address, "/status"));
     let body = body
         .await
         .with_context(|| format!("{address} has not answered within {NODE_ANSWERS_WITHIN:?}"))??;
@@ -267,7 +276,7 @@ fn member_statuses(
             incarnation: member.incarnation,
             slots: map.owned_by(name).len(),
             asked: member.name == list.answering,
-            directory: directory.as_ref().map_err(Clone::clone).map(|directory| Part {
+            directory: directory.as_ref().map_err(Clone::clone).map(|directory| DirectoryPart {
                 replicas: directory.replicas,
                 slots_owned: directory.slots_owned,
                 slots_partial: directory.slots_partial,
@@ -312,8 +321,8 @@ fn node_status(node: NodeInfo, agent: AgentStatus, directories: &[&DescribeReply
     }
 }
 
-/// A tier's capacity and how full it is; `?` before the node's first report.
-fn room(bytes: Option<u64>, used_percent: Option<u64>) -> String {
+/// Returns a tier's used share and capacity; `?` before the node's first report.
+fn usage_text(bytes: Option<u64>, used_percent: Option<u64>) -> String {
     match (bytes.map(bytes_text), used_percent) {
         (Some(bytes), Some(percent)) => format!("{percent} % of {bytes}"),
         (Some(bytes), None) => bytes,
@@ -329,8 +338,8 @@ fn text(status: &Status) -> String {
             node.name.clone(),
             if node.alive { "yes" } else { "NO" }.to_owned(),
             node.mode.to_owned(),
-            room(node.dram_bytes, node.usage.map(|usage| usage.dram_used_percent)),
-            room(node.nvme_bytes, node.usage.map(|usage| usage.nvme_used_percent)),
+            usage_text(node.dram_bytes, node.usage.map(|usage| usage.dram_used_percent)),
+            usage_text(node.nvme_bytes, node.usage.map(|usage| usage.nvme_used_percent)),
             node.replicas_dram.to_string(),
             node.replicas_nvme.to_string(),
             match &node.agent {
@@ -386,28 +395,28 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn nodes_that_hang_are_waited_for_at_the_same_time_and_those_that_answer_are_shown() {
-        // It takes connections and says nothing.
+    async fn waits_for_hanging_nodes_concurrently_and_shows_those_that_answer() {
+        // Accepts connections and never answers.
         let (silent, hanging) = listener().await;
         let (listening, answering) = listener().await;
         let answer = tokio::spawn(async move {
-            let (mut stream, _) = listening.accept().await.expect("asked");
+            let (mut stream, _) = listening.accept().await.expect("a connection");
             let mut asked = [0; 64];
             let count = stream.read(&mut asked).await.expect("a request");
             assert!(asked[..count].starts_with(b"GET /status HTTP/1.0\r\n"));
-            stream.write_all(b"HTTP/1.0 200 OK\r\n\r\n{\"a\":1}").await.expect("sent");
+            stream.write_all(b"HTTP/1.0 200 OK\r\n\r\n{\"a\":1}").await.expect("the response is sent");
         });
         let mut nodes = vec![node_at(hanging); NODES_ASKED_AT_ONCE - 2];
         nodes.extend([node_at(answering), node_at(String::new())]);
         let asked = Instant::now();
-        let agents = ask_agents(&nodes).await.expect("all are asked");
+        let agents = ask_agents(&nodes).await.expect("every task ends");
         assert!(asked.elapsed() < 2 * NODE_ANSWERS_WITHIN, "{:?}", asked.elapsed());
         let hung = |agent: &&AgentStatus| agent.as_ref().is_err_and(|error| error.contains("not answered"));
         assert_eq!(agents.iter().filter(hung).count(), NODES_ASKED_AT_ONCE - 2);
-        let [.., answered, unreachable] = agents.as_slice() else { panic!("one for each") };
-        assert_eq!(answered.as_ref().expect("answered")["a"], 1);
-        assert!(unreachable.is_err(), "it has no address");
-        answer.await.expect("no panic");
+        let [.., answered, unreachable] = agents.as_slice() else { panic!("one result per node") };
+        assert_eq!(answered.as_ref().expect("an answer")["a"], 1);
+        assert!(unreachable.is_err(), "the node has no address");
+        answer.await.expect("the server task does not panic");
         drop(silent);
     }
 }

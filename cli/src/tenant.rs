@@ -1,4 +1,6 @@
-//! `reprise tenant`: what tenants may have in the whole cluster, and what they hold.
+//! `reprise tenant`: lists, sets and removes the cluster-wide budgets of tenants.
+//!
+//! Each tenant's ledger is kept by one member, so `list` asks every member and merges the answers.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -19,16 +21,18 @@ use crate::config::Config;
 use crate::output::{Audience, Table, bytes_text};
 use crate::status;
 
-/// Bound on one member's answer.
+/// Timeout of one call to a member.
 const ANSWERED_WITHIN: Duration = Duration::from_secs(5);
 
 /// Arguments of `reprise tenant`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct TenantArgs {
-    /// A member's gRPC address, `host:port` [default: those of the running cluster].
+    /// Ask the control-plane member at this gRPC address, `host:port`.
+    ///
+    /// By default the command reads the addresses from the directory of the running cluster.
     #[arg(long, value_name = "ADDRESS", global = true)]
     controlplane: Option<String>,
-    /// Directory of the running cluster [default: the demo's].
+    /// Read addresses from this cluster directory [default: the demo's].
     #[arg(long, value_name = "DIR", global = true)]
     cluster: Option<PathBuf>,
     #[command(subcommand)]
@@ -37,69 +41,69 @@ pub(crate) struct TenantArgs {
 
 #[derive(Clone, Debug, clap::Subcommand)]
 enum Action {
-    /// Every tenant with a budget: what it may have, what it holds, and where.
+    /// List the tenants with a budget, their limits and their usage by node.
     List,
-    /// Set what a tenant may have in the whole cluster, and what it is sure of.
+    /// Set a tenant's limits and reservations in the whole cluster.
     Set(SetArgs),
-    /// End a tenant's budget; the limits in the agents' configurations go on.
+    /// Remove a tenant's budget; limits in agents' configurations remain.
     Remove {
-        /// The tenant.
+        /// Name of the tenant.
         name: TenantName,
     },
 }
 
 #[derive(Clone, Debug, clap::Args)]
 struct SetArgs {
-    /// The tenant; that of sessions that name none is 'default'.
+    /// Name of the tenant; sessions without a tenant use 'default'.
     name: TenantName,
-    /// DRAM at the most, like 64GiB [default: no limit].
+    /// Limit the tenant's DRAM, for example 64GiB [default: no limit].
     #[arg(long, value_name = "SIZE")]
     dram: Option<ByteSize>,
-    /// NVMe at the most, like 10TiB [default: no limit].
+    /// Limit the tenant's NVMe, for example 10TiB [default: no limit].
     #[arg(long, value_name = "SIZE")]
     nvme: Option<ByteSize>,
-    /// DRAM that the tenant is sure of.
+    /// Reserve this much DRAM for the tenant.
     #[arg(long, value_name = "SIZE", default_value = "0")]
     dram_reserved: ByteSize,
-    /// NVMe that the tenant is sure of.
+    /// Reserve this much NVMe for the tenant.
     #[arg(long, value_name = "SIZE", default_value = "0")]
     nvme_reserved: ByteSize,
 }
 
-/// Bytes of both kinds, as printed for programs; no limit is `null`.
+/// Bytes by tier in JSON output; `null` means no limit.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 struct Amounts {
     dram: Option<u64>,
     nvme: Option<u64>,
 }
 
-type Room = fn(&Amounts) -> Option<u64>;
+type TierAmount = fn(&Amounts) -> Option<u64>;
 
-const ROOMS: [(&str, Room); 2] = [("DRAM", |amounts| amounts.dram), ("NVMe", |amounts| amounts.nvme)];
+const TIERS: [(&str, TierAmount); 2] = [("DRAM", |amounts| amounts.dram), ("NVMe", |amounts| amounts.nvme)];
 
-/// All tenants, as printed for programs.
+/// Output of `reprise tenant list --json`.
 #[derive(Debug, Serialize)]
-struct Listed {
+struct TenantList {
     capacity: Amounts,
     overcommitted: Amounts,
-    tenants: Vec<ListedTenant>,
+    tenants: Vec<TenantEntry>,
 }
 
 #[derive(Debug, Serialize)]
-struct ListedTenant {
+struct TenantEntry {
     name: String,
     reserved: Amounts,
     limit: Amounts,
-    /// What it holds and may hold; none when no member has its ledger at the moment.
+    /// Usage and grants; `null` while no member has the tenant's ledger.
     ledger: Option<Ledger>,
 }
 
 #[derive(Debug, Serialize)]
 struct Ledger {
-    /// Name of the member.
+    /// Name of the member that keeps the ledger.
     member: String,
     used: Amounts,
-    /// What its nodes may hold at the most.
+    /// Sum of the nodes' grants, which bounds the tenant's usage.
     granted: Amounts,
     nodes: Vec<Share>,
 }
@@ -111,16 +115,16 @@ struct Share {
     used: Amounts,
 }
 
-/// What was changed, for programs.
+/// Output of `reprise tenant set --json` and `remove --json`.
 #[derive(Debug, Serialize)]
-struct Changed {
+struct BudgetChange {
     tenant: String,
-    /// None: it has no budget any more.
-    budget: Option<ChangedBudget>,
+    /// The new budget; `null` if it was removed.
+    budget: Option<NewBudget>,
 }
 
 #[derive(Debug, Serialize)]
-struct ChangedBudget {
+struct NewBudget {
     reserved: Amounts,
     limit: Amounts,
 }
@@ -137,8 +141,8 @@ pub(crate) fn command(args: &TenantArgs, config: &Config, audience: Audience) ->
                 let call =
                     async |mut client: PlacementClient<Channel>| client.set_tenant(request.clone()).await;
                 at_any(&addresses, call).await?;
-                audience.emit(&Changed::to(&request));
-                audience.say(format!("the budget of tenant '{}' is set", set.name));
+                audience.emit(&BudgetChange::to(&request));
+                audience.print_line(format!("set the budget of tenant '{}'", set.name));
                 Ok(())
             }
             Action::Remove { name } => {
@@ -146,8 +150,8 @@ pub(crate) fn command(args: &TenantArgs, config: &Config, audience: Audience) ->
                 let call =
                     async |mut client: PlacementClient<Channel>| client.remove_tenant(request.clone()).await;
                 at_any(&addresses, call).await?;
-                audience.emit(&Changed { tenant: name.to_string(), budget: None });
-                audience.say(format!("tenant '{name}' has no budget any more"));
+                audience.emit(&BudgetChange { tenant: name.to_string(), budget: None });
+                audience.print_line(format!("removed the budget of tenant '{name}'"));
                 Ok(())
             }
         }
@@ -159,7 +163,7 @@ impl SetArgs {
         let reserved = Bytes { dram: self.dram_reserved.0, nvme: self.nvme_reserved.0 };
         ensure!(
             self.dram.is_some() || self.nvme.is_some() || reserved != Bytes::default(),
-            "say what tenant '{}' may have: --dram, --nvme, --dram-reserved, --nvme-reserved",
+            "no budget given for tenant '{}': use --dram, --nvme, --dram-reserved or --nvme-reserved",
             self.name
         );
         let limit = |size: Option<ByteSize>| size.map_or(u64::MAX, |size| size.0);
@@ -169,20 +173,22 @@ impl SetArgs {
     }
 }
 
-impl Changed {
-    fn to(request: &SetTenantRequest) -> Changed {
+impl BudgetChange {
+    fn to(request: &SetTenantRequest) -> BudgetChange {
         let Tenant { name, reserved, limit } = request.tenant.clone().unwrap_or_default();
-        let budget = ChangedBudget { reserved: amounts(reserved), limit: amounts(limit) };
-        Changed { tenant: name, budget: Some(budget) }
+        let budget = NewBudget { reserved: amounts(reserved), limit: amounts(limit) };
+        BudgetChange { tenant: name, budget: Some(budget) }
     }
 }
 
-/// The answer of the first member that can give one; the error is the last one's. A refusal is one for all.
+/// Returns the reply of the first member that processes the call, or the error of the last one.
+///
+/// A rejection is final: every member would reject the call, so no other member is asked.
 async fn at_any<T>(
     addresses: &[String],
     call: impl AsyncFn(PlacementClient<Channel>) -> Result<tonic::Response<T>, tonic::Status>,
 ) -> anyhow::Result<T> {
-    let mut outcome = Err(anyhow::anyhow!("the cluster has no member of the control plane"));
+    let mut outcome = Err(anyhow::anyhow!("the cluster has no control-plane member"));
     for address in addresses {
         outcome = match connect(address).await {
             Err(error) => Err(error),
@@ -190,7 +196,9 @@ async fn at_any<T>(
                 Ok(Ok(reply)) => return Ok(reply.into_inner()),
                 Ok(Err(status)) if !is_absence(&status) => bail!("{}", status.message()),
                 Ok(Err(status)) => Err(anyhow::anyhow!("{}", status.message())),
-                Err(_) => Err(anyhow::anyhow!("the member at {address} did not answer in time")),
+                Err(_) => {
+                    Err(anyhow::anyhow!("the member at {address} did not answer within {ANSWERED_WITHIN:?}"))
+                }
             },
         };
     }
@@ -205,43 +213,45 @@ async fn connect(address: &str) -> anyhow::Result<PlacementClient<Channel>> {
         .with_context(|| format!("cannot reach the control plane at {address}"))
 }
 
-/// A member's answer; its refusals are for people already.
-async fn within<T>(
+/// Returns a member's reply. The message of a rejection is the error text; the gRPC code adds nothing for
+/// users.
+async fn within_timeout<T>(
     call: impl Future<Output = Result<tonic::Response<T>, tonic::Status>>,
 ) -> anyhow::Result<T> {
-    let answer =
-        tokio::time::timeout(ANSWERED_WITHIN, call).await.context("the member did not answer in time")?;
+    let answer = tokio::time::timeout(ANSWERED_WITHIN, call)
+        .await
+        .with_context(|| format!("the member did not answer within {ANSWERED_WITHIN:?}"))?;
     answer.map(tonic::Response::into_inner).map_err(|status| anyhow::anyhow!("{}", status.message()))
 }
 
-/// Asks every member: each knows the ledgers of its own tenants.
+/// Lists tenants by asking every member; members that do not answer are skipped.
 async fn list(addresses: &[String], audience: Audience) -> anyhow::Result<()> {
     let (address, members, nodes) = status::members_and_nodes(addresses).await?;
     let mut answers: Vec<(String, ListTenantsReply)> = Vec::new();
     for member in &members.members {
-        // The one that answers is reached where it has answered.
+        // The address that has just worked: the registered one may be unreachable from here.
         let at = if member.name == members.answering { &address } else { &member.address };
         let Ok(mut client) = connect(at).await else { continue };
-        if let Ok(reply) = within(client.list_tenants(ListTenantsRequest {})).await {
+        if let Ok(reply) = within_timeout(client.list_tenants(ListTenantsRequest {})).await {
             answers.push((member.name.clone(), reply));
         }
     }
-    let listed = listed(answers)?;
+    let listed = merge(answers)?;
     let names: BTreeMap<u32, String> = nodes.into_iter().map(|node| (node.node, node.name)).collect();
     audience.emit(&listed);
-    audience.say(text(&listed, &names));
+    audience.print_line(text(&listed, &names));
     Ok(())
 }
 
-/// What the members say together.
-fn listed(answers: Vec<(String, ListTenantsReply)>) -> anyhow::Result<Listed> {
-    let (_, first) = answers.first().context("no member of the control plane answers")?;
+/// Merges the members' replies; a tenant's usage comes from the member that keeps its ledger.
+fn merge(answers: Vec<(String, ListTenantsReply)>) -> anyhow::Result<TenantList> {
+    let (_, first) = answers.first().context("no control-plane member answers")?;
     let (capacity, overcommitted) = (amounts(first.capacity), amounts(first.overcommitted));
-    let mut tenants: BTreeMap<String, ListedTenant> = BTreeMap::new();
+    let mut tenants: BTreeMap<String, TenantEntry> = BTreeMap::new();
     for (member, reply) in answers {
         for state in reply.tenants {
             let Some(tenant) = state.tenant.clone() else { continue };
-            let entry = tenants.entry(tenant.name.clone()).or_insert_with(|| ListedTenant {
+            let entry = tenants.entry(tenant.name.clone()).or_insert_with(|| TenantEntry {
                 name: tenant.name,
                 reserved: amounts(tenant.reserved),
                 limit: amounts(tenant.limit),
@@ -252,7 +262,7 @@ fn listed(answers: Vec<(String, ListTenantsReply)>) -> anyhow::Result<Listed> {
             }
         }
     }
-    Ok(Listed { capacity, overcommitted, tenants: tenants.into_values().collect() })
+    Ok(TenantList { capacity, overcommitted, tenants: tenants.into_values().collect() })
 }
 
 fn ledger(member: String, state: TenantState) -> Ledger {
@@ -275,19 +285,19 @@ fn amounts(bytes: Option<Bytes>) -> Amounts {
     Amounts { dram: limited(dram), nvme: limited(nvme) }
 }
 
-fn text(listed: &Listed, names: &BTreeMap<u32, String>) -> String {
+fn text(listed: &TenantList, names: &BTreeMap<u32, String>) -> String {
     let words = |bytes: Option<u64>| bytes.map_or_else(|| "no limit".to_owned(), bytes_text);
-    let mut table = Table::new(&["tenant", "node", "", "reserved", "used", "granted", "at the most"]);
+    let mut table = Table::new(&["tenant", "node", "tier", "reserved", "used", "granted", "limit"]);
     for tenant in &listed.tenants {
         let ledger = tenant.ledger.as_ref();
-        for (room, of) in ROOMS {
+        for (tier, of) in TIERS {
             let known = |of_ledger: Option<Amounts>| {
                 of_ledger.map_or_else(|| "?".to_owned(), |amounts| words(of(&amounts)))
             };
             table.row(vec![
                 tenant.name.clone(),
                 "all".to_owned(),
-                room.to_owned(),
+                tier.to_owned(),
                 words(of(&tenant.reserved)),
                 known(ledger.map(|ledger| ledger.used)),
                 known(ledger.map(|ledger| ledger.granted)),
@@ -297,7 +307,7 @@ fn text(listed: &Listed, names: &BTreeMap<u32, String>) -> String {
                 table.row(vec![
                     String::new(),
                     names.get(&share.node).cloned().unwrap_or_else(|| share.node.to_string()),
-                    room.to_owned(),
+                    tier.to_owned(),
                     String::new(),
                     words(of(&share.used)),
                     words(of(&share.granted)),
@@ -309,13 +319,13 @@ fn text(listed: &Listed, names: &BTreeMap<u32, String>) -> String {
     let warning = match (listed.overcommitted.dram, listed.overcommitted.nvme) {
         (Some(0), Some(0)) => String::new(),
         (dram, nvme) => format!(
-            "RESERVATIONS EXCEED what living nodes have by {} of DRAM and {} of NVMe: lower them, or add nodes\n\n",
+            "RESERVATIONS EXCEED the capacity of live nodes by {} of DRAM and {} of NVMe: lower them, or add nodes\n\n",
             words(dram),
             words(nvme)
         ),
     };
     format!(
-        "living nodes have {} of DRAM and {} of NVMe\n\n{warning}{}",
+        "capacity of live nodes: {} of DRAM, {} of NVMe\n\n{warning}{}",
         words(listed.capacity.dram),
         words(listed.capacity.nvme),
         if listed.tenants.is_empty() { "no tenant has a budget\n".to_owned() } else { table.render() }
@@ -336,23 +346,23 @@ mod tests {
     }
 
     #[test]
-    fn what_a_tenant_holds_is_said_by_the_member_that_has_its_ledger() {
+    fn takes_usage_from_the_member_that_keeps_the_ledger() {
         let answers = vec![("x".to_owned(), reply(false)), ("y".to_owned(), reply(true))];
-        let listed = listed(answers).expect("two have answered");
-        let ledger = listed.tenants[0].ledger.as_ref().expect("y has it");
+        let listed = merge(answers).expect("two replies");
+        let ledger = listed.tenants[0].ledger.as_ref().expect("member y keeps the ledger");
         assert_eq!((ledger.member.as_str(), ledger.used.dram), ("y", Some(7)));
         let page = text(&listed, &BTreeMap::new());
         assert!(page.contains("no limit") && !page.contains("EXCEED"), "{page}");
-        assert!(super::listed(Vec::new()).is_err());
+        assert!(merge(Vec::new()).is_err());
     }
 
     #[test]
-    fn what_one_member_cannot_do_now_the_next_one_is_asked_and_a_refusal_is_one_for_all() {
+    fn asks_the_next_member_if_one_is_unavailable_but_not_after_a_rejection() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
         let listeners = [0, 1].map(|_| std::net::TcpListener::bind("127.0.0.1:0").expect("a free port"));
         let addresses =
             listeners.each_ref().map(|listener| listener.local_addr().expect("bound").to_string());
-        let asked = |first: fn() -> tonic::Status| {
+        let outcome_and_calls = |first: fn() -> tonic::Status| {
             let calls = std::cell::Cell::new(0);
             let outcome = runtime.block_on(at_any(&addresses, async |_| {
                 calls.set(calls.get() + 1);
@@ -360,15 +370,15 @@ mod tests {
             }));
             (outcome.map_err(|error| error.to_string()), calls.get())
         };
-        assert_eq!(asked(|| tonic::Status::unavailable("not now")), (Ok(()), 2));
-        assert_eq!(asked(|| tonic::Status::failed_precondition("no")), (Err("no".to_owned()), 1));
+        assert_eq!(outcome_and_calls(|| tonic::Status::unavailable("not now")), (Ok(()), 2));
+        assert_eq!(outcome_and_calls(|| tonic::Status::failed_precondition("no")), (Err("no".to_owned()), 1));
     }
 
     #[test]
-    fn programs_get_what_was_set_as_one_object_in_which_no_limit_is_null() {
+    fn json_output_of_set_has_null_for_no_limit() {
         let limit = Some(Bytes { dram: 100, nvme: u64::MAX });
         let tenant = Tenant { name: "a".to_owned(), reserved: Some(Bytes::default()), limit };
-        let changed = Changed::to(&SetTenantRequest { tenant: Some(tenant) });
+        let changed = BudgetChange::to(&SetTenantRequest { tenant: Some(tenant) });
         let object = serde_json::to_value(&changed).expect("JSON");
         assert_eq!(object["tenant"].as_str(), Some("a"));
         assert_eq!(object["budget"]["limit"]["dram"].as_u64(), Some(100));
@@ -376,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn a_budget_of_nothing_is_no_budget() {
+    fn set_rejects_an_empty_budget() {
         let args = |dram| SetArgs {
             name: "a".parse().expect("a name"),
             dram,
@@ -384,9 +394,9 @@ mod tests {
             dram_reserved: ByteSize(0),
             nvme_reserved: ByteSize(0),
         };
-        assert!(args(None).request().expect_err("nothing is said").to_string().contains("--nvme"));
+        assert!(args(None).request().expect_err("no budget").to_string().contains("--nvme"));
         let request = args(Some(ByteSize(5))).request().expect("a limit");
-        let limit = request.tenant.and_then(|tenant| tenant.limit).expect("there is one");
+        let limit = request.tenant.and_then(|tenant| tenant.limit).expect("the request has a limit");
         assert_eq!((limit.dram, limit.nvme), (5, u64::MAX));
     }
 }

@@ -1,4 +1,4 @@
-//! The admin endpoint: metrics, health, and the state as JSON for people and scripts.
+//! The admin endpoint: metrics, health, and state as JSON.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,17 +19,17 @@ use crate::shards::Shards;
 
 const JSON_TYPE: &str = "application/json";
 
-/// What the handlers need.
+/// Shared state of the HTTP handlers.
 #[derive(Debug)]
 pub struct Admin {
     cluster: Arc<Cluster>,
     shards: Arc<Shards>,
     registry: Registry,
-    /// The services are up, and not on their way down.
+    /// Whether the services accept calls: set after the start, cleared at shutdown.
     ready: AtomicBool,
 }
 
-/// A node, as `/nodes` shows it.
+/// A node in the reply of `/nodes`.
 #[derive(Debug, Serialize)]
 struct NodeView {
     node: u32,
@@ -39,14 +39,14 @@ struct NodeView {
     epoch: u64,
     peer_address: String,
     admin_address: String,
-    /// Capacities as the node last reported them; `null`: it has not reported to this member yet.
+    /// Capacities of the node's last report to this member; `null` before the first one.
     dram_bytes: Option<u64>,
     nvme_bytes: Option<u64>,
     failure_domain: String,
     version: String,
 }
 
-/// The counts of the directory, as `/directory` shows them.
+/// Counters of the directory in the reply of `/directory`.
 #[derive(Debug, Serialize)]
 struct DirectoryView {
     keys: u64,
@@ -68,23 +68,23 @@ struct NodeReplicasView {
 }
 
 impl Admin {
-    /// Not ready yet.
+    /// Creates the state; `/readyz` fails until [`Admin::set_ready`].
     pub fn new(cluster: Arc<Cluster>, shards: Arc<Shards>, registry: Registry) -> Arc<Admin> {
         Arc::new(Admin { cluster, shards, registry, ready: AtomicBool::new(false) })
     }
 
-    /// The services answer from now on.
+    /// Makes `/readyz` succeed: the services accept calls.
     pub fn set_ready(&self) {
         self.ready.store(true, Ordering::Relaxed);
     }
 
-    /// The services go away.
+    /// Makes `/readyz` fail: the member shuts down.
     pub fn set_closing(&self) {
         self.ready.store(false, Ordering::Relaxed);
     }
 }
 
-/// The routes.
+/// Routes of the admin endpoint.
 pub fn router(admin: Arc<Admin>) -> Router {
     Router::new()
         .route("/metrics", get(serve_metrics))
@@ -134,7 +134,7 @@ fn node_view(node: NodeInfo) -> NodeView {
     }
 }
 
-/// What a node is for, in a word.
+/// Name of a node's mode in JSON.
 fn mode(mode: NodeMode) -> &'static str {
     match mode {
         NodeMode::Unspecified => "unknown",

@@ -1,92 +1,93 @@
-//! The tasks that a member cannot do without, and the rule for them: whichever ends while it should run ends the member.
+//! Background tasks of a member. A permanent task that ends, and any task that panics, ends the member.
 //!
-//! A task that has panicked leaves a member that looks alive and does a part of its work no more: it buries no dead node,
-//! follows no map, moves no bytes. What it knew can be had again (docs/adr/0002), so the process ends with an error that names
-//! the task, and whoever supervises it starts another one.
+//! Without the rule, a member with a dead task would look healthy while it no longer expires nodes, follows
+//! the map or moves bytes. The process exits with an error that names the task, and its supervisor restarts
+//! it. Its state can be rebuilt (docs/adr/0002).
 //!
-//! Not under the rule are tasks of one call or one connection: their panic ends that call or connection, and whoever
-//! made it makes another. A lease's keeper is not either: a lease that nobody keeps is lost, and the member registers again.
+//! Tasks of one call or connection are not covered: their panic ends only that call or connection, and the
+//! client retries. Lease keepers are not covered either: without one the lease expires, and the member
+//! registers again.
 
 use std::collections::BTreeMap;
 
 use tokio::task::{Id, JoinError, JoinSet};
 
-/// See the module. Dropped, it ends its tasks.
+/// The background tasks of a member; aborted on drop.
 #[derive(Debug, Default)]
 pub struct Background {
     tasks: JoinSet<()>,
-    known: BTreeMap<Id, Known>,
+    running: BTreeMap<Id, Task>,
 }
 
-/// A task that runs.
+/// A running background task.
 #[derive(Clone, Copy, Debug)]
-struct Known {
+struct Task {
     name: &'static str,
-    lasts: Lasts,
+    kind: TaskKind,
 }
 
-/// How long a task is to run.
+/// Whether a task may end by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Lasts {
-    /// As long as the member.
-    ForEver,
-    /// Until it has done what it is for.
-    UntilDone,
+enum TaskKind {
+    /// Runs as long as the member.
+    Permanent,
+    /// Ends when its work is done.
+    Finite,
 }
 
-/// Which task has ended, and how.
+/// A task that ended although the member needs it.
 #[derive(Debug, thiserror::Error)]
-pub enum TaskEnded {
-    /// It should have gone on.
-    #[error("its task '{name}' has ended, which is a bug: please report it")]
+pub enum TaskExit {
+    /// A permanent task returned.
+    #[error("background task '{name}' ended: this is a bug, please report it")]
     TooEarly {
-        /// Which.
+        /// Name of the task.
         name: &'static str,
     },
-    /// It has panicked, or was ended with its runtime.
-    #[error("its task '{name}' has failed, which is a bug: please report it")]
+    /// A task panicked, or was aborted with its runtime.
+    #[error("background task '{name}' failed: this is a bug, please report it")]
     Failed {
-        /// Which.
+        /// Name of the task.
         name: &'static str,
-        /// With its words.
+        /// Panic message, or the abort.
         source: JoinError,
     },
 }
 
 impl Background {
     /// Starts a task that runs as long as the member.
-    pub fn for_ever(&mut self, name: &'static str, task: impl Future<Output = ()> + Send + 'static) {
-        self.spawn(Known { name, lasts: Lasts::ForEver }, task);
+    pub fn spawn_permanent(&mut self, name: &'static str, task: impl Future<Output = ()> + Send + 'static) {
+        self.spawn(Task { name, kind: TaskKind::Permanent }, task);
     }
 
-    /// Starts a task that may end when it has done what it is for.
-    pub fn until_done(&mut self, name: &'static str, task: impl Future<Output = ()> + Send + 'static) {
-        self.spawn(Known { name, lasts: Lasts::UntilDone }, task);
+    /// Starts a task that may end when its work is done.
+    pub fn spawn_finite(&mut self, name: &'static str, task: impl Future<Output = ()> + Send + 'static) {
+        self.spawn(Task { name, kind: TaskKind::Finite }, task);
     }
 
-    fn spawn(&mut self, known: Known, task: impl Future<Output = ()> + Send + 'static) {
+    fn spawn(&mut self, info: Task, task: impl Future<Output = ()> + Send + 'static) {
         let id = self.tasks.spawn(task).id();
-        self.known.insert(id, known);
+        self.running.insert(id, info);
     }
 
-    /// Waits until a task ends that should not have; for ever while all is well. May be given up and called again.
-    pub async fn ended(&mut self) -> TaskEnded {
+    /// Waits until a task fails. Cancel-safe.
+    pub async fn next_failure(&mut self) -> TaskExit {
         loop {
             let Some(ended) = self.tasks.join_next_with_id().await else {
                 return std::future::pending().await;
             };
             let id = ended.as_ref().map_or_else(JoinError::id, |(id, ())| *id);
-            let Known { name, lasts } = self.known.remove(&id).expect("it was noted when it was started");
-            match (ended, lasts) {
-                (Err(source), _) => return TaskEnded::Failed { name, source },
-                (Ok(_), Lasts::ForEver) => return TaskEnded::TooEarly { name },
-                (Ok(_), Lasts::UntilDone) => {}
+            let Task { name, kind } = self.running.remove(&id).expect("spawn inserts every task");
+            match (ended, kind) {
+                (Err(source), _) => return TaskExit::Failed { name, source },
+                (Ok(_), TaskKind::Permanent) => return TaskExit::TooEarly { name },
+                (Ok(_), TaskKind::Finite) => {}
             }
         }
     }
 
-    /// Ends all tasks.
-    pub fn end(&mut self) {
+    /// Aborts all tasks.
+    pub fn abort_all(&mut self) {
         self.tasks.abort_all();
     }
 }
@@ -100,22 +101,22 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_task_that_panics_is_named_with_its_words_whatever_the_others_do() {
+    async fn reports_a_panicked_task_with_its_name_and_message() {
         let mut background = Background::default();
-        background.for_ever("one", std::future::pending());
-        background.until_done("two", async { panic!("torn") });
-        let ended = background.ended().await;
-        assert!(matches!(&ended, TaskEnded::Failed { name: "two", .. }), "{ended:?}");
+        background.spawn_permanent("one", std::future::pending());
+        background.spawn_finite("two", async { panic!("torn") });
+        let ended = background.next_failure().await;
+        assert!(matches!(&ended, TaskExit::Failed { name: "two", .. }), "{ended:?}");
         assert!(format!("{:#}", anyhow::Error::new(ended)).contains("torn"));
     }
 
     #[tokio::test]
-    async fn a_task_that_should_go_on_may_not_end_and_one_that_is_done_may() {
+    async fn reports_the_end_of_permanent_tasks_but_not_of_finite_ones() {
         let mut background = Background::default();
-        background.until_done("one", std::future::ready(()));
-        let ended = timeout(Duration::from_millis(20), background.ended()).await;
-        assert!(ended.is_err(), "it was done");
-        background.for_ever("two", std::future::ready(()));
-        assert!(matches!(background.ended().await, TaskEnded::TooEarly { name: "two" }));
+        background.spawn_finite("one", std::future::ready(()));
+        let ended = timeout(Duration::from_millis(20), background.next_failure()).await;
+        assert!(ended.is_err(), "a finite task may end");
+        background.spawn_permanent("two", std::future::ready(()));
+        assert!(matches!(background.next_failure().await, TaskExit::TooEarly { name: "two" }));
     }
 }

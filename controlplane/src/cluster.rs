@@ -1,17 +1,18 @@
-//! What the services share: members and directory behind locks of their own, and the news for watchers.
+//! State that the services share: the node table and the directory, each behind its own lock, and the watch
+//! events.
 //!
-//! Rules of the locks:
-//! * The members' lock is held for map accesses only; the directory's, for one part of a batch.
-//! * None is held across an await, nor members' and directory's at once.
-//! * The locks of modes and of the table for look-ups ([`choosing`]) are taken inside of the members', and take none
-//!   themselves; that of the moves is taken outside of them.
-//! * The ledgers' lock ([`crate::ledgers`]) is taken inside of no other, because it is held for long, and takes none itself. The same
-//!   is so of the holdings' ([`crate::holdings`]).
-//! * The lock of the event log ([`crate::events`]) is taken inside of the directory's, and takes none itself.
-//! * News is sent under the lock that the change was made under, so that watchers see changes in their order.
+//! Locking rules:
+//! * The node table's lock is held for map accesses only; the directory's lock for one part of a batch.
+//! * No lock is held across an await. The node table's and the directory's lock are never held together.
+//! * The locks of the modes and of the peer table ([`node_selection`]) nest inside the node table's lock. The
+//!   lock of the rebalance round is taken before the node table's lock.
+//! * The locks of the ledgers ([`crate::ledgers`]) and of the tenant usage ([`crate::tenant_usage`]) are
+//!   taken alone, because they are held for long.
+//! * The lock of the change log ([`crate::events`]) nests inside the directory's lock.
+//! * A watch event is sent under the lock that guarded the change, so that watchers see changes in order.
 
-pub(crate) mod choosing;
 mod info;
+pub(crate) mod node_selection;
 mod records;
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -19,8 +20,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, Rw
 use std::time::{Duration, Instant};
 
 use reprise_controlplane_core::{
-    Amounts, Beat, Directory, KnownNode, LiveNodes, MemberEvent, MemberSettings, MemberState, Members, Modes,
-    MovesRound, NodeRecord, NodeReport, NotRegistered, Scope, Standing,
+    Amounts, Directory, HeartbeatResult, KnownNode, LiveNodes, LivenessEvent, LivenessSettings, Modes,
+    NodeLiveness, NodeRecord, NodeReport, NodeTable, RebalanceRound, RegistrationError, Scope, SlotStatus,
 };
 use reprise_policy::{Epoch, NodeId, SlotSet, Tick};
 use reprise_proto::controlplane::{NodeChange, NodeInfo};
@@ -28,81 +29,80 @@ use tokio::sync::broadcast;
 use tonic::Status;
 
 use crate::events::Events;
-use crate::holdings::Holdings;
 use crate::ledgers::Ledgers;
-use crate::metrics::{BeatResult, Metrics, WatchLabels, WatchOf};
-use choosing::PeersKept;
+use crate::metrics::{HeartbeatOutcome, Metrics, WatchLabels, WatchOf};
+use crate::tenant_usage::UsageTable;
+use node_selection::CachedPeers;
 
-/// Node changes a watcher may lag behind. A restart of 1,000 nodes makes two each.
-const NODE_NEWS_MAX: usize = 4096;
-/// Places of the directory's tables that one sweep looks at: about 0.3 ms under the lock. Ten million entries are
-/// swept in 200 sweeps.
+/// Node changes by which a watcher may lag. A restart of 1,000 nodes makes 2,000 changes.
+const NODE_EVENTS_MAX: usize = 4096;
+/// Table places that one sweep visits: about 0.3 ms under the lock. 200 sweeps cover ten million entries.
 const SWEEP_PLACES: usize = 1 << 16;
-/// Time for nodes that the store knows to register with a member that has started: they try at least once a second.
+/// Time for known nodes to register after the start of a member; agents retry at least once a second.
 pub(crate) const EXPECTED_FOR: Duration = Duration::from_secs(10);
 
-/// See the module.
+/// Shared state of the services of one member.
 #[derive(Debug)]
 pub struct Cluster {
     start: Instant,
-    members: Mutex<Members>,
+    table: Mutex<NodeTable>,
     directory: RwLock<Directory>,
-    /// Of the directory's slots; apart, so that heartbeats take no lock for it.
+    /// Version of the directory's slots; atomic, so that heartbeats do not take the directory's lock.
     slots_version: AtomicU64,
-    /// Of the map by which those were given to this member.
+    /// Epoch of the shard map that assigned the slots.
     slots_epoch: AtomicU64,
     modes: Mutex<Modes>,
-    /// Load and failure domain of nodes, for look-ups.
-    peers: RwLock<PeersKept>,
-    /// Who gives blocks to whom, while this member decides it.
-    moves: Mutex<MovesRound>,
-    node_news: broadcast::Sender<News<NodeChange>>,
+    /// Load and failure domain of each node, for lookups.
+    peers: RwLock<CachedPeers>,
+    /// Current moves of blocks between nodes, if this member decides them.
+    moves: Mutex<RebalanceRound>,
+    node_events: broadcast::Sender<WatchEvent<NodeChange>>,
     watchers: AtomicUsize,
     watchers_max: usize,
-    /// The changes of the directory.
+    /// Log of the directory's changes.
     pub events: Events,
-    /// Of the tenants whose slot is this member's.
+    /// Budget ledgers of the tenants in this member's slots.
     pub ledgers: Ledgers,
-    /// Of the same tenants, and of those without a budget.
-    pub holdings: Holdings,
+    /// Usage of the tenants in this member's slots, with and without a budget.
+    pub tenant_usage: UsageTable,
     /// All metrics of the process.
     pub metrics: Metrics,
 }
 
-/// What a watch stream gets.
+/// An item of a watch stream.
 #[derive(Clone, Debug)]
-pub enum News<T> {
-    /// A change.
+pub enum WatchEvent<T> {
+    /// A change of the watched objects.
     Change(T),
-    /// The member is going away; the stream ends.
+    /// The member shuts down; the stream ends.
     Closing,
 }
 
-/// Counts an open watch stream while it lives.
+/// Counts one open watch stream; released on drop.
 #[derive(Debug)]
-pub struct WatcherSeat {
+pub struct WatcherPermit {
     cluster: Arc<Cluster>,
     of: WatchOf,
 }
 
 impl Cluster {
-    /// No members, an empty directory.
-    pub fn new(settings: MemberSettings, watchers_max: usize, events: Events, metrics: Metrics) -> Cluster {
+    /// State without nodes and with an empty directory that owns no slot.
+    pub fn new(settings: LivenessSettings, watchers_max: usize, events: Events, metrics: Metrics) -> Cluster {
         Cluster {
             start: Instant::now(),
-            members: Mutex::new(Members::new(settings)),
+            table: Mutex::new(NodeTable::new(settings)),
             directory: RwLock::new(Directory::new()),
             slots_version: AtomicU64::new(0),
             slots_epoch: AtomicU64::new(0),
             modes: Mutex::default(),
             peers: RwLock::default(),
             moves: Mutex::default(),
-            node_news: broadcast::Sender::new(NODE_NEWS_MAX),
+            node_events: broadcast::Sender::new(NODE_EVENTS_MAX),
             watchers: AtomicUsize::new(0),
             watchers_max,
             events,
             ledgers: Ledgers::default(),
-            holdings: Holdings::default(),
+            tenant_usage: UsageTable::default(),
             metrics,
         }
     }
@@ -112,85 +112,86 @@ impl Cluster {
         Tick(0).after(self.start.elapsed())
     }
 
-    /// The directory, to read. Each change of it is whole, so a poisoned lock is as good as any.
+    /// Locks the directory for reading. A poisoned lock is usable, because a panic cannot leave a change half
+    /// applied.
     pub fn directory(&self) -> RwLockReadGuard<'_, Directory> {
         self.directory.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The directory, to change.
+    /// Locks the directory for writing.
     pub fn directory_mut(&self) -> RwLockWriteGuard<'_, Directory> {
         self.directory.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn members(&self) -> MutexGuard<'_, Members> {
-        self.members.lock().unwrap_or_else(PoisonError::into_inner)
+    fn table(&self) -> MutexGuard<'_, NodeTable> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Those that have not registered are waited for no longer.
-    pub fn give_up_absent(&self) {
+    /// Stops waiting for inventories of nodes that have not registered.
+    pub fn stop_expecting_absent(&self) {
         let absent: Vec<NodeId> = {
-            let members = self.members();
-            let absent = members.iter().filter(|(_, state)| *state == MemberState::Absent);
+            let table = self.table();
+            let absent = table.iter().filter(|(_, state)| *state == NodeLiveness::Absent);
             absent.map(|(record, _)| record.node).collect()
         };
         let mut directory = self.directory_mut();
-        absent.into_iter().for_each(|node| directory.give_up(node));
+        absent.into_iter().for_each(|node| directory.stop_expecting(node));
     }
 
-    /// From now on the directory has exactly these slots, by the map of an epoch.
-    pub fn own(&self, slots: &SlotSet, epoch: Epoch) {
+    /// Sets the slots that the directory owns, as assigned by the map of `epoch`.
+    pub fn set_owned_slots(&self, slots: &SlotSet, epoch: Epoch) {
         let mut directory = self.directory_mut();
         self.slots_epoch.store(epoch.0, Ordering::Release);
         if directory.owned() == slots {
             return;
         }
         let lost = directory.owned().without(slots);
-        directory.own(slots);
+        directory.set_owned_slots(slots);
         self.slots_version.store(directory.version(), Ordering::Relaxed);
-        tracing::info!(slots = slots.len(), lost = lost.len(), "slots of this member");
-        lost.iter().for_each(|slot| self.events.cleared(Scope::slot(slot)));
+        tracing::info!(slots = slots.len(), lost = lost.len(), "owned slots changed");
+        lost.iter().for_each(|slot| self.events.record_clearing(Scope::slot(slot)));
     }
 
-    /// The slots that the directory has.
+    /// Slots that the directory owns.
     pub fn owned(&self) -> SlotSet {
         self.directory().owned().clone()
     }
 
-    /// Higher whenever the directory has other slots.
+    /// Version of the owned slots; increases with every change.
     pub fn slots_version(&self) -> u64 {
         self.slots_version.load(Ordering::Relaxed)
     }
 
-    /// Epoch of the map by which the directory has its slots.
+    /// Epoch of the map that assigned the owned slots.
     pub fn slots_epoch(&self) -> Epoch {
         Epoch(self.slots_epoch.load(Ordering::Acquire))
     }
 
-    /// What a registered node has to announce; `None`: it must register again.
-    pub fn standing(&self, node: NodeId, epoch: Epoch) -> Option<Standing> {
-        self.directory().standing(node, epoch)
+    /// Slots that a registered node must announce; `None` if it must register again.
+    pub fn slot_status(&self, node: NodeId, epoch: Epoch) -> Option<SlotStatus> {
+        self.directory().slot_status(node, epoch)
     }
 
-    /// A node's new registration is in the store: from now on it is alive, with an empty inventory.
+    /// Applies a registration that the store has committed: the node is alive, with an empty inventory.
     ///
     /// # Errors
-    /// A newer one has come first, or the node was forgotten.
-    pub fn registered(&self, record: NodeRecord) -> Result<(), NotRegistered> {
+    /// A newer registration was applied first, or the node was forgotten.
+    pub fn register(&self, record: NodeRecord) -> Result<(), RegistrationError> {
         let (node, epoch) = (record.node, record.epoch);
         let mut directory = self.directory_mut();
         if directory.register(node, epoch) {
-            self.events.cleared(Scope::node(node));
+            self.events.record_clearing(Scope::node(node));
         }
         drop(directory);
-        let mut members = self.members();
-        let before = members.get(node).map(|(known, state)| (known.details.peer_address.clone(), state));
-        if let Err(refused) = members.register(self.now(), record) {
-            drop(members);
-            self.unregistered(node, epoch, refused);
+        let mut table = self.table();
+        let before = table.get(node).map(|(known, state)| (known.details.peer_address.clone(), state));
+        if let Err(refused) = table.register(self.now(), record) {
+            drop(table);
+            self.registration_rejected(node, epoch, refused);
             return Err(refused);
         }
-        let (record, state) = members.get(node).expect("it was just registered");
-        if let Some((address, MemberState::Alive)) = before
+        let (record, state) = table.get(node).expect("it was just registered");
+        if let Some((address, NodeLiveness::Alive)) = before
             && address != record.details.peer_address
         {
             tracing::warn!(
@@ -198,50 +199,50 @@ impl Cluster {
                 name = record.name,
                 was = address,
                 now = record.details.peer_address,
-                "a node registered from another address while alive: do two agents have one name?"
+                "a live node registered from another address: check whether two agents share its name"
             );
         }
         tracing::info!(node = node.0, name = record.name, epoch = epoch.0, "node registered");
         self.metrics.registrations.inc();
-        self.tell_node(&members, record, state);
-        drop(members);
+        self.notify_node_changed(&table, record, state);
+        drop(table);
         self.ledgers.register(node, epoch);
-        // Gone for good in between: the ledgers were told of that first.
-        if self.members().get(node).is_none() {
+        // The node may have been removed since `register`, after which the ledgers must not keep it.
+        if self.table().get(node).is_none() {
             self.ledgers.forget(node);
         }
         Ok(())
     }
 
-    /// A heartbeat; whether the registration is known.
-    pub fn beat(&self, node: NodeId, epoch: Epoch) -> bool {
-        let mut members = self.members();
-        let beat = members.beat(self.now(), node, epoch);
-        if beat == Beat::Returned {
-            let (record, state) = members.get(node).expect("only members beat");
-            tracing::info!(condition = "node_back", node = node.0, name = record.name, "node is back");
-            self.tell_node(&members, record, state);
+    /// Records a heartbeat; returns whether the registration is current.
+    pub fn heartbeat(&self, node: NodeId, epoch: Epoch) -> bool {
+        let mut table = self.table();
+        let result = table.heartbeat(self.now(), node, epoch);
+        if result == HeartbeatResult::Returned {
+            let (record, state) = table.get(node).expect("a heartbeat returns known nodes only");
+            tracing::info!(condition = "node_back", node = node.0, name = record.name, "node is alive again");
+            self.notify_node_changed(&table, record, state);
         }
-        drop(members);
-        self.metrics.beat(match beat {
-            Beat::Known => BeatResult::known,
-            Beat::Returned => BeatResult::returned,
-            Beat::Unknown => BeatResult::unknown,
+        drop(table);
+        self.metrics.count_heartbeat(match result {
+            HeartbeatResult::Known => HeartbeatOutcome::known,
+            HeartbeatResult::Returned => HeartbeatOutcome::returned,
+            HeartbeatResult::Unknown => HeartbeatOutcome::unknown,
         });
-        beat != Beat::Unknown
+        result != HeartbeatResult::Unknown
     }
 
-    /// Finds nodes that have been silent too long; returns the time until the next can be.
+    /// Expires silent nodes; returns the time until the next deadline.
     pub fn expire(&self) -> Option<Duration> {
         let now = self.now();
         let (forgotten, next) = {
-            let mut members = self.members();
-            (self.expire_members(&mut members, now), members.next_deadline())
+            let mut table = self.table();
+            (self.expire_table(&mut table, now), table.next_deadline())
         };
         for (node, epoch) in forgotten {
             let mut directory = self.directory_mut();
             if directory.forget(node, epoch) {
-                self.events.cleared(Scope::node(node));
+                self.events.record_clearing(Scope::node(node));
             }
             drop(directory);
             self.ledgers.forget(node);
@@ -249,23 +250,27 @@ impl Cluster {
         next.map(|next| next.since(now))
     }
 
-    /// The nodes to offer, as of now: a dead node is never among them, however late the expiry task runs.
+    /// Nodes to offer to others. Expires first, so a dead node is never among them.
     pub fn live(&self) -> Arc<LiveNodes> {
         self.expire();
-        self.members().live()
+        self.table().live()
     }
 
-    fn expire_members(&self, members: &mut Members, now: Tick) -> Vec<(NodeId, Epoch)> {
+    fn expire_table(&self, table: &mut NodeTable, now: Tick) -> Vec<(NodeId, Epoch)> {
         let mut forgotten = Vec::new();
-        for event in members.expire(now) {
+        for event in table.expire(now) {
             match event {
-                MemberEvent::Died(node) => {
-                    let (record, state) = members.get(node).expect("only members die");
-                    tracing::warn!(node = node.0, name = record.name, "node is silent: not offered any more");
+                LivenessEvent::Died(node) => {
+                    let (record, state) = table.get(node).expect("events are about known nodes");
+                    tracing::warn!(
+                        node = node.0,
+                        name = record.name,
+                        "node is silent: no longer offered to others"
+                    );
                     self.metrics.deaths.inc();
-                    self.tell_node(members, record, state);
+                    self.notify_node_changed(table, record, state);
                 }
-                MemberEvent::Forgotten(node, epoch) => {
+                LivenessEvent::Forgotten(node, epoch) => {
                     tracing::info!(node = node.0, epoch = epoch.0, "node forgotten: it must register again");
                     forgotten.push((node, epoch));
                 }
@@ -274,68 +279,68 @@ impl Cluster {
         forgotten
     }
 
-    /// Removes some replaced entries from the directory's tables; whether there are more.
+    /// Sweeps one step of the directory; returns whether entries remain to be swept.
     pub fn sweep(&self) -> bool {
         self.directory_mut().sweep(SWEEP_PLACES)
     }
 
-    /// A node says how it is; `false`: it must register again.
+    /// Stores a node's report; `false` if the node must register again.
     pub fn report(&self, node: NodeId, epoch: Epoch, report: NodeReport) -> bool {
-        let mut members = self.members();
-        let known = members.report(node, epoch, report);
+        let mut table = self.table();
+        let known = table.report(node, epoch, report);
         if known {
-            self.refresh_peers(&members);
+            self.refresh_peers(&table);
         }
         known
     }
 
-    /// What the living nodes that have reported have together.
+    /// Sum of the capacities that live nodes have reported.
     pub fn capacity(&self) -> Amounts {
-        let members = self.members();
-        let living = members.iter().filter(|(_, state)| *state == MemberState::Alive);
-        let reports = living.filter_map(|(record, _)| members.report_of(record.node));
+        let table = self.table();
+        let living = table.iter().filter(|(_, state)| *state == NodeLiveness::Alive);
+        let reports = living.filter_map(|(record, _)| table.report_of(record.node));
         reports.fold(Amounts::default(), |sum, report| Amounts {
             dram: sum.dram.saturating_add(report.capacity.dram),
             nvme: sum.nvme.saturating_add(report.capacity.nvme),
         })
     }
 
-    /// The same; `None` while a living node has not reported yet, or this member has just started and no node has registered
-    /// with it.
+    /// Sum of the capacities; `None` while a live node has not reported, or while this member waits for the
+    /// first registration after its start.
     pub fn capacity_known(&self) -> Option<Amounts> {
         let is_known = {
-            let members = self.members();
-            let mut living = members.iter().filter(|(_, state)| *state == MemberState::Alive).peekable();
-            let is_settled = self.settles_in().is_zero() || living.peek().is_some();
-            is_settled && living.all(|(record, _)| members.report_of(record.node).is_some())
+            let table = self.table();
+            let mut living = table.iter().filter(|(_, state)| *state == NodeLiveness::Alive).peekable();
+            let is_settled = self.time_to_settle().is_zero() || living.peek().is_some();
+            is_settled && living.all(|(record, _)| table.report_of(record.node).is_some())
         };
         is_known.then(|| self.capacity())
     }
 
-    /// Until every node that lives has had time to register with this member since its start.
-    pub fn settles_in(&self) -> Duration {
+    /// Time left for live nodes to register with this member after its start.
+    pub fn time_to_settle(&self) -> Duration {
         EXPECTED_FOR.saturating_sub(self.start.elapsed())
     }
 
-    /// All nodes, as ledgers and holdings want to know them.
+    /// All nodes with epoch and presence, for ledgers and tenant usage.
     pub fn known_nodes(&self) -> Vec<KnownNode> {
-        self.members().known().collect()
+        self.table().known_nodes().collect()
     }
 
-    /// All nodes, by number.
+    /// All nodes, ordered by number.
     pub fn nodes(&self) -> Vec<NodeInfo> {
-        self.infos(&self.members())
+        self.infos(&self.table())
     }
 
-    /// The nodes now and every change from now on, without a gap in between.
-    pub fn watch_nodes(&self) -> (Vec<NodeInfo>, broadcast::Receiver<News<NodeChange>>) {
-        let members = self.members();
-        let nodes = self.infos(&members);
-        (nodes, self.node_news.subscribe())
+    /// The current nodes, and a receiver of every later change without a gap.
+    pub fn watch_nodes(&self) -> (Vec<NodeInfo>, broadcast::Receiver<WatchEvent<NodeChange>>) {
+        let table = self.table();
+        let nodes = self.infos(&table);
+        (nodes, self.node_events.subscribe())
     }
 
-    /// A place among the watchers; refused when there are too many.
-    pub fn take_seat(self: &Arc<Cluster>, of: WatchOf) -> Result<WatcherSeat, Status> {
+    /// Acquires a permit for a watch stream; fails at the limit.
+    pub fn acquire_watcher(self: &Arc<Cluster>, of: WatchOf) -> Result<WatcherPermit, Status> {
         if self.watchers.fetch_add(1, Ordering::Relaxed) >= self.watchers_max {
             self.watchers.fetch_sub(1, Ordering::Relaxed);
             return Err(Status::resource_exhausted(format!(
@@ -344,35 +349,35 @@ impl Cluster {
             )));
         }
         self.metrics.watchers.get_or_create(&WatchLabels { of }).inc();
-        Ok(WatcherSeat { cluster: self.clone(), of })
+        Ok(WatcherPermit { cluster: self.clone(), of })
     }
 
     /// Ends all watch streams.
     pub fn close(&self) {
-        let _ = self.node_news.send(News::Closing);
+        let _ = self.node_events.send(WatchEvent::Closing);
         self.events.close();
     }
 
-    /// Updates the metrics that are counted only when somebody asks.
+    /// Updates the metrics that are computed on each scrape.
     pub fn refresh_metrics(&self) {
         let size = self.directory().size();
-        let members = self.members();
-        self.metrics.set_sizes(members.iter().map(|(_, state)| state), &size);
-        self.metrics.set_modes(members.iter().map(|(record, _)| self.mode_of(&record.name).mode));
+        let table = self.table();
+        self.metrics.set_sizes(table.iter().map(|(_, state)| state), &size);
+        self.metrics.set_modes(table.iter().map(|(record, _)| self.mode_of(&record.name).mode));
     }
 
-    fn tell_node(&self, members: &Members, record: &NodeRecord, state: MemberState) {
-        let change = NodeChange { node: Some(self.info(members, record, state)), removed: false };
-        let _ = self.node_news.send(News::Change(change));
+    fn notify_node_changed(&self, table: &NodeTable, record: &NodeRecord, state: NodeLiveness) {
+        let change = NodeChange { node: Some(self.info(table, record, state)), removed: false };
+        let _ = self.node_events.send(WatchEvent::Change(change));
     }
 
-    fn tell_gone(&self, members: &Members, record: &NodeRecord) {
-        let node = self.info(members, record, MemberState::Absent);
-        let _ = self.node_news.send(News::Change(NodeChange { node: Some(node), removed: true }));
+    fn notify_node_removed(&self, table: &NodeTable, record: &NodeRecord) {
+        let node = self.info(table, record, NodeLiveness::Absent);
+        let _ = self.node_events.send(WatchEvent::Change(NodeChange { node: Some(node), removed: true }));
     }
 }
 
-impl Drop for WatcherSeat {
+impl Drop for WatcherPermit {
     fn drop(&mut self) {
         self.cluster.watchers.fetch_sub(1, Ordering::Relaxed);
         self.cluster.metrics.watchers.get_or_create(&WatchLabels { of: self.of }).dec();

@@ -1,4 +1,4 @@
-//! The control plane's configuration: a TOML file, parsed once into types with units; unknown fields are errors.
+//! Configuration of the control plane: a TOML file parsed into types with units. Unknown fields are errors.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -14,81 +14,81 @@ mod store;
 pub use events::EventsConfig;
 pub use store::{EtcdConfig, EtcdTlsConfig, EtcdUserConfig, StoreConfig};
 
-/// What `--print-default-config` prints. A test holds it equal to [`Config::default`].
+/// The text that `--print-default-config` prints; equal to [`Config::default`] (tested).
 pub const DEFAULT_CONFIG: &str = include_str!("default.toml");
 
-/// Beats shorter than this would be a busy loop of every agent.
+/// Shortest heartbeat interval; a shorter one would keep every agent busy with heartbeats.
 const HEARTBEAT_MIN: Duration = Duration::from_millis(10);
-/// A node may miss one beat without dying.
-const BEATS_BEFORE_DEATH_MIN: u32 = 2;
-/// No interval is longer: sums of them stay far from what a clock can hold.
+/// Minimum ratio of `dead_after` to `heartbeat_every`, so that one lost heartbeat does not make a node dead.
+const HEARTBEATS_BEFORE_DEATH_MIN: u32 = 2;
+/// Longest interval; keeps sums of intervals within the range of the clock.
 const INTERVAL_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
-/// Calls at once, at the most: each holds up to 136 KiB of message, those at work up to 512 KiB of answer.
+/// Upper bound of `limits.calls_at_once`. A call holds up to 136 KiB of request and 512 KiB of reply.
 const CALLS_AT_ONCE_MAX: usize = 65_536;
-/// Streams at once, at the most; one for each node of a large cluster and some.
+/// Upper bound of `limits.watchers`; exceeds one stream for each node of a large cluster.
 const WATCHERS_LIMIT_MAX: usize = 65_536;
 
-/// The whole file.
+/// Contents of the configuration file.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Config {
-    /// Address of the gRPC services; port 0 takes a free one (the ready line names it).
+    /// Address of the gRPC services; with port 0 the system chooses a port, which the ready line reports.
     pub listen: SocketAddr,
     /// Address of the admin endpoint.
     pub admin: SocketAddr,
-    /// Where node numbers and epochs are kept.
+    /// Where node numbers and epochs are stored.
     pub store: StoreConfig,
     /// This process among the members that share the store.
     pub member: MemberConfig,
-    /// When silent nodes die.
+    /// Heartbeats, and how long a node may be silent.
     pub membership: MembershipConfig,
-    /// The stream of changes, and its publisher.
+    /// History of directory changes, and the KV-event publisher.
     pub events: EventsConfig,
-    /// Bounds.
+    /// Limits on concurrent calls and streams.
     pub limits: LimitsConfig,
     /// The log on standard error.
     pub log: LogConfig,
 }
 
-/// `[member]`.
+/// The table `[member]`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct MemberConfig {
-    /// Its name, unique among the members; without one, its address.
+    /// Unique name of this member; the default is its advertised address.
     pub name: Option<String>,
-    /// `host:port` at which others reach its gRPC services; without one, where it listens.
+    /// `host:port` at which others reach the gRPC services; the default is the listen address.
     pub advertise: Option<String>,
-    /// Silence after which the others count it as gone.
+    /// Silence after which the other members remove this one; a lease's time to live.
     pub time_to_live: Interval,
 }
 
-/// `[membership]`.
+/// The table `[membership]`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct MembershipConfig {
-    /// How often agents shall beat.
+    /// Interval between an agent's heartbeats.
     pub heartbeat_every: Interval,
-    /// Silence after which a node is not offered.
+    /// Silence after which a node is no longer offered to others.
     pub dead_after: Interval,
-    /// Silence after which a node must register again and announce everything.
+    /// Silence after which a node must register again and announce its whole inventory.
     pub forget_after: Interval,
 }
 
-/// `[limits]`.
+/// The table `[limits]`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LimitsConfig {
-    /// Directory calls held at once, working or waiting; more are told to come again.
+    /// Maximum number of directory calls, running or queued; further ones fail with a retryable status.
     pub calls_at_once: usize,
-    /// Watch streams at once; more are refused.
+    /// Maximum number of watch streams; further ones are rejected.
     pub watchers: usize,
 }
 
-/// `[log]`.
+/// The table `[log]`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LogConfig {
-    /// For people or for machines.
+    /// Format of a log line.
     pub format: LogFormat,
     /// A `tracing` filter: `info`, or for example `info,reprise_controlplane=debug`.
     pub level: String,
@@ -98,37 +98,37 @@ pub struct LogConfig {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LogFormat {
-    /// One readable line an event.
+    /// One readable line per event.
     Text,
-    /// One JSON object an event.
+    /// One JSON object per event.
     Json,
 }
 
-/// Why a configuration is refused.
+/// Reasons to reject a configuration.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
-    /// Not TOML, unknown field, wrong type or unit; the source says where.
-    #[error("configuration cannot be read")]
+    /// Invalid TOML, unknown field, wrong type or unit; the source names the place.
+    #[error("cannot parse the configuration")]
     Parse(#[from] toml::de::Error),
-    /// A value that cannot work.
+    /// A value outside its valid range.
     #[error("{field}: {reason}")]
     Value {
-        /// Where.
+        /// Name of the field, `table.key`.
         field: &'static str,
-        /// What to write instead.
+        /// Valid values, or the field to set.
         reason: String,
     },
 }
 
 impl Config {
-    /// Parses and checks a configuration; what is not said has its default.
+    /// Parses and validates a configuration; omitted fields take their defaults.
     pub fn parse(text: &str) -> Result<Config, ConfigError> {
         let config: Config = toml::from_str(text)?;
         config.check()?;
         Ok(config)
     }
 
-    /// Refuses what cannot work, with words.
+    /// Checks ranges and dependencies between fields.
     pub fn check(&self) -> Result<(), ConfigError> {
         let refuse = |field, reason: String| Err(ConfigError::Value { field, reason });
         let MembershipConfig { heartbeat_every, dead_after, forget_after } = self.membership;
@@ -144,10 +144,10 @@ impl Config {
         if heartbeat_every.0 < HEARTBEAT_MIN {
             return refuse("membership.heartbeat_every", format!("at least {}", Interval(HEARTBEAT_MIN)));
         }
-        if dead_after.0 < heartbeat_every.0 * BEATS_BEFORE_DEATH_MIN {
+        if dead_after.0 < heartbeat_every.0 * HEARTBEATS_BEFORE_DEATH_MIN {
             return refuse(
                 "membership.dead_after",
-                format!("at least {BEATS_BEFORE_DEATH_MIN} times heartbeat_every ({heartbeat_every})"),
+                format!("at least {HEARTBEATS_BEFORE_DEATH_MIN} times heartbeat_every ({heartbeat_every})"),
             );
         }
         if forget_after.0 < dead_after.0 {
@@ -194,10 +194,14 @@ impl MemberConfig {
         };
         match &self.advertise {
             Some(address) if !has_port(address) || MemberName::new(address).is_err() => {
-                return refuse("member.advertise", "write host:port, as agents reach this member".to_owned());
+                return refuse(
+                    "member.advertise",
+                    "expected host:port at which agents reach this member".to_owned(),
+                );
             }
             None if listen.ip().is_unspecified() && matches!(store, StoreConfig::Etcd(_)) => {
-                let reason = "say how agents and other members reach this one, as host:port".to_owned();
+                let reason = "required because listen has no specific address: set host:port of this member"
+                    .to_owned();
                 return refuse("member.advertise", reason);
             }
             _ => {}
@@ -210,15 +214,17 @@ impl MemberConfig {
 }
 
 impl Default for MemberConfig {
-    /// Two seconds are what etcd grants at the least with its default election timeout (1.5 of it, in whole seconds).
+    /// 2 s is the shortest lease that etcd grants with its default election timeout (1.5 times, in whole
+    /// seconds).
     fn default() -> MemberConfig {
         MemberConfig { name: None, advertise: None, time_to_live: Interval(Duration::from_secs(2)) }
     }
 }
 
 impl Default for MembershipConfig {
-    /// Six beats before death keep it within two seconds (DESIGN §7). After 8 s, four leases of members, nobody knows any more
-    /// what a node has done meanwhile: who was paused for 10 s is fenced, and announces 17 bytes a block anew.
+    /// Six heartbeats fit in `dead_after`, so a dead node is detected within 2 s (DESIGN §7). 8 s is four
+    /// member leases: after that no member can know what a silent node did. A node paused for 10 s is fenced
+    /// and announces its inventory again, 17 bytes a block.
     fn default() -> MembershipConfig {
         MembershipConfig {
             heartbeat_every: Interval(Duration::from_millis(250)),
@@ -245,14 +251,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_printed_default_is_the_default() {
+    fn printed_default_parses_to_the_default() {
         assert_eq!(Config::parse(DEFAULT_CONFIG).expect("valid"), Config::default());
         assert_eq!(Config::parse("").expect("valid"), Config::default());
     }
 
     #[test]
-    fn what_cannot_work_is_refused_with_its_field() {
-        for (text, words) in [
+    fn rejects_invalid_values_and_names_their_field() {
+        for (text, expected) in [
             ("lisen = '127.0.0.1:1'", "lisen"),
             ("[store]\nkind = 'embedded'\npath = 'x'\npaht = 'y'", "paht"),
             ("[store]\nkind = 'consul'", "memory"),
@@ -294,12 +300,12 @@ mod tests {
             ("[limits]\nwatchers = 0", "limits.watchers"),
             ("listen = 'localhost'", "listen"),
         ] {
-            let refused = Config::parse(text).expect_err(text);
-            let mut told = refused.to_string();
-            if let Some(source) = std::error::Error::source(&refused) {
-                told = format!("{told}: {source}");
+            let rejected = Config::parse(text).expect_err(text);
+            let mut message = rejected.to_string();
+            if let Some(source) = std::error::Error::source(&rejected) {
+                message = format!("{message}: {source}");
             }
-            assert!(told.contains(words), "{text}: {told}");
+            assert!(message.contains(expected), "{text}: {message}");
         }
     }
 }

@@ -1,10 +1,10 @@
-//! The member's file descriptors: what it needs whatever happens, and how many connections each listener may have.
+//! File descriptors of a member: fixed use, and the maximum number of connections of each listener.
 //!
 //! ```text
-//!   fixed     96                standard streams, listeners, store, other members, and connections that are closed to
-//!                               make room but not gone
-//!             workers × 4       a front's runtime
-//!   gRPC      × 1               an agent has one for heartbeats and watches, one for look-ups, and opens a third now and then
+//!   fixed     96                standard streams, listeners, store, other members, and connections that are
+//!                               closed to make room but still open
+//!             workers × 4       runtime of a gRPC thread
+//!   gRPC      × 1               per agent one for heartbeats and watches, one for lookups, sometimes a third
 //!   events    × 1               subscribers, and as many connections for replays
 //!   admin     × 1
 //! ```
@@ -14,32 +14,32 @@ use reprise_daemon::descriptors::{self, Part, TooFewDescriptors};
 use crate::config::EventsConfig;
 use crate::registry::NODES_MAX;
 
-/// See the module.
+/// Fixed use; see the module documentation.
 const RESERVE: u64 = 96;
 const WORKER_DESCRIPTORS: u64 = 4;
 const CONNECTIONS_PER_NODE: u64 = 3;
 
-/// Probes, scrapers and people: a handful at a time.
+/// Admin connections: a few probes, scrapers and people at a time.
 const ADMIN: Part = Part { each: 1, min: 8, max: 64 };
 
-/// Connections that the member's listeners may have.
+/// Maximum number of connections of each listener.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ConnectionLimits {
     pub(crate) grpc: usize,
     pub(crate) admin: usize,
-    /// Of subscribers; of those who ask for replays as many.
+    /// Subscribers; replay connections have the same limit.
     pub(crate) events: usize,
 }
 
 impl ConnectionLimits {
-    /// The limits of a member with so many workers, under the soft limit on open files.
+    /// Divides the soft limit on open files of a member with `workers` gRPC threads.
     ///
     /// # Errors
-    /// The limit is too low.
+    /// The limit is too low for the minimum of each listener.
     pub(crate) fn of(workers: usize, events: &EventsConfig) -> Result<ConnectionLimits, TooFewDescriptors> {
         let limits = ConnectionLimits::under(descriptors::limit(), workers, events)?;
         let ConnectionLimits { grpc, admin, events } = limits;
-        tracing::info!(grpc, admin, events, "limits of connections");
+        tracing::info!(grpc, admin, events, "connection limits");
         Ok(limits)
     }
 
@@ -57,7 +57,7 @@ impl ConnectionLimits {
             Part { each: sockets, min: subscribers.min(4), max: subscribers },
         ];
         let [grpc, admin, events] = descriptors::divide(limit, fixed, parts)?
-            .map(|units| usize::try_from(units).expect("fewer than there are memory addresses"));
+            .map(|units| usize::try_from(units).expect("descriptor counts fit in usize"));
         Ok(ConnectionLimits { grpc, admin, events })
     }
 }
@@ -72,13 +72,13 @@ mod tests {
     }
 
     #[test]
-    fn every_listener_has_its_maximum_under_the_limit_of_a_container() {
+    fn a_container_limit_gives_every_listener_its_maximum() {
         let limits = ConnectionLimits::under(524_288, 16, &publishing()).expect("enough");
         assert_eq!(limits, ConnectionLimits { grpc: 3 * NODES_MAX, admin: 64, events: 64 });
     }
 
     #[test]
-    fn all_connections_fit_under_a_small_limit() {
+    fn connection_limits_fit_within_a_small_descriptor_limit() {
         for events in [publishing(), EventsConfig::default()] {
             let sockets = if events.publish.is_some() { 2 } else { 0 };
             let ConnectionLimits { grpc, admin, events } =
@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_that_is_too_low_is_refused_with_the_number_needed() {
+    fn rejects_a_too_low_limit_and_reports_the_required_one() {
         let refused = ConnectionLimits::under(100, 2, &EventsConfig::default()).expect_err("too few");
         assert_eq!(refused, TooFewDescriptors { limit: 100, needed: 96 + 8 + 32 + 8 });
     }

@@ -1,16 +1,19 @@
-//! The Directory service: batches of changes and lookups against the core, in parts.
+//! The Directory service: applies batches of changes and answers lookups in parts.
 //!
-//! Sketch of a lookup of 8,192 keys: 128 KiB in, 8 parts of 1,024 keys at ≈ 0.1 µs a key = 0.1 ms each under the read
-//! lock, up to 512 KiB out; allocations are per batch, none per key. Between parts other tasks run, and one worker is
-//! always free of parts ([`Turns`]), so that heartbeats wait for nobody.
+//! A lookup of 8,192 keys receives 128 KiB, runs 8 parts of 1,024 keys (≈ 0.1 µs a key, 0.1 ms a part) under
+//! the read lock, and sends up to 512 KiB. It allocates per batch, not per key. Other tasks run between
+//! parts, and one worker is always free of directory work ([`Admission`]), so that heartbeats are not
+//! delayed.
 
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
 use bytes::Bytes;
-use reprise_controlplane_core::{Asker, Changes, Found, LiveNodes, Opening, Scope, Update, Updated, Voided};
-use reprise_policy::placement::Holding;
+use reprise_controlplane_core::{
+    Changes, Invalidation, LiveNodes, LookupResult, Opening, Requester, Scope, Update, UpdateOutcome,
+};
+use reprise_policy::placement::ReplicaLocation;
 use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet};
 use reprise_proto::controlplane::directory_server::Directory;
 use reprise_proto::controlplane::{
@@ -20,53 +23,53 @@ use reprise_proto::controlplane::{
 use reprise_proto::local::KEYS_PER_CALL_MAX;
 use tonic::{Request, Response, Status};
 
+use crate::admission::{Admission, AdmissionPermit};
 use crate::cluster::Cluster;
 use crate::membership::node_number;
 use crate::metrics::{Call, UpdateResult};
 use crate::shards::{MemberView, Shards};
-use crate::turns::{Turn, Turns};
 
-/// Keys worked on under one taking of the directory's lock: 0.1 ms of lookups, 0.4 ms of changes.
+/// Keys processed while the directory's lock is held once: 0.1 ms of lookups, 0.4 ms of changes.
 pub const PART_KEYS: usize = 1024;
-/// The same for all holders of keys and a choice among them: each copy of each block is looked at, a microsecond for 1,000 of
-/// them and one for the choice, so half a millisecond.
-const HOLDINGS_PART_KEYS: usize = 256;
+/// The same for the holders of keys and a choice among them. With 1,000 copies of a block, reading them takes
+/// 1 µs and the choice 1 µs, so a part takes 0.5 ms.
+const HOLDERS_PART_KEYS: usize = 256;
 /// Bytes of a packed replica: u16 node, u8 tier, u8 load class.
 pub(crate) const REPLICA_BYTES: usize = 4;
 
-/// See the module.
+/// The Directory service of one member.
 #[derive(Debug)]
 pub struct DirectoryService {
     cluster: Arc<Cluster>,
     shards: Arc<Shards>,
-    turns: Turns,
+    admission: Admission,
 }
 
 impl DirectoryService {
-    /// A service over the shared state.
-    pub fn new(cluster: Arc<Cluster>, shards: Arc<Shards>, turns: Turns) -> DirectoryService {
-        DirectoryService { cluster, shards, turns }
+    /// Creates the service over the shared state.
+    pub fn new(cluster: Arc<Cluster>, shards: Arc<Shards>, admission: Admission) -> DirectoryService {
+        DirectoryService { cluster, shards, admission }
     }
 
-    /// A turn for work that keeps a thread busy beside that on the directory.
+    /// Admits a call that occupies a thread outside of this service.
     ///
     /// # Errors
-    /// `RESOURCE_EXHAUSTED`: too many calls wait already.
-    pub(crate) async fn turn(&self) -> Result<Turn<'_>, Status> {
-        self.turns.take().await
+    /// `RESOURCE_EXHAUSTED`: the maximum number of calls is admitted.
+    pub(crate) async fn admit(&self) -> Result<AdmissionPermit<'_>, Status> {
+        self.admission.acquire().await
     }
 
-    /// Applies a checked batch, part by part.
+    /// Applies a validated batch, part by part.
     async fn apply(&self, batch: &Batch) -> UpdateReply {
         let mut expected_sequence = 0;
         for first in (0..batch.count.max(1)).step_by(PART_KEYS) {
-            between_parts(first).await;
+            yield_between_parts(first).await;
             let last = batch.count.min(first + PART_KEYS);
             match self.apply_part(batch, first..last) {
-                Updated::Fenced => return UpdateReply { fenced: true, ..UpdateReply::default() },
-                Updated::Expecting { expected, .. } => {
+                UpdateOutcome::Fenced => return UpdateReply { fenced: true, ..UpdateReply::default() },
+                UpdateOutcome::Expecting { expected, .. } => {
                     expected_sequence = expected;
-                    // Behind this part: something is missing, the rest would be refused as well.
+                    // The part was not applied completely, so later parts would be rejected as well.
                     if expected < batch.number_of(last) {
                         break;
                     }
@@ -77,40 +80,41 @@ impl DirectoryService {
         UpdateReply { fenced: false, expected_sequence, slots_version }
     }
 
-    /// Applies one part and records what of it was new, in one taking of the lock.
-    fn apply_part(&self, batch: &Batch, part: Range<usize>) -> Updated {
+    /// Applies one part and logs its new changes, while the lock is held once.
+    fn apply_part(&self, batch: &Batch, part: Range<usize>) -> UpdateOutcome {
         let (node, first) = (batch.node, part.start);
         let opening = if first == 0 { batch.opening() } else { Opening::Nothing };
         let ends = if part.end == batch.count { &batch.ends } else { &SlotSet::EMPTY };
         let sequence = if first == 0 { batch.sequence } else { batch.number_of(first) };
-        let changes = Changes::parse(&batch.keys, &batch.operations).expect("checked on arrival").range(part);
+        let changes =
+            Changes::parse(&batch.keys, &batch.operations).expect("validated on arrival").range(part);
         let mut directory = self.cluster.directory_mut();
         let update = Update { node, epoch: batch.epoch, sequence, opening, changes, ends };
-        let updated = directory.update(&update);
-        if let Updated::Expecting { applied, voided, .. } = &updated {
-            match voided {
-                Voided::Nothing => {}
-                Voided::Node => self.cluster.events.cleared(Scope::node(node)),
-                Voided::Slots(slots) => {
-                    slots
-                        .iter()
-                        .for_each(|slot| self.cluster.events.cleared(Scope::node_in_slot(node, slot)));
+        let outcome = directory.update(&update);
+        if let UpdateOutcome::Expecting { applied, invalidated, .. } = &outcome {
+            match invalidated {
+                Invalidation::Nothing => {}
+                Invalidation::Node => self.cluster.events.record_clearing(Scope::node(node)),
+                Invalidation::Slots(slots) => {
+                    slots.iter().for_each(|slot| {
+                        self.cluster.events.record_clearing(Scope::node_in_slot(node, slot));
+                    });
                 }
             }
-            let taken = directory.taken(node, changes.range(applied.clone()));
-            self.cluster.metrics.changes.inc_by(self.cluster.events.changed(node, taken));
+            let accepted = directory.accepted_changes(node, changes.range(applied.clone()));
+            self.cluster.metrics.changes.inc_by(self.cluster.events.record_changes(node, accepted));
         }
-        updated
+        outcome
     }
 
-    /// The map by which this member answers: its place in it is certain, and the directory's slots are those of it.
-    fn certain_map(&self) -> Option<Arc<MemberView>> {
+    /// The current map, if this member's place in it is certain and the directory has the slots of it.
+    fn answerable_map(&self) -> Option<Arc<MemberView>> {
         self.shards.certain_map().filter(|view| view.map.epoch() == self.cluster.slots_epoch())
     }
 
-    /// Of a member whose place in the map is not certain nobody gets an answer.
-    fn find_nothing(&self, keys: usize) -> LookupReply {
-        let keys = u32::try_from(keys).expect("few enough for one call");
+    /// Reply of a member whose place in the map is uncertain: all keys are marked as owned elsewhere.
+    fn reply_not_owned(&self, keys: usize) -> LookupReply {
+        let keys = u32::try_from(keys).expect("the number of keys of a call fits");
         let map_epoch = self.shards.view().map_or(0, |view| view.map.epoch().0);
         LookupReply {
             offsets: vec![0; keys as usize + 1],
@@ -120,68 +124,69 @@ impl DirectoryService {
         }
     }
 
-    /// The replicas of keys, when this member's place in the map is certain; of keys of others it says so.
+    /// Looks up replicas if this member's place in the map is certain. Keys of other members are marked.
     ///
     /// # Errors
-    /// `RESOURCE_EXHAUSTED`: too many calls wait already.
+    /// `RESOURCE_EXHAUSTED`: the maximum number of calls is admitted.
     pub(crate) async fn look_up(
         &self,
         keys: &[BlockKey],
         asking: Option<NodeId>,
     ) -> Result<LookupReply, Status> {
-        let _turn = self.turns.take().await?;
-        // Looked at before the answer is made and after: it may have run out, or been another, meanwhile. The directory's slots
-        // follow the map a moment later: until then they may be another's.
-        let Some(before) = self.certain_map() else { return Ok(self.find_nothing(keys.len())) };
+        let _permit = self.admission.acquire().await?;
+        // Check the map before and after: the lease may expire, or the map may change, during the lookup. The
+        // directory's slots follow the map with a delay, during which they may belong to another member.
+        let Some(before) = self.answerable_map() else { return Ok(self.reply_not_owned(keys.len())) };
         let live = self.cluster.live();
         let reply = self.find(keys, &live, asking).await;
-        Ok(match self.certain_map() {
+        Ok(match self.answerable_map() {
             Some(view) if Arc::ptr_eq(&view, &before) => {
                 LookupReply { map_epoch: view.map.epoch().0, ..reply }
             }
-            _ => self.find_nothing(keys.len()),
+            _ => self.reply_not_owned(keys.len()),
         })
     }
 
-    /// Tells the holders of each key by its index, or none of keys of others; in parts, like a look-up. Returns the epoch
-    /// of the map; `None` when this member's place in it was not certain all along: then what was told is worth nothing.
+    /// Passes the holders of each key to `visit` by key index, or `None` for keys of other members; works in
+    /// parts like a lookup. Returns the epoch of the map. Returns `None` if this member's place was not
+    /// certain throughout; the caller must then discard the results.
     ///
     /// # Errors
-    /// `RESOURCE_EXHAUSTED`: too many calls wait already.
-    pub(crate) async fn holdings(
+    /// `RESOURCE_EXHAUSTED`: the maximum number of calls is admitted.
+    pub(crate) async fn holders(
         &self,
         keys: &[BlockKey],
-        mut tell: impl FnMut(u32, Option<&[Holding]>),
+        mut visit: impl FnMut(u32, Option<&[ReplicaLocation]>),
     ) -> Result<Option<Epoch>, Status> {
-        let _turn = self.turns.take().await?;
-        let Some(before) = self.certain_map() else { return Ok(None) };
-        let mut holdings = Vec::new();
-        for (first, part) in (0u32..).step_by(HOLDINGS_PART_KEYS).zip(keys.chunks(HOLDINGS_PART_KEYS)) {
-            between_parts(first as usize).await;
+        let _permit = self.admission.acquire().await?;
+        let Some(before) = self.answerable_map() else { return Ok(None) };
+        let mut holders = Vec::new();
+        for (first, part) in (0u32..).step_by(HOLDERS_PART_KEYS).zip(keys.chunks(HOLDERS_PART_KEYS)) {
+            yield_between_parts(first as usize).await;
             let directory = self.cluster.directory();
             for (index, key) in (first..).zip(part) {
-                holdings.clear();
-                let owned = directory.holdings(key).map(|all| holdings.extend(all));
-                tell(index, owned.map(|()| holdings.as_slice()));
+                holders.clear();
+                let owned = directory.holders(key).map(|all| holders.extend(all));
+                visit(index, owned.map(|()| holders.as_slice()));
             }
         }
         let same = |view: &Arc<MemberView>| Arc::ptr_eq(view, &before);
-        Ok(self.certain_map().filter(same).map(|view| view.map.epoch()))
+        Ok(self.answerable_map().filter(same).map(|view| view.map.epoch()))
     }
 
-    /// Finds replicas, part by part.
+    /// Looks up replicas, part by part.
     async fn find(&self, keys: &[BlockKey], live: &LiveNodes, asking: Option<NodeId>) -> LookupReply {
         let peers = self.cluster.peers();
-        let asker = Asker { node: asking, peers: &peers };
-        let mut found = Found::default();
+        let asker = Requester { node: asking, peers: &peers };
+        let mut found = LookupResult::default();
         let mut offsets = Vec::with_capacity(keys.len() + 1);
         let mut replicas = Vec::new();
         let (mut elsewhere, mut partial) = (Vec::new(), 0);
         offsets.push(0);
         let mut keys_found = 0;
         for (first, part) in (0u32..).step_by(PART_KEYS).zip(keys.chunks(PART_KEYS)) {
-            between_parts(first as usize).await;
-            self.cluster.directory().lookup_by(asker, part, live, &mut found);
+            yield_between_parts(first as usize).await;
+            self.cluster.directory().lookup_for(asker, part, live, &mut found);
             elsewhere.extend(found.elsewhere().iter().map(|index| first + index));
             partial += found.partial();
             let before = *offsets.last().expect("it begins with 0");
@@ -207,14 +212,14 @@ impl DirectoryService {
 impl Directory for DirectoryService {
     async fn slots(&self, request: Request<SlotsRequest>) -> Result<Response<SlotsReply>, Status> {
         let SlotsRequest { node, epoch } = request.into_inner();
-        let Some(standing) = self.cluster.standing(node_number(node)?, Epoch(epoch)) else {
+        let Some(status) = self.cluster.slot_status(node_number(node)?, Epoch(epoch)) else {
             return Ok(Response::new(SlotsReply { fenced: true, ..SlotsReply::default() }));
         };
         Ok(Response::new(SlotsReply {
             fenced: false,
-            slots_version: standing.version,
-            owned: Bytes::copy_from_slice(&standing.owned.to_bytes()),
-            wanted: Bytes::copy_from_slice(&standing.wanted.to_bytes()),
+            slots_version: status.version,
+            owned: Bytes::copy_from_slice(&status.owned.to_bytes()),
+            wanted: Bytes::copy_from_slice(&status.wanted.to_bytes()),
         }))
     }
 
@@ -222,17 +227,17 @@ impl Directory for DirectoryService {
     async fn update(&self, request: Request<UpdateRequest>) -> Result<Response<UpdateReply>, Status> {
         let start = Instant::now();
         let metrics = &self.cluster.metrics;
-        let _turn = self.turns.take().await?;
-        let batch =
-            Batch::check(request.into_inner()).inspect_err(|_| metrics.updated(UpdateResult::invalid))?;
+        let _permit = self.admission.acquire().await?;
+        let batch = Batch::check(request.into_inner())
+            .inspect_err(|_| metrics.count_update(UpdateResult::invalid))?;
         let reply = self.apply(&batch).await;
         let end = batch.number_of(batch.count);
-        metrics.updated(match &reply {
+        metrics.count_update(match &reply {
             UpdateReply { fenced: true, .. } => UpdateResult::fenced,
             UpdateReply { expected_sequence, .. } if *expected_sequence < end => UpdateResult::gap,
             UpdateReply { .. } => UpdateResult::applied,
         });
-        metrics.took(Call::update, start.elapsed());
+        metrics.observe_call(Call::update, start.elapsed());
         Ok(Response::new(reply))
     }
 
@@ -242,7 +247,7 @@ impl Directory for DirectoryService {
         let LookupRequest { keys, asking_node } = request.into_inner();
         let asking = Some(node_number(asking_node)?).filter(|node| node.0 != 0);
         let reply = self.look_up(&unpack(&keys)?, asking).await?;
-        self.cluster.metrics.took(Call::lookup, start.elapsed());
+        self.cluster.metrics.observe_call(Call::lookup, start.elapsed());
         Ok(Response::new(reply))
     }
 
@@ -266,13 +271,13 @@ impl Directory for DirectoryService {
     }
 }
 
-/// An update whose keys and operations are well formed.
+/// An update with valid node, keys, operations and slot sets.
 #[derive(Debug)]
 struct Batch {
     node: NodeId,
     epoch: Epoch,
     sequence: u64,
-    /// Everything announced before is gone.
+    /// Whether the update invalidates everything that the node announced before.
     reset: bool,
     begins: SlotSet,
     ends: SlotSet,
@@ -298,19 +303,19 @@ impl Batch {
 
     fn opening(&self) -> Opening<'_> {
         match (self.reset, self.begins.is_empty()) {
-            (true, _) => Opening::Anew(&self.begins),
+            (true, _) => Opening::Reset(&self.begins),
             (false, false) => Opening::Slots(&self.begins),
             (false, true) => Opening::Nothing,
         }
     }
 
-    /// Sequence number of the change at an index.
+    /// Sequence number of the change at an index of the batch.
     fn number_of(&self, change: usize) -> u64 {
         self.sequence + u64::from(self.opening() != Opening::Nothing) + change as u64
     }
 }
 
-/// A set of slots of a request; no bytes are the empty set.
+/// Decodes a slot set of a request; no bytes mean the empty set.
 fn slot_set(field: &str, bytes: &[u8]) -> Result<SlotSet, Status> {
     if bytes.is_empty() {
         return Ok(SlotSet::EMPTY);
@@ -324,19 +329,19 @@ fn slot_set(field: &str, bytes: &[u8]) -> Result<SlotSet, Status> {
     })
 }
 
-/// Lets other tasks run before any part but the first: a call of one part is answered without a detour, which would cost
-/// it a look at the sockets and the waking of another worker.
-async fn between_parts(before: usize) {
+/// Yields before every part but the first. A single-part call returns without yielding, which would cost a
+/// poll of the sockets and wake another worker.
+async fn yield_between_parts(before: usize) {
     if before > 0 {
         tokio::task::yield_now().await;
     }
 }
 
-/// The keys of a request.
+/// Decodes the keys of a request.
 pub(crate) fn unpack(keys: &[u8]) -> Result<Vec<BlockKey>, Status> {
     check_count(keys.len() / BlockKey::SIZE)?;
     BlockKey::unpack(keys).ok_or_else(|| {
-        Status::invalid_argument(format!("{} bytes of keys are no whole number of 16-byte keys", keys.len()))
+        Status::invalid_argument(format!("invalid keys: {} bytes, expected a multiple of 16", keys.len()))
     })
 }
 
@@ -358,47 +363,47 @@ mod tests {
     use crate::events::Events;
     use crate::identity::Identity;
     use crate::metrics::Metrics;
-    use reprise_controlplane_core::MemberSettings;
+    use reprise_controlplane_core::LivenessSettings;
     use reprise_controlplane_store::{MemoryStore, TimeToLive};
     use reprise_policy::shards::MemberName;
     use std::time::Duration;
 
     #[tokio::test]
-    async fn a_member_answers_for_nothing_until_its_directory_has_the_slots_of_its_map() {
+    async fn answers_only_when_the_directory_has_the_slots_of_the_current_map() {
         let second = Duration::from_secs(1);
-        let settings = MemberSettings { dead_after: second, forget_after: second };
+        let settings = LivenessSettings { dead_after: second, forget_after: second };
         let (metrics, _) = Metrics::new();
         let cluster = Arc::new(Cluster::new(settings, 1, Events::new(1 << 16), metrics));
         let name = MemberName::new("a").expect("a name");
         let life = TimeToLive::new(second * 60).expect("within the limits");
         let store = Arc::new(MemoryStore::new());
-        let identity = Identity::of(store.as_ref()).await.expect("it has one");
+        let identity = Identity::load_or_create(store.as_ref()).await.expect("created");
         let shards = Arc::new(Shards::new((store, identity), name, "a:1".to_owned(), life));
         let stop = tokio::sync::watch::Sender::new(false);
         let (holding, following, stopped) = (shards.clone(), shards.clone(), stop.subscribe());
-        tokio::spawn(async move { holding.hold(stopped).await });
+        tokio::spawn(async move { holding.keep_registered(stopped).await });
         tokio::spawn(async move { following.follow().await });
         let mut news = shards.watch();
         while shards.certain_map().is_none() {
-            news.changed().await.expect("the sender lives");
+            news.changed().await.expect("the sender exists");
         }
-        let service = DirectoryService::new(cluster.clone(), shards.clone(), Turns::new(2, 8));
+        let service = DirectoryService::new(cluster.clone(), shards.clone(), Admission::new(2, 8));
         let ask = async || {
             let request = LookupRequest { keys: vec![7; BlockKey::SIZE].into(), asking_node: 0 };
             service.lookup(Request::new(request)).await.expect("valid").into_inner().elsewhere
         };
-        assert_eq!(ask().await, [0], "the slots are not there yet");
-        let epoch = shards.view().expect("it follows").map.epoch();
-        cluster.own(&shards.kept(&cluster.owned()), epoch);
+        assert_eq!(ask().await, [0], "the slots are not assigned yet");
+        let epoch = shards.view().expect("the map is known").map.epoch();
+        cluster.set_owned_slots(&shards.retained_slots(&cluster.owned()), epoch);
         assert!(ask().await.is_empty());
-        cluster.own(&SlotSet::ALL, Epoch(epoch.0 - 1));
-        assert_eq!(ask().await, [0], "they are those of another map");
+        cluster.set_owned_slots(&SlotSet::ALL, Epoch(epoch.0 - 1));
+        assert_eq!(ask().await, [0], "the slots belong to another map");
     }
 
     #[test]
-    fn a_call_of_one_part_makes_no_detour_and_a_longer_one_lets_others_run_in_between() {
+    fn yields_between_parts_but_not_before_the_first() {
         let mut context = Context::from_waker(Waker::noop());
-        assert_eq!(pin!(between_parts(0)).poll(&mut context), Poll::Ready(()));
-        assert_eq!(pin!(between_parts(1)).poll(&mut context), Poll::Pending);
+        assert_eq!(pin!(yield_between_parts(0)).poll(&mut context), Poll::Ready(()));
+        assert_eq!(pin!(yield_between_parts(1)).poll(&mut context), Poll::Pending);
     }
 }

@@ -1,17 +1,17 @@
-//! The changes of this member's directory, for whoever follows them: gRPC readers ([`service`]) and subscribers of KV events
+//! Changes of this member's directory, for gRPC readers ([`service`]) and subscribers of KV events
 //! ([`publisher`]).
 //!
 //! ```text
-//!   directory, changed ──► Events: the log ──► Reading ──► gRPC stream, one for each reader
-//!   under its lock          (a lock inside)       └──────► publisher ──► PUB, ROUTER
+//!   directory changes ──► Events: change log ──► ChangeReader ──► gRPC stream, one per reader
+//!   (under its lock)        (own lock)                └─────────► publisher ──► PUB, ROUTER
 //! ```
 //!
-//! The log's lock is the innermost: it is taken under the directory's by who changes that, so records are in the order of the
-//! changes, and by readers for one part. Nobody waits for a reader: it is woken when the log has grown, and when it comes
-//! too late, it gets a snapshot (`reprise_controlplane_core::Follower`).
+//! The log's lock is innermost. Writers take it under the directory's lock, so records have the order of the
+//! changes; readers take it for one part at a time. Writers never wait for readers. A growing log wakes its
+//! readers, and a reader that fell behind gets a snapshot (`reprise_controlplane_core::Follower`).
 //!
-//! A reader costs its follower and one message of at most 1,024 changes (24 KiB) and those that gRPC holds (a stream window,
-//! 1 MiB); the log is shared.
+//! A reader costs its follower, one message of at most 1,024 changes (24 KiB), and the messages in gRPC's
+//! stream window (1 MiB). All readers share the log.
 
 pub(crate) mod format;
 mod publisher;
@@ -24,106 +24,112 @@ pub use publisher::Publisher;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use reprise_controlplane_core::{Follower, Log, LogId, Operation, Position, Scope, Source, Step, Told};
+use reprise_controlplane_core::{
+    ChangeLog, Follower, FollowerMessage, LogId, Operation, Position, Scope, Source, Step,
+};
 use reprise_policy::{BlockKey, NodeId};
 use tokio::sync::{Semaphore, watch};
 
 use crate::cluster::Cluster;
 
-/// Changes in one message: 19 KiB.
+/// Changes in one message, which has 19 KiB.
 pub(crate) const PART_CHANGES: usize = 1024;
-/// Readers that read the directory at this instant. One reads ten million entries a second; more would only take workers
-/// from heartbeats.
-const READERS_OF_THE_DIRECTORY: usize = 1;
+/// Snapshots that read the directory at once. One reads ten million entries a second; more would delay
+/// heartbeats.
+const SNAPSHOT_READS_MAX: usize = 1;
 
-/// See the module.
+/// The change log, and the readers that wait for it.
 #[derive(Debug)]
 pub struct Events {
-    log: Mutex<Log>,
-    end: watch::Sender<End>,
-    turns: Semaphore,
+    log: Mutex<ChangeLog>,
+    end: watch::Sender<LogEnd>,
+    snapshot_reads: Semaphore,
 }
 
-/// How far the log goes, for those who wait.
+/// End of the log, as readers observe it.
 #[derive(Clone, Copy, Debug)]
-enum End {
-    /// Up to this number.
+enum LogEnd {
+    /// Number of the next record.
     At(u64),
-    /// The member is going away.
+    /// The member shuts down.
     Closing,
 }
 
-/// One reader.
+/// A reader of the changes.
 #[derive(Debug)]
-pub struct Reading {
+pub struct ChangeReader {
     cluster: Arc<Cluster>,
     follower: Follower,
-    end: watch::Receiver<End>,
+    end: watch::Receiver<LogEnd>,
 }
 
 impl Events {
-    /// An empty log of a new life, in at most `bytes_max`.
+    /// Creates an empty log with a new id that takes at most `bytes_max`.
     pub fn new(bytes_max: usize) -> Events {
-        let log = Log::new(LogId(rand::random()), bytes_max);
-        let end = watch::Sender::new(End::At(0));
-        Events { log: Mutex::new(log), end, turns: Semaphore::new(READERS_OF_THE_DIRECTORY) }
+        let log = ChangeLog::new(LogId(rand::random()), bytes_max);
+        let end = watch::Sender::new(LogEnd::At(0));
+        Events { log: Mutex::new(log), end, snapshot_reads: Semaphore::new(SNAPSHOT_READS_MAX) }
     }
 
-    /// These changes of a node were applied; how many they were. Call it under the directory's lock.
-    pub fn changed(&self, node: NodeId, changes: impl IntoIterator<Item = (BlockKey, Operation)>) -> u64 {
+    /// Logs changes of a node; returns their number. Call it under the directory's lock.
+    pub fn record_changes(
+        &self,
+        node: NodeId,
+        changes: impl IntoIterator<Item = (BlockKey, Operation)>,
+    ) -> u64 {
         let mut log = self.log();
-        let count = log.changed(node, changes);
-        self.grown(&log);
+        let count = log.record_changes(node, changes);
+        self.notify_readers(&log);
         count
     }
 
-    /// All that the directory held of this scope is void: an inventory is replaced, a node is forgotten, or a slot is another
-    /// member's. Call it under the directory's lock, before what replaces it.
-    pub fn cleared(&self, scope: Scope) {
+    /// Logs that the replicas in `scope` are invalid: an inventory was replaced, a node was forgotten, or a
+    /// slot moved to another member. Call it under the directory's lock, before logging the replacement.
+    pub fn record_clearing(&self, scope: Scope) {
         let mut log = self.log();
-        log.cleared(scope);
-        self.grown(&log);
+        log.record_clearing(scope);
+        self.notify_readers(&log);
     }
 
-    /// Ends all readings.
+    /// Ends all readers.
     pub fn close(&self) {
-        self.end.send_replace(End::Closing);
+        self.end.send_replace(LogEnd::Closing);
     }
 
-    fn grown(&self, log: &Log) {
+    fn notify_readers(&self, log: &ChangeLog) {
         self.end.send_modify(|end| {
-            if let End::At(next) = end {
+            if let LogEnd::At(next) = end {
                 *next = log.end().next;
             }
         });
     }
 
-    /// Each record is whole, so a poisoned lock is as good as any.
-    fn log(&self) -> MutexGuard<'_, Log> {
+    /// Locks the log. A poisoned lock is usable, because a panic cannot leave a record half written.
+    fn log(&self) -> MutexGuard<'_, ChangeLog> {
         self.log.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Reading {
-    /// A reader that knows everything before `from`, or nothing; parts have `part_max` changes.
-    pub fn new(cluster: Arc<Cluster>, from: Option<Position>, part_max: usize) -> Reading {
+impl ChangeReader {
+    /// Creates a reader that knows all changes before `from`, or none. Parts have at most `part_max` changes.
+    pub fn new(cluster: Arc<Cluster>, from: Option<Position>, part_max: usize) -> ChangeReader {
         let end = cluster.events.end.subscribe();
-        Reading { cluster, follower: Follower::new(from, part_max), end }
+        ChangeReader { cluster, follower: Follower::new(from, part_max), end }
     }
 
-    /// The next message; none when the member is going away. Nothing is lost when the wait is given up.
-    pub async fn next(&mut self) -> Option<Told> {
+    /// Returns the next message, or `None` when the member shuts down. Cancel-safe.
+    pub async fn next(&mut self) -> Option<FollowerMessage> {
         loop {
-            if matches!(*self.end.borrow_and_update(), End::Closing) {
+            if matches!(*self.end.borrow_and_update(), LogEnd::Closing) {
                 return None;
             }
             match self.follower.source() {
                 Source::Directory => return Some(self.read_directory().await),
-                Source::Log => {
+                Source::ChangeLog => {
                     let step = self.follower.read_log(&self.cluster.events.log());
                     match step {
-                        Step::Tell(told) => return Some(told),
-                        Step::GoOn => {}
+                        Step::Send(message) => return Some(message),
+                        Step::Continue => {}
                         Step::Wait => self.end.changed().await.ok()?,
                     }
                 }
@@ -131,10 +137,11 @@ impl Reading {
         }
     }
 
-    async fn read_directory(&mut self) -> Told {
-        let turn = self.cluster.events.turns.acquire().await.expect("the semaphore is never closed");
-        let told = self.follower.read_directory(&self.cluster.directory());
-        drop(turn);
-        told
+    async fn read_directory(&mut self) -> FollowerMessage {
+        let permit =
+            self.cluster.events.snapshot_reads.acquire().await.expect("the semaphore is never closed");
+        let message = self.follower.read_directory(&self.cluster.directory());
+        drop(permit);
+        message
     }
 }

@@ -1,18 +1,19 @@
-//! Which store this is: a member must not go on with what it knows from one store when it is another now.
+//! Identity of the store, by which a member detects that the store was replaced, emptied or restored.
 //!
-//! It is a random text under one key, and in the name of another one ([`crate::keys`]).
+//! The identity is a random text. It is stored under one key, and as the name of a second key
+//! ([`crate::store_keys`]).
 //!
-//! A store that is emptied, or restored from a backup, while members run gives out node numbers again that they know as
-//! others'. So every registration is conditional on the store's identity ([`Identity::unchanged`]), and a member that finds
-//! another one ends: the next process begins anew, and agents announce everything to it. That the random text is in a key makes
-//! the condition one of those that a [`Store`] has.
+//! A store that is emptied or restored while members run assigns node numbers that the members know as other
+//! nodes'. Therefore every registration is conditional on the identity ([`Identity::unchanged`]). A member
+//! that finds another identity exits; its next process starts empty, and agents announce their inventories
+//! again. The text is part of a key so that the condition is one that a [`Store`] supports.
 //!
-//! A store that is restored keeps its identity. Whoever has seen more than the backup holds notices
-//! ([`StoreError::Replaced`]), and takes the identity from the store: so all other members end as well, and epochs begin at a new
-//! number, also those of nodes that the backup does not know.
+//! A restored store keeps its identity. A member that has seen a later revision than the backup's detects it
+//! ([`StoreError::Replaced`]) and deletes the identity. All other members then exit as well, and epochs start
+//! at a new base, also for nodes that are missing in the backup.
 //!
-//! Epochs of registrations begin at a number of the identity, so that no registration under one store is taken for one
-//! under another.
+//! Each identity has its own epoch base, so epochs of registrations under different stores never compare as
+//! equal.
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
@@ -24,29 +25,29 @@ use reprise_controlplane_store::{
 use reprise_policy::Epoch;
 use tokio::time::sleep;
 
-use crate::keys::Key;
+use crate::store_keys::Key;
 
-/// Attempts against other members that start at the same moment: one of them succeeds.
+/// Attempts to create an identity, against members that start at the same moment; one of them succeeds.
 const ATTEMPTS_MAX: usize = 8;
-/// Pause after the store failed.
+/// Pause after a failed access to the store.
 const RETRY_AFTER: Duration = Duration::from_millis(250);
 
-/// The identity of a store, as it was when this was read.
+/// The identity of a store, as read at the start.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Identity {
     key: Vec<u8>,
     revision: Revision,
-    /// 31 random bits.
+    /// 31 random bits: the upper half of epochs.
     number: u32,
 }
 
 impl Identity {
-    /// Reads it; gives the store one when it has none.
+    /// Reads the identity; creates one if the store has none.
     ///
     /// # Errors
-    /// The store's.
-    pub async fn of(store: &dyn Store) -> Result<Identity, StoreError> {
-        let mut last = StoreError::Unavailable { reason: "its identity changes all the time".to_owned() };
+    /// Errors of the store.
+    pub async fn load_or_create(store: &dyn Store) -> Result<Identity, StoreError> {
+        let mut last = StoreError::Unavailable { reason: "its identity changes repeatedly".to_owned() };
         for _ in 0..ATTEMPTS_MAX {
             match Identity::read(store).await {
                 Ok(Some(identity)) => return Ok(identity),
@@ -57,60 +58,60 @@ impl Identity {
         Err(last)
     }
 
-    /// Holds while the store is the same.
+    /// Condition that the store still has this identity.
     pub fn unchanged(&self) -> Condition {
         Condition::Modified { key: self.key.clone(), revision: self.revision }
     }
 
-    /// Whether the store is still the same.
+    /// Whether the store still has this identity.
     ///
     /// # Errors
-    /// The store's.
-    pub async fn is_of(&self, store: &dyn Store) -> Result<bool, StoreError> {
+    /// Errors of the store.
+    pub async fn is_current(&self, store: &dyn Store) -> Result<bool, StoreError> {
         Ok(store.get(&self.key).await?.is_some_and(|entry| entry.modified == self.revision))
     }
 
-    /// Below every epoch of a registration under this store.
+    /// Lower bound of epochs of registrations under this store.
     pub fn epoch_base(&self) -> Epoch {
         Epoch(u64::from(self.number) << 32)
     }
 
-    /// Waits until the store is another one, or was restored from a backup; in the second case it has this identity no more
-    /// when this returns, if it answers.
-    pub async fn lost(&self, store: &Arc<dyn Store>) {
+    /// Waits until the store was replaced or restored from a backup. A restored store has lost this identity
+    /// when this returns, unless it is unreachable.
+    pub async fn wait_until_replaced(&self, store: &Arc<dyn Store>) {
         loop {
-            // A watch ends with the connection, and a store that was emptied has ended its connections.
+            // A watch ends with its connection, and replacing a store ends its connections.
             match store.range(&self.key, 1).await {
                 Ok(range) if !self.is_in(&range) => return,
                 Ok(range) => match store.watch(&self.key, Revision(range.revision.0 + 1)).await {
                     Ok(mut watch) => {
-                        // Anything that happens to it is its end; whether it has gone back the next look shows.
+                        // Any change of the key ends the identity. The next range detects a restored store.
                         if watch.next().await.is_ok() {
                             return;
                         }
                     }
-                    Err(error) => tracing::debug!(%error, "the identity of the store cannot be watched"),
+                    Err(error) => tracing::debug!(%error, "cannot watch the identity of the store"),
                 },
                 Err(StoreError::Replaced { reason }) => {
-                    tracing::info!(reason, "the store is another than before: its identity is taken from it");
-                    return self.end(store.as_ref()).await;
+                    tracing::info!(reason, "the store was replaced or restored: deleting its identity");
+                    return self.delete(store.as_ref()).await;
                 }
-                Err(error) => tracing::debug!(%error, "the identity of the store cannot be read"),
+                Err(error) => tracing::debug!(%error, "cannot read the identity of the store"),
             }
             sleep(RETRY_AFTER).await;
         }
     }
 
-    /// Takes the identity from the store, where it is there.
-    async fn end(&self, store: &dyn Store) {
+    /// Deletes this identity from the store, if present.
+    async fn delete(&self, store: &dyn Store) {
         let conditions = vec![self.unchanged()];
         let writes = [Key::Identity.bytes(), self.key.clone()].map(|key| Write::Delete { key }).to_vec();
         match store.transact(Transaction { conditions, writes }).await {
-            // That it is another store is known; the identity is gone.
+            // `Replaced` is expected here; the transaction was committed.
             Ok(_) | Err(StoreError::Replaced { .. }) => {}
             Err(error) => tracing::warn!(
                 %error,
-                "other members may not notice that the store was restored from a backup: start them again"
+                "cannot delete the identity of a restored store: restart all other members"
             ),
         }
     }
@@ -121,9 +122,9 @@ impl Identity {
 
     async fn read(store: &dyn Store) -> Result<Option<Identity>, StoreError> {
         let Some(entry) = store.get(&Key::Identity.bytes()).await? else { return Ok(None) };
-        // Ours is text; any other is as good as long as it stays.
+        // Other versions may write another format; any text that stays the same identifies the store.
         let text = String::from_utf8_lossy(&entry.value);
-        let key = Key::IdentityOf(&text).bytes();
+        let key = Key::IdentityMarker(&text).bytes();
         let number = text.get(..8);
         let number = number.and_then(|text| u32::from_str_radix(text, 16).ok()).unwrap_or_default() >> 1;
         Ok(store.get(&key).await?.map(|entry| Identity { key, revision: entry.modified, number }))
@@ -131,9 +132,9 @@ impl Identity {
 }
 
 async fn create(store: &dyn Store) -> Result<Outcome, StoreError> {
-    // The standard library seeds each `RandomState` differently: enough to tell stores apart.
+    // The standard library seeds each `RandomState` differently: enough to distinguish stores.
     let text = format!("{:016x}", RandomState::new().hash_one("identity"));
-    let key = Key::IdentityOf(&text).bytes();
+    let key = Key::IdentityMarker(&text).bytes();
     let put = |key: Vec<u8>, value: Vec<u8>| Write::Put { key, value, lease: None };
     store
         .transact(Transaction {
@@ -162,14 +163,14 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn members_of_a_store_agree_about_it_and_other_stores_are_others() {
+    async fn members_of_one_store_share_its_identity_and_stores_differ() {
         let (one, other) = (store(), store());
-        let identity = Identity::of(one.as_ref()).await.expect("made");
-        assert_eq!(Identity::of(one.as_ref()).await.expect("read"), identity);
-        assert!(identity.is_of(one.as_ref()).await.expect("read"));
-        assert_ne!(Identity::of(other.as_ref()).await.expect("made"), identity);
-        assert!(!identity.is_of(other.as_ref()).await.expect("read"));
-        // As a registration would.
+        let identity = Identity::load_or_create(one.as_ref()).await.expect("made");
+        assert_eq!(Identity::load_or_create(one.as_ref()).await.expect("read"), identity);
+        assert!(identity.is_current(one.as_ref()).await.expect("read"));
+        assert_ne!(Identity::load_or_create(other.as_ref()).await.expect("made"), identity);
+        assert!(!identity.is_current(other.as_ref()).await.expect("read"));
+        // Like a registration.
         let writes = vec![Write::Put { key: b"nodes/a".to_vec(), value: Vec::new(), lease: None }];
         let conditions = vec![identity.unchanged()];
         let transaction = Transaction { conditions, writes };
@@ -179,18 +180,18 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_store_that_is_emptied_is_noticed() {
+    async fn detects_an_emptied_store() {
         let store = store();
-        let identity = Identity::of(store.as_ref()).await.expect("made");
-        let waiting = timeout(Duration::from_millis(20), identity.lost(&store)).await;
-        assert!(waiting.is_err(), "it is there");
+        let identity = Identity::load_or_create(store.as_ref()).await.expect("made");
+        let waiting = timeout(Duration::from_millis(20), identity.wait_until_replaced(&store)).await;
+        assert!(waiting.is_err(), "the identity is present");
         let lost = tokio::spawn({
             let (store, identity) = (store.clone(), identity.clone());
-            async move { identity.lost(&store).await }
+            async move { identity.wait_until_replaced(&store).await }
         });
         delete(store.as_ref(), &identity.key).await;
-        timeout(Duration::from_secs(10), lost).await.expect("noticed").expect("no panic");
+        timeout(Duration::from_secs(10), lost).await.expect("detected").expect("no panic");
         delete(store.as_ref(), b"identity").await;
-        assert_ne!(Identity::of(store.as_ref()).await.expect("made again"), identity);
+        assert_ne!(Identity::load_or_create(store.as_ref()).await.expect("made again"), identity);
     }
 }

@@ -1,6 +1,7 @@
 //! `reprise-controlplane`: one member of the control plane as a process.
 //!
-//! Prints one JSON line with its addresses to standard output when it serves, logs to standard error, ends cleanly on SIGTERM and SIGINT.
+//! Prints one JSON line with its addresses to standard output once it serves. Logs to standard error. Shuts
+//! down on SIGTERM and SIGINT.
 
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
@@ -15,14 +16,14 @@ use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::format::FmtSpan;
 
-/// Worker threads at the least: one busy with a part of a batch leaves another for heartbeats.
+/// Minimum number of worker threads, so that heartbeats proceed while one thread applies a batch.
 const WORKERS_MIN: usize = 2;
 
 /// The Reprise control plane: membership and replica directory.
 #[derive(Debug, Parser)]
 #[command(version)]
 struct Arguments {
-    /// Configuration file (TOML); without it every value has its default
+    /// Configuration file (TOML); omitted values take their defaults
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Print the default configuration and exit
@@ -40,7 +41,7 @@ fn main() -> anyhow::Result<()> {
         Some(path) => {
             let text =
                 std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
-            Config::parse(&text).with_context(|| format!("{} is refused", path.display()))?
+            Config::parse(&text).with_context(|| format!("invalid configuration {}", path.display()))?
         }
     };
     let _log = start_log(&config.log)?;
@@ -53,10 +54,10 @@ fn main() -> anyhow::Result<()> {
 }
 
 async fn serve(config: Config) -> anyhow::Result<()> {
-    // Before the ready line: whoever reads it may send a signal at once.
+    // Install handlers before the ready line: its reader may send a signal immediately.
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
-    // A start may wait for the store.
+    // Opening the store may block, so signals must also end the start.
     let mut member = tokio::select! {
         started = ControlPlane::start(config) => started?,
         _ = terminate.recv() => return Ok(()),
@@ -91,8 +92,9 @@ fn print(text: &str) -> anyhow::Result<()> {
 }
 
 fn start_log(config: &LogConfig) -> anyhow::Result<log::Log> {
-    let filter = EnvFilter::try_new(&config.level)
-        .with_context(|| format!("log.level '{}' is no filter", config.level))?;
+    let filter = EnvFilter::try_new(&config.level).with_context(|| {
+        format!("invalid log.level '{}': expected a tracing filter such as info", config.level)
+    })?;
     let format = match config.format {
         LogFormat::Text => log::Format::Text { colours: std::io::stderr().is_terminal() },
         LogFormat::Json => log::Format::Json,

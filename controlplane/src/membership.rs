@@ -1,6 +1,6 @@
-//! The Membership service. Requests are checked before anything is touched; every refusal says what to send instead.
+//! The Membership service. Requests are validated before any change; every error states the valid values.
 
-mod forgetting;
+mod node_removal;
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -21,36 +21,36 @@ use tokio_stream::wrappers::{BroadcastStream, WatchStream};
 use tokio_stream::{Stream, StreamExt};
 use tonic::{Request, Response, Status};
 
-use crate::cluster::{Cluster, News};
+use crate::cluster::{Cluster, WatchEvent};
 use crate::config::MembershipConfig;
 use crate::metrics::{Call, WatchLabels, WatchOf};
 use crate::registry::{Registry, RegistryError};
-use crate::shards::{Member, MemberNews, MemberView, Shards};
+use crate::shards::{Member, MemberView, MembersUpdate, Shards};
 
-/// Bytes of a node's name at the most: a Kubernetes node name fits twice.
+/// Maximum length of a node name in bytes: twice the length of a Kubernetes node name.
 pub(crate) const NAME_BYTES_MAX: usize = 512;
-/// Bytes of an address, a failure domain or a version at the most.
+/// Maximum length of an address, a failure domain or a version, in bytes.
 const TEXT_BYTES_MAX: usize = 512;
 
-/// See the module.
+/// The Membership service of one member.
 #[derive(Debug)]
 pub struct MembershipService {
     cluster: Arc<Cluster>,
     registry: Registry,
     shards: Arc<Shards>,
     config: MembershipConfig,
-    /// Told why the store takes no more writes, once.
+    /// Receives the reason when the store starts to reject this process.
     store_lost: watch::Sender<Option<String>>,
 }
 
-/// The stream of node changes.
+/// Stream of node changes.
 pub type NodeChanges = Pin<Box<dyn Stream<Item = Result<NodeChange, Status>> + Send>>;
 
-/// The stream of lists of members.
+/// Stream of member lists.
 pub type MemberLists = Pin<Box<dyn Stream<Item = Result<MemberList, Status>> + Send>>;
 
 impl MembershipService {
-    /// A service over the shared state.
+    /// Creates the service over the shared state.
     pub fn new(
         cluster: Arc<Cluster>,
         registry: Registry,
@@ -61,12 +61,12 @@ impl MembershipService {
         MembershipService { cluster, registry, shards, config: config.clone(), store_lost }
     }
 
-    fn refuse(&self, error: &RegistryError) -> Status {
+    fn status_of(&self, error: &RegistryError) -> Status {
         if matches!(error, RegistryError::Store(StoreError::Io { .. }) | RegistryError::OtherStore) {
             self.store_lost
                 .send_if_modified(|lost| lost.is_none().then(|| *lost = Some(error.to_string())).is_some());
         }
-        refuse(error)
+        status_of(error)
     }
 }
 
@@ -84,10 +84,10 @@ impl Membership for MembershipService {
             version: request.version,
         };
         let record =
-            self.registry.register(&request.name, details).await.map_err(|error| self.refuse(&error))?;
+            self.registry.register(&request.name, details).await.map_err(|error| self.status_of(&error))?;
         let (node, epoch) = (record.node, record.epoch);
-        self.cluster.registered(record).map_err(|refused| Status::unavailable(refused.to_string()))?;
-        self.cluster.metrics.took(Call::register, start.elapsed());
+        self.cluster.register(record).map_err(|refused| Status::unavailable(refused.to_string()))?;
+        self.cluster.metrics.observe_call(Call::register, start.elapsed());
         let micros =
             |interval: reprise_policy::Interval| u64::try_from(interval.0.as_micros()).unwrap_or(u64::MAX);
         Ok(Response::new(RegisterReply {
@@ -103,7 +103,7 @@ impl Membership for MembershipService {
         request: Request<HeartbeatRequest>,
     ) -> Result<Response<HeartbeatReply>, Status> {
         let HeartbeatRequest { node, epoch } = request.into_inner();
-        let known = self.cluster.beat(node_number(node)?, Epoch(epoch));
+        let known = self.cluster.heartbeat(node_number(node)?, Epoch(epoch));
         Ok(Response::new(HeartbeatReply { known, slots_version: self.cluster.slots_version() }))
     }
 
@@ -115,20 +115,20 @@ impl Membership for MembershipService {
     type WatchNodesStream = NodeChanges;
 
     async fn watch_nodes(&self, _: Request<WatchNodesRequest>) -> Result<Response<NodeChanges>, Status> {
-        let seat = self.cluster.take_seat(WatchOf::nodes)?;
+        let permit = self.cluster.acquire_watcher(WatchOf::nodes)?;
         let metrics = self.cluster.metrics.clone();
         let (nodes, news) = self.cluster.watch_nodes();
         let now = tokio_stream::iter(
             nodes.into_iter().map(|node| Ok(NodeChange { node: Some(node), removed: false })),
         );
         let changes = BroadcastStream::new(news).map(move |news| {
-            let _open = &seat;
+            let _open = &permit;
             match news {
-                Ok(News::Change(change)) => Ok(change),
-                Ok(News::Closing) => Err(shutting_down()),
+                Ok(WatchEvent::Change(change)) => Ok(change),
+                Ok(WatchEvent::Closing) => Err(shutting_down()),
                 Err(BroadcastStreamRecvError::Lagged(missed)) => {
                     metrics.watch_missed.get_or_create(&WatchLabels { of: WatchOf::nodes }).inc();
-                    Err(Status::data_loss(format!("{missed} node changes were missed: open the watch again")))
+                    Err(Status::data_loss(format!("the watch missed {missed} node changes: open it again")))
                 }
             }
         });
@@ -145,13 +145,13 @@ impl Membership for MembershipService {
     type WatchMembersStream = MemberLists;
 
     async fn watch_members(&self, _: Request<WatchMembersRequest>) -> Result<Response<MemberLists>, Status> {
-        let seat = self.cluster.take_seat(WatchOf::members)?;
+        let permit = self.cluster.acquire_watcher(WatchOf::members)?;
         let shards = self.shards.clone();
         let lists = WatchStream::new(shards.watch()).map(move |news| {
-            let _open = &seat;
+            let _open = &permit;
             match news {
-                MemberNews::Members(view) => Ok(member_list(&shards, &view)),
-                MemberNews::Closing => Err(shutting_down()),
+                MembersUpdate::Members(view) => Ok(member_list(&shards, &view)),
+                MembersUpdate::Closing => Err(shutting_down()),
             }
         });
         Ok(Response::new(Box::pin(lists)))
@@ -162,7 +162,7 @@ impl Membership for MembershipService {
         &self,
         request: Request<ForgetNodeRequest>,
     ) -> Result<Response<ForgetNodeReply>, Status> {
-        forgetting::forget(self, &request.into_inner().name).await.map(Response::new)
+        node_removal::forget(self, &request.into_inner().name).await.map(Response::new)
     }
 }
 
@@ -185,30 +185,30 @@ fn member_list(shards: &Shards, view: &MemberView) -> MemberList {
     }
 }
 
-/// A node number of a request.
+/// Parses a node number of a request.
 pub(crate) fn node_number(number: u32) -> Result<NodeId, Status> {
-    u16::try_from(number)
-        .map(NodeId)
-        .map_err(|_| Status::invalid_argument(format!("node {number}: node numbers are 1 to {}", u16::MAX)))
+    u16::try_from(number).map(NodeId).map_err(|_| {
+        Status::invalid_argument(format!("invalid node number {number}: expected 1 to {}", u16::MAX))
+    })
 }
 
-/// Why the store has not been changed.
-pub(crate) fn refuse(error: &RegistryError) -> Status {
+/// Converts a failed change of the store to a gRPC status, and logs it.
+pub(crate) fn status_of(error: &RegistryError) -> Status {
     match error {
         RegistryError::Full => Status::resource_exhausted(error.to_string()),
         RegistryError::Busy => Status::unavailable(error.to_string()),
         RegistryError::Registered => Status::failed_precondition(error.to_string()),
         RegistryError::Forgotten => Status::not_found(error.to_string()),
         RegistryError::Store(StoreError::Unavailable { .. }) => {
-            tracing::warn!(%error, "the store cannot be changed now; whoever asked tries again");
+            tracing::warn!(%error, "cannot write to the store; the client retries");
             Status::unavailable(error.to_string())
         }
-        // This process ends in a moment.
+        // This process exits soon.
         RegistryError::OtherStore | RegistryError::Store(StoreError::Replaced { .. }) => {
             Status::unavailable(error.to_string())
         }
         RegistryError::Store(_) | RegistryError::Record { .. } => {
-            tracing::error!(%error, "the store cannot be changed");
+            tracing::error!(%error, "cannot write to the store");
             Status::internal(error.to_string())
         }
     }
@@ -219,14 +219,14 @@ fn check(request: &RegisterRequest) -> Result<(), Status> {
     let name = &request.name;
     if name.is_empty() || name.len() > NAME_BYTES_MAX || !name.chars().all(allowed) {
         return Err(Status::invalid_argument(format!(
-            "name '{}': 1 to {NAME_BYTES_MAX} letters, digits, '.', '_' or '-'",
+            "invalid name '{}': expected 1 to {NAME_BYTES_MAX} letters, digits, '.', '_' or '-'",
             name.chars().take(64).collect::<String>().escape_default()
         )));
     }
     for (field, address) in
         [("peer_address", &request.peer_address), ("admin_address", &request.admin_address)]
     {
-        // Empty: the node has no such port. Without a peer address it is never offered.
+        // Empty: the node has no such port. A node without a peer address is not offered to others.
         if !address.is_empty() {
             check_address(field, address)?;
         }
@@ -234,7 +234,7 @@ fn check(request: &RegisterRequest) -> Result<(), Status> {
     for (field, text) in [("failure_domain", &request.failure_domain), ("version", &request.version)] {
         if text.len() > TEXT_BYTES_MAX {
             return Err(Status::invalid_argument(format!(
-                "{field} has {} bytes: at most {TEXT_BYTES_MAX}",
+                "{field} has {} bytes: expected at most {TEXT_BYTES_MAX}",
                 text.len()
             )));
         }
@@ -247,7 +247,7 @@ fn check_address(field: &str, text: &str) -> Result<(), Status> {
     match parts {
         Some((host, port)) if !host.is_empty() && port.parse::<u16>().is_ok_and(|port| port > 0) => Ok(()),
         _ => Err(Status::invalid_argument(format!(
-            "{field} '{}': write host:port, as other nodes reach it",
+            "invalid {field} '{}': expected host:port at which other nodes reach it",
             text.chars().take(64).collect::<String>().escape_default()
         ))),
     }
@@ -266,14 +266,14 @@ mod tests {
     }
 
     #[test]
-    fn a_registration_with_name_and_address_is_taken() {
+    fn accepts_a_registration_with_name_and_address() {
         check(&request()).expect("valid");
         check(&RegisterRequest { peer_address: String::new(), ..request() })
-            .expect("a node that serves nobody");
+            .expect("a node without a peer address is valid");
     }
 
     #[test]
-    fn names_and_addresses_that_cannot_work_are_refused_with_words() {
+    fn rejects_invalid_names_and_addresses_and_states_the_format() {
         let long = "x".repeat(NAME_BYTES_MAX + 1);
         for name in ["", "a/b", "a b", "ä", "\n", &long] {
             let refused = check(&RegisterRequest { name: name.to_owned(), ..request() }).expect_err(name);

@@ -1,4 +1,5 @@
-//! Every metric of the control plane: names, help, units, labels. Labels are enums, so their number is bounded.
+//! All metrics of the control plane: names, help, units, labels. Labels are enums, so their number is
+//! bounded.
 
 mod labels;
 
@@ -11,69 +12,70 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::{Registry, Unit};
-use reprise_controlplane_core::{Amounts, DirectorySize, MemberState};
-use reprise_daemon::rejected::{Listener, RejectedConnections};
+use reprise_controlplane_core::{Amounts, DirectorySize, NodeLiveness};
+use reprise_daemon::rejected_connections::{Listener, RejectedConnections};
 use reprise_policy::NodeMode;
 
 use crate::shards::Shards;
 pub use labels::{
-    BeatLabels, BeatResult, Call, PlaceResult, ReplayResult, UpdateLabels, UpdateResult, WatchLabels, WatchOf,
+    Call, HeartbeatLabels, HeartbeatOutcome, PlaceResult, ReplayResult, UpdateLabels, UpdateResult,
+    WatchLabels, WatchOf,
 };
 use labels::{
     CallLabels, ModeLabels, ModeValue, PlaceLabels, ReplayLabels, RoomLabels, RoomValue, StateLabels,
     StateValue,
 };
 
-/// Prefix of every name.
+/// Prefix of metric names.
 const PREFIX: &str = "reprise_controlplane";
-/// First bucket of the latency histograms; 16 doublings reach 0.65 s.
+/// First bucket of the latency histograms, in seconds; 16 doublings reach 0.65 s.
 const LATENCY_FIRST_SECONDS: f64 = 20e-6;
 const LATENCY_BUCKETS: u16 = 16;
 
-/// Handles of all metrics; clones are the same metrics.
+/// Handles of all metrics; clones share the same metrics.
 #[derive(Clone, Debug)]
 pub struct Metrics {
-    /// Registrations granted.
+    /// Number of granted registrations.
     pub registrations: Counter,
-    /// Heartbeats.
-    pub heartbeats: Family<BeatLabels, Counter>,
-    /// Nodes declared dead.
+    /// Heartbeats by outcome.
+    pub heartbeats: Family<HeartbeatLabels, Counter>,
+    /// Number of nodes declared dead.
     pub deaths: Counter,
-    /// Nodes by state.
+    /// Number of nodes by state.
     nodes: Family<StateLabels, Gauge>,
-    /// Update batches.
+    /// Update batches by outcome.
     pub updates: Family<UpdateLabels, Counter>,
-    /// Changes applied.
+    /// Number of applied changes.
     pub changes: Counter,
-    /// Lookups answered.
+    /// Number of answered lookups.
     pub lookups: Counter,
-    /// Keys looked up.
+    /// Number of keys looked up.
     pub lookup_keys: Counter,
-    /// Keys looked up that had a replica.
+    /// Number of keys looked up that have a replica.
     pub lookup_keys_found: Counter,
-    /// Keys looked up whose slot was another member's, or this one's place not certain.
+    /// Number of keys looked up that another member owns, or while this member's place was uncertain.
     pub lookup_keys_elsewhere: Counter,
-    /// Keys looked up in slots of which some node has not announced its whole inventory.
+    /// Number of keys looked up in slots with an incomplete inventory of some node.
     pub lookup_keys_partial: Counter,
-    /// Keys placed.
+    /// Keys in placement requests, by outcome.
     place_keys: Family<PlaceLabels, Counter>,
-    /// Keys of chains that gateways asked for.
+    /// Number of keys of prompts in routing requests.
     pub route_keys: Counter,
-    /// Of those, keys whose owner did not answer.
+    /// Number of keys of prompts whose owner did not reply in time.
     pub route_keys_unanswered: Counter,
-    /// Open watch streams.
+    /// Number of open watch streams.
     pub watchers: Family<WatchLabels, Gauge>,
-    /// Times that a watch stream fell behind.
+    /// Times that a watch stream fell behind and missed changes.
     pub watch_missed: Family<WatchLabels, Counter>,
-    /// Batches of KV events published.
+    /// Number of published batches of KV events.
     pub event_batches: Counter,
-    /// Batches that slow subscribers were not sent.
+    /// Number of batches skipped for slow subscribers.
     pub event_batches_skipped: Counter,
-    /// Connections that were not served.
+    /// Connections closed without service.
     pub rejected: RejectedConnections,
-    /// Answers to subscribers that had missed batches.
+    /// Replays of KV events, by outcome.
     event_replays: Family<ReplayLabels, Counter>,
-    /// Time of calls.
+    /// Duration of calls.
     call: Family<CallLabels, Histogram, fn() -> Histogram>,
     modes: Family<ModeLabels, Gauge>,
     members: Gauge,
@@ -134,10 +136,11 @@ impl Metrics {
         (metrics, registry)
     }
 
-    /// Every outcome is there from the first scrape: the first increase of a counter is seen as one.
+    /// Creates all label combinations at zero, so that the first increment of a counter is visible to
+    /// scrapers.
     fn start_at_zero(&self) {
-        for result in [BeatResult::known, BeatResult::returned, BeatResult::unknown] {
-            drop(self.heartbeats.get_or_create(&BeatLabels { result }));
+        for result in [HeartbeatOutcome::known, HeartbeatOutcome::returned, HeartbeatOutcome::unknown] {
+            drop(self.heartbeats.get_or_create(&HeartbeatLabels { result }));
         }
         self.set_overcommitted(Amounts::default());
         for result in [UpdateResult::applied, UpdateResult::gap, UpdateResult::fenced, UpdateResult::invalid]
@@ -165,43 +168,34 @@ impl Metrics {
         registry.register("build", "Version of the control plane", version);
         registry.register("registrations", "Registrations granted", self.registrations.clone());
         registry.register("heartbeats", "Heartbeats by outcome", self.heartbeats.clone());
-        registry.register("deaths", "Nodes declared dead after their silence", self.deaths.clone());
+        registry.register("deaths", "Nodes declared dead after missing heartbeats", self.deaths.clone());
         registry.register("nodes", "Nodes by state", self.nodes.clone());
-        registry.register("node_modes", "Nodes by what they are for", self.modes.clone());
-        registry.register(
-            "members",
-            "Members of the control plane, as this one sees them",
-            self.members.clone(),
-        );
+        registry.register("node_modes", "Nodes by mode", self.modes.clone());
+        registry.register("members", "Control-plane members that this member knows", self.members.clone());
         registry.register(
             "member_registered",
-            "1 while the registration of this member is certain",
+            "1 while this member is certain to be registered, else 0",
             self.member_registered.clone(),
         );
-        registry.register("slots_owned", "Hash slots of this member", self.slots_owned.clone());
+        registry.register("slots_owned", "Hash slots owned by this member", self.slots_owned.clone());
         registry.register(
             "slots_partial",
-            "Hash slots of this member of which some node has not announced its whole inventory",
+            "Hash slots owned by this member with an incomplete inventory of some node",
             self.slots_partial.clone(),
         );
         registry.register_with_unit(
             "tenants_overcommitted",
-            "Bytes reserved by all tenants beyond what the living nodes have",
+            "Bytes by which tenant reservations exceed the capacity of live nodes",
             Unit::Bytes,
             self.tenants_overcommitted.clone(),
         );
         registry.register("watchers", "Open watch streams", self.watchers.clone());
         registry.register(
             "watch_missed",
-            "Times a watch stream fell behind and was told so",
+            "Times that a watch stream fell behind and missed changes",
             self.watch_missed.clone(),
         );
-        registry.register_with_unit(
-            "call",
-            "Time of calls until their answer",
-            Unit::Seconds,
-            self.call.clone(),
-        );
+        registry.register_with_unit("call", "Duration of calls", Unit::Seconds, self.call.clone());
     }
 
     fn register_directory(&self, registry: &mut Registry) {
@@ -211,24 +205,24 @@ impl Metrics {
         registry.register("lookup_keys", "Keys looked up", self.lookup_keys.clone());
         registry.register(
             "lookup_keys_found",
-            "Keys looked up with a replica",
+            "Keys looked up that have a replica",
             self.lookup_keys_found.clone(),
         );
         registry.register(
             "lookup_keys_elsewhere",
-            "Keys looked up that another member has to answer",
+            "Keys looked up that another member owns",
             self.lookup_keys_elsewhere.clone(),
         );
         registry.register(
             "lookup_keys_partial",
-            "Keys looked up in slots of which some node has not announced its whole inventory",
+            "Keys looked up in slots with an incomplete inventory of some node",
             self.lookup_keys_partial.clone(),
         );
         registry.register("directory_keys", "Distinct keys in the directory", self.directory_keys.clone());
         registry.register("directory_replicas", "Replicas in the directory", self.directory_replicas.clone());
         registry.register(
             "directory_stale_entries",
-            "Entries a sweep has yet to remove",
+            "Stale entries that a sweep has not removed yet",
             self.directory_stale.clone(),
         );
         registry.register_with_unit(
@@ -240,12 +234,8 @@ impl Metrics {
     }
 
     fn register_placement(&self, registry: &mut Registry) {
-        registry.register(
-            "place_keys",
-            "Keys for which a place was asked, by outcome",
-            self.place_keys.clone(),
-        );
-        registry.register("route_keys", "Keys of prompts that gateways asked for", self.route_keys.clone());
+        registry.register("place_keys", "Keys in placement requests, by outcome", self.place_keys.clone());
+        registry.register("route_keys", "Keys of prompts in routing requests", self.route_keys.clone());
         registry.register(
             "route_keys_unanswered",
             "Keys of prompts whose owner did not answer in time",
@@ -257,23 +247,23 @@ impl Metrics {
         registry.register("event_batches", "Batches of KV events published", self.event_batches.clone());
         registry.register(
             "event_batches_skipped",
-            "Batches of KV events that a slow subscriber was not sent",
+            "Batches of KV events skipped for slow subscribers",
             self.event_batches_skipped.clone(),
         );
         registry.register("event_replays", "Replays of KV events by outcome", self.event_replays.clone());
     }
 
-    /// A replay ended so.
-    pub fn replayed(&self, result: ReplayResult) {
+    /// Counts a finished replay.
+    pub fn count_replay(&self, result: ReplayResult) {
         self.event_replays.get_or_create(&ReplayLabels { result }).inc();
     }
 
-    /// So many keys were placed so.
-    pub fn placed(&self, result: PlaceResult, keys: u64) {
+    /// Counts keys of a placement request.
+    pub fn count_placed(&self, result: PlaceResult, keys: u64) {
         self.place_keys.get_or_create(&PlaceLabels { result }).inc_by(keys);
     }
 
-    /// Sets how many nodes are for what, when somebody asks.
+    /// Sets the number of nodes by mode; called on each scrape.
     pub fn set_modes(&self, modes: impl Iterator<Item = NodeMode>) {
         let mut counts = [(ModeValue::active, 0), (ModeValue::cordoned, 0), (ModeValue::draining, 0)];
         for mode in modes {
@@ -289,22 +279,22 @@ impl Metrics {
         }
     }
 
-    /// A call took this long.
-    pub fn took(&self, call: Call, time: Duration) {
+    /// Records the duration of a call.
+    pub fn observe_call(&self, call: Call, time: Duration) {
         self.call.get_or_create(&CallLabels { call }).observe(time.as_secs_f64());
     }
 
-    /// A heartbeat ended so.
-    pub fn beat(&self, result: BeatResult) {
-        self.heartbeats.get_or_create(&BeatLabels { result }).inc();
+    /// Counts a heartbeat.
+    pub fn count_heartbeat(&self, result: HeartbeatOutcome) {
+        self.heartbeats.get_or_create(&HeartbeatLabels { result }).inc();
     }
 
-    /// An update batch ended so.
-    pub fn updated(&self, result: UpdateResult) {
+    /// Counts an update batch.
+    pub fn count_update(&self, result: UpdateResult) {
         self.updates.get_or_create(&UpdateLabels { result }).inc();
     }
 
-    /// By how much tenants are promised more than there is.
+    /// Sets the bytes by which tenant reservations exceed the capacity.
     pub fn set_overcommitted(&self, bytes: Amounts) {
         for (room, bytes) in [(RoomValue::dram, bytes.dram), (RoomValue::nvme, bytes.nvme)] {
             let gauge = self.tenants_overcommitted.get_or_create(&RoomLabels { room });
@@ -312,21 +302,21 @@ impl Metrics {
         }
     }
 
-    /// Sets what this member knows of the members, when somebody asks.
+    /// Sets the gauges about control-plane members; called on each scrape.
     pub fn set_members(&self, shards: &Shards) {
         self.member_registered.set(i64::from(shards.is_registered()));
         let Some(view) = shards.view() else { return };
         self.members.set(i64::try_from(view.members.len()).unwrap_or(i64::MAX));
     }
 
-    /// Sets what is counted only when somebody asks.
-    pub fn set_sizes(&self, states: impl Iterator<Item = MemberState>, size: &DirectorySize) {
+    /// Sets the gauges of nodes and directory; called on each scrape.
+    pub fn set_sizes(&self, states: impl Iterator<Item = NodeLiveness>, size: &DirectorySize) {
         let mut counts = [(StateValue::alive, 0), (StateValue::dead, 0), (StateValue::absent, 0)];
         for state in states {
             counts[match state {
-                MemberState::Alive => 0,
-                MemberState::Dead => 1,
-                MemberState::Absent => 2,
+                NodeLiveness::Alive => 0,
+                NodeLiveness::Dead => 1,
+                NodeLiveness::Absent => 2,
             }]
             .1 += 1;
         }
@@ -343,7 +333,7 @@ impl Metrics {
     }
 }
 
-/// The registry in OpenMetrics text.
+/// Encodes the registry in OpenMetrics text.
 pub fn text(registry: &Registry) -> String {
     let mut text = String::new();
     encode(&mut text, registry).expect("writing to a string cannot fail");
@@ -361,12 +351,12 @@ mod tests {
     #[test]
     fn every_metric_has_the_prefix_and_a_help_text() {
         let (metrics, registry) = Metrics::new();
-        metrics.took(Call::lookup, Duration::from_millis(1));
-        metrics.beat(BeatResult::known);
-        metrics.updated(UpdateResult::applied);
+        metrics.observe_call(Call::lookup, Duration::from_millis(1));
+        metrics.count_heartbeat(HeartbeatOutcome::known);
+        metrics.count_update(UpdateResult::applied);
         metrics.watchers.get_or_create(&WatchLabels { of: WatchOf::nodes }).inc();
         metrics.watch_missed.get_or_create(&WatchLabels { of: WatchOf::directory }).inc();
-        metrics.set_sizes([MemberState::Alive].into_iter(), &DirectorySize::default());
+        metrics.set_sizes([NodeLiveness::Alive].into_iter(), &DirectorySize::default());
         metrics.set_modes([NodeMode::Active].into_iter());
         let text = text(&registry);
         let named: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).collect();

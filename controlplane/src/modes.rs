@@ -1,45 +1,47 @@
-//! What nodes are for, in the store: `modes/<node name>`, JSON, written by `SetNode` of any member.
+//! Node modes in the store: `modes/<node name>`, JSON, written by `SetNode` on any member.
 //!
-//! A record is put and never deleted: its revision orders it against what nodes have heard, also after all members were
-//! away. So a node that is taken back, or forgotten, has a record that says *active*; one that was never set has none.
+//! A record is updated but never deleted, because its revision orders it against the mode that a node last
+//! received, even after all members were down. A node that is reset or forgotten keeps a record with mode
+//! `active`; a node whose mode was never set has no record.
 
-use reprise_controlplane_core::SetMode;
+use reprise_controlplane_core::ModeRecord;
 use reprise_controlplane_store::{Condition, KeyValue, Outcome, Store, Transaction, Write};
 use reprise_policy::NodeMode;
 use serde::{Deserialize, Serialize};
 
 use crate::identity::Identity;
-use crate::keys::{Family, Key};
 use crate::registry::RegistryError;
+use crate::store_keys::{Family, Key};
 
-/// Attempts against others that set the same node's mode. Each failure means that another has succeeded.
+/// Attempts against concurrent changes of the same node's mode. Each conflict means that another change
+/// succeeded.
 const ATTEMPTS_MAX: usize = 64;
 
-/// The stored form of a mode.
+/// A mode as stored.
 #[derive(Debug, Serialize, Deserialize)]
-struct Stored {
-    mode: StoredMode,
+struct ModeJson {
+    mode: ModeName,
 }
 
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-enum StoredMode {
+enum ModeName {
     Active,
     Cordoned,
     Draining,
 }
 
-/// Sets a node's mode; returns what it was and what it is now, durably. Nothing is written when it is the same.
+/// Sets a node's mode; returns the previous and the current one, durably. Writes nothing if they are equal.
 ///
 /// # Errors
-/// The store's, or another store than that of the identity.
+/// Errors of the store, or the store's identity has changed.
 pub async fn set(
     store: &dyn Store,
     identity: &Identity,
     name: &str,
     mode: NodeMode,
-) -> Result<(NodeMode, SetMode), RegistryError> {
-    let key = Key::Of(Family::Modes, name).bytes();
+) -> Result<(NodeMode, ModeRecord), RegistryError> {
+    let key = Key::Record(Family::Modes, name).bytes();
     for _ in 0..ATTEMPTS_MAX {
         let entry = store.get(&key).await?;
         let before = entry.as_ref().map(read).transpose()?.map(|(_, set)| set).unwrap_or_default();
@@ -51,59 +53,62 @@ pub async fn set(
             Some(entry) => Condition::Modified { key: key.clone(), revision: entry.modified },
         };
         let conditions = vec![unchanged, identity.unchanged()];
-        let writes = vec![Write::Put { key: key.clone(), value: written(mode), lease: None }];
+        let writes = vec![Write::Put { key: key.clone(), value: encode(mode), lease: None }];
         if let Outcome::Committed(revision) = store.transact(Transaction { conditions, writes }).await? {
-            return Ok((before.mode, SetMode { mode, revision: revision.0 }));
+            return Ok((before.mode, ModeRecord { mode, revision: revision.0 }));
         }
-        if !identity.is_of(store).await? {
+        if !identity.is_current(store).await? {
             return Err(RegistryError::OtherStore);
         }
     }
     Err(RegistryError::Busy)
 }
 
-/// What makes a node active in a transaction about more than its mode: the condition that this is as it was read, and a write
-/// unless it is active already.
+/// Prepares the change to mode `active` for a larger transaction: the condition that the record is unchanged,
+/// and a write unless the node is active.
 ///
 /// # Errors
-/// The store's.
-pub async fn active(store: &dyn Store, name: &str) -> Result<(Condition, Option<Write>), RegistryError> {
-    let key = Key::Of(Family::Modes, name).bytes();
+/// Errors of the store.
+pub async fn prepare_active(
+    store: &dyn Store,
+    name: &str,
+) -> Result<(Condition, Option<Write>), RegistryError> {
+    let key = Key::Record(Family::Modes, name).bytes();
     let Some(entry) = store.get(&key).await? else {
         return Ok((Condition::Absent { key }, None));
     };
     let (_, set) = read(&entry)?;
     let unchanged = Condition::Modified { key: key.clone(), revision: entry.modified };
-    let put = Write::Put { key, value: written(NodeMode::Active), lease: None };
+    let put = Write::Put { key, value: encode(NodeMode::Active), lease: None };
     Ok((unchanged, (set.mode != NodeMode::Active).then_some(put)))
 }
 
-/// A record of the store: whose, and what it says.
+/// Decodes a mode record into node name and mode.
 ///
 /// # Errors
-/// It is none of ours.
-pub fn read(entry: &KeyValue) -> Result<(&str, SetMode), RegistryError> {
+/// The record is not a valid mode record.
+pub fn read(entry: &KeyValue) -> Result<(&str, ModeRecord), RegistryError> {
     let bad = |reason: &str| RegistryError::Record {
         key: String::from_utf8_lossy(&entry.key).into_owned(),
         reason: reason.to_owned(),
     };
-    let name = Family::Modes.name(&entry.key).ok_or_else(|| bad("its key is no node name"))?;
-    let stored: Stored = serde_json::from_slice(&entry.value).map_err(|error| bad(&error.to_string()))?;
+    let name = Family::Modes.name(&entry.key).ok_or_else(|| bad("its key is not a node name"))?;
+    let stored: ModeJson = serde_json::from_slice(&entry.value).map_err(|error| bad(&error.to_string()))?;
     let mode = match stored.mode {
-        StoredMode::Active => NodeMode::Active,
-        StoredMode::Cordoned => NodeMode::Cordoned,
-        StoredMode::Draining => NodeMode::Draining,
+        ModeName::Active => NodeMode::Active,
+        ModeName::Cordoned => NodeMode::Cordoned,
+        ModeName::Draining => NodeMode::Draining,
     };
-    Ok((name, SetMode { mode, revision: entry.modified.0 }))
+    Ok((name, ModeRecord { mode, revision: entry.modified.0 }))
 }
 
-fn written(mode: NodeMode) -> Vec<u8> {
+fn encode(mode: NodeMode) -> Vec<u8> {
     let mode = match mode {
-        NodeMode::Active => StoredMode::Active,
-        NodeMode::Cordoned => StoredMode::Cordoned,
-        NodeMode::Draining => StoredMode::Draining,
+        NodeMode::Active => ModeName::Active,
+        NodeMode::Cordoned => ModeName::Cordoned,
+        NodeMode::Draining => ModeName::Draining,
     };
-    serde_json::to_vec(&Stored { mode }).expect("a record of a word is always JSON")
+    serde_json::to_vec(&ModeJson { mode }).expect("a mode serializes to JSON")
 }
 
 #[cfg(test)]
@@ -113,25 +118,29 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_mode_is_kept_with_the_revision_that_set_it_and_said_again_it_writes_nothing() {
+    async fn stores_a_mode_with_its_revision_and_skips_unchanged_writes() {
         let store = MemoryStore::new();
-        let identity = Identity::of(&store).await.expect("made");
+        let identity = Identity::load_or_create(&store).await.expect("made");
         let set = async |mode| set(&store, &identity, "a", mode).await.expect("set");
-        assert_eq!(set(NodeMode::Active).await, (NodeMode::Active, SetMode::default()), "as ever");
+        assert_eq!(
+            set(NodeMode::Active).await,
+            (NodeMode::Active, ModeRecord::default()),
+            "active by default"
+        );
         let (before, cordoned) = set(NodeMode::Cordoned).await;
         assert_eq!((before, cordoned.mode), (NodeMode::Active, NodeMode::Cordoned));
         assert_eq!(set(NodeMode::Cordoned).await, (NodeMode::Cordoned, cordoned));
         let (before, active) = set(NodeMode::Active).await;
         assert_eq!((before, active.mode), (NodeMode::Cordoned, NodeMode::Active));
         assert!(active.revision > cordoned.revision && cordoned.revision > 0);
-        let entry = store.get(b"modes/a").await.expect("read").expect("it stays");
-        assert_eq!(read(&entry).expect("ours"), ("a", active));
+        let entry = store.get(b"modes/a").await.expect("read").expect("the record stays");
+        assert_eq!(read(&entry).expect("valid"), ("a", active));
     }
 
     #[tokio::test]
-    async fn another_store_takes_no_mode_and_a_record_of_others_is_an_error_with_its_key() {
+    async fn rejects_another_store_and_reports_the_key_of_an_invalid_record() {
         let (store, other) = (MemoryStore::new(), MemoryStore::new());
-        let identity = Identity::of(&store).await.expect("made");
+        let identity = Identity::load_or_create(&store).await.expect("made");
         let refused = set(&other, &identity, "a", NodeMode::Draining).await.expect_err("another store");
         assert!(matches!(refused, RegistryError::OtherStore), "{refused}");
         let write = Write::Put { key: b"modes/a".to_vec(), value: b"{\"mode\":\"x\"}".to_vec(), lease: None };

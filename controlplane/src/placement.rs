@@ -1,10 +1,11 @@
-//! The Placement service: what nodes report and are told, where blocks and prompts go, and what tenants may have.
+//! The Placement service: reports of nodes, placement of replicas, routing of prompts, node modes and tenant
+//! budgets.
 
-mod holdings;
 mod nodes;
 mod places;
 mod reports;
 mod routes;
+mod tenant_usage;
 mod tenants;
 
 use std::sync::Arc;
@@ -19,81 +20,81 @@ use reprise_proto::controlplane::{
 };
 use tonic::{Request, Response, Status};
 
-use crate::chains::Chains;
 use crate::cluster::Cluster;
 use crate::directory::DirectoryService;
 use crate::identity::Identity;
 use crate::metrics::Call;
+use crate::prefix_match::PrefixMatcher;
 use crate::shards::{MemberView, Shards};
 use crate::tenants::Tenants;
 
-pub(crate) use nodes::unknown;
+pub(crate) use nodes::unknown_node;
 pub(crate) use reports::bytes;
 
-/// Whoever owns this hash slot decides who gives blocks to whom: one member, and the next one when it is gone.
+/// Hash slot whose owner decides the moves of blocks between nodes, so that exactly one member does.
 const MOVES_SLOT: u16 = 0;
 
-/// See the module.
+/// The Placement service of one member.
 #[derive(Debug)]
 pub struct PlacementService {
     cluster: Arc<Cluster>,
     shards: Arc<Shards>,
     tenants: Arc<Tenants>,
     directory: Arc<DirectoryService>,
-    chains: Chains,
+    prefix_matcher: PrefixMatcher,
     store: Arc<dyn Store>,
     identity: Identity,
 }
 
-/// What the service works on.
+/// Shared state that the service works on.
 #[derive(Clone, Debug)]
 pub struct PlacementParts {
-    /// The nodes.
+    /// Nodes, directory and ledgers of this member.
     pub cluster: Arc<Cluster>,
-    /// This member's place in the map.
+    /// This member's place among the members.
     pub shards: Arc<Shards>,
-    /// The budgets.
+    /// Tenant budgets in the store.
     pub tenants: Arc<Tenants>,
-    /// The replicas.
+    /// Directory service of this member.
     pub directory: Arc<DirectoryService>,
-    /// Where modes are kept.
+    /// Store of the node modes.
     pub store: Arc<dyn Store>,
-    /// Of that store.
+    /// Identity of the store.
     pub identity: Identity,
 }
 
 impl PlacementService {
-    /// A service over the shared state.
+    /// Creates the service over the shared state.
     pub fn new(parts: PlacementParts) -> PlacementService {
         let PlacementParts { cluster, shards, tenants, directory, store, identity } = parts;
-        let chains = Chains::new(directory.clone(), shards.clone());
-        PlacementService { cluster, shards, tenants, directory, chains, store, identity }
+        let prefix_matcher = PrefixMatcher::new(directory.clone(), shards.clone());
+        PlacementService { cluster, shards, tenants, directory, prefix_matcher, store, identity }
     }
 
-    /// Whether it is this member that decides who gives blocks to whom.
+    /// Whether this member decides the moves of blocks between nodes.
     fn decides_moves(&self) -> bool {
-        let own = |view: &MemberView| view.map.owner(MOVES_SLOT) == view.map.position(self.shards.name());
-        self.shards.certain_map().is_some_and(|view| own(&view))
+        let owns = |view: &MemberView| view.map.owner(MOVES_SLOT) == view.map.position(self.shards.name());
+        self.shards.certain_map().is_some_and(|view| owns(&view))
     }
 }
 
 #[tonic::async_trait]
 impl Placement for PlacementService {
     async fn report(&self, request: Request<ReportRequest>) -> Result<Response<ReportReply>, Status> {
-        reports::take(self, request.into_inner()).map(Response::new)
+        reports::handle(self, request.into_inner()).map(Response::new)
     }
 
     async fn place(&self, request: Request<PlaceRequest>) -> Result<Response<PlaceReply>, Status> {
         let start = Instant::now();
         let reply = places::place(self, request.into_inner()).await?;
-        self.cluster.metrics.took(Call::place, start.elapsed());
+        self.cluster.metrics.observe_call(Call::place, start.elapsed());
         Ok(Response::new(reply))
     }
 
     async fn route(&self, request: Request<RouteRequest>) -> Result<Response<RouteReply>, Status> {
         let start = Instant::now();
         let reply = routes::route(self, request.into_inner()).await?;
-        self.cluster.metrics.took(Call::route, start.elapsed());
+        self.cluster.metrics.observe_call(Call::route, start.elapsed());
         Ok(Response::new(reply))
     }
 
@@ -128,6 +129,6 @@ impl Placement for PlacementService {
         &self,
         request: Request<ListHoldingsRequest>,
     ) -> Result<Response<ListHoldingsReply>, Status> {
-        holdings::list(self, &request.into_inner()).map(Response::new)
+        tenant_usage::list(self, &request.into_inner()).map(Response::new)
     }
 }

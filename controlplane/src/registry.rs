@@ -1,12 +1,13 @@
-//! Names to numbers: node identities and their epochs in the store.
+//! Registry of nodes in the store: their names, numbers and epochs.
 //!
-//! Numbers start at 1 (0 means "no node" in requests) and are never given out twice, also when a node was forgotten: its record is
-//! deleted, the counter stays, and whoever registers under its name is another node. A registration is one conditional transaction, so
-//! members that share a store cannot give one number to two names or one epoch twice; forgetting is one as well, so a
-//! registration comes before it and prevents it, or behind it and begins anew.
+//! Numbers start at 1 (0 means "no node" in requests) and are never reused. Forgetting a node deletes its
+//! record but not the counter, so a later registration under the same name is a new node. A registration is
+//! one conditional transaction. Therefore members that share a store cannot assign a number to two names, or
+//! an epoch twice. Forgetting is one as well: a concurrent registration either prevents it, or follows it and
+//! creates a new node.
 //!
-//! All names that are new want the same counter. A member takes one such registration after the other: a thousand nodes that come at
-//! once contend as the few members that they come to.
+//! Registrations of new names contend for the counter. Each member serializes them, so a thousand new nodes
+//! contend only as many times as there are members.
 
 use std::sync::Arc;
 
@@ -19,82 +20,80 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::Mutex;
 
 use crate::identity::Identity;
-use crate::keys::{Family, Key};
 use crate::modes;
+use crate::store_keys::{Family, Key};
 
-/// Nodes at the most: numbers are 16 bits and begin at 1.
+/// Maximum number of nodes: numbers have 16 bits and start at 1.
 pub(crate) const NODES_MAX: usize = u16::MAX as usize;
-/// Attempts against concurrent registrations. Each failure means that another registration succeeded.
+/// Attempts against concurrent registrations. Each conflict means that another registration succeeded.
 const ATTEMPTS_MAX: usize = 64;
 
-/// See the module.
+/// The node registry of one member.
 #[derive(Clone, Debug)]
 pub struct Registry {
     store: Arc<dyn Store>,
     identity: Identity,
-    /// Held while a name that is new takes its number.
-    newcomer: Arc<Mutex<()>>,
+    /// Serializes registrations of new names.
+    new_name_lock: Arc<Mutex<()>>,
 }
 
-/// What was forgotten, and when.
+/// Result of removing a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Forgotten {
-    /// Revision of the store that deleted the record.
+pub struct NodeRemoval {
+    /// Store revision of the removal.
     pub revision: Revision,
-    /// Whether the node was cordoned or draining; whoever comes under its name is active.
-    pub mode: ModeThen,
+    /// Whether the node's mode was reset; a later node of this name is active.
+    pub mode: ModeReset,
 }
 
-/// What became of the mode of a node that was forgotten.
+/// Effect of a removal on the node's mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ModeThen {
-    /// It was active anyway.
-    Kept,
-    /// It was set to active by the same revision.
-    TakenBack,
+pub enum ModeReset {
+    /// The node was active already.
+    Unneeded,
+    /// The mode was reset to active in the same revision.
+    Reset,
 }
 
-/// Why a node cannot be registered, or forgotten.
+/// Reasons for which a node cannot be registered or forgotten.
 #[derive(Debug, thiserror::Error)]
 pub enum RegistryError {
-    /// The store failed.
+    /// An error of the store.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// What the store holds is not a record of ours.
+    /// A record in the store is invalid.
     #[error(
-        "the store's record {key} cannot be read ({reason}): restore the store from a backup or start a new one"
+        "invalid record {key} in the store ({reason}): restore the store from a backup or start a new one"
     )]
     Record {
-        /// Which.
+        /// Key of the record.
         key: String,
-        /// What is wrong.
+        /// Reason why it is invalid.
         reason: String,
     },
-    /// The store is not the one that this member has started with.
+    /// The store has another identity than at the start of this member.
     #[error(
-        "the store was emptied or replaced, or restored from a backup, while this member ran: it must be started again, \
-         and agents announce everything to it"
+        "the store was emptied, replaced or restored while this member ran: restart this member, after which \
+         agents announce their inventories again"
     )]
     OtherStore,
-    /// All numbers are given out.
-    #[error(
-        "{NODES_MAX} node names have been registered, no number is left: reuse names, or start a new store"
-    )]
+    /// All node numbers are assigned.
+    #[error("all {NODES_MAX} node numbers are assigned: reuse node names, or start a new store")]
     Full,
-    /// Others were always faster.
-    #[error("{ATTEMPTS_MAX} concurrent registrations came first: try again")]
+    /// Every attempt conflicted with another change.
+    #[error("{ATTEMPTS_MAX} attempts conflicted with concurrent registrations: retry")]
     Busy,
-    /// The node that is to be forgotten has registered since it was looked at.
-    #[error("it has registered just now: stop its agent first")]
+    /// The node to forget has registered meanwhile.
+    #[error("it has just registered: stop its agent first")]
     Registered,
-    /// The node that is to be forgotten was forgotten since it was looked at.
-    #[error("somebody else has forgotten it just now")]
+    /// The node to forget was forgotten meanwhile.
+    #[error("another request has just forgotten it")]
     Forgotten,
 }
 
-/// The stored form of a node.
+/// A node record as stored.
 #[derive(Debug, Serialize, Deserialize)]
-struct Stored {
+struct NodeJson {
     node: u16,
     epoch: u64,
     peer_address: String,
@@ -104,38 +103,38 @@ struct Stored {
 }
 
 impl Registry {
-    /// A registry over a store, which is to stay the same.
+    /// Creates a registry over a store with this identity.
     pub fn new(store: Arc<dyn Store>, identity: Identity) -> Registry {
-        Registry { store, identity, newcomer: Arc::default() }
+        Registry { store, identity, new_name_lock: Arc::default() }
     }
 
-    /// All nodes that were registered and not forgotten, and a revision at which these were all.
+    /// All registered nodes, and the store revision of this list.
     pub async fn nodes(&self) -> Result<(Vec<NodeRecord>, Revision), RegistryError> {
         let range = self.store.range(Family::Nodes.prefix().as_bytes(), NODES_MAX).await?;
         let nodes: Result<Vec<NodeRecord>, RegistryError> = range.entries.iter().map(read).collect();
         Ok((nodes?, range.revision))
     }
 
-    /// The node of a name, unless none has registered under it or it was forgotten.
+    /// The node of a name, if it is registered.
     pub async fn find(&self, name: &str) -> Result<Option<NodeRecord>, RegistryError> {
-        self.store.get(&key_of(name)).await?.as_ref().map(read).transpose()
+        self.store.get(&node_key(name)).await?.as_ref().map(read).transpose()
     }
 
-    /// Gives the node its number (the same as ever for its name, until it is forgotten) and a higher epoch than ever; both are
-    /// durable when this returns.
+    /// Registers a node: returns its number, which stays the same for a name until it is forgotten, and a
+    /// higher epoch than before. Both are durable on return.
     pub async fn register(&self, name: &str, details: NodeDetails) -> Result<NodeRecord, RegistryError> {
-        let key = key_of(name);
-        let mut newcomer = None;
+        let key = node_key(name);
+        let mut new_name_lock = None;
         for _ in 0..ATTEMPTS_MAX {
             let known = self.store.get(&key).await?;
-            if known.is_none() && newcomer.is_none() {
-                newcomer = Some(self.newcomer.lock().await);
-                // Another call may have registered it while this one waited.
+            if known.is_none() && new_name_lock.is_none() {
+                new_name_lock = Some(self.new_name_lock.lock().await);
+                // Another call may have registered the name during the wait.
                 continue;
             }
             let (record, mut transaction) = match known {
-                Some(entry) => self.again(&key, &entry, &details)?,
-                None => self.first(&key, name, &details).await?,
+                Some(entry) => self.reregister(&key, &entry, &details)?,
+                None => self.assign_number(&key, name, &details).await?,
             };
             transaction.conditions.push(self.identity.unchanged());
             if let Outcome::Committed(revision) = self.store.transact(transaction).await? {
@@ -146,41 +145,45 @@ impl Registry {
         Err(RegistryError::Busy)
     }
 
-    /// Deletes the record of a node as it was found, and takes its mode back. Its number is gone for good.
+    /// Deletes the unchanged record of a node and resets its mode. Its number is not reused.
     ///
     /// # Errors
-    /// It has registered since, or was forgotten; or the store's.
-    pub async fn forget(&self, found: &NodeRecord) -> Result<Forgotten, RegistryError> {
-        let key = key_of(&found.name);
+    /// The node has registered or was forgotten meanwhile; errors of the store.
+    pub async fn forget(&self, found: &NodeRecord) -> Result<NodeRemoval, RegistryError> {
+        let key = node_key(&found.name);
         for _ in 0..ATTEMPTS_MAX {
-            let (mode_unchanged, active) = modes::active(self.store.as_ref(), &found.name).await?;
-            let mode = if active.is_some() { ModeThen::TakenBack } else { ModeThen::Kept };
+            let (mode_unchanged, active) = modes::prepare_active(self.store.as_ref(), &found.name).await?;
+            let mode = if active.is_some() { ModeReset::Reset } else { ModeReset::Unneeded };
             let unchanged = Condition::Modified { key: key.clone(), revision: Revision(found.revision) };
             let conditions = vec![unchanged, mode_unchanged, self.identity.unchanged()];
             let writes = std::iter::once(Write::Delete { key: key.clone() }).chain(active).collect();
             if let Outcome::Committed(revision) =
                 self.store.transact(Transaction { conditions, writes }).await?
             {
-                return Ok(Forgotten { revision, mode });
+                return Ok(NodeRemoval { revision, mode });
             }
             self.check_store().await?;
             match self.find(&found.name).await? {
                 None => return Err(RegistryError::Forgotten),
                 Some(record) if record.revision != found.revision => return Err(RegistryError::Registered),
-                // Its mode was set.
+                // Only the mode changed: retry.
                 Some(_) => {}
             }
         }
         Err(RegistryError::Busy)
     }
 
-    /// After a conflict: that the store is another one is reason enough.
+    /// Distinguishes, after a conflict, a replaced store from a concurrent change.
     async fn check_store(&self) -> Result<(), RegistryError> {
-        if self.identity.is_of(self.store.as_ref()).await? { Ok(()) } else { Err(RegistryError::OtherStore) }
+        if self.identity.is_current(self.store.as_ref()).await? {
+            Ok(())
+        } else {
+            Err(RegistryError::OtherStore)
+        }
     }
 
-    /// A name that is known.
-    fn again(
+    /// Prepares the registration of a known name.
+    fn reregister(
         &self,
         key: &[u8],
         entry: &KeyValue,
@@ -189,12 +192,12 @@ impl Registry {
         let known = read(entry)?;
         let record = NodeRecord { epoch: Epoch(known.epoch.0 + 1), details: details.clone(), ..known };
         let conditions = vec![Condition::Modified { key: key.to_vec(), revision: entry.modified }];
-        let writes = vec![Write::Put { key: key.to_vec(), value: written(&record), lease: None }];
+        let writes = vec![Write::Put { key: key.to_vec(), value: encode(&record), lease: None }];
         Ok((record, Transaction { conditions, writes }))
     }
 
-    /// A name that is new: it takes the next number.
-    async fn first(
+    /// Prepares the registration of a new name under the next number.
+    async fn assign_number(
         &self,
         key: &[u8],
         name: &str,
@@ -211,7 +214,7 @@ impl Registry {
         let record = NodeRecord { node, name: name.to_owned(), epoch, details: details.clone(), revision: 0 };
         let conditions = vec![Condition::Absent { key: key.to_vec() }, unchanged];
         let writes = vec![
-            Write::Put { key: key.to_vec(), value: written(&record), lease: None },
+            Write::Put { key: key.to_vec(), value: encode(&record), lease: None },
             Write::Put {
                 key: Key::NextNode.bytes(),
                 value: (next + 1).to_string().into_bytes(),
@@ -227,15 +230,17 @@ fn read_counter(entry: &KeyValue) -> Result<u32, RegistryError> {
         .ok()
         .and_then(|text| text.parse().ok())
         .filter(|number| *number > 0)
-        .ok_or_else(|| bad(entry, "it is no number from 1 on"))
+        .ok_or_else(|| invalid_record(entry, "expected a number from 1"))
 }
 
-/// A record of the store.
+/// Decodes a node record.
 pub(crate) fn read(entry: &KeyValue) -> Result<NodeRecord, RegistryError> {
-    let name =
-        Family::Nodes.name(&entry.key).ok_or_else(|| bad(entry, "its key is no node name"))?.to_owned();
-    let stored: Stored =
-        serde_json::from_slice(&entry.value).map_err(|error| bad(entry, &error.to_string()))?;
+    let name = Family::Nodes
+        .name(&entry.key)
+        .ok_or_else(|| invalid_record(entry, "its key is not a node name"))?
+        .to_owned();
+    let stored: NodeJson =
+        serde_json::from_slice(&entry.value).map_err(|error| invalid_record(entry, &error.to_string()))?;
     let details = NodeDetails {
         peer_address: stored.peer_address,
         admin_address: stored.admin_address,
@@ -246,17 +251,17 @@ pub(crate) fn read(entry: &KeyValue) -> Result<NodeRecord, RegistryError> {
     Ok(NodeRecord { node, name, epoch, details, revision: entry.modified.0 })
 }
 
-fn key_of(name: &str) -> Vec<u8> {
-    Key::Of(Family::Nodes, name).bytes()
+fn node_key(name: &str) -> Vec<u8> {
+    Key::Record(Family::Nodes, name).bytes()
 }
 
-fn bad(entry: &KeyValue, reason: &str) -> RegistryError {
+fn invalid_record(entry: &KeyValue, reason: &str) -> RegistryError {
     RegistryError::Record { key: String::from_utf8_lossy(&entry.key).into_owned(), reason: reason.to_owned() }
 }
 
-fn written(record: &NodeRecord) -> Vec<u8> {
+fn encode(record: &NodeRecord) -> Vec<u8> {
     let details = record.details.clone();
-    let stored = Stored {
+    let stored = NodeJson {
         node: record.node.0,
         epoch: record.epoch.0,
         peer_address: details.peer_address,
@@ -264,7 +269,7 @@ fn written(record: &NodeRecord) -> Vec<u8> {
         failure_domain: details.failure_domain,
         version: details.version,
     };
-    serde_json::to_vec(&stored).expect("a record of strings and numbers is always JSON")
+    serde_json::to_vec(&stored).expect("strings and numbers serialize to JSON")
 }
 
 #[cfg(test)]
@@ -280,12 +285,12 @@ mod tests {
     }
 
     async fn registry(store: Arc<MemoryStore>) -> Registry {
-        let identity = Identity::of(store.as_ref()).await.expect("made");
+        let identity = Identity::load_or_create(store.as_ref()).await.expect("made");
         Registry::new(store, identity)
     }
 
     #[tokio::test]
-    async fn a_store_that_was_emptied_meanwhile_gives_out_no_numbers() {
+    async fn assigns_no_numbers_from_an_emptied_store() {
         let store = Arc::new(MemoryStore::new());
         let registry = registry(store.clone()).await;
         registry.register("a", NodeDetails::default()).await.expect("registered");
@@ -301,7 +306,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_name_keeps_its_number_and_each_registration_has_a_higher_epoch() {
+    async fn a_name_keeps_its_number_and_each_registration_raises_the_epoch() {
         let registry = registry(Arc::new(MemoryStore::new())).await;
         let base = registry.identity.epoch_base();
         let register = async |name| {
@@ -318,7 +323,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_name_that_was_forgotten_comes_back_as_another_node_and_active() {
+    async fn a_forgotten_name_returns_as_a_new_active_node() {
         let registry = registry(Arc::new(MemoryStore::new())).await;
         let register =
             async |name| registry.register(name, NodeDetails::default()).await.expect("registered");
@@ -326,23 +331,23 @@ mod tests {
         let store = registry.store.as_ref();
         modes::set(store, &registry.identity, "a", NodeMode::Draining).await.expect("set");
         let forgotten = registry.forget(&first).await.expect("forgotten");
-        assert_eq!(forgotten.mode, ModeThen::TakenBack);
+        assert_eq!(forgotten.mode, ModeReset::Reset);
         assert!(forgotten.revision.0 > second.revision);
         assert_eq!(registry.find("a").await.expect("readable"), None);
         let mode = store.get(b"modes/a").await.expect("readable").expect("kept");
-        assert_eq!(modes::read(&mode).expect("ours").1.mode, NodeMode::Active);
-        assert_eq!(mode.modified, forgotten.revision, "newer than any that an agent may have heard");
+        assert_eq!(modes::read(&mode).expect("valid").1.mode, NodeMode::Active);
+        assert_eq!(mode.modified, forgotten.revision, "newer than any revision that an agent received");
         let again = register("a").await;
         assert_eq!((first.node, second.node, again.node), (NodeId(1), NodeId(2), NodeId(3)));
-        assert_eq!(registry.forget(&again).await.expect("forgotten").mode, ModeThen::Kept);
+        assert_eq!(registry.forget(&again).await.expect("forgotten").mode, ModeReset::Unneeded);
     }
 
     #[tokio::test]
-    async fn a_node_that_registers_while_it_is_forgotten_stays() {
+    async fn keeps_a_node_that_registers_while_it_is_being_forgotten() {
         let registry = registry(Arc::new(MemoryStore::new())).await;
         let found = registry.register("a", NodeDetails::default()).await.expect("registered");
         let since = registry.register("a", NodeDetails::default()).await.expect("registered");
-        let refused = registry.forget(&found).await.expect_err("it has come back");
+        let refused = registry.forget(&found).await.expect_err("it registered again");
         assert!(matches!(refused, RegistryError::Registered), "{refused}");
         assert_eq!(registry.find("a").await.expect("readable"), Some(since.clone()));
         registry.forget(&since).await.expect("forgotten");
@@ -365,7 +370,7 @@ mod tests {
         let mut given = std::collections::BTreeSet::new();
         for task in tasks {
             let record = task.await.expect("no panic");
-            assert!(given.insert((record.node, record.epoch)), "{record:?} was given out twice");
+            assert!(given.insert((record.node, record.epoch)), "{record:?} was assigned twice");
         }
         let mut numbers: Vec<_> = given.iter().map(|(node, _)| node.0).collect();
         numbers.dedup();
@@ -373,7 +378,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_last_number_is_65535_and_then_names_are_refused_with_words() {
+    async fn rejects_new_names_after_number_65535() {
         let store = MemoryStore::new();
         put(&store, b"next_node", b"65535").await;
         let registry = registry(Arc::new(store)).await;
@@ -382,13 +387,13 @@ mod tests {
             NodeId(65535)
         );
         let base = registry.identity.epoch_base().0;
-        let refused = registry.register("more", NodeDetails::default()).await.expect_err("none left");
-        assert!(refused.to_string().contains("no number is left"), "{refused}");
+        let refused = registry.register("more", NodeDetails::default()).await.expect_err("no numbers left");
+        assert!(refused.to_string().contains("node numbers are assigned"), "{refused}");
         assert_eq!(registry.register("last", NodeDetails::default()).await.expect("known").epoch.0, base + 2);
     }
 
     #[tokio::test]
-    async fn a_record_that_cannot_be_read_is_an_error_with_its_key() {
+    async fn reports_the_key_of_an_unreadable_record() {
         let store = MemoryStore::new();
         put(&store, b"nodes/x", b"{").await;
         let registry = registry(Arc::new(store)).await;

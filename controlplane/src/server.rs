@@ -5,13 +5,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
-use reprise_controlplane_core::{Amounts, MemberSettings, OwnPlace};
+use reprise_controlplane_core::{Amounts, LivenessSettings, MemberPlace};
 use reprise_controlplane_store::{
     EmbeddedStore, EtcdSettings, EtcdStore, KeyValue, MemoryStore, Store, StoreError, TimeToLive,
 };
 use reprise_daemon::connections::ConnectionLimit;
 use reprise_daemon::http;
-use reprise_daemon::rejected::Listener;
+use reprise_daemon::rejected_connections::Listener;
 use reprise_policy::Epoch;
 use reprise_policy::shards::MemberName;
 use reprise_proto::controlplane::directory_server::DirectoryServer;
@@ -26,6 +26,7 @@ use tonic::transport::Server;
 use tonic::transport::server::Router;
 
 use crate::admin::{self, Admin};
+use crate::admission::Admission;
 use crate::background::Background;
 use crate::cluster::{Cluster, EXPECTED_FOR};
 use crate::config::{Config, EventsConfig, StoreConfig};
@@ -33,90 +34,92 @@ use crate::descriptors::ConnectionLimits;
 use crate::directory::DirectoryService;
 use crate::events::service::EventsService;
 use crate::events::{Events, Publisher};
-use crate::followed;
-use crate::fronts::{self, FrontError};
+use crate::grpc_server::{self, GrpcServerError};
 use crate::identity::Identity;
-use crate::keys::Family;
 use crate::membership::MembershipService;
 use crate::metrics::Metrics;
 use crate::modes;
 use crate::placement::{PlacementParts, PlacementService};
 use crate::registry::{NODES_MAX, Registry, RegistryError};
 use crate::shards::Shards;
+use crate::store_keys::Family;
+use crate::store_watch;
 use crate::tenants::Tenants;
-use crate::turns::Turns;
 
-/// A message at the most: 8,192 keys with operations are 136 KiB.
+/// Longest message; 8,192 keys with their operations take 136 KiB.
 pub(crate) const MESSAGE_BYTES_MAX: usize = 256 << 10;
-/// HTTP/2 windows: a whole batch of keys and of answers without a wait for the other side.
+/// HTTP/2 windows: large enough for a full batch of keys or replies without waiting for a window update.
 const STREAM_WINDOW_BYTES: u32 = 1 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 8 << 20;
-/// Calls at once on one connection.
+/// Maximum number of concurrent calls on one connection.
 pub(crate) const STREAMS_MAX: u32 = 1024;
-/// A connection whose other end is gone without a word is noticed within both.
+/// HTTP/2 keep-alive: a peer that vanished without closing is detected within the sum of both.
 const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(10);
 const KEEP_ALIVE_ANSWER: Duration = Duration::from_secs(5);
-/// Pause between two sweeps while there is something to sweep; and between two looks while there is not.
+/// Interval between sweeps of the directory, and between checks whether a sweep is needed.
 const SWEEP_EVERY: Duration = Duration::from_millis(20);
-/// Never expire in a tighter loop than this.
+/// Shortest interval between expiry checks; bounds the loop's CPU use.
 const EXPIRE_MIN: Duration = Duration::from_millis(1);
-/// Pause between two looks at the ledgers.
+/// Interval between rebalances of the ledgers.
 const REBALANCE_EVERY: Duration = Duration::from_secs(1);
-/// An etcd that is started together with its members answers by then. Later a start ends, and says what is missing.
+/// Time to wait for etcd at start, so that etcd and members may start together. After it the start fails.
 const STORE_WITHIN: Duration = Duration::from_secs(15);
-/// Pause between two attempts to open it.
+/// Pause between attempts to open the store.
 const STORE_PAUSE: Duration = Duration::from_millis(500);
-/// Time for calls under way at shutdown; streams are told to end.
+/// Time for running calls to finish at shutdown; streams end at once.
 const SHUTDOWN_WAIT: Duration = Duration::from_secs(2);
 
-/// A running member.
+/// A running control-plane member.
 #[derive(Debug)]
 pub struct ControlPlane {
-    /// Where the gRPC services listen.
+    /// Listen address of the gRPC services.
     pub grpc: SocketAddr,
-    /// Where the admin endpoint listens.
+    /// Listen address of the admin endpoint.
     pub admin: SocketAddr,
-    /// What publishes KV events, if something does.
+    /// Publisher of KV events, if configured.
     pub publisher: Option<Publisher>,
     cluster: Arc<Cluster>,
     admin_state: Arc<Admin>,
     stop: watch::Sender<bool>,
-    grpc_task: JoinHandle<Result<(), FrontError>>,
+    grpc_task: JoinHandle<Result<(), GrpcServerError>>,
     admin_task: JoinHandle<()>,
     shards: Arc<Shards>,
     background: Background,
-    /// Gives the registration back when told to stop.
+    /// Keeps this member registered; deletes the registration when `stop` is set.
     registration: JoinHandle<()>,
-    /// Why the store takes no more writes.
+    /// Reason for which the store rejects this process, once it does.
     store_lost: watch::Receiver<Option<String>>,
 }
 
 impl ControlPlane {
-    /// Opens the store, binds both addresses, serves. Errors say what to change.
+    /// Opens the store, binds both addresses and starts to serve. Errors name the setting to change.
     pub async fn start(config: Config) -> anyhow::Result<ControlPlane> {
         config.check()?;
         let admin = bind("admin", config.admin).await?;
         let store = open_store(config.store.clone()).await?;
-        ControlPlane::start_with(store, config, admin).await
+        ControlPlane::start_listening(store, config, admin).await
     }
 
-    /// The same on a store that is open: several members of one process can share it.
-    pub async fn start_on(store: Arc<dyn Store>, config: Config) -> anyhow::Result<ControlPlane> {
+    /// Starts on an open store, which several members of one process can share.
+    pub async fn start_with_store(store: Arc<dyn Store>, config: Config) -> anyhow::Result<ControlPlane> {
         let admin = bind("admin", config.admin).await?;
-        ControlPlane::start_with(store, config, admin).await
+        ControlPlane::start_listening(store, config, admin).await
     }
 
-    /// The same with an admin port that listens already. It is served when the start is over: until then a start-up probe waits for its answer.
-    async fn start_with(
+    /// Starts with a bound admin port. Requests to it wait until the start is complete, start-up probes
+    /// included.
+    async fn start_listening(
         store: Arc<dyn Store>,
         config: Config,
         admin_listener: TcpListener,
     ) -> anyhow::Result<ControlPlane> {
-        let identity = Identity::of(store.as_ref()).await.context("cannot read the identity of the store")?;
+        let identity = Identity::load_or_create(store.as_ref())
+            .await
+            .context("cannot read the identity of the store")?;
         let registry = Registry::new(store.clone(), identity.clone());
         let (known, known_at) = registry.nodes().await.context("cannot read the node records")?;
         let (metrics, metric_registry) = Metrics::new();
-        let settings = MemberSettings {
+        let settings = LivenessSettings {
             dead_after: config.membership.dead_after.0,
             forget_after: config.membership.forget_after.0,
         };
@@ -124,7 +127,7 @@ impl ControlPlane {
         let events = Events::new(history);
         let cluster = Arc::new(Cluster::new(settings, config.limits.watchers, events, metrics));
         cluster.restore(known, known_at);
-        // Before anybody is served: a node that is to leave is chosen for nothing, also just after the start.
+        // Load modes before serving, so that a cordoned or draining node is not chosen right after the start.
         let modes = store.range(Family::Modes.prefix().as_bytes(), NODES_MAX).await;
         let modes = modes.context("cannot read the modes of nodes")?;
         modes.entries.iter().for_each(|entry| learn_mode(&cluster, entry));
@@ -138,17 +141,17 @@ impl ControlPlane {
         let publisher = Publisher::start(cluster.clone(), &events, &mut background).await?;
         let shards = Arc::new(shards(&config, (store.clone(), identity.clone()), grpc)?);
         if let StoreConfig::Embedded { .. } = config.store {
-            shards.forget_former().await.context("cannot tidy the store")?;
+            shards.delete_former_members().await.context("cannot delete former members from the store")?;
         }
         let admin_state = Admin::new(cluster.clone(), shards.clone(), metric_registry);
         let stop = watch::Sender::new(false);
-        let turns = Turns::new(workers, config.limits.calls_at_once);
+        let admission = Admission::new(workers, config.limits.calls_at_once);
         let store_lost = watch::Sender::new(None);
         let lost = store_lost.subscribe();
         let tenants = Arc::new(Tenants::new(store.clone(), identity.clone()));
-        let directory = Arc::new(DirectoryService::new(cluster.clone(), shards.clone(), turns));
-        let noticing = notice_other_store(store.clone(), identity.clone(), store_lost.clone());
-        background.until_done("identity of the store", noticing);
+        let directory = Arc::new(DirectoryService::new(cluster.clone(), shards.clone(), admission));
+        let noticing = watch_store_identity(store.clone(), identity.clone(), store_lost.clone());
+        background.spawn_finite("identity of the store", noticing);
         let placement = PlacementService::new(PlacementParts {
             cluster: cluster.clone(),
             shards: shards.clone(),
@@ -168,23 +171,23 @@ impl ControlPlane {
         let routers = (0..workers).map(|_| router(&services)).collect();
         let limit = |listener, max| ConnectionLimit::new(listener, max, cluster.metrics.rejected.clone());
         let accepted = (grpc_listener, limit(Listener::Grpc, limits.grpc));
-        let grpc_task = tokio::spawn(fronts::serve(accepted, routers, stop.subscribe()));
-        // Before the first page is served: a start-up probe may wait for it.
+        let grpc_task = tokio::spawn(grpc_server::serve(accepted, routers, stop.subscribe()));
+        // Set before the admin server runs: a start-up probe may already wait on the port.
         admin_state.set_ready();
         let routes = admin::router(admin_state.clone());
         let stopped = wait(stop.subscribe());
         let limit = limit(Listener::Admin, limits.admin);
         let admin_task = tokio::spawn(http::serve(admin_listener, routes, limit, stopped));
-        background.for_ever("death of nodes", expire_for_ever(cluster.clone(), settings.dead_after));
-        background.for_ever("sweeps", sweep_for_ever(cluster.clone()));
-        background.for_ever("members", follow_for_ever(shards.clone()));
-        background.for_ever("slots", own_for_ever(cluster.clone(), shards.clone()));
-        background.until_done("absent nodes", give_up_absent(cluster.clone()));
-        background.for_ever("budgets", follow_tenants(tenants.clone()));
-        background.for_ever("nodes", follow_nodes(store.clone(), cluster.clone()));
-        background.for_ever("modes", follow_modes(store, cluster.clone()));
-        background.for_ever("ledgers", keep_ledgers(cluster.clone(), shards.clone(), tenants));
-        let registration = tokio::spawn(hold(shards.clone(), stop.subscribe()));
+        background.spawn_permanent("node expiry", expire_nodes(cluster.clone(), settings.dead_after));
+        background.spawn_permanent("directory sweeps", sweep_directory(cluster.clone()));
+        background.spawn_permanent("members", follow_members(shards.clone()));
+        background.spawn_permanent("slots", follow_slots(cluster.clone(), shards.clone()));
+        background.spawn_finite("absent nodes", stop_expecting_absent(cluster.clone()));
+        background.spawn_permanent("budgets", follow_tenants(tenants.clone()));
+        background.spawn_permanent("nodes", follow_nodes(store.clone(), cluster.clone()));
+        background.spawn_permanent("modes", follow_modes(store, cluster.clone()));
+        background.spawn_permanent("ledgers", rebalance_ledgers(cluster.clone(), shards.clone(), tenants));
+        let registration = tokio::spawn(keep_registered(shards.clone(), stop.subscribe()));
         Ok(ControlPlane {
             grpc,
             admin,
@@ -201,17 +204,17 @@ impl ControlPlane {
         })
     }
 
-    /// Ends all streams, lets calls under way finish within two seconds, and stops.
+    /// Ends all streams, waits up to two seconds for running calls, and stops.
     pub async fn shutdown(mut self) {
         self.admin_state.set_closing();
         self.cluster.close();
         self.shards.close();
         self.stop.send_replace(true);
-        self.background.end();
+        self.background.abort_all();
         let (mut grpc_task, mut admin_task) = (self.grpc_task, self.admin_task);
         let mut registration = self.registration;
         let all = async {
-            // It has said what went wrong.
+            // The task has logged its errors.
             let _ = (&mut registration).await;
             let served = (&mut grpc_task).await;
             if let Ok(Err(error)) = served {
@@ -220,35 +223,36 @@ impl ControlPlane {
             let _ = (&mut admin_task).await;
         };
         if timeout(SHUTDOWN_WAIT, all).await.is_err() {
-            tracing::warn!("connections were still open at shutdown and are cut");
+            tracing::warn!("closing connections that are still open at shutdown");
             grpc_task.abort();
             admin_task.abort();
             registration.abort();
         }
     }
 
-    /// Returns when the member cannot go on: a server or a task has ended by itself ([`crate::background`]), or the store
-    /// takes no more writes. A new process opens the store again; agents go on meanwhile with what they hold.
+    /// Returns when the member cannot continue: a server or a task ended by itself ([`crate::background`]),
+    /// or the store rejects this process. A new process opens the store again; meanwhile agents work with the
+    /// blocks that they hold.
     pub async fn failed(&mut self) -> anyhow::Error {
         let lost =
             async |lost: &mut watch::Receiver<Option<String>>| match lost.wait_for(Option::is_some).await {
                 Ok(reason) => reason.clone().unwrap_or_default(),
-                // The services are gone, and with them the one who would tell.
+                // The services, which hold the sender, are gone. Another branch reports the cause.
                 Err(_) => std::future::pending().await,
             };
         tokio::select! {
             reason = lost(&mut self.store_lost) => {
-                anyhow::anyhow!("the store serves this process no more until it is started again: {reason}")
+                anyhow::anyhow!("the store rejects this process until it restarts: {reason}")
             }
             ended = &mut self.grpc_task => anyhow::anyhow!("the gRPC server ended: {ended:?}"),
             ended = &mut self.admin_task => anyhow::anyhow!("the admin server ended: {ended:?}"),
             ended = &mut self.registration => anyhow::anyhow!("the registration ended: {ended:?}"),
-            ended = self.background.ended() => anyhow::Error::new(ended).context("this member cannot go on"),
+            ended = self.background.next_failure() => anyhow::Error::new(ended).context("this member cannot continue"),
         }
     }
 }
 
-/// The gRPC services; every front serves the same ones.
+/// The gRPC services; every gRPC thread serves the same instances.
 struct Services {
     membership: MembershipServer<MembershipService>,
     placement: PlacementServer<PlacementService>,
@@ -270,7 +274,7 @@ fn router(services: &Services) -> Router {
 }
 
 async fn wait(mut stop: watch::Receiver<bool>) {
-    // The sender going away means the same.
+    // An error means that the sender is gone, which also means stop.
     let _ = stop.wait_for(|stop| *stop).await;
 }
 
@@ -293,7 +297,7 @@ async fn open_store(config: StoreConfig) -> anyhow::Result<Arc<dyn Store>> {
     }
 }
 
-/// Waits for an etcd that does not answer yet.
+/// Connects to etcd, and retries while etcd does not answer.
 async fn open_etcd(settings: &EtcdSettings) -> Result<EtcdStore, StoreError> {
     let give_up = Instant::now() + STORE_WITHIN;
     loop {
@@ -307,7 +311,7 @@ async fn open_etcd(settings: &EtcdSettings) -> Result<EtcdStore, StoreError> {
     }
 }
 
-/// This member as the configuration names it; `grpc` is where it listens.
+/// This member's place among the members; `grpc` is its listen address.
 fn shards(config: &Config, store: (Arc<dyn Store>, Identity), grpc: SocketAddr) -> anyhow::Result<Shards> {
     let address = config.member.advertise.clone().unwrap_or_else(|| grpc.to_string());
     let name = MemberName::new(config.member.name.as_ref().unwrap_or(&address)).context("member.name")?;
@@ -315,47 +319,48 @@ fn shards(config: &Config, store: (Arc<dyn Store>, Identity), grpc: SocketAddr) 
     Ok(Shards::new(store, name, address, time_to_live))
 }
 
-async fn follow_for_ever(shards: Arc<Shards>) {
+async fn follow_members(shards: Arc<Shards>) {
     shards.follow().await;
 }
 
-/// Keeps the directory's slots those of this member.
-async fn own_for_ever(cluster: Arc<Cluster>, shards: Arc<Shards>) {
+/// Keeps the directory's slots equal to the slots of this member.
+async fn follow_slots(cluster: Arc<Cluster>, shards: Arc<Shards>) {
     let mut news = shards.watch();
     loop {
-        // The epoch first: slots of a later map under it are put right when the news of that map is taken.
+        // Read the epoch before the slots. Slots of a later map may then be set under the earlier epoch; the
+        // next change notification corrects that.
         let epoch = shards.view().map_or(Epoch(0), |view| view.map.epoch());
-        cluster.own(&shards.kept(&cluster.owned()), epoch);
+        cluster.set_owned_slots(&shards.retained_slots(&cluster.owned()), epoch);
         if news.changed().await.is_err() {
             return;
         }
     }
 }
 
-/// Learns of nodes that register with other members, and of those that were forgotten.
+/// Applies registrations with other members, and removals of nodes.
 async fn follow_nodes(store: Arc<dyn Store>, cluster: Arc<Cluster>) {
-    followed::follow(&store, Family::Nodes, NODES_MAX, |news| cluster.take_records(news)).await;
+    store_watch::follow(&store, Family::Nodes, NODES_MAX, |news| cluster.apply_store_update(news)).await;
 }
 
 fn learn_mode(cluster: &Cluster, entry: &KeyValue) {
     match modes::read(entry) {
         Ok((name, set)) => cluster.set_mode(name, set),
-        Err(error) => tracing::error!(%error, "a node's mode is passed over"),
+        Err(error) => tracing::error!(%error, "ignoring an invalid mode record"),
     }
 }
 
-/// Learns what nodes are for from now on.
+/// Applies mode changes from the store.
 async fn follow_modes(store: Arc<dyn Store>, cluster: Arc<Cluster>) {
     let take = |entry: &KeyValue| learn_mode(&cluster, entry);
-    followed::follow(&store, Family::Modes, NODES_MAX, |news| news.entries().for_each(take)).await;
+    store_watch::follow(&store, Family::Modes, NODES_MAX, |news| news.entries().for_each(take)).await;
 }
 
 async fn follow_tenants(tenants: Arc<Tenants>) {
     tenants.follow().await;
 }
 
-/// Keeps the ledgers of tenants in line with the map, the budgets and the nodes, and moves their bytes.
-async fn keep_ledgers(cluster: Arc<Cluster>, shards: Arc<Shards>, tenants: Arc<Tenants>) {
+/// Keeps the ledgers consistent with map, budgets and nodes, and rebalances their grants.
+async fn rebalance_ledgers(cluster: Arc<Cluster>, shards: Arc<Shards>, tenants: Arc<Tenants>) {
     let mut ticks = interval(REBALANCE_EVERY);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut overcommitted = Amounts::default();
@@ -365,12 +370,13 @@ async fn keep_ledgers(cluster: Arc<Cluster>, shards: Arc<Shards>, tenants: Arc<T
         match (certain, tenants.budgets()) {
             (Some((incarnation, view)), Some(budgets)) => {
                 let nodes = cluster.known_nodes();
-                let place = OwnPlace { map: &view.map, name: shards.name(), incarnation };
+                let place = MemberPlace { map: &view.map, name: shards.name(), incarnation };
                 cluster.ledgers.rebalance(cluster.now(), &place, &budgets, &nodes);
             }
-            (None, _) | (_, None) => cluster.ledgers.end(),
+            (None, _) | (_, None) => cluster.ledgers.drop_all(),
         }
-        // While a node has not reported, what is known stays: an agent that restarts changes nothing.
+        // Keep the last value while a node has not reported, so that an agent's restart does not log a
+        // warning.
         let Some(capacity) = cluster.capacity_known() else { continue };
         let now = tenants.overcommitted(capacity);
         cluster.metrics.set_overcommitted(now);
@@ -378,46 +384,50 @@ async fn keep_ledgers(cluster: Arc<Cluster>, shards: Arc<Shards>, tenants: Arc<T
             tracing::warn!(
                 dram_bytes = now.dram,
                 nvme_bytes = now.nvme,
-                "tenants are promised more than the living nodes have: lower reservations by so much, or add nodes"
+                "tenant reservations exceed the capacity of live nodes: lower them by these amounts, or add nodes"
             );
         }
         overcommitted = now;
     }
 }
 
-/// Says so when the store is another than at the start.
-async fn notice_other_store(store: Arc<dyn Store>, identity: Identity, lost: watch::Sender<Option<String>>) {
-    identity.lost(&store).await;
+/// Reports when the store has been replaced or restored since the start.
+async fn watch_store_identity(
+    store: Arc<dyn Store>,
+    identity: Identity,
+    lost: watch::Sender<Option<String>>,
+) {
+    identity.wait_until_replaced(&store).await;
     let reason = RegistryError::OtherStore.to_string();
     lost.send_if_modified(|lost| lost.is_none().then(|| *lost = Some(reason)).is_some());
 }
 
-/// Nodes that have been away since before the start are not waited for much longer than those that are here need.
-async fn give_up_absent(cluster: Arc<Cluster>) {
+/// Stops waiting for nodes that have not registered since the start.
+async fn stop_expecting_absent(cluster: Arc<Cluster>) {
     sleep(EXPECTED_FOR).await;
-    cluster.give_up_absent();
+    cluster.stop_expecting_absent();
 }
 
-async fn hold(shards: Arc<Shards>, stop: watch::Receiver<bool>) {
-    shards.hold(stop).await;
+async fn keep_registered(shards: Arc<Shards>, stop: watch::Receiver<bool>) {
+    shards.keep_registered(stop).await;
 }
 
-/// Finds dead nodes at the instant they die.
-async fn expire_for_ever(cluster: Arc<Cluster>, dead_after: Duration) {
+/// Expires silent nodes at their deadlines.
+async fn expire_nodes(cluster: Arc<Cluster>, dead_after: Duration) {
     loop {
         let next = cluster.expire().unwrap_or(dead_after);
-        // A registration meanwhile dies no sooner than `dead_after` from now.
+        // A registration during the sleep expires no sooner than `dead_after` from now.
         sleep(next.min(dead_after).max(EXPIRE_MIN)).await;
     }
 }
 
-/// Removes what inventories have replaced, little by little.
-async fn sweep_for_ever(cluster: Arc<Cluster>) {
+/// Sweeps entries of replaced inventories out of the directory, in small steps.
+async fn sweep_directory(cluster: Arc<Cluster>) {
     let mut ticks = interval(SWEEP_EVERY);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
-        if cluster.directory().has_to_sweep() {
+        if cluster.directory().needs_sweep() {
             cluster.sweep();
         }
     }

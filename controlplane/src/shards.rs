@@ -1,34 +1,35 @@
-//! The members of the control plane: this one's place among them, and the map of hash slots that follows from all.
+//! Control-plane members: this member's registration, and the map of hash slots derived from all of them.
 //!
 //! | key              | value |
 //! |------------------|-------|
-//! | `members/<name>` | JSON: address, version of the program; goes with the lease of the process that put it |
+//! | `members/<name>` | JSON: address, version of the program; bound to the lease of the process that wrote it |
 //!
 //! ```text
 //!   joining ──the name is free──► registered ──the lease is lost──► joining
 //!      ▲ │
-//!      └─┘ the name is taken: by this member's former process, for as long as its lease lives, or by another
+//!      └─┘ the name is taken: by another member, or by a former process of this one until its lease expires
 //! ```
 //!
-//! The map is a function of what is under `members/` ([`ShardMap`]); every member computes it for itself. Its epoch is a
-//! revision at which this was the list, so a higher epoch is a later list. A member's incarnation is the revision that
-//! created its entry: higher with every registration under a name.
+//! The map is a function of the entries under `members/` ([`ShardMap`]); every member computes it. Its epoch
+//! is a revision at which the list was current, so a higher epoch is a later list. A member's incarnation is
+//! the revision that created its entry, and increases with every registration under a name.
 //!
-//! A map has at most [`MEMBERS_MAX`] members. Who finds so many others does not register and says so. Of those that do so at the
-//! same moment some may be too many: they have no place in the map, the same ones for everybody, and answer for nothing.
+//! A map has at most [`MEMBERS_MAX`] members. A member that finds so many others does not register, and logs
+//! an error. If several register at the same moment, those beyond the limit have no place in the map. All
+//! members agree on which those are, and they own no slots.
 //!
-//! A member answers for its slots while its registration is certain, by its own clock. When it is not, it keeps what it
-//! knows of them, and answers for none, until it is registered again or another is given them.
+//! A member serves its slots while its registration is certain by its own clock. When it is not, the member
+//! keeps the contents of its slots but serves none, until it is registered again or another member owns them.
 //!
-//! Deliberately absent: what is in the slots (`cluster.rs`).
+//! The contents of the slots are in [`crate::cluster`].
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
 use reprise_controlplane_store::{
-    Condition, Event, HeldLease, Holding, KeyValue, Loss, Outcome, Revision, Store, StoreError, TimeToLive,
-    Transaction, Write,
+    Condition, Event, KeyValue, LeaseGuard, LeaseLoss, LeaseStatus, Outcome, Revision, Store, StoreError,
+    TimeToLive, Transaction, Write,
 };
 use reprise_policy::shards::{MEMBERS_MAX, MemberName, ShardMap};
 use reprise_policy::{Epoch, SlotSet};
@@ -36,29 +37,31 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 
-use crate::followed::{self, News};
 use crate::identity::Identity;
-use crate::keys::{Family, Key};
+use crate::store_keys::{Family, Key};
+use crate::store_watch::{self, StoreUpdate};
 
-/// What this member tells others that it is.
+/// Version that this member publishes in its entry.
 const VERSION: &str = env!("CARGO_PKG_VERSION");
-/// Records that are read: more than a map has, so that all see the same first ones, however many come too many at once.
+/// Entries read at once: more than a map has, so that all members see the same first ones even if too many
+/// register.
 const RECORDS_MAX: usize = 4 * MEMBERS_MAX;
-/// Pause after the store failed.
+/// Pause after a failed access to the store.
 const RETRY_AFTER: Duration = Duration::from_millis(250);
-/// Lives of a lease that a former process of this name may still have: one, and the store may be late to notice.
-const FORMER_LIVES: u32 = 2;
+/// Wait for a former process's lease, in lease durations: one, and one more because the store may expire it
+/// late.
+const FORMER_LEASE_FACTOR: u32 = 2;
 
-/// See the module.
+/// The members, and this member's registration.
 #[derive(Debug)]
 pub struct Shards {
     store: Arc<dyn Store>,
-    /// Of the store that this member has started with.
+    /// Identity of the store at the start of this member.
     identity: Identity,
     name: MemberName,
     address: String,
     time_to_live: TimeToLive,
-    news: watch::Sender<MemberNews>,
+    updates: watch::Sender<MembersUpdate>,
     registration: RwLock<Option<Registration>>,
 }
 
@@ -66,84 +69,85 @@ pub struct Shards {
 #[derive(Clone, Debug)]
 struct Registration {
     incarnation: u64,
-    /// Of its lease.
-    holding: watch::Receiver<Holding>,
+    /// Status of its lease.
+    lease_status: watch::Receiver<LeaseStatus>,
 }
 
-/// What watchers get.
+/// An update for watchers of the members.
 #[derive(Clone, Debug)]
-pub enum MemberNews {
-    /// The members now.
+pub enum MembersUpdate {
+    /// The current members.
     Members(Arc<MemberView>),
-    /// This member is going away.
+    /// This member shuts down.
     Closing,
 }
 
 /// The members at an epoch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MemberView {
-    /// Who owns what.
+    /// Owner of each hash slot.
     pub map: ShardMap,
-    /// In the order of the map.
+    /// Members in the order of the map.
     pub members: Vec<Member>,
 }
 
-/// A registered member.
+/// A registered control-plane member.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Member {
-    /// Its name.
+    /// Unique name of the member.
     pub name: MemberName,
     /// `host:port` of its gRPC services.
     pub address: String,
-    /// Higher with every registration under the name.
+    /// Increases with every registration under the name.
     pub incarnation: u64,
-    /// Of its program; empty where it does not say.
+    /// Version of its program; empty if unknown.
     pub version: String,
 }
 
-/// The stored form of a member.
+/// A member as stored.
 #[derive(Debug, Serialize, Deserialize)]
-struct Stored {
+struct MemberJson {
     address: String,
-    /// Members that were built before this was told have none.
+    /// Empty for members that predate this field.
     #[serde(default)]
     version: String,
 }
 
-/// Whether a registration was made.
-enum Joined {
-    /// At this revision.
-    At(Revision),
+/// Outcome of an attempt to register.
+enum JoinOutcome {
+    /// Registered at this revision.
+    Registered(Revision),
     NameTaken,
-    /// The store is another than the one that this member has started with: it is about to end.
+    /// The store has another identity than at the start; this member is about to exit.
     OtherStore,
-    /// There are as many others as a map has.
+    /// The map is full.
     Full,
 }
 
 impl Shards {
-    /// A member that is not registered yet. Run [`Shards::follow`] and [`Shards::hold`].
+    /// Creates an unregistered member. Run [`Shards::follow`] and [`Shards::keep_registered`].
     pub fn new(
         (store, identity): (Arc<dyn Store>, Identity),
         name: MemberName,
         address: String,
         time_to_live: TimeToLive,
     ) -> Shards {
-        let nobody = MemberView::of(Revision(0), &BTreeMap::new());
-        let news = watch::Sender::new(MemberNews::Members(Arc::new(nobody)));
-        Shards { store, identity, name, address, time_to_live, news, registration: RwLock::new(None) }
+        let empty = MemberView::of(Revision(0), &BTreeMap::new());
+        let updates = watch::Sender::new(MembersUpdate::Members(Arc::new(empty)));
+        Shards { store, identity, name, address, time_to_live, updates, registration: RwLock::new(None) }
     }
 
-    /// This member's name.
+    /// Name of this member.
     pub fn name(&self) -> &MemberName {
         &self.name
     }
 
-    /// Forgets all members that the store names: they are former ones of a store that only this process has.
+    /// Deletes all member entries. For a store of this process alone, where they are left over from former
+    /// processes.
     ///
     /// # Errors
-    /// The store's.
-    pub async fn forget_former(&self) -> Result<(), StoreError> {
+    /// Errors of the store.
+    pub async fn delete_former_members(&self) -> Result<(), StoreError> {
         let former = self.store.range(Family::Members.prefix().as_bytes(), RECORDS_MAX).await?;
         if former.entries.is_empty() {
             return Ok(());
@@ -157,24 +161,24 @@ impl Shards {
         self.certain_incarnation().is_some()
     }
 
-    /// The map, when this member's place in it is certain at this instant: only then may it answer for its slots.
+    /// The map, if this member's place in it is certain at this instant; only then may it serve its slots.
     pub fn certain_map(&self) -> Option<Arc<MemberView>> {
         self.view().filter(|view| self.is_certain_in(view))
     }
 
-    /// Whether this member's registration is certain at this instant, and the view has it: one from before the registration is out of date.
+    /// Whether this member's registration is certain now and part of the view. An older view is outdated.
     pub fn is_certain_in(&self, view: &MemberView) -> bool {
         self.certain_incarnation().is_some_and(|own| self.incarnation(view) == Some(own))
     }
 
-    /// This member's incarnation in a view.
+    /// Incarnation of this member in a view.
     pub fn incarnation(&self, view: &MemberView) -> Option<u64> {
         view.find(&self.name).map(|own| own.incarnation)
     }
 
-    /// The slots to keep, of those that were kept before: this member's own, or, while its registration is not
-    /// certain, what nobody else has been given.
-    pub fn kept(&self, before: &SlotSet) -> SlotSet {
+    /// Slots to retain of those in `before`: the slots of this member or, while its registration is
+    /// uncertain, the slots that no other member owns.
+    pub fn retained_slots(&self, before: &SlotSet) -> SlotSet {
         match (self.certain_map(), self.view()) {
             (Some(view), _) => view.map.owned_by(&self.name),
             (None, Some(view)) => before.without(&view.map.owned_by_others(&self.name)),
@@ -184,47 +188,50 @@ impl Shards {
 
     fn certain_incarnation(&self) -> Option<u64> {
         let registration = self.registration.read().unwrap_or_else(PoisonError::into_inner);
-        let Registration { incarnation, holding } = registration.as_ref()?;
-        let certain = matches!(&*holding.borrow(), Holding::Held { until } if Instant::now() < *until);
+        let Registration { incarnation, lease_status } = registration.as_ref()?;
+        let certain =
+            matches!(&*lease_status.borrow(), LeaseStatus::Held { until } if Instant::now() < *until);
         certain.then_some(*incarnation)
     }
 
-    /// The members as last seen; nobody before the store has answered.
+    /// The members as last read; an empty list before the first read, `None` at shutdown.
     pub fn view(&self) -> Option<Arc<MemberView>> {
-        match &*self.news.borrow() {
-            MemberNews::Members(view) => Some(view.clone()),
-            MemberNews::Closing => None,
+        match &*self.updates.borrow() {
+            MembersUpdate::Members(view) => Some(view.clone()),
+            MembersUpdate::Closing => None,
         }
     }
 
-    /// The members now and whenever they change.
-    pub fn watch(&self) -> watch::Receiver<MemberNews> {
-        self.news.subscribe()
+    /// Watch of the members, starting with the current ones.
+    pub fn watch(&self) -> watch::Receiver<MembersUpdate> {
+        self.updates.subscribe()
     }
 
-    /// Ends all watches.
+    /// Ends all watches of the members.
     pub fn close(&self) {
-        self.news.send_replace(MemberNews::Closing);
+        self.updates.send_replace(MembersUpdate::Closing);
     }
 
     /// Follows the members in the store; never returns.
     pub async fn follow(&self) {
         let mut members = BTreeMap::new();
-        followed::follow(&self.store, Family::Members, RECORDS_MAX, |news| {
-            match news {
-                News::All(range) => {
+        store_watch::follow(&self.store, Family::Members, RECORDS_MAX, |updates| {
+            match updates {
+                StoreUpdate::All(range) => {
                     let all = range.entries.iter().filter_map(read);
                     members = all.map(|member| (member.name.clone(), member)).collect();
                 }
-                News::Changes(batch) => batch.events.iter().for_each(|event| apply(&mut members, event)),
+                StoreUpdate::Changes(batch) => {
+                    batch.events.iter().for_each(|event| apply(&mut members, event));
+                }
             }
-            self.publish(news.revision(), &members);
+            self.publish(updates.revision(), &members);
         })
         .await;
     }
 
-    /// Registers this member and registers it again whenever its lease is lost, until `stop`; then gives it back.
-    pub async fn hold(&self, mut stop: watch::Receiver<bool>) {
+    /// Registers this member, and again whenever its lease is lost, until `stop`; then deletes the entry.
+    pub async fn keep_registered(&self, mut stop: watch::Receiver<bool>) {
         loop {
             let joined = tokio::select! {
                 _ = stop.wait_for(|stop| *stop) => return,
@@ -232,8 +239,8 @@ impl Shards {
             };
             match joined {
                 Ok((lease, incarnation)) => {
-                    tracing::info!(recovered = "member_not_registered", "this member is registered again");
-                    if self.keep(lease, incarnation, &mut stop).await == Loss::Released {
+                    tracing::info!(recovered = "member_not_registered", "member is registered again");
+                    if self.hold_lease(lease, incarnation, &mut stop).await == LeaseLoss::Released {
                         return;
                     }
                 }
@@ -241,7 +248,7 @@ impl Shards {
                     tracing::warn!(
                         condition = "member_not_registered",
                         %error,
-                        "this member cannot be registered now; trying again"
+                        "cannot register this member; retrying"
                     );
                     sleep(RETRY_AFTER).await;
                 }
@@ -249,88 +256,99 @@ impl Shards {
         }
     }
 
-    /// Waits until the lease is lost, or gives it back.
-    async fn keep(&self, lease: HeldLease, incarnation: Revision, stop: &mut watch::Receiver<bool>) -> Loss {
-        self.set_registration(Some(Registration { incarnation: incarnation.0, holding: lease.holding() }));
+    /// Waits until the lease is lost, or releases it on `stop`.
+    async fn hold_lease(
+        &self,
+        lease: LeaseGuard,
+        incarnation: Revision,
+        stop: &mut watch::Receiver<bool>,
+    ) -> LeaseLoss {
+        self.set_registration(Some(Registration {
+            incarnation: incarnation.0,
+            lease_status: lease.status(),
+        }));
         tracing::info!(name = %self.name, address = self.address, "member registered");
         let loss = tokio::select! {
-            loss = lease.lost() => loss,
-            _ = stop.wait_for(|stop| *stop) => Loss::Released,
+            loss = lease.wait_lost() => loss,
+            _ = stop.wait_for(|stop| *stop) => LeaseLoss::Released,
         };
         self.set_registration(None);
-        if loss == Loss::Released {
+        if loss == LeaseLoss::Released {
             if let Err(error) = lease.release().await {
-                tracing::warn!(%error, "the registration could not be given back; it expires");
+                tracing::warn!(%error, "cannot release the registration; it will expire");
             }
         } else {
-            tracing::warn!(name = %self.name, %loss, "the registration of this member is lost; registering again");
+            tracing::warn!(name = %self.name, %loss, "registration of this member lost; registering again");
         }
         loss
     }
 
-    /// Puts this member's entry under a new lease, as soon as its name is free.
-    async fn join(&self) -> Result<(HeldLease, Revision), StoreError> {
+    /// Creates this member's entry under a new lease, as soon as its name is free.
+    async fn join(&self) -> Result<(LeaseGuard, Revision), StoreError> {
         loop {
-            let lease = HeldLease::grant(self.store.clone(), self.time_to_live).await?;
-            let former = lease.time_to_live().duration() * FORMER_LIVES;
-            match self.put_under(&lease).await? {
-                Joined::At(revision) => return Ok((lease, revision)),
-                Joined::NameTaken => drop(lease),
-                Joined::OtherStore => {
+            let lease = LeaseGuard::grant(self.store.clone(), self.time_to_live).await?;
+            let former = lease.time_to_live().duration() * FORMER_LEASE_FACTOR;
+            match self.create_entry(&lease).await? {
+                JoinOutcome::Registered(revision) => return Ok((lease, revision)),
+                JoinOutcome::NameTaken => drop(lease),
+                JoinOutcome::OtherStore => {
                     drop(lease);
                     sleep(former).await;
                     continue;
                 }
-                Joined::Full => {
+                JoinOutcome::Full => {
                     drop(lease);
                     tracing::error!(
                         name = %self.name,
-                        "{MEMBERS_MAX} members are registered, as many as can be: this one waits until others are stopped"
+                        "the maximum of {MEMBERS_MAX} members is registered: waiting until another member stops"
                     );
                     sleep(former).await;
                     continue;
                 }
             }
-            let mut news = self.watch();
-            let is_free = |news: &MemberNews| match news {
-                MemberNews::Members(view) => view.map.position(&self.name).is_none(),
-                MemberNews::Closing => true,
+            let mut updates = self.watch();
+            let is_free = |updates: &MembersUpdate| match updates {
+                MembersUpdate::Members(view) => view.map.position(&self.name).is_none(),
+                MembersUpdate::Closing => true,
             };
-            if timeout(former, news.wait_for(is_free)).await.is_err() {
+            if timeout(former, updates.wait_for(is_free)).await.is_err() {
                 let address = self.view().and_then(|view| Some(view.find(&self.name)?.address.clone()));
                 tracing::error!(
                     name = %self.name,
                     address,
-                    "another member is registered under this name: give each a member.name of its own"
+                    "another member is registered under this name: set a unique member.name for each"
                 );
             }
         }
     }
 
-    async fn put_under(&self, lease: &HeldLease) -> Result<Joined, StoreError> {
+    async fn create_entry(&self, lease: &LeaseGuard) -> Result<JoinOutcome, StoreError> {
         let others = self.store.range(Family::Members.prefix().as_bytes(), MEMBERS_MAX).await?;
         if others.entries.len() == MEMBERS_MAX {
-            return Ok(Joined::Full);
+            return Ok(JoinOutcome::Full);
         }
-        let key = Key::Of(Family::Members, self.name.as_str()).bytes();
-        let stored = Stored { address: self.address.clone(), version: VERSION.to_owned() };
-        let value = serde_json::to_vec(&stored).expect("a record of strings is always JSON");
+        let key = Key::Record(Family::Members, self.name.as_str()).bytes();
+        let stored = MemberJson { address: self.address.clone(), version: VERSION.to_owned() };
+        let value = serde_json::to_vec(&stored).expect("strings serialize to JSON");
         let transaction = Transaction {
-            // Epochs of maps begin anew in another store: in it, those of this member would be taken for others.
+            // In another store, map epochs start over, so an entry there could be mistaken for one of this
+            // store.
             conditions: vec![self.identity.unchanged(), Condition::Absent { key: key.clone() }],
             writes: vec![Write::Put { key, value, lease: Some(lease.id()) }],
         };
         Ok(match self.store.transact(transaction).await? {
-            Outcome::Committed(revision) => Joined::At(revision),
-            Outcome::Conflict if self.identity.is_of(self.store.as_ref()).await? => Joined::NameTaken,
-            Outcome::Conflict => Joined::OtherStore,
+            Outcome::Committed(revision) => JoinOutcome::Registered(revision),
+            Outcome::Conflict if self.identity.is_current(self.store.as_ref()).await? => {
+                JoinOutcome::NameTaken
+            }
+            Outcome::Conflict => JoinOutcome::OtherStore,
         })
     }
 
-    /// Makes a list of members known, if it is another than the last.
+    /// Publishes a list of members, if it differs from the last one.
     fn publish(&self, revision: Revision, members: &BTreeMap<MemberName, Member>) {
-        self.news.send_if_modified(|news| {
-            let MemberNews::Members(known) = news else { return false };
+        self.updates.send_if_modified(|updates| {
+            let MembersUpdate::Members(known) = updates else { return false };
             if known.members.iter().eq(members.values().take(MEMBERS_MAX)) {
                 return false;
             }
@@ -338,29 +356,28 @@ impl Shards {
             tracing::info!(
                 epoch = view.map.epoch().0,
                 members = view.members.len(),
-                "members of the control plane"
+                "control-plane members changed"
             );
             *known = Arc::new(view);
             true
         });
     }
 
-    /// Whoever watches hears of it.
+    /// Sets the registration and notifies watchers.
     fn set_registration(&self, registration: Option<Registration>) {
         *self.registration.write().unwrap_or_else(PoisonError::into_inner) = registration;
-        self.news.send_modify(|_| ());
+        self.updates.send_modify(|_| ());
     }
 }
 
 impl MemberView {
     fn of(revision: Revision, members: &BTreeMap<MemberName, Member>) -> MemberView {
         let names = members.keys().take(MEMBERS_MAX).cloned();
-        let map =
-            ShardMap::new(Epoch(revision.0), names).expect("names in a map are unique, and not too many");
+        let map = ShardMap::new(Epoch(revision.0), names).expect("names are unique and within the limit");
         MemberView { map, members: members.values().take(MEMBERS_MAX).cloned().collect() }
     }
 
-    /// The member of this name.
+    /// The member with this name.
     pub fn find(&self, name: &MemberName) -> Option<&Member> {
         self.map.position(name).map(|at| &self.members[usize::from(at.0)])
     }
@@ -381,16 +398,16 @@ fn apply(members: &mut BTreeMap<MemberName, Member>, event: &Event) {
     }
 }
 
-/// A record that is none of ours is no member; its key is in the log.
+/// Decodes a member entry; logs and skips an invalid one.
 fn read(entry: &KeyValue) -> Option<Member> {
-    let stored = serde_json::from_slice::<Stored>(&entry.value).ok();
+    let stored = serde_json::from_slice::<MemberJson>(&entry.value).ok();
     match (name_of(&entry.key), stored) {
-        (Some(name), Some(Stored { address, version })) => {
+        (Some(name), Some(MemberJson { address, version })) => {
             Some(Member { name, address, incarnation: entry.created.0, version })
         }
         _ => {
             let key = String::from_utf8_lossy(&entry.key);
-            tracing::error!(%key, "a member's record in the store cannot be read: remove it");
+            tracing::error!(%key, "ignoring an invalid member record: remove it from the store");
             None
         }
     }

@@ -1,13 +1,13 @@
-//! Budgets of tenants in the store: what each may have in the whole cluster, and what it is sure of.
+//! Tenant budgets in the store: reservation and limit of each tenant for the whole cluster.
 //!
 //! | key               | value                                             |
 //! |-------------------|---------------------------------------------------|
-//! | `tenants/<name>`  | JSON: bytes reserved and bytes at most, of DRAM and of NVMe |
-//! | `tenants_changed` | empty; every change puts it, so that two at once do not both count as the first |
+//! | `tenants/<name>`  | JSON: reserved bytes and limit in bytes, of DRAM and of NVMe |
+//! | `tenants_changed` | empty; rewritten by every change, which makes concurrent changes conflict |
 //!
-//! Reservations are checked together against what the nodes have whenever a change makes them more, and again when nodes come
-//! and go ([`Tenants::overcommitted`]): then nothing is refused any more, but it is said. A change that promises no more than
-//! before is taken also when nodes have gone.
+//! A change that raises the sum of reservations is checked against the capacity of the nodes. Later losses of
+//! capacity are reported ([`Tenants::overcommitted`]), but do not invalidate reservations. A change that does
+//! not raise the sum is accepted even then.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -21,62 +21,62 @@ use reprise_policy::quota::{self, Quota, QuotaError};
 use reprise_policy::tenant::TENANTS_MAX;
 use serde::{Deserialize, Serialize};
 
-use crate::followed::{self, News};
 use crate::identity::Identity;
-use crate::keys::{Family, Key};
+use crate::store_keys::{Family, Key};
+use crate::store_watch::{self, StoreUpdate};
 
 const CHANGED: &[u8] = b"tenants_changed";
-/// Attempts against concurrent changes. Each failure means that another change succeeded.
+/// Attempts against concurrent changes. Each conflict means that another change succeeded.
 const ATTEMPTS_MAX: usize = 16;
 
-/// One kind of room.
-type Kind = fn(&Amounts) -> u64;
+/// Selects the amount of one resource.
+type AmountOf = fn(&Amounts) -> u64;
 
-const ROOMS: [(&str, Kind); 2] = [("dram", |amounts| amounts.dram), ("nvme", |amounts| amounts.nvme)];
+const RESOURCES: [(&str, AmountOf); 2] = [("dram", |amounts| amounts.dram), ("nvme", |amounts| amounts.nvme)];
 
-/// See the module.
+/// The tenant budgets, as followed from the store.
 #[derive(Debug)]
 pub struct Tenants {
     store: Arc<dyn Store>,
     identity: Identity,
-    /// `None` before the first look at the store.
+    /// `None` until the store has been read.
     budgets: RwLock<Option<Arc<BTreeMap<TenantName, Budget>>>>,
 }
 
-/// Why a budget is refused.
+/// Reasons to reject a change of a budget.
 #[derive(Debug, thiserror::Error)]
 pub enum TenantsError {
-    /// The store failed.
+    /// An error of the store.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// A budget contradicts itself, or all of them what there is.
+    /// The budget is inconsistent, or reservations exceed the capacity.
     #[error("{room}: {error}")]
     Quota {
-        /// DRAM or NVMe.
+        /// Resource: `dram` or `nvme`.
         room: &'static str,
-        /// How.
+        /// Violated rule.
         error: QuotaError,
     },
-    /// What there is to reserve is not known yet.
-    #[error("nodes are still registering, or have not reported what they have: try again in a second")]
+    /// The capacity of the nodes is not known yet.
+    #[error("nodes are still registering or have not reported their capacity: retry in a second")]
     Registering,
-    /// There are as many as there can be.
-    #[error("{TENANTS_MAX} tenants have budgets already: remove one that is not used any more")]
+    /// The maximum number of tenants has budgets.
+    #[error("{TENANTS_MAX} tenants already have budgets: remove an unused one")]
     Full,
-    /// Nobody of this name has a budget.
-    #[error("tenant '{0}' has no budget: `reprise tenant list` names those that have one")]
+    /// The tenant has no budget.
+    #[error("tenant '{0}' has no budget: `reprise tenant list` lists tenants with a budget")]
     Unknown(TenantName),
-    /// The store is not the one that this member has started with.
-    #[error("the store was emptied or replaced while this member ran: try again when it has started anew")]
+    /// The store has another identity than at the start of this member.
+    #[error("the store was emptied or replaced while this member ran: retry after its restart")]
     OtherStore,
-    /// Others were always faster.
-    #[error("{ATTEMPTS_MAX} concurrent changes came first: try again")]
+    /// Every attempt conflicted with another change.
+    #[error("{ATTEMPTS_MAX} attempts conflicted with concurrent changes: retry")]
     Busy,
 }
 
-/// The stored form of a budget.
+/// A budget as stored.
 #[derive(Debug, Serialize, Deserialize)]
-struct Stored {
+struct BudgetJson {
     dram_reserved: u64,
     dram_limit: u64,
     nvme_reserved: u64,
@@ -84,25 +84,27 @@ struct Stored {
 }
 
 impl Tenants {
-    /// Budgets of a store that are not known yet. Run [`Tenants::follow`].
+    /// Creates budgets that are unknown until [`Tenants::follow`] runs.
     pub fn new(store: Arc<dyn Store>, identity: Identity) -> Tenants {
         Tenants { store, identity, budgets: RwLock::new(None) }
     }
 
-    /// Keeps the budgets those of the store; never returns.
+    /// Follows the budgets in the store; never returns.
     pub async fn follow(&self) {
-        followed::follow(&self.store, Family::Tenants, TENANTS_MAX, |news| self.take(news)).await;
+        store_watch::follow(&self.store, Family::Tenants, TENANTS_MAX, |update| self.apply_update(update))
+            .await;
     }
 
-    /// All budgets; `None` as long as the store has not said.
+    /// All budgets; `None` until the store has been read.
     pub fn budgets(&self) -> Option<Arc<BTreeMap<TenantName, Budget>>> {
         self.budgets.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Sets a tenant's budget; `capacity` is what the living nodes have, `None` while they have had no time to register.
+    /// Sets a tenant's budget. `capacity` is the capacity of the live nodes, or `None` while nodes are still
+    /// registering.
     ///
     /// # Errors
-    /// [`TenantsError`]; nothing has changed then.
+    /// A [`TenantsError`]; nothing was changed.
     pub async fn set(
         &self,
         name: &TenantName,
@@ -116,16 +118,16 @@ impl Tenants {
                 return Err(TenantsError::Full);
             }
             check(budgets, before, capacity)?;
-            let (key, value) = (key(name), written(&budget));
+            let (key, value) = (key(name), encode(&budget));
             Ok(Write::Put { key, value, lease: None })
         })
         .await
     }
 
-    /// Ends a tenant's budget.
+    /// Removes a tenant's budget.
     ///
     /// # Errors
-    /// [`TenantsError`]; nothing has changed then.
+    /// A [`TenantsError`]; nothing was changed.
     pub async fn remove(&self, name: &TenantName) -> Result<(), TenantsError> {
         self.change(name, |budgets| match budgets.remove(name) {
             Some(_) => Ok(Write::Delete { key: key(name) }),
@@ -134,14 +136,14 @@ impl Tenants {
         .await
     }
 
-    /// By how much reservations exceed what there is.
+    /// Bytes by which reservations exceed the capacity.
     pub fn overcommitted(&self, capacity: Amounts) -> Amounts {
         let Some(budgets) = self.budgets() else { return Amounts::default() };
         let Amounts { dram, nvme } = reserved(&budgets);
         Amounts { dram: dram.saturating_sub(capacity.dram), nvme: nvme.saturating_sub(capacity.nvme) }
     }
 
-    /// Makes a change that `decide` makes of all budgets, unless another comes between.
+    /// Applies the change that `decide` derives from all budgets; retries on conflicts.
     async fn change(
         &self,
         name: &TenantName,
@@ -159,25 +161,25 @@ impl Tenants {
             let conditions = vec![before, self.identity.unchanged()];
             let transaction = Transaction { conditions, writes: vec![write, changed] };
             if let Outcome::Committed(revision) = self.store.transact(transaction).await? {
-                tracing::info!(tenant = %name, revision = revision.0, "the budget of a tenant was changed");
+                tracing::info!(tenant = %name, revision = revision.0, "tenant budget changed");
                 return Ok(());
             }
-            if !self.identity.is_of(self.store.as_ref()).await? {
+            if !self.identity.is_current(self.store.as_ref()).await? {
                 return Err(TenantsError::OtherStore);
             }
         }
         Err(TenantsError::Busy)
     }
 
-    fn take(&self, news: News<'_>) {
+    fn apply_update(&self, update: StoreUpdate<'_>) {
         let mut budgets = self.budgets.write().unwrap_or_else(PoisonError::into_inner);
-        let mut now = match (&news, budgets.as_deref()) {
-            (News::Changes(_), Some(known)) => known.clone(),
-            (News::Changes(_), None) | (News::All(_), _) => BTreeMap::new(),
+        let mut now = match (&update, budgets.as_deref()) {
+            (StoreUpdate::Changes(_), Some(known)) => known.clone(),
+            (StoreUpdate::Changes(_), None) | (StoreUpdate::All(_), _) => BTreeMap::new(),
         };
-        match news {
-            News::All(range) => now.extend(range.entries.iter().filter_map(read)),
-            News::Changes(batch) => batch.events.iter().for_each(|event| apply(&mut now, event)),
+        match update {
+            StoreUpdate::All(range) => now.extend(range.entries.iter().filter_map(read)),
+            StoreUpdate::Changes(batch) => batch.events.iter().for_each(|event| apply(&mut now, event)),
         }
         *budgets = Some(Arc::new(now));
     }
@@ -194,20 +196,21 @@ fn apply(budgets: &mut BTreeMap<TenantName, Budget>, event: &Event) {
     }
 }
 
-/// All reservations together.
+/// Sum of all reservations.
 fn reserved(budgets: &BTreeMap<TenantName, Budget>) -> Amounts {
-    let sum = |kind: Kind| budgets.values().map(|budget| kind(&budget.reserved)).fold(0, u64::saturating_add);
+    let sum =
+        |kind: AmountOf| budgets.values().map(|budget| kind(&budget.reserved)).fold(0, u64::saturating_add);
     Amounts { dram: sum(|amounts| amounts.dram), nvme: sum(|amounts| amounts.nvme) }
 }
 
-/// Every budget by itself, and all reservations together where they are more than before.
+/// Checks each budget, and the sum of reservations against the capacity if it was raised.
 fn check(
     budgets: &BTreeMap<TenantName, Budget>,
     before: Amounts,
     capacity: Option<Amounts>,
 ) -> Result<(), TenantsError> {
     let now = reserved(budgets);
-    for (room, kind) in ROOMS {
+    for (room, kind) in RESOURCES {
         let refuse = |error| TenantsError::Quota { room, error };
         let quotas: Result<Vec<Quota>, QuotaError> =
             budgets.values().map(|budget| Quota::new(kind(&budget.reserved), kind(&budget.limit))).collect();
@@ -221,39 +224,39 @@ fn check(
 }
 
 fn key(name: &TenantName) -> Vec<u8> {
-    Key::Of(Family::Tenants, name.as_str()).bytes()
+    Key::Record(Family::Tenants, name.as_str()).bytes()
 }
 
 fn name_of(key: &[u8]) -> Option<TenantName> {
     Family::Tenants.name(key).filter(|name| !name.is_empty())?.parse().ok()
 }
 
-/// A record that is none of ours is no budget; its key is in the log.
+/// Decodes a budget record; logs and skips an invalid one.
 fn read(entry: &KeyValue) -> Option<(TenantName, Budget)> {
-    let stored = serde_json::from_slice::<Stored>(&entry.value).ok();
+    let stored = serde_json::from_slice::<BudgetJson>(&entry.value).ok();
     match (name_of(&entry.key), stored) {
-        (Some(name), Some(Stored { dram_reserved, dram_limit, nvme_reserved, nvme_limit })) => {
+        (Some(name), Some(BudgetJson { dram_reserved, dram_limit, nvme_reserved, nvme_limit })) => {
             let reserved = Amounts { dram: dram_reserved, nvme: nvme_reserved };
             let limit = Amounts { dram: dram_limit, nvme: nvme_limit };
             Some((name, Budget { reserved, limit }))
         }
         _ => {
             let key = String::from_utf8_lossy(&entry.key);
-            tracing::error!(%key, "a tenant's record in the store cannot be read: remove it");
+            tracing::error!(%key, "ignoring an invalid tenant record: remove it from the store");
             None
         }
     }
 }
 
-fn written(budget: &Budget) -> Vec<u8> {
+fn encode(budget: &Budget) -> Vec<u8> {
     let Budget { reserved, limit } = budget;
-    let stored = Stored {
+    let stored = BudgetJson {
         dram_reserved: reserved.dram,
         dram_limit: limit.dram,
         nvme_reserved: reserved.nvme,
         nvme_limit: limit.nvme,
     };
-    serde_json::to_vec(&stored).expect("a record of numbers is always JSON")
+    serde_json::to_vec(&stored).expect("numbers serialize to JSON")
 }
 
 #[cfg(test)]
@@ -274,19 +277,19 @@ mod tests {
 
     async fn tenants() -> Arc<Tenants> {
         let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
-        let identity = Identity::of(store.as_ref()).await.expect("made");
+        let identity = Identity::load_or_create(store.as_ref()).await.expect("made");
         Arc::new(Tenants::new(store, identity))
     }
 
     #[tokio::test]
-    async fn what_is_set_is_what_is_followed() {
+    async fn follows_the_budgets_that_were_set() {
         let tenants = tenants().await;
         assert!(tenants.budgets().is_none());
         tenants.set(&name("a"), budget(10, 20), CAPACITY).await.expect("there is room");
         let followed = tenants.clone();
         let task = tokio::spawn(async move { followed.follow().await });
         tenants.set(&name("b"), budget(0, 30), CAPACITY).await.expect("there is room");
-        tenants.remove(&name("a")).await.expect("it is there");
+        tenants.remove(&name("a")).await.expect("it exists");
         let expected = BTreeMap::from([(name("b"), budget(0, 30))]);
         while tenants.budgets().as_deref() != Some(&expected) {
             tokio::task::yield_now().await;
@@ -296,7 +299,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn reservations_are_checked_against_limit_and_capacity_and_refused_in_words() {
+    async fn rejects_reservations_above_limit_or_capacity_and_states_the_remedy() {
         let tenants = tenants().await;
         let refused = tenants.set(&name("a"), budget(30, 20), CAPACITY).await.expect_err("above the limit");
         assert!(refused.to_string().starts_with("dram: ") && refused.to_string().contains("raise the limit"));
@@ -311,37 +314,38 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn when_nodes_have_gone_reservations_can_be_lowered_and_limits_set_and_none_raised() {
+    async fn after_loss_of_nodes_reservations_can_be_lowered_but_not_raised() {
         let tenants = tenants().await;
         tenants.set(&name("a"), budget(60, 200), CAPACITY).await.expect("there is room");
         tenants.set(&name("b"), budget(30, 200), CAPACITY).await.expect("there is room");
         let half = Some(Amounts { dram: 50, nvme: 500 });
         tenants.set(&name("a"), budget(40, 200), half).await.expect("lowered, and still too much");
-        tenants.set(&name("a"), budget(40, 300), half).await.expect("as sure as before");
+        tenants.set(&name("a"), budget(40, 300), half).await.expect("same reservation as before");
         let refused = tenants.set(&name("a"), budget(41, 300), half).await.expect_err("71 of 50");
         assert!(matches!(refused, TenantsError::Quota { room: "dram", .. }), "{refused}");
     }
 
     #[tokio::test]
-    async fn while_nodes_register_nothing_is_reserved_and_what_reserves_nothing_is_set() {
+    async fn accepts_only_budgets_without_reservation_while_nodes_register() {
         let tenants = tenants().await;
-        let refused = tenants.set(&name("a"), budget(1, 200), None).await.expect_err("of what?");
+        let refused = tenants.set(&name("a"), budget(1, 200), None).await.expect_err("capacity is unknown");
         assert!(matches!(refused, TenantsError::Registering), "{refused}");
-        tenants.set(&name("a"), budget(0, 200), None).await.expect("it reserves nothing");
+        tenants.set(&name("a"), budget(0, 200), None).await.expect("no reservation");
     }
 
     #[tokio::test]
-    async fn capacity_that_has_gone_is_told_by_how_much() {
+    async fn reports_overcommitted_bytes_after_loss_of_capacity() {
         let tenants = tenants().await;
         tenants.set(&name("a"), budget(60, 200), CAPACITY).await.expect("there is room");
-        tenants.take(News::All(&tenants.store.range(b"tenants/", 10).await.expect("readable")));
+        tenants
+            .apply_update(StoreUpdate::All(&tenants.store.range(b"tenants/", 10).await.expect("readable")));
         assert_eq!(tenants.overcommitted(CAPACITY.expect("known")), Amounts::default());
         let half = Amounts { dram: 50, nvme: 500 };
         assert_eq!(tenants.overcommitted(half), Amounts { dram: 10, nvme: 0 });
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn of_two_reservations_at_once_that_do_not_fit_together_one_is_refused() {
+    async fn rejects_one_of_two_concurrent_reservations_that_exceed_the_capacity() {
         let tenants = tenants().await;
         let tasks: Vec<_> = ["a", "b"]
             .map(|text| {

@@ -1,4 +1,4 @@
-//! The process: its ready line, its exit, its configuration, its store after `kill -9`.
+//! The control plane as a process: ready line, exit, configuration, and its store after `kill -9`.
 
 #[path = "../store/tests/authority/mod.rs"]
 mod authority;
@@ -31,17 +31,17 @@ fn embedded(directory: &Path) -> std::path::PathBuf {
 
 fn output(mut command: Command) -> (Output, String) {
     let output = command.output().expect("runs");
-    let told = String::from_utf8_lossy(&output.stderr).into_owned();
-    (output, told)
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    (output, message)
 }
 
-/// How often a name was registered: the upper half of an epoch is its store's.
+/// Number of registrations in an epoch; the upper half identifies the store.
 fn registrations(epoch: u64) -> u64 {
     epoch & u64::from(u32::MAX)
 }
 
 #[test]
-fn sigterm_and_sigint_end_it_cleanly_with_one_line_of_output() {
+fn sigterm_and_sigint_end_the_process_cleanly_with_one_line_of_output() {
     for name in ["TERM", "INT"] {
         let directory = tempfile::tempdir().expect("a directory");
         let config = write_config(directory.path(), "kind = 'memory'");
@@ -56,11 +56,11 @@ fn sigterm_and_sigint_end_it_cleanly_with_one_line_of_output() {
         reader.read_to_string(&mut rest).expect("the end");
         let mut process = process;
         assert!(process.child.wait().expect("ended").success(), "SIG{name}");
-        assert_eq!(rest, "", "nothing but the ready line");
+        assert_eq!(rest, "", "only the ready line is printed");
     }
 }
 
-/// Registrations that were answered before `kill -9` are there after it, whatever was being written meanwhile.
+/// Registrations answered before `kill -9` survive it, even if a write was in progress.
 #[test]
 fn answered_registrations_survive_kill_9() {
     const ROUNDS: u32 = 10;
@@ -68,18 +68,18 @@ fn answered_registrations_survive_kill_9() {
     let directory = tempfile::tempdir().expect("a directory");
     let config = embedded(directory.path());
     let runtime = Runtime::new().expect("a runtime");
-    // Name → number and the highest epoch answered.
+    // Name → number and highest answered epoch.
     let mut answered = BTreeMap::<String, (u32, u64)>::new();
     for round in 0..ROUNDS {
         let process = Process::start(&config);
         let (answers, received) = std::sync::mpsc::channel();
         let mut client = runtime.block_on(process.client());
-        // Registers one after the other until the process is gone: one is always under way when it dies.
+        // Registers continuously until the process is killed, so that a registration is always in progress.
         let registering = runtime.spawn(async move {
             for number in round.. {
                 let name = format!("n{}", number % NAMES);
                 let Ok(granted) = client.register(registration(&name)).await else { return };
-                answers.send((name, granted.into_inner())).expect("the test still listens");
+                answers.send((name, granted.into_inner())).expect("the receiver exists");
             }
         });
         let mut check = |name: String, granted: RegisterReply| {
@@ -89,7 +89,7 @@ fn answered_registrations_survive_kill_9() {
             answered.insert(name, (node, granted.epoch));
         };
         for _ in 0..5 + round {
-            let (name, granted) = received.recv_timeout(PATIENCE).expect("registrations go on");
+            let (name, granted) = received.recv_timeout(PATIENCE).expect("registrations continue");
             check(name, granted);
         }
         process.signal("KILL");
@@ -97,64 +97,64 @@ fn answered_registrations_survive_kill_9() {
         received.into_iter().for_each(|(name, granted)| check(name, granted));
     }
     let numbers: BTreeSet<u32> = answered.values().map(|(node, _)| *node).collect();
-    assert_eq!(numbers.len(), answered.len(), "no number was given out twice");
+    assert_eq!(numbers.len(), answered.len(), "numbers are unique");
 }
 
 #[test]
-fn a_second_process_on_the_same_store_is_refused_with_words() {
+fn rejects_a_second_process_on_the_same_store() {
     let directory = tempfile::tempdir().expect("a directory");
     let config = embedded(directory.path());
     let _first = Process::start(&config);
-    let (output, told) = output(command(&config));
+    let (output, message) = output(command(&config));
     assert!(!output.status.success());
-    assert!(told.contains("in use by another process"), "{told}");
+    assert!(message.contains("in use by another process"), "{message}");
     assert!(output.stdout.is_empty(), "no ready line");
 }
 
 #[test]
-fn the_default_configuration_is_printed_and_accepted() {
+fn prints_a_valid_default_configuration() {
     let mut print = Command::new(env!("CARGO_BIN_EXE_reprise-controlplane"));
     print.arg("--print-default-config");
     let (printed, _) = output(print);
     assert!(printed.status.success());
     let text = String::from_utf8(printed.stdout).expect("text");
     assert!(text.contains("dead_after = \"1500ms\""), "{text}");
-    reprise_controlplane::config::Config::parse(&text).expect("its own default");
+    reprise_controlplane::config::Config::parse(&text).expect("the default is valid");
 }
 
 #[test]
-fn a_wrong_configuration_is_refused_with_words() {
+fn rejects_invalid_configurations() {
     let directory = tempfile::tempdir().expect("a directory");
     for (store, words) in
         [("kind = 'memory'\nfile = 'x'", "file"), ("kind = 'memory'\n[log]\nlevel = '!!'", "log.level")]
     {
-        let (output, told) = output(command(&write_config(directory.path(), store)));
+        let (output, message) = output(command(&write_config(directory.path(), store)));
         assert!(!output.status.success());
-        assert!(told.contains(words), "{told}");
+        assert!(message.contains(words), "{message}");
     }
-    let (missing, told) = output(command(&directory.path().join("none.toml")));
+    let (missing, message) = output(command(&directory.path().join("none.toml")));
     assert!(!missing.status.success());
-    assert!(told.contains("none.toml"), "{told}");
+    assert!(message.contains("none.toml"), "{message}");
 }
 
-/// A store that cannot be written stays so until it is opened again: a process that went on would refuse every agent.
+/// A store whose write failed rejects writes until it is reopened, so the process must exit.
 #[test]
-fn a_disk_that_fills_up_ends_the_process_with_words_and_what_was_answered_is_kept() {
-    /// More than an empty store has, in KiB.
+fn a_full_disk_ends_the_process_and_loses_no_answered_registrations() {
+    /// Slightly more than an empty store needs, in KiB.
     const FILE_KIB: u64 = 2560;
     let directory = tempfile::tempdir().expect("a directory");
     let config = embedded(directory.path());
-    let told = directory.path().join("log");
+    let message = directory.path().join("log");
     let mut limited = Command::new("bash");
-    // Writes beyond the limit fail with EFBIG instead of a signal.
+    // With XFSZ ignored, writes beyond the limit fail with EFBIG instead of a signal.
     let script = format!("trap '' XFSZ; ulimit -f {FILE_KIB}; exec \"$0\" --config \"$1\" 2> \"$2\"");
-    limited.args(["-c", &script, env!("CARGO_BIN_EXE_reprise-controlplane")]).arg(&config).arg(&told);
+    limited.args(["-c", &script, env!("CARGO_BIN_EXE_reprise-controlplane")]).arg(&config).arg(&message);
     let mut process = Process::start_command(limited);
     let runtime = Runtime::new().expect("a runtime");
     let mut client = runtime.block_on(process.client());
     let mut answered = Vec::new();
     for number in 0.. {
-        assert!(number < 100_000, "the limit never shows");
+        assert!(number < 100_000, "the limit was not reached");
         let long = RegisterRequest { failure_domain: "x".repeat(500), ..registration(&format!("n{number}")) };
         match runtime.block_on(client.register(long)) {
             Ok(granted) => answered.push(granted.into_inner().node),
@@ -162,9 +162,9 @@ fn a_disk_that_fills_up_ends_the_process_with_words_and_what_was_answered_is_kep
         }
     }
     let status = process.end();
-    let told = std::fs::read_to_string(told).expect("a log");
-    assert!(!status.success() && told.contains("serves this process no more"), "{status}: {told}");
-    assert!(!answered.is_empty(), "the store took some");
+    let message = std::fs::read_to_string(message).expect("a log");
+    assert!(!status.success() && message.contains("rejects this process"), "{status}: {message}");
+    assert!(!answered.is_empty(), "some registrations succeeded");
 
     let process = Process::start(&config);
     let mut client = runtime.block_on(process.client());
@@ -173,9 +173,9 @@ fn a_disk_that_fills_up_ends_the_process_with_words_and_what_was_answered_is_kep
     assert!(answered.iter().all(|node| known.contains(node)), "{} of {}", known.len(), answered.len());
 }
 
-/// Node numbers in etcd outlive the process and its machine; without etcd a start says what is missing.
+/// Node numbers in etcd survive the process. Without etcd, a start fails with the setting to check.
 #[test]
-fn node_numbers_are_kept_in_etcd() {
+fn node_numbers_survive_in_etcd() {
     let directory = tempfile::tempdir().expect("a directory");
     let mut server = etcd_server::Server::start(directory.path());
     let endpoint = &server.settings("").endpoints[0];
@@ -196,14 +196,15 @@ fn node_numbers_are_kept_in_etcd() {
     assert_eq!(register(&process, "c"), (3, 1));
     drop(process);
     server.kill();
-    let (refused, told) = output(command(&config));
+    let (refused, message) = output(command(&config));
     assert!(!refused.status.success());
-    assert!(told.contains("store.endpoints"), "{told}");
+    assert!(message.contains("store.endpoints"), "{message}");
 }
 
-/// What the configuration says of TLS is what happens: with it nodes are registered, and a wrong file ends the start.
+/// TLS files of the configuration are used: registrations succeed with them, and a wrong file fails the
+/// start.
 #[test]
-fn etcd_is_reached_through_tls_with_the_files_of_the_configuration() {
+fn connects_to_etcd_with_the_configured_tls_files() {
     let directory = tempfile::tempdir().expect("a directory");
     let ours = authority::Authority::new("ours");
     let file = |name: &str, text: &str| {
@@ -238,7 +239,7 @@ fn etcd_is_reached_through_tls_with_the_files_of_the_configuration() {
     let granted = runtime.block_on(client.register(registration("a"))).expect("granted").into_inner();
     assert_eq!((granted.node, registrations(granted.epoch)), (1, 1));
     drop(process);
-    let (refused, told) = output(command(&config("other-ca.pem")));
+    let (refused, message) = output(command(&config("other-ca.pem")));
     assert!(!refused.status.success());
-    assert!(told.contains("store.tls.ca_file"), "{told}");
+    assert!(message.contains("store.tls.ca_file"), "{message}");
 }

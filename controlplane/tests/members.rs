@@ -1,4 +1,4 @@
-//! Several members over one etcd, as processes: who they are, and what happens when one dies or pauses.
+//! Members as processes over one etcd: the member list, and a member that dies or pauses.
 
 #[path = "../store/tests/etcd_server/mod.rs"]
 mod etcd_server;
@@ -14,10 +14,10 @@ use tonic::Code;
 
 use process::{PATIENCE, Process, write_config};
 
-/// Of a lease: what etcd grants at the least.
+/// Shortest lease that etcd grants.
 const TIME_TO_LIVE: Duration = Duration::from_secs(2);
 
-/// etcd looks for expired leases twice a second, and both processes share the machine with other tests.
+/// Margin for etcd, which checks for expired leases twice a second, on a machine busy with other tests.
 const NOTICE_WITHIN: Duration = Duration::from_secs(2);
 
 fn config(directory: &Path, endpoint: &str, name: &str) -> PathBuf {
@@ -39,7 +39,7 @@ fn incarnation(list: &MemberList, name: &str) -> u64 {
     list.members.iter().find(|member| member.name == name).expect("a member").incarnation
 }
 
-/// Waits until a process lists exactly these members, itself registered.
+/// Waits until a process lists exactly these members and is registered itself.
 async fn listed(process: &Process, expected: &[&str]) -> MemberList {
     let give_up = Instant::now() + PATIENCE;
     loop {
@@ -47,7 +47,7 @@ async fn listed(process: &Process, expected: &[&str]) -> MemberList {
         if names(&list) == expected && list.registered {
             return list;
         }
-        assert!(Instant::now() < give_up, "{list:?}, not {expected:?}");
+        assert!(Instant::now() < give_up, "{list:?}, expected {expected:?}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }
@@ -58,7 +58,7 @@ fn map(list: &MemberList) -> ShardMap {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn members_find_each_other_and_a_killed_one_is_gone_within_its_time_to_live() {
+async fn members_find_each_other_and_remove_a_killed_one_within_its_time_to_live() {
     let directory = tempfile::tempdir().expect("a directory");
     let server = etcd_server::Server::start(directory.path());
     let endpoint = server.settings("").endpoints[0].clone();
@@ -76,7 +76,7 @@ async fn members_find_each_other_and_a_killed_one_is_gone_within_its_time_to_liv
     let two = listed(&a, &["a", "b"]).await;
     assert!(killed.elapsed() < TIME_TO_LIVE + NOTICE_WITHIN, "{:?}", killed.elapsed());
     assert!(two.epoch > of_a.epoch);
-    // Whoever follows the lists moves the slots of the dead member and no other.
+    // Only the slots of the dead member move.
     let (before, after) = (map(&of_a), map(&two));
     for slot in 0..reprise_policy::key::HASH_SLOTS {
         let owner = |map: &ShardMap| map.owner(slot).map(|at| map.members()[usize::from(at.0)].clone());
@@ -89,7 +89,7 @@ async fn members_find_each_other_and_a_killed_one_is_gone_within_its_time_to_liv
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_member_that_pauses_is_gone_and_comes_back_as_another_incarnation() {
+async fn a_paused_member_is_removed_and_returns_with_a_higher_incarnation() {
     let directory = tempfile::tempdir().expect("a directory");
     let server = etcd_server::Server::start(directory.path());
     let endpoint = server.settings("").endpoints[0].clone();
@@ -107,7 +107,7 @@ async fn a_member_that_pauses_is_gone_and_comes_back_as_another_incarnation() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_watch_brings_the_members_now_then_every_change_and_ends_with_the_member() {
+async fn a_watch_sends_current_members_then_changes_and_ends_at_shutdown() {
     let directory = tempfile::tempdir().expect("a directory");
     let server = etcd_server::Server::start(directory.path());
     let endpoint = server.settings("").endpoints[0].clone();
@@ -116,27 +116,28 @@ async fn a_watch_brings_the_members_now_then_every_change_and_ends_with_the_memb
     listed(&a, &["a"]).await;
     let watch = a.client().await.watch_members(WatchMembersRequest {}).await;
     let mut lists = watch.expect("a stream").into_inner();
-    let first = lists.message().await.expect("a list").expect("the stream goes on");
+    let first = lists.message().await.expect("a list").expect("the stream continues");
     assert_eq!(names(&first), ["a"]);
     let b = start("b");
-    let second = lists.message().await.expect("a list").expect("the stream goes on");
+    let second = lists.message().await.expect("a list").expect("the stream continues");
     assert_eq!(names(&second), ["a", "b"]);
     assert!(second.epoch > first.epoch);
-    // Told to stop, it gives its place back at once.
+    // A clean shutdown removes the entry at once.
     b.signal("TERM");
-    let told = Instant::now();
-    let third = lists.message().await.expect("a list").expect("the stream goes on");
+    let stopped = Instant::now();
+    let third = lists.message().await.expect("a list").expect("the stream continues");
     assert_eq!(names(&third), ["a"]);
-    assert!(told.elapsed() < TIME_TO_LIVE, "{:?}", told.elapsed());
+    assert!(stopped.elapsed() < TIME_TO_LIVE, "{:?}", stopped.elapsed());
     a.signal("TERM");
-    let ended = lists.message().await.expect_err("the member is going away");
+    let ended = lists.message().await.expect_err("the member shuts down");
     assert_eq!(ended.code(), Code::Unavailable);
     assert!(a.end().success());
 }
 
-/// Node numbers that were given out after the backup are given out again: nobody may go on who knows them as others'.
+/// Numbers assigned after the backup are assigned again, so a member with the earlier state must not
+/// continue.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn members_end_when_etcd_is_restored_from_a_backup_and_the_next_ones_begin_anew() {
+async fn members_exit_after_etcd_was_restored_and_restart_with_new_epochs() {
     let directory = tempfile::tempdir().expect("a directory");
     let mut server = etcd_server::Server::start(directory.path());
     let endpoint = server.settings("").endpoints[0].clone();
@@ -156,6 +157,6 @@ async fn members_end_when_etcd_is_restored_from_a_backup_and_the_next_ones_begin
     assert!(!a.end().success() && !b.end().success());
     let again = start("a");
     let after = again.client().await.register(registration()).await.expect("granted").into_inner();
-    assert_eq!((before.node, after.node), (1, 1), "the backup does not know it");
-    assert_ne!(before.epoch >> 32, after.epoch >> 32, "and it is taken for no registration of before");
+    assert_eq!((before.node, after.node), (1, 1), "not in the backup");
+    assert_ne!(before.epoch >> 32, after.epoch >> 32, "epochs have a new base");
 }

@@ -1,13 +1,14 @@
-//! `KVCacheCluster`: one installation of Reprise: control plane, agents, and what they are told.
+//! `KVCacheCluster`: one installation of Reprise, that is, its control plane, its agents and their
+//! settings.
 //!
-//! Fields of `controlPlane` and `agents` stand for settings of `reprise-controlplane` and `reprise-agent` and have their bounds
-//! and defaults; the description of each names what a change costs. What the operator decides itself (addresses, files of
-//! secrets, names of members) has no field.
+//! Fields of `controlPlane` and `agents` map to settings of `reprise-controlplane` and `reprise-agent`,
+//! with the same bounds and defaults. Each description states the effect of a change. Values that the
+//! operator derives itself (addresses, secret files, member names) have no field.
 
 use kube::{CustomResource, KubeSchema};
 use serde::{Deserialize, Serialize};
 
-use crate::fields::{Image, LabelSelector, ObjectRef, PullPolicy, SecretRef, choice, of_nothing};
+use crate::fields::{Image, LabelSelector, ObjectRef, PullPolicy, SecretRef, choice, from_defaults};
 
 mod access;
 mod agents;
@@ -27,11 +28,11 @@ pub use status::{
     AgentCounts, ClusterCapacity, Connection, KVCacheClusterStatus, MemberCounts, RunningVersions,
 };
 
-/// The longest name of a cluster. The longest name that is made of it is that of a revision of a StatefulSet,
-/// `<name>-controlplane-<10>`: 36 + 14 + 10 + 1 = 61 of 63 characters.
+/// Upper bound on the length of a cluster's name. The longest derived name is that of a StatefulSet
+/// revision, `<name>-controlplane-<10>`: 36 + 14 + 10 + 1 = 61 of 63 characters.
 pub const NAME_CHARS_MAX: usize = 36;
 
-/// What is installed, and what it is told.
+/// Desired state of one installation of Reprise.
 #[derive(CustomResource, KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[kube(
@@ -44,9 +45,9 @@ pub const NAME_CHARS_MAX: usize = 36;
     namespaced,
     status = "KVCacheClusterStatus",
     derive = "PartialEq",
-    doc = "An installation of Reprise: the members of its control plane, their store, and the agents on the nodes.",
+    doc = "An installation of Reprise: the control plane, its etcd, and the agents on the nodes.",
     validation = Rule::new("self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$') && size(self.metadata.name) <= 36")
-        .message("names of pods and services are made of the cluster's name: use 1 to 36 of a-z, 0-9 and '-', a letter first"),
+        .message("invalid cluster name: use 1 to 36 of a-z, 0-9 and '-', beginning with a letter and not ending with '-'"),
     printcolumn(name = "Ready", type_ = "string", json_path = ".status.conditions[?(@.type==\"Ready\")].status"),
     printcolumn(name = "Members", type_ = "integer", json_path = ".status.members.ready"),
     printcolumn(name = "Agents", type_ = "integer", json_path = ".status.agents.ready"),
@@ -57,127 +58,135 @@ pub const NAME_CHARS_MAX: usize = 36;
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
 )]
 pub struct KVCacheClusterSpec {
-    /// While true the operator changes nothing that belongs to this cluster and says so; the status goes on. For repairs by hand.
+    /// Pause reconciliation, for manual repairs. The operator changes none of the cluster's objects and
+    /// continues to update the status.
     #[serde(default)]
     pub paused: bool,
-    /// What pods are started from. Absent images are those that the operator was released with. A change rolls the pods, agents one
-    /// node at a time, control plane by members. Nothing may be more than one minor version from an agent or member that runs. Of an image
-    /// whose name has no version, as with a digest, that is known once its processes have said it: `Compatible`.
+    /// Container images. Absent images: those that the operator was released with. A change rolls agents
+    /// one node at a time, and control plane members one by one.
+    ///
+    /// No image may differ by more than one minor version from a running agent or member. If an image name
+    /// has no version, for example with a digest, the operator learns the version from the running
+    /// processes and sets `Compatible`.
     #[serde(default)]
     pub images: Images,
-    /// Where the control plane keeps its few facts. Everything in it can be rebuilt from agents and custom resources.
+    /// The etcd in which the control plane stores its state. The state can be rebuilt from agents and
+    /// custom resources.
     #[serde(default)]
     pub etcd: Etcd,
-    /// The members of the control plane.
+    /// Members of the control plane.
     #[serde(default)]
     pub control_plane: ControlPlane,
-    /// The agents, one on each selected node.
+    /// Agents, one on each selected node.
     #[serde(default)]
     pub agents: Agents,
-    /// What each agent does with its memory and devices.
+    /// Memory, placement and limits of each agent.
     #[serde(default)]
     pub cache: Cache,
-    /// Pools whose devices the agents use. None: blocks live in memory only and are gone with the agent.
+    /// Pools whose devices the agents use. Empty: blocks are in memory only and are lost when the agent
+    /// stops.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
     pub pools: Vec<ObjectRef>,
-    /// Profiles of this namespace that are distributed to the agents, by their labels; of more than 16 those that nodes have come first, then
-    /// the oldest. Absent: none. Nothing on the data path uses them in this release.
+    /// Selects SlackProfiles of this namespace to distribute to agents. Absent: none. A node receives at
+    /// most 16; profiles already on nodes take precedence, then the oldest. The data path does not use
+    /// profiles in this release.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slack_profiles: Option<LabelSelector>,
-    /// How engines' pods get the agent's socket and their environment.
+    /// Injection of the agent's socket and environment into engine pods.
     #[serde(default)]
     pub injection: Injection,
-    /// How metrics are found.
+    /// Objects for monitoring with Prometheus.
     #[serde(default)]
     pub monitoring: Monitoring,
 }
 
-/// Images of the pods.
+/// Container images of the pods.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Images {
     /// Image of the agents.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub agent: Option<Image>,
-    /// Image of the control plane's members.
+    /// Image of the control plane members.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub control_plane: Option<Image>,
-    /// Image of etcd, where the operator runs it.
+    /// Image of etcd, with `etcd.mode` `Managed`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub etcd: Option<Image>,
-    /// When nodes fetch images.
+    /// Pull policy for all images.
     #[serde(default)]
     pub pull_policy: PullPolicy,
-    /// Secrets of this namespace for the registries.
+    /// Pull secrets in this namespace.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 8))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
     pub pull_secrets: Vec<SecretRef>,
 }
 
-/// How engines' pods get what they need.
+/// Injection of the agent's socket and environment into engine pods.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Injection {
-    /// Who puts the socket's directory and the environment into pods that ask for it by a label.
+    /// Mechanism that adds the socket directory and the environment to pods with the injection label.
     #[serde(default)]
     pub mode: InjectionMode,
-    /// Namespaces whose pods may ask. Empty selects none: nobody gets a directory of the node by accident.
+    /// Namespaces whose pods may request injection. Empty selects no namespace, because injection mounts a
+    /// directory of the node.
     #[serde(default)]
     pub namespace_selector: LabelSelector,
 }
 
 choice! {
-    /// Who changes pods.
+    /// Mechanism of the injection.
     InjectionMode {
-        /// Nobody; pods mount the socket's directory themselves.
+        /// No injection; pods mount the socket directory themselves.
         None,
-        /// The operator's webhook; not in this release.
+        /// The operator's webhook. Not in this release.
         Webhook,
-        /// A MutatingAdmissionPolicy, Kubernetes 1.36 and later.
+        /// A MutatingAdmissionPolicy. Requires Kubernetes 1.36 or later.
         AdmissionPolicy,
     }
     default None
 }
 
-/// How metrics are found.
+/// Objects for monitoring with Prometheus.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Monitoring {
-    /// What the operator makes for Prometheus.
+    /// Objects that the operator creates for the Prometheus Operator.
     #[serde(default)]
     pub mode: MonitoringMode,
 }
 
 choice! {
-    /// What is made for Prometheus.
+    /// Objects for the Prometheus Operator.
     MonitoringMode {
-        /// Nothing; the ports are there all the same.
+        /// No object. The metrics ports exist anyway.
         None,
-        /// A PodMonitor each for agents, control plane and a managed etcd; needs Prometheus' operator.
+        /// PodMonitors for agents, control plane and managed etcd. Requires the Prometheus Operator.
         PodMonitor,
     }
     default None
 }
 
-macro_rules! default_of_nothing {
+macro_rules! default_from_schema {
     ($($type:ty),+ $(,)?) => {
         $(impl Default for $type {
-            /// What the API server makes of `{}`.
+            /// Returns the value that the API server makes from `{}`.
             fn default() -> Self {
-                $crate::fields::of_nothing()
+                $crate::fields::from_defaults()
             }
         })+
     };
 }
-pub(crate) use default_of_nothing;
+pub(crate) use default_from_schema;
 
-default_of_nothing!(Images, Injection, Monitoring);
+default_from_schema!(Images, Injection, Monitoring);
 
 impl Default for KVCacheClusterSpec {
     fn default() -> Self {
-        of_nothing()
+        from_defaults()
     }
 }

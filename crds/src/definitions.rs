@@ -1,8 +1,9 @@
-//! The definitions as the API server gets them.
+//! Custom resource definitions as the API server gets them.
 //!
-//! What the derived schemas say is kept; three things are made better for people. `nullable` goes, so that `null` means
-//! "absent" and nothing else. Formats that Kubernetes does not know (`uint32`) go, because it warns of each. Descriptions
-//! lose the line breaks of the source and gain the words of choices, which `kubectl explain` would not show otherwise.
+//! The derived schemas change in three ways. `nullable` is removed, so that `null` means "absent" only.
+//! Formats that Kubernetes does not know (`uint32`) are removed, because the API server warns about each.
+//! Descriptions lose the source's line breaks and gain the meanings of choices, so that `kubectl explain`
+//! shows them.
 
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::CustomResourceExt;
@@ -10,13 +11,13 @@ use serde_json::{Map, Value};
 
 use crate::{CacheNode, CacheTenant, GPUQueueAllocation, KVCacheCluster, SSDPool, SlackProfile};
 
-/// Formats that the API server knows, of those that our types have.
+/// Formats known to the API server, among those in our types.
 const FORMATS: [&str; 3] = ["int32", "int64", "date-time"];
 
-/// Keywords whose value is one schema.
+/// Keywords that contain one schema.
 const SCHEMA_OF: [&str; 2] = ["items", "additionalProperties"];
 
-/// All definitions, in the order of the documentation.
+/// Returns all definitions, in the order of the documentation.
 pub fn definitions() -> Vec<CustomResourceDefinition> {
     [
         KVCacheCluster::crd(),
@@ -27,11 +28,11 @@ pub fn definitions() -> Vec<CustomResourceDefinition> {
         CacheNode::crd(),
     ]
     .into_iter()
-    .map(polished)
+    .map(normalized)
     .collect()
 }
 
-/// The schema of a definition's only version, as JSON.
+/// Returns the schema of a definition's only version, as JSON.
 pub fn schema(definition: &CustomResourceDefinition) -> Value {
     let version = definition.spec.versions.first().expect("one version is generated");
     let validation = version.schema.as_ref().expect("a schema is generated");
@@ -39,16 +40,16 @@ pub fn schema(definition: &CustomResourceDefinition) -> Value {
         .expect("a schema is JSON")
 }
 
-fn polished(mut definition: CustomResourceDefinition) -> CustomResourceDefinition {
+fn normalized(mut definition: CustomResourceDefinition) -> CustomResourceDefinition {
     let mut schema = schema(&definition);
-    polish(&mut schema);
-    let schema = serde_json::from_value(schema).expect("a polished schema is a schema");
+    normalize(&mut schema);
+    let schema = serde_json::from_value(schema).expect("a normalized schema is a schema");
     let version = definition.spec.versions.first_mut().expect("one version is generated");
     version.schema.as_mut().expect("a schema is generated").open_api_v3_schema = Some(schema);
     definition
 }
 
-fn polish(schema: &mut Value) {
+fn normalize(schema: &mut Value) {
     let Value::Object(fields) = schema else { return };
     fields.remove("nullable");
     if fields.get("format").and_then(Value::as_str).is_some_and(|format| !FORMATS.contains(&format)) {
@@ -57,19 +58,20 @@ fn polish(schema: &mut Value) {
     if let Some(Value::Array(words)) = fields.get_mut("enum") {
         words.retain(|word| !word.is_null());
     }
-    polish_description(fields);
+    normalize_description(fields);
     for keyword in SCHEMA_OF {
         if let Some(inner) = fields.get_mut(keyword) {
-            polish(inner);
+            normalize(inner);
         }
     }
     if let Some(Value::Object(properties)) = fields.get_mut("properties") {
-        properties.values_mut().for_each(polish);
+        properties.values_mut().for_each(normalize);
     }
 }
 
-/// The title of a choice holds what its words mean ([`crate::fields`]); any other title is the name of a Rust type.
-fn polish_description(fields: &mut Map<String, Value>) {
+/// Normalizes the description. The title of a choice contains the meanings of its values
+/// ([`crate::fields`]); any other title is the name of a Rust type.
+fn normalize_description(fields: &mut Map<String, Value>) {
     let title = fields.remove("title");
     let meanings = title.as_ref().and_then(Value::as_str).filter(|_| fields.contains_key("enum"));
     let Some(description) = fields.get("description").and_then(Value::as_str) else { return };
@@ -87,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_kubernetes_would_warn_of_goes_and_words_of_choices_stay() {
+    fn removes_unknown_formats_and_keeps_meanings_of_choices() {
         let mut schema = json!({
             "title": "Thing",
             "type": "object",
@@ -97,7 +99,7 @@ mod tests {
                 "time": {"type": "string", "format": "date-time"},
             },
         });
-        polish(&mut schema);
+        normalize(&mut schema);
         let expected = json!({
             "type": "object",
             "properties": {

@@ -1,11 +1,13 @@
-//! Types that several kinds share: texts with a pattern, amounts with their unit, choices, selections, workloads.
+//! Types shared by several kinds: texts with a pattern, amounts with a unit, choices, selectors and
+//! workload settings.
 //!
-//! Every one of them writes its own bounds into the schema, so that a field cannot forget them: the API server weighs CEL
-//! rules by the longest text and list that a schema lets through. Values are checked by the API server; code that reads an
-//! object parses amounts again ([`Quantity::bytes`], [`Span::duration`]) and gets a `Result`.
+//! Each type writes its own bounds into the schema, so that no field lacks them: the API server estimates
+//! the cost of CEL rules from the longest text and list that the schema allows. The API server validates
+//! values. Code that reads an object parses amounts again ([`Quantity::bytes`], [`Span::duration`]) and
+//! gets a `Result`.
 //!
-//! Deliberately absent: Kubernetes' own `Quantity`, whose schema carries 4 KiB of description for each field, and any check
-//! that needs more than the object itself; those are the operator's, and end in a condition.
+//! Not here: Kubernetes' own `Quantity`, whose schema adds 4 KiB of description to each field, and checks
+//! that need more than the object. The operator performs those and sets a condition.
 
 mod amounts;
 mod choices;
@@ -30,8 +32,8 @@ pub(crate) use choices::choice;
 
 use serde::de::DeserializeOwned;
 
-/// A value of which every field has a default: what the API server makes of `{}`.
-pub(crate) fn of_nothing<T: DeserializeOwned>() -> T {
+/// Returns the value that the API server makes from `{}`. Every field of the type has a default.
+pub(crate) fn from_defaults<T: DeserializeOwned>() -> T {
     serde_json::from_value(serde_json::Value::Object(serde_json::Map::new()))
         .expect("every field of the type has a default")
 }

@@ -1,8 +1,12 @@
-//! Files that are made from the types, and what of them has drifted.
+//! Files that are generated from the types, and their drift from the repository.
 //!
-//! `crds/definitions/<plural>.yaml`, one definition each, `docs/RESOURCES.md`, and of the Helm chart the schema of its values and its
-//! own copies of the definitions, since Helm reads no file outside its chart: those stay when a release is uninstalled. Nothing
-//! else may be in the folders of definitions: one that was renamed would be installed for ever otherwise.
+//! * `crds/definitions/<plural>.yaml`: one definition for each kind.
+//! * `docs/resources`: one reference page for each kind, and an index.
+//! * `charts/reprise/files/definitions`: copies of the definitions, because Helm cannot read files outside of
+//!   the chart. Their annotation keeps them when a release is uninstalled.
+//! * `charts/reprise/values.schema.json`: the schema of the chart's values.
+//!
+//! The three folders must contain no other file. Otherwise the definition or page of a renamed kind would stay.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -15,47 +19,50 @@ use crate::definitions::definitions;
 use crate::reference;
 use crate::values::values_schema;
 
-/// Where definitions are, from the root of the repository.
+/// Folder of the definitions, relative to the root of the repository.
 pub const DEFINITIONS_FOLDER: &str = "crds/definitions";
-/// Where the reference page is, from the root of the repository.
-pub const REFERENCE_PAGE: &str = "docs/RESOURCES.md";
+/// Folder of the reference pages, relative to the root of the repository.
+pub const REFERENCE_FOLDER: &str = "docs/resources";
 
-/// Where the chart's definitions are.
+/// Folder of the chart's definitions.
 pub const CHART_DEFINITIONS_FOLDER: &str = "charts/reprise/files/definitions";
-/// Where the schema of the chart's values is.
+/// Schema of the chart's values.
 pub const VALUES_SCHEMA: &str = "charts/reprise/values.schema.json";
 
-/// Folders in which nothing else may be.
-const FOLDERS: [&str; 2] = [DEFINITIONS_FOLDER, CHART_DEFINITIONS_FOLDER];
+/// Folders that contain generated files only.
+const FOLDERS: [&str; 3] = [DEFINITIONS_FOLDER, CHART_DEFINITIONS_FOLDER, REFERENCE_FOLDER];
 
-/// What tells Helm to leave an object where it is.
+/// Annotation by which Helm keeps an object when a release is uninstalled.
 const KEEP: (&str, &str) = ("helm.sh/resource-policy", "keep");
 
-/// The first lines of every definition.
+/// First line of every definition.
 const HEADER: &str =
     "# Generated from the types in crds/src by `cargo run -p reprise-crds --bin crdgen`. Do not edit.\n";
 
-/// How a file differs from what it should be.
+/// Difference between a generated file and the repository.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Drift {
-    /// It is not there.
+    /// The file is missing.
     Missing(PathBuf),
-    /// It differs, first in this line, counted from 1.
+    /// The file differs; the number is that of the first different line, counted from 1.
     Differs(PathBuf, usize),
-    /// It should not be there.
+    /// The file is not generated from any type.
     Superfluous(PathBuf),
 }
 
-/// All files by their path from the root of the repository.
+/// Returns all files by their path relative to the root of the repository.
 pub fn files() -> BTreeMap<PathBuf, String> {
     let definitions = definitions();
     let mut files = BTreeMap::new();
     for definition in &definitions {
         let name = format!("{}.yaml", definition.spec.names.plural);
         files.insert(Path::new(DEFINITIONS_FOLDER).join(&name), yaml(definition));
-        files.insert(Path::new(CHART_DEFINITIONS_FOLDER).join(&name), yaml(&kept(definition)));
+        files
+            .insert(Path::new(CHART_DEFINITIONS_FOLDER).join(&name), yaml(&with_keep_annotation(definition)));
     }
-    files.insert(REFERENCE_PAGE.into(), reference::page(&definitions));
+    for (name, page) in reference::pages(&definitions) {
+        files.insert(Path::new(REFERENCE_FOLDER).join(name), page);
+    }
     files.insert(VALUES_SCHEMA.into(), values_schema(&definitions));
     files
 }
@@ -64,58 +71,59 @@ fn yaml(definition: &CustomResourceDefinition) -> String {
     format!("{HEADER}{}", serde_yaml_ng::to_string(definition).expect("a definition is YAML"))
 }
 
-/// The same definition, which outlives the release that brought it: with it would go every object of its kind.
-fn kept(definition: &CustomResourceDefinition) -> CustomResourceDefinition {
+/// Returns the definition with the annotation that keeps it when the release is uninstalled. Deleting a
+/// definition would delete every object of its kind.
+fn with_keep_annotation(definition: &CustomResourceDefinition) -> CustomResourceDefinition {
     let mut kept = definition.clone();
     let (name, value) = KEEP;
     kept.metadata.annotations.get_or_insert_default().insert(name.to_owned(), value.to_owned());
     kept
 }
 
-/// What differs below a repository's root.
+/// Returns the differences below a repository's root.
 ///
 /// # Errors
-/// A file or the folder cannot be read.
+/// A file or a folder cannot be read.
 pub fn drift(root: &Path) -> io::Result<Vec<Drift>> {
-    let wanted = files();
+    let expected = files();
     let mut drift = Vec::new();
-    for (path, text) in &wanted {
+    for (path, text) in &expected {
         match std::fs::read_to_string(root.join(path)) {
-            Ok(found) if found == *text => {}
-            Ok(found) => drift.push(Drift::Differs(path.clone(), first_difference(&found, text))),
+            Ok(current) if current == *text => {}
+            Ok(current) => drift.push(Drift::Differs(path.clone(), first_difference(&current, text))),
             Err(error) if error.kind() == io::ErrorKind::NotFound => drift.push(Drift::Missing(path.clone())),
             Err(error) => return Err(error),
         }
     }
     for path in present(root)? {
-        if !wanted.contains_key(&path) {
+        if !expected.contains_key(&path) {
             drift.push(Drift::Superfluous(path));
         }
     }
     Ok(drift)
 }
 
-/// Writes all files below a repository's root, and takes away what should not be there.
+/// Writes all files below a repository's root, and removes superfluous ones.
 ///
 /// # Errors
 /// A file or folder cannot be read, written or removed.
 pub fn write(root: &Path) -> io::Result<Vec<Drift>> {
     let changes = drift(root)?;
-    let wanted = files();
+    let expected = files();
     for change in &changes {
         match change {
             Drift::Superfluous(path) => std::fs::remove_file(root.join(path))?,
             Drift::Missing(path) | Drift::Differs(path, _) => {
                 let target = root.join(path);
                 std::fs::create_dir_all(target.parent().expect("every path has a folder"))?;
-                std::fs::write(target, &wanted[path])?;
+                std::fs::write(target, &expected[path])?;
             }
         }
     }
     Ok(changes)
 }
 
-/// The repository that a folder is in.
+/// Returns the root of the repository that contains a folder.
 pub fn repository_above(folder: &Path) -> Option<PathBuf> {
     folder.ancestors().find(|folder| folder.join("crds/Cargo.toml").is_file()).map(Path::to_owned)
 }
@@ -136,9 +144,9 @@ fn present(root: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(paths)
 }
 
-fn first_difference(found: &str, wanted: &str) -> usize {
-    let same = found.lines().zip(wanted.lines()).take_while(|(found, wanted)| found == wanted).count();
-    same + 1
+fn first_difference(current: &str, expected: &str) -> usize {
+    let equal = current.lines().zip(expected.lines()).take_while(|(current, expected)| current == expected);
+    equal.count() + 1
 }
 
 impl fmt::Display for Drift {
@@ -146,7 +154,7 @@ impl fmt::Display for Drift {
         match self {
             Drift::Missing(path) => write!(f, "{}: is missing", path.display()),
             Drift::Differs(path, line) => write!(f, "{}: differs from line {line} on", path.display()),
-            Drift::Superfluous(path) => write!(f, "{}: is no definition of ours", path.display()),
+            Drift::Superfluous(path) => write!(f, "{}: is not generated from any type", path.display()),
         }
     }
 }

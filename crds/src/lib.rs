@@ -9,19 +9,20 @@
 //! | [`CacheTenant`] | `ctenant` | cluster | user | operator |
 //! | [`CacheNode`] | `cnode` | cluster | operator | the node's agent |
 //!
-//! What one object can tell by itself is checked by the API server: patterns and bounds in the schema, rules across fields and
-//! across updates in CEL, each with a message that says what to do. What needs more than the object (references, capacity,
-//! what this release can do) is the operator's, and ends in a condition. Defaults are in the schema.
+//! The API server validates everything that depends on one object only: patterns and bounds in the schema,
+//! and CEL rules across fields and updates. Each rule has a message with a remedy. The operator validates
+//! the rest (references, capacity, features of this release) and sets a condition. Defaults are in the
+//! schema.
 //!
-//! Invariants, each tested: every text, list and map has an upper bound; every CEL rule has an object that it refuses; files under
-//! `crds/definitions` and `docs/RESOURCES.md` are what [`generated::files`] makes.
+//! Invariants, each tested: every text, list and map has an upper bound; the tests contain an object that
+//! each CEL rule rejects; the files of [`generated::files`] are up to date.
 //!
-//! Deliberately absent: a client, and any decision. Types are read tolerantly (unknown fields are ignored), because the
-//! definitions in a cluster may be a version ahead of the program that reads them.
+//! Not here: a client, and decisions. Types ignore unknown fields, because the definitions in a cluster may
+//! be newer than the program that reads the objects.
 
 #![allow(
     unreachable_pub,
-    reason = "KubeSchema repeats each public type within a function, where nobody reaches it"
+    reason = "KubeSchema copies each public type into a function, where it is unreachable"
 )]
 
 pub mod cluster;
@@ -45,13 +46,13 @@ pub use queues::{GPUQueueAllocation, GPUQueueAllocationSpec, GPUQueueAllocationS
 pub use slack::{SlackProfile, SlackProfileSpec, SlackProfileStatus};
 pub use tenant::{CacheTenant, CacheTenantSpec, CacheTenantStatus};
 
-/// The API group of all kinds.
+/// API group of all kinds.
 pub const GROUP: &str = "reprise.dev";
-/// The version of all kinds.
+/// API version of all kinds.
 pub const VERSION: &str = "v1alpha1";
-/// `kubectl get reprise` shows all kinds.
+/// Category of all kinds, for `kubectl get reprise`.
 pub const CATEGORY: &str = "reprise";
-/// The field manager of the operator's writes by server-side apply.
+/// Field manager of the operator for server-side apply.
 pub const OPERATOR_FIELD_MANAGER: &str = "reprise-operator";
-/// The field manager of the agents' writes by server-side apply.
+/// Field manager of the agents for server-side apply.
 pub const AGENT_FIELD_MANAGER: &str = "reprise-agent";

@@ -1,8 +1,11 @@
-//! `CacheNode`: one node of a cluster: what the operator wants of it, and what its agent says.
+//! `CacheNode`: the desired and the observed state of one node of a cluster.
 //!
-//! The object has the name of its node and belongs to it. The operator writes the spec, which is all that an agent needs to
-//! know and may read; the agent writes the status, by server-side apply and confined to its own node by an admission policy on
-//! the node's name in its token. Of the status the operator has one condition, `ModeApplied`. So no other object carries a list of nodes, and no two nodes write to one object.
+//! The object has the name of its node and is owned by it. The operator writes the spec, which contains
+//! everything that an agent needs and may read. The agent writes the status by server-side apply. An
+//! admission policy confines each agent to its own node, by the node name in its token. The only status
+//! field of the operator is the condition `ModeApplied`.
+//!
+//! This layout keeps lists of nodes out of all other objects, and no two nodes write to one object.
 
 use kube::{CustomResource, KubeSchema};
 use serde::{Deserialize, Serialize};
@@ -20,7 +23,7 @@ pub use status::{
     DeviceState, Drain, Endpoints, Gpu, NodeCapacity, PageKind, Registration,
 };
 
-/// What is wanted of one node.
+/// Desired state of one node.
 #[derive(CustomResource, KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[kube(
@@ -33,10 +36,10 @@ pub use status::{
     status = "CacheNodeStatus",
     derive = "PartialEq",
     selectable = ".spec.nodeName",
-    doc = "One node of a cluster, under the node's name. The operator writes what it wants of it, the node's agent what is there. \
-           Not meant to be edited by people.",
+    doc = "One node of a cluster, under the node's name. The operator writes the desired state to the spec. The node's agent \
+           writes the observed state to the status. Not meant to be edited by users.",
     validation = Rule::new("self.metadata.name == self.spec.nodeName")
-        .message("a CacheNode has the name of its node: write the same name in metadata.name and spec.nodeName"),
+        .message("a CacheNode has the name of its node: set metadata.name and spec.nodeName to the same name"),
     printcolumn(name = "Ready", type_ = "string", json_path = ".status.conditions[?(@.type==\"AgentReady\")].status"),
     printcolumn(name = "Version", type_ = "string", json_path = ".status.agent.version"),
     printcolumn(name = "Mode", type_ = "string", json_path = ".spec.mode"),
@@ -48,108 +51,110 @@ pub use status::{
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
 )]
 pub struct CacheNodeSpec {
-    /// The node. Cannot be changed.
+    /// Name of the node. Immutable.
     #[x_kube(validation = Rule::new("self == oldSelf")
-        .message("a CacheNode is of one node for good: make a new CacheNode"))]
+        .message("nodeName is immutable: create a new CacheNode"))]
     pub node_name: NodeName,
-    /// The cluster that the node's agent belongs to. Absent: none yet.
+    /// Cluster that the node's agent belongs to. Absent: no cluster selects the node.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cluster_ref: Option<ClusterRef>,
-    /// What the node is used for: what its pools say, or `Draining` while somebody drains the node.
+    /// Mode of the node: that of its pools, or `Draining` during a `kubectl drain` of the node.
     #[serde(default)]
     pub mode: NodeMode,
-    /// Digest of the configuration file that the agent should run by.
+    /// Digest of the configuration file that the agent must run with.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub configuration_digest: Option<Digest>,
-    /// What the agent should open. Claims that are gone are closed; what is on them stays unless `wipe` says otherwise.
+    /// Devices and files that the agent opens, by pool. Removing a claim closes them; their data stays
+    /// unless `wipe` is set.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 8))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["pool".into()]))]
     pub claims: Vec<PoolClaim>,
-    /// Profiles that the agent should have ready. Nothing on the data path uses them in this release.
+    /// Profiles that the agent validates and keeps ready. The data path does not use them in this release.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
     pub profiles: Vec<ProfileClaim>,
-    /// Queue pairs that are granted to GPUs and that the agent should keep for them. One that is gone is let go of. No agent of this release makes
-    /// queues of them.
+    /// Queue pairs that the agent reserves for GPUs. Removing an entry releases them. Agents of this
+    /// release create no queues from them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 128))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["uid".into()]))]
     pub queues: Vec<QueueClaim>,
 }
 
-/// What one pool wants of the node.
+/// Devices or a file of the node, claimed by one pool.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("(has(self.globs) && size(self.globs) > 0) != has(self.file)")
     .message("a claim is for devices or for a file: set exactly one of globs and file"))]
 pub struct PoolClaim {
-    /// The SSDPool.
+    /// Name of the SSDPool.
     pub pool: ShortName,
-    /// Its unique id; a pool of the same name that comes later is another one.
+    /// UID of the SSDPool. A pool that is re-created under the same name has another UID.
     pub uid: Uid,
     /// Generation of the pool's spec that this claim was made from.
     #[schemars(range(min = 0))]
     pub generation: i64,
-    /// Names of devices, as in the pool.
+    /// Patterns of device names, as in the pool.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Set)]
     pub globs: Vec<DeviceGlob>,
-    /// Devices to take, at the most.
+    /// Upper bound on the devices used on the node.
     #[serde(default = "devices_per_node")]
     #[schemars(range(min = 1, max = 32))]
     pub max_devices: u32,
-    /// A file, made and allocated when it is not there.
+    /// Path of the file. The agent creates and allocates it if it does not exist.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub file: Option<HostPath>,
-    /// Bytes of each device or of the file. Absent: all of a device.
+    /// Bytes to use of each device or of the file. Absent: each device completely.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub size: Option<Quantity>,
-    /// How devices are driven.
+    /// I/O engine for the devices.
     #[serde(default)]
     pub engine: Engine,
-    /// What happens where the engine cannot be had.
+    /// Fallback if the node does not support `engine`.
     #[serde(default)]
     pub fallback_engine: FallbackEngine,
-    /// What happens to devices with somebody else's data.
+    /// Handling of devices that carry other data.
     #[serde(default)]
     pub foreign_signatures: ForeignSignatures,
-    /// Longest time that 99 of 100 reads of a minute may take. Absent: not compared.
+    /// Upper bound on the 99th percentile of read latency within a minute. Absent: not checked.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_read_latency: Option<Span>,
-    /// Media errors, more than which a device is worn. Absent: not compared.
+    /// Media errors above which a device counts as worn. Absent: not checked.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0, max = 1_000_000))]
     pub max_media_errors: Option<u32>,
-    /// Spare capacity, less than which a device is worn. Absent: not compared.
+    /// Spare capacity in percent below which a device counts as worn. Absent: not checked.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub min_spare_percent: Option<Percent>,
-    /// Set: the agent destroys the data of these devices and says so, then the claim goes.
+    /// If true, the agent destroys the data on these devices and reports it. The operator then removes the
+    /// claim.
     #[serde(default)]
     pub wipe: bool,
 }
 
-/// One profile that the agent should have ready.
+/// One profile that the agent validates and keeps ready.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ProfileClaim {
-    /// The SlackProfile.
+    /// Name of the SlackProfile.
     pub name: Name,
-    /// Digest of the wanted revision, whose content comes with the agent's configuration.
+    /// Digest of the desired revision. Its content is part of the agent's configuration.
     pub digest: Digest,
 }
 
-/// Queue pairs that are granted to a GPU of the node.
+/// Queue pairs that are reserved for a GPU of the node.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct QueueClaim {
-    /// Unique id of the GPUQueueAllocation.
+    /// UID of the GPUQueueAllocation.
     pub uid: Uid,
-    /// Its namespace and name, for people.
+    /// Namespace and name of the GPUQueueAllocation, for display only.
     pub allocation: Text,
-    /// Who else may use the controllers.
+    /// Sharing of the controllers with other allocations.
     #[serde(default)]
     pub isolation: QueueIsolation,
     /// Queue pairs by controller.
@@ -158,13 +163,13 @@ pub struct QueueClaim {
     pub controllers: Vec<ControllerShare>,
 }
 
-/// Queue pairs of one controller.
+/// Queue pairs on one controller.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ControllerShare {
     /// Serial number of the controller.
     pub serial: Serial,
-    /// How many.
+    /// Number of queue pairs.
     #[schemars(range(min = 1, max = 128))]
     pub queue_pairs: u32,
 }

@@ -1,22 +1,23 @@
-//! `SSDPool`: devices of selected nodes that hold blocks.
+//! `SSDPool`: devices or directories of selected nodes that hold blocks.
 //!
-//! One object speaks for many nodes: the operator turns it into a claim in the `CacheNode` of each node that it selects. An
-//! agent has one pool of devices, so what is set once for an agent (`segmentSize`, `queueDepth`, `engine`,
-//! `watermarks`) must be the same in all pools that select the same node; the operator refuses the younger one otherwise.
+//! One object applies to many nodes: the operator writes a claim into the `CacheNode` of each selected
+//! node. An agent has one pool of devices. Settings of the whole agent (`segmentSize`, `queueDepth`,
+//! `engine`, `watermarks`) must therefore be equal in all pools that select the same node; otherwise the
+//! operator rejects the younger pool.
 
 use kube::{CustomResource, KubeSchema};
 use serde::{Deserialize, Serialize};
 
 use crate::fields::{
     ConfirmationText, DeletionPolicy, DeviceGlob, Engine, FallbackEngine, ForeignSignatures, HostPath,
-    LabelSelector, Name, NodeMode, Percent, Permille, Quantity, Span, of_nothing,
+    LabelSelector, Name, NodeMode, Percent, Permille, Quantity, Span, from_defaults,
 };
 use crate::status::Condition;
 
-/// Devices of one node, at the most; the agent's own limit.
+/// Upper bound on the devices of one node; the agent's limit.
 pub const DEVICES_PER_NODE_MAX: u32 = 32;
 
-/// What the pool is made of, on which nodes.
+/// Desired state of a pool: storage, nodes and settings.
 #[derive(CustomResource, KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[kube(
@@ -28,10 +29,10 @@ pub const DEVICES_PER_NODE_MAX: u32 = 32;
     category = "reprise",
     status = "SSDPoolStatus",
     derive = "PartialEq",
-    doc = "Devices or directories on selected nodes that hold blocks of the cache. A pool loses nothing but time when it goes: \
-           a failed device is lost capacity, never an outage.",
+    doc = "Devices or directories on selected nodes that hold blocks of the cache. The loss of a device or a pool \
+           reduces the capacity and causes recomputation, never an outage.",
     validation = Rule::new("size(self.metadata.name) <= 40")
-        .message("the pool's name is longer than 40 characters, too long for the names made of it: choose a shorter one"),
+        .message("the pool's name is longer than 40 characters, the most for derived names: choose a shorter name"),
     printcolumn(name = "Ready", type_ = "string", json_path = ".status.conditions[?(@.type==\"Ready\")].status"),
     printcolumn(name = "Nodes", type_ = "integer", json_path = ".status.nodes.ready"),
     printcolumn(name = "Devices", type_ = "integer", json_path = ".status.devices.open"),
@@ -43,68 +44,71 @@ pub const DEVICES_PER_NODE_MAX: u32 = 32;
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
 )]
 #[x_kube(validation = Rule::new("[has(self.devices), has(self.directory), has(self.claims)].exists_one(given, given)")
-    .message("a pool is made of exactly one of devices, directory and claims: set one of them and remove the others"))]
+    .message("a pool needs exactly one of devices, directory and claims: set one of them and remove the others"))]
 #[x_kube(validation = Rule::new("has(self.devices) == has(oldSelf.devices) && has(self.directory) == has(oldSelf.directory) \
     && has(self.claims) == has(oldSelf.claims)")
-    .message("a pool stays what it was made of (devices, directory or claims): make a new SSDPool and delete this one"))]
+    .message("the storage of a pool (devices, directory or claims) is immutable: create a new SSDPool and delete this one"))]
 #[x_kube(validation = Rule::new("!(self.engine in ['IoUringCmd', 'GpuQueue']) || has(self.devices)")
-    .message("engines IoUringCmd and GpuQueue speak to raw devices: use devices, or engine IoUring or Plain"))]
+    .message("engines IoUringCmd and GpuQueue require raw devices: use devices, or engine IoUring or Plain"))]
 #[x_kube(validation = Rule::new("self.fallbackEngine != self.engine")
-    .message("fallbackEngine is the engine itself: name another one, or None to keep devices closed without it"))]
+    .message("fallbackEngine is equal to engine: set another engine, or None to keep devices closed without it"))]
 #[x_kube(validation = Rule::new("!has(self.wipeConfirmation) || self.deletionPolicy == 'Wipe' || \
     (has(self.devices) && self.devices.foreignSignatures == 'Wipe')")
-    .message("wipeConfirmation is given, but nothing is to be wiped: remove it, or set deletionPolicy or \
-              devices.foreignSignatures to Wipe"))]
+    .message("wipeConfirmation is set, but the pool wipes nothing: remove it, or set deletionPolicy or devices.foreignSignatures to Wipe"))]
 #[x_kube(validation = Rule::new("!has(self.devices) || self.devices.foreignSignatures != 'Wipe' || has(self.wipeConfirmation)")
-    .message("foreign devices are overwritten only when wipeConfirmation is yes-really-destroy-the-data"))]
+    .message("devices.foreignSignatures Wipe needs a confirmation: set wipeConfirmation to yes-really-destroy-the-data"))]
 pub struct SSDPoolSpec {
-    /// Nodes that the pool is on, among those that the cluster's agents run on. Empty: all of them. A node that is no longer
-    /// selected closes its devices; what is on them stays.
+    /// Selects nodes of the pool, among the nodes that have an agent. Empty: all of them. An agent whose
+    /// node is no longer selected closes its devices and keeps their data.
     #[serde(default)]
     pub node_selector: LabelSelector,
-    /// Raw block devices. The agent needs access to them.
+    /// Raw block devices. Agents need access to them (`agents.deviceAccess` of the KVCacheCluster).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub devices: Option<DeviceClaim>,
-    /// One preallocated file in a directory of the node. Needs no privileges; the simplest choice.
+    /// One preallocated file in a directory of each node. Needs no privileges.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub directory: Option<DirectoryClaim>,
-    /// A volume for each node, by a storage class. Agents are then StatefulSets, one a node; not in this release.
+    /// A volume for each node, by storage class. Not in this release.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub claims: Option<VolumeClaim>,
-    /// How devices are driven. A change reopens the devices; blocks are kept. What is really in effect is in the status.
+    /// I/O engine for the devices. A change reopens the devices and keeps the blocks. The status reports
+    /// the engines in effect.
     #[serde(default)]
     pub engine: Engine,
-    /// What happens on nodes that cannot have `engine`, for example because a seccomp profile forbids io_uring. Never silent: the
-    /// condition `EngineFallback` says which nodes use another one, `Degraded` which keep devices closed.
+    /// Fallback for nodes that do not support `engine`, for example because a seccomp profile forbids
+    /// io_uring. The condition `EngineFallback` lists the nodes that use the fallback, `Degraded` the nodes
+    /// that keep devices closed.
     #[serde(default)]
     pub fallback_engine: FallbackEngine,
-    /// Unit of allocation on a device, bytes: at least one block and its header of 4 KiB, a multiple of 2 MiB. Cannot be changed.
+    /// Allocation unit on a device, a multiple of 2Mi from 2Mi to 1Gi. It must hold at least one block and
+    /// its header of 4 KiB. Immutable.
     #[serde(default = "segment_size")]
     #[x_kube(validation = Rule::new("quantity(self).asInteger() >= 2097152 && quantity(self).asInteger() <= 1073741824 && \
         quantity(self).asInteger() % 2097152 == 0")
-        .message("segmentSize is 2Mi to 1Gi and a multiple of 2Mi: round it"))]
+        .message("segmentSize is not a multiple of 2Mi from 2Mi to 1Gi: round it"))]
     #[x_kube(validation = Rule::new("self == oldSelf")
-        .message("segmentSize is on the devices and cannot be changed: make a new SSDPool"))]
+        .message("segmentSize is immutable because devices are formatted with it: create a new SSDPool"))]
     pub segment_size: Quantity,
-    /// Operations under way for each device. All pools of a cluster have the same; a change restarts its agents, once all have it.
+    /// Concurrent operations of each device. Must be equal in all pools of a cluster. Agents restart to
+    /// apply a change, when all pools have it.
     #[serde(default = "queue_depth")]
     #[schemars(range(min = 1, max = 1024))]
     pub queue_depth: u32,
-    /// How full devices get.
+    /// Free space kept on devices.
     #[serde(default)]
     pub watermarks: Watermarks,
-    /// What a device must keep to. One that does not is told of (`Degraded`) and used all the same; one that fails is given up without a
-    /// threshold: it is closed, and its blocks are forgotten.
+    /// Health thresholds of devices. A device beyond a threshold is reported by `Degraded` and stays in
+    /// use. A failed device is closed and its blocks are dropped, regardless of thresholds.
     #[serde(default)]
     pub health: HealthThresholds,
-    /// What the nodes of the pool are used for. `kubectl drain` of a node does the same for that node.
+    /// Mode of the pool's nodes. `kubectl drain` of a node has the effect of `Draining` for that node.
     #[serde(default)]
     pub mode: NodeMode,
-    /// What is left on the nodes when the pool is deleted.
+    /// Handling of the data when the pool is deleted.
     #[serde(default)]
     pub deletion_policy: DeletionPolicy,
-    /// Write `yes-really-destroy-the-data` to allow what `Wipe` says. A deletion with `Wipe` and without it waits, with the
-    /// condition `DeletionBlocked`.
+    /// Set to `yes-really-destroy-the-data` to confirm `Wipe`. Without it, a deletion with `Wipe` waits
+    /// with the condition `DeletionBlocked`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub wipe_confirmation: Option<ConfirmationText>,
 }
@@ -113,27 +117,29 @@ pub struct SSDPoolSpec {
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct DeviceClaim {
-    /// Names under `/dev/disk/by-id/`, with `*` and `?`. A device that matches several is taken once. Other names change when
-    /// a machine starts.
+    /// Patterns of names under `/dev/disk/by-id/`, with `*` and `?`. Other device names can change on
+    /// reboot. A device with several matching names is used once.
     #[schemars(length(min = 1, max = 16))]
     #[x_kube(merge_strategy = ListMerge::Set)]
     pub globs: Vec<DeviceGlob>,
-    /// Devices to take on each node, at the most: those in use, then those with a pool on them, then the first by name.
+    /// Upper bound on devices per node. Devices in use take precedence, then devices with pool data, then
+    /// the order of names.
     #[serde(default = "devices_per_node")]
     #[schemars(range(min = 1, max = 32))]
     pub max_per_node: u32,
-    /// Bytes of each device to use. Absent: all. May only grow.
+    /// Bytes of each device to use. Absent: the whole device. Must not decrease.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[x_kube(validation = Rule::new("quantity(self).asInteger() >= 1048576 && quantity(self).asInteger() <= 17592186044416 && \
         quantity(self).asInteger() % 4096 == 0")
-        .message("devices.size is 1Mi to 16Ti and a multiple of 4Ki: round it"))]
+        .message("devices.size is not a multiple of 4Ki from 1Mi to 16Ti: round it"))]
     #[x_kube(validation = Rule::new("quantity(self).compareTo(quantity(oldSelf)) >= 0")
-        .message("devices.size may only grow, since blocks lie behind a smaller one: make a new SSDPool"))]
+        .message("devices.size must not decrease because blocks would be lost: create a new SSDPool"))]
     pub size: Option<Quantity>,
-    /// What happens to a device that carries a file system, a partition table or another program's data.
+    /// Handling of devices with a file system, a partition table or another program's data.
     #[serde(default)]
     pub foreign_signatures: ForeignSignatures,
-    /// Share of a controller's queue pairs that may be lent to GPUs; the rest stays with the kernel.
+    /// Share of a controller's queue pairs that may be allocated to GPUs, in percent. The kernel keeps the
+    /// rest.
     #[serde(default = "gpu_queue_percent")]
     #[schemars(range(min = 0, max = 75))]
     pub max_gpu_queue_percent: Percent,
@@ -143,20 +149,21 @@ pub struct DeviceClaim {
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct DirectoryClaim {
-    /// The directory on the node; made when it is not there. XFS or ext4 on the device that is meant. Cannot be changed.
+    /// Directory on the node, on XFS or ext4. The agent creates it if it does not exist. Make sure that the
+    /// intended file system is mounted there. Immutable.
     #[x_kube(validation = Rule::new("self == oldSelf")
-        .message("directory.path cannot be changed, the data lies there: make a new SSDPool"))]
+        .message("directory.path is immutable because the data is stored there: create a new SSDPool"))]
     #[x_kube(validation = Rule::new("!['/bin', '/boot', '/dev', '/etc', '/lib', '/proc', '/run', '/sbin', '/sys', '/tmp', '/usr', \
         '/var'].exists(system, self == system) && !['/boot/', '/dev/', '/etc/', '/proc/', '/sys/', '/usr/'] \
         .exists(system, self.startsWith(system))")
-        .message("directory.path is one of the system's own: use a directory of its own, for example /var/lib/reprise/pool"))]
+        .message("directory.path is a system directory: use a dedicated directory, for example /var/lib/reprise/pool"))]
     pub path: HostPath,
-    /// Bytes of the file, allocated when it is made. May only grow.
+    /// Size of the file, allocated on creation. Must not decrease.
     #[x_kube(validation = Rule::new("quantity(self).asInteger() >= 1048576 && quantity(self).asInteger() <= 17592186044416 && \
         quantity(self).asInteger() % 4096 == 0")
-        .message("directory.size is 1Mi to 16Ti and a multiple of 4Ki: round it"))]
+        .message("directory.size is not a multiple of 4Ki from 1Mi to 16Ti: round it"))]
     #[x_kube(validation = Rule::new("quantity(self).compareTo(quantity(oldSelf)) >= 0")
-        .message("directory.size may only grow, since blocks lie behind a smaller one: make a new SSDPool"))]
+        .message("directory.size must not decrease because blocks would be lost: create a new SSDPool"))]
     pub size: Quantity,
 }
 
@@ -164,124 +171,130 @@ pub struct DirectoryClaim {
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct VolumeClaim {
-    /// Storage class of the volumes. Cannot be changed.
+    /// Storage class of the volumes. Immutable.
     #[x_kube(validation = Rule::new("self == oldSelf")
-        .message("claims.storageClassName cannot be changed, the volumes are made: make a new SSDPool"))]
+        .message("claims.storageClassName is immutable because the volumes exist: create a new SSDPool"))]
     pub storage_class_name: Name,
-    /// Bytes of each volume. May only grow.
+    /// Size of each volume. Must not decrease.
     #[x_kube(validation = Rule::new("quantity(self).compareTo(quantity(oldSelf)) >= 0")
-        .message("claims.size may only grow, as volumes do: make a new SSDPool"))]
+        .message("claims.size must not decrease, as volumes cannot shrink: create a new SSDPool"))]
     pub size: Quantity,
 }
 
-/// How full devices get.
+/// Free space kept on devices.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Watermarks {
-    /// Thousandths of the pool kept free ahead of writes. Below it blocks are evicted. 30 of 30 TB are 15 minutes of writing at 1 GB/s. All pools of a
-    /// cluster have the same; a change restarts its agents, once all have it.
+    /// Thousandths of the pool kept free for writes; below it, blocks are evicted. Must be equal in all
+    /// pools of a cluster. For scale: 30 of a 30 TB pool is 15 minutes of writes at 1 GB/s. Agents restart
+    /// to apply a change, when all pools have it.
     #[serde(default = "free_permille")]
     #[schemars(range(min = 0, max = 900))]
     pub free_permille: Permille,
 }
 
-/// What a device must keep to. What a device does not tell is not compared.
+/// Health thresholds of devices. A value that the device does not report is not checked.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct HealthThresholds {
-    /// Media errors, more than which are too many: those that the agent has met since it opened the device (reads and writes that the kernel gave up, or
-    /// that never came back), or those that the drive tells of its whole life, whichever are more. NVMe drives tell theirs once a minute, if the agent
-    /// has the right CAP_SYS_ADMIN, as with `deviceAccess.mode` `Privileged` only. A device with more is told of, `Degraded` with the reason `DeviceWorn`. Absent:
-    /// not compared.
+    /// Upper bound on media errors. Above it, the pool has the condition `Degraded` with the reason
+    /// `DeviceWorn`. Absent: not checked. The count is the larger of two: errors since the agent opened the
+    /// device, or errors over the drive's lifetime. An error is a read or write that the kernel failed or
+    /// that did not complete. NVMe drives report lifetime errors once a minute, and only to an agent with
+    /// CAP_SYS_ADMIN, for example with `deviceAccess.mode` `Privileged`.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0, max = 1_000_000))]
     pub max_media_errors: Option<u32>,
-    /// Spare capacity that the device tells, less than which is too little; it is told of in the same way. Only NVMe drives tell it, and only to an agent
-    /// with CAP_SYS_ADMIN, as with `deviceAccess.mode` `Privileged` only; where `status.devices[].sparePercent` of the `CacheNode` is absent, nothing is compared.
-    /// Absent: not compared.
+    /// Lower bound on the spare capacity in percent. Below it, the pool has the condition `Degraded` with
+    /// the reason `DeviceWorn`. Absent: not checked. Only NVMe drives report spare capacity, and only to an
+    /// agent with CAP_SYS_ADMIN, for example with `deviceAccess.mode` `Privileged`. Without a value in
+    /// `status.devices[].sparePercent` of the CacheNode, nothing is checked.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub min_spare_percent: Option<Percent>,
-    /// Longest time that a read may take, from its submission to its end, 99 of 100 within a minute in which there are at least 100. A
-    /// device that takes longer is told of, `Degraded` with the reason `DeviceSlow`, until it takes 4/5 of it at the most or has not been
-    /// read from for a minute. Changes at once; no device is closed. Absent: not compared.
+    /// Upper bound on the 99th percentile of read latency, from 1ms to 60s. Absent: not checked. A change
+    /// applies at once and closes no device. It is measured from submission to completion, over each minute
+    /// with at least 100 reads. Above it, the pool has the condition `Degraded` with the reason
+    /// `DeviceSlow`. The device recovers when the latency is at most 4/5 of the bound, or after a minute
+    /// without reads.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[x_kube(validation = Rule::new("duration(self) >= duration('1ms') && duration(self) <= duration('60s')")
-        .message("health.maxReadLatency is 1ms to 60s: choose a time between"))]
+        .message("health.maxReadLatency is outside 1ms to 60s: set a duration in that range"))]
     pub max_read_latency: Option<Span>,
 }
 
-/// What the nodes of the pool say, added up. What each node has is in its CacheNode.
+/// Observed state of the pool, summed over its nodes. The state of each node is in its CacheNode.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SSDPoolStatus {
-    /// Generation of the spec that this status was found for.
+    /// Generation of the spec that this status was computed for.
     #[serde(default)]
     #[schemars(range(min = 0))]
     pub observed_generation: i64,
-    /// Nodes of the pool.
+    /// Counts of the pool's nodes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub nodes: Option<PoolNodes>,
-    /// Devices or files of all nodes.
+    /// Counts of devices or files on all nodes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub devices: Option<PoolDevices>,
-    /// Bytes of all nodes.
+    /// Capacity and usage of all nodes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub capacity: Option<PoolCapacity>,
-    /// Engines that are really in effect.
+    /// I/O engines in effect.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 8))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["engine".into()]))]
     pub effective_engines: Vec<EngineUse>,
-    /// What is so: `Ready`, `Accepted`, `DevicesDiscovered`, `Degraded`, `Cordoned`, `Drained`, `EngineFallback`, `DeletionBlocked`.
+    /// Conditions: `Ready`, `Accepted`, `DevicesDiscovered`, `Degraded`, `Cordoned`, `Drained`,
+    /// `EngineFallback`, `DeletionBlocked`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]
     pub conditions: Vec<Condition>,
 }
 
-/// Nodes, counted.
+/// Counts of the pool's nodes.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PoolNodes {
-    /// Nodes that the pool selects.
+    /// Number of selected nodes.
     pub selected: u32,
-    /// Nodes of which all devices are open.
+    /// Number of nodes with all devices open.
     pub ready: u32,
-    /// Nodes that refused the claim, because of foreign data or because the engine cannot be had.
+    /// Number of nodes that rejected the claim, because of foreign data or an unavailable engine.
     pub refused: u32,
 }
 
-/// Devices or files, counted.
+/// Counts of devices or files.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PoolDevices {
-    /// Devices that match.
+    /// Number of matching devices.
     pub matched: u32,
-    /// Devices that are open.
+    /// Number of open devices.
     pub open: u32,
-    /// Devices that failed or were given up.
+    /// Number of failed devices.
     pub faulted: u32,
 }
 
-/// Bytes of a pool.
+/// Capacity and usage of a pool.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PoolCapacity {
-    /// Bytes of open devices.
+    /// Size of all open devices in bytes.
     pub total: Quantity,
-    /// Bytes of blocks, their headers included.
+    /// Bytes of blocks, including their headers.
     pub used: Quantity,
-    /// Bytes that tenants are sure of.
+    /// Bytes reserved for tenants.
     pub reserved: Quantity,
 }
 
-/// How many nodes use an engine.
+/// Number of nodes with an engine.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct EngineUse {
-    /// The engine.
+    /// I/O engine in effect.
     pub engine: Engine,
-    /// Nodes that use it.
+    /// Number of nodes with the engine.
     pub nodes: u32,
 }
 
@@ -307,6 +320,6 @@ fn free_permille() -> Permille {
 
 impl Default for Watermarks {
     fn default() -> Watermarks {
-        of_nothing()
+        from_defaults()
     }
 }

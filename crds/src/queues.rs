@@ -1,8 +1,9 @@
-//! `GPUQueueAllocation`: NVMe queue pairs of one node, lent to one GPU.
+//! `GPUQueueAllocation`: NVMe queue pairs of one node, reserved for one GPU.
 //!
-//! Immutable, as a resource claim is: a change is a new object. The operator adds up what is asked for of each controller and
-//! grants within the pool's `maxGpuQueuePercent`; the agent keeps what was granted and, before the finalizer ends, has let go of it.
-//! No agent of this release makes queues of it, and `Programmed` says so.
+//! The spec is immutable, as that of a resource claim: a change is a new object. The operator sums the
+//! requests for each controller and grants them within the pool's `maxGpuQueuePercent`. The agent reserves
+//! the granted queue pairs and releases them before the finalizer is removed. Agents of this release create
+//! no queues; `Programmed` reports it.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::{CustomResource, KubeSchema};
@@ -11,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::fields::{GpuUuid, Name, NodeName, ObjectRef, PciAddress, Serial, Span, Text, Uid, choice};
 use crate::status::Condition;
 
-/// Queue pairs for one GPU of one node. Nothing in the spec can be changed.
+/// Requested queue pairs for one GPU of one node. Immutable.
 #[derive(CustomResource, KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[kube(
@@ -25,10 +26,10 @@ use crate::status::Condition;
     status = "GPUQueueAllocationStatus",
     derive = "PartialEq",
     selectable = ".spec.nodeName",
-    doc = "NVMe queue pairs of one node, set aside for one GPU, so that its kernels read and write blocks themselves. They are counted, \
-           granted, and kept by the node's agent; no agent of this release makes queues of them.",
+    doc = "NVMe queue pairs of one node, reserved for one GPU, so that GPU kernels can read and write blocks directly. \
+           The operator grants them and the node's agent reserves them. Agents of this release create no queues.",
     validation = Rule::new("size(self.metadata.name) <= 63")
-        .message("the allocation's name is a label of what is made for it: use at most 63 characters"),
+        .message("the allocation's name is longer than 63 characters, the most for a label value: use at most 63 characters"),
     printcolumn(name = "Node", type_ = "string", json_path = ".spec.nodeName"),
     printcolumn(name = "GPU", type_ = "string", json_path = ".spec.gpuUuid", priority = 1),
     printcolumn(name = "Pool", type_ = "string", json_path = ".spec.poolRef.name"),
@@ -39,137 +40,140 @@ use crate::status::Condition;
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
 )]
 #[x_kube(validation = Rule::new("self == oldSelf")
-    .message("an allocation cannot be changed, the queues are lent: make a new GPUQueueAllocation and delete this one"))]
+    .message("the spec of an allocation is immutable: create a new GPUQueueAllocation and delete this one"))]
 #[x_kube(validation = Rule::new("self.qos != 'Guaranteed' || self.isolation == 'ExclusiveController'")
-    .message("a guaranteed share needs a controller of its own: set isolation to ExclusiveController, or qos to Burstable"))]
+    .message("qos Guaranteed needs an exclusive controller: set isolation to ExclusiveController, or qos to Burstable"))]
 #[x_kube(validation = Rule::new("self.qos != 'BestEffort' || has(self.ttl)")
-    .message("a grant of best effort ends by itself: set ttl, or qos to Burstable"))]
+    .message("qos BestEffort needs a time to live: set ttl, or qos to Burstable"))]
 pub struct GPUQueueAllocationSpec {
-    /// The node of GPU and devices.
+    /// Node of the GPU and of the devices.
     pub node_name: NodeName,
-    /// The GPU, as `nvidia-smi -L` names it.
+    /// UUID of the GPU, as shown by `nvidia-smi -L`.
     pub gpu_uuid: GpuUuid,
-    /// The pool whose devices' queues are lent; a pool of raw `devices`.
+    /// Pool whose controllers provide the queue pairs. It must have raw `devices`.
     pub pool_ref: ObjectRef,
-    /// Queue pairs on each controller of the pool; with `ExclusiveController` on one that nobody else uses.
+    /// Queue pairs on each controller of the pool. With `ExclusiveController`: on one controller without
+    /// other users.
     #[schemars(range(min = 1, max = 128))]
     pub queue_pairs: u32,
-    /// Entries of each queue. Recorded; nothing uses it in this release.
+    /// Entries of each queue. Recorded only in this release.
     #[serde(default = "depth")]
     #[x_kube(validation = Rule::new("self in [32, 64, 128, 256, 512, 1024, 2048, 4096]")
-        .message("depth is a power of two from 32 to 4096: round it"))]
+        .message("depth is not a power of two from 32 to 4096: round it"))]
     pub depth: u32,
-    /// Where the queues are. Recorded; nothing uses it in this release.
+    /// Memory of the queues. Recorded only in this release.
     #[serde(default)]
     pub memory: QueueMemory,
-    /// Who else may use the controller.
+    /// Sharing of the controllers with other allocations.
     #[serde(default)]
     pub isolation: QueueIsolation,
-    /// Who gives way when queues are short.
+    /// Preemption of the allocation when queue pairs are scarce.
     #[serde(default)]
     pub qos: QueueQos,
-    /// Profile by which the GPU paces its I/O. Absent: none. It must be there; nothing uses it in this release.
+    /// SlackProfile for pacing the GPU's I/O. Absent: none. It must exist; this release does not use it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slack_profile_ref: Option<ObjectRef>,
-    /// Tenant that the queue pairs count for. Absent: `default`. It must be there and known to the node's cluster; nothing is counted by it in
-    /// this release.
+    /// Tenant that the queue pairs are accounted to. Absent: `default`. It must exist in the node's
+    /// cluster; this release does not account by tenant.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tenant_ref: Option<ObjectRef>,
-    /// Time after which the grant ends and is released. Absent: when the object is deleted.
+    /// Time to live of the grant, from 1m to 720h; it is released afterwards. Absent: until the object is
+    /// deleted.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[x_kube(validation = Rule::new("duration(self) >= duration('1m') && duration(self) <= duration('720h')")
-        .message("ttl is 1m to 720h: choose a time between"))]
+        .message("ttl is outside 1m to 720h: set a duration in that range"))]
     pub ttl: Option<Span>,
 }
 
 choice! {
-    /// Where queues are.
+    /// Memory of the queues.
     QueueMemory {
-        /// In the GPU's memory, with NVMe peer to peer.
+        /// GPU memory, with NVMe peer-to-peer.
         Device,
-        /// In pinned memory of the host.
+        /// Pinned memory of the host.
         Host,
     }
     default Device
 }
 
 choice! {
-    /// Who else may use a controller.
+    /// Sharing of a controller with other allocations.
     QueueIsolation {
-        /// Others that are trusted as well: who has one queue of a controller can reach all of them, since they share its registers.
+        /// Other trusted allocations use the same controller. All queues of a controller share its
+        /// registers, so a user of one queue can reach the others.
         TrustedShared,
-        /// Nobody.
+        /// No other allocation uses the controller.
         ExclusiveController,
     }
     default TrustedShared
 }
 
 choice! {
-    /// Who gives way when queues are short.
+    /// Preemption of the allocation when queue pairs are scarce.
     QueueQos {
-        /// Nobody takes these back.
+        /// The allocation is never preempted.
         Guaranteed,
-        /// Taken back when a guaranteed allocation needs them, after the others.
+        /// A guaranteed allocation can preempt it, after all `BestEffort` allocations.
         Burstable,
-        /// Taken back first.
+        /// The allocation is preempted first.
         BestEffort,
     }
     default Burstable
 }
 
-/// What was granted.
+/// Observed state of the allocation.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct GPUQueueAllocationStatus {
-    /// Generation of the spec that this status was found for.
+    /// Generation of the spec that this status was computed for.
     #[serde(default)]
     #[schemars(range(min = 0))]
     pub observed_generation: i64,
-    /// What was granted, by controller.
+    /// Granted queue pairs by controller.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 32))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["serial".into()]))]
     pub allocations: Vec<QueueGrant>,
-    /// The pod that uses it. A deletion waits until it is taken away; nobody sets it in this release.
+    /// Pod that uses the allocation. A deletion waits until the field is removed. Not set in this release.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reserved_for: Option<PodRef>,
-    /// When the grant ends.
+    /// End of the grant.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub expires_at: Option<Time>,
-    /// What is so: `Accepted`, `Allocated`, `Programmed`, `Released`, `DeletionBlocked`.
+    /// Conditions: `Accepted`, `Allocated`, `Programmed`, `Released`, `DeletionBlocked`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]
     pub conditions: Vec<Condition>,
 }
 
-/// Queue pairs of one controller.
+/// Queue pairs on one controller.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct QueueGrant {
     /// Serial number of the controller.
     pub serial: Serial,
-    /// Its address on the PCI bus.
+    /// Address on the PCI bus.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pci_address: Option<PciAddress>,
-    /// Queue pairs that were set aside.
+    /// Number of reserved queue pairs.
     pub queue_pairs: u32,
-    /// Their numbers, once there are queues. Not written in this release.
+    /// Queue IDs. Not set in this release.
     #[serde(rename = "queueIDs", default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 128), inner(range(min = 1, max = 65_535)))]
     pub queue_ids: Vec<u32>,
-    /// Lease in etcd that lives as long as their holder. Not written in this release.
+    /// ID of the holder's lease in etcd. Not set in this release.
     #[serde(rename = "leaseID", skip_serializing_if = "Option::is_none")]
     pub lease_id: Option<Text>,
 }
 
-/// A pod.
+/// Reference to a pod in the allocation's namespace.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PodRef {
-    /// Its name, in the allocation's namespace.
+    /// Name of the pod, in the allocation's namespace.
     pub name: Name,
-    /// Its unique id; a pod of the same name that comes later is another one.
+    /// UID of the pod. A pod that is re-created under the same name has another UID.
     pub uid: Uid,
 }
 

@@ -1,11 +1,12 @@
-//! `SlackProfile`: how much I/O one model leaves room for on one GPU, measured offline.
+//! `SlackProfile`: how much I/O fits next to the compute of one model on one GPU, measured offline.
 //!
-//! The operator reads the windows, checks them (order, overlap), computes a digest over them and hands them to the agents of the
-//! clusters that select the profile, as files beside their configuration ([`content_file`]); agents say which digest they work by in their
-//! CacheNode. Profiles age with drivers and engines: `Drifted` compares them with what nodes measure.
+//! The operator reads the windows, validates their order and overlap, and computes a digest. It distributes
+//! them to the agents of the clusters that select the profile, as files next to the agents' configuration
+//! ([`content_file`]). Agents report the digest in their CacheNode. Profiles become outdated with drivers
+//! and engines: `Drifted` compares them with measurements on nodes.
 //!
-//! In this release contents reach the agents and end there: nothing on the data path uses them, and no agent measures. Fields say so in the
-//! words that all kinds have for it.
+//! In this release the contents reach the agents and are not used further: the data path ignores them, and
+//! agents do not measure. The field docs repeat this where it applies.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::{CustomResource, KubeSchema};
@@ -14,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use crate::fields::{ConfigMapRef, Digest, LabelSelector, OciReference, Percent, Span, Text, choice};
 use crate::status::Condition;
 
-/// What was measured, and how it is put to use.
+/// Measured windows and their use.
 #[derive(CustomResource, KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[kube(
@@ -27,10 +28,10 @@ use crate::status::Condition;
     namespaced,
     status = "SlackProfileStatus",
     derive = "PartialEq",
-    doc = "Measured slack of one model on one GPU: spans of its compute during which I/O costs nothing. Distributed to the nodes \
-           that have this GPU, whose agents keep it ready; nothing on the data path uses it in this release.",
+    doc = "Measured slack of one model on one GPU: spans of compute during which I/O costs nothing. The operator \
+           distributes it to the nodes with this GPU. The data path does not use it in this release.",
     validation = Rule::new("size(self.metadata.name) <= 40")
-        .message("the profile's name is longer than 40 characters, too long for the names made of it: choose a shorter one"),
+        .message("the profile's name is longer than 40 characters, the most for derived names: choose a shorter name"),
     printcolumn(name = "Model", type_ = "string", json_path = ".spec.subject.model"),
     printcolumn(name = "GPU", type_ = "string", json_path = ".spec.subject.gpuProduct"),
     printcolumn(name = "Valid", type_ = "string", json_path = ".status.conditions[?(@.type==\"Valid\")].status"),
@@ -41,55 +42,58 @@ use crate::status::Condition;
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
 )]
 #[x_kube(validation = Rule::new("[has(self.windows), has(self.configMapRef), has(self.ociRef)].exists_one(given, given)")
-    .message("a profile is in exactly one of windows, configMapRef and ociRef: set one of them and remove the others"))]
+    .message("a profile needs exactly one of windows, configMapRef and ociRef: set one of them and remove the others"))]
 pub struct SlackProfileSpec {
-    /// What was measured. Cannot be changed: another subject is another profile.
+    /// Model, GPU and engine of the measurement. Immutable.
     #[x_kube(validation = Rule::new("self == oldSelf")
-        .message("the subject of a profile cannot be changed: make a new SlackProfile"))]
+        .message("subject is immutable: create a new SlackProfile"))]
     pub subject: Subject,
-    /// The windows, inline.
+    /// Windows, inline in the spec.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(length(min = 1, max = 256))]
     pub windows: Option<Vec<Window>>,
-    /// The windows, as a JSON list in a ConfigMap of this namespace. A change of it is a new revision.
+    /// Windows, as a JSON list in a ConfigMap of this namespace. A change of the ConfigMap makes a new
+    /// revision.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub config_map_ref: Option<ConfigMapRef>,
-    /// The windows, as an OCI artifact; not in this release.
+    /// Windows, as an OCI artifact. Not in this release.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub oci_ref: Option<OciRef>,
-    /// Share of each window that is used; the rest is left for what was not measured. Brought to the agents; nothing on the data path uses
-    /// it in this release.
+    /// Usable share of each window in percent; the rest is a safety margin. Distributed to agents; the data
+    /// path does not use it in this release.
     #[serde(default = "usable")]
     #[schemars(range(min = 10, max = 100))]
     pub usable_percent: Percent,
-    /// What an agent does outside all windows. Brought to the agents; nothing on the data path uses it in this release.
+    /// Behaviour of agents outside all windows. Distributed to agents; the data path does not use it in
+    /// this release.
     #[serde(default)]
     pub fallback: SlackFallback,
-    /// Measured error of the profile's predictions, at the 99th of 100, beyond which it counts as drifted. Compared with what nodes measure; no
-    /// agent of this release measures it.
+    /// Upper bound on the 99th percentile of the prediction error, in percent. Above it, the condition
+    /// `Drifted` is true. Agents of this release do not measure.
     #[serde(default = "max_error")]
     #[schemars(range(min = 1, max = 100))]
     pub max_error_percent: Percent,
-    /// How a new revision reaches the nodes.
+    /// Rollout of a new revision.
     #[serde(default)]
     pub rollout: Rollout,
 }
 
-/// What was measured.
+/// Model, GPU and engine of the measurement.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Subject {
-    /// Model, as the engine names it. Brought to the agents; nothing on the data path uses it in this release.
+    /// Model name, as in the engine. Distributed to agents; the data path does not use it in this release.
     #[schemars(length(min = 1))]
     pub model: Text,
-    /// GPU, as its driver names it. Nodes with other GPUs do not get the profile.
+    /// GPU product name, as reported by the driver. Only nodes with this GPU get the profile.
     #[schemars(length(min = 1))]
     pub gpu_product: Text,
-    /// GPUs that the model was spread over. Brought to the agents; nothing on the data path uses it in this release.
+    /// Tensor-parallel size of the model. Distributed to agents; the data path does not use it in this
+    /// release.
     #[serde(default = "one")]
     #[schemars(range(min = 1, max = 64))]
     pub tensor_parallel: u32,
-    /// Engine and its version. Brought to the agents; nothing on the data path uses it in this release.
+    /// Engine and its version. Distributed to agents; the data path does not use it in this release.
     #[schemars(length(min = 1))]
     pub engine_version: Text,
 }
@@ -98,36 +102,38 @@ pub struct Subject {
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("self.minTokens < self.maxTokens")
-    .message("a window is for a range of tokens: set maxTokens above minTokens"))]
+    .message("minTokens is not below maxTokens: set maxTokens above minTokens"))]
 pub struct Window {
-    /// What the GPU does.
+    /// Phase of the inference.
     pub phase: Phase,
-    /// Tokens of the batch, at the least.
+    /// Lower bound on the tokens of the batch, inclusive.
     #[schemars(range(min = 0, max = 16_777_216))]
     pub min_tokens: u32,
-    /// Tokens of the batch; the window ends before so many.
+    /// Upper bound on the tokens of the batch, exclusive.
     #[schemars(range(min = 1, max = 16_777_217))]
     pub max_tokens: u32,
-    /// Microseconds of a layer that I/O may take. Brought to the agents; nothing on the data path uses it in this release.
+    /// Slack of one layer in microseconds. Distributed to agents; the data path does not use it in this
+    /// release.
     #[schemars(range(min = 1, max = 10_000_000))]
     pub slack_micros: u32,
-    /// Multiprocessors that I/O may use at once. Brought to the agents; nothing on the data path uses it in this release.
+    /// Upper bound on streaming multiprocessors for I/O. Distributed to agents; the data path does not use
+    /// it in this release.
     #[schemars(range(min = 0, max = 256))]
     pub max_io_sms: u32,
 }
 
 choice! {
-    /// What a GPU does.
+    /// Phase of the inference.
     Phase {
-        /// Computes a prompt.
+        /// The GPU computes a prompt.
         Prefill,
-        /// Computes one token after the other.
+        /// The GPU generates tokens one at a time.
         Decode,
     }
     default Prefill
 }
 
-/// An OCI artifact.
+/// Reference to an OCI artifact.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct OciRef {
@@ -136,94 +142,96 @@ pub struct OciRef {
 }
 
 choice! {
-    /// What an agent does outside all windows.
+    /// Behaviour of agents outside all windows.
     SlackFallback {
-        /// Writes wait, reads go on; not in this release.
+        /// Writes wait and reads continue. Not in this release.
         ThrottleWrites,
-        /// All I/O that nobody waits for stops; not in this release.
+        /// Background I/O pauses. Not in this release.
         PauseIo,
-        /// As if there were no profile.
+        /// The agent ignores the profile.
         Ignore,
     }
     default ThrottleWrites
 }
 
-/// How a new revision reaches the nodes.
+/// Rollout of a new revision.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Rollout {
-    /// Nodes that may be between two revisions at once.
+    /// Upper bound on nodes that change their revision at the same time, in percent.
     #[serde(default = "max_unavailable")]
     #[schemars(range(min = 1, max = 100))]
     pub max_unavailable_percent: Percent,
-    /// Nodes that get a revision first. Absent: none.
+    /// Nodes that get a new revision first. Absent: none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub canary: Option<Canary>,
 }
 
-/// Nodes that get a revision first.
+/// Nodes that get a new revision first.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Canary {
-    /// Which nodes.
+    /// Selects the canary nodes.
     pub node_selector: LabelSelector,
-    /// Time for which they must have it, without drift, before the others follow.
+    /// Time for which canary nodes must run the revision without drift before the rollout continues. At
+    /// most 168h.
     #[serde(default = "soak")]
     #[x_kube(validation = Rule::new("duration(self) <= duration('168h')")
-        .message("rollout.canary.soak is at most 168h: choose a shorter time"))]
+        .message("rollout.canary.soak is longer than 168h: set at most 168h"))]
     pub soak: Span,
 }
 
-/// How far the profile is.
+/// Observed state of the profile.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SlackProfileStatus {
-    /// Generation of the spec that this status was found for.
+    /// Generation of the spec that this status was computed for.
     #[serde(default)]
     #[schemars(range(min = 0))]
     pub observed_generation: i64,
-    /// Digest of the revision that nodes should have.
+    /// Digest of the current revision.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub digest: Option<Digest>,
-    /// Counts revisions.
+    /// Number of the current revision.
     #[serde(default)]
     #[schemars(range(min = 0))]
     pub revision: i64,
-    /// Nodes that have the GPU.
+    /// Counts of target nodes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub nodes: Option<ProfileNodes>,
-    /// Since when all canary nodes have the revision ready, none of them with drift. Absent: they do not, or none are wanted.
+    /// Time since which all canary nodes have the revision without drift. Absent: not all have it, or the
+    /// rollout has no canary.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub soaking_since: Option<Time>,
-    /// What nodes measure, of each number the largest that one has. No agent of this release measures it.
+    /// Maximum of each measurement over all nodes. Agents of this release do not measure.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub measured: Option<Measured>,
-    /// What is so: `Accepted`, `Valid`, `Distributed`, `Active`, `Drifted`.
+    /// Conditions: `Accepted`, `Valid`, `Distributed`, `Active`, `Drifted`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]
     pub conditions: Vec<Condition>,
 }
 
-/// Nodes, counted.
+/// Counts of the profile's nodes.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ProfileNodes {
-    /// Nodes that have the GPU, and should have the revision in the end.
+    /// Number of nodes with the GPU.
     pub target: u32,
-    /// Nodes that have said that they have it ready.
+    /// Number of nodes that have validated the revision.
     pub applied: u32,
-    /// Nodes that have refused it.
+    /// Number of nodes that rejected the revision.
     pub failed: u32,
 }
 
-/// Errors of the profile's predictions, hundredths of what was predicted.
+/// Prediction errors of the profile in percent.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Measured {
-    /// Half of all are below it.
+    /// Median of the prediction error.
     pub prediction_error_p50_percent: u32,
-    /// 99 of 100 are below it.
+    /// 99th percentile of the prediction error.
     pub prediction_error_p99_percent: u32,
 }
 
@@ -249,19 +257,20 @@ fn soak() -> Span {
 
 impl Default for Rollout {
     fn default() -> Rollout {
-        crate::fields::of_nothing()
+        crate::fields::from_defaults()
     }
 }
 
-/// Name of the file in which a revision's content lies beside the agents' configuration: by its digest, so that several revisions of one
-/// profile lie side by side. `None` of what is no digest.
+/// Returns the file name for a revision's content next to the agent's configuration. The name contains the
+/// digest, so several revisions of a profile can exist side by side. `None` if `digest` is not a SHA-256
+/// digest.
 pub fn content_file(digest: &str) -> Option<String> {
     let hex = digest.strip_prefix("sha256:")?;
     let is_hex = hex.len() == 64 && hex.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
     is_hex.then(|| format!("profile-{hex}.json"))
 }
 
-/// The digest by which such a file is called.
+/// Returns the digest in the name of such a file, or `None` for other names.
 pub fn digest_of_file(name: &str) -> Option<String> {
     let hex = name.strip_prefix("profile-")?.strip_suffix(".json")?;
     let digest = format!("sha256:{hex}");
@@ -273,7 +282,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_is_called_by_the_digest_of_its_content_and_by_nothing_else() {
+    fn content_file_name_contains_the_digest() {
         let digest = format!("sha256:{}", "0f".repeat(32));
         let file = content_file(&digest).expect("a digest");
         assert_eq!(file, format!("profile-{}.json", "0f".repeat(32)));

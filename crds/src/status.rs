@@ -1,11 +1,11 @@
-//! Conditions: what is so, since when, and what to do.
+//! Conditions of custom resources: type, status, reason, message and time of the last transition.
 //!
-//! Conditions are a list-map by type, so that several writers can each own theirs by server-side apply. Each carries the
-//! generation of the spec that it speaks of. Types and reasons are words of this module and no others: `docs/RESOURCES.md`
-//! lists them from here, and whoever waits for one can rely on it.
+//! Conditions are a list-map by type, so that several writers can each own their types by server-side
+//! apply. Each carries the generation of the spec that it was computed for. Types and reasons come from
+//! this module only: `docs/resources/README.md` lists them, and users may wait for them.
 //!
-//! Invariant: the time of a condition changes with its status, not with its words ([`set`]); a writer that says the same again
-//! writes nothing.
+//! Invariant: a condition's transition time changes with its status, not with its message ([`set`]). A
+//! writer that repeats a condition writes nothing.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::KubeSchema;
@@ -17,93 +17,95 @@ mod words;
 
 pub use words::{ConditionType, Reason};
 
-/// Conditions of one object, at the most: every type once.
+/// Upper bound on the conditions of one object: every type once.
 pub const CONDITIONS_MAX: usize = 16;
-/// Characters of a message; longer ones are cut.
+/// Upper bound on the characters of a message; longer ones are truncated.
 pub const MESSAGE_CHARS_MAX: usize = 1024;
 
-/// One thing that is so, is not so, or is not known.
+/// One condition of an object.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Condition {
-    /// What it speaks of.
+    /// Type of the condition.
     #[serde(rename = "type")]
     #[schemars(length(min = 1, max = 64), regex(pattern = r"^[A-Z][A-Za-z]*$"))]
     pub kind: String,
-    /// Whether it is so.
+    /// Status of the condition.
     pub status: ConditionStatus,
-    /// Generation of the spec that this was found for. Below `metadata.generation`: it speaks of an older spec.
+    /// Generation of the spec that this condition was computed for. Below `metadata.generation`: it
+    /// describes an older spec.
     #[serde(default)]
     #[schemars(range(min = 0))]
     pub observed_generation: i64,
-    /// When `status` changed last.
+    /// Time of the last change of `status`.
     pub last_transition_time: Time,
-    /// Why, in one word.
+    /// Cause of the status, in CamelCase.
     #[schemars(length(min = 1, max = 64), regex(pattern = r"^[A-Z][A-Za-z]*$"))]
     pub reason: String,
-    /// Why, and what to do about it.
+    /// Explanation of the status, and the remedy if there is one.
     #[serde(default)]
     #[schemars(length(max = 1024))]
     pub message: String,
 }
 
 choice! {
-    /// Whether a condition holds.
+    /// Whether the condition is true.
     ConditionStatus {
-        /// It is so.
+        /// The condition is true.
         True,
-        /// It is not so.
+        /// The condition is false.
         False,
-        /// Nobody can say at the moment.
+        /// The status cannot be determined at the moment.
         Unknown,
     }
     default Unknown
 }
 
-/// What a writer finds about one condition of an object.
+/// Status of one condition as its writer has computed it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
-    /// What it speaks of.
+    /// Type of the condition.
     pub kind: ConditionType,
-    /// Whether it is so.
+    /// Status of the condition.
     pub status: ConditionStatus,
-    /// Why, in one word.
+    /// Cause of the status, in CamelCase.
     pub reason: Reason,
-    /// Why, and what to do about it.
+    /// Explanation of the status, and the remedy if there is one.
     pub message: String,
 }
 
-/// Whether a condition was changed by [`set`].
+/// How [`set`] changed a condition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
-    /// It says what it said.
+    /// The condition did not change.
     None,
-    /// Another message or generation, the same status for the same reason. Messages have numbers in them, so this is no news.
+    /// Only the message or the generation changed. Messages contain counters, so this change is not
+    /// reported as an event.
     Words,
-    /// The same status for another reason: somebody may have to do something else about it.
+    /// The reason changed and the status did not. Another action may be required.
     Reason,
-    /// Another status.
+    /// The status changed, or the condition is new.
     Status,
 }
 
 impl Finding {
-    /// It is so.
+    /// The condition is true.
     pub fn yes(kind: ConditionType, reason: Reason, message: impl Into<String>) -> Finding {
         Finding { kind, status: ConditionStatus::True, reason, message: message.into() }
     }
 
-    /// It is not so.
+    /// The condition is false.
     pub fn no(kind: ConditionType, reason: Reason, message: impl Into<String>) -> Finding {
         Finding { kind, status: ConditionStatus::False, reason, message: message.into() }
     }
 
-    /// Nobody can say.
+    /// The status is unknown.
     pub fn unknown(kind: ConditionType, reason: Reason, message: impl Into<String>) -> Finding {
         Finding { kind, status: ConditionStatus::Unknown, reason, message: message.into() }
     }
 }
 
-/// Puts a finding among the conditions of an object of this generation.
+/// Updates or inserts a condition of an object of this generation.
 pub fn set(conditions: &mut Vec<Condition>, finding: &Finding, generation: i64, now: &Time) -> Change {
     let mut next = Condition {
         kind: finding.kind.as_str().to_owned(),
@@ -132,12 +134,12 @@ pub fn set(conditions: &mut Vec<Condition>, finding: &Finding, generation: i64, 
     change
 }
 
-/// The condition of a type, if it was ever set.
+/// Returns the condition of this type, if it was ever set.
 pub fn find(conditions: &[Condition], kind: ConditionType) -> Option<&Condition> {
     conditions.iter().find(|condition| condition.kind == kind.as_str())
 }
 
-/// Whether a condition is true of this generation.
+/// Returns whether the condition is true for this generation or a later one.
 pub fn holds(conditions: &[Condition], kind: ConditionType, generation: i64) -> bool {
     find(conditions, kind).is_some_and(|condition| {
         condition.status == ConditionStatus::True && condition.observed_generation >= generation
@@ -153,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn the_time_of_a_condition_changes_with_its_status_only() {
+    fn transition_time_changes_only_with_the_status() {
         let (early, late) = (at("2026-01-01T00:00:00Z"), at("2026-01-02T00:00:00Z"));
         let mut conditions = Vec::new();
         let waits = Finding::no(ConditionType::Ready, Reason::Progressing, "2 of 3 agents are ready");
@@ -174,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn conditions_keep_one_order_and_messages_their_length() {
+    fn conditions_stay_sorted_and_messages_are_truncated() {
         let now = at("2026-01-01T00:00:00Z");
         let mut conditions = Vec::new();
         for kind in [ConditionType::Ready, ConditionType::Degraded] {

@@ -1,8 +1,9 @@
-//! `CacheTenant`: whose blocks, how much of the cluster and of each node they may take.
+//! `CacheTenant`: isolation and quotas of one tenant's blocks.
 //!
-//! The object's name is the tenant's. `budget` is for a whole cluster and is kept by the control plane's ledgers; `perNode` goes
-//! into the configuration of every agent. Namespaces and service accounts say which pods are this tenant, and agents check it by their tokens;
-//! of a tenant that names none, sessions are believed (docs/ARCHITECTURE.md, invariant 7).
+//! The object's name is the tenant's name. `budget` applies to a whole cluster and is enforced by the
+//! control plane; `perNode` is part of the configuration of every agent. Namespaces and service accounts
+//! define the pods of the tenant, and agents verify the pods by their tokens. If a tenant selects neither,
+//! agents trust the tenant name of a session (docs/ARCHITECTURE.md, invariant 7).
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::{CustomResource, KubeSchema};
@@ -11,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::fields::{ClusterRef, KeyName, LabelSelector, Name, Quantity, choice};
 use crate::status::Condition;
 
-/// Whose blocks, and how much they may take.
+/// Desired isolation and quotas of a tenant.
 #[derive(CustomResource, KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[kube(
@@ -23,10 +24,10 @@ use crate::status::Condition;
     category = "reprise",
     status = "CacheTenantStatus",
     derive = "PartialEq",
-    doc = "Somebody whose blocks are kept apart: isolation, budget in the cluster, quotas on each node. The object's name is the \
-           tenant's; sessions that name none are `default`.",
+    doc = "A tenant, whose blocks are isolated from those of other tenants: budget in the cluster, quotas on each node. \
+           The object's name is the tenant's name. Sessions that name no tenant use `default`.",
     validation = Rule::new("self.metadata.name.matches('^[-a-z0-9]+$') && size(self.metadata.name) <= 63")
-        .message("the object's name is the tenant's: use 1 to 63 of a-z, 0-9 and '-'"),
+        .message("invalid tenant name: use 1 to 63 of a-z, 0-9 and '-'"),
     printcolumn(name = "Ready", type_ = "string", json_path = ".status.conditions[?(@.type==\"Ready\")].status"),
     printcolumn(name = "Feasible", type_ = "string", json_path = ".status.conditions[?(@.type==\"QuotaFeasible\")].status"),
     printcolumn(name = "SSD Used", type_ = "string", json_path = ".status.usage.ssd"),
@@ -37,75 +38,79 @@ use crate::status::Condition;
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
 )]
 #[x_kube(validation = Rule::new("(self.isolation == 'Encrypted') == has(self.keySecretRef)")
-    .message("isolation Encrypted needs keySecretRef, and only it: set it or remove it"))]
+    .message("keySecretRef must be set with isolation Encrypted and with no other isolation: set it or remove it"))]
 #[x_kube(validation = Rule::new("!has(oldSelf.number) || has(self.number)")
-    .message("number is on the devices and cannot be removed: write it again as it was"))]
+    .message("number must not be removed because blocks on devices carry it: set the old number"))]
 pub struct CacheTenantSpec {
-    /// Clusters that know the tenant. Empty: all. One that is named no more loses the budget and keeps the blocks, whatever `deletionPolicy` is.
+    /// Clusters that the tenant applies to. Empty: all. A cluster that is removed from the list drops the
+    /// budget and keeps the blocks, regardless of `deletionPolicy`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["namespace".into(), "name".into()]))]
     pub clusters: Vec<ClusterRef>,
-    /// Namespaces whose pods are this tenant; `{}`: all. Absent: none. A namespace that two tenants select is the older one's, and refused to the
-    /// younger one. With this or `serviceAccounts` nobody else is the tenant: agents ask the API server whose the token is that a session shows.
-    /// Engines name the tenant and show the token; pods that a cluster injects into are given both.
+    /// Namespaces whose pods belong to the tenant; `{}` selects all. Absent: none. If two tenants select a
+    /// namespace, the older tenant gets it. With this field or `serviceAccounts`, only these pods can use
+    /// the tenant: a session names the tenant and presents a service account token, which the agent
+    /// verifies with the API server. The cluster's injection gives pods both.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub namespace_selector: Option<LabelSelector>,
-    /// Service accounts whose pods are this tenant, whatever tenant their namespace's are. One that two tenants name is the older one's.
+    /// Service accounts whose pods belong to the tenant. They take precedence over namespace selectors. If
+    /// two tenants name a service account, the older tenant gets it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["namespace".into(), "name".into()]))]
     pub service_accounts: Vec<ServiceAccountRef>,
-    /// How its blocks are kept from others. Cannot be changed.
+    /// Isolation of the tenant's blocks. Immutable.
     #[serde(default)]
     #[x_kube(validation = Rule::new("self == oldSelf")
-        .message("isolation cannot be changed, blocks are kept by it: make a new CacheTenant under another name"))]
+        .message("isolation is immutable because the keys of blocks depend on it: create a new CacheTenant with another name"))]
     pub isolation: Isolation,
-    /// Key of its blocks, with `Encrypted`; not in this release.
+    /// Encryption key of the tenant's blocks, with `Encrypted`. Not in this release.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub key_secret_ref: Option<NamespacedKeyRef>,
-    /// What its blocks carry on devices. Absent: follows from the name. Set it when an agent says that two names have one number.
-    /// Cannot be changed once it is set.
+    /// Tenant number in the block headers on devices. Absent: derived from the name. Set it if an agent
+    /// reports that two names have the same number. Immutable once set.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1, max = 65_535))]
     #[x_kube(validation = Rule::new("self == oldSelf")
-        .message("number is on the devices and cannot be changed: write it as it was"))]
+        .message("number is immutable because blocks on devices carry it: set the old number"))]
     pub number: Option<u16>,
-    /// What it may have in each of its clusters. A change takes effect within seconds; blocks beyond a lower limit are evicted. The control
-    /// plane is told by the operator: `reprise tenant set` of the same tenant is set back.
+    /// Quotas in each cluster. A change applies within seconds; blocks above a lowered limit are evicted.
+    /// The operator reverts changes made with `reprise tenant set`.
     #[serde(default)]
     pub budget: Quotas,
-    /// What it may have on each node, whoever else is there. A change restarts agents, as `agents.updateStrategy` says.
+    /// Quotas on each node. A change restarts agents according to `agents.updateStrategy`.
     #[serde(default)]
     pub per_node: Quotas,
-    /// NVMe queue pairs that its GPUs may have together; not in this release. Absent: no limit.
+    /// Upper bound on NVMe queue pairs of all of the tenant's GPUs. Absent: no limit. Not in this release.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0, max = 1_000_000))]
     pub max_gpu_queue_pairs: Option<u32>,
-    /// What becomes of its blocks when the object is deleted, in the clusters that `clusters` names then.
+    /// Handling of the tenant's blocks in its current clusters when the object is deleted.
     #[serde(default)]
     pub deletion_policy: TenantDeletion,
 }
 
 choice! {
-    /// How blocks are kept from other tenants.
+    /// Isolation from other tenants.
     Isolation {
-        /// Keys carry the tenant's salt: equal prompts of two tenants have different keys.
+        /// Block keys contain the tenant's salt, so equal prompts of two tenants have different keys.
         Salted,
-        /// As `Salted`, and bytes on devices are encrypted; not in this release.
+        /// As `Salted`, and data on devices is encrypted. Not in this release.
         Encrypted,
-        /// Blocks are shared with all tenants of this isolation; not in this release.
+        /// Tenants with this isolation share blocks. Not in this release.
         Shared,
     }
     default Salted
 }
 
 choice! {
-    /// What becomes of a tenant's blocks.
+    /// Handling of a tenant's blocks on deletion.
     TenantDeletion {
-        /// They stay until their room is needed.
+        /// The blocks stay until they are evicted.
         Orphan,
-        /// They are evicted from all these clusters before the object goes, but from those that are being deleted themselves.
+        /// The blocks are evicted from all these clusters, except clusters in deletion, before the object
+        /// is removed.
         Purge,
     }
     default Orphan
@@ -115,39 +120,41 @@ choice! {
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Quotas {
-    /// Bytes of the arenas. On a node memory is reserved in whole regions.
+    /// Quota of arena memory. On a node, memory is reserved in whole regions.
     #[serde(default)]
     pub dram: Quota,
-    /// Bytes on devices, with the header of 4 KiB of each block.
+    /// Quota of device space, including 4 KiB of header per block.
     #[serde(default)]
     pub ssd: Quota,
 }
 
-/// What a tenant is sure of, and may have at the most.
+/// Reserved amount and upper limit.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("!has(self.limit) || quantity(self.reserved).compareTo(quantity(self.limit)) <= 0")
-    .message("more is reserved than the limit allows: raise limit or lower reserved"))]
+    .message("reserved is larger than limit: raise limit or lower reserved"))]
 pub struct Quota {
-    /// Bytes that nobody else takes. All tenants' together must fit what is there; `QuotaFeasible` says whether they do.
+    /// Bytes reserved for the tenant. All reservations must fit the capacity; the condition `QuotaFeasible`
+    /// reports it.
     #[serde(default = "nothing")]
     pub reserved: Quantity,
-    /// Bytes at the most. Absent: no limit.
+    /// Upper limit in bytes. Absent: no limit.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub limit: Option<Quantity>,
 }
 
-/// A service account.
+/// Reference to a service account.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ServiceAccountRef {
-    /// Its namespace.
+    /// Namespace of the service account.
     pub namespace: Name,
-    /// Its name. With its namespace and a dot between them it has at most 253 characters; one that has more has no place (`PodsBound`).
+    /// Name of the service account. Namespace and name together have at most 252 characters; longer pairs
+    /// are ignored and reported by `PodsBound`.
     pub name: Name,
 }
 
-/// One entry of a Secret.
+/// Reference to one entry of a Secret.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NamespacedKeyRef {
@@ -159,46 +166,49 @@ pub struct NamespacedKeyRef {
     pub key: KeyName,
 }
 
-/// What the tenant has.
+/// Observed state of the tenant.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CacheTenantStatus {
-    /// Generation of the spec that this status was found for.
+    /// Generation of the spec that this status was computed for.
     #[serde(default)]
     #[schemars(range(min = 0))]
     pub observed_generation: i64,
-    /// What it holds in its clusters together, as their nodes have said. As long as `UsageKnown` is true it holds so much still, within a 64th;
-    /// otherwise it is what was found last.
+    /// Usage in all clusters of the tenant, as reported by nodes. While `UsageKnown` is true, it is
+    /// accurate to 1/64; otherwise it is the last known usage.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub usage: Option<TenantUsage>,
-    /// What it can really have at the moment, where that is less than its budget. Not written in this release.
+    /// Effective quota, if it is below the budget. Not set in this release.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub effective_quota: Option<Usage>,
-    /// What is so: `Ready`, `Accepted`, `QuotaFeasible`, `BudgetApplied`, `PodsBound`, `UsageKnown`, `OverQuota`, `DeletionBlocked`.
+    /// Conditions: `Ready`, `Accepted`, `QuotaFeasible`, `BudgetApplied`, `PodsBound`, `UsageKnown`,
+    /// `OverQuota`, `DeletionBlocked`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]
     pub conditions: Vec<Condition>,
 }
 
-/// What a tenant holds of memory and of devices.
+/// Usage of memory and of devices.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct TenantUsage {
-    /// Bytes of the arenas, rounded up to whole Mi.
+    /// Bytes of arena memory, rounded up to whole Mi.
     pub dram: Quantity,
-    /// Bytes on devices with the headers of blocks, rounded up to whole Mi.
+    /// Bytes on devices, including block headers, rounded up to whole Mi.
     pub ssd: Quantity,
-    /// Blocks in the arenas, those that are being filled included. Absent while an agent of an older version holds some.
+    /// Blocks in arenas, including blocks that are being filled. Absent if an agent of an older version
+    /// holds some.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0))]
     pub dram_blocks: Option<i64>,
-    /// Blocks on devices, those that are being written included; a block that is on two nodes counts twice. Absent as `dramBlocks`.
+    /// Blocks on devices, including blocks that are being written. A block on two nodes counts twice.
+    /// Absent like `dramBlocks`.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0))]
     pub ssd_blocks: Option<i64>,
-    /// When these figures were found. Others are written after a minute if they differ by more than a 64th, after 5 minutes if by less, and not
-    /// at all if they are the same.
+    /// Time of these figures. They are updated after 1 minute if they differ by more than 1/64, and after 5
+    /// minutes if they differ by less.
     pub observed_time: Time,
 }
 
@@ -206,9 +216,9 @@ pub struct TenantUsage {
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Usage {
-    /// Bytes of the arenas.
+    /// Bytes of arena memory.
     pub dram: Quantity,
-    /// Bytes on devices.
+    /// Bytes used on devices.
     pub ssd: Quantity,
 }
 
@@ -218,6 +228,6 @@ fn nothing() -> Quantity {
 
 impl Default for Quota {
     fn default() -> Quota {
-        crate::fields::of_nothing()
+        crate::fields::from_defaults()
     }
 }

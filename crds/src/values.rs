@@ -1,22 +1,23 @@
-//! The schema of the chart's values: the chart's own ones as written in `chart_values.json`, and the specs of our kinds by the same
-//! schemas as the API server has them.
+//! Schema of the chart's values: the chart's own values from `chart_values.json`, and the specs of our
+//! kinds with the schemas of the API server.
 //!
-//! Everything is closed: a field that is spelled wrong is refused before anything is installed, where the API server would drop it.
-//! Rules in CEL have no counterpart here; the API server keeps them.
+//! All objects are closed: Helm rejects a misspelled field before it installs anything, where the API
+//! server would drop the field. CEL rules have no counterpart here; the API server enforces them.
 
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use serde_json::{Map, Value, json};
 
 use crate::definitions::schema;
 
-/// The chart's own values. What stands there for a kind is a reference, which is made whole here.
-const OWN: &str = include_str!("chart_values.json");
+/// Schema of the chart's own values. It refers to the kinds' specs, which [`values_schema`] inserts.
+const CHART_SCHEMA: &str = include_str!("chart_values.json");
 
-/// Kinds that values hold specs of.
+/// Kinds whose specs are part of the values.
 const KINDS: [&str; 3] = ["KVCacheCluster", "SSDPool", "CacheTenant"];
 
-/// Keywords that mean the same in JSON schemas and in definitions. Descriptions stay: editors show them.
-const KEPT: [&str; 13] = [
+/// Keywords with the same meaning in JSON schemas and in definitions. Descriptions are kept, because
+/// editors show them.
+const SHARED_KEYWORDS: [&str; 13] = [
     "description",
     "enum",
     "items",
@@ -32,14 +33,15 @@ const KEPT: [&str; 13] = [
     "type",
 ];
 
-/// The schema as text.
+/// Returns the schema as text.
 ///
 /// # Panics
-/// Never: what is built in is an object that has the kinds' places.
+/// Never: the built-in JSON is an object with `$defs`.
 pub(crate) fn values_schema(definitions: &[CustomResourceDefinition]) -> String {
-    let mut whole: Value = serde_json::from_str(OWN).expect("the chart's own values are JSON");
+    let mut whole: Value = serde_json::from_str(CHART_SCHEMA).expect("the chart's own values are JSON");
     for kind in KINDS {
-        let definition = definitions.iter().find(|one| one.spec.names.kind == kind).expect("a kind of ours");
+        let definition =
+            definitions.iter().find(|one| one.spec.names.kind == kind).expect("the kind is defined");
         whole["$defs"][kind] = closed(&schema(definition)["properties"]["spec"]);
     }
     let mut text = serde_json::to_string_pretty(&whole).expect("a schema is JSON");
@@ -47,11 +49,14 @@ pub(crate) fn values_schema(definitions: &[CustomResourceDefinition]) -> String 
     text
 }
 
-/// The same schema, in which objects have no other fields than those that are named.
+/// Returns the same schema without additional fields in its objects.
 fn closed(schema: &Value) -> Value {
     let fields = schema.as_object().expect("a schema is an object");
-    let mut closed: Map<String, Value> =
-        fields.iter().filter(|(name, _)| KEPT.contains(&name.as_str())).map(copied).collect();
+    let mut closed: Map<String, Value> = fields
+        .iter()
+        .filter(|(name, _)| SHARED_KEYWORDS.contains(&name.as_str()))
+        .map(copy_keyword)
+        .collect();
     if let Some(items) = fields.get("items") {
         closed.insert("items".to_owned(), self::closed(items));
     }
@@ -66,8 +71,8 @@ fn closed(schema: &Value) -> Value {
     Value::Object(closed)
 }
 
-/// Bounds of integers are integers, as people write them.
-fn copied((name, value): (&String, &Value)) -> (String, Value) {
+/// Copies a keyword. Bounds of integers are written as integers.
+fn copy_keyword((name, value): (&String, &Value)) -> (String, Value) {
     let whole = value.as_f64().filter(|number| number.fract() == 0.0 && name.ends_with("imum"));
     #[allow(clippy::cast_possible_truncation, reason = "bounds of our fields are below 2^53")]
     let value = whole.map_or_else(|| value.clone(), |number| json!(number as i64));
@@ -79,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn objects_are_closed_maps_stay_open_and_what_only_kubernetes_knows_goes() {
+    fn closes_objects_keeps_maps_open_and_drops_kubernetes_keywords() {
         let schema = json!({
             "type": "object",
             "x-kubernetes-validations": [{"rule": "true"}],

@@ -1,4 +1,4 @@
-//! Facts of the definitions as a whole: no drift, everything described and bounded, conditions as they should be.
+//! Invariants of all definitions: no drift, descriptions, bounds, conditions.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -9,7 +9,7 @@ use reprise_crds::generated::{self, Drift};
 use reprise_crds::{CATEGORY, GROUP, VERSION};
 use serde_json::{Value, json};
 
-/// A definition of this size still fits many times into the Secret in which Helm keeps a release (1 MiB).
+/// Upper bound on the size of a definition: Helm stores all of them in one release Secret of at most 1 MiB.
 const DEFINITION_BYTES_MAX: usize = 64 << 10;
 
 fn root() -> PathBuf {
@@ -17,15 +17,15 @@ fn root() -> PathBuf {
         .expect("the crate is in the repository")
 }
 
-/// Calls `look` with every schema below one, and its path.
-fn walk(path: &str, schema: &Value, look: &mut impl FnMut(&str, &Value)) {
-    look(path, schema);
+/// Calls `visit` with a schema and every schema below it, and their paths.
+fn walk(path: &str, schema: &Value, visit: &mut impl FnMut(&str, &Value)) {
+    visit(path, schema);
     for (name, property) in schema["properties"].as_object().into_iter().flatten() {
-        walk(&format!("{path}.{name}"), property, look);
+        walk(&format!("{path}.{name}"), property, visit);
     }
     for (inner, mark) in [("items", "[]"), ("additionalProperties", ".*")] {
         if schema.get(inner).is_some() {
-            walk(&format!("{path}{mark}"), &schema[inner], look);
+            walk(&format!("{path}{mark}"), &schema[inner], visit);
         }
     }
 }
@@ -34,7 +34,7 @@ fn assert_none(rule: &str, offenders: &[String]) {
     assert!(offenders.is_empty(), "{rule}:\n  {}", offenders.join("\n  "));
 }
 
-/// Looks at every schema of every kind; what `offends` says is listed.
+/// Checks every schema of every kind, and lists those for which `offends` returns true.
 fn each(rule: &str, offends: impl Fn(&str, &Value) -> bool) {
     let mut offenders = Vec::new();
     for definition in definitions() {
@@ -48,13 +48,13 @@ fn each(rule: &str, offends: impl Fn(&str, &Value) -> bool) {
 }
 
 #[test]
-fn files_are_what_the_types_say() {
+fn generated_files_match_the_types() {
     let drift = generated::drift(&root()).expect("the repository can be read");
-    assert_eq!(drift, [], "run `cargo run -p reprise-crds --bin crdgen` and commit what it writes");
+    assert_eq!(drift, [], "run `cargo run -p reprise-crds --bin crdgen` and commit the files");
 }
 
 #[test]
-fn drift_is_found_named_and_mended() {
+fn reports_and_repairs_drift() {
     let scratch = tempfile::tempdir().expect("a folder");
     let root = scratch.path();
     let all = generated::files().len();
@@ -69,17 +69,23 @@ fn drift_is_found_named_and_mended() {
     std::fs::write(root.join(&changed), text.replacen("kind: CustomResourceDefinition", "kind: Other", 1))
         .expect("written");
     let stray = Path::new(generated::DEFINITIONS_FOLDER).join("olds.yaml");
-    std::fs::write(root.join(&stray), "").expect("written");
+    let stray_page = Path::new(generated::REFERENCE_FOLDER).join("old.md");
+    for path in [&stray, &stray_page] {
+        std::fs::write(root.join(path), "").expect("written");
+    }
     let drift = generated::drift(root).expect("read");
     let line = text.lines().position(|line| line == "kind: CustomResourceDefinition").expect("there") + 1;
-    assert_eq!(drift, [Drift::Differs(changed, line), Drift::Superfluous(stray)]);
+    assert_eq!(
+        drift,
+        [Drift::Differs(changed, line), Drift::Superfluous(stray), Drift::Superfluous(stray_page)]
+    );
     assert!(drift[0].to_string().contains(&format!("line {line}")), "{}", drift[0]);
     generated::write(root).expect("written");
     assert_eq!(generated::drift(root).expect("read"), []);
 }
 
 #[test]
-fn the_charts_definitions_differ_by_what_keeps_them() {
+fn chart_definitions_differ_by_the_keep_annotation_only() {
     let files = generated::files();
     for definition in definitions() {
         let name = format!("{}.yaml", definition.spec.names.plural);
@@ -95,39 +101,42 @@ fn the_charts_definitions_differ_by_what_keeps_them() {
 }
 
 #[test]
-fn the_generator_works_from_any_folder_of_the_repository_and_fails_on_drift() {
+fn crdgen_runs_in_any_folder_and_fails_on_drift() {
     let check = |folder: &Path| {
         let output = Command::new(env!("CARGO_BIN_EXE_crdgen"))
             .arg("--check")
             .current_dir(folder)
             .output()
             .expect("runs");
-        let told = [output.stdout, output.stderr].concat();
-        (output.status.code(), String::from_utf8(told).expect("text"))
+        let text = [output.stdout, output.stderr].concat();
+        (output.status.code(), String::from_utf8(text).expect("text"))
     };
     for folder in ["", "crds/src", "docs/adr"] {
-        let (code, told) = check(&root().join(folder));
-        assert_eq!((code, told.as_str()), (Some(0), "no drift: 14 files\n"), "{folder}");
+        let (code, text) = check(&root().join(folder));
+        assert_eq!((code, text.as_str()), (Some(0), "no drift: 20 files\n"), "{folder}");
     }
     let scratch = tempfile::tempdir().expect("a folder");
-    let (code, told) = check(scratch.path());
-    assert!(code == Some(1) && told.contains("not in a checkout"), "{told}");
+    let (code, text) = check(scratch.path());
+    assert!(code == Some(1) && text.contains("not in a checkout"), "{text}");
 
     std::fs::create_dir(scratch.path().join("crds")).expect("made");
     std::fs::write(scratch.path().join("crds/Cargo.toml"), "").expect("written");
     generated::write(scratch.path()).expect("written");
     assert_eq!(check(scratch.path()).0, Some(0));
-    std::fs::remove_file(scratch.path().join(generated::REFERENCE_PAGE)).expect("removed");
-    let (code, told) = check(scratch.path());
+    let page = Path::new(generated::REFERENCE_FOLDER).join("ssdpool.md");
+    std::fs::remove_file(scratch.path().join(&page)).expect("removed");
+    let (code, text) = check(scratch.path());
     assert!(
-        code == Some(1) && told.contains("docs/RESOURCES.md: is missing") && told.contains("cargo run"),
-        "{told}"
+        code == Some(1)
+            && text.contains("docs/resources/ssdpool.md: is missing")
+            && text.contains("cargo run"),
+        "{text}"
     );
-    assert!(!scratch.path().join(generated::REFERENCE_PAGE).exists(), "a check writes nothing");
+    assert!(!scratch.path().join(&page).exists(), "a check writes nothing");
 }
 
 #[test]
-fn a_definition_reads_back_from_its_file() {
+fn definition_file_parses_to_the_same_definition() {
     let files = generated::files();
     for definition in definitions() {
         let path =
@@ -138,7 +147,7 @@ fn a_definition_reads_back_from_its_file() {
 }
 
 #[test]
-fn names_scopes_and_short_names_are_those_of_the_documentation() {
+fn names_scopes_and_short_names_match_the_documentation() {
     let found: Vec<(String, String, String, String)> = definitions()
         .into_iter()
         .map(|definition| {
@@ -166,9 +175,9 @@ fn names_scopes_and_short_names_are_those_of_the_documentation() {
 }
 
 #[test]
-fn every_field_is_described_in_sentences() {
-    each("a field says what it does, what happens when it changes", |path, schema| {
-        // Metadata and the like are Kubernetes' own; items and values of maps are described by their list or map.
+fn every_field_has_a_description_in_sentences() {
+    each("a field has a description in sentences", |path, schema| {
+        // Kubernetes describes metadata; the description of a list or map covers its items and values.
         let ours = path.contains(".spec.") || path.contains(".status.");
         let whole = !path.ends_with("[]") && !path.ends_with(".*");
         let description = schema["description"].as_str().unwrap_or_default();
@@ -178,7 +187,7 @@ fn every_field_is_described_in_sentences() {
 
 #[test]
 fn every_text_list_and_map_has_an_upper_bound() {
-    each("texts, lists and maps are bounded, or CEL rules cost too much", |_, schema| {
+    each("texts, lists and maps have an upper bound, which limits the cost of CEL rules", |_, schema| {
         match schema["type"].as_str() {
             Some("string") => {
                 schema.get("maxLength").is_none()
@@ -195,8 +204,8 @@ fn every_text_list_and_map_has_an_upper_bound() {
 }
 
 #[test]
-fn schemas_are_structural_and_close() {
-    each("no free fields, no schemas that depend on values, no null", |path, schema| {
+fn schemas_are_structural_and_closed() {
+    each("no unknown fields, no combinators, no null", |path, schema| {
         let open = [
             "x-kubernetes-preserve-unknown-fields",
             "anyOf",
@@ -210,7 +219,7 @@ fn schemas_are_structural_and_close() {
         let typed = schema["type"].is_string() || path.ends_with(".metadata");
         open.iter().any(|keyword| schema.get(keyword).is_some()) || !typed
     });
-    each("formats are those that Kubernetes knows", |_, schema| {
+    each("every format is known to Kubernetes", |_, schema| {
         schema
             .get("format")
             .is_some_and(|format| !["int32", "int64", "date-time"].iter().any(|known| format == known))
@@ -218,8 +227,8 @@ fn schemas_are_structural_and_close() {
 }
 
 #[test]
-fn transition_rules_stand_where_the_api_server_finds_the_old_value() {
-    each("oldSelf is not known in lists that are replaced as a whole", |path, schema| {
+fn transition_rules_are_outside_of_atomic_lists() {
+    each("the API server has no oldSelf in lists that are replaced as a whole", |path, schema| {
         let rules = schema["x-kubernetes-validations"].as_array().into_iter().flatten();
         path.contains("[]")
             && rules.into_iter().any(|rule| rule["rule"].as_str().unwrap_or_default().contains("oldSelf"))
@@ -257,7 +266,7 @@ fn conditions_are_a_list_map_by_type_and_carry_their_generation() {
 }
 
 #[test]
-fn columns_tell_whether_it_is_so_and_since_when() {
+fn printer_columns_show_conditions_and_age() {
     for definition in definitions() {
         let kind = &definition.spec.names.kind;
         let schema = schema(&definition);
@@ -273,13 +282,13 @@ fn columns_tell_whether_it_is_so_and_since_when() {
                 .trim_start_matches('.')
                 .split('.')
                 .fold(&schema, |schema, name| &schema["properties"][name]);
-            assert!(found.is_object(), "{kind}: column {} shows {path}, which is no field", column.name);
+            assert!(found.is_object(), "{kind}: column {} shows {path}, which is not a field", column.name);
         }
     }
 }
 
 #[test]
-fn agents_can_select_what_is_of_their_node() {
+fn node_objects_are_selectable_by_node_name() {
     for definition in definitions() {
         let selectable = definition.spec.versions[0].selectable_fields.clone().unwrap_or_default();
         let paths: Vec<&str> = selectable.iter().map(|field| field.json_path.as_str()).collect();
@@ -292,7 +301,7 @@ fn agents_can_select_what_is_of_their_node() {
 }
 
 #[test]
-fn defaults_stand_in_the_schema_with_their_values() {
+fn schemas_contain_default_values() {
     let of = |kind: &str| {
         let definitions = definitions();
         schema(definitions.iter().find(|definition| definition.spec.names.kind == kind).expect("a kind"))
@@ -311,7 +320,7 @@ fn defaults_stand_in_the_schema_with_their_values() {
 }
 
 #[test]
-fn no_definition_outgrows_its_room() {
+fn definitions_stay_below_the_size_limit() {
     for definition in definitions() {
         let bytes = serde_json::to_vec(&definition).expect("JSON").len();
         assert!(bytes <= DEFINITION_BYTES_MAX, "{}: {bytes} bytes", definition.spec.names.kind);
@@ -319,11 +328,12 @@ fn no_definition_outgrows_its_room() {
 }
 
 #[test]
-fn the_reference_page_names_every_field() {
+fn reference_pages_contain_every_field() {
     let files = generated::files();
-    let page = &files[Path::new(generated::REFERENCE_PAGE)];
     let mut offenders = Vec::new();
     for definition in definitions() {
+        let name = format!("{}.md", definition.spec.names.kind.to_lowercase());
+        let page = &files[&Path::new(generated::REFERENCE_FOLDER).join(&name)];
         walk("", &schema(&definition), &mut |path, _| {
             let path = path.trim_start_matches('.');
             let ours = path.starts_with("spec.") || path.starts_with("status.");
@@ -332,9 +342,9 @@ fn the_reference_page_names_every_field() {
                 && !path.ends_with(".*")
                 && !page.contains(&format!("| `{path}` |"))
             {
-                offenders.push(path.to_owned());
+                offenders.push(format!("{name}: {path}"));
             }
         });
     }
-    assert_none("every field is on the reference page", &offenders);
+    assert_none("every field is on the reference page of its kind", &offenders);
 }

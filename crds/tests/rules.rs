@@ -1,9 +1,9 @@
-//! Every CEL rule on objects that keep it and that break it, as the API server would evaluate it: defaults first, then rules,
-//! and on updates the old object beside the new one.
+//! Tests of every CEL rule with valid and invalid objects, evaluated as in the API server: defaults first, then
+//! rules; updates have the old and the new object.
 //!
-//! Objects are what a user writes: a minimal object of the kind and a merge patch. A refused object breaks exactly one rule, so
-//! that the table says what each rule does; whatever the rules say, objects keep the rest of the schema, and accepted ones are
-//! read into the Rust type and written back unchanged.
+//! Objects are those that a user would write: a minimal object of the kind and a merge patch. A rejected object
+//! violates exactly one rule, so that the table documents each rule. All objects satisfy the rest of the schema.
+//! Accepted objects are parsed into the Rust type and serialized unchanged.
 
 use std::collections::BTreeSet;
 
@@ -32,10 +32,15 @@ fn tables() -> Vec<Table> {
 
 fn schema_of(kind: &str) -> Value {
     let definitions = definitions();
-    schema(definitions.iter().find(|definition| definition.spec.names.kind == kind).expect("a kind of ours"))
+    schema(
+        definitions
+            .iter()
+            .find(|definition| definition.spec.names.kind == kind)
+            .expect("the kind is defined"),
+    )
 }
 
-/// Rules that a case breaks, as their text and message.
+/// Returns the rules that a case violates, as their text and message.
 fn broken(schema: &Value, table: &Table, case: &Case) -> Vec<(String, String)> {
     let old = case.old.as_ref().map(|patch| table.object(patch));
     match Validator::new().validate(schema, &table.object(&case.patch), old.as_ref()) {
@@ -60,7 +65,7 @@ fn rules_below(schema: &Value, found: &mut BTreeSet<(String, String)>) {
 }
 
 #[test]
-fn objects_that_keep_all_rules_are_accepted_and_read() {
+fn accepts_and_parses_objects_that_satisfy_all_rules() {
     for table in tables() {
         let schema = schema_of(table.kind);
         let accepted = table.cases.iter().filter(|case| case.refused.is_none());
@@ -72,12 +77,12 @@ fn objects_that_keep_all_rules_are_accepted_and_read() {
             assert_eq!(back.unwrap_or_else(|error| panic!("{}: {}: {error}", table.kind, case.what)), object);
             count += 1;
         }
-        assert!(count > 0, "{}: nothing is accepted", table.kind);
+        assert!(count > 0, "{}: the table has no accepted object", table.kind);
     }
 }
 
 #[test]
-fn an_object_that_breaks_a_rule_is_refused_with_the_words_of_that_rule_alone() {
+fn rejects_an_invalid_object_with_the_message_of_one_rule() {
     for table in tables() {
         let schema = schema_of(table.kind);
         for case in &table.cases {
@@ -90,7 +95,7 @@ fn an_object_that_breaks_a_rule_is_refused_with_the_words_of_that_rule_alone() {
 }
 
 #[test]
-fn every_object_of_the_tables_keeps_the_rest_of_its_schema() {
+fn all_objects_satisfy_the_schema_apart_from_rules() {
     for table in tables() {
         let schema = schema_of(table.kind);
         for case in &table.cases {
@@ -104,21 +109,21 @@ fn every_object_of_the_tables_keeps_the_rest_of_its_schema() {
 }
 
 #[test]
-fn values_out_of_bounds_are_refused_by_the_schema_itself() {
+fn schema_rejects_values_out_of_bounds() {
     for table in tables() {
         let schema = schema_of(table.kind);
-        assert!(!table.out_of_bounds.is_empty(), "{}: no bounds are tried", table.kind);
+        assert!(!table.out_of_bounds.is_empty(), "{}: the table tests no bounds", table.kind);
         for (path, patch) in &table.out_of_bounds {
             let object = structure::with_defaults(&schema, &table.object(patch));
             let violations = structure::violations(&schema, &object);
-            let told = violations.iter().all(|violation| violation.starts_with(&format!("{path}: ")));
-            assert!(!violations.is_empty() && told, "{}: {path}: {violations:#?}", table.kind);
+            let at_path = violations.iter().all(|violation| violation.starts_with(&format!("{path}: ")));
+            assert!(!violations.is_empty() && at_path, "{}: {path}: {violations:#?}", table.kind);
         }
     }
 }
 
 #[test]
-fn every_rule_of_the_schemas_refuses_an_object_of_the_tables() {
+fn every_rule_rejects_an_object_of_the_tables() {
     let tables = tables();
     for definition in definitions() {
         let kind = definition.spec.names.kind.clone();
@@ -132,12 +137,12 @@ fn every_rule_of_the_schemas_refuses_an_object_of_the_tables() {
                 rules.remove(&rule);
             }
         }
-        assert!(rules.is_empty(), "{kind}: no object of the table is refused by {rules:#?}");
+        assert!(rules.is_empty(), "{kind}: these rules reject no object of the table: {rules:#?}");
     }
 }
 
 #[test]
-fn every_rule_compiles_says_what_to_do_and_costs_little() {
+fn every_rule_compiles_has_a_remedy_and_stays_in_the_cost_budget() {
     for definition in definitions() {
         let kind = &definition.spec.names.kind;
         let schema = schema(&definition);
@@ -146,15 +151,15 @@ fn every_rule_compiles_says_what_to_do_and_costs_little() {
         let mut rules = BTreeSet::new();
         rules_below(&schema, &mut rules);
         for (rule, message) in &rules {
-            let told = message.contains(": ") || message.contains(" is ");
+            let has_remedy = message.contains(": ") || message.contains(" is ");
             assert!(
-                told && message.len() < 200 && !message.contains('\n'),
-                "{kind}: '{message}' says nothing to do"
+                has_remedy && message.len() < 200 && !message.contains('\n'),
+                "{kind}: '{message}' has no remedy or is too long"
             );
             let costs = estimate_rule_cost(rule, &compiled);
             assert!(costs.is_empty(), "{kind}: {rule}: {costs:?}");
         }
         let messages: BTreeSet<&String> = rules.iter().map(|(_, message)| message).collect();
-        assert_eq!(messages.len(), rules.len(), "{kind}: two rules have one message");
+        assert_eq!(messages.len(), rules.len(), "{kind}: two rules have the same message");
     }
 }

@@ -1,7 +1,8 @@
-//! A bound on the connections of a listener, shared by its accept loop and its connections.
+//! Connection limit of a listener, shared by its accept loop and its connections.
 //!
-//! The rule is [`ConnectionTable`]'s: a full listener closes its longest-idle connection for a new one, and refuses the new
-//! one only when all are busy. A connection learns of its end from its [`Permit`].
+//! The policy is that of [`ConnectionTable`]: a full listener closes its longest-idle connection for a new
+//! one, and rejects the new one only if all are busy. A connection learns from its [`Permit`] that it must
+//! close.
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,15 +14,16 @@ use tokio::sync::Notify;
 use tokio::sync::futures::OwnedNotified;
 use tokio::time::{sleep, timeout};
 
-use crate::rejected::{Listener, Reason, RejectedConnections};
+use crate::rejected_connections::{Listener, Reason, RejectedConnections};
 
-/// Pause after a failed accept: most often no descriptor is free, and the connection stays in the listener's queue.
+/// Pause after a failed accept. Usually the process is out of descriptors, and the connection stays in the
+/// queue.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// A connection that is closed to make room ends within this time, or is not waited for.
+/// Maximum wait for a connection that is being closed to make room.
 const CLOSED_WITHIN: Duration = Duration::from_secs(1);
 
-/// The bound of one listener; clones are the same one.
+/// Connection limit of one listener. Clones share it.
 #[derive(Clone, Debug)]
 pub struct ConnectionLimit {
     shared: Arc<Shared>,
@@ -32,11 +34,11 @@ struct Shared {
     listener: Listener,
     rejected: RejectedConnections,
     table: Mutex<ConnectionTable<Arc<Notify>>>,
-    /// A connection has ended.
+    /// Notified when a connection has ended.
     ended: Notify,
 }
 
-/// A connection's place under the bound; returned when dropped.
+/// Permission for one connection; released on drop.
 #[derive(Debug)]
 pub struct Permit {
     limit: ConnectionLimit,
@@ -45,19 +47,19 @@ pub struct Permit {
 }
 
 impl ConnectionLimit {
-    /// At most `connections_max` connections.
+    /// Creates a limit of `connections_max` connections.
     pub fn new(listener: Listener, connections_max: usize, rejected: RejectedConnections) -> ConnectionLimit {
         let table = Mutex::new(ConnectionTable::new(connections_max));
         ConnectionLimit { shared: Arc::new(Shared { listener, rejected, table, ended: Notify::new() }) }
     }
 
-    /// The next connection, with its place. Connections that find no place are closed; failures are logged and retried.
+    /// Accepts the next admitted connection. Rejected connections are closed; errors are logged and retried.
     pub async fn accept(&self, listener: &TcpListener) -> (TcpStream, Permit) {
         loop {
             self.wait_for_closing().await;
             let stream = match listener.accept().await {
                 Ok((stream, _)) => stream,
-                // It was closed before it was accepted.
+                // The client closed it before it was accepted.
                 Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => continue,
                 Err(error) => {
                     self.count(Reason::System);
@@ -73,18 +75,18 @@ impl ConnectionLimit {
         }
     }
 
-    /// Waits until connections that were closed to make room have ended, most often for as long as their task takes to run.
+    /// Waits for connections that are being closed to make room, usually until their tasks have run.
     async fn wait_for_closing(&self) {
         let all_ended = async {
             while self.table().must_wait() {
                 self.shared.ended.notified().await;
             }
         };
-        // Late ones still count against the bound; the listener accepts without waiting longer.
+        // After the timeout they still count against the limit, but no longer delay the listener.
         let _ = timeout(CLOSED_WITHIN, all_ended).await;
     }
 
-    /// A place for a connection that was accepted; `None` when all connections are in use.
+    /// Admits an accepted connection; `None` if all connections are busy.
     pub async fn admit(&self) -> Option<Permit> {
         let close = Arc::new(Notify::new());
         let admission = self.table().admit(Arc::clone(&close));
@@ -98,52 +100,53 @@ impl ConnectionLimit {
             Admission::Full(_) => {
                 self.count(Reason::Full);
                 let listener = self.shared.listener.as_str();
-                tracing::warn!(listener, "refused a connection: all connections are in use");
+                tracing::warn!(listener, "rejected a connection: all connections are in use");
                 return None;
             }
         };
         Some(Permit { limit: self.clone(), id, close })
     }
 
-    /// Counts a connection that ends without service.
+    /// Counts a connection that was closed without service.
     pub fn count(&self, reason: Reason) {
         self.shared.rejected.count(self.shared.listener, reason);
     }
 
-    /// The listener, for the log.
+    /// Listener of this limit, for metrics and the log.
     pub fn listener(&self) -> Listener {
         self.shared.listener
     }
 
-    /// Each change is whole, so a poisoned lock is as good as any.
+    /// Locks the table. A poisoned lock is usable, because a panic cannot leave a change half applied.
     fn table(&self) -> MutexGuard<'_, ConnectionTable<Arc<Notify>>> {
         self.shared.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Permit {
-    /// The connection is in use: it stays until [`set_idle`](Permit::set_idle).
-    /// False when it was closed to make room before this call: it must end, which [`closed`](Permit::closed) reports as well.
+    /// Marks the connection as busy, so that it is not closed until [`set_idle`](Permit::set_idle). Returns
+    /// false if it was already closed to make room: it must end, which [`closed`](Permit::closed) reports as
+    /// well.
     pub fn set_busy(&self) -> bool {
         self.limit.table().set_busy(self.id)
     }
 
-    /// The connection has been of use, and may be closed from now on.
+    /// Marks the connection as idle, so that it may be closed.
     pub fn set_idle(&self) {
         self.limit.table().set_known(self.id, Arc::clone(&self.close));
     }
 
-    /// Waits until the connection is closed to make room.
+    /// Waits until the connection must close to make room.
     pub async fn closed(&self) {
         self.close.notified().await;
     }
 
-    /// The same for a poll function.
+    /// Like [`closed`](Permit::closed), as a future that a poll function can store.
     pub fn closed_owned(&self) -> OwnedNotified {
         Arc::clone(&self.close).notified_owned()
     }
 
-    /// The bound that it is of.
+    /// Limit that the permit belongs to.
     pub fn limit(&self) -> &ConnectionLimit {
         &self.limit
     }

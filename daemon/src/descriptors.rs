@@ -1,58 +1,59 @@
-//! The limit on open files (RLIMIT_NOFILE): raised at start, and divided among the parts of a program.
+//! The limit on open files (RLIMIT_NOFILE): raised at start, and divided among the listeners of a program.
 //!
-//! The soft limit is a convention for programs that use select(2), which has room for 1,024 descriptors. No program of
-//! Reprise does, so each raises it to the hard limit. Children inherit the raised limit.
+//! The soft limit exists for programs that use select(2), which handles at most 1,024 descriptors. No program
+//! of Reprise does, so each raises it to the hard limit. Child processes inherit the raised limit.
 //!
-//! What is fixed comes off first. Each [`Part`] then gets its minimum, and what is left in proportion to what it lacks.
+//! Division: fixed use is subtracted first. Each [`Part`] gets its minimum, and a share of the rest in
+//! proportion to the difference to its maximum.
 
 use std::io;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// A part of a program whose descriptors grow with use: most often a listener.
+/// A part of a program with a variable number of descriptors, usually a listener.
 #[derive(Clone, Copy, Debug)]
 pub struct Part {
-    /// Descriptors of one unit, such as a connection.
+    /// Descriptors per unit, such as a connection.
     pub each: u64,
-    /// Fewest units with which the program is of use.
+    /// Minimum number of units with which the program is useful.
     pub min: u64,
-    /// Most units.
+    /// Maximum number of units.
     pub max: u64,
 }
 
 /// The hard limit is below what a program needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "the hard limit on open files is {limit}, and at least {needed} are needed: raise it (`LimitNOFILE=` of a systemd \
+    "the hard limit on open files is {limit}, but at least {needed} are needed: raise it (`LimitNOFILE=` of a systemd \
      unit, `ulimit -Hn` of a shell, the defaults of a container runtime)"
 )]
 pub struct TooFewDescriptors {
-    /// The hard limit.
+    /// Current hard limit.
     pub limit: u64,
-    /// What it must be at least.
+    /// Required limit.
     pub needed: u64,
 }
 
 /// Raises the soft limit on open files to the hard limit, and returns it.
 ///
 /// # Errors
-/// What the system reports; the limit is then as it was.
+/// Error of the system; the limit is unchanged.
 pub fn raise_limit() -> io::Result<u64> {
     let hard = getrlimit(Resource::Nofile).maximum;
     setrlimit(Resource::Nofile, Rlimit { current: hard, maximum: hard })?;
     Ok(limit())
 }
 
-/// The soft limit on open files.
+/// Current soft limit on open files.
 pub fn limit() -> u64 {
-    // None is RLIM_INFINITY, getrlimit(2).
+    // `None` means RLIM_INFINITY, getrlimit(2).
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
-/// Divides `limit` descriptors, of which `fixed` are in use whatever happens; returns the units of each part.
+/// Divides `limit` descriptors after subtracting `fixed` ones; returns the units of each part.
 ///
 /// # Errors
-/// The minima do not fit.
+/// The limit is below the sum of all minima.
 pub fn divide<const PARTS: usize>(
     limit: u64,
     fixed: u64,
@@ -67,7 +68,7 @@ pub fn divide<const PARTS: usize>(
             0 => 0,
             all => lacking(&part) * u128::from(rest).min(all) / all / u128::from(part.each.max(1)),
         };
-        part.min + u64::try_from(share).expect("at most what the part lacks")
+        part.min + u64::try_from(share).expect("at most the lacking units")
     }))
 }
 
@@ -85,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn the_sum_of_all_parts_fits_under_every_limit_that_is_enough() {
+    fn the_sum_of_all_parts_fits_within_every_sufficient_limit() {
         for limit in 156..2000 {
             let [sessions, pages] = divide(limit, 100, [SESSIONS, PAGES]).expect("enough");
             assert!(100 + 6 * sessions + pages <= limit, "{sessions} and {pages} of {limit}");
@@ -94,14 +95,14 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_below_the_minima_is_refused_with_the_number_that_is_needed() {
+    fn rejects_a_limit_below_the_minima_and_reports_the_required_one() {
         let refused = divide(155, 100, [SESSIONS, PAGES]).expect_err("one too few");
         assert_eq!(refused, TooFewDescriptors { limit: 155, needed: 156 });
-        assert!(refused.to_string().contains("is 155, and at least 156 are needed"), "{refused}");
+        assert!(refused.to_string().contains("is 155, but at least 156 are needed"), "{refused}");
     }
 
     #[test]
-    fn the_soft_limit_becomes_the_hard_one() {
+    fn raises_the_soft_limit_to_the_hard_limit() {
         let raised = raise_limit().expect("a process may raise its soft limit");
         assert_eq!(Some(raised), getrlimit(Resource::Nofile).maximum.or(Some(u64::MAX)));
         assert_eq!(limit(), raised);

@@ -1,11 +1,14 @@
-//! The formats of `/metrics`: OpenMetrics for scrapers that ask for it, Prometheus' text format for all others.
+//! Formats of `/metrics`: OpenMetrics for scrapers that request it, Prometheus' text format for all others.
 //!
-//! The metrics library writes OpenMetrics, whose types `info` and `unknown` Prometheus' text format does not know, and whose
-//! counters have a name without `_total`. [`Format::render`] rewrites the comment lines; samples are the same in both.
+//! The metrics library writes OpenMetrics. Prometheus' text format lacks its types `info` and `unknown`, and
+//! names counters with `_total`. [`Format::render`] rewrites the comment lines; samples are equal in both
+//! formats.
 //!
-//! Sources: OpenMetrics 1.0 §ABNF and §"Supported metric types"; Prometheus, "Exposition formats", text format 0.0.4.
+//! Sources: OpenMetrics 1.0 §ABNF and §"Supported metric types"; Prometheus, "Exposition formats", text
+//! format 0.0.4.
 //!
-//! Deliberately absent: exemplars and timestamps, which no program here writes, and Prometheus' protocol buffers.
+//! Not supported: exemplars and timestamps, which no program of Reprise writes, and Prometheus' protocol
+//! buffers.
 
 /// A text format for metrics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,8 +20,8 @@ pub enum Format {
 }
 
 impl Format {
-    /// The format that an `Accept` header prefers. Without a header, and where it accepts neither, Prometheus' text format: the
-    /// one that every scraper reads.
+    /// Chooses the format that an `Accept` header prefers. Without a header, or if it accepts neither format,
+    /// that is Prometheus' text format, which every scraper reads.
     pub fn negotiate(accept: Option<&str>) -> Format {
         let (mut open_metrics, mut prometheus) = (0, 0);
         for range in accept.unwrap_or_default().split(',') {
@@ -42,7 +45,7 @@ impl Format {
         }
     }
 
-    /// Metrics that were written as OpenMetrics, in this format.
+    /// Converts metrics in OpenMetrics format to this format.
     pub fn render(self, open_metrics: String) -> String {
         match self {
             Format::OpenMetrics => open_metrics,
@@ -51,7 +54,7 @@ impl Format {
     }
 }
 
-/// A quality value in thousandths; 0 where it is not a number from 0 to 1.
+/// Parses a quality value into thousandths; 0 if it is not a number from 0 to 1.
 fn permille(text: &str) -> u32 {
     match text.trim().parse::<f64>() {
         Ok(quality) if (0.0..=1.0).contains(&quality) => (quality * 1000.0) as u32,
@@ -65,7 +68,7 @@ fn prometheus(open_metrics: &str) -> String {
     for line in open_metrics.lines() {
         let comment = line.strip_prefix("# ").map(|comment| comment.splitn(3, ' ').collect::<Vec<_>>());
         match comment.as_deref() {
-            // The name depends on the type, whose line follows.
+            // The final name depends on the type, which is in the next line.
             Some(["HELP", _, what]) => help = Some(what.replace("\\\"", "\"")),
             Some(["TYPE", name, kind]) => {
                 let (suffix, kind) = match *kind {
@@ -79,7 +82,7 @@ fn prometheus(open_metrics: &str) -> String {
                 }
                 text.push_str(&format!("# TYPE {name}{suffix} {kind}\n"));
             }
-            // Units are part of the names; the text ends where the answer does.
+            // Units are part of the names, and this format has no end marker.
             Some(["UNIT", ..] | ["EOF"]) => {}
             Some(_) | None => {
                 text.push_str(line);
@@ -101,7 +104,7 @@ mod tests {
         # HELP odd Odd.\n# TYPE odd unknown\nodd 1\n# EOF\n";
 
     #[test]
-    fn prometheus_text_has_only_types_that_prometheus_knows() {
+    fn prometheus_text_has_only_types_of_its_format() {
         let expected = "# HELP build_info Version and \"node\".\n# TYPE build_info gauge\nbuild_info{version=\"1\"} 1\n\
             # HELP loads_total Load calls.\n# TYPE loads_total counter\nloads_total 3\n\
             # HELP wait_seconds Waiting.\n# TYPE wait_seconds histogram\n\
@@ -111,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn open_metrics_stays_as_it_was_written() {
+    fn keeps_open_metrics_unchanged() {
         assert_eq!(Format::OpenMetrics.render(OPEN_METRICS.to_owned()), OPEN_METRICS);
     }
 

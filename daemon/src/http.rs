@@ -1,9 +1,9 @@
-//! An HTTP server for admin ports that idle and slow clients cannot block.
+//! HTTP server for admin ports that idle and slow clients cannot block.
 //!
-//! At most `connections_max` connections; a full server closes its longest-idle connection for a new one, so that a probe is
-//! answered while any number of idle connections is held open. A connection that sends no complete request header within
-//! [`REQUEST_WITHIN`], its first one or the next one, is closed. A response that its client does not read leaves the
-//! connection idle.
+//! A server has at most `connections_max` connections. When full, it closes its longest-idle connection for a
+//! new one, so that probes are answered despite any number of idle connections. A connection is closed if it
+//! does not send a complete request header within [`REQUEST_WITHIN`], for its first and every later request.
+//! A connection whose client does not read the response counts as idle.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -22,19 +22,20 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 
 use crate::connections::{ConnectionLimit, Permit};
-use crate::rejected::Reason;
+use crate::rejected_connections::Reason;
 
-/// Time for a request header, and between two requests. Scrapers keep a connection for intervals of up to a minute.
+/// Time limit for a request header, and between two requests. Scrapers keep connections for intervals of up
+/// to a minute.
 pub const REQUEST_WITHIN: Duration = Duration::from_secs(65);
 
-/// Connections that the kernel keeps until they are accepted. One beyond them is tried again by its client after a second,
-/// which is a probe's whole patience.
+/// Length of the accept queue. A client whose connection does not fit retries after a second, which is the
+/// whole timeout of a probe.
 const BACKLOG: i32 = 4096;
 
-/// Bytes of a request header and of the buffers of one connection.
+/// Maximum size of a request header, and of the buffers of a connection, in bytes.
 const BUFFER_BYTES: usize = 16 << 10;
 
-/// Serves pages until `stop` is done, then until the last request under way has its answer.
+/// Serves pages until `stop` completes, then until the running requests are answered.
 pub async fn serve(
     listener: TcpListener,
     pages: Router,
@@ -42,7 +43,7 @@ pub async fn serve(
     stop: impl Future<Output = ()>,
 ) {
     if let Err(error) = rustix::net::listen(&listener, BACKLOG) {
-        tracing::warn!(%error, "cannot enlarge the queue of connections");
+        tracing::warn!(%error, "cannot enlarge the accept queue");
     }
     let (stopping, is_stopping) = watch::channel(false);
     let mut connections = JoinSet::new();
@@ -85,7 +86,7 @@ async fn serve_connection(
         .serve_connection(TokioIo::new(stream), service);
     let mut connection = std::pin::pin!(connection);
     let stopped = async {
-        // The sender going away means the same.
+        // An error means that the sender is gone, which also means stop.
         let _ = stopping.wait_for(|stopping| *stopping).await;
     };
     let served = tokio::select! {
@@ -98,7 +99,7 @@ async fn serve_connection(
     };
     if let Err(error) = served {
         let listener = permit.limit().listener().as_str();
-        tracing::debug!(listener, %error, "an HTTP connection has failed");
+        tracing::debug!(listener, %error, "HTTP connection failed");
         if error.is_timeout() {
             permit.limit().count(Reason::Timeout);
         } else if error.is_parse() {
@@ -115,13 +116,13 @@ mod tests {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     use super::*;
-    use crate::rejected::{Listener, RejectedConnections};
+    use crate::rejected_connections::{Listener, RejectedConnections};
 
     const CONNECTIONS_MAX: usize = 4;
 
     async fn server(pages: Router) -> (SocketAddr, RejectedConnections) {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
-        let address = listener.local_addr().expect("it is bound");
+        let address = listener.local_addr().expect("bound");
         let rejected = RejectedConnections::default();
         let limit = ConnectionLimit::new(Listener::Admin, CONNECTIONS_MAX, rejected.clone());
         tokio::spawn(serve(listener, pages, limit, std::future::pending()));
@@ -133,40 +134,40 @@ mod tests {
     }
 
     async fn ask(stream: &mut TcpStream) -> String {
-        stream.write_all(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n").await.expect("it is open");
+        stream.write_all(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n").await.expect("open");
         let mut answer = vec![0; 1024];
-        let length = stream.read(&mut answer).await.expect("it is open");
+        let length = stream.read(&mut answer).await.expect("open");
         String::from_utf8_lossy(&answer[..length]).into_owned()
     }
 
     #[tokio::test]
-    async fn a_probe_is_answered_while_idle_connections_fill_the_server() {
+    async fn answers_a_probe_while_idle_connections_fill_the_server() {
         let (address, rejected) = server(health()).await;
         let mut idle = Vec::new();
         for _ in 0..50 {
-            idle.push(TcpStream::connect(address).await.expect("it listens"));
+            idle.push(TcpStream::connect(address).await.expect("listening"));
         }
-        let mut probe = TcpStream::connect(address).await.expect("it listens");
+        let mut probe = TcpStream::connect(address).await.expect("listening");
         assert!(ask(&mut probe).await.contains("200 OK"));
         assert_eq!(rejected.get(Listener::Admin, Reason::Idle), 51 - CONNECTIONS_MAX as u64);
-        // The oldest one was closed.
+        // The longest-idle connection was closed.
         assert_eq!(idle[0].read(&mut [0]).await.unwrap_or(0), 0);
     }
 
     #[tokio::test]
-    async fn a_connection_that_was_used_outlives_idle_ones_that_were_not() {
+    async fn a_used_connection_outlives_idle_unused_ones() {
         let (address, _) = server(health()).await;
-        let mut used = TcpStream::connect(address).await.expect("it listens");
+        let mut used = TcpStream::connect(address).await.expect("listening");
         assert!(ask(&mut used).await.contains("200 OK"));
         for _ in 0..20 {
-            let mut idle = TcpStream::connect(address).await.expect("it listens");
-            idle.write_all(b"GET /heal").await.expect("it is open");
+            let mut idle = TcpStream::connect(address).await.expect("listening");
+            idle.write_all(b"GET /heal").await.expect("open");
         }
         assert!(ask(&mut used).await.contains("200 OK"));
     }
 
     #[tokio::test]
-    async fn a_new_connection_is_refused_while_every_connection_has_a_request_under_way() {
+    async fn rejects_a_connection_while_all_others_are_busy() {
         let (release, _) = watch::channel(false);
         let page = {
             let release = release.clone();
@@ -178,30 +179,30 @@ mod tests {
         let (address, rejected) = server(Router::new().route("/healthz", get(page))).await;
         let mut busy = Vec::new();
         for _ in 0..CONNECTIONS_MAX {
-            let mut stream = TcpStream::connect(address).await.expect("it listens");
+            let mut stream = TcpStream::connect(address).await.expect("listening");
             busy.push(tokio::spawn(async move { ask(&mut stream).await }));
         }
-        // Refused for sure only once all requests are under way: an earlier one closes an idle connection.
+        // All requests must be running: otherwise the new connection would replace an idle one.
         while release.receiver_count() < CONNECTIONS_MAX {
             tokio::task::yield_now().await;
         }
-        let mut refused = TcpStream::connect(address).await.expect("it listens");
+        let mut refused = TcpStream::connect(address).await.expect("listening");
         assert_eq!(refused.read(&mut [0]).await.unwrap_or(0), 0);
         assert_eq!(rejected.get(Listener::Admin, Reason::Full), 1);
         release.send_replace(true);
         for answered in busy {
-            assert!(answered.await.expect("it ends").contains("200 OK"));
+            assert!(answered.await.expect("completed").contains("200 OK"));
         }
-        let mut again = TcpStream::connect(address).await.expect("it listens");
+        let mut again = TcpStream::connect(address).await.expect("listening");
         assert!(ask(&mut again).await.contains("200 OK"));
     }
 
     #[tokio::test]
-    async fn garbage_is_counted() {
+    async fn counts_invalid_requests() {
         let (address, rejected) = server(health()).await;
         for _ in 0..3 {
-            let mut stream = TcpStream::connect(address).await.expect("it listens");
-            stream.write_all(b"\x00\x01\x02\xff\r\n\r\n").await.expect("it is open");
+            let mut stream = TcpStream::connect(address).await.expect("listening");
+            stream.write_all(b"\x00\x01\x02\xff\r\n\r\n").await.expect("open");
             let mut answer = Vec::new();
             let _ = stream.read_to_end(&mut answer).await;
         }
@@ -209,10 +210,10 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_connection_without_a_request_is_closed_in_time() {
+    async fn closes_a_connection_without_a_request_after_the_time_limit() {
         let (address, rejected) = server(health()).await;
-        let mut idle = TcpStream::connect(address).await.expect("it listens");
-        idle.write_all(b"GET /heal").await.expect("it is open");
+        let mut idle = TcpStream::connect(address).await.expect("listening");
+        idle.write_all(b"GET /heal").await.expect("open");
         assert_eq!(idle.read(&mut [0; 512]).await.unwrap_or(0), 0);
         assert_eq!(rejected.get(Listener::Admin, Reason::Timeout), 1);
     }

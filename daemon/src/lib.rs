@@ -1,17 +1,17 @@
-//! What agent, control-plane member and operator share as processes.
+//! Infrastructure that agent, control-plane member and operator share.
 //!
 //! * [`descriptors`]: the limit on open files, raised at start and divided among listeners.
-//! * [`connections`]: a bound on the connections of a listener, which closes the longest-idle one for a new one.
-//! * [`exposition`]: the formats of `/metrics`.
-//! * [`http`]: the admin port's server, on such a bound.
-//! * [`log`]: the log, in which a condition that repeats takes one line and then a count.
-//! * [`rejected`]: the metric of connections that were not served.
+//! * [`connections`]: connection limits of listeners; the longest-idle connection is closed for a new one.
+//! * [`exposition`]: formats of `/metrics`.
+//! * [`http`]: HTTP server of the admin port.
+//! * [`log`]: logging to standard error, with a rate limit for repeated conditions.
+//! * [`rejected_connections`]: metric of connections closed without service.
 //!
-//! Deliberately absent: what the pages show, what is measured, who may connect.
+//! The contents of pages, the metrics, and access control are the callers'.
 
 pub mod connections;
 pub mod descriptors;
 pub mod exposition;
 pub mod http;
 pub mod log;
-pub mod rejected;
+pub mod rejected_connections;

@@ -1,19 +1,22 @@
-//! The log of a program: lines on standard error, in which a condition that repeats cannot flood.
+//! Logging to standard error, with a rate limit for repeated conditions.
 //!
 //! ```text
-//!   warn!, error! ──► Limit (a layer) ── Log ──► line
+//!   warn!, error! ──► RateLimitLayer ── Log ──► line
 //!                        └── Count ──► LogRate ──► reporting thread ──► a line with the count, every minute
 //! ```
 //!
-//! Every warning and error passes [`Limit`], those of dependencies included: the first line of a condition is logged at once,
-//! further ones are counted ([`reprise_policy::log_rate`]). Nothing needs to be done at the place that logs, except:
+//! Every warning and error passes the [`RateLimitLayer`], including those of dependencies. The first event of
+//! a condition is logged at once, and further ones are counted ([`reprise_policy::log_rate`]). Callers only
+//! need to:
 //!
-//! * Name what the condition is of in a field of [`SUBJECT_FIELDS`]. Two peers are two conditions; two ports of one peer are
-//!   not, so ports do not belong in these fields.
-//! * Where the end can be seen, name the condition (`condition = "etcd_unreachable"`) and log its end with
-//!   `recovered = "etcd_unreachable"` and the same subject. Such a line appears only when the condition was logged.
+//! * Put the subject of the condition into a field of [`SUBJECT_FIELDS`]. Two peers are two conditions. Two
+//!   ports of one peer are not, so ports do not belong in these fields.
+//! * Name the condition (`condition = "etcd_unreachable"`) if its end can be detected, and log the end with
+//!   `recovered = "etcd_unreachable"` and the same subject. Such an event is logged only if the condition
+//!   was.
 //!
-//! An info line with `condition` is limited as well. Debug lines are not: a person who turns them on wants each.
+//! Info events with `condition` are limited as well. Debug events are not: enabling them requests all of
+//! them.
 
 use std::fmt::{self, Write};
 use std::io;
@@ -32,10 +35,10 @@ use tracing_subscriber::fmt::format::FmtSpan;
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 
-/// Fields that name what a condition is of. Their values are bounded by what is configured or connected, or the bound of
-/// [`LogRate`] holds.
+/// Fields that identify the subject of a condition. Configuration or connections limit the number of their
+/// values; otherwise the limit of [`LogRate`] applies.
 pub const SUBJECT_FIELDS: [&str; 18] = [
-    // Of libraries that log through the crate `log`: all their events have one name.
+    // Fields of libraries that use the crate `log`, whose events all have the same name.
     "log.target",
     "log.line",
     "peer",
@@ -56,60 +59,60 @@ pub const SUBJECT_FIELDS: [&str; 18] = [
     "direction",
 ];
 
-/// Names a condition, whatever place logs it.
+/// Field that names a condition, independent of the place in the code.
 const CONDITION: &str = "condition";
 
-/// Names a condition that is over.
+/// Field that names a condition that has ended.
 const RECOVERED: &str = "recovered";
 
-/// Target of reports, which are not limited themselves.
+/// Target of reports, which are exempt from the limit.
 const REPORT_TARGET: &str = "reprise_daemon::log";
 
-/// With which a filter lets reports pass.
+/// Filter directive that lets reports pass.
 const REPORT_DIRECTIVE: &str = "reprise_daemon::log=info";
 
-/// Bytes of an occurrence that a report repeats.
+/// Maximum bytes of an event that a report repeats.
 const TEXT_BYTES_MAX: usize = 300;
 
-/// Form of lines.
+/// Format of log lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
-    /// For people; with colours where that is true.
+    /// Readable text, optionally with colours.
     Text {
-        /// Standard error is a terminal.
+        /// Whether to use colours; set if standard error is a terminal.
         colours: bool,
     },
-    /// One object per line.
+    /// One JSON object per line.
     Json,
 }
 
-/// How a program logs.
+/// Settings of the log.
 #[derive(Debug)]
 pub struct Settings {
-    /// Levels.
+    /// Filter of targets and levels.
     pub filter: EnvFilter,
-    /// Form of lines.
+    /// Format of log lines.
     pub format: Format,
-    /// Lines about spans.
+    /// Span events to log.
     pub spans: FmtSpan,
 }
 
-/// The running log. Dropped, it logs the counts that were not reported.
+/// The running log. Dropping it logs the pending counts.
 #[derive(Debug)]
 pub struct Log {
     state: Arc<State>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// The layer that decides which warnings and errors become lines.
+/// The layer that limits repeated warnings and errors.
 #[derive(Debug)]
-struct Limit {
+struct RateLimitLayer {
     state: Arc<State>,
 }
 
 #[derive(Debug)]
 struct State {
-    began: Instant,
+    start: Instant,
     shared: Mutex<Shared>,
     /// Wakes the reporting thread.
     changed: Condvar,
@@ -118,19 +121,19 @@ struct State {
 #[derive(Debug, Default)]
 struct Shared {
     rate: LogRate<Details>,
-    /// Ends that were seen, with the words for them.
+    /// Ended conditions, with the text to log.
     ended: Vec<Report<Details>>,
     stopping: bool,
 }
 
-/// What a report repeats of an occurrence.
+/// The event that a report repeats.
 #[derive(Clone, Debug)]
 struct Details {
     level: Level,
     text: String,
 }
 
-/// The fields of an event.
+/// Fields of an event.
 #[derive(Debug, Default)]
 struct Fields {
     condition: Option<String>,
@@ -143,13 +146,14 @@ struct Fields {
 /// Starts the log of this process.
 ///
 /// # Errors
-/// Another log was started, or the reporting thread cannot be.
+/// A log is already running, or the reporting thread cannot be started.
 pub fn start(settings: Settings) -> io::Result<Log> {
     let Settings { filter, format, spans } = settings;
-    // Counts are written whatever a filter says of this crate: it has suppressed what they count.
+    // Reports must pass any filter, because they replace suppressed lines.
     let filter = filter.add_directive(Directive::from_str(REPORT_DIRECTIVE).map_err(io::Error::other)?);
     let state = Arc::new(State::new());
-    let registry = tracing_subscriber::registry().with(filter).with(Limit { state: Arc::clone(&state) });
+    let registry =
+        tracing_subscriber::registry().with(filter).with(RateLimitLayer { state: Arc::clone(&state) });
     let lines = tracing_subscriber::fmt::layer().with_span_events(spans).with_writer(io::stderr);
     let started = match format {
         Format::Text { colours } => registry.with(lines.with_ansi(colours)).try_init(),
@@ -167,7 +171,7 @@ impl Drop for Log {
         self.state.shared().stopping = true;
         self.state.changed.notify_one();
         if let Some(thread) = self.thread.take() {
-            // It has ended, or it has panicked and that was logged.
+            // A panic of the thread was already logged.
             let _ = thread.join();
         }
     }
@@ -175,14 +179,14 @@ impl Drop for Log {
 
 impl State {
     fn new() -> State {
-        State { began: Instant::now(), shared: Mutex::default(), changed: Condvar::new() }
+        State { start: Instant::now(), shared: Mutex::default(), changed: Condvar::new() }
     }
 
     fn now(&self) -> Tick {
-        Tick(0).after(self.began.elapsed())
+        Tick(0).after(self.start.elapsed())
     }
 
-    /// Whether an event becomes a line now.
+    /// Decides whether an event is logged now.
     fn decide(&self, level: Level, fields: &Fields, now: Tick) -> bool {
         let text = fields.text();
         let mut shared = self.shared();
@@ -199,13 +203,13 @@ impl State {
         let occurrence = Occurrence { kind, subject: &fields.subject, details: Details { level, text } };
         let decision = shared.rate.occurred(occurrence, now);
         if was_quiet {
-            // The reporting thread waits without a deadline.
+            // The reporting thread is waiting without a deadline.
             self.changed.notify_one();
         }
         decision == LogDecision::Log
     }
 
-    /// Body of the reporting thread.
+    /// Main function of the reporting thread.
     fn report_until_stopped(&self) {
         let mut shared = self.shared();
         loop {
@@ -216,7 +220,7 @@ impl State {
             let next = shared.rate.next_due();
             let wrote = !reports.is_empty();
             if wrote {
-                // Without the lock: lines pass the layer.
+                // Unlock first: the written lines pass through the layer, which locks.
                 drop(shared);
                 reports.iter().for_each(write);
                 shared = self.shared();
@@ -225,7 +229,7 @@ impl State {
                 return;
             }
             if wrote || !shared.ended.is_empty() || shared.stopping {
-                // What was read before the lines were written is old: a condition may have begun meanwhile.
+                // The state may have changed while the lines were written.
                 continue;
             }
             shared = match next.map(|next| next.since(now)) {
@@ -237,13 +241,13 @@ impl State {
         }
     }
 
-    /// Each change is whole, so a poisoned lock is as good as any.
+    /// Locks the shared state. A poisoned lock is usable, because a panic cannot leave a change half applied.
     fn shared(&self) -> MutexGuard<'_, Shared> {
         self.shared.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Writes a report as a line.
+/// Logs a report.
 fn write(report: &Report<Details>) {
     let Details { level, text } = &report.details;
     match report.what {
@@ -262,7 +266,7 @@ fn write(report: &Report<Details>) {
     }
 }
 
-impl<S: Subscriber> Layer<S> for Limit {
+impl<S: Subscriber> Layer<S> for RateLimitLayer {
     fn event_enabled(&self, event: &Event<'_>, _context: Context<'_, S>) -> bool {
         let metadata = event.metadata();
         let level = *metadata.level();
@@ -277,7 +281,7 @@ impl<S: Subscriber> Layer<S> for Limit {
         }
         let mut fields = Fields::default();
         event.record(&mut fields);
-        // A place in the code is a kind of its own: the name has file and line.
+        // Without a condition, the place in the code is the kind; the name contains file and line.
         fields.condition.get_or_insert_with(|| metadata.name().to_owned());
         self.state.decide(level, &fields, self.state.now())
     }
@@ -286,7 +290,7 @@ impl<S: Subscriber> Layer<S> for Limit {
 impl Visit for Fields {
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
         let name = field.name();
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let _ = match name {
             CONDITION => write!(self.condition.get_or_insert_default(), "{value:?}"),
             RECOVERED => write!(self.recovered.get_or_insert_default(), "{value:?}"),
@@ -297,13 +301,13 @@ impl Visit for Fields {
     }
 
     fn record_str(&mut self, field: &Field, value: &str) {
-        // Without quotes, as a line has it.
+        // Omit quotes, as in a log line.
         self.record_debug(field, &format_args!("{value}"));
     }
 }
 
 impl Fields {
-    /// The event as one line has it, cut to a bound.
+    /// The event as in a log line, truncated to [`TEXT_BYTES_MAX`].
     fn text(&self) -> String {
         let mut text = format!("{}{}{}", self.message, self.subject, self.others);
         if text.len() > TEXT_BYTES_MAX {
@@ -328,7 +332,7 @@ mod tests {
 
     impl io::Write for Lines {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            self.0.lock().expect("no test panics with it").extend_from_slice(bytes);
+            self.0.lock().expect("not poisoned").extend_from_slice(bytes);
             Ok(bytes.len())
         }
 
@@ -347,22 +351,22 @@ mod tests {
 
     impl Lines {
         fn taken(&self) -> Vec<String> {
-            let bytes = std::mem::take(&mut *self.0.lock().expect("no test panics with it"));
+            let bytes = std::mem::take(&mut *self.0.lock().expect("not poisoned"));
             String::from_utf8(bytes).expect("UTF-8").lines().map(str::to_owned).collect()
         }
     }
 
-    /// Runs `body` with a log of its own; gives the state and the lines.
+    /// Runs `body` with its own log; passes the state and the lines.
     fn logging(body: impl FnOnce(&State, &Lines)) {
         let (state, lines) = (Arc::new(State::new()), Lines::default());
         let format =
             tracing_subscriber::fmt::layer().without_time().with_ansi(false).with_writer(lines.clone());
-        let limit = Limit { state: Arc::clone(&state) };
+        let limit = RateLimitLayer { state: Arc::clone(&state) };
         let subscriber = tracing_subscriber::registry().with(limit).with(format);
         tracing::subscriber::with_default(subscriber, || body(&state, &lines));
     }
 
-    /// What the reporting thread writes after a time.
+    /// Writes the reports that are due after `time`, like the reporting thread.
     fn after(state: &State, time: Duration) {
         let now = state.now().after(time);
         let mut reports = std::mem::take(&mut state.shared().ended);
@@ -379,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn a_warning_that_repeats_is_one_line_and_then_a_count() {
+    fn logs_a_repeated_warning_once_and_then_its_count() {
         logging(|state, lines| {
             (0..3000).for_each(|port| lose("10.0.0.1", port));
             assert_eq!(lines.taken().len(), 1);
@@ -395,7 +399,7 @@ mod tests {
     }
 
     #[test]
-    fn unreachable_peers_and_failing_disks_are_logged_each_for_itself() {
+    fn logs_each_peer_and_device_as_a_separate_condition() {
         logging(|_, lines| {
             for round in 0..100 {
                 lose("10.0.0.1", round);
@@ -408,17 +412,17 @@ mod tests {
     }
 
     #[test]
-    fn an_end_that_was_seen_is_logged_once_and_only_after_the_condition() {
+    fn logs_the_end_of_a_condition_once_and_only_if_it_was_logged() {
         logging(|state, lines| {
             let recover = |prefix: &str| {
-                tracing::info!(recovered = "store_unreachable", prefix, "the store answers again");
+                tracing::info!(recovered = "store_unreachable", prefix, "the store is reachable again");
                 after(state, Duration::ZERO);
             };
             let lose = |error: &str| {
                 tracing::warn!(condition = "store_unreachable", prefix = "nodes/", error, "no answer");
             };
             recover("nodes/");
-            assert_eq!(lines.taken(), [""; 0], "nothing was wrong");
+            assert_eq!(lines.taken(), [""; 0], "no condition was active");
             lose("refused");
             lose("timed out");
             assert_eq!(lines.taken().len(), 1);
@@ -426,16 +430,16 @@ mod tests {
             assert_eq!(lines.taken(), [""; 0], "another subject");
             recover("nodes/");
             let [line] = <[String; 1]>::try_from(lines.taken()).expect("one line");
-            assert!(line.contains("the store answers again") && line.contains("total=2"), "{line}");
+            assert!(line.contains("the store is reachable again") && line.contains("total=2"), "{line}");
             lose("refused");
-            assert_eq!(lines.taken(), [""; 0], "it comes and goes");
+            assert_eq!(lines.taken(), [""; 0], "the condition recurs");
             after(state, REPORT_INTERVAL);
             assert!(lines.taken()[0].contains("count=1"));
         });
     }
 
     #[test]
-    fn information_is_not_limited_unless_it_names_a_condition() {
+    fn limits_info_events_only_if_they_name_a_condition() {
         logging(|_, lines| {
             for number in 0..5 {
                 tracing::info!(number, "session opened");

@@ -1,7 +1,7 @@
-// The time of day plus what a mapped file says, for programs that are started with this object preloaded.
+// Adds an offset from a mapped file to the wall clock of programs that are started with this object preloaded.
 //
-// The file that REPRISE_E2E_WALL_CLOCK names has two numbers of 64 bits: the seconds to add, which a test may change at any moment, and how
-// often somebody was told a time that they had changed. All other clocks are the kernel's.
+// The file is named by REPRISE_E2E_WALL_CLOCK and has two numbers of 64 bits: the seconds to add, which a test may change
+// at any time, and the number of reads of the clock with a non-zero offset. All other clocks are the kernel's.
 
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -17,12 +17,12 @@
 
 struct wall {
     _Atomic int64_t seconds;
-    _Atomic uint64_t told;
+    _Atomic uint64_t altered_reads;
 };
 
 static struct wall *wall;
 
-// A program that believes to have another clock and has not would pass every test.
+// Aborts if the file cannot be mapped: with an unchanged clock, every test would pass.
 __attribute__((constructor)) static void map_file(void) {
     const char *path = getenv("REPRISE_E2E_WALL_CLOCK");
     int file = path ? open(path, O_RDWR | O_CLOEXEC) : -1;
@@ -42,7 +42,7 @@ int clock_gettime(clockid_t clock, struct timespec *shown) {
     int64_t seconds = atomic_load_explicit(&wall->seconds, memory_order_relaxed);
     if (seconds) {
         shown->tv_sec += seconds;
-        atomic_fetch_add_explicit(&wall->told, 1, memory_order_relaxed);
+        atomic_fetch_add_explicit(&wall->altered_reads, 1, memory_order_relaxed);
     }
     return 0;
 }

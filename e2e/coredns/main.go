@@ -1,5 +1,5 @@
-// CoreDNS with the plugins that a cluster of the tests uses. All of them would take five times as long to build, most of it
-// for services of clouds.
+// CoreDNS with only the plugins that the tests' clusters use. With all plugins, most of them for cloud services, the build
+// would take five times as long.
 package main
 
 import (
@@ -13,7 +13,7 @@ import (
 )
 
 func init() {
-	// In the order in which a question passes them.
+	// The order in which a query passes the plugins.
 	dnsserver.Directives = []string{"ready", "errors", "cache", "kubernetes"}
 }
 

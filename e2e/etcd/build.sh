@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the etcd that tests run against, from its Go module (go.mod and go.sum beside this file), into the cache folder.
+# Builds the etcd of the tests from its Go module (go.mod and go.sum in this folder) into the cache folder.
 # Prints the path of the binary.
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -10,7 +10,7 @@ if [ ! -x "$etcd" ]; then
     mkdir -p "$cache/bin"
     what=etcd
     . ../go.sh
-    # As that of images is built, so that what they are made of is compiled once.
+    # The same flags as for the image of etcd, so that both builds share Go's build cache.
     CGO_ENABLED=0 go build -trimpath -ldflags "-s -w" -o "$etcd.new" go.etcd.io/etcd/server/v3 >&2
     mv "$etcd.new" "$etcd"
 fi

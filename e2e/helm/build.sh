@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds Helm from its Go module (go.mod and go.sum beside this file) into the cache folder. Prints the path of the binary. It
-# takes minutes, once.
+# Builds Helm from its Go module (go.mod and go.sum in this folder) into the cache folder. Prints the path of
+# the binary. The first build takes minutes.
 set -euo pipefail
 cd "$(dirname "$0")"
 cache=${REPRISE_CACHE:-$HOME/.cache/reprise}
@@ -8,7 +8,7 @@ version=$(sed -n 's|^require helm.sh/helm/v4 ||p' go.mod)
 binary=$cache/bin/helm-$version
 if [ ! -x "$binary" ]; then
     mkdir -p "$cache/bin"
-    # Whoever comes while another builds waits, and finds it built.
+    # A concurrent run waits for this build and then uses it.
     exec {lock}> "$cache/bin/helm.lock"
     flock "$lock"
     what=Helm

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Builds the commands of Kubernetes that tests run, from its Go modules (go.mod and go.sum beside this file), into the cache
-# folder: build.sh COMMAND…, as in `build.sh kube-apiserver`; tools.go lists what can be built. Prints the path of each binary,
-# a line each, in the order asked for. The API server takes 8 minutes on two cores, once; what is there already is not built again.
+# Builds commands of Kubernetes from its Go modules (go.mod and go.sum in this folder) into the cache folder:
+# build.sh COMMAND…, for example `build.sh kube-apiserver`; tools.go lists the commands. Prints the path of
+# each binary on its own line, in the given order. The API server takes 8 minutes on two cores; existing
+# binaries are not built again.
 set -euo pipefail
-[ $# -gt 0 ] || { sed -n '2,4s/^# //p' "$0" >&2; exit 2; }
+[ $# -gt 0 ] || { sed -n '2,5s/^# //p' "$0" >&2; exit 2; }
 cd "$(dirname "$0")"
 cache=${REPRISE_CACHE:-$HOME/.cache/reprise}
 version=$(sed -n 's|^require k8s.io/kubernetes ||p' go.mod)
@@ -19,7 +20,7 @@ done
 
 if [ ${#missing[@]} -gt 0 ]; then
     mkdir -p "$cache/bin"
-    # Whoever comes while another builds waits, and finds it built.
+    # A concurrent run waits for this build and then uses it.
     exec {lock}> "$cache/bin/kubernetes.lock"
     flock "$lock"
     what=Kubernetes

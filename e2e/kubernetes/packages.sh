@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# What nodes of a test cluster, and tests of disks, take from the distribution: installs what is missing where that is possible (Debian, root), and
-# says what is missing where it is not. A machine that cannot run the cluster is told so, and why.
+# Installs the packages that nodes of a test cluster and tests of disks need (Debian, as root). Elsewhere it
+# lists the missing packages. Fails with the reason on a machine that cannot run the cluster.
 set -euo pipefail
 
-# Of each package, a file that it brings: a command, or a network plugin.
+# For each package, a command or a network plugin that it contains.
 packages=(
     containerd=containerd containerd=ctr runc=runc containernetworking-plugins=ptp iptables=iptables nftables=nft
     conntrack=conntrack socat=socat iproute2=ip util-linux=unshare util-linux=nsenter util-linux=fsfreeze mount=mount
@@ -24,7 +24,7 @@ missing() {
 }
 
 if [ "$(id -u)" != 0 ]; then
-    echo "a cluster of Kubernetes with nodes needs root: they mount file systems and make control groups and networks" >&2
+    echo "a Kubernetes cluster with nodes needs root, to mount file systems and to create control groups and networks" >&2
     exit 1
 fi
 mapfile -t wanted < <(missing)
@@ -32,8 +32,8 @@ mapfile -t wanted < <(missing)
 if command -v apt-get > /dev/null; then
     echo "installing ${wanted[*]}" >&2
     install() { DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "${wanted[@]}" >&2; }
-    # The lists of packages may be old, or none.
+    # The package lists may be outdated or missing.
     install || { apt-get update >&2 && install; } || true
 fi
 mapfile -t wanted < <(missing)
-[ ${#wanted[@]} -eq 0 ] || { echo "a cluster of Kubernetes needs, and this machine lacks: ${wanted[*]}" >&2; exit 1; }
+[ ${#wanted[@]} -eq 0 ] || { echo "packages that a Kubernetes cluster needs are missing, install them: ${wanted[*]}" >&2; exit 1; }

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Lays Kubernetes' own schemas (OpenAPI) of several versions into the cache folder, out of its published Go modules, and prints the
-# path of each, a line each, oldest first. What is fetched is checked against the sums below.
+# Extracts Kubernetes' own schemas (OpenAPI) of several versions from its published Go modules into the cache
+# folder. Prints the path of each on its own line, oldest first. The modules are checked against the sums
+# below.
 set -euo pipefail
 cd "$(dirname "$0")"
 cache=${REPRISE_CACHE:-$HOME/.cache/reprise}
@@ -19,7 +20,7 @@ for one in "${versions[@]}"; do
     if [ ! -f "$schema" ]; then
         what="a schema of Kubernetes"
         . ../go.sh
-        # Outside of any module, so that this version and no other is meant.
+        # Outside of any module, so that no go.mod can select another version.
         module=$(cd / && go mod download -json "k8s.io/kubernetes@$version")
         found=$(sed -n 's/^\t"Sum": "\(.*\)",$/\1/p' <<< "$module")
         [ "$found" = "$sum" ] || { echo "k8s.io/kubernetes@$version has the sum '$found', not $sum: $module" >&2; exit 1; }

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Builds kwok, which plays the nodes that nobody runs in tests of scale, into the cache folder. Prints the path of the binary. It takes
-# minutes, once. Its own go.mod says what it is made of, and Go checks every module against the public checksum database; nothing here
-# requires it beside something else, so there is no module of ours.
+# Builds kwok, which simulates nodes in the scale test, into the cache folder. Prints the path of the binary.
+# The first build takes minutes. kwok's go.mod pins its dependencies, and Go checks every module against the
+# public checksum database. So this folder needs no go.mod.
 set -euo pipefail
 cache=${REPRISE_CACHE:-$HOME/.cache/reprise}
 version=v0.8.0
@@ -9,7 +9,7 @@ binary=$cache/bin/kwok-$version
 cd "$(dirname "$0")"
 if [ ! -x "$binary" ]; then
     mkdir -p "$cache/bin"
-    # Whoever comes while another builds waits, and finds it built.
+    # A concurrent run waits for this build and then uses it.
     exec {lock}> "$cache/bin/kwok.lock"
     flock "$lock"
     what=kwok

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Prints the path of promtool, which checks metrics in the tests: the machine's own, or that of Debian's package `prometheus`, which
-# is unpacked into the cache folder. The package is not installed: it would start a server.
+# Prints the path of promtool, which checks metrics in the tests: the machine's own, or that of Debian's
+# package `prometheus`. The package is only unpacked into the cache folder, since its installation would start
+# a server.
 set -euo pipefail
 cache=${REPRISE_CACHE:-$HOME/.cache/reprise}
 binary=$cache/bin/promtool
@@ -13,9 +14,9 @@ if [ ! -x "$binary" ]; then
     folder=$(mktemp -d "$cache/promtool.XXXXXX")
     trap 'rm -rf "$folder"' EXIT
     cd "$folder"
-    # The lists of packages may be old, or empty.
+    # The package lists may be outdated or missing.
     { apt-get download prometheus || { apt-get update && apt-get download prometheus; }; } >&2 || {
-        echo "promtool is not here, and Debian's package prometheus cannot be downloaded: install promtool" >&2
+        echo "promtool is missing, and Debian's package prometheus cannot be downloaded: install promtool" >&2
         exit 1
     }
     dpkg-deb --extract prometheus_*.deb .

@@ -1,19 +1,21 @@
 #!/usr/bin/env bash
-# Builds the images of an older commit of this project, as those of the minor version before this one, and prints archive, size and name of each:
-# build.sh COMMIT. Commits between releases have one version, so theirs is made another one: what is compared is what processes say.
+# Builds the images of an older commit with the version number of the previous minor version: build.sh COMMIT.
+# Prints archive, size and name of each image. Commits between releases share a version, but the tests need
+# processes that report two.
 #
-# Once for a commit; what is fetched and built lies in the cache folder. With nothing there it takes as long as all programs and tests do.
+# Each commit is built once, into the cache folder. The first build takes as long as building all programs.
 set -euo pipefail
 shopt -s inherit_errexit
-[ $# -eq 1 ] || { sed -n '2,3s/^# //p' "$0" >&2; exit 2; }
+[ $# -eq 1 ] || { sed -n '2,4s/^# //p' "$0" >&2; exit 2; }
 cd "$(dirname "$0")/../.."
 version() { sed -n '/^\[workspace.package\]/,/^$/s/^version = "\(.*\)"/\1/p' Cargo.toml; }
-commit=$(git rev-parse --verify --quiet "$1^{commit}") || { echo "there is no commit '$1' here" >&2; exit 2; }
+commit=$(git rev-parse --verify --quiet "$1^{commit}") || { echo "unknown commit '$1'" >&2; exit 2; }
 IFS=. read -r major minor _ <<< "$(version)"
-[ "$minor" -gt 0 ] || { echo "no minor version comes before $(version)" >&2; exit 2; }
+[ "$minor" -gt 0 ] || { echo "version $(version) has no previous minor version" >&2; exit 2; }
 older=$major.$((minor - 1)).0
 
-# A cache of its own: who builds other images need not wait for these. What etcd's is made of is the same.
+# A separate cache, so that builds of other images need not wait for this one. Both share the binaries of Go
+# programs.
 shared=${REPRISE_CACHE:-$HOME/.cache/reprise}
 cache=$shared/skew
 mkdir -p "$shared/bin" "$cache"
@@ -29,6 +31,6 @@ fi
 cd "$tree"
 was=$(version)
 sed -i "/^\[workspace.package\]/,/^\$/s/^version = \"$was\"/version = \"$older\"/" Cargo.toml
-# Its own packages in the lock file, which are those without a source.
+# The workspace's packages in the lock file.
 sed -i "/^name = \"reprise/{n;s/^version = \"$was\"/version = \"$older\"/}" Cargo.lock
 images/build.sh --profile dev

@@ -1,4 +1,4 @@
-//! The admin port of a process, as a scraper sees it.
+//! Client of the admin port of a process: status pages, counters and metrics.
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
@@ -8,30 +8,30 @@ use serde_json::Value;
 
 use crate::wait::wait_until;
 
-/// One answer takes about a millisecond.
+/// Bound on one response, which normally takes about a millisecond.
 const ANSWER_WITHIN: Duration = Duration::from_secs(10);
 
-/// Where a process serves its status.
+/// The admin port of a process.
 #[derive(Clone, Debug)]
 pub struct Admin {
     address: String,
 }
 
 impl Admin {
-    /// The port at `host:port`.
+    /// Returns the admin port at `host:port`.
     pub fn at(address: &str) -> Admin {
         Admin { address: address.to_owned() }
     }
 
-    /// One GET: status code and body.
+    /// Sends one GET and returns the status code and the body.
     ///
     /// # Errors
-    /// Nobody answers.
+    /// The process does not respond.
     pub fn get(&self, path: &str) -> io::Result<(u16, String)> {
         self.get_as(path, "*/*").map(|(code, _, body)| (code, body))
     }
 
-    /// One GET with an `Accept` header: status code, head and body.
+    /// Sends one GET with an `Accept` header. Returns the status code, the head in lower case, and the body.
     ///
     /// # Errors
     /// As [`Admin::get`].
@@ -41,21 +41,21 @@ impl Admin {
         write!(stream, "GET {path} HTTP/1.0\r\nHost: e2e\r\nAccept: {accept}\r\n\r\n")?;
         let mut answer = String::new();
         stream.read_to_string(&mut answer)?;
-        let torn = || io::Error::new(io::ErrorKind::InvalidData, "no HTTP answer");
+        let torn = || io::Error::new(io::ErrorKind::InvalidData, "incomplete HTTP response");
         let (head, body) = answer.split_once("\r\n\r\n").ok_or_else(torn)?;
         let code = head.split_whitespace().nth(1).and_then(|code| code.parse().ok()).ok_or_else(torn)?;
         Ok((code, head.to_ascii_lowercase(), body.to_owned()))
     }
 
-    /// `host:port`.
+    /// Returns the address as `host:port`.
     pub fn address(&self) -> &str {
         &self.address
     }
 
-    /// The sum of all samples of a metric whose labels have these words.
+    /// Returns the sum of all samples of a metric whose line contains `words`.
     ///
     /// # Panics
-    /// When the process serves no metrics.
+    /// If the process serves no metrics.
     pub fn metric(&self, name: &str, words: &str) -> f64 {
         let (code, text) = self.get("/metrics").expect("the metrics are served");
         assert_eq!(code, 200);
@@ -63,30 +63,30 @@ impl Admin {
         samples.filter_map(|line| line.rsplit_once(' ')?.1.parse::<f64>().ok()).sum()
     }
 
-    /// A page of JSON.
+    /// Returns a page of JSON.
     ///
     /// # Panics
-    /// When the process does not serve it.
+    /// If the process does not serve the page.
     pub fn json(&self, path: &str) -> Value {
         let (code, body) = self.get(path).unwrap_or_else(|error| panic!("{path} is not served: {error}"));
-        assert_eq!(code, 200, "{path} says: {body}");
+        assert_eq!(code, 200, "{path}: {body}");
         serde_json::from_str(&body).expect("a page of JSON")
     }
 
-    /// Numbers of an agent's core, all of one moment.
+    /// Returns the counters of an agent's core, all read at the same moment.
     pub fn counters(&self) -> Counters {
         Counters(self.json("/status")["counters"].clone())
     }
 
-    /// One of them.
+    /// Returns the counter of this name.
     pub fn counter(&self, name: &str) -> u64 {
         self.counters().get(name)
     }
 
-    /// Waits until a number is what is wanted; gives it.
+    /// Waits until a counter satisfies `wanted`, and returns its value.
     ///
     /// # Panics
-    /// When it is not within the bound.
+    /// If the counter does not satisfy `wanted` within the bound.
     pub fn wait_for(&self, name: &str, within: Duration, wanted: impl Fn(u64) -> bool) -> u64 {
         let mut last = 0;
         wait_until(name, within, || {
@@ -95,10 +95,10 @@ impl Admin {
         })
     }
 
-    /// Waits until nothing is on its way to or from the agent's disk and nobody holds anything.
+    /// Waits until the agent has no disk I/O in flight and no session holds a lease or a reservation.
     ///
     /// # Panics
-    /// When that is not within the bound.
+    /// If the agent is still busy after the bound.
     pub fn wait_quiet(&self, within: Duration) -> Counters {
         const BUSY: [&str; 6] = [
             "unsaved_blocks",
@@ -108,23 +108,23 @@ impl Admin {
             "read_leases",
             "serves_in_flight",
         ];
-        wait_until("an agent at rest", within, || {
+        wait_until("an idle agent", within, || {
             let counters = self.counters();
             BUSY.iter().all(|name| counters.get(name) == 0).then_some(counters)
         })
     }
 }
 
-/// Numbers of an agent's core, all of one moment.
+/// The counters of an agent's core, all read at the same moment.
 #[derive(Clone, Debug)]
 pub struct Counters(Value);
 
 impl Counters {
-    /// One of them.
+    /// Returns the counter of this name.
     ///
     /// # Panics
-    /// When there is none of this name.
+    /// If no counter has this name.
     pub fn get(&self, name: &str) -> u64 {
-        self.0[name].as_u64().unwrap_or_else(|| panic!("no counter is called '{name}'"))
+        self.0[name].as_u64().unwrap_or_else(|| panic!("no counter has the name '{name}'"))
     }
 }

@@ -1,4 +1,4 @@
-//! An agent of a test: its files, its process, the ways to it.
+//! An agent of a test: its files, its process, its sessions and its admin port.
 
 use std::process::{Command, ExitStatus};
 
@@ -7,15 +7,15 @@ use reprise_policy::Layout;
 pub use rustix::process::Signal;
 
 use crate::admin::Admin;
-use crate::config::{AgentFiles, StartedWith};
+use crate::config::{AgentFiles, LaunchOptions};
 use crate::engine::Engine;
-use crate::process::{Refused, Running, Starting, binary};
+use crate::process::{ChildProcess, StartError, StartingProcess, binary};
 
-/// An agent that runs, or was killed and can be started again.
+/// An agent that runs, or that was killed and can be started again.
 #[derive(Debug)]
 pub struct Agent {
     files: AgentFiles,
-    running: Option<Running>,
+    running: Option<ChildProcess>,
     admin: Admin,
 }
 
@@ -30,95 +30,95 @@ impl Agent {
     /// Waits until a started agent is ready.
     ///
     /// # Errors
-    /// `Refused`: it ended instead.
-    pub fn when_ready(files: AgentFiles, starting: Starting) -> Result<Agent, Refused> {
+    /// `StartError`: the agent exited instead.
+    pub fn when_ready(files: AgentFiles, starting: StartingProcess) -> Result<Agent, StartError> {
         let (running, ready) = starting.ready()?;
         let admin = Admin::at(ready["admin"].as_str().expect("the ready line names the admin port"));
         assert_eq!(ready["socket"].as_str(), files.socket.to_str(), "the ready line names the socket");
         Ok(Agent { files, running: Some(running), admin })
     }
 
-    /// Its files.
+    /// Returns the paths of the agent's files.
     pub fn files(&self) -> &AgentFiles {
         &self.files
     }
 
-    /// Starts it with something else from the next start on.
-    pub fn set_start(&mut self, start: StartedWith) {
+    /// Sets the launch options that take effect at the next start.
+    pub fn set_launch_options(&mut self, start: LaunchOptions) {
         self.files.start = start;
     }
 
-    /// Its admin port.
+    /// Returns the agent's admin port.
     pub fn admin(&self) -> &Admin {
         &self.admin
     }
 
-    /// Its process.
+    /// Returns the agent's process.
     ///
     /// # Panics
-    /// When it was killed.
-    pub fn running(&mut self) -> &mut Running {
+    /// If the agent was killed.
+    pub fn running(&mut self) -> &mut ChildProcess {
         self.running.as_mut().expect("the agent runs")
     }
 
-    /// SIGKILL.
+    /// Sends SIGKILL and waits for the process to exit.
     pub fn kill(&mut self) {
         self.running().kill();
         self.running = None;
     }
 
-    /// Sends a signal while others use the agent.
+    /// Sends a signal to the agent; other threads may be using it.
     ///
     /// # Panics
-    /// When it was killed.
+    /// If the agent was killed.
     pub fn signal(&self, signal: Signal) {
         self.running.as_ref().expect("the agent runs").signal(signal);
     }
 
-    /// SIGTERM; gives the exit status.
+    /// Sends SIGTERM, waits for the process to exit, and returns its exit status.
     pub fn terminate(&mut self) -> ExitStatus {
         let status = self.running().terminate();
         self.running = None;
         status
     }
 
-    /// SIGTERM, which must end it in good order.
+    /// Sends SIGTERM; the agent must exit with status 0.
     pub fn stop(&mut self) {
         let status = self.terminate();
-        assert!(status.success(), "an agent that is asked to stop ends with {status}");
+        assert!(status.success(), "the agent exited after SIGTERM with {status}");
     }
 
-    /// SIGSTOP: its sockets stay open and nothing answers.
+    /// Sends SIGSTOP: the sockets stay open and nothing responds.
     pub fn freeze(&self) {
         self.running.as_ref().expect("the agent runs").pause();
     }
 
-    /// SIGCONT.
+    /// Sends SIGCONT to the stopped agent.
     pub fn thaw(&self) {
         self.signal(Signal::CONT);
     }
 
-    /// Starts the killed or stopped agent again on what it left behind, without waiting.
-    pub fn begin_start(&self) -> Starting {
-        assert!(self.running.is_none(), "one process at a time");
-        Starting::spawn(command(&self.files), &self.files.log)
+    /// Starts the killed or stopped agent again with its existing files, without waiting.
+    pub fn begin_start(&self) -> StartingProcess {
+        assert!(self.running.is_none(), "the process is already running");
+        StartingProcess::spawn(command(&self.files), &self.files.log)
     }
 
-    /// Starts the killed or stopped agent again.
+    /// Starts the killed or stopped agent again and waits until it is ready.
     ///
     /// # Errors
-    /// `Refused`: it does not want to.
-    pub fn try_start(&mut self) -> Result<(), Refused> {
+    /// `StartError`: the agent exited instead of becoming ready.
+    pub fn try_start(&mut self) -> Result<(), StartError> {
         *self = Agent::when_ready(self.files.clone(), self.begin_start())?;
         Ok(())
     }
 
-    /// Starts the killed or stopped agent again; it must be able to.
+    /// Starts the killed or stopped agent again; it must become ready.
     pub fn start(&mut self) {
         self.try_start().unwrap_or_else(|refused| panic!("the agent does not start again: {refused:?}"));
     }
 
-    /// A session.
+    /// Opens a session with the agent.
     ///
     /// # Errors
     /// As `Client::connect`.
@@ -126,14 +126,14 @@ impl Agent {
         Engine::connect(&self.files.socket, layout)
     }
 
-    /// A session of a tenant; there must be one.
+    /// Opens a session of a tenant, which must succeed.
     pub fn engine_of(&self, layout: Layout, tenant: &str) -> Engine {
         Engine::connect_as(&self.files.socket, layout, tenant)
-            .unwrap_or_else(|error| panic!("the agent takes no session of {tenant}: {error}"))
+            .unwrap_or_else(|error| panic!("cannot open a session of {tenant}: {error}"))
     }
 
-    /// A session; there must be one.
+    /// Opens a session, which must succeed.
     pub fn engine(&self, layout: Layout) -> Engine {
-        self.connect(layout).unwrap_or_else(|error| panic!("the agent takes no session: {error}"))
+        self.connect(layout).unwrap_or_else(|error| panic!("cannot open a session: {error}"))
     }
 }

@@ -1,4 +1,4 @@
-//! The command line, as a person or a program at a terminal uses it beside a cluster.
+//! Runs the `reprise` command line against a cluster.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader};
@@ -14,21 +14,21 @@ use crate::ControlPlane;
 use crate::process::binary;
 use crate::wait::PATIENCE;
 
-/// Runs a command with a member; the objects that it prints.
+/// Runs a command against a member and returns the objects that it prints.
 ///
 /// # Panics
-/// When it fails.
+/// If the command fails.
 pub fn reprise(member: &ControlPlane, arguments: &[&str]) -> Vec<Value> {
     let mut command = Command::new(binary("reprise"));
     command.arg("--json").args(arguments).args(["--controlplane", member.address()]);
     let output = command.output().expect("reprise can be run");
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{arguments:?} failed: {said}");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{arguments:?} failed: {stderr}");
     let text = String::from_utf8(output.stdout).expect("output is UTF-8");
     text.lines().map(|line| serde_json::from_str(line).expect("every line is an object")).collect()
 }
 
-/// A running `reprise events --json`, and its lines.
+/// A running `reprise events --json`, and the lines that it prints.
 #[derive(Debug)]
 pub struct Events {
     child: Child,
@@ -36,10 +36,10 @@ pub struct Events {
 }
 
 impl Events {
-    /// Starts one that asks the member at this address.
+    /// Starts `reprise events` against the member at this address.
     ///
     /// # Panics
-    /// When it cannot be run.
+    /// If the command cannot be started.
     pub fn start(address: &str, arguments: &[&str]) -> Events {
         let mut child = Command::new(binary("reprise"))
             .args(["--json", "events", "--controlplane", address])
@@ -61,11 +61,11 @@ impl Events {
         Events { child, lines }
     }
 
-    /// Lines up to one of this kind.
+    /// Returns the lines up to and including the first one of this kind.
     ///
     /// # Panics
-    /// When none comes.
-    pub fn until(&self, event: &str) -> Vec<Value> {
+    /// If no such line arrives.
+    pub fn read_until(&self, event: &str) -> Vec<Value> {
         let mut lines = Vec::new();
         loop {
             let line =
@@ -78,87 +78,87 @@ impl Events {
         }
     }
 
-    /// Takes lines until this many replicas were added on NVMe; the last line.
+    /// Reads lines until this many replicas were added on NVMe, and returns the last line.
     ///
     /// # Panics
-    /// When no more come before.
-    pub fn added(&self, count: usize) -> Value {
+    /// If fewer replicas are added.
+    pub fn read_until_added(&self, count: usize) -> Value {
         let on_nvme = |line: &Value| line["event"] == "added" && line["tier"] == "nvme";
         let lines = std::iter::from_fn(|| self.lines.recv_timeout(PATIENCE).ok());
-        lines.filter(on_nvme).nth(count - 1).expect("as many as were saved")
+        lines.filter(on_nvme).nth(count - 1).expect("one line for each saved block")
     }
 
-    /// The lines that have come, once no more come for so long.
-    pub fn quiet_for(&self, time: Duration) -> Vec<Value> {
+    /// Returns the pending lines, once no further line arrives for `time`.
+    pub fn drain(&self, time: Duration) -> Vec<Value> {
         std::iter::from_fn(|| self.lines.recv_timeout(time).ok()).collect()
     }
 
-    /// Asks it to end, as Ctrl-C does.
+    /// Sends SIGINT, as Ctrl-C does.
     ///
     /// # Panics
-    /// When it has ended.
+    /// If the command has exited.
     pub fn interrupt(&self) {
-        kill_process(Pid::from_child(&self.child), Signal::INT).expect("it runs");
+        kill_process(Pid::from_child(&self.child), Signal::INT).expect("the command runs");
     }
 
-    /// Waits for its end, which is a success.
+    /// Waits for the command to exit with success.
     ///
     /// # Panics
-    /// When it is none.
+    /// If the command fails.
     pub fn end(mut self) {
-        // Whoever reads no more must not keep it from writing its last lines.
+        // With the receiver gone, the reading thread cannot block the command from writing its last lines.
         self.lines = sync_channel(0).1;
-        let status = self.child.wait().expect("one's own child");
+        let status = self.child.wait().expect("a child can be waited for");
         assert!(status.success(), "{status}");
     }
 }
 
 impl Drop for Events {
     fn drop(&mut self) {
-        // Fails when it has ended, which is as good.
+        // Fails if the command has exited, which is fine.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// What somebody knows who reads lines of `reprise events`: replicas of each member, as node, tier and key.
+/// State that a reader of `reprise events` accumulates: for each member its replicas, as node, tier and key.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Replay(BTreeMap<String, BTreeSet<(u64, String, String)>>);
 
 impl Replay {
-    /// Takes more lines.
+    /// Applies further lines in order.
     ///
     /// # Panics
-    /// When one is not as it is written in `docs/PROTOCOL.md`.
-    pub fn take(&mut self, lines: &[Value]) {
+    /// If a line does not match `docs/PROTOCOL.md`.
+    pub fn apply(&mut self, lines: &[Value]) {
         for line in lines {
             let text = |field: &str| line[field].as_str().expect("text").to_owned();
-            let held = self.0.entry(text("member")).or_default();
+            let replicas = self.0.entry(text("member")).or_default();
             let replica = || (line["node"].as_u64().expect("a number"), text("tier"), text("key"));
-            match line["event"].as_str().expect("a line says what it is") {
+            match line["event"].as_str().expect("a line has its event") {
                 "current" => {}
-                "snapshot" | "gone" => held.clear(),
+                "snapshot" | "gone" => replicas.clear(),
                 "added" => {
-                    held.insert(replica());
+                    replicas.insert(replica());
                 }
                 "withdrawn" => {
-                    held.remove(&replica());
+                    replicas.remove(&replica());
                 }
                 "cleared" => {
                     let slots = line["slots"].as_array().expect("a list");
-                    held.retain(|(node, _, key)| {
+                    replicas.retain(|(node, _, key)| {
                         let slot = BlockKey::from_hex(key).expect("a key").hash_slot();
                         let of_node = line["node"].is_null() || line["node"] == *node;
                         let of_slot = slots.is_empty() || slots.iter().any(|cleared| *cleared == slot);
                         !(of_node && of_slot)
                     });
                 }
-                other => panic!("'{other}' is no event: {line}"),
+                other => panic!("unknown event '{other}': {line}"),
             }
         }
     }
 
-    /// All replicas, whoever knows them.
+    /// Returns all replicas, of all members.
     pub fn replicas(&self) -> BTreeSet<&(u64, String, String)> {
         self.0.values().flatten().collect()
     }

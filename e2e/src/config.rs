@@ -1,6 +1,7 @@
-//! Configuration files of agents, made of what a test wants to be different from the usual.
+//! Configuration files of agents: small defaults, and what a test changes.
 //!
-//! The usual is small: an agent with 16 MiB of arena and a pool of 64 MiB is ready within some tens of milliseconds.
+//! The defaults are small: an agent with a 16 MiB arena and a 64 MiB pool is ready within tens of
+//! milliseconds.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -11,73 +12,73 @@ use reprise_policy::{ByteSize, Interval};
 
 use crate::host::Host;
 
-/// What an agent is configured with. Fields that a test does not name are the usual ones.
+/// Configuration of an agent. Fields that a test does not set have the defaults of [`AgentConfig::named`].
 #[derive(Clone, Debug)]
 pub struct AgentConfig {
-    /// Node name; also names the files of the agent.
+    /// Node name; also the base name of the agent's files.
     pub node: String,
-    /// Memory for blocks.
+    /// Size of the arena.
     pub arena: ByteSize,
-    /// One file of shared memory.
+    /// Size of one region of the arena.
     pub region: ByteSize,
-    /// Size of the pool's file; `None`: blocks live in memory only.
+    /// Size of the pool's file; `None`: blocks are in memory only.
     pub pool: Option<ByteSize>,
-    /// Where the pool's file is; `None`: beside the agent's other files.
+    /// Folder of the pool's file; `None`: next to the agent's other files.
     pub pool_folder: Option<PathBuf>,
-    /// Delay of write-back.
+    /// Delay before blocks are written back.
     pub writeback_delay: Duration,
-    /// Silence after which a peer is lost.
+    /// Silence after which a peer counts as lost.
     pub stall_timeout: Duration,
-    /// Members of the control plane, `host:port`; none: stand-alone.
+    /// Members of the control plane, `host:port`; empty: stand-alone.
     pub control_plane: Vec<String>,
-    /// Where it runs.
+    /// Host on which the agent runs.
     pub host: Host,
-    /// Lines of the `[session]` section.
+    /// Further lines of the `[session]` section.
     pub session: String,
-    /// Lines at the end, with their section.
+    /// Further sections at the end of the file.
     pub extra: String,
 }
 
 /// The files of one agent.
 #[derive(Clone, Debug)]
 pub struct AgentFiles {
-    /// Its configuration.
+    /// The agent's configuration file.
     pub config: PathBuf,
-    /// The socket of its sessions.
+    /// Socket for engine sessions.
     pub socket: PathBuf,
-    /// Its pool.
+    /// The pool's device file.
     pub pool: PathBuf,
-    /// What it writes to standard error.
+    /// Log: the standard error of the agent.
     pub log: PathBuf,
-    /// Where it runs.
+    /// Host on which the agent runs.
     pub host: Host,
-    /// What it is started with besides.
-    pub start: StartedWith,
+    /// Further options of the start.
+    pub start: LaunchOptions,
 }
 
-/// What an agent is started with besides its configuration file.
+/// How a process is launched, in addition to its configuration file.
 #[derive(Clone, Debug, Default)]
-pub struct StartedWith {
-    /// A command that becomes the agent's, in front of it.
+pub struct LaunchOptions {
+    /// A command that executes the program, put in front of it.
     pub launcher: Vec<String>,
-    /// Arguments behind its own.
+    /// Arguments after the program's own arguments.
     pub arguments: Vec<String>,
-    /// Variables of its environment.
+    /// Environment variables to set.
     pub environment: Vec<(String, String)>,
 }
 
-impl StartedWith {
-    /// The command that runs a program so, without the arguments that it is started with besides.
+impl LaunchOptions {
+    /// Returns the command that launches a program, without [`LaunchOptions::arguments`].
     pub fn command(&self, program: &Path) -> Command {
         let mut words = self.launcher.iter().map(OsStr::new).chain([program.as_os_str()]);
-        let mut command = Command::new(words.next().expect("the program at least"));
+        let mut command = Command::new(words.next().expect("at least the program"));
         command.args(words).envs(self.environment.iter().map(|(name, value)| (name, value)));
         command
     }
 }
 
 impl AgentConfig {
-    /// The usual agent of this name.
+    /// Returns the default configuration of an agent of this name.
     pub fn named(node: &str) -> AgentConfig {
         AgentConfig {
             node: node.to_owned(),
@@ -94,7 +95,8 @@ impl AgentConfig {
         }
     }
 
-    /// The file's text. One engine may have all that engines may have: tests fill an arena with one.
+    /// Returns the text of the file. One session may use the whole arena, since tests fill an arena with one
+    /// session.
     pub fn text(&self, files: &AgentFiles) -> String {
         let device = self.pool.map_or(String::new(), |bytes| {
             format!("devices = [{{ path = {}, bytes = \"{bytes}\" }}]\n", quoted(&files.pool))
@@ -121,7 +123,7 @@ impl AgentConfig {
 }
 
 impl AgentFiles {
-    /// Files in a folder, of an agent on loopback.
+    /// Returns the files of an agent in a folder, on the loopback host.
     pub fn within(folder: &Path, node: &str) -> AgentFiles {
         AgentFiles {
             config: folder.join(format!("{node}.toml")),
@@ -129,12 +131,12 @@ impl AgentFiles {
             pool: folder.join(format!("{node}.pool")),
             log: folder.join(format!("{node}.log")),
             host: Host::LOOPBACK,
-            start: StartedWith::default(),
+            start: LaunchOptions::default(),
         }
     }
 }
 
-/// A path as a TOML string.
+/// Formats a path as a TOML string.
 pub fn quoted(path: &Path) -> String {
     toml::Value::String(path.to_string_lossy().into_owned()).to_string()
 }

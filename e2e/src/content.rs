@@ -1,8 +1,9 @@
-//! Blocks whose every byte can be checked: content is a function of the block's key and the object's index.
+//! Blocks whose every byte can be checked: the content is a function of the block's key and the object's
+//! index.
 //!
-//! Nobody keeps a copy: whoever knows a block's number can say what any byte of it must be. One 64-bit word is
-//! `mix(seed + index × odd)` with SplitMix64's finaliser, so that two objects differ in nearly every word, and a word of a
-//! block differs from its neighbours.
+//! No copy is needed: the expected value of any byte follows from the block's number. One 64-bit word is
+//! `mix(seed + index × odd)` with SplitMix64's finaliser. So two objects differ in nearly every word, and
+//! neighbouring words of a block differ.
 
 use reprise_policy::key::KeyPart;
 use reprise_policy::{BlockKey, Dtype, Layout, LayoutSpec, NamespaceDigest, Parts};
@@ -10,20 +11,22 @@ use reprise_policy::{BlockKey, Dtype, Layout, LayoutSpec, NamespaceDigest, Parts
 /// The namespace of all blocks that the tests save.
 pub const NAMESPACE: NamespaceDigest = NamespaceDigest([0x5e; 32]);
 
-/// Odd constant of SplitMix64's sequence (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators).
+/// Odd constant of SplitMix64's sequence (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
+/// Generators).
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// 4 layers of 2 objects of 4 KiB: 32 KiB a block, 36 KiB a slot on a device, 58 slots in a segment of 2 MiB.
+/// Returns a layout of 4 layers of 2 objects of 4 KiB: 32 KiB a block, 36 KiB a device slot, 58 slots in 2
+/// MiB.
 pub fn small() -> Layout {
     layout_of(4, 1)
 }
 
-/// 16 layers of 2 objects of 32 KiB: 1 MiB a block.
+/// Returns a layout of 16 layers of 2 objects of 32 KiB: 1 MiB a block.
 pub fn large() -> Layout {
     layout_of(16, 8)
 }
 
-/// Objects of `kv_heads × 4 KiB`: 16 tokens, heads of 128 elements of 2 bytes.
+/// Returns a layout with objects of `kv_heads × 4 KiB`: 16 tokens, heads of 128 elements of 2 bytes.
 pub fn layout_of(layers: u16, kv_heads: u16) -> Layout {
     let spec = LayoutSpec {
         layers,
@@ -38,22 +41,22 @@ pub fn layout_of(layers: u16, kv_heads: u16) -> Layout {
     spec.validate().expect("dimensions are positive and the block is small")
 }
 
-/// Bytes that a block takes on a device: its header page and its payload.
+/// Returns the bytes of a block on a device: its header page and its payload.
 pub fn device_slot_bytes(layout: &Layout) -> u64 {
     layout.slot_bytes() + reprise_policy::layout::PAGE_BYTES
 }
 
-/// The key of a block.
+/// Returns the key of a block.
 pub fn key(number: u64) -> BlockKey {
     BlockKey::derive(&NAMESPACE, &number.to_le_bytes(), KeyPart::default())
 }
 
-/// The keys of blocks, in order.
+/// Returns the keys of blocks, in order.
 pub fn keys(numbers: &[u64]) -> Vec<BlockKey> {
     numbers.iter().copied().map(key).collect()
 }
 
-/// Writes the bytes of one object. Its length must be a multiple of 8, as all lengths of objects here are.
+/// Writes the bytes of one object. The length must be a multiple of 8.
 pub fn write_object(key: &BlockKey, object: u32, into: &mut [u8]) {
     let seed = seed(key, object);
     let (words, rest) = into.as_chunks_mut::<8>();
@@ -63,7 +66,7 @@ pub fn write_object(key: &BlockKey, object: u32, into: &mut [u8]) {
     }
 }
 
-/// Offset of the first word of an object that is not what it must be; `None` when all are.
+/// Returns the offset of the first wrong word of an object, or `None` if all words are right.
 pub fn first_difference(key: &BlockKey, object: u32, bytes: &[u8]) -> Option<usize> {
     let seed = seed(key, object);
     let (words, rest) = bytes.as_chunks::<8>();
@@ -93,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_written_object_is_right_and_a_flipped_bit_in_it_is_found() {
+    fn detects_a_flipped_bit_in_an_object() {
         let mut object = vec![0; 4096];
         write_object(&key(7), 3, &mut object);
         assert_eq!(first_difference(&key(7), 3, &object), None);
@@ -102,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn another_block_or_object_has_other_bytes() {
+    fn content_differs_between_blocks_and_between_objects() {
         let mut object = vec![0; 64];
         write_object(&key(7), 3, &mut object);
         assert_eq!(first_difference(&key(8), 3, &object), Some(0));

@@ -1,41 +1,41 @@
-//! The control plane of a test.
+//! A member of the control plane, as a process of a test.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::admin::Admin;
-use crate::config::{StartedWith, quoted};
+use crate::config::{LaunchOptions, quoted};
 use crate::host::Host;
-use crate::process::{Refused, Running, Starting, binary};
+use crate::process::{ChildProcess, StartError, StartingProcess, binary};
 use crate::wait::PATIENCE;
 use rustix::process::Signal;
 
-/// Its program.
+/// Name of the program.
 const PROGRAM: &str = "reprise-controlplane";
 
-/// Where a control plane keeps node numbers.
+/// Store of a control plane with one member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Store {
-    /// In a file: a restart remembers.
+    /// A file, which survives a restart.
     Embedded,
-    /// A restart has forgotten everything.
+    /// Memory, which is lost with the process.
     Memory,
 }
 
-/// A control plane that runs, or was killed and can be started again under the same addresses.
+/// A control plane that runs, or that was killed and can be started again with the same addresses.
 #[derive(Debug)]
 pub struct ControlPlane {
     host: Host,
-    started: StartedWith,
+    started: LaunchOptions,
     config: PathBuf,
     log: PathBuf,
-    running: Option<Running>,
+    running: Option<ChildProcess>,
     grpc: String,
     admin: Admin,
 }
 
-/// The command that runs a control plane with a configuration.
+/// Returns the command that runs a control plane with a configuration.
 pub fn command(config: &Path) -> Command {
     let mut command = Command::new(binary(PROGRAM));
     command.arg("--config").arg(config);
@@ -43,11 +43,11 @@ pub fn command(config: &Path) -> Command {
 }
 
 impl ControlPlane {
-    /// Starts one with its files in `folder`.
+    /// Starts a control plane with its files in `folder`.
     ///
     /// # Panics
-    /// When it does not start.
-    pub fn start_in(folder: &Path, started: StartedWith, store: Store) -> ControlPlane {
+    /// If it does not start.
+    pub fn start_in(folder: &Path, started: LaunchOptions, store: Store) -> ControlPlane {
         let store = match store {
             Store::Embedded => {
                 format!("kind = \"embedded\"\npath = {}\n", quoted(&folder.join("controlplane.store")))
@@ -57,17 +57,23 @@ impl ControlPlane {
         ControlPlane::start(folder, &Host::LOOPBACK, started, "controlplane", &store)
     }
 
-    /// Starts a member on a host, with something besides, its files in `folder` and its store in an etcd.
+    /// Starts a member on a host, with launch options, its files in `folder`, and an etcd as its store.
     ///
     /// # Panics
-    /// When it does not start.
-    pub fn member(folder: &Path, host: &Host, started: StartedWith, name: &str, etcd: &str) -> ControlPlane {
+    /// If it does not start.
+    pub fn member(
+        folder: &Path,
+        host: &Host,
+        started: LaunchOptions,
+        name: &str,
+        etcd: &str,
+    ) -> ControlPlane {
         let store = format!("kind = \"etcd\"\nendpoints = [\"{etcd}\"]\n[member]\nname = \"{name}\"\n");
         ControlPlane::start(folder, host, started, name, &store)
     }
 
-    /// `sections`: that of the store first.
-    fn start(folder: &Path, host: &Host, started: StartedWith, name: &str, sections: &str) -> ControlPlane {
+    /// Starts a member. `sections` begins with the contents of the `[store]` section.
+    fn start(folder: &Path, host: &Host, started: LaunchOptions, name: &str, sections: &str) -> ControlPlane {
         let config = folder.join(format!("{name}.toml"));
         let log = folder.join(format!("{name}.log"));
         let text = |grpc: &str, admin: &str| {
@@ -77,71 +83,74 @@ impl ControlPlane {
         fs::write(&config, text(&any_port, &any_port)).expect("a configuration can be written");
         let (running, grpc, admin) = start(host, &started, &config, &log)
             .unwrap_or_else(|refused| panic!("the control plane does not start: {refused:?}"));
-        // Whoever knows it finds it again after a restart.
+        // Fixes the ports, so that clients find the member again after a restart.
         fs::write(&config, text(&grpc, &admin)).expect("a configuration can be written");
         let (host, admin) = (host.clone(), Admin::at(&admin));
         ControlPlane { host, started, config, log, running: Some(running), grpc, admin }
     }
 
-    /// `host:port` of its services.
+    /// Returns `host:port` of the gRPC services.
     pub fn address(&self) -> &str {
         &self.grpc
     }
 
-    /// Its admin port.
+    /// Returns the member's admin port.
     pub fn admin(&self) -> &Admin {
         &self.admin
     }
 
-    /// Starts it with something else from the next start on.
-    pub fn set_start(&mut self, started: StartedWith) {
+    /// Sets the launch options that take effect at the next start.
+    pub fn set_launch_options(&mut self, started: LaunchOptions) {
         self.started = started;
     }
 
-    /// SIGKILL.
+    /// Sends SIGKILL and waits for the process to exit.
     pub fn kill(&mut self) {
         self.running.as_mut().expect("the control plane runs").kill();
         self.running = None;
     }
 
-    /// Whether it was not killed.
+    /// Returns whether the process was started and not killed.
     pub fn is_running(&self) -> bool {
         self.running.is_some()
     }
 
-    /// Waits until it ends by itself, with an error.
+    /// Waits until the process exits by itself with an error.
     ///
     /// # Panics
-    /// When it does not.
+    /// If it does not exit, or exits with success.
     pub fn wait_for_end(&mut self) {
         let status = self.running.as_mut().expect("the control plane runs").wait(PATIENCE);
-        assert!(status.is_some_and(|status| !status.success()), "it goes on, or says that all is well");
+        assert!(
+            status.is_some_and(|status| !status.success()),
+            "the member still runs, or exited with success"
+        );
         self.running = None;
     }
 
-    /// SIGSTOP: it keeps its connections and answers nothing.
+    /// Sends SIGSTOP: connections stay open and nothing responds.
     pub fn pause(&self) {
         self.running.as_ref().expect("the control plane runs").pause();
     }
 
-    /// SIGCONT.
+    /// Sends SIGCONT to the stopped process.
     pub fn resume(&self) {
         self.running.as_ref().expect("the control plane runs").signal(Signal::CONT);
     }
 
-    /// Starts the killed one again under its addresses.
+    /// Starts the killed member again with its addresses.
     ///
     /// # Panics
-    /// When it does not start.
+    /// If it does not start.
     pub fn restart(&mut self) {
-        assert!(self.running.is_none(), "one process at a time");
+        assert!(self.running.is_none(), "the process is already running");
         let (running, grpc, _) = start(&self.host, &self.started, &self.config, &self.log)
             .unwrap_or_else(|refused| panic!("the control plane does not start again: {refused:?}"));
-        assert_eq!(grpc, self.grpc, "configured addresses are taken");
+        assert_eq!(grpc, self.grpc, "the configured addresses are used");
         self.running = Some(running);
     }
 
-    /// Whether it offers a node to others; `None` when it does not know the name.
+    /// Returns whether the member offers a node to others; `None` if it does not know the name.
     pub fn offers(&self, node: &str) -> Option<bool> {
         let nodes = self.admin.json("/nodes");
         let nodes = nodes.as_array().expect("a list of nodes");
@@ -151,13 +160,13 @@ impl ControlPlane {
 
 fn start(
     host: &Host,
-    started: &StartedWith,
+    started: &LaunchOptions,
     config: &Path,
     log: &Path,
-) -> Result<(Running, String, String), Refused> {
+) -> Result<(ChildProcess, String, String), StartError> {
     let mut command = started.command(&binary(PROGRAM));
     command.arg("--config").arg(config).args(&started.arguments);
-    let (running, ready) = Starting::spawn(host.command(command), log).ready()?;
+    let (running, ready) = StartingProcess::spawn(host.command(command), log).ready()?;
     let text = |field: &str| ready[field].as_str().expect("the ready line names its ports").to_owned();
     Ok((running, text("grpc"), text("admin")))
 }

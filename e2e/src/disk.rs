@@ -1,7 +1,7 @@
-//! A pool file in the hands of somebody who damages it. Offsets are those of `docs/FORMAT.md`.
+//! Damages a pool file. Offsets are those of `docs/FORMAT.md`.
 //!
-//! The agent reads with direct I/O; what is written here goes through the page cache and is synced, so that an agent
-//! that runs sees it with its next read.
+//! Agents read with direct I/O. Writes here go through the page cache and are synced, so a running agent sees
+//! them with its next read.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -10,7 +10,7 @@ use std::path::Path;
 use crc_fast::{CrcAlgorithm, checksum};
 use reprise_policy::{BlockKey, Layout};
 
-/// Unit of everything on a device.
+/// Unit of all structures on a device.
 pub const PAGE: u64 = 4096;
 
 /// Offset of a page's checksum: its last 4 bytes.
@@ -34,7 +34,7 @@ const VERSION_AT: usize = 8;
 /// Offset of the key in a slot's header page.
 const KEY_AT: usize = 32;
 
-/// An open pool file.
+/// A pool file, open for reading and writing.
 #[derive(Debug)]
 pub struct PoolFile {
     file: File,
@@ -42,19 +42,19 @@ pub struct PoolFile {
 }
 
 impl PoolFile {
-    /// Opens a pool for damage.
+    /// Opens the file of a pool.
     pub fn open(path: &Path) -> PoolFile {
-        let file = File::options().read(true).write(true).open(path).expect("the pool is there");
+        let file = File::options().read(true).write(true).open(path).expect("the pool exists");
         let bytes = file.metadata().expect("a file has a size").len();
         PoolFile { file, bytes }
     }
 
-    /// Bytes of the file.
+    /// Returns the size of the file.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Offsets of the pages that begin with these bytes, in order.
+    /// Returns the offsets of the pages that begin with these bytes, in ascending order.
     pub fn pages_beginning(&self, with: &[u8]) -> Vec<u64> {
         let mut run = vec![0; 256 * PAGE as usize];
         let mut found = Vec::new();
@@ -70,21 +70,21 @@ impl PoolFile {
         found
     }
 
-    /// Offset of a block's header page; the payload begins one page later. Slots that were given up keep their bytes, so a
-    /// key that was stored more than once has several.
+    /// Returns the offsets of a block's header pages; the payload begins one page later. Freed slots keep
+    /// their bytes, so a key that was stored more than once has several.
     pub fn headers_of(&self, key: &BlockKey) -> Vec<u64> {
         let of_key = |offset: &u64| self.read(offset + KEY_AT as u64, key.0.len()) == key.0;
         self.pages_beginning(SLOT_HEADER).into_iter().filter(of_key).collect()
     }
 
-    /// Flips one bit.
+    /// Flips one bit of the byte at `offset`.
     pub fn flip(&self, offset: u64, bit: u8) {
         let mut byte = self.read(offset, 1);
         byte[0] ^= 1 << bit;
         self.write(offset, &byte);
     }
 
-    /// Flips a bit of an object of a block, in every slot that has held it.
+    /// Flips a bit of an object of a block, in every slot that has ever stored the block.
     pub fn flip_object(&self, key: &BlockKey, layout: &Layout, object: u32) {
         let headers = self.headers_of(key);
         assert!(!headers.is_empty(), "the block is on the device");
@@ -93,7 +93,7 @@ impl PoolFile {
         }
     }
 
-    /// Makes the page at `offset` a superblock of another version, with a right checksum.
+    /// Changes the format version of the superblock at `offset`, and fixes its checksum.
     pub fn forge_version(&self, offset: u64, version: u32) {
         let mut page = self.read(offset, PAGE as usize);
         page[VERSION_AT..VERSION_AT + 4].copy_from_slice(&version.to_le_bytes());
@@ -103,14 +103,14 @@ impl PoolFile {
         self.write(offset, &page);
     }
 
-    /// Reads bytes.
+    /// Reads `length` bytes at `offset`.
     pub fn read(&self, offset: u64, length: usize) -> Vec<u8> {
         let mut bytes = vec![0; length];
         self.file.read_exact_at(&mut bytes, offset).expect("the file can be read");
         bytes
     }
 
-    /// Writes bytes, so that they are on the disk.
+    /// Writes bytes and syncs them to the disk.
     pub fn write(&self, offset: u64, bytes: &[u8]) {
         self.file.write_all_at(bytes, offset).expect("the file can be written");
         self.file.sync_data().expect("the file can be synced");

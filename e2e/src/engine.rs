@@ -1,4 +1,4 @@
-//! An engine, as far as a cache can tell: it saves blocks, loads them, and looks at every byte that it gets.
+//! An engine from the view of the cache: saves blocks, loads them, and compares every loaded byte.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -18,45 +18,45 @@ pub struct Engine {
     client: Client,
 }
 
-/// How to load.
+/// Parameters of a load.
 #[derive(Clone, Copy, Debug)]
-pub struct Loading {
-    /// What is not there by then is missing.
+pub struct LoadParams {
+    /// Time after which blocks that have not arrived count as missing.
     pub deadline: Duration,
-    /// Where to look.
+    /// Where the agent searches for blocks.
     pub scope: Scope,
     /// Bytes of one device read; 0: the agent's default.
     pub read_bytes: u64,
 }
 
-/// What became of a block of a load.
+/// Result of a load for one block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// Every byte of it was compared.
-    Right(Source),
-    /// The agent says that it is not there.
+    /// The block was loaded and every byte is right.
+    Verified(Source),
+    /// The agent reports that the block is not available.
     Missing(BlockStatus),
-    /// The client has found that it is not what was committed.
-    Detected,
+    /// The client found that the checksums do not match.
+    Corrupt,
 }
 
-impl Loading {
-    /// From this node, with patience.
-    pub const LOCAL: Loading = Loading { deadline: PATIENCE, scope: Scope::Local, read_bytes: 0 };
+impl LoadParams {
+    /// Loads from this node only, with a long deadline.
+    pub const LOCAL: LoadParams = LoadParams { deadline: PATIENCE, scope: Scope::Local, read_bytes: 0 };
 
-    /// From anywhere, with patience.
-    pub const CLUSTER: Loading = Loading { deadline: PATIENCE, scope: Scope::Cluster, read_bytes: 0 };
+    /// Loads from the whole cluster, with a long deadline.
+    pub const CLUSTER: LoadParams = LoadParams { deadline: PATIENCE, scope: Scope::Cluster, read_bytes: 0 };
 
-    /// The same with another deadline.
-    pub fn within(self, deadline: Duration) -> Loading {
-        Loading { deadline, ..self }
+    /// Returns the same parameters with another deadline.
+    pub fn within(self, deadline: Duration) -> LoadParams {
+        LoadParams { deadline, ..self }
     }
 }
 
 impl Outcome {
-    /// Whether the block came, and was right.
-    pub fn is_right(self) -> bool {
-        matches!(self, Outcome::Right(_))
+    /// Returns whether the block was loaded and is right.
+    pub fn is_verified(self) -> bool {
+        matches!(self, Outcome::Verified(_))
     }
 }
 
@@ -71,30 +71,30 @@ impl Engine {
         Client::connect(options).map(|client| Engine { client })
     }
 
-    /// Opens a session of a tenant, in a namespace of its own.
+    /// Opens a session of a tenant, in a namespace derived from the tenant.
     ///
     /// # Errors
     /// As `Client::connect`.
     pub fn connect_as(socket: &Path, layout: Layout, tenant: &str) -> Result<Engine, ClientError> {
-        let tenant: TenantName = tenant.parse().expect("tests name tenants right");
+        let tenant: TenantName = tenant.parse().expect("tests use valid tenant names");
         let mut namespace = NAMESPACE;
         namespace.0.iter_mut().zip(tenant.number().0.to_le_bytes()).for_each(|(byte, salt)| *byte ^= salt);
         let options = ConnectOptions::new(socket, namespace, layout).tenant(tenant).call_timeout(PATIENCE);
         Client::connect(options).map(|client| Engine { client })
     }
 
-    /// Its session.
+    /// Returns the client of the session.
     pub fn client(&self) -> &Client {
         &self.client
     }
 
-    /// Exactly so many slots.
+    /// Reserves exactly `count` slots.
     ///
     /// # Errors
     /// As `Client::reserve`.
     ///
     /// # Panics
-    /// When the arena has no room for a long time.
+    /// If the arena has no room within [`PATIENCE`].
     pub fn reserve(&self, count: usize) -> Result<Vec<Reservation>, ClientError> {
         let mut reserved: Vec<Reservation> = Vec::with_capacity(count);
         while reserved.len() < count {
@@ -106,19 +106,23 @@ impl Engine {
         Ok(reserved)
     }
 
-    /// Commits these blocks with one ticket.
+    /// Commits blocks with one ticket.
     ///
     /// # Errors
     /// As `Client::reserve` and `Client::commit`.
     pub fn save(&self, numbers: &[u64]) -> Result<CommitOutcome, ClientError> {
-        self.save_behind(None, numbers)
+        self.save_with_parent(None, numbers)
     }
 
-    /// The same for blocks of a chain that begins before them, with the block that they follow.
+    /// Commits blocks that continue a chain after the block `parent`.
     ///
     /// # Errors
     /// As [`Engine::save`].
-    pub fn save_behind(&self, parent: Option<u64>, numbers: &[u64]) -> Result<CommitOutcome, ClientError> {
+    pub fn save_with_parent(
+        &self,
+        parent: Option<u64>,
+        numbers: &[u64],
+    ) -> Result<CommitOutcome, ClientError> {
         let mut reserved = self.reserve(numbers.len())?;
         for (reservation, number) in reserved.iter_mut().zip(numbers) {
             self.fill(reservation, &key(*number))?;
@@ -127,7 +131,7 @@ impl Engine {
         self.client.commit(items, CommitOptions { parent: parent.map(key), ..CommitOptions::default() })
     }
 
-    /// Writes a block's content into a slot.
+    /// Writes a block's content into a reserved slot.
     ///
     /// # Errors
     /// As `Reservation::fill_object`.
@@ -141,46 +145,46 @@ impl Engine {
         Ok(())
     }
 
-    /// Saves blocks that must all become durable.
+    /// Saves blocks and waits until all are durable.
     ///
     /// # Panics
-    /// When one does not.
+    /// If a block does not become durable.
     pub fn save_durably(&self, numbers: &[u64]) {
-        let committed = self.save(numbers).unwrap_or_else(|error| panic!("blocks cannot be saved: {error}"));
+        let committed = self.save(numbers).unwrap_or_else(|error| panic!("cannot save blocks: {error}"));
         self.await_durable(committed.ticket, numbers.len());
     }
 
-    /// Waits until all of so many blocks that were saved are durable.
+    /// Waits until all `count` blocks of a ticket are durable.
     ///
     /// # Panics
-    /// When one is not.
+    /// If a block is lost.
     pub fn await_durable(&self, ticket: Ticket, count: usize) {
         let durable = self.client.wait_durable(ticket, PATIENCE);
-        let durable = durable.unwrap_or_else(|error| panic!("no durable notice: {error}"));
+        let durable = durable.unwrap_or_else(|error| panic!("no durability notice: {error}"));
         assert_eq!((durable.durable as usize, durable.lost_keys.len()), (count, 0));
     }
 
-    /// Loads blocks layer by layer, and compares every byte of those that come.
+    /// Loads blocks layer by layer, and compares every byte of the loaded blocks.
     ///
     /// # Errors
     /// As `Client::load` and `Load::wait_layer`.
     ///
     /// # Panics
-    /// When a byte is wrong: no test allows that.
-    pub fn load(&self, numbers: &[u64], loading: &Loading) -> Result<Vec<Outcome>, ClientError> {
-        let Loading { deadline, scope, read_bytes } = *loading;
+    /// If a byte is wrong: no test allows that.
+    pub fn load(&self, numbers: &[u64], loading: &LoadParams) -> Result<Vec<Outcome>, ClientError> {
+        let LoadParams { deadline, scope, read_bytes } = *loading;
         let request = LoadRequest { keys: keys(numbers), deadline, read_bytes, scope };
         let load = self.client.load(&request)?;
         self.compare(&load, numbers)
     }
 
-    /// Looks at every byte of a load, layer by layer.
+    /// Compares every byte of a load, layer by layer.
     ///
     /// # Errors
     /// As `Load::wait_layer`.
     ///
     /// # Panics
-    /// When a byte is wrong.
+    /// If a byte is wrong.
     pub fn compare(&self, load: &Load, numbers: &[u64]) -> Result<Vec<Outcome>, ClientError> {
         let layout = *self.client.layout();
         let keys = keys(numbers);
@@ -202,63 +206,62 @@ impl Engine {
             }
         }
         let outcome = |(block, bad): (usize, Option<Outcome>)| {
-            let source =
-                || load.blocks()[block].source().expect("a block that was copied came from somewhere");
-            bad.unwrap_or_else(|| Outcome::Right(source()))
+            let source = || load.blocks()[block].source().expect("a copied block has a source");
+            bad.unwrap_or_else(|| Outcome::Verified(source()))
         };
         Ok(bad.into_iter().enumerate().map(outcome).collect())
     }
 
-    /// Loads blocks that must all be there and right; where each came from.
+    /// Loads blocks, which must all be available and right. Returns the source of each.
     ///
     /// # Panics
-    /// When one is not.
-    pub fn load_all(&self, numbers: &[u64], loading: &Loading) -> Vec<Source> {
-        let outcomes = self.load(numbers, loading).unwrap_or_else(|error| panic!("no load: {error}"));
+    /// If a block is missing or corrupt.
+    pub fn load_all(&self, numbers: &[u64], loading: &LoadParams) -> Vec<Source> {
+        let outcomes = self.load(numbers, loading).unwrap_or_else(|error| panic!("cannot load: {error}"));
         let source = |(number, outcome): (&u64, &Outcome)| match outcome {
-            Outcome::Right(source) => *source,
-            other => panic!("block {number} must be there: {other:?}"),
+            Outcome::Verified(source) => *source,
+            other => panic!("block {number} is not available: {other:?}"),
         };
         numbers.iter().zip(&outcomes).map(source).collect()
     }
 
-    /// Loads blocks; gives the outcomes and how long it took.
+    /// Loads blocks. Returns the outcomes and the duration.
     ///
     /// # Panics
-    /// When the load itself fails.
-    pub fn timed_load(&self, numbers: &[u64], loading: &Loading) -> (Vec<Outcome>, Duration) {
+    /// If the load as a whole fails.
+    pub fn timed_load(&self, numbers: &[u64], loading: &LoadParams) -> (Vec<Outcome>, Duration) {
         let started = Instant::now();
-        let outcomes = self.load(numbers, loading).unwrap_or_else(|error| panic!("no load: {error}"));
+        let outcomes = self.load(numbers, loading).unwrap_or_else(|error| panic!("cannot load: {error}"));
         (outcomes, started.elapsed())
     }
 
-    /// Sources of the leading blocks that are available.
+    /// Returns the sources of the leading blocks that are available.
     ///
     /// # Panics
-    /// When the agent does not answer.
+    /// If the agent does not respond.
     pub fn matches(&self, numbers: &[u64], scope: Scope) -> Vec<Source> {
-        self.client.match_keys(&keys(numbers), scope).unwrap_or_else(|error| panic!("no match: {error}"))
+        self.client.match_keys(&keys(numbers), scope).unwrap_or_else(|error| panic!("cannot match: {error}"))
     }
 
-    /// Drops copies in DRAM, so that the next load of them is cold; how many.
+    /// Drops copies in DRAM so that the next load reads the device. Returns their number.
     ///
     /// # Panics
-    /// When the agent does not answer.
+    /// If the agent does not respond.
     pub fn trim(&self) -> u64 {
-        self.client.trim().unwrap_or_else(|error| panic!("no trim: {error}"))
+        self.client.trim().unwrap_or_else(|error| panic!("cannot trim: {error}"))
     }
 }
 
-/// Bytes of an object, as a length of memory.
+/// Returns the bytes of an object as a `usize`.
 pub fn object_bytes(layout: &Layout) -> usize {
     usize::try_from(layout.object_bytes()).expect("objects are small")
 }
 
-/// What a refused copy means for its block.
+/// Maps the error of a copy to the outcome of its block.
 fn missing(error: CopyError) -> Outcome {
     match error {
-        CopyError::Corrupt { .. } => Outcome::Detected,
+        CopyError::Corrupt { .. } => Outcome::Corrupt,
         CopyError::Unavailable { status, .. } => Outcome::Missing(status),
-        other => panic!("the call was right, and its layer ready: {other}"),
+        other => panic!("unexpected error of a valid copy: {other}"),
     }
 }

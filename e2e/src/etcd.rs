@@ -1,4 +1,4 @@
-//! A real etcd on loopback, with a fresh data folder, ended when it is dropped.
+//! A real etcd on loopback with a new data folder, killed when it is dropped.
 //!
 //! The binary is built from etcd's Go module by `e2e/etcd/build.sh` into the cache folder.
 
@@ -13,36 +13,36 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::config::StartedWith;
+use crate::config::LaunchOptions;
 use crate::host::Host;
-use crate::process::Running;
+use crate::process::ChildProcess;
 use crate::wait::{PATIENCE, wait_until};
 
-/// A start takes some 300 ms on a machine that does nothing else.
+/// Bound on a start, which takes some 300 ms on an idle machine.
 const READY_WITHIN: Duration = Duration::from_secs(30);
 
-/// Attempts to find ports: another process may take one between our look and etcd's.
+/// Attempts to find free ports: another process may take one between the probe and etcd's bind.
 const ATTEMPTS_MAX: usize = 5;
 
-/// A server that runs, or was killed and can be started again under the same addresses.
+/// An etcd that runs, or that was killed and can be started again with the same addresses.
 #[derive(Debug)]
 pub struct Etcd {
     folder: PathBuf,
     host: Host,
-    started: StartedWith,
+    started: LaunchOptions,
     ports: Ports,
     tls: Option<ServerTls>,
-    running: Option<Running>,
+    running: Option<ChildProcess>,
 }
 
-/// Files in PEM of a server that speaks TLS alone.
+/// PEM files of a server that accepts TLS connections only.
 #[derive(Clone, Debug)]
 pub struct ServerTls {
-    /// Its certificate.
+    /// The server's certificate.
     pub certificate: PathBuf,
-    /// The key of it.
+    /// The key of the certificate.
     pub key: PathBuf,
-    /// Who signs certificates of clients: it asks for one.
+    /// Authority of client certificates, which the server requires.
     pub client_authority: PathBuf,
 }
 
@@ -53,31 +53,31 @@ struct Ports {
     health: u16,
 }
 
-/// The binary, built when it is not there yet.
+/// Returns the path of the binary, which is built if it does not exist.
 pub(crate) fn binary() -> &'static Path {
     static BINARY: OnceLock<PathBuf> = OnceLock::new();
     BINARY.get_or_init(|| {
         let script = crate::tree().join("e2e/etcd/build.sh");
-        let output = Command::new(script).stderr(Stdio::inherit()).output().expect("bash is there");
-        assert!(output.status.success(), "etcd cannot be built");
+        let output = Command::new(script).stderr(Stdio::inherit()).output().expect("bash can be run");
+        assert!(output.status.success(), "cannot build etcd");
         PathBuf::from(String::from_utf8(output.stdout).expect("a path").trim())
     })
 }
 
 impl Etcd {
-    /// Starts one on a host, with its files in `folder`.
+    /// Starts an etcd on a host, with its files in `folder`.
     ///
     /// # Panics
-    /// When it does not start.
+    /// If it does not start.
     pub fn start_in(folder: &Path, host: &Host) -> Etcd {
-        Etcd::start_with(folder, host, &StartedWith::default())
+        Etcd::start_with(folder, host, &LaunchOptions::default())
     }
 
-    /// The same, with something besides.
+    /// Starts an etcd on a host, with its files in `folder` and with launch options.
     ///
     /// # Panics
-    /// When it does not start.
-    pub fn start_with(folder: &Path, host: &Host, started: &StartedWith) -> Etcd {
+    /// If it does not start.
+    pub fn start_with(folder: &Path, host: &Host, started: &LaunchOptions) -> Etcd {
         for _ in 0..ATTEMPTS_MAX {
             let mut etcd = Etcd {
                 folder: folder.to_owned(),
@@ -94,71 +94,73 @@ impl Etcd {
         panic!("etcd does not start: {}", fs::read_to_string(folder.join("etcd.log")).unwrap_or_default());
     }
 
-    /// Where clients reach it.
+    /// Returns the URL for clients.
     pub fn endpoint(&self) -> String {
         format!("{}://{}", self.scheme(), self.address())
     }
 
-    /// `host:port` for clients.
+    /// Returns `host:port` for clients.
     pub fn address(&self) -> String {
         format!("{}:{}", self.host.address(), self.ports.client)
     }
 
-    /// Starts it with something else from the next start on.
-    pub fn set_start(&mut self, started: StartedWith) {
+    /// Sets the launch options that take effect at the next start.
+    pub fn set_launch_options(&mut self, started: LaunchOptions) {
         self.started = started;
     }
 
-    /// SIGKILL.
+    /// Sends SIGKILL and waits for the process to exit.
     pub fn kill(&mut self) {
         self.running.as_mut().expect("etcd runs").kill();
         self.running = None;
     }
 
-    /// All that it has stored is gone. Only while it does not run.
+    /// Deletes all data. The etcd must not be running.
     pub fn wipe(&self) {
         assert!(self.running.is_none(), "its files are in use");
-        fs::remove_dir_all(self.folder.join("etcd")).expect("its own folder can be removed");
+        fs::remove_dir_all(self.folder.join("etcd")).expect("the test's folder can be removed");
     }
 
-    /// Takes its files from under it while it runs: what it has open it goes on with, and a restart begins with nothing.
+    /// Deletes the files of a running etcd. It continues with its open files; a restart begins with an empty
+    /// store.
     ///
     /// # Panics
-    /// When they stay.
+    /// If the files cannot be removed.
     pub fn lose_files(&self) {
-        assert!(self.running.is_some(), "a server without its files is what is wanted");
+        assert!(self.running.is_some(), "etcd must be running");
         let files = self.folder.join("etcd/member");
-        // A file that it makes meanwhile keeps its folder from being removed.
-        wait_until("etcd's files to be gone", PATIENCE, || {
-            // Told by whether they are there.
+        // etcd may create a file meanwhile, and then removing the folder fails.
+        wait_until("etcd's files to be deleted", PATIENCE, || {
+            // The result is checked through `exists`.
             let _ = fs::remove_dir_all(&files);
             (!files.exists()).then_some(())
         });
     }
 
-    /// Starts the killed one again under its addresses.
+    /// Starts the killed etcd again with its addresses.
     ///
     /// # Panics
-    /// When it does not start.
+    /// If it does not start.
     pub fn restart(&mut self) {
         assert!(self.try_start(), "etcd does not start again");
     }
 
-    /// Starts the killed one again under its addresses, for clients with TLS alone.
+    /// Starts the killed etcd again with its addresses, for TLS clients only.
     ///
     /// # Panics
-    /// When it does not start.
+    /// If it does not start.
     pub fn restart_with_tls(&mut self, tls: ServerTls) {
         self.tls = Some(tls);
         self.restart();
     }
 
-    /// From now on there are users: `root`, and one that may do anything under `/reprise/`, both with this password.
+    /// Enables authentication with the users `root` and `user`, which may access `/reprise/`, both with this
+    /// password.
     ///
     /// # Panics
-    /// When etcd does not do it.
+    /// If etcd refuses a request.
     pub fn admit_only(&self, user: &str, password: &str) {
-        // `/reprise/` and the first key behind all that begin so, in base64.
+        // `/reprise/` and the first key after this prefix, in base64.
         let permission =
             json!({ "permType": "READWRITE", "key": "L3JlcHJpc2Uv", "range_end": "L3JlcHJpc2Uw" });
         self.call("/v3/auth/role/add", &json!({ "name": user }).to_string());
@@ -174,20 +176,20 @@ impl Etcd {
         if self.tls.is_some() { "https" } else { "http" }
     }
 
-    /// SIGSTOP: it keeps its connections and answers nothing.
+    /// Sends SIGSTOP: connections stay open and nothing responds.
     pub fn pause(&self) {
         self.running.as_ref().expect("etcd runs").pause();
     }
 
-    /// SIGCONT.
+    /// Sends SIGCONT to the stopped process.
     pub fn resume(&self) {
         self.running.as_ref().expect("etcd runs").signal(Signal::CONT);
     }
 
-    /// Forgets all revisions but the newest: who watches from an older one must read everything again.
+    /// Compacts all revisions but the newest: a watch from an older revision must read everything again.
     ///
     /// # Panics
-    /// When etcd does not do it.
+    /// If etcd refuses a request.
     pub fn compact(&self) {
         let status = self.call("/v3/maintenance/status", "{}");
         let revision = status["header"]["revision"].as_str().expect("numbers of 64 bits are text").to_owned();
@@ -195,7 +197,7 @@ impl Etcd {
         self.call("/v3/kv/compaction", &body);
     }
 
-    /// A call of etcd's JSON gateway.
+    /// Calls etcd's JSON gateway.
     fn call(&self, path: &str, body: &str) -> Value {
         let mut stream = TcpStream::connect(self.address()).expect("etcd listens");
         let length = body.len();
@@ -205,13 +207,13 @@ impl Etcd {
         )
         .expect("etcd reads");
         let mut answer = String::new();
-        stream.read_to_string(&mut answer).expect("etcd answers");
-        let (head, body) = answer.split_once("\r\n\r\n").expect("an HTTP answer");
+        stream.read_to_string(&mut answer).expect("etcd responds");
+        let (head, body) = answer.split_once("\r\n\r\n").expect("an HTTP response");
         assert!(head.contains(" 200 "), "{path} {body}: {answer}");
         serde_json::from_str(body).expect("JSON")
     }
 
-    /// False when it ends instead.
+    /// Starts the process. Returns `false` if it exits instead of becoming healthy.
     fn try_start(&mut self) -> bool {
         let Ports { client, peer, health } = self.ports;
         let at = |scheme, port| format!("{scheme}://{}:{port}", self.host.address());
@@ -231,9 +233,9 @@ impl Etcd {
         }
         let mut command = self.host.command(command);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log.expect("a log file can be written"));
-        let mut running = Running::spawn(command);
-        let give_up = Instant::now() + READY_WITHIN;
-        while Instant::now() < give_up {
+        let mut running = ChildProcess::spawn(command);
+        let deadline = Instant::now() + READY_WITHIN;
+        while Instant::now() < deadline {
             if !running.is_alive() {
                 return false;
             }
@@ -258,7 +260,7 @@ impl Etcd {
 }
 
 impl Ports {
-    /// Ports that nobody has just now.
+    /// Returns ports that are free at the moment.
     fn free() -> Ports {
         let bind = || TcpListener::bind("127.0.0.1:0").expect("a port");
         let port = |listener: &TcpListener| listener.local_addr().expect("bound").port();

@@ -1,4 +1,4 @@
-//! Clients that a process must withstand: connections that are idle, and connections that send garbage.
+//! Abusive clients: connections that are idle, and connections that send garbage.
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
@@ -7,31 +7,34 @@ use std::path::Path;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use crate::config::StartedWith;
+use crate::config::LaunchOptions;
 use crate::wait::PATIENCE;
 
-/// No protocol of Reprise begins so, and each takes it for something complete.
+/// Invalid in every protocol of Reprise, but complete enough that no server waits for more.
 const GARBAGE: [u8; 256] = [0xff; 256];
 
-/// Raises this process' soft limit on open files, for thousands of connections.
+/// Raises this process' soft limit on open files to the hard one, for thousands of connections.
 ///
 /// # Panics
-/// When the system refuses.
+/// If the system refuses.
 pub fn raise_own_limit() {
     let hard = getrlimit(Resource::Nofile).maximum;
     setrlimit(Resource::Nofile, Rlimit { current: hard, maximum: hard }).expect("a soft limit can be raised");
 }
 
-/// A program that is started under these limits on open files.
-pub fn under_limits(soft: u64, hard: u64) -> StartedWith {
+/// Returns launch options that set these limits on open files.
+pub fn under_limits(soft: u64, hard: u64) -> LaunchOptions {
     let line = format!("ulimit -S -n {soft} && ulimit -H -n {hard} && exec \"$@\"");
-    StartedWith { launcher: ["sh", "-c", &line, "sh"].map(str::to_owned).to_vec(), ..StartedWith::default() }
+    LaunchOptions {
+        launcher: ["sh", "-c", &line, "sh"].map(str::to_owned).to_vec(),
+        ..LaunchOptions::default()
+    }
 }
 
-/// Opens connections that send nothing.
+/// Opens TCP connections that send nothing.
 ///
 /// # Panics
-/// When the process does not listen.
+/// If the process does not listen.
 pub fn idle(address: &str, count: usize) -> Vec<TcpStream> {
     (0..count).map(|_| TcpStream::connect(address).expect("the process listens")).collect()
 }
@@ -39,15 +42,15 @@ pub fn idle(address: &str, count: usize) -> Vec<TcpStream> {
 /// Opens connections to a unix socket that send nothing.
 ///
 /// # Panics
-/// When the process does not listen.
+/// If the process does not listen.
 pub fn idle_at(socket: &Path, count: usize) -> Vec<UnixStream> {
     (0..count).map(|_| UnixStream::connect(socket).expect("the process listens")).collect()
 }
 
-/// Sends garbage on connections of their own, one after the other, until the process has closed each.
+/// Sends garbage on `count` connections in sequence, and waits until the process closes each.
 ///
 /// # Panics
-/// When the process does not listen, or keeps one open.
+/// If the process does not listen, or keeps a connection open.
 pub fn garbage(address: &str, count: usize) {
     for _ in 0..count {
         let stream = TcpStream::connect(address).expect("the process listens");
@@ -56,10 +59,10 @@ pub fn garbage(address: &str, count: usize) {
     }
 }
 
-/// The same to a unix socket.
+/// Sends garbage on `count` connections to a unix socket, and waits until the process closes each.
 ///
 /// # Panics
-/// When the process does not listen, or keeps one open.
+/// If the process does not listen, or keeps a connection open.
 pub fn garbage_at(socket: &Path, count: usize) {
     for _ in 0..count {
         let stream = UnixStream::connect(socket).expect("the process listens");
@@ -69,7 +72,7 @@ pub fn garbage_at(socket: &Path, count: usize) {
 }
 
 fn send_until_closed(mut stream: impl Read + Write) {
-    // The process may have closed it before it has read all.
+    // Fails if the process closes the connection before it has read everything.
     let _ = stream.write_all(&GARBAGE);
     let mut answer = [0; 1024];
     loop {
@@ -79,7 +82,7 @@ fn send_until_closed(mut stream: impl Read + Write) {
             Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
                 panic!("a connection with garbage stays open for {PATIENCE:?}");
             }
-            // Reset, with garbage unread.
+            // Reset, because garbage was unread.
             Err(_) => return,
         }
     }

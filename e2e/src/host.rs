@@ -1,9 +1,10 @@
-//! Where processes of a test run: on loopback, or each on a host of its own in a network that the test has made.
+//! Where processes of a test run: on loopback, or each on its own host in a virtual network.
 //!
-//! A [`Network`] is a bridge in a network namespace of the test's own process, and a namespace for each host, joined to the bridge
-//! by a pair of virtual interfaces. Two hosts are cut off from each other by routes into nowhere: packets vanish, connections
-//! stay open, as with a switch that has lost a path; a host whose cable is pulled reaches nobody. Nothing of it touches the network of
-//! the machine. It goes with its handle, and at the latest with the test's process.
+//! A [`Network`] is a bridge in a network namespace of the test's own process. Each host is a namespace that
+//! a pair of virtual interfaces connects to the bridge. Blackhole routes cut two hosts off from each other:
+//! packets vanish and connections stay open, as when a switch loses a path. A host whose link is down reaches
+//! no other host. The machine's network is not touched. The network ends with its handle, or else with the
+//! test's process.
 
 use std::env;
 use std::net::Ipv4Addr;
@@ -12,70 +13,71 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::etcd;
-use crate::seed::say;
+use crate::seed::print_line;
 
-/// Says to a test's own executable that it runs in a namespace of its own.
+/// Set in a test's executable that runs in its own namespaces.
 const INSIDE: &str = "REPRISE_E2E_NAMESPACE";
 
-/// Set to 1, tests that need namespaces are passed over where nobody can make any.
+/// Set to 1, tests that need namespaces are skipped where they cannot be created.
 const WITHOUT: &str = "REPRISE_WITHOUT_NAMESPACES";
 
-/// The program's process id as the machine sees it, whose namespaces are those that it runs in.
+/// Process id, as the machine sees it, of the process whose namespaces the program runs in.
 const OUTSIDE: &str = "REPRISE_E2E_OUTSIDE";
 
-/// Where the bridge is reached, by which the machine itself is on the network.
+/// Address of the bridge, under which the test's own namespace is on the network.
 const HUB: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 1);
 
-/// What a program gets of its own, which ends with it.
+/// Arguments of `unshare` for the namespaces of a program, which end with it.
 const NAMESPACES: [&str; 6] = ["--net", "--mount", "--pid", "--mount-proc", "--fork", "--kill-child"];
 
-/// All that a network is made with.
+/// Performs every privileged operation that a network needs.
 const PROBE: &str = "mount -t tmpfs none /run && ip netns add probe && ip netns exec probe true && ip link add hub type \
                      bridge && ip link add name far type veth peer name near && ip link set near netns probe";
 
-/// What is missing, and what to do.
-const REMEDY: &str = "this machine lets this user make no network namespaces. Install `unshare` (util-linux) and `ip` (iproute2), and run \
+/// The missing permissions, and the remedy.
+const REMEDY: &str = "this user cannot create network namespaces on this machine. Install `unshare` (util-linux) and `ip` (iproute2), and run \
                       the tests as root or allow user namespaces (sysctl user.max_user_namespaces, and \
                       kernel.apparmor_restrict_unprivileged_userns=0 where that exists), bridges and veth pairs in them; or set \
-                      REPRISE_WITHOUT_NAMESPACES=1 to go without partitions between hosts";
+                      REPRISE_WITHOUT_NAMESPACES=1 to skip the tests of partitions between hosts";
 
-/// Where a process runs and listens.
+/// Host on which a process runs, with its address.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Host {
     address: Ipv4Addr,
-    /// Its network namespace; none: the test's own.
+    /// Its network namespace; `None`: the test's own.
     namespace: Option<String>,
 }
 
-/// Hosts that reach each other, unless they are cut off.
+/// A network of hosts that reach each other unless a test cuts them off.
 #[derive(Debug)]
 pub struct Network {
     hosts: u8,
 }
 
 impl Host {
-    /// The machine itself, as its processes reach each other.
+    /// The test's own namespace, with the loopback address.
     pub const LOOPBACK: Host = Host { address: Ipv4Addr::LOCALHOST, namespace: None };
 
-    /// Where it is reached.
+    /// Returns the host's address.
     pub fn address(&self) -> Ipv4Addr {
         self.address
     }
 
-    /// The same command, run there.
+    /// Returns the same command, run on this host.
     pub fn command(&self, command: Command) -> Command {
         let Some(namespace) = &self.namespace else { return command };
-        // It becomes the command, so its process id and its end are the command's.
-        let mut there = Command::new("ip");
-        there.args(["netns", "exec", namespace]).arg(command.get_program()).args(command.get_args());
-        there.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
-        there
+        // `ip netns exec` executes the command in its own process, so process id and exit status are the
+        // command's.
+        let mut wrapped = Command::new("ip");
+        wrapped.args(["netns", "exec", namespace]).arg(command.get_program()).args(command.get_args());
+        wrapped.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        wrapped
     }
 
-    /// The file that stands for its network namespace.
+    /// Returns the file of the host's network namespace.
     ///
     /// # Panics
-    /// When it is not a host of a network.
+    /// If this is not a host of a network.
     pub fn namespace(&self) -> PathBuf {
         Path::new("/run/netns").join(self.name())
     }
@@ -84,18 +86,19 @@ impl Host {
         self.namespace.as_deref().expect("a host of a network")
     }
 
-    /// The hub's end of its cable.
+    /// Returns the name of the interface at the bridge.
     fn cable(&self) -> String {
         self.name().replace("host", "far")
     }
 }
 
-/// Runs the calling test again in a network namespace of its own, unless it is in one: `true` there. `false`: the test has
-/// been run and has passed, or is passed over on this machine as `REPRISE_WITHOUT_NAMESPACES=1` allows, which is said.
+/// Runs the calling test again in its own namespaces. Returns `true` inside of them. Returns `false` in the
+/// original process, after the test has passed there or was skipped because `REPRISE_WITHOUT_NAMESPACES=1` is
+/// set.
 ///
 /// # Panics
-/// When the test has failed, or cannot be run on this machine and may not be passed over.
-pub fn in_own_namespace(test: &str) -> bool {
+/// If the test fails, or if it can neither run on this machine nor be skipped.
+pub fn run_in_own_namespace(test: &str) -> bool {
     if env::var_os(INSIDE).is_some() {
         return true;
     }
@@ -112,72 +115,72 @@ pub fn in_own_namespace(test: &str) -> bool {
         [as_root, as_user].into_iter().find_map(|mut command| works(&mut command).then_some(command))
     else {
         assert!(env::var_os(WITHOUT).is_some_and(|set| set == "1"), "{test} cannot be run: {REMEDY}");
-        say(&format!("SKIPPED {test}, as {WITHOUT}=1 allows: NOTHING OF IT IS TESTED. {REMEDY}"));
+        print_line(&format!("SKIPPED {test}, as {WITHOUT}=1 allows: IT WAS NOT TESTED. {REMEDY}"));
         return false;
     };
     let own = env::current_exe().expect("a process knows its executable");
-    // What has to be built is built where there is a network.
+    // Builds need a network, which the namespaces do not have.
     etcd::binary();
     let status = command
         .arg(own)
         .args(["--exact", test, "--nocapture"])
         .env(INSIDE, "1")
         .status()
-        .expect("it was there a moment ago");
+        .expect("unshare ran a moment ago");
     assert!(status.success(), "{test} failed in its own namespace");
     false
 }
 
-/// Runs this program again, with the same arguments, as root in network, mount and process namespaces of its own, unless it is
-/// there: it returns there. What the program starts ends with it, however it ends.
+/// Runs this program again with the same arguments in its own network, mount and process namespaces, as root.
+/// Returns only inside of them. All processes that the program starts end with it.
 ///
 /// # Errors
-/// Why it cannot be: in words, with what to do. It does not return from where it was called first otherwise.
+/// What prevents the namespaces, with the remedy. On success, the first call does not return.
 pub fn enter_own_namespaces() -> Result<(), String> {
     if is_in_own_namespaces() {
         return Ok(());
     }
     let probe = Command::new("unshare").args(NAMESPACES).args(["sh", "-c", PROBE]).output();
-    let probe = probe.map_err(|error| format!("unshare cannot be run ({error}): install util-linux"))?;
+    let probe = probe.map_err(|error| format!("cannot run unshare ({error}): install util-linux"))?;
     if !probe.status.success() {
-        let said = String::from_utf8_lossy(&probe.stderr);
+        let stderr = String::from_utf8_lossy(&probe.stderr);
         return Err(format!(
-            "this user can make no namespaces with a network in them: {}. Run as root, with the capabilities \
+            "this user cannot create namespaces with a network: {}. Run as root, with the capabilities \
              CAP_SYS_ADMIN and CAP_NET_ADMIN",
-            said.trim()
+            stderr.trim()
         ));
     }
     let own = env::current_exe().expect("a process knows its executable");
-    let mut again = Command::new("unshare");
-    again.args(NAMESPACES).arg(own).args(env::args_os().skip(1)).env(INSIDE, "1");
-    // This process becomes `unshare`, which enters the namespaces itself and stays until the program has ended.
-    again.env(OUTSIDE, std::process::id().to_string());
-    Err(format!("unshare cannot be run: {}", again.exec()))
+    let mut unshare = Command::new("unshare");
+    unshare.args(NAMESPACES).arg(own).args(env::args_os().skip(1)).env(INSIDE, "1");
+    // `unshare` replaces this process, enters the namespaces, and exits when the program does.
+    unshare.env(OUTSIDE, std::process::id().to_string());
+    Err(format!("cannot run unshare: {}", unshare.exec()))
 }
 
-/// Whether this program runs in namespaces of its own.
+/// Returns whether this program runs in its own namespaces.
 pub fn is_in_own_namespaces() -> bool {
     env::var_os(INSIDE).is_some()
 }
 
-/// The process id under which the machine can enter this program's namespaces, when it has some.
-pub fn seen_from_outside() -> Option<u32> {
+/// Returns the process id with which the machine can enter this program's namespaces, if it has its own.
+pub fn outer_pid() -> Option<u32> {
     env::var(OUTSIDE).ok()?.parse().ok()
 }
 
-/// A command that runs outside of what this program believes to be in: it enters namespaces of its own when it wants some.
-pub fn apart(mut command: Command) -> Command {
+/// Removes the markers from a command's environment, so that it enters its own namespaces if it needs them.
+pub fn outside_namespaces(mut command: Command) -> Command {
     command.env_remove(INSIDE).env_remove(OUTSIDE);
     command
 }
 
 impl Network {
-    /// A network without hosts; only in a namespace of one's own.
+    /// Creates a network without hosts, in this program's own namespaces.
     ///
     /// # Panics
-    /// Elsewhere, or when the system refuses.
+    /// If the program is not in its own namespaces, or the system refuses.
     pub fn new() -> Network {
-        assert!(is_in_own_namespaces(), "only in a namespace of one's own");
+        assert!(is_in_own_namespaces(), "networks need the test's own namespaces");
         run("mount -t tmpfs none /run");
         run("ip link set lo up");
         run("ip link add hub type bridge");
@@ -186,40 +189,40 @@ impl Network {
         Network { hosts: 0 }
     }
 
-    /// The test's own namespace, as the hosts reach it.
+    /// Returns the test's own namespace as a host of the network.
     pub fn hub(&self) -> Host {
         Host { address: HUB, namespace: None }
     }
 
-    /// What is not of the network is found through this host.
+    /// Adds a route: packets of `from` to `to` go through a host.
     ///
     /// # Panics
-    /// When the system refuses.
+    /// If the system refuses.
     pub fn route(&self, from: &Host, to: &str, through: &Host) {
         let place = from.namespace.as_ref().map_or(String::new(), |namespace| format!("-n {namespace} "));
         run(&format!("ip {place}route add {to} via {}", through.address));
     }
 
-    /// Pulls the host's cable.
+    /// Sets the link of a host down.
     ///
     /// # Panics
-    /// When the system refuses.
+    /// If the system refuses.
     pub fn unplug(&self, host: &Host) {
         run(&format!("ip link set {} down", host.cable()));
     }
 
-    /// Puts the host's cable in again.
+    /// Sets the link of a host up again.
     ///
     /// # Panics
-    /// When the system refuses.
+    /// If the system refuses.
     pub fn plug(&self, host: &Host) {
         run(&format!("ip link set {} up", host.cable()));
     }
 
-    /// One more host.
+    /// Adds one more host to the network.
     ///
     /// # Panics
-    /// When the system refuses.
+    /// If the system refuses.
     pub fn host(&mut self) -> Host {
         self.hosts += 1;
         let (number, name) = (self.hosts, format!("host{}", self.hosts));
@@ -234,19 +237,19 @@ impl Network {
         Host { address, namespace: Some(name) }
     }
 
-    /// From now on nothing of either arrives at the other.
+    /// Drops all packets between two hosts.
     ///
     /// # Panics
-    /// When the system refuses, or they are cut off already.
+    /// If the system refuses, or the hosts are cut off already.
     pub fn cut(&self, one: &Host, other: &Host) {
         Network::change("add", one, other);
     }
 
-    /// They reach each other again.
+    /// Connects two hosts again.
     ///
     /// # Panics
-    /// When the system refuses, or they were not cut off.
-    pub fn mend(&self, one: &Host, other: &Host) {
+    /// If the system refuses, or the hosts were not cut off.
+    pub fn heal(&self, one: &Host, other: &Host) {
         Network::change("del", one, other);
     }
 
@@ -262,7 +265,7 @@ impl Drop for Network {
         let of_host = |number| [format!("ip link del far{number}"), format!("ip netns del host{number}")];
         let of_all = ["ip link del hub".to_owned(), "umount --recursive /run".to_owned()];
         for line in (1..=self.hosts).flat_map(of_host).chain(of_all) {
-            // What stays goes with the test's process; a cluster looks for itself what has stayed.
+            // The rest ends with the test's process; a cluster checks for leftovers itself.
             let _ = Command::new("sh").args(["-c", &line]).output();
         }
     }

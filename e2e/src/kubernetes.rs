@@ -1,16 +1,20 @@
-//! A real Kubernetes. [`ApiServer`] is its API server alone, over an etcd of its own: all that has to do with resources, validation,
-//! rights and admission, and nothing that runs pods. [`Cluster`] is all of it, with nodes and pods.
+//! A real Kubernetes. [`ApiServer`] is its API server alone, over its own etcd: for everything about
+//! resources, validation, authorization and admission that needs no running pods. [`Cluster`] is a whole
+//! cluster with nodes and pods.
 //!
-//! The binaries ([`programs`]) are built from Go modules into the cache folder. Certificates ([`certificates`]) are made anew for every server; who talks to it is a [`User`] with one of these, or a pod's service account
-//! ([`accounts`]). Rights are checked as in a cluster (RBAC, the node authorizer, NodeRestriction).
+//! The binaries ([`programs`]) are built from Go modules into the cache folder. Each server has new
+//! certificates ([`certificates`]). A client is a [`User`] with such a certificate, or a pod's service
+//! account ([`accounts`]). Requests are authorized as in a cluster (RBAC, the node authorizer,
+//! NodeRestriction).
 //!
 //! Invariants:
 //! * the server and its etcd end with their handle;
-//! * clients belong to the server's own runtime and are used within [`ApiServer::block_on`]; no call lasts longer than
-//!   [`PATIENCE`] without a byte of an answer.
+//! * clients belong to the server's own runtime and are used within [`ApiServer::block_on`]; no call lasts
+//!   longer than [`PATIENCE`] without a byte of a response.
 //!
-//! Deliberately absent from the API server alone: controllers and the scheduler. Nothing makes default service accounts, removes orphans or empties a
-//! namespace that is deleted; a test does what it needs of that.
+//! Deliberately absent from the API server alone: controllers and the scheduler. Default service accounts are
+//! not created, orphans are not deleted, and a deleted namespace is not emptied. Tests do that themselves
+//! where they need it.
 
 use std::fs::{self, File};
 use std::net::{IpAddr, Ipv4Addr, TcpListener};
@@ -25,7 +29,7 @@ use tokio::runtime::Runtime;
 
 use crate::etcd::Etcd;
 use crate::host::Host;
-use crate::process::Running;
+use crate::process::ChildProcess;
 use crate::wait::PATIENCE;
 use certificates::{Authority, Issued};
 
@@ -39,14 +43,14 @@ pub mod image;
 pub mod lab;
 pub mod leftovers;
 pub mod loop_device;
-pub mod machine;
 pub mod node;
+pub mod node_init;
 pub mod programs;
 pub mod release;
-pub mod requests;
 mod schemas;
 mod users;
 mod volumes;
+pub mod workers;
 
 pub use accounts::PodAccount;
 pub use certificates::User;
@@ -56,47 +60,47 @@ pub use fleet::Fleet;
 pub use image::Image;
 pub use node::Node;
 pub use release::Release;
-pub use requests::Workers;
 pub use schemas::Schemas;
+pub use workers::Workers;
 
-/// A start takes some 3 s on a machine that does nothing else.
+/// Bound on a start, which takes some 3 s on an idle machine.
 const READY_WITHIN: Duration = Duration::from_secs(120);
 
-/// Between two looks whether it is ready: a look is a TLS handshake as long as nobody listens.
+/// Interval between readiness probes. Each is a TLS handshake while the server does not listen yet.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Attempts to find a port: another process may take one between our look and the server's.
+/// Attempts to find a free port: another process may take it between the probe and the server's bind.
 const ATTEMPTS_MAX: usize = 5;
 
-/// Who issues the tokens of service accounts.
+/// Issuer of service account tokens.
 const ISSUER: &str = "https://kubernetes.default.svc";
 
-/// Addresses of services. Only a [`Cluster`]'s nodes route them.
+/// Address range of services. Only a [`Cluster`]'s nodes route it.
 const SERVICES: &str = "10.96.0.0/16";
 
-/// The first of them is the API server's own, for pods.
+/// Address of the service `kubernetes`, under which pods reach the API server.
 const OWN_SERVICE: Ipv4Addr = Ipv4Addr::new(10, 96, 0, 1);
 
-/// Names of that service.
+/// Names of the service `kubernetes`.
 const OWN_NAMES: [&str; 3] = ["kubernetes", "kubernetes.default", "kubernetes.default.svc"];
 
-/// A server that runs, or was killed and can be started again under the same address, with all that it had stored.
+/// An API server that runs, or that was killed and can be started again with the same address and data.
 #[derive(Debug)]
 pub struct ApiServer {
     folder: PathBuf,
     address: Ipv4Addr,
     port: u16,
     authority: Authority,
-    running: Option<Running>,
+    running: Option<ChildProcess>,
     etcd: Etcd,
     runtime: Runtime,
 }
 
 impl ApiServer {
-    /// Starts one that listens at an address, and its etcd on loopback, with its files in `folder`.
+    /// Starts a server on an address, and its etcd on loopback, with the files in `folder`.
     ///
     /// # Panics
-    /// When it does not start.
+    /// If it does not start.
     pub fn start_in(folder: &Path, address: Ipv4Addr) -> ApiServer {
         fs::create_dir_all(folder).expect("a folder can be made");
         let etcd = Etcd::start_in(folder, &Host::LOOPBACK);
@@ -123,33 +127,33 @@ impl ApiServer {
         panic!("the API server does not start: {}", crate::logs::read(&log_in(folder)));
     }
 
-    /// Where it is reached.
+    /// Returns the server's URL.
     pub fn url(&self) -> String {
         format!("https://{}:{}", self.address, self.port)
     }
 
-    /// What it stores in.
+    /// Returns the server's etcd.
     pub fn etcd(&mut self) -> &mut Etcd {
         &mut self.etcd
     }
 
-    /// Runs what talks to it.
+    /// Runs a future on the server's runtime, to which its clients belong.
     pub fn block_on<F: Future>(&self, future: F) -> F::Output {
         self.runtime.block_on(future)
     }
 
-    /// A client of who may do everything.
+    /// Returns a client with all permissions.
     ///
     /// # Panics
-    /// When its certificate cannot be written.
+    /// If its certificate cannot be written.
     pub fn admin(&self) -> Client {
         self.client(&User::ADMIN)
     }
 
-    /// A client of a user, who may do what has been granted.
+    /// Returns a client of a user, with the permissions granted to it.
     ///
     /// # Panics
-    /// When its certificate cannot be written.
+    /// If its certificate cannot be written.
     pub fn client(&self, user: &User<'_>) -> Client {
         self.connect(self.credentials(user))
     }
@@ -161,22 +165,23 @@ impl ApiServer {
         AuthInfo { client_certificate, client_key, ..AuthInfo::default() }
     }
 
-    /// The certificate by which its own is verified.
+    /// Returns the authority of the server's certificate.
     pub(crate) fn certificate_authority(&self) -> PathBuf {
         self.authority.file("ca.crt")
     }
 
-    /// With what requests of somebody else are passed on: it waits for as long as they do, and tries nothing twice.
-    pub(crate) fn passing(&self) -> Config {
+    /// Returns the configuration of a proxy's client: no read timeout and no retries, so both are left to its
+    /// clients.
+    pub(crate) fn proxy_config(&self) -> Config {
         let mut config = self.config(self.credentials(&User::ADMIN));
         (config.read_timeout, config.default_retry) = (None, false);
         config
     }
 
-    /// A file by which programs talk to it as a user, who may do what has been granted.
+    /// Writes a kubeconfig for a user, with the permissions granted to it.
     ///
     /// # Panics
-    /// When it cannot be written.
+    /// If the file cannot be written.
     pub fn kubeconfig(&self, user: &User<'_>) -> PathBuf {
         let Issued { certificate, key } = self.authority.user(user);
         let config = serde_json::json!({
@@ -191,11 +196,11 @@ impl ApiServer {
         });
         // JSON is YAML.
         let file = certificate.with_extension("kubeconfig");
-        fs::write(&file, config.to_string()).expect("one's own folder takes files");
+        fs::write(&file, config.to_string()).expect("the test's folder is writable");
         file
     }
 
-    /// A client of whose token it is.
+    /// Returns a client that authenticates with a token.
     pub fn client_with_token(&self, token: String) -> Client {
         self.connect(AuthInfo { token: Some(token.into()), ..AuthInfo::default() })
     }
@@ -209,50 +214,50 @@ impl ApiServer {
     }
 
     fn connect(&self, auth_info: AuthInfo) -> Client {
-        let _inside = self.runtime.enter();
+        let _entered = self.runtime.enter();
         Client::try_from(self.config(auth_info)).expect("its own certificates are valid")
     }
 
-    /// SIGKILL. The etcd goes on.
+    /// Sends SIGKILL to the server. Its etcd continues.
     ///
     /// # Panics
-    /// When it does not run.
+    /// If it does not run.
     pub fn kill(&mut self) {
         self.running.as_mut().expect("the API server runs").kill();
         self.running = None;
     }
 
-    /// Starts the killed one again under its address.
+    /// Starts the killed server again with its address.
     ///
     /// # Panics
-    /// When it does not start.
+    /// If it does not start.
     pub fn restart(&mut self) {
-        assert!(self.running.is_none(), "one process at a time");
+        assert!(self.running.is_none(), "the process is already running");
         assert!(self.try_start(), "the API server does not start again");
     }
 
-    /// SIGSTOP: it keeps its connections and answers nothing.
+    /// Sends SIGSTOP: connections stay open and nothing responds.
     ///
     /// # Panics
-    /// When it does not run.
+    /// If it does not run.
     pub fn pause(&self) {
         self.running.as_ref().expect("the API server runs").pause();
     }
 
-    /// SIGCONT.
+    /// Sends SIGCONT to the stopped process.
     ///
     /// # Panics
-    /// When it does not run.
+    /// If it does not run.
     pub fn resume(&self) {
         self.running.as_ref().expect("the API server runs").signal(Signal::CONT);
     }
 
-    /// False when it ends instead.
+    /// Starts the process. Returns `false` if it exits instead of becoming ready.
     fn try_start(&mut self) -> bool {
-        let mut running = Running::spawn(self.command());
+        let mut running = ChildProcess::spawn(self.command());
         let admin = self.admin();
-        let give_up = Instant::now() + READY_WITHIN;
-        while Instant::now() < give_up {
+        let deadline = Instant::now() + READY_WITHIN;
+        while Instant::now() < deadline {
             if !running.is_alive() {
                 return false;
             }
@@ -288,7 +293,8 @@ impl ApiServer {
         set("authorization-mode", "Node,RBAC");
         set("enable-admission-plugins", "NodeRestriction");
         set("service-cluster-ip-range", SERVICES);
-        // Pods reach the server through the address that it advertises, which must not be loopback: there are none then.
+        // Pods reach the server through the advertised address, which must not be loopback; with loopback
+        // there are no pods.
         set("advertise-address", &address);
         set("endpoint-reconciler-type", if self.address.is_loopback() { "none" } else { "lease" });
         let Issued { certificate, key } = self.authority.user(&users::TO_KUBELETS);
@@ -296,14 +302,14 @@ impl ApiServer {
         set("kubelet-client-key", &key.display().to_string());
         set("kubelet-certificate-authority", &file("ca.crt"));
         set("kubelet-preferred-address-types", "InternalIP");
-        // As everywhere: what a namespace lets its pods do is decided by its labels.
+        // The labels of a namespace decide what its pods may do, as in any cluster.
         set("allow-privileged", "true");
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log.expect("a log file can be written"));
         command
     }
 }
 
-/// Where a server with its files in `folder` logs, and its etcd.
+/// Returns the logs of a server with its files in `folder`, and of its etcd.
 pub(crate) fn logs_in(folder: &Path) -> [PathBuf; 2] {
     [log_in(folder), folder.join("etcd.log")]
 }
@@ -312,14 +318,14 @@ fn log_in(folder: &Path) -> PathBuf {
     folder.join("apiserver.log")
 }
 
-/// A port that nobody has just now.
+/// Returns a port that is free at the moment.
 fn free_port() -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     listener.local_addr().expect("bound").port()
 }
 
-/// Whether it has everything that it needs and has done what it does at its start.
+/// Returns whether the server has finished its startup.
 async fn is_ready(admin: &Client) -> bool {
-    let look = http::Request::get("/readyz").body(Vec::new()).expect("a request");
-    tokio::time::timeout(PATIENCE, admin.request_text(look)).await.is_ok_and(|answer| answer.is_ok())
+    let request = http::Request::get("/readyz").body(Vec::new()).expect("a request");
+    tokio::time::timeout(PATIENCE, admin.request_text(request)).await.is_ok_and(|answer| answer.is_ok())
 }

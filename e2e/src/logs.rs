@@ -1,18 +1,19 @@
-//! Logs of the processes of a test: at its end they must hold nothing bad that the test did not name.
+//! Logs of the processes of a test. At its end, they must contain no warning or error that the test has not
+//! allowed.
 //!
-//! A warning or error of a product is a promise that somebody has to look. A test that provokes one says so by naming
-//! words of it; any other one fails the test, even if all it asserts is true.
+//! Each warning or error of a product calls for action. A test that provokes one names words of it; any other
+//! one fails the test, even if all assertions hold.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Marks of lines that somebody has to look at, as the text format of `tracing` has them.
+/// Texts that mark warnings, errors and panics in the text format of `tracing`.
 const BAD: [&str; 3] = [" WARN ", " ERROR ", "panicked at"];
 
-/// Lines of each log that are printed when a test fails.
+/// Number of lines of each log that are printed when a test fails.
 const TAIL_LINES: usize = 20;
 
-/// Logs, and which of their bad lines are as they should be.
+/// Log files, and the lines that are allowed or required in them.
 #[derive(Debug, Default)]
 pub struct Logs {
     files: Vec<PathBuf>,
@@ -21,30 +22,30 @@ pub struct Logs {
 }
 
 impl Logs {
-    /// A process logs there from now on.
+    /// Adds the log file of a process.
     pub fn add(&mut self, file: PathBuf) {
         if !self.files.contains(&file) {
             self.files.push(file);
         }
     }
 
-    /// Files that processes log to.
+    /// Returns the added log files.
     pub(crate) fn files(&self) -> &[PathBuf] {
         &self.files
     }
 
-    /// Bad lines with these words may occur.
+    /// Allows warnings and errors that contain these words.
     pub fn allow(&mut self, words: &str) {
         self.allowed.push(words.to_owned());
     }
 
-    /// A line with these words must occur; it may be a bad one.
+    /// Requires a line with these words, which may be a warning or error.
     pub fn require(&mut self, words: &str) {
         self.required.push(words.to_owned());
     }
 
-    /// What is wrong with the logs: unexpected bad lines, and expected lines that are missing.
-    pub fn complaints(&self) -> Vec<String> {
+    /// Returns the unexpected warnings and errors, and the required words that no line contains.
+    pub fn violations(&self) -> Vec<String> {
         let texts: Vec<String> = self.files.iter().map(|file| read(file)).collect();
         let named = |line: &str| self.allowed.iter().chain(&self.required).any(|words| line.contains(words));
         let bad = |line: &&str| BAD.iter().any(|mark| line.contains(mark)) && !named(line);
@@ -54,7 +55,7 @@ impl Logs {
         unexpected.chain(missing.map(|words| format!("never logged: {words}"))).collect()
     }
 
-    /// The ends of all logs, for whoever looks at a failure.
+    /// Returns the ends of all logs, for the output of a failing test.
     pub fn tails(&self) -> String {
         let tail = |file: &PathBuf| {
             let text = read(file);
@@ -66,7 +67,7 @@ impl Logs {
     }
 }
 
-/// All that a process has logged; nothing when it has not started.
+/// Returns the text of a log; empty if the file does not exist.
 pub fn read(file: &Path) -> String {
     fs::read(file).map_or(String::new(), |bytes| String::from_utf8_lossy(&bytes).into_owned())
 }
@@ -85,25 +86,25 @@ mod tests {
     }
 
     #[test]
-    fn a_warning_that_nobody_named_is_a_complaint() {
+    fn reports_a_warning_that_is_not_allowed() {
         let (_kept, mut logs) = logs("t  INFO a: fine\nt  WARN b: disk slow\n");
-        assert_eq!(logs.complaints().len(), 1);
+        assert_eq!(logs.violations().len(), 1);
         logs.allow("disk slow");
-        assert!(logs.complaints().is_empty());
+        assert!(logs.violations().is_empty());
     }
 
     #[test]
-    fn a_line_that_must_occur_and_does_not_is_a_complaint() {
+    fn reports_a_required_line_that_is_missing() {
         let (_kept, mut logs) = logs("t ERROR a: it broke\n");
         logs.require("it broke");
-        assert!(logs.complaints().is_empty());
+        assert!(logs.violations().is_empty());
         logs.require("it was repaired");
-        assert_eq!(logs.complaints(), ["never logged: it was repaired"]);
+        assert_eq!(logs.violations(), ["never logged: it was repaired"]);
     }
 
     #[test]
-    fn a_panic_is_a_complaint() {
+    fn reports_a_panic() {
         let (_kept, logs) = logs("thread 'core' panicked at src/x.rs:1:1:\n");
-        assert_eq!(logs.complaints().len(), 1);
+        assert_eq!(logs.violations().len(), 1);
     }
 }

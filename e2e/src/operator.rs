@@ -1,22 +1,22 @@
-//! The operator of a test: a process that talks to an API server by a kubeconfig.
+//! The operator of a test: a process that connects to an API server by a kubeconfig.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
 
 use crate::admin::Admin;
-use crate::interposer::Interposer;
+use crate::fault_proxy::FaultProxy;
 use crate::kubernetes::{ApiServer, User};
-use crate::process::{Refused, Running, Starting, binary};
+use crate::process::{ChildProcess, StartError, StartingProcess, binary};
 
-/// An operator that runs. Killed when dropped.
+/// A running operator. It is killed when dropped.
 #[derive(Debug)]
 pub struct Operator {
-    running: Running,
+    running: ChildProcess,
     admin: Admin,
 }
 
-/// What it is started with.
+/// Kubeconfig, log and options of an operator.
 #[derive(Clone, Debug)]
 pub struct OperatorFiles {
     kubeconfig: PathBuf,
@@ -27,7 +27,7 @@ pub struct OperatorFiles {
 }
 
 impl OperatorFiles {
-    /// One of this name, with its lease in a namespace; it may do everything.
+    /// Creates an operator of this name with all permissions, and with its lease in a namespace.
     pub(crate) fn new(folder: &Path, server: &ApiServer, name: &str, namespace: &str) -> OperatorFiles {
         OperatorFiles {
             kubeconfig: server.kubeconfig(&User::ADMIN),
@@ -38,40 +38,41 @@ impl OperatorFiles {
         }
     }
 
-    /// With the control plane of a cluster (`namespace/name`) at an address: nothing here resolves names of services.
+    /// Sets the control plane address of a cluster (`namespace/name`), since service names are not resolved
+    /// here.
     #[must_use]
     pub fn control_plane(mut self, cluster: &str, address: &str) -> OperatorFiles {
         self.options.push(format!("--control-plane-address={cluster}={address}"));
         self
     }
 
-    /// For which a deletion goes on when nothing was heard of sessions for so many seconds.
+    /// Sets the seconds without known sessions after which a deletion proceeds.
     #[must_use]
     pub fn unused_for(mut self, seconds: u64) -> OperatorFiles {
         self.options.push(format!("--unused-seconds={seconds}"));
         self
     }
 
-    /// That reaches the API server through something in between.
+    /// Connects to the API server through a proxy.
     #[must_use]
-    pub fn through(mut self, interposer: &Interposer) -> OperatorFiles {
-        self.kubeconfig = interposer.kubeconfig().to_owned();
+    pub fn via_proxy(mut self, proxy: &FaultProxy) -> OperatorFiles {
+        self.kubeconfig = proxy.kubeconfig().to_owned();
         self
     }
 
-    /// As this user, who may do what has been granted.
+    /// Authenticates as this user, with the permissions granted to it.
     #[must_use]
     pub fn as_user(mut self, server: &ApiServer, user: &User<'_>) -> OperatorFiles {
         self.kubeconfig = server.kubeconfig(user);
         self
     }
 
-    /// Where it logs.
+    /// Returns the path of the log.
     pub fn log(&self) -> &Path {
         &self.log
     }
 
-    /// A command of its binary.
+    /// Returns a command of the operator's binary.
     pub fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(binary("reprise-operator"));
         command.args(arguments).env("KUBECONFIG", &self.kubeconfig);
@@ -79,44 +80,44 @@ impl OperatorFiles {
         command
     }
 
-    /// Starts it.
+    /// Starts the operator and waits until it is ready.
     ///
     /// # Errors
-    /// It ended instead of becoming ready.
-    pub fn start(&self) -> Result<Operator, Refused> {
+    /// The operator exited instead of becoming ready.
+    pub fn start(&self) -> Result<Operator, StartError> {
         let mut command = self.command(&["run", "--admin-listen", "127.0.0.1:0"]);
         command.args(&self.options);
-        let (running, ready) = Starting::spawn(command, &self.log).ready()?;
+        let (running, ready) = StartingProcess::spawn(command, &self.log).ready()?;
         let admin = Admin::at(ready["admin"].as_str().expect("the ready line names its port"));
         Ok(Operator { running, admin })
     }
 }
 
 impl Operator {
-    /// Its admin port.
+    /// Returns the operator's admin port.
     pub fn admin(&self) -> &Admin {
         &self.admin
     }
 
-    /// Whether it has not ended.
+    /// Returns whether the process is still running.
     pub fn is_alive(&mut self) -> bool {
         self.running.is_alive()
     }
 
-    /// SIGKILL.
+    /// Sends SIGKILL and waits for the process to exit.
     pub fn kill(mut self) {
         self.running.kill();
     }
 
-    /// SIGTERM, and waits for the end.
+    /// Sends SIGTERM and waits for the process to exit.
     pub fn terminate(mut self) -> ExitStatus {
         self.running.terminate()
     }
 
-    /// All samples of a metric, by their labels as they are served.
+    /// Returns all samples of a metric by their labels.
     ///
     /// # Panics
-    /// When it serves no metrics.
+    /// If the operator serves no metrics.
     pub fn samples(&self, name: &str) -> BTreeMap<String, f64> {
         let (code, text) = self.admin.get("/metrics").expect("the metrics are served");
         assert_eq!(code, 200);
@@ -127,10 +128,10 @@ impl Operator {
         text.lines().filter_map(sample).collect()
     }
 
-    /// The sum of all samples of a metric whose labels have these words.
+    /// Returns the sum of all samples of a metric whose line contains `words`.
     ///
     /// # Panics
-    /// When it serves no metrics.
+    /// If the operator serves no metrics.
     pub fn metric(&self, name: &str, words: &str) -> f64 {
         self.admin.metric(name, words)
     }

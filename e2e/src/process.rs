@@ -1,12 +1,12 @@
 //! One process of Reprise: started, ready, stopped, killed.
 //!
 //! ```text
-//! Starting ── ready line ──► Running ── kill, terminate, drop ──► gone
-//!     └── ends first ──► Refused (exit code and what it said)
+//! StartingProcess ── ready line ──► ChildProcess ── kill, terminate, drop ──► exited
+//!     └── exits first ──► StartError (exit code and standard error)
 //! ```
 //!
-//! The end of a process is waited for on its pid descriptor, its readiness on its standard output: no polling. Only that all of its
-//! threads stand still after SIGSTOP has to be looked for.
+//! The exit is awaited on the pid descriptor, and readiness on standard output, both without polling. Only
+//! the stop of all threads after SIGSTOP is polled.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader};
@@ -23,67 +23,70 @@ use serde_json::Value;
 use crate::logs;
 use crate::wait::PATIENCE;
 
-/// Between two looks whether a process has stopped.
+/// Interval between polls for stopped threads.
 const STOP_PAUSE: Duration = Duration::from_millis(1);
 
-/// Sends SIGSTOP to a process, and waits until no thread of it runs: on a busy machine some go on for a while.
+/// Sends SIGSTOP to a process, and waits until none of its threads runs. On a busy machine this takes a
+/// while.
 ///
 /// # Panics
-/// When there is no such process of this user, or it does not stop in time.
+/// If this user has no such process, or it does not stop in time.
 pub fn pause(pid: Pid) {
-    kill_process(pid, Signal::STOP).expect("a process of this user takes signals");
-    let give_up = Instant::now() + PATIENCE;
+    kill_process(pid, Signal::STOP).expect("a process of this user can be signalled");
+    let deadline = Instant::now() + PATIENCE;
     while !has_stopped(pid) {
-        assert!(Instant::now() < give_up, "SIGSTOP stops a process within a bound");
+        assert!(Instant::now() < deadline, "SIGSTOP stops a process within a bound");
         std::thread::sleep(STOP_PAUSE);
     }
 }
 
-/// Whether all of its threads stand still, as proc_pid_stat(5) has it.
+/// Returns whether all threads are stopped; see proc_pid_stat(5).
 fn has_stopped(pid: Pid) -> bool {
-    let tasks = std::fs::read_dir(format!("/proc/{}/task", pid.as_raw_nonzero())).expect("it has not ended");
+    let tasks = std::fs::read_dir(format!("/proc/{}/task", pid.as_raw_nonzero()))
+        .expect("the process has not exited");
     tasks.flatten().all(|task| {
         let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
-        // The name of a program, in parentheses before it, may have any character. A thread that is gone has no line.
+        // The program's name, in parentheses before the state, may contain any character. A thread that has
+        // exited has no line.
         stat.rsplit(") ").next().is_some_and(|state| state.is_empty() || state.starts_with('T'))
     })
 }
 
-/// A process that has not said yet that it is ready.
+/// A process that was started and has not printed its ready line yet.
 #[derive(Debug)]
-pub struct Starting {
-    running: Running,
+pub struct StartingProcess {
+    running: ChildProcess,
     line: Receiver<String>,
-    /// Bytes of the log before this start.
+    /// Length of the log before this start.
     log_before: usize,
     log: PathBuf,
 }
 
-/// A process. Killed when dropped.
+/// A child process. It is killed when dropped.
 #[derive(Debug)]
-pub struct Running {
+pub struct ChildProcess {
     child: Child,
     end: OwnedFd,
 }
 
-/// A start that failed.
+/// A start that failed because the process exited.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Refused {
-    /// Exit code; `None` when a signal ended it.
+pub struct StartError {
+    /// Exit code; `None` if a signal ended the process.
     pub code: Option<i32>,
-    /// All that it wrote to standard error.
+    /// Standard error of the process.
     pub text: String,
 }
 
-/// A binary of the workspace, beside this test's own.
+/// Returns the path of a binary of the workspace, next to the test's own.
 ///
 /// # Panics
-/// When it has not been built.
+/// If the binary was not built.
 pub fn binary(program: &str) -> PathBuf {
     let own = std::env::current_exe().expect("a process knows its executable");
-    let folder = own.parent().expect("an executable lies in a folder");
-    // Tests are run from <target>/<profile>/deps, programs from above it.
-    let folder = if folder.ends_with("deps") { folder.parent().expect("a folder above") } else { folder };
+    let folder = own.parent().expect("an executable is in a folder");
+    // Tests run from <target>/<profile>/deps; the programs are one folder above.
+    let folder = if folder.ends_with("deps") { folder.parent().expect("a parent folder") } else { folder };
     let path = folder.join(program);
     assert!(
         path.exists(),
@@ -95,132 +98,132 @@ pub fn binary(program: &str) -> PathBuf {
 
 /// Copies a binary of the workspace, to be run from elsewhere.
 ///
-/// By another process: a child that some other test starts meanwhile would inherit our descriptor of the copy, open for
-/// writing, and nobody could run it until that child has become something else.
+/// Another process copies it. Otherwise a child that another test starts meanwhile would inherit the
+/// descriptor that is open for writing, and executing the copy would fail until that child calls `exec`.
 ///
 /// # Panics
-/// When it cannot be copied.
+/// If the binary cannot be copied.
 pub fn copy_binary(program: &str, to: &Path) {
     let copied = Command::new("cp").arg(binary(program)).arg(to).status();
     assert!(copied.is_ok_and(|status| status.success()), "{program} can be copied to {}", to.display());
 }
 
-impl Starting {
-    /// Starts a command; its standard error is appended to `log`.
+impl StartingProcess {
+    /// Starts a command, and appends its standard error to `log`.
     ///
     /// # Panics
-    /// When the system cannot start it.
-    pub fn spawn(mut command: Command, log: &Path) -> Starting {
+    /// If the command cannot be started.
+    pub fn spawn(mut command: Command, log: &Path) -> StartingProcess {
         let log_before = logs::read(log).len();
         let file = File::options().create(true).append(true).open(log).expect("a log file can be written");
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(file);
-        let mut running = Running::spawn(command);
+        let mut running = ChildProcess::spawn(command);
         let output = running.child.stdout.take().expect("piped above");
         let (sender, line) = sync_channel(1);
-        // Ends with the line or with the process.
+        // The thread ends with the line or with the process.
         std::thread::spawn(move || {
             let mut line = String::new();
             let read = BufReader::new(output).read_line(&mut line);
-            // Nobody waits when the process was killed before it was ready.
+            // Fails if the process was killed before it was ready; then no receiver is left.
             let _ = sender.send(read.map_or(String::new(), |_| line));
         });
-        Starting { running, line, log_before, log: log.to_owned() }
+        StartingProcess { running, line, log_before, log: log.to_owned() }
     }
 
-    /// Waits for the ready line.
+    /// Waits for the ready line, and returns the process and the line's object.
     ///
     /// # Errors
-    /// `Refused` when the process ended instead.
+    /// `StartError` if the process exited instead.
     ///
     /// # Panics
-    /// When it did neither in time, or said something else.
-    pub fn ready(mut self) -> Result<(Running, Value), Refused> {
+    /// If neither happens in time, or the line is not a ready line.
+    pub fn ready(mut self) -> Result<(ChildProcess, Value), StartError> {
         let line = match self.line.recv_timeout(PATIENCE) {
             Ok(line) => line,
-            Err(RecvTimeoutError::Timeout) => panic!("not ready within {PATIENCE:?}: {}", self.said()),
+            Err(RecvTimeoutError::Timeout) => panic!("not ready within {PATIENCE:?}: {}", self.stderr()),
             Err(RecvTimeoutError::Disconnected) => unreachable!("the reading thread always sends"),
         };
         if line.is_empty() {
             let status = self.running.wait(PATIENCE).expect("a process that closed its output ends");
-            return Err(Refused { code: status.code(), text: self.said() });
+            return Err(StartError { code: status.code(), text: self.stderr() });
         }
         let ready: Value = serde_json::from_str(&line).expect("the ready line is JSON");
-        assert_eq!(ready["ready"], true, "the ready line says so: {line}");
+        assert_eq!(ready["ready"], true, "not a ready line: {line}");
         Ok((self.running, ready))
     }
 
-    /// Ends it by SIGKILL, ready or not.
+    /// Kills the process, ready or not.
     pub fn kill(mut self) {
         self.running.kill();
     }
 
-    fn said(&self) -> String {
+    fn stderr(&self) -> String {
         logs::read(&self.log).split_off(self.log_before)
     }
 }
 
-impl Running {
-    /// Starts a command.
+impl ChildProcess {
+    /// Starts a command without waiting.
     ///
     /// # Panics
-    /// When the system cannot start it.
-    pub fn spawn(mut command: Command) -> Running {
+    /// If the command cannot be started.
+    pub fn spawn(mut command: Command) -> ChildProcess {
         let child = command.spawn().unwrap_or_else(|error| panic!("cannot start {command:?}: {error}"));
-        let end = pidfd_open(Pid::from_child(&child), PidfdFlags::empty())
-            .expect("a child that was not waited for");
-        Running { child, end }
+        let end =
+            pidfd_open(Pid::from_child(&child), PidfdFlags::empty()).expect("the child was not waited for");
+        ChildProcess { child, end }
     }
 
-    /// Process id.
+    /// Returns the process id.
     pub fn id(&self) -> u32 {
         self.child.id()
     }
 
-    /// SIGKILL, and waits for the end.
+    /// Sends SIGKILL and waits for the process to exit.
     pub fn kill(&mut self) {
-        self.child.kill().expect("one's own child can be killed");
-        self.child.wait().expect("a killed child ends");
+        self.child.kill().expect("a child can be killed");
+        self.child.wait().expect("a killed child exits");
     }
 
-    /// Sends a signal.
+    /// Sends a signal to the process.
     pub fn signal(&self, signal: Signal) {
-        kill_process(Pid::from_child(&self.child), signal).expect("one's own child takes signals");
+        kill_process(Pid::from_child(&self.child), signal).expect("a child can be signalled");
     }
 
-    /// SIGSTOP, and waits until no thread of it runs.
+    /// Sends SIGSTOP, and waits until none of its threads runs.
     ///
     /// # Panics
-    /// When it does not stop in time.
+    /// If it does not stop in time.
     pub fn pause(&self) {
         pause(Pid::from_child(&self.child));
     }
 
-    /// SIGTERM, and waits for the end.
+    /// Sends SIGTERM and waits for the process to exit.
     ///
     /// # Panics
-    /// When it does not end in time.
+    /// If it does not exit in time.
     pub fn terminate(&mut self) -> ExitStatus {
         self.signal(Signal::TERM);
-        self.wait(PATIENCE).expect("SIGTERM ends a process within a bound")
+        self.wait(PATIENCE).expect("SIGTERM ends the process in time")
     }
 
-    /// Whether it has not ended.
+    /// Returns whether the process is still running.
     pub fn is_alive(&mut self) -> bool {
-        self.child.try_wait().expect("one's own child can be waited for").is_none()
+        self.child.try_wait().expect("a child can be waited for").is_none()
     }
 
-    /// The exit status; `None` when it has not ended within the bound.
+    /// Returns the exit status, or `None` if the process still runs after the bound.
     pub fn wait(&mut self, within: Duration) -> Option<ExitStatus> {
-        let timeout = Timespec::try_from(within).expect("bounds are seconds");
+        let timeout = Timespec::try_from(within).expect("the bound is a few seconds");
         let mut ends = [PollFd::new(&self.end, PollFlags::IN)];
         poll(&mut ends, Some(&timeout)).expect("a pid descriptor can be polled");
-        self.child.try_wait().expect("one's own child can be waited for")
+        self.child.try_wait().expect("a child can be waited for")
     }
 }
 
-impl Drop for Running {
+impl Drop for ChildProcess {
     fn drop(&mut self) {
-        // Fails when it has ended, which is as good.
+        // Fails if the process has exited, which is fine.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

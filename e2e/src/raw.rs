@@ -1,4 +1,4 @@
-//! A session without a client library: whatever bytes a test wants to send.
+//! An engine session without a client library: sends arbitrary bytes.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -11,13 +11,13 @@ use reprise_proto::local::{self, FailureKind, request, response};
 use crate::content::NAMESPACE;
 use crate::wait::PATIENCE;
 
-/// A connection to an agent's socket.
+/// A connection to the socket of an agent.
 #[derive(Debug)]
 pub struct RawSession {
     stream: UnixStream,
 }
 
-/// A greeting as a client of this version sends it.
+/// Returns the `Hello` message of a current client.
 pub fn hello(layout: &Layout) -> local::Hello {
     local::Hello {
         protocol_version: local::PROTOCOL_VERSION,
@@ -29,7 +29,7 @@ pub fn hello(layout: &Layout) -> local::Hello {
     }
 }
 
-/// A layout as it travels.
+/// Returns a layout as a protocol message.
 pub fn wire_layout(layout: &Layout) -> local::Layout {
     let spec = layout.spec();
     local::Layout {
@@ -45,7 +45,7 @@ pub fn wire_layout(layout: &Layout) -> local::Layout {
 }
 
 impl RawSession {
-    /// Connects, and says nothing yet.
+    /// Connects without sending anything.
     pub fn connect(socket: &Path) -> RawSession {
         let stream = UnixStream::connect(socket).expect("the agent listens");
         stream.set_read_timeout(Some(PATIENCE)).expect("a bound on reads");
@@ -53,21 +53,21 @@ impl RawSession {
         RawSession { stream }
     }
 
-    /// Connects and greets.
-    pub fn greeted(socket: &Path, layout: &Layout) -> RawSession {
+    /// Connects and completes the handshake.
+    pub fn with_handshake(socket: &Path, layout: &Layout) -> RawSession {
         let mut session = RawSession::connect(socket);
         session.send(1, request::Body::Hello(hello(layout)));
-        let answer = session.receive().and_then(|response| response.body);
-        assert!(matches!(answer, Some(response::Body::Welcome(_))), "no welcome but {answer:?}");
+        let response = session.receive().and_then(|response| response.body);
+        assert!(matches!(response, Some(response::Body::Welcome(_))), "expected a welcome, got {response:?}");
         session
     }
 
-    /// Sends a request.
+    /// Sends a request message.
     pub fn send(&mut self, id: u64, body: request::Body) {
         self.send_message(&local::Request { id, body: Some(body) }.encode_to_vec());
     }
 
-    /// Sends any bytes as one frame.
+    /// Sends arbitrary bytes as one frame.
     pub fn send_message(&mut self, message: &[u8]) {
         let length = u32::try_from(message.len()).expect("a test's frames are small");
         let mut frame = length.to_le_bytes().to_vec();
@@ -75,31 +75,31 @@ impl RawSession {
         self.send_bytes(&frame);
     }
 
-    /// Sends any bytes.
+    /// Sends arbitrary bytes without a frame.
     pub fn send_bytes(&mut self, bytes: &[u8]) {
-        // The agent may have closed the session already; that is seen by whoever receives.
+        // Fails if the agent has closed the session, which the next `receive` reports.
         let _ = self.stream.write_all(bytes);
     }
 
-    /// The next message; `None` when the agent has closed the session.
+    /// Receives the next message; `None` if the agent has closed the session.
     pub fn receive(&mut self) -> Option<local::Response> {
         let mut length = [0; 4];
         self.stream.read_exact(&mut length).ok()?;
         let mut message = vec![0; u32::from_le_bytes(length) as usize];
         self.stream.read_exact(&mut message).ok()?;
-        Some(local::Response::decode(message.as_slice()).expect("the agent sends messages"))
+        Some(local::Response::decode(message.as_slice()).expect("the agent sends valid messages"))
     }
 
-    /// The next message, which must be a refusal: the request's id, kind and words.
+    /// Receives the next message, which must be a failure: request id, kind and text.
     pub fn refusal(&mut self) -> (u64, FailureKind, String) {
-        let response = self.receive().expect("a refusal has words");
+        let response = self.receive().expect("the agent responds with a failure");
         match response.body {
             Some(response::Body::Failure(failure)) => (response.id, failure.kind(), failure.message),
-            other => panic!("a refusal was expected, not {other:?}"),
+            other => panic!("expected a failure, got {other:?}"),
         }
     }
 
-    /// Whether the agent has closed the session; waits for its next message or the end.
+    /// Waits for the next message or the end of the session. Returns whether the agent has closed it.
     pub fn is_closed(&mut self) -> bool {
         self.receive().is_none()
     }

@@ -1,7 +1,8 @@
-//! A relay between a process and what it connects to, on loopback: it passes everything on, at once or late, until it is cut.
+//! A TCP relay on loopback between a process and its server: forwards everything, at once or delayed, until
+//! it is cut.
 //!
-//! While it is cut, connections that are open pass nothing on and stay open, and new ones are accepted and left alone: what a
-//! network does that loses every packet.
+//! While it is cut, open connections stay open without data, and new ones are accepted and left idle: like a
+//! network that loses every packet.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -10,133 +11,133 @@ use std::sync::mpsc::{Receiver, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// A read that has nothing to do looks so often whether it is to end.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// Read timeout, after which a reading thread checks whether the relay has ended.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Pieces of up to 64 KiB that wait to be passed on in one direction of a connection.
-const PIECES_MAX: usize = 64;
+/// Maximum number of queued chunks of up to 64 KiB in one direction of a connection.
+const CHUNKS_MAX: usize = 64;
 
-/// A relay; dropped, it passes nothing on any more and its threads end.
+/// A TCP relay. When it is dropped, it forwards nothing further and its threads end.
 #[derive(Debug)]
 pub struct Relay {
     address: String,
-    gate: Arc<Gate>,
+    state: Arc<RelayState>,
 }
 
 #[derive(Debug, Default)]
-struct Gate {
+struct RelayState {
     cut: Mutex<bool>,
-    mended: Condvar,
-    /// Milliseconds by which everything is late.
+    healed: Condvar,
+    /// Delay of all data in milliseconds.
     delay_ms: AtomicU64,
-    over: AtomicBool,
+    is_over: AtomicBool,
 }
 
 impl Relay {
-    /// A relay to an address.
+    /// Starts a relay to an address.
     ///
     /// # Panics
-    /// When there is no port.
+    /// If no port is free.
     pub fn to(target: &str) -> Relay {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let address = listener.local_addr().expect("bound").to_string();
-        let gate = Arc::new(Gate::default());
-        let (target, of_thread) = (target.to_owned(), gate.clone());
+        let state = Arc::new(RelayState::default());
+        let (target, shared) = (target.to_owned(), state.clone());
         std::thread::spawn(move || {
             for incoming in listener.incoming().flatten() {
-                if of_thread.is_over() {
+                if shared.is_over() {
                     return;
                 }
-                of_thread.wait();
-                // Whoever is behind it may be away: then the connection is closed, as its port would do.
+                shared.wait();
+                // If the server is down, the connection is closed, as the server's port would do.
                 let Ok(outgoing) = TcpStream::connect(&target) else { continue };
                 let pairs = [(&incoming, &outgoing), (&outgoing, &incoming)];
                 for (from, to) in pairs {
                     let (from, to) = (from.try_clone().expect("a socket"), to.try_clone().expect("a socket"));
-                    let gate = of_thread.clone();
-                    std::thread::spawn(move || pass_on(from, to, &gate));
+                    let state = shared.clone();
+                    std::thread::spawn(move || forward(from, to, &state));
                 }
             }
         });
-        Relay { address, gate }
+        Relay { address, state }
     }
 
-    /// `host:port` to connect to.
+    /// Returns `host:port` to connect to.
     pub fn address(&self) -> &str {
         &self.address
     }
 
-    /// Passes nothing on from now on.
+    /// Stops forwarding until [`Relay::heal`].
     pub fn cut(&self) {
-        *self.gate.cut.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        *self.state.cut.lock().unwrap_or_else(PoisonError::into_inner) = true;
     }
 
-    /// Passes everything on so much later from now on.
+    /// Delays all data by `time` from now on.
     pub fn delay(&self, time: Duration) {
-        let millis = u64::try_from(time.as_millis()).expect("delays are seconds");
-        self.gate.delay_ms.store(millis, Ordering::Relaxed);
+        let millis = u64::try_from(time.as_millis()).expect("the delay is a few seconds");
+        self.state.delay_ms.store(millis, Ordering::Relaxed);
     }
 
-    /// Passes everything on again, what has waited first.
-    pub fn mend(&self) {
-        *self.gate.cut.lock().unwrap_or_else(PoisonError::into_inner) = false;
-        self.gate.mended.notify_all();
+    /// Continues forwarding, beginning with the held data.
+    pub fn heal(&self) {
+        *self.state.cut.lock().unwrap_or_else(PoisonError::into_inner) = false;
+        self.state.healed.notify_all();
     }
 }
 
 impl Drop for Relay {
     fn drop(&mut self) {
-        self.gate.over.store(true, Ordering::Relaxed);
-        self.mend();
-        // Wakes the thread that accepts; nobody there any more is as good.
+        self.state.is_over.store(true, Ordering::Relaxed);
+        self.heal();
+        // Wakes the accepting thread. Fails if that thread has ended, which is fine.
         let _ = TcpStream::connect(&self.address);
     }
 }
 
-impl Gate {
+impl RelayState {
     fn is_over(&self) -> bool {
-        self.over.load(Ordering::Relaxed)
+        self.is_over.load(Ordering::Relaxed)
     }
 
-    /// Waits while the relay is cut.
+    /// Blocks while the relay is cut.
     fn wait(&self) {
         let cut = self.cut.lock().unwrap_or_else(PoisonError::into_inner);
-        let mended = self.mended.wait_while(cut, |cut| *cut);
-        drop(mended.unwrap_or_else(PoisonError::into_inner));
+        let healed = self.healed.wait_while(cut, |cut| *cut);
+        drop(healed.unwrap_or_else(PoisonError::into_inner));
     }
 }
 
-/// Passes on in order, each piece as much later as is due when it comes: pieces do not wait for each other.
-fn pass_on(mut from: TcpStream, to: TcpStream, gate: &Arc<Gate>) {
-    let (pieces, queue) = sync_channel(PIECES_MAX);
-    let of_writer = gate.clone();
-    std::thread::spawn(move || write_on(to, &queue, &of_writer));
-    from.set_read_timeout(Some(LOOK_EVERY)).expect("sockets take timeouts");
+/// Forwards chunks in order. Each has its own due time, so the delays of chunks do not add up.
+fn forward(mut from: TcpStream, to: TcpStream, state: &Arc<RelayState>) {
+    let (chunks, queue) = sync_channel(CHUNKS_MAX);
+    let of_writer = state.clone();
+    std::thread::spawn(move || write_chunks(to, &queue, &of_writer));
+    from.set_read_timeout(Some(POLL_INTERVAL)).expect("a socket has timeouts");
     let mut buffer = vec![0; 64 << 10];
-    while !gate.is_over() {
+    while !state.is_over() {
         let read = match from.read(&mut buffer) {
             Ok(0) => break,
             Ok(read) => read,
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => continue,
             Err(_) => break,
         };
-        let due = Instant::now() + Duration::from_millis(gate.delay_ms.load(Ordering::Relaxed));
-        if pieces.send((due, buffer[..read].to_vec())).is_err() {
+        let due = Instant::now() + Duration::from_millis(state.delay_ms.load(Ordering::Relaxed));
+        if chunks.send((due, buffer[..read].to_vec())).is_err() {
             break;
         }
     }
-    // The other side may be gone already.
+    // Fails if the other side has closed the connection, which is fine.
     let _ = from.shutdown(Shutdown::Both);
 }
 
-/// Writes pieces when they are due, until there are no more or nobody reads.
-fn write_on(mut to: TcpStream, pieces: &Receiver<(Instant, Vec<u8>)>, gate: &Gate) {
-    // What is small is passed on at once: a relay must not add delays of its own.
-    to.set_nodelay(true).expect("sockets take options");
-    for (due, piece) in pieces {
+/// Writes chunks when they are due, until the queue ends or the receiver is gone.
+fn write_chunks(mut to: TcpStream, chunks: &Receiver<(Instant, Vec<u8>)>, state: &RelayState) {
+    // Without Nagle's algorithm, which would delay small chunks.
+    to.set_nodelay(true).expect("a socket has options");
+    for (due, chunk) in chunks {
         std::thread::sleep(due.saturating_duration_since(Instant::now()));
-        gate.wait();
-        if to.write_all(&piece).is_err() {
+        state.wait();
+        if to.write_all(&chunk).is_err() {
             break;
         }
     }

@@ -1,33 +1,34 @@
-//! Seeds of random tests: fixed unless the environment names another one.
+//! Seeds of random tests: fixed unless the environment sets another one.
 //!
-//! `make test` draws the same numbers every time, so it fails only when the tree has changed. `make soak` runs the same tests with new seeds and prints
-//! each. Timing remains the machine's: a seed decides what a test does, not how processes interleave with it.
+//! `make test` uses the same seed every time, so it fails only if the tree has changed. `make soak` runs the
+//! same tests with new seeds and prints each. A seed determines a test's actions, but not the interleaving of
+//! processes.
 
 use std::io::Write;
 
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 
-/// Seed of a run, if not [`FIXED`].
+/// Environment variable with the seed of a run.
 pub const SEED_VARIABLE: &str = "REPRISE_E2E_SEED";
 
-/// Seed of a run that names none: with it the chaos of the operator meets many faults, and deletions that have to wait.
+/// Seed of a run without the variable. It gives the operator's chaos test many faults and blocked deletions.
 pub const FIXED: u64 = 5;
 
 /// Returns a generator for a test, and prints its seed and how to replay it on standard error.
 ///
 /// # Panics
-/// When the variable does not hold a number.
+/// If the variable is not a number.
 pub fn seeded(test: &str) -> StdRng {
     let seed = number(SEED_VARIABLE, FIXED);
-    say(&format!("{test}: replay with {SEED_VARIABLE}={seed}"));
+    print_line(&format!("{test}: replay with {SEED_VARIABLE}={seed}"));
     StdRng::seed_from_u64(seed)
 }
 
-/// Returns the number in an environment variable, or another one where it is not set.
+/// Returns the number in an environment variable, or `otherwise` if it is not set.
 ///
 /// # Panics
-/// When the variable does not hold a number.
+/// If the variable is not a number.
 pub fn number(variable: &str, otherwise: u64) -> u64 {
     let text = std::env::var(variable).ok();
     text.map_or(otherwise, |text| {
@@ -35,8 +36,8 @@ pub fn number(variable: &str, otherwise: u64) -> u64 {
     })
 }
 
-/// Writes a line that is shown even when the test passes.
-pub fn say(text: &str) {
-    // Not the macro: it is captured, and what is said here must be seen.
+/// Prints a line that is shown even if the test passes.
+pub fn print_line(text: &str) {
+    // `eprintln!` is captured by the test harness; writes to standard error are not.
     let _ = writeln!(std::io::stderr(), "[e2e] {text}");
 }

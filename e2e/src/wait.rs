@@ -1,24 +1,24 @@
-//! Waiting for something to become true, never longer than a bound.
+//! Waits for a condition, with a bound.
 
 use std::time::{Duration, Instant};
 
-/// Time for anything that must happen: far beyond what it takes on a machine that is busy with other tests.
+/// Bound for anything that must happen: far longer than it takes on a busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Pause between two looks. Looking costs an HTTP request or a call; this keeps it from being the load.
+/// Interval between polls, so that polling by HTTP requests or calls causes little load.
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// Looks until there is an answer.
+/// Polls until `poll` returns a value.
 ///
 /// # Panics
-/// When there is none within the bound; `what` says what was waited for.
-pub fn wait_until<T>(what: &str, within: Duration, mut look: impl FnMut() -> Option<T>) -> T {
+/// If it returns none within the bound; `what` describes the condition.
+pub fn wait_until<T>(what: &str, within: Duration, mut poll: impl FnMut() -> Option<T>) -> T {
     let started = Instant::now();
     loop {
-        if let Some(found) = look() {
+        if let Some(found) = poll() {
             return found;
         }
-        assert!(started.elapsed() < within, "not within {within:?}: {what}");
+        assert!(started.elapsed() < within, "timeout after {within:?}: {what}");
         std::thread::sleep(PAUSE);
     }
 }

@@ -1,17 +1,17 @@
-//! The Helm chart: what it renders, what it refuses, and what a real API server makes of it.
+//! The Helm chart: its rendered objects, the values that it rejects, and its objects on a real API server.
 //!
-//! Helm is built from its Go module by `e2e/helm/build.sh`. Renders of the main sets of values lie in `chart/golden`, without the
-//! definitions, which have a drift check of their own; `REPRISE_GOLDEN=write` writes them anew. What pods do is not tested
-//! here: that takes nodes.
+//! Helm is built from its Go module by `e2e/helm/build.sh`. The folder `chart/golden` has the rendered
+//! objects of the main sets of values, without the definitions, which have their own drift check.
+//! `REPRISE_GOLDEN=write` updates it. The behaviour of pods is tested in `cluster.rs`, since it needs nodes.
 
 #[path = "chart/golden.rs"]
 mod golden;
 #[path = "chart/helm.rs"]
 mod helm;
+#[path = "chart/invalid_values.rs"]
+mod invalid_values;
 #[path = "chart/pods.rs"]
 mod pods;
-#[path = "chart/refusals.rs"]
-mod refusals;
 #[path = "chart/release.rs"]
 mod release;
 #[path = "chart/rights.rs"]

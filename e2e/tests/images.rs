@@ -1,4 +1,5 @@
-//! What images are, and what decides whether they are built again: everything that changes what is in them, and nothing else.
+//! The inputs of an image's digest: everything that changes the image, and nothing else. And the contents of
+//! images.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -8,13 +9,13 @@ use reprise_e2e::kubernetes::programs;
 use reprise_e2e::tree;
 use serde_json::{Value, json};
 
-/// Prints what images of a profile are made of.
+/// Prints the inputs of images of a profile.
 const SCRIPT: &str = "set -euo pipefail; . images/made-of.sh; made_of \"$0\"";
 
-/// Flags that whoever runs the tests may have set.
+/// Build flags that may be set in the environment of the tests.
 const FLAGS: [&str; 4] = ["RUSTFLAGS", "CARGO_PROFILE_IMAGES_LTO", "CC_x86_64_unknown_linux_musl", "CFLAGS"];
 
-/// What images of a profile are made of with a variable in the environment.
+/// Returns the inputs of images of a profile, with a variable in the environment.
 fn made_of(profile: &str, variable: Option<(&str, &str)>) -> BTreeSet<String> {
     let mut command = Command::new("bash");
     command.current_dir(tree()).args(["-c", SCRIPT, profile]);
@@ -27,16 +28,16 @@ fn made_of(profile: &str, variable: Option<(&str, &str)>) -> BTreeSet<String> {
     String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect()
 }
 
-/// What a program says of itself, or that it is not there.
+/// Returns the first line that a tool prints with `--version`, or that it does not exist.
 fn version(tool: &str) -> String {
-    let said = Command::new(tool).arg("--version").current_dir(tree()).output().ok();
-    let said = said.map(|output| String::from_utf8_lossy(&output.stdout).into_owned());
-    let first = said.and_then(|said| said.lines().next().map(str::to_owned));
+    let output = Command::new(tool).arg("--version").current_dir(tree()).output().ok();
+    let output = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned());
+    let first = output.and_then(|text| text.lines().next().map(str::to_owned));
     first.unwrap_or_else(|| format!("no {tool}"))
 }
 
 #[test]
-fn images_are_made_of_sources_locks_configurations_and_tools() {
+fn inputs_of_images_are_sources_locks_configurations_and_tools() {
     let all = made_of("images", None);
     let has = |word: &str| all.iter().any(|line| line.contains(word));
     for word in [
@@ -52,24 +53,24 @@ fn images_are_made_of_sources_locks_configurations_and_tools() {
         "  operator/src/main.rs",
         "  proto/protos/controlplane.proto",
     ] {
-        assert!(has(word), "images are made of {word}: {all:#?}");
+        assert!(has(word), "no input {word}: {all:#?}");
     }
     for tool in ["rustc", "cargo", "musl-gcc", "objcopy", "buildah"] {
-        assert!(all.contains(&version(tool)), "images are made by {tool}: {all:#?}");
+        assert!(all.contains(&version(tool)), "no input {tool}: {all:#?}");
     }
-    assert!(!has("docs/"), "documents are in no image: {all:#?}");
+    assert!(!has("docs/"), "documents are not inputs: {all:#?}");
     assert_eq!(made_of("images", None), all);
 }
 
 #[test]
-fn flags_and_the_profile_make_other_images_and_folders_do_not() {
+fn flags_and_the_profile_are_inputs_and_folders_are_not() {
     let plain = made_of("images", None);
     let dev = made_of("dev", None);
     assert!(
         dev.contains(&version("ldd")) && !plain.contains(&version("ldd")),
-        "its C library is in them: {dev:#?}"
+        "the machine's C library is an input: {dev:#?}"
     );
-    assert!(!dev.contains(&version("musl-gcc")), "and no other: {dev:#?}");
+    assert!(!dev.contains(&version("musl-gcc")), "musl is not an input: {dev:#?}");
     for flag in FLAGS {
         let with = made_of("images", Some((flag, "thin")));
         let more: Vec<&String> = with.difference(&plain).collect();
@@ -80,7 +81,7 @@ fn flags_and_the_profile_make_other_images_and_folders_do_not() {
     }
 }
 
-/// What an archive of an image says of it, and the files of its layers.
+/// Configuration and files of an image in an archive.
 struct Image {
     config: Value,
     files: BTreeSet<String>,
@@ -119,8 +120,8 @@ fn run_tar(arguments: &[&str]) -> String {
 }
 
 #[test]
-fn an_image_is_one_program_that_is_nobody_and_says_what_it_is() {
-    let archives = programs::images().expect("they are built");
+fn an_image_contains_one_program_and_runs_unprivileged_with_labels() {
+    let archives = programs::images().expect("the images can be built");
     let version = env!("CARGO_PKG_VERSION");
     let profile = std::env::var("REPRISE_IMAGES_PROFILE").unwrap_or_else(|_| "dev".to_owned());
     let names = ["reprise-agent", "reprise-controlplane", "reprise-operator", "reprise", "reprise-etcd"];
@@ -128,20 +129,20 @@ fn an_image_is_one_program_that_is_nobody_and_says_what_it_is() {
     for (name, archive) in names.into_iter().zip(&archives) {
         assert!(archive.ends_with(format!("{name}-{version}.tar")), "{}", archive.display());
         let Image { config, files } = Image::read(archive);
-        let told = &config["config"];
-        assert_eq!(told["User"], "65532:65532", "{name}");
-        assert_eq!(told["Entrypoint"], json!([format!("/{name}")]), "{name}");
-        let labels = &told["Labels"];
+        let settings = &config["config"];
+        assert_eq!(settings["User"], "65532:65532", "{name}");
+        assert_eq!(settings["Entrypoint"], json!([format!("/{name}")]), "{name}");
+        let labels = &settings["Labels"];
         assert_eq!(labels["org.opencontainers.image.title"], name);
         assert_eq!(labels["org.opencontainers.image.version"], version, "{name}");
         assert_eq!(labels["org.opencontainers.image.licenses"], "Apache-2.0", "{name}");
-        assert!(files.contains(name), "{name} is in it: {files:?}");
-        // Etcd's is static in both profiles.
+        assert!(files.contains(name), "{name} is missing: {files:?}");
+        // etcd is static in both profiles.
         let has_libraries = profile == "dev" && name != "reprise-etcd";
         assert_eq!(files.iter().any(|file| file.contains("libc.so")), has_libraries, "{name}: {files:?}");
         let is_library = |file: &&String| file.contains(".so");
         let others: Vec<&String> = files.iter().filter(|file| !is_library(file) && *file != name).collect();
-        assert!(others.is_empty(), "nothing but the program and what it loads is in {name}: {others:?}");
-        assert!(has_libraries || files.len() == 1, "{name} is all that is in it: {files:?}");
+        assert!(others.is_empty(), "unexpected files in {name}: {others:?}");
+        assert!(has_libraries || files.len() == 1, "{name} is not the only file: {files:?}");
     }
 }

@@ -1,22 +1,22 @@
-//! Agents as they run in a cluster, against Kubernetes' real API server: the test plays the operator, by writing specs of
-//! `CacheNode`s, and the kubelet, by giving each agent the token of a pod on its node.
+//! Agents as they run in a cluster, against Kubernetes' real API server. The test simulates the operator by
+//! writing specs of `CacheNode`s, and the kubelet by giving each agent the token of a pod on its node.
 //!
-//! The tests share one server where they leave it alone; each has nodes of its own in it.
+//! Tests share one server unless they inject faults into it; each has its own nodes.
 
 use std::process::ExitCode;
 use std::sync::{Arc, OnceLock};
 
 use libtest_mimic::{Arguments, Trial};
-use reprise_e2e::{ApiServer, World};
+use reprise_e2e::{ApiServer, TestEnv};
 
-#[path = "in_cluster/absence.rs"]
-mod absence;
+#[path = "in_cluster/api_server_faults.rs"]
+mod api_server_faults;
 #[path = "in_cluster/devices.rs"]
 mod devices;
-#[path = "in_cluster/engines.rs"]
-mod engines;
 #[path = "in_cluster/identities.rs"]
 mod identities;
+#[path = "in_cluster/io_engines.rs"]
+mod io_engines;
 #[path = "in_cluster/modes.rs"]
 mod modes;
 #[path = "in_cluster/node.rs"]
@@ -33,22 +33,22 @@ mod queues;
 #[path = "resources/rights.rs"]
 mod rights;
 
-/// What the tests share. In the order in which it ends: the server, then its folder.
+/// The shared server and its environment. The fields are dropped in this order.
 struct Shared {
     server: ApiServer,
-    world: World,
+    env: TestEnv,
 }
 
 impl Shared {
     fn start() -> Shared {
-        let world = World::new();
-        let server = world.api_server();
+        let env = TestEnv::new();
+        let server = env.api_server();
         node::install(&server);
-        Shared { server, world }
+        Shared { server, env }
     }
 }
 
-/// The tests that are given the shared server, by their names.
+/// Creates trials of tests that use the shared server, by their names.
 macro_rules! on_the_server {
     ($shared:expr, $($test:path),+ $(,)?) => {
         vec![$({
@@ -57,7 +57,7 @@ macro_rules! on_the_server {
                 let shared = shared.get_or_init(Shared::start);
                 let run = std::panic::AssertUnwindSafe(|| $test(&shared.server));
                 if let Err(panic) = std::panic::catch_unwind(run) {
-                    shared.world.show_failure(stringify!($test));
+                    shared.env.show_failure(stringify!($test));
                     std::panic::resume_unwind(panic);
                 }
                 Ok(())
@@ -66,8 +66,8 @@ macro_rules! on_the_server {
     };
 }
 
-/// The tests that have a server of their own, to be mistreated.
-macro_rules! alone {
+/// Creates trials of tests with their own server, into which they inject faults.
+macro_rules! with_own_server {
     ($($test:path),+ $(,)?) => {
         [$(Trial::test(stringify!($test), || {
             $test();
@@ -81,31 +81,31 @@ fn main() -> ExitCode {
     let shared = Arc::new(OnceLock::new());
     let mut tests = on_the_server![
         shared,
-        absence::an_agent_with_the_token_of_another_node_is_refused_in_words_and_serves,
-        absence::an_agent_that_is_told_to_stop_says_that_it_leaves,
-        absence::what_somebody_forces_into_a_status_is_put_back_and_he_is_named,
-        devices::a_device_with_somebody_elses_data_is_left_alone_and_one_that_is_blank_is_used,
-        devices::a_device_that_goes_away_is_faulted_and_comes_back_with_its_blocks,
-        devices::a_device_that_fails_is_faulted_and_engines_go_on,
-        devices::a_pool_of_fewer_devices_than_match_keeps_its_own_and_its_wipe_destroys_no_other,
-        devices::devices_that_two_pools_want_go_to_the_first,
-        engines::an_engine_that_cannot_be_had_keeps_a_pool_closed_unless_another_may_do,
-        identities::a_tenant_that_names_its_pods_is_theirs_alone,
-        modes::a_node_follows_the_mode_of_its_spec,
+        api_server_faults::an_agent_with_another_nodes_token_is_rejected_by_the_api_server_and_serves,
+        api_server_faults::a_stopping_agent_reports_that_it_is_gone,
+        api_server_faults::the_agent_restores_its_status_fields_and_names_the_other_writer,
+        devices::uses_a_blank_device_and_rejects_one_with_foreign_data,
+        devices::a_removed_device_is_faulted_and_returns_with_its_blocks,
+        devices::a_failed_device_is_faulted_and_engines_continue,
+        devices::a_pool_with_max_devices_keeps_its_device_and_wipes_no_other,
+        devices::a_device_that_two_pools_claim_belongs_to_the_first,
+        io_engines::an_unavailable_io_engine_keeps_a_pool_closed_without_a_fallback,
+        identities::only_the_pods_of_a_bound_tenant_may_use_it,
+        modes::a_node_applies_the_mode_of_its_spec,
         modes::a_node_is_drained_by_its_spec,
-        modes::a_share_to_keep_free_changes_without_a_restart,
-        pools::a_pool_comes_and_goes_while_engines_go_on,
-        pools::the_capacity_that_is_reported_is_that_of_the_pools_that_are_open_now,
+        modes::the_free_share_of_a_pool_changes_without_a_restart,
+        pools::a_pool_is_opened_and_closed_while_engines_continue,
+        pools::the_reported_capacity_is_that_of_the_open_pools,
         pools::a_killed_agent_finds_its_blocks_again,
-        pools::a_file_that_is_not_there_at_the_start_is_waited_for_and_made_anew_only_by_a_pool_that_begins_anew,
-        pools::a_wiped_pool_is_destroyed_and_said_so,
-        pools::a_pool_that_changes_its_engine_is_opened_again_with_its_blocks,
-        profiles::a_profile_is_in_effect_once_its_content_has_come_and_a_wrong_one_is_refused_in_words,
-        queues::queue_pairs_are_kept_while_the_spec_says_so_and_not_for_two_that_cannot_both_be,
+        pools::a_missing_file_is_recreated_only_after_its_claim_was_removed,
+        pools::a_wiped_pool_is_destroyed_and_reported,
+        pools::a_pool_that_changes_its_io_engine_is_reopened_with_its_blocks,
+        profiles::a_profile_takes_effect_with_its_content_and_wrong_content_is_rejected,
+        queues::queue_pairs_are_reserved_as_specified_and_conflicts_are_rejected,
     ];
-    tests.extend(alone![
-        absence::an_agent_goes_on_and_starts_again_without_the_api_server,
-        identities::while_the_server_is_away_only_pods_that_it_has_known_are_a_kept_tenant,
+    tests.extend(with_own_server![
+        api_server_faults::an_agent_continues_and_restarts_without_the_api_server,
+        identities::without_the_api_server_only_known_pods_may_use_a_bound_tenant,
     ]);
     let conclusion = libtest_mimic::run(&arguments, tests);
     drop(shared);

@@ -1,16 +1,16 @@
-//! The operator on a real API server: what it makes of resources, and that it ends in the same objects whatever happens to it.
+//! The operator against a real API server: the objects that it creates, and convergence after faults.
 //!
-//! No controller of Kubernetes runs here, so StatefulSets have no pods and nothing that lost its owner is removed. The tests play the
-//! kubelet (statuses of StatefulSets) and the agents (statuses of CacheNodes).
+//! No controller of Kubernetes runs here: StatefulSets have no pods, and orphaned objects are not collected.
+//! The tests simulate the kubelet (statuses of StatefulSets) and the agents (statuses of CacheNodes).
 
-#![allow(clippy::needless_pass_by_value, reason = "specs are made where they are passed")]
+#![allow(clippy::needless_pass_by_value, reason = "specs are built in place as arguments")]
 
-#[path = "operator/access.rs"]
-mod access;
 #[path = "operator/agents.rs"]
 mod agents;
 #[path = "operator/agreement.rs"]
 mod agreement;
+#[path = "operator/assignment.rs"]
+mod assignment;
 #[path = "operator/chaos.rs"]
 mod chaos;
 #[path = "operator/children.rs"]
@@ -19,36 +19,28 @@ mod children;
 mod control_planes;
 #[path = "operator/convergence.rs"]
 mod convergence;
-#[path = "operator/established.rs"]
-mod established;
-#[path = "operator/in_use.rs"]
-mod in_use;
+#[path = "operator/deletion_guard.rs"]
+mod deletion_guard;
+#[path = "operator/device_access.rs"]
+mod device_access;
+#[path = "operator/field_ownership.rs"]
+mod field_ownership;
 #[path = "operator/injection.rs"]
 mod injection;
 #[path = "operator/kills.rs"]
 mod kills;
-#[path = "operator/lab.rs"]
-mod lab;
-#[path = "operator/outcome.rs"]
-mod outcome;
-#[path = "operator/people.rs"]
-mod people;
-#[path = "operator/plane.rs"]
-mod plane;
+#[path = "operator/node_condition.rs"]
+mod node_condition;
 #[path = "operator/pools.rs"]
 mod pools;
 #[path = "operator/profiles.rs"]
 mod profiles;
-#[path = "operator/put_back.rs"]
-mod put_back;
 #[path = "operator/queue_agents.rs"]
 mod queue_agents;
 #[path = "operator/queue_faults.rs"]
 mod queue_faults;
 #[path = "operator/queues.rs"]
 mod queues;
-#[path = "operator/readiness.rs"]
-mod readiness;
 #[path = "operator/replicas.rs"]
 mod replicas;
 #[path = "operator/rights.rs"]
@@ -57,11 +49,19 @@ mod rights;
 mod schemas;
 #[path = "operator/secured_store.rs"]
 mod secured_store;
+#[path = "operator/snapshot.rs"]
+mod snapshot;
 #[path = "operator/stores.rs"]
 mod stores;
 #[path = "operator/tenants.rs"]
 mod tenants;
+#[path = "operator/test_cluster.rs"]
+mod test_cluster;
+#[path = "operator/test_control_plane.rs"]
+mod test_control_plane;
 #[path = "operator/uninstall.rs"]
 mod uninstall;
+#[path = "operator/user_simulator.rs"]
+mod user_simulator;
 #[path = "operator/versions.rs"]
 mod versions;

@@ -1,20 +1,20 @@
-//! The custom resources on a real API server: what the definitions promise, Kubernetes itself does.
+//! The custom resources on a real API server: definitions, rules, defaults, columns and rights.
 //!
-//! The tests of this file share one server, which takes seconds to start. So the list of tests is this program's own: the first
-//! test starts the server, and it ends with the last one. Each test has names of its own in it, and none changes what others rely on.
+//! The tests share one server, since its start takes seconds. The first test starts it, and it ends with the
+//! last one. Each test uses its own names, and none changes what others rely on.
 
 use std::process::ExitCode;
 use std::sync::{Arc, OnceLock};
 
 use libtest_mimic::{Arguments, Trial};
-use reprise_e2e::{ApiServer, World};
+use reprise_e2e::{ApiServer, TestEnv};
 
 #[path = "resources/admission.rs"]
 mod admission;
+#[path = "resources/api_server_restart.rs"]
+mod api_server_restart;
 #[path = "resources/objects.rs"]
 mod objects;
-#[path = "resources/restarts.rs"]
-mod restarts;
 #[path = "resources/rights.rs"]
 mod rights;
 #[path = "resources/rules.rs"]
@@ -24,22 +24,22 @@ mod schemas;
 #[path = "resources/writers.rs"]
 mod writers;
 
-/// What the tests share. In the order in which it ends: the server, then its folder.
+/// The shared server and its environment. The fields are dropped in this order.
 struct Shared {
     server: ApiServer,
-    world: World,
+    env: TestEnv,
 }
 
 impl Shared {
     fn start() -> Shared {
-        let world = World::new();
-        let server = world.api_server();
+        let env = TestEnv::new();
+        let server = env.api_server();
         objects::install_definitions(&server);
-        Shared { server, world }
+        Shared { server, env }
     }
 }
 
-/// The tests that are given the shared server, by their names.
+/// Creates trials of tests that use the shared server, by their names.
 macro_rules! on_the_server {
     ($shared:expr, $($test:path),+ $(,)?) => {
         vec![$({
@@ -48,7 +48,7 @@ macro_rules! on_the_server {
                 let shared = shared.get_or_init(Shared::start);
                 let run = std::panic::AssertUnwindSafe(|| $test(&shared.server));
                 if let Err(panic) = std::panic::catch_unwind(run) {
-                    shared.world.show_failure(stringify!($test));
+                    shared.env.show_failure(stringify!($test));
                     std::panic::resume_unwind(panic);
                 }
                 Ok(())
@@ -63,15 +63,15 @@ fn main() -> ExitCode {
     let mut tests = on_the_server![
         shared,
         admission::an_agent_writes_the_cache_node_of_its_own_node_only,
-        rules::the_server_decides_on_every_object_of_the_tables_as_they_say,
-        schemas::defaults_are_in_what_is_stored,
+        rules::the_server_accepts_and_rejects_the_objects_of_the_tables_as_expected,
+        schemas::stored_objects_contain_the_defaults,
         schemas::every_definition_is_served,
         schemas::every_kind_shows_its_columns,
         schemas::queue_allocations_are_found_by_their_node,
-        writers::spec_and_status_are_written_apart,
+        writers::spec_and_status_are_written_separately,
     ];
-    tests.push(Trial::test(stringify!(restarts::a_killed_server_comes_back_with_what_it_stored), || {
-        restarts::a_killed_server_comes_back_with_what_it_stored();
+    tests.push(Trial::test(stringify!(api_server_restart::a_killed_server_returns_with_its_data), || {
+        api_server_restart::a_killed_server_returns_with_its_data();
         Ok(())
     }));
     let conclusion = libtest_mimic::run(&arguments, tests);

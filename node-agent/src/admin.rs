@@ -1,11 +1,11 @@
 //! The admin port: `/metrics`, `/healthz`, `/readyz`, `/startz`, `/status`, `/blocks/<key>`,
 //! `/slack/<profile>/<phase>/<tokens>`.
 //!
-//! One thread with a runtime of its own, so that a slow scraper costs the data path nothing, and a bound on connections
-//! that idle clients cannot exhaust ([`reprise_daemon::http`]). Health is not a constant:
-//! `/healthz` fails when the core's thread no longer turns ([`Pulse`]); a busy one is healthy. Pages of its state ask the
-//! core and fail when it does not answer within [`CORE_PATIENCE`]. Not authenticated, and therefore on loopback unless
-//! configured otherwise; nothing here changes anything.
+//! One thread with its own runtime, so a slow scraper does not affect the data path; idle clients cannot
+//! exhaust the bounded connections ([`reprise_daemon::http`]). `/healthz` fails if the core's thread has
+//! not completed a pass for too long ([`Liveness`]); a busy core is healthy. Pages with core state query
+//! the core and fail if it does not respond within [`CORE_PATIENCE`]. The port is not authenticated and
+//! listens on loopback by default; no page changes state.
 
 mod block;
 mod slack;
@@ -31,52 +31,53 @@ use axum::routing::get;
 use crossbeam_channel::{Sender, bounded};
 use reprise_daemon::connections::ConnectionLimit;
 use reprise_daemon::http;
-use reprise_daemon::rejected::Listener;
+use reprise_daemon::rejected_connections::Listener;
 use serde::Serialize;
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, oneshot};
 
 use crate::config::Settings;
-use crate::core_loop::{Inbox, Input, Pulse};
+use crate::core_loop::{Inbox, Input, Liveness};
 use crate::directory::DirectoryClient;
 use crate::error::{AgentError, ErrorKind};
 use crate::metrics::{CORE, Metrics, PEER, TenantRows, describe};
 use crate::peer::Peers;
-use crate::slack::InEffect;
+use crate::slack::ActiveProfiles;
 
-/// The core answers within microseconds, or behind a full inbox (0.4 s at the worst).
+/// Time limit for the core's response: microseconds, or at most 0.4 s behind a full inbox.
 const CORE_PATIENCE: Duration = Duration::from_secs(1);
 
-/// `/startz` answers after this time even if the agent is not ready: from then on failing readiness probes report it.
+/// `/startz` responds after this time even if the agent is not ready; from then on failing readiness probes
+/// report it.
 const STARTS_WITHIN: Duration = Duration::from_secs(60);
 
-/// Callers of `/startz` that may wait at a time: the kubelet is one.
+/// Concurrent callers of `/startz`; the kubelet is one.
 static WAITING: Semaphore = Semaphore::const_new(4);
 
-/// Pause between two looks of `/startz` whether the agent is ready.
-const LOOKS_EVERY: Duration = Duration::from_millis(20);
+/// Interval at which `/startz` checks whether the agent is ready.
+const CHECK_EVERY: Duration = Duration::from_millis(20);
 
-/// What a page says whose core has not answered.
-const SILENT: &str = "the core does not answer\n";
+/// Response body if the core does not respond.
+const NO_RESPONSE: &str = "the core does not respond\n";
 
-/// What the pages are about.
+/// Dependencies of the admin pages.
 pub(crate) struct AdminContext {
     pub(crate) inbox: Inbox,
-    pub(crate) pulse: Pulse,
+    pub(crate) liveness: Liveness,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) directory: Arc<DirectoryClient>,
     pub(crate) peers: Option<Peers>,
     pub(crate) arena: ArenaInfo,
     pub(crate) settings: Settings,
-    /// Connections at a time.
+    /// Maximum number of connections.
     pub(crate) connections_max: usize,
     pub(crate) tenants: Arc<Mutex<TenantRegistry>>,
-    pub(crate) slack: InEffect,
-    /// Set when the agent serves, cleared when it stops.
+    pub(crate) slack: ActiveProfiles,
+    /// Set while the agent serves.
     pub(crate) ready: AtomicBool,
 }
 
-/// What there is to know about the arena.
+/// Description of the arena for the status page.
 #[derive(Clone, Debug)]
 pub(crate) struct ArenaInfo {
     pub(crate) bytes: u64,
@@ -84,24 +85,24 @@ pub(crate) struct ArenaInfo {
     pub(crate) page_kind: String,
 }
 
-/// The running server.
+/// The running admin server.
 pub(crate) struct AdminServer {
     address: SocketAddr,
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// A port that is taken but not served yet: its number is announced before everything is ready.
+/// A bound port that is not served yet, so its number can be announced early.
 pub(crate) struct AdminPort {
     listener: std::net::TcpListener,
     address: SocketAddr,
 }
 
 impl AdminPort {
-    /// Takes the port.
+    /// Binds the port.
     ///
     /// # Errors
-    /// `ErrorKind::Resource`: somebody else has it, or the address is not this machine's.
+    /// `ErrorKind::Resource`: the port is in use, or the address is not local.
     pub(crate) fn bind(address: SocketAddr) -> Result<AdminPort, AgentError> {
         let bound = std::net::TcpListener::bind(address).and_then(|listener| {
             listener.set_nonblocking(true)?;
@@ -111,22 +112,22 @@ impl AdminPort {
         bound.map_err(|error| {
             let context =
                 format!("cannot listen on admin.listen = '{address}'; choose another port, or 0 for any");
-            AgentError::new(ErrorKind::Resource, context).because(error)
+            AgentError::new(ErrorKind::Resource, context).with_source(error)
         })
     }
 
-    /// Where it listens.
+    /// Returns the bound address.
     pub(crate) fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Serves until stopped.
+    /// Starts serving.
     ///
     /// # Errors
-    /// `ErrorKind::Resource`: no thread or runtime is to be had.
+    /// `ErrorKind::Resource`: a thread or runtime cannot be created.
     pub(crate) fn serve(self, context: Arc<AdminContext>) -> Result<AdminServer, AgentError> {
         let failed =
-            |error| AgentError::new(ErrorKind::Resource, "cannot start the admin server").because(error);
+            |error| AgentError::new(ErrorKind::Resource, "cannot start the admin server").with_source(error);
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
         let (stop, stopped) = oneshot::channel();
         let AdminPort { listener, address } = self;
@@ -149,7 +150,7 @@ impl AdminPort {
             runtime.block_on(async {
                 tokio::select! {
                     () = http::serve(listener, router, limit, std::future::pending()) => {}
-                    // Open connections end with the runtime: the agent is about to exit.
+                    // Open connections end with the runtime, as the agent is about to exit.
                     _ = stopped => {}
                 }
             });
@@ -161,12 +162,11 @@ impl AdminPort {
 }
 
 impl AdminServer {
-    /// Where it listens.
+    /// Returns the bound address.
     pub(crate) fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Ends the server.
     pub(crate) fn stop(mut self) {
         if let Some(stop) = self.stop.take() {
             let _ = stop.send(());
@@ -177,13 +177,13 @@ impl AdminServer {
     }
 }
 
-/// Asks the core's thread; `None` when it does not answer.
+/// Queries the core's thread; `None` if it does not respond in time.
 async fn ask<T: Send + 'static>(
     context: &AdminContext,
     question: impl FnOnce(Sender<T>) -> Input + Send + 'static,
 ) -> Option<T> {
     let inbox = context.inbox.clone();
-    // Inbox and answer are channels that threads wait for; waiting is moved off the runtime's thread.
+    // The channels block, so the wait runs outside the runtime's thread.
     let waited = tokio::task::spawn_blocking(move || {
         let until = Instant::now() + CORE_PATIENCE;
         let (answer, answered) = bounded(1);
@@ -193,9 +193,9 @@ async fn ask<T: Send + 'static>(
     waited.await.ok().flatten()
 }
 
-/// A tenant as people know it; one that only blocks on devices speak of is known by its number.
+/// Returns a tenant's name. A tenant known only from blocks on devices has a number only.
 fn tenant_name(context: &AdminContext, tenant: TenantId) -> String {
-    let tenants = context.tenants.lock().expect("nobody panics with the registry in hand");
+    let tenants = context.tenants.lock().expect("no panic while the registry is locked");
     tenants.name(tenant).map_or_else(|| format!("number.{}", tenant.0), ToString::to_string)
 }
 
@@ -204,7 +204,7 @@ fn unavailable(text: &'static str) -> Response {
 }
 
 async fn metrics(State(context): State<Arc<AdminContext>>, headers: HeaderMap) -> Response {
-    let Some(view) = ask(&context, Input::Inspect).await else { return unavailable(SILENT) };
+    let Some(view) = ask(&context, Input::Inspect).await else { return unavailable(NO_RESPONSE) };
     let mut numbers = describe("", CORE, view.counters.fields());
     if let Some(peers) = &context.peers {
         numbers.extend(describe("peer_", PEER, peers.stats().fields()));
@@ -217,43 +217,44 @@ async fn metrics(State(context): State<Arc<AdminContext>>, headers: HeaderMap) -
             let format = Format::negotiate(accept);
             ([(header::CONTENT_TYPE, format.content_type())], format.render(text)).into_response()
         }
-        Err(_) => (StatusCode::INTERNAL_SERVER_ERROR, "metrics cannot be encoded\n").into_response(),
+        Err(_) => (StatusCode::INTERNAL_SERVER_ERROR, "cannot encode the metrics\n").into_response(),
     }
 }
 
 async fn healthz(State(context): State<Arc<AdminContext>>) -> Response {
-    if context.pulse.is_alive() { "ok\n".into_response() } else { unavailable("the core is stuck\n") }
+    if context.liveness.is_alive() { "ok\n".into_response() } else { unavailable("the core is stuck\n") }
 }
 
 async fn readyz(State(context): State<Arc<AdminContext>>) -> Response {
     if context.ready.load(Ordering::Acquire) { "ready\n".into_response() } else { unavailable("not ready\n") }
 }
 
-/// Answers once the agent is ready, so that no probe of the kubelet fails during a normal start.
+/// Responds once the agent is ready, so the kubelet's probe does not fail during a normal start.
 async fn startz(State(context): State<Arc<AdminContext>>) -> Response {
-    // Callers that wait keep their connection: with more of them, probes would find none.
-    let Ok(_waits) = WAITING.try_acquire() else { return unavailable("too many wait for the start\n") };
+    // Waiting callers occupy connections; more of them could exclude probes.
+    let Ok(_waits) = WAITING.try_acquire() else { return unavailable("too many callers are waiting\n") };
     let begun = Instant::now();
     while !context.ready.load(Ordering::Acquire) && begun.elapsed() < STARTS_WITHIN {
-        tokio::time::sleep(LOOKS_EVERY).await;
+        tokio::time::sleep(CHECK_EVERY).await;
     }
     healthz(State(context)).await
 }
 
 async fn status_page(State(context): State<Arc<AdminContext>>) -> Response {
-    let Some(view) = ask(&context, Input::Inspect).await else { return unavailable(SILENT) };
+    let Some(view) = ask(&context, Input::Inspect).await else { return unavailable(NO_RESPONSE) };
     json(&status::Status::new(&context, &view))
 }
 
 async fn block_page(State(context): State<Arc<AdminContext>>, Path(key): Path<String>) -> Response {
     let Some(key) = BlockKey::from_hex(&key) else {
-        return (StatusCode::BAD_REQUEST, "a block's key has 32 hexadecimal digits\n").into_response();
+        return (StatusCode::BAD_REQUEST, "invalid block key: expected 32 hexadecimal digits\n")
+            .into_response();
     };
     let answered = ask(&context, move |answer| Input::Describe { key, answer }).await;
     match answered {
-        None => unavailable(SILENT),
+        None => unavailable(NO_RESPONSE),
         Some(None) => {
-            let text = format!("{key} is not on node {}\n", context.settings.node.name);
+            let text = format!("block {key} is not on node {}\n", context.settings.node.name);
             (StatusCode::NOT_FOUND, text).into_response()
         }
         Some(Some(described)) => json(&block::Block::new(&context, key, described)),
@@ -265,12 +266,12 @@ async fn slack_page(
     Path((profile, phase, tokens)): Path<(String, String, u32)>,
 ) -> Response {
     let Some(phase) = slack::phase(&phase) else {
-        return (StatusCode::BAD_REQUEST, "a phase is Prefill or Decode\n").into_response();
+        return (StatusCode::BAD_REQUEST, "invalid phase: expected Prefill or Decode\n").into_response();
     };
     match context.slack.get(&profile) {
         Some(found) => json(&slack::Page::new(&profile, &found, (phase, tokens))),
         None => {
-            let text = format!("profile {profile} is not in effect on node {}\n", context.settings.node.name);
+            let text = format!("profile {profile} is not active on node {}\n", context.settings.node.name);
             (StatusCode::NOT_FOUND, text).into_response()
         }
     }
@@ -279,6 +280,6 @@ async fn slack_page(
 fn json(page: &impl Serialize) -> Response {
     match serde_json::to_string_pretty(page) {
         Ok(text) => ([(header::CONTENT_TYPE, "application/json")], text + "\n").into_response(),
-        Err(_) => (StatusCode::INTERNAL_SERVER_ERROR, "the page cannot be encoded\n").into_response(),
+        Err(_) => (StatusCode::INTERNAL_SERVER_ERROR, "cannot encode the page\n").into_response(),
     }
 }

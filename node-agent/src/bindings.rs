@@ -1,7 +1,7 @@
-//! Which pods are which tenant's, as the operator writes it into a file that the kubelet brings.
+//! Mapping of pods to tenants, from a file that the operator writes and the kubelet delivers.
 //!
-//! It is read once before the first session, since nobody may be a tenant that is kept for others; and again from time to time by the
-//! thread of the claims. What cannot be read then leaves what was read before in effect.
+//! It is read before the first session, so no session can use a tenant that is reserved for other pods. The
+//! reconciler thread re-reads it periodically; an invalid file leaves the previous mapping in effect.
 
 use std::fs::File;
 use std::io::Read;
@@ -13,10 +13,10 @@ use reprise_policy::identity::PodBindings;
 use crate::config::digest;
 use crate::error::{AgentError, ErrorKind};
 
-/// What a ConfigMap holds.
+/// Maximum size of a ConfigMap.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
-/// See the module. Clones share it.
+/// The mapping file and its current content; clones share it.
 #[derive(Clone, Debug)]
 pub(crate) struct BindingsFile {
     path: PathBuf,
@@ -27,47 +27,52 @@ pub(crate) struct BindingsFile {
 struct Current {
     bindings: Arc<PodBindings>,
     digest: String,
-    /// Why the file could not be read, as it was said.
-    said: Option<String>,
+    /// The last error that was logged.
+    logged_error: Option<String>,
 }
 
 impl BindingsFile {
-    /// Reads it for the first time.
+    /// Reads the file for the first time.
     ///
     /// # Errors
-    /// `ErrorKind::Config`: it is not there, or cannot be used.
+    /// `ErrorKind::Config`: the file does not exist or is invalid.
     pub(crate) fn read(path: PathBuf) -> Result<BindingsFile, AgentError> {
         let (bindings, digest) = read(&path).map_err(|why| {
-            let what = format!("TENANTS_FILE '{}' says which pods are which tenant's: {why}", path.display());
+            let what =
+                format!("invalid TENANTS_FILE '{}' (mapping of pods to tenants): {why}", path.display());
             AgentError::new(ErrorKind::Config, what)
         })?;
-        let current = Current { bindings: Arc::new(bindings), digest, said: None };
+        let current = Current { bindings: Arc::new(bindings), digest, logged_error: None };
         Ok(BindingsFile { path, current: Arc::new(Mutex::new(current)) })
     }
 
-    /// What is in effect.
+    /// Returns the mapping in effect.
     pub(crate) fn current(&self) -> Arc<PodBindings> {
         self.locked().bindings.clone()
     }
 
-    /// Digest of the file that is in effect.
+    /// Returns the digest of the file in effect.
     pub(crate) fn digest(&self) -> String {
         self.locked().digest.clone()
     }
 
-    /// Takes over what the file says by now.
-    pub(crate) fn look(&self) {
+    /// Re-reads the file; an invalid one leaves the previous mapping in effect.
+    pub(crate) fn refresh(&self) {
         let read = read(&self.path);
         let mut current = self.locked();
         match read {
-            Ok((_, digest)) if digest == current.digest => current.said = None,
+            Ok((_, digest)) if digest == current.digest => current.logged_error = None,
             Ok((bindings, digest)) => {
-                tracing::info!(digest, bindings = bindings.count(), "which pods are which tenant's is new");
-                *current = Current { bindings: Arc::new(bindings), digest, said: None };
+                tracing::info!(
+                    digest,
+                    bindings = bindings.count(),
+                    "the mapping of pods to tenants has changed"
+                );
+                *current = Current { bindings: Arc::new(bindings), digest, logged_error: None };
             }
-            Err(why) if current.said.as_ref() != Some(&why) => {
-                tracing::warn!(path = %self.path.display(), why, "which pods are which tenant's stays as it was");
-                current.said = Some(why);
+            Err(why) if current.logged_error.as_ref() != Some(&why) => {
+                tracing::warn!(path = %self.path.display(), why, "invalid mapping of pods to tenants; keeping the previous one");
+                current.logged_error = Some(why);
             }
             Err(_) => {}
         }
@@ -82,12 +87,12 @@ fn read(path: &Path) -> Result<(PodBindings, String), String> {
     let mut bytes = Vec::new();
     File::open(path)
         .and_then(|file| file.take(FILE_BYTES_MAX + 1).read_to_end(&mut bytes))
-        .map_err(|error| format!("it cannot be read: {error}"))?;
+        .map_err(|error| format!("cannot read the file: {error}"))?;
     if bytes.len() as u64 > FILE_BYTES_MAX {
-        return Err(format!("it has more than {FILE_BYTES_MAX} bytes"));
+        return Err(format!("the file exceeds {FILE_BYTES_MAX} bytes"));
     }
     let bindings = serde_json::from_slice(&bytes)
-        .map_err(|error| format!("this version of the agent cannot read it: {error}"))?;
+        .map_err(|error| format!("this version of the agent cannot parse the file: {error}"))?;
     Ok((bindings, digest(&bytes)))
 }
 
@@ -96,14 +101,14 @@ mod tests {
     use super::*;
 
     const CHAT: &str = r#"{"tenants":["a"],"namespaces":{"chat":"a"},"serviceAccounts":{}}"#;
-    const NOBODY: &str = r#"{"tenants":[],"namespaces":{},"serviceAccounts":{}}"#;
+    const NO_TENANTS: &str = r#"{"tenants":[],"namespaces":{},"serviceAccounts":{}}"#;
 
     #[test]
-    fn what_the_file_says_is_taken_over_and_what_cannot_be_read_changes_nothing() {
+    fn changed_file_is_applied_and_invalid_file_is_ignored() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("tenants.json");
-        let error = BindingsFile::read(path.clone()).expect_err("it is not there").chain();
-        assert!(error.contains("TENANTS_FILE") && error.contains("cannot be read"), "{error}");
+        let error = BindingsFile::read(path.clone()).expect_err("the file is missing").chain();
+        assert!(error.contains("TENANTS_FILE") && error.contains("cannot read"), "{error}");
         std::fs::write(&path, CHAT).expect("written");
         let file = BindingsFile::read(path.clone()).expect("reads");
         let is_bound = |file: &BindingsFile| file.current().is_bound(&"a".parse().expect("a name"));
@@ -111,11 +116,11 @@ mod tests {
         assert_eq!(file.digest(), digest(CHAT.as_bytes()));
         for wrong in ["{", r#"{"tenants":["A"]}"#, &" ".repeat(FILE_BYTES_MAX as usize + 1)] {
             std::fs::write(&path, wrong).expect("written");
-            file.look();
+            file.refresh();
             assert!(is_bound(&file) && file.digest() == digest(CHAT.as_bytes()));
         }
-        std::fs::write(&path, NOBODY).expect("written");
-        file.look();
-        assert!(!is_bound(&file) && file.digest() == digest(NOBODY.as_bytes()));
+        std::fs::write(&path, NO_TENANTS).expect("written");
+        file.refresh();
+        assert!(!is_bound(&file) && file.digest() == digest(NO_TENANTS.as_bytes()));
     }
 }

@@ -1,7 +1,8 @@
-//! The thread that compares blocks in DRAM with their checksums, when an engine suspects them.
+//! The thread that verifies checksums of blocks in DRAM that an engine suspects.
 //!
-//! A block of 2 MiB takes about 0.3 ms, one of 82 MiB more than 10 ms: too long for the core's thread. The queue has
-//! room for as many checks as the core has under way, so it is full only if the thread has ended.
+//! Verifying takes about 0.3 ms for a block of 2 MiB and more than 10 ms for 82 MiB, too long for the
+//! core's thread. The queue holds the core's maximum number of checks, so it is full only if the thread has
+//! ended.
 
 use std::sync::Arc;
 
@@ -14,49 +15,51 @@ use reprise_buffers::Arena;
 use crate::core_loop::{Inbox, Input};
 use crate::error::{AgentError, ErrorKind};
 
-/// The way to the thread, which ends when this is dropped.
+/// Handle of the thread, which ends when the handle is dropped.
 pub(crate) struct Checker {
     queue: Sender<BlockCheck>,
 }
 
-/// The check was not taken.
+/// The check was not queued.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct NotTaken;
+pub(crate) struct CheckRejected;
 
 impl Checker {
-    /// Starts the thread.
+    /// Starts the verification thread.
     ///
     /// # Errors
-    /// The system has no thread to give.
+    /// The thread cannot be spawned.
     pub(crate) fn start(arena: Arc<Arena>, inbox: Inbox) -> Result<Checker, AgentError> {
         let (queue, checks) = bounded(CHECKS_MAX);
         std::thread::Builder::new()
             .name("checker".to_owned())
             .spawn(move || run(&arena, &inbox, &checks))
-            .map_err(|error| AgentError::new(ErrorKind::Resource, "cannot start a thread").because(error))?;
+            .map_err(|error| {
+                AgentError::new(ErrorKind::Resource, "cannot spawn the checker thread").with_source(error)
+            })?;
         Ok(Checker { queue })
     }
 
-    /// Gives the thread a block to look at; what it finds comes as an event.
+    /// Queues a check; its result is sent as an event.
     ///
     /// # Errors
-    /// No event will come.
-    pub(crate) fn submit(&self, check: BlockCheck) -> Result<(), NotTaken> {
-        self.queue.try_send(check).map_err(|_| NotTaken)
+    /// The check is not queued, and no event follows.
+    pub(crate) fn submit(&self, check: BlockCheck) -> Result<(), CheckRejected> {
+        self.queue.try_send(check).map_err(|_| CheckRejected)
     }
 }
 
 fn run(arena: &Arena, inbox: &Inbox, checks: &Receiver<BlockCheck>) {
     for check in checks {
-        let event = Event::Checked { check: check.check, integrity: look_at(arena, &check) };
+        let event = Event::CheckDone { check: check.check, integrity: verify(arena, &check) };
         if inbox.send(Input::Event(event)).is_err() {
             return;
         }
     }
 }
 
-/// Compares every object.
-fn look_at(arena: &Arena, check: &BlockCheck) -> Integrity {
+/// Verifies the checksum of every object.
+fn verify(arena: &Arena, check: &BlockCheck) -> Integrity {
     let object_bytes = check.layout.object_bytes();
     let is_intact = |(object, expected): (u64, &u32)| {
         let offset = check.slot.offset + object * object_bytes;
@@ -65,7 +68,7 @@ fn look_at(arena: &Arena, check: &BlockCheck) -> Integrity {
     match (0..).zip(&check.checksums).map(is_intact).collect::<Result<Vec<bool>, _>>() {
         Ok(objects) if objects.iter().all(|intact| *intact) => Integrity::Intact,
         Ok(_) => Integrity::Damaged,
-        // Not inside the arena: nothing was looked at.
+        // The span is outside the arena, so nothing was verified.
         Err(_) => Integrity::Unknown,
     }
 }
@@ -82,7 +85,7 @@ mod tests {
 
     const PATIENCE: Duration = Duration::from_secs(10);
 
-    /// Four objects of 4 KiB.
+    /// Returns a layout with four objects of 4 KiB.
     fn layout() -> Layout {
         let (layers, parts, kv_heads, head_dim) = (2, Parts::KeyValue, 1, 128);
         let (dtype, tokens_per_block, tp_rank, tp_size) = (Dtype::Bf16, 16, 0, 1);
@@ -97,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_is_intact_until_one_byte_of_it_changes() {
+    fn block_is_intact_until_one_byte_changes() {
         let region_bytes = 2 << 20;
         let config = ArenaConfig { bytes: region_bytes, region_bytes, huge: HugePolicy::Never };
         let arena = Arc::new(Arena::new(&config).expect("2 MiB"));
@@ -112,8 +115,8 @@ mod tests {
             let id = check.check;
             checker.submit(check).expect("room");
             match events.recv_timeout(PATIENCE).expect("an event") {
-                Input::Event(Event::Checked { check, integrity }) if check == id => integrity,
-                _ => panic!("not the end of the check"),
+                Input::Event(Event::CheckDone { check, integrity }) if check == id => integrity,
+                _ => panic!("expected the result of the check"),
             }
         };
         assert_eq!(verdict(check(1, 65536, &checksums)), Integrity::Intact);

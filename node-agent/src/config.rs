@@ -1,14 +1,14 @@
-//! The agent's configuration file: TOML, unknown fields refused, values with their units.
+//! The agent's configuration file: TOML with units; unknown fields are rejected.
 //!
-//! [`Config`] is the file as written; [`Config::validate`] turns it into [`Settings`], the only form that the
-//! rest of the agent sees. Errors name the field, what was found and what is allowed. Of the environment only what a pod is told of
-//! itself is read ([`PodPlace`]). Reloaded is only what an agent in a cluster is told to ([`FollowedConfig`]); else an agent
-//! restarts in the time its journal takes to read.
+//! [`Config`] is the file as written; [`Config::validate`] converts it to [`Settings`], the only form that
+//! the rest of the agent uses. Errors state field, value and allowed values. The only environment variables
+//! are those that describe a pod ([`PodEnvironment`]). Only an agent in a cluster reloads its configuration
+//! ([`ReloadableConfig`]); other agents are restarted, which takes as long as reading the journals.
 
 mod defaults;
-mod followed;
 mod kubernetes;
 mod placement;
+mod reloadable;
 mod settings;
 mod tenants;
 
@@ -20,16 +20,16 @@ use serde::Deserialize;
 
 use crate::error::{AgentError, ErrorKind};
 
-pub(crate) use followed::{FollowedConfig, digest};
-pub(crate) use kubernetes::{KubernetesSection, KubernetesSettings, PodPlace};
+pub(crate) use kubernetes::{KubernetesSection, KubernetesSettings, PodEnvironment};
 pub(crate) use placement::{PlacementSection, PlacementSettings};
+pub(crate) use reloadable::{ReloadableConfig, digest};
 pub(crate) use settings::{
     ArenaSettings, DeviceSettings, LogFormat, LogSettings, PeerSettings, PoolSettings, SessionSettings,
     Settings,
 };
 pub(crate) use tenants::TenantSettings;
 
-/// A configuration file of this size is a mistake, for example a device given as the configuration.
+/// Maximum size of a configuration file. A larger one is a mistake, for example the path of a device.
 const CONFIG_BYTES_MAX: u64 = 1 << 20;
 
 /// The configuration file as written.
@@ -41,7 +41,7 @@ pub(crate) struct Config {
     pub(crate) arena: ArenaSection,
     pub(crate) pool: PoolSection,
     pub(crate) cache: CacheSection,
-    /// Who may have how much; others get no reservation and no limit.
+    /// Quotas of tenants; other tenants have no reservation and no limit.
     pub(crate) tenants: Vec<TenantSection>,
     pub(crate) writeback: WritebackSection,
     pub(crate) peers: PeersSection,
@@ -53,17 +53,17 @@ pub(crate) struct Config {
     pub(crate) log: LogSection,
 }
 
-/// Who this node is.
+/// Identity of the node.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct NodeSection {
     /// Empty: the host name.
     pub(crate) name: String,
-    /// Nodes of one domain fail together (a rack, a zone). Empty: unknown.
+    /// Nodes of a failure domain (rack, zone) fail together. Empty: unknown.
     pub(crate) failure_domain: String,
 }
 
-/// Where engines connect.
+/// The socket for engines.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct SessionSection {
@@ -74,7 +74,6 @@ pub(crate) struct SessionSection {
     pub(crate) allow_uids: Vec<u32>,
 }
 
-/// Memory for blocks.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct ArenaSection {
@@ -83,13 +82,13 @@ pub(crate) struct ArenaSection {
     pub(crate) huge_pages: HugePages,
 }
 
-/// Whether to ask for 2 MiB pages.
+/// Whether to use 2 MiB pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum HugePages {
-    /// hugetlb, else transparent, else 4 KiB.
+    /// hugetlb pages, else transparent huge pages, else 4 KiB pages.
     Prefer,
-    /// 4 KiB pages.
+    /// Only 4 KiB pages.
     Never,
 }
 
@@ -100,17 +99,17 @@ pub(crate) struct PoolSection {
     pub(crate) segment_bytes: ByteSize,
     pub(crate) queue_depth: u32,
     pub(crate) io_engine: IoEngineChoice,
-    /// Empty: blocks live in memory only.
+    /// Empty: blocks are stored in memory only.
     pub(crate) devices: Vec<DeviceSection>,
 }
 
-/// How devices are driven.
+/// I/O engine of the devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum IoEngineChoice {
-    /// io_uring, or plain calls when the kernel refuses it.
+    /// io_uring, or plain system calls if the kernel does not allow it.
     Auto,
-    /// io_uring or nothing.
+    /// io_uring, without a fallback.
     IoUring,
     /// pread and pwrite on a few threads.
     Plain,
@@ -121,12 +120,12 @@ pub(crate) enum IoEngineChoice {
 #[serde(deny_unknown_fields)]
 pub(crate) struct DeviceSection {
     pub(crate) path: PathBuf,
-    /// Required for a file; for a block device 0 or absent means all of it.
+    /// Required for a file; for a block device, 0 or absent means the whole device.
     #[serde(default)]
     pub(crate) bytes: ByteSize,
 }
 
-/// What is kept, and who may take how much of the memory. Shares are thousandths.
+/// Eviction order and shares of pool and arena, in thousandths.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct CacheSection {
@@ -137,12 +136,11 @@ pub(crate) struct CacheSection {
     pub(crate) arena_serves_permille: u16,
 }
 
-/// One tenant.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct TenantSection {
     pub(crate) name: TenantName,
-    /// What its blocks on devices carry; by default it follows from the name.
+    /// Number stored with its blocks on devices; derived from the name by default.
     #[serde(default)]
     pub(crate) number: Option<u16>,
     #[serde(default)]
@@ -151,16 +149,16 @@ pub(crate) struct TenantSection {
     pub(crate) nvme: QuotaSection,
 }
 
-/// Bytes that a tenant is sure of, and may have at the most.
+/// Guaranteed and maximum bytes of a tenant.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct QuotaSection {
     pub(crate) reserved: ByteSize,
-    /// Absent: no limit.
+    /// Absent: the tenant has no limit.
     pub(crate) limit: Option<ByteSize>,
 }
 
-/// When committed blocks go to disk.
+/// When committed blocks are written to devices.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct WritebackSection {
@@ -172,19 +170,19 @@ pub(crate) struct WritebackSection {
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct PeersSection {
-    /// Empty: no peers.
+    /// Empty: no peer transport.
     pub(crate) listen: String,
-    /// What other nodes are told; empty: the address listened on.
+    /// Address announced to other nodes; empty: the listen address.
     pub(crate) advertise: String,
     pub(crate) credit_bytes: ByteSize,
     pub(crate) stall_timeout: Interval,
 }
 
-/// The directory of the cluster.
+/// Connection to the control plane.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct ControlPlaneSection {
-    /// Members to begin with, `host:port` each; they tell of the others. None, or an empty one: stand-alone.
+    /// Initial members, `host:port` each; other members are discovered. Absent or empty: stand-alone.
     pub(crate) address: Addresses,
     pub(crate) lookup_timeout: Interval,
 }
@@ -193,18 +191,18 @@ pub(crate) struct ControlPlaneSection {
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(untagged)]
 pub(crate) enum Addresses {
-    One(String),
-    Some(Vec<String>),
+    Single(String),
+    List(Vec<String>),
 }
 
-/// Metrics, health and status.
+/// Port for metrics, health and status.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct AdminSection {
     pub(crate) listen: String,
 }
 
-/// Bounds that operators may want to move.
+/// Adjustable time limits and sizes.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct LimitsSection {
@@ -214,7 +212,7 @@ pub(crate) struct LimitsSection {
     pub(crate) read_bytes: ByteSize,
 }
 
-/// What is logged, and how.
+/// Format and level of the log.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct LogSection {
@@ -226,31 +224,31 @@ impl Config {
     /// Reads a configuration file.
     ///
     /// # Errors
-    /// `ErrorKind::Config`: the file cannot be read, or the text is refused (with line and field).
+    /// `ErrorKind::Config`: the file cannot be read, or its content is invalid (with line and field).
     pub(crate) fn read(path: &Path) -> Result<Config, AgentError> {
         Config::read_text(path).map(|(config, _)| config)
     }
 
-    /// The same, with the text.
+    /// Reads a configuration file and also returns its text.
     fn read_text(path: &Path) -> Result<(Config, String), AgentError> {
         let refuse = |what: &str| AgentError::new(ErrorKind::Config, format!("{what} '{}'", path.display()));
-        let metadata =
-            std::fs::metadata(path).map_err(|error| refuse("cannot read configuration").because(error))?;
+        let metadata = std::fs::metadata(path)
+            .map_err(|error| refuse("cannot read configuration").with_source(error))?;
         if !metadata.is_file() || metadata.len() > CONFIG_BYTES_MAX {
-            return Err(refuse("a configuration is a regular file of at most 1 MiB; this is not one:"));
+            return Err(refuse("invalid configuration, expected a regular file of at most 1 MiB:"));
         }
         let text = std::fs::read_to_string(path)
-            .map_err(|error| refuse("cannot read configuration").because(error))?;
-        let config = Config::parse(&text).map_err(|error| refuse("in configuration").because(error))?;
+            .map_err(|error| refuse("cannot read configuration").with_source(error))?;
+        let config = Config::parse(&text).map_err(|error| refuse("in configuration").with_source(error))?;
         Ok((config, text))
     }
 
-    /// Parses a configuration text.
+    /// Parses the text of a configuration.
     pub(crate) fn parse(text: &str) -> Result<Config, toml::de::Error> {
         toml::from_str(text)
     }
 
-    /// The default configuration as a commented file.
+    /// Returns the default configuration as a commented file.
     pub(crate) fn default_text() -> String {
         let Config {
             session,
@@ -268,12 +266,12 @@ impl Config {
             ..
         } = Config::default();
         format!(
-            r#"# Configuration of reprise-agent. Every value below is the default; leave out what suits you.
+            r#"# Configuration of reprise-agent. All values below are defaults; omit those that need no change.
 # Sizes: bytes or KiB, MiB, GiB, TiB, kB, MB, GB, TB. Times: ms, s, m.
 
 [node]
 name = ""                  # unique in the cluster; empty: the host name
-failure_domain = ""        # nodes of one domain fail together (rack, zone); empty: unknown
+failure_domain = ""        # nodes of a domain (rack, zone) fail together; empty: unknown
 
 [session]
 socket = "{socket}"        # engines connect here; its directory must exist
@@ -281,68 +279,68 @@ mode = "{mode}"            # mode bits of the socket, octal
 allow_uids = []            # users that may connect; empty: the agent's own user and root
 
 [arena]
-bytes = "{arena_bytes}"    # memory for blocks; taken at start, whole
-region_bytes = "{region_bytes}" # one shared-memory file each; a multiple of 2MiB, at most 1GiB
-huge_pages = "prefer"      # "prefer" or "never": 2 MiB pages decide disk bandwidth by a factor of 2 to 5
+bytes = "{arena_bytes}"    # memory for blocks; allocated completely at start
+region_bytes = "{region_bytes}" # size of a shared-memory file; a multiple of 2MiB, at most 1GiB
+huge_pages = "prefer"      # "prefer" or "never": 2 MiB pages improve disk bandwidth by a factor of 2 to 5
 
 [pool]
 segment_bytes = "{segment_bytes}" # unit of allocation on a device; at least one block and its 4KiB header
 queue_depth = {queue_depth}   # operations in flight per device
 io_engine = "auto"         # "auto", "io_uring" or "plain"
-# Without devices blocks live in memory only. A file is created and preallocated; a block device is used whole
-# unless bytes says otherwise.
+# Without devices, blocks are stored in memory only. A file is created and preallocated. A block device is used
+# completely unless bytes is set.
 # [[pool.devices]]
 # path = "/var/lib/reprise/pool-0"
 # bytes = "100GiB"
 
 [cache]
-# Order of eviction, in memory and on devices. "priority_lru": low priority first, then what was used longest ago.
+# Eviction order in memory and on devices. "priority_lru": low priority first, then least recently used.
 eviction = {{ kind = "{eviction}" }}
 # Shares in thousandths, 1 to 1000 (pool_free_permille: 0 to 900).
-pool_free_permille = {pool_free}    # of the pool, kept free ahead of writes
-arena_unsaved_permille = {unsaved} # of the arena, for slots that engines fill and blocks not yet on a device
-arena_session_permille = {share} # of the arena, for slots that one session fills
-arena_serves_permille = {serves}  # of the arena, for blocks that peers are waiting for
+pool_free_permille = {pool_free}    # share of the pool that is kept free ahead of writes
+arena_unsaved_permille = {unsaved} # share of the arena for slots being filled and blocks not yet on a device
+arena_session_permille = {share} # share of the arena for slots that one session fills
+arena_serves_permille = {serves}  # share of the arena for blocks that peers wait for
 
-# Tenants that are sure of some of the memory and of the devices, or may have only so much. Others get no reservation and
-# no limit. Memory is reserved in whole regions; on devices a block counts with its header page.
+# Guaranteed and maximum bytes of tenants in memory and on devices. Other tenants have no reservation and
+# no limit. Memory is reserved in whole regions; on devices, the header page of a block counts too.
 # [[tenants]]
-# name = "team-a"          # 1 to 63 of a-z, 0-9 and '-'; sessions that name none are "default"
-# number = 7               # what its blocks on devices carry; by default it follows from the name
+# name = "team-a"          # 1 to 63 of a-z, 0-9 and '-'; sessions without a tenant use "default"
+# number = 7               # stored with its blocks on devices; derived from the name by default
 # dram = {{ reserved = "1GiB", limit = "4GiB" }}
 # nvme = {{ reserved = "100GiB", limit = "1TiB" }}
 
 [writeback]
-delay = "{delay}"          # a committed block waits at most this long before it is written
-bytes = "{wb_bytes}"       # or until so much is waiting
+delay = "{delay}"          # maximum time before a committed block is written
+bytes = "{wb_bytes}"       # or earlier, if this many bytes are waiting
 
 [peers]
-listen = "{listen}"        # empty: no peers; port 0: any
-advertise = ""             # host:port that other nodes are told; empty: the address listened on
-credit_bytes = "{credit}"  # bytes under way per fetch
-stall_timeout = "{stall}"  # a peer silent for so long is lost
+listen = "{listen}"        # empty: no peers; port 0: any free port
+advertise = ""             # host:port announced to other nodes; empty: the listen address
+credit_bytes = "{credit}"  # maximum bytes in flight per fetch
+stall_timeout = "{stall}"  # a peer that is silent for this long is considered lost
 
 [controlplane]
 address = ""               # host:port, or a list of members; empty: stand-alone
-lookup_timeout = "{lookup}" # a slower answer counts as a miss
+lookup_timeout = "{lookup}" # a slower response counts as a miss
 
 [placement]
-bandwidth = "{bandwidth}"       # a second, of blocks that go to and come from other nodes so that they have replicas; "0": none
-hot_reads = {hot_reads}              # a block that peers have read so often within hot_window gets a replica elsewhere
+bandwidth = "{bandwidth}"       # per second, for copying replicas to and from other nodes; "0": off
+hot_reads = {hot_reads}              # a block that peers read this often within hot_window gets another replica
 hot_window = "{hot_window}"
 
 [admin]
-listen = "{admin}"         # /metrics /healthz /readyz /status, not authenticated; port 0: any
+listen = "{admin}"         # /metrics /healthz /readyz /status, not authenticated; port 0: any free port
 
 [limits]
-load_deadline = "{deadline}" # of loads that name none
+load_deadline = "{deadline}" # deadline of loads without one
 load_hold = "{hold}"        # a load that is held longer loses its blocks
-reservation = "{reservation}"      # slots that are not committed by then are taken back
-read_bytes = "{read}"      # one device read of loads that name none
+reservation = "{reservation}"      # reserved slots that are not committed in time are released
+read_bytes = "{read}"      # size of a device read, for loads without one
 
 [kubernetes]               # for agents with --in-cluster only
-state_directory = "{state}" # the last spec of the node, for a start without the API server
-status_every = "{status}"     # statuses are written so far apart, over time
+state_directory = "{state}" # for the node's last spec, so that the agent can start without the API server
+status_every = "{status}"     # average interval between status writes
 
 [log]
 format = "text"            # "text" or "json", to standard error
@@ -445,7 +443,7 @@ impl Default for PeersSection {
 impl Default for ControlPlaneSection {
     fn default() -> Self {
         ControlPlaneSection {
-            address: Addresses::One(String::new()),
+            address: Addresses::Single(String::new()),
             lookup_timeout: defaults::LOOKUP_TIMEOUT,
         }
     }
@@ -479,17 +477,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_printed_default_parses_to_the_default_and_is_valid() {
+    fn printed_default_parses_to_the_default_and_is_valid() {
         let parsed = Config::parse(&Config::default_text()).expect("the default text parses");
         assert_eq!(parsed, Config::default());
         parsed.validate().expect("the default is valid");
     }
 
     #[test]
-    fn an_unknown_field_and_a_size_without_sense_are_refused_by_name() {
+    fn unknown_fields_and_invalid_sizes_are_rejected_with_their_name() {
         let error = Config::parse("[arena]\nbites = \"1GiB\"").expect_err("unknown field").to_string();
         assert!(error.contains("bites"), "{error}");
-        let error = Config::parse("[arena]\nbytes = \"much\"").expect_err("no size").to_string();
+        let error = Config::parse("[arena]\nbytes = \"much\"").expect_err("invalid size").to_string();
         assert!(error.contains("much") && error.contains("GiB"), "{error}");
     }
 }

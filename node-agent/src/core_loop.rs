@@ -1,11 +1,11 @@
-//! The thread that runs the core: take an input, apply it, execute the effects.
+//! The thread that runs the core: receives an input, applies it, executes the effects.
 //!
-//! Everything that happens to an agent comes through one bounded channel, so decisions are made one at a time and
-//! without locks. Whoever sends may wait for room; this thread waits for nothing but the channel and the core's
-//! next deadline, and never longer than [`PULSE_EVERY`]. Executing an effect is a try-send or a system call
-//! that cannot block ([`crate::executor`]).
+//! All inputs of an agent pass through one bounded channel, so decisions are made one at a time and without
+//! locks. Senders may block. This thread blocks only on the channel, until the core's next deadline and for
+//! at most [`BEAT_EVERY`]. Executing an effect is a try-send or a system call that does not block
+//! ([`crate::executor`]).
 
-mod pulse;
+mod liveness;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -24,57 +24,59 @@ use crate::device::Device;
 use crate::directory::OwnState;
 use crate::executor::{DeviceView, Executor, SessionView};
 use crate::session::Session;
-use pulse::PULSE_EVERY;
-pub(crate) use pulse::Pulse;
+use liveness::BEAT_EVERY;
+pub(crate) use liveness::Liveness;
 
-/// Inputs that wait for the core. An input takes 1 to 100 µs, so the last of 4,096 waits for 0.4 s at the worst;
-/// beyond that, senders wait.
+/// Capacity of the inbox. An input takes 1 to 100 µs, so the last of 4,096 waits for at most 0.4 s. Beyond
+/// that, senders block.
 const INBOX_MAX: usize = 4096;
 
-/// Pause between two looks at what is reported to the control plane, which is once a second. With 1,024 tenants a look
-/// takes 0.1 ms.
-const TELL_EVERY: Duration = Duration::from_millis(250);
+/// Interval between two updates of the state for the control plane, which is reported once a second. With
+/// 1,024 tenants an update takes 0.1 ms.
+const REPORT_EVERY: Duration = Duration::from_millis(250);
 
-/// Inputs taken before the core's deadlines are looked at again.
+/// Maximum number of inputs between two checks of the core's deadlines.
 const INPUTS_PER_TURN: usize = 64;
 
-/// The agent's monotonic time; copies agree.
+/// Monotonic clock of the agent; copies are identical.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Clock {
     start: Instant,
 }
 
-/// The way into the core.
+/// Sender of inputs for the core.
 #[derive(Clone)]
 pub(crate) struct Inbox(Sender<Input>);
 
-/// The core has stopped: nothing is taken any more.
+/// The core has stopped and accepts no inputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Stopped;
 
-/// Something for the core's thread.
+/// An input for the core's thread.
 pub(crate) enum Input {
-    /// For the core as it is.
+    /// An event for the core.
     Event(Event),
-    /// What a device has done since it last said something.
+    /// Completions of a device since its previous report.
     Device(DeviceReport),
-    /// A peer offers blocks.
+    /// An offer of blocks by a peer.
     PeerOffer(Box<IncomingOffer>),
-    /// A request, with the instant at which it had been received.
+    /// A request, with the time at which it was received.
     Request(Request),
-    /// A session that was greeted.
-    Opened(Box<Opened>),
-    /// Wants to know how things are.
+    /// A session that has completed its handshake.
+    SessionOpened(Box<NewSession>),
+    /// A query of the core's state.
     Inspect(Sender<CoreView>),
-    /// Wants to know what is here of a block, and why.
-    Describe { key: BlockKey, answer: Sender<Option<Described>> },
-    /// A device has been opened under a free number; what was found there follows as events.
-    Attach(Box<Attached>),
-    /// A device is not wanted any more.
+    /// A query of a block's copies.
+    Describe {
+        key: BlockKey,
+        answer: Sender<Option<LocatedBlock>>,
+    },
+    /// A device was opened under a free number; events with its blocks follow.
+    Attach(Box<AttachedDevice>),
+    /// A device must be closed.
     Detach(DeviceId),
-    /// Wants all blocks written, and to be told when they are durable.
+    /// Writes all blocks and notifies the sender when they are durable.
     Flush(Sender<()>),
-    /// The end.
     Stop,
 }
 
@@ -86,37 +88,37 @@ pub(crate) struct Request {
     pub(crate) received: Instant,
 }
 
-/// Ends of operations and progress of fills, of one device.
+/// Completions of operations and progress of fills of one device.
 pub(crate) struct DeviceReport {
     pub(crate) device: DeviceId,
-    /// Why the device is lost, when that is news.
+    /// Why the device is lost, in the first report of the loss.
     pub(crate) lost: Option<String>,
     pub(crate) done: Vec<(OpToken, Result<(), DeviceError>)>,
     pub(crate) fills: Vec<(FillId, FillUpdate)>,
 }
 
-/// A session that was greeted.
-pub(crate) struct Opened {
+/// A session that has completed its handshake.
+pub(crate) struct NewSession {
     pub(crate) opened: SessionOpened,
     pub(crate) session: std::sync::Arc<Session>,
     pub(crate) progress: ProgressWriter,
 }
 
-/// A device that has been opened.
-pub(crate) struct Attached {
+/// A device that was opened for the core.
+pub(crate) struct AttachedDevice {
     pub(crate) id: DeviceId,
     pub(crate) device: Device,
     pub(crate) pool: DevicePool,
 }
 
-/// What is here of a block, and on which device.
+/// The core's description of a block, with the path of its device.
 #[derive(Clone, Debug)]
-pub(crate) struct Described {
+pub(crate) struct LocatedBlock {
     pub(crate) description: BlockDescription,
     pub(crate) path: Option<PathBuf>,
 }
 
-/// How things are, at one moment.
+/// State of the core at one point in time.
 #[derive(Default)]
 pub(crate) struct CoreView {
     pub(crate) counters: Counters,
@@ -125,50 +127,50 @@ pub(crate) struct CoreView {
     pub(crate) drain: DrainProgress,
     pub(crate) sessions: Vec<SessionView>,
     pub(crate) devices: Vec<DeviceView>,
-    /// Space of the devices that are usable.
+    /// Usage of the devices that are not lost.
     pub(crate) device_usage: BTreeMap<DeviceId, PoolUsage>,
     pub(crate) inbox_waiting: usize,
 }
 
-/// The thread's state.
+/// State of the core's thread.
 pub(crate) struct CoreLoop {
     core: AgentCore,
     clock: Clock,
-    pulse: Pulse,
+    liveness: Liveness,
     inbox: Receiver<Input>,
     executor: Executor,
-    /// Reused between inputs.
+    /// Reused for each input.
     effects: Vec<Effect>,
     await_durable: Option<Sender<()>>,
-    /// When the control plane was last told how things are.
-    told: Instant,
+    /// When the state for the control plane was last updated.
+    reported_at: Instant,
 }
 
-/// Whether the loop goes on.
+/// Whether the loop continues.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Flow {
-    On,
+    Continue,
     Stop,
 }
 
 impl Clock {
-    /// Starts now.
+    /// Creates a clock that starts now.
     pub(crate) fn start() -> Clock {
         Clock { start: Instant::now() }
     }
 
-    /// Microseconds since the start.
+    /// Returns the microseconds since the start.
     pub(crate) fn now(&self) -> Tick {
         self.tick(Instant::now())
     }
 
-    /// Microseconds from the start to an instant.
+    /// Returns the microseconds from the start to an instant.
     fn tick(&self, instant: Instant) -> Tick {
         let since = instant.saturating_duration_since(self.start);
         Tick(u64::try_from(since.as_micros()).unwrap_or(u64::MAX))
     }
 
-    /// The instant of a tick; far ahead for one that no `Instant` reaches.
+    /// Returns the instant of a tick, or a far instant if it is not representable.
     fn instant(&self, tick: Tick) -> Instant {
         const FAR: Duration = Duration::from_secs(365 * 86_400);
         self.start + Duration::from_micros(tick.0).min(FAR)
@@ -176,13 +178,13 @@ impl Clock {
 }
 
 impl Inbox {
-    /// A channel into the core, and the core's end of it.
+    /// Creates the channel to the core.
     pub(crate) fn new() -> (Inbox, Receiver<Input>) {
         let (sender, receiver) = bounded(INBOX_MAX);
         (Inbox(sender), receiver)
     }
 
-    /// Sends; waits for room.
+    /// Sends an input; blocks while the inbox is full.
     ///
     /// # Errors
     /// The core has stopped.
@@ -190,45 +192,48 @@ impl Inbox {
         self.0.send(input).map_err(|_| Stopped)
     }
 
-    /// Sends; waits for room, but not longer than this.
+    /// Sends an input; blocks for at most `patience` while the inbox is full.
     ///
     /// # Errors
-    /// The core has stopped, or its inbox was full all the time.
+    /// The core has stopped, or the inbox stayed full.
     pub(crate) fn send_within(&self, input: Input, patience: Duration) -> Result<(), Stopped> {
         self.0.send_timeout(input, patience).map_err(|_| Stopped)
     }
 }
 
 impl CoreLoop {
-    /// `effects` are what the core wanted when it was made.
+    /// Creates the loop. `effects` are the initial effects of the core.
     pub(crate) fn new(
         (core, effects): (AgentCore, Vec<Effect>),
-        (clock, pulse): (Clock, Pulse),
+        (clock, liveness): (Clock, Liveness),
         inbox: Receiver<Input>,
         executor: Executor,
     ) -> CoreLoop {
-        let told = Instant::now();
-        CoreLoop { core, clock, pulse, inbox, executor, effects, await_durable: None, told }
+        let reported_at = Instant::now();
+        CoreLoop { core, clock, liveness, inbox, executor, effects, await_durable: None, reported_at }
     }
 
-    /// Runs until told to stop; gives the executor back, whose devices are to be stopped.
+    /// Runs until it is stopped. Returns the executor, whose devices the caller stops.
     pub(crate) fn run(mut self) -> Executor {
         self.execute();
-        self.tell_state();
+        self.report_state();
         loop {
-            if self.turn() == Flow::Stop {
+            if self.run_once() == Flow::Stop {
                 self.executor.close_sessions();
                 return self.executor;
             }
         }
     }
 
-    /// Waits for an input or a deadline, then takes what is there.
-    fn turn(&mut self) -> Flow {
-        self.pulse.beat();
-        let pulse = Instant::now() + PULSE_EVERY;
-        let until =
-            self.core.next_deadline().map_or(pulse, |deadline| self.clock.instant(deadline).min(pulse));
+    /// Waits for an input or a deadline, then handles the queued inputs.
+    fn run_once(&mut self) -> Flow {
+        self.liveness.beat();
+        // Wakes up in time for the next beat even without inputs or deadlines.
+        let next_beat = Instant::now() + BEAT_EVERY;
+        let until = self
+            .core
+            .next_deadline()
+            .map_or(next_beat, |deadline| self.clock.instant(deadline).min(next_beat));
         let mut next = match self.inbox.recv_deadline(until) {
             Ok(input) => Some(input),
             Err(RecvTimeoutError::Timeout) => None,
@@ -236,7 +241,7 @@ impl CoreLoop {
         };
         let mut taken = 0;
         while let Some(input) = next {
-            if self.take(input) == Flow::Stop {
+            if self.handle(input) == Flow::Stop {
                 return Flow::Stop;
             }
             taken += 1;
@@ -246,14 +251,14 @@ impl CoreLoop {
         if self.core.next_deadline().is_some_and(|deadline| deadline <= now) {
             self.apply(Event::Tick);
         }
-        self.tell_if_durable();
-        if self.told.elapsed() >= TELL_EVERY {
-            self.tell_state();
+        self.notify_if_durable();
+        if self.reported_at.elapsed() >= REPORT_EVERY {
+            self.report_state();
         }
-        Flow::On
+        Flow::Continue
     }
 
-    fn take(&mut self, input: Input) -> Flow {
+    fn handle(&mut self, input: Input) -> Flow {
         match input {
             Input::Event(event) => {
                 if let Event::SessionClosed { session } = &event {
@@ -273,8 +278,8 @@ impl CoreLoop {
                 }
             }
             Input::PeerOffer(offer) => {
-                if let Some(offer) = self.executor.offered(*offer) {
-                    self.name_tenant(offer.tenant);
+                if let Some(offer) = self.executor.resolve_offer(*offer) {
+                    self.pass_tenant_name(offer.tenant);
                     self.apply(Event::PeerOffer(offer));
                 }
             }
@@ -283,30 +288,30 @@ impl CoreLoop {
                 let received = self.clock.tick(received);
                 self.apply(Event::Request { session, request, body, received });
             }
-            Input::Opened(opened) => {
-                let Opened { opened, session, progress } = *opened;
+            Input::SessionOpened(opened) => {
+                let NewSession { opened, session, progress } = *opened;
                 self.executor.session_opened(session, opened.namespace, progress);
-                self.name_tenant(opened.tenant);
+                self.pass_tenant_name(opened.tenant);
                 self.apply(Event::SessionOpened(opened));
             }
             Input::Inspect(answer) => {
-                // Whoever asked may have lost patience.
+                // The requester may have timed out.
                 let _ = answer.try_send(self.view());
             }
             Input::Describe { key, answer } => {
                 let described = self.core.describe(&key).map(|description| {
                     let path = description.nvme.and_then(|device| self.executor.device_path(device));
-                    Described { description, path }
+                    LocatedBlock { description, path }
                 });
                 let _ = answer.try_send(described);
             }
             Input::Attach(attached) => {
-                let Attached { id, device, pool } = *attached;
-                self.executor.hold_device(id, device);
+                let AttachedDevice { id, device, pool } = *attached;
+                self.executor.add_device(id, device);
                 self.apply(Event::DeviceAttached { device: id, pool: Box::new(pool) });
             }
             Input::Detach(device) => {
-                // First the core, which asks the device for nothing new from then on.
+                // The core first, so that it issues no further operations for the device.
                 self.apply(Event::DeviceDetached { device });
                 self.executor.close_device(device);
             }
@@ -316,26 +321,26 @@ impl CoreLoop {
             }
             Input::Stop => return Flow::Stop,
         }
-        Flow::On
+        Flow::Continue
     }
 
-    /// Tells the core a tenant's name before any block of it can be written.
-    fn name_tenant(&mut self, tenant: TenantId) {
-        if let Some(name) = self.executor.name_for_core(tenant) {
+    /// Passes a tenant's name to the core before a block of the tenant can be written.
+    fn pass_tenant_name(&mut self, tenant: TenantId) {
+        if let Some(name) = self.executor.new_tenant_name(tenant) {
             self.apply(Event::TenantNamed { tenant, name });
         }
     }
 
-    /// Applies one event, and what its effects bring back at once.
+    /// Applies an event and the events that its effects return immediately.
     fn apply(&mut self, event: Event) {
-        self.apply_one(event);
-        while let Some(event) = self.executor.take_feedback() {
-            self.apply_one(event);
+        self.apply_single(event);
+        while let Some(event) = self.executor.pop_feedback() {
+            self.apply_single(event);
         }
     }
 
-    fn apply_one(&mut self, event: Event) {
-        self.executor.observe(&event);
+    fn apply_single(&mut self, event: Event) {
+        self.executor.record_latencies(&event);
         self.core.apply(self.clock.now(), event, &mut self.effects);
         self.execute();
     }
@@ -346,7 +351,7 @@ impl CoreLoop {
         }
     }
 
-    fn tell_if_durable(&mut self) {
+    fn notify_if_durable(&mut self) {
         if self.core.counters().unsaved_blocks == 0
             && let Some(answer) = self.await_durable.take()
         {
@@ -354,11 +359,11 @@ impl CoreLoop {
         }
     }
 
-    fn tell_state(&mut self) {
-        self.told = Instant::now();
+    fn report_state(&mut self) {
+        self.reported_at = Instant::now();
         let tenants = self.core.tenant_usage().collect();
         let drain = self.core.drain_progress();
-        self.executor.tell_state(OwnState { usage: self.core.node_usage(), drain, tenants });
+        self.executor.report_state(OwnState { usage: self.core.node_usage(), drain, tenants });
     }
 
     fn view(&self) -> CoreView {

@@ -1,19 +1,20 @@
-//! The agent's file descriptors: what it needs whatever happens, and how many connections each listener may have.
+//! Budget of file descriptors: a fixed part, and the maximum connections of each listener.
 //!
 //! ```text
-//!   fixed     regions × 2       a descriptor for writing, one for reading only
-//!             devices × 4       file, ring, eventfd, and one more while it is opened
-//!             64                standard streams, runtimes, listeners, probes of the node, and connections that are
-//!                               closed to make room but not gone
-//!             64 (clustered)    members of the control plane, the API server
-//!   sessions  × 6               socket, its copy for reading, a copy while it greets, the progress page twice, and its
-//!                               copy on the way to the client
+//!   fixed     regions × 2       writable and read-only
+//!             devices × 4       file, ring, eventfd, one more while opening
+//!             64                standard streams, runtimes, listeners, hardware scans, and evicted connections that
+//!                               are not closed yet
+//!             64 (in a cluster) control plane members, API server
+//!   sessions  × 6               socket, its copy for reading, a copy during the handshake, the progress page twice,
+//!                               its copy on the way to the client
 //!   peers     × 3               one accepted, one opened with its eventfd
 //!   admin     × 1
 //! ```
 //!
-//! With the hard limit of 524,288 that container runtimes set, all parts have their maximum: 256 sessions, 1,024 peers each
-//! way, 64 admin connections, about 4,900 descriptors beside the arena's.
+//! With the hard limit of 524,288 that container runtimes set, all parts get their maximum: 256 sessions,
+//! 1,024 peers in each direction, 64 admin connections. That is about 4,900 descriptors in addition to the
+//! arena's.
 
 use reprise_agent_core::agent::limits::DEVICES_MAX;
 use reprise_daemon::descriptors::{self, Part};
@@ -22,33 +23,32 @@ use crate::config::Settings;
 use crate::error::{AgentError, ErrorKind};
 use crate::session::SESSIONS_MAX;
 
-/// See the module.
+/// Fixed descriptors; see the module.
 const REGION_DESCRIPTORS: u64 = 2;
 const DEVICE_DESCRIPTORS: u64 = 4;
 const RESERVE: u64 = 64;
 const CLUSTER_RESERVE: u64 = 64;
 
-/// One engine of 8 processes.
+/// Minimum: one engine with 8 processes.
 const SESSIONS: Part = Part { each: 6, min: 8, max: SESSIONS_MAX as u64 };
 
-/// 1,024 connections reach every node of a cluster of 1,000.
+/// Maximum: 1,024 connections reach every node of a cluster of 1,000.
 const PEERS: Part = Part { each: 3, min: 8, max: 1024 };
 
-/// Probes, scrapers and people: a handful at a time.
+/// Probes, scrapers and users need a few connections at a time.
 const ADMIN: Part = Part { each: 1, min: 8, max: 64 };
 
-/// Connections that the agent's listeners may have.
+/// Maximum connections of the agent's listeners.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ConnectionLimits {
-    /// Sessions of engines.
     pub(crate) sessions: usize,
-    /// Connections accepted from peers, and as many opened to them.
+    /// Connections accepted from peers; the same number may be opened to them.
     pub(crate) peers: usize,
     /// Connections to the admin port.
     pub(crate) admin: usize,
 }
 
-/// What an agent has that takes descriptors whatever happens.
+/// Parameters of the fixed part.
 #[derive(Clone, Copy, Debug)]
 struct Fixed {
     regions: u64,
@@ -57,11 +57,12 @@ struct Fixed {
 }
 
 impl ConnectionLimits {
-    /// The limits of an agent with these settings, under the soft limit on open files. In a Kubernetes cluster, devices
-    /// are claimed later and may be as many as an agent can have.
+    /// Computes the limits from the soft limit on open files. In a Kubernetes cluster, devices are claimed
+    /// at run time, so the maximum number of devices is assumed.
     ///
     /// # Errors
-    /// `ErrorKind::Resource` when the limit on open files is too low, with the number that is needed.
+    /// `ErrorKind::Resource` if the limit on open files is too low; the message contains the required
+    /// number.
     pub(crate) fn of(settings: &Settings, in_cluster: bool) -> Result<ConnectionLimits, AgentError> {
         let devices = if in_cluster { DEVICES_MAX } else { settings.pool.devices.len() };
         let fixed = Fixed {
@@ -71,7 +72,7 @@ impl ConnectionLimits {
         };
         let limits = ConnectionLimits::under(descriptors::limit(), fixed)?;
         let ConnectionLimits { sessions, peers, admin } = limits;
-        tracing::info!(sessions, peers, admin, "limits of connections");
+        tracing::info!(sessions, peers, admin, "connection limits");
         Ok(limits)
     }
 
@@ -82,10 +83,10 @@ impl ConnectionLimits {
         let [sessions, peers, admin] =
             descriptors::divide(limit, sum, [SESSIONS, PEERS, ADMIN]).map_err(|too_few| {
                 let context = format!(
-                    "too few file descriptors for {regions} regions of the arena (raise arena.region_bytes to have \
-                     fewer) and {devices} devices"
+                    "too few file descriptors for {regions} arena regions (raise arena.region_bytes to reduce \
+                     their number) and {devices} devices"
                 );
-                AgentError::new(ErrorKind::Resource, context).because(too_few)
+                AgentError::new(ErrorKind::Resource, context).with_source(too_few)
             })?;
         let units = |units: u64| usize::try_from(units).expect("at most a thousand");
         Ok(ConnectionLimits { sessions: units(sessions), peers: units(peers), admin: units(admin) })
@@ -99,7 +100,7 @@ mod tests {
     const SMALL: Fixed = Fixed { regions: 2, devices: 1, clustered: false };
 
     #[test]
-    fn every_listener_has_its_maximum_under_the_limit_of_a_container() {
+    fn every_listener_gets_its_maximum_under_the_limit_of_a_container() {
         let fixed = Fixed { regions: 1024, devices: 32, clustered: true };
         let limits = ConnectionLimits::under(524_288, fixed).expect("enough");
         assert_eq!(limits, ConnectionLimits { sessions: SESSIONS_MAX, peers: 1024, admin: 64 });
@@ -114,15 +115,15 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_that_is_too_low_is_refused_with_the_number_needed_and_the_remedy() {
+    fn too_low_limit_is_rejected_with_the_required_number_and_the_remedy() {
         // 2×2 + 1×4 + 64 + 8×6 + 8×3 + 8
         let error = ConnectionLimits::under(151, SMALL).expect_err("one too few");
         assert_eq!(error.kind(), ErrorKind::Resource);
         let text = error.chain();
         for word in
-            ["2 regions", "arena.region_bytes", "is 151", "at least 152", "LimitNOFILE=", "ulimit -Hn"]
+            ["2 arena regions", "arena.region_bytes", "is 151", "at least 152", "LimitNOFILE=", "ulimit -Hn"]
         {
-            assert!(text.contains(word), "no {word} in {text}");
+            assert!(text.contains(word), "missing {word} in {text}");
         }
         assert!(ConnectionLimits::under(152, SMALL).is_ok());
     }

@@ -1,11 +1,12 @@
-//! The devices of this node's pool: opened, recovered or formatted, then one thread each.
+//! The devices of this node's pool: opening, recovery or formatting, then one thread per device.
 //!
-//! The thread that opens a device keeps it: it reads the journal, waits for the verdict of the others (one pool has
-//! one identity), formats if the device is fresh, and becomes the device's worker. Devices open in parallel.
+//! The thread that opens a device keeps it: it reads the journal, waits for the decision based on all
+//! devices (a pool has one identity), formats a blank device, and becomes the device's worker. Devices open
+//! in parallel.
 //!
-//! A device of the configuration that cannot be opened at start is an error for the operator. One that is lost later costs its
-//! capacity and nothing else. Devices that are claimed while the agent runs ([`open_some`]) fail each for itself; one that is closed
-//! answers whatever still comes with errors until the core has let go of it.
+//! A configured device that cannot be opened at start is an error. A device that is lost later costs only
+//! its capacity. Devices claimed at run time ([`open_some`]) fail independently. A closed device completes
+//! all commands with errors until the core has released it.
 
 mod health;
 mod identity;
@@ -16,7 +17,7 @@ mod reads;
 mod worker;
 
 pub(crate) use identity::{Membership, PoolIdentity};
-pub(crate) use open::{Unusable, unusable};
+pub(crate) use open::{OpenErrorKind, open_error_kind};
 pub(crate) use worker::read_error;
 
 use std::collections::BTreeMap;
@@ -37,33 +38,32 @@ use crate::config::{DeviceSettings, PoolSettings};
 use crate::core_loop::{Clock, Inbox};
 use crate::error::{AgentError, ErrorKind};
 use crate::metrics::Metrics;
-use worker::{Surroundings, Worker};
+use worker::{Worker, WorkerContext};
 
-/// Commands that a device may have waiting. What the core has under way at the most: a batch of reads for each of 64
-/// loads of 256 sessions (16,384) and of 1,024 serves, and the operations of its write batches (a few × 1,024).
+/// Capacity of a device's command queue: the core's maximum in flight. That is a batch of reads for each of
+/// 64 loads of 256 sessions (16,384) and of 1,024 serves, and the operations of its write batches (a few ×
+/// 1,024).
 const COMMANDS_MAX: usize = 32_768;
 
-/// Something for a device to do.
+/// A command for a device.
 #[derive(Debug)]
 pub(crate) enum Command {
-    /// A pool operation; answered with `Event::DeviceDone`.
+    /// A pool operation; completes with `Event::DeviceDone`.
     Op(DeviceOp),
-    /// Blocks to read; answered with fill updates.
+    /// Blocks to read; complete with fill updates.
     Read(ReadBatch),
-    /// Give up the device; answer what is under way and what still comes with errors.
+    /// Close the device: fail everything in flight and all later commands.
     Close,
-    /// End.
     Stop,
 }
 
-/// A command that did not reach its device.
+/// A command that was not queued.
 #[derive(Debug)]
-pub(crate) struct Unsent {
+pub(crate) struct UnsentCommand {
     pub(crate) command: Command,
     pub(crate) why: DeviceError,
 }
 
-/// A running device.
 pub(crate) struct Device {
     commands: Sender<Command>,
     waker: Waker,
@@ -71,7 +71,7 @@ pub(crate) struct Device {
     info: DeviceInfo,
 }
 
-/// What there is to know about a device.
+/// Properties of an open device.
 #[derive(Clone, Debug)]
 pub(crate) struct DeviceInfo {
     pub(crate) path: PathBuf,
@@ -79,26 +79,27 @@ pub(crate) struct DeviceInfo {
     pub(crate) engine: EngineKind,
     pub(crate) caching: Caching,
     pub(crate) recovery: RecoveryInfo,
-    /// Set when a sync has failed: with a page cache, what is read from then on may not be on the medium.
+    /// Set when a sync has failed: with a page cache, later reads may return data that is not on the
+    /// medium.
     pub(crate) sync_failed: Arc<AtomicBool>,
-    /// Operations since it was opened that met an error of the medium, or were lost on their way to it.
+    /// Operations since opening that failed with a medium error or were lost on the way to it.
     pub(crate) media_errors: Arc<AtomicU32>,
 }
 
-/// What opening a device took.
+/// Result of the recovery.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RecoveryInfo {
     /// Time to read the journal.
     pub(crate) took: Duration,
-    /// Journal records read.
+    /// Number of journal records read.
     pub(crate) records: u64,
-    /// Blocks found.
+    /// Number of blocks found.
     pub(crate) blocks: u64,
-    /// The device was fresh.
+    /// Whether the device was blank and has been formatted.
     pub(crate) formatted: bool,
 }
 
-/// What devices need of the agent.
+/// Dependencies shared by all devices.
 #[derive(Clone)]
 pub(crate) struct DeviceContext {
     pub(crate) inbox: Inbox,
@@ -107,63 +108,63 @@ pub(crate) struct DeviceContext {
     pub(crate) metrics: Arc<Metrics>,
 }
 
-/// A device with what the core needs to know of it.
+/// A running device with its recovered content.
 pub(crate) struct OpenedDevice {
     pub(crate) device: Device,
     pub(crate) pool: DevicePool,
     pub(crate) stored: Vec<StoredBlock>,
-    /// Of tenants that have blocks there, as far as the blocks say.
+    /// Names of tenants with blocks on the device, as far as block headers contain them.
     pub(crate) names: BTreeMap<TenantId, TenantName>,
-    /// Which pool it is of.
+    /// The device's position in its pool.
     pub(crate) membership: Membership,
 }
 
-/// What an opening thread reports first.
-enum Found {
-    /// A pool.
-    Pool(Box<Recovered>),
-    /// Nothing: to be formatted with this size.
-    Blank { device_bytes: u64 },
+/// The content of a device, as first reported by its opening thread.
+enum DeviceContent {
+    Pool(Box<RecoveredPool>),
+    /// No data; to be formatted with this size.
+    Blank {
+        device_bytes: u64,
+    },
 }
 
-/// A pool that was read.
-struct Recovered {
+struct RecoveredPool {
     pool: DevicePool,
     stored: Vec<StoredBlock>,
     names: BTreeMap<TenantId, TenantName>,
     recovery: RecoveryInfo,
 }
 
-/// What an opening thread is told when all have reported.
-enum Verdict {
+/// What the opening thread does after all threads have reported.
+enum OpenDecision {
     Keep,
     Format(PoolParams),
 }
 
-/// A device while it is being opened.
+/// A device that is being opened.
 struct Opening {
     path: PathBuf,
-    found: Receiver<Result<Found, AgentError>>,
-    verdict: Sender<Verdict>,
-    opened: Receiver<Result<(Option<Recovered>, Facts), AgentError>>,
+    found: Receiver<Result<DeviceContent, AgentError>>,
+    decision: Sender<OpenDecision>,
+    opened: Receiver<Result<(Option<RecoveredPool>, OpenProperties), AgentError>>,
     commands: Sender<Command>,
     sync_failed: Arc<AtomicBool>,
     media_errors: Arc<AtomicU32>,
     thread: JoinHandle<()>,
 }
 
-/// What the worker's side knows about the open device.
-struct Facts {
+/// Properties that the worker side reports about an open device.
+struct OpenProperties {
     bytes: u64,
     engine: EngineKind,
     caching: Caching,
     waker: Waker,
 }
 
-/// Opens all devices, in configuration order.
+/// Opens all devices in configuration order.
 ///
 /// # Errors
-/// The first device that cannot be used, with what to do about it.
+/// The first device that cannot be used, with the remedy.
 pub(crate) fn open_all(
     settings: &PoolSettings,
     context: &DeviceContext,
@@ -177,8 +178,8 @@ pub(crate) fn open_all(
     open_some(&devices, settings, PoolIdentity::default(), context).into_iter().collect()
 }
 
-/// Opens devices of one pool side by side, each under the number that it comes with; answers in their order. `identity` is that of
-/// the devices of the pool that are open already.
+/// Opens devices of one pool in parallel under the given numbers, and returns the results in that order.
+/// `identity` covers the devices of the pool that are already open.
 pub(crate) fn open_some(
     devices: &[(DeviceId, DeviceSettings)],
     settings: &PoolSettings,
@@ -195,66 +196,68 @@ pub(crate) fn open_some(
         Ok(found) => (Some(found), None),
         Err(error) => (None, Some(error)),
     });
-    let (found, failed): (Vec<Option<Found>>, Vec<Option<AgentError>>) = found.unzip();
-    let verdicts = identity::decide(&mut identity, &openings, &found, settings.segment_bytes);
-    let parts = openings.into_iter().zip(found.into_iter().zip(failed)).zip(verdicts);
-    let mut opened = parts.map(|((opening, (found, failed)), verdict)| match (found, failed, verdict) {
-        (Some(found), _, Some(Ok(verdict))) => {
-            // The thread is waiting for this; if it ended, `finish` gets its error.
-            let _ = opening.verdict.send(verdict);
+    let (found, failed): (Vec<Option<DeviceContent>>, Vec<Option<AgentError>>) = found.unzip();
+    let decisions = identity::decide(&mut identity, &openings, &found, settings.segment_bytes);
+    let parts = openings.into_iter().zip(found.into_iter().zip(failed)).zip(decisions);
+    let mut opened = parts.map(|((opening, (found, failed)), decision)| match (found, failed, decision) {
+        (Some(found), _, Some(Ok(decision))) => {
+            // Fails if the thread has ended; `finish` then returns its error.
+            let _ = opening.decision.send(decision);
             finish(opening, found)
         }
         (_, Some(error), _) | (_, _, Some(Err(error))) => Err(error),
-        (_, None, None) => unreachable!("who has found a device has a verdict"),
-        (None, None, Some(Ok(_))) => unreachable!("a verdict is on what was found"),
+        (_, None, None) => unreachable!("a thread that reported content has a decision"),
+        (None, None, Some(Ok(_))) => unreachable!("a decision requires reported content"),
     });
     let mut results = Vec::with_capacity(devices.len());
     for error in errors {
         results.push(match error {
             Some(error) => Err(error),
-            None => opened.next().expect("every thread that was begun has a result"),
+            None => opened.next().expect("every started thread has a result"),
         });
     }
     results
 }
 
 impl Device {
-    /// Hands a command to the device; never blocks.
+    /// Queues a command for the device; never blocks.
     ///
     /// # Errors
-    /// Gives the command back when the device's queue is full or its thread has ended.
-    pub(crate) fn submit(&self, command: Command) -> Result<(), Unsent> {
+    /// Returns the command if the device's queue is full or its thread has ended.
+    pub(crate) fn submit(&self, command: Command) -> Result<(), UnsentCommand> {
         match self.commands.try_send(command) {
             Ok(()) => {
                 self.waker.wake();
                 Ok(())
             }
-            Err(TrySendError::Full(command)) => Err(Unsent { command, why: DeviceError::Refused }),
-            Err(TrySendError::Disconnected(command)) => Err(Unsent { command, why: DeviceError::Lost }),
+            Err(TrySendError::Full(command)) => Err(UnsentCommand { command, why: DeviceError::Refused }),
+            Err(TrySendError::Disconnected(command)) => {
+                Err(UnsentCommand { command, why: DeviceError::Lost })
+            }
         }
     }
 
-    /// Has the device given up; it goes on answering, with errors, until it is stopped.
+    /// Closes the device; it completes commands with errors until it is stopped.
     pub(crate) fn close(&self) {
-        if let Err(Unsent { why, .. }) = self.submit(Command::Close) {
-            // Its queue has a place for everything that the core has under way, and for this.
-            tracing::error!(path = %self.info.path.display(), %why, "a device cannot be told to close");
+        if let Err(UnsentCommand { why, .. }) = self.submit(Command::Close) {
+            // The queue has room for the core's maximum in flight, and for this command.
+            tracing::error!(path = %self.info.path.display(), %why, "cannot queue the close command of a device");
         }
     }
 
-    /// What there is to know about it.
+    /// Returns the properties of the device.
     pub(crate) fn info(&self) -> &DeviceInfo {
         &self.info
     }
 
-    /// Commands that its thread has not taken yet.
+    /// Returns the number of commands that its thread has not received yet.
     pub(crate) fn waiting(&self) -> usize {
         self.commands.len()
     }
 
-    /// Ends the thread when its operations under way have ended.
+    /// Ends the thread after its operations in flight have completed.
     pub(crate) fn stop(mut self) {
-        // A full queue: the disconnection below ends the thread just as well.
+        // If the queue is full, the disconnection below ends the thread.
         let _ = self.submit(Command::Stop);
         let thread = self.thread.take();
         let (closed, _) = bounded(0);
@@ -274,12 +277,12 @@ fn begin(
     context: &DeviceContext,
 ) -> Result<Opening, AgentError> {
     let (found_sender, found) = bounded(1);
-    let (verdict, verdict_receiver) = bounded(1);
+    let (decision, decision_receiver) = bounded(1);
     let (opened_sender, opened) = bounded(1);
     let (commands, command_receiver) = bounded(COMMANDS_MAX);
     let sync_failed = Arc::<AtomicBool>::default();
     let media_errors = Arc::<AtomicU32>::default();
-    let around = Surroundings {
+    let around = WorkerContext {
         device: id,
         path: device.path.display().to_string(),
         commands: command_receiver,
@@ -290,48 +293,48 @@ fn begin(
         sync_failed: sync_failed.clone(),
         media_errors: media_errors.clone(),
     };
-    let recipe = open::Recipe::new(device, settings, &context.arena);
+    let params_of_device = open::OpenParams::new(device, settings, &context.arena);
     let span = tracing::info_span!("device", path = %device.path.display());
     let body = move || {
         let _device = span.entered();
-        let (mut open, found) = match open::open(&recipe) {
+        let (mut open, found) = match open::open(&params_of_device) {
             Ok(open) => open,
             Err(error) => return drop(found_sender.send(Err(error))),
         };
         if found_sender.send(Ok(found)).is_err() {
             return;
         }
-        // The starter gives up by dropping its end.
-        let Ok(verdict) = verdict_receiver.recv() else { return };
-        let result = open.settle(&verdict).map(|recovered| (recovered, open.facts()));
+        // The caller aborts by dropping its end.
+        let Ok(decision) = decision_receiver.recv() else { return };
+        let result = open.apply(&decision).map(|recovered| (recovered, open.properties()));
         let failed = result.is_err();
         if opened_sender.send(result).is_ok() && !failed {
             Worker::new(around, open.into_engine()).run();
         }
     };
-    let thread = std::thread::Builder::new()
-        .name(format!("device-{}", id.0))
-        .spawn(body)
-        .map_err(|error| AgentError::new(ErrorKind::Resource, "cannot start a thread").because(error))?;
+    let thread =
+        std::thread::Builder::new().name(format!("device-{}", id.0)).spawn(body).map_err(|error| {
+            AgentError::new(ErrorKind::Resource, "cannot spawn a device thread").with_source(error)
+        })?;
     let path = device.path.clone();
-    Ok(Opening { path, found, verdict, opened, commands, sync_failed, media_errors, thread })
+    Ok(Opening { path, found, decision, opened, commands, sync_failed, media_errors, thread })
 }
 
-fn finish(opening: Opening, found: Found) -> Result<OpenedDevice, AgentError> {
-    let (settled, facts) = answer(&opening.opened, &opening.path)?;
-    // A pool that was there comes with the first report, a fresh one with the second.
+fn finish(opening: Opening, found: DeviceContent) -> Result<OpenedDevice, AgentError> {
+    let (formatted, properties) = answer(&opening.opened, &opening.path)?;
+    // An existing pool is in the first report, a formatted one in the second.
     let recovered = match found {
-        Found::Pool(recovered) => *recovered,
-        Found::Blank { .. } => settled.ok_or_else(|| {
+        DeviceContent::Pool(recovered) => *recovered,
+        DeviceContent::Blank { .. } => formatted.ok_or_else(|| {
             AgentError::new(
                 ErrorKind::Internal,
                 format!("device '{}' was not formatted", opening.path.display()),
             )
         })?,
     };
-    let Recovered { pool, stored, names, recovery } = recovered;
+    let RecoveredPool { pool, stored, names, recovery } = recovered;
     let membership = Membership::of(&pool);
-    let Facts { bytes, engine, caching, waker } = facts;
+    let OpenProperties { bytes, engine, caching, waker } = properties;
     let (sync_failed, media_errors) = (opening.sync_failed, opening.media_errors);
     let info = DeviceInfo { path: opening.path, bytes, engine, caching, recovery, sync_failed, media_errors };
     tracing::info!(
@@ -342,7 +345,7 @@ fn finish(opening: Opening, found: Found) -> Result<OpenedDevice, AgentError> {
     Ok(OpenedDevice { device, pool, stored, names, membership })
 }
 
-/// What a thread has to say; a thread that ends without a word has panicked.
+/// Receives a report of a thread; a missing report means that the thread panicked.
 fn answer<T>(from: &Receiver<Result<T, AgentError>>, path: &std::path::Path) -> Result<T, AgentError> {
     from.recv().unwrap_or_else(|_| {
         Err(AgentError::new(ErrorKind::Internal, format!("the thread of device '{}' ended", path.display())))

@@ -1,7 +1,8 @@
-//! The agent's client of the control plane: registration, heartbeats, announcements, lookups, the node list.
+//! The agent's client of the control plane: registration, heartbeats, announcements, lookups, node list.
 //!
-//! Nothing of local work waits for the control plane: every method returns at once, answers arrive as
-//! [`DirectoryEvent`]s through the sink. Two threads do the work, each with a runtime and connections of its own:
+//! Local work never waits for the control plane: methods return immediately, and results arrive as
+//! [`DirectoryEvent`]s through the sink. Two threads do the work, each with its own runtime and
+//! connections:
 //!
 //! ```text
 //!  agent core ── announce, inventory, lookup ──►  queues  ──►  link thread ──── gRPC ───┐
@@ -10,27 +11,31 @@
 //!                                                                heartbeat thread ──────┘
 //! ```
 //!
-//! * The members of the control plane share the directory by hash slots. One of them tells which there are (`members.rs`);
-//!   each has a link of its own (`link.rs`): a registration, heartbeats, and a queue of the changes in its slots. A
-//!   lookup goes to the owners of its keys (`asking.rs`), and so does a question where replicas go (`placing.rs`).
-//! * The heartbeat thread does nothing but beat and never calls the sink, so neither a long update nor a sink that
-//!   blocks can cost this node its life in the cluster. All events come from the link thread, in order.
-//! * The order of announcements to a member is kept. Each batch carries its sequence number, so that a batch sent again
-//!   after a lost answer is not applied twice; what cannot be sent in order any more (queue full, gap, new registration)
-//!   is dropped whole and replaced by an inventory ([`DirectoryEvent::InventoryWanted`]), never lost silently.
-//! * Between `InventoryWanted` and the next [`DirectoryClient::inventory`] changes in its slots are not queued: the
-//!   inventory is taken later and contains them.
-//! * Without a control plane ([`DirectorySettings::endpoints`] empty) lookups fail at once and announcements vanish.
+//! * The members of the control plane share the directory by hash slots. One of them provides the member
+//!   list (`members.rs`). Each member has a link (`link.rs`): a registration, heartbeats, and a queue of
+//!   the changes in its slots. Lookups (`lookup.rs`) and placement requests (`placement.rs`) are sent to
+//!   the owners of the keys.
+//! * The heartbeat thread only sends heartbeats and never calls the sink. A long update or a blocking sink
+//!   therefore cannot make this node appear dead. All events come from the link thread, in order.
+//! * Announcements to a member keep their order. Each batch has a sequence number, so a batch that is
+//!   repeated after a lost reply is not applied twice. After a full queue, a gap or a new registration the
+//!   queue is dropped and replaced by an inventory ([`DirectoryEvent::InventoryRequested`]); changes are
+//!   never lost silently.
+//! * Between `InventoryRequested` and the next [`DirectoryClient::inventory`], changes in the requested
+//!   slots are not queued: the inventory is taken later and contains them.
+//! * Without a control plane ([`DirectorySettings::endpoints`] empty), lookups fail immediately and
+//!   announcements are dropped.
 //!
-//! Deliberately absent: the choice among replicas (the core's), retries of lookups (a failed one is a miss), TLS.
+//! Out of scope: choosing among replicas (the core does that), retrying lookups (a failed one is a miss),
+//! TLS.
 
-mod asking;
 mod heartbeat;
 mod link;
-mod lookups;
+mod lookup;
+mod lookup_queue;
 mod members;
 mod nodes;
-mod placing;
+mod placement;
 mod reporting;
 #[cfg(test)]
 mod tests;
@@ -51,156 +56,155 @@ use tokio::sync::{Notify, mpsc, watch};
 use tonic::transport::Endpoint;
 
 use link::Link;
-use lookups::{Lookup, LookupQueue};
+use lookup_queue::{Lookup, LookupQueue};
 use members::{Links, Routes};
 use nodes::NodeMap;
 pub(crate) use nodes::PeerNode;
-pub(crate) use placing::PlaceQuestion;
+pub(crate) use placement::PlacementRequest;
 pub(crate) use reporting::OwnState;
 use reporting::Reporting;
 
-/// Announcements waiting for one member, in changes. 2^20 × 18 bytes = 18 MiB: a minute of a busy node
-/// (64 write-backs of 64 MiB a second in 2 MiB blocks are 4,096 changes a second, with evictions twice that).
+/// Maximum number of announcements queued for one member. 2^20 × 18 bytes = 18 MiB: a minute of a busy node
+/// (64 write-backs of 64 MiB a second in 2 MiB blocks are 4,096 changes a second, with evictions twice
+/// that).
 pub(crate) const CHANGES_QUEUED_MAX: usize = 1 << 20;
-/// Time that [`DirectoryClient::shutdown`] gives the threads to end.
+/// Time limit for the threads to end in [`DirectoryClient::shutdown`].
 const SHUTDOWN_WAIT: Duration = Duration::from_secs(1);
 
-/// What the client needs to know.
+/// Settings of the client.
 #[derive(Clone, Debug)]
 pub(crate) struct DirectorySettings {
-    /// Members of the control plane to begin with, `http://host:port` each; none: stand-alone.
+    /// Initial members of the control plane, `http://host:port` each; empty: stand-alone.
     pub(crate) endpoints: Vec<String>,
-    /// What this node says about itself.
+    /// Registration of this node.
     pub(crate) registration: Registration,
-    /// Time for one attempt to connect.
+    /// Time limit of an attempt to connect.
     pub(crate) connect_timeout: Duration,
-    /// Time for one registration, announcement batch or node list.
+    /// Time limit of a registration, an announcement batch or a node list.
     pub(crate) call_timeout: Duration,
-    /// Bound of a member's announcement queue, in changes; [`CHANGES_QUEUED_MAX`] unless tested.
+    /// Maximum length of a member's announcement queue, in changes; [`CHANGES_QUEUED_MAX`] except in tests.
     pub(crate) changes_queued_max: usize,
-    /// Bound of the lookups queued or under way, more fail at once; the core's `LOOKUPS_MAX` unless tested.
+    /// Maximum number of lookups queued or in flight, beyond which they fail; the core's `LOOKUPS_MAX`
+    /// except in tests.
     pub(crate) lookups_max: usize,
     /// Names and numbers of tenants.
     pub(crate) tenants: Arc<Mutex<TenantRegistry>>,
 }
 
-/// What a node says about itself when it registers. Nothing in it changes while the agent runs: what does is in its reports.
+/// Properties that a node registers with. They are constant while the agent runs; variable ones are in its
+/// reports.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Registration {
-    /// Unique in the cluster; the node's number follows it.
+    /// Unique in the cluster; it determines the node's number.
     pub(crate) name: String,
-    /// `host:port` of this agent's peer transport, as others reach it.
+    /// `host:port` at which others reach this agent's peer transport.
     pub(crate) peer_address: String,
-    /// `host:port` of this agent's admin endpoint.
+    /// `host:port` of this agent's admin port.
     pub(crate) admin_address: String,
-    /// Nodes of one domain fail together (rack, zone).
+    /// Nodes of a failure domain (rack, zone) fail together.
     pub(crate) failure_domain: String,
     /// Version of this agent.
     pub(crate) version: String,
 }
 
-/// What the client tells the agent, in order, from one thread.
+/// Events of the client, in order, from one thread.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum DirectoryEvent {
-    /// A member of the control plane knows this node by this number, until the next such event of that member.
+    /// A member of the control plane knows this node by this number, until the member's next such event.
     Registered { member: String, node: NodeId, epoch: Epoch },
-    /// A member knows nothing of this node in these slots: call [`DirectoryClient::inventory`] with them.
-    InventoryWanted { slots: Box<SlotSet> },
-    /// Replicas of each key of the lookup, in the order of its keys. Never this node's own. Of keys whose owner did not
-    /// answer in time there are none.
-    Found { lookup: LookupId, found: Vec<Vec<Replica>> },
-    /// The lookup got no answer in its time, or cannot be sent.
+    /// A member has no inventory of these slots: call [`DirectoryClient::inventory`] with them.
+    InventoryRequested { slots: Box<SlotSet> },
+    /// Replicas of each key, in the order of the lookup's keys, excluding this node's. A key has no
+    /// replicas if its owner did not respond in time.
+    LookupCompleted { lookup: LookupId, found: Vec<Vec<Replica>> },
+    /// The lookup timed out or could not be sent.
     LookupFailed { lookup: LookupId },
-    /// Where further replicas of each key of the question go, in the order of its keys.
-    Placed { place: PlaceId, answers: Vec<Placement> },
-    /// Nobody has answered the question in its time.
-    PlaceFailed { place: PlaceId },
-    /// What a tenant may hold on this node from now on.
+    /// Targets for further replicas of each key, in the order of the request's keys.
+    PlacementCompleted { place: PlaceId, answers: Vec<Placement> },
+    /// The placement request timed out.
+    PlacementFailed { place: PlaceId },
+    /// A tenant's new limits on this node.
     Budget(Grant),
-    /// The mode that this node is to be in; each has a higher number than any before.
+    /// The node's mode; `number` increases with each event.
     Mode { mode: NodeMode, number: u64 },
-    /// So many bytes of blocks are to go to another node; `None`: nothing any more.
+    /// Bytes of blocks to move to another node; `None` ends the move.
     Move(Option<Move>),
-    /// The control plane answers: at least one of its members.
+    /// At least one member of the control plane responds.
     Connected,
-    /// The control plane is gone or has forgotten this node; the client keeps trying.
+    /// No member responds or knows this node; the client keeps retrying.
     Disconnected,
 }
 
-/// Receives the client's events, on the client's link thread. It may block; heartbeats go on meanwhile.
+/// Receives the client's events on its link thread. It may block; heartbeats continue.
 pub(crate) type DirectorySink = Arc<dyn Fn(DirectoryEvent) + Send + Sync>;
 
-/// How the client is doing; counters are totals since its start.
+/// State of the client; counters are totals since its start.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct DirectoryStatus {
-    /// No control plane is configured.
+    /// Whether no control plane is configured.
     pub(crate) stand_alone: bool,
-    /// A member of the control plane answers and knows this node.
+    /// Whether a member responds and knows this node.
     pub(crate) connected: bool,
-    /// Members of the control plane, and those of them that answer and know this node.
+    /// Members of the control plane, and those that respond and know this node.
     pub(crate) members: u64,
     pub(crate) members_connected: u64,
-    /// Of the map of slots; 0 before the first.
+    /// Epoch of the shard map; 0 before the first.
     pub(crate) map_epoch: u64,
-    /// This node's number and newest registration.
+    /// This node's number and latest registration.
     pub(crate) registered: Option<(NodeId, Epoch)>,
-    /// Changes (or inventory entries) waiting to be sent.
+    /// Changes and inventory entries waiting to be sent.
     pub(crate) changes_queued: u64,
-    /// Changes the directory has applied.
+    /// Changes that the directory has applied.
     pub(crate) changes_announced: u64,
     /// Changes not queued, or dropped from the queue, because an inventory replaces them.
     pub(crate) changes_superseded: u64,
-    /// Inventories asked for.
+    /// Inventories requested by members.
     pub(crate) inventories_wanted: u64,
-    /// Registrations made.
     pub(crate) registrations: u64,
-    /// Lookups answered.
     pub(crate) lookups_answered: u64,
-    /// Lookups failed.
     pub(crate) lookups_failed: u64,
-    /// Keys that a member did not own any more, and that were asked for again or given up.
+    /// Keys that a member no longer owned, and that were sent to another member or given up.
     pub(crate) lookup_keys_redirected: u64,
-    /// Keys that nobody answered in time.
+    /// Keys without a response in time.
     pub(crate) lookup_keys_unanswered: u64,
-    /// Keys answered by a member that does not know every node's inventory of their slot yet.
+    /// Keys answered by a member that lacks some node's inventory of the slot.
     pub(crate) lookup_keys_partial: u64,
-    /// Heartbeats without an answer.
+    /// Heartbeats without a response.
     pub(crate) beats_failed: u64,
 }
 
-/// Why the client could not start.
+/// Why the client cannot start.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DirectoryError {
-    /// The endpoint is not an address.
-    #[error(
-        "control plane address '{endpoint}' is not of the form http://host:port: correct controlplane.address"
-    )]
+    /// An endpoint is not a valid address.
+    #[error("invalid controlplane.address '{endpoint}': expected http://host:port")]
     Endpoint { endpoint: String, source: tonic::transport::Error },
-    /// The system gave no thread or no runtime.
+    /// A thread or runtime cannot be created.
     #[error("cannot start the {what} of the control plane client")]
     Start { what: &'static str, source: std::io::Error },
 }
 
-/// The client; see the module.
+/// The control plane client; see the module.
 pub(crate) struct DirectoryClient {
     shared: Arc<Shared>,
-    places: mpsc::Sender<PlaceQuestion>,
-    /// Every thread holds the sending half and drops it as it ends.
+    requests: mpsc::Sender<PlacementRequest>,
+    /// Every thread holds the sender and drops it when it ends.
     ended: Mutex<Receiver<()>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
-/// What methods, link thread and heartbeat thread share. No lock is held across a call of the sink or an await.
+/// State shared by the methods, the link thread and the heartbeat thread. No lock is held across a call of
+/// the sink or an await.
 struct Shared {
     settings: DirectorySettings,
     sink: DirectorySink,
-    /// To all members, also to those that left the map a moment ago.
+    /// Links to all members, including those that have just left the map.
     links: watch::Sender<Links>,
-    /// The map; `None` before the first.
+    /// The shard map; `None` before the first.
     routes: watch::Sender<Option<Arc<Routes>>>,
     lookups: Mutex<LookupQueue>,
     lookups_changed: Notify,
-    /// What to report; `None` before the core has said.
+    /// State to report; `None` before the core's first report.
     own: watch::Sender<Option<Arc<OwnState>>>,
     reporting: Reporting,
     nodes: RwLock<NodeMap>,
@@ -223,7 +227,8 @@ struct Counters {
 }
 
 impl DirectoryClient {
-    /// Starts the client's threads. Errors are of the configuration or of this machine; an absent control plane is none.
+    /// Starts the client's threads. Errors concern the configuration or this machine; an unreachable
+    /// control plane is not an error.
     pub(crate) fn start(
         settings: DirectorySettings,
         sink: DirectorySink,
@@ -234,7 +239,7 @@ impl DirectoryClient {
         let stand_alone = settings.endpoints.is_empty();
         let shared = Arc::new(Shared::new(settings, sink));
         let (alive, ended) = sync_channel(0);
-        let (places, asked) = mpsc::channel(placing::PLACES_QUEUED_MAX);
+        let (requests, asked) = mpsc::channel(placement::PLACES_QUEUED_MAX);
         let mut threads = Vec::with_capacity(2);
         if !stand_alone {
             let (shared, alive) = (shared.clone(), alive.clone());
@@ -242,74 +247,75 @@ impl DirectoryClient {
         }
         let link = shared.clone();
         threads.push(spawn("directory", alive, move |runtime| members::run(&runtime, &link, asked))?);
-        Ok(DirectoryClient { shared, places, ended: Mutex::new(ended), threads: Mutex::new(threads) })
+        Ok(DirectoryClient { shared, requests, ended: Mutex::new(ended), threads: Mutex::new(threads) })
     }
 
-    /// Tells the directory what changed here, in order. See the module for when changes are superseded.
+    /// Announces changes on this node, in order. The module describes when changes are superseded.
     pub(crate) fn announce(&self, changes: &[ReplicaChange]) {
-        self.shared.links().for_each(|link| link.tell(|outbox| outbox.announce(changes)));
+        self.shared.links().for_each(|link| link.update_outbox(|outbox| outbox.announce(changes)));
     }
 
-    /// Tells the directory all that is here in some slots, replacing what it knows and what is still queued of them.
+    /// Announces all replicas in some slots. This replaces the directory's content and the queued changes
+    /// of these slots.
     pub(crate) fn inventory(&self, slots: &SlotSet, replicas: &[(BlockKey, Tier)]) {
-        self.shared.links().for_each(|link| link.tell(|outbox| outbox.inventory(slots, replicas)));
+        self.shared.links().for_each(|link| link.update_outbox(|outbox| outbox.inventory(slots, replicas)));
     }
 
-    /// Asks for replicas on other nodes; ends in exactly one `Found` or `LookupFailed`, unless the client is shut
-    /// down before. `timeout` counts from now.
+    /// Looks up replicas on other nodes. Unless the client is shut down first, exactly one
+    /// `LookupCompleted` or `LookupFailed` follows. `timeout` starts now.
     pub(crate) fn lookup(&self, lookup: LookupId, keys: Vec<BlockKey>, timeout: Duration) {
         let deadline = Instant::now() + timeout;
         self.shared.lookups().push(Lookup { id: lookup, keys, deadline });
         self.shared.lookups_changed.notify_one();
     }
 
-    /// Asks where further replicas of blocks go; ends in exactly one `Placed` or `PlaceFailed`, unless the client is shut
-    /// down before.
+    /// Requests targets for further replicas. Unless the client is shut down first, exactly one
+    /// `PlacementCompleted` or `PlacementFailed` follows.
     ///
     /// # Errors
-    /// The question that was not taken because too many wait: no event comes.
-    pub(crate) fn place(&self, question: PlaceQuestion) -> Result<(), PlaceId> {
+    /// Returns the id of the request if too many are queued; no event follows.
+    pub(crate) fn place(&self, question: PlacementRequest) -> Result<(), PlaceId> {
         let place = question.place;
-        self.places.try_send(question).map_err(|_| place)
+        self.requests.try_send(question).map_err(|_| place)
     }
 
-    /// The node of a name, if the control plane has named it.
+    /// Returns the node with this name, if it is known.
     pub(crate) fn node_of(&self, name: &str) -> Option<NodeId> {
         self.shared.nodes.read().unwrap_or_else(PoisonError::into_inner).node_of(name)
     }
 
-    /// Tells the members how this node is, with their next report.
+    /// Sets the node's state for the next report to each member.
     pub(crate) fn set_own_state(&self, state: OwnState) {
         self.shared.own.send_replace(Some(Arc::new(state)));
     }
 
-    /// Where a node's peer transport listens, `host:port`; `None` for a node the control plane has not named.
+    /// Returns the `host:port` of a node's peer transport; `None` for an unknown node.
     pub(crate) fn peer_address(&self, node: NodeId) -> Option<String> {
         self.shared.nodes.read().unwrap_or_else(PoisonError::into_inner).peer_address(node)
     }
 
-    /// All nodes the control plane has named, by number. The last known list while disconnected.
+    /// Returns all known nodes by number; while disconnected, the last known list.
     pub(crate) fn nodes(&self) -> Vec<PeerNode> {
         self.shared.nodes.read().unwrap_or_else(PoisonError::into_inner).list()
     }
 
-    /// How the client is doing.
+    /// Returns the state of the client.
     pub(crate) fn status(&self) -> DirectoryStatus {
         self.shared.status()
     }
 
-    /// Ends the threads; lookups under way get no event any more. Waits at the most one second, for a sink that
-    /// blocks. Called again it does nothing; dropping the client calls it.
+    /// Ends the threads; lookups in flight get no event. Waits at most one second for a blocking sink.
+    /// Repeated calls do nothing; dropping the client calls it.
     pub(crate) fn shutdown(&self) {
         self.shared.shutdown.send_replace(true);
         let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
         if threads.is_empty() {
             return;
         }
-        // Nothing is ever sent: the channel disconnects when the last thread has ended.
+        // No value is ever sent: the channel disconnects when the last thread has ended.
         let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
         if ended.recv_timeout(SHUTDOWN_WAIT) == Err(RecvTimeoutError::Timeout) {
-            tracing::warn!("control plane client did not end in time; its threads end with the process");
+            tracing::warn!("the control plane client did not end in time; its threads end with the process");
             return;
         }
         for thread in threads {
@@ -344,7 +350,7 @@ impl Shared {
         }
     }
 
-    /// The links to all members.
+    /// Returns the links to all members.
     fn links(&self) -> impl Iterator<Item = Arc<Link>> + use<> {
         let links = self.links.borrow().clone();
         links.into_iter()
@@ -358,7 +364,7 @@ impl Shared {
         (self.sink)(event);
     }
 
-    /// A link has come up or gone down: says so when it was the first or the last.
+    /// Emits an event if the first link has come up or the last one has gone down.
     fn links_changed(&self) {
         let up = self.links().any(|link| link.is_up());
         if self.connected.send_if_modified(|connected| std::mem::replace(connected, up) != up) {
@@ -401,7 +407,7 @@ fn parse_endpoint(text: &str, settings: &DirectorySettings) -> Result<Endpoint, 
         .map_err(|source| DirectoryError::Endpoint { endpoint: text.to_owned(), source })
 }
 
-/// Starts a named thread with a runtime of its own.
+/// Starts a named thread with its own runtime.
 fn spawn(
     what: &'static str,
     alive: SyncSender<()>,

@@ -1,12 +1,12 @@
-//! Why an agent cannot start or go on: kind, context, source.
+//! Error type of the agent's start and shutdown: kind, context, source.
 //!
-//! The kind decides the exit code, the context says what to do; errors of single blocks, sessions or peers never
-//! come here, they are answered and counted where they happen.
+//! The kind determines the exit code, the context states what failed and the remedy. Errors of single
+//! blocks, sessions or peers are handled and counted locally and never use this type.
 
 use std::error::Error;
 use std::fmt;
 
-/// What has to be put right.
+/// What the operator has to fix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ErrorKind {
     /// The configuration or the command line.
@@ -19,7 +19,7 @@ pub(crate) enum ErrorKind {
     Internal,
 }
 
-/// The agent's error.
+/// An error that prevents the agent from starting or continuing.
 #[derive(Debug)]
 pub(crate) struct AgentError {
     kind: ErrorKind,
@@ -28,29 +28,29 @@ pub(crate) struct AgentError {
 }
 
 impl AgentError {
-    /// An error without an underlying one.
+    /// Creates an error without a source.
     pub(crate) fn new(kind: ErrorKind, context: impl Into<String>) -> AgentError {
         AgentError { kind, context: context.into(), source: None }
     }
 
-    /// The same error with what caused it.
-    pub(crate) fn because(mut self, source: impl Into<Box<dyn Error + Send + Sync>>) -> AgentError {
+    /// Adds the underlying error.
+    pub(crate) fn with_source(mut self, source: impl Into<Box<dyn Error + Send + Sync>>) -> AgentError {
         self.source = Some(source.into());
         self
     }
 
-    /// The underlying error, if it is of this type.
+    /// Returns the underlying error if it has this type.
     pub(crate) fn cause<T: Error + 'static>(&self) -> Option<&T> {
         self.source.as_ref()?.downcast_ref()
     }
 
-    /// What has to be put right.
+    /// Returns what the operator has to fix.
     #[cfg(test)]
     pub(crate) fn kind(&self) -> ErrorKind {
         self.kind
     }
 
-    /// The process exit code: 1 configuration, 2 device, 3 resource, 70 internal (`EX_SOFTWARE`).
+    /// Returns the exit code: 1 configuration, 2 device, 3 resource, 70 internal (`EX_SOFTWARE`).
     pub(crate) fn exit_code(&self) -> u8 {
         match self.kind {
             ErrorKind::Config => 1,
@@ -60,7 +60,7 @@ impl AgentError {
         }
     }
 
-    /// Context and all causes in one line.
+    /// Formats the context and all sources in one line.
     pub(crate) fn chain(&self) -> String {
         let mut text = self.context.clone();
         let mut cause = self.source();
@@ -90,9 +90,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_chain_names_every_cause() {
+    fn chain_contains_every_source() {
         let root = std::io::Error::other("no space");
-        let error = AgentError::new(ErrorKind::Device, "cannot open pool").because(root);
+        let error = AgentError::new(ErrorKind::Device, "cannot open pool").with_source(root);
         assert_eq!(error.chain(), "cannot open pool: no space");
         assert_eq!((error.kind(), error.exit_code()), (ErrorKind::Device, 2));
     }

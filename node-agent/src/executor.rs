@@ -1,18 +1,18 @@
-//! Executes the core's effects. Nothing here blocks:
+//! Executes the core's effects without blocking:
 //!
-//! | effect | how | when that fails |
+//! | effect | how | on failure |
 //! |---|---|---|
-//! | replies, notices | straight to the socket, else the session's queue | the session is closed |
-//! | progress | stores to shared memory, futex wake | cannot |
-//! | letting go of a device | its thread is ended by whoever opened it | cannot |
-//! | device operations, reads | bounded queue, larger than what the core has under way | reported as not taken |
-//! | checks of blocks in DRAM | the checker's queue | reported as not looked at |
-//! | look-ups, announcements | the directory client's queues | it reports or re-announces |
+//! | replies, notices | written to the socket, else the session's queue | the session is closed |
+//! | progress | stores to shared memory, futex wake | cannot fail |
+//! | release of a device | passed to the reconciler, which ends its thread | cannot fail |
+//! | device operations, reads | bounded queue, above the core's maximum in flight | reported as rejected |
+//! | checks of blocks in DRAM | the checker's queue | reported as not verified |
+//! | lookups, announcements | the directory client's queues | the client reports or re-announces |
 //! | fetches, serves | the transport's queues | the fill is reported as lost |
-//! | questions of placement | the directory client's queue | reported as not answered |
+//! | placement requests | the directory client's queue | reported as failed |
 //! | offers to peers | the transport's queues | reported as failed |
 //!
-//! What fails at once comes back as an event ([`Executor::take_feedback`]), never as a call into the core.
+//! Immediate failures become events ([`Executor::pop_feedback`]); the executor never calls into the core.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::path::PathBuf;
@@ -23,8 +23,8 @@ use std::time::Instant;
 use crossbeam_channel::Sender;
 use reprise_agent_core::agent::limits::OFFER_RETRY_MAX;
 use reprise_agent_core::effect::{
-    DeviceId, Effect, FillId, LoadId, Offer, PeerFetch, PeerOfferId, ProgressEntry, ProgressUpdate, Reply,
-    Report, Room,
+    DeviceId, Diagnostic, Effect, FillId, LoadId, Offer, PeerFetch, PeerOfferId, ProgressEntry,
+    ProgressUpdate, QuotaResource, Reply,
 };
 use reprise_agent_core::event::{Event, FillError, FillUpdate, Integrity, PeerOffer, Request, RequestId};
 use reprise_agent_core::pool::DeviceError;
@@ -34,76 +34,76 @@ use reprise_policy::{NamespaceDigest, SessionId, TenantId, TenantName};
 use reprise_transport::IncomingOffer;
 
 use crate::checker::Checker;
-use crate::device::{Command, Device, DeviceInfo, Unsent, read_error};
-use crate::directory::{DirectoryClient, OwnState, PlaceQuestion};
+use crate::device::{Command, Device, DeviceInfo, UnsentCommand, read_error};
+use crate::directory::{DirectoryClient, OwnState, PlacementRequest};
 use crate::metrics::{Metrics, Phase};
 use crate::peer::Peers;
 use crate::session::{Peer, Session};
 
-/// What effects act on.
+/// Executes effects on devices, sessions, peers and the directory.
 pub(crate) struct Executor {
     parts: ExecutorParts,
-    /// By number.
-    devices: Vec<Option<Held>>,
-    sessions: HashMap<SessionId, Connected>,
+    /// Devices, indexed by their number.
+    devices: Vec<Option<DeviceEntry>>,
+    sessions: HashMap<SessionId, SessionEntry>,
     feedback: VecDeque<Event>,
-    /// Blocks being fetched: since when, and how many layers they have. As many as the core has fills under way.
-    fetches: HashMap<FillId, Fetching>,
-    /// Tenants that were said to have no name; as many as the core has tenants.
+    /// Blocks being fetched, with start time and layers; bounded by the core's fills in flight.
+    fetches: HashMap<FillId, PendingFetch>,
+    /// Tenants that were logged as unnamed; bounded by the core's tenants.
     unnamed: BTreeSet<TenantId>,
-    /// Tenants whose names the core knows; as many as the registry has.
+    /// Tenants whose names the core has; bounded by the registry.
     named: BTreeSet<TenantId>,
 }
 
-/// What an executor is made of.
+/// Dependencies of an executor.
 pub(crate) struct ExecutorParts {
     pub(crate) devices: Vec<Device>,
-    /// Takes devices that the core has let go of.
-    pub(crate) released: Sender<Released>,
+    /// Receives devices that the core has released.
+    pub(crate) released: Sender<ReleasedDevice>,
     pub(crate) directory: Arc<DirectoryClient>,
-    /// Whether there is a control plane to ask.
-    pub(crate) clustered: Clustered,
-    /// Whether all blocks of this node are known: not before the devices of its first spec were tried.
+    /// Whether the agent has a control plane.
+    pub(crate) deployment: Deployment,
+    /// Whether all blocks of this node are known: only after the devices of the first spec were attempted.
     pub(crate) complete: Arc<AtomicBool>,
     pub(crate) peers: Option<Peers>,
-    /// Names and numbers of tenants; also those of sessions.
+    /// Names and numbers of tenants, shared with the sessions.
     pub(crate) tenants: Arc<Mutex<TenantRegistry>>,
     pub(crate) checker: Checker,
     pub(crate) metrics: Arc<Metrics>,
 }
 
-/// A device that is open, or lost.
-struct Held {
+/// An open or lost device.
+struct DeviceEntry {
     device: Device,
-    /// Why it is lost.
+    /// Why the device is lost, if it is.
     lost: Option<String>,
 }
 
-/// A device that was closed; whoever gets it stops it, and may give its number to another.
-pub(crate) struct Released {
+/// A released device. The receiver stops it and may reuse its number.
+pub(crate) struct ReleasedDevice {
     pub(crate) id: DeviceId,
     pub(crate) device: Device,
 }
 
-/// A device, for people and for whoever looks after devices.
+/// A device for the status page and the reconciler.
 #[derive(Clone, Debug)]
 pub(crate) struct DeviceView {
     pub(crate) id: DeviceId,
     pub(crate) info: DeviceInfo,
-    /// Commands that its thread has not taken yet.
+    /// Commands that its thread has not received yet.
     pub(crate) waiting: usize,
-    /// Why it is lost.
+    /// Why the device is lost, if it is.
     pub(crate) lost: Option<String>,
 }
 
-/// Whether this agent is part of a cluster.
+/// Whether this agent belongs to a cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Clustered {
-    Yes,
+pub(crate) enum Deployment {
+    Clustered,
     StandAlone,
 }
 
-/// A session, for people.
+/// A session for the status page.
 #[derive(Clone, Debug)]
 pub(crate) struct SessionView {
     pub(crate) id: SessionId,
@@ -112,85 +112,87 @@ pub(crate) struct SessionView {
     pub(crate) in_flight: usize,
 }
 
-/// A session and what is being measured of it.
-struct Connected {
+/// A session and its latency measurements.
+struct SessionEntry {
     session: Arc<Session>,
-    /// What it compares with, as it said in its greeting.
+    /// Namespace from its greeting.
     namespace: NamespaceDigest,
     progress: ProgressWriter,
-    /// Requests without an answer; bounded by the session's own limit.
-    asked: HashMap<RequestId, (Phase, Timed)>,
-    /// Loads whose blocks are not all there, by progress entry.
-    loading: HashMap<ProgressEntry, Timed>,
-    /// When the request that is being applied had been received.
+    /// Requests without a reply, bounded by the session's limit.
+    pending: HashMap<RequestId, (Phase, TimedSpan)>,
+    /// Loads with missing blocks, by progress entry.
+    loading: HashMap<ProgressEntry, TimedSpan>,
+    /// Receipt time of the request that is being applied.
     current: Option<Instant>,
 }
 
-/// Something that is being waited for: since when, and its span, which ends with it.
-struct Timed {
+/// Start time of an operation, and its tracing span.
+struct TimedSpan {
     since: Instant,
     _span: tracing::Span,
 }
 
-struct Fetching {
+struct PendingFetch {
     since: Instant,
     layers: u32,
-    /// Shared by the blocks of one fetch.
+    /// Span shared by the blocks of one fetch.
     _span: tracing::Span,
 }
 
 impl Executor {
-    /// Tells the control plane how this node is. One that does not know its blocks yet is not drained, and what it says of tenants is not
-    /// what is left of them under their orders.
-    pub(crate) fn tell_state(&self, mut state: OwnState) {
+    /// Reports the node's state to the control plane. Until all its blocks are known, the node is not
+    /// reported as drained, and tenants are reported without their grants, as their usage is incomplete.
+    pub(crate) fn report_state(&self, mut state: OwnState) {
         if !self.parts.complete.load(Ordering::Acquire) {
             state.drain.drained = false;
             state.tenants.iter_mut().for_each(|tenant| tenant.grant = None);
         }
-        if self.parts.clustered == Clustered::Yes {
+        if self.parts.deployment == Deployment::Clustered {
             self.parts.directory.set_own_state(state);
         }
     }
 
     pub(crate) fn new(mut parts: ExecutorParts) -> Executor {
         let (sessions, feedback, fetches) = (HashMap::new(), VecDeque::new(), HashMap::new());
-        let held = |device| Some(Held { device, lost: None });
-        let devices = std::mem::take(&mut parts.devices).into_iter().map(held).collect();
+        let entry = |device| Some(DeviceEntry { device, lost: None });
+        let devices = std::mem::take(&mut parts.devices).into_iter().map(entry).collect();
         let (unnamed, named) = (BTreeSet::new(), BTreeSet::new());
         Executor { parts, devices, sessions, feedback, fetches, unnamed, named }
     }
 
-    /// Takes a device; its number is free.
-    pub(crate) fn hold_device(&mut self, DeviceId(id): DeviceId, device: Device) {
+    /// Adds a device under a free number.
+    pub(crate) fn add_device(&mut self, DeviceId(id): DeviceId, device: Device) {
         let at = usize::from(id);
         if self.devices.len() <= at {
             self.devices.resize_with(at + 1, || None);
         }
-        self.devices[at] = Some(Held { device, lost: None });
+        self.devices[at] = Some(DeviceEntry { device, lost: None });
     }
 
-    /// Has a device give up.
+    /// Makes a device fail all further operations.
     pub(crate) fn close_device(&self, id: DeviceId) {
-        if let Some(held) = self.held(id) {
-            held.device.close();
+        if let Some(entry) = self.entry(id) {
+            entry.device.close();
         }
     }
 
-    fn held(&self, id: DeviceId) -> Option<&Held> {
+    fn entry(&self, id: DeviceId) -> Option<&DeviceEntry> {
         self.devices.get(usize::from(id.0))?.as_ref()
     }
 
-    /// The core has let go of a device.
-    fn release(&mut self, id: DeviceId) {
-        if let Some(Held { device, .. }) = self.devices.get_mut(usize::from(id.0)).and_then(Option::take) {
+    /// Handles the release of a device by the core.
+    fn remove_device(&mut self, id: DeviceId) {
+        if let Some(DeviceEntry { device, .. }) =
+            self.devices.get_mut(usize::from(id.0)).and_then(Option::take)
+        {
             self.parts.metrics.device_closed(id, device.info());
-            // Nobody takes it when the agent stops: the device ends with its channel.
-            let _ = self.parts.released.try_send(Released { id, device });
+            // If the agent is stopping, the receiver is gone and the device ends with its channel.
+            let _ = self.parts.released.try_send(ReleasedDevice { id, device });
         }
     }
 
-    /// An event that an effect has brought at once.
-    pub(crate) fn take_feedback(&mut self) -> Option<Event> {
+    /// Returns the next event that an effect caused immediately.
+    pub(crate) fn pop_feedback(&mut self) -> Option<Event> {
         self.feedback.pop_front()
     }
 
@@ -200,8 +202,8 @@ impl Executor {
         namespace: NamespaceDigest,
         progress: ProgressWriter,
     ) {
-        let (id, asked, loading) = (session.id(), HashMap::new(), HashMap::new());
-        let connected = Connected { session, namespace, progress, asked, loading, current: None };
+        let (id, pending, loading) = (session.id(), HashMap::new(), HashMap::new());
+        let connected = SessionEntry { session, namespace, progress, pending, loading, current: None };
         self.sessions.insert(id, connected);
     }
 
@@ -209,14 +211,14 @@ impl Executor {
         self.sessions.remove(&session);
     }
 
-    /// Ends all sessions.
     pub(crate) fn close_sessions(&mut self) {
         for (_, connected) in self.sessions.drain() {
             connected.session.close();
         }
     }
 
-    /// Notes when a request came, for the latency of its answer; gives its span, to be entered while it is applied.
+    /// Records the receipt of a request, for its latency. Returns its span, to be entered while it is
+    /// applied.
     pub(crate) fn request_received(
         &mut self,
         session: SessionId,
@@ -237,14 +239,14 @@ impl Executor {
         };
         let span = tracing::debug_span!("request", session = session.0, request = request.0, ?phase);
         if let Some(connected) = self.sessions.get_mut(&session) {
-            connected.asked.insert(request, (phase, Timed { since: at, _span: span.clone() }));
+            connected.pending.insert(request, (phase, TimedSpan { since: at, _span: span.clone() }));
             connected.current = Some(at);
         }
         span
     }
 
-    /// Looks at events on their way into the core, for what they say about latencies.
-    pub(crate) fn observe(&mut self, event: &Event) {
+    /// Records latencies from events on their way to the core.
+    pub(crate) fn record_latencies(&mut self, event: &Event) {
         if let Event::Fill { fill, update } = event
             && !self.fetches.is_empty()
         {
@@ -261,7 +263,7 @@ impl Executor {
     }
 
     pub(crate) fn session_views(&self) -> Vec<SessionView> {
-        let view = |connected: &Connected| SessionView {
+        let view = |connected: &SessionEntry| SessionView {
             id: connected.session.id(),
             peer: connected.session.peer().clone(),
             namespace: connected.namespace,
@@ -272,27 +274,26 @@ impl Executor {
         views
     }
 
-    /// The devices, by number.
+    /// Returns the devices by number.
     pub(crate) fn device_views(&self) -> Vec<DeviceView> {
-        let view = |(id, held): (u8, &Option<Held>)| {
-            let Held { device, lost } = held.as_ref()?;
+        let view = |(id, entry): (u8, &Option<DeviceEntry>)| {
+            let DeviceEntry { device, lost } = entry.as_ref()?;
             let (info, waiting, lost) = (device.info().clone(), device.waiting(), lost.clone());
             Some(DeviceView { id: DeviceId(id), info, waiting, lost })
         };
         (0..).zip(&self.devices).filter_map(view).collect()
     }
 
-    /// Where a device is.
+    /// Returns the path of a device.
     pub(crate) fn device_path(&self, id: DeviceId) -> Option<PathBuf> {
-        self.held(id).map(|held| held.device.info().path.clone())
+        self.entry(id).map(|entry| entry.device.info().path.clone())
     }
 
-    /// The devices, to be stopped.
+    /// Returns all devices, to be stopped.
     pub(crate) fn into_devices(self) -> Vec<Device> {
-        self.devices.into_iter().flatten().map(|held| held.device).collect()
+        self.devices.into_iter().flatten().map(|entry| entry.device).collect()
     }
 
-    /// Does one thing.
     pub(crate) fn execute(&mut self, effect: Effect) {
         match effect {
             Effect::Reply { session, request, reply } => self.reply(session, request, reply),
@@ -304,35 +305,35 @@ impl Executor {
             Effect::Progress { session, entry, update } => self.progress(session, entry, &update),
             Effect::Device { device, op } => {
                 let token = op.token;
-                if let Err(Unsent { why, .. }) = self.command(device, Command::Op(op)) {
+                if let Err(UnsentCommand { why, .. }) = self.command(device, Command::Op(op)) {
                     self.feedback.push_back(Event::DeviceDone { device, token, result: Err(why) });
                 }
             }
             Effect::ReadBlocks { device, batch } => {
                 let sent = self.command(device, Command::Read(batch));
-                if let Err(Unsent { command: Command::Read(batch), why }) = sent {
+                if let Err(UnsentCommand { command: Command::Read(batch), why }) = sent {
                     let fills = batch.blocks.iter().map(|block| block.fill);
                     self.feedback.extend(fills.map(|fill| failed(fill, read_error(why))));
                 }
             }
-            Effect::DeviceReleased { device } => self.release(device),
+            Effect::DeviceReleased { device } => self.remove_device(device),
             Effect::CheckBlock(check) => {
                 let id = check.check;
                 if self.parts.checker.submit(check).is_err() {
                     let integrity = Integrity::Unknown;
-                    self.feedback.push_back(Event::Checked { check: id, integrity });
+                    self.feedback.push_back(Event::CheckDone { check: id, integrity });
                 }
             }
-            Effect::Lookup { lookup, keys, timeout } => match self.parts.clustered {
-                Clustered::Yes => self.parts.directory.lookup(lookup, keys, timeout),
-                Clustered::StandAlone => self.feedback.push_back(Event::LookupFailed { lookup }),
+            Effect::Lookup { lookup, keys, timeout } => match self.parts.deployment {
+                Deployment::Clustered => self.parts.directory.lookup(lookup, keys, timeout),
+                Deployment::StandAlone => self.feedback.push_back(Event::LookupFailed { lookup }),
             },
             Effect::Announce { changes } => self.parts.directory.announce(&changes),
             Effect::Inventory { slots, replicas } => self.parts.directory.inventory(&slots, &replicas),
             Effect::PeerFetch(fetch) => self.fetch(&fetch),
             Effect::Place { place, keys, slot_bytes, reason, timeout } => {
                 let deadline = Instant::now() + timeout;
-                self.place(PlaceQuestion { place, keys, slot_bytes, reason, deadline });
+                self.place(PlacementRequest { place, keys, slot_bytes, reason, deadline });
             }
             Effect::Offer(offer) => self.offer(offer),
             Effect::AnswerOffer { offer, taken, retry_after } => {
@@ -343,15 +344,15 @@ impl Executor {
             }
             Effect::ServeObjects(objects) => self.with_peers(|peers| peers.serve_objects(&objects)),
             Effect::ServeAbsent { serve, block } => self.with_peers(|peers| peers.serve_absent(serve, block)),
-            Effect::Report(report) => self.report(&report),
+            Effect::Diagnostic(report) => self.report(&report),
         }
     }
 
     fn reply(&mut self, session: SessionId, request: RequestId, reply: Reply) {
         let Some(connected) = self.sessions.get_mut(&session) else { return };
         connected.session.reply(request, reply);
-        if let Some((phase, asked)) = connected.asked.remove(&request) {
-            self.parts.metrics.phase(phase, asked.since.elapsed());
+        if let Some((phase, pending)) = connected.pending.remove(&request) {
+            self.parts.metrics.phase(phase, pending.since.elapsed());
         }
     }
 
@@ -363,7 +364,7 @@ impl Executor {
                 page.begin(entry.0, *load);
                 let since = connected.current.unwrap_or_else(Instant::now);
                 let _span = tracing::debug_span!("load", session = session.0, load);
-                connected.loading.insert(entry, Timed { since, _span });
+                connected.loading.insert(entry, TimedSpan { since, _span });
             }
             ProgressUpdate::Layers { layers } => page.set_layers(entry.0, *layers),
             ProgressUpdate::BlockFailed { block } => page.fail_block(entry.0, *block as usize),
@@ -376,59 +377,59 @@ impl Executor {
         }
     }
 
-    fn command(&self, device: DeviceId, command: Command) -> Result<(), Unsent> {
-        match self.held(device) {
-            Some(held) => held.device.submit(command),
-            None => Err(Unsent { command, why: DeviceError::Lost }),
+    fn command(&self, device: DeviceId, command: Command) -> Result<(), UnsentCommand> {
+        match self.entry(device) {
+            Some(entry) => entry.device.submit(command),
+            None => Err(UnsentCommand { command, why: DeviceError::Lost }),
         }
     }
 
-    /// The only place that tells an operator.
-    fn report(&mut self, report: &Report) {
+    /// Logs a diagnostic for the operator.
+    fn report(&mut self, report: &Diagnostic) {
         match report {
-            Report::CorruptBlock { device, page, key } => {
-                tracing::error!(device = device.0, page = page.0, %key, "a stored block did not verify; it was dropped");
+            Diagnostic::CorruptBlock { device, page, key } => {
+                tracing::error!(device = device.0, page = page.0, %key, "dropped a stored block that failed verification");
             }
-            Report::CorruptMemory { slot, key } => {
+            Diagnostic::CorruptMemory { slot, key } => {
                 tracing::error!(
                     region = slot.region.0,
                     offset = slot.offset,
                     %key,
-                    "a block in DRAM no longer matched its checksums; it was dropped. It was committed with wrong checksums, a process that maps the arena has written to it since, or the memory fails"
+                    "dropped a block in DRAM that does not match its checksums: it was committed with wrong checksums, a process that maps the arena wrote to it, or the memory is faulty"
                 );
             }
-            Report::Unstorable { block_bytes, payload_bytes_max } => {
+            Diagnostic::Unstorable { block_bytes, payload_bytes_max } => {
                 tracing::warn!(
                     block_bytes,
                     payload_bytes_max,
-                    "blocks of this layout fit no segment of the pool and are never durable; format the pool with a larger pool.segment_bytes"
+                    "blocks of this layout do not fit a segment of the pool and never become durable; format the pool with a larger pool.segment_bytes"
                 );
             }
-            Report::Overcommitted { room, error } => {
-                let room = match room {
-                    Room::Dram => "memory",
-                    Room::Nvme => "devices",
+            Diagnostic::Overcommitted { resource, error } => {
+                let room = match resource {
+                    QuotaResource::Dram => "memory",
+                    QuotaResource::Nvme => "devices",
                 };
-                tracing::warn!(room, %error, "tenants are promised more than there is; reservations of devices shrink in proportion");
+                tracing::warn!(room, %error, "reservations of tenants exceed the capacity; those on devices are reduced proportionally");
             }
-            Report::OffersRefused { layouts } => {
+            Diagnostic::OffersRefused { layouts } => {
                 tracing::warn!(
                     layouts,
-                    "peers offer blocks of further layouts, and this node has blocks of so many that it takes no other: what is left of its table is for its own engines"
+                    "rejecting offers of blocks with new layouts: the layout table of this node is full except for entries reserved for local engines"
                 );
             }
-            Report::DeviceLost { device, reason } => {
+            Diagnostic::DeviceLost { device, reason } => {
                 self.parts.metrics.device_lost(*device);
                 let mut path = PathBuf::new();
-                if let Some(held) = self.devices.get_mut(usize::from(device.0)).and_then(Option::as_mut) {
-                    held.lost = Some(reason.clone());
-                    path.clone_from(&held.device.info().path);
+                if let Some(entry) = self.devices.get_mut(usize::from(device.0)).and_then(Option::as_mut) {
+                    entry.lost = Some(reason.clone());
+                    path.clone_from(&entry.device.info().path);
                 }
                 tracing::error!(
                     device = device.0,
                     path = %path.display(),
                     reason,
-                    "device lost; the agent goes on without it and its blocks, restart it when the device is back"
+                    "device lost; continuing without its blocks. Restart the agent when the device is restored"
                 );
             }
         }
@@ -436,12 +437,12 @@ impl Executor {
 
     fn fetch(&mut self, fetch: &PeerFetch) {
         let address = self.parts.directory.peer_address(fetch.node);
-        let asked = match (&self.parts.peers, address) {
+        let pending = match (&self.parts.peers, address) {
             (Some(peers), Some(address)) => peers.fetch(&address, fetch),
             (None, _) => Err("this agent has no peer transport".to_owned()),
-            (_, None) => Err("the control plane has not named its address".to_owned()),
+            (_, None) => Err("its address is unknown".to_owned()),
         };
-        match asked {
+        match pending {
             Ok(()) => {
                 let (since, layers) = (Instant::now(), fetch.layout.layers());
                 let span = tracing::debug_span!(
@@ -454,7 +455,7 @@ impl Executor {
                     fetch
                         .blocks
                         .iter()
-                        .map(|block| (block.fill, Fetching { since, layers, _span: span.clone() })),
+                        .map(|block| (block.fill, PendingFetch { since, layers, _span: span.clone() })),
                 );
             }
             Err(reason) => {
@@ -462,7 +463,7 @@ impl Executor {
                     node = fetch.node.0,
                     blocks = fetch.blocks.len(),
                     reason,
-                    "cannot ask a peer for blocks"
+                    "cannot fetch blocks from a peer"
                 );
                 self.feedback
                     .extend(fetch.blocks.iter().map(|block| failed(block.fill, FillError::PeerLost)));
@@ -470,13 +471,13 @@ impl Executor {
         }
     }
 
-    fn place(&mut self, question: PlaceQuestion) {
+    fn place(&mut self, question: PlacementRequest) {
         let place = question.place;
-        let asked = match self.parts.clustered {
-            Clustered::Yes => self.parts.directory.place(question),
-            Clustered::StandAlone => Err(place),
+        let pending = match self.parts.deployment {
+            Deployment::Clustered => self.parts.directory.place(question),
+            Deployment::StandAlone => Err(place),
         };
-        if let Err(place) = asked {
+        if let Err(place) = pending {
             self.feedback.push_back(Event::PlaceFailed { place });
         }
     }
@@ -485,33 +486,34 @@ impl Executor {
         let (id, node, tenant) = (offer.offer, offer.node, offer.tenant);
         let name = lock(&self.parts.tenants).name(tenant).cloned();
         let address = self.parts.directory.peer_address(node);
-        let offered = match (&self.parts.peers, address, name) {
+        let resolve_offer = match (&self.parts.peers, address, name) {
             (Some(peers), Some(address), Some(name)) => peers.offer(&address, name, offer),
             (None, _, _) => Err("this agent has no peer transport".to_owned()),
-            (_, None, _) => Err("the control plane has not named its address".to_owned()),
+            (_, None, _) => Err("its address is unknown".to_owned()),
             (_, _, None) => {
-                self.tell_unnamed(tenant);
-                Err("the tenant's name is not known".to_owned())
+                self.log_unnamed(tenant);
+                Err("the name of the tenant is unknown".to_owned())
             }
         };
-        if let Err(reason) = offered {
+        if let Err(reason) = resolve_offer {
             tracing::debug!(node = node.0, reason, "cannot offer blocks to a peer");
             self.feedback.push_back(Event::OfferFailed { offer: id });
         }
     }
 
-    /// Says once for each tenant that its blocks cannot be given away.
-    fn tell_unnamed(&mut self, tenant: TenantId) {
+    /// Logs once per tenant that its blocks cannot be copied to other nodes.
+    fn log_unnamed(&mut self, tenant: TenantId) {
         if self.unnamed.insert(tenant) {
             tracing::warn!(
                 number = tenant.0,
-                "blocks of a tenant without a name stay on this node; list it under [[tenants]] in the agent's configuration, or let one of its engines connect"
+                "blocks of a tenant without a known name cannot be copied to other nodes; add the tenant to [[tenants]] in the agent's configuration, or connect one of its engines"
             );
         }
     }
 
-    /// The name of a tenant that the core is to be told: once, and not the default tenant's, which everybody knows.
-    pub(crate) fn name_for_core(&mut self, tenant: TenantId) -> Option<TenantName> {
+    /// Returns the name of a tenant if the core does not have it yet. The name of the default tenant is
+    /// predefined.
+    pub(crate) fn new_tenant_name(&mut self, tenant: TenantId) -> Option<TenantName> {
         if tenant == TenantId::DEFAULT || self.named.contains(&tenant) {
             return None;
         }
@@ -520,24 +522,24 @@ impl Executor {
         Some(name)
     }
 
-    /// A peer's offer, for the core; answered here when node or tenant have no number on this node.
-    pub(crate) fn offered(&mut self, offer: IncomingOffer) -> Option<PeerOffer> {
+    /// Converts a peer's offer for the core. Rejects it if the node or the tenant has no number here.
+    pub(crate) fn resolve_offer(&mut self, offer: IncomingOffer) -> Option<PeerOffer> {
         let IncomingOffer { offer: id, from, tenant, layout, keys, .. } = offer;
         let offer = PeerOfferId(id);
         let node = self.parts.directory.node_of(&from);
-        // Who is no node of the cluster gives no names to this one.
+        // Only nodes of the cluster may register tenant names here.
         let tenant = node.map(|from| (from, lock(&self.parts.tenants).enter_offered(&tenant)));
         let reason = match tenant {
             Some((from, Ok(tenant))) => return Some(PeerOffer { offer, from, tenant, layout, keys }),
             Some((_, Err(error))) => error.to_string(),
-            None => "the control plane has not named it".to_owned(),
+            None => "the peer is not a known node".to_owned(),
         };
-        tracing::debug!(node = from, reason, "an offer of a peer is refused");
+        tracing::debug!(node = from, reason, "rejected an offer of a peer");
         self.with_peers(|peers| peers.answer_offer(offer, &[], OFFER_RETRY_MAX));
         None
     }
 
-    /// Only a peer's request leads to serving, and it came through the transport.
+    /// Serving requires the transport, which received the peer's request.
     fn with_peers(&self, serve: impl FnOnce(&Peers)) {
         if let Some(peers) = &self.parts.peers {
             serve(peers);

@@ -1,66 +1,69 @@
-//! The thread that watches the node's `CacheNode`, writes its status and asks whose tokens are, with a runtime of its own.
+//! The thread that watches the node's `CacheNode`, writes its status and reviews tokens. It has its own
+//! runtime.
 
 use std::thread::JoinHandle;
 
 use crossbeam_channel::bounded;
-use reprise_agent_kubernetes::{Facts, NodeSettings, NodeWatch, Reviews};
+use reprise_agent_kubernetes::{Facts, NodeSettings, NodeWatch, TokenReviewService};
 use tokio::sync::{oneshot, watch};
 
-use crate::claims::Desk;
+use crate::device_reconciler::Handle;
 use crate::error::{AgentError, ErrorKind};
 
-/// The running thread.
+/// The running Kubernetes thread.
 pub(crate) struct ClusterLink {
-    leave: Option<oneshot::Sender<()>>,
+    request_stop: Option<oneshot::Sender<()>>,
     thread: JoinHandle<()>,
 }
 
 impl ClusterLink {
-    /// Starts it; what was kept on disk is on the desk when this returns.
+    /// Starts the thread. On return, the persisted spec has been submitted to the reconciler.
     ///
     /// # Errors
-    /// There is no way to the API server that could come to be, or no thread.
+    /// The API server configuration is permanently invalid, or the thread cannot be spawned.
     pub(crate) fn start(
         settings: NodeSettings,
-        desk: Desk,
+        handle: Handle,
         facts: watch::Receiver<Option<Facts>>,
-        reviews: Reviews,
+        token_reviews: TokenReviewService,
     ) -> Result<ClusterLink, AgentError> {
-        let failed = |error| AgentError::new(ErrorKind::Resource, "cannot start a thread").because(error);
+        let failed = |error| {
+            AgentError::new(ErrorKind::Resource, "cannot spawn the Kubernetes thread").with_source(error)
+        };
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
-        let (leave, leaves) = oneshot::channel();
-        let (begun, begins) = bounded(1);
-        // Not on the caller's thread, which may be one of a runtime itself.
+        let (request_stop, stop_requested) = oneshot::channel();
+        let (started, starts) = bounded(1);
+        // On a separate thread, since the caller's thread may belong to a runtime.
         let body = move || {
             runtime.block_on(async {
-                // Ends with the runtime.
-                tokio::spawn(reviews.run(settings.access.clone()));
-                match NodeWatch::new(settings, move |desired| desk.leave(desired)).await {
-                    Ok(watching) => {
-                        let _ = begun.send(Ok(()));
-                        watching.run(facts, leaves).await;
+                // The task ends with the runtime.
+                tokio::spawn(token_reviews.run(settings.access.clone()));
+                match NodeWatch::new(settings, move |desired| handle.set_desired(desired)).await {
+                    Ok(node_watch) => {
+                        let _ = started.send(Ok(()));
+                        node_watch.run(facts, stop_requested).await;
                     }
-                    Err(error) => drop(begun.send(Err(error))),
+                    Err(error) => drop(started.send(Err(error))),
                 }
             });
         };
         let thread = std::thread::Builder::new().name("kubernetes".to_owned()).spawn(body).map_err(failed)?;
-        let begun = begins.recv().expect("a thread that panics ends the process");
-        begun.map_err(|error| {
-            AgentError::new(ErrorKind::Config, "the agent cannot watch its node").because(error)
+        let started = starts.recv().expect("a thread that panics ends the process");
+        started.map_err(|error| {
+            AgentError::new(ErrorKind::Config, "cannot watch the CacheNode of this node").with_source(error)
         })?;
-        Ok(ClusterLink { leave: Some(leave), thread })
+        Ok(ClusterLink { request_stop: Some(request_stop), thread })
     }
 
-    /// Has the last status written; it is when the thread has ended.
-    pub(crate) fn leave(&mut self) {
-        if let Some(leave) = self.leave.take() {
-            // A thread that has ended has nothing to write.
-            let _ = leave.send(());
+    /// Requests the final status; it is written when the thread has ended.
+    pub(crate) fn request_stop(&mut self) {
+        if let Some(request_stop) = self.request_stop.take() {
+            // Fails only if the thread has ended.
+            let _ = request_stop.send(());
         }
     }
 
-    /// Waits for its end, which has a bound.
+    /// Waits for the thread, which ends within a bounded time.
     pub(crate) fn join(self) {
         let _ = self.thread.join();
     }

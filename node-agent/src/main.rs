@@ -1,19 +1,21 @@
 //! `reprise-agent`: the node agent of Reprise.
 //!
-//! Standard output carries one line when the agent is ready (JSON: ports and socket), standard error the log. Exit
-//! codes: 0 after SIGTERM or SIGINT, 1 configuration, 2 pool device, 3 memory, sockets or ports, 70 a bug.
+//! Standard output gets one line when the agent is ready (JSON: ports and socket), standard error the log.
+//! Exit codes: 0 after SIGTERM or SIGINT, 1 configuration, 2 pool device, 3 memory, sockets or ports, 70
+//! internal error.
 //!
-//! A panic on any thread, or in any task of a runtime, ends the process with SIGABRT: recovery from the journal takes a
-//! second, and half an agent would be worse than none. So nothing else here needs to look whether a thread still runs.
+//! A panic on any thread or task ends the process with SIGABRT: recovery from the journal takes a second,
+//! and a partly working agent would be worse. The rest of the agent therefore need not check whether a
+//! thread still runs.
 
 mod admin;
 mod bindings;
 mod checker;
-mod claims;
 mod config;
 mod core_loop;
 mod descriptors;
 mod device;
+mod device_reconciler;
 mod directory;
 mod error;
 mod executor;
@@ -34,39 +36,43 @@ use tokio::signal::unix::{SignalKind, signal};
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::fmt::format::FmtSpan;
 
-use config::{Config, FollowedConfig, LogFormat, LogSettings, PodPlace, Settings};
+use config::{Config, LogFormat, LogSettings, PodEnvironment, ReloadableConfig, Settings};
 use error::{AgentError, ErrorKind};
 use reprise_agent_kubernetes::Access;
 use reprise_daemon::log;
-use runtime::{InCluster, Runtime};
+use runtime::{ClusterSettings, Runtime};
 
-/// See setrlimit(2), "RLIMIT_FSIZE", and signal(7).
+/// Signal for exceeding the file size limit; see setrlimit(2), "RLIMIT_FSIZE", and signal(7).
 const SIGXFSZ: SignalKind = SignalKind::from_raw(25);
 
-/// Keeps the KV cache of this node's inference engines in DRAM and on NVMe, and shares it with its peers.
+/// Cache KV blocks of this node's engines and share them with peers
 #[derive(Debug, Parser)]
 #[command(name = "reprise-agent", version, about)]
 struct Arguments {
-    /// Configuration file (TOML); without one, all defaults.
+    /// Configuration file (TOML); defaults apply without one
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Print the default configuration, with comments, and exit.
+    /// Print the default configuration with comments and exit
     #[arg(long)]
     print_default_config: bool,
-    /// Run as the agent of a node of Kubernetes: devices and mode come from the node's CacheNode, and its status goes there. Wants
-    /// NODE_NAME and POD_IP in the environment, and a configuration file without node and devices.
+    /// Run as the agent of a Kubernetes node
+    ///
+    /// Devices and mode come from the node's CacheNode, and its status is written there. Requires NODE_NAME
+    /// and POD_IP in the environment, and a configuration file without node name and devices.
     #[arg(long, requires = "config")]
     in_cluster: bool,
-    /// With --in-cluster: how the API server is reached, in place of the pod's service account.
+    /// With --in-cluster: use this kubeconfig instead of the service account
     #[arg(long, value_name = "FILE", requires = "in_cluster")]
     kubeconfig: Option<PathBuf>,
-    /// With --in-cluster: where the node's root directory is mounted; names of devices are looked up below it.
+    /// With --in-cluster: mount point of the node's root file system
+    ///
+    /// Device names are resolved below this directory.
     #[arg(long, value_name = "DIR", default_value = "/", requires = "in_cluster")]
     node_root: PathBuf,
 }
 
 fn main() -> ExitCode {
-    reprise_buffers::keep_large_allocations_apart();
+    reprise_buffers::fix_mmap_threshold();
     let arguments = Arguments::parse();
     if arguments.print_default_config {
         return print(&Config::default_text());
@@ -74,7 +80,7 @@ fn main() -> ExitCode {
     match run(&arguments) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // The log may not be set up yet; this line is for whoever started the agent.
+            // The log may not be initialised yet, so the error goes to standard error directly.
             let _ = writeln!(std::io::stderr(), "reprise-agent: {}", error.chain());
             ExitCode::from(error.exit_code())
         }
@@ -85,8 +91,9 @@ fn run(arguments: &Arguments) -> Result<(), AgentError> {
     let (settings, cluster) = settings(arguments)?;
     let _log = start_log(&settings.log)?;
     abort_on_panic();
-    let failed = |what: &'static str| move |error| AgentError::new(ErrorKind::Resource, what).because(error);
-    // Before anything that opens files.
+    let failed =
+        |what: &'static str| move |error| AgentError::new(ErrorKind::Resource, what).with_source(error);
+    // Must precede everything that opens files.
     reprise_daemon::descriptors::raise_limit()
         .map_err(failed("cannot raise the soft limit on open files to the hard limit"))?;
     let signals = tokio::runtime::Builder::new_current_thread()
@@ -94,20 +101,21 @@ fn run(arguments: &Arguments) -> Result<(), AgentError> {
         .build()
         .map_err(failed("cannot wait for signals"))?;
     signals.block_on(async {
-        // Registered before anything is started, so that no signal finds the agent half made.
+        // Registered first, so that a signal during the start is not lost.
         let mut terminate = signal(SignalKind::terminate()).map_err(failed("cannot wait for SIGTERM"))?;
         let mut interrupt = signal(SignalKind::interrupt()).map_err(failed("cannot wait for SIGINT"))?;
-        // A limit on the size of files ends a process that does not handle the signal: to the pool it is a full disk.
-        let _file_too_large = signal(SIGXFSZ).map_err(failed("cannot take SIGXFSZ"))?;
+        // The default action of this signal ends the process. With a handler, exceeding the file size limit
+        // is an I/O error like a full disk.
+        let _file_too_large = signal(SIGXFSZ).map_err(failed("cannot handle SIGXFSZ"))?;
         let runtime = Runtime::start(settings, cluster)?;
         let ready = serde_json::to_string(runtime.ready()).map_err(|error| {
-            AgentError::new(ErrorKind::Internal, "cannot encode the ready line").because(error)
+            AgentError::new(ErrorKind::Internal, "cannot encode the ready line").with_source(error)
         })?;
         print(&format!("{ready}\n"));
         tracing::info!(version = env!("CARGO_PKG_VERSION"), "ready");
         tokio::select! {
-            _ = terminate.recv() => tracing::info!("SIGTERM: stopping"),
-            _ = interrupt.recv() => tracing::info!("SIGINT: stopping"),
+            _ = terminate.recv() => tracing::info!("received SIGTERM, stopping"),
+            _ = interrupt.recv() => tracing::info!("received SIGINT, stopping"),
         }
         runtime.stop();
         tracing::info!("stopped");
@@ -115,23 +123,23 @@ fn run(arguments: &Arguments) -> Result<(), AgentError> {
     })
 }
 
-/// What the agent runs by, and what it needs of its cluster.
-fn settings(arguments: &Arguments) -> Result<(Settings, Option<InCluster>), AgentError> {
+/// Reads the configuration and the settings for a cluster.
+fn settings(arguments: &Arguments) -> Result<(Settings, Option<ClusterSettings>), AgentError> {
     let Some(path) = &arguments.config else { return Ok((Config::default().validate()?, None)) };
     if !arguments.in_cluster {
         return Ok((Config::read(path)?.validate()?, None));
     }
-    let pod = PodPlace::read(|name| std::env::var(name).ok())?;
-    let config = FollowedConfig::read(path.clone(), pod.clone())?;
+    let pod = PodEnvironment::read(|name| std::env::var(name).ok())?;
+    let config = ReloadableConfig::read(path.clone(), pod.clone())?;
     let settings = config.running().clone().placed(&pod)?.validate()?;
     let access = match &arguments.kubeconfig {
         Some(path) => Access::Kubeconfig(path.clone()),
         None => Access::ServiceAccount,
     };
-    Ok((settings, Some(InCluster { pod, config, access, root: arguments.node_root.clone() })))
+    Ok((settings, Some(ClusterSettings { pod, config, access, root: arguments.node_root.clone() })))
 }
 
-/// Writes to standard output; somebody who closed it does not want to know.
+/// Writes to standard output; a closed output is ignored.
 fn print(text: &str) -> ExitCode {
     let mut output = std::io::stdout().lock();
     match output.write_all(text.as_bytes()).and_then(|()| output.flush()) {
@@ -141,12 +149,13 @@ fn print(text: &str) -> ExitCode {
 }
 
 fn start_log(settings: &LogSettings) -> Result<log::Log, AgentError> {
-    // The client of the API server calls every connection that fails an error; what it means is said where it is known.
+    // The Kubernetes client logs every failed connection as an error; this agent logs the relevant ones
+    // itself.
     let mut filter = tracing_subscriber::EnvFilter::new(&settings.level);
     for quiet in ["kube_client=off", "kube_runtime=off"] {
         filter = filter.add_directive(quiet.parse().expect("a directive"));
     }
-    // At debug level, the end of each request, load and fetch is a line with its time.
+    // At debug level, each request, load and fetch logs a line with its duration.
     let spans = match filter.max_level_hint() {
         Some(level) if level < LevelFilter::DEBUG => FmtSpan::NONE,
         _ => FmtSpan::CLOSE,
@@ -156,13 +165,13 @@ fn start_log(settings: &LogSettings) -> Result<log::Log, AgentError> {
         LogFormat::Json => log::Format::Json,
     };
     log::start(log::Settings { filter, format, spans })
-        .map_err(|error| AgentError::new(ErrorKind::Internal, "cannot start the log").because(error))
+        .map_err(|error| AgentError::new(ErrorKind::Internal, "cannot start the log").with_source(error))
 }
 
 fn abort_on_panic() {
     let default = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
-        tracing::error!(%panic, "a bug; please report it");
+        tracing::error!(%panic, "internal error, please report it");
         default(panic);
         std::process::abort();
     }));
@@ -174,13 +183,13 @@ mod tests {
 
     use super::*;
 
-    /// Set in the process that is to end.
+    /// Environment variable that makes the test process panic.
     const TO_END: &str = "REPRISE_TEST_PANIC_OF_A_TASK";
 
     #[test]
-    fn a_panic_of_a_task_that_nobody_waits_for_ends_the_process() {
+    fn panic_of_a_detached_task_aborts_the_process() {
         use std::os::unix::process::ExitStatusExt;
-        const NAME: &str = "tests::a_panic_of_a_task_that_nobody_waits_for_ends_the_process";
+        const NAME: &str = "tests::panic_of_a_detached_task_aborts_the_process";
         if std::env::var_os(TO_END).is_some() {
             return panic_in_a_task();
         }
@@ -190,7 +199,7 @@ mod tests {
         assert_eq!(output.status.signal(), Some(ABORTED), "{output:?}");
     }
 
-    /// SIGABRT, signal(7).
+    /// Number of SIGABRT; see signal(7).
     const ABORTED: i32 = 6;
 
     fn panic_in_a_task() {

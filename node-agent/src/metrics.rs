@@ -1,11 +1,11 @@
-//! Every metric of the agent: name, help, unit, labels.
+//! All metrics of the agent: name, help, unit, labels.
 //!
-//! Names are `reprise_agent_<name>`; counters end in `_total`; times are seconds, sizes bytes. Labels are bounded:
-//! `phase`, `kind` and `state` by their enums, `device` by the 32 devices that may be open, `tenant` by [`tenants`]. What the
-//! core counts is listed in
-//! [`CORE`], one line per counter (a test compares), and read from the core at each scrape.
+//! Names are `reprise_agent_<name>`; counters end in `_total`; times are seconds, sizes bytes. Labels are
+//! bounded: `phase`, `kind` and `state` by their enums, `device` by the maximum of 32 open devices,
+//! `tenant` by [`tenants`]. [`CORE`] lists the core's counters, one line each (a test compares); they are
+//! read from the core at each scrape.
 //!
-//! Latencies are taken where an effect meets its event (executor, device worker), not in handlers.
+//! Latencies are measured where an effect meets its event (executor, device worker), not in handlers.
 
 mod read_times;
 mod tables;
@@ -28,32 +28,32 @@ use prometheus_client::registry::Registry;
 use reprise_agent_core::effect::DeviceId;
 
 use reprise_buffers::{PageCoverage, PageKind};
-use reprise_daemon::rejected::{Listener, RejectedConnections};
+use reprise_daemon::rejected_connections::{Listener, RejectedConnections};
 
 use crate::device::DeviceInfo;
-pub(crate) use read_times::{Between, ReadTimes, p99};
+pub(crate) use read_times::{ReadTimes, TimeRange, p99};
 pub(crate) use tables::{CORE, PEER};
 pub(crate) use tenants::TenantRows;
 
-/// 10 µs to 10 s in steps of 1.78 (four a decade).
+/// Histogram buckets from 10 µs to 10 s, a factor of 1.78 apart (four per decade).
 const LATENCY_BUCKETS: (f64, f64, u16) = (10e-6, 1.778_279, 25);
 
-/// What a latency is the latency of.
+/// Phases with a latency.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Phase {
-    /// Received to answered.
+    /// From receipt to reply.
     Match,
-    /// Received to answered.
+    /// From receipt to reply.
     Reserve,
-    /// Received to readable on the node.
+    /// From receipt until the blocks are readable on the node.
     Commit,
-    /// Received to every block placed and its first layer verified.
+    /// From receipt until every block is placed and its first layer verified.
     LoadFirstLayer,
-    /// Received to every layer of every block verified.
+    /// From receipt until every layer of every block is verified.
     LoadTotal,
-    /// Asked to the last layer of a block verified.
+    /// From the request until the last layer of a block is verified.
     PeerFetch,
-    /// Other calls.
+    /// All other requests of sessions.
     Other,
 }
 
@@ -67,7 +67,7 @@ struct PageLabels {
     kind: &'static str,
 }
 
-/// A [`PageKind`] in a label.
+/// Label of per-device metrics.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct DeviceLabels {
     device: u8,
@@ -80,30 +80,30 @@ struct DeviceInfoLabels {
     caching: String,
 }
 
-/// How a number is exported.
+/// Type of a metric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// Only grows.
+    /// A counter that only increases.
     Counter,
-    /// Goes up and down.
+    /// Value that may decrease.
     Gauge,
 }
 
-/// A number that somebody else counts.
+/// Description of a value that another component counts.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Described {
-    /// Its name there, and here.
+pub(crate) struct MetricInfo {
+    /// Name of the counter and of the metric.
     pub(crate) name: &'static str,
     pub(crate) kind: Kind,
     pub(crate) help: &'static str,
 }
 
-/// All metrics.
+/// All metrics of the agent.
 pub(crate) struct Metrics {
     registry: Registry,
     phases: Family<PhaseLabels, Histogram, fn() -> Histogram>,
     devices: DeviceFamilies,
-    /// For who judges devices by them.
+    /// Read latencies for the reconciler's latency monitor.
     read_times: Mutex<BTreeMap<DeviceId, Arc<ReadTimes>>>,
     inbox_waiting: Gauge,
     rejected: RejectedConnections,
@@ -128,7 +128,7 @@ struct DeviceFamilies {
     info: Family<DeviceInfoLabels, Gauge>,
 }
 
-/// The metrics of one device, for its worker: no look-up per operation.
+/// The metrics of one device for its worker, resolved once instead of per operation.
 #[derive(Clone)]
 pub(crate) struct DeviceMetrics {
     read_times: Arc<ReadTimes>,
@@ -144,44 +144,44 @@ pub(crate) struct DeviceMetrics {
     in_flight: Gauge,
 }
 
-/// What waits for a device, and what it has under way.
+/// Queued and in-flight operations of a device.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Queued {
+pub(crate) struct QueueDepths {
     /// Reads of pieces of blocks.
     pub(crate) reads: u64,
     pub(crate) read_bytes: u64,
-    /// Writes and syncs.
     pub(crate) writes: u64,
     pub(crate) write_bytes: u64,
-    /// Operations that the device has.
+    /// Operations submitted to the device.
     pub(crate) in_flight: u64,
 }
 
-/// Numbers that others own, as of the last scrape.
+/// Values of other components, as of the last scrape.
 #[derive(Debug, Default)]
 struct Snapshot {
-    numbers: Mutex<Vec<Number>>,
+    numbers: Mutex<Vec<MetricValue>>,
     tenants: Mutex<TenantRows>,
 }
 
-/// A number of somebody else.
+/// A value that another component counts.
 #[derive(Clone, Debug)]
-pub(crate) struct Number {
+pub(crate) struct MetricValue {
     pub(crate) name: String,
     pub(crate) help: &'static str,
     pub(crate) kind: Kind,
     pub(crate) value: u64,
 }
 
-/// Pairs values with their descriptions; a value that is not described is left out (tests see to it that none is).
+/// Pairs values with their descriptions. Values without one are omitted; tests ensure that every value has
+/// one.
 pub(crate) fn describe(
     prefix: &str,
-    table: &[Described],
+    table: &[MetricInfo],
     values: impl Iterator<Item = (&'static str, u64)>,
-) -> Vec<Number> {
+) -> Vec<MetricValue> {
     let number = |(name, value): (&str, u64)| {
-        let Described { kind, help, .. } = *table.iter().find(|described| described.name == name)?;
-        Some(Number { name: format!("{prefix}{name}"), help, kind, value })
+        let MetricInfo { kind, help, .. } = *table.iter().find(|described| described.name == name)?;
+        Some(MetricValue { name: format!("{prefix}{name}"), help, kind, value })
     };
     values.filter_map(number).collect()
 }
@@ -215,7 +215,7 @@ fn latency() -> Histogram {
 }
 
 impl Metrics {
-    /// `pages` as the arena measured them.
+    /// Creates the metrics. `pages` is the measured page coverage of the arena.
     pub(crate) fn new(node: &str, pages: PageCoverage) -> Metrics {
         let mut registry = Registry::with_prefix("reprise_agent");
         let info = vec![("version", env!("CARGO_PKG_VERSION").to_owned()), ("node", node.to_owned())];
@@ -237,20 +237,20 @@ impl Metrics {
         Metrics { registry, phases, devices, read_times: Mutex::default(), inbox_waiting, rejected, snapshot }
     }
 
-    /// Counts of connections that were not served. Those of peers are the transport's.
+    /// Returns the counters of rejected connections; the transport counts those of peers.
     pub(crate) fn rejected(&self) -> &RejectedConnections {
         &self.rejected
     }
 
-    /// Notes a latency.
+    /// Records the latency of a phase.
     pub(crate) fn phase(&self, phase: Phase, latency: Duration) {
         self.phases.get_or_create(&PhaseLabels { phase }).observe(latency.as_secs_f64());
     }
 
-    /// The metrics of one device.
+    /// Returns the metrics of one device.
     pub(crate) fn device(&self, device: DeviceId) -> DeviceMetrics {
         let labels = DeviceLabels { device: device.0 };
-        // There from the start: an alert on it needs the zero.
+        // Created immediately, since an alert on this metric needs the value 0.
         drop(self.devices.lost.get_or_create(&labels));
         let DeviceFamilies { read_seconds, write_seconds, sync_seconds, read_bytes, written_bytes, .. } =
             &self.devices;
@@ -270,12 +270,12 @@ impl Metrics {
         }
     }
 
-    /// How long reads of a device took, while it is open.
+    /// Returns the read latencies of an open device.
     pub(crate) fn read_times(&self, device: DeviceId) -> Option<Arc<ReadTimes>> {
         self.read_times.lock().unwrap_or_else(PoisonError::into_inner).get(&device).cloned()
     }
 
-    /// Notes what opening a device took.
+    /// Records the recovery of a device.
     pub(crate) fn device_opened(&self, device: DeviceId, info: &DeviceInfo) {
         let labels = DeviceLabels { device: device.0 };
         self.devices.recovery_seconds.get_or_create(&labels).set(info.recovery.took.as_secs_f64());
@@ -284,12 +284,12 @@ impl Metrics {
         self.devices.info.get_or_create(&info_labels(device, info)).set(1);
     }
 
-    /// Notes that a device is lost.
+    /// Records the loss of a device.
     pub(crate) fn device_lost(&self, device: DeviceId) {
         self.devices.lost.get_or_create(&DeviceLabels { device: device.0 }).set(1);
     }
 
-    /// Forgets a device that was closed: its number may be given to another.
+    /// Removes the metrics of a closed device, whose number may be reused.
     pub(crate) fn device_closed(&self, device: DeviceId, info: &DeviceInfo) {
         let labels = DeviceLabels { device: device.0 };
         self.read_times.lock().unwrap_or_else(PoisonError::into_inner).remove(&device);
@@ -311,10 +311,11 @@ impl Metrics {
         families.info.remove(&info_labels(device, info));
     }
 
-    /// Everything in the text format. `numbers` are those of the core, the transport and the directory client, now.
+    /// Renders all metrics in the text format. `numbers` are the current values of core, transport and
+    /// directory client.
     pub(crate) fn render(
         &self,
-        numbers: Vec<Number>,
+        numbers: Vec<MetricValue>,
         tenants: TenantRows,
         inbox_waiting: usize,
     ) -> Result<String, std::fmt::Error> {
@@ -359,10 +360,10 @@ impl DeviceFamilies {
             all.write_seconds,
         );
         registry.register("device_sync_seconds", "One sync of data or journal", all.sync_seconds);
-        registry.register("device_read_bytes", "Bytes read, headers included", all.read_bytes);
+        registry.register("device_read_bytes", "Bytes read, including headers", all.read_bytes);
         registry.register(
             "device_written_bytes",
-            "Bytes written, headers and journal included",
+            "Bytes written, including headers and journal",
             all.written_bytes,
         );
         registry.register(
@@ -372,7 +373,7 @@ impl DeviceFamilies {
         );
         registry.register(
             "device_read_bytes_queued",
-            "Bytes of reads waiting for the device, headers included",
+            "Bytes of reads waiting for the device, including headers",
             all.read_bytes_queued,
         );
         registry.register(
@@ -382,11 +383,11 @@ impl DeviceFamilies {
         );
         registry.register(
             "device_write_bytes_queued",
-            "Bytes of writes waiting for the device, headers and journal included",
+            "Bytes of writes waiting for the device, including headers and journal",
             all.write_bytes_queued,
         );
-        registry.register("device_in_flight", "Operations under way at the device", all.in_flight);
-        registry.register("device_lost", "1 when the device is lost", all.lost);
+        registry.register("device_in_flight", "Operations in flight at the device", all.in_flight);
+        registry.register("device_lost", "1 if the device is lost", all.lost);
         registry.register("device_recovery_seconds", "Time to open the pool at start", all.recovery_seconds);
         registry.register("device_recovery_records", "Journal records read at start", all.recovery_records);
         registry.register("device_info", "I/O engine and caching of the device; always 1", all.info);
@@ -398,7 +399,7 @@ impl DeviceMetrics {
     pub(crate) fn read(&self, bytes: u64, latency: Duration) {
         self.read_bytes.inc_by(bytes);
         self.read_seconds.observe(latency.as_secs_f64());
-        self.read_times.note(latency);
+        self.read_times.record(latency);
     }
 
     pub(crate) fn write(&self, bytes: u64, latency: Duration) {
@@ -410,8 +411,8 @@ impl DeviceMetrics {
         self.sync_seconds.observe(latency.as_secs_f64());
     }
 
-    pub(crate) fn queue(&self, queued: &Queued) {
-        let Queued { reads, read_bytes, writes, write_bytes, in_flight } = *queued;
+    pub(crate) fn queue(&self, queued: &QueueDepths) {
+        let QueueDepths { reads, read_bytes, writes, write_bytes, in_flight } = *queued;
         for (gauge, value) in [
             (&self.reads_queued, reads),
             (&self.read_bytes_queued, read_bytes),
@@ -427,10 +428,10 @@ impl DeviceMetrics {
 impl Collector for Snapshot {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
         let numbers = self.numbers.lock().unwrap_or_else(PoisonError::into_inner);
-        for Number { name, help, kind, value } in numbers.iter() {
+        for MetricValue { name, help, kind, value } in numbers.iter() {
             match kind {
                 Kind::Counter => {
-                    // The encoder appends `_total` to counters itself.
+                    // The encoder appends `_total` to counters.
                     let name = name.strip_suffix("_total").unwrap_or(name);
                     let metric = ConstCounter::new(*value);
                     let encoder = encoder.encode_descriptor(
@@ -464,14 +465,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_counter_of_the_core_is_described_once_and_in_order() {
+    fn core_counters_are_described_once_and_in_order() {
         let described: Vec<&str> = CORE.iter().map(|metric| metric.name).collect();
         let counted: Vec<&str> = Counters::default().fields().map(|(name, _)| name).collect();
         assert_eq!(described, counted);
     }
 
     #[test]
-    fn every_total_of_the_transport_is_described_once_and_in_order() {
+    fn transport_totals_are_described_once_and_in_order() {
         let described: Vec<&str> = PEER.iter().map(|metric| metric.name).collect();
         let stats = reprise_transport::TransportStats::default();
         let counted: Vec<&str> = stats.fields().map(|(name, _)| name).collect();
@@ -479,12 +480,12 @@ mod tests {
     }
 
     #[test]
-    fn a_scrape_has_names_help_and_values() {
+    fn scrape_contains_names_help_and_values() {
         let pages = PageCoverage { bytes: 10 << 20, hugetlb_bytes: 0, transparent_bytes: 8 << 20 };
         let metrics = Metrics::new("n1", pages);
         metrics.phase(Phase::Match, Duration::from_micros(120));
         metrics.device(DeviceId(0)).read(4096, Duration::from_millis(1));
-        let number = Number { name: "loads".to_owned(), help: "Loads", kind: Kind::Counter, value: 7 };
+        let number = MetricValue { name: "loads".to_owned(), help: "Loads", kind: Kind::Counter, value: 7 };
         let text = metrics.render(vec![number], TenantRows::default(), 3).expect("renders");
         for line in [
             "reprise_agent_loads_total 7",
@@ -496,7 +497,7 @@ mod tests {
             "reprise_agent_arena_page_bytes{kind=\"small\"} 2097152",
             "reprise_agent_arena_page_bytes{kind=\"hugetlb\"} 0",
         ] {
-            assert!(text.contains(line), "no '{line}' in:\n{text}");
+            assert!(text.contains(line), "missing '{line}' in:\n{text}");
         }
     }
 }

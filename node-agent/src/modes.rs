@@ -1,44 +1,50 @@
-//! What the node is used for: as the control plane says, and as the node's own spec says. The stricter holds.
+//! Mode of the node, as requested by the control plane and by the node's spec. The stricter one applies.
 //!
-//! Whoever drains a node does so by one of the two, and the other follows later or not at all: a node that one of them has
-//! cordoned gets no blocks of others, whoever is late.
+//! A node is drained through either of the two, and the other one may follow later or never. A node that
+//! one of them cordoned gets no replicas, whichever updates last.
 
 use reprise_agent_core::event::Event;
 use reprise_policy::NodeMode;
 
-/// Both words, and what was made of them.
+/// Requested modes, and the mode last passed to the core.
 #[derive(Debug, Default)]
 pub(crate) struct Modes {
-    /// Of the control plane, with its number.
-    said: (NodeMode, u64),
-    /// Of the node's spec.
-    wanted: NodeMode,
-    /// What the core was told last, and how often it was told.
-    told: NodeMode,
+    /// Mode requested by the control plane, with its revision.
+    from_control_plane: (NodeMode, u64),
+    /// Mode requested by the node's spec.
+    from_spec: NodeMode,
+    /// Mode last passed to the core, and the number of changes passed so far.
+    effective: NodeMode,
     revision: u64,
 }
 
 impl Modes {
-    /// The control plane says this, each time with a higher number; the event for the core, if that changes anything.
-    pub(crate) fn said(&mut self, mode: NodeMode, number: u64) -> Option<Event> {
-        if number > self.said.1 {
-            self.said = (mode, number);
+    /// Applies a mode from the control plane unless its revision is old. Returns an event for the core if
+    /// the effective mode changes.
+    pub(crate) fn set_by_control_plane(&mut self, mode: NodeMode, number: u64) -> Option<Event> {
+        if number > self.from_control_plane.1 {
+            self.from_control_plane = (mode, number);
         }
-        self.news()
+        self.update()
     }
 
-    /// The node's spec says this.
-    pub(crate) fn wanted(&mut self, mode: NodeMode) -> Option<Event> {
-        self.wanted = mode;
-        self.news()
+    /// Applies the mode of the node's spec. Returns an event for the core if the effective mode changes.
+    pub(crate) fn set_by_spec(&mut self, mode: NodeMode) -> Option<Event> {
+        self.from_spec = mode;
+        self.update()
     }
 
-    fn news(&mut self) -> Option<Event> {
-        let mode = if strictness(self.wanted) > strictness(self.said.0) { self.wanted } else { self.said.0 };
-        if mode == self.told {
+    fn update(&mut self) -> Option<Event> {
+        let mode = if strictness(self.from_spec) > strictness(self.from_control_plane.0) {
+            self.from_spec
+        } else {
+            self.from_control_plane.0
+        };
+        if mode == self.effective {
             return None;
         }
-        self.told = mode;
+        self.effective = mode;
+        // The core ignores modes with an old revision.
         self.revision += 1;
         Some(Event::Mode { mode, revision: self.revision })
     }
@@ -59,29 +65,29 @@ mod tests {
     fn mode(event: Option<Event>) -> Option<NodeMode> {
         event.map(|event| match event {
             Event::Mode { mode, .. } => mode,
-            other => panic!("{other:?} is no mode"),
+            other => panic!("expected a mode, got {other:?}"),
         })
     }
 
     #[test]
-    fn the_stricter_of_two_modes_holds() {
+    fn stricter_of_two_modes_applies() {
         let mut modes = Modes::default();
-        assert_eq!(mode(modes.said(NodeMode::Active, 1)), None, "as it was");
-        assert_eq!(mode(modes.wanted(NodeMode::Cordoned)), Some(NodeMode::Cordoned));
-        assert_eq!(mode(modes.said(NodeMode::Draining, 2)), Some(NodeMode::Draining));
-        assert_eq!(mode(modes.wanted(NodeMode::Active)), None, "the control plane drains it");
-        assert_eq!(mode(modes.said(NodeMode::Active, 1)), None, "that is old");
-        assert_eq!(mode(modes.said(NodeMode::Active, 3)), Some(NodeMode::Active));
+        assert_eq!(mode(modes.set_by_control_plane(NodeMode::Active, 1)), None, "unchanged");
+        assert_eq!(mode(modes.set_by_spec(NodeMode::Cordoned)), Some(NodeMode::Cordoned));
+        assert_eq!(mode(modes.set_by_control_plane(NodeMode::Draining, 2)), Some(NodeMode::Draining));
+        assert_eq!(mode(modes.set_by_spec(NodeMode::Active)), None, "the control plane still drains it");
+        assert_eq!(mode(modes.set_by_control_plane(NodeMode::Active, 1)), None, "the revision is old");
+        assert_eq!(mode(modes.set_by_control_plane(NodeMode::Active, 3)), Some(NodeMode::Active));
     }
 
     #[test]
-    fn each_mode_has_a_higher_revision_than_the_one_before() {
+    fn each_mode_has_a_higher_revision_than_the_previous_one() {
         let mut modes = Modes::default();
         let revision = |event: Option<Event>| match event {
             Some(Event::Mode { revision, .. }) => revision,
             other => panic!("{other:?}"),
         };
-        let first = revision(modes.wanted(NodeMode::Draining));
-        assert!(revision(modes.wanted(NodeMode::Active)) > first);
+        let first = revision(modes.set_by_spec(NodeMode::Draining));
+        assert!(revision(modes.set_by_spec(NodeMode::Active)) > first);
     }
 }

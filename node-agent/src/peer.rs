@@ -1,6 +1,6 @@
-//! Glue between the core and the transport: slots to spans, transport events to core events.
+//! Adapter between the core and the transport: slots to spans, transport events to core events.
 //!
-//! Deliberately absent: retries and the choice of a peer (the core's).
+//! The core decides on retries and chooses peers.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,24 +18,25 @@ use reprise_transport::{
 
 use crate::core_loop::{Inbox, Input};
 
-/// The transport, as the core's effects see it.
+/// The transport, as used by the core's effects.
 #[derive(Clone)]
 pub(crate) struct Peers {
     transport: Arc<dyn Transport>,
     arena: Arc<Arena>,
 }
 
-/// Passes the transport's events on to the core. It waits for room in the inbox, which stalls that connection only.
+/// Returns a sink that passes the transport's events to the core. A full inbox stalls only the sending
+/// connection.
 pub(crate) fn sink(inbox: Inbox) -> EventSink {
     Arc::new(move |event| {
-        // A stopped core wants nothing any more.
+        // Fails only if the core has stopped.
         let _ = inbox.send(convert(event));
     })
 }
 
 fn convert(event: TransportEvent) -> Input {
     Input::Event(match event {
-        // Names are looked up where effects are executed.
+        // Names are resolved where effects are executed.
         TransportEvent::Offer(offer) => return Input::PeerOffer(Box::new(offer)),
         TransportEvent::OfferAnswered { offer, taken, retry_after } => {
             Event::OfferAnswered { offer: OfferId(offer), taken, retry_after }
@@ -65,10 +66,10 @@ impl Peers {
         Peers { transport, arena }
     }
 
-    /// Asks a peer; never blocks.
+    /// Requests blocks from a peer; never blocks.
     ///
     /// # Errors
-    /// Why nothing was asked and no event will come.
+    /// The reason why nothing was requested; no event follows.
     pub(crate) fn fetch(&self, address: &str, fetch: &PeerFetch) -> Result<(), String> {
         let block = |block: &reprise_agent_core::effect::PeerBlock| {
             let into = self.span(block.slot, 0, block.slot.bytes)?;
@@ -93,7 +94,7 @@ impl Peers {
                 self.transport.serve_objects(ServedObjects { serve: serve.0, block, from, offset, last });
             }
             Err(error) => {
-                tracing::error!(%error, "the core serves what is not in the arena");
+                tracing::error!(%error, "the core serves a span outside the arena");
                 self.transport.serve_absent(serve.0, block);
             }
         }
@@ -103,10 +104,10 @@ impl Peers {
         self.transport.serve_absent(serve.0, block);
     }
 
-    /// Offers a peer blocks; never blocks.
+    /// Offers blocks to a peer; never blocks.
     ///
     /// # Errors
-    /// Why nothing was offered and no event will come.
+    /// The reason why nothing was offered; no event follows.
     pub(crate) fn offer(&self, address: &str, tenant: TenantName, offer: Offer) -> Result<(), String> {
         let Offer { offer: OfferId(offer), layout, keys, deadline, .. } = offer;
         let request = OfferRequest { offer, layout, tenant, deadline, keys };
@@ -125,7 +126,7 @@ impl Peers {
         self.transport.shutdown();
     }
 
-    /// Part of a slot.
+    /// Returns the span of a part of a slot.
     fn span(&self, slot: ArenaSlot, offset: u64, bytes: u64) -> Result<Span, BufferError> {
         self.arena.span(slot.region.0, slot.offset.saturating_add(offset), bytes)
     }

@@ -1,11 +1,11 @@
-//! Puts an agent together, and takes it apart again.
+//! Assembles an agent and shuts it down.
 //!
-//! Start: memory, devices (their journals), core, ports, directory client, the core's thread, sessions; ready. Each
-//! step needs the ones before; a step that fails ends the process with what to do about it.
+//! Start order: memory, devices (their journals), core, ports, directory client, the core's thread,
+//! sessions; ready. Each step needs the previous ones. A failing step ends the process with a remedy.
 //!
-//! Stop: no new sessions, no new requests, blocks that are not durable yet are given [`FLUSH_PATIENCE`], then
-//! the core ends, then what it used; devices are given [`DEVICES_PATIENCE`] together. `kill -9` instead of all this
-//! loses nothing that was announced as durable.
+//! Shutdown: stop accepting sessions and requests, write blocks that are not durable yet for up to
+//! [`FLUSH_PATIENCE`], then stop the core and its dependencies. All devices together get
+//! [`DEVICES_PATIENCE`]. A `kill -9` instead loses no block that was announced as durable.
 
 mod stopping;
 
@@ -22,7 +22,9 @@ use reprise_agent_core::agent::limits::{DEVICES_MAX, LOOKUPS_MAX};
 use reprise_agent_core::agent::{AgentCore, Settings as CoreSettings};
 use reprise_agent_core::effect::{DeviceId, RegionId};
 use reprise_agent_core::event::Event;
-use reprise_agent_kubernetes::{Access, NodeSettings, Reviews, StateDirectory, reviews};
+use reprise_agent_kubernetes::{
+    Access, NodeSettings, StateDirectory, TokenReviewService, token_review_channel,
+};
 use reprise_buffers::{Arena, ArenaConfig, BufferError, HugePolicy};
 use reprise_policy::identity::TOKEN_AUDIENCE;
 use reprise_policy::tenant::TenantRegistry;
@@ -34,39 +36,39 @@ use tokio::sync::watch;
 use crate::admin::{AdminContext, AdminPort, AdminServer, ArenaInfo};
 use crate::bindings::BindingsFile;
 use crate::checker::Checker;
-use crate::claims::{Claims, ClaimsParts, KnownFile, OwnEndpoints};
 use crate::config::{
-    ArenaSettings, FollowedConfig, HugePages, KubernetesSettings, PeerSettings, PodPlace, Settings,
+    ArenaSettings, HugePages, KubernetesSettings, PeerSettings, PodEnvironment, ReloadableConfig, Settings,
 };
-use crate::core_loop::{Clock, CoreLoop, Inbox, Input, Pulse};
+use crate::core_loop::{Clock, CoreLoop, Inbox, Input, Liveness};
 use crate::descriptors::ConnectionLimits;
 use crate::device::{self, Device, DeviceContext};
+use crate::device_reconciler::{DeviceRecordsFile, OwnEndpoints, ReconcilerParts, ReconcilerThread};
 use crate::directory::{
     CHANGES_QUEUED_MAX, DirectoryClient, DirectoryEvent, DirectorySettings, DirectorySink, Registration,
 };
 use crate::error::{AgentError, ErrorKind};
-use crate::executor::{Clustered, Executor, ExecutorParts, Released};
+use crate::executor::{Deployment, Executor, ExecutorParts, ReleasedDevice};
 use crate::kubernetes::ClusterLink;
 use crate::metrics::Metrics;
 use crate::modes::Modes;
 use crate::peer::{self, Peers};
 use crate::session::{Identity, SessionContext, SessionServer, SessionServerSettings};
-use crate::slack::InEffect;
+use crate::slack::ActiveProfiles;
 
-/// How long a stopping agent writes back: two batches of 64 MiB to the slowest disk worth having (50 MB/s).
+/// Time limit for writing blocks at shutdown: two batches of 64 MiB to the slowest usable disk (50 MB/s).
 const FLUSH_PATIENCE: Duration = Duration::from_secs(5);
 
-/// How long all devices together may take to end what is under way. With [`FLUSH_PATIENCE`] it leaves a third of the
-/// 30 s after which Kubernetes kills; what a device has not written by then was not announced as durable.
+/// Time limit for all devices to complete operations in flight. Together with [`FLUSH_PATIENCE`] this is
+/// two thirds of the 30 s after which Kubernetes kills the pod. Blocks not written by then were not
+/// announced as durable.
 const DEVICES_PATIENCE: Duration = Duration::from_secs(15);
 
-/// One attempt to connect to the control plane.
+/// Time limit for connecting to the control plane.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// One call to the control plane other than a look-up.
+/// Time limit for calls to the control plane other than lookups.
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A running agent.
 pub(crate) struct Runtime {
     inbox: Inbox,
     sessions: SessionServer,
@@ -76,20 +78,20 @@ pub(crate) struct Runtime {
     peers: Option<Peers>,
     admin: AdminServer,
     admin_context: Arc<AdminContext>,
-    cluster: Option<(Claims, ClusterLink)>,
+    cluster: Option<(ReconcilerThread, ClusterLink)>,
     ready: Ready,
 }
 
-/// What an agent in a cluster needs besides its settings.
-pub(crate) struct InCluster {
-    pub(crate) pod: PodPlace,
-    pub(crate) config: FollowedConfig,
+/// Additional inputs of an agent in a Kubernetes cluster.
+pub(crate) struct ClusterSettings {
+    pub(crate) pod: PodEnvironment,
+    pub(crate) config: ReloadableConfig,
     pub(crate) access: Access,
-    /// Where the node's root directory is mounted.
+    /// Mount point of the node's root file system.
     pub(crate) root: PathBuf,
 }
 
-/// The line that says that an agent is ready, and where.
+/// Addresses of a ready agent, printed as one line.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Ready {
     ready: bool,
@@ -99,7 +101,7 @@ pub(crate) struct Ready {
     peer: Option<String>,
 }
 
-/// The transport, and how others reach it.
+/// The peer transport and its addresses.
 struct PeerPort {
     peers: Peers,
     listening: String,
@@ -107,21 +109,21 @@ struct PeerPort {
 }
 
 impl Runtime {
-    /// Starts an agent; it serves when this returns.
+    /// Starts an agent, which is serving on return.
     ///
     /// # Errors
-    /// What is missing, of which kind, and what to do.
-    pub(crate) fn start(settings: Settings, cluster: Option<InCluster>) -> Result<Runtime, AgentError> {
-        // Before anything that takes long: a start-up probe waits for the answer.
+    /// The missing resource, its kind, and the remedy.
+    pub(crate) fn start(settings: Settings, cluster: Option<ClusterSettings>) -> Result<Runtime, AgentError> {
+        // First, because a startup probe waits for the response.
         let admin = AdminPort::bind(settings.admin)?;
         let arena = arena_config(&settings.arena);
-        // Before the descriptors: an arena that does not fit memory is a matter of another setting.
-        Arena::check(&arena).map_err(no_memory)?;
+        // Before the descriptors: an arena that exceeds the memory needs a different remedy.
+        Arena::check(&arena).map_err(arena_error)?;
         let limits = ConnectionLimits::of(&settings, cluster.is_some())?;
         let clock = Clock::start();
         let tenants = Arc::new(Mutex::new(settings.tenant_registry()));
         let (inbox, inputs) = Inbox::new();
-        let arena = Arc::new(take_memory(&arena)?);
+        let arena = Arc::new(allocate_arena(&arena)?);
         let metrics = Arc::new(Metrics::new(&settings.node.name, arena.coverage()));
         let context =
             DeviceContext { inbox: inbox.clone(), arena: arena.clone(), clock, metrics: metrics.clone() };
@@ -129,7 +131,7 @@ impl Runtime {
         let mut devices = Vec::with_capacity(opened.len());
         let mut pools = Vec::with_capacity(opened.len());
         for (index, opened) in (0u8..).zip(opened) {
-            recall_tenants(&tenants, &opened.names);
+            restore_tenant_names(&tenants, &opened.names);
             metrics.device_opened(DeviceId(index), opened.device.info());
             devices.push(opened.device);
             pools.push((opened.pool, opened.stored));
@@ -161,7 +163,8 @@ impl Runtime {
         };
         let sink = directory_sink(inbox.clone(), modes.clone());
         let directory = Arc::new(start_directory(&settings, registration, sink, tenants.clone())?);
-        let clustered = if settings.controlplane.is_some() { Clustered::Yes } else { Clustered::StandAlone };
+        let deployment =
+            if settings.controlplane.is_some() { Deployment::Clustered } else { Deployment::StandAlone };
         let peers = port.as_ref().map(|port| port.peers.clone());
         let (releases, released) = bounded(DEVICES_MAX);
         let complete = Arc::new(AtomicBool::new(cluster.is_none()));
@@ -169,22 +172,24 @@ impl Runtime {
             devices,
             released: releases,
             directory: directory.clone(),
-            clustered,
+            deployment,
             complete: complete.clone(),
             peers: peers.clone(),
             tenants: tenants.clone(),
             checker: Checker::start(arena.clone(), inbox.clone())?,
             metrics: metrics.clone(),
         };
-        let pulse = Pulse::new(clock);
-        let core_loop = CoreLoop::new(core, (clock, pulse.clone()), inputs, Executor::new(parts));
+        let liveness = Liveness::new(clock);
+        let core_loop = CoreLoop::new(core, (clock, liveness.clone()), inputs, Executor::new(parts));
         let core = std::thread::Builder::new()
             .name("core".to_owned())
             .spawn(move || core_loop.run())
-            .map_err(|error| AgentError::new(ErrorKind::Resource, "cannot start a thread").because(error))?;
+            .map_err(|error| {
+                AgentError::new(ErrorKind::Resource, "cannot spawn the core thread").with_source(error)
+            })?;
         let bindings = cluster.as_ref().and_then(|cluster| cluster.pod.tenants_file.clone());
         let bindings = bindings.map(BindingsFile::read).transpose()?;
-        let (reviewer, reviews) = reviews(TOKEN_AUDIENCE);
+        let (reviewer, token_reviews) = token_review_channel(TOKEN_AUDIENCE);
         let identity = |bindings| Identity::new(bindings, Box::new(move |token| reviewer.review(token)));
         let session_context = Arc::new(SessionContext {
             inbox: inbox.clone(),
@@ -203,7 +208,7 @@ impl Runtime {
         let sessions = SessionServer::start(server)?;
         let admin_context = Arc::new(AdminContext {
             inbox: inbox.clone(),
-            pulse,
+            liveness,
             metrics,
             directory: directory.clone(),
             peers: peers.clone(),
@@ -214,12 +219,12 @@ impl Runtime {
             },
             ready: AtomicBool::new(cluster.is_none()),
             tenants,
-            slack: InEffect::default(),
+            slack: ActiveProfiles::default(),
             settings,
             connections_max: limits.admin,
         });
         let admin = admin.serve(admin_context.clone())?;
-        let shared = Shared { context, modes, complete, bindings, reviews, endpoints };
+        let shared = Shared { context, modes, complete, bindings, token_reviews, endpoints };
         let join = |cluster| join_cluster(cluster, shared, released, admin_context.clone());
         let cluster = cluster.map(join).transpose()?;
         let ready = Ready {
@@ -242,32 +247,32 @@ impl Runtime {
         })
     }
 
-    /// Where it serves.
+    /// Returns the addresses of the agent.
     pub(crate) fn ready(&self) -> &Ready {
         &self.ready
     }
 
-    /// Stops within a bound; see the module.
+    /// Stops within a bounded time; see the module.
     pub(crate) fn stop(mut self) {
-        let link = self.cluster.take().map(|(claims, mut link)| {
-            // Devices stay as they are from here on, and the last status is written meanwhile.
-            claims.stop();
-            link.leave();
+        let link = self.cluster.take().map(|(reconciler, mut link)| {
+            // Devices keep their state from here on, and the final status is written concurrently.
+            reconciler.stop();
+            link.request_stop();
             link
         });
         self.admin_context.ready.store(false, Ordering::Release);
         self.session_context.draining.store(true, Ordering::Release);
         self.sessions.stop_accepting();
         let (durable, is_durable) = bounded(1);
-        // The core runs until it is told to stop, which happens below.
+        // The core runs until `Input::Stop` below.
         let _ = self.inbox.send(Input::Flush(durable));
         if is_durable.recv_timeout(FLUSH_PATIENCE).is_err() {
             tracing::warn!(
-                "some blocks could not be made durable within {FLUSH_PATIENCE:?}; they are lost, as none was announced"
+                "some blocks did not become durable within {FLUSH_PATIENCE:?} and are lost; none was announced as durable"
             );
         }
         let _ = self.inbox.send(Input::Stop);
-        // A panic of the core has ended the process already.
+        // A panic of the core would have aborted the process.
         let executor = self.core.join();
         if let Some(peers) = &self.peers {
             peers.shutdown();
@@ -278,7 +283,7 @@ impl Runtime {
             if left > 0 {
                 tracing::warn!(
                     devices = left,
-                    "operations of devices did not end within {DEVICES_PATIENCE:?}: stopping without them"
+                    "device operations did not complete within {DEVICES_PATIENCE:?}; stopping without waiting for them"
                 );
             }
         }
@@ -289,27 +294,27 @@ impl Runtime {
     }
 }
 
-/// What the node's side of a cluster shares with the rest of the agent.
+/// Components that the cluster side shares with the rest of the agent.
 struct Shared {
     context: DeviceContext,
     modes: Arc<Mutex<Modes>>,
     complete: Arc<AtomicBool>,
     bindings: Option<BindingsFile>,
-    reviews: Reviews,
+    token_reviews: TokenReviewService,
     endpoints: OwnEndpoints,
 }
 
-/// Begins to follow what the node's `CacheNode` says.
+/// Starts to watch and reconcile the node's `CacheNode`.
 fn join_cluster(
-    cluster: InCluster,
+    cluster: ClusterSettings,
     shared: Shared,
-    released: Receiver<Released>,
+    released: Receiver<ReleasedDevice>,
     admin: Arc<AdminContext>,
-) -> Result<(Claims, ClusterLink), AgentError> {
-    let InCluster { pod, config, access, root } = cluster;
-    let Shared { context, modes, complete, bindings, reviews, endpoints } = shared;
+) -> Result<(ReconcilerThread, ClusterLink), AgentError> {
+    let ClusterSettings { pod, config, access, root } = cluster;
+    let Shared { context, modes, complete, bindings, token_reviews, endpoints } = shared;
     let KubernetesSettings { state_directory, status_every } = admin.settings.kubernetes.clone();
-    let known = KnownFile::new(&state_directory, &pod.node);
+    let records = DeviceRecordsFile::new(&state_directory, &pod.node);
     let node = NodeSettings {
         state: StateDirectory::new(&state_directory, &pod.node),
         node: pod.node,
@@ -319,9 +324,9 @@ fn join_cluster(
         access,
         status_every,
     };
-    let (facts, told) = watch::channel(None);
+    let (facts, facts_receiver) = watch::channel(None);
     let pool = admin.settings.pool.clone();
-    let parts = ClaimsParts {
+    let parts = ReconcilerParts {
         context,
         pool,
         released,
@@ -329,23 +334,23 @@ fn join_cluster(
         complete,
         admin,
         root,
-        known,
+        records,
         config,
         bindings,
         endpoints,
         facts,
     };
-    let claims = Claims::start(parts)?;
-    let link = ClusterLink::start(node, claims.desk(), told, reviews)?;
-    Ok((claims, link))
+    let reconciler = ReconcilerThread::start(parts)?;
+    let link = ClusterLink::start(node, reconciler.handle(), facts_receiver, token_reviews)?;
+    Ok((reconciler, link))
 }
 
-/// Enters the names that came back with blocks.
-pub(crate) fn recall_tenants(tenants: &Mutex<TenantRegistry>, names: &BTreeMap<TenantId, TenantName>) {
+/// Registers tenant names recovered with blocks.
+pub(crate) fn restore_tenant_names(tenants: &Mutex<TenantRegistry>, names: &BTreeMap<TenantId, TenantName>) {
     let mut tenants = tenants.lock().unwrap_or_else(PoisonError::into_inner);
     for (number, name) in names {
         if let Err(error) = tenants.recall(name, *number) {
-            tracing::warn!(tenant = %name, number = number.0, %error, "a tenant's blocks cannot be given away");
+            tracing::warn!(tenant = %name, number = number.0, %error, "cannot register a recovered tenant name: blocks of this tenant cannot be copied to other nodes");
         }
     }
 }
@@ -358,14 +363,14 @@ fn arena_config(settings: &ArenaSettings) -> ArenaConfig {
     ArenaConfig { bytes: settings.bytes, region_bytes: settings.region_bytes, huge }
 }
 
-fn take_memory(config: &ArenaConfig) -> Result<Arena, AgentError> {
-    let arena = Arena::new(config).map_err(no_memory)?;
+fn allocate_arena(config: &ArenaConfig) -> Result<Arena, AgentError> {
+    let arena = Arena::new(config).map_err(arena_error)?;
     tracing::info!(bytes = config.bytes, regions = arena.regions().len(), pages = %arena.coverage(), "arena ready");
     Ok(arena)
 }
 
-fn no_memory(error: BufferError) -> AgentError {
-    AgentError::new(ErrorKind::Resource, "cannot take the memory of arena.bytes").because(error)
+fn arena_error(error: BufferError) -> AgentError {
+    AgentError::new(ErrorKind::Resource, "cannot allocate arena.bytes").with_source(error)
 }
 
 fn core_settings(settings: &Settings) -> CoreSettings {
@@ -406,7 +411,7 @@ fn listen_for_peers(
     let transport = TcpTransport::bind(tcp, peer::sink(inbox.clone())).map_err(|error| {
         let context =
             format!("cannot listen on peers.listen = '{}'; choose another port, or 0 for any", peers.listen);
-        AgentError::new(ErrorKind::Resource, context).because(error)
+        AgentError::new(ErrorKind::Resource, context).with_source(error)
     })?;
     let listening = transport.local_address().to_string();
     let advertised = peers.advertise.clone().unwrap_or_else(|| listening.clone());
@@ -429,11 +434,11 @@ fn start_directory(
         tenants,
     };
     DirectoryClient::start(directory, sink).map_err(|error| {
-        AgentError::new(ErrorKind::Resource, "cannot start the client of the control plane").because(error)
+        AgentError::new(ErrorKind::Resource, "cannot start the control plane client").with_source(error)
     })
 }
 
-/// A mode by its name in the protocol; one that this agent does not know changes nothing.
+/// Converts a mode of the protocol; `None` if this agent does not know it.
 fn mode_of(mode: reprise_proto::controlplane::NodeMode) -> Option<NodeMode> {
     use reprise_proto::controlplane::NodeMode as Wire;
     match mode {
@@ -444,15 +449,19 @@ fn mode_of(mode: reprise_proto::controlplane::NodeMode) -> Option<NodeMode> {
     }
 }
 
-/// Passes the directory's events on to the core, and says what an operator cares about.
+/// Returns a sink that passes the directory's events to the core and logs changes that matter to operators.
 fn directory_sink(inbox: Inbox, modes: Arc<Mutex<Modes>>) -> DirectorySink {
     Arc::new(move |event| {
         let event = match event {
-            DirectoryEvent::InventoryWanted { slots } => Event::InventoryWanted { slots },
-            DirectoryEvent::Found { lookup, found } => Event::Found { lookup, found },
+            DirectoryEvent::InventoryRequested { slots } => Event::InventoryWanted { slots },
+            DirectoryEvent::LookupCompleted { lookup, found } => Event::LookupAnswered { lookup, found },
             DirectoryEvent::Budget(grant) => Event::Budget(grant),
             DirectoryEvent::Mode { mode, number } => match mode_of(mode) {
-                Some(mode) => match modes.lock().unwrap_or_else(PoisonError::into_inner).said(mode, number) {
+                Some(mode) => match modes
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .set_by_control_plane(mode, number)
+                {
                     Some(event) => event,
                     None => return,
                 },
@@ -460,22 +469,22 @@ fn directory_sink(inbox: Inbox, modes: Arc<Mutex<Modes>>) -> DirectorySink {
             },
             DirectoryEvent::Move(order) => Event::Move(order),
             DirectoryEvent::LookupFailed { lookup } => Event::LookupFailed { lookup },
-            DirectoryEvent::Placed { place, answers } => Event::Placed { place, answers },
-            DirectoryEvent::PlaceFailed { place } => Event::PlaceFailed { place },
+            DirectoryEvent::PlacementCompleted { place, answers } => Event::PlaceAnswered { place, answers },
+            DirectoryEvent::PlacementFailed { place } => Event::PlaceFailed { place },
             DirectoryEvent::Registered { member, node, epoch } => {
                 tracing::info!(member, node = node.0, epoch = epoch.0, "registered with the control plane");
                 return;
             }
             DirectoryEvent::Connected => {
-                tracing::info!(condition = "control_plane_answers", "the control plane answers");
+                tracing::info!(condition = "control_plane_answers", "the control plane is reachable");
                 return;
             }
             DirectoryEvent::Disconnected => {
-                tracing::warn!("the control plane is gone; local hits go on, and this agent keeps trying");
+                tracing::warn!("the control plane is unreachable; local hits continue, retrying");
                 return;
             }
         };
-        // A stopped core wants nothing any more.
+        // Fails only if the core has stopped.
         let _ = inbox.send(Input::Event(event));
     })
 }

@@ -1,10 +1,12 @@
-//! The admin port: `/metrics`, `/healthz`, `/readyz`, `/startz`. Not authenticated; nothing here changes anything. Idle clients cannot
-//! stop probes ([`reprise_daemon::http`]).
+//! The admin port: `/metrics`, `/healthz`, `/readyz`, `/startz`. It is read-only and not authenticated. Idle
+//! clients cannot block probes ([`reprise_daemon::http`]).
 //!
-//! A replica that waits for the lease is healthy and ready: it is ready to take over. Before the API server has answered once, none is
-//! ready. One whose queues do not go on is not healthy ([`crate::progress`]).
-//!
-//! `/startz` is for the start-up probe: it answers once the replica is ready, and no probe fails during a normal start.
+//! * `/healthz` fails if reconciliation is stuck ([`crate::watchdog`]). A replica that waits for the lease is
+//!   healthy.
+//! * `/readyz` succeeds once the stores are filled, which requires answers from the API server. A replica
+//!   that waits for the lease is ready: it can take over.
+//! * `/startz`, for the startup probe, waits until the replica is ready, so that no probe fails during a
+//!   normal start.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,42 +20,44 @@ use reprise_daemon::connections::ConnectionLimit;
 use reprise_daemon::descriptors::{Part, TooFewDescriptors, divide, limit};
 use reprise_daemon::exposition::Format;
 use reprise_daemon::http;
-use reprise_daemon::rejected::{Listener, RejectedConnections};
+use reprise_daemon::rejected_connections::{Listener, RejectedConnections};
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 
 use crate::context::Context;
 
-/// `/startz` answers after this time even if the replica is not ready: from then on failing readiness probes report it.
+/// Longest wait of `/startz`. Then it answers although the replica is not ready, and readiness probes report
+/// that.
 const STARTS_WITHIN: Duration = Duration::from_secs(50);
 
-/// Callers of `/startz` that may wait at a time: the kubelet is one.
+/// Callers of `/startz` that may wait at the same time. The kubelet is one.
 static WAITING: Semaphore = Semaphore::const_new(4);
 
-/// What the pages are about.
+/// State shared by the request handlers.
 #[derive(Clone)]
 struct Pages {
     context: Arc<Context>,
     ready: watch::Receiver<bool>,
 }
 
-/// Descriptors beside those of the admin port: standard streams, the API server, members of control planes, etcds.
+/// File descriptors reserved for other uses: standard streams, the API server, control planes and etcd
+/// clusters.
 const RESERVE: u64 = 128;
 
-/// Probes, scrapers and people: a handful at a time.
+/// Connections to the admin port. Probes, scrapers and people need only a few.
 const CONNECTIONS: Part = Part { each: 1, min: 8, max: 64 };
 
-/// The bound of the port under the limit on open files.
+/// Returns the connection limit of the admin port, derived from the limit on open files.
 ///
 /// # Errors
-/// The limit is too low.
+/// The limit on open files is too low.
 pub fn connection_limit(rejected: &RejectedConnections) -> Result<ConnectionLimit, TooFewDescriptors> {
     let [max] = divide(limit(), RESERVE, [CONNECTIONS])?;
-    let max = usize::try_from(max).expect("a few");
+    let max = usize::try_from(max).expect("at most 64");
     Ok(ConnectionLimit::new(Listener::Admin, max, rejected.clone()))
 }
 
-/// Serves for ever.
+/// Serves the admin port until the task is aborted.
 pub async fn serve(
     listener: TcpListener,
     limit: ConnectionLimit,
@@ -77,7 +81,7 @@ async fn metrics(State(pages): State<Pages>, headers: HeaderMap) -> Response {
 }
 
 async fn healthz(State(pages): State<Pages>) -> Response {
-    match pages.context.progress.stuck(Instant::now()) {
+    match pages.context.watchdog.stuck(Instant::now()) {
         None => (StatusCode::OK, "ok\n").into_response(),
         Some(what) => {
             tracing::error!(
@@ -98,12 +102,12 @@ async fn readyz(State(pages): State<Pages>) -> Response {
 }
 
 async fn startz(State(pages): State<Pages>) -> Response {
-    // Callers that wait keep their connection: with more of them, probes would find none.
+    // Waiting callers keep their connections. Without a bound they would leave none for probes.
     let Ok(_waits) = WAITING.try_acquire() else {
-        return (StatusCode::SERVICE_UNAVAILABLE, "too many wait for the start\n").into_response();
+        return (StatusCode::SERVICE_UNAVAILABLE, "too many requests wait for the start\n").into_response();
     };
     let mut ready = pages.ready.clone();
-    // Fails when it takes too long or the process ends: health is the answer then.
+    // An error means a timeout or a process that is ending: answer with the health in both cases.
     let _ = tokio::time::timeout(STARTS_WITHIN, ready.wait_for(|ready| *ready)).await;
     healthz(State(pages)).await
 }

@@ -1,33 +1,37 @@
-//! `GPUQueueAllocation`: NVMe queue pairs of one node, counted, granted to one GPU, and kept for it by the node's agent.
+//! `GPUQueueAllocation`: grants NVMe queue pairs of one node to one GPU. The node's agent sets them aside.
 //!
 //! ```text
-//!            granted            over, taken back, deleted          the agent has let go of it
-//!  wants ─────────────► stands ─────────────────────────► ends ──────────────────────────────────────► released
-//!    ▲ └─► waits ─┐                                          (its room is held)                          or gone
-//!    └────────────┘
+//!           grant written        expired, preempted or deleted        agent released the pairs
+//! pending ────────────────► granted ────────────────────────────► ending ──────────────────────► released or deleted
+//!   ▲ └─► waiting ─┐                                       (pairs still count as used)
+//!   └──────────────┘
 //! ```
 //!
-//! Grants are kept in the status and nowhere else. Allocations of one node share its controllers, so they are decided together
-//! ([`grant`]), by whichever of them is reconciled. What is stored is looked at first, at no cost; when something is to be written, the node's
-//! allocations are asked for anew, and decided and written by one task at a time ([`apply`]). So a decision knows every grant before it,
-//! also those that no watch has told of yet.
+//! Grants are stored only in the status. Allocations of one node compete for the same controllers, so one
+//! reconcile decides them all ([`grant`]). The reconcile first computes the pending writes from the local
+//! stores, without API calls. If there are any, it lists the node's allocations from the API server, decides
+//! again and writes. One task per node does this at a time ([`apply`]). A decision therefore knows every
+//! earlier grant, including grants that no watch has delivered yet.
 //!
 //! Invariants:
-//! * the grants of a controller together stay within the pool's `maxGpuQueuePercent` of its queue pairs;
-//! * a grant is never changed, only ended; what has ended is not granted again;
-//! * the room of a grant is free once the node's agent is not told of it any more and has said so of that spec, or has left, or its `CacheNode` or the
-//!   node is gone ([`dereference::Found::kept`]);
-//! * a grant stands only on an object with the finalizer, and what is given back is written before what is granted instead;
-//! * one that cannot be written stops nobody else of its node, but those who need room that it has ([`room`]); of one that is refused its
-//!   finalizer not even those who need what it asks for ([`turn`]);
-//! * nothing is granted by what a former replica has decided ([`apply`]).
+//! * A new grant never raises the grants of a controller above the pool's `maxGpuQueuePercent` of its pairs.
+//! * A grant never changes; it only ends. A released allocation is not granted again.
+//! * The pairs of a grant are free again in these cases: the agent has reported a `CacheNode` spec without
+//!   the grant; the agent has left; the `CacheNode` or the node is gone
+//!   ([`dereference::GrantInputs::agent_queues`]).
+//! * Only an object with the operator's finalizer has a grant. Releases are written before grants that use
+//!   the released pairs.
+//! * A failed write delays only allocations that need the affected pairs ([`failed_writes`]). An allocation
+//!   whose finalizer is rejected does not even delay those ([`write_queue`]).
+//! * A grant decided by a former leader never takes effect ([`apply`]).
 //!
-//! Agents are told of grants in `spec.queues` of their `CacheNode` ([`crate::node`]), of none whose end was said, and list in `status.applied.queues` what they
-//! keep. A grant that was written into a spec late, by a replica that has lost its lease or by what was known a moment ago, is put right by the next reconcile of the node; meanwhile the
-//! agent keeps nothing that cannot be beside what it has.
+//! Agents read grants from `spec.queues` of their `CacheNode` ([`crate::node`]) and list the pairs that they
+//! set aside in `status.applied.queues`. A replica that has lost its lease, or a stale cache, may write an
+//! outdated grant into a spec. The node's next reconcile corrects it. Until then the agent sets aside no
+//! pairs that conflict with those it already has.
 //!
-//! Deliberately absent: queues themselves, which no agent of this release makes; `reservedFor`, which nobody sets in this release: as long as it
-//! is there, a deletion waits; limits of tenants (`maxGpuQueuePairs`), which are refused.
+//! Not implemented in this release: agents do not create the queues; no component sets `reservedFor`, but a
+//! deletion waits while it is set; per-tenant limits (`maxGpuQueuePairs`) are rejected.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -39,69 +43,71 @@ use reprise_crds::GPUQueueAllocation;
 use crate::clock;
 use crate::context::Context;
 use crate::error::OperatorError;
-use apply::Unwritten;
+use apply::WriteError;
 
 pub mod apply;
 pub mod build;
 pub mod dereference;
+pub mod failed_writes;
 pub mod grant;
-pub mod life;
-pub mod room;
-pub mod standing;
+pub mod lifecycle;
 pub mod status;
-pub mod turn;
 pub mod validate;
+pub mod violations;
+pub mod write_queue;
 
-/// The end of a grant is never waited for in shorter steps.
-const STEP_MIN: Duration = Duration::from_millis(100);
+/// Shortest requeue delay while waiting for a grant to expire.
+const REQUEUE_MIN: Duration = Duration::from_millis(100);
 
-/// Decides the grants of an allocation's node, and says what is so of them.
+/// Decides the grants of all allocations on this allocation's node, and updates their statuses.
 ///
 /// # Errors
-/// The API server did not do what it was asked for; tried again.
+/// Returns an error if an API request failed; the reconcile is retried.
 pub async fn reconcile(
     allocation: Arc<GPUQueueAllocation>,
     context: Arc<Context>,
 ) -> Result<Action, OperatorError> {
     let (node, now) = (allocation.spec.node_name.to_string(), clock::now());
-    let known = dereference::known(&node, &context);
-    if !build::steps(&known, &now).is_empty() {
-        // A task of its own goes on when this one is given up: what is on its way must not arrive after a later decision.
-        let settling = tokio::spawn({
+    let known = dereference::from_stores(&node, &context);
+    if !build::pending_writes(&known, &now).is_empty() {
+        // A separate task finishes its requests even if this future is dropped. Otherwise a request in flight
+        // could arrive after a later decision.
+        let task = tokio::spawn({
             let context = Arc::clone(&context);
-            async move { apply::settle(&node, &context).await }
+            async move { apply::reconcile_node(&node, &context).await }
         });
-        let settled = settling.await.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));
-        report(&allocation, settled?, &context).await?;
+        let result = task.await.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));
+        report(&allocation, result?, &context).await?;
     }
     Ok(next(&allocation, &now))
 }
 
-/// What could not be written of an allocation is its own failure: it is tried again with a growing delay, and the end of another one's grant
-/// does not wait for that.
+/// Returns this allocation's own write error, so that the queue retries it with backoff. Other allocations
+/// whose writes failed are queued again; their errors do not delay this allocation's expiry.
 async fn report(
     allocation: &GPUQueueAllocation,
-    unwritten: Vec<Unwritten>,
+    errors: Vec<WriteError>,
     context: &Context,
 ) -> Result<(), OperatorError> {
-    let is_own = |one: &Unwritten| one.object.metadata.uid == allocation.metadata.uid;
-    let (own, others): (Vec<_>, Vec<_>) = unwritten.into_iter().partition(is_own);
-    // Each try is about the whole node: two that fail would ask for each other for ever.
+    let is_own = |one: &WriteError| one.object.metadata.uid == allocation.metadata.uid;
+    let (own, others): (Vec<_>, Vec<_>) = errors.into_iter().partition(is_own);
+    // Each attempt covers the whole node. If a failing allocation also triggered the others, two failing ones
+    // would trigger each other forever.
     if let Some(own) = own.into_iter().next() {
         return Err(own.error);
     }
     for other in others {
-        tracing::info!(error = %other.error, "something of another allocation of the node could not be written");
-        context.triggers.allocation(&other.object).await;
+        tracing::info!(error = %other.error, "cannot update another allocation of this node; queued it again");
+        context.triggers.enqueue_allocation(&other.object).await;
     }
     Ok(())
 }
 
-/// Nothing tells of the end of a grant; everything else is an event.
+/// Requeues at the expiry time of the grant, which causes no watch event.
 fn next(allocation: &GPUQueueAllocation, now: &Time) -> Action {
     let granted = allocation.status.as_ref().filter(|status| !status.allocations.is_empty());
     match granted.and_then(|status| status.expires_at.as_ref()) {
-        Some(ends) if ends.0 > now.0 => Action::requeue(clock::until(ends).max(STEP_MIN)),
+        Some(ends) if ends.0 > now.0 => Action::requeue(clock::until(ends).max(REQUEUE_MIN)),
         _ => Action::await_change(),
     }
 }

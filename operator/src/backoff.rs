@@ -1,5 +1,5 @@
-//! How long a failed reconcile waits: from 1 s to 5 min, doubled each time, with jitter so that what failed together does not come
-//! back together.
+//! Delays of failed reconciles: from 1 s to 5 min, doubled with each failure. Jitter spreads objects that
+//! failed at the same time.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -7,37 +7,37 @@ use std::time::Duration;
 
 use rand::RngExt;
 
-/// The first delay.
+/// Delay after the first failure.
 pub const DELAY_MIN: Duration = Duration::from_secs(1);
-/// No delay is longer.
+/// Upper bound of all delays.
 pub const DELAY_MAX: Duration = Duration::from_secs(300);
-/// A delay is shortened by up to so many hundredths.
+/// Jitter: a delay is shortened by up to this percentage.
 const JITTER_PERCENT: u64 = 25;
 
-/// Failures in a row, by object.
+/// Consecutive failures, by object.
 #[derive(Debug, Default)]
 pub struct Backoff {
     failures: Mutex<HashMap<String, u32>>,
 }
 
 impl Backoff {
-    /// Counts a failure of an object, and says how long it waits.
-    pub fn failed(&self, key: &str) -> Duration {
+    /// Counts a failure of an object and returns how long to wait before the next attempt.
+    pub fn record_failure(&self, key: &str) -> Duration {
         let mut failures = self.failures.lock().unwrap_or_else(PoisonError::into_inner);
         let count = failures.entry(key.to_owned()).or_default();
         *count = count.saturating_add(1);
         let whole = delay(*count);
         let cut = rand::rng().random_range(0..=JITTER_PERCENT);
-        whole - whole * u32::try_from(cut).expect("hundredths") / 100
+        whole - whole * u32::try_from(cut).expect("at most 25") / 100
     }
 
     /// Forgets the failures of an object.
-    pub fn succeeded(&self, key: &str) {
+    pub fn record_success(&self, key: &str) {
         self.failures.lock().unwrap_or_else(PoisonError::into_inner).remove(key);
     }
 }
 
-/// The delay after so many failures in a row, without jitter.
+/// Returns the delay after this number of consecutive failures, without jitter.
 fn delay(failures: u32) -> Duration {
     let doubled = failures.saturating_sub(1).min(16);
     (DELAY_MIN * 2_u32.pow(doubled)).min(DELAY_MAX)
@@ -48,17 +48,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn delays_double_from_a_second_to_five_minutes_and_begin_anew_after_a_success() {
+    fn delay_doubles_from_1_s_to_5_min_and_resets_on_success() {
         let backoff = Backoff::default();
         let within = |delay: Duration, whole: u64| {
             let whole = Duration::from_secs(whole);
             assert!(delay <= whole && delay >= whole * 3 / 4, "{delay:?} of {whole:?}");
         };
         for whole in [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300] {
-            within(backoff.failed("a"), whole);
+            within(backoff.record_failure("a"), whole);
         }
-        within(backoff.failed("b"), 1);
-        backoff.succeeded("a");
-        within(backoff.failed("a"), 1);
+        within(backoff.record_failure("b"), 1);
+        backoff.record_success("a");
+        within(backoff.record_failure("a"), 1);
     }
 }

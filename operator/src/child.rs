@@ -1,76 +1,78 @@
-//! A child: an object that the operator wants to be there, as a value.
+//! A child: a desired object, as a value.
 //!
-//! A child is written when what is there does not hold it ([`held_by`]) or when something else was applied last (its digest
-//! stands in an annotation, so a field that is wanted no more is taken away). Both are found without asking the API server.
+//! A child is written if the live object does not contain it ([`contains_desired`]) or other content was
+//! applied last. An annotation holds the digest of the applied content, so fields that are no longer desired
+//! are removed. Both checks use the local store only.
 
 use kube::ResourceExt;
 use kube::api::{ApiResource, DynamicObject};
 use serde_json::{Value, json};
 
 use crate::digest;
+use crate::field_ownership::extra_fields;
 use crate::names::APPLIED;
-use crate::surplus;
 
-/// Group of admission policies.
+/// API group of admission policies.
 const ADMISSION: &str = "admissionregistration.k8s.io";
 
-/// Kinds of children.
+/// Kinds of objects that can be children.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum ChildKind {
-    /// Whom agents are to the API server.
+    /// Identities of pods at the API server.
     ServiceAccount,
-    /// What agents may.
+    /// Permissions of the agents' service account.
     ClusterRoleBinding,
-    /// Configurations.
+    /// Configuration files of the pods.
     ConfigMap,
-    /// Certificates.
+    /// Certificates of a managed etcd.
     Secret,
     /// Names and addresses of pods.
     Service,
-    /// Members and etcd.
+    /// Control-plane members and etcd.
     StatefulSet,
-    /// Agents.
+    /// Pods of the agents, one per node.
     DaemonSet,
-    /// How many members may be away.
+    /// Limits on voluntary disruptions of members.
     PodDisruptionBudget,
-    /// What devices agents' pods claim.
+    /// Device claims of agents' pods.
     ResourceClaimTemplate,
-    /// What pods get that ask for it.
+    /// Policies that connect engine pods.
     MutatingAdmissionPolicy,
-    /// That they get it.
+    /// Bindings of these policies.
     MutatingAdmissionPolicyBinding,
-    /// Where Prometheus finds metrics.
+    /// Scrape targets for Prometheus.
     PodMonitor,
 }
 
-/// Whose the fields of a child are.
+/// Ownership of a child's fields.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ownership {
-    /// Nobody else has any business there: what somebody writes is put back.
-    OursAlone,
-    /// People and other controllers may take fields (replicas, resources): then the conflict is reported, and they are left alone.
+    /// Only the operator writes the fields: changes by other writers are reverted.
+    Exclusive,
+    /// Users and other controllers may own fields (replicas, resources): the conflict is reported and the
+    /// fields are not changed.
     Shared,
 }
 
-/// An object that is wanted.
+/// An object that the operator wants to exist.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Child {
-    /// Its kind.
+    /// Kind of the object.
     pub kind: ChildKind,
-    /// Its name.
+    /// Name of the object.
     pub name: String,
-    /// Its namespace, if the kind has one.
+    /// Namespace, if the kind has one.
     pub namespace: Option<String>,
-    /// Whose its fields are.
+    /// Ownership of its fields.
     pub ownership: Ownership,
-    /// The whole of it, with the annotation.
+    /// The complete object, with the digest annotation.
     pub body: Value,
-    /// Digest of the body.
+    /// Digest of metadata and fields.
     pub digest: String,
 }
 
 impl ChildKind {
-    /// All kinds, in the order in which they are applied: what pods refer to first.
+    /// All kinds, in the order in which they are applied: objects that pods refer to come first.
     pub const ALL: [ChildKind; 12] = [
         ChildKind::ServiceAccount,
         ChildKind::ClusterRoleBinding,
@@ -86,18 +88,19 @@ impl ChildKind {
         ChildKind::PodMonitor,
     ];
 
-    /// The kind's name.
+    /// The name of the kind.
     pub fn as_str(self) -> &'static str {
         self.parts().2
     }
 
-    /// Whether objects of it have a namespace.
+    /// Whether objects of the kind have a namespace.
     pub fn is_namespaced(self) -> bool {
         use ChildKind::{ClusterRoleBinding, MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding};
         !matches!(self, ClusterRoleBinding | MutatingAdmissionPolicy | MutatingAdmissionPolicyBinding)
     }
 
-    /// Whether there are API servers without the kind, or operators that may not write it ([`crate::optional`]).
+    /// Whether an API server may lack the kind, or the operator may lack permission to write it
+    /// ([`crate::optional_kinds`]).
     pub fn is_optional(self) -> bool {
         use ChildKind::{
             MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding, PodMonitor, ResourceClaimTemplate,
@@ -108,7 +111,7 @@ impl ChildKind {
         )
     }
 
-    /// As clients have it.
+    /// API resource of the kind.
     pub fn resource(self) -> ApiResource {
         let (group, version, kind, plural) = self.parts();
         let api_version = if group.is_empty() { version.to_owned() } else { format!("{group}/{version}") };
@@ -148,10 +151,10 @@ impl ChildKind {
 }
 
 impl Child {
-    /// A child with this metadata (name, namespace, labels, owner) and the rest of its fields.
+    /// Creates a child from its metadata (name, namespace, labels, owner) and its other fields.
     ///
     /// # Panics
-    /// When metadata or the rest are no JSON objects: they are made by us.
+    /// Panics if `metadata` or `rest` is not a JSON object.
     pub fn new(kind: ChildKind, ownership: Ownership, mut metadata: Value, rest: &Value) -> Child {
         let resource = kind.resource();
         let digest = digest::of(&format!("{metadata}{rest}"));
@@ -168,56 +171,58 @@ impl Child {
         Child { kind, name, namespace, ownership, body, digest }
     }
 
-    /// Whether what is there is what is wanted.
-    pub fn is_held_by(&self, live: &DynamicObject) -> bool {
+    /// Whether the live object contains the child, and the child was applied last.
+    pub fn is_applied(&self, live: &DynamicObject) -> bool {
         let applied = live.annotations().get(APPLIED).is_some_and(|applied| *applied == self.digest);
         let is_it = |live: Value| {
-            held_by(&live, &self.body) && !(self.is_closed() && surplus::is_in(&live, &self.body))
+            contains_desired(&live, &self.body)
+                && !(self.is_closed() && extra_fields::has_any(&live, &self.body))
         };
         applied && serde_json::to_value(live).is_ok_and(is_it)
     }
 
-    /// Whether nobody else may add anything to it. Others add to service accounts: OpenShift gives each some Secrets.
+    /// Whether only the operator may add fields. Other components add to service accounts: OpenShift adds
+    /// Secrets.
     pub fn is_closed(&self) -> bool {
         use ChildKind::{
             ClusterRoleBinding, ConfigMap, MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding,
         };
         let closed = [ClusterRoleBinding, ConfigMap, MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding];
-        self.ownership == Ownership::OursAlone && closed.contains(&self.kind)
+        self.ownership == Ownership::Exclusive && closed.contains(&self.kind)
     }
 }
 
-/// Whether `live` has everything that is wanted, and perhaps more. Of a list of objects every wanted one must be held by one
-/// that is there, since others may add theirs; other lists must be equal.
-pub fn held_by(live: &Value, wanted: &Value) -> bool {
-    match (live, wanted) {
-        (Value::Object(live), Value::Object(wanted)) => {
-            wanted.iter().all(|(key, wanted)| live.get(key).is_some_and(|live| held_by(live, wanted)))
+/// Whether `live` contains everything that is desired. In a list of objects each desired one must be
+/// contained in a live one, since other writers may add objects; other lists must be equal.
+pub fn contains_desired(live: &Value, desired: &Value) -> bool {
+    match (live, desired) {
+        (Value::Object(live), Value::Object(desired)) => desired
+            .iter()
+            .all(|(key, desired)| live.get(key).is_some_and(|live| contains_desired(live, desired))),
+        (Value::Array(live), Value::Array(desired)) if desired.iter().all(Value::is_object) => {
+            desired.iter().all(|desired| live.iter().any(|live| contains_desired(live, desired)))
         }
-        (Value::Array(live), Value::Array(wanted)) if wanted.iter().all(Value::is_object) => {
-            wanted.iter().all(|wanted| live.iter().any(|live| held_by(live, wanted)))
-        }
-        _ => live == wanted,
+        _ => live == desired,
     }
 }
 
-/// The paths of what is wanted and not there, or is there otherwise. Of lists it says that, and not what.
-pub(crate) fn missing(live: &DynamicObject, wanted: &Value) -> Vec<String> {
+/// Returns the paths of desired fields that are missing or different; lists are reported as a whole.
+pub(crate) fn missing_paths(live: &DynamicObject, desired: &Value) -> Vec<String> {
     let mut paths = Vec::new();
     if let Ok(live) = serde_json::to_value(live) {
-        differences(&live, wanted, "", &mut paths);
+        differences(&live, desired, "", &mut paths);
     }
     paths
 }
 
-fn differences(live: &Value, wanted: &Value, at: &str, paths: &mut Vec<String>) {
-    match (live, wanted) {
-        (Value::Object(live), Value::Object(wanted)) => {
-            for (key, wanted) in wanted {
-                differences(live.get(key).unwrap_or(&Value::Null), wanted, &format!("{at}.{key}"), paths);
+fn differences(live: &Value, desired: &Value, at: &str, paths: &mut Vec<String>) {
+    match (live, desired) {
+        (Value::Object(live), Value::Object(desired)) => {
+            for (key, desired) in desired {
+                differences(live.get(key).unwrap_or(&Value::Null), desired, &format!("{at}.{key}"), paths);
             }
         }
-        _ if held_by(live, wanted) => {}
+        _ if contains_desired(live, desired) => {}
         _ => paths.push(at.to_owned()),
     }
 }
@@ -228,55 +233,58 @@ mod tests {
 
     fn child(rest: &Value) -> Child {
         let metadata = json!({ "name": "a", "namespace": "n", "labels": { "of": "c" } });
-        Child::new(ChildKind::ConfigMap, Ownership::OursAlone, metadata, rest)
+        Child::new(ChildKind::ConfigMap, Ownership::Exclusive, metadata, rest)
     }
 
     fn live(child: &Child, change: impl FnOnce(&mut Value)) -> DynamicObject {
         let mut live = child.body.clone();
         live["metadata"]["resourceVersion"] = json!("7");
-        live["metadata"]["labels"]["added"] = json!("by somebody");
+        live["metadata"]["labels"]["added"] = json!("by another writer");
         change(&mut live);
         serde_json::from_value(live).expect("an object")
     }
 
     #[test]
-    fn an_entry_more_is_not_held_where_nobody_else_may_add_any() {
+    fn additional_entry_does_not_match_a_closed_child() {
         let rest = json!({ "data": { "k": "v" } });
-        let wanted = child(&rest);
-        assert!(!wanted.is_held_by(&live(&wanted, |live| live["data"]["l"] = json!("mine"))));
+        let desired = child(&rest);
+        assert!(!desired.is_applied(&live(&desired, |live| live["data"]["l"] = json!("mine"))));
         let metadata = json!({ "name": "a", "namespace": "n", "labels": { "of": "c" } });
-        let open = Child::new(ChildKind::ServiceAccount, Ownership::OursAlone, metadata, &rest);
-        assert!(open.is_held_by(&live(&open, |live| live["data"]["l"] = json!("mine"))));
+        let open = Child::new(ChildKind::ServiceAccount, Ownership::Exclusive, metadata, &rest);
+        assert!(open.is_applied(&live(&open, |live| live["data"]["l"] = json!("mine"))));
     }
 
     #[test]
-    fn what_is_there_is_held_and_any_change_of_ours_is_not() {
-        let wanted = child(&json!({ "data": { "k": "v" } }));
-        assert!(wanted.is_held_by(&live(&wanted, |_| {})));
-        assert!(!wanted.is_held_by(&live(&wanted, |live| live["data"]["k"] = json!("other"))));
-        assert!(!wanted.is_held_by(&live(&wanted, |live| live["data"] = json!({}))));
-        assert!(!wanted.is_held_by(&live(&wanted, |live| live["metadata"]["labels"] = json!({}))));
+    fn unchanged_object_matches_and_a_changed_one_does_not() {
+        let desired = child(&json!({ "data": { "k": "v" } }));
+        assert!(desired.is_applied(&live(&desired, |_| {})));
+        assert!(!desired.is_applied(&live(&desired, |live| live["data"]["k"] = json!("other"))));
+        assert!(!desired.is_applied(&live(&desired, |live| live["data"] = json!({}))));
+        assert!(!desired.is_applied(&live(&desired, |live| live["metadata"]["labels"] = json!({}))));
         let less = child(&json!({ "data": {} }));
-        assert!(!less.is_held_by(&live(&wanted, |_| {})), "a key that is wanted no more is there still");
+        assert!(
+            !less.is_applied(&live(&desired, |_| {})),
+            "a key that is no longer desired is still present"
+        );
     }
 
     #[test]
-    fn what_somebody_has_removed_is_named_by_its_path() {
-        let wanted = child(&json!({ "data": { "k": "v", "l": "w" }, "list": [{ "name": "a" }] }));
-        let without = live(&wanted, |live| {
+    fn reports_removed_fields_by_path() {
+        let desired = child(&json!({ "data": { "k": "v", "l": "w" }, "list": [{ "name": "a" }] }));
+        let without = live(&desired, |live| {
             live["data"] = json!({ "l": "w", "more": "x" });
             live["list"] = json!([{ "name": "b" }]);
         });
-        assert_eq!(missing(&without, &wanted.body), [".data.k", ".list"]);
-        assert_eq!(missing(&live(&wanted, |_| {}), &wanted.body), Vec::<String>::new());
+        assert_eq!(missing_paths(&without, &desired.body), [".data.k", ".list"]);
+        assert_eq!(missing_paths(&live(&desired, |_| {}), &desired.body), Vec::<String>::new());
     }
 
     #[test]
-    fn others_may_add_to_lists_of_objects_and_not_to_lists_of_words() {
+    fn other_writers_may_add_to_lists_of_objects_only() {
         let containers = json!([{ "name": "agent", "args": ["a", "b"] }]);
         let more = json!([{ "name": "sidecar" }, { "name": "agent", "args": ["a", "b"], "tty": false }]);
-        assert!(held_by(&more, &containers));
+        assert!(contains_desired(&more, &containers));
         let other = json!([{ "name": "agent", "args": ["a", "b", "c"] }]);
-        assert!(!held_by(&other, &containers));
+        assert!(!contains_desired(&other, &containers));
     }
 }

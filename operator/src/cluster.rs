@@ -1,4 +1,5 @@
-//! `KVCacheCluster`: members, their store, agents, and what engines need to connect.
+//! `KVCacheCluster`: the control-plane members, their etcd, the agents, and the settings that engines need to
+//! connect.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,65 +9,75 @@ use kube::{Api, ResourceExt};
 use reprise_crds::KVCacheCluster;
 
 use crate::context::Context;
+use crate::deletion_guard::{self, GuardOutcome};
 use crate::error::OperatorError;
 use crate::finalizers;
-use crate::in_use::{self, Kept};
 use crate::names::IN_USE_FINALIZER;
 
 pub mod apply;
 pub mod build;
 pub mod certificates;
 pub mod dereference;
+pub mod external_etcd;
 pub mod status;
-pub mod store;
 pub mod validate;
 pub mod versions;
 pub mod volumes;
 
 /// Port of the members' gRPC services.
 pub const GRPC_PORT: u16 = 7400;
-/// Port of the members' metrics and health.
+/// Port of the members' metrics and health checks.
 pub const MEMBER_ADMIN_PORT: u16 = 7401;
 
-/// A CacheNode that is older says that its agent is away.
-pub const REPORTED_WITHIN: Duration = Duration::from_secs(60);
+/// Age of a `CacheNode` report above which the agent counts as absent.
+pub const REPORT_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A store of somebody else is asked so often whether it answers, and sooner when it did not: nothing tells us.
-const LOOK_AGAIN: Duration = Duration::from_secs(30);
-const LOOK_SOON: Duration = Duration::from_secs(5);
-/// What others own is tried again so soon, since nothing tells us that they gave it up.
-const GIVEN_UP_WITHIN: Duration = Duration::from_secs(10);
-/// Certificates are looked at once a day, and agents for having gone silent once a minute.
-const NEXT: Duration = REPORTED_WITHIN;
+/// Polling interval of an external etcd, which sends no events; shorter after a failed check.
+const POLL_INTERVAL: Duration = Duration::from_secs(30);
+const RETRY_INTERVAL: Duration = Duration::from_secs(5);
+/// Retry interval for objects that another component owns; giving them up causes no event.
+const CONFLICT_RETRY_INTERVAL: Duration = Duration::from_secs(10);
+/// Requeue interval without other deadlines. It covers silent agents (one minute) and certificate renewal
+/// (one day).
+const RESYNC_INTERVAL: Duration = REPORT_TIMEOUT;
 
-/// Makes a cluster what its spec says.
+/// Brings a cluster's children to the state that its spec describes, and updates its status.
 ///
 /// # Errors
-/// The API server did not do what it was asked for; tried again.
+/// Returns an error if an API request failed; the reconcile is retried.
 pub async fn reconcile(cluster: Arc<KVCacheCluster>, context: Arc<Context>) -> Result<Action, OperatorError> {
-    let goes = cluster.metadata.deletion_timestamp.is_some();
+    let is_deleting = cluster.metadata.deletion_timestamp.is_some();
     let api: Api<KVCacheCluster> =
         Api::namespaced(context.client.clone(), &cluster.namespace().unwrap_or_default());
-    let mut usage = in_use::of_cluster(&cluster, &context);
-    let forbidden = match in_use::keep(&context, &*cluster, &api, &mut usage).await? {
-        // It is reconciled by that change.
-        Kept::Changed => return Ok(Action::await_change()),
-        Kept::Free if goes => return Ok(Action::await_change()),
-        Kept::Free | Kept::Held => None,
-        Kept::Forbidden(refused) => {
-            Some(finalizers::forbidden(&*cluster, IN_USE_FINALIZER, in_use::FOR_WHOM, &refused))
-        }
+    let mut guard = deletion_guard::for_cluster(&cluster, &context);
+    let forbidden = match deletion_guard::reconcile_finalizer(&context, &*cluster, &api, &mut guard).await? {
+        // The finalizer change triggers the next reconcile.
+        GuardOutcome::Changed => return Ok(Action::await_change()),
+        GuardOutcome::NotBlocked if is_deleting => return Ok(Action::await_change()),
+        GuardOutcome::NotBlocked | GuardOutcome::Blocked => None,
+        GuardOutcome::Forbidden(refused) => Some(finalizers::forbidden_condition(
+            &*cluster,
+            IN_USE_FINALIZER,
+            deletion_guard::WAITED_FOR,
+            &refused,
+        )),
     };
-    let found = dereference::dereference(&cluster, &context).await;
-    let refused = validate::validate(&cluster, &found);
-    // What is the cluster's goes with it; making it anew would only hold it up. While engines hold it, it works as before.
-    let applied = if refused.is_none() && !cluster.spec.paused && in_use::is_kept(&*cluster) {
-        match apply::apply(&cluster, &found, &context).await {
+    let inputs = dereference::dereference(&cluster, &context).await;
+    let refused = validate::validate(&cluster, &inputs);
+    // Owned children are deleted with the cluster; re-creating them would delay the deletion. While engines
+    // block the deletion, the cluster is reconciled as usual.
+    let applied = if refused.is_none() && !cluster.spec.paused && deletion_guard::keeps_children(&*cluster) {
+        match apply::apply(&cluster, &inputs, &context).await {
             Ok(applied) => Some(applied),
-            // What it waits for is looked at all the same, and soon: who is looked at too seldom is never seen to rest.
-            Err(error) if goes => {
-                let (namespace, name, words) = (cluster.namespace(), cluster.name_any(), error.words());
-                tracing::warn!(namespace, name, words, "not all of a cluster that goes is as it is wanted");
+            // Deletion continues despite the error: quiescence must be observed often enough.
+            Err(error) if is_deleting => {
+                let (namespace, name, error) = (cluster.namespace(), cluster.name_any(), error.message());
+                tracing::warn!(
+                    namespace,
+                    name,
+                    error,
+                    "cannot apply all children of a cluster that is being deleted"
+                );
                 None
             }
             Err(error) => return Err(error),
@@ -74,25 +85,27 @@ pub async fn reconcile(cluster: Arc<KVCacheCluster>, context: Arc<Context>) -> R
     } else {
         None
     };
-    let (status, mut findings) = status::of(&cluster, &found, refused.as_ref(), applied.as_ref());
-    findings.extend(usage.blocked(&*cluster).or(forbidden));
-    let said = crate::status::Found {
+    let (status, mut findings) = status::compute(&cluster, &inputs, refused.as_ref(), applied.as_ref());
+    findings.extend(guard.blocked_condition(&*cluster).or(forbidden));
+    let write = crate::status::StatusWrite {
         object: &*cluster,
         api: &api,
         before: cluster.status.as_ref(),
         findings: &findings,
     };
-    let wait = crate::status::write(&context, said, status).await?;
-    let next = match &found.store {
-        Some(look) if look.is_good() => LOOK_AGAIN,
-        Some(_) => LOOK_SOON,
-        None if refused.is_none() && volumes::wait(&cluster, found.etcd.as_deref()) => LOOK_SOON,
-        None => NEXT,
+    let wait = crate::status::write(&context, write, status).await?;
+    let next = match &inputs.store {
+        Some(store) if store.is_good() => POLL_INTERVAL,
+        Some(_) => RETRY_INTERVAL,
+        None if refused.is_none() && volumes::may_be_missing(&cluster, inputs.etcd.as_deref()) => {
+            RETRY_INTERVAL
+        }
+        None => RESYNC_INTERVAL,
     };
-    let next = usage.look_again(&*cluster).map_or(next, |soon| soon.min(next));
+    let next = guard.requeue_after(&*cluster).map_or(next, |soon| soon.min(next));
     let (is_refused, paced) =
-        applied.map_or((false, None), |applied| (!applied.refused.is_empty(), applied.waits));
-    let next = if is_refused { next.min(GIVEN_UP_WITHIN) } else { next };
+        applied.map_or((false, None), |applied| (!applied.refused.is_empty(), applied.next_restore));
+    let next = if is_refused { next.min(CONFLICT_RETRY_INTERVAL) } else { next };
     let next = paced.map_or(next, |paced| paced.min(next));
     Ok(Action::requeue(wait.map_or(next, |wait| wait.min(next))))
 }

@@ -1,4 +1,4 @@
-//! What every reconcile is given.
+//! State shared by all reconciles.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -7,78 +7,79 @@ use std::time::{Duration, Instant};
 use kube::runtime::events::{Recorder, Reporter};
 use kube::{Api, Client};
 
-use crate::allocation::apply::Turns;
+use crate::allocation::apply::NodeLocks;
+use crate::api_client::ApiRequests;
 use crate::backoff::Backoff;
-use crate::cluster::store::StoreLooks;
-use crate::cluster::volumes::ClassLooks;
+use crate::cluster::external_etcd::EtcdChecks;
+use crate::cluster::volumes::StorageClassCache;
 use crate::control_plane::ControlPlanes;
-use crate::finalizers::Refusals;
-use crate::in_use::Rests;
-use crate::lease::Holding;
+use crate::deletion_guard::Quiescence;
+use crate::field_ownership::restore::OtherWriters;
+use crate::finalizers::ForbiddenWrites;
+use crate::lease::LeaseCheck;
 use crate::metrics::Metrics;
 use crate::names::OPERATOR;
-use crate::profile::decisions::Decisions;
-use crate::profile::source::Looks;
-use crate::progress::Progress;
-use crate::put_back::Disputes;
-use crate::requests::ApiRequests;
+use crate::profile::decisions::ProfileDecisions;
+use crate::profile::source::SourceCache;
 use crate::settings::Settings;
+use crate::stores::Stores;
 use crate::watch::Triggers;
-use crate::world::World;
+use crate::watchdog::Watchdog;
 
-/// A status whose numbers changed, and whose conditions did not, is written so often at the most.
-pub const STATUS_EVERY: Duration = Duration::from_secs(10);
+/// Shortest interval between two writes of a status whose counts changed but whose conditions did not.
+pub const STATUS_WRITE_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Client, stores, settings, and what is remembered between reconciles. Nothing here decides what is wanted: a process that has
-/// forgotten all of it makes the same objects.
+/// Client, stores, settings, and memory between reconciles. The memory never affects the desired objects: a
+/// process without it builds the same ones.
 pub struct Context {
-    /// The API server.
+    /// Client of the API server.
     pub client: Client,
-    /// What is known.
-    pub world: Arc<World>,
-    /// Where reconciles are asked for.
+    /// Objects as the watches last reported them.
+    pub stores: Arc<Stores>,
+    /// Senders of reconcile requests.
     pub triggers: Arc<Triggers>,
-    /// What the process was started with.
+    /// Settings from the command line.
     pub settings: Settings,
-    /// What is counted.
+    /// Metrics of this process.
     pub metrics: Metrics,
-    /// Events on objects.
+    /// Publisher of events on objects.
     pub recorder: Recorder,
-    /// Whether the queues go on.
-    pub progress: Progress,
-    /// Failures in a row.
+    /// Progress of the queues, for the liveness probe.
+    pub watchdog: Watchdog,
+    /// Consecutive failures of reconciles.
     pub backoff: Backoff,
-    /// What stores of others said when they were last asked.
-    pub store_looks: StoreLooks,
-    /// The storage classes that there are.
-    pub class_looks: ClassLooks,
-    /// The control planes of clusters.
+    /// Last check results of external etcd stores.
+    pub store_checks: EtcdChecks,
+    /// Storage classes of the Kubernetes cluster.
+    pub storage_classes: StorageClassCache,
+    /// Connections to the control planes of clusters.
     pub control_planes: ControlPlanes,
-    /// How long nothing has been heard of sessions.
-    pub rests: Rests,
-    /// Finalizers that may not be changed.
-    pub refusals: Refusals,
-    /// Whether this replica is the one that works.
-    pub(crate) holding: Holding,
-    /// Whose turn it is to lend queues of a node.
-    pub(crate) turns: Turns,
-    /// ConfigMaps with windows, as they were when they were last looked at.
-    pub profile_looks: Looks,
-    /// Which node should have which revision of a profile.
-    pub decisions: Decisions,
-    /// What the API server made of a child: its digest and the version that came of it, by `kind/namespace/name`. The server writes some values
-    /// in another way than they were sent, and such a child would look different for ever. Of a `CacheNode` the digest of its spec and its generation.
+    /// Time since the last report of engine sessions, by object.
+    pub quiescence: Quiescence,
+    /// Writes that the API server recently rejected as forbidden.
+    pub forbidden_writes: ForbiddenWrites,
+    /// Check whether this replica holds the lease.
+    pub(crate) lease: LeaseCheck,
+    /// Locks that serialise grants of GPU queues on a node.
+    pub(crate) node_locks: NodeLocks,
+    /// Cached ConfigMaps with profile windows.
+    pub profile_sources: SourceCache,
+    /// Profile revision chosen for each node.
+    pub decisions: ProfileDecisions,
+    /// Digest of the last applied body and the resulting version, by `kind/namespace/name`. The API server
+    /// rewrites some values, so a comparison with the stored object would always differ. For a `CacheNode`:
+    /// digest of its spec and its generation.
     normalised: Mutex<HashMap<String, (String, String)>>,
-    /// Who else writes what is ours.
-    pub(crate) disputes: Disputes,
+    /// Conflicts with other writers of exclusively owned fields.
+    pub(crate) other_writers: OtherWriters,
     status_written: Mutex<HashMap<String, Instant>>,
 }
 
 impl Context {
-    /// A context without memories.
+    /// Creates a context with empty memory.
     pub fn new(
         (client, requests): (Client, ApiRequests),
-        world: Arc<World>,
+        stores: Arc<Stores>,
         triggers: Arc<Triggers>,
         settings: Settings,
     ) -> Context {
@@ -86,48 +87,48 @@ impl Context {
             Reporter { controller: OPERATOR.to_owned(), instance: Some(settings.identity.clone()) };
         let leases = Api::namespaced(client.clone(), &settings.namespace);
         Context {
-            holding: Holding::new(leases, settings.identity.clone()),
+            lease: LeaseCheck::new(leases, settings.identity.clone()),
             recorder: Recorder::new(client.clone(), reporter),
             control_planes: ControlPlanes::new(settings.control_planes.clone()),
             client,
-            world,
+            stores,
             triggers,
             settings,
             metrics: Metrics::new(requests),
-            progress: Progress::default(),
+            watchdog: Watchdog::default(),
             backoff: Backoff::default(),
-            store_looks: StoreLooks::default(),
-            class_looks: ClassLooks::default(),
-            rests: Rests::default(),
-            refusals: Refusals::default(),
-            turns: Turns::default(),
-            profile_looks: Looks::default(),
-            decisions: Decisions::default(),
+            store_checks: EtcdChecks::default(),
+            storage_classes: StorageClassCache::default(),
+            quiescence: Quiescence::default(),
+            forbidden_writes: ForbiddenWrites::default(),
+            node_locks: NodeLocks::default(),
+            profile_sources: SourceCache::default(),
+            decisions: ProfileDecisions::default(),
             normalised: Mutex::default(),
-            disputes: Disputes::default(),
+            other_writers: OtherWriters::default(),
             status_written: Mutex::default(),
         }
     }
 
-    /// What the API server made of an object that was applied last: the digest of what was applied, and the version or generation that came of it.
-    pub(crate) fn remembered(&self, key: &str) -> Option<(String, String)> {
+    /// Returns the digest that was applied last to an object, and the resulting version or generation.
+    pub(crate) fn last_applied(&self, key: &str) -> Option<(String, String)> {
         self.normalised.lock().unwrap_or_else(PoisonError::into_inner).get(key).cloned()
     }
 
-    /// It made this of it.
-    pub(crate) fn remember(&self, key: String, digest: String, version: String) {
+    /// Records the digest that was applied to an object, and the resulting version or generation.
+    pub(crate) fn record_applied(&self, key: String, digest: String, version: String) {
         self.normalised.lock().unwrap_or_else(PoisonError::into_inner).insert(key, (digest, version));
     }
 
-    /// How long a status that is not urgent has to wait; nothing when it may be written now.
-    pub(crate) fn status_waits(&self, key: &str) -> Option<Duration> {
+    /// Returns how long a non-urgent status write must wait, or `None` if it may be written now.
+    pub(crate) fn status_write_delay(&self, key: &str) -> Option<Duration> {
         let written = self.status_written.lock().unwrap_or_else(PoisonError::into_inner);
         let passed = written.get(key).map(Instant::elapsed)?;
-        STATUS_EVERY.checked_sub(passed).filter(|rest| !rest.is_zero())
+        STATUS_WRITE_INTERVAL.checked_sub(passed).filter(|rest| !rest.is_zero())
     }
 
-    /// A status has been written.
-    pub(crate) fn status_was_written(&self, key: &str) {
+    /// Records that a status was written now.
+    pub(crate) fn record_status_write(&self, key: &str) {
         self.status_written
             .lock()
             .unwrap_or_else(PoisonError::into_inner)

@@ -1,14 +1,16 @@
-//! The control planes of clusters, as the operator calls them: what they say of nodes' modes, tenants' budgets and their own versions, and what
-//! they are told.
+//! Client of the clusters' control planes: reads modes of nodes, budgets of tenants and versions of members,
+//! and sets modes and budgets.
 //!
-//! One look at a control plane lists all nodes, budgets and members, and holds for [`STAYS_GOOD`], for whoever asks: 1,000 nodes cost three calls.
-//! One from before the members' StatefulSet changed is not told any more ([`ControlPlanes::heed`]): it may be of members that have been replaced
-//! since. After a call that was not answered nobody calls for a time that grows. Every call is a connection of its own, so the next one goes
-//! to another member, and ends within [`PATIENCE`].
+//! One read lists all nodes, budgets and members of a cluster and is cached for [`HEALTHY_TTL`]: 1,000 nodes
+//! cost three calls. A change of the members' StatefulSet invalidates the cache
+//! ([`ControlPlanes::require_members_version`]), because it may describe replaced members. After an
+//! unanswered call, no calls are made for a delay that grows. Each call uses a new connection, so the next
+//! one may reach another member, and ends within [`TIMEOUT`].
 //!
-//! What tenants hold is asked of every member, once a minute for all tenants ([`holdings`]).
+//! Usage of tenants is read from every member, once a minute for all tenants ([`usage`]).
 //!
-//! Nothing here decides what is wanted: see [`crate::node::mode`], [`crate::tenant::budget`] and [`crate::tenant::usage`].
+//! The desired values are decided elsewhere: [`crate::node::mode`], [`crate::tenant::budget`] and
+//! [`crate::tenant::usage`].
 
 use std::collections::{BTreeMap, HashMap};
 use std::error::Error;
@@ -32,180 +34,181 @@ use crate::metrics::{Call, Metrics};
 use crate::names::ClusterNames;
 
 mod holders;
-mod holdings;
+mod usage;
 
-pub use holdings::{Holding, Unmeasured};
+pub use usage::{MeasuredUsage, UsageUnknown};
 
-/// How long a look holds at which all was well.
-const STAYS_GOOD: Duration = Duration::from_secs(25);
-/// How long one holds, at the most, at which the control plane did not answer.
-const STAYS_BAD_MAX: Duration = Duration::from_secs(30);
-/// Connecting and answering takes milliseconds.
-const PATIENCE: Duration = Duration::from_secs(3);
-/// What nobody has asked for so long belongs to a cluster that is gone.
-const FORGOTTEN_AFTER: Duration = Duration::from_secs(600);
+/// Lifetime of a successful read.
+const HEALTHY_TTL: Duration = Duration::from_secs(25);
+/// Maximum lifetime of a failed read.
+const FAILED_TTL_MAX: Duration = Duration::from_secs(30);
+/// Timeout of a call including the connection, which normally takes milliseconds.
+const TIMEOUT: Duration = Duration::from_secs(3);
+/// Idle time after which the cache of a cluster is dropped.
+const EVICT_AFTER: Duration = Duration::from_secs(600);
 
-/// Whoever tells a control plane something looks again so soon whether it is still so.
-pub const LOOK_AGAIN: Duration = Duration::from_secs(30);
-/// The same as long as it is not so.
-pub const LOOK_SOON: Duration = Duration::from_secs(5);
+/// Interval for checking that the control plane still has the desired state.
+pub const POLL_INTERVAL: Duration = Duration::from_secs(30);
+/// Interval for retrying until the control plane has the desired state.
+pub const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 
-/// What a tenant may have in the whole cluster, in bytes.
+/// Limits of a tenant in the whole cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Budget {
-    /// Sure to have.
-    pub reserved: Room,
-    /// At the most; 2⁶⁴ − 1 is no limit.
-    pub limit: Room,
+    /// Bytes guaranteed to the tenant.
+    pub reserved: TierBytes,
+    /// Maximum bytes; 2⁶⁴ − 1 means no limit.
+    pub limit: TierBytes,
 }
 
 impl Budget {
-    /// That of a tenant whose blocks are to go.
-    pub const NOTHING: Budget =
-        Budget { reserved: Room { dram: 0, ssd: 0 }, limit: Room { dram: 0, ssd: 0 } };
+    /// Budget of a tenant whose blocks are purged.
+    pub const ZERO: Budget =
+        Budget { reserved: TierBytes { dram: 0, ssd: 0 }, limit: TierBytes { dram: 0, ssd: 0 } };
 }
 
-/// Bytes of both kinds.
+/// Numbers of bytes per tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Room {
-    /// Of arenas.
+pub struct TierBytes {
+    /// Bytes in the nodes' arenas.
     pub dram: u64,
-    /// Of devices.
+    /// Bytes on the nodes' devices.
     pub ssd: u64,
 }
 
-/// What a control plane says.
+/// State that a control plane reports.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Known {
-    /// Of nodes that have registered, by name.
+pub struct ControlPlaneState {
+    /// Modes of registered nodes, by name.
     pub modes: BTreeMap<String, NodeMode>,
-    /// Of tenants that have budgets.
+    /// Budgets of tenants that have one.
     pub budgets: BTreeMap<String, Budget>,
-    /// By how much reservations of budgets exceed what living nodes have.
-    pub overcommitted: Room,
-    /// Versions of the members that are registered, by name; none of one that does not say it.
+    /// Bytes by which reservations of budgets exceed the capacity of living nodes.
+    pub overcommitted: TierBytes,
+    /// Versions of registered members by name; `None` if a member does not report one.
     pub members: BTreeMap<String, Option<String>>,
 }
 
-/// Why a control plane did not do what it was asked for.
+/// Why a call to a control plane failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Unmet {
-    /// It does not answer, or cannot at the moment.
-    Absent(String),
-    /// There is nothing of this name.
-    Unknown(String),
-    /// It refuses, in words for people.
-    Refused(String),
+pub enum CallError {
+    /// It does not respond, or is temporarily unable to.
+    Unavailable(String),
+    /// The named object does not exist.
+    NotFound(String),
+    /// It rejects the request; the message is meant for users.
+    Rejected(String),
 }
 
-/// The version in which the StatefulSet of members was seen.
+/// Observed `resourceVersion` of the members' StatefulSet.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MembersSeen(pub String);
+pub struct MembersVersion(pub String);
 
-/// A look, or why there is none.
-pub type Look = Result<Arc<Known>, String>;
+/// The state, or why it could not be read.
+pub type StateResult = Result<Arc<ControlPlaneState>, String>;
 
-/// All control planes.
+/// Clients and caches of all control planes.
 #[derive(Debug, Default)]
 pub struct ControlPlanes {
-    /// Where those are that are not found by their service, by `namespace/name`.
+    /// Addresses by `namespace/name` of control planes that are not reached by their service.
     addresses: BTreeMap<String, String>,
-    /// By the cluster's unique id.
-    planes: StdMutex<HashMap<String, Arc<Plane>>>,
+    /// Caches by the cluster's uid.
+    caches: StdMutex<HashMap<String, Arc<ClusterCache>>>,
     backoff: Backoff,
 }
 
-/// One of them.
+/// Cached reads of one control plane.
 #[derive(Debug)]
-struct Plane {
-    /// Held while it is asked: the others wait for the answer.
-    last: Mutex<Last>,
-    /// The same, of what tenants hold.
-    holdings: Mutex<Option<holdings::Look>>,
-    /// When somebody was interested in it last.
-    asked: StdMutex<Instant>,
+struct ClusterCache {
+    /// Locked during a read, so that other callers wait for its result.
+    state: Mutex<StateCache>,
+    /// The same for usage of tenants.
+    usage: Mutex<Option<usage::CachedUsage>>,
+    /// Time of the last access.
+    last_used: StdMutex<Instant>,
 }
 
 #[derive(Debug, Default)]
-struct Last {
-    held: Option<Held>,
-    /// Members as they were seen last. What is held is not older.
-    members: Option<MembersSeen>,
+struct StateCache {
+    cached: Option<CachedState>,
+    /// Last observed version of members; the cached state is at least as new.
+    members: Option<MembersVersion>,
 }
 
 #[derive(Clone, Debug)]
-struct Held {
+struct CachedState {
     until: Instant,
-    look: Look,
+    result: StateResult,
 }
 
 impl ControlPlanes {
-    /// Those at these addresses are reached there, all others by the service of their cluster.
+    /// Uses these addresses, and the service of the cluster for all others.
     pub fn new(addresses: BTreeMap<String, String>) -> ControlPlanes {
         ControlPlanes { addresses, ..ControlPlanes::default() }
     }
 
-    /// What the control plane of a cluster says, within [`PATIENCE`].
-    pub async fn look(&self, cluster: &ClusterNames, metrics: &Metrics) -> Look {
-        let plane = self.plane(cluster);
-        let mut last = plane.last.lock().await;
-        if let Some(held) = last.held() {
-            return held.look.clone();
+    /// Returns the state of a cluster's control plane within [`TIMEOUT`], possibly from the cache.
+    pub async fn state(&self, cluster: &ClusterNames, metrics: &Metrics) -> StateResult {
+        let shared = self.cache(cluster);
+        let mut cache = shared.state.lock().await;
+        if let Some(held) = cache.current() {
+            return held.result.clone();
         }
-        let asked = within(list(&self.address(cluster))).await;
-        metrics.called(Call::List, result(&asked));
-        let look = asked.map(Arc::new).map_err(|unmet| unmet.words().to_owned());
-        let until = Instant::now() + self.holds(cluster, look.is_ok());
-        last.held = Some(Held { until, look: look.clone() });
-        look
+        let response = with_timeout(list(&self.address(cluster))).await;
+        metrics.record_call(Call::List, result(&response));
+        let result = response.map(Arc::new).map_err(|error| error.message().to_owned());
+        let until = Instant::now() + self.ttl(cluster, result.is_ok());
+        cache.cached = Some(CachedState { until, result: result.clone() });
+        result
     }
 
-    /// The members of a cluster were seen so. A look at others does not hold any more, also where it is under way; that nobody answers does.
-    pub async fn heed(&self, cluster: &ClusterNames, members: MembersSeen) {
-        let plane = self.plane(cluster);
-        let mut last = plane.last.lock().await;
-        if last.members.as_ref() != Some(&members) {
-            last.members = Some(members);
-            last.held = last.held.take().filter(|held| held.look.is_err());
+    /// Invalidates a state that was read from members before this version. It waits for a read in progress. A
+    /// cached failure remains valid.
+    pub async fn require_members_version(&self, cluster: &ClusterNames, members: MembersVersion) {
+        let shared = self.cache(cluster);
+        let mut cache = shared.state.lock().await;
+        if cache.members.as_ref() != Some(&members) {
+            cache.members = Some(members);
+            cache.cached = cache.cached.take().filter(|held| held.result.is_err());
         }
     }
 
-    /// Sets what a node is for; what it was for before.
+    /// Sets the mode of a node and returns the previous one.
     ///
     /// # Errors
-    /// [`Unmet`].
+    /// [`CallError`].
     pub async fn set_mode(
         &self,
         cluster: &ClusterNames,
         node: &str,
         mode: NodeMode,
         metrics: &Metrics,
-    ) -> Result<NodeMode, Unmet> {
+    ) -> Result<NodeMode, CallError> {
         let request = SetNodeRequest { name: node.to_owned(), mode: wire_mode(mode).into() };
-        let called = within(async {
+        let called = with_timeout(async {
             let mut members = self.members(cluster).await?;
             Ok(members.set_node(request).await?.into_inner().before)
         });
         let called = called.await;
-        metrics.called(Call::SetNode, result(&called));
-        self.note(cluster, &called, |known| {
+        metrics.record_call(Call::SetNode, result(&called));
+        self.update_cache(cluster, &called, |known| {
             known.modes.insert(node.to_owned(), mode);
         })
         .await;
         called.map(crds_mode)
     }
 
-    /// Sets what a tenant may have.
+    /// Sets the budget of a tenant.
     ///
     /// # Errors
-    /// [`Unmet`].
+    /// [`CallError`].
     pub async fn set_budget(
         &self,
         cluster: &ClusterNames,
         tenant: &str,
         budget: Budget,
         metrics: &Metrics,
-    ) -> Result<(), Unmet> {
+    ) -> Result<(), CallError> {
         let Budget { reserved, limit } = budget;
         let wanted = wire::Tenant {
             name: tenant.to_owned(),
@@ -213,107 +216,115 @@ impl ControlPlanes {
             limit: Some(limit.into()),
         };
         let request = SetTenantRequest { tenant: Some(wanted) };
-        let called = within(async {
+        let called = with_timeout(async {
             self.members(cluster).await?.set_tenant(request).await?;
             Ok(())
         });
         let called = called.await;
-        metrics.called(Call::SetTenant, result(&called));
-        self.note(cluster, &called, |known| {
+        metrics.record_call(Call::SetTenant, result(&called));
+        self.update_cache(cluster, &called, |known| {
             known.budgets.insert(tenant.to_owned(), budget);
         })
         .await;
         called
     }
 
-    /// Ends a tenant's budget, if it has one.
+    /// Removes the budget of a tenant, if it has one.
     ///
     /// # Errors
-    /// [`Unmet`].
+    /// [`CallError`].
     pub async fn remove_budget(
         &self,
         cluster: &ClusterNames,
         tenant: &str,
         metrics: &Metrics,
-    ) -> Result<(), Unmet> {
+    ) -> Result<(), CallError> {
         let request = RemoveTenantRequest { name: tenant.to_owned() };
-        let called = within(async {
+        let called = with_timeout(async {
             self.members(cluster).await?.remove_tenant(request).await?;
             Ok(())
         });
         let called = match called.await {
-            Err(Unmet::Unknown(_)) => Ok(()),
+            Err(CallError::NotFound(_)) => Ok(()),
             other => other,
         };
-        metrics.called(Call::RemoveTenant, result(&called));
-        self.note(cluster, &called, |known| {
+        metrics.record_call(Call::RemoveTenant, result(&called));
+        self.update_cache(cluster, &called, |known| {
             known.budgets.remove(tenant);
         })
         .await;
         called
     }
 
-    async fn members(&self, cluster: &ClusterNames) -> Result<PlacementClient<Channel>, Unmet> {
+    async fn members(&self, cluster: &ClusterNames) -> Result<PlacementClient<Channel>, CallError> {
         Ok(PlacementClient::new(channel(&self.address(cluster)).await?))
     }
 
-    /// Puts what was done into the look that holds; after a call without an answer the next ones wait as well.
-    async fn note<T>(
+    /// Applies a change to the cached state. A failed call is cached too, so that further calls wait.
+    async fn update_cache<T>(
         &self,
         cluster: &ClusterNames,
-        called: &Result<T, Unmet>,
-        change: impl FnOnce(&mut Known),
+        called: &Result<T, CallError>,
+        change: impl FnOnce(&mut ControlPlaneState),
     ) {
-        let plane = self.plane(cluster);
-        let mut last = plane.last.lock().await;
+        let shared = self.cache(cluster);
+        let mut cache = shared.state.lock().await;
         match called {
             Ok(_) => {
-                if let Some(Held { look: Ok(known), .. }) = last.held.as_mut() {
+                if let Some(CachedState { result: Ok(known), .. }) = cache.cached.as_mut() {
                     change(Arc::make_mut(known));
                 }
             }
-            Err(Unmet::Absent(words)) => {
-                let until = Instant::now() + self.holds(cluster, false);
-                last.held = Some(Held { until, look: Err(words.clone()) });
+            Err(CallError::Unavailable(message)) => {
+                let until = Instant::now() + self.ttl(cluster, false);
+                cache.cached = Some(CachedState { until, result: Err(message.clone()) });
             }
-            // The members know something else than the look.
-            Err(Unmet::Unknown(_)) => last.held = None,
-            Err(Unmet::Refused(_)) => {}
+            // The cached state is outdated.
+            Err(CallError::NotFound(_)) => cache.cached = None,
+            Err(CallError::Rejected(_)) => {}
         }
     }
 
-    /// Why nobody calls at the moment, if so.
-    async fn silence(&self, cluster: &ClusterNames) -> Option<Unmet> {
-        let plane = self.plane(cluster);
-        let last = plane.last.lock().await;
-        last.held().and_then(|held| held.look.as_ref().err()).map(|words| Unmet::Absent(words.clone()))
+    /// Returns the error that currently prevents calls, if there is one.
+    async fn backoff_error(&self, cluster: &ClusterNames) -> Option<CallError> {
+        let shared = self.cache(cluster);
+        let cache = shared.state.lock().await;
+        cache
+            .current()
+            .and_then(|held| held.result.as_ref().err())
+            .map(|message| CallError::Unavailable(message.clone()))
     }
 
-    fn holds(&self, cluster: &ClusterNames, is_good: bool) -> Duration {
+    fn ttl(&self, cluster: &ClusterNames, is_good: bool) -> Duration {
         if is_good {
-            self.backoff.succeeded(&cluster.uid);
-            return STAYS_GOOD;
+            self.backoff.record_success(&cluster.uid);
+            return HEALTHY_TTL;
         }
-        self.backoff.failed(&cluster.uid).min(STAYS_BAD_MAX)
+        self.backoff.record_failure(&cluster.uid).min(FAILED_TTL_MAX)
     }
 
-    fn plane(&self, cluster: &ClusterNames) -> Arc<Plane> {
-        let mut planes = self.planes.lock().unwrap_or_else(PoisonError::into_inner);
+    fn cache(&self, cluster: &ClusterNames) -> Arc<ClusterCache> {
+        let mut caches = self.caches.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
-        let asked = |plane: &Plane| *plane.asked.lock().unwrap_or_else(PoisonError::into_inner);
-        planes.retain(|uid, plane| {
-            let stays = *uid == cluster.uid || now.duration_since(asked(plane)) < FORGOTTEN_AFTER;
-            if !stays {
-                self.backoff.succeeded(uid);
+        let last_used =
+            |shared: &ClusterCache| *shared.last_used.lock().unwrap_or_else(PoisonError::into_inner);
+        caches.retain(|uid, shared| {
+            let is_kept = *uid == cluster.uid || now.duration_since(last_used(shared)) < EVICT_AFTER;
+            if !is_kept {
+                self.backoff.record_success(uid);
             }
-            stays
+            is_kept
         });
         let new = || {
-            Arc::new(Plane { last: Mutex::default(), holdings: Mutex::default(), asked: StdMutex::new(now) })
+            Arc::new(ClusterCache {
+                state: Mutex::default(),
+                usage: Mutex::default(),
+                last_used: StdMutex::new(now),
+            })
         };
-        let plane = planes.entry(cluster.uid.clone()).or_insert_with(new);
-        *plane.asked.lock().unwrap_or_else(PoisonError::into_inner) = now;
-        Arc::clone(plane)
+        let shared = caches.entry(cluster.uid.clone()).or_insert_with(new);
+        *shared.last_used.lock().unwrap_or_else(PoisonError::into_inner) = now;
+        Arc::clone(shared)
     }
 
     fn address(&self, cluster: &ClusterNames) -> String {
@@ -321,67 +332,70 @@ impl ControlPlanes {
     }
 }
 
-impl Last {
-    /// What is told still.
-    fn held(&self) -> Option<&Held> {
-        self.held.as_ref().filter(|held| Instant::now() < held.until)
+impl StateCache {
+    /// Returns the cached state if it is still valid.
+    fn current(&self) -> Option<&CachedState> {
+        self.cached.as_ref().filter(|held| Instant::now() < held.until)
     }
 }
 
-impl Unmet {
-    /// What to say of it.
-    pub fn words(&self) -> &str {
+impl CallError {
+    /// The message of the error.
+    pub fn message(&self) -> &str {
         match self {
-            Unmet::Absent(words) | Unmet::Unknown(words) | Unmet::Refused(words) => words,
+            CallError::Unavailable(message) | CallError::NotFound(message) | CallError::Rejected(message) => {
+                message
+            }
         }
     }
 }
 
-impl From<Status> for Unmet {
-    fn from(status: Status) -> Unmet {
-        let words = status.message().to_owned();
+impl From<Status> for CallError {
+    fn from(status: Status) -> CallError {
+        let message = status.message().to_owned();
         match status.code() {
-            _ if is_absence(&status) => Unmet::Absent(words),
-            Code::NotFound => Unmet::Unknown(words),
-            _ => Unmet::Refused(words),
+            _ if is_absence(&status) => CallError::Unavailable(message),
+            Code::NotFound => CallError::NotFound(message),
+            _ => CallError::Rejected(message),
         }
     }
 }
 
-impl From<Room> for Bytes {
-    fn from(room: Room) -> Bytes {
+impl From<TierBytes> for Bytes {
+    fn from(room: TierBytes) -> Bytes {
         Bytes { dram: room.dram, nvme: room.ssd }
     }
 }
 
-impl From<Bytes> for Room {
-    fn from(bytes: Bytes) -> Room {
-        Room { dram: bytes.dram, ssd: bytes.nvme }
+impl From<Bytes> for TierBytes {
+    fn from(bytes: Bytes) -> TierBytes {
+        TierBytes { dram: bytes.dram, ssd: bytes.nvme }
     }
 }
 
-/// As metrics call what became of a call.
-fn result<T>(called: &Result<T, Unmet>) -> &'static str {
+/// Metric label for the result of a call.
+fn result<T>(called: &Result<T, CallError>) -> &'static str {
     match called {
         Ok(_) => "done",
-        Err(Unmet::Absent(_)) => "absent",
-        Err(Unmet::Unknown(_) | Unmet::Refused(_)) => "refused",
+        Err(CallError::Unavailable(_)) => "absent",
+        Err(CallError::NotFound(_) | CallError::Rejected(_)) => "refused",
     }
 }
 
-async fn within<T>(call: impl Future<Output = Result<T, Unmet>>) -> Result<T, Unmet> {
-    let late = || Unmet::Absent(format!("no answer within {PATIENCE:?}"));
-    tokio::time::timeout(PATIENCE, call).await.unwrap_or_else(|_| Err(late()))
+async fn with_timeout<T>(call: impl Future<Output = Result<T, CallError>>) -> Result<T, CallError> {
+    let timeout = || CallError::Unavailable(format!("no response within {TIMEOUT:?}"));
+    tokio::time::timeout(TIMEOUT, call).await.unwrap_or_else(|_| Err(timeout()))
 }
 
-async fn channel(address: &str) -> Result<Channel, Unmet> {
+async fn channel(address: &str) -> Result<Channel, CallError> {
     let endpoint = Endpoint::from_shared(format!("http://{address}"));
-    let endpoint = endpoint.map_err(|error| Unmet::Absent(format!("{address}: {}", innermost(&error))))?;
-    let connecting = endpoint.connect_timeout(PATIENCE).timeout(PATIENCE).connect().await;
-    connecting.map_err(|error| Unmet::Absent(format!("{address}: {}", innermost(&error))))
+    let endpoint =
+        endpoint.map_err(|error| CallError::Unavailable(format!("{address}: {}", innermost(&error))))?;
+    let connecting = endpoint.connect_timeout(TIMEOUT).timeout(TIMEOUT).connect().await;
+    connecting.map_err(|error| CallError::Unavailable(format!("{address}: {}", innermost(&error))))
 }
 
-/// The transport's own words say nothing; those of what lies beneath do.
+/// The innermost error contains the cause; the transport's own messages are generic.
 fn innermost(error: &dyn Error) -> String {
     let mut innermost = error;
     while let Some(source) = innermost.source() {
@@ -390,27 +404,27 @@ fn innermost(error: &dyn Error) -> String {
     innermost.to_string()
 }
 
-async fn list(address: &str) -> Result<Known, Unmet> {
+async fn list(address: &str) -> Result<ControlPlaneState, CallError> {
     let channel = channel(address).await?;
     let mut membership = MembershipClient::new(channel.clone());
     let nodes = membership.list_nodes(ListNodesRequest {}).await?.into_inner();
     let members = membership.list_members(ListMembersRequest {}).await?.into_inner();
     let tenants = PlacementClient::new(channel).list_tenants(ListTenantsRequest {}).await?.into_inner();
-    let room = |bytes: Option<Bytes>| bytes.map(Room::from).unwrap_or_default();
+    let room = |bytes: Option<Bytes>| bytes.map(TierBytes::from).unwrap_or_default();
     let budgets = tenants.tenants.into_iter().filter_map(|state| state.tenant);
     let budgets = budgets.map(|wire::Tenant { name, reserved, limit }| {
         (name, Budget { reserved: room(reserved), limit: room(limit) })
     });
-    Ok(Known {
+    Ok(ControlPlaneState {
         modes: nodes.nodes.into_iter().map(|node| (node.name, crds_mode(node.mode))).collect(),
         budgets: budgets.collect(),
         overcommitted: room(tenants.overcommitted),
-        members: members.members.into_iter().map(said_by).collect(),
+        members: members.members.into_iter().map(member_version).collect(),
     })
 }
 
-/// A member's name, and its version where it says one.
-fn said_by(member: MemberInfo) -> (String, Option<String>) {
+/// Returns a member's name, and its version if it reports one.
+fn member_version(member: MemberInfo) -> (String, Option<String>) {
     let MemberInfo { name, version, .. } = member;
     (name, Some(version).filter(|version| !version.is_empty()))
 }
@@ -423,7 +437,7 @@ fn wire_mode(mode: NodeMode) -> wire::NodeMode {
     }
 }
 
-/// A mode that this version does not know is one in which nothing is placed there.
+/// Converts a mode; unknown modes of newer versions count as cordoned.
 fn crds_mode(mode: i32) -> NodeMode {
     match wire::NodeMode::try_from(mode) {
         Ok(wire::NodeMode::Active | wire::NodeMode::Unspecified) => NodeMode::Active,
@@ -435,13 +449,13 @@ fn crds_mode(mode: i32) -> NodeMode {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::requests::ApiRequests;
+    use crate::api_client::ApiRequests;
 
     fn names() -> ClusterNames {
         ClusterNames { namespace: "n".to_owned(), name: "c".to_owned(), uid: "u".to_owned() }
     }
 
-    /// A control plane at whose address nobody listens.
+    /// A control plane at an address without a listener.
     fn absent() -> (ControlPlanes, String) {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
         let address = listener.local_addr().expect("bound").to_string();
@@ -457,80 +471,80 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_control_plane_that_is_away_is_said_to_be_and_not_called_again_at_once() {
+    async fn reports_absent_control_plane_and_does_not_call_again_immediately() {
         let (planes, address) = absent();
         let metrics = Metrics::new(ApiRequests::default());
-        let first = planes.look(&names(), &metrics).await.expect_err("nobody listens");
+        let first = planes.state(&names(), &metrics).await.expect_err("a failure");
         assert!(first.contains(&address) && first.contains("refused"), "{first}");
-        assert_eq!(planes.look(&names(), &metrics).await, Err(first.clone()));
+        assert_eq!(planes.state(&names(), &metrics).await, Err(first.clone()));
         let holders = planes.holders(&names(), "t", &[], &metrics).await;
-        assert_eq!(holders, Err(Unmet::Absent(first)), "whoever asks");
+        assert_eq!(holders, Err(CallError::Unavailable(first)), "the cached failure");
         has_called(&metrics, 1);
     }
 
     #[tokio::test]
-    async fn who_is_not_answered_who_holds_blocks_keeps_the_others_from_calling() {
+    async fn unanswered_holders_call_delays_other_calls() {
         let (planes, _) = absent();
         let metrics = Metrics::new(ApiRequests::default());
-        let first = planes.holders(&names(), "t", &[], &metrics).await.expect_err("nobody listens");
+        let first = planes.holders(&names(), "t", &[], &metrics).await.expect_err("a failure");
         assert_eq!(planes.holders(&names(), "t", &[], &metrics).await, Err(first.clone()));
-        assert_eq!(planes.look(&names(), &metrics).await, Err(first.words().to_owned()));
+        assert_eq!(planes.state(&names(), &metrics).await, Err(first.message().to_owned()));
         has_called(&metrics, 1);
     }
 
     #[tokio::test]
-    async fn a_look_from_before_members_changed_is_not_told_any_more() {
+    async fn change_of_members_invalidates_the_cached_state() {
         let (planes, _) = absent();
         let (metrics, names) = (Metrics::new(ApiRequests::default()), names());
-        let seen = |version: &str| MembersSeen(version.to_owned());
-        planes.heed(&names, seen("1")).await;
-        let look: Look = Ok(Arc::new(Known::default()));
-        let held = Held { until: Instant::now() + STAYS_GOOD, look };
-        planes.plane(&names).last.lock().await.held = Some(held);
-        planes.heed(&names, seen("1")).await;
-        assert!(planes.look(&names, &metrics).await.is_ok(), "nothing has changed");
-        planes.heed(&names, seen("2")).await;
-        let asked = planes.look(&names, &metrics).await.expect_err("it is asked again, and nobody listens");
-        planes.heed(&names, seen("3")).await;
-        assert_eq!(planes.look(&names, &metrics).await, Err(asked), "who is away is left alone all the same");
+        let version = |version: &str| MembersVersion(version.to_owned());
+        planes.require_members_version(&names, version("1")).await;
+        let result: StateResult = Ok(Arc::new(ControlPlaneState::default()));
+        let held = CachedState { until: Instant::now() + HEALTHY_TTL, result };
+        planes.cache(&names).state.lock().await.cached = Some(held);
+        planes.require_members_version(&names, version("1")).await;
+        assert!(planes.state(&names, &metrics).await.is_ok(), "the cached state is valid");
+        planes.require_members_version(&names, version("2")).await;
+        let failure = planes.state(&names, &metrics).await.expect_err("another call, which fails");
+        planes.require_members_version(&names, version("3")).await;
+        assert_eq!(planes.state(&names, &metrics).await, Err(failure), "the cached failure remains valid");
         has_called(&metrics, 1);
     }
 
     #[tokio::test]
-    async fn one_that_takes_connections_and_says_nothing_is_given_up() {
+    async fn times_out_if_the_server_accepts_but_does_not_respond() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
         let address = listener.local_addr().expect("bound").to_string();
         let planes = ControlPlanes::new(BTreeMap::from([("n/c".to_owned(), address)]));
         let (metrics, names) = (Metrics::new(ApiRequests::default()), names());
         let begun = Instant::now();
-        let asked = || planes.look(&names, &metrics);
-        let (one, other) = tokio::join!(asked(), asked());
+        let read = || planes.state(&names, &metrics);
+        let (one, other) = tokio::join!(read(), read());
         assert!(one.is_err() && one == other);
-        assert!(begun.elapsed() < 2 * PATIENCE, "the second waits for the answer to the first");
+        assert!(begun.elapsed() < 2 * TIMEOUT, "the second caller waits for the result of the first");
     }
 
     #[test]
-    fn what_members_say_is_told_from_their_absence() {
-        let unmet = |status: Status| Unmet::from(status);
-        assert!(matches!(unmet(Status::unavailable("not now")), Unmet::Absent(_)));
-        assert!(matches!(unmet(Status::not_found("no node")), Unmet::Unknown(_)));
-        let refused = unmet(Status::failed_precondition("dram: too much"));
-        assert_eq!(refused, Unmet::Refused("dram: too much".to_owned()));
+    fn distinguishes_rejections_from_unavailability() {
+        let error = |status: Status| CallError::from(status);
+        assert!(matches!(error(Status::unavailable("not now")), CallError::Unavailable(_)));
+        assert!(matches!(error(Status::not_found("no node")), CallError::NotFound(_)));
+        let refused = error(Status::failed_precondition("dram: too much"));
+        assert_eq!(refused, CallError::Rejected("dram: too much".to_owned()));
     }
 
     #[test]
-    fn a_member_that_says_no_version_has_none() {
+    fn member_without_a_reported_version_has_none() {
         let member = |version: &str| MemberInfo {
             name: "m".to_owned(),
             version: version.to_owned(),
             ..MemberInfo::default()
         };
-        assert_eq!(said_by(member("0.1.0")), ("m".to_owned(), Some("0.1.0".to_owned())));
-        assert_eq!(said_by(member("")), ("m".to_owned(), None));
+        assert_eq!(member_version(member("0.1.0")), ("m".to_owned(), Some("0.1.0".to_owned())));
+        assert_eq!(member_version(member("")), ("m".to_owned(), None));
     }
 
     #[test]
-    fn modes_go_there_and_back() {
+    fn modes_round_trip() {
         for mode in [NodeMode::Active, NodeMode::Cordoned, NodeMode::Draining] {
             assert_eq!(crds_mode(wire_mode(mode).into()), mode);
         }

@@ -1,4 +1,4 @@
-//! What the operator applies for the chart: the definitions of the resources, and objects of people.
+//! Objects that the operator applies for the chart: the CRDs, and users' resources.
 
 use anyhow::{Context as _, bail};
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
@@ -13,36 +13,39 @@ use std::time::Duration;
 
 use crate::names::RELEASE;
 
-/// A definition is served within a second of being stored.
+/// Timeout until a CRD is served, which takes about a second.
 const SERVED_WITHIN: Duration = Duration::from_secs(60);
-/// Between two looks whether it is.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// The field manager of objects of people, which are theirs to change afterwards.
-const PEOPLE: &str = "reprise-install";
+/// Interval for polling whether it is.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
+/// Field manager of users' objects, which users may change afterwards.
+const INSTALL_MANAGER: &str = "reprise-install";
 
-/// Applies all definitions and waits until they are served. They are the release's alone, so older fields go.
+/// Applies all CRDs and waits until they are served. They belong to the release alone, so fields of older
+/// versions are removed.
 ///
 /// # Errors
-/// The API server refuses one, or does not serve it.
+/// The API server rejects a CRD, or does not serve it in time.
 pub async fn apply_definitions(client: &Client) -> anyhow::Result<()> {
     let api: Api<CustomResourceDefinition> = Api::all(client.clone());
     let params = PatchParams::apply(OPERATOR_FIELD_MANAGER).force();
     for definition in reprise_crds::definitions() {
         let name = definition.name_any();
         let applied = api.patch(&name, &params, &Patch::Apply(&definition)).await;
-        applied.with_context(|| format!("the definition {name} is not taken"))?;
+        applied.with_context(|| format!("cannot apply CustomResourceDefinition {name}"))?;
         let served = await_condition(api.clone(), &name, conditions::is_crd_established());
         tokio::time::timeout(SERVED_WITHIN, served)
             .await
-            .with_context(|| format!("{name} is not served within {SERVED_WITHIN:?}"))?
-            .with_context(|| format!("cannot watch {name}"))?;
+            .with_context(|| {
+                format!("CustomResourceDefinition {name} is not established within {SERVED_WITHIN:?}")
+            })?
+            .with_context(|| format!("cannot watch CustomResourceDefinition {name}"))?;
         wait_served(client, &definition).await?;
-        tracing::info!(definition = name, "applied");
+        tracing::info!(definition = name, "applied CustomResourceDefinition");
     }
     Ok(())
 }
 
-/// Whoever serves the objects learns of a definition a little later than whoever stores it.
+/// Waits until objects can be listed, which is possible shortly after the CRD is established.
 async fn wait_served(client: &Client, definition: &CustomResourceDefinition) -> anyhow::Result<()> {
     let names = &definition.spec.names;
     let resource =
@@ -51,18 +54,18 @@ async fn wait_served(client: &Client, definition: &CustomResourceDefinition) -> 
     let first = ListParams::default().limit(1);
     let served = async {
         while api.list(&first).await.is_err() {
-            tokio::time::sleep(LOOK_EVERY).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
         }
     };
     let served = tokio::time::timeout(SERVED_WITHIN, served).await;
-    served.with_context(|| format!("{} are not served within {SERVED_WITHIN:?}", names.plural))
+    served.with_context(|| format!("the API server does not serve {} within {SERVED_WITHIN:?}", names.plural))
 }
 
-/// Applies objects of our kinds, one YAML document each, with the label of a release if they are of one. What somebody has changed since
-/// stays as it is: a conflict is refused.
+/// Applies objects of our kinds, one per YAML document, with the label of a release if one is specified.
+/// Fields that other managers changed are kept: a conflict is an error.
 ///
 /// # Errors
-/// A document is none of our kinds, or the API server refuses it, with its words.
+/// A document is not one of our kinds, or the API server rejects it.
 pub async fn apply_objects(
     client: &Client,
     text: &str,
@@ -70,11 +73,12 @@ pub async fn apply_objects(
     release: Option<&str>,
 ) -> anyhow::Result<()> {
     for document in serde_yaml_ng::Deserializer::from_str(text) {
-        let value = serde_json::Value::deserialize(document).context("the file is not YAML")?;
+        let value = serde_json::Value::deserialize(document).context("cannot parse the file as YAML")?;
         if value.is_null() {
             continue;
         }
-        let mut object: DynamicObject = serde_json::from_value(value).context("a document is no object")?;
+        let mut object: DynamicObject =
+            serde_json::from_value(value).context("a document is not a Kubernetes object")?;
         if let Some(release) = release {
             object.labels_mut().insert(RELEASE.to_owned(), release.to_owned());
         }
@@ -84,13 +88,13 @@ pub async fn apply_objects(
 }
 
 async fn apply_object(client: &Client, object: &DynamicObject, namespace: &str) -> anyhow::Result<()> {
-    let name = object.metadata.name.clone().context("an object has no name: set metadata.name")?;
+    let name = object.metadata.name.clone().context("an object lacks metadata.name")?;
     let types = object.types.clone().unwrap_or_default();
     let known = reprise_crds::definitions();
     let definition = known.iter().find(|known| known.spec.names.kind == types.kind);
     let Some(definition) = definition.filter(|_| types.api_version == format!("{GROUP}/{VERSION}")) else {
         bail!(
-            "{name} is {} of {}: only kinds of {GROUP}/{VERSION} are applied",
+            "cannot apply {name} of kind {} and apiVersion {}: expected a kind of {GROUP}/{VERSION}",
             types.kind,
             types.api_version
         );
@@ -103,10 +107,10 @@ async fn apply_object(client: &Client, object: &DynamicObject, namespace: &str) 
     } else {
         Api::all_with(client.clone(), &resource)
     };
-    let params = PatchParams::apply(PEOPLE).validation(ValidationDirective::Strict);
+    let params = PatchParams::apply(INSTALL_MANAGER).validation(ValidationDirective::Strict);
     let kind = &types.kind;
     let applied = api.patch(&name, &params, &Patch::Apply(object)).await;
-    applied.with_context(|| format!("{kind} {name} is not taken"))?;
+    applied.with_context(|| format!("cannot apply {kind} {name}"))?;
     tracing::info!(kind, name, "applied");
     Ok(())
 }

@@ -1,45 +1,45 @@
-//! Why a reconcile did not come to its end. All of it is tried again with a growing delay; what somebody must act on is a
-//! condition, not an error.
+//! Errors that end a reconcile. All of them are retried with a growing delay. A state that requires action by
+//! a user is a condition, not an error.
 
-/// An error of the operator.
+/// An error that ends a reconcile.
 #[derive(Debug, thiserror::Error)]
 pub enum OperatorError {
-    /// The API server did not do what it was asked for.
+    /// A request to the API server failed.
     #[error("{what}: {source}")]
     Api {
-        /// What was asked.
+        /// The operation, like `apply ConfigMap c`.
         what: String,
-        /// What it said.
+        /// The answer or transport error.
         #[source]
         source: kube::Error,
     },
-    /// A certificate could not be made.
-    #[error("a certificate cannot be made: {0}")]
+    /// A certificate cannot be generated.
+    #[error("cannot generate a certificate: {0}")]
     Certificate(#[from] rcgen::Error),
-    /// The lease is another replica's.
-    #[error("another replica holds the lease, so nothing is granted any more")]
+    /// Another replica holds the lease.
+    #[error("another replica holds the lease; not granting GPU queues")]
     LeaseLost,
-    /// Somebody did not answer.
-    #[error("not ended within {0:?}")]
-    Late(std::time::Duration),
+    /// An operation exceeded its time limit.
+    #[error("timed out after {0:?}")]
+    Timeout(std::time::Duration),
 }
 
 impl OperatorError {
-    /// Says what was asked of the API server.
+    /// Returns a constructor of [`OperatorError::Api`] for an operation, to use with `map_err`.
     pub fn api(what: impl Into<String>) -> impl FnOnce(kube::Error) -> OperatorError {
         let what = what.into();
         move |source| OperatorError::Api { what, source }
     }
 
-    /// What the API server said of its refusal, or all that is known.
-    pub fn words(&self) -> String {
+    /// Returns the API server's message if it rejected the request, otherwise the whole error.
+    pub fn message(&self) -> String {
         match self {
             OperatorError::Api { source: kube::Error::Api(status), .. } => status.message.clone(),
             other => other.to_string(),
         }
     }
 
-    /// The code with which the API server refused, if it did.
+    /// Returns the HTTP status code if the API server rejected the request.
     pub fn code(&self) -> Option<u16> {
         match self {
             OperatorError::Api { source: kube::Error::Api(status), .. } => Some(status.code),

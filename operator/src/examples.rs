@@ -1,6 +1,7 @@
-//! The chart's examples, as the operator sees them: it refuses none. The API server's own rules are looked at elsewhere.
+//! Validates the chart's examples as the operator does. The API server's rules are tested elsewhere.
 //!
-//! A file of values is a release of its own, and the files of `resources` are one together. The node has all labels that they select by.
+//! Each values file is a separate release, and the files in `resources` form one release. The node has all
+//! labels that they select.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -14,37 +15,37 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
+use crate::assignment::current::CurrentAssignment;
+use crate::assignment::{Assignment, ClusterAssignment, PoolAssignment, Refusal};
 use crate::child::ChildKind;
 use crate::names::ClusterNames;
-use crate::optional::Access;
-use crate::plan::held::Held;
-use crate::plan::{ClusterPlan, Plan, PoolPlan, Refusal};
+use crate::optional_kinds::KindAccess;
 use crate::profile::source::Source;
 use crate::settings::DefaultImages;
-use crate::{allocation, cluster, in_use, pool, profile, tenant};
+use crate::{cluster, deletion_guard, pool, profile, tenant};
 
 const API: &str = "reprise.dev/v1alpha1";
-/// The node that the allocations name.
+/// Node of the example allocations.
 const NODE: &str = "worker-1";
-/// The pool that they name, and the release that has it.
-const LENT: (&str, &str) = ("nvme", "raw-devices.yaml");
+/// Pool of the example allocations, and the release with it.
+const GRANTED_POOL: (&str, &str) = ("nvme", "raw-devices.yaml");
 
-/// Files of a folder, by name.
+/// Returns the files of a folder by name.
 fn files(folder: &Path) -> Vec<PathBuf> {
-    let entries = std::fs::read_dir(folder).expect("the examples are there");
-    let paths = entries.map(|entry| entry.expect("it can be read").path());
+    let entries = std::fs::read_dir(folder).expect("the examples");
+    let paths = entries.map(|entry| entry.expect("a readable entry").path());
     let mut files: Vec<PathBuf> = paths.filter(|path| path.is_file()).collect();
     files.sort();
     files
 }
 
 fn documents(file: &Path) -> Vec<Value> {
-    let text = std::fs::read_to_string(file).expect("it can be read");
+    let text = std::fs::read_to_string(file).expect("a readable file");
     let documents = serde_yaml_ng::Deserializer::from_str(&text);
     documents.map(|document| Value::deserialize(document).expect("YAML")).collect()
 }
 
-/// The objects that the chart makes of values.
+/// Returns the objects that the chart renders from values.
 fn of_values(values: &Value) -> Vec<Value> {
     let made = |kind: &str, name: &str, spec: &Value| {
         let metadata = json!({ "name": name, "namespace": "reprise" });
@@ -58,7 +59,7 @@ fn of_values(values: &Value) -> Vec<Value> {
     objects
 }
 
-/// Our objects of each release, by the name of its file or folder.
+/// Returns our objects of each release, by the name of its file or folder.
 fn releases() -> BTreeMap<String, Vec<Value>> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../charts/reprise/examples");
     let name = |file: &Path| file.file_name().expect("a file").to_string_lossy().into_owned();
@@ -79,26 +80,26 @@ fn of_kind<K: DeserializeOwned>(objects: &[Value], kind: &str) -> Vec<Arc<K>> {
     those.map(|object| Arc::new(read(object))).collect()
 }
 
-fn plan(objects: &[Value]) -> Plan {
+fn assignment(objects: &[Value]) -> Assignment {
     let node: Node = serde_json::from_value(json!({
         "metadata": { "name": NODE, "labels": { "reprise.dev/cache": "true", "reprise.dev/scratch": "true" } },
     }))
     .expect("a node");
     let clusters: Vec<Arc<KVCacheCluster>> = of_kind(objects, "KVCacheCluster");
     let pools: Vec<Arc<SSDPool>> = of_kind(objects, "SSDPool");
-    Plan::make(&clusters, &pools, &[Arc::new(node)], &Held::default())
+    Assignment::compute(&clusters, &pools, &[Arc::new(node)], &CurrentAssignment::default())
 }
 
-fn cluster_refused(one: &KVCacheCluster, plan: ClusterPlan) -> Option<Refusal> {
+fn cluster_refusal(one: &KVCacheCluster, assignment: ClusterAssignment) -> Option<Refusal> {
     let names = ClusterNames::of(one);
-    let found = cluster::dereference::Found {
-        referred: cluster::dereference::Referred {
+    let found = cluster::dereference::ClusterInputs {
+        agent_config: cluster::dereference::AgentConfigInputs {
             names,
             pools: Vec::new(),
             tenants: Vec::new(),
             running: None,
         },
-        plan,
+        assignment,
         cache_nodes: Vec::new(),
         bindings: PodBindings::default(),
         profiles: BTreeMap::new(),
@@ -110,27 +111,28 @@ fn cluster_refused(one: &KVCacheCluster, plan: ClusterPlan) -> Option<Refusal> {
         store: None,
         agents: None,
         members: None,
-        said_by_members: None,
+        control_plane_state: None,
         volumes: None,
         authority: None,
         etcd: None,
-        access: ChildKind::ALL.into_iter().map(|kind| (kind, Access::Usable)).collect(),
+        access: ChildKind::ALL.into_iter().map(|kind| (kind, KindAccess::Usable)).collect(),
     };
     cluster::validate::validate(one, &found)
 }
 
-fn pool_refused(one: &SSDPool, plan: PoolPlan) -> Option<Refusal> {
-    let usage = in_use::Usage::default();
-    let found = pool::dereference::Found { plan, cluster: None, nodes: Vec::new(), reserved: 0, usage };
+fn pool_refusal(one: &SSDPool, assignment: PoolAssignment) -> Option<Refusal> {
+    let guard = deletion_guard::DeletionGuard::default();
+    let found =
+        pool::dereference::PoolInputs { assignment, cluster: None, nodes: Vec::new(), reserved: 0, guard };
     pool::validate::validate(one, &found)
 }
 
-/// Of one that a cluster selects.
-fn profile_refused(one: &SlackProfile) -> Option<Refusal> {
-    let windows = one.spec.windows.as_ref().expect("the example has its windows in it");
+/// Validates a profile as if a cluster selects it.
+fn profile_refusal(one: &SlackProfile) -> Option<Refusal> {
+    let windows = one.spec.windows.as_ref().expect("inline windows");
     let source = Source::Windows(profile::content::inline(windows));
-    let selecting = profile::dereference::Selecting { cluster: "inference/chat".to_owned(), ahead: 0 };
-    let found = profile::dereference::Found {
+    let selecting = profile::dereference::SelectingCluster { cluster: "inference/chat".to_owned(), ahead: 0 };
+    let found = profile::dereference::ProfileInputs {
         source: source.clone(),
         clusters: vec![selecting],
         nodes: Vec::new(),
@@ -139,62 +141,62 @@ fn profile_refused(one: &SlackProfile) -> Option<Refusal> {
     profile::validate::accepted(one, &found).or_else(|| profile::validate::valid(one, &source).err())
 }
 
-/// On a node of the release that has the pool; its agent has not said anything yet.
-fn allocation_refused(one: Arc<GPUQueueAllocation>, lending: &[Value]) -> Option<Refusal> {
+/// Validates an allocation on a node of the release with the pool, whose agent has not reported yet.
+fn allocation_refusal(one: Arc<GPUQueueAllocation>, lending: &[Value]) -> Option<Refusal> {
     let pools: Vec<Arc<SSDPool>> = of_kind(lending, "SSDPool");
     let name = one.spec.pool_ref.name.as_str();
-    assert_eq!(name, LENT.0, "the pool that the allocations name");
+    assert_eq!(name, GRANTED_POOL.0, "the pool that the allocations name");
     let node: CacheNode = serde_json::from_value(json!({
         "apiVersion": API, "kind": "CacheNode", "metadata": { "name": NODE }, "spec": { "nodeName": NODE },
     }))
     .expect("an object");
-    let referring = allocation::dereference::Referring {
+    let allocation = crate::allocation::dereference::ResolvedAllocation {
         pool: pools.into_iter().find(|pool| pool.name_any() == name),
-        plan: plan(lending).pools[name].clone(),
+        assignment: assignment(lending).pools[name].clone(),
         tenant: None,
         profile: None,
         object: one,
     };
-    let found = allocation::dereference::Found {
-        node: referring.object.spec.node_name.to_string(),
-        presence: allocation::dereference::Presence::Here,
+    let found = crate::allocation::dereference::GrantInputs {
+        node: allocation.object.spec.node_name.to_string(),
+        presence: crate::allocation::dereference::NodePresence::Present,
         cache_node: Some(Arc::new(node)),
         lenders: Vec::new(),
         allocations: Vec::new(),
-        held: BTreeSet::new(),
-        passed_over: BTreeSet::new(),
+        fresh_finalizers: BTreeSet::new(),
+        skipped: BTreeSet::new(),
     };
-    allocation::validate::validate(&referring, &found)
+    crate::allocation::validate::validate(&allocation, &found)
 }
 
 #[test]
-fn no_example_of_the_chart_is_refused() {
+fn accepts_all_examples_of_the_chart() {
     let releases = releases();
     let mut kinds = BTreeSet::new();
     for (release, objects) in &releases {
-        let plan = plan(objects);
+        let assignment = assignment(objects);
         for one in of_kind::<KVCacheCluster>(objects, "KVCacheCluster") {
-            let own = plan.cluster(&one).cloned().expect("it is planned");
+            let own = assignment.cluster(&one).cloned().expect("an assignment");
             assert_eq!(own.nodes, [NODE], "{release}");
-            assert_eq!(cluster_refused(&one, own), None, "{release}");
+            assert_eq!(cluster_refusal(&one, own), None, "{release}");
         }
         for one in of_kind::<SSDPool>(objects, "SSDPool") {
-            let own = plan.pools[&one.name_any()].clone();
-            // Before its nodes: one that is refused for its own sake has words for it.
-            assert_eq!(pool_refused(&one, own.clone()), None, "{release}");
+            let own = assignment.pools[&one.name_any()].clone();
+            // Check this first: the message of a rejected pool is more helpful than its missing nodes.
+            assert_eq!(pool_refusal(&one, own.clone()), None, "{release}");
             assert_eq!(own.nodes, [NODE], "{release}");
         }
         for one in of_kind::<CacheTenant>(objects, "CacheTenant") {
             assert_eq!(tenant::validate::validate(&one), None, "{release}");
         }
         for one in of_kind::<SlackProfile>(objects, "SlackProfile") {
-            assert_eq!(profile_refused(&one), None, "{release}");
+            assert_eq!(profile_refusal(&one), None, "{release}");
         }
         for one in of_kind::<GPUQueueAllocation>(objects, "GPUQueueAllocation") {
-            assert_eq!(allocation_refused(one, &releases[LENT.1]), None, "{release}");
+            assert_eq!(allocation_refusal(one, &releases[GRANTED_POOL.1]), None, "{release}");
         }
         kinds.extend(objects.iter().filter_map(|object| object["kind"].as_str()));
     }
     let all = ["CacheTenant", "GPUQueueAllocation", "KVCacheCluster", "SSDPool", "SlackProfile"];
-    assert_eq!(kinds, BTreeSet::from(all), "every kind that people write has an example");
+    assert_eq!(kinds, BTreeSet::from(all), "every kind that users create has an example");
 }

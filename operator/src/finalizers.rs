@@ -1,7 +1,8 @@
-//! Puts a finalizer of ours on an object, or takes it away.
+//! Adds or removes one of the operator's finalizers.
 //!
-//! Rights to do so may lack: a chart of an older version gives fewer. All else of the object is done then, and what lacks is said. Rights are given by people, so
-//! it is not tried at every change ([`Refusals`]).
+//! The operator may lack the right to do so, for example with a chart of an older version. Then it reconciles
+//! the rest of the object and sets a condition. A forbidden write is not retried on every change
+//! ([`ForbiddenWrites`]), because only a person can add the right.
 
 use std::collections::HashMap;
 use std::fmt::Debug;
@@ -19,123 +20,130 @@ use crate::error::OperatorError;
 use crate::metrics::Write;
 use crate::status::kind_of;
 
-/// HTTP's code for what is not there.
+/// HTTP status code: the object does not exist.
 const NOT_FOUND: u16 = 404;
-/// HTTP's code for what one may not do.
+/// HTTP status code: the operator lacks the right.
 const FORBIDDEN: u16 = 403;
 
-/// A refusal stands so long before it is tried again.
-const STANDS: Duration = Duration::from_secs(60);
+/// Time before a forbidden write is tried again.
+const RETRY_AFTER: Duration = Duration::from_secs(60);
 
-/// Whether a finalizer is wanted.
+/// Desired state of a finalizer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Finalizer {
-    /// The object must not go yet.
-    Wanted,
-    /// Nothing has to be undone.
-    Unwanted,
+    /// The object must not be removed yet.
+    Present,
+    /// The object has no cleanup left.
+    Absent,
 }
 
-/// What is left of the object.
+/// Whether an object still exists after its finalizer was set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Left {
-    /// It is there.
-    Object,
-    /// It is gone, or goes now.
-    Nothing,
+pub enum ObjectState {
+    /// The object still exists.
+    Present,
+    /// The object is gone, or is deleted now that no finalizer holds it.
+    Gone,
 }
 
-/// Makes an object have the finalizer, or not have it. An object that is being deleted gets none.
+/// Adds or removes a finalizer. It is not added to an object that is being deleted.
 ///
 /// # Errors
-/// The API server did not take it; somebody may have changed the object meanwhile.
+/// The API server rejected the write, for example because another writer changed the object (409).
 pub async fn set<K>(
     context: &Context,
     object: &K,
     api: &Api<K>,
     finalizer: &str,
     wanted: Finalizer,
-) -> Result<Left, OperatorError>
+) -> Result<ObjectState, OperatorError>
 where
     K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned,
 {
-    let goes = object.meta().deletion_timestamp.is_some();
+    let is_deleting = object.meta().deletion_timestamp.is_some();
     let has = object.finalizers().iter().any(|one| one == finalizer);
-    let left = if goes && (!has || wanted == Finalizer::Unwanted) { Left::Nothing } else { Left::Object };
+    let state = if is_deleting && (!has || wanted == Finalizer::Absent) {
+        ObjectState::Gone
+    } else {
+        ObjectState::Present
+    };
     if !is_change(object, finalizer, wanted) {
-        return Ok(left);
+        return Ok(state);
     }
     let mut finalizers = object.finalizers().to_vec();
     finalizers.retain(|one| one != finalizer);
-    if wanted == Finalizer::Wanted {
+    if wanted == Finalizer::Present {
         finalizers.push(finalizer.to_owned());
     }
-    // The version makes the server refuse when somebody else has changed the list meanwhile.
+    // With the resource version the API server rejects the write if another writer changed the list
+    // meanwhile.
     let patch = json!({
         "metadata": { "finalizers": finalizers, "resourceVersion": object.resource_version() },
     });
     let name = object.name_any();
     match api.patch(&name, &PatchParams::default(), &Patch::Merge(&patch)).await {
-        Ok(_) => context.metrics.wrote(kind_of::<K>(), Write::Finalizers),
-        Err(kube::Error::Api(status)) if status.code == NOT_FOUND => return Ok(Left::Nothing),
+        Ok(_) => context.metrics.record_write(kind_of::<K>(), Write::Finalizers),
+        Err(kube::Error::Api(status)) if status.code == NOT_FOUND => return Ok(ObjectState::Gone),
         Err(error) => return Err(OperatorError::api(format!("change finalizers of {name}"))(error)),
     }
-    Ok(left)
+    Ok(state)
 }
 
-/// Whether there is something to do. An object that is being deleted takes no finalizer.
+/// Returns whether a write is needed. The API server accepts no new finalizer on an object that is being
+/// deleted.
 fn is_change<K: Resource>(object: &K, finalizer: &str, wanted: Finalizer) -> bool {
     let has = object.finalizers().iter().any(|one| one == finalizer);
     match wanted {
-        Finalizer::Wanted => !has && object.meta().deletion_timestamp.is_none(),
-        Finalizer::Unwanted => has,
+        Finalizer::Present => !has && object.meta().deletion_timestamp.is_none(),
+        Finalizer::Absent => has,
     }
 }
 
-/// What came of an attempt.
+/// Result of setting a finalizer.
 #[derive(Debug)]
-pub enum Attempt {
-    /// It is as it is wanted.
-    Done(Left),
-    /// The API server does not let us.
+pub enum FinalizerOutcome {
+    /// The finalizer is in its desired state.
+    Done(ObjectState),
+    /// The operator is not allowed to change it.
     Forbidden(Forbidden),
 }
 
-/// A change that the API server does not let us make.
+/// A change of a finalizer that the API server forbids.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Forbidden {
-    /// What was to become of the finalizer.
+    /// The desired state of the finalizer.
     pub wanted: Finalizer,
-    /// The server's words.
+    /// Message of the API server.
     pub words: String,
 }
 
-/// Changes that the API server has forbidden.
+/// Writes that the API server recently rejected as forbidden.
 #[derive(Debug, Default)]
-pub struct Refusals {
-    /// When and how, by the object's unique id and the finalizer. Of what is refused for all objects of a kind the id is empty.
+pub struct ForbiddenWrites {
+    /// Time and message, by unique id of the object and finalizer. The id is empty if a write is forbidden
+    /// for a whole kind.
     by_object: Mutex<HashMap<(String, String), (Instant, String)>>,
 }
 
-impl Refusals {
-    /// What the API server said, if it is too early to try again.
-    pub fn standing<K: Resource>(&self, object: &K, finalizer: &str) -> Option<String> {
-        self.look(&object.uid().unwrap_or_default(), finalizer, Instant::now())
+impl ForbiddenWrites {
+    /// Returns the API server's message if the write was rejected too recently to retry it.
+    pub fn recent<K: Resource>(&self, object: &K, finalizer: &str) -> Option<String> {
+        self.recent_message(&object.uid().unwrap_or_default(), finalizer, Instant::now())
     }
 
-    /// Whether something was forbidden lately that is forbidden of one object as of all.
-    pub fn of_all(&self, what: &str) -> bool {
-        self.look("", what, Instant::now()).is_some()
+    /// Returns whether a write was recently forbidden for all objects of a kind.
+    pub fn recent_for_kind(&self, what: &str) -> bool {
+        self.recent_message("", what, Instant::now()).is_some()
     }
 
-    /// Something was forbidden that is of all objects alike.
-    pub fn add_of_all(&self, what: &str, words: &str) {
+    /// Records that a write is forbidden for all objects of a kind.
+    pub fn add_for_kind(&self, what: &str, words: &str) {
         self.add(String::new(), what, words.to_owned(), Instant::now());
     }
 
-    fn look(&self, uid: &str, finalizer: &str, now: Instant) -> Option<String> {
+    fn recent_message(&self, uid: &str, finalizer: &str, now: Instant) -> Option<String> {
         let mut all = self.by_object.lock().unwrap_or_else(PoisonError::into_inner);
-        all.retain(|_, (when, _)| now.duration_since(*when) < STANDS);
+        all.retain(|_, (when, _)| now.duration_since(*when) < RETRY_AFTER);
         all.get(&(uid.to_owned(), finalizer.to_owned())).map(|(_, words)| words.clone())
     }
 
@@ -145,63 +153,77 @@ impl Refusals {
     }
 }
 
-/// [`set`], unless it was forbidden lately.
+/// Like [`set`], but does not send a write that was recently forbidden.
 ///
 /// # Errors
-/// The API server did not take it, and has not forbidden it.
+/// The API server rejected the write for another reason than missing rights.
 pub async fn try_set<K>(
     context: &Context,
     object: &K,
     api: &Api<K>,
     finalizer: &str,
     wanted: Finalizer,
-) -> Result<Attempt, OperatorError>
+) -> Result<FinalizerOutcome, OperatorError>
 where
     K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned,
 {
-    // Where nothing is to be done, nothing is forbidden, whatever was before.
-    let standing = context.refusals.standing(object, finalizer);
+    // A forbidden write only matters if it is still needed.
+    let standing = context.forbidden_writes.recent(object, finalizer);
     if let Some(words) = standing.filter(|_| is_change(object, finalizer, wanted)) {
-        return Ok(Attempt::Forbidden(Forbidden { wanted, words }));
+        return Ok(FinalizerOutcome::Forbidden(Forbidden { wanted, words }));
     }
     match set(context, object, api, finalizer, wanted).await {
-        Ok(left) => Ok(Attempt::Done(left)),
+        Ok(state) => Ok(FinalizerOutcome::Done(state)),
         Err(error) if error.code() == Some(FORBIDDEN) => {
-            let words = error.words();
+            let words = error.message();
             tracing::warn!(
                 kind = kind_of::<K>(),
                 name = object.name_any(),
                 finalizer,
                 words,
-                "a finalizer may not be changed"
+                "not allowed to change a finalizer"
             );
-            context.refusals.add(object.uid().unwrap_or_default(), finalizer, words.clone(), Instant::now());
-            Ok(Attempt::Forbidden(Forbidden { wanted, words }))
+            context.forbidden_writes.add(
+                object.uid().unwrap_or_default(),
+                finalizer,
+                words.clone(),
+                Instant::now(),
+            );
+            Ok(FinalizerOutcome::Forbidden(Forbidden { wanted, words }))
         }
         Err(error) => Err(error),
     }
 }
 
-/// That an object's finalizer is not as it should be; `for_whom`: what a deletion should wait for.
-pub fn forbidden<K: Resource>(object: &K, finalizer: &str, for_whom: &str, refused: &Forbidden) -> Finding {
+/// Builds the condition for a finalizer that cannot be set. `waited_for` names what a deletion should wait
+/// for.
+pub fn forbidden_condition<K: Resource>(
+    object: &K,
+    finalizer: &str,
+    waited_for: &str,
+    refused: &Forbidden,
+) -> Finding {
     let kind = ConditionType::DeletionBlocked;
-    let rights = format!("give the operator the rights of this version's chart ({})", refused.words);
+    let rights = format!("Give the operator the rights of this version's chart ({})", refused.words);
     match refused.wanted {
-        Finalizer::Wanted => {
+        Finalizer::Present => {
             let message = format!(
-                "a deletion would not wait for {for_whom}, since the finalizer {finalizer} may not be put on the object: {rights}"
+                "a deletion would not wait for {waited_for}: the operator is not allowed to add the \
+                 finalizer {finalizer}. {rights}"
             );
             Finding::unknown(kind, Reason::Forbidden, message)
         }
-        Finalizer::Unwanted if object.meta().deletion_timestamp.is_some() => {
+        Finalizer::Absent if object.meta().deletion_timestamp.is_some() => {
             let message = format!(
-                "it waits for nothing but the finalizer {finalizer}, which may not be taken away: {rights}"
+                "the deletion waits only for the finalizer {finalizer}, which the operator is not allowed to \
+                 remove. {rights}"
             );
             Finding::yes(kind, Reason::Forbidden, message)
         }
-        Finalizer::Unwanted => {
+        Finalizer::Absent => {
             let message = format!(
-                "a deletion would wait for ever, since the finalizer {finalizer} may not be taken away: {rights}"
+                "a deletion would wait forever: the operator is not allowed to remove the finalizer \
+                 {finalizer}. {rights}"
             );
             Finding::unknown(kind, Reason::Forbidden, message)
         }
@@ -213,13 +235,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_refusal_stands_for_its_object_and_finalizer_until_it_is_tried_again() {
-        let (refusals, begun) = (Refusals::default(), Instant::now());
-        refusals.add("u".to_owned(), "f", "no".to_owned(), begun);
-        assert_eq!(refusals.look("u", "f", begun + STANDS / 2), Some("no".to_owned()));
-        assert_eq!(refusals.look("u", "g", begun), None);
-        assert_eq!(refusals.look("v", "f", begun), None);
-        assert_eq!(refusals.look("u", "f", begun + STANDS), None);
-        assert!(refusals.by_object.lock().expect("nobody panicked").is_empty(), "and is forgotten");
+    fn remembers_forbidden_write_by_object_and_finalizer_until_retry() {
+        let (forbidden_writes, begun) = (ForbiddenWrites::default(), Instant::now());
+        forbidden_writes.add("u".to_owned(), "f", "no".to_owned(), begun);
+        assert_eq!(forbidden_writes.recent_message("u", "f", begun + RETRY_AFTER / 2), Some("no".to_owned()));
+        assert_eq!(forbidden_writes.recent_message("u", "g", begun), None);
+        assert_eq!(forbidden_writes.recent_message("v", "f", begun), None);
+        assert_eq!(forbidden_writes.recent_message("u", "f", begun + RETRY_AFTER), None);
+        assert!(
+            forbidden_writes.by_object.lock().expect("no panic").is_empty(),
+            "expired entries are dropped"
+        );
     }
 }

@@ -1,30 +1,35 @@
-//! Which of the replicas works: the one that holds a Lease.
+//! Leader election: the replica that holds the Lease object reconciles.
 //!
 //! ```text
-//! waits ──lease free, or not renewed for `lasts`──► holds ──renews every `renews`──► holds
-//!                                                     │
-//!                                    another holds it, or no renewal for `gives_up` ──► the process ends
+//! waiting ──lease is free, or unchanged for `lease_duration`──► holding ──renews every `renew_interval`──► holding
+//!                                                                 │
+//!                           another replica holds it, or no renewal for `renew_deadline` ──► process exits
 //! ```
 //!
-//! Whether a lease was renewed is told by a change of its fields, and how long ago by our own clock: clocks of other machines are not
-//! compared. A holder that runs gives up before others take over (`gives_up` < `lasts`, [`Pace`]), and counts from before it asked: an answer that
-//! comes late makes nobody a holder for longer. So no request is waited for without a bound. Identities are names of pods: no two processes that
-//! run have the same.
+//! * Clocks of different machines are never compared. A replica sees a renewal as a change of the lease's
+//!   fields, and measures the time since the last change with its own monotonic clock.
+//! * A running holder stops before others take over (`renew_deadline` < `lease_duration`, [`Timing`]). It
+//!   counts from the moment before the request, so a late answer never extends its time. Every attempt has a
+//!   timeout.
+//! * Identities are pod names, so two running processes never share one.
+//! * If the API server rejects a write because the lease changed (409), the holder is still unknown: the
+//!   change may be this replica's own write, whose answer was lost. The replica reads the lease again and
+//!   decides by its content.
 //!
-//! A write that the API server refuses since the lease has changed (409) says nothing about who holds it: it may be our own write, of which the
-//! answer was lost. It is read again, and what is there decides.
-//!
-//! What is not excluded: a process that was stopped, or whose machine was, takes itself for the holder when it wakes, until it looks at the lease
-//! again, and what it had sent may arrive late. What such a one does:
-//! * Writes that name the version or unique id of what they change (finalizers, statuses of allocations, deletions) are refused when the
-//!   object has changed since it was read.
-//! * Children, specs of `CacheNode`s, other statuses, modes and budgets are written without one: they may be for a moment what was wanted before. The
-//!   holder sees it, by its watch or its next look at the control plane, and puts it right.
-//! * A grant of queues cannot be put right, since somebody else may have the same queues by then. So whoever grants asks here right before
-//!   ([`Holding`]), and a grant that was on its way before another replica had the lease is refused by what that one does first: see
+//! A suspended process (SIGSTOP, paused VM) still considers itself the holder when it resumes, until it reads
+//! the lease. Requests that it sent earlier may arrive late. The effects are bounded:
+//! * Writes with a resource version or unique id (finalizers, statuses of allocations, deletions) are
+//!   rejected if the object has changed since it was read.
+//! * Children, `CacheNode` specs, other statuses, modes and budgets are written without one. They may hold
+//!   outdated values for a moment. The current holder sees that by its watch or its next poll of the control
+//!   plane, and corrects it.
+//! * A grant of GPU queues cannot be corrected, because the queues may be granted to another pod by then. So
+//!   the granting code checks the lease immediately before the write ([`LeaseCheck`]). The first write of a
+//!   new holder makes the API server reject grants that are still under way, see
 //!   [`crate::allocation::apply`].
 //!
-//! The lease belongs to the operator's service account, where that is known: when a release is uninstalled nothing of it is left.
+//! The lease is owned by the operator's service account if that is known, so uninstalling the release deletes
+//! it.
 
 use std::time::{Duration, Instant};
 
@@ -37,158 +42,159 @@ use kube::core::ObjectMeta;
 use crate::clock;
 use crate::error::OperatorError;
 
-/// The lease's name.
+/// Name of the Lease object.
 pub const NAME: &str = "reprise-operator";
-/// Reads and writes of one attempt, at the most: each time somebody else has written in between.
+/// Reads and writes per attempt. Each repetition means that another writer modified the lease in between.
 const TRIES_MAX: usize = 3;
-/// HTTP's code when somebody else was first.
+/// HTTP status code: the lease was modified or created by another writer.
 const CONFLICT: u16 = 409;
 
-/// Times of an election.
+/// Time limits of the election.
 #[derive(Clone, Copy, Debug)]
-pub struct Pace {
-    /// A lease that was not renewed for so long is free.
-    pub lasts: Duration,
-    /// How often it is renewed, and looked at.
-    pub renews: Duration,
-    /// After an attempt that failed the next one comes so soon.
-    pub retries: Duration,
-    /// An attempt that takes longer has failed. Two fit in before a holder gives up.
-    pub answers: Duration,
-    /// A holder that could not renew for so long ends.
-    pub gives_up: Duration,
+pub struct Timing {
+    /// Time without a renewal after which the lease is free.
+    pub lease_duration: Duration,
+    /// Interval of renewals, and of polls while waiting.
+    pub renew_interval: Duration,
+    /// Delay after a failed renewal.
+    pub retry_interval: Duration,
+    /// Timeout of one attempt. Two attempts fit before the renew deadline.
+    pub attempt_timeout: Duration,
+    /// Time without a successful renewal after which the holder exits.
+    pub renew_deadline: Duration,
 }
 
-impl Pace {
-    /// Of every replica: they must agree.
-    pub const OURS: Pace = Pace {
-        lasts: Duration::from_secs(15),
-        renews: Duration::from_secs(3),
-        retries: Duration::from_secs(1),
-        answers: Duration::from_secs(3),
-        gives_up: Duration::from_secs(10),
+impl Timing {
+    /// The values of every replica. Replicas must agree on them.
+    pub const DEFAULT: Timing = Timing {
+        lease_duration: Duration::from_secs(15),
+        renew_interval: Duration::from_secs(3),
+        retry_interval: Duration::from_secs(1),
+        attempt_timeout: Duration::from_secs(3),
+        renew_deadline: Duration::from_secs(10),
     };
 }
 
 /// The service account of the operator's pods.
 pub struct Account {
-    /// Where it is looked up.
+    /// Client for service accounts.
     pub api: Api<ServiceAccount>,
-    /// Its name.
+    /// Name of the account.
     pub name: String,
 }
 
-/// Says whether a replica holds the lease, to those who do not renew it.
+/// Check whether this replica holds the lease, for code that does not renew it.
 #[derive(Clone)]
-pub struct Holding {
+pub struct LeaseCheck {
     api: Api<Lease>,
     identity: String,
 }
 
-impl Holding {
-    /// Of a replica.
-    pub fn new(api: Api<Lease>, identity: impl Into<String>) -> Holding {
-        Holding { api, identity: identity.into() }
+impl LeaseCheck {
+    /// Creates a check for a replica's identity.
+    pub fn new(api: Api<Lease>, identity: impl Into<String>) -> LeaseCheck {
+        LeaseCheck { api, identity: identity.into() }
     }
 
-    /// Whether the lease was this replica's when the API server answered, and not more than that. One that has run out and that nobody has
-    /// taken yet still is.
+    /// Returns whether this replica held the lease when the API server answered. An expired lease that no
+    /// other replica has acquired still counts as held.
     ///
     /// # Errors
-    /// It did not answer.
-    pub async fn is_ours(&self) -> Result<bool, OperatorError> {
-        // Without a version it is read from the store, not from a cache that may be late.
-        let found = self.api.get_opt(NAME).await.map_err(OperatorError::api("look at the lease"))?;
+    /// The API server did not answer.
+    pub async fn is_held(&self) -> Result<bool, OperatorError> {
+        // Without a resource version the API server reads from etcd, not from a cache that may lag.
+        let found = self.api.get_opt(NAME).await.map_err(OperatorError::api("read the lease"))?;
         Ok(found.is_some_and(|lease| holder(&lease) == Some(self.identity.as_str())))
     }
 }
 
-/// One replica's view of the lease.
+/// One replica's state of the election.
 pub struct Election {
     api: Api<Lease>,
     identity: String,
     account: Option<Account>,
-    pace: Pace,
-    /// What was seen last, and since when it is so.
+    timing: Timing,
+    /// The lease as last seen with another holder, and since when it is unchanged.
     seen: Option<(LeaseSpec, Instant)>,
-    /// Before the request that took or renewed it last, while it is held.
+    /// Time before the last successful acquire or renew request, while the lease is held.
     renewed: Option<Instant>,
 }
 
-/// Whose the lease is.
+/// Result of one attempt to acquire or renew the lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Claim {
-    Ours,
-    Theirs,
-    /// Somebody has written between our read and our write.
-    Outdated,
+enum AttemptOutcome {
+    Held,
+    HeldByOther,
+    /// Another writer modified the lease between the read and the write.
+    Modified,
 }
 
 impl Election {
-    /// A replica that holds nothing.
+    /// Creates the state of a replica that does not hold the lease.
     pub fn new(api: Api<Lease>, identity: impl Into<String>, account: Option<Account>) -> Election {
-        Election { api, identity: identity.into(), account, pace: Pace::OURS, seen: None, renewed: None }
+        let timing = Timing::DEFAULT;
+        Election { api, identity: identity.into(), account, timing, seen: None, renewed: None }
     }
 
     /// Waits until this replica holds the lease.
-    pub async fn won(&mut self) {
+    pub async fn acquire(&mut self) {
         loop {
             let begun = Instant::now();
-            match self.attempt(self.pace.answers).await {
-                Ok(Claim::Ours) => {
+            match self.attempt(self.timing.attempt_timeout).await {
+                Ok(AttemptOutcome::Held) => {
                     self.renewed = Some(begun);
                     return;
                 }
-                Ok(Claim::Theirs | Claim::Outdated) => {}
-                Err(error) => tracing::warn!(%error, "the lease cannot be looked at"),
+                Ok(AttemptOutcome::HeldByOther | AttemptOutcome::Modified) => {}
+                Err(error) => tracing::warn!(%error, "lease request failed; trying to acquire again"),
             }
-            tokio::time::sleep(self.pace.renews).await;
+            tokio::time::sleep(self.timing.renew_interval).await;
         }
     }
 
-    /// Renews for ever; ends when the lease is lost, at once when it is not held.
-    pub async fn lost(&mut self) {
-        let mut wait = self.pace.renews;
+    /// Renews the lease until it is lost. Returns at once if it is not held.
+    pub async fn renew_until_lost(&mut self) {
+        let mut wait = self.timing.renew_interval;
         while let Some(renewed) = self.renewed {
-            let left = |pace: Pace| pace.gives_up.saturating_sub(renewed.elapsed());
-            tokio::time::sleep(wait.min(left(self.pace))).await;
-            let left = left(self.pace);
-            if left.is_zero() {
-                tracing::error!("the lease could not be renewed for {:?}", self.pace.gives_up);
+            let remaining = |timing: Timing| timing.renew_deadline.saturating_sub(renewed.elapsed());
+            tokio::time::sleep(wait.min(remaining(self.timing))).await;
+            let remaining = remaining(self.timing);
+            if remaining.is_zero() {
+                tracing::error!("lease not renewed for {:?}", self.timing.renew_deadline);
                 self.renewed = None;
                 return;
             }
             let begun = Instant::now();
-            wait = self.pace.retries;
-            match self.attempt(left.min(self.pace.answers)).await {
-                Ok(Claim::Ours) => {
+            wait = self.timing.retry_interval;
+            match self.attempt(remaining.min(self.timing.attempt_timeout)).await {
+                Ok(AttemptOutcome::Held) => {
                     self.renewed = Some(begun);
-                    wait = self.pace.renews;
+                    wait = self.timing.renew_interval;
                 }
-                Ok(Claim::Theirs) => {
+                Ok(AttemptOutcome::HeldByOther) => {
                     tracing::error!("another replica holds the lease");
                     self.renewed = None;
                 }
-                Ok(Claim::Outdated) => {
-                    tracing::info!("the lease changes all the time; it is renewed again soon");
+                Ok(AttemptOutcome::Modified) => {
+                    tracing::info!("the lease was modified by other writers; renewing again");
                 }
-                Err(error) => tracing::warn!(%error, "the lease cannot be renewed"),
+                Err(error) => tracing::warn!(%error, "lease request failed; trying to renew again"),
             }
         }
     }
 
-    /// Gives it up, so that another need not wait.
+    /// Releases the lease, so that another replica need not wait until it expires.
     ///
     /// # Errors
-    /// The API server did not take it; it runs out by itself.
+    /// The API server rejected the write or did not answer. The lease then expires by itself.
     pub async fn release(&mut self) -> Result<(), OperatorError> {
         self.renewed = None;
-        let within = self.pace.answers;
-        tokio::time::timeout(within, self.give_up()).await.unwrap_or(Err(OperatorError::Late(within)))
+        let within = self.timing.attempt_timeout;
+        tokio::time::timeout(within, self.clear_holder()).await.unwrap_or(Err(OperatorError::Timeout(within)))
     }
 
-    async fn give_up(&self) -> Result<(), OperatorError> {
-        let found = self.api.get_opt(NAME).await.map_err(OperatorError::api("look at the lease"))?;
+    async fn clear_holder(&self) -> Result<(), OperatorError> {
+        let found = self.api.get_opt(NAME).await.map_err(OperatorError::api("read the lease"))?;
         let Some(mut lease) = found.filter(|lease| holder(lease) == Some(self.identity.as_str())) else {
             return Ok(());
         };
@@ -199,45 +205,46 @@ impl Election {
         released.map(|_| ()).map_err(OperatorError::api("release the lease"))
     }
 
-    /// Takes or renews it, if that may be; what is refused since it is outdated is read again.
-    async fn attempt(&mut self, within: Duration) -> Result<Claim, OperatorError> {
+    /// Acquires or renews the lease if allowed. Retries immediately if another writer modified it meanwhile.
+    async fn attempt(&mut self, within: Duration) -> Result<AttemptOutcome, OperatorError> {
         let trying = async {
             for _ in 1..TRIES_MAX {
-                match self.try_take().await? {
-                    Claim::Outdated => {}
+                match self.try_acquire().await? {
+                    AttemptOutcome::Modified => {}
                     known => return Ok(known),
                 }
             }
-            self.try_take().await
+            self.try_acquire().await
         };
-        tokio::time::timeout(within, trying).await.unwrap_or(Err(OperatorError::Late(within)))
+        tokio::time::timeout(within, trying).await.unwrap_or(Err(OperatorError::Timeout(within)))
     }
 
-    /// Reads it, and takes or renews it if that may be.
-    async fn try_take(&mut self) -> Result<Claim, OperatorError> {
-        let found = self.api.get_opt(NAME).await.map_err(OperatorError::api("look at the lease"))?;
+    /// Reads the lease once, and acquires or renews it if allowed.
+    async fn try_acquire(&mut self) -> Result<AttemptOutcome, OperatorError> {
+        let found = self.api.get_opt(NAME).await.map_err(OperatorError::api("read the lease"))?;
         let Some(mut lease) = found else {
             let owner_references = self.owner().await.map(|owner| vec![owner]);
             let metadata =
                 ObjectMeta { name: Some(NAME.to_owned()), owner_references, ..ObjectMeta::default() };
             let lease = Lease { metadata, spec: Some(self.spec(None)) };
-            let made = self.api.create(&PostParams::default(), &lease).await.map(|_| ());
-            return or_outdated(made, "make the lease");
+            let created = self.api.create(&PostParams::default(), &lease).await.map(|_| ());
+            return conflict_as_modified(created, "create the lease");
         };
         let spec = lease.spec.clone().unwrap_or_default();
-        if !self.may_take(&spec, Instant::now()) {
-            return Ok(Claim::Theirs);
+        if !self.may_acquire(&spec, Instant::now()) {
+            return Ok(AttemptOutcome::HeldByOther);
         }
         lease.spec = Some(self.spec(Some(&spec)));
         if lease.metadata.owner_references.is_none() {
             lease.metadata.owner_references = self.owner().await.map(|owner| vec![owner]);
         }
-        // With the version that was read: of two that take it at once, one is refused.
-        let taken = self.api.replace(NAME, &PostParams::default(), &lease).await.map(|_| ());
-        or_outdated(taken, "take the lease")
+        // With the resource version that was read, so that only one of two concurrent writers succeeds.
+        let replaced = self.api.replace(NAME, &PostParams::default(), &lease).await.map(|_| ());
+        conflict_as_modified(replaced, "acquire the lease")
     }
 
-    /// Whose end is the lease's end. None where nobody can say: then it stays.
+    /// Returns the owner of a new lease, or `None` if the service account is unknown. Then the lease is never
+    /// deleted.
     async fn owner(&self) -> Option<OwnerReference> {
         let account = self.account.as_ref()?;
         let found = account.api.get_opt(&account.name).await.ok()??;
@@ -250,8 +257,11 @@ impl Election {
         })
     }
 
-    /// Whether a lease is ours, or free and we hold none: who had it, and finds it free, has been followed by somebody who has given it up.
-    fn may_take(&mut self, spec: &LeaseSpec, now: Instant) -> bool {
+    /// Returns whether this replica may write itself as holder: the lease is its own, or free while it holds
+    /// none.
+    ///
+    /// A holder that finds its lease free has lost it: another replica acquired and released it in between.
+    fn may_acquire(&mut self, spec: &LeaseSpec, now: Instant) -> bool {
         let holder = spec.holder_identity.as_deref().unwrap_or_default();
         if holder == self.identity {
             return true;
@@ -263,7 +273,7 @@ impl Election {
             return true;
         }
         match &self.seen {
-            Some((seen, since)) if seen == spec => now.duration_since(*since) > self.pace.lasts,
+            Some((seen, since)) if seen == spec => now.duration_since(*since) > self.timing.lease_duration,
             _ => {
                 self.seen = Some((spec.clone(), now));
                 false
@@ -271,7 +281,7 @@ impl Election {
         }
     }
 
-    /// The lease as held by this replica.
+    /// Builds the spec of the lease with this replica as holder.
     fn spec(&self, before: Option<&LeaseSpec>) -> LeaseSpec {
         let now = clock::now_micro();
         let own = before.filter(|before| before.holder_identity.as_deref() == Some(self.identity.as_str()));
@@ -280,7 +290,7 @@ impl Election {
             holder_identity: Some(self.identity.clone()),
             acquire_time: own.and_then(|own| own.acquire_time.clone()).or_else(|| Some(now.clone())),
             renew_time: Some(now),
-            lease_duration_seconds: i32::try_from(self.pace.lasts.as_secs()).ok(),
+            lease_duration_seconds: i32::try_from(self.timing.lease_duration.as_secs()).ok(),
             lease_transitions: Some(transitions + i32::from(own.is_none() && before.is_some())),
             ..LeaseSpec::default()
         }
@@ -291,11 +301,14 @@ fn holder(lease: &Lease) -> Option<&str> {
     lease.spec.as_ref()?.holder_identity.as_deref()
 }
 
-/// That somebody else was first is no error.
-fn or_outdated(outcome: Result<(), kube::Error>, what: &str) -> Result<Claim, OperatorError> {
+/// Maps the API server's 409 to [`AttemptOutcome::Modified`].
+fn conflict_as_modified(
+    outcome: Result<(), kube::Error>,
+    what: &str,
+) -> Result<AttemptOutcome, OperatorError> {
     match outcome {
-        Ok(()) => Ok(Claim::Ours),
-        Err(kube::Error::Api(status)) if status.code == CONFLICT => Ok(Claim::Outdated),
+        Ok(()) => Ok(AttemptOutcome::Held),
+        Err(kube::Error::Api(status)) if status.code == CONFLICT => Ok(AttemptOutcome::Modified),
         Err(error) => Err(OperatorError::api(what)(error)),
     }
 }

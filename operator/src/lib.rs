@@ -1,65 +1,70 @@
-//! The operator of Reprise: what custom resources say, made to be so.
+//! The Reprise operator: reconciles Reprise's custom resources into Kubernetes objects and control plane
+//! settings.
 //!
 //! ```text
-//! API server ──watches──► world (stores) ──changes──► queues ──► reconcilers ──► API server
-//!                                                                   │
-//!                                      dereference → validate → build → apply → status
+//! API server ──watches──► stores ──changes──► queues ──► reconcilers ──► API server
+//!                                                            │
+//!                               dereference → validate → build → apply → status
 //! ```
 //!
-//! Each kind has one reconciler, a pipeline of five files. *Dereference* reads everything that the object refers to, from the
-//! stores. *Validate* says what is refused, as conditions. *Build* makes the wanted objects as values; it cannot fail and knows no
-//! API server. *Apply* writes what differs, by server-side apply. *Status* says what is so.
+//! Each kind has one reconciler, a pipeline of five steps, one file each:
+//! 1. *Dereference* reads everything that the object refers to from the stores.
+//! 2. *Validate* returns why the object is refused, for its conditions.
+//! 3. *Build* returns the desired objects as values. It cannot fail and does not call the API server.
+//! 4. *Apply* writes the differences by server-side apply.
+//! 5. *Status* derives conditions and counts from the observed state.
 //!
 //! Invariants:
-//! * a reconcile is a function of what is stored: killed between any two writes, run twice or by two operators, it ends in the same objects;
-//! * nothing is written that is there already: a converged cluster is not written to;
-//! * a field that somebody else owns is reported, not fought over, unless it is ours alone ([`child::Ownership`]): then it is put back, and said;
-//! * one reconciler writes the spec of `CacheNode`s ([`node`]), for all clusters and pools;
-//! * modes and budgets are the resources': what a control plane has is made to be so ([`control_plane`]), and said where somebody else had changed it;
-//! * what this release does not have is refused with words, never ignored.
+//! * A reconcile is a function of the stored objects. Killed between any two writes, run twice, or run by two
+//!   operators, it ends in the same objects.
+//! * A converged cluster receives no writes.
+//! * If another writer owns a field, the operator reports the conflict and leaves the field. Only fields that
+//!   it owns exclusively ([`child::Ownership`]) are restored, with an event.
+//! * One reconciler ([`node`]) writes the specs of all `CacheNode`s, for all clusters and pools.
+//! * Modes and budgets come from the resources. The operator overwrites differing values in a control plane
+//!   ([`control_plane`]) and reports values that another client had set.
+//! * Unsupported fields are refused with a message, never ignored.
 //!
-//! Deliberately absent: admission webhooks, volumes by storage class for agents, growth of a managed etcd, purging, queues of GPUs that are more than
-//! counted.
+//! Deliberately absent: admission webhooks, per-StorageClass volumes for agents, and growth of a managed
+//! etcd. GPU queues are counted and granted here, but agents do not create them yet.
 
 pub mod admin;
 pub mod allocation;
+pub mod api_client;
+pub mod assignment;
 pub mod backoff;
 pub mod child;
 pub mod children;
 pub mod clock;
 pub mod cluster;
-mod conflict;
 pub mod context;
 pub mod control_plane;
 pub mod definitions;
+pub mod deletion_guard;
 pub mod digest;
 pub mod error;
+mod field_ownership;
 pub mod finalizers;
-pub mod in_use;
 pub mod lease;
 pub mod metrics;
 pub mod names;
 pub mod node;
-pub mod optional;
-pub mod plan;
+pub mod optional_kinds;
+pub mod orphans;
 pub mod pool;
 pub mod profile;
-pub mod progress;
-mod put_back;
 pub mod queue;
-pub mod requests;
 pub mod run;
-#[cfg(test)]
-mod scripted;
 pub mod selection;
 pub mod settings;
 pub mod status;
-mod surplus;
-pub mod sweep;
+pub mod stores;
 pub mod tenant;
+#[cfg(test)]
+mod test_api_server;
 pub mod uninstall;
 pub mod watch;
-pub mod world;
+pub mod watchdog;
 
 #[cfg(test)]
 mod examples;

@@ -1,7 +1,8 @@
-//! `reprise-operator`: the operator as a process, and what a chart has to apply before and after it.
+//! `reprise-operator`: the operator process, and the commands that the chart runs before installation and
+//! removal.
 //!
-//! `run` prints one JSON line with its admin address to standard output, logs to standard error, ends cleanly on SIGTERM and
-//! SIGINT, and with an error when it loses the lease.
+//! `run` prints one JSON line with its admin address to standard output and logs to standard error. It exits
+//! with status 0 on SIGTERM and SIGINT, and with an error when it loses the lease.
 
 use std::io::{IsTerminal, Write};
 use std::net::SocketAddr;
@@ -12,9 +13,9 @@ use anyhow::Context;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use kube::{Client, Config};
 use reprise_daemon::log;
+use reprise_operator::api_client::{self, ApiRequests};
 use reprise_operator::definitions::{apply_definitions, apply_objects};
-use reprise_operator::requests::{self, ApiRequests};
-use reprise_operator::run::{Listening, run};
+use reprise_operator::run::{ListenAddresses, run};
 use reprise_operator::settings::{DefaultImages, Settings};
 use reprise_operator::uninstall::{Release, delete};
 use serde_json::json;
@@ -22,14 +23,14 @@ use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::format::FmtSpan;
 
-/// A call that gets no byte for so long has failed. Watches are renewed every 290 s and have bookmarks in between.
+/// Read timeout of API server calls. Watches are renewed every 290 s and receive bookmarks in between.
 const READ_TIMEOUT: Duration = Duration::from_secs(295);
 
-/// What is logged unless somebody wants something else. The client of the API server logs every failed attempt as an error; what fails is logged where
-/// it is handled.
+/// Default log filter. It silences the API server client, which logs each failed attempt as an error; the
+/// caller logs failures instead.
 const LOG_LEVEL: &str = "info,kube_client=off";
 
-/// The Reprise operator: makes its custom resources be so.
+/// The Reprise operator: reconciles the custom resources of Reprise
 #[derive(Debug, Parser)]
 #[command(version)]
 struct Arguments {
@@ -38,99 +39,105 @@ struct Arguments {
     /// Format of the log on standard error
     #[arg(long, value_enum, default_value_t = LogFormat::Text, global = true)]
     log_format: LogFormat,
-    /// What is logged: a level, or a filter of `tracing`
+    /// Log filter: a level, or a `tracing` filter
     #[arg(long, default_value = LOG_LEVEL, global = true)]
     log_level: String,
 }
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Work, while no other replica does
+    /// Reconcile the resources while this replica holds the lease
     Run(RunArguments),
-    /// Apply the definitions of the resources, and wait until they are served
+    /// Apply the resource definitions and wait until the API server serves them
     ApplyDefinitions,
-    /// Apply objects of our kinds
+    /// Apply Reprise objects from YAML files
     Apply {
-        /// Namespace of those that name none
+        /// Namespace of objects that do not name one
         #[arg(long, env = "POD_NAMESPACE", default_value = "default")]
         namespace: String,
-        /// YAML files
+        /// YAML files with the objects
         #[arg(required = true)]
         files: Vec<PathBuf>,
-        /// Release of the chart that they are of, by which `delete` finds them
+        /// Release of the chart to label the objects with; `delete` finds them by it
         #[arg(long)]
         release: Option<String>,
     },
-    /// Delete what `apply` has applied of a release, and wait until what was made of it is gone
+    /// Delete the objects that `apply` applied for a release, and wait until they and their children are gone
     Delete(DeleteArguments),
 }
 
 #[derive(Debug, Args)]
 struct DeleteArguments {
-    /// The release
+    /// Name of the release
     #[arg(long)]
     release: String,
-    /// Namespace of its clusters
+    /// Namespace of the release's clusters
     #[arg(long, env = "POD_NAMESPACE", default_value = "default")]
     namespace: String,
-    /// Seconds until it gives up and says what remains
+    /// Timeout in seconds; on expiry, print the remaining objects and fail
     #[arg(long, default_value_t = 300)]
     timeout_seconds: u64,
 }
 
 #[derive(Debug, Args)]
 struct RunArguments {
-    /// Image of agents, for clusters that name none
+    /// Agent image, for clusters that do not name one
     #[arg(long, default_value = concat!("reprise-agent:", env!("CARGO_PKG_VERSION")))]
     image_agent: String,
-    /// Image of the control plane's members, for clusters that name none
+    /// Control plane image, for clusters that do not name one
     #[arg(long, default_value = concat!("reprise-controlplane:", env!("CARGO_PKG_VERSION")))]
     image_control_plane: String,
-    /// Image of etcd, for clusters that name none
+    /// etcd image, for clusters that do not name one
     #[arg(long, default_value = concat!("reprise-etcd:", env!("CARGO_PKG_VERSION")))]
     image_etcd: String,
-    /// Where metrics and health are served
+    /// Listen address for metrics and health checks
     #[arg(long, default_value = "127.0.0.1:7421")]
     admin_listen: SocketAddr,
-    /// Where the control plane of a cluster is reached, when not by its service: for an operator outside of the Kubernetes cluster
+    /// Address of a cluster's control plane, if not its Service: for an operator outside the Kubernetes cluster
     #[arg(long = "control-plane-address", value_name = "NAMESPACE/NAME=HOST:PORT", value_parser = control_plane)]
     control_planes: Vec<(String, String)>,
-    /// Seconds without a sign of a session after which a deletion that waited for engines goes on. Agents report at least every 25 s, so that
-    /// with less than 30 engines that still run may not be waited for
+    /// Seconds without a report of engine sessions until a blocked deletion continues
+    ///
+    /// Agents report at least every 25 s. With less than 30, a deletion may continue although engines still run.
     #[arg(long, default_value_t = 60)]
     unused_seconds: u64,
-    /// Name of this replica, in the lease
+    /// Name of this replica, its identity in the lease
     #[arg(long, env = "POD_NAME")]
     pod_name: String,
-    /// Namespace of the lease
+    /// Namespace of the lease and of this replica
     #[arg(long, env = "POD_NAMESPACE")]
     pod_namespace: String,
-    /// Service account of this replica, to which the lease belongs
+    /// Service account of this replica, set as owner of the lease
     #[arg(long, env = "POD_SERVICE_ACCOUNT")]
     pod_service_account: Option<String>,
 }
 
-/// So long agents may have nothing to report, and the report may take.
-const USUAL_SILENCE_SECONDS: u64 = 30;
+/// Longest time between two reports of an agent, in seconds, including delivery.
+const REPORT_INTERVAL_SECONDS: u64 = 30;
 
-/// A cluster and an address.
+/// Parses a cluster and the address of its control plane.
 fn control_plane(text: &str) -> Result<(String, String), String> {
-    let said = || format!("'{text}' is not NAMESPACE/NAME=HOST:PORT, like cache/main=127.0.0.1:7400");
-    let (cluster, address) = text.split_once('=').ok_or_else(said)?;
+    let invalid = || {
+        format!(
+            "invalid control plane address \"{text}\": expected NAMESPACE/NAME=HOST:PORT, like \
+             cache/main=127.0.0.1:7400"
+        )
+    };
+    let (cluster, address) = text.split_once('=').ok_or_else(invalid)?;
     let is_cluster = cluster.split('/').filter(|part| !part.is_empty()).count() == 2;
     let is_address =
         address.rsplit_once(':').is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok());
     if !is_cluster || cluster.matches('/').count() != 1 || !is_address {
-        return Err(said());
+        return Err(invalid());
     }
     Ok((cluster.to_owned(), address.to_owned()))
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum LogFormat {
-    /// One readable line an event
+    /// One line of text per event
     Text,
-    /// One JSON object an event
+    /// One JSON object per event
     Json,
 }
 
@@ -140,15 +147,15 @@ fn main() -> anyhow::Result<()> {
     reprise_daemon::descriptors::raise_limit()
         .context("cannot raise the soft limit on open files to the hard limit")?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let obeyed = runtime.block_on(obey(arguments.command));
-    // Without a wait for names that are still being looked up.
+    let outcome = runtime.block_on(dispatch(arguments.command));
+    // Does not wait for blocking tasks: a DNS lookup under way may take long.
     runtime.shutdown_background();
-    obeyed
+    outcome
 }
 
-async fn obey(command: Command) -> anyhow::Result<()> {
+async fn dispatch(command: Command) -> anyhow::Result<()> {
     match command {
-        Command::Run(arguments) => work(arguments).await,
+        Command::Run(arguments) => run_operator(arguments).await,
         Command::ApplyDefinitions => apply_definitions(&client().await?.0).await,
         Command::Apply { namespace, files, release } => {
             let (client, _) = client().await?;
@@ -167,22 +174,25 @@ async fn obey(command: Command) -> anyhow::Result<()> {
     }
 }
 
-/// As a pod or, outside, by the kubeconfig of whoever starts it; and the count of what it asks.
+/// Creates the API server client, from the pod's service account or from the kubeconfig, and its request
+/// counters.
 async fn client() -> anyhow::Result<(Client, ApiRequests)> {
-    let mut config = Config::infer().await.context("neither in a pod nor with a kubeconfig")?;
+    let mut config = Config::infer()
+        .await
+        .context("cannot configure the API server client: neither in a pod nor with a kubeconfig")?;
     config.read_timeout = Some(READ_TIMEOUT);
-    requests::client(config).context("the API server's address or certificates cannot be used")
+    api_client::client(config).context("cannot use the address or certificates of the API server")
 }
 
-async fn work(arguments: RunArguments) -> anyhow::Result<()> {
-    // Before the ready line: whoever reads it may send a signal at once.
+async fn run_operator(arguments: RunArguments) -> anyhow::Result<()> {
+    // Installed before the ready line is printed: its reader may send a signal at once.
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
-    if arguments.unused_seconds < USUAL_SILENCE_SECONDS {
+    if arguments.unused_seconds < REPORT_INTERVAL_SECONDS {
         tracing::warn!(
             seconds = arguments.unused_seconds,
-            "agents are silent for longer while engines work: a deletion may go on that should wait; give --unused-seconds more than \
-             {USUAL_SILENCE_SECONDS}"
+            "--unused-seconds is below the report interval of agents: deletions may continue while engines \
+             still run; set it to at least {REPORT_INTERVAL_SECONDS}"
         );
     }
     let settings = Settings {
@@ -198,15 +208,16 @@ async fn work(arguments: RunArguments) -> anyhow::Result<()> {
         control_planes: arguments.control_planes.into_iter().collect(),
         unused_for: Duration::from_secs(arguments.unused_seconds),
     };
-    let say =
-        |listening: Listening| print(&format!("{}\n", json!({ "ready": true, "admin": listening.admin })));
+    let print_ready = |listening: ListenAddresses| {
+        print(&format!("{}\n", json!({ "ready": true, "admin": listening.admin })))
+    };
     let stop = async {
         tokio::select! {
             _ = terminate.recv() => {}
             _ = interrupt.recv() => {}
         }
     };
-    run(client().await?, settings, say, stop).await
+    run(client().await?, settings, print_ready, stop).await
 }
 
 fn print(text: &str) -> anyhow::Result<()> {
@@ -216,7 +227,8 @@ fn print(text: &str) -> anyhow::Result<()> {
 
 fn start_log(arguments: &Arguments) -> anyhow::Result<log::Log> {
     let level = &arguments.log_level;
-    let filter = EnvFilter::try_new(level).with_context(|| format!("--log-level '{level}' is no filter"))?;
+    let filter = EnvFilter::try_new(level)
+        .with_context(|| format!("invalid --log-level \"{level}\": expected a level or a tracing filter"))?;
     let format = match arguments.log_format {
         LogFormat::Text => log::Format::Text { colours: std::io::stderr().is_terminal() },
         LogFormat::Json => log::Format::Json,
@@ -230,8 +242,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_of_control_planes_name_a_cluster_and_a_port() {
-        let read = control_plane("cache/c=127.0.0.1:7400").expect("as it should be");
+    fn parses_control_plane_address_with_cluster_and_port() {
+        let read = control_plane("cache/c=127.0.0.1:7400").expect("a valid address");
         assert_eq!(read, ("cache/c".to_owned(), "127.0.0.1:7400".to_owned()));
         for wrong in
             ["cache/c", "c=127.0.0.1:7400", "a/b/c=h:1", "/c=h:1", "cache/c=h", "cache/c=:1", "cache/c=h:x"]

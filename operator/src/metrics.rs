@@ -1,4 +1,5 @@
-//! Every metric of the operator: names, help, labels. Labels are words of enums or kinds, so their number is bounded.
+//! All metrics of the operator: names, help, labels. Label values come from enums and kinds, so their number
+//! is bounded.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -11,62 +12,63 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::{Registry, Unit};
-use reprise_daemon::rejected::{Listener, RejectedConnections};
+use reprise_daemon::rejected_connections::{Listener, RejectedConnections};
 
-use crate::requests::ApiRequests;
+use crate::api_client::ApiRequests;
 
-/// Prefix of every name.
+/// Prefix of all metric names.
 const PREFIX: &str = "reprise_operator";
-/// First bucket of reconciles, 2⁻¹¹ s; 16 doublings reach 16 s, and one of them is the second that p99 has.
+/// Upper bound of the first reconcile bucket, 2⁻¹¹ s. 15 doublings reach 16 s and include 1 s, the target of
+/// the p99.
 const RECONCILE_FIRST_SECONDS: f64 = 1.0 / 2048.0;
 const RECONCILE_BUCKETS: u16 = 16;
 
-/// Labels of what is counted by kind.
+/// Labels of counters per kind.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct KindLabels {
     /// Kind of the object.
     pub kind: &'static str,
 }
 
-/// Labels of reconciles.
+/// Labels of counters of reconciles.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct ReconcileLabels {
     /// Kind of the object.
     pub kind: &'static str,
-    /// `done` or `failed`.
+    /// Outcome: `done` or `failed`.
     pub result: &'static str,
 }
 
-/// Labels of writes.
+/// Labels of counters of writes.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct WriteLabels {
     /// Kind of the object.
     pub kind: &'static str,
-    /// What was written.
+    /// Kind of write: see [`Write`].
     pub what: &'static str,
 }
 
 /// Labels of calls to control planes.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct CallLabels {
-    /// What was called.
+    /// Name of the call: see [`Call`].
     pub call: &'static str,
-    /// `done`, `refused` or `absent`.
+    /// Outcome: `done`, `refused` or `absent`.
     pub result: &'static str,
 }
 
 /// Calls to control planes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Call {
-    /// What it knows of nodes and tenants.
+    /// List nodes and tenants.
     List,
-    /// What tenants hold.
+    /// List the bytes that tenants hold.
     ListHoldings,
-    /// The mode of a node.
+    /// Set the mode of a node.
     SetNode,
-    /// The budget of a tenant.
+    /// Set the budget of a tenant.
     SetTenant,
-    /// The end of one.
+    /// Remove a tenant and its budget.
     RemoveTenant,
 }
 
@@ -82,18 +84,18 @@ impl Call {
     }
 }
 
-/// What is written.
+/// Kinds of writes to the API server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Write {
-    /// An object, made or changed.
+    /// An object was created or changed.
     Apply,
-    /// Its status.
+    /// The status of an object was changed.
     Status,
-    /// Its finalizers.
+    /// The finalizers of an object were changed.
     Finalizers,
-    /// It was deleted.
+    /// An object was deleted.
     Delete,
-    /// An event about it.
+    /// An event was published.
     Event,
 }
 
@@ -120,14 +122,14 @@ pub struct Metrics {
     conflicts: Family<KindLabels, Counter>,
     put_backs: Family<KindLabels, Counter>,
     calls: Family<CallLabels, Counter>,
-    /// Connections to the admin port that were not served.
+    /// Rejected connections of the admin port.
     pub rejected: RejectedConnections,
     /// 1 while this process holds the lease.
     pub leader: Gauge,
 }
 
 impl Metrics {
-    /// All of them, at nothing but what was asked of the API server already.
+    /// Registers all metrics. All start at zero, except requests that the API client has counted already.
     pub fn new(requests: ApiRequests) -> Metrics {
         let histogram: fn() -> Histogram =
             || Histogram::new(exponential_buckets(RECONCILE_FIRST_SECONDS, 2.0, RECONCILE_BUCKETS));
@@ -153,18 +155,21 @@ impl Metrics {
         let build = Info::new(vec![("version", env!("CARGO_PKG_VERSION"))]);
         registry.register("build", "Version of the operator", build);
         registry.register("reconciles", "Reconciles that ended, by kind and result", self.reconciles.clone());
-        let help = "Time of a reconcile";
+        let help = "Duration of a reconcile, by kind";
         registry.register_with_unit("reconcile", help, Unit::Seconds, self.reconcile_time.clone());
-        let help = "Requests to the API server by the code of the answer, or none when nobody answered; each try counts";
+        let help =
+            "Requests to the API server, including retries, by HTTP status code, or none without an answer";
         registry.register("api_requests", help, self.requests.0.clone());
         let help =
-            "Writes that the API server has taken, by kind of the object; a converged cluster gets none";
+            "Writes that the API server accepted, by kind of the object; a converged cluster receives none";
         registry.register("writes", help, self.writes.clone());
-        let help = "Fields or objects of ours that somebody else owns, each time that they were met";
+        let help =
+            "Conflicts with other writers that own fields or objects of the operator, by kind of the object";
         registry.register("conflicts", help, self.conflicts.clone());
-        let help = "Objects of which somebody else had written fields that are the operator's or an agent's alone, each time that they were put back";
+        let help =
+            "Objects restored because another writer changed fields of the operator or an agent, by kind";
         registry.register("put_backs", help, self.put_backs.clone());
-        let help = "Calls to the control planes of clusters, by what became of them";
+        let help = "Calls to control planes, by call and result";
         registry.register("control_plane_calls", help, self.calls.clone());
         registry.register(
             "leader",
@@ -174,40 +179,40 @@ impl Metrics {
         *self.registry.lock().unwrap_or_else(PoisonError::into_inner) = registry;
     }
 
-    /// A reconcile of a kind has ended.
-    pub fn reconciled(&self, kind: &'static str, result: &'static str, took: Duration) {
+    /// Records that a reconcile ended, with its duration.
+    pub fn record_reconcile(&self, kind: &'static str, result: &'static str, took: Duration) {
         self.reconciles.get_or_create(&ReconcileLabels { kind, result }).inc();
         self.reconcile_time.get_or_create(&KindLabels { kind }).observe(took.as_secs_f64());
     }
 
-    /// Something was written.
-    pub fn wrote(&self, kind: &'static str, what: Write) {
+    /// Records an accepted write.
+    pub fn record_write(&self, kind: &'static str, what: Write) {
         self.writes.get_or_create(&WriteLabels { kind, what: what.as_str() }).inc();
     }
 
-    /// Somebody else owns what we want to write.
-    pub fn conflicted(&self, kind: &'static str) {
+    /// Records that another writer owns fields or an object that the operator wants to write.
+    pub fn record_conflict(&self, kind: &'static str) {
         self.conflicts.get_or_create(&KindLabels { kind }).inc();
     }
 
-    /// What somebody else had written was put back.
-    pub fn put_back(&self, kind: &'static str) {
+    /// Records that the operator or an agent restored fields that another writer had changed.
+    pub fn record_restore(&self, kind: &'static str) {
         self.put_backs.get_or_create(&KindLabels { kind }).inc();
     }
 
-    /// A control plane was called.
-    pub fn called(&self, call: Call, result: &'static str) {
+    /// Records a call to a control plane.
+    pub fn record_call(&self, call: Call, result: &'static str) {
         self.calls.get_or_create(&CallLabels { call: call.as_str(), result }).inc();
     }
 
-    /// As scrapers read them.
+    /// Encodes all metrics in the OpenMetrics text format.
     ///
     /// # Panics
-    /// Never: a text takes everything.
+    /// Never: writing to a `String` does not fail.
     pub fn text(&self) -> String {
         let mut text = String::new();
         encode(&mut text, &self.registry.lock().unwrap_or_else(PoisonError::into_inner))
-            .expect("a text takes everything");
+            .expect("writing to a String does not fail");
         text
     }
 }

@@ -1,58 +1,59 @@
-//! Names and labels of what belongs to a cluster. The longest name is bounded by that of the cluster (36 characters), so that all of them,
-//! and those that Kubernetes makes of them, stay within 63.
+//! Names, labels, annotations and finalizers of objects. Names are derived from the cluster's name, which has
+//! at most 36 characters. So they, and the names that Kubernetes derives from them, stay within 63.
 
 use kube::ResourceExt;
 use reprise_crds::KVCacheCluster;
 use serde_json::{Value, json};
 
-/// Who made an object.
+/// Label: the manager of an object.
 pub const MANAGED_BY: &str = "app.kubernetes.io/managed-by";
 /// The value of [`MANAGED_BY`].
 pub const OPERATOR: &str = "reprise-operator";
-/// The unique id of the cluster that an object belongs to.
+/// Label: the unique id of the cluster that an object belongs to.
 pub const CLUSTER_UID: &str = "reprise.dev/cluster-uid";
-/// Annotation: digest of what was applied last.
+/// Annotation: digest of the body that was applied last.
 pub const APPLIED: &str = "reprise.dev/applied";
-/// Annotation of pods: digest of the configuration that they started with.
+/// Annotation of pods: digest of the configuration at their start.
 pub const CONFIGURATION: &str = "reprise.dev/configuration";
-/// Annotation of pods: digest of the secrets that they started with.
+/// Annotation of pods: digest of the secrets at their start.
 pub const SECRETS: &str = "reprise.dev/secrets";
-/// Label of engines' pods: the name of the cluster whose agent's socket they ask for.
+/// Label of engine pods: name of the cluster whose agent socket is injected.
 pub const INJECT: &str = "reprise.dev/inject";
-/// Annotation of these pods: what became of it.
+/// Annotation of engine pods: result of the injection.
 pub const INJECTION: &str = "reprise.dev/injection";
-/// Whose the pod was when it was made, or `none`: what has come of the tenants' namespaces since is not in it.
+/// Label of pods: their tenant at creation, or `none`. Later changes of the tenants' namespaces do not update
+/// it.
 pub const INJECTED_TENANT: &str = "reprise.dev/tenant";
-/// Finalizer of pools.
+/// Finalizer of pools whose data is wiped before deletion.
 pub const WIPE_FINALIZER: &str = "reprise.dev/wipe";
-/// Finalizer of tenants that control planes were told budgets of.
+/// Finalizer of tenants that control planes have budgets of.
 pub const BUDGET_FINALIZER: &str = "reprise.dev/budget";
-/// Finalizer of tenants whose blocks are evicted before they go.
+/// Finalizer of tenants whose blocks are evicted before deletion.
 pub const PURGE_FINALIZER: &str = "reprise.dev/purge";
 /// Finalizer of allocations that have a grant.
 pub const QUEUES_FINALIZER: &str = "reprise.dev/queues";
-/// Finalizer of clusters and pools whose agents have sessions of engines.
+/// Finalizer of clusters and pools whose agents have engine sessions.
 pub const IN_USE_FINALIZER: &str = "reprise.dev/in-use";
-/// Annotation of clusters and pools: `yes` lets them go while engines use them.
+/// Annotation of clusters and pools: with the value `yes`, a deletion does not wait for engines.
 pub const DELETE_IN_USE: &str = "reprise.dev/delete-in-use";
-/// Type of a condition of nodes: whether the node's cache serves engines.
+/// Condition type of nodes: whether the node's cache serves engines.
 pub const AGENT_READY: &str = "reprise.dev/AgentReady";
-/// Label of the objects that a release of the chart applied: its name.
+/// Label of objects that a release of the chart applied: the name of the release.
 pub const RELEASE: &str = "reprise.dev/release";
 
-/// The parts of a cluster.
+/// Components of a cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Component {
-    /// The agents.
+    /// The cache agents, one per node.
     Agent,
-    /// The members.
+    /// The control plane's members.
     ControlPlane,
-    /// The store.
+    /// The etcd store that the operator runs.
     Etcd,
 }
 
 impl Component {
-    /// As the label has it.
+    /// Returns the value of the component label.
     pub fn as_str(self) -> &'static str {
         match self {
             Component::Agent => "agent",
@@ -62,19 +63,19 @@ impl Component {
     }
 }
 
-/// A cluster, as names are made of it.
+/// Derives the names of a cluster's children.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClusterNames {
-    /// Its namespace.
+    /// Namespace of the cluster.
     pub namespace: String,
-    /// Its name.
+    /// Name of the cluster.
     pub name: String,
-    /// Its unique id.
+    /// Unique id of the cluster.
     pub uid: String,
 }
 
 impl ClusterNames {
-    /// Those of a cluster that is stored.
+    /// Reads namespace, name and unique id of a stored cluster.
     pub fn of(cluster: &KVCacheCluster) -> ClusterNames {
         ClusterNames {
             namespace: cluster.namespace().unwrap_or_default(),
@@ -83,77 +84,77 @@ impl ClusterNames {
         }
     }
 
-    /// `namespace/name`.
+    /// Returns `namespace/name`, the key of the cluster.
     pub fn key(&self) -> String {
         format!("{}/{}", self.namespace, self.name)
     }
 
-    /// Service account, configuration, DaemonSet and service of the agents.
+    /// Name of the agents' service account, ConfigMap, DaemonSet and Service.
     pub fn agent(&self) -> String {
         format!("{}-agent", self.name)
     }
 
-    /// Template of a claim of the agents' pods: for what, and a digest of what it says.
+    /// Name of a template for a resource claim of the agents' pods. `digest` is that of its content.
     pub fn claim(&self, of: &str, digest: &str) -> String {
         format!("{}-{of}-{digest}", self.agent())
     }
 
-    /// StatefulSet, configuration, service and disruption budget of the members.
+    /// Name of the control plane's StatefulSet, ConfigMap, Service and disruption budget.
     pub fn control_plane(&self) -> String {
         format!("{}-controlplane", self.name)
     }
 
-    /// The headless service that names members.
+    /// Name of the headless Service that gives members DNS names.
     pub fn members(&self) -> String {
         format!("{}-controlplane-members", self.name)
     }
 
-    /// Pod of a member.
+    /// Name of a member's pod.
     pub fn member(&self, index: u32) -> String {
         format!("{}-{index}", self.control_plane())
     }
 
-    /// StatefulSet, headless service and disruption budget of etcd.
+    /// Name of etcd's StatefulSet, headless Service and disruption budget.
     pub fn etcd(&self) -> String {
         format!("{}-etcd", self.name)
     }
 
-    /// Secret with etcd's certificates, mounted by etcd and members.
+    /// Name of the Secret with etcd's certificates. etcd and the members mount it.
     pub fn etcd_tls(&self) -> String {
         format!("{}-etcd-tls", self.name)
     }
 
-    /// Secret with the authority of these certificates, mounted by nobody.
+    /// Name of the Secret with the certificate authority of etcd. No pod mounts it.
     pub fn etcd_authority(&self) -> String {
         format!("{}-etcd-ca", self.name)
     }
 
-    /// ConfigMap with what engines need.
+    /// Name of the ConfigMap with connection settings for engines.
     pub fn connection(&self) -> String {
         format!("{}-connection", self.name)
     }
 
-    /// ConfigMap with whose pods are whose.
+    /// Name of the ConfigMap that maps pods to tenants.
     pub fn tenants(&self) -> String {
         format!("{}-agent-tenants", self.name)
     }
 
-    /// Binding of the agents' rights.
+    /// Name of the ClusterRoleBinding of the agents.
     pub fn agent_binding(&self) -> String {
         format!("reprise-{}-{}-agent", self.namespace, self.name)
     }
 
-    /// Admission policy that changes engines' pods, and its binding.
+    /// Name of the admission policy that mutates engine pods, and of its binding.
     pub fn injection(&self) -> String {
         format!("reprise-{}-{}-inject", self.namespace, self.name)
     }
 
-    /// `host:port` of any member.
+    /// Returns `host:port` of the control plane's Service.
     pub fn control_plane_address(&self) -> String {
         format!("{}.{}.svc:{}", self.control_plane(), self.namespace, crate::cluster::GRPC_PORT)
     }
 
-    /// Labels of everything of a component.
+    /// Labels of all objects of a component.
     pub fn labels(&self, component: Component) -> Value {
         json!({
             "app.kubernetes.io/name": "reprise",
@@ -164,7 +165,7 @@ impl ClusterNames {
         })
     }
 
-    /// Labels by which pods of a component are found.
+    /// Label selector for the pods of a component.
     pub fn selector(&self, component: Component) -> Value {
         json!({
             "app.kubernetes.io/name": "reprise",
@@ -179,7 +180,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_of_the_longest_cluster_stay_within_63_characters() {
+    fn names_of_longest_cluster_name_stay_within_63_characters() {
         let name = "c".repeat(reprise_crds::cluster::NAME_CHARS_MAX);
         let names = ClusterNames { namespace: "n".to_owned(), name, uid: "u".to_owned() };
         for made in
@@ -187,7 +188,7 @@ mod tests {
         {
             assert!(made.len() <= 63, "{made}");
         }
-        // A revision of a StatefulSet: its name, '-', ten characters.
+        // A StatefulSet revision is named after it, with '-' and ten characters.
         assert!(names.control_plane().len() + 11 <= 63);
     }
 }

@@ -1,8 +1,8 @@
-//! A node of a cluster: the whole spec of its `CacheNode`, which nobody else writes, the node's mode at the control plane, and what the
-//! node itself says of its cache ([`readiness`]).
+//! A node of a cluster: the spec of its `CacheNode`, its mode at the control plane, and the readiness
+//! condition on the `Node` ([`readiness`]).
 //!
-//! Everything that passes from operator to agent is in this spec, for all pools and whatever wants something of the node; its status is the
-//! agent's, but for one condition ([`mode`]).
+//! The operator is the only writer of the spec, which contains all instructions to the agent.
+//! The agent writes the status, except one condition ([`mode`]).
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -17,42 +17,44 @@ use crate::error::OperatorError;
 
 pub mod apply;
 pub mod build;
-mod contested;
+mod contested_status;
 pub mod dereference;
 pub mod mode;
 pub mod readiness;
 
-/// Makes a node's `CacheNode` what clusters and pools say, the control plane have its mode, and the node say whether its cache serves.
+/// Brings a node's `CacheNode`, its mode at the control plane and its readiness condition to their desired
+/// state.
 ///
 /// # Errors
-/// The API server did not do what it was asked for; tried again.
+/// Returns an error if an API request failed; the reconcile is retried.
 pub async fn reconcile(node: Arc<Node>, context: Arc<Context>) -> Result<Action, OperatorError> {
-    let found = dereference::dereference(&node, &context);
-    let wanted = build::build(&node, &found);
+    let inputs = dereference::dereference(&node, &context);
+    let wanted = build::build(&node, &inputs);
     let wanted_mode = match &wanted {
-        build::Wanted::Spec(spec) => Some(spec.mode),
+        build::DesiredCacheNode::Spec(spec) => Some(spec.mode),
         _ => None,
     };
-    let readiness = readiness::step(&node, found.live.as_deref(), &wanted, &clock::now());
-    let goes = wanted == build::Wanted::Nothing;
-    if goes {
+    let readiness = readiness::next_step(&node, inputs.live.as_deref(), &wanted, &clock::now());
+    let is_deleted = wanted == build::DesiredCacheNode::Absent;
+    if is_deleted {
         readiness::write(&node, &readiness, &context).await?;
     }
-    apply::apply(&node, &found, wanted, &context).await?;
-    contested::hear(&node, found.live.as_deref(), &context).await;
-    // A spec that was just written comes back as a change, and with its generation.
+    apply::apply(&node, &inputs, wanted, &context).await?;
+    contested_status::report(&node, inputs.live.as_deref(), &context).await;
+    // A spec that was just written triggers another reconcile, with its new generation.
     let live =
-        found.live.as_deref().filter(|live| apply::is_ours(live) && Some(live.spec.mode) == wanted_mode);
-    let told = match (&found.cluster, live) {
-        (Some(own), Some(live)) => mode::tell(&node, own, live, &context).await,
+        inputs.live.as_deref().filter(|live| apply::is_ours(live) && Some(live.spec.mode) == wanted_mode);
+    let mode_check = match (&inputs.cluster, live) {
+        (Some(own), Some(live)) => mode::sync(&node, own, live, &context).await,
         _ => Ok(None),
     };
-    if goes {
+    if is_deleted {
         return Ok(Action::await_change());
     }
-    // Neither waits for the other.
+    // Write the condition even if setting the mode failed.
     readiness::write(&node, &readiness, &context).await?;
-    let paced = context.disputes.waits(&apply::key(&node.name_any()), Instant::now());
-    let next = told?.into_iter().chain(readiness::look_again(found.live.as_deref())).chain(paced).min();
+    let paced = context.other_writers.pacing_delay(&apply::key(&node.name_any()), Instant::now());
+    let next =
+        mode_check?.into_iter().chain(readiness::next_check(inputs.live.as_deref())).chain(paced).min();
     Ok(next.map_or_else(Action::await_change, Action::requeue))
 }

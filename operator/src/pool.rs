@@ -1,4 +1,5 @@
-//! `SSDPool`: accepted or refused, and what the nodes say of it. Its claims are written by [`crate::node`], which writes all of a node.
+//! `SSDPool`: validation, and the reports of its nodes. [`crate::node`] writes its claims, with everything
+//! else in a node's spec.
 
 use std::sync::Arc;
 
@@ -6,11 +7,11 @@ use kube::Api;
 use kube::runtime::controller::Action;
 use reprise_crds::SSDPool;
 
-use crate::cluster::REPORTED_WITHIN;
+use crate::cluster::REPORT_TIMEOUT;
 use crate::context::Context;
+use crate::deletion_guard::{self, GuardOutcome};
 use crate::error::OperatorError;
-use crate::finalizers::{Attempt, Left};
-use crate::in_use::{self, Kept};
+use crate::finalizers::{FinalizerOutcome, ObjectState};
 
 pub mod apply;
 pub mod build;
@@ -18,33 +19,37 @@ pub mod dereference;
 pub mod status;
 pub mod validate;
 
-/// Makes a pool what its spec says.
+/// Brings a pool's finalizers to their desired state and updates its status.
 ///
 /// # Errors
-/// The API server did not do what it was asked for; tried again.
+/// Returns an error if an API request failed; the reconcile is retried.
 pub async fn reconcile(pool: Arc<SSDPool>, context: Arc<Context>) -> Result<Action, OperatorError> {
     let api: Api<SSDPool> = Api::all(context.client.clone());
-    let mut found = dereference::dereference(&pool, &context);
-    let kept = in_use::keep(&context, &*pool, &api, &mut found.usage).await?;
-    if matches!(kept, Kept::Changed) {
-        // It is reconciled by that change.
+    let mut inputs = dereference::dereference(&pool, &context);
+    let guard = deletion_guard::reconcile_finalizer(&context, &*pool, &api, &mut inputs.guard).await?;
+    if matches!(guard, GuardOutcome::Changed) {
+        // The finalizer change triggers the next reconcile.
         return Ok(Action::await_change());
     }
-    let refused = validate::validate(&pool, &found);
-    let finalizer = build::finalizer(&pool, &found);
+    let refused = validate::validate(&pool, &inputs);
+    let finalizer = build::finalizer(&pool, &inputs);
     let attempt = apply::apply(&pool, finalizer, &context).await?;
-    if matches!((&attempt, &kept), (Attempt::Done(Left::Nothing), Kept::Free)) {
+    if matches!((&attempt, &guard), (FinalizerOutcome::Done(ObjectState::Gone), GuardOutcome::NotBlocked)) {
         return Ok(Action::await_change());
     }
-    let (fresh, mut findings) = status::of(&pool, &found, refused.as_ref());
-    if let Some(forbidden) = status::forbidden(&pool, &kept, &attempt) {
-        findings.retain(|found| found.kind != forbidden.kind);
+    let (fresh, mut findings) = status::compute(&pool, &inputs, refused.as_ref());
+    if let Some(forbidden) = status::forbidden(&pool, &guard, &attempt) {
+        findings.retain(|finding| finding.kind != forbidden.kind);
         findings.push(forbidden);
     }
-    let said =
-        crate::status::Found { object: &*pool, api: &api, before: pool.status.as_ref(), findings: &findings };
-    let wait = crate::status::write(&context, said, fresh).await?;
-    // A node that has gone silent tells nobody.
-    let next = found.usage.look_again(&*pool).map_or(REPORTED_WITHIN, |soon| soon.min(REPORTED_WITHIN));
+    let write = crate::status::StatusWrite {
+        object: &*pool,
+        api: &api,
+        before: pool.status.as_ref(),
+        findings: &findings,
+    };
+    let wait = crate::status::write(&context, write, fresh).await?;
+    // A node that stops reporting causes no event.
+    let next = inputs.guard.requeue_after(&*pool).map_or(REPORT_TIMEOUT, |soon| soon.min(REPORT_TIMEOUT));
     Ok(Action::requeue(wait.map_or(next, |wait| wait.min(next))))
 }

@@ -1,19 +1,20 @@
-//! `SlackProfile`: read, checked, and brought to the nodes that have its GPU, canary nodes first and few at once.
+//! `SlackProfile`: reads and validates a profile and rolls it out to the nodes with its GPU, canary nodes
+//! first, a few at a time.
 //!
 //! ```text
-//!  windows, ConfigMap ──► content, digest ──► which node gets which revision ──► decisions
-//!                                                    ▲                            │    │
-//!             what nodes say (CacheNode's status) ───┘     CacheNode's spec ◄─────┘    └──► files beside the agents' configuration
+//! windows, ConfigMap ──► content, digest ──► revision per node ──► decisions
+//!                                                ▲                  │    │
+//!     agents' reports (CacheNode status) ────────┘  CacheNode spec ◄┘    └──► files next to the agents' configuration
 //! ```
 //!
-//! A node has room for [`PROFILES_MAX`] profiles; which of more have a place is a matter of [`order`].
+//! A node holds at most [`PROFILES_MAX`] profiles; [`order`] selects them if there are more.
 //!
-//! Which node gets which revision is decided here and nowhere else, for one profile at a time, so that never more nodes are between two
-//! revisions than may be. [`crate::node`] writes what was decided, with everything else that is wanted of the node, and [`crate::cluster`]
-//! puts the contents beside the agents' configuration ([`files`]).
+//! The revision of each node is decided only here, for one profile at a time, so the limit on nodes between
+//! two revisions holds. [`crate::node`] writes the decisions with the rest of a node's spec, and
+//! [`crate::cluster`] provides the contents as files ([`files`]).
 //!
-//! Invariant: a process that has forgotten its decisions takes those that stand in the specs of `CacheNode`s. Nothing is taken back from a
-//! node but by a profile that goes, that its cluster selects no more, or that has no place there.
+//! Invariant: after a restart, decisions start from the specs of `CacheNode`s. A node loses a profile only if
+//! the profile is deleted, the cluster no longer selects it, or it exceeds the limit.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,10 +24,10 @@ use kube::{Api, ResourceExt};
 use reprise_crds::SlackProfile;
 
 use crate::clock;
-use crate::cluster::REPORTED_WITHIN;
+use crate::cluster::REPORT_TIMEOUT;
 use crate::context::Context;
 use crate::error::OperatorError;
-use build::Pace;
+use build::RolloutState;
 
 pub mod apply;
 pub mod build;
@@ -39,53 +40,53 @@ pub mod source;
 pub mod status;
 pub mod validate;
 
-/// Profiles of one cluster: as many as a CacheNode has.
+/// Maximum number of profiles of one cluster, the limit of a CacheNode.
 pub const PROFILES_MAX: usize = 16;
 
-/// Times are kept in whole seconds.
+/// Shortest requeue delay; timestamps have second resolution.
 const SOON: Duration = Duration::from_secs(1);
 
-/// Brings a profile to its nodes, and says how far it is.
+/// Rolls a profile out to its nodes and reports the progress.
 ///
 /// # Errors
-/// The API server did not do what it was asked for; tried again.
+/// Returns an error if an API request failed; the reconcile is retried.
 pub async fn reconcile(profile: Arc<SlackProfile>, context: Arc<Context>) -> Result<Action, OperatorError> {
     if profile.metadata.deletion_timestamp.is_some() {
-        // No cluster selects what goes, so nodes give it up by themselves.
+        // Clusters do not select a profile that is being deleted, so nodes drop it without further action.
         return Ok(Action::await_change());
     }
-    let found = dereference::dereference(&profile, &context).await?;
-    let refused = validate::accepted(&profile, &found);
-    let revision = validate::valid(&profile, &found.source);
+    let inputs = dereference::dereference(&profile, &context).await?;
+    let refused = validate::accepted(&profile, &inputs);
+    let revision = validate::valid(&profile, &inputs.source);
     let good = revision.as_ref().ok().filter(|_| refused.is_none());
     let digest = good.map(|revision| revision.digest.as_str());
     let now = clock::now();
-    let soaking_since = build::soaking_since(&profile, &found.nodes, digest, &now);
+    let soaking_since = build::soaking_since(&profile, &inputs.nodes, digest, &now);
     let soaked = soaking_since.as_ref().map(|since| clock::between(since, &now));
-    let wave = build::build(&profile, &found.nodes, digest, soaked);
-    apply::apply(&profile, good.cloned(), &wave, &context).await;
-    let (fresh, findings) = status::of(&status::Seen {
+    let decision = build::build(&profile, &inputs.nodes, digest, soaked);
+    apply::apply(&profile, good.cloned(), &decision, &context).await;
+    let (fresh, findings) = status::compute(&status::StatusInputs {
         profile: &profile,
-        found: &found,
+        found: &inputs,
         refused: refused.as_ref(),
         revision: revision.as_ref(),
-        wave: &wave,
+        decision: &decision,
         soaking_since,
     });
     let api: Api<SlackProfile> =
         Api::namespaced(context.client.clone(), &profile.namespace().unwrap_or_default());
-    let said = crate::status::Found {
+    let write = crate::status::StatusWrite {
         object: &*profile,
         api: &api,
         before: profile.status.as_ref(),
         findings: &findings,
     };
-    let wait = crate::status::write(&context, said, fresh).await?;
-    let next = match wave.pace {
-        Pace::Soaking(rest) => rest.clamp(SOON, REPORTED_WITHIN),
-        // A node that has gone silent tells nobody.
-        _ => REPORTED_WITHIN,
+    let wait = crate::status::write(&context, write, fresh).await?;
+    let next = match decision.state {
+        RolloutState::Soaking(rest) => rest.clamp(SOON, REPORT_TIMEOUT),
+        // A node that stops reporting causes no event.
+        _ => REPORT_TIMEOUT,
     };
-    let next = if profile.spec.config_map_ref.is_some() { next.min(source::STAYS) } else { next };
+    let next = if profile.spec.config_map_ref.is_some() { next.min(source::CACHE_TTL) } else { next };
     Ok(Action::requeue(wait.map_or(next, |wait| wait.min(next))))
 }

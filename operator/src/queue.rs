@@ -1,4 +1,4 @@
-//! Runs reconciles: one at a time for an object, a few at once for a kind, tried again with a growing delay when they fail.
+//! Queues of reconciles: serial per object, bounded concurrency per kind, retries with a growing delay.
 
 use std::fmt::Debug;
 use std::future::Future;
@@ -16,19 +16,21 @@ use tokio::sync::watch;
 
 use crate::context::Context;
 use crate::error::OperatorError;
-use crate::progress::SAID_EVERY;
 use crate::status::kind_of;
+use crate::watchdog::HEARTBEAT_INTERVAL;
 
-/// The condition of an object whose reconcile failed, in the log.
+/// Key of the log condition for a failed reconcile.
 const RECONCILE_FAILED: &str = "reconcile_failed";
 
-/// Reconciles of one kind at once: enough to keep the API server busy, and few enough to leave it to others.
+/// Concurrent reconciles per kind. Enough to use the API server well, few enough to leave it capacity for
+/// other clients.
 const AT_ONCE: u16 = 8;
 
-/// A reconcile that takes longer waits for somebody who does not answer; most take milliseconds.
-const ENDS_WITHIN: Duration = Duration::from_secs(60);
+/// Timeout of a reconcile. Most take milliseconds; a longer one waits for a peer that does not answer.
+const RECONCILE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Reconciles objects of a kind as they are asked for, until `stop` says so; those that run are ended.
+/// Reconciles requested objects of a kind until `stop` is set. Then running reconciles finish before it
+/// returns.
 pub async fn run<K, F, R>(
     store: Store<K>,
     requests: Receiver<ObjectRef<K>>,
@@ -44,15 +46,16 @@ pub async fn run<K, F, R>(
         let reconcile = reconcile.clone();
         async move {
             let (begun, key) = (Instant::now(), key(&*object));
-            context.progress.begun(kind_of::<K>(), &key, begun);
-            let ended = tokio::time::timeout(ENDS_WITHIN, reconcile(object, Arc::clone(&context))).await;
-            let ended = ended.unwrap_or(Err(OperatorError::Late(ENDS_WITHIN)));
+            context.watchdog.reconcile_started(kind_of::<K>(), &key, begun);
+            let ended =
+                tokio::time::timeout(RECONCILE_TIMEOUT, reconcile(object, Arc::clone(&context))).await;
+            let ended = ended.unwrap_or(Err(OperatorError::Timeout(RECONCILE_TIMEOUT)));
             let result = if ended.is_ok() { "done" } else { "failed" };
-            context.metrics.reconciled(kind_of::<K>(), result, begun.elapsed());
-            context.progress.ended(kind_of::<K>(), &key, Instant::now());
+            context.metrics.record_reconcile(kind_of::<K>(), result, begun.elapsed());
+            context.watchdog.reconcile_finished(kind_of::<K>(), &key, Instant::now());
             if ended.is_ok() {
-                context.backoff.succeeded(&key);
-                tracing::info!(recovered = RECONCILE_FAILED, object = key, "the reconcile succeeds again");
+                context.backoff.record_success(&key);
+                tracing::info!(recovered = RECONCILE_FAILED, object = key, "reconcile succeeds again");
             }
             ended
         }
@@ -60,8 +63,8 @@ pub async fn run<K, F, R>(
     };
     let failed = |object: Arc<K>, error: &OperatorError, context: Arc<Context>| {
         let key = key(&*object);
-        let wait = context.backoff.failed(&key);
-        // Somebody else was first: the next try sees what is there now.
+        let wait = context.backoff.record_failure(&key);
+        // Another writer was first. The retry sees its result, so no warning is needed.
         if error.code() == Some(409) {
             tracing::info!(
                 condition = "reconcile_conflict",
@@ -76,34 +79,34 @@ pub async fn run<K, F, R>(
                 %error,
                 object = key,
                 ?wait,
-                "a reconcile failed and is tried again"
+                "reconcile failed; retrying"
             );
         }
         Action::requeue(wait)
     };
     let queue = stream(requests).map(Ok::<_, std::convert::Infallible>).take_until(stopped(stop));
     let config = Config::default().concurrency(AT_ONCE);
-    // What it yields was handled above, and objects that are gone need nothing.
+    // Results were handled above, and requests for deleted objects need no action.
     let working = applier(timed, failed, Arc::clone(&context), store, queue, config).for_each(async |_| ());
-    // In one task: a reconcile that holds the thread keeps the queue from saying that it lives.
+    // In the same task, so that a reconcile that blocks the thread also stops the heartbeat.
     tokio::select! {
         () = working => {}
-        () = live(kind_of::<K>(), &context) => {}
+        () = send_heartbeats(kind_of::<K>(), &context) => {}
     }
-    context.progress.stopped(kind_of::<K>());
+    context.watchdog.queue_stopped(kind_of::<K>());
 }
 
-/// Says for ever that a queue lives.
-async fn live(kind: &'static str, context: &Context) {
+/// Sends heartbeats of a queue to the watchdog until the task ends.
+async fn send_heartbeats(kind: &'static str, context: &Context) {
     loop {
-        context.progress.lives(kind, Instant::now());
-        tokio::time::sleep(SAID_EVERY).await;
+        context.watchdog.heartbeat(kind, Instant::now());
+        tokio::time::sleep(HEARTBEAT_INTERVAL).await;
     }
 }
 
-/// Ends when the process is to stop.
+/// Waits until the process should stop.
 pub(crate) async fn stopped(mut stop: watch::Receiver<bool>) {
-    // Fails when nobody can say so any more, which is as good.
+    // An error means that the sender is gone, which also ends the process.
     let _ = stop.wait_for(|stop| *stop).await;
 }
 

@@ -1,10 +1,10 @@
-//! Which labels a selection wants.
+//! Label selection.
 
 use std::collections::BTreeMap;
 
 use reprise_crds::fields::{LabelSelector, LabelTerm, LabelTermOperator, Labels};
 
-/// Labels of an object of Kubernetes.
+/// Labels of a Kubernetes object.
 pub type ObjectLabels = BTreeMap<String, String>;
 
 /// Whether an object has all of these labels.
@@ -12,7 +12,7 @@ pub fn has_all(wanted: &Labels, labels: &ObjectLabels) -> bool {
     wanted.iter().all(|(key, value)| labels.get(key).is_some_and(|found| found == value.as_str()))
 }
 
-/// Whether a selector selects an object with these labels.
+/// Whether a selector matches an object with these labels.
 pub fn selects(selector: &LabelSelector, labels: &ObjectLabels) -> bool {
     has_all(&selector.match_labels, labels)
         && selector.match_expressions.iter().all(|term| meets(term, labels))
@@ -36,7 +36,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn selectors_select_as_those_of_kubernetes_do() {
+    fn selectors_match_as_in_kubernetes() {
         let labels: ObjectLabels =
             [("disk", "nvme"), ("zone", "a")].map(|(key, value)| (key.to_owned(), value.to_owned())).into();
         let term = |operator: &str, key: &str, values: &[&str]| json!({ "matchExpressions": [{ "key": key, "operator": operator, "values": values }] });

@@ -1,4 +1,4 @@
-//! What the operator was started with: parsed once, by the command line.
+//! Settings of the operator, parsed from the command line.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -7,29 +7,30 @@ use std::time::Duration;
 /// Settings of a running operator.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// Images of clusters that name none.
+    /// Images of clusters that specify none.
     pub images: DefaultImages,
-    /// Who this process is among the replicas: the pod's name.
+    /// Identity of this replica: the pod's name.
     pub identity: String,
     /// Namespace of the lease.
     pub namespace: String,
-    /// The pod's service account, to which the lease belongs.
+    /// The pod's service account, which is authorized to use the lease.
     pub service_account: Option<String>,
-    /// Where metrics and health are served.
+    /// Listen address for metrics and health checks.
     pub admin: SocketAddr,
-    /// Control planes that are not reached by their services, `host:port` by `namespace/name` of the cluster.
+    /// Addresses of control planes that are not reached by their service: `host:port` by `namespace/name` of
+    /// the cluster.
     pub control_planes: BTreeMap<String, String>,
-    /// When nothing was heard of sessions for so long, a deletion that waited for them goes on.
+    /// Time without reports of sessions after which a waiting deletion proceeds.
     pub unused_for: Duration,
 }
 
-/// Images that the operator was released with.
+/// Default images of this release.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DefaultImages {
-    /// Of agents.
+    /// Image of the node agents.
     pub agent: String,
-    /// Of members.
+    /// Image of control-plane members.
     pub control_plane: String,
-    /// Of etcd, where the operator runs it.
+    /// Image of managed etcd.
     pub etcd: String,
 }

@@ -1,8 +1,9 @@
-//! Writes statuses and events, where something has changed.
+//! Writes statuses and events on changes.
 //!
-//! A status whose conditions, generation or anything else but sums changed is written at once, other changes every 10 s at the most
-//! ([`crate::context::STATUS_EVERY`]). Each change of a condition's status or reason is an event, that of its message alone is none: messages count
-//! nodes and pods, so there would be one at every step.
+//! A status is written at once if its conditions or generation change; other changes are written at most
+//! every 10 s ([`crate::context::STATUS_WRITE_INTERVAL`]). Each change of a condition's status or reason is
+//! published as an event. A change of only the message is not, because messages contain counts of nodes and
+//! pods.
 
 use std::fmt::Debug;
 use std::time::Duration;
@@ -18,20 +19,20 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use crate::clock;
-use crate::conflict::Part;
 use crate::context::Context;
 use crate::error::OperatorError;
+use crate::field_ownership::conflict::Part;
+use crate::field_ownership::restore::{self, ForeignWrite, OwnedWrite, WriteOutcome};
 use crate::metrics::Write;
-use crate::put_back::{self, Ours, Outcome, Taken};
 
-/// HTTP's code for what is not there.
+/// HTTP status code: not found.
 const NOT_FOUND: u16 = 404;
 
-/// A status of ours, without what is special to its kind.
+/// The parts that statuses of all our kinds share.
 pub trait Status: Clone + Default + PartialEq + Serialize {
-    /// Its conditions.
+    /// The conditions of the status.
     fn conditions(&mut self) -> &mut Vec<Condition>;
-    /// Sets the generation that it speaks of.
+    /// Sets the observed generation.
     fn observe(&mut self, generation: i64);
 }
 
@@ -56,61 +57,66 @@ status_of!(
     reprise_crds::GPUQueueAllocationStatus,
 );
 
-/// What has been found of an object, and where it is.
-pub struct Found<'a, K, S> {
-    /// The object.
+/// A status update of an object.
+pub struct StatusWrite<'a, K, S> {
+    /// The object as it was read.
     pub object: &'a K,
-    /// Where objects of its kind are.
+    /// API client for the object's kind and namespace.
     pub api: &'a Api<K>,
-    /// Its status as it is stored.
+    /// Status that the object has.
     pub before: Option<&'a S>,
-    /// What is so.
+    /// Conditions that the status must have.
     pub findings: &'a [Finding],
 }
 
-/// Puts findings into conditions and drops those of which nothing was found. What changed, for events.
-pub fn conclude(conditions: &mut Vec<Condition>, findings: &[Finding], generation: i64) -> Vec<Finding> {
+/// Merges findings into conditions and removes conditions without a finding. Returns the findings to publish
+/// as events.
+pub fn merge_findings(
+    conditions: &mut Vec<Condition>,
+    findings: &[Finding],
+    generation: i64,
+) -> Vec<Finding> {
     let now = clock::now();
     conditions.retain(|condition| findings.iter().any(|found| found.kind.as_str() == condition.kind));
-    let news = findings.iter().filter(|found| {
+    let changed = findings.iter().filter(|found| {
         let first = !conditions.iter().any(|condition| condition.kind == found.kind.as_str());
         let change = set(conditions, found, generation, &now);
-        // That something new is under way is no news.
+        // The start of progress on a new object is not worth an event.
         [Change::Reason, Change::Status].contains(&change) && !(first && found.reason == Reason::Progressing)
     });
-    news.cloned().collect()
+    changed.cloned().collect()
 }
 
-/// Writes a status if it differs from the one that is stored; `fresh` has everything but conditions and generation. How long to wait
-/// with what was not urgent.
+/// Writes a status if it differs from the stored one. `fresh` lacks conditions and generation. Returns the
+/// delay after which a postponed change must be written.
 ///
 /// # Errors
-/// The API server did not take it.
+/// The API server rejected the write.
 pub async fn write<K, S>(
     context: &Context,
-    found: Found<'_, K, S>,
+    write: StatusWrite<'_, K, S>,
     fresh: S,
 ) -> Result<Option<Duration>, OperatorError>
 where
     K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned,
     S: Status,
 {
-    let Found { object, api, before, findings } = found;
+    let StatusWrite { object, api, before, findings } = write;
     let (kind, name) = (kind_of::<K>(), object.name_any());
     let generation = object.meta().generation.unwrap_or_default();
     let mut before = before.cloned().unwrap_or_default();
     let mut status = fresh;
     status.observe(generation);
     status.conditions().clone_from(before.conditions());
-    let news = conclude(status.conditions(), findings, generation);
+    let changed = merge_findings(status.conditions(), findings, generation);
     if status == before {
-        // The store may be older than a write of this process: its event is news, because something else is wanted by now.
-        context.triggers.own.expect(object.meta().uid.as_ref(), &Some(&status));
+        // The store may lag behind an earlier write of this process; its event must then trigger a reconcile.
+        context.triggers.own_writes.record(object.meta().uid.as_ref(), &Some(&status));
         return Ok(None);
     }
     let key = format!("{kind}/{}/{name}", object.namespace().unwrap_or_default());
     let urgent = status.conditions() != before.conditions();
-    if !urgent && let Some(wait) = context.status_waits(&key) {
+    if !urgent && let Some(wait) = context.status_write_delay(&key) {
         return Ok(Some(wait));
     }
     let body = json!({
@@ -119,27 +125,27 @@ where
         "metadata": { "name": name },
         "status": status,
     });
-    context.triggers.own.expect(object.meta().uid.as_ref(), &Some(&status));
+    context.triggers.own_writes.record(object.meta().uid.as_ref(), &Some(&status));
     match apply(context, object, api, &body).await {
         Ok(None) => {}
         Ok(Some(wait)) => return Ok(Some(wait)),
-        // Deleted meanwhile.
+        // The object was deleted concurrently.
         Err(kube::Error::Api(status)) if status.code == NOT_FOUND => return Ok(None),
         Err(error) => return Err(OperatorError::api(format!("write the status of {key}"))(error)),
     }
-    context.metrics.wrote(kind, Write::Status);
-    context.status_was_written(&key);
-    for finding in &news {
-        tell(context, object, finding).await;
+    context.metrics.record_write(kind, Write::Status);
+    context.record_status_write(&key);
+    for finding in &changed {
+        publish_event(context, object, finding).await;
     }
     Ok(None)
 }
 
-/// Applies fields of a status that only the operator owns. What another writer put there is put back and reported. Returns how long to wait if the
-/// object is paced ([`crate::put_back`]).
+/// Applies status fields that only the operator owns. Changes by other writers are reverted and reported.
+/// Returns the delay if restoring the object is paced ([`crate::field_ownership::restore`]).
 ///
 /// # Errors
-/// The API server did not take it.
+/// The API server rejected the write.
 pub(crate) async fn apply<K>(
     context: &Context,
     object: &K,
@@ -152,19 +158,19 @@ where
     let name = object.name_any();
     let key = format!("status of {}/{}/{name}", kind_of::<K>(), object.namespace().unwrap_or_default());
     let params = PatchParams::apply(OPERATOR_FIELD_MANAGER);
-    let ours = Ours { api, key: &key, name: &name, part: Part::Status, params, body };
-    match put_back::apply(&context.disputes, &ours).await? {
-        Outcome::Written(_) => {}
-        Outcome::PutBack(_, taken) => {
-            let put_back = PutBack { kind: kind_of::<K>(), what: object.object_ref(&()), taken };
-            tell_put_back(context, object, &put_back).await;
+    let ours = OwnedWrite { api, key: &key, name: &name, part: Part::Status, params, body };
+    match restore::apply(&context.other_writers, &ours).await? {
+        WriteOutcome::Written(_) => {}
+        WriteOutcome::Restored(_, taken) => {
+            let restored = RestoredFields { kind: kind_of::<K>(), what: object.object_ref(&()), taken };
+            report_restored(context, object, &restored).await;
         }
-        Outcome::Waits(wait) => return Ok(Some(wait)),
+        WriteOutcome::Paced(wait) => return Ok(Some(wait)),
     }
     Ok(None)
 }
 
-/// The kind's name; there are so many, so it lives for ever.
+/// Returns the kind's name as a static string, for metric labels.
 pub(crate) fn kind_of<K: Resource<DynamicType = ()>>() -> &'static str {
     match K::kind(&()).as_ref() {
         "KVCacheCluster" => "KVCacheCluster",
@@ -178,12 +184,16 @@ pub(crate) fn kind_of<K: Resource<DynamicType = ()>>() -> &'static str {
     }
 }
 
-/// An event; one that cannot be written is in the log all the same.
-pub(crate) async fn tell<K: Resource<DynamicType = ()>>(context: &Context, object: &K, finding: &Finding) {
+/// Publishes and logs an event. An event that cannot be written is only logged.
+pub(crate) async fn publish_event<K: Resource<DynamicType = ()>>(
+    context: &Context,
+    object: &K,
+    finding: &Finding,
+) {
     let kind = kind_of::<K>();
     let (name, condition, reason) = (object.name_any(), finding.kind.as_str(), finding.reason.as_str());
     let (status, message) = (finding.status.as_str(), &finding.message);
-    tracing::info!(kind, name, condition, status, reason, %message, "a condition has changed");
+    tracing::info!(kind, name, condition, status, reason, %message, "condition changed");
     let note = format!("{condition} is {status}: {message}");
     let event = Event {
         type_: severity(finding, object.meta().creation_timestamp.as_ref().map(clock::since)),
@@ -193,61 +203,63 @@ pub(crate) async fn tell<K: Resource<DynamicType = ()>>(context: &Context, objec
         secondary: None,
     };
     match context.recorder.publish(&event, &object.object_ref(&())).await {
-        Ok(()) => context.metrics.wrote(kind, Write::Event),
-        Err(error) => tracing::info!(%error, "an event could not be written"),
+        Ok(()) => context.metrics.record_write(kind, Write::Event),
+        Err(error) => tracing::info!(%error, "cannot publish an event"),
     }
 }
 
-/// Something of which fields were put back.
+/// An object whose fields were restored.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct PutBack {
-    /// Its kind.
+pub(crate) struct RestoredFields {
+    /// Kind of the object.
     pub(crate) kind: &'static str,
-    /// It.
+    /// Reference to the object.
     pub(crate) what: ObjectReference,
-    /// Whose they had become.
-    pub(crate) taken: Taken,
+    /// The reverted change of another writer.
+    pub(crate) taken: ForeignWrite,
 }
 
-/// That fields were put back, counted, and as an event on an object whose reader can do something about it.
-pub(crate) async fn tell_put_back<K>(context: &Context, object: &K, put_back: &PutBack)
+/// Counts restored fields and publishes an event on an object that users watch.
+pub(crate) async fn report_restored<K>(context: &Context, object: &K, restored: &RestoredFields)
 where
     K: Resource<DynamicType = ()>,
 {
-    let PutBack { kind, what, taken: Taken { by, fields } } = put_back;
+    let RestoredFields { kind, what, taken: ForeignWrite { by, fields } } = restored;
     let name = what.name.clone().unwrap_or_default();
-    context.metrics.put_back(kind);
-    tracing::info!(kind, name, by, fields, "what somebody else had written is put back");
+    context.metrics.record_restore(kind);
+    tracing::info!(kind, name, by, fields, "restored fields that another writer had changed");
     let note = format!(
-        "only the operator owns {fields} of {kind} {name}; they were written by {by}, and the operator has put them back. Change the field of the \
-         Reprise resource or of the chart that they are made of. From the fifth time within 10 min on, the operator puts an object back once a minute"
+        "{fields} of {kind} {name}, which only the operator owns, were changed by {by}; the operator has restored them. Change \
+         the Reprise resource or the chart value from which they derive. From the fifth time within 10 min, the operator \
+         restores an object once a minute"
     );
     let event = Event {
         type_: EventType::Warning,
         reason: Reason::SetBack.as_str().to_owned(),
         note: Some(note.chars().take(NOTE_CHARS_MAX).collect()),
         action: PUT_BACK.to_owned(),
-        // Events of one object and reason become one, with the first one's note: other fields are another event.
+        // Events with the same object and reason are merged, keeping the first note; the field path keeps
+        // events about other fields separate.
         secondary: Some(ObjectReference { field_path: Some(fields.clone()), ..what.clone() }),
     };
     match context.recorder.publish(&event, &object.object_ref(&())).await {
-        Ok(()) => context.metrics.wrote(kind_of::<K>(), Write::Event),
-        Err(error) => tracing::info!(%error, "an event could not be written"),
+        Ok(()) => context.metrics.record_write(kind_of::<K>(), Write::Event),
+        Err(error) => tracing::info!(%error, "cannot publish an event"),
     }
 }
 
-/// What is done when fields are put back, in the word of events.
+/// Action of events about restored fields.
 const PUT_BACK: &str = "PutBack";
 
-/// Kubernetes' own bound of an event's note.
+/// Kubernetes' limit on the length of an event's note, in characters.
 const NOTE_CHARS_MAX: usize = 1024;
 
-/// Objects that refer to each other are made in some order, agents report and control planes answer when they have started: for this
-/// long that is no warning.
-const SETTLES_WITHIN: Duration = Duration::from_secs(60);
+/// Age of an object up to which transient reasons cause no warning: referenced objects may follow, and agents
+/// and control planes are starting.
+const GRACE_PERIOD: Duration = Duration::from_secs(60);
 
-/// Reasons that pass when another object or a report comes.
-const PASSING: [Reason; 5] = [
+/// Reasons that resolve when another object or a report arrives.
+const TRANSIENT_REASONS: [Reason; 5] = [
     Reason::ReferenceNotFound,
     Reason::NoNodes,
     Reason::NodesNotReady,
@@ -255,19 +267,19 @@ const PASSING: [Reason; 5] = [
     Reason::ControlPlaneUnreachable,
 ];
 
-/// Type of the event about an object of this age. The condition is the same for an object of any age.
+/// Returns the type of the event for an object of this age. The condition itself does not depend on the age.
 fn severity(finding: &Finding, age: Option<Duration>) -> EventType {
-    let is_new = age.is_some_and(|age| age < SETTLES_WITHIN);
-    if is_good(finding) || (is_new && PASSING.contains(&finding.reason)) {
+    let is_new = age.is_some_and(|age| age < GRACE_PERIOD);
+    if is_good(finding) || (is_new && TRANSIENT_REASONS.contains(&finding.reason)) {
         EventType::Normal
     } else {
         EventType::Warning
     }
 }
 
-/// Whether nobody has to look at it. Some conditions tell of trouble when they are true.
+/// Whether users need not act. Some conditions report a problem when they are true.
 fn is_good(finding: &Finding) -> bool {
-    let troubles = [
+    let negative = [
         ConditionType::Degraded,
         ConditionType::EngineFallback,
         ConditionType::TransportFallback,
@@ -276,14 +288,14 @@ fn is_good(finding: &Finding) -> bool {
         ConditionType::OverQuota,
         ConditionType::StatusContested,
     ];
-    let plain = [ConditionType::Progressing, ConditionType::Cordoned, ConditionType::Drained];
+    let neutral = [ConditionType::Progressing, ConditionType::Cordoned, ConditionType::Drained];
     let progressing = [Reason::Progressing, Reason::AsDesired, Reason::Paused].contains(&finding.reason);
-    // It is so again, and somebody did otherwise.
+    // The state is as desired again, but another client had changed it.
     if finding.reason == Reason::SetBack {
         return false;
     }
-    let good = if troubles.contains(&finding.kind) { ConditionStatus::False } else { ConditionStatus::True };
-    plain.contains(&finding.kind) || progressing || finding.status == good
+    let good = if negative.contains(&finding.kind) { ConditionStatus::False } else { ConditionStatus::True };
+    neutral.contains(&finding.kind) || progressing || finding.status == good
 }
 
 #[cfg(test)]

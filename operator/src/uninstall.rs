@@ -1,13 +1,21 @@
-//! What the chart runs before it goes: deletes the objects that its release has applied, while the operator still runs, and waits until what
-//! was made of them is gone.
+//! The uninstall hook of the chart: deletes the objects that a release has applied, while the operator still
+//! runs, and waits until they and their children are gone.
 //!
-//! In this order: tenants, whose budgets the control planes forget, if they can be told in a third of the time; pools that are wiped, which
-//! agents do; clusters, with everything that Kubernetes removes of them and that the operator does (`CacheNode`s, bindings, grants of queues on
-//! nodes that no cluster has any more); then the other pools, whose data stays. A pool that is to be wiped and that nobody has confirmed stays, and is
-//! named. Definitions stay, and objects that the release has not applied. An allocation that has a grant on a node of such a cluster is named: the
-//! operator's finalizer is on it, and nobody takes that away once the operator is gone. So are clusters and pools of somebody's own that engines use.
+//! Order:
+//! 1. Tenants. Control planes have a third of the time to remove their budgets.
+//! 2. Pools with a confirmed wipe. Agents wipe them.
+//! 3. Clusters with all their children: those that Kubernetes deletes, and those that the operator deletes
+//!    (`CacheNode`s, bindings, grants of queues on nodes that no longer belong to a cluster).
+//! 4. Other pools. Their data is kept.
 //!
-//! It may be run again after it has given up.
+//! Resource definitions and objects that the release did not apply are kept. The command logs objects that
+//! are kept and need attention:
+//! * pools with an unconfirmed wipe;
+//! * allocations with a grant on a node of a cluster that is kept, because no operator is left to remove
+//!   their finalizer;
+//! * other clusters and pools that engines use, for the same reason.
+//!
+//! The command may be run again after a timeout.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -20,45 +28,45 @@ use reprise_crds::{CacheNode, CacheTenant, GPUQueueAllocation, KVCacheCluster, S
 use serde_json::{Value, json};
 
 use crate::child::ChildKind;
-use crate::in_use::{self, YES};
+use crate::deletion_guard::{self, CONFIRMED};
 use crate::names::{
     CLUSTER_UID, DELETE_IN_USE, IN_USE_FINALIZER, MANAGED_BY, OPERATOR, QUEUES_FINALIZER, RELEASE,
 };
 
-/// Between two looks at what remains.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// Control planes have this part of the time to be told that tenants go.
+/// Interval of polls for remaining objects.
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
+/// Fraction of the time, as a divisor, that control planes have to remove tenants.
 const TENANTS_PART: u32 = 3;
-/// HTTP's code for what is not there.
+/// HTTP status code: the object does not exist.
 const NOT_FOUND: u16 = 404;
-/// HTTP's code for a write to what somebody else has written meanwhile.
+/// HTTP status code: another writer modified the object.
 const CONFLICT: u16 = 409;
-/// HTTP's code for what is to be asked again later.
+/// HTTP status code: the server asks the client to retry later.
 const TOO_MANY_REQUESTS: u16 = 429;
-/// So many things are named when it gives up, at the most.
+/// Most objects that an error or a kind of warning names.
 const NAMES_MAX: usize = 20;
 
 /// A release of the chart.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Release {
-    /// Its name.
+    /// Name of the release.
     pub name: String,
-    /// Its namespace, in which its clusters are.
+    /// Namespace of the release and its clusters.
     pub namespace: String,
 }
 
-/// What is done with a pool.
+/// How a pool is uninstalled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Fate {
-    /// It goes first, wiped by the agents.
-    Wiped,
-    /// It goes, and its data stays.
-    Retained,
-    /// It stays: nobody has confirmed that its data is to be destroyed.
-    Kept,
+enum PoolAction {
+    /// Deleted first, after agents have wiped it.
+    Wipe,
+    /// Deleted, and its data is kept.
+    Retain,
+    /// Kept, because its wipe is not confirmed.
+    Keep,
 }
 
-/// One run.
+/// State of one run.
 struct Run<'a> {
     client: &'a Client,
     release: &'a Release,
@@ -66,60 +74,61 @@ struct Run<'a> {
     begun: Instant,
 }
 
-/// Deletes what a release has applied, and waits until it is gone.
+/// Deletes the objects that a release has applied, and waits until they are gone.
 ///
 /// # Errors
-/// Something remains after that time, or may not be deleted; what and why.
+/// An object remains after the timeout, with the reason in the message, or the API server rejected a
+/// deletion.
 pub async fn delete(client: &Client, release: &Release, within: Duration) -> anyhow::Result<()> {
     let run = Run { client, release, within, begun: Instant::now() };
-    run.tenants().await?;
-    run.pools(Fate::Wiped).await?;
-    run.clusters().await?;
-    run.until_gone(async || run.grants_left().await).await?;
-    run.until_gone(async || run.tenants_left().await).await?;
-    run.pools(Fate::Retained).await?;
-    run.name_what_stays().await
+    run.delete_tenants().await?;
+    run.delete_pools(PoolAction::Wipe).await?;
+    run.delete_clusters().await?;
+    run.until_gone(async || run.ending_grants().await).await?;
+    run.until_gone(async || run.remaining_tenants().await).await?;
+    run.delete_pools(PoolAction::Retain).await?;
+    run.log_remaining().await
 }
 
 impl Run<'_> {
-    /// Those whose control planes are away go with their clusters.
-    async fn tenants(&self) -> anyhow::Result<()> {
+    /// Deletes tenants. Tenants of unreachable control planes are deleted together with their clusters.
+    async fn delete_tenants(&self) -> anyhow::Result<()> {
         let api = self.all_tenants();
         self.delete_all(&api, &self.applied(&api).await?, &DeleteParams::background()).await?;
-        let left = self.wait(self.within / TENANTS_PART, async || self.tenants_left().await).await?;
+        let left = self.wait(self.within / TENANTS_PART, async || self.remaining_tenants().await).await?;
         if !left.is_empty() {
             tracing::info!(
-                "tenants that control planes were not told of go with their clusters: {}",
+                "control planes did not remove these tenants in time; deleting them with their clusters: {}",
                 left.join("; ")
             );
         }
         Ok(())
     }
 
-    async fn tenants_left(&self) -> anyhow::Result<Vec<String>> {
-        Ok(self.applied(&self.all_tenants()).await?.iter().map(remains).collect())
+    async fn remaining_tenants(&self) -> anyhow::Result<Vec<String>> {
+        Ok(self.applied(&self.all_tenants()).await?.iter().map(describe).collect())
     }
 
-    async fn pools(&self, fate: Fate) -> anyhow::Result<()> {
+    async fn delete_pools(&self, action: PoolAction) -> anyhow::Result<()> {
         let api = self.all_pools();
-        let of_fate = async || {
+        let with_action = async || {
             let mut pools = self.applied(&api).await?;
-            pools.retain(|pool| self::fate(pool) == fate);
+            pools.retain(|pool| pool_action(pool) == action);
             anyhow::Ok(pools)
         };
-        let pools = of_fate().await?;
-        self.let_go(&api, &pools).await?;
+        let pools = with_action().await?;
+        self.confirm_deletion(&api, &pools).await?;
         self.delete_all(&api, &pools, &DeleteParams::background()).await?;
-        self.until_gone(async || Ok(of_fate().await?.iter().map(remains).collect())).await
+        self.until_gone(async || Ok(with_action().await?.iter().map(describe).collect())).await
     }
 
-    async fn clusters(&self) -> anyhow::Result<()> {
+    async fn delete_clusters(&self) -> anyhow::Result<()> {
         let namespace = &self.release.namespace;
         let resource = ApiResource::erase::<KVCacheCluster>(&());
         let api: Api<DynamicObject> = Api::namespaced_with(self.client.clone(), namespace, &resource);
-        // It stays until everything that has it as its owner is gone.
+        // Foreground: the cluster remains until all objects that it owns are gone.
         let clusters = self.applied(&api).await?;
-        self.let_go(&api, &clusters).await?;
+        self.confirm_deletion(&api, &clusters).await?;
         self.delete_all(&api, &clusters, &DeleteParams::foreground()).await?;
         self.until_gone(async || {
             let clusters = self.list(&api, &ListParams::default()).await?;
@@ -127,18 +136,18 @@ impl Run<'_> {
                 clusters.into_iter().partition(|cluster| cluster.metadata.deletion_timestamp.is_some());
             let mut left = Vec::new();
             for cluster in &going {
-                left.push(self.of_cluster(cluster).await?);
+                left.push(self.describe_cluster(cluster).await?);
             }
             let staying: BTreeSet<String> = staying.iter().map(ResourceExt::name_any).collect();
-            left.extend(self.nodes(&staying).await?);
-            left.extend(self.bindings(&going).await?);
+            left.extend(self.remaining_nodes(&staying).await?);
+            left.extend(self.remaining_bindings(&going).await?);
             Ok(left)
         })
         .await
     }
 
-    /// A cluster that is being deleted, and what it waits for.
-    async fn of_cluster(&self, cluster: &DynamicObject) -> anyhow::Result<String> {
+    /// Describes a cluster that is being deleted, with the workloads or the reason that it waits for.
+    async fn describe_cluster(&self, cluster: &DynamicObject) -> anyhow::Result<String> {
         let of_it =
             ListParams::default().labels(&format!("{CLUSTER_UID}={}", cluster.uid().unwrap_or_default()));
         let mut workloads = Vec::new();
@@ -148,13 +157,16 @@ impl Run<'_> {
             let found = self.list(&api, &of_it).await?;
             workloads.extend(found.iter().map(|one| format!("{} {}", kind.as_str(), one.name_any())));
         }
-        let waits =
-            if workloads.is_empty() { held(cluster) } else { format!("waits for {}", workloads.join(", ")) };
+        let waits = if workloads.is_empty() {
+            remaining_reason(cluster)
+        } else {
+            format!("waits for {}", workloads.join(", "))
+        };
         Ok(format!("KVCacheCluster {}: {waits}", cluster.name_any()))
     }
 
-    /// Nodes of clusters of the namespace that are gone or go.
-    async fn nodes(&self, staying: &BTreeSet<String>) -> anyhow::Result<Vec<String>> {
+    /// Describes remaining CacheNodes of clusters in the namespace that are gone or being deleted.
+    async fn remaining_nodes(&self, staying: &BTreeSet<String>) -> anyhow::Result<Vec<String>> {
         let api: Api<DynamicObject> =
             Api::all_with(self.client.clone(), &ApiResource::erase::<CacheNode>(&()));
         let nodes = self.list(&api, &ListParams::default()).await?;
@@ -164,20 +176,21 @@ impl Run<'_> {
             is_here && !cluster["name"].as_str().is_some_and(|name| staying.contains(name))
         };
         let left = nodes.iter().filter(is_left).map(|node| node.name_any());
-        let say = |name: String| {
+        let message = |name: String| {
             format!(
-                "CacheNode {name}: the operator removes it, once the agent has let go of what GPUQueueAllocations of the node were granted: an agent \
-                 that says nothing for a minute counts as gone. Does the operator run?"
+                "CacheNode {name}: the operator deletes it once the agent has released the granted GPU \
+                 queues of the node; an agent that does not report for a minute counts as gone. Check that \
+                 the operator runs"
             )
         };
-        Ok(left.map(say).collect())
+        Ok(left.map(message).collect())
     }
 
-    /// Bindings of clusters that go, which the operator removes afterwards.
-    async fn bindings(&self, going: &[DynamicObject]) -> anyhow::Result<Vec<String>> {
+    /// Describes bindings of deleted clusters, which the operator deletes after the clusters.
+    async fn remaining_bindings(&self, going: &[DynamicObject]) -> anyhow::Result<Vec<String>> {
         let api: Api<ClusterRoleBinding> = Api::all(self.client.clone());
         let ours = ListParams::default().labels(&format!("{MANAGED_BY}={OPERATOR},{CLUSTER_UID}"));
-        let bindings = self.patiently(async || api.list(&ours).await).await?.items;
+        let bindings = self.retry(async || api.list(&ours).await).await?.items;
         let clusters: Api<DynamicObject> = Api::namespaced_with(
             self.client.clone(),
             &self.release.namespace,
@@ -198,23 +211,26 @@ impl Run<'_> {
         };
         let left = bindings.iter().filter(is_left).map(|binding| binding.name_any());
         Ok(left
-            .map(|name| format!("ClusterRoleBinding {name}: the operator removes it: does it run?"))
+            .map(|name| {
+                format!("ClusterRoleBinding {name}: the operator deletes it. Check that the operator runs")
+            })
             .collect())
     }
 
-    /// Allocations whose grants the operator ends, since the agents of their nodes are gone.
-    async fn grants_left(&self) -> anyhow::Result<Vec<String>> {
+    /// Describes allocations whose grants the operator ends, because the agents of their nodes are gone.
+    async fn ending_grants(&self) -> anyhow::Result<Vec<String>> {
         let (ending, _) = self.grants().await?;
-        let say = |one: &DynamicObject| {
+        let message = |one: &DynamicObject| {
             let (node, name) = (node_of(one), full_name(one));
             format!(
-                "GPUQueueAllocation {name}: no cluster has node {node} any more, and the operator ends its grant: does it run?"
+                "GPUQueueAllocation {name}: the operator ends its grant, because node {node} no longer \
+                 belongs to a cluster. Check that the operator runs"
             )
         };
-        Ok(ending.iter().map(say).collect())
+        Ok(ending.iter().map(message).collect())
     }
 
-    /// Allocations with our finalizer: those of nodes that no cluster has, and the others.
+    /// Returns allocations with the operator's finalizer: those on nodes of no cluster, then the others.
     async fn grants(&self) -> anyhow::Result<(Vec<DynamicObject>, Vec<DynamicObject>)> {
         let allocations: Api<DynamicObject> =
             Api::all_with(self.client.clone(), &ApiResource::erase::<GPUQueueAllocation>(&()));
@@ -222,44 +238,47 @@ impl Run<'_> {
             Api::all_with(self.client.clone(), &ApiResource::erase::<CacheNode>(&()));
         let allocations = self.list(&allocations, &ListParams::default()).await?;
         let nodes = self.list(&nodes, &ListParams::default()).await?;
-        Ok(by_agent(allocations, &nodes))
+        Ok(split_by_agent(allocations, &nodes))
     }
 
-    async fn name_what_stays(&self) -> anyhow::Result<()> {
+    async fn log_remaining(&self) -> anyhow::Result<()> {
         let (_, granted) = self.grants().await?;
         for allocation in granted.iter().take(NAMES_MAX) {
             tracing::warn!(
                 allocation = full_name(allocation),
                 node = node_of(allocation),
-                "the allocation stays, with its grant and the finalizer {QUEUES_FINALIZER}: a cluster that the release has not applied has its node. \
-                 Without an operator a deletion of it waits until one is installed again, or until somebody takes the finalizer away"
+                "the allocation stays, with its grant and the finalizer {QUEUES_FINALIZER}, because its node \
+                 belongs to a cluster that is not part of the release. Its deletion will wait until an \
+                 operator is installed again or the finalizer is removed by hand"
             );
         }
         if let Some(more) = granted.len().checked_sub(NAMES_MAX).filter(|more| *more > 0) {
-            tracing::warn!(more, "more allocations stay like these");
+            tracing::warn!(more, "more allocations stay for the same reason");
         }
         for pool in self.applied(&self.all_pools()).await? {
             tracing::warn!(
                 pool = pool.name_any(),
-                "the pool stays: its deletionPolicy is Wipe and nobody has confirmed it; delete it by hand"
+                "the pool stays, because its deletionPolicy is Wipe and the wipe is not confirmed; delete it \
+                 by hand"
             );
         }
-        let looked = async {
-            self.let_go_of_unused().await?;
-            self.name_what_is_held().await
+        let checked = async {
+            self.release_unused_pools().await?;
+            self.log_blocked().await
         };
-        if let Err(error) = looked.await {
+        if let Err(error) = checked.await {
             tracing::warn!(
                 error = format!("{error:#}"),
-                "what else stays with the operator's finalizers cannot be looked at"
+                "cannot check for other objects that keep the operator's finalizers"
             );
         }
-        tracing::info!(release = self.release.name, "what the release has applied is gone");
+        tracing::info!(release = self.release.name, "all objects that the release applied are gone");
         Ok(())
     }
 
-    /// Pools of somebody's own that no node has any more are let go of: the operator would do it a little later, and goes now.
-    async fn let_go_of_unused(&self) -> anyhow::Result<()> {
+    /// Removes the finalizer from other pools that no node has. The operator would do that a little later,
+    /// but stops now.
+    async fn release_unused_pools(&self) -> anyhow::Result<()> {
         let nodes: Api<DynamicObject> =
             Api::all_with(self.client.clone(), &ApiResource::erase::<CacheNode>(&()));
         let nodes = self.list(&nodes, &ListParams::default()).await?;
@@ -269,7 +288,7 @@ impl Run<'_> {
         for pool in self.list(&api, &ListParams::default()).await? {
             let is_unused = !claimed.contains(pool.uid().unwrap_or_default().as_str());
             let wipes = pool.data["spec"]["deletionPolicy"] == "Wipe";
-            if !is_unused || wipes || !in_use::holds(&pool) {
+            if !is_unused || wipes || !deletion_guard::has_guard(&pool) {
                 continue;
             }
             let mut finalizers = pool.finalizers().to_vec();
@@ -279,35 +298,37 @@ impl Run<'_> {
             }));
             let name = pool.name_any();
             let patched =
-                self.patiently(async || match api.patch(&name, &PatchParams::default(), &patch).await {
+                self.retry(async || match api.patch(&name, &PatchParams::default(), &patch).await {
                     Err(kube::Error::Api(status)) if [NOT_FOUND, CONFLICT].contains(&status.code) => Ok(()),
                     other => other.map(|_| ()),
                 });
-            patched.await.with_context(|| format!("SSDPool {name} cannot be let go of"))?;
+            patched.await.with_context(|| format!("cannot remove the finalizer from SSDPool {name}"))?;
         }
         Ok(())
     }
 
-    /// Clusters and pools of somebody's own that engines use, or that are to be wiped: without an operator nobody lets them go.
-    async fn name_what_is_held(&self) -> anyhow::Result<()> {
+    /// Logs other clusters and pools that are in use or will be wiped. Without an operator their deletion
+    /// never ends.
+    async fn log_blocked(&self) -> anyhow::Result<()> {
         let clusters: Api<DynamicObject> =
             Api::all_with(self.client.clone(), &ApiResource::erase::<KVCacheCluster>(&()));
         let mut objects = self.list(&clusters, &ListParams::default()).await?;
         objects.extend(self.list(&self.all_pools(), &ListParams::default()).await?);
-        // What stays of the release is named already.
+        // Remaining objects of the release were logged already.
         let is_named = |object: &DynamicObject| object.labels().get(RELEASE) == Some(&self.release.name);
-        objects.retain(|object| in_use::holds(object) && !is_named(object));
+        objects.retain(|object| deletion_guard::has_guard(object) && !is_named(object));
         for object in objects.iter().take(NAMES_MAX) {
             let (kind, name) = (kind(object), full_name(object));
             tracing::warn!(
                 kind,
                 name,
-                "it stays, with the finalizer {IN_USE_FINALIZER}, since engines use it or it is to be wiped. Without an operator a deletion of it \
-                 waits until one is installed again, or until somebody takes the finalizer away"
+                "the object stays, with the finalizer {IN_USE_FINALIZER}, because engines use it or it will \
+                 be wiped. Its deletion will wait until an operator is installed again or the finalizer is \
+                 removed by hand"
             );
         }
         if let Some(more) = objects.len().checked_sub(NAMES_MAX).filter(|more| *more > 0) {
-            tracing::warn!(more, "more clusters and pools stay like these");
+            tracing::warn!(more, "more clusters and pools stay for the same reason");
         }
         Ok(())
     }
@@ -320,34 +341,39 @@ impl Run<'_> {
         Api::all_with(self.client.clone(), &ApiResource::erase::<SSDPool>(&()))
     }
 
-    /// Objects of a kind that the release has applied.
+    /// Returns the objects of a kind that the release has applied.
     async fn applied(&self, api: &Api<DynamicObject>) -> anyhow::Result<Vec<DynamicObject>> {
         self.list(api, &ListParams::default().labels(&format!("{RELEASE}={}", self.release.name))).await
     }
 
-    /// Objects of a kind; none where the kind is not defined.
+    /// Lists objects of a kind. Returns an empty list if the kind is not defined.
     async fn list(&self, api: &Api<DynamicObject>, of: &ListParams) -> anyhow::Result<Vec<DynamicObject>> {
-        let listed = self.patiently(async || match api.list(of).await {
+        let listed = self.retry(async || match api.list(of).await {
             Err(kube::Error::Api(status)) if status.code == NOT_FOUND => Ok(Vec::new()),
             other => other.map(|list| list.items),
         });
         listed.await
     }
 
-    /// Says of clusters or pools that they go although engines use them: who ends a release has decided that, and the operator, which
-    /// takes its finalizers away, goes next.
-    async fn let_go(&self, api: &Api<DynamicObject>, objects: &[DynamicObject]) -> anyhow::Result<()> {
-        let patch = Patch::Merge(json!({ "metadata": { "annotations": { DELETE_IN_USE: YES } } }));
-        let lacks =
-            |object: &&DynamicObject| object.annotations().get(DELETE_IN_USE).is_none_or(|said| said != YES);
+    /// Confirms the deletion of clusters or pools that engines use. Uninstalling the release implies that
+    /// decision, and the operator, which would remove the finalizers later, is deleted next.
+    async fn confirm_deletion(
+        &self,
+        api: &Api<DynamicObject>,
+        objects: &[DynamicObject],
+    ) -> anyhow::Result<()> {
+        let patch = Patch::Merge(json!({ "metadata": { "annotations": { DELETE_IN_USE: CONFIRMED } } }));
+        let lacks = |object: &&DynamicObject| {
+            object.annotations().get(DELETE_IN_USE).is_none_or(|value| value != CONFIRMED)
+        };
         for object in objects.iter().filter(lacks) {
             let (kind, name) = (kind(object), object.name_any());
             let patched =
-                self.patiently(async || match api.patch(&name, &PatchParams::default(), &patch).await {
+                self.retry(async || match api.patch(&name, &PatchParams::default(), &patch).await {
                     Err(kube::Error::Api(status)) if status.code == NOT_FOUND => Ok(()),
                     other => other.map(|_| ()),
                 });
-            patched.await.with_context(|| format!("{kind} {name} cannot be annotated"))?;
+            patched.await.with_context(|| format!("cannot annotate {kind} {name}"))?;
         }
         Ok(())
     }
@@ -360,17 +386,17 @@ impl Run<'_> {
     ) -> anyhow::Result<()> {
         for object in objects.iter().filter(|object| object.metadata.deletion_timestamp.is_none()) {
             let (kind, name) = (kind(object), object.name_any());
-            let deleted = self.patiently(async || match api.delete(&name, how).await {
+            let deleted = self.retry(async || match api.delete(&name, how).await {
                 Err(kube::Error::Api(status)) if status.code == NOT_FOUND => Ok(()),
                 other => other.map(|_| ()),
             });
-            deleted.await.with_context(|| format!("{kind} {name} cannot be deleted"))?;
+            deleted.await.with_context(|| format!("cannot delete {kind} {name}"))?;
             tracing::info!(kind, name, "deleted");
         }
         Ok(())
     }
 
-    /// Waits until nothing is left; of what is, each is named with why it remains.
+    /// Waits until nothing is left. On timeout, the error names remaining objects and why they remain.
     async fn until_gone(&self, left: impl AsyncFn() -> anyhow::Result<Vec<String>>) -> anyhow::Result<()> {
         let mut left = self.wait(self.within, left).await?;
         if left.is_empty() {
@@ -379,10 +405,11 @@ impl Run<'_> {
         let more = left.len().saturating_sub(NAMES_MAX);
         left.truncate(NAMES_MAX);
         let more = if more > 0 { format!("; and {more} more") } else { String::new() };
-        bail!("after {:?} there remain: {}{more}", self.within, left.join("; "));
+        bail!("still there after {:?}: {}{more}", self.within, left.join("; "));
     }
 
-    /// Waits until nothing is left, and for so long after the beginning at the most; what is left.
+    /// Waits until nothing is left or `within` has passed since the start of the run. Returns the remaining
+    /// objects.
     async fn wait(
         &self,
         within: Duration,
@@ -393,12 +420,12 @@ impl Run<'_> {
             if left.is_empty() || self.begun.elapsed() >= within {
                 return Ok(left);
             }
-            tokio::time::sleep(LOOK_EVERY).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
         }
     }
 
-    /// Asks again while the API server is away; what it refuses is refused.
-    async fn patiently<T>(&self, call: impl AsyncFn() -> Result<T, kube::Error>) -> anyhow::Result<T> {
+    /// Retries a call until the timeout, unless the API server rejects it.
+    async fn retry<T>(&self, call: impl AsyncFn() -> Result<T, kube::Error>) -> anyhow::Result<T> {
         loop {
             match call().await {
                 Ok(done) => return Ok(done),
@@ -410,9 +437,9 @@ impl Run<'_> {
                 Err(error) if self.begun.elapsed() >= self.within => {
                     return Err(error).context("the API server does not answer");
                 }
-                Err(error) => tracing::info!(%error, "asked again"),
+                Err(error) => tracing::info!(%error, "API server request failed; retrying"),
             }
-            tokio::time::sleep(LOOK_EVERY).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
         }
     }
 }
@@ -421,22 +448,23 @@ fn kind(object: &DynamicObject) -> &str {
     object.types.as_ref().map_or("object", |types| types.kind.as_str())
 }
 
-fn fate(pool: &DynamicObject) -> Fate {
+fn pool_action(pool: &DynamicObject) -> PoolAction {
     let spec = &pool.data["spec"];
     match (spec["deletionPolicy"] == "Wipe", spec["wipeConfirmation"].is_string()) {
-        (false, _) => Fate::Retained,
-        (true, true) => Fate::Wiped,
-        (true, false) => Fate::Kept,
+        (false, _) => PoolAction::Retain,
+        (true, true) => PoolAction::Wipe,
+        (true, false) => PoolAction::Keep,
     }
 }
 
-/// Allocations with our finalizer, by whether an agent is on their node: without one first.
-fn by_agent(
+/// Splits allocations with the operator's finalizer: those on nodes without an agent, then the others.
+fn split_by_agent(
     allocations: Vec<DynamicObject>,
     nodes: &[DynamicObject],
 ) -> (Vec<DynamicObject>, Vec<DynamicObject>) {
     let nodes: BTreeSet<String> = nodes.iter().map(ResourceExt::name_any).collect();
-    let has_grant = |one: &DynamicObject| one.finalizers().iter().any(|held| held == QUEUES_FINALIZER);
+    let has_grant =
+        |one: &DynamicObject| one.finalizers().iter().any(|description| description == QUEUES_FINALIZER);
     let granted = allocations.into_iter().filter(has_grant);
     granted.partition(|one| !nodes.contains(node_of(one)))
 }
@@ -450,12 +478,12 @@ fn full_name(object: &DynamicObject) -> String {
     object.namespace().map_or(name.clone(), |namespace| format!("{namespace}/{name}"))
 }
 
-/// An object that is being deleted, and why it is still there.
-fn remains(object: &DynamicObject) -> String {
-    format!("{} {}: {}", kind(object), object.name_any(), held(object))
+/// Describes an object that is being deleted, and why it remains.
+fn describe(object: &DynamicObject) -> String {
+    format!("{} {}: {}", kind(object), object.name_any(), remaining_reason(object))
 }
 
-fn held(object: &DynamicObject) -> String {
+fn remaining_reason(object: &DynamicObject) -> String {
     let conditions = object.data["status"]["conditions"].as_array();
     let blocks = |condition: &&Value| condition["type"] == "DeletionBlocked" && condition["status"] == "True";
     let blocked = conditions.and_then(|conditions| conditions.iter().find(blocks));
@@ -463,7 +491,10 @@ fn held(object: &DynamicObject) -> String {
         Some(message) => message.to_owned(),
         None if object.finalizers().is_empty() => "it is being deleted".to_owned(),
         None => {
-            format!("its finalizers are not done: {}; does the operator run?", object.finalizers().join(", "))
+            format!(
+                "waits for its finalizers: {}. Check that the operator runs",
+                object.finalizers().join(", ")
+            )
         }
     }
 }
@@ -483,16 +514,16 @@ mod tests {
     }
 
     #[test]
-    fn data_is_destroyed_only_where_it_was_confirmed() {
-        let of = |spec: Value| fate(&pool(&spec, &json!({}), &[]));
-        assert_eq!(of(json!({})), Fate::Retained);
-        assert_eq!(of(json!({ "deletionPolicy": "Retain" })), Fate::Retained);
-        assert_eq!(of(json!({ "deletionPolicy": "Wipe" })), Fate::Kept);
-        assert_eq!(of(json!({ "deletionPolicy": "Wipe", "wipeConfirmation": "yes" })), Fate::Wiped);
+    fn wipes_only_pools_with_confirmed_wipe() {
+        let of = |spec: Value| pool_action(&pool(&spec, &json!({}), &[]));
+        assert_eq!(of(json!({})), PoolAction::Retain);
+        assert_eq!(of(json!({ "deletionPolicy": "Retain" })), PoolAction::Retain);
+        assert_eq!(of(json!({ "deletionPolicy": "Wipe" })), PoolAction::Keep);
+        assert_eq!(of(json!({ "deletionPolicy": "Wipe", "wipeConfirmation": "yes" })), PoolAction::Wipe);
     }
 
     #[test]
-    fn grants_whose_agents_are_gone_are_waited_for_and_others_stay() {
+    fn waits_for_grants_without_agent_and_keeps_other_grants() {
         let allocation = |name: &str, node: &str, finalizers: &[&str]| -> DynamicObject {
             serde_json::from_value(json!({
                 "apiVersion": "reprise.dev/v1alpha1", "kind": "GPUQueueAllocation",
@@ -510,7 +541,7 @@ mod tests {
             allocation("waits", "n1", &[]),
             allocation("other", "n1", &["others.example/hold"]),
         ];
-        let (ending, staying) = by_agent(all, &[node]);
+        let (ending, staying) = split_by_agent(all, &[node]);
         let names = |of: &[DynamicObject]| of.iter().map(full_name).collect::<Vec<_>>();
         assert_eq!(
             (names(&ending), names(&staying)),
@@ -519,17 +550,20 @@ mod tests {
     }
 
     #[test]
-    fn what_remains_says_why() {
+    fn remaining_object_is_described_with_its_reason() {
         let blocked = json!({ "conditions": [
             { "type": "Ready", "status": "True", "message": "fine" },
             { "type": "DeletionBlocked", "status": "True", "message": "2 nodes have not wiped" },
         ] });
         assert_eq!(
-            remains(&pool(&json!({}), &blocked, &["reprise.dev/wipe"])),
+            describe(&pool(&json!({}), &blocked, &["reprise.dev/wipe"])),
             "SSDPool p: 2 nodes have not wiped"
         );
-        let held = remains(&pool(&json!({}), &json!({}), &["reprise.dev/wipe"]));
-        assert!(held.contains("reprise.dev/wipe") && held.contains("operator"), "{held}");
-        assert!(remains(&pool(&json!({}), &json!({}), &[])).contains("being deleted"));
+        let description = describe(&pool(&json!({}), &json!({}), &["reprise.dev/wipe"]));
+        assert!(
+            description.contains("reprise.dev/wipe") && description.contains("operator"),
+            "{description}"
+        );
+        assert!(describe(&pool(&json!({}), &json!({}), &[])).contains("being deleted"));
     }
 }

@@ -1,24 +1,29 @@
-//! Watches: fill the stores and say what has to be reconciled.
+//! Watches: fill the stores and enqueue the objects to reconcile.
 //!
 //! | changed | reconciled |
 //! |---|---|
-//! | spec of a cluster, pool, tenant or profile, or whether a cluster or pool is accepted | everything: the plan may have changed |
-//! | name or labels of a node | it, all clusters, pools, profiles and allocations |
-//! | name or labels of a namespace | all clusters, and tenants that name pods, if there are such tenants |
-//! | anything else of these, except what the operator has written last itself | it |
+//! | spec of a cluster, pool, tenant or profile; acceptance of a cluster or pool | everything: the assignment may have changed |
+//! | name or labels of a node | the node, all clusters, pools, profiles and allocations |
+//! | name or labels of a namespace | all clusters and the tenants that select pods, if such tenants exist |
+//! | any other part of these objects, except the operator's own last write | the object |
 //! | a child | its cluster |
-//! | a CacheNode | its node, its cluster, the pools that it has or had, one of its allocations, which decides for all of them |
-//! | spec of a CacheNode, if the plan has changed by what its node had | everything |
-//! | spec of a CacheNode, its GPUs, or what it says of profiles and of whose pods are whose | profiles of its cluster's namespace, tenants that name pods |
-//! | anything of a profile | allocations that name it |
-//! | anything of an allocation | its node, whose agent is told of grants |
-//! | spec of an allocation | another one of its node: one that is gone decides nothing |
-//! | what was decided of a profile | nodes that it was decided for, clusters of its namespace ([`crate::profile::apply`]) |
+//! | a `CacheNode` | its node, its cluster, the pools of its claims and devices, one of its allocations |
+//! | spec of a `CacheNode`, if that changes the assignment | everything |
+//! | spec, GPUs, applied profiles or applied tenants of a `CacheNode` | profiles of its cluster's namespace, tenants that select pods |
+//! | any part of a profile | allocations that name it |
+//! | any part of an allocation | its node, because the `CacheNode` contains the grants |
+//! | spec of an allocation | one allocation of its node |
+//! | chosen revision of a profile | affected nodes, clusters of its namespace ([`crate::profile::apply`]) |
 //!
-//! A status or condition that a reconcile has written does not trigger that reconcile again ([`own`]); what depends on it is reconciled all the same.
+//! The reconcile of one allocation decides about all allocations of its node. So one is enough, and a deleted
+//! allocation requires another one of the node.
 //!
-//! Nothing is reconciled before all stores have been filled ([`Triggers::open`]): a half-known world would look like one in which much
-//! was deleted. After a watch was lost and everything was read again, all is reconciled, since deletions may have been missed.
+//! A status that a reconcile wrote does not trigger the same reconcile again ([`own_writes`]). Reconciles of
+//! dependent objects are triggered.
+//!
+//! Nothing is reconciled before all stores are filled ([`Triggers::open`]): missing objects would look like
+//! deleted ones. After a watch was lost and its objects were listed again, everything is reconciled, because
+//! deletions may have been missed.
 
 use std::collections::BTreeSet;
 use std::fmt::Debug;
@@ -42,33 +47,33 @@ use tokio::sync::mpsc::{Receiver, Sender, channel};
 use tokio::task::JoinSet;
 
 use crate::names::{CLUSTER_UID, MANAGED_BY, OPERATOR};
-use crate::node::apply::is_of_other_maker;
-use crate::optional;
+use crate::node::apply::is_foreign;
+use crate::optional_kinds;
+use crate::stores::{Stores, Writers};
 use crate::tenant::pods;
-use crate::world::{World, Writers};
 
-mod news;
-pub(crate) mod own;
+mod change;
+pub(crate) mod own_writes;
 
-use news::{News, Seen, Watched, strip};
-pub(crate) use news::{is_by_operator, own_of};
-use own::OwnWrites;
+use change::{Change, LastSeen, WatchedKind, strip};
+pub(crate) use change::{is_by_operator, operator_status_fields};
+use own_writes::OwnWrites;
 
-/// Requests that wait for a queue, which takes them at once: it keeps one for each object.
+/// Requests buffered for a queue. The queue takes them at once and keeps one per object.
 const REQUESTS_MAX: usize = 1024;
 
-/// A watch that has failed begins again after so long, at the most.
+/// Longest delay before a failed watch restarts.
 const PAUSE_MAX: Duration = Duration::from_secs(5);
 
-/// The condition of a watch that was lost, in the log.
+/// Key of the log condition for a lost watch.
 const WATCH_LOST: &str = "watch_lost";
 
-/// Where requests to reconcile go.
+/// Senders of reconcile requests.
 #[derive(Debug)]
 pub struct Triggers {
     open: AtomicBool,
-    /// What this process has written last.
-    pub(crate) own: OwnWrites,
+    /// Last writes of this process.
+    pub(crate) own_writes: OwnWrites,
     clusters: Sender<ObjectRef<KVCacheCluster>>,
     pools: Sender<ObjectRef<SSDPool>>,
     nodes: Sender<ObjectRef<Node>>,
@@ -77,26 +82,26 @@ pub struct Triggers {
     allocations: Sender<ObjectRef<GPUQueueAllocation>>,
 }
 
-/// Where they come from.
+/// Receivers of reconcile requests, for the queues.
 #[derive(Debug)]
-pub struct Requests {
-    /// Of clusters.
+pub struct ReconcileRequests {
+    /// Requests to reconcile clusters.
     pub clusters: Receiver<ObjectRef<KVCacheCluster>>,
-    /// Of pools.
+    /// Requests to reconcile pools.
     pub pools: Receiver<ObjectRef<SSDPool>>,
-    /// Of nodes.
+    /// Requests to reconcile nodes.
     pub nodes: Receiver<ObjectRef<Node>>,
-    /// Of tenants.
+    /// Requests to reconcile tenants.
     pub tenants: Receiver<ObjectRef<CacheTenant>>,
-    /// Of profiles.
+    /// Requests to reconcile profiles.
     pub profiles: Receiver<ObjectRef<SlackProfile>>,
-    /// Of allocations.
+    /// Requests to reconcile allocations.
     pub allocations: Receiver<ObjectRef<GPUQueueAllocation>>,
 }
 
 impl Triggers {
-    /// Closed ones.
-    pub fn new() -> (Triggers, Requests) {
+    /// Creates closed triggers, which drop requests, and the receivers.
+    pub fn new() -> (Triggers, ReconcileRequests) {
         let (clusters, cluster_requests) = channel(REQUESTS_MAX);
         let (pools, pool_requests) = channel(REQUESTS_MAX);
         let (nodes, node_requests) = channel(REQUESTS_MAX);
@@ -104,9 +109,9 @@ impl Triggers {
         let (profiles, profile_requests) = channel(REQUESTS_MAX);
         let (allocations, allocation_requests) = channel(REQUESTS_MAX);
         let open = AtomicBool::new(false);
-        let own = OwnWrites::default();
-        let triggers = Triggers { open, own, clusters, pools, nodes, tenants, profiles, allocations };
-        let requests = Requests {
+        let own_writes = OwnWrites::default();
+        let triggers = Triggers { open, own_writes, clusters, pools, nodes, tenants, profiles, allocations };
+        let requests = ReconcileRequests {
             clusters: cluster_requests,
             pools: pool_requests,
             nodes: node_requests,
@@ -117,103 +122,103 @@ impl Triggers {
         (triggers, requests)
     }
 
-    /// From now on requests pass. Everything is asked for once.
-    pub async fn open(&self, world: &World) {
+    /// Lets requests pass from now on, and enqueues all objects once.
+    pub async fn open(&self, stores: &Stores) {
         self.open.store(true, Ordering::Release);
-        self.everything(world).await;
+        self.enqueue_everything(stores).await;
     }
 
-    /// Everything that there is.
-    async fn everything(&self, world: &World) {
-        self.all_clusters_and_pools(world).await;
-        for node in world.nodes.state() {
+    /// Enqueues all objects of all kinds.
+    async fn enqueue_everything(&self, stores: &Stores) {
+        self.enqueue_clusters_and_pools(stores).await;
+        for node in stores.nodes.state() {
             self.send(&self.nodes, &*node).await;
         }
-        for tenant in world.tenants.state() {
+        for tenant in stores.tenants.state() {
             self.send(&self.tenants, &*tenant).await;
         }
-        self.all_profiles(world).await;
-        self.all_allocations(world).await;
+        self.enqueue_all_profiles(stores).await;
+        self.enqueue_all_allocations(stores).await;
     }
 
-    async fn all_allocations(&self, world: &World) {
-        for allocation in world.allocations.state() {
+    async fn enqueue_all_allocations(&self, stores: &Stores) {
+        for allocation in stores.allocations.state() {
             self.send(&self.allocations, &*allocation).await;
         }
     }
 
-    /// An allocation, of which something could not be written.
-    pub(crate) async fn allocation(&self, allocation: &GPUQueueAllocation) {
+    /// Enqueues an allocation again after a failed write.
+    pub(crate) async fn enqueue_allocation(&self, allocation: &GPUQueueAllocation) {
         self.send(&self.allocations, allocation).await;
     }
 
-    /// Allocations that name a profile: they are refused by what its status says.
-    async fn allocations_with(&self, world: &World, profile: &SlackProfile) {
+    /// Enqueues allocations that name a profile. Its status decides whether they are refused.
+    async fn enqueue_allocations_with(&self, stores: &Stores, profile: &SlackProfile) {
         let (namespace, name) = (profile.namespace().unwrap_or_default(), profile.name_any());
         let names_it = |allocation: &GPUQueueAllocation| {
             let named = allocation.spec.slack_profile_ref.as_ref();
             is_in(allocation, &namespace) && named.is_some_and(|named| named.name.as_str() == name)
         };
-        for allocation in world.allocations.state_filter(names_it) {
+        for allocation in stores.allocations.state_filter(names_it) {
             self.send(&self.allocations, &*allocation).await;
         }
     }
 
-    /// One allocation of a node, whose reconcile is about all of them.
-    async fn one_allocation(&self, world: &World, node: &str) {
+    /// Enqueues one allocation of a node. Its reconcile decides about all of them.
+    async fn enqueue_one_allocation(&self, stores: &Stores, node: &str) {
         let of_node = |allocation: &GPUQueueAllocation| allocation.spec.node_name.as_str() == node;
-        if let Some(allocation) = world.allocations.find(of_node) {
+        if let Some(allocation) = stores.allocations.find(of_node) {
             self.send(&self.allocations, &*allocation).await;
         }
     }
 
-    /// All clusters.
-    pub(crate) async fn all_clusters(&self, world: &World) {
-        for cluster in world.clusters.state() {
+    /// Enqueues all clusters for reconciling.
+    pub(crate) async fn enqueue_all_clusters(&self, stores: &Stores) {
+        for cluster in stores.clusters.state() {
             self.send(&self.clusters, &*cluster).await;
         }
     }
 
-    async fn all_clusters_and_pools(&self, world: &World) {
-        self.all_clusters(world).await;
-        for pool in world.pools.state() {
+    async fn enqueue_clusters_and_pools(&self, stores: &Stores) {
+        self.enqueue_all_clusters(stores).await;
+        for pool in stores.pools.state() {
             self.send(&self.pools, &*pool).await;
         }
     }
 
-    async fn all_profiles(&self, world: &World) {
-        for profile in world.profiles.state() {
+    async fn enqueue_all_profiles(&self, stores: &Stores) {
+        for profile in stores.profiles.state() {
             self.send(&self.profiles, &*profile).await;
         }
     }
 
-    /// Clusters, where pods of namespaces are told from each other, and the tenants that name such.
-    async fn who_is_who(&self, world: &World) {
-        if world.tenants.find(pods::names_pods).is_none() {
+    /// Enqueues all clusters and the tenants that select pods, if there are such tenants.
+    async fn enqueue_pod_assignment(&self, stores: &Stores) {
+        if stores.tenants.find(pods::selects_pods).is_none() {
             return;
         }
-        self.all_clusters(world).await;
-        self.naming_tenants(world).await;
+        self.enqueue_all_clusters(stores).await;
+        self.enqueue_pod_tenants(stores).await;
     }
 
-    /// Tenants that name pods.
-    async fn naming_tenants(&self, world: &World) {
-        for tenant in world.tenants.state_filter(pods::names_pods) {
+    /// Enqueues tenants that select pods.
+    async fn enqueue_pod_tenants(&self, stores: &Stores) {
+        for tenant in stores.tenants.state_filter(pods::selects_pods) {
             self.send(&self.tenants, &*tenant).await;
         }
     }
 
-    /// Clusters of a namespace.
-    pub(crate) async fn clusters_in(&self, world: &World, namespace: &str) {
-        for cluster in world.clusters.state_filter(|cluster| is_in(cluster, namespace)) {
+    /// Enqueues clusters of a namespace.
+    pub(crate) async fn enqueue_clusters_in(&self, stores: &Stores, namespace: &str) {
+        for cluster in stores.clusters.state_filter(|cluster| is_in(cluster, namespace)) {
             self.send(&self.clusters, &*cluster).await;
         }
     }
 
-    /// Nodes by their names.
-    pub(crate) async fn nodes_named(&self, world: &World, names: &BTreeSet<String>) {
+    /// Enqueues nodes by name.
+    pub(crate) async fn enqueue_nodes(&self, stores: &Stores, names: &BTreeSet<String>) {
         for name in names {
-            if let Some(node) = world.nodes.get(&ObjectRef::new(name)) {
+            if let Some(node) = stores.nodes.get(&ObjectRef::new(name)) {
                 self.send(&self.nodes, &*node).await;
             }
         }
@@ -224,35 +229,35 @@ impl Triggers {
         K: Resource<DynamicType = ()>,
     {
         if self.open.load(Ordering::Acquire) {
-            // Fails when the queues are shutting down: nobody waits for it any more.
+            // Fails only while the queues are shutting down.
             let _ = to.send(ObjectRef::from_obj(object)).await;
         }
     }
 
-    async fn cache_node(&self, world: &World, cache_node: &CacheNode, news: News) {
-        if news == News::Spec && world.held_changed(&cache_node.name_any()) {
-            self.everything(world).await;
+    async fn enqueue_for_cache_node(&self, stores: &Stores, cache_node: &CacheNode, change: Change) {
+        if change == Change::Spec && stores.cache_node_changed(&cache_node.name_any()) {
+            self.enqueue_everything(stores).await;
         }
-        self.one_allocation(world, &cache_node.name_any()).await;
-        // Of its own condition the node has nothing left to do.
-        let node = world.nodes.get(&ObjectRef::new(&cache_node.name_any()));
-        if let Some(node) = node.filter(|_| news != News::Own) {
+        self.enqueue_one_allocation(stores, &cache_node.name_any()).await;
+        // A change of the operator's own condition requires nothing of the node.
+        let node = stores.nodes.get(&ObjectRef::new(&cache_node.name_any()));
+        if let Some(node) = node.filter(|_| change != Change::OwnWrite) {
             self.send(&self.nodes, &*node).await;
         }
-        if news == News::Spec && is_of_other_maker(cache_node) {
-            // The conditions of the cluster that selects the node name it.
-            self.all_clusters(world).await;
+        if change == Change::Spec && is_foreign(cache_node) {
+            // Conditions of the cluster that selects the node name this CacheNode.
+            self.enqueue_all_clusters(stores).await;
         }
         let of_cluster = cache_node.spec.cluster_ref.as_ref().and_then(|cluster| {
-            world.clusters.get(&ObjectRef::new(cluster.name.as_str()).within(cluster.namespace.as_str()))
+            stores.clusters.get(&ObjectRef::new(cluster.name.as_str()).within(cluster.namespace.as_str()))
         });
         if let Some(cluster) = of_cluster {
             self.send(&self.clusters, &*cluster).await;
         }
-        if let (News::Spec, Some(cluster)) = (news, &cache_node.spec.cluster_ref) {
-            self.naming_tenants(world).await;
+        if let (Change::Spec, Some(cluster)) = (change, &cache_node.spec.cluster_ref) {
+            self.enqueue_pod_tenants(stores).await;
             let namespace = cluster.namespace.as_str();
-            for profile in world.profiles.state_filter(|profile| is_in(profile, namespace)) {
+            for profile in stores.profiles.state_filter(|profile| is_in(profile, namespace)) {
                 self.send(&self.profiles, &*profile).await;
             }
         }
@@ -262,7 +267,7 @@ impl Triggers {
         pools.sort_unstable();
         pools.dedup();
         for name in pools {
-            if let Some(pool) = world.pools.get(&ObjectRef::new(name)) {
+            if let Some(pool) = stores.pools.get(&ObjectRef::new(name)) {
                 self.send(&self.pools, &*pool).await;
             }
         }
@@ -273,20 +278,25 @@ fn is_in<K: Resource>(object: &K, namespace: &str) -> bool {
     object.meta().namespace.as_deref() == Some(namespace)
 }
 
-/// Starts all watches. They end with the set.
-pub fn start(client: &Client, world: &Arc<World>, writers: Writers, triggers: &Arc<Triggers>) -> JoinSet<()> {
+/// Starts all watches. They end when the set is dropped.
+pub fn start(
+    client: &Client,
+    stores: &Arc<Stores>,
+    writers: Writers,
+    triggers: &Arc<Triggers>,
+) -> JoinSet<()> {
     let mut tasks = JoinSet::new();
-    let on = || On { world: Arc::clone(world), triggers: Arc::clone(triggers) };
+    let on = || Handler { stores: Arc::clone(stores), triggers: Arc::clone(triggers) };
     let all = || watcher::Config::default();
     tasks.spawn(follow(
         Api::<KVCacheCluster>::all(client.clone()),
         all(),
         writers.clusters,
         on(),
-        |on, object, news| {
+        |on, object, change| {
             Box::pin(async move {
-                on.itself(&on.triggers.clusters, object, news).await;
-                on.wide(news).await;
+                on.enqueue_self(&on.triggers.clusters, object, change).await;
+                on.handle_spec_change(change).await;
             })
         },
     ));
@@ -295,10 +305,10 @@ pub fn start(client: &Client, world: &Arc<World>, writers: Writers, triggers: &A
         all(),
         writers.pools,
         on(),
-        |on, object, news| {
+        |on, object, change| {
             Box::pin(async move {
-                on.itself(&on.triggers.pools, object, news).await;
-                on.wide(news).await;
+                on.enqueue_self(&on.triggers.pools, object, change).await;
+                on.handle_spec_change(change).await;
             })
         },
     ));
@@ -307,10 +317,10 @@ pub fn start(client: &Client, world: &Arc<World>, writers: Writers, triggers: &A
         all(),
         writers.tenants,
         on(),
-        |on, object, news| {
+        |on, object, change| {
             Box::pin(async move {
-                on.itself(&on.triggers.tenants, object, news).await;
-                on.wide(news).await;
+                on.enqueue_self(&on.triggers.tenants, object, change).await;
+                on.handle_spec_change(change).await;
             })
         },
     ));
@@ -319,45 +329,51 @@ pub fn start(client: &Client, world: &Arc<World>, writers: Writers, triggers: &A
         all(),
         writers.profiles,
         on(),
-        |on, object, news| {
+        |on, object, change| {
             Box::pin(async move {
-                on.itself(&on.triggers.profiles, object, news).await;
-                on.triggers.allocations_with(&on.world, object).await;
-                on.wide(news).await;
+                on.enqueue_self(&on.triggers.profiles, object, change).await;
+                on.triggers.enqueue_allocations_with(&on.stores, object).await;
+                on.handle_spec_change(change).await;
             })
         },
     ));
     let allocations = Api::<GPUQueueAllocation>::all(client.clone());
-    tasks.spawn(follow(allocations, all(), writers.allocations, on(), |on, object, news| {
+    tasks.spawn(follow(allocations, all(), writers.allocations, on(), |on, object, change| {
         Box::pin(async move {
-            // The end of a grant is scheduled by the reconcile that sees it in the status.
+            // Also for an own write: the reconcile that sees the end of a grant in the status schedules it.
             let ends = object.status.as_ref().is_some_and(|status| status.expires_at.is_some());
-            let news_of_it = if ends && news == News::Own { News::Other } else { news };
-            on.itself(&on.triggers.allocations, object, news_of_it).await;
-            // One that is gone decides nothing, and others may have its room.
+            let own_change = if ends && change == Change::OwnWrite { Change::Other } else { change };
+            on.enqueue_self(&on.triggers.allocations, object, own_change).await;
+            // A deleted allocation is not reconciled, but others may get its queues.
             let node = object.spec.node_name.as_str();
-            if news == News::Spec {
-                on.triggers.one_allocation(&on.world, node).await;
+            if change == Change::Spec {
+                on.triggers.enqueue_one_allocation(&on.stores, node).await;
             }
-            on.triggers.nodes_named(&on.world, &BTreeSet::from([node.to_owned()])).await;
+            on.triggers.enqueue_nodes(&on.stores, &BTreeSet::from([node.to_owned()])).await;
         })
     }));
-    tasks.spawn(follow(Api::<Node>::all(client.clone()), all(), writers.nodes, on(), |on, object, news| {
-        Box::pin(async move {
-            if news == News::Spec {
-                on.world.changed();
-                on.triggers.all_clusters_and_pools(&on.world).await;
-                on.triggers.all_profiles(&on.world).await;
-                on.triggers.all_allocations(&on.world).await;
-            }
-            on.itself(&on.triggers.nodes, object, news).await;
-        })
-    }));
+    tasks.spawn(follow(
+        Api::<Node>::all(client.clone()),
+        all(),
+        writers.nodes,
+        on(),
+        |on, object, change| {
+            Box::pin(async move {
+                if change == Change::Spec {
+                    on.stores.invalidate_assignment();
+                    on.triggers.enqueue_clusters_and_pools(&on.stores).await;
+                    on.triggers.enqueue_all_profiles(&on.stores).await;
+                    on.triggers.enqueue_all_allocations(&on.stores).await;
+                }
+                on.enqueue_self(&on.triggers.nodes, object, change).await;
+            })
+        },
+    ));
     let namespaces = Api::<Namespace>::all(client.clone());
-    tasks.spawn(follow(namespaces, all(), writers.namespaces, on(), |on, _, news| {
+    tasks.spawn(follow(namespaces, all(), writers.namespaces, on(), |on, _, change| {
         Box::pin(async move {
-            if news == News::Spec {
-                on.triggers.who_is_who(&on.world).await;
+            if change == Change::Spec {
+                on.triggers.enqueue_pod_assignment(&on.stores).await;
             }
         })
     }));
@@ -366,15 +382,15 @@ pub fn start(client: &Client, world: &Arc<World>, writers: Writers, triggers: &A
         all(),
         writers.cache_nodes,
         on(),
-        |on, object, news| Box::pin(on.triggers.cache_node(&on.world, object, news)),
+        |on, object, change| Box::pin(on.triggers.enqueue_for_cache_node(&on.stores, object, change)),
     ));
     for (kind, writer) in writers.children {
         let api: Api<DynamicObject> = Api::all_with(client.clone(), &kind.resource());
         let ours = watcher::Config::default().labels(&format!("{MANAGED_BY}={OPERATOR}"));
         let following = follow(api, ours, writer, on(), |on, object, _| Box::pin(on.child(object)));
         if kind.is_optional() {
-            let (world, triggers) = (Arc::clone(world), Arc::clone(triggers));
-            tasks.spawn(optional::follow(client.clone(), kind, world, triggers, following));
+            let (stores, triggers) = (Arc::clone(stores), Arc::clone(triggers));
+            tasks.spawn(optional_kinds::follow(client.clone(), kind, stores, triggers, following));
         } else {
             tasks.spawn(following);
         }
@@ -382,48 +398,49 @@ pub fn start(client: &Client, world: &Arc<World>, writers: Writers, triggers: &A
     tasks
 }
 
-/// What happens on a change has this to work with.
-struct On {
-    world: Arc<World>,
+/// State for handling watch events.
+struct Handler {
+    stores: Arc<Stores>,
     triggers: Arc<Triggers>,
 }
 
-impl On {
-    /// The object itself is reconciled, unless the event only shows what its last reconcile wrote.
-    async fn itself<K>(&self, to: &Sender<ObjectRef<K>>, object: &K, news: News)
+impl Handler {
+    /// Enqueues the object itself, unless the event only shows the last write of its reconcile.
+    async fn enqueue_self<K>(&self, to: &Sender<ObjectRef<K>>, object: &K, change: Change)
     where
         K: Resource<DynamicType = ()>,
     {
-        if news != News::Own {
+        if change != Change::OwnWrite {
             self.triggers.send(to, object).await;
         }
     }
 
-    /// A child has changed: its cluster is looked at, or it has none any more.
+    /// Handles a changed child: enqueues its cluster, or reports an orphan.
     async fn child(&self, child: &DynamicObject) {
-        let cluster = child.labels().get(CLUSTER_UID).and_then(|uid| self.world.cluster_of_uid(uid));
+        let cluster = child.labels().get(CLUSTER_UID).and_then(|uid| self.stores.cluster_by_uid(uid));
         match cluster {
             Some(cluster) => self.triggers.send(&self.triggers.clusters, &*cluster).await,
-            None => self.world.orphaned(),
+            None => self.stores.notify_orphans(),
         }
     }
 
-    /// Whatever the plan may have changed for.
-    async fn wide(&self, news: News) {
-        if news == News::Spec {
-            self.world.changed();
-            self.world.orphaned();
-            self.triggers.everything(&self.world).await;
+    /// Handles a change that may affect the assignment: enqueues everything.
+    async fn handle_spec_change(&self, change: Change) {
+        if change == Change::Spec {
+            self.stores.invalidate_assignment();
+            self.stores.notify_orphans();
+            self.triggers.enqueue_everything(&self.stores).await;
         }
     }
 }
 
-/// Pauses of a watch that cannot begin: kube's own, and no longer than [`PAUSE_MAX`], since a replica that has just got the lease sees nothing before. A
-/// few replicas with a dozen watches each ask no API server too much.
+/// Delays of a watch that cannot start: kube's own, capped at [`PAUSE_MAX`], because a new holder of the
+/// lease sees no changes until its watches run. A few replicas with a dozen watches each do not overload the API
+/// server.
 #[derive(Default)]
-struct Pauses(DefaultBackoff);
+struct WatchBackoff(DefaultBackoff);
 
-impl Iterator for Pauses {
+impl Iterator for WatchBackoff {
     type Item = Duration;
 
     fn next(&mut self) -> Option<Duration> {
@@ -431,41 +448,41 @@ impl Iterator for Pauses {
     }
 }
 
-impl Backoff for Pauses {
+impl Backoff for WatchBackoff {
     fn reset(&mut self) {
         self.0.reset();
     }
 }
 
-/// Follows one kind for ever. A watch that fails begins again, with a delay that grows.
-async fn follow<K, F>(api: Api<K>, config: watcher::Config, writer: Writer<K>, on: On, changed: F)
+/// Watches one kind until the task ends. A failed watch restarts with a growing delay.
+async fn follow<K, F>(api: Api<K>, config: watcher::Config, writer: Writer<K>, on: Handler, changed: F)
 where
-    K: Watched + Clone + DeserializeOwned + Debug + Send + Sync + 'static,
+    K: WatchedKind + Clone + DeserializeOwned + Debug + Send + Sync + 'static,
     K::DynamicType: Clone + Eq + std::hash::Hash,
-    F: for<'a> Fn(&'a On, &'a K, News) -> BoxFuture<'a, ()>,
+    F: for<'a> Fn(&'a Handler, &'a K, Change) -> BoxFuture<'a, ()>,
 {
-    let mut seen = Seen::default();
-    let stream = watcher(api, config).backoff(Pauses::default()).modify(strip);
+    let mut seen = LastSeen::default();
+    let stream = watcher(api, config).backoff(WatchBackoff::default()).modify(strip);
     let mut events = std::pin::pin!(reflector(writer, stream));
     while let Some(event) = events.next().await {
         match event {
             Ok(Event::Apply(object) | Event::InitApply(object)) => {
-                let news = seen.see(&object, &on.triggers.own);
-                changed(&on, &object, news).await;
+                let change = seen.record(&object, &on.triggers.own_writes);
+                changed(&on, &object, change).await;
             }
             Ok(Event::Delete(object)) => {
-                seen.forget(&object, &on.triggers.own);
-                changed(&on, &object, News::Spec).await;
+                seen.forget(&object, &on.triggers.own_writes);
+                changed(&on, &object, Change::Spec).await;
             }
             Ok(Event::Init) => {}
             Ok(Event::InitDone) => {
                 let kind = std::any::type_name::<K>();
-                tracing::info!(recovered = WATCH_LOST, kind, "a watch goes on");
-                on.wide(News::Spec).await;
+                tracing::info!(recovered = WATCH_LOST, kind, "watch established");
+                on.handle_spec_change(Change::Spec).await;
             }
             Err(error) => {
                 let kind = std::any::type_name::<K>();
-                tracing::warn!(condition = WATCH_LOST, %error, kind, "a watch was lost and begins again");
+                tracing::warn!(condition = WATCH_LOST, %error, kind, "watch lost; restarting it");
             }
         }
     }

@@ -1,8 +1,8 @@
-//! The connections of one listener: how many it accepts, and which one it closes to accept another.
+//! Table of one listener's connections: how many it accepts, and which one it closes to accept another.
 //!
-//! A full listener that refuses new connections serves the clients that came first, and idle ones stop all others. A full
-//! listener that closes its longest-idle connection stays reachable: each new connection has the time of
-//! `connections_max - 1` further ones to send its first request.
+//! A full listener that rejects new connections serves only the first clients, and idle ones block all
+//! others. A full listener that closes its longest-idle connection stays reachable. Each new connection has
+//! the time until `connections_max - 1` further ones arrive to send its first request.
 //!
 //! ```text
 //!   admit ──► Fresh ──set_known──► Known ──set_busy──► Busy
@@ -10,58 +10,58 @@
 //!               └── closed first     └── closed when no connection is fresh; a busy one is never closed
 //! ```
 //!
-//! Within a phase, the connection that entered it first is closed first. The table counts entries in place of time, so it
-//! needs no clock.
+//! Within a phase, the connection that entered it first is closed first. The table counts events instead of
+//! time, so it needs no clock.
 
 use std::collections::BTreeMap;
 
-/// Connections that may be open in addition to a table's, because they were closed to make room and have not ended.
+/// Maximum open connections beyond the table's: closed to make room, and not ended yet.
 pub const CLOSING_MAX: usize = 8;
 
-/// A connection of a [`ConnectionTable`]; never used twice.
+/// Identifier of a connection in a [`ConnectionTable`]; never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ConnectionId(u64);
 
-/// What may happen to a connection when its listener is full.
+/// Phase of a connection, which decides when a full listener may close it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 enum Phase {
-    /// It has not sent a valid greeting or request.
+    /// The connection has not sent a valid greeting or request.
     Fresh,
-    /// It has, and waits for nothing.
+    /// The connection has sent one, and is idle.
     Known,
 }
 
-/// Connections of one listener, each with what closes it (`C`).
+/// Connections of one listener, each with a handle that closes it (`C`).
 #[derive(Debug)]
 pub struct ConnectionTable<C> {
     connections_max: usize,
     next: u64,
-    /// Connections that may be closed, in the order in which they would be.
+    /// Connections that may be closed, in the order of closing.
     idle: BTreeMap<(Phase, u64), (ConnectionId, C)>,
-    /// Where each connection is in `idle`; `None`: it is busy.
+    /// Key of each connection in `idle`; `None` if it is busy.
     connections: BTreeMap<ConnectionId, Option<(Phase, u64)>>,
-    /// Connections that were closed to make room, and have not ended.
+    /// Number of connections that were closed to make room and have not ended.
     closing: usize,
 }
 
 /// Outcome of [`ConnectionTable::admit`].
 #[derive(Debug, PartialEq, Eq)]
 pub enum Admission<C> {
-    /// There was room.
+    /// The listener had room.
     Admitted(ConnectionId),
-    /// There is room once the caller has closed `closed`, which the table has forgotten.
+    /// The listener has room once the caller has closed `closed`, which is no longer in the table.
     Replaced {
-        /// The new connection.
+        /// Identifier of the new connection.
         id: ConnectionId,
-        /// What closes the longest-idle connection.
+        /// Handle that closes the longest-idle connection.
         closed: C,
     },
-    /// All connections are busy.
+    /// All connections are busy; contains the handle of the rejected connection.
     Full(C),
 }
 
 impl<C> ConnectionTable<C> {
-    /// A table of at most `connections_max` connections; at least one.
+    /// Creates a table of at most `connections_max` connections, at least one.
     pub fn new(connections_max: usize) -> ConnectionTable<C> {
         ConnectionTable {
             connections_max: connections_max.max(1),
@@ -72,7 +72,7 @@ impl<C> ConnectionTable<C> {
         }
     }
 
-    /// Enters a connection as fresh; `close` closes it.
+    /// Adds a connection as fresh; `close` is the handle that closes it.
     pub fn admit(&mut self, close: C) -> Admission<C> {
         let replaced = if self.connections.len() < self.connections_max {
             None
@@ -92,8 +92,8 @@ impl<C> ConnectionTable<C> {
         }
     }
 
-    /// Keeps a connection until [`set_known`](Self::set_known) or [`remove`](Self::remove); false when it was closed to
-    /// make room.
+    /// Protects a connection from being closed until [`set_known`](Self::set_known) or
+    /// [`remove`](Self::remove); `false` if it was already closed to make room.
     pub fn set_busy(&mut self, id: ConnectionId) -> bool {
         let Some(place) = self.connections.get_mut(&id) else { return false };
         if let Some(place) = place.take() {
@@ -102,7 +102,7 @@ impl<C> ConnectionTable<C> {
         true
     }
 
-    /// Enters a connection as idle from now on; false when it was closed to make room.
+    /// Marks a connection as idle from now on; `false` if it was already closed to make room.
     pub fn set_known(&mut self, id: ConnectionId, close: C) -> bool {
         let place = (Phase::Known, self.tick());
         let Some(entry) = self.connections.get_mut(&id) else { return false };
@@ -113,7 +113,7 @@ impl<C> ConnectionTable<C> {
         true
     }
 
-    /// Removes a connection that has ended, once.
+    /// Removes a connection that has ended. Call it once per connection.
     pub fn remove(&mut self, id: ConnectionId) {
         match self.connections.remove(&id) {
             Some(Some(place)) => {
@@ -124,13 +124,13 @@ impl<C> ConnectionTable<C> {
         }
     }
 
-    /// Whether so many connections that were closed to make room have not ended that the next accept must wait: until
-    /// then they have their descriptors.
+    /// Whether the next accept must wait, because too many closed connections have not ended yet and still
+    /// hold their descriptors.
     pub fn must_wait(&self) -> bool {
         self.closing >= CLOSING_MAX
     }
 
-    /// Connections in the table.
+    /// Number of connections in the table.
     pub fn len(&self) -> usize {
         self.connections.len()
     }

@@ -1,16 +1,16 @@
-//! Content ids: what deduplication and long-term verification go by.
+//! Content ids, which identify a block's payload for deduplication and long-term verification.
 
 use sha2::{Digest, Sha256};
 
 /// First 16 bytes of SHA-256 over a block's payload (without padding).
 ///
-/// The all-zero id means "not computed": SHA-256 runs at about a third of the speed of an NVMe device per
-/// core, so it is not part of the save path; CRC32C per object guards the bytes on every hop.
+/// The all-zero id means "not computed". Per core, SHA-256 reaches about a third of the speed of an NVMe
+/// device, so it is not part of the save path; CRC32C per object protects the bytes on every hop.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct ContentId(pub [u8; 16]);
 
 impl ContentId {
-    /// The id that stands for "not computed".
+    /// Id with the meaning "not computed".
     pub const UNKNOWN: ContentId = ContentId([0; 16]);
 
     /// Computes the content id of a block's payload, given as its pieces in order.
@@ -35,7 +35,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_pieces_of_a_payload_do_not_matter() {
+    fn content_id_does_not_depend_on_the_pieces() {
         assert_eq!(ContentId::of([b"ab".as_slice(), b"c"]), ContentId::of([b"abc".as_slice()]));
         assert_ne!(ContentId::of([b"abc".as_slice()]), ContentId::of([b"abd".as_slice()]));
     }

@@ -1,13 +1,14 @@
-//! Eviction: which entry goes next when a tier needs room.
+//! Eviction: the order in which entries of a tier are evicted.
 //!
-//! A policy only orders entries; it knows neither bytes nor blocks. The caller names entries by the index they
-//! have in its own slab, takes victims until enough bytes are free, and keeps leased or pinned entries out:
-//! it removes an entry when it is leased and inserts it again when the last lease ends. So "never evict what
-//! somebody reads" needs no check here, and finding a victim costs the same whatever is leased.
+//! A policy only orders entries; it knows neither bytes nor blocks. The caller identifies entries by their
+//! index in its own slab, and takes victims until enough bytes are free. Leased or pinned entries must not be
+//! in the policy: the caller removes an entry when it is leased, and inserts it again when the last lease
+//! ends. The policy therefore needs no check for entries in use, and the cost of a victim does not depend on
+//! leases.
 //!
-//! Invariants: an entry is in a policy at most once, in one group; [`EvictionPolicy::victim`] returns every entry that
-//! is in and nothing else. Deliberately absent: thresholds and amounts (the caller's budget) and time (order is by
-//! sequence of calls, so a replay gives the same victims).
+//! Invariants: an entry is in a policy at most once, in one group; [`EvictionPolicy::victim`] returns exactly
+//! the entries in the policy. Out of scope: thresholds and amounts (the caller's budget) and time. The order
+//! follows the sequence of calls, so a replay returns the same victims.
 
 use std::fmt::Debug;
 
@@ -17,64 +18,65 @@ pub mod priority_lru;
 
 pub use priority_lru::PriorityLru;
 
-/// Index of an entry in the slab of whoever uses the policy.
+/// Index of an entry in the caller's slab.
 ///
-/// Memory of a policy grows with the largest index it has seen, so indices should be dense.
+/// The memory of a policy grows with the largest index, so indices should be dense.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct EntryIndex(pub u32);
 
-/// Entries that compete with each other for going last. A policy keeps an order for each group, so that callers with
-/// several kinds of room (slot sizes) pay for an entry once and not once for each kind. Groups should be dense.
+/// Entries that compete with each other. A policy keeps one order per group. A caller with several kinds of
+/// space (slot sizes) thus pays memory for an entry once, not once for each kind. Group numbers should be
+/// dense.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Group(pub u16);
 
-/// Where an entry stands: its group, and its worth in it. Class 0 goes first; a class above the policy's highest counts
-/// as the highest.
+/// Group and class of an entry. Class 0 is evicted first; a class above the policy's highest counts as the
+/// highest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Standing {
-    /// With whom it competes.
+pub struct Rank {
+    /// Group in which the entry competes.
     pub group: Group,
-    /// What it is worth among those.
+    /// Priority class within the group.
     pub class: u8,
 }
 
-/// Orders of eviction, one for each group. All operations are expected to be O(1).
+/// Eviction orders, one for each group. All operations are expected to be O(1).
 pub trait EvictionPolicy: Send + Debug {
-    /// Makes an entry evictable, as the one used last. An entry that is in already moves.
-    fn insert(&mut self, entry: EntryIndex, standing: Standing);
+    /// Inserts an entry as most recently used; inserting it again moves it there.
+    fn insert(&mut self, entry: EntryIndex, rank: Rank);
 
-    /// Makes an entry evictable, as the one of its group and class that goes next: for a victim that cannot go after
-    /// all. An entry that is in already moves.
-    fn put_back(&mut self, entry: EntryIndex, standing: Standing);
+    /// Inserts an entry as the next victim of its group and class, for a victim that cannot be evicted after
+    /// all. An entry that is already in the policy moves.
+    fn insert_oldest(&mut self, entry: EntryIndex, rank: Rank);
 
-    /// Makes an entry evictable, as the one that goes immediately before `successor`: a block whose prefix is
-    /// `successor` is useless once that is gone, so it goes first. An entry that is in already moves. Where `successor`
-    /// is not in, or in another group or class, this is [`EvictionPolicy::insert`].
-    fn insert_before(&mut self, entry: EntryIndex, standing: Standing, successor: EntryIndex);
+    /// Inserts an entry immediately before `successor`: a block is useless without its prefix `successor`, so
+    /// it is evicted first. An entry that is already in the policy moves. If `successor` is not in the
+    /// policy, or in another group or class, this is [`EvictionPolicy::insert`].
+    fn insert_before(&mut self, entry: EntryIndex, rank: Rank, successor: EntryIndex);
 
-    /// Notes a use of an entry; nothing happens when it is not in.
+    /// Marks an entry as most recently used, if it is in the policy.
     fn touch(&mut self, entry: EntryIndex);
 
-    /// Takes an entry out; nothing happens when it is not in.
+    /// Removes an entry, if it is in the policy.
     fn remove(&mut self, entry: EntryIndex);
 
-    /// Takes out the entry of a group that should go next, if there is any.
+    /// Removes and returns the next victim of a group, if any.
     fn victim(&mut self, group: Group) -> Option<EntryIndex>;
 
-    /// At most `count` entries of a group in the order in which they should go, behind one of them, or (`None`) from the
-    /// first on; none when that one is not in the group any more. Costs time in proportion to `count`.
+    /// Returns at most `count` entries of a group in eviction order, starting after `behind` or, without it,
+    /// at the next victim. Empty if `behind` is not in the group. Costs time in proportion to `count`.
     fn following(&self, group: Group, behind: Option<EntryIndex>, count: usize) -> Vec<EntryIndex>;
 
-    /// Entries that are in, of all groups.
+    /// Number of entries, over all groups.
     fn len(&self) -> usize;
 
-    /// Whether no entry is in.
+    /// Whether the policy has no entries.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// The policies that configuration can name, with their parameters: `{ kind = "priority_lru" }`.
+/// Policies available in the configuration, with their parameters: `{ kind = "priority_lru" }`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 pub enum EvictionKind {
@@ -83,15 +85,15 @@ pub enum EvictionKind {
     PriorityLru,
 }
 
-impl Standing {
-    /// A class of the only group that a caller has.
-    pub fn of_class(class: u8) -> Standing {
-        Standing { group: Group::default(), class }
+impl Rank {
+    /// Rank in a class of the default group, for callers with one group.
+    pub fn of_class(class: u8) -> Rank {
+        Rank { group: Group::default(), class }
     }
 }
 
 impl EvictionKind {
-    /// An empty policy of this kind.
+    /// Creates an empty policy of this kind.
     pub fn build(&self) -> Box<dyn EvictionPolicy> {
         match self {
             EvictionKind::PriorityLru => Box::new(PriorityLru::new()),
@@ -109,15 +111,15 @@ mod tests {
     }
 
     #[test]
-    fn configuration_names_a_policy_and_an_unknown_one_is_refused() {
+    fn reads_policy_from_configuration_and_rejects_unknown_policies() {
         let section: Section = toml::from_str("eviction = { kind = 'priority_lru' }").expect("a policy");
         assert_eq!(section.eviction, EvictionKind::default());
-        let error = toml::from_str::<Section>("eviction = { kind = 'random' }").expect_err("no such policy");
+        let error = toml::from_str::<Section>("eviction = { kind = 'random' }").expect_err("unknown policy");
         assert!(error.to_string().contains("priority_lru"), "{error}");
     }
 
     #[test]
-    fn a_built_policy_is_empty() {
+    fn new_policy_is_empty() {
         let mut policy = EvictionKind::default().build();
         assert!(policy.is_empty());
         assert_eq!(policy.victim(Group(0)), None);

@@ -1,9 +1,10 @@
-//! Whose pods: which tenant a session may be, where a cluster says which pods are which tenant's.
+//! Tenant identity: which pods may use which tenant, according to the bindings of a cluster.
 //!
-//! A tenant is *bound* when somebody has said which pods are it. Sessions of a bound tenant must show which service account they run as, and
-//! it must be one of that tenant's. Tenants that nobody has bound are believed, as everywhere.
+//! A tenant is *bound* if a binding reserves it for certain pods. A session of a bound tenant must present a
+//! token of its service account, and the account must be bound to that tenant. Tenants without a binding need
+//! no token.
 //!
-//! Decided here, pure; how a token becomes a [`ServiceAccount`] is the agent's business.
+//! This module is pure; the agent turns tokens into a [`ServiceAccount`].
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -12,92 +13,94 @@ use serde::{Deserialize, Serialize};
 
 use crate::tenant::TenantName;
 
-/// Bytes that bindings of one cluster may have, each counted twice, as a line of a file and as an entry: of the 1 MiB that a ConfigMap holds. With
-/// names of 20 characters these are 8,000 namespaces.
+/// Maximum bytes for the bindings of one cluster, each counted twice: as a line of a file and as an entry of
+/// a ConfigMap, whose limit is 1 MiB. With names of 20 characters, this is enough for 8,000 namespaces.
 pub const BINDINGS_BYTES_MAX: usize = 768 << 10;
 
-/// Characters of a ConfigMap's key.
+/// Maximum characters of a ConfigMap key.
 const KEY_CHARS_MAX: usize = 253;
 
-/// What a binding has beside its names: quotes, a colon and a comma, and what a ConfigMap writes around an entry.
+/// Bytes of a binding in addition to its names: quotes, a colon, a comma, and the framing of a ConfigMap
+/// entry.
 const ENTRY_BYTES: usize = 16;
 
-/// What tokens for agents are made for: a token for anybody else, the API server's own included, says nothing to an agent.
+/// Audience of tokens for agents; an agent rejects tokens for other audiences, including the API server's.
 pub const TOKEN_AUDIENCE: &str = "reprise.dev";
 
-/// How Kubernetes names the user of a service account: this, its namespace, a colon, its name.
+/// Prefix of a service account's user name in Kubernetes, followed by its namespace, a colon and its name.
 const USER_PREFIX: &str = "system:serviceaccount:";
 
-/// Who a pod runs as.
+/// Service account of a pod.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ServiceAccount {
-    /// Its namespace, which is its pods'.
+    /// Namespace of the account and of its pods.
     pub namespace: String,
-    /// Its name.
+    /// Name of the account.
     pub name: String,
 }
 
-/// Which pods are which tenant's.
+/// Bindings of pods to tenants.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct PodBindings {
-    /// Tenants that are bound, also those of which no pod is at present.
+    /// Bound tenants, including those without any bound pod.
     tenants: BTreeSet<TenantName>,
     /// Tenant of each namespace.
     namespaces: BTreeMap<String, TenantName>,
-    /// Tenant of each service account, whatever its namespace's is; by [`ServiceAccount::key`].
+    /// Tenant of each service account, by [`ServiceAccount::key`]; overrides the tenant of its namespace.
     service_accounts: BTreeMap<String, TenantName>,
 }
 
-/// Why a session is not the tenant that it names. Each says what to do.
+/// Reason why a session may not use the tenant that it names; the text states the remedy.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum IdentityError {
-    /// The tenant is bound, and the session shows nothing.
+    /// The tenant is bound, and the session presented no token.
     #[error(
-        "tenant '{0}' is kept for the pods that its CacheTenant names, and this session shows no token: give the engine a projected service \
-         account token of the audience {TOKEN_AUDIENCE}, and its path in REPRISE_TOKEN_FILE"
+        "tenant '{0}' is kept for the pods that its CacheTenant names, and this session shows no token: give the engine a projected \
+        service account token of the audience {TOKEN_AUDIENCE}, and its path in REPRISE_TOKEN_FILE"
     )]
     NoToken(TenantName),
-    /// The tenant is bound, and not to this account.
+    /// The tenant is bound, but not to this account.
     #[error(
-        "tenant '{tenant}' is kept for the pods that its CacheTenant names, and those of service account {account} are not among them: name \
-         the namespace or the service account there, or another tenant here; what was just named takes a minute or so"
+        "tenant '{tenant}' is kept for the pods that its CacheTenant names, and those of service account {account} are not among them: add \
+        the namespace or the service account there, or set another tenant here; a new binding takes effect after about a minute"
     )]
     NotItsPod {
-        /// What the session named.
+        /// Tenant named by the session.
         tenant: TenantName,
-        /// Who it runs as.
+        /// Service account of the pod.
         account: ServiceAccount,
     },
-    /// The account is another tenant's.
+    /// The account is bound to another tenant.
     #[error(
-        "pods of service account {account} are tenant '{owner}', as its CacheTenant says, and this session names '{tenant}': set the engine's \
-         tenant, or REPRISE_TENANT, to {owner}"
+        "a CacheTenant binds pods of service account {account} to tenant '{owner}', but this session names '{tenant}': set the \
+        engine's tenant, or REPRISE_TENANT, to {owner}"
     )]
     OthersPod {
-        /// What the session named.
+        /// Tenant named by the session.
         tenant: TenantName,
-        /// Who it runs as.
+        /// Service account of the pod.
         account: ServiceAccount,
-        /// Whose it is.
+        /// Tenant that the account is bound to.
         owner: TenantName,
     },
 }
 
 impl ServiceAccount {
-    /// The account behind a user of Kubernetes; `None`: the user is none.
+    /// Returns the service account of a Kubernetes user name; `None` for other users.
     pub fn of_user(user: &str) -> Option<ServiceAccount> {
         let (namespace, name) = user.strip_prefix(USER_PREFIX)?.split_once(':')?;
         let whole = !namespace.is_empty() && !name.is_empty() && !name.contains(':');
         whole.then(|| ServiceAccount { namespace: namespace.to_owned(), name: name.to_owned() })
     }
 
-    /// Whether it can be an entry: its namespace is one, and both names together are short enough.
+    /// Whether the account fits into bindings: a valid namespace, and both names short enough together.
     pub fn is_entry(&self) -> bool {
         !self.namespace.contains('.') && self.key().len() <= KEY_CHARS_MAX
     }
 
-    /// What it is called in bindings: `namespace.name`. Names of namespaces have no dots, so it is one account's alone.
+    /// Name of the account in bindings: `namespace.name`. It is unique, because names of namespaces contain
+    /// no dots.
     pub fn key(&self) -> String {
         format!("{}.{}", self.namespace, self.name)
     }
@@ -110,67 +113,67 @@ impl fmt::Display for ServiceAccount {
 }
 
 impl PodBindings {
-    /// Nobody is bound.
+    /// Whether there are no bindings.
     pub fn is_empty(&self) -> bool {
         self.tenants.is_empty()
     }
 
-    /// Namespaces and service accounts that are bound.
+    /// Number of bound namespaces and service accounts.
     pub fn count(&self) -> usize {
         self.namespaces.len() + self.service_accounts.len()
     }
 
-    /// Bytes that a binding takes, about; see [`BINDINGS_BYTES_MAX`].
+    /// Approximate bytes of a binding; see [`BINDINGS_BYTES_MAX`].
     pub fn cost(name: &str, tenant: &TenantName) -> usize {
         2 * (name.len() + tenant.as_str().len() + ENTRY_BYTES)
     }
 
-    /// Keeps a tenant for pods that are named for it.
+    /// Binds a tenant, so that only bound pods may use it.
     pub fn bind_tenant(&mut self, tenant: &TenantName) {
         self.tenants.insert(tenant.clone());
     }
 
-    /// Pods of a namespace are this tenant.
+    /// Binds the pods of a namespace to a tenant.
     pub fn bind_namespace(&mut self, namespace: &str, tenant: &TenantName) {
         self.bind_tenant(tenant);
         self.namespaces.insert(namespace.to_owned(), tenant.clone());
     }
 
-    /// Pods of a service account are this tenant.
+    /// Binds the pods of a service account to a tenant.
     pub fn bind_service_account(&mut self, account: &ServiceAccount, tenant: &TenantName) {
         self.bind_tenant(tenant);
         self.service_accounts.insert(account.key(), tenant.clone());
     }
 
-    /// Whose a namespace is.
+    /// Returns the tenant of a namespace.
     pub fn namespace(&self, namespace: &str) -> Option<&TenantName> {
         self.namespaces.get(namespace)
     }
 
-    /// Whose a service account is by its own name.
+    /// Returns the tenant of a service account's own binding.
     pub fn service_account(&self, account: &ServiceAccount) -> Option<&TenantName> {
         self.service_accounts.get(&account.key())
     }
 
-    /// Every binding by its name: a namespace's, or a service account's key.
+    /// Iterates all bindings by name: a namespace, or the key of a service account.
     pub fn entries(&self) -> impl Iterator<Item = (&str, &TenantName)> {
         self.namespaces.iter().chain(&self.service_accounts).map(|(name, tenant)| (name.as_str(), tenant))
     }
 
-    /// Whether a session of this tenant must show who it is.
+    /// Whether sessions of this tenant must present a token.
     pub fn is_bound(&self, tenant: &TenantName) -> bool {
         self.tenants.contains(tenant)
     }
 
-    /// Whose the pods of an account are: by its own name, else by its namespace.
+    /// Returns the tenant of an account's pods: by its own binding or, failing that, by its namespace.
     pub fn owner(&self, account: &ServiceAccount) -> Option<&TenantName> {
         self.service_account(account).or_else(|| self.namespace(&account.namespace))
     }
 
-    /// Whether a session may be the tenant that it names.
+    /// Checks whether a session may use the tenant that it names.
     ///
     /// # Errors
-    /// [`IdentityError`], in words for whoever configures the engine.
+    /// [`IdentityError`], with the remedy for the administrator of the engine.
     pub fn judge(&self, tenant: &TenantName, account: Option<&ServiceAccount>) -> Result<(), IdentityError> {
         let Some(account) = account else {
             return if self.is_bound(tenant) { Err(IdentityError::NoToken(tenant.clone())) } else { Ok(()) };
@@ -206,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn users_of_service_accounts_are_told_from_others() {
+    fn parses_users_of_service_accounts_only() {
         assert_eq!(ServiceAccount::of_user("system:serviceaccount:chat:vllm"), Some(account("chat", "vllm")));
         for user in [
             "",
@@ -220,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn an_account_is_its_own_tenant_before_that_of_its_namespace() {
+    fn binding_of_an_account_overrides_its_namespace() {
         let bindings = bindings();
         assert_eq!(bindings.owner(&account("chat", "vllm")), Some(&tenant("a")));
         assert_eq!(bindings.owner(&account("chat", "batch")), Some(&tenant("b")));
@@ -229,32 +232,28 @@ mod tests {
     }
 
     #[test]
-    fn a_bound_tenant_is_its_pods_alone_and_its_pods_are_nobody_else() {
+    fn bound_tenant_and_its_pods_are_exclusive_to_each_other() {
         let bindings = bindings();
-        let judged = |name: &str, account: Option<&ServiceAccount>| bindings.judge(&tenant(name), account);
+        let judge = |name: &str, account: Option<&ServiceAccount>| bindings.judge(&tenant(name), account);
         let (ours, batch, stranger) = (account("chat", "vllm"), account("chat", "batch"), account("x", "y"));
-        assert_eq!(judged("a", Some(&ours)), Ok(()));
-        assert_eq!(judged("b", Some(&batch)), Ok(()));
-        assert_eq!(judged("a", None), Err(IdentityError::NoToken(tenant("a"))));
-        assert_eq!(
-            judged("c", None),
-            Err(IdentityError::NoToken(tenant("c"))),
-            "bound, though to no pod at present"
-        );
+        assert_eq!(judge("a", Some(&ours)), Ok(()));
+        assert_eq!(judge("b", Some(&batch)), Ok(()));
+        assert_eq!(judge("a", None), Err(IdentityError::NoToken(tenant("a"))));
+        assert_eq!(judge("c", None), Err(IdentityError::NoToken(tenant("c"))), "bound, although to no pod");
         let not = IdentityError::NotItsPod { tenant: tenant("a"), account: stranger.clone() };
-        assert_eq!(judged("a", Some(&stranger)), Err(not));
+        assert_eq!(judge("a", Some(&stranger)), Err(not));
         let others =
             IdentityError::OthersPod { tenant: tenant("a"), account: batch.clone(), owner: tenant("b") };
-        assert_eq!(judged("a", Some(&batch)), Err(others));
-        assert!(matches!(judged("default", Some(&ours)), Err(IdentityError::OthersPod { .. })));
+        assert_eq!(judge("a", Some(&batch)), Err(others));
+        assert!(matches!(judge("default", Some(&ours)), Err(IdentityError::OthersPod { .. })));
         for unbound in ["default", "d"] {
-            assert_eq!(judged(unbound, None), Ok(()), "nobody has bound it: it is believed");
-            assert_eq!(judged(unbound, Some(&stranger)), Ok(()));
+            assert_eq!(judge(unbound, None), Ok(()), "tenants without a binding need no token");
+            assert_eq!(judge(unbound, Some(&stranger)), Ok(()));
         }
     }
 
     #[test]
-    fn bindings_are_written_and_read_and_what_is_not_known_is_refused() {
+    fn bindings_round_trip_and_unknown_fields_are_rejected() {
         let text = serde_json::to_string(&bindings()).expect("JSON");
         assert_eq!(
             text,

@@ -1,34 +1,35 @@
-//! Identities of nodes, sessions and tenants, and the counters that fence them.
+//! Identifiers of nodes, sessions and tenants, and fencing counters.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// A node's number, assigned by the control plane when its agent first registers and stable from then on.
+/// Number of a node. The control plane assigns it at the first registration of the agent; it never changes.
 ///
-/// 16 bits keep a replica entry of the directory small; a cluster is designed for 1,000 nodes.
+/// 16 bits keep replica entries of the directory small; a cluster is designed for 1,000 nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct NodeId(pub u16);
 
-/// One engine connection to an agent; unique within the life of the agent process.
+/// Number of an engine's connection to an agent, unique during the lifetime of the agent process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SessionId(pub u64);
 
-/// A tenant's number: what blocks on devices carry. 16 bits, because that is what a journal record has room for. It follows
-/// from the tenant's name unless a configuration sets it ([`TenantName::number`](crate::tenant::TenantName::number)).
+/// Number of a tenant, as stored with blocks on devices; a journal record has 16 bits for it. It follows from
+/// the tenant's name unless the configuration sets it
+/// ([`TenantName::number`](crate::tenant::TenantName::number)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct TenantId(pub u16);
 
 impl TenantId {
-    /// The tenant of sessions that name none, and of blocks that were stored before blocks had tenants.
+    /// Tenant of sessions without a tenant name, and of blocks from before the introduction of tenants.
     pub const DEFAULT: TenantId = TenantId(0);
 }
 
-/// Fencing counter: what carries a smaller epoch than its receiver knows is from the past and is refused.
+/// Fencing counter: a message with a lower epoch than the receiver's is outdated and rejected.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Epoch(pub u64);
 
-/// Counts the uses of a pool slot: a header whose generation differs from the journal's is stale.
+/// Counts the writes to a pool slot: a header whose generation differs from the journal's is stale.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Generation(pub u32);
 

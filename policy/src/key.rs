@@ -1,4 +1,4 @@
-//! Block keys: what a block is found by, on a node and across the cluster.
+//! Block keys, which identify blocks on a node and across the cluster.
 
 use std::fmt;
 
@@ -7,11 +7,11 @@ use sha2::{Digest, Sha256};
 use crate::content::first_16;
 use crate::namespace::NamespaceDigest;
 
-/// Hash slots that keys are spread over; the directory is sharded by them (DESIGN §7).
+/// Number of hash slots of the keys; the directory is sharded by them (DESIGN §7).
 pub const HASH_SLOTS: u16 = 4096;
 
-/// 16 bytes that name a block: SHA-256, truncated, over namespace, the engine's prefix-chained block hash
-/// (opaque bytes), KV cache group and shard. Two equal keys mean equal prefixes.
+/// Key of a block: 16 bytes of SHA-256 over namespace, the engine's prefix-chained block hash (opaque bytes),
+/// KV cache group and shard. Equal keys mean equal prefixes.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockKey(pub [u8; 16]);
 
@@ -21,8 +21,8 @@ impl BlockKey {
 
     /// Derives the key of one block.
     ///
-    /// `engine_hash` is what the engine's prefix chain gives for the block (32 bytes for vLLM's SHA-256);
-    /// `group` is the KV cache group, `shard` the rank that holds this slice of the block.
+    /// `engine_hash` is the block's hash in the engine's prefix chain (32 bytes for vLLM's SHA-256). `group`
+    /// is the KV cache group, `shard` the rank that holds this slice of the block.
     pub fn derive(namespace: &NamespaceDigest, engine_hash: &[u8], part: KeyPart) -> BlockKey {
         let mut digest = Sha256::new();
         digest.update(namespace.0);
@@ -32,7 +32,7 @@ impl BlockKey {
         BlockKey(first_16(&digest.finalize()))
     }
 
-    /// The key that is displayed so: 32 hexadecimal digits.
+    /// Parses the display form of a key: 32 hexadecimal digits.
     pub fn from_hex(text: &str) -> Option<BlockKey> {
         let (pairs, rest) = text.as_bytes().as_chunks::<2>();
         let pairs: [[u8; 2]; BlockKey::SIZE] = pairs.try_into().ok().filter(|_| rest.is_empty())?;
@@ -44,27 +44,27 @@ impl BlockKey {
         Some(key)
     }
 
-    /// The key's hash slot, `0..HASH_SLOTS`: its first 12 bits. Keys are uniform, so slots are too.
+    /// Hash slot of the key, `0..HASH_SLOTS`: its first 12 bits. Keys are uniform, so slots are too.
     pub fn hash_slot(&self) -> u16 {
         u16::from_be_bytes([self.0[0], self.0[1]]) >> 4
     }
 
-    /// 64 uniform bits of the key that are independent of its hash slot, for use in hash tables.
+    /// 64 uniform bits of the key, independent of its hash slot, for hash tables.
     pub fn table_hash(&self) -> u64 {
         u64::from_le_bytes([
             self.0[8], self.0[9], self.0[10], self.0[11], self.0[12], self.0[13], self.0[14], self.0[15],
         ])
     }
 
-    /// Splits a packed run of keys (16 bytes each, nothing between them).
+    /// Splits packed keys (16 bytes each, without separators).
     ///
-    /// Returns `None` when the length is not a multiple of 16.
+    /// Returns `None` if the length is not a multiple of 16.
     pub fn unpack(packed: &[u8]) -> Option<Vec<BlockKey>> {
         let (keys, rest) = packed.as_chunks::<{ BlockKey::SIZE }>();
         rest.is_empty().then(|| keys.iter().map(|key| BlockKey(*key)).collect())
     }
 
-    /// Packs keys into the form that [`BlockKey::unpack`] reads.
+    /// Packs keys into the format of [`BlockKey::unpack`].
     pub fn pack(keys: &[BlockKey]) -> Vec<u8> {
         let mut packed = Vec::with_capacity(keys.len() * BlockKey::SIZE);
         for key in keys {
@@ -86,12 +86,12 @@ impl fmt::Display for BlockKey {
     }
 }
 
-/// Which slice of an engine's block a key is for.
+/// Slice of an engine's block that a key identifies.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KeyPart {
-    /// KV cache group of the engine (0 when it has one).
+    /// KV cache group of the engine (0 if it has one group).
     pub group: u32,
-    /// Rank that holds this slice of the block (tensor-parallel rank; 0 when there is one).
+    /// Rank that holds this slice of the block (tensor-parallel rank; 0 for a single rank).
     pub shard: u32,
 }
 
@@ -101,7 +101,7 @@ mod tests {
     use crate::namespace::NamespaceDigest;
 
     #[test]
-    fn every_input_of_a_key_changes_it() {
+    fn every_input_changes_the_key() {
         let namespace = NamespaceDigest([1; 32]);
         let base = BlockKey::derive(&namespace, b"hash", KeyPart::default());
         assert_eq!(base, BlockKey::derive(&namespace, b"hash", KeyPart::default()));
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn packed_keys_come_back_and_a_torn_run_is_refused() {
+    fn unpacks_packed_keys_and_rejects_partial_keys() {
         let keys = [BlockKey([7; 16]), BlockKey([9; 16])];
         let packed = BlockKey::pack(&keys);
         assert_eq!(BlockKey::unpack(&packed).as_deref(), Some(keys.as_slice()));
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn a_displayed_key_comes_back_and_anything_else_is_none() {
+    fn parses_displayed_keys_and_rejects_other_text() {
         let key = BlockKey([0xf1; 16]);
         assert_eq!(BlockKey::from_hex(&key.to_string()), Some(key));
         assert_eq!(BlockKey::from_hex(&key.to_string().to_uppercase()), Some(key));

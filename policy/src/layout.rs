@@ -1,22 +1,23 @@
-//! The geometry of one model's KV cache on one rank.
+//! Geometry of one model's KV cache on one rank.
 //!
-//! A block's payload is its objects in *layer-major* order: object index = layer × parts + part. So a load
-//! that reads a prefix of the payload has the first layers whole, which is what per-layer progress needs.
-//! Object: `tokens_per_block × kv_heads × head_dim` elements of `dtype`. Example: Llama-3-8B has 32 layers,
-//! 8 KV heads of 128, bf16, 16 tokens a block: 32 KiB an object, 64 objects, 2 MiB a block.
+//! The payload of a block consists of its objects in *layer-major* order: object index = layer × parts +
+//! part. A load that reads a prefix of the payload thus has complete first layers, which per-layer progress
+//! requires. An object contains `tokens_per_block × kv_heads × head_dim` elements of `dtype`. Example:
+//! Llama-3-8B has 32 layers, 8 KV heads of 128, bf16 and 16 tokens per block: 32 KiB per object, 64 objects,
+//! 2 MiB per block.
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::content::first_16;
 
-/// Unit of alignment of everything that touches a device: offsets, lengths, memory.
+/// Alignment of everything that a device transfers: offsets, lengths, memory.
 pub const PAGE_BYTES: u64 = 4096;
 
-/// Objects of one block at the most: their checksums must fit the 4 KiB header page of a slot.
+/// Maximum objects of one block: their checksums must fit into the 4 KiB header page of a slot.
 pub const OBJECTS_MAX: u32 = 960;
 
-/// Payload bytes of one block at the most.
+/// Maximum payload bytes of one block.
 pub const BLOCK_BYTES_MAX: u64 = 128 << 20;
 
 /// Element type of the KV cache.
@@ -26,9 +27,9 @@ pub const BLOCK_BYTES_MAX: u64 = 128 << 20;
 pub enum Dtype {
     /// bfloat16, 2 bytes.
     Bf16 = 1,
-    /// IEEE half, 2 bytes.
+    /// IEEE half precision, 2 bytes.
     Fp16 = 2,
-    /// IEEE single, 4 bytes.
+    /// IEEE single precision, 4 bytes.
     Fp32 = 3,
     /// 8-bit float (e4m3 or e5m2), 1 byte.
     Fp8 = 4,
@@ -37,7 +38,7 @@ pub enum Dtype {
 }
 
 impl Dtype {
-    /// Bytes of one element.
+    /// Size of one element in bytes.
     pub fn bytes(self) -> u64 {
         match self {
             Dtype::Bf16 | Dtype::Fp16 => 2,
@@ -46,7 +47,7 @@ impl Dtype {
         }
     }
 
-    /// The type of a number read from a wire or a disk, if it is one.
+    /// Returns the type with a number read from a wire or disk, if it is valid.
     pub fn from_wire(number: u8) -> Option<Dtype> {
         [Dtype::Bf16, Dtype::Fp16, Dtype::Fp32, Dtype::Fp8, Dtype::Int8]
             .into_iter()
@@ -54,19 +55,19 @@ impl Dtype {
     }
 }
 
-/// Parts of one layer of one block.
+/// Parts of one layer of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[repr(u8)]
 pub enum Parts {
     /// One latent (multi-head latent attention).
     Latent = 1,
-    /// Keys and values.
+    /// Keys and values separately.
     KeyValue = 2,
 }
 
 impl Parts {
-    /// The parts of a number read from a wire or a disk, if it is one.
+    /// Returns the parts with a number read from a wire or disk, if it is valid.
     pub fn from_wire(number: u8) -> Option<Parts> {
         match number {
             1 => Some(Parts::Latent),
@@ -76,62 +77,62 @@ impl Parts {
     }
 }
 
-/// A layout as somebody wrote it: not yet checked.
+/// Layout before validation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LayoutSpec {
-    /// Layers on this rank.
+    /// Number of layers on this rank.
     pub layers: u16,
-    /// Parts per layer.
+    /// Parts of each layer.
     pub parts: Parts,
-    /// KV heads on this rank (1 for a latent).
+    /// Number of KV heads on this rank (1 for a latent).
     pub kv_heads: u16,
-    /// Elements per head and token.
+    /// Number of elements per head and token.
     pub head_dim: u16,
-    /// Element type.
+    /// Type of the elements.
     pub dtype: Dtype,
-    /// Tokens of one block.
+    /// Number of tokens per block.
     pub tokens_per_block: u16,
     /// This rank within its tensor-parallel group, `0..tp_size`.
     pub tp_rank: u16,
-    /// Ranks of the tensor-parallel group.
+    /// Number of ranks of the tensor-parallel group.
     pub tp_size: u16,
 }
 
-/// Why a [`LayoutSpec`] is refused.
+/// Reason why a [`LayoutSpec`] is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LayoutError {
     /// A dimension is zero.
     #[error("layout: '{0}' must be at least 1")]
     Zero(&'static str),
-    /// The rank lies outside its group.
+    /// The rank is outside its group.
     #[error("layout: tp_rank must be below tp_size")]
     Rank,
-    /// More objects than a slot's header page has checksums for.
+    /// The block has more objects than a slot's header page has room for checksums.
     #[error("layout: {0} objects (layers × parts) exceed the limit of {OBJECTS_MAX}")]
     Objects(u32),
-    /// A block beyond [`BLOCK_BYTES_MAX`].
+    /// The block exceeds [`BLOCK_BYTES_MAX`].
     #[error(
         "layout: a block of {0} bytes exceeds the limit of {BLOCK_BYTES_MAX}; use fewer tokens per block"
     )]
     BlockBytes(u64),
 }
 
-/// A checked layout. All sizes derive from it.
+/// Validated layout, from which all sizes derive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Layout {
     spec: LayoutSpec,
 }
 
-/// First 16 bytes of SHA-256 over a layout's canonical encoding: equal digests mean interchangeable bytes.
+/// First 16 bytes of SHA-256 over a layout's canonical encoding: equal digests mean interchangeable payloads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct LayoutDigest(pub [u8; 16]);
 
 impl LayoutSpec {
-    /// Checks the dimensions.
+    /// Validates the dimensions.
     ///
     /// # Errors
-    /// [`LayoutError`] names the field and the limit.
+    /// [`LayoutError`] with the field and the limit.
     pub fn validate(self) -> Result<Layout, LayoutError> {
         let dimensions = [
             ("layers", self.layers),
@@ -158,27 +159,27 @@ impl LayoutSpec {
 }
 
 impl Layout {
-    /// The dimensions.
+    /// Returns the dimensions of the layout.
     pub fn spec(&self) -> &LayoutSpec {
         &self.spec
     }
 
-    /// Layers of a block.
+    /// Number of layers of a block.
     pub fn layers(&self) -> u32 {
         u32::from(self.spec.layers)
     }
 
-    /// Objects of one layer of a block: 1 or 2.
+    /// Number of objects of one layer of a block: 1 or 2.
     pub fn parts(&self) -> u32 {
         self.spec.parts as u32
     }
 
-    /// Objects of a block: layers × parts.
+    /// Number of objects of a block: layers × parts.
     pub fn objects(&self) -> u32 {
         self.layers() * self.parts()
     }
 
-    /// Bytes of one object.
+    /// Size of one object in bytes.
     pub fn object_bytes(&self) -> u64 {
         u64::from(self.spec.tokens_per_block)
             * u64::from(self.spec.kv_heads)
@@ -186,28 +187,28 @@ impl Layout {
             * self.spec.dtype.bytes()
     }
 
-    /// Bytes of one layer of a block.
+    /// Size of one layer of a block in bytes.
     pub fn layer_bytes(&self) -> u64 {
         self.object_bytes() * u64::from(self.parts())
     }
 
-    /// Payload bytes of a block.
+    /// Size of a block's payload in bytes.
     pub fn block_bytes(&self) -> u64 {
         self.object_bytes() * u64::from(self.objects())
     }
 
-    /// Payload bytes rounded up to whole pages: what a slot reserves in the arena and, after the header
+    /// Size of the payload rounded up to whole pages: the space of a slot in the arena and, behind the header
     /// page, on a device. The padding is zero.
     pub fn slot_bytes(&self) -> u64 {
         self.block_bytes().next_multiple_of(PAGE_BYTES)
     }
 
-    /// The digest of the layout.
+    /// Computes the digest of the layout.
     pub fn digest(&self) -> LayoutDigest {
         LayoutDigest(first_16(&Sha256::digest(self.encode())))
     }
 
-    /// Canonical 16-byte encoding, as stored on disk and sent to peers (little endian).
+    /// Canonical 16-byte encoding, as stored on disk and sent to peers (little-endian).
     pub fn encode(&self) -> [u8; 16] {
         let spec = &self.spec;
         let mut out = [0; 16];
@@ -222,7 +223,7 @@ impl Layout {
         out
     }
 
-    /// Reads [`Layout::encode`]'s form; `None` when it is no valid layout.
+    /// Parses the encoding of [`Layout::encode`]; `None` if the layout is invalid.
     pub fn decode(bytes: &[u8; 16]) -> Option<Layout> {
         let field = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
         if bytes[14..] != [0, 0] {
@@ -268,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn a_latent_has_one_part_and_its_slot_is_whole_pages() {
+    fn latent_has_one_part_and_slot_of_whole_pages() {
         let spec =
             LayoutSpec { layers: 61, parts: Parts::Latent, kv_heads: 1, head_dim: 576, ..llama_3_8b() };
         let layout = spec.validate().expect("valid");
@@ -278,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_dimensions_are_refused_by_name() {
+    fn rejects_invalid_dimensions_by_name() {
         assert_eq!(LayoutSpec { layers: 0, ..llama_3_8b() }.validate(), Err(LayoutError::Zero("layers")));
         assert_eq!(LayoutSpec { tp_rank: 1, ..llama_3_8b() }.validate(), Err(LayoutError::Rank));
         assert_eq!(LayoutSpec { layers: 481, ..llama_3_8b() }.validate(), Err(LayoutError::Objects(962)));
@@ -287,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn the_encoding_round_trips_and_every_field_changes_the_digest() {
+    fn encoding_round_trips_and_every_field_changes_the_digest() {
         let layout = llama_3_8b().validate().expect("valid");
         assert_eq!(Layout::decode(&layout.encode()), Some(layout));
         let sharded = LayoutSpec { tp_size: 2, ..llama_3_8b() }.validate().expect("valid");

@@ -1,10 +1,10 @@
-//! Pure types and decisions of Reprise, shared by every component.
+//! Pure types and decisions of Reprise, shared by all components.
 //!
-//! Nothing here performs I/O, reads a clock or draws randomness: time arrives as a [`Tick`], decisions are
-//! functions or small state machines. Every other crate of the workspace may depend on this one; this one
-//! depends on none of them.
+//! Nothing here performs I/O, reads a clock or uses randomness. Time is an argument ([`Tick`]), and decisions
+//! are functions or small state machines. Every other crate of the workspace may depend on this one; this
+//! crate depends on none of them.
 //!
-//! Deliberately absent: wire formats (crate `reprise-proto`) and the on-disk format (`reprise-agent-core`).
+//! Out of scope: wire formats (crate `reprise-proto`) and the on-disk format (`reprise-agent-core`).
 
 pub mod connection_table;
 pub mod content;

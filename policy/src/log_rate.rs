@@ -1,83 +1,86 @@
-//! How often a condition that repeats is logged: once when it begins, a count at an interval, once when it ends.
+//! Rate limit for log lines of repeating conditions: one line at the beginning, a count at intervals, one
+//! line at the end.
 //!
 //! ```text
 //!   occurrence ──► Log        the first of its condition
 //!              └─► Count      every further one
 //!   interval   ──► Repeated   occurrences since the last report
-//!              └─► Ended      none since the last report, or the caller has seen the end
+//!              └─► Ended      no occurrence since the last report, or the caller has ended the condition
 //! ```
 //!
-//! A condition that the caller has seen to end and that begins again within the interval is counted, not logged: one that
-//! comes and goes takes no more lines than one that stays.
+//! A condition that was ended and begins again within the interval is counted, not logged. A condition that
+//! repeatedly starts and ends thus needs at most as many lines as a permanent one.
 //!
-//! A condition is a kind (a place in the code, or a name) and a subject (a peer, a device, a listener). Subjects come from
-//! outside and are bounded: those beyond [`SUBJECTS_MAX`] share one condition of their kind. Kinds come from the code.
+//! A condition consists of a kind (a place in the code, or a name) and a subject (a peer, a device, a
+//! listener). Subjects have external names and are bounded: those beyond [`SUBJECTS_MAX`] share one condition
+//! of their kind. Kinds are defined by the code.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use crate::time::Tick;
 
-/// Time between two reports of one condition.
+/// Interval between two reports of a condition.
 pub const REPORT_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Conditions with a subject of their own: 100 peers in two ways, 32 devices, and room. Each takes less than 1 KiB.
+/// Maximum conditions with a subject: 100 peers with two kinds each, 32 devices, and a reserve. Each needs
+/// less than 1 KiB.
 pub const SUBJECTS_MAX: usize = 256;
 
-/// What to do with one occurrence.
+/// Decision about one occurrence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogDecision {
-    /// Log it.
+    /// Log the occurrence now.
     Log,
-    /// It was counted; a report will name the number.
+    /// Do not log: the next report includes it in its count.
     Count,
 }
 
-/// A condition and what to log about it.
+/// Report about a condition, for the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Report<D> {
-    /// Details of its latest occurrence.
+    /// Details of the latest occurrence.
     pub details: D,
-    /// What has happened.
+    /// State of the condition.
     pub what: ReportKind,
 }
 
-/// What has happened to a condition.
+/// State of a condition in a report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReportKind {
-    /// The condition lasts.
+    /// The condition continues.
     Repeated {
-        /// Occurrences that were counted since the last line about it.
+        /// Number of occurrences counted since the last line about the condition.
         count: u64,
         /// Time since that line.
         within: Duration,
     },
-    /// It is over.
+    /// The condition has ended.
     Ended {
-        /// All its occurrences, logged or counted.
+        /// Number of all its occurrences, logged or counted.
         total: u64,
-        /// Time from the first to the last of them.
+        /// Time from the first to the last occurrence.
         lasted: Duration,
     },
 }
 
-/// Conditions that go on, each with details of its latest occurrence (`D`).
+/// Open conditions, each with details of its latest occurrence (`D`).
 #[derive(Debug)]
 pub struct LogRate<D> {
-    /// By kind and subject.
+    /// Open conditions by kind and subject.
     open: BTreeMap<(String, String), Open<D>>,
-    /// Open conditions that have a subject.
+    /// Number of open conditions with a subject.
     subjects: usize,
 }
 
-/// One occurrence of a condition.
+/// Occurrence of a condition.
 #[derive(Clone, Debug)]
 pub struct Occurrence<'a, D> {
-    /// The kind of condition.
+    /// Kind of the condition.
     pub kind: &'a str,
-    /// Empty where the kind has none.
+    /// Subject of the condition; empty if the kind has none.
     pub subject: &'a str,
-    /// For the report.
+    /// Details for the report.
     pub details: D,
 }
 
@@ -87,14 +90,14 @@ struct Open<D> {
     began: Tick,
     last: Tick,
     reported: Tick,
-    /// Since `reported`.
+    /// Occurrences since the time `reported`.
     counted: u64,
     total: u64,
-    /// The caller has seen its end, and it has not occurred since.
+    /// Whether the caller has ended the condition, and it has not occurred since.
     over: bool,
-    /// That end was reported.
+    /// Whether that end was reported.
     end_reported: bool,
-    /// It has begun again after a reported end: the next end waits for the interval.
+    /// Whether it began again after a reported end: the next end waits for the interval.
     recurred: bool,
 }
 
@@ -105,7 +108,7 @@ impl<D> Default for LogRate<D> {
 }
 
 impl<D: Clone> LogRate<D> {
-    /// Decides about an occurrence of a condition.
+    /// Decides whether to log an occurrence.
     pub fn occurred(&mut self, occurrence: Occurrence<'_, D>, now: Tick) -> LogDecision {
         let Occurrence { kind, subject, details } = occurrence;
         let mut key = (kind.to_owned(), subject.to_owned());
@@ -126,7 +129,7 @@ impl<D: Clone> LogRate<D> {
         LogDecision::Log
     }
 
-    /// Ends a condition of which the caller has seen the end; `None` when nothing is to be logged now.
+    /// Ends a condition; returns the report to log now, if any.
     pub fn ended(&mut self, kind: &str, subject: &str, now: Tick) -> Option<Report<D>> {
         let open = self.open.get_mut(&(kind.to_owned(), subject.to_owned()))?;
         if std::mem::replace(&mut open.over, true) || open.recurred {
@@ -136,7 +139,8 @@ impl<D: Clone> LogRate<D> {
         Some(open.end())
     }
 
-    /// Reports that are due. A single occurrence without a second one within the interval ends without a report.
+    /// Returns the reports that are due. A single occurrence without another one within the interval ends
+    /// without a report.
     pub fn due(&mut self, now: Tick) -> Vec<Report<D>> {
         let is_due = |(_, open): &(&(String, String), &Open<D>)| now.since(open.reported) >= REPORT_INTERVAL;
         let due: Vec<(String, String)> =
@@ -144,12 +148,13 @@ impl<D: Clone> LogRate<D> {
         due.iter().filter_map(|key| self.report(key, now)).collect()
     }
 
-    /// When the next report may be due.
+    /// Time at which the next report may be due.
     pub fn next_due(&self) -> Option<Tick> {
         self.open.values().map(|open| open.reported.after(REPORT_INTERVAL)).min()
     }
 
-    /// Reports of everything that was counted and not reported, for a process that is about to end.
+    /// Returns reports of all occurrences that were counted and not reported, for a process that is about to
+    /// end.
     pub fn flush(&mut self, now: Tick) -> Vec<Report<D>> {
         let keys: Vec<(String, String)> =
             self.open.iter().filter(|(_, open)| open.counted > 0).map(|(key, _)| key.clone()).collect();
@@ -160,7 +165,7 @@ impl<D: Clone> LogRate<D> {
         let open = self.open.get_mut(key)?;
         if open.counted == 0 {
             let open = self.remove(key)?;
-            // One occurrence was logged as itself.
+            // A single occurrence was already logged.
             return (open.total > 1 && !open.end_reported).then(|| open.end());
         }
         let within = now.since(open.reported);
@@ -237,7 +242,7 @@ mod tests {
         let lasted = Duration::from_secs(10);
         assert_eq!(only(rate.due(at(120))), ReportKind::Ended { total: 2, lasted });
         assert_eq!((rate.due(at(200)), rate.next_due()), (Vec::new(), None));
-        assert_eq!(occurred(&mut rate, ("unreachable", "node-b"), 201), LogDecision::Log, "it begins again");
+        assert_eq!(occurred(&mut rate, ("unreachable", "node-b"), 201), LogDecision::Log, "a new condition");
     }
 
     #[test]
@@ -251,19 +256,19 @@ mod tests {
     #[test]
     fn a_success_ends_a_condition_at_once() {
         let mut rate = LogRate::default();
-        assert_eq!(rate.ended("store", "", at(0)), None, "it was not open");
+        assert_eq!(rate.ended("store", "", at(0)), None, "the condition was not open");
         occurred(&mut rate, ("store", ""), 0);
         occurred(&mut rate, ("store", ""), 2);
-        let ended = rate.ended("store", "", at(3)).expect("it was open");
+        let ended = rate.ended("store", "", at(3)).expect("the condition was open");
         let what = ReportKind::Ended { total: 2, lasted: Duration::from_secs(2) };
         assert_eq!(ended, Report { details: 2, what }, "with details of the latest occurrence");
-        assert_eq!(rate.ended("store", "", at(4)), None, "once");
+        assert_eq!(rate.ended("store", "", at(4)), None, "ended only once");
         assert_eq!(rate.due(at(63)), []);
         assert_eq!(occurred(&mut rate, ("store", ""), 64), LogDecision::Log);
     }
 
     #[test]
-    fn a_condition_that_comes_and_goes_takes_as_few_lines_as_one_that_stays() {
+    fn intermittent_condition_needs_few_lines() {
         let mut rate = LogRate::default();
         let mut lines = 0;
         for second in 0..600 {
@@ -273,11 +278,11 @@ mod tests {
         }
         assert!(lines <= 2 * 600 / 60 + 2, "{lines}");
         lines = rate.due(at(700)).len() + rate.due(at(800)).len();
-        assert_eq!((lines, rate.next_due()), (2, None), "the last count, and the end");
+        assert_eq!((lines, rate.next_due()), (2, None), "the last count and the end");
     }
 
     #[test]
-    fn peers_and_disks_are_conditions_of_their_own() {
+    fn each_subject_is_a_separate_condition() {
         let mut rate = LogRate::default();
         let kinds = [("unreachable", "node-a"), ("unreachable", "node-b"), ("device error", "/dev/nvme0n1")];
         for (kind, subject) in kinds {
@@ -294,14 +299,14 @@ mod tests {
             .filter(|number| occurred(&mut rate, ("refused", &number.to_string()), 0) == LogDecision::Log)
             .count();
         assert_eq!(logged, SUBJECTS_MAX + 1);
-        let ended = rate.ended("refused", "0", at(0)).expect("it has one of its own");
+        let ended = rate.ended("refused", "0", at(0)).expect("the subject has its own condition");
         assert!(matches!(ended.what, ReportKind::Ended { total: 1, .. }));
         rate.due(at(60));
-        assert_eq!(occurred(&mut rate, ("refused", "new"), 61), LogDecision::Log, "there is room again");
+        assert_eq!(occurred(&mut rate, ("refused", "new"), 61), LogDecision::Log, "a subject has ended");
     }
 
     #[test]
-    fn a_process_that_ends_reports_what_it_has_counted() {
+    fn flush_reports_all_counted_occurrences() {
         let mut rate = LogRate::default();
         occurred(&mut rate, ("garbage", ""), 0);
         occurred(&mut rate, ("single", ""), 0);

@@ -1,37 +1,38 @@
-//! Namespaces: everything that makes two KV blocks incomparable, in one digest.
+//! Namespaces: one digest over everything that makes two KV blocks incomparable.
 
 use sha2::{Digest, Sha256};
 
 use crate::layout::Layout;
 
-/// Version of the digest's encoding; it is hashed in, so a change of encoding separates caches.
+/// Version of the digest's encoding. It is part of the digest, so a change of the encoding separates caches.
 const ENCODING: &[u8] = b"reprise-namespace-v1";
 
-/// SHA-256 over a [`NamespaceSpec`].
+/// SHA-256 of a [`NamespaceSpec`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct NamespaceDigest(pub [u8; 32]);
 
-/// What a namespace is made of. Two engines share blocks exactly when all of this is equal.
+/// Inputs of a namespace. Two engines share blocks exactly if all inputs are equal.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NamespaceSpec {
-    /// Model name, as the engine knows it.
+    /// Model name in the engine's notation.
     pub model: String,
     /// Revision or digest of the weights.
     pub revision: String,
-    /// Layout on one rank (covers dtype, tokens per block and parallel geometry).
+    /// Layout on one rank (includes dtype, tokens per block and parallel geometry).
     pub layout: Layout,
     /// Hash algorithm of the engine's prefix chain, for example `sha256_cbor`.
     pub hash_algorithm: String,
     /// Seed of the prefix chain.
     pub hash_seed: String,
-    /// The engine's name and KV format, for example `vllm:LBHNC`.
+    /// Name and KV format of the engine, for example `vllm:LBHNC`.
     pub engine_format: String,
-    /// Isolation salt of the tenant; empty when tenants share.
+    /// Isolation salt of the tenant; empty if tenants share blocks.
     pub tenant_salt: String,
 }
 
 impl NamespaceSpec {
-    /// The digest: each field with its length before it, so that no two specs encode alike.
+    /// Computes the digest. Each field is preceded by its length, so that different specs have different
+    /// encodings.
     pub fn digest(&self) -> NamespaceDigest {
         let mut digest = Sha256::new();
         let layout = self.layout.encode();

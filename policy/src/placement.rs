@@ -1,22 +1,23 @@
-//! Where a further durable replica of a block goes, and whether it needs one.
+//! Placement of further durable replicas.
 //!
 //! ```text
-//!  candidates: living, active, no durable copy yet, with room after what was placed there since they last reported
-//!       │ who has it in DRAM        nothing to transfer but a write
-//!       │ another failure domain    than that of every node that has it
-//!       │ score                     sixteenths of the pool in use + load class, less is better
-//!       ▼ hash of key and node      so that blocks spread
+//!  candidates: alive, active, without a durable copy, with room after placements since their last report
+//!       │ holds the block in DRAM   only a write, no transfer is needed
+//!       │ other failure domain      than that of every node with the block
+//!       │ score                     sixteenths of the pool in use + load class; lower is better
+//!       ▼ hash of key and node      spreads blocks over equal nodes
 //! ```
 //!
-//! A key looks at [`IN_DRAM`] of the nodes that have it in DRAM and at [`DRAWN`] candidates, both drawn by its hash ("the
-//! power of two choices in load balancing", Mitzenmacher, 2001), at all of them only when none of those will do. Who has it
-//! is marked once a key, so that a look at a candidate costs the same however many have it: about 1 µs a key, whatever the
-//! number of nodes, and some nanoseconds for each copy of the block.
+//! For each key, the hash of the key selects [`DRAM_HOLDERS_SAMPLED`] of the nodes with the block in DRAM and
+//! [`CANDIDATES_SAMPLED`] candidates ("the power of two choices in load balancing", Mitzenmacher, 2001). All
+//! candidates are compared only if none of the selected ones is suitable. The holders of a block are marked
+//! once per key, so that checking a candidate does not depend on their number. The cost is about 1 µs per key
+//! for any number of nodes, plus some nanoseconds per copy of the block.
 //!
-//! What is placed is charged to its target, so that a batch spreads like single questions would.
+//! Placed blocks are charged to their target, so that a batch spreads blocks like single queries would.
 //!
-//! Pure functions of their arguments. Deliberately absent: whether a node lives (the caller names those that do),
-//! and what becomes of an answer: it is a hint, and the target refuses what it has no room for.
+//! Pure functions of their arguments. Out of scope: liveness of nodes (the caller passes live nodes only),
+//! and the use of a decision. A decision is a hint: the target rejects blocks that it has no room for.
 
 use crate::ids::NodeId;
 use crate::key::BlockKey;
@@ -27,117 +28,118 @@ mod holders;
 
 use holders::Holders;
 
-/// Candidates that one key looks at.
-pub const DRAWN: usize = 8;
-/// Nodes with the block in DRAM that one key looks at.
-pub const IN_DRAM: usize = 16;
-/// Blocks that a target must have room for beside the one: it has writes of its own under way.
+/// Number of candidates compared for one key.
+pub const CANDIDATES_SAMPLED: usize = 8;
+/// Number of nodes with the block in DRAM compared for one key.
+pub const DRAM_HOLDERS_SAMPLED: usize = 16;
+/// Blocks that must fit into a target's free space in addition to the placed one, because its own writes are
+/// in flight.
 pub const ROOM_BLOCKS: u64 = 64;
-/// And the part of its pool that must be free, whichever is more.
+/// Divisor for the share of its pool that a target must have free, if that is more.
 pub const ROOM_PART: u64 = 64;
 
-/// What a node is for.
+/// Mode of a node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum NodeMode {
-    /// Everything.
+    /// Accepts engines and replicas.
     #[default]
     Active,
-    /// Chosen for nothing new; its engines save there as ever.
+    /// Accepts no new replicas; engines of the node still save to it.
     Cordoned,
-    /// To leave: cordoned, and gives away what only it has.
+    /// Like cordoned, and copies blocks that exist only on this node to other nodes.
     Draining,
 }
 
-/// How far the draining of a node is, as it says of itself.
+/// Progress of draining a node, as the node reports it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DrainProgress {
-    /// Every durable block is on another node as well.
+    /// Whether every durable block has a replica on another node.
     pub drained: bool,
-    /// Blocks that the walk is through with.
+    /// Blocks that the current walk has processed.
     pub walked_blocks: u64,
-    /// Durable blocks of the node.
+    /// Number of durable blocks of the node.
     pub durable_blocks: u64,
-    /// Slot bytes given away since the agent's start, for any reason.
+    /// Slot bytes accepted by other nodes since the agent's start, for any reason.
     pub moved_bytes: u64,
-    /// Blocks for which the walk found no node with room.
+    /// Blocks for which the walk found no node with capacity.
     pub nowhere_blocks: u64,
 }
 
-/// A living node that serves others.
+/// Live node that serves peers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlacementNode {
-    /// Which.
+    /// Number of the node.
     pub node: NodeId,
-    /// What it is for.
+    /// Mode of the node.
     pub mode: NodeMode,
-    /// Nodes of one domain fail together.
+    /// Failure domain; nodes of one domain may fail together.
     pub domain: Domain,
-    /// Of its pool, in bytes; 0 when it has not said so.
+    /// Bytes of its pool; 0 before its first report.
     pub capacity: u64,
-    /// Of that in use, and placed there since it said so.
+    /// Bytes of the pool in use, plus those placed there since the last report.
     pub used: u64,
-    /// Bytes wanted of it.
+    /// Bytes that peers have requested from it.
     pub load: LoadHint,
 }
 
-/// A copy of a block.
+/// Copy of a block on a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Holding {
-    /// Who has it.
+pub struct ReplicaLocation {
+    /// Node that holds the copy.
     pub node: NodeId,
-    /// In which tier; a node that has it in both is named twice.
+    /// Tier of the copy; a node with copies in both tiers is listed twice.
     pub tier: Tier,
 }
 
-/// Why a block is to have another replica.
+/// Reason for a further replica.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlacementReason {
-    /// Others keep reading it.
+    /// Peers read the block often.
     Hot,
-    /// Its holder is to leave.
+    /// The holder drains.
     Drain,
-    /// Its holder is fuller than this node.
+    /// The block moves from its holder to this node, which has more free capacity.
     Move(NodeId),
 }
 
-/// The answer for one key.
+/// Decision for one key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Placed {
-    /// It has replicas enough.
+pub enum PlacementDecision {
+    /// The block has enough replicas.
     Enough,
-    /// One more belongs there.
+    /// Place one more replica on this node.
     On(NodeId),
-    /// No node will do now.
-    Nowhere,
+    /// No suitable node has room now.
+    NoCapacity,
 }
 
-/// A batch of questions of one holder, of blocks of one size.
+/// Placement queries of one holder for blocks of one size.
 #[derive(Debug)]
-pub struct Placement {
+pub struct PlacementBatch {
     holder: NodeId,
     reason: PlacementReason,
     slot_bytes: u64,
-    /// By number.
+    /// Sorted by node number.
     nodes: Vec<PlacementNode>,
-    /// Of `nodes`, those that are candidates for some key.
+    /// Indices in `nodes` of the candidates.
     open: Vec<usize>,
-    /// Placed by this batch, node for node.
+    /// Bytes placed by this batch on each node.
     charged: Vec<u64>,
-    /// Who has the block of the key that is looked at.
+    /// Holders of the block of the current key.
     holders: Holders,
 }
 
-/// What candidates are compared by; the smallest is best.
-type Rank = (u8, u8, u64, u64, NodeId);
+/// Sort key of candidates; the smallest is best.
+type CandidateKey = (u8, u8, u64, u64, NodeId);
 
 impl PlacementNode {
-    /// Whether one more block of a size fits, after those that were charged.
+    /// Whether one more block of this size fits, after `charged` bytes.
     fn has_room(&self, slot_bytes: u64, charged: u64) -> bool {
         let free = self.capacity.saturating_sub(self.used).saturating_sub(charged);
         free > 0 && free >= slot_bytes.saturating_mul(ROOM_BLOCKS).max(self.capacity / ROOM_PART)
     }
 
-    /// Whether what it has is there tomorrow.
+    /// Whether its replicas count as permanent.
     fn stays(&self) -> bool {
         self.mode != NodeMode::Draining
     }
@@ -149,14 +151,14 @@ impl PlacementNode {
     }
 }
 
-impl Placement {
-    /// A batch: `nodes` are all that live and serve others, each once.
+impl PlacementBatch {
+    /// Creates a batch. `nodes` contains each live node that serves peers once.
     pub fn new(
         holder: NodeId,
         reason: PlacementReason,
         slot_bytes: u64,
         mut nodes: Vec<PlacementNode>,
-    ) -> Placement {
+    ) -> PlacementBatch {
         nodes.sort_unstable_by_key(|node| node.node);
         let fits = |node: &PlacementNode| {
             let wanted = match reason {
@@ -168,37 +170,37 @@ impl Placement {
         let open = (0..nodes.len()).filter(|at| fits(&nodes[*at])).collect();
         let charged = vec![0; nodes.len()];
         let holders = Holders::of(&nodes);
-        Placement { holder, reason, slot_bytes, nodes, open, charged, holders }
+        PlacementBatch { holder, reason, slot_bytes, nodes, open, charged, holders }
     }
 
-    /// The answer for a block that these nodes hold, as far as is known; charges its target.
-    pub fn place(&mut self, key: &BlockKey, holdings: &[Holding]) -> Placed {
+    /// Decides for a block with these known locations, and charges the target.
+    pub fn place(&mut self, key: &BlockKey, holdings: &[ReplicaLocation]) -> PlacementDecision {
         if self.is_enough(holdings) {
-            return Placed::Enough;
+            return PlacementDecision::Enough;
         }
         self.holders.mark(&self.nodes, self.holder, holdings, &self.open);
-        let Some(at) = self.best(key) else { return Placed::Nowhere };
+        let Some(at) = self.best(key) else { return PlacementDecision::NoCapacity };
         self.charged[at] = self.charged[at].saturating_add(self.slot_bytes);
         if !self.nodes[at].has_room(self.slot_bytes, self.charged[at]) {
             self.open.retain(|open| *open != at);
         }
-        Placed::On(self.nodes[at].node)
+        PlacementDecision::On(self.nodes[at].node)
     }
 
-    /// What was placed where by this batch, in bytes.
+    /// Bytes that this batch has placed on each node.
     pub fn charges(&self) -> impl Iterator<Item = (NodeId, u64)> {
         let charged = self.nodes.iter().zip(&self.charged).filter(|(_, bytes)| **bytes > 0);
         charged.map(|(node, bytes)| (node.node, *bytes))
     }
 
-    /// Whether a block that these nodes hold needs no further replica.
-    pub fn is_enough(&self, holdings: &[Holding]) -> bool {
+    /// Whether a block with these known locations needs no further replica.
+    pub fn is_enough(&self, holdings: &[ReplicaLocation]) -> bool {
         let durable = holdings.iter().filter(|holding| holding.tier == Tier::Nvme);
         let mut staying = durable.filter_map(|holding| self.node(holding.node)).filter(|node| node.stays());
         match self.reason {
             PlacementReason::Hot => staying.count() >= 2,
             PlacementReason::Drain => staying.any(|node| node.node != self.holder),
-            // Never its holder: that one drops its copy.
+            // Never satisfied by the holder, which drops its copy.
             PlacementReason::Move(to) => staying.any(|node| node.node == to && to != self.holder),
         }
     }
@@ -207,17 +209,17 @@ impl Placement {
         self.holders.position(node).map(|at| &self.nodes[at])
     }
 
-    /// Position of the best candidate.
+    /// Index of the best candidate.
     fn best(&self, key: &BlockKey) -> Option<usize> {
         let fits = |at: &usize| !self.holders.is_durable(*at);
-        let rank = |at: &usize| self.rank(key, *at);
-        drawn(key, self.holders.in_dram(), IN_DRAM)
+        let rank = |at: &usize| self.candidate_key(key, *at);
+        sample(key, self.holders.in_dram(), DRAM_HOLDERS_SAMPLED)
             .min_by_key(rank)
-            .or_else(|| drawn(key, &self.open, DRAWN).filter(fits).min_by_key(rank))
+            .or_else(|| sample(key, &self.open, CANDIDATES_SAMPLED).filter(fits).min_by_key(rank))
             .or_else(|| self.open.iter().copied().filter(fits).min_by_key(rank))
     }
 
-    fn rank(&self, key: &BlockKey, at: usize) -> Rank {
+    fn candidate_key(&self, key: &BlockKey, at: usize) -> CandidateKey {
         let node = &self.nodes[at];
         (
             u8::from(!self.holders.has(at)),
@@ -229,8 +231,9 @@ impl Placement {
     }
 }
 
-/// Some of these positions, drawn by the key's hash; all when they are few. One may be drawn twice.
-fn drawn(key: &BlockKey, of: &[usize], draws: usize) -> impl Iterator<Item = usize> {
+/// Selects some of the positions by the key's hash, or all if there are few. A position may be selected
+/// twice.
+fn sample(key: &BlockKey, of: &[usize], draws: usize) -> impl Iterator<Item = usize> {
     let (count, hash) = (of.len(), key.table_hash());
     (0..count.min(draws)).map(move |draw| {
         if count <= draws {

@@ -1,15 +1,16 @@
 //! vLLM-compatible prefix hashes, algorithm `sha256_cbor`.
 //!
-//! A block's hash is SHA-256 over the canonical CBOR of `(parent hash, (token ids…), extra keys or null)`; the first
-//! block's parent is the hash of a seed. Whoever hashes a prompt this way (a router, a planner, our reference
-//! engine) gets the same bytes as an engine that runs with `--prefix-caching-hash-algo sha256_cbor`.
+//! A block's hash is SHA-256 over the canonical CBOR of `(parent hash, (token ids…), extra keys or null)`.
+//! The parent of the first block is the hash of a seed. A router, a planner or our reference engine thus
+//! computes the same bytes as an engine that runs with `--prefix-caching-hash-algo sha256_cbor`.
 //!
-//! Cost: a block of 16 tokens encodes to about 120 bytes, two to three compressions of SHA-256; the encoding goes
-//! into one buffer that is reused along the chain, so a prompt of 8,192 blocks costs no allocation per block.
+//! Cost: a block of 16 tokens encodes to about 120 bytes, two to three compressions of SHA-256. The encoding
+//! uses one buffer that is reused along the chain, so a prompt of 8,192 blocks needs no allocation per block.
 //!
-//! The CBOR is written by hand (RFC 8949 §4.2.1: shortest heads, definite lengths): four types are needed, and a
-//! general encoder would build a value tree per block. Deliberately absent: the pickle-based `sha256` (not
-//! reproducible for multimodal keys) and any use of these hashes as keys (see [`crate::key::BlockKey`]).
+//! The CBOR is written by hand (RFC 8949 §4.2.1: shortest heads, definite lengths): only four types are
+//! needed, and a general encoder would build a value tree per block. Out of scope: the pickle-based `sha256`,
+//! which is not reproducible for multimodal keys, and any use of these hashes as keys (see
+//! [`crate::key::BlockKey`]).
 
 use std::num::NonZeroU16;
 use std::slice::ChunksExact;
@@ -23,34 +24,34 @@ pub use extra::{ExtraKey, MultimodalItem, PromptExtras};
 /// Seed that vLLM uses when `PYTHONHASHSEED` is not set.
 pub const DEFAULT_SEED: &str = "vllm-none-hash";
 
-/// A block's hash, or the seed's.
+/// Hash of a block, or of the seed.
 pub type PrefixHash = [u8; 32];
 
-/// CBOR major types that occur (RFC 8949 §3.1), in the upper three bits of a head.
+/// CBOR major types in use (RFC 8949 §3.1), in the upper three bits of a head.
 const UNSIGNED: u8 = 0 << 5;
 const NEGATIVE: u8 = 1 << 5;
 const BYTES: u8 = 2 << 5;
 const TEXT: u8 = 3 << 5;
 const ARRAY: u8 = 4 << 5;
 
-/// CBOR `null`.
+/// Encoding of CBOR `null`.
 const NULL: u8 = 0xf6;
 
-/// The parent of a prompt's first block: SHA-256 of the canonical CBOR of the seed string.
+/// Parent of a prompt's first block: SHA-256 of the canonical CBOR of the seed string.
 pub fn none_hash(seed: &str) -> PrefixHash {
     let mut encoding = Encoding::default();
     encoding.text(seed);
     encoding.digest()
 }
 
-/// The hash of one full block of `tokens` after `parent`. `extra` is empty for plain text.
+/// Hash of one full block of `tokens` after `parent`. `extra` is empty for plain text.
 pub fn block_hash(parent: &PrefixHash, tokens: &[u32], extra: &[ExtraKey<'_>]) -> PrefixHash {
     let mut encoding = Encoding::default();
     encoding.block(parent, tokens, extra);
     encoding.digest()
 }
 
-/// Iterates over the hashes of a prompt's full blocks; a last block that is not full has none.
+/// Iterator over the hashes of a prompt's full blocks; a partial last block has no hash.
 #[derive(Debug)]
 pub struct PrefixChain<'a> {
     parent: PrefixHash,
@@ -63,7 +64,7 @@ pub struct PrefixChain<'a> {
 }
 
 impl<'a> PrefixChain<'a> {
-    /// The chain of `tokens` from `none_hash` on. `extras` belong to the whole prompt.
+    /// Creates the chain of `tokens`, starting at `none_hash`. `extras` apply to the whole prompt.
     pub fn new(
         none_hash: PrefixHash,
         tokens: &'a [u32],
@@ -102,21 +103,21 @@ impl Iterator for PrefixChain<'_> {
 
 impl ExactSizeIterator for PrefixChain<'_> {}
 
-/// Canonical CBOR in a buffer that is reused from block to block.
+/// Buffer for canonical CBOR, reused for each block.
 #[derive(Debug, Default)]
 struct Encoding {
     bytes: Vec<u8>,
 }
 
 impl Encoding {
-    /// SHA-256 of what was written; the buffer is empty afterwards.
+    /// Returns the SHA-256 of the buffer and clears it.
     fn digest(&mut self) -> PrefixHash {
         let digest = Sha256::digest(&self.bytes);
         self.bytes.clear();
         digest.into()
     }
 
-    /// The triple that is hashed for a block.
+    /// Writes the triple that is hashed for a block.
     fn block(&mut self, parent: &PrefixHash, tokens: &[u32], extra: &[ExtraKey<'_>]) {
         self.head(ARRAY, 3);
         self.byte_string(parent);
@@ -134,7 +135,7 @@ impl Encoding {
         }
     }
 
-    /// One extra key: a tuple that begins with its tag.
+    /// Writes one extra key: a tuple that begins with its tag.
     fn extra_key(&mut self, key: &ExtraKey<'_>) {
         let fields = match key {
             ExtraKey::Lora { .. } | ExtraKey::Multimodal { .. } => 3,
@@ -173,7 +174,7 @@ impl Encoding {
         self.bytes.extend_from_slice(bytes);
     }
 
-    /// A signed integer: a negative n is stored as −1 − n.
+    /// Writes a signed integer: a negative n is stored as −1 − n.
     fn integer(&mut self, value: i64) {
         match u64::try_from(value) {
             Ok(value) => self.head(UNSIGNED, value),
@@ -181,7 +182,7 @@ impl Encoding {
         }
     }
 
-    /// A head in its shortest form.
+    /// Writes a head in its shortest form.
     fn head(&mut self, major: u8, value: u64) {
         match value {
             0..24 => self.bytes.push(major | value as u8),
@@ -217,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn the_default_seed_gives_the_golden_chain_of_vllm() {
+    fn default_seed_yields_the_golden_chain_of_vllm() {
         let none = none_hash(DEFAULT_SEED);
         assert_eq!(hex(&none), "9bd96a485ad84efdafb72ee48a1d7a69bcead0f8f0433173941b276b9581eef0");
         let first = block_hash(&none, &tokens(1, 16), &[]);
@@ -227,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn the_seed_zero_gives_its_golden_chain() {
+    fn seed_zero_yields_its_golden_chain() {
         let none = none_hash("0");
         assert_eq!(hex(&none), "4e1195df020de59e0d65a33a4279f1183e7ae4e5d980e309f8b55adff2e61c3e");
         let first = block_hash(&none, &tokens(1, 16), &[]);
@@ -235,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn a_salt_and_an_adapter_give_their_golden_hashes() {
+    fn salt_and_adapter_yield_their_golden_hashes() {
         let none = none_hash(DEFAULT_SEED);
         let salted = block_hash(&none, &tokens(1, 16), &[ExtraKey::CacheSalt("tenantA")]);
         assert_eq!(hex(&salted), "dddfd72aeffc19b852fec642c24c970df52f2e6c7f45efcd9a297df87e71152b");
@@ -251,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chain_hashes_full_blocks_only() {
+    fn chain_hashes_full_blocks_only() {
         let prompt = tokens(1, 40);
         let extras = PromptExtras::default();
         let none = none_hash(DEFAULT_SEED);
@@ -264,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn a_salt_changes_every_block_although_only_the_first_carries_it() {
+    fn salt_changes_every_block_although_only_the_first_contains_it() {
         let prompt = tokens(1, 32);
         let extras = PromptExtras { cache_salt: Some("tenantA".into()), ..PromptExtras::default() };
         let none = none_hash(DEFAULT_SEED);
@@ -297,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn a_multimodal_key_and_prompt_embeddings_are_tagged_tuples() {
+    fn multimodal_keys_and_prompt_embeddings_are_tagged_tuples() {
         let mut encoding = Encoding::default();
         encoding.extra_key(&ExtraKey::Multimodal { identifier: "i", offset: -2 });
         assert_eq!(encoding.bytes, [0x83, 0x62, b'm', b'm', 0x61, b'i', 0x21]);

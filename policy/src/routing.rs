@@ -1,58 +1,60 @@
-//! Which replica of a block to read, and which node knows most of a prompt.
+//! Choice of the replica to read, and ranking of nodes by the cached prefix of a prompt.
 //!
-//! Order of expected arrival, measured on machines of the class this is built for: a peer's DRAM (one network hop),
-//! a peer's NVMe (hop and device). Among peers of the same tier, one with clearly less queued work comes first, then one of
-//! the asking node's failure domain; among equals the key decides, so that different blocks of one prompt spread over the
-//! replicas and one block always picks the same peer, whose copy then stays in DRAM.
+//! Expected order of arrival, measured on machines of the target class: a peer's DRAM (one network hop), then
+//! a peer's NVMe (network and device). Among peers of the same tier, one with clearly less queued work is
+//! preferred, then one in the failure domain of the reading node. Among equals the key decides: different
+//! blocks of a prompt spread over the replicas, and one block always selects the same peer, so that its copy
+//! stays in DRAM there.
 //!
-//! The directory puts replicas into that order ([`Arrival`]); the asking node adds what it knows itself ([`soonest`]).
-//! [`Ranker`] is for gateways.
+//! The directory returns replicas in that order ([`Arrival`]); the reading node adds its own knowledge
+//! ([`soonest`]). [`Ranker`] is for gateways.
 //!
-//! Pure functions of their arguments. Deliberately absent: measured latencies.
+//! Pure functions of their arguments. Measured latencies are out of scope.
 
 mod arrival;
 mod chain;
 
 pub use arrival::{Arrival, Domain, LoadClass, Peer, PeerTable};
-pub use chain::{Known, RankedNode, Ranker, Ranking};
+pub use chain::{KeyReplicas, RankedNode, Ranker, Ranking};
 
 use crate::ids::NodeId;
 use crate::key::BlockKey;
 use crate::tier::Tier;
 
-/// Queued work below which two peers count as equally loaded: what one fetch connection has in flight (64 MiB).
-/// Above it, loads are compared by their power of two, so that small differences do not undo the spreading.
+/// Queued bytes below which two peers count as equally loaded: what one fetch connection has in flight (64
+/// MiB). Above that, loads are compared by their power of two, so that small differences do not undo the
+/// spreading.
 pub const LOAD_STEP_BYTES: u64 = 64 << 20;
 
-/// Bytes that a node has queued, as far as is known; zero when nothing is.
+/// Bytes that a node has queued, as far as known; zero if unknown.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LoadHint(pub u64);
 
-/// A replica on another node.
+/// Replica on another node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Candidate {
-    /// The node.
+    /// Node that holds the replica.
     pub node: NodeId,
-    /// Where the block lies there.
+    /// Tier of the block on that node.
     pub tier: Tier,
-    /// How busy the node is.
+    /// Load of the node.
     pub load: LoadHint,
 }
 
-/// The replica that arrives soonest; of equal ones the first, as the directory has ordered them. Candidates for which
-/// `excluded` holds (dead, tried in vain) do not count.
+/// Returns the replica that is expected to arrive first; among equals, the first in the directory's order.
+/// Nodes for which `excluded` returns `true` (dead, or already tried) are ignored.
 pub fn soonest(candidates: &[Candidate], excluded: impl Fn(NodeId) -> bool) -> Option<Candidate> {
     let allowed = candidates.iter().filter(|candidate| !excluded(candidate.node));
     allowed.min_by_key(|candidate| (candidate.tier, steps(candidate.load))).copied()
 }
 
-/// Power of two of a load in steps; unlike a [`LoadClass`] it has no end.
+/// Power of two of a load in steps; unlike a [`LoadClass`], without an upper bound.
 fn steps(load: LoadHint) -> u32 {
     u64::BITS - (load.0 / LOAD_STEP_BYTES).leading_zeros()
 }
 
-/// Rendezvous hashing: each key ranks the nodes in an order of its own, and the loss of a node moves only
-/// the keys that preferred it. The mixing constants are those of splitmix64.
+/// Rendezvous hashing: each key ranks the nodes in its own order, and the loss of a node moves only the keys
+/// that preferred it. The mixing constants are those of splitmix64.
 pub(crate) fn preference(key: &BlockKey, node: NodeId) -> u64 {
     let mut bits = key.table_hash() ^ (u64::from(node.0) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -78,45 +80,45 @@ mod tests {
         Candidate { node: NodeId(node), tier, load: LoadHint(load) }
     }
 
-    fn nobody(_: NodeId) -> bool {
+    fn none_excluded(_: NodeId) -> bool {
         false
     }
 
     #[test]
-    fn memory_comes_before_a_device_however_busy_the_node() {
+    fn prefers_dram_over_nvme_regardless_of_load() {
         let candidates = [candidate(1, Tier::Nvme, 0), candidate(2, Tier::Dram, 1 << 40)];
-        assert_eq!(soonest(&candidates, nobody), Some(candidates[1]));
+        assert_eq!(soonest(&candidates, none_excluded), Some(candidates[1]));
         assert_eq!(soonest(&candidates, |node| node == NodeId(2)), Some(candidates[0]));
     }
 
     #[test]
-    fn a_block_that_nobody_alive_has_has_no_replica() {
+    fn returns_none_without_a_live_replica() {
         let candidates = [candidate(1, Tier::Dram, 0)];
         assert_eq!(soonest(&candidates, |node| node == NodeId(1)), None);
-        assert_eq!(soonest(&[], nobody), None);
+        assert_eq!(soonest(&[], none_excluded), None);
     }
 
     #[test]
-    fn a_clearly_busier_peer_comes_after_an_idle_one() {
+    fn prefers_idle_peer_over_clearly_busier_one() {
         let candidates = [candidate(1, Tier::Dram, 4 * LOAD_STEP_BYTES), candidate(2, Tier::Dram, 0)];
-        assert_eq!(soonest(&candidates, nobody), Some(candidates[1]));
+        assert_eq!(soonest(&candidates, none_excluded), Some(candidates[1]));
     }
 
     #[test]
-    fn the_order_of_the_directory_decides_among_equals() {
+    fn keeps_directory_order_among_equals() {
         let candidates = [candidate(5, Tier::Dram, 1000), candidate(2, Tier::Dram, 0)];
-        assert_eq!(soonest(&candidates, nobody), Some(candidates[0]));
+        assert_eq!(soonest(&candidates, none_excluded), Some(candidates[0]));
     }
 
     #[test]
-    fn keys_spread_over_equal_peers_in_fair_shares() {
+    fn keys_spread_evenly_over_equal_peers() {
         let mut shares = [0u32; 4];
         for number in 0..4000 {
             let arrival = |node| {
                 let replica = (NodeId(node), Tier::Dram);
                 Arrival::of(&key(number), replica, Peer::default(), Domain::default())
             };
-            let first = (0..4).map(arrival).min().expect("four peers have it");
+            let first = (0..4).map(arrival).min().expect("four peers hold it");
             shares[usize::from(first.node().0)] += 1;
         }
         assert!(shares.iter().all(|share| (850..1150).contains(share)), "{shares:?}");
@@ -124,7 +126,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn none_is_better_than_the_one_chosen_and_none_before_it_as_good(
+        fn selects_the_first_of_the_best_candidates(
             nodes in prop::collection::vec((0..6u16, any::<bool>(), 0..1u64 << 30), 0..8),
             dead in 0..6u16,
         ) {

@@ -1,27 +1,27 @@
-//! Which control-plane member owns which hash slots of the directory.
+//! Ownership of the directory's hash slots by members of the control plane.
 //!
-//! A map is a list of members and the epoch at which that was the list. The owner of a slot is computed, not stored:
-//! the member whose hash with the slot is highest (rendezvous hashing; Thaler and Ravishankar, "Using name-based mappings
-//! to increase hit rates", 1998). So whoever knows the same members agrees about every slot, and a member that comes
-//! or goes moves only the slots that become or were its own.
+//! A shard map consists of a list of members and the epoch of that list. The owner of a slot is computed, not
+//! stored: the member whose hash with the slot is highest (rendezvous hashing; Thaler and Ravishankar, "Using
+//! name-based mappings to increase hit rates", 1998). Processes with the same list therefore agree on every
+//! slot, and adding or removing a member moves only its own slots.
 //!
-//! Arithmetic: a map of 16 members computes 65,536 hashes of about 8 ns once, when it is made, and answers a
-//! look-up from a table of 8 KiB.
+//! Cost: a map of 16 members computes 65,536 hashes of about 8 ns once, when it is created. Lookups use a
+//! table of 8 KiB.
 //!
-//! Deliberately absent: weights (members are alike), where the list comes from, what a member knows of its slots.
+//! Out of scope: weights (members are equal), the source of the list, and the state of slots.
 
 use std::fmt;
 
 use crate::key::{BlockKey, HASH_SLOTS};
 use crate::{Epoch, SlotSet};
 
-/// Members of a map at the most; 10⁹ entries are 63 million for each of 16.
+/// Maximum members of a map; 10⁹ entries are 63 million for each of 16 members.
 pub const MEMBERS_MAX: usize = 1024;
 
-/// Slot without an owner: a map without members.
-const NOBODY: u16 = u16::MAX;
+/// Marker for a slot without an owner, in a map without members.
+const NO_OWNER: u16 = u16::MAX;
 
-/// A member as its name in a map; names are unique, and ordered bytewise.
+/// Name of a member; names are unique, and ordered bytewise.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct MemberName(String);
 
@@ -29,36 +29,36 @@ pub struct MemberName(String);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct MemberIndex(pub u16);
 
-/// The map; see the module.
+/// Members of the control plane, and their slots.
 #[derive(Clone, PartialEq, Eq)]
 pub struct ShardMap {
     epoch: Epoch,
-    /// In order.
+    /// Members in the order of their names.
     members: Vec<MemberName>,
     /// Position of each slot's owner.
     owners: Box<[u16]>,
     digest: u64,
 }
 
-/// Why there is no such map.
+/// Reason why a member list is not a valid shard map.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ShardError {
-    /// A name is too long, too short, or not printable.
-    #[error("'{0}' is no member name: 1 to 256 printable ASCII characters without spaces")]
+    /// A name is too long, empty or not printable.
+    #[error("invalid member name '{0}': expected 1 to 256 printable ASCII characters without spaces")]
     Name(String),
-    /// One name twice.
-    #[error("two members are called '{0}': give each a name of its own")]
+    /// A name occurs twice.
+    #[error("two members have the name '{0}': give each member a unique name")]
     Twice(MemberName),
-    /// More members than a map has.
+    /// The list exceeds the maximum number of members.
     #[error("{0} members: a map has at most {MEMBERS_MAX}")]
     TooMany(usize),
 }
 
 impl MemberName {
-    /// A name, checked.
+    /// Validates a member name.
     ///
     /// # Errors
-    /// [`ShardError::Name`].
+    /// [`ShardError::Name`] if it is invalid.
     pub fn new(name: &str) -> Result<MemberName, ShardError> {
         let fits = (1..=256).contains(&name.len()) && name.bytes().all(|byte| byte.is_ascii_graphic());
         if fits {
@@ -68,17 +68,17 @@ impl MemberName {
         }
     }
 
-    /// The name.
+    /// Returns the name as text.
     pub fn as_str(&self) -> &str {
         &self.0
     }
 }
 
 impl ShardMap {
-    /// The map of these members, in any order, at an epoch. Without members nobody owns anything.
+    /// Creates the map of these members, in any order, at an epoch. Without members, slots have no owner.
     ///
     /// # Errors
-    /// [`ShardError::Twice`], [`ShardError::TooMany`].
+    /// [`ShardError::Twice`] and [`ShardError::TooMany`].
     pub fn new(epoch: Epoch, members: impl IntoIterator<Item = MemberName>) -> Result<ShardMap, ShardError> {
         let mut members: Vec<MemberName> = members.into_iter().collect();
         members.sort_unstable();
@@ -90,71 +90,73 @@ impl ShardMap {
         }
         let seeds: Vec<u64> = members.iter().map(seed).collect();
         let owners = (0..HASH_SLOTS).map(|slot| owner(&seeds, slot)).collect();
-        // Never 0, which says on the wire that nothing is said.
+        // Never 0: on the wire, 0 means that the digest is absent.
         let digest = seeds.iter().fold(0, |digest, seed| mix(digest ^ seed)).max(1);
         Ok(ShardMap { epoch, members, owners, digest })
     }
 
-    /// The epoch at which these were the members.
+    /// Epoch of the member list.
     pub fn epoch(&self) -> Epoch {
         self.epoch
     }
 
-    /// Stands for the list of members, never 0: maps of one list have one, whatever their epochs, and maps of two lists have
-    /// two but for 2⁻⁶⁴. Who has the same agrees about every slot.
+    /// Digest of the member list, never 0. Maps with the same list have the same digest, regardless of their
+    /// epochs; maps with different lists differ with probability 1 − 2⁻⁶⁴. Processes with the same digest
+    /// agree on the owner of every slot.
     pub fn digest(&self) -> u64 {
         self.digest
     }
 
-    /// The members, in order of their names.
+    /// Members in the order of their names.
     pub fn members(&self) -> &[MemberName] {
         &self.members
     }
 
-    /// The position of a member.
+    /// Returns the position of a member.
     pub fn position(&self, name: &MemberName) -> Option<MemberIndex> {
         self.members.binary_search(name).ok().map(|at| MemberIndex(at as u16))
     }
 
-    /// The owner of a hash slot, `0..HASH_SLOTS`; `None` without members.
+    /// Returns the owner of a hash slot, `0..HASH_SLOTS`; `None` without members.
     ///
     /// # Panics
-    /// There is no such slot.
+    /// If the slot does not exist.
     pub fn owner(&self, slot: u16) -> Option<MemberIndex> {
         let owner = self.owners[usize::from(slot)];
-        (owner != NOBODY).then_some(MemberIndex(owner))
+        (owner != NO_OWNER).then_some(MemberIndex(owner))
     }
 
-    /// The owner of a key's slot.
+    /// Returns the owner of a key's slot.
     pub fn owner_of(&self, key: &BlockKey) -> Option<MemberIndex> {
         self.owner(key.hash_slot())
     }
 
-    /// The slots of a member, in order.
+    /// Iterates the slots of a member in ascending order.
     pub fn slots_of(&self, member: MemberIndex) -> impl Iterator<Item = u16> {
         (0..HASH_SLOTS).filter(move |slot| self.owner(*slot) == Some(member))
     }
 
-    /// The slots that members of other names own.
+    /// Slots that other members own.
     pub fn owned_by_others(&self, name: &MemberName) -> SlotSet {
         let member = self.position(name);
         (0..HASH_SLOTS).filter(|slot| self.owner(*slot).is_some_and(|owner| Some(owner) != member)).collect()
     }
 
-    /// The slots of the member of this name; none when it is not in the map.
+    /// Slots of the member with this name; empty if it is not in the map.
     pub fn owned_by(&self, name: &MemberName) -> SlotSet {
         self.position(name).map_or(SlotSet::EMPTY, |member| self.slots_of(member).collect())
     }
 }
 
-/// The member whose hash with the slot is highest; of equal ones the first by name.
+/// Returns the member whose hash with the slot is highest; among equals, the first by name.
 fn owner(seeds: &[u64], slot: u16) -> u16 {
     let weight = |(at, seed): (usize, &u64)| (mix(seed ^ mix(u64::from(slot))), std::cmp::Reverse(at));
     let best = seeds.iter().enumerate().map(weight).max();
-    best.map_or(NOBODY, |(_, std::cmp::Reverse(at))| at as u16)
+    best.map_or(NO_OWNER, |(_, std::cmp::Reverse(at))| at as u16)
 }
 
-/// 64 bits of a name: FNV-1a, mixed so that names that differ in their last letter differ everywhere.
+/// Hashes a name to 64 bits: FNV-1a, mixed so that names that differ only in the last letter differ in all
+/// bits.
 fn seed(name: &MemberName) -> u64 {
     let fnv = name.0.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
@@ -162,7 +164,7 @@ fn seed(name: &MemberName) -> u64 {
     mix(fnv)
 }
 
-/// The finalizer of SplitMix64 (Steele, Lea and Flood, 2014).
+/// Finalizer of SplitMix64 (Steele, Lea and Flood, 2014).
 pub(crate) fn mix(mut value: u64) -> u64 {
     value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
     value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -185,7 +187,7 @@ impl fmt::Debug for ShardMap {
     }
 }
 
-const _: () = assert!(MEMBERS_MAX < NOBODY as usize, "positions are 16 bits");
+const _: () = assert!(MEMBERS_MAX < NO_OWNER as usize, "positions are 16 bits");
 
 #[cfg(test)]
 mod tests {
@@ -201,13 +203,13 @@ mod tests {
         ShardMap::new(Epoch(epoch), names.iter().map(|text| name(text))).expect("a map")
     }
 
-    /// Name of each slot's owner.
+    /// Names of the owners of all slots.
     fn owners(map: &ShardMap) -> Vec<Option<&MemberName>> {
         (0..HASH_SLOTS).map(|slot| map.owner(slot).map(|at| &map.members()[usize::from(at.0)])).collect()
     }
 
     #[test]
-    fn maps_have_one_digest_when_they_have_the_same_members_and_only_then() {
+    fn digest_is_equal_exactly_for_equal_member_lists() {
         let digest = |epoch, names: &[&str]| map(epoch, names).digest();
         assert_eq!(digest(1, &["a", "b"]), digest(7, &["b", "a"]));
         let lists: [&[&str]; 5] = [&[], &["a"], &["b"], &["a", "b"], &["ab"]];
@@ -217,8 +219,8 @@ mod tests {
     }
 
     #[test]
-    fn owners_are_those_of_every_other_version_of_this_function() {
-        // Members and agents of different versions compute the same owners: these never change.
+    fn owners_never_change_between_versions() {
+        // Members and agents of different versions must compute the same owners.
         let map = map(7, &["member-0", "member-1", "member-2"]);
         let golden: Vec<u16> =
             [0, 1, 2, 3, 4, 5, 6, 7, 1000, 4095].map(|slot| map.owner(slot).expect("owned").0).to_vec();
@@ -227,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn without_members_nobody_owns_anything_and_one_owns_all() {
+    fn slots_have_no_owner_without_members_and_a_single_member_owns_all() {
         assert!(owners(&map(0, &[])).iter().all(Option::is_none));
         let alone = map(1, &["a"]);
         assert_eq!(alone.slots_of(MemberIndex(0)).count(), usize::from(HASH_SLOTS));
@@ -235,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn the_slots_of_all_members_are_every_slot_once() {
+    fn every_slot_has_exactly_one_owner() {
         let map = map(1, &["a", "b", "c"]);
         let sets = ["a", "b", "c"].map(|text| map.owned_by(&name(text)));
         assert_eq!(sets.iter().fold(SlotSet::EMPTY, |all, set| all.or(set)), SlotSet::ALL);
@@ -246,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_cannot_be_told_apart_or_printed_are_refused_with_words() {
+    fn rejects_duplicate_and_unprintable_names_with_a_remedy() {
         for text in ["", "a b", "ä", "\n", &"x".repeat(257)] {
             let refused = MemberName::new(text).expect_err(text);
             assert!(refused.to_string().contains("printable"), "{refused}");
@@ -259,7 +261,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_order_in_which_members_are_listed_does_not_matter(
+        fn map_does_not_depend_on_the_order_of_members(
             names in prop::collection::btree_set("[a-z0-9.-]{1,12}", 1..12),
             seed in any::<u64>(),
         ) {
@@ -271,7 +273,7 @@ mod tests {
         }
 
         #[test]
-        fn a_member_that_goes_moves_only_its_own_slots(
+        fn removing_a_member_moves_only_its_slots(
             names in prop::collection::btree_set("[a-z0-9.-]{1,12}", 2..12),
             gone in any::<prop::sample::Index>(),
         ) {
@@ -286,12 +288,12 @@ mod tests {
         }
 
         #[test]
-        fn members_own_about_as_many_slots_each(
+        fn slots_are_distributed_evenly(
             names in prop::collection::btree_set("[a-z0-9.-]{1,12}", 2..16),
         ) {
             let map = ShardMap::new(Epoch(1), names.iter().map(|text| name(text))).expect("a map");
             let share = f64::from(HASH_SLOTS) / names.len() as f64;
-            // Binomial: six standard deviations.
+            // Binomial distribution: six standard deviations.
             let spread = 6.0 * share.sqrt();
             for member in 0..names.len() {
                 let slots = map.slots_of(MemberIndex(member as u16)).count() as f64;

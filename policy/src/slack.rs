@@ -1,4 +1,4 @@
-//! Slack windows: spans of a GPU's compute during which I/O costs nothing, and what I/O may take at any moment.
+//! Slack windows: spans of a GPU's compute in which I/O is free, and the I/O budget at any moment.
 //!
 //! ```text
 //!  Decode   0          512           4096          8192   tokens of the batch
@@ -6,188 +6,190 @@
 //!                        └─ fallback ──┘            └─ fallback …
 //! ```
 //!
-//! A profile is one JSON object ([`Content`]), the same for whoever writes it and whoever works by it: the digest of its text says which
-//! revision it is. Its windows stand by phase and tokens, so that one set of measurements has one text.
+//! A profile is one JSON object ([`Content`]), identical for its writers and readers: the digest of its text
+//! identifies its revision. The windows are sorted by phase and tokens, so that a set of measurements has
+//! exactly one text.
 //!
-//! Laws: of a phase no two windows overlap, so at most one holds; a budget is never above what was measured; outside of all windows it is
-//! the fallback's.
+//! Invariants: windows of a phase do not overlap, so at most one applies. A budget never exceeds the
+//! measurement. Outside of all windows, the fallback applies.
 //!
-//! Deliberately absent: text and digest (the callers'), how a window is measured, and how a device keeps to a budget.
+//! Out of scope: the text and its digest (the caller's), measuring windows, and enforcing budgets.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// Windows of one profile, at the most.
+/// Maximum windows of one profile.
 pub const WINDOWS_MAX: usize = 256;
-/// Tokens of a batch that a window may end before.
+/// Upper bound of a window's `max_tokens`.
 pub const TOKENS_MAX: u32 = 16_777_217;
-/// Microseconds of a layer: ten seconds.
+/// Maximum microseconds of a layer: ten seconds.
 pub const MICROS_MAX: u32 = 10_000_000;
-/// Multiprocessors of a GPU.
+/// Maximum multiprocessors of a GPU.
 pub const SMS_MAX: u32 = 256;
-/// Share of a window that may be used, in hundredths. With [`MICROS_MAX`] a product fits 32 bits.
+/// Minimum usable share of a window, in hundredths. With [`MICROS_MAX`], a product fits 32 bits.
 pub const USABLE_PERCENT_MIN: u8 = 10;
-/// All of it.
+/// The whole of a window, in hundredths.
 pub const PERCENT_MAX: u8 = 100;
 
 const _: () = assert!((MICROS_MAX as u64) * (PERCENT_MAX as u64) <= u32::MAX as u64);
 
-/// A profile as it is written: what was measured, and how it is put to use.
+/// Profile as it is written: measurements, and how to apply them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Content {
-    /// What was measured.
+    /// Measured model, GPU and engine.
     pub subject: Subject,
-    /// Share of each window that is used, in hundredths.
+    /// Usable share of each window, in hundredths.
     pub usable_percent: u8,
-    /// What happens outside of all windows.
+    /// Behaviour outside of all windows.
     pub fallback: Fallback,
-    /// Error of its predictions beyond which it has drifted, in hundredths.
+    /// Prediction error beyond which the profile counts as drifted, in hundredths.
     pub max_error_percent: u8,
-    /// The windows; of each phase by their tokens.
+    /// Windows, sorted by tokens within each phase.
     pub windows: Vec<Window>,
 }
 
-/// What was measured.
+/// Measured model, GPU and engine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Subject {
-    /// Model, as the engine names it.
+    /// Model name in the engine's notation.
     pub model: String,
-    /// GPU, as its driver names it.
+    /// GPU product in the driver's notation.
     pub gpu_product: String,
-    /// GPUs that the model was spread over.
+    /// Number of GPUs that the model is distributed over.
     pub tensor_parallel: u32,
-    /// Engine and its version.
+    /// Name and version of the engine.
     pub engine_version: String,
 }
 
-/// A span of compute during which I/O costs nothing.
+/// Span of compute in which I/O is free.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Window {
-    /// What the GPU does.
+    /// Phase of the computation.
     pub phase: Phase,
-    /// Tokens of the batch, at the least.
+    /// Minimum tokens of the batch.
     pub min_tokens: u32,
-    /// Tokens of the batch; the window ends before so many.
+    /// Upper bound of the batch's tokens, exclusive.
     pub max_tokens: u32,
-    /// Microseconds of a layer that I/O may take.
+    /// Microseconds of each layer that I/O may use.
     pub slack_micros: u32,
-    /// Multiprocessors that I/O may use at once.
+    /// Multiprocessors that I/O may use at the same time.
     pub max_io_sms: u32,
 }
 
-/// What a GPU does.
+/// Phase of a GPU's computation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Phase {
-    /// Computes a prompt.
+    /// Computes the KV of a prompt.
     Prefill,
-    /// Computes one token after the other.
+    /// Generates one token after another.
     Decode,
 }
 
-/// What happens outside of all windows.
+/// Behaviour outside of all windows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Fallback {
-    /// Writes wait, reads go on.
+    /// Writes wait; reads continue.
     ThrottleWrites,
-    /// All I/O that nobody waits for stops.
+    /// All I/O without a waiting request stops.
     PauseIo,
-    /// As if there were no profile.
+    /// I/O continues as without a profile.
     Ignore,
 }
 
-/// Kinds of I/O, by who waits for it.
+/// Kinds of I/O, by the urgency of its requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Io {
-    /// Blocks that are brought to devices.
+    /// Writes of blocks to devices.
     Write,
-    /// Blocks that somebody may ask for soon.
+    /// Reads of blocks that may be requested soon.
     Prefetch,
-    /// Blocks that somebody waits for.
+    /// Reads of blocks that a request waits for.
     AwaitedRead,
 }
 
-/// What I/O may take at a moment.
+/// I/O budget at a moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Budget {
-    /// A window holds.
+    /// A window applies.
     Window {
-        /// Microseconds of each layer.
+        /// Microseconds of each layer that I/O may use.
         micros: u32,
-        /// Multiprocessors at once.
+        /// Multiprocessors that I/O may use at the same time.
         io_sms: u32,
     },
-    /// None does.
+    /// No window applies.
     Outside(Fallback),
 }
 
-/// A profile whose content was found right.
+/// Validated profile.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Profile {
     content: Content,
 }
 
-/// Why a content is no profile. Places are counted from 0.
+/// Reason why a content is not a valid profile. Positions are counted from 0.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ProfileError {
-    /// It says nothing.
+    /// The profile has no windows.
     #[error("there are no windows: measure at least one")]
     Empty,
-    /// It says too much.
+    /// The profile has too many windows.
     #[error("there are {0} windows, and {most} are allowed: join windows of equal slack", most = WINDOWS_MAX)]
     TooMany(usize),
-    /// A number that cannot be.
+    /// A number is out of bounds.
     #[error("{place} is {value}: use {least} to {most}")]
     OutOfBounds {
-        /// Which field.
+        /// Field with the number.
         place: String,
-        /// What it says.
+        /// Value of the field.
         value: u32,
-        /// What is allowed, at the least.
+        /// Minimum value of the field.
         least: u32,
-        /// At the most.
+        /// Maximum value of the field.
         most: u32,
     },
-    /// A window of no tokens.
+    /// A window contains no token count.
     #[error("windows[{0}] ends where it begins or before: set maxTokens above minTokens")]
     NoTokens(usize),
-    /// Windows of a phase stand by their tokens.
+    /// The windows of a phase are not sorted by their tokens.
     #[error(
-        "windows[{later}] begins before windows[{earlier}], which stands before it: sort the windows of {phase} by minTokens"
+        "windows[{later}] begins before windows[{earlier}], which precedes it in the list: sort the windows of {phase} by minTokens"
     )]
     Order {
-        /// The one that should stand before.
+        /// Window that should come first.
         later: usize,
-        /// The one that does.
+        /// Window that comes first.
         earlier: usize,
-        /// Of both.
+        /// Phase of both windows.
         phase: Phase,
     },
-    /// Two windows of a phase hold at once.
+    /// Two windows of a phase overlap.
     #[error(
-        "windows[{later}] and windows[{earlier}] of {phase} overlap, the earlier one ends before {end} tokens: set minTokens of the \
-         later one to {end} or more"
+        "windows[{later}] and windows[{earlier}] of {phase} overlap, the earlier one ends before {end} tokens: set minTokens of \
+        the later one to {end} or more"
     )]
     Overlap {
-        /// The one that begins too early.
+        /// Window that begins too early.
         later: usize,
-        /// The one that has not ended by then.
+        /// Window that ends too late.
         earlier: usize,
-        /// Of both.
+        /// Phase of both windows.
         phase: Phase,
-        /// Where the earlier one ends.
+        /// End of the earlier window.
         end: u32,
     },
 }
 
 impl Profile {
-    /// A profile of this content, its windows in their one order.
+    /// Creates a profile from its content, and sorts its windows.
     ///
     /// # Errors
-    /// It has no windows or too many, a number out of bounds, windows of a phase out of order or ones that overlap.
+    /// The content has no windows or too many, a number is out of bounds, or windows of a phase overlap or
+    /// are not sorted.
     pub fn new(mut content: Content) -> Result<Profile, ProfileError> {
         let percent = |place: &str, value: u8, least: u8| {
             within(place.to_owned(), u32::from(value), (u32::from(least), u32::from(PERCENT_MAX)))
@@ -202,7 +204,7 @@ impl Profile {
         for (index, window) in content.windows.iter().enumerate() {
             check(index, window)?;
             let mut earlier = content.windows[..index].iter().enumerate();
-            // Those before it are in order, so the last of its phase ends last.
+            // The previous windows are sorted, so the last one of this phase ends last.
             let before = earlier.rfind(|(_, other)| other.phase == window.phase);
             if let Some((earlier, other)) = before {
                 let (later, phase, end) = (index, window.phase, other.max_tokens);
@@ -218,13 +220,13 @@ impl Profile {
         Ok(Profile { content })
     }
 
-    /// What it says, in its one order.
+    /// Content of the profile, with sorted windows.
     pub fn content(&self) -> &Content {
         &self.content
     }
 
-    /// What I/O may take while a batch of so many tokens is in a phase. The share that is used of a window is rounded down; a window of
-    /// which nothing is left is none.
+    /// I/O budget while a batch of `tokens` tokens is in a phase. The usable share of a window is rounded
+    /// down; a window with no usable time does not apply.
     pub fn budget(&self, phase: Phase, tokens: u32) -> Budget {
         let windows = &self.content.windows;
         let begun = windows.partition_point(|window| (window.phase, window.min_tokens) <= (phase, tokens));
@@ -243,7 +245,7 @@ impl Profile {
 }
 
 impl Fallback {
-    /// Whether I/O of a kind goes on outside of all windows.
+    /// Whether I/O of a kind continues outside of all windows.
     pub fn admits(self, io: Io) -> bool {
         match self {
             Fallback::ThrottleWrites => io != Io::Write,
@@ -252,7 +254,7 @@ impl Fallback {
         }
     }
 
-    /// As profiles write it.
+    /// Name of the fallback in profiles.
     pub fn as_str(self) -> &'static str {
         match self {
             Fallback::ThrottleWrites => "ThrottleWrites",
@@ -263,10 +265,10 @@ impl Fallback {
 }
 
 impl Phase {
-    /// All of them.
+    /// Both phases, in the order of profiles.
     pub const ALL: [Phase; 2] = [Phase::Prefill, Phase::Decode];
 
-    /// As profiles write it.
+    /// Name of the phase in profiles.
     pub fn as_str(self) -> &'static str {
         match self {
             Phase::Prefill => "Prefill",
@@ -329,7 +331,7 @@ mod tests {
     use Phase::{Decode, Prefill};
 
     #[test]
-    fn a_budget_is_the_usable_share_of_the_window_that_holds_and_else_the_fallback() {
+    fn budget_is_the_usable_share_of_the_window_or_the_fallback() {
         let whole = profile(vec![window(Decode, 0, 512), window(Decode, 4096, 8192), window(Prefill, 8, 16)]);
         let inside = Budget::Window { micros: 44, io_sms: 4 };
         let outside = Budget::Outside(Fallback::ThrottleWrites);
@@ -348,7 +350,7 @@ mod tests {
             assert_eq!(whole.budget(phase, tokens), expected, "{phase} {tokens}");
         }
         let short = Window { slack_micros: 1, ..window(Decode, 0, 1) };
-        assert_eq!(profile(vec![short]).budget(Decode, 0), outside, "nothing is left of it");
+        assert_eq!(profile(vec![short]).budget(Decode, 0), outside, "no usable time is left");
         let long = Window { slack_micros: MICROS_MAX, ..window(Decode, 0, TOKENS_MAX) };
         let all = Content { usable_percent: PERCENT_MAX, ..content(vec![long]) };
         let all = Profile::new(all).expect("a profile");
@@ -360,33 +362,45 @@ mod tests {
     }
 
     #[test]
-    fn outside_of_windows_i_o_goes_on_as_the_fallback_says() {
+    fn fallback_decides_about_io_outside_of_windows() {
         use Fallback::{Ignore, PauseIo, ThrottleWrites};
         for (fallback, write, prefetch) in
             [(ThrottleWrites, false, true), (PauseIo, false, false), (Ignore, true, true)]
         {
             assert_eq!((fallback.admits(Io::Write), fallback.admits(Io::Prefetch)), (write, prefetch));
-            assert!(fallback.admits(Io::AwaitedRead), "somebody waits for it");
+            assert!(fallback.admits(Io::AwaitedRead), "a request waits for it");
         }
     }
 
     #[test]
-    fn what_is_no_profile_is_refused_with_the_place_and_what_to_do() {
-        let odd = |change: fn(&mut Window)| {
-            let mut odd = window(Decode, 0, 8);
-            change(&mut odd);
-            vec![window(Prefill, 0, 8), odd]
+    fn rejects_invalid_profile_with_position_and_remedy() {
+        let invalid_window = |change: fn(&mut Window)| {
+            let mut invalid_window = window(Decode, 0, 8);
+            change(&mut invalid_window);
+            vec![window(Prefill, 0, 8), invalid_window]
         };
         for (windows, words) in [
             (Vec::new(), "measure at least one"),
             (vec![window(Decode, 0, 1); WINDOWS_MAX + 1], "there are 257 windows"),
-            (odd(|odd| odd.slack_micros = 0), "windows[1].slackMicros is 0: use 1 to 10000000"),
-            (odd(|odd| odd.max_io_sms = 257), "windows[1].maxIoSms is 257: use 0 to 256"),
-            (odd(|odd| odd.max_tokens = TOKENS_MAX + 1), "windows[1].maxTokens"),
-            (odd(|odd| odd.min_tokens = 8), "windows[1] ends where it begins"),
+            (
+                invalid_window(|invalid_window| invalid_window.slack_micros = 0),
+                "windows[1].slackMicros is 0: use 1 to 10000000",
+            ),
+            (
+                invalid_window(|invalid_window| invalid_window.max_io_sms = 257),
+                "windows[1].maxIoSms is 257: use 0 to 256",
+            ),
+            (
+                invalid_window(|invalid_window| invalid_window.max_tokens = TOKENS_MAX + 1),
+                "windows[1].maxTokens",
+            ),
+            (
+                invalid_window(|invalid_window| invalid_window.min_tokens = 8),
+                "windows[1] ends where it begins",
+            ),
             (
                 vec![window(Decode, 8, 16), window(Prefill, 0, 8), window(Decode, 0, 8)],
-                "windows[2] begins before windows[0], which stands before it: sort the windows of Decode",
+                "windows[2] begins before windows[0], which precedes it in the list: sort the windows of Decode",
             ),
             (
                 vec![window(Decode, 0, 9), window(Decode, 8, 16)],
@@ -402,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_measurements_have_one_text_and_what_nobody_knows_is_refused() {
+    fn equal_measurements_have_equal_text_and_unknown_fields_are_rejected() {
         let (prefill, decode) = (window(Prefill, 0, 8), window(Decode, 0, 8));
         let text = |windows| serde_json::to_string(profile(windows).content()).expect("JSON");
         let one = text(vec![decode, prefill]);
@@ -413,7 +427,7 @@ mod tests {
                 + r#""fallback":"ThrottleWrites","maxErrorPercent":30,"windows":["#
                 + r#"{"phase":"Prefill","minTokens":0,"maxTokens":8,"slackMicros":55,"maxIoSms":4},"#
                 + r#"{"phase":"Decode","minTokens":0,"maxTokens":8,"slackMicros":55,"maxIoSms":4}]}"#,
-            "agents of other versions read this: a change of it is a new revision of every profile"
+            "agents of other versions read this: any change creates a new revision of every profile"
         );
         let read: Content = serde_json::from_str(&one).expect("it is read back");
         assert_eq!(read, *profile(vec![prefill, decode]).content());
@@ -424,7 +438,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_budget_is_never_above_what_was_measured(
+        fn budget_never_exceeds_the_measurement(
             steps in proptest::collection::vec((0u32..100, 1u32..100, 1u32..1000), 1..20),
             usable in USABLE_PERCENT_MIN..=PERCENT_MAX,
             tokens in 0u32..5000,

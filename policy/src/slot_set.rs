@@ -1,8 +1,8 @@
-//! Sets of hash slots: one bit each, 512 bytes, on the wire as in memory.
+//! Sets of hash slots: one bit per slot, 512 bytes, in the same format in memory and on the wire.
 //!
 //! Slot `s` is bit `s % 8` of byte `s / 8`.
 //!
-//! Deliberately absent: who owns which (`shards.rs`).
+//! Ownership of slots is out of scope (`shards.rs`).
 
 use std::fmt;
 
@@ -10,24 +10,24 @@ use crate::key::{BlockKey, HASH_SLOTS};
 
 const WORDS: usize = HASH_SLOTS as usize / 64;
 
-/// A set of hash slots.
+/// Set of hash slots.
 #[derive(Clone, PartialEq, Eq)]
 pub struct SlotSet {
     words: [u64; WORDS],
 }
 
 impl SlotSet {
-    /// Bytes of a set on the wire.
+    /// Size of a set on the wire, in bytes.
     pub const BYTES: usize = HASH_SLOTS as usize / 8;
-    /// No slot.
+    /// Set without any slot.
     pub const EMPTY: SlotSet = SlotSet { words: [0; WORDS] };
-    /// Every slot.
+    /// Set of all slots.
     pub const ALL: SlotSet = SlotSet { words: [u64::MAX; WORDS] };
 
     /// Whether a slot is in the set.
     ///
     /// # Panics
-    /// There is no such slot.
+    /// If the slot does not exist.
     pub fn contains(&self, slot: u16) -> bool {
         self.words[usize::from(slot / 64)] & (1 << (slot % 64)) != 0
     }
@@ -37,18 +37,18 @@ impl SlotSet {
         self.contains(key.hash_slot())
     }
 
-    /// Adds a slot.
+    /// Adds a slot to the set.
     ///
     /// # Panics
-    /// There is no such slot.
+    /// If the slot does not exist.
     pub fn insert(&mut self, slot: u16) {
         self.words[usize::from(slot / 64)] |= 1 << (slot % 64);
     }
 
-    /// Takes a slot out.
+    /// Removes a slot from the set.
     ///
     /// # Panics
-    /// There is no such slot.
+    /// If the slot does not exist.
     pub fn remove(&mut self, slot: u16) {
         self.words[usize::from(slot / 64)] &= !(1 << (slot % 64));
     }
@@ -58,37 +58,37 @@ impl SlotSet {
         *self == SlotSet::EMPTY
     }
 
-    /// Slots in the set.
+    /// Number of slots in the set.
     pub fn len(&self) -> usize {
         self.words.iter().map(|word| word.count_ones() as usize).sum()
     }
 
-    /// The slots, in order.
+    /// Iterates the slots in ascending order.
     pub fn iter(&self) -> impl Iterator<Item = u16> + use<> {
         (0..).step_by(64).zip(self.words).flat_map(|(first, word): (u16, u64)| {
             (0..64).filter(move |bit| word & (1 << bit) != 0).map(move |bit| first + bit)
         })
     }
 
-    /// The slots of either set.
+    /// Union of both sets.
     #[must_use]
     pub fn or(&self, other: &SlotSet) -> SlotSet {
         self.with(other, |mine, its| mine | its)
     }
 
-    /// The slots of both sets.
+    /// Intersection of both sets.
     #[must_use]
     pub fn and(&self, other: &SlotSet) -> SlotSet {
         self.with(other, |mine, its| mine & its)
     }
 
-    /// The slots of this set that are not in the other.
+    /// Slots of this set that are not in the other.
     #[must_use]
     pub fn without(&self, other: &SlotSet) -> SlotSet {
         self.with(other, |mine, its| mine & !its)
     }
 
-    /// The set as it travels.
+    /// Wire format of the set.
     pub fn to_bytes(&self) -> [u8; SlotSet::BYTES] {
         let mut bytes = [0; SlotSet::BYTES];
         for (place, word) in bytes.as_chunks_mut::<8>().0.iter_mut().zip(self.words) {
@@ -97,7 +97,7 @@ impl SlotSet {
         bytes
     }
 
-    /// A set that has travelled; `None` when it has not [`SlotSet::BYTES`] bytes.
+    /// Parses the wire format; `None` if it does not have [`SlotSet::BYTES`] bytes.
     pub fn from_bytes(bytes: &[u8]) -> Option<SlotSet> {
         let bytes: &[u8; SlotSet::BYTES] = bytes.try_into().ok()?;
         let mut set = SlotSet::EMPTY;
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn none_and_all_are_what_they_say() {
+    fn empty_and_full_sets_have_the_expected_slots() {
         assert!(SlotSet::EMPTY.is_empty() && SlotSet::EMPTY.iter().next().is_none());
         assert_eq!(SlotSet::ALL.len(), usize::from(HASH_SLOTS));
         assert!(SlotSet::ALL.iter().eq(0..HASH_SLOTS));
@@ -164,14 +164,14 @@ mod tests {
     }
 
     #[test]
-    fn a_slot_is_a_bit_from_the_lowest_of_the_first_byte_on() {
+    fn slots_are_bits_from_the_lowest_of_the_first_byte() {
         let bytes = SlotSet::from_iter([0, 9, 4095]).to_bytes();
         assert_eq!((bytes[0], bytes[1], bytes[511]), (1, 2, 0x80));
         assert_eq!(bytes.iter().filter(|byte| **byte != 0).count(), 3);
     }
 
     #[test]
-    fn bytes_of_another_length_are_no_set() {
+    fn rejects_bytes_of_another_length() {
         for length in [0, 511, 513] {
             assert_eq!(SlotSet::from_bytes(&vec![0; length]), None);
         }
@@ -179,7 +179,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_is_a_set_of_numbers(one in slots(), other in slots()) {
+        fn behaves_like_a_set_of_numbers(one in slots(), other in slots()) {
             let (a, b) = (SlotSet::from_iter(one.clone()), SlotSet::from_iter(other.clone()));
             prop_assert!(a.iter().eq(one.iter().copied()));
             prop_assert_eq!(a.len(), one.len());

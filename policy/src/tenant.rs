@@ -1,14 +1,16 @@
-//! Tenants: their names, the numbers that blocks carry, and which namespaces are whose.
+//! Tenants: names, numbers, and ownership of namespaces.
 //!
-//! A tenant has a name in configurations, sessions and reports, and a number of 16 bits in journals and memory. The number
-//! follows from the name, so agents need nobody to agree on it; where two names of one node give the same number
-//! (1 in 65,535 for any two), the second one is refused until the configuration sets a number for one of them.
+//! A tenant has a name in configurations, sessions and reports, and a 16-bit number in journals and memory.
+//! The number follows from the name, so agents agree on it without coordination. If two names on one node
+//! have the same number (probability 1 in 65,535 for a pair), the second one is rejected until the
+//! configuration sets a number for one of them.
 //!
-//! [`TenantRegistry`] is the one place of an agent that knows which tenant a session belongs to. Keys of different tenants
-//! differ already when their namespaces have different salts; that a namespace belongs to one tenant is checked besides.
+//! [`TenantRegistry`] determines the tenant of each session of an agent. Keys of different tenants differ
+//! already if their namespaces have different salts. In addition, the registry checks that a namespace
+//! belongs to one tenant.
 //!
-//! Deliberately absent: authentication. Where a cluster says which pods are which tenant's, [`crate::identity`] judges; elsewhere whoever may
-//! connect is believed who it says it is.
+//! Out of scope: authentication. If a cluster binds pods to tenants, [`crate::identity`] checks sessions;
+//! otherwise the tenant that a client names is trusted.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -21,16 +23,17 @@ use crate::ids::TenantId;
 use crate::key::HASH_SLOTS;
 use crate::namespace::NamespaceDigest;
 
-/// Bytes of a tenant's name at the most: that of a DNS label, which Kubernetes names are.
+/// Maximum bytes of a tenant's name: the length of a DNS label, as in Kubernetes names.
 pub const TENANT_NAME_BYTES_MAX: usize = 63;
 
-/// Tenants of one node at the most: each costs a few hundred bytes and a step in decisions that look at all.
+/// Maximum tenants of one node: each needs a few hundred bytes, and a step in decisions over all tenants.
 pub const TENANTS_MAX: usize = 1024;
 
-/// How many there may be when a peer's offer brings another one: the rest is kept for sessions on this node.
-pub const TENANTS_OF_OFFERS_MAX: usize = TENANTS_MAX / 2;
+/// Maximum tenants when a peer's offer adds one: the rest is reserved for sessions on this node.
+pub const OFFERED_TENANTS_MAX: usize = TENANTS_MAX / 2;
 
-/// Namespaces that one node binds to tenants at the most: 65,536 × 34 bytes are 2 MiB, and a node serves tens of models.
+/// Maximum namespaces that one node binds to tenants: 65,536 × 34 bytes are 2 MiB, and a node serves tens of
+/// models.
 pub const NAMESPACES_MAX: usize = 65_536;
 
 /// The name of [`TenantId::DEFAULT`].
@@ -41,90 +44,88 @@ const DEFAULT_NAME: &str = "default";
 #[serde(try_from = "String", into = "String")]
 pub struct TenantName(String);
 
-/// Why a tenant is refused.
+/// Reason why a tenant is rejected.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TenantError {
-    /// Not a name.
-    #[error("'{0}' is no tenant's name: use 1 to {TENANT_NAME_BYTES_MAX} of a-z, 0-9 and '-'")]
+    /// The name is invalid.
+    #[error("invalid tenant name '{0}': use 1 to {TENANT_NAME_BYTES_MAX} of a-z, 0-9 and '-'")]
     Name(String),
-    /// One name has two numbers.
+    /// The stored blocks of a tenant have another number than the tenant.
     #[error(
-        "blocks of tenant '{name}' from before carry the number {kept}, and it has {number} now: set `number = {kept}` \
-         for it under [[tenants]] in the agent's configuration, or those blocks are nobody's"
+        "stored blocks of tenant '{name}' have the number {kept}, but its number is now {number}: set `number = {kept}` \
+        for it under [[tenants]] in the agent's configuration, or those blocks stay unused"
     )]
     Renumbered {
-        /// Whose blocks.
+        /// Tenant of the blocks.
         name: TenantName,
-        /// The number that they carry.
+        /// Number stored with the blocks.
         kept: u16,
-        /// The tenant's number.
+        /// Current number of the tenant.
         number: u16,
     },
-    /// Two names have one number.
+    /// Another tenant has the same number.
     #[error(
-        "tenant '{name}' has the number {number}, which is tenant '{other}''s on this node: give one of them another \
-         `number` under [[tenants]] in the agent's configuration"
+        "tenant '{name}' has the number {number}, which tenant '{other}' already uses on this node: set another `number` for \
+        one of them under [[tenants]] in the agent's configuration"
     )]
     Number {
-        /// The one that is refused.
+        /// Tenant that is rejected.
         name: TenantName,
-        /// The number.
+        /// Number of both tenants.
         number: u16,
-        /// The one that has it.
+        /// Tenant that uses the number.
         other: TenantName,
     },
-    /// A namespace is another tenant's.
+    /// The namespace belongs to another tenant.
     #[error(
-        "this namespace belongs to tenant '{owner}' on this node, not to '{name}': give each tenant a salt of its own in \
-         its namespaces"
+        "this namespace belongs to tenant '{owner}' on this node, not to '{name}': use a different salt for the namespaces of \
+        each tenant"
     )]
     Namespace {
-        /// The one that is refused.
+        /// Tenant that is rejected.
         name: TenantName,
-        /// Whose it is.
+        /// Tenant that owns the namespace.
         owner: TenantName,
     },
-    /// A peer's offer would bring one more than the node leaves to offers.
+    /// A peer's offer would exceed the number of tenants that offers may add.
     #[error(
-        "this node knows {0} tenants, and what it can know besides is left to its own sessions: restart its agent to forget \
-         those that are gone"
+        "this node knows {0} tenants, and the rest of its table is reserved for its own sessions: restart its agent to remove \
+        unused tenants"
     )]
     Offered(usize),
-    /// The node knows as many as it can.
-    #[error(
-        "this node knows {0} already, as many as it can: restart its agent to forget those that are gone"
-    )]
+    /// The registry is full.
+    #[error("this node knows {0}, its maximum: restart its agent to remove unused ones")]
     Full(&'static str),
 }
 
-/// Which tenants there are on a node, and which namespaces are whose; for the life of an agent.
+/// Tenants of a node and the owners of its namespaces, during the lifetime of an agent.
 #[derive(Clone, Debug)]
 pub struct TenantRegistry {
     by_number: BTreeMap<TenantId, TenantName>,
-    /// Those whose number is set.
+    /// Tenants with an explicit number.
     numbers: BTreeMap<TenantName, TenantId>,
     namespaces: BTreeMap<[u8; 32], TenantId>,
 }
 
 impl TenantName {
-    /// The tenant of sessions that name none.
+    /// Tenant of sessions without a tenant name.
     pub fn default_tenant() -> TenantName {
         TenantName(DEFAULT_NAME.to_owned())
     }
 
-    /// The name as text.
+    /// Returns the name as text.
     pub fn as_str(&self) -> &str {
         &self.0
     }
 
-    /// The hash slot whose owner keeps the tenant's budget, `0..HASH_SLOTS`.
+    /// Hash slot whose owner keeps the tenant's budget, `0..HASH_SLOTS`.
     pub fn hash_slot(&self) -> u16 {
         let digest = Sha256::digest(self.0.as_bytes());
         u16::from_le_bytes([digest[2], digest[3]]) % HASH_SLOTS
     }
 
-    /// The number of the tenant unless one is set: 0 for the default tenant, for others the first two bytes (little endian)
-    /// of the SHA-256 of the name, or 1 where these are 0.
+    /// Number of the tenant unless one is set: 0 for the default tenant, otherwise the first two bytes
+    /// (little-endian) of the SHA-256 of the name, with 0 replaced by 1.
     pub fn number(&self) -> TenantId {
         if self.0 == DEFAULT_NAME {
             return TenantId::DEFAULT;
@@ -137,7 +138,7 @@ impl TenantName {
 impl FromStr for TenantName {
     type Err = TenantError;
 
-    /// An empty text names the default tenant.
+    /// Parses a name; an empty text is the default tenant.
     fn from_str(text: &str) -> Result<TenantName, TenantError> {
         if text.is_empty() {
             return Ok(TenantName::default_tenant());
@@ -172,7 +173,7 @@ impl fmt::Display for TenantName {
 }
 
 impl Default for TenantRegistry {
-    /// The default tenant only.
+    /// Creates a registry with the default tenant only.
     fn default() -> TenantRegistry {
         TenantRegistry {
             by_number: BTreeMap::from([(TenantId::DEFAULT, TenantName::default_tenant())]),
@@ -183,10 +184,10 @@ impl Default for TenantRegistry {
 }
 
 impl TenantRegistry {
-    /// Enters a tenant, under a number that is set or its own.
+    /// Adds a tenant with an explicit number or its own.
     ///
     /// # Errors
-    /// [`TenantError::Number`] when another one has the number, [`TenantError::Full`].
+    /// [`TenantError::Number`] if another tenant has the number, and [`TenantError::Full`].
     pub fn enter(&mut self, name: &TenantName, number: Option<TenantId>) -> Result<TenantId, TenantError> {
         let id = number.or_else(|| self.numbers.get(name).copied()).unwrap_or_else(|| name.number());
         match self.by_number.get(&id) {
@@ -205,23 +206,23 @@ impl TenantRegistry {
         Ok(id)
     }
 
-    /// Enters a tenant whose blocks a peer offers.
+    /// Adds a tenant whose blocks a peer offers.
     ///
     /// # Errors
-    /// As [`TenantRegistry::enter`], and [`TenantError::Offered`].
+    /// The errors of [`TenantRegistry::enter`], and [`TenantError::Offered`].
     pub fn enter_offered(&mut self, name: &TenantName) -> Result<TenantId, TenantError> {
         let id = self.numbers.get(name).copied().unwrap_or_else(|| name.number());
-        if !self.by_number.contains_key(&id) && self.by_number.len() >= TENANTS_OF_OFFERS_MAX {
+        if !self.by_number.contains_key(&id) && self.by_number.len() >= OFFERED_TENANTS_MAX {
             return Err(TenantError::Offered(self.by_number.len()));
         }
         self.enter(name, None)
     }
 
-    /// A tenant's blocks are found again, with its name and the number that they carry. What is known of either goes before.
+    /// Adds a tenant with the name and number found with stored blocks. Existing entries take precedence.
     ///
     /// # Errors
-    /// [`TenantError::Number`] when another one has the number, [`TenantError::Renumbered`] when the name has another number,
-    /// [`TenantError::Full`].
+    /// [`TenantError::Number`] if another tenant has the number, [`TenantError::Renumbered`] if the name has
+    /// another number, and [`TenantError::Full`].
     pub fn recall(&mut self, name: &TenantName, number: TenantId) -> Result<(), TenantError> {
         let known = self.numbers.get(name).filter(|known| **known != number);
         if let Some(known) = known {
@@ -230,10 +231,10 @@ impl TenantRegistry {
         self.enter(name, Some(number)).map(drop)
     }
 
-    /// A session of a tenant names a namespace: from now on it is that tenant's.
+    /// Assigns a namespace to the tenant of its first session, and returns the tenant's number.
     ///
     /// # Errors
-    /// [`TenantError`], all but `Name`.
+    /// [`TenantError`], except `Name`.
     pub fn bind(&mut self, name: &TenantName, namespace: &NamespaceDigest) -> Result<TenantId, TenantError> {
         let owner = self.namespaces.get(&namespace.0);
         if let Some(owner) = owner.and_then(|owner| self.by_number.get(owner)).filter(|owner| *owner != name)
@@ -248,7 +249,7 @@ impl TenantRegistry {
         Ok(id)
     }
 
-    /// The name of a tenant that was entered or has had a session.
+    /// Returns the name of a registered tenant.
     pub fn name(&self, tenant: TenantId) -> Option<&TenantName> {
         self.by_number.get(&tenant)
     }
@@ -267,19 +268,19 @@ mod tests {
     }
 
     #[test]
-    fn names_are_dns_labels_and_an_empty_one_is_the_default_tenants() {
+    fn names_are_dns_labels_and_empty_name_is_the_default_tenant() {
         assert_eq!(name(""), TenantName::default_tenant());
         assert_eq!(name("team-7").to_string(), "team-7");
         assert!("a".repeat(63).parse::<TenantName>().is_ok());
         for bad in ["A", "a b", "a_b", "ä", "a\n", &"a".repeat(64)] {
-            let error = bad.parse::<TenantName>().expect_err("refused").to_string();
+            let error = bad.parse::<TenantName>().expect_err("rejected").to_string();
             assert!(error.contains("1 to 63 of a-z, 0-9"), "{error}");
             assert!(!error.contains('\n'));
         }
     }
 
     #[test]
-    fn a_number_follows_from_the_name() {
+    fn number_follows_from_the_name() {
         assert_eq!(name("default").number(), TenantId::DEFAULT);
         // printf team-a | sha256sum begins with these two bytes.
         assert_eq!(name("team-a").number(), TenantId(u16::from_le_bytes(TEAM_A)));
@@ -289,7 +290,7 @@ mod tests {
     const TEAM_A: [u8; 2] = [0x96, 0xc2];
 
     #[test]
-    fn a_namespace_belongs_to_the_tenant_of_its_first_session() {
+    fn namespace_belongs_to_the_tenant_of_its_first_session() {
         let mut registry = TenantRegistry::default();
         let first = registry.bind(&name("a"), &namespace(1)).expect("free");
         assert_eq!(registry.bind(&name("a"), &namespace(1)), Ok(first));
@@ -300,20 +301,20 @@ mod tests {
     }
 
     #[test]
-    fn two_tenants_never_share_a_number() {
+    fn tenants_never_share_a_number() {
         let mut registry = TenantRegistry::default();
         let set = Some(name("b").number());
         registry.enter(&name("a"), set).expect("free");
         let error = registry.bind(&name("b"), &namespace(2)).expect_err("a has its number").to_string();
         assert!(error.contains("'a'") && error.contains("`number`"), "{error}");
-        assert_eq!(registry.bind(&name("a"), &namespace(1)).ok(), set, "a number that is set is kept");
+        assert_eq!(registry.bind(&name("a"), &namespace(1)).ok(), set, "an explicit number is kept");
         assert!(registry.enter(&name("b"), Some(TenantId(7))).is_ok());
         assert_eq!(registry.bind(&name("b"), &namespace(2)), Ok(TenantId(7)));
         assert!(registry.enter(&name("c"), Some(TenantId::DEFAULT)).is_err(), "0 is the default tenant's");
     }
 
     #[test]
-    fn a_name_that_is_found_again_keeps_the_number_of_its_blocks_unless_the_configuration_says_otherwise() {
+    fn restored_name_keeps_number_of_its_blocks_unless_configured_otherwise() {
         let mut registry = TenantRegistry::default();
         registry.enter(&name("listed"), Some(TenantId(5))).expect("free");
         assert_eq!(registry.recall(&name("gone"), TenantId(9)), Ok(()));
@@ -321,7 +322,7 @@ mod tests {
         assert_eq!(
             registry.bind(&name("gone"), &namespace(1)),
             Ok(TenantId(9)),
-            "its sessions find its blocks"
+            "its sessions use the number of its blocks"
         );
         assert_eq!(registry.recall(&name("listed"), TenantId(5)), Ok(()));
         let error = registry.recall(&name("listed"), TenantId(6)).expect_err("it has 5").to_string();
@@ -332,20 +333,20 @@ mod tests {
     }
 
     #[test]
-    fn offers_fill_half_of_a_registry_and_sessions_all_of_it() {
+    fn offers_fill_half_of_the_registry_and_sessions_all_of_it() {
         let mut registry = TenantRegistry::default();
         let entered = (0..2 * TENANTS_MAX)
             .filter_map(|number| registry.enter_offered(&name(&format!("t{number}"))).ok())
             .count();
-        assert_eq!(entered, TENANTS_OF_OFFERS_MAX - 1, "with the default tenant");
+        assert_eq!(entered, OFFERED_TENANTS_MAX - 1, "with the default tenant");
         let error = registry.enter_offered(&name("one-more")).expect_err("half is full").to_string();
-        assert!(error.contains("512 tenants") && error.contains("left to its own sessions"), "{error}");
-        assert_eq!(registry.enter_offered(&name("t0")), Ok(name("t0").number()), "it is known");
+        assert!(error.contains("512 tenants") && error.contains("reserved for its own sessions"), "{error}");
+        assert_eq!(registry.enter_offered(&name("t0")), Ok(name("t0").number()), "a known tenant");
         assert!(registry.bind(&name("one-more"), &namespace(1)).is_ok());
     }
 
     #[test]
-    fn a_full_registry_says_so() {
+    fn full_registry_returns_an_error() {
         let mut registry = TenantRegistry::default();
         for number in 1..TENANTS_MAX as u16 {
             registry.enter(&name(&format!("t{number}")), Some(TenantId(number))).expect("room");

@@ -1,20 +1,20 @@
-//! Where a replica lies.
+//! Storage tiers of a node.
 
 use serde::{Deserialize, Serialize};
 
-/// A tier of a node's storage, as the directory and the wire number it.
+/// Storage tier of a node, with its number in the directory and on the wire.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[repr(u8)]
 pub enum Tier {
-    /// The node's DRAM arena.
+    /// DRAM arena of the node.
     Dram = 1,
-    /// The node's NVMe pool; such a replica is durable.
+    /// NVMe pool of the node; replicas in it are durable.
     Nvme = 2,
 }
 
 impl Tier {
-    /// The tier of a number read from a wire, if it is one.
+    /// Returns the tier with a number read from a wire, if it is valid.
     pub fn from_wire(number: u8) -> Option<Tier> {
         match number {
             1 => Some(Tier::Dram),

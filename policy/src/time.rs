@@ -1,4 +1,4 @@
-//! Time as the pure cores see it.
+//! Time in the pure cores.
 
 use std::time::Duration;
 
@@ -7,12 +7,12 @@ use std::time::Duration;
 pub struct Tick(pub u64);
 
 impl Tick {
-    /// The instant `delay` later; saturates.
+    /// Returns the time after `delay`; saturates.
     pub fn after(self, delay: Duration) -> Tick {
         Tick(self.0.saturating_add(u64::try_from(delay.as_micros()).unwrap_or(u64::MAX)))
     }
 
-    /// Time passed since `earlier`; zero when `earlier` lies ahead.
+    /// Time since `earlier`; zero if `earlier` is in the future.
     pub fn since(self, earlier: Tick) -> Duration {
         Duration::from_micros(self.0.saturating_sub(earlier.0))
     }

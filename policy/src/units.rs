@@ -1,4 +1,4 @@
-//! Sizes and times with their units, as they appear in configuration and in tables for people.
+//! Sizes and times with units, as in configurations and in tables for users.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,20 +6,21 @@ use std::time::Duration;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-/// A number of bytes. Text form: `4096`, `64KiB`, `2MiB`, `1GiB`, `30TB` (binary and decimal units).
+/// Number of bytes. Text form: `4096`, `64KiB`, `2MiB`, `1GiB`, `30TB` (binary and decimal units).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ByteSize(pub u64);
 
-/// A span of time. Text form: `50ms`, `2s`, `1m 30s`.
+/// Span of time. Text form: `50ms`, `2s`, `1m 30s`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Interval(pub Duration);
 
-/// A text that is not a size or a time; says what was expected.
+/// Invalid size or time; the message contains the expected form.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("'{text}' is not a {what}")]
+#[error("invalid {kind} '{text}': expected {expected}")]
 pub struct UnitError {
     text: String,
-    what: &'static str,
+    kind: &'static str,
+    expected: &'static str,
 }
 
 /// Unit suffixes and their factors, longest match first within a prefix.
@@ -42,7 +43,8 @@ impl FromStr for ByteSize {
     fn from_str(text: &str) -> Result<Self, UnitError> {
         let refuse = || UnitError {
             text: text.to_owned(),
-            what: "size: write bytes, or a number with KiB, MiB, GiB, TiB, kB, MB, GB or TB",
+            kind: "size",
+            expected: "a number of bytes, or a number with KiB, MiB, GiB, TiB, kB, MB, GB or TB",
         };
         let trimmed = text.trim();
         let (number, factor) = UNITS
@@ -55,7 +57,8 @@ impl FromStr for ByteSize {
 }
 
 impl fmt::Display for ByteSize {
-    /// The largest binary unit that divides the size, so that the text parses back to the same number.
+    /// Formats with the largest binary unit that divides the size, so that the text parses to the same
+    /// number.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (suffix, shift) in [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)] {
             if self.0 != 0 && self.0.is_multiple_of(1 << shift) {
@@ -70,9 +73,9 @@ impl FromStr for Interval {
     type Err = UnitError;
 
     fn from_str(text: &str) -> Result<Self, UnitError> {
-        humantime::parse_duration(text)
-            .map(Interval)
-            .map_err(|_| UnitError { text: text.to_owned(), what: "time: write for example 50ms, 2s or 1m" })
+        let refuse =
+            || UnitError { text: text.to_owned(), kind: "time", expected: "for example 50ms, 2s or 1m" };
+        humantime::parse_duration(text).map(Interval).map_err(|_| refuse())
     }
 }
 
@@ -105,7 +108,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_size_is_read_with_its_unit_and_written_back() {
+    fn size_with_unit_round_trips() {
         for (text, bytes) in [("4096", 4096), ("2MiB", 2 << 20), ("1GB", 1_000_000_000), (" 3 KiB ", 3072)] {
             let size: ByteSize = text.parse().expect("a size");
             assert_eq!(size, ByteSize(bytes));
@@ -114,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn a_size_that_is_none_or_too_large_is_refused_with_words() {
+    fn rejects_invalid_and_too_large_sizes_with_expected_form() {
         for text in ["", "many", "-1MiB", "99999999999TiB", "1.5GiB"] {
             let error = text.parse::<ByteSize>().expect_err("not a size");
             assert!(error.to_string().contains("KiB"), "{error}");
@@ -122,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn a_time_needs_a_unit() {
+    fn time_requires_a_unit() {
         assert_eq!("50ms".parse(), Ok(Interval(Duration::from_millis(50))));
         assert!("50".parse::<Interval>().is_err());
     }

@@ -1,22 +1,22 @@
-//! One HTTP/2 connection for unary gRPC calls, with little between a call and the socket.
+//! One HTTP/2 connection for unary gRPC calls, with low overhead per call.
 //!
-//! tonic's channel gives a call to one task, which gives it to another, and writes its headers and its message apart: two
-//! packets, of which the first wakes a server that has nothing to do yet. Here the caller puts both into the connection's
-//! buffer, and the connection's task writes them at once. A look-up of one key takes the member a microsecond or two; what
-//! is left of its way costs the caller half of the CPU time.
+//! tonic's channel passes a call through two tasks and writes headers and message separately. That makes
+//! two packets, and the first wakes an idle server before the message arrives. Here the caller puts both
+//! into the connection's buffer, and the connection's task writes them at once. A member serves a lookup of
+//! one key in one to two microseconds, so this overhead dominates; this path halves the caller's CPU time.
 //!
 //! ```text
 //!   call ──► headers and message into h2's buffer ──► connection's task: one write ──► socket
 //! ```
 //!
-//! The caller's thread does not sleep for the first 100 µs of a wait: on a machine with its member, or near it, the answer
-//! comes in that time.
+//! During the first 100 µs of a wait the caller's thread polls instead of sleeping: a response from the
+//! same machine or a nearby one arrives in that time.
 //!
-//! It is made by the first call, and again by the first call after it was lost; a call whose connection breaks fails as
-//! `UNAVAILABLE`. A peer that is gone without a word is noticed by pings. Runs on a tokio runtime; clones share the
-//! connection, which ends with the last of them.
+//! The first call connects, and so does the first call after the connection was lost. A call whose
+//! connection breaks fails with `UNAVAILABLE`. Pings detect a peer that disappears silently. Requires a
+//! tokio runtime; clones share the connection, which closes when the last clone is dropped.
 //!
-//! Deliberately absent: TLS, compression, streams, metadata, retries, deadlines (a call that is dropped is reset).
+//! Not supported: TLS, compression, streams, metadata, retries, deadlines (dropping a call resets it).
 
 use std::fmt;
 use std::pin::pin;
@@ -35,28 +35,29 @@ use tonic::codegen::http::uri::{Authority, InvalidUri};
 use tonic::codegen::http::{HeaderMap, Method, Request, Response, StatusCode, Uri, header};
 use tonic::{Code, Status};
 
-/// Path of a look-up.
+/// Path of the method that looks up replicas.
 pub const LOOKUP: &str = "/reprise.controlplane.v1.Directory/Lookup";
-/// Path of a list of nodes.
+/// Path of the method that lists nodes.
 pub const LIST_NODES: &str = "/reprise.controlplane.v1.Membership/ListNodes";
 
-/// Until a peer must have taken the connection.
+/// Time limit for connecting to a peer.
 const CONNECT_WITHIN: Duration = Duration::from_secs(2);
-/// Pings, and the time for their answer: a half-open connection is noticed within both.
+/// Ping interval and ping timeout: together they bound the time to detect a half-open connection.
 const PING_EVERY: Duration = Duration::from_secs(2);
 const PING_ANSWER: Duration = Duration::from_secs(2);
-/// A caller looks for its answer busily for so long before it sleeps: the answer to a few keys is there sooner, and to be
-/// woken costs more than the look-up itself. 100 µs a call are a hundredth of a core at a hundred look-ups a second.
+/// How long a caller polls for its response before it sleeps. Responses for a few keys arrive sooner, and a
+/// wake-up costs more CPU time than the lookup. At 100 lookups a second, 100 µs per call are 1 % of a core.
 const BUSY_FOR: Duration = Duration::from_micros(100);
-/// HTTP/2 windows: the answer to 8,192 keys (up to 545 KiB) arrives without a wait for our acknowledgement.
+/// HTTP/2 windows: the response for 8,192 keys (up to 545 KiB) arrives without waiting for our window
+/// update.
 const STREAM_WINDOW_BYTES: u32 = 1 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 4 << 20;
-/// An answer at the most.
+/// Maximum size of a response.
 const ANSWER_BYTES_MAX: usize = 4 << 20;
-/// Before each message: whether it is compressed, and its length.
+/// Length of the gRPC prefix of each message: compression flag and message length.
 const PREFIX_BYTES: usize = 5;
 
-/// See the module.
+/// A connection to one gRPC server, established on demand.
 #[derive(Clone)]
 pub struct Connection {
     shared: Arc<Shared>,
@@ -64,35 +65,36 @@ pub struct Connection {
 
 struct Shared {
     authority: Authority,
-    /// Of the connection now; none before the first call.
+    /// The current connection; `None` before the first call.
     current: Mutex<Option<SendRequest<Bytes>>>,
 }
 
 impl Connection {
-    /// A connection to `host:port`, which is made when it is needed.
+    /// Returns a connection to `host:port`. The first call connects.
     ///
     /// # Errors
-    /// It is not written so.
-    pub fn to(address: &str) -> Result<Connection, InvalidUri> {
+    /// `address` is not a valid `host:port`.
+    pub fn new(address: &str) -> Result<Connection, InvalidUri> {
         let authority = address.parse()?;
         Ok(Connection { shared: Arc::new(Shared { authority, current: Mutex::new(None) }) })
     }
 
-    /// One call of the method at `path`.
+    /// Calls the unary method at `path`.
     ///
     /// # Errors
-    /// The server's, or `UNAVAILABLE` when there is no connection or it breaks, or `INTERNAL` when the answer is none.
+    /// The server's status; `UNAVAILABLE` if connecting fails or the connection breaks; `INTERNAL` if the
+    /// response is malformed.
     pub async fn call<A: Message + Default>(&self, path: &str, request: &impl Message) -> Result<A, Status> {
         let head = self.head(path)?;
         let mut sender = self.sender().await?;
         let (answer, mut stream) = sender.send_request(head, false).map_err(unavailable)?;
-        // Without a wait for the window: what it does not admit yet stays in the buffer, one message at the most.
+        // Does not wait for the flow-control window: the excess stays in the buffer, at most one message.
         stream.send_data(framed(request), true).map_err(unavailable)?;
-        let message = message(busily(answer).await.map_err(unavailable)?).await?;
-        A::decode(message).map_err(|error| Status::internal(format!("the answer cannot be read: {error}")))
+        let message = message(poll_before_sleep(answer).await.map_err(unavailable)?).await?;
+        A::decode(message).map_err(|error| Status::internal(format!("invalid response: {error}")))
     }
 
-    /// HTTP/2 names scheme and host in each request.
+    /// HTTP/2 requires scheme and host in each request.
     fn head(&self, path: &str) -> Result<Request<()>, Status> {
         let uri = Uri::builder().scheme("http").authority(self.shared.authority.clone()).path_and_query(path);
         let uri = uri.build().map_err(|error| Status::internal(error.to_string()))?;
@@ -105,7 +107,7 @@ impl Connection {
             .map_err(|error| Status::internal(error.to_string()))
     }
 
-    /// A sender of a connection that lives, as far as is known.
+    /// Returns a sender of the current connection, or connects.
     async fn sender(&self) -> Result<SendRequest<Bytes>, Status> {
         let known = self.shared.current.lock().await.clone();
         if let Some(sender) = known
@@ -113,13 +115,13 @@ impl Connection {
         {
             return Ok(sender);
         }
-        // By a task: a call that gives up must not end an attempt that others, or the next one, can use.
+        // In a separate task: dropping the call must not abort an attempt that other calls can use.
         let made = tokio::spawn(connected(self.shared.clone()));
         made.await.map_err(|error| Status::internal(error.to_string()))?
     }
 }
 
-/// A connection: the one that others have made meanwhile, or a new one.
+/// Returns the connection that another call has established meanwhile, or connects.
 async fn connected(shared: Arc<Shared>) -> Result<SendRequest<Bytes>, Status> {
     let mut current = shared.current.lock().await;
     if let Some(sender) = current.clone()
@@ -128,7 +130,7 @@ async fn connected(shared: Arc<Shared>) -> Result<SendRequest<Bytes>, Status> {
         return Ok(sender);
     }
     let made = timeout(CONNECT_WITHIN, connect(shared.authority.as_str())).await;
-    let sender = made.map_err(|_| Status::unavailable("no connection in time"))??;
+    let sender = made.map_err(|_| Status::unavailable("timed out connecting"))??;
     *current = Some(sender.clone());
     Ok(sender)
 }
@@ -148,7 +150,8 @@ async fn connect(address: &str) -> Result<SendRequest<Bytes>, Status> {
     sender.ready().await.map_err(unavailable)
 }
 
-/// Runs the connection until it ends, or a ping is not answered: calls under way fail then, and the next one connects anew.
+/// Runs the connection until it ends or a ping times out. Calls in flight then fail, and the next call
+/// reconnects.
 async fn run(connection: Http2<TcpStream, Bytes>, mut pings: PingPong) {
     let mut connection = pin!(connection);
     let silent = async {
@@ -160,18 +163,19 @@ async fn run(connection: Http2<TcpStream, Bytes>, mut pings: PingPong) {
         }
     };
     tokio::select! {
-        // Whoever calls learns why it ended.
+        // The calls in flight receive the cause.
         _ = &mut connection => {}
         () = silent => {}
     }
 }
 
-/// Waits for an answer; at first the thread goes round its tasks and its sockets without a sleep.
-async fn busily<F: Future>(answer: F) -> F::Output {
+/// Waits for a response; during the first `BUSY_FOR` it yields to the runtime instead of sleeping.
+async fn poll_before_sleep<F: Future>(answer: F) -> F::Output {
     let mut answer = pin!(answer);
-    let asleep_from = Instant::now() + BUSY_FOR;
-    while Instant::now() < asleep_from {
+    let sleep_from = Instant::now() + BUSY_FOR;
+    while Instant::now() < sleep_from {
         tokio::select! {
+            // The response is polled first, since `yield_now` is ready at the next poll.
             biased;
             output = &mut answer => return output,
             () = yield_now() => {}
@@ -180,7 +184,7 @@ async fn busily<F: Future>(answer: F) -> F::Output {
     answer.await
 }
 
-/// A message with its prefix.
+/// Encodes a message with its gRPC prefix.
 fn framed(message: &impl Message) -> Bytes {
     let length = message.encoded_len();
     let mut bytes = BytesMut::with_capacity(PREFIX_BYTES + length);
@@ -190,21 +194,21 @@ fn framed(message: &impl Message) -> Bytes {
     bytes.freeze()
 }
 
-/// The one message of an answer, when the server says that the call succeeded.
+/// Reads the single message of a successful response.
 async fn message(answer: Response<RecvStream>) -> Result<Bytes, Status> {
     if answer.status() != StatusCode::OK {
-        return Err(Status::unavailable(format!("answered with HTTP status {}", answer.status())));
+        return Err(Status::unavailable(format!("HTTP status {}", answer.status())));
     }
-    // An error without a message stands where the headers are.
+    // A trailers-only response carries its status in the headers.
     succeeded(answer.headers())?;
     let mut stream = answer.into_body();
     let mut bytes = BytesMut::new();
     while let Some(data) = stream.data().await {
         let data = data.map_err(unavailable)?;
         if bytes.len() + data.len() > PREFIX_BYTES + ANSWER_BYTES_MAX {
-            return Err(Status::internal(format!("the answer has more than {ANSWER_BYTES_MAX} bytes")));
+            return Err(Status::internal(format!("the response exceeds {ANSWER_BYTES_MAX} bytes")));
         }
-        // An error says that the connection is gone, which the next piece shows.
+        // Fails only if the connection is lost, which the next read reports.
         let _ = stream.flow_control().release_capacity(data.len());
         bytes.extend_from_slice(&data);
     }
@@ -212,9 +216,10 @@ async fn message(answer: Response<RecvStream>) -> Result<Bytes, Status> {
     unframed(bytes.freeze())
 }
 
-/// Whether a call has failed because there was no connection, or none any more; the other side may have done what it was
-/// asked for. Words of the other side are a `Status` out of the answer's headers; what was made here has a source. tonic's
-/// channel calls a connection that breaks during a call `UNKNOWN`, or `INTERNAL` by the frame that it was at.
+/// Returns whether a call failed because there was no connection or the connection broke. The server may
+/// have executed the call. Statuses from the server are parsed from response headers and have no source
+/// error; statuses created locally have one. tonic's channel reports a connection that breaks during a call
+/// as `UNKNOWN` or `INTERNAL`.
 pub fn is_absence(status: &Status) -> bool {
     let made_here = std::error::Error::source(status).is_some();
     match status.code() {
@@ -233,11 +238,11 @@ fn succeeded(headers: &HeaderMap) -> Result<(), Status> {
 
 fn unframed(mut bytes: Bytes) -> Result<Bytes, Status> {
     if bytes.len() < PREFIX_BYTES {
-        return Err(Status::internal("the answer has no message"));
+        return Err(Status::internal("the response has no message"));
     }
     let (compressed, length) = (bytes.get_u8(), bytes.get_u32());
     if compressed != 0 || usize::try_from(length) != Ok(bytes.len()) {
-        return Err(Status::internal("the answer is not one plain message"));
+        return Err(Status::internal("the response is not a single uncompressed message"));
     }
     Ok(bytes)
 }
@@ -258,7 +263,7 @@ mod tests {
     use crate::controlplane::{LookupReply, LookupRequest};
 
     #[test]
-    fn a_message_has_its_length_before_it_and_what_has_not_is_refused() {
+    fn messages_are_prefixed_with_their_length_and_invalid_prefixes_are_rejected() {
         let request = LookupRequest { keys: vec![7; 16].into(), asking_node: 300 };
         let bytes = framed(&request);
         assert_eq!(LookupRequest::decode(unframed(bytes.clone()).expect("whole")).expect("read"), request);
@@ -268,36 +273,39 @@ mod tests {
         }
     }
 
-    /// What tonic's channel says when the other side closes after the first bytes of a call.
+    /// Returns the status of tonic's channel when the server closes the connection after the first bytes of
+    /// a call.
     async fn broken_call() -> Status {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
         let address = listener.local_addr().expect("bound");
         let closing = tokio::spawn(async move {
             let (stream, _) = listener.accept().await.expect("a connection");
-            stream.readable().await.expect("it says something");
+            stream.readable().await.expect("the client sends bytes");
         });
         let channel = tonic::transport::Endpoint::from_shared(format!("http://{address}"));
         let channel = channel.expect("an address").connect_lazy();
         let mut client = crate::controlplane::membership_client::MembershipClient::new(channel);
-        let status =
-            client.list_nodes(crate::controlplane::ListNodesRequest {}).await.expect_err("it is closed");
-        closing.await.expect("it closed");
+        let status = client
+            .list_nodes(crate::controlplane::ListNodesRequest {})
+            .await
+            .expect_err("the connection is closed");
+        closing.await.expect("the server task ended");
         status
     }
 
     #[tokio::test]
-    async fn a_connection_that_breaks_is_absence_and_what_the_other_side_says_is_not() {
+    async fn broken_connections_count_as_absence_and_statuses_of_the_server_do_not() {
         let broken = broken_call().await;
         assert!(is_absence(&broken), "{broken:?}");
         assert!(is_absence(&Status::unavailable("no connection")));
-        for said in [Status::internal("a bug"), Status::unknown("who knows"), Status::invalid_argument("no")]
+        for status in [Status::internal("a bug"), Status::unknown("unknown"), Status::invalid_argument("no")]
         {
-            assert!(!is_absence(&said), "{said:?}");
+            assert!(!is_absence(&status), "{status:?}");
         }
     }
 
     #[test]
-    fn the_path_of_a_look_up_is_that_of_the_generated_service() {
+    fn lookup_path_matches_the_generated_service() {
         use crate::controlplane::directory_server::SERVICE_NAME;
         assert_eq!(LOOKUP, format!("/{SERVICE_NAME}/Lookup"));
     }

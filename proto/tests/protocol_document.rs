@@ -1,7 +1,8 @@
-//! The examples in `docs/PROTOCOL.md` are the bytes of the messages, and its numbers those of the code.
+//! Checks the examples in `docs/PROTOCOL.md` against the encoded messages, and its numbers against the
+//! code.
 //!
-//! Every field of every message has a value other than its default somewhere, so that a field whose number or type
-//! changes changes an example.
+//! Every field of every message has a non-default value in some example, so changing the number or type of
+//! a field changes an example.
 
 #[path = "protocol_document/placement.rs"]
 mod placement;
@@ -21,7 +22,7 @@ const PROTOS: [&str; 4] = [
     include_str!("../protos/placement.proto"),
 ];
 
-/// The bytes of an example: `count` of the same.
+/// Returns a run of `count` equal bytes for an example.
 fn run(byte: u8, count: usize) -> Bytes {
     vec![byte; count].into()
 }
@@ -30,7 +31,7 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// One line of the tables of examples.
+/// Formats one line of the tables of examples.
 fn row(name: &str, values: &str, message: &impl Message) -> String {
     format!("| {name} | {values} | `{}` |", hex(&message.encode_to_vec()))
 }
@@ -124,7 +125,7 @@ fn responses() -> Vec<(&'static str, &'static str, response::Body)> {
         ("`Welcome`", "session 5, \"node-a\", \"0.1.0\", 64 entries of 1,088 bytes", Body::Welcome(welcome)),
         (
             "`Reserved`",
-            "region 1 of 8,192 bytes, writable; lease 9 at region 1, 4,096; again after 2 ms",
+            "region 1 of 8,192 bytes, writable; lease 9 at region 1, 4,096; retry after 2 ms",
             Body::Reserved(reserved),
         ),
         ("`Committed`", "ticket 4, each status in order", Body::Committed(committed)),
@@ -137,7 +138,7 @@ fn responses() -> Vec<(&'static str, &'static str, response::Body)> {
         (
             "`Loaded`",
             "load 6, entry 7, region 1 of 8,192 bytes, writable; a block from NVMe at region 1, 4,096, checksums 8 × 22; \
-             one that is late",
+             one that missed its deadline",
             Body::Loaded(loaded),
         ),
         ("`Released`", "", Body::Released(local::Released {})),
@@ -154,7 +155,7 @@ fn responses() -> Vec<(&'static str, &'static str, response::Body)> {
 
 fn session_rows() -> Vec<String> {
     let request = |(name, values, body)| row(name, values, &Request { id: 2, body: Some(body) });
-    // A notice is about no request.
+    // Notices have id 0.
     let id = |body: &_| if matches!(body, response::Body::Durable(_)) { 0 } else { 2 };
     let response = |(name, values, body)| row(name, values, &Response { id: id(&body), body: Some(body) });
     requests().into_iter().map(request).chain(responses().into_iter().map(response)).collect()
@@ -257,7 +258,7 @@ fn directory_rows() -> Vec<String> {
         row("`SlotsRequest`", "node 7, epoch 3", &cluster::SlotsRequest { node: 7, epoch: 3 }),
         row(
             "`SlotsReply`",
-            "fenced; version 4; owned and wanted: sets cut to 2 bytes and 1",
+            "fenced; version 4; owned and wanted: sets shortened to 2 bytes and 1 byte",
             &cluster::SlotsReply {
                 fenced: true,
                 slots_version: 4,
@@ -267,7 +268,7 @@ fn directory_rows() -> Vec<String> {
         ),
         row(
             "`UpdateRequest`",
-            "node 7, epoch 3, from change 5: 16 × 11 in DRAM, then not on NVMe; reset; begins, ends: sets cut to 2 bytes and 1",
+            "node 7, epoch 3, from change 5: 16 × 11 in DRAM, then withdrawn from NVMe; reset; begins, ends: sets shortened to 2 bytes and 1 byte",
             &update,
         ),
         row(
@@ -277,12 +278,12 @@ fn directory_rows() -> Vec<String> {
         ),
         row(
             "`LookupRequest`",
-            "16 × 11, 16 × 11; asks node 9",
+            "16 × 11, 16 × 11; asking node 9",
             &cluster::LookupRequest { keys: run(0x11, 32), asking_node: 9 },
         ),
         row(
             "`LookupReply`",
-            "node 7 in DRAM, idle, and node 258 on NVMe, of load class 3; nobody; map epoch 12; key 1 elsewhere; 1 partial",
+            "node 7 in DRAM, load class 0, and node 258 on NVMe, load class 3; no replicas; map epoch 12; key 1 elsewhere; 1 partial",
             &found,
         ),
         row("`DescribeReply`", "1, 2, 3, 4, 5; node 7: 8, 9; 10 slots, 6 partial", &described),
@@ -292,7 +293,7 @@ fn directory_rows() -> Vec<String> {
 fn event_rows() -> Vec<String> {
     use cluster::follow_reply::Event;
     let position = cluster::Position { log: 5, next: 9 };
-    let told = |event| cluster::FollowReply { position: None, event: Some(event) };
+    let reply = |event| cluster::FollowReply { position: None, event: Some(event) };
     let begins = cluster::SnapshotBegins { reason: cluster::snapshot_begins::Reason::Behind.into() };
     let changes = cluster::ReplicaChanges {
         keys: run(0x11, 32),
@@ -304,13 +305,17 @@ fn event_rows() -> Vec<String> {
         cluster::FollowReply { position: Some(position), event: Some(Event::Current(cluster::Current {})) };
     vec![
         row("`FollowRequest`", "log 5, next 9", &cluster::FollowRequest { from: Some(position) }),
-        row("`FollowReply`, `SnapshotBegins`", "behind; no position", &told(Event::Snapshot(begins))),
+        row("`FollowReply`, `SnapshotBegins`", "behind; no position", &reply(Event::Snapshot(begins))),
         row(
             "`FollowReply`, `ReplicaChanges`",
-            "16 × 11 in DRAM of node 7, and not on NVMe of node 258; no position",
-            &told(Event::Changes(changes)),
+            "16 × 11 in DRAM of node 7, withdrawn from NVMe of node 258; no position",
+            &reply(Event::Changes(changes)),
         ),
-        row("`FollowReply`, `Cleared`", "node 7, slots 1, 4095; no position", &told(Event::Cleared(cleared))),
+        row(
+            "`FollowReply`, `Cleared`",
+            "node 7, slots 1, 4095; no position",
+            &reply(Event::Cleared(cleared)),
+        ),
         row("`FollowReply`, `Current`", "log 5, next 9", &current),
     ]
 }
@@ -320,19 +325,19 @@ fn assert_rows(rows: &[String]) {
         rows.iter().filter(|row| !DOCUMENT.contains(row.as_str())).map(String::as_str).collect();
     assert!(
         missing.is_empty(),
-        "docs/PROTOCOL.md has other bytes. Has a message changed so that an old peer would misunderstand it? Then it \
-         needs a new version; else these are its lines:\n{}",
+        "docs/PROTOCOL.md differs from the encoded messages. If a change makes old peers misunderstand a message, it \
+         needs a new protocol version. Otherwise update these lines:\n{}",
         missing.join("\n")
     );
 }
 
 #[test]
-fn the_examples_of_the_session_are_its_bytes() {
+fn session_examples_match_the_encoded_messages() {
     assert_rows(&session_rows());
 }
 
 #[test]
-fn the_examples_of_membership_directory_placement_and_events_are_their_bytes() {
+fn control_plane_examples_match_the_encoded_messages() {
     assert_rows(&membership_rows());
     assert_rows(&directory_rows());
     assert_rows(&placement::rows());
@@ -340,11 +345,11 @@ fn the_examples_of_membership_directory_placement_and_events_are_their_bytes() {
 }
 
 #[test]
-fn every_message_with_fields_has_its_part_in_an_example() {
+fn every_message_with_fields_appears_in_an_example() {
     let rows = [session_rows(), membership_rows(), directory_rows(), placement::rows(), event_rows()]
         .concat()
         .join("\n");
-    // Carried by others, or by every line of the session.
+    // Messages that only occur inside others, or in every line of the session.
     let carried = ["Layout", "Request", "Response", "Place", "RegionGrant", "Lease", "CommitItem"];
     let also_carried = ["LoadedBlock", "Stat", "NodeInfo", "NodeReplicas", "MemberInfo", "Position"];
     let carried: BTreeSet<&str> = carried.into_iter().chain(also_carried).chain(placement::CARRIED).collect();
@@ -358,7 +363,7 @@ fn every_message_with_fields_has_its_part_in_an_example() {
 }
 
 #[test]
-fn the_numbers_of_the_session_are_those_of_the_code() {
+fn session_limits_in_the_document_match_the_code() {
     assert_eq!(
         (local::PROTOCOL_VERSION, local::FRAME_BYTES_MAX, local::KEYS_PER_CALL_MAX),
         (1, 16 << 20, 8192)

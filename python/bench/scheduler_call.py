@@ -1,14 +1,14 @@
-"""Times what vLLM's scheduler waits for Reprise in a step, against a real agent.
+"""Measures how long vLLM's scheduler waits for Reprise in a step, with a real agent.
 
-Arguments: the agent's socket, blocks of a request, steps. Prints a line of JSON: by call, percentiles in milliseconds. Steps are of two
-kinds, in turn, each with one new request of so many blocks:
+Arguments: the agent's socket, blocks per request, steps. Prints a line of JSON with percentiles in milliseconds for
+each call. There are two kinds of steps, in turn, each with one new request:
 
-    load    all of them are in Reprise: match, make room, say from where they come, plan the load; the end of the load before
-    save    none of them is: match, plan the save of what the step computes; the end of the save before, which frees its blocks
+    load    all blocks are in Reprise: match, allocation, sources, plan of the load; the end of the previous load
+    save    no block is in Reprise: match, plan of the save; the end of the previous save, which frees its blocks
 
-``load.step`` and ``save.step`` are the sums of a step's calls. Keys, the question to the agent and its answer are part of the match; a
-step in which the answer has not come is a step as well. Another request computes in every step, so that waiting has a price. Blocks are
-references in vLLM's own pool; nothing is copied.
+``load.step`` and ``save.step`` are the sums of a step's calls. The match includes keys, the query to the agent and its
+answer; a step without the answer counts as a step too. Another request computes in every step, so waits are limited as
+for a busy engine. Blocks are references in vLLM's own pool; nothing is copied.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ BLOCK_TOKENS = 16
 HEAD_DIM = 64
 CONNECTED_WITHIN_S = 10.0
 OTHER = "other"
-"""The request that is computed in every step; Reprise has nothing of it."""
+"""Request that computes in every step; Reprise has none of its blocks."""
 REQUESTS_PINNED = 2
-"""How many requests' saves may be under way: that of this step and that of the one before."""
+"""Requests with concurrent saves: those of this step and of the previous one."""
 
 
 def main() -> None:
-    """Saves the blocks, then plays steps."""
+    """Saves the blocks and runs the steps."""
     socket, blocks, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     layout = Layout(layers=LAYERS, parts=1, kv_heads=1, head_dim=HEAD_DIM, dtype="bf16", tokens_per_block=BLOCK_TOKENS)
     namespace = Namespace(
@@ -57,10 +57,10 @@ def main() -> None:
         hash_seed="",
         engine_format="bench",
     )
-    there = [os.urandom(32) for _ in range(blocks)]
+    saved = [os.urandom(32) for _ in range(blocks)]
     memory = KvMemory([np.zeros((blocks, 1, BLOCK_TOKENS, HEAD_DIM), np.uint16) for _ in range(LAYERS)], layout)
     with Client(socket, namespace, layout) as client:
-        client.save(block_keys(namespace, there), memory, range(blocks))
+        client.save(block_keys(namespace, saved), memory, range(blocks))
     session = Session(socket, namespace, layout)
     if not session.wait_connected(CONNECTED_WITHIN_S):
         raise TimeoutError(f"no agent at {socket}: {session.last_error}")
@@ -72,11 +72,11 @@ def main() -> None:
         num_gpu_blocks=REQUESTS_PINNED * PINNED_SHARE * blocks + 1, enable_caching=True, hash_block_size=BLOCK_TOKENS
     )
     bench = Bench(Connector(side), side.pool, blocks)
-    # As vLLM's engine core does when it has started.
+    # As vLLM's engine core does after its start.
     freeze_gc_heap()
     for step in range(steps):
         if step % 2 == 0:
-            bench.load(f"load-{step}", there)
+            bench.load(f"load-{step}", saved)
         else:
             bench.save(f"save-{step}", [os.urandom(32) for _ in range(blocks)])
     session.close()
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 class Connector(RepriseConnector):
-    """The connector in the scheduler's process, without an engine's configuration."""
+    """Connector of the scheduler's process, without an engine's configuration."""
 
     def __init__(self, side: SchedulerSide) -> None:
         self._scheduler, self._worker = side, None
@@ -92,7 +92,7 @@ class Connector(RepriseConnector):
 
 @dataclass
 class Bench:
-    """Steps of a scheduler that has one request at a time, and the times of its calls in milliseconds."""
+    """Steps of a scheduler with one request at a time, and the times of its calls in milliseconds."""
 
     connector: Connector
     pool: BlockPool
@@ -100,11 +100,11 @@ class Bench:
     times: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     _spent: float = 0.0
     _ended: dict[str, RepriseWorkerMetadata] = field(default_factory=dict)
-    """What workers say of the request before of each kind."""
+    """Workers' output for the previous request of each kind."""
 
     def load(self, name: str, hashes: list[bytes]) -> None:
-        """A request whose blocks are all there."""
-        request = self._asked("load", name, hashes, self.blocks)
+        """Runs a request whose blocks are all saved."""
+        request = self._matched("load", name, hashes, self.blocks)
         room = self.pool.get_new_blocks(self.blocks)
         with self._step("load"):
             ids = [block.block_id for block in room]
@@ -118,26 +118,26 @@ class Bench:
             )
             (plan,) = self._timed("load.build_connector_meta", lambda: connector.build_connector_meta(others())).loads
             ended = Counter({plan.request_id: 1})
-            self._said("load", RepriseWorkerMetadata(whole_loads=ended, ended_loads=ended))
-        self._over(request, room)
+            self._report("load", RepriseWorkerMetadata(whole_loads=ended, ended_loads=ended))
+        self._finish(request, room)
 
     def save(self, name: str, hashes: list[bytes]) -> None:
-        """A request whose blocks are all computed, in one step."""
-        request = self._asked("save", name, hashes, 0)
+        """Runs a request whose blocks are all computed, in one step."""
+        request = self._matched("save", name, hashes, 0)
         room = self.pool.get_new_blocks(self.blocks)
         with self._step("save"):
             computed = computing(name, self._tokens, [block.block_id for block in room])
             metadata = self._timed("save.build_connector_meta", lambda: self.connector.build_connector_meta(computed))
             (plan,) = metadata.saves
-            self._said("save", RepriseWorkerMetadata(ended_saves=Counter({plan.save_id: 1})))
-        self._over(request, room)
+            self._report("save", RepriseWorkerMetadata(ended_saves=Counter({plan.save_id: 1})))
+        self._finish(request, room)
 
     @property
     def _tokens(self) -> int:
         return self.blocks * BLOCK_TOKENS
 
-    def _asked(self, kind: str, name: str, hashes: list[bytes], found: int) -> Any:
-        """A new request that was matched, a call in each step until there is an answer, the last of which is not over."""
+    def _matched(self, kind: str, name: str, hashes: list[bytes], found: int) -> Any:
+        """Returns a new request after its match: one call per step until the answer; the last step has not ended."""
         request: Any = SimpleNamespace(
             request_id=name,
             block_hashes=hashes,
@@ -158,25 +158,25 @@ class Bench:
                 self._timed(f"{kind}.build_connector_meta", lambda: self.connector.build_connector_meta(others()))
             self._spent = 0.0
         if tokens != found * BLOCK_TOKENS:
-            raise RuntimeError(f"{tokens} tokens were found of {found * BLOCK_TOKENS}")
+            raise RuntimeError(f"found {tokens} tokens instead of {found * BLOCK_TOKENS}")
         return request
 
-    def _said(self, kind: str, said: RepriseWorkerMetadata) -> None:
-        """The workers end what the step before has begun; what this one has begun is ended by the next."""
+    def _report(self, kind: str, output: RepriseWorkerMetadata) -> None:
+        """Reports the workers' output of the previous step; that of this step is reported in the next one."""
         before = self._ended.get(kind)
-        self._ended[kind] = said
+        self._ended[kind] = output
         if before is not None:
-            output: Any = SimpleNamespace(kv_connector_worker_meta=before)
-            self._timed(f"{kind}.update_connector_output", lambda: self.connector.update_connector_output(output))
+            wrapped: Any = SimpleNamespace(kv_connector_worker_meta=before)
+            self._timed(f"{kind}.update_connector_output", lambda: self.connector.update_connector_output(wrapped))
 
-    def _over(self, request: Any, room: list[Any]) -> None:
-        """The request is over; blocks that are being saved stay. Not timed: vLLM's part is most of it."""
+    def _finish(self, request: Any, room: list[Any]) -> None:
+        """Ends the request; blocks in a running save stay. Not timed, because most of it is vLLM's work."""
         self.pool.free_blocks(room)
         self.connector.build_connector_meta(others([request.request_id]))
 
     @contextmanager
     def _step(self, kind: str) -> Iterator[None]:
-        """A step: the sum of its calls."""
+        """Adds the sum of the calls of a step."""
         yield
         self.times[f"{kind}.step"].append(self._spent)
 
@@ -190,7 +190,7 @@ class Bench:
 
 
 def others(finished: list[str] | None = None) -> Any:
-    """A step of the scheduler in which only another request computes, which is in all steps: it waits as long as the scheduler does."""
+    """Returns a scheduler's step with only the other request, which waits as long as the scheduler."""
     running = SimpleNamespace(req_ids=[OTHER], num_computed_tokens=[0])
     return SimpleNamespace(
         scheduled_new_reqs=[],
@@ -201,7 +201,7 @@ def others(finished: list[str] | None = None) -> Any:
 
 
 def computing(name: str, tokens: int, ids: list[int]) -> Any:
-    """A step of the scheduler that computes a new request from its beginning to its end."""
+    """Returns a scheduler's step that computes a complete new request."""
     return SimpleNamespace(
         scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=0)],
         scheduled_cached_reqs=SimpleNamespace(req_ids=[OTHER], num_computed_tokens=[0]),
@@ -212,13 +212,13 @@ def computing(name: str, tokens: int, ids: list[int]) -> Any:
 
 
 def percentiles(times: list[float]) -> dict[str, float]:
-    """The middle and the slowest hundredth."""
+    """Returns the 50th and the 99th percentile."""
     ordered = sorted(times)
     return {"p50_ms": percentile(ordered, 0.5), "p99_ms": percentile(ordered, 0.99)}
 
 
 def percentile(ordered: list[float], share: float) -> float:
-    """Of sorted values."""
+    """Returns a percentile of sorted values."""
     return ordered[min(int(len(ordered) * share), len(ordered) - 1)]
 
 

@@ -1,12 +1,12 @@
-"""A vLLM engine under measurement, in a process of its own, driven by lines of JSON.
+"""vLLM engine under measurement in its own process, controlled by lines of JSON.
 
-Runs in an environment that has vLLM. First line on standard input: the model's size and the engine's settings; then one
-command a line. Each is answered by one line on what was standard output; all else that is printed goes to standard
-error. Ends with its input.
+Runs in an environment with vLLM. The first line on standard input has the model's size and the engine's settings, each
+further line a command. Each command gets one line of answer on standard output; all other output goes to standard
+error. Ends at the end of the input.
 
-A time to first token is that from the submission of a request, alone in the engine, to the step that gave its first token; one to the
-last token goes on to the step that gave that. Prompts that go back to back are submitted each in the moment in which the one before has
-its last token: what is still done for that one is in the times of this one.
+The time to first token is the time from the submission of a request, alone in the engine, to the step with its first
+token; the time to last token ends at the step with the last token. With back-to-back prompts, each is submitted at the
+last token of the previous one, so its times include the remaining work for the previous prompt.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from typing import Any
 from engine_model import VOCABULARY, model
 
 ANSWER_TOKENS = 4
-"""Generated for each prompt: the first one is timed, all are compared."""
+"""Generated tokens per prompt: the first one is timed, all are compared."""
 
-FORGET_WITHIN_S = 60.0
-"""A cache is reset only when no save holds blocks any more."""
+CLEAR_WITHIN_S = 60.0
+"""Timeout of a cache reset, which waits until no save uses blocks."""
 
 
 class Engine:
-    """One engine."""
+    """A vLLM engine."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         from vllm import LLM, SamplingParams
@@ -41,43 +41,43 @@ class Engine:
         self.requests = 0
 
     def measure(self, seeds: list[int], tokens: int) -> dict[str, Any]:
-        """Prompts one after the other, each with an empty cache of the engine's own."""
+        """Measures prompts one after another, each with an empty cache of the engine."""
         answers = []
         for seed in seeds:
-            self.forget()
+            self.clear_cache()
             answers.append(self.answer(prompt(seed, tokens)))
         return {"answers": answers}
 
     def own_cache(self, seeds: list[int], tokens: int) -> dict[str, Any]:
-        """Prompts one after the other, each with the engine's own cache empty, and at once again from that cache."""
+        """Measures prompts one after another, each with an empty cache of the engine and then again from that cache."""
         answers, again = [], []
         for seed in seeds:
-            self.forget()
+            self.clear_cache()
             answers.append(self.answer(prompt(seed, tokens)))
             again.append(self.answer(prompt(seed, tokens)))
         return {"answers": answers, "again": again}
 
     def back_to_back(self, seeds: list[int], tokens: int) -> dict[str, Any]:
-        """Prompts one after the other without a pause, with whatever is in the engine's cache."""
+        """Measures prompts one after another without a pause, with the current contents of the engine's cache."""
         prompts = [prompt(seed, tokens) for seed in seeds]
         return {"answers": [self.answer(each) for each in prompts]}
 
-    def settle(self, seeds: list[int], tokens: int, cached: int, within: float) -> dict[str, Any]:
-        """Waits until prompts are found in a cache: asks for each until so many of its tokens are."""
-        give_up = time.monotonic() + within
+    def await_cached(self, seeds: list[int], tokens: int, cached: int, within: float) -> dict[str, Any]:
+        """Waits until prompts are found in a cache: serves each until at least `cached` of its tokens are cached."""
+        deadline = time.monotonic() + within
         found = []
         for seed in seeds:
             while True:
-                self.forget()
+                self.clear_cache()
                 answer = self.answer(prompt(seed, tokens))
-                if answer["cached"] >= cached or time.monotonic() > give_up:
+                if answer["cached"] >= cached or time.monotonic() > deadline:
                     break
                 time.sleep(0.05)
             found.append(answer["cached"])
         return {"cached": found}
 
     def answer(self, tokens: list[int]) -> dict[str, Any]:
-        """One request."""
+        """Serves and measures one request."""
         engine = self.llm.llm_engine
         self.requests += 1
         started = time.perf_counter()
@@ -89,21 +89,21 @@ class Engine:
                     first = time.perf_counter() - started
                 last = time.perf_counter() - started
         if first is None or output is None:
-            raise RuntimeError("the engine has answered without a token")
-        said = list(output.outputs[0].token_ids)
+            raise RuntimeError("the engine answered without a token")
+        generated = list(output.outputs[0].token_ids)
         return {
             "ttft_ms": first * 1e3,
             "ttlt_ms": last * 1e3,
-            "tokens": said,
+            "tokens": generated,
             "cached": output.num_cached_tokens or 0,
         }
 
-    def forget(self) -> None:
-        """Empties the engine's own cache."""
-        give_up = time.monotonic() + FORGET_WITHIN_S
+    def clear_cache(self) -> None:
+        """Clears the engine's own cache."""
+        deadline = time.monotonic() + CLEAR_WITHIN_S
         while not self.llm.reset_prefix_cache():
-            if time.monotonic() > give_up:
-                raise TimeoutError(f"blocks are still in use {FORGET_WITHIN_S} s after the last request")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"blocks are still in use {CLEAR_WITHIN_S} s after the last request")
             time.sleep(0.005)
 
     def stop(self) -> None:
@@ -112,47 +112,47 @@ class Engine:
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
-    """A prompt that shares nothing with that of another seed."""
+    """Returns a prompt that shares no block with prompts of other seeds."""
     source = random.Random(seed)
     return [source.randrange(3, VOCABULARY) for _ in range(tokens)]
 
 
-def written(folder: Path, **size: int) -> Path:
-    """The model, written by the first engine that wants it: hundreds of megabytes. Several may start together."""
+def write_model(folder: Path, **size: int) -> Path:
+    """Returns the model's folder, written by the first engine (hundreds of MB). Engines may start concurrently."""
     if not folder.exists():
         own = folder.with_name(f"{folder.name}.{os.getpid()}")
         model(own, **size)
         try:
             own.rename(folder)
         except OSError:
-            # Another engine was first; its model is the same.
+            # Another engine was first; its model is equal.
             shutil.rmtree(own)
     return folder
 
 
 def main() -> None:
-    """Reads settings and commands until the end of its input."""
-    # The library and its children print to standard output, too.
+    """Reads settings and commands until the end of the input."""
+    # The library and its child processes also print to standard output.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
-    def say(**answer: Any) -> None:
+    def send(**answer: Any) -> None:
         print(json.dumps(answer), file=answers)
 
     first = json.loads(sys.stdin.readline())
     started = time.monotonic()
     try:
-        folder = written(Path(first["settings"]["model"]), **first["model"])
+        folder = write_model(Path(first["settings"]["model"]), **first["model"])
         engine = Engine({**first["settings"], "model": str(folder)})
-    except Exception as error:  # vLLM's own words go to the log
-        say(error=f"{type(error).__name__}: {error}")
+    except Exception as error:  # vLLM's own message goes to the log
+        send(error=f"{type(error).__name__}: {error}")
         raise
-    say(ready=time.monotonic() - started)
+    send(ready=time.monotonic() - started)
     commands: dict[str, Callable[..., dict[str, Any]]] = {
         "measure": engine.measure,
         "own_cache": engine.own_cache,
         "back_to_back": engine.back_to_back,
-        "settle": engine.settle,
+        "settle": engine.await_cached,
     }
     try:
         for line in sys.stdin:
@@ -160,13 +160,13 @@ def main() -> None:
             name = command.pop("do")
             if name == "stop":
                 break
-            say(**commands[name](**command))
+            send(**commands[name](**command))
     except Exception as error:
-        say(error=f"{type(error).__name__}: {error}")
+        send(error=f"{type(error).__name__}: {error}")
         raise
     finally:
         engine.stop()
-    say(stopped=True)
+    send(stopped=True)
 
 
 if __name__ == "__main__":

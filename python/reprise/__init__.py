@@ -1,13 +1,14 @@
 """Reprise: a cluster-wide KV cache for LLM inference.
 
-What one engine has computed, any engine gets back. This package is the engine's side: it talks to the agent of its
-node over a unix socket and moves blocks between the engine's memory and the agent's, checked and without the GIL.
+KV that one engine has computed is available to all engines. This package is the engine's side: it connects to the agent
+of its node over a Unix socket and copies blocks between the engine's memory and the agent's, verified and without the
+GIL.
 
-* :class:`Client` — one session, blocking calls; :mod:`reprise.aio` is the same for asyncio.
-* :class:`Session`, :class:`Transfers` — for engines: a session that is opened anew by itself, and saves and loads on
+* :class:`Client` — one session with blocking calls; :mod:`reprise.aio` is the same for asyncio.
+* :class:`Session`, :class:`Transfers` — for engines: a session that reconnects automatically, and saves and loads on
   native threads.
 * :class:`KvMemory` — the engine's memory, one tensor for each layer; :class:`Layout`, :class:`Namespace` and
-  :func:`block_keys` say what its blocks are.
+  :func:`block_keys` define its blocks and their keys.
 * :mod:`reprise.vllm` — vLLM's connector; :mod:`reprise.vllm.tier` — a tier behind its offloading, for GPUs.
 * :mod:`reprise.sglang` — a storage for SGLang's HiCache.
 """
@@ -43,7 +44,7 @@ from reprise._native import (
 
 
 class Source(IntEnum):
-    """Where a block was found."""
+    """Tier and node in which a block was found."""
 
     OWN_DRAM = 1
     OWN_NVME = 2

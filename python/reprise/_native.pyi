@@ -1,4 +1,4 @@
-"""Types of the native half; what the names mean is in their docstrings."""
+"""Types of the native module; its docstrings describe the names."""
 
 from collections.abc import Iterable, Sequence
 from os import PathLike

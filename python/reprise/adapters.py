@@ -1,7 +1,8 @@
-"""The identity of a LoRA adapter: a digest of its weights and configuration, wherever its files are.
+"""Identity of a LoRA adapter: a digest of its weights and configuration, independent of its path.
 
-An adapter that is trained again keeps its name and path, and two nodes can have different adapters of one name. An adapter of the
-hub is identified by the commit of its snapshot, other adapters by a sample of their files (:mod:`reprise.weights`).
+Name and path do not identify an adapter: a retrained adapter keeps both, and two nodes can have different adapters of
+the same name. An adapter from the Hugging Face hub is identified by the commit of its snapshot, any other adapter by a
+sample of its files (:mod:`reprise.weights`).
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from pathlib import Path
 from reprise import weights
 
 CONFIGURATION = "adapter_config.json"
-"""Holds rank and scale, which change what the same weights compute."""
+"""File with rank and scale, which change the result of the same weights."""
 
 Stamp = tuple[tuple[str, int, int], ...]
-"""Names, sizes and modification times of files: a change of it means that the files were changed."""
+"""Names, sizes and modification times of files; it changes when a file changes."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,13 @@ class AdapterFiles:
     folder: Path
     weights: tuple[Path, ...]
     snapshot: tuple[str, str] | None
-    """Repository and commit, of an adapter of the hub."""
+    """Repository and commit of an adapter from the hub."""
 
     @classmethod
     def find(cls, path: str) -> AdapterFiles | None:
-        """Finds an adapter by its folder or its name on the hub; None: this machine has no files of it.
+        """Finds an adapter by its folder or its name on the hub; returns None if this machine does not have its files.
 
-        Only snapshots that are already on disk are found: this never uses the network.
+        Never uses the network: only snapshots on disk are found.
         """
         folder = _folder(path)
         if folder is None:
@@ -41,19 +42,19 @@ class AdapterFiles:
         return found if found.snapshot is not None or found.weights else None
 
     def stamp(self) -> Stamp:
-        """The files as they are now."""
+        """Returns the current stamp of the files."""
         seen = [(file, file.stat()) for file in self._all() if file.exists()]
         return tuple((file.name, stat.st_size, stat.st_mtime_ns) for file, stat in seen)
 
     def changed_since(self, seconds: float) -> bool:
-        """Whether a file was written after a time (seconds since the epoch). A snapshot of the hub never changes."""
+        """Returns whether a file changed after a time (seconds since the epoch). A hub snapshot never changes."""
         return self.snapshot is None and any(file.stat().st_ctime > seconds for file in self._all() if file.exists())
 
     def digest(self) -> bytes:
-        """Identifies weights and configuration.
+        """Returns a digest of weights and configuration.
 
         Raises:
-            OSError, ValueError: files that cannot be read, or are damaged.
+            OSError, ValueError: a file cannot be read or is damaged.
         """
         if self.snapshot is not None:
             identity = f"hub:{self.snapshot}"

@@ -1,8 +1,11 @@
-"""The client for asyncio.
+"""Client for asyncio.
 
-Each call runs on a thread of the client's own pool: the native half waits without the GIL, so the event loop and other
-Python threads go on meanwhile. A task that is cancelled in a load or a save ends when native code has let go of the memory, within the
-call's own patience: its blocks are the caller's again then. Other calls run on to their end by themselves; what they bring is given back.
+Each call runs on a thread of the client's pool. Native code waits without the GIL, so the event loop and other Python
+threads keep running.
+
+If a task is cancelled in a load or a save, the cancellation completes only when native code no longer uses the memory,
+at most after the call's own timeout. Then the caller may reuse the blocks. Other cancelled calls finish in the
+background, and their results are released.
 """
 
 from __future__ import annotations
@@ -20,19 +23,19 @@ from reprise import Client, Durable, KvMemory, Layout, Loaded, Namespace, Saved
 __all__ = ["AsyncClient"]
 
 CALLS_MAX = 16
-"""Calls of one client that run at a time; further ones wait for a thread."""
+"""Maximum number of concurrent calls of one client; further calls wait for a thread."""
 
 T = TypeVar("T")
 
 
 class AsyncClient:
-    """A session with this node's agent, as :class:`reprise.Client`; every call is awaited.
+    """Asynchronous session with this node's agent; see :class:`reprise.Client`.
 
-    Made by :meth:`connect`, usable in ``async with``.
+    Created by :meth:`connect`; can be used in ``async with``.
     """
 
     def __init__(self, client: Client, pool: ThreadPoolExecutor | None = None) -> None:
-        """Takes a session that is open."""
+        """Wraps an open session."""
         self._client = client
         self._pool = pool or _new_pool()
 
@@ -63,7 +66,7 @@ class AsyncClient:
 
     @property
     def blocking(self) -> Client:
-        """The blocking client of the same session."""
+        """Blocking client of the same session."""
         return self._client
 
     async def match(self, keys: bytes | Iterable[bytes], *, local: bool = False) -> list[int]:
@@ -114,13 +117,13 @@ class AsyncClient:
         return await self._run(self._client.trim)
 
     async def close(self) -> None:
-        """Ends the session; calls under way fail."""
-        # Not on the pool, whose threads may all wait for this session.
+        """Ends the session; running calls fail."""
+        # Not on the pool: all its threads may be waiting for this session.
         await asyncio.to_thread(self._client.close)
         self._pool.shutdown(wait=False)
 
     async def __aenter__(self) -> Self:
-        """Does nothing: the session is open."""
+        """Returns the client; the session is already open."""
         return self
 
     async def __aexit__(
@@ -136,7 +139,7 @@ class AsyncClient:
         return await asyncio.get_running_loop().run_in_executor(self._pool, call)
 
     async def _run_whole(self, call: Callable[[], T]) -> T:
-        """Runs a call that touches the caller's memory: does not return before it has ended, or was never begun."""
+        """Runs a call that uses the caller's memory; returns only after the call has ended or was cancelled unstarted."""
         submitted = self._pool.submit(call)
         ended = asyncio.wrap_future(submitted)
         try:
@@ -148,12 +151,12 @@ class AsyncClient:
 
 
 async def _end_of(future: asyncio.Future[Any]) -> None:
-    """Waits until there is a result, whatever it is and however often the task is cancelled meanwhile."""
+    """Waits until the future is done, even if the task is cancelled again in the meantime."""
     while not future.done():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([future])
     if not future.cancelled():
-        # Looked at, so that asyncio does not report an error that nobody was to hear of.
+        # Retrieve the exception: otherwise asyncio logs that it was never retrieved.
         future.exception()
 
 

@@ -1,4 +1,4 @@
-"""Digests of configurations, the same in every process and on every node that has the same configuration."""
+"""Digests of configurations, equal in every process and on every node with the same configuration."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 
 def digest(described: Any, without: Collection[str] = ()) -> str:
-    """The SHA-256 of a configuration.
+    """Returns the SHA-256 of a configuration, in hexadecimal.
 
     Args:
-        described: values, lists, mappings and dataclasses of such.
-        without: names that do not count, at every depth.
+        described: values, and lists, mappings and dataclasses of values.
+        without: names to leave out, at every depth.
     """
     return hashlib.sha256(json.dumps(plain(described, without), sort_keys=True).encode()).hexdigest()
 
 
 def plain(described: Any, without: Collection[str] = ()) -> Any:
-    """A configuration, and those within it, as JSON has them, without what differs between processes."""
+    """Converts a configuration to JSON types, without values that differ between processes."""
     if isinstance(described, dict):
         return {str(name): plain(value, without) for name, value in described.items() if name not in without}
     if is_dataclass(described) and not isinstance(described, type):
@@ -32,5 +32,5 @@ def plain(described: Any, without: Collection[str] = ()) -> Any:
     if described is None or isinstance(described, str | int | float | bool):
         return described
     words = str(described)
-    # By default Python's text of an object holds its address.
+    # The default repr of a Python object contains its address, which differs between processes.
     return type(described).__qualname__ if " at 0x" in words else words

@@ -1,4 +1,4 @@
-"""What the configuration of every engine's adapter may say, and how it is read."""
+"""Options that the adapters of all engines have in common, and their validation."""
 
 from __future__ import annotations
 
@@ -13,75 +13,77 @@ from typing import Any, ClassVar, Self
 from reprise import Layout, Namespace, Session
 
 REFUSAL_WAIT_S = 1.0
-"""How long the construction of an adapter waits for an agent that is there to refuse it. Who answers at all does so in
-milliseconds; one that hangs is waited for no longer."""
+"""Seconds that the construction of an adapter waits for a rejection by the agent. A live agent answers in milliseconds;
+with a hanging agent, construction continues after this time."""
 
 SOCKET_PATH_BYTES_MAX = 107
-"""Of a unix socket's path (unix(7): `sun_path` has 108 bytes with its end)."""
+"""Maximum bytes of a Unix socket's path (unix(7): `sun_path` has 108 bytes, including the final NUL)."""
 
 
 SOCKET_VARIABLE = "REPRISE_SOCKET"
-"""Environment variable with the socket's path, for engines whose configuration names none: pods in Kubernetes are given it."""
+"""Environment variable with the socket's path, used if the configuration does not set it. The webhook injects it into
+pods in Kubernetes."""
 
 
 TENANT_VARIABLE = "REPRISE_TENANT"
-"""Environment variable with the tenant, likewise: pods that a CacheTenant names are given it."""
+"""Environment variable with the tenant, used if the configuration does not set it. Pods that a CacheTenant selects get it."""
 
 TOKEN_VARIABLE = "REPRISE_TOKEN_FILE"
-"""Environment variable with the path of a service account's token, by which agents know such pods."""
+"""Environment variable with the path of a service account token, by which agents authenticate such pods."""
 
 
 @dataclass(frozen=True)
 class SharedOptions:
-    """Options that every adapter has, checked.
+    """Validated options of every adapter.
 
-    Times are milliseconds.
+    Times are in milliseconds.
     """
 
     where: ClassVar[str]
-    """What the configuration is called in errors."""
+    """Name of the configuration in errors."""
 
-    not_ours: ClassVar[tuple[str, ...]] = ()
-    """Names that the engine reads itself from the same configuration."""
+    engine_options: ClassVar[tuple[str, ...]] = ()
+    """Names in the same configuration that the engine itself reads; they are ignored here."""
 
     socket: str = "/run/reprise/agent.sock"
-    """The unix socket of this node's agent. Where nothing is configured, `SOCKET_VARIABLE` goes before this."""
+    """Unix socket of this node's agent. If not configured, `SOCKET_VARIABLE` overrides the default."""
 
     tenant: str = "default"
-    """Whose blocks these are: their bytes count against this tenant's quotas. Where nothing is configured, `TENANT_VARIABLE` goes before this."""
+    """Tenant of the blocks; their bytes count against its quotas. If not configured, `TENANT_VARIABLE` overrides the
+    default."""
 
     token_file: str = ""
-    """File with a service account's token of the audience `reprise.dev`, which shows agents in Kubernetes whose pod this is; read at each
-    connection. Empty: none. Where nothing is configured, `TOKEN_VARIABLE` goes before this."""
+    """File with a service account token of the audience `reprise.dev`, by which agents in Kubernetes authenticate this
+    pod; read at each connection. Empty: no token. If not configured, `TOKEN_VARIABLE` overrides the default."""
 
     model_id: str = ""
-    """Name of the model in keys; empty: the engine's. Set it where nodes have the same model under different paths."""
+    """Name of the model in keys; empty: the engine's name. Set it if nodes have the same model under different paths."""
 
     load_deadline_ms: float = 5000.0
-    """After which the missing part of a load is computed."""
+    """Time after which the engine computes the missing part of a load."""
 
     load_stall_ms: float = 500.0
-    """After which a load is given up and computed whose agent makes no progress and does not answer."""
+    """Time without progress and without an answer of the agent after which a load fails, so that its blocks are computed."""
 
     load_standstill_ms: float = 750.0
-    """After which a load is given up and computed of which nothing comes although the agent answers: another node hangs, or a device."""
+    """Time without progress after which a load fails although the agent answers: a device or another node hangs."""
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self:
-        """Reads the options.
+        """Reads the options from a configuration.
 
         Raises:
-            ValueError: an unknown option, or a value of the wrong type or range, in words.
+            ValueError: an unknown option, or a value of the wrong type or range.
         """
         known = {field.name: field for field in fields(cls)}
         values: dict[str, Any] = {}
         for name, value in config.items():
-            if name in cls.not_ours:
+            if name in cls.engine_options:
                 continue
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(known))}"
-                raise ValueError(f"{cls.where}: there is no option {name!r}{hint}")
+                hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(sorted(known))}"
+                raise ValueError(f"{cls.where}: unknown option {name!r}: {hint}")
             values[name] = _checked(cls.where, name, value, type(known[name].default))
         for name, variable in (
             ("socket", SOCKET_VARIABLE),
@@ -95,15 +97,15 @@ class SharedOptions:
         return options
 
     def session(self, namespace: Namespace, layout: Layout, name: str) -> Session:
-        """A session with the agent, which may come later.
+        """Opens a session; the agent may start later.
 
         Args:
-            namespace: of the blocks.
-            layout: of the blocks.
-            name: for the agent's logs.
+            namespace: namespace of the blocks.
+            layout: layout of the blocks.
+            name: name in the agent's logs.
 
         Raises:
-            Version, Forbidden, BadRequest: the agent is there and will never keep these blocks, and what to do.
+            Version, Forbidden, BadRequest: the agent permanently rejects these blocks; the message has the remedy.
         """
         session = Session(
             self.socket, namespace, layout, tenant=self.tenant, token_file=self.token_file or None, name=name
@@ -119,34 +121,36 @@ class SharedOptions:
 def _checked(where: str, name: str, value: Any, kind: type) -> Any:
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         if not 0 < value <= 600_000:
-            raise ValueError(f"{where}: {name} is {value}; it must be above 0 and at most 600000 (ms)")
+            raise ValueError(f"{where}: invalid {name} {value}: expected above 0 and at most 600000 (ms)")
         return float(value)
     if kind is not float and isinstance(value, kind):
         return value
     wanted = {float: "a number of milliseconds", str: "a string", bool: "true or false"}[kind]
-    raise ValueError(f"{where}: {name} is {value!r}; it must be {wanted}")
+    raise ValueError(f"{where}: invalid {name} {value!r}: expected {wanted}")
 
 
 def _check_socket(where: str, socket: str) -> None:
-    """A socket that is not there yet is fine: the agent may come later."""
+    """Validates the path. The socket itself may not exist yet: the agent may start later."""
     path = Path(socket)
     if not path.is_absolute():
-        raise ValueError(f"{where}: socket is {socket!r}; give the whole path, such as /run/reprise/agent.sock")
+        raise ValueError(
+            f"{where}: invalid socket {socket!r}: expected an absolute path, such as /run/reprise/agent.sock"
+        )
     if len(socket.encode()) > SOCKET_PATH_BYTES_MAX:
         raise ValueError(
-            f"{where}: socket is a path of {len(socket.encode())} bytes, and a unix socket's has {SOCKET_PATH_BYTES_MAX} at "
-            "the most: use a shorter one"
+            f"{where}: invalid socket: its path has {len(socket.encode())} bytes, the path of a Unix socket at most "
+            f"{SOCKET_PATH_BYTES_MAX}: use a shorter path"
         )
     try:
         mode = path.stat().st_mode
     except PermissionError as error:
         raise ValueError(
-            f"{where}: this user may not look at {socket} ({error.strerror}): run the engine as a user whom the folders of that "
-            "path admit, or open them (chmod o+x)"
+            f"{where}: no permission to access {socket} ({error.strerror}): run the engine as a user that can access the "
+            "folders of that path, or open them (chmod o+x)"
         ) from error
     except OSError:
         return
     if not stat.S_ISSOCK(mode):
         raise ValueError(
-            f"{where}: {socket} is there and is no socket: name the agent's ([session] socket in its configuration)"
+            f"{where}: {socket} is not a socket: set the agent's socket ([session] socket in its configuration)"
         )

@@ -1,6 +1,6 @@
-"""Errors of transfers in the log: the first of each kind at once, then a count once an interval.
+"""Log of transfer errors: the first error of each kind at once, then a count once per interval.
 
-A transfer that ends undone costs time only, so nothing else reports it. Errors whose texts differ in numbers only are of one kind.
+A failed transfer only costs time, so nothing else reports it. Errors whose texts differ only in numbers are of one kind.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 logger = logging.getLogger("reprise")
 
 INTERVAL_S = 60.0
-"""Time between two lines about one kind of error."""
+"""Seconds between two lines about one kind of error."""
 
 KINDS_MAX = 64
-"""Kinds of errors with lines of their own; further ones share one."""
+"""Maximum number of kinds with separate lines; further kinds share one."""
 
 
 @dataclass
@@ -32,17 +32,17 @@ class _Condition:
 
 
 class RepeatedLog:
-    """Logs what repeats. Safe to use from several threads."""
+    """Logs repeated errors at a limited rate. Thread-safe."""
 
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """What has failed, in words; ``clock`` gives seconds."""
+        """Creates a log; ``what`` begins each line, ``clock`` returns seconds."""
         self._what = what
         self._clock = clock
         self._lock = threading.Lock()
         self._conditions: dict[str, _Condition] = {}
 
     def note(self, error: str | None) -> None:
-        """Takes the error of an attempt; None: the attempt succeeded. Logs what is due."""
+        """Records the error of an attempt, or None for a success. Logs the lines that are due."""
         if error is None and not self._conditions:
             return
         with self._lock:
@@ -76,4 +76,4 @@ class RepeatedLog:
             return
         del self._conditions[kind]
         if condition.total > 1:
-            logger.info("%s: no longer (%d times in all): %s", self._what, condition.total, condition.latest)
+            logger.info("%s: no longer occurs (%d times in total): %s", self._what, condition.total, condition.latest)

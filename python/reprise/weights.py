@@ -1,10 +1,10 @@
-"""What tells weights apart: a commit of the hub, or a sample of the files' bytes.
+"""Identity of weights: a commit of the Hugging Face hub, or a digest of a sample of the files' bytes.
 
-Weights that are files are told apart by their sizes and pieces of their bytes: of every tensor of a safetensors file a piece from its
-middle, and evenly spaced ones of every file. So a training that has changed a single tensor is another model.
+The sample has the sizes of the files, evenly spaced pieces of every file, and for safetensors files a piece from the
+middle of every tensor. So weights that differ in a single tensor have different digests.
 
-Cost: a read of 4 KiB a tensor, on :data:`THREADS` threads. 723 tensors (70B, dense): 0.1 s from a disk that takes 0.1 ms a read,
-once an engine's process. 92,000 tensors (a mixture of 256 experts in 163 files): 0.6 s; 6 s where a read takes 1 ms.
+Cost: a read of 4 KiB per tensor, on :data:`THREADS` threads, once per engine process. 723 tensors (70B, dense) take
+0.1 s from a disk with 0.1 ms per read. 92,000 tensors (256 experts in 163 files) take 0.6 s, or 6 s with 1 ms per read.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing import BinaryIO
 PIECE_BYTES = 4096
 
 PIECES_OF_A_FILE = 64
-"""Evenly spaced ones: enough that two trainings of one architecture differ, whatever the file's format."""
+"""Number of evenly spaced pieces per file: enough to distinguish two trainings of one architecture in any format."""
 
 HEADER_BYTES_MAX = 100 << 20
-"""Of a safetensors file, by its reference implementation."""
+"""Maximum header size of a safetensors file, from its reference implementation."""
 
 THREADS = 16
 
 PATTERNS = ("*.safetensors", "*.bin", "*.gguf")
-"""Files of weights; the first kind that there is counts."""
+"""Patterns of weight files; only the first pattern that matches a file is used."""
 
 
 def files(place: Path) -> list[Path]:
-    """Files of weights in a folder, or the file itself."""
+    """Returns the weight files in a folder, or the file itself."""
     if place.is_file():
         return [place]
     found = (sorted(place.glob(pattern)) for pattern in PATTERNS)
@@ -40,11 +40,11 @@ def files(place: Path) -> list[Path]:
 
 
 def sample(weights: Sequence[Path]) -> str:
-    """A digest over files' names, sizes and pieces.
+    """Returns a digest of the files' names, sizes and sampled pieces.
 
     Raises:
-        ValueError: a file that is not what its name says.
-        OSError: a file that cannot be read.
+        ValueError: a file is not a valid safetensors file.
+        OSError: a file cannot be read.
     """
     with ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="reprise-weights") as pool:
         digests = list(pool.map(_sample_file, weights))
@@ -52,7 +52,7 @@ def sample(weights: Sequence[Path]) -> str:
 
 
 def hub_snapshot(folder: str) -> tuple[str, str] | None:
-    """Repository and commit of a snapshot in the hub's cache (``models--<owner>--<name>/snapshots/<commit>``)."""
+    """Returns repository and commit of a snapshot in the hub's cache (``models--<owner>--<name>/snapshots/<commit>``)."""
     parts = Path(folder).parts[-3:]
     if len(parts) != 3 or parts[1] != "snapshots" or not re.fullmatch("[0-9a-f]{40}", parts[2]):
         return None
@@ -61,7 +61,7 @@ def hub_snapshot(folder: str) -> tuple[str, str] | None:
 
 
 def downloaded(repository: str, revision: str | None = None) -> Path | None:
-    """The folder of a snapshot that was already fetched from the hub; None: there is none, or this is not a repository's name."""
+    """Returns the folder of a downloaded snapshot; None without one, or if this is not the name of a repository."""
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -85,15 +85,15 @@ def _sample_file(file: Path) -> bytes:
 
 
 def _pieces_of_tensors(content: BinaryIO, size: int, file: Path) -> Iterator[bytes]:
-    """The header of a safetensors file, and a piece from the middle of each tensor; small tensors whole.
+    """Yields the header of a safetensors file, and a piece from the middle of each tensor; small tensors whole.
 
-    The format: eight bytes with the header's length, little-endian; the header, a JSON object whose entries have the begin and the end of
-    their tensor (``data_offsets``) behind it.
+    Format: 8 bytes with the header's length (little-endian), then the header, then the tensors. The header is a JSON
+    object whose entries have the begin and end of their tensor after the header (``data_offsets``).
     """
     header_bytes = int.from_bytes(content.read(8), "little")
     if not 2 <= header_bytes <= min(HEADER_BYTES_MAX, size - 8):
         raise ValueError(
-            f"{file} is no safetensors file: its header would have {header_bytes} bytes. Set weights_digest"
+            f"invalid safetensors file {file}: its header would have {header_bytes} bytes: set weights_digest"
         )
     header = content.read(header_bytes)
     yield header
@@ -101,7 +101,7 @@ def _pieces_of_tensors(content: BinaryIO, size: int, file: Path) -> Iterator[byt
         described = json.loads(header)
         tensors = sorted(tuple(entry["data_offsets"]) for name, entry in described.items() if name != "__metadata__")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{file} is no safetensors file ({error}): set weights_digest") from error
+        raise ValueError(f"invalid safetensors file {file} ({error}): set weights_digest") from error
     for begin, end in tensors:
         middle = max(begin, (begin + end - PIECE_BYTES) // 2)
         content.seek(8 + header_bytes + middle)

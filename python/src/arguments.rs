@@ -1,4 +1,4 @@
-//! What Python hands over: keys, block numbers, times.
+//! Conversion of Python arguments: keys, block numbers, times.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use pyo3::types::{PyByteArray, PyBytes};
 use reprise_client::{PhysicalBlock, Priority, Scope};
 use reprise_policy::BlockKey;
 
-/// Keys: packed bytes, 16 for each, or a sequence of them.
+/// Keys, given as packed bytes (16 per key) or as a sequence of keys.
 pub(crate) struct Keys(pub(crate) Vec<BlockKey>);
 
 impl<'a, 'py> FromPyObject<'a, 'py> for Keys {
@@ -24,7 +24,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Keys {
         };
         let keys = BlockKey::unpack(&packed).ok_or_else(|| {
             PyValueError::new_err(format!(
-                "{} bytes are no packed keys: these have {} bytes each",
+                "invalid packed keys of {} bytes: expected a multiple of {}",
                 packed.len(),
                 BlockKey::SIZE
             ))
@@ -33,7 +33,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Keys {
     }
 }
 
-/// One key.
+/// One key of 16 bytes.
 pub(crate) struct Key(pub(crate) BlockKey);
 
 impl<'a, 'py> FromPyObject<'a, 'py> for Key {
@@ -47,43 +47,45 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Key {
 fn one_key(key: &Bound<'_, PyAny>) -> PyResult<BlockKey> {
     let bytes = key
         .cast::<PyBytes>()
-        .map_err(|_| PyTypeError::new_err(format!("a key is {} bytes, not {key}", BlockKey::SIZE)))?;
+        .map_err(|_| PyTypeError::new_err(format!("invalid key {key}: expected {} bytes", BlockKey::SIZE)))?;
     let key = bytes.as_bytes().try_into().map_err(|_| {
         let length = bytes.as_bytes().len();
-        PyValueError::new_err(format!("a key has {} bytes, this one has {length}", BlockKey::SIZE))
+        PyValueError::new_err(format!("invalid key of {length} bytes: expected {}", BlockKey::SIZE))
     })?;
     Ok(BlockKey(key))
 }
 
-/// Each key with the block of memory that it is for.
+/// Pairs each key with its block of memory.
 pub(crate) fn placed(keys: Keys, blocks: Vec<usize>) -> PyResult<Vec<(BlockKey, PhysicalBlock)>> {
     let keys = keys.0;
     if keys.len() != blocks.len() {
         let (keys, blocks) = (keys.len(), blocks.len());
         return Err(PyValueError::new_err(format!(
-            "{keys} keys, but {blocks} blocks: give one block for each key"
+            "{keys} keys but {blocks} blocks: pass one block for each key"
         )));
     }
     Ok(keys.into_iter().zip(blocks.into_iter().map(PhysicalBlock)).collect())
 }
 
-/// A time of at least 0 seconds.
+/// Converts seconds to a duration; negative and non-finite values are errors.
 pub(crate) fn seconds(name: &str, value: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(value)
-        .map_err(|error| PyValueError::new_err(format!("{name} is {value} seconds: {error}")))
+        .map_err(|error| PyValueError::new_err(format!("invalid {name} of {value} seconds: {error}")))
 }
 
-/// Where to look.
+/// Converts `local` to the scope of a match or load.
 pub(crate) fn scope(local: bool) -> Scope {
     if local { Scope::Local } else { Scope::Cluster }
 }
 
-/// What blocks are worth.
+/// Converts the name of a priority.
 pub(crate) fn priority(name: &str) -> PyResult<Priority> {
     match name {
         "low" => Ok(Priority::Low),
         "normal" => Ok(Priority::Normal),
         "high" => Ok(Priority::High),
-        other => Err(PyValueError::new_err(format!("priority is {other:?}: use 'low', 'normal' or 'high'"))),
+        other => Err(PyValueError::new_err(format!(
+            "invalid priority {other:?}: expected 'low', 'normal' or 'high'"
+        ))),
     }
 }

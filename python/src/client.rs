@@ -1,4 +1,4 @@
-//! The blocking client for Python.
+//! Python class of the blocking client.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -9,26 +9,25 @@ use pyo3::prelude::*;
 use reprise_client::{ConnectOptions, LoadOptions, SaveOptions, Ticket};
 
 use crate::arguments::{self, Key, Keys, placed, scope, seconds};
-use crate::error::raised;
+use crate::error::exception;
 use crate::geometry::{Layout, Namespace};
 use crate::memory::KvMemory;
 use crate::outcome::{Durable, Loaded, Saved, source_numbers};
 
-/// A session with this node's agent. Calls wait for their answers; they may be made by several threads at a time, and
-/// other Python threads run meanwhile. Usable in ``with``.
+/// Session with this node's agent. Calls block until the agent answers, without the GIL. Several threads may
+/// call at the same time. Can be used in ``with``.
 ///
 /// Args:
-///     socket: path of the agent's unix socket.
-///     namespace: of the engine's blocks.
-///     layout: geometry of the blocks.
-///     tenant: whose blocks these are.
-///     token_file: file with a service account's token of the audience ``reprise.dev``, which shows agents in Kubernetes whose pod this is; read at
-///         each connection.
-///     name: for the agent's logs and status, at most 64 bytes.
-///     timeout: seconds that an answer may take.
+///     socket: path of the agent's Unix socket. namespace: namespace of the engine's blocks. layout: geometry
+///     of the blocks. tenant: tenant of the blocks. token_file: file with a service account token of the
+///     audience ``reprise.dev``, by which agents in Kubernetes authenticate
+///         this pod; read at each connection.
+///     name: name in the agent's logs and status, at most 64 bytes.
+///     timeout: timeout of a call in seconds.
 ///
 /// Raises:
-///     AgentAbsent, Forbidden, Version, BadRequest, Timeout, AgentLost: as their names say.
+///     AgentAbsent, Forbidden, Version, BadRequest, Timeout, AgentLost: the session cannot be opened; see the
+///     exceptions.
 #[pyclass(frozen, module = "reprise")]
 #[derive(Debug)]
 pub(crate) struct Client {
@@ -40,7 +39,7 @@ pub(crate) struct Client {
 impl Client {
     #[new]
     #[pyo3(signature = (socket, namespace, layout, *, tenant="default", token_file=None, name="python", timeout=5.0))]
-    #[expect(clippy::too_many_arguments, reason = "those that are optional are named in Python")]
+    #[expect(clippy::too_many_arguments, reason = "optional arguments are keyword arguments in Python")]
     fn new(
         py: Python<'_>,
         socket: PathBuf,
@@ -56,23 +55,23 @@ impl Client {
             .client_name(name)
             .call_timeout(timeout);
         let client =
-            py.detach(|| reprise_client::Client::connect(options)).map_err(|error| raised(&error))?;
+            py.detach(|| reprise_client::Client::connect(options)).map_err(|error| exception(&error))?;
         Ok(Client { client, timeout })
     }
 
-    /// Where each leading block is: numbers of ``Source``. The length is how many there are.
+    /// Returns the source of each leading block that is available, as numbers of ``Source``.
     #[pyo3(signature = (keys, *, local=false))]
     fn r#match(&self, py: Python<'_>, keys: Keys, local: bool) -> PyResult<Vec<u32>> {
         let Keys(keys) = keys;
         let matched = py.detach(|| self.client.match_keys(&keys, scope(local)));
-        matched.map(|sources| source_numbers(&sources)).map_err(|error| raised(&error))
+        matched.map(|sources| source_numbers(&sources)).map_err(|error| exception(&error))
     }
 
-    /// Saves blocks of the memory under their keys: consecutive blocks of one chain, in its order. ``parent``: key of the block
-    /// before the first one, so that the agent evicts the new blocks before that one. ``room_wait``: seconds to wait for room in
-    /// a full arena.
+    /// Saves blocks of the memory under their keys: consecutive blocks of one chain, in order. ``parent`` is
+    /// the key of the block before the first one, so that the agent evicts the new blocks before that one.
+    /// ``room_wait`` is the time in seconds to wait for space in a full arena.
     #[pyo3(signature = (keys, memory, blocks, *, parent=None, priority="normal", room_wait=5.0))]
-    #[expect(clippy::too_many_arguments, reason = "those that are optional are named in Python")]
+    #[expect(clippy::too_many_arguments, reason = "optional arguments are keyword arguments in Python")]
     fn save(
         &self,
         py: Python<'_>,
@@ -92,15 +91,15 @@ impl Client {
         };
         let blocks = placed(keys, blocks)?;
         let saved = py.detach(|| self.client.save_blocks(&blocks, &*memory.paged, &options));
-        let saved = saved.map_err(|error| raised(&error))?;
-        saved.stopped_by.as_ref().map_or(Ok(()), |error| Err(raised(error)))?;
+        let saved = saved.map_err(|error| exception(&error))?;
+        saved.stopped_by.as_ref().map_or(Ok(()), |error| Err(exception(error)))?;
         Ok(Saved::from(&saved))
     }
 
-    /// Loads blocks to their places in the memory; what is not there after ``deadline`` seconds is missed. What the places
-    /// of blocks hold that are not "ok" is unspecified.
+    /// Loads blocks into the memory. Blocks that are not loaded after ``deadline`` seconds are misses. The
+    /// contents of blocks that are not "ok" are undefined.
     #[pyo3(signature = (keys, memory, blocks, *, deadline=5.0, local=false))]
-    #[expect(clippy::too_many_arguments, reason = "those that are optional are named in Python")]
+    #[expect(clippy::too_many_arguments, reason = "optional arguments are keyword arguments in Python")]
     fn load(
         &self,
         py: Python<'_>,
@@ -113,36 +112,37 @@ impl Client {
         let options = self.load_options(deadline, local)?;
         let blocks = placed(keys, blocks)?;
         let loaded = py.detach(|| self.client.load_blocks(&blocks, &*memory.paged, &options));
-        let loaded = loaded.map_err(|error| raised(&error))?;
-        loaded.stopped_by.as_ref().map_or(Ok(()), |error| Err(raised(error)))?;
+        let loaded = loaded.map_err(|error| exception(&error))?;
+        loaded.stopped_by.as_ref().map_or(Ok(()), |error| Err(exception(error)))?;
         Ok(Loaded::from(&loaded))
     }
 
-    /// Brings blocks into this node's DRAM; returns how many are there.
+    /// Loads blocks into this node's DRAM; returns the number of blocks that are there.
     #[pyo3(signature = (keys, *, deadline=5.0, local=false))]
     fn prefetch(&self, py: Python<'_>, keys: Keys, deadline: f64, local: bool) -> PyResult<usize> {
         let Keys(keys) = keys;
         let options = self.load_options(deadline, local)?;
-        py.detach(|| self.client.prefetch(&keys, &options)).map_err(|error| raised(&error))
+        py.detach(|| self.client.prefetch(&keys, &options)).map_err(|error| exception(&error))
     }
 
-    /// Waits until the blocks of a ticket of ``Saved.tickets`` have come to their end.
+    /// Waits until each block of a ticket (``Saved.tickets``) is durable or lost.
     #[pyo3(signature = (ticket, timeout=30.0))]
     fn wait_durable(&self, py: Python<'_>, ticket: u64, timeout: f64) -> PyResult<Durable> {
         let timeout = seconds("timeout", timeout)?;
         let outcome = py.detach(|| self.client.wait_durable(Ticket(ticket), timeout));
-        outcome.map(Durable::from).map_err(|error| raised(&error))
+        outcome.map(Durable::from).map_err(|error| exception(&error))
     }
 
-    /// The agent's counters by name.
+    /// Returns the agent's counters by name.
     fn stats(&self, py: Python<'_>) -> PyResult<BTreeMap<String, u64>> {
-        let stats = py.detach(|| self.client.stats()).map_err(|error| raised(&error))?;
+        let stats = py.detach(|| self.client.stats()).map_err(|error| exception(&error))?;
         Ok(stats.into_iter().collect())
     }
 
-    /// Drops clean DRAM copies of blocks that are on NVMe, so that the next load of them is cold; returns how many.
+    /// Drops clean DRAM copies of blocks on NVMe, so that their next load is cold; returns the number of
+    /// dropped copies.
     fn trim(&self, py: Python<'_>) -> PyResult<u64> {
-        py.detach(|| self.client.trim()).map_err(|error| raised(&error))
+        py.detach(|| self.client.trim()).map_err(|error| exception(&error))
     }
 
     /// Ends the session; later calls fail.
@@ -150,19 +150,19 @@ impl Client {
         py.detach(|| self.client.close());
     }
 
-    /// Whether the session still stands.
+    /// Whether the session is connected.
     #[getter]
     fn connected(&self) -> bool {
         self.client.is_alive()
     }
 
-    /// Name of the node whose agent this is.
+    /// Name of the agent's node.
     #[getter]
     fn node(&self) -> &str {
         self.client.node()
     }
 
-    /// The agent's version.
+    /// Version of the agent.
     #[getter]
     fn agent_version(&self) -> &str {
         self.client.agent_version()
@@ -189,7 +189,7 @@ impl Client {
     }
 }
 
-/// What a session is opened with.
+/// Builds the options of a session from its arguments.
 pub(crate) fn connect_options(
     socket: PathBuf,
     namespace: &Namespace,
@@ -199,12 +199,13 @@ pub(crate) fn connect_options(
 ) -> PyResult<ConnectOptions> {
     if namespace.layout != *layout {
         return Err(PyValueError::new_err(format!(
-            "the namespace's layout is {:?}, the session's {:?}: give the same",
+            "the namespace's layout {:?} differs from the session's {:?}: pass the same layout",
             namespace.layout, layout
         )));
     }
-    let tenant =
-        tenant.parse().map_err(|error| PyValueError::new_err(format!("tenant {tenant:?}: {error}")))?;
+    let tenant = tenant
+        .parse()
+        .map_err(|error| PyValueError::new_err(format!("invalid tenant {tenant:?}: {error}")))?;
     let options = ConnectOptions::new(socket, namespace.digest, layout.0).tenant(tenant);
     Ok(match token_file {
         Some(path) => options.token_file(path),

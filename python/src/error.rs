@@ -1,4 +1,4 @@
-//! One exception for each kind of the client's errors.
+//! Python exceptions, one for each kind of client error.
 
 use pyo3::exceptions::PyException;
 use pyo3::{PyErr, create_exception};
@@ -8,53 +8,63 @@ create_exception!(
     reprise,
     RepriseError,
     PyException,
-    "Why a call did not do what was asked. Its subclasses say what to do."
+    "Base class of Reprise's errors. Each subclass has its own remedy."
 );
 create_exception!(
     reprise,
     AgentAbsent,
     RepriseError,
-    "Nobody listens at the socket: start the agent, or correct the path."
+    "No agent listens on the socket: start the agent, or correct the path."
 );
-create_exception!(reprise, Forbidden, RepriseError, "This user may not open the agent's socket.");
+create_exception!(
+    reprise,
+    Forbidden,
+    RepriseError,
+    "This user has no permission to open the agent's socket."
+);
 create_exception!(
     reprise,
     AgentLost,
     RepriseError,
-    "The session is over: what is in flight is missed; connect again."
+    "The session ended and pending calls failed: connect again."
 );
-create_exception!(reprise, Timeout, RepriseError, "No answer in time. The session goes on.");
+create_exception!(
+    reprise,
+    Timeout,
+    RepriseError,
+    "The agent did not answer in time. The session remains usable."
+);
 create_exception!(
     reprise,
     Stalled,
     RepriseError,
-    "Nothing came although the agent answers: another node or a device hangs. Recompute what is missing."
+    "A transfer made no progress although the agent answers, because a device or another node hangs: recompute the missing blocks."
 );
-create_exception!(reprise, BadRequest, RepriseError, "The call was wrong: correct it.");
+create_exception!(reprise, BadRequest, RepriseError, "The call has an invalid argument: correct it.");
 create_exception!(
     reprise,
     Version,
     RepriseError,
-    "Client and agent do not fit together: update the older one."
+    "The versions of client and agent are incompatible: update the older one."
 );
-create_exception!(reprise, Busy, RepriseError, "Too much at once, or no room: try again later.");
-create_exception!(reprise, Internal, RepriseError, "The agent has a fault: report it, with the agent's log.");
+create_exception!(reprise, Busy, RepriseError, "The agent is at a limit or has no space: try again later.");
+create_exception!(
+    reprise,
+    Internal,
+    RepriseError,
+    "The agent has an internal error: report it with the agent's log."
+);
 create_exception!(
     reprise,
     Protocol,
     RepriseError,
-    "The agent broke the protocol; the session is over. Report it."
+    "The agent violated the protocol and the session ended: report it."
 );
-create_exception!(
-    reprise,
-    Memory,
-    RepriseError,
-    "Memory that the agent granted could not be mapped or reached."
-);
+create_exception!(reprise, Memory, RepriseError, "Shared memory of the agent cannot be mapped or accessed.");
 
-/// The exception of an error, with its words and those of its causes.
-pub(crate) fn raised(error: &ClientError) -> PyErr {
-    let words = described(error);
+/// Converts an error to its exception; the message includes the causes.
+pub(crate) fn exception(error: &ClientError) -> PyErr {
+    let words = message(error);
     match error {
         ClientError::AgentAbsent { .. } => AgentAbsent::new_err(words),
         ClientError::Forbidden { .. } => Forbidden::new_err(words),
@@ -71,8 +81,8 @@ pub(crate) fn raised(error: &ClientError) -> PyErr {
     }
 }
 
-/// An error in words, with its causes.
-pub(crate) fn described(error: &ClientError) -> String {
+/// Returns the message of an error and its causes.
+pub(crate) fn message(error: &ClientError) -> String {
     let mut words = error.to_string();
     let mut cause = std::error::Error::source(error);
     while let Some(error) = cause {

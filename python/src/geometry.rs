@@ -1,4 +1,4 @@
-//! What a block is: layout, namespace, keys.
+//! Python classes for layouts and namespaces, and the derivation of keys.
 
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -6,7 +6,7 @@ use pyo3::types::PyBytes;
 use reprise_policy::key::KeyPart;
 use reprise_policy::{BlockKey, Dtype, LayoutSpec, NamespaceDigest, NamespaceSpec, Parts};
 
-/// Names of element types, as Python has them.
+/// Names of element types in Python.
 const DTYPES: [(&str, Dtype); 5] = [
     ("bf16", Dtype::Bf16),
     ("fp16", Dtype::Fp16),
@@ -17,21 +17,18 @@ const DTYPES: [(&str, Dtype); 5] = [
 
 /// Geometry of one model's KV cache on one rank.
 ///
-/// An object is one part of one layer of one block: ``tokens_per_block * kv_heads * head_dim`` elements of ``dtype``. A
-/// block has ``layers * parts`` objects, those of layer 0 first.
+/// An object is one part of one layer of one block: ``tokens_per_block * kv_heads * head_dim`` elements of
+/// ``dtype``. A block has ``layers * parts`` objects, those of layer 0 first.
 ///
 /// Args:
-///     layers: layers on this rank.
-///     parts: objects of a layer: 2 for keys and values apart, 1 for a latent, or for both in one.
-///     kv_heads: KV heads on this rank.
-///     head_dim: elements for each head and token.
-///     dtype: "bf16", "fp16", "fp32", "fp8" or "int8".
-///     tokens_per_block: tokens of one block.
-///     tp_rank: this rank within its tensor-parallel group.
-///     tp_size: ranks of the group.
+///     layers: number of layers on this rank. parts: objects per layer: 2 for separate keys and values, 1 for
+///     a latent or for keys and values together. kv_heads: number of KV heads on this rank. head_dim:
+///     elements per head and token. dtype: "bf16", "fp16", "fp32", "fp8" or "int8". tokens_per_block: number
+///     of tokens of a block. tp_rank: this rank within its tensor-parallel group. tp_size: number of ranks of
+///     the group.
 ///
 /// Raises:
-///     ValueError: it names the dimension and its limit.
+///     ValueError: a dimension is out of range; the message has the dimension and its limit.
 #[pyclass(frozen, eq, hash, skip_from_py_object, module = "reprise")]
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Layout(pub(crate) reprise_policy::Layout);
@@ -40,7 +37,7 @@ pub(crate) struct Layout(pub(crate) reprise_policy::Layout);
 impl Layout {
     #[new]
     #[pyo3(signature = (*, layers, kv_heads, head_dim, dtype, tokens_per_block, parts=2, tp_rank=0, tp_size=1))]
-    #[expect(clippy::too_many_arguments, reason = "all are named in Python")]
+    #[expect(clippy::too_many_arguments, reason = "all are keyword arguments in Python")]
     fn new(
         layers: u16,
         kv_heads: u16,
@@ -51,50 +48,51 @@ impl Layout {
         tp_rank: u16,
         tp_size: u16,
     ) -> PyResult<Layout> {
-        let parts = Parts::from_wire(parts)
-            .ok_or_else(|| PyValueError::new_err(format!("layout: parts is {parts}: use 1 or 2")))?;
+        let parts = Parts::from_wire(parts).ok_or_else(|| {
+            PyValueError::new_err(format!("layout: invalid parts {parts}: expected 1 or 2"))
+        })?;
         let dtype =
             DTYPES.iter().find(|(name, _)| *name == dtype).map(|(_, dtype)| *dtype).ok_or_else(|| {
                 let names = DTYPES.map(|(name, _)| name).join(", ");
-                PyValueError::new_err(format!("layout: dtype is {dtype:?}: use one of {names}"))
+                PyValueError::new_err(format!("layout: invalid dtype {dtype:?}: expected one of {names}"))
             })?;
         let spec =
             LayoutSpec { layers, parts, kv_heads, head_dim, dtype, tokens_per_block, tp_rank, tp_size };
         spec.validate().map(Layout).map_err(|error| PyValueError::new_err(error.to_string()))
     }
 
-    /// Layers on this rank.
+    /// Number of layers on this rank.
     #[getter]
     fn layers(&self) -> u16 {
         self.0.spec().layers
     }
 
-    /// Objects of a layer of a block.
+    /// Number of objects per layer of a block.
     #[getter]
     fn parts(&self) -> u32 {
         self.0.parts()
     }
 
-    /// KV heads on this rank.
+    /// Number of KV heads on this rank.
     #[getter]
     fn kv_heads(&self) -> u16 {
         self.0.spec().kv_heads
     }
 
-    /// Elements for each head and token.
+    /// Number of elements per head and token.
     #[getter]
     fn head_dim(&self) -> u16 {
         self.0.spec().head_dim
     }
 
-    /// Element type.
+    /// Name of the element type.
     #[getter]
     fn dtype(&self) -> &'static str {
         let dtype = self.0.spec().dtype;
         DTYPES.iter().find(|(_, found)| *found == dtype).map_or("unknown", |(name, _)| name)
     }
 
-    /// Tokens of one block.
+    /// Number of tokens of a block.
     #[getter]
     fn tokens_per_block(&self) -> u16 {
         self.0.spec().tokens_per_block
@@ -106,25 +104,25 @@ impl Layout {
         self.0.spec().tp_rank
     }
 
-    /// Ranks of the tensor-parallel group.
+    /// Number of ranks of the tensor-parallel group.
     #[getter]
     fn tp_size(&self) -> u16 {
         self.0.spec().tp_size
     }
 
-    /// Bytes of one object.
+    /// Size of an object in bytes.
     #[getter]
     fn object_bytes(&self) -> u64 {
         self.0.object_bytes()
     }
 
-    /// Bytes of one layer of a block.
+    /// Size of one layer of a block in bytes.
     #[getter]
     fn layer_bytes(&self) -> u64 {
         self.0.layer_bytes()
     }
 
-    /// Bytes of a block.
+    /// Size of a block in bytes.
     #[getter]
     fn block_bytes(&self) -> u64 {
         self.0.block_bytes()
@@ -146,16 +144,17 @@ impl Layout {
     }
 }
 
-/// Everything that makes two KV blocks incomparable. Engines share blocks exactly when all of it is equal.
+/// Properties that two KV blocks must have in common to be interchangeable. Engines share blocks only if all
+/// are equal.
 ///
 /// Args:
 ///     model: name of the model.
 ///     revision: revision or digest of the weights.
 ///     layout: geometry of the blocks on one rank.
-///     hash_algorithm: of the engine's prefix chain, for example "sha256_cbor".
+///     hash_algorithm: algorithm of the engine's prefix chain, for example "sha256_cbor".
 ///     hash_seed: seed of the prefix chain.
-///     engine_format: the engine's name and KV format, for example "vllm:LBHNC".
-///     tenant_salt: isolation salt of the tenant; empty when tenants share.
+///     engine_format: name and KV format of the engine, for example "vllm:LBHNC".
+///     tenant_salt: isolation salt of the tenant; empty if tenants share blocks.
 #[pyclass(frozen, eq, hash, skip_from_py_object, module = "reprise")]
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Namespace {
@@ -169,7 +168,7 @@ pub(crate) struct Namespace {
 impl Namespace {
     #[new]
     #[pyo3(signature = (*, model, revision, layout, hash_algorithm, hash_seed, engine_format, tenant_salt=String::new()))]
-    #[expect(clippy::too_many_arguments, reason = "all are named in Python")]
+    #[expect(clippy::too_many_arguments, reason = "all are keyword arguments in Python")]
     fn new(
         model: String,
         revision: String,
@@ -192,18 +191,18 @@ impl Namespace {
         Namespace { layout, digest: spec.digest() }
     }
 
-    /// SHA-256 over all of it: 32 bytes.
+    /// SHA-256 over all properties: 32 bytes.
     #[getter]
     fn digest<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.digest.0)
     }
 }
 
-/// The keys of blocks, packed: 16 bytes for each hash.
+/// Returns the packed keys of blocks: 16 bytes per hash.
 ///
 /// Args:
-///     namespace: of the engine.
-///     hashes: of the blocks, as the engine's prefix chain has them; opaque bytes.
+///     namespace: namespace of the engine.
+///     hashes: hashes of the blocks from the engine's prefix chain; opaque bytes.
 ///     group: KV cache group of the engine.
 ///     shard: rank that holds this slice of the blocks.
 #[pyfunction]
@@ -220,7 +219,7 @@ pub(crate) fn block_keys<'py>(
         let hash = hash?;
         let bytes = hash
             .cast::<PyBytes>()
-            .map_err(|_| PyTypeError::new_err(format!("a hash is bytes, not {hash}")))?;
+            .map_err(|_| PyTypeError::new_err(format!("invalid hash {hash}: expected bytes")))?;
         Ok(BlockKey::derive(&namespace.digest, bytes.as_bytes(), part))
     };
     let keys: Vec<BlockKey> = hashes.try_iter()?.map(key).collect::<PyResult<_>>()?;

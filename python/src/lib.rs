@@ -1,9 +1,9 @@
 //! `reprise._native`: the client library for Python.
 //!
-//! Conversions only: keys and block numbers come in, the client does the rest without the GIL. Every call that may
-//! wait or copy releases it, so other Python threads run meanwhile.
+//! This crate only converts arguments and results. Every call that may wait or copy releases the GIL, so that
+//! other Python threads keep running.
 //!
-//! Unsafe code is in `memory/tensors.rs` alone, which reads and writes memory that Python's tensors own.
+//! Unsafe code is only in `memory/tensors.rs`, which accesses memory that Python's tensors own.
 
 mod arguments;
 mod client;
@@ -16,7 +16,7 @@ mod transfers;
 
 use pyo3::prelude::*;
 
-/// The module that `reprise/__init__.py` imports from.
+/// Native module that `reprise/__init__.py` imports.
 #[pymodule]
 mod _native {
     #[pymodule_export]

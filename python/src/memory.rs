@@ -1,8 +1,8 @@
-//! An engine's KV memory: one tensor for each layer, by DLPack.
+//! An engine's KV memory: one DLPack tensor for each layer.
 //!
 //! ```text
 //! layer 0   [block 0 │ block 1 │ …]     a block of a layer is one run of `layer_bytes`;
-//! layer 1   [block 0 │ block 1 │ …]     runs may have gaps between them, as where layers take turns in one allocation
+//! layer 1   [block 0 │ block 1 │ …]     runs may have gaps, e.g. if layers alternate in one allocation
 //! ```
 
 use std::sync::Arc;
@@ -17,25 +17,26 @@ mod tensors;
 
 use tensors::{LayerTensor, Tensors};
 
-/// An engine's KV memory, for saves from it and loads to it. Keeps the tensors alive.
+/// KV memory of an engine, for saves from it and loads into it. Keeps the tensors alive.
 ///
-/// Its bytes are read and written while the engine has it: blocks of a save must not change until it has ended, blocks of
-/// a load must not be used until it has.
+/// Transfers access the memory concurrently with the engine: blocks of a save must not change until the save
+/// has ended, and blocks of a load must not be used until the load has ended.
 ///
 /// Args:
-///     tensors: one for each layer, anything with ``__dlpack__`` (PyTorch, NumPy) in host memory, of shape
-///         ``[blocks, ...]`` where the other axes have ``layout.layer_bytes`` together and are contiguous.
+///     tensors: one tensor per layer: any object with ``__dlpack__`` (PyTorch, NumPy) in host memory, of
+///     shape
+///         ``[blocks, ...]``, whose other axes have ``layout.layer_bytes`` in total and are contiguous.
 ///     layout: geometry of the blocks.
 ///
 /// Raises:
-///     ValueError: a tensor does not fit, and why.
+///     ValueError: a tensor does not match the layout; the message has the reason.
 #[pyclass(frozen, module = "reprise")]
 #[derive(Debug)]
 pub(crate) struct KvMemory {
     pub(crate) paged: Arc<Paged>,
 }
 
-/// The memory as the client sees it.
+/// Implementation of the client's paged memory over the tensors.
 #[derive(Debug)]
 pub(crate) struct Paged {
     layout: reprise_policy::Layout,
@@ -53,7 +54,7 @@ impl KvMemory {
             .collect::<PyResult<Vec<_>>>()?;
         if layers.len() as u64 != u64::from(layout.0.layers()) {
             return Err(PyValueError::new_err(format!(
-                "{} tensors, but the layout has {} layers: give one for each",
+                "{} tensors, but the layout has {} layers: pass one tensor for each layer",
                 layers.len(),
                 layout.0.layers()
             )));
@@ -62,7 +63,7 @@ impl KvMemory {
         Ok(KvMemory { paged: Arc::new(Paged { layout: layout.0, tensors }) })
     }
 
-    /// How many blocks there are.
+    /// Number of blocks in the memory.
     #[getter]
     fn blocks(&self) -> usize {
         self.paged.blocks()
@@ -76,7 +77,7 @@ impl KvMemory {
 }
 
 impl Paged {
-    /// Where an object lies: layer, and offset within the layer's run of a block.
+    /// Returns the layer of an object, and its offset within the layer's run of a block.
     fn place(&self, object: u32) -> (usize, usize) {
         let parts = self.layout.parts();
         let offset = u64::from(object % parts) * self.layout.object_bytes();

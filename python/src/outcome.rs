@@ -1,75 +1,75 @@
-//! What became of saves and loads, for Python.
+//! Python classes for the results of saves and loads.
 
 use pyo3::prelude::*;
 use reprise_client::{BlockStatus, LoadedBlocks, Outcome, SaveStatus, SavedBlocks, Source};
 
-use crate::error::described;
+use crate::error::message;
 
-/// What became of a save.
+/// Result of a save.
 #[pyclass(frozen, get_all, module = "reprise")]
 #[derive(Debug, Default)]
 pub(crate) struct Saved {
-    /// Of each block: "committed", "duplicate" or "unsaved".
+    /// Status of each block: "committed", "duplicate" or "unsaved".
     statuses: Vec<&'static str>,
-    /// Blocks that this save has put there.
+    /// Number of blocks that this save has added.
     committed: usize,
-    /// Blocks that were there already.
+    /// Number of blocks that the agent already had.
     duplicates: usize,
-    /// Blocks that are not there.
+    /// Number of blocks that were not saved.
     unsaved: usize,
-    /// What to hand to ``wait_durable``.
+    /// Tickets for ``wait_durable``.
     tickets: Vec<u64>,
 }
 
-/// What became of a load.
+/// Result of a load.
 #[pyclass(frozen, get_all, module = "reprise")]
 #[derive(Debug, Default)]
 pub(crate) struct Loaded {
-    /// Of each block: "ok", "miss", "failed", "no_space" or "deadline".
+    /// Status of each block: "ok", "miss", "failed", "no_space" or "deadline".
     statuses: Vec<&'static str>,
-    /// Whether each block is whole in the memory.
+    /// Whether each block is completely loaded.
     ok: Vec<bool>,
-    /// Where each was found (``Source``), or None.
+    /// Source of each block (``Source``), or None.
     sources: Vec<Option<u32>>,
-    /// Leading blocks that are whole in the memory.
+    /// Number of leading blocks that are completely loaded.
     leading: usize,
 }
 
-/// What became of a commit's blocks.
+/// Durability of a commit's blocks.
 #[pyclass(frozen, get_all, module = "reprise")]
 #[derive(Debug)]
 pub(crate) struct Durable {
-    /// Blocks that survive ``kill -9`` and power loss.
+    /// Number of blocks that survive ``kill -9`` and power loss.
     durable: u32,
-    /// Keys of blocks that do not.
+    /// Keys of the blocks that did not become durable.
     lost_keys: Vec<Vec<u8>>,
 }
 
-/// A transfer that has ended.
+/// Result of a transfer that has ended.
 #[pyclass(frozen, get_all, module = "reprise")]
 #[derive(Debug)]
 pub(crate) struct Finished {
-    /// What ``Transfers.load`` or ``Transfers.save`` returned.
+    /// Id that ``Transfers.load`` or ``Transfers.save`` returned.
     id: u64,
-    /// "load" or "save".
+    /// Kind of transfer: "load" or "save".
     kind: &'static str,
-    /// From when it was submitted to its end.
+    /// Seconds from submission to the end.
     seconds: f64,
-    /// Why it ended before its end, or None.
+    /// Error that stopped the transfer early, or None.
     error: Option<String>,
-    /// Of each block, as in ``Saved`` or ``Loaded``.
+    /// Status of each block, as in ``Saved`` or ``Loaded``.
     statuses: Vec<&'static str>,
-    /// Of a load: whether each block is whole in the memory.
+    /// Loads only: whether each block is completely loaded.
     ok: Vec<bool>,
-    /// Of a load: where each block was found (``Source``), or None.
+    /// Loads only: source of each block (``Source``), or None.
     sources: Vec<Option<u32>>,
-    /// Of a save: blocks that it has put there.
+    /// Saves only: number of blocks that this save has added.
     committed: usize,
-    /// Of a save: blocks that were there already.
+    /// Saves only: number of blocks that the agent already had.
     duplicates: usize,
-    /// Of a save: blocks that are not there.
+    /// Saves only: number of blocks that were not saved.
     unsaved: usize,
-    /// Of a save: what to hand to ``wait_durable``.
+    /// Saves only: tickets for ``wait_durable``.
     tickets: Vec<u64>,
 }
 
@@ -103,8 +103,8 @@ impl From<reprise_client::DurableOutcome> for Durable {
     }
 }
 
-impl From<&reprise_client::Finished> for Finished {
-    fn from(finished: &reprise_client::Finished) -> Finished {
+impl From<&reprise_client::FinishedTransfer> for Finished {
+    fn from(finished: &reprise_client::FinishedTransfer) -> Finished {
         let (kind, saved, loaded) = match &finished.outcome {
             Outcome::Saved(saved) => ("save", Saved::from(saved), Loaded::default()),
             Outcome::Loaded(loaded) => ("load", Saved::default(), Loaded::from(loaded)),
@@ -113,7 +113,7 @@ impl From<&reprise_client::Finished> for Finished {
             id: finished.id.0,
             kind,
             seconds: finished.elapsed.as_secs_f64(),
-            error: finished.outcome.stopped_by().map(described),
+            error: finished.outcome.stopped_by().map(message),
             statuses: if kind == "save" { saved.statuses } else { loaded.statuses },
             ok: loaded.ok,
             sources: loaded.sources,
@@ -159,7 +159,7 @@ impl Finished {
     }
 }
 
-/// Sources as numbers of `reprise.Source`.
+/// Converts sources to the numbers of `reprise.Source`.
 pub(crate) fn source_numbers(sources: &[Source]) -> Vec<u32> {
     sources.iter().map(|source| *source as u32).collect()
 }

@@ -1,4 +1,4 @@
-//! Saves and loads on native threads, for Python.
+//! Python class for saves and loads on native threads.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -8,32 +8,31 @@ use pyo3::prelude::*;
 use reprise_client::{LoadOptions, PagedMemory, SaveOptions, TransferId, TransferOptions};
 
 use crate::arguments::{Key, Keys, placed, scope, seconds};
-use crate::error::raised;
+use crate::error::exception;
 use crate::memory::KvMemory;
 use crate::outcome::Finished;
 use crate::session::{Session, closed};
 
-/// Saves from and loads to a memory, on native threads: submitted now, looked at later. Usable in ``with``.
+/// Asynchronous saves and loads of an engine's memory, on native threads. Can be used in ``with``.
 ///
-/// Every transfer ends, whatever happens to the agent: a load then with blocks that are not ok, a save with blocks that are
-/// unsaved.
+/// Every transfer ends, regardless of the agent's state: a failed load has blocks that are not ok, a failed
+/// save has blocks that are unsaved.
 ///
 /// Args:
-///     session: whose agent; without one, transfers end at once undone.
-///     memory: of the engine.
-///     load_deadline: seconds after which the missing part of a load is given up.
-///     load_stall: seconds after which a load is given up whose agent makes no progress and does not answer.
-///     load_standstill: seconds after which a load is given up of which nothing comes although the agent answers: another
-///         node hangs, or a device.
-///     save_stall: seconds after which a save without an answer is given up.
-///     room_wait: seconds that a save waits for room in a full arena.
-///     layer_wait: seconds that a save by layers waits for the next one.
-///     queued_max: loads, and saves, that may wait; one more ends undone at once.
-///     local: whether blocks of peers are left out.
+///     session: session with the agent; while it is not connected, transfers fail at once. memory: memory of
+///     the engine. load_deadline: seconds after which the missing part of a load fails. load_stall: seconds
+///     without progress and without an answer of the agent after which a load fails. load_standstill: seconds
+///     without progress after which a load fails although the agent answers: a device or another
+///         node hangs.
+///     save_stall: seconds without an answer after which a save fails.
+///     room_wait: seconds that a save waits for space in a full arena.
+///     layer_wait: seconds that a save by layers waits for the next layer.
+///     queued_max: maximum number of queued loads, and of queued saves; further ones fail at once.
+///     local: whether to load only blocks of this node.
 #[pyclass(frozen, module = "reprise")]
 #[derive(Debug)]
 pub(crate) struct Transfers {
-    /// `None`: closed.
+    /// Native transfers; `None` after `close`.
     transfers: Mutex<Option<Arc<reprise_client::Transfers>>>,
 }
 
@@ -42,7 +41,7 @@ impl Transfers {
     #[new]
     #[pyo3(signature = (session, memory, *, load_deadline=5.0, load_stall=0.5, load_standstill=0.75, save_stall=0.5,
         room_wait=0.5, layer_wait=10.0, queued_max=1024, local=false))]
-    #[expect(clippy::too_many_arguments, reason = "those that are optional are named in Python")]
+    #[expect(clippy::too_many_arguments, reason = "optional arguments are keyword arguments in Python")]
     fn new(
         session: &Session,
         memory: &KvMemory,
@@ -69,79 +68,84 @@ impl Transfers {
             ..SaveOptions::default()
         };
         if queued_max == 0 {
-            return Err(PyValueError::new_err("queued_max is 0: nothing could ever be transferred"));
+            return Err(PyValueError::new_err("invalid queued_max 0: expected at least 1"));
         }
-        let keeper = session.keeper().ok_or_else(|| raised(&closed()))?;
+        let keeper = session.keeper().ok_or_else(|| exception(&closed()))?;
         let memory: Arc<dyn PagedMemory> = memory.paged.clone();
         let options = TransferOptions { save, load, queued_max };
         let transfers =
-            reprise_client::Transfers::new(keeper, memory, options).map_err(|error| raised(&error))?;
+            reprise_client::Transfers::new(keeper, memory, options).map_err(|error| exception(&error))?;
         Ok(Transfers { transfers: Mutex::new(Some(Arc::new(transfers))) })
     }
 
-    /// Submits a load of blocks to their places in the memory; returns its id. The places hold nothing to be used until it
-    /// has ended.
+    /// Submits a load of blocks into the memory; returns its id. The contents of these blocks are undefined
+    /// until it ends.
     fn load(&self, keys: Keys, blocks: Vec<usize>) -> PyResult<u64> {
         let blocks = placed(keys, blocks)?;
-        self.open()?.submit_load(blocks).map(|id| id.0).map_err(|error| raised(&error))
+        self.open()?.submit_load(blocks).map(|id| id.0).map_err(|error| exception(&error))
     }
 
-    /// Submits a load that copies the first layers of all blocks before the others, for a computation that waits for each by
-    /// ``wait_layer``; returns its id. Its deadline counts from now. Whether a block is whole is known when the load has ended:
-    /// what was computed from one that is not is to be thrown away.
+    /// Submits a load that copies layer by layer, for a computation that waits for each layer with
+    /// ``wait_layer``; returns its id. Its deadline counts from now. Whether a block is complete is known
+    /// only at the end of the load: results computed from an incomplete block must be discarded.
     fn load_by_layers(&self, keys: Keys, blocks: Vec<usize>) -> PyResult<u64> {
         let blocks = placed(keys, blocks)?;
-        self.open()?.submit_load_by_layers(blocks).map(|id| id.0).map_err(|error| raised(&error))
+        self.open()?.submit_load_by_layers(blocks).map(|id| id.0).map_err(|error| exception(&error))
     }
 
-    /// Waits until these loads have copied a layer of all blocks that have not failed, or have ended, for so many seconds;
-    /// whether they have.
+    /// Waits for up to ``timeout`` seconds until these loads have ended, or have copied a layer of all blocks
+    /// that have not failed; returns whether they have.
     fn wait_layer(&self, py: Python<'_>, ids: Vec<u64>, layer: u32, timeout: f64) -> PyResult<bool> {
-        self.waiting(py, ids, timeout, |transfers, ids, timeout| transfers.wait_layer(ids, layer, timeout))
+        self.wait_detached(py, ids, timeout, |transfers, ids, timeout| {
+            transfers.wait_layer(ids, layer, timeout)
+        })
     }
 
-    /// Submits a save of consecutive blocks of one chain, in its order; returns its id. They must not change until it has ended.
-    /// ``parent``: key of the block before the first one, so that the agent evicts the new blocks before that one.
+    /// Submits a save of consecutive blocks of one chain, in order; returns its id. The blocks must not
+    /// change until it ends. ``parent`` is the key of the block before the first one, so that the agent
+    /// evicts the new blocks before that one.
     #[pyo3(signature = (keys, blocks, parent=None))]
     fn save(&self, keys: Keys, blocks: Vec<usize>, parent: Option<Key>) -> PyResult<u64> {
         let (blocks, parent) = (placed(keys, blocks)?, parent.map(|Key(key)| key));
-        self.open()?.submit_save(blocks, parent).map(|id| id.0).map_err(|error| raised(&error))
+        self.open()?.submit_save(blocks, parent).map(|id| id.0).map_err(|error| exception(&error))
     }
 
-    /// Submits a save of blocks that are filled layer by layer, as ``note_filled`` tells; returns its id. What was told filled
-    /// must not change until it has ended.
+    /// Submits a save of blocks that are filled layer by layer, as reported by ``note_filled``; returns its
+    /// id. Filled layers must not change until the save ends.
     #[pyo3(signature = (keys, blocks, parent=None))]
     fn save_by_layers(&self, keys: Keys, blocks: Vec<usize>, parent: Option<Key>) -> PyResult<u64> {
         let (blocks, parent) = (placed(keys, blocks)?, parent.map(|Key(key)| key));
-        self.open()?.submit_save_by_layers(blocks, parent).map(|id| id.0).map_err(|error| raised(&error))
+        self.open()?.submit_save_by_layers(blocks, parent).map(|id| id.0).map_err(|error| exception(&error))
     }
 
-    /// So many leading layers of all blocks of these saves by layers are filled. Does not wait.
+    /// Reports that the first ``layers`` layers of all blocks of these saves by layers are filled. Does not
+    /// wait.
     fn note_filled(&self, ids: Vec<u64>, layers: u32) -> PyResult<()> {
         let transfers = self.open()?;
         ids.into_iter().for_each(|id| transfers.note_filled(TransferId(id), layers));
         Ok(())
     }
 
-    /// The transfers that have ended since the last call. Does not wait.
+    /// Returns the transfers that have ended since the last call. Does not wait.
     fn finished(&self) -> Vec<Finished> {
         let ended = self.lock().as_ref().map(|transfers| transfers.finished());
         ended.unwrap_or_default().iter().map(Finished::from).collect()
     }
 
-    /// Waits until these have ended, for so many seconds; whether they have. ``finished`` tells them all the same.
+    /// Waits for up to ``timeout`` seconds until these transfers have ended; returns whether they have.
+    /// ``finished`` still returns them afterwards.
     fn wait(&self, py: Python<'_>, ids: Vec<u64>, timeout: f64) -> PyResult<bool> {
-        self.waiting(py, ids, timeout, |transfers, ids, timeout| transfers.wait(ids, timeout))
+        self.wait_detached(py, ids, timeout, |transfers, ids, timeout| transfers.wait(ids, timeout))
     }
 
-    /// Transfers that have not ended.
+    /// Number of transfers that have not ended.
     #[getter]
     fn unfinished(&self) -> usize {
         self.lock().as_ref().map_or(0, |transfers| transfers.unfinished())
     }
 
-    /// Ends the threads: transfers at work end with the part that they are at, what waits ends undone. The memory is not
-    /// touched after it.
+    /// Stops the threads: running transfers end after their current part, queued transfers fail. The memory
+    /// is not accessed after this call.
     fn close(&self, py: Python<'_>) {
         let transfers = self.lock().take();
         if let Some(transfers) = &transfers {
@@ -161,8 +165,8 @@ impl Transfers {
 }
 
 impl Transfers {
-    /// Waits while other Python threads run.
-    fn waiting(
+    /// Waits without the GIL.
+    fn wait_detached(
         &self,
         py: Python<'_>,
         ids: Vec<u64>,
@@ -174,7 +178,7 @@ impl Transfers {
         let transfers = self.open()?;
         let waited = py.detach(|| {
             let waited = wait(&transfers, &ids, timeout);
-            // The last one waits for threads.
+            // Dropping the last reference waits for threads, so drop it without the GIL.
             drop(transfers);
             waited
         });
@@ -182,7 +186,7 @@ impl Transfers {
     }
 
     fn open(&self) -> PyResult<Arc<reprise_client::Transfers>> {
-        self.lock().clone().ok_or_else(|| raised(&closed()))
+        self.lock().clone().ok_or_else(|| exception(&closed()))
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Arc<reprise_client::Transfers>>> {
@@ -192,7 +196,7 @@ impl Transfers {
 
 impl Drop for Transfers {
     fn drop(&mut self) {
-        // Waits for threads: other Python threads run meanwhile.
+        // Dropping waits for threads, so release the GIL.
         let transfers = self.lock().take();
         Python::attach(|py| py.detach(|| drop(transfers)));
     }

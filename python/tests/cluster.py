@@ -1,6 +1,6 @@
-"""A real cluster on loopback for tests: one member of the control plane and some agents, each a process of its own.
+"""Real cluster on loopback for tests: one control plane member and several agents, each in its own process.
 
-The binaries are those of ``$REPRISE_BIN``, by default the debug build in the cache folder.
+The binaries are in ``$REPRISE_BIN``; by default, the debug build in the cache folder is used.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ MIB = 1 << 20
 
 
 def binaries() -> Path:
-    """Where the binaries of Reprise are."""
+    """Returns the folder of Reprise's binaries."""
     cache = os.environ.get("REPRISE_CACHE", str(Path.home() / ".cache/reprise"))
     target = os.environ.get("CARGO_TARGET_DIR", f"{cache}/target")
     return Path(os.environ.get("REPRISE_BIN", f"{target}/debug"))
 
 
 def quoted(path: Path) -> str:
-    """A path as a TOML string."""
+    """Returns a path as a TOML string."""
     return json.dumps(str(path))
 
 
 @dataclass
 class Process:
-    """A process that says in a line of JSON that it is ready."""
+    """Process that prints a line of JSON when it is ready."""
 
     command: list[str]
     log: Path
@@ -39,19 +39,19 @@ class Process:
     child: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Starts it and waits until it is ready."""
+        """Starts the process and waits until it is ready."""
         with self.log.open("a") as log:
             self.child = subprocess.Popen(self.command, stdout=subprocess.PIPE, stderr=log)
         assert self.child.stdout is not None
         os.set_blocking(self.child.stdout.fileno(), False)
-        give_up = time.monotonic() + READY_WITHIN_S
-        said = b""
-        while b"\n" not in said:
-            if self.child.poll() is not None or time.monotonic() > give_up:
-                raise RuntimeError(f"{self.command[0]} does not start:\n{self.log.read_text()}")
-            said += self.child.stdout.read() or b""
+        deadline = time.monotonic() + READY_WITHIN_S
+        output = b""
+        while b"\n" not in output:
+            if self.child.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{self.command[0]} did not start:\n{self.log.read_text()}")
+            output += self.child.stdout.read() or b""
             time.sleep(0.01)
-        self.ready = json.loads(said.splitlines()[0])
+        self.ready = json.loads(output.splitlines()[0])
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal."""
@@ -59,7 +59,7 @@ class Process:
         self.child.send_signal(number)
 
     def kill(self) -> None:
-        """SIGKILL, and waits for the end."""
+        """Kills the process and waits for its end."""
         if self.child is not None:
             self.child.kill()
             self.child.wait()
@@ -68,21 +68,21 @@ class Process:
             self.child = None
 
     def restart(self) -> None:
-        """Starts it again on what it left behind."""
+        """Kills the process and starts it with the same files."""
         self.kill()
         self.start()
 
 
 @dataclass
 class Agent(Process):
-    """A node's agent."""
+    """Agent of a node."""
 
     socket: Path = Path()
     pool: Path = Path()
 
 
 class Cluster:
-    """Member and agents under one folder."""
+    """Control plane member and agents in one folder."""
 
     def __init__(
         self, home: Path, agents: int = 1, arena: int = 256 * MIB, pool: int = 512 * MIB, publish: bool = False
@@ -112,7 +112,7 @@ class Cluster:
             "[cache]\narena_session_permille = 1000\n"
             '[peers]\nlisten = "127.0.0.1:0"\n[admin]\nlisten = "127.0.0.1:0"\n'
             f'[controlplane]\naddress = "{self.member.ready["grpc"]}"\n'
-            # Blocks stay where tests look for them: what is moved to another node is on this one's NVMe no more.
+            # No placement, which would move blocks to the NVMe of another node.
             '[placement]\nbandwidth = "0"\n'
         )
         agent = Agent(
@@ -125,6 +125,6 @@ class Cluster:
         return agent
 
     def stop(self) -> None:
-        """Ends every process."""
+        """Kills every process."""
         for process in [*self.agents, self.member]:
             process.kill()

@@ -1,4 +1,4 @@
-"""What the tests share: a cluster of real processes, a small layout, memory of NumPy."""
+"""Fixtures: a cluster of real processes, a small layout, NumPy memory."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from cluster import MIB, Cluster, binaries
 from reprise import KvMemory, Layout, Namespace, block_keys
 
 LAYERS, HEADS, TOKENS, HEAD_DIM = 4, 2, 16, 64
-"""Objects of 8 KiB, 2 a layer: blocks of 64 KiB."""
+"""Dimensions of the layout: objects of 8 KiB, 2 per layer, blocks of 64 KiB."""
 
 
 @pytest.fixture(scope="session")
 def built() -> None:
-    """Fails, in words, when the binaries are missing."""
+    """Fails if the binaries are missing."""
     if not (binaries() / "reprise-agent").exists():
-        pytest.fail(f"no reprise-agent in {binaries()}: run `make test-python`, which builds it")
+        pytest.fail(f"{binaries()} has no reprise-agent: run `make test-python`, which builds it")
 
 
 @pytest.fixture
 def cluster(built: None, tmp_path: Path) -> Iterator[Cluster]:
-    """A member and an agent of 16 MiB of DRAM and 128 MiB of disk."""
+    """Control plane member and an agent with 16 MiB of DRAM and 128 MiB of disk."""
     cluster = Cluster(tmp_path / "cluster", arena=16 * MIB, pool=128 * MIB)
     yield cluster
     cluster.stop()
@@ -32,13 +32,13 @@ def cluster(built: None, tmp_path: Path) -> Iterator[Cluster]:
 
 @pytest.fixture
 def layout() -> Layout:
-    """A small layout."""
+    """Small layout."""
     return Layout(layers=LAYERS, parts=2, kv_heads=HEADS, head_dim=HEAD_DIM, dtype="fp32", tokens_per_block=TOKENS)
 
 
 @pytest.fixture
 def namespace(layout: Layout) -> Namespace:
-    """Of blocks of that layout."""
+    """Namespace of that layout."""
     return Namespace(
         model="test/model",
         revision="1",
@@ -50,7 +50,7 @@ def namespace(layout: Layout) -> Namespace:
 
 
 def tensors(blocks: int, seed: int | None = None) -> list[np.ndarray]:
-    """Memory of so many blocks, ``[blocks, 2, heads, tokens, head_dim]`` a layer: zeros, or noise of a seed."""
+    """Returns arrays ``[blocks, 2, heads, tokens, head_dim]``, one per layer: zeros, or noise of a seed."""
     shape = (blocks, 2, HEADS, TOKENS, HEAD_DIM)
     if seed is None:
         return [np.zeros(shape, np.float32) for _ in range(LAYERS)]
@@ -59,10 +59,10 @@ def tensors(blocks: int, seed: int | None = None) -> list[np.ndarray]:
 
 
 def memory_of(layers: list[np.ndarray], layout: Layout) -> KvMemory:
-    """The memory of a list of layers."""
+    """Returns the memory of a list of layers."""
     return KvMemory(layers, layout)
 
 
 def keys_of(namespace: Namespace, numbers: range) -> bytes:
-    """Keys of numbered blocks, packed."""
+    """Returns packed keys of numbered blocks."""
     return block_keys(namespace, [number.to_bytes(32, "little") for number in numbers])

@@ -1,4 +1,4 @@
-"""A small model for engines, and adapters for it."""
+"""Small model for engines, and adapters for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ VOCABULARY = 512
 
 
 def model(folder: Path, seed: int = 1, layers: int = 4, heads: int = 4, head_dim: int = 32) -> Path:
-    """Writes a small Llama with random weights, large enough that every token of a prompt matters for what follows."""
+    """Writes a small Llama with random weights, large enough that every token of a prompt affects the next tokens."""
     import torch
     from safetensors.torch import save_file
 
@@ -61,7 +61,7 @@ def model(folder: Path, seed: int = 1, layers: int = 4, heads: int = 4, head_dim
 
 
 def adapter(folder: Path, seed: int, layers: int = 4, hidden: int = 128, rank: int = 8) -> Path:
-    """Writes a LoRA adapter with random weights for a model of :func:`model`, strong enough to change what is said."""
+    """Writes a LoRA adapter with random weights for a model of :func:`model`, large enough to change answers."""
     import torch
     from safetensors.torch import save_file
 

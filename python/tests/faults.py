@@ -1,4 +1,4 @@
-"""What tests do to an agent, and how they wait for what comes of it."""
+"""Faults that tests inject into an agent, and waits for their effects."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from reprise import Client, Layout, Namespace
 
 PAGE = 4096
 
-CRAWL_STOPPED_S, CRAWL_RUNS_S = 0.006, 0.002
-"""How an agent crawls: slow enough that what takes milliseconds can be seen under way, fast enough to answer questions in time."""
+SLOW_STOPPED_S, SLOW_RUNNING_S = 0.006, 0.002
+"""Cycle of a slowed agent: slow enough to observe steps of milliseconds, fast enough to answer matches in time."""
 
 
 def eventually(holds: Callable[[], bool], within: float = 20.0) -> None:
-    """Waits until something holds."""
-    give_up = time.monotonic() + within
+    """Waits until the condition is true."""
+    deadline = time.monotonic() + within
     while not holds():
-        assert time.monotonic() < give_up, "it did not come to hold in time"
+        assert time.monotonic() < deadline, "the condition did not become true in time"
         time.sleep(0.05)
 
 
 def freeze(agent: Agent) -> None:
-    """Stops an agent where it is: its socket stays open, and nothing answers from now on."""
+    """Stops an agent: its socket stays open, but it does not answer."""
     agent.signal(signal.SIGSTOP)
     assert agent.child is not None
-    # The signal is only on its way; this waits until it has stopped.
+    # The signal is asynchronous; wait until the process has stopped.
     os.waitid(os.P_PID, agent.child.pid, os.WSTOPPED | os.WNOWAIT)
 
 
 def thaw(agent: Agent) -> None:
-    """Lets a stopped agent go on."""
+    """Continues a stopped agent."""
     agent.signal(signal.SIGCONT)
 
 
 def observer(agent: Agent) -> Client:
-    """A session beside the engine's, to ask the agent what it has done."""
+    """Opens a separate session, for the agent's statistics."""
     layout = Layout(layers=1, parts=1, kv_heads=1, head_dim=8, dtype="fp32", tokens_per_block=16)
     namespace = Namespace(
         model="observer", revision="1", layout=layout, hash_algorithm="none", hash_seed="", engine_format="none"
@@ -52,7 +52,7 @@ def observer(agent: Agent) -> Client:
 
 
 def drop_dram(agent: Client) -> None:
-    """Waits until everything in DRAM was on NVMe and is there no more."""
+    """Waits until all blocks in DRAM were written to NVMe and dropped."""
 
     def is_empty() -> bool:
         agent.trim()
@@ -73,7 +73,7 @@ def damage(pool: Path) -> None:
 
 def damage_memory(agent: Agent) -> None:
     """Flips a bit in every page of the blocks in an agent's DRAM."""
-    # A block that is damaged before it is on NVMe never gets there, and cannot be dropped.
+    # A block damaged before it is on NVMe is never written there and cannot be dropped.
     with observer(agent) as seen:
         eventually(lambda: seen.stats()["unsaved_blocks"] == 0, within=60.0)
     assert agent.child is not None
@@ -89,7 +89,7 @@ def damage_memory(agent: Agent) -> None:
 
 
 def flip(bytes_of: BinaryIO, pages: range) -> None:
-    """Flips a bit in the middle of every page that is in use."""
+    """Flips a bit in the middle of every used page."""
     for page in pages:
         bytes_of.seek(page + PAGE // 2)
         byte = bytes_of.read(1)
@@ -99,23 +99,23 @@ def flip(bytes_of: BinaryIO, pages: range) -> None:
 
 
 def found_damaged(agent: Client) -> int:
-    """Blocks that an agent has found damaged and dropped, in DRAM and on NVMe."""
+    """Returns the number of damaged blocks that an agent has dropped, in DRAM and on NVMe."""
     stats = agent.stats()
     return stats["dram_corrupt_blocks"] + stats["corrupt_blocks"]
 
 
 def served(agent: Client) -> int:
-    """Blocks that an agent has given to engines of its node."""
+    """Returns the number of blocks that an agent has served to engines of its node."""
     stats = agent.stats()
     return stats["hit_blocks_own_dram"] + stats["hit_blocks_own_nvme"]
 
 
 Moment = Callable[[Client], Callable[[], bool]]
-"""Looks at an agent, and says from then on whether it has come."""
+"""Function that observes an agent from its call on, and returns a check whether the moment is reached."""
 
 
 def has_served(blocks: int) -> Moment:
-    """When an agent has served so many blocks more."""
+    """Moment at which an agent has served this number of further blocks."""
 
     def begin(seen: Client) -> Callable[[], bool]:
         wanted = served(seen) + blocks
@@ -125,19 +125,19 @@ def has_served(blocks: int) -> Moment:
 
 
 def is_saving(seen: Client) -> Callable[[], bool]:
-    """When blocks have room in an agent's memory, and are being filled."""
+    """Moment at which an agent's memory has reserved blocks that are being filled."""
     return lambda: seen.stats()["reserved_bytes"] > 0
 
 
 @contextlib.contextmanager
-def agent_that_goes(agent: Agent, number: signal.Signals, moment: Moment) -> Iterator[None]:
-    """Sends a signal to an agent at a moment; afterwards it is there again."""
+def signalled_agent(agent: Agent, number: signal.Signals, moment: Moment) -> Iterator[None]:
+    """Sends a signal to an agent at a moment, and restores the agent at the end."""
     with observer(agent) as seen:
-        has_come = moment(seen)
+        is_reached = moment(seen)
         is_over = threading.Event()
 
         def watch() -> None:
-            while not has_come() and not is_over.wait(0.001):
+            while not is_reached() and not is_over.wait(0.001):
                 pass
             agent.signal(number)
 
@@ -155,53 +155,53 @@ def agent_that_goes(agent: Agent, number: signal.Signals, moment: Moment) -> Ite
 
 
 @contextlib.contextmanager
-def crawling(agent: Agent) -> Iterator[None]:
-    """Lets an agent run a small part of the time, while it lives."""
+def slowed_agent(agent: Agent) -> Iterator[None]:
+    """Lets an agent run only a small part of the time."""
     is_over = threading.Event()
 
-    def crawl() -> None:
-        while not is_over.wait(CRAWL_RUNS_S):
+    def slow_down() -> None:
+        while not is_over.wait(SLOW_RUNNING_S):
             agent.signal(signal.SIGSTOP)
-            is_over.wait(CRAWL_STOPPED_S)
+            is_over.wait(SLOW_STOPPED_S)
             agent.signal(signal.SIGCONT)
 
-    crawls = threading.Thread(target=crawl)
-    crawls.start()
+    thread = threading.Thread(target=slow_down)
+    thread.start()
     try:
         yield
     finally:
         is_over.set()
-        crawls.join()
+        thread.join()
 
 
 @contextlib.contextmanager
-def agent_that_hangs(agent: Agent, moment: Moment) -> Iterator[None]:
-    """Lets an agent run a small part of the time until a moment, then not at all; afterwards it runs again."""
+def hanging_agent(agent: Agent, moment: Moment) -> Iterator[None]:
+    """Lets an agent run a small part of the time until a moment, then stops it, and continues it at the end."""
     with observer(agent) as seen:
-        has_come = moment(seen)
+        is_reached = moment(seen)
         is_enough, is_over = threading.Event(), threading.Event()
 
-        def crawl() -> None:
-            while not is_over.wait(CRAWL_RUNS_S):
+        def slow_down() -> None:
+            while not is_over.wait(SLOW_RUNNING_S):
                 agent.signal(signal.SIGSTOP)
                 if is_enough.is_set():
                     return
-                is_over.wait(CRAWL_STOPPED_S)
+                is_over.wait(SLOW_STOPPED_S)
                 thaw(agent)
 
         def watch() -> None:
-            while not has_come() and not is_over.wait(0.001):
+            while not is_reached() and not is_over.wait(0.001):
                 pass
             is_enough.set()
 
-        threads = [threading.Thread(target=crawl), threading.Thread(target=watch)]
+        threads = [threading.Thread(target=slow_down), threading.Thread(target=watch)]
         for thread in threads:
             thread.start()
         try:
             yield
         finally:
             is_over.set()
-            # A watcher that waits for an answer of an agent that has stopped gets it now.
+            # Lets the watcher get a pending answer of the stopped agent.
             thaw(agent)
             for thread in threads:
                 thread.join()

@@ -1,4 +1,4 @@
-"""What python/README.md shows: its Python, and the configuration of vLLM."""
+"""Examples of python/README.md and of the guides to engines: Python code and the engines' configuration."""
 
 from __future__ import annotations
 
@@ -7,35 +7,40 @@ import re
 from pathlib import Path
 from typing import Any
 
-TEXT = (Path(__file__).parents[1] / "README.md").read_text()
+PAGES = ("python/README.md", "docs/vllm.md", "docs/sglang.md")
+"""Pages with examples."""
+
+TEXT = "".join((Path(__file__).parents[2] / page).read_text() for page in PAGES)
+"""Text of all pages."""
+
 SOCKET = "/run/reprise/agent.sock"
-"""The agent's, wherever one is named."""
+"""Agent's socket in all examples."""
 
 
 def blocks(language: str) -> list[str]:
-    """What is shown of a language, in order."""
+    """Returns the code blocks of a language, in order."""
     return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 
 
 def vllm_command() -> str:
-    """The command line that names the connector."""
+    """Returns the command line with the connector."""
     (command,) = [shown for shown in blocks("sh") if "RepriseConnector" in shown]
     return command
 
 
 def configurations(command: str) -> list[dict[str, Any]]:
-    """What the options of a command line have in JSON."""
+    """Returns the JSON values of a command line's options."""
     return [dict(json.loads(quoted)) for quoted in re.findall(r"-config '(\{.*?\})'", command, re.DOTALL)]
 
 
 def vllm_transfer_config() -> dict[str, Any]:
-    """Its ``--kv-transfer-config``."""
+    """Returns the ``--kv-transfer-config`` of the command line."""
     (config,) = configurations(vllm_command())
     return config
 
 
 def vllm_hash_algorithm() -> str:
-    """Its ``--prefix-caching-hash-algo``."""
+    """Returns the ``--prefix-caching-hash-algo`` of the command line."""
     named = re.search(r"--prefix-caching-hash-algo (\S+)", vllm_command())
     assert named is not None
     return named[1]

@@ -1,4 +1,4 @@
-"""A task that is cancelled has its memory back when it ends, not before."""
+"""A cancelled task ends only when native code no longer uses its memory."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ LONG_S = 60.0
 
 
 class SlowClient:
-    """A client whose loads and saves end when the test says so."""
+    """A client whose loads and saves end when the test allows it."""
 
     def __init__(self, error: Exception | None = None) -> None:
-        """Ends them with this error, if there is one."""
+        """Creates a client whose calls raise this error, if given."""
         self.begun = threading.Event()
         self.may_end = threading.Event()
         self.ended = 0
         self._error = error
 
     def load(self, *_: Any, **__: Any) -> None:
-        """Touches memory until it may end."""
+        """Blocks until the call may end."""
         self.begun.set()
         assert self.may_end.wait(LONG_S)
         self.ended += 1
@@ -35,7 +35,7 @@ class SlowClient:
 
 
 async def cancelled_while_at_work(client: SlowClient, call: str) -> asyncio.Task[Any]:
-    """A task that was cancelled, twice, while native code is at work."""
+    """Returns a task that was cancelled twice during a native call."""
     wrapped = AsyncClient(client)  # type: ignore[arg-type]
     task = asyncio.ensure_future(getattr(wrapped, call)(b"", None, []))
     while not client.begun.is_set():
@@ -49,12 +49,12 @@ async def cancelled_while_at_work(client: SlowClient, call: str) -> asyncio.Task
 
 @pytest.mark.parametrize("call", ["load", "save"])
 @pytest.mark.parametrize("error", [None, ValueError("no such block")])
-def test_a_cancelled_call_ends_after_native_code_has(call: str, error: Exception | None) -> None:
+def test_cancelled_call_ends_after_native_code(call: str, error: Exception | None) -> None:
     client = SlowClient(error)
 
     async def main() -> None:
         task = await cancelled_while_at_work(client, call)
-        assert not task.done(), "native code still copies"
+        assert not task.done(), "the task ended during the native call"
         client.may_end.set()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -63,7 +63,7 @@ def test_a_cancelled_call_ends_after_native_code_has(call: str, error: Exception
     asyncio.run(main())
 
 
-def test_a_call_that_was_not_begun_is_cancelled_at_once() -> None:
+def test_unstarted_call_is_cancelled_at_once() -> None:
     client = SlowClient()
 
     async def main() -> None:

@@ -22,19 +22,19 @@ BLOCKS = 24
 
 
 def connect(cluster: Cluster, namespace: Namespace, layout: Layout) -> Client:
-    """A session with the first agent."""
+    """Opens a session with the first agent."""
     return Client(cluster.agents[0].socket, namespace, layout, timeout=30.0)
 
 
 def save_durably(client: Client, keys: bytes, layers: list[np.ndarray], layout: Layout) -> None:
-    """Saves the blocks of a memory in order, to the disk."""
+    """Saves the blocks of a memory in order and waits until they are durable."""
     saved = client.save(keys, memory_of(layers, layout), range(len(layers[0])))
     assert saved.unsaved == 0
     for ticket in saved.tickets:
         assert client.wait_durable(ticket).lost_keys == []
 
 
-def test_what_was_saved_is_matched_and_loaded_byte_by_byte(
+def test_saved_blocks_are_matched_and_loaded_with_equal_bytes(
     cluster: Cluster, namespace: Namespace, layout: Layout
 ) -> None:
     keys = keys_of(namespace, range(BLOCKS))
@@ -61,10 +61,10 @@ def test_what_was_saved_is_matched_and_loaded_byte_by_byte(
         assert np.array_equal(ours, theirs[places])
 
 
-def test_a_request_that_is_larger_than_the_arena_is_saved_and_loaded_all_the_same(
+def test_saves_and_loads_a_request_larger_than_the_arena(
     cluster: Cluster, namespace: Namespace, layout: Layout
 ) -> None:
-    """25 MiB through 16."""
+    """The request has 25 MiB, the arena 16."""
     count = 400
     keys = keys_of(namespace, range(count))
     engine, other = tensors(count, seed=1), tensors(count)
@@ -75,7 +75,7 @@ def test_a_request_that_is_larger_than_the_arena_is_saved_and_loaded_all_the_sam
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(engine, other, strict=True))
 
 
-def test_another_node_loads_what_was_saved_on_this_one(
+def test_another_node_loads_blocks_saved_on_this_node(
     built: None, tmp_path: Path, namespace: Namespace, layout: Layout
 ) -> None:
     keys = keys_of(namespace, range(BLOCKS))
@@ -97,9 +97,7 @@ def test_another_node_loads_what_was_saved_on_this_one(
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(engine, other, strict=True))
 
 
-def test_blocks_that_nobody_has_are_missed_and_their_places_are_not_ok(
-    cluster: Cluster, namespace: Namespace, layout: Layout
-) -> None:
+def test_blocks_that_no_node_has_are_misses_and_not_ok(cluster: Cluster, namespace: Namespace, layout: Layout) -> None:
     engine = tensors(3, seed=1)
     with connect(cluster, namespace, layout) as client:
         client.save(keys_of(namespace, range(2)), memory_of(engine, layout), [0, 1])
@@ -109,9 +107,7 @@ def test_blocks_that_nobody_has_are_missed_and_their_places_are_not_ok(
         assert (loaded.leading, loaded.sources[2]) == (2, None)
 
 
-def test_a_prefetch_brings_blocks_from_the_disk_into_memory(
-    cluster: Cluster, namespace: Namespace, layout: Layout
-) -> None:
+def test_prefetch_loads_blocks_from_the_disk_into_dram(cluster: Cluster, namespace: Namespace, layout: Layout) -> None:
     keys = keys_of(namespace, range(BLOCKS))
     with connect(cluster, namespace, layout) as client:
         save_durably(client, keys, tensors(BLOCKS, seed=1), layout)
@@ -120,7 +116,7 @@ def test_a_prefetch_brings_blocks_from_the_disk_into_memory(
         assert client.match(keys) == [Source.OWN_DRAM] * BLOCKS
 
 
-def test_keys_may_be_a_sequence_and_what_is_no_key_is_refused(
+def test_accepts_packed_keys_and_sequences_and_rejects_invalid_keys(
     cluster: Cluster, namespace: Namespace, layout: Layout
 ) -> None:
     packed = keys_of(namespace, range(3))
@@ -129,40 +125,38 @@ def test_keys_may_be_a_sequence_and_what_is_no_key_is_refused(
     with connect(cluster, namespace, layout) as client:
         assert client.save(one_by_one, memory, [0, 1, 2]).committed == 3
         assert client.match(bytearray(packed)) == client.match(tuple(one_by_one))
-        with pytest.raises(ValueError, match="17 bytes are no packed keys"):
+        with pytest.raises(ValueError, match="invalid packed keys of 17 bytes"):
             client.match(b"x" * 17)
-        with pytest.raises(ValueError, match="a key has 16 bytes, this one has 3"):
+        with pytest.raises(ValueError, match="invalid key of 3 bytes: expected 16"):
             client.match([b"abc"])
-        with pytest.raises(TypeError, match="a key is 16 bytes"):
+        with pytest.raises(TypeError, match="invalid key 1: expected 16 bytes"):
             client.match([1])
-        with pytest.raises(ValueError, match="3 keys, but 2 blocks"):
+        with pytest.raises(ValueError, match="3 keys but 2 blocks"):
             client.save(packed, memory, [0, 1])
-        with pytest.raises(reprise.BadRequest, match="no block 3 in a memory of 3"):
+        with pytest.raises(reprise.BadRequest, match="invalid block 3: the memory has 3 blocks"):
             client.load(packed, memory, [0, 1, 3])
-        with pytest.raises(ValueError, match="deadline is -1 seconds"):
+        with pytest.raises(ValueError, match="invalid deadline of -1 seconds"):
             client.load(packed, memory, [0, 1, 2], deadline=-1)
-        with pytest.raises(ValueError, match="a key has 16 bytes, this one has 5"):
+        with pytest.raises(ValueError, match="invalid key of 5 bytes: expected 16"):
             client.save(packed, memory, [0, 1, 2], parent=b"short")
         assert client.save(packed[16:], memory, [1, 2], parent=packed[:16]).duplicates == 2
-        with pytest.raises(ValueError, match=r"priority is .urgent."):
+        with pytest.raises(ValueError, match=r"invalid priority .urgent."):
             client.save(packed, memory, [0, 1, 2], priority="urgent")
 
 
-def test_without_an_agent_it_says_where_it_looked(tmp_path: Path, namespace: Namespace, layout: Layout) -> None:
-    with pytest.raises(reprise.AgentAbsent, match=r"no agent at .*nobody\.sock.*start reprise-agent"):
-        Client(tmp_path / "nobody.sock", namespace, layout)
+def test_error_without_an_agent_names_the_socket(tmp_path: Path, namespace: Namespace, layout: Layout) -> None:
+    with pytest.raises(reprise.AgentAbsent, match=r"no agent at .*missing\.sock.*start reprise-agent"):
+        Client(tmp_path / "missing.sock", namespace, layout)
     assert issubclass(reprise.AgentAbsent, reprise.RepriseError)
 
 
-def test_a_layout_that_is_not_the_namespaces_is_refused(namespace: Namespace, tmp_path: Path) -> None:
+def test_rejects_a_layout_that_differs_from_the_namespaces(namespace: Namespace, tmp_path: Path) -> None:
     other = Layout(layers=1, kv_heads=1, head_dim=64, dtype="fp32", tokens_per_block=16)
-    with pytest.raises(ValueError, match="the namespace's layout is"):
-        Client(tmp_path / "nobody.sock", namespace, other)
+    with pytest.raises(ValueError, match=r"the namespace's layout .* differs from"):
+        Client(tmp_path / "missing.sock", namespace, other)
 
 
-def test_an_agent_that_is_killed_ends_calls_with_an_error(
-    cluster: Cluster, namespace: Namespace, layout: Layout
-) -> None:
+def test_calls_fail_when_the_agent_is_killed(cluster: Cluster, namespace: Namespace, layout: Layout) -> None:
     keys = keys_of(namespace, range(BLOCKS))
     memory = memory_of(tensors(BLOCKS, seed=1), layout)
     with connect(cluster, namespace, layout) as client:
@@ -175,13 +169,11 @@ def test_an_agent_that_is_killed_ends_calls_with_an_error(
             client.match(keys)
 
 
-def test_an_agent_that_does_not_answer_in_time_costs_the_call_and_not_the_session(
-    cluster: Cluster, namespace: Namespace, layout: Layout
-) -> None:
+def test_timeout_of_a_call_does_not_end_the_session(cluster: Cluster, namespace: Namespace, layout: Layout) -> None:
     keys = keys_of(namespace, range(BLOCKS))
     with Client(cluster.agents[0].socket, namespace, layout, timeout=0.5) as client:
         freeze(cluster.agents[0])
-        with pytest.raises(reprise.Timeout, match="'match' had no answer"):
+        with pytest.raises(reprise.Timeout, match="no answer to 'match'"):
             client.match(keys)
         thaw(cluster.agents[0])
         eventually(lambda: answers(client, keys))
@@ -189,7 +181,7 @@ def test_an_agent_that_does_not_answer_in_time_costs_the_call_and_not_the_sessio
 
 
 def answers(client: Client, keys: bytes) -> bool:
-    """Whether an agent that could not answer does again."""
+    """Returns whether the agent answers again."""
     try:
         return client.match(keys) == []
     except reprise.Timeout:
@@ -207,7 +199,7 @@ def test_each_kind_of_error_has_its_exception() -> None:
     assert all(issubclass(kind, reprise.RepriseError) for kind in classes)
 
 
-def test_damage_on_the_disk_is_a_failed_block_and_never_wrong_bytes(
+def test_damaged_block_on_disk_fails_and_never_returns_wrong_bytes(
     cluster: Cluster, namespace: Namespace, layout: Layout
 ) -> None:
     keys = keys_of(namespace, range(BLOCKS))
@@ -231,7 +223,7 @@ def test_damage_on_the_disk_is_a_failed_block_and_never_wrong_bytes(
 
 
 def test_other_threads_run_while_a_call_waits(cluster: Cluster, namespace: Namespace, layout: Layout) -> None:
-    """A stopped agent keeps a call waiting; the GIL is free meanwhile."""
+    """A frozen agent blocks the call, which must not hold the GIL."""
     with connect(cluster, namespace, layout) as client:
         freeze(cluster.agents[0])
         memory = memory_of(tensors(1), layout)
@@ -244,7 +236,7 @@ def test_other_threads_run_while_a_call_waits(cluster: Cluster, namespace: Names
     assert (counted, still_waiting) == (1000, True)
 
 
-def test_asyncio_does_the_same_and_many_at_a_time(cluster: Cluster, namespace: Namespace, layout: Layout) -> None:
+def test_asyncio_client_runs_many_calls_concurrently(cluster: Cluster, namespace: Namespace, layout: Layout) -> None:
     keys = keys_of(namespace, range(BLOCKS))
     engine, other = tensors(BLOCKS, seed=1), tensors(BLOCKS)
 
@@ -265,6 +257,6 @@ def test_asyncio_does_the_same_and_many_at_a_time(cluster: Cluster, namespace: N
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(engine, other, strict=True))
 
 
-def test_asyncio_without_an_agent_says_so(tmp_path: Path, namespace: Namespace, layout: Layout) -> None:
+def test_asyncio_connect_fails_without_an_agent(tmp_path: Path, namespace: Namespace, layout: Layout) -> None:
     with pytest.raises(reprise.AgentAbsent):
-        asyncio.run(AsyncClient.connect(tmp_path / "nobody.sock", namespace, layout))
+        asyncio.run(AsyncClient.connect(tmp_path / "missing.sock", namespace, layout))

@@ -1,4 +1,4 @@
-"""What engines use: a session that is opened anew by itself, transfers on native threads."""
+"""Classes for engines: a session that reconnects automatically, and transfers on native threads."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from reprise import Finished, Layout, Namespace, Session, Source, Transfers
 
 BLOCKS = 24
 LONG = 60.0
-"""Seconds; nothing takes as long, unless it hangs."""
+"""Seconds; longer than any call takes unless it hangs."""
 
 
 @pytest.fixture
 def session(cluster: Cluster, namespace: Namespace, layout: Layout) -> Iterator[Session]:
-    """A session with the first agent."""
+    """Opens a session with the first agent."""
     with Session(cluster.agents[0].socket, namespace, layout, timeout=LONG) as session:
         assert session.wait_connected(LONG)
         yield session
 
 
 def ended(transfers: Transfers, *ids: int) -> list[Finished]:
-    """Waits for transfers; what became of them, in this order."""
+    """Waits for transfers and returns their results in this order."""
     assert transfers.wait(ids, LONG)
     finished = {done.id: done for done in transfers.finished()}
     return [finished[number] for number in ids]
 
 
-def test_transfers_save_and_load_and_are_told_once(session: Session, namespace: Namespace, layout: Layout) -> None:
+def test_transfers_save_and_load_and_are_returned_once(session: Session, namespace: Namespace, layout: Layout) -> None:
     keys = keys_of(namespace, range(BLOCKS))
     engine = tensors(2 * BLOCKS, seed=1)
     saved_bytes = [layer[:BLOCKS].copy() for layer in engine]
@@ -64,7 +64,7 @@ def test_transfers_save_and_load_and_are_told_once(session: Session, namespace: 
         transfers.load(keys[:16], [0])
 
 
-def test_transfers_by_layers_go_beside_a_computation(session: Session, namespace: Namespace, layout: Layout) -> None:
+def test_transfers_by_layers_overlap_a_computation(session: Session, namespace: Namespace, layout: Layout) -> None:
     keys = keys_of(namespace, range(BLOCKS))
     engine, computed = tensors(2 * BLOCKS), tensors(BLOCKS, seed=1)
     with Transfers(
@@ -88,7 +88,9 @@ def test_transfers_by_layers_go_beside_a_computation(session: Session, namespace
         transfers.note_filled([save], LAYERS)
 
 
-def test_a_save_whose_layers_never_come_ends_unsaved(session: Session, namespace: Namespace, layout: Layout) -> None:
+def test_save_by_layers_ends_unsaved_if_a_layer_is_never_filled(
+    session: Session, namespace: Namespace, layout: Layout
+) -> None:
     keys = keys_of(namespace, range(2))
     with Transfers(session, memory_of(tensors(2, seed=1), layout), save_stall=LONG, layer_wait=0.1) as transfers:
         never = transfers.save_by_layers(keys, [0, 1])
@@ -99,7 +101,7 @@ def test_a_save_whose_layers_never_come_ends_unsaved(session: Session, namespace
         assert saved.committed == 2
 
 
-def test_a_match_is_asked_for_now_and_looked_at_later(
+def test_pending_match_can_be_polled_later(
     cluster: Cluster, session: Session, namespace: Namespace, layout: Layout
 ) -> None:
     keys = keys_of(namespace, range(BLOCKS))
@@ -119,11 +121,9 @@ def test_a_match_is_asked_for_now_and_looked_at_later(
         session.start_match(b"0123456789abcdef" * 8193)
 
 
-def test_without_an_agent_nothing_waits_and_everything_ends_undone(
-    tmp_path: Path, namespace: Namespace, layout: Layout
-) -> None:
+def test_without_an_agent_transfers_fail_at_once(tmp_path: Path, namespace: Namespace, layout: Layout) -> None:
     keys = keys_of(namespace, range(2))
-    with Session(tmp_path / "nobody.sock", namespace, layout) as session:
+    with Session(tmp_path / "missing.sock", namespace, layout) as session:
         assert session.start_match(keys) is None
         with Transfers(session, memory_of(tensors(2), layout)) as transfers:
             save, load = ended(transfers, transfers.save(keys, [0, 1]), transfers.load(keys, [0, 1]))
@@ -138,12 +138,12 @@ def test_without_an_agent_nothing_waits_and_everything_ends_undone(
             session.stats()
 
 
-def test_an_agent_that_will_never_keep_these_blocks_says_so(
+def test_check_raises_if_the_agent_permanently_rejects_the_blocks(
     cluster: Cluster, session: Session, namespace: Namespace, layout: Layout
 ) -> None:
     socket = cluster.agents[0].socket
     session.check(LONG)
-    # Blocks of 24 MiB; the only region of the arena has 16.
+    # Blocks of 24 MiB do not fit into the arena's only region of 16 MiB.
     large = Layout(layers=3, parts=1, kv_heads=64, head_dim=1024, dtype="fp32", tokens_per_block=32)
     named = Namespace(model="m", revision="1", layout=large, hash_algorithm="a", hash_seed="", engine_format="test")
     with Session(socket, named, large) as too_large:
@@ -162,7 +162,7 @@ def test_an_agent_that_will_never_keep_these_blocks_says_so(
         assert absent.last_error_kind == "AgentAbsent"
 
 
-def test_an_agent_that_is_killed_is_found_again_with_what_was_durable(
+def test_session_reconnects_to_a_restarted_agent_with_its_durable_blocks(
     cluster: Cluster, session: Session, namespace: Namespace, layout: Layout
 ) -> None:
     keys = keys_of(namespace, range(BLOCKS))
@@ -173,7 +173,7 @@ def test_an_agent_that_is_killed_is_found_again_with_what_was_durable(
     ) as transfers:
         (save,) = ended(transfers, transfers.save(keys, range(BLOCKS)))
         with reprise.Client(cluster.agents[0].socket, namespace, layout) as client:
-            # Blocks are written in the order in which they were saved: the last is there, so all are.
+            # Blocks are written in the order of the saves, so the count implies that all are durable.
             give_up = time.monotonic() + LONG
             while client.stats()["nvme_blocks"] < BLOCKS:
                 assert time.monotonic() < give_up
@@ -193,7 +193,7 @@ def test_an_agent_that_is_killed_is_found_again_with_what_was_durable(
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(engine, expected, strict=True))
 
 
-def test_an_agent_that_hangs_costs_one_transfer_its_patience_and_is_used_again_when_it_answers(
+def test_hanging_agent_costs_one_stall_timeout_and_is_used_again_when_it_answers(
     cluster: Cluster, session: Session, namespace: Namespace, layout: Layout
 ) -> None:
     keys = keys_of(namespace, range(BLOCKS))
@@ -216,7 +216,7 @@ def test_an_agent_that_hangs_costs_one_transfer_its_patience_and_is_used_again_w
         assert save.unsaved == 0
 
 
-def test_what_becomes_of_the_session_is_logged_once(
+def test_changes_of_the_session_are_logged_once(
     cluster: Cluster, session: Session, layout: Layout, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "reprise")
@@ -231,19 +231,19 @@ def test_what_becomes_of_the_session_is_logged_once(
         assert time.monotonic() < give_up
     cluster.agents[0].restart()
     assert session.wait_connected(LONG)
-    told = [(record.levelname, record.getMessage()) for record in caplog.records]
-    assert told[0] == ("WARNING", "the agent does not answer: it gets no questions until it does")
-    assert told[1] == ("INFO", "the agent answers again")
-    assert told[-1] == ("INFO", "connected to the agent")
-    lost = [words for level, words in told[2:-1] if level == "WARNING"]
+    logged = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert logged[0] == ("WARNING", "the agent does not answer: no requests are sent until it does")
+    assert logged[1] == ("INFO", "the agent answers again")
+    assert logged[-1] == ("INFO", "connected to the agent")
+    lost = [words for level, words in logged[2:-1] if level == "WARNING"]
     assert "no agent at" in lost[-1]
     assert len(lost) == len(set(lost)) <= 3
 
 
-def test_whatever_happens_to_the_agent_every_transfer_ends_and_no_byte_is_wrong(
+def test_every_transfer_ends_without_wrong_bytes_under_agent_faults(
     cluster: Cluster, session: Session, namespace: Namespace, layout: Layout
 ) -> None:
-    """Saves and loads go on while the agent is killed, started again, stopped and let go on."""
+    """Saves and loads continue while the agent is killed, restarted, frozen and resumed."""
     keys = keys_of(namespace, range(BLOCKS))
     memory = tensors(2 * BLOCKS, seed=1)
     expected = [layer[:BLOCKS].copy() for layer in memory]
@@ -278,8 +278,8 @@ def test_whatever_happens_to_the_agent_every_transfer_ends_and_no_byte_is_wrong(
     assert all(np.array_equal(layer[:BLOCKS], bytes_of) for layer, bytes_of in zip(memory, expected, strict=True))
 
 
-def test_python_goes_on_while_native_threads_copy(session: Session, namespace: Namespace, layout: Layout) -> None:
-    """The interpreter never waits: the thread that has the GIL keeps it, and transfers end all the same."""
+def test_transfers_end_while_one_thread_holds_the_gil(session: Session, namespace: Namespace, layout: Layout) -> None:
+    """With a long switch interval, the polling thread never releases the GIL, and transfers still end."""
     keys = keys_of(namespace, range(BLOCKS))
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1000.0)
@@ -293,21 +293,19 @@ def test_python_goes_on_while_native_threads_copy(session: Session, namespace: N
         sys.setswitchinterval(interval)
 
 
-def test_waiting_lets_other_threads_run(
-    cluster: Cluster, session: Session, namespace: Namespace, layout: Layout
-) -> None:
+def test_wait_releases_the_gil(cluster: Cluster, session: Session, namespace: Namespace, layout: Layout) -> None:
     keys = keys_of(namespace, range(1))
     with Transfers(session, memory_of(tensors(1, seed=1), layout), save_stall=LONG) as transfers:
         freeze(cluster.agents[0])
         save = transfers.save(keys, [0])
         woken = threading.Timer(0.05, lambda: thaw(cluster.agents[0]))
         woken.start()
-        # It ends because the other thread runs while this one waits.
+        # The save ends only if the other thread runs while this one waits.
         assert transfers.wait([save], LONG)
         woken.join()
 
 
-def test_what_is_dropped_without_being_closed_hangs_nobody(
+def test_dropping_transfers_without_close_does_not_hang(
     cluster: Cluster, session: Session, namespace: Namespace, layout: Layout
 ) -> None:
     keys = keys_of(namespace, range(BLOCKS))
@@ -321,13 +319,13 @@ def test_what_is_dropped_without_being_closed_hangs_nobody(
     thaw(cluster.agents[0])
 
 
-def test_a_queue_that_is_full_ends_transfers_at_once(
+def test_transfers_beyond_a_full_queue_fail_at_once(
     cluster: Cluster, session: Session, namespace: Namespace, layout: Layout
 ) -> None:
     keys = keys_of(namespace, range(1))
     with Transfers(session, memory_of(tensors(1, seed=1), layout), save_stall=LONG, queued_max=1) as transfers:
         freeze(cluster.agents[0])
-        # One is under way, if it was taken from the queue in time, and one waits.
+        # At most one is running, if a thread has taken it in time, and one is queued.
         ids = [transfers.save(keys, [0]) for _ in range(4)]
         refused: list[Finished] = []
         give_up = time.monotonic() + LONG
@@ -336,15 +334,15 @@ def test_a_queue_that_is_full_ends_transfers_at_once(
             refused += transfers.finished()
             time.sleep(0.01)
         for each in refused:
-            assert (each.unsaved, each.error is not None and "wait already" in each.error) == (1, True)
+            assert (each.unsaved, each.error is not None and "are queued already" in each.error) == (1, True)
         thaw(cluster.agents[0])
         assert transfers.wait(ids, LONG)
 
 
-def test_memory_of_another_layout_is_refused(session: Session) -> None:
+def test_rejects_memory_of_another_layout(session: Session) -> None:
     other = Layout(layers=1, parts=1, kv_heads=1, head_dim=64, dtype="fp32", tokens_per_block=16)
     memory = reprise.KvMemory([np.zeros((2, 16 * 64), np.float32)], other)
-    with pytest.raises(reprise.BadRequest, match="the memory's layout is"):
+    with pytest.raises(reprise.BadRequest, match="the memory's layout"):
         Transfers(session, memory)
-    with pytest.raises(ValueError, match="queued_max is 0"):
+    with pytest.raises(ValueError, match="invalid queued_max 0"):
         Transfers(session, memory, queued_max=0)

@@ -1,4 +1,4 @@
-"""The examples of python/README.md do what they say, against a real cluster."""
+"""Runs the examples of python/README.md and of the guides to engines on a real cluster."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 import readme
 from cluster import MIB, Cluster
 
-QUICK = "question.poll(0.005)"
-"""What an engine can afford to wait; a busy test machine may need longer for its answer."""
+QUICK = "match.poll(0.005)"
+"""Wait that suits an engine; a busy test machine may need longer."""
 
 BLOCK_COUNT = 8
-"""Of the example's prompt."""
+"""Blocks of the example's prompt."""
 
 CHECKS = {
     "with Client(": f"""
@@ -36,7 +36,7 @@ with Client(SOCKET, namespace, layout) as client:
 assert all(np.all(layer[41] == 7) for layer in layers)
 """,
 }
-"""What holds behind a block of the README, by what is in it."""
+"""Assertions after a code block of the pages, by a text in the block."""
 
 BEFORE = {
     "with Client(": """
@@ -52,23 +52,23 @@ for layer in layers:
     layer[40] = 7
 """,
 }
-"""What has happened before: somebody has saved the first block, the engine computes the others."""
+"""Code before a code block: the first block is already saved, the engine computes the others."""
 
 
 @pytest.fixture
 def demo(built: None, tmp_path: Path) -> Iterator[Cluster]:
-    """A cluster with room for blocks of 2 MiB."""
+    """Cluster with memory for blocks of 2 MiB."""
     cluster = Cluster(tmp_path / "cluster", arena=128 * MIB, pool=256 * MIB)
     yield cluster
     cluster.stop()
 
 
 def program(socket: Path, *, checked: bool) -> str:
-    """All Python of the README as one program, with the agent's socket and a patience that a busy machine needs.
+    """Returns all Python of the pages as one program, with the agent's socket and a long wait.
 
     Args:
-        socket: of the agent.
-        checked: whether what holds before and behind its blocks is made and asserted.
+        socket: socket of the agent.
+        checked: whether to add `BEFORE` and `CHECKS`.
     """
     parts = []
     for block in readme.blocks("python"):
@@ -79,11 +79,11 @@ def program(socket: Path, *, checked: bool) -> str:
         parts += [text for name, text in CHECKS.items() if checked and name in block]
     text = "\n".join(parts)
     assert text.count(readme.SOCKET) == text.count(QUICK) == 1
-    return text.replace(readme.SOCKET, str(socket)).replace(QUICK, "question.poll(60.0)")
+    return text.replace(readme.SOCKET, str(socket)).replace(QUICK, "match.poll(60.0)")
 
 
 def run(text: str, folder: Path) -> str:
-    """Runs a program; what it has printed."""
+    """Runs a program and returns its output."""
     script = folder / "example.py"
     script.write_text(text)
     ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=120)
@@ -91,29 +91,31 @@ def run(text: str, folder: Path) -> str:
     return ended.stdout
 
 
-def test_every_block_of_python_is_part_of_the_program() -> None:
+def test_every_python_block_is_part_of_the_program() -> None:
     fences = [line for line in readme.TEXT.splitlines() if line.lstrip().startswith("```") and line.strip() != "```"]
-    assert {fence.strip() for fence in fences} == {"```python", "```sh"}, "write Python as Python: it is run"
+    assert {fence.strip() for fence in fences} == {"```python", "```sh"}, (
+        "mark Python as `python`, so that it is tested"
+    )
     assert len(readme.blocks("python")) == fences.count("```python")
     text = program(Path("/nonexistent"), checked=False)
     lines = [line for block in readme.blocks("python") for line in block.splitlines() if "SOCKET =" not in line]
     assert all(line in text or QUICK in line for line in lines)
 
 
-def test_the_examples_save_and_load_what_they_say(demo: Cluster, tmp_path: Path) -> None:
-    said = run(program(demo.agents[0].socket, checked=True), tmp_path).splitlines()
-    whole = [True] * BLOCK_COUNT
-    assert said[0].split(" ", 1)[1] == f"load {whole} 0 None"
-    assert sorted(line.split(" ", 1)[1] for line in said[1:]) == [f"load {whole} 0 None", "save [] 0 None"]
+def test_the_examples_save_and_load_their_blocks(demo: Cluster, tmp_path: Path) -> None:
+    output = run(program(demo.agents[0].socket, checked=True), tmp_path).splitlines()
+    all_ok = [True] * BLOCK_COUNT
+    assert output[0].split(" ", 1)[1] == f"load {all_ok} 0 None"
+    assert sorted(line.split(" ", 1)[1] for line in output[1:]) == [f"load {all_ok} 0 None", "save [] 0 None"]
 
 
-def test_the_examples_run_as_they_are_shown_twice(demo: Cluster, tmp_path: Path) -> None:
+def test_the_examples_run_unchanged_twice(demo: Cluster, tmp_path: Path) -> None:
     text = program(demo.agents[0].socket, checked=False)
     for _ in range(2):
         assert len(run(text, tmp_path).splitlines()) == 3
 
 
-def test_every_configuration_that_is_shown_is_json_and_names_the_agents_socket() -> None:
-    shown = [config for command in readme.blocks("sh") for config in readme.configurations(command)]
-    assert len(shown) == "".join(readme.blocks("sh")).count("-config '{") == 3
-    assert all(f'"socket": "{readme.SOCKET}"' in json.dumps(config) for config in shown)
+def test_every_configuration_is_json_with_the_agent_s_socket() -> None:
+    configs = [config for command in readme.blocks("sh") for config in readme.configurations(command)]
+    assert len(configs) == "".join(readme.blocks("sh")).count("-config '{") == 3
+    assert all(f'"socket": "{readme.SOCKET}"' in json.dumps(config) for config in configs)

@@ -1,4 +1,4 @@
-"""An error that repeats takes one line, then a count once an interval, then an end."""
+"""A repeated error is logged once, then as a count per interval, then as ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from reprise.repeated_log import INTERVAL_S, KINDS_MAX, RepeatedLog
 
 
 class Clock:
-    """Time of a test."""
+    """Clock controlled by the test."""
 
     now = 0.0
 
@@ -24,7 +24,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
     return taken
 
 
-def test_an_error_is_logged_once_and_then_counted_until_it_ends(caplog: pytest.LogCaptureFixture) -> None:
+def test_error_is_logged_once_and_then_counted_until_it_ends(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="reprise")
     clock = Clock()
     log = RepeatedLog("blocks were not saved", clock)
@@ -38,19 +38,21 @@ def test_an_error_is_logged_once_and_then_counted_until_it_ends(caplog: pytest.L
     assert lines(caplog) == [("WARNING", repeated)]
     clock.now += INTERVAL_S
     log.note(None)
-    assert lines(caplog) == [("INFO", "blocks were not saved: no longer (100 times in all): no room for 99 blocks")]
+    assert lines(caplog) == [
+        ("INFO", "blocks were not saved: no longer occurs (100 times in total): no room for 99 blocks")
+    ]
     log.note("no room for 1 blocks")
     assert [level for level, _ in lines(caplog)] == ["WARNING"]
 
 
-def test_errors_of_different_kinds_have_lines_of_their_own_up_to_a_bound(caplog: pytest.LogCaptureFixture) -> None:
+def test_kinds_of_errors_have_separate_lines_up_to_a_limit(caplog: pytest.LogCaptureFixture) -> None:
     log = RepeatedLog("blocks were not saved", Clock())
     for number in range(4 * KINDS_MAX):
         log.note("error " + "x" * number)
     assert len(lines(caplog)) == KINDS_MAX + 1
 
 
-def test_a_single_error_ends_without_a_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_end_of_a_single_error_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="reprise")
     clock = Clock()
     log = RepeatedLog("blocks were not saved", clock)

@@ -1,4 +1,4 @@
-"""Weights are told apart by what they are, wherever they lie."""
+"""Weights are identified by their contents, independent of their path."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 from reprise import weights
 
 LARGE, SMALL = 1 << 20, 64
-"""Bytes of tensors."""
+"""Sizes of tensors in bytes."""
 
 
 def write(folder: Path, tensors: dict[str, bytes]) -> Path:
-    """A safetensors file."""
+    """Writes a safetensors file and returns its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     described, end = {}, 0
     for name, content in tensors.items():
@@ -27,7 +27,7 @@ def write(folder: Path, tensors: dict[str, bytes]) -> Path:
 
 
 def tensors(**changes: bytes) -> dict[str, bytes]:
-    """Large tensors with small ones in between."""
+    """Returns large tensors with small ones in between."""
     flat = {
         f"{layer}.{kind}": bytes([layer]) * size for layer in range(6) for kind, size in (("a", LARGE), ("b", SMALL))
     }
@@ -35,27 +35,27 @@ def tensors(**changes: bytes) -> dict[str, bytes]:
 
 
 def digest(folder: Path) -> str:
-    """Of a folder's weights."""
+    """Returns the digest of a folder's weights."""
     return weights.sample(weights.files(folder))
 
 
-def test_equal_weights_are_the_same_wherever_they_lie(tmp_path: Path) -> None:
+def test_equal_weights_in_different_folders_have_equal_digests(tmp_path: Path) -> None:
     assert digest(write(tmp_path / "one", tensors())) == digest(write(tmp_path / "two", tensors()))
 
 
 @pytest.mark.parametrize("layer", range(6))
-def test_one_small_tensor_that_has_changed_makes_other_weights(tmp_path: Path, layer: int) -> None:
+def test_change_of_one_small_tensor_changes_the_digest(tmp_path: Path, layer: int) -> None:
     changed = tensors(**{f"{layer}.b": b"\xff" * SMALL})
     assert digest(write(tmp_path / "one", tensors())) != digest(write(tmp_path / "two", changed))
 
 
-def test_a_tensor_that_has_another_name_or_kind_makes_other_weights(tmp_path: Path) -> None:
+def test_rename_of_a_tensor_changes_the_digest(tmp_path: Path) -> None:
     flat = tensors()
     renamed = {name.replace("0.a", "0.c"): content for name, content in flat.items()}
     assert digest(write(tmp_path / "one", flat)) != digest(write(tmp_path / "two", renamed))
 
 
-def test_files_of_other_formats_are_told_apart_by_pieces(tmp_path: Path) -> None:
+def test_files_of_other_formats_are_distinguished_by_pieces(tmp_path: Path) -> None:
     one, two = tmp_path / "one.gguf", tmp_path / "two.gguf"
     one.write_bytes(bytes(LARGE))
     two.write_bytes(bytes(LARGE - 1) + b"\1")
@@ -74,13 +74,13 @@ def test_files_of_other_formats_are_told_apart_by_pieces(tmp_path: Path) -> None
         (10).to_bytes(8, "little") + b'{"a": 1.0}',
     ],
 )
-def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_rejects_invalid_safetensors_files(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(ValueError, match=r"is no safetensors file.*et weights_digest"):
+    with pytest.raises(ValueError, match=r"invalid safetensors file.*set weights_digest"):
         digest(tmp_path)
 
 
-def test_a_snapshot_of_the_hub_is_known_by_its_path() -> None:
+def test_recognises_a_hub_snapshot_by_its_path() -> None:
     commit = "607a30d783dfa663caf39e06633721c8d4cfcd7e"
     hub = "/cache/hub/models--meta-llama--Llama-3.1-8B/snapshots"
     assert weights.hub_snapshot(f"{hub}/{commit}") == ("meta-llama/Llama-3.1-8B", commit)

@@ -1,8 +1,8 @@
-//! What must be so when faults have stopped and time has passed: everything has come to its end, nothing is left over,
-//! and the directory is the union of the agents' inventories.
+//! Checks after the end of all faults: every operation has ended, nothing is left over, and the directory is
+//! the union of the agents' inventories.
 //!
-//! What must be so at every step is checked where it happens: the audits of the cores in `node.rs` and `plane.rs`, bytes
-//! in `engine.rs` and `peers.rs`, promises in `faults.rs`.
+//! Checks after every step are in the modules concerned: audits of the cores in `node.rs` and
+//! `control_plane.rs`, contents in `engine.rs` and `peers.rs`, durability in `random_faults.rs`.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,18 +13,18 @@ use crate::network::Host;
 use crate::store::{Key, Prefix, Revision, Value};
 
 use crate::node::count_all;
-use crate::reporting::OwnState;
-use crate::setup::{Limits, SETTLE, all_keys, layout_of};
-use crate::world::World;
+use crate::reports::StateSnapshot;
+use crate::setup::{FINISH_TIME, Limits, all_keys, layout_of};
+use crate::simulation::Simulation;
 
-/// A header page in front of every block on a device.
+/// Size of the header page in front of every block on a device, in bytes.
 const HEADER_BYTES: u64 = 4096;
 
-impl World {
-    /// Faults stop; what was asked is answered; engines go; nothing is left.
-    pub(crate) fn settle(&mut self) {
+impl Simulation {
+    /// Ends the faults, lets open requests finish, stops the engines and checks the final state.
+    pub(crate) fn finish(&mut self) {
         self.end_faults();
-        self.run_until(self.now.after(SETTLE));
+        self.run_until(self.now.after(FINISH_TIME));
         for node in 0..self.nodes.len() {
             let sessions: Vec<SessionId> = self.process(node).sessions.keys().copied().collect();
             for session in sessions {
@@ -35,12 +35,12 @@ impl World {
         }
         self.drain_in_calm();
         self.cordon_all();
-        self.run_until(self.now.after(SETTLE));
+        self.run_until(self.now.after(FINISH_TIME));
         if self.setup.limits == Limits::Budgets {
             self.share_out();
         }
         for node in 0..self.nodes.len() {
-            count_all(&mut self.seen, self.nodes[node].process.as_ref().expect("it runs"));
+            count_all(&mut self.seen, self.nodes[node].process.as_ref().expect("the agent runs"));
             self.assert_nothing_left(node);
         }
         self.assert_converged();
@@ -63,8 +63,8 @@ impl World {
             ("pulls", counters.pulls_waiting),
             ("bytes of pulls", counters.pulls_in_flight_bytes),
             ("offers", process.offers.len() as u64),
-            ("offers of peers", process.heard_offers.len() as u64),
-            ("questions of places", client.placings.len() as u64),
+            ("offers of peers", process.received_offers.len() as u64),
+            ("placement requests", client.placements.len() as u64),
             ("jobs", process.jobs.len() as u64),
             ("fetches", process.fetches.len() as u64),
             ("requests of peers", process.serves.len() as u64),
@@ -75,11 +75,12 @@ impl World {
         for (what, count) in left {
             assert_eq!(count, 0, "node {node}: {what} are left");
         }
-        assert_eq!(process.core.next_deadline(), None, "node {node}: nothing is left to wait for");
+        assert_eq!(process.core.next_deadline(), None, "node {node}: the core still has a deadline");
         self.assert_space(node);
     }
 
-    /// The bytes in use are those of the blocks that were announced, and of slots that lost devices kept.
+    /// Checks that the bytes in use are those of announced blocks and of slots that lost devices may still
+    /// write to.
     fn assert_space(&mut self, node: usize) {
         let process = self.process(node);
         let counters = process.core.counters();
@@ -100,14 +101,15 @@ impl World {
         );
     }
 
-    /// Every slot has one owner, who knows everything; everybody knows who that is.
+    /// Checks that every slot has one owner with all inventories, and that all members and agents know the
+    /// owner.
     fn assert_converged(&mut self) {
-        let listed = self.keeper.store.range(Prefix::Members);
+        let listed = self.store_process.store.range(Prefix::Members);
         let registered: BTreeMap<usize, Revision> = listed
             .into_iter()
             .map(|(key, entry)| match key {
                 Key::Member(name) => (name, entry.created),
-                other => unreachable!("{other:?} is no member"),
+                other => unreachable!("unexpected value of a member entry: {other:?}"),
             })
             .collect();
         assert_eq!(registered.len(), self.members.len(), "every member is registered");
@@ -130,8 +132,8 @@ impl World {
         }
         let phantom: Vec<_> = known.difference(&held).collect();
         let missing: Vec<_> = held.difference(&known).collect();
-        assert!(phantom.is_empty(), "the directory names what is not there: {phantom:?}");
-        assert!(missing.is_empty(), "the directory does not name what is there: {missing:?}");
+        assert!(phantom.is_empty(), "the directory lists missing replicas: {phantom:?}");
+        assert!(missing.is_empty(), "the directory lacks replicas: {missing:?}");
     }
 
     fn assert_member_converged(
@@ -141,27 +143,31 @@ impl World {
         owned: &mut SlotSet,
     ) {
         let now = self.time(Host::Member(member));
-        let running = self.members[member].as_ref().expect("it was started again");
+        let running = self.members[member].as_ref().expect("the member was restarted");
         assert_eq!(&running.view.members, registered, "member {member} does not know the members");
         assert!(running.certain_map(now).is_some(), "member {member} is not sure of its place");
         let (slots, size) = (running.directory.owned(), running.directory.size());
         assert!(owned.and(slots).is_empty(), "member {member} has slots of another");
-        assert_eq!(size.slots_partial, 0, "member {member} does not know everything");
+        assert_eq!(size.slots_partial, 0, "member {member} does not know all inventories");
         *owned = owned.or(slots);
     }
 
-    /// A member knows of every node how it is.
+    /// Checks that a member has the latest report of every node.
     fn assert_reports_arrived(&self, member: usize) {
-        let running = self.members[member].as_ref().expect("it was started again");
+        let running = self.members[member].as_ref().expect("the member was restarted");
         for node in 0..self.nodes.len() {
-            let core = &self.nodes[node].process.as_ref().expect("it runs").core;
-            let state = OwnState::of(core);
+            let core = &self.nodes[node].process.as_ref().expect("the agent runs").core;
+            let state = StateSnapshot::of(core);
             let known = running.report_of(self.number_of(node));
-            assert_eq!(known, Some(&state.report()), "member {member} does not know how node {node} is");
+            assert_eq!(
+                known,
+                Some(&state.report()),
+                "member {member} does not know the state of node {node}"
+            );
         }
     }
 
-    /// Replicas that a member names.
+    /// Returns the replicas in a member's directory.
     fn known_by(&mut self, member: usize) -> Vec<(NodeId, BlockKey, Tier)> {
         let (now, keys) = (self.time(Host::Member(member)), all_keys());
         let answered = self.member(member).lookup(now, &keys, None);
@@ -172,27 +178,27 @@ impl World {
         keys.iter().zip(answered.found).flat_map(of).collect()
     }
 
-    /// The number of a machine's agent, as the store has it.
+    /// Returns the number of a host's agent from the store.
     fn number_of(&self, node: usize) -> NodeId {
-        let entry = self.keeper.store.get(Key::Node(node)).expect("every agent has registered");
+        let entry = self.store_process.store.get(Key::Node(node)).expect("every agent has registered");
         match &entry.value {
             Value::Node(record) => record.node,
-            other => unreachable!("{other:?} is no record of a node"),
+            other => unreachable!("unexpected value of a node record: {other:?}"),
         }
     }
 
     fn assert_agent_converged(&mut self, node: usize, number: NodeId) {
         let members = self.members.len();
         let client = self.client(node);
-        let routes = client.routes.as_ref().expect("it has a map");
+        let routes = client.routes.as_ref().expect("the agent has a map");
         assert_eq!(routes.links.len(), members, "node {node} does not know all members");
         for link in &routes.links {
             let link = &client.links[link];
             let (granted, up, of) = (link.granted, link.up, link.member);
             let registered = granted.is_some_and(|granted| granted.node == number);
             assert!(registered, "node {node}, number {number}, is registered with member {of}: {granted:?}");
-            assert!(up, "node {node} is heard by member {of}");
+            assert!(up, "node {node} has a working link to member {of}");
         }
-        assert_eq!(client.host_of(number), Some(node), "node {node} does not know where it is");
+        assert_eq!(client.host_of(number), Some(node), "node {node} does not know its own host");
     }
 }

@@ -1,29 +1,29 @@
-//! An agent's client of the control plane: which members there are, a link to each, and the calls that are under way.
+//! An agent's client of the control plane: the known members, a link to each, and the calls in flight.
 //!
-//! As `node-agent/src/directory/members.rs`, which is made of futures and cannot run here: one member, called home, tells of
-//! members and nodes; when it is silent, not sure of its place, or gone, the next one becomes home. Links of members that
-//! have left the map are kept for a while.
+//! As `node-agent/src/directory/members.rs`, which uses futures and cannot run here. One member, called home,
+//! reports members and nodes. When home is silent, unsure of its place, or gone, the next member becomes
+//! home. Links of members that have left the map are kept for a while.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use reprise_agent_core::backoff::Backoff;
-use reprise_agent_core::directions::Directions;
+use reprise_agent_core::directives::Directives;
 use reprise_agent_core::effect::{LookupId, PlaceId};
 use reprise_agent_core::outbox::Outbox;
 use reprise_policy::shards::ShardMap;
 use reprise_policy::{BlockKey, Epoch, NodeId, Tick};
 
-use crate::asking::Asking;
 use crate::link::{Link, LinkCall, LinkId};
+use crate::lookups::PendingLookup;
 use crate::messages::{CallId, MemberList, Message, NodeInfo, Reply, Request};
 use crate::network::{Host, LineId};
-use crate::placing::Placing;
+use crate::placement_requests::PendingPlacement;
 use crate::setup::{CALL_TIMEOUT, KEEP_ALIVE_EVERY, LINK_KEPT, UNSURE_MAX, Variant};
-use crate::world::{Local, World, take_where};
+use crate::simulation::{AgentStep, Simulation, take_where};
 
-/// See the module.
+/// The client of one agent; see the module.
 #[derive(Debug, Default)]
 pub(crate) struct Client {
     pub(crate) links: BTreeMap<LinkId, Link>,
@@ -32,11 +32,11 @@ pub(crate) struct Client {
     calls: BTreeMap<CallId, Call>,
     calls_begun: u64,
     home: Home,
-    /// As home has last named them, by number.
+    /// Latest list of nodes from home, by number.
     nodes: Option<Arc<[NodeInfo]>>,
-    pub(crate) lookups: BTreeMap<LookupId, Asking>,
-    pub(crate) placings: BTreeMap<PlaceId, Placing>,
-    pub(crate) directions: Directions,
+    pub(crate) lookups: BTreeMap<LookupId, PendingLookup>,
+    pub(crate) placements: BTreeMap<PlaceId, PendingPlacement>,
+    pub(crate) directions: Directives,
 }
 
 /// A map of slots, and the link to each of its members.
@@ -47,18 +47,18 @@ pub(crate) struct Routes {
     pub(crate) links: Vec<LinkId>,
 }
 
-/// The member that tells of members and nodes.
+/// The member that reports members and nodes.
 #[derive(Debug, Default)]
 struct Home {
     turn: usize,
-    /// Counts the attempts to follow: what belongs to an older one is passed over.
+    /// Counts the attempts to follow: events of earlier attempts are ignored.
     attempt: u64,
     member: Option<usize>,
     line: Option<LineId>,
-    /// It has answered: under this call it says what is new.
+    /// The call on which home sends updates, once it has answered.
     stream: Option<CallId>,
     unsure_since: Option<Tick>,
-    /// The last look at the connection found nobody at its end.
+    /// The last keep-alive found no process at the other end.
     quiet: bool,
     backoff: Backoff,
 }
@@ -69,28 +69,28 @@ struct Call {
     line: LineId,
 }
 
-/// What a call is for.
+/// Purpose of a call.
 #[derive(Clone, Debug)]
 pub(crate) enum Purpose {
     Link(LinkId, LinkCall),
-    /// The part of a lookup at these places.
+    /// The part of a lookup for the keys at these indices.
     Lookup {
         lookup: LookupId,
         link: LinkId,
         places: Vec<u32>,
     },
-    /// The list of a member whose map is newer.
+    /// Requests the list of a member whose map is newer.
     Learn {
         lookup: LookupId,
     },
-    /// The part of a question of places, under a registration.
+    /// The part of a placement request, under a registration.
     Place {
         place: PlaceId,
         link: LinkId,
         epoch: Epoch,
         places: Vec<u32>,
     },
-    /// As `Learn`.
+    /// As `Learn`, for a placement request.
     LearnOfPlaces {
         place: PlaceId,
     },
@@ -102,41 +102,41 @@ impl Routes {
         self.map.epoch()
     }
 
-    /// Of the members in the map.
+    /// Digest of the members in the map.
     pub(crate) fn digest(&self) -> u64 {
         self.map.digest()
     }
 
-    /// Whether a link's member owns a hash slot.
+    /// Reports whether a link's member owns a hash slot.
     pub(crate) fn owns(&self, link: LinkId, slot: u16) -> bool {
         self.map.owner(slot).is_some_and(|owner| self.links[usize::from(owner.0)] == link)
     }
 
-    /// The link to the owner of a key.
+    /// Returns the link to the owner of a key.
     pub(crate) fn owner(&self, key: &BlockKey) -> Option<LinkId> {
         self.map.owner_of(key).map(|owner| self.links[usize::from(owner.0)])
     }
 }
 
 impl Client {
-    /// Where a node is; `None` for one that home has not named.
+    /// Returns the host of a node; `None` for a node that home has not reported.
     pub(crate) fn host_of(&self, node: NodeId) -> Option<usize> {
         let nodes = self.nodes.as_ref()?;
         nodes.binary_search_by_key(&node, |info| info.node).ok().map(|at| nodes[at].host)
     }
 
-    /// The number of the agent of a machine; `None` for one that home has not named.
+    /// Returns the number of the agent on a host; `None` for an agent that home has not reported.
     pub(crate) fn node_at(&self, host: usize) -> Option<NodeId> {
         let nodes = self.nodes.as_ref()?;
         nodes.iter().find(|info| info.host == host).map(|info| info.node)
     }
 
-    /// Agents begin with different homes.
+    /// Starts the client; `turn` selects different homes for different agents.
     pub(crate) fn begin(&mut self, turn: usize) {
         self.home.turn = turn;
     }
 
-    /// Calls without an answer, other than those that go on for ever.
+    /// Number of calls without an answer, except those that never end.
     pub(crate) fn waiting(&self) -> usize {
         let ends = |call: &&Call| {
             !matches!(
@@ -148,7 +148,7 @@ impl Client {
         self.calls.values().filter(ends).count()
     }
 
-    /// Whether some member answers and knows this node.
+    /// Reports whether a member answers and knows this node.
     pub(crate) fn is_connected(&self) -> bool {
         self.links.values().any(|link| link.up)
     }
@@ -158,14 +158,14 @@ impl Client {
     }
 }
 
-impl World {
+impl Simulation {
     pub(crate) fn client(&mut self, node: usize) -> &mut Client {
         &mut self.process(node).client
     }
 
-    // ---- calls -------------------------------------------------------------------------------------------------
+    // ---- calls --------------------------------------------------------------------------------------------
 
-    /// Calls over a connection, for a time by the agent's clock.
+    /// Sends a call over a connection, with a timeout by the agent's clock.
     pub(crate) fn call(
         &mut self,
         node: usize,
@@ -178,17 +178,18 @@ impl World {
         client.calls_begun += 1;
         client.calls.insert(call, Call { of, line });
         self.send(line, 1, Message::Call { call, request });
-        self.later(node, time, Local::CallTimeout(call));
+        self.later(node, time, AgentStep::CallTimeout(call));
     }
 
     pub(crate) fn call_timeout(&mut self, node: usize, call: CallId) {
-        let endless = self.setup.variant == Variant::LookupsWithoutEnd;
+        let endless = self.setup.variant == Variant::LookupsWithoutDeadline;
         let calls = &mut self.client(node).calls;
         if endless && calls.get(&call).is_some_and(|call| matches!(call.of, Purpose::Lookup { .. })) {
             return;
         }
         let Some(Call { of, line }) = calls.remove(&call) else { return };
-        // Keep-alives have found by now that nobody is there; beats take a new connection whenever one fails.
+        // Keep-alives have detected by now that the other end is gone; heartbeats open a new connection after
+        // each failure.
         if matches!(of, Purpose::Link(_, LinkCall::Beat { .. })) || !self.far_lives(line) {
             self.drop_line(node, line);
         }
@@ -201,7 +202,7 @@ impl World {
         lost.into_iter().for_each(|(_, call)| self.call_failed(node, call.of));
         let home = &self.client(node).home;
         if home.line == Some(line) && home.stream.is_some() {
-            self.leave_home(node);
+            self.drop_home(node);
         }
     }
 
@@ -218,13 +219,13 @@ impl World {
             Purpose::Learn { lookup } => self.lookup_over(node, lookup),
             Purpose::Place { place, .. } => self.place_part_over(node, place),
             Purpose::LearnOfPlaces { place } => self.place_over(node, place),
-            Purpose::Follow => self.leave_home(node),
+            Purpose::Follow => self.drop_home(node),
         }
     }
 
     pub(crate) fn on_answer(&mut self, node: usize, call: CallId, reply: Reply) {
         if self.client(node).home.stream == Some(call) {
-            return self.home_says(node, reply);
+            return self.on_home_message(node, reply);
         }
         let Some(Call { of, .. }) = self.client(node).calls.remove(&call) else { return };
         match (of, reply) {
@@ -248,15 +249,15 @@ impl World {
                 let home = &mut self.client(node).home;
                 home.stream = Some(call);
                 home.backoff.reset();
-                self.home_says(node, reply);
+                self.on_home_message(node, reply);
             }
-            (of, reply) => unreachable!("{reply:?} is no answer to {of:?}"),
+            (of, reply) => unreachable!("unexpected answer to {of:?}: {reply:?}"),
         }
     }
 
-    // ---- following ---------------------------------------------------------------------------------------------
+    // ---- following ----------------------------------------------------------------------------------------
 
-    /// Follows members and nodes at the next home: those of the map first, then all that the configuration names.
+    /// Follows members and nodes at the next home: first those of the map, then all configured ones.
     pub(crate) fn follow_home(&mut self, node: usize) {
         let configured = 0..self.members.len();
         let client = self.client(node);
@@ -273,10 +274,10 @@ impl World {
         let line = self.open_line(Host::Node(node), Host::Member(member));
         self.client(node).home.line = Some(line);
         self.call(node, (line, Purpose::Follow), Request::Watch, CALL_TIMEOUT);
-        self.later(node, KEEP_ALIVE_EVERY, Local::LookAtHome { attempt });
+        self.later(node, KEEP_ALIVE_EVERY, AgentStep::CheckHome { attempt });
     }
 
-    fn leave_home(&mut self, node: usize) {
+    fn drop_home(&mut self, node: usize) {
         let random = self.rng.next() as u32;
         let home = &mut self.client(node).home;
         (home.member, home.stream) = (None, None);
@@ -285,11 +286,11 @@ impl World {
         if let Some(line) = line {
             self.break_line(line);
         }
-        self.later(node, delay, Local::Follow);
+        self.later(node, delay, AgentStep::Follow);
     }
 
-    /// Keep-alives of the connection: nobody there twice in a row, and it is given up.
-    pub(crate) fn look_at_home(&mut self, node: usize, attempt: u64) {
+    /// Checks the connection by keep-alives: home is dropped if the other end is missing twice in a row.
+    pub(crate) fn check_home(&mut self, node: usize, attempt: u64) {
         let home = &self.client(node).home;
         let (Some(member), Some(line)) = (home.member, home.line) else { return };
         if home.attempt != attempt || home.stream.is_none() {
@@ -298,34 +299,34 @@ impl World {
         let cut = self.network.is_cut(Host::Node(node), Host::Member(member));
         let quiet = cut || !self.far_lives(line);
         if std::mem::replace(&mut self.client(node).home.quiet, quiet) && quiet {
-            return self.leave_home(node);
+            return self.drop_home(node);
         }
-        self.later(node, KEEP_ALIVE_EVERY, Local::LookAtHome { attempt });
+        self.later(node, KEEP_ALIVE_EVERY, AgentStep::CheckHome { attempt });
     }
 
-    /// Beats to a member fail: it is home no more.
+    /// Drops home because heartbeats to it fail.
     pub(crate) fn home_is_silent(&mut self, node: usize, member: usize) {
         let home = &self.client(node).home;
         if home.member == Some(member) && home.stream.is_some() {
-            self.leave_home(node);
+            self.drop_home(node);
         }
     }
 
-    /// A home has been unsure of its own place for too long.
+    /// Drops a home that has been unsure of its own place for too long.
     pub(crate) fn home_is_unsure(&mut self, node: usize, attempt: u64) {
         let now = self.time(Host::Node(node));
         let home = &self.client(node).home;
         let long = home.unsure_since.is_some_and(|since| now.since(since) >= UNSURE_MAX);
         if home.attempt == attempt && long {
-            self.leave_home(node);
+            self.drop_home(node);
         }
     }
 
-    fn home_says(&mut self, node: usize, reply: Reply) {
+    fn on_home_message(&mut self, node: usize, reply: Reply) {
         match reply {
             Reply::Members(list) => self.home_lists(node, &list),
             Reply::Nodes(nodes) => self.client(node).nodes = Some(nodes),
-            other => unreachable!("{other:?} is not what a home says"),
+            other => unreachable!("unexpected message of a home: {other:?}"),
         }
     }
 
@@ -338,16 +339,17 @@ impl World {
         } else if home.unsure_since.is_none() {
             home.unsure_since = Some(now);
             let attempt = home.attempt;
-            self.later(node, UNSURE_MAX, Local::HomeUnsure { attempt });
+            self.later(node, UNSURE_MAX, AgentStep::HomeUnsure { attempt });
         }
         if list.registered || (self.client(node).routes.is_none() && !list.members.is_empty()) {
             self.take_list(node, list);
         }
     }
 
-    // ---- the map -----------------------------------------------------------------------------------------------
+    // ---- the map ------------------------------------------------------------------------------------------
 
-    /// What a member lists that was asked because its map is newer; home, which may have told more, does not say it again.
+    /// Takes over the list of a member that has a newer map. Home may have sent a newer list already, and
+    /// would not repeat it.
     fn learn_list(&mut self, node: usize, list: &MemberList) {
         let known = self.client(node).routes.as_ref().map(|routes| routes.map.epoch());
         if list.registered && known.is_none_or(|known| list.epoch > known) {
@@ -365,11 +367,11 @@ impl World {
         }
         let gone: Vec<LinkId> = client.links.keys().filter(|id| !links.contains(id)).copied().collect();
         client.routes = Some(Routes { map, links: links.clone() });
-        gone.into_iter().for_each(|link| self.later(node, LINK_KEPT, Local::CloseIfGone(link)));
-        // Whose slots are others now would say so with its next beat; asking is sooner.
+        gone.into_iter().for_each(|link| self.later(node, LINK_KEPT, AgentStep::CloseIfGone(link)));
+        // A member that has lost slots would report that with its next heartbeat; a request is sooner.
         for id in links {
             if let Some(link) = self.client(node).links.get_mut(&id) {
-                link.outbox.doubt();
+                link.outbox.invalidate_slots();
                 self.pump(node, id);
             }
         }
@@ -377,7 +379,7 @@ impl World {
 
     fn link_or_new(&mut self, node: usize, member: usize) -> LinkId {
         let limit = match self.setup.variant {
-            Variant::QueueWithoutBound => usize::MAX,
+            Variant::UnboundedQueue => usize::MAX,
             _ => self.setup.changes_queued_max,
         };
         let client = self.client(node);
@@ -387,12 +389,12 @@ impl World {
         let id = LinkId(client.links_begun);
         client.links_begun += 1;
         client.links.insert(id, Link::new(member, Outbox::new(limit)));
-        self.later(node, Duration::ZERO, Local::Register(id));
-        self.later(node, Duration::ZERO, Local::Report(id));
+        self.later(node, Duration::ZERO, AgentStep::Register(id));
+        self.later(node, Duration::ZERO, AgentStep::Report(id));
         id
     }
 
-    /// Closes a link whose member has not come back.
+    /// Closes a link whose member has not returned.
     pub(crate) fn close_if_gone(&mut self, node: usize, id: LinkId) {
         let client = self.client(node);
         let back = client.routes.as_ref().is_some_and(|routes| routes.links.contains(&id));

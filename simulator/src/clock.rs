@@ -1,76 +1,75 @@
-//! The clock of one process: how it differs from the world's, and what becomes of it when its machine stands still.
+//! The clock of one process: its drift, and its behaviour while its machine is stopped.
 //!
-//! Processes never see the world's time: cores get what their process's clock shows, and timers are due when it shows
-//! their instant. A clock begins anywhere and runs a little too fast or too slow. When a process is stopped its clock goes
-//! on (`SIGSTOP`); a suspended machine's stands still or comes back far ahead, as its hypervisor decides.
+//! Processes never see the simulation's time: cores get the time of their process's clock, and timers are due
+//! by that clock. A clock starts at any value and runs slightly too fast or too slow. While a process is
+//! stopped (`SIGSTOP`) its clock continues. The clock of a suspended machine stops, or jumps ahead on resume.
 
 use reprise_policy::Tick;
 
 use crate::rng::Rng;
 
-/// What a clock may run too fast or too slow, in millionths: ten times what quartz does.
+/// Maximum drift of a clock in millionths: ten times that of a quartz.
 const DRIFT_MAX: u64 = 1000;
-/// A world second in microseconds.
+/// A second of the simulation in microseconds.
 const SECOND: u64 = 1_000_000;
-/// Where clocks begin at the most.
+/// Maximum initial value of a clock in microseconds.
 const BEGIN_US_MAX: u64 = 3_600_000_000;
 
-/// What two clocks may differ by over some time, both wrong as far as they may be.
+/// Returns the maximum difference between two clocks over some time, with opposite maximum drifts.
 pub(crate) fn drift_max(micros: u64) -> u64 {
     micros * 2 * DRIFT_MAX / SECOND + 2
 }
 
-/// See the module.
+/// A drifting clock; see the module.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Clock {
-    /// At this instant of the world it showed `shown`.
+    /// Instant of the simulation at which the clock showed `shown`.
     since: Tick,
     shown: Tick,
-    /// Microseconds that it goes on in a second of the world.
+    /// Microseconds that the clock advances in a second of the simulation.
     pace: u64,
 }
 
-/// What a clock does while its process is stopped.
+/// Behaviour of a clock while its process is stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Stopped {
-    /// It goes on.
-    GoesOn,
-    /// It stands still.
-    Stands,
-    /// It comes back this many microseconds ahead.
+pub(crate) enum PauseClock {
+    Runs,
+    Stops,
+    /// The clock jumps ahead by this many microseconds.
     Jumps(u64),
 }
 
 impl Clock {
-    /// A process's clock, as it starts.
+    /// Draws the clock of a process that starts.
     pub(crate) fn draw(now: Tick, rng: &mut Rng) -> Clock {
         let shown = Tick(rng.next() % BEGIN_US_MAX);
         Clock { since: now, shown, pace: SECOND - DRIFT_MAX + rng.next() % (2 * DRIFT_MAX + 1) }
     }
 
-    /// What it shows at an instant of the world.
+    /// Returns the clock's value at an instant of the simulation.
     pub(crate) fn at(&self, now: Tick) -> Tick {
         Tick(self.shown.0 + (now.0 - self.since.0) * self.pace / SECOND)
     }
 
-    /// The first instant of the world at which it shows `shown` or more; it may be past.
+    /// Returns the first instant of the simulation at which the clock shows `shown` or more; it may be in the
+    /// past.
     pub(crate) fn when(&self, shown: Tick) -> Tick {
         let ahead = shown.0.saturating_sub(self.shown.0);
-        // Deadlines of an hour and more are far from 64 bits.
+        // Deadlines are at most hours away, far from overflow.
         Tick(self.since.0 + (ahead.saturating_mul(SECOND)).div_ceil(self.pace))
     }
 
-    /// Microseconds of the world in which it goes on by so many of its own.
+    /// Converts a duration by this clock to microseconds of the simulation.
     pub(crate) fn takes(&self, micros: u64) -> u64 {
         micros * SECOND / self.pace
     }
 
-    /// A process goes on at `now` that was stopped at `stopped`.
-    pub(crate) fn wake(&mut self, stopped: Tick, now: Tick, how: Stopped) {
+    /// Resumes at `now` a process that was stopped at `stopped`.
+    pub(crate) fn wake(&mut self, stopped: Tick, now: Tick, how: PauseClock) {
         let shown = match how {
-            Stopped::GoesOn => return,
-            Stopped::Stands => self.at(stopped),
-            Stopped::Jumps(ahead) => Tick(self.at(now).0 + ahead),
+            PauseClock::Runs => return,
+            PauseClock::Stops => self.at(stopped),
+            PauseClock::Jumps(ahead) => Tick(self.at(now).0 + ahead),
         };
         (self.since, self.shown) = (now, shown);
     }
@@ -97,15 +96,15 @@ mod tests {
     }
 
     #[test]
-    fn a_suspended_machine_loses_its_time_or_finds_more_of_it_and_never_goes_back() {
+    fn the_clock_of_a_suspended_machine_stops_or_jumps_and_never_runs_backwards() {
         let begun = Clock { since: Tick(0), shown: Tick(50), pace: SECOND };
         let woken = |how| {
             let mut clock = begun;
             clock.wake(Tick(100), Tick(1100), how);
             (clock.at(Tick(1100)), clock.at(Tick(1200)))
         };
-        assert_eq!(woken(Stopped::GoesOn), (Tick(1150), Tick(1250)));
-        assert_eq!(woken(Stopped::Stands), (Tick(150), Tick(250)));
-        assert_eq!(woken(Stopped::Jumps(5)), (Tick(1155), Tick(1255)));
+        assert_eq!(woken(PauseClock::Runs), (Tick(1150), Tick(1250)));
+        assert_eq!(woken(PauseClock::Stops), (Tick(150), Tick(250)));
+        assert_eq!(woken(PauseClock::Jumps(5)), (Tick(1155), Tick(1255)));
     }
 }

@@ -1,9 +1,9 @@
-//! A device that loses, reorders and tears what was not synced.
+//! A device that loses, reorders and tears writes that were not synced.
 //!
-//! Pages of metadata are kept whole; a block's payload is one number per layer. A write is seen by reads from its
-//! completion on, survives the death of the process from then on, and survives power loss for certain when a sync that
-//! was submitted after its completion has ended. At power loss each page of every other write is kept or dropped by
-//! chance; at the death of the process, each page of the writes that were running.
+//! Metadata pages are stored as bytes; a block's payload is one number per layer. A completed write is
+//! visible to reads and survives the death of the process. It is certain to survive a power loss once a sync
+//! that was submitted after its completion has ended. A power loss keeps or drops each page of every other
+//! write at random. The death of the process does the same to the writes in flight.
 
 use std::collections::BTreeMap;
 
@@ -15,29 +15,29 @@ use crate::memory::{Tag, rot};
 use crate::rng::Rng;
 
 const PAGE: usize = 4096;
-/// Of 1000 pages of a write that was cut off: those that are on the medium.
+/// Of 1000 pages of an interrupted write: those that reach the medium.
 const KEPT_PERMILLE: u64 = 500;
 
-/// See the module.
+/// A simulated device; see the module.
 #[derive(Debug)]
 pub(crate) struct Disk {
     bytes: u64,
     durable: Image,
     current: Image,
-    /// Completed, not synced; numbered in order of completion.
-    unsynced: Vec<(u64, Written)>,
+    /// Completed writes that are not synced, numbered in order of completion.
+    unsynced: Vec<(u64, DiskWrite)>,
     completed: u64,
     pub(crate) health: Health,
 }
 
-/// How the device behaves.
+/// Condition of the device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Health {
-    /// Gone for good: it must be replaced.
+    /// Permanently lost: the device must be replaced.
     pub(crate) lost: bool,
     /// Of 1000 operations: those that fail.
     pub(crate) errors_permille: u64,
-    /// Operations take so many times as long.
+    /// Factor on the duration of operations.
     pub(crate) slowness: u32,
 }
 
@@ -48,16 +48,16 @@ struct Image {
     payloads: BTreeMap<u64, Vec<Tag>>,
 }
 
-/// Something written.
+/// The data of one write.
 #[derive(Clone, Debug)]
-pub(crate) struct Written {
+pub(crate) struct DiskWrite {
     pages: Vec<(u64, Box<[u8]>)>,
     payload: Option<(u64, Vec<Tag>)>,
 }
 
-impl Written {
-    /// What an operation writes; the payload as it is in memory. `None` for a sync.
-    pub(crate) fn of(kind: &DeviceOpKind, payload: &[Tag]) -> Option<Written> {
+impl DiskWrite {
+    /// Returns the data that an operation writes, with the payload in memory. `None` for a sync.
+    pub(crate) fn of(kind: &DeviceOpKind, payload: &[Tag]) -> Option<DiskWrite> {
         let split = |offset: &u64, bytes: &[u8]| {
             assert!(offset.is_multiple_of(PAGE as u64) && bytes.len().is_multiple_of(PAGE), "whole pages");
             let first = offset / PAGE as u64;
@@ -65,18 +65,18 @@ impl Written {
         };
         match kind {
             DeviceOpKind::WritePages { offset, bytes } => {
-                Some(Written { pages: split(offset, bytes), payload: None })
+                Some(DiskWrite { pages: split(offset, bytes), payload: None })
             }
             DeviceOpKind::WriteBlock { offset, header, .. } => {
                 let payload = Some((offset / PAGE as u64, payload.to_vec()));
-                Some(Written { pages: split(offset, header), payload })
+                Some(DiskWrite { pages: split(offset, header), payload })
             }
             DeviceOpKind::Sync => None,
         }
     }
 
-    /// What of it reaches the medium when it is cut off.
-    pub(crate) fn torn(mut self, rng: &mut Rng) -> Written {
+    /// Returns the part that reaches the medium when the write is interrupted.
+    pub(crate) fn torn(mut self, rng: &mut Rng) -> DiskWrite {
         self.pages.retain(|_| rng.chance(KEPT_PERMILLE));
         self.payload = self.payload.filter(|_| rng.chance(KEPT_PERMILLE));
         self
@@ -84,7 +84,7 @@ impl Written {
 }
 
 impl Image {
-    fn apply(&mut self, written: &Written) {
+    fn apply(&mut self, written: &DiskWrite) {
         for (number, page) in &written.pages {
             self.pages.insert(*number, page.clone());
         }
@@ -95,7 +95,7 @@ impl Image {
 }
 
 impl Disk {
-    /// A formatted device with an empty pool. `identity` tells devices of one place from each other.
+    /// Creates a formatted device with an empty pool. `identity` distinguishes the devices of one place.
     pub(crate) fn format(bytes: u64, index: u8, identity: u64) -> Disk {
         let mut pool_uuid = [index + 1; 16];
         pool_uuid[..8].copy_from_slice(&identity.to_le_bytes());
@@ -105,7 +105,7 @@ impl Disk {
         let mut image = Image::default();
         for (offset, bytes) in DevicePool::format(&params).expect("sound parameters") {
             let kind = DeviceOpKind::WritePages { offset, bytes };
-            image.apply(&Written::of(&kind, &[]).expect("a write"));
+            image.apply(&DiskWrite::of(&kind, &[]).expect("a write"));
         }
         let health = Health { slowness: 1, ..Health::default() };
         Disk { bytes, durable: image.clone(), current: image, unsynced: Vec::new(), completed: 0, health }
@@ -115,7 +115,7 @@ impl Disk {
         self.bytes
     }
 
-    /// What an agent finds that opens the device.
+    /// Returns the state that an agent recovers when it opens the device.
     pub(crate) fn recover(&self) -> (DevicePool, Vec<StoredBlock>, RecoveryReport) {
         let mut recovery = Recovery::new(self.bytes);
         while let Some((offset, bytes)) = recovery.next_read() {
@@ -136,34 +136,34 @@ impl Disk {
         read
     }
 
-    /// A write has ended well, or part of one has reached the medium.
-    pub(crate) fn complete(&mut self, written: Written) {
+    /// Applies a write that has completed, or the part of one that has reached the medium.
+    pub(crate) fn complete(&mut self, written: DiskWrite) {
         self.current.apply(&written);
         self.unsynced.push((self.completed, written));
         self.completed += 1;
     }
 
-    /// A sync submitted now makes the writes below this number durable.
+    /// Returns the number below which a sync submitted now makes writes durable.
     pub(crate) fn covered(&self) -> u64 {
         self.completed
     }
 
-    /// A sync has ended.
+    /// Applies a sync that has ended.
     pub(crate) fn synced(&mut self, covered: u64) {
         for (_, written) in self.unsynced.extract_if(.., |(number, _)| *number < covered) {
             self.durable.apply(&written);
         }
     }
 
-    /// The process that used the device died while these writes were under way: what was completed stays.
-    pub(crate) fn abandon(&mut self, running: Vec<Written>, rng: &mut Rng) {
+    /// Handles the death of the process during these writes: completed writes survive.
+    pub(crate) fn abandon(&mut self, running: Vec<DiskWrite>, rng: &mut Rng) {
         for written in running {
             self.complete(written.torn(rng));
         }
     }
 
-    /// Power fails while these writes are under way.
-    pub(crate) fn power_loss(&mut self, running: Vec<Written>, rng: &mut Rng) {
+    /// Handles a power loss during these writes.
+    pub(crate) fn power_loss(&mut self, running: Vec<DiskWrite>, rng: &mut Rng) {
         let unsynced = std::mem::take(&mut self.unsynced).into_iter().map(|(_, written)| written);
         for written in unsynced.chain(running) {
             self.durable.apply(&written.torn(rng));
@@ -171,13 +171,13 @@ impl Disk {
         self.current = self.durable.clone();
     }
 
-    /// Header page and payload of the slot at a page.
+    /// Returns header page and payload of the slot at a page.
     pub(crate) fn read(&self, page: PageNumber) -> (Vec<u8>, &[Tag]) {
         let payload = self.current.payloads.get(&u64::from(page.0)).map_or([].as_slice(), |payload| payload);
         (self.read_bytes(page.offset(), PAGE), payload)
     }
 
-    /// A fault: the medium changes the payload of a slot. `which` chooses it.
+    /// Injects a fault: the medium changes the payload of a slot, selected by `which`.
     pub(crate) fn rot(&mut self, which: u64) {
         let count = self.current.payloads.len().max(1) as u64;
         let Some(page) = self.current.payloads.keys().nth((which % count) as usize).copied() else { return };

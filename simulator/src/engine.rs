@@ -1,7 +1,7 @@
-//! An engine as its agent's session sees it: what it asked for, what it was given, what it was told.
+//! An engine, as seen by its agent's session: requests, answers, notices, progress.
 //!
-//! Panics when an answer breaks the contract: a region that was not granted, a second answer, a late one, a notice too
-//! many, progress that goes back, bytes that nobody has committed under the key.
+//! Panics when an answer breaks the contract. Examples: a region that was not granted, a second or late
+//! answer, an extra notice, decreasing progress, bytes that were never committed under the key.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,18 +15,18 @@ use reprise_policy::{BlockKey, Layout, TenantId, Tick};
 use crate::memory::{Memory, Tag, is_damaged, verified};
 use crate::setup::tenant_of;
 
-/// See the module.
+/// State of an engine's session; see the module.
 #[derive(Debug)]
 pub(crate) struct Engine {
     pub(crate) tenant: TenantId,
     pub(crate) layout: Layout,
-    /// Reserved slots, and since when.
+    /// Reserved slots, and the time of the reservation.
     pub(crate) reserved: Vec<(LeaseId, ArenaSlot, Tick)>,
-    pub(crate) loads: BTreeMap<LoadId, HeldLoad>,
-    /// Commits whose notice has not come: the keys that it must account for.
+    pub(crate) loads: BTreeMap<LoadId, OpenLoad>,
+    /// Commits without a notice: the keys that the notice must account for.
     pub(crate) tickets: BTreeMap<Ticket, Vec<BlockKey>>,
-    asked: BTreeMap<RequestId, Question>,
-    /// The last message to the agent arrives then: the socket keeps their order.
+    pending: BTreeMap<RequestId, PendingRequest>,
+    /// Arrival of the last message to the agent: the socket preserves the order.
     pub(crate) last_sent: Tick,
     readable: BTreeSet<RegionId>,
     writable: BTreeSet<RegionId>,
@@ -34,9 +34,9 @@ pub(crate) struct Engine {
     requests: u64,
 }
 
-/// What a request was.
+/// Kind of a request.
 #[derive(Clone, Debug)]
-pub(crate) enum Asked {
+pub(crate) enum RequestKind {
     Reserve(u32),
     Commit(Vec<BlockKey>),
     Match(Vec<BlockKey>, Scope),
@@ -46,22 +46,23 @@ pub(crate) enum Asked {
 }
 
 #[derive(Debug)]
-struct Question {
-    asked: Asked,
-    /// Places of keys whose blocks are readable on the node: they must be found whatever else is away.
+struct PendingRequest {
+    kind: RequestKind,
+    /// Indices of keys whose blocks are readable on the node: the request must find them, even without other
+    /// nodes.
     held: Vec<usize>,
-    /// The agent must answer by then; known when it has the request.
+    /// Deadline of the agent's answer; known once the agent has the request.
     answer_by: Option<Tick>,
 }
 
-/// A load that was answered and is not released.
+/// A load that was answered and not released.
 #[derive(Debug)]
-pub(crate) struct HeldLoad {
+pub(crate) struct OpenLoad {
     pub(crate) keys: Vec<BlockKey>,
     pub(crate) since: Tick,
     blocks: Vec<LoadedBlock>,
     entry: ProgressEntry,
-    /// Blocks whose copy did not match: the engine looks at them no more.
+    /// Blocks whose copy did not match: the engine no longer reads them.
     given_up: BTreeSet<u32>,
 }
 
@@ -72,7 +73,7 @@ struct Page {
     layers: u32,
     failed: BTreeSet<u32>,
     done: bool,
-    /// It was held too long: what has failed may be anybody's.
+    /// The load was held too long: the memory of failed blocks may have been reused.
     over: bool,
 }
 
@@ -84,7 +85,7 @@ impl Engine {
             reserved: Vec::new(),
             loads: BTreeMap::new(),
             tickets: BTreeMap::new(),
-            asked: BTreeMap::new(),
+            pending: BTreeMap::new(),
             last_sent: Tick(0),
             readable: BTreeSet::new(),
             writable: BTreeSet::new(),
@@ -93,30 +94,31 @@ impl Engine {
         }
     }
 
-    /// Notes a request and gives it an id.
-    pub(crate) fn ask(&mut self, asked: Asked) -> RequestId {
+    /// Records a request and assigns its id.
+    pub(crate) fn ask(&mut self, kind: RequestKind) -> RequestId {
         self.requests += 1;
         let id = RequestId(self.requests);
-        self.asked.insert(id, Question { asked, held: Vec::new(), answer_by: None });
+        self.pending.insert(id, PendingRequest { kind, held: Vec::new(), answer_by: None });
         id
     }
 
-    /// The agent has a request and must answer by then; it has the blocks of the keys at these places.
+    /// Records that the agent has a request, the deadline of its answer, and the indices of keys with blocks
+    /// on the node.
     pub(crate) fn received(&mut self, request: RequestId, answer_by: Tick, held: Vec<usize>) {
-        let question = self.asked.get_mut(&request).expect("requests come once");
-        (question.answer_by, question.held) = (Some(answer_by), held);
+        let pending = self.pending.get_mut(&request).expect("requests come once");
+        (pending.answer_by, pending.held) = (Some(answer_by), held);
     }
 
-    /// A question that should have been answered before now.
+    /// Returns a request that should have been answered before now.
     pub(crate) fn overdue(&self, now: Tick) -> Option<String> {
-        let late = |question: &&Question| question.answer_by.is_some_and(|answer_by| answer_by < now);
-        self.asked.values().find(late).map(|question| format!("{:?}", question.asked))
+        let late = |pending: &&PendingRequest| pending.answer_by.is_some_and(|answer_by| answer_by < now);
+        self.pending.values().find(late).map(|pending| format!("{:?}", pending.kind))
     }
 
-    /// What is still open when everything should have come to its end.
+    /// Returns an operation that is still open although all must have ended.
     pub(crate) fn unfinished(&self) -> Option<String> {
-        if let Some(question) = self.asked.values().next() {
-            return Some(format!("unanswered: {:?}", question.asked));
+        if let Some(pending) = self.pending.values().next() {
+            return Some(format!("unanswered: {:?}", pending.kind));
         }
         if let Some((ticket, keys)) = self.tickets.iter().next() {
             return Some(format!("without a notice: {ticket:?} of {keys:?}"));
@@ -133,7 +135,7 @@ impl Engine {
         page
     }
 
-    /// Whether the layers of a load are all there or failed.
+    /// Reports whether all layers of a load are ready or failed.
     pub(crate) fn is_done(&self, load: LoadId) -> bool {
         self.progress(load).done
     }
@@ -141,15 +143,15 @@ impl Engine {
     pub(crate) fn on_progress(&mut self, entry: ProgressEntry, update: &ProgressUpdate) {
         if let ProgressUpdate::Begin { load } = *update {
             let held = self.loads.values().any(|load| load.entry == entry);
-            assert!(!held, "an entry of a held load was given to another");
+            assert!(!held, "an entry of an open load was reused");
             let page = Page { load, layers: 0, failed: BTreeSet::new(), done: false, over: false };
             self.page.insert(entry, page);
             return;
         }
         let layers_all = self.layout.layers();
-        let page = self.page.get_mut(&entry).expect("updates follow a beginning");
+        let page = self.page.get_mut(&entry).expect("updates follow a begin");
         let ends_holding = matches!(update, ProgressUpdate::BlockFailed { .. } | ProgressUpdate::Done);
-        assert!(!page.done || ends_holding, "after the end only the end of the holding comes");
+        assert!(!page.done || ends_holding, "after the end only the release follows");
         match *update {
             ProgressUpdate::Begin { .. } => unreachable!("handled above"),
             ProgressUpdate::Layers { layers } => {
@@ -160,21 +162,25 @@ impl Engine {
                 assert!(page.failed.insert(block), "a block fails once");
             }
             ProgressUpdate::Done => {
-                assert_eq!(page.layers, layers_all, "at the end, all layers of what did not fail are ready");
+                assert_eq!(
+                    page.layers, layers_all,
+                    "at the end, all layers of blocks that did not fail are ready"
+                );
                 page.over = page.done;
                 page.done = true;
             }
         }
     }
 
-    /// An answer; one that comes after its time is excused until an instant at which the agent could not yet run.
+    /// Handles an answer. An answer after its deadline is excused until an instant at which the agent could
+    /// not run yet.
     pub(crate) fn on_reply(&mut self, request: RequestId, reply: &Reply, now: Tick, excused: Tick) {
-        let Question { asked, held, answer_by } =
-            self.asked.remove(&request).expect("one answer per request");
+        let PendingRequest { kind, held, answer_by } =
+            self.pending.remove(&request).expect("one answer per request");
         let answer_by = answer_by.expect("answers follow requests").max(excused);
-        assert!(now <= answer_by, "{asked:?} was answered at {now:?}, due by {answer_by:?}");
-        match (asked, reply) {
-            (Asked::Reserve(count), Reply::Reserved { regions, leases, .. }) => {
+        assert!(now <= answer_by, "{kind:?} was answered at {now:?}, due by {answer_by:?}");
+        match (kind, reply) {
+            (RequestKind::Reserve(count), Reply::Reserved { regions, leases, .. }) => {
                 self.granted(regions);
                 assert!(leases.len() <= count as usize);
                 for (lease, slot) in leases {
@@ -183,7 +189,7 @@ impl Engine {
                     self.reserved.push((*lease, *slot, now));
                 }
             }
-            (Asked::Commit(keys), Reply::Committed { ticket, statuses }) => {
+            (RequestKind::Commit(keys), Reply::Committed { ticket, statuses }) => {
                 assert_eq!(keys.len(), statuses.len());
                 let counted = |(_, status): &(BlockKey, &CommitStatus)| {
                     matches!(status, CommitStatus::Committed | CommitStatus::Duplicate)
@@ -191,7 +197,7 @@ impl Engine {
                 let keys = keys.into_iter().zip(statuses).filter(counted).map(|(key, _)| key).collect();
                 assert!(self.tickets.insert(*ticket, keys).is_none(), "tickets are used once");
             }
-            (Asked::Match(keys, scope), Reply::Matched { sources }) => {
+            (RequestKind::Match(keys, scope), Reply::Matched { sources }) => {
                 assert!(sources.len() <= keys.len());
                 let own = |source: &Source| matches!(source, Source::OwnDram | Source::OwnNvme);
                 assert!(scope == Scope::Cluster || sources.iter().all(own), "a local match is local");
@@ -205,34 +211,34 @@ impl Engine {
                 let foreign = seen.find(|(key, source)| own(source) && tenant_of(key) != self.tenant);
                 assert!(foreign.is_none(), "{:?} sees {foreign:?} of another tenant", self.tenant);
             }
-            (Asked::Load(keys), Reply::Loaded { load, entry, regions, blocks }) => {
+            (RequestKind::Load(keys), Reply::Loaded { load, entry, regions, blocks }) => {
                 assert_eq!(keys.len(), blocks.len());
                 self.granted(regions);
                 let lost = held.iter().find(|place| matches!(blocks[**place], LoadedBlock::Lost(_)));
                 assert!(
                     lost.is_none(),
-                    "a block in DRAM is lost: {:?}",
+                    "a block in DRAM was not loaded: {:?}",
                     lost.map(|place| blocks[*place].clone())
                 );
                 let mut seen = keys.iter().zip(blocks);
                 let foreign = seen.find(|(key, block)| {
                     tenant_of(key) != self.tenant && matches!(block, LoadedBlock::Ok { .. })
                 });
-                assert!(foreign.is_none(), "{:?} is given {foreign:?} of another tenant", self.tenant);
+                assert!(foreign.is_none(), "{:?} gets {foreign:?} of another tenant", self.tenant);
                 let page = &self.page[entry];
                 assert!(page.load == *load && page.layers > 0, "an answer comes with the first layer");
                 let (blocks, entry, given_up) = (blocks.clone(), *entry, BTreeSet::new());
-                let held = HeldLoad { keys, since: now, blocks, entry, given_up };
-                assert!(self.loads.insert(*load, held).is_none(), "loads have ids of their own");
+                let held = OpenLoad { keys, since: now, blocks, entry, given_up };
+                assert!(self.loads.insert(*load, held).is_none(), "load ids are unique");
             }
-            (Asked::Release, Reply::Released)
-            | (Asked::Other, _)
+            (RequestKind::Release, Reply::Released)
+            | (RequestKind::Other, _)
             | (_, Reply::Busy { .. } | Reply::BadRequest(_)) => {}
-            (asked, reply) => panic!("{reply:?} is no answer to {asked:?}"),
+            (kind, reply) => panic!("unexpected answer to {kind:?}: {reply:?}"),
         }
     }
 
-    /// A ticket has come to its end; returns the keys that are durable.
+    /// Handles the notice for a ticket; returns the keys that are durable.
     pub(crate) fn on_notice(&mut self, ticket: Ticket, durable: u32, lost: &[BlockKey]) -> Vec<BlockKey> {
         let mut keys = self.tickets.remove(&ticket).expect("one notice per ticket, after its reply");
         assert_eq!(keys.len(), durable as usize + lost.len(), "a notice accounts for every item");
@@ -240,8 +246,8 @@ impl Engine {
         keys
     }
 
-    /// Reads everything that the engine may read and calls back with key and content. Returns what did not match because
-    /// memory was damaged: loads and their blocks, at which it will not look again.
+    /// Reads all readable blocks and calls back with key and content. Returns loads and their blocks that did
+    /// not match because memory was damaged; the engine does not read these again.
     pub(crate) fn read_all(
         &mut self,
         memory: &Memory,
@@ -264,14 +270,14 @@ impl Engine {
                         load.given_up.insert(at);
                         suspects.push((*id, at));
                     }
-                    None => panic!("{key}: {layers:?} is not what was committed"),
+                    None => panic!("{key}: {layers:?} is not the committed content"),
                 }
             }
         }
         suspects
     }
 
-    /// Slots that the engine may write or read.
+    /// Returns the slots that the engine may write or read.
     pub(crate) fn slots(&self) -> impl Iterator<Item = ArenaSlot> {
         let held = self.loads.iter().filter(|(id, _)| !self.progress(**id).over);
         let loaded = held.flat_map(|(_, load)| &load.blocks).filter_map(|block| match block {

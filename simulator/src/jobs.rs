@@ -1,4 +1,4 @@
-//! What is under way on a node's devices, and the checks of blocks in DRAM: how long they take and how they end.
+//! Operations on a node's devices, and checks of blocks in DRAM: their durations and results.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -9,16 +9,16 @@ use reprise_agent_core::pool::header::{ExpectedHeader, decode_header};
 use reprise_agent_core::pool::{DeviceError, DeviceOp, DeviceOpKind};
 use reprise_policy::{Layout, Tier};
 
-use crate::disk::Written;
+use crate::disk::DiskWrite;
 use crate::memory::verified;
 use crate::node::payload;
 use crate::setup::Variant;
-use crate::world::{Local, World};
+use crate::simulation::{AgentStep, Simulation};
 
-/// Of 1000 reads of a lost device: those that leave the slot in the device's hands.
+/// Of 1000 reads of a lost device: those whose slot the device may still write to.
 const STRANDED_PERMILLE: u64 = 200;
 
-/// Something under way whose end is an event.
+/// An operation whose end is an event.
 #[derive(Debug)]
 pub(crate) enum Job {
     Device { device: DeviceId, op: DeviceOp, covered: u64 },
@@ -27,7 +27,7 @@ pub(crate) enum Job {
 }
 
 impl Job {
-    /// The slot that it reads or writes.
+    /// Returns the slot that the operation reads or writes.
     pub(crate) fn slot(&self) -> Option<ArenaSlot> {
         match self {
             Job::Device { op, .. } => match &op.kind {
@@ -40,7 +40,7 @@ impl Job {
     }
 }
 
-impl World {
+impl Simulation {
     pub(crate) fn begin_job(&mut self, node: usize, job: Job) {
         let process = self.process(node);
         let number = process.jobs_begun;
@@ -53,14 +53,14 @@ impl World {
         };
         self.process(node).jobs.insert(number, job);
         let time = self.job_time(slowness);
-        self.later(node, time, Local::Job(number));
+        self.later(node, time, AgentStep::Job(number));
     }
 
     fn job_time(&mut self, slowness: u32) -> Duration {
         self.rng.micros(30..500) * slowness
     }
 
-    /// Ends a job, or takes it a step further.
+    /// Ends a job, or runs its next step.
     pub(crate) fn advance_job(&mut self, node: usize, number: u64) {
         let job = self.process(node).jobs.remove(&number).expect("every job is scheduled once");
         match job {
@@ -76,7 +76,7 @@ impl World {
                             .jobs
                             .insert(number, Job::Read { device, read, layout, layers: to });
                         let time = self.job_time(slowness);
-                        self.later(node, time, Local::Job(number));
+                        self.later(node, time, AgentStep::Job(number));
                     }
                     self.apply(node, event);
                 }
@@ -85,7 +85,7 @@ impl World {
                 let layers = self.process(node).memory.layers(check.slot);
                 let intact = verified(layers, 0, &check.layout, &check.checksums).is_some();
                 let integrity = if intact { Integrity::Intact } else { Integrity::Damaged };
-                self.apply(node, Event::Checked { check: check.check, integrity });
+                self.apply(node, Event::CheckDone { check: check.check, integrity });
             }
         }
     }
@@ -93,7 +93,7 @@ impl World {
     fn end_device_op(&mut self, node: usize, device: DeviceId, op: &DeviceOp, covered: u64) {
         let health = self.disk(node, device).health;
         let fails = health.errors_permille > 0 && self.rng.chance(health.errors_permille);
-        let written = Written::of(&op.kind, payload(&self.process(node).memory, &op.kind));
+        let written = DiskWrite::of(&op.kind, payload(&self.process(node).memory, &op.kind));
         let result = match written {
             _ if health.lost => Err(DeviceError::Lost),
             Some(written) if fails => {
@@ -150,7 +150,7 @@ impl World {
         let right = verified(&tags, layers.start, &layout, &header.checksums).is_some();
         let all = layout.layers();
         self.process(node).memory.write(read.slot, all, layers.clone(), &tags);
-        if !right && self.setup.variant != Variant::ReadsUnchecked {
+        if !right && self.setup.variant != Variant::ReadsUnverified {
             return failed(FillError::Corrupt);
         }
         let checksums = (layers.start == 0).then_some(header.checksums);

@@ -1,5 +1,6 @@
-//! A world in which the production cores of agents and control plane run under simulated clock, network, disks and
-//! store, with faults. One seed decides everything: sizes, what engines do, every delay and every fault.
+//! A simulation in which the production cores of agents and control plane run under simulated clock, network,
+//! disks and store, with faults. One seed decides everything: sizes, what engines do, every delay and every
+//! fault.
 //!
 //! ```text
 //!  engines ─ requests ─▶ AgentCore, Outboxes ─ calls ─▶ network ─▶ Members, Directory ─ calls, watches ─▶ store
@@ -7,52 +8,69 @@
 //!     └── shared memory ──┘   disks   └── fetches ─────────┘          time: a queue of actions, in microseconds
 //! ```
 //!
-//! [`run`] plays one seed: some seconds of engines at work while things break, then calm, then the question whether all
-//! is well. What is checked (DESIGN §9): no reader sees other bytes than were committed under the key (1); what was
-//! announced durable is there after `SIGKILL` and power loss (2); budgets, by the cores' own audits after every event
-//! (3); no slot is handed out while anybody reads or writes it (4); every request and every lookup is over by its deadline
-//! (5); when faults have stopped every slot has one owner, who names the union of the inventories and knows that nothing is
-//! missing (6); no tenant gets more than its quota, or sees another's blocks, and what nodes may hold of it stays within its budget (7); what is on a node is found there, whoever
-//! is away (8); nothing is left over. Of members besides: who answers has a lease by its own clock, under one epoch one member
-//! answers for a slot, and what is said to be whole is. Of placement: nothing is evicted for a placed block, a moved block is
-//! dropped only when its other replica was durable, who is not active takes nothing, offers and questions are over by their
-//! deadlines and what moves is within the bandwidth; when faults have stopped, a node that leaves and is refused nothing becomes
-//! drained, and then others have all that it has.
+//! [`run`] plays one seed: some seconds of engine activity under faults, then a phase without faults
+//! ("calm"), then the checks of the final state. The invariants:
 //!
-//! Every process has a clock of its own (`clock.rs`), which runs a little wrong, and stands still or jumps when its machine is
-//! suspended; cores get what it shows.
+//! 1. No reader sees other bytes than those committed under the key.
+//! 2. Blocks that were reported durable survive `SIGKILL` and power loss.
+//! 3. Memory budgets hold, by the cores' own audits after every event.
+//! 4. No slot is assigned while a process reads or writes it.
+//! 5. Every request and every lookup ends by its deadline.
+//! 6. After the faults, every slot has one owner, which has the union of the inventories and knows that it is
+//!    complete.
+//! 7. No tenant exceeds its quota or sees another tenant's blocks, and the nodes' grants stay within its
+//!    budget.
+//! 8. Blocks on a node are found there, even if other nodes and members are unreachable.
+//! 9. Nothing is left over at the end.
 //!
-//! A block's bytes are one number per layer and its checksums functions of that number, so that every reader can say
-//! whether it got what was committed, without bytes being moved.
+//! Members: a member that answers has a lease by its own clock, one member answers for a slot under one
+//! epoch, and slots reported as complete are complete.
 //!
-//! Not the production code, because it is made of futures and sockets, and followed here step by step:
+//! Placement:
+//!
+//! * No block is evicted for a placed block.
+//! * A moved block is dropped only if its other replica was durable.
+//! * A node that is not active accepts no blocks.
+//! * Offers and placement requests end by their deadlines, and moves stay within the bandwidth.
+//! * After the faults, a draining node whose offers are not refused becomes drained, and other nodes then
+//!   have all of its blocks.
+//!
+//! Every process has its own clock (`clock.rs`), which drifts, and stops or jumps when its machine is
+//! suspended. Cores get the time of that clock.
+//!
+//! The contents of a block are one number per layer, and its checksums are functions of that number. Every
+//! reader can therefore verify the contents without moving bytes.
+//!
+//! Production code that uses futures and sockets cannot run here; its steps are reproduced:
 //!
 //! | here | there |
 //! |---|---|
-//! | `link.rs`, `client.rs`, `asking.rs`, `reporting.rs` | `node-agent/src/directory/{link,heartbeat,members,asking,reporting}.rs` |
-//! | `placing.rs`, `placements.rs` (`directed`) | `node-agent/src/directory/{placing,reporting}.rs` |
-//! | `member.rs`, `plane.rs` | `controlplane/src/{cluster,directory,membership,server}.rs` |
-//! | `member/choosing.rs`, `member/ledgers.rs` | `controlplane/src/{placement/places,placement/reports,cluster/choosing,server}.rs` |
-//! | `joining.rs`, `joining/` | `controlplane/src/{identity,registry,shards,followed,modes,tenants}.rs`, `controlplane/store/src/held.rs` |
-//! | `store.rs`, `keeper.rs` | the contract of `controlplane/store`, as etcd keeps it |
+//! | `link.rs`, `client.rs`, `lookups.rs`, `reports.rs` | `node-agent/src/directory/{link,heartbeat,members,lookup,reporting}.rs` |
+//! | `placement_requests.rs`, `placement_audit.rs` (`directed`) | `node-agent/src/directory/{placement,reporting}.rs` |
+//! | `member.rs`, `control_plane.rs` | `controlplane/src/{cluster,directory,membership,server}.rs` |
+//! | `member/placement.rs`, `member/ledgers.rs` | `controlplane/src/{placement/places,placement/reports,cluster/node_selection,server}.rs` |
+//! | `membership.rs`, `membership/` | `controlplane/src/{identity,registry,shards,store_watch,modes,tenants}.rs`, `controlplane/store/src/lease_guard.rs` |
+//! | `store.rs`, `store_process.rs` | the contract of `controlplane/store`, with the behaviour of etcd |
 //! | `peers.rs`, `offers.rs` | `node-agent/transport`, `node-agent/src/executor.rs` (offers) |
 //!
-//! Pure as the cores are: no clock, no threads, no environment; whoever runs many seeds brings the threads.
+//! The simulation is as deterministic as the cores: no clock, no threads, no environment. The caller provides
+//! threads to run many seeds.
 
-mod answers;
-mod asking;
+mod answer_audit;
 mod audit;
 mod budgets;
 mod client;
 mod clock;
+mod control_plane;
 mod disk;
 mod engine;
-mod faults;
+mod engine_driver;
+mod hosts;
 mod jobs;
-mod joining;
-mod keeper;
 mod link;
+mod lookups;
 mod member;
+mod membership;
 mod memory;
 mod messages;
 mod network;
@@ -60,20 +78,19 @@ mod node;
 mod offers;
 mod operators;
 mod peers;
-mod placements;
-mod places;
-mod placing;
-mod plane;
+mod placement_audit;
+mod placement_requests;
 mod queue;
-mod reporting;
+mod random_faults;
+mod reports;
 mod rng;
 mod scale;
 mod setup;
+mod simulation;
 mod store;
+mod store_process;
 mod tenants;
 mod trace;
-mod turns;
-mod world;
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -83,45 +100,45 @@ pub use scale::{Cluster, Measured, scale};
 pub use setup::Variant;
 pub use trace::Recording;
 
-use world::World;
+use simulation::Simulation;
 
-/// What became of one seed.
+/// Result of one seed.
 #[derive(Clone, Debug)]
 pub struct Run {
-    /// Which.
+    /// Seed of the run.
     pub seed: u64,
-    /// The invariant that did not hold, in words.
+    /// Message of the violated invariant.
     pub violation: Option<String>,
-    /// Digest of everything that happened: equal for equal seeds.
+    /// Digest of all actions: equal for equal seeds.
     pub digest: u64,
-    /// How many things happened.
+    /// Number of actions that ran.
     pub steps: u64,
-    /// How often what happened, by name: faults, and what they led to.
+    /// Number of occurrences by name: faults, and their consequences.
     pub seen: BTreeMap<&'static str, u64>,
-    /// A line for each step, when they were wanted.
+    /// A line for each action, if they were recorded.
     pub lines: Vec<String>,
 }
 
-/// Plays one seed. A violation ends it; so does a panic of a core, which is one.
+/// Plays one seed. The first violation ends it; a panic of a core counts as one.
 pub fn run(seed: u64, variant: Variant, recording: Recording) -> Run {
-    let mut world = World::new(seed, variant, recording);
-    let until = world.setup.faults_until;
+    let mut simulation = Simulation::new(seed, variant, recording);
+    let until = simulation.setup.faults_until;
     let played = catch_unwind(AssertUnwindSafe(|| {
-        world.run_until(until);
-        world.settle();
+        simulation.run_until(until);
+        simulation.finish();
     }));
     Run {
         seed,
-        violation: played.err().map(|cause| words(cause.as_ref())),
-        digest: world.trace.digest(),
-        steps: world.trace.steps(),
-        seen: std::mem::take(&mut world.seen),
-        lines: world.trace.take_lines(),
+        violation: played.err().map(|cause| panic_message(cause.as_ref())),
+        digest: simulation.trace.digest(),
+        steps: simulation.trace.steps(),
+        seen: std::mem::take(&mut simulation.seen),
+        lines: simulation.trace.take_lines(),
     }
 }
 
-/// What a panic said.
-fn words(cause: &(dyn Any + Send)) -> String {
+/// Returns the message of a panic.
+fn panic_message(cause: &(dyn Any + Send)) -> String {
     let text = cause.downcast_ref::<String>().cloned();
     text.or_else(|| cause.downcast_ref::<&str>().map(|text| (*text).to_owned())).unwrap_or_default()
 }

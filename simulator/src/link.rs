@@ -1,58 +1,59 @@
-//! An agent's link to one member of the control plane: registration, beats, announcements.
+//! An agent's link to one member of the control plane: registration, heartbeats, announcements.
 //!
-//! The queue of announcements and the delays between attempts are the production code. The order of calls follows the
-//! loops of `node-agent/src/directory/{link,heartbeat}.rs`, which are futures of a runtime and cannot run here: register
-//! until granted; beat on a connection of its own until unknown; one batch at a time.
+//! The queue of announcements and the delays between attempts are production code. The order of calls follows
+//! the loops of `node-agent/src/directory/{link,heartbeat}.rs`, which use futures and cannot run here. The
+//! link registers until it succeeds, and sends heartbeats on a separate connection until the member no longer
+//! knows the registration. One batch of announcements is in flight at a time.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use reprise_agent_core::backoff::Backoff;
 use reprise_agent_core::event::Event;
-use reprise_agent_core::orders::ReportNumber;
 use reprise_agent_core::outbox::{Batch, Next, Outbox, Outcome};
-use reprise_controlplane_core::Standing;
+use reprise_agent_core::quota_grants::ReportNumber;
+use reprise_controlplane_core::SlotStatus;
 use reprise_policy::{Epoch, NodeId, Tick};
 
 use crate::client::Purpose;
 use crate::messages::{Reply, Request};
 use crate::network::{Host, LineId};
-use crate::reporting::Reporting;
-use crate::setup::{BEAT_ANSWER, BEAT_EVERY, CALL_TIMEOUT, SETTLED_AFTER, Variant};
-use crate::world::{Local, World};
+use crate::reports::ReportSchedule;
+use crate::setup::{BEAT_ANSWER, BEAT_EVERY, CALL_TIMEOUT, STABLE_AFTER, Variant};
+use crate::simulation::{AgentStep, Simulation};
 
-/// A link of an agent's process; the next one to the same member is another.
+/// Identifies a link of an agent's process; a new link to the same member has a new id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct LinkId(pub(crate) u64);
 
-/// See the module.
+/// A link to one member; see the module.
 #[derive(Debug)]
 pub(crate) struct Link {
     pub(crate) member: usize,
     pub(crate) outbox: Outbox,
-    pub(crate) granted: Option<Granted>,
+    pub(crate) granted: Option<Registration>,
     /// The member answers and knows this node.
     pub(crate) up: bool,
-    /// Connection for everything but beats.
+    /// Connection for everything except heartbeats.
     line: Option<LineId>,
     beat_line: Option<LineId>,
-    /// A batch is under way, or the next attempt is awaited.
+    /// A batch is in flight, or the next attempt is scheduled.
     announcing: bool,
-    /// The registration under which the outbox goes on although there is a newer one: a flaw.
+    /// The registration that the outbox still uses although there is a newer one: an injected flaw.
     outlived: Option<Epoch>,
     registering: Backoff,
     quarrel: Backoff,
     announcements: Backoff,
-    pub(crate) reporting: Reporting,
+    pub(crate) reporting: ReportSchedule,
 }
 
-/// A registration.
+/// The current registration of a link.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Granted {
+pub(crate) struct Registration {
     pub(crate) node: NodeId,
     pub(crate) epoch: Epoch,
     since: Tick,
-    /// When the last beat was due.
+    /// Time at which the last heartbeat was due.
     beat: Tick,
 }
 
@@ -80,7 +81,7 @@ impl Link {
             registering: Backoff::default(),
             quarrel: Backoff::default(),
             announcements: Backoff::default(),
-            reporting: Reporting::default(),
+            reporting: ReportSchedule::default(),
         }
     }
 
@@ -94,12 +95,12 @@ impl Link {
     }
 }
 
-impl World {
+impl Simulation {
     fn link(&mut self, node: usize, id: LinkId) -> Option<&mut Link> {
         self.client(node).links.get_mut(&id)
     }
 
-    /// The connection for everything but beats.
+    /// Returns the connection for everything except heartbeats.
     pub(crate) fn link_line(&mut self, node: usize, id: LinkId) -> LineId {
         let link = &self.client(node).links[&id];
         let (member, known) = (link.member, link.line);
@@ -127,7 +128,7 @@ impl World {
         match *of {
             LinkCall::Register => {
                 let delay = link.registering.next(random);
-                self.later(node, delay, Local::Register(id));
+                self.later(node, delay, AgentStep::Register(id));
             }
             LinkCall::Beat { epoch } => {
                 link.up = false;
@@ -147,22 +148,22 @@ impl World {
             (LinkCall::Register, Reply::Registered { node: number, epoch }) => {
                 self.granted(node, id, (number, epoch));
             }
-            (LinkCall::Beat { epoch }, Reply::Beaten { known, version }) => {
-                link.outbox.heard(link.outlived.unwrap_or(epoch), version);
-                self.beaten(node, id, epoch, known);
+            (LinkCall::Beat { epoch }, Reply::Heartbeat { known, version }) => {
+                link.outbox.note_version(link.outlived.unwrap_or(epoch), version);
+                self.on_heartbeat_answer(node, id, epoch, known);
             }
-            (LinkCall::Slots { epoch }, Reply::Standing(None)) => {
+            (LinkCall::Slots { epoch }, Reply::SlotStatus(None)) => {
                 self.lose_registration(node, id, epoch);
                 self.announce_again(node, id);
             }
-            (LinkCall::Slots { epoch }, Reply::Standing(Some(standing))) => {
-                let Standing { version, owned, wanted } = *standing;
-                link.outbox.follow(epoch, version, &owned, &wanted);
+            (LinkCall::Slots { epoch }, Reply::SlotStatus(Some(status))) => {
+                let SlotStatus { version, owned, wanted } = *status;
+                link.outbox.set_slots(epoch, version, &owned, &wanted);
                 self.announced(node, id);
             }
             (LinkCall::Update(batch), Reply::Updated { answer, version }) => {
-                link.outbox.heard(batch.epoch, version);
-                match link.outbox.answered(batch.epoch, batch.sequence, answer) {
+                link.outbox.note_version(batch.epoch, version);
+                match link.outbox.process_answer(batch.epoch, batch.sequence, answer) {
                     Outcome::Fenced => {
                         self.count("fenced");
                         self.lose_registration(node, id, batch.epoch);
@@ -176,11 +177,11 @@ impl World {
             (LinkCall::Report { epoch, number }, Reply::Reported(answer)) => {
                 self.reported(node, id, (epoch, number), answer);
             }
-            (of, reply) => unreachable!("{reply:?} is no answer to {of:?}"),
+            (of, reply) => unreachable!("unexpected answer to {of:?}: {reply:?}"),
         }
     }
 
-    // ---- registration ------------------------------------------------------------------------------------------
+    // ---- registration -------------------------------------------------------------------------------------
 
     pub(crate) fn register(&mut self, node: usize, id: LinkId) {
         if self.link(node, id).is_some_and(|link| link.granted.is_none()) {
@@ -195,10 +196,10 @@ impl World {
         let Some(link) = self.link(node, id) else { return };
         link.registering.reset();
         if link.outlived.is_none() {
-            link.outbox.grant(to.0, to.1);
+            link.outbox.register(to.0, to.1);
             link.outlived = keeps.then_some(to.1);
         }
-        link.granted = Some(Granted { node: to.0, epoch: to.1, since: now, beat: now });
+        link.granted = Some(Registration { node: to.0, epoch: to.1, since: now, beat: now });
         link.up = true;
         self.count("registrations");
         self.beat(node, id, to.1);
@@ -211,19 +212,19 @@ impl World {
         let Some(link) = self.link(node, id) else { return };
         let Some(granted) = link.granted.take_if(|granted| granted.epoch == epoch) else { return };
         if link.outlived.is_none() {
-            link.outbox.lose();
+            link.outbox.unregister();
         }
         link.up = false;
-        let delay = if now.since(granted.since) >= SETTLED_AFTER {
+        let delay = if now.since(granted.since) >= STABLE_AFTER {
             link.quarrel.reset();
             Duration::ZERO
         } else {
             link.quarrel.next(random)
         };
-        self.later(node, delay, Local::Register(id));
+        self.later(node, delay, AgentStep::Register(id));
     }
 
-    // ---- beats -------------------------------------------------------------------------------------------------
+    // ---- heartbeats ---------------------------------------------------------------------------------------
 
     pub(crate) fn beat(&mut self, node: usize, id: LinkId, epoch: Epoch) {
         let now = self.time(Host::Node(node));
@@ -240,7 +241,7 @@ impl World {
         self.call(node, (line, of), request, BEAT_ANSWER);
     }
 
-    fn beaten(&mut self, node: usize, id: LinkId, epoch: Epoch, known: bool) {
+    fn on_heartbeat_answer(&mut self, node: usize, id: LinkId, epoch: Epoch, known: bool) {
         if !known {
             return self.lose_registration(node, id, epoch);
         }
@@ -258,12 +259,12 @@ impl World {
         let granted = self.link(node, id).and_then(|link| link.granted);
         let Some(granted) = granted.filter(|granted| granted.epoch == epoch) else { return };
         let wait = granted.beat.after(BEAT_EVERY).since(now);
-        self.later(node, wait, Local::Beat { link: id, epoch });
+        self.later(node, wait, AgentStep::Beat { link: id, epoch });
     }
 
-    // ---- announcements -----------------------------------------------------------------------------------------
+    // ---- announcements ------------------------------------------------------------------------------------
 
-    /// Sends the next batch of every link, where none is under way.
+    /// Sends the next batch of every link without one in flight.
     pub(crate) fn pump_all(&mut self, node: usize) {
         let mut next = self.client(node).links.keys().next().copied();
         while let Some(id) = next {
@@ -279,10 +280,10 @@ impl World {
             Next::Wait => {}
             Next::Inventory(slots) => {
                 self.count("inventories");
-                // The core's answer comes through the outbox, and this is called again.
+                // The core answers through the outbox, which calls this function again.
                 self.apply(node, Event::InventoryWanted { slots });
             }
-            Next::Standing(_, epoch) => {
+            Next::QuerySlots(_, epoch) => {
                 link.announcing = true;
                 let request = Request::Slots { node: granted.node, epoch: granted.epoch };
                 self.call_member(node, id, LinkCall::Slots { epoch }, (request, CALL_TIMEOUT));
@@ -306,7 +307,7 @@ impl World {
         self.pump(node, id);
     }
 
-    /// The next attempt is due.
+    /// Runs the next attempt.
     pub(crate) fn pump_again(&mut self, node: usize, id: LinkId) {
         if let Some(link) = self.link(node, id) {
             link.announcing = false;
@@ -318,7 +319,7 @@ impl World {
         let random = self.rng.next() as u32;
         if let Some(link) = self.link(node, id) {
             let delay = link.announcements.next(random);
-            self.later(node, delay, Local::Pump(id));
+            self.later(node, delay, AgentStep::Pump(id));
         }
     }
 }

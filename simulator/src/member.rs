@@ -1,12 +1,14 @@
-//! A member of the control plane: its memory, which dies with it, and what it decides.
+//! A member of the control plane: its volatile memory, and its decisions.
 //!
-//! What the services of the binary do around the cores is done here in the same order: a lookup and its two looks at the
-//! map as in `controlplane/src/directory.rs`, registrations and expiry as in `cluster.rs`, [`Member::kept`] and
-//! [`Member::certain_map`] as in `shards.rs`, the schedule of the lease as in `controlplane/store/src/held.rs`. How it talks
-//! with the store is in `joining.rs`, with agents in `plane.rs`; what it says of places, modes and moves in `member/choosing.rs`. The binary's locks, parts and streams are not here.
+//! The work of the binary's services around the cores is done here in the same order. A lookup with its two
+//! checks of the map is as in `controlplane/src/directory.rs`, registrations and expiry as in `cluster.rs`.
+//! [`Member::kept`] and [`Member::certain_map`] are as in `shards.rs`, the schedule of the lease as in
+//! `controlplane/store/src/lease_guard.rs`. Its calls to the store are in `membership.rs`, those of agents in
+//! `control_plane.rs`, placement, modes and moves in `member/placement.rs`. The binary's locks, partitions
+//! and streams are not reproduced.
 
-mod choosing;
 mod ledgers;
+mod placement;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,62 +17,62 @@ use std::time::Duration;
 use reprise_agent_core::event::Replica;
 use reprise_agent_core::outbox::{self, Answer, Batch};
 use reprise_controlplane_core::{
-    Beat, Changes, Directory, Found, MemberEvent, MemberSettings, MemberState, Members, Modes, MovesRound,
-    NodeRecord, Opening, SetMode, Standing, Update, Updated,
+    Changes, Directory, HeartbeatResult, LivenessEvent, LivenessSettings, LookupResult, ModeRecord, Modes,
+    NodeLiveness, NodeRecord, NodeTable, Opening, RebalanceRound, SlotStatus, Update, UpdateOutcome,
 };
 use reprise_policy::shards::{MemberName, ShardMap};
 use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tick};
 
-use crate::joining::{Joining, Talk};
-use crate::messages::{Answered, CallId, MemberList, NodeInfo};
+use crate::membership::{Membership, StoreConnection};
+use crate::messages::{CallId, LookupAnswer, MemberList, NodeInfo};
 use crate::network::LineId;
 use crate::setup::{DEAD_AFTER, FORGET_AFTER, Variant};
 use crate::store::{LeaseId, Revision};
 use ledgers::Tenancy;
 
-/// Places of the directory's tables that one sweep looks at.
+/// Number of table entries that one sweep of the directory checks.
 const SWEEP_PLACES: usize = 1 << 12;
-/// As `held.rs`: keep-alives in one time to live, and tries after one that failed.
+/// As `lease_guard.rs`: keep-alives per time to live, and retries after a failure.
 const KEEP_ALIVES: u32 = 3;
 const RETRIES: u32 = 12;
 
-/// A running member.
+/// State of a running member.
 #[derive(Debug)]
 pub(crate) struct Member {
     pub(crate) name: usize,
-    members: Members,
+    members: NodeTable,
     pub(crate) directory: Directory,
-    /// The members as last seen.
+    /// Latest known list of members.
     pub(crate) view: View,
-    /// Epoch of the map by which the directory has its slots.
+    /// Epoch of the map from which the directory's slots are derived.
     slots_epoch: Epoch,
     /// Incarnation of this member's entry in the store.
     pub(crate) registration: Option<Revision>,
-    pub(crate) lease: Option<HeldLease>,
-    pub(crate) joining: Joining,
-    pub(crate) talk: Talk,
-    /// Agents that follow: their connections and calls.
+    pub(crate) lease: Option<MemberLease>,
+    pub(crate) joining: Membership,
+    pub(crate) talk: StoreConnection,
+    /// Agents that follow this member: their connections and calls.
     pub(crate) followers: Vec<(LineId, CallId)>,
-    /// They will be told of nodes soon.
-    pub(crate) tells_nodes: bool,
-    /// Nodes that have a record, and their machines.
+    /// An update of the nodes is scheduled for the followers.
+    pub(crate) notifies_nodes: bool,
+    /// Hosts of the nodes that have a record.
     hosts: BTreeMap<NodeId, usize>,
-    /// What nodes are for, and who gives blocks to whom while this member decides that.
+    /// Modes of nodes, and the pairs of nodes that move blocks while this member decides that.
     modes: Modes,
-    moves: MovesRound,
-    /// What the store has said of modes. For the auditor.
-    pub(crate) told_modes: BTreeMap<usize, SetMode>,
-    /// Slots that registrations have been asked for.
-    asked: BTreeMap<(NodeId, Epoch), SlotSet>,
-    /// The last sign of life of a node, by this member's clock.
-    pub(crate) heard: BTreeMap<NodeId, Tick>,
-    /// Of each node that is waited for: the slots whose inventory it has ended since this member has owned them. For the
-    /// auditor, who does not ask the directory.
+    moves: RebalanceRound,
+    /// Modes as reported by the store; for the audit.
+    pub(crate) reported_modes: BTreeMap<usize, ModeRecord>,
+    /// Slots whose inventory was requested from each registration.
+    requested_slots: BTreeMap<(NodeId, Epoch), SlotSet>,
+    /// Time of each node's last sign of life, by this member's clock.
+    pub(crate) last_seen: BTreeMap<NodeId, Tick>,
+    /// For each expected node: the slots whose inventory it has completed since this member owns them. For
+    /// the audit, which does not query the directory.
     pub(crate) ended: BTreeMap<NodeId, SlotSet>,
     pub(crate) tenancy: Tenancy,
-    /// When it has begun, by its clock.
+    /// Start time of the member, by its clock.
     begun: Tick,
-    /// Changes of the directory since it was audited.
+    /// Number of directory changes since the last audit.
     pub(crate) unaudited: u32,
     variant: Variant,
 }
@@ -78,28 +80,28 @@ pub(crate) struct Member {
 /// The members at an epoch.
 #[derive(Clone, Debug)]
 pub(crate) struct View {
-    /// Name and incarnation.
+    /// Name and incarnation of each member.
     pub(crate) members: BTreeMap<usize, Revision>,
     pub(crate) map: Arc<ShardMap>,
 }
 
 /// A lease that is kept alive.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct HeldLease {
+pub(crate) struct MemberLease {
     pub(crate) id: LeaseId,
     time_to_live: Duration,
     next: Tick,
-    /// Until then it lives for certain, by the member's clock.
+    /// The lease is certain to live until then, by the member's clock.
     pub(crate) until: Tick,
-    /// The question was asked then whose answer says so.
-    pub(crate) asked: Tick,
-    /// A keep-alive is under way.
-    pub(crate) asking: bool,
-    /// Counts the looks at it that were scheduled: only the last one is taken.
-    pub(crate) looks: u64,
+    /// Time of the request whose answer confirmed that.
+    pub(crate) requested_at: Tick,
+    /// A keep-alive is in flight.
+    pub(crate) renewing: bool,
+    /// Counts the scheduled checks: only the latest one is executed.
+    pub(crate) checks: u64,
 }
 
-/// What is to be done about a lease.
+/// Next action for a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum LeaseStep {
     Wait(Tick),
@@ -107,17 +109,25 @@ pub(crate) enum LeaseStep {
     GiveUp,
 }
 
-impl HeldLease {
-    /// Granted in answer to a question of this instant.
-    pub(crate) fn granted(id: LeaseId, time_to_live: Duration, asked: Tick) -> HeldLease {
-        let next = asked.after(time_to_live / KEEP_ALIVES);
-        HeldLease { id, time_to_live, next, until: asked.after(time_to_live), asked, asking: false, looks: 0 }
+impl MemberLease {
+    /// Creates a lease that was granted in answer to a request at `requested_at`.
+    pub(crate) fn granted(id: LeaseId, time_to_live: Duration, requested_at: Tick) -> MemberLease {
+        let next = requested_at.after(time_to_live / KEEP_ALIVES);
+        MemberLease {
+            id,
+            time_to_live,
+            next,
+            until: requested_at.after(time_to_live),
+            requested_at,
+            renewing: false,
+            checks: 0,
+        }
     }
 
     pub(crate) fn step(&self, now: Tick) -> LeaseStep {
         if now >= self.until {
             LeaseStep::GiveUp
-        } else if self.asking {
+        } else if self.renewing {
             LeaseStep::Wait(self.until)
         } else if now >= self.next {
             LeaseStep::KeepAlive
@@ -126,51 +136,54 @@ impl HeldLease {
         }
     }
 
-    pub(crate) fn confirmed(&mut self, asked: Tick) {
-        *self = HeldLease { looks: self.looks, ..HeldLease::granted(self.id, self.time_to_live, asked) };
+    pub(crate) fn confirmed(&mut self, requested_at: Tick) {
+        *self = MemberLease {
+            checks: self.checks,
+            ..MemberLease::granted(self.id, self.time_to_live, requested_at)
+        };
     }
 
     pub(crate) fn failed(&mut self, now: Tick) {
         self.next = now.after(self.time_to_live / RETRIES);
-        self.asking = false;
+        self.renewing = false;
     }
 }
 
-/// The name of a member in maps.
+/// Returns the name of a member in maps.
 pub(crate) fn member_name(member: usize) -> MemberName {
     MemberName::new(&format!("m{member:03}")).expect("a printable name")
 }
 
 impl View {
-    /// Nobody: what is known before the store has answered.
-    pub(crate) fn nobody() -> View {
-        let map = ShardMap::new(Epoch(0), []).expect("a map of nobody");
+    /// Creates an empty view, for the time before the store has answered.
+    pub(crate) fn empty() -> View {
+        let map = ShardMap::new(Epoch(0), []).expect("an empty map");
         View { members: BTreeMap::new(), map: Arc::new(map) }
     }
 }
 
 impl Member {
-    /// A member whose process has just started, before it knows anything.
+    /// Creates a member whose process has just started.
     pub(crate) fn new(name: usize, begun: Tick, variant: Variant) -> Member {
-        let settings = MemberSettings { dead_after: DEAD_AFTER, forget_after: FORGET_AFTER };
+        let settings = LivenessSettings { dead_after: DEAD_AFTER, forget_after: FORGET_AFTER };
         Member {
             name,
-            members: Members::new(settings),
+            members: NodeTable::new(settings),
             directory: Directory::new(),
-            view: View::nobody(),
+            view: View::empty(),
             slots_epoch: Epoch(0),
             registration: None,
             lease: None,
-            joining: Joining::default(),
-            talk: Talk::default(),
+            joining: Membership::default(),
+            talk: StoreConnection::default(),
             followers: Vec::new(),
-            tells_nodes: false,
+            notifies_nodes: false,
             hosts: BTreeMap::new(),
             modes: Modes::default(),
-            moves: MovesRound::default(),
-            told_modes: BTreeMap::new(),
-            asked: BTreeMap::new(),
-            heard: BTreeMap::new(),
+            moves: RebalanceRound::default(),
+            reported_modes: BTreeMap::new(),
+            requested_slots: BTreeMap::new(),
+            last_seen: BTreeMap::new(),
             ended: BTreeMap::new(),
             tenancy: Tenancy::default(),
             begun,
@@ -179,22 +192,23 @@ impl Member {
         }
     }
 
-    // ---- its place among the members ---------------------------------------------------------------------------
+    // ---- its place among the members ----------------------------------------------------------------------
 
-    /// This member's incarnation while its lease lives for certain.
+    /// Returns this member's incarnation while its lease is certain to live.
     fn certain_incarnation(&self, now: Tick) -> Option<Revision> {
         let lease = self.lease?;
         let certain = now < lease.until || self.variant == Variant::AnswersAfterLease;
         self.registration.filter(|_| certain)
     }
 
-    /// The map, when this member's place in it is certain: only then may it answer for its slots.
+    /// Returns the map if this member's place in it is certain: only then may the member answer for its
+    /// slots.
     pub(crate) fn certain_map(&self, now: Tick) -> Option<&View> {
         let incarnation = self.certain_incarnation(now)?;
         (self.view.members.get(&self.name) == Some(&incarnation)).then_some(&self.view)
     }
 
-    /// The slots to keep: its own, or, while its place is not certain, what nobody else has been given.
+    /// Returns the slots to keep: its own, or, while its place is uncertain, those that no other member owns.
     fn kept(&self, now: Tick) -> SlotSet {
         let name = member_name(self.name);
         match self.certain_map(now) {
@@ -203,11 +217,11 @@ impl Member {
         }
     }
 
-    /// Its place has changed, or what it knows of others.
-    pub(crate) fn own_kept(&mut self, now: Tick) {
+    /// Sets the directory's slots after a change of the member's place, or of its knowledge of members.
+    pub(crate) fn update_owned_slots(&mut self, now: Tick) {
         let kept = self.kept(now);
         self.slots_epoch = self.view.map.epoch();
-        self.directory.own(&kept);
+        self.directory.set_owned_slots(&kept);
         self.ended.values_mut().for_each(|ended| *ended = ended.and(&kept));
     }
 
@@ -217,29 +231,29 @@ impl Member {
         MemberList { epoch: self.view.map.epoch(), members, answering, registered }
     }
 
-    // ---- nodes -------------------------------------------------------------------------------------------------
+    // ---- nodes --------------------------------------------------------------------------------------------
 
-    /// Nodes that the store knows: absent until they register, and waited for.
+    /// Restores nodes from the store: absent until they register, and expected for a while.
     pub(crate) fn restore(&mut self, records: Vec<NodeRecord>) {
         for record in records {
             self.hosts.insert(record.node, machine_of(&record));
-            self.directory.expect(record.node);
+            self.directory.expect_node(record.node);
             self.ended.insert(record.node, SlotSet::EMPTY);
             self.members.restore(record);
         }
     }
 
-    /// Those that have not registered are waited for no longer.
-    pub(crate) fn give_up_absent(&mut self) {
-        let absent = self.members.iter().filter(|(_, state)| *state == MemberState::Absent);
+    /// Stops expecting nodes that have not registered.
+    pub(crate) fn drop_absent(&mut self) {
+        let absent = self.members.iter().filter(|(_, state)| *state == NodeLiveness::Absent);
         let absent: Vec<NodeId> = absent.map(|(record, _)| record.node).collect();
         for node in absent {
-            self.directory.give_up(node);
+            self.directory.stop_expecting(node);
             self.ended.remove(&node);
         }
     }
 
-    /// A registration is in the store. Whether it is the newest.
+    /// Handles a registration that was written to the store; returns whether it is the newest.
     pub(crate) fn registered(&mut self, now: Tick, record: NodeRecord) -> bool {
         let (node, epoch) = (record.node, record.epoch);
         if self.directory.register(node, self.epoch(record.epoch)) {
@@ -248,21 +262,21 @@ impl Member {
         self.hosts.insert(node, machine_of(&record));
         let newest = self.members.register(now, record).is_ok();
         if newest {
-            self.heard.insert(node, now);
+            self.last_seen.insert(node, now);
             self.register_shares(node, epoch);
         }
         newest
     }
 
     pub(crate) fn beat(&mut self, now: Tick, node: NodeId, epoch: Epoch) -> bool {
-        let known = self.members.beat(now, node, epoch) != Beat::Unknown;
+        let known = self.members.heartbeat(now, node, epoch) != HeartbeatResult::Unknown;
         if known {
-            self.heard.insert(node, now);
+            self.last_seen.insert(node, now);
         }
         known
     }
 
-    /// A node has registered with some member. Returns whether its machine is news.
+    /// Handles a registration at some member; returns whether the node's host is new.
     pub(crate) fn learn(&mut self, record: NodeRecord) -> bool {
         let news = self.hosts.insert(record.node, machine_of(&record)).is_none();
         self.members.learn(record) || news
@@ -272,43 +286,43 @@ impl Member {
         self.hosts.iter().map(|(node, host)| NodeInfo { node: *node, host: *host }).collect()
     }
 
-    /// Finds nodes that have been silent too long. Returns when to come again.
+    /// Expires silent nodes; returns the time of the next check.
     pub(crate) fn expire(&mut self, now: Tick) -> Option<Tick> {
-        if self.variant == Variant::DeadNodesOffered {
+        if self.variant == Variant::LookupsNameDeadNodes {
             return None;
         }
         for event in self.members.expire(now) {
             match event {
-                MemberEvent::Forgotten(node, epoch) => {
+                LivenessEvent::Forgotten(node, epoch) => {
                     self.directory.forget(node, self.epoch(epoch));
                     self.ended.remove(&node);
                     self.forget_shares(node);
                 }
-                MemberEvent::Died(node) => self.node_died(node),
+                LivenessEvent::Died(node) => self.node_died(node),
             }
         }
         self.members.next_deadline()
     }
 
-    /// Removes some of what is not current any more.
+    /// Removes a part of the outdated entries.
     pub(crate) fn sweep(&mut self) {
-        if self.directory.has_to_sweep() {
+        if self.directory.needs_sweep() {
             self.directory.sweep(SWEEP_PLACES);
         }
     }
 
-    // ---- the directory -----------------------------------------------------------------------------------------
+    // ---- the directory ------------------------------------------------------------------------------------
 
-    pub(crate) fn standing(&mut self, node: NodeId, epoch: Epoch) -> Option<Standing> {
-        let standing = self.directory.standing(node, self.epoch(epoch))?;
-        let before = self.asked.entry((node, epoch)).or_insert(SlotSet::EMPTY);
-        let asked = before.clone();
-        *before = before.or(&standing.wanted);
+    pub(crate) fn slot_status(&mut self, node: NodeId, epoch: Epoch) -> Option<SlotStatus> {
+        let status = self.directory.slot_status(node, self.epoch(epoch))?;
+        let before = self.requested_slots.entry((node, epoch)).or_insert(SlotSet::EMPTY);
+        let requested = before.clone();
+        *before = before.or(&status.wanted);
         match self.variant {
-            Variant::RegainedSlotsUnasked => {
-                Some(Standing { wanted: standing.wanted.without(&asked), ..standing })
+            Variant::RegainedSlotsWithoutInventory => {
+                Some(SlotStatus { wanted: status.wanted.without(&requested), ..status })
             }
-            _ => Some(standing),
+            _ => Some(status),
         }
     }
 
@@ -316,13 +330,13 @@ impl Member {
         let opening = match &batch.opening {
             outbox::Opening::Nothing => Opening::Nothing,
             outbox::Opening::Slots(slots) => Opening::Slots(slots),
-            outbox::Opening::Anew(slots) => Opening::Anew(slots),
+            outbox::Opening::Reset(slots) => Opening::Reset(slots),
         };
         let changes = Changes::parse(&batch.keys, &batch.operations).expect("agents send whole changes");
         let (node, epoch, sequence) = (batch.node, self.epoch(batch.epoch), batch.sequence);
         match self.directory.update(&Update { node, epoch, sequence, opening, changes, ends: &batch.ends }) {
-            Updated::Fenced => Answer::Fenced,
-            Updated::Expecting { expected, .. } => {
+            UpdateOutcome::Fenced => Answer::Fenced,
+            UpdateOutcome::Expecting { expected, .. } => {
                 if let Some(ended) = self.ended.get_mut(&node) {
                     *ended = ended.or(&batch.ends.and(self.directory.owned()));
                 }
@@ -331,17 +345,17 @@ impl Member {
         }
     }
 
-    /// Answers for its own slots, when its place is certain.
-    pub(crate) fn lookup(&mut self, now: Tick, keys: &[BlockKey], asking: Option<NodeId>) -> Answered {
+    /// Answers a lookup for its own slots, if its place is certain.
+    pub(crate) fn lookup(&mut self, now: Tick, keys: &[BlockKey], requester: Option<NodeId>) -> LookupAnswer {
         let map_epoch = self.view.map.epoch();
         let follows = self.slots_epoch == map_epoch || self.variant == Variant::AnswersBetweenMaps;
         if self.certain_map(now).is_none() || !follows {
             let elsewhere = (0..keys.len() as u32).collect();
-            return Answered { found: vec![Vec::new(); keys.len()], elsewhere, partial: 0, map_epoch };
+            return LookupAnswer { found: vec![Vec::new(); keys.len()], elsewhere, partial: 0, map_epoch };
         }
         self.expire(now);
-        let mut found = Found::default();
-        self.directory.lookup(keys, &self.members.live(), asking, &mut found);
+        let mut found = LookupResult::default();
+        self.directory.lookup(keys, &self.members.live(), requester, &mut found);
         let of = |index| {
             found
                 .of(index)
@@ -349,27 +363,31 @@ impl Member {
                 .map(|replica| Replica { node: replica.node, tier: replica.tier, load: replica.load })
                 .collect()
         };
-        Answered {
+        LookupAnswer {
             found: (0..keys.len()).map(of).collect(),
             elsewhere: found.elsewhere().to_vec(),
-            partial: if self.variant == Variant::NewOwnerWhole { 0 } else { found.partial() as usize },
+            partial: if self.variant == Variant::NewOwnerClaimsComplete {
+                0
+            } else {
+                found.partial() as usize
+            },
             map_epoch,
         }
     }
 
-    /// Whether some node that is waited for has not said what it has in a key's slot.
+    /// Reports whether an expected node has not completed its inventory of a key's slot.
     pub(crate) fn silent_about(&self, key: &BlockKey) -> bool {
         self.ended.values().any(|ended| !ended.has_key(key))
     }
 
-    /// The registration as the directory is told.
+    /// Returns the registration's epoch for the directory; an injected flaw uses a constant.
     fn epoch(&self, epoch: Epoch) -> Epoch {
         if self.variant == Variant::RegistrationKeepsDirectory { Epoch(1) } else { epoch }
     }
 }
 
-/// The machine that an address of a node means.
+/// Returns the host of a node's address.
 fn machine_of(record: &NodeRecord) -> usize {
     let number = record.details.peer_address.strip_prefix('n').and_then(|text| text.strip_suffix(":1"));
-    number.and_then(|number| number.parse().ok()).expect("agents give their machine as their address")
+    number.and_then(|number| number.parse().ok()).expect("the address of an agent is its host")
 }

@@ -1,4 +1,4 @@
-//! The bytes of an arena: one number per layer of each slot that was ever written.
+//! The contents of an arena: one number per layer of each slot that was written.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -8,15 +8,15 @@ use reprise_policy::Layout;
 
 use crate::rng::mix;
 
-/// What a committed block consists of: every commit has a number of its own.
+/// Content of a committed block: a unique number per commit.
 pub(crate) type Tag = u64;
 
-/// Bit of a tag that a fault has set: what was written has changed.
+/// Bit of a tag that marks damage by a memory fault.
 const DAMAGE: Tag = 1 << 40;
-/// Bit of a tag that a fault of a medium has set: nobody may ever be given it to read.
+/// Bit of a tag that marks damage by a medium fault: no reader may ever get such content.
 const ROT: Tag = 1 << 41;
 
-/// See the module.
+/// Contents of an arena; see the module.
 #[derive(Debug, Default)]
 pub(crate) struct Memory {
     slots: BTreeMap<(u16, u64), Slot>,
@@ -31,7 +31,7 @@ struct Slot {
 }
 
 impl Memory {
-    /// Writes layers of a slot, leaving the others.
+    /// Writes some layers of a slot, and keeps the others.
     pub(crate) fn write(&mut self, slot: ArenaSlot, layers_all: u32, layers: Range<u32>, tags: &[Tag]) {
         let stranded = self.stranded.iter().any(|other| overlap(*other, slot));
         assert!(!stranded, "{slot:?} was used again although a lost device may write to it");
@@ -46,17 +46,17 @@ impl Memory {
         place.layers[layers.start as usize..layers.end as usize].copy_from_slice(tags);
     }
 
-    /// From now on a device may write to a slot at any time.
+    /// Records that a device may write to a slot at any time.
     pub(crate) fn strand(&mut self, slot: ArenaSlot) {
         self.stranded.push(slot);
     }
 
-    /// The layers of a slot as they are now.
+    /// Returns the current layers of a slot.
     pub(crate) fn layers(&self, slot: ArenaSlot) -> &[Tag] {
         self.slots.get(&(slot.region.0, slot.offset)).map_or(&[], |slot| &slot.layers)
     }
 
-    /// A fault: bits of a slot turn over. `which` chooses the slot.
+    /// Injects a fault: bits of a slot flip. `which` selects the slot.
     pub(crate) fn damage(&mut self, which: u64) {
         let count = self.slots.len().max(1) as u64;
         if let Some(slot) = self.slots.values_mut().nth((which % count) as usize) {
@@ -65,7 +65,7 @@ impl Memory {
     }
 }
 
-/// A fault of a medium: changes one layer of what is stored.
+/// Injects a medium fault: changes one layer of stored content.
 pub(crate) fn rot(layers: &mut [Tag], which: u64) {
     change(layers, which, ROT);
 }
@@ -77,18 +77,19 @@ fn change(layers: &mut [Tag], which: u64, bit: Tag) {
     }
 }
 
-/// Whether these layers, in memory, are wrong because a fault has changed memory: everything else is caught before it
-/// gets there.
+/// Reports whether layers in memory are wrong because of a memory fault. Checks detect all other damage
+/// before it reaches memory.
 pub(crate) fn is_damaged(layers: &[Tag]) -> bool {
     layers.iter().any(|tag| tag & DAMAGE != 0)
 }
 
-/// Whether these layers, on a medium, are wrong because of a fault, of the medium or of the memory that they came from.
+/// Reports whether layers on a medium are wrong because of a fault of the medium, or of the memory that they
+/// were written from.
 pub(crate) fn is_rotten(layers: &[Tag]) -> bool {
     layers.iter().any(|tag| tag & (DAMAGE | ROT) != 0)
 }
 
-/// The content of layers, the first of which has the number `first`, if every one of them matches the block's checksums
+/// Returns the content of layers that start at layer `first`, if every layer matches the block's checksums
 /// and all agree.
 pub(crate) fn verified(layers: &[Tag], first: u32, layout: &Layout, checksums: &[u32]) -> Option<Tag> {
     let tag = *layers.first()?;
@@ -99,12 +100,12 @@ pub(crate) fn verified(layers: &[Tag], first: u32, layout: &Layout, checksums: &
     (right && layers.iter().all(|other| *other == tag)).then_some(tag)
 }
 
-/// Checksums of the objects of a block with this content.
+/// Returns the checksums of the objects of a block with this content.
 pub(crate) fn checksums(tag: Tag, layout: &Layout) -> Box<[u32]> {
     (0..u64::from(layout.objects())).map(|object| mix(tag << 16 | object) as u32).collect()
 }
 
-/// Whether two slots share bytes.
+/// Reports whether two slots overlap.
 pub(crate) fn overlap(a: ArenaSlot, b: ArenaSlot) -> bool {
     a.region == b.region && a.offset < b.offset + b.bytes && b.offset < a.offset + a.bytes
 }

@@ -1,4 +1,4 @@
-//! What hosts say to each other.
+//! Messages between hosts.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,13 +6,13 @@ use std::time::Duration;
 use reprise_agent_core::effect::{FetchId, OfferId, PlaceReason};
 use reprise_agent_core::event::{Move, Placement, Replica};
 use reprise_agent_core::outbox::{Answer, Batch};
-use reprise_controlplane_core::{NodeReport, Order, Said, SetMode, Standing};
+use reprise_controlplane_core::{ModeRecord, NodeReport, QuotaGrant, ReportedTenant, SlotStatus};
 use reprise_policy::{BlockKey, Epoch, Layout, NodeId, TenantId, Tier};
 
 use crate::memory::Tag;
-use crate::store::{Change, Condition, Entry, Key, LeaseId, Prefix, Refused, Revision, Write};
+use crate::store::{Change, Condition, Entry, Key, LeaseId, Prefix, Revision, TransactionError, Write};
 
-/// A call, unique in the process that makes it.
+/// Identifies a call within the calling process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct CallId(pub(crate) u64);
 
@@ -21,12 +21,12 @@ pub(crate) struct CallId(pub(crate) u64);
 pub(crate) enum Message {
     Call { call: CallId, request: Request },
     Reply { call: CallId, reply: Reply },
-    Ask { call: CallId, question: Question },
-    Told { call: CallId, told: Told },
+    StoreRequest { call: CallId, request: StoreRequest },
+    StoreReply { call: CallId, reply: StoreReply },
     Peer(PeerMessage),
 }
 
-/// What an agent wants of a member.
+/// A request of an agent to a member.
 #[derive(Clone, Debug)]
 pub(crate) enum Request {
     Register {
@@ -43,75 +43,75 @@ pub(crate) enum Request {
     Update(Arc<Batch>),
     Lookup {
         keys: Vec<BlockKey>,
-        asking: Option<NodeId>,
+        requester: Option<NodeId>,
     },
-    Place(Arc<PlaceQuestion>),
-    Report(Box<NodeSays>),
-    /// The list of members.
+    Place(Arc<PlacementRequest>),
+    Report(Box<NodeReportBody>),
+    /// Requests the list of members.
     Members,
-    /// The lists of members and nodes, and every later one.
+    /// Requests the lists of members and nodes, and all later changes.
     Watch,
 }
 
-/// A report of a node.
+/// Body of a node's report.
 #[derive(Clone, Debug)]
-pub(crate) struct NodeSays {
+pub(crate) struct NodeReportBody {
     pub(crate) node: NodeId,
     pub(crate) epoch: Epoch,
     pub(crate) report: NodeReport,
-    /// Of every tenant.
-    pub(crate) said: Vec<Said>,
-    /// Of the map by which it was said whose tenants are.
+    /// Reports of all tenants.
+    pub(crate) tenants: Vec<ReportedTenant>,
+    /// Digest of the map from which the owners of tenants were derived.
     pub(crate) map_digest: u64,
 }
 
-/// What a member answers to a report.
+/// A member's answer to a report.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct NodeIsTold {
-    pub(crate) orders: Vec<Order>,
+pub(crate) struct NodeReportReply {
+    pub(crate) grants: Vec<QuotaGrant>,
     pub(crate) direction: Option<Direction>,
 }
 
-/// What a member answers.
+/// A member's answer to a request.
 #[derive(Clone, Debug)]
 pub(crate) enum Reply {
     Registered {
         node: NodeId,
         epoch: Epoch,
     },
-    Beaten {
+    Heartbeat {
         known: bool,
         version: u64,
     },
-    Standing(Option<Box<Standing>>),
+    SlotStatus(Option<Box<SlotStatus>>),
     Updated {
         answer: Answer,
         version: u64,
     },
-    Found(Answered),
-    /// `None`: a newer registration is known.
-    Placed(Option<Box<PlaceAnswer>>),
+    Found(LookupAnswer),
+    /// `None`: the member knows a newer registration.
+    Placed(Option<Box<PlacementAnswer>>),
     Members(Arc<MemberList>),
     Nodes(Arc<[NodeInfo]>),
-    /// `None`: it is not the registration that is known.
-    Reported(Option<NodeIsTold>),
+    /// `None`: the member does not know the registration.
+    Reported(Option<NodeReportReply>),
     Unavailable,
 }
 
-/// What a member knows of keys.
+/// Replicas of keys in a member's directory.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Answered {
+pub(crate) struct LookupAnswer {
     pub(crate) found: Vec<Vec<Replica>>,
-    /// Indices of keys that are others'.
+    /// Indices of keys that belong to other members.
     pub(crate) elsewhere: Vec<u32>,
-    /// Keys of which some node has not announced what it has.
+    /// Number of keys for which some node has not completed its inventory.
     pub(crate) partial: usize,
     pub(crate) map_epoch: Epoch,
 }
 
-/// Where do further durable replicas of blocks go?
+/// Requests the targets of further durable replicas.
 #[derive(Clone, Debug)]
-pub(crate) struct PlaceQuestion {
+pub(crate) struct PlacementRequest {
     pub(crate) holder: NodeId,
     pub(crate) epoch: Epoch,
     pub(crate) keys: Vec<BlockKey>,
@@ -119,43 +119,43 @@ pub(crate) struct PlaceQuestion {
     pub(crate) reason: PlaceReason,
 }
 
-/// Where they go, as far as a member can say.
+/// Targets of replicas, as far as the member knows them.
 #[derive(Clone, Debug)]
-pub(crate) struct PlaceAnswer {
+pub(crate) struct PlacementAnswer {
     pub(crate) answers: Vec<Placement>,
-    /// Indices of keys that are others'.
+    /// Indices of keys that belong to other members.
     pub(crate) elsewhere: Vec<u32>,
     pub(crate) map_epoch: Epoch,
 }
 
-/// What a node is to do.
+/// Instructions for a node.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Direction {
-    pub(crate) set: SetMode,
+    pub(crate) set: ModeRecord,
     pub(crate) given: Option<Move>,
 }
 
-/// The members of the control plane, as one of them knows them.
+/// The members of the control plane, as known to one of them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct MemberList {
     pub(crate) epoch: Epoch,
     /// Names and incarnations, in order.
     pub(crate) members: Vec<(usize, Revision)>,
     pub(crate) answering: usize,
-    /// It is sure of its own place.
+    /// The answering member is sure of its own place.
     pub(crate) registered: bool,
 }
 
-/// A node: its number, and the machine that an address means.
+/// Number of a node, and the host of its address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct NodeInfo {
     pub(crate) node: NodeId,
     pub(crate) host: usize,
 }
 
-/// What a member wants of the store.
+/// A member's request to the store.
 #[derive(Clone, Debug)]
-pub(crate) enum Question {
+pub(crate) enum StoreRequest {
     Get(Vec<Key>),
     Range(Prefix),
     Transact { conditions: Vec<Condition>, writes: Vec<Write> },
@@ -166,12 +166,12 @@ pub(crate) enum Question {
     Revoke(LeaseId),
 }
 
-/// What the store answers.
+/// The store's answer to a request.
 #[derive(Clone, Debug)]
-pub(crate) enum Told {
+pub(crate) enum StoreReply {
     Entries(Vec<Option<Entry>>),
     Range { revision: Revision, entries: Vec<(Key, Entry)> },
-    Transacted(Result<Revision, Refused>),
+    Transacted(Result<Revision, TransactionError>),
     Watching,
     Compacted,
     Changes { revision: Revision, changes: Vec<Change> },
@@ -180,7 +180,7 @@ pub(crate) enum Told {
     Revoked,
 }
 
-/// What two agents say to each other; the fetch was named by the one that asks.
+/// A message between two agents; the requesting agent numbers the fetch.
 #[derive(Clone, Debug)]
 pub(crate) enum PeerMessage {
     Fetch { fetch: FetchId, keys: Vec<BlockKey>, layout: Layout, deadline: Duration },
@@ -195,20 +195,20 @@ pub(crate) enum PeerMessage {
 /// Blocks that an agent offers to another.
 #[derive(Clone, Debug)]
 pub(crate) struct OfferedBlocks {
-    /// Names and numbers of tenants are the same everywhere.
+    /// Names and numbers of tenants are the same on all nodes.
     pub(crate) tenant: TenantId,
     pub(crate) layout: Layout,
     pub(crate) keys: Vec<BlockKey>,
 }
 
 impl Message {
-    /// For the digest of the trace.
+    /// Returns a number for the digest of the trace.
     pub(crate) fn code(&self) -> u64 {
         match self {
             Message::Call { call, request } => (call.0 << 32).wrapping_add(request.code()),
             Message::Reply { call, reply } => (call.0 << 32).wrapping_add(reply.code()),
-            Message::Ask { call, question } => (call.0 << 32).wrapping_add(question.code()),
-            Message::Told { call, told } => (call.0 << 32).wrapping_add(told.code()),
+            Message::StoreRequest { call, request } => (call.0 << 32).wrapping_add(request.code()),
+            Message::StoreReply { call, reply } => (call.0 << 32).wrapping_add(reply.code()),
             Message::Peer(message) => message.code(),
         }
     }
@@ -224,8 +224,8 @@ impl Request {
             Request::Slots { .. } => 5,
             Request::Members => 6,
             Request::Watch => 7,
-            Request::Place(question) => 9 + ((question.keys.len() as u64) << 8),
-            Request::Report(says) => 8 + (says.report.used.nvme << 8),
+            Request::Place(request) => 9 + ((request.keys.len() as u64) << 8),
+            Request::Report(body) => 8 + (body.report.used.nvme << 8),
         }
     }
 }
@@ -234,12 +234,12 @@ impl Reply {
     fn code(&self) -> u64 {
         match self {
             Reply::Registered { epoch, .. } => 11 + (epoch.0 << 8),
-            Reply::Beaten { known, .. } => 12 + (u64::from(*known) << 8),
+            Reply::Heartbeat { known, .. } => 12 + (u64::from(*known) << 8),
             Reply::Updated { answer: Answer::Fenced, .. } => 13,
             Reply::Updated { answer: Answer::Expecting(expected), .. } => 14 + (expected << 8),
             Reply::Found(answered) => 15 + ((answered.found.iter().flatten().count() as u64) << 8),
-            Reply::Standing(None) => 16,
-            Reply::Standing(Some(standing)) => 17 + ((standing.wanted.len() as u64) << 8),
+            Reply::SlotStatus(None) => 16,
+            Reply::SlotStatus(Some(status)) => 17 + ((status.wanted.len() as u64) << 8),
             Reply::Members(list) => 18 + (list.epoch.0 << 8),
             Reply::Nodes(nodes) => 19 + ((nodes.len() as u64) << 8),
             Reply::Unavailable => 20,
@@ -248,42 +248,42 @@ impl Reply {
                 52 + (keys << 8)
             }
             Reply::Reported(None) => 51 + (1 << 8),
-            Reply::Reported(Some(NodeIsTold { orders, direction })) => {
+            Reply::Reported(Some(NodeReportReply { grants, direction })) => {
                 let bytes = direction.and_then(|direction| direction.given).map_or(0, |given| given.bytes);
-                51 + ((orders.len() as u64) << 16) + (bytes << 24)
+                51 + ((grants.len() as u64) << 16) + (bytes << 24)
             }
         }
     }
 }
 
-impl Question {
+impl StoreRequest {
     fn code(&self) -> u64 {
         match self {
-            Question::Get(keys) => 31 + ((keys.len() as u64) << 8),
-            Question::Range(_) => 32,
-            Question::Transact { writes, .. } => 33 + ((writes.len() as u64) << 8),
-            Question::Watch { from, .. } => 34 + (from << 8),
-            Question::Grant(_) => 35,
-            Question::KeepAlive(lease) => 36 + (lease.0 << 8),
-            Question::Delete { conditions, .. } => 38 + ((conditions.len() as u64) << 8),
-            Question::Revoke(lease) => 37 + (lease.0 << 8),
+            StoreRequest::Get(keys) => 31 + ((keys.len() as u64) << 8),
+            StoreRequest::Range(_) => 32,
+            StoreRequest::Transact { writes, .. } => 33 + ((writes.len() as u64) << 8),
+            StoreRequest::Watch { from, .. } => 34 + (from << 8),
+            StoreRequest::Grant(_) => 35,
+            StoreRequest::KeepAlive(lease) => 36 + (lease.0 << 8),
+            StoreRequest::Delete { conditions, .. } => 38 + ((conditions.len() as u64) << 8),
+            StoreRequest::Revoke(lease) => 37 + (lease.0 << 8),
         }
     }
 }
 
-impl Told {
+impl StoreReply {
     fn code(&self) -> u64 {
         match self {
-            Told::Entries(_) => 41,
-            Told::Range { revision, entries } => 42 + (revision << 8) + ((entries.len() as u64) << 24),
-            Told::Transacted(Ok(revision)) => 43 + (revision << 8),
-            Told::Transacted(Err(_)) => 44,
-            Told::Watching => 45,
-            Told::Compacted => 46,
-            Told::Changes { revision, .. } => 47 + (revision << 8),
-            Told::Granted(lease) => 48 + (lease.0 << 8),
-            Told::Kept { lives } => 49 + (u64::from(*lives) << 8),
-            Told::Revoked => 50,
+            StoreReply::Entries(_) => 41,
+            StoreReply::Range { revision, entries } => 42 + (revision << 8) + ((entries.len() as u64) << 24),
+            StoreReply::Transacted(Ok(revision)) => 43 + (revision << 8),
+            StoreReply::Transacted(Err(_)) => 44,
+            StoreReply::Watching => 45,
+            StoreReply::Compacted => 46,
+            StoreReply::Changes { revision, .. } => 47 + (revision << 8),
+            StoreReply::Granted(lease) => 48 + (lease.0 << 8),
+            StoreReply::Kept { lives } => 49 + (u64::from(*lives) << 8),
+            StoreReply::Revoked => 50,
         }
     }
 }

@@ -1,8 +1,9 @@
-//! Connections between hosts: delay, loss, order within a connection and none between two, partitions.
+//! Connections between hosts: delay, loss, order within a connection, partitions.
 //!
-//! A message waits while its way is cut and goes on in its order when the way is whole again, as TCP sends it again; who
-//! sent it gives up by a deadline of its own. A connection whose other end has died is found out by the next message
-//! over it, or at once when the dying host's kernel could still say so.
+//! A message that reaches a partition waits there, and continues in its order when the partition ends, as TCP
+//! retransmits it; the sender gives up by its own deadline. The death of the other end is detected by the
+//! next message, or at once if the dying host's kernel could still report it. Messages of different
+//! connections are not ordered.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,7 +11,7 @@ use reprise_policy::Tick;
 
 use crate::rng::Rng;
 
-/// A machine: nodes and members by their index, and the one with the store.
+/// A host: nodes and members by their index, and the host of the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Host {
     Node(usize),
@@ -18,7 +19,7 @@ pub(crate) enum Host {
     Store,
 }
 
-/// A connection.
+/// Identifies a connection between two hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct LineId(pub(crate) u64);
 
@@ -26,32 +27,32 @@ pub(crate) struct LineId(pub(crate) u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct End {
     pub(crate) host: Host,
-    /// Which process of the host; the next one has another life.
+    /// Number of the process on the host; each process has a new one.
     pub(crate) life: u64,
 }
 
-/// A connection: who opened it, and to whom.
+/// A connection with its opener and its acceptor.
 #[derive(Debug)]
 pub(crate) struct Line<M> {
     pub(crate) ends: [End; 2],
-    /// When the last message to each end arrives.
+    /// Arrival time of the last message to each end.
     last: [Tick; 2],
-    /// Messages to each end that were sent, and that have arrived in their order.
+    /// Number of messages to each end that were sent, and that have arrived in order.
     sent: [u64; 2],
     arrived: [u64; 2],
-    /// Messages that arrived at a cut, by the index of the end they go to and their number.
+    /// Messages held at a partition, with the index of their receiver and their number.
     held: Vec<(usize, u64, M)>,
-    /// Messages that have overtaken those.
+    /// Messages that have overtaken the held ones.
     early: BTreeMap<(usize, u64), M>,
 }
 
-/// See the module.
+/// The network of the simulation; see the module.
 #[derive(Debug)]
 pub(crate) struct Network<M> {
     lines: BTreeMap<LineId, Line<M>>,
     cuts: BTreeSet<(Host, Host)>,
     next: u64,
-    /// Nothing is late any more.
+    /// Messages are no longer delayed.
     pub(crate) calm: bool,
 }
 
@@ -83,26 +84,26 @@ impl<M> Network<M> {
         self.lines.remove(&id);
     }
 
-    /// Connections that have an end at a host.
+    /// Returns the connections that have an end at a host.
     pub(crate) fn lines_of(&self, host: Host) -> Vec<LineId> {
         let has = |line: &Line<M>| line.ends.iter().any(|end| end.host == host);
         self.lines.iter().filter(|(_, line)| has(line)).map(|(id, _)| *id).collect()
     }
 
-    /// One of all connections.
+    /// Selects one of all connections.
     pub(crate) fn any(&self, which: u64) -> Option<LineId> {
         let count = self.lines.len().max(1) as u64;
         self.lines.keys().nth((which % count) as usize).copied()
     }
 
-    /// The number of the next message to an end of a connection.
+    /// Allocates the number of the next message to an end of a connection.
     pub(crate) fn number(&mut self, id: LineId, to: usize) -> Option<u64> {
         let sent = &mut self.lines.get_mut(&id)?.sent[to];
         *sent += 1;
         Some(*sent - 1)
     }
 
-    /// A message has arrived: what can be given to the receiver, in the order in which it was sent.
+    /// Handles the arrival of a message; returns the messages that can be delivered in order.
     pub(crate) fn in_order(&mut self, id: LineId, to: usize, number: u64, message: M) -> Vec<M> {
         let Some(line) = self.lines.get_mut(&id) else { return Vec::new() };
         if number != line.arrived[to] {
@@ -118,7 +119,7 @@ impl<M> Network<M> {
         ready
     }
 
-    /// When a message sent now arrives at an end of a connection.
+    /// Returns the arrival time of a message that is sent now.
     pub(crate) fn arrival(&mut self, id: LineId, to: usize, now: Tick, rng: &mut Rng) -> Option<Tick> {
         let delay = match rng.below(1000) {
             0..950 => rng.micros(40..600),
@@ -139,13 +140,13 @@ impl<M> Network<M> {
         self.cuts.insert((a.min(b), a.max(b)));
     }
 
-    /// Keeps a message that has come to a cut.
+    /// Holds a message that has reached a partition.
     pub(crate) fn hold(&mut self, id: LineId, to: usize, number: u64, message: M) {
         let line = self.lines.get_mut(&id).expect("a message arrives over a connection");
         line.held.push((to, number, message));
     }
 
-    /// The way between two hosts is whole: what was held goes on.
+    /// Ends the partition between two hosts; returns the held messages.
     pub(crate) fn heal(&mut self, a: Host, b: Host) -> Vec<(LineId, usize, u64, M)> {
         self.cuts.remove(&(a.min(b), a.max(b)));
         let mut freed = Vec::new();

@@ -1,36 +1,36 @@
-//! A node: a machine with disks, and at times an agent's process on it, which runs the production core.
+//! A node: a host with disks, and at times an agent's process, which runs the production core.
 //!
-//! Every event goes through [`World::apply`]: the core decides, its audit and the world's checks look at it, and its
-//! effects are executed. A process's memory dies with it; its disks stay.
+//! Every event passes through [`Simulation::apply`]: the core decides, its audit and the simulation's checks
+//! run, and its effects are executed. A process's memory dies with it; the disks survive.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use reprise_agent_core::agent::AgentCore;
 use reprise_agent_core::effect::{
-    ArenaSlot, Change, DeviceId, Effect, FetchId, OfferId, PeerOfferId, RegionId, ReplicaChange, Reply,
-    Report, ServeId,
+    ArenaSlot, Change, DeviceId, Diagnostic, Effect, FetchId, OfferId, PeerOfferId, RegionId, ReplicaChange,
+    Reply, ServeId,
 };
 use reprise_agent_core::event::{Event, Request, RequestId, Scope};
-use reprise_agent_core::orders::Orders;
 use reprise_agent_core::pool::DeviceOpKind;
+use reprise_agent_core::quota_grants::QuotaGrants;
 use reprise_policy::{BlockKey, SessionId, SlotSet, TenantId, Tick, Tier};
 
 use crate::client::Client;
-use crate::disk::{Disk, Written};
+use crate::disk::{Disk, DiskWrite};
 use crate::engine::Engine;
 use crate::jobs::Job;
 use crate::memory::{Memory, overlap};
 use crate::network::{Host, LineId};
-use crate::offers::{HeardOffer, OpenOffer};
+use crate::offers::{OpenOffer, ReceivedOffer};
 use crate::peers::{Fetch, Serve};
-use crate::placements::Placed;
-use crate::reporting::OwnState;
+use crate::placement_audit::PlacementAudit;
+use crate::reports::StateSnapshot;
 use crate::setup::{LOOKUP_TIMEOUT, Setup, Variant, tenant_of};
-use crate::tenants::Tenants;
-use crate::world::{Action, Local, World};
+use crate::simulation::{Action, AgentStep, Simulation};
+use crate::tenants::TenantAudit;
 
-/// Counters of the core that say what runs have reached.
+/// Counters of the core that show which code paths the runs have reached.
 const COUNTED: [&str; 31] = [
     "duplicate_items",
     "durable_items",
@@ -65,59 +65,59 @@ const COUNTED: [&str; 31] = [
     "place_failures",
 ];
 
-/// A deadline is noticed when the clock next shows another microsecond.
+/// A deadline is detected when the clock shows the next microsecond.
 const CLOCK_GRAIN: Duration = Duration::from_micros(2);
 
-/// See the module.
+/// A node; see the module.
 #[derive(Debug)]
 pub(crate) struct Node {
     pub(crate) process: Option<Process>,
     pub(crate) disks: Vec<Disk>,
-    /// Blocks that were announced durable and not withdrawn.
-    pub(crate) promised: BTreeSet<BlockKey>,
-    /// Blocks that were durable once, and since when they are not.
+    /// Blocks that were reported durable and not withdrawn.
+    pub(crate) reported_durable: BTreeSet<BlockKey>,
+    /// Blocks that were durable, and the time at which they were withdrawn.
     pub(crate) withdrawn: BTreeMap<BlockKey, Tick>,
 }
 
-/// A running agent.
+/// State of a running agent.
 #[derive(Debug)]
 pub(crate) struct Process {
     pub(crate) core: AgentCore,
     pub(crate) memory: Memory,
-    /// What the core has announced: every replica of this node.
+    /// Replicas that the core has announced.
     pub(crate) inventory: BTreeSet<(BlockKey, Tier)>,
-    /// The core has told what it has recovered.
+    /// The core has announced its recovered blocks.
     recovered: bool,
-    /// Blocks that were on NVMe at any time of this life.
+    /// Blocks that were on NVMe at any time of this process.
     ever_stored: BTreeSet<BlockKey>,
     pub(crate) jobs: BTreeMap<u64, Job>,
     pub(crate) jobs_begun: u64,
     pub(crate) sessions: BTreeMap<SessionId, Engine>,
-    /// The session of each engine, by its place.
+    /// The session of each engine, by the engine's index.
     pub(crate) seats: Vec<Option<SessionId>>,
     pub(crate) sessions_begun: u64,
     pub(crate) client: Client,
     pub(crate) fetches: BTreeMap<FetchId, Fetch>,
     pub(crate) serves: BTreeMap<ServeId, Serve>,
     pub(crate) serves_begun: u64,
-    /// Those whose connection is gone, and of which the core has not heard yet: what it sends them is dropped, as a
-    /// transport does.
+    /// Serves whose connection has ended without the core's knowledge yet: data for them is dropped, as in a
+    /// transport.
     pub(crate) serves_lost: BTreeSet<ServeId>,
     /// Connections that this agent has opened to others, by their index.
     pub(crate) peer_lines: BTreeMap<usize, LineId>,
-    pub(crate) tenants: Tenants,
-    /// Tenants whose names it knows.
+    pub(crate) tenants: TenantAudit,
+    /// Tenants whose names the agent knows.
     pub(crate) names: BTreeSet<TenantId>,
     pub(crate) offers: BTreeMap<OfferId, OpenOffer>,
-    pub(crate) heard_offers: BTreeMap<PeerOfferId, HeardOffer>,
-    pub(crate) offers_heard: u64,
-    pub(crate) placed: Placed,
-    /// As the core last said.
-    pub(crate) told: OwnState,
-    pub(crate) orders: Orders,
-    /// The largest inventory so far.
+    pub(crate) received_offers: BTreeMap<PeerOfferId, ReceivedOffer>,
+    pub(crate) offers_received: u64,
+    pub(crate) placed: PlacementAudit,
+    /// Latest state that the core has reported.
+    pub(crate) state: StateSnapshot,
+    pub(crate) grants: QuotaGrants,
+    /// Size of the largest inventory so far.
     pub(crate) inventory_max: usize,
-    /// When the core's next tick is due.
+    /// Time of the core's next tick.
     tick_at: Option<Tick>,
 }
 
@@ -128,18 +128,18 @@ impl Node {
         Node {
             process: None,
             disks: (0..setup.disks).map(disk).collect(),
-            promised: BTreeSet::new(),
+            reported_durable: BTreeSet::new(),
             withdrawn: BTreeMap::new(),
         }
     }
 }
 
-impl World {
+impl Simulation {
     pub(crate) fn process(&mut self, node: usize) -> &mut Process {
-        self.nodes[node].process.as_mut().expect("only a running agent is asked")
+        self.nodes[node].process.as_mut().expect("only a running agent gets events")
     }
 
-    /// An agent starts on the node's disks, whatever is on them.
+    /// Starts an agent on the node's disks, with their current contents.
     pub(crate) fn start_agent(&mut self, node: usize) {
         self.begin_process(Host::Node(node));
         let place = &mut self.nodes[node];
@@ -175,46 +175,46 @@ impl World {
             serves_begun: 0,
             serves_lost: BTreeSet::new(),
             peer_lines: BTreeMap::new(),
-            tenants: Tenants::default(),
+            tenants: TenantAudit::default(),
             names: self.setup.names.clone(),
             offers: BTreeMap::new(),
-            heard_offers: BTreeMap::new(),
-            offers_heard: 0,
-            placed: Placed::default(),
-            told: OwnState::default(),
-            orders: Orders::default(),
+            received_offers: BTreeMap::new(),
+            offers_received: 0,
+            placed: PlacementAudit::default(),
+            state: StateSnapshot::default(),
+            grants: QuotaGrants::default(),
             inventory_max: 0,
             tick_at: None,
         });
         effects.into_iter().for_each(|effect| self.execute(node, effect));
-        // Nobody is registered yet, so nothing is sent: the world learns what the core has.
+        // No link is registered yet, so nothing is sent: the simulation learns the core's blocks.
         self.apply(node, Event::InventoryWanted { slots: Box::new(SlotSet::ALL) });
-        self.tell_state(node);
+        self.report_state(node);
         self.client(node).begin(node);
-        self.later(node, Duration::ZERO, Local::Follow);
+        self.later(node, Duration::ZERO, AgentStep::Follow);
     }
 
-    /// The process is gone: `SIGKILL`, or the power.
-    pub(crate) fn end_agent(&mut self, node: usize) -> Option<(Process, Vec<Vec<Written>>)> {
+    /// Ends the process: `SIGKILL`, or power loss.
+    pub(crate) fn end_agent(&mut self, node: usize) -> Option<(Process, Vec<Vec<DiskWrite>>)> {
         let place = &mut self.nodes[node];
         let process = place.process.take()?;
         count_all(&mut self.seen, &process);
         let running = (0..place.disks.len()).map(|device| {
             let of = |job: &Job| match job {
                 Job::Device { device: of, op, .. } if usize::from(of.0) == device => {
-                    Written::of(&op.kind, payload(&process.memory, &op.kind))
+                    DiskWrite::of(&op.kind, payload(&process.memory, &op.kind))
                 }
                 _ => None,
             };
             process.jobs.values().filter_map(of).collect()
         });
         let running = running.collect();
-        self.books.leave(node);
+        self.budget_audit.remove_node(node);
         self.end_process(Host::Node(node));
         Some((process, running))
     }
 
-    /// Applies an event to a core, looks at what it has become, and executes what follows.
+    /// Applies an event to a core, runs the checks, and executes the effects.
     pub(crate) fn apply(&mut self, node: usize, event: Event) {
         let now = self.time(Host::Node(node));
         let mut effects = Vec::new();
@@ -236,10 +236,10 @@ impl World {
         for key in durable {
             assert!(
                 process.ever_stored.contains(&key),
-                "{key} was told durable and never announced to be on NVMe"
+                "{key} was reported durable but never announced on NVMe"
             );
         }
-        self.look_at(node);
+        self.check_readers(node);
         self.after_event(node);
         self.audit_tenants(node);
         self.audit_queues(node);
@@ -253,8 +253,8 @@ impl World {
         if process.tick_at.is_none_or(|at| due < at) {
             process.tick_at = Some(due);
             let host = Host::Node(node);
-            let (at, life) = (self.when(host, due), self.place(host).life);
-            self.queue.push(at, Action::Local { node, life, what: Local::Tick });
+            let (at, life) = (self.when(host, due), self.host(host).life);
+            self.queue.push(at, Action::Agent { node, life, what: AgentStep::Tick });
         }
     }
 
@@ -291,7 +291,8 @@ impl World {
         self.apply(node, Event::Request { session, request, body, received: now });
     }
 
-    /// Places of keys that a request must find: what a match of this node sees, what a load of this node has in DRAM.
+    /// Returns the indices of keys that a request must find: those that a local match sees, or that a local
+    /// load has in DRAM.
     fn held_of(&mut self, node: usize, session: SessionId, body: &Request) -> Vec<usize> {
         let process = self.process(node);
         let Some(tenant) = process.sessions.get(&session).map(|engine| engine.tenant) else {
@@ -316,7 +317,7 @@ impl World {
     fn execute(&mut self, node: usize, effect: Effect) {
         match effect {
             Effect::Reply { session, request, reply } => self.reply(node, (session, request), &reply),
-            Effect::Durable { .. } => unreachable!("looked at when all effects are executed"),
+            Effect::Durable { .. } => unreachable!("handled after all effects"),
             Effect::Progress { session, entry, update } => {
                 if let Some(engine) = self.process(node).sessions.get_mut(&session) {
                     engine.on_progress(entry, &update);
@@ -332,9 +333,9 @@ impl World {
                     self.begin_job(node, Job::Read { device, read, layout: batch.layout, layers: 0 });
                 }
             }
-            Effect::DeviceReleased { .. } => unreachable!("devices of this world stay until they fail"),
+            Effect::DeviceReleased { .. } => unreachable!("devices of this simulation stay until they fail"),
             Effect::CheckBlock(check) => self.begin_job(node, Job::Check(check)),
-            Effect::Lookup { lookup, keys, timeout } => self.look_up(node, lookup, keys, timeout),
+            Effect::Lookup { lookup, keys, timeout } => self.start_lookup(node, lookup, keys, timeout),
             Effect::Announce { changes } => self.announce(node, &changes),
             Effect::Inventory { slots, replicas } => self.inventory(node, &slots, &replicas),
             Effect::PeerFetch(fetch) => self.fetch(node, fetch),
@@ -344,13 +345,13 @@ impl World {
             Effect::ServeObjects(objects) => self.serve_objects(node, objects),
             Effect::ServeAbsent { serve, block } => self.serve_absent(node, serve, block),
             Effect::Place { place, keys, slot_bytes, reason, timeout } => {
-                self.ask_where(node, place, (keys, slot_bytes, reason), timeout);
+                self.start_placement(node, place, (keys, slot_bytes, reason), timeout);
             }
             Effect::Offer(offer) => self.offer(node, offer),
             Effect::AnswerOffer { offer, taken, retry_after } => {
                 self.answer_offer(node, offer, (taken, retry_after));
             }
-            Effect::Report(report) => self.report(node, &report),
+            Effect::Diagnostic(report) => self.report(node, &report),
         }
     }
 
@@ -360,7 +361,7 @@ impl World {
         }
         self.trace.note(|| format!("{} {} ← {reply:?}", of.0.0, of.1.0));
         let host = Host::Node(node);
-        let (now, resumed) = (self.time(host), self.place(host).resumed);
+        let (now, resumed) = (self.time(host), self.host(host).resumed);
         if let Some(engine) = self.process(node).sessions.get_mut(&of.0) {
             engine.on_reply(of.1, reply, now, resumed);
         }
@@ -376,73 +377,78 @@ impl World {
                 Change::Added => process.inventory.insert(replica),
                 Change::Removed => process.inventory.remove(&replica),
             };
-            assert!(new, "{change:?} changes nothing");
+            assert!(new, "{change:?} has no effect");
             match (change.tier, change.change) {
                 (Tier::Nvme, Change::Added) => {
                     process.ever_stored.insert(change.key);
-                    place.promised.insert(change.key);
+                    place.reported_durable.insert(change.key);
                     place.withdrawn.remove(&change.key);
                 }
                 (Tier::Nvme, Change::Removed) => {
-                    place.promised.remove(&change.key);
+                    place.reported_durable.remove(&change.key);
                     place.withdrawn.insert(change.key, now);
                 }
                 (Tier::Dram, _) => {}
             }
         }
-        let told = changes.iter().copied();
-        let told: Vec<_> = match variant {
-            Variant::EvictionsUnannounced => told.filter(|change| change.change == Change::Added).collect(),
-            _ => told.collect(),
+        let announced = changes.iter().copied();
+        let announced: Vec<_> = match variant {
+            Variant::EvictionsNotAnnounced => {
+                announced.filter(|change| change.change == Change::Added).collect()
+            }
+            _ => announced.collect(),
         };
-        process.client.links.values_mut().for_each(|link| link.outbox.announce(&told));
+        process.client.links.values_mut().for_each(|link| link.outbox.announce(&announced));
     }
 
-    /// The first inventory of a process tells what it has recovered; every other one tells what was announced.
+    /// Checks an inventory: the first one of a process announces the recovered blocks; later ones must equal
+    /// the announced blocks.
     fn inventory(&mut self, node: usize, slots: &SlotSet, replicas: &[(BlockKey, Tier)]) {
         let process = self.process(node);
-        let told: BTreeSet<_> = replicas.iter().copied().collect();
-        assert_eq!(told.len(), replicas.len(), "a replica is announced once");
+        let announced: BTreeSet<_> = replicas.iter().copied().collect();
+        assert_eq!(announced.len(), replicas.len(), "a replica is announced once");
         if !std::mem::replace(&mut process.recovered, true) {
-            process.inventory = told;
-            self.keep_promises(node);
+            process.inventory = announced;
+            self.record_durable(node);
         } else {
             let known = process.inventory.iter().filter(|(key, _)| slots.has_key(key)).copied();
-            assert!(known.eq(told), "the inventory is not what was announced");
+            assert!(known.eq(announced), "the inventory differs from the announced replicas");
         }
         let links = self.client(node).links.values_mut();
         links.for_each(|link| link.outbox.inventory(slots, replicas));
     }
 
-    /// What a whole inventory says to be on NVMe is from now on durable.
-    fn keep_promises(&mut self, node: usize) {
+    /// Records the NVMe blocks of a complete inventory as durable.
+    fn record_durable(&mut self, node: usize) {
         let process = self.process(node);
         let stored = process.inventory.iter().filter(|(_, tier)| *tier == Tier::Nvme).map(|(key, _)| *key);
         let stored: BTreeSet<_> = stored.collect();
         process.ever_stored.extend(&stored);
         let now = self.now;
         let place = &mut self.nodes[node];
-        let gone = place.promised.difference(&stored).map(|key| (*key, now));
+        let gone = place.reported_durable.difference(&stored).map(|key| (*key, now));
         place.withdrawn.extend(gone);
         place.withdrawn.retain(|key, _| !stored.contains(key));
-        place.promised = stored;
+        place.reported_durable = stored;
     }
 
-    fn report(&mut self, node: usize, report: &Report) {
+    fn report(&mut self, node: usize, report: &Diagnostic) {
         self.trace.note(|| format!("node {node} reports {report:?}"));
         match report {
-            Report::CorruptBlock { .. } => self.count("corrupt blocks"),
-            Report::CorruptMemory { .. } => self.count("corrupt memory"),
-            Report::DeviceLost { .. } => self.count("devices lost"),
-            Report::Unstorable { .. } | Report::Overcommitted { .. } | Report::OffersRefused { .. } => {}
+            Diagnostic::CorruptBlock { .. } => self.count("corrupt blocks"),
+            Diagnostic::CorruptMemory { .. } => self.count("corrupt memory"),
+            Diagnostic::DeviceLost { .. } => self.count("devices lost"),
+            Diagnostic::Unstorable { .. }
+            | Diagnostic::Overcommitted { .. }
+            | Diagnostic::OffersRefused { .. } => {}
         }
     }
 
-    /// Everybody on a node reads all they may; what does not match is told to the agent.
-    pub(crate) fn look_at(&mut self, node: usize) {
+    /// Lets all readers on a node read their blocks; reports mismatches to the agent.
+    pub(crate) fn check_readers(&mut self, node: usize) {
         let host = Host::Node(node);
         let (now, truth) = (self.time(host), &self.truth);
-        let excused = !self.is_awake(host) || self.place(host).resumed >= now;
+        let excused = !self.is_awake(host) || self.host(host).resumed >= now;
         let place = &mut self.nodes[node];
         let Some(process) = &mut place.process else { return };
         let mut suspects = Vec::new();
@@ -455,23 +461,24 @@ impl World {
             let late = engine.overdue(now).filter(|_| !excused);
             assert!(late.is_none(), "node {node}: no answer in time to {}", late.unwrap_or_default());
         }
-        let late = process.client.lookups.iter().find(|(_, asking)| asking.deadline.after(CLOCK_GRAIN) < now);
-        assert!(late.is_none() || excused, "node {node}: a lookup is not over in time: {late:?}");
+        let late =
+            process.client.lookups.iter().find(|(_, pending)| pending.deadline.after(CLOCK_GRAIN) < now);
+        assert!(late.is_none() || excused, "node {node}: a lookup exceeds its deadline: {late:?}");
         for (session, load, block) in suspects {
             self.count("suspects");
             self.suspect(node, session, (load, vec![block]));
         }
     }
 
-    /// A slot that is handed out must not be written or read by anybody.
+    /// Checks that an assigned slot is not being written or read.
     pub(crate) fn assert_unused(&self, node: usize, slot: ArenaSlot) {
-        let process = self.nodes[node].process.as_ref().expect("it runs");
+        let process = self.nodes[node].process.as_ref().expect("the agent runs");
         let jobs = process.jobs.values().filter_map(Job::slot);
         let fetches = process.fetches.values().flat_map(Fetch::slots);
         let engines = process.sessions.values().flat_map(Engine::slots);
         let serves = process.serves.values().flat_map(Serve::slots);
         let mut used = jobs.chain(fetches).chain(engines).chain(serves);
-        assert!(!used.any(|other| overlap(slot, other)), "{slot:?} was handed out while in use");
+        assert!(!used.any(|other| overlap(slot, other)), "{slot:?} was assigned while in use");
         assert!(slot.offset + slot.bytes <= self.setup.region_bytes, "{slot:?} lies outside its region");
     }
 
@@ -480,7 +487,7 @@ impl World {
     }
 }
 
-/// Adds what a core has counted, by the names of its counters.
+/// Adds the counters of a core to `seen`, by their names.
 pub(crate) fn count_all(seen: &mut BTreeMap<&'static str, u64>, process: &Process) {
     for name in COUNTED {
         let fields = process.core.counters().fields();
@@ -489,7 +496,7 @@ pub(crate) fn count_all(seen: &mut BTreeMap<&'static str, u64>, process: &Proces
     }
 }
 
-/// What is in memory of a block that is being written.
+/// Returns the content in memory of a block that is being written.
 pub(crate) fn payload<'a>(memory: &'a Memory, kind: &DeviceOpKind) -> &'a [u64] {
     match kind {
         DeviceOpKind::WriteBlock { slot, .. } => memory.layers(*slot),

@@ -1,10 +1,11 @@
-//! Offers of blocks between agents: how they are made, answered, lost, and when they are over.
+//! Offers of blocks between agents: sending, answers, losses, deadlines.
 //!
-//! As `node-agent/src/executor.rs` (`offer`, `offered`) and the offers of `node-agent/transport`: they go over the connections of
-//! fetches; one without an answer has failed at its deadline, and with its connection. An offer names a tenant, and who
-//! does not know the name, or is offered something by somebody whom nobody has named, goes no further.
+//! As `node-agent/src/executor.rs` (`offer`, `offered`) and the offers of `node-agent/transport`. Offers use
+//! the connections of fetches; an offer without an answer fails at its deadline, or with its connection. An
+//! offer names a tenant. An agent that does not know the name, or does not know the offering node, refuses
+//! the offer.
 //!
-//! Deliberately absent: cancelling. The core of the other side answers at once, and an answer that nobody waits for is dropped.
+//! Not reproduced: cancelling. The other core answers at once, and a late answer is dropped.
 
 use std::time::Duration;
 
@@ -16,9 +17,9 @@ use reprise_policy::{TenantId, Tick};
 use crate::messages::{Message, OfferedBlocks, PeerMessage};
 use crate::network::{Host, LineId};
 use crate::setup::Variant;
-use crate::world::{Local, World, take_where};
+use crate::simulation::{AgentStep, Simulation, take_where};
 
-/// Blocks offered to a peer, which has not answered.
+/// An offer that the peer has not answered.
 #[derive(Clone, Debug)]
 pub(crate) struct OpenOffer {
     line: LineId,
@@ -30,23 +31,23 @@ pub(crate) struct OpenOffer {
 
 /// A peer's offer without an answer.
 #[derive(Clone, Debug)]
-pub(crate) struct HeardOffer {
+pub(crate) struct ReceivedOffer {
     line: LineId,
     offer: OfferId,
     keys: usize,
 }
 
-impl World {
-    // ---- the side that offers ----------------------------------------------------------------------------------
+impl Simulation {
+    // ---- offering side ------------------------------------------------------------------------------------
 
     pub(crate) fn offer(&mut self, node: usize, offer: Offer) {
         let Offer { offer: id, node: to, tenant, layout, keys, deadline } = offer;
-        assert!(!keys.is_empty() && keys.len() <= PLACE_KEYS_MAX, "an offer is of {} blocks", keys.len());
+        assert!(!keys.is_empty() && keys.len() <= PLACE_KEYS_MAX, "an offer has {} blocks", keys.len());
         let process = self.process(node);
         let host = process.client.host_of(to).filter(|_| process.names.contains(&tenant));
         let Some(host) = host else {
             self.note_refusal(node, "refused in calm: no name");
-            return self.later(node, Duration::ZERO, Local::Event(Event::OfferFailed { offer: id }));
+            return self.later(node, Duration::ZERO, AgentStep::Event(Event::OfferFailed { offer: id }));
         };
         let line = self.peer_line(node, host);
         let until = self.time(Host::Node(node)).after(deadline);
@@ -56,12 +57,12 @@ impl World {
         self.count("offers");
         let blocks = OfferedBlocks { tenant, layout, keys };
         self.send(line, 1, Message::Peer(PeerMessage::Offer { offer: id, blocks: Box::new(blocks) }));
-        self.later(node, deadline, Local::OfferDeadline(id));
+        self.later(node, deadline, AgentStep::OfferDeadline(id));
     }
 
-    /// What has not been answered by now is not answered.
+    /// Fails an offer without an answer at its deadline.
     pub(crate) fn offer_deadline(&mut self, node: usize, id: OfferId) {
-        if self.setup.variant == Variant::OffersWithoutEnd {
+        if self.setup.variant == Variant::OffersWithoutDeadline {
             return;
         }
         let Some(offer) = self.process(node).offers.remove(&id) else { return };
@@ -74,7 +75,7 @@ impl World {
 
     pub(crate) fn offers_lost(&mut self, node: usize, line: LineId) {
         let process = self.process(node);
-        process.heard_offers.retain(|_, heard| heard.line != line);
+        process.received_offers.retain(|_, received| received.line != line);
         for (offer, _) in take_where(&mut process.offers, |offer| offer.line == line) {
             self.apply(node, Event::OfferFailed { offer });
         }
@@ -87,7 +88,7 @@ impl World {
         (taken, retry_after): (Vec<u32>, Duration),
     ) {
         let Some(offer) = self.process(node).offers.remove(&id) else { return };
-        assert!(taken.iter().all(|at| (*at as usize) < offer.keys), "only what was offered is taken");
+        assert!(taken.iter().all(|at| (*at as usize) < offer.keys), "only offered blocks are accepted");
         if taken.len() < offer.keys {
             self.note_refusal(node, "refused in calm: not taken");
         }
@@ -95,7 +96,7 @@ impl World {
         self.apply(node, Event::OfferAnswered { offer: id, taken, retry_after });
     }
 
-    // ---- the side that is offered something --------------------------------------------------------------------
+    // ---- receiving side -----------------------------------------------------------------------------------
 
     pub(crate) fn offered(&mut self, node: usize, line: LineId, offer: OfferId, blocks: OfferedBlocks) {
         let OfferedBlocks { tenant, layout, keys } = blocks;
@@ -109,18 +110,18 @@ impl World {
             return self.send(line, 0, Message::Peer(answer));
         };
         let own = match self.setup.variant {
-            Variant::OffersOfOneTenant => TenantId::DEFAULT,
+            Variant::OffersIgnoreTenant => TenantId::DEFAULT,
             _ => tenant,
         };
         let process = self.process(node);
         process.names.insert(own);
-        process.offers_heard += 1;
-        let id = PeerOfferId(process.offers_heard);
-        let heard = HeardOffer { line, offer, keys: keys.len() };
-        process.heard_offers.insert(id, heard);
-        self.push_out(node, tenant, layout.slot_bytes() * keys.len() as u64);
+        process.offers_received += 1;
+        let id = PeerOfferId(process.offers_received);
+        let received = ReceivedOffer { line, offer, keys: keys.len() };
+        process.received_offers.insert(id, received);
+        self.evict_for_offer(node, tenant, layout.slot_bytes() * keys.len() as u64);
         self.apply(node, Event::PeerOffer(PeerOffer { offer: id, from, tenant: own, layout, keys }));
-        let answered = !self.process(node).heard_offers.contains_key(&id);
+        let answered = !self.process(node).received_offers.contains_key(&id);
         assert!(answered, "node {node}: an offer is not answered at once");
     }
 
@@ -130,12 +131,12 @@ impl World {
         id: PeerOfferId,
         (taken, retry_after): (Vec<u32>, Duration),
     ) {
-        let Some(heard) = self.process(node).heard_offers.remove(&id) else { return };
-        let HeardOffer { line, offer, keys } = heard;
+        let Some(received) = self.process(node).received_offers.remove(&id) else { return };
+        let ReceivedOffer { line, offer, keys } = received;
         assert!(taken.is_sorted_by(|one, other| one < other), "node {node}: {taken:?} are not in order");
         assert!(
             taken.last().is_none_or(|at| (*at as usize) < keys),
-            "node {node} takes what was not offered"
+            "node {node} accepts keys that were not offered"
         );
         self.count(if taken.is_empty() { "offers refused" } else { "offers taken" });
         self.assert_may_take(node, &taken);

@@ -1,7 +1,7 @@
-//! Operators: they say what nodes are for, while things break and afterwards.
+//! Operators: they set modes of nodes, during faults and afterwards.
 //!
-//! When faults have stopped, in some worlds one node is to leave: unless others refuse what it offers, it must become drained.
-//! At the end all nodes are cordoned, so that nothing is placed any more.
+//! In some simulations one node is drained after the faults: it must become drained unless others refuse its
+//! offers. At the end all nodes are cordoned, so that no further block is placed.
 
 use std::time::Duration;
 
@@ -9,20 +9,20 @@ use reprise_policy::{BlockKey, NodeMode};
 
 use crate::network::Host;
 use crate::node::Node;
-use crate::placements::STALE_IN_CALM_MAX;
-use crate::world::{Action, World};
+use crate::placement_audit::STALE_IN_CALM_MAX;
+use crate::simulation::{Action, Simulation};
 
-/// A drain in calm that nobody refuses anything is over by then: rounds of a second, offers that are made again after 10 s,
-/// and two walks 5 s apart.
+/// Maximum duration of a drain after the faults, if no offer is refused: rounds of a second, offers that are
+/// repeated after 10 s, and two scans at an interval of 5 s.
 const DRAIN_TIME_MAX: Duration = Duration::from_secs(60);
-/// A drain that was refused something this short ago need not be over.
+/// A drain that had an offer refused this recently need not be complete.
 const REFUSED_WITHIN: Duration = Duration::from_secs(20);
-/// It is given up after this, when somebody refuses.
+/// The simulation stops waiting for a drain after this time if offers are refused.
 const REFUSED_AFTER: Duration = Duration::from_secs(25);
-const LOOK_EVERY: Duration = Duration::from_millis(500);
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-impl World {
-    /// An operator wants a node to be something, of some member; the next wish follows after a while.
+impl Simulation {
+    /// Sets the mode of a node at a member, and schedules the next change.
     pub(crate) fn operate(&mut self) {
         if self.calm {
             return;
@@ -41,7 +41,7 @@ impl World {
         }
     }
 
-    /// In some worlds one node leaves, and all others are active.
+    /// In some simulations drains one node while all others are active.
     pub(crate) fn drain_in_calm(&mut self) {
         let Some(leaving) = self.setup.leaves_at_end else { return };
         for node in 0..self.nodes.len() {
@@ -50,7 +50,7 @@ impl World {
         }
         let began = self.now;
         while self.now.since(began) < DRAIN_TIME_MAX {
-            self.run_until(self.now.after(LOOK_EVERY));
+            self.run_until(self.now.after(POLL_INTERVAL));
             let core = &self.process(leaving).core;
             if core.mode() == NodeMode::Draining && core.drain_progress().drained {
                 self.assert_drained(leaving);
@@ -63,7 +63,7 @@ impl World {
         let progress = self.process(leaving).core.drain_progress();
         assert!(
             self.was_refused(leaving),
-            "node {leaving} is refused nothing and does not drain: {progress:?}"
+            "node {leaving} does not drain although no offer was refused: {progress:?}"
         );
     }
 
@@ -72,22 +72,26 @@ impl World {
         self.process(node).placed.refused.is_some_and(|at| now.since(at) < REFUSED_WITHIN)
     }
 
-    /// Nothing is placed on any node any more.
+    /// Cordons all nodes: no further block is placed.
     pub(crate) fn cordon_all(&mut self) {
         (0..self.nodes.len()).for_each(|node| self.set_mode(0, node, NodeMode::Cordoned));
     }
 
-    /// What a drained node has durably others have as well, or had when it asked last.
+    /// Checks that the durable blocks of a drained node are durable on others, or were at its last placement
+    /// request.
     fn assert_drained(&mut self, leaving: usize) {
         let asked = self.process(leaving).placed.asked_to_drain;
         let has = |place: &Node, key: &BlockKey| {
             let kept_until = place.withdrawn.get(key).map(|at| at.after(STALE_IN_CALM_MAX));
-            place.promised.contains(key) || kept_until.is_some_and(|until| asked.is_some_and(|at| at < until))
+            place.reported_durable.contains(key)
+                || kept_until.is_some_and(|until| asked.is_some_and(|at| at < until))
         };
         let others: Vec<usize> = (0..self.nodes.len()).filter(|node| *node != leaving).collect();
-        let promised = &self.nodes[leaving].promised;
-        let alone: Vec<_> =
-            promised.iter().filter(|key| !others.iter().any(|other| has(&self.nodes[*other], key))).collect();
-        assert!(alone.is_empty(), "node {leaving} is drained and alone has {alone:?}");
+        let reported_durable = &self.nodes[leaving].reported_durable;
+        let alone: Vec<_> = reported_durable
+            .iter()
+            .filter(|key| !others.iter().any(|other| has(&self.nodes[*other], key)))
+            .collect();
+        assert!(alone.is_empty(), "node {leaving} is drained and has the only replica of {alone:?}");
     }
 }

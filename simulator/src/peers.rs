@@ -1,7 +1,7 @@
-//! The transport between agents: fetches of blocks, and how they are served. Offers of blocks are in `offers.rs`.
+//! The transport between agents: fetches of blocks, and how they are served. Offers are in `offers.rs`.
 //!
-//! What a fetch receives is compared with the block's checksums before the core hears of it, as the transport does.
-//! Deliberately absent: credits; a fetch is as large as the core makes it.
+//! Received content is compared with the block's checksums before the core gets it, as in the transport. Not
+//! reproduced: credits; a fetch is as large as the core makes it.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -14,9 +14,9 @@ use crate::memory::{Tag, is_damaged, verified};
 use crate::messages::{Message, PeerMessage};
 use crate::network::{Host, LineId};
 use crate::setup::Variant;
-use crate::world::{Local, World, take_where};
+use crate::simulation::{AgentStep, Simulation, take_where};
 
-/// Blocks on their way from a peer.
+/// A fetch of blocks from a peer.
 #[derive(Debug)]
 pub(crate) struct Fetch {
     line: LineId,
@@ -46,50 +46,50 @@ pub(crate) struct Serve {
 #[derive(Debug, Default)]
 struct ServeBlock {
     checksums: Option<Box<[u32]>>,
-    /// Given to the transport, not sent yet.
+    /// Passed to the transport, not sent yet.
     queue: VecDeque<ServeObjects>,
     given: u64,
-    state: Sending,
+    state: SendState,
 }
 
-/// How far a block of a serve is.
+/// State of a block of a serve.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Sending {
-    /// Something may still come.
+enum SendState {
+    /// The core may pass further pieces.
     #[default]
     Open,
-    /// The core has given all it will; the transport has not reported the end.
-    Given,
-    /// Nothing more happens.
+    /// The core has passed everything; the transport has not reported the end.
+    Queued,
+    /// The block has ended.
     Ended,
 }
 
 impl Fetch {
-    /// Slots that are still being filled.
+    /// Returns the slots that are still being filled.
     pub(crate) fn slots(&self) -> impl Iterator<Item = ArenaSlot> {
         self.blocks.iter().filter(|block| !block.over).map(|block| block.slot)
     }
 }
 
 impl Serve {
-    /// Slots that are still to be sent from.
+    /// Returns the slots that are still to be sent.
     pub(crate) fn slots(&self) -> impl Iterator<Item = ArenaSlot> {
         self.blocks.iter().flat_map(|block| &block.queue).map(|objects| objects.slot)
     }
 
     fn is_over(&self) -> bool {
-        self.blocks.iter().all(|block| block.state == Sending::Ended)
+        self.blocks.iter().all(|block| block.state == SendState::Ended)
     }
 }
 
-impl World {
-    // ---- the side that asks ------------------------------------------------------------------------------------
+impl Simulation {
+    // ---- requesting side ----------------------------------------------------------------------------------
 
     pub(crate) fn fetch(&mut self, node: usize, fetch: PeerFetch) {
         let PeerFetch { fetch: id, node: from, layout, blocks, deadline } = fetch;
         let Some(host) = self.client(node).host_of(from) else {
-            // Nobody has named it, or it is named no more.
-            return self.fetch_nowhere(node, &blocks);
+            // The node was never reported, or is no longer reported.
+            return self.fail_unroutable_fetch(node, &blocks);
         };
         blocks.iter().for_each(|block| self.assert_unused(node, block.slot));
         let line = self.peer_line(node, host);
@@ -106,10 +106,10 @@ impl World {
         self.process(node).fetches.insert(id, Fetch { line, layout, blocks });
         self.count("fetches");
         self.send(line, 1, Message::Peer(PeerMessage::Fetch { fetch: id, keys, layout, deadline }));
-        self.later(node, deadline, Local::FetchDeadline(id));
+        self.later(node, deadline, AgentStep::FetchDeadline(id));
     }
 
-    /// The connection to another agent.
+    /// Returns the connection to another agent.
     pub(crate) fn peer_line(&mut self, node: usize, host: usize) -> LineId {
         let known = self.process(node).peer_lines.get(&host).copied();
         let line = known.unwrap_or_else(|| self.open_line(Host::Node(node), Host::Node(host)));
@@ -117,14 +117,14 @@ impl World {
         line
     }
 
-    fn fetch_nowhere(&mut self, node: usize, blocks: &[PeerBlock]) {
+    fn fail_unroutable_fetch(&mut self, node: usize, blocks: &[PeerBlock]) {
         for block in blocks {
             let update = FillUpdate::Failed(FillError::PeerLost);
-            self.later(node, Duration::ZERO, Local::Event(Event::Fill { fill: block.fill, update }));
+            self.later(node, Duration::ZERO, AgentStep::Event(Event::Fill { fill: block.fill, update }));
         }
     }
 
-    /// What has not come by now does not come.
+    /// Fails the missing blocks of a fetch at its deadline.
     pub(crate) fn fetch_deadline(&mut self, node: usize, id: FetchId) {
         let Some(fetch) = self.process(node).fetches.remove(&id) else { return };
         if !self.far_lives(fetch.line) {
@@ -146,7 +146,7 @@ impl World {
         process.peer_lines.retain(|_, other| *other != line);
         let fetches = take_where(&mut process.fetches, |fetch| fetch.line == line);
         let serves = take_where(&mut process.serves, |serve| serve.line == line);
-        // All at once: what one of them frees is not in the hands of another that has ended as well.
+        // All at once: a slot that one of them frees must not belong to another ended one.
         fetches.iter().for_each(|(_, fetch)| self.fetch_failed(node, fetch));
         self.process(node).serves_lost.extend(serves.iter().map(|(serve, _)| *serve));
         for (serve, _) in serves {
@@ -156,7 +156,7 @@ impl World {
         self.offers_lost(node, line);
     }
 
-    /// Whether the core does not know yet that nobody waits for a serve any more.
+    /// Reports whether the serve has no receiver and the core does not know it yet.
     fn is_lost(&mut self, node: usize, serve: ServeId) -> bool {
         self.process(node).serves_lost.contains(&serve)
     }
@@ -178,7 +178,7 @@ impl World {
                 }
             }
             PeerMessage::Layers { fetch, block, first, tags } => {
-                self.layers_come(node, (fetch, block), first, &tags);
+                self.receive_layers(node, (fetch, block), first, &tags);
             }
             PeerMessage::Offer { offer, blocks } => self.offered(node, line, offer, *blocks),
             PeerMessage::OfferAnswer { offer, taken, retry_after } => {
@@ -200,12 +200,12 @@ impl World {
         fetch.blocks.get_mut(block as usize).filter(|block| !block.over)
     }
 
-    fn layers_come(&mut self, node: usize, of: (FetchId, u32), first: u32, tags: &[Tag]) {
+    fn receive_layers(&mut self, node: usize, of: (FetchId, u32), first: u32, tags: &[Tag]) {
         let (fetch, number) = of;
         let Some(layout) = self.process(node).fetches.get(&fetch).map(|fetch| fetch.layout) else { return };
-        let checks = self.setup.variant != Variant::PeersUnchecked;
+        let checks = self.setup.variant != Variant::PeersUnverified;
         let Some(block) = self.fetch_block(node, fetch, number) else { return };
-        assert_eq!(block.layers, first, "layers come in order");
+        assert_eq!(block.layers, first, "layers are in order");
         let end = first + tags.len() as u32;
         let (tier, checksums) = block.header.clone().expect("objects follow the header");
         let (fill, slot, key) = (block.fill, block.slot, block.key);
@@ -232,7 +232,7 @@ impl World {
         }
     }
 
-    // ---- the side that serves ----------------------------------------------------------------------------------
+    // ---- serving side -------------------------------------------------------------------------------------
 
     fn serve(&mut self, node: usize, of: (LineId, FetchId), request: PeerRequest) {
         let (line, fetch) = of;
@@ -247,8 +247,7 @@ impl World {
     }
 
     fn serve_block(&mut self, node: usize, serve: ServeId, block: u32) -> (LineId, FetchId, &mut ServeBlock) {
-        let serve =
-            self.process(node).serves.get_mut(&serve).expect("nothing is sent to a peer that has gone");
+        let serve = self.process(node).serves.get_mut(&serve).expect("a lost peer gets no data");
         (serve.line, serve.fetch, &mut serve.blocks[block as usize])
     }
 
@@ -263,7 +262,7 @@ impl World {
             return;
         }
         let (line, fetch, block) = self.serve_block(node, of.0, of.1);
-        assert!(block.state == Sending::Open && block.checksums.is_none(), "one header per block, first");
+        assert!(block.state == SendState::Open && block.checksums.is_none(), "one header per block, first");
         block.checksums = Some(checksums.clone());
         self.send(line, 0, Message::Peer(PeerMessage::Header { fetch, block: of.1, tier, checksums }));
     }
@@ -275,13 +274,17 @@ impl World {
         }
         let layout = self.process(node).serves[&serve].layout;
         let (_, _, block) = self.serve_block(node, serve, number);
-        assert!(block.state == Sending::Open && block.checksums.is_some(), "objects follow the header");
-        assert!(objects.offset == block.given && objects.bytes > 0, "objects come in order");
+        assert!(block.state == SendState::Open && block.checksums.is_some(), "objects follow the header");
+        assert!(objects.offset == block.given && objects.bytes > 0, "objects are in order");
         assert!(objects.bytes.is_multiple_of(layout.layer_bytes()), "whole layers");
         block.given += objects.bytes;
-        assert_eq!(objects.last, block.given == layout.block_bytes(), "the last objects say so");
+        assert_eq!(
+            objects.last,
+            block.given == layout.block_bytes(),
+            "only the last objects are marked as last"
+        );
         if objects.last {
-            block.state = Sending::Given;
+            block.state = SendState::Queued;
         }
         block.queue.push_back(objects);
         self.send_later(node, serve, number);
@@ -292,33 +295,33 @@ impl World {
             return;
         }
         let (line, fetch, block) = self.serve_block(node, serve, number);
-        assert_eq!(block.state, Sending::Open, "absent is said once");
+        assert_eq!(block.state, SendState::Open, "a block is reported absent once");
         let begun = block.checksums.is_some();
-        block.state = if begun { Sending::Given } else { Sending::Ended };
+        block.state = if begun { SendState::Queued } else { SendState::Ended };
         self.send(line, 0, Message::Peer(PeerMessage::Absent { fetch, block: number }));
         self.note_unreadable(node);
         if begun {
             self.send_later(node, serve, number);
         } else {
-            // The serve may end with it, but not while the core speaks.
-            self.later(node, Duration::ZERO, Local::Send { serve, block: number });
+            // Deferred, because the core is still executing effects; the serve may end with it.
+            self.later(node, Duration::ZERO, AgentStep::Send { serve, block: number });
         }
     }
 
     fn send_later(&mut self, node: usize, serve: ServeId, block: u32) {
         let delay = self.rng.micros(10..300);
-        self.later(node, delay, Local::Send { serve, block });
+        self.later(node, delay, AgentStep::Send { serve, block });
     }
 
-    /// The transport reads what is next of a block, and sends it.
+    /// Reads the next pieces of a block and sends them.
     pub(crate) fn send_objects(&mut self, node: usize, serve: ServeId, number: u32) {
         let Some(layout) = self.process(node).serves.get(&serve).map(|serve| serve.layout) else { return };
         let (line, fetch, block) = self.serve_block(node, serve, number);
         let checksums = block.checksums.clone();
         let next = block.queue.pop_front();
-        let ends = block.queue.is_empty() && block.state == Sending::Given;
+        let ends = block.queue.is_empty() && block.state == SendState::Queued;
         if ends {
-            block.state = Sending::Ended;
+            block.state = SendState::Ended;
         }
         if let Some(objects) = next {
             let layers = objects.offset / layout.layer_bytes()
@@ -327,7 +330,7 @@ impl World {
             let tags = self.process(node).memory.layers(objects.slot)[span].to_vec();
             let (first, checksums) = (layers.start as u32, checksums.expect("objects follow the header"));
             let right = verified(&tags, first, &layout, &checksums).is_some() || is_damaged(&tags);
-            assert!(right, "node {node} sent {tags:?} from a slot that is somebody else's");
+            assert!(right, "node {node} sent {tags:?} from a slot of another block");
             let message = PeerMessage::Layers { fetch, block: number, first, tags };
             self.send(line, 0, Message::Peer(message));
         }

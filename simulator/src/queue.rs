@@ -1,14 +1,14 @@
-//! What is to happen when: a queue by time, and among equal times in the order in which it was put in.
+//! The queue of scheduled actions: by time, and by insertion order for equal times.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use reprise_policy::Tick;
 
-/// See the module.
+/// A queue of actions; see the module.
 #[derive(Debug)]
 pub(crate) struct Queue<A> {
-    /// When, in which order, and the place of the action.
+    /// Time, insertion order, and index of the action.
     order: BinaryHeap<Reverse<(Tick, u64, usize)>>,
     /// Actions do not move while they wait.
     actions: Vec<Option<A>>,
@@ -31,7 +31,7 @@ impl<A> Queue<A> {
         self.next += 1;
     }
 
-    /// Has actions happen at other times; those of one time keep their order.
+    /// Moves actions to other times; those of equal time keep their order.
     pub(crate) fn advance(&mut self, when: impl Fn(Tick, &A) -> Tick) {
         let order = std::mem::take(&mut self.order);
         let moved = order.into_iter().map(|Reverse((at, number, place))| {
@@ -41,7 +41,7 @@ impl<A> Queue<A> {
         self.order = moved.collect();
     }
 
-    /// The next action that is due by `until`.
+    /// Removes the next action that is due by `until`.
     pub(crate) fn pop(&mut self, until: Tick) -> Option<(Tick, A)> {
         let Reverse((at, ..)) = *self.order.peek()?;
         if at > until {
@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_due_at_one_instant_happens_in_the_order_of_its_arrival() {
+    fn actions_of_equal_time_run_in_insertion_order() {
         let mut queue = Queue::new();
         for (at, name) in [(5, "c"), (3, "a"), (5, "d"), (3, "b"), (9, "e")] {
             queue.push(Tick(at), name);

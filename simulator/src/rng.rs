@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-/// A generator; the same seed gives the same numbers.
+/// A generator; the same seed produces the same numbers.
 #[derive(Clone, Debug)]
 pub(crate) struct Rng(u64);
 
@@ -21,28 +21,28 @@ impl Rng {
         (self.next() % bound as u64) as usize
     }
 
-    /// True in so many of 1000 cases.
+    /// Returns true with a probability of `permille` in 1000.
     pub(crate) fn chance(&mut self, permille: u64) -> bool {
         self.next() % 1000 < permille
     }
 
-    /// One of some.
+    /// Returns a random element.
     pub(crate) fn one_of<T: Copy>(&mut self, some: &[T]) -> T {
         some[self.below(some.len())]
     }
 
-    /// A time from `least` to `most`, in microseconds.
+    /// Returns a duration in the range, in microseconds.
     pub(crate) fn micros(&mut self, range: std::ops::Range<u64>) -> Duration {
         Duration::from_micros(range.start + self.next() % (range.end - range.start))
     }
 
-    /// A time in milliseconds.
+    /// Returns a duration in the range, in milliseconds.
     pub(crate) fn millis(&mut self, range: std::ops::Range<u64>) -> Duration {
         self.micros(range.start * 1000..range.end * 1000)
     }
 }
 
-/// Scrambles a number.
+/// Scrambles the bits of a number.
 pub(crate) fn mix(mut bits: u64) -> u64 {
     bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

@@ -1,10 +1,10 @@
-//! A large cluster of small agents: how long it takes until members that know nothing know everything.
+//! A large cluster of small agents: measures how long members without state need to learn all inventories.
 //!
-//! Every agent is the production core with a few blocks, every member the production core; nothing breaks but what the scenario
-//! breaks. Measured in simulated time: from the first start of everything, and again from the loss of all members' memory at
-//! once, until every slot has an owner that knows all nodes' inventories. While no member is there every engine matches what its node
-//! has, and finds it. Members and network take as much at once as comes;
-//! the store writes one thing after the other.
+//! Every agent is the production core with a few blocks, every member the production core. Only the faults of
+//! the scenario occur. Two simulated times are measured: from the first start, and from the simultaneous loss
+//! of all members' memory. Each ends when every slot has an owner that knows all nodes' inventories. While
+//! there is no member, every engine matches the blocks of its node, and finds them. Members and network have
+//! unlimited throughput; the store writes sequentially.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -12,93 +12,93 @@ use std::time::Duration;
 use reprise_agent_core::event::{Request, Scope};
 use reprise_policy::{BlockKey, SessionId, SlotSet};
 
-use crate::engine::Asked;
+use crate::engine::RequestKind;
 use crate::network::Host;
 use crate::setup::Setup;
+use crate::simulation::Simulation;
 use crate::trace::Recording;
-use crate::world::World;
 
-/// Looks at the directories so often.
-const LOOK_EVERY: Duration = Duration::from_millis(20);
-/// Simulated time in which everything must have come to its end.
+/// Interval of the checks of the directories.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// Maximum simulated time of the whole run.
 const TIME_MAX: Duration = Duration::from_secs(600);
-/// Members come back so long after they were lost.
+/// Time after which lost members restart.
 const RESTART_AFTER: Duration = Duration::from_millis(500);
-/// Every node has noticed by then that no member is there: it beats four times a second.
+/// Time within which every node has noticed the loss of the members: it sends four heartbeats a second.
 const NOTICED_AFTER: Duration = Duration::from_millis(400);
-/// Time in which committed blocks are written.
+/// Time for writing committed blocks.
 const WRITE_TIME: Duration = Duration::from_secs(2);
 
-/// What is simulated.
+/// Parameters of the simulated cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cluster {
-    /// Agents, at most 65,535.
+    /// Number of agents, at most 65,535.
     pub nodes: usize,
-    /// Members of the control plane, at least one.
+    /// Number of members of the control plane, at least one.
     pub members: usize,
-    /// Decides every delay.
+    /// Seed of all random decisions.
     pub seed: u64,
 }
 
-/// What was measured.
+/// Results of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Measured {
-    /// From the start of everything, with an empty store, until every directory is whole.
+    /// Time from the start, with an empty store, until every directory is complete.
     pub first_start: Duration,
-    /// From the moment at which all members are gone.
+    /// Time from the loss of all members until every directory is complete again.
     pub rebuild: Duration,
-    /// Registrations granted in the whole run.
+    /// Number of registrations in the whole run.
     pub registrations: u64,
-    /// Inventories asked for in the whole run.
+    /// Number of requested inventories in the whole run.
     pub inventories: u64,
-    /// Engines that matched blocks of their node while it reached no member, and found them.
+    /// Number of engines that found the blocks of their node while it reached no member.
     pub local_matches: u64,
-    /// Replicas that the directories hold.
+    /// Number of replicas in the directories.
     pub replicas: u64,
-    /// How many things happened.
+    /// Number of actions that ran.
     pub steps: u64,
-    /// Digest of everything that happened: equal for equal clusters.
+    /// Digest of all actions: equal for equal clusters.
     pub digest: u64,
 }
 
-/// Plays a cluster from its first start to the rebuilding of all directories.
+/// Plays a cluster from its first start to the rebuild of all directories.
 ///
 /// # Errors
-/// In words, what has not come to its end within ten minutes of simulated time.
+/// Describes the phase that did not end within ten minutes of simulated time.
 ///
 /// # Panics
-/// An invariant does not hold.
+/// When an invariant does not hold.
 pub fn scale(cluster: Cluster) -> Result<Measured, String> {
     let setup = Setup::large(cluster.nodes, cluster.members);
-    let mut world = World::with(setup, cluster.seed, Recording::Digest);
-    let first_start = world.measure("the first start")?;
-    world.fill();
-    let lost = world.now;
-    (0..cluster.members).for_each(|member| world.kill_member(member));
-    world.run_until(lost.after(NOTICED_AFTER));
-    world.match_own();
-    world.run_until(lost.after(RESTART_AFTER));
-    (0..cluster.members).for_each(|member| world.start_member(member));
-    let rebuild = RESTART_AFTER + world.measure("the rebuilding")?;
-    let seen = |what: &str| world.seen.get(what).copied().unwrap_or_default();
+    let mut simulation = Simulation::with(setup, cluster.seed, Recording::Digest);
+    let first_start = simulation.measure("the first start")?;
+    simulation.fill();
+    let lost = simulation.now;
+    (0..cluster.members).for_each(|member| simulation.kill_member(member));
+    simulation.run_until(lost.after(NOTICED_AFTER));
+    simulation.match_own();
+    simulation.run_until(lost.after(RESTART_AFTER));
+    (0..cluster.members).for_each(|member| simulation.start_member(member));
+    let rebuild = RESTART_AFTER + simulation.measure("the rebuilding")?;
+    let seen = |what: &str| simulation.seen.get(what).copied().unwrap_or_default();
     Ok(Measured {
         first_start,
         rebuild,
         registrations: seen("registrations"),
         inventories: seen("inventories"),
         local_matches: seen("local matches alone"),
-        replicas: world.replicas_held(),
-        steps: world.trace.steps(),
-        digest: world.trace.digest(),
+        replicas: simulation.replicas_held(),
+        steps: simulation.trace.steps(),
+        digest: simulation.trace.digest(),
     })
 }
 
-impl World {
-    /// Runs until every directory is whole.
+impl Simulation {
+    /// Runs until every directory is complete.
     fn measure(&mut self, what: &str) -> Result<Duration, String> {
         let began = self.now;
         while self.now.since(began) < TIME_MAX {
-            self.run_until(self.now.after(LOOK_EVERY));
+            self.run_until(self.now.after(POLL_INTERVAL));
             if self.is_whole() {
                 return Ok(self.now.since(began));
             }
@@ -130,32 +130,33 @@ impl World {
         processes.map(|process| process.inventory.len() as u64).sum()
     }
 
-    /// Every agent gets some blocks from an engine.
+    /// Gives every agent some blocks from an engine.
     fn fill(&mut self) {
         for node in 0..self.nodes.len() {
             self.open_session(node, 0);
             let session = self.seated(node);
-            self.ask(node, session, Asked::Reserve(4), Request::Reserve { count: 4 });
+            self.ask(node, session, RequestKind::Reserve(4), Request::Reserve { count: 4 });
         }
-        self.run_until(self.now.after(LOOK_EVERY));
+        self.run_until(self.now.after(POLL_INTERVAL));
         for node in 0..self.nodes.len() {
             let session = self.seated(node);
             let engine = self.engine(node, session);
             let (tenant, layout) = (engine.tenant, engine.layout);
-            let keys = self.some_keys(tenant, layout);
+            let keys = self.draw_keys(tenant, layout);
             self.commit(node, session, &keys);
         }
         self.run_until(self.now.after(WRITE_TIME));
     }
 
-    /// Every engine asks for all that its node has; that it is answered in time, with all of it, is looked at whenever an engine asks.
+    /// Makes every engine match all blocks of its node; the checks of matches ensure complete and timely
+    /// answers.
     fn match_own(&mut self) {
         for node in 0..self.nodes.len() {
             let session = self.seated(node);
             let held = &self.process(node).inventory;
             let keys: BTreeSet<BlockKey> = held.iter().map(|(key, _)| *key).collect();
             let (keys, scope) = (Vec::from_iter(keys), Scope::Local);
-            self.ask(node, session, Asked::Match(keys.clone(), scope), Request::Match { keys, scope });
+            self.ask(node, session, RequestKind::Match(keys.clone(), scope), Request::Match { keys, scope });
         }
     }
 

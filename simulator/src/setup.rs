@@ -1,7 +1,7 @@
-//! What a world is made of, and the constants of the protocols that it runs.
+//! Parameters of a simulation, and the constants of its protocols.
 //!
-//! Times are those of the binaries' defaults where no other reason is given; sizes are small, so that everything runs
-//! full, evicts and overflows within seconds.
+//! Times equal the binaries' defaults unless stated otherwise. Sizes are small, so that everything fills up,
+//! evicts and overflows within seconds.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -12,155 +12,158 @@ use reprise_policy::{BlockKey, Dtype, Layout, LayoutSpec, Parts, TenantId, Tick}
 
 use crate::rng::{Rng, mix};
 
-/// As `membership.heartbeat_every`.
+/// Equals the default of `membership.heartbeat_every`.
 pub(crate) const BEAT_EVERY: Duration = Duration::from_millis(250);
-/// As an agent waits for the answer to a beat: two periods.
+/// An agent's timeout for the answer to a heartbeat: two periods.
 pub(crate) const BEAT_ANSWER: Duration = Duration::from_millis(500);
-/// As `membership.dead_after`.
+/// Equals the default of `membership.dead_after`.
 pub(crate) const DEAD_AFTER: Duration = Duration::from_millis(1500);
-/// Less than `membership.forget_after`: more pauses of an agent are longer.
+/// Less than `membership.forget_after`, so that more pauses of an agent exceed it.
 pub(crate) const FORGET_AFTER: Duration = Duration::from_secs(6);
-/// As an agent's time for one call to the control plane.
+/// An agent's timeout for a call to the control plane.
 pub(crate) const CALL_TIMEOUT: Duration = Duration::from_secs(5);
-/// A registration that is lost sooner is renewed with growing delays, as agents do.
-pub(crate) const SETTLED_AFTER: Duration = Duration::from_secs(5);
-/// As an agent's time for a lookup.
+/// A registration that is lost sooner is renewed with growing delays, as in agents.
+pub(crate) const STABLE_AFTER: Duration = Duration::from_secs(5);
+/// An agent's timeout for a lookup.
 pub(crate) const LOOKUP_TIMEOUT: Duration = Duration::from_millis(500);
-/// As an agent's connections find out that nobody is there: a ping and the time for its answer.
+/// Time within which an agent's connection detects a missing peer: a ping and its timeout.
 pub(crate) const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(2);
-/// As an agent keeps the link to a member that has left the map.
+/// Time for which an agent keeps the link to a member that has left the map.
 pub(crate) const LINK_KEPT: Duration = Duration::from_secs(10);
-/// As an agent bears with a home that is not sure of its place.
+/// Time for which an agent keeps a home that is unsure of its place.
 pub(crate) const UNSURE_MAX: Duration = Duration::from_secs(3);
-/// As `member.time_to_live`.
+/// Equals the default of `member.time_to_live`.
 pub(crate) const TIME_TO_LIVE: Duration = Duration::from_secs(2);
-/// As a member's time for a call to the store, and its pause after one has failed.
+/// A member's timeout for a call to the store, and its pause after a failure.
 pub(crate) const STORE_TIMEOUT: Duration = Duration::from_secs(5);
 pub(crate) const STORE_RETRY_AFTER: Duration = Duration::from_millis(250);
-/// As a member waits after its start for nodes that the store knows.
+/// Time for which a member expects the nodes in the store after its start.
 pub(crate) const EXPECTED_FOR: Duration = Duration::from_secs(10);
-/// Time in which everything comes to its end when faults have stopped: two calls that run into their timeout, the longest
-/// delays between attempts, and the longest load.
-pub(crate) const SETTLE: Duration = Duration::from_secs(14);
+/// Time within which all operations end after the faults: two calls with timeouts, the longest retry delays,
+/// and the longest load.
+pub(crate) const FINISH_TIME: Duration = Duration::from_secs(14);
 
-/// Worlds in which grants are drawn, of a thousand.
+/// Of 1000 simulations: those in which grants are drawn.
 const DRAWN_PERMILLE: u64 = 200;
 
-/// Keys of each layout of a tenant.
+/// Number of keys of each layout of a tenant.
 pub(crate) const KEYS: u64 = 64;
-/// Bytes of disks: most are too small for all blocks, but where a node is to leave others should have room.
+/// Sizes of disks in bytes. Most are too small for all blocks; where a node is drained, the others should
+/// have room.
 const TIGHT: [u64; 3] = [8 << 20, 8 << 20, 24 << 20];
 const ROOMY: [u64; 3] = [8 << 20, 24 << 20, 24 << 20];
-/// Tenants at the most.
+/// Maximum number of tenants.
 pub(crate) const TENANTS_MAX: u16 = 3;
 
-/// Spreads numbers over the bits that hash tables look at, and its inverse, so that traces can name keys by number.
+/// Multiplier that spreads key numbers over the bits used by hash tables. Its inverse lets traces show keys
+/// by number.
 const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
 const SPREAD_BACK: u64 = 0xf1de_83e1_9937_733d;
 const _: () = assert!(SPREAD.wrapping_mul(SPREAD_BACK) == 1);
 
-/// What is run: the production cores as they are, or with a flaw around them, to see that the auditor finds it.
+/// Code under test: the production cores, or the cores with an injected flaw, to check that the audits detect
+/// it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Variant {
-    /// As they are.
+    /// The unmodified production cores.
     #[default]
     Production,
-    /// A member that gets slots back does not ask for the inventories of nodes that have announced them before.
-    RegainedSlotsUnasked,
+    /// A member that regains slots does not request the inventories of nodes that have announced them before.
+    RegainedSlotsWithoutInventory,
     /// A new registration of a node does not begin a new inventory in the directory.
     RegistrationKeepsDirectory,
-    /// Syncs of devices say that they are done and do nothing: what is told durable is not.
+    /// Syncs of devices succeed without effect: blocks that are reported durable are not.
     DurableBeforeSync,
-    /// Lookups do not look whether beats of nodes still arrive.
-    DeadNodesOffered,
-    /// What is read from devices is not compared with its checksums.
-    ReadsUnchecked,
-    /// An agent does not tell the directory what it evicts.
-    EvictionsUnannounced,
-    /// A member goes on answering when its lease has expired.
+    /// Lookups do not check whether nodes still send heartbeats.
+    LookupsNameDeadNodes,
+    /// Data that is read from devices is not compared with its checksums.
+    ReadsUnverified,
+    /// An agent does not announce evictions to the directory.
+    EvictionsNotAnnounced,
+    /// A member continues to answer after the end of its lease.
     AnswersAfterLease,
-    /// A member answers by a new map with the slots of the one before.
+    /// A member answers by a new map with the slots of the previous one.
     AnswersBetweenMaps,
-    /// A member counts the time of its lease from the store's answer on, not from its question.
+    /// A member counts the time of its lease from the store's answer instead of from its request.
     LeaseFromAnswer,
-    /// A member whose watch was compacted away does not read the list of members again.
+    /// A member whose watch was compacted does not read the list of members again.
     CompactionLosesChanges,
-    /// A member says that it knows everything about slots that it has just been given.
-    NewOwnerWhole,
-    /// A new registration does not begin a new sequence of announcements, nor a new inventory.
+    /// A member reports complete knowledge of slots that it has just received.
+    NewOwnerClaimsComplete,
+    /// A new registration begins neither a new sequence of announcements nor a new inventory.
     OutboxOutlivesRegistration,
-    /// A lookup waits for its answer however long that takes.
-    LookupsWithoutEnd,
-    /// The queue of announcements grows without a bound.
-    QueueWithoutBound,
-    /// Requests for what is on the node wait for a control plane, and are misses without one.
+    /// A lookup waits for its answer without a limit.
+    LookupsWithoutDeadline,
+    /// The queue of announcements grows without a limit.
+    UnboundedQueue,
+    /// Requests for blocks on the node wait for a control plane, and are misses without one.
     LocalNeedsControlPlane,
-    /// What peers send is not compared with its checksums.
-    PeersUnchecked,
-    /// Sessions of all tenants are one tenant's.
-    TenantsTogether,
-    /// Grants count in the order in which they come.
+    /// Data from peers is not compared with its checksums.
+    PeersUnverified,
+    /// Sessions of all tenants use one tenant.
+    TenantsMerged,
+    /// Grants take effect in the order of their arrival.
     GrantsInOrderOfArrival,
-    /// A member takes a replica in DRAM for a durable one when it says where further ones go.
+    /// A member counts a replica in DRAM as durable in its answer to a placement request.
     DramCountsAsDurable,
-    /// A member does not follow what nodes are for.
-    ModesUnfollowed,
-    /// An agent does not hear that its node is cordoned.
-    CordonsUnheard,
-    /// An agent does not hear that its node is to leave.
-    DrainsUnheard,
-    /// An offer waits for its answer however long that takes.
-    OffersWithoutEnd,
-    /// An agent takes the blocks that it is offered for those of one tenant.
-    OffersOfOneTenant,
-    /// An agent makes room for what it is offered.
-    TakenPushesOut,
-    /// An agent does not hear that it is to move nothing more.
-    MovesWithoutEnd,
-    /// A member takes an agent for heard that takes another for the owner of the tenant's slot.
-    ElsewhereHeard,
-    /// A new ledger does not wait to hear what nodes hold.
-    NewLedgerDeaf,
-    /// What a silent node may hold is given to others when it is not offered any more.
-    DeadNodesFreed,
+    /// A member does not follow the modes of nodes.
+    ModesIgnored,
+    /// An agent ignores that its node is cordoned.
+    CordonsIgnored,
+    /// An agent ignores that its node is draining.
+    DrainsIgnored,
+    /// An offer waits for its answer without a limit.
+    OffersWithoutDeadline,
+    /// An agent assigns offered blocks to one fixed tenant.
+    OffersIgnoreTenant,
+    /// An agent evicts blocks to make room for offered ones.
+    OffersEvictBlocks,
+    /// An agent ignores the end of a move.
+    MoveEndIgnored,
+    /// A member accepts a report whose sender assigns the tenant's slot to another member.
+    ReportToOtherOwnerCounts,
+    /// A new ledger does not wait for the reports of the nodes.
+    NewLedgerSkipsReports,
+    /// The grant of a silent node is reused as soon as the node is no longer offered.
+    DeadNodeGrantsReused,
 }
 
-/// Where the limits of tenants come from.
+/// Source of the limits of tenants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Limits {
-    /// Grants are drawn, and come in any order.
+    /// Grants are drawn, and arrive in any order.
     Drawn,
-    /// From budgets in the store, which members split.
+    /// Budgets in the store, which members split.
     Budgets,
 }
 
-/// See the module.
+/// Parameters of one simulation; see the module.
 #[derive(Clone, Debug)]
 pub(crate) struct Setup {
     pub(crate) nodes: usize,
-    /// Members of the control plane.
+    /// Number of members of the control plane.
     pub(crate) members: usize,
-    /// Numbers of tenants are below this.
+    /// Tenant numbers are below this.
     pub(crate) tenants: u16,
-    /// Engines of one node.
+    /// Number of engines of one node.
     pub(crate) engines: usize,
     pub(crate) regions: u16,
     pub(crate) region_bytes: u64,
     pub(crate) disks: usize,
     pub(crate) disk_bytes: u64,
-    /// An engine does something so often, about.
+    /// Mean interval between actions of an engine.
     pub(crate) pace: Duration,
-    /// An operator sets a node's mode so often, about.
+    /// Mean interval at which an operator sets a node's mode.
     pub(crate) operate_every: Duration,
-    /// When faults have stopped this node leaves.
+    /// Node that is drained after the faults.
     pub(crate) leaves_at_end: Option<usize>,
-    /// Tenants that the agents' configuration names.
+    /// Tenants in the agents' configuration.
     pub(crate) names: BTreeSet<TenantId>,
-    /// Faults come so often, about.
+    /// Mean interval of faults.
     pub(crate) fault_every: Duration,
-    /// Faults stop after this.
+    /// Time at which faults end.
     pub(crate) faults_until: Tick,
-    /// Bound of the queue of announcements.
+    /// Limit of the queue of announcements.
     pub(crate) changes_queued_max: usize,
     pub(crate) limits: Limits,
     pub(crate) settings: Settings,
@@ -168,7 +171,7 @@ pub(crate) struct Setup {
 }
 
 impl Setup {
-    /// Many agents, each with a small arena and a small disk; nothing happens by itself.
+    /// Many agents, each with a small arena and a small disk; no random actions or faults.
     pub(crate) fn large(nodes: usize, members: usize) -> Setup {
         let slot = large_layout().slot_bytes();
         Setup {
@@ -193,7 +196,7 @@ impl Setup {
         }
     }
 
-    /// A world whose size and speed depend on the seed.
+    /// Draws sizes and speeds of a simulation.
     pub(crate) fn draw(rng: &mut Rng, variant: Variant) -> Setup {
         let slot = large_layout().slot_bytes();
         let tenants = 1 + rng.below(usize::from(TENANTS_MAX)) as u16;
@@ -237,7 +240,7 @@ impl Setup {
     }
 }
 
-/// Quotas of a tenant, if it has any: a region reserved or none, and a limit or none.
+/// Draws the quotas of a tenant, if it has any: optionally a reserved region and a limit.
 fn quotas(rng: &mut Rng, tenant: TenantId, region_bytes: u64) -> Option<TenantQuotas> {
     if rng.chance(400) {
         return None;
@@ -250,12 +253,12 @@ fn quotas(rng: &mut Rng, tenant: TenantId, region_bytes: u64) -> Option<TenantQu
     Some(TenantQuotas { tenant, dram: quota(region_bytes), nvme: quota(region_bytes * 2) })
 }
 
-/// 60 KiB a block, 64 KiB with its header on a device: 32 to a 2 MiB segment.
+/// 60 KiB per block, 64 KiB with its header on a device: 32 blocks in a 2 MiB segment.
 pub(crate) fn large_layout() -> Layout {
     layout(4, Parts::KeyValue, 240)
 }
 
-/// 6 KiB a block, padded to 8 KiB.
+/// 6 KiB per block, padded to 8 KiB.
 pub(crate) fn small_layout() -> Layout {
     layout(3, Parts::Latent, 64)
 }
@@ -267,7 +270,7 @@ fn layout(layers: u16, parts: Parts, head_dim: u16) -> Layout {
         .expect("a valid layout")
 }
 
-/// The keys of a tenant's layout: large blocks have the first half of its numbers.
+/// Returns a key of a tenant's layout: large blocks have the first half of the tenant's numbers.
 pub(crate) fn key(tenant: TenantId, layout: &Layout, number: u64) -> BlockKey {
     let of_layout = if *layout == small_layout() { KEYS } else { 0 };
     let number = u64::from(tenant.0) * KEYS * 2 + of_layout + number % KEYS;
@@ -277,22 +280,22 @@ pub(crate) fn key(tenant: TenantId, layout: &Layout, number: u64) -> BlockKey {
     BlockKey(bytes)
 }
 
-/// The layout that blocks of a key have.
+/// Returns the layout of a key's blocks.
 pub(crate) fn layout_of(key: &BlockKey) -> Layout {
     if number_of(key) % (KEYS * 2) < KEYS { large_layout() } else { small_layout() }
 }
 
-/// Whose blocks have a key.
+/// Returns the tenant of a key.
 pub(crate) fn tenant_of(key: &BlockKey) -> TenantId {
     TenantId((number_of(key) / (KEYS * 2)) as u16)
 }
 
-/// Number of a key.
+/// Returns the number of a key.
 pub(crate) fn number_of(key: &BlockKey) -> u64 {
     u64::from_le_bytes(key.0[8..].try_into().expect("a key has 16 bytes")).wrapping_mul(SPREAD_BACK)
 }
 
-/// All keys that there can be.
+/// Returns the keys of all tenants.
 pub(crate) fn all_keys() -> Vec<BlockKey> {
     let of = |tenant, layout: Layout| (0..KEYS).map(move |number| key(TenantId(tenant), &layout, number));
     (0..TENANTS_MAX).flat_map(|tenant| of(tenant, large_layout()).chain(of(tenant, small_layout()))).collect()

@@ -1,8 +1,9 @@
-//! The store: keys with revisions, conditional transactions, leases, and what watches are told. One machine, as etcd is
-//! to its clients: what it has said is so, however it dies, until somebody wipes its disk.
+//! The store: keys with revisions, conditional transactions, leases, and changes for watches. One machine,
+//! with the guarantees that etcd gives its clients: acknowledged writes survive every crash, until an
+//! operator wipes the disk.
 //!
-//! It mirrors the contract of `controlplane/store/src/contract.rs` as far as members use it. How it is reached, and what
-//! goes wrong with it, is in `keeper.rs`.
+//! It mirrors the contract of `controlplane/store/src/contract.rs` as far as members use it. Its process and
+//! its faults are in `store_process.rs`.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -10,29 +11,29 @@ use std::time::Duration;
 use reprise_controlplane_core::{Budget, NodeRecord};
 use reprise_policy::{NodeMode, TenantId, Tick};
 
-/// Counts the changes of a store.
+/// Number of a change of the store.
 pub(crate) type Revision = u64;
 
-/// Names a lease; never given out twice, not even by another life of the store's disk.
+/// Identifies a lease; never reused, even after the store's disk was wiped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct LeaseId(pub(crate) u64);
 
 /// The keys that members use (`controlplane/src/{identity,registry,shards,modes,tenants}.rs`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Key {
-    /// `identity`
+    /// Stored at the key `identity`.
     Identity,
-    /// `identities/<number>`
+    /// Stored at the key `identities/<number>`.
     IdentityOf(u32),
-    /// `next_node`
+    /// Stored at the key `next_node`.
     NextNode,
-    /// `nodes/<name>`
+    /// Stored at the key `nodes/<name>`.
     Node(usize),
-    /// `members/<name>`
+    /// Stored at the key `members/<name>`.
     Member(usize),
-    /// `modes/<node name>`
+    /// Stored at the key `modes/<node name>`.
     Mode(usize),
-    /// `tenants/<name>`
+    /// Stored at the key `tenants/<name>`.
     Tenant(TenantId),
 }
 
@@ -63,7 +64,7 @@ pub(crate) struct Entry {
     lease: Option<LeaseId>,
 }
 
-/// A key changed: what it is now, or gone.
+/// A change of a key: its new entry, or `None` if it was deleted.
 #[derive(Clone, Debug)]
 pub(crate) struct Change {
     pub(crate) revision: Revision,
@@ -84,14 +85,14 @@ pub(crate) struct Write {
     pub(crate) lease: Option<LeaseId>,
 }
 
-/// Why a transaction was not committed.
+/// Reason for which a transaction was not committed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Refused {
+pub(crate) enum TransactionError {
     Conflict,
     LeaseGone,
 }
 
-/// Why there is no watch from a revision on: it is not known any more what happened since.
+/// Error for a watch from a revision whose later changes were compacted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Compacted;
 
@@ -99,30 +100,30 @@ pub(crate) struct Compacted;
 struct Lease {
     time_to_live: Duration,
     expires: Tick,
-    /// It ends sooner than was told: the store's clock has jumped since.
-    hastened: bool,
+    /// The lease ends sooner than reported_durable: the store's clock has jumped since.
+    shortened: bool,
 }
 
 impl Lease {
-    /// Its whole time, from now on.
+    /// Creates a lease with its full time to live.
     fn renewed(now: Tick, time_to_live: Duration) -> Lease {
-        Lease { time_to_live, expires: now.after(time_to_live), hastened: false }
+        Lease { time_to_live, expires: now.after(time_to_live), shortened: false }
     }
 }
 
-/// See the module.
+/// Contents of the store; see the module.
 #[derive(Debug, Default)]
 pub(crate) struct Store {
-    /// How often the disk was wiped: for whoever looks from outside.
+    /// Number of times that the disk was wiped; for the audit.
     pub(crate) wiped: u64,
     revision: Revision,
-    /// What happened up to this revision is not known any more.
+    /// Changes up to this revision were compacted.
     compacted: Revision,
     entries: BTreeMap<Key, Entry>,
     changes: Vec<Change>,
     leases: BTreeMap<LeaseId, Lease>,
     leases_begun: u64,
-    /// When leases expired by the world's time, unless the store's clock had jumped: for whoever looks from outside.
+    /// Expiry of leases by the simulation's time, unless the store's clock had jumped; for the audit.
     pub(crate) ended: BTreeMap<LeaseId, Tick>,
 }
 
@@ -152,18 +153,18 @@ impl Store {
         of.map(|(key, entry)| (*key, entry.clone())).collect()
     }
 
-    /// Writes everything if all conditions hold.
+    /// Applies all writes if all conditions hold.
     pub(crate) fn transact(
         &mut self,
         conditions: &[Condition],
         writes: Vec<Write>,
-    ) -> Result<Revision, Refused> {
+    ) -> Result<Revision, TransactionError> {
         let lives = |write: &Write| write.lease.is_none_or(|lease| self.leases.contains_key(&lease));
         if !self.hold(conditions) {
-            return Err(Refused::Conflict);
+            return Err(TransactionError::Conflict);
         }
         if !writes.iter().all(lives) {
-            return Err(Refused::LeaseGone);
+            return Err(TransactionError::LeaseGone);
         }
         self.revision += 1;
         let revision = self.revision;
@@ -185,10 +186,14 @@ impl Store {
         })
     }
 
-    /// Deletes a key, if there is one, and all conditions hold.
-    pub(crate) fn delete(&mut self, conditions: &[Condition], key: Key) -> Result<Revision, Refused> {
+    /// Deletes a key, if it exists and all conditions hold.
+    pub(crate) fn delete(
+        &mut self,
+        conditions: &[Condition],
+        key: Key,
+    ) -> Result<Revision, TransactionError> {
         if !self.hold(conditions) {
-            return Err(Refused::Conflict);
+            return Err(TransactionError::Conflict);
         }
         if self.entries.remove(&key).is_some() {
             self.revision += 1;
@@ -204,13 +209,13 @@ impl Store {
         id
     }
 
-    /// Whether the lease lives.
+    /// Renews a lease; returns whether it lives.
     pub(crate) fn keep_alive(&mut self, now: Tick, id: LeaseId) -> bool {
         let lease = self.leases.get_mut(&id);
         lease.map(|lease| *lease = Lease::renewed(now, lease.time_to_live)).is_some()
     }
 
-    /// A lease ends, and what is under it with it.
+    /// Ends a lease and deletes its keys.
     pub(crate) fn revoke(&mut self, id: LeaseId) {
         if self.leases.remove(&id).is_none() {
             return;
@@ -226,34 +231,34 @@ impl Store {
         }
     }
 
-    /// Ends the leases whose time is over, when the store's clock shows `now`; for the world it is `seen`.
+    /// Ends the leases that have expired when the store's clock shows `now`; `seen` is the simulation's time.
     pub(crate) fn expire(&mut self, now: Tick, seen: Tick) {
         let over = self.leases.iter().filter(|(_, lease)| lease.expires <= now);
-        let over: Vec<(LeaseId, bool)> = over.map(|(id, lease)| (*id, lease.hastened)).collect();
-        for (id, hastened) in over {
+        let over: Vec<(LeaseId, bool)> = over.map(|(id, lease)| (*id, lease.shortened)).collect();
+        for (id, shortened) in over {
             self.revoke(id);
-            if !hastened {
+            if !shortened {
                 self.ended.insert(id, seen);
             }
         }
     }
 
-    /// When the next lease is over, by the store's clock.
+    /// Returns the time of the next expiry, by the store's clock.
     pub(crate) fn next_expiry(&self) -> Option<Tick> {
         self.leases.values().map(|lease| lease.expires).min()
     }
 
-    /// The store's clock has jumped: no lease lasts as long as its holder was told.
+    /// Marks all leases after a jump of the store's clock: they end sooner than reported_durable.
     pub(crate) fn clock_jumped(&mut self) {
-        self.leases.values_mut().for_each(|lease| lease.hastened = true);
+        self.leases.values_mut().for_each(|lease| lease.shortened = true);
     }
 
-    /// The store starts again: every lease has its whole time once more, as etcd does when it has a new leader.
+    /// Restarts the store: every lease gets its full time to live, as in etcd after a change of the leader.
     pub(crate) fn restarted(&mut self, now: Tick) {
         self.leases.values_mut().for_each(|lease| *lease = Lease::renewed(now, lease.time_to_live));
     }
 
-    /// What happened from a revision on.
+    /// Returns the changes from a revision on.
     pub(crate) fn changes(&self, prefix: Prefix, from: Revision) -> Result<Vec<Change>, Compacted> {
         if from <= self.compacted {
             return Err(Compacted);
@@ -264,13 +269,13 @@ impl Store {
         Ok(of)
     }
 
-    /// Forgets how everything became what it is.
+    /// Discards the history of changes.
     pub(crate) fn compact(&mut self) {
         self.compacted = self.revision;
         self.changes.clear();
     }
 
-    /// An empty disk: revisions begin anew.
+    /// Empties the disk: revisions start from the beginning.
     pub(crate) fn wipe(&mut self) {
         let (wiped, leases_begun) = (self.wiped + 1, self.leases_begun);
         *self = Store { wiped, leases_begun, ..Store::default() };
@@ -281,30 +286,30 @@ impl Store {
 mod tests {
     use super::*;
 
-    fn put(store: &mut Store, key: Key, lease: Option<LeaseId>) -> Result<Revision, Refused> {
+    fn put(store: &mut Store, key: Key, lease: Option<LeaseId>) -> Result<Revision, TransactionError> {
         store.transact(&[Condition::Absent(key)], vec![Write { key, value: Value::Nothing, lease }])
     }
 
     #[test]
-    fn what_is_under_a_lease_goes_with_it_and_watches_are_told() {
+    fn keys_are_deleted_with_their_lease_and_watches_see_it() {
         let mut store = Store::default();
         let lease = store.grant(Tick(0), Duration::from_secs(2));
         assert_eq!(put(&mut store, Key::Member(1), Some(lease)), Ok(1));
-        assert_eq!(put(&mut store, Key::Member(1), None), Err(Refused::Conflict));
+        assert_eq!(put(&mut store, Key::Member(1), None), Err(TransactionError::Conflict));
         assert!(store.keep_alive(Tick(1_000_000), lease));
         store.expire(Tick(2_999_999), Tick(7));
         assert_eq!((store.next_expiry(), store.ended.len()), (Some(Tick(3_000_000)), 0));
         store.expire(Tick(3_000_000), Tick(8));
         assert_eq!((store.next_expiry(), store.ended.get(&lease)), (None, Some(&Tick(8))));
         assert!(!store.keep_alive(Tick(3_000_000), lease));
-        assert_eq!(put(&mut store, Key::Member(1), Some(lease)), Err(Refused::LeaseGone));
-        let told = store.changes(Prefix::Members, 1).expect("not compacted");
-        assert_eq!(told.iter().map(|change| change.entry.is_some()).collect::<Vec<_>>(), [true, false]);
+        assert_eq!(put(&mut store, Key::Member(1), Some(lease)), Err(TransactionError::LeaseGone));
+        let changes = store.changes(Prefix::Members, 1).expect("not compacted");
+        assert_eq!(changes.iter().map(|change| change.entry.is_some()).collect::<Vec<_>>(), [true, false]);
         assert!(store.changes(Prefix::Nodes, 1).expect("not compacted").is_empty());
     }
 
     #[test]
-    fn who_was_told_of_a_lease_before_the_clock_jumped_is_not_held_to_its_end() {
+    fn leases_from_before_a_clock_jump_have_no_recorded_end() {
         let mut store = Store::default();
         let [lost, renewed] = [(); 2].map(|()| store.grant(Tick(0), Duration::from_secs(2)));
         store.clock_jumped();
@@ -315,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_compacted_cannot_be_watched_and_what_is_wiped_begins_anew() {
+    fn compacted_changes_cannot_be_watched_and_a_wiped_store_starts_over() {
         let mut store = Store::default();
         assert_eq!(put(&mut store, Key::Node(1), None), Ok(1));
         store.compact();

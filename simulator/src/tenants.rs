@@ -1,9 +1,11 @@
-//! What tenants of a node may hold: grants of the control plane, in any order, and whether they are kept.
+//! Limits of tenants on a node: grants of the control plane, in any order, and the check that they hold.
 //!
-//! The bound is that of `node-agent/core/src/agent/tenants.rs`: a tenant holds no more than its limit, except that what it
-//! held when its limit was lowered, or the node started, goes little by little; until then it gets nothing new.
+//! The bound is that of `node-agent/core/src/agent/tenants.rs`: a tenant stays within its limit. Memory above
+//! the limit, after a lower grant or a start, is released gradually; until then the tenant gets no further
+//! memory.
 //!
-//! In most worlds grants are orders of members (`reporting.rs`); in some they are drawn, so that they come in any order.
+//! In most simulations grants come from members (`reports.rs`); in some they are drawn, so that they arrive
+//! in any order.
 
 use std::collections::BTreeMap;
 
@@ -12,22 +14,22 @@ use reprise_agent_core::event::{Event, Grant};
 use reprise_policy::{Epoch, Quota, TenantId, TenantName};
 
 use crate::setup::{Variant, large_layout};
-use crate::world::{Action, Local, World};
+use crate::simulation::{Action, AgentStep, Simulation};
 
-/// Time between two grants.
+/// Interval between two grants, in milliseconds.
 const GRANT_EVERY_MS: std::ops::Range<u64> = 50..1500;
 
-/// What the auditor knows of the tenants of a process.
+/// State of the tenant checks of a process.
 #[derive(Debug, Default)]
-pub(crate) struct Tenants {
-    /// The newest grant that has come.
+pub(crate) struct TenantAudit {
+    /// The newest grant that has arrived.
     granted: BTreeMap<TenantId, Grant>,
     /// Bytes of DRAM and NVMe after the last event.
     used: BTreeMap<TenantId, [u64; 2]>,
     arrived: u64,
 }
 
-/// The name of a tenant.
+/// Returns the name of a tenant.
 pub(crate) fn tenant_name(tenant: TenantId) -> TenantName {
     match tenant {
         TenantId::DEFAULT => TenantName::default_tenant(),
@@ -35,14 +37,14 @@ pub(crate) fn tenant_name(tenant: TenantId) -> TenantName {
     }
 }
 
-/// The tenant of a name.
+/// Returns the tenant of a name.
 pub(crate) fn tenant_of_name(name: &TenantName) -> TenantId {
     let number = name.as_str().strip_prefix('t').and_then(|number| number.parse().ok());
     number.map_or(TenantId::DEFAULT, TenantId)
 }
 
-impl World {
-    /// A grant is on its way to some node; others may overtake it.
+impl Simulation {
+    /// Sends a grant to some node; others may overtake it.
     pub(crate) fn send_grant(&mut self) {
         if self.calm {
             return;
@@ -59,18 +61,18 @@ impl World {
         let grant = Grant { tenant, version: self.grants, dram, nvme };
         if self.nodes[node].process.is_some() {
             let delay = self.rng.micros(100..3_000_000);
-            self.later(node, delay, Local::Event(Event::Budget(grant)));
+            self.later(node, delay, AgentStep::Event(Event::Budget(grant)));
         }
     }
 
-    /// A grant comes to the core.
+    /// Applies a grant to the core.
     pub(crate) fn apply_grant(&mut self, node: usize, grant: Grant) {
         let grant = self.grant_arrives(node, grant);
         self.apply(node, Event::Budget(grant));
     }
 
-    /// An order of a ledger comes to the core; `epoch` is the registration's.
-    pub(crate) fn apply_order(&mut self, node: usize, epoch: Epoch, grant: Grant) {
+    /// Applies a grant of a ledger to the core; `epoch` is that of the registration.
+    pub(crate) fn apply_ledger_grant(&mut self, node: usize, epoch: Epoch, grant: Grant) {
         let tenant = grant.tenant;
         let before = self.grant_of(node, tenant);
         self.apply_grant(node, grant);
@@ -79,13 +81,13 @@ impl World {
         }
     }
 
-    /// What the core of a node was granted for a tenant last.
+    /// Returns the last grant of a node's core for a tenant.
     pub(crate) fn grant_of(&self, node: usize, tenant: TenantId) -> Option<Grant> {
         let core = &self.nodes[node].process.as_ref()?.core;
         core.tenant_usage().find(|usage| usage.tenant == tenant)?.grant
     }
 
-    /// Notes a grant that has come; returns what the agent makes of it.
+    /// Records a grant that has arrived; returns the grant that the agent applies.
     fn grant_arrives(&mut self, node: usize, grant: Grant) -> Grant {
         let in_order_of_arrival = self.setup.variant == Variant::GrantsInOrderOfArrival;
         self.count("grants");
@@ -101,10 +103,10 @@ impl World {
         if in_order_of_arrival { Grant { version: tenants.arrived, ..grant } } else { grant }
     }
 
-    /// No tenant holds more than it may, nor gets more while it does.
+    /// Checks that no tenant grows above its limit.
     pub(crate) fn audit_tenants(&mut self, node: usize) {
         let configured = &self.setup.settings.tenants;
-        let process = self.nodes[node].process.as_mut().expect("it runs");
+        let process = self.nodes[node].process.as_mut().expect("the agent runs");
         for usage in process.core.tenant_usage() {
             let tenant = usage.tenant;
             let quotas = configured.iter().find(|quotas| quotas.tenant == tenant);
@@ -124,24 +126,21 @@ impl World {
         }
     }
 
-    /// What waits for the control plane is bounded.
+    /// Checks that the queues for the control plane are bounded.
     pub(crate) fn audit_queues(&mut self, node: usize) {
         let limit = self.setup.changes_queued_max;
-        let process = self.nodes[node].process.as_mut().expect("it runs");
+        let process = self.nodes[node].process.as_mut().expect("the agent runs");
         process.inventory_max = process.inventory_max.max(process.inventory.len());
-        // A batch of changes is under way while the queue fills again; inventories are of different slots.
+        // A batch of changes is in flight while the queue fills again; inventories cover different slots.
         let bound = limit.saturating_mul(2).saturating_add(2 * process.inventory_max).saturating_add(8);
         for link in process.client.links.values() {
             let queued = link.outbox.queued();
-            assert!(
-                queued <= bound,
-                "node {node}: {queued} changes wait for a member, of {bound} at the most"
-            );
+            assert!(queued <= bound, "node {node}: {queued} changes wait for a member, at most {bound} may");
         }
         let lookups = process.client.lookups.len();
-        assert!(lookups <= LOOKUPS_MAX, "node {node}: {lookups} lookups at once");
+        assert!(lookups <= LOOKUPS_MAX, "node {node}: {lookups} concurrent lookups");
     }
 }
 
-/// The delay that grants may have is longer than the time between them.
+/// The maximum delay of grants exceeds the interval between them.
 const _: () = assert!(GRANT_EVERY_MS.end < 3000);

@@ -1,20 +1,20 @@
-//! What happened in a run: a digest always, lines when somebody wants to read them.
+//! Record of a run: always a digest, and lines on request.
 
 use reprise_policy::Tick;
 
 use crate::rng::mix;
 
-/// Whether the lines of a run are kept.
+/// Whether the lines of a run are recorded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Recording {
-    /// The digest only.
+    /// Only the digest is kept.
     #[default]
     Digest,
     /// A line for each step.
     Lines,
 }
 
-/// See the module.
+/// Record of a run; see the module.
 #[derive(Debug)]
 pub(crate) struct Trace {
     recording: Recording,
@@ -28,7 +28,7 @@ impl Trace {
         Trace { recording, digest: 0, steps: 0, lines: Vec::new() }
     }
 
-    /// One step: what it was as a few numbers, and in words.
+    /// Records one step: numbers for the digest, and its description.
     pub(crate) fn step(&mut self, now: Tick, what: [u64; 3], words: impl FnOnce() -> String) {
         self.steps += 1;
         for number in [now.0, what[0], what[1], what[2]] {
@@ -39,7 +39,7 @@ impl Trace {
         }
     }
 
-    /// What belongs to the step, in words.
+    /// Adds a note to the current step.
     pub(crate) fn note(&mut self, words: impl FnOnce() -> String) {
         if self.recording == Recording::Lines {
             self.lines.push(format!("{:>14}{}", "", words()));

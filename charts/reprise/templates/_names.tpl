@@ -1,4 +1,4 @@
-{{/* Names are the same in every release: definitions and rights are the whole Kubernetes cluster's, so there is one release in it. */}}
+{{/* Names do not depend on the release: definitions and permissions are cluster-scoped, so a Kubernetes cluster has one release. */}}
 
 {{- define "reprise.labels" -}}
 app.kubernetes.io/name: reprise
@@ -8,7 +8,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 
-{{/* The operator's pods. Other labels than those of agents and members, which the operator selects by. */}}
+{{/* Labels of the operator's pods, different from those by which the operator selects agents and members. */}}
 {{- define "reprise.operatorSelector" -}}
 app.kubernetes.io/name: reprise-operator
 app.kubernetes.io/component: operator
@@ -18,7 +18,7 @@ app.kubernetes.io/component: operator
 {{ .Values.serviceAccount.name | default "reprise-operator" }}
 {{- end }}
 
-{{/* The whole name of an image: list of context and the image's key. */}}
+{{/* Complete name of an image: list of context and the image's key. */}}
 {{- define "reprise.image" -}}
 {{- $context := index . 0 -}}
 {{- $image := index $context.Values.images (index . 1) -}}
@@ -31,14 +31,14 @@ app.kubernetes.io/component: operator
 {{- end -}}
 {{- end }}
 
-{{/* "true" when something is to be made: list of context, value (Auto, Always, Never) and API. */}}
+{{/* "true" if an optional object is rendered: list of context, value (Auto, Always, Never) and API. */}}
 {{- define "reprise.when" -}}
 {{- $context := index . 0 -}}
 {{- $value := index . 1 -}}
 {{- if or (eq $value "Always") (and (eq $value "Auto") ($context.Capabilities.APIVersions.Has (index . 2))) -}}true{{- end -}}
 {{- end }}
 
-{{/* What the level `restricted` asks of pods. */}}
+{{/* Pod security context for the level `restricted`. */}}
 {{- define "reprise.podSecurity" -}}
 runAsNonRoot: true
 runAsUser: 65532
@@ -61,7 +61,7 @@ imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
-{{/* Where pods may run: a map with nodeSelector and tolerations. */}}
+{{/* Scheduling of pods: a map with nodeSelector and tolerations. */}}
 {{- define "reprise.placement" -}}
 {{- with .nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
@@ -71,7 +71,7 @@ tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
-{{/* The pod of a hook's Job, up to its arguments: list of context and name, which its account has as well. */}}
+{{/* Pod of a hook's Job, without arguments: list of context and name, which is also the name of its service account. */}}
 {{- define "reprise.hookPod" -}}
 {{- $context := index . 0 -}}
 restartPolicy: Never

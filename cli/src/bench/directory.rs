@@ -1,21 +1,23 @@
-//! The replica directory in this process: resident memory of a replica entry, and look-ups on one core.
+//! The replica directory in this process: resident memory per replica entry, and look-ups on one core.
 //!
-//! Keys come from a seed, an update's worth at a time, and are made again to be asked for: besides the directory there are
-//! never more than [`LOOKUPS`] of them in memory (32 MB, and once more while they are put in order), so that what is
-//! resident is the directory. 10⁸ entries need about 4 GB.
+//! Keys are derived from a seed, one update at a time, and derived again for the look-ups. So besides the
+//! directory, at most [`LOOKUPS`] keys are in memory (32 MB, twice while they are shuffled), and the resident
+//! memory is that of the directory. 10⁸ entries need about 4 GB.
 
 use std::time::Instant;
 
 use anyhow::{Context, ensure};
-use reprise_controlplane_core::{Changes, Directory, Found, LiveNodes, Opening, Update, Updated};
+use reprise_controlplane_core::{
+    Changes, Directory, LiveNodes, LookupResult, Opening, Update, UpdateOutcome,
+};
 use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tier};
 
 use super::Settings;
 use super::fixture::keys;
+use super::process_memory;
 use super::report::{Figure, Target, median};
-use super::resident;
 
-/// Nodes that the entries are spread over.
+/// Number of nodes that hold the entries.
 const NODES: u16 = 100;
 
 /// Changes of one update, as agents send them.
@@ -24,16 +26,16 @@ const UPDATE_CHANGES: usize = 8192;
 /// Keys of one look-up call.
 const LOOKUP_KEYS: usize = 1000;
 
-/// Keys looked up in one repetition.
+/// Number of keys looked up in one repetition.
 const LOOKUPS: usize = 2_000_000;
 
-/// Repetition number that the keys come from.
+/// Seed of the keys.
 const SEED: u64 = 4;
 
-/// Entries from which on the limits of a large directory hold.
+/// Number of entries from which the targets of a large directory apply.
 const LARGE: usize = 100_000_000;
 
-/// What a directory of some size may take, and must do.
+/// Targets for memory and speed of a directory.
 struct Limits {
     bytes_max: f64,
     million_lookups_min: f64,
@@ -49,11 +51,11 @@ impl Limits {
 }
 
 pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Figure>> {
-    resident::forget_peak()?;
-    let before = resident::peak_bytes()?;
+    process_memory::reset_peak()?;
+    let before = process_memory::peak_bytes()?;
     let mut live = LiveNodes::default();
     let mut directory = Directory::new();
-    directory.own(&SlotSet::ALL);
+    directory.set_owned_slots(&SlotSet::ALL);
     for node in (0..NODES).map(NodeId) {
         directory.register(node, Epoch(1));
         live.insert(node);
@@ -67,9 +69,9 @@ pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Fig
         announce(&mut directory, node, &mut sequences[node], &packed)?;
     }
     let insert_seconds = started.elapsed().as_secs_f64();
-    let peak = resident::peak_bytes()?.saturating_sub(before);
+    let peak = process_memory::peak_bytes()?.saturating_sub(before);
     let size = directory.size();
-    ensure!(size.replicas == entries as u64, "{} of {entries} replicas are in the directory", size.replicas);
+    ensure!(size.replicas == entries as u64, "the directory has {} of {entries} replicas", size.replicas);
 
     let rates = settings
         .rounds("directory.lookups")
@@ -77,7 +79,7 @@ pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Fig
         .collect::<anyhow::Result<Vec<f64>>>()?;
     let limits = Limits::of(entries);
     Ok(vec![
-        // At its peak: tables that grow hold their old places for a moment.
+        // The peak, because a growing table briefly holds both its old and new storage.
         Figure::absolute(
             format!("directory.resident_bytes_per_replica_at_{entries}"),
             peak as f64 / entries as f64,
@@ -109,7 +111,7 @@ fn announce(directory: &mut Directory, node: usize, sequence: &mut u64, packed: 
     let count = packed.len() / BlockKey::SIZE;
     let operations = vec![Tier::Nvme as u8; count];
     let changes = Changes::parse(packed, &operations).context("changes of the benchmark")?;
-    // The first update of a registration begins its inventory, and takes a number for that.
+    // The first update of a registration begins its inventory, which takes one sequence number.
     let opening = if *sequence == 0 { Opening::Slots(&SlotSet::ALL) } else { Opening::Nothing };
     let node = NodeId(u16::try_from(node).context("too many nodes")?);
     let ends = &SlotSet::EMPTY;
@@ -117,13 +119,13 @@ fn announce(directory: &mut Directory, node: usize, sequence: &mut u64, packed: 
     let updated = directory.update(&update);
     *sequence += u64::from(opening != Opening::Nothing) + count as u64;
     ensure!(
-        matches!(&updated, Updated::Expecting { expected, .. } if *expected == *sequence),
-        "the directory did not take an update: {updated:?}"
+        matches!(&updated, UpdateOutcome::Expecting { expected, .. } if *expected == *sequence),
+        "the directory rejected an update: {updated:?}"
     );
     Ok(())
 }
 
-/// Looks up keys that are there, in an order unlike that of their insertion; keys a second.
+/// Looks up existing keys in an order unlike that of their insertion; returns keys per second.
 fn look_up(
     directory: &Directory,
     live: &LiveNodes,
@@ -134,13 +136,13 @@ fn look_up(
     let mut wanted = Vec::with_capacity(LOOKUPS);
     let mut batch = repetition;
     while wanted.len() < LOOKUPS.min(entries) {
-        // A stride that is prime to any number of batches below it visits them all.
+        // The stride is prime, so it visits every batch if there are fewer batches than the stride.
         batch = (batch + 7919) % batches;
         let count = UPDATE_CHANGES.min(entries - batch * UPDATE_CHANGES);
         wanted.extend(keys(SEED + batch as u64, count));
     }
     interleave(&mut wanted);
-    let mut found = Found::default();
+    let mut found = LookupResult::default();
     let mut replicas = 0;
     let started = Instant::now();
     for part in wanted.chunks(LOOKUP_KEYS) {
@@ -148,11 +150,11 @@ fn look_up(
         replicas += found.replicas().len();
     }
     let seconds = started.elapsed().as_secs_f64();
-    ensure!(replicas >= wanted.len(), "{replicas} replicas found for {} keys", wanted.len());
+    ensure!(replicas >= wanted.len(), "found {replicas} replicas for {} keys", wanted.len());
     Ok(wanted.len() as f64 / seconds)
 }
 
-/// Puts keys that were announced together far apart.
+/// Moves keys that were announced together far apart.
 fn interleave(keys: &mut Vec<BlockKey>) {
     let stride = 4099;
     let spread = (0..stride).flat_map(|first| keys.iter().skip(first).step_by(stride).copied());

@@ -1,23 +1,23 @@
-//! How much etcd keeps for a control plane: the same for a thousand blocks as for a million.
+//! Size of etcd's database: it must not grow with the number of blocks.
 //!
-//! A real etcd, a member on it, and nodes that this process plays, which announce over gRPC ([`super::service`]). Sizes are
-//! etcd's own, from its metrics: of its database file, and of that what is in use.
+//! The benchmark runs a real etcd, one member, and simulated nodes that announce over gRPC
+//! ([`super::grpc_directory`]). Sizes come from etcd's metrics: the database file, and the part of it in use.
 
 use anyhow::{Context, ensure};
 
 use super::Settings;
+use super::grpc_directory::{Inventories, announce};
 use super::report::{Figure, Target};
-use super::service::{Inventories, announce};
 use crate::cluster::{Cluster, ControlPlanes};
 use crate::http;
 
-/// Blocks of the first measurement.
+/// Number of blocks in the first measurement.
 const FEW: usize = 1000;
 
-/// What etcd may keep at the most, whatever the number of blocks.
+/// Largest allowed database, for any number of blocks.
 const DATA_MIB_MAX: f64 = 2.0;
 
-/// Names of the sizes among etcd's metrics.
+/// Names of etcd's metrics.
 const FILE: &str = "etcd_mvcc_db_total_size_in_bytes";
 const IN_USE: &str = "etcd_mvcc_db_total_size_in_use_in_bytes";
 
@@ -27,17 +27,17 @@ pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Fig
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     let mut figures = Vec::new();
     for entries in [FEW, entries] {
-        // Dropped with its heartbeats before the nodes register again and announce more.
+        // Dropped, with its heartbeats, before the nodes register again and announce more.
         announce(&runtime, &cluster, &Inventories::new(entries))?;
         figures.extend(sizes(&cluster, entries)?);
     }
     Ok(figures)
 }
 
-/// What a cluster's etcd keeps while there are so many blocks.
+/// Returns figures with the database sizes of a cluster's etcd at this number of blocks.
 pub(super) fn sizes(cluster: &Cluster, entries: usize) -> anyhow::Result<Vec<Figure>> {
     let metrics = cluster.etcd_metrics().context("the cluster has no etcd")?;
-    let page = http::get(&metrics, "/metrics").context("asking etcd for its metrics")?;
+    let page = http::get(&metrics, "/metrics").context("reading etcd's metrics")?;
     let figure = |(metric, of)| {
         let mib = value(&page, metric)? / f64::from(1 << 20);
         let name = format!("etcd.{of}_at_{entries}_blocks");
@@ -46,10 +46,10 @@ pub(super) fn sizes(cluster: &Cluster, entries: usize) -> anyhow::Result<Vec<Fig
     [(FILE, "database"), (IN_USE, "in_use")].into_iter().map(figure).collect()
 }
 
-/// A metric without labels, from its page in the text format of Prometheus.
+/// Returns a metric without labels from a page in the Prometheus text format.
 fn value(page: &str, metric: &str) -> anyhow::Result<f64> {
     let line = page.lines().find_map(|line| line.strip_prefix(metric)?.strip_prefix(' '));
-    let value: f64 = line.with_context(|| format!("etcd has no metric {metric}"))?.trim().parse()?;
+    let value: f64 = line.with_context(|| format!("etcd does not export {metric}"))?.trim().parse()?;
     ensure!(value > 0.0, "{metric} is {value}");
     Ok(value)
 }
@@ -59,9 +59,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_metric_is_read_by_its_whole_name() {
+    fn reads_a_metric_by_its_full_name() {
         let page = "# HELP a_b text\na_b_c 5\na_b 2.048e+04\n";
-        assert_eq!(value(page, "a_b").expect("it is there"), 20_480.0);
+        assert_eq!(value(page, "a_b").expect("the metric exists"), 20_480.0);
         assert!(value(page, "a").is_err());
     }
 }

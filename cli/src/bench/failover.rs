@@ -1,13 +1,19 @@
-//! One of three members of the control plane is killed while an engine goes on asking: how long its keys are missed.
+//! Failover: one of three control-plane members is killed while an engine keeps looking up keys. The
+//! benchmark measures how long the member's keys are not found.
 //!
-//! Three agents, one of which holds the blocks; the second one's engine asks for three chains, each of keys that one member
-//! owns, and for a chain that nobody has. A match answers up to the first key that is missed, so a chain is complete when all
-//! of it is answered. Wrong is an answer for a key that nobody has, or a block that is said to be on the asking node, which
-//! therefore loads nothing: the third one's engine loads a few of the blocks meanwhile, each of them once, and compares every byte. Just before the kill
-//! the holder evicts blocks ([`evicting`]), which must end as not found. Once all chains are complete again the member is started again.
+//! Three agents take part:
+//! * The first holds the blocks. Just before the kill it evicts some of them ([`evicted_blocks`]); these must
+//!   finally not be found.
+//! * The engine on the second looks up three chains, each of keys that one member owns, and a chain of keys
+//!   that do not exist. A match covers the keys up to the first miss, so a chain is complete if the match
+//!   covers all of it.
+//! * The engine on the third loads a few blocks, each once, and compares every byte.
+//!
+//! An answer is wrong if it covers a key that does not exist, or reports a block on the asking node, which
+//! never loads any. When all chains are complete again, the member is restarted.
 
-mod evicting;
-mod keyed;
+mod evicted_blocks;
+mod keyed_blocks;
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,55 +28,56 @@ use super::fixture::{Fixture, PATIENCE, keys, sizes};
 use super::report::{Figure, Target, median};
 use super::{Settings, one_page};
 use crate::cluster::ControlPlanes;
-use evicting::Evicting;
-use keyed::Loaded;
+use evicted_blocks::EvictedBlocks;
+use keyed_blocks::LoadResult;
 
-/// Members of the control plane.
+/// Number of control-plane members.
 const MEMBERS: usize = 3;
 
-/// Keys of a chain: of so many, each hash slot of a member is as likely as another.
+/// Number of keys of a chain, enough to cover a member's hash slots evenly.
 const CHAIN: usize = 200;
 
-/// Keys that chains are chosen from; a third of them is enough for each member by far.
+/// Number of keys that chains are chosen from; about a third of them belong to each member.
 const CANDIDATES: usize = CHAIN * MEMBERS * 4;
 
-/// Nodes: the holder, the asking one, and the one that loads.
+/// Number of nodes: the holder, the asking node and the loading node.
 const NODES: usize = 3;
 
-/// Two regions: one of them is the evicting tenant's.
+/// Arena of two regions; the evicting tenant uses one of them.
 const ARENA_MIB: u64 = 128;
 
-/// Keys of each chain that are loaded during one loss; others during the next, so that no block becomes hot.
+/// Keys of each chain that are loaded during one loss. Each loss uses other keys, so that no block becomes
+/// hot.
 const SAMPLE: usize = 10;
 
-/// Until look-ups are complete again.
+/// Time limit for the chains to become complete again.
 const COMPLETE_SECONDS_MAX: f64 = 3.0;
 
-/// Seeds of the keys that are there, and of those that are not.
+/// Seeds of the keys that exist, and of those that do not.
 const PRESENT: u64 = 70_001;
 const ABSENT: u64 = 70_002;
 
-/// What an engine asks for all the time.
+/// Keys that the asking engine looks up.
 struct Chains {
-    /// By the position of the member that owns them.
+    /// Chains by the index of the member that owns their keys.
     of_member: Vec<Vec<BlockKey>>,
     absent: Vec<BlockKey>,
 }
 
-/// What one loss showed.
+/// Result of one loss.
 #[derive(Clone, Copy, Debug, Default)]
 struct Loss {
-    /// From the kill until the member's chain was complete again.
+    /// Time from the kill until the member's chain was complete again.
     seconds: f64,
-    /// Answers meanwhile.
+    /// Match calls in that time, and those with a wrong answer.
     answers: usize,
     wrong: usize,
-    /// Of the other members' chains, those that were not complete.
+    /// Incomplete answers for chains of the other members.
     others_missed: usize,
-    /// Blocks that were loaded meanwhile and compared, and those of them that were not what was saved.
+    /// Blocks loaded and compared in that time, and those with wrong bytes.
     loads: usize,
     wrong_loads: usize,
-    /// Blocks that the holder had evicted just before, and those of them that were answered in the end.
+    /// Blocks that the holder evicted just before the kill, and those that were still found in the end.
     evicted: usize,
     still_answered: usize,
 }
@@ -81,9 +88,9 @@ pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     let mut fixture = Fixture::start_on(settings, control, NODES, (&layout, sizes(ARENA_MIB, 256)))?;
     let chains = Chains::new(&fixture)?;
     for chain in &chains.of_member {
-        keyed::save(&fixture.clients[0], chain)?;
+        keyed_blocks::save(&fixture.clients[0], chain)?;
     }
-    let mut evicting = Evicting::start(&fixture, &layout)?;
+    let mut evicting = EvictedBlocks::start(&fixture, &layout)?;
     let mut losses = Vec::new();
     for repetition in settings.rounds("failover") {
         chains.await_complete(&fixture.clients[1])?;
@@ -122,7 +129,7 @@ impl Chains {
         let members = fixture.cluster.file().members;
         let names =
             members.iter().map(|member| MemberName::new(&member.name)).collect::<Result<Vec<_>, _>>()?;
-        // The names are in order, so positions are those of the cluster's members.
+        // Member names are sorted, so indexes in the map equal those of the cluster's members.
         let map = ShardMap::new(Epoch(1), names)?;
         let candidates = keys(PRESENT, CANDIDATES);
         let of = |member| {
@@ -130,11 +137,11 @@ impl Chains {
             candidates.iter().filter(owned).take(CHAIN).copied().collect::<Vec<_>>()
         };
         let of_member: Vec<_> = (0..).take(MEMBERS).map(of).collect();
-        ensure!(of_member.iter().all(|chain| chain.len() == CHAIN), "a member owns hardly any key");
+        ensure!(of_member.iter().all(|chain| chain.len() == CHAIN), "a member owns too few keys for a chain");
         Ok(Chains { of_member, absent: keys(ABSENT, CHAIN) })
     }
 
-    /// Waits until an engine finds every chain.
+    /// Waits until the asking engine finds every chain.
     fn await_complete(&self, asking: &Client) -> anyhow::Result<()> {
         let give_up = Instant::now() + PATIENCE;
         for (member, chain) in self.of_member.iter().enumerate() {
@@ -148,7 +155,7 @@ impl Chains {
         Ok(())
     }
 
-    /// Kills a member, asks and loads until all is found again, and starts it again.
+    /// Kills a member, looks up and loads until all chains are complete again, and restarts the member.
     fn lose(&self, fixture: &mut Fixture, repetition: usize) -> anyhow::Result<Loss> {
         let member = repetition % MEMBERS;
         fixture.cluster.kill_member(member)?;
@@ -159,16 +166,16 @@ impl Chains {
             let loads = scope.spawn(|| load_until(&over, loading, sample));
             let asked = self.ask_until_complete(asking, member);
             over.store(true, Ordering::Relaxed);
-            (asked, loads.join().expect("loads end with errors, not with panics"))
+            (asked, loads.join().expect("the load thread does not panic"))
         });
         let mut loss = asked?;
         (loss.loads, loss.wrong_loads) = loaded?;
         fixture.cluster.restart_member(member)?;
-        fixture.cluster.members_know_each_other()?;
+        fixture.cluster.await_membership()?;
         Ok(loss)
     }
 
-    /// Keys of every chain, others for each of the first repetitions.
+    /// Returns keys of every chain, different ones for each of the first repetitions.
     fn sample(&self, repetition: usize) -> VecDeque<BlockKey> {
         let of = |chain: &Vec<BlockKey>| {
             (0..SAMPLE).map(|at| chain[(repetition * SAMPLE + at) % CHAIN]).collect::<Vec<_>>()
@@ -205,7 +212,8 @@ impl Chains {
     }
 }
 
-/// Loads each of the blocks that is answered, as long as a member is away; how many were compared, and how many of them were wrong.
+/// Loads the blocks that are found while the member is down; returns the numbers of compared and of wrong
+/// blocks.
 fn load_until(
     over: &AtomicBool,
     client: &Client,
@@ -216,11 +224,11 @@ fn load_until(
         && !over.load(Ordering::Relaxed)
     {
         let found = client.match_keys(&[key], Scope::Cluster).context("match")?;
-        let loaded = if found.is_empty() { Loaded::Missing } else { keyed::load(client, &key)? };
+        let loaded = if found.is_empty() { LoadResult::Missing } else { keyed_blocks::load(client, &key)? };
         match loaded {
-            Loaded::Right => right += 1,
-            Loaded::Wrong => wrong += 1,
-            Loaded::Missing => keys.push_back(key),
+            LoadResult::Right => right += 1,
+            LoadResult::Wrong => wrong += 1,
+            LoadResult::Missing => keys.push_back(key),
         }
     }
     Ok((right + wrong, wrong))

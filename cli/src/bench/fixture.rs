@@ -1,4 +1,4 @@
-//! What the benchmarks share: a fresh cluster with a client a node, blocks with known bytes, memory of an engine.
+//! Shared parts of the benchmarks: a fresh cluster with a client per node, and blocks with known bytes.
 
 use std::path::Path;
 use std::time::Duration;
@@ -13,21 +13,21 @@ use crate::kv_function::mix;
 
 use super::Settings;
 
-/// How long a reservation, a flush or a load may take in a benchmark.
+/// Time limit of a reservation, a flush or a load in a benchmark.
 pub(super) const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A cluster that ends with the benchmark, and a client of each agent.
+/// A cluster that ends with the benchmark, and a client for each agent.
 pub(super) struct Fixture {
-    /// Dropped first: sessions end before their agents do.
+    /// Declared before the cluster, so that sessions end before their agents.
     pub(super) clients: Vec<Client>,
     pub(super) cluster: Cluster,
 }
 
-/// Filled reservations that are not committed yet.
+/// Filled but uncommitted reservations, with their keys.
 pub(super) type Filled = Vec<(Reservation, BlockKey)>;
 
 impl Fixture {
-    /// Starts `nodes` agents.
+    /// Starts `nodes` agents with an embedded control plane.
     pub(super) fn start(
         settings: &Settings,
         nodes: usize,
@@ -37,7 +37,7 @@ impl Fixture {
         Fixture::start_on(settings, ControlPlanes::Embedded, nodes, (layout, sizes))
     }
 
-    /// Starts `nodes` agents under a control plane of some kind.
+    /// Starts `nodes` agents with the given kind of control plane.
     pub(super) fn start_on(
         settings: &Settings,
         control: ControlPlanes,
@@ -56,19 +56,19 @@ impl Fixture {
     }
 }
 
-/// A client with the benchmarks' namespace.
+/// Connects a client with the benchmarks' namespace.
 pub(super) fn connect(socket: &Path, layout: &Layout) -> anyhow::Result<Client> {
     connect_as(socket, layout, &TenantName::default_tenant())
 }
 
-/// A client of a tenant.
+/// Connects a client for a tenant.
 pub(super) fn connect_as(socket: &Path, layout: &Layout, tenant: &TenantName) -> anyhow::Result<Client> {
     let namespace = engine::namespace(layout, tenant);
     let options = ConnectOptions::new(socket, namespace, *layout).client_name("bench").tenant(tenant.clone());
     Client::connect(options).with_context(|| format!("connecting to {}", socket.display()))
 }
 
-/// `count` keys that no other `seed` gives.
+/// Returns `count` keys that differ from those of every other seed.
 pub(super) fn keys(seed: u64, count: usize) -> Vec<BlockKey> {
     (0..count as u64)
         .map(|index| {
@@ -80,7 +80,7 @@ pub(super) fn keys(seed: u64, count: usize) -> Vec<BlockKey> {
         .collect()
 }
 
-/// Bytes of one block; the same for every block, as no benchmark depends on them.
+/// Returns the bytes of a block; the same for every block, because no benchmark depends on them.
 pub(super) fn payload(layout: &Layout) -> Vec<u8> {
     let words = layout.block_bytes() / 8;
     (0..words).flat_map(|index| mix(index).to_le_bytes()).collect()
@@ -93,7 +93,7 @@ pub(super) fn fill(client: &Client, keys: &[BlockKey], payload: &[u8]) -> anyhow
     fill_each(client, keys, |reservation, _| reservation.fill_from(&objects))
 }
 
-/// Reserves slots for `keys` and fills each of them.
+/// Reserves slots for `keys` and fills each with `fill`.
 pub(super) fn fill_each(
     client: &Client,
     keys: &[BlockKey],
@@ -104,7 +104,7 @@ pub(super) fn fill_each(
         let wanted = u32::try_from(keys.len() - filled.len()).context("too many keys")?;
         let reservations = client.reserve(wanted, PATIENCE).context("reserve")?;
         if reservations.is_empty() {
-            bail!("the arena has no room for the benchmark");
+            bail!("the arena has no space for the benchmark");
         }
         for mut reservation in reservations {
             let key = keys[filled.len()];
@@ -115,12 +115,12 @@ pub(super) fn fill_each(
     Ok(filled)
 }
 
-/// Commits filled blocks.
+/// Commits filled blocks and returns the ticket for their durability.
 pub(super) fn commit(client: &Client, filled: Filled) -> anyhow::Result<Ticket> {
     let count = filled.len();
     let outcome = client.commit(filled, CommitOptions::default()).context("commit")?;
     let committed = outcome.statuses.iter().filter(|status| status.is_committed()).count();
-    ensure!(committed == count, "{committed} of {count} blocks were committed");
+    ensure!(committed == count, "the agent committed {committed} of {count} blocks");
     Ok(outcome.ticket)
 }
 
@@ -142,7 +142,7 @@ pub(super) fn commit_durable(client: &Client, filled: Filled) -> anyhow::Result<
     Ok(())
 }
 
-/// Sizes of an agent.
+/// Returns agent sizes from MiB.
 pub(super) fn sizes(arena_mib: u64, pool_mib: u64) -> AgentSizes {
     AgentSizes { arena: ByteSize(arena_mib << 20), pool: ByteSize(pool_mib << 20), moves: None }
 }

@@ -1,4 +1,5 @@
-//! DRAM hits into another process's scattered KV memory, beside a single-thread memcpy of the same pieces.
+//! DRAM hits into another process's scattered KV memory, compared with a single-thread memcpy of the same
+//! pieces.
 
 use std::time::{Duration, Instant};
 
@@ -13,13 +14,13 @@ use super::fixture::{Fixture, PATIENCE, fill, keys, payload, sizes};
 use super::report::{Figure, Target, paired};
 use super::{Settings, fixture, llama_3_8b};
 
-/// Blocks of one repetition: 128 × 2 MiB = 256 MiB, far beyond any cache.
+/// Blocks per repetition: 128 × 2 MiB = 256 MiB, much larger than any cache.
 const BLOCKS: usize = 128;
 
-/// Blocks of one load call.
+/// Blocks per load call.
 const WINDOW_BLOCKS: usize = 32;
 
-/// An engine's memory with the blocks that a request has there.
+/// An engine's memory with the blocks of a request.
 struct Scattered {
     kv: PagedKv,
     table: Vec<PhysicalBlock>,
@@ -28,11 +29,11 @@ struct Scattered {
 impl Scattered {
     fn new(layout: &Layout) -> anyhow::Result<Scattered> {
         let mut kv = PagedKv::new(layout, BLOCKS)?;
-        let table = kv.allocate(BLOCKS).context("as many blocks as there are")?;
+        let table = kv.allocate(BLOCKS).context("the engine's memory has too few blocks")?;
         Ok(Scattered { kv, table })
     }
 
-    /// The objects of one block, in payload order.
+    /// Returns the objects of one block, in payload order.
     fn block(&mut self, block: usize) -> Vec<&mut [u8]> {
         self.kv.block_mut(self.table[block])
     }
@@ -83,7 +84,7 @@ fn hits(
         load.wait_layer(client.layout().layers() - 1, PATIENCE).context("waiting for the last layer")?;
         elapsed += started.elapsed();
         for block in 0..keys.len() {
-            // The list of destinations is made outside the clock, as it is for the reference.
+            // The list of destinations is not timed, as for the reference.
             let mut objects = memory.block(window * WINDOW_BLOCKS + block);
             let started = Instant::now();
             load.copy_block_scattered(block, &mut objects)

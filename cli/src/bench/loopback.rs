@@ -1,6 +1,6 @@
-//! The least that an answer over TCP takes on this machine: one byte to another thread on loopback, and back.
+//! Minimum time of an answer over TCP on this machine: one byte to another thread on loopback, and back.
 //!
-//! Two wake-ups of a thread that waits for its socket, and the kernel's way in between, are in every call to a server, too.
+//! Every call to a server also includes two wake-ups of a waiting thread and the kernel's path between them.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -11,7 +11,7 @@ use anyhow::{Context, anyhow};
 
 use super::report::median;
 
-/// The median of this many round trips, in microseconds.
+/// Returns the median of this many round trips, in microseconds.
 pub(super) fn round_trip_us(count: usize) -> anyhow::Result<f64> {
     let listener = TcpListener::bind("127.0.0.1:0").context("no free port on loopback")?;
     let address = listener.local_addr()?;
@@ -26,11 +26,11 @@ pub(super) fn round_trip_us(count: usize) -> anyhow::Result<f64> {
         microseconds.push(began.elapsed().as_secs_f64() * 1e6);
     }
     drop(stream);
-    echo.join().map_err(|_| anyhow!("the echo has panicked"))??;
+    echo.join().map_err(|_| anyhow!("the echo thread panicked"))??;
     Ok(median(microseconds))
 }
 
-/// Sends back what comes, until the other side closes.
+/// Sends received bytes back until the other side closes the connection.
 fn echo(listener: &TcpListener) -> std::io::Result<()> {
     let (mut stream, _) = listener.accept()?;
     stream.set_nodelay(true)?;

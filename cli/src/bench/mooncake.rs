@@ -1,7 +1,8 @@
-//! Mooncake's master beside our member: its wheel from the package index, in an environment of its own under the cache
-//! folder, asked through the client that comes with it.
+//! Mooncake's master for the comparison with a control plane member: its wheel from the package index, in a
+//! separate environment in the cache folder, queried with its own client.
 //!
-//! The master is recorded among the cluster's processes and ends with them; the client ends with its standard input.
+//! The master is recorded with the cluster's processes and ends with them; the client ends with its standard
+//! input.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -17,36 +18,36 @@ use serde::Deserialize;
 use crate::cluster::{Cluster, Launch, cache_directory, stop};
 use crate::output::Audience;
 
-/// The wheel; the one without CUDA in its name wants libcuda.
+/// Name of the wheel; the wheel without CUDA in its name needs libcuda.
 const WHEEL: &str = "mooncake-transfer-engine-non-cuda";
 pub(super) const VERSION: &str = "0.3.13.post1";
 
-/// What the client runs.
+/// Program of the client.
 const CLIENT: &str = include_str!("mooncake/existence.py");
 
-/// Keys that the client puts, and asks for.
+/// Keys that the client stores and queries.
 const KEYS: usize = 2000;
 
-/// Until the master answers and the keys are put.
+/// Time limit until the master answers and the keys are stored.
 const READY_WITHIN: Duration = Duration::from_secs(60);
 
-/// One measurement: 2,000 calls of 200 µs take 0.4 s.
+/// Time limit of a measurement: 2,000 calls of 200 µs take 0.4 s.
 const ANSWER_WITHIN: Duration = Duration::from_secs(60);
 
-/// Lines of a failed installation's last words.
-const WORDS_MAX: usize = 5;
+/// Shown last lines of a failed installation's output.
+const LINES_MAX: usize = 5;
 
-/// A master and a client of it.
+/// A running master and its client.
 pub(super) struct Mooncake {
     client: Child,
     requests: Option<ChildStdin>,
     answers: Receiver<Answer>,
     master: Child,
-    /// Where both say what is wrong.
+    /// Log of both.
     log: PathBuf,
 }
 
-/// Lines of the client.
+/// Line printed by the client.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 enum Answer {
@@ -60,7 +61,7 @@ enum Answer {
 }
 
 impl Mooncake {
-    /// Installs it where it is not yet, and starts it in the cluster's directory.
+    /// Installs Mooncake if needed, and starts it in the cluster's directory.
     pub(super) fn start(cluster: &mut Cluster, audience: Audience) -> anyhow::Result<Mooncake> {
         let python = environment().join("bin/python");
         let package = match package(&python) {
@@ -72,7 +73,7 @@ impl Mooncake {
         let address = free_address()?;
         let flags = folder.join("mooncake.flags");
         write(&flags, &master_flags(&address)?)?;
-        // Not by the package's name, which Python would find in its place.
+        // Not named like the package, because Python would import the script instead.
         let script = folder.join("existence.py");
         write(&script, CLIENT)?;
 
@@ -96,7 +97,7 @@ impl Mooncake {
         let (sender, answers) = sync_channel(1);
         std::thread::spawn(move || {
             let answers = output.lines().map_while(Result::ok);
-            // The library may print lines of its own.
+            // The library may print other lines.
             answers
                 .filter_map(|line| serde_json::from_str(&line).ok())
                 .try_for_each(|answer| sender.send(answer))
@@ -107,7 +108,7 @@ impl Mooncake {
         Ok(mooncake)
     }
 
-    /// The median time of calls that ask for this many keys each, in microseconds.
+    /// Returns the median time of calls with this many keys, in microseconds.
     pub(super) fn exists(&mut self, keys: usize, calls: usize) -> anyhow::Result<f64> {
         let requests = self.requests.as_mut().expect("taken only when dropped");
         writeln!(requests, "{keys} {calls}").context("asking Mooncake's client")?;
@@ -142,8 +143,8 @@ fn environment() -> PathBuf {
 fn package(python: &Path) -> anyhow::Result<PathBuf> {
     let program = "import mooncake.store, os; print(os.path.dirname(mooncake.__file__))";
     let output = Command::new(python).args(["-c", program]).output()?;
-    let said = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.success(), "{}", said.lines().last().unwrap_or_default());
+    let errors = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{}", errors.lines().last().unwrap_or_default());
     let folder = PathBuf::from(String::from_utf8(output.stdout)?.trim());
     ensure!(folder.join("mooncake_master").is_file(), "{} has no master", folder.display());
     Ok(folder)
@@ -151,15 +152,15 @@ fn package(python: &Path) -> anyhow::Result<PathBuf> {
 
 fn install(python: &Path, audience: Audience) -> anyhow::Result<PathBuf> {
     let environment = environment();
-    audience.say(format!("Installing {WHEEL} {VERSION} into {} …", environment.display()));
+    audience.print_line(format!("Installing {WHEEL} {VERSION} into {} …", environment.display()));
     let made = Command::new("python3").args(["-m", "venv", "--clear"]).arg(&environment).output();
-    succeeded(made, "python3 with its venv module is needed (Debian has it in python3-venv)")?;
+    succeeded(made, "it needs python3 with its venv module (Debian's python3-venv)")?;
     let wheel = format!("{WHEEL}=={VERSION}");
     let installed = Command::new(python).args(["-m", "pip", "install", "--quiet", &wheel]).output();
-    succeeded(installed, "pip must reach a package index, or the wheel must be in its cache")?;
+    succeeded(installed, "pip needs access to a package index, or the wheel in its cache")?;
     package(python).with_context(|| {
         format!(
-            "{WHEEL} {VERSION} is installed in {} and cannot be used on this machine (it needs libibverbs, Debian's libibverbs1)",
+            "{WHEEL} {VERSION} is installed in {} but does not work on this machine (it needs libibverbs, Debian's libibverbs1)",
             environment.display()
         )
     })
@@ -170,10 +171,10 @@ fn succeeded(output: std::io::Result<Output>, needed: &str) -> anyhow::Result<()
     if output.status.success() {
         return Ok(());
     }
-    let said = String::from_utf8_lossy(&output.stderr);
-    let lines: Vec<&str> = said.lines().collect();
-    let last = lines[lines.len().saturating_sub(WORDS_MAX)..].join("\n");
-    bail!("Mooncake cannot be installed: {needed}. The last words were:\n{last}")
+    let errors = String::from_utf8_lossy(&output.stderr);
+    let lines: Vec<&str> = errors.lines().collect();
+    let last = lines[lines.len().saturating_sub(LINES_MAX)..].join("\n");
+    bail!("Mooncake cannot be installed: {needed}. The last lines of output are:\n{last}")
 }
 
 fn write(path: &Path, text: &str) -> anyhow::Result<()> {
@@ -185,23 +186,23 @@ fn free_address() -> anyhow::Result<String> {
     Ok(listener.local_addr()?.to_string())
 }
 
-/// The master's flags, one a line; it takes host and port apart.
+/// Returns the master's flags, one per line; host and port are separate flags.
 fn master_flags(address: &str) -> anyhow::Result<String> {
     let split =
         |address: &str| address.rsplit_once(':').map(|(host, port)| (host.to_owned(), port.to_owned()));
-    let (host, port) = split(address).context("an address without a port")?;
-    let (_, metrics) = split(&free_address()?).context("an address without a port")?;
+    let (host, port) = split(address).context("the address has no port")?;
+    let (_, metrics) = split(&free_address()?).context("the address has no port")?;
     Ok(format!(
         "--rpc_address={host}\n--rpc_port={port}\n--metrics_host={host}\n--metrics_port={metrics}\n--logtostderr\n"
     ))
 }
 
-/// Waits until somebody listens.
+/// Waits until the master listens.
 fn await_listening(address: &str) -> anyhow::Result<()> {
     let give_up = Instant::now() + READY_WITHIN;
     while std::net::TcpStream::connect(address).is_err() {
         if Instant::now() >= give_up {
-            bail!("Mooncake's master does not listen on {address} within {READY_WITHIN:?}");
+            bail!("Mooncake's master did not listen on {address} within {READY_WITHIN:?}");
         }
         std::thread::sleep(Duration::from_millis(10));
     }
@@ -213,16 +214,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_failed_to_be_installed_is_told_with_what_is_needed() {
+    fn failed_installation_is_reported_with_its_requirement() {
         let output = Command::new("sh").args(["-c", "echo no such wheel >&2; exit 1"]).output();
         let error = succeeded(output, "a network").expect_err("it failed").to_string();
         assert!(error.contains("a network") && error.contains("no such wheel"), "{error}");
-        let error = succeeded(Command::new("/nowhere").output(), "python").expect_err("it is not there");
+        let error =
+            succeeded(Command::new("/nowhere").output(), "python").expect_err("the program does not exist");
         assert!(error.to_string().contains("python"), "{error}");
     }
 
     #[test]
-    fn the_master_listens_on_loopback_only() {
+    fn master_only_listens_on_loopback() {
         let flags = master_flags("127.0.0.1:5").expect("an address");
         assert!(flags.contains("--rpc_address=127.0.0.1\n--rpc_port=5\n"), "{flags}");
         assert!(flags.contains("--metrics_host=127.0.0.1\n"), "{flags}");

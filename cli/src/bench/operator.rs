@@ -1,10 +1,11 @@
-//! The operator with many nodes: how long its reconciles take, what memory it has, and that it writes what has changed and no more.
+//! Operator with many nodes: duration of reconciles, memory, and number of writes.
 //!
-//! A real etcd, API server and operator ([`server`]), and nodes whose agents this process plays ([`fleet`]): they do what their
-//! `CacheNode`s say, at once, and tell it as often as agents do. No kubelet and no controller of Kubernetes runs.
+//! etcd, API server and operator are real ([`server`]); this process simulates the nodes' agents ([`fleet`]),
+//! which apply their `CacheNode`s immediately and report as often as agents. No kubelet or Kubernetes
+//! controller runs.
 //!
-//! In order: nodes, pools and a cluster are made, and all of it becomes ready; then only the agents' reports come for a while; then
-//! the mode of every pool is changed. The operator's own histogram has all reconciles of the run.
+//! Steps: create nodes, pools and a cluster, and wait until they are ready; for a while, only agents report;
+//! change the mode of every pool. The operator's own histogram has all reconciles of the run.
 
 mod fleet;
 mod server;
@@ -20,26 +21,26 @@ use crate::http;
 use fleet::Fleet;
 use server::{ApiServer, Operator};
 
-/// A reconcile, 99 of 100.
+/// Goal for the 99th percentile of reconciles.
 const RECONCILE_SECONDS_MAX: f64 = 1.0;
 
-/// The operator's memory.
+/// Goal for the operator's memory.
 const MEMORY_MIB_MAX: f64 = 200.0;
 
-/// The largest object: etcd takes 1.5 MiB, and every watcher gets all of it.
+/// Goal for the largest object: etcd's limit is 1.5 MiB, and every watcher receives it.
 const OBJECT_KIB_MAX: f64 = 256.0;
 
-/// Reports of agents without any other change.
+/// Duration of the step with only reports of agents.
 const STEADY: Duration = Duration::from_secs(30);
 
-/// An operator that does nothing about a change.
+/// Time limit for the operator's reaction to a change.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// Nodes and pools at the most, so that a slip of the hand does not fill the machine.
+/// Maximum nodes and pools, so that a typing error does not fill the machine.
 const NODES_MAX: usize = 5000;
 const POOLS_MAX: usize = 64;
 
-/// How much there is.
+/// Size of the fleet.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Scale {
     pub(super) nodes: usize,
@@ -48,14 +49,14 @@ pub(super) struct Scale {
 
 pub(super) fn run(scale: Scale, settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     let Scale { nodes, pools } = scale;
-    ensure!((1..=NODES_MAX).contains(&nodes), "--nodes is {nodes}; it must be 1 to {NODES_MAX}");
+    ensure!((1..=NODES_MAX).contains(&nodes), "invalid --nodes {nodes}: expected 1 to {NODES_MAX}");
     ensure!(
         (1..=POOLS_MAX.min(nodes)).contains(&pools),
-        "--pools is {pools}; it must be 1 to {}",
+        "invalid --pools {pools}: expected 1 to {}",
         POOLS_MAX.min(nodes)
     );
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
-    // Its etcd is the API server's as well, under another prefix.
+    // The API server uses the same etcd, with another prefix.
     let cluster = Cluster::start_controlplane(&settings.directory, ControlPlanes::Etcd { members: 1 })?;
     let etcd = cluster.file().etcd.context("the cluster has no etcd")?;
     let folder = cluster.path().join("operator");
@@ -68,17 +69,13 @@ pub(super) fn run(scale: Scale, settings: &Settings) -> anyhow::Result<Vec<Figur
 
     let began = Instant::now();
     runtime.block_on(fleet.create_cluster())?;
-    runtime.block_on(fleet.until(
-        "every node has what is wanted of it",
-        PATIENCE,
-        Fleet::is_wanted_everywhere,
-    ))?;
+    runtime.block_on(fleet.wait_until("every node has a claim", PATIENCE, Fleet::is_wanted_everywhere))?;
     let wanted = began.elapsed();
     runtime.block_on(fleet.report_all())?;
-    runtime.block_on(fleet.until("every pool is ready", PATIENCE, Fleet::is_ready))?;
+    runtime.block_on(fleet.wait_until("every pool is ready", PATIENCE, Fleet::is_ready))?;
     let ready = began.elapsed();
 
-    // What was under way comes to its end first.
+    // Running reconciles end first.
     runtime.block_on(fleet.report_for(STEADY / 3))?;
     let before = writes(&operator)?;
     runtime.block_on(fleet.report_for(STEADY))?;
@@ -86,7 +83,7 @@ pub(super) fn run(scale: Scale, settings: &Settings) -> anyhow::Result<Vec<Figur
 
     let began = Instant::now();
     runtime.block_on(fleet.cordon_pools())?;
-    runtime.block_on(fleet.until("every node is cordoned", PATIENCE, Fleet::is_cordoned))?;
+    runtime.block_on(fleet.wait_until("every node is cordoned", PATIENCE, Fleet::is_cordoned))?;
     let changed = began.elapsed();
     runtime.block_on(fleet.report_all())?;
 
@@ -105,7 +102,7 @@ pub(super) fn run(scale: Scale, settings: &Settings) -> anyhow::Result<Vec<Figur
         Figure::absolute("operator.all_nodes_wanted", wanted.as_secs_f64(), "s", Target::None),
         Figure::absolute("operator.all_pools_ready", ready.as_secs_f64(), "s", Target::None),
         Figure::absolute("operator.all_nodes_changed", changed.as_secs_f64(), "s", Target::None),
-        // Each pool and the cluster tell new numbers every 10 s at the most.
+        // Each pool and the cluster publish new numbers at most every 10 s.
         Figure::absolute(
             "operator.writes_while_nothing_changes",
             steady,
@@ -115,13 +112,13 @@ pub(super) fn run(scale: Scale, settings: &Settings) -> anyhow::Result<Vec<Figur
     ])
 }
 
-/// Everything that the operator has written so far.
+/// Returns the number of writes of the operator so far.
 fn writes(operator: &Operator) -> anyhow::Result<f64> {
     let page = operator.metrics()?;
     Ok(samples(&page, "reprise_operator_writes_total").map(|(_, value)| value).sum())
 }
 
-/// The upper bound of the bucket of the operator's histogram that holds this share of all reconciles.
+/// Returns the upper bound of the histogram bucket with this quantile of all reconciles.
 fn quantile(page: &str, share: f64) -> anyhow::Result<f64> {
     let mut buckets: Vec<(f64, f64)> = Vec::new();
     for (labels, count) in samples(page, "reprise_operator_reconcile_seconds_bucket") {
@@ -129,22 +126,25 @@ fn quantile(page: &str, share: f64) -> anyhow::Result<f64> {
             .split("le=\"")
             .nth(1)
             .and_then(|rest| rest.split('"').next())
-            .context("a bucket without a bound")?;
-        let bound =
-            if bound == "+Inf" { f64::INFINITY } else { bound.parse().context("a bound of a bucket")? };
+            .context("a bucket has no bound")?;
+        let bound = if bound == "+Inf" {
+            f64::INFINITY
+        } else {
+            bound.parse().context("invalid bound of a bucket")?
+        };
         match buckets.iter_mut().find(|(known, _)| *known == bound) {
             Some((_, sum)) => *sum += count,
             None => buckets.push((bound, count)),
         }
     }
     buckets.sort_by(|a, b| a.0.total_cmp(&b.0));
-    let all = buckets.last().context("the operator has no histogram of reconciles")?.1;
-    ensure!(all > 0.0, "the operator has reconciled nothing");
+    let all = buckets.last().context("the operator's metrics have no histogram of reconciles")?.1;
+    ensure!(all > 0.0, "the operator's histogram has no reconciles");
     let holds = buckets.iter().find(|(_, below)| *below >= share * all);
-    Ok(holds.context("a histogram without its end")?.0)
+    Ok(holds.context("the histogram has no last bucket")?.0)
 }
 
-/// Samples of a metric, each with its labels, from a page in the text format of Prometheus.
+/// Returns the samples of a metric, each with its labels, from a page in Prometheus' text format.
 fn samples<'a>(page: &'a str, metric: &'a str) -> impl Iterator<Item = (&'a str, f64)> {
     page.lines().filter_map(move |line| {
         let rest = line.strip_prefix(metric)?;
@@ -156,7 +156,7 @@ fn samples<'a>(page: &'a str, metric: &'a str) -> impl Iterator<Item = (&'a str,
 
 impl Operator {
     fn metrics(&self) -> anyhow::Result<String> {
-        http::get(self.admin(), "/metrics").context("asking the operator for its metrics")
+        http::get(self.admin(), "/metrics").context("reading the operator's metrics")
     }
 }
 

@@ -1,4 +1,4 @@
-//! Verified loads of 2 MiB blocks from a peer's DRAM over TCP, beside a bare stream in the same run.
+//! Verified loads of 2 MiB blocks from a peer's DRAM over TCP, compared with a bare stream in the same run.
 
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -13,13 +13,13 @@ use super::fixture::{Fixture, PATIENCE, fill, keys, payload, sizes};
 use super::report::{Figure, Paired, Target, median, paired};
 use super::{Settings, fixture, llama_3_8b};
 
-/// Blocks of one repetition: 128 × 2 MiB = 256 MiB.
+/// Blocks per repetition: 128 × 2 MiB = 256 MiB.
 const BLOCKS: usize = 128;
 
-/// How long the directory may take to hear of new replicas.
+/// Time limit until the directory has new replicas.
 const ANNOUNCED_WITHIN: Duration = Duration::from_secs(5);
 
-/// Port of iperf3's server, on loopback.
+/// Port of the iperf3 server on loopback.
 const IPERF_PORT: &str = "15201";
 
 pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
@@ -36,7 +36,7 @@ pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
             Ok(run.bytes_per_second() / 1e9)
         },
         || {
-            // Blocks that the reader has never seen: a second load would hit its own DRAM.
+            // New blocks, because a second load would hit the reader's own DRAM.
             round += 1;
             let keys = keys(100 + round, BLOCKS);
             fixture::commit(owner, fill(owner, &keys, &payload)?)?;
@@ -54,13 +54,13 @@ pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     Ok(figures)
 }
 
-/// Waits until the directory knows the last block: replicas are announced in order.
+/// Waits until the directory has the last block; replicas are announced in order.
 fn await_announced(reader: &Client, keys: &[BlockKey]) -> anyhow::Result<()> {
     let give_up = Instant::now() + ANNOUNCED_WITHIN;
     while reader.match_keys(keys, Scope::Cluster).context("match")?.len() < keys.len() {
         ensure!(
             Instant::now() < give_up,
-            "the directory did not hear of the blocks within {ANNOUNCED_WITHIN:?}"
+            "the directory did not receive the blocks within {ANNOUNCED_WITHIN:?}"
         );
         std::thread::yield_now();
     }
@@ -81,7 +81,7 @@ fn load(reader: &Client, keys: Vec<BlockKey>) -> anyhow::Result<Duration> {
     Ok(elapsed)
 }
 
-/// iperf3's own figure, from runs between the others, where it is installed.
+/// Returns iperf3's own result from interleaved runs, if it is installed.
 fn iperf(measured: Paired, rates: Vec<f64>) -> Option<Figure> {
     if rates.is_empty() {
         return None;

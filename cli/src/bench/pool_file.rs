@@ -1,5 +1,5 @@
-//! Where the blocks of a pool lie in its file, found by their headers (docs/FORMAT.md): a yardstick that reads the very
-//! same bytes needs to know. Everything here was written by the agent in the same run, so nothing is verified.
+//! Offsets of a pool's blocks in its file, found by their headers (docs/FORMAT.md), for references that read
+//! the same bytes. The agent has written the file in the same run, so nothing is verified.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -9,7 +9,7 @@ use std::path::Path;
 use anyhow::{Context, ensure};
 use reprise_policy::BlockKey;
 
-/// Bytes of a page: a slot's header, and the unit of everything on the device.
+/// Bytes of a page: the size of a slot's header, and the unit of all structures on the device.
 const PAGE_BYTES: u64 = 4096;
 
 /// First bytes of a slot's header.
@@ -23,15 +23,15 @@ const SEGMENT_BYTES_AT: usize = 40;
 const SEGMENTS_OFFSET_AT: usize = 88;
 const SEGMENTS_AT: usize = 96;
 
-/// Byte offsets of the payloads of `keys`, in their order, in a pool whose slots have all `slot_bytes` of payload.
+/// Returns byte offsets of the payloads of `keys`, in order, in a pool with slots of `slot_bytes` of payload.
 pub(super) fn payload_offsets(pool: &Path, slot_bytes: u64, keys: &[BlockKey]) -> anyhow::Result<Vec<u64>> {
     let found = payloads(pool, slot_bytes)?;
     let offsets: Vec<u64> = keys.iter().filter_map(|key| found.get(key).copied()).collect();
-    ensure!(offsets.len() == keys.len(), "{} of {} blocks are in the pool", offsets.len(), keys.len());
+    ensure!(offsets.len() == keys.len(), "the pool has {} of {} blocks", offsets.len(), keys.len());
     Ok(offsets)
 }
 
-/// Byte offsets of all payloads by key, in a pool whose slots have all `slot_bytes` of payload.
+/// Returns byte offsets of all payloads by key, in a pool with slots of `slot_bytes` of payload.
 pub(super) fn payloads(pool: &Path, slot_bytes: u64) -> anyhow::Result<BTreeMap<BlockKey, u64>> {
     let file = File::open(pool).with_context(|| format!("opening {}", pool.display()))?;
     let mut page = [0; PAGE_BYTES as usize];

@@ -1,12 +1,11 @@
-//! The whole control plane loses its memory: three members on a real etcd are killed at once and started again, and know everything
-//! again from the nodes' inventories.
+//! Loss of the whole control plane's memory: three members on a real etcd are killed at once and restarted,
+//! and rebuild the directory from the nodes' inventories.
 //!
-//! Played of the nodes is their index, a list of keys. What goes to which member, and when, is decided as in agents: by a production
-//! outbox for each member, which asks for the member's slots, wants the inventory of those, sends it batch by batch, and by the
-//! same pauses after failures.
+//! The nodes' index is simulated by a list of keys. As in agents, a production outbox per member queries the
+//! member's slots, selects their inventory and sends it in batches, with the same pauses after failures.
 //!
 //! ```text
-//! kill all ─ start all ─ leases of their former lives end ─ registered ─ nodes register ─ inventories ─ whole
+//! kill all ─ start all ─ earlier leases expire ─ registered ─ nodes register ─ inventories ─ complete
 //! ```
 
 use std::sync::Arc;
@@ -35,51 +34,51 @@ use crate::cluster::{Cluster, ControlPlanes};
 /// Members of the control plane.
 const MEMBERS: usize = 3;
 
-/// Nodes that hold the entries.
+/// Nodes that have the entries.
 const NODES: usize = 10;
 
-/// Repetitions at the most: the first rebuild of ten million entries takes what the next does.
+/// Maximum repetitions: the first rebuild of ten million entries takes as long as the next.
 const ROUNDS_MAX: usize = 5;
 
 /// Seed of the keys.
 const SEED: u64 = 90_000;
 
-/// No changes are announced beside the inventories.
+/// No changes are announced in addition to the inventories.
 const CHANGES_MAX: usize = 1;
 
-/// Bound on one rebuild.
+/// Time limit of one rebuild.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Between two looks whether all is known.
+/// Interval between checks of the directory.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// A call that takes so long has failed, as for an agent (`controlplane.call_timeout`).
+/// Timeout of a call, as for an agent (`controlplane.call_timeout`).
 const CALL_WITHIN: Duration = Duration::from_secs(2);
 
-/// Ten million entries are promised to be known again within this.
+/// Goal for the rebuild of ten million entries.
 const REBUILT_SECONDS_MAX: f64 = 10.0;
 
-/// A node as its links see it.
+/// State of a node that its links share.
 struct Node {
     name: String,
     keys: Vec<BlockKey>,
 }
 
-/// One node's registration with one member.
+/// Registration of a node with a member.
 struct Link {
     node: Arc<Node>,
     id: (NodeId, Epoch),
     directory: DirectoryClient<Channel>,
     outbox: Outbox,
-    /// The version of the member's slots, from beats; closed when the member does not know the registration.
+    /// Version of the member's slots, from beats; closed if the member does not know the registration.
     beats: watch::Receiver<u64>,
 }
 
-/// What became of a message.
-enum Sent {
-    /// Answered; go on at once.
+/// Result of a message.
+enum SendOutcome {
+    /// The member answered; continue immediately.
     Settled,
-    /// Try again after a while.
+    /// Try again after a pause.
     Again,
 }
 
@@ -90,19 +89,19 @@ pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Fig
     let nodes: Vec<Arc<Node>> = (0..NODES).map(|number| Arc::new(Node::new(number, entries))).collect();
     let entries: usize = nodes.iter().map(|node| node.keys.len()).sum();
     let addresses = cluster.file().grpc_addresses();
-    // They go on until the runtime ends.
+    // The tasks run until the runtime ends.
     for (node, address) in nodes.iter().flat_map(|node| addresses.iter().map(move |address| (node, address)))
     {
-        runtime.spawn(play(node.clone(), address.clone()));
+        runtime.spawn(simulate_node(node.clone(), address.clone()));
     }
-    wait_until_whole(&runtime, &addresses, entries)?;
+    wait_until_complete(&runtime, &addresses, entries)?;
 
     let mut seconds = Vec::new();
     for _ in settings.some_rounds("failover.rebuild", settings.repetitions.min(ROUNDS_MAX)) {
         let lost = Instant::now();
         (0..MEMBERS).try_for_each(|member| cluster.kill_member(member))?;
         (0..MEMBERS).try_for_each(|member| cluster.restart_member(member))?;
-        wait_until_whole(&runtime, &addresses, entries)?;
+        wait_until_complete(&runtime, &addresses, entries)?;
         seconds.push(lost.elapsed().as_secs_f64());
     }
     let most = seconds.iter().copied().fold(0.0, f64::max);
@@ -115,8 +114,8 @@ pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Fig
     Ok(figures)
 }
 
-/// Waits until the members own all slots, lack nothing of any, and have so many replicas together.
-fn wait_until_whole(runtime: &Runtime, addresses: &[String], entries: usize) -> anyhow::Result<()> {
+/// Waits until the members own all slots completely and have this number of replicas in total.
+fn wait_until_complete(runtime: &Runtime, addresses: &[String], entries: usize) -> anyhow::Result<()> {
     let whole = async {
         let mut members: Vec<DirectoryClient<Channel>> = Vec::new();
         for address in addresses {
@@ -126,7 +125,7 @@ fn wait_until_whole(runtime: &Runtime, addresses: &[String], entries: usize) -> 
         loop {
             let (mut owned, mut partial, mut replicas) = (0, 0, 0);
             for member in &mut members {
-                // One that is not there yet owns nothing.
+                // A member that has not started yet owns nothing.
                 if let Ok(described) = member.describe(DescribeRequest {}).await {
                     let described = described.into_inner();
                     owned += described.slots_owned;
@@ -134,7 +133,7 @@ fn wait_until_whole(runtime: &Runtime, addresses: &[String], entries: usize) -> 
                     replicas += described.replicas;
                 }
             }
-            ensure!(replicas <= entries as u64, "{replicas} replicas are known of {entries}");
+            ensure!(replicas <= entries as u64, "the members have {replicas} of {entries} replicas");
             if (owned, partial, replicas) == (u32::from(HASH_SLOTS), 0, entries as u64) {
                 return Ok(());
             }
@@ -142,7 +141,9 @@ fn wait_until_whole(runtime: &Runtime, addresses: &[String], entries: usize) -> 
         }
     };
     let in_time = async { tokio::time::timeout(PATIENCE, whole).await };
-    runtime.block_on(in_time).with_context(|| format!("the directory is not whole within {PATIENCE:?}"))?
+    runtime
+        .block_on(in_time)
+        .with_context(|| format!("the directory was not complete within {PATIENCE:?}"))?
 }
 
 impl Node {
@@ -151,16 +152,17 @@ impl Node {
         Node { name: format!("bench-{number}"), keys: keys(SEED + number as u64, count) }
     }
 
-    /// What it has in some slots, as an agent's core walks its index for it.
+    /// Returns its entries in some slots, like the index of an agent's core.
     fn inventory(&self, slots: &SlotSet) -> Vec<(BlockKey, Tier)> {
         self.keys.iter().filter(|key| slots.has_key(key)).map(|key| (*key, Tier::Nvme)).collect()
     }
 }
 
-/// A node's side towards one member: registers, announces, and registers again when it is not known any more.
-async fn play(node: Arc<Node>, address: String) -> anyhow::Result<()> {
+/// Simulates a node for one member: registers and announces, and registers again if the member does not know
+/// it.
+async fn simulate_node(node: Arc<Node>, address: String) -> anyhow::Result<()> {
     let channel = Endpoint::from_shared(format!("http://{address}"))?.timeout(CALL_WITHIN).connect_lazy();
-    let mut pauses = Pauses::new(&node);
+    let mut pauses = RetryBackoff::new(&node);
     loop {
         match Link::register(node.clone(), channel.clone()).await {
             Ok(mut link) => {
@@ -172,16 +174,16 @@ async fn play(node: Arc<Node>, address: String) -> anyhow::Result<()> {
     }
 }
 
-/// An agent's pauses after failures, other ones for every node.
-struct Pauses {
+/// An agent's pauses after failures, different for every node.
+struct RetryBackoff {
     backoff: Backoff,
     drawn: u32,
 }
 
-impl Pauses {
-    fn new(node: &Node) -> Pauses {
+impl RetryBackoff {
+    fn new(node: &Node) -> RetryBackoff {
         let drawn = node.name.bytes().fold(1, |seed: u32, byte| seed.wrapping_mul(31) + u32::from(byte));
-        Pauses { backoff: Backoff::default(), drawn }
+        RetryBackoff { backoff: Backoff::default(), drawn }
     }
 
     async fn next(&mut self) {
@@ -205,7 +207,8 @@ impl Link {
             let request = HeartbeatRequest { node: granted.node, epoch: granted.epoch };
             let every = Duration::from_micros(granted.heartbeat_every_us);
             loop {
-                // A member that does not answer may do so later, one that was started again does not know the registration.
+                // A member without an answer may answer later; a restarted member does not know the
+                // registration.
                 if let Ok(reply) = membership.heartbeat(request).await {
                     let reply = reply.into_inner();
                     if !reply.known || version.send(reply.slots_version).is_err() {
@@ -216,21 +219,21 @@ impl Link {
             }
         });
         let mut outbox = Outbox::new(CHANGES_MAX);
-        outbox.grant(id.0, id.1);
+        outbox.register(id.0, id.1);
         Ok(Link { node, id, directory: DirectoryClient::new(channel), outbox, beats })
     }
 
-    /// Announces what the member wants, until it does not know the registration any more.
+    /// Announces requested inventories until the member does not know the registration.
     ///
     /// # Errors
-    /// The member sends what is no set of slots.
-    async fn announce(&mut self, pauses: &mut Pauses) -> anyhow::Result<()> {
+    /// The member sends an invalid set of slots.
+    async fn announce(&mut self, pauses: &mut RetryBackoff) -> anyhow::Result<()> {
         while self.beats.has_changed().is_ok() {
             let version = *self.beats.borrow_and_update();
-            self.outbox.heard(self.id.1, version);
+            self.outbox.note_version(self.id.1, version);
             let answered = match self.outbox.next_step() {
                 Next::Wait => {
-                    // Closed: looked at above.
+                    // Closed: handled above.
                     let _ = self.beats.changed().await;
                     continue;
                 }
@@ -238,44 +241,44 @@ impl Link {
                     self.outbox.inventory(&slots, &self.node.inventory(&slots));
                     continue;
                 }
-                Next::Standing(node, epoch) => self.ask_standing(node, epoch).await?,
+                Next::QuerySlots(node, epoch) => self.ask_standing(node, epoch).await?,
                 Next::Send(batch) => self.send(&batch).await,
             };
             match answered {
-                Sent::Settled => pauses.backoff.reset(),
-                Sent::Again => pauses.next().await,
+                SendOutcome::Settled => pauses.backoff.reset(),
+                SendOutcome::Again => pauses.next().await,
             }
         }
         Ok(())
     }
 
-    async fn ask_standing(&mut self, node: NodeId, epoch: Epoch) -> anyhow::Result<Sent> {
+    async fn ask_standing(&mut self, node: NodeId, epoch: Epoch) -> anyhow::Result<SendOutcome> {
         let request = SlotsRequest { node: u32::from(node.0), epoch: epoch.0 };
-        let Ok(reply) = self.directory.slots(request).await else { return Ok(Sent::Again) };
+        let Ok(reply) = self.directory.slots(request).await else { return Ok(SendOutcome::Again) };
         let reply = reply.into_inner();
-        // The next beat is not known.
+        // The next beat is not known yet.
         if reply.fenced {
-            return Ok(Sent::Again);
+            return Ok(SendOutcome::Again);
         }
-        let set = |bytes: &[u8]| SlotSet::from_bytes(bytes).context("the member's slots are no set");
+        let set = |bytes: &[u8]| SlotSet::from_bytes(bytes).context("the member's set of slots is invalid");
         let (owned, wanted) = (set(&reply.owned)?, set(&reply.wanted)?);
-        self.outbox.follow(epoch, reply.slots_version, &owned, &wanted);
-        Ok(Sent::Settled)
+        self.outbox.set_slots(epoch, reply.slots_version, &owned, &wanted);
+        Ok(SendOutcome::Settled)
     }
 
-    async fn send(&mut self, batch: &Batch) -> Sent {
-        let Ok(reply) = self.directory.update(request(batch)).await else { return Sent::Again };
+    async fn send(&mut self, batch: &Batch) -> SendOutcome {
+        let Ok(reply) = self.directory.update(request(batch)).await else { return SendOutcome::Again };
         let reply = reply.into_inner();
         let answer = if reply.fenced { Answer::Fenced } else { Answer::Expecting(reply.expected_sequence) };
-        self.outbox.heard(batch.epoch, reply.slots_version);
-        match self.outbox.answered(batch.epoch, batch.sequence, answer) {
-            Outcome::Fenced => Sent::Again,
-            Outcome::Applied(_) | Outcome::Gap | Outcome::Stale => Sent::Settled,
+        self.outbox.note_version(batch.epoch, reply.slots_version);
+        match self.outbox.process_answer(batch.epoch, batch.sequence, answer) {
+            Outcome::Fenced => SendOutcome::Again,
+            Outcome::Applied(_) | Outcome::Gap | Outcome::Stale => SendOutcome::Settled,
         }
     }
 }
 
-/// A batch as the directory's request.
+/// Returns a batch as the directory's request.
 fn request(batch: &Batch) -> UpdateRequest {
     let set = |slots: &SlotSet| Bytes::copy_from_slice(&slots.to_bytes());
     UpdateRequest {
@@ -284,10 +287,10 @@ fn request(batch: &Batch) -> UpdateRequest {
         sequence: batch.sequence,
         keys: Bytes::copy_from_slice(&batch.keys),
         operations: Bytes::copy_from_slice(&batch.operations),
-        reset: matches!(batch.opening, Opening::Anew(_)),
+        reset: matches!(batch.opening, Opening::Reset(_)),
         begins: match &batch.opening {
             Opening::Nothing => Bytes::new(),
-            Opening::Slots(slots) | Opening::Anew(slots) => set(slots),
+            Opening::Slots(slots) | Opening::Reset(slots) => set(slots),
         },
         ends: if batch.ends.is_empty() { Bytes::new() } else { set(&batch.ends) },
     }
@@ -300,7 +303,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_nodes_have_as_many_entries_as_asked_and_each_is_in_one_members_part() {
+    fn nodes_have_the_requested_entries_and_each_belongs_to_one_member() {
         let nodes: Vec<Node> = (0..NODES).map(|number| Node::new(number, 10_007)).collect();
         let all: BTreeSet<BlockKey> = nodes.iter().flat_map(|node| node.keys.iter().copied()).collect();
         assert_eq!(all.len(), 10_007);

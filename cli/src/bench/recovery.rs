@@ -1,7 +1,7 @@
-//! Opening a pool with a long journal, and the agent's memory for each resident block.
+//! Opening of a pool with a long journal, and the agent's memory per resident block.
 //!
-//! The pool is written by the real state machine ([`DevicePool`]); only its journal and superblocks reach the
-//! file, since recovery never reads blocks. Then a real agent opens it and says how long that took.
+//! The real state machine ([`DevicePool`]) writes the pool; only its journal and superblocks are written to
+//! the file, because recovery never reads blocks. Then a real agent opens it and reports the time.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -21,42 +21,42 @@ use crate::http;
 
 use super::fixture::{self, Fixture, keys, payload, sizes};
 use super::report::{Figure, Target, median};
-use super::{Settings, one_page, resident};
+use super::{Settings, one_page, process_memory};
 
-/// Blocks of one write batch.
+/// Blocks per write batch.
 const BATCH_BLOCKS: usize = 1000;
 
-/// Device bytes for each block that a pool's journal has room for (docs/FORMAT.md). The file is sparse: only
-/// superblocks and journal take space.
+/// Device bytes per block that fits into a pool's journal (docs/FORMAT.md). The file is sparse: only
+/// superblocks and journal use space.
 const DEVICE_BYTES_PER_BLOCK: u64 = 64 << 10;
 
-/// Room beside that, for the journal itself and for the share of entries that an agent keeps free: 3 % of a million are
-/// 2 GiB. With less it evicts between the repetitions.
+/// Additional space for the journal itself and the share of entries that an agent keeps free: 3 % of a
+/// million are 2 GiB. With less, it evicts between repetitions.
 const DEVICE_BYTES_EXTRA: u64 = 4 << 30;
 
-/// The pool that the agent formats for itself before it gets the long one.
+/// Size of the pool that the agent formats before it gets the long one.
 const FIRST_POOL_BYTES: u64 = 512 << 20;
 
-/// Batches of blocks that are in DRAM as well: 56,000 blocks of one page, 220 MiB of arena.
+/// Batches of blocks that are also in DRAM: 56,000 blocks of one page, 220 MiB of arena.
 const DRAM_BATCHES: u64 = 56;
 
 /// Batches before the measurement begins.
 const DRAM_BATCHES_BEFORE: u64 = 16;
 
-/// Room for them, and for what is reserved meanwhile.
+/// Arena for these blocks and for reservations.
 const DRAM_ARENA_MIB: u64 = 384;
 
-/// Room for them with their headers; 64 KiB of device for each entry of the journal.
+/// Pool for these blocks with headers; 64 KiB of device per entry of the journal.
 const DRAM_POOL_MIB: u64 = 4 << 10;
 
-/// Between looks at how far the directory is.
+/// Interval between checks of the directory.
 const ANNOUNCEMENT_POLL: Duration = Duration::from_millis(10);
 
 pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     let bytes = entries as u64 * DEVICE_BYTES_PER_BLOCK + DEVICE_BYTES_EXTRA;
     let sizes = AgentSizes { arena: ByteSize(64 << 20), pool: ByteSize(FIRST_POOL_BYTES), moves: None };
     let mut cluster = Cluster::start(&settings.directory, 1, sizes)?;
-    let empty = resident::anonymous_bytes(pid(&cluster)?)?;
+    let empty = process_memory::anonymous_bytes(pid(&cluster)?)?;
     cluster.kill_agent(0)?;
     write_pool(&cluster.pool_path(0), bytes, entries)?;
     let (mut seconds, mut ready, mut per_block) = (Vec::new(), Vec::new(), Vec::new());
@@ -72,7 +72,7 @@ pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Fig
         let took = device["recovery_us"].as_f64().context("the agent's status has no recovery_us")?;
         seconds.push(took / 1e6);
         await_announced(&cluster, entries as u64)?;
-        let grown = resident::anonymous_bytes(pid(&cluster)?)?.saturating_sub(empty);
+        let grown = process_memory::anonymous_bytes(pid(&cluster)?)?.saturating_sub(empty);
         per_block.push(grown as f64 / entries as f64);
     }
     drop(cluster);
@@ -95,8 +95,8 @@ pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Fig
     ])
 }
 
-/// Heap that an agent has for each block that is in DRAM and on NVMe, without the block's checksums: its growth once
-/// there are [`DRAM_BATCHES_BEFORE`] batches, which bring threads, buffers and first tables.
+/// Returns an agent's heap per block in DRAM and on NVMe, without the block's checksums: its growth after
+/// [`DRAM_BATCHES_BEFORE`] batches, which allocate threads, buffers and first tables.
 fn dram_bytes_per_block(settings: &Settings) -> anyhow::Result<f64> {
     let layout = one_page();
     let fixture = Fixture::start(settings, 1, &layout, sizes(DRAM_ARENA_MIB, DRAM_POOL_MIB))?;
@@ -107,9 +107,9 @@ fn dram_bytes_per_block(settings: &Settings) -> anyhow::Result<f64> {
         for batch in batches {
             fixture::save_durable(client, &keys(900 + batch, BATCH_BLOCKS), BATCH_BLOCKS, &payload)?;
         }
-        // Each is announced twice: in DRAM, and on NVMe.
+        // Each block is announced twice: in DRAM and on NVMe.
         await_announced(&fixture.cluster, 2 * batches_saved * BATCH_BLOCKS as u64)?;
-        resident::anonymous_bytes(pid(&fixture.cluster)?)
+        process_memory::anonymous_bytes(pid(&fixture.cluster)?)
     };
     let before = save(0..DRAM_BATCHES_BEFORE)?;
     let after = save(DRAM_BATCHES_BEFORE..DRAM_BATCHES)?;
@@ -129,7 +129,8 @@ fn status(cluster: &Cluster) -> anyhow::Result<serde_json::Value> {
     serde_json::from_str(&page).context("the agent's status is not JSON")
 }
 
-/// Waits until so many changes are in the directory and none is left to send: what waits is memory that passes.
+/// Waits until the directory has this many changes and none is queued, because queued changes use memory
+/// temporarily.
 fn await_announced(cluster: &Cluster, changes: u64) -> anyhow::Result<()> {
     let deadline = Instant::now() + fixture::PATIENCE;
     loop {
@@ -143,7 +144,7 @@ fn await_announced(cluster: &Cluster, changes: u64) -> anyhow::Result<()> {
         }
         ensure!(
             Instant::now() < deadline,
-            "{announced} of {changes} changes are in the directory after {:?}, {queued} wait",
+            "the directory has {announced} of {changes} changes after {:?}, {queued} are queued",
             fixture::PATIENCE
         );
         std::thread::sleep(ANNOUNCEMENT_POLL);
@@ -152,7 +153,7 @@ fn await_announced(cluster: &Cluster, changes: u64) -> anyhow::Result<()> {
 
 fn pid(cluster: &Cluster) -> anyhow::Result<u32> {
     let pid = status(cluster)?["node"]["pid"].as_u64().context("the agent's status has no pid")?;
-    u32::try_from(pid).context("not a process id")
+    u32::try_from(pid).context("invalid process id")
 }
 
 /// Formats a pool file of `bytes` and journals `entries` stored blocks into it.
@@ -213,7 +214,7 @@ fn block(pool: &mut DevicePool, key: BlockKey, layout: Layout) -> anyhow::Result
     })
 }
 
-/// Does the operations, except writing blocks, and says how many blocks became durable.
+/// Runs the operations except writes of blocks; returns the number of durable blocks.
 fn carry_out(file: &File, pool: &mut DevicePool, mut ops: Vec<DeviceOp>) -> anyhow::Result<usize> {
     let mut stored = 0;
     while let Some(op) = ops.pop() {

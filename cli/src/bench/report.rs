@@ -1,73 +1,73 @@
-//! The one form in which every benchmark reports: a figure, what it is held against, and whether it is enough.
+//! Report format of all benchmarks: a figure, its reference, its target, and whether the target is met.
 //!
-//! Ratios only mean something when both sides ran in the same minutes on the same machine, so [`paired`] runs
-//! reference and subject in turn and takes the median of the ratios pair by pair.
+//! A ratio is meaningful only if both sides ran in the same minutes on the same machine. So [`paired`]
+//! alternates between reference and subject and takes the median of the ratios of the pairs.
 
 use serde::Serialize;
 
 use crate::output::{Audience, Table};
 
-/// One figure.
+/// One measured figure.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct Figure {
-    /// What was measured, for example `store.cold_load_2mib`.
+    /// Name of the figure, for example `store.cold_load_2mib`.
     pub(crate) name: String,
-    /// The median of the repetitions.
+    /// Median of the repetitions, in `unit`.
     pub(crate) value: f64,
-    /// Its unit.
+    /// Unit of the values.
     pub(crate) unit: &'static str,
-    /// What it is held against; none for an absolute limit.
+    /// Description of the reference; `null` for an absolute figure.
     pub(crate) reference: Option<String>,
-    /// The reference's median, in the same unit.
+    /// Median of the reference, in `unit`.
     pub(crate) reference_value: Option<f64>,
-    /// Median of value / reference, pair by pair.
+    /// Median of value / reference over the pairs.
     pub(crate) ratio: Option<f64>,
-    /// The target, in words.
+    /// Text of the target.
     pub(crate) target: Option<String>,
-    /// Whether the target was met; none without a target.
+    /// Whether the target was met; `null` without a target.
     pub(crate) met: Option<bool>,
-    /// The samples that the value is the median of, where they are told.
+    /// Range of the samples behind the median, in benchmarks that report it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) spread: Option<Spread>,
 }
 
-/// How far samples lie apart, in the unit of their figure.
+/// Range of samples, in the unit of their figure.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(crate) struct Spread {
-    /// How many there are.
+    /// Number of samples.
     pub(crate) samples: usize,
     pub(crate) min: f64,
     pub(crate) max: f64,
 }
 
-/// What is enough.
+/// Target of a figure.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Target {
-    /// The ratio to the reference is at least this.
+    /// Lower bound of the ratio to the reference.
     RatioAtLeast(f64),
-    /// The ratio to the reference is at most this.
+    /// Upper bound of the ratio to the reference.
     RatioAtMost(f64),
-    /// The value is at most this.
+    /// Upper bound of the value.
     AtMost(f64),
-    /// The value is at least this.
+    /// Lower bound of the value.
     AtLeast(f64),
-    /// For information.
+    /// No target: the figure is for information.
     None,
 }
 
-/// Medians of repetitions of a reference and a subject that ran in turn.
+/// Medians of alternating repetitions of a reference and a subject.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Paired {
     /// Median of the reference.
     pub(crate) reference: f64,
     /// Median of the subject.
     pub(crate) subject: f64,
-    /// Median of subject / reference, pair by pair.
+    /// Median of subject / reference over the pairs.
     pub(crate) ratio: f64,
 }
 
 impl Figure {
-    /// A figure held against a limit, or none.
+    /// Creates a figure with an absolute target, or none.
     pub(crate) fn absolute(
         name: impl Into<String>,
         value: f64,
@@ -92,7 +92,7 @@ impl Figure {
         }
     }
 
-    /// A figure held against a reference that ran beside it.
+    /// Creates a figure that is compared with a reference from the same run.
     pub(crate) fn relative(
         name: impl Into<String>,
         paired: Paired,
@@ -122,7 +122,7 @@ impl Figure {
 }
 
 impl Spread {
-    /// Of samples; none of none.
+    /// Returns the range of the samples; `None` without samples.
     pub(crate) fn of(samples: &[f64]) -> Option<Spread> {
         let min = samples.iter().copied().min_by(f64::total_cmp)?;
         let max = samples.iter().copied().max_by(f64::total_cmp)?;
@@ -142,10 +142,10 @@ impl Target {
     }
 }
 
-/// Runs reference and subject in turn, once for each of `rounds` after one uncounted round.
+/// Alternates between reference and subject, once per round, after one warm-up round that is not counted.
 ///
 /// # Errors
-/// The first error of either.
+/// The first error of reference or subject.
 pub(crate) fn paired(
     rounds: impl Iterator<Item = usize>,
     mut reference: impl FnMut() -> anyhow::Result<f64>,
@@ -163,7 +163,7 @@ pub(crate) fn paired(
     Ok(Paired { reference: median(references), subject: median(subjects), ratio: median(ratios) })
 }
 
-/// The median; of an even number, the mean of the middle two. NaN of nothing.
+/// Returns the median: for an even number the mean of the middle two, NaN for an empty list.
 pub(crate) fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     let middle = values.len() / 2;
@@ -174,11 +174,11 @@ pub(crate) fn median(mut values: Vec<f64>) -> f64 {
     }
 }
 
-/// Prints figures: a table for people, a line each for programs.
+/// Prints figures as a table, or one JSON object per line.
 pub(crate) fn print(audience: Audience, figures: &[Figure]) {
     let number =
         |value: f64| if value.abs() >= 1000.0 { format!("{value:.0}") } else { format!("{value:.3}") };
-    // Only some benchmarks tell how far their samples lie apart.
+    // Only some benchmarks report the range of their samples.
     let spread = figures.iter().any(|figure| figure.spread.is_some());
     let mut heading = vec!["figure", "value"];
     heading.extend(spread.then_some("min to max (samples)"));
@@ -204,7 +204,7 @@ pub(crate) fn print(audience: Audience, figures: &[Figure]) {
         ]);
         table.row(cells);
     }
-    audience.say(table.render());
+    audience.print_line(table.render());
 }
 
 #[cfg(test)]
@@ -212,7 +212,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_ratio_is_the_median_over_pairs_and_decides() {
+    fn median_ratio_over_pairs_decides_the_target() {
         let mut speeds = [9.0, 10.0, 10.0, 20.0].into_iter();
         let mut others = [9.0, 9.0, 8.0, 19.0].into_iter();
         let paired = paired(0..3, || Ok(speeds.next().expect("four")), || Ok(others.next().expect("four")))
@@ -224,18 +224,18 @@ mod tests {
     }
 
     #[test]
-    fn the_json_form_has_every_field() {
+    fn json_output_has_every_field() {
         let figure = Figure::absolute("match.8192", 0.5, "ms", Target::AtMost(1.0));
         let json = serde_json::to_value(&figure).expect("encodes");
         for field in ["name", "value", "unit", "reference", "reference_value", "ratio", "target", "met"] {
             assert!(json.get(field).is_some(), "{field}");
         }
         assert_eq!(json["met"], true);
-        assert!(json.get("spread").is_none(), "it is told where it is known");
+        assert!(json.get("spread").is_none(), "a figure without samples has no spread");
     }
 
     #[test]
-    fn a_spread_has_the_least_and_the_most_of_its_samples() {
+    fn spread_has_the_minimum_and_maximum_of_its_samples() {
         let spread = Spread::of(&[3.0, 1.0, 2.0]).expect("three samples");
         assert_eq!((spread.samples, spread.min, spread.max), (3, 1.0, 3.0));
         assert_eq!(Spread::of(&[]), None);

@@ -1,11 +1,11 @@
-//! Cold verified loads from the device and durable saves to it, beside a bare io_uring loop.
+//! Cold verified loads from the device and durable saves to it, compared with a bare io_uring loop.
 //!
-//! The bare loop reads the payloads of the very blocks that are loaded, in the agent's own pool file. Its buffers
-//! are 2 MiB pages, and its depth is the best of a few, found first. Its writes go to a file beside the pool: writes of
-//! both sides go to space that is reserved and was never written, since the first write of an extent costs more than
-//! the next, in the file system and in whatever the disk itself lies on. So both files have room for all rounds, no round
-//! writes where another has written, and none may evict. (A fresh file for each round would not do: a file system
-//! gives it the blocks of the one before.)
+//! The bare loop reads the payloads of the loaded blocks in the agent's own pool file. Its buffers are 2 MiB
+//! pages, and its depth is the best of several, determined first. It writes to a file next to the pool. Both
+//! sides write to space that is reserved and was never written, because the first write of an extent is
+//! slower than the next, in the file system and in the storage below it. So both files have space for all
+//! rounds, no round writes where another has written, and none may evict. (A new file per round would get the
+//! previous file's blocks from the file system.)
 
 use std::cell::Cell;
 use std::io::ErrorKind;
@@ -19,7 +19,7 @@ use anyhow::{Context, ensure};
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy, Span};
 use reprise_client::{Client, Load, LoadRequest, Scope, Source};
 use reprise_io::bare::{self, BareLoop};
-use reprise_io::{DeviceFile, FileAccess, Missing};
+use reprise_io::{DeviceFile, FileAccess, IfMissing};
 use reprise_policy::BlockKey;
 
 use crate::http;
@@ -30,28 +30,28 @@ use super::pool_file;
 use super::report::{Figure, Paired, Target, median, paired};
 use super::{Settings, llama_3_8b};
 
-/// Blocks that are stored and loaded: 384 × 2 MiB = 768 MiB.
+/// Stored and loaded blocks: 384 × 2 MiB = 768 MiB.
 const BLOCKS: usize = 384;
 
-/// Blocks of one load call; two calls are in flight, 256 MiB of arena.
+/// Blocks per load call; two calls are in flight, 256 MiB of arena.
 const WINDOW_BLOCKS: usize = 64;
 
 /// Blocks whose objects are loaded in layer order: 128 × 2 MiB = 256 MiB.
 const LAYER_ORDER_BLOCKS: usize = 128;
 
-/// Rounds of durable saves at the most: each needs 256 MiB of pool that was never written, together 8 GiB.
+/// Maximum rounds of durable saves: each needs 256 MiB of unwritten pool, together 8 GiB.
 const SAVE_ROUNDS_MAX: usize = 32;
 
-/// Saves beside the counted rounds: one to learn how often the agent syncs, one round that does not count.
+/// Saves in addition to the counted rounds: one to determine the agent's syncs, and one uncounted round.
 const SAVE_ROUNDS_EXTRA: usize = 2;
 
-/// Room in the pool beside blocks: superblocks, journal, the segment in use.
+/// Space in the pool besides blocks: superblocks, journal, the segment in use.
 const POOL_EXTRA_MIB: u64 = 256;
 
-/// Blocks of one durable save: 256 MiB.
+/// Blocks per durable save: 256 MiB.
 const SAVE_BLOCKS: usize = 128;
 
-/// Bytes of one durable save.
+/// Bytes per durable save.
 const SAVE_BYTES: u64 = SAVE_BLOCKS as u64 * BLOCK_BYTES as u64;
 
 /// Bytes of a block.
@@ -60,19 +60,19 @@ const BLOCK_BYTES: u32 = 2 << 20;
 /// Bytes of an object.
 const OBJECT_BYTES: u32 = 32 << 10;
 
-/// Depths that the bare loop is tried with.
+/// Depths that are tried for the bare loop.
 const DEPTHS: [usize; 4] = [4, 8, 16, 32];
 
-/// Where the bare loop writes: a reserved file, a part of it in each round.
-struct Fresh {
+/// Reserved file that the bare loop writes, one part per round.
+struct ReservedFile {
     path: PathBuf,
     file: DeviceFile,
     rounds: u64,
     written: Cell<u64>,
 }
 
-/// The bare loop's side: the agent's pool and memory in 2 MiB pages.
-struct Bare {
+/// Input of the bare loop: the agent's pool and memory in 2 MiB pages.
+struct ReferencePool {
     pool: DeviceFile,
     _arena: Arena,
     memory: Span,
@@ -86,7 +86,7 @@ pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     let cold = keys(3, BLOCKS);
     fixture::save_durable(client, &cold, SAVE_BLOCKS, &payload)?;
     let pool = fixture.cluster.pool_path(0);
-    let bare = Bare::new(&pool)?;
+    let bare = ReferencePool::new(&pool)?;
     let payloads = pool_file::payload_offsets(&pool, layout.slot_bytes(), &cold)?;
 
     let mut figures = vec![cold_blocks(settings, client, &cold, (&bare, &payloads))?];
@@ -96,8 +96,8 @@ pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     Ok(figures)
 }
 
-/// What the device gives of the payloads in an agent's pool, all of `payload_bytes`, to a bare loop that reads as many of them as
-/// `count` at most: bytes a second.
+/// Returns the bytes per second at which a bare loop reads payloads of `payload_bytes` from an agent's pool,
+/// at most `count` of them.
 pub(super) fn payload_read_rate(pool: &Path, payload_bytes: u64, count: usize) -> anyhow::Result<f64> {
     let payloads: Vec<u64> = pool_file::payloads(pool, payload_bytes)?.into_values().take(count).collect();
     ensure!(!payloads.is_empty(), "{} has no block of {payload_bytes} bytes", pool.display());
@@ -105,18 +105,18 @@ pub(super) fn payload_read_rate(pool: &Path, payload_bytes: u64, count: usize) -
     let within = (0..payload_bytes).step_by(usize::try_from(bytes).context("a piece fits in memory")?);
     let offsets = payloads.iter().flat_map(|payload| within.clone().map(move |at| payload + at)).collect();
     let (offsets, bytes) = (shuffled(offsets), u32::try_from(bytes).expect("at most a block"));
-    let bare = Bare::new(pool)?;
+    let bare = ReferencePool::new(pool)?;
     let depth = bare.best_depth(bytes, &offsets)?;
     Ok(bare.read(bytes, &offsets, depth)? * 1e9)
 }
 
-/// Counted rounds of durable saves.
+/// Returns the number of counted rounds of durable saves.
 fn save_rounds(settings: &Settings) -> usize {
     settings.repetitions.min(SAVE_ROUNDS_MAX)
 }
 
-/// Pool in which no save goes to a slot that was used before: a tenth more than the blocks, for headers and ends of
-/// segments.
+/// Returns the size of a pool in which no save reuses a slot: a tenth more than the blocks, for headers and
+/// ends of segments.
 fn pool_mib(rounds: usize) -> u64 {
     let blocks = BLOCKS + (rounds + SAVE_ROUNDS_EXTRA) * SAVE_BLOCKS;
     (blocks as u64 * (u64::from(BLOCK_BYTES) >> 20) * 11).div_ceil(10) + POOL_EXTRA_MIB
@@ -126,7 +126,7 @@ fn cold_blocks(
     settings: &Settings,
     client: &Client,
     keys: &[BlockKey],
-    (bare, payloads): (&Bare, &[u64]),
+    (bare, payloads): (&ReferencePool, &[u64]),
 ) -> anyhow::Result<Figure> {
     let offsets = pieces(payloads, BLOCK_BYTES);
     let depth = bare.best_depth(BLOCK_BYTES, &offsets)?;
@@ -143,7 +143,7 @@ fn layer_order(
     settings: &Settings,
     client: &Client,
     keys: &[BlockKey],
-    (bare, payloads): (&Bare, &[u64]),
+    (bare, payloads): (&ReferencePool, &[u64]),
 ) -> anyhow::Result<Figure> {
     let offsets = pieces(&payloads[..LAYER_ORDER_BLOCKS], OBJECT_BYTES);
     let depth = bare.best_depth(OBJECT_BYTES, &offsets)?;
@@ -159,12 +159,13 @@ fn layer_order(
     Ok(Figure::relative("store.cold_load_32kib_layer_order", measured, "GB/s", against))
 }
 
-/// Commit to durable notice of filled slots, beside writes of the same bytes from memory with as many syncs.
+/// Measures commit to durable notice of filled slots, compared with writes of the same bytes and number of
+/// syncs.
 fn durable_save(
     settings: &Settings,
     fixture: &Fixture,
     payload: &[u8],
-    bare: &Bare,
+    bare: &ReferencePool,
 ) -> anyhow::Result<Figure> {
     let client = &fixture.clients[0];
     let admin = fixture.cluster.file().agents[0].admin.clone();
@@ -181,16 +182,16 @@ fn durable_save(
     let evicted_before = nvme_evictions(&admin)?;
     let syncs_before = syncs(&admin)?;
     save(0)?;
-    // Counted over all saves so far, since not every save takes as many.
+    // Counted over all saves so far, because the number of syncs differs between saves.
     let saves = Cell::new(1);
     let blocks_per_sync = || -> anyhow::Result<NonZeroU32> {
         let syncs = (syncs(&admin)? - syncs_before).max(1);
         let blocks = (SAVE_BLOCKS as u64 * saves.get()).div_ceil(syncs).max(1);
         NonZeroU32::new(u32::try_from(blocks).context("too many blocks")?)
-            .context("at least one block a sync")
+            .context("at least one block per sync")
     };
     let rounds = save_rounds(settings);
-    let fresh = Fresh::reserve(settings.directory.join("bare-write.dat"), rounds + SAVE_ROUNDS_EXTRA)?;
+    let fresh = ReservedFile::reserve(settings.directory.join("bare-write.dat"), rounds + SAVE_ROUNDS_EXTRA)?;
     let measured = paired(
         settings.some_rounds("store.durable_save_2mib", rounds),
         || bare.write(&fresh, blocks_per_sync()?),
@@ -201,16 +202,16 @@ fn durable_save(
         },
     )?;
     let evicted = nvme_evictions(&admin)? - evicted_before;
-    ensure!(evicted == 0, "{evicted} blocks were evicted: saves went to slots that were used before");
+    ensure!(evicted == 0, "{evicted} blocks were evicted: saves reused slots");
     let syncs = (syncs(&admin)? - syncs_before) as f64 / saves.get() as f64;
     let reference = format!(
-        "bare io_uring O_DIRECT first writes of 2 MiB, {syncs:.1} syncs a save, {rounds} of {} rounds",
+        "bare io_uring O_DIRECT first writes of 2 MiB, {syncs:.1} syncs per save, {rounds} of {} rounds",
         settings.repetitions
     );
     Ok(Figure::relative("store.durable_save_2mib", measured, "GB/s", (reference, Target::RatioAtLeast(0.90))))
 }
 
-/// Loads every block from the device into the arena, verified, two windows in flight; GB/s.
+/// Loads every block from the device into the arena, verified, with two windows in flight; returns GB/s.
 fn cold_load(client: &Client, keys: &[BlockKey], read_bytes: u64) -> anyhow::Result<f64> {
     client.trim().context("trim")?;
     let request = LoadRequest { keys: keys.to_vec(), deadline: PATIENCE, read_bytes, scope: Scope::Local };
@@ -220,7 +221,7 @@ fn cold_load(client: &Client, keys: &[BlockKey], read_bytes: u64) -> anyhow::Res
     client
         .load_windowed(&request, WINDOW_BLOCKS, |_, load| {
             loaded += load.blocks().len();
-            cold = demand_cold(client, load);
+            cold = require_cold(client, load);
             if cold.is_ok() { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
         })
         .context("load")?;
@@ -231,8 +232,8 @@ fn cold_load(client: &Client, keys: &[BlockKey], read_bytes: u64) -> anyhow::Res
     Ok(bytes as f64 / elapsed.as_secs_f64() / 1e9)
 }
 
-/// Waits for a whole load, every block of which must have come from the node's own device.
-fn demand_cold(client: &Client, load: &Load) -> anyhow::Result<()> {
+/// Waits for a complete load, whose blocks must all come from the node's own device.
+fn require_cold(client: &Client, load: &Load) -> anyhow::Result<()> {
     load.wait_layer(client.layout().layers() - 1, PATIENCE).context("waiting for the last layer")?;
     ensure!(load.leading_blocks() == load.blocks().len(), "a cold block could not be loaded");
     let warm = load.blocks().iter().filter(|block| block.source() != Some(Source::OwnNvme)).count();
@@ -240,7 +241,7 @@ fn demand_cold(client: &Client, load: &Load) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Offsets of all pieces of `bytes` of the payloads at `payloads`, in a shuffled order.
+/// Returns the offsets of all pieces of `bytes` of the payloads at `payloads`, in a shuffled order.
 fn pieces(payloads: &[u64], bytes: u32) -> Vec<u64> {
     let within = (0..u64::from(BLOCK_BYTES)).step_by(bytes as usize);
     shuffled(payloads.iter().flat_map(|payload| within.clone().map(move |at| payload + at)).collect())
@@ -251,13 +252,13 @@ fn shuffled(mut offsets: Vec<u64>) -> Vec<u64> {
     offsets
 }
 
-/// Blocks that an agent has evicted from NVMe so far.
+/// Returns the number of blocks that an agent has evicted from NVMe so far.
 fn nvme_evictions(admin: &str) -> anyhow::Result<u64> {
     let status: serde_json::Value = serde_json::from_str(&http::get(admin, "/status")?)?;
     status["counters"]["nvme_evictions"].as_u64().context("the agent's status does not count evictions")
 }
 
-/// Device syncs of an agent so far, from its metrics.
+/// Returns the number of an agent's device syncs so far, from its metrics.
 fn syncs(admin: &str) -> anyhow::Result<u64> {
     let metrics = http::get(admin, "/metrics")?;
     let counts: Vec<f64> = metrics
@@ -269,9 +270,9 @@ fn syncs(admin: &str) -> anyhow::Result<u64> {
     Ok(counts.iter().sum::<f64>() as u64)
 }
 
-impl Bare {
-    fn new(pool: &Path) -> anyhow::Result<Bare> {
-        let pool = DeviceFile::open(pool, FileAccess::ReadBeside, Missing::Fail)
+impl ReferencePool {
+    fn new(pool: &Path) -> anyhow::Result<ReferencePool> {
+        let pool = DeviceFile::open(pool, FileAccess::ReadUnlocked, IfMissing::Fail)
             .with_context(|| format!("opening {}", pool.display()))?;
         let bytes = DEPTHS[3] as u64 * u64::from(BLOCK_BYTES);
         let arena = Arena::new(&ArenaConfig { bytes, region_bytes: bytes, huge: HugePolicy::Prefer })
@@ -279,7 +280,7 @@ impl Bare {
         let memory = arena.span(0, 0, bytes).context("memory of the bare loop")?;
         let pattern: Vec<u8> = (0..bytes / 8).flat_map(|index| mix(index).to_le_bytes()).collect();
         memory.copy_in(&pattern).context("filling the bare loop's memory")?;
-        Ok(Bare { pool, _arena: arena, memory })
+        Ok(ReferencePool { pool, _arena: arena, memory })
     }
 
     fn best_depth(&self, bytes: u32, offsets: &[u64]) -> anyhow::Result<usize> {
@@ -302,8 +303,8 @@ impl Bare {
         Ok(bare::read_loop(&parameters).context("the bare read loop")?.bytes_per_second() / 1e9)
     }
 
-    /// One round: as many blocks as a save, in the order of their addresses, as the agent writes them.
-    fn write(&self, fresh: &Fresh, sync_every: NonZeroU32) -> anyhow::Result<f64> {
+    /// Runs one round: as many blocks as a save, in the order of their addresses, like the agent.
+    fn write(&self, fresh: &ReservedFile, sync_every: NonZeroU32) -> anyhow::Result<f64> {
         let offsets = fresh.next_round()?;
         let buffers = bare::cut(&self.memory, BLOCK_BYTES, DEPTHS[2])?;
         let parameters = BareLoop {
@@ -317,45 +318,45 @@ impl Bare {
     }
 }
 
-impl Fresh {
-    /// A file whose space is reserved, as the pool's is, for so many rounds.
-    fn reserve(path: PathBuf, rounds: usize) -> anyhow::Result<Fresh> {
-        // One that a killed run has left has been written.
+impl ReservedFile {
+    /// Creates a file with reserved space, like the pool's, for this many rounds.
+    fn reserve(path: PathBuf, rounds: usize) -> anyhow::Result<ReservedFile> {
+        // A file left by a killed run has already been written.
         match std::fs::remove_file(&path) {
             Err(error) if error.kind() != ErrorKind::NotFound => {
                 return Err(error).with_context(|| format!("removing {}", path.display()));
             }
             _ => {}
         }
-        let mut file = DeviceFile::open(&path, FileAccess::ReadWrite, Missing::Create)
+        let mut file = DeviceFile::open(&path, FileAccess::ReadWrite, IfMissing::Create)
             .with_context(|| format!("opening {}", path.display()))?;
         let rounds = rounds as u64;
         file.preallocate(rounds * SAVE_BYTES).context("allocating the bare loop's file")?;
-        Ok(Fresh { path, file, rounds, written: Cell::new(0) })
+        Ok(ReservedFile { path, file, rounds, written: Cell::new(0) })
     }
 
-    /// Offsets of blocks that were never written.
+    /// Returns the offsets of unwritten blocks.
     fn next_round(&self) -> anyhow::Result<Vec<u64>> {
         let round = self.written.replace(self.written.get() + 1);
-        ensure!(round < self.rounds, "{} rounds were reserved", self.rounds);
+        ensure!(round < self.rounds, "only {} rounds were reserved", self.rounds);
         let from = round * SAVE_BYTES;
         Ok((from..from + SAVE_BYTES).step_by(BLOCK_BYTES as usize).collect())
     }
 }
 
-impl Drop for Fresh {
+impl Drop for ReservedFile {
     fn drop(&mut self) {
-        // What is left over lies in the benchmark's directory, and the next run removes it.
+        // A remaining file is in the benchmark's directory, and the next run removes it.
         let _ = std::fs::remove_file(&self.path);
     }
 }
 
-/// fio's figure for the same reads, where it is installed: for information.
+/// Returns fio's result for the same reads, if it is installed, for information.
 fn fio(pool: &Path, payloads: &[u64], measured: &Figure) -> Option<Figure> {
     let (first, last) = (payloads.iter().min()?, payloads.iter().max()?);
     let arguments = [
         format!("--filename={}", pool.display()),
-        // The rest of the pool was never written, and reading that does not touch the medium.
+        // The rest of the pool was never written, and reading it does not access the medium.
         format!("--offset={first}"),
         format!("--size={}", last + u64::from(BLOCK_BYTES) - first),
         "--name=reads".into(),
@@ -380,7 +381,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_pool_has_slots_for_every_round_that_were_never_written() {
+    fn pool_has_unwritten_slots_for_every_round() {
         for rounds in [1, 11, SAVE_ROUNDS_MAX] {
             let blocks = BLOCKS + (rounds + SAVE_ROUNDS_EXTRA) * SAVE_BLOCKS;
             let segments = ((pool_mib(rounds) - POOL_EXTRA_MIB) / 64) as usize;

@@ -1,24 +1,28 @@
-//! vLLM with Reprise, beside vLLM alone and vLLM with other caches: the time to the first token of a prompt whose KV lies in
-//! different places, what a prompt costs that is nowhere, by itself and right behind another one that is still being saved, what the
-//! scheduler waits for, memory, and whether the answers are the same. What another cache has no time for is said with the reason
-//! ([`absent`]).
+//! `reprise bench vllm`: compares vLLM with Reprise to vLLM alone and to vLLM with other caches.
 //!
-//! In each repetition every system has fresh engines and a fresh store, gets the same prompts, and has its turn at another place
-//! in the order ([`turns`]). Of each system the legs come in one order, and what is not between save and load of a prompt comes before
-//! the saves: save, memory, peer, NVMe, restart. Memory that was idle for a minute is slow at its first touch on virtual machines.
-//! A sample is a repetition: the median of its prompts; ratios are taken in each repetition ([`samples`], [`figures`]).
-//! Engines compute on all cores (vLLM's CPU backend), one prompt at a time.
+//! Measured are the time to first token for each location of a prompt's KV, the overhead of a miss (alone,
+//! and directly after a prompt that is still being saved), the time that the scheduler waits, and memory.
+//! Answers must be equal to those without a connector. Legs that another cache cannot run are reported with
+//! the reason ([`unmeasured`]).
+//!
+//! * In each repetition every system has fresh engines and a fresh store, gets the same prompts, and runs at
+//!   another position in the order ([`turns`]).
+//! * The legs of each system run in one order: save, memory, peer, NVMe, restart. All other work runs before
+//!   the saves, because memory that was idle for a minute is slow on first touch on virtual machines.
+//! * A sample is the median over the prompts of one repetition. Ratios are computed within each repetition
+//!   ([`samples`], [`figures`]).
+//! * Engines compute on all cores (vLLM's CPU backend), one prompt at a time.
 
-mod absent;
+mod unmeasured;
 
+mod checkpoint;
 mod disk;
 mod engine;
 mod environment;
 mod figures;
 mod goals;
-mod kept;
-mod ours;
-mod peers;
+mod peer_legs;
+mod reprise_legs;
 mod samples;
 
 use std::fs;
@@ -33,57 +37,63 @@ use serde_json::{Value, json};
 use super::Settings;
 use super::report::Figure;
 use crate::output::bytes_text;
-use engine::Surroundings;
+use checkpoint::Checkpoint;
+use engine::EngineEnvironment;
 use environment::{Environments, Sources};
-use kept::Kept;
 use samples::{Samples, System};
 
-/// Repetitions, unless told otherwise.
+/// Default number of repetitions.
 const REPETITIONS: usize = 5;
 const REPETITIONS_QUICK: usize = 1;
 
-/// A prompt that is not measured.
+/// Seed of the warm-up prompt, which is not measured.
 const WARM_UP: u64 = 0;
 
-/// Tokens of a block of vLLM's CPU backend.
+/// Number of tokens per block of vLLM's CPU backend.
 const BLOCK_TOKENS: u64 = 128;
 
-/// Tokens beyond the last full block: the last token of a prompt is always computed, and the example connector finds a prompt
-/// only if it has another one.
+/// Number of tokens after the last full block. vLLM always computes the last token of a prompt, and the
+/// example connector finds a prompt only with one more token.
 const TAIL_TOKENS: u64 = 2;
 
-/// Room for prompts in a store besides those that are measured: the warm-up, and what is read beside what is written.
+/// Space in a store for prompts that are not measured: the warm-up, and buffers for reads during writes.
 const PROMPTS_EXTRA: u64 = 4;
 
-/// Times that prompts go back to back: once with each engine first.
+/// Number of back-to-back runs: one with each engine first.
 const TRAINS: u64 = 2;
 
-/// The least room that agents and peers are given.
+/// Minimum size of a store.
 const STORE_BYTES_MIN: u64 = 256 << 20;
 
-/// In words, for who reads the figures.
-const SAMPLES: &str = "one a repetition, with fresh engines and a fresh store: the median of its prompts; of overheads one a pair; figures named engine_starts \
-    count the engines of all repetitions";
-const MEMORY_HELD: &str = "after the loads from memory, engine and store of one node together: anonymous and shared memory (Pss_Anon and Pss_Shmem of \
-    smaps_rollup, and huge pages), each page once, without pages of programs' files";
-const MEMORY_PEAK: &str = "the same, and what each process has had resident above that at its own peak since the warm-up, during saves and loads from memory";
+/// Explanations of the figures in the report.
+const SAMPLES: &str = "one per repetition, with fresh engines and a fresh store: the median of its prompts; for overheads one per pair; figures named \
+    engine_starts count the engines of all repetitions";
+const MEMORY_HELD: &str = "after the loads from memory, of engine and store of one node together: anonymous and shared memory (Pss_Anon and Pss_Shmem of \
+    smaps_rollup, and huge pages), each page counted once, without pages of program files";
+const MEMORY_PEAK: &str = "memory_held plus, for each process, its peak resident memory above that since the warm-up, during saves and loads from memory";
 
 /// Arguments of `reprise bench vllm`.
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct VllmArgs {
-    /// Other caches measured in the same run, by commas; '' for none. Each is installed into an environment of its own.
+    /// Also measure these caches, separated by commas; '' for none.
+    ///
+    /// Each is installed into its own environment.
     #[arg(long, default_value = "example,mooncake,lmcache")]
     peers: Peers,
-    /// A small model, short prompts and one repetition: shows that everything works, and no figure that means anything.
+    /// Use a small model, short prompts and one repetition.
+    ///
+    /// This shows that everything works; the figures are not meaningful.
     #[arg(long)]
     quick: bool,
-    /// Tokens of a prompt in full blocks, a multiple of 256 [default: 4096; quick 512].
+    /// Use prompts of this many tokens [default: 4096; quick: 512].
+    ///
+    /// Must be a multiple of 256; only tokens of full blocks count.
     #[arg(long, value_name = "N", value_parser = prompt_tokens)]
     prompt_tokens: Option<u64>,
-    /// Goes on with a run that was interrupted, or takes more repetitions of one: those that were measured count.
+    /// Continue an interrupted run, or add repetitions to a run.
     #[arg(long = "continue")]
     resume: bool,
-    /// The folder of the Python package's sources in a checkout.
+    /// Use the sources of the Python package in this folder.
     #[arg(long, value_name = "DIR", default_value = "python")]
     python: PathBuf,
 }
@@ -91,56 +101,56 @@ pub(super) struct VllmArgs {
 /// Another cache for vLLM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Peer {
-    /// vLLM's own example, which keeps files.
+    /// vLLM's example connector, which stores files.
     Example,
-    /// Mooncake's store, with its memory in the engine's process and in another.
+    /// Mooncake's store, with its memory in the engine's process or in another process.
     Mooncake,
-    /// LMCache with its server.
+    /// LMCache with a separate server process.
     Lmcache,
 }
 
-/// Peers as they stand in an argument.
+/// List of peers in an argument.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Peers(Vec<Peer>);
 
-/// What engines compute with.
+/// Data type of the engines' computation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Precision {
     Bf16,
-    /// Where the processor has no AVX-512: bf16 takes vLLM's CPU backend a hundred times as long there.
+    /// For processors without AVX-512, on which bf16 is a hundred times slower in vLLM's CPU backend.
     Fp32,
 }
 
-/// How large everything is.
+/// Sizes of model, prompts and runs.
 #[derive(Clone, Copy, Debug)]
 struct Sizes {
     precision: Precision,
     layers: u64,
-    /// Heads of attention, each with keys and values of its own.
+    /// Number of attention heads, each with its own keys and values.
     heads: u64,
     head_dim: u64,
-    /// Tokens of a prompt in full blocks.
+    /// Number of tokens of a prompt in full blocks.
     cached_tokens: u64,
     prompts: u64,
 }
 
-/// The model of the figures: 32 KiB of KV a token, 128 MiB a prompt.
+/// Default sizes: 32 KiB of KV per token, 128 MiB per prompt.
 const FULL: Sizes =
     Sizes { precision: Precision::Bf16, layers: 8, heads: 8, head_dim: 128, cached_tokens: 4096, prompts: 4 };
 
-/// 1 MiB a prompt.
+/// Sizes of `--quick`: 1 MiB of KV per prompt.
 const QUICK: Sizes =
     Sizes { precision: Precision::Bf16, layers: 4, heads: 4, head_dim: 32, cached_tokens: 512, prompts: 2 };
 
-/// What every measurement needs.
-struct World {
+/// Shared context of all measurements.
+struct BenchContext {
     environments: Environments,
     sizes: Sizes,
-    /// Of this benchmark's own files.
+    /// Folder of the benchmark's files.
     folder: PathBuf,
 }
 
-/// Where and how the figures came about.
+/// Description of the machine and the settings of a run, printed before the figures.
 #[derive(Debug, Serialize)]
 struct Machine {
     bench: &'static str,
@@ -151,14 +161,14 @@ struct Machine {
     layers: u64,
     dtype: &'static str,
     kv_bytes_per_prompt: u64,
-    /// What `samples` of a figure's `spread` are.
+    /// Explanation of `samples` in a figure's `spread`.
     samples: &'static str,
-    /// What figures of these names are.
+    /// Explanations of the figures with these names.
     memory_held: &'static str,
     memory_peak: &'static str,
 }
 
-/// Runs it; `repetitions` as it stands in the arguments.
+/// Runs the benchmark; `repetitions` is the value of the argument, if given.
 pub(super) fn run(
     args: &VllmArgs,
     repetitions: Option<usize>,
@@ -170,46 +180,47 @@ pub(super) fn run(
     let environments = Environments::install(sources, &args.peers.0, &folder, settings.audience)?;
     let sizes = if args.quick { QUICK } else { FULL };
     let sizes = sizes.at(Precision::of_machine(&cpu_flags()), args.prompt_tokens);
-    let world = World { environments, sizes, folder };
-    // The first engine writes it.
-    peers::remove_folder(&world.model())?;
+    let context = BenchContext { environments, sizes, folder };
+    // The first engine writes the model again.
+    peer_legs::remove_folder(&context.model())?;
     let default = if args.quick { REPETITIONS_QUICK } else { REPETITIONS };
     let repetitions = repetitions.unwrap_or(default);
-    let machine = world.machine(repetitions);
+    let machine = context.machine(repetitions);
     settings.audience.emit(&machine);
-    settings.audience.say(machine.words());
+    settings.audience.print_line(machine.words());
     let systems = turns(&args.peers, 0).into_iter().map(|(system, _)| system).collect();
-    let kept = Kept::new(&world.folder, &machine, systems);
-    let (measured, mut samples) = if args.resume { kept.read()? } else { (0, Samples::default()) };
+    let checkpoint = Checkpoint::new(&context.folder, &machine, systems);
+    let (measured, mut samples) = if args.resume { checkpoint.read()? } else { (0, Samples::default()) };
     for round in settings.some_rounds("vllm", repetitions.saturating_sub(measured)) {
         let round = measured + round;
         samples.begin(round);
         for (system, peer) in turns(&args.peers, round) {
             let begun = Instant::now();
             let measured = match peer {
-                None => Ok(ours::measure(&world, &mut samples)?),
-                Some(peer) => peers::measure(system, peer, &world, &mut samples),
+                None => Ok(reprise_legs::measure(&context, &mut samples)?),
+                Some(peer) => peer_legs::measure(system, peer, &context, &mut samples),
             };
             match measured {
                 Ok(()) => samples.took(system, begun.elapsed().as_secs_f64()),
-                // Not measured is not the end: the others still say something.
+                // A peer that fails does not end the run: the other systems are still comparable.
                 Err(error) => {
                     let error = format!("{error:#}");
-                    tracing::warn!(system = system.name(), %error, "a peer was not measured");
+                    tracing::warn!(system = system.name(), %error, "measurement of a peer failed");
                     samples.failed(system, error);
                 }
             }
         }
-        kept.write(round + 1, &samples)?;
+        checkpoint.write(round + 1, &samples)?;
     }
     let peers: Vec<System> = args.peers.0.iter().flat_map(|peer| peer.systems()).copied().collect();
-    absent::print(settings.audience, &samples.absences(&peers));
+    unmeasured::print(settings.audience, &samples.unmeasured_legs(&peers));
     let figures = samples.figures();
     goals::print(settings.audience, &goals::goals(&figures));
     Ok(figures)
 }
 
-/// Systems in the order of a round: each has every place once in as many rounds as there are systems.
+/// Returns the systems in the order of a round. Over as many rounds as systems, each system has every
+/// position once.
 fn turns(peers: &Peers, round: usize) -> Vec<(System, Option<Peer>)> {
     let mut systems = vec![(System::Reprise, None)];
     systems
@@ -220,7 +231,7 @@ fn turns(peers: &Peers, round: usize) -> Vec<(System, Option<Peer>)> {
 }
 
 impl Peer {
-    /// File of what its environment needs; none when it comes with vLLM.
+    /// Name of the requirements file of the peer's environment; `None` if the peer comes with vLLM.
     fn requirements(self) -> Option<&'static str> {
         match self {
             Peer::Example => None,
@@ -229,7 +240,7 @@ impl Peer {
         }
     }
 
-    /// What is measured of it.
+    /// Returns the systems that measure this peer.
     fn systems(self) -> &'static [System] {
         match self {
             Peer::Example => &[System::Example],
@@ -249,7 +260,7 @@ impl FromStr for Peers {
                 "example" => Peer::Example,
                 "mooncake" => Peer::Mooncake,
                 "lmcache" => Peer::Lmcache,
-                _ => return Err(format!("{name} is none of example, mooncake, lmcache")),
+                _ => return Err(format!("invalid peer \"{name}\": expected example, mooncake or lmcache")),
             };
             if !peers.contains(&peer) {
                 peers.push(peer);
@@ -260,12 +271,12 @@ impl FromStr for Peers {
 }
 
 impl Precision {
-    /// What a processor of these flags is fast with.
+    /// Returns the faster data type on a processor with these flags.
     fn of_machine(flags: &str) -> Precision {
         if flags.split_whitespace().any(|flag| flag == "avx512f") { Precision::Bf16 } else { Precision::Fp32 }
     }
 
-    /// As vLLM calls it.
+    /// Returns vLLM's name of the data type.
     fn name(self) -> &'static str {
         match self {
             Precision::Bf16 => "bfloat16",
@@ -281,14 +292,16 @@ impl Precision {
     }
 }
 
-/// Tokens of a prompt from an argument: whole chunks of LMCache, which are two blocks, in what a model of 8,192 may have.
+/// Parses the number of tokens of a prompt: whole chunks of LMCache (two blocks), below the model's limit of
+/// 8,192.
 fn prompt_tokens(text: &str) -> Result<u64, String> {
     let tokens = text.parse::<u64>().ok().filter(|tokens| (256..=7936).contains(tokens) && tokens % 256 == 0);
-    tokens.ok_or_else(|| "a multiple of 256 from 256 to 7936".to_owned())
+    tokens.ok_or_else(|| "expected a multiple of 256 from 256 to 7936".to_owned())
 }
 
 impl Sizes {
-    /// The same KV of a token in another precision, by other layers.
+    /// Returns sizes for another precision with the same KV bytes per token, by adapting the number of
+    /// layers.
     fn at(self, precision: Precision, cached_tokens: Option<u64>) -> Sizes {
         Sizes {
             precision,
@@ -298,78 +311,80 @@ impl Sizes {
         }
     }
 
-    /// Of a prompt.
+    /// Returns the number of tokens of a prompt.
     fn tokens(self) -> u64 {
         self.cached_tokens + TAIL_TOKENS
     }
 
-    /// KV of a block: keys and values.
+    /// Returns the KV bytes of a block.
     fn block_bytes(self) -> u64 {
         self.layers * self.heads * self.head_dim * 2 * self.precision.bytes() * BLOCK_TOKENS
     }
 
-    /// KV of a prompt's full blocks.
+    /// Returns the KV bytes of a prompt's full blocks.
     fn prompt_bytes(self) -> u64 {
         self.block_bytes() * self.prompt_blocks()
     }
 
-    /// Full blocks of a prompt.
+    /// Returns the number of full blocks of a prompt.
     fn prompt_blocks(self) -> u64 {
         self.cached_tokens / BLOCK_TOKENS
     }
 
-    /// Prompts of a train: one in front, and as many in all trains as are measured one by one.
+    /// Returns the number of prompts in a train: a leading one, and a share of the measured ones.
     fn train_prompts(self) -> u64 {
         self.prompts / TRAINS + 1
     }
 
-    /// Prompts that are measured only where they are nowhere.
+    /// Returns the seeds of prompts that are measured as misses only.
     fn misses(self) -> Vec<u64> {
         let first = WARM_UP + 1 + self.prompts;
         (first..first + self.prompts).collect()
     }
 
-    /// Prompts that are saved by an engine only so that memory has been used.
+    /// Returns the seeds of prompts that are saved only to touch memory.
     fn touches(self) -> Vec<u64> {
         let first = WARM_UP + 1 + 2 * self.prompts + TRAINS * self.train_prompts();
         (first..first + self.prompts).collect()
     }
 
-    /// Prompts that go back to back and nowhere else.
+    /// Returns the seeds of the prompts of each back-to-back train.
     fn trains(self) -> Vec<Vec<u64>> {
         let first = WARM_UP + 1 + 2 * self.prompts;
         let train = |number| (first + number * self.train_prompts()..).take(self.train_prompts() as usize);
         (0..TRAINS).map(|number| train(number).collect()).collect()
     }
 
-    /// Room of a store in memory: everything that is there at a time fits, and nothing is evicted. Most of it is there on a second
-    /// node: the warm-up, trains and the prompts that are measured, or that have made room for them; misses and trains on the first.
+    /// Returns the size of a store in memory that fits all prompts, so that none is evicted.
+    ///
+    /// The second node needs the most: the warm-up, the trains, and the measured prompts or those that touch
+    /// memory before them. The first node has misses and trains.
     fn store_bytes(self) -> u64 {
         let prompts = self.prompts + TRAINS * self.train_prompts() + PROMPTS_EXTRA;
         (self.prompt_bytes() * prompts).max(STORE_BYTES_MIN)
     }
 }
 
-impl World {
-    /// Prompts that are measured.
+impl BenchContext {
+    /// Returns the seeds of the measured prompts.
     fn seeds(&self) -> Vec<u64> {
         (WARM_UP + 1..=WARM_UP + self.sizes.prompts).collect()
     }
 
-    /// Where other caches keep files.
+    /// Returns the folder of the other caches' files.
     fn peer_files(&self) -> PathBuf {
         self.folder.join("peer-files")
     }
 
-    /// Where the model is, or will be.
+    /// Returns the folder of the model.
     fn model(&self) -> PathBuf {
         let Sizes { layers, heads, head_dim, .. } = self.sizes;
         self.folder.join(format!("model-{layers}-{heads}-{head_dim}"))
     }
 
-    /// What an engine of a name runs in.
-    fn surroundings(&self, name: &str) -> Surroundings {
-        Surroundings {
+    /// Returns the environment of the engine with this name.
+    fn engine_environment(&self, name: &str) -> EngineEnvironment {
+        EngineEnvironment {
             python: self.environments.vllm.clone(),
             script: self.environments.engine_script(),
             modules: self.environments.modules(),
@@ -379,7 +394,7 @@ impl World {
         }
     }
 
-    /// What an engine is told first: the model and its settings.
+    /// Returns the first line of an engine's input: the model and its settings.
     fn first_line(&self, transfer: Option<&Value>) -> Value {
         let Sizes { layers, heads, head_dim, .. } = self.sizes;
         let mut settings = json!({
@@ -388,7 +403,7 @@ impl World {
             "dtype": self.sizes.precision.name(),
             "enforce_eager": true,
             "block_size": BLOCK_TOKENS,
-            // A prompt is one step.
+            // Large enough to compute a prompt in one step.
             "max_model_len": 8192,
             "max_num_batched_tokens": 8192,
             "max_num_seqs": 4,
@@ -418,7 +433,7 @@ impl World {
 }
 
 impl Machine {
-    /// For people.
+    /// Returns the description as text.
     fn words(&self) -> String {
         format!(
             "{}\n{} repetitions of {} prompts of {} tokens, {} layers of {}, {} of KV each",
@@ -433,13 +448,13 @@ impl Machine {
     }
 }
 
-/// What the first processor can do, in words of the kernel.
+/// Returns the `flags` line of the first processor in `/proc/cpuinfo`.
 fn cpu_flags() -> String {
     let text = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     text.lines().find(|line| line.starts_with("flags")).unwrap_or_default().to_owned()
 }
 
-/// Processor, cores, memory and kernel, as the kernel tells them.
+/// Describes processor, cores, memory and kernel, from `/proc`.
 fn machine() -> String {
     let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
     let value = |text: &str, name: &str| {
@@ -472,17 +487,17 @@ mod tests {
     }
 
     #[test]
-    fn peers_are_named_by_commas_and_may_be_none() {
+    fn peers_are_a_comma_separated_list_that_may_be_empty() {
         let peers = |line: &[&str]| parse(line).expect("valid").peers.0;
         assert_eq!(peers(&[]), [Peer::Example, Peer::Mooncake, Peer::Lmcache]);
         assert_eq!(peers(&["--peers", ""]), []);
         assert_eq!(peers(&["--peers", "lmcache, example,lmcache"]), [Peer::Lmcache, Peer::Example]);
         let error = parse(&["--peers", "redis"]).expect_err("unknown").to_string();
-        assert!(error.contains("redis is none of example, mooncake, lmcache"), "{error}");
+        assert!(error.contains("invalid peer \"redis\": expected example, mooncake or lmcache"), "{error}");
     }
 
     #[test]
-    fn every_system_has_every_place_in_the_order_once() {
+    fn every_system_has_each_position_in_the_order_once() {
         let peers: Peers = "example,mooncake,lmcache".parse().expect("known");
         let rounds: Vec<_> = (0..5).map(|round| turns(&peers, round)).collect();
         for place in 0..5 {
@@ -495,7 +510,7 @@ mod tests {
     }
 
     #[test]
-    fn a_prompt_of_the_figures_has_128_mib_of_kv_and_all_of_them_fit() {
+    fn default_prompt_has_128_mib_of_kv_and_all_prompts_fit_the_store() {
         assert_eq!(FULL.block_bytes(), 4 << 20);
         assert_eq!(FULL.prompt_bytes(), 128 << 20);
         let trains = FULL.trains().concat().len();
@@ -507,7 +522,7 @@ mod tests {
     }
 
     #[test]
-    fn prompts_of_misses_and_trains_are_new_and_enough_in_all_repetitions_to_judge_their_overhead() {
+    fn miss_and_train_prompts_are_new_and_enough_to_judge_overhead() {
         let pairs: usize = FULL.trains().iter().map(|train| train.len() - 1).sum();
         assert!(pairs * REPETITIONS >= 20 && FULL.misses().len() * REPETITIONS >= 20);
         assert!(QUICK.trains().iter().all(|train| train.len() > 1));
@@ -518,7 +533,7 @@ mod tests {
     }
 
     #[test]
-    fn a_processor_without_avx_512_computes_with_fp32_and_a_prompt_has_the_same_kv() {
+    fn processor_without_avx_512_uses_fp32_with_the_same_kv_per_prompt() {
         assert_eq!(Precision::of_machine("flags : fpu avx2 avx512f"), Precision::Bf16);
         let slow = Precision::of_machine("flags : fpu avx2 avx512fx");
         assert_eq!(slow, Precision::Fp32);
@@ -528,7 +543,7 @@ mod tests {
     }
 
     #[test]
-    fn prompts_are_of_whole_chunks_of_every_peer() {
+    fn prompt_tokens_must_be_whole_chunks_of_every_peer() {
         assert_eq!(parse(&["--prompt-tokens", "1024"]).expect("valid").prompt_tokens, Some(1024));
         for tokens in ["0", "128", "300", "8192", "x"] {
             assert!(parse(&["--prompt-tokens", tokens]).is_err(), "{tokens}");

@@ -1,15 +1,20 @@
-//! `reprise check --requests-for`: an engine at work. It serves prompts of one block, one after the other at a steady rate: new ones, ones that
-//! it has saved before, and ones of other participants. What it finds it loads, every byte compared; what it does not find it
-//! computes and saves, as engines do.
+//! `reprise check --requests-for`: serves requests like an engine.
 //!
-//! A cache that is away costs an engine time and nothing else, so few things count as a *failed* request: one that got wrong bytes, one that
-//! took longer than [`PATIENCE`], and one whose calls told of something that neither absence nor delay explains. Numbers are sums since
-//! the start, but the longest time, which is that of its line.
+//! Each prompt has one block. Prompts come one after the other at a steady rate, in turn a new one, one that
+//! this participant has saved, and one of another participant. A block that the cache has is loaded and
+//! verified; any other block is computed and saved.
 //!
-//! Invariants: never more than one request every [`REQUEST_EVERY`]; memory is bounded ([`KEPT_MAX`], [`PENDING_MAX`]); nothing ends it
-//! before its time.
+//! An unavailable cache only costs an engine time. So a request counts as *failed* only if it
+//! * got wrong bytes,
+//! * took longer than [`REQUEST_MAX`], or
+//! * got an error other than a lost agent, a timeout or a busy agent.
 //!
-//! Deliberately absent: requests beside each other, prompts of many blocks and paged memory, which `reprise replay` has.
+//! Counters are sums since the start; the longest request is that of one line's interval.
+//!
+//! Invariants: at most one request per [`REQUEST_EVERY`]; bounded memory ([`DURABLE_MAX`], [`PENDING_MAX`]);
+//! no error ends the loop early.
+//!
+//! Not covered here but by `reprise replay`: concurrent requests, prompts of many blocks and paged memory.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::thread;
@@ -19,105 +24,106 @@ use reprise_client::{ClientError, CommitStatus, Scope, Source, Ticket};
 use reprise_policy::NamespaceDigest;
 use serde::Serialize;
 
-use super::{Block, Check, CheckArgs, Found, LOAD_DEADLINE, block_of, connect, name_of};
+use super::{Block, Check, CheckArgs, FetchResult, LOAD_DEADLINE, block_of, connect, name_of};
 use crate::kv_function::mix;
 use crate::output::Audience;
 
-/// From one request to the next, at the least: a third of them are new, so a participant saves 430 KiB a second.
+/// Minimum interval between requests. A third of them are new, so a participant saves 430 KiB per second.
 const REQUEST_EVERY: Duration = Duration::from_millis(50);
 
-/// What a request may take: twice what one load may.
-const PATIENCE: Duration = LOAD_DEADLINE.saturating_mul(2);
+/// Time limit of a request: twice the deadline of one load.
+const REQUEST_MAX: Duration = LOAD_DEADLINE.saturating_mul(2);
 
-/// Prompts of one's own that are asked for again: the latest ones that are on a device, 64 MiB.
-const KEPT_MAX: usize = 1024;
+/// Number of the latest durable prompts of this participant that are requested again; their blocks are 64
+/// MiB.
+const DURABLE_MAX: usize = 1024;
 
-/// Saves whose end is waited for: agents tell within 100 ms, which are two requests.
+/// Saves that await their durability notice. Agents send it within 100 ms, the time of two requests.
 const PENDING_MAX: usize = 1024;
 
-/// Between two lines.
+/// Interval of the printed lines.
 const LINE_EVERY: Duration = Duration::from_secs(1);
 
-/// What has been counted.
+/// Counters of one line of output.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 struct Counts {
-    /// Requests that ended.
+    /// Served requests.
     requests: u64,
-    /// Requests whose block came and was right, by where it came from.
+    /// Requests whose block was loaded and verified, by source.
     hits: BTreeMap<&'static str, u64>,
-    /// Requests whose block was computed, for whatever reason.
+    /// Requests whose block was computed, for any reason.
     computed: u64,
-    /// Requests for a block that is on a device of this node, and did not come.
+    /// Requests for a block that is durable on this node but was not loaded.
     kept_missed: u64,
-    /// Loads of blocks that somebody had, and that did not come.
+    /// Failed loads of blocks that a match had found.
     loads_failed: u64,
-    /// Blocks that were computed and taken by the agent.
+    /// Computed blocks that the agent committed.
     saved: u64,
-    /// Blocks that were computed and not taken: no agent, no room, no answer.
+    /// Computed blocks that the agent did not commit: no agent, no space or no reply.
     saves_failed: u64,
-    /// Requests that failed.
+    /// Failed requests.
     failed: u64,
-    /// Words of 8 bytes that are not what was saved.
+    /// 8-byte words that differ from the saved ones.
     wrong_words: u64,
-    /// Sessions that were opened after the first.
+    /// Sessions opened after the first.
     sessions: u64,
-    /// The longest request since the line before.
+    /// Longest request since the previous line.
     longest_request_ms: u64,
 }
 
-/// Which prompt.
+/// Prompt of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Prompt {
-    /// One's next.
+    /// The next new prompt of this participant.
     New(u32),
-    /// One's own, on a device of this node.
-    Kept(u32),
-    /// Another participant's, which may or may not have been saved.
+    /// A prompt of this participant that is durable on this node.
+    Durable(u32),
+    /// A prompt of another participant, which may not have saved it.
     Others { participant: u32, number: u32 },
 }
 
-/// How a request ended.
+/// Result of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Ended {
-    /// With bytes, or with a block that was computed.
-    Well,
-    /// With something that must not be.
-    Badly,
+enum RequestResult {
+    /// The block was loaded or computed.
+    Ok,
+    /// Wrong bytes, or an unexpected error.
+    Failed,
 }
 
-/// An engine at work.
+/// State of the simulated engine.
 struct Engine<'a> {
     args: &'a CheckArgs,
-    /// None while nobody serves.
+    /// Session with the agent; `None` while the agent is unavailable.
     session: Option<Check>,
-    /// Saves of this session whose end has not been told, oldest first.
+    /// Saves of this session that await their durability notice, oldest first.
     pending: VecDeque<(Ticket, u32)>,
-    /// Own prompts that are on a device, oldest first.
-    kept: VecDeque<u32>,
-    /// Own prompts so far.
+    /// Durable prompts of this participant, oldest first.
+    durable: VecDeque<u32>,
+    /// Number of new prompts so far.
     made: u32,
     counts: Counts,
 }
 
-/// Goes on until the time is over.
+/// Serves requests until the time is over.
 pub(super) fn serve(check: Check, args: &CheckArgs, lasts: Duration, audience: Audience) {
     let (layout, namespace) = (check.layout, check.namespace);
     let until = Instant::now() + lasts;
     let mut engine = Engine::new(check, args);
-    let mut said = Instant::now();
+    let mut printed = Instant::now();
     while Instant::now() < until {
         let began = Instant::now();
         if engine.session.is_none()
             && let Ok(client) = connect(args, namespace, layout)
         {
             engine.counts.sessions += 1;
-            engine.session = Some(Check { client, layout, namespace, give_up: until, within: lasts });
+            engine.session = Some(Check { client, layout, namespace, deadline: until, within: lasts });
         }
         engine.request(&namespace, began);
-        if said.elapsed() >= LINE_EVERY {
-            said = Instant::now();
+        if printed.elapsed() >= LINE_EVERY {
+            printed = Instant::now();
             audience.emit(&engine.counts);
-            audience.say(text(&engine.counts));
+            audience.print_line(text(&engine.counts));
             engine.counts.longest_request_ms = 0;
         }
         thread::sleep(REQUEST_EVERY.saturating_sub(began.elapsed()));
@@ -130,21 +136,21 @@ impl<'a> Engine<'a> {
             args,
             session: Some(check),
             pending: VecDeque::new(),
-            kept: VecDeque::new(),
+            durable: VecDeque::new(),
             made: 0,
             counts: Counts::default(),
         }
     }
 
-    /// Serves one request, and counts what came of it.
+    /// Serves one request and updates the counters.
     fn request(&mut self, namespace: &NamespaceDigest, began: Instant) {
-        self.note_durable();
-        let prompt = choose(self.counts.requests, self.args, self.made, &self.kept);
-        let ended = self.answer(prompt, &prompt.block(namespace, self.args.index));
+        self.collect_durable();
+        let prompt = choose(self.counts.requests, self.args, self.made, &self.durable);
+        let result = self.answer(prompt, &prompt.block(namespace, self.args.index));
         let took = began.elapsed();
         self.counts.requests += 1;
         self.counts.longest_request_ms = self.counts.longest_request_ms.max(millis(took));
-        if ended == Ended::Badly || took > PATIENCE {
+        if result == RequestResult::Failed || took > REQUEST_MAX {
             self.counts.failed += 1;
         }
         if matches!(prompt, Prompt::New(_)) {
@@ -153,38 +159,39 @@ impl<'a> Engine<'a> {
     }
 
     /// Loads the prompt's block, or computes and saves it.
-    fn answer(&mut self, prompt: Prompt, block: &Block) -> Ended {
+    fn answer(&mut self, prompt: Prompt, block: &Block) -> RequestResult {
         let found = match &self.session {
             Some(check) => check.fetch(block, Scope::Cluster),
-            None => Ok(Found::Nothing),
+            None => Ok(FetchResult::NotFound),
         };
-        let mut ended = Ended::Well;
+        let mut load_result = RequestResult::Ok;
         match found {
-            Ok(Found::Right(source)) => {
+            Ok(FetchResult::Verified(source)) => {
                 self.counts.hit(source);
-                return Ended::Well;
+                return RequestResult::Ok;
             }
-            Ok(Found::Wrong { words }) => {
+            Ok(FetchResult::Corrupt { words }) => {
                 self.counts.wrong_words += words;
-                return Ended::Badly;
+                return RequestResult::Failed;
             }
-            Ok(Found::Nothing) => {}
-            Ok(Found::NotBrought) => self.counts.loads_failed += 1,
+            Ok(FetchResult::NotFound) => {}
+            Ok(FetchResult::LoadFailed) => self.counts.loads_failed += 1,
             Err(error) => {
                 self.counts.loads_failed += 1;
-                ended = self.meet(&error);
+                load_result = self.handle_error(&error);
             }
         }
         self.counts.computed += 1;
-        self.counts.kept_missed += u64::from(matches!(prompt, Prompt::Kept(_)));
-        match (self.save(prompt, block), ended) {
-            (Ended::Well, Ended::Well) => Ended::Well,
-            _ => Ended::Badly,
+        self.counts.kept_missed += u64::from(matches!(prompt, Prompt::Durable(_)));
+        match (self.save(prompt, block), load_result) {
+            (RequestResult::Ok, RequestResult::Ok) => RequestResult::Ok,
+            _ => RequestResult::Failed,
         }
     }
 
-    /// Saves what was computed. That nobody takes it costs whoever asks next, not this request.
-    fn save(&mut self, prompt: Prompt, block: &Block) -> Ended {
+    /// Saves a computed block. A block that is not committed costs later requests a miss; this request
+    /// succeeds.
+    fn save(&mut self, prompt: Prompt, block: &Block) -> RequestResult {
         let put = match &self.session {
             Some(check) => check.put(block),
             None => Ok(None),
@@ -193,11 +200,11 @@ impl<'a> Engine<'a> {
             Ok(Some(committed)) => committed,
             Ok(None) => {
                 self.counts.saves_failed += 1;
-                return Ended::Well;
+                return RequestResult::Ok;
             }
             Err(error) => {
                 self.counts.saves_failed += 1;
-                return self.meet(&error);
+                return self.handle_error(&error);
             }
         };
         match committed.statuses.first() {
@@ -207,40 +214,40 @@ impl<'a> Engine<'a> {
                     push_bounded(&mut self.pending, (committed.ticket, number), PENDING_MAX);
                 }
             }
-            // Somebody else has computed it meanwhile.
+            // Another participant has computed and saved the block in the meantime.
             Some(CommitStatus::Duplicate) => self.counts.saved += 1,
-            // A slot that was taken back because the agent was slow, or anything else.
+            // For example, the reservation's lease expired.
             _ => self.counts.saves_failed += 1,
         }
-        Ended::Well
+        RequestResult::Ok
     }
 
-    /// What an error means for the request that it came to. A session that has ended is given up.
-    fn meet(&mut self, error: &ClientError) -> Ended {
+    /// Classifies an error, and drops the session if it has ended.
+    fn handle_error(&mut self, error: &ClientError) -> RequestResult {
         match error {
             ClientError::AgentLost { .. } | ClientError::AgentAbsent { .. } => {
                 self.session = None;
-                // What was not told to be durable may be gone.
+                // Without a durability notice, the blocks may be gone after the agent's restart.
                 self.pending.clear();
-                Ended::Well
+                RequestResult::Ok
             }
-            ClientError::Timeout { .. } | ClientError::Busy(_) => Ended::Well,
+            ClientError::Timeout { .. } | ClientError::Busy(_) => RequestResult::Ok,
             other => {
-                tracing::error!(error = %other, "a request has failed");
-                Ended::Badly
+                tracing::error!(error = %other, "request failed");
+                RequestResult::Failed
             }
         }
     }
 
-    /// Takes up saves that have come to a device.
-    fn note_durable(&mut self) {
+    /// Moves prompts whose blocks have become durable from `pending` to `durable`.
+    fn collect_durable(&mut self) {
         let Some(check) = &self.session else { return };
         while let Some((ticket, number)) = self.pending.front().copied() {
-            // Not yet, or the session has ended, which the next call tells.
+            // Not durable yet, or the session has ended; the next call returns that error.
             let Ok(outcome) = check.client.wait_durable(ticket, Duration::ZERO) else { return };
             self.pending.pop_front();
             if outcome.durable == 1 {
-                push_bounded(&mut self.kept, number, KEPT_MAX);
+                push_bounded(&mut self.durable, number, DURABLE_MAX);
             }
         }
     }
@@ -249,7 +256,7 @@ impl<'a> Engine<'a> {
 impl Prompt {
     fn block(self, namespace: &NamespaceDigest, own: u32) -> Block {
         match self {
-            Prompt::New(number) | Prompt::Kept(number) => block_of(namespace, &[own, number]),
+            Prompt::New(number) | Prompt::Durable(number) => block_of(namespace, &[own, number]),
             Prompt::Others { participant, number } => block_of(namespace, &[participant, number]),
         }
     }
@@ -261,16 +268,18 @@ impl Counts {
     }
 }
 
-/// What the next request asks for: in turn a new prompt, a kept one and one of another's, which one by a fixed sequence. All participants
-/// work at one rate, so another has saved about as many.
-fn choose(request: u64, args: &CheckArgs, made: u32, kept: &VecDeque<u32>) -> Prompt {
+/// Chooses the prompt of a request: in turn a new one, a durable one and one of another participant, by a
+/// fixed sequence.
+///
+/// All participants run at the same rate, so another participant has saved about `made` prompts.
+fn choose(request: u64, args: &CheckArgs, made: u32, durable: &VecDeque<u32>) -> Prompt {
     let drawn = mix(request);
     let others = u64::from(args.of - 1);
     match request % 3 {
-        1 if !kept.is_empty() => Prompt::Kept(kept[(drawn % kept.len() as u64) as usize]),
+        1 if !durable.is_empty() => Prompt::Durable(durable[(drawn % durable.len() as u64) as usize]),
         2 if others > 0 && made > 0 => {
             let participant = (mix(drawn) % others) as u32;
-            // One's own index is left out.
+            // Skip this participant's own index.
             let participant = participant + u32::from(participant >= args.index);
             Prompt::Others { participant, number: (drawn % u64::from(made)) as u32 }
         }
@@ -278,9 +287,9 @@ fn choose(request: u64, args: &CheckArgs, made: u32, kept: &VecDeque<u32>) -> Pr
     }
 }
 
-/// The oldest gives way.
-fn push_bounded<T>(queue: &mut VecDeque<T>, item: T, most: usize) {
-    if queue.len() >= most {
+/// Appends an item; drops the oldest if the queue has `max` items.
+fn push_bounded<T>(queue: &mut VecDeque<T>, item: T, max: usize) {
+    if queue.len() >= max {
         queue.pop_front();
     }
     queue.push_back(item);
@@ -318,13 +327,13 @@ mod tests {
     }
 
     #[test]
-    fn a_third_of_the_requests_is_new_and_the_others_are_for_what_was_saved() {
+    fn one_third_of_requests_is_new_and_the_others_repeat_saved_prompts() {
         let args = of(&["check", "--run", "a", "--of", "3", "--index", "1"]);
-        let kept: VecDeque<u32> = (10..20).collect();
-        let all: Vec<Prompt> = (0..300).map(|request| choose(request, &args, 20, &kept)).collect();
+        let durable: VecDeque<u32> = (10..20).collect();
+        let all: Vec<Prompt> = (0..300).map(|request| choose(request, &args, 20, &durable)).collect();
         assert_eq!(all.iter().filter(|prompt| **prompt == Prompt::New(20)).count(), 100);
-        let asked = |wanted: u32| all.contains(&Prompt::Kept(wanted));
-        assert!((10..20).all(asked) && !asked(9) && !asked(20), "{all:?}");
+        let requested = |number: u32| all.contains(&Prompt::Durable(number));
+        assert!((10..20).all(requested) && !requested(9) && !requested(20), "{all:?}");
         let from: Vec<u32> = all
             .iter()
             .filter_map(|prompt| match prompt {
@@ -332,12 +341,12 @@ mod tests {
                 _ => None,
             })
             .collect();
-        assert_eq!(from.len(), 100, "none is beyond what another may have made");
+        assert_eq!(from.len(), 100, "each number is one that another participant may have saved");
         assert!(from.contains(&0) && from.contains(&2) && !from.contains(&1), "{from:?}");
     }
 
     #[test]
-    fn who_has_nothing_to_ask_for_again_makes_something_new() {
+    fn requests_are_new_while_no_prompt_is_saved() {
         let alone = of(&["check", "--run", "a"]);
         for request in 0..3 {
             assert_eq!(choose(request, &alone, 0, &VecDeque::new()), Prompt::New(0));
@@ -345,20 +354,20 @@ mod tests {
     }
 
     #[test]
-    fn prompts_of_different_participants_and_numbers_are_different_blocks() {
+    fn prompts_of_different_participants_and_numbers_have_different_blocks() {
         let args = of(&["check", "--run", "a"]);
         let layout = model::llama_3_8b_scaled(model::SCALE_DEFAULT).expect("valid");
         let namespace = super::super::namespace(&layout, &args.tenant, &args.run);
         let own = Prompt::New(1).block(&namespace, 0);
-        assert_eq!(own, Prompt::Kept(1).block(&namespace, 0));
+        assert_eq!(own, Prompt::Durable(1).block(&namespace, 0));
         assert_eq!(own, Prompt::Others { participant: 0, number: 1 }.block(&namespace, 1));
         assert_ne!(own, Prompt::New(2).block(&namespace, 0));
         assert_ne!(own, Prompt::New(1).block(&namespace, 1));
-        assert_ne!(own, super::super::block(&namespace, 0), "nor that of the check itself");
+        assert_ne!(own, super::super::block(&namespace, 0), "the check itself has a different block");
     }
 
     #[test]
-    fn what_is_remembered_is_bounded() {
+    fn bounded_queue_drops_the_oldest_items() {
         let mut queue: VecDeque<u32> = VecDeque::new();
         (0..5).for_each(|number| push_bounded(&mut queue, number, 3));
         assert_eq!(queue, [2, 3, 4]);

@@ -1,4 +1,4 @@
-//! The configuration files of a cluster's processes.
+//! Configuration files of a cluster's processes.
 
 use std::path::{Path, PathBuf};
 
@@ -6,31 +6,31 @@ use reprise_policy::ByteSize;
 
 use super::AgentSizes;
 
-/// Of members that share a store: what etcd grants at the least with its default election timeout.
+/// Lifetime of members that share a store: etcd's minimum with its default election timeout.
 const TIME_TO_LIVE: &str = "2s";
 
-/// A region of an agent's arena at the most.
+/// Maximum size of a region of an agent's arena.
 const REGION_BYTES_MAX: u64 = 64 << 20;
 
-/// Where members keep what they must not forget.
+/// Store of the members' durable state.
 #[derive(Clone, Debug)]
 pub(super) enum StoreChoice {
-    /// One file.
+    /// A file.
     Embedded(PathBuf),
     /// An etcd at this URL.
     Etcd(String),
 }
 
-/// What differs between two members.
+/// Settings that differ between members.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct MemberConfig<'a> {
     pub(super) name: &'a str,
-    /// Address of its gRPC services; port 0 for a free one.
+    /// Address of its gRPC services; port 0 selects a free port.
     pub(super) listen: &'a str,
     pub(super) store: &'a StoreChoice,
 }
 
-/// What differs between two agents.
+/// Settings that differ between agents.
 #[derive(Clone, Debug)]
 pub(super) struct AgentConfig<'a> {
     pub(super) node: &'a str,
@@ -59,7 +59,7 @@ impl MemberConfig<'_> {
 impl AgentConfig<'_> {
     pub(super) fn text(&self) -> String {
         let moves = self.sizes.moves.map(|bytes| format!("\n[placement]\nbandwidth = \"{bytes}\"\n"));
-        // One engine a node, which may have all that engines may have.
+        // Only one engine per node, which may use the whole memory for sessions.
         format!(
             "[node]\nname = \"{node}\"\n\n[session]\nsocket = {socket}\n\n[arena]\nbytes = \"{arena}\"\nregion_bytes = \
              \"{region}\"\n\n[pool]\ndevices = [{{ path = {pool}, bytes = \"{bytes}\" }}]\n\n[cache]\n\
@@ -76,7 +76,7 @@ impl AgentConfig<'_> {
         )
     }
 
-    /// One member as a string, several as a list.
+    /// Returns one member as a string, several as a list.
     fn address(&self) -> String {
         match self.members.as_slice() {
             [one] => format!("\"{one}\""),
@@ -85,7 +85,7 @@ impl AgentConfig<'_> {
     }
 }
 
-/// A path as a TOML string.
+/// Returns a path as a TOML string.
 fn quoted(path: &Path) -> String {
     toml::Value::String(path.to_string_lossy().into_owned()).to_string()
 }
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn a_member_is_told_its_name_and_where_the_store_is() {
+    fn member_configuration_has_name_and_store() {
         let store = StoreChoice::Etcd("http://127.0.0.1:2379".to_owned());
         let config = parse(&MemberConfig { name: "a", listen: "127.0.0.1:7", store: &store }.text());
         assert_eq!(config["listen"].as_str(), Some("127.0.0.1:7"));
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn an_agent_is_told_one_member_as_a_string_and_several_as_a_list() {
+    fn agent_configuration_has_one_member_as_string_and_several_as_list() {
         let sizes =
             AgentSizes { arena: ByteSize(192 << 20), pool: ByteSize(3 << 30), moves: Some(ByteSize(0)) };
         let address = |members: &[&str]| {

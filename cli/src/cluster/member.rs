@@ -10,21 +10,22 @@ use reprise_proto::controlplane::{ListMembersRequest, MemberList};
 use serde::{Deserialize, Serialize};
 
 use super::configuration::{MemberConfig, StoreChoice};
-use super::directory::ClusterDirectory;
 use super::process::{Process, kill, stop};
+use super::work_directory::WorkDirectory;
 
 const PROGRAM: &str = "reprise-controlplane";
 
-/// Until all members have found each other: a name may be taken by the lease of a killed process for two lives.
+/// Time limit for the members to find each other: the lease of a killed process can block a name for two
+/// lifetimes.
 const REGISTERED_WITHIN: Duration = Duration::from_secs(15);
 
-/// Between two looks.
+/// Interval between checks.
 const REGISTERED_PAUSE: Duration = Duration::from_millis(10);
 
-/// How to reach one member.
+/// Addresses of one member.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct MemberAddresses {
-    /// Its name.
+    /// Name of the member.
     pub(crate) name: String,
     /// gRPC address, `host:port`.
     pub(crate) grpc: String,
@@ -32,7 +33,7 @@ pub(crate) struct MemberAddresses {
     pub(crate) admin: String,
 }
 
-/// A running member.
+/// Running member.
 #[derive(Debug)]
 pub(super) struct Member {
     name: String,
@@ -42,11 +43,11 @@ pub(super) struct Member {
 }
 
 impl Member {
-    /// Starts one on a free port, which it keeps when it is started again.
+    /// Starts a member on a free port, which it keeps across restarts.
     pub(super) fn start(
         name: &str,
         store: &StoreChoice,
-        directory: &mut ClusterDirectory,
+        directory: &mut WorkDirectory,
     ) -> anyhow::Result<Member> {
         let config = directory.path().join(format!("{name}.toml"));
         let log = directory.path().join(format!("{name}.log"));
@@ -60,8 +61,8 @@ impl Member {
         Ok(Member { name: name.to_owned(), config, log, process })
     }
 
-    /// Starts a killed one again.
-    pub(super) fn restart(&mut self, directory: &mut ClusterDirectory) -> anyhow::Result<()> {
+    /// Restarts a killed member.
+    pub(super) fn restart(&mut self, directory: &mut WorkDirectory) -> anyhow::Result<()> {
         self.process = Process::start(PROGRAM, &self.config, &self.log, directory)?;
         Ok(())
     }
@@ -84,7 +85,7 @@ impl Member {
     }
 }
 
-/// Waits until each of these members is registered and lists all of them, and nobody else.
+/// Waits until each of these members is registered and lists exactly these members.
 pub(super) fn all_registered(members: &[MemberAddresses]) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
@@ -92,12 +93,12 @@ pub(super) fn all_registered(members: &[MemberAddresses]) -> anyhow::Result<()> 
         for member in members {
             loop {
                 let list = list(&member.grpc).await?;
-                if list.registered && knows_exactly(&list, members) {
+                if list.registered && lists_exactly(&list, members) {
                     break;
                 }
                 ensure!(
                     Instant::now() < give_up,
-                    "the members have not found each other within {REGISTERED_WITHIN:?}: {} lists {:?}",
+                    "the members did not find each other within {REGISTERED_WITHIN:?}: {} lists {:?}",
                     member.name,
                     list.members.iter().map(|other| other.name.as_str()).collect::<Vec<_>>()
                 );
@@ -113,7 +114,7 @@ async fn list(address: &str) -> anyhow::Result<MemberList> {
     Ok(client.list_members(ListMembersRequest {}).await.context("listing members")?.into_inner())
 }
 
-fn knows_exactly(list: &MemberList, members: &[MemberAddresses]) -> bool {
+fn lists_exactly(list: &MemberList, members: &[MemberAddresses]) -> bool {
     let known = |member: &MemberAddresses| {
         list.members.iter().any(|other| other.name == member.name && other.address == member.grpc)
     };

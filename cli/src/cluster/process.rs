@@ -1,4 +1,4 @@
-//! Processes of a cluster: started with a configuration file and a log, recorded, ready, and ended in order.
+//! Processes of a cluster: start with a configuration file and a log, record, readiness, and orderly end.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -10,39 +10,39 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use serde::Deserialize;
 
-use super::directory::ClusterDirectory;
+use super::work_directory::WorkDirectory;
 use crate::interrupt;
 
-/// How long a process may take until it is ready: formatting or recovering a pool and touching its arena.
+/// Time limit until a process is ready, including formatting or recovering a pool and touching its arena.
 pub(super) const READY_WITHIN: Duration = Duration::from_secs(60);
 
-/// How long a process may take to end after SIGTERM (it flushes what is not durable yet).
+/// Time limit until a process ends after SIGTERM, including writing blocks that are not durable yet.
 pub(super) const STOP_WITHIN: Duration = Duration::from_secs(10);
 
-/// Lines at the end of a log that are told when its process does not start.
+/// Lines at the end of a log that are shown if its process does not start.
 const TAIL_LINES: usize = 15;
 
-/// What is started, and where its words go.
+/// Program to start, with its configuration and log.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Launch<'a> {
     /// The binary.
     pub(crate) program: &'a Path,
     /// Name of the argument before the configuration.
     pub(crate) argument: &'a str,
-    /// Its configuration, by which it is found again.
+    /// Path of its configuration, which identifies the process.
     pub(crate) config: &'a Path,
-    /// Its standard error.
+    /// File for its standard error.
     pub(crate) log: &'a Path,
 }
 
-/// A child process that has said that it is ready.
+/// Child process that has reported that it is ready.
 #[derive(Debug)]
 pub(super) struct Process {
     pub(super) child: Child,
     pub(super) ready: ReadyLine,
 }
 
-/// The line that a process prints when it is ready. Fields that a process has no use for are absent.
+/// Line that a process prints when it is ready. Fields may be absent.
 #[derive(Clone, Debug, Deserialize)]
 pub(super) struct ReadyLine {
     ready: bool,
@@ -54,14 +54,14 @@ pub(super) struct ReadyLine {
 }
 
 impl Launch<'_> {
-    /// Starts the process and records it in one piece.
-    pub(super) fn spawn(&self, output: Stdio, directory: &mut ClusterDirectory) -> anyhow::Result<Child> {
+    /// Starts the process and records it.
+    pub(super) fn spawn(&self, output: Stdio, directory: &mut WorkDirectory) -> anyhow::Result<Child> {
         let file = fs::File::options()
             .create(true)
             .append(true)
             .open(self.log)
             .with_context(|| format!("cannot write {}", self.log.display()))?;
-        let held_off = interrupt::hold_off();
+        let held_off = interrupt::defer();
         let child = Command::new(self.program)
             .arg(self.argument)
             .arg(self.config)
@@ -78,19 +78,19 @@ impl Launch<'_> {
 }
 
 impl Process {
-    /// Starts a binary that lies beside this one, and waits until it is ready.
+    /// Starts a binary next to this one, and waits until it is ready.
     pub(super) fn start(
         program: &str,
         config: &Path,
         log: &Path,
-        directory: &mut ClusterDirectory,
+        directory: &mut WorkDirectory,
     ) -> anyhow::Result<Process> {
         let path = binary(program)?;
         let launch = Launch { program: &path, argument: "--config", config, log };
         let mut child = launch.spawn(Stdio::piped(), directory)?;
         let output = child.stdout.take().expect("piped above");
         let (sender, receiver) = mpsc::sync_channel(1);
-        // The thread ends with the line or with the process.
+        // The thread ends after the line or with the process.
         std::thread::spawn(move || {
             let mut line = String::new();
             let read = BufReader::new(output).read_line(&mut line).map(|_| line);
@@ -110,9 +110,9 @@ impl Process {
     }
 }
 
-/// A binary beside this one.
+/// Returns the path of a binary next to this one.
 pub(crate) fn binary(program: &str) -> anyhow::Result<PathBuf> {
-    let own = std::env::current_exe().context("cannot find this program's own file")?;
+    let own = std::env::current_exe().context("cannot find the path of this program")?;
     let path = own.with_file_name(program);
     if !path.exists() {
         bail!("{} is missing: build the whole workspace (`cargo build --release`)", path.display());
@@ -120,14 +120,14 @@ pub(crate) fn binary(program: &str) -> anyhow::Result<PathBuf> {
     Ok(path)
 }
 
-/// Ends a process with SIGKILL: nothing of it gets a chance to tidy up.
+/// Ends a process with SIGKILL.
 pub(super) fn kill(child: &mut Child) -> anyhow::Result<()> {
     child.kill().context("killing a process")?;
     child.wait().context("waiting for a killed process")?;
     Ok(())
 }
 
-/// Asks a process to end, and ends it when it does not.
+/// Ends a process with SIGTERM, then with SIGKILL.
 pub(crate) fn stop(child: &mut Child) {
     if matches!(child.try_wait(), Ok(Some(_))) {
         return;
@@ -147,11 +147,11 @@ pub(crate) fn stop(child: &mut Child) {
 fn terminate(child: &Child) {
     let pid = rustix::process::Pid::from_child(child);
     if let Err(error) = rustix::process::kill_process(pid, rustix::process::Signal::TERM) {
-        tracing::debug!(%error, "a process to be ended was gone");
+        tracing::debug!(%error, "cannot signal a process that has already ended");
     }
 }
 
-/// The end of a log.
+/// Returns the last lines of a log.
 pub(super) fn tail(log: &Path) -> String {
     let text = fs::read_to_string(log).unwrap_or_default();
     let lines: Vec<&str> = text.lines().collect();

@@ -1,4 +1,4 @@
-//! What the demo does to its cluster: an agent and a member of the control plane are killed, and come back.
+//! Faults of the demo: it kills and restarts an agent and a control-plane member.
 
 use anyhow::{Context, bail};
 
@@ -8,56 +8,57 @@ use crate::engine::DurableCheck;
 use crate::engine_process::EngineProcess;
 use crate::output::Audience;
 
-/// The node that is killed.
+/// Index of the node whose agent is killed.
 const VICTIM: usize = 0;
 
-/// The member that is killed: the one that agents are told of first.
+/// Index of the member that is killed: the first in the agents' configuration.
 const VICTIM_MEMBER: usize = 0;
 
-/// What killing and restarting an agent showed.
+/// Durable blocks of an agent before the kill and after the restart.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct KillOutcome {
     pub(super) before: DurableCheck,
     pub(super) after: DurableCheck,
-    /// Blocks that were there before and may be gone after: those whose copy on NVMe was evicted or moved while one in DRAM
-    /// was left, and those that have moved since the restart.
+    /// Upper bound of the blocks that may be gone after the restart: their copy on NVMe was evicted or moved,
+    /// before the kill while a copy in DRAM remained, or since the restart.
     pub(super) left: u64,
     pub(super) restart_seconds: f64,
 }
 
-/// A member of the control plane that was killed, and whether it is still away.
+/// Whether a control-plane member was killed, and whether it is running again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LostMember {
     None,
-    Away,
-    Back,
+    Down,
+    Restarted,
 }
 
 impl LostMember {
-    /// Kills a member with SIGKILL. The only one is started again at once: there is nobody to take its place.
+    /// Kills a member with SIGKILL. Restarts it at once if it is the only one, because no other can take
+    /// over.
     pub(super) fn kill(
         cluster: &mut Cluster,
         members: usize,
         audience: Audience,
     ) -> anyhow::Result<LostMember> {
-        audience.say("Killing a member of the control plane with SIGKILL; the requests go on …");
+        audience.print_line("Killing a control-plane member with SIGKILL while requests continue …");
         cluster.kill_member(VICTIM_MEMBER)?;
         if members > 1 {
-            return Ok(LostMember::Away);
+            return Ok(LostMember::Down);
         }
         cluster.restart_member(VICTIM_MEMBER)?;
-        Ok(LostMember::Back)
+        Ok(LostMember::Restarted)
     }
 
-    /// Starts the member again if it is away.
-    pub(super) fn bring_back(&mut self, cluster: &mut Cluster, audience: Audience) -> anyhow::Result<()> {
-        if *self == LostMember::Away {
+    /// Restarts the member if it is down.
+    pub(super) fn restart(&mut self, cluster: &mut Cluster, audience: Audience) -> anyhow::Result<()> {
+        if *self == LostMember::Down {
             cluster.restart_member(VICTIM_MEMBER)?;
-            *self = LostMember::Back;
+            *self = LostMember::Restarted;
         }
-        if *self == LostMember::Back {
-            cluster.members_know_each_other()?;
-            audience.say("The killed member of the control plane is back.");
+        if *self == LostMember::Restarted {
+            cluster.await_membership()?;
+            audience.print_line("The killed control-plane member is running again.");
         }
         Ok(())
     }
@@ -73,13 +74,13 @@ pub(super) fn kill_and_restart(
     engines: &mut [EngineProcess],
     audience: Audience,
 ) -> anyhow::Result<KillOutcome> {
-    engines[VICTIM].settle()?;
+    engines[VICTIM].await_durable()?;
     let before = engines[VICTIM].check_durable().context("checking durable blocks before the kill")?;
     let left_before = evictions_of(&cluster.file().agents[VICTIM])?.left_nvme();
     demand_durable(&before, left_before)?;
-    audience.say(format!(
-        "node-{} has announced {} blocks durable so far, of which {} have left it again (evicted, or moved); all other \
-         {} are there. Killing its agent with SIGKILL …",
+    audience.print_line(format!(
+        "node-{} has announced {} blocks as durable; {} of them were evicted or moved since, and the other {} are \
+         present. Killing its agent with SIGKILL …",
         VICTIM + 1,
         before.announced,
         before.missed,
@@ -89,8 +90,8 @@ pub(super) fn kill_and_restart(
     let restart_seconds = cluster.restart_agent(VICTIM)?;
     engines[VICTIM].reconnect()?;
     let after = engines[VICTIM].check_durable().context("checking durable blocks after the restart")?;
-    audience.say(format!(
-        "… ready again after {restart_seconds:.2} s: {} of {} durable blocks came back, every byte compared.",
+    audience.print_line(format!(
+        "… ready again after {restart_seconds:.2} s: {} of {} durable blocks recovered, every byte verified.",
         after.present, before.present
     ));
     let left_after = evictions_of(&cluster.file().agents[VICTIM])?.left_nvme();
@@ -99,20 +100,20 @@ pub(super) fn kill_and_restart(
 }
 
 impl Evictions {
-    /// Blocks whose copy on NVMe is no longer there, and should not be.
+    /// Number of blocks whose copy on NVMe was dropped on purpose.
     fn left_nvme(self) -> u64 {
         self.nvme + self.moved
     }
 }
 
-/// Every block that was announced durable is there and right, or is one of those that were evicted or moved.
+/// Returns an error unless each block announced as durable is readable, or was evicted or moved.
 pub(super) fn demand_durable(check: &DurableCheck, left: u64) -> anyhow::Result<()> {
     if check.failed > 0 {
-        bail!("{} of {} durable blocks could not be read back", check.failed, check.announced);
+        bail!("cannot read {} of {} durable blocks", check.failed, check.announced);
     }
     if check.missed > left {
         bail!(
-            "{} of {} durable blocks are gone, and only {left} were evicted or moved to another node: the rest is lost",
+            "{} of {} durable blocks are missing, but only {left} were evicted or moved to another node",
             check.missed,
             check.announced
         );
@@ -125,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_durable_block_that_is_gone_without_an_eviction_fails_the_demo() {
+    fn missing_durable_block_without_an_eviction_fails_the_demo() {
         let check = DurableCheck { announced: 10, present: 8, missed: 2, ..DurableCheck::default() };
         assert!(demand_durable(&check, 2).is_ok());
         let error = demand_durable(&check, 1).expect_err("one block is lost").to_string();
@@ -133,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn a_durable_block_that_cannot_be_read_fails_the_demo_however_many_were_evicted() {
+    fn unreadable_durable_block_fails_the_demo_regardless_of_evictions() {
         let check = DurableCheck { announced: 10, present: 9, failed: 1, ..DurableCheck::default() };
         assert!(demand_durable(&check, 1000).is_err());
     }

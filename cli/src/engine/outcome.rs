@@ -1,9 +1,9 @@
-//! What requests and checks of the reference engine cost and gave.
+//! Results of requests and checks of the reference engine.
 
 use reprise_client::Source;
 use serde::{Deserialize, Serialize};
 
-/// Blocks by where they were found.
+/// Blocks by source.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct HitCounts {
     /// The node's own DRAM.
@@ -16,51 +16,51 @@ pub(crate) struct HitCounts {
     pub(crate) peer_nvme: u64,
 }
 
-/// What one request cost and gave. Times in microseconds.
+/// Results of one request. Times are in microseconds.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct RequestOutcome {
     /// Full blocks of the prompt.
     pub(crate) blocks: u64,
     /// Blocks loaded and verified, by source.
     pub(crate) hits: HitCounts,
-    /// Blocks that were matched and are not in the prefix that could be loaded (recomputed).
+    /// Matched blocks that could not be loaded and were recomputed.
     pub(crate) lost: u64,
     /// Blocks saved by this request.
     pub(crate) saved: u64,
-    /// Blocks that were there already when they were committed.
+    /// Blocks that already existed when they were committed.
     pub(crate) duplicates: u64,
-    /// Blocks not saved because the arena had no room.
+    /// Blocks not saved because the arena was full.
     pub(crate) unsaved: u64,
-    /// Calls that failed; what they were to bring was computed.
+    /// Failed calls; their blocks were computed.
     pub(crate) errors: u64,
     /// Bytes loaded into the engine's memory and used.
     pub(crate) bytes_loaded: u64,
-    /// Bytes of those that were compared with the keyed function.
+    /// Loaded bytes that were compared with the keyed function.
     pub(crate) bytes_verified: u64,
     /// 8-byte words that differed from the keyed function.
     pub(crate) mismatches: u64,
     /// Bytes saved.
     pub(crate) bytes_saved: u64,
-    /// The match call.
+    /// Duration of the match call.
     pub(crate) match_us: u64,
-    /// From the load call until layer 0 of all blocks was in the engine's memory; 0 without a load.
+    /// Time from the load call until layer 0 of all blocks was in the engine's memory; 0 without a load.
     pub(crate) first_layer_us: u64,
-    /// From the load call until all layers were in the engine's memory.
+    /// Time from the load call until all layers were in the engine's memory.
     pub(crate) load_us: u64,
-    /// Reserve, fill and commit.
+    /// Duration of reserve, fill and commit.
     pub(crate) save_us: u64,
 }
 
-/// What a check of all durable blocks found.
+/// Result of a check of all durable blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct DurableCheck {
-    /// Distinct blocks that were announced durable and not missed in an earlier check.
+    /// Distinct blocks reported as durable and not missed in an earlier check.
     pub(crate) announced: u64,
-    /// Of those, blocks that the node still has and whose bytes are right.
+    /// Checked blocks that the node still has with correct bytes.
     pub(crate) present: u64,
-    /// Of those, blocks that the node says it does not have.
+    /// Checked blocks that the node reports as missing.
     pub(crate) missed: u64,
-    /// The rest: blocks that the node has and could not bring, or whose bytes are wrong.
+    /// Checked blocks that the node has but could not load, or whose bytes are wrong.
     pub(crate) failed: u64,
     /// Bytes compared.
     pub(crate) bytes_verified: u64,
@@ -85,7 +85,7 @@ impl HitCounts {
         self.peer_nvme += other.peer_nvme;
     }
 
-    /// The names of the tiers that served nothing.
+    /// Returns the names of the tiers that served no block.
     pub(crate) fn tiers_without_hits(&self) -> Vec<&'static str> {
         [
             ("own_dram", self.own_dram),

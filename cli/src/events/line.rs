@@ -1,4 +1,4 @@
-//! A line of `reprise events`, for people and for programs.
+//! Lines of `reprise events`, as text and as JSON.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,42 +8,43 @@ use serde::{Serialize, Serializer};
 
 use crate::output::Audience;
 
-/// Where to go on from: a member, and its position as 16 hexadecimal digits and a number, `a@00000000000000ff:17`.
+/// Position in a member's change log, written as `a@00000000000000ff:17`: member, log (hexadecimal) and
+/// number.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct MemberPosition {
     pub(super) member: String,
     pub(super) position: Position,
 }
 
-/// One line.
+/// One line of output.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(super) struct Line {
     pub(super) member: String,
     #[serde(flatten)]
     pub(super) event: Event,
-    /// Where to go on from after it; none within a snapshot, nor of a member that is gone.
+    /// Position to resume from after this line; `null` within a snapshot and for a gone member.
     pub(super) position: Option<MemberPosition>,
 }
 
-/// What a line says.
+/// Event of a line.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub(super) enum Event {
-    /// Forget what the member has said: all that it holds follows.
+    /// A snapshot begins: earlier events of the member are void, and all its replicas follow.
     Snapshot { reason: &'static str },
-    /// A replica is there.
+    /// A replica was added.
     Added(Replica),
-    /// A replica is not there any more.
+    /// A replica was removed.
     Withdrawn(Replica),
-    /// All replicas of the node (none: of every node) in these hash slots (none: in every slot) are void.
+    /// All replicas of the node in the slots are void. No node means all nodes; no slots means all slots.
     Cleared { node: Option<u32>, slots: Vec<u32> },
-    /// What was said is what the member holds.
+    /// The events so far are the member's current state.
     Current,
-    /// The member is none any more: forget what it has said.
+    /// The member is no longer listed: its events are void.
     Gone,
 }
 
-/// One node's copy of a block.
+/// One copy of a block.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Replica {
     pub(super) node: u16,
@@ -52,12 +53,12 @@ pub(super) struct Replica {
 }
 
 impl Line {
-    /// That a member is listed no more.
+    /// Returns the line for a member that is no longer listed.
     pub(super) fn gone(member: String) -> Line {
         Line { member, event: Event::Gone, position: None }
     }
 
-    /// The line without its end.
+    /// Returns the line without a newline.
     pub(super) fn text(&self, audience: Audience) -> String {
         match audience {
             Audience::Program => serde_json::to_string(self).expect("our own types encode as JSON"),
@@ -86,7 +87,7 @@ impl fmt::Display for Event {
                 }
             }
             Event::Current => write!(f, "current"),
-            Event::Gone => write!(f, "gone: what it has said is void"),
+            Event::Gone => write!(f, "gone: its events are void"),
         }
     }
 }
@@ -115,13 +116,15 @@ impl FromStr for MemberPosition {
 
     fn from_str(text: &str) -> Result<MemberPosition, String> {
         let parse = || {
-            // Names may be addresses, so the last of each sign counts.
+            // Names may be addresses with colons, so split at the last separators.
             let (member, position) = text.rsplit_once('@')?;
             let (log, next) = position.rsplit_once(':')?;
             let position = Position { log: u64::from_str_radix(log, 16).ok()?, next: next.parse().ok()? };
             (!member.is_empty()).then(|| MemberPosition { member: member.to_owned(), position })
         };
-        parse().ok_or_else(|| "write MEMBER@LOG:NUMBER, as a line of `reprise events` ends".to_owned())
+        parse().ok_or_else(|| {
+            "expected MEMBER@LOG:NUMBER, from the end of a line of `reprise events`".to_owned()
+        })
     }
 }
 
@@ -135,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn a_position_is_read_as_it_is_printed() {
+    fn parses_the_printed_form_of_a_position() {
         assert_eq!(position().to_string(), "[::1]:7400@00000000000000ff:17");
         assert_eq!(position().to_string().parse(), Ok(position()));
         for wrong in ["", "a", "a@1", "a@x:1", "a@1:x", "@1:1"] {
@@ -145,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_says_the_same_to_people_and_programs() {
+    fn text_and_json_have_the_same_content() {
         let replica = Replica { node: 7, tier: "dram", key: "11".repeat(16) };
         let event = Event::Added(replica);
         let line = Line { member: "a".to_owned(), event, position: Some(position()) };
@@ -161,7 +164,7 @@ mod tests {
             (&"added".into(), &key.into(), &7.into())
         );
         let gone = Line::gone("a".to_owned());
-        assert_eq!(gone.text(Audience::Person), "a  gone: what it has said is void");
+        assert_eq!(gone.text(Audience::Person), "a  gone: its events are void");
         assert_eq!(gone.text(Audience::Program), r#"{"member":"a","event":"gone","position":null}"#);
         let cleared = Event::Cleared { node: None, slots: vec![1, 2] };
         assert_eq!(cleared.to_string(), "cleared every node in slots [1, 2]");

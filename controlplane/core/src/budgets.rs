@@ -1,121 +1,123 @@
-//! Budgets in escrow: a tenant's bytes in the whole cluster, split into grants to nodes.
+//! Tenant budgets in escrow: the bytes of a tenant in the whole cluster, divided into grants to nodes.
 //!
-//! A node allocates within its grants without asking anybody. Bytes move from one node to another in three steps, and
-//! between them nobody has them:
+//! A node allocates within its grants without asking. Bytes move between nodes in three steps, and in between
+//! belong to no node:
 //!
 //! ```text
-//! node A granted 60 ──order: 40──▶ A evicts ──report: holds 40──▶ ledger: 20 free ──order: 20 more──▶ node B
+//! node A granted 60 ──grant: 40──▶ A evicts ──report: holds 40──▶ ledger: 20 free ──grant: 20 more──▶ node B
 //!        charged 60                charged 60                     charged 40                charged to B
 //! ```
 //!
-//! The ledger charges a node with the most that it may hold: what it said that it holds under the newest order it knows, and
-//! every order sent since. So whatever is lost, doubled or late, the sum of what nodes hold stays within the budget:
-//! * an order raises what a node is charged when it is made, not when it arrives;
-//! * an order lowers it when the node says that it holds no more ([`TenantReport`]), not when it is sent;
-//! * a node that is silent keeps its charge until it is forgotten, which is when its epoch is fenced;
-//! * a ledger that has just begun raises nothing before every node that was there has reported, or was forgotten.
+//! The ledger charges a node with the most that it may hold: the usage reported under the newest grant that
+//! the node knows, and every grant sent since. Therefore the sum of what nodes hold stays within the budget,
+//! even if messages are lost, duplicated or late:
+//! * A grant that raises the charge counts from when it is made, not from when it arrives.
+//! * A grant that lowers it counts from when the node reports its lower usage ([`TenantReport`]), not from
+//!   when it is sent.
+//! * A silent node keeps its charge until it is forgotten, that is, until its epoch is fenced.
+//! * A new ledger raises no grant until every known node has reported or was forgotten.
 //!
-//! A node that was forgotten and comes back holds what it has until it knows its new orders. That is charged as well. As
-//! long as all charges together fit the budget, whoever holds something may keep it; when they do not, who holds it by an
-//! order of its last registration may, and the others evict down to what they should have. The same rule lets a new ledger
-//! take over what it finds.
+//! A forgotten node that returns still holds its bytes until it receives new grants. They are charged as
+//! well. While all charges together fit into the budget, every node may keep its bytes. Otherwise, nodes
+//! with a grant under their last registration keep it, and the others evict down to their target. The same
+//! rule lets a new ledger take over the existing usage.
 //!
-//! Orders carry the epoch of the node's registration and a version that grows with it. Both directions repeat with every
-//! heartbeat ([`Budgets::report`]); losing a message costs time only. [`Budgets::rebalance`] is for a timer of about a
-//! second: it costs tenants × nodes.
+//! Grants carry the epoch of the node's registration and a version that increases within it. Reports and
+//! grants are repeated with every heartbeat ([`Budgets::report`]), so a lost message costs only time. Call
+//! [`Budgets::rebalance`] about once a second; it costs tenants × nodes.
 //!
-//! Split: every node gets what it uses and wants, and an equal share of the rest; when there is not enough, nodes get equal
-//! amounts, but none more than it needs. As long as all charges together fit the budget, changes of less than 1/64 of it are
-//! left undone, and a grant is lowered only when the node has had it for some reports.
+//! Division: every node gets its usage and demand, and an equal share of the rest. If that exceeds the
+//! budget, nodes get equal amounts up to their needs. While all charges together fit, changes below 1/64 of
+//! the budget are omitted, and a grant is lowered only after some reports under it.
 //!
-//! Deliberately absent: messages on a wire, time, and limits of single nodes (their configuration holds besides).
+//! Messages, time, and the limits of single nodes (which apply in addition) are the caller's.
 
 use std::collections::BTreeMap;
 
 use reprise_policy::{Epoch, NodeId, TenantName};
 
-/// Versions of one epoch: 2³² changes of one tenant's grant on one node, at one a second for 136 years. The upper half of
-/// a version is the lower half of its epoch, which counts a node's registrations under one store.
+/// Bits of a version below the epoch: 2³² changes of one grant, enough for 136 years at one a second. The
+/// upper half is the lower half of the node's epoch, which counts its registrations under one store.
 const VERSION_BITS: u32 = 32;
 
-/// Changes below this part of a budget are left undone.
-const SMALLEST_CHANGE: u64 = 64;
+/// Changes below the budget divided by this number are omitted.
+const MIN_CHANGE_FRACTION: u64 = 64;
 
-/// Reports under an order before what they say is a reason to lower it: what a node uses follows its grant with a delay, and
-/// a grant that is taken back before it was used swings back and forth. A second at four heartbeats a second.
+/// Reports under a grant before it may be lowered: one second at four heartbeats a second. Usage follows a
+/// grant with a delay, and lowering it earlier would make grants oscillate.
 const REPORTS_BEFORE_LOWERING: u32 = 4;
 
-/// Bytes of both kinds.
+/// Amounts of DRAM and NVMe, usually in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Amounts {
-    /// Of arenas.
+    /// Amount in arenas.
     pub dram: u64,
-    /// Of pools, header pages included.
+    /// Amount in pools, including header pages.
     pub nvme: u64,
 }
 
-/// What a node says of its tenants, with each heartbeat.
+/// A node's report about its tenants, sent with each heartbeat.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Report {
-    /// Who.
+pub struct QuotaReport {
+    /// Reporting node.
     pub node: NodeId,
-    /// Its registration.
+    /// Registration of the node.
     pub epoch: Epoch,
-    /// Every tenant that holds something there or was granted something.
+    /// Every tenant with bytes or a grant on the node.
     pub tenants: Vec<TenantReport>,
 }
 
-/// What a node says of one tenant.
+/// A node's report about one tenant.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TenantReport {
-    /// Whose.
+    /// Reported tenant.
     pub tenant: TenantName,
-    /// The newest order that holds there; 0: none.
+    /// Version of the newest grant in effect on the node; 0 without a grant.
     pub version: u64,
-    /// What that order says; what the node would allow by itself as long as there is none.
+    /// Limit of that grant; without a grant, the limit of the node's configuration.
     pub limit: Amounts,
-    /// What it uses.
+    /// Bytes in use on the node.
     pub used: Amounts,
-    /// Bytes dropped or refused for its limit, counted from the start of the agent.
+    /// Bytes evicted or rejected because of the limit since the start of the agent.
     pub limited: Amounts,
 }
 
-/// What a node may let a tenant hold from now on.
+/// A grant: what a tenant may hold on a node from now on.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Order {
-    /// To whom.
+pub struct QuotaGrant {
+    /// Receiving node.
     pub node: NodeId,
-    /// Orders of another registration are passed over.
+    /// Registration of the node; grants of other registrations are ignored.
     pub epoch: Epoch,
-    /// Whose.
+    /// Tenant of the grant.
     pub tenant: TenantName,
-    /// Orders that are not newer than the last are passed over.
+    /// Version of the grant; older or equal versions are ignored.
     pub version: u64,
-    /// At the most.
+    /// Maximum that the tenant may hold on the node.
     pub limit: Amounts,
-    /// Of that, what the tenant is sure of there: its reservation in the proportion of limit to budget.
+    /// Guaranteed part of the limit: the reservation in the proportion of limit to budget.
     pub reserved: Amounts,
 }
 
-/// What a tenant may have in the whole cluster.
+/// A tenant's budget for the whole cluster.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Budget {
-    /// Sure to have; at most the limit.
+    /// Guaranteed amounts, at most the limit.
     pub reserved: Amounts,
-    /// At the most.
+    /// Maximum amounts in the cluster.
     pub limit: Amounts,
 }
 
-/// The ledger; see the module.
+/// The ledger of budgets and grants.
 #[derive(Debug, Default)]
 pub struct Budgets {
     tenants: BTreeMap<TenantName, Ledger>,
     nodes: BTreeMap<NodeId, Epoch>,
-    /// Nodes that may hold what this ledger does not know of, with their last registration before it.
-    unheard: BTreeMap<NodeId, Epoch>,
+    /// Nodes with unknown usage that have not reported to this ledger, with their last registration.
+    unreported: BTreeMap<NodeId, Epoch>,
 }
 
-/// One tenant's.
+/// Ledger of one tenant.
 #[derive(Debug, Default)]
 struct Ledger {
     budget: Amounts,
@@ -123,32 +125,32 @@ struct Ledger {
     shares: BTreeMap<NodeId, Share>,
 }
 
-/// One tenant's on one node.
+/// A tenant's share on one node.
 #[derive(Clone, Copy, Debug, Default)]
 struct Share {
-    /// Of the newest order.
+    /// Version of the newest grant.
     version: u64,
-    /// The newest order, if there was one.
+    /// The newest grant, if any.
     granted: Option<Amounts>,
-    /// The limit of the order that the node follows, whoever's it is; counts as long as it has none of this ledger's.
-    follows: Option<Amounts>,
-    /// Whether the node has said that it knows the newest order.
-    known: bool,
-    /// How often it has said so.
+    /// Limit of the grant in effect on the node, made by any ledger; used until this ledger has made a grant.
+    applied: Option<Amounts>,
+    /// Whether the node has reported the newest grant's version.
+    acknowledged: bool,
+    /// Number of such reports.
     reports: u32,
-    /// The most that the node may hold.
+    /// Maximum that the node may hold.
     charged: Amounts,
     used: Amounts,
-    /// What it would have liked to use as well, fading; at most the budget.
+    /// Demand beyond the usage; halves with every rebalance, at most the budget.
     wanted: Amounts,
     limited: Amounts,
 }
 
 impl Amounts {
-    /// A limit that is none.
+    /// Limit that stands for unlimited.
     pub const UNLIMITED: Amounts = Amounts { dram: u64::MAX, nvme: u64::MAX };
 
-    /// The same of both kinds.
+    /// The same amount of DRAM and NVMe.
     pub fn both(bytes: u64) -> Amounts {
         Amounts { dram: bytes, nvme: bytes }
     }
@@ -175,12 +177,12 @@ impl Amounts {
 }
 
 impl Budgets {
-    /// A ledger of a control plane that has just begun, and the nodes that were registered before it.
+    /// Creates the ledger of a new control plane; `nodes` were registered before it.
     pub fn new(nodes: impl IntoIterator<Item = (NodeId, Epoch)>) -> Budgets {
-        Budgets { unheard: nodes.into_iter().collect(), ..Budgets::default() }
+        Budgets { unreported: nodes.into_iter().collect(), ..Budgets::default() }
     }
 
-    /// Sets a tenant's budget. A lower one is met as nodes follow their orders.
+    /// Sets a tenant's budget. A lower one takes effect as nodes apply their grants.
     pub fn set_budget(&mut self, tenant: &TenantName, budget: Budget) {
         let is_same = |ledger: &Ledger| ledger.reserved == budget.reserved && ledger.budget == budget.limit;
         if self.tenants.get(tenant).is_some_and(is_same) {
@@ -189,93 +191,94 @@ impl Budgets {
         let nodes: Vec<NodeId> = self.nodes.keys().copied().collect();
         let ledger = self.tenants.entry(tenant.clone()).or_default();
         (ledger.reserved, ledger.budget) = (budget.reserved, budget.limit);
-        // What nodes keep for the tenant follows from both.
-        ledger.shares.values_mut().for_each(Share::repeat);
+        // Grants include the reservation, so a change of either requires new grants.
+        ledger.shares.values_mut().for_each(Share::resend);
         for node in nodes {
             ledger.shares.entry(node).or_default();
         }
     }
 
-    /// A node has registered. What it was charged with stays; orders of before are repeated under the new epoch.
+    /// Registers a node. Its charge stays, and its grants are resent under the new epoch.
     pub fn register(&mut self, node: NodeId, epoch: Epoch) {
-        if self.nodes.get(&node).is_some_and(|known| *known >= epoch) {
+        if self.nodes.get(&node).is_some_and(|acknowledged| *acknowledged >= epoch) {
             return;
         }
         self.nodes.insert(node, epoch);
         for ledger in self.tenants.values_mut() {
             let share = ledger.shares.entry(node).or_default();
             share.version = version_base(epoch) + 1;
-            (share.known, share.reports, share.limited) = (false, 0, Amounts::default());
+            (share.acknowledged, share.reports, share.limited) = (false, 0, Amounts::default());
         }
     }
 
-    /// A node is gone for good: it is fenced, and what it held is free.
+    /// Removes a fenced node and frees its charge.
     pub fn forget(&mut self, node: NodeId) {
         self.nodes.remove(&node);
-        self.unheard.remove(&node);
+        self.unreported.remove(&node);
         for ledger in self.tenants.values_mut() {
             ledger.shares.remove(&node);
         }
     }
 
-    /// A node reports; returns its orders, those that it does not know yet. A report of another registration says nothing.
-    pub fn report(&mut self, report: &Report) -> Vec<Order> {
-        let Report { node, epoch, .. } = *report;
+    /// Applies a node's report; returns the grants that the node has not acknowledged. Ignores reports of
+    /// other registrations.
+    pub fn report(&mut self, report: &QuotaReport) -> Vec<QuotaGrant> {
+        let QuotaReport { node, epoch, .. } = *report;
         if self.nodes.get(&node) != Some(&epoch) {
             return Vec::new();
         }
-        let before = self.unheard.remove(&node);
+        let before = self.unreported.remove(&node);
         for reported in &report.tenants {
             let Some(ledger) = self.tenants.get_mut(&reported.tenant) else { continue };
             if let Some(share) = ledger.shares.get_mut(&node) {
-                share.take(reported, before);
+                share.apply_report(reported, before);
                 share.wanted = share.wanted.min(ledger.budget);
             }
         }
-        let orders = self.tenants.iter().filter_map(|(tenant, ledger)| {
-            let share = ledger.shares.get(&node).filter(|share| !share.known)?;
+        let grants = self.tenants.iter().filter_map(|(tenant, ledger)| {
+            let share = ledger.shares.get(&node).filter(|share| !share.acknowledged)?;
             let (version, limit) = (share.version, share.granted?);
             let reserved = ledger.reserved_within(limit);
-            Some(Order { node, epoch, tenant: tenant.clone(), version, limit, reserved })
+            Some(QuotaGrant { node, epoch, tenant: tenant.clone(), version, limit, reserved })
         });
-        orders.collect()
+        grants.collect()
     }
 
-    /// Ends a tenant's budget: its nodes go back to their configuration when they hear of it.
+    /// Removes a tenant's budget; its nodes fall back to their configuration when they learn of it.
     pub fn remove_budget(&mut self, tenant: &TenantName) {
         self.tenants.remove(tenant);
     }
 
-    /// Nodes that may hold what this ledger does not know of. As long as there are any it raises nothing.
-    pub fn unheard(&self) -> impl Iterator<Item = NodeId> {
-        self.unheard.keys().copied()
+    /// Nodes that have not reported their usage yet; while there are any, no grant is raised.
+    pub fn unreported(&self) -> impl Iterator<Item = NodeId> {
+        self.unreported.keys().copied()
     }
 
-    /// Moves bytes to where they are used and wanted.
+    /// Adjusts grants to usage and demand.
     pub fn rebalance(&mut self) {
-        if self.unheard.is_empty() {
+        if self.unreported.is_empty() {
             self.tenants.values_mut().for_each(Ledger::rebalance);
         }
     }
 
-    /// What a tenant's nodes use together, as far as this ledger has heard.
+    /// Reported usage of a tenant by node.
     pub fn used(&self, tenant: &TenantName) -> impl Iterator<Item = (NodeId, Amounts)> {
         let shares = self.tenants.get(tenant).into_iter().flat_map(|ledger| &ledger.shares);
         shares.map(|(node, share)| (*node, share.used))
     }
 
-    /// What a tenant's nodes may hold together, at the most, as far as this ledger has heard.
+    /// Maximum that a tenant's nodes may hold together.
     pub fn charged(&self, tenant: &TenantName) -> Amounts {
         self.tenants.get(tenant).map_or(Amounts::default(), Ledger::charged)
     }
 
-    /// Nodes that have said that they follow the newest order about a tenant; what they use is of then or later.
+    /// Nodes that have acknowledged the newest grant of a tenant; their usage was reported under it.
     pub fn followers(&self, tenant: &TenantName) -> impl Iterator<Item = NodeId> {
         let shares = self.tenants.get(tenant).into_iter().flat_map(|ledger| &ledger.shares);
-        shares.filter(|(_, share)| share.known && share.granted.is_some()).map(|(node, _)| *node)
+        shares.filter(|(_, share)| share.acknowledged && share.granted.is_some()).map(|(node, _)| *node)
     }
 
-    /// The newest orders to all nodes about a tenant.
+    /// Newest grants of a tenant by node.
     pub fn granted(&self, tenant: &TenantName) -> impl Iterator<Item = (NodeId, Amounts)> {
         let shares = self.tenants.get(tenant).into_iter().flat_map(|ledger| &ledger.shares);
         shares.filter_map(|(node, share)| Some((*node, share.granted?)))
@@ -287,7 +290,7 @@ impl Ledger {
         self.shares.values().fold(Amounts::default(), |sum, share| sum.plus(share.charged))
     }
 
-    /// Of the reservation what belongs to a part of the budget.
+    /// Part of the reservation that belongs to a part of the budget.
     fn reserved_within(&self, limit: Amounts) -> Amounts {
         let part = |reserved: u64, budget: u64, limit: u64| {
             let part = u128::from(reserved) * u128::from(limit) / u128::from(budget.max(1));
@@ -300,48 +303,49 @@ impl Ledger {
         }
     }
 
-    /// Makes new orders. What is raised beyond what is charged already is taken from what is free.
+    /// Makes new grants. Raises beyond the current charges are taken from the free part of the budget.
     fn rebalance(&mut self) {
         let (targets, charged) = (self.targets(), self.charged());
         let mut free = self.budget.minus(charged);
-        let ordered = self.shares.values().filter(|share| share.granted.is_some());
-        let ordered = ordered.fold(Amounts::default(), |sum, share| sum.plus(share.charged));
-        let mut unordered = self.budget.minus(ordered);
+        let granted = self.shares.values().filter(|share| share.granted.is_some());
+        let granted = granted.fold(Amounts::default(), |sum, share| sum.plus(share.charged));
+        let mut ungranted = self.budget.minus(granted);
         let kept = charged.with(self.budget, |charged, budget| if charged <= budget { u64::MAX } else { 0 });
-        let least = self.budget.with(Amounts::both(SMALLEST_CHANGE), |bytes, part| (bytes / part).max(1));
-        // Of what exceeds the budget nothing is too little.
+        let least = self.budget.with(Amounts::both(MIN_CHANGE_FRACTION), |bytes, part| (bytes / part).max(1));
+        // Amounts above the budget are reclaimed even in small steps.
         let least_lowered = least.with(kept, |least, kept| if kept > 0 { least } else { 1 });
         for (share, target) in self.shares.values_mut().zip(targets) {
-            // As long as everything fits, who has no order yet keeps what it holds; else, what it should have of the rest.
-            // What it uses beyond an order that it follows it is about to evict, and gets back only of what is free.
+            // While everything fits, a node without a grant keeps its bytes; otherwise it keeps its target of
+            // the rest. Usage above an acknowledged grant is about to be evicted, and is granted again only
+            // from the free part.
             let base = share.granted.unwrap_or_else(|| {
-                let held = share.charged.min(share.follows.unwrap_or(Amounts::UNLIMITED));
-                held.min(kept.max(target.min(unordered)))
+                let held = share.charged.min(share.applied.unwrap_or(Amounts::UNLIMITED));
+                held.min(kept.max(target.min(ungranted)))
             });
             if share.granted.is_none() {
-                unordered = unordered.minus(base);
+                ungranted = ungranted.minus(base);
             }
             let worth = |change: Amounts, least: Amounts| {
                 change.with(least, |bytes, least| if bytes >= least { bytes } else { 0 })
             };
-            let follows = share.known && share.reports >= REPORTS_BEFORE_LOWERING;
-            let patient = kept.with(kept, |kept, _| if kept > 0 && !follows { u64::MAX } else { 0 });
+            let applied = share.acknowledged && share.reports >= REPORTS_BEFORE_LOWERING;
+            let patient = kept.with(kept, |kept, _| if kept > 0 && !applied { u64::MAX } else { 0 });
             let lower = worth(base.minus(target.max(patient)), least_lowered);
             let raise = worth(target.minus(base).min(free), least);
-            let order = base.minus(lower).plus(raise);
+            let grant = base.minus(lower).plus(raise);
             share.wanted = share.wanted.with(share.wanted, |bytes, _| bytes / 2);
-            if share.granted == Some(order) {
+            if share.granted == Some(grant) {
                 continue;
             }
-            let charged = share.charged.max(order);
+            let charged = share.charged.max(grant);
             free = free.minus(charged.minus(share.charged));
-            (share.charged, share.granted, share.known) = (charged, Some(order), false);
+            (share.charged, share.granted, share.acknowledged) = (charged, Some(grant), false);
             share.reports = 0;
             share.version += 1;
         }
     }
 
-    /// What each node should have, in the order of the shares. Their sum is at most the budget.
+    /// Target of each node, in the order of the shares. Their sum is at most the budget.
     fn targets(&self) -> Vec<Amounts> {
         let needs: Vec<Amounts> = self.shares.values().map(|share| share.used.plus(share.wanted)).collect();
         let of = |kind: fn(&Amounts) -> u64| {
@@ -353,36 +357,37 @@ impl Ledger {
 }
 
 impl Share {
-    /// The order is to be said anew.
-    fn repeat(&mut self) {
+    /// Makes the node's next report return the grant again.
+    fn resend(&mut self) {
         if self.granted.is_some() {
-            (self.version, self.known) = (self.version + 1, false);
+            (self.version, self.acknowledged) = (self.version + 1, false);
         }
     }
 
-    /// Takes what a node says; `before` is its registration with the ledger before this one, in its first report.
-    fn take(&mut self, report: &TenantReport, before: Option<Epoch>) {
+    /// Applies a node's report. `before` is its registration under the previous ledger, for its first report
+    /// to this one.
+    fn apply_report(&mut self, report: &TenantReport, before: Option<Epoch>) {
         let held = report.limit.max(report.used);
-        let by_order =
+        let by_grant =
             |epoch: Epoch| report.version > version_base(epoch) && same_epoch(report.version, epoch);
-        if before.is_some_and(by_order) {
+        if before.is_some_and(by_grant) {
             (self.granted, self.charged) = (Some(report.limit), self.charged.max(held));
         }
-        self.follows = Some(report.limit).filter(|_| report.version > 0);
-        // Versions of another store's ledger may be like those of this one, for a registration of that store.
+        self.applied = Some(report.limit).filter(|_| report.version > 0);
+        // Versions of another store's ledger may equal ours, for a registration under that store.
         let is_another = report.version == self.version && report.version > 0;
         let is_another = is_another && self.granted != Some(report.limit);
         if report.version > self.version || is_another {
-            // Of a ledger before this one, in the same registration: newer orders must be newer than that.
-            (self.version, self.known, self.reports) = (report.version + 1, false, 0);
+            // Made by a previous ledger in the same registration: our grants need higher versions.
+            (self.version, self.acknowledged, self.reports) = (report.version + 1, false, 0);
             self.charged = self.charged.max(held);
         } else if report.version == self.version {
-            // Within a version a node holds less and less, so of reports that overtake each other the least is the last.
-            self.charged = if self.known { self.charged.min(held) } else { held };
-            self.known = true;
+            // Within a version usage only falls, so the lowest of reordered reports is the latest.
+            self.charged = if self.acknowledged { self.charged.min(held) } else { held };
+            self.acknowledged = true;
             self.reports = self.reports.saturating_add(1);
         } else {
-            // It may still hold that much, and does not know of later orders.
+            // The node has not applied later grants and may still hold this much.
             self.charged = self.charged.max(held);
         }
         let more = report.limited.minus(self.limited);
@@ -392,7 +397,7 @@ impl Share {
     }
 }
 
-/// Below all versions of a registration.
+/// Lower bound of the versions of a registration.
 fn version_base(epoch: Epoch) -> u64 {
     epoch.0 << VERSION_BITS
 }
@@ -401,8 +406,8 @@ fn same_epoch(version: u64, epoch: Epoch) -> bool {
     version >> VERSION_BITS == version_base(epoch) >> VERSION_BITS
 }
 
-/// Splits `total` by needs: all get what they need and an equal share of the rest, or, when there is not enough, equal
-/// amounts up to their needs. The sum is at most `total`.
+/// Divides `total` by needs: all needs and an equal share of the rest, or, if that exceeds `total`, equal
+/// amounts up to the needs. The sum is at most `total`.
 fn split(total: u64, needs: &[u64]) -> Vec<u64> {
     let count = needs.len() as u64;
     let sum = needs.iter().fold(0, |sum: u64, need| sum.saturating_add(*need));

@@ -1,32 +1,34 @@
-//! Block key → replicas, for all nodes of the cluster, in the hash slots that one member owns.
+//! The directory of one member: block key → replicas of all nodes, for the hash slots that the member owns.
 //!
 //! Invariants:
-//! * A lookup answers replicas of the current inventory of live nodes only, never the asking node's own; of keys in
-//!   slots that are not owned it says so.
-//! * A node's inventory is replaced, or the node forgotten, in O(1): entries carry the number (generation) of the
-//!   inventory they belong to, and those of an older one are invisible at once. [`Directory::sweep`] removes them
-//!   little by little, like those of slots that are not owned any more.
-//! * Updates of a registration are applied in sequence, each change once. What comes twice is skipped; after a gap
-//!   nothing is applied until the node starts over.
-//! * An older registration (epoch) changes nothing.
-//! * Changes of a node in a slot are taken from the moment at which the node begins its inventory of the slot, until
-//!   the slot is lost. So whoever regains a slot knows nothing in it, and asks ([`Directory::standing`]).
-//! * A slot is partial until every node that is registered, or [expected](Directory::expect), has announced its whole
-//!   inventory of it.
+//! * A lookup returns replicas of the current inventories of live nodes only, except the requester's own.
+//!   Keys in slots that are not owned are marked.
+//! * Replacing a node's inventory, or forgetting the node, is O(1). Entries carry the number (generation) of
+//!   their inventory, and entries of older generations are invisible at once. [`Directory::sweep`] removes
+//!   them in steps, like the entries of lost slots.
+//! * Updates of a registration are applied in sequence, each change once. Repeated changes are skipped; after
+//!   a gap nothing is applied until the node starts over.
+//! * Updates of an older registration (epoch) have no effect.
+//! * Changes of a node in a slot are accepted from the start of its inventory of the slot until the slot is
+//!   lost. So a member that regains a slot knows nothing in it, and requests inventories
+//!   ([`Directory::slot_status`]).
+//! * A slot is partial until every registered or [expected](Directory::expect_node) node has announced its
+//!   complete inventory of the slot.
 //!
-//! Whether a node lives is not kept here: the caller passes [`LiveNodes`]. A dead node's replicas stay, unanswered,
-//! until it is forgotten, so that a node that was only out of reach need not announce everything again.
+//! The caller tracks liveness and passes [`LiveNodes`]. A dead node's replicas are kept but not returned
+//! until the node is forgotten, so that a node that was only unreachable need not announce its inventory
+//! again.
 //!
-//! Cost: 24 bytes an entry plus slack (`directory/table.rs`), one entry for each key and node whatever its tiers;
-//! a change and a lookup are O(1) in the size of the directory.
+//! Cost: 24 bytes per entry plus slack (`directory/table.rs`), with one entry per key and node for all tiers.
+//! A change and a lookup are O(1) in the size of the directory.
 //!
-//! Deliberately absent: locks, time, and what decides which replica arrives first (policy).
+//! Locks and time are the caller's; the order of replicas is policy ([`reprise_policy::routing`]).
 
-mod announced;
 mod changes;
-mod found;
+mod inventory_progress;
+mod lookup;
 mod ownership;
-mod reading;
+mod scan;
 mod table;
 mod update;
 
@@ -34,91 +36,91 @@ use reprise_policy::key::HASH_SLOTS;
 use reprise_policy::routing::{Domain, PeerTable};
 use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tier};
 
-use crate::live::LiveNodes;
-use announced::{Announced, Awaited};
-pub use changes::{BadChanges, Changes, Operation};
-pub use found::{Asker, CONSIDERED_MAX, Found, Replica};
-pub use ownership::Standing;
-pub use reading::{Cursor, HeldReplica};
+use crate::live_nodes::LiveNodes;
+pub use changes::{Changes, InvalidChanges, Operation};
+use inventory_progress::{IncompleteInventories, InventoryProgress};
+pub use lookup::{CONSIDERED_MAX, LookupResult, Replica, Requester};
+pub use ownership::SlotStatus;
+pub use scan::{Cursor, ReplicaEntry};
 use table::{Entry, Table};
-pub use update::{Opening, Update, Updated, Voided};
+pub use update::{Invalidation, Opening, Update, UpdateOutcome};
 
-/// Replicas answered for one key at the most. A lookup of 8,192 keys then stays below 8,192 × 16 × 4 bytes = 512 KiB;
-/// a block that more nodes hold is hot enough that any 16 of them will do.
+/// Maximum number of replicas returned for a key. A lookup of 8,192 keys then returns at most 8,192 × 16 × 4
+/// bytes = 512 KiB. If more nodes hold a block, any 16 of them suffice.
 pub const REPLICAS_PER_KEY_MAX: usize = 16;
-/// Keys whose places are fetched from memory together: enough to keep a core's 10 to 16 line-fill buffers busy.
+/// Keys whose table places are prefetched together; enough to occupy a core's 10 to 16 line-fill buffers.
 const LOOKUP_GROUP: usize = 16;
 
-/// See the module.
+/// The replica directory of one member.
 #[derive(Debug)]
 pub struct Directory {
     /// One table for each hash slot.
     slots: Box<[Table]>,
     owned: SlotSet,
-    /// Higher whenever `owned` is another.
+    /// Version of `owned`; increases with every change.
     version: u64,
-    /// Not owned any more, and not swept yet.
+    /// Slots that are no longer owned and not swept yet.
     lost: SlotSet,
-    awaited: Awaited,
-    /// By node number.
+    incomplete: IncompleteInventories,
+    /// State of each node, indexed by node number.
     nodes: Vec<Node>,
     keys: u64,
-    /// Entries of older inventories, still in the tables.
+    /// Entries of older inventories that are still in the tables.
     stale: u64,
-    /// Hash slot that the next sweep begins with.
+    /// Hash slot at which the next sweep starts.
     sweep_next: usize,
     updates: u64,
 }
 
-/// How large the directory is.
+/// Size of the directory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DirectorySize {
-    /// Distinct keys, including those that only a sweep has yet to remove.
+    /// Distinct keys, including those that are not swept yet.
     pub keys: u64,
     /// Replicas of current inventories.
     pub replicas: u64,
-    /// Entries of older inventories that a sweep has yet to remove.
+    /// Entries of older inventories that are not swept yet.
     pub stale_entries: u64,
     /// Heap memory of tables and nodes, in bytes.
     pub bytes: u64,
     /// Changes applied since the start.
     pub updates: u64,
-    /// Registered nodes, by number.
+    /// Registered nodes, ordered by number.
     pub nodes: Vec<NodeReplicas>,
-    /// Slots owned.
+    /// Number of owned slots.
     pub slots_owned: usize,
-    /// Of those, slots of which some node has not announced its whole inventory.
+    /// Number of owned slots with an incomplete inventory of some node.
     pub slots_partial: usize,
 }
 
-/// What one node holds.
+/// Number of blocks on one node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NodeReplicas {
-    /// The node.
+    /// Node of the counts.
     pub node: NodeId,
-    /// Blocks in its DRAM.
+    /// Number of blocks in DRAM.
     pub dram: u64,
-    /// Blocks on its NVMe.
+    /// Number of blocks on NVMe.
     pub nvme: u64,
 }
 
-/// What the directory knows of a node.
+/// State of a node.
 #[derive(Debug, Default)]
 struct Node {
-    /// The newest registration seen; `Epoch(0)` for none.
+    /// Newest known registration; `Epoch(0)` if none.
     epoch: Epoch,
-    /// Whether updates of that registration are taken.
+    /// Whether updates of this registration are accepted.
     registered: bool,
-    /// Number of its current inventory, from 1. 32 bits: a new one every second lasts 136 years.
+    /// Generation of the current inventory, from 1. 32 bits last 136 years at one per second.
     generation: u32,
-    /// Sequence number of the next change.
+    /// Expected sequence number of the next change.
     expected: u64,
-    /// Entries of the current inventory, and how many blocks they say are in which tier.
+    /// Entries of the current generation, and their blocks by tier.
     entries: u64,
     dram: u64,
     nvme: u64,
-    /// Of a node that is awaited: what it has announced.
-    announced: Option<Box<Announced>>,
+    /// Announced slots, if the node is registered or expected.
+    progress: Option<Box<InventoryProgress>>,
 }
 
 impl Default for Directory {
@@ -128,14 +130,14 @@ impl Default for Directory {
 }
 
 impl Directory {
-    /// An empty directory that owns no slot.
+    /// Creates an empty directory that owns no slot.
     pub fn new() -> Directory {
         Directory {
             slots: std::iter::repeat_with(Table::default).take(usize::from(HASH_SLOTS)).collect(),
             owned: SlotSet::EMPTY,
             version: 0,
             lost: SlotSet::EMPTY,
-            awaited: Awaited::default(),
+            incomplete: IncompleteInventories::default(),
             nodes: Vec::new(),
             keys: 0,
             stale: 0,
@@ -144,61 +146,72 @@ impl Directory {
         }
     }
 
-    /// A node registered: its inventory is empty until it announces one. Nothing happens when `epoch` is not newer
-    /// than what is known. O(slots). Returns whether something happened.
+    /// Registers a node with an empty inventory. No effect unless `epoch` is newer than the known one;
+    /// returns whether it was. O(slots).
     pub fn register(&mut self, node: NodeId, epoch: Epoch) -> bool {
-        let index = self.place(node);
+        let index = self.node_index(node);
         let newer = self.nodes[index].epoch < epoch;
         if newer {
-            self.begin_anew(node);
+            self.discard_inventory(node);
             let state = &mut self.nodes[index];
             (state.epoch, state.registered, state.expected) = (epoch, true, 0);
-            if state.announced.is_none() {
-                state.announced = Some(Announced::nothing(&mut self.awaited));
+            if state.progress.is_none() {
+                state.progress = Some(InventoryProgress::none_announced(&mut self.incomplete));
             }
         }
         newer
     }
 
-    /// A node is gone for good, or must register again: all it announced is invisible from now on and further updates
-    /// of this registration are fenced. Nothing happens when `epoch` is not the current one. O(slots). Returns whether
-    /// something happened.
+    /// Ends a node's registration: its replicas become invisible, and further updates of the registration are
+    /// fenced. No effect unless `epoch` is current; returns whether it was. O(slots).
     pub fn forget(&mut self, node: NodeId, epoch: Epoch) -> bool {
         let current = self.registered(node, epoch).is_some();
         if current {
-            self.begin_anew(node);
+            self.discard_inventory(node);
             let state = &mut self.nodes[usize::from(node.0)];
             state.registered = false;
-            if let Some(announced) = state.announced.take() {
-                announced.leave(&mut self.awaited);
+            if let Some(progress) = state.progress.take() {
+                progress.remove(&mut self.incomplete);
             }
         }
         current
     }
 
-    /// [`Directory::lookup_by`] of a node of which nothing is known, like of all others.
-    pub fn lookup(&self, keys: &[BlockKey], live: &LiveNodes, asking: Option<NodeId>, found: &mut Found) {
-        self.lookup_by(Asker { node: asking, peers: &PeerTable::default() }, keys, live, found);
+    /// Like [`Directory::lookup_for`], for a requester without known load and failure domains.
+    pub fn lookup(
+        &self,
+        keys: &[BlockKey],
+        live: &LiveNodes,
+        asking: Option<NodeId>,
+        found: &mut LookupResult,
+    ) {
+        self.lookup_for(Requester { node: asking, peers: &PeerTable::default() }, keys, live, found);
     }
 
-    /// Finds the replicas of keys on live nodes other than the one that asks, those that arrive there soonest first, at most
-    /// [`REPLICAS_PER_KEY_MAX`] a key, into `found`, which also says which keys are in slots of others and how many in
-    /// partial ones. Hot: no allocation once `found` has grown.
-    pub fn lookup_by(&self, asker: Asker<'_>, keys: &[BlockKey], live: &LiveNodes, found: &mut Found) {
-        let Asker { node: asking, peers } = asker;
+    /// Looks up replicas of keys on live nodes other than the requester. At most [`REPLICAS_PER_KEY_MAX`] per
+    /// key, soonest to arrive first, are stored into `found`, with the keys in slots of other members and the
+    /// number of keys in partial slots. Hot path: allocates only while `found` grows.
+    pub fn lookup_for(
+        &self,
+        asker: Requester<'_>,
+        keys: &[BlockKey],
+        live: &LiveNodes,
+        found: &mut LookupResult,
+    ) {
+        let Requester { node: asking, peers } = asker;
         let order = (peers, asking.map_or(Domain::default(), |node| peers.of(node).domain));
         found.begin(self.nodes.iter().enumerate().map(|(number, node)| {
             let id = NodeId(u16::try_from(number).expect("node numbers have 16 bits"));
             if live.contains(id) && asking != Some(id) { node.generation } else { 0 }
         }));
         for group in keys.chunks(LOOKUP_GROUP) {
-            // All places of the group are asked for before the first is looked at: the waits for memory overlap.
+            // Touch all places of the group before reading the first, so that the cache misses overlap.
             let touched = group.iter().fold(0, |all, key| all ^ self.slot(key).touch(key));
             std::hint::black_box(touched);
             for key in group {
                 let slot = key.hash_slot();
                 if self.owned.contains(slot) {
-                    found.collect(key, self.slot(key).of_key(key), self.awaited.completeness(slot), order);
+                    found.collect(key, self.slot(key).of_key(key), self.incomplete.completeness(slot), order);
                 } else {
                     found.skip();
                 }
@@ -206,35 +219,35 @@ impl Directory {
         }
     }
 
-    /// Removes entries of older inventories and of slots that are not owned any more, looking at `places_max` places of
-    /// the tables or a little more. Returns whether there is more to do.
+    /// Removes entries of older inventories and of lost slots, visiting about `places_max` places of the
+    /// tables. Returns whether entries remain to be removed.
     pub fn sweep(&mut self, places_max: usize) -> bool {
-        let mut looked_at = 0;
-        while looked_at < places_max
+        let mut visited = 0;
+        while visited < places_max
             && let Some(slot) = self.lost.iter().next()
         {
-            looked_at += 1 + self.slots[usize::from(slot)].bytes() / size_of::<Entry>();
+            visited += 1 + self.slots[usize::from(slot)].bytes() / size_of::<Entry>();
             self.clear(slot);
             self.lost.remove(slot);
         }
-        while self.stale > 0 && looked_at < places_max {
+        while self.stale > 0 && visited < places_max {
             let nodes = &self.nodes;
             let slot = &mut self.slots[self.sweep_next];
-            looked_at += 1 + slot.bytes() / size_of::<Entry>();
+            visited += 1 + slot.bytes() / size_of::<Entry>();
             let gone = slot.retain(|entry| entry.generation == nodes[usize::from(entry.node.0)].generation);
             self.stale -= gone.entries as u64;
             self.keys -= gone.keys as u64;
             self.sweep_next = (self.sweep_next + 1) % self.slots.len();
         }
-        self.has_to_sweep()
+        self.needs_sweep()
     }
 
-    /// Whether a sweep has anything to remove.
-    pub fn has_to_sweep(&self) -> bool {
+    /// Whether a sweep has entries to remove.
+    pub fn needs_sweep(&self) -> bool {
         self.stale > 0 || !self.lost.is_empty()
     }
 
-    /// How large the directory is. O(slots + nodes).
+    /// Computes the size. O(slots + nodes).
     pub fn size(&self) -> DirectorySize {
         let tables: usize = self.slots.iter().map(Table::bytes).sum();
         let fixed = size_of_val(&*self.slots) + self.nodes.capacity() * size_of::<Node>();
@@ -257,11 +270,11 @@ impl Directory {
             updates: self.updates,
             nodes,
             slots_owned: self.owned.len(),
-            slots_partial: self.owned.iter().filter(|slot| self.awaited.is_partial(*slot)).count(),
+            slots_partial: self.owned.iter().filter(|slot| self.incomplete.is_partial(*slot)).count(),
         }
     }
 
-    /// Checks the counts against the tables, for tests. O(entries).
+    /// Checks the counters against the tables; for tests. O(entries).
     pub fn audit(&self) -> Result<(), String> {
         let mut counted = vec![(0, 0, 0); self.nodes.len()];
         let (mut stale, mut entries) = (0, 0);
@@ -293,11 +306,11 @@ impl Directory {
                 return Err(format!("entries in slot {slot}, which was never owned or is swept"));
             }
         }
-        let announced = self.nodes.iter().filter_map(|node| node.announced.as_deref());
-        self.awaited.audit(announced, &self.owned)
+        let progress = self.nodes.iter().filter_map(|node| node.progress.as_deref());
+        self.incomplete.audit(progress, &self.owned)
     }
 
-    fn place(&mut self, node: NodeId) -> usize {
+    fn node_index(&mut self, node: NodeId) -> usize {
         let index = usize::from(node.0);
         if self.nodes.len() <= index {
             self.nodes.resize_with(index + 1, Node::default);
@@ -313,23 +326,23 @@ impl Directory {
         self.nodes.get(usize::from(node.0)).filter(|node| node.registered && node.epoch == epoch)
     }
 
-    /// Makes all entries of the node stale; it has announced nothing.
-    fn begin_anew(&mut self, node: NodeId) {
+    /// Makes all entries of the node stale and discards its announcements.
+    fn discard_inventory(&mut self, node: NodeId) {
         let state = &mut self.nodes[usize::from(node.0)];
         self.stale += state.entries;
         state.generation += 1;
         (state.entries, state.dram, state.nvme) = (0, 0, 0);
-        if let Some(announced) = state.announced.as_mut() {
-            announced.lose(&SlotSet::ALL, &mut self.awaited);
+        if let Some(progress) = state.progress.as_mut() {
+            progress.discard(&SlotSet::ALL, &mut self.incomplete);
         }
     }
 
-    /// Forgets all that is known of a slot.
+    /// Removes all entries of a slot.
     fn clear(&mut self, slot: u16) {
         self.remove(slot, |_| true);
     }
 
-    /// Removes entries of a slot.
+    /// Removes the entries of a slot that `unwanted` selects.
     fn remove(&mut self, slot: u16, unwanted: impl Fn(&Entry) -> bool) {
         let table = &mut self.slots[usize::from(slot)];
         for entry in table.iter().filter(|entry| unwanted(entry)) {

@@ -1,98 +1,103 @@
-//! What one reader of a directory is to be told next, so that in the end it knows what the directory holds.
+//! The sequence of messages that brings one reader to the state of the directory and keeps it there.
 //!
 //! ```text
-//!             a position that the log reaches
+//!             a position covered by the log
 //!   new ──────────────────────────────────────────► catching up ──end of the log──► following
-//!    │ none, or another one                              ▲                              │
+//!    │ no position, or not covered                       ▲                              │
 //!    ▼                                                   │ everything read              │
-//!   snapshot begins ──► a part of the log, a part of the directory, by turns            │
+//!   snapshot begins ──► alternately a part of the log and a part of the directory       │
 //!    ▲                                                   │                              │
-//!    └────────── the log does not reach the position any more ◄─────────────────────────┘
+//!    └────────── the position is no longer covered by the log ◄─────────────────────────┘
 //! ```
 //!
-//! The two sources are asked for by name ([`Follower::source`]), so that a runtime takes the lock of one at a time and none
-//! while a reader takes its time.
+//! The caller reads from one of two sources at a time ([`Follower::source`]). So a runtime locks one of them
+//! at a time, and none while the reader is slow.
 //!
-//! # Why a snapshot that takes its time is right
+//! # Why an incremental snapshot is correct
 //!
-//! The directory is a set of replicas; changes and clearings are operations on it, each of which decides about some replicas
-//! whatever was before: *there* or *not there*. The reader gets them in the order in which the directory took them.
+//! The directory is a set of replicas. Changes and clearings are operations on it, each of which sets some
+//! replicas to *present* or *absent*, independent of their state before. The reader receives operations in
+//! the order in which the directory applied them.
 //!
-//! Let a snapshot begin at number b of the log. Of one replica r the reader learns: each operation on r from b on, in order;
-//! and once, when the cursor passes it, that r is there, if it is at that moment (`t`, as a number of the log). Parts of the log
-//! that were told before `t` end at or before `t`. Claim: at any number `s ≥ t` up to which the log was told, the reader
-//! has r exactly when the directory had it at `s`. Take the last operation on r in b..s:
-//! * it was told after the cursor passed: it decided, here and there;
-//! * it was told before: r was not touched after it, up to `s`, which is not before `t`; so what the cursor saw is what the
-//!   operation left, and adding r again, or not adding it, changes nothing;
-//! * there is none: r was at `t` what it is at `s`, and the reader, who began with nothing, has it exactly if the cursor saw it.
+//! Let a snapshot start at number b of the log. About one replica r the reader receives each operation on r
+//! from b on, in order. Once, when the cursor passes r at log number `t`, it also receives that r is present,
+//! if it is. Parts of the log sent before that end at or before `t`. Claim: at any number `s ≥ t` up to which
+//! the log was sent, the reader has r exactly if the directory had it at `s`. Consider the last operation on
+//! r in b..s:
+//! * Sent after the cursor passed: the operation determines r in both.
+//! * Sent before the cursor passed: no later operation on r exists up to `s`, which is not before `t`. So the
+//!   cursor saw the result of the operation, and adding r again, or not adding it, changes nothing.
+//! * None exists: r is the same at `t` and `s`. The reader started empty, so it has r exactly if the cursor
+//!   saw it.
 //!
-//! So when the cursor is at its end at `t'`, what the reader has is right from `t'` on. It is told so ([`Told::Current`]), and
-//! can go on from any position it was given after the last part of the directory: a replay of the same operations in the
-//! same order decides the same. Before that a message has no position.
+//! So when the cursor has reached its end at `t'`, the reader's state is correct from `t'` on. It receives
+//! [`FollowerMessage::Current`], and can resume from any position that it receives after the last part of the
+//! directory, because replaying the same operations in order gives the same result. Messages before that have
+//! no position.
 //!
-//! Parts of the log between parts of the directory keep a reader within the log while it takes a snapshot of 10⁸ replicas: only
-//! one that is slower than the changes themselves loses the log, and then gets another snapshot.
+//! Parts of the log are interleaved with parts of the directory, so that a snapshot of 10⁸ replicas does not
+//! fall behind the log. Only a reader that is slower than the changes does, and then gets another snapshot.
 //!
-//! Deliberately absent: what it was told (a follower is some 64 bytes), waiting, whether nodes live.
+//! A follower has about 64 bytes and does not store sent messages. Waiting and liveness are the caller's.
 
 use reprise_policy::{BlockKey, NodeId, Tier};
 
-use crate::directory::{Cursor, Directory, HeldReplica, Operation};
-use crate::log::{Log, Position, Reach, Read, ReplicaChange, Run};
+use crate::change_log::{ChangeLog, Coverage, Position, ReadResult, ReplicaChange, Run};
+use crate::directory::{Cursor, Directory, Operation, ReplicaEntry};
 
-/// See the module.
+/// Position and phase of one reader.
 #[derive(Clone, Debug)]
 pub struct Follower {
     phase: Phase,
-    /// Records, or entries of the directory, in one part.
+    /// Maximum number of records or directory entries in one part.
     part_max: usize,
 }
 
-/// Where the next part comes from.
+/// Source of the next part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// [`Follower::read_log`].
-    Log,
-    /// [`Follower::read_directory`].
+    /// The change log: call [`Follower::read_log`].
+    ChangeLog,
+    /// The directory: call [`Follower::read_directory`].
     Directory,
 }
 
-/// What comes of asking the log.
+/// Result of reading the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// This is to be told.
-    Tell(Told),
-    /// Nothing to tell yet; ask again for the source.
-    GoOn,
-    /// Nothing before the log grows.
+    /// Send this message.
+    Send(FollowerMessage),
+    /// Nothing to send yet; check the source again.
+    Continue,
+    /// Wait until the log grows.
     Wait,
 }
 
 /// A message to the reader.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Told {
-    /// Forget everything: a snapshot begins.
-    SnapshotBegins(Reason),
-    /// This happened, or is so.
+pub enum FollowerMessage {
+    /// A snapshot begins: discard all state.
+    SnapshotBegins(SnapshotReason),
+    /// Changes that happened or, within a snapshot, replicas that are present.
     Run {
-        /// What.
+        /// Records in order.
         run: Run,
-        /// Where to go on from after it; none within a snapshot.
+        /// Position to resume from after this message; `None` within a snapshot.
         position: Option<Position>,
     },
-    /// What was told is what the directory held at this position. Comes once after each snapshot, and once after the start.
+    /// The reader's state equals the directory at this position. Sent once after the start and after each
+    /// snapshot.
     Current(Position),
 }
 
-/// Why there is a snapshot.
+/// Reasons for a snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reason {
-    /// No position was named.
+pub enum SnapshotReason {
+    /// The reader has no position.
     Start,
-    /// The position is of another life of the directory.
+    /// The position belongs to another log.
     OtherLog,
-    /// What came after the position is not in the log any more.
+    /// Records after the position were evicted from the log.
     Behind,
 }
 
@@ -104,9 +109,9 @@ enum Phase {
     Snapshot {
         cursor: Cursor,
         next: u64,
-        turn: Source,
+        next_source: Source,
     },
-    /// Current as soon as `until` is reached, which is the end of the log when it is next looked at, if it is not known yet.
+    /// Becomes current at `until`, which is set to the end of the log on the next read.
     CatchingUp {
         next: u64,
         until: Option<u64>,
@@ -117,105 +122,110 @@ enum Phase {
 }
 
 impl Follower {
-    /// A reader that knows everything before `from`, or nothing. A part has about `part_max` changes.
+    /// Creates a reader that knows all changes before `from`, or none. A part has about `part_max` changes.
     pub fn new(from: Option<Position>, part_max: usize) -> Follower {
         Follower { phase: Phase::New { from }, part_max }
     }
 
-    /// What to ask next.
+    /// Source to read next.
     pub fn source(&self) -> Source {
         match self.phase {
-            Phase::Snapshot { turn, .. } => turn,
-            Phase::New { .. } | Phase::CatchingUp { .. } | Phase::Following { .. } => Source::Log,
+            Phase::Snapshot { next_source, .. } => next_source,
+            Phase::New { .. } | Phase::CatchingUp { .. } | Phase::Following { .. } => Source::ChangeLog,
         }
     }
 
-    /// Asks the log.
-    pub fn read_log(&mut self, log: &Log) -> Step {
+    /// Reads the next part of the log.
+    pub fn read_log(&mut self, log: &ChangeLog) -> Step {
         match self.phase {
-            Phase::New { from } => self.begin(from, log),
+            Phase::New { from } => self.start(from, log),
             Phase::Snapshot { next, .. } => self.between_parts(next, log),
             Phase::CatchingUp { next, until } => self.catch_up(next, until, log),
             Phase::Following { next } => match log.read(next, self.part_max) {
-                Read::UpToDate => Step::Wait,
-                read => self.tell(read, log, |next| Phase::Following { next }),
+                ReadResult::UpToDate => Step::Wait,
+                read => self.send(read, log, |next| Phase::Following { next }),
             },
         }
     }
 
-    /// Asks the directory; only in its turn.
-    pub fn read_directory(&mut self, directory: &Directory) -> Told {
-        let Phase::Snapshot { cursor, turn: Source::Directory, next } = &mut self.phase else {
-            unreachable!("asked out of turn: follow source()")
+    /// Reads the next part of the directory. Panics unless [`Follower::source`] is the directory.
+    pub fn read_directory(&mut self, directory: &Directory) -> FollowerMessage {
+        let Phase::Snapshot { cursor, next_source: Source::Directory, next } = &mut self.phase else {
+            unreachable!("the source is not the directory")
         };
-        let mut held = Vec::new();
-        directory.read(cursor, self.part_max, &mut held);
+        let mut entries = Vec::new();
+        directory.read(cursor, self.part_max, &mut entries);
         let (cursor, next) = (*cursor, *next);
         self.phase = if cursor.is_at_end() {
             Phase::CatchingUp { next, until: None }
         } else {
-            Phase::Snapshot { cursor, next, turn: Source::Log }
+            Phase::Snapshot { cursor, next, next_source: Source::ChangeLog }
         };
-        Told::Run { run: Run::Changes(held.iter().map(HeldReplica::announced).collect()), position: None }
+        FollowerMessage::Run {
+            run: Run::Changes(entries.iter().map(ReplicaEntry::announcement).collect()),
+            position: None,
+        }
     }
 
-    fn begin(&mut self, from: Option<Position>, log: &Log) -> Step {
-        let Some(from) = from else { return self.snapshot(Reason::Start, log) };
-        match log.reaches(from) {
-            Reach::Foreign => self.snapshot(Reason::OtherLog, log),
-            Reach::Gone => self.snapshot(Reason::Behind, log),
-            Reach::There => {
+    fn start(&mut self, from: Option<Position>, log: &ChangeLog) -> Step {
+        let Some(from) = from else { return self.snapshot(SnapshotReason::Start, log) };
+        match log.coverage(from) {
+            Coverage::Foreign => self.snapshot(SnapshotReason::OtherLog, log),
+            Coverage::Evicted => self.snapshot(SnapshotReason::Behind, log),
+            Coverage::Complete => {
                 self.phase = Phase::CatchingUp { next: from.next, until: None };
-                Step::GoOn
+                Step::Continue
             }
         }
     }
 
-    fn between_parts(&mut self, next: u64, log: &Log) -> Step {
-        let Phase::Snapshot { cursor, .. } = self.phase else { unreachable!("it is in a snapshot") };
-        let then = |next| Phase::Snapshot { cursor, next, turn: Source::Directory };
+    fn between_parts(&mut self, next: u64, log: &ChangeLog) -> Step {
+        let Phase::Snapshot { cursor, .. } = self.phase else {
+            unreachable!("only called within a snapshot")
+        };
+        let then = |next| Phase::Snapshot { cursor, next, next_source: Source::Directory };
         match log.read(next, self.part_max) {
-            Read::UpToDate => {
+            ReadResult::UpToDate => {
                 self.phase = then(next);
-                Step::GoOn
+                Step::Continue
             }
-            read => self.tell(read, log, then),
+            read => self.send(read, log, then),
         }
     }
 
-    fn catch_up(&mut self, next: u64, until: Option<u64>, log: &Log) -> Step {
+    fn catch_up(&mut self, next: u64, until: Option<u64>, log: &ChangeLog) -> Step {
         let until = until.unwrap_or(log.end().next);
         if next >= until {
             self.phase = Phase::Following { next };
-            return Step::Tell(Told::Current(Position { log: log.end().log, next }));
+            return Step::Send(FollowerMessage::Current(Position { log: log.end().log, next }));
         }
         let read = log.read(next, self.part_max);
-        self.tell(read, log, |next| Phase::CatchingUp { next, until: Some(until) })
+        self.send(read, log, |next| Phase::CatchingUp { next, until: Some(until) })
     }
 
-    /// Tells what was read and goes on with `then`, or begins a snapshot when it is gone.
-    fn tell(&mut self, read: Read, log: &Log, then: impl FnOnce(u64) -> Phase) -> Step {
-        let Read::Run(run, next) = read else { return self.snapshot(Reason::Behind, log) };
+    /// Sends a part and continues with `then`, or starts a snapshot if the part was evicted.
+    fn send(&mut self, read: ReadResult, log: &ChangeLog, then: impl FnOnce(u64) -> Phase) -> Step {
+        let ReadResult::Run(run, next) = read else { return self.snapshot(SnapshotReason::Behind, log) };
         self.phase = then(next);
         let within_snapshot = matches!(self.phase, Phase::Snapshot { .. });
         let position = (!within_snapshot).then_some(Position { log: log.end().log, next });
-        Step::Tell(Told::Run { run, position })
+        Step::Send(FollowerMessage::Run { run, position })
     }
 
-    fn snapshot(&mut self, reason: Reason, log: &Log) -> Step {
+    fn snapshot(&mut self, reason: SnapshotReason, log: &ChangeLog) -> Step {
         let next = log.end().next;
-        self.phase = Phase::Snapshot { cursor: Cursor::default(), next, turn: Source::Directory };
-        Step::Tell(Told::SnapshotBegins(reason))
+        self.phase = Phase::Snapshot { cursor: Cursor::default(), next, next_source: Source::Directory };
+        Step::Send(FollowerMessage::SnapshotBegins(reason))
     }
 }
 
-impl HeldReplica {
-    /// As the change that says that it is there.
-    fn announced(&self) -> ReplicaChange {
-        let &HeldReplica { node, key, tier } = self;
+impl ReplicaEntry {
+    /// Returns the change that announces the replica.
+    fn announcement(&self) -> ReplicaChange {
+        let &ReplicaEntry { node, key, tier } = self;
         ReplicaChange { node, key, operation: Operation::Announce(tier) }
     }
 }
 
-/// For the arithmetic of the module's users.
+// The memory estimates of this crate's users assume this size.
 const _: () = assert!(size_of::<ReplicaChange>() <= 24 && size_of::<(NodeId, BlockKey, Tier)>() <= 24);

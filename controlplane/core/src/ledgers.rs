@@ -1,13 +1,15 @@
-//! The ledgers of those tenants whose hash slot is this member's: one [`Budgets`] each.
+//! Ledgers of the tenants in this member's hash slots: one [`Budgets`] each.
 //!
-//! A ledger begins when this member's place in the map is certain and gives it the slot, and ends with either. Two members
-//! never have a tenant's ledger at once as far as their leases' clocks agree, and a new one takes over what nodes say that
-//! they hold. A node that takes another member for the owner says so, and counts as not heard yet; on its side it takes no
-//! order from a member that it has stopped reporting the tenant to.
+//! A ledger exists while this member's place in the map is certain and includes the slot. Two members never
+//! have a tenant's ledger at once, as far as the clocks of their leases agree. A new ledger takes over the
+//! usage that nodes report. A node that considers another member the owner marks the tenant in its report,
+//! and counts as not reported yet. It accepts no grant from a member to which it no longer reports the
+//! tenant.
 //!
-//! Nodes that were known when a ledger began and do not come are waited for as long as for their inventories.
+//! Nodes that were known when a ledger started, but do not register, are waited for as long as for their
+//! inventories.
 //!
-//! Deliberately absent: what a place in the map is certain by (leases), and the store that has the budgets.
+//! The leases that make the place certain, and the store of the budgets, are the caller's.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -15,103 +17,103 @@ use std::time::Duration;
 use reprise_policy::shards::{MemberName, ShardMap};
 use reprise_policy::{Epoch, NodeId, TenantName, Tick};
 
-use crate::budgets::{Amounts, Budget, Budgets, Order, Report, TenantReport};
+use crate::budgets::{Amounts, Budget, Budgets, QuotaGrant, QuotaReport, TenantReport};
 
-/// Nodes that a ledger may hear of: number, newest registration, whether it is known to live.
+/// A node that ledgers wait for: number, newest registration, presence.
 pub type KnownNode = (NodeId, Epoch, Presence);
 
-/// Whether a node is expected.
+/// Whether a node has registered with this member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Presence {
     /// Registered with this member.
-    Here,
+    Registered,
     /// Known from the store only.
-    Away,
+    Absent,
 }
 
-/// See the module.
+/// The ledgers of one member.
 #[derive(Debug, Default)]
 pub struct Ledgers {
-    /// Of this member, in the map that the ledgers are of.
+    /// Incarnation of this member for which the ledgers were made.
     incarnation: Option<u64>,
     ledgers: BTreeMap<TenantName, Ledger>,
-    /// The nodes that all ledgers follow already.
+    /// Nodes that all ledgers have registered.
     followed: Vec<KnownNode>,
 }
 
 #[derive(Debug)]
 struct Ledger {
     budgets: Budgets,
-    begun: Tick,
+    started: Tick,
 }
 
-/// What a node says of a tenant on the wire.
+/// A tenant in a node's report.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Said {
-    /// This member is taken for the one with the ledger.
-    Here(TenantReport),
-    /// Another is.
+pub enum ReportedTenant {
+    /// The node considers this member the owner of the ledger.
+    Owned(TenantReport),
+    /// The node considers another member the owner.
     Elsewhere(TenantName),
 }
 
-/// How much of a budget is where.
+/// Distribution of a tenant's budget.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LedgerState {
-    /// By all nodes.
+    /// Usage on all nodes.
     pub used: Amounts,
-    /// What nodes may hold at the most.
+    /// Maximum that nodes may hold.
     pub charged: Amounts,
-    /// By node.
+    /// Shares, ordered by node.
     pub shares: Vec<ShareState>,
 }
 
-/// How much of a budget is on one node.
+/// A tenant's share on one node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ShareState {
-    /// The node.
+    /// Node of the share.
     pub node: NodeId,
-    /// What it may hold by the newest order.
+    /// Newest grant to the node.
     pub granted: Amounts,
-    /// What it holds, as it has said last.
+    /// Usage as last reported.
     pub used: Amounts,
-    /// Whether it has said so under the newest order.
+    /// Whether the usage was reported under the newest grant.
     pub follows: bool,
 }
 
-/// A member's place in a map, while it is certain.
+/// A member's place in a map; exists only while it is certain.
 #[derive(Clone, Copy, Debug)]
-pub struct OwnPlace<'a> {
-    /// The map.
+pub struct MemberPlace<'a> {
+    /// Map of the hash slots.
     pub map: &'a ShardMap,
-    /// The member.
+    /// Name of the member.
     pub name: &'a MemberName,
-    /// Of its registration.
+    /// Incarnation of its registration.
     pub incarnation: u64,
 }
 
-impl OwnPlace<'_> {
-    /// Whether the ledger of a tenant belongs there.
+impl MemberPlace<'_> {
+    /// Whether this member owns the tenant's hash slot.
     pub fn owns(&self, tenant: &TenantName) -> bool {
         self.map.owner(tenant.hash_slot()) == self.map.position(self.name)
     }
 }
 
-impl Said {
+impl ReportedTenant {
     fn tenant(&self) -> &TenantName {
         match self {
-            Said::Here(report) => &report.tenant,
-            Said::Elsewhere(tenant) => tenant,
+            ReportedTenant::Owned(report) => &report.tenant,
+            ReportedTenant::Elsewhere(tenant) => tenant,
         }
     }
 }
 
 impl Ledgers {
-    /// Brings the ledgers in line with a map in which this member's place is certain, with the budgets of the store and with
-    /// the nodes; then moves bytes. For a timer of a second. Nodes that do not come are waited for as long as `patience`.
+    /// Updates the ledgers for map, budgets and nodes, then rebalances grants. Call it about once a second.
+    /// Absent nodes are waited for up to `patience`.
     pub fn rebalance(
         &mut self,
         now: Tick,
-        place: &OwnPlace<'_>,
+        place: &MemberPlace<'_>,
         budgets: &BTreeMap<TenantName, Budget>,
         (nodes, patience): (&[KnownNode], Duration),
     ) {
@@ -124,72 +126,72 @@ impl Ledgers {
         let followed = std::mem::take(&mut self.followed);
         for (tenant, budget) in budgets.iter().filter(|(tenant, _)| is_own(tenant)) {
             if !self.ledgers.contains_key(tenant) {
-                let mut ledger = Ledger::begin(now, nodes);
+                let mut ledger = Ledger::start(now, nodes);
                 ledger.budgets.set_budget(tenant, *budget);
                 ledger.follow(nodes);
                 self.ledgers.insert(tenant.clone(), ledger);
             }
-            let ledger = self.ledgers.get_mut(tenant).expect("there is one now");
+            let ledger = self.ledgers.get_mut(tenant).expect("inserted above");
             ledger.budgets.set_budget(tenant, *budget);
             if followed != nodes {
                 ledger.follow(nodes);
             }
-            ledger.give_up(now, nodes, patience);
+            ledger.stop_expecting(now, nodes, patience);
             ledger.budgets.rebalance();
         }
         self.followed = nodes.to_vec();
     }
 
-    /// This member's place is not certain: whoever is certain has the ledgers.
-    pub fn end(&mut self) {
+    /// Drops all ledgers, because this member's place is uncertain and another member may have them.
+    pub fn drop_all(&mut self) {
         *self = Ledgers::default();
     }
 
-    /// A node has registered with this member.
+    /// Adds a node that has registered with this member.
     pub fn register(&mut self, node: NodeId, epoch: Epoch) {
         self.ledgers.values_mut().for_each(|ledger| ledger.budgets.register(node, epoch));
     }
 
-    /// A node is fenced.
+    /// Removes a fenced node.
     pub fn forget(&mut self, node: NodeId) {
-        // Where a newer registration has come first, it is followed again.
+        // Register the nodes again: a newer registration of this node may have been added before.
         self.followed.clear();
         self.ledgers.values_mut().for_each(|ledger| ledger.budgets.forget(node));
     }
 
-    /// A node reports; returns its orders. `place` is this member's.
+    /// Applies a node's report; returns the grants that it has not acknowledged.
     pub fn report(
         &mut self,
-        place: &OwnPlace<'_>,
+        place: &MemberPlace<'_>,
         budgets: &BTreeMap<TenantName, Budget>,
         (node, epoch): (NodeId, Epoch),
-        said: &[Said],
-    ) -> Vec<Order> {
-        let mut orders = Vec::new();
+        reports: &[ReportedTenant],
+    ) -> Vec<QuotaGrant> {
+        let mut grants = Vec::new();
         if self.incarnation == Some(place.incarnation) {
             self.ledgers.retain(|tenant, _| budgets.contains_key(tenant) && place.owns(tenant));
-            let by_tenant: BTreeMap<&TenantName, &Said> =
-                said.iter().rev().map(|said| (said.tenant(), said)).collect();
+            let by_tenant: BTreeMap<&TenantName, &ReportedTenant> =
+                reports.iter().rev().map(|report| (report.tenant(), report)).collect();
             for (tenant, ledger) in &mut self.ledgers {
                 let tenants = match by_tenant.get(tenant) {
-                    Some(Said::Elsewhere(_)) => continue,
-                    Some(Said::Here(report)) => vec![report.clone()],
+                    Some(ReportedTenant::Elsewhere(_)) => continue,
+                    Some(ReportedTenant::Owned(report)) => vec![report.clone()],
                     None => Vec::new(),
                 };
-                orders.extend(ledger.budgets.report(&Report { node, epoch, tenants }));
+                grants.extend(ledger.budgets.report(&QuotaReport { node, epoch, tenants }));
             }
         }
-        let ended = said.iter().filter_map(|said| match said {
-            Said::Here(report) => Some(report),
-            Said::Elsewhere(_) => None,
+        let ended = reports.iter().filter_map(|report| match report {
+            ReportedTenant::Owned(report) => Some(report),
+            ReportedTenant::Elsewhere(_) => None,
         });
         let ended =
             ended.filter(|report| place.owns(&report.tenant) && !budgets.contains_key(&report.tenant));
-        orders.extend(ended.filter_map(|report| no_budget((node, epoch), report)));
-        orders
+        grants.extend(ended.filter_map(|report| end_of_budget((node, epoch), report)));
+        grants
     }
 
-    /// How much of a budget is where; `None` when the ledger is another member's.
+    /// Distribution of a tenant's budget; `None` if another member has the ledger.
     pub fn state(&self, tenant: &TenantName) -> Option<LedgerState> {
         let budgets = &self.ledgers.get(tenant)?.budgets;
         let granted: BTreeMap<NodeId, Amounts> = budgets.granted(tenant).collect();
@@ -210,38 +212,41 @@ impl Ledgers {
 }
 
 impl Ledger {
-    fn begin(now: Tick, nodes: &[KnownNode]) -> Ledger {
+    fn start(now: Tick, nodes: &[KnownNode]) -> Ledger {
         let budgets = Budgets::new(nodes.iter().map(|(node, epoch, _)| (*node, *epoch)));
-        Ledger { budgets, begun: now }
+        Ledger { budgets, started: now }
     }
 
-    /// Whoever is registered here takes part.
+    /// Registers the nodes that are registered with this member.
     fn follow(&mut self, nodes: &[KnownNode]) {
         for (node, epoch, presence) in nodes {
-            if *presence == Presence::Here {
+            if *presence == Presence::Registered {
                 self.budgets.register(*node, *epoch);
             }
         }
     }
 
-    /// Who was away for too long is not waited for.
-    fn give_up(&mut self, now: Tick, nodes: &[KnownNode], patience: Duration) {
-        let unheard: Vec<NodeId> = self.budgets.unheard().collect();
-        if unheard.is_empty() || now.since(self.begun) < patience {
+    /// Forgets absent nodes once `patience` has passed.
+    fn stop_expecting(&mut self, now: Tick, nodes: &[KnownNode], patience: Duration) {
+        let unreported: Vec<NodeId> = self.budgets.unreported().collect();
+        if unreported.is_empty() || now.since(self.started) < patience {
             return;
         }
-        let here = nodes.iter().filter(|(_, _, presence)| *presence == Presence::Here);
-        let here: BTreeSet<NodeId> = here.map(|(node, ..)| *node).collect();
-        unheard.into_iter().filter(|node| !here.contains(node)).for_each(|node| self.budgets.forget(node));
+        let registered = nodes.iter().filter(|(_, _, presence)| *presence == Presence::Registered);
+        let registered: BTreeSet<NodeId> = registered.map(|(node, ..)| *node).collect();
+        unreported
+            .into_iter()
+            .filter(|node| !registered.contains(node))
+            .for_each(|node| self.budgets.forget(node));
     }
 }
 
-/// The budget of which a node knows orders has ended. A version that is used up stays as it is.
-fn no_budget((node, epoch): (NodeId, Epoch), report: &TenantReport) -> Option<Order> {
+/// Grant that ends a removed budget, if the node knows one. At the highest version there is nothing to send.
+fn end_of_budget((node, epoch): (NodeId, Epoch), report: &TenantReport) -> Option<QuotaGrant> {
     let knows_limit = report.version > 0 && report.limit != Amounts::UNLIMITED;
     let version = report.version.checked_add(1).filter(|_| knows_limit)?;
     let (tenant, reserved) = (report.tenant.clone(), Amounts::default());
-    Some(Order { node, epoch, tenant, version, limit: Amounts::UNLIMITED, reserved })
+    Some(QuotaGrant { node, epoch, tenant, version, limit: Amounts::UNLIMITED, reserved })
 }
 
 #[cfg(test)]
@@ -267,9 +272,15 @@ mod tests {
         BTreeMap::from([(name(), Budget { reserved: Amounts::default(), limit })])
     }
 
-    fn said(version: u64, bytes: u64) -> Vec<Said> {
+    fn reports(version: u64, bytes: u64) -> Vec<ReportedTenant> {
         let (limit, none) = (Amounts::both(bytes), Amounts::default());
-        vec![Said::Here(TenantReport { tenant: name(), version, limit, used: none, limited: none })]
+        vec![ReportedTenant::Owned(TenantReport {
+            tenant: name(),
+            version,
+            limit,
+            used: none,
+            limited: none,
+        })]
     }
 
     fn at(seconds: u64) -> Tick {
@@ -277,31 +288,36 @@ mod tests {
     }
 
     #[test]
-    fn a_new_ledger_waits_for_nodes_that_take_another_for_the_owner_and_for_those_away_as_long_as_patience() {
+    fn a_new_ledger_waits_for_nodes_that_report_elsewhere_and_for_absent_nodes_up_to_patience() {
         let (map, own) = (map(), member());
-        let place = OwnPlace { map: &map, name: &own, incarnation: 1 };
-        let nodes = [(NodeId(1), Epoch(1), Presence::Here), (NodeId(2), Epoch(1), Presence::Away)];
+        let place = MemberPlace { map: &map, name: &own, incarnation: 1 };
+        let nodes = [(NodeId(1), Epoch(1), Presence::Registered), (NodeId(2), Epoch(1), Presence::Absent)];
         let mut ledgers = Ledgers::default();
-        let mut turn = |second, said: &[Said]| {
+        let mut report_at = |second, reports: &[ReportedTenant]| {
             ledgers.rebalance(at(second), &place, &budgets(100), (&nodes, PATIENCE));
-            ledgers.report(&place, &budgets(100), (NodeId(1), Epoch(1)), said)
+            ledgers.report(&place, &budgets(100), (NodeId(1), Epoch(1)), reports)
         };
-        assert!(turn(0, &[Said::Elsewhere(name())]).is_empty());
-        assert!(turn(10, &[Said::Elsewhere(name())]).is_empty(), "it may hold what another has granted");
-        assert!(turn(11, &said(0, 100)).is_empty(), "until now");
-        assert_eq!(turn(12, &said(0, 100))[0].limit, Amounts::both(100));
+        assert!(report_at(0, &[ReportedTenant::Elsewhere(name())]).is_empty());
+        assert!(
+            report_at(10, &[ReportedTenant::Elsewhere(name())]).is_empty(),
+            "another member may have granted bytes"
+        );
+        assert!(report_at(11, &reports(0, 100)).is_empty(), "absent node still waited for");
+        assert_eq!(report_at(12, &reports(0, 100))[0].limit, Amounts::both(100));
     }
 
     #[test]
-    fn a_budget_that_has_ended_is_told_once_to_whom_it_bound() {
+    fn sends_the_end_of_a_budget_once_to_nodes_with_a_grant() {
         let (map, own) = (map(), member());
-        let place = OwnPlace { map: &map, name: &own, incarnation: 1 };
+        let place = MemberPlace { map: &map, name: &own, incarnation: 1 };
         let mut ledgers = Ledgers::default();
-        let mut told = |said: &[Said]| ledgers.report(&place, &BTreeMap::new(), (NodeId(1), Epoch(1)), said);
-        let order = told(&said(7, 100)).remove(0);
-        assert_eq!((order.version, order.limit), (8, Amounts::UNLIMITED));
-        assert!(told(&said(8, u64::MAX)).is_empty());
-        assert!(told(&said(0, 100)).is_empty(), "no order has bound it");
-        assert!(told(&said(u64::MAX, 100)).is_empty(), "its versions are used up");
+        let mut report = |reports: &[ReportedTenant]| {
+            ledgers.report(&place, &BTreeMap::new(), (NodeId(1), Epoch(1)), reports)
+        };
+        let grant = report(&reports(7, 100)).remove(0);
+        assert_eq!((grant.version, grant.limit), (8, Amounts::UNLIMITED));
+        assert!(report(&reports(8, u64::MAX)).is_empty());
+        assert!(report(&reports(0, 100)).is_empty(), "it has no grant");
+        assert!(report(&reports(u64::MAX, 100)).is_empty(), "it has the highest version");
     }
 }

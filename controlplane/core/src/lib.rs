@@ -1,43 +1,46 @@
-//! The pure core of the control plane: who is in the cluster, and which node holds which block.
+//! The pure core of the control plane: nodes and their liveness, and the directory of replicas.
 //!
-//! * [`Members`]: nodes, their registrations (epochs) and whether their heartbeats arrive.
-//! * [`Directory`]: block key → replicas, in 4,096 hash slots. Soft state: it can be lost whole and is rebuilt from
-//!   the agents' inventories.
-//! * [`Budgets`]: how many bytes each tenant may hold on each node; [`Ledgers`]: of those tenants that are a member's.
-//! * [`rebalance`]: which nodes give blocks to which. [`choosing`]: what is known of nodes for choosing among them.
-//! * [`LiveNodes`]: what the one tells the other. The two are apart so that a runtime can keep them behind locks of
-//!   their own: a heartbeat never waits for an update of the directory.
-//! * [`Log`]: the last changes of the directory, in order; [`Follower`]: what one reader of it is to be told next.
+//! * [`NodeTable`]: nodes, their registrations (epochs) and whether their heartbeats arrive.
+//! * [`Directory`]: block key → replicas, in 4,096 hash slots. It is soft state, rebuilt from the agents'
+//!   inventories.
+//! * [`Budgets`]: how many bytes each tenant may hold on each node; [`Ledgers`]: budgets of a member's
+//!   tenants.
+//! * [`rebalance`]: moves of blocks between nodes. [`node_selection`]: inputs for choosing among nodes.
+//! * [`LiveNodes`]: the live nodes, passed from node table to directory. The two are separate so that they
+//!   can have separate locks: a heartbeat never waits for an update of the directory.
+//! * [`ChangeLog`]: the last changes of the directory, in order; [`Follower`]: the messages for one reader of
+//!   the log.
 //!
-//! Time arrives as [`Tick`](reprise_policy::Tick); nothing here reads a clock, blocks or logs.
+//! Time is passed in as [`Tick`](reprise_policy::Tick); nothing here reads a clock, blocks or logs.
 //!
-//! Deliberately absent: persistence (`reprise-controlplane-store`), gRPC (`reprise-controlplane`), the order of
-//! replicas and the choice of places for more (policy).
+//! Persistence is in `reprise-controlplane-store`, gRPC in `reprise-controlplane`, the choice among replicas
+//! and nodes in `reprise-policy`.
 
 pub mod budgets;
-pub mod choosing;
+pub mod change_log;
 pub mod directory;
 pub mod follower;
-pub mod holdings;
 pub mod ledgers;
-pub mod live;
-pub mod log;
-pub mod members;
+pub mod live_nodes;
+pub mod node_report;
+pub mod node_selection;
+pub mod node_table;
 pub mod rebalance;
-pub mod reports;
+pub mod tenant_usage;
 
-pub use budgets::{Amounts, Budget, Budgets, Order, Report, TenantReport};
-pub use choosing::{Modes, MovesRound, SetMode};
+pub use budgets::{Amounts, Budget, Budgets, QuotaGrant, QuotaReport, TenantReport};
+pub use change_log::{ChangeLog, LogId, Position, ReplicaChange, Run, Scope};
 pub use directory::{
-    Asker, BadChanges, Changes, Cursor, Directory, DirectorySize, Found, HeldReplica, NodeReplicas, Opening,
-    Operation, Replica, Standing, Update, Updated, Voided,
+    Changes, Cursor, Directory, DirectorySize, InvalidChanges, Invalidation, LookupResult, NodeReplicas,
+    Opening, Operation, Replica, ReplicaEntry, Requester, SlotStatus, Update, UpdateOutcome,
 };
-pub use follower::{Follower, Reason, Source, Step, Told};
-pub use holdings::{Held, HeldTogether, Holdings, TenantSaid};
-pub use ledgers::{KnownNode, LedgerState, Ledgers, OwnPlace, Presence, Said, ShareState};
-pub use live::LiveNodes;
-pub use log::{Log, LogId, Position, ReplicaChange, Run, Scope};
-pub use members::{
-    Beat, MemberEvent, MemberSettings, MemberState, Members, NodeDetails, NodeRecord, NotRegistered,
+pub use follower::{Follower, FollowerMessage, SnapshotReason, Source, Step};
+pub use ledgers::{KnownNode, LedgerState, Ledgers, MemberPlace, Presence, ReportedTenant, ShareState};
+pub use live_nodes::LiveNodes;
+pub use node_report::NodeReport;
+pub use node_selection::{ModeRecord, Modes, RebalanceRound};
+pub use node_table::{
+    HeartbeatResult, LivenessEvent, LivenessSettings, NodeDetails, NodeLiveness, NodeRecord, NodeTable,
+    RegistrationError,
 };
-pub use reports::NodeReport;
+pub use tenant_usage::{ReportedUsage, UsageAmounts, UsageSummary, UsageTable};

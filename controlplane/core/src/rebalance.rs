@@ -1,56 +1,58 @@
-//! Which nodes give blocks to which, because some pools are fuller than others.
+//! Rebalancing of pools: which nodes move blocks to which.
 //!
-//! The fullest gives to the emptiest, the second fullest to the second emptiest, and so on while the two are
-//! [`DEAD_BAND_PERMILLE`] apart: each node gives or takes once a round. What moves is half the difference, so neither
-//! comes out on the other's side, and at most what a node's bandwidth moves in ten seconds. What a round says holds until the
-//! next: whoever has given half of it is told the rest then.
+//! The fullest node moves blocks to the emptiest, the second fullest to the second emptiest, and so on, while
+//! the two differ by at least [`DEAD_BAND_PERMILLE`]. So each node takes part once per round. A move is half
+//! of the difference, which cannot overshoot, and at most what a node's bandwidth moves in ten seconds. Moves
+//! are valid until the next round, which plans the remainder.
 //!
-//! Only active nodes take part: a cordoned one is chosen for nothing, a draining one gives to whom it can anyway.
+//! Only active nodes take part: cordoned nodes receive nothing, and draining nodes move their blocks by
+//! themselves.
 //!
-//! Pure. Who decides (one member) and when is the caller's.
+//! Pure: the caller decides when to plan, and on which member.
 
 use reprise_policy::{NodeId, NodeMode};
 
-/// Nodes whose pools are less apart than this part of a thousand are left alone.
+/// Smallest difference in fill level, in thousandths, for which blocks are moved.
 pub const DEAD_BAND_PERMILLE: u64 = 100;
-/// Bytes of one move: ten seconds of an agent's bandwidth as it comes (256 MiB/s). An agent with less takes longer.
+/// Maximum bytes of a move: ten seconds of an agent's default bandwidth (256 MiB/s). With less bandwidth it
+/// takes longer.
 pub const MOVE_BYTES_MAX: u64 = 10 * (256 << 20);
 
-/// How full a living node's pool is.
+/// Fill level of a live node's pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Fill {
-    /// Which.
+pub struct PoolFill {
+    /// Node of the pool.
     pub node: NodeId,
-    /// What it is for.
+    /// Mode of the node.
     pub mode: NodeMode,
-    /// Of its pool, in bytes.
+    /// Capacity of the pool, in bytes.
     pub capacity: u64,
-    /// Of that in use, and on its way there.
+    /// Bytes in use or on the way to the node.
     pub used: u64,
 }
 
-/// So many bytes of blocks are to move.
+/// A planned move of blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Move {
-    /// Who gives.
+    /// Node that sends blocks.
     pub from: NodeId,
-    /// Who takes.
+    /// Node that receives blocks.
     pub to: NodeId,
-    /// How much.
+    /// Amount to move.
     pub bytes: u64,
 }
 
-impl Fill {
+impl PoolFill {
     fn permille(&self) -> u64 {
         let part = u128::from(self.used.min(self.capacity)) * 1000;
         u64::try_from(part / u128::from(self.capacity.max(1))).expect("at most a thousand")
     }
 }
 
-/// The moves of a round, by how far apart the two are.
-pub fn moves(fills: &[Fill]) -> Vec<Move> {
-    let takes_part = |fill: &&Fill| fill.mode == NodeMode::Active && fill.capacity > 0;
-    let mut fills: Vec<&Fill> = fills.iter().filter(takes_part).collect();
+/// Plans the moves of a round, largest difference first.
+pub fn moves(fills: &[PoolFill]) -> Vec<Move> {
+    let takes_part = |fill: &&PoolFill| fill.mode == NodeMode::Active && fill.capacity > 0;
+    let mut fills: Vec<&PoolFill> = fills.iter().filter(takes_part).collect();
     fills.sort_unstable_by_key(|fill| (fill.permille(), fill.node));
     let pairs = fills.iter().rev().zip(&fills).take(fills.len() / 2);
     pairs
@@ -59,8 +61,9 @@ pub fn moves(fills: &[Fill]) -> Vec<Move> {
         .collect()
 }
 
-/// What makes both equally full: x with (u₁ − x) / c₁ = (u₂ + x) / c₂, half the difference for equal capacities.
-fn half(full: &Fill, empty: &Fill) -> u64 {
+/// Bytes that make both equally full: x with (u₁ − x) / c₁ = (u₂ + x) / c₂, half the difference for equal
+/// capacities.
+fn half(full: &PoolFill, empty: &PoolFill) -> u64 {
     let (of_full, of_empty) = (u128::from(full.capacity), u128::from(empty.capacity));
     let above = (u128::from(full.used.min(full.capacity)) * of_empty)
         .saturating_sub(u128::from(empty.used.min(empty.capacity)) * of_full);
@@ -75,47 +78,52 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
-    fn fill(node: u16, used: u64) -> Fill {
-        Fill { node: NodeId(node), mode: NodeMode::Active, capacity: 100 * GIB, used: used * GIB }
+    fn fill(node: u16, used: u64) -> PoolFill {
+        PoolFill { node: NodeId(node), mode: NodeMode::Active, capacity: 100 * GIB, used: used * GIB }
     }
 
     #[test]
-    fn the_fullest_gives_half_the_difference_to_the_emptiest_and_those_in_between_to_each_other() {
-        let told = moves(&[fill(1, 50), fill(2, 11), fill(3, 16), fill(4, 14)]);
-        assert_eq!(told, [Move { from: NodeId(1), to: NodeId(2), bytes: MOVE_BYTES_MAX }]);
-        let told = moves(&[fill(1, 50), fill(2, 12), fill(3, 40), fill(4, 14)]);
-        let pairs: Vec<_> = told.iter().map(|told| (told.from.0, told.to.0)).collect();
+    fn pairs_fullest_with_emptiest_and_moves_half_of_the_difference() {
+        let planned = moves(&[fill(1, 50), fill(2, 11), fill(3, 16), fill(4, 14)]);
+        assert_eq!(planned, [Move { from: NodeId(1), to: NodeId(2), bytes: MOVE_BYTES_MAX }]);
+        let planned = moves(&[fill(1, 50), fill(2, 12), fill(3, 40), fill(4, 14)]);
+        let pairs: Vec<_> = planned.iter().map(|planned| (planned.from.0, planned.to.0)).collect();
         assert_eq!(pairs, [(1, 2), (3, 4)]);
-        let small = |node, used| Fill { capacity: 1000, used, ..fill(node, 0) };
+        let small = |node, used| PoolFill { capacity: 1000, used, ..fill(node, 0) };
         assert_eq!(moves(&[small(1, 500), small(2, 100)])[0].bytes, 200);
-        let half_as_large = Fill { capacity: 500, ..small(2, 0) };
-        assert_eq!(moves(&[small(1, 300), half_as_large])[0].bytes, 100, "200 of 1,000 and 100 of 500 then");
+        let half_as_large = PoolFill { capacity: 500, ..small(2, 0) };
+        assert_eq!(
+            moves(&[small(1, 300), half_as_large])[0].bytes,
+            100,
+            "afterwards 200 of 1,000 and 100 of 500"
+        );
     }
 
     #[test]
-    fn nodes_that_are_not_far_apart_are_left_alone() {
+    fn makes_no_moves_within_the_dead_band() {
         assert_eq!(moves(&[fill(1, 59), fill(2, 50)]), []);
         assert_eq!(moves(&[fill(1, 59)]), []);
         assert_eq!(moves(&[]), []);
-        let none = Fill { capacity: 0, ..fill(2, 0) };
-        assert_eq!(moves(&[fill(1, 59), none]), [], "a node without a pool takes nothing");
+        let none = PoolFill { capacity: 0, ..fill(2, 0) };
+        assert_eq!(moves(&[fill(1, 59), none]), [], "a node without a pool receives nothing");
     }
 
     #[test]
-    fn cordoned_and_draining_nodes_neither_take_nor_give() {
+    fn cordoned_and_draining_nodes_do_not_take_part() {
         for mode in [NodeMode::Cordoned, NodeMode::Draining] {
-            assert_eq!(moves(&[fill(1, 90), Fill { mode, ..fill(2, 0) }]), []);
-            assert_eq!(moves(&[Fill { mode, ..fill(1, 90) }, fill(2, 0)]), []);
+            assert_eq!(moves(&[fill(1, 90), PoolFill { mode, ..fill(2, 0) }]), []);
+            assert_eq!(moves(&[PoolFill { mode, ..fill(1, 90) }, fill(2, 0)]), []);
         }
     }
 
     proptest! {
-        /// Every round done in whole: nobody overtakes whom it gives to, nobody gives what it has just got, and it ends.
+        /// Executes every round completely: no node overshoots, none sends blocks that it just received, and
+        /// rounds end.
         #[test]
-        fn moves_converge_and_never_go_back(
+        fn moves_converge_and_are_never_reversed(
             nodes in prop::collection::vec((1u64..4, 0u64..1000), 2..12),
         ) {
-            let mut fills: Vec<Fill> = (1..).zip(&nodes).map(|(node, (capacity, used))| Fill {
+            let mut fills: Vec<PoolFill> = (1..).zip(&nodes).map(|(node, (capacity, used))| PoolFill {
                 capacity: capacity * GIB,
                 used: capacity * GIB / 1000 * used,
                 ..fill(node, 0)
@@ -123,25 +131,25 @@ mod tests {
             let total: u64 = fills.iter().map(|fill| fill.used).sum();
             let mut rounds = 0;
             loop {
-                let told = moves(&fills);
-                if told.is_empty() {
+                let planned = moves(&fills);
+                if planned.is_empty() {
                     break;
                 }
-                let mut busy: Vec<NodeId> = told.iter().flat_map(|told| [told.from, told.to]).collect();
+                let mut busy: Vec<NodeId> = planned.iter().flat_map(|planned| [planned.from, planned.to]).collect();
                 busy.sort_unstable();
-                prop_assert!(busy.windows(2).all(|pair| pair[0] != pair[1]), "once a round: {told:?}");
-                for told in &told {
+                prop_assert!(busy.windows(2).all(|pair| pair[0] != pair[1]), "once per round: {planned:?}");
+                for planned in &planned {
                     let place = |node: NodeId| usize::from(node.0) - 1;
-                    fills[place(told.from)].used -= told.bytes;
-                    fills[place(told.to)].used += told.bytes;
-                    let (full, empty) = (fills[place(told.from)], fills[place(told.to)]);
-                    prop_assert!(told.bytes > 0 && full.permille() + 1 >= empty.permille(), "{told:?}");
+                    fills[place(planned.from)].used -= planned.bytes;
+                    fills[place(planned.to)].used += planned.bytes;
+                    let (full, empty) = (fills[place(planned.from)], fills[place(planned.to)]);
+                    prop_assert!(planned.bytes > 0 && full.permille() + 1 >= empty.permille(), "{planned:?}");
                 }
                 rounds += 1;
                 prop_assert!(rounds < 200, "{fills:?}");
             }
             prop_assert_eq!(fills.iter().map(|fill| fill.used).sum::<u64>(), total);
-            let apart = |of: fn(std::slice::Iter<'_, Fill>) -> Option<&Fill>| of(fills.iter()).map(Fill::permille);
+            let apart = |of: fn(std::slice::Iter<'_, PoolFill>) -> Option<&PoolFill>| of(fills.iter()).map(PoolFill::permille);
             let highest = apart(|fills| fills.max_by_key(|fill| fill.permille()));
             let lowest = apart(|fills| fills.min_by_key(|fill| fill.permille()));
             prop_assert!(highest < lowest.map(|lowest| lowest + DEAD_BAND_PERMILLE));

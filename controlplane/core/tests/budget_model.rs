@@ -1,32 +1,32 @@
-//! Budgets against nodes that follow their orders, over a network that loses, doubles and reorders, with nodes that die,
-//! restart, are forgotten and come back, and ledgers that begin anew.
+//! Model test of budgets: nodes apply grants over a network that loses, duplicates and reorders messages.
+//! Nodes die, restart, are forgotten and return, and ledgers restart.
 //!
-//! After every step: what nodes may hold that the ledger has not given up on is within the budget. In the end, when messages
-//! arrive again, bytes are where they are wanted.
+//! After every step, the bytes of all nodes that the ledger has not forgotten are within the budget. At the
+//! end, when all messages arrive, bytes are where they are in demand.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
-use reprise_controlplane_core::budgets::{Amounts, Budget, Budgets, Order, Report, TenantReport};
+use reprise_controlplane_core::budgets::{Amounts, Budget, Budgets, QuotaGrant, QuotaReport, TenantReport};
 use reprise_policy::{Epoch, NodeId, TenantName};
 
 const BUDGET: u64 = 6400;
 
-/// Messages under way at the most; the oldest are lost first.
+/// Maximum number of messages in flight; the oldest are lost first.
 const NETWORK_MAX: usize = 24;
 
 fn budget() -> Budget {
     Budget { reserved: Amounts::default(), limit: Amounts::both(BUDGET) }
 }
 
-/// An agent as far as budgets go. Both kinds of bytes do the same.
+/// An agent, reduced to its budgets. DRAM and NVMe behave alike.
 #[derive(Clone, Debug)]
 struct Node {
     epoch: Epoch,
     version: u64,
     limit: u64,
     used: u64,
-    /// What it would use if it might.
+    /// Bytes that it would use without a limit.
     demand: u64,
     limited: u64,
     alive: bool,
@@ -37,13 +37,13 @@ impl Node {
         self.limit.max(self.used)
     }
 
-    fn obey(&mut self, order: &Order) {
-        if self.alive && order.epoch == self.epoch && order.version > self.version {
-            (self.version, self.limit) = (order.version, order.limit.dram);
+    fn apply_grant(&mut self, grant: &QuotaGrant) {
+        if self.alive && grant.epoch == self.epoch && grant.version > self.version {
+            (self.version, self.limit) = (grant.version, grant.limit.dram);
         }
     }
 
-    /// Uses more, within its limit, or evicts some of what is beyond it.
+    /// Uses more bytes within its limit, or evicts some of the excess.
     fn work(&mut self, blocks: u64) {
         if !self.alive {
             return;
@@ -57,29 +57,29 @@ impl Node {
         }
     }
 
-    fn report(&self, node: NodeId, tenant: &TenantName) -> Report {
+    fn report(&self, node: NodeId, tenant: &TenantName) -> QuotaReport {
         let both = Amounts::both;
         let (limit, used, limited) = (both(self.limit), both(self.used), both(self.limited));
         let tenants =
             vec![TenantReport { tenant: tenant.clone(), version: self.version, limit, used, limited }];
-        Report { node, epoch: self.epoch, tenants }
+        QuotaReport { node, epoch: self.epoch, tenants }
     }
 }
 
 #[derive(Clone, Debug)]
 enum Message {
-    Report(Report),
-    Order(Order),
+    QuotaReport(QuotaReport),
+    QuotaGrant(QuotaGrant),
 }
 
 #[derive(Debug)]
-struct World {
+struct TestCluster {
     tenant: TenantName,
     ledger: Budgets,
     nodes: BTreeMap<NodeId, Node>,
-    /// Nodes that the ledger has given up on and that have not met an order since.
+    /// Forgotten nodes that have not met a grant since.
     outside: BTreeSet<NodeId>,
-    /// As the store knows them.
+    /// Registrations as the store knows them.
     registered: BTreeMap<NodeId, Epoch>,
     network: Vec<Message>,
     epochs: u64,
@@ -89,7 +89,7 @@ struct World {
 enum Step {
     Work { node: u16, blocks: u64 },
     Demand { node: u16, bytes: u64 },
-    Report { node: u16 },
+    QuotaReport { node: u16 },
     Deliver { message: usize },
     Double { message: usize },
     Lose { message: usize },
@@ -98,13 +98,13 @@ enum Step {
     Die { node: u16 },
     Restart { node: u16 },
     Forget { node: u16 },
-    LedgerBeginsAnew,
+    RestartLedger,
 }
 
-impl World {
-    fn new(nodes: u16) -> World {
+impl TestCluster {
+    fn new(nodes: u16) -> TestCluster {
         let tenant: TenantName = "a".parse().expect("a name");
-        let mut world = World {
+        let mut cluster = TestCluster {
             ledger: Budgets::new([]),
             nodes: BTreeMap::new(),
             outside: BTreeSet::new(),
@@ -113,17 +113,17 @@ impl World {
             epochs: 0,
             tenant,
         };
-        world.ledger.set_budget(&world.tenant, budget());
+        cluster.ledger.set_budget(&cluster.tenant, budget());
         for node in 0..nodes {
             let (epoch, alive) = (Epoch(0), true);
             let fresh = Node { epoch, version: 0, limit: 0, used: 0, demand: 0, limited: 0, alive };
-            world.nodes.insert(NodeId(node), fresh);
-            world.register(NodeId(node), true);
+            cluster.nodes.insert(NodeId(node), fresh);
+            cluster.register(NodeId(node), true);
         }
-        world
+        cluster
     }
 
-    /// The control plane gives a node a new epoch; the answer may be lost.
+    /// Registers a node with a new epoch; the reply may be lost.
     fn register(&mut self, id: NodeId, learns: bool) {
         self.epochs += 1;
         let epoch = Epoch(self.epochs);
@@ -137,13 +137,13 @@ impl World {
 
     fn deliver(&mut self, message: Message) {
         match message {
-            Message::Report(report) => {
-                let orders = self.ledger.report(&report);
-                self.network.extend(orders.into_iter().map(Message::Order));
+            Message::QuotaReport(report) => {
+                let grants = self.ledger.report(&report);
+                self.network.extend(grants.into_iter().map(Message::QuotaGrant));
             }
-            Message::Order(order) => {
-                let node = self.nodes.get_mut(&order.node).expect("one of the nodes");
-                node.obey(&order);
+            Message::QuotaGrant(grant) => {
+                let node = self.nodes.get_mut(&grant.node).expect("one of the nodes");
+                node.apply_grant(&grant);
             }
         }
         let excess = self.network.len().saturating_sub(NETWORK_MAX);
@@ -160,7 +160,7 @@ impl World {
         match step {
             Step::Work { node, blocks } => self.nodes.get_mut(&id(node)).expect("there").work(blocks),
             Step::Demand { node, bytes } => self.nodes.get_mut(&id(node)).expect("there").demand = bytes,
-            Step::Report { node } => self.report(id(node)),
+            Step::QuotaReport { node } => self.report(id(node)),
             Step::Deliver { message } => {
                 if let Some(message) = self.take(message) {
                     self.deliver(message);
@@ -178,20 +178,20 @@ impl World {
             Step::Die { node } => self.nodes.get_mut(&id(node)).expect("there").alive = false,
             Step::Restart { node } => self.restart(id(node)),
             Step::Forget { node } => self.forget(id(node)),
-            Step::LedgerBeginsAnew => self.begin_anew(),
+            Step::RestartLedger => self.restart_ledger(),
         }
-        self.let_in();
+        self.readmit();
         self.check();
     }
 
     fn report(&mut self, id: NodeId) {
         let node = &self.nodes[&id];
         if node.alive {
-            self.network.push(Message::Report(node.report(id, &self.tenant)));
+            self.network.push(Message::QuotaReport(node.report(id, &self.tenant)));
         }
     }
 
-    /// The process begins anew, with what is on its devices; it takes nothing more before it knows an order.
+    /// Restarts the agent with the blocks on its devices; it allocates nothing before its next grant.
     fn restart(&mut self, id: NodeId) {
         let node = self.nodes.get_mut(&id).expect("one of the nodes");
         (node.alive, node.version, node.limit, node.limited) = (true, 0, node.used, 0);
@@ -204,8 +204,9 @@ impl World {
         self.outside.insert(id);
     }
 
-    /// All members have lost their memory: nodes are known from the store, and told to register again.
-    fn begin_anew(&mut self) {
+    /// Restarts the ledger: all members lost their memory, know the nodes from the store, and require
+    /// registrations.
+    fn restart_ledger(&mut self) {
         self.ledger = Budgets::new(self.registered.iter().map(|(id, epoch)| (*id, *epoch)));
         self.ledger.set_budget(&self.tenant, budget());
         for id in self.registered.keys().copied().collect::<Vec<_>>() {
@@ -213,9 +214,9 @@ impl World {
         }
     }
 
-    /// Who was outside counts again when it is registered, holds no more than an order of that registration, and there is room
-    /// for that beside what the others still hold: it has had its bytes all the time, so being let in adds none.
-    fn let_in(&mut self) {
+    /// Counts a forgotten node again once it is registered, is within a grant of that registration, and fits
+    /// next to the bytes of the others. It had its bytes all the time, so this adds none.
+    fn readmit(&mut self) {
         for id in self.outside.clone() {
             let node = &self.nodes[&id];
             let current = self.registered.get(&id) == Some(&node.epoch);
@@ -233,11 +234,11 @@ impl World {
 
     fn check(&self) {
         let held = self.inside();
-        assert!(held <= BUDGET, "{held} of {BUDGET} are held: {self:?}");
+        assert!(held <= BUDGET, "{held} of {BUDGET} bytes are in use: {self:?}");
     }
 
-    /// Everything arrives, and everybody who lives does as it is told.
-    fn settle(&mut self) {
+    /// Delivers all messages; all live nodes apply their grants.
+    fn deliver_all(&mut self) {
         self.network.clear();
         for id in self.nodes.keys().copied().collect::<Vec<_>>() {
             if self.nodes[&id].alive {
@@ -256,7 +257,7 @@ impl World {
                 self.deliver(message);
             }
             self.ledger.rebalance();
-            self.let_in();
+            self.readmit();
             self.check();
         }
     }
@@ -267,7 +268,7 @@ fn steps() -> impl Strategy<Value = Step> {
     prop_oneof![
         6 => (node.clone(), 1u64..2000).prop_map(|(node, blocks)| Step::Work { node, blocks }),
         2 => (node.clone(), 0u64..8000).prop_map(|(node, bytes)| Step::Demand { node, bytes }),
-        6 => node.clone().prop_map(|node| Step::Report { node }),
+        6 => node.clone().prop_map(|node| Step::QuotaReport { node }),
         9 => message.clone().prop_map(|message| Step::Deliver { message }),
         1 => message.clone().prop_map(|message| Step::Double { message }),
         1 => message.prop_map(|message| Step::Lose { message }),
@@ -276,7 +277,7 @@ fn steps() -> impl Strategy<Value = Step> {
         1 => node.clone().prop_map(|node| Step::Die { node }),
         1 => node.clone().prop_map(|node| Step::Restart { node }),
         2 => node.prop_map(|node| Step::Forget { node }),
-        1 => Just(Step::LedgerBeginsAnew),
+        1 => Just(Step::RestartLedger),
     ]
 }
 
@@ -284,21 +285,21 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(3000) })]
 
     #[test]
-    fn whatever_is_lost_doubled_or_late_nodes_hold_no_more_than_the_budget(
+    fn nodes_stay_within_the_budget_despite_lost_duplicated_and_late_messages(
         nodes in 1u16..5, steps in prop::collection::vec(steps(), 0..500)
     ) {
-        let mut world = World::new(nodes);
+        let mut cluster = TestCluster::new(nodes);
         for step in steps {
-            world.step(step);
+            cluster.step(step);
         }
-        world.settle();
-        let living: Vec<&Node> = world.nodes.values().filter(|node| node.alive).collect();
+        cluster.deliver_all();
+        let living: Vec<&Node> = cluster.nodes.values().filter(|node| node.alive).collect();
         let demand: u64 = living.iter().map(|node| node.demand).sum();
         let used: u64 = living.iter().map(|node| node.used).sum();
-        // A change that is too small to be worth it is left undone on every node.
+        // Every node may deviate by changes that are too small to be made.
         let slack = BUDGET / 64 * living.len() as u64;
         let wanted = if living.is_empty() { 0 } else { demand.min(BUDGET) };
-        prop_assert!(used + slack >= wanted, "{used} used, {wanted} wanted: {world:?}");
-        prop_assert!(world.outside.iter().all(|id| !world.nodes[id].alive), "{world:?}");
+        prop_assert!(used + slack >= wanted, "{used} used, {wanted} wanted: {cluster:?}");
+        prop_assert!(cluster.outside.iter().all(|id| !cluster.nodes[id].alive), "{cluster:?}");
     }
 }

@@ -1,19 +1,19 @@
-//! The directory against a naive model: random registrations, updates with gaps and repeats, slots that come and go,
-//! deaths, sweeps, lookups.
+//! Compares the directory with a simple model: random registrations, updates with gaps and repetitions,
+//! changes of slots, deaths, sweeps and lookups.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
 use reprise_controlplane_core::{
-    Changes, Directory, Found, LiveNodes, Opening, Replica, Update, Updated, Voided,
+    Changes, Directory, Invalidation, LiveNodes, LookupResult, Opening, Replica, Update, UpdateOutcome,
 };
 use reprise_policy::routing::LoadClass;
 use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tier};
 
-/// Slots that keys of this test are in.
+/// Hash slots of the test keys.
 const SLOTS: [u16; 3] = [0, 16, 32];
 
-/// A few keys, so that nodes share them; many in one hash slot.
+/// A few keys, so that nodes share them, with many in one hash slot.
 fn key(number: u8) -> BlockKey {
     let mut key = [0; 16];
     key[0] = number % 3;
@@ -21,7 +21,7 @@ fn key(number: u8) -> BlockKey {
     BlockKey(key)
 }
 
-/// Some of the slots: one bit for each.
+/// A subset of the slots: one bit for each.
 fn set(mask: u8) -> SlotSet {
     (0..3).filter(|bit| mask & (1 << bit) != 0).map(|bit| SLOTS[bit]).collect()
 }
@@ -30,7 +30,7 @@ fn set(mask: u8) -> SlotSet {
 enum Open {
     Nothing,
     Slots(u8),
-    Anew(u8),
+    Reset(u8),
 }
 
 #[derive(Clone, Debug)]
@@ -62,7 +62,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     let batch = (
         prop_oneof![8 => Just(0i64), 1 => -6i64..0, 1 => 1i64..4],
         prop_oneof![9 => Just(0u64), 1 => Just(1)],
-        prop_oneof![5 => Just(Open::Nothing), 3 => (0u8..8).prop_map(Open::Slots), 1 => (0u8..8).prop_map(Open::Anew)],
+        prop_oneof![5 => Just(Open::Nothing), 3 => (0u8..8).prop_map(Open::Slots), 1 => (0u8..8).prop_map(Open::Reset)],
         prop::collection::vec(change, 0..30),
         prop_oneof![1 => Just(0u8), 1 => 0u8..8],
     )
@@ -82,7 +82,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..80)
 }
 
-/// What a directory is: what each node has announced in the slots that are owned.
+/// Model of a directory: announcements of each node in owned slots.
 #[derive(Default)]
 struct Model {
     owned: BTreeSet<u16>,
@@ -107,26 +107,30 @@ impl ModelNode {
         self.held.retain(|(key, _)| !lost(key.hash_slot()));
     }
 
-    fn update(&mut self, owned: &BTreeSet<u16>, batch: &Batch) -> Updated {
+    fn update(&mut self, owned: &BTreeSet<u16>, batch: &Batch) -> UpdateOutcome {
         if !self.registered || batch.epoch_back > 0 {
-            return Updated::Fenced;
+            return UpdateOutcome::Fenced;
         }
         let sequence = self.expected.saturating_add_signed(batch.skew);
-        let refused = Updated::Expecting { expected: self.expected, applied: 0..0, voided: Voided::Nothing };
-        // One number after the other, as if each were a message of its own.
+        let refused = UpdateOutcome::Expecting {
+            expected: self.expected,
+            applied: 0..0,
+            invalidated: Invalidation::Nothing,
+        };
+        // Handle each number separately, as if it were a message.
         let (opens, opened) = match batch.open {
             Open::Nothing => (0, SlotSet::EMPTY),
             Open::Slots(mask) => (1, set(mask)),
-            Open::Anew(mask) => (1, set(mask)),
+            Open::Reset(mask) => (1, set(mask)),
         };
-        let mut voided = Voided::Nothing;
-        if matches!(batch.open, Open::Anew(_)) {
+        let mut invalidated = Invalidation::Nothing;
+        if matches!(batch.open, Open::Reset(_)) {
             if sequence < self.expected {
                 return refused;
             }
             self.lose(|_| true);
             self.expected = sequence;
-            voided = Voided::Node;
+            invalidated = Invalidation::Node;
         } else if sequence > self.expected {
             return refused;
         }
@@ -135,7 +139,7 @@ impl ModelNode {
             let opened: BTreeSet<u16> = opened.iter().filter(|slot| owned.contains(slot)).collect();
             let again: SlotSet = opened.intersection(&self.begun).copied().collect();
             if !again.is_empty() {
-                voided = Voided::Slots(Box::new(again));
+                invalidated = Invalidation::Slots(Box::new(again));
             }
             self.lose(|slot| opened.contains(&slot));
             self.begun.extend(opened);
@@ -159,12 +163,12 @@ impl ModelNode {
         if news {
             self.whole.extend(set(batch.ends).iter().filter(|slot| self.begun.contains(slot)));
         }
-        Updated::Expecting { expected: self.expected, applied: first..batch.changes.len(), voided }
+        UpdateOutcome::Expecting { expected: self.expected, applied: first..batch.changes.len(), invalidated }
     }
 }
 
 impl Model {
-    fn own(&mut self, mask: u8) {
+    fn set_owned_slots(&mut self, mask: u8) {
         self.owned = set(mask).iter().collect();
         let owned = &self.owned;
         self.nodes.values_mut().for_each(|node| node.lose(|slot| !owned.contains(&slot)));
@@ -199,13 +203,13 @@ impl Model {
     }
 }
 
-fn update(directory: &mut Directory, model: &Model, node: u16, batch: &Batch) -> Updated {
+fn update(directory: &mut Directory, model: &Model, node: u16, batch: &Batch) -> UpdateOutcome {
     let (epoch, expected) = model.nodes.get(&node).map_or((1, 0), |known| (known.epoch, known.expected));
     let keys: Vec<u8> = batch.changes.iter().flat_map(|(number, _)| key(*number).0).collect();
     let operations: Vec<u8> = batch.changes.iter().map(|(_, operation)| *operation).collect();
     let opened = match batch.open {
         Open::Nothing => SlotSet::EMPTY,
-        Open::Slots(mask) | Open::Anew(mask) => set(mask),
+        Open::Slots(mask) | Open::Reset(mask) => set(mask),
     };
     directory.update(&Update {
         node: NodeId(node),
@@ -214,7 +218,7 @@ fn update(directory: &mut Directory, model: &Model, node: u16, batch: &Batch) ->
         opening: match batch.open {
             Open::Nothing => Opening::Nothing,
             Open::Slots(_) => Opening::Slots(&opened),
-            Open::Anew(_) => Opening::Anew(&opened),
+            Open::Reset(_) => Opening::Reset(&opened),
         },
         changes: Changes::parse(&keys, &operations).expect("well formed"),
         ends: &set(batch.ends),
@@ -225,32 +229,32 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(512))]
 
     #[test]
-    fn the_directory_answers_what_live_nodes_have_announced_in_its_slots(steps in steps()) {
+    fn lookups_match_the_model(steps in steps()) {
         let mut directory = Directory::new();
         let mut model = Model::default();
-        model.own(7);
-        directory.own(&set(7));
+        model.set_owned_slots(7);
+        directory.set_owned_slots(&set(7));
         let mut live: BTreeSet<u16> = (1..5).collect();
-        let mut found = Found::default();
+        let mut found = LookupResult::default();
         let all_keys: Vec<BlockKey> = (0..40).map(key).collect();
         for step in &steps {
             match step {
                 Step::Own { mask } => {
                     let version = directory.version();
                     let same = *directory.owned() == set(*mask);
-                    model.own(*mask);
-                    directory.own(&set(*mask));
+                    model.set_owned_slots(*mask);
+                    directory.set_owned_slots(&set(*mask));
                     prop_assert_eq!(directory.version() > version, !same);
                 }
                 Step::Expect { node } => {
                     model.nodes.entry(*node).or_default().awaited = true;
-                    directory.expect(NodeId(*node));
+                    directory.expect_node(NodeId(*node));
                 }
                 Step::GiveUp { node } => {
                     if let Some(known) = model.nodes.get_mut(node).filter(|known| !known.registered) {
                         known.awaited = false;
                     }
-                    directory.give_up(NodeId(*node));
+                    directory.stop_expecting(NodeId(*node));
                 }
                 Step::Register { node } => {
                     let epoch = model.register(*node);
@@ -267,7 +271,7 @@ proptest! {
                 Step::Update { node, batch } => {
                     let updated = update(&mut directory, &model, *node, batch);
                     let owned = model.owned.clone();
-                    let expected = model.nodes.get_mut(node).map_or(Updated::Fenced, |known| known.update(&owned, batch));
+                    let expected = model.nodes.get_mut(node).map_or(UpdateOutcome::Fenced, |known| known.update(&owned, batch));
                     prop_assert_eq!(updated, expected);
                 }
                 Step::Die { node } => { live.remove(node); }
@@ -281,7 +285,7 @@ proptest! {
                     for (index, key) in (0u32..).zip(&all_keys) {
                         let answer = found.of(index as usize);
                         let answered: BTreeSet<Replica> = answer.iter().copied().collect();
-                        prop_assert_eq!(answered.len(), answer.len(), "no replica twice");
+                        prop_assert_eq!(answered.len(), answer.len(), "no duplicate replicas");
                         prop_assert_eq!(answered, model.found(key, &live, *asking));
                         let owned = model.owned.contains(&key.hash_slot());
                         prop_assert_eq!(found.elsewhere().contains(&index), !owned);
@@ -292,14 +296,14 @@ proptest! {
             }
             prop_assert_eq!(directory.audit(), Ok(()));
             for (node, known) in &model.nodes {
-                let standing = directory.standing(NodeId(*node), Epoch(known.epoch));
+                let standing = directory.slot_status(NodeId(*node), Epoch(known.epoch));
                 prop_assert_eq!(standing.is_some(), known.registered);
                 if let Some(standing) = standing {
                     let wanted: BTreeSet<u16> = model.owned.difference(&known.begun).copied().collect();
                     prop_assert!(standing.wanted.iter().eq(wanted));
                 }
                 for key in &all_keys {
-                    prop_assert_eq!(directory.takes(NodeId(*node), key), known.begun.contains(&key.hash_slot()));
+                    prop_assert_eq!(directory.accepts(NodeId(*node), key), known.begun.contains(&key.hash_slot()));
                 }
             }
         }

@@ -1,12 +1,12 @@
-//! Readers of a directory that changes under them: whatever happens in which order, and however often a reader comes back
-//! or falls behind, it ends with what the directory holds.
+//! Model test of readers of a changing directory: for any order of events, and however often a reader returns
+//! or falls behind, it converges to the contents of the directory.
 
 use std::collections::BTreeSet;
 
 use proptest::prelude::*;
 use reprise_controlplane_core::{
-    Changes, Cursor, Directory, Follower, HeldReplica, Log, LogId, Opening, Operation, Position, Reason, Run,
-    Scope, Source, Step, Told, Update, Updated, Voided,
+    ChangeLog, Changes, Cursor, Directory, Follower, FollowerMessage, Invalidation, LogId, Opening,
+    Operation, Position, ReplicaEntry, Run, Scope, SnapshotReason, Source, Step, Update, UpdateOutcome,
 };
 use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet};
 
@@ -22,16 +22,16 @@ fn key(number: u8) -> BlockKey {
     BlockKey(key)
 }
 
-/// What an update opens.
+/// Inventories that an update opens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Open {
     Nothing,
     /// The inventory of this key's slot.
     Slot(u8),
-    /// That of all slots, of which others may have been begun before.
+    /// Inventories of all slots, some of which may have been begun.
     Slots,
-    /// Everything anew.
-    Anew,
+    /// All inventories, after a reset.
+    Reset,
 }
 
 #[derive(Clone, Debug)]
@@ -44,20 +44,20 @@ enum Action {
     Forget {
         node: u16,
     },
-    /// The slot of this key is another member's from now on.
+    /// The slot of this key moves to another member.
     LoseSlot {
         key: u8,
     },
-    /// All slots are this one's again, and nothing is known of those that were not.
+    /// All slots are owned again; regained slots are empty.
     RegainSlots,
     Sweep,
-    /// The reader takes some messages.
+    /// The reader reads some messages.
     Read {
         messages: usize,
     },
-    /// It comes back with the last position that it has.
+    /// The reader reconnects at its last position.
     Return,
-    /// It comes back without one, or with one of another log.
+    /// The reader reconnects without a position, or with one of another log.
     Restart {
         foreign: bool,
     },
@@ -70,7 +70,7 @@ fn actions() -> impl Strategy<Value = Vec<Action>> {
         6 => Just(Open::Nothing),
         2 => (0u8..60).prop_map(Open::Slot),
         1 => Just(Open::Slots),
-        1 => Just(Open::Anew),
+        1 => Just(Open::Reset),
     ];
     let action = prop_oneof![
         8 => (node.clone(), open, prop::collection::vec(change, 0..20))
@@ -86,29 +86,29 @@ fn actions() -> impl Strategy<Value = Vec<Action>> {
     prop::collection::vec(action, 1..120)
 }
 
-/// A directory with its log, fed as a member feeds it.
-struct World {
+/// A directory with its log, fed like a member's.
+struct TestCluster {
     directory: Directory,
-    log: Log,
+    log: ChangeLog,
     epochs: Vec<u64>,
     sequences: Vec<u64>,
 }
 
-impl World {
-    fn new(log_bytes: usize) -> World {
+impl TestCluster {
+    fn new(log_bytes: usize) -> TestCluster {
         let mut directory = Directory::new();
-        directory.own(&SlotSet::ALL);
+        directory.set_owned_slots(&SlotSet::ALL);
         for node in 1..=NODES {
             directory.register(NodeId(node), Epoch(1));
         }
         let count = usize::from(NODES) + 1;
         let (epochs, sequences) = (vec![1; count], vec![0; count]);
-        let mut world = World { directory, log: Log::new(LOG, log_bytes), epochs, sequences };
-        (1..=NODES).for_each(|node| world.announce(node, Open::Slots, &[]));
-        world
+        let mut cluster = TestCluster { directory, log: ChangeLog::new(LOG, log_bytes), epochs, sequences };
+        (1..=NODES).for_each(|node| cluster.announce(node, Open::Slots, &[]));
+        cluster
     }
 
-    /// As `controlplane/src/directory.rs` does it.
+    /// Like `controlplane/src/directory.rs`.
     fn announce(&mut self, node: u16, open: Open, changes: &[(u8, u8)]) {
         let packed: Vec<u8> = changes.iter().flat_map(|(number, _)| key(*number).0).collect();
         let operations: Vec<u8> = changes.iter().map(|(_, operation)| *operation).collect();
@@ -121,7 +121,7 @@ impl World {
             Open::Nothing => Opening::Nothing,
             Open::Slot(_) => Opening::Slots(&one),
             Open::Slots => Opening::Slots(&SlotSet::ALL),
-            Open::Anew => Opening::Anew(&SlotSet::ALL),
+            Open::Reset => Opening::Reset(&SlotSet::ALL),
         };
         let sequence = &mut self.sequences[usize::from(node)];
         let epoch = Epoch(self.epochs[usize::from(node)]);
@@ -130,22 +130,24 @@ impl World {
         let update = Update { node, epoch, sequence: *sequence, opening, changes, ends };
         let updated = self.directory.update(&update);
         *sequence += u64::from(opening != Opening::Nothing) + changes.len() as u64;
-        let Updated::Expecting { expected, applied, voided } = updated else { panic!("it is registered") };
+        let UpdateOutcome::Expecting { expected, applied, invalidated } = updated else {
+            panic!("the node is registered")
+        };
         assert_eq!((expected, applied), (*sequence, 0..changes.len()));
-        match voided {
-            Voided::Nothing => {}
-            Voided::Node => self.log.cleared(Scope::node(node)),
-            Voided::Slots(slots) => {
-                slots.iter().for_each(|slot| self.log.cleared(Scope::node_in_slot(node, slot)));
+        match invalidated {
+            Invalidation::Nothing => {}
+            Invalidation::Node => self.log.record_clearing(Scope::node(node)),
+            Invalidation::Slots(slots) => {
+                slots.iter().for_each(|slot| self.log.record_clearing(Scope::node_in_slot(node, slot)));
             }
         }
-        self.log.changed(node, self.directory.taken(node, changes));
+        self.log.record_changes(node, self.directory.accepted_changes(node, changes));
     }
 
-    fn own(&mut self, slots: &SlotSet) {
+    fn set_owned_slots(&mut self, slots: &SlotSet) {
         let lost = self.directory.owned().without(slots);
-        self.directory.own(slots);
-        lost.iter().for_each(|slot| self.log.cleared(Scope::slot(slot)));
+        self.directory.set_owned_slots(slots);
+        lost.iter().for_each(|slot| self.log.record_clearing(Scope::slot(slot)));
     }
 
     fn forget(&mut self, node: u16) {
@@ -154,40 +156,37 @@ impl World {
         self.epochs[index] += 1;
         self.sequences[index] = 0;
         self.directory.register(NodeId(node), Epoch(self.epochs[index]));
-        self.log.cleared(Scope::node(NodeId(node)));
+        self.log.record_clearing(Scope::node(NodeId(node)));
     }
 
-    /// Everything of the slot goes at once; the log has one record of it.
+    /// Removes all entries of a slot, which is one record in the log.
     fn lose_slot(&mut self, slot: u16) {
         let mut left = self.directory.owned().clone();
         left.remove(slot);
-        self.own(&left);
+        self.set_owned_slots(&left);
     }
 
-    fn held(&self) -> BTreeSet<HeldReplica> {
+    fn held(&self) -> BTreeSet<ReplicaEntry> {
         let (mut cursor, mut held) = (Cursor::default(), Vec::new());
         while !cursor.is_at_end() {
             self.directory.read(&mut cursor, 3, &mut held);
         }
         let count = held.len();
-        let set: BTreeSet<HeldReplica> = held.into_iter().collect();
-        assert_eq!(set.len(), count, "nothing is read twice");
+        let set: BTreeSet<ReplicaEntry> = held.into_iter().collect();
+        assert_eq!(set.len(), count, "no duplicates");
         let size = self.directory.size();
         let swept = self.directory.owned() == &SlotSet::ALL;
-        assert!(
-            count as u64 <= size.replicas && (!swept || count as u64 == size.replicas),
-            "everything is read"
-        );
+        assert!(count as u64 <= size.replicas && (!swept || count as u64 == size.replicas), "complete");
         set
     }
 }
 
-/// What a reader makes of what it is told.
+/// State that a reader builds from its messages.
 struct Reader {
     follower: Follower,
-    held: BTreeSet<HeldReplica>,
+    held: BTreeSet<ReplicaEntry>,
     position: Option<Position>,
-    snapshots: Vec<Reason>,
+    snapshots: Vec<SnapshotReason>,
 }
 
 impl Reader {
@@ -196,23 +195,23 @@ impl Reader {
         Reader { follower, held: BTreeSet::new(), position: from, snapshots: Vec::new() }
     }
 
-    /// Takes one message; whether there was one.
-    fn read(&mut self, world: &World) -> bool {
+    /// Reads one message; whether there was one.
+    fn read(&mut self, cluster: &TestCluster) -> bool {
         loop {
             match self.follower.source() {
                 Source::Directory => {
-                    let told = self.follower.read_directory(&world.directory);
-                    self.take(told, world);
+                    let message = self.follower.read_directory(&cluster.directory);
+                    self.take(message, cluster);
                     return true;
                 }
-                Source::Log => match self.follower.read_log(&world.log) {
-                    Step::Tell(told) => {
-                        self.take(told, world);
+                Source::ChangeLog => match self.follower.read_log(&cluster.log) {
+                    Step::Send(message) => {
+                        self.take(message, cluster);
                         return true;
                     }
-                    Step::GoOn => {}
+                    Step::Continue => {}
                     Step::Wait => {
-                        assert_eq!(self.held, world.held(), "it is up to date");
+                        assert_eq!(self.held, cluster.held(), "up to date");
                         return false;
                     }
                 },
@@ -220,23 +219,23 @@ impl Reader {
         }
     }
 
-    fn take(&mut self, told: Told, world: &World) {
-        match told {
-            Told::SnapshotBegins(reason) => {
+    fn take(&mut self, message: FollowerMessage, cluster: &TestCluster) {
+        match message {
+            FollowerMessage::SnapshotBegins(reason) => {
                 self.snapshots.push(reason);
                 self.held.clear();
                 self.position = None;
             }
-            Told::Run { run, position } => {
+            FollowerMessage::Run { run, position } => {
                 self.apply(run);
                 if let (Some(before), Some(after)) = (self.position, position) {
-                    assert!(after.next > before.next, "positions go forwards");
+                    assert!(after.next > before.next, "positions increase");
                 }
                 self.position = position;
             }
-            Told::Current(position) => {
-                if position == world.log.end() {
-                    assert_eq!(self.held, world.held(), "told so");
+            FollowerMessage::Current(position) => {
+                if position == cluster.log.end() {
+                    assert_eq!(self.held, cluster.held(), "message so");
                 }
                 self.position = Some(position);
             }
@@ -247,7 +246,7 @@ impl Reader {
         match run {
             Run::Changes(changes) => changes.into_iter().for_each(|change| {
                 let (Operation::Announce(tier) | Operation::Withdraw(tier)) = change.operation;
-                let replica = HeldReplica { node: change.node, key: change.key, tier };
+                let replica = ReplicaEntry { node: change.node, key: change.key, tier };
                 match change.operation {
                     Operation::Announce(_) => self.held.insert(replica),
                     Operation::Withdraw(_) => self.held.remove(&replica),
@@ -266,22 +265,22 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(1024))]
 
     #[test]
-    fn a_reader_ends_with_what_the_directory_holds(
+    fn a_reader_converges_to_the_contents_of_the_directory(
         actions in actions(),
         log_bytes in prop_oneof![Just(400usize), Just(4000), Just(40_000)],
     ) {
-        let mut world = World::new(log_bytes);
+        let mut cluster = TestCluster::new(log_bytes);
         let mut reader = Reader::new(None);
         for action in &actions {
             match action {
-                Action::Update { node, open, changes } => world.announce(*node, *open, changes),
-                Action::Forget { node } => world.forget(*node),
-                Action::LoseSlot { key: number } => world.lose_slot(key(*number).hash_slot()),
-                Action::RegainSlots => world.own(&SlotSet::ALL),
-                Action::Sweep => { world.directory.sweep(1000); }
-                Action::Read { messages } => { (0..*messages).all(|_| reader.read(&world)); }
+                Action::Update { node, open, changes } => cluster.announce(*node, *open, changes),
+                Action::Forget { node } => cluster.forget(*node),
+                Action::LoseSlot { key: number } => cluster.lose_slot(key(*number).hash_slot()),
+                Action::RegainSlots => cluster.set_owned_slots(&SlotSet::ALL),
+                Action::Sweep => { cluster.directory.sweep(1000); }
+                Action::Read { messages } => { (0..*messages).all(|_| reader.read(&cluster)); }
                 Action::Return => {
-                    // Without a position it has to begin anew, and does not know yet what it will be told.
+                    // Without a position the reader starts over, with a snapshot of unknown contents.
                     let held = std::mem::take(&mut reader.held);
                     let position = reader.position;
                     reader = Reader::new(position);
@@ -290,69 +289,69 @@ proptest! {
                     }
                 }
                 Action::Restart { foreign } => {
-                    let elsewhere = Position { log: LogId(8), next: world.log.end().next };
+                    let elsewhere = Position { log: LogId(8), next: cluster.log.end().next };
                     reader = Reader::new(foreign.then_some(elsewhere));
                 }
             }
         }
-        while reader.read(&world) {}
-        prop_assert_eq!(reader.held, world.held());
-        prop_assert_eq!(reader.position, Some(world.log.end()));
+        while reader.read(&cluster) {}
+        prop_assert_eq!(reader.held, cluster.held());
+        prop_assert_eq!(reader.position, Some(cluster.log.end()));
     }
 }
 
-fn drained(reader: &mut Reader, world: &World) -> usize {
-    (0..).take_while(|_| reader.read(world)).count()
+fn drained(reader: &mut Reader, cluster: &TestCluster) -> usize {
+    (0..).take_while(|_| reader.read(cluster)).count()
 }
 
 #[test]
-fn a_reader_that_comes_back_in_time_gets_the_changes_and_no_snapshot() {
-    let mut world = World::new(40_000);
+fn a_returning_reader_gets_changes_without_a_snapshot() {
+    let mut cluster = TestCluster::new(40_000);
     let mut reader = Reader::new(None);
-    world.announce(1, Open::Nothing, &[(1, 1), (2, 1)]);
-    drained(&mut reader, &world);
-    assert_eq!(reader.snapshots, [Reason::Start]);
-    world.announce(2, Open::Nothing, &[(2, 2)]);
+    cluster.announce(1, Open::Nothing, &[(1, 1), (2, 1)]);
+    drained(&mut reader, &cluster);
+    assert_eq!(reader.snapshots, [SnapshotReason::Start]);
+    cluster.announce(2, Open::Nothing, &[(2, 2)]);
     let mut back = Reader::new(reader.position);
     back.held = reader.held;
-    assert_eq!(drained(&mut back, &world), 2, "the change, and that it is current");
+    assert_eq!(drained(&mut back, &cluster), 2, "the change, and the end of catching up");
     assert_eq!(back.snapshots, []);
 }
 
 #[test]
-fn a_reader_that_comes_back_too_late_or_to_another_life_is_told_why_it_gets_a_snapshot() {
-    let mut world = World::new(400);
-    let early = world.log.end();
+fn a_reader_with_an_unusable_position_gets_a_snapshot_with_its_reason() {
+    let mut cluster = TestCluster::new(400);
+    let early = cluster.log.end();
     for number in 0..60 {
-        world.announce(1, Open::Nothing, &[(number, 1)]);
+        cluster.announce(1, Open::Nothing, &[(number, 1)]);
     }
     for (from, reason) in [
-        (None, Reason::Start),
-        (Some(early), Reason::Behind),
-        (Some(Position { log: LogId(8), next: 60 }), Reason::OtherLog),
-        (Some(Position { log: LOG, next: 61 }), Reason::OtherLog),
+        (None, SnapshotReason::Start),
+        (Some(early), SnapshotReason::Behind),
+        (Some(Position { log: LogId(8), next: 60 }), SnapshotReason::OtherLog),
+        (Some(Position { log: LOG, next: 61 }), SnapshotReason::OtherLog),
     ] {
         let mut reader = Reader::new(from);
-        drained(&mut reader, &world);
+        drained(&mut reader, &cluster);
         assert_eq!(reader.snapshots, [reason], "{from:?}");
         assert_eq!(reader.held.len(), 60);
     }
 }
 
 #[test]
-fn a_reader_that_is_slower_than_the_log_gets_another_snapshot_and_one_that_is_not_does_not() {
-    let mut world = World::new(4000);
+fn only_a_reader_slower_than_the_log_gets_another_snapshot() {
+    let mut cluster = TestCluster::new(4000);
     let (mut quick, mut slow) = (Reader::new(None), Reader::new(None));
     for round in 0..200_u8 {
-        world.announce(1, Open::Nothing, &[(round % 60, 1), (round % 7, 0x81)]);
-        (0..2).all(|_| quick.read(&world));
+        cluster.announce(1, Open::Nothing, &[(round % 60, 1), (round % 7, 0x81)]);
+        (0..2).all(|_| quick.read(&cluster));
         if round % 100 == 0 {
-            slow.read(&world);
+            slow.read(&cluster);
         }
     }
-    drained(&mut quick, &world);
-    drained(&mut slow, &world);
-    assert_eq!(quick.snapshots, [Reason::Start], "changes go on while it takes a snapshot");
-    assert_eq!(slow.snapshots, [Reason::Start, Reason::Behind]);
-    assert_eq!((&quick.held, &slow.held), (&world.held(), &world.held()));
+    drained(&mut quick, &cluster);
+    drained(&mut slow, &cluster);
+    assert_eq!(quick.snapshots, [SnapshotReason::Start], "changes continue during the snapshot");
+    assert_eq!(slow.snapshots, [SnapshotReason::Start, SnapshotReason::Behind]);
+    assert_eq!((&quick.held, &slow.held), (&cluster.held(), &cluster.held()));
 }

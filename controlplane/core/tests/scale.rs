@@ -1,17 +1,19 @@
-//! Size and speed of the directory: bytes an entry, lookups a second, O(1) replacement of an inventory.
+//! Size and speed of the directory: bytes per entry, lookups per second, O(1) replacement of an inventory.
 
 use std::time::Instant;
 
-use reprise_controlplane_core::{Changes, Directory, Found, LiveNodes, Opening, Update, Updated};
+use reprise_controlplane_core::{
+    Changes, Directory, LiveNodes, LookupResult, Opening, Update, UpdateOutcome,
+};
 use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet};
 
 const NODES: u16 = 100;
-/// Bytes a replica entry may take, all slack included.
+/// Maximum bytes of a replica entry, including slack.
 const ENTRY_BYTES_MAX: f64 = 64.0;
-/// Random key lookups a second on one core, at ten million entries, in a release build.
+/// Minimum rate of random key lookups on one core, at ten million entries, in a release build.
 const LOOKUPS_PER_SECOND_MIN: f64 = 3.0e6;
 
-/// Uniform keys, as SHA-256 gives them: SplitMix64 of the number, twice.
+/// Uniformly distributed keys, like SHA-256: SplitMix64 of the number, twice.
 fn key(number: u64) -> BlockKey {
     let mix = |seed: u64| {
         let mut value = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -25,10 +27,10 @@ fn key(number: u64) -> BlockKey {
     BlockKey(bytes)
 }
 
-/// A directory of all slots, in which every node has begun its inventory of all of them.
+/// A directory of all slots, in which every node has begun its inventory of all slots.
 fn directory() -> (Directory, LiveNodes, Vec<u64>) {
     let mut directory = Directory::new();
-    directory.own(&SlotSet::ALL);
+    directory.set_owned_slots(&SlotSet::ALL);
     for node in (1..=NODES).map(NodeId) {
         directory.register(node, Epoch(1));
         let updated = directory.update(&Update {
@@ -39,7 +41,7 @@ fn directory() -> (Directory, LiveNodes, Vec<u64>) {
             changes: Changes::parse(&[], &[]).expect("no changes"),
             ends: &SlotSet::ALL,
         });
-        assert!(matches!(updated, Updated::Expecting { expected: 1, .. }));
+        assert!(matches!(updated, UpdateOutcome::Expecting { expected: 1, .. }));
     }
     (directory, (1..=NODES).map(NodeId).collect(), vec![1; usize::from(NODES) + 1])
 }
@@ -63,7 +65,7 @@ fn announce(directory: &mut Directory, sequences: &mut [u64], keys: std::ops::Ra
             ends: &SlotSet::EMPTY,
         });
         *sequence += count;
-        assert!(matches!(updated, Updated::Expecting { expected, .. } if expected == *sequence));
+        assert!(matches!(updated, UpdateOutcome::Expecting { expected, .. } if expected == *sequence));
         first += count;
     }
 }
@@ -76,20 +78,20 @@ fn resident_bytes() -> u64 {
 }
 
 #[test]
-fn an_entry_takes_at_most_64_bytes_at_every_size() {
+fn entries_take_at_most_64_bytes_at_every_size() {
     let (mut directory, _, mut sequences) = directory();
     let mut size = 0;
-    // Below a hundred thousand the 4,096 nearly empty tables dominate: 16 bytes times 8 places each.
+    // Below 100,000 entries the 4,096 nearly empty tables dominate: 16 bytes × 8 places each.
     for next in [150_000, 200_000, 300_000, 500_000, 600_000, 700_000, 800_000, 1_000_000] {
         announce(&mut directory, &mut sequences, size..next);
         size = next;
         let each = directory.size().bytes as f64 / size as f64;
-        assert!(each <= ENTRY_BYTES_MAX, "{each} bytes an entry at {size}");
+        assert!(each <= ENTRY_BYTES_MAX, "{each} bytes per entry at {size}");
     }
 }
 
 #[test]
-fn replicas_of_one_key_on_many_nodes_cost_what_first_ones_cost() {
+fn further_replicas_of_a_key_cost_as_much_as_first_ones() {
     let (mut directory, live, _) = directory();
     let packed: Vec<u8> = (0..5000).flat_map(|number| key(number).0).collect();
     let operations = vec![2; 5000];
@@ -106,39 +108,39 @@ fn replicas_of_one_key_on_many_nodes_cost_what_first_ones_cost() {
     let size = directory.size();
     assert_eq!((size.keys, size.replicas), (5000, 5000 * u64::from(NODES)));
     let each = size.bytes as f64 / size.replicas as f64;
-    assert!(each <= ENTRY_BYTES_MAX, "{each} bytes a replica");
-    let mut found = Found::default();
+    assert!(each <= ENTRY_BYTES_MAX, "{each} bytes per replica");
+    let mut found = LookupResult::default();
     directory.lookup(&[key(17)], &live, Some(NodeId(3)), &mut found);
-    assert_eq!(found.of(0).len(), 16, "enough to choose from, bounded");
+    assert_eq!(found.of(0).len(), 16, "bounded");
     assert!(found.of(0).iter().all(|replica| replica.node != NodeId(3)));
 }
 
 #[test]
-fn replacing_an_inventory_is_at_once_and_the_sweep_is_bounded() {
+fn replacing_an_inventory_takes_effect_at_once_and_sweeps_are_bounded() {
     let (mut directory, live, mut sequences) = directory();
     announce(&mut directory, &mut sequences, 0..300_000);
     for node in 1..=NODES {
         directory.forget(NodeId(node), Epoch(1));
     }
-    let mut found = Found::default();
+    let mut found = LookupResult::default();
     directory.lookup(&(0..1000).map(key).collect::<Vec<_>>(), &live, None, &mut found);
     assert!(found.replicas().is_empty(), "invisible before any sweep");
     let before = directory.size();
     assert_eq!((before.replicas, before.stale_entries), (0, 300_000));
-    assert!(directory.sweep(3000), "a bounded sweep does not do it all");
+    assert!(directory.sweep(3000), "a bounded sweep is incomplete");
     let after = directory.size();
     let swept = before.stale_entries - after.stale_entries;
     assert!((1000..10_000).contains(&swept), "{swept} entries in one bounded sweep");
     while directory.sweep(3000) {}
     let empty = directory.size();
     assert_eq!((empty.keys, empty.stale_entries), (0, 0));
-    assert!(empty.bytes < before.bytes / 20, "memory comes back: {} of {}", empty.bytes, before.bytes);
+    assert!(empty.bytes < before.bytes / 20, "memory is freed: {} of {}", empty.bytes, before.bytes);
 }
 
 #[test]
 #[expect(clippy::disallowed_methods, reason = "a measurement, not the core")]
 #[ignore = "measures: cargo test --release -p reprise-controlplane-core --test scale -- --ignored --nocapture"]
-fn ten_million_entries_fit_64_bytes_each_and_answer_three_million_lookups_a_second() {
+fn ten_million_entries_take_64_bytes_each_and_serve_three_million_lookups_a_second() {
     const ENTRIES: u64 = 10_000_000;
     const ROUNDS: u64 = 9;
     const ROUND_KEYS: u64 = 128 * 8192;
@@ -150,8 +152,8 @@ fn ten_million_entries_fit_64_bytes_each_and_answer_three_million_lookups_a_seco
     let resident = (resident_bytes() - before) as f64 / ENTRIES as f64;
     let estimated = directory.size().bytes as f64 / ENTRIES as f64;
 
-    // Keys of a round are not asked before, so that no cache has seen their places since they were written.
-    let mut found = Found::default();
+    // Keys of a round were not looked up before, so their places are not in any cache.
+    let mut found = LookupResult::default();
     let mut rates: Vec<f64> = (0..ROUNDS)
         .map(|round| {
             let number = |asked: u64| (round * ROUND_KEYS + asked) * 7_919 % ENTRIES;
@@ -174,5 +176,5 @@ fn ten_million_entries_fit_64_bytes_each_and_answer_three_million_lookups_a_seco
         rates.len()
     );
     assert!(estimated <= ENTRY_BYTES_MAX && resident <= ENTRY_BYTES_MAX);
-    assert!(rate >= LOOKUPS_PER_SECOND_MIN, "{rate} lookups a second");
+    assert!(rate >= LOOKUPS_PER_SECOND_MIN, "{rate} lookups per second");
 }

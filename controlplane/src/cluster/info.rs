@@ -1,33 +1,33 @@
-//! A node as the list of nodes and its watchers name it.
+//! Conversion of a node's state to the [`NodeInfo`] of node lists and watches.
 
-use reprise_controlplane_core::{MemberState, Members, NodeRecord, NodeReport};
+use reprise_controlplane_core::{NodeLiveness, NodeRecord, NodeReport, NodeTable};
 use reprise_policy::{DrainProgress, NodeMode};
 use reprise_proto::controlplane::{self as wire, NodeInfo, NodeUsage};
 
 use super::Cluster;
-use super::choosing::wire_mode;
+use super::node_selection::wire_mode;
 use crate::placement::bytes;
 
 impl Cluster {
-    pub(super) fn infos(&self, members: &Members) -> Vec<NodeInfo> {
-        members.iter().map(|(record, state)| self.info(members, record, state)).collect()
+    pub(super) fn infos(&self, table: &NodeTable) -> Vec<NodeInfo> {
+        table.iter().map(|(record, state)| self.info(table, record, state)).collect()
     }
 
-    pub(super) fn info(&self, members: &Members, record: &NodeRecord, state: MemberState) -> NodeInfo {
+    pub(super) fn info(&self, table: &NodeTable, record: &NodeRecord, state: NodeLiveness) -> NodeInfo {
         let details = record.details.clone();
         let set = self.mode_of(&record.name);
-        let drain = members.drain_of(record.node, set.revision);
+        let drain = table.drain_of(record.node, set.revision);
         NodeInfo {
             node: u32::from(record.node.0),
             name: record.name.clone(),
             peer_address: details.peer_address,
             admin_address: details.admin_address,
             epoch: record.epoch.0,
-            alive: state == MemberState::Alive,
+            alive: state == NodeLiveness::Alive,
             failure_domain: details.failure_domain,
             version: details.version,
             mode: wire_mode(set.mode).into(),
-            usage: members.report_of(record.node).map(usage),
+            usage: table.report_of(record.node).map(usage),
             drain: drain.filter(|_| set.mode == NodeMode::Draining).map(progress),
         }
     }

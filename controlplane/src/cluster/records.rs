@@ -1,123 +1,123 @@
-//! The nodes as the store has them: those at the start, those that register with other members, and those that were forgotten.
+//! Node records from the store: those at the start, registrations with other members, and removals.
 //!
-//! A node that was forgotten is gone from everything that this member knows, whatever was under way: a registration that was in the
-//! store before its record was deleted, and that arrives here afterwards, is refused ([`Members::register`]) and leaves
-//! nothing behind. Its number is given to nobody else, so whoever still has it is told to register, and begins anew.
+//! A removed node leaves no state in this member, even if a registration is in flight. A registration that
+//! was committed before the removal and arrives after it is rejected ([`NodeTable::register`]). The node's
+//! number is never reused, so an agent that still uses it must register again and gets a new number.
 //!
-//! The order is that of every change of a node: members, which decide, then directory, then ledgers; the locks one by one.
+//! Every change of a node is applied in the order node table (which decides), directory, ledgers, one lock at
+//! a time.
 
 use std::collections::BTreeMap;
 
-use reprise_controlplane_core::{MemberState, Members, NodeRecord, NotRegistered, Scope};
+use reprise_controlplane_core::{NodeLiveness, NodeRecord, NodeTable, RegistrationError, Scope};
 use reprise_controlplane_store::{Event, KeyValue, Range, Revision};
 use reprise_policy::{Epoch, NodeId};
 
 use super::Cluster;
-use crate::followed::News;
-use crate::keys::Family;
 use crate::registry;
+use crate::store_keys::Family;
+use crate::store_watch::StoreUpdate;
 
 impl Cluster {
-    /// Nodes that the store knew at a revision: absent until they register, and waited for.
+    /// Restores the nodes that the store has at `revision`: absent, and expected to register.
     pub fn restore(&self, records: Vec<NodeRecord>, revision: Revision) {
         let mut directory = self.directory_mut();
-        records.iter().for_each(|record| directory.expect(record.node));
+        records.iter().for_each(|record| directory.expect_node(record.node));
         drop(directory);
-        let mut members = self.members();
-        records.into_iter().for_each(|record| members.restore(record));
-        members.followed(revision.0);
+        let mut table = self.table();
+        records.into_iter().for_each(|record| table.restore(record));
+        table.set_followed_revision(revision.0);
     }
 
-    /// What the store says of its records of nodes.
-    pub fn take_records(&self, news: News<'_>) {
+    /// Applies a listing or a change of the node records.
+    pub fn apply_store_update(&self, news: StoreUpdate<'_>) {
         match news {
-            News::All(range) => self.take_all(range),
-            News::Changes(batch) => batch.events.iter().for_each(|event| self.take_change(event)),
+            StoreUpdate::All(range) => self.apply_listing(range),
+            StoreUpdate::Changes(batch) => batch.events.iter().for_each(|event| self.apply_event(event)),
         }
-        self.members().followed(news.revision().0);
+        self.table().set_followed_revision(news.revision().0);
     }
 
-    /// The store has deleted the record of a name: whoever had the name before is gone.
-    pub fn deleted(&self, name: &str, revision: Revision) {
-        self.leave(|members| members.deleted(name, revision.0));
+    /// Removes the node of a name whose record the store deleted at `revision`.
+    pub fn node_deleted(&self, name: &str, revision: Revision) {
+        self.remove_nodes(|table| table.apply_deletion(name, revision.0));
     }
 
-    /// Where a node is in its life, as of now.
-    pub fn state_of(&self, node: NodeId) -> Option<MemberState> {
+    /// Liveness of a node now.
+    pub fn liveness_of(&self, node: NodeId) -> Option<NodeLiveness> {
         self.expire();
-        self.members().get(node).map(|(_, state)| state)
+        self.table().get(node).map(|(_, state)| state)
     }
 
-    /// A registration was refused: the directory, which was told first, knows nothing of it. The registration of a node that
-    /// stands is not touched, since it has another epoch.
-    pub(super) fn unregistered(&self, node: NodeId, epoch: Epoch, refused: NotRegistered) {
-        if let NotRegistered::Forgotten(_) = refused {
-            self.void(node, epoch);
+    /// Undoes the registration in the directory, which was registered first, unless a newer one replaced it.
+    pub(super) fn registration_rejected(&self, node: NodeId, epoch: Epoch, refused: RegistrationError) {
+        if let RegistrationError::Forgotten(_) = refused {
+            self.invalidate_node(node, epoch);
         }
     }
 
-    fn take_all(&self, range: &Range) {
+    fn apply_listing(&self, range: &Range) {
         let mut there: BTreeMap<&str, Option<NodeId>> = BTreeMap::new();
         for entry in &range.entries {
-            let node = self.take_put(entry);
+            let node = self.apply_put(entry);
             there.extend(Family::Nodes.name(&entry.key).map(|name| (name, node)));
         }
-        // A record that cannot be read says nothing: whoever has its name stays.
+        // An unreadable record keeps the known node of that name: it does not prove a removal.
         let is_there = |record: &NodeRecord| {
             there.get(record.name.as_str()).is_some_and(|node| node.is_none_or(|node| node == record.node))
         };
-        self.leave(|members| members.only(is_there, range.revision.0));
+        self.remove_nodes(|table| table.retain_listed(is_there, range.revision.0));
     }
 
-    fn take_change(&self, event: &Event) {
+    fn apply_event(&self, event: &Event) {
         match event {
             Event::Put(entry) => {
-                self.take_put(entry);
+                self.apply_put(entry);
             }
             Event::Deleted { key, revision } => {
                 if let Some(name) = Family::Nodes.name(key) {
-                    self.deleted(name, *revision);
+                    self.node_deleted(name, *revision);
                 }
             }
         }
     }
 
-    /// A node, which may have registered with another member; its number.
-    fn take_put(&self, entry: &KeyValue) -> Option<NodeId> {
+    /// Applies a record, which may be of a registration with another member; returns the node's number.
+    fn apply_put(&self, entry: &KeyValue) -> Option<NodeId> {
         let record = registry::read(entry)
-            .inspect_err(|error| tracing::error!(%error, "a node's record is passed over"))
+            .inspect_err(|error| tracing::error!(%error, "ignoring an invalid node record"))
             .ok()?;
         let node = record.node;
-        let mut members = self.members();
-        if members.learn(record) {
-            let (record, state) = members.get(node).expect("it was just learned of");
-            self.tell_node(&members, record, state);
+        let mut table = self.table();
+        if table.learn(record) {
+            let (record, state) = table.get(node).expect("learn added it");
+            self.notify_node_changed(&table, record, state);
         }
         Some(node)
     }
 
-    /// Takes nodes off the list, and forgets what was known of them.
-    fn leave(&self, take_off: impl FnOnce(&mut Members) -> Vec<NodeRecord>) {
-        let mut members = self.members();
-        let gone = take_off(&mut members);
+    /// Removes nodes from the node table, the directory and the ledgers.
+    fn remove_nodes(&self, remove: impl FnOnce(&mut NodeTable) -> Vec<NodeRecord>) {
+        let mut table = self.table();
+        let gone = remove(&mut table);
         for record in &gone {
-            tracing::info!(node = record.node.0, name = record.name, "node is gone for good");
-            self.tell_gone(&members, record);
+            tracing::info!(node = record.node.0, name = record.name, "node removed");
+            self.notify_node_removed(&table, record);
         }
-        drop(members);
+        drop(table);
         for NodeRecord { node, epoch, .. } in gone {
-            self.void(node, epoch);
+            self.invalidate_node(node, epoch);
             self.ledgers.forget(node);
         }
     }
 
-    /// The directory forgets a node of this registration, or waits no longer for one that has none.
-    fn void(&self, node: NodeId, epoch: Epoch) {
+    /// Drops a registration's inventory from the directory, and stops waiting for a node without one.
+    fn invalidate_node(&self, node: NodeId, epoch: Epoch) {
         let mut directory = self.directory_mut();
         if directory.forget(node, epoch) {
-            self.events.cleared(Scope::node(node));
+            self.events.record_clearing(Scope::node(node));
         }
-        directory.give_up(node);
+        directory.stop_expecting(node);
     }
 }
 
@@ -125,19 +125,19 @@ impl Cluster {
 mod tests {
     use std::time::Duration;
 
-    use reprise_controlplane_core::{MemberSettings, NodeDetails};
+    use reprise_controlplane_core::{LivenessSettings, NodeDetails};
     use reprise_policy::SlotSet;
 
     use super::*;
-    use crate::cluster::News as Told;
+    use crate::cluster::WatchEvent as Sent;
     use crate::events::Events;
     use crate::metrics::Metrics;
 
     fn cluster() -> Cluster {
         let second = Duration::from_secs(1);
-        let settings = MemberSettings { dead_after: second, forget_after: 60 * second };
+        let settings = LivenessSettings { dead_after: second, forget_after: 60 * second };
         let cluster = Cluster::new(settings, 8, Events::new(1 << 16), Metrics::new().0);
-        cluster.own(&SlotSet::ALL, Epoch(1));
+        cluster.set_owned_slots(&SlotSet::ALL, Epoch(1));
         cluster
     }
 
@@ -151,36 +151,36 @@ mod tests {
     }
 
     #[test]
-    fn a_node_that_the_store_has_no_more_leaves_nothing_behind_and_watchers_are_told() {
+    fn removed_node_leaves_no_state_and_watchers_are_notified() {
         let cluster = cluster();
         cluster.restore(vec![record(1, 1, 5)], Revision(5));
-        cluster.registered(record(2, 1, 7)).expect("newer");
-        assert_eq!(cluster.directory().size().slots_partial, SlotSet::ALL.len(), "both are waited for");
+        cluster.register(record(2, 1, 7)).expect("newer");
+        assert_eq!(cluster.directory().size().slots_partial, SlotSet::ALL.len(), "both are expected");
         let (_, mut news) = cluster.watch_nodes();
-        cluster.take_records(News::All(&empty(8)));
+        cluster.apply_store_update(StoreUpdate::All(&empty(8)));
         assert!(cluster.nodes().is_empty());
         for number in [1, 2] {
-            let Ok(Told::Change(change)) = news.try_recv() else { panic!("one for each") };
+            let Ok(Sent::Change(change)) = news.try_recv() else { panic!("one change for each node") };
             assert_eq!((change.node.expect("a node").node, change.removed), (number, true));
         }
         let size = cluster.directory().size();
-        assert_eq!((size.slots_partial, size.nodes.len()), (0, 0), "nobody is waited for");
-        assert_eq!(cluster.standing(NodeId(2), Epoch(1)), None);
-        assert!(!cluster.beat(NodeId(2), Epoch(1)));
+        assert_eq!((size.slots_partial, size.nodes.len()), (0, 0), "no node is expected");
+        assert_eq!(cluster.slot_status(NodeId(2), Epoch(1)), None);
+        assert!(!cluster.heartbeat(NodeId(2), Epoch(1)));
     }
 
     #[test]
-    fn a_registration_that_was_overtaken_by_its_end_is_refused_and_leaves_nothing_behind() {
+    fn rejects_a_registration_older_than_the_removal_and_keeps_no_state() {
         let cluster = cluster();
-        cluster.registered(record(1, 1, 5)).expect("newer");
-        // The registration of revision 6 is on its way from the store when revision 7 ends it.
-        cluster.take_records(News::All(&empty(7)));
-        let refused = cluster.registered(record(1, 2, 6)).expect_err("forgotten");
-        assert_eq!(refused, NotRegistered::Forgotten(NodeId(1)));
+        cluster.register(record(1, 1, 5)).expect("newer");
+        // The registration at revision 6 arrives after the removal at revision 7.
+        cluster.apply_store_update(StoreUpdate::All(&empty(7)));
+        let refused = cluster.register(record(1, 2, 6)).expect_err("forgotten");
+        assert_eq!(refused, RegistrationError::Forgotten(NodeId(1)));
         let size = cluster.directory().size();
         assert_eq!((size.slots_partial, size.nodes.len()), (0, 0));
-        assert_eq!(cluster.standing(NodeId(1), Epoch(2)), None);
-        cluster.registered(record(2, 1, 8)).expect("it has come since");
-        assert!(cluster.beat(NodeId(2), Epoch(1)));
+        assert_eq!(cluster.slot_status(NodeId(1), Epoch(2)), None);
+        cluster.register(record(2, 1, 8)).expect("registered after the removal");
+        assert!(cluster.heartbeat(NodeId(2), Epoch(1)));
     }
 }

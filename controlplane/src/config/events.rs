@@ -1,4 +1,4 @@
-//! `[events]`: how much of the directory's changes is kept for readers, and where they are published.
+//! `[events]`: size of the change history, and addresses of the KV-event publisher.
 
 use std::net::SocketAddr;
 
@@ -7,44 +7,44 @@ use serde::Deserialize;
 
 use super::ConfigError;
 
-/// Below this, one batch of an agent would be all that is kept.
+/// Smallest history; below this it holds only one batch of an agent.
 const HISTORY_MIN: ByteSize = ByteSize(1 << 20);
-/// More is not history any more, but a second directory.
+/// Largest history; a larger one would exceed the directory itself.
 const HISTORY_MAX: ByteSize = ByteSize(64 << 30);
-/// A topic is the first frame of every message; subscribers name its beginning.
+/// Longest topic. A topic is the first frame of every message; subscriptions match its prefix.
 const TOPIC_BYTES_MAX: usize = 255;
-/// A batch is 5 KiB at the most: 5 GiB.
+/// Most buffered batches. A batch is at most 5 KiB, so the buffer is at most 5 GiB.
 const BUFFER_STEPS_MAX: usize = 1 << 20;
-/// Subscribers and replays at once, at the most: each may have 4 MiB on its way.
+/// Most subscribers, and most replay connections; each buffers up to 4 MiB of output.
 const SUBSCRIBERS_LIMIT_MAX: usize = 1024;
 
-/// See the module.
+/// The table `[events]`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct EventsConfig {
-    /// Memory for the last changes, 20 bytes each.
+    /// Memory for the most recent directory changes, 20 bytes each.
     pub history: ByteSize,
-    /// Where batches of KV events are published (ZeroMQ PUB); nowhere without an address.
+    /// Address of the PUB socket for batches of KV events (ZeroMQ); publishing is off without one.
     pub publish: Option<SocketAddr>,
-    /// Where batches that were missed are asked for (ZeroMQ ROUTER).
+    /// Address of the ROUTER socket that replays missed batches (ZeroMQ).
     pub replay: Option<SocketAddr>,
-    /// First frame of every message.
+    /// Topic: first frame of every message.
     pub topic: String,
-    /// Published batches that are kept for replay.
+    /// Number of published batches kept for replay.
     pub buffer_steps: usize,
-    /// Connections at once, to each of both addresses.
+    /// Maximum number of connections to each of the two addresses.
     pub subscribers: usize,
 }
 
 impl EventsConfig {
-    /// Refuses what cannot work, with words.
+    /// Checks ranges and dependencies between fields.
     pub(super) fn check(&self) -> Result<(), ConfigError> {
         let refuse = |field, reason: String| Err(ConfigError::Value { field, reason });
         if !(HISTORY_MIN..=HISTORY_MAX).contains(&self.history) {
             return refuse("events.history", format!("{HISTORY_MIN} to {HISTORY_MAX}"));
         }
         if self.replay.is_some() && self.publish.is_none() {
-            let reason = "nothing is published that could be asked for: set events.publish as well";
+            let reason = "replay requires a publisher: set events.publish as well";
             return refuse("events.replay", reason.to_owned());
         }
         if self.topic.len() > TOPIC_BYTES_MAX {
@@ -61,8 +61,9 @@ impl EventsConfig {
 }
 
 impl Default for EventsConfig {
-    /// 32 MiB are 1.6 million changes: 26 s of one of 16 members at a million a second. 10,000 steps are what vLLM keeps; 50 MiB
-    /// at the most. Routers are few.
+    /// 32 MiB hold 1.6 million changes: 26 s for one of 16 members at a million changes a second in total.
+    /// 10,000 batches is vLLM's default and takes at most 50 MiB. 64 connections suffice because routers are
+    /// few.
     fn default() -> EventsConfig {
         EventsConfig {
             history: ByteSize(32 << 20),

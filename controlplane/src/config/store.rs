@@ -1,4 +1,4 @@
-//! `[store]`: where node numbers and epochs are kept, by `kind`.
+//! `[store]`: where node numbers and epochs are stored, selected by `kind`.
 
 use std::path::PathBuf;
 
@@ -7,67 +7,67 @@ use serde::Deserialize;
 
 use super::ConfigError;
 
-/// See the module.
+/// The table `[store]`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 pub enum StoreConfig {
-    /// One file; survives restarts.
+    /// One file; survives restarts of the process.
     Embedded {
-        /// The file.
+        /// Path of the store file.
         path: PathBuf,
     },
     /// An etcd cluster; survives the loss of this machine.
     Etcd(EtcdConfig),
-    /// Forgotten with the process: node numbers start over.
+    /// Process memory: contents are lost on exit, and node numbers start over.
     Memory {},
 }
 
-/// `[store]` of kind `etcd`.
+/// The table `[store]` of kind `etcd`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct EtcdConfig {
-    /// `http://host:port` of its members; `https://` with TLS.
+    /// Endpoints: `http://host:port`, or `https://host:port` with TLS.
     pub endpoints: Vec<String>,
-    /// What every key of this installation begins with.
+    /// Prefix of every key of this installation.
     #[serde(default = "etcd_prefix")]
     pub prefix: String,
-    /// Who to be there, where etcd asks for it; the password is in a file.
+    /// User to authenticate as, if etcd requires authentication.
     pub user: Option<EtcdUserConfig>,
-    /// How to trust it, and how to be trusted where it asks for a certificate.
+    /// TLS settings; required for `https://` endpoints.
     pub tls: Option<EtcdTlsConfig>,
 }
 
-/// `[store.user]`.
+/// The table `[store.user]`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct EtcdUserConfig {
-    /// Name.
+    /// Name of the etcd user.
     pub name: String,
-    /// A file whose content is the password; the end of its line is not part of it.
+    /// File that contains the password; a trailing line break is ignored.
     pub password_file: PathBuf,
 }
 
-/// `[store.tls]`; all files in PEM.
+/// The table `[store.tls]`; all files in PEM.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct EtcdTlsConfig {
-    /// The certificates of the authorities that sign etcd's.
+    /// Certificates of the authorities that sign etcd's certificate.
     pub ca_file: PathBuf,
-    /// Our certificate, where etcd asks for one; together with `key_file`.
+    /// Client certificate, if etcd requires one; set together with `key_file`.
     pub cert_file: Option<PathBuf>,
-    /// Its private key.
+    /// Private key of the client certificate.
     pub key_file: Option<PathBuf>,
-    /// The name in etcd's certificate, where it is not the host of the endpoints.
+    /// Name in etcd's certificate, if it differs from the host of the endpoints.
     pub server_name: Option<String>,
 }
 
-/// Several installations may share a cluster by other prefixes.
+/// Default prefix. Installations that share an etcd cluster need different prefixes.
 fn etcd_prefix() -> String {
     "/reprise/".to_owned()
 }
 
 impl StoreConfig {
-    /// Refuses what cannot work, with words; looks at no file.
+    /// Checks the settings without reading any file.
     pub(super) fn check(&self) -> Result<(), ConfigError> {
         match self {
             StoreConfig::Embedded { .. } | StoreConfig::Memory {} => Ok(()),
@@ -83,7 +83,7 @@ impl StoreConfig {
 }
 
 impl EtcdConfig {
-    /// As the store takes it.
+    /// Converts to the settings of the store.
     pub fn settings(&self) -> Result<EtcdSettings, ConfigError> {
         let user =
             self.user.clone().map(|EtcdUserConfig { name, password_file }| EtcdUser { name, password_file });
@@ -99,10 +99,16 @@ impl EtcdTlsConfig {
             (None, None) => None,
             (Some(cert_file), Some(key_file)) => Some(EtcdIdentity { cert_file, key_file }),
             (None, Some(_)) => {
-                return missing("store.tls.cert_file", "key_file needs it: name the certificate of that key");
+                return missing(
+                    "store.tls.cert_file",
+                    "required by key_file: set the certificate of that key",
+                );
             }
             (Some(_), None) => {
-                return missing("store.tls.key_file", "cert_file needs it: name the key of that certificate");
+                return missing(
+                    "store.tls.key_file",
+                    "required by cert_file: set the key of that certificate",
+                );
             }
         };
         Ok(EtcdTls { ca_file: self.ca_file.clone(), identity, server_name: self.server_name.clone() })
@@ -121,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn everything_said_of_etcd_reaches_the_store() {
+    fn passes_all_etcd_settings_to_the_store() {
         let text = "[store]
             kind = 'etcd'
             endpoints = ['https://etcd-0:2379', 'https://etcd-1:2379']
@@ -144,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_said_of_etcd_has_its_default() {
+    fn omitted_etcd_settings_take_their_defaults() {
         let text = "[store]\nkind = 'etcd'\nendpoints = ['http://etcd-0:2379']";
         let StoreConfig::Etcd(etcd) = Config::parse(text).expect("valid").store else { panic!("{text}") };
         let settings = etcd.settings().expect("valid");

@@ -1,4 +1,4 @@
-//! Batches of KV events as vLLM publishes them: msgpack, and what of a replica goes where.
+//! Encoding of KV events in vLLM's format (msgpack).
 //!
 //! ```text
 //!   [ts, [event, ...], data_parallel_rank]
@@ -7,31 +7,32 @@
 //!   AllBlocksCleared  {type}
 //! ```
 //!
-//! A batch is about one node: its number is the `data_parallel_rank`, which subscribers use to tell the caches behind one
-//! publisher apart. Hashes are block keys, 16 opaque bytes. The rest is what docs/PROTOCOL.md, part 4, says.
+//! A batch concerns one node. Its `data_parallel_rank` is the node number, by which subscribers distinguish
+//! the caches behind one publisher. Hashes are block keys: 16 opaque bytes. docs/PROTOCOL.md, part 4,
+//! specifies the rest.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use reprise_controlplane_core::{HeldReplica, Operation, ReplicaChange};
+use reprise_controlplane_core::{Operation, ReplicaChange, ReplicaEntry};
 use reprise_policy::{BlockKey, NodeId, Tier};
 use rmp::encode::{write_array_len, write_bin, write_f64, write_map_len, write_nil, write_str, write_uint};
 
-/// Blocks of a batch at the most: 18 bytes each are 4.5 KiB.
+/// Maximum number of blocks in a batch; 18 bytes each, 4.5 KiB.
 pub(crate) const BLOCKS_PER_BATCH_MAX: usize = 256;
-/// Who holds the blocks, for routers that also hear of an engine's own.
+/// Owner of the blocks, for routers that also receive events of the engines' own caches.
 const OWNERSHIP: &str = "reprise";
-/// Relative to the node that the batch is about.
+/// Locality relative to the node of the batch.
 const LOCALITY: &str = "LOCAL";
 
-/// Writing to memory cannot fail.
-const IN_MEMORY: &str = "a vector takes everything";
+/// Message for `expect` on writes to memory.
+const IN_MEMORY: &str = "writing to a vector cannot fail";
 
 /// Seconds since 1970.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Seconds(pub(super) f64);
 
-/// A batch that says that everything told of a node, or of all, is void.
+/// A batch that clears the blocks of a node, or of all nodes.
 pub(super) fn cleared(ts: Seconds, node: Option<NodeId>) -> Vec<u8> {
     let mut out = Vec::new();
     begin(ts, 1, &mut out);
@@ -41,7 +42,7 @@ pub(super) fn cleared(ts: Seconds, node: Option<NodeId>) -> Vec<u8> {
     out
 }
 
-/// A batch that says nothing.
+/// A batch without events.
 pub(super) fn empty(ts: Seconds) -> Vec<u8> {
     let mut out = Vec::new();
     begin(ts, 0, &mut out);
@@ -49,8 +50,8 @@ pub(super) fn empty(ts: Seconds) -> Vec<u8> {
     out
 }
 
-/// Batches of these changes, of at most `blocks_max` blocks each. Changes of a node keep their order; those of different
-/// nodes do not touch each other.
+/// Batches of these changes with at most `blocks_max` blocks each. The order of changes is kept within a
+/// node.
 pub(super) fn changed(ts: Seconds, changes: &[ReplicaChange], blocks_max: usize) -> Vec<Vec<u8>> {
     let mut of_nodes = BTreeMap::<NodeId, Vec<&ReplicaChange>>::new();
     changes.iter().for_each(|change| of_nodes.entry(change.node).or_default().push(change));
@@ -60,17 +61,17 @@ pub(super) fn changed(ts: Seconds, changes: &[ReplicaChange], blocks_max: usize)
     batches.collect()
 }
 
-/// Batches that store these replicas, likewise.
-pub(super) fn stored(ts: Seconds, held: &[HeldReplica], blocks_max: usize) -> Vec<Vec<u8>> {
+/// Batches that store these replicas, with at most `blocks_max` blocks each.
+pub(super) fn stored(ts: Seconds, held: &[ReplicaEntry], blocks_max: usize) -> Vec<Vec<u8>> {
     let mut changes: Vec<ReplicaChange> = held
         .iter()
-        .map(|&HeldReplica { node, key, tier }| ReplicaChange {
+        .map(|&ReplicaEntry { node, key, tier }| ReplicaChange {
             node,
             key,
             operation: Operation::Announce(tier),
         })
         .collect();
-    // One event for each tier instead of one for each turn between them.
+    // Sort so that each tier is one event; a new event starts wherever the tier changes.
     changes.sort_unstable_by_key(|change| (change.node, change.operation.wire()));
     changed(ts, &changes, blocks_max)
 }
@@ -86,7 +87,7 @@ fn batch(ts: Seconds, node: NodeId, changes: &[&ReplicaChange]) -> Vec<u8> {
     out
 }
 
-/// Where consecutive changes of one operation begin and end.
+/// Ranges of consecutive changes with the same operation.
 fn runs(changes: &[&ReplicaChange]) -> Vec<Range<usize>> {
     let mut runs: Vec<Range<usize>> = Vec::new();
     for (index, change) in changes.iter().enumerate() {
@@ -101,7 +102,7 @@ fn runs(changes: &[&ReplicaChange]) -> Vec<Range<usize>> {
 fn begin(ts: Seconds, events: usize, out: &mut Vec<u8>) {
     write_array_len(out, 3).expect(IN_MEMORY);
     write_f64(out, ts.0).expect(IN_MEMORY);
-    write_array_len(out, u32::try_from(events).expect("a part of a batch")).expect(IN_MEMORY);
+    write_array_len(out, u32::try_from(events).expect("at most the blocks of a batch")).expect(IN_MEMORY);
 }
 
 fn end(node: Option<NodeId>, out: &mut Vec<u8>) {
@@ -117,31 +118,32 @@ fn event(operation: Operation, changes: &[&ReplicaChange], out: &mut Vec<u8>) {
             write_map_len(out, 10).expect(IN_MEMORY);
             pair("type", "BlockStored", out);
             hashes(changes, out);
-            nothing("parent_block_hash", out);
+            nil("parent_block_hash", out);
             write_str(out, "token_ids").expect(IN_MEMORY);
             write_array_len(out, 0).expect(IN_MEMORY);
             write_str(out, "block_size").expect(IN_MEMORY);
             write_uint(out, 0).expect(IN_MEMORY);
-            nothing("lora_id", out);
-            nothing("lora_name", out);
-            whereabouts(tier, out);
+            nil("lora_id", out);
+            nil("lora_name", out);
+            location(tier, out);
         }
         Operation::Withdraw(tier) => {
             write_map_len(out, 5).expect(IN_MEMORY);
             pair("type", "BlockRemoved", out);
             hashes(changes, out);
-            whereabouts(tier, out);
+            location(tier, out);
         }
     }
 }
 
 fn hashes(changes: &[&ReplicaChange], out: &mut Vec<u8>) {
     write_str(out, "block_hashes").expect(IN_MEMORY);
-    write_array_len(out, u32::try_from(changes.len()).expect("a part of a batch")).expect(IN_MEMORY);
+    write_array_len(out, u32::try_from(changes.len()).expect("at most the blocks of a batch"))
+        .expect(IN_MEMORY);
     changes.iter().for_each(|change| write_bin(out, &change.key.0).expect(IN_MEMORY));
 }
 
-fn whereabouts(tier: Tier, out: &mut Vec<u8>) {
+fn location(tier: Tier, out: &mut Vec<u8>) {
     let medium = match tier {
         Tier::Dram => "CPU",
         Tier::Nvme => "STORAGE",
@@ -156,7 +158,7 @@ fn pair(name: &str, value: &str, out: &mut Vec<u8>) {
     write_str(out, value).expect(IN_MEMORY);
 }
 
-fn nothing(name: &str, out: &mut Vec<u8>) {
+fn nil(name: &str, out: &mut Vec<u8>) {
     write_str(out, name).expect(IN_MEMORY);
     write_nil(out).expect(IN_MEMORY);
 }
@@ -193,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn changes_of_a_node_keep_their_order_and_become_an_event_a_run() {
+    fn keeps_the_order_within_a_node_and_merges_runs_into_one_event() {
         let (to_dram, to_nvme) = (Operation::Announce(Tier::Dram), Operation::Announce(Tier::Nvme));
         let from_dram = Operation::Withdraw(Tier::Dram);
         let changes = [
@@ -230,26 +232,26 @@ mod tests {
     }
 
     #[test]
-    fn a_long_run_becomes_several_batches() {
+    fn splits_a_long_run_into_several_batches() {
         let changes: Vec<_> = (0..5).map(|key| change(7, key, Operation::Announce(Tier::Dram))).collect();
         let batches = changed(TS, &changes, 2);
-        let told: Vec<_> = batches.iter().flat_map(|bytes| events(&read(bytes))).collect();
+        let decoded: Vec<_> = batches.iter().flat_map(|bytes| events(&read(bytes))).collect();
         let stored = |hashes: &[u8]| expected("BlockStored", "CPU", hashes);
-        assert_eq!(told, [stored(&[0, 1]), stored(&[2, 3]), stored(&[4])]);
+        assert_eq!(decoded, [stored(&[0, 1]), stored(&[2, 3]), stored(&[4])]);
     }
 
     #[test]
-    fn what_is_held_becomes_an_event_a_node_and_tier() {
-        let held = |node, key, tier| HeldReplica { node: NodeId(node), key: BlockKey([key; 16]), tier };
+    fn stored_replicas_become_one_event_per_node_and_tier() {
+        let held = |node, key, tier| ReplicaEntry { node: NodeId(node), key: BlockKey([key; 16]), tier };
         let all =
             [held(7, 1, Tier::Dram), held(7, 1, Tier::Nvme), held(8, 2, Tier::Nvme), held(7, 3, Tier::Dram)];
         let batches = stored(TS, &all, BLOCKS_PER_BATCH_MAX);
-        let told: Vec<_> = batches.iter().map(|bytes| events(&read(bytes)).len()).collect();
-        assert_eq!(told, [2, 1]);
+        let counts: Vec<_> = batches.iter().map(|bytes| events(&read(bytes)).len()).collect();
+        assert_eq!(counts, [2, 1]);
     }
 
     #[test]
-    fn a_clearing_names_its_node_or_none_and_an_empty_batch_is_one() {
+    fn clear_batches_name_their_node_and_empty_batches_are_valid() {
         assert_eq!(read(&cleared(TS, Some(NodeId(7))))[2], Value::from(7));
         let all = read(&cleared(TS, None));
         assert_eq!((&all[2], &all[1][0]["type"]), (&Value::Nil, &Value::from("AllBlocksCleared")));

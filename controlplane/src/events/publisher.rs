@@ -1,20 +1,22 @@
 //! The publisher: this member's changes as numbered batches of KV events, for routers that follow vLLM.
 //!
 //! ```text
-//!   Reading ──► batches ──► Buffer: the last `buffer_steps` of them ──► each subscriber, from a number of its own
-//!                                    └──────────────────────────────► replays
+//!   ChangeReader ──► batches ──► buffer: the last `buffer_steps` ──► subscribers, each at its own number
+//!                                             └───────────────────► replays
 //! ```
 //!
-//! Batches are numbered from 0 within one life of the member. The first of a life, and of every snapshot in between, says
-//! that everything is void. A snapshot comes where the format has no words for what happened: hash slots that went to
-//! another member, or a log that went on faster than it was read.
+//! Batches are numbered from 0 in each run of the member. The first batches of a run, and of every later
+//! snapshot, clear all earlier state. A snapshot is needed where the format cannot express a change: hash
+//! slots moved to another member, or the reader fell behind the log.
 //!
 //! Invariants:
-//! * A number means one batch for ever, and numbers have no gaps.
-//! * Whoever applies all batches from the first, or a replay and all batches behind it, holds what the directory held.
-//! * Nobody is waited for: a subscriber that is slower than `buffer_steps` batches misses some and sees it in the numbers.
+//! * A number identifies one batch within a run, and numbers have no gaps.
+//! * A subscriber that applies all batches from the first, or a replay and all batches after it, has the
+//!   state of the directory.
+//! * The publisher never waits. A subscriber that lags by more than `buffer_steps` batches misses some, and
+//!   detects it by the numbers.
 //!
-//! Arithmetic: 10,000 batches of at most 4.8 KiB are 48 MiB, shared by all subscribers and replays.
+//! 10,000 batches of at most 4.8 KiB take 48 MiB, shared by all subscribers and replays.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -23,7 +25,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use bytes::Bytes;
-use reprise_controlplane_core::{LiveNodes, Run, Told};
+use reprise_controlplane_core::{FollowerMessage, LiveNodes, Run};
 use reprise_daemon::connections::ConnectionLimit;
 use reprise_policy::NodeId;
 use tokio::net::TcpListener;
@@ -31,30 +33,31 @@ use tokio::sync::{Semaphore, watch};
 
 use super::format::{self, BLOCKS_PER_BATCH_MAX, Seconds};
 use super::zmtp::Role;
-use super::{Reading, sockets};
+use super::{ChangeReader, sockets};
 use crate::background::Background;
 use crate::cluster::Cluster;
 use crate::config::EventsConfig;
 
-/// Changes that are cut into batches together, 200 KiB: replicas of a snapshot come by hash, so 100 nodes have 80 each in it.
+/// Changes that are split into batches together: 200 KiB. Snapshots are read by hash, so with 100 nodes each
+/// node has about 80 of them.
 const PART_BLOCKS: usize = 8192;
 
-/// Where a running publisher is found.
+/// Addresses of a running publisher.
 #[derive(Debug)]
 pub struct Publisher {
-    /// Where it publishes.
+    /// Address of the PUB socket.
     pub publish: SocketAddr,
-    /// Where it answers replays.
+    /// Address of the ROUTER socket for replays.
     pub replay: Option<SocketAddr>,
 }
 
-/// What its tasks share.
+/// State that the tasks of the publisher share.
 #[derive(Debug)]
 pub(super) struct Hub {
     pub(super) cluster: Arc<Cluster>,
     /// First frame of every message.
     pub(super) topic: String,
-    /// Snapshots are read for one replay at a time.
+    /// Permit to read a snapshot, for one replay at a time.
     pub(super) snapshots: Semaphore,
     state: Mutex<State>,
     /// Number of the next batch.
@@ -67,23 +70,23 @@ struct State {
     buffer_steps: usize,
     /// Number of the next batch.
     next: u64,
-    /// Nodes of which something was published.
+    /// Nodes with published events.
     known: LiveNodes,
 }
 
-/// What there is of a number.
+/// A batch by its number.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Batch {
-    /// Its payload.
-    There(Bytes),
-    /// It was published and is not kept any more; this is the oldest that is.
-    Gone { oldest: u64 },
-    /// It is yet to be published.
-    NotYet,
+    /// Payload of the batch.
+    Available(Bytes),
+    /// Evicted from the buffer, whose first number is `oldest`.
+    Evicted { oldest: u64 },
+    /// Not published yet.
+    Pending,
 }
 
 impl Publisher {
-    /// Starts to publish in the background, where the configuration says so. Errors say what to change.
+    /// Starts to publish in the background, if configured. Errors name the setting to change.
     pub async fn start(
         cluster: Arc<Cluster>,
         config: &EventsConfig,
@@ -98,7 +101,7 @@ impl Publisher {
             let address = listener.local_addr()?;
             let (of, rejected) = (role.listener(), hub.cluster.metrics.rejected.clone());
             let limit = ConnectionLimit::new(of, config.subscribers, rejected);
-            background.for_ever(field, sockets::serve(listener, role, hub.clone(), limit));
+            background.spawn_permanent(field, sockets::serve(listener, role, hub.clone(), limit));
             Ok(address)
         };
         let publish = serve("events.publish", publish, Role::Publisher).await?;
@@ -106,30 +109,33 @@ impl Publisher {
             Some(address) => Some(serve("events.replay", address, Role::Router).await?),
             None => None,
         };
-        background.for_ever("KV events", publish_for_ever(hub));
+        background.spawn_permanent("KV events", run_publisher(hub));
         tracing::info!(%publish, replay = replay.map(tracing::field::display), "publishing KV events");
         Ok(Some(Publisher { publish, replay }))
     }
 }
 
-async fn publish_for_ever(hub: Arc<Hub>) {
-    let read = || Reading::new(hub.cluster.clone(), None, PART_BLOCKS);
-    let mut reading = read();
-    while let Some(told) = reading.next().await {
-        match told {
-            Told::SnapshotBegins(_) => hub.begin_snapshot(),
-            Told::Run { run: Run::Changes(changes), .. } => {
+async fn run_publisher(hub: Arc<Hub>) {
+    let read = || ChangeReader::new(hub.cluster.clone(), None, PART_BLOCKS);
+    let mut reader = read();
+    while let Some(message) = reader.next().await {
+        match message {
+            FollowerMessage::SnapshotBegins(_) => hub.begin_snapshot(),
+            FollowerMessage::Run { run: Run::Changes(changes), .. } => {
                 let known = changes.iter().map(|change| change.node);
                 hub.push(known, format::changed(now(), &changes, BLOCKS_PER_BATCH_MAX));
             }
-            Told::Run { run: Run::Cleared { node: Some(node), slots }, .. } if slots.is_empty() => {
+            FollowerMessage::Run { run: Run::Cleared { node: Some(node), slots }, .. }
+                if slots.is_empty() =>
+            {
                 hub.push([node], [format::cleared(now(), Some(node))]);
             }
-            // There is no event for a part of a node, or for a part of all.
-            Told::Run { run: Run::Cleared { .. }, .. } => reading = read(),
-            Told::Current(_) => {}
+            // The format has no event for some slots of a node, or for some slots of all nodes: start with a
+            // snapshot.
+            FollowerMessage::Run { run: Run::Cleared { .. }, .. } => reader = read(),
+            FollowerMessage::Current(_) => {}
         }
-        // Whoever reads faster than it waits still lets others run.
+        // Reading may never wait, so let other tasks run.
         tokio::task::yield_now().await;
     }
 }
@@ -151,7 +157,7 @@ impl Hub {
         }
     }
 
-    /// Publishes batches that are about these nodes.
+    /// Publishes batches that concern these nodes.
     pub(super) fn push(
         &self,
         known: impl IntoIterator<Item = NodeId>,
@@ -170,44 +176,44 @@ impl Hub {
         self.published.send_replace(state.next);
     }
 
-    /// Everything published is void.
+    /// Clears everything published so far.
     fn begin_snapshot(&self) {
         let known = self.known();
-        self.push([], clearings(&known));
+        self.push([], clear_batches(&known));
     }
 
     pub(super) fn batch(&self, number: u64) -> Batch {
         let state = self.state();
         let oldest = state.oldest();
         if number >= state.next {
-            return Batch::NotYet;
+            return Batch::Pending;
         }
-        // The buffer's length is a number of places in memory.
+        // The buffer's length fits in usize.
         let index = number.checked_sub(oldest).and_then(|index| usize::try_from(index).ok());
         match index.and_then(|index| state.buffer.get(index)) {
-            Some(batch) => Batch::There(batch.clone()),
-            None => Batch::Gone { oldest },
+            Some(batch) => Batch::Available(batch.clone()),
+            None => Batch::Evicted { oldest },
         }
     }
 
-    /// Numbers of the oldest batch that is kept and of the next one.
-    pub(super) fn kept(&self) -> std::ops::Range<u64> {
+    /// Numbers of the oldest buffered batch and of the next one.
+    pub(super) fn buffered(&self) -> std::ops::Range<u64> {
         let state = self.state();
         state.oldest()..state.next
     }
 
-    /// Nodes of which something was published.
+    /// Nodes with published events.
     pub(super) fn known(&self) -> Vec<NodeId> {
         let state = self.state();
         (0..=u16::MAX).map(NodeId).filter(|node| state.known.contains(*node)).collect()
     }
 
-    /// The number of the next batch, whenever it changes.
+    /// Watch of the next batch's number.
     pub(super) fn published(&self) -> watch::Receiver<u64> {
         self.published.subscribe()
     }
 
-    /// Each change is whole, so a poisoned lock is as good as any.
+    /// Locks the state. A poisoned lock is usable, because a panic cannot leave a change half applied.
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -219,15 +225,15 @@ impl State {
     }
 }
 
-/// Batches that void what was told of these nodes, and before that of all: for subscribers that file by node, and for those
-/// that have it from a former life.
-pub(super) fn clearings(known: &[NodeId]) -> impl Iterator<Item = Vec<u8>> {
+/// Batches that clear all nodes, and then each of these nodes: for subscribers that keep state by node, and
+/// for subscribers with state of an earlier run.
+pub(super) fn clear_batches(known: &[NodeId]) -> impl Iterator<Item = Vec<u8>> {
     let ts = now();
     let nodes = std::iter::once(None).chain(known.iter().copied().map(Some));
     nodes.map(move |node| format::cleared(ts, node))
 }
 
-/// The time by the machine's clock; before 1970 it is 0.
+/// Current wall-clock time; 0 before 1970.
 pub(super) fn now() -> Seconds {
     Seconds(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64())
 }
@@ -236,7 +242,7 @@ pub(super) fn now() -> Seconds {
 pub(super) mod tests {
     use std::time::Duration;
 
-    use reprise_controlplane_core::{Changes, MemberSettings, Opening, Scope, Update};
+    use reprise_controlplane_core::{Changes, LivenessSettings, Opening, Scope, Update};
     use reprise_policy::{BlockKey, Epoch, SlotSet};
     use rmpv::Value;
 
@@ -248,10 +254,10 @@ pub(super) mod tests {
 
     pub(crate) fn cluster() -> Arc<Cluster> {
         let settings =
-            MemberSettings { dead_after: Duration::from_secs(1), forget_after: Duration::from_secs(1) };
+            LivenessSettings { dead_after: Duration::from_secs(1), forget_after: Duration::from_secs(1) };
         let cluster = Cluster::new(settings, 1, Events::new(1 << 20), Metrics::new().0);
         let mut directory = cluster.directory_mut();
-        directory.own(&SlotSet::ALL);
+        directory.set_owned_slots(&SlotSet::ALL);
         directory.register(NODE, Epoch(1));
         directory.update(&Update {
             node: NODE,
@@ -265,62 +271,62 @@ pub(super) mod tests {
         Arc::new(cluster)
     }
 
-    /// A change of one key, numbered by the caller.
+    /// Applies a change of one key with an explicit sequence number.
     fn change(cluster: &Cluster, sequence: u64, key: BlockKey, operation: u8) {
         let operations = [operation];
         let changes = Changes::parse(&key.0, &operations).expect("well formed");
         let (opening, ends) = (Opening::Nothing, &SlotSet::EMPTY);
-        // Number 0 was that of the opening.
+        // Sequence number 0 is the opening.
         let update = Update { node: NODE, epoch: Epoch(1), sequence: 1 + sequence, opening, changes, ends };
         let mut directory = cluster.directory_mut();
         directory.update(&update);
-        cluster.events.changed(NODE, directory.taken(NODE, changes));
+        cluster.events.record_changes(NODE, directory.accepted_changes(NODE, changes));
     }
 
     fn key(slot: u8) -> BlockKey {
         BlockKey([slot; 16])
     }
 
-    /// Node, type and number of blocks of the only event of a batch.
-    fn told(batch: &[u8]) -> (Option<u64>, String, usize) {
+    /// Node, type and number of blocks of the single event of a batch.
+    fn only_event(batch: &[u8]) -> (Option<u64>, String, usize) {
         let batch = rmpv::decode::read_value(&mut &*batch).expect("msgpack");
         let event: &Value = &batch[1][0];
         let blocks = event["block_hashes"].as_array().map_or(0, Vec::len);
         (batch[2].as_u64(), event["type"].as_str().expect("a type").to_owned(), blocks)
     }
 
-    /// Takes batches until one satisfies `last`.
+    /// Reads batches until one satisfies `last`.
     async fn until(hub: &Hub, next: &mut u64, last: impl Fn(&(Option<u64>, String, usize)) -> bool) {
         let mut published = hub.published();
         loop {
             match hub.batch(*next) {
-                Batch::There(batch) => {
+                Batch::Available(batch) => {
                     *next += 1;
-                    if last(&told(&batch)) {
+                    if last(&only_event(&batch)) {
                         return;
                     }
                 }
-                Batch::NotYet => published.changed().await.expect("it is published"),
-                Batch::Gone { .. } => panic!("all are kept"),
+                Batch::Pending => published.changed().await.expect("the sender exists"),
+                Batch::Evicted { .. } => panic!("all are buffered"),
             }
         }
     }
 
     #[tokio::test]
-    async fn hash_slots_that_went_to_another_member_are_told_by_a_new_snapshot() {
+    async fn publishes_a_snapshot_after_slots_moved_to_another_member() {
         let cluster = cluster();
         let hub = Arc::new(Hub::new(cluster.clone(), &EventsConfig::default()));
-        let publishing = tokio::spawn(publish_for_ever(hub.clone()));
+        let publishing = tokio::spawn(run_publisher(hub.clone()));
         let mut next = 0;
         change(&cluster, 0, key(1), 1);
         change(&cluster, 1, key(2), 1);
         until(&hub, &mut next, |event| *event == (Some(7), "BlockStored".to_owned(), 2)).await;
         change(&cluster, 2, key(1), 0x81);
-        cluster.events.cleared(Scope::slot(key(1).hash_slot()));
+        cluster.events.record_clearing(Scope::slot(key(1).hash_slot()));
         until(&hub, &mut next, |event| *event == (None, "AllBlocksCleared".to_owned(), 0)).await;
         until(&hub, &mut next, |event| *event == (Some(7), "AllBlocksCleared".to_owned(), 0)).await;
         until(&hub, &mut next, |event| *event == (Some(7), "BlockStored".to_owned(), 1)).await;
         cluster.events.close();
-        publishing.await.expect("it ends with the member");
+        publishing.await.expect("ends with the member");
     }
 }

@@ -1,74 +1,77 @@
-//! Answers to subscribers that have missed batches: those that are kept, and a snapshot in the place of those that are not.
+//! Replays for subscribers that missed batches: buffered batches, and a snapshot in place of evicted ones.
 //!
 //! ```text
-//!   asked from ▼                                         next
-//!   numbers    ├── not kept ──┬──────── kept ────────────┤
-//!   answer        void, stored, ..., empty ─┤ then │ ... │ -1
-//!                 └ the snapshot            └ half of what is kept
+//!   requested from ▼                                         next
+//!   numbers        ├── evicted ───┬─────── buffered ─────────┤
+//!   reply            clear, stored, ..., empty ─┤ then │ ... │ -1
+//!                    └ the snapshot             └ second half of the buffer
 //! ```
 //!
-//! The batches of a snapshot need numbers, higher than what the subscriber has and lower than what follows, since subscribers skip
-//! what they take for old. They get those of the batches that they stand for: the ones not kept, and half of the kept ones, so
-//! that there are some to spend and the others are still kept when the snapshot has been read. What is left of these
-//! numbers is spent on empty batches, so that there is no gap before the batches that follow.
+//! Subscribers skip batches whose number is not higher than the last one. So the batches of a snapshot need
+//! numbers above the subscriber's last number and below the numbers of the batches that follow. They use the
+//! numbers of the evicted batches and of the first half of the buffer. The second half is likely to be still
+//! buffered when the snapshot has been sent. Numbers that the snapshot does not need are sent as empty
+//! batches, so that there is no gap.
 //!
-//! It is right for the reason that a follower's snapshot is (`reprise_controlplane_core::follower`): the directory is read
-//! after the number to go on from was chosen, and every change since is in the batches from there on.
+//! The snapshot is consistent for the same reason as a follower's (`reprise_controlplane_core::follower`):
+//! the directory is read after the number to continue from was chosen, and the batches from there contain
+//! every later change.
 //!
-//! Batches of a snapshot have more than 256 blocks when there are fewer numbers than that would need: with the default of 10,000
-//! steps there are 5,000, and 10 million replicas of 100 nodes are read in rounds of 500,000. What needs more than a
-//! round of a million is not answered whole: the subscriber sees a gap, and the log says which setting to raise.
+//! If there are too few numbers for batches of 256 blocks, batches are larger. With the default of 10,000
+//! steps there are 5,000 numbers, and 10 million replicas of 100 nodes are read in rounds of 500,000. A
+//! snapshot that needs rounds of more than a million is incomplete: the subscriber sees a gap, and the log
+//! names the setting to raise.
 
-use reprise_controlplane_core::{Cursor, HeldReplica};
+use reprise_controlplane_core::{Cursor, ReplicaEntry};
 use tokio::io::AsyncWrite;
 
 use super::PART_CHANGES;
 use super::format;
-use super::publisher::{Batch, Hub, clearings, now};
-use super::sockets::Out;
+use super::publisher::{Batch, Hub, clear_batches, now};
+use super::sockets::PeerWriter;
 use super::zmtp::ZmtpError;
 use crate::metrics::ReplayResult;
 
-/// Number of the message that ends an answer: -1, as vLLM writes it.
+/// Number of the message that ends a replay: -1, as in vLLM.
 const END: [u8; 8] = [0xff; 8];
-/// Snapshots in one answer: whoever reads so slowly that the batches behind one are gone gets another.
+/// Snapshots in one replay. A slow subscriber needs another one if the batches after a snapshot were evicted.
 const SNAPSHOTS_MAX: usize = 3;
-/// Replicas held in memory at once: 20 MB, and as much again as batches.
+/// Replicas held in memory at once: 20 MB, and again as much in batches.
 const ROUND_REPLICAS_MAX: u64 = 1 << 20;
 /// Replicas in the smallest round: a few batches for each node of a small cluster.
 const ROUND_REPLICAS_MIN: u64 = 8192;
-/// Blocks of one batch at the most: 1.2 MB.
+/// Maximum number of blocks in one batch: 1.2 MB.
 pub(crate) const BLOCKS_PER_BATCH_LIMIT: u64 = 1 << 16;
 
-/// The numbers that a snapshot may use, the next one first.
+/// Numbers that a snapshot may use; the first one is next.
 struct Numbers {
     next: u64,
     end: u64,
 }
 
-/// How a snapshot is cut.
+/// Sizes of the rounds and batches of a snapshot.
 #[derive(Debug, PartialEq, Eq)]
-struct Cut {
-    /// Replicas that are read before batches are made of them.
+struct SnapshotPlan {
+    /// Replicas read before batches are made of them.
     round: u64,
     blocks_per_batch: u64,
 }
 
-/// Sends batches from `start` on, then the end.
-pub(super) async fn answer<W: AsyncWrite + Unpin>(
+/// Sends the batches from `start` on, and the end message.
+pub(super) async fn send_replay<W: AsyncWrite + Unpin>(
     hub: &Hub,
     start: u64,
-    out: &mut Out<W>,
+    out: &mut PeerWriter<W>,
 ) -> Result<(), ZmtpError> {
     let (mut next, mut snapshots, mut result) = (start, 0, ReplayResult::kept);
     loop {
         match hub.batch(next) {
-            Batch::There(payload) => {
+            Batch::Available(payload) => {
                 send(hub, next, &payload, out).await?;
                 next += 1;
             }
-            Batch::NotYet => break,
-            Batch::Gone { .. } if snapshots < SNAPSHOTS_MAX => {
+            Batch::Pending => break,
+            Batch::Evicted { .. } if snapshots < SNAPSHOTS_MAX => {
                 snapshots += 1;
                 result = ReplayResult::snapshot;
                 match snapshot(hub, next, out).await? {
@@ -76,45 +79,49 @@ pub(super) async fn answer<W: AsyncWrite + Unpin>(
                     None => snapshots = SNAPSHOTS_MAX,
                 }
             }
-            Batch::Gone { .. } => {
+            Batch::Evicted { .. } => {
                 result = ReplayResult::incomplete;
-                tracing::warn!(start, "a replay of KV events is incomplete: raise events.buffer_steps");
+                tracing::warn!(start, "replay of KV events is incomplete: raise events.buffer_steps");
                 break;
             }
         }
     }
-    hub.cluster.metrics.replayed(result);
+    hub.cluster.metrics.count_replay(result);
     out.message(&[b"", b"", &END, b""]).await?;
     out.flush().await
 }
 
-/// Sends what the directory holds under numbers from `from` on; the number to go on from, unless there were too few.
+/// Sends a snapshot under the numbers from `from` on. Returns the number to continue from, or `None` if there
+/// were too few numbers.
 async fn snapshot<W: AsyncWrite + Unpin>(
     hub: &Hub,
     from: u64,
-    out: &mut Out<W>,
+    out: &mut PeerWriter<W>,
 ) -> Result<Option<u64>, ZmtpError> {
-    let _turn = hub.snapshots.acquire().await.expect("the semaphore is never closed");
-    let kept = hub.kept();
-    let then = (kept.start + (kept.end - kept.start) / 2).max(from);
-    // Of the numbers that were lost, no more than there are in the buffer: they end as empty batches.
-    let mut numbers = Numbers { next: from.max(then.saturating_sub(kept.end - kept.start)), end: then };
+    let _permit = hub.snapshots.acquire().await.expect("the semaphore is never closed");
+    let buffered = hub.buffered();
+    let then = (buffered.start + (buffered.end - buffered.start) / 2).max(from);
+    // Use at most as many evicted numbers as the buffer holds: unused numbers cost an empty batch each.
+    let mut numbers =
+        Numbers { next: from.max(then.saturating_sub(buffered.end - buffered.start)), end: then };
     let known = hub.known();
-    for batch in clearings(&known) {
+    for batch in clear_batches(&known) {
         let Some(number) = numbers.take() else { return Ok(None) };
         send(hub, number, &batch, out).await?;
     }
     let size = hub.cluster.directory().size();
-    let Some(cut) = cut(size.replicas, size.nodes.len() as u64, numbers.left()) else { return Ok(None) };
-    let blocks = usize::try_from(cut.blocks_per_batch).expect("limited");
-    let (mut cursor, mut held) = (Cursor::default(), Vec::new());
+    let Some(plan) = plan_snapshot(size.replicas, size.nodes.len() as u64, numbers.left()) else {
+        return Ok(None);
+    };
+    let blocks = usize::try_from(plan.blocks_per_batch).expect("limited");
+    let (mut cursor, mut entries) = (Cursor::default(), Vec::new());
     while !cursor.is_at_end() {
-        read(hub, &mut cursor, cut.round, &mut held).await;
-        for batch in format::stored(now(), &held, blocks) {
+        read(hub, &mut cursor, plan.round, &mut entries).await;
+        for batch in format::stored(now(), &entries, blocks) {
             let Some(number) = numbers.take() else { return Ok(None) };
             send(hub, number, &batch, out).await?;
         }
-        held.clear();
+        entries.clear();
     }
     let nothing = format::empty(now());
     while let Some(number) = numbers.take() {
@@ -123,26 +130,26 @@ async fn snapshot<W: AsyncWrite + Unpin>(
     Ok(Some(then))
 }
 
-/// Reads a round, in parts.
-async fn read(hub: &Hub, cursor: &mut Cursor, round: u64, held: &mut Vec<HeldReplica>) {
-    while !cursor.is_at_end() && (held.len() as u64) < round {
-        hub.cluster.directory().read(cursor, PART_CHANGES, held);
+/// Reads one round, in parts.
+async fn read(hub: &Hub, cursor: &mut Cursor, round: u64, entries: &mut Vec<ReplicaEntry>) {
+    while !cursor.is_at_end() && (entries.len() as u64) < round {
+        hub.cluster.directory().read(cursor, PART_CHANGES, entries);
         tokio::task::yield_now().await;
     }
 }
 
-/// How to cut `replicas` of `nodes` into at most `numbers` batches: half of them for full ones, half for the last one of each
-/// node in each round.
-fn cut(replicas: u64, nodes: u64, numbers: u64) -> Option<Cut> {
-    // Some may come while it is read.
+/// Sizes for a snapshot of `replicas` of `nodes` in at most `numbers` batches. Half of the numbers are for
+/// full batches, half for the last batch of each node in each round.
+fn plan_snapshot(replicas: u64, nodes: u64, numbers: u64) -> Option<SnapshotPlan> {
+    // Allow for growth while the snapshot is read.
     let replicas = replicas + replicas / 4;
     let half = (numbers / 2).saturating_sub(nodes);
     if half == 0 {
-        // An empty directory needs none.
-        return (replicas == 0).then_some(Cut { round: ROUND_REPLICAS_MIN, blocks_per_batch: 1 });
+        // An empty directory needs no batches.
+        return (replicas == 0).then_some(SnapshotPlan { round: ROUND_REPLICAS_MIN, blocks_per_batch: 1 });
     }
     let full = format::BLOCKS_PER_BATCH_MAX as u64;
-    Some(Cut {
+    Some(SnapshotPlan {
         round: (replicas * nodes).div_ceil(half).clamp(ROUND_REPLICAS_MIN, ROUND_REPLICAS_MAX),
         blocks_per_batch: replicas.div_ceil(half).clamp(full, BLOCKS_PER_BATCH_LIMIT),
     })
@@ -152,7 +159,7 @@ async fn send<W: AsyncWrite + Unpin>(
     hub: &Hub,
     number: u64,
     payload: &[u8],
-    out: &mut Out<W>,
+    out: &mut PeerWriter<W>,
 ) -> Result<(), ZmtpError> {
     out.message(&[b"", hub.topic.as_bytes(), &number.to_be_bytes(), payload]).await
 }
@@ -177,19 +184,19 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_snapshot_that_is_cut_fits_its_numbers(
+        fn planned_snapshots_fit_into_the_available_numbers(
             replicas in 0u64..20_000_000,
             nodes in 1u64..2000,
             numbers in 0u64..20_000,
         ) {
-            let Some(cut) = cut(replicas, nodes, numbers) else {
+            let Some(plan) = plan_snapshot(replicas, nodes, numbers) else {
                 prop_assert!(numbers / 2 <= nodes);
                 return Ok(());
             };
-            let limited = cut.round == ROUND_REPLICAS_MAX || cut.blocks_per_batch == BLOCKS_PER_BATCH_LIMIT;
-            let rounds = replicas.div_ceil(cut.round);
-            let batches = replicas / cut.blocks_per_batch + rounds * nodes;
-            prop_assert!(limited || batches <= numbers, "{cut:?}: {batches} of {numbers}");
+            let limited = plan.round == ROUND_REPLICAS_MAX || plan.blocks_per_batch == BLOCKS_PER_BATCH_LIMIT;
+            let rounds = replicas.div_ceil(plan.round);
+            let batches = replicas / plan.blocks_per_batch + rounds * nodes;
+            prop_assert!(limited || batches <= numbers, "{plan:?}: {batches} of {numbers}");
         }
     }
 }

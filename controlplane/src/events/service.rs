@@ -1,36 +1,36 @@
-//! The Events service: one stream for each reader, made as fast as it reads.
+//! The Events service: one stream for each reader, produced at the reader's pace.
 
 use std::sync::Arc;
 
-use reprise_controlplane_core::{LogId, Position, Reason, ReplicaChange, Run, Told};
+use reprise_controlplane_core::{FollowerMessage, LogId, Position, ReplicaChange, Run, SnapshotReason};
 use reprise_policy::BlockKey;
 use reprise_proto::controlplane::events_server::Events;
-use reprise_proto::controlplane::snapshot_begins::Reason as ReasonSent;
+use reprise_proto::controlplane::snapshot_begins::Reason as WireReason;
 use reprise_proto::controlplane::{
-    Cleared, Current, FollowReply, FollowRequest, Position as PositionSent, ReplicaChanges, SnapshotBegins,
+    Cleared, Current, FollowReply, FollowRequest, Position as WirePosition, ReplicaChanges, SnapshotBegins,
     follow_reply,
 };
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
-use super::{PART_CHANGES, Reading};
-use crate::cluster::{Cluster, WatcherSeat};
+use super::{ChangeReader, PART_CHANGES};
+use crate::cluster::{Cluster, WatcherPermit};
 use crate::metrics::{WatchLabels, WatchOf};
 
-/// Messages that are ready before they are sent: the next, while gRPC sends one.
+/// Messages prepared ahead: one, while gRPC sends the previous one.
 const READY_MESSAGES: usize = 1;
 /// Bytes of a node number in a message.
 const NODE_BYTES: usize = 2;
 
-/// See the module.
+/// The Events service of one member.
 #[derive(Debug)]
 pub struct EventsService {
     cluster: Arc<Cluster>,
 }
 
 impl EventsService {
-    /// A service over the shared state.
+    /// Creates the service over the shared state.
     pub fn new(cluster: Arc<Cluster>) -> EventsService {
         EventsService { cluster }
     }
@@ -41,64 +41,67 @@ impl Events for EventsService {
     type FollowStream = ReceiverStream<Result<FollowReply, Status>>;
 
     async fn follow(&self, request: Request<FollowRequest>) -> Result<Response<Self::FollowStream>, Status> {
-        let seat = self.cluster.take_seat(WatchOf::directory)?;
+        let permit = self.cluster.acquire_watcher(WatchOf::directory)?;
         let from = request.into_inner().from;
         let from = from.map(|from| Position { log: LogId(from.log), next: from.next });
         let (sender, messages) = mpsc::channel(READY_MESSAGES);
-        let reading = Reading::new(self.cluster.clone(), from, PART_CHANGES);
-        tokio::spawn(tell(self.cluster.clone(), reading, sender, seat));
+        let reader = ChangeReader::new(self.cluster.clone(), from, PART_CHANGES);
+        tokio::spawn(send_messages(self.cluster.clone(), reader, sender, permit));
         Ok(Response::new(ReceiverStream::new(messages)))
     }
 }
 
-/// Tells one reader until it goes away, or this member does.
-async fn tell(
+/// Sends messages to one reader until the client disconnects or this member shuts down.
+async fn send_messages(
     cluster: Arc<Cluster>,
-    mut reading: Reading,
+    mut reader: ChangeReader,
     sender: mpsc::Sender<Result<FollowReply, Status>>,
-    seat: WatcherSeat,
+    permit: WatcherPermit,
 ) {
     loop {
-        // Before anything is read: who does not read costs one message, and reads the log again when it does.
-        let Ok(place) = sender.reserve().await else { break };
-        let told = tokio::select! {
-            told = reading.next() => told,
+        // Reserve first: a client that does not read costs one message, and the log is read only when it
+        // reads.
+        let Ok(slot) = sender.reserve().await else { break };
+        let item = tokio::select! {
+            item = reader.next() => item,
             () = sender.closed() => break,
         };
-        let Some(told) = told else {
-            place.send(Err(Status::unavailable("the control plane is shutting down")));
+        let Some(item) = item else {
+            slot.send(Err(Status::unavailable("the control plane is shutting down")));
             break;
         };
-        if told == Told::SnapshotBegins(Reason::Behind) {
+        if item == FollowerMessage::SnapshotBegins(SnapshotReason::Behind) {
             cluster.metrics.watch_missed.get_or_create(&WatchLabels { of: WatchOf::directory }).inc();
         }
-        place.send(Ok(message(&told)));
+        slot.send(Ok(message(&item)));
     }
-    drop(seat);
+    drop(permit);
 }
 
-fn message(told: &Told) -> FollowReply {
+fn message(item: &FollowerMessage) -> FollowReply {
     use follow_reply::Event;
-    let (position, event) = match told {
-        Told::SnapshotBegins(reason) => {
+    let (position, event) = match item {
+        FollowerMessage::SnapshotBegins(reason) => {
             let reason = match reason {
-                Reason::Start => ReasonSent::Start,
-                Reason::OtherLog => ReasonSent::OtherLog,
-                Reason::Behind => ReasonSent::Behind,
+                SnapshotReason::Start => WireReason::Start,
+                SnapshotReason::OtherLog => WireReason::OtherLog,
+                SnapshotReason::Behind => WireReason::Behind,
             };
             (None, Event::Snapshot(SnapshotBegins { reason: reason.into() }))
         }
-        Told::Run { run: Run::Changes(changes), position } => (*position, Event::Changes(packed(changes))),
-        Told::Run { run: Run::Cleared { node, slots }, position } => {
+        FollowerMessage::Run { run: Run::Changes(changes), position } => {
+            (*position, Event::Changes(packed(changes)))
+        }
+        FollowerMessage::Run { run: Run::Cleared { node, slots }, position } => {
             let node = node.map_or(0, |node| u32::from(node.0));
             (
                 *position,
                 Event::Cleared(Cleared { node, slots: slots.iter().copied().map(u32::from).collect() }),
             )
         }
-        Told::Current(position) => (Some(*position), Event::Current(Current {})),
+        FollowerMessage::Current(position) => (Some(*position), Event::Current(Current {})),
     };
-    let position = position.map(|Position { log, next }| PositionSent { log: log.0, next });
+    let position = position.map(|Position { log, next }| WirePosition { log: log.0, next });
     FollowReply { position, event: Some(event) }
 }
 

@@ -1,17 +1,20 @@
-//! Connections of subscribers (to PUB) and of those who ask for a replay (to ROUTER), one task each.
+//! Connections of subscribers (to PUB) and of replay clients (to ROUTER), one task each.
 //!
-//! A subscriber reads the publisher's buffer at a number of its own, so nothing is queued for it: it has 64 KiB that are being
-//! written, and what the kernel holds. One that takes nothing for [`STALLED_AFTER`] is cut; one whose machine is gone is found by
-//! TCP's keep-alive. Each of both sockets has at most `events.subscribers` connections. A full one closes its longest-idle
-//! connection for a new one: one that has not greeted, has no subscription, or waits for no replay. Such a connection is also
-//! closed after [`SILENT_MAX`]. ZeroMQ connects again by itself when its user has something to send.
+//! Each subscriber reads the publisher's buffer at its own position, so nothing is queued for it except 64
+//! KiB of output and the kernel's buffer. A subscriber that accepts no data for [`STALLED_AFTER`] is
+//! disconnected; TCP keep-alive detects a vanished machine.
+//!
+//! Each of the two sockets has at most `events.subscribers` connections. A full socket closes its
+//! longest-idle connection for a new one. Idle are connections without a greeting, without a subscription, or
+//! without a running replay. An idle connection is closed after [`SILENT_MAX`]; ZeroMQ reconnects when its
+//! user has something to send.
 
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
 use reprise_daemon::connections::{ConnectionLimit, Permit};
-use reprise_daemon::rejected::Reason;
+use reprise_daemon::rejected_connections::Reason;
 use rustix::net::sockopt;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, BufReader};
 use tokio::net::{TcpListener, TcpStream};
@@ -21,39 +24,40 @@ use tokio::time::{sleep, timeout};
 
 use super::publisher::{Batch, Hub};
 use super::replay;
-use super::zmtp::{self, Received, Role, ZmtpError};
+use super::zmtp::{self, PeerMessage, Role, ZmtpError};
 
-/// Whoever connects says who it is within this time.
+/// Time limit for the greeting of a new connection.
 const GREETED_WITHIN: Duration = Duration::from_secs(5);
-/// A connection that takes no byte for this long is cut.
+/// Time after which a connection that accepts no data is closed.
 const STALLED_AFTER: Duration = Duration::from_secs(10);
-/// Time for one replay, the wait for its turn included: 48 MiB of buffer, or a snapshot.
+/// Time limit for one replay, including the wait for other replays: 48 MiB of buffer, or a snapshot.
 const REPLAY_WITHIN: Duration = Duration::from_secs(120);
-/// Silence after which TCP asks whether the other machine is there, then the pause between such questions, and their number.
+/// TCP keep-alive: silence before the first probe, interval between probes, and their number.
 const KEEP_ALIVE_AFTER: Duration = Duration::from_secs(30);
 const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(10);
 const KEEP_ALIVE_COUNT: u32 = 3;
-/// Silence of a connection that waits for nothing: routers ask for a replay when they have missed something, which is rare.
+/// Silence after which an idle connection is closed. Routers request replays only after missing batches,
+/// which is rare.
 const SILENT_MAX: Duration = Duration::from_secs(600);
-/// Bytes that are written together.
+/// Size of the output buffer, in bytes.
 const WRITE_BYTES: usize = 64 << 10;
-/// What a peer may have said that was not yet looked at; it waits then.
+/// Received messages queued per connection; when it is full, reading stops.
 const RECEIVED_MAX: usize = 8;
-/// Subscriptions of one subscriber: there is one topic.
+/// Maximum number of subscriptions per subscriber; there is only one topic.
 const SUBSCRIPTIONS_MAX: usize = 64;
 
-/// What is on its way to a peer.
+/// Buffered output of a connection.
 #[derive(Debug)]
-pub(super) struct Out<W> {
+pub(super) struct PeerWriter<W> {
     write: W,
     pending: Vec<u8>,
 }
 
-/// What a subscriber wants: messages whose topic begins with one of these.
+/// Topic prefixes that a subscriber has subscribed to.
 #[derive(Debug, Default)]
 struct Subscriptions(Vec<Vec<u8>>);
 
-/// Accepts connections for ever; they end with it.
+/// Accepts connections until it is dropped, which ends them.
 pub(super) async fn serve(listener: TcpListener, role: Role, hub: Arc<Hub>, limit: ConnectionLimit) {
     let mut connections = JoinSet::new();
     loop {
@@ -62,9 +66,9 @@ pub(super) async fn serve(listener: TcpListener, role: Role, hub: Arc<Hub>, limi
         let hub = hub.clone();
         connections.spawn(async move {
             tokio::select! {
-                ended = talk(stream, role, &hub, &permit) => {
+                ended = serve_connection(stream, role, &hub, &permit) => {
                     let Err(error) = ended;
-                    tracing::debug!(?role, %error, "a connection for KV events has ended");
+                    tracing::debug!(?role, %error, "KV event connection closed");
                 }
                 () = permit.closed() => {}
             }
@@ -72,8 +76,8 @@ pub(super) async fn serve(listener: TcpListener, role: Role, hub: Arc<Hub>, limi
     }
 }
 
-/// Talks to a peer until one of both ends it.
-async fn talk(
+/// Serves a connection until either side ends it.
+async fn serve_connection(
     mut stream: TcpStream,
     role: Role,
     hub: &Hub,
@@ -82,13 +86,13 @@ async fn talk(
     keep_alive(&stream)?;
     let greeted = timeout(GREETED_WITHIN, zmtp::greet(&mut stream, role)).await.map_err(|_| {
         permit.limit().count(Reason::Timeout);
-        ZmtpError::Peer("it sent no greeting in time")
+        ZmtpError::Peer("sent no greeting in time")
     })?;
     greeted.inspect_err(|_| permit.limit().count(Reason::Protocol))?;
     permit.set_idle();
     let (read, write) = stream.into_split();
     let (sender, received) = mpsc::channel(RECEIVED_MAX);
-    let out = Out { write, pending: Vec::new() };
+    let out = PeerWriter { write, pending: Vec::new() };
     tokio::select! {
         ended = listen(BufReader::new(read), sender) => ended,
         ended = async {
@@ -110,70 +114,70 @@ fn keep_alive(stream: &TcpStream) -> std::io::Result<()> {
 
 async fn listen<R: AsyncRead + Unpin>(
     mut read: R,
-    sender: mpsc::Sender<Received>,
+    sender: mpsc::Sender<PeerMessage>,
 ) -> Result<Infallible, ZmtpError> {
     loop {
         let received = zmtp::receive(&mut read).await?;
         if sender.send(received).await.is_err() {
-            // The other half has ended, and says why.
+            // The receiving side has ended and reports the reason.
             std::future::pending::<()>().await;
         }
     }
 }
 
-/// Sends batches to a subscriber, from the next one on.
+/// Sends batches to a subscriber, starting with the next one after it subscribes.
 async fn publish<W: AsyncWrite + Unpin>(
     (hub, permit): (&Hub, &Permit),
-    mut received: mpsc::Receiver<Received>,
-    mut out: Out<W>,
+    mut received: mpsc::Receiver<PeerMessage>,
+    mut out: PeerWriter<W>,
 ) -> Result<Infallible, ZmtpError> {
     let mut subscriptions = Subscriptions::default();
     let mut published = hub.published();
     let mut next = 0;
     loop {
-        let wanted = subscriptions.want(&hub.topic);
+        let wanted = subscriptions.matches(&hub.topic);
         tokio::select! {
-            said = received.recv() => match said {
-                Some(Received::Message(frames)) => subscriptions.take(&frames)?,
-                Some(Received::Command(body)) => out.pong(&body).await?,
-                None => return Err(ZmtpError::Peer("it is gone")),
+            request = received.recv() => match request {
+                Some(PeerMessage::Message(frames)) => subscriptions.take(&frames)?,
+                Some(PeerMessage::Command(body)) => out.pong(&body).await?,
+                None => return Err(ZmtpError::Peer("disconnected")),
             },
             _ = published.changed(), if wanted => {
                 next = send_published(hub, next, &mut out).await?;
             }
-            () = sleep(SILENT_MAX), if !wanted => return Err(ZmtpError::Peer("it subscribes to nothing")),
+            () = sleep(SILENT_MAX), if !wanted => return Err(ZmtpError::Peer("has no subscription")),
         }
-        match (wanted, subscriptions.want(&hub.topic)) {
+        match (wanted, subscriptions.matches(&hub.topic)) {
             (false, true) => {
                 permit.set_busy();
             }
             (true, false) => permit.set_idle(),
             _ => {}
         }
-        if !wanted && subscriptions.want(&hub.topic) {
+        if !wanted && subscriptions.matches(&hub.topic) {
             published.mark_unchanged();
-            next = hub.kept().end;
+            next = hub.buffered().end;
         }
     }
 }
 
-/// Sends all batches from `next` on that there are; the number of the first that is not.
+/// Sends all published batches from `next` on; returns the number of the first unpublished one.
 async fn send_published<W: AsyncWrite + Unpin>(
     hub: &Hub,
     mut next: u64,
-    out: &mut Out<W>,
+    out: &mut PeerWriter<W>,
 ) -> Result<u64, ZmtpError> {
     loop {
         match hub.batch(next) {
-            Batch::There(payload) => {
+            Batch::Available(payload) => {
                 out.message(&[hub.topic.as_bytes(), &next.to_be_bytes(), &payload]).await?;
                 next += 1;
             }
-            Batch::Gone { oldest } => {
+            Batch::Evicted { oldest } => {
                 hub.cluster.metrics.event_batches_skipped.inc_by(oldest - next);
                 next = oldest;
             }
-            Batch::NotYet => {
+            Batch::Pending => {
                 out.flush().await?;
                 return Ok(next);
             }
@@ -181,51 +185,51 @@ async fn send_published<W: AsyncWrite + Unpin>(
     }
 }
 
-/// Answers replays, one after the other.
+/// Serves replay requests, one after another.
 async fn answer<W: AsyncWrite + Unpin>(
     (hub, permit): (&Hub, &Permit),
-    mut received: mpsc::Receiver<Received>,
-    mut out: Out<W>,
+    mut received: mpsc::Receiver<PeerMessage>,
+    mut out: PeerWriter<W>,
 ) -> Result<Infallible, ZmtpError> {
     loop {
-        let said = timeout(SILENT_MAX, received.recv()).await;
-        match said.map_err(|_| ZmtpError::Peer("it asks for nothing"))? {
-            Some(Received::Message(frames)) => {
+        let request = timeout(SILENT_MAX, received.recv()).await;
+        match request.map_err(|_| ZmtpError::Peer("requested no replay"))? {
+            Some(PeerMessage::Message(frames)) => {
                 let start = start(&frames).ok_or(ZmtpError::Peer(
-                    "a replay is asked for by an empty frame and 8 bytes, big endian",
+                    "sent an invalid replay request: expected an empty frame and 8 bytes, big endian",
                 ))?;
-                // Replays wait for each other: one that is read too slowly must not keep the others waiting.
+                // Replays are serialized. The time limit keeps a slow reader from blocking the others.
                 permit.set_busy();
-                let answered = timeout(REPLAY_WITHIN, replay::answer(hub, start, &mut out)).await;
+                let answered = timeout(REPLAY_WITHIN, replay::send_replay(hub, start, &mut out)).await;
                 permit.set_idle();
-                answered.map_err(|_| ZmtpError::Peer("it reads a replay too slowly"))??;
+                answered.map_err(|_| ZmtpError::Peer("reads a replay too slowly"))??;
             }
-            Some(Received::Command(body)) => out.pong(&body).await?,
-            None => return Err(ZmtpError::Peer("it is gone")),
+            Some(PeerMessage::Command(body)) => out.pong(&body).await?,
+            None => return Err(ZmtpError::Peer("disconnected")),
         }
     }
 }
 
-/// The number that a replay is to begin with.
+/// First number of a replay request; `None` if the request is malformed.
 fn start(frames: &[Vec<u8>]) -> Option<u64> {
     let [delimiter, number] = frames else { return None };
     let number: [u8; 8] = number.as_slice().try_into().ok()?;
     delimiter.is_empty().then(|| u64::from_be_bytes(number))
 }
 
-impl<W: AsyncWrite + Unpin> Out<W> {
-    /// Sends a message, at once or with those that follow.
+impl<W: AsyncWrite + Unpin> PeerWriter<W> {
+    /// Buffers a message, and writes the buffer when it is full.
     pub(super) async fn message(&mut self, frames: &[&[u8]]) -> Result<(), ZmtpError> {
         zmtp::message(frames, &mut self.pending);
         if self.pending.len() >= WRITE_BYTES { self.flush().await } else { Ok(()) }
     }
 
-    /// Sends what was not yet sent.
+    /// Writes the buffer.
     pub(super) async fn flush(&mut self) -> Result<(), ZmtpError> {
         let mut rest = self.pending.as_slice();
         while !rest.is_empty() {
             let written = timeout(STALLED_AFTER, self.write.write(rest)).await;
-            let written = written.map_err(|_| ZmtpError::Peer("it takes nothing"))??;
+            let written = written.map_err(|_| ZmtpError::Peer("accepts no data"))??;
             rest = &rest[written..];
         }
         self.pending.clear();
@@ -242,22 +246,22 @@ impl<W: AsyncWrite + Unpin> Out<W> {
 }
 
 impl Subscriptions {
-    fn want(&self, topic: &str) -> bool {
+    fn matches(&self, topic: &str) -> bool {
         self.0.iter().any(|prefix| topic.as_bytes().starts_with(prefix))
     }
 
-    /// A subscription, or the end of one, RFC 29 §"PUB and SUB".
+    /// Applies a subscribe or unsubscribe message, RFC 29 §"PUB and SUB".
     fn take(&mut self, frames: &[Vec<u8>]) -> Result<(), ZmtpError> {
-        let [frame] = frames else { return Err(ZmtpError::Peer("it sends messages to a publisher")) };
+        let [frame] = frames else { return Err(ZmtpError::Peer("sent an invalid message to a publisher")) };
         match frame.split_first() {
             Some((1, prefix)) if self.0.len() < SUBSCRIPTIONS_MAX => self.0.push(prefix.to_vec()),
-            Some((1, _)) => return Err(ZmtpError::Peer("it has too many subscriptions")),
+            Some((1, _)) => return Err(ZmtpError::Peer("has too many subscriptions")),
             Some((0, prefix)) => {
                 if let Some(index) = self.0.iter().position(|known| known == prefix) {
                     self.0.swap_remove(index);
                 }
             }
-            _ => return Err(ZmtpError::Peer("it sends messages to a publisher")),
+            _ => return Err(ZmtpError::Peer("sent an invalid message to a publisher")),
         }
         Ok(())
     }
@@ -267,7 +271,7 @@ impl Subscriptions {
 mod tests {
     use tokio::time::Instant;
 
-    use reprise_daemon::rejected::RejectedConnections;
+    use reprise_daemon::rejected_connections::RejectedConnections;
 
     use super::*;
     use crate::config::EventsConfig;
@@ -277,8 +281,8 @@ mod tests {
         Hub::new(cluster(), &EventsConfig::default())
     }
 
-    fn out() -> Out<tokio::io::Sink> {
-        Out { write: tokio::io::sink(), pending: Vec::new() }
+    fn out() -> PeerWriter<tokio::io::Sink> {
+        PeerWriter { write: tokio::io::sink(), pending: Vec::new() }
     }
 
     async fn permit() -> Permit {
@@ -286,37 +290,37 @@ mod tests {
         limit.admit().await.expect("there is room")
     }
 
-    /// What a peer says: a message of one frame for each.
-    fn said(frames: &[&[u8]]) -> Received {
-        Received::Message(frames.iter().map(|frame| frame.to_vec()).collect())
+    /// A message from a peer with these frames.
+    fn request(frames: &[&[u8]]) -> PeerMessage {
+        PeerMessage::Message(frames.iter().map(|frame| frame.to_vec()).collect())
     }
 
     #[tokio::test(start_paused = true)]
-    async fn whoever_asks_for_no_replay_is_let_go_some_time_after_the_last_one() {
+    async fn closes_a_replay_connection_some_time_after_its_last_request() {
         let (hub, permit, began) = (hub(), permit().await, Instant::now());
         let (sender, received) = mpsc::channel(1);
-        let replay = said(&[b"", &0u64.to_be_bytes()]);
+        let replay = request(&[b"", &0u64.to_be_bytes()]);
         let asking = async {
             sleep(SILENT_MAX - Duration::from_secs(1)).await;
-            sender.send(replay).await.expect("it is listened to");
+            sender.send(replay).await.expect("the receiver exists");
             std::future::pending::<()>().await;
         };
         let ended = tokio::select! {
             ended = answer((&hub, &permit), received, out()) => ended,
-            () = asking => unreachable!("it waits"),
+            () = asking => unreachable!("pending forever"),
         };
-        assert!(matches!(ended, Err(ZmtpError::Peer("it asks for nothing"))), "{ended:?}");
+        assert!(matches!(ended, Err(ZmtpError::Peer("requested no replay"))), "{ended:?}");
         assert!(began.elapsed() >= 2 * SILENT_MAX - Duration::from_secs(1), "{:?}", began.elapsed());
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_subscriber_without_a_subscription_is_let_go_and_one_with_it_may_be_silent() {
+    async fn closes_a_connection_without_subscription_but_not_a_silent_subscriber() {
         let (hub, permit) = (hub(), permit().await);
         let (_sender, received) = mpsc::channel(1);
         let ended = publish((&hub, &permit), received, out()).await;
-        assert!(matches!(ended, Err(ZmtpError::Peer("it subscribes to nothing"))), "{ended:?}");
+        assert!(matches!(ended, Err(ZmtpError::Peer("has no subscription"))), "{ended:?}");
         let (sender, received) = mpsc::channel(1);
-        sender.send(said(&[b"\x01"])).await.expect("there is room");
+        sender.send(request(&[b"\x01"])).await.expect("there is room");
         let ended = timeout(10 * SILENT_MAX, publish((&hub, &permit), received, out())).await;
         assert!(ended.is_err(), "{ended:?}");
     }

@@ -1,30 +1,31 @@
-//! Labels of the metrics: enums, written in lower case, so that there are as many values as are written here.
+//! Label types of the metrics. Enum variants are label values, in lower case, so the number of series is
+//! bounded.
 
 use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue};
 
-/// Outcome of a heartbeat.
+/// Labels of heartbeat counters.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct BeatLabels {
-    /// The outcome.
-    pub result: BeatResult,
+pub struct HeartbeatLabels {
+    /// Outcome of the heartbeat.
+    pub result: HeartbeatOutcome,
 }
 
 /// Outcomes of a heartbeat.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
 #[allow(non_camel_case_types, reason = "label values are written in lower case")]
-pub enum BeatResult {
-    /// Known and alive.
+pub enum HeartbeatOutcome {
+    /// The node is alive.
     known,
-    /// Was dead, is back.
+    /// The node was dead and is alive again.
     returned,
-    /// Must register.
+    /// The registration is not current: the node must register.
     unknown,
 }
 
-/// Outcome of an update batch.
+/// Labels of update counters.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct UpdateLabels {
-    /// The outcome.
+    /// Outcome of the update batch.
     pub result: UpdateResult,
 }
 
@@ -32,17 +33,17 @@ pub struct UpdateLabels {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
 #[allow(non_camel_case_types, reason = "label values are written in lower case")]
 pub enum UpdateResult {
-    /// It is in the directory, now or already.
+    /// Applied now or earlier.
     applied,
-    /// Something before it is missing.
+    /// Earlier changes are missing.
     gap,
-    /// An old registration's.
+    /// Sent under an outdated registration.
     fenced,
-    /// Malformed.
+    /// Malformed request.
     invalid,
 }
 
-/// A node's state.
+/// Labels of node gauges.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(super) struct StateLabels {
     pub(super) state: StateValue,
@@ -56,7 +57,7 @@ pub(super) enum StateValue {
     absent,
 }
 
-/// What tenants have budgets of.
+/// Labels of budget gauges: the kind of storage.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(super) struct RoomLabels {
     pub(super) room: RoomValue,
@@ -69,7 +70,7 @@ pub(super) enum RoomValue {
     nvme,
 }
 
-/// What a node is for.
+/// Labels of node gauges by mode.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(super) struct ModeLabels {
     pub(super) mode: ModeValue,
@@ -83,7 +84,7 @@ pub(super) enum ModeValue {
     draining,
 }
 
-/// Outcome of placing a key.
+/// Labels of placement counters.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(super) struct PlaceLabels {
     pub(super) result: PlaceResult,
@@ -93,36 +94,36 @@ pub(super) struct PlaceLabels {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
 #[allow(non_camel_case_types, reason = "label values are written in lower case")]
 pub enum PlaceResult {
-    /// It has replicas enough.
+    /// The key has enough replicas.
     enough,
-    /// A node was named.
+    /// A target node was chosen.
     target,
-    /// No node has room for it.
+    /// No node has room for the key.
     nowhere,
-    /// Another member has to answer.
+    /// Another member owns the key.
     elsewhere,
 }
 
-/// What a stream watches.
+/// Labels of watch streams.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct WatchLabels {
-    /// What.
+    /// Kind of the watched objects.
     pub of: WatchOf,
 }
 
-/// What can be watched.
+/// Kinds of watched objects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
 #[allow(non_camel_case_types, reason = "label values are written in lower case")]
 pub enum WatchOf {
-    /// The node list.
+    /// Nodes of the cluster.
     nodes,
-    /// The directory.
+    /// Changes of the directory.
     directory,
     /// The members of the control plane.
     members,
 }
 
-/// Outcome of a replay.
+/// Labels of replay counters.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(super) struct ReplayLabels {
     pub(super) result: ReplayResult,
@@ -132,32 +133,32 @@ pub(super) struct ReplayLabels {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
 #[allow(non_camel_case_types, reason = "label values are written in lower case")]
 pub enum ReplayResult {
-    /// All batches were kept.
+    /// All requested batches were buffered.
     kept,
-    /// Some were not: a snapshot came in their place.
+    /// A snapshot replaced evicted batches.
     snapshot,
-    /// Some were not, and there was no room for a snapshot.
+    /// Batches were evicted, and there were too few numbers for a snapshot.
     incomplete,
 }
 
-/// A timed call.
+/// Labels of call durations.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(super) struct CallLabels {
     pub(super) call: Call,
 }
 
-/// Timed calls.
+/// Calls with measured duration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
 #[allow(non_camel_case_types, reason = "label values are written in lower case")]
 pub enum Call {
-    /// A registration, with its write to the store.
+    /// Registration, including the write to the store.
     register,
-    /// An update batch.
+    /// Update of the directory.
     update,
-    /// A lookup.
+    /// Lookup of replicas.
     lookup,
-    /// A question where replicas go.
+    /// Placement of new replicas.
     place,
-    /// A question which nodes know most of a prompt.
+    /// Routing: ranks nodes by the cached prefix of a prompt.
     route,
 }

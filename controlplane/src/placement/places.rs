@@ -1,9 +1,10 @@
-//! Where further durable replicas go: the directory's answer for each key, and a choice among what nodes have said.
+//! `Place`: chooses nodes for further durable replicas, from the holders in the directory and the last node
+//! reports.
 //!
-//! Sketch: 256 keys of one call are one part under the directory's read lock, one to two microseconds each, also when 1,000
-//! nodes have the block; the table of 1,000 nodes that the choice is made by is copied once a call, 50 µs.
+//! 256 keys are processed while the directory's read lock is held once, 1 to 2 µs each even if 1,000 nodes
+//! hold the block. The table of 1,000 nodes is copied once per call, in 50 µs.
 
-use reprise_policy::placement::{Placed, Placement, PlacementReason};
+use reprise_policy::placement::{PlacementBatch, PlacementDecision, PlacementReason};
 use reprise_policy::{BlockKey, Epoch, NodeId};
 use reprise_proto::controlplane::{PlaceReason, PlaceReply, PlaceRequest};
 use tonic::Status;
@@ -13,12 +14,12 @@ use crate::directory::unpack;
 use crate::membership::node_number;
 use crate::metrics::{Metrics, PlaceResult};
 
-/// Instead of a node number: it has replicas enough; no node will do.
+/// Special targets in place of a node number: the key has enough replicas, or no node has room.
 const ENOUGH: u16 = 0;
 const NOWHERE: u16 = u16::MAX;
 
-/// A request that can be answered.
-struct Asked {
+/// A validated request.
+struct CheckedRequest {
     holder: NodeId,
     epoch: Epoch,
     keys: Vec<BlockKey>,
@@ -26,9 +27,9 @@ struct Asked {
     reason: PlacementReason,
 }
 
-/// What is answered.
+/// The reply under construction.
 #[derive(Debug, Default)]
-struct Answer {
+struct ReplyBuilder {
     targets: Vec<u8>,
     elsewhere: Vec<u32>,
     enough: u64,
@@ -36,78 +37,82 @@ struct Answer {
     nowhere: u64,
 }
 
-/// Answers for each key.
+/// Handles a `Place` request.
 pub(super) async fn place(service: &PlacementService, request: PlaceRequest) -> Result<PlaceReply, Status> {
-    let asked = Asked::check(request)?;
+    let request = CheckedRequest::check(request)?;
     let cluster = &service.cluster;
-    if !cluster.is_registered(asked.holder, asked.epoch) {
+    if !cluster.is_registered(request.holder, request.epoch) {
         return Ok(PlaceReply { fenced: true, ..PlaceReply::default() });
     }
     let mut placement =
-        Placement::new(asked.holder, asked.reason, asked.slot_bytes, cluster.placement_nodes());
-    let mut answer = Answer::default();
-    let certain = service.directory.holdings(&asked.keys, |index, holdings| {
-        let placed = holdings.map(|holdings| placement.place(&asked.keys[index as usize], holdings));
-        answer.add(index, placed);
+        PlacementBatch::new(request.holder, request.reason, request.slot_bytes, cluster.placement_nodes());
+    let mut reply = ReplyBuilder::default();
+    let certain = service.directory.holders(&request.keys, |index, holdings| {
+        let placed = holdings.map(|holdings| placement.place(&request.keys[index as usize], holdings));
+        reply.add(index, placed);
     });
     let map_epoch = match certain.await? {
         Some(epoch) => {
-            cluster.placed(placement.charges());
+            cluster.add_placed_bytes(placement.charges());
             epoch
         }
-        // This member's place in the map was not certain all along: nothing of this is an answer.
+        // This member's place in the map was not certain throughout: discard the results.
         None => {
-            answer = Answer::default();
-            (0u32..).zip(&asked.keys).for_each(|(index, _)| answer.add(index, None));
+            reply = ReplyBuilder::default();
+            (0u32..).zip(&request.keys).for_each(|(index, _)| reply.add(index, None));
             service.shards.view().map_or(Epoch(0), |view| view.map.epoch())
         }
     };
-    answer.count(&cluster.metrics);
+    reply.count(&cluster.metrics);
     Ok(PlaceReply {
         fenced: false,
-        targets: answer.targets.into(),
+        targets: reply.targets.into(),
         map_epoch: map_epoch.0,
-        elsewhere: answer.elsewhere,
+        elsewhere: reply.elsewhere,
     })
 }
 
-impl Asked {
-    fn check(request: PlaceRequest) -> Result<Asked, Status> {
+impl CheckedRequest {
+    fn check(request: PlaceRequest) -> Result<CheckedRequest, Status> {
         let PlaceRequest { holder, epoch, keys, slot_bytes, reason, to } = request;
         let (holder, to) = (node_number(holder)?, node_number(to)?);
         if slot_bytes == 0 {
-            return Err(Status::invalid_argument("slot_bytes is 0: say how much room a block takes"));
+            return Err(Status::invalid_argument(
+                "invalid slot_bytes 0: expected the size of a block's slot",
+            ));
         }
         let reason = match PlaceReason::try_from(reason) {
             Ok(PlaceReason::Hot) => PlacementReason::Hot,
             Ok(PlaceReason::Drain) => PlacementReason::Drain,
             Ok(PlaceReason::Move) if to.0 == 0 || to == holder => {
                 return Err(Status::invalid_argument(format!(
-                    "a move to node {to}: name another node in `to`"
+                    "invalid move to node {to}: set `to` to another node"
                 )));
             }
             Ok(PlaceReason::Move) => PlacementReason::Move(to),
             Ok(PlaceReason::Unspecified) | Err(_) => {
-                return Err(Status::invalid_argument(format!("reason {reason}: HOT, DRAIN or MOVE")));
+                return Err(Status::invalid_argument(format!(
+                    "invalid reason {reason}: expected HOT, DRAIN or MOVE"
+                )));
             }
         };
-        Ok(Asked { holder, epoch: Epoch(epoch), keys: unpack(&keys)?, slot_bytes, reason })
+        Ok(CheckedRequest { holder, epoch: Epoch(epoch), keys: unpack(&keys)?, slot_bytes, reason })
     }
 }
 
-impl Answer {
-    /// The answer for the next key; none: it is another member's.
-    fn add(&mut self, index: u32, placed: Option<Placed>) {
+impl ReplyBuilder {
+    /// Adds the decision for the next key; `None` if another member owns it.
+    fn add(&mut self, index: u32, placed: Option<PlacementDecision>) {
         let target = match placed {
-            Some(Placed::Enough) => {
+            Some(PlacementDecision::Enough) => {
                 self.enough += 1;
                 ENOUGH
             }
-            Some(Placed::On(node)) => {
+            Some(PlacementDecision::On(node)) => {
                 self.placed += 1;
                 node.0
             }
-            Some(Placed::Nowhere) => {
+            Some(PlacementDecision::NoCapacity) => {
                 self.nowhere += 1;
                 NOWHERE
             }
@@ -120,9 +125,9 @@ impl Answer {
     }
 
     fn count(&self, metrics: &Metrics) {
-        metrics.placed(PlaceResult::enough, self.enough);
-        metrics.placed(PlaceResult::target, self.placed);
-        metrics.placed(PlaceResult::nowhere, self.nowhere);
-        metrics.placed(PlaceResult::elsewhere, self.elsewhere.len() as u64);
+        metrics.count_placed(PlaceResult::enough, self.enough);
+        metrics.count_placed(PlaceResult::target, self.placed);
+        metrics.count_placed(PlaceResult::nowhere, self.nowhere);
+        metrics.count_placed(PlaceResult::elsewhere, self.elsewhere.len() as u64);
     }
 }

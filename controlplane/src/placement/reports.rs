@@ -1,10 +1,13 @@
-//! Reports of nodes: what they have and do goes to the members' table, what they say of tenants to the ledgers and the holdings.
+//! `Report`: applies a node's report to the node table, its tenant usage to the ledgers and the usage table.
 //!
-//! Ledgers and holdings hear only reports that were made by the map that they are kept by. A node names the tenants that it holds
-//! something of; whose map is older may be granted one that it does not name, by the member that it takes for the owner.
-//! What is compared is the list of members: two members may know one list under two epochs.
+//! Ledgers and usage table accept only reports made under the member list that they are kept by. A node
+//! reports only the tenants of which it holds something. Under an older list, a tenant missing in the report
+//! may still have a grant from the member that the node considers the owner. Digests of the lists are
+//! compared, because two members may know one list under two epochs.
 
-use reprise_controlplane_core::{Amounts, Held, NodeReport, Order, OwnPlace, Said, TenantReport, TenantSaid};
+use reprise_controlplane_core::{
+    Amounts, MemberPlace, NodeReport, QuotaGrant, ReportedTenant, ReportedUsage, TenantReport, UsageAmounts,
+};
 use reprise_policy::tenant::TENANTS_MAX;
 use reprise_policy::{DrainProgress, Epoch, TenantName};
 use reprise_proto::controlplane::{self as wire, ReportReply, ReportRequest, TenantOrder};
@@ -14,12 +17,13 @@ use super::PlacementService;
 use crate::membership::node_number;
 use crate::shards::MemberView;
 
-/// Takes a report and answers what the node is to do.
-pub(super) fn take(service: &PlacementService, request: ReportRequest) -> Result<ReportReply, Status> {
+/// Handles a `Report` request; replies with grants, mode and moves for the node.
+pub(super) fn handle(service: &PlacementService, request: ReportRequest) -> Result<ReportReply, Status> {
     let (node, epoch) = (node_number(request.node)?, Epoch(request.epoch));
-    // Older agents do not say by which map they report.
+    // Agents of older versions send no digest.
     let is_by = |view: &MemberView| [0, view.map.digest()].contains(&request.map_digest);
-    let (said, told): (Vec<Said>, Vec<TenantSaid>) = said(request.tenants)?.into_iter().unzip();
+    let (reported, usage): (Vec<ReportedTenant>, Vec<ReportedUsage>) =
+        parse_tenants(request.tenants)?.into_iter().unzip();
     let report = node_report(request.usage.unwrap_or_default(), request.drain.unwrap_or_default());
     if !service.cluster.report(node, epoch, report) {
         return Ok(ReportReply { fenced: true, ..ReportReply::default() });
@@ -28,15 +32,15 @@ pub(super) fn take(service: &PlacementService, request: ReportRequest) -> Result
     if let Some(view) = service.shards.certain_map().filter(|view| is_by(view))
         && let Some(incarnation) = service.shards.incarnation(&view)
     {
-        let place = OwnPlace { map: &view.map, name: service.shards.name(), incarnation };
-        service.cluster.holdings.report(service.cluster.now(), &place, (node, epoch), told);
+        let place = MemberPlace { map: &view.map, name: service.shards.name(), incarnation };
+        service.cluster.tenant_usage.report(service.cluster.now(), &place, (node, epoch), usage);
         if let Some(budgets) = service.tenants.budgets() {
-            let made = service.cluster.ledgers.report(&place, &budgets, (node, epoch), &said);
-            orders.extend(made.iter().map(order));
+            let grants = service.cluster.ledgers.report(&place, &budgets, (node, epoch), &reported);
+            orders.extend(grants.iter().map(tenant_order));
         }
     }
-    let r#move = service.decides_moves().then(|| service.cluster.move_of(node)).flatten();
-    Ok(ReportReply { orders, r#move, ..service.cluster.directions(node) })
+    let r#move = service.decides_moves().then(|| service.cluster.move_for(node)).flatten();
+    Ok(ReportReply { orders, r#move, ..service.cluster.report_reply(node) })
 }
 
 fn node_report(usage: wire::NodeUsage, drain: wire::DrainProgress) -> NodeReport {
@@ -54,11 +58,11 @@ fn node_report(usage: wire::NodeUsage, drain: wire::DrainProgress) -> NodeReport
     }
 }
 
-/// What is said of each tenant, to the ledger and to the holdings.
-fn said(reports: Vec<wire::TenantReport>) -> Result<Vec<(Said, TenantSaid)>, Status> {
+/// Decodes the tenants of a report, once for the ledgers and once for the usage table.
+fn parse_tenants(reports: Vec<wire::TenantReport>) -> Result<Vec<(ReportedTenant, ReportedUsage)>, Status> {
     if reports.len() > TENANTS_MAX {
         return Err(Status::invalid_argument(format!(
-            "{} tenants in a report: a node knows at most {TENANTS_MAX}",
+            "invalid report with {} tenants: expected at most {TENANTS_MAX}",
             reports.len()
         )));
     }
@@ -68,25 +72,25 @@ fn said(reports: Vec<wire::TenantReport>) -> Result<Vec<(Said, TenantSaid)>, Sta
                 Status::invalid_argument(error.to_string())
             })?;
         if report.elsewhere {
-            return Ok((Said::Elsewhere(tenant.clone()), TenantSaid::Elsewhere(tenant)));
+            return Ok((ReportedTenant::Elsewhere(tenant.clone()), ReportedUsage::Elsewhere(tenant)));
         }
         let used = amounts(report.used);
         let blocks = report.blocks.map(|wire::Blocks { dram, nvme }| Amounts { dram, nvme });
-        let told = TenantSaid::Held(tenant.clone(), Held { used, blocks });
-        let said = Said::Here(TenantReport {
+        let usage = ReportedUsage::Owned(tenant.clone(), UsageAmounts { used, blocks });
+        let reported = ReportedTenant::Owned(TenantReport {
             tenant,
             version: report.version,
             limit: amounts(report.limit),
             used,
             limited: amounts(report.limited),
         });
-        Ok((said, told))
+        Ok((reported, usage))
     };
     reports.into_iter().map(read).collect()
 }
 
-/// Without a limit, and sure of nothing, the budget has ended.
-fn order(order: &Order) -> TenantOrder {
+/// Encodes a grant. Without a limit and a reservation, the budget has been removed.
+fn tenant_order(order: &QuotaGrant) -> TenantOrder {
     let is_limited = order.limit != Amounts::UNLIMITED;
     TenantOrder {
         tenant: order.tenant.to_string(),

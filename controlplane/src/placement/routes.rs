@@ -1,10 +1,10 @@
-//! Which nodes know most of a prompt, for gateways.
+//! `Route`: ranks nodes by the cached prefix of a prompt, for gateways.
 //!
-//! Ranking keeps a thread busy for as long as keys × nodes that hold them need: 8,192 keys that all of 1,000 nodes hold are 8
-//! million steps, 17 ms in one. So it has a turn ([`crate::turns`]) and lets other tasks run after every
-//! [`PART_STEPS`]: 0.3 ms. The waiting for other members holds no turn.
+//! The cost of a ranking is the number of keys × nodes that hold them. 8,192 keys on 1,000 nodes take 8
+//! million steps, 17 ms. So a ranking needs admission ([`crate::admission`]), and yields after every
+//! [`PART_STEPS`] (0.3 ms). Waiting for other members needs no admission.
 
-use reprise_policy::routing::{Known, RankedNode, Ranker, Ranking};
+use reprise_policy::routing::{KeyReplicas, RankedNode, Ranker, Ranking};
 use reprise_policy::{BlockKey, NodeId, NodeMode, routing::LoadHint};
 use reprise_proto::controlplane::{RouteReply, RouteRequest, RoutedNode};
 use tonic::Status;
@@ -12,13 +12,13 @@ use tonic::Status;
 use super::PlacementService;
 use crate::directory::unpack;
 
-/// Nodes answered when the request does not say how many, and at the most: what a gateway can make use of.
+/// Default and maximum number of nodes in a reply; gateways use few.
 const NODES_DEFAULT: usize = 16;
 const NODES_MAX: usize = 1024;
-/// Steps of a ranking without a pause.
+/// Steps of a ranking between yields.
 const PART_STEPS: usize = 1 << 17;
 
-/// Ranks nodes for a chain of keys.
+/// Handles a `Route` request.
 pub(super) async fn route(service: &PlacementService, request: RouteRequest) -> Result<RouteReply, Status> {
     let keys = unpack(&request.keys)?;
     let nodes_max = match request.nodes_max {
@@ -26,16 +26,16 @@ pub(super) async fn route(service: &PlacementService, request: RouteRequest) -> 
         nodes => (nodes as usize).min(NODES_MAX),
     };
     let Some(first) = keys.first() else { return Ok(RouteReply::default()) };
-    let chain = service.chains.known(&keys).await;
-    let turn = service.directory.turn().await?;
+    let chain = service.prefix_matcher.query(&keys).await;
+    let permit = service.directory.admit().await?;
     let ranking = rank(first, chain.keys(), |node| service.cluster.load_of(node)).await;
-    drop(turn);
+    drop(permit);
     let metrics = &service.cluster.metrics;
     metrics.route_keys.inc_by(keys.len() as u64);
     metrics.route_keys_unanswered.inc_by(u64::from(chain.unanswered));
     let routed = |ranked: &RankedNode| {
         let (name, mode) = service.cluster.name_and_mode(ranked.node)?;
-        // What is to leave is no place for a prompt; what it has counts for the cluster.
+        // A draining node must not receive prompts, but its blocks count for the cluster.
         (mode != NodeMode::Draining).then(|| RoutedNode {
             node: u32::from(ranked.node.0),
             name,
@@ -52,10 +52,10 @@ pub(super) async fn route(service: &PlacementService, request: RouteRequest) -> 
     })
 }
 
-/// Ranks part by part, and lets other tasks run in between.
+/// Ranks in parts, and yields between them.
 async fn rank<'a>(
     first: &BlockKey,
-    mut chain: impl Iterator<Item = Known<'a>>,
+    mut chain: impl Iterator<Item = KeyReplicas<'a>>,
     load: impl Fn(NodeId) -> LoadHint,
 ) -> Ranking {
     let mut ranker = Ranker::default();
@@ -74,10 +74,10 @@ mod tests {
 
     use super::*;
 
-    /// How often the ranking of a chain that so many nodes hold lets others run.
+    /// Number of yields while ranking a chain of `keys` that `nodes` nodes hold.
     fn pauses(keys: usize, nodes: u16) -> usize {
         let replicas: Vec<(NodeId, Tier)> = (1..=nodes).map(|node| (NodeId(node), Tier::Dram)).collect();
-        let chain = std::iter::repeat_n(Known::Replicas(&replicas), keys);
+        let chain = std::iter::repeat_n(KeyReplicas::Complete(&replicas), keys);
         let first = BlockKey([7; 16]);
         let mut ranking = pin!(rank(&first, chain, |_| LoadHint::default()));
         let mut context = Context::from_waker(Waker::noop());
@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn the_ranking_of_a_long_chain_that_many_nodes_hold_lets_others_run_and_a_short_one_makes_no_detour() {
+    fn ranking_yields_for_a_long_chain_on_many_nodes_but_not_for_a_short_one() {
         assert_eq!(pauses(1024, 8), 0);
         assert_eq!(pauses(2048, 1000), 2048 * 2001 / PART_STEPS);
     }

@@ -1,4 +1,4 @@
-//! Calls about tenants' budgets.
+//! `SetTenant`, `RemoveTenant` and `ListTenants`: tenant budgets.
 
 use reprise_controlplane_core::{Budget, LedgerState, ShareState};
 use reprise_policy::TenantName;
@@ -12,31 +12,31 @@ use super::PlacementService;
 use super::reports::{amounts, bytes};
 use crate::tenants::TenantsError;
 
-/// Sets a tenant's budget.
+/// Handles a `SetTenant` request.
 pub(super) async fn set(service: &PlacementService, request: SetTenantRequest) -> Result<(), Status> {
-    let tenant = request.tenant.ok_or_else(|| Status::invalid_argument("name the tenant"))?;
+    let tenant = request.tenant.ok_or_else(|| Status::invalid_argument("tenant is required"))?;
     let name = name(&tenant.name)?;
     let limit = tenant.limit.ok_or_else(|| {
-        Status::invalid_argument("give a limit of dram and nvme; to end a budget, remove the tenant")
+        Status::invalid_argument("limit is required: set dram and nvme; to end a budget, remove the tenant")
     })?;
     let budget = Budget { reserved: amounts(tenant.reserved), limit: amounts(Some(limit)) };
     service
         .tenants
         .set(&name, budget, service.cluster.capacity_known())
         .await
-        .map_err(|error| refuse(&name, &error))
+        .map_err(|error| status_of(&name, &error))
 }
 
-/// Ends a tenant's budget.
+/// Handles a `RemoveTenant` request.
 pub(super) async fn remove(service: &PlacementService, request: RemoveTenantRequest) -> Result<(), Status> {
     let name = name(&request.name)?;
-    service.tenants.remove(&name).await.map_err(|error| refuse(&name, &error))
+    service.tenants.remove(&name).await.map_err(|error| status_of(&name, &error))
 }
 
-/// All budgets, and how much of those is where whose ledgers are here.
+/// Handles a `ListTenants` request: all budgets, with their distribution if this member has the ledger.
 pub(super) fn list(service: &PlacementService) -> Result<ListTenantsReply, Status> {
     let budgets = service.tenants.budgets();
-    let budgets = budgets.ok_or_else(|| Status::unavailable("the store has not been read yet: try again"))?;
+    let budgets = budgets.ok_or_else(|| Status::unavailable("the store has not been read yet: retry"))?;
     let capacity = service.cluster.capacity();
     let tenants = budgets.iter().map(|(name, budget)| {
         let tenant = wire::Tenant {
@@ -71,13 +71,13 @@ pub(super) fn list(service: &PlacementService) -> Result<ListTenantsReply, Statu
 fn name(text: &str) -> Result<TenantName, Status> {
     if text.is_empty() {
         return Err(Status::invalid_argument(
-            "name the tenant; that of sessions that name none is 'default'",
+            "empty tenant name: sessions without a tenant belong to 'default'",
         ));
     }
     text.parse().map_err(|error: TenantError| Status::invalid_argument(error.to_string()))
 }
 
-fn refuse(name: &TenantName, error: &TenantsError) -> Status {
+fn status_of(name: &TenantName, error: &TenantsError) -> Status {
     let text = format!("tenant '{name}': {error}");
     match error {
         TenantsError::Quota { .. } => Status::failed_precondition(text),

@@ -1,4 +1,4 @@
-//! Members over a store in memory, in paused time.
+//! Members over a store in memory, with paused time.
 
 use reprise_controlplane_store::MemoryStore;
 
@@ -6,7 +6,7 @@ use super::*;
 
 const LIFE: Duration = Duration::from_secs(2);
 
-/// A member that runs until it is stopped, or dies without a word when this is dropped.
+/// A running member; stopped cleanly by [`Running::stop`], killed by dropping it.
 struct Running {
     shards: Arc<Shards>,
     stop: watch::Sender<bool>,
@@ -16,7 +16,7 @@ struct Running {
 
 impl Running {
     async fn start(store: &Arc<MemoryStore>, text: &str) -> Running {
-        let identity = Identity::of(store.as_ref()).await.expect("it has one");
+        let identity = Identity::load_or_create(store.as_ref()).await.expect("created");
         Running::with(store, identity, text)
     }
 
@@ -24,26 +24,26 @@ impl Running {
         let life = TimeToLive::new(LIFE).expect("within the limits");
         let shards = Arc::new(Shards::new((store.clone(), identity), name(text), format!("{text}:1"), life));
         let stop = watch::Sender::new(false);
-        let (holding, following, stopped) = (shards.clone(), shards.clone(), stop.subscribe());
-        let hold = tokio::spawn(async move { holding.hold(stopped).await });
+        let (lease_status, following, stopped) = (shards.clone(), shards.clone(), stop.subscribe());
+        let hold = tokio::spawn(async move { lease_status.keep_registered(stopped).await });
         let follow = tokio::spawn(async move { following.follow().await });
         Running { shards, stop, hold, follow }
     }
 
-    /// Waits until it knows of exactly these members.
+    /// Waits until the member knows exactly these members.
     async fn sees(&self, names: &[&str]) -> Arc<MemberView> {
         let expected: Vec<MemberName> = names.iter().map(|text| name(text)).collect();
-        let mut news = self.shards.watch();
-        let seen = news.wait_for(|news| match news {
-            MemberNews::Members(view) => view.map.members() == expected,
-            MemberNews::Closing => false,
+        let mut updates = self.shards.watch();
+        let seen = updates.wait_for(|updates| match updates {
+            MembersUpdate::Members(view) => view.map.members() == expected,
+            MembersUpdate::Closing => false,
         });
         drop(
             timeout(LIFE * 10, seen)
                 .await
-                .unwrap_or_else(|_| panic!("{:?}, not {names:?}", self.shards.view())),
+                .unwrap_or_else(|_| panic!("expected {names:?}, got {:?}", self.shards.view())),
         );
-        self.shards.view().expect("it is not closing")
+        self.shards.view().expect("not shutting down")
     }
 
     async fn stop(self) {
@@ -58,7 +58,7 @@ fn name(text: &str) -> MemberName {
 }
 
 #[tokio::test(start_paused = true)]
-async fn members_agree_about_every_slot_at_an_epoch() {
+async fn members_agree_on_the_owner_of_every_slot() {
     let store = Arc::new(MemoryStore::new());
     let (a, b) = (Running::start(&store, "a").await, Running::start(&store, "b").await);
     let (of_a, of_b) = (a.sees(&["a", "b"]).await, b.sees(&["a", "b"]).await);
@@ -76,7 +76,7 @@ async fn members_agree_about_every_slot_at_an_epoch() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_member_that_stops_is_gone_at_once() {
+async fn a_stopped_member_is_removed_at_once() {
     let store = Arc::new(MemoryStore::new());
     let (a, b) = (Running::start(&store, "a").await, Running::start(&store, "b").await);
     a.sees(&["a", "b"]).await;
@@ -88,15 +88,15 @@ async fn a_member_that_stops_is_gone_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_member_whose_lease_is_gone_is_no_member_until_it_registers_again_as_another_incarnation() {
+async fn a_member_without_lease_is_removed_and_registers_with_a_higher_incarnation() {
     let store = Arc::new(MemoryStore::new());
     let (a, b) = (Running::start(&store, "a").await, Running::start(&store, "b").await);
     let before = a.sees(&["a", "b"]).await.find(&name("b")).expect("a member").incarnation;
     let entry = store.get(b"members/b").await.expect("readable").expect("there");
-    let mut news = a.shards.watch();
-    news.borrow_and_update();
-    store.revoke(entry.lease.expect("under a lease")).await.expect("it lived");
-    news.changed().await.expect("a change");
+    let mut updates = a.shards.watch();
+    updates.borrow_and_update();
+    store.revoke(entry.lease.expect("under a lease")).await.expect("the lease exists");
+    updates.changed().await.expect("a change");
     let after = a.sees(&["a", "b"]).await.find(&name("b")).expect("a member").incarnation;
     assert!(after > before, "{after} after {before}");
     assert!(b.shards.is_registered());
@@ -105,13 +105,16 @@ async fn a_member_whose_lease_is_gone_is_no_member_until_it_registers_again_as_a
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_name_that_is_taken_is_waited_for_and_had_when_it_is_free() {
+async fn waits_for_a_taken_name_and_registers_when_it_is_free() {
     let store = Arc::new(MemoryStore::new());
     let first = Running::start(&store, "a").await;
     first.sees(&["a"]).await;
     let second = Running::start(&store, "a").await;
     sleep(LIFE * 5).await;
-    assert!(first.shards.is_registered() && !second.shards.is_registered(), "nobody is driven out");
+    assert!(
+        first.shards.is_registered() && !second.shards.is_registered(),
+        "the first member keeps the name"
+    );
     first.stop().await;
     timeout(LIFE * 5, async {
         while !second.shards.is_registered() {
@@ -124,10 +127,10 @@ async fn a_name_that_is_taken_is_waited_for_and_had_when_it_is_free() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_member_that_dies_is_gone_within_its_time_to_live() {
+async fn a_killed_member_is_removed_within_its_time_to_live() {
     let store = Arc::new(MemoryStore::new());
     let a = Running::start(&store, "a").await;
-    // What a process that was killed leaves behind.
+    // The entry that a killed process leaves behind.
     let lease = store.grant(TimeToLive::new(LIFE).expect("within the limits")).await.expect("granted");
     let put = Write::Put {
         key: b"members/b".to_vec(),
@@ -136,7 +139,7 @@ async fn a_member_that_dies_is_gone_within_its_time_to_live() {
     };
     store.transact(Transaction { conditions: Vec::new(), writes: vec![put] }).await.expect("valid");
     let seen = a.sees(&["a", "b"]).await;
-    assert_eq!(seen.find(&name("b")).expect("a member").version, "", "one that does not say which it is");
+    assert_eq!(seen.find(&name("b")).expect("a member").version, "", "no version in the entry");
     let died = Instant::now();
     a.sees(&["a"]).await;
     assert!(died.elapsed() <= LIFE, "{:?}", died.elapsed());
@@ -144,7 +147,7 @@ async fn a_member_that_dies_is_gone_within_its_time_to_live() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_no_record_of_a_member_is_none() {
+async fn ignores_invalid_member_entries() {
     let store = Arc::new(MemoryStore::new());
     for (key, value) in [(&b"members/x"[..], &b"{"[..]), (b"members/a b", br#"{"address":"c:1"}"#)] {
         let write = Write::Put { key: key.to_vec(), value: value.to_vec(), lease: None };
@@ -155,7 +158,7 @@ async fn what_is_no_record_of_a_member_is_none() {
     a.stop().await;
 }
 
-/// Puts records of members that nobody keeps.
+/// Creates entries of members without a lease.
 async fn fill(store: &MemoryStore, members: std::ops::Range<usize>) {
     for number in members {
         let key = format!("members/m{number:04}").into_bytes();
@@ -170,13 +173,13 @@ async fn remove(store: &MemoryStore, key: &str) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_member_that_comes_too_many_waits_until_another_is_gone() {
+async fn a_member_beyond_the_limit_waits_until_another_is_removed() {
     let store = Arc::new(MemoryStore::new());
     fill(&store, 0..MEMBERS_MAX).await;
     let late = Running::start(&store, "late").await;
     sleep(LIFE * 5).await;
     assert!(!late.shards.is_registered());
-    assert_eq!(late.shards.view().expect("it follows").members.len(), MEMBERS_MAX);
+    assert_eq!(late.shards.view().expect("follows the store").members.len(), MEMBERS_MAX);
     remove(&store, "members/m0007").await;
     timeout(LIFE * 10, async {
         while late.shards.certain_map().is_none() {
@@ -189,7 +192,7 @@ async fn a_member_that_comes_too_many_waits_until_another_is_gone() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn of_members_that_are_too_many_all_leave_out_the_same_ones_whenever_they_began_to_follow() {
+async fn all_members_exclude_the_same_members_beyond_the_limit() {
     let store = Arc::new(MemoryStore::new());
     fill(&store, 0..MEMBERS_MAX + 2).await;
     let early = Running::start(&store, "early").await;
@@ -197,15 +200,15 @@ async fn of_members_that_are_too_many_all_leave_out_the_same_ones_whenever_they_
     remove(&store, "members/m0000").await;
     let late = Running::start(&store, "late").await;
     sleep(LIFE).await;
-    let views = [early, late].map(|running| running.shards.view().expect("it follows"));
+    let views = [early, late].map(|running| running.shards.view().expect("follows the store"));
     assert_eq!(views[0].map.members(), views[1].map.members());
     assert_eq!(views[0].members.last().map(|last| last.name.as_str()), Some("m1024"));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_member_that_has_started_with_another_store_does_not_register() {
+async fn a_member_of_a_replaced_store_does_not_register() {
     let store = Arc::new(MemoryStore::new());
-    let former = Identity::of(store.as_ref()).await.expect("it has one");
+    let former = Identity::load_or_create(store.as_ref()).await.expect("created");
     let all = store.range(b"", 10).await.expect("answered");
     let writes = all.entries.into_iter().map(|entry| Write::Delete { key: entry.key }).collect();
     store.transact(Transaction { conditions: Vec::new(), writes }).await.expect("emptied");

@@ -1,4 +1,4 @@
-//! The store as its users see it.
+//! The store interface: data types, transactions, leases and watches.
 
 use std::fmt;
 use std::future::Future;
@@ -7,183 +7,183 @@ use std::pin::Pin;
 use crate::error::StoreError;
 use crate::lease::{Lease, LeaseId, TimeToLive};
 
-/// Counts the transactions that changed something, from 1. 0: nothing was ever written.
+/// Number of transactions that changed something, starting at 1; 0 before the first write.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Revision(pub u64);
 
-/// An entry.
+/// An entry of the store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeyValue {
-    /// Its key.
+    /// Key, not empty.
     pub key: Vec<u8>,
-    /// Its value.
+    /// Value; may be empty.
     pub value: Vec<u8>,
-    /// Revision that created it (after its last deletion).
+    /// Revision that created the entry since its last deletion.
     pub created: Revision,
-    /// Revision of its last change.
+    /// Revision of the last change.
     pub modified: Revision,
-    /// Changes since it was created, from 1.
+    /// Number of changes since creation, from 1.
     pub version: u64,
-    /// The lease with which it goes, if any.
+    /// Lease with which the entry is deleted, if any.
     pub lease: Option<LeaseId>,
 }
 
-/// All conditions, checked at one revision; all writes, at the next one.
+/// Conditions checked at one revision, and writes applied at the next one.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Transaction {
-    /// What must hold.
+    /// Conditions that must all hold.
     pub conditions: Vec<Condition>,
-    /// What to do then; at most one write for each key.
+    /// Writes to apply; at most one per key.
     pub writes: Vec<Write>,
 }
 
-/// What must hold for a transaction to be committed.
+/// A condition for committing a transaction.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Condition {
-    /// There is no such key.
+    /// The key does not exist.
     Absent {
-        /// The key.
+        /// Key of the missing entry.
         key: Vec<u8>,
     },
-    /// The entry was last changed by this revision.
+    /// The entry exists and was last modified by this revision.
     Modified {
-        /// The key.
+        /// Key of the entry.
         key: Vec<u8>,
-        /// The revision, as read.
+        /// Revision of the last change, as read.
         revision: Revision,
     },
 }
 
-/// A change of one entry.
+/// A write of one entry.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Write {
-    /// Creates or replaces it.
+    /// Creates or replaces the entry.
     Put {
-        /// The key, 1 to [`KEY_BYTES_MAX`](crate::KEY_BYTES_MAX) bytes.
+        /// Key of 1 to [`KEY_BYTES_MAX`](crate::KEY_BYTES_MAX) bytes.
         key: Vec<u8>,
-        /// The value, at most [`VALUE_BYTES_MAX`](crate::VALUE_BYTES_MAX) bytes.
+        /// Value of at most [`VALUE_BYTES_MAX`](crate::VALUE_BYTES_MAX) bytes.
         value: Vec<u8>,
-        /// The lease with which the entry goes from now on; `None` detaches it from one that it had.
+        /// Lease that the entry is attached to; `None` detaches it from its lease.
         lease: Option<LeaseId>,
     },
-    /// Removes it; nothing happens when it is not there.
+    /// Deletes the entry; no effect if it does not exist.
     Delete {
-        /// The key.
+        /// Key of the entry.
         key: Vec<u8>,
     },
 }
 
-/// What became of a transaction.
+/// Outcome of a transaction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// Done and durable, at this revision (the current one when nothing changed).
+    /// Committed durably at this revision, or without changes at the current one.
     Committed(Revision),
-    /// A condition does not hold; nothing was changed. Read again and decide anew.
+    /// A condition does not hold; nothing was changed. Read again and retry.
     Conflict,
 }
 
-/// Entries by prefix.
+/// Entries with a common prefix.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Range {
-    /// In key order.
+    /// Entries in key order.
     pub entries: Vec<KeyValue>,
-    /// There are more than the limit allowed.
+    /// Whether there are more entries than the limit.
     pub more: bool,
-    /// The revision at which this was so: watch from the one after it.
+    /// Revision at which this was current; watch from the next one.
     pub revision: Revision,
 }
 
-/// A change, as a watch reports it.
+/// A change reported by a watch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// The entry after its creation or change.
+    /// A created or changed entry, after the change.
     Put(KeyValue),
-    /// The entry is gone.
+    /// A deleted entry.
     Deleted {
-        /// Its key.
+        /// Key of the entry.
         key: Vec<u8>,
-        /// The revision that deleted it.
+        /// Revision that deleted it.
         revision: Revision,
     },
 }
 
-/// Whole revisions' events, in order.
+/// Events of complete revisions, in order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WatchBatch {
-    /// The last revision this batch covers.
+    /// Last revision that this batch covers.
     pub revision: Revision,
-    /// What changed under the prefix; never empty.
+    /// Changes under the prefix; never empty.
     pub events: Vec<Event>,
 }
 
-/// The future of a store's call. Dropping it does not undo the call.
+/// Future of a store call. Dropping it does not undo the call.
 pub type StoreFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>;
 
-/// A store of small facts; see the crate.
+/// A store of small facts.
 ///
 /// # Leases
-/// A lease lives for its time to live after its grant and after each keep-alive. When it expires or is revoked, all
-/// entries that belong to it are deleted in one revision, in the order of their keys, and watches report that like any
-/// other deletion. (A lease without entries makes no revision.) An entry belongs to the lease of its last put, or to none.
+/// A lease lives for its time to live after its grant and after each keep-alive. When it expires or is
+/// revoked, all attached entries are deleted in one revision, in key order. Watches report these deletions
+/// like any others. A lease without entries makes no revision. An entry belongs to the lease of its last put,
+/// or to none.
 ///
-/// * From its expiry on a lease is gone for good: keep-alives and puts are refused with [`StoreError::LeaseGone`], and
-///   ids are not given out again. The local stores show none of its entries from that instant; etcd may show them
-///   for some moments (it looks twice a second), so that their absence is the sign and not their age.
-/// * When a store is away and comes back (the embedded store is opened again, etcd elects another leader), its leases
-///   have their whole time to live again: no holder loses a lease because the store was away. The memory store
-///   forgets them with everything else.
-/// * A store may grant more time than was asked for (etcd: at least 1.5 of its election timeouts).
+/// * An expired lease never returns: keep-alives and puts fail with [`StoreError::LeaseGone`], and ids are
+///   not reused. The local stores hide its entries from that instant on. etcd may show them a little longer,
+///   because it checks twice a second; so rely on an entry's absence, not on its age.
+/// * After an interruption (the embedded store is reopened, etcd elects another leader), leases have their
+///   whole time to live again. No holder loses a lease because the store was down. The memory store loses its
+///   leases with everything else.
+/// * A store may grant a longer time than requested (etcd: at least 1.5 of its election timeouts).
 pub trait Store: Send + Sync + fmt::Debug {
-    /// One entry.
+    /// Reads one entry.
     fn get(&self, key: &[u8]) -> StoreFuture<'_, Option<KeyValue>>;
 
-    /// At most `limit` entries whose keys begin with `prefix`.
+    /// Reads at most `limit` entries whose keys start with `prefix`.
     fn range(&self, prefix: &[u8], limit: usize) -> StoreFuture<'_, Range>;
 
-    /// Commits all writes if all conditions hold. When it answers `Committed`, the writes survive power loss (as far
-    /// as the store survives anything). When the conditions hold and a lease is gone, it answers
-    /// [`StoreError::LeaseGone`] and has changed nothing.
+    /// Commits all writes if all conditions hold. After `Committed`, the writes survive power loss, if the
+    /// store is durable. If the conditions hold but a lease is gone, returns [`StoreError::LeaseGone`]
+    /// without any change.
     fn transact(&self, transaction: Transaction) -> StoreFuture<'_, Outcome>;
 
-    /// Follows the changes under a prefix, beginning with revision `from` (which may lie ahead). A reader that
-    /// falls behind the compacted history gets [`StoreError::Compacted`] and must read the range again.
+    /// Watches the changes under a prefix, starting at revision `from`, which may be in the future. A reader
+    /// that falls behind the compacted history gets [`StoreError::Compacted`] and must read the range again.
     fn watch(&self, prefix: &[u8], from: Revision) -> StoreFuture<'_, Watch>;
 
-    /// Forgets the history before `oldest`; entries stay. Nothing happens when that is done already.
+    /// Deletes the history before `oldest`, but not entries. No effect if already compacted.
     fn compact(&self, oldest: Revision) -> StoreFuture<'_, ()>;
 
-    /// The current revision.
+    /// Reads the current revision.
     fn revision(&self) -> StoreFuture<'_, Revision>;
 
-    /// Grants a lease, with at least this time to live. Whoever does not get the answer leaves a lease that expires by
-    /// itself.
+    /// Grants a lease with at least this time to live. If the reply is lost, the lease expires by itself.
     fn grant(&self, time_to_live: TimeToLive) -> StoreFuture<'_, Lease>;
 
-    /// Gives a lease its whole time to live again; [`StoreError::LeaseGone`] when it has expired or was revoked.
+    /// Extends a lease by its whole time to live; [`StoreError::LeaseGone`] if it expired or was revoked.
     fn keep_alive(&self, lease: LeaseId) -> StoreFuture<'_, ()>;
 
-    /// Ends a lease, and the entries with it; [`StoreError::LeaseGone`] when it has ended already.
+    /// Revokes a lease and deletes its entries; [`StoreError::LeaseGone`] if it has already ended.
     fn revoke(&self, lease: LeaseId) -> StoreFuture<'_, ()>;
 }
 
-/// Changes as they come. Dropping it ends the watch.
+/// A stream of changes. Dropping it ends the watch.
 pub struct Watch {
     source: Box<dyn WatchSource>,
 }
 
-/// Where a [`Watch`] gets its changes from; one for each kind of store.
+/// Source of a [`Watch`], implemented by each store.
 pub trait WatchSource: Send {
-    /// Waits for the next changes. Dropping the future loses none.
+    /// Waits for the next changes. Cancel-safe.
     fn next(&mut self) -> StoreFuture<'_, WatchBatch>;
 }
 
 impl Watch {
-    /// A watch over a store's source.
+    /// Creates a watch over a store's source.
     pub fn new(source: Box<dyn WatchSource>) -> Watch {
         Watch { source }
     }
 
-    /// Waits for the next changes. Dropping the future loses none.
+    /// Waits for the next changes. Cancel-safe.
     pub async fn next(&mut self) -> Result<WatchBatch, StoreError> {
         self.source.next().await
     }
@@ -202,7 +202,7 @@ impl fmt::Display for Revision {
 }
 
 impl Event {
-    /// The key that changed.
+    /// Key of the changed entry.
     pub fn key(&self) -> &[u8] {
         match self {
             Event::Put(entry) => &entry.key,
@@ -210,7 +210,7 @@ impl Event {
         }
     }
 
-    /// The revision of the change.
+    /// Revision of the change.
     pub fn revision(&self) -> Revision {
         match self {
             Event::Put(entry) => entry.modified,

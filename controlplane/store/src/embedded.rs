@@ -9,11 +9,12 @@
 //! | `history` | revision, index             | put?, created, version, lease, key, value    |
 //! | `leases`  | number                      | time to live in seconds                      |
 //!
-//! A lease of 0 is none. When a lease expires is not in the file: each lives its whole time from the opening on.
+//! A lease of 0 means no lease. Expiry times are not stored: after opening, each lease has its whole time to
+//! live.
 //!
-//! The file is created under another name and linked into place when it is complete, so that a crash meanwhile leaves
-//! no half store behind. redb locks the file; a second opener is refused. Writes run on the runtime's blocking threads, one
-//! after the other, to their end even when the caller has gone.
+//! The file is created under a temporary name and linked into place when complete, so that a crash leaves no
+//! incomplete store. redb locks the file, and a second opener gets an error. Writes run on the runtime's
+//! blocking threads, one after another, and complete even if the caller is cancelled.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -29,12 +30,12 @@ use reprise_policy::Tick;
 use crate::contract::{Event, KeyValue, Revision};
 use crate::error::StoreError;
 use crate::lease::{Lease, LeaseId, TimeToLive};
-use crate::local::{Durable, Local, LocalStore, Next};
+use crate::local::{Durable, Local, LocalStore, PendingChange};
 use crate::state::{LeaseChange, State};
 
-/// Version of the tables above. Another one is refused: see [`StoreError::Schema`].
+/// Schema version of the tables above. Other versions are rejected with [`StoreError::Schema`].
 const SCHEMA: u64 = 2;
-/// redb's page cache. The content is in memory anyway; this is for the pages of a write.
+/// Size of redb's page cache. Reads use the in-memory state, so the cache only serves writes.
 const CACHE_BYTES: usize = 4 << 20;
 
 const META: TableDefinition<'static, &str, u64> = TableDefinition::new("meta");
@@ -42,12 +43,12 @@ const ENTRIES: TableDefinition<'static, &[u8], EntryRow> = TableDefinition::new(
 const HISTORY: TableDefinition<'static, (u64, u32), HistoryRow> = TableDefinition::new("history");
 const LEASES: TableDefinition<'static, u64, u64> = TableDefinition::new("leases");
 
-/// Created, modified, version, lease, value.
+/// Columns: created, modified, version, lease, value.
 type EntryRow = (u64, u64, u64, u64, &'static [u8]);
-/// Put or deleted, created, version, lease, key, value.
+/// Columns: put or deleted, created, version, lease, key, value.
 type HistoryRow = (bool, u64, u64, u64, &'static [u8], &'static [u8]);
 
-/// See the module. Clones are the same store.
+/// A store in one file. Clones share it.
 #[derive(Clone, Debug)]
 pub struct EmbeddedStore {
     local: Arc<Local<File>>,
@@ -60,14 +61,14 @@ pub(crate) struct File {
 }
 
 impl EmbeddedStore {
-    /// Opens the store, or creates it when there is no such file. Blocks: call it before serving.
+    /// Opens the store, or creates it if the file does not exist. Blocks, so call it before serving.
     pub fn open(path: &Path) -> Result<EmbeddedStore, StoreError> {
         let exists = path.try_exists().map_err(|error| io(path, "find", &error))?;
         if !exists {
             create(path)?;
         }
-        // redb answers some damage with a panic (seen: a flipped bit in its allocator's page). The unwinding closes the
-        // file, and nothing of what it touched is used again.
+        // redb panics on some kinds of damage, such as a flipped bit in an allocator page. Unwinding closes
+        // the file, and no state that the panic touched is used again.
         let opened = std::panic::catch_unwind(AssertUnwindSafe(|| {
             let mut database = open_database(path)?;
             verify(path, &mut database)?;
@@ -77,7 +78,7 @@ impl EmbeddedStore {
         let (database, state) = opened.unwrap_or_else(|_| {
             Err(StoreError::Corrupt {
                 path: path.to_owned(),
-                reason: "its pages contradict each other".to_owned(),
+                reason: "its pages are inconsistent".to_owned(),
             })
         })?;
         let file = File { path: path.to_owned(), database };
@@ -94,16 +95,16 @@ impl LocalStore for EmbeddedStore {
 }
 
 impl Durable for File {
-    const WAITS: bool = true;
+    const BLOCKS: bool = true;
 
-    fn save(&mut self, next: &Next<'_>) -> Result<(), StoreError> {
+    fn save(&mut self, next: &PendingChange<'_>) -> Result<(), StoreError> {
         save(&self.database, next).map_err(|error| io(&self.path, "write", &error))
     }
 }
 
-/// One durable write.
-fn save(database: &Database, next: &Next<'_>) -> Result<(), redb::Error> {
-    let Next { change, revision, compacted } = *next;
+/// Writes a change in one durable transaction.
+fn save(database: &Database, next: &PendingChange<'_>) -> Result<(), redb::Error> {
+    let PendingChange { change, revision, compacted } = *next;
     let write = database.begin_write()?;
     {
         let mut meta = write.open_table(META)?;
@@ -145,7 +146,7 @@ fn save(database: &Database, next: &Next<'_>) -> Result<(), redb::Error> {
     Ok(())
 }
 
-/// Reads the whole store.
+/// Reads the whole store into memory.
 fn load(path: &Path, database: &Database) -> Result<State, StoreError> {
     let corrupt =
         |error: redb::Error| StoreError::Corrupt { path: path.to_owned(), reason: error.to_string() };
@@ -156,7 +157,7 @@ fn load(path: &Path, database: &Database) -> Result<State, StoreError> {
     })?;
     let number = |name: &str| -> Result<u64, StoreError> {
         let value = meta.get(name).map_err(|error| corrupt(error.into()))?;
-        value.map(|value| value.value()).ok_or_else(|| foreign(path, &format!("it has no {name}")))
+        value.map(|value| value.value()).ok_or_else(|| foreign(path, &format!("missing {name}")))
     };
     let found = number("schema")?;
     if found != SCHEMA {
@@ -208,25 +209,25 @@ fn read_entries(read: &redb::ReadTransaction, state: &mut State) -> Result<(), r
     Ok(())
 }
 
-/// Creates an empty store under a name of its own and links it into place when it is complete. When somebody else was
-/// faster, theirs stands.
+/// Creates an empty store under a temporary name and links it into place when complete. If another process
+/// was faster, its store is kept.
 fn create(path: &Path) -> Result<(), StoreError> {
     let refused = |error: std::io::Error| io(path, "create", &error);
     let mut temporary = path.to_owned().into_os_string();
     temporary.push(format!(".creating-{}", std::process::id()));
     let temporary = PathBuf::from(temporary);
-    // Left by a crash of a process with our number.
+    // Left over from a crashed process with the same id.
     let _ = fs::remove_file(&temporary);
     let created = Database::builder()
         .set_cache_size(CACHE_BYTES)
         .create(&temporary)
-        .map_err(|error| refuse(path, "create", error))
+        .map_err(|error| store_error(path, "create", error))
         .and_then(|database| initialise(&database).map_err(|error| io(path, "create", &error)));
     let linked = created.and_then(|()| match fs::hard_link(&temporary, path) {
         Err(error) if error.kind() != ErrorKind::AlreadyExists => Err(refused(error)),
         _ => Ok(()),
     });
-    // Only a name is lost when this fails.
+    // Only the temporary name remains if this fails.
     let _ = fs::remove_file(&temporary);
     linked?;
     let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
@@ -249,23 +250,26 @@ fn initialise(database: &Database) -> Result<(), redb::Error> {
 }
 
 fn open_database(path: &Path) -> Result<Database, StoreError> {
-    Database::builder().set_cache_size(CACHE_BYTES).open(path).map_err(|error| refuse(path, "open", error))
+    Database::builder()
+        .set_cache_size(CACHE_BYTES)
+        .open(path)
+        .map_err(|error| store_error(path, "open", error))
 }
 
-/// Checks the checksum of every page: they are few, and a wrong epoch would undo the fencing. (redb itself checks
-/// them only after a crash.)
+/// Verifies the checksums of all pages, because a wrong epoch would break fencing. There are few pages. redb
+/// itself verifies them only after a crash.
 fn verify(path: &Path, database: &mut Database) -> Result<(), StoreError> {
     match database.check_integrity() {
         Ok(true) => Ok(()),
         Ok(false) => Err(StoreError::Corrupt {
             path: path.to_owned(),
-            reason: "checksums did not match; what could be saved is in the file now".to_owned(),
+            reason: "checksum mismatch; the file now contains the recoverable part".to_owned(),
         }),
-        Err(error) => Err(refuse(path, "verify", error)),
+        Err(error) => Err(store_error(path, "verify", error)),
     }
 }
 
-fn refuse(path: &Path, action: &'static str, error: DatabaseError) -> StoreError {
+fn store_error(path: &Path, action: &'static str, error: DatabaseError) -> StoreError {
     match error {
         DatabaseError::DatabaseAlreadyOpen => StoreError::InUse { path: path.to_owned() },
         DatabaseError::Storage(StorageError::Io(error)) if error.kind() == ErrorKind::InvalidData => {
@@ -275,7 +279,7 @@ fn refuse(path: &Path, action: &'static str, error: DatabaseError) -> StoreError
             StoreError::Corrupt { path: path.to_owned(), reason }
         }
         DatabaseError::UpgradeRequired(version) => {
-            foreign(path, &format!("it is of redb's file format {version}, written by an older program"))
+            foreign(path, &format!("redb file format {version} of an older program"))
         }
         other => io(path, action, &other),
     }

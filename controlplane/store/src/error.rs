@@ -1,76 +1,74 @@
-//! What can go wrong with a store, and what to do about it.
+//! Errors of the store, with their remedies.
 
 use std::path::PathBuf;
 
 use crate::contract::Revision;
 
-/// A setting that cannot work.
+/// An invalid setting of the store.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{field}: {reason}")]
 pub struct InvalidSetting {
-    /// Its name in the configuration.
+    /// Name in the configuration, `table.key`.
     pub field: &'static str,
-    /// What is wrong, and what to write instead.
+    /// Reason, and the valid values.
     pub reason: String,
 }
 
-/// An error of a store. Each text says what to do.
+/// An error of a store. Each message states the remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// The call is wrong.
+    /// The request is invalid.
     #[error("invalid store request: {0}")]
     Invalid(String),
     /// The store cannot be opened with these settings.
     #[error(transparent)]
     Setting(#[from] InvalidSetting),
-    /// The history a watch asks for is gone: read the range again and watch from its revision.
+    /// The requested history was compacted: read the range again and watch from its revision.
     #[error("history before revision {oldest} is compacted away: read the range again and watch from there")]
     Compacted {
-        /// The oldest revision that can still be watched.
+        /// Oldest revision that can still be watched.
         oldest: Revision,
     },
-    /// The store is not the one that it was: it was restored from a backup, or emptied. What is known from before may not be
-    /// so any more: start anew. A transaction may have been committed.
-    #[error(
-        "the store is another than before ({reason}): it was restored from a backup or emptied, and this process must be started again"
-    )]
+    /// The store was restored from a backup or emptied. Cached state may be invalid, so the process must
+    /// restart. The transaction may have been committed.
+    #[error("the store was restored from a backup or emptied ({reason}): restart this process")]
     Replaced {
-        /// By what it shows.
+        /// Evidence of the replacement.
         reason: String,
     },
-    /// The lease has expired or was revoked; its entries went with it.
+    /// The lease expired or was revoked, and its entries were deleted.
     #[error(
-        "the lease is gone (expired or revoked), and its entries with it: have another granted and put them again"
+        "the lease has expired or was revoked, and its entries are deleted: get a new lease and write them again"
     )]
     LeaseGone,
-    /// Another process (or another part of this one) has the file open.
+    /// Another process, or another part of this one, has opened the file.
     #[error(
-        "store file {path} is in use by another process: stop the other control plane, or give this one a store.path of its own"
+        "store file {path} is in use by another process: stop the other control plane, or set another store.path"
     )]
     InUse {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
     },
-    /// The file is something else.
+    /// The file is not a store.
     #[error(
-        "{path} is not a Reprise store ({reason}): point store.path at a Reprise store or at a path that does not exist yet"
+        "{path} is not a Reprise store ({reason}): set store.path to a Reprise store or to a path that does not exist"
     )]
     Foreign {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Reason why it is not a store.
         reason: String,
     },
     /// The store was written by another version.
     #[error(
-        "the store at {place} has schema version {found}, this program reads and writes {supported}: run the version that wrote it, or start with a new store.path or store.prefix (agents will register again)"
+        "the store at {place} has schema version {found}, but this program supports {supported}: run the version that wrote it, or set a new store.path or store.prefix (agents will register again)"
     )]
     Schema {
-        /// The file, or the key in etcd that says so.
+        /// Path of the file, or key in etcd.
         place: String,
-        /// Its version.
+        /// Schema version of the store.
         found: u64,
-        /// Ours.
+        /// Schema version of this program.
         supported: u64,
     },
     /// The file is damaged.
@@ -78,43 +76,41 @@ pub enum StoreError {
         "store file {path} is damaged ({reason}): restore it from a backup, or remove it (node numbers start over, agents will register again)"
     )]
     Corrupt {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What was found.
+        /// Description of the damage.
         reason: String,
     },
-    /// Nobody answers, or a member of etcd that cannot. A transaction may have been committed or not: read again.
-    #[error(
-        "the store does not answer ({reason}): it is tried again; if that goes on, look at etcd and at store.endpoints"
-    )]
+    /// The store does not answer. The transaction may or may not have been committed: read again.
+    #[error("the store does not answer ({reason}): retrying; if it persists, check etcd and store.endpoints")]
     Unavailable {
-        /// What happened.
+        /// Reason why it does not answer.
         reason: String,
     },
-    /// etcd refuses our user: trying again does not help before somebody has changed something.
+    /// etcd rejects the configured user; retrying does not help.
     #[error(
-        "etcd refuses this control plane's user ({reason}): check store.user (name and password_file), and that the user has a role that may read and write store.prefix"
+        "etcd rejects this control plane's user ({reason}): check store.user (name and password_file), and that the user has a role with read and write permission for store.prefix"
     )]
     Denied {
-        /// etcd's words.
+        /// Message of etcd.
         reason: String,
     },
-    /// One of us does not trust the other's certificate: trying again does not help before somebody has changed something.
+    /// The TLS handshake fails because a certificate is not trusted; retrying does not help.
     #[error(
-        "etcd and this control plane do not trust each other ({reason}): store.tls.ca_file must hold the CA of etcd's certificate, store.tls.server_name (or the host in store.endpoints) must be named in it, and store.tls.cert_file must be signed by the CA that etcd asks for (--trusted-ca-file)"
+        "etcd and this control plane do not trust each other ({reason}): store.tls.ca_file must hold the CA of etcd's certificate, store.tls.server_name (or the host in store.endpoints) must be named in it, and store.tls.cert_file must be signed by etcd's client CA (--trusted-ca-file)"
     )]
     Untrusted {
-        /// What the handshake ended with.
+        /// Error of the handshake.
         reason: String,
     },
-    /// The file system failed. The store takes no more writes until it is opened again.
+    /// The file system failed. The store rejects writes until it is reopened.
     #[error("cannot {action} store file {path}: {reason}")]
     Io {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What was attempted.
+        /// Attempted operation.
         action: &'static str,
-        /// The system's words.
+        /// Message of the operating system.
         reason: String,
     },
 }

@@ -1,24 +1,25 @@
-//! A store in etcd (3.5 or later): every fact under one prefix, so that several installations may share a cluster.
+//! A store in etcd (3.5 or later). All keys share one prefix, so several installations may share a cluster.
 //!
 //! | key                     | value                                        |
 //! |-------------------------|----------------------------------------------|
-//! | `<prefix>schema`        | version of this table, decimal; written first |
-//! | `<prefix>entries/<key>` | the entry's value                            |
+//! | `<prefix>schema`        | schema version of these keys, decimal; written first |
+//! | `<prefix>entries/<key>` | value of the entry                           |
 //!
-//! etcd's model is this crate's: revisions, conditional transactions, ranges and watches by prefix, leases. What differs:
+//! The [`Store`] interface follows etcd's model. Differences from the local stores:
 //!
-//! * A revision counts the changes of the whole cluster, of others too; it begins at 1 and not at 0.
-//! * The answer to a transaction may be lost on its way: [`StoreError::Unavailable`] then says nothing about the
-//!   outcome. Conditions make it safe to read again and decide anew.
-//! * History is compacted for all who share the cluster, by whoever keeps it (`--auto-compaction-retention`). A watch
-//!   that is cut off opens itself again behind the last change it has reported, and learns then whether that history
-//!   is gone.
+//! * A revision counts the changes of the whole cluster, including those of other users. It starts at 1, not
+//!   0.
+//! * The reply to a transaction may be lost. [`StoreError::Unavailable`] then leaves its outcome open;
+//!   because of the conditions it is safe to read again and retry.
+//! * History is compacted for all users of the cluster, by etcd itself (`--auto-compaction-retention`) or
+//!   another user. A watch whose connection breaks reopens after its last reported change, and detects then
+//!   whether that history is compacted.
 //!
-//! Every call has a deadline. Reads are linearizable. An etcd that goes back behind what it has said, since it was restored from a
-//! backup or emptied, is noticed (`etcd/history.rs`).
+//! Every call has a deadline. Reads are linearizable. An etcd whose revision went backwards, because it was
+//! restored or emptied, is detected (`etcd/revision_check.rs`).
 //!
-//! Deliberately absent: a cache of entries (facts are few, and a stale one is worse than a slow one); the system's
-//! certificate authorities (whoever runs etcd has one of their own).
+//! Not supported: caching entries, because they are few and stale ones do harm; the system's certificate
+//! authorities, because etcd clusters use their own.
 
 use std::fmt;
 use std::sync::Arc;
@@ -29,8 +30,8 @@ use etcd_client::{
 };
 
 use self::calls::{revision, unavailable, wire, within};
-use self::history::History;
-use self::watch::Source;
+use self::revision_check::RevisionCheck;
+use self::watch::EtcdWatch;
 use crate::contract::{
     Condition, KeyValue, Outcome, Range, Revision, Store, StoreFuture, Transaction, Watch, Write,
 };
@@ -39,44 +40,44 @@ use crate::lease::{Lease, LeaseId, TimeToLive};
 use crate::state::check;
 
 mod calls;
-mod history;
+mod revision_check;
 mod settings;
 mod tls;
 mod watch;
 
 pub use settings::{EtcdIdentity, EtcdSettings, EtcdTls, EtcdUser};
 
-/// Version of the keys above. Another one is refused: see [`StoreError::Schema`].
+/// Schema version of the keys above. Other versions are rejected with [`StoreError::Schema`].
 const SCHEMA: u64 = 1;
 const SCHEMA_KEY: &[u8] = b"schema";
 const ENTRIES_PREFIX: &[u8] = b"entries/";
-/// Entries of one answer to a range: 512 × (64 KiB and a key) stay below the next.
+/// Entries per page of a range. 512 × (64 KiB and a key) fit in a message.
 const PAGE_ENTRIES: usize = 512;
-/// Bytes of one answer at the most. A watch that begins long ago gets up to 1,000 revisions in one.
+/// Maximum size of a reply in bytes. A watch from an old revision gets up to 1,000 revisions in one reply.
 const MESSAGE_BYTES_MAX: usize = 128 << 20;
-/// Ranges begun anew because their revision was compacted away between two pages.
+/// Attempts to read a range whose revision was compacted between two pages.
 const RANGE_ATTEMPTS_MAX: usize = 3;
 
-/// See the module. Clones are the same store.
+/// A store in etcd. Clones share the connection.
 #[derive(Clone)]
 pub struct EtcdStore {
     client: Client,
-    /// What all entries' keys begin with.
+    /// Prefix of the keys of all entries.
     prefix: Vec<u8>,
-    history: Arc<History>,
+    revisions: Arc<RevisionCheck>,
 }
 
 impl EtcdStore {
-    /// Connects.
+    /// Connects to etcd and checks the schema version.
     ///
     /// # Errors
-    /// `Setting` (one that cannot work, or a file of it), `Unavailable` (no member answers), `Denied` (our user is
-    /// refused), `Untrusted` (the TLS handshake fails), `Schema` (another version's keys).
+    /// `Setting` (a setting or one of its files is invalid), `Unavailable` (no endpoint answers), `Denied`
+    /// (the user is rejected), `Untrusted` (the TLS handshake fails), `Schema` (keys of another version).
     pub async fn connect(settings: &EtcdSettings) -> Result<EtcdStore, StoreError> {
         let loaded = settings.clone();
         let loaded = tokio::task::spawn_blocking(move || loaded.load());
         let (options, tls) = loaded.await.map_err(|error| unavailable(&error.to_string()))??;
-        // The client's future is large.
+        // Boxed, because the client's future is large.
         let opened = Box::pin(EtcdStore::open(settings, options)).await;
         if let (Err(StoreError::Unavailable { .. }), Some(tls)) = (&opened, tls)
             && let Some(reason) = tls.diagnose(&settings.endpoints).await
@@ -89,13 +90,14 @@ impl EtcdStore {
     async fn open(settings: &EtcdSettings, options: ConnectOptions) -> Result<EtcdStore, StoreError> {
         let client = within(Client::connect(&settings.endpoints, Some(options))).await?;
         let prefix = settings.prefix.as_bytes();
-        let store = EtcdStore { client, prefix: [prefix, ENTRIES_PREFIX].concat(), history: Arc::default() };
-        // Connections are made when they are needed: without a call nobody knows whether somebody is there.
+        let store =
+            EtcdStore { client, prefix: [prefix, ENTRIES_PREFIX].concat(), revisions: Arc::default() };
+        // The client connects lazily, so only a call shows whether etcd answers.
         store.check_schema([prefix, SCHEMA_KEY].concat()).await?;
         Ok(store)
     }
 
-    /// Says which version our keys are of where nobody has, and refuses any other.
+    /// Writes the schema version if it is missing, and rejects any other.
     async fn check_schema(&self, key: Vec<u8>) -> Result<(), StoreError> {
         let version = SCHEMA.to_string();
         let first = Txn::new()
@@ -103,13 +105,13 @@ impl EtcdStore {
             .and_then([TxnOp::put(key.clone(), version.clone(), None)]);
         within(self.kv().txn(first)).await?;
         let found = within(self.kv().get(key.clone(), None)).await?;
-        let found = found.kvs().first().map_or("", |entry| entry.value_str().unwrap_or("no text"));
+        let found = found.kvs().first().map_or("", |entry| entry.value_str().unwrap_or("not text"));
         let place = || format!("key {} of etcd", String::from_utf8_lossy(&key));
         match found.parse() {
             Ok(SCHEMA) => Ok(()),
             Ok(found) => Err(StoreError::Schema { place: place(), found, supported: SCHEMA }),
             Err(_) => Err(StoreError::Invalid(format!(
-                "{} holds '{found}' and no version: another program's keys seem to be there, give this one a store.prefix of its own",
+                "invalid schema version '{found}' in {}: another program seems to use these keys, set another store.prefix",
                 place()
             ))),
         }
@@ -119,15 +121,15 @@ impl EtcdStore {
         self.client.kv_client().max_decoding_message_size(MESSAGE_BYTES_MAX)
     }
 
-    /// Reads, and says at which revision.
+    /// Reads a key or range with the revision of the reply.
     async fn read(
         &self,
         key: Vec<u8>,
         options: Option<GetOptions>,
     ) -> Result<(GetResponse, Revision), StoreError> {
-        let before = self.history.before();
+        let before = self.revisions.begin_call();
         let answer = within(self.kv().get(key, options)).await?;
-        let revision = self.history.answered(before, answer.header())?;
+        let revision = self.revisions.check_answer(before, answer.header())?;
         Ok((answer, revision))
     }
 
@@ -138,7 +140,7 @@ impl EtcdStore {
     fn compare(&self, condition: &Condition) -> Vec<Compare> {
         match condition {
             Condition::Absent { key } => vec![Compare::version(self.full(key), CompareOp::Equal, 0)],
-            // The revision of what is not there is 0 to etcd, which somebody might have asked for.
+            // etcd reports revision 0 for missing keys, so require existence as well.
             Condition::Modified { key, revision } => vec![
                 Compare::version(self.full(key), CompareOp::Greater, 0),
                 Compare::mod_revision(self.full(key), CompareOp::Equal, wire(revision.0)),
@@ -156,13 +158,13 @@ impl EtcdStore {
         }
     }
 
-    /// A range of one revision, page by page.
+    /// Reads a range at one revision, page by page.
     async fn pages(&self, prefix: &[u8], limit: usize) -> Result<Range, StoreError> {
         let mut range = Range { entries: Vec::new(), more: true, revision: Revision(0) };
         let mut start = prefix.to_vec();
         while range.more {
             let page = limit.saturating_sub(range.entries.len()).min(PAGE_ENTRIES);
-            // 0 would mean no limit: where nothing is wanted, one entry tells whether there are more.
+            // A limit of 0 means unlimited in etcd: request one entry to learn whether there are more.
             let options = GetOptions::new()
                 .with_range(end_of(prefix))
                 .with_limit(wire(page.max(1) as u64))
@@ -188,7 +190,8 @@ impl EtcdStore {
     }
 
     fn key<'a>(&self, full: &'a [u8]) -> Result<&'a [u8], StoreError> {
-        full.strip_prefix(self.prefix.as_slice()).ok_or_else(|| unavailable("a key outside of the prefix"))
+        full.strip_prefix(self.prefix.as_slice())
+            .ok_or_else(|| unavailable("etcd returned a key outside of the prefix"))
     }
 
     fn entry(&self, entry: &etcd_client::KeyValue) -> Result<KeyValue, StoreError> {
@@ -221,7 +224,7 @@ impl Store for EtcdStore {
                     range => return range,
                 }
             }
-            Err(unavailable("a range's revision is compacted away while it is read"))
+            Err(unavailable("the revision was compacted while a range was read"))
         })
     }
 
@@ -231,9 +234,9 @@ impl Store for EtcdStore {
             let conditions: Vec<Compare> =
                 transaction.conditions.iter().flat_map(|condition| self.compare(condition)).collect();
             let writes: Vec<TxnOp> = transaction.writes.iter().map(|write| self.operation(write)).collect();
-            let before = self.history.before();
+            let before = self.revisions.begin_call();
             let answer = within(self.kv().txn(Txn::new().when(conditions).and_then(writes))).await?;
-            let revision = self.history.answered(before, answer.header())?;
+            let revision = self.revisions.check_answer(before, answer.header())?;
             match answer.succeeded() {
                 true => Ok(Outcome::Committed(revision)),
                 false => Ok(Outcome::Conflict),
@@ -244,7 +247,7 @@ impl Store for EtcdStore {
     fn watch(&self, prefix: &[u8], from: Revision) -> StoreFuture<'_, Watch> {
         let prefix = prefix.to_vec();
         Box::pin(async move {
-            let source = Source::start(self.clone(), prefix, from).await?;
+            let source = EtcdWatch::start(self.clone(), prefix, from).await?;
             Ok(Watch::new(Box::new(source)))
         })
     }
@@ -258,7 +261,7 @@ impl Store for EtcdStore {
             let mut kv = self.kv();
             let options = CompactionOptions::new().with_physical();
             match within(kv.compact(wire(to), Some(options))).await {
-                // Somebody has compacted further.
+                // Already compacted further.
                 Err(StoreError::Compacted { .. }) | Ok(_) => Ok(()),
                 Err(error) => Err(error),
             }
@@ -266,7 +269,7 @@ impl Store for EtcdStore {
     }
 
     fn revision(&self) -> StoreFuture<'_, Revision> {
-        // Of one key, since permissions may end at the prefix.
+        // Read a single key, because permissions may end at the prefix.
         let key = self.full(b"\0");
         Box::pin(async move {
             self.read(key, Some(GetOptions::new().with_count_only())).await.map(|(_, revision)| revision)
@@ -277,7 +280,8 @@ impl Store for EtcdStore {
         Box::pin(async move {
             let mut leases = self.client.lease_client();
             let answer = within(leases.grant(wire(time_to_live.seconds()), None)).await?;
-            let id = lease_id(answer.id()).ok_or_else(|| unavailable("a lease without an id"))?;
+            let id =
+                lease_id(answer.id()).ok_or_else(|| unavailable("etcd granted a lease without an id"))?;
             let granted = TimeToLive::of_seconds(u64::try_from(answer.ttl()).unwrap_or(0));
             Ok(Lease { id, time_to_live: granted })
         })
@@ -285,7 +289,7 @@ impl Store for EtcdStore {
 
     fn keep_alive(&self, lease: LeaseId) -> StoreFuture<'_, ()> {
         Box::pin(async move {
-            // The client has asked and been answered when it returns; the stream it offers for more is dropped.
+            // `keep_alive` returns after the first reply; drop the stream for more.
             let mut leases = self.client.lease_client();
             within(leases.keep_alive(wire(lease.number()))).await.map(drop)
         })
@@ -299,12 +303,12 @@ impl Store for EtcdStore {
     }
 }
 
-/// 0 is no lease to etcd, too; it gives out positive numbers.
+/// Converts a lease number of etcd; 0 means no lease, and assigned numbers are positive.
 fn lease_id(number: i64) -> Option<LeaseId> {
     u64::try_from(number).ok().and_then(LeaseId::new)
 }
 
-/// The first key behind all that begin with `prefix`, which contains a byte that is not the last one.
+/// End of the range of keys with `prefix`, which must contain a byte below 255.
 fn end_of(prefix: &[u8]) -> Vec<u8> {
     let mut end = prefix.to_vec();
     while let Some(last) = end.pop() {

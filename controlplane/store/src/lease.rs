@@ -1,4 +1,4 @@
-//! Leases of a store: facts that hold only as long as somebody keeps saying so.
+//! Lease types: ids and times to live.
 
 use std::fmt;
 use std::num::NonZeroU64;
@@ -6,32 +6,31 @@ use std::time::Duration;
 
 use crate::error::StoreError;
 
-/// No lease lives shorter without being kept alive: stores count whole seconds, as etcd does.
+/// Shortest time to live; stores count in whole seconds, like etcd.
 pub const TIME_TO_LIVE_MIN: Duration = Duration::from_secs(1);
-/// No lease lives longer without being kept alive. What shall outlive a day of silence is a fact of its own, and is
-/// put without a lease.
+/// Longest time to live. Entries that should outlive a day without keep-alive need no lease.
 pub const TIME_TO_LIVE_MAX: Duration = Duration::from_secs(24 * 3600);
 
-/// Names a lease; given out by the store, never twice.
+/// Id of a lease; assigned by the store, never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LeaseId(NonZeroU64);
 
-/// How long a lease lives after its grant and after each keep-alive: whole seconds from [`TIME_TO_LIVE_MIN`] to
-/// [`TIME_TO_LIVE_MAX`].
+/// Time to live of a lease after its grant and after each keep-alive: whole seconds from [`TIME_TO_LIVE_MIN`]
+/// to [`TIME_TO_LIVE_MAX`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TimeToLive(Duration);
 
-/// A lease, as it was granted.
+/// A granted lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lease {
-    /// Its name.
+    /// Id of the lease.
     pub id: LeaseId,
-    /// Its time to live: as asked for or longer.
+    /// Granted time to live, at least the requested one.
     pub time_to_live: TimeToLive,
 }
 
 impl LeaseId {
-    /// 0 is no lease.
+    /// Creates an id; `None` for 0.
     pub(crate) fn new(number: u64) -> Option<LeaseId> {
         NonZeroU64::new(number).map(LeaseId)
     }
@@ -42,25 +41,25 @@ impl LeaseId {
 }
 
 impl TimeToLive {
-    /// A time to live; a part of a second counts as a whole one.
+    /// Creates a time to live, rounded up to whole seconds.
     ///
     /// # Errors
-    /// `Invalid` beyond the limits.
+    /// `Invalid` outside of the range.
     pub fn new(duration: Duration) -> Result<TimeToLive, StoreError> {
         if !(TIME_TO_LIVE_MIN..=TIME_TO_LIVE_MAX).contains(&duration) {
             return Err(StoreError::Invalid(format!(
-                "a lease with a time to live of {duration:?}: {TIME_TO_LIVE_MIN:?} to {TIME_TO_LIVE_MAX:?}"
+                "invalid time to live {duration:?}: expected {TIME_TO_LIVE_MIN:?} to {TIME_TO_LIVE_MAX:?}"
             )));
         }
         Ok(TimeToLive::of_seconds(duration.as_secs() + u64::from(duration.subsec_nanos() > 0)))
     }
 
-    /// What a store has granted, which may be beyond what we ask for.
+    /// A time to live granted by a store, which may exceed the requested range.
     pub(crate) fn of_seconds(seconds: u64) -> TimeToLive {
         TimeToLive(Duration::from_secs(seconds))
     }
 
-    /// As a duration.
+    /// The time to live as a duration.
     pub fn duration(self) -> Duration {
         self.0
     }
@@ -87,17 +86,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_time_to_live_is_whole_seconds_within_its_limits() {
+    fn rounds_up_to_whole_seconds_and_rejects_out_of_range_values() {
         let whole =
             |milliseconds| TimeToLive::new(Duration::from_millis(milliseconds)).map(TimeToLive::seconds);
-        assert_eq!(whole(1000).expect("the least"), 1);
+        assert_eq!(whole(1000).expect("the minimum"), 1);
         assert_eq!(whole(1001).expect("rounded up"), 2);
-        assert_eq!(TimeToLive::new(TIME_TO_LIVE_MAX).expect("the most").duration(), TIME_TO_LIVE_MAX);
+        assert_eq!(TimeToLive::new(TIME_TO_LIVE_MAX).expect("the maximum").duration(), TIME_TO_LIVE_MAX);
         for refused in
             [Duration::ZERO, Duration::from_millis(999), TIME_TO_LIVE_MAX + Duration::from_nanos(1)]
         {
-            let told = TimeToLive::new(refused).expect_err("beyond the limits").to_string();
-            assert!(told.contains("1s to 86400s"), "{told}");
+            let message = TimeToLive::new(refused).expect_err("beyond the limits").to_string();
+            assert!(message.contains("1s to 86400s"), "{message}");
         }
     }
 }

@@ -1,22 +1,22 @@
-//! Stores of the control plane's small, slow-changing facts: nodes with their epochs and modes, members, tenants' budgets.
-//! The directory is not among them; it is soft state.
+//! Stores for the control plane's small, slow-changing data: nodes with epochs and modes, members, tenant
+//! budgets. The directory is soft state and not stored.
 //!
-//! [`Store`] has the shape of etcd: revisions, transactions with conditions, ranges by prefix, watches that begin at a
-//! revision and say so when that has been compacted away, leases with which entries go. [`EmbeddedStore`] keeps one file,
-//! [`EtcdStore`] a prefix of an etcd cluster, [`MemoryStore`] forgets with the process. One conformance suite
-//! (`tests/conformance.rs`, `tests/leases.rs`) runs over all of them. [`HeldLease`] keeps a lease alive for its holder.
+//! [`Store`] is modelled on etcd: revisions, conditional transactions, ranges by prefix, watches from a
+//! revision, and leases with attached entries. [`EmbeddedStore`] uses one file, [`EtcdStore`] a prefix of an
+//! etcd cluster, and [`MemoryStore`] process memory. One conformance suite (`tests/conformance.rs`,
+//! `tests/leases.rs`) runs on all of them. [`LeaseGuard`] keeps a lease alive.
 //!
-//! Both local stores hold their entries in memory (`state.rs`): thousands of records of a few hundred bytes. The file
-//! is written before a transaction is answered and read only when the store is opened.
+//! The local stores hold their entries in memory: thousands of records of a few hundred bytes. The file is
+//! written before a transaction is confirmed, and read only on opening.
 //!
-//! Deliberately absent: nested transactions, values beyond 64 KiB.
+//! Not supported: nested transactions, values above 64 KiB.
 
 mod contract;
 mod embedded;
 mod error;
 mod etcd;
-mod held;
 mod lease;
+mod lease_guard;
 mod local;
 mod memory;
 mod state;
@@ -28,7 +28,7 @@ pub use contract::{
 pub use embedded::EmbeddedStore;
 pub use error::{InvalidSetting, StoreError};
 pub use etcd::{EtcdIdentity, EtcdSettings, EtcdStore, EtcdTls, EtcdUser};
-pub use held::{HeldLease, Holding, Loss};
 pub use lease::{Lease, LeaseId, TIME_TO_LIVE_MAX, TIME_TO_LIVE_MIN, TimeToLive};
+pub use lease_guard::{LeaseGuard, LeaseLoss, LeaseStatus};
 pub use memory::MemoryStore;
 pub use state::{HISTORY_REVISIONS_MAX, KEY_BYTES_MAX, LEASES_MAX, OPERATIONS_MAX, VALUE_BYTES_MAX};

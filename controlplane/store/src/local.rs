@@ -1,12 +1,12 @@
-//! What the local stores have in common: the state, the clock, and what makes changes durable.
+//! Common part of the local stores: state, clock, durability and leases.
 //!
-//! A change is planned against the state, made durable, then applied; one after the other, while readers go on. Watches
-//! read the history at their own pace instead of being sent copies: nothing is buffered for them, and when one falls behind
-//! the history it is told so.
+//! A change is planned against the state, made durable, then applied. Changes are serialized, but do not
+//! block readers. Watches read the history at their own pace, so nothing is buffered for them. A watch that
+//! falls behind the history gets an error.
 //!
-//! Nothing runs in the background. Leases that have expired are ended by whoever looks next, and by the watches, which
-//! sleep no longer than until the next expiry: nobody sees an entry whose lease has expired. The clock is tokio's, so
-//! a runtime with a paused clock passes the time of leases at once.
+//! There are no background tasks. Each access expires due leases first, and a waiting watch wakes at the next
+//! expiry, so no caller sees an entry of an expired lease. The clock is tokio's: a runtime with a paused
+//! clock can advance leases instantly.
 
 use std::fmt;
 use std::future::{pending, ready};
@@ -25,46 +25,46 @@ use crate::error::StoreError;
 use crate::lease::{Lease, LeaseId, TimeToLive};
 use crate::state::{Change, Plan, State};
 
-/// What makes changes durable.
+/// Persistence of changes.
 pub(crate) trait Durable: Send + fmt::Debug + 'static {
-    /// Whether saving waits for a device: then changes are made on the runtime's blocking threads.
-    const WAITS: bool;
+    /// Whether `save` blocks on a device. If so, changes run on the runtime's blocking threads.
+    const BLOCKS: bool;
 
     /// Makes a change durable that is about to be applied to the state.
-    fn save(&mut self, next: &Next<'_>) -> Result<(), StoreError>;
+    fn save(&mut self, next: &PendingChange<'_>) -> Result<(), StoreError>;
 }
 
-/// A change, and between what it lies.
-pub(crate) struct Next<'a> {
+/// A change with its context.
+pub(crate) struct PendingChange<'a> {
     pub(crate) change: &'a Change,
-    /// The revision after it.
+    /// Revision after the change.
     pub(crate) revision: u64,
-    /// History up to here is gone before it.
+    /// End of the compacted history before the change.
     pub(crate) compacted: u64,
 }
 
-/// See the module. Locks of the state are held for memory accesses only, never across a disk write or an await.
+/// A local store. The state's lock is held for memory accesses only, never across a disk write or an await.
 #[derive(Debug)]
 pub(crate) struct Local<D> {
-    /// For words; empty where there is no file.
+    /// Path for error messages; empty without a file.
     path: PathBuf,
     start: Instant,
     state: RwLock<State>,
-    /// Held from plan to apply.
+    /// Locked from plan to apply, which serializes changes.
     durable: Mutex<D>,
-    /// Wakes the watches: there is a later revision, or another lease to wait for.
-    moved: watch::Sender<()>,
+    /// Wakes watches after a new revision or a change of the next expiry.
+    changed: watch::Sender<()>,
 }
 
 impl<D: Durable> Local<D> {
-    /// A state whose leases, if any, live from now on.
+    /// Creates a store; existing leases get their whole time to live.
     pub(crate) fn new(path: PathBuf, durable: D, state: State) -> Arc<Local<D>> {
         Arc::new(Local {
             path,
             start: Instant::now(),
             state: RwLock::new(state),
             durable: Mutex::new(durable),
-            moved: watch::Sender::new(()),
+            changed: watch::Sender::new(()),
         })
     }
 
@@ -72,7 +72,7 @@ impl<D: Durable> Local<D> {
         Tick(0).after(self.start.elapsed())
     }
 
-    /// The state. Every change of it is whole, so a poisoned lock is as good as any.
+    /// Locks the state. A poisoned lock is usable, because a panic cannot leave a change half applied.
     fn read(&self) -> RwLockReadGuard<'_, State> {
         self.state.read().unwrap_or_else(PoisonError::into_inner)
     }
@@ -101,7 +101,7 @@ impl<D: Durable> Local<D> {
         match plan {
             Plan::Conflict => Ok(Outcome::Conflict),
             Plan::Nothing => Ok(Outcome::Committed(Revision(current))),
-            Plan::Commit(change) => self.make(&mut durable, change).map(Outcome::Committed),
+            Plan::Commit(change) => self.apply_durably(&mut durable, change).map(Outcome::Committed),
         }
     }
 
@@ -109,7 +109,7 @@ impl<D: Durable> Local<D> {
         let mut durable = self.lock()?;
         self.expire(&mut durable)?;
         let (lease, change) = self.read().plan_grant(time_to_live)?;
-        self.make(&mut durable, change)?;
+        self.apply_durably(&mut durable, change)?;
         Ok(lease)
     }
 
@@ -117,7 +117,7 @@ impl<D: Durable> Local<D> {
         let mut durable = self.lock()?;
         let now = self.expire(&mut durable)?;
         let change = self.read().plan_revoke(lease, now)?;
-        self.make(&mut durable, change)?;
+        self.apply_durably(&mut durable, change)?;
         Ok(())
     }
 
@@ -125,39 +125,39 @@ impl<D: Durable> Local<D> {
         let mut durable = self.lock()?;
         let compact_to = to.min(self.read().revision);
         if compact_to > self.read().compacted {
-            self.make(&mut durable, Change { events: Vec::new(), lease: None, compact_to })?;
+            self.apply_durably(&mut durable, Change { events: Vec::new(), lease: None, compact_to })?;
         }
         Ok(())
     }
 
-    /// Ends the leases that have expired, in the order of their expiry; at which instant that was.
+    /// Expires due leases in order of their expiry; returns the current time.
     fn expire(&self, durable: &mut D) -> Result<Tick, StoreError> {
         let now = self.now();
         loop {
             let Some(change) = self.read().plan_expiry(now) else { return Ok(now) };
-            self.make(durable, change)?;
+            self.apply_durably(durable, change)?;
         }
     }
 
-    /// Makes a change durable and applies it; the revision after it.
-    fn make(&self, durable: &mut D, change: Change) -> Result<Revision, StoreError> {
+    /// Makes a change durable and applies it; returns the revision after it.
+    fn apply_durably(&self, durable: &mut D, change: Change) -> Result<Revision, StoreError> {
         let (revision, compacted) = {
             let state = self.read();
             (change.revision(&state), state.compacted)
         };
-        durable.save(&Next { change: &change, revision, compacted })?;
+        durable.save(&PendingChange { change: &change, revision, compacted })?;
         let now = self.now();
         self.write().apply(change, now);
-        self.moved.send_replace(());
+        self.changed.send_replace(());
         Ok(Revision(revision))
     }
 
-    /// Runs a change to its end, even when the caller has gone.
+    /// Runs a change to completion, even if the caller is cancelled.
     async fn run<T: Send + 'static>(
         self: &Arc<Self>,
         change: impl FnOnce(&Local<D>) -> Result<T, StoreError> + Send + 'static,
     ) -> Result<T, StoreError> {
-        if !D::WAITS {
+        if !D::BLOCKS {
             return change(self);
         }
         let local = self.clone();
@@ -165,8 +165,8 @@ impl<D: Durable> Local<D> {
         done.unwrap_or_else(|error| Err(self.failed(error.to_string())))
     }
 
-    /// Returns when no lease that has expired is left.
-    async fn settle(self: &Arc<Self>) -> Result<(), StoreError> {
+    /// Expires all due leases.
+    async fn expire_leases(self: &Arc<Self>) -> Result<(), StoreError> {
         if self.read().leases.expired(self.now()).is_none() {
             return Ok(());
         }
@@ -175,8 +175,8 @@ impl<D: Durable> Local<D> {
 
     fn watch(self: &Arc<Self>, prefix: &[u8], from: Revision) -> Result<Watch, StoreError> {
         self.read().changes(prefix, from.0)?;
-        let moved = self.moved.subscribe();
-        let source = Source { local: self.clone(), prefix: prefix.to_vec(), next: from.0, moved };
+        let changed = self.changed.subscribe();
+        let source = LocalWatch { local: self.clone(), prefix: prefix.to_vec(), next: from.0, changed };
         Ok(Watch::new(Box::new(source)))
     }
 
@@ -188,7 +188,7 @@ impl<D: Durable> Local<D> {
     }
 }
 
-/// A store that is a [`Local`] and nothing else.
+/// A store that consists of a [`Local`].
 pub(crate) trait LocalStore: Send + Sync + fmt::Debug {
     type Durable: Durable;
 
@@ -199,7 +199,7 @@ impl<S: LocalStore> Store for S {
     fn get(&self, key: &[u8]) -> StoreFuture<'_, Option<KeyValue>> {
         let (local, key) = (self.local(), key.to_vec());
         Box::pin(async move {
-            local.settle().await?;
+            local.expire_leases().await?;
             Ok(local.read().entries.get(&key).cloned())
         })
     }
@@ -207,7 +207,7 @@ impl<S: LocalStore> Store for S {
     fn range(&self, prefix: &[u8], limit: usize) -> StoreFuture<'_, Range> {
         let (local, prefix) = (self.local(), prefix.to_vec());
         Box::pin(async move {
-            local.settle().await?;
+            local.expire_leases().await?;
             Ok(local.read().range(&prefix, limit))
         })
     }
@@ -227,7 +227,7 @@ impl<S: LocalStore> Store for S {
     fn revision(&self) -> StoreFuture<'_, Revision> {
         let local = self.local();
         Box::pin(async move {
-            local.settle().await?;
+            local.expire_leases().await?;
             Ok(Revision(local.read().revision))
         })
     }
@@ -240,12 +240,12 @@ impl<S: LocalStore> Store for S {
         let local = self.local();
         Box::pin(async move {
             let now = local.now();
-            // Not made durable: after a restart every lease has its whole time anyway.
+            // Keep-alives are not persisted: after a restart every lease has its whole time anyway.
             if local.write().leases.renew(lease, now) {
                 return Ok(());
             }
-            // What is said to be gone is gone, also after a restart.
-            local.settle().await?;
+            // Persist the expiry before reporting it, so that the lease stays gone after a restart.
+            local.expire_leases().await?;
             Err(StoreError::LeaseGone)
         })
     }
@@ -255,21 +255,21 @@ impl<S: LocalStore> Store for S {
     }
 }
 
-struct Source<D> {
+struct LocalWatch<D> {
     local: Arc<Local<D>>,
     prefix: Vec<u8>,
-    /// The first revision not yet reported.
+    /// First revision that was not reported yet.
     next: u64,
-    moved: watch::Receiver<()>,
+    changed: watch::Receiver<()>,
 }
 
-impl<D: Durable> WatchSource for Source<D> {
+impl<D: Durable> WatchSource for LocalWatch<D> {
     fn next(&mut self) -> StoreFuture<'_, WatchBatch> {
         Box::pin(async move {
             loop {
-                self.local.settle().await?;
-                // Marked as seen before the state is read: a change in between wakes the wait below.
-                self.moved.mark_unchanged();
+                self.local.expire_leases().await?;
+                // Mark before reading the state, so that a later change wakes the wait below.
+                self.changed.mark_unchanged();
                 let (changes, expiry) = {
                     let state = self.local.read();
                     (state.changes(&self.prefix, self.next)?, state.leases.next_expiry())
@@ -280,8 +280,8 @@ impl<D: Durable> WatchSource for Source<D> {
                     return Ok(batch);
                 }
                 tokio::select! {
-                    moved = self.moved.changed() => {
-                        moved.expect("the sender lives in `local`, which this source holds");
+                    changed = self.changed.changed() => {
+                        changed.expect("`local`, which this watch holds, owns the sender");
                     }
                     () = self.local.reached(expiry) => {}
                 }

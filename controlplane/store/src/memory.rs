@@ -1,25 +1,25 @@
-//! A store that forgets with its process: for tests and throw-away clusters.
+//! A store in process memory, for tests and throw-away clusters.
 
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use crate::error::StoreError;
-use crate::local::{Durable, Local, LocalStore, Next};
+use crate::local::{Durable, Local, LocalStore, PendingChange};
 use crate::state::State;
 
-/// See the module. Clones are the same store.
+/// A store in memory. Clones share its contents.
 #[derive(Clone, Debug)]
 pub struct MemoryStore {
-    local: Arc<Local<Forgetful>>,
+    local: Arc<Local<NoPersistence>>,
 }
 
 #[derive(Debug)]
-pub(crate) struct Forgetful;
+pub(crate) struct NoPersistence;
 
 impl MemoryStore {
-    /// An empty store.
+    /// Creates an empty store.
     pub fn new() -> MemoryStore {
-        MemoryStore { local: Local::new(PathBuf::new(), Forgetful, State::default()) }
+        MemoryStore { local: Local::new(PathBuf::new(), NoPersistence, State::default()) }
     }
 }
 
@@ -30,17 +30,17 @@ impl Default for MemoryStore {
 }
 
 impl LocalStore for MemoryStore {
-    type Durable = Forgetful;
+    type Durable = NoPersistence;
 
-    fn local(&self) -> &Arc<Local<Forgetful>> {
+    fn local(&self) -> &Arc<Local<NoPersistence>> {
         &self.local
     }
 }
 
-impl Durable for Forgetful {
-    const WAITS: bool = false;
+impl Durable for NoPersistence {
+    const BLOCKS: bool = false;
 
-    fn save(&mut self, _: &Next<'_>) -> Result<(), StoreError> {
+    fn save(&mut self, _: &PendingChange<'_>) -> Result<(), StoreError> {
         Ok(())
     }
 }

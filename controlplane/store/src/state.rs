@@ -1,7 +1,7 @@
-//! A store's content in memory, and what a transaction does to it. Pure: no file, no lock, no async.
+//! In-memory contents of a local store, and the effects of transactions. Pure: no files, locks or async.
 //!
-//! A transaction is first *planned* against the state (checked, turned into events of the next revision), then made
-//! durable by whoever keeps the file, then *applied*. A plan that is never applied has changed nothing.
+//! A transaction is first *planned*: checked, and turned into events of the next revision. The plan is made
+//! durable, then *applied*. A plan that is not applied has no effect.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -15,68 +15,68 @@ mod leases;
 
 pub(crate) use leases::Leases;
 
-/// Bytes of a key at the most; none is empty.
+/// Maximum size of a key in bytes; keys are not empty.
 pub const KEY_BYTES_MAX: usize = 1024;
-/// Bytes of a value at the most: facts, not data.
+/// Maximum size of a value in bytes.
 pub const VALUE_BYTES_MAX: usize = 64 << 10;
-/// Conditions and writes of one transaction at the most; etcd's default is the same.
+/// Maximum number of conditions and writes of a transaction, equal to etcd's default.
 pub const OPERATIONS_MAX: usize = 128;
-/// Revisions of history kept for watches. 10,000 × (≈ 300 bytes of a node's record) = 3 MB; older ones are
-/// compacted away as new ones come.
+/// Revisions of history kept for watches; older ones are compacted. 10,000 × ≈ 300 bytes (a node record) = 3
+/// MB.
 pub const HISTORY_REVISIONS_MAX: u64 = 10_000;
-/// Leases alive at once in a local store: 65,536 × (≈ 200 bytes and their keys) = 13 MB. A member holds a few.
+/// Maximum number of leases of a local store: 65,536 × ≈ 200 bytes = 13 MB plus keys. A member holds a few.
 pub const LEASES_MAX: usize = 1 << 16;
-/// Events of one batch of a watch, exceeded only by a single revision's own.
+/// Maximum number of events in a watch batch, unless a single revision has more.
 const BATCH_EVENTS_MAX: usize = 1024;
 
-/// See the module.
+/// Contents of a local store.
 #[derive(Debug, Default)]
 pub(crate) struct State {
     pub(crate) revision: u64,
-    /// History up to and including this revision is gone.
+    /// Last compacted revision.
     pub(crate) compacted: u64,
     pub(crate) entries: BTreeMap<Vec<u8>, KeyValue>,
     /// Events after `compacted`, in order.
     pub(crate) history: VecDeque<Event>,
-    /// What lives for a time only.
+    /// Leases and their attached keys.
     pub(crate) leases: Leases,
-    /// The number of the last lease granted.
+    /// Number of the last granted lease.
     pub(crate) last_lease: u64,
 }
 
-/// What a transaction is going to do.
+/// Planned effect of a transaction.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Plan {
     /// A condition does not hold.
     Conflict,
-    /// Nothing changes.
+    /// The writes change nothing.
     Nothing,
-    /// This.
+    /// The change to persist and apply.
     Commit(Change),
 }
 
-/// What becomes durable and is applied as a whole.
+/// A change that is persisted and applied atomically.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Change {
-    /// All of revision `state.revision + 1`; none leaves the revision as it is.
+    /// Events of revision `state.revision + 1`; without events the revision stays.
     pub(crate) events: Vec<Event>,
-    /// What happens to a lease, if anything.
+    /// Start or end of a lease, if any.
     pub(crate) lease: Option<LeaseChange>,
-    /// History up to this revision goes.
+    /// Revision up to which history is compacted.
     pub(crate) compact_to: u64,
 }
 
-/// The beginning or end of a lease.
+/// Start or end of a lease.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum LeaseChange {
-    /// It lives from the instant of the change on.
+    /// Granted; its time starts when the change is applied.
     Granted(Lease),
-    /// It has expired or was revoked; the events of the change delete what belongs to it.
+    /// Expired or revoked; the events of the change delete its entries.
     Gone(LeaseId),
 }
 
 impl Change {
-    /// The revision after this change.
+    /// Revision after this change.
     pub(crate) fn revision(&self, state: &State) -> u64 {
         state.revision + u64::from(!self.events.is_empty())
     }
@@ -107,10 +107,10 @@ impl State {
     pub(crate) fn plan_grant(&self, time_to_live: TimeToLive) -> Result<(Lease, Change), StoreError> {
         if self.leases.count() >= LEASES_MAX {
             return Err(StoreError::Invalid(format!(
-                "{LEASES_MAX} leases are alive: revoke what nobody needs, or wait until it expires"
+                "the maximum of {LEASES_MAX} leases is reached: revoke unused leases or wait until they expire"
             )));
         }
-        let id = LeaseId::new(self.last_lease + 1).expect("one more than a number is not 0");
+        let id = LeaseId::new(self.last_lease + 1).expect("a successor is not 0");
         let lease = Lease { id, time_to_live };
         Ok((lease, self.change(Vec::new(), Some(LeaseChange::Granted(lease)))))
     }
@@ -122,7 +122,7 @@ impl State {
         }
     }
 
-    /// The end of the lease that expired first, if any has.
+    /// Plans the expiry of the lease that expired first, if any.
     pub(crate) fn plan_expiry(&self, now: Tick) -> Option<Change> {
         self.leases.expired(now).map(|lease| self.end(lease))
     }
@@ -140,7 +140,7 @@ impl State {
         Change { events, lease, compact_to }
     }
 
-    /// Applies what was planned against this state.
+    /// Applies a change that was planned against this state.
     pub(crate) fn apply(&mut self, change: Change, now: Tick) {
         self.revision = change.revision(self);
         for event in &change.events {
@@ -167,7 +167,7 @@ impl State {
         self.compact(change.compact_to);
     }
 
-    /// Forgets the history up to and including `revision`.
+    /// Deletes the history up to and including `revision`.
     pub(crate) fn compact(&mut self, revision: u64) {
         self.compacted = self.compacted.max(revision.min(self.revision));
         while self.history.front().is_some_and(|event| event.revision().0 <= self.compacted) {
@@ -185,7 +185,7 @@ impl State {
         Range { entries, more: matching.next().is_some(), revision: Revision(self.revision) }
     }
 
-    /// Changes from revision `from` on: a batch (possibly empty) and the revision to go on with.
+    /// Changes from revision `from` on: a batch, possibly empty, and the revision to continue from.
     pub(crate) fn changes(&self, prefix: &[u8], from: u64) -> Result<(WatchBatch, u64), StoreError> {
         if from <= self.compacted {
             return Err(StoreError::Compacted { oldest: Revision(self.compacted + 1) });
@@ -193,7 +193,7 @@ impl State {
         let first = self.history.partition_point(|event| event.revision().0 < from);
         let mut batch = WatchBatch { revision: Revision(self.revision), events: Vec::new() };
         for event in self.history.range(first..) {
-            // Only between revisions: a reader never sees half a transaction.
+            // Split only between revisions, so that readers never see part of a transaction.
             let last = batch.events.last().map(Event::revision);
             if batch.events.len() >= BATCH_EVENTS_MAX && last != Some(event.revision()) {
                 batch.revision = last.unwrap_or(batch.revision);
@@ -216,7 +216,7 @@ impl State {
         }
     }
 
-    /// What a write does, if anything.
+    /// Event of a write, if it has an effect.
     fn event(&self, write: &Write, revision: Revision) -> Option<Event> {
         match write {
             Write::Put { key, value, lease } => {
@@ -237,13 +237,13 @@ impl State {
     }
 }
 
-/// Refuses what no store takes.
+/// Rejects transactions that no store accepts.
 pub(crate) fn check(transaction: &Transaction) -> Result<(), StoreError> {
     let invalid = |text: String| Err(StoreError::Invalid(text));
     let operations = transaction.conditions.len() + transaction.writes.len();
     if operations > OPERATIONS_MAX {
         return invalid(format!(
-            "{operations} conditions and writes in one transaction: at most {OPERATIONS_MAX}"
+            "transaction with {operations} conditions and writes: expected at most {OPERATIONS_MAX}"
         ));
     }
     let mut written = BTreeSet::new();
@@ -253,10 +253,10 @@ pub(crate) fn check(transaction: &Transaction) -> Result<(), StoreError> {
             Write::Delete { key } => (key, 0),
         };
         if value_bytes > VALUE_BYTES_MAX {
-            return invalid(format!("a value of {value_bytes} bytes: at most {VALUE_BYTES_MAX}"));
+            return invalid(format!("value of {value_bytes} bytes: expected at most {VALUE_BYTES_MAX}"));
         }
         if !written.insert(key) {
-            return invalid("one key is written twice in a transaction".to_owned());
+            return invalid("transaction writes a key twice".to_owned());
         }
     }
     let conditioned = transaction.conditions.iter().map(|condition| match condition {
@@ -268,7 +268,7 @@ pub(crate) fn check(transaction: &Transaction) -> Result<(), StoreError> {
         .map(Vec::len)
         .find(|bytes| !(1..=KEY_BYTES_MAX).contains(bytes))
     {
-        Some(bytes) => invalid(format!("a key of {bytes} bytes: 1 to {KEY_BYTES_MAX}")),
+        Some(bytes) => invalid(format!("key of {bytes} bytes: expected 1 to {KEY_BYTES_MAX}")),
         None => Ok(()),
     }
 }
@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn history_is_bounded_and_what_it_lost_is_told() {
+    fn bounds_the_history_and_reports_compacted_revisions() {
         let mut state = State::default();
         for number in 0..HISTORY_REVISIONS_MAX + 5 {
             commit(&mut state, &put(if number % 2 == 0 { "a" } else { "b" }));
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn a_batch_of_changes_ends_between_revisions() {
+    fn splits_watch_batches_only_between_revisions() {
         let mut state = State::default();
         let writes = (0..100u8)
             .map(|number| Write::Put { key: vec![number], value: Vec::new(), lease: None })
@@ -314,7 +314,7 @@ mod tests {
         let mut from = 1;
         let mut events = 0;
         while events < 3000 {
-            let (batch, next) = state.changes(b"", from).expect("kept");
+            let (batch, next) = state.changes(b"", from).expect("in the history");
             assert!(!batch.events.is_empty() && batch.events.len() % 100 == 0, "{}", batch.events.len());
             assert!(batch.events.len() < BATCH_EVENTS_MAX + OPERATIONS_MAX);
             assert_eq!(batch.events.last().map(Event::revision), Some(batch.revision));
@@ -322,11 +322,11 @@ mod tests {
             from = next;
         }
         assert_eq!(from, 31);
-        assert!(state.changes(b"", from).expect("kept").0.events.is_empty());
+        assert!(state.changes(b"", from).expect("in the history").0.events.is_empty());
     }
 
     #[test]
-    fn leases_are_refused_beyond_their_limit_with_words() {
+    fn rejects_leases_beyond_the_limit_and_states_the_remedy() {
         let mut state = State::default();
         let time_to_live = TimeToLive::of_seconds(1);
         for _ in 0..LEASES_MAX {
@@ -335,13 +335,13 @@ mod tests {
         }
         let refused = state.plan_grant(time_to_live).expect_err("beyond the limit");
         assert!(refused.to_string().contains("revoke"), "{refused}");
-        let change = state.plan_expiry(Tick(2_000_000)).expect("one that has expired");
+        let change = state.plan_expiry(Tick(2_000_000)).expect("an expired lease");
         state.apply(change, Tick(2_000_000));
         assert!(state.plan_grant(time_to_live).is_ok());
     }
 
     #[test]
-    fn a_lease_that_has_expired_takes_nothing_even_before_its_end_is_applied() {
+    fn rejects_puts_to_an_expired_lease_before_its_end_is_applied() {
         let mut state = State::default();
         let (lease, change) = state.plan_grant(TimeToLive::of_seconds(1)).expect("granted");
         state.apply(change, Tick(0));

@@ -1,4 +1,4 @@
-//! Users of a real etcd: who gets in, how far, and what the others are told.
+//! Users of a real etcd: authorized users can work, all others get an error with the remedy.
 
 mod etcd_server;
 
@@ -13,22 +13,22 @@ use reprise_controlplane_store::{
 use tokio::time::{sleep, timeout};
 
 const PREFIX: &str = "/reprise/";
-/// Behind every key that begins with the prefix.
+/// End of the range of keys with the prefix.
 const PREFIX_END: &str = "/reprise0";
 const PASSWORD: &str = "correct horse";
-/// etcd forgets a token that nobody has used for so long, and looks once a second.
+/// Lifetime of an unused token; etcd checks once a second.
 const TOKEN_TTL: Duration = Duration::from_secs(1);
 const TOKEN_FORGOTTEN: Duration = Duration::from_millis(2500);
 
-/// A server whose user `member` may read and write under the prefix and nowhere else.
-struct World {
+/// A server whose user `member` may read and write under the prefix only.
+struct TestEnv {
     folder: tempfile::TempDir,
     server: Server,
     root: Client,
 }
 
-impl World {
-    async fn new() -> World {
+impl TestEnv {
+    async fn new() -> TestEnv {
         let folder = tempfile::tempdir().expect("a folder");
         let seconds = TOKEN_TTL.as_secs().to_string();
         let arguments = ["--auth-token", "simple", "--auth-token-ttl", &seconds].map(str::to_owned).to_vec();
@@ -45,7 +45,7 @@ impl World {
         open.auth_enable().await.expect("enabled");
         let options = ConnectOptions::new().with_user("root", PASSWORD).with_auto_token_refresh(true);
         let root = Client::connect(&endpoints, Some(options)).await.expect("root");
-        World { folder, server, root }
+        TestEnv { folder, server, root }
     }
 
     fn settings(&self, name: &str, password: &str) -> EtcdSettings {
@@ -58,7 +58,7 @@ impl World {
     }
 }
 
-/// A user whose password is in a file, with the end of line that an editor leaves.
+/// A user with a password file that ends with a line break, as editors write it.
 fn user(folder: &Path, name: &str, password: &str) -> EtcdUser {
     let password_file = folder.join("password");
     std::fs::write(&password_file, format!("{password}\n")).expect("written");
@@ -77,9 +77,9 @@ fn assert_denied(refused: &StoreError) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_right_user_works_under_its_prefix() {
-    let world = World::new().await;
-    let store = world.member().await;
+async fn an_authorized_user_can_work_under_its_prefix() {
+    let env = TestEnv::new().await;
+    let store = env.member().await;
     let from = Revision(store.revision().await.expect("a read").0 + 1);
     let mut watch = store.watch(b"", from).await.expect("a watch");
     let time_to_live = TimeToLive::new(Duration::from_secs(60)).expect("valid");
@@ -95,15 +95,15 @@ async fn the_right_user_works_under_its_prefix() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn other_users_are_refused_with_words_and_without_their_password() {
-    let world = World::new().await;
-    let elsewhere = EtcdSettings { prefix: "/other/".to_owned(), ..world.settings("member", PASSWORD) };
-    let nobody = world.server.settings(PREFIX);
-    for settings in [elsewhere, nobody] {
+async fn rejects_other_users_without_revealing_passwords() {
+    let env = TestEnv::new().await;
+    let elsewhere = EtcdSettings { prefix: "/other/".to_owned(), ..env.settings("member", PASSWORD) };
+    let without_user = env.server.settings(PREFIX);
+    for settings in [elsewhere, without_user] {
         assert_denied(&EtcdStore::connect(&settings).await.expect_err("refused"));
     }
     for (name, password) in [("member", "wrong"), ("stranger", PASSWORD)] {
-        let settings = world.settings(name, password);
+        let settings = env.settings(name, password);
         assert!(!format!("{settings:?}").contains(password), "{settings:?}");
         let refused = EtcdStore::connect(&settings).await.expect_err("refused");
         assert_denied(&refused);
@@ -112,7 +112,7 @@ async fn other_users_are_refused_with_words_and_without_their_password() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_user_where_etcd_has_none_is_refused_with_words() {
+async fn rejects_a_user_when_authentication_is_disabled() {
     let folder = tempfile::tempdir().expect("a folder");
     let server = Server::start(folder.path());
     let settings =
@@ -123,7 +123,7 @@ async fn a_user_where_etcd_has_none_is_refused_with_words() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_password_that_cannot_be_read_is_refused_with_its_setting() {
+async fn reports_the_setting_of_an_unreadable_password() {
     let folder = tempfile::tempdir().expect("a folder");
     let server = Server::start(folder.path());
     let missing = EtcdUser { name: "member".to_owned(), password_file: folder.path().join("missing") };
@@ -131,16 +131,16 @@ async fn a_password_that_cannot_be_read_is_refused_with_its_setting() {
         let settings = EtcdSettings { user: Some(user), ..server.settings(PREFIX) };
         let refused = EtcdStore::connect(&settings).await.expect_err("refused");
         assert!(matches!(refused, StoreError::Setting(_)), "{refused}");
-        let told = refused.to_string();
-        assert!(told.contains("store.user.password_file") && told.contains(words), "{told}");
+        let message = refused.to_string();
+        assert!(message.contains("store.user.password_file") && message.contains(words), "{message}");
     }
 }
 
-/// That a token is forgotten cannot be seen from outside: asking would be using it. Time has to pass.
+/// The expiry of a token cannot be observed, because a request would renew it. So time must pass.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn calls_watches_and_leases_survive_the_expiry_of_their_token() {
-    let world = World::new().await;
-    let store = world.member().await;
+async fn calls_watches_and_leases_survive_token_expiry() {
+    let env = TestEnv::new().await;
+    let store = env.member().await;
     let time_to_live = TimeToLive::new(Duration::from_secs(60)).expect("valid");
     let lease = store.grant(time_to_live).await.expect("granted").id;
     let from = Revision(store.revision().await.expect("a read").0 + 1);
@@ -151,8 +151,8 @@ async fn calls_watches_and_leases_survive_the_expiry_of_their_token() {
     assert_eq!(early.next().await.expect("changes").events.len(), 1);
     sleep(TOKEN_FORGOTTEN).await;
     let mut late = store.watch(b"", from).await.expect("a watch");
-    let told = timeout(Duration::from_secs(20), late.next()).await.expect("it opens with a token of now");
-    assert!(!told.expect("changes").events.is_empty());
+    let changes = timeout(Duration::from_secs(20), late.next()).await.expect("opens with a current token");
+    assert!(!changes.expect("changes").events.is_empty());
     sleep(TOKEN_FORGOTTEN).await;
     store.keep_alive(lease).await.expect("alive");
     sleep(TOKEN_FORGOTTEN).await;
@@ -160,11 +160,11 @@ async fn calls_watches_and_leases_survive_the_expiry_of_their_token() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_user_who_loses_its_permission_is_told_by_calls_and_watches() {
-    let mut world = World::new().await;
-    let store = world.member().await;
+async fn calls_and_watches_report_revoked_permissions() {
+    let mut env = TestEnv::new().await;
+    let store = env.member().await;
     let options = RoleRevokePermissionOptions::new().with_range_end(PREFIX_END);
-    world.root.role_revoke_permission("member", PREFIX, Some(options)).await.expect("revoked");
+    env.root.role_revoke_permission("member", PREFIX, Some(options)).await.expect("revoked");
     assert_denied(&store.get(b"a").await.expect_err("refused"));
     assert_denied(&store.transact(put("a", "1")).await.expect_err("refused"));
     assert_denied(&store.watch(b"", Revision(1)).await.expect_err("refused"));

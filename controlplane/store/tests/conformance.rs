@@ -1,4 +1,4 @@
-//! What every store must do, run over each of them: the sentences of the `Store` trait, one test each.
+//! Conformance of every store to the `Store` trait, one test for each of its statements.
 
 mod etcd_server;
 
@@ -33,7 +33,7 @@ async fn commit(store: &dyn Store, transaction: Transaction) -> Revision {
     }
 }
 
-/// The events, with their revisions counted from `base`: a store that is shared does not begin at 0.
+/// The events, with revisions relative to `base`, because a shared store does not start at 0.
 fn names(events: &[Event], base: Revision) -> Vec<String> {
     let name = |event: &Event| {
         let sign = if matches!(event, Event::Put(_)) { '+' } else { '-' };
@@ -47,7 +47,7 @@ fn after(base: Revision, number: u64) -> Revision {
     Revision(base.0 + number)
 }
 
-/// Waits until a number of events has come: stores differ in how many a batch has.
+/// Waits for a number of events; stores differ in the size of batches.
 async fn gather(watch: &mut Watch, count: usize) -> Vec<Event> {
     let mut events = Vec::new();
     while events.len() < count {
@@ -56,7 +56,7 @@ async fn gather(watch: &mut Watch, count: usize) -> Vec<Event> {
     events
 }
 
-async fn an_entry_carries_its_revisions_and_version(store: Arc<dyn Store>) {
+async fn entries_have_revisions_and_a_version(store: Arc<dyn Store>) {
     let base = store.revision().await.expect("a read");
     assert_eq!(store.get(b"a").await.expect("a read"), None);
     assert_eq!(commit(&*store, write(vec![put("a", "1")])).await, after(base, 1));
@@ -71,7 +71,7 @@ async fn an_entry_carries_its_revisions_and_version(store: Arc<dyn Store>) {
     assert_eq!((again.created, again.version), (after(base, 5), 1));
 }
 
-async fn a_transaction_commits_all_or_nothing(store: Arc<dyn Store>) {
+async fn transactions_are_atomic(store: Arc<dyn Store>) {
     let base = store.revision().await.expect("a read");
     let create = |key: &str| Transaction {
         conditions: vec![Condition::Absent { key: key.into() }],
@@ -100,15 +100,19 @@ async fn a_transaction_commits_all_or_nothing(store: Arc<dyn Store>) {
     assert_eq!(store.transact(absent).await.expect("valid"), Outcome::Conflict);
 }
 
-async fn a_transaction_that_changes_nothing_makes_no_revision(store: Arc<dyn Store>) {
+async fn transactions_without_changes_create_no_revision(store: Arc<dyn Store>) {
     let base = store.revision().await.expect("a read");
     commit(&*store, write(vec![put("a", "1")])).await;
     assert_eq!(commit(&*store, write(vec![delete("absent")])).await, after(base, 1));
     assert_eq!(commit(&*store, Transaction::default()).await, after(base, 1));
-    assert_eq!(commit(&*store, write(vec![put("a", "1")])).await, after(base, 2), "a put is a change");
+    assert_eq!(
+        commit(&*store, write(vec![put("a", "1")])).await,
+        after(base, 2),
+        "a put of the same value is a change"
+    );
 }
 
-async fn wrong_requests_are_refused_with_words_and_change_nothing(store: Arc<dyn Store>) {
+async fn rejects_invalid_requests_without_changes(store: Arc<dyn Store>) {
     let base = store.revision().await.expect("a read");
     let many = (0..=OPERATIONS_MAX).map(|number| put(&number.to_string(), "")).collect();
     for (transaction, word) in [
@@ -128,7 +132,7 @@ async fn wrong_requests_are_refused_with_words_and_change_nothing(store: Arc<dyn
     assert_eq!(commit(&*store, largest).await, after(base, 1));
 }
 
-async fn a_range_is_ordered_bounded_and_of_one_revision(store: Arc<dyn Store>) {
+async fn ranges_are_ordered_limited_and_of_one_revision(store: Arc<dyn Store>) {
     let base = store.revision().await.expect("a read");
     commit(
         &*store,
@@ -148,7 +152,7 @@ async fn a_range_is_ordered_bounded_and_of_one_revision(store: Arc<dyn Store>) {
     assert!(!store.range(b"x", 0).await.expect("a range").more);
 }
 
-async fn a_long_range_comes_whole(store: Arc<dyn Store>) {
+async fn reads_long_ranges_completely(store: Arc<dyn Store>) {
     let name = |number: usize| format!("n/{number:04}");
     for batch in 0..11 {
         let writes = (batch * 100..(batch + 1) * 100).map(|number| put(&name(number), "x")).collect();
@@ -164,8 +168,8 @@ async fn a_long_range_comes_whole(store: Arc<dyn Store>) {
     }
 }
 
-/// How everybody reads: the range, then what has changed since.
-async fn a_range_and_the_watch_behind_it_show_each_change_once(store: Arc<dyn Store>) {
+/// The usual way to read: a range, then a watch of the changes since.
+async fn a_range_and_a_watch_after_it_show_each_change_once(store: Arc<dyn Store>) {
     const CHANGES: usize = 60;
     let writer = {
         let store = store.clone();
@@ -191,7 +195,7 @@ async fn a_range_and_the_watch_behind_it_show_each_change_once(store: Arc<dyn St
     }
 }
 
-async fn whoever_lost_history_reads_the_range_and_goes_on(store: Arc<dyn Store>) {
+async fn a_reader_of_compacted_history_continues_after_reading_the_range(store: Arc<dyn Store>) {
     let base = store.revision().await.expect("a read");
     for value in ["1", "2", "3"] {
         commit(&*store, write(vec![put("a", value)])).await;
@@ -199,7 +203,7 @@ async fn whoever_lost_history_reads_the_range_and_goes_on(store: Arc<dyn Store>)
     store.compact(after(base, 3)).await.expect("compacted");
     let lost = match store.watch(b"", after(base, 1)).await {
         Err(lost) => lost,
-        Ok(mut watch) => watch.next().await.expect_err("gone"),
+        Ok(mut watch) => watch.next().await.expect_err("compacted"),
     };
     assert!(lost.to_string().contains("read the range again"), "{lost}");
     let range = store.range(b"", 10).await.expect("a range");
@@ -209,7 +213,7 @@ async fn whoever_lost_history_reads_the_range_and_goes_on(store: Arc<dyn Store>)
     assert_eq!(names(&gather(&mut watch, 1).await, base), ["+a@4"]);
 }
 
-async fn a_watch_reports_past_and_future_changes_under_its_prefix_in_order(store: Arc<dyn Store>) {
+async fn watches_report_past_and_future_changes_under_their_prefix_in_order(store: Arc<dyn Store>) {
     let base = store.revision().await.expect("a read");
     commit(&*store, write(vec![put("n/1", "a")])).await;
     commit(&*store, write(vec![put("x", ""), put("n/2", "b")])).await;
@@ -220,18 +224,18 @@ async fn a_watch_reports_past_and_future_changes_under_its_prefix_in_order(store
     {
         let mut waiting = pin!(watch.next());
         let mut context = Context::from_waker(Waker::noop());
-        assert!(matches!(waiting.as_mut().poll(&mut context), Poll::Pending), "nothing more yet");
+        assert!(matches!(waiting.as_mut().poll(&mut context), Poll::Pending), "no further changes yet");
         commit(&*store, write(vec![put("x", "other")])).await;
         commit(&*store, write(vec![delete("n/1"), put("n/3", "c")])).await;
         let second = waiting.await.expect("changes");
-        assert_eq!(names(&second.events, base), ["-n/1@5", "+n/3@5"], "a revision comes whole");
+        assert_eq!(names(&second.events, base), ["-n/1@5", "+n/3@5"], "a revision is not split");
         assert_eq!(second.revision, after(base, 5));
     }
     commit(&*store, write(vec![delete("n/3")])).await;
     assert_eq!(names(&gather(&mut watch, 1).await, base), ["-n/3@6"]);
 }
 
-async fn a_dropped_wait_loses_no_change(store: Arc<dyn Store>) {
+async fn a_dropped_wait_loses_no_changes(store: Arc<dyn Store>) {
     let base = store.revision().await.expect("a read");
     let mut watch = store.watch(b"", after(base, 1)).await.expect("a watch");
     {
@@ -243,7 +247,7 @@ async fn a_dropped_wait_loses_no_change(store: Arc<dyn Store>) {
     assert_eq!(names(&gather(&mut watch, 2).await, base), ["+a@1", "+b@2"]);
 }
 
-async fn a_watch_may_begin_in_the_future(store: Arc<dyn Store>) {
+async fn watches_may_start_at_a_future_revision(store: Arc<dyn Store>) {
     let base = store.revision().await.expect("a read");
     let mut watch = store.watch(b"", after(base, 3)).await.expect("a watch");
     for value in ["1", "2", "3", "4"] {
@@ -252,7 +256,7 @@ async fn a_watch_may_begin_in_the_future(store: Arc<dyn Store>) {
     assert_eq!(names(&gather(&mut watch, 2).await, base), ["+a@3", "+a@4"]);
 }
 
-async fn compacted_history_is_an_error_that_says_where_to_go_on(store: Arc<dyn Store>) {
+async fn compacted_history_is_an_error_with_the_oldest_revision(store: Arc<dyn Store>) {
     let base = store.revision().await.expect("a read");
     for value in ["1", "2", "3", "4"] {
         commit(&*store, write(vec![put("a", value)])).await;
@@ -260,10 +264,10 @@ async fn compacted_history_is_an_error_that_says_where_to_go_on(store: Arc<dyn S
     let mut timely = store.watch(b"", after(base, 4)).await.expect("a watch");
     store.compact(after(base, 4)).await.expect("compacted");
     store.compact(after(base, 3)).await.expect("compacted further already");
-    // A store may say so at once or with the first wait.
+    // A store may report this on opening the watch or on the first wait.
     let refused = match store.watch(b"", after(base, 2)).await {
         Err(refused) => refused,
-        Ok(mut watch) => watch.next().await.expect_err("gone"),
+        Ok(mut watch) => watch.next().await.expect_err("compacted"),
     };
     match refused {
         StoreError::Compacted { oldest } => assert_eq!(oldest, after(base, 4)),
@@ -273,7 +277,7 @@ async fn compacted_history_is_an_error_that_says_where_to_go_on(store: Arc<dyn S
     assert_eq!(store.get(b"a").await.expect("a read").expect("entries stay").value, b"4");
 }
 
-async fn concurrent_swaps_each_take_effect_once(store: Arc<dyn Store>) {
+async fn concurrent_conditional_writes_each_take_effect_once(store: Arc<dyn Store>) {
     const TASKS: u64 = 4;
     const EACH: u64 = 10;
     commit(&*store, write(vec![put("counter", "0")])).await;
@@ -300,30 +304,30 @@ async fn concurrent_swaps_each_take_effect_once(store: Arc<dyn Store>) {
     assert_eq!(count.version, TASKS * EACH + 1);
 }
 
-/// A fresh store in a folder, and what has to live as long as it.
+/// A new store in a folder, and the server that it needs, if any.
 type Opened = (Arc<dyn Store>, Option<Server>);
 type AsyncOpen = fn(PathBuf) -> Pin<Box<dyn Future<Output = Opened> + Send>>;
 
-/// One module for each store, one test for each sentence above.
+/// One module for each store, with one test for each function above.
 macro_rules! conformance {
     ($($name:ident: $open:expr;)*) => { $(
         mod $name {
             use super::*;
 
             conformance!(@tests $open;
-                an_entry_carries_its_revisions_and_version,
-                a_transaction_commits_all_or_nothing,
-                a_transaction_that_changes_nothing_makes_no_revision,
-                wrong_requests_are_refused_with_words_and_change_nothing,
-                a_range_is_ordered_bounded_and_of_one_revision,
-                a_long_range_comes_whole,
-                a_range_and_the_watch_behind_it_show_each_change_once,
-                whoever_lost_history_reads_the_range_and_goes_on,
-                a_watch_reports_past_and_future_changes_under_its_prefix_in_order,
-                a_dropped_wait_loses_no_change,
-                a_watch_may_begin_in_the_future,
-                compacted_history_is_an_error_that_says_where_to_go_on,
-                concurrent_swaps_each_take_effect_once,
+                entries_have_revisions_and_a_version,
+                transactions_are_atomic,
+                transactions_without_changes_create_no_revision,
+                rejects_invalid_requests_without_changes,
+                ranges_are_ordered_limited_and_of_one_revision,
+                reads_long_ranges_completely,
+                a_range_and_a_watch_after_it_show_each_change_once,
+                a_reader_of_compacted_history_continues_after_reading_the_range,
+                watches_report_past_and_future_changes_under_their_prefix_in_order,
+                a_dropped_wait_loses_no_changes,
+                watches_may_start_at_a_future_revision,
+                compacted_history_is_an_error_with_the_oldest_revision,
+                concurrent_conditional_writes_each_take_effect_once,
             );
         }
     )* };

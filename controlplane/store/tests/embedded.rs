@@ -1,4 +1,4 @@
-//! What only a store in a file must do: come back, and refuse files that it must not touch.
+//! Behaviour specific to the store in a file: restarts, crashes, damage and foreign files.
 
 use std::path::Path;
 use std::time::Duration;
@@ -21,7 +21,7 @@ fn refused(path: &Path) -> StoreError {
     EmbeddedStore::open(path).expect_err("refused")
 }
 
-/// Changes one number of the `meta` table behind the store's back.
+/// Changes a number in the `meta` table directly in the file.
 fn set_meta(path: &Path, name: &str, value: u64) {
     let database = Database::open(path).expect("a database");
     let write = database.begin_write().expect("a transaction");
@@ -34,7 +34,7 @@ fn set_meta(path: &Path, name: &str, value: u64) {
 }
 
 #[tokio::test]
-async fn entries_history_and_revision_come_back() {
+async fn entries_history_and_revision_survive_a_restart() {
     let directory = tempfile::tempdir().expect("a directory");
     let path = directory.path().join("store");
     {
@@ -74,7 +74,7 @@ fn seconds(number: u64) -> TimeToLive {
 }
 
 #[tokio::test(start_paused = true)]
-async fn leases_come_back_with_their_whole_time_and_end_for_good() {
+async fn leases_restart_their_time_to_live_after_reopening_and_then_expire() {
     let directory = tempfile::tempdir().expect("a directory");
     let path = directory.path().join("store");
     let (long, short, revoked) = {
@@ -92,14 +92,14 @@ async fn leases_come_back_with_their_whole_time_and_end_for_good() {
     {
         let store = EmbeddedStore::open(&path).expect("the store");
         tokio::time::advance(Duration::from_secs(9)).await;
-        let entry = store.get(b"short").await.expect("a read").expect("nine of ten seconds have passed");
+        let entry = store.get(b"short").await.expect("a read").expect("9 of 10 seconds have passed");
         assert_eq!(entry.lease, Some(short));
         assert!(matches!(store.keep_alive(revoked).await, Err(StoreError::LeaseGone)));
         store.keep_alive(long).await.expect("alive");
         tokio::time::advance(Duration::from_secs(1)).await;
         assert_eq!(store.get(b"short").await.expect("a read"), None);
         let fourth = store.grant(seconds(10)).await.expect("granted").id;
-        assert!(![long, short, revoked].contains(&fourth), "no id is given out again");
+        assert!(![long, short, revoked].contains(&fourth), "ids are not reused");
     }
     let store = EmbeddedStore::open(&path).expect("the store");
     let keys: Vec<_> = store.range(b"", 10).await.expect("a range").entries;
@@ -112,7 +112,7 @@ async fn leases_come_back_with_their_whole_time_and_end_for_good() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lease_that_was_said_to_be_gone_does_not_come_back() {
+async fn an_expired_lease_stays_gone_after_reopening() {
     let directory = tempfile::tempdir().expect("a directory");
     let path = directory.path().join("store");
     for by_transaction in [false, true] {
@@ -134,9 +134,9 @@ async fn a_lease_that_was_said_to_be_gone_does_not_come_back() {
     }
 }
 
-/// The file as a crash would leave it: copied while the store is open and between writes that were answered.
+/// Copies the file while the store is open, between answered writes, as a crash would leave it.
 #[tokio::test]
-async fn what_was_answered_as_committed_survives_a_crash() {
+async fn committed_transactions_survive_a_crash() {
     let directory = tempfile::tempdir().expect("a directory");
     let path = directory.path().join("store");
     let store = EmbeddedStore::open(&path).expect("a new store");
@@ -147,7 +147,7 @@ async fn what_was_answered_as_committed_survives_a_crash() {
         );
         let crashed = directory.path().join(format!("crashed-{number}"));
         std::fs::copy(&path, &crashed).expect("copied");
-        let after = EmbeddedStore::open(&crashed).expect("a crash is no damage");
+        let after = EmbeddedStore::open(&crashed).expect("a crash causes no damage");
         assert_eq!(after.revision().await.expect("a read"), Revision(number));
         let latest = after.get(b"latest").await.expect("a read").expect("an entry");
         assert_eq!(latest.value, number.to_string().into_bytes());
@@ -156,7 +156,7 @@ async fn what_was_answered_as_committed_survives_a_crash() {
 }
 
 #[test]
-fn a_store_that_is_open_is_refused_with_words() {
+fn rejects_a_store_that_is_already_open() {
     let directory = tempfile::tempdir().expect("a directory");
     let path = directory.path().join("store");
     let first = EmbeddedStore::open(&path).expect("a new store");
@@ -168,7 +168,7 @@ fn a_store_that_is_open_is_refused_with_words() {
 }
 
 #[test]
-fn a_store_of_another_schema_is_refused_with_words_and_left_alone() {
+fn rejects_another_schema_version_without_changing_the_file() {
     let directory = tempfile::tempdir().expect("a directory");
     let path = directory.path().join("store");
     drop(EmbeddedStore::open(&path).expect("a new store"));
@@ -186,7 +186,7 @@ fn a_store_of_another_schema_is_refused_with_words_and_left_alone() {
 }
 
 #[test]
-fn files_that_are_no_store_are_refused_with_words_and_left_alone() {
+fn rejects_foreign_files_without_changing_them() {
     let directory = tempfile::tempdir().expect("a directory");
     let path = directory.path().join("store");
     for content in [b"".as_slice(), b"hello", &[0; 8192], &[0xa5; 100_000]] {
@@ -203,7 +203,7 @@ fn files_that_are_no_store_are_refused_with_words_and_left_alone() {
 }
 
 #[test]
-fn a_damaged_store_is_an_error_and_never_a_panic() {
+fn a_damaged_store_is_an_error_and_not_a_panic() {
     let directory = tempfile::tempdir().expect("a directory");
     let path = directory.path().join("store");
     let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
@@ -222,7 +222,7 @@ fn a_damaged_store_is_an_error_and_never_a_panic() {
 }
 
 #[test]
-fn a_flipped_bit_is_detected_or_harmless_and_never_a_panic() {
+fn a_flipped_bit_is_detected_or_harmless_and_does_not_panic() {
     const TRIALS: usize = 200;
     let directory = tempfile::tempdir().expect("a directory");
     let path = directory.path().join("store");
@@ -246,15 +246,15 @@ fn a_flipped_bit_is_detected_or_harmless_and_never_a_panic() {
             Err(_) => detected += 1,
             Ok(store) => {
                 let found = runtime.block_on(store.range(b"", 1000)).expect("a range");
-                assert_eq!(found, expected, "bit {} of byte {place} changed what is read", trial % 8);
+                assert_eq!(found, expected, "bit {} of byte {place} changed the entries", trial % 8);
             }
         }
     }
-    assert!(detected > 0, "none of {TRIALS} flipped bits was noticed");
+    assert!(detected > 0, "none of {TRIALS} flipped bits was detected");
 }
 
 #[test]
-fn a_path_that_cannot_be_created_is_refused_with_words() {
+fn reports_a_path_that_cannot_be_created() {
     let directory = tempfile::tempdir().expect("a directory");
     let refused = refused(&directory.path().join("missing").join("store"));
     assert!(matches!(refused, StoreError::Io { .. }), "{refused}");
@@ -262,7 +262,7 @@ fn a_path_that_cannot_be_created_is_refused_with_words() {
 }
 
 #[test]
-fn what_a_crash_during_creation_left_behind_is_no_obstacle() {
+fn opens_despite_leftovers_of_a_crash_during_creation() {
     let directory = tempfile::tempdir().expect("a directory");
     let path = directory.path().join("store");
     let leftover = directory.path().join(format!("store.creating-{}", std::process::id()));

@@ -1,4 +1,4 @@
-//! What is etcd's own: its prefix, its absence, its restarts, its other users.
+//! Behaviour specific to the etcd store: prefixes, outages, restarts, replaced clusters and schema versions.
 
 mod etcd_server;
 
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use etcd_client::Client;
 use etcd_server::Server;
 use reprise_controlplane_store::{
-    Condition, EtcdSettings, EtcdStore, Event, HeldLease, Loss, Outcome, Revision, Store, StoreError,
+    Condition, EtcdSettings, EtcdStore, Event, LeaseGuard, LeaseLoss, Outcome, Revision, Store, StoreError,
     TimeToLive, Transaction, VALUE_BYTES_MAX, Write,
 };
 
@@ -39,15 +39,15 @@ async fn installations_with_different_prefixes_do_not_see_each_other() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn without_etcd_every_call_ends_within_its_bound_and_with_words() {
+async fn calls_fail_within_their_deadline_without_etcd() {
     let folder = tempfile::tempdir().expect("a folder");
     let mut server = Server::start(folder.path());
     let store = connect(&server, "/a/").await;
     server.kill();
     let started = Instant::now();
-    let refused = store.get(b"x").await.expect_err("nobody is there");
+    let refused = store.get(b"x").await.expect_err("etcd is stopped");
     assert!(matches!(refused, StoreError::Unavailable { .. }), "{refused}");
-    let refused = EtcdStore::connect(&server.settings("/a/")).await.expect_err("nobody is there");
+    let refused = EtcdStore::connect(&server.settings("/a/")).await.expect_err("etcd is stopped");
     assert!(refused.to_string().contains("store.endpoints"), "{refused}");
     assert!(started.elapsed() < Duration::from_secs(12), "two calls of five seconds");
     let nowhere = EtcdSettings { endpoints: Vec::new(), ..server.settings("/a/") };
@@ -55,7 +55,7 @@ async fn without_etcd_every_call_ends_within_its_bound_and_with_words() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_watch_outlives_etcd_and_loses_nothing() {
+async fn a_watch_survives_etcd_restarts_without_losing_changes() {
     let folder = tempfile::tempdir().expect("a folder");
     let mut server = Server::start(folder.path());
     let store = connect(&server, "/a/").await;
@@ -68,15 +68,16 @@ async fn a_watch_outlives_etcd_and_loses_nothing() {
         }
         server.kill();
         server.restart();
-        // The client finds the new process by itself, after a pause of its own.
+        // The client reconnects to the new process after a pause.
         let give_up = Instant::now() + Duration::from_secs(20);
         while store.revision().await.is_err() {
-            assert!(Instant::now() < give_up, "etcd is back and the store does not find it");
+            assert!(Instant::now() < give_up, "the store does not reconnect to etcd");
         }
     }
     while seen.len() < 12 {
-        let batch = tokio::time::timeout(Duration::from_secs(20), watch.next()).await.expect("changes come");
-        seen.extend(batch.expect("nothing is compacted").events.iter().map(|event| event.key().to_vec()));
+        let batch =
+            tokio::time::timeout(Duration::from_secs(20), watch.next()).await.expect("changes arrive");
+        seen.extend(batch.expect("history is available").events.iter().map(|event| event.key().to_vec()));
     }
     let expected: Vec<Vec<u8>> =
         (0..3).flat_map(|round| (0..4).map(move |number| format!("{round}/{number}").into_bytes())).collect();
@@ -84,7 +85,7 @@ async fn a_watch_outlives_etcd_and_loses_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_watch_of_an_etcd_that_was_emptied_ends_instead_of_waiting_for_its_revision() {
+async fn a_watch_of_an_emptied_etcd_ends_instead_of_waiting() {
     let folder = tempfile::tempdir().expect("a folder");
     let mut server = Server::start(folder.path());
     let store = connect(&server, "/a/").await;
@@ -96,12 +97,12 @@ async fn a_watch_of_an_etcd_that_was_emptied_ends_instead_of_waiting_for_its_rev
     server.kill();
     server.wipe();
     server.restart();
-    let ended = tokio::time::timeout(Duration::from_secs(20), watch.next()).await.expect("it ends");
+    let ended = tokio::time::timeout(Duration::from_secs(20), watch.next()).await.expect("the watch ends");
     assert!(matches!(ended, Err(StoreError::Replaced { .. })), "{ended:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_etcd_that_is_restored_from_a_backup_shows_in_every_call_to_whoever_has_seen_more() {
+async fn every_call_detects_an_etcd_restored_to_an_earlier_revision() {
     let folder = tempfile::tempdir().expect("a folder");
     let mut server = Server::start(folder.path());
     let store = connect(&server, "/a/").await;
@@ -109,19 +110,19 @@ async fn an_etcd_that_is_restored_from_a_backup_shows_in_every_call_to_whoever_h
     server.kill();
     server.back_up();
     server.restart();
-    // Who has seen no more than the backup holds cannot be wrong about it.
+    // A client that has seen no more than the backup contains cannot detect the restore.
     let other = connect(&server, "/a/").await;
     let mut seen = other.watch(b"", Revision(1)).await.expect("a watch");
-    seen.next().await.expect("what was put");
+    seen.next().await.expect("the put");
     for number in 0..3 {
         store.transact(put("x", &number.to_string())).await.expect("committed");
     }
     let mut watch = store.watch(b"x", Revision(1)).await.expect("a watch");
-    watch.next().await.expect("what was put");
+    watch.next().await.expect("the put");
     server.kill();
     server.restore();
     server.restart();
-    let of_watch = tokio::time::timeout(Duration::from_secs(20), watch.next()).await.expect("it ends");
+    let of_watch = tokio::time::timeout(Duration::from_secs(20), watch.next()).await.expect("the watch ends");
     let answers = [
         of_watch.err(),
         store.get(b"x").await.err(),
@@ -130,8 +131,8 @@ async fn an_etcd_that_is_restored_from_a_backup_shows_in_every_call_to_whoever_h
         store.transact(put("y", "")).await.err(),
         store.watch(b"", Revision(1)).await.err(),
     ];
-    for (call, told) in answers.into_iter().enumerate() {
-        assert!(matches!(told, Some(StoreError::Replaced { .. })), "call {call}: {told:?}");
+    for (call, outcome) in answers.into_iter().enumerate() {
+        assert!(matches!(outcome, Some(StoreError::Replaced { .. })), "call {call}: {outcome:?}");
     }
     let fresh = connect(&server, "/a/").await;
     let entry = fresh.get(b"x").await.expect("readable").expect("it was in the backup");
@@ -139,7 +140,7 @@ async fn an_etcd_that_is_restored_from_a_backup_shows_in_every_call_to_whoever_h
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn another_cluster_under_the_same_address_shows_however_far_it_is() {
+async fn detects_another_cluster_at_the_same_address() {
     let (folder, elsewhere) =
         (tempfile::tempdir().expect("a folder"), tempfile::tempdir().expect("a folder"));
     let mut server = Server::start(folder.path());
@@ -152,14 +153,14 @@ async fn another_cluster_under_the_same_address_shows_however_far_it_is() {
     for number in 0..20 {
         fresh.transact(put(&number.to_string(), "")).await.expect("committed");
     }
-    let told = store.get(b"x").await.expect_err("not the store that it was");
-    assert!(matches!(told, StoreError::Replaced { .. }), "{told}");
+    let outcome = store.get(b"x").await.expect_err("another cluster");
+    assert!(matches!(outcome, StoreError::Replaced { .. }), "{outcome}");
     other.kill();
 }
 
-/// A server that keeps its connections and answers nothing is worse than none: nothing but a deadline ends a call.
+/// A stopped server keeps its connections but does not answer, so only the deadline ends a call.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn while_etcd_stands_still_every_call_ends_within_its_bound() {
+async fn calls_fail_within_their_deadline_while_etcd_is_stopped() {
     let folder = tempfile::tempdir().expect("a folder");
     let server = Server::start(folder.path());
     let store = connect(&server, "/a/").await;
@@ -197,29 +198,30 @@ async fn while_etcd_stands_still_every_call_ends_within_its_bound() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_held_lease_is_lost_by_its_deadline_when_etcd_stands_still() {
+async fn a_kept_lease_is_lost_by_its_deadline_while_etcd_is_stopped() {
     let folder = tempfile::tempdir().expect("a folder");
     let server = Server::start(folder.path());
     let store = connect(&server, "/a/").await;
-    let held = HeldLease::grant(Arc::new(store), TimeToLive::new(Duration::from_secs(2)).expect("valid"));
+    let held = LeaseGuard::grant(Arc::new(store), TimeToLive::new(Duration::from_secs(2)).expect("valid"));
     let held = held.await.expect("granted");
     server.pause();
     let started = Instant::now();
-    let loss = tokio::time::timeout(Duration::from_secs(20), held.lost()).await.expect("it is told");
-    assert!(matches!(loss, Loss::Unconfirmed { .. }), "{loss}");
+    let loss =
+        tokio::time::timeout(Duration::from_secs(20), held.wait_lost()).await.expect("the loss is reported");
+    assert!(matches!(loss, LeaseLoss::Unconfirmed { .. }), "{loss}");
     let bound = held.time_to_live().duration() + Duration::from_secs(1);
     assert!(started.elapsed() < bound, "{:?} for {}", started.elapsed(), held.time_to_live());
     assert!(!held.is_held());
-    held.release().await.expect("nothing is left to release");
+    held.release().await.expect("releasing a lost lease succeeds");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_held_lease_outlives_a_restart_of_etcd() {
+async fn a_kept_lease_survives_a_restart_of_etcd() {
     let folder = tempfile::tempdir().expect("a folder");
     let mut server = Server::start(folder.path());
     let store = connect(&server, "/a/").await;
     let time_to_live = TimeToLive::new(Duration::from_secs(60)).expect("valid");
-    let held = HeldLease::grant(Arc::new(store.clone()), time_to_live).await.expect("granted");
+    let held = LeaseGuard::grant(Arc::new(store.clone()), time_to_live).await.expect("granted");
     let write = Write::Put { key: b"member".to_vec(), value: Vec::new(), lease: Some(held.id()) };
     store.transact(Transaction { conditions: Vec::new(), writes: vec![write] }).await.expect("committed");
     server.kill();
@@ -227,7 +229,7 @@ async fn a_held_lease_outlives_a_restart_of_etcd() {
     let give_up = Instant::now() + Duration::from_secs(20);
     while let Err(error) = store.keep_alive(held.id()).await {
         assert!(matches!(error, StoreError::Unavailable { .. }), "{error}");
-        assert!(Instant::now() < give_up, "etcd is back and the store does not find it");
+        assert!(Instant::now() < give_up, "the store does not reconnect to etcd");
     }
     assert!(held.is_held());
     assert_eq!(store.range(b"", 10).await.expect("a range").entries.len(), 1);
@@ -235,9 +237,10 @@ async fn a_held_lease_outlives_a_restart_of_etcd() {
     assert!(store.range(b"", 10).await.expect("a range").entries.is_empty());
 }
 
-/// The watch is cut off while nobody asks it, and opens itself again behind what it has reported, which is gone by then.
+/// The watch loses its connection while it is not read. It reopens after its last reported revision, which is
+/// compacted by then.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_watch_that_was_cut_off_learns_that_its_history_is_gone() {
+async fn a_reconnected_watch_reports_compacted_history() {
     let folder = tempfile::tempdir().expect("a folder");
     let mut server = Server::start(folder.path());
     let store = connect(&server, "/a/").await;
@@ -253,14 +256,15 @@ async fn a_watch_that_was_cut_off_learns_that_its_history_is_gone() {
     }
     let now = other.revision().await.expect("a revision");
     other.compact(now).await.expect("compacted");
-    let told = tokio::time::timeout(Duration::from_secs(20), watch.next()).await.expect("it is told");
-    assert!(matches!(told, Err(StoreError::Compacted { oldest }) if oldest == now), "{told:?}");
+    let outcome =
+        tokio::time::timeout(Duration::from_secs(20), watch.next()).await.expect("the watch reports it");
+    assert!(matches!(outcome, Err(StoreError::Compacted { oldest }) if oldest == now), "{outcome:?}");
     let range = other.range(b"", 10).await.expect("a range");
-    assert_eq!(range.entries[0].value, b"4", "the range says what the history does not");
+    assert_eq!(range.entries[0].value, b"4", "the range has the current value");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn keys_of_another_schema_are_refused_with_words_and_left_alone() {
+async fn rejects_another_schema_version_without_changing_keys() {
     let folder = tempfile::tempdir().expect("a folder");
     let server = Server::start(folder.path());
     let settings = server.settings("/a/");
@@ -275,7 +279,7 @@ async fn keys_of_another_schema_are_refused_with_words_and_left_alone() {
     assert!(matches!(refused, StoreError::Schema { found: 2, supported: 1, .. }), "{refused}");
     assert!(refused.to_string().contains("/a/schema"), "{refused}");
     raw.put("/a/schema", "hello", None).await.expect("put");
-    let refused = EtcdStore::connect(&settings).await.expect_err("no version");
+    let refused = EtcdStore::connect(&settings).await.expect_err("invalid version");
     assert!(refused.to_string().contains("store.prefix"), "{refused}");
     raw.put("/a/schema", "1", None).await.expect("put");
     let store = connect(&server, "/a/").await;
@@ -283,7 +287,7 @@ async fn keys_of_another_schema_are_refused_with_words_and_left_alone() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn members_that_connect_first_at_once_agree_on_the_schema() {
+async fn concurrent_first_connections_agree_on_the_schema() {
     let folder = tempfile::tempdir().expect("a folder");
     let server = Server::start(folder.path());
     let tasks: Vec<_> = (0..4)
@@ -297,9 +301,9 @@ async fn members_that_connect_first_at_once_agree_on_the_schema() {
     }
 }
 
-/// More than a gRPC client takes in one message by default (4 MiB), which it would report as history out of range.
+/// Sizes beyond the default message limit of a gRPC client (4 MiB), which it would report as out of range.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn ranges_and_watches_of_the_largest_values_come_whole() {
+async fn reads_ranges_and_watches_of_the_largest_values_completely() {
     const WRITES: usize = 20;
     const TRANSACTIONS: usize = 5;
     let folder = tempfile::tempdir().expect("a folder");

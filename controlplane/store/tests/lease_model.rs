@@ -1,4 +1,5 @@
-//! The local stores against a naive model: random grants, keep-alives, revocations, writes, passing time and restarts.
+//! Compares the local stores with a simple model: random grants, keep-alives, revocations, writes, passing
+//! time and restarts.
 //!
 //! A failing case is printed with all its steps.
 
@@ -24,7 +25,7 @@ enum Step {
     Revoke {
         lease: usize,
     },
-    /// Keys, each with the number of its lease, if any.
+    /// Keys, each with the index of its lease, if any.
     Put {
         writes: BTreeMap<u8, Option<usize>>,
     },
@@ -52,13 +53,13 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..60)
 }
 
-/// What a store with leases is.
+/// A model of a store with leases.
 #[derive(Default)]
 struct Model {
     now: Duration,
     revision: u64,
     entries: BTreeMap<u8, Option<LeaseId>>,
-    /// All ever granted, with their time to live and the instant of their end; `None` when they have ended.
+    /// All granted leases with time to live and expiry; `None` after the end of a lease.
     leases: Vec<(LeaseId, Duration, Option<Duration>)>,
 }
 
@@ -95,7 +96,7 @@ impl Model {
     }
 }
 
-/// A lease by its number; the model knows of it.
+/// A granted lease by its index.
 fn chosen(model: &Model, number: usize) -> Option<LeaseId> {
     model.leases.get(number).map(|(id, _, _)| *id)
 }
@@ -115,7 +116,7 @@ async fn take(store: &dyn Store, model: &mut Model, step: &Step) {
             let lease = store.grant(TimeToLive::new(time_to_live).expect("valid")).await.expect("granted");
             assert!(
                 model.leases.iter().all(|(id, _, _)| *id != lease.id),
-                "{} was given out before",
+                "{} was assigned before",
                 lease.id
             );
             model.leases.push((lease.id, time_to_live, Some(model.now + time_to_live)));
@@ -159,7 +160,7 @@ async fn put(store: &dyn Store, model: &mut Model, writes: &BTreeMap<u8, Option<
         assert_eq!(answer.expect("valid"), Outcome::Committed(Revision(model.revision)));
         model.entries.extend(under);
     } else {
-        assert!(is_gone(answer), "a lease of {under:?} is gone");
+        assert!(is_gone(answer), "a lease of {under:?} has ended");
     }
 }
 
@@ -178,7 +179,7 @@ async fn compare(store: &dyn Store, model: &Model) {
             };
         }
     }
-    assert_eq!(replayed, model.entries, "what the events make");
+    assert_eq!(replayed, model.entries, "the state that the events produce");
 }
 
 fn run(steps: &[Step], mut restart: impl FnMut(Option<Box<dyn Store>>) -> Box<dyn Store>) {
@@ -208,7 +209,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
     #[test]
     fn the_memory_store_behaves_like_the_model(steps in steps()) {
-        // It does not outlive its process, so it is not restarted.
+        // Its contents end with the process, so it is not restarted.
         let steps: Vec<_> = steps.into_iter().filter(|step| !matches!(step, Step::Restart)).collect();
         run(&steps, |_| Box::new(MemoryStore::new()));
     }

@@ -1,7 +1,7 @@
-//! What every store must do about leases, run over each of them: the sentences of the `Store` trait, one test each.
+//! Lease behaviour of every store, one test for each statement of the `Store` trait.
 //!
-//! The local stores run on a paused clock, which leaps whenever everybody waits for it: their leases expire at once. etcd's
-//! take the seconds that they take; nobody sleeps, everybody waits for what shall happen.
+//! The local stores run on a paused clock that advances when all tasks wait, so leases expire at once. Leases
+//! in etcd take real seconds; the tests wait for events, not for fixed times.
 
 mod etcd_server;
 
@@ -13,16 +13,16 @@ use std::time::Duration;
 
 use etcd_server::Server;
 use reprise_controlplane_store::{
-    Condition, EmbeddedStore, EtcdStore, Event, HeldLease, Holding, Lease, LeaseId, Loss, MemoryStore,
-    Outcome, Revision, Store, StoreError, TimeToLive, Transaction, Watch, Write,
+    Condition, EmbeddedStore, EtcdStore, Event, Lease, LeaseGuard, LeaseId, LeaseLoss, LeaseStatus,
+    MemoryStore, Outcome, Revision, Store, StoreError, TimeToLive, Transaction, Watch, Write,
 };
 use tokio::time::{Instant, timeout};
 
-/// As short as etcd grants: one and a half of its election timeouts.
+/// Shortest time to live that etcd grants: 1.5 of its election timeouts.
 const SHORT: Duration = Duration::from_secs(2);
-/// Beyond the time of any test.
+/// A time to live beyond the duration of any test.
 const LONG: Duration = Duration::from_secs(600);
-/// Nothing takes longer: etcd looks for expired leases twice a second.
+/// Upper bound for any wait; etcd checks for expired leases twice a second.
 const SOON: Duration = Duration::from_secs(30);
 
 fn put(key: &str, value: &str, lease: impl Into<Option<LeaseId>>) -> Write {
@@ -54,9 +54,9 @@ async fn watch(store: &dyn Store) -> Watch {
     store.watch(b"", Revision(now.0 + 1)).await.expect("a watch")
 }
 
-/// The keys of the next changes, all of which are deletions of one revision.
+/// Keys of the next changes, which must be deletions of one revision.
 async fn deleted(watch: &mut Watch) -> Vec<String> {
-    let batch = timeout(SOON, watch.next()).await.expect("changes come").expect("changes");
+    let batch = timeout(SOON, watch.next()).await.expect("changes arrive").expect("changes");
     assert!(batch.events.iter().all(|event| event.revision() == batch.revision), "{batch:?}");
     let name = |event: &Event| match event {
         Event::Deleted { key, .. } => String::from_utf8_lossy(key).into_owned(),
@@ -66,12 +66,12 @@ async fn deleted(watch: &mut Watch) -> Vec<String> {
 }
 
 fn assert_gone<T: std::fmt::Debug>(answer: Result<T, StoreError>) {
-    let refused = answer.expect_err("the lease is gone");
+    let refused = answer.expect_err("the lease has ended");
     assert!(matches!(refused, StoreError::LeaseGone), "{refused}");
-    assert!(refused.to_string().contains("have another granted"), "{refused}");
+    assert!(refused.to_string().contains("get a new lease"), "{refused}");
 }
 
-async fn what_belongs_to_a_lease_vanishes_in_one_revision_when_it_expires(store: Arc<dyn Store>) {
+async fn expiry_deletes_the_entries_of_a_lease_in_one_revision(store: Arc<dyn Store>) {
     let lease = grant(&*store, SHORT).await;
     assert!(lease.time_to_live.duration() >= SHORT);
     commit(&*store, vec![put("b", "", lease.id), put("a", "", lease.id), put("stays", "", None)]).await;
@@ -84,7 +84,7 @@ async fn what_belongs_to_a_lease_vanishes_in_one_revision_when_it_expires(store:
     assert_gone(store.revoke(lease.id).await);
 }
 
-async fn what_belongs_to_a_lease_is_gone_when_its_revocation_returns(store: Arc<dyn Store>) {
+async fn revocation_deletes_the_entries_of_a_lease_before_it_returns(store: Arc<dyn Store>) {
     let lease = grant(&*store, LONG).await;
     let other = grant(&*store, LONG).await;
     assert_ne!(lease.id, other.id);
@@ -97,10 +97,10 @@ async fn what_belongs_to_a_lease_is_gone_when_its_revocation_returns(store: Arc<
     assert_eq!(deleted(&mut watch).await, ["a", "b"]);
     assert_gone(store.revoke(lease.id).await);
     assert_gone(store.keep_alive(lease.id).await);
-    store.keep_alive(other.id).await.expect("the other lives");
+    store.keep_alive(other.id).await.expect("the other is alive");
 }
 
-async fn a_lease_without_entries_ends_without_a_revision(store: Arc<dyn Store>) {
+async fn the_end_of_a_lease_without_entries_creates_no_revision(store: Arc<dyn Store>) {
     let base = store.revision().await.expect("a read");
     let lease = grant(&*store, LONG).await;
     store.keep_alive(lease.id).await.expect("alive");
@@ -108,8 +108,8 @@ async fn a_lease_without_entries_ends_without_a_revision(store: Arc<dyn Store>) 
     assert_eq!(store.revision().await.expect("a read"), base);
 }
 
-/// The one that is kept alive outlives, by more than its own time, others that expire one after the other.
-async fn a_lease_outlives_any_number_of_its_times_while_it_is_kept_alive(store: Arc<dyn Store>) {
+/// Keeps one lease alive for longer than its time to live, measured by others that expire one after another.
+async fn a_lease_lives_as_long_as_it_is_kept_alive(store: Arc<dyn Store>) {
     let kept = grant(&*store, SHORT).await;
     commit(&*store, vec![put("kept", "", kept.id)]).await;
     let mut watch = watch(&*store).await;
@@ -122,7 +122,7 @@ async fn a_lease_outlives_any_number_of_its_times_while_it_is_kept_alive(store: 
         let gone = async { while deleted(&mut watch).await != ["pace"] {} };
         let beats = async {
             loop {
-                store.keep_alive(kept.id).await.expect("it is kept alive");
+                store.keep_alive(kept.id).await.expect("alive");
                 tokio::time::sleep(SHORT / 8).await;
             }
         };
@@ -132,10 +132,10 @@ async fn a_lease_outlives_any_number_of_its_times_while_it_is_kept_alive(store: 
         }
     }
     assert_eq!(keys(&*store).await, ["kept"]);
-    assert_eq!(deleted(&mut watch).await, ["kept"], "and then it expires like any other");
+    assert_eq!(deleted(&mut watch).await, ["kept"], "without keep-alives it expires");
 }
 
-async fn many_keep_alives_at_once_are_each_answered(store: Arc<dyn Store>) {
+async fn answers_concurrent_keep_alives(store: Arc<dyn Store>) {
     let lease = grant(&*store, LONG).await;
     commit(&*store, vec![put("a", "", lease.id)]).await;
     let beat = |store: Arc<dyn Store>| async move {
@@ -150,27 +150,27 @@ async fn many_keep_alives_at_once_are_each_answered(store: Arc<dyn Store>) {
     assert_eq!(keys(&*store).await, ["a"]);
 }
 
-async fn an_entry_that_is_put_again_without_the_lease_stays(store: Arc<dyn Store>) {
+async fn an_entry_put_again_without_a_lease_outlives_the_lease(store: Arc<dyn Store>) {
     let lease = grant(&*store, LONG).await;
     commit(&*store, vec![put("a", "1", lease.id), put("b", "1", lease.id)]).await;
     commit(&*store, vec![put("a", "2", None)]).await;
     store.revoke(lease.id).await.expect("revoked");
-    let entry = store.get(b"a").await.expect("a read").expect("it stays");
+    let entry = store.get(b"a").await.expect("a read").expect("an entry");
     assert_eq!((entry.value.as_slice(), entry.lease), (b"2".as_slice(), None));
     assert_eq!(keys(&*store).await, ["a"]);
 }
 
-async fn an_entry_that_is_put_again_under_another_lease_belongs_to_that(store: Arc<dyn Store>) {
+async fn an_entry_put_again_under_another_lease_belongs_to_the_new_lease(store: Arc<dyn Store>) {
     let (first, second) = (grant(&*store, LONG).await, grant(&*store, LONG).await);
     commit(&*store, vec![put("a", "1", first.id)]).await;
     commit(&*store, vec![put("a", "2", second.id)]).await;
     store.revoke(first.id).await.expect("revoked");
-    assert_eq!(store.get(b"a").await.expect("a read").expect("it stays").lease, Some(second.id));
+    assert_eq!(store.get(b"a").await.expect("a read").expect("an entry").lease, Some(second.id));
     store.revoke(second.id).await.expect("revoked");
     assert_eq!(store.get(b"a").await.expect("a read"), None);
 }
 
-async fn an_entry_that_was_deleted_and_created_anew_has_nothing_to_do_with_the_lease(store: Arc<dyn Store>) {
+async fn an_entry_recreated_without_a_lease_outlives_the_old_lease(store: Arc<dyn Store>) {
     let lease = grant(&*store, LONG).await;
     commit(&*store, vec![put("a", "1", lease.id)]).await;
     commit(&*store, vec![delete("a")]).await;
@@ -179,7 +179,7 @@ async fn an_entry_that_was_deleted_and_created_anew_has_nothing_to_do_with_the_l
     assert_eq!(keys(&*store).await, ["a"]);
 }
 
-async fn a_transaction_under_a_lease_that_is_gone_changes_nothing(store: Arc<dyn Store>) {
+async fn a_transaction_with_an_ended_lease_changes_nothing(store: Arc<dyn Store>) {
     let (gone, alive) = (grant(&*store, LONG).await, grant(&*store, LONG).await);
     commit(&*store, vec![put("a", "1", None)]).await;
     store.revoke(gone.id).await.expect("revoked");
@@ -195,7 +195,7 @@ async fn a_transaction_under_a_lease_that_is_gone_changes_nothing(store: Arc<dyn
     assert_eq!(conflict, Outcome::Conflict, "conditions come first");
 }
 
-async fn a_watch_tells_under_which_lease_an_entry_was_put(store: Arc<dyn Store>) {
+async fn a_watch_reports_the_lease_of_an_entry(store: Arc<dyn Store>) {
     let lease = grant(&*store, LONG).await;
     let mut watch = watch(&*store).await;
     commit(&*store, vec![put("a", "1", lease.id)]).await;
@@ -210,62 +210,64 @@ async fn a_watch_tells_under_which_lease_an_entry_was_put(store: Arc<dyn Store>)
     assert_eq!(leases, [Some(lease.id), None]);
 }
 
-async fn a_held_lease_lives_until_it_is_released(store: Arc<dyn Store>) {
+async fn a_kept_lease_lives_until_it_is_released(store: Arc<dyn Store>) {
     let held =
-        HeldLease::grant(store.clone(), TimeToLive::new(SHORT).expect("valid")).await.expect("granted");
+        LeaseGuard::grant(store.clone(), TimeToLive::new(SHORT).expect("valid")).await.expect("granted");
     commit(&*store, vec![put("member", "", held.id())]).await;
     let mut watch = watch(&*store).await;
     let early = timeout(held.time_to_live().duration() * 3, watch.next()).await;
     assert!(early.is_err(), "{early:?}");
     assert!(held.is_held());
-    let holding = held.holding();
+    let holding = held.status();
     held.release().await.expect("released");
-    assert_eq!(*holding.borrow(), Holding::Lost(Loss::Released));
-    assert!(keys(&*store).await.is_empty(), "its entries are gone when this returns");
+    assert_eq!(*holding.borrow(), LeaseStatus::Lost(LeaseLoss::Released));
+    assert!(keys(&*store).await.is_empty(), "entries are deleted before it returns");
     assert_eq!(deleted(&mut watch).await, ["member"]);
 }
 
-async fn a_held_lease_that_is_dropped_is_revoked(store: Arc<dyn Store>) {
-    let held = HeldLease::grant(store.clone(), TimeToLive::new(LONG).expect("valid")).await.expect("granted");
+async fn dropping_the_guard_revokes_the_lease(store: Arc<dyn Store>) {
+    let held =
+        LeaseGuard::grant(store.clone(), TimeToLive::new(LONG).expect("valid")).await.expect("granted");
     commit(&*store, vec![put("member", "", held.id())]).await;
     let mut watch = watch(&*store).await;
     drop(held);
     assert_eq!(deleted(&mut watch).await, ["member"]);
 }
 
-async fn the_holder_is_told_when_the_store_has_ended_its_lease(store: Arc<dyn Store>) {
+async fn the_guard_reports_that_the_store_ended_the_lease(store: Arc<dyn Store>) {
     let held =
-        HeldLease::grant(store.clone(), TimeToLive::new(SHORT).expect("valid")).await.expect("granted");
+        LeaseGuard::grant(store.clone(), TimeToLive::new(SHORT).expect("valid")).await.expect("granted");
     store.revoke(held.id()).await.expect("revoked");
-    assert_eq!(timeout(SOON, held.lost()).await.expect("it is told"), Loss::Gone);
+    assert_eq!(timeout(SOON, held.wait_lost()).await.expect("reported"), LeaseLoss::Expired);
     assert!(!held.is_held());
-    held.release().await.expect("nothing is left to release");
+    held.release().await.expect("releasing a lost lease succeeds");
 }
 
-/// A fresh store in a folder, and what has to live as long as it.
+/// A new store in a folder, and the server that it needs, if any.
 type Opened = (Arc<dyn Store>, Option<Server>);
 type AsyncOpen = fn(PathBuf) -> Pin<Box<dyn Future<Output = Opened> + Send>>;
 
-/// One module for each store, one test for each sentence above; the brackets hold the runtime's arguments.
+/// One module for each store, with one test for each function above; the brackets hold the arguments of the
+/// runtime.
 macro_rules! conformance {
     ($($name:ident [$($runtime:tt)*]: $open:expr;)*) => { $(
         mod $name {
             use super::*;
 
             conformance!(@tests [$($runtime)*] $open;
-                what_belongs_to_a_lease_vanishes_in_one_revision_when_it_expires,
-                what_belongs_to_a_lease_is_gone_when_its_revocation_returns,
-                a_lease_without_entries_ends_without_a_revision,
-                a_lease_outlives_any_number_of_its_times_while_it_is_kept_alive,
-                many_keep_alives_at_once_are_each_answered,
-                an_entry_that_is_put_again_without_the_lease_stays,
-                an_entry_that_is_put_again_under_another_lease_belongs_to_that,
-                an_entry_that_was_deleted_and_created_anew_has_nothing_to_do_with_the_lease,
-                a_transaction_under_a_lease_that_is_gone_changes_nothing,
-                a_watch_tells_under_which_lease_an_entry_was_put,
-                a_held_lease_lives_until_it_is_released,
-                a_held_lease_that_is_dropped_is_revoked,
-                the_holder_is_told_when_the_store_has_ended_its_lease,
+                expiry_deletes_the_entries_of_a_lease_in_one_revision,
+                revocation_deletes_the_entries_of_a_lease_before_it_returns,
+                the_end_of_a_lease_without_entries_creates_no_revision,
+                a_lease_lives_as_long_as_it_is_kept_alive,
+                answers_concurrent_keep_alives,
+                an_entry_put_again_without_a_lease_outlives_the_lease,
+                an_entry_put_again_under_another_lease_belongs_to_the_new_lease,
+                an_entry_recreated_without_a_lease_outlives_the_old_lease,
+                a_transaction_with_an_ended_lease_changes_nothing,
+                a_watch_reports_the_lease_of_an_entry,
+                a_kept_lease_lives_until_it_is_released,
+                dropping_the_guard_revokes_the_lease,
+                the_guard_reports_that_the_store_ended_the_lease,
             );
         }
     )* };

@@ -1,4 +1,5 @@
-//! TLS to a real etcd that asks for client certificates: who gets in, and what the others are told.
+//! TLS to a real etcd that requires client certificates: trusted clients connect, all others get an error
+//! with the remedy.
 
 mod authority;
 mod etcd_server;
@@ -8,18 +9,18 @@ use std::path::{Path, PathBuf};
 use authority::Authority;
 use etcd_server::{Server, ServerTls, Setup};
 use reprise_controlplane_store::{
-    EtcdIdentity, EtcdSettings, EtcdStore, EtcdTls, HeldLease, Outcome, Revision, Store, StoreError,
+    EtcdIdentity, EtcdSettings, EtcdStore, EtcdTls, LeaseGuard, Outcome, Revision, Store, StoreError,
     TimeToLive, Transaction, Write,
 };
 
 /// A server whose certificate names 127.0.0.1 and `etcd.test`, and the files of a client that it trusts.
-struct World {
+struct TestEnv {
     folder: tempfile::TempDir,
     server: Server,
 }
 
-impl World {
-    fn new() -> World {
+impl TestEnv {
+    fn new() -> TestEnv {
         let folder = tempfile::tempdir().expect("a folder");
         let authority = Authority::new("ours");
         let file = |name: &str, text: String| write(folder.path(), name, &text);
@@ -39,7 +40,7 @@ impl World {
         file("other-client.pem", certificate);
         file("other-client-key.pem", key);
         let server = Server::start_with(folder.path(), &Setup { tls: Some(tls), ..Setup::default() });
-        World { folder, server }
+        TestEnv { folder, server }
     }
 
     fn file(&self, name: &str) -> PathBuf {
@@ -53,7 +54,7 @@ impl World {
         }
     }
 
-    /// What the server trusts, changed in one way.
+    /// Settings that the server accepts, with one change.
     fn settings(&self, change: impl FnOnce(&mut EtcdTls)) -> EtcdSettings {
         let mut tls = EtcdTls {
             ca_file: self.file("ca.pem"),
@@ -89,28 +90,28 @@ async fn round_trip(store: &EtcdStore) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_trusts_etcd_and_is_trusted_gets_in() {
-    let world = World::new();
-    let store = EtcdStore::connect(&world.settings(|_| ())).await.expect("trusted");
+async fn connects_with_mutually_trusted_certificates() {
+    let env = TestEnv::new();
+    let store = EtcdStore::connect(&env.settings(|_| ())).await.expect("trusted");
     round_trip(&store).await;
-    let by_name = world.settings(|tls| tls.server_name = Some("etcd.test".to_owned()));
-    EtcdStore::connect(&by_name).await.expect("the certificate has this name, too");
+    let by_name = env.settings(|tls| tls.server_name = Some("etcd.test".to_owned()));
+    EtcdStore::connect(&by_name).await.expect("the certificate contains this name");
     let time_to_live = TimeToLive::new(std::time::Duration::from_secs(2)).expect("valid");
-    let held = HeldLease::grant(std::sync::Arc::new(store), time_to_live).await.expect("granted");
+    let held = LeaseGuard::grant(std::sync::Arc::new(store), time_to_live).await.expect("granted");
     held.release().await.expect("released");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn certificates_that_are_not_trusted_are_refused_with_words() {
-    let world = World::new();
-    let wrong_authority = world.refused(|tls| tls.ca_file = world.file("other-ca.pem")).await;
-    let no_certificate = world.refused(|tls| tls.identity = None).await;
-    let a_strangers = world.refused(|tls| tls.identity = Some(world.identity("other-client"))).await;
-    let wrong_name = world.refused(|tls| tls.server_name = Some("other.test".to_owned())).await;
+async fn rejects_untrusted_certificates_and_names_the_setting() {
+    let env = TestEnv::new();
+    let wrong_authority = env.refused(|tls| tls.ca_file = env.file("other-ca.pem")).await;
+    let no_certificate = env.refused(|tls| tls.identity = None).await;
+    let foreign_identity = env.refused(|tls| tls.identity = Some(env.identity("other-client"))).await;
+    let wrong_name = env.refused(|tls| tls.server_name = Some("other.test".to_owned())).await;
     for (refused, words) in [
         (wrong_authority, "store.tls.ca_file"),
         (no_certificate, "store.tls.cert_file"),
-        (a_strangers, "store.tls.cert_file"),
+        (foreign_identity, "store.tls.cert_file"),
         (wrong_name, "store.tls.server_name"),
     ] {
         assert!(matches!(refused, StoreError::Untrusted { .. }), "{refused}");
@@ -119,64 +120,64 @@ async fn certificates_that_are_not_trusted_are_refused_with_words() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn files_that_are_not_what_they_should_be_are_refused_with_their_setting() {
-    let world = World::new();
-    let text = write(world.folder.path(), "text.pem", "hello");
-    let torn = write(world.folder.path(), "torn.pem", "-----BEGIN CERTIFICATE-----\nAAAA");
-    let missing = world.file("missing.pem");
-    let (good, key) = (world.file("client.pem"), world.file("client-key.pem"));
+async fn rejects_invalid_files_and_names_the_setting() {
+    let env = TestEnv::new();
+    let text = write(env.folder.path(), "text.pem", "hello");
+    let torn = write(env.folder.path(), "torn.pem", "-----BEGIN CERTIFICATE-----\nAAAA");
+    let missing = env.file("missing.pem");
+    let (good, key) = (env.file("client.pem"), env.file("client-key.pem"));
     let identity = |cert_file: &PathBuf, key_file: &PathBuf| {
         Some(EtcdIdentity { cert_file: cert_file.clone(), key_file: key_file.clone() })
     };
     for (refused, field, words) in [
-        (world.refused(|tls| tls.ca_file = missing.clone()).await, "store.tls.ca_file", "cannot read"),
-        (world.refused(|tls| tls.ca_file = text.clone()).await, "store.tls.ca_file", "no certificate in PEM"),
-        (world.refused(|tls| tls.ca_file = torn.clone()).await, "store.tls.ca_file", "is no PEM"),
-        (world.refused(|tls| tls.ca_file = key.clone()).await, "store.tls.ca_file", "no certificate"),
+        (env.refused(|tls| tls.ca_file = missing.clone()).await, "store.tls.ca_file", "cannot read"),
         (
-            world.refused(|tls| tls.identity = identity(&missing, &key)).await,
+            env.refused(|tls| tls.ca_file = text.clone()).await,
+            "store.tls.ca_file",
+            "contains no PEM certificate",
+        ),
+        (env.refused(|tls| tls.ca_file = torn.clone()).await, "store.tls.ca_file", "is not valid PEM"),
+        (
+            env.refused(|tls| tls.ca_file = key.clone()).await,
+            "store.tls.ca_file",
+            "contains no PEM certificate",
+        ),
+        (
+            env.refused(|tls| tls.identity = identity(&missing, &key)).await,
             "store.tls.cert_file",
             "cannot read",
         ),
+        (env.refused(|tls| tls.identity = identity(&good, &good)).await, "store.tls.key_file", "private key"),
+        (env.refused(|tls| tls.identity = identity(&good, &text)).await, "store.tls.key_file", "private key"),
         (
-            world.refused(|tls| tls.identity = identity(&good, &good)).await,
-            "store.tls.key_file",
-            "private key",
-        ),
-        (
-            world.refused(|tls| tls.identity = identity(&good, &text)).await,
-            "store.tls.key_file",
-            "private key",
-        ),
-        (
-            world.refused(|tls| tls.identity = identity(&good, &world.file("other-client-key.pem"))).await,
+            env.refused(|tls| tls.identity = identity(&good, &env.file("other-client-key.pem"))).await,
             "store.tls.key_file",
             "not the key of",
         ),
         (
-            world.refused(|tls| tls.server_name = Some("no name".to_owned())).await,
+            env.refused(|tls| tls.server_name = Some("no name".to_owned())).await,
             "store.tls.server_name",
             "host name",
         ),
     ] {
         assert!(matches!(refused, StoreError::Setting(_)), "{refused}");
-        let told = refused.to_string();
-        assert!(told.contains(field) && told.contains(words), "{told}");
+        let message = refused.to_string();
+        assert!(message.contains(field) && message.contains(words), "{message}");
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_endpoint_and_its_scheme_belong_together() {
-    let world = World::new();
-    let without = EtcdSettings { tls: None, ..world.settings(|_| ()) };
+async fn the_scheme_of_an_endpoint_must_match_the_tls_settings() {
+    let env = TestEnv::new();
+    let without = EtcdSettings { tls: None, ..env.settings(|_| ()) };
     let refused = EtcdStore::connect(&without).await.expect_err("https without TLS");
     assert!(refused.to_string().contains("[store.tls]"), "{refused}");
     let plain: Vec<String> =
         without.endpoints.iter().map(|endpoint| endpoint.replace("https", "http")).collect();
-    let with = EtcdSettings { endpoints: plain.clone(), ..world.settings(|_| ()) };
+    let with = EtcdSettings { endpoints: plain.clone(), ..env.settings(|_| ()) };
     let refused = EtcdStore::connect(&with).await.expect_err("http with TLS");
     assert!(refused.to_string().contains("https://host:port"), "{refused}");
     let plain = EtcdSettings { endpoints: plain, ..without };
-    let refused = EtcdStore::connect(&plain).await.expect_err("etcd speaks TLS only");
+    let refused = EtcdStore::connect(&plain).await.expect_err("etcd requires TLS");
     assert!(matches!(refused, StoreError::Unavailable { .. }), "{refused}");
 }

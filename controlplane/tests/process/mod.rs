@@ -1,4 +1,4 @@
-//! A control-plane member as a process of its own.
+//! A control-plane member as a separate process.
 
 #![allow(dead_code, reason = "each test binary uses a part")]
 
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use reprise_proto::controlplane::membership_client::MembershipClient;
 use tonic::transport::Channel;
 
-/// Longest wait for anything that must happen.
+/// Time limit for any event that must happen.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
 
 /// A running process; killed when dropped.
@@ -34,7 +34,7 @@ impl Process {
         let ready: serde_json::Value = serde_json::from_str(&line).unwrap_or_else(|_| {
             let mut words = String::new();
             log.rewind().and_then(|()| log.read_to_string(&mut words)).expect("the log reads");
-            panic!("{line:?} is no ready line; the process has said: {words}")
+            panic!("invalid ready line {line:?}; log of the process: {words}")
         });
         assert_eq!(ready["ready"], true, "{line}");
         assert!(ready["admin"].as_str().is_some_and(|address| address.starts_with("127.0.0.1:")), "{line}");
@@ -48,14 +48,14 @@ impl Process {
         assert!(status.success());
     }
 
-    /// Waits until it ends by itself.
+    /// Waits until the process exits by itself.
     pub(crate) fn end(&mut self) -> ExitStatus {
         let give_up = Instant::now() + PATIENCE;
         loop {
-            if let Some(status) = self.child.try_wait().expect("one's own child") {
+            if let Some(status) = self.child.try_wait().expect("own child process") {
                 return status;
             }
-            assert!(Instant::now() < give_up, "the process goes on");
+            assert!(Instant::now() < give_up, "the process did not exit");
             std::thread::yield_now();
         }
     }
@@ -72,7 +72,7 @@ impl Drop for Process {
     }
 }
 
-/// The command that runs a member.
+/// Command that runs a member.
 pub(crate) fn command(config: &Path) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_reprise-controlplane"));
     command.arg("--config").arg(config);

@@ -1,4 +1,5 @@
-//! A member asked over the lean connection: the same answers as over tonic's channel, and a new start after a loss.
+//! Lookups over the raw HTTP/2 connection: replies equal those over tonic's channel, and it reconnects after
+//! a loss.
 
 use std::time::Instant;
 
@@ -10,7 +11,7 @@ use tonic::{Code, Status};
 use crate::harness::{self, PATIENCE};
 
 fn connection(member: &ControlPlane) -> Connection {
-    Connection::to(&member.grpc.to_string()).expect("an address")
+    Connection::new(&member.grpc.to_string()).expect("an address")
 }
 
 async fn lookup(connection: &Connection, keys: Vec<u8>) -> Result<LookupReply, Status> {
@@ -18,7 +19,7 @@ async fn lookup(connection: &Connection, keys: Vec<u8>) -> Result<LookupReply, S
 }
 
 #[tokio::test]
-async fn calls_of_every_size_at_once_are_answered() {
+async fn answers_concurrent_calls_of_all_sizes() {
     let member = harness::start().await;
     let connection = connection(&member);
     let calls = [1, 16, 1000, 8192].into_iter().cycle().take(64).map(|count| {
@@ -35,7 +36,7 @@ async fn calls_of_every_size_at_once_are_answered() {
 }
 
 #[tokio::test]
-async fn a_refusal_says_what_it_says_over_a_channel() {
+async fn errors_equal_those_of_a_tonic_channel() {
     let member = harness::start().await;
     let lean = lookup(&connection(&member), vec![1; 15]).await.expect_err("refused");
     let request = LookupRequest { keys: vec![1; 15].into(), asking_node: 0 };
@@ -45,17 +46,17 @@ async fn a_refusal_says_what_it_says_over_a_channel() {
 }
 
 #[tokio::test]
-async fn a_lost_connection_is_unavailable_and_made_anew_by_a_later_call() {
+async fn a_lost_connection_fails_with_unavailable_and_later_calls_reconnect() {
     let member = harness::start().await;
     let connection = connection(&member);
     lookup(&connection, harness::keys(0..1)).await.expect("answered");
     let mut config = harness::config();
     config.listen = member.grpc;
     member.shutdown().await;
-    let lost = lookup(&connection, harness::keys(0..1)).await.expect_err("nobody is there");
+    let lost = lookup(&connection, harness::keys(0..1)).await.expect_err("the member is stopped");
     assert_eq!(lost.code(), Code::Unavailable, "{lost}");
 
-    let member = ControlPlane::start(config).await.expect("started again");
+    let member = ControlPlane::start(config).await.expect("restarted");
     let give_up = Instant::now() + PATIENCE;
     while let Err(status) = lookup(&connection, harness::keys(0..1)).await {
         assert_eq!(status.code(), Code::Unavailable, "{status}");

@@ -1,4 +1,5 @@
-//! Updates and lookups: sequence, inventories, bounds, bad input, large inventories, and heartbeats beside them.
+//! Updates and lookups: sequences, inventories, limits, invalid input, large inventories, and concurrent
+//! heartbeats.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +10,7 @@ use tonic::Code;
 use crate::harness::{self, Node};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_lookup_finds_replicas_of_others_by_tier_in_the_order_of_its_keys() {
+async fn lookups_return_replicas_of_other_nodes_by_tier_in_key_order() {
     let member = harness::start().await;
     let mut first = Node::register(&member, "a").await;
     let mut second = Node::register(&member, "b").await;
@@ -19,7 +20,7 @@ async fn a_lookup_finds_replicas_of_others_by_tier_in_the_order_of_its_keys() {
     assert_eq!(
         second.lookup(harness::keys(0..5)).await,
         [vec![(1, 1)], vec![(1, 1), (1, 2)], vec![(1, 2)], vec![], vec![]],
-        "without the asking node's own"
+        "without the requester's own replicas"
     );
     assert_eq!(first.lookup(harness::keys(2..4)).await, [vec![(2, 2)], vec![(2, 2)]]);
     first.announce(harness::keys(1..2), 0x81).await;
@@ -27,15 +28,15 @@ async fn a_lookup_finds_replicas_of_others_by_tier_in_the_order_of_its_keys() {
     let request = LookupRequest { keys: harness::keys(2..3).into(), asking_node: 0 };
     let everywhere = harness::directory(&member).await.lookup(request).await.expect("answered").into_inner();
     let mut all = harness::replicas(&everywhere);
-    // Of replicas that are alike the key decides which comes first.
+    // The key decides the order of equal replicas.
     all[0].sort_unstable();
-    assert_eq!(all, [vec![(1, 2), (2, 2)]], "0 is no node: nothing is left out");
+    assert_eq!(all, [vec![(1, 2), (2, 2)]], "node 0 leaves out no replicas");
     assert_eq!(first.lookup(Vec::new()).await, Vec::<Vec<(u16, u8)>>::new());
     member.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_gap_is_told_and_nothing_after_it_is_applied_until_an_inventory_comes() {
+async fn reports_a_gap_and_applies_nothing_until_a_new_inventory() {
     let member = harness::start().await;
     let mut node = Node::register(&member, "a").await;
     let mut asking = Node::register(&member, "b").await;
@@ -48,7 +49,7 @@ async fn a_gap_is_told_and_nothing_after_it_is_applied_until_an_inventory_comes(
 
     let again = UpdateRequest { sequence: 6, ..node.update(harness::keys(5..12), 2) };
     let reply = node.send(again).await;
-    assert_eq!(reply.expected_sequence, 13, "what was there is skipped, the rest applied");
+    assert_eq!(reply.expected_sequence, 13, "known changes are skipped, the rest is applied");
     assert_eq!(asking.lookup(harness::keys(9..12)).await, vec![vec![(1, 2)]; 3]);
 
     let begins = SlotSet::ALL.to_bytes().to_vec().into();
@@ -56,27 +57,31 @@ async fn a_gap_is_told_and_nothing_after_it_is_applied_until_an_inventory_comes(
         UpdateRequest { sequence: 30, reset: true, begins, ..node.update(harness::keys(50..52), 1) };
     let reply = node.send(inventory.clone()).await;
     assert_eq!(reply.expected_sequence, 33);
-    assert_eq!(asking.lookup(harness::keys(9..10)).await, [vec![]], "the inventory replaces what was there");
+    assert_eq!(
+        asking.lookup(harness::keys(9..10)).await,
+        [vec![]],
+        "the inventory replaces earlier announcements"
+    );
     assert_eq!(asking.lookup(harness::keys(50..51)).await, [vec![(1, 1)]]);
     node.sequence = 33;
     node.announce(harness::keys(60..61), 1).await;
-    assert_eq!(node.send(inventory).await.expected_sequence, 34, "an inventory sent twice forgets nothing");
+    assert_eq!(node.send(inventory).await.expected_sequence, 34, "a repeated inventory discards nothing");
     assert_eq!(asking.lookup(harness::keys(60..61)).await, [vec![(1, 1)]]);
     member.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn garbage_is_refused_with_words_and_changes_nothing() {
+async fn rejects_malformed_requests_without_changes() {
     let member = harness::start().await;
     let mut node = Node::register(&member, "a").await;
     let good = node.update(harness::keys(0..2), 2);
     let long = node.update(harness::keys(0..8193), 2);
     for (request, words) in [
-        (UpdateRequest { keys: vec![0; 31].into(), ..good.clone() }, "16-byte keys"),
+        (UpdateRequest { keys: vec![0; 31].into(), ..good.clone() }, "multiple of 16"),
         (UpdateRequest { operations: vec![1].into(), ..good.clone() }, "one operation byte"),
         (UpdateRequest { operations: vec![1, 3].into(), ..good.clone() }, "tier 1 (DRAM) or 2 (NVMe)"),
         (UpdateRequest { operations: vec![0x80, 1].into(), ..good.clone() }, "index 0"),
-        (UpdateRequest { node: 1 << 20, ..good.clone() }, "node numbers"),
+        (UpdateRequest { node: 1 << 20, ..good.clone() }, "node number"),
         (UpdateRequest { sequence: u64::MAX, ..good.clone() }, "count changes from 0"),
         (UpdateRequest { begins: vec![0; 511].into(), ..good.clone() }, "begins has 511 bytes"),
         (UpdateRequest { ends: vec![0; 513].into(), ..good.clone() }, "a set of hash slots has 512"),
@@ -87,24 +92,24 @@ async fn garbage_is_refused_with_words_and_changes_nothing() {
         assert!(refused.message().contains(words), "{refused}");
     }
     for (request, words) in [
-        (LookupRequest { keys: vec![0; 15].into(), asking_node: 1 }, "16-byte keys"),
+        (LookupRequest { keys: vec![0; 15].into(), asking_node: 1 }, "multiple of 16"),
         (LookupRequest { keys: harness::keys(0..8193).into(), asking_node: 1 }, "at most 8192"),
-        (LookupRequest { keys: harness::keys(0..1).into(), asking_node: 1 << 16 }, "node numbers"),
+        (LookupRequest { keys: harness::keys(0..1).into(), asking_node: 1 << 16 }, "node number"),
     ] {
         let refused = node.directory.lookup(request).await.expect_err(words);
         assert_eq!(refused.code(), Code::InvalidArgument);
         assert!(refused.message().contains(words), "{refused}");
     }
     let unknown = UpdateRequest { node: 77, ..good.clone() };
-    assert!(node.send(unknown).await.fenced, "a node that never registered");
+    assert!(node.send(unknown).await.fenced, "an unregistered node");
     let described = node.directory.describe(DescribeRequest {}).await.expect("answered").into_inner();
     assert_eq!((described.keys, described.updates), (0, 0));
-    assert_eq!(node.send(good).await.expected_sequence, 3, "and the sequence did not move");
+    assert_eq!(node.send(good).await.expected_sequence, 3, "the sequence is unchanged");
     member.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_million_entries_are_announced_found_described_and_replaced() {
+async fn handles_inventories_of_a_million_entries() {
     const ENTRIES: u64 = 1_000_000;
     const BATCH: u64 = 8192;
     let member = harness::start().await;
@@ -115,7 +120,7 @@ async fn a_million_entries_are_announced_found_described_and_replaced() {
         node.sequence += request.operations.len() as u64;
         let reply = node.send(request).await;
         assert_eq!(reply.expected_sequence, node.sequence);
-        assert!(asking.beat().await && node.beat().await);
+        assert!(asking.heartbeat().await && node.heartbeat().await);
     }
     let described = node.directory.describe(DescribeRequest {}).await.expect("answered").into_inner();
     assert_eq!((described.keys, described.replicas, described.updates), (ENTRIES, ENTRIES, ENTRIES));
@@ -129,12 +134,12 @@ async fn a_million_entries_are_announced_found_described_and_replaced() {
     assert!(absent.iter().all(Vec::is_empty));
     let nothing = UpdateRequest { reset: true, ..node.update(Vec::new(), 2) };
     assert_eq!(node.send(nothing).await.expected_sequence, node.sequence + 1);
-    assert!(asking.lookup(harness::keys(0..BATCH)).await.iter().all(Vec::is_empty), "gone at once");
+    assert!(asking.lookup(harness::keys(0..BATCH)).await.iter().all(Vec::is_empty), "removed at once");
     member.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn slots_are_partial_until_every_node_has_announced_them_and_changes_before_that_are_not_taken() {
+async fn slots_are_partial_and_changes_rejected_until_inventories_are_announced() {
     let member = harness::start().await;
     let mut node = Node::register(&member, "a").await;
     let mut late = Node::register_only(&member, "b").await;
@@ -142,7 +147,7 @@ async fn slots_are_partial_until_every_node_has_announced_them_and_changes_befor
     let request = LookupRequest { keys: harness::keys(0..4).into(), asking_node: 0 };
     let reply = node.directory.lookup(request.clone()).await.expect("answered").into_inner();
     assert_eq!((reply.partial, reply.elsewhere.len()), (4, 0));
-    assert_eq!(harness::replicas(&reply), vec![vec![(1, 2)]; 4], "what is known is answered");
+    assert_eq!(harness::replicas(&reply), vec![vec![(1, 2)]; 4], "known replicas are returned");
     assert!(reply.map_epoch > 0);
 
     late.announce(harness::keys(0..4), 1).await;
@@ -154,7 +159,7 @@ async fn slots_are_partial_until_every_node_has_announced_them_and_changes_befor
     late.announce(harness::keys(0..4), 1).await;
     assert_eq!(late.slots().await.wanted, SlotSet::ALL.without(&one).to_bytes().as_slice());
     let reply = node.directory.lookup(request.clone()).await.expect("answered").into_inner();
-    assert_eq!(reply.partial, 4, "begun is not whole");
+    assert_eq!(reply.partial, 4, "begun inventories are incomplete");
     assert_eq!(harness::replicas(&reply)[..2], [vec![(2, 1), (1, 2)], vec![(1, 2)]]);
 
     let all = SlotSet::ALL.to_bytes();
@@ -167,9 +172,9 @@ async fn slots_are_partial_until_every_node_has_announced_them_and_changes_befor
     member.shutdown().await;
 }
 
-/// Heartbeats on a connection of their own, while other connections keep all workers busy with batches.
+/// Heartbeats on their own connection, while other connections keep all workers busy with batches.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn heartbeats_are_answered_while_updates_and_lookups_keep_the_member_busy() {
+async fn answers_heartbeats_while_busy_with_updates_and_lookups() {
     const LOADED_FOR: Duration = Duration::from_secs(2);
     let member = harness::start().await;
     let mut beating = Node::register(&member, "beating").await;
@@ -190,18 +195,18 @@ async fn heartbeats_are_answered_while_updates_and_lookups_keep_the_member_busy(
         }));
     }
     let mut slowest = Duration::ZERO;
-    let mut beats = 0_u32;
+    let mut heartbeats = 0_u32;
     while Instant::now() < end {
         let start = Instant::now();
-        assert!(beating.beat().await);
+        assert!(beating.heartbeat().await);
         slowest = slowest.max(start.elapsed());
-        beats += 1;
+        heartbeats += 1;
     }
     let mut batches = 0;
     for task in load {
         batches += task.await.expect("no panic");
     }
-    assert!(batches > 0 && beats > 0);
-    assert!(slowest < Duration::from_millis(500), "a beat took {slowest:?} beside {batches} batches");
+    assert!(batches > 0 && heartbeats > 0);
+    assert!(slowest < Duration::from_millis(500), "a heartbeat took {slowest:?} during {batches} batches");
     member.shutdown().await;
 }

@@ -1,4 +1,4 @@
-//! Following a directory: a snapshot, every change after it, a return with a position, a reader that is too slow.
+//! Following a directory: snapshot, later changes, resuming at a position, and a slow reader.
 
 use std::collections::BTreeSet;
 
@@ -12,15 +12,15 @@ use tonic::{Code, Status, Streaming};
 
 use crate::harness::{self, Node, PATIENCE};
 
-/// What somebody knows who follows: node, key, tier.
-type Held = BTreeSet<(u16, BlockKey, u8)>;
+/// State of a follower: node, key, tier.
+type Replicas = BTreeSet<(u16, BlockKey, u8)>;
 
 struct Follower {
     stream: Streaming<FollowReply>,
-    held: Held,
+    held: Replicas,
     position: Option<Position>,
     snapshots: Vec<Reason>,
-    /// Messages taken.
+    /// Number of received messages.
     messages: usize,
 }
 
@@ -28,15 +28,15 @@ impl Follower {
     async fn new(member: &ControlPlane, from: Option<Position>) -> Follower {
         let request = FollowRequest { from };
         let stream = harness::events(member).await.follow(request).await.expect("answered").into_inner();
-        Follower { stream, held: Held::new(), position: from, snapshots: Vec::new(), messages: 0 }
+        Follower { stream, held: Replicas::new(), position: from, snapshots: Vec::new(), messages: 0 }
     }
 
     async fn message(&mut self) -> Result<FollowReply, Status> {
         let message = timeout(PATIENCE, self.stream.message()).await.expect("in time")?;
-        Ok(message.expect("the stream never ends by itself"))
+        Ok(message.expect("the stream does not end by itself"))
     }
 
-    /// Takes one message; whether it says that what is held is current.
+    /// Receives one message; returns whether it reports that the state is current.
     async fn take(&mut self) -> bool {
         let FollowReply { position, event } = self.message().await.expect("no error");
         self.position = position;
@@ -73,20 +73,20 @@ impl Follower {
         while !self.take().await {}
     }
 
-    /// Takes messages until this is held.
-    async fn until(&mut self, held: &Held) {
+    /// Receives messages until this is the state.
+    async fn until(&mut self, held: &Replicas) {
         while self.held != *held {
             self.take().await;
         }
     }
 }
 
-fn held(node: u16, numbers: std::ops::Range<u64>, tier: u8) -> Held {
+fn held(node: u16, numbers: std::ops::Range<u64>, tier: u8) -> Replicas {
     numbers.map(|number| (node, harness::key(number), tier)).collect()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_follower_gets_what_there_is_and_then_every_change() {
+async fn a_follower_gets_a_snapshot_and_then_every_change() {
     let member = harness::start().await;
     let mut node = Node::register(&member, "a").await;
     let mut other = Node::register(&member, "b").await;
@@ -98,7 +98,7 @@ async fn a_follower_gets_what_there_is_and_then_every_change() {
     follower.until_current().await;
     let mut expected = held(1, 0..20_000, 2);
     expected.extend(held(2, 0..10, 1));
-    assert!(follower.held == expected, "{} held", follower.held.len());
+    assert!(follower.held == expected, "{} replicas", follower.held.len());
     assert_eq!(follower.snapshots, [Reason::Start]);
 
     node.announce(harness::keys(0..1), 0x82).await;
@@ -111,7 +111,7 @@ async fn a_follower_gets_what_there_is_and_then_every_change() {
     expected = held(1, 7..9, 1);
     expected.extend(held(2, 0..10, 1));
     follower.until(&expected).await;
-    // It came already: nothing is replaced again.
+    // The message was received already: no second snapshot.
     node.send(inventory).await;
     node.sequence = reply.expected_sequence;
     node.announce(harness::keys(9..10), 1).await;
@@ -123,18 +123,18 @@ async fn a_follower_gets_what_there_is_and_then_every_change() {
     follower.until(&held(1, 7..10, 1)).await;
     assert_eq!(follower.snapshots, [Reason::Start]);
     member.shutdown().await;
-    let ended = follower.message().await.expect_err("the member is gone");
+    let ended = follower.message().await.expect_err("the member shuts down");
     assert_eq!(ended.code(), Code::Unavailable);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_comes_back_with_a_position_gets_what_it_has_missed_and_nothing_else() {
+async fn a_follower_with_a_position_gets_only_missed_changes() {
     let member = harness::start().await;
     let mut node = Node::register(&member, "a").await;
     node.announce(harness::keys(0..5000), 2).await;
     let mut follower = Follower::new(&member, None).await;
     follower.until_current().await;
-    let position = follower.position.expect("it can be gone on from");
+    let position = follower.position.expect("a position to resume from");
     let known = std::mem::take(&mut follower.held);
     drop(follower);
     node.announce(harness::keys(5000..5010), 2).await;
@@ -146,7 +146,7 @@ async fn who_comes_back_with_a_position_gets_what_it_has_missed_and_nothing_else
     let mut expected = held(1, 0..5010, 2);
     expected.remove(&(1, harness::key(3), 2));
     assert!(back.held == expected);
-    assert_eq!((back.snapshots.len(), back.messages), (0, 2), "the changes, and that they are all");
+    assert_eq!((back.snapshots.len(), back.messages), (0, 2), "the changes, and the end of catching up");
 
     let elsewhere = Position { log: position.log.wrapping_add(1), next: position.next };
     let mut foreign = Follower::new(&member, Some(elsewhere)).await;
@@ -157,7 +157,7 @@ async fn who_comes_back_with_a_position_gets_what_it_has_missed_and_nothing_else
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_follower_that_does_not_read_gets_another_snapshot_and_is_right_in_the_end() {
+async fn a_slow_follower_gets_another_snapshot_and_converges() {
     let mut config = harness::config();
     config.events.history = ByteSize(1 << 20);
     let member = ControlPlane::start(config).await.expect("started");

@@ -1,4 +1,4 @@
-//! A member in this process and a node that talks to it.
+//! A member in this process and a node that calls it.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -15,10 +15,10 @@ use reprise_proto::controlplane::{
 };
 use tonic::transport::{Channel, Endpoint};
 
-/// Longest wait for anything that must happen.
+/// Time limit for any event that must happen.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Configuration on free ports with a store in memory.
+/// Configuration with free ports and a memory store.
 pub(crate) fn config() -> Config {
     Config {
         listen: "127.0.0.1:0".parse().expect("an address"),
@@ -28,12 +28,13 @@ pub(crate) fn config() -> Config {
     }
 }
 
-/// The same with a store in a file.
+/// Configuration with free ports and an embedded store.
 pub(crate) fn config_with_store(path: &Path) -> Config {
     Config { store: StoreConfig::Embedded { path: path.to_owned() }, ..config() }
 }
 
-/// Starts one with the store of another that was shut down: calls that end with it hold the file for a moment longer.
+/// Restarts a member on the store of one that was shut down. Calls that end with it may hold the file a
+/// little longer.
 pub(crate) async fn start_again(path: &Path) -> ControlPlane {
     let give_up = Instant::now() + PATIENCE;
     loop {
@@ -41,7 +42,7 @@ pub(crate) async fn start_again(path: &Path) -> ControlPlane {
             Ok(member) => return member,
             Err(error) => {
                 let is_held = format!("{error:#}").contains("is in use by another process");
-                assert!(is_held && Instant::now() < give_up, "it does not start again: {error:#}");
+                assert!(is_held && Instant::now() < give_up, "cannot restart: {error:#}");
             }
         }
         tokio::time::sleep(Duration::from_millis(20)).await;
@@ -82,7 +83,7 @@ pub(crate) fn registration(name: &str) -> RegisterRequest {
     }
 }
 
-/// A uniform key, as SHA-256 would give it.
+/// A uniformly distributed key, like one made by SHA-256.
 pub(crate) fn key(number: u64) -> BlockKey {
     let mix = |seed: u64| {
         let mut value = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -99,7 +100,7 @@ pub(crate) fn keys(numbers: std::ops::Range<u64>) -> Vec<u8> {
     numbers.flat_map(|number| key(number).0).collect()
 }
 
-/// A registered node with its sequence of changes.
+/// A registered node with the sequence of its changes.
 pub(crate) struct Node {
     pub(crate) membership: MembershipClient<Channel>,
     pub(crate) directory: DirectoryClient<Channel>,
@@ -108,12 +109,12 @@ pub(crate) struct Node {
 }
 
 impl Node {
-    /// Registered, with an empty inventory in all slots.
+    /// Registers a node with an empty inventory in all slots.
     pub(crate) async fn register(member: &ControlPlane, name: &str) -> Node {
         let mut node = Node::register_only(member, name).await;
         let give_up = Instant::now() + PATIENCE;
         while node.slots().await.wanted != SlotSet::ALL.to_bytes().as_slice() {
-            assert!(Instant::now() < give_up, "the member never owned its slots");
+            assert!(Instant::now() < give_up, "the member did not get its slots");
             tokio::task::yield_now().await;
         }
         let all = SlotSet::ALL.to_bytes();
@@ -121,7 +122,7 @@ impl Node {
         node
     }
 
-    /// Registered, and nothing announced.
+    /// Registers a node without an inventory.
     pub(crate) async fn register_only(member: &ControlPlane, name: &str) -> Node {
         let mut membership = membership(member).await;
         let granted = membership.register(registration(name)).await.expect("registered").into_inner();
@@ -141,12 +142,12 @@ impl Node {
         assert_eq!(self.send(request).await.expected_sequence, self.sequence);
     }
 
-    pub(crate) async fn beat(&mut self) -> bool {
+    pub(crate) async fn heartbeat(&mut self) -> bool {
         let request = HeartbeatRequest { node: self.granted.node, epoch: self.granted.epoch };
         self.membership.heartbeat(request).await.expect("answered").into_inner().known
     }
 
-    /// A request that continues this node's changes.
+    /// A request that continues the node's changes.
     pub(crate) fn update(&self, keys: Vec<u8>, operation: u8) -> UpdateRequest {
         let operations = vec![operation; keys.len() / BlockKey::SIZE];
         UpdateRequest {
@@ -163,7 +164,7 @@ impl Node {
         self.directory.update(request).await.expect("answered").into_inner()
     }
 
-    /// Sends changes and expects them to be taken.
+    /// Sends changes that must be accepted.
     pub(crate) async fn announce(&mut self, keys: Vec<u8>, operation: u8) {
         let request = self.update(keys, operation);
         self.sequence += request.operations.len() as u64;
@@ -192,7 +193,7 @@ pub(crate) fn replicas(reply: &LookupReply) -> Vec<Vec<(u16, u8)>> {
     reply.offsets.windows(2).map(|bounds| packed[bounds[0] as usize..bounds[1] as usize].to_vec()).collect()
 }
 
-/// Asks the admin endpoint; the status and the body.
+/// Requests a page of the admin endpoint; returns status and body.
 pub(crate) async fn http(member: &ControlPlane, path: &str) -> (u16, String) {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let mut stream = tokio::net::TcpStream::connect(member.admin).await.expect("connected");

@@ -1,4 +1,4 @@
-//! The publisher, followed as a router follows vLLM: sockets that are not ours, batches read by a reader that is not ours.
+//! The KV-event publisher, used like vLLM's publisher: with third-party sockets and a third-party decoder.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -13,7 +13,7 @@ use zeromq::{DealerSocket, Socket, SocketRecv, SocketSend, SubSocket, ZmqMessage
 
 use crate::harness::{self, Node, PATIENCE};
 
-/// What a router has learned: node, block, medium.
+/// Index of a router: node, block, medium.
 type Index = BTreeSet<(u16, BlockKey, String)>;
 
 fn loopback() -> Option<SocketAddr> {
@@ -29,11 +29,11 @@ async fn start(buffer_steps: usize) -> ControlPlane {
 }
 
 fn addresses(member: &ControlPlane) -> (SocketAddr, SocketAddr) {
-    let publisher = member.publisher.as_ref().expect("it publishes");
-    (publisher.publish, publisher.replay.expect("it answers replays"))
+    let publisher = member.publisher.as_ref().expect("the publisher runs");
+    (publisher.publish, publisher.replay.expect("replays are enabled"))
 }
 
-/// A router: an index, and the number of the last batch in it.
+/// A router: an index, and the number of the last applied batch.
 #[derive(Default)]
 struct Router {
     index: Index,
@@ -76,7 +76,7 @@ impl Router {
         }
     }
 
-    /// Asks for everything from a number on and takes it; the numbers must have no gaps once they begin.
+    /// Requests a replay from a number on and applies it; numbers must have no gaps once they start.
     async fn replay(&mut self, address: SocketAddr, from: u64) {
         let mut socket = DealerSocket::new();
         socket.connect(&format!("tcp://{address}")).await.expect("connected");
@@ -94,7 +94,10 @@ impl Router {
             }
             assert_eq!(topic[..], b"kv-events"[..]);
             let number = u64::from_be_bytes(number[..].try_into().expect("8 bytes"));
-            assert!(following.is_none_or(|following| following == number), "{following:?}, not {number}");
+            assert!(
+                following.is_none_or(|following| following == number),
+                "{number}, expected {following:?}"
+            );
             assert!(number >= from);
             following = Some(number + 1);
             self.apply(number, payload);
@@ -116,7 +119,7 @@ async fn receive(socket: &mut SubSocket) -> (u64, Vec<u8>) {
     (u64::from_be_bytes(number[..].try_into().expect("8 bytes")), payload.to_vec())
 }
 
-/// A subscriber that is known to be one: it has received a batch, which was announced for it.
+/// An established subscriber that has received its first batch, which was announced for it.
 async fn subscribed(address: SocketAddr, node: &mut Node) -> (SubSocket, u64, Vec<u8>) {
     let mut socket = subscribe(address, "kv").await;
     for round in 0.. {
@@ -126,9 +129,9 @@ async fn subscribed(address: SocketAddr, node: &mut Node) -> (SubSocket, u64, Ve
             let number = u64::from_be_bytes(message[1][..].try_into().expect("8 bytes"));
             return (socket, number, message[2].to_vec());
         }
-        assert!(round < 200, "the subscription is never seen");
+        assert!(round < 200, "the subscription did not take effect");
     }
-    unreachable!("rounds are counted")
+    unreachable!("rounds are limited")
 }
 
 fn stored(node: u16, numbers: std::ops::Range<u64>, medium: &str) -> Index {
@@ -136,7 +139,7 @@ fn stored(node: u16, numbers: std::ops::Range<u64>, medium: &str) -> Index {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_router_that_replays_and_then_follows_knows_who_holds_what() {
+async fn a_router_that_replays_and_then_subscribes_has_the_complete_index() {
     let member = start(10_000).await;
     let (publish, replay) = addresses(&member);
     let mut node = Node::register(&member, "a").await;
@@ -146,7 +149,7 @@ async fn a_router_that_replays_and_then_follows_knows_who_holds_what() {
     let (mut socket, number, payload) = subscribed(publish, &mut node).await;
     let mut router = Router::default();
     router.replay(replay, 0).await;
-    assert_eq!(router.batches[0].0, 0, "everything is kept");
+    assert_eq!(router.batches[0].0, 0, "all batches are buffered");
     router.apply(number, &payload);
 
     other.announce(harness::keys(20..21), 0x82).await;
@@ -161,7 +164,7 @@ async fn a_router_that_replays_and_then_follows_knows_who_holds_what() {
         let (number, payload) = receive(&mut socket).await;
         assert_eq!(number, following, "numbers have no gaps");
         following += 1;
-        // What came before the replay's end comes twice, which means nothing.
+        // Batches before the end of the replay arrive twice, which has no effect.
         router.apply(number, &payload);
     }
     let mut again = Router::default();
@@ -169,12 +172,12 @@ async fn a_router_that_replays_and_then_follows_knows_who_holds_what() {
     assert_eq!(again.index, expected);
     again.batches.clear();
     again.replay(replay, following + 1).await;
-    assert_eq!(again.batches, [], "nothing is missed, nothing is sent");
+    assert_eq!(again.batches, [], "without missed batches none are sent");
     member.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_replay_from_before_what_is_kept_is_a_snapshot_and_what_follows() {
+async fn a_replay_from_evicted_batches_is_a_snapshot_and_later_batches() {
     let member = start(64).await;
     let (_, replay) = addresses(&member);
     let mut nodes = Vec::new();
@@ -188,7 +191,7 @@ async fn a_replay_from_before_what_is_kept_is_a_snapshot_and_what_follows() {
         node.announce(harness::keys(keys.clone()), 2).await;
         expected.extend(stored(node.granted.node as u16, keys, "STORAGE"));
     }
-    // A batch is published when it was applied, and a little later.
+    // A batch is published shortly after it was applied.
     let mut router = Router::default();
     timeout(PATIENCE, async {
         while router.index != expected {
@@ -198,11 +201,11 @@ async fn a_replay_from_before_what_is_kept_is_a_snapshot_and_what_follows() {
         }
     })
     .await
-    .expect("all is told");
+    .expect("all batches are published");
     let (first, last) = (router.batches[0].0, router.last.expect("batches"));
     assert!(first > 0 && last - first <= 64 + 32, "{first} to {last}");
     let stored_in = router.batches.iter().filter(|(_, events)| *events > 0).count();
-    assert!(stored_in < router.batches.len(), "numbers that were left are spent on empty batches");
+    assert!(stored_in < router.batches.len(), "unused numbers are sent as empty batches");
     let (_, metrics) = harness::http(&member, "/metrics").await;
     assert!(
         !metrics.contains("reprise_controlplane_event_replays_total{result=\"snapshot\"} 0"),
@@ -216,12 +219,12 @@ async fn a_replay_from_before_what_is_kept_is_a_snapshot_and_what_follows() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_replay_that_cannot_be_whole_leaves_a_gap_that_is_seen() {
+async fn an_incomplete_replay_has_a_visible_gap() {
     let member = start(1).await;
     let (_, replay) = addresses(&member);
     let mut node = Node::register(&member, "a").await;
     node.announce(harness::keys(0..1000), 2).await;
-    // All void, the node void, and four batches of 256 at the most.
+    // Two clearing batches, and four batches of at most 256 blocks.
     const LAST: u64 = 5;
     let mut router = Router::default();
     timeout(PATIENCE, async {
@@ -231,7 +234,7 @@ async fn a_replay_that_cannot_be_whole_leaves_a_gap_that_is_seen() {
     })
     .await
     .expect("published");
-    // The clearings of a snapshot alone are more batches than there are numbers.
+    // The clearing batches of a snapshot alone exceed the available numbers.
     let mut late = Router::default();
     late.replay(replay, LAST - 1).await;
     assert!(late.index.is_empty() && late.last.is_none_or(|last| last < LAST), "{:?}", late.batches);
@@ -244,7 +247,7 @@ async fn a_replay_that_cannot_be_whole_leaves_a_gap_that_is_seen() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_subscriber_of_another_topic_gets_nothing() {
+async fn a_subscriber_of_another_topic_receives_nothing() {
     let member = start(100).await;
     let (publish, _) = addresses(&member);
     let mut node = Node::register(&member, "a").await;
@@ -256,9 +259,9 @@ async fn a_subscriber_of_another_topic_gets_nothing() {
     member.shutdown().await;
 }
 
-/// Written by hand, so that nothing is read that the test does not read.
+// The protocol is written by hand, so that no library reads ahead.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_subscriber_that_does_not_read_misses_batches_and_sees_it_and_keeps_nobody() {
+async fn a_slow_subscriber_misses_batches_with_a_visible_gap_and_blocks_no_other() {
     let member = start(16).await;
     let (publish, _) = addresses(&member);
     let mut node = Node::register(&member, "a").await;
@@ -274,7 +277,7 @@ async fn a_subscriber_that_does_not_read_misses_batches_and_sees_it_and_keeps_no
     let mut greeting = [0; 64 + 27];
     stream.read_exact(&mut greeting).await.expect("greeted");
 
-    // 960,000 blocks are 17 MiB of batches: more than the kernel holds for one connection.
+    // 960,000 blocks are 17 MiB of batches: more than the kernel buffers for one connection.
     let keys = harness::keys(0..8000);
     for round in 0..120 {
         node.announce(keys.clone(), if round % 2 == 0 { 1 } else { 0x81 }).await;
@@ -292,7 +295,7 @@ async fn a_subscriber_that_does_not_read_misses_batches_and_sees_it_and_keeps_no
             if gaps == 0 {
                 continue;
             }
-            // What follows the gap is near the end.
+            // The batch after the gap is near the end.
             let (_, metrics) = harness::http(&member, "/metrics").await;
             let published = metric(&metrics, "reprise_controlplane_event_batches_total");
             if number + 1 == published {
@@ -300,12 +303,12 @@ async fn a_subscriber_that_does_not_read_misses_batches_and_sees_it_and_keeps_no
             }
         }
     };
-    let skipped = timeout(PATIENCE, read).await.expect("it catches up");
+    let skipped = timeout(PATIENCE, read).await.expect("the subscriber catches up");
     assert!(skipped > 0, "{gaps} gaps");
     member.shutdown().await;
 }
 
-/// The body of the next frame.
+/// Body of the next frame.
 async fn frame(stream: &mut TcpStream) -> Vec<u8> {
     let flags = stream.read_u8().await.expect("a frame");
     let length = if flags & 2 == 0 {
@@ -323,13 +326,13 @@ fn metric(metrics: &str, name: &str) -> u64 {
     line.expect("a metric").parse().expect("a number")
 }
 
-/// Whether nothing has arrived.
+/// Whether no message has arrived.
 async fn futures_are_pending(socket: &mut SubSocket) -> bool {
     timeout(std::time::Duration::from_millis(20), socket.recv()).await.is_err()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn whoever_does_not_speak_zmtp_or_comes_too_many_is_cut_and_others_are_served() {
+async fn closes_invalid_and_excess_connections_and_serves_others() {
     let mut config = harness::config();
     config.events.publish = loopback();
     config.events.replay = loopback();
@@ -344,8 +347,8 @@ async fn whoever_does_not_speak_zmtp_or_comes_too_many_is_cut_and_others_are_ser
             let mut stream = TcpStream::connect(address).await.expect("connected");
             stream.write_all(garbage).await.expect("sent");
             let mut answer = Vec::new();
-            // Closed, or reset as what it sent was not read.
-            let _ = timeout(PATIENCE, stream.read_to_end(&mut answer)).await.expect("cut at once");
+            // The connection is closed, or reset if the server left input unread.
+            let _ = timeout(PATIENCE, stream.read_to_end(&mut answer)).await.expect("closed at once");
             assert_eq!(answer.first(), Some(&0xff), "a greeting was sent");
         }
     }
@@ -356,9 +359,9 @@ async fn whoever_does_not_speak_zmtp_or_comes_too_many_is_cut_and_others_are_ser
         silent.push(stream);
     }
     let mut third = TcpStream::connect(publish).await.expect("connected");
-    assert_eq!(third.read_u8().await.expect("a greeting"), 0xff, "it takes the place of the first");
+    assert_eq!(third.read_u8().await.expect("a greeting"), 0xff, "it replaces the first connection");
     let ended = timeout(PATIENCE, silent[0].read_to_end(&mut Vec::new())).await;
-    ended.expect("the longest-idle one is closed").expect("and not reset");
+    ended.expect("the longest-idle one is closed").expect("closed without reset");
     let (_, metrics) = harness::http(&member, "/metrics").await;
     for (listener, reason) in [("events", "idle"), ("events", "protocol"), ("replay", "protocol")] {
         let name = "reprise_controlplane_connections_rejected_total";

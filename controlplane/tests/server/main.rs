@@ -1,17 +1,17 @@
-//! The control plane's services, called as agents call them: the generated gRPC clients against a member in this
-//! process, on free loopback ports.
+//! The control plane's services, called like agents do: generated gRPC clients and a member in this process,
+//! on free loopback ports.
 
 mod connection;
 mod directory;
 mod events;
-mod failing;
-mod forgetting;
+mod fatal_errors;
 mod harness;
-mod holdings;
 mod kv_events;
 mod membership;
+mod node_removal;
 mod placement;
 mod restart;
-mod several;
+mod several_members;
+mod tenant_usage;
 mod tenants;
 mod watches;

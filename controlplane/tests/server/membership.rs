@@ -1,4 +1,4 @@
-//! Registration, heartbeats, death and return.
+//! Registration, heartbeats, death and return of nodes.
 
 use std::time::{Duration, Instant};
 
@@ -11,24 +11,27 @@ use tonic::Code;
 use crate::harness::{self, Node, PATIENCE};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_registered_node_is_listed_with_what_it_said() {
+async fn lists_a_registered_node_with_its_details() {
     let member = harness::start().await;
     let mut node = Node::register(&member, "a").await;
     let registrations = node.granted.epoch & u64::from(u32::MAX);
-    assert_eq!((node.granted.node, registrations), (1, 1), "the upper half is the store's");
+    assert_eq!((node.granted.node, registrations), (1, 1), "the upper half identifies the store");
     assert_eq!((node.granted.heartbeat_every_us, node.granted.dead_after_us), (250_000, 1_500_000));
     let listed = node.membership.list_nodes(ListNodesRequest {}).await.expect("answered").into_inner().nodes;
     assert_eq!(listed.len(), 1);
-    let said = harness::registration("a");
+    let registration = harness::registration("a");
     assert_eq!((listed[0].node, listed[0].epoch, listed[0].alive), (1, node.granted.epoch, true));
-    assert_eq!((&listed[0].name, &listed[0].peer_address), (&said.name, &said.peer_address));
+    assert_eq!((&listed[0].name, &listed[0].peer_address), (&registration.name, &registration.peer_address));
     assert_eq!(listed[0].usage, None, "capacities come with the first report");
-    assert_eq!((&listed[0].failure_domain, &listed[0].version), (&said.failure_domain, &said.version));
+    assert_eq!(
+        (&listed[0].failure_domain, &listed[0].version),
+        (&registration.failure_domain, &registration.version)
+    );
     member.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_same_name_gets_the_same_number_and_fences_the_older_registration() {
+async fn a_registration_under_the_same_name_keeps_the_number_and_fences_the_older_one() {
     let member = harness::start().await;
     let mut old = Node::register(&member, "a").await;
     old.announce(harness::keys(0..3), 1).await;
@@ -36,8 +39,8 @@ async fn the_same_name_gets_the_same_number_and_fences_the_older_registration() 
     let mut new = Node::register(&member, "a").await;
     assert_eq!((new.granted.node, new.granted.epoch), (old.granted.node, old.granted.epoch + 1));
     assert_ne!(other.granted.node, new.granted.node);
-    assert!(!old.beat().await, "the older registration is told to register again");
-    assert!(new.beat().await);
+    assert!(!old.heartbeat().await, "the older registration is unknown");
+    assert!(new.heartbeat().await);
     let reply = old.send(old.update(harness::keys(3..4), 1)).await;
     assert!(reply.fenced);
     let mut other = other;
@@ -49,9 +52,9 @@ async fn the_same_name_gets_the_same_number_and_fences_the_older_registration() 
     member.shutdown().await;
 }
 
-/// The figures of DESIGN §7 with the default configuration: not offered within two seconds of the last beat.
+/// Figures of DESIGN §7 with the default configuration: not offered within two seconds of the last heartbeat.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_silent_node_is_not_offered_within_two_seconds_and_back_with_its_next_beat() {
+async fn a_silent_node_is_not_offered_after_two_seconds_and_returns_with_its_next_heartbeat() {
     let member = harness::start().await;
     let mut asking = Node::register(&member, "asking").await;
     let mut silent = Node::register(&member, "silent").await;
@@ -59,37 +62,37 @@ async fn a_silent_node_is_not_offered_within_two_seconds_and_back_with_its_next_
     let node = u16::try_from(silent.granted.node).expect("a number");
     let mut changes =
         asking.membership.watch_nodes(WatchNodesRequest {}).await.expect("answered").into_inner();
-    assert!(silent.beat().await);
-    let last_beat = Instant::now();
+    assert!(silent.heartbeat().await);
+    let last_heartbeat = Instant::now();
     let mut seen_dead = None;
     while seen_dead.is_none() {
-        assert!(asking.beat().await);
+        assert!(asking.heartbeat().await);
         let offered = asking.lookup(harness::keys(0..1)).await == [vec![(node, 2)]];
-        let silence = last_beat.elapsed();
+        let silence = last_heartbeat.elapsed();
         assert!(silence < Duration::from_secs(2), "still offered after {silence:?}");
         assert!(offered || silence >= Duration::from_millis(1400), "not offered after {silence:?} already");
         if !offered {
             seen_dead = Some(silence);
         }
     }
-    let told = timeout(PATIENCE, async {
+    let notified = timeout(PATIENCE, async {
         loop {
-            let change = changes.message().await.expect("a change").expect("the stream goes on");
+            let change = changes.message().await.expect("a change").expect("the stream continues");
             let info = change.node.expect("a node");
             if info.node == silent.granted.node && !info.alive {
                 return;
             }
         }
     });
-    told.await.expect("watchers are told of the death");
-    assert!(silent.beat().await, "its registration stands");
-    assert_eq!(asking.lookup(harness::keys(0..1)).await, [vec![(node, 2)]], "and its inventory was kept");
+    notified.await.expect("watchers are notified of the death");
+    assert!(silent.heartbeat().await, "its registration is valid");
+    assert_eq!(asking.lookup(harness::keys(0..1)).await, [vec![(node, 2)]], "its inventory was kept");
     silent.announce(harness::keys(1..2), 1).await;
     member.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_node_silent_for_long_is_forgotten_and_must_register_again() {
+async fn a_node_silent_for_long_must_register_again() {
     let mut config = harness::config();
     config.membership.heartbeat_every = Interval(Duration::from_millis(20));
     config.membership.dead_after = Interval(Duration::from_millis(50));
@@ -98,7 +101,7 @@ async fn a_node_silent_for_long_is_forgotten_and_must_register_again() {
     let mut node = Node::register(&member, "a").await;
     node.announce(harness::keys(0..1000), 2).await;
     let gone = timeout(PATIENCE, async {
-        // Beats of another epoch do not keep a node alive; counts say when it has been swept.
+        // Heartbeats of another epoch do not keep a node alive. The counters show when it has been swept.
         while !harness::http(&member, "/directory").await.1.contains("\"keys\":0,") {
             let request = HeartbeatRequest { node: node.granted.node, epoch: node.granted.epoch + 1 };
             let reply = node.membership.heartbeat(request).await.expect("answered");
@@ -106,13 +109,13 @@ async fn a_node_silent_for_long_is_forgotten_and_must_register_again() {
         }
     });
     gone.await.expect("forgotten and swept");
-    assert!(!node.beat().await);
+    assert!(!node.heartbeat().await);
     assert!(node.send(node.update(harness::keys(0..1), 1)).await.fenced);
     member.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn requests_that_make_no_sense_are_refused_with_words() {
+async fn rejects_invalid_requests_with_the_valid_format() {
     let member = harness::start().await;
     let mut membership = harness::membership(&member).await;
     for (request, words) in [
@@ -138,13 +141,13 @@ async fn requests_that_make_no_sense_are_refused_with_words() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_admin_endpoint_shows_nodes_counts_metrics_and_health() {
+async fn the_admin_endpoint_serves_nodes_counters_metrics_and_health() {
     let member = harness::start().await;
     let mut node = Node::register(&member, "a").await;
     node.announce(harness::keys(0..10), 2).await;
     node.announce(harness::keys(0..4), 1).await;
     node.lookup(harness::keys(0..10)).await;
-    assert!(node.beat().await);
+    assert!(node.heartbeat().await);
     assert_eq!(harness::http(&member, "/healthz").await, (200, "ok\n".to_owned()));
     assert_eq!(harness::http(&member, "/readyz").await.0, 200);
     assert_eq!(harness::http(&member, "/nothing").await.0, 404);

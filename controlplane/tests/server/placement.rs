@@ -1,4 +1,4 @@
-//! Places, routes and modes, asked as agents, gateways and operators ask.
+//! Places, routes and modes, requested like agents, gateways and operators do.
 
 use std::time::Instant;
 
@@ -17,11 +17,11 @@ use crate::harness::{self, Node, PATIENCE, channel, keys, start};
 const GIB: u64 = 1 << 30;
 const SLOT: u64 = 2 << 20;
 
-/// Operations of announcements.
+/// Wire operations of announcements.
 const DRAM: u8 = 1;
 const NVME: u8 = 2;
 
-/// A node that says how full it is.
+/// A node that reports its usage.
 struct Holder {
     node: Node,
     placement: PlacementClient<Channel>,
@@ -29,7 +29,7 @@ struct Holder {
 }
 
 impl Holder {
-    /// Registered, with an empty pool of 100 GiB.
+    /// Registers a node with an empty pool of 100 GiB.
     async fn new(member: &ControlPlane, name: &str) -> Holder {
         let node = Node::register(member, name).await;
         let usage = NodeUsage {
@@ -45,7 +45,7 @@ impl Holder {
         };
         let placement = PlacementClient::new(channel(member).await);
         let mut holder = Holder { node, placement, report };
-        holder.say().await;
+        holder.send_report().await;
         holder
     }
 
@@ -53,18 +53,18 @@ impl Holder {
         u16::try_from(self.node.granted.node).expect("16 bits")
     }
 
-    async fn say(&mut self) -> ReportReply {
+    async fn send_report(&mut self) -> ReportReply {
         let reply = self.placement.report(self.report.clone()).await.expect("answered").into_inner();
         assert!(!reply.fenced);
         reply
     }
 
     async fn uses(&mut self, nvme: u64) -> ReportReply {
-        self.report.usage.as_mut().expect("it says so").used = Some(Bytes { dram: 0, nvme });
-        self.say().await
+        self.report.usage.as_mut().expect("usage is set").used = Some(Bytes { dram: 0, nvme });
+        self.send_report().await
     }
 
-    fn question(&self, keys: Vec<u8>, reason: PlaceReason) -> PlaceRequest {
+    fn place_request(&self, keys: Vec<u8>, reason: PlaceReason) -> PlaceRequest {
         PlaceRequest {
             holder: self.node.granted.node,
             epoch: self.node.granted.epoch,
@@ -80,7 +80,7 @@ impl Holder {
     }
 
     async fn targets(&mut self, keys: Vec<u8>, reason: PlaceReason) -> Vec<u16> {
-        let request = self.question(keys, reason);
+        let request = self.place_request(keys, reason);
         let reply = self.place(request).await;
         assert!(!reply.fenced && reply.elsewhere.is_empty(), "{reply:?}");
         targets(&reply)
@@ -102,7 +102,7 @@ fn targets(reply: &PlaceReply) -> Vec<u16> {
     reply.targets.chunks(2).map(|target| u16::from_le_bytes([target[0], target[1]])).collect()
 }
 
-/// Name, run and run in DRAM of the nodes of a route.
+/// Name, run and run in DRAM of each node of a route.
 fn runs(reply: &RouteReply) -> Vec<(&str, u32, u32)> {
     reply.nodes.iter().map(|node| (node.name.as_str(), node.run, node.dram_run)).collect()
 }
@@ -113,7 +113,7 @@ async fn listed(member: &ControlPlane, name: &str) -> NodeInfo {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_hot_block_goes_to_another_node_until_two_have_it_durably() {
+async fn places_a_hot_block_until_two_nodes_have_it_durably() {
     let member = start().await;
     let (mut a, mut b) = (Holder::new(&member, "a").await, Holder::new(&member, "b").await);
     a.node.announce(keys(0..3), NVME).await;
@@ -127,30 +127,31 @@ async fn a_hot_block_goes_to_another_node_until_two_have_it_durably() {
     );
     let mut c = Holder::new(&member, "c").await;
     let choice = a.targets(keys(1..2), PlaceReason::Hot).await;
-    assert_eq!(choice, [b.number()], "who has it in DRAM need not fetch it");
-    assert_eq!(c.targets(keys(0..1), PlaceReason::Hot).await, [0], "enough, whoever asks");
+    assert_eq!(choice, [b.number()], "a node with the block in DRAM need not fetch it");
+    assert_eq!(c.targets(keys(0..1), PlaceReason::Hot).await, [0], "enough replicas, for any requester");
     assert!(b.uses(100 * GIB).await.mode == i32::from(NodeMode::Active));
     c.uses(100 * GIB).await;
-    assert_eq!(a.targets(keys(2..3), PlaceReason::Hot).await, [u16::MAX], "nobody has room");
+    assert_eq!(a.targets(keys(2..3), PlaceReason::Hot).await, [u16::MAX], "no node has room");
     member.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_placed_counts_against_its_target_until_that_reports() {
+async fn placed_bytes_count_against_the_target_until_its_report() {
     let member = start().await;
     let (mut a, mut b) = (Holder::new(&member, "a").await, Holder::new(&member, "b").await);
-    // A 64th of the pool must be free: from there on four blocks more, and a last one that goes below.
+    // A 64th of the pool must stay free: there is room for four more blocks above that, and for a last one
+    // that goes below.
     b.uses(100 * GIB - 100 * GIB / 64 - 4 * SLOT).await;
     let placed = a.targets(keys(0..8), PlaceReason::Drain).await;
     assert_eq!(placed, [[b.number(); 5].as_slice(), &[u16::MAX; 3]].concat());
-    assert_eq!(a.targets(keys(8..9), PlaceReason::Drain).await, [u16::MAX], "in the next call too");
-    b.say().await;
+    assert_eq!(a.targets(keys(8..9), PlaceReason::Drain).await, [u16::MAX], "also in the next call");
+    b.send_report().await;
     assert_eq!(a.targets(keys(8..9), PlaceReason::Drain).await, [b.number()]);
     member.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_cordoned_node_is_chosen_for_nothing_and_a_draining_one_hears_of_it_and_says_how_far_it_is() {
+async fn cordoned_nodes_are_not_chosen_and_draining_nodes_report_progress() {
     let member = start().await;
     let (mut a, mut b) = (Holder::new(&member, "a").await, Holder::new(&member, "b").await);
     let mut watch = harness::membership(&member)
@@ -166,17 +167,17 @@ async fn a_cordoned_node_is_chosen_for_nothing_and_a_draining_one_hears_of_it_an
     let change = watch.message().await.expect("no error").expect("a change").node.expect("a node");
     assert_eq!((change.name.as_str(), change.mode()), ("b", NodeMode::Cordoned));
     assert_eq!(a.targets(keys(0..1), PlaceReason::Drain).await, [u16::MAX]);
-    let told = b.say().await;
-    assert_eq!(told.mode(), NodeMode::Cordoned);
+    let order = b.send_report().await;
+    assert_eq!(order.mode(), NodeMode::Cordoned);
 
     assert_eq!(a.set("b", NodeMode::Draining).await, NodeMode::Cordoned);
     assert_eq!(listed(&member, "b").await.drain, None);
     b.report.drain = Some(DrainProgress { drained: true, walked_blocks: 3, ..DrainProgress::default() });
-    let newer = b.say().await;
+    let newer = b.send_report().await;
     assert_eq!(newer.mode(), NodeMode::Draining);
-    assert!(newer.mode_revision > told.mode_revision);
-    assert_eq!(listed(&member, "b").await.drain, None, "it did not know of this drain yet");
-    b.say().await;
+    assert!(newer.mode_revision > order.mode_revision);
+    assert_eq!(listed(&member, "b").await.drain, None, "the report was made before this drain");
+    b.send_report().await;
     assert_eq!(listed(&member, "b").await.drain, b.report.drain);
 
     assert_eq!(b.set("b", NodeMode::Active).await, NodeMode::Draining);
@@ -187,7 +188,7 @@ async fn a_cordoned_node_is_chosen_for_nothing_and_a_draining_one_hears_of_it_an
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_copy_of_a_draining_node_counts_for_nobody() {
+async fn replicas_on_a_draining_node_do_not_count() {
     let member = start().await;
     let (mut a, mut b) = (Holder::new(&member, "a").await, Holder::new(&member, "b").await);
     a.node.announce(keys(0..1), NVME).await;
@@ -201,22 +202,22 @@ async fn the_copy_of_a_draining_node_counts_for_nobody() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_full_node_is_told_to_move_to_an_empty_one_and_the_place_of_a_move_is_that_one_or_none() {
+async fn a_full_node_moves_blocks_to_an_empty_one_and_to_no_other() {
     let member = start().await;
     let (mut a, mut b) = (Holder::new(&member, "a").await, Holder::new(&member, "b").await);
     let give_up = Instant::now() + PATIENCE;
     // Decided once a second.
-    let told = loop {
-        if let Some(told) = a.uses(50 * GIB).await.r#move {
-            break told;
+    let order = loop {
+        if let Some(order) = a.uses(50 * GIB).await.r#move {
+            break order;
         }
-        assert!(Instant::now() < give_up, "no move was told");
+        assert!(Instant::now() < give_up, "no move was planned");
         tokio::task::yield_now().await;
     };
-    assert_eq!((told.to, told.bytes), (b.node.granted.node, 10 * (256 << 20)));
-    assert_eq!(b.say().await.r#move, None);
+    assert_eq!((order.to, order.bytes), (b.node.granted.node, 10 * (256 << 20)));
+    assert_eq!(b.send_report().await.r#move, None);
     a.node.announce(keys(0..1), NVME).await;
-    let to_b = PlaceRequest { to: told.to, ..a.question(keys(0..1), PlaceReason::Move) };
+    let to_b = PlaceRequest { to: order.to, ..a.place_request(keys(0..1), PlaceReason::Move) };
     assert_eq!(targets(&a.place(to_b.clone()).await), [b.number()]);
     b.node.announce(keys(0..1), NVME).await;
     assert_eq!(targets(&a.place(to_b.clone()).await), [0], "b has it durably");
@@ -227,15 +228,15 @@ async fn a_full_node_is_told_to_move_to_an_empty_one_and_the_place_of_a_move_is_
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn questions_that_make_no_sense_are_refused_with_words_and_old_registrations_are_fenced() {
+async fn rejects_invalid_requests_and_fences_old_registrations() {
     let member = start().await;
     let mut a = Holder::new(&member, "a").await;
-    let good = a.question(keys(0..1), PlaceReason::Hot);
+    let good = a.place_request(keys(0..1), PlaceReason::Hot);
     for (request, words) in [
-        (PlaceRequest { slot_bytes: 0, ..good.clone() }, "slot_bytes is 0"),
+        (PlaceRequest { slot_bytes: 0, ..good.clone() }, "invalid slot_bytes 0"),
         (PlaceRequest { reason: 9, ..good.clone() }, "HOT, DRAIN or MOVE"),
-        (PlaceRequest { reason: PlaceReason::Move.into(), ..good.clone() }, "another node in `to`"),
-        (PlaceRequest { keys: vec![0; 17].into(), ..good.clone() }, "16-byte keys"),
+        (PlaceRequest { reason: PlaceReason::Move.into(), ..good.clone() }, "`to` to another node"),
+        (PlaceRequest { keys: vec![0; 17].into(), ..good.clone() }, "multiple of 16"),
         (PlaceRequest { keys: keys(0..8193).into(), ..good.clone() }, "at most 8192"),
     ] {
         let refused = a.placement.place(request).await.expect_err(words);
@@ -245,17 +246,17 @@ async fn questions_that_make_no_sense_are_refused_with_words_and_old_registratio
     assert!(a.place(PlaceRequest { epoch: good.epoch - 1, ..good.clone() }).await.fenced);
     assert!(a.place(PlaceRequest { holder: 77, ..good }).await.fenced);
     let unknown = SetNodeRequest { name: "b".to_owned(), mode: NodeMode::Cordoned.into() };
-    let refused = a.placement.set_node(unknown).await.expect_err("no such node");
+    let refused = a.placement.set_node(unknown).await.expect_err("unknown node");
     assert_eq!(refused.code(), Code::NotFound);
-    assert!(refused.message().contains("there are a"), "{refused}");
+    assert!(refused.message().contains("known nodes are a"), "{refused}");
     let nothing = SetNodeRequest { name: "a".to_owned(), mode: 0 };
-    let refused = a.placement.set_node(nothing).await.expect_err("no mode");
+    let refused = a.placement.set_node(nothing).await.expect_err("invalid mode");
     assert_eq!(refused.code(), Code::InvalidArgument);
     member.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_gateway_learns_who_knows_most_of_a_prompt() {
+async fn routes_rank_nodes_by_cached_prefix() {
     let member = start().await;
     let (mut a, mut b) = (Holder::new(&member, "a").await, Holder::new(&member, "b").await);
     let mut c = Holder::new(&member, "c").await;
@@ -265,12 +266,12 @@ async fn a_gateway_learns_who_knows_most_of_a_prompt() {
     let reply = a.route(keys(0..9)).await;
     assert_eq!(runs(&reply), [("b", 4, 4), ("a", 4, 0)]);
     assert_eq!((reply.cluster_run, reply.unanswered, reply.partial), (6, 0, 0));
-    b.report.usage.as_mut().expect("it says so").queued_bytes = 7 * GIB;
-    b.say().await;
+    b.report.usage.as_mut().expect("usage is set").queued_bytes = 7 * GIB;
+    b.send_report().await;
     let reply = a.route(keys(0..9)).await;
     assert_eq!(reply.nodes[0].queued_bytes, 7 * GIB);
     a.set("b", NodeMode::Draining).await;
-    assert_eq!(runs(&a.route(keys(0..9)).await), [("a", 4, 0)], "which is to leave");
+    assert_eq!(runs(&a.route(keys(0..9)).await), [("a", 4, 0)], "without the draining node");
     assert_eq!(a.route(Vec::new()).await, RouteReply::default());
     let one = RouteRequest { keys: keys(0..1).into(), nodes_max: 1 };
     assert_eq!(a.placement.route(one).await.expect("answered").into_inner().nodes.len(), 1);
@@ -278,23 +279,23 @@ async fn a_gateway_learns_who_knows_most_of_a_prompt() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_look_up_puts_the_idle_node_first_and_says_how_busy_each_is() {
+async fn lookups_return_idle_nodes_first_with_their_load() {
     let member = start().await;
     let (mut a, mut b) = (Holder::new(&member, "a").await, Holder::new(&member, "b").await);
     let mut asking = Holder::new(&member, "c").await;
     a.node.announce(keys(0..50), NVME).await;
     b.node.announce(keys(0..50), NVME).await;
-    a.report.usage.as_mut().expect("it says so").queued_bytes = 4 * (64 << 20);
+    a.report.usage.as_mut().expect("usage is set").queued_bytes = 4 * (64 << 20);
     let give_up = Instant::now() + PATIENCE;
     loop {
-        // What look-ups go by is made anew at most four times a second.
-        a.say().await;
+        // The peer table is rebuilt at most four times a second.
+        a.send_report().await;
         let request = LookupRequest { keys: keys(0..50).into(), asking_node: asking.node.granted.node };
         let reply = asking.node.directory.lookup(request).await.expect("answered").into_inner();
         let packed: Vec<&[u8]> = reply.replicas.chunks(4).collect();
         assert_eq!(packed.len(), 100);
         if packed.iter().all(|replica| replica[3] == 0) {
-            assert!(Instant::now() < give_up, "no load was told");
+            assert!(Instant::now() < give_up, "no load was returned");
             tokio::task::yield_now().await;
             continue;
         }

@@ -1,4 +1,5 @@
-//! A member that comes back: numbers and epochs survive, the directory does not and is announced again.
+//! Restart of a member: numbers and epochs survive; the directory does not, and inventories are announced
+//! again.
 
 use reprise_controlplane::server::ControlPlane;
 use reprise_proto::controlplane::ListNodesRequest;
@@ -6,7 +7,7 @@ use reprise_proto::controlplane::ListNodesRequest;
 use crate::harness::{self, Node};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn numbers_stay_epochs_rise_and_agents_are_told_to_announce_again() {
+async fn after_a_restart_numbers_stay_epochs_rise_and_agents_announce_again() {
     let directory = tempfile::tempdir().expect("a directory");
     let path = directory.path().join("store");
     let member = ControlPlane::start(harness::config_with_store(&path)).await.expect("started");
@@ -24,11 +25,11 @@ async fn numbers_stay_epochs_rise_and_agents_are_told_to_announce_again() {
     );
     before.membership = membership;
     before.directory = harness::directory(&member).await;
-    assert!(!before.beat().await, "register again and announce everything");
+    assert!(!before.heartbeat().await, "the node must register again");
     assert!(before.send(before.update(harness::keys(5..6), 2)).await.fenced);
 
     let mut third = Node::register(&member, "c").await;
-    assert_eq!(third.granted.node, 3, "numbers are never given out twice");
+    assert_eq!(third.granted.node, 3, "numbers are not reused");
     let mut after = Node::register(&member, "a").await;
     assert_eq!((after.granted.node, after.granted.epoch), (before.granted.node, before.granted.epoch + 1));
     assert_eq!(third.lookup(harness::keys(0..5)).await, vec![vec![]; 5], "the directory is soft state");
@@ -39,7 +40,7 @@ async fn numbers_stay_epochs_rise_and_agents_are_told_to_announce_again() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_member_that_cannot_start_says_what_to_change() {
+async fn a_failed_start_names_the_setting_to_change() {
     let directory = tempfile::tempdir().expect("a directory");
     let path = directory.path().join("store");
     let first = ControlPlane::start(harness::config_with_store(&path)).await.expect("started");

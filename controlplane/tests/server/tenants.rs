@@ -1,4 +1,4 @@
-//! Budgets of tenants: set over gRPC, split into orders to nodes by what these report.
+//! Tenant budgets over gRPC: grants to nodes follow their reports.
 
 use std::time::Instant;
 
@@ -26,12 +26,12 @@ fn tenant(reserved: u64, limit: u64) -> SetTenantRequest {
     SetTenantRequest { tenant: Some(tenant) }
 }
 
-/// What an agent knows of one tenant.
+/// An agent's state for one tenant.
 struct Reporter {
     node: Node,
     placement: PlacementClient<Channel>,
     report: TenantReport,
-    /// Whether it names the tenant, and by which map it reports.
+    /// Whether it reports the tenant, and under which map.
     names: bool,
     map_digest: u64,
 }
@@ -47,11 +47,11 @@ impl Reporter {
         let placement = PlacementClient::new(channel(member).await);
         let node = Node::register(member, name).await;
         let mut reporter = Reporter { node, placement, report, names: false, map_digest: 0 };
-        reporter.say().await;
+        reporter.send_report().await;
         Reporter { names: true, ..reporter }
     }
 
-    async fn say(&mut self) -> ReportReply {
+    async fn send_report(&mut self) -> ReportReply {
         let request = ReportRequest {
             node: self.node.granted.node,
             epoch: self.node.granted.epoch,
@@ -66,19 +66,19 @@ impl Reporter {
         self.placement.report(request).await.expect("answered").into_inner()
     }
 
-    /// Reports and obeys until it is told something of which this holds.
-    async fn told(&mut self, wanted: impl Fn(&TenantOrder) -> bool) -> TenantOrder {
+    /// Reports and applies grants until one satisfies `wanted`.
+    async fn report_until(&mut self, wanted: impl Fn(&TenantOrder) -> bool) -> TenantOrder {
         let give_up = Instant::now() + PATIENCE;
         loop {
-            for order in self.say().await.orders {
-                assert!(order.version > self.report.version, "an order that is not newer: {order:?}");
+            for order in self.send_report().await.orders {
+                assert!(order.version > self.report.version, "grant is not newer: {order:?}");
                 self.report.version = order.version;
                 self.report.limit = order.limit.or_else(|| both(u64::MAX));
                 if wanted(&order) {
                     return order;
                 }
             }
-            assert!(Instant::now() < give_up, "no such order came: {:?}", self.report);
+            assert!(Instant::now() < give_up, "no matching grant arrived: {:?}", self.report);
             tokio::time::sleep(std::time::Duration::from_millis(20)).await;
         }
     }
@@ -90,68 +90,65 @@ fn limit(order: &TenantOrder) -> u64 {
 
 async fn list(reporter: &mut Reporter) -> TenantState {
     let list = reporter.placement.list_tenants(ListTenantsRequest {}).await.expect("answered").into_inner();
-    list.tenants.into_iter().next().expect("one has a budget")
+    list.tenants.into_iter().next().expect("one tenant has a budget")
 }
 
 #[tokio::test]
-async fn a_budget_is_split_among_nodes_with_its_reservation_and_ends_when_it_is_removed() {
+async fn divides_a_budget_among_nodes_until_it_is_removed() {
     let member = start().await;
     let mut a = Reporter::new(&member, "a").await;
     let mut b = Reporter::new(&member, "b").await;
     a.placement.set_tenant(tenant(GIB / 4, GIB)).await.expect("there is room");
     let half = |order: &TenantOrder| limit(order) == GIB / 2;
     let order = {
-        let (order, _) = tokio::join!(a.told(half), b.told(half));
+        let (order, _) = tokio::join!(a.report_until(half), b.report_until(half));
         order
     };
     assert_eq!(order.reserved, both(GIB / 8));
-    a.say().await;
-    b.say().await;
+    a.send_report().await;
+    b.send_report().await;
     let state = list(&mut a).await;
     assert!(state.ledger_here);
     assert_eq!((state.charged, state.shares.len()), (both(GIB), 2));
-    assert!(state.shares.iter().all(|share| share.follows), "both have said so: {state:?}");
+    assert!(state.shares.iter().all(|share| share.follows), "both have acknowledged: {state:?}");
 
-    a.placement.remove_tenant(RemoveTenantRequest { name: "team-a".to_owned() }).await.expect("it was there");
-    let ended = a.told(|order| order.limit.is_none()).await;
+    a.placement.remove_tenant(RemoveTenantRequest { name: "team-a".to_owned() }).await.expect("it exists");
+    let ended = a.report_until(|order| order.limit.is_none()).await;
     assert_eq!(ended.reserved, None);
-    assert!(a.say().await.orders.is_empty(), "said once");
+    assert!(a.send_report().await.orders.is_empty(), "sent once");
     member.shutdown().await;
 }
 
 #[tokio::test]
-async fn what_one_node_wants_is_taken_from_one_that_does_not_use_it() {
+async fn moves_unused_bytes_to_a_node_with_demand() {
     let member = start().await;
     let mut a = Reporter::new(&member, "a").await;
     let mut b = Reporter::new(&member, "b").await;
     a.placement.set_tenant(tenant(0, GIB)).await.expect("there is room");
     let half = |order: &TenantOrder| limit(order) == GIB / 2;
-    tokio::join!(a.told(half), b.told(half));
+    tokio::join!(a.report_until(half), b.report_until(half));
     (a.report.used, a.report.limited) = (both(GIB / 2), both(GIB));
     let ((), order) = {
         let lowered = async {
-            b.told(|order| limit(order) < GIB / 4).await;
-            // It says so, until the other has been told.
+            b.report_until(|order| limit(order) < GIB / 4).await;
+            // Keeps reporting its demand until the other node's grant is lowered.
             for _ in 0..200 {
-                b.say().await;
+                b.send_report().await;
                 tokio::time::sleep(std::time::Duration::from_millis(20)).await;
             }
         };
-        let raised = a.told(|order| limit(order) > GIB * 3 / 4);
+        let raised = a.report_until(|order| limit(order) > GIB * 3 / 4);
         tokio::select! {
             order = raised => ((), order),
-            () = lowered => panic!("nothing was granted to the one that wants"),
+            () = lowered => panic!("no bytes were granted to the node with demand"),
         }
     };
-    assert!(
-        limit(&order) + b.report.limit.map_or(0, |bytes| bytes.dram) <= GIB,
-        "never more than the budget"
-    );
+    assert!(limit(&order) + b.report.limit.map_or(0, |bytes| bytes.dram) <= GIB, "grants exceed the budget");
     member.shutdown().await;
 }
 
 #[tokio::test]
-async fn what_nobody_can_keep_is_refused_with_words_and_a_fenced_node_is_told_so() {
+async fn rejects_unsatisfiable_budgets_and_fences_old_registrations() {
     let member = start().await;
     let mut a = Reporter::new(&member, "a").await;
     let refused = a.placement.set_tenant(tenant(2 * GIB, 2 * GIB)).await.expect_err("the node has 1 GiB");
@@ -159,8 +156,8 @@ async fn what_nobody_can_keep_is_refused_with_words_and_a_fenced_node_is_told_so
     assert!(refused.message().contains("1GiB more"), "{refused}");
     let refused = a.placement.set_tenant(tenant(2, 1)).await.expect_err("above its limit");
     assert!(refused.message().contains("raise the limit"), "{refused}");
-    let nobody = RemoveTenantRequest { name: "team-b".to_owned() };
-    assert_eq!(a.placement.remove_tenant(nobody).await.expect_err("unknown").code(), Code::NotFound);
+    let unknown = RemoveTenantRequest { name: "team-b".to_owned() };
+    assert_eq!(a.placement.remove_tenant(unknown).await.expect_err("unknown").code(), Code::NotFound);
     a.report.tenant = "Team A".to_owned();
     let request = ReportRequest {
         node: a.node.granted.node,
@@ -168,33 +165,33 @@ async fn what_nobody_can_keep_is_refused_with_words_and_a_fenced_node_is_told_so
         tenants: vec![a.report.clone()],
         ..ReportRequest::default()
     };
-    assert_eq!(a.placement.report(request).await.expect_err("no name").code(), Code::InvalidArgument);
+    assert_eq!(a.placement.report(request).await.expect_err("invalid name").code(), Code::InvalidArgument);
     a.report.tenant = "team-a".to_owned();
     a.node.granted.epoch -= 1;
-    assert!(a.say().await.fenced);
+    assert!(a.send_report().await.fenced);
     member.shutdown().await;
 }
 
 #[tokio::test]
-async fn a_node_that_takes_another_member_for_the_owner_holds_orders_up() {
+async fn a_node_that_reports_elsewhere_delays_grants() {
     let member = start().await;
     let mut a = Reporter::new(&member, "a").await;
     let mut b = Reporter::new(&member, "b").await;
     a.placement.set_tenant(tenant(0, GIB)).await.expect("there is room");
     b.report.elsewhere = true;
-    b.say().await;
+    b.send_report().await;
     for _ in 0..30 {
-        assert!(a.say().await.orders.is_empty(), "the other may hold it all");
-        b.say().await;
+        assert!(a.send_report().await.orders.is_empty(), "the other node may hold the whole budget");
+        b.send_report().await;
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
     }
     b.report.elsewhere = false;
-    tokio::join!(a.told(|_| true), b.told(|_| true));
+    tokio::join!(a.report_until(|_| true), b.report_until(|_| true));
     member.shutdown().await;
 }
 
 #[tokio::test]
-async fn a_node_that_reports_by_another_map_holds_orders_up_also_for_tenants_that_it_does_not_name() {
+async fn a_node_that_reports_under_another_map_delays_grants_of_all_tenants() {
     let member = start().await;
     let mut a = Reporter::new(&member, "a").await;
     let mut b = Reporter::new(&member, "b").await;
@@ -202,14 +199,17 @@ async fn a_node_that_reports_by_another_map_holds_orders_up_also_for_tenants_tha
     let names = list.members.iter().map(|member| MemberName::new(&member.name).expect("a name"));
     let now = ShardMap::new(Epoch(list.epoch), names).expect("a map").digest();
     (a.map_digest, b.map_digest, b.names) = (now, now ^ 1, false);
-    b.say().await;
+    b.send_report().await;
     a.placement.set_tenant(tenant(0, GIB)).await.expect("there is room");
     for _ in 0..30 {
-        assert!(a.say().await.orders.is_empty(), "a former owner may have granted it all to the other");
-        assert!(b.say().await.orders.is_empty(), "it would not take an order");
+        assert!(
+            a.send_report().await.orders.is_empty(),
+            "a former owner may have granted the whole budget to the other node"
+        );
+        assert!(b.send_report().await.orders.is_empty(), "it would not accept a grant");
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
     }
     b.map_digest = now;
-    tokio::join!(a.told(|_| true), b.told(|_| true));
+    tokio::join!(a.report_until(|_| true), b.report_until(|_| true));
     member.shutdown().await;
 }

@@ -1,4 +1,4 @@
-//! Watch streams: what there is and every change, ended by a shutdown, bounded in number.
+//! Watch streams: current objects and every change, end at shutdown, and limit.
 
 use reprise_controlplane::server::ControlPlane;
 use reprise_proto::controlplane::{FollowRequest, NodeChange, WatchNodesRequest};
@@ -12,17 +12,17 @@ async fn next<T>(stream: &mut Streaming<T>) -> T {
         .await
         .expect("in time")
         .expect("no error")
-        .expect("the stream goes on")
+        .expect("the stream continues")
 }
 
 fn seen(change: NodeChange) -> (String, u64, bool) {
     let node = change.node.expect("a node");
-    // The upper half of an epoch is its store's.
+    // The upper half of an epoch identifies the store.
     (node.name, node.epoch & u64::from(u32::MAX), node.alive)
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_node_watch_begins_with_the_nodes_there_are_and_goes_on_with_changes() {
+async fn a_node_watch_starts_with_current_nodes_and_continues_with_changes() {
     let member = harness::start().await;
     let _first = Node::register(&member, "a").await;
     let mut watch = harness::membership(&member)
@@ -35,7 +35,7 @@ async fn a_node_watch_begins_with_the_nodes_there_are_and_goes_on_with_changes()
     let _second = Node::register(&member, "b").await;
     let mut second = seen(next(&mut watch).await);
     if !second.2 {
-        // The member has read the new record in the store before it was through with the registration.
+        // The member may apply the new store record before it completes the registration.
         assert_eq!(second, ("b".to_owned(), 1, false));
         second = seen(next(&mut watch).await);
     }
@@ -46,28 +46,29 @@ async fn a_node_watch_begins_with_the_nodes_there_are_and_goes_on_with_changes()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn too_many_watchers_are_refused_and_a_closed_one_makes_room() {
+async fn rejects_watchers_beyond_the_limit_until_one_is_closed() {
     let mut config = harness::config();
     config.limits.watchers = 1;
     let member = ControlPlane::start(config).await.expect("started");
     let mut membership = harness::membership(&member).await;
     let mut events = harness::events(&member).await;
     let first = membership.watch_nodes(WatchNodesRequest {}).await.expect("answered").into_inner();
-    let refused = events.follow(FollowRequest::default()).await.expect_err("one is enough");
+    let refused = events.follow(FollowRequest::default()).await.expect_err("beyond the limit");
     assert_eq!(refused.code(), Code::ResourceExhausted);
     assert!(refused.message().contains("limits.watchers"), "{refused}");
     drop(first);
     timeout(PATIENCE, async { while events.follow(FollowRequest::default()).await.is_err() {} })
         .await
-        .expect("room as soon as the member has noticed");
+        .expect("admitted after the member detected the end");
     member.shutdown().await;
 }
 
-/// Words that were sent are lost where the connection ends while something of the client's is on its way: TCP resets it then.
+/// The status may be lost: if the client still sends data when the connection ends, TCP resets the
+/// connection.
 const GOODBYES_MAX: usize = 5;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_shutdown_ends_the_streams_with_words_and_does_not_hang() {
+async fn a_shutdown_ends_streams_with_a_reason_and_does_not_hang() {
     let mut codes = Vec::new();
     while codes.len() < GOODBYES_MAX && !codes.contains(&Code::Unavailable) {
         let member = harness::start().await;

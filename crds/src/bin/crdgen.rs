@@ -1,7 +1,7 @@
-//! `crdgen`: writes the definitions, the reference page and the chart's schema of values from the types, or with `--check` says what has drifted.
+//! `crdgen`: writes the files that are generated from the types, or reports drift with `--check`.
 //!
-//! Works from anywhere in the repository. Exit code 0: all is as it should be; 1: something had drifted (`--check`), or could not
-//! be read or written; 2: wrong arguments.
+//! It works from any folder of the repository. Exit code 0: success; 1: drift (`--check`), or a file cannot be
+//! read or written; 2: invalid arguments.
 
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -10,10 +10,11 @@ use std::process::ExitCode;
 use reprise_crds::generated::{self, Drift};
 
 const USAGE: &str = "usage: crdgen [--check]\n\
-                     Writes crds/definitions/*.yaml, docs/RESOURCES.md and, in charts/reprise, files/definitions/*.yaml and\n\
-                     values.schema.json; with --check, says what differs and exits with 1.\n";
+                     Write crds/definitions/*.yaml, docs/resources/*.md and, in charts/reprise,\n\
+                     files/definitions/*.yaml and values.schema.json. With --check, write nothing,\n\
+                     list files that differ, and exit with 1 if there are any.\n";
 
-/// What was asked for.
+/// Mode of one run of the program.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Mode {
     Write,
@@ -26,11 +27,11 @@ fn main() -> ExitCode {
     let mode = match arguments.as_slice() {
         [] => Mode::Write,
         ["--check"] => Mode::Check,
-        _ => return told(io::stderr(), USAGE, ExitCode::from(2)),
+        _ => return print(io::stderr(), USAGE, ExitCode::from(2)),
     };
     match run(mode) {
-        Ok((text, code)) => told(io::stdout(), &text, code),
-        Err(error) => told(io::stderr(), &format!("crdgen: {error}\n"), ExitCode::FAILURE),
+        Ok((text, code)) => print(io::stdout(), &text, code),
+        Err(error) => print(io::stderr(), &format!("crdgen: {error}\n"), ExitCode::FAILURE),
     }
 }
 
@@ -47,7 +48,7 @@ fn run(mode: Mode) -> io::Result<(String, ExitCode)> {
             if drift.is_empty() {
                 return Ok((format!("no drift: {} files\n", generated::files().len()), ExitCode::SUCCESS));
             }
-            let advice = "run `cargo run -p reprise-crds --bin crdgen` and commit what it writes\n";
+            let advice = "run `cargo run -p reprise-crds --bin crdgen` and commit the files\n";
             Ok((format!("{}{advice}", list(&drift)), ExitCode::FAILURE))
         }
     }
@@ -56,13 +57,13 @@ fn run(mode: Mode) -> io::Result<(String, ExitCode)> {
 fn root() -> io::Result<PathBuf> {
     let here = std::env::current_dir()?;
     generated::repository_above(&here).ok_or_else(|| {
-        let words = format!("'{}' is not in a checkout of Reprise: run it from one", here.display());
-        io::Error::new(io::ErrorKind::NotFound, words)
+        let message = format!("\"{}\" is not in a checkout of Reprise: change to one", here.display());
+        io::Error::new(io::ErrorKind::NotFound, message)
     })
 }
 
-/// A reader that has gone away is no failure of ours.
-fn told(mut to: impl Write, text: &str, code: ExitCode) -> ExitCode {
+/// Prints the text and returns the exit code. A write error is ignored: the reader has closed the pipe.
+fn print(mut to: impl Write, text: &str, code: ExitCode) -> ExitCode {
     let _ = to.write_all(text.as_bytes());
     code
 }

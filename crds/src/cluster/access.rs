@@ -1,51 +1,54 @@
-//! What agents' pods get beyond the host path: raw devices, GPUs, RDMA.
+//! Access of agent pods to raw devices, GPUs and RDMA.
 //!
-//! Every mode says what it adds to the pods; the operator adds exactly that. A mode gives access and promises no use of it: what
-//! this release does with it is said in the field.
+//! Each mode lists its additions to the pods, and the operator adds exactly these. A mode grants access
+//! only; the field states how this release uses it.
 
 use kube::KubeSchema;
 use serde::{Deserialize, Serialize};
 
-use super::default_of_nothing;
+use super::default_from_schema;
 use crate::fields::{LabelKey, Name, choice};
 
-/// How agents open the raw devices of their cluster's pools. While no pool of the cluster has `devices`, nothing is added.
+/// Access of agents to the raw devices of their cluster's pools. Has no effect unless a pool of the cluster
+/// has `devices`.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("(self.mode == 'DevicePlugin') == has(self.resourceName)")
-    .message("deviceAccess.resourceName goes with mode DevicePlugin, and only with it: set it or remove it"))]
+    .message("deviceAccess.resourceName must be set with mode DevicePlugin and with no other mode: set it or remove it"))]
 pub struct DeviceAccess {
-    /// The way. A change restarts agents.
+    /// Access mode. A change restarts agents.
     #[serde(default)]
     pub mode: DeviceAccessMode,
-    /// Extended resource of which each agent asks for one, with `DevicePlugin`. One of it must be all devices of the node's pools.
+    /// Extended resource that each agent requests once, with `DevicePlugin`. One unit must cover all
+    /// devices of the node's pools.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resource_name: Option<LabelKey>,
 }
 
 choice! {
-    /// The way to raw devices.
+    /// Access mode for raw devices.
     DeviceAccessMode {
-        /// The pods see the devices' names and may open what the nodes' runtime lets them, which by default is none.
+        /// No additional access. Pods see the device names and can open only devices that the container
+        /// runtime permits; by default, none.
         None,
-        /// A device of a device plugin. Nodes without it get no agent.
+        /// One unit of a device plugin's resource. Nodes without the resource get no agent.
         DevicePlugin,
-        /// A privileged container.
+        /// Agents run in a privileged container.
         Privileged,
     }
     default None
 }
 
-/// How agents reach GPUs. The host path needs none, and agents list those that the driver names in `/proc` with every mode. No agent of
-/// this release opens one: a mode prepares pods for it.
+/// Access of agents to GPUs. Transfers through host memory need no access. Agents list GPUs from `/proc` in
+/// every mode. Agents of this release do not open GPUs; a mode prepares the pods.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("(self.mode == 'Dra') == has(self.deviceClassName)")
-    .message("gpuAccess.deviceClassName goes with mode Dra, and only with it: set it or remove it"))]
+    .message("gpuAccess.deviceClassName must be set with mode Dra and with no other mode: set it or remove it"))]
 #[x_kube(validation = Rule::new("(self.mode == 'RuntimeClass') == has(self.runtimeClassName)")
-    .message("gpuAccess.runtimeClassName goes with mode RuntimeClass, and only with it: set it or remove it"))]
+    .message("gpuAccess.runtimeClassName must be set with mode RuntimeClass and with no other mode: set it or remove it"))]
 pub struct GpuAccess {
-    /// The way. A change restarts agents.
+    /// Access mode. A change restarts agents.
     #[serde(default)]
     pub mode: GpuAccessMode,
     /// Device class of the claim, with `Dra`.
@@ -57,37 +60,38 @@ pub struct GpuAccess {
 }
 
 choice! {
-    /// The way to GPUs.
+    /// Access mode for GPUs.
     GpuAccessMode {
-        /// Nothing is added.
+        /// Pods get no additional access.
         None,
-        /// A claim of all devices of the class with admin access, beside whoever uses them. Its namespace must have the label
-        /// `resource.kubernetes.io/admin-access: "true"`. Nodes without such a device get no agent.
+        /// A claim for all devices of the class with admin access, shared with their other users. The
+        /// namespace must have the label `resource.kubernetes.io/admin-access: "true"`. Nodes without such
+        /// a device get no agent.
         Dra,
-        /// The management device of NVIDIA's GPU operator, by the annotation that its NRI plugin reads. The plugin must allow it to the
-        /// namespace.
+        /// The management CDI device of the NVIDIA GPU Operator, requested by the annotation of its NRI
+        /// plugin. The plugin must allow it for the namespace.
         ManagementCdi,
-        /// A runtime class, and the environment that tells NVIDIA's runtime to show all GPUs for management.
+        /// A runtime class, and the environment variables for access to all GPUs in the NVIDIA runtime.
         RuntimeClass,
-        /// A privileged container.
+        /// Agents run in a privileged container.
         Privileged,
     }
     default None
 }
 
-/// How agents reach RDMA. Agents of this release speak TCP among them whatever it says, and the condition `TransportFallback` is true
-/// while it is not `None`: a mode prepares pods for a transport that is to come.
+/// Access of agents to RDMA. Agents of this release use TCP in every mode; a mode prepares the pods for a
+/// later RDMA transport. The condition `TransportFallback` is true unless the mode is `None`.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("(self.mode in ['DevicePlugin', 'SrIov']) == has(self.resourceName)")
-    .message("rdma.resourceName goes with modes DevicePlugin and SrIov, and only with them: set it or remove it"))]
+    .message("rdma.resourceName must be set with modes DevicePlugin and SrIov and with no other mode: set it or remove it"))]
 #[x_kube(validation = Rule::new("(self.mode == 'Dra') == has(self.deviceClassName)")
-    .message("rdma.deviceClassName goes with mode Dra, and only with it: set it or remove it"))]
+    .message("rdma.deviceClassName must be set with mode Dra and with no other mode: set it or remove it"))]
 pub struct Rdma {
-    /// The way. A change restarts agents.
+    /// Access mode. A change restarts agents.
     #[serde(default)]
     pub mode: RdmaMode,
-    /// Extended resource of which each agent asks for one, with `DevicePlugin` and `SrIov`.
+    /// Extended resource that each agent requests once, with `DevicePlugin` and `SrIov`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resource_name: Option<LabelKey>,
     /// Device class of the claim, with `Dra`.
@@ -96,22 +100,25 @@ pub struct Rdma {
 }
 
 choice! {
-    /// The way to RDMA.
+    /// Access mode for RDMA.
     RdmaMode {
-        /// Nothing is added.
+        /// Pods get no additional access.
         None,
-        /// A shared device of a device plugin, and the right to lock memory. Nodes without it get no agent.
+        /// A shared device of a device plugin, and the capability to lock memory. Nodes without the device
+        /// get no agent.
         DevicePlugin,
-        /// A virtual function of its own, and the right to lock memory. Its network interface is not brought into the pod. Nodes without
-        /// it get no agent.
+        /// A dedicated virtual function, and the capability to lock memory. The pod does not get the
+        /// function's network interface. Nodes without a free function get no agent.
         SrIov,
-        /// A claim of one device of the class, and the right to lock memory. Nodes without a free one get no agent.
+        /// A claim for one device of the class, and the capability to lock memory. Nodes without a free
+        /// device get no agent.
         Dra,
-        /// The node's network and its `/dev/infiniband`, and a privileged container, without which no device of it opens. Nodes without
-        /// that directory get no agent. NetworkPolicies do not hold for such pods.
+        /// The node's network, its `/dev/infiniband`, and a privileged container, which is required to open
+        /// the devices. Nodes without that directory get no agent. NetworkPolicies do not apply to such
+        /// pods.
         HostNetwork,
     }
     default None
 }
 
-default_of_nothing!(DeviceAccess, GpuAccess, Rdma);
+default_from_schema!(DeviceAccess, GpuAccess, Rdma);

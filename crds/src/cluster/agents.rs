@@ -1,110 +1,117 @@
-//! The agents' pods: where they run, what they may, how they are updated.
+//! Agent pods: node selection, permissions, update strategy and ports.
 //!
-//! The host path (blocks between an engine's memory, DRAM and files) needs no privileges. What gives more is in [`super::access`].
+//! Transfers between engine memory, DRAM and files need no privileges. Additional access is in
+//! [`super::access`].
 
 use kube::KubeSchema;
 use serde::{Deserialize, Serialize};
 
 use super::access::{DeviceAccess, GpuAccess, Rdma};
-use super::default_of_nothing;
+use super::default_from_schema;
 use crate::fields::{
     HostPath, LabelKey, Labels, LogSettings, Name, Quantity, Resources, SocketMode, Span, Text, Toleration,
     choice,
 };
 
-/// The agents, one on each selected node.
+/// Agents, one on each selected node.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("self.rdma.mode != 'HostNetwork' || self.peers.port != self.adminPort")
-    .message("peers and admin pages need a port each on the node's network: change peers.port or adminPort"))]
+    .message("peers.port and adminPort are equal on the node's network: change peers.port or adminPort"))]
 pub struct Agents {
-    /// Nodes that get an agent. Empty: all.
+    /// Labels of the nodes that get an agent. Empty: all nodes.
     #[serde(default, skip_serializing_if = "std::collections::BTreeMap::is_empty")]
     #[schemars(extend("maxProperties" = 16))]
     pub node_selector: Labels,
-    /// Taints that agents may run beside. Those of a node under disk pressure and of a node that is not ready are always
-    /// tolerated: a cache that leaves then makes it worse.
+    /// Tolerations of the agent pods. Agents always tolerate the taints for disk pressure and for nodes
+    /// that are not ready, because losing the cache increases the load.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     pub tolerations: Vec<Toleration>,
-    /// How a change reaches the nodes. Blocks on devices stay; DRAM is filled again on demand.
+    /// Update strategy for agents. Blocks on devices are kept across an update; blocks in DRAM are lost.
     #[serde(default)]
     pub update_strategy: UpdateStrategy,
-    /// Priority class of the pods. Absent: none. `system-node-critical` keeps agents from being evicted, where a quota allows it.
+    /// Priority class of the pods. Absent: none. `system-node-critical` protects agents from eviction, if
+    /// the namespace's quota allows it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub priority_class_name: Option<Name>,
-    /// CPU and memory besides the arena, which the operator adds. Absent: 1 core and 1Gi.
+    /// CPU and memory of an agent in addition to the arena, which the operator adds. Absent: 1 core and
+    /// 1Gi.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resources: Option<Resources>,
-    /// Label of nodes whose value says which nodes fail together; blocks get their second replica elsewhere. Recorded; nothing uses it in this
-    /// release.
+    /// Node label that identifies a failure domain. Recorded only: this release does not place replicas by
+    /// failure domain.
     #[serde(default = "failure_domain_label")]
     pub failure_domain_label: LabelKey,
-    /// Where engines connect.
+    /// Unix socket for engine connections.
     #[serde(default)]
     pub socket: SessionSocket,
-    /// How engines reach the agent of their node.
+    /// Transport between engines and the agent of their node.
     #[serde(default)]
     pub client_transport: ClientTransport,
-    /// How agents open raw devices of pools. While no pool of the cluster has `devices`, it adds nothing.
+    /// Access of agents to raw devices. Has no effect unless a pool of the cluster has `devices`.
     #[serde(default)]
     pub device_access: DeviceAccess,
-    /// How agents reach GPUs. Agents of this release list them, for which none of it is needed, and do no I/O of GPUs.
+    /// Access of agents to GPUs. Agents of this release list GPUs, which needs no access, and do no GPU
+    /// I/O.
     #[serde(default)]
     pub gpu_access: GpuAccess,
-    /// How agents reach RDMA. Agents of this release have no transport for it and speak TCP: the condition `TransportFallback` says so.
+    /// Access of agents to RDMA. Agents of this release use TCP; the condition `TransportFallback` reports
+    /// it.
     #[serde(default)]
     pub rdma: Rdma,
-    /// Which calls to the kernel the agent may make. Of no effect where a mode makes its container privileged.
+    /// Seccomp profile of the agent container. Has no effect if a mode makes the container privileged.
     #[serde(default)]
     pub seccomp: Seccomp,
-    /// The transport between agents.
+    /// Transport between the agents.
     #[serde(default)]
     pub peers: Peers,
-    /// Port of metrics, health and status in the pod, not authenticated.
+    /// Port of metrics, health and status in the pod. Requests are not authenticated.
     #[serde(default = "admin_port")]
     #[schemars(range(min = 1024, max = 65_535))]
     pub admin_port: u16,
-    /// The agents' log.
+    /// Log of the agents.
     #[serde(default)]
     pub log: LogSettings,
 }
 
-/// How a change reaches the nodes.
+/// Update strategy for agents.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct UpdateStrategy {
-    /// Who decides when a node's agent is replaced.
+    /// Trigger for the replacement of an agent.
     #[serde(rename = "type", default)]
     pub kind: UpdateType,
-    /// Agents that may be away at once, with `RollingUpdate`.
+    /// Upper bound on unavailable agents during an update, with `RollingUpdate`.
     #[serde(default = "max_unavailable")]
     #[schemars(range(min = 1, max = 100))]
     pub max_unavailable: u32,
 }
 
 choice! {
-    /// Who decides when an agent is replaced.
+    /// Trigger for the replacement of an agent.
     UpdateType {
-        /// The operator, one node after the other once the one before is ready.
+        /// The operator replaces agents on up to `maxUnavailable` nodes at a time, and continues when they
+        /// are ready.
         RollingUpdate,
-        /// Whoever deletes its pod.
+        /// An agent is replaced when its pod is deleted.
         OnDelete,
     }
     default RollingUpdate
 }
 
-/// The unix socket of the agent.
+/// Unix socket of the agent.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SessionSocket {
-    /// Directory of the node in which the socket `agent.sock` is. A change restarts agents, and engines' pods need the new one.
+    /// Directory on the node that contains the socket `agent.sock`. A change restarts agents; engine pods
+    /// must mount the new directory.
     #[serde(default = "socket_directory")]
     pub directory: HostPath,
     /// Mode bits of the socket, octal.
     #[serde(default = "socket_mode")]
     pub mode: SocketMode,
-    /// Users that may connect, by number. Empty: the agent's own and root.
+    /// User IDs that may connect. Empty: the agent's user and root.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64), inner(range(min = 0, max = 4_294_967_295_u32)))]
     #[x_kube(merge_strategy = ListMerge::Set)]
@@ -112,24 +119,24 @@ pub struct SessionSocket {
 }
 
 choice! {
-    /// How engines reach the agent.
+    /// Transport between engines and the agent.
     ClientTransport {
-        /// By the unix socket; memory is shared by descriptors.
+        /// The unix socket; memory is shared by file descriptors.
         UnixSocket,
-        /// By a Service of the node; not in this release.
+        /// A node-local Service. Not in this release.
         NodeLocalService,
     }
     default UnixSocket
 }
 
-/// Which calls to the kernel the agent may make. The default profiles of newer container runtimes forbid io_uring; an agent that
-/// is not allowed it says so and does what the pool's `fallbackEngine` says.
+/// Seccomp profile of the agent container. Default profiles of recent container runtimes forbid io_uring.
+/// Without io_uring an agent reports it and applies the pool's `fallbackEngine`.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("(self.mode == 'Localhost') == has(self.localhostProfile)")
-    .message("seccomp.localhostProfile goes with mode Localhost, and only with it: set it or remove it"))]
+    .message("seccomp.localhostProfile must be set with mode Localhost and with no other mode: set it or remove it"))]
 pub struct Seccomp {
-    /// The profile.
+    /// Kind of the seccomp profile.
     #[serde(default)]
     pub mode: SeccompMode,
     /// Path of the profile below the kubelet's `seccomp` directory, with `Localhost`.
@@ -139,19 +146,19 @@ pub struct Seccomp {
 }
 
 choice! {
-    /// The seccomp profile.
+    /// Kind of the seccomp profile.
     SeccompMode {
-        /// The container runtime's; mostly without io_uring.
+        /// The default profile of the container runtime, which usually forbids io_uring.
         RuntimeDefault,
-        /// A profile that lies on the nodes, for example the chart's, which adds io_uring.
+        /// A profile on the nodes, for example the chart's profile, which allows io_uring.
         Localhost,
-        /// None; not allowed in namespaces of level baseline.
+        /// No profile. Not allowed in namespaces of the level `baseline`.
         Unconfined,
     }
     default RuntimeDefault
 }
 
-/// The transport between agents: framed TCP.
+/// Transport between agents: framed TCP.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Peers {
@@ -159,15 +166,15 @@ pub struct Peers {
     #[serde(default = "peers_port")]
     #[schemars(range(min = 1024, max = 65_535))]
     pub port: u16,
-    /// Bytes under way of one fetch.
+    /// Upper bound on unacknowledged bytes of one fetch, from 1Mi to 16Gi.
     #[serde(default = "credit")]
     #[x_kube(validation = Rule::new("quantity(self).compareTo(quantity('1Mi')) >= 0 && quantity(self).compareTo(quantity('16Gi')) <= 0")
-        .message("peers.credit is 1Mi to 16Gi: choose a size between"))]
+        .message("peers.credit is outside 1Mi to 16Gi: set a size in that range"))]
     pub credit: Quantity,
-    /// Silence after which a peer is lost.
+    /// Time without data after which a peer connection is closed, from 50ms to 60s.
     #[serde(default = "stall_timeout")]
     #[x_kube(validation = Rule::new("duration(self) >= duration('50ms') && duration(self) <= duration('60s')")
-        .message("peers.stallTimeout is 50ms to 60s: choose a time between"))]
+        .message("peers.stallTimeout is outside 50ms to 60s: set a duration in that range"))]
     pub stall_timeout: Span,
 }
 
@@ -203,4 +210,4 @@ fn stall_timeout() -> Span {
     Span::new("2s")
 }
 
-default_of_nothing!(Agents, UpdateStrategy, SessionSocket, Seccomp, Peers);
+default_from_schema!(Agents, UpdateStrategy, SessionSocket, Seccomp, Peers);

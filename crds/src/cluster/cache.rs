@@ -1,101 +1,106 @@
-//! What each agent does with its memory and devices. Fields stand for settings of `reprise-agent`, with their bounds.
+//! Memory, placement and limits of each agent. Fields map to settings of `reprise-agent`, with the same
+//! bounds.
 
 use kube::KubeSchema;
 use serde::{Deserialize, Serialize};
 
-use super::default_of_nothing;
+use super::default_from_schema;
 use crate::fields::{Permille, Quantity, Span, choice};
 
-/// What each agent does with its memory and devices. A change restarts agents, as `agents.updateStrategy` says.
+/// Memory, placement and limits of each agent. A change restarts agents according to
+/// `agents.updateStrategy`.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("quantity(self.dram).compareTo(quantity(self.regionSize)) >= 0")
-    .message("the arena holds at least one region: raise cache.dram or lower cache.regionSize"))]
+    .message("cache.dram is smaller than cache.regionSize: raise cache.dram or lower cache.regionSize"))]
 #[x_kube(validation = Rule::new("quantity(self.dram).asInteger() / 8192 <= quantity(self.regionSize).asInteger()")
-    .message("cache.dram has more than 8192 regions, which is what an engine can map: raise cache.regionSize"))]
+    .message("cache.dram has more than 8192 regions, the most that an engine can map: raise cache.regionSize"))]
 pub struct Cache {
-    /// Bytes of memory for blocks on each node, taken whole when the agent starts. The node must have them free.
+    /// Size of the arena: memory for blocks on each node. The agent allocates it completely at start, so
+    /// the node must have that much free memory.
     #[serde(default = "dram")]
     #[x_kube(validation = Rule::new("quantity(self).asInteger() % 2097152 == 0 && quantity(self).asInteger() <= 70368744177664")
-        .message("cache.dram is a multiple of 2Mi, at most 64Ti: round it"))]
+        .message("cache.dram is not a multiple of 2Mi of at most 64Ti: round it"))]
     pub dram: Quantity,
-    /// Bytes of one shared-memory file of the arena. A region belongs to one tenant until the agent restarts.
+    /// Size of one shared-memory file of the arena. A region belongs to one tenant until the agent
+    /// restarts.
     #[serde(default = "region_size")]
     #[x_kube(validation = Rule::new("quantity(self).asInteger() >= 2097152 && quantity(self).asInteger() <= 1073741824 && \
         quantity(self).asInteger() % 2097152 == 0")
-        .message("cache.regionSize is 2Mi to 1Gi and a multiple of 2Mi: round it"))]
+        .message("cache.regionSize is not a multiple of 2Mi from 2Mi to 1Gi: round it"))]
     pub region_size: Quantity,
-    /// Whether memory is asked for in pages of 2 MiB, which decide the bandwidth of devices by a factor of 2 to 5.
+    /// Page size of the arena. With 2 MiB pages, device bandwidth is 2 to 5 times as high as with 4 KiB
+    /// pages.
     #[serde(default)]
     pub huge_pages: HugePages,
-    /// Order in which blocks go, in memory and on devices.
+    /// Eviction policy in memory and on devices.
     #[serde(default)]
     pub eviction: EvictionPolicy,
-    /// Who may take how much of the arena.
+    /// Upper bounds on uses of the arena.
     #[serde(default)]
     pub shares: Shares,
-    /// When committed blocks go to devices.
+    /// Writing of committed blocks to devices.
     #[serde(default)]
     pub writeback: Writeback,
     /// Replicas on other nodes.
     #[serde(default)]
     pub placement: Placement,
-    /// Bounds of requests.
+    /// Limits of client requests.
     #[serde(default)]
     pub limits: Limits,
 }
 
 choice! {
-    /// Whether to ask for pages of 2 MiB.
+    /// Page size of the arena.
     HugePages {
-        /// Reserved huge pages, else transparent ones, else 4 KiB.
+        /// Reserved huge pages, else transparent huge pages, else 4 KiB pages.
         Prefer,
-        /// Pages of 4 KiB.
+        /// 4 KiB pages only.
         Never,
     }
     default Prefer
 }
 
 choice! {
-    /// Order of eviction.
+    /// Order in which blocks are evicted.
     EvictionPolicy {
-        /// Low priority first, then what was used longest ago.
+        /// Blocks of the lowest priority first, and among them the least recently used.
         PriorityLru,
     }
     default PriorityLru
 }
 
-/// Shares of the arena, in thousandths.
+/// Upper bounds on uses of the arena, in thousandths of its size.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Shares {
-    /// For slots that engines fill, and blocks that are not on a device yet.
+    /// Share for slots that engines are filling and for blocks that are not on a device yet.
     #[serde(default = "unsaved")]
     #[schemars(range(min = 1, max = 1000))]
     pub unsaved_permille: Permille,
-    /// For slots that one session fills.
+    /// Share for slots that one session is filling.
     #[serde(default = "session")]
     #[schemars(range(min = 1, max = 1000))]
     pub session_permille: Permille,
-    /// For blocks that peers wait for.
+    /// Share for blocks that are being sent to peers.
     #[serde(default = "serves")]
     #[schemars(range(min = 1, max = 1000))]
     pub serves_permille: Permille,
 }
 
-/// When committed blocks go to devices; what a crash may lose.
+/// Writing of committed blocks to devices. A crash loses the blocks that are not written yet.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Writeback {
-    /// A committed block waits at most this long before it is written.
+    /// Upper bound on the time before a committed block is written, from 1ms to 10s.
     #[serde(default = "writeback_delay")]
     #[x_kube(validation = Rule::new("duration(self) >= duration('1ms') && duration(self) <= duration('10s')")
-        .message("writeback.delay is 1ms to 10s: choose a time between"))]
+        .message("writeback.delay is outside 1ms to 10s: set a duration in that range"))]
     pub delay: Span,
-    /// Or until so many bytes wait.
+    /// Bytes of waiting blocks that start a write before `delay` has passed, from 1Mi to 4Gi.
     #[serde(default = "writeback_size")]
     #[x_kube(validation = Rule::new("quantity(self).compareTo(quantity('1Mi')) >= 0 && quantity(self).compareTo(quantity('4Gi')) <= 0")
-        .message("writeback.size is 1Mi to 4Gi: choose a size between"))]
+        .message("writeback.size is outside 1Mi to 4Gi: set a size in that range"))]
     pub size: Quantity,
 }
 
@@ -103,52 +108,54 @@ pub struct Writeback {
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Placement {
-    /// Bytes a second of blocks that go to and come from other nodes for their replicas. `0`: none; such nodes cannot be drained.
+    /// Bandwidth for copying replicas to and from other nodes, in bytes per second. `0` disables
+    /// replication; such nodes cannot be drained.
     #[serde(default = "bandwidth")]
     #[x_kube(validation = Rule::new("quantity(self).asInteger() == 0 || (quantity(self).asInteger() >= 1048576 && \
         quantity(self).asInteger() <= 1099511627776)")
-        .message("placement.bandwidth is 0, or 1Mi to 1Ti a second: choose one of them"))]
+        .message("placement.bandwidth is neither 0 nor from 1Mi to 1Ti: set one of these values, in bytes per second"))]
     pub bandwidth: Quantity,
-    /// A block that peers have read so often within `hotWindow` gets a replica elsewhere.
+    /// Peer reads within `hotWindow` after which a block gets an additional replica.
     #[serde(default = "hot_reads")]
     #[schemars(range(min = 1, max = 1_000_000))]
     pub hot_reads: u32,
-    /// See `hotReads`.
+    /// Time window in which `hotReads` counts reads, from 1s to 24h.
     #[serde(default = "hot_window")]
     #[x_kube(validation = Rule::new("duration(self) >= duration('1s') && duration(self) <= duration('24h')")
-        .message("placement.hotWindow is 1s to 24h: choose a time between"))]
+        .message("placement.hotWindow is outside 1s to 24h: set a duration in that range"))]
     pub hot_window: Span,
 }
 
-/// Bounds of requests.
+/// Limits of client requests.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Limits {
-    /// Deadline of loads that name none.
+    /// Default deadline of a load, from 1ms to 10m.
     #[serde(default = "load_deadline")]
     #[x_kube(validation = Rule::new("duration(self) >= duration('1ms') && duration(self) <= duration('10m')")
-        .message("limits.loadDeadline is 1ms to 10m: choose a time between"))]
+        .message("limits.loadDeadline is outside 1ms to 10m: set a duration in that range"))]
     pub load_deadline: Span,
-    /// A load that is held for longer loses its blocks.
+    /// Time after which the agent releases the blocks of a load that the engine still holds, from 1s to
+    /// 24h.
     #[serde(default = "load_hold")]
     #[x_kube(validation = Rule::new("duration(self) >= duration('1s') && duration(self) <= duration('24h')")
-        .message("limits.loadHold is 1s to 24h: choose a time between"))]
+        .message("limits.loadHold is outside 1s to 24h: set a duration in that range"))]
     pub load_hold: Span,
-    /// Slots that are not committed by then are taken back.
+    /// Time after which the agent reclaims reserved slots that are not committed, from 1s to 24h.
     #[serde(default = "reservation")]
     #[x_kube(validation = Rule::new("duration(self) >= duration('1s') && duration(self) <= duration('24h')")
-        .message("limits.reservation is 1s to 24h: choose a time between"))]
+        .message("limits.reservation is outside 1s to 24h: set a duration in that range"))]
     pub reservation: Span,
-    /// Bytes of one read from a device, of loads that name none.
+    /// Default size of one device read of a load.
     #[serde(default = "read_size")]
     #[x_kube(validation = Rule::new("quantity(self).asInteger() >= 4096 && quantity(self).asInteger() <= 134217728 && \
         quantity(self).asInteger() % 4096 == 0")
-        .message("limits.readSize is 4Ki to 128Mi and a multiple of 4Ki: round it"))]
+        .message("limits.readSize is not a multiple of 4Ki from 4Ki to 128Mi: round it"))]
     pub read_size: Quantity,
-    /// An answer of the directory that takes longer counts as a miss.
+    /// Timeout of a directory lookup, from 1ms to 60s. A lookup that exceeds it counts as a miss.
     #[serde(default = "lookup_timeout")]
     #[x_kube(validation = Rule::new("duration(self) >= duration('1ms') && duration(self) <= duration('60s')")
-        .message("limits.lookupTimeout is 1ms to 60s: choose a time between"))]
+        .message("limits.lookupTimeout is outside 1ms to 60s: set a duration in that range"))]
     pub lookup_timeout: Span,
 }
 
@@ -212,4 +219,4 @@ fn lookup_timeout() -> Span {
     Span::new("500ms")
 }
 
-default_of_nothing!(Cache, Shares, Writeback, Placement, Limits);
+default_from_schema!(Cache, Shares, Writeback, Placement, Limits);

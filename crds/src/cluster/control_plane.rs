@@ -3,84 +3,88 @@
 use kube::KubeSchema;
 use serde::{Deserialize, Serialize};
 
-use super::default_of_nothing;
+use super::default_from_schema;
 use crate::fields::{LabelKey, Labels, LogSettings, Quantity, Resources, Span, Toleration, Topic};
 
-/// The members of the control plane, a StatefulSet.
+/// Members of the control plane, a StatefulSet.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ControlPlane {
-    /// Members. They share the keys among them; one that is gone is replaced by the others within seconds. A change moves
-    /// a part of the directory, which agents tell anew; local hits go on.
+    /// Number of members. The members share the keys; the others replace a failed one within seconds. A
+    /// change moves a part of the directory, which agents then announce again; local hits continue.
     #[serde(default = "replicas")]
     #[schemars(range(min = 1, max = 64))]
     pub replicas: u32,
-    /// CPU and memory of a member. Absent: reckoned from the nodes' capacity at 64 bytes a block.
+    /// CPU and memory of a member. Absent: estimated from the nodes' capacity at 64 bytes per block.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resources: Option<Resources>,
-    /// Nodes that members may run on. Empty: all.
+    /// Labels of the nodes that members may run on. Empty: all nodes.
     #[serde(default, skip_serializing_if = "std::collections::BTreeMap::is_empty")]
     #[schemars(extend("maxProperties" = 16))]
     pub node_selector: Labels,
-    /// Taints that members may run beside.
+    /// Tolerations of the member pods.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     pub tolerations: Vec<Toleration>,
-    /// Label of nodes over whose values members are spread as evenly as can be.
+    /// Node label over whose values members are spread evenly, as far as possible.
     #[serde(default = "spread_over")]
     pub spread_over: LabelKey,
-    /// Silence after which the others count a member as gone; etcd grants 2 s at the least with its own defaults.
+    /// Time to live of a member's etcd lease, from 1s to 60s. The other members replace the member when it
+    /// expires. With default settings, etcd grants at least 2s.
     #[serde(default = "time_to_live")]
     #[x_kube(validation = Rule::new("duration(self) >= duration('1s') && duration(self) <= duration('60s')")
-        .message("controlPlane.timeToLive is 1s to 60s: choose a time between"))]
+        .message("controlPlane.timeToLive is outside 1s to 60s: set a duration in that range"))]
     pub time_to_live: Span,
-    /// When silent nodes die.
+    /// Timeouts of nodes that send no heartbeat.
     #[serde(default)]
     pub membership: Membership,
-    /// The stream of changes of the directory.
+    /// Event stream of the directory.
     #[serde(default)]
     pub events: Events,
-    /// Bounds of a member.
+    /// Limits of a member.
     #[serde(default)]
     pub limits: Bounds,
-    /// The members' log.
+    /// Log of the members.
     #[serde(default)]
     pub log: LogSettings,
 }
 
-/// When silent nodes die. A change restarts the members one by one.
+/// Timeouts of nodes that send no heartbeat. A change restarts the members one by one.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("duration(self.deadAfter) >= duration(self.heartbeatEvery) + duration(self.heartbeatEvery)")
-    .message("a node may miss one beat without dying: set membership.deadAfter to at least twice heartbeatEvery"))]
+    .message("membership.deadAfter is too short to survive one missed heartbeat: set it to at least twice heartbeatEvery"))]
 #[x_kube(validation = Rule::new("duration(self.forgetAfter) >= duration(self.deadAfter)")
-    .message("a node dies before it is forgotten: set membership.forgetAfter to at least deadAfter"))]
+    .message("membership.forgetAfter is less than deadAfter: set it to at least deadAfter"))]
 pub struct Membership {
-    /// How often agents beat.
+    /// Heartbeat interval of agents, from 10ms to 60s.
     #[serde(default = "heartbeat_every")]
     #[x_kube(validation = Rule::new("duration(self) >= duration('10ms') && duration(self) <= duration('60s')")
-        .message("membership.heartbeatEvery is 10ms to 60s: choose a time between"))]
+        .message("membership.heartbeatEvery is outside 10ms to 60s: set a duration in that range"))]
     pub heartbeat_every: Span,
-    /// Silence after which a node's blocks are not offered to others.
+    /// Time without a heartbeat after which a node counts as dead; its blocks are not offered to other
+    /// nodes.
     #[serde(default = "dead_after")]
     pub dead_after: Span,
-    /// Silence after which a node must register again and announce everything.
+    /// Time without a heartbeat after which the node must register and announce its blocks again. At most
+    /// 24h.
     #[serde(default = "forget_after")]
     #[x_kube(validation = Rule::new("duration(self) <= duration('24h')")
-        .message("membership.forgetAfter is at most 24h: a node that is away for longer starts anew"))]
+        .message("membership.forgetAfter is longer than 24h: set at most 24h"))]
     pub forget_after: Span,
 }
 
-/// The stream of changes of the directory, for routers and `reprise events`.
+/// Event stream of the directory, for routers and `reprise events`.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Events {
-    /// Memory of each member for the last changes, 20 bytes each. Who comes back later than that gets a snapshot.
+    /// Memory of each member for recent events, 20 bytes each. A subscriber that misses older events gets a
+    /// snapshot.
     #[serde(default = "history")]
     #[x_kube(validation = Rule::new("quantity(self).compareTo(quantity('1Mi')) >= 0 && quantity(self).compareTo(quantity('64Gi')) <= 0")
-        .message("events.history is 1Mi to 64Gi: choose a size between"))]
+        .message("events.history is outside 1Mi to 64Gi: set a size in that range"))]
     pub history: Quantity,
-    /// Publishing in vLLM's KV-event format (ZeroMQ, not authenticated). Absent: off.
+    /// Publishing in vLLM's KV event format over ZeroMQ, without authentication. Absent: off.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub publish: Option<Publishing>,
 }
@@ -89,38 +93,38 @@ pub struct Events {
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("self.port != self.replayPort")
-    .message("events and their replay need a port each: change publish.port or publish.replayPort"))]
+    .message("publish.port and publish.replayPort need a port each, but are equal: change one of them"))]
 pub struct Publishing {
-    /// Port where batches are published.
+    /// Port for published batches.
     #[serde(default = "publish_port")]
     #[schemars(range(min = 1024, max = 65_535))]
     pub port: u16,
-    /// Port where batches that were missed are asked for.
+    /// Port for requests of missed batches.
     #[serde(default = "replay_port")]
     #[schemars(range(min = 1024, max = 65_535))]
     pub replay_port: u16,
     /// First frame of every message.
     #[serde(default = "topic")]
     pub topic: Topic,
-    /// Batches that are kept for replay, 5 KiB each at the most.
+    /// Batches kept for replay, each at most 5 KiB.
     #[serde(default = "buffer_steps")]
     #[schemars(range(min = 1, max = 1_048_576))]
     pub buffer_steps: u32,
-    /// Connections at once, to each port.
+    /// Upper bound on concurrent connections to each port.
     #[serde(default = "subscribers")]
     #[schemars(range(min = 1, max = 1024))]
     pub subscribers: u32,
 }
 
-/// Bounds of a member. Who comes beyond them is told to come again.
+/// Limits of a member. Requests above a limit are rejected and may be retried.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Bounds {
-    /// Calls of the directory at once, working or waiting.
+    /// Upper bound on concurrent directory calls, running or queued.
     #[serde(default = "calls_at_once")]
     #[schemars(range(min = 1, max = 65_536))]
     pub calls_at_once: u32,
-    /// Streams at once that follow nodes and members.
+    /// Upper bound on concurrent watch streams for nodes and members.
     #[serde(default = "watchers")]
     #[schemars(range(min = 1, max = 65_536))]
     pub watchers: u32,
@@ -182,4 +186,4 @@ fn watchers() -> u32 {
     4096
 }
 
-default_of_nothing!(ControlPlane, Membership, Events, Publishing, Bounds);
+default_from_schema!(ControlPlane, Membership, Events, Publishing, Bounds);

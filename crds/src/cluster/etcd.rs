@@ -1,45 +1,45 @@
-//! The control plane's store: run by the operator, or somebody else's.
+//! The control plane's etcd: run by the operator, or external.
 
 use kube::KubeSchema;
 use serde::{Deserialize, Serialize};
 
-use super::default_of_nothing;
+use super::default_from_schema;
 use crate::fields::{Endpoint, KeyPrefix, KeyRef, Name, Quantity, Resources, SecretRef, Text, choice};
 
-/// Where the control plane keeps its few facts: node numbers, epochs, modes, budgets, the list of members.
+/// The etcd in which the control plane stores its state: node numbers, epochs, modes, budgets and members.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("self.mode != 'External' || has(self.external)")
     .message("mode External needs endpoints: set external, or use mode Managed"))]
 #[x_kube(validation = Rule::new("self.mode != 'Managed' || !has(self.external)")
-    .message("mode Managed runs an etcd of its own: remove external, or use mode External in a new KVCacheCluster"))]
+    .message("mode Managed excludes external: remove external, or use mode External in a new KVCacheCluster"))]
 #[x_kube(validation = Rule::new("self.mode != 'External' || !has(self.managed)")
-    .message("mode External runs no etcd: remove managed, or use mode Managed in a new KVCacheCluster"))]
+    .message("mode External excludes managed: remove managed, or use mode Managed in a new KVCacheCluster"))]
 pub struct Etcd {
-    /// Who runs it. Cannot be changed.
+    /// Whether the operator runs etcd or an external etcd is used. Immutable.
     #[serde(default)]
     #[x_kube(validation = Rule::new("self == oldSelf")
-        .message("etcd.mode cannot be changed while the cluster runs: make a new KVCacheCluster"))]
+        .message("etcd.mode is immutable: create a new KVCacheCluster"))]
     pub mode: EtcdMode,
-    /// What every key begins with. Several clusters may share an etcd by other prefixes. Cannot be changed.
+    /// Prefix of all keys. Several clusters may share an etcd with different prefixes. Immutable.
     #[serde(default = "key_prefix")]
     #[x_kube(validation = Rule::new("self == oldSelf")
-        .message("etcd.keyPrefix cannot be changed, the cluster's facts are under it: make a new KVCacheCluster"))]
+        .message("etcd.keyPrefix is immutable because the cluster's state is stored under it: create a new KVCacheCluster"))]
     pub key_prefix: KeyPrefix,
     /// The etcd that the operator runs, with `Managed`. Absent: one member with the defaults.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub managed: Option<ManagedEtcd>,
-    /// The etcd that is there, with `External`.
+    /// Existing etcd, with `External`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub external: Option<ExternalEtcd>,
 }
 
 choice! {
-    /// Who runs etcd.
+    /// Whether the operator runs etcd or an external etcd is used.
     EtcdMode {
-        /// The operator.
+        /// The operator runs etcd.
         Managed,
-        /// Somebody else.
+        /// An existing etcd is used.
         External,
     }
     default Managed
@@ -49,15 +49,16 @@ choice! {
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ManagedEtcd {
-    /// Members. One is enough where an outage of the store may last as long as a pod's restart; engines keep their local hits. Three
-    /// survive the loss of one, five of two. A change of a store that is there is not in this release.
+    /// Number of members: 1, 3 or 5. Three members tolerate the loss of one, five of two. One suffices if
+    /// an outage may last as long as a pod restart; local hits continue. This release cannot resize an
+    /// existing etcd.
     #[serde(default = "etcd_replicas")]
     #[x_kube(validation = Rule::new("self in [1, 3, 5]")
-        .message("etcd.managed.replicas is 1, 3 or 5: an even number survives no more losses than one fewer"))]
+        .message("etcd.managed.replicas is not 1, 3 or 5: an even number tolerates as many failures as the odd number below it"))]
     #[x_kube(validation = Rule::new("self >= oldSelf")
-        .message("etcd.managed.replicas may only grow: taking members away by hand risks the store"))]
+        .message("etcd.managed.replicas must not decrease: removing members risks data loss"))]
     pub replicas: u8,
-    /// Where its data is.
+    /// Volumes of the members.
     #[serde(default)]
     pub storage: EtcdStorage,
     /// CPU and memory of a member. Absent: 100m and 256Mi.
@@ -65,68 +66,69 @@ pub struct ManagedEtcd {
     pub resources: Option<Resources>,
 }
 
-/// A volume for each member of etcd. Reprise keeps some hundred bytes a node in it.
+/// Volume of each etcd member. Reprise stores some hundred bytes per node.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("has(self.storageClassName) == has(oldSelf.storageClassName)")
-    .message("etcd.managed.storage.storageClassName can neither be set nor removed afterwards: make a new KVCacheCluster"))]
+    .message("etcd.managed.storage.storageClassName can neither be added nor removed: create a new KVCacheCluster"))]
 pub struct EtcdStorage {
-    /// Storage class. Absent: the cluster's default one; where there is none, the operator says so and uses nothing else. Cannot
-    /// be changed.
+    /// Storage class of the volumes. Absent: the default storage class. If none exists, the operator sets
+    /// the reason `NoStorageClass`. Immutable.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[x_kube(validation = Rule::new("self == oldSelf")
-        .message("etcd.managed.storage.storageClassName cannot be changed, the volumes are made: make a new KVCacheCluster"))]
+        .message("etcd.managed.storage.storageClassName is immutable because the volumes exist: create a new KVCacheCluster"))]
     pub storage_class_name: Option<Name>,
-    /// Bytes of each volume. May only grow; growth of volumes that are there is not in this release.
+    /// Size of each volume, at least 64Mi. Must not decrease. This release cannot grow existing volumes.
     #[serde(default = "etcd_size")]
     #[x_kube(validation = Rule::new("quantity(self).compareTo(quantity('64Mi')) >= 0")
-        .message("etcd.managed.storage.size is at least 64Mi: etcd's log alone takes that much"))]
+        .message("etcd.managed.storage.size is less than 64Mi, which etcd's log alone takes: set at least 64Mi"))]
     #[x_kube(validation = Rule::new("quantity(self).compareTo(quantity(oldSelf)) >= 0")
-        .message("etcd.managed.storage.size may only grow, as volumes do: write the old size or a larger one"))]
+        .message("etcd.managed.storage.size must not decrease, as volumes cannot shrink: set the old size or a larger one"))]
     pub size: Quantity,
 }
 
-/// An etcd that somebody else runs, 3.5 or later.
+/// An existing etcd, version 3.5 or later.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("has(self.tls) ? self.endpoints.all(endpoint, endpoint.startsWith('https://')) : \
     self.endpoints.all(endpoint, endpoint.startsWith('http://'))")
-    .message("endpoints begin with https:// when tls is given, and with http:// when it is not: change one or the other"))]
+    .message("endpoints must begin with https:// if tls is set, and with http:// otherwise: change endpoints or tls"))]
 pub struct ExternalEtcd {
-    /// `http://host:port` of its members; `https://` with `tls`. A change restarts the control plane's members one by one.
+    /// Endpoints of the members: `http://host:port`, or `https://host:port` with `tls`. A change restarts
+    /// the control plane members one by one.
     #[schemars(length(min = 1, max = 9))]
     #[x_kube(merge_strategy = ListMerge::Set)]
     pub endpoints: Vec<Endpoint>,
-    /// How to trust it, and how to be trusted.
+    /// TLS settings. Absent: no TLS.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tls: Option<EtcdTls>,
-    /// Who to be there. Absent: nobody.
+    /// User to authenticate as. Absent: no authentication.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub user: Option<EtcdUser>,
 }
 
-/// TLS towards etcd. A Secret that changes restarts the members one by one.
+/// TLS settings for etcd connections. A change of a Secret restarts the control plane members one by one.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct EtcdTls {
-    /// Certificates of the authorities that sign etcd's, in PEM.
+    /// CA certificates for etcd's certificate, in PEM.
     pub ca_secret_ref: KeyRef,
-    /// Our certificate, where etcd asks for one: a Secret of type `kubernetes.io/tls`.
+    /// Client certificate, if etcd requires one: a Secret of type `kubernetes.io/tls`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub client_secret_ref: Option<SecretRef>,
-    /// The name in etcd's certificate, where it is not the host of the endpoints.
+    /// Server name in etcd's certificate, if it differs from the endpoints' hosts.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub server_name: Option<Name>,
 }
 
-/// A user of etcd.
+/// Credentials of an etcd user.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct EtcdUser {
-    /// Its name.
+    /// Name of the user.
     #[schemars(length(min = 1))]
     pub name: Text,
-    /// Where its password is.
+    /// Password of the user.
     pub password_secret_ref: KeyRef,
 }
 
@@ -142,4 +144,4 @@ fn etcd_size() -> Quantity {
     Quantity::new("1Gi")
 }
 
-default_of_nothing!(Etcd, ManagedEtcd, EtcdStorage);
+default_from_schema!(Etcd, ManagedEtcd, EtcdStorage);

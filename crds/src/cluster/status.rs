@@ -1,4 +1,4 @@
-//! What a cluster is at the moment, added up over its nodes; what each node is, is in its CacheNode.
+//! Observed state of a cluster, summed over its nodes. The state of each node is in its CacheNode.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::KubeSchema;
@@ -7,18 +7,18 @@ use serde::{Deserialize, Serialize};
 use crate::fields::{HostPath, Name, Quantity, Text, Uid, Version};
 use crate::status::Condition;
 
-/// What the cluster is at the moment. Written by the operator, at most every 10 s.
+/// Observed state of the cluster. The operator writes it at most every 10 s.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct KVCacheClusterStatus {
-    /// Generation of the spec that this status was found for.
+    /// Generation of the spec that this status was computed for.
     #[serde(default)]
     #[schemars(range(min = 0))]
     pub observed_generation: i64,
-    /// Id of the installation; another one means that the cluster was made anew.
+    /// ID of the installation. It changes when the cluster is re-created.
     #[serde(rename = "clusterID", skip_serializing_if = "Option::is_none")]
     pub cluster_id: Option<Uid>,
-    /// Versions that really run, as the processes have said; what images are called is not asked.
+    /// Versions of running processes, as they report them. Image names are not used.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub versions: Option<RunningVersions>,
     /// Members of the control plane.
@@ -27,81 +27,82 @@ pub struct KVCacheClusterStatus {
     /// Agents, one on each selected node.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub agents: Option<AgentCounts>,
-    /// Memory and devices of all nodes.
+    /// Capacity and usage of memory and devices of all nodes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub capacity: Option<ClusterCapacity>,
-    /// What engines need to connect.
+    /// Connection settings for engines.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub connection: Option<Connection>,
-    /// What is so: `Ready`, `Accepted`, `Progressing`, `Degraded`, `EtcdReady`, `ControlPlaneReady`, `AgentsReady`, `PoolsBound`,
-    /// `Compatible`, `TransportFallback`, `DeletionBlocked`.
+    /// Conditions: `Ready`, `Accepted`, `Progressing`, `Degraded`, `EtcdReady`, `ControlPlaneReady`,
+    /// `AgentsReady`, `PoolsBound`, `Compatible`, `TransportFallback`, `DeletionBlocked`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]
     pub conditions: Vec<Condition>,
 }
 
-/// Versions that really run. Absent: none has said it.
+/// Versions of running processes. Absent: not reported yet.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RunningVersions {
-    /// Oldest member of the control plane. While members are replaced, one that is away counts as what was said before.
+    /// Version of the oldest member. During a rollout, an unavailable member counts with its last reported
+    /// version.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub control_plane: Option<Version>,
-    /// Newest member of the control plane.
+    /// Version of the newest control plane member.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub control_plane_max: Option<Version>,
-    /// Oldest agent.
+    /// Version of the oldest agent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub agent_min: Option<Version>,
-    /// Newest agent.
+    /// Version of the newest agent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub agent_max: Option<Version>,
 }
 
-/// Members, counted.
+/// Counts of control plane members.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct MemberCounts {
-    /// Members that the spec wants.
+    /// Desired number of members.
     pub desired: u32,
-    /// Members that answer.
+    /// Number of ready members.
     pub ready: u32,
 }
 
-/// Agents, counted.
+/// Counts of the cluster's agents.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct AgentCounts {
-    /// Nodes that should have an agent.
+    /// Number of nodes selected for an agent.
     pub desired: u32,
-    /// Agents that serve engines.
+    /// Number of agents that serve engines.
     pub ready: u32,
-    /// Agents that run the wanted image with the wanted configuration.
+    /// Number of agents with the current image and configuration.
     pub updated: u32,
 }
 
-/// Memory and devices of all nodes.
+/// Capacity and usage of memory and devices of all nodes.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ClusterCapacity {
-    /// Bytes of the arenas.
+    /// Size of all arenas in bytes.
     pub dram_total: Quantity,
-    /// Bytes of open devices.
+    /// Size of all open devices in bytes.
     pub ssd_total: Quantity,
-    /// Bytes of blocks on them.
+    /// Bytes of the open devices that hold blocks.
     pub ssd_used: Quantity,
-    /// When this was added up.
+    /// Time at which these sums were computed.
     pub last_updated: Time,
 }
 
-/// What engines need to connect.
+/// Connection settings for engines.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Connection {
-    /// ConfigMap of the cluster's namespace with configuration for engines.
+    /// ConfigMap in the cluster's namespace with settings for engines.
     pub config_map: Name,
-    /// Directory of each node with the agent's socket.
+    /// Directory on each node that contains the agent's socket.
     pub socket_directory: HostPath,
     /// Address of the control plane, `host:port`, for gateways and the command line.
     pub control_plane: Text,

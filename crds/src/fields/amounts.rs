@@ -1,4 +1,4 @@
-//! Amounts with their unit: bytes, times, shares.
+//! Amounts with a unit: bytes, durations, shares.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -7,12 +7,12 @@ use std::time::Duration;
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize};
 
-/// Longest text of a [`Quantity`]: 12 digits and a unit.
+/// Upper bound on the length of a [`Quantity`]: 12 digits and a unit.
 const QUANTITY_CHARS_MAX: u32 = 14;
-/// Longest text of a [`Span`]: 7 digits and a unit.
+/// Upper bound on the length of a [`Span`]: 7 digits and a unit.
 const SPAN_CHARS_MAX: u32 = 9;
 
-/// Units of [`Quantity`] and their factors; a unit stands before those that it ends with.
+/// Units of [`Quantity`] and their factors. A unit precedes those that are its suffix.
 const BYTE_UNITS: [(&str, u64); 10] = [
     ("Ki", 1 << 10),
     ("Mi", 1 << 20),
@@ -26,30 +26,30 @@ const BYTE_UNITS: [(&str, u64); 10] = [
     ("P", 1_000_000_000_000_000),
 ];
 
-/// Units of [`Span`] in milliseconds; `ms` stands before the `s` that it ends with.
+/// Units of [`Span`] in milliseconds; `ms` precedes its suffix `s`.
 const TIME_UNITS: [(&str, u64); 4] = [("ms", 1), ("s", 1_000), ("m", 60_000), ("h", 3_600_000)];
 
-/// Bytes, written as Kubernetes writes them: `4096`, `64Mi`, `2Ti`. Whole numbers only.
+/// Bytes in Kubernetes notation: `4096`, `64Mi`, `2Ti`. Whole numbers only.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Quantity(String);
 
-/// A span of time: a whole number with `ms`, `s`, `m` or `h`.
+/// Duration: a whole number with `ms`, `s`, `m` or `h`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Span(String);
 
-/// Hundredths, 0 to 100.
+/// Percentage from 0 to 100.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Percent(pub u8);
 
-/// Thousandths, 0 to 1000.
+/// Thousandths from 0 to 1000.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Permille(pub u16);
 
-/// A text that is no amount; says what was expected.
+/// Error for a text that is not a valid amount.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AmountError {
     text: String,
@@ -57,12 +57,12 @@ pub struct AmountError {
 }
 
 impl Quantity {
-    /// A text, unchecked.
+    /// Creates a value without validation.
     pub fn new(text: impl Into<String>) -> Quantity {
         Quantity(text.into())
     }
 
-    /// So many bytes, in the largest binary unit that divides them.
+    /// Returns the quantity for a number of bytes, in the largest binary unit that divides it.
     pub fn of_bytes(bytes: u64) -> Quantity {
         for (unit, factor) in BYTE_UNITS[..5].iter().rev() {
             if bytes != 0 && bytes.is_multiple_of(*factor) {
@@ -72,15 +72,15 @@ impl Quantity {
         Quantity(bytes.to_string())
     }
 
-    /// The text.
+    /// Returns the text as written.
     pub fn as_str(&self) -> &str {
         &self.0
     }
 
-    /// How many bytes it says.
+    /// Returns the number of bytes.
     ///
     /// # Errors
-    /// Not a quantity, or more bytes than 64 bits count.
+    /// The text is not a quantity, or the number of bytes exceeds 64 bits.
     pub fn bytes(&self) -> Result<u64, AmountError> {
         scaled(&self.0, &BYTE_UNITS, Some(1))
             .ok_or_else(|| AmountError { text: self.0.clone(), expected: "bytes, for example 64Mi or 2Ti" })
@@ -88,28 +88,29 @@ impl Quantity {
 }
 
 impl Span {
-    /// A text, unchecked.
+    /// Creates a value without validation.
     pub fn new(text: impl Into<String>) -> Span {
         Span(text.into())
     }
 
-    /// The text.
+    /// Returns the text as written.
     pub fn as_str(&self) -> &str {
         &self.0
     }
 
-    /// How long it says.
+    /// Returns the duration.
     ///
     /// # Errors
-    /// Not a time.
+    /// The text is not a duration.
     pub fn duration(&self) -> Result<Duration, AmountError> {
-        scaled(&self.0, &TIME_UNITS, None)
-            .map(Duration::from_millis)
-            .ok_or_else(|| AmountError { text: self.0.clone(), expected: "a time, for example 50ms or 2s" })
+        scaled(&self.0, &TIME_UNITS, None).map(Duration::from_millis).ok_or_else(|| AmountError {
+            text: self.0.clone(),
+            expected: "a duration, for example 50ms or 2s",
+        })
     }
 }
 
-/// Digits and a unit. `bare` is the factor of a number without one, where it may go without.
+/// Parses digits and a unit. `bare` is the factor of a number without a unit, where that is allowed.
 fn scaled(text: &str, units: &[(&str, u64)], bare: Option<u64>) -> Option<u64> {
     let (digits, factor) = units
         .iter()
@@ -134,7 +135,7 @@ impl fmt::Display for Span {
 
 impl fmt::Display for AmountError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "'{}' is not {}", self.text, self.expected)
+        write!(f, "invalid amount \"{}\": expected {}", self.text, self.expected)
     }
 }
 
@@ -172,7 +173,7 @@ schema_of!(
     Span,
     json_schema!({
         "type": "string",
-        "description": "A time: a whole number with ms, s, m or h.",
+        "description": "Duration: a whole number with ms, s, m or h.",
         "minLength": 2,
         "maxLength": SPAN_CHARS_MAX,
         "pattern": "^[0-9]{1,7}(ms|s|m|h)$",
@@ -181,7 +182,7 @@ schema_of!(
 schema_of!(
     Percent,
     json_schema!({
-        "type": "integer", "format": "int32", "minimum": 0, "maximum": 100, "description": "Hundredths.",
+        "type": "integer", "format": "int32", "minimum": 0, "maximum": 100, "description": "Percentage.",
     })
 );
 schema_of!(
@@ -196,7 +197,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_quantity_says_bytes_and_is_written_in_its_largest_unit() {
+    fn quantity_parses_bytes_and_formats_in_the_largest_unit() {
         for (text, bytes) in
             [("0", 0), ("4096", 4096), ("4Ki", 4096), ("2Mi", 2 << 20), ("3k", 3000), ("1Pi", 1 << 50)]
         {
@@ -208,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_amount_is_refused_with_words() {
+    fn rejects_invalid_amounts_with_an_example() {
         for text in ["", "Mi", "1.5Gi", "-1", "+1", "1 Gi", "1MiB", "999999999999Pi"] {
             let error = Quantity::new(text).bytes().expect_err(text).to_string();
             assert!(error.contains("64Mi"), "{error}");
@@ -220,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn a_span_says_a_time() {
+    fn span_parses_to_a_duration() {
         for (text, millis) in [("50ms", 50), ("2s", 2000), ("3m", 180_000), ("1h", 3_600_000)] {
             assert_eq!(Span::new(text).duration(), Ok(Duration::from_millis(millis)), "{text}");
         }

@@ -1,8 +1,9 @@
-//! Choices: a field that takes one of a few words.
+//! Choices: fields with a fixed set of values.
 //!
-//! The words and what each does are written once, on the variants: the schema lists the words, and the description of a field
-//! ends with them. Between `JsonSchema` and the definition the meanings travel as the schema's `title`, the one free text
-//! that Kubernetes' schemas keep; [`crate::generated`] folds it into the description.
+//! The values and their meanings are written once, on the enum variants. The schema lists the values, and
+//! the description of a field ends with their meanings. The meanings pass from `JsonSchema` to the
+//! definition in the schema's `title`, the only free text that Kubernetes' schemas keep.
+//! [`crate::definitions`] merges the title into the description.
 
 macro_rules! choice {
     ($(#[doc = $doc:literal])+ $name:ident { $($(#[doc = $word_doc:literal])+ $word:ident,)+ } default $default:ident) => {
@@ -15,10 +16,10 @@ macro_rules! choice {
         }
 
         impl $name {
-            /// All words, in the order in which they are described.
+            /// All values, in the order of their description.
             pub const ALL: &'static [$name] = &[$($name::$word),+];
 
-            /// The word.
+            /// Returns the value as text.
             pub fn as_str(self) -> &'static str {
                 match self {
                     $($name::$word => stringify!($word),)+
@@ -65,65 +66,65 @@ macro_rules! choice {
 pub(crate) use choice;
 
 choice! {
-    /// How blocks get to devices and back.
+    /// I/O engine for devices.
     Engine {
-        /// Kernel's io_uring, direct I/O.
+        /// The kernel's io_uring with direct I/O.
         IoUring,
-        /// Calls of pread and pwrite on a few threads, works everywhere.
+        /// `pread` and `pwrite` on a few threads; works everywhere.
         Plain,
-        /// NVMe commands passed through io_uring, raw devices only; not in this release.
+        /// NVMe commands through io_uring, for raw devices only. Not in this release.
         IoUringCmd,
-        /// GPUDirect Storage through cuFile; not in this release.
+        /// GPUDirect Storage through cuFile. Not in this release.
         Gds,
-        /// GPU's own NVMe queue pairs, raw devices only; not in this release.
+        /// NVMe queue pairs of GPUs, for raw devices only. Not in this release.
         GpuQueue,
     }
     default IoUring
 }
 
 choice! {
-    /// What happens where the wanted engine cannot be had.
+    /// Fallback if the requested engine is not available.
     FallbackEngine {
-        /// Nothing: the node's devices stay closed, and it says why.
+        /// The node's devices stay closed, and the agent reports the cause.
         None,
-        /// The node uses pread and pwrite, and says so.
+        /// The node uses `pread` and `pwrite`, and the agent reports it.
         Plain,
-        /// The node uses io_uring, and says so.
+        /// The node uses io_uring, and the agent reports it.
         IoUring,
     }
     default None
 }
 
 choice! {
-    /// What happens to a device on which somebody else's data is found.
+    /// Handling of a device with data of another program.
     ForeignSignatures {
-        /// The device is left alone and reported.
+        /// The agent does not use the device and reports it.
         Refuse,
-        /// The device is overwritten; needs `wipeConfirmation`.
+        /// The agent overwrites the device. Needs `wipeConfirmation`.
         Wipe,
     }
     default Refuse
 }
 
 choice! {
-    /// What a node or pool is used for.
+    /// Mode of a node or pool.
     NodeMode {
-        /// Everything.
+        /// The node operates normally.
         Active,
-        /// Engines of the node go on; nothing is placed there for others.
+        /// Engines on the node continue to use it. It receives no replicas of other nodes' blocks.
         Cordoned,
-        /// As `Cordoned`, and blocks that only it has are given to other nodes.
+        /// As `Cordoned`, and blocks that exist only there are copied to other nodes.
         Draining,
     }
     default Active
 }
 
 choice! {
-    /// What is left on the nodes when the object is deleted.
+    /// Handling of the data when the object is deleted.
     DeletionPolicy {
-        /// The data stays and is found again by a pool of the same devices.
+        /// The data is kept, and a new pool on the same devices finds it.
         Retain,
-        /// The data is destroyed before the object goes; needs `wipeConfirmation`.
+        /// The data is destroyed before the object is removed. Needs `wipeConfirmation`.
         Wipe,
     }
     default Retain

@@ -1,4 +1,4 @@
-//! Selections of nodes and namespaces, tolerations, references to other objects.
+//! Selectors of nodes and namespaces, tolerations, references to other objects.
 
 use std::collections::BTreeMap;
 
@@ -11,31 +11,31 @@ use super::texts::{KeyName, LabelKey, LabelValue, Name, ShortName};
 /// Labels that an object must have, all of them.
 pub type Labels = BTreeMap<String, LabelValue>;
 
-/// Objects by their labels. Empty selects all.
+/// Label selector. Empty selects all objects.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct LabelSelector {
-    /// Labels and their values; an object needs all of them.
+    /// Labels with their values; an object must have all of them.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     #[schemars(extend("maxProperties" = 16))]
     #[x_kube(validation = Rule::new("self.all(key, size(key) <= 317)")
-        .message("a key in matchLabels is longer than 317 characters: use a label's key as Kubernetes allows it"))]
+        .message("a key in matchLabels is longer than 317 characters: use a valid label key"))]
     pub match_labels: Labels,
-    /// Conditions on labels; an object needs to meet all of them.
+    /// Requirements on labels; an object must meet all of them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     pub match_expressions: Vec<LabelTerm>,
 }
 
-/// One condition on a label.
+/// One requirement on a label.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("(self.operator in ['In', 'NotIn']) == (has(self.values) && size(self.values) > 0)")
-    .message("operators In and NotIn need values, Exists and DoesNotExist must have none: add or remove values"))]
+    .message("operators In and NotIn need values, Exists and DoesNotExist must have no values: add or remove values"))]
 pub struct LabelTerm {
     /// Key of the label.
     pub key: LabelKey,
-    /// How the label is compared.
+    /// Operator of the comparison.
     pub operator: LabelTermOperator,
     /// Values to compare with, for `In` and `NotIn`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -44,32 +44,32 @@ pub struct LabelTerm {
 }
 
 choice! {
-    /// How a label is compared.
+    /// Comparison operator for labels.
     LabelTermOperator {
-        /// Its value is one of `values`.
+        /// The label's value is one of `values`.
         In,
-        /// It is absent, or its value is none of `values`.
+        /// The label is absent, or its value is not in `values`.
         NotIn,
-        /// It is there.
+        /// The label is present.
         Exists,
-        /// It is absent.
+        /// The label is absent.
         DoesNotExist,
     }
     default In
 }
 
-/// A taint that pods may run beside.
+/// A toleration of pods for a taint.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("self.operator == 'Exists' ? !has(self.value) : has(self.key)")
     .message("operator Exists takes no value, operator Equal needs a key: remove value or add key"))]
 #[x_kube(validation = Rule::new("!has(self.tolerationSeconds) || (has(self.effect) && self.effect == 'NoExecute')")
-    .message("tolerationSeconds has a meaning with effect NoExecute only: set the effect or remove tolerationSeconds"))]
+    .message("tolerationSeconds is valid with effect NoExecute only: set the effect or remove tolerationSeconds"))]
 pub struct Toleration {
     /// Key of the taint. Absent with operator `Exists`: every taint.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub key: Option<LabelKey>,
-    /// How key and value are compared.
+    /// Operator of the comparison.
     #[serde(default)]
     pub operator: TolerationOperator,
     /// Value of the taint, for `Equal`.
@@ -78,63 +78,63 @@ pub struct Toleration {
     /// Effect of the taint. Absent: all effects.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub effect: Option<TolerationEffect>,
-    /// Seconds for which a `NoExecute` taint is tolerated. Absent: for ever.
+    /// Seconds for which a `NoExecute` taint is tolerated. Absent: without limit.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0, max = 604_800))]
     pub toleration_seconds: Option<i64>,
 }
 
 choice! {
-    /// How a taint is compared.
+    /// Comparison operator for taints.
     TolerationOperator {
-        /// Key and value are those given.
+        /// Key and value are equal.
         Equal,
-        /// The key is there.
+        /// The key is present.
         Exists,
     }
     default Equal
 }
 
 choice! {
-    /// What a taint does.
+    /// Effect of a taint.
     TolerationEffect {
-        /// Keeps new pods away.
+        /// New pods are not scheduled.
         NoSchedule,
-        /// Keeps new pods away where there is room elsewhere.
+        /// New pods are scheduled only if other nodes lack room.
         PreferNoSchedule,
-        /// Removes pods.
+        /// Running pods are evicted.
         NoExecute,
     }
     default NoSchedule
 }
 
-/// An object of a known kind, by its name.
+/// Reference to an object by its name; the field determines the kind.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ObjectRef {
-    /// Its name.
+    /// Name of the object.
     pub name: ShortName,
 }
 
-/// A KVCacheCluster.
+/// Reference to a KVCacheCluster.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ClusterRef {
-    /// Its namespace.
+    /// Namespace of the cluster.
     pub namespace: Name,
-    /// Its name.
+    /// Name of the object.
     pub name: ShortName,
 }
 
-/// A Secret of the same namespace.
+/// Reference to a Secret in the same namespace.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SecretRef {
-    /// Its name.
+    /// Name of the object.
     pub name: Name,
 }
 
-/// One entry of a Secret of the same namespace.
+/// Reference to an entry of a Secret in the same namespace.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct KeyRef {
@@ -144,7 +144,7 @@ pub struct KeyRef {
     pub key: KeyName,
 }
 
-/// One entry of a ConfigMap of the same namespace.
+/// Reference to an entry of a ConfigMap in the same namespace.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ConfigMapRef {

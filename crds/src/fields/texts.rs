@@ -1,7 +1,8 @@
 //! Texts with a pattern and a length: names, paths, digests.
 //!
-//! A text is made unchecked: the API server checks it against the pattern in the schema, and what the operator makes itself
-//! is checked there too. Patterns use only what Go's RE2 and ECMA 262 read alike.
+//! Constructors do not validate: the API server validates texts against the schema's pattern, including
+//! those that the operator writes. Patterns use only syntax with the same meaning in Go's RE2 and in ECMA
+//! 262.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -17,12 +18,12 @@ macro_rules! text {
         pub struct $name(String);
 
         impl $name {
-            /// The text, unchecked.
+            /// Creates a text without validation.
             pub fn new(text: impl Into<String>) -> Self {
                 $name(text.into())
             }
 
-            /// The text.
+            /// Returns the text as written.
             pub fn as_str(&self) -> &str {
                 &self.0
             }
@@ -59,11 +60,11 @@ macro_rules! text {
 }
 
 text!(
-    /// Name of an object of Kubernetes.
+    /// Name of a Kubernetes object.
     Name, (1, 253), r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 );
 text!(
-    /// Name of an object from which the names of others are made, so it is short.
+    /// Name of an object. Short, because other names are derived from it.
     ShortName, (1, 40), r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 );
 text!(
@@ -71,7 +72,7 @@ text!(
     NodeName, (1, 253), r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 );
 text!(
-    /// Unique id that the API server gives to an object.
+    /// UID that the API server assigns to an object.
     Uid, (1, 64), r"^[-a-zA-Z0-9]+$"
 );
 text!(
@@ -95,7 +96,7 @@ text!(
     KeyPrefix, (1, 128), r"^/([-A-Za-z0-9._]+/)*$"
 );
 text!(
-    /// Pattern of stable device names; `*` and `?` stand for characters of one path segment.
+    /// Pattern of stable device names; `*` and `?` match characters of one path segment.
     DeviceGlob, (17, 200), r"^/dev/disk/by-id/[-A-Za-z0-9._:+*?]+$"
 );
 text!(
@@ -107,7 +108,7 @@ text!(
     HostPath, (2, 90), r"^(/[-A-Za-z0-9_]+[-A-Za-z0-9._]*)+$"
 );
 text!(
-    /// Mode bits of a socket, octal; the owner may read and write.
+    /// Mode bits of a socket, octal; the owner can read and write.
     SocketMode, (4, 4), r"^0[67][0-7][0-7]$"
 );
 text!(
@@ -119,7 +120,7 @@ text!(
     ImageDigest, (71, 71), r"^sha256:[0-9a-f]{64}$"
 );
 text!(
-    /// Image without tag and digest.
+    /// Image name without tag and digest.
     ImageRepository, (1, 255), r"^[a-zA-Z0-9][-a-zA-Z0-9._:/]*[a-zA-Z0-9]$"
 );
 text!(
@@ -131,7 +132,7 @@ text!(
     OciReference, (73, 400), r"^[a-zA-Z0-9][-a-zA-Z0-9._:/]*@sha256:[0-9a-f]{64}$"
 );
 text!(
-    /// Unique id of a GPU, as its driver tells it.
+    /// UUID of a GPU, as reported by its driver.
     GpuUuid, (5, 64), r"^(GPU|MIG)-[-0-9a-f]+$"
 );
 text!(
@@ -163,6 +164,6 @@ text!(
     ConfirmationText, (27, 27), r"^yes-really-destroy-the-data$"
 );
 text!(
-    /// Short text in the words of its source.
+    /// Short text on one line.
     Text, (0, 253), r"^[^\r\n]*$"
 );

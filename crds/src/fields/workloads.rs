@@ -1,35 +1,35 @@
-//! What pods of ours are made of: images, resources, logs.
+//! Settings of pods: images, resources, logs.
 
 use kube::KubeSchema;
 use serde::{Deserialize, Serialize};
 
 use super::texts::{CpuAmount, ImageDigest, ImageRepository, ImageTag, LogFilter};
-use super::{Quantity, choice, of_nothing};
+use super::{Quantity, choice, from_defaults};
 
-/// An image. A digest names it for good; a tag may come to mean another one.
+/// Container image. A digest is permanent; a tag can change its image.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("has(self.tag) != has(self.digest)")
-    .message("an image is named by its tag or by its digest: set exactly one of tag and digest"))]
+    .message("an image needs exactly one of tag and digest: set one of them and remove the other"))]
 pub struct Image {
-    /// Registry and path.
+    /// Registry and path of the image.
     pub repository: ImageRepository,
-    /// Tag. A change rolls the pods.
+    /// Tag of the image. A change rolls the pods.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tag: Option<ImageTag>,
-    /// Digest. A change rolls the pods.
+    /// Digest of the image. A change rolls the pods.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub digest: Option<ImageDigest>,
 }
 
 choice! {
-    /// When nodes fetch an image.
+    /// Pull policy of an image.
     PullPolicy {
-        /// When the node does not have it.
+        /// Pull if the node does not have the image.
         IfNotPresent,
-        /// At every start of a pod.
+        /// Pull at every start of a pod.
         Always,
-        /// Never: the image was imported.
+        /// Do not pull; the image was imported on the nodes.
         Never,
     }
     default IfNotPresent
@@ -40,12 +40,12 @@ choice! {
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("!has(self.requests) || !has(self.requests.memory) || !has(self.limits) || \
     !has(self.limits.memory) || quantity(self.requests.memory).compareTo(quantity(self.limits.memory)) <= 0")
-    .message("more memory is requested than the limit allows: raise limits.memory or lower requests.memory"))]
+    .message("requests.memory is larger than limits.memory: raise limits.memory or lower requests.memory"))]
 pub struct Resources {
-    /// What a node must have free. Absent: what the operator reckons.
+    /// Resources that a node must have free. Absent: the operator's estimate.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub requests: Option<Amounts>,
-    /// What it may use. Absent: memory as requested, CPU without a limit.
+    /// Upper bounds on resources. Absent: memory as requested, no CPU limit.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub limits: Option<Amounts>,
 }
@@ -57,19 +57,20 @@ pub struct Amounts {
     /// Cores, or thousandths of a core with `m`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cpu: Option<CpuAmount>,
-    /// Bytes of memory.
+    /// Amount of memory in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory: Option<Quantity>,
 }
 
-/// The log on standard error. A change restarts the process.
+/// Log on standard error. A change restarts the process.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct LogSettings {
-    /// For people or for machines.
+    /// Format of the log.
     #[serde(default)]
     pub format: LogFormat,
-    /// `error`, `warn`, `info`, `debug`, `trace`, or a filter as `info,reprise_transport=debug`.
+    /// Log level: `error`, `warn`, `info`, `debug`, `trace`, or a filter such as
+    /// `info,reprise_transport=debug`.
     #[serde(default = "log_level")]
     pub level: LogFilter,
 }
@@ -77,9 +78,9 @@ pub struct LogSettings {
 choice! {
     /// Format of the log.
     LogFormat {
-        /// One JSON object an event.
+        /// One JSON object per event.
         Json,
-        /// One readable line an event.
+        /// One text line per event.
         Text,
     }
     default Json
@@ -91,6 +92,6 @@ fn log_level() -> LogFilter {
 
 impl Default for LogSettings {
     fn default() -> LogSettings {
-        of_nothing()
+        from_defaults()
     }
 }

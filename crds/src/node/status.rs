@@ -1,7 +1,7 @@
-//! What an agent says of its node. Slow facts only: the agent writes when something changed, and one status in 10 s over time.
+//! What an agent reports about its node. The agent writes on change, on average at most once in 10 s.
 //!
-//! Bounded: 32 devices of about 400 bytes, 16 GPUs, 32 controllers, 128 allocations of 100 bytes, or of 400 with why they are refused: under 80 KiB at the very most,
-//! 3 KiB of a node with four devices.
+//! Size bounds: 32 devices of about 400 bytes, 16 GPUs, 32 controllers, and 128 allocations of 100 bytes
+//! (400 if rejected). The status of a node is below 80 KiB in the worst case, and 3 KiB with four devices.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::KubeSchema;
@@ -13,326 +13,331 @@ use crate::fields::{
 };
 use crate::status::Condition;
 
-/// What the agent says of its node.
+/// Observed state of the node, as reported by its agent.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CacheNodeStatus {
-    /// Generation of the spec that this status was found for.
+    /// Generation of the spec that this status was computed for.
     #[serde(default)]
     #[schemars(range(min = 0))]
     pub observed_generation: i64,
-    /// When the agent said this. Older than a minute: the agent is away, whatever the conditions say.
+    /// Time of the agent's last report. Older than a minute: the agent is away, and the conditions may be
+    /// outdated.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub last_updated: Option<Time>,
-    /// The agent itself.
+    /// Process of the agent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub agent: Option<AgentInfo>,
-    /// Where it is reached.
+    /// Addresses of the agent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub endpoints: Option<Endpoints>,
-    /// What the control plane calls it.
+    /// Registration of the node with the control plane.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub registration: Option<Registration>,
-    /// Sessions of engines and other clients that are open on the node. Absent: the agent does not tell.
+    /// Open sessions of engines and other clients on the node. Absent: the agent does not report it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sessions: Option<u32>,
-    /// Its memory and devices.
+    /// Capacity and usage of memory and devices.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub capacity: Option<NodeCapacity>,
-    /// Devices and files, wanted or found.
+    /// Devices and files, claimed or found.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 32))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["path".into()]))]
     pub devices: Vec<Device>,
-    /// GPUs of the node, where the agent may see them.
+    /// GPUs of the node that are visible to the agent.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["uuid".into()]))]
     pub gpus: Vec<Gpu>,
-    /// NVMe controllers and their queue pairs.
+    /// NVMe controllers of the node and their queue pairs.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 32))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["serial".into()]))]
     pub controllers: Vec<Controller>,
-    /// What the agent has put into effect.
+    /// Configuration, claims, profiles and allocations that the agent has applied.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub applied: Option<Applied>,
-    /// How far the node is emptied, while its mode is `Draining`.
+    /// Progress of draining, while `mode` is `Draining`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub drain: Option<Drain>,
-    /// What is so: `AgentReady`, `Connected`, `DevicesReady`, `ConfigurationApplied`, `EngineFallback`, `Degraded`, `Cordoned`,
-    /// `Drained`, `StatusContested`; by the operator `ModeApplied`.
+    /// Conditions: `AgentReady`, `Connected`, `DevicesReady`, `ConfigurationApplied`, `EngineFallback`,
+    /// `Degraded`, `Cordoned`, `Drained`, `StatusContested`. The operator sets `ModeApplied`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]
     pub conditions: Vec<Condition>,
 }
 
-/// The agent itself.
+/// Process of the agent.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct AgentInfo {
-    /// Its version.
+    /// Version of the agent.
     pub version: Version,
-    /// Its pod.
+    /// Name of the agent's pod.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pod_name: Option<Name>,
-    /// When it started.
+    /// Start time of the agent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub started_at: Option<Time>,
 }
 
-/// Where the agent is reached.
+/// Addresses of the agent.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Endpoints {
-    /// By other agents, `host:port`. Absent: it has no peers.
+    /// Address for other agents, `host:port`. Absent: the agent has no peers.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub peer: Option<Text>,
-    /// Metrics, health and status, `host:port`.
+    /// Address of metrics, health and status, `host:port`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub admin: Option<Text>,
-    /// By engines of the node: the directory of its socket.
+    /// Directory of the socket for engines on the node.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub socket_directory: Option<HostPath>,
 }
 
-/// What the control plane calls the node.
+/// Registration of the node with the control plane.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Registration {
-    /// Number of the node.
+    /// Number of the node within its cluster.
     #[schemars(range(min = 1, max = 65_534))]
     pub node: u32,
-    /// Epoch of the registration; a later one fences earlier ones.
+    /// Epoch of the registration. A later registration fences earlier ones.
     #[schemars(range(min = 0))]
     pub epoch: i64,
-    /// Members of the control plane that it is connected to.
+    /// Control plane members that the agent is connected to.
     pub members_connected: u32,
-    /// Members that it knows of.
+    /// Control plane members that the agent knows.
     pub members: u32,
 }
 
-/// Memory and devices of the node.
+/// Capacity and usage of memory and devices of the node.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeCapacity {
-    /// Bytes of the arena.
+    /// Size of the DRAM arena in bytes.
     pub dram_total: Quantity,
-    /// Bytes of blocks in it.
+    /// Bytes of the arena that hold blocks.
     pub dram_used: Quantity,
-    /// Bytes of open devices.
+    /// Size of all open devices in bytes.
     pub ssd_total: Quantity,
-    /// Bytes of blocks on them.
+    /// Bytes of the open devices that hold blocks.
     pub ssd_used: Quantity,
-    /// Pages of the arena.
+    /// Kind of memory pages of the arena.
     #[serde(default)]
     pub page_kind: PageKind,
 }
 
 choice! {
-    /// Kinds of pages.
+    /// Kind of memory pages.
     PageKind {
-        /// Of 4 KiB.
+        /// Pages of 4 KiB.
         Small,
-        /// Of 2 MiB where the kernel found some.
+        /// Pages of 2 MiB, where the kernel has such pages available.
         Transparent,
-        /// Of 2 MiB, reserved.
+        /// Reserved pages of 2 MiB.
         Huge,
     }
     default Small
 }
 
-/// One device or file.
+/// One device or file of a pool.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Device {
-    /// Its stable path.
+    /// Stable path of the device or file.
     pub path: DevicePath,
-    /// The SSDPool that it belongs to.
+    /// SSDPool that it belongs to.
     pub pool: ShortName,
-    /// What it is.
+    /// State of the device or file.
     pub state: DeviceState,
-    /// Why it is not open, or not as wanted, in one word: a reason of conditions. Absent: it is as wanted, or its agent is of a version that does not tell.
+    /// Reason why the device is not open or does not match its claim: a condition reason. Absent: it
+    /// matches, or an older agent does not report reasons.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(length(min = 1, max = 64), regex(pattern = r"^[A-Z][A-Za-z]*$"))]
     pub reason: Option<String>,
-    /// Why, where it is not open, and what to do about it.
+    /// Explanation and remedy, if the device is not open.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     #[schemars(length(max = 512))]
     pub message: String,
-    /// Its serial number. Of NVMe drives of `devices` pools.
+    /// Serial number. Set for NVMe drives of `devices` pools.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub serial: Option<Serial>,
-    /// Its model, likewise.
+    /// Model. Set for NVMe drives of `devices` pools.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub model: Option<Text>,
-    /// Its bytes that are used for blocks.
+    /// Bytes used for blocks and their metadata.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub size: Option<Quantity>,
-    /// Bytes of blocks on it.
+    /// Bytes of blocks on the device.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub used: Option<Quantity>,
-    /// The engine that is really in effect.
+    /// I/O engine in effect.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub engine: Option<Engine>,
-    /// Whether the kernel's page cache is passed by.
+    /// Whether I/O bypasses the kernel's page cache.
     #[serde(default)]
     pub direct: bool,
-    /// Media errors that the agent has met since it opened the device, or that the drive tells of its whole life, whichever are more. An NVMe drive tells
-    /// them only to an agent with CAP_SYS_ADMIN, as with `deviceAccess.mode` `Privileged`. Absent: it is not open.
+    /// Media errors since the agent opened the device, or over the drive's lifetime; the larger count.
+    /// Absent: not open. NVMe drives report lifetime counts only to an agent with CAP_SYS_ADMIN, for
+    /// example with `deviceAccess.mode` `Privileged`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub media_errors: Option<u32>,
-    /// Spare capacity that it tells, once a minute. Absent: it does not tell, or not to this agent (see `mediaErrors`).
+    /// Spare capacity that the drive reports, read once a minute. Absent: not reported, or not readable by
+    /// this agent (see `mediaErrors`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub spare_percent: Option<Percent>,
-    /// Time in microseconds below which 99 of 100 reads of the last minute were, up to a quarter off. Only where the pool has
-    /// `health.maxReadLatency` and there were reads.
+    /// 99th percentile of read latency in the last minute, in microseconds, within 25 %. Set only with
+    /// `health.maxReadLatency` in the pool, after reads.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub read_latency_p99_micros: Option<u32>,
-    /// Whether reads take longer than the pool allows. It is used all the same.
+    /// Whether reads exceed the latency that the pool allows. The device stays in use.
     #[serde(default)]
     pub slow: bool,
-    /// Whether it has more media errors, or less spare capacity, than the pool allows. It is used all the same.
+    /// Whether the device has too many media errors or too little spare capacity for the pool. It stays in
+    /// use.
     #[serde(default)]
     pub worn: bool,
 }
 
 choice! {
-    /// What a device is.
+    /// State of a device.
     DeviceState {
-        /// Matched, not opened yet.
+        /// The device matches the claim and is not open yet.
         Found,
-        /// Its journal is read.
+        /// The agent is reading the device's journal.
         Opening,
-        /// In use.
+        /// The device is in use.
         Open,
-        /// Left alone; the message says why.
+        /// The agent does not use the device; the message gives the cause.
         Refused,
-        /// It failed, or was given up.
+        /// The device failed, and the agent closed it.
         Faulted,
-        /// Its data is destroyed, as was confirmed.
+        /// The data was destroyed as confirmed.
         Wiped,
     }
     default Found
 }
 
-/// One GPU.
+/// One GPU of the node.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Gpu {
-    /// Its unique id.
+    /// UUID of the GPU.
     pub uuid: GpuUuid,
-    /// What it is, as its driver names it.
+    /// Product name, as reported by the driver.
     pub product: Text,
 }
 
-/// One NVMe controller.
+/// One NVMe controller of the node.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Controller {
-    /// Its serial number.
+    /// Serial number of the controller.
     pub serial: Serial,
-    /// Its address on the PCI bus.
+    /// Address on the PCI bus.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pci_address: Option<PciAddress>,
-    /// The SSDPool that it belongs to.
+    /// SSDPool that it belongs to.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pool: Option<ShortName>,
-    /// Queue pairs that it has for I/O.
+    /// I/O queue pairs of the controller.
     pub queue_pairs: u32,
-    /// Queue pairs that the agent has made for GPUs. 0 in this release; what is set aside is in the allocations.
+    /// Queue pairs created for GPUs. Always 0 in this release; `applied.queues` lists the reserved ones.
     pub queue_pairs_lent: u32,
 }
 
-/// What the agent has put into effect.
+/// Configuration, claims, profiles and allocations that the agent has applied.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Applied {
-    /// Digest of the configuration file that it runs by.
+    /// Digest of the configuration file that the agent runs with.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub configuration_digest: Option<Digest>,
-    /// Claims of pools that it follows.
+    /// Pool claims that the agent has applied.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 8))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["pool".into()]))]
     pub pools: Vec<AppliedPool>,
-    /// Digest of the file by which it knows which pods are which tenant's.
+    /// Digest of the file that maps pods to tenants.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tenants_digest: Option<Digest>,
-    /// Profiles that it has checked and keeps ready, or refuses. Nothing on the data path uses them in this release.
+    /// Profiles that the agent has validated or rejected. The data path does not use them in this release.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
     pub profiles: Vec<AppliedProfile>,
-    /// Allocations that it keeps queue pairs for, or refuses.
+    /// Allocations that the agent reserves queue pairs for, or rejects.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 128))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["uid".into()]))]
     pub queues: Vec<AppliedQueues>,
 }
 
-/// A claim that the agent follows.
+/// A pool claim that the agent has applied.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct AppliedPool {
-    /// The SSDPool.
+    /// Name of the SSDPool.
     pub pool: ShortName,
-    /// Its unique id.
+    /// UID of the SSDPool.
     pub uid: Uid,
-    /// Generation of the claim that was put into effect.
+    /// Generation of the applied claim.
     #[schemars(range(min = 0))]
     pub generation: i64,
 }
 
-/// A profile that the agent has.
+/// A profile that the agent has validated or rejected.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct AppliedProfile {
-    /// The SlackProfile.
+    /// Name of the SlackProfile.
     pub name: Name,
-    /// Digest of its revision.
+    /// Digest of the profile's revision.
     pub digest: Digest,
-    /// Why it was refused. Absent: it was not.
+    /// Cause of the rejection. Absent: the profile is valid.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub refused: Option<Text>,
-    /// Error of its predictions, hundredths, half of all are below it. Absent: nothing measured yet. Not written in this release.
+    /// Median prediction error in percent. Absent: not measured. Not set in this release.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prediction_error_p50_percent: Option<u32>,
-    /// Error of its predictions, hundredths, 99 of 100 are below it. Absent: nothing measured yet. Not written in this release.
+    /// 99th percentile of the prediction error in percent. Absent: not measured. Not set in this release.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prediction_error_p99_percent: Option<u32>,
 }
 
-/// What the agent has of one allocation.
+/// State of one allocation on the node.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct AppliedQueues {
-    /// Unique id of the GPUQueueAllocation.
+    /// UID of the GPUQueueAllocation.
     pub uid: Uid,
-    /// Queue pairs that it has made, on all controllers. 0 in this release.
+    /// Queue pairs created on all controllers. Always 0 in this release.
     pub queue_pairs: u32,
-    /// Queue pairs that it keeps for the allocation, on all controllers.
+    /// Queue pairs reserved for the allocation on all controllers.
     #[serde(default)]
     pub kept: u32,
-    /// Why it keeps none, and what to do. Absent: it keeps them.
+    /// Cause of the rejection, and the remedy. Absent: the queue pairs are reserved.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub refused: Option<Text>,
 }
 
-/// How far the node is emptied.
+/// Progress of draining the node.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Drain {
-    /// Whether every durable block is somewhere else as well.
+    /// Whether every durable block of the node has a replica on another node.
     pub drained: bool,
-    /// Blocks that were looked at in this walk.
+    /// Blocks that the current pass has checked.
     #[schemars(range(min = 0))]
     pub walked_blocks: i64,
-    /// Durable blocks of the node.
+    /// Durable blocks on the node.
     #[schemars(range(min = 0))]
     pub durable_blocks: i64,
-    /// Blocks that no node has room for.
+    /// Durable blocks without room on any other node.
     #[schemars(range(min = 0))]
     pub nowhere_blocks: i64,
 }

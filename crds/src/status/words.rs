@@ -1,7 +1,8 @@
-//! The types of conditions and their reasons, each with its meaning.
+//! The types and reasons of conditions, each with its meaning.
 //!
-//! Polarity: `Ready` and its kin are good when true; `Degraded`, `Cordoned`, `Drifted`, `OverQuota`, `EngineFallback`,
-//! `TransportFallback`, `DeletionBlocked` and `StatusContested` tell of something that somebody may want to act on.
+//! Polarity: `Ready` and most other types are good when true. `Degraded`, `Cordoned`, `Drifted`,
+//! `OverQuota`, `EngineFallback`, `TransportFallback`, `DeletionBlocked` and `StatusContested` report a
+//! state that an operator may want to act on.
 
 macro_rules! words {
     ($(#[doc = $doc:literal])+ $name:ident { $($(#[doc = $word_doc:literal])+ $word:ident,)+ }) => {
@@ -12,11 +13,11 @@ macro_rules! words {
         }
 
         impl $name {
-            /// All words with their meaning, in the order of the documentation.
+            /// All values with their meanings, in the order of the documentation.
             pub const MEANINGS: &'static [($name, &'static str)] =
                 &[$(($name::$word, concat!($($word_doc),+).trim_ascii())),+];
 
-            /// The word.
+            /// Returns the value as it appears in a condition.
             pub fn as_str(self) -> &'static str {
                 match self {
                     $($name::$word => stringify!($word),)+
@@ -33,162 +34,168 @@ macro_rules! words {
 }
 
 words! {
-    /// Types of conditions.
+    /// Type of a condition.
     ConditionType {
-        /// The object does what its spec says, on every node that it should.
+        /// The object matches its spec on every node that it applies to.
         Ready,
-        /// The spec was read and found right, its references included. False: nothing was changed.
+        /// The operator has validated the spec and its references. False: the spec is not applied.
         Accepted,
-        /// Something is under way: pods roll, nodes join, devices are opened.
+        /// A change is in progress: pods are rolling, nodes are joining or devices are being opened.
         Progressing,
-        /// It works, with less than the spec asks for.
+        /// The object works, but does not fully match its spec.
         Degraded,
-        /// The store of the control plane answers the control plane's members.
+        /// The control plane's members can reach etcd.
         EtcdReady,
-        /// All members of the control plane are ready.
+        /// All control plane members are ready.
         ControlPlaneReady,
-        /// The agents of all selected nodes are ready.
+        /// The agents on all selected nodes are ready.
         AgentsReady,
-        /// Every pool that the cluster names is there and accepted.
+        /// Every pool in `spec.pools` exists and is accepted.
         PoolsBound,
-        /// Versions of all agents and members that run are known, and no two differ by more than one minor version.
+        /// The versions of all running agents and members are known and differ by at most one minor
+        /// version.
         Compatible,
-        /// The nodes of a pool have said which devices they found.
+        /// All nodes of the pool have reported their devices.
         DevicesDiscovered,
-        /// Nothing is placed on the pool or node for others.
+        /// The pool or node receives no replicas of other nodes' blocks.
         Cordoned,
-        /// Every durable block of the node or pool is on another node as well.
+        /// Every durable block of the node or pool also has a replica on another node.
         Drained,
-        /// Devices are driven by another engine than the wanted one.
+        /// At least one device uses another I/O engine than the requested one.
         EngineFallback,
-        /// Agents speak to each other by another transport than the wanted one.
+        /// Agents use another transport between nodes than the requested one.
         TransportFallback,
-        /// A deletion waits for somebody.
+        /// The deletion waits for an action of a user or another controller; the message names it.
         DeletionBlocked,
-        /// The wanted queue pairs are set aside on the node.
+        /// The requested queue pairs are reserved on the node.
         Allocated,
-        /// The agent has made the queue pairs. No agent of this release does; the message says whether it keeps them.
+        /// The agent has created the queue pairs. Agents of this release create none; the message reports
+        /// whether the agent reserves them.
         Programmed,
-        /// The agent has let go of the queue pairs; nobody can use them any more.
+        /// The agent has released the queue pairs; no process can use them any longer.
         Released,
-        /// The profile has been read, and is one.
+        /// The profile's content is valid.
         Valid,
-        /// All nodes that should have the profile have it.
+        /// All target nodes have received the profile.
         Distributed,
-        /// All nodes that should have the profile have some revision of it checked and ready. Nothing on the data path uses it in this
-        /// release.
+        /// All target nodes have validated a revision of the profile. The data path does not use profiles
+        /// in this release.
         Active,
-        /// What nodes measure differs from the profile by more than it allows. No agent of this release measures it.
+        /// Measurements on nodes differ from the profile by more than `spec.maxErrorPercent`. Agents of
+        /// this release do not measure.
         Drifted,
-        /// The reservations of all tenants together fit what is there.
+        /// The reservations of all tenants fit the available capacity.
         QuotaFeasible,
-        /// What the tenant holds was found lately, of all nodes that are not away. Otherwise `status.usage` is what was found before.
+        /// `status.usage` is current for all connected nodes. False or unknown: it holds the last known
+        /// figures.
         UsageKnown,
-        /// The tenant holds more in a cluster than its budget allows, and gives way.
+        /// The tenant exceeds its budget in a cluster, and its blocks are being evicted.
         OverQuota,
-        /// The agent of the node serves engines.
+        /// The node's agent serves engines.
         AgentReady,
         /// The agent is connected to the control plane.
         Connected,
         /// All devices of the node are open.
         DevicesReady,
-        /// The node runs by the configuration that the operator gave it last.
+        /// The agent runs with the latest configuration from the operator.
         ConfigurationApplied,
-        /// Somebody else writes fields of the status that are the agent's alone; they are put back, and the message names whom.
+        /// Another writer changes status fields that the agent owns. The agent restores them; the message
+        /// names the writer.
         StatusContested,
-        /// The control plane has the mode that the object says. Written by the operator.
+        /// The control plane applies the mode in the spec. Set by the operator.
         ModeApplied,
-        /// The control planes of the tenant's clusters keep to its budget.
+        /// The control planes of the tenant's clusters enforce its budget.
         BudgetApplied,
-        /// Agents take the pods that the tenant names for it, and nobody else.
+        /// Agents accept only the pods selected by the tenant as that tenant.
         PodsBound,
     }
 }
 
 words! {
-    /// Reasons of conditions.
+    /// Reason of a condition.
     Reason {
-        /// All is as the spec says.
+        /// The observed state matches the spec.
         AsDesired,
-        /// Under way; nothing to do.
+        /// The change is in progress; no action is needed.
         Progressing,
         /// The object is paused; the operator changes nothing.
         Paused,
-        /// A field has a value that cannot work; the message says which.
+        /// A field has an invalid value; the message names the field.
         InvalidSpec,
-        /// A mode that this release does not have.
+        /// The requested mode is not available in this release.
         Unsupported,
-        /// An object that is referred to is not there.
+        /// A referenced object does not exist.
         ReferenceNotFound,
-        /// A Secret lacks an entry, or has one that cannot be read.
+        /// A Secret lacks an entry, or an entry cannot be parsed.
         SecretInvalid,
-        /// Another object claims the same, and was there before.
+        /// An older object already claims the same resource.
         Conflict,
-        /// Another writer owns a field; the message names it.
+        /// Another field manager owns a field; the message names it.
         FieldConflict,
-        /// etcd does not answer, or refuses.
+        /// etcd does not answer, or rejects requests.
         EtcdUnreachable,
-        /// etcd answers without some of its members.
+        /// etcd answers, but some of its members are missing.
         MembersMissing,
-        /// The control plane does not answer, or cannot do it at the moment.
+        /// The control plane does not answer, or cannot serve the request at the moment.
         ControlPlaneUnreachable,
-        /// Somebody else had changed it; it is again what the object says.
+        /// Another writer changed the value; the operator restored it.
         SetBack,
-        /// Components differ by more than one minor version.
+        /// Component versions differ by more than one minor version.
         VersionSkew,
-        /// No node matches the selection.
+        /// No node matches the selector.
         NoNodes,
-        /// Nodes have not reported for too long.
+        /// Nodes have not reported within the expected time.
         NotReported,
         /// Some nodes are not ready.
         NodesNotReady,
-        /// No device matches.
+        /// No device matches the pool.
         NoDevices,
-        /// Volumes ask for a storage class that is not there, or for the default one, and none is.
+        /// The requested storage class does not exist, or the cluster has no default storage class.
         NoStorageClass,
-        /// A device carries data of somebody else.
+        /// A device carries data of another program.
         ForeignSignature,
         /// A device has failed.
         DeviceFailed,
-        /// The runtime of a node keeps its agent from a device.
+        /// The container runtime of a node denies the agent access to a device.
         DeviceNotPermitted,
-        /// Reads of a device take longer than its pool allows; it is used all the same.
+        /// Device reads exceed the latency that the pool allows. The device stays in use.
         DeviceSlow,
-        /// A device has more media errors, or less spare capacity, than its pool allows; it is used all the same.
+        /// A device exceeds the pool's limit of media errors, or has too little spare capacity. It stays in
+        /// use.
         DeviceWorn,
-        /// The wanted engine cannot be had on some nodes.
+        /// The requested I/O engine is not available on some nodes.
         EngineUnavailable,
-        /// The object is used; the message says by whom.
+        /// The object is in use; the message names the users.
         InUse,
-        /// A typed confirmation is missing.
+        /// The confirmation field is not set.
         ConfirmationMissing,
-        /// A wipe, release or purge is not finished.
+        /// A wipe, release or purge is still in progress.
         Releasing,
-        /// More is asked for than the budget has left.
+        /// The request exceeds the remaining budget.
         OverBudget,
-        /// More is reserved than there is.
+        /// The reservations exceed the capacity.
         OverCapacity,
-        /// More is held than the limit allows.
+        /// The usage exceeds the limit.
         AboveLimit,
-        /// The time of the grant is over.
+        /// The time to live of the grant has passed.
         Expired,
-        /// What it had was needed by one that is guaranteed.
+        /// A guaranteed allocation has preempted the grant.
         TakenBack,
-        /// The profile was measured on another GPU.
+        /// The profile was measured on another GPU model.
         WrongGpu,
-        /// The profile's content is not a profile.
+        /// The profile's content is invalid.
         ProfileInvalid,
-        /// Measurements of the nodes differ from the profile.
+        /// Measurements on nodes differ from the profile.
         MeasuredDifference,
-        /// A node has refused it; the message says which, and why.
+        /// A node has rejected the object; the message names the node and the cause.
         Refused,
-        /// The operator lacks a right; the message says for what.
+        /// The operator lacks a permission; the message names it.
         Forbidden,
-        /// An agent was stopped, or its node is gone.
+        /// The agent was stopped, or its node no longer exists.
         AgentGone,
-        /// The node is being emptied.
+        /// The node's durable blocks are being copied to other nodes.
         Draining,
-        /// The node is kept from new blocks.
+        /// The node is cordoned and receives no replicas from other nodes.
         SetByOperator,
     }
 }
@@ -198,7 +205,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_are_unique_and_fit_their_fields() {
+    fn types_and_reasons_are_unique_and_fit_their_fields() {
         let types = ConditionType::MEANINGS.iter().map(|(word, meaning)| (word.as_str(), *meaning));
         let reasons = Reason::MEANINGS.iter().map(|(word, meaning)| (word.as_str(), *meaning));
         for words in [types.collect::<Vec<_>>(), reasons.collect()] {

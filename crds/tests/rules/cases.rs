@@ -1,4 +1,4 @@
-//! Tables of objects: a minimal object of a kind, and merge patches (RFC 7396) that are accepted or refused.
+//! Tables of objects: a minimal object of a kind, and merge patches (RFC 7396) that are accepted or rejected.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -7,26 +7,26 @@ use serde_json::{Value, json};
 /// All cases of one kind.
 pub(crate) struct Table {
     pub(crate) kind: &'static str,
-    /// The least that a user has to write.
+    /// Minimal valid object of the kind.
     pub(crate) base: Value,
     pub(crate) cases: Vec<Case>,
-    /// Paths, and patches that put something there that the schema's bounds refuse.
+    /// Paths, and patches with a value at the path that violates the schema's bounds.
     pub(crate) out_of_bounds: Vec<(&'static str, Value)>,
-    /// Reads an object as the Rust type and writes it back.
+    /// Parses an object into the Rust type and serializes it.
     pub(crate) round_trip: fn(Value) -> Result<Value, serde_json::Error>,
 }
 
-/// One object that is written, with the one that was there before where it is an update.
+/// One object, with its old version if it is an update.
 pub(crate) struct Case {
     pub(crate) what: &'static str,
     pub(crate) old: Option<Value>,
     pub(crate) patch: Value,
-    /// Words of the message of the rule that refuses it.
+    /// Part of the message of the rule that rejects the object.
     pub(crate) refused: Option<&'static str>,
 }
 
 impl Table {
-    /// The object that a patch makes of the minimal one.
+    /// Returns the minimal object with a patch applied.
     pub(crate) fn object(&self, patch: &Value) -> Value {
         let mut object = self.base.clone();
         merge(&mut object, patch);
@@ -34,37 +34,37 @@ impl Table {
     }
 }
 
-/// A new object that is accepted.
+/// Returns the case of a new object that is accepted.
 pub(crate) fn accepts(what: &'static str, spec: Value) -> Case {
     Case { what, old: None, patch: of_spec(spec), refused: None }
 }
 
-/// A new object that is refused with these words.
+/// Returns the case of a new object that is rejected with this message part.
 pub(crate) fn refuses(words: &'static str, spec: Value) -> Case {
     Case { what: words, old: None, patch: of_spec(spec), refused: Some(words) }
 }
 
-/// An update that is accepted.
+/// Returns the case of an update that is accepted.
 pub(crate) fn changes(what: &'static str, old: Value, new: Value) -> Case {
     Case { what, old: Some(of_spec(old)), patch: of_spec(new), refused: None }
 }
 
-/// An update that is refused with these words.
+/// Returns the case of an update that is rejected with this message part.
 pub(crate) fn keeps(words: &'static str, old: Value, new: Value) -> Case {
     Case { what: words, old: Some(of_spec(old)), patch: of_spec(new), refused: Some(words) }
 }
 
-/// A new object of this name that is refused with these words.
+/// Returns the case of a new object whose name is rejected with this message part.
 pub(crate) fn refuses_name(words: &'static str, name: &str) -> Case {
     Case { what: words, old: None, patch: json!({"metadata": {"name": name}}), refused: Some(words) }
 }
 
-/// A new object of this name that is accepted.
+/// Returns the case of a new object whose name is accepted.
 pub(crate) fn accepts_name(what: &'static str, name: &str) -> Case {
     Case { what, old: None, patch: json!({"metadata": {"name": name}}), refused: None }
 }
 
-/// See [`Table::round_trip`].
+/// Parses and serializes an object, for [`Table::round_trip`].
 pub(crate) fn round_trip<T: DeserializeOwned + Serialize>(object: Value) -> Result<Value, serde_json::Error> {
     serde_json::to_value(serde_json::from_value::<T>(object)?)
 }

@@ -109,20 +109,23 @@ fn etcd() -> Vec<Case> {
         ),
         refuses("mode External needs endpoints", json!({"etcd": {"mode": "External"}})),
         refuses(
-            "mode Managed runs an etcd of its own",
+            "mode Managed excludes external",
             json!({"etcd": {"external": {"endpoints": ["http://etcd-0:2379"]}}}),
         ),
-        refuses("mode External runs no etcd", {
+        refuses("mode External excludes managed", {
             let mut both = external(json!({}));
             both["etcd"]["managed"] = json!({});
             both
         }),
-        refuses("endpoints begin with https://", external(json!({"tls": tls}))),
-        refuses("endpoints begin with https://", external(json!({"endpoints": ["https://etcd-0.db:2379"]}))),
-        refuses("etcd.managed.replicas is 1, 3 or 5", managed(json!({"replicas": 2}))),
-        refuses("etcd.managed.storage.size is at least 64Mi", storage(json!({"size": "1Mi"}))),
+        refuses("endpoints must begin with https://", external(json!({"tls": tls}))),
         refuses(
-            "more memory is requested",
+            "endpoints must begin with https://",
+            external(json!({"endpoints": ["https://etcd-0.db:2379"]})),
+        ),
+        refuses("etcd.managed.replicas is not 1, 3 or 5", managed(json!({"replicas": 2}))),
+        refuses("etcd.managed.storage.size is less than 64Mi", storage(json!({"size": "1Mi"}))),
+        refuses(
+            "requests.memory is larger than limits.memory",
             managed(json!({"resources": {"requests": {"memory": "2Gi"}, "limits": {"memory": "1Gi"}}})),
         ),
         changes(
@@ -130,25 +133,25 @@ fn etcd() -> Vec<Case> {
             managed(json!({"replicas": 1})),
             managed(json!({"replicas": 3, "storage": {"size": "2Gi"}})),
         ),
-        keeps("etcd.mode cannot be changed", json!({}), external(json!({}))),
-        keeps("etcd.keyPrefix cannot be changed", json!({}), json!({"etcd": {"keyPrefix": "/other/"}})),
+        keeps("etcd.mode is immutable", json!({}), external(json!({}))),
+        keeps("etcd.keyPrefix is immutable", json!({}), json!({"etcd": {"keyPrefix": "/other/"}})),
         keeps(
-            "etcd.managed.replicas may only grow",
+            "etcd.managed.replicas must not decrease",
             managed(json!({"replicas": 3})),
             managed(json!({"replicas": 1})),
         ),
         keeps(
-            "etcd.managed.storage.size may only grow",
+            "etcd.managed.storage.size must not decrease",
             storage(json!({"size": "2Gi"})),
             storage(json!({"size": "1Gi"})),
         ),
         keeps(
-            "storageClassName cannot be changed",
+            "storageClassName is immutable",
             storage(json!({"storageClassName": "fast"})),
             storage(json!({"storageClassName": "slow"})),
         ),
         keeps(
-            "can neither be set nor removed",
+            "can neither be added nor removed",
             storage(json!({"storageClassName": "fast"})),
             storage(json!({})),
         ),
@@ -160,7 +163,7 @@ fn agents() -> Vec<Case> {
     let toleration = |toleration: Value| json!({"agents": {"tolerations": [toleration]}});
     vec![
         accepts(
-            "where agents run and what they may",
+            "node selection and permissions of agents",
             agents(json!({
                 "nodeSelector": {"reprise.dev/cache": "yes"},
                 "tolerations": [
@@ -202,36 +205,42 @@ fn agents() -> Vec<Case> {
             agents(json!({"rdma": {"mode": "HostNetwork"}})),
         ),
         refuses(
-            "need a port each on the node's network",
+            "are equal on the node's network",
             agents(json!({"rdma": {"mode": "HostNetwork"}, "adminPort": 7410})),
         ),
         refuses(
-            "deviceAccess.resourceName goes with",
+            "deviceAccess.resourceName must be set with",
             agents(json!({"deviceAccess": {"mode": "DevicePlugin"}})),
         ),
         refuses(
-            "deviceAccess.resourceName goes with",
+            "deviceAccess.resourceName must be set with",
             agents(json!({"deviceAccess": {"mode": "Privileged", "resourceName": "example.com/nvme"}})),
         ),
         refuses(
-            "deviceAccess.resourceName goes with",
+            "deviceAccess.resourceName must be set with",
             agents(json!({"deviceAccess": {"resourceName": "example.com/nvme"}})),
         ),
-        refuses("gpuAccess.deviceClassName goes with", agents(json!({"gpuAccess": {"mode": "Dra"}}))),
+        refuses("gpuAccess.deviceClassName must be set with", agents(json!({"gpuAccess": {"mode": "Dra"}}))),
         refuses(
-            "gpuAccess.deviceClassName goes with",
+            "gpuAccess.deviceClassName must be set with",
             agents(json!({"gpuAccess": {"deviceClassName": "x"}})),
         ),
         refuses(
-            "gpuAccess.runtimeClassName goes with",
+            "gpuAccess.runtimeClassName must be set with",
             agents(json!({"gpuAccess": {"mode": "RuntimeClass"}})),
         ),
-        refuses("rdma.resourceName goes with", agents(json!({"rdma": {"mode": "SrIov"}}))),
-        refuses("rdma.deviceClassName goes with", agents(json!({"rdma": {"deviceClassName": "x"}}))),
-        refuses("rdma.deviceClassName goes with", agents(json!({"rdma": {"mode": "Dra"}}))),
-        refuses("seccomp.localhostProfile goes with", agents(json!({"seccomp": {"mode": "Localhost"}}))),
-        refuses("peers.credit is 1Mi to 16Gi", agents(json!({"peers": {"credit": "17Gi"}}))),
-        refuses("peers.stallTimeout is 50ms to 60s", agents(json!({"peers": {"stallTimeout": "10ms"}}))),
+        refuses("rdma.resourceName must be set with", agents(json!({"rdma": {"mode": "SrIov"}}))),
+        refuses("rdma.deviceClassName must be set with", agents(json!({"rdma": {"deviceClassName": "x"}}))),
+        refuses("rdma.deviceClassName must be set with", agents(json!({"rdma": {"mode": "Dra"}}))),
+        refuses(
+            "seccomp.localhostProfile must be set with",
+            agents(json!({"seccomp": {"mode": "Localhost"}})),
+        ),
+        refuses("peers.credit is outside 1Mi to 16Gi", agents(json!({"peers": {"credit": "17Gi"}}))),
+        refuses(
+            "peers.stallTimeout is outside 50ms to 60s",
+            agents(json!({"peers": {"stallTimeout": "10ms"}})),
+        ),
         refuses("Exists takes no value", toleration(json!({"operator": "Exists", "key": "a", "value": "b"}))),
         refuses("Exists takes no value", toleration(json!({"value": "b"}))),
         refuses("effect NoExecute only", toleration(json!({"key": "a", "tolerationSeconds": 5}))),
@@ -244,19 +253,31 @@ fn cache() -> Vec<Case> {
     vec![
         accepts("a large arena", cache(json!({"dram": "1Ti", "regionSize": "1Gi", "hugePages": "Never"}))),
         accepts("no placement", cache(json!({"placement": {"bandwidth": "0"}}))),
-        refuses("the arena holds at least one region", cache(json!({"dram": "128Mi"}))),
+        refuses("cache.dram is smaller than cache.regionSize", cache(json!({"dram": "128Mi"}))),
         refuses("more than 8192 regions", cache(json!({"dram": "64Gi", "regionSize": "2Mi"}))),
-        refuses("cache.dram is a multiple of 2Mi", cache(json!({"dram": "1025Mi"}))),
-        refuses("cache.regionSize is 2Mi to 1Gi", cache(json!({"dram": "3Gi", "regionSize": "3Mi"}))),
-        refuses("writeback.delay is 1ms to 10s", cache(json!({"writeback": {"delay": "1m"}}))),
-        refuses("writeback.size is 1Mi to 4Gi", cache(json!({"writeback": {"size": "1k"}}))),
-        refuses("placement.bandwidth is 0, or 1Mi", cache(json!({"placement": {"bandwidth": "1k"}}))),
-        refuses("placement.hotWindow is 1s to 24h", cache(json!({"placement": {"hotWindow": "1ms"}}))),
-        refuses("limits.loadDeadline is 1ms to 10m", limits(json!({"loadDeadline": "0s"}))),
-        refuses("limits.loadHold is 1s to 24h", limits(json!({"loadHold": "25h"}))),
-        refuses("limits.reservation is 1s to 24h", limits(json!({"reservation": "5ms"}))),
-        refuses("limits.readSize is 4Ki to 128Mi", limits(json!({"readSize": "5k"}))),
-        refuses("limits.lookupTimeout is 1ms to 60s", limits(json!({"lookupTimeout": "2m"}))),
+        refuses("cache.dram is not a multiple of 2Mi", cache(json!({"dram": "1025Mi"}))),
+        refuses(
+            "cache.regionSize is not a multiple of 2Mi from 2Mi to 1Gi",
+            cache(json!({"dram": "3Gi", "regionSize": "3Mi"})),
+        ),
+        refuses("writeback.delay is outside 1ms to 10s", cache(json!({"writeback": {"delay": "1m"}}))),
+        refuses("writeback.size is outside 1Mi to 4Gi", cache(json!({"writeback": {"size": "1k"}}))),
+        refuses(
+            "placement.bandwidth is neither 0 nor from 1Mi",
+            cache(json!({"placement": {"bandwidth": "1k"}})),
+        ),
+        refuses(
+            "placement.hotWindow is outside 1s to 24h",
+            cache(json!({"placement": {"hotWindow": "1ms"}})),
+        ),
+        refuses("limits.loadDeadline is outside 1ms to 10m", limits(json!({"loadDeadline": "0s"}))),
+        refuses("limits.loadHold is outside 1s to 24h", limits(json!({"loadHold": "25h"}))),
+        refuses("limits.reservation is outside 1s to 24h", limits(json!({"reservation": "5ms"}))),
+        refuses(
+            "limits.readSize is not a multiple of 4Ki from 4Ki to 128Mi",
+            limits(json!({"readSize": "5k"})),
+        ),
+        refuses("limits.lookupTimeout is outside 1ms to 60s", limits(json!({"lookupTimeout": "2m"}))),
     ]
 }
 
@@ -272,21 +293,21 @@ fn control_plane() -> Vec<Case> {
                 "timeToLive": "5s",
             })),
         ),
-        refuses("controlPlane.timeToLive is 1s to 60s", members(json!({"timeToLive": "500ms"}))),
+        refuses("controlPlane.timeToLive is outside 1s to 60s", members(json!({"timeToLive": "500ms"}))),
         refuses("at least twice heartbeatEvery", members(json!({"membership": {"deadAfter": "300ms"}}))),
         refuses(
-            "membership.forgetAfter to at least deadAfter",
+            "membership.forgetAfter is less than deadAfter",
             members(json!({"membership": {"forgetAfter": "1s"}})),
         ),
         refuses(
-            "membership.heartbeatEvery is 10ms to 60s",
+            "membership.heartbeatEvery is outside 10ms to 60s",
             members(json!({"membership": {"heartbeatEvery": "1ms"}})),
         ),
         refuses(
-            "membership.forgetAfter is at most 24h",
+            "membership.forgetAfter is longer than 24h",
             members(json!({"membership": {"forgetAfter": "25h"}})),
         ),
-        refuses("events.history is 1Mi to 64Gi", members(json!({"events": {"history": "1Ki"}}))),
+        refuses("events.history is outside 1Mi to 64Gi", members(json!({"events": {"history": "1Ki"}}))),
         refuses("need a port each", publish(json!({"port": 5558}))),
     ]
 }

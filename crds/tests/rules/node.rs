@@ -64,7 +64,7 @@ pub(crate) fn table() -> Table {
         what: "another node under another name",
         old: Some(json!({})),
         patch: json!({"metadata": {"name": "worker-2"}, "spec": {"nodeName": "worker-2"}}),
-        refused: Some("a CacheNode is of one node for good"),
+        refused: Some("nodeName is immutable"),
     };
     let condition = |field: &str, value: &str| {
         let mut condition = status["conditions"][0].clone();

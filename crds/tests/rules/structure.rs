@@ -1,18 +1,18 @@
-//! What the API server checks besides CEL: types, required and unknown fields, choices, bounds, patterns. Of JSON Schema only what
-//! our definitions use; a keyword that is not known here fails, so that nothing is passed over.
+//! The checks of the API server besides CEL: types, required and unknown fields, choices, bounds, patterns. It
+//! implements only the JSON Schema keywords in our definitions; an unknown keyword fails the test.
 
 use regex::Regex;
 use serde_json::{Map, Value};
 
-/// Keywords that say nothing about a single value, or are checked elsewhere.
+/// Keywords that do not constrain a single value, or are checked elsewhere.
 const SILENT: &[&str] = &["description", "default", "x-kubernetes-validations", "x-kubernetes-list-map-keys"];
 
-/// The object with the schema's defaults.
+/// Returns the object with the schema's defaults.
 pub(crate) fn with_defaults(schema: &Value, object: &Value) -> Value {
     kube::core::cel::apply_defaults(schema, object)
 }
 
-/// What is wrong with an object, each beginning with its path. Metadata is Kubernetes' own business.
+/// Returns the violations of an object, each beginning with its path. Metadata is not checked.
 pub(crate) fn violations(schema: &Value, object: &Value) -> Vec<String> {
     let mut found = Vec::new();
     for part in ["spec", "status"] {

@@ -1,8 +1,9 @@
-//! What pods of the tests run, as a static program with nothing but the standard library:
+//! The program in the pods of the tests, static and without dependencies beyond the standard library:
 //!
 //! * `pod pause`: does nothing until it is killed;
-//! * `pod serve PORT`: answers `GET /` with the name of its pod and node, and `GET /via/HOST:PORT` with what it is answered there;
-//! * `pod get HOST:PORT[/PATH]`: prints what it is answered.
+//! * `pod serve PORT`: answers `GET /` with the name of its pod and node, and `GET /via/HOST:PORT` with the
+//!   body that it gets from there;
+//! * `pod get HOST:PORT[/PATH]`: prints the body that it gets.
 
 use std::env;
 use std::io::{BufRead, BufReader, Error, ErrorKind, Read, Result, Write};
@@ -11,10 +12,10 @@ use std::process::ExitCode;
 use std::thread;
 use std::time::Duration;
 
-/// How long anything may take.
+/// Timeout of connects and of reads.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Bytes of a request that are looked at.
+/// Bytes of a request that are read at most.
 const REQUEST_MAX: u64 = 1024;
 
 fn main() -> ExitCode {
@@ -31,7 +32,7 @@ fn main() -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // Read by whoever asks for the pod's log.
+            // For the pod's log; nothing more can be done when standard error is closed.
             let _ = writeln!(std::io::stderr(), "{error}");
             ExitCode::FAILURE
         }
@@ -49,11 +50,11 @@ fn serve(port: &str) -> Result<()> {
     Ok(())
 }
 
-/// Answers one request; who asked has gone when it fails.
+/// Answers one request. An error means that the client is gone.
 fn answer(mut stream: TcpStream) -> Result<()> {
     stream.set_read_timeout(Some(PATIENCE))?;
     let mut request = String::new();
-    // All of it: what is not read makes the answer's end a reset.
+    // Reads the whole request: unread bytes would turn the end of the response into a connection reset.
     for line in BufReader::new((&stream).take(REQUEST_MAX)).lines() {
         let line = line?;
         if line.is_empty() {
@@ -75,7 +76,7 @@ fn of(variable: &str) -> String {
     env::var(variable).unwrap_or_else(|_| "unnamed".to_owned())
 }
 
-/// The body of what is answered there.
+/// Returns the body of a GET to `host:port[/path]`.
 fn get(url: &str) -> Result<String> {
     let (host, path) = url.split_once('/').unwrap_or((url, ""));
     let address = host.to_socket_addrs()?.next();
@@ -87,6 +88,6 @@ fn get(url: &str) -> Result<String> {
     stream.read_to_string(&mut answer)?;
     match answer.split_once("\r\n\r\n") {
         Some((head, body)) if head.contains(" 200 ") => Ok(body.to_owned()),
-        _ => Err(Error::other(format!("answered: {answer}"))),
+        _ => Err(Error::other(format!("unexpected response: {answer}"))),
     }
 }

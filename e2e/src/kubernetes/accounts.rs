@@ -1,5 +1,6 @@
-//! Service accounts as pods have them, without a kubelet: a pod that names its node is stored, and a token asked for that is
-//! bound to it. The server writes the pod's node into such a token, and admission policies find it there.
+//! Service account tokens as pods get them, without a kubelet: the harness stores a pod that names its node
+//! and requests a token bound to it. The server writes the pod's node into the token, where admission
+//! policies find it.
 
 use std::path::Path;
 
@@ -12,41 +13,42 @@ use serde_json::{Value, json};
 
 use super::ApiServer;
 
-/// Who lays down what is needed, as a field manager.
+/// Field manager of the objects that the harness creates.
 const MANAGER: &str = "reprise-e2e";
 
-/// How long a token is good; the shortest that is issued.
+/// Lifetime of a token: the shortest that is issued.
 const TOKEN_SECONDS: i64 = 600;
 
-/// The service account of pods.
+/// A service account of pods.
 #[derive(Clone, Copy, Debug)]
 pub struct PodAccount<'a> {
-    /// Where its pods are.
+    /// Namespace of the account and its pods.
     pub namespace: &'a str,
-    /// Its name.
+    /// Name of the service account.
     pub name: &'a str,
 }
 
 impl PodAccount<'_> {
-    /// The name under which rights are granted to it.
+    /// Returns the user name for role bindings.
     pub fn user(&self) -> String {
         format!("system:serviceaccount:{}:{}", self.namespace, self.name)
     }
 }
 
 impl ApiServer {
-    /// A client of the account as a pod on this node has it. Makes namespace, account, node and pod when they are not there.
+    /// Returns a client of the account, as in a pod on this node. Creates namespace, account, node and pod if
+    /// missing.
     ///
     /// # Panics
-    /// When the server refuses any of it.
+    /// If the server refuses a request.
     pub fn client_on_node(&self, account: PodAccount<'_>, node: &str) -> Client {
         self.client_with_token(self.token_on_node(account, node))
     }
 
-    /// A file as kubectl reads it, of the account as a pod on this node has it.
+    /// Writes a kubeconfig of the account, as for a pod on this node.
     ///
     /// # Panics
-    /// When the server refuses what it takes, or the file cannot be written.
+    /// If the server refuses a request, or the file cannot be written.
     pub fn kubeconfig_on_node(&self, account: PodAccount<'_>, node: &str, path: &Path) {
         let authority = self.authority.file("ca.crt");
         let config = json!({
@@ -57,15 +59,15 @@ impl ApiServer {
             "contexts": [{ "name": "test", "context": { "cluster": "test", "user": "agent" } }],
             "current-context": "test",
         });
-        // YAML takes JSON as it is.
-        std::fs::write(path, config.to_string()).expect("a file can be written");
+        // YAML includes JSON.
+        std::fs::write(path, config.to_string()).expect("the folder is writable");
     }
 
     fn token_on_node(&self, account: PodAccount<'_>, node: &str) -> String {
         let pod = format!("{}-{node}", account.name);
         self.block_on(async {
             let admin = self.admin();
-            lay_down(&admin, account).await;
+            create_account(&admin, account).await;
             apply_in_cluster::<Node>(&admin, node, json!({})).await;
             let spec = json!({
                 "serviceAccountName": account.name,
@@ -83,34 +85,35 @@ impl ApiServer {
         })
     }
 
-    /// A client of the account with a token of no pod: no node is named in it. Makes namespace and account when they are not
-    /// there.
+    /// Returns a client of the account with a token that is bound to no pod and names no node. Creates
+    /// namespace and account if missing.
     ///
     /// # Panics
-    /// When the server refuses any of it.
+    /// If the server refuses a request.
     pub fn client_on_no_node(&self, account: PodAccount<'_>) -> Client {
         let token = self.block_on(async {
             let admin = self.admin();
-            lay_down(&admin, account).await;
+            create_account(&admin, account).await;
             token(&admin, account, None, None).await
         });
         self.client_with_token(token)
     }
 
-    /// A token of the account for an audience, in place of the server itself. Makes namespace and account when they are not there.
+    /// Returns a token of the account for an audience; `None`: the server. Creates namespace and account if
+    /// missing.
     ///
     /// # Panics
-    /// When the server refuses any of it.
+    /// If the server refuses a request.
     pub fn token_for(&self, account: PodAccount<'_>, audience: Option<&str>) -> String {
         self.block_on(async {
             let admin = self.admin();
-            lay_down(&admin, account).await;
+            create_account(&admin, account).await;
             token(&admin, account, None, audience).await
         })
     }
 }
 
-async fn lay_down(admin: &Client, account: PodAccount<'_>) {
+async fn create_account(admin: &Client, account: PodAccount<'_>) {
     apply_in_cluster::<Namespace>(admin, account.namespace, json!({})).await;
     apply_in::<ServiceAccount>(admin, account.namespace, account.name, json!({})).await;
 }
@@ -128,9 +131,9 @@ async fn token(
     };
     let request = TokenRequest { spec: Some(spec), ..TokenRequest::default() };
     let accounts: Api<ServiceAccount> = Api::namespaced(admin.clone(), account.namespace);
-    let answer = accounts.create_token_request(account.name, &PostParams::default(), &request).await;
-    let issued = answer.expect("the server issues tokens").status;
-    issued.and_then(|status| status.token).expect("an answer of 2xx has a token")
+    let response = accounts.create_token_request(account.name, &PostParams::default(), &request).await;
+    let issued = response.expect("the server issues tokens").status;
+    issued.and_then(|status| status.token).expect("a response of 2xx has a token")
 }
 
 async fn apply_in_cluster<K>(admin: &Client, name: &str, object: Value) -> K
@@ -150,7 +153,7 @@ where
     apply(&Api::namespaced(admin.clone(), namespace), name, object).await
 }
 
-/// What is there already stays as it is.
+/// Applies an object; an existing object stays as it is.
 async fn apply<K>(api: &Api<K>, name: &str, mut object: Value) -> K
 where
     K: Resource<DynamicType = ()> + Clone + std::fmt::Debug + serde::de::DeserializeOwned,
@@ -159,5 +162,5 @@ where
     object["kind"] = json!(K::kind(&()));
     object["metadata"] = json!({ "name": name });
     let applied = api.patch(name, &PatchParams::apply(MANAGER), &Patch::Apply(&object)).await;
-    applied.unwrap_or_else(|error| panic!("{object} is not taken: {error}"))
+    applied.unwrap_or_else(|error| panic!("cannot apply {object}: {error}"))
 }

@@ -1,7 +1,7 @@
-//! Keys and certificates of an API server: one authority for its own certificate and those of its users, and the key
-//! that signs the tokens of service accounts.
+//! Keys and certificates of an API server: one authority for its own certificate and its users' certificates,
+//! and the key that signs service account tokens.
 //!
-//! All lie as PEM files in one folder, since the server reads files. They are as old as their folder and end with it.
+//! All are PEM files in one folder, since the server reads files. They are removed with their folder.
 
 use std::fs;
 use std::net::IpAddr;
@@ -10,51 +10,52 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair, SanType};
 
-/// The group that may do everything.
+/// The group with all permissions.
 const ADMINS: &str = "system:masters";
 
-/// Who signs, and where the files are.
+/// The certificate authority, and the folder of its files.
 #[derive(Debug)]
 pub(super) struct Authority {
     folder: PathBuf,
     issuer: CertifiedIssuer<'static, KeyPair>,
-    /// Certificates of users so far: each has files of its own, since two threads may ask for the same user's.
+    /// Number of user certificates so far. Each has its own files, since two threads may request one for the
+    /// same user.
     users: AtomicUsize,
 }
 
-/// Files of a certificate and its key.
+/// Paths of a certificate and its key.
 #[derive(Debug)]
 pub(super) struct Issued {
     pub(super) certificate: PathBuf,
     pub(super) key: PathBuf,
 }
 
-/// Somebody who shows a certificate.
+/// A user that authenticates with a certificate.
 #[derive(Clone, Copy, Debug)]
 pub struct User<'a> {
-    /// As rights are granted to it.
+    /// Name of the user in role bindings.
     pub name: &'a str,
-    /// Beside `system:authenticated`.
+    /// A group, in addition to `system:authenticated`.
     pub group: Option<&'a str>,
 }
 
 impl User<'static> {
-    /// Who may do everything.
+    /// The user with all permissions.
     pub const ADMIN: User<'static> = User { name: "admin", group: Some(ADMINS) };
 }
 
 impl<'a> User<'a> {
-    /// Who may do what has been granted to this name.
+    /// Returns a user with the permissions granted to this name.
     pub fn named(name: &'a str) -> User<'a> {
         User { name, group: None }
     }
 }
 
 impl Authority {
-    /// A new one, with its files in a folder `pki` of this one, which must be there.
+    /// Creates an authority, with its files in the folder `pki` below an existing folder.
     pub(super) fn new(folder: &Path) -> Authority {
         let folder = folder.join("pki");
-        fs::create_dir_all(&folder).expect("a folder can be made");
+        fs::create_dir_all(&folder).expect("a folder can be created");
         let mut params = params("reprise-e2e");
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         let issuer = CertifiedIssuer::self_signed(params, key()).expect("signed");
@@ -63,17 +64,17 @@ impl Authority {
         authority
     }
 
-    /// A file of it.
+    /// Returns the path of a file in the authority's folder.
     pub(super) fn file(&self, name: &str) -> PathBuf {
         self.folder.join(name)
     }
 
-    /// Its own certificate.
+    /// Returns the authority's own certificate.
     pub(super) fn der(&self) -> Vec<u8> {
         self.issuer.der().to_vec()
     }
 
-    /// Makes the certificate of a server that is reached at these addresses and under these names, and its key.
+    /// Issues a server certificate for these addresses and names, with a new key.
     pub(super) fn server(&self, name: &str, addresses: &[IpAddr], names: &[&str]) -> Issued {
         let mut params = params(name);
         let dns = |name: &&str| SanType::DnsName((*name).try_into().expect("names of tests are ASCII"));
@@ -82,7 +83,7 @@ impl Authority {
         self.issue(name, &params)
     }
 
-    /// Makes the certificate of a user, and its key.
+    /// Issues the certificate of a user, with a new key.
     pub(super) fn user(&self, user: &User<'_>) -> Issued {
         let mut params = params(user.name);
         if let Some(group) = user.group {
@@ -92,7 +93,7 @@ impl Authority {
         self.issue(&format!("user{number}"), &params)
     }
 
-    /// Makes what signs the tokens of service accounts, and what they are verified with.
+    /// Writes the key pair that signs and verifies service account tokens.
     pub(super) fn accounts_key(&self) {
         let key = key();
         self.write("accounts.key", &key.serialize_pem());
@@ -110,7 +111,7 @@ impl Authority {
 
     fn write(&self, name: &str, text: &str) -> PathBuf {
         let path = self.file(name);
-        fs::write(&path, text).expect("one's own folder takes files");
+        fs::write(&path, text).expect("the test's folder is writable");
         path
     }
 }

@@ -5,15 +5,17 @@
 //!   node1 10.77.0.11 ──┴── node2 10.77.0.12       pods 10.244.N.0/24, services 10.96.0.0/16, by plain routes
 //! ```
 //!
-//! A program that wants one calls [`enter`] first. The test itself is on the hub: it reaches pods by their addresses, and what runs outside
-//! of the program's namespaces is not touched.
+//! A program calls [`enter`] before it starts a cluster. The test itself runs on the hub and reaches pods by
+//! their addresses. Nothing outside of the program's namespaces is touched.
 //!
 //! Invariants:
-//! * everything ends with the handle, and nothing is left behind: what was not there before fails the test
-//!   ([`super::leftovers`]). A program that is killed leaves control groups and a folder; the next start removes them;
-//! * the logs of all programs are files in the cluster's folder, and shown when a test fails.
+//! * everything ends with the handle and nothing is left behind: a leftover fails the test
+//!   ([`super::leftovers`]). A killed program leaves control groups and a folder, which the next start
+//!   removes;
+//! * the logs of all programs are files in the cluster's folder, and are printed when a test fails.
 //!
-//! Deliberately absent: network policies (they are stored and not enforced), volumes beyond a few folders a node, load balancers.
+//! Deliberately absent: network policies (stored, not enforced), volumes other than a few folders a node,
+//! load balancers.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -28,86 +30,87 @@ use kube::{Client, ResourceExt};
 use super::certificates::User;
 use super::image::Image;
 use super::leftovers::Inventory;
-use super::node::{Node, PAUSE, Place};
+use super::node::{Node, NodeIdentity, PAUSE};
 use super::{ApiServer, cgroups, programs, users, volumes};
 use crate::host::{self, Host, Network};
-use crate::process::Running;
-use crate::seed::say;
+use crate::process::ChildProcess;
+use crate::seed::print_line;
+use crate::test_env::{self, TestEnv};
 use crate::wait::{PATIENCE, wait_until};
-use crate::world::{self, World};
 
-/// The image of the tests' own pods: `serve PORT`, `get HOST:PORT` (`e2e/src/bin/reprise-e2e-pod.rs`). On every node from
-/// the start.
+/// The image of the tests' own pods: `serve PORT`, `get HOST:PORT` (`e2e/src/bin/reprise-e2e-pod.rs`). Every
+/// node has it from the start.
 pub const POD: &str = "localhost/reprise-e2e/pod:1";
 
-/// The program in it.
+/// Path of the program in the image.
 pub const POD_PROGRAM: &str = "/pod";
 
-/// Nodes that fit into the addresses that are given away.
+/// Maximum number of nodes, for which there are addresses.
 const NODES_MAX: u8 = 9;
 
-/// From the start of nodes until all of them take pods: some 10 s on two cores that do nothing else.
+/// Bound from the start of nodes until all accept pods: some 10 s on two idle cores.
 const READY_WITHIN: Duration = Duration::from_secs(300);
 
-/// A node that is silent for this long is not ready. Its kubelet says every 2 s that it lives.
+/// Silence after which a node is not ready. Its kubelet reports every 2 s.
 const SILENT_SECONDS: u32 = 8;
 
-/// The same where most nodes are played by somebody who says once that they are ready.
+/// The same with simulated nodes, whose kubelets report only once.
 const SILENT_SECONDS_PLAYED: u32 = 86_400;
 
-/// Calls a second that each controller may make where there are many nodes; the default of 20 would make a pod of each of 1,000 nodes in 50 s.
+/// Calls per second of each controller with simulated nodes. The default of 20 would need 50 s to create a
+/// pod on each of 1,000 nodes.
 const CALLS_A_SECOND: &str = "300";
 
-/// Locked as long as its cluster lives.
+/// File that is locked while its cluster lives.
 const OWNER: &str = "owner";
 
-/// What every cluster has.
+/// Objects that every cluster has.
 const OBJECTS: &str = include_str!("../../kubernetes/objects.yaml");
 
-/// Which nodes a cluster is for.
+/// The kinds of nodes in a cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Population {
-    /// Its own, with kubelets that say every 2 s that they live.
-    Own,
-    /// Besides many that are played ([`super::fleet`]).
-    Played,
+    /// Only real nodes, with kubelets that report every 2 s.
+    Real,
+    /// Real nodes, and many simulated ones ([`super::fleet`]).
+    Simulated,
 }
 
-/// A cluster. In the order in which it ends.
+/// A running cluster. The fields are dropped in this order.
 #[derive(Debug)]
 pub struct Cluster {
     nodes: Vec<Node>,
-    programs: Vec<Running>,
+    programs: Vec<ChildProcess>,
     server: ApiServer,
     network: Network,
-    end: End,
+    leftover_check: LeftoverCheck,
     _owner: File,
-    world: World,
+    env: TestEnv,
 }
 
-/// Looks what has been left behind.
+/// Checks on drop that nothing was left behind.
 #[derive(Debug)]
-struct End {
+struct LeftoverCheck {
     before: Inventory,
 }
 
-impl Drop for End {
+impl Drop for LeftoverCheck {
     fn drop(&mut self) {
-        let left = self.before.leftovers();
-        if left.is_empty() {
+        let leftovers = self.before.leftovers();
+        if leftovers.is_empty() {
             return;
         }
-        let text = format!("the cluster has left behind:\n  {}", left.join("\n  "));
-        // A second panic would hide the first.
-        if std::thread::panicking() { say(&text) } else { panic!("{text}") }
+        let text = format!("the cluster has left behind:\n  {}", leftovers.join("\n  "));
+        // A second panic would abort the process and hide the first one.
+        if std::thread::panicking() { print_line(&text) } else { panic!("{text}") }
     }
 }
 
-/// Makes ready all that clusters are made of, and runs this program again as root of namespaces of its own, where it returns. To be
-/// called before anything else.
+/// Builds and installs what clusters need, and runs this program again as root in its own namespaces, where
+/// this function returns. Call it before anything else.
 ///
 /// # Errors
-/// What this machine lacks, in words.
+/// What this machine lacks.
 pub fn enter() -> Result<(), String> {
     if !host::is_in_own_namespaces() {
         programs::prepare()?;
@@ -116,133 +119,139 @@ pub fn enter() -> Result<(), String> {
 }
 
 impl Cluster {
-    /// Starts one, and waits until all its nodes take pods.
+    /// Starts a cluster of real nodes, and waits until all accept pods.
     ///
     /// # Panics
-    /// When it does not start, or [`enter`] has not been called.
+    /// If it does not start, or [`enter`] was not called.
     pub fn start(nodes: u8) -> Cluster {
-        Cluster::start_for(nodes, Population::Own)
+        Cluster::start_for(nodes, Population::Real)
     }
 
-    /// Starts one with so many nodes of its own, and waits until these take pods.
+    /// Starts a cluster with `nodes` real nodes, and waits until these accept pods.
     ///
     /// # Panics
-    /// As [`Cluster::start`].
+    /// Like [`Cluster::start`].
     pub fn start_for(nodes: u8, population: Population) -> Cluster {
         assert!((1..=NODES_MAX).contains(&nodes), "1 to {NODES_MAX} nodes");
         let started = Instant::now();
         remove_abandoned();
-        let world = World::new();
-        let name = name_of(world.folder());
-        let owner = own(world.folder());
-        let end = End { before: Inventory::take(&name) };
+        let env = TestEnv::new();
+        let name = name_of(env.folder());
+        let owner = lock_folder(env.folder());
+        let leftover_check = LeftoverCheck { before: Inventory::take(&name) };
         let mut network = Network::new();
         let hub = network.hub();
-        let folder = world.folder().join("kubernetes");
+        let folder = env.folder().join("kubernetes");
         let server = ApiServer::start_in(&folder, hub.address());
         for log in super::logs_in(&folder) {
-            world.watch_log(log);
+            env.watch_log(log);
         }
-        let places: Vec<Place> = (1..=nodes).map(|number| place(&mut network, number)).collect();
+        let places: Vec<NodeIdentity> = (1..=nodes).map(|number| place(&mut network, number)).collect();
         connect(&network, &hub, &places);
-        let start = |place: Place| {
-            let folder = world.folder().join(&place.name);
+        let start = |place: NodeIdentity| {
+            let folder = env.folder().join(&place.name);
             Node::start(place, &name, folder, &server)
         };
         let nodes = places.into_iter().map(start).collect();
-        let mut cluster = Cluster { nodes, programs: Vec::new(), server, network, end, _owner: owner, world };
+        let mut cluster =
+            Cluster { nodes, programs: Vec::new(), server, network, leftover_check, _owner: owner, env };
         for node in &cluster.nodes {
-            node.logs().into_iter().for_each(|log| cluster.world.watch_log(log));
+            node.logs().into_iter().for_each(|log| cluster.env.watch_log(log));
         }
         cluster.server.write_kubeconfig(&User::ADMIN, &cluster.kubeconfig());
-        // Rights come before who needs them.
+        // The programs need their roles when they start.
         cluster.apply(OBJECTS);
         cluster.start_programs(population);
         cluster.import_own_images();
         cluster.wait_until_ready();
-        cluster.apply(&volumes::lay_down(&cluster.nodes));
-        say(&format!("a cluster of {} nodes is ready after {:.1?}", cluster.nodes.len(), started.elapsed()));
+        cluster.apply(&volumes::create(&cluster.nodes));
+        print_line(&format!(
+            "a cluster of {} nodes is ready after {:.1?}",
+            cluster.nodes.len(),
+            started.elapsed()
+        ));
         cluster
     }
 
-    /// Where its files are, and those of whoever uses it. It is gone with the cluster.
+    /// Returns the folder of the cluster, which is removed with it.
     pub fn folder(&self) -> &Path {
-        self.world.folder()
+        self.env.folder()
     }
 
-    /// The file by which programs talk to it as who may do everything.
+    /// Returns the kubeconfig with all permissions.
     pub fn kubeconfig(&self) -> PathBuf {
         self.folder().join("admin.kubeconfig")
     }
 
-    /// Its API server.
+    /// Returns the cluster's API server.
     pub fn server(&self) -> &ApiServer {
         &self.server
     }
 
-    /// A client of who may do everything; used within [`Cluster::block_on`].
+    /// Returns a client with all permissions; used within [`Cluster::block_on`].
     pub fn client(&self) -> Client {
         self.server.admin()
     }
 
-    /// Runs what talks to it.
+    /// Runs a future on the runtime to which the clients belong.
     pub fn block_on<F: Future>(&self, future: F) -> F::Output {
         self.server.block_on(future)
     }
 
-    /// Runs kubectl, and gives what it says.
+    /// Runs kubectl and returns its output.
     ///
     /// # Panics
-    /// When it fails.
+    /// If kubectl fails.
     pub fn kubectl(&self, arguments: &[&str]) -> String {
-        self.try_kubectl(arguments).unwrap_or_else(|said| panic!("kubectl {}: {said}", arguments.join(" ")))
+        self.try_kubectl(arguments).unwrap_or_else(|error| panic!("kubectl {}: {error}", arguments.join(" ")))
     }
 
-    /// Runs kubectl.
+    /// Runs kubectl and returns its output.
     ///
     /// # Errors
-    /// What it says when it fails.
+    /// Standard error of kubectl, if it fails.
     pub fn try_kubectl(&self, arguments: &[&str]) -> Result<String, String> {
         let mut command = self.command(&programs::kubernetes("kubectl"));
         result(command.args(arguments).output().expect("kubectl can be run"))
     }
 
-    /// Runs kubectl, begun: whoever waits for its end sees what happens meanwhile. What it says of a failure is for the test's own output.
+    /// Starts kubectl and returns without waiting, so that the caller can watch its effects. Errors go to the
+    /// test's output.
     ///
     /// # Panics
-    /// When it cannot be run.
-    pub fn begin_kubectl(&self, arguments: &[&str]) -> Running {
+    /// If kubectl cannot be run.
+    pub fn begin_kubectl(&self, arguments: &[&str]) -> ChildProcess {
         let mut command = self.command(&programs::kubernetes("kubectl"));
         command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null());
-        Running::spawn(command)
+        ChildProcess::spawn(command)
     }
 
-    /// Applies objects, in YAML, by server-side apply.
+    /// Applies objects in YAML by server-side apply.
     ///
     /// # Panics
-    /// When they are refused.
+    /// If the server refuses an object.
     pub fn apply(&self, objects: &str) {
         let mut command = self.command(&programs::kubernetes("kubectl"));
         command.args(["apply", "--server-side", "--filename=-"]);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().expect("kubectl can be run");
         let mut input = child.stdin.take().expect("piped above");
-        // It reads all of it before it writes; a failure is told by its end.
+        // kubectl reads its whole input before it writes; the exit status reports a failure.
         let _ = input.write_all(objects.as_bytes());
         drop(input);
-        let output = child.wait_with_output().expect("one's own child can be waited for");
-        result(output).unwrap_or_else(|said| panic!("kubectl apply: {said}"));
+        let output = child.wait_with_output().expect("kubectl can be waited for");
+        result(output).unwrap_or_else(|error| panic!("kubectl apply: {error}"));
     }
 
-    /// Runs Helm.
+    /// Runs Helm and returns its output.
     ///
     /// # Errors
-    /// What it says when it fails.
+    /// Standard error of Helm, if it fails.
     pub fn helm(&self, arguments: &[&str]) -> Result<String, String> {
         result(self.helm_command().args(arguments).output().expect("Helm can be run"))
     }
 
-    /// Helm, with nothing of the user's own configuration.
+    /// Returns a Helm command that ignores the user's configuration.
     pub fn helm_command(&self) -> Command {
         let mut command = self.command(&programs::helm());
         for home in ["CACHE", "CONFIG", "DATA"] {
@@ -251,23 +260,23 @@ impl Cluster {
         command
     }
 
-    /// A program that talks to this cluster when it is told by the environment.
+    /// Returns a command whose environment leads to this cluster.
     pub fn command(&self, program: &Path) -> Command {
         let mut command = Command::new(program);
-        // Discovered kinds are kept by kubectl in a folder of the user's, else.
+        // The default cache of kubectl is in the user's home.
         command.env("KUBECONFIG", self.kubeconfig()).env("KUBECACHEDIR", self.folder().join("kubectl-files"));
         command
     }
 
-    /// The programs that people look around with: kubectl and Helm.
+    /// Returns the tools for manual use: kubectl and Helm.
     pub fn tools(&self) -> [(&'static str, PathBuf); 2] {
         [("kubectl", programs::kubernetes("kubectl")), ("helm", programs::helm())]
     }
 
-    /// Gives all nodes the images of an archive.
+    /// Imports an archive of images into all nodes.
     ///
     /// # Panics
-    /// When a node does not take them.
+    /// If a node refuses it.
     pub fn import_image(&self, archive: &Path) {
         std::thread::scope(|scope| {
             for node in &self.nodes {
@@ -276,27 +285,27 @@ impl Cluster {
         });
     }
 
-    /// Its nodes.
+    /// Returns the real nodes.
     pub fn nodes(&self) -> &[Node] {
         &self.nodes
     }
 
-    /// A node, from 0 on, to do something to it.
+    /// Returns the node at an index, to inject a fault.
     pub fn node(&mut self, index: usize) -> &mut Node {
         &mut self.nodes[index]
     }
 
-    /// Pulls the cable of a node: it reaches nobody, and its own pods reach each other.
+    /// Cuts the link of a node: it reaches nothing outside, and its own pods reach each other.
     pub fn cut_link(&self, index: usize) {
         self.network.unplug(self.nodes[index].host());
     }
 
-    /// Puts the cable of a node in again.
+    /// Restores the link of a node.
     pub fn heal_link(&self, index: usize) {
         self.network.plug(self.nodes[index].host());
     }
 
-    /// SIGKILL to the API server.
+    /// Sends SIGKILL to the API server.
     pub fn stop_api_server(&mut self) {
         self.server.kill();
     }
@@ -306,15 +315,15 @@ impl Cluster {
         self.server.restart();
     }
 
-    /// Whether the cluster says that a node takes pods.
+    /// Returns whether the node has the condition `Ready`.
     pub fn is_ready(&self, node: &Node) -> bool {
         self.ready_nodes().iter().any(|name| name == node.name())
     }
 
-    /// Waits until all nodes take pods.
+    /// Waits until all nodes accept pods.
     ///
     /// # Panics
-    /// When they do not.
+    /// If they do not in time.
     pub fn wait_until_ready(&self) {
         wait_until("all nodes to be ready", READY_WITHIN, || {
             std::thread::sleep(Duration::from_millis(100));
@@ -322,14 +331,14 @@ impl Cluster {
         });
     }
 
-    /// What it would leave behind if it ended now, with nothing of it ended: processes, mounts, networks, control groups.
+    /// Lists what the running cluster has created: processes, mounts, networks, control groups.
     pub fn inventory(&self) -> Vec<String> {
-        self.end.before.leftovers()
+        self.leftover_check.before.leftovers()
     }
 
     /// Prints the ends of all logs and the error of a test that has just panicked.
     pub fn show_failure(&self, test: &str) {
-        self.world.show_failure(test);
+        self.env.show_failure(test);
     }
 
     fn ready_nodes(&self) -> Vec<String> {
@@ -345,7 +354,7 @@ impl Cluster {
         list.into_iter().flatten().filter(is_ready).map(|node| node.name_any()).collect()
     }
 
-    /// Pods are refused before it is there.
+    /// Returns whether the default service account exists. The server refuses pods before that.
     fn has_default_account(&self) -> bool {
         let accounts: Api<ServiceAccount> = Api::default_namespaced(self.client());
         self.block_on(accounts.get_opt("default")).is_ok_and(|found| found.is_some())
@@ -364,14 +373,14 @@ impl Cluster {
             .arg(format!("--service-account-private-key-file={}", keys("accounts.key")))
             .arg(format!("--root-ca-file={}", keys("ca.crt")))
             .args(["--use-service-account-credentials=true", "--leader-elect=false"])
-            // Its default is a folder of the machine.
+            // The default is a folder of the machine.
             .arg(format!("--flex-volume-plugin-dir={}", self.folder().join("volumes").display()))
             .arg("--node-monitor-period=1s")
             .arg(match population {
-                Population::Own => format!("--node-monitor-grace-period={SILENT_SECONDS}s"),
-                Population::Played => format!("--node-monitor-grace-period={SILENT_SECONDS_PLAYED}s"),
+                Population::Real => format!("--node-monitor-grace-period={SILENT_SECONDS}s"),
+                Population::Simulated => format!("--node-monitor-grace-period={SILENT_SECONDS_PLAYED}s"),
             });
-        if population == Population::Played {
+        if population == Population::Simulated {
             manager.args(["--kube-api-qps", CALLS_A_SECOND, "--kube-api-burst", CALLS_A_SECOND]);
         }
         let mut scheduler = Command::new(programs::kubernetes("kube-scheduler"));
@@ -379,7 +388,7 @@ impl Cluster {
         let mut names = Command::new(programs::coredns());
         config(&users::NAMES, "coredns.kubeconfig");
         let corefile = self.folder().join("Corefile");
-        fs::write(&corefile, self.corefile()).expect("a file of one's own can be written");
+        fs::write(&corefile, self.corefile()).expect("the cluster's folder is writable");
         names.arg("-conf").arg(corefile);
         for (name, command) in [("controller-manager", manager), ("scheduler", scheduler), ("coredns", names)]
         {
@@ -388,7 +397,7 @@ impl Cluster {
         }
     }
 
-    /// Names of services and pods; for names outside of the cluster there is nobody to ask.
+    /// Returns the configuration of CoreDNS, which resolves services and pods and no outside names.
     fn corefile(&self) -> String {
         let config = self.folder().join("coredns.kubeconfig");
         format!(
@@ -398,14 +407,14 @@ impl Cluster {
         )
     }
 
-    /// A program that belongs to the cluster; its log is shown when a test fails.
-    pub(super) fn spawn(&self, name: &str, mut command: Command) -> Running {
+    /// Starts a program that belongs to the cluster. Its log is printed when a test fails.
+    pub(super) fn spawn(&self, name: &str, mut command: Command) -> ChildProcess {
         let file = self.folder().join(format!("{name}.log"));
-        self.world.watch_log(file.clone());
+        self.env.watch_log(file.clone());
         let log = File::options().create(true).append(true).open(file).expect("a log can be written");
         let again = log.try_clone().expect("a descriptor can be copied");
         command.stdin(Stdio::null()).stdout(again).stderr(log);
-        Running::spawn(command)
+        ChildProcess::spawn(command)
     }
 
     fn import_own_images(&self) {
@@ -419,17 +428,17 @@ impl Cluster {
     }
 }
 
-/// A cluster's name is that of its folder.
+/// Returns the name of a cluster, which is derived from its folder.
 fn name_of(folder: &Path) -> String {
     folder.file_name().expect("a folder").to_string_lossy().replace('-', "")
 }
 
-fn place(network: &mut Network, number: u8) -> Place {
-    Place { name: format!("node{number}"), host: network.host(), number }
+fn place(network: &mut Network, number: u8) -> NodeIdentity {
+    NodeIdentity { name: format!("node{number}"), host: network.host(), number }
 }
 
-/// Routes to the pods of all nodes, from everywhere.
-fn connect(network: &Network, hub: &Host, places: &[Place]) {
+/// Adds routes from every host to the pods of all nodes.
+fn connect(network: &Network, hub: &Host, places: &[NodeIdentity]) {
     for place in places {
         network.route(&place.host, "default", hub);
         network.route(hub, &place.pods(), &place.host);
@@ -440,27 +449,27 @@ fn connect(network: &Network, hub: &Host, places: &[Place]) {
 }
 
 /// Marks a folder as used until the file is closed.
-fn own(folder: &Path) -> File {
+fn lock_folder(folder: &Path) -> File {
     let new = folder.join("owner.new");
-    let file = File::create(&new).expect("a folder of one's own takes files");
-    file.lock().expect("nobody else has it");
-    // Seen by others only when it is locked.
-    fs::rename(new, folder.join(OWNER)).expect("a file of one's own can be renamed");
+    let file = File::create(&new).expect("the cluster's folder is writable");
+    file.lock().expect("the file is new");
+    // Other processes must not see the file before it is locked.
+    fs::rename(new, folder.join(OWNER)).expect("the file can be renamed");
     file
 }
 
-/// Removes what clusters have left whose programs were killed.
+/// Removes the leftovers of clusters whose programs were killed.
 fn remove_abandoned() {
-    let folders = world::cache().join("e2e");
+    let folders = test_env::cache().join("e2e");
     let is_alive = |cluster: &str| {
         let owner = File::open(folders.join(cluster).join(OWNER));
         owner.is_ok_and(|owner| owner.try_lock().is_err())
     };
     cgroups::remove_abandoned(is_alive);
     for entry in fs::read_dir(&folders).into_iter().flatten().flatten() {
-        let is_ones = entry.path().join(OWNER).exists();
-        if is_ones && !is_alive(&entry.file_name().to_string_lossy()) {
-            // What cannot be removed is no worse than before.
+        let is_cluster = entry.path().join(OWNER).exists();
+        if is_cluster && !is_alive(&entry.file_name().to_string_lossy()) {
+            // A folder that cannot be removed does no harm.
             let _ = fs::remove_dir_all(entry.path());
         }
     }

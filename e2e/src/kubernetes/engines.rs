@@ -1,8 +1,8 @@
-//! Pods that are engines, as far as a cache can tell: each saves a block, and then loads its own and the other's again and again, every
-//! byte compared (`reprise check --again-for`). One on each of two nodes.
+//! Engine pods that only hit: each saves a block, and then loads its own and the other's block in a loop and
+//! compares every byte (`reprise check --again-for`). There is one on each of two nodes.
 //!
-//! Once a second each says how many blocks came from where, and how many did not. A test looks at what has been said since a moment
-//! ([`Engines::now`], [`Engines::since`]).
+//! Each prints its counters once a second. A test compares the counters with a baseline ([`Engines::now`],
+//! [`Engines::since`]).
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -13,62 +13,62 @@ use serde::de::DeserializeOwned;
 use super::cluster::Cluster;
 use crate::wait::wait_until;
 
-/// How many.
+/// Number of engine pods.
 pub const ENGINES: usize = 2;
 
-/// From `apply` to blocks that were found, on a machine that is busy.
+/// Bound from `apply` to the first hits, on a busy machine.
 const HITS_WITHIN: Duration = Duration::from_secs(180);
 
-/// Between two looks that start a process.
+/// Interval between polls that each start a process.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// What they are, for the agents of a cluster.
+/// The engine pods of a cluster.
 #[derive(Clone, Copy, Debug)]
 pub struct Engines<'a> {
-    /// Where.
+    /// Namespace of the pods.
     pub namespace: &'a str,
-    /// Who runs in them; the agents must let it connect.
+    /// User id of the processes; the agents must accept it.
     pub user: u32,
 }
 
-/// What one has said.
+/// Counters that an engine has printed.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
-pub struct Said {
-    /// Blocks that came and were right, by where they came from.
+pub struct EngineCounters {
+    /// Blocks that were loaded and right, by source.
     pub hits: BTreeMap<String, u64>,
-    /// Looks for its own block that did not find it on its node.
+    /// Lookups of its own block that did not find it on its node.
     pub own_missed: u64,
-    /// Looks for the other's that found nothing.
+    /// Lookups of the other engine's block that found nothing.
     pub others_missed: u64,
-    /// Sessions after the first.
+    /// Sessions that were opened after the first one.
     pub sessions: u64,
-    /// The longest time without its own block.
+    /// The longest time without its own block, in milliseconds.
     pub longest_outage_ms: u64,
 }
 
-/// How far the engines were.
+/// Counters of all engines at a moment, for [`Engines::since`].
 #[derive(Clone, Debug)]
-pub struct Moment {
-    lines: [Vec<Said>; ENGINES],
+pub struct EngineBaseline {
+    lines: [Vec<EngineCounters>; ENGINES],
 }
 
-impl Said {
-    /// Blocks that came, from wherever.
+impl EngineCounters {
+    /// Returns the number of loaded blocks, from any source.
     pub fn all_hits(&self) -> u64 {
         self.hits.values().sum()
     }
 
-    /// Blocks that came from the engine's own node.
+    /// Returns the number of blocks loaded from the engine's own node.
     pub fn own_hits(&self) -> u64 {
         self.hits.iter().filter(|(source, _)| source.starts_with("own ")).map(|(_, count)| count).sum()
     }
 }
 
 impl Engines<'_> {
-    /// Starts them, and waits until all have found all blocks.
+    /// Starts the pods, and waits until all engines have found all blocks.
     ///
     /// # Panics
-    /// When they do not.
+    /// If they do not in time.
     pub fn start(self, cluster: &Cluster) {
         cluster.apply(&self.objects());
         wait_until("engines that hit", HITS_WITHIN, || {
@@ -77,40 +77,42 @@ impl Engines<'_> {
         });
     }
 
-    /// Removes them.
+    /// Deletes the engine pods.
     ///
     /// # Panics
-    /// When that fails.
+    /// If kubectl fails.
     pub fn stop(self, cluster: &Cluster) {
         cluster.kubectl(&["--namespace", self.namespace, "delete", "statefulset", "engine"]);
     }
 
-    /// How far they are, once all can be asked: what an engine had said before would count as said since.
+    /// Returns a baseline. Waits until the counters of all engines can be read: the earlier counters of an
+    /// engine that is not in the baseline would count as new.
     ///
     /// # Panics
-    /// When one of them cannot be asked for long.
-    pub fn now(self, cluster: &Cluster) -> Moment {
-        wait_until("all engines to say how far they are", HITS_WITHIN, || {
+    /// If the counters of an engine cannot be read in time.
+    pub fn now(self, cluster: &Cluster) -> EngineBaseline {
+        wait_until("the counters of all engines", HITS_WITHIN, || {
             let lines = self.lines(cluster);
-            lines.iter().all(|lines| !lines.is_empty()).then_some(Moment { lines })
+            lines.iter().all(|lines| !lines.is_empty()).then_some(EngineBaseline { lines })
         })
     }
 
-    /// What they have said since a moment, as differences: of each engine whose process is still that of the moment.
-    pub fn since(self, cluster: &Cluster, moment: &Moment) -> [Option<Said>; ENGINES] {
-        let now = self.lines(cluster);
+    /// Returns the counters since a baseline, for each engine whose process is still the same.
+    pub fn since(self, cluster: &Cluster, moment: &EngineBaseline) -> [Option<EngineCounters>; ENGINES] {
+        let current = self.lines(cluster);
         let mut index = 0;
-        now.map(|lines| {
+        current.map(|lines| {
             let before = &moment.lines[index];
             index += 1;
-            // A process that was started again begins anew.
+            // A restarted process counts from zero.
             let is_the_same = lines.starts_with(before) && lines.len() > before.len();
             is_the_same
                 .then(|| difference(&before.last().cloned().unwrap_or_default(), &lines[before.len()..]))
         })
     }
 
-    /// Where the other's block came from when an engine found it first, of those that have said so. Later it is on its own node as well.
+    /// Returns the sources from which each engine loaded the other's block first; empty if it has not yet.
+    /// Later the block is on its own node as well.
     pub fn first_loads(self, cluster: &Cluster) -> [Vec<String>; ENGINES] {
         #[derive(Deserialize)]
         struct Checked {
@@ -120,22 +122,22 @@ impl Engines<'_> {
         struct Loaded {
             from: String,
         }
-        let first = |index| self.said::<Checked>(cluster, index).into_iter().next();
+        let first = |index| self.parse_log::<Checked>(cluster, index).into_iter().next();
         let places = |checked: Checked| checked.loaded.into_iter().map(|loaded| loaded.from).collect();
         std::array::from_fn(|index| first(index).map(places).unwrap_or_default())
     }
 
-    /// How they were from second to second.
-    fn lines(self, cluster: &Cluster) -> [Vec<Said>; ENGINES] {
-        std::array::from_fn(|index| self.said(cluster, index))
+    /// Returns all counters that each engine has printed, one entry per second.
+    fn lines(self, cluster: &Cluster) -> [Vec<EngineCounters>; ENGINES] {
+        std::array::from_fn(|index| self.parse_log(cluster, index))
     }
 
-    /// All of a kind that one has said.
-    fn said<T: DeserializeOwned>(self, cluster: &Cluster, index: usize) -> Vec<T> {
+    /// Parses all lines of an engine's log that have this type.
+    fn parse_log<T: DeserializeOwned>(self, cluster: &Cluster, index: usize) -> Vec<T> {
         let pod = format!("engine-{index}");
-        let said = cluster.try_kubectl(&["--namespace", self.namespace, "logs", &pod]);
-        let said = said.unwrap_or_default();
-        said.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
+        let log = cluster.try_kubectl(&["--namespace", self.namespace, "logs", &pod]);
+        let log = log.unwrap_or_default();
+        log.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
     }
 
     fn objects(self) -> String {
@@ -181,16 +183,16 @@ spec:
     }
 }
 
-/// What has happened between a line and the last of those that follow.
-fn difference(before: &Said, after: &[Said]) -> Said {
+/// Returns the differences between a line and the last of the lines that follow it.
+fn difference(before: &EngineCounters, after: &[EngineCounters]) -> EngineCounters {
     let last = after.last().cloned().unwrap_or_default();
     let of = |source: &String| before.hits.get(source).copied().unwrap_or_default();
-    Said {
+    EngineCounters {
         hits: last.hits.iter().map(|(source, count)| (source.clone(), count - of(source))).collect(),
         own_missed: last.own_missed - before.own_missed,
         others_missed: last.others_missed - before.others_missed,
         sessions: last.sessions - before.sessions,
-        longest_outage_ms: after.iter().map(|said| said.longest_outage_ms).max().unwrap_or_default(),
+        longest_outage_ms: after.iter().map(|counters| counters.longest_outage_ms).max().unwrap_or_default(),
     }
 }
 
@@ -199,15 +201,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_said_since_a_moment_is_what_has_changed() {
-        let said = |hits: u64, missed: u64, outage: u64| Said {
+    fn counters_since_a_baseline_are_differences() {
+        let counters = |hits: u64, missed: u64, outage: u64| EngineCounters {
             hits: BTreeMap::from([("own DRAM".to_owned(), hits)]),
             own_missed: missed,
             longest_outage_ms: outage,
-            ..Said::default()
+            ..EngineCounters::default()
         };
-        let since = difference(&said(10, 1, 900), &[said(15, 1, 0), said(20, 3, 40), said(30, 3, 0)]);
-        assert_eq!(since, said(20, 2, 40));
+        let since =
+            difference(&counters(10, 1, 900), &[counters(15, 1, 0), counters(20, 3, 40), counters(30, 3, 0)]);
+        assert_eq!(since, counters(20, 2, 40));
         assert_eq!((since.all_hits(), since.own_hits()), (20, 20));
     }
 }

@@ -1,9 +1,12 @@
-//! Many nodes that nobody runs, beside those of a cluster: kwok says that they are ready and that their pods run, the scheduler and the
-//! controllers of Kubernetes do with them what they do with any, and this process plays what their agents would tell the API server.
+//! Simulated nodes in addition to the real nodes of a cluster. kwok reports that they and their pods run;
+//! Kubernetes' scheduler and controllers treat them as any node; this process writes the reports that their
+//! agents would write.
 //!
-//! They have a taint, so only pods that are meant for them get there, and a label, by which a `KVCacheCluster` selects them.
+//! The nodes have a taint, so that only pods meant for them are scheduled there, and a label for
+//! `KVCacheCluster`s.
 //!
-//! Deliberately absent: blocks, sessions and members that hear of these nodes. What is played is what the operator sees.
+//! Deliberately absent: blocks, sessions, and registrations with members. Only what the operator reads is
+//! simulated.
 
 use std::process::Command;
 use std::sync::Arc;
@@ -20,71 +23,72 @@ use tokio::task::JoinSet;
 
 use super::cluster::Cluster;
 use super::programs;
-use crate::process::Running;
+use crate::process::ChildProcess;
 use crate::tree;
 use crate::wait::wait_until;
 
-/// Label and taint of these nodes.
+/// Label and taint of the simulated nodes.
 const PLAYED: &str = "reprise.dev/played";
-/// Label of these nodes: the pool that they are of.
+/// Label with the pool of a simulated node.
 const POOL: &str = "reprise.dev/played-pool";
-/// Namespace of the cluster that has them, and its name.
+/// Name of the cluster on the simulated nodes, and of its namespace.
 pub const CLUSTER: &str = "played";
-/// What a pool has on each.
+/// Size of a pool on each node.
 const POOL_SIZE: &str = "1Gi";
-/// Agents tell used bytes in so many steps of a device, each of so many MiB.
+/// Reported used bytes: the number of steps of a device, and the size of a step in MiB.
 const USED_STEPS: i64 = 256;
 const USED_STEP_MIB: i64 = 4;
-/// Who tells what agents tell.
+/// Field manager of the reports, which is the agents'.
 const AGENT: &str = "reprise-agent";
-/// Calls under way.
+/// Calls in flight at most.
 const AT_ONCE: usize = 16;
-/// An agent reports so often.
+/// Interval between two reports of an agent.
 const REPORT_EVERY: Duration = Duration::from_secs(10);
-/// From `apply` to 1,000 ready nodes, on two cores.
+/// Bound from `apply` until 1,000 nodes are ready, on two cores.
 const READY_WITHIN: Duration = Duration::from_secs(300);
-/// Between two looks at all nodes.
+/// Interval between polls of all nodes.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// How many there are.
+/// Size of a fleet.
 #[derive(Clone, Copy, Debug)]
 pub struct Scale {
-    /// Nodes.
+    /// Number of simulated nodes.
     pub nodes: usize,
-    /// Pools, each on as many of the nodes as any other.
+    /// Number of pools, each on an equal share of the nodes.
     pub pools: usize,
 }
 
-/// Nodes that are played. They end with the handle.
+/// Simulated nodes. The simulation ends when this is dropped.
 #[derive(Debug)]
 pub struct Fleet {
     scale: Scale,
-    _kwok: Running,
+    _kwok: ChildProcess,
 }
 
 impl Fleet {
-    /// Makes them, and waits until all are ready.
+    /// Creates the nodes, and waits until all are ready.
     ///
     /// # Panics
-    /// When they do not become ready.
+    /// If they do not become ready.
     pub fn start(cluster: &Cluster, scale: Scale) -> Fleet {
         let mut kwok = Command::new(programs::kwok());
         kwok.arg(format!("--kubeconfig={}", cluster.kubeconfig().display()))
             .arg(format!("--config={}", tree().join("e2e/kwok/stages.yaml").display()))
             .arg("--manage-all-nodes=false")
             .arg(format!("--manage-nodes-with-label-selector={PLAYED}=true"))
-            // The cluster's controllers wait for nobody to say that these nodes live.
+            // The cluster's controllers do not expect leases of these nodes.
             .arg("--node-lease-duration-seconds=0");
         let fleet = Fleet { scale, _kwok: cluster.spawn("kwok", kwok) };
         cluster.apply(&fleet.node_objects());
-        wait_until("all played nodes to be ready", READY_WITHIN, || {
+        wait_until("all simulated nodes to be ready", READY_WITHIN, || {
             std::thread::sleep(PAUSE);
-            fleet.all_nodes_say(cluster, "Ready").then_some(())
+            fleet.all_nodes_have(cluster, "Ready").then_some(())
         });
         fleet
     }
 
-    /// Pools, and a cluster that has them on these nodes; its members and its etcd are on nodes that are not played.
+    /// Returns the pools, and a cluster with these on the simulated nodes; its members and its etcd run on
+    /// real nodes.
     pub fn objects(&self) -> String {
         let mut objects = format!(
             "
@@ -104,7 +108,7 @@ spec:
   agents:
     nodeSelector: {{ {PLAYED}: \"true\" }}
     tolerations: [{{ key: {PLAYED}, operator: Exists }}]
-    # One after the other is for agents that hold something.
+    # These agents hold no blocks, so they need not be replaced one at a time.
     updateStrategy: {{ maxUnavailable: 100 }}
   pools:
 "
@@ -128,10 +132,11 @@ spec:
         objects
     }
 
-    /// Every agent does what its `CacheNode` says and reports once, as fast as the API server takes it.
+    /// Writes one report for every agent, according to its `CacheNode`, as fast as the API server accepts
+    /// them.
     ///
     /// # Panics
-    /// When the API server does not take it.
+    /// If the API server refuses a report.
     pub fn report_all(&self, cluster: &Cluster) {
         let api = cache_nodes(cluster.client());
         cluster.block_on(async {
@@ -140,20 +145,20 @@ spec:
             for number in 0..self.scale.nodes {
                 let (api, gate) = (api.clone(), Arc::clone(&gate));
                 running.spawn(async move {
-                    let _turn = gate.acquire().await.expect("nobody closes it");
+                    let _permit = gate.acquire().await.expect("the semaphore is never closed");
                     report(&api, &node_name(number)).await;
                 });
             }
             while let Some(ended) = running.join_next().await {
-                ended.expect("the API server takes a report");
+                ended.expect("the API server accepts a report");
             }
         });
     }
 
-    /// Every agent reports as often as agents do, evenly over time, each time that its device has got fuller.
+    /// Writes reports at the agents' rate, evenly distributed over `time`, each with more used bytes.
     ///
     /// # Panics
-    /// When the API server does not take it.
+    /// If the API server refuses a report.
     pub fn report_for(&self, cluster: &Cluster, time: Duration) {
         let api = cache_nodes(cluster.client());
         let every = REPORT_EVERY / u32::try_from(self.scale.nodes).expect("some thousand nodes");
@@ -167,42 +172,46 @@ spec:
                     break;
                 }
                 while running.len() >= AT_ONCE {
-                    running.join_next().await.expect("some run").expect("the API server takes a report");
+                    running
+                        .join_next()
+                        .await
+                        .expect("the set is not empty")
+                        .expect("the API server accepts a report");
                 }
                 let api = api.clone();
                 running.spawn(async move { report(&api, &node_name(number)).await });
             }
             while let Some(ended) = running.join_next().await {
-                ended.expect("the API server takes a report");
+                ended.expect("the API server accepts a report");
             }
         });
     }
 
-    /// Whether every node has a `CacheNode` of which this holds.
+    /// Returns whether every simulated node has a `CacheNode` that satisfies `holds`.
     ///
     /// # Panics
-    /// When the API server does not answer.
+    /// If the API server does not respond.
     pub fn all(&self, cluster: &Cluster, holds: impl Fn(&DynamicObject) -> bool) -> bool {
         let api = cache_nodes(cluster.client());
-        let listed = cluster.block_on(api.list(&ListParams::default())).expect("the API server answers");
-        let ours: Vec<&DynamicObject> =
-            listed.items.iter().filter(|node| is_played(&node.name_any())).collect();
-        ours.len() == self.scale.nodes && ours.into_iter().all(holds)
+        let listed = cluster.block_on(api.list(&ListParams::default())).expect("the API server responds");
+        let simulated: Vec<&DynamicObject> =
+            listed.items.iter().filter(|node| is_simulated(&node.name_any())).collect();
+        simulated.len() == self.scale.nodes && simulated.into_iter().all(holds)
     }
 
-    /// Whether this condition of every node is true.
+    /// Returns whether this condition of every simulated node is true.
     ///
     /// # Panics
-    /// When the API server does not answer.
-    pub fn all_nodes_say(&self, cluster: &Cluster, condition: &str) -> bool {
+    /// If the API server does not respond.
+    pub fn all_nodes_have(&self, cluster: &Cluster, condition: &str) -> bool {
         let nodes: Api<NodeObject> = Api::all(cluster.client());
         let params = ListParams::default().labels(&format!("{PLAYED}=true"));
-        let listed = cluster.block_on(nodes.list(&params)).expect("the API server answers");
-        let says = |node: &NodeObject| {
+        let listed = cluster.block_on(nodes.list(&params)).expect("the API server responds");
+        let holds = |node: &NodeObject| {
             let conditions = node.status.as_ref().and_then(|status| status.conditions.as_ref());
             conditions.into_iter().flatten().any(|one| one.type_ == condition && one.status == "True")
         };
-        listed.items.len() == self.scale.nodes && listed.items.iter().all(says)
+        listed.items.len() == self.scale.nodes && listed.items.iter().all(holds)
     }
 
     fn node_objects(&self) -> String {
@@ -229,32 +238,33 @@ fn node_name(number: usize) -> String {
     format!("played-{number:04}")
 }
 
-fn is_played(node: &str) -> bool {
+fn is_simulated(node: &str) -> bool {
     node.starts_with("played-")
 }
 
-/// Name of a pool.
+/// Returns the name of a pool.
 pub fn pool_name(pool: usize) -> String {
     format!("pool-{pool:02}")
 }
 
-/// A client of the custom resources of nodes.
+/// Returns a client for `CacheNode`s.
 fn cache_nodes(client: Client) -> Api<DynamicObject> {
     let kind = GroupVersionKind::gvk("reprise.dev", "v1alpha1", "CacheNode");
     Api::all_with(client, &ApiResource::from_gvk_with_plural(&kind, "cachenodes"))
 }
 
-/// What is used of a node's device: one step more from report to report, and nothing after all of it.
+/// Returns the used bytes that a node reports: one step more in each report, and from the start again when it
+/// is full.
 fn used(node: &str, now: Timestamp) -> String {
     let number = node.rsplit('-').next().and_then(|number| number.parse::<i64>().ok());
-    let number = number.expect("the name of a played node ends with its number");
+    let number = number.expect("the name of a simulated node ends with its number");
     let reports = now.as_second() / i64::try_from(REPORT_EVERY.as_secs()).expect("some seconds");
     format!("{}Mi", (reports + number) % USED_STEPS * USED_STEP_MIB)
 }
 
-/// What an agent says that has done what its node's spec says. A node without a spec has none to say it.
+/// Writes the report of an agent that has applied its node's spec. A node without a spec reports nothing.
 async fn report(api: &Api<DynamicObject>, name: &str) {
-    let Some(node) = api.get_opt(name).await.expect("the API server answers") else { return };
+    let Some(node) = api.get_opt(name).await.expect("the API server responds") else { return };
     let (spec, generation) = (&node.data["spec"], node.metadata.generation);
     let claims = spec["claims"].as_array().cloned().unwrap_or_default();
     let now = Timestamp::now();
@@ -285,8 +295,8 @@ async fn report(api: &Api<DynamicObject>, name: &str) {
         },
     });
     let params = PatchParams::apply(AGENT).force();
-    let taken = api.patch_status(name, &params, &Patch::Apply(&status)).await;
-    taken.unwrap_or_else(|error| panic!("the report of {name} is not taken: {error}"));
+    let written = api.patch_status(name, &params, &Patch::Apply(&status)).await;
+    written.unwrap_or_else(|error| panic!("cannot write the report of {name}: {error}"));
 }
 
 #[cfg(test)]
@@ -294,7 +304,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_report_tells_another_amount_that_fits_the_device() {
+    fn each_report_has_a_different_amount_within_the_device() {
         let at = |report: i64| {
             let every = i64::try_from(REPORT_EVERY.as_secs()).expect("some seconds");
             Timestamp::from_second(report * every).expect("a time")
@@ -302,7 +312,7 @@ mod tests {
         assert_eq!(used("played-0000", at(0)), "0Mi");
         assert_eq!(used("played-0003", at(252)), "1020Mi");
         assert_eq!(used("played-0003", at(253)), "0Mi");
-        let is_news = |report: i64| used("played-0007", at(report)) != used("played-0007", at(report + 1));
-        assert!((0..600).all(is_news));
+        let differs = |report: i64| used("played-0007", at(report)) != used("played-0007", at(report + 1));
+        assert!((0..600).all(differs));
     }
 }

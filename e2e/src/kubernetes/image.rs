@@ -1,7 +1,7 @@
-//! Images without a container engine: files put into an OCI archive, which nodes import. Nothing is pulled.
+//! Images without a container engine: files in an OCI archive, which nodes import. Nothing is pulled.
 //!
-//! An archive is a tar of `oci-layout`, `index.json` and blobs that are named by their SHA-256: one layer (itself a tar), the
-//! configuration and the manifest (OCI image layout 1.0.0, image specification 1.1).
+//! An archive is a tar of `oci-layout`, `index.json` and blobs, which are named by their SHA-256: one layer
+//! (itself a tar), the configuration and the manifest (OCI image layout 1.0.0, image specification 1.1).
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -11,31 +11,31 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tar::{Builder, Header};
 
-/// Who runs in it when a pod says nothing else; nobody's own number.
+/// User id of the processes unless a pod sets another one: an unprivileged user.
 const USER: &str = "65532";
 
-/// An image of programs alone.
+/// An image that contains only programs.
 #[derive(Clone, Debug)]
 pub struct Image<'a> {
-    /// As pods ask for it. Its registry does not exist.
+    /// Name of the image in pods. Its registry does not exist.
     pub name: &'a str,
-    /// What is run, with arguments.
+    /// Command and arguments that are run.
     pub entrypoint: &'a [&'a str],
-    /// Files in it by where they are in it: absolute paths, programs all.
+    /// Programs in the image, by absolute path, with their sources.
     pub files: &'a [(&'a str, PathBuf)],
 }
 
-/// A part of an archive.
+/// A blob of an archive.
 struct Blob {
     kind: &'static str,
     bytes: Vec<u8>,
 }
 
 impl Image<'_> {
-    /// Writes the archive.
+    /// Writes the image's archive.
     ///
     /// # Panics
-    /// When a file cannot be read or the archive cannot be written.
+    /// If a file cannot be read, or the archive cannot be written.
     pub fn write(&self, archive: &Path) {
         let layer = Blob { kind: "application/vnd.oci.image.layer.v1.tar", bytes: self.layer() };
         let configuration = json!({
@@ -55,7 +55,7 @@ impl Image<'_> {
         let mut named = manifest.descriptor();
         named["annotations"] = json!({ "io.containerd.image.name": self.name });
         let index = json!({ "schemaVersion": 2, "manifests": [named] });
-        let mut tar = Builder::new(File::create(archive).expect("a folder of one's own takes files"));
+        let mut tar = Builder::new(File::create(archive).expect("the test's folder is writable"));
         add(&mut tar, "oci-layout", br#"{"imageLayoutVersion":"1.0.0"}"#, 0o644);
         add(&mut tar, "index.json", index.to_string().as_bytes(), 0o644);
         for blob in [layer, configuration, manifest] {
@@ -71,7 +71,7 @@ impl Image<'_> {
             let bytes = fs::read(file).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
             add(&mut tar, inside.trim_start_matches('/'), &bytes, 0o755);
         }
-        tar.into_inner().expect("memory takes writes")
+        tar.into_inner().expect("writes to memory succeed")
     }
 }
 
@@ -97,7 +97,7 @@ fn add<W: Write>(tar: &mut Builder<W>, path: &str, bytes: &[u8], mode: u32) {
     tar.append_data(&mut header, path, bytes).expect("paths are short and writes succeed");
 }
 
-/// As images name it.
+/// Returns the machine's architecture as images name it.
 fn architecture() -> &'static str {
     match std::env::consts::ARCH {
         "x86_64" => "amd64",

@@ -1,4 +1,5 @@
-//! A cluster for a person: how to look into its namespaces from another terminal, and staying up until somebody interrupts.
+//! A cluster for manual use: scripts to enter its namespaces from another terminal, and a wait for an
+//! interrupt.
 
 use std::fs;
 use std::io::Write;
@@ -10,14 +11,14 @@ use anyhow::{Context, Result};
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::cluster::Cluster;
-use crate::host::seen_from_outside;
+use crate::host::outer_pid;
 
-/// Says where the cluster is and how it is looked at.
+/// Prints where the cluster is and how to use it.
 ///
 /// # Errors
-/// Files cannot be written, or nobody reads.
-pub fn introduce(cluster: &Cluster, out: &mut impl Write) -> Result<()> {
-    let tools = lay_down_tools(cluster)?;
+/// Files or output cannot be written.
+pub fn print_instructions(cluster: &Cluster, out: &mut impl Write) -> Result<()> {
+    let tools = write_tools(cluster)?;
     let folder = cluster.folder();
     writeln!(out, "{}", cluster.kubectl(&["get", "nodes", "--output=wide"]))?;
     writeln!(out, "Files: {}", folder.display())?;
@@ -28,11 +29,11 @@ pub fn introduce(cluster: &Cluster, out: &mut impl Write) -> Result<()> {
     Ok(out.flush()?)
 }
 
-/// Waits until the program is interrupted; meanwhile does something every so often.
+/// Waits until the program is interrupted, and runs `meanwhile` at an interval.
 ///
 /// # Errors
-/// Signals cannot be waited for, or what is done fails.
-pub fn until_interrupted(
+/// Signals cannot be received, or `meanwhile` fails.
+pub fn run_until_interrupted(
     cluster: &Cluster,
     every: Duration,
     mut meanwhile: impl FnMut() -> Result<()>,
@@ -50,9 +51,9 @@ pub fn until_interrupted(
     })
 }
 
-/// Writes programs by which what is outside of the cluster's namespaces looks into them: their names, and what each is.
-fn lay_down_tools(cluster: &Cluster) -> Result<Vec<(String, String)>> {
-    let process = seen_from_outside().context("a cluster is in namespaces of its own")?;
+/// Writes scripts that enter the cluster's namespaces from outside. Returns their names and descriptions.
+fn write_tools(cluster: &Cluster) -> Result<Vec<(String, String)>> {
+    let process = outer_pid().context("a cluster has its own namespaces")?;
     let enter = format!("exec nsenter --target {process} --net --mount --wd=\"$PWD\"");
     let config = cluster.kubeconfig();
     let mut tools = Vec::new();
@@ -67,7 +68,7 @@ fn lay_down_tools(cluster: &Cluster) -> Result<Vec<(String, String)>> {
         write_tool(&cluster.folder().join(&name), &format!("exec {enter} \"${{@:-bash}}\""))?;
         tools.push((
             name,
-            format!("a command on {}, or a shell: its files, network and processes", node.name()),
+            format!("run a command or a shell on {}, with its files, network and processes", node.name()),
         ));
     }
     Ok(tools)

@@ -1,13 +1,13 @@
-//! What a cluster has left behind: everything that was not there before it, of all the kinds that it makes.
+//! Leftovers of a cluster: everything, of all kinds that a cluster creates, that did not exist before it.
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::{cgroups, machine};
+use super::{cgroups, node_init};
 
-/// Where its programs put files when they are not told to put them elsewhere. Whole folders are not compared: others work there.
+/// Default folders of the programs. Only their existence is compared, since other programs write there.
 const PLACES: [&str; 12] = [
     "/etc/cni",
     "/etc/kubernetes",
@@ -23,7 +23,7 @@ const PLACES: [&str; 12] = [
     "/var/run/kubernetes",
 ];
 
-/// What is there, by kind and name.
+/// Everything that exists at a moment, by kind and name.
 #[derive(Debug)]
 pub struct Inventory {
     cluster: String,
@@ -31,7 +31,7 @@ pub struct Inventory {
 }
 
 impl Inventory {
-    /// Of the machine as this process sees it, and of what has the cluster's name.
+    /// Lists everything that this process can see on the machine or that has the cluster's name.
     pub fn take(cluster: &str) -> Inventory {
         let mut items = BTreeSet::new();
         let mut add = |kind: &str, names: Vec<String>| {
@@ -45,18 +45,18 @@ impl Inventory {
         add("loop device", loop_devices());
         let is_there = |place: &&str| Path::new(place).exists();
         add("file", PLACES.into_iter().filter(is_there).map(str::to_owned).collect());
-        let settings = machine::settings();
+        let settings = node_init::settings();
         add("setting", settings.iter().map(|(name, value)| format!("{name} = {}", value.trim())).collect());
         Inventory { cluster: cluster.to_owned(), items }
     }
 
-    /// What is there now and was not then.
+    /// Returns what exists now and did not exist then.
     pub fn leftovers(&self) -> Vec<String> {
         Inventory::take(&self.cluster).items.difference(&self.items).cloned().collect()
     }
 }
 
-/// Processes that this one can see, by id: in a namespace of its own, all that it or its children have started.
+/// Lists the visible processes by id: in own namespaces, all that this process or its children have started.
 fn processes() -> Vec<String> {
     let is_one = |name: &String| name.bytes().all(|byte| byte.is_ascii_digit());
     let name = |id: String| {
@@ -67,7 +67,7 @@ fn processes() -> Vec<String> {
 }
 
 fn mounts() -> Vec<String> {
-    let text = fs::read_to_string("/proc/self/mountinfo").expect("every process has one");
+    let text = fs::read_to_string("/proc/self/mountinfo").expect("every process has this file");
     let place = |line: &str| {
         let words: Vec<&str> = line.split(' ').collect();
         format!("{} (number {})", words[4], words[0])
@@ -76,7 +76,7 @@ fn mounts() -> Vec<String> {
 }
 
 fn interfaces() -> Vec<String> {
-    let output = Command::new("ip").args(["-oneline", "link"]).output().expect("iproute2 is there");
+    let output = Command::new("ip").args(["-oneline", "link"]).output().expect("ip can be run");
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     text.lines().filter_map(|line| line.split(": ").nth(1)).map(str::to_owned).collect()
 }

@@ -1,15 +1,15 @@
-//! A block device of a node that is a file underneath, with a stable name: what a disk is to whoever looks for one.
+//! A block device of a node, backed by a file, with a stable name.
 //!
-//! Nodes of one machine share `/dev`, so a pool that is to be on one node selects the node as well.
+//! The nodes of one machine share `/dev`, so a pool on one node must also select the node.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Where stable names are.
+/// Folder of stable device names.
 const BY_ID: &str = "/dev/disk/by-id";
 
-/// See the module. It goes when this is dropped.
+/// A loop device with a stable name. It is detached when this is dropped.
 #[derive(Debug)]
 pub struct LoopDevice {
     device: PathBuf,
@@ -17,22 +17,22 @@ pub struct LoopDevice {
 }
 
 impl LoopDevice {
-    /// Makes a device of so many zeros, and gives it a stable name.
+    /// Creates a device of `bytes` zeros, and gives it a stable name.
     ///
     /// # Panics
-    /// When the machine has no loop devices, or does not give one.
+    /// If the machine has no free loop device.
     pub fn new(file: &Path, bytes: u64, name: &str) -> LoopDevice {
-        fs::File::create(file).and_then(|file| file.set_len(bytes)).expect("a file can be made");
+        fs::File::create(file).and_then(|file| file.set_len(bytes)).expect("a file can be created");
         let device = losetup(&["--find", "--show", file.to_str().expect("folders of tests are UTF-8")]);
-        fs::create_dir_all(BY_ID).expect("a folder can be made");
+        fs::create_dir_all(BY_ID).expect("a folder can be created");
         let link = Path::new(BY_ID).join(name);
-        // What a test left that was killed.
+        // A killed test may have left the link.
         let _ = fs::remove_file(&link);
-        std::os::unix::fs::symlink(device.trim(), &link).expect("a link can be made");
+        std::os::unix::fs::symlink(device.trim(), &link).expect("a link can be created");
         LoopDevice { device: PathBuf::from(device.trim()), link }
     }
 
-    /// Its stable name.
+    /// Returns the path with the stable name.
     pub fn stable_name(&self) -> &Path {
         &self.link
     }
@@ -41,21 +41,21 @@ impl LoopDevice {
 impl Drop for LoopDevice {
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.link);
-        // Whoever has it open still keeps it until it is closed.
+        // The kernel keeps the device until every process that has it open has closed it.
         let detached = Command::new("losetup").arg("--detach").arg(&self.device).status();
         if !detached.is_ok_and(|status| status.success()) && !std::thread::panicking() {
-            panic!("{} cannot be detached", self.device.display());
+            panic!("cannot detach {}", self.device.display());
         }
     }
 }
 
 fn losetup(arguments: &[&str]) -> String {
     let output =
-        Command::new("losetup").args(arguments).output().expect("losetup is there: install util-linux");
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        Command::new("losetup").args(arguments).output().expect("losetup can be run: install util-linux");
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(
         output.status.success(),
-        "losetup {}: {said}: the machine needs loop devices",
+        "losetup {}: {stderr}: the machine needs loop devices",
         arguments.join(" ")
     );
     String::from_utf8(output.stdout).expect("a path of a device is text")

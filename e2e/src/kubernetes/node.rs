@@ -1,13 +1,14 @@
-//! A node of a cluster: containerd, kubelet and kube-proxy on a host of the test's network, in namespaces of their own.
+//! A node of a cluster: containerd, kubelet and kube-proxy on a host of the test's network, in their own
+//! namespaces.
 //!
 //! ```text
-//! test ── nsenter/unshare ── first process (machine.rs) ─┬─ containerd ── shims ── pods
-//!                                                        ├─ kubelet
-//!                                                        └─ kube-proxy
+//! test ── nsenter/unshare ── init process (node_init.rs) ─┬─ containerd ── shims ── pods
+//!                                                         ├─ kubelet
+//!                                                         └─ kube-proxy
 //! ```
 //!
-//! A kill takes the first process and with it everything on the node, as when its power fails; what is on its disk stays, so images
-//! are there after a restart, and pods are not.
+//! A kill ends the init process and with it everything on the node, like a power failure. The disk stays:
+//! after a restart the images are there, and the pods are not.
 
 use std::fs;
 use std::net::Ipv4Addr;
@@ -20,73 +21,74 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 
 use super::cgroups::Cgroups;
-use super::machine::{FOLDER, PROGRAMS, Plan, Service};
+use super::node_init::{FOLDER, PROGRAMS, Plan, Service};
 use super::{ApiServer, programs, users};
 use crate::host::Host;
-use crate::process::{Running, binary, pause};
+use crate::process::{ChildProcess, binary, pause};
 use crate::wait::{PATIENCE, wait_until};
 
-/// Where a kubelet asks for pods.
+/// Socket of the container runtime.
 const RUNTIME: &str = "/run/containerd/containerd.sock";
 
-/// What holds a pod's namespaces.
+/// Image of the container that holds a pod's namespaces.
 pub(super) const PAUSE: &str = "localhost/reprise-e2e/pause:1";
 
-/// From a start to a containerd that takes images.
+/// Bound from a start until containerd accepts images.
 const RUNTIME_WITHIN: Duration = Duration::from_secs(60);
 
-/// What a node has that depends on who it is.
+/// Name, host and number of a node.
 #[derive(Clone, Debug)]
-pub(super) struct Place {
-    /// Its name.
+pub(super) struct NodeIdentity {
+    /// Name of the node in the cluster.
     pub(super) name: String,
-    /// Its host.
+    /// Its host in the test's network.
     pub(super) host: Host,
-    /// The third part of its pods' addresses.
+    /// The third byte of its pods' addresses.
     pub(super) number: u8,
 }
 
-/// A node that runs, or was killed and can be started again.
+/// A node that runs, or that was killed and can be started again.
 #[derive(Debug)]
 pub struct Node {
-    place: Place,
+    place: NodeIdentity,
     cluster: String,
     folder: PathBuf,
-    running: Option<Machine>,
+    running: Option<NodeProcesses>,
 }
 
-/// The processes of a node. In the order in which they end: what runs, then the groups it ran in.
+/// The processes of a node. The fields are dropped in this order: first the processes, then their control
+/// groups.
 #[derive(Debug)]
-struct Machine {
-    outer: Running,
-    /// The first process, as the test sees it.
+struct NodeProcesses {
+    outer: ChildProcess,
+    /// The init process, as the test sees it.
     first: Pid,
     _cgroups: Cgroups,
 }
 
-impl Place {
-    /// Addresses of its pods.
+impl NodeIdentity {
+    /// Returns the address range of its pods.
     pub(super) fn pods(&self) -> String {
         format!("10.244.{}.0/24", self.number)
     }
 }
 
 impl Node {
-    /// Writes the configuration of a node and starts it; the API server need not be there yet.
-    pub(super) fn start(place: Place, cluster: &str, folder: PathBuf, server: &ApiServer) -> Node {
-        fs::create_dir_all(&folder).expect("a folder can be made");
+    /// Writes the configuration of a node and starts it. The API server may start later.
+    pub(super) fn start(place: NodeIdentity, cluster: &str, folder: PathBuf, server: &ApiServer) -> Node {
+        fs::create_dir_all(&folder).expect("a folder can be created");
         configure(&place, &folder, server);
         let mut node = Node { place, cluster: cluster.to_owned(), folder, running: None };
         node.restart();
         node
     }
 
-    /// As the cluster calls it.
+    /// Returns the node's name in the cluster.
     pub fn name(&self) -> &str {
         &self.place.name
     }
 
-    /// Where it is reached.
+    /// Returns the node's address.
     pub fn address(&self) -> Ipv4Addr {
         self.place.host.address()
     }
@@ -95,18 +97,18 @@ impl Node {
         &self.place.host
     }
 
-    /// Its file system, seen from the test: what is `/var/lib/x` there is `var/lib/x` here.
+    /// Returns its root directory, as the test sees it: the node's `/var/lib/x` is `var/lib/x` below it.
     ///
     /// # Panics
-    /// When it does not run.
+    /// If the node does not run.
     pub fn root(&self) -> PathBuf {
         PathBuf::from(format!("/proc/{}/root", self.machine().first.as_raw_nonzero()))
     }
 
-    /// Runs a program as if on the node: its files, its network, its processes.
+    /// Returns a command that runs on the node, with its files, network and processes.
     ///
     /// # Panics
-    /// When it does not run.
+    /// If the node does not run.
     pub fn command(&self, program: &str) -> Command {
         let mut command = Command::new("nsenter");
         let first = self.machine().first.as_raw_nonzero().to_string();
@@ -114,38 +116,38 @@ impl Node {
         command
     }
 
-    /// What a command line begins with that is run as [`Node::command`] runs programs, outside of the namespaces of a program that
-    /// the machine knows as `process`.
+    /// Returns the beginning of a command line that runs like [`Node::command`], from outside of the
+    /// namespaces of a program with the process id `process` on the machine.
     ///
     /// # Panics
-    /// When it does not run.
+    /// If the node does not run.
     pub fn enter_from(&self, process: u32) -> String {
         let first = self.machine().first.as_raw_nonzero();
-        // With the mounts of that program comes its list of processes, in which the node's first one has this number.
+        // The first nsenter also enters the mounts, and with them the /proc in which `first` is valid.
         format!(
             "nsenter --target {process} --net --mount -- \
              nsenter --target {first} --mount --net --pid --uts --ipc --"
         )
     }
 
-    /// SIGKILL to everything on it.
+    /// Sends SIGKILL to everything on the node.
     ///
     /// # Panics
-    /// When it does not run.
+    /// If the node does not run.
     pub fn kill(&mut self) {
         drop(self.running.take().expect("the node runs"));
     }
 
-    /// Starts it, as after a power cut.
+    /// Starts the node, as after a power failure.
     ///
     /// # Panics
-    /// When it runs, or does not start.
+    /// If it runs already, or does not start.
     pub fn restart(&mut self) {
         assert!(self.running.is_none(), "the node does not run");
         let cgroups = Cgroups::make(&self.cluster, self.name()).unwrap_or_else(|words| panic!("{words}"));
         let plan = self.folder.join("plan.json");
         let text = serde_json::to_vec_pretty(&self.plan(&cgroups)).expect("a plan is JSON");
-        fs::write(&plan, text).expect("a file of one's own can be written");
+        fs::write(&plan, text).expect("the node's folder is writable");
         let log = fs::File::options().create(true).append(true).open(self.folder.join("node.log"));
         let mut command = Command::new("nsenter");
         command
@@ -166,43 +168,43 @@ impl Node {
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(log.expect("a log can be written"));
-        let outer = Running::spawn(command);
+        let outer = ChildProcess::spawn(command);
         let first = wait_until("the node's first process", PATIENCE, || {
             children(outer.id()).into_iter().find(|(_, command)| command.contains("reprise-e2e-node"))
         });
-        self.running = Some(Machine { outer, first: first.0, _cgroups: cgroups });
+        self.running = Some(NodeProcesses { outer, first: first.0, _cgroups: cgroups });
     }
 
-    /// SIGSTOP to its kubelet: pods go on, and nobody is told.
+    /// Sends SIGSTOP to the kubelet: pods continue, and the API server gets no reports.
     ///
     /// # Panics
-    /// When there is none.
+    /// If the node has no kubelet.
     pub fn pause_kubelet(&self) {
         pause(self.kubelet());
     }
 
-    /// SIGCONT to its kubelet.
+    /// Sends SIGCONT to the kubelet.
     ///
     /// # Panics
-    /// When there is none.
+    /// If the node has no kubelet.
     pub fn resume_kubelet(&self) {
-        kill_process(self.kubelet(), Signal::CONT).expect("a process that is there takes signals");
+        kill_process(self.kubelet(), Signal::CONT).expect("the kubelet can be signalled");
     }
 
-    /// Gives its containerd the images of an archive.
+    /// Imports an archive of images into the node's containerd.
     ///
     /// # Panics
-    /// When it does not take them.
+    /// If the import fails.
     pub fn import_image(&self, archive: &Path) {
         let socket = self.runtime();
         let mut import = Command::new("ctr");
         import.arg("--address").arg(socket).args(["--namespace", "k8s.io", "images", "import"]).arg(archive);
-        let Output { status, stderr, .. } = import.output().expect("ctr comes with containerd");
-        let said = String::from_utf8_lossy(&stderr);
-        assert!(status.success(), "{} does not take {}: {said}", self.name(), archive.display());
+        let Output { status, stderr, .. } = import.output().expect("ctr can be run");
+        let stderr = String::from_utf8_lossy(&stderr);
+        assert!(status.success(), "{} cannot import {}: {stderr}", self.name(), archive.display());
     }
 
-    /// Waits until containerd listens.
+    /// Waits until containerd listens, and returns its socket.
     fn runtime(&self) -> PathBuf {
         let socket = self.root().join(RUNTIME.trim_start_matches('/'));
         wait_until(&format!("containerd of {}", self.name()), RUNTIME_WITHIN, || {
@@ -211,14 +213,14 @@ impl Node {
         socket
     }
 
-    /// Its logs.
+    /// Returns the logs of the node's programs.
     pub(super) fn logs(&self) -> Vec<PathBuf> {
         ["node", "containerd", "kubelet", "kube-proxy"]
             .map(|name| self.folder.join(format!("{name}.log")))
             .to_vec()
     }
 
-    fn machine(&self) -> &Machine {
+    fn machine(&self) -> &NodeProcesses {
         self.running.as_ref().expect("the node runs")
     }
 
@@ -230,10 +232,10 @@ impl Node {
 
     fn plan(&self, cgroups: &Cgroups) -> Plan {
         let kubelet = self.folder.join("kubelet.json");
-        let text = fs::read(&kubelet).expect("written when the node was made");
-        let mut settings: serde_json::Value = serde_json::from_slice(&text).expect("as it was written");
+        let text = fs::read(&kubelet).expect("written when the node was created");
+        let mut settings: serde_json::Value = serde_json::from_slice(&text).expect("valid JSON");
         settings["cgroupRoot"] = json!(cgroups.root());
-        fs::write(&kubelet, settings.to_string()).expect("a file of one's own can be written");
+        fs::write(&kubelet, settings.to_string()).expect("the node's folder is writable");
         let program = |name: &str| {
             let path = programs::kubernetes(name);
             format!("{PROGRAMS}/{}", path.file_name().expect("a file").to_string_lossy())
@@ -272,7 +274,7 @@ impl Node {
                         format!("--hostname-override={name}"),
                         "--proxy-mode=nftables".to_owned(),
                         "--cluster-cidr=10.244.0.0/16".to_owned(),
-                        // A limit of the whole machine, which is not ours to set.
+                        // This limit applies to the whole machine, whose settings must not change.
                         "--conntrack-max-per-core=0".to_owned(),
                     ],
                     None,
@@ -282,21 +284,22 @@ impl Node {
     }
 }
 
-impl Drop for Machine {
+impl Drop for NodeProcesses {
     fn drop(&mut self) {
-        // As long as it is there, so is the first process's number.
+        // While the outer process is alive, `first` cannot have been reused.
         if self.outer.is_alive() {
-            // All on the node ends with the first process, and who waited for it once that is so; else its handle kills it.
+            // All processes end with the init process, and then the outer one exits. Otherwise its handle
+            // kills it.
             let _ = kill_process(self.first, Signal::KILL);
             let _ = self.outer.wait(PATIENCE);
         }
     }
 }
 
-/// Children of a process: their ids and command lines.
+/// Returns the children of a process: their ids and command lines.
 fn children(parent: u32) -> Vec<(Pid, String)> {
     let all = fs::read_dir("/proc").expect("processes are listed").flatten();
-    let look = |entry: fs::DirEntry| {
+    let child = |entry: fs::DirEntry| {
         let id: i32 = entry.file_name().to_str()?.parse().ok()?;
         let status = fs::read_to_string(entry.path().join("status")).ok()?;
         let above = status.lines().find_map(|line| line.strip_prefix("PPid:"))?;
@@ -304,15 +307,15 @@ fn children(parent: u32) -> Vec<(Pid, String)> {
         let command = String::from_utf8_lossy(&command).replace('\0', " ");
         (above.trim().parse() == Ok(parent)).then_some((Pid::from_raw(id)?, command))
     };
-    all.filter_map(look).collect()
+    all.filter_map(child).collect()
 }
 
-/// Writes what its programs read.
-fn configure(place: &Place, folder: &Path, server: &ApiServer) {
+/// Writes the configuration files of a node's programs.
+fn configure(place: &NodeIdentity, folder: &Path, server: &ApiServer) {
     let write = |name: &str, text: &str| {
         let file = folder.join(name);
-        fs::create_dir_all(file.parent().expect("in the folder")).expect("a folder can be made");
-        fs::write(file, text).expect("a file of one's own can be written");
+        fs::create_dir_all(file.parent().expect("in the folder")).expect("a folder can be created");
+        fs::write(file, text).expect("the node's folder is writable");
     };
     let issued = server.authority.server(&place.name, &[place.host.address().into()], &[&place.name]);
     for (from, to) in [
@@ -320,7 +323,7 @@ fn configure(place: &Place, folder: &Path, server: &ApiServer) {
         (issued.key, "kubelet.key"),
         (server.authority.file("ca.crt"), "ca.crt"),
     ] {
-        fs::copy(from, folder.join(to)).expect("a file of one's own can be copied");
+        fs::copy(from, folder.join(to)).expect("the node's folder is writable");
     }
     let name = users::of_node(&place.name);
     server.write_kubeconfig(&users::kubelet(&name), &folder.join("kubelet.kubeconfig"));
@@ -328,11 +331,11 @@ fn configure(place: &Place, folder: &Path, server: &ApiServer) {
     write("kubelet.json", &kubelet().to_string());
     write("containerd.toml", &containerd());
     write("network/10-pods.conflist", &network(place).to_string());
-    // Pods that ask for the node's names get none.
+    // Pods that use the node's resolver get no name server.
     write("resolv.conf", "");
 }
 
-/// What kubelets are told. They say often that they live, so that a node that does not is found in seconds.
+/// Returns the kubelet's configuration. It reports often, so that a silent node is detected within seconds.
 fn kubelet() -> serde_json::Value {
     json!({
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
@@ -347,17 +350,17 @@ fn kubelet() -> serde_json::Value {
         "tlsPrivateKeyFile": format!("{FOLDER}/kubelet.key"),
         "containerRuntimeEndpoint": format!("unix://{RUNTIME}"),
         "cgroupDriver": "cgroupfs",
-        // Machines with control groups of version 1 are machines too.
+        // Test machines may have control groups of version 1.
         "failCgroupV1": false,
         "failSwapOn": false,
         "evictionHard": { "memory.available": "100Mi", "nodefs.available": "1%", "imagefs.available": "1%" },
         // Images cannot be pulled again.
         "imageGCHighThresholdPercent": 100,
         "nodeStatusUpdateFrequency": "2s",
-        // Pods see a ConfigMap that has changed within this, not within a minute.
+        // A pod sees a changed ConfigMap within this time instead of a minute.
         "syncFrequency": "10s",
         "nodeLeaseDurationSeconds": 8,
-        // Its default is a folder of the machine.
+        // The default is a folder of the machine.
         "volumePluginDir": "/var/lib/kubelet/plugins-of-volumes",
         "clusterDNS": ["10.96.0.10"],
         "clusterDomain": "cluster.local",
@@ -365,7 +368,8 @@ fn kubelet() -> serde_json::Value {
     })
 }
 
-/// What containerds are told. `restrict_oom_score_adj`: without CAP_SYS_RESOURCE runc cannot lower the value, and fails.
+/// Returns containerd's configuration. Without CAP_SYS_RESOURCE, runc fails unless `restrict_oom_score_adj`
+/// is set.
 fn containerd() -> String {
     let plugins = programs::plugins();
     format!(
@@ -386,15 +390,16 @@ conf_dir = "{FOLDER}/network"
     )
 }
 
-/// How pods get their network: a cable to the node for each, so that what one sends to another passes the node's rules.
-fn network(place: &Place) -> serde_json::Value {
+/// Returns the CNI configuration: point-to-point links, so that all traffic between pods passes the node's
+/// rules.
+fn network(place: &NodeIdentity) -> serde_json::Value {
     json!({
         "cniVersion": "1.0.0",
         "name": "pods",
         "plugins": [
             { "type": "ptp", "ipam": {
                 "type": "host-local",
-                // Gone after a boot, as the pods are.
+                // Empty after a start, like the node's pods.
                 "dataDir": "/run/addresses",
                 "ranges": [[{ "subnet": place.pods() }]],
                 "routes": [{ "dst": "0.0.0.0/0" }],

@@ -1,30 +1,31 @@
-//! The programs that a cluster is made of: where they are, and how they come to be there.
+//! Paths of the programs of a cluster, and their installation.
 //!
-//! Kubernetes, etcd, CoreDNS and Helm are built from Go modules by scripts of `e2e/`, once, into the cache folder. containerd, runc and what
-//! a node's network needs are the distribution's, installed by `e2e/kubernetes/packages.sh` where that may be done.
+//! Scripts in `e2e/` build Kubernetes, etcd, CoreDNS and Helm from Go modules into the cache folder, once.
+//! containerd, runc and network tools are packages of the distribution, which `e2e/kubernetes/packages.sh`
+//! installs if it may.
 //!
-//! Nothing can be built or installed in namespaces without a network, so [`prepare`] comes first; afterwards all of it is there
-//! and asking takes a script of some milliseconds.
+//! Builds and installations need a network, so [`prepare`] must run before the program enters its namespaces.
+//! Later calls only run scripts that take some milliseconds.
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
-/// What a cluster takes of Kubernetes.
+/// Commands of Kubernetes in a cluster.
 const KUBERNETES: [&str; 6] =
     ["kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy", "kubectl"];
 
-/// Which profile of Cargo.toml the programs in images are built by.
+/// Variable with the Cargo profile of the programs in images.
 const IMAGES_PROFILE: &str = "REPRISE_IMAGES_PROFILE";
-/// The one by which tests have built them already.
+/// The default profile, with which the tests have built the programs already.
 const TEST_PROFILE: &str = "dev";
 
-/// Where distributions put network plugins.
+/// Folders in which distributions install network plugins.
 const PLUGINS: [&str; 2] = ["/usr/lib/cni", "/opt/cni/bin"];
 
-/// Builds and installs what is missing.
+/// Builds and installs the missing programs.
 ///
 /// # Errors
-/// What cannot be had, and what to do.
+/// The missing programs, and the remedy.
 pub fn prepare() -> Result<(), String> {
     run("e2e/kubernetes/packages.sh", &[])?;
     run("e2e/kubernetes/build.sh", &KUBERNETES)?;
@@ -35,75 +36,76 @@ pub fn prepare() -> Result<(), String> {
     Ok(())
 }
 
-/// The archives of Reprise's own images, as `make images-test` makes them: built when what they are made of has changed. To be called before
-/// [`super::cluster::enter`] by who installs the chart; afterwards it takes a moment. `REPRISE_IMAGES_PROFILE=images` takes those that
-/// `make images` makes.
+/// Returns the archives of Reprise's own images, as `make images-test` builds them; rebuilds them if their
+/// sources have changed. Call it before [`super::cluster::enter`]; later calls are fast.
+/// `REPRISE_IMAGES_PROFILE=images` selects the images of `make images`.
 ///
 /// # Errors
-/// They cannot be built.
+/// The images cannot be built.
 pub fn images() -> Result<Vec<PathBuf>, String> {
     let profile = std::env::var(IMAGES_PROFILE).unwrap_or_else(|_| TEST_PROFILE.to_owned());
-    let said = run("images/build.sh", &["--profile", &profile])?;
-    Ok(said.lines().filter_map(|line| line.split("  ").next()).map(PathBuf::from).collect())
+    let listed = run("images/build.sh", &["--profile", &profile])?;
+    Ok(listed.lines().filter_map(|line| line.split("  ").next()).map(PathBuf::from).collect())
 }
 
-/// A command of Kubernetes.
+/// Returns the path of a command of Kubernetes.
 ///
 /// # Panics
-/// When it is not there and cannot be built.
+/// If it does not exist and cannot be built.
 pub(super) fn kubernetes(command: &str) -> PathBuf {
     one("e2e/kubernetes/build.sh", &[command])
 }
 
-/// The name server of clusters.
+/// Returns the path of the clusters' name server.
 pub(super) fn coredns() -> PathBuf {
     one("e2e/coredns/build.sh", &[])
 }
 
-/// Helm.
+/// Returns the path of Helm.
 pub(super) fn helm() -> PathBuf {
     one("e2e/helm/build.sh", &[])
 }
 
-/// What pods of tests run: `e2e/src/bin/reprise-e2e-pod.rs` as a static program, for images that hold nothing else.
+/// Returns the static program of the tests' pods (`e2e/src/bin/reprise-e2e-pod.rs`), the only file in their
+/// image.
 pub fn pod() -> PathBuf {
     one("e2e/kubernetes/pod.sh", &[])
 }
 
-/// Who plays nodes that nobody runs. Built by [`prepare_kwok`].
+/// Returns the path of kwok, which simulates nodes. [`prepare_kwok`] builds it.
 pub(super) fn kwok() -> PathBuf {
     one("e2e/kwok/build.sh", &[])
 }
 
-/// Builds it where that has not been done. To be called before [`super::cluster::enter`], as [`images`].
+/// Builds kwok if it does not exist. Call it before [`super::cluster::enter`], like [`images`].
 ///
 /// # Errors
-/// It cannot be built.
+/// kwok cannot be built.
 pub fn prepare_kwok() -> Result<(), String> {
     run("e2e/kwok/build.sh", &[]).map(drop)
 }
 
-/// The folder of network plugins.
+/// Returns the folder of network plugins.
 ///
 /// # Panics
-/// When there is none: [`prepare`] has not been called.
+/// If the plugins are missing because [`prepare`] was not called.
 pub(super) fn plugins() -> &'static str {
     let has_all = |folder: &&&str| PathBuf::from(folder).join("ptp").exists();
-    PLUGINS.iter().find(has_all).expect("packages.sh installs them")
+    PLUGINS.iter().find(has_all).expect("packages.sh has installed the plugins")
 }
 
 fn one(script: &str, arguments: &[&str]) -> PathBuf {
-    let said = run(script, arguments).unwrap_or_else(|error| panic!("{error}"));
-    PathBuf::from(said.trim())
+    let printed = run(script, arguments).unwrap_or_else(|error| panic!("{error}"));
+    PathBuf::from(printed.trim())
 }
 
 fn run(script: &str, arguments: &[&str]) -> Result<String, String> {
     let path = crate::tree().join(script);
     let output = Command::new(&path).args(arguments).stderr(Stdio::inherit()).output();
-    let output = output.map_err(|error| format!("{} cannot be run: {error}", path.display()))?;
+    let output = output.map_err(|error| format!("cannot run {}: {error}", path.display()))?;
     if output.status.success() {
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     } else {
-        Err(format!("{script} {} has failed: what it said is above", arguments.join(" ")))
+        Err(format!("{script} {} failed: its output is above", arguments.join(" ")))
     }
 }

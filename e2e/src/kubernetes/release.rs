@@ -1,6 +1,6 @@
-//! Reprise on a cluster, installed by its chart as people install it: images from archives, a namespace, Helm.
+//! Reprise on a cluster, installed by its chart as users install it: images from archives, a namespace, Helm.
 //!
-//! Pods are looked at by their labels, and told from those that were there before by their unique ids. Every wait has a bound.
+//! Pods are found by labels, and distinguished from their predecessors by uid. Every wait has a bound.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -14,31 +14,31 @@ use serde_json::Value;
 use super::cluster::Cluster;
 use super::programs;
 use crate::admin::Admin;
-use crate::process::Running;
+use crate::process::ChildProcess;
 use crate::tree;
 
-/// Where it is installed.
+/// Namespace of the installation.
 pub const NAMESPACE: &str = "reprise";
 
-/// The release, and the `KVCacheCluster` of its values.
+/// Name of the release, and of the `KVCacheCluster` in its values.
 pub const RELEASE: &str = "reprise";
 
-/// From objects that were applied to pods that serve, on a machine that is busy.
+/// Bound from applied objects to pods that serve, on a busy machine.
 pub const PODS_WITHIN: Duration = Duration::from_secs(180);
 
-/// As long, as kubectl and Helm are told.
+/// The same bound as an argument of kubectl and Helm.
 const TIMEOUT: &str = "--timeout=180s";
 
-/// Between two looks that start a process.
+/// Interval between polls that each start a process.
 const PAUSE: Duration = Duration::from_millis(200);
 
-/// What the ids of containers begin with.
+/// Prefix of container ids.
 const RUNTIME: &str = "containerd://";
 
-/// Where containerd keeps what it has told runc of a container, below the node's root.
+/// Folder of containerd's OCI bundles, below the node's root.
 const CONTAINERS: &str = "run/containerd/io.containerd.runtime.v2.task/k8s.io";
 
-/// A namespace whose pods may mount directories of their nodes.
+/// Namespace of the release, whose pods may mount directories of their nodes.
 const NAMESPACES: &str = "
 apiVersion: v1
 kind: Namespace
@@ -47,63 +47,63 @@ metadata:
   labels: { pod-security.kubernetes.io/enforce: privileged }
 ";
 
-/// A part of the release, by which its pods are found.
+/// A component of the release, with a label selector for its pods.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
-    /// Replicas of the operator.
+pub enum Component {
+    /// The operator's replicas.
     Operator,
-    /// One on each node.
+    /// The agents, one on each node.
     Agents,
-    /// The control plane's.
+    /// The members of the control plane.
     Members,
-    /// The store's.
+    /// The members of etcd.
     Etcd,
 }
 
-/// A pod that is not about to end.
+/// A pod that is not terminating.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pod {
-    /// Its name.
+    /// Name of the pod.
     pub name: String,
-    /// Which of those that had the name it is.
+    /// Unique id of the pod.
     pub uid: String,
-    /// The node that it is on.
+    /// Node of the pod.
     pub node: String,
-    /// The image of its first container, as it was asked for.
+    /// Image of the first container, as the spec names it.
     pub image: String,
-    /// Which container of that image runs, or ran last, as the runtime calls it; empty before the first.
+    /// Id of the first container, current or last; empty before its first start.
     pub container: String,
-    /// Whether it serves.
+    /// Whether the pod is ready.
     pub is_ready: bool,
 }
 
-/// What runs of pods, by which it is known whether any was replaced or started anew: their ids and those of their containers. Whether they are
-/// ready may change for a moment when nothing has happened to them.
-pub fn runs(pods: &[Pod]) -> Vec<(&str, &str)> {
+/// Returns the ids of pods and of their containers, which change when a pod is replaced or a container
+/// restarts. Readiness is left out: it may change for a moment without cause.
+pub fn container_ids(pods: &[Pod]) -> Vec<(&str, &str)> {
     pods.iter().map(|pod| (pod.uid.as_str(), pod.container.as_str())).collect()
 }
 
-/// Reprise on a cluster.
+/// The release of Reprise on a cluster.
 #[derive(Clone, Copy, Debug)]
 pub struct Release<'a> {
     cluster: &'a Cluster,
 }
 
-impl Part {
+impl Component {
     fn selector(self) -> &'static str {
         match self {
-            Part::Operator => "app.kubernetes.io/name=reprise-operator",
-            Part::Agents => "app.kubernetes.io/name=reprise,app.kubernetes.io/component=agent",
-            Part::Members => "app.kubernetes.io/name=reprise,app.kubernetes.io/component=control-plane",
-            Part::Etcd => "app.kubernetes.io/name=reprise,app.kubernetes.io/component=etcd",
+            Component::Operator => "app.kubernetes.io/name=reprise-operator",
+            Component::Agents => "app.kubernetes.io/name=reprise,app.kubernetes.io/component=agent",
+            Component::Members => "app.kubernetes.io/name=reprise,app.kubernetes.io/component=control-plane",
+            Component::Etcd => "app.kubernetes.io/name=reprise,app.kubernetes.io/component=etcd",
         }
     }
 }
 
-/// Gives all nodes Reprise's images ([`programs::images`]).
+/// Imports Reprise's images ([`programs::images`]) into all nodes.
 ///
 /// # Panics
-/// When they cannot be built, or a node does not take them.
+/// If they cannot be built, or a node refuses them.
 pub fn import_images(cluster: &Cluster) {
     for archive in programs::images().unwrap_or_else(|error| panic!("{error}")) {
         cluster.import_image(&archive);
@@ -111,53 +111,53 @@ pub fn import_images(cluster: &Cluster) {
 }
 
 impl<'a> Release<'a> {
-    /// Of a cluster, whether it is installed or not.
+    /// Returns the release of a cluster, which may not be installed yet.
     pub fn of(cluster: &'a Cluster) -> Release<'a> {
         Release { cluster }
     }
 
-    /// Whether Helm knows it.
+    /// Returns whether Helm knows the release.
     pub fn is_installed(self) -> bool {
         self.cluster.helm(&["status", RELEASE, "--namespace", NAMESPACE]).is_ok()
     }
 
-    /// Makes its namespace, and runs `helm install --wait`. Images must be there.
+    /// Creates the namespace and runs `helm install --wait`. The nodes must have the images.
     ///
     /// # Panics
-    /// When Helm fails.
+    /// If Helm fails.
     pub fn install(self, more: &[&str]) -> String {
         self.cluster.apply(NAMESPACES);
         self.helm("install", more)
     }
 
-    /// `helm upgrade --wait`, by the same values and others.
+    /// Runs `helm upgrade --wait` with the values of the installation and further arguments.
     ///
     /// # Panics
-    /// When Helm fails.
+    /// If Helm fails.
     pub fn upgrade(self, more: &[&str]) -> String {
         self.helm("upgrade", more)
     }
 
-    /// The same, begun: whoever waits for its end sees what happens meanwhile.
+    /// Starts `helm upgrade --wait` and returns without waiting, so that the caller can watch its effects.
     ///
     /// # Panics
-    /// When Helm cannot be run.
-    pub fn begin_upgrade(self, more: &[&str]) -> Running {
+    /// If Helm cannot be run.
+    pub fn begin_upgrade(self, more: &[&str]) -> ChildProcess {
         let mut command = self.cluster.helm_command();
-        // What it says of a failure is for the test's own output.
+        // Errors go to the test's output.
         command.args(arguments("upgrade", more)).stdin(Stdio::null()).stdout(Stdio::null());
-        Running::spawn(command)
+        ChildProcess::spawn(command)
     }
 
-    /// `helm rollback --wait` to a revision, begun.
+    /// Starts `helm rollback --wait` to a revision and returns without waiting.
     ///
     /// # Panics
-    /// When Helm cannot be run.
-    pub fn begin_rollback(self, revision: &str) -> Running {
+    /// If Helm cannot be run.
+    pub fn begin_rollback(self, revision: &str) -> ChildProcess {
         let mut command = self.cluster.helm_command();
         command.args(["rollback", RELEASE, revision, "--namespace", NAMESPACE, "--wait", TIMEOUT]);
         command.stdin(Stdio::null()).stdout(Stdio::null());
-        Running::spawn(command)
+        ChildProcess::spawn(command)
     }
 
     fn helm(self, command: &str, more: &[&str]) -> String {
@@ -165,79 +165,85 @@ impl<'a> Release<'a> {
         self.run(&all.iter().map(String::as_str).collect::<Vec<&str>>())
     }
 
-    /// `helm test`, and what its pods have said.
+    /// Runs `helm test` and returns its output with the logs of its pods.
     ///
     /// # Panics
-    /// When Helm fails.
+    /// If Helm fails.
     pub fn test(self) -> String {
         let mut command = self.cluster.helm_command();
         command.args(["test", RELEASE, "--namespace", NAMESPACE, TIMEOUT]);
         let output = command.output().expect("Helm can be run");
-        // What pods have said is where Helm logs.
+        // Helm prints the pods' logs to standard error.
         let text = [output.stdout, output.stderr].concat();
-        let said = String::from_utf8_lossy(&text).into_owned();
-        assert!(output.status.success(), "helm test: {said}\n{}", self.state());
-        said
+        let output_text = String::from_utf8_lossy(&text).into_owned();
+        assert!(output.status.success(), "helm test: {output_text}\n{}", self.state());
+        output_text
     }
 
-    /// Helm must do it.
+    /// Runs Helm, which must succeed.
     ///
     /// # Panics
-    /// When it does not: with what it says, the pods and their events.
+    /// If Helm fails: with its output, the pods and their events.
     pub fn run(self, arguments: &[&str]) -> String {
         self.cluster
             .helm(arguments)
-            .unwrap_or_else(|said| panic!("helm {}: {said}\n{}", arguments.join(" "), self.state()))
+            .unwrap_or_else(|error| panic!("helm {}: {error}\n{}", arguments.join(" "), self.state()))
     }
 
-    /// Runs kubectl in its namespace.
+    /// Runs kubectl in the namespace of the release.
     ///
     /// # Panics
-    /// When it fails.
+    /// If kubectl fails.
     pub fn kubectl(self, arguments: &[&str]) -> String {
         let mut all = vec!["--namespace", NAMESPACE];
         all.extend(arguments);
         self.cluster.kubectl(&all)
     }
 
-    /// An object of its namespace, or of none.
+    /// Returns an object of the namespace, or of cluster scope.
     ///
     /// # Panics
-    /// When there is none.
+    /// If the object does not exist.
     pub fn object(self, kind: &str, name: &str) -> Value {
-        let said = self.kubectl(&["get", kind, name, "--output=json"]);
-        serde_json::from_str(&said).expect("kubectl says JSON")
+        let json = self.kubectl(&["get", kind, name, "--output=json"]);
+        serde_json::from_str(&json).expect("kubectl prints JSON")
     }
 
-    /// Waits until the cluster, its pool and what it runs are as wanted, and nothing is under way.
+    /// Waits until the cluster and its pool are ready and nothing is progressing.
     ///
     /// # Panics
-    /// When that is not so in time: with the state of everything.
+    /// If that does not happen in time: with the state of everything.
     pub fn wait_until_ready(self) {
         let cluster = format!("kvcc/{RELEASE}");
         for (object, condition) in
             [(cluster.as_str(), "Ready"), (cluster.as_str(), "Progressing=false"), ("ssdp/lab", "Ready")]
         {
-            let wanted = format!("--for=condition={condition}");
-            let waited =
-                self.cluster.try_kubectl(&["--namespace", NAMESPACE, "wait", object, &wanted, TIMEOUT]);
-            if let Err(said) = waited {
-                panic!("{object} is not {condition}: {said}\n{}", self.state());
+            let condition_flag = format!("--for=condition={condition}");
+            let waited = self.cluster.try_kubectl(&[
+                "--namespace",
+                NAMESPACE,
+                "wait",
+                object,
+                &condition_flag,
+                TIMEOUT,
+            ]);
+            if let Err(error) = waited {
+                panic!("{object} is not {condition}: {error}\n{}", self.state());
             }
         }
     }
 
-    /// Pods of a part, by name.
-    pub fn pods(self, part: Part) -> Vec<Pod> {
+    /// Returns the pods of a component, sorted by name.
+    pub fn pods(self, part: Component) -> Vec<Pod> {
         self.pods_of(NAMESPACE, part.selector())
     }
 
-    /// Pods by a namespace and labels, by name.
+    /// Returns the pods in a namespace with these labels, sorted by name.
     ///
     /// # Panics
-    /// When kubectl fails.
+    /// If kubectl fails.
     pub fn pods_of(self, namespace: &str, selector: &str) -> Vec<Pod> {
-        let said = self.cluster.kubectl(&[
+        let json = self.cluster.kubectl(&[
             "--namespace",
             namespace,
             "get",
@@ -245,7 +251,7 @@ impl<'a> Release<'a> {
             &format!("--selector={selector}"),
             "--output=json",
         ]);
-        let list: Value = serde_json::from_str(&said).expect("kubectl says JSON");
+        let list: Value = serde_json::from_str(&json).expect("kubectl prints JSON");
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
         let is_ready = |pod: &Value| {
             let conditions = pod["status"]["conditions"].as_array().into_iter().flatten();
@@ -267,15 +273,16 @@ impl<'a> Release<'a> {
         pods
     }
 
-    /// SIGKILL to all processes of pods, which are deleted at once. A kubelet that is told of such a deletion would let them end in their time.
+    /// Kills all processes of pods and deletes the pods. The processes are killed first, since a kubelet that
+    /// sees the deletion would let them terminate gracefully.
     ///
     /// # Panics
-    /// When they have no processes, or the API server does not do it.
+    /// If the pods have no processes, or kubectl fails.
     pub fn kill(self, pods: &[Pod]) {
         let processes = processes_of(pods);
         assert!(processes.len() >= pods.len(), "pods that run have processes: {pods:?}");
         for process in processes {
-            // One that has ended by itself is gone as well.
+            // Fails if the process has exited by itself, which is fine.
             let _ = kill_process(process, Signal::KILL);
         }
         let mut arguments = vec!["delete", "pod", "--grace-period=0", "--force"];
@@ -283,10 +290,11 @@ impl<'a> Release<'a> {
         self.kubectl(&arguments);
     }
 
-    /// SIGKILL to all processes of the first containers of pods, as a crash; their kubelets start the same pods' containers again.
+    /// Kills all processes of the pods' first containers, like a crash. The kubelets restart these
+    /// containers.
     ///
     /// # Panics
-    /// When they have no processes.
+    /// If they have no processes.
     pub fn crash(self, pods: &[Pod]) {
         let processes = processes_in(&pods.iter().map(|pod| pod.container.clone()).collect::<Vec<String>>());
         assert!(processes.len() >= pods.len(), "containers that run have processes: {pods:?}");
@@ -295,55 +303,57 @@ impl<'a> Release<'a> {
         }
     }
 
-    /// What the runtime has been told of a pod's first container, as OCI says it: what is in effect, whatever asked for it.
+    /// Returns the OCI configuration that the runtime received for a pod's first container: the settings in
+    /// effect.
     ///
     /// # Panics
-    /// When the container does not run.
+    /// If the container does not run.
     pub fn runtime_config(self, pod: &Pod) -> Value {
-        let node = self.cluster.nodes().iter().find(|node| node.name() == pod.node).expect("one of them");
+        let node =
+            self.cluster.nodes().iter().find(|node| node.name() == pod.node).expect("a node of the cluster");
         let file = node.root().join(CONTAINERS).join(&pod.container).join("config.json");
         let text = fs::read(&file).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
         serde_json::from_slice(&text).expect("OCI's configuration is JSON")
     }
 
-    /// The admin port of a pod.
+    /// Returns the admin port of a pod.
     ///
     /// # Panics
-    /// When it has none, or no address.
+    /// If the pod has no admin port, or no address.
     pub fn admin(self, pod: &Pod) -> Admin {
         let pod = self.object("pod", &pod.name);
         let ports = pod["spec"]["containers"][0]["ports"].as_array().into_iter().flatten();
         let port = ports.into_iter().find(|port| port["name"] == "admin");
-        let port = &port.expect("all parts have one")["containerPort"];
+        let port = &port.expect("all components have one")["containerPort"];
         Admin::at(&format!(
             "{}:{port}",
             pod["status"]["podIP"].as_str().expect("a pod that runs has an address")
         ))
     }
 
-    /// Lays a list of one GPU, as NVIDIA's driver writes it, over what the first container of a pod sees; nodes of tests have none. It
-    /// goes with the container.
+    /// Mounts a list of one GPU, in the format of NVIDIA's driver, into the first container of a pod; nodes
+    /// of tests have no GPUs. The mount ends with the container.
     ///
     /// # Panics
-    /// When the container does not run, or its files cannot be mounted over.
-    pub fn play_gpu(self, pod: &Pod, product: &str, uuid: &str) {
+    /// If the container does not run, or the mount fails.
+    pub fn fake_gpu(self, pod: &Pod, product: &str, uuid: &str) {
         let processes = processes_in(std::slice::from_ref(&pod.container));
         let process = processes.first().expect("a container that runs has processes").as_raw_nonzero();
         let mut mount = Command::new("mount");
         mount.args(["--namespace", &process.to_string(), "-t", "tmpfs", "none", "/proc/driver"]);
-        let output = mount.output().expect("mount is there");
+        let output = mount.output().expect("mount can be run");
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         let folder =
             PathBuf::from(format!("/proc/{process}/root")).join("proc/driver/nvidia/gpus/0000:19:00.0");
-        fs::create_dir_all(&folder).expect("it is in memory, and new");
+        fs::create_dir_all(&folder).expect("the tmpfs is new and writable");
         let text = format!("Model: \t\t {product}\nGPU UUID: \t {uuid}\n");
-        fs::write(folder.join("information"), text).expect("it takes files");
+        fs::write(folder.join("information"), text).expect("the tmpfs is writable");
     }
 
-    /// The most memory that a process of these pods has had, in bytes.
+    /// Returns the peak memory of the largest process of these pods, in bytes.
     ///
     /// # Panics
-    /// When none of them runs.
+    /// If none of them runs.
     pub fn peak_bytes(self, pods: &[Pod]) -> u64 {
         let peak = |process: Pid| {
             let status = fs::read_to_string(format!("/proc/{}/status", process.as_raw_nonzero())).ok()?;
@@ -354,17 +364,17 @@ impl<'a> Release<'a> {
         peaks.max().expect("pods that run have processes") * 1024
     }
 
-    /// Waits until so many pods of a part serve, and none of these is among them; who they are.
+    /// Waits until `count` pods of a component are ready and none of them is in `gone`. Returns the pods.
     ///
     /// # Panics
-    /// When that is not so in time.
-    pub fn replaced(self, part: Part, gone: &[Pod], count: usize) -> Vec<Pod> {
+    /// If that does not happen in time.
+    pub fn wait_until_replaced(self, part: Component, gone: &[Pod], count: usize) -> Vec<Pod> {
         let gone: BTreeSet<&str> = gone.iter().map(|pod| pod.uid.as_str()).collect();
         let started = Instant::now();
         loop {
             let pods = self.pods(part);
-            let is_well = |pod: &Pod| pod.is_ready && !gone.contains(pod.uid.as_str());
-            if pods.len() == count && pods.iter().all(is_well) {
+            let is_replacement = |pod: &Pod| pod.is_ready && !gone.contains(pod.uid.as_str());
+            if pods.len() == count && pods.iter().all(is_replacement) {
                 return pods;
             }
             assert!(started.elapsed() < PODS_WITHIN, "{part:?} are not replaced: {pods:?}\n{}", self.state());
@@ -372,22 +382,22 @@ impl<'a> Release<'a> {
         }
     }
 
-    /// Everything that somebody would look at who wonders what is wrong.
+    /// Returns the state of the release for diagnosis: objects, pods, events and logs.
     pub fn state(self) -> String {
-        let look = |arguments: &[&str]| match self.cluster.try_kubectl(arguments) {
-            Ok(said) | Err(said) => format!("$ kubectl {}\n{said}", arguments.join(" ")),
+        let run = |arguments: &[&str]| match self.cluster.try_kubectl(arguments) {
+            Ok(output) | Err(output) => format!("$ kubectl {}\n{output}", arguments.join(" ")),
         };
         let mut texts = vec![
-            look(&["get", "reprise", "--all-namespaces"]),
-            look(&["get", "pods,pvc", "--all-namespaces", "--output=wide"]),
-            look(&["get", "events", "--all-namespaces", "--sort-by=.lastTimestamp"]),
-            look(&["--namespace", NAMESPACE, "describe", "kvcc"]),
-            look(&["get", "cachenodes", "--output=yaml"]),
+            run(&["get", "reprise", "--all-namespaces"]),
+            run(&["get", "pods,pvc", "--all-namespaces", "--output=wide"]),
+            run(&["get", "events", "--all-namespaces", "--sort-by=.lastTimestamp"]),
+            run(&["--namespace", NAMESPACE, "describe", "kvcc"]),
+            run(&["get", "cachenodes", "--output=yaml"]),
         ];
-        for part in [Part::Operator, Part::Agents, Part::Members, Part::Etcd] {
+        for part in [Component::Operator, Component::Agents, Component::Members, Component::Etcd] {
             let selector = format!("--selector={}", part.selector());
             for previous in ["--previous=true", "--previous=false"] {
-                texts.push(look(&[
+                texts.push(run(&[
                     "--namespace",
                     NAMESPACE,
                     "logs",
@@ -402,7 +412,8 @@ impl<'a> Release<'a> {
     }
 }
 
-/// What Helm is told to install or change the release, by the values of the laboratory and others.
+/// Returns Helm's arguments to install or upgrade the release: the values of `examples/lab.yaml`, and further
+/// arguments.
 fn arguments(command: &str, more: &[&str]) -> Vec<String> {
     let chart = tree().join("charts/reprise");
     let values = chart.join("examples/lab.yaml");
@@ -412,14 +423,14 @@ fn arguments(command: &str, more: &[&str]) -> Vec<String> {
     all.iter().chain(more).map(|argument| (*argument).to_owned()).collect()
 }
 
-/// Processes in the control groups of pods, which are named after them.
+/// Returns the processes in the control groups of pods, whose names contain the pods' uids.
 fn processes_of(pods: &[Pod]) -> Vec<Pid> {
     processes_in(&pods.iter().map(|pod| format!("/pod{}/", pod.uid)).collect::<Vec<String>>())
 }
 
-/// Processes in control groups that have one of these in their names.
+/// Returns the processes in control groups whose names contain one of these texts.
 fn processes_in(groups: &[String]) -> Vec<Pid> {
-    assert!(groups.iter().all(|group| !group.is_empty()), "nothing is part of every name");
+    assert!(groups.iter().all(|group| !group.is_empty()), "an empty text would match every group");
     let all = fs::read_dir("/proc").expect("processes are listed").flatten();
     let process = |entry: fs::DirEntry| {
         let id: i32 = entry.file_name().to_str()?.parse().ok()?;
@@ -429,10 +440,10 @@ fn processes_in(groups: &[String]) -> Vec<Pid> {
     all.filter_map(process).collect()
 }
 
-/// Text of an example of the chart.
+/// Returns the text of an example of the chart.
 ///
 /// # Panics
-/// When there is none.
+/// If the example does not exist.
 pub fn example(name: &str) -> String {
     let path = tree().join("charts/reprise/examples").join(name);
     fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))

@@ -1,7 +1,7 @@
-//! Kubernetes' own schemas of the versions that Reprise is for, from its published modules (`e2e/kubernetes/schemas.sh`): no field that such a
-//! version does not know, none that it requires missing, all of the right type.
+//! Kubernetes' published schemas (`e2e/kubernetes/schemas.sh`) of the versions that Reprise supports. The
+//! check covers unknown fields, missing required fields, and types.
 //!
-//! What a server checks beyond its schema is tested on one of them.
+//! Checks of the API server that go beyond the schema are tested on one real server.
 
 use std::fs;
 use std::path::Path;
@@ -11,33 +11,33 @@ use serde_json::Value;
 
 use crate::tree;
 
-/// Minor versions that Reprise is for.
+/// Minor versions that Reprise supports.
 const MINORS: [&str; 4] = ["1.34.", "1.35.", "1.36.", "1.37."];
 
-/// Free fields of Kubernetes' schemas: numbers or texts, JSON of any form.
+/// Definitions that accept several types: numbers or strings, or any JSON.
 const FREE: [&str; 3] = [
     "io.k8s.apimachinery.pkg.util.intstr.IntOrString",
     "io.k8s.apiextensions-apiserver.pkg.apis.apiextensions.v1.JSON",
     "io.k8s.apimachinery.pkg.api.resource.Quantity",
 ];
 
-/// Definitions of one version.
+/// The definitions of one version.
 #[derive(Debug)]
 pub struct Schemas {
-    /// Of Kubernetes, without a `v`.
+    /// Version of Kubernetes, without a `v`.
     pub version: String,
     definitions: Value,
 }
 
 impl Schemas {
-    /// Those of every version, oldest first.
+    /// Returns the schemas of every version, oldest first.
     ///
     /// # Panics
-    /// When they cannot be had, or one of a version is missing.
+    /// If they cannot be fetched, or a version is missing.
     pub fn all() -> Vec<Schemas> {
         let output = Command::new(tree().join("e2e/kubernetes/schemas.sh")).stderr(Stdio::inherit()).output();
         let output = output.expect("the script can be run");
-        assert!(output.status.success(), "schemas cannot be had");
+        assert!(output.status.success(), "cannot fetch the schemas");
         let files = String::from_utf8(output.stdout).expect("paths");
         let all: Vec<Schemas> = files.lines().map(|file| Schemas::read(Path::new(file))).collect();
         for (minor, schemas) in MINORS.iter().zip(&all) {
@@ -50,23 +50,23 @@ impl Schemas {
     fn read(file: &Path) -> Schemas {
         let name = file.file_stem().and_then(|name| name.to_str()).expect("a name");
         let version = name.split("-v").nth(1).expect("a version in the name").to_owned();
-        let text = fs::read_to_string(file).expect("the script has laid it there");
-        let mut whole: Value = serde_json::from_str(&text).expect("JSON");
-        Schemas { version, definitions: whole["definitions"].take() }
+        let text = fs::read_to_string(file).expect("the script has written it");
+        let mut document: Value = serde_json::from_str(&text).expect("JSON");
+        Schemas { version, definitions: document["definitions"].take() }
     }
 
-    /// What of an object does not fit, in words. `None`: this version has no such kind.
+    /// Returns the violations of an object; `None` if this version does not have its kind.
     ///
     /// # Panics
-    /// When it is no object: it has no version.
+    /// If the object has no `apiVersion`.
     pub fn faults(&self, object: &Value) -> Option<Vec<String>> {
         let mut faults = Vec::new();
         let kind = object["kind"].as_str().unwrap_or_default();
-        self.look(kind, object, self.of(object)?, &mut faults);
+        self.check(kind, object, self.of(object)?, &mut faults);
         Some(faults)
     }
 
-    /// The definition of an object's kind.
+    /// Returns the definition of an object's kind.
     fn of(&self, object: &Value) -> Option<&Value> {
         let api_version = object["apiVersion"].as_str().expect("an object has a version");
         let (group, version) = api_version.split_once('/').unwrap_or(("", api_version));
@@ -78,12 +78,12 @@ impl Schemas {
         })
     }
 
-    /// What of a value does not fit.
-    fn look(&self, at: &str, value: &Value, schema: &Value, faults: &mut Vec<String>) {
+    /// Collects the violations of a value, recursively.
+    fn check(&self, at: &str, value: &Value, schema: &Value, faults: &mut Vec<String>) {
         if let Some(reference) = schema["$ref"].as_str() {
             let name = reference.trim_start_matches("#/definitions/");
             if !FREE.contains(&name) {
-                self.look(at, value, &self.definitions[name], faults);
+                self.check(at, value, &self.definitions[name], faults);
             }
             return;
         }
@@ -94,10 +94,10 @@ impl Schemas {
                         schema["properties"].get(name).or_else(|| schema.get("additionalProperties"));
                     let at = format!("{at}.{name}");
                     match property {
-                        Some(property) => self.look(&at, value, property, faults),
-                        // An object without named fields is free.
+                        Some(property) => self.check(&at, value, property, faults),
+                        // An object without declared properties may have any.
                         None if schema.get("properties").is_none() => {}
-                        None => faults.push(format!("{at} is no field")),
+                        None => faults.push(format!("{at} is not a field")),
                     }
                 }
                 for name in schema["required"].as_array().into_iter().flatten() {
@@ -108,7 +108,7 @@ impl Schemas {
             }
             (Some("array"), Value::Array(items)) => {
                 for (index, item) in items.iter().enumerate() {
-                    self.look(&format!("{at}[{index}]"), item, &schema["items"], faults);
+                    self.check(&format!("{at}[{index}]"), item, &schema["items"], faults);
                 }
             }
             (Some("string"), Value::String(_)) | (Some("boolean"), Value::Bool(_)) | (None, _) => {}

@@ -1,6 +1,6 @@
-//! Who is who in a cluster, and the files by which programs show it (kubeconfigs).
+//! Users of a cluster, and the kubeconfigs with which programs authenticate as them.
 //!
-//! A file holds all that it needs, keys too: it is read from where the folder of keys is not.
+//! A kubeconfig contains its certificates and keys, so it can be read without access to the folder of keys.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,42 +11,42 @@ use serde_json::{Value, json};
 use super::ApiServer;
 use super::certificates::{Issued, User};
 
-/// The API server, as kubelets know it.
+/// The API server as a client of kubelets.
 pub(super) const TO_KUBELETS: User<'static> = User { name: "apiserver", group: Some("system:masters") };
 
-/// The rights of the next three are Kubernetes' own.
+/// Kubernetes itself defines the roles of the controller manager and the scheduler.
 pub(super) const CONTROLLER_MANAGER: User<'static> =
     User { name: "system:kube-controller-manager", group: None };
 
 pub(super) const SCHEDULER: User<'static> = User { name: "system:kube-scheduler", group: None };
 
-/// Bound to its rights in `e2e/kubernetes/objects.yaml`.
+/// kube-proxy; `e2e/kubernetes/objects.yaml` binds its role.
 pub(super) const PROXY: User<'static> = User { name: "system:kube-proxy", group: None };
 
-/// Bound to its rights in `e2e/kubernetes/objects.yaml`.
+/// CoreDNS; `e2e/kubernetes/objects.yaml` binds its role.
 pub(super) const NAMES: User<'static> = User { name: "system:coredns", group: None };
 
-/// The group of kubelets: the node authorizer decides what each may do.
+/// The group of kubelets, which the node authorizer recognizes.
 const NODES: &str = "system:nodes";
 
-/// The name by which a kubelet is known.
+/// Returns the user name of a kubelet.
 pub(super) fn of_node(node: &str) -> String {
     format!("system:node:{node}")
 }
 
-/// A kubelet, by that name.
+/// Returns the user of a kubelet with this user name.
 pub(super) fn kubelet(name: &str) -> User<'_> {
     User { name, group: Some(NODES) }
 }
 
 impl ApiServer {
-    /// Writes the file with which programs talk to this server as a user. JSON, as which every reader of YAML takes it.
+    /// Writes a kubeconfig for a user, as JSON, which is valid YAML.
     ///
     /// # Panics
-    /// When it cannot be written.
+    /// If the file cannot be written.
     pub fn write_kubeconfig(&self, user: &User<'_>, to: &Path) {
         let Issued { certificate, key } = self.authority.user(user);
-        let file = |path: PathBuf| ByteString(fs::read(path).expect("it has just been written"));
+        let file = |path: PathBuf| ByteString(fs::read(path).expect("the file was just written"));
         let text: Value = json!({
             "apiVersion": "v1",
             "kind": "Config",
@@ -61,6 +61,6 @@ impl ApiServer {
             "contexts": [{ "name": "test", "context": { "cluster": "test", "user": user.name } }],
             "current-context": "test",
         });
-        fs::write(to, format!("{text:#}\n")).expect("a file of one's own can be written");
+        fs::write(to, format!("{text:#}\n")).expect("the folder is writable");
     }
 }

@@ -1,9 +1,9 @@
-//! Volumes of a cluster: folders on the disks of its nodes, bound to claims as they come. Nothing makes more of them, and one that was
-//! bound once is not bound again.
+//! Persistent volumes of a cluster: folders on the disks of its nodes, which claims are bound to on demand.
+//! There is no provisioner, and a volume is bound only once.
 
 use super::node::Node;
 
-/// The class of all of them, and of claims that name none.
+/// The default storage class, which all volumes have.
 const CLASS: &str = "
 apiVersion: storage.k8s.io/v1
 kind: StorageClass
@@ -14,20 +14,20 @@ provisioner: kubernetes.io/no-provisioner
 volumeBindingMode: WaitForFirstConsumer
 ";
 
-/// On each node: an etcd of three members, another one, and both again after they were removed.
+/// Volumes on each node: enough for an etcd of three members, another one, and both again after a deletion.
 const OF_NODE: u8 = 8;
 
-/// Bytes of each, as far as claims are concerned: nothing holds anybody to it.
+/// Declared size of each volume, which is not enforced.
 const SIZE: &str = "8Gi";
 
-/// Makes the folders, and says the objects.
-pub(super) fn lay_down(nodes: &[Node]) -> String {
+/// Creates the folders, and returns the objects in YAML.
+pub(super) fn create(nodes: &[Node]) -> String {
     let mut objects = CLASS.to_owned();
     for node in nodes {
         for number in 1..=OF_NODE {
             let (name, path) = (node.name(), format!("/var/lib/volumes/{number}"));
             let folder = node.root().join(path.trim_start_matches('/'));
-            std::fs::create_dir_all(folder).expect("a node's disk takes folders");
+            std::fs::create_dir_all(folder).expect("the node's disk is writable");
             objects.push_str(&format!(
                 "---
 apiVersion: v1

@@ -1,4 +1,4 @@
-//! Helm as people run it, with nothing of the user's own configuration, and what it renders as objects.
+//! Runs Helm without the user's configuration, and parses the objects that it renders.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -9,47 +9,47 @@ use serde::Deserialize;
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// Where releases of these tests are.
+/// Namespace of the releases in these tests.
 pub(crate) const NAMESPACE: &str = "reprise-system";
-/// What they are called.
+/// Name of the releases in these tests.
 pub(crate) const RELEASE: &str = "reprise";
 
-/// What a run of Helm has said.
+/// Result of a run of Helm.
 #[derive(Debug)]
-pub(crate) struct Said {
-    pub(crate) worked: bool,
-    pub(crate) output: String,
-    pub(crate) errors: String,
+pub(crate) struct HelmOutput {
+    pub(crate) success: bool,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
 }
 
-/// One object of a render.
+/// One rendered object.
 #[derive(Clone, Debug)]
 pub(crate) struct Document {
-    /// The template that it is of, below `templates/`.
+    /// Path of its template below `templates/`.
     pub(crate) template: String,
-    /// Its text, comments included.
+    /// Its rendered text, comments included.
     pub(crate) text: String,
-    /// It.
+    /// The parsed object.
     pub(crate) object: Value,
 }
 
-/// The binary, built when it is not there yet.
+/// Returns the path of the binary, which is built if it does not exist.
 fn binary() -> &'static Path {
     static BINARY: OnceLock<PathBuf> = OnceLock::new();
     BINARY.get_or_init(|| {
         let mut build = Command::new(tree().join("e2e/helm/build.sh"));
         let output = build.stderr(Stdio::inherit()).output().expect("the script can be run");
-        assert!(output.status.success(), "Helm cannot be built");
+        assert!(output.status.success(), "cannot build Helm");
         PathBuf::from(String::from_utf8(output.stdout).expect("a path").trim())
     })
 }
 
-/// The chart.
+/// Returns the folder of the chart.
 pub(crate) fn chart() -> PathBuf {
     tree().join("charts/reprise")
 }
 
-/// The files of values that people are shown.
+/// Returns the documented example files of values.
 pub(crate) fn examples() -> Vec<PathBuf> {
     ["lab", "external-etcd", "raw-devices"]
         .iter()
@@ -57,8 +57,8 @@ pub(crate) fn examples() -> Vec<PathBuf> {
         .collect()
 }
 
-/// Runs Helm.
-pub(crate) fn helm(arguments: &[&str]) -> Said {
+/// Runs Helm and returns its output.
+pub(crate) fn helm(arguments: &[&str]) -> HelmOutput {
     let home = TempDir::new().expect("a folder");
     let mut command = Command::new(binary());
     for name in ["HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME"] {
@@ -67,11 +67,11 @@ pub(crate) fn helm(arguments: &[&str]) -> Said {
     command.env("KUBECONFIG", home.path().join("none")).stdin(Stdio::null());
     let output = command.args(arguments).output().expect("Helm can be run");
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).expect("Helm writes text");
-    Said { worked: output.status.success(), output: text(output.stdout), errors: text(output.stderr) }
+    HelmOutput { success: output.status.success(), stdout: text(output.stdout), stderr: text(output.stderr) }
 }
 
 /// Runs `helm template` with files of values and further arguments.
-pub(crate) fn template(values: &[&Path], more: &[&str]) -> Said {
+pub(crate) fn template(values: &[&Path], more: &[&str]) -> HelmOutput {
     let chart = chart();
     let mut arguments = vec!["template", RELEASE, path(&chart), "--namespace", NAMESPACE];
     for file in values {
@@ -81,15 +81,15 @@ pub(crate) fn template(values: &[&Path], more: &[&str]) -> Said {
     helm(&arguments)
 }
 
-/// The objects that the chart renders to, hooks included, in Helm's order.
+/// Returns the objects that the chart renders, hooks included, in Helm's order.
 pub(crate) fn render(values: &[&Path], more: &[&str]) -> Vec<Document> {
-    let said = template(values, more);
-    assert!(said.worked, "{values:?} {more:?}: {}", said.errors);
-    let documents = said.output.split("\n---\n").map(|text| text.trim_start_matches("---\n"));
+    let rendered = template(values, more);
+    assert!(rendered.success, "{values:?} {more:?}: {}", rendered.stderr);
+    let documents = rendered.stdout.split("\n---\n").map(|text| text.trim_start_matches("---\n"));
     documents.filter_map(document).collect()
 }
 
-/// `None` of comments alone.
+/// Parses one document; `None` if it contains only comments.
 fn document(text: &str) -> Option<Document> {
     let object = Value::deserialize(serde_yaml_ng::Deserializer::from_str(text))
         .unwrap_or_else(|error| panic!("{error} in {text}"));
@@ -98,13 +98,14 @@ fn document(text: &str) -> Option<Document> {
     }
     let source = text.lines().find_map(|line| line.strip_prefix("# Source: reprise/templates/"));
     Some(Document {
-        template: source.unwrap_or_else(|| panic!("no source: {text}")).to_owned(),
+        template: source.unwrap_or_else(|| panic!("no source line in: {text}")).to_owned(),
         text: text.to_owned(),
         object,
     })
 }
 
-/// All sets of values that the tests look at: the examples, none, and one with everything on.
+/// Returns all sets of values that the tests use: the examples, no values, and one with every feature
+/// enabled.
 pub(crate) fn sets() -> Vec<(&'static str, Vec<PathBuf>)> {
     let [lab, external, raw] = examples().try_into().expect("three");
     let everything = tree().join("e2e/tests/chart/everything.yaml");
@@ -122,13 +123,13 @@ pub(crate) fn render_set(files: &[PathBuf]) -> Vec<Document> {
     render_set_with(files, &[])
 }
 
-/// The same, with more arguments.
+/// Renders a set of [`sets`] with further arguments.
 pub(crate) fn render_set_with(files: &[PathBuf], more: &[&str]) -> Vec<Document> {
     let files: Vec<&Path> = files.iter().map(PathBuf::as_path).collect();
     render(&files, more)
 }
 
-/// As an argument.
+/// Returns a path as a command-line argument.
 pub(crate) fn path(path: &Path) -> &str {
     path.to_str().expect("paths of tests are UTF-8")
 }

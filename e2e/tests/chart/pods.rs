@@ -1,4 +1,5 @@
-//! What the chart's pods may: the level `restricted` of Kubernetes' pod security, apart from those that say why not.
+//! Permissions of the chart's pods: the level `restricted` of Kubernetes' pod security, with justified
+//! exceptions.
 
 use std::fs;
 
@@ -7,17 +8,17 @@ use serde_json::{Value, json};
 
 use crate::helm::{Document, render_set, sets};
 
-/// Objects with pods that mount a directory of the node, and why.
+/// Objects whose pods mount a directory of the node, with the reason.
 const ON_THE_NODE: [(&str, &str); 2] =
     [("reprise-round-trip", "the agents' socket"), ("reprise-seccomp", "the kubelet's profiles")];
 
-/// Objects with pods of the user root, and why.
+/// Objects whose pods run as root, with the reason.
 const AS_ROOT: [(&str, &str); 2] = [
     ("reprise-round-trip", "agents let root connect, unless values name another user"),
     ("reprise-seccomp", "the kubelet's directory is root's"),
 ];
 
-/// All objects that have pods, by their names.
+/// Returns all objects that have pods, by name.
 fn workloads() -> Vec<(String, Document)> {
     let documents = sets().into_iter().flat_map(|(_, files)| render_set(&files));
     let named = documents.filter(|one| one.object["spec"]["template"]["spec"].is_object());
@@ -29,7 +30,7 @@ fn is_listed(list: &[(&str, &str)], name: &str) -> bool {
 }
 
 #[test]
-fn pods_are_as_restricted_as_they_can_be() {
+fn pods_have_the_least_permissions() {
     let workloads = workloads();
     for name in [
         "reprise-operator",
@@ -70,19 +71,19 @@ fn pods_are_as_restricted_as_they_can_be() {
     }
 }
 
-/// Seconds that the operator may take to give its lease up, after what ran has ended.
+/// Time for the operator to release its lease after its work has stopped, in seconds.
 const RELEASES_WITHIN: u64 = 10;
 
 #[test]
-fn the_operator_ends_what_runs_and_gives_its_lease_up_before_the_kubelet_kills_it() {
+fn the_grace_period_covers_the_operators_shutdown_and_the_release_of_its_lease() {
     let source = fs::read_to_string(tree().join("operator/src/run.rs")).expect("the operator's source");
     let (_, after) =
-        source.split_once("STOPS_WITHIN: Duration = Duration::from_secs(").expect("its own bound");
+        source.split_once("STOPS_WITHIN: Duration = Duration::from_secs(").expect("the operator's bound");
     let bound = after.split_once(')').and_then(|(seconds, _)| seconds.parse::<u64>().ok()).expect("seconds");
     let operators = workloads().into_iter().filter(|(_, one)| one.object["kind"] == "Deployment");
     let graces: Vec<u64> = operators
         .map(|(_, one)| one.object["spec"]["template"]["spec"]["terminationGracePeriodSeconds"].as_u64())
-        .map(|grace| grace.expect("the chart says how long"))
+        .map(|grace| grace.expect("the chart sets a grace period"))
         .collect();
     assert_eq!(graces.len(), sets().len(), "an operator in each set");
     for grace in graces {
@@ -91,12 +92,12 @@ fn the_operator_ends_what_runs_and_gives_its_lease_up_before_the_kubelet_kills_i
 }
 
 #[test]
-fn who_does_not_talk_to_the_api_server_has_no_token() {
+fn only_clients_of_the_api_server_get_a_token() {
     for (name, workload) in workloads() {
-        let talks = ["reprise-operator", "reprise-definitions", "reprise-objects", "reprise-delete"];
-        let talks = talks.contains(&name.as_str());
+        let clients = ["reprise-operator", "reprise-definitions", "reprise-objects", "reprise-delete"];
+        let is_client = clients.contains(&name.as_str());
         let pod = &workload.object["spec"]["template"]["spec"];
-        assert_eq!(pod["automountServiceAccountToken"], json!(talks), "{name}");
+        assert_eq!(pod["automountServiceAccountToken"], json!(is_client), "{name}");
     }
 }
 

@@ -1,5 +1,6 @@
-//! A release on a real API server: every object is taken, definitions outlive it, and a change, a way back and the end leave nothing
-//! that should not be there. There are no controllers, so hooks, which are Jobs, are looked at and not waited for.
+//! A release on a real API server: every object is accepted, definitions outlive the release, and an upgrade,
+//! a rollback and an uninstall leave nothing else behind. There are no controllers, so hooks, which are Jobs,
+//! do not run.
 
 use std::path::{Path, PathBuf};
 
@@ -10,57 +11,57 @@ use kube::api::{Api, DynamicObject, GroupVersionKind, ListParams, Patch, PatchPa
 use kube::core::params::ValidationDirective;
 use kube::discovery::{self, Scope};
 use kube::{Client, ResourceExt};
-use reprise_e2e::{ApiServer, PATIENCE, World, tree, wait_until};
+use reprise_e2e::{ApiServer, PATIENCE, TestEnv, tree, wait_until};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::helm::{NAMESPACE, RELEASE, chart, examples, helm, path, render, render_set, sets};
 
-/// Kinds whose definitions are not on this server.
-const OF_OTHERS: [&str; 3] = ["ServiceMonitor", "PodMonitor", "SeccompProfile"];
+/// Kinds of third parties, whose definitions are not on this server.
+const THIRD_PARTY_KINDS: [&str; 3] = ["ServiceMonitor", "PodMonitor", "SeccompProfile"];
 
-/// Most that a release takes of the 1 MiB that a Secret may have: there is room for as many objects again.
+/// Bound on the release's Secret, whose limit is 1 MiB: half of it is kept free for future objects.
 const RELEASE_BYTES_MAX: usize = 512 << 10;
 
-/// Lifetime of Helm's token.
+/// Lifetime of Helm's token in seconds.
 const TOKEN_SECONDS: i64 = 3600;
 
-/// A server, and how Helm talks to it.
+/// An API server, and Helm's arguments to connect to it.
 struct Cluster {
     server: ApiServer,
     admin: Client,
     connection: [String; 5],
-    _world: World,
+    _world: TestEnv,
 }
 
 impl Cluster {
     fn start() -> Cluster {
-        let world = World::new();
-        let server = world.api_server();
+        let env = TestEnv::new();
+        let server = env.api_server();
         let admin = server.admin();
         let token = server.block_on(helms_token(&admin));
         let connection = [
             format!("--kube-apiserver={}", server.url()),
             format!("--kube-token={token}"),
-            // Its certificate is of this test's own authority.
+            // The certificate is signed by this test's own authority.
             "--kube-insecure-skip-tls-verify".to_owned(),
             format!("--namespace={NAMESPACE}"),
             "--no-hooks".to_owned(),
         ];
-        Cluster { server, admin, connection, _world: world }
+        Cluster { server, admin, connection, _world: env }
     }
 
-    /// Helm must do it.
+    /// Runs Helm, which must succeed.
     fn helm(&self, arguments: &[&str]) -> String {
         let mut all: Vec<&str> = arguments.to_vec();
         all.extend(self.connection.iter().map(String::as_str));
-        let said = helm(&all);
-        assert!(said.worked, "{arguments:?}: {}", said.errors);
-        said.output
+        let output = helm(&all);
+        assert!(output.success, "{arguments:?}: {}", output.stderr);
+        output.stdout
     }
 
-    /// What the server makes of an object, without making it when `dry`.
-    fn apply(&self, object: &Value, dry: Dry) -> Result<(), String> {
+    /// Applies an object, or only validates it with `DryRun::Yes`.
+    fn apply(&self, object: &Value, dry: DryRun) -> Result<(), String> {
         let (group, version) = split(object["apiVersion"].as_str().expect("a version"));
         let kind = GroupVersionKind::gvk(group, version, object["kind"].as_str().expect("a kind"));
         self.server.block_on(async {
@@ -71,14 +72,14 @@ impl Cluster {
                 Scope::Namespaced => Api::namespaced_with(self.admin.clone(), NAMESPACE, &resource),
             };
             let mut params = PatchParams::apply("reprise-e2e").validation(ValidationDirective::Strict);
-            params.dry_run = dry == Dry::Run;
+            params.dry_run = dry == DryRun::Yes;
             let name = object["metadata"]["name"].as_str().expect("a name");
             let applied = api.patch(name, &params, &Patch::Apply(object)).await;
             applied.map(|_| ()).map_err(|error| format!("{} {name}: {error}", kind.kind))
         })
     }
 
-    /// Names of the objects of a kind that a release made.
+    /// Returns the names of a kind's objects that contain `reprise`.
     fn names(&self, group: &str, kind: &str) -> Vec<String> {
         let kind = GroupVersionKind::gvk(group, "v1", kind);
         self.server.block_on(async {
@@ -98,16 +99,16 @@ impl Cluster {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Dry {
-    Run,
-    Real,
+enum DryRun {
+    Yes,
+    No,
 }
 
 fn split(api_version: &str) -> (&str, &str) {
     api_version.split_once('/').unwrap_or(("", api_version))
 }
 
-/// A namespace, and an account in it that may do everything.
+/// Creates a namespace with an account that has all permissions, and returns a token of the account.
 async fn helms_token(admin: &Client) -> String {
     let params = PatchParams::apply("reprise-e2e");
     let space = json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": NAMESPACE } });
@@ -129,10 +130,10 @@ async fn helms_token(admin: &Client) -> String {
     let request = TokenRequest { spec: Some(spec), ..TokenRequest::default() };
     let issued = accounts.create_token_request("installer", &PostParams::default(), &request).await;
     let status = issued.expect("the server issues tokens").status;
-    status.and_then(|status| status.token).expect("an answer of 2xx has a token")
+    status.and_then(|status| status.token).expect("a response of 2xx has a token")
 }
 
-/// The objects that the hook's Job applies, out of the ConfigMap that it mounts.
+/// Returns the objects that the hook's Job applies, from the ConfigMap that it mounts.
 fn initial_objects(files: &[PathBuf]) -> Vec<Value> {
     let documents = render_set(files);
     let map = documents
@@ -143,25 +144,25 @@ fn initial_objects(files: &[PathBuf]) -> Vec<Value> {
     texts.map(|text| serde_yaml_ng::from_str(text.as_str().expect("text")).expect("YAML")).collect()
 }
 
-/// Objects of a file for people.
+/// Parses the objects of an example file.
 fn documents(file: &Path) -> Vec<Value> {
     let text = std::fs::read_to_string(file).expect("an example");
     serde_yaml_ng::Deserializer::from_str(&text).map(|one| Value::deserialize(one).expect("YAML")).collect()
 }
 
 #[test]
-fn a_release_comes_changes_goes_back_and_goes_and_its_definitions_stay() {
+fn a_release_is_installed_upgraded_rolled_back_and_uninstalled_and_keeps_its_definitions() {
     let cluster = Cluster::start();
-    takes_every_object(&cluster);
+    accepts_every_object(&cluster);
 
     let [lab, external, _] = examples().try_into().expect("three");
     let chart = chart();
     cluster.helm(&["install", RELEASE, path(&chart), "--values", path(&lab)]);
     assert_eq!(cluster.definitions().len(), 6);
     fits_its_secret(&cluster);
-    takes_the_initial_objects(&cluster);
+    accepts_the_initial_objects(&cluster);
 
-    // Other values: what they add comes, what they leave out goes.
+    // With other values, an upgrade creates the added objects, and a rollback deletes them.
     assert_eq!(cluster.names("networking.k8s.io", "NetworkPolicy"), Vec::<String>::new());
     cluster.helm(&["upgrade", RELEASE, path(&chart), "--values", path(&external)]);
     assert_eq!(cluster.names("networking.k8s.io", "NetworkPolicy").len(), 4);
@@ -170,7 +171,7 @@ fn a_release_comes_changes_goes_back_and_goes_and_its_definitions_stay() {
     assert_eq!(cluster.definitions().len(), 6);
 
     cluster.helm(&["uninstall", RELEASE]);
-    assert_eq!(cluster.definitions().len(), 6, "they stay, and with them what was made of them");
+    assert_eq!(cluster.definitions().len(), 6, "definitions stay, and with them the custom resources");
     for (group, kind) in [
         ("apps", "Deployment"),
         ("rbac.authorization.k8s.io", "ClusterRole"),
@@ -184,77 +185,78 @@ fn a_release_comes_changes_goes_back_and_goes_and_its_definitions_stay() {
         ("", "Service"),
         ("", "Secret"),
     ] {
-        // Without controllers nobody finishes a deletion in the foreground; Helm asks for the background.
-        wait_until(&format!("{kind}s are gone"), PATIENCE, || {
-            let left = cluster.names(group, kind);
-            left.is_empty().then_some(())
+        // Without controllers, a foreground deletion would not finish; Helm uses background deletion.
+        wait_until(&format!("{kind}s are deleted"), PATIENCE, || {
+            let remaining = cluster.names(group, kind);
+            remaining.is_empty().then_some(())
         });
     }
 
-    // What stayed is taken over by the next release of that name.
+    // The next release of this name adopts the definitions.
     cluster.helm(&["install", RELEASE, path(&chart)]);
     assert_eq!(cluster.definitions().len(), 6);
 }
 
-/// All that any set renders to, hooks included.
-fn takes_every_object(cluster: &Cluster) {
-    let mut taken = 0;
+/// Validates every object of every set, hooks included.
+fn accepts_every_object(cluster: &Cluster) {
+    let mut accepted = 0;
     for (name, files) in sets() {
         for document in render_set(&files) {
-            if OF_OTHERS.map(Value::from).contains(&document.object["kind"]) {
+            if THIRD_PARTY_KINDS.map(Value::from).contains(&document.object["kind"]) {
                 continue;
             }
-            cluster.apply(&document.object, Dry::Run).unwrap_or_else(|error| panic!("{name}: {error}"));
-            taken += 1;
+            cluster.apply(&document.object, DryRun::Yes).unwrap_or_else(|error| panic!("{name}: {error}"));
+            accepted += 1;
         }
     }
-    assert!(taken > 100, "{taken} objects");
+    assert!(accepted > 100, "{accepted} objects");
     let bad = json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "a" }, "datas": {} });
-    let refused = cluster.apply(&bad, Dry::Run).expect_err("a field that is not known");
+    let refused = cluster.apply(&bad, DryRun::Yes).expect_err("an unknown field");
     assert!(refused.contains("datas"), "{refused}");
 }
 
-/// Helm keeps the whole release in one Secret.
+/// Checks the size of the Secret in which Helm stores the whole release.
 fn fits_its_secret(cluster: &Cluster) {
     let secrets: Api<Secret> = Api::namespaced(cluster.admin.clone(), NAMESPACE);
     let stored = cluster.server.block_on(secrets.get(&format!("sh.helm.release.v1.{RELEASE}.v1")));
-    let data = stored.expect("the release is there").data.expect("data");
+    let data = stored.expect("the release is stored").data.expect("data");
     let bytes: usize = data.values().map(|value| value.0.len()).sum();
-    reprise_e2e::seed::say(&format!("a release takes {bytes} bytes of its Secret"));
+    reprise_e2e::seed::print_line(&format!("a release takes {bytes} bytes of its Secret"));
     assert!((10 << 10..RELEASE_BYTES_MAX).contains(&bytes), "{bytes} bytes");
 }
 
-/// Objects of the examples keep the definitions' rules, which no schema of values has.
-fn takes_the_initial_objects(cluster: &Cluster) {
+/// Validates the objects of the examples against the rules of the definitions, which the values' schema
+/// lacks.
+fn accepts_the_initial_objects(cluster: &Cluster) {
     wait_until("definitions are served", PATIENCE, || {
         let minimal = json!({ "apiVersion": "reprise.dev/v1alpha1", "kind": "KVCacheCluster", "metadata": { "name": "a" }, "spec": {} });
-        cluster.apply(&minimal, Dry::Run).ok()
+        cluster.apply(&minimal, DryRun::Yes).ok()
     });
     for (name, files) in sets() {
         for object in initial_objects(&files) {
-            cluster.apply(&object, Dry::Run).unwrap_or_else(|error| panic!("{name}: {error}"));
+            cluster.apply(&object, DryRun::Yes).unwrap_or_else(|error| panic!("{name}: {error}"));
         }
     }
     let resources = tree().join("charts/reprise/examples/resources");
     for file in ["cluster.yaml", "pool.yaml", "profile.yaml", "queues.yaml"] {
         for mut object in documents(&resources.join(file)) {
             object["metadata"].as_object_mut().expect("metadata").remove("namespace");
-            cluster.apply(&object, Dry::Run).unwrap_or_else(|error| panic!("{file}: {error}"));
+            cluster.apply(&object, DryRun::Yes).unwrap_or_else(|error| panic!("{file}: {error}"));
         }
     }
     for mut object in documents(&resources.join("engine.yaml")) {
         object["metadata"].as_object_mut().expect("metadata").remove("namespace");
         object["metadata"]["name"] = json!("engine");
-        // Nobody makes the account that every pod has by default.
+        // No controller creates the default service account.
         let account =
             json!({ "apiVersion": "v1", "kind": "ServiceAccount", "metadata": { "name": "default" } });
-        cluster.apply(&account, Dry::Real).expect("an account");
-        cluster.apply(&object, Dry::Run).expect("an engine's pod");
+        cluster.apply(&account, DryRun::No).expect("an account");
+        cluster.apply(&object, DryRun::Yes).expect("an engine's pod");
     }
 }
 
 #[test]
-fn definitions_can_be_left_out_and_monitors_follow_what_the_server_has() {
+fn definitions_are_optional_and_monitors_depend_on_the_servers_api_versions() {
     let kinds = |more: &[&str]| -> Vec<String> {
         let documents = render(&[], more);
         documents.iter().map(|one| one.object["kind"].as_str().expect("a kind").to_owned()).collect()
@@ -266,6 +268,6 @@ fn definitions_can_be_left_out_and_monitors_follow_what_the_server_has() {
     assert_eq!(jobs(&["--set", "crds.upgradeHook=false", "--set", "hooks.deleteObjects=false"]), 0);
     let auto = ["--set", "monitoring.serviceMonitor=Auto"];
     assert!(!kinds(&auto).contains(&"ServiceMonitor".to_owned()));
-    let there = [auto.as_slice(), &["--api-versions", "monitoring.coreos.com/v1"]].concat();
-    assert!(kinds(&there).contains(&"ServiceMonitor".to_owned()));
+    let with_monitoring = [auto.as_slice(), &["--api-versions", "monitoring.coreos.com/v1"]].concat();
+    assert!(kinds(&with_monitoring).contains(&"ServiceMonitor".to_owned()));
 }

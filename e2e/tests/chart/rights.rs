@@ -1,10 +1,10 @@
-//! Rights: every rule says why it is there, and the widest are not given.
+//! Roles: every rule has a comment with its reason, and wildcards and rights on pods are never granted.
 
 use serde_json::Value;
 
 use crate::helm::{Document, render_set, sets};
 
-/// Rules of a role, each with whether a comment stands before it.
+/// Returns the rules of a role, and for each whether a comment precedes it.
 fn rules(document: &Document) -> Vec<(Value, bool)> {
     let rules = document.object["rules"].as_array().cloned().unwrap_or_default();
     let lines: Vec<&str> = document.text.lines().collect();
@@ -15,14 +15,14 @@ fn rules(document: &Document) -> Vec<(Value, bool)> {
     rules.into_iter().zip(starts).map(|(rule, line)| (rule, has_reason(line))).collect()
 }
 
-/// All roles of all sets.
+/// Returns all roles of all sets.
 fn roles() -> Vec<Document> {
     let documents = sets().into_iter().flat_map(|(_, files)| render_set(&files));
     documents.filter(|one| ["ClusterRole", "Role"].map(Value::from).contains(&one.object["kind"])).collect()
 }
 
 #[test]
-fn every_rule_has_its_reason() {
+fn every_rule_has_a_comment_with_its_reason() {
     let roles = roles();
     assert!(roles.len() > 10, "roles of every set");
     for role in roles {
@@ -35,7 +35,7 @@ fn every_rule_has_its_reason() {
 }
 
 #[test]
-fn nothing_is_granted_on_everything_nor_on_pods() {
+fn no_role_grants_wildcards_or_rights_on_pods() {
     for role in roles() {
         for (rule, _) in rules(&role) {
             let name = &role.object["metadata"]["name"];
@@ -47,7 +47,7 @@ fn nothing_is_granted_on_everything_nor_on_pods() {
                 let wide = ["*", "escalate", "impersonate"].contains(&word) || word.starts_with("pods");
                 assert!(!wide, "{name}: {rule}");
             }
-            // Of what may raise rights only the one role may be given.
+            // `bind` may only be granted for this one role.
             if rule["verbs"].as_array().is_some_and(|verbs| verbs.contains(&"bind".into())) {
                 assert_eq!(rule["resourceNames"], serde_json::json!(["reprise-agent"]), "{name}");
             }
@@ -56,7 +56,7 @@ fn nothing_is_granted_on_everything_nor_on_pods() {
 }
 
 #[test]
-fn without_rbac_no_role_is_made_and_pods_keep_their_accounts() {
+fn without_rbac_there_are_accounts_but_no_roles() {
     let documents =
         crate::helm::render(&[], &["--set", "rbac.create=false", "--set", "cluster.paused=false"]);
     let kinds: Vec<&str> = documents.iter().filter_map(|one| one.object["kind"].as_str()).collect();

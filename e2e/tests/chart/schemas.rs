@@ -1,5 +1,5 @@
-//! Every rendered object against Kubernetes' own schemas of the versions that the chart is for. Kinds of others than Kubernetes are not in these
-//! schemas; their names stand here.
+//! Validates every rendered object against Kubernetes' own schemas of the supported versions. Kinds of third
+//! parties, which these schemas lack, are listed below.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -9,20 +9,20 @@ use serde_json::Value;
 
 use crate::helm::{render_set_with, sets, template};
 
-/// Kinds that Kubernetes does not have.
-const OF_OTHERS: [&str; 3] = ["ServiceMonitor", "PodMonitor", "SeccompProfile"];
+/// Kinds of third parties, which Kubernetes' schemas lack.
+const THIRD_PARTY_KINDS: [&str; 3] = ["ServiceMonitor", "PodMonitor", "SeccompProfile"];
 
 #[test]
-fn every_object_fits_kubernetes_from_1_34_to_1_37() {
+fn objects_match_the_schemas_of_kubernetes_from_1_34_to_1_37() {
     let mut kinds = BTreeSet::new();
     for schemas in Schemas::all() {
-        // As Helm renders it for this version.
+        // Rendered for this version of Kubernetes.
         let version = ["--kube-version", schemas.version.as_str()];
         for document in sets().iter().flat_map(|(_, files)| render_set_with(files, &version)) {
             let object = document.object;
             let kind = object["kind"].as_str().expect("a kind");
             let Some(faults) = schemas.faults(&object) else {
-                assert!(OF_OTHERS.contains(&kind), "{} has no {kind}", schemas.version);
+                assert!(THIRD_PARTY_KINDS.contains(&kind), "{} has no {kind}", schemas.version);
                 continue;
             };
             kinds.insert(kind.to_owned());
@@ -32,12 +32,16 @@ fn every_object_fits_kubernetes_from_1_34_to_1_37() {
     assert!(kinds.len() >= 14, "{kinds:?}");
     let (_, default) = sets().remove(0);
     let files: Vec<&Path> = default.iter().map(PathBuf::as_path).collect();
-    let said = template(&files, &["--kube-version", "1.33.9"]);
-    assert!(!said.worked && said.errors.contains("1.33.9"), "an older one is refused: {}", said.errors);
+    let rendered = template(&files, &["--kube-version", "1.33.9"]);
+    assert!(
+        !rendered.success && rendered.stderr.contains("1.33.9"),
+        "an older version is rejected: {}",
+        rendered.stderr
+    );
 }
 
 #[test]
-fn what_does_not_fit_a_schema_is_found() {
+fn reports_violations_of_a_schema() {
     let schemas = Schemas::all().pop().expect("versions");
     let map = |change: fn(&mut Value)| {
         let mut map = serde_json::json!({
@@ -50,7 +54,7 @@ fn what_does_not_fit_a_schema_is_found() {
     assert_eq!(map(|_| {}), Vec::<String>::new());
     assert_eq!(
         map(|map| map["spec"]["minAvailabl"] = 1.into()),
-        ["PodDisruptionBudget.spec.minAvailabl is no field"]
+        ["PodDisruptionBudget.spec.minAvailabl is not a field"]
     );
     assert_eq!(
         map(|map| map["spec"]["selector"]["matchExpressions"][0] = serde_json::json!({ "key": 1 })),

@@ -1,4 +1,4 @@
-//! Values, their schema and their documentation are of one piece.
+//! Consistency of the values, their schema and their documentation.
 
 use std::fs;
 
@@ -10,17 +10,17 @@ fn read(name: &str) -> String {
     fs::read_to_string(chart().join(name)).expect("the chart's files can be read")
 }
 
-/// Values that stand in the file as a comment, since to name them is to use them.
+/// Values that `values.yaml` shows as a comment only, because setting them has an effect.
 const COMMENTED: [&str; 2] = ["cluster", "global"];
 
 #[test]
-fn every_value_that_the_schema_knows_stands_in_the_file_of_values() {
+fn values_yaml_contains_every_value_of_the_schema() {
     let schema: Value = serde_json::from_str(&read("values.schema.json")).expect("JSON");
     let values: Value = serde_yaml_ng::from_str(&read("values.yaml")).expect("YAML");
     let mut missing = Vec::new();
     walk("", &schema, &values, &mut missing, &schema);
     missing.retain(|path| !COMMENTED.contains(&path.as_str()));
-    assert!(missing.is_empty(), "values.yaml does not name {missing:?}");
+    assert!(missing.is_empty(), "values.yaml lacks {missing:?}");
 }
 
 fn walk(at: &str, schema: &Value, values: &Value, missing: &mut Vec<String>, root: &Value) {
@@ -30,7 +30,7 @@ fn walk(at: &str, schema: &Value, values: &Value, missing: &mut Vec<String>, roo
     };
     for (name, property) in schema["properties"].as_object().into_iter().flatten() {
         let path = if at.is_empty() { name.clone() } else { format!("{at}.{name}") };
-        // Amounts are a resource's own choice.
+        // Users choose which resources they set.
         if path.ends_with("resources.limits") || path.ends_with("resources.requests") {
             continue;
         }
@@ -42,7 +42,7 @@ fn walk(at: &str, schema: &Value, values: &Value, missing: &mut Vec<String>, roo
 }
 
 #[test]
-fn every_group_of_values_is_explained() {
+fn every_group_of_values_has_a_comment() {
     let text = read("values.yaml");
     let lines: Vec<&str> = text.lines().collect();
     for (number, line) in lines.iter().enumerate() {
@@ -53,15 +53,15 @@ fn every_group_of_values_is_explained() {
             let next = lines.get(number + 1).copied().unwrap_or_default();
             assert!(
                 above.starts_with("# ") || next.trim_start().starts_with("# "),
-                "nothing explains {line} (then '{next}', '{below}')"
+                "no comment for {line} (then '{next}', '{below}')"
             );
         }
     }
 }
 
-/// The profile names no call twice, and has the three of io_uring.
+/// The profile lists no system call twice, and allows the three of io_uring.
 #[test]
-fn the_seccomp_profile_is_one_that_runtimes_read() {
+fn the_seccomp_profile_is_valid_and_allows_io_uring() {
     let profile: Value = serde_json::from_str(&read("files/seccomp-agent.json")).expect("JSON");
     assert_eq!(profile["defaultAction"], "SCMP_ACT_ERRNO");
     let mut names: Vec<&str> = profile["syscalls"]
@@ -74,7 +74,7 @@ fn the_seccomp_profile_is_one_that_runtimes_read() {
     let count = names.len();
     names.sort_unstable();
     names.dedup();
-    assert_eq!(names.len(), count, "a call is named once");
+    assert_eq!(names.len(), count, "a system call is listed twice");
     for name in
         ["io_uring_setup", "io_uring_enter", "io_uring_register", "memfd_create", "listen", "ppoll", "futex"]
     {
@@ -87,7 +87,7 @@ fn the_seccomp_profile_is_one_that_runtimes_read() {
 }
 
 #[test]
-fn the_profile_is_the_same_for_kubelets_and_for_the_profiles_operator() {
+fn kubelets_and_the_profiles_operator_get_the_same_profile() {
     let everything = sets().pop().expect("the last set is everything").1;
     let documents = render_set(&everything);
     let written: Value = serde_json::from_str(&read("files/seccomp-agent.json")).expect("JSON");

@@ -1,43 +1,45 @@
-//! Raw devices in agents' pods: the pool says that they cannot be opened as long as the runtime keeps pods from them, and has blocks once
-//! the cluster says how agents get at them (`agents.deviceAccess`). What follows is a release without them, and changed otherwise ([`changed`]).
+//! Raw devices in agents' pods. While the runtime denies access, the pool reports that the devices cannot be
+//! opened. It has blocks once the cluster grants access (`agents.deviceAccess`). The next release is the one
+//! of [`changed`].
 
 use std::time::Duration;
 
 use reprise_client::Source;
-use reprise_e2e::Loading;
+use reprise_e2e::LoadParams;
 use reprise_e2e::kubernetes::loop_device::LoopDevice;
-use reprise_e2e::kubernetes::release::{PODS_WITHIN, Part};
+use reprise_e2e::kubernetes::release::{Component, PODS_WITHIN};
 use reprise_e2e::kubernetes::{Cluster, Release};
-use reprise_e2e::seed::say;
+use reprise_e2e::seed::print_line;
 use reprise_e2e::wait_until;
 use serde_json::{Value, json};
 
 use crate::chart::{SETTINGS, condition, running};
-use crate::chart_changed::changed;
 use crate::chart_faults::agent_of;
+use crate::chart_rollback::changed;
 
-/// The pool.
+/// Name of the pool.
 const POOL: &str = "raw";
 
-/// What is saved while the node has both.
+/// Blocks that are saved while the node has both devices.
 const KEPT: std::ops::Range<u64> = 330_000..330_200;
 
-/// More than the node's other device has free, since blocks go where most is free. Nothing is behind what was never written.
+/// More than the free bytes of the node's other device, since blocks go to the device with most free bytes.
+/// The file is sparse.
 const DEVICE_BYTES: u64 = 16 << 30;
 
-/// The cluster names it beside its own.
+/// The pools of the cluster, with the raw one.
 const NAMED: &str = r#"--set-json=cluster.pools=[{"name":"lab"},{"name":"raw"}]"#;
 
-/// Agents may open what the node has.
+/// Grants agents access to all devices of the node.
 const PRIVILEGED: &str = "--set=cluster.agents.deviceAccess.mode=Privileged";
 
-/// Lets a pool go whatever was heard of sessions.
+/// Annotation that permits the deletion of a pool despite recent sessions.
 const UNUSED: &str = "reprise.dev/delete-in-use=yes";
 
-/// Between two looks that start a process.
+/// Interval between polls that each start a process.
 const PAUSE: Duration = Duration::from_millis(500);
 
-pub(crate) fn are_opened_as_the_cluster_says(cluster: &mut Cluster) {
+pub(crate) fn are_opened_as_the_cluster_allows(cluster: &mut Cluster) {
     let release = running(cluster);
     let cluster: &Cluster = cluster;
     let node = &cluster.nodes()[0];
@@ -55,9 +57,9 @@ pub(crate) fn are_opened_as_the_cluster_says(cluster: &mut Cluster) {
         .to_string(),
     );
 
-    agents_are_replaced(release, &[SETTINGS, NAMED]);
+    upgrade_and_replace_agents(release, &[SETTINGS, NAMED]);
     let refused = wait_for_device(release, node.name(), &name, "Refused");
-    let pool = wait_until("the pool to say what to do", PODS_WITHIN, || {
+    let pool = wait_until("the pool to report the remedy", PODS_WITHIN, || {
         std::thread::sleep(PAUSE);
         let pool = release.object("ssdp", POOL);
         pool["status"].to_string().contains("deviceAccess").then_some(pool)
@@ -66,55 +68,55 @@ pub(crate) fn are_opened_as_the_cluster_says(cluster: &mut Cluster) {
     assert_eq!(condition(&pool, "Degraded"), ("True", "DeviceNotPermitted"), "{pool:#}");
     assert_eq!(condition(&pool, "Ready").0, "False", "{pool:#}");
 
-    agents_are_replaced(release, &[SETTINGS, NAMED, PRIVILEGED]);
+    upgrade_and_replace_agents(release, &[SETTINGS, NAMED, PRIVILEGED]);
     let open = wait_for_device(release, node.name(), &name, "Open");
-    assert_eq!(open["direct"], true, "the page cache is passed by: {open}");
+    assert_eq!(open["direct"], true, "direct I/O: {open}");
     release.kubectl(&["wait", &format!("ssdp/{POOL}"), "--for=condition=Ready", "--timeout=180s"]);
-    let engine = agent_of(cluster, 0).expect("it serves");
+    let engine = agent_of(cluster, 0).expect("the agent responds");
     let kept: Vec<u64> = KEPT.collect();
     engine.save_durably(&kept);
-    // Statuses tell bytes in coarse steps; the agent itself tells all of them.
-    let agent = release.pods(Part::Agents).into_iter().find(|agent| agent.node == node.name());
-    let page = release.admin(&agent.expect("one on each node")).json("/status");
+    // The status reports bytes in coarse steps; the agent itself reports them exactly.
+    let agent = release.pods(Component::Agents).into_iter().find(|agent| agent.node == node.name());
+    let page = release.admin(&agent.expect("an agent on each node")).json("/status");
     let devices = page["devices"].as_array().expect("devices").clone();
     let used = devices
         .iter()
         .find(|device| device["path"] == name.as_str())
         .map(|device| device["used_bytes"].clone());
     let used = used.and_then(|used| used.as_u64()).unwrap_or_default();
-    assert!(used > 0, "they are on the emptier one: {devices:#?}");
+    assert!(used > 0, "the blocks are on the emptier device: {devices:#?}");
     engine.trim();
-    let sources = engine.load_all(&kept, &Loading::LOCAL);
+    let sources = engine.load_all(&kept, &LoadParams::LOCAL);
     assert!(
         sources.iter().all(|source| *source == Source::OwnNvme),
-        "every byte comes from devices: {sources:?}"
+        "every block is loaded from a device: {sources:?}"
     );
-    say(&format!("a raw device of a node is used by its agent's pod: {used} bytes of blocks"));
+    print_line(&format!("the agent's pod uses a raw device: {used} bytes of blocks"));
     drop(engine);
 
-    // The data stays on it, and nobody else is given it. An agent that restarts may have engines that come back, so a pool waits for a minute after the
-    // last session; this one is told that there are none.
+    // The data stay on the device. A pool waits for a minute after the last session, since the engines of a
+    // restarting agent may return; the annotation states that no engine uses it.
     changed(cluster);
     release.kubectl(&["annotate", "ssdp", POOL, UNUSED]);
     release.kubectl(&["delete", "ssdp", POOL, "--timeout=180s"]);
-    wait_until("the device to be let go", PODS_WITHIN, || {
+    wait_until("the device to be released", PODS_WITHIN, || {
         std::thread::sleep(PAUSE);
-        told_device(release, node.name(), &name).is_none().then_some(())
+        reported_device(release, node.name(), &name).is_none().then_some(())
     });
     release.wait_until_ready();
 }
 
-/// Changes the release, and waits until every agent's pod is another one.
-fn agents_are_replaced(release: Release<'_>, settings: &[&str]) {
-    let before = release.pods(Part::Agents);
+/// Upgrades the release, and waits until every agent's pod was replaced.
+fn upgrade_and_replace_agents(release: Release<'_>, settings: &[&str]) {
+    let before = release.pods(Component::Agents);
     release.upgrade(settings);
-    release.replaced(Part::Agents, &before, before.len());
+    release.wait_until_replaced(Component::Agents, &before, before.len());
 }
 
-/// What a node says of a device.
-fn told_device(release: Release<'_>, node: &str, name: &str) -> Option<Value> {
-    let told = release.object("cachenode", node);
-    told["status"]["devices"].as_array()?.iter().find(|device| device["path"] == name).cloned()
+/// Returns a node's report about a device.
+fn reported_device(release: Release<'_>, node: &str, name: &str) -> Option<Value> {
+    let node = release.object("cachenode", node);
+    node["status"]["devices"].as_array()?.iter().find(|device| device["path"] == name).cloned()
 }
 
 fn wait_for_device(release: Release<'_>, node: &str, name: &str, state: &str) -> Value {
@@ -122,7 +124,7 @@ fn wait_for_device(release: Release<'_>, node: &str, name: &str, state: &str) ->
     let waited = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
         wait_until(&format!("{name} to be {state}"), PODS_WITHIN, || {
             std::thread::sleep(PAUSE);
-            last = told_device(release, node, name);
+            last = reported_device(release, node, name);
             last.clone().filter(|device| device["state"] == state)
         })
     }));

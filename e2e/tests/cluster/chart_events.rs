@@ -1,6 +1,6 @@
-//! Events of a clean install: none of them is a warning.
+//! Events of a clean install: none is a warning.
 //!
-//! A person who installs the chart and looks at `kubectl get events -A` has to trust that a warning means something.
+//! Every warning in `kubectl get events -A` must need attention, also right after an install.
 
 use reprise_e2e::kubernetes::Cluster;
 use reprise_e2e::kubernetes::release::NAMESPACE;
@@ -8,16 +8,17 @@ use serde_json::Value;
 
 use crate::chart::running;
 
-/// Looks at all events since the namespace of the release was made, in every namespace. The release is ready, and nothing has been done to it.
+/// Checks the events of all namespaces since the namespace of the release was created. The release is ready
+/// and no fault was injected.
 pub(crate) fn have_no_warning(cluster: &mut Cluster) {
     let release = running(cluster);
-    let made = release.object("namespace", NAMESPACE)["metadata"]["creationTimestamp"].clone();
-    let made = made.as_str().expect("a namespace that is there was made");
-    let said = cluster.kubectl(&["get", "events", "--all-namespaces", "--output=json"]);
-    let list: Value = serde_json::from_str(&said).expect("kubectl says JSON");
+    let created = release.object("namespace", NAMESPACE)["metadata"]["creationTimestamp"].clone();
+    let created = created.as_str().expect("a namespace has a time of creation");
+    let json = cluster.kubectl(&["get", "events", "--all-namespaces", "--output=json"]);
+    let list: Value = serde_json::from_str(&json).expect("kubectl prints JSON");
     let events = list["items"].as_array().expect("a list has items");
-    // Times of the API server begin with the date and end with the fractions of a second, if at all: texts are in the order of the times.
-    let of_install: Vec<&Value> = events.iter().filter(|event| last_seen(event) >= made).collect();
+    // Times of the API server are in the same format, so their texts have the order of the times.
+    let of_install: Vec<&Value> = events.iter().filter(|event| last_seen(event) >= created).collect();
     let started = of_install.iter().filter(|event| event["reason"] == "Started").count();
     assert!(started >= 7, "operators, members, etcd and agents have started among {}", of_install.len());
     let warnings: Vec<String> = of_install
@@ -25,10 +26,11 @@ pub(crate) fn have_no_warning(cluster: &mut Cluster) {
         .filter(|event| event["type"] == "Warning" && !is_of_a_busy_kubelet(event))
         .map(line)
         .collect();
-    assert!(warnings.is_empty(), "warnings of a clean install:\n{}", warnings.join("\n"));
+    assert!(warnings.is_empty(), "a clean install caused warnings:\n{}", warnings.join("\n"));
 }
 
-/// Whether the kubelet was too busy to read an object in time that exists. Another message reports one that does not exist.
+/// Returns whether the event reports that the kubelet could not read an existing object in time. There is
+/// another message for an object that does not exist.
 fn is_of_a_busy_kubelet(event: &Value) -> bool {
     let message = event["message"].as_str().unwrap_or_default();
     ["configmap", "secret"].iter().any(|kind| {
@@ -36,7 +38,7 @@ fn is_of_a_busy_kubelet(event: &Value) -> bool {
     })
 }
 
-/// When an event was seen last, by whichever field has it.
+/// Returns when an event was last seen, from the first field that is set.
 fn last_seen(event: &Value) -> &str {
     let times = [
         &event["series"]["lastObservedTime"],

@@ -1,16 +1,17 @@
-//! Tenants that name their pods, on real ones: an injected pod of the namespace is told its tenant, gets a token from its kubelet, and saves and
-//! loads as that tenant; a pod of another namespace, and one without its token, are refused in words.
+//! Tenants with a namespace selector, on real pods. An injected pod of the namespace gets its tenant's name,
+//! gets a token from its kubelet, and saves and loads as that tenant. A pod of another namespace and a pod
+//! without its token are rejected.
 
 use std::time::{Duration, Instant};
 
 use reprise_e2e::kubernetes::release::PODS_WITHIN;
 use reprise_e2e::kubernetes::{Cluster, Release};
-use reprise_e2e::seed::say;
+use reprise_e2e::seed::print_line;
 use reprise_e2e::wait_until;
 
 use crate::chart::condition;
 
-/// The tenant, the namespace that it names, and one that it does not.
+/// The tenant, a namespace that it selects, and one that it does not.
 const OBJECTS: &str = "
 apiVersion: v1
 kind: Namespace
@@ -26,60 +27,61 @@ metadata: { name: team-b }
 spec: { namespaceSelector: { matchLabels: { team: b } } }
 ";
 
-/// The kubelet brings a ConfigMap within its period and the age of its cache, a minute each at the most.
+/// Bound on the kubelet's delivery of a ConfigMap: its sync period plus its cache's age, at most a minute
+/// each.
 const BOUND_WITHIN: Duration = Duration::from_secs(180);
 
-/// Between two looks that start a process.
+/// Interval between polls that each start a process.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// What a pod shows beside what it was given.
+/// Credentials that a pod presents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Shows {
-    /// The tenant and the token that it was injected with.
+enum Credentials {
+    /// The tenant's name and the token from the injection.
     Both,
-    /// The tenant's name only.
+    /// The tenant's name without a token.
     NameOnly,
-    /// The name, and a token that it made its kubelet give it.
+    /// The name, and a token that the pod itself requests from its kubelet.
     OwnToken,
 }
 
 pub(crate) fn a_tenant_names_its_pods(cluster: &Cluster, release: Release<'_>) {
     cluster.apply(OBJECTS);
     let started = Instant::now();
-    wait_until("all agents to know whose pods are whose", BOUND_WITHIN, || {
+    wait_until("all agents to apply the tenants' pods", BOUND_WITHIN, || {
         std::thread::sleep(PAUSE);
         let tenant = release.object("ctenant", "team-b");
         let conditions = tenant["status"]["conditions"].as_array()?;
         conditions.iter().any(|one| one["type"] == "PodsBound").then_some(())?;
         (condition(&tenant, "PodsBound") == ("True", "AsDesired")).then_some(())
     });
-    say(&format!("agents knew whose the pods of a namespace are after {:.1?}", started.elapsed()));
-    start(cluster, "chat", "ours", Shows::Both);
-    start(cluster, "chat", "shy", Shows::NameOnly);
-    start(cluster, "elsewhere", "stranger", Shows::OwnToken);
-    let said = ends(cluster, "chat", "ours", "Succeeded");
-    assert!(said.contains("saved"), "{said}");
-    let said = ends(cluster, "chat", "shy", "Failed");
+    print_line(&format!("agents applied a tenant's namespace after {:.1?}", started.elapsed()));
+    start(cluster, "chat", "member", Credentials::Both);
+    start(cluster, "chat", "tokenless", Credentials::NameOnly);
+    start(cluster, "elsewhere", "stranger", Credentials::OwnToken);
+    let log = log_after_end(cluster, "chat", "member", "Succeeded");
+    assert!(log.contains("saved"), "{log}");
+    let log = log_after_end(cluster, "chat", "tokenless", "Failed");
     assert!(
-        said.contains("kept for the pods that its CacheTenant names") && said.contains("shows no token"),
-        "{said}"
+        log.contains("kept for the pods that its CacheTenant names") && log.contains("shows no token"),
+        "{log}"
     );
-    let said = ends(cluster, "elsewhere", "stranger", "Failed");
-    assert!(said.contains("service account elsewhere/default are not among them"), "{said}");
+    let log = log_after_end(cluster, "elsewhere", "stranger", "Failed");
+    assert!(log.contains("service account elsewhere/default are not among them"), "{log}");
     cluster.kubectl(&["delete", "namespace", "chat", "elsewhere", "--timeout=120s"]);
     cluster.kubectl(&["delete", "ctenant", "team-b", "--timeout=120s"]);
 }
 
-/// A pod that saves a block as the tenant, loads it again, and ends.
-fn start(cluster: &Cluster, space: &str, name: &str, shows: Shows) {
-    let token = match shows {
-        Shows::Both => "\"--token-file=$(REPRISE_TOKEN_FILE)\", ",
-        Shows::OwnToken => "\"--token-file=/token/token\", ",
-        Shows::NameOnly => "",
+/// Creates a pod that saves a block as the tenant, loads it again, and exits.
+fn start(cluster: &Cluster, space: &str, name: &str, credentials: Credentials) {
+    let token = match credentials {
+        Credentials::Both => "\"--token-file=$(REPRISE_TOKEN_FILE)\", ",
+        Credentials::OwnToken => "\"--token-file=/token/token\", ",
+        Credentials::NameOnly => "",
     };
-    let tenant = if shows == Shows::Both { "$(REPRISE_TENANT)" } else { "team-b" };
-    // Who is refused tries again until then: the agent may not know yet.
-    let within = if shows == Shows::Both { "30s" } else { "5s" };
+    let tenant = if credentials == Credentials::Both { "$(REPRISE_TENANT)" } else { "team-b" };
+    // A rejected client retries until then: the agent may not have the binding yet.
+    let within = if credentials == Credentials::Both { "30s" } else { "5s" };
     cluster.apply(&format!(
         r#"
 apiVersion: v1
@@ -88,7 +90,7 @@ metadata: {{ name: {name}, namespace: {space}, labels: {{ reprise.dev/inject: re
 spec:
   restartPolicy: Never
   automountServiceAccountToken: false
-  # Whom agents let connect.
+  # Agents accept root.
   securityContext: {{ runAsUser: 0, runAsGroup: 0 }}
   containers:
     - name: engine
@@ -104,15 +106,15 @@ spec:
     ));
 }
 
-/// Waits until a pod has ended so; gives what it said.
-fn ends(cluster: &Cluster, space: &str, name: &str, wanted: &str) -> String {
+/// Waits until a pod has ended with this phase. Returns its log.
+fn log_after_end(cluster: &Cluster, space: &str, name: &str, wanted: &str) -> String {
     let phase = wait_until(&format!("pod {name} to end"), PODS_WITHIN, || {
         std::thread::sleep(PAUSE);
         let phase =
             cluster.kubectl(&["--namespace", space, "get", "pod", name, "--output=jsonpath={.status.phase}"]);
         ["Succeeded", "Failed"].contains(&phase.trim()).then_some(phase)
     });
-    let said = cluster.kubectl(&["--namespace", space, "logs", name]);
-    assert_eq!(phase.trim(), wanted, "{name}: {said}");
-    said
+    let log = cluster.kubectl(&["--namespace", space, "logs", name]);
+    assert_eq!(phase.trim(), wanted, "{name}: {log}");
+    log
 }

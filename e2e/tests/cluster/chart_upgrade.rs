@@ -1,49 +1,51 @@
-//! An upgrade under load: every agent and every member of the control plane is replaced by one of another version while engines work on both
-//! nodes. It costs them time, and neither a request nor a byte; what was on devices before is found afterwards. The new agents may not use
-//! io_uring: they open by another engine what was written by the first.
+//! An upgrade under load: every agent and every member is replaced by another version while engines work on
+//! both nodes. It delays requests, but fails none and corrupts no byte, and the blocks on devices are found
+//! afterwards. The new agents may not use io_uring: they read blocks with another I/O engine that were
+//! written with io_uring.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use reprise_client::Scope;
 use reprise_e2e::content::keys;
-use reprise_e2e::kubernetes::release::{PODS_WITHIN, Part, Pod, RELEASE, import_images};
-use reprise_e2e::kubernetes::requests::REQUESTS_A_SECOND;
+use reprise_e2e::kubernetes::release::{Component, PODS_WITHIN, Pod, RELEASE, import_images};
+use reprise_e2e::kubernetes::workers::REQUESTS_A_SECOND;
 use reprise_e2e::kubernetes::{Cluster, Release};
-use reprise_e2e::process::Running;
-use reprise_e2e::seed::say;
-use reprise_e2e::{Engine, Loading};
+use reprise_e2e::process::ChildProcess;
+use reprise_e2e::seed::print_line;
+use reprise_e2e::{Engine, LoadParams};
 use serde_json::json;
 
 use crate::chart::{ENGINES, SETTINGS, WORKERS, condition, running};
-use crate::chart_changed::{WITHOUT_IO_URING, engines_are_told_as_allowed, lay_down_without_io_uring};
 use crate::chart_faults::agent_of;
-use crate::chart_life::{OUTAGE_MAX, tags, version, wait_for_all_blocks};
+use crate::chart_rollback::{WITHOUT_IO_URING, assert_reported_io_engine, write_profile_without_io_uring};
+use crate::chart_uninstall::{OUTAGE_MAX, tags, version, wait_for_all_blocks};
 
-/// The version of everything, and another that is as good: the images are the same.
+/// The current version, and another one for which the same images get another tag.
 const THIS: &str = env!("CARGO_PKG_VERSION");
 const NEXT: &str = "0.2.0";
 
-/// Where the images of an older commit are, if there are some; see `make e2e-skew`.
+/// Variable with the archives of an older commit's images; see `make e2e-skew`.
 pub(crate) const OLDER: &str = "REPRISE_OLDER_IMAGES";
 
-/// Blocks that are saved on each node before, and by nobody else: of node `n` those from `KEPT_FROM + n × KEPT` on.
+/// Blocks that are saved before on each node, and not again: node `n` has those from `KEPT_FROM + n × KEPT`
+/// on.
 const KEPT: u64 = 1_000;
 const KEPT_FROM: u64 = 200_000;
 
-/// A whole line of afterwards.
+/// Time in which a worker prints at least one complete line.
 const AFTERWARDS: Duration = Duration::from_millis(2_500);
 
-/// What serves on a node, seen by a session with it.
-struct Watched {
+/// A node that is polled through a session with its agent.
+struct WatchedNode {
     node: usize,
     session: Option<Engine>,
-    /// Sessions that have ended.
+    /// Number of sessions that have ended.
     lost: u32,
 }
 
-impl Watched {
-    /// Whether there is an agent that has the node's first kept block.
+impl WatchedNode {
+    /// Returns whether the node's agent responds and has the first kept block.
     fn serves(&mut self, cluster: &Cluster) -> bool {
         if self.session.is_none() {
             self.session = agent_of(cluster, self.node).ok();
@@ -61,7 +63,7 @@ impl Watched {
     }
 }
 
-/// Blocks that are on a node's device before.
+/// Returns the blocks that a node's device has before the upgrade.
 fn kept(node: usize) -> Vec<u64> {
     let first = KEPT_FROM + node as u64 * KEPT;
     (first..first + KEPT).collect()
@@ -70,37 +72,37 @@ fn kept(node: usize) -> Vec<u64> {
 pub(crate) fn under_load(cluster: &mut Cluster) {
     let release = running(cluster);
     tag_images(cluster);
-    lay_down_without_io_uring(cluster);
-    begin_load(cluster);
+    write_profile_without_io_uring(cluster);
+    start_load(cluster);
     let next = tags(NEXT);
     let change = || release.begin_upgrade(&[SETTINGS, &next[0], &next[1], WITHOUT_IO_URING]);
     change_under_load(cluster, release, "another version", change);
-    assert_eq!(version(release), THIS, "what runs is what processes say, whatever their image is called");
-    engines_are_told_as_allowed(release);
+    assert_eq!(version(release), THIS, "the reported version is that of the processes, not the image's tag");
+    assert_reported_io_engine(release);
     let pool = release.object("ssdp", "lab");
     assert_eq!(
         condition(&pool, "EngineFallback"),
         ("True", "EngineUnavailable"),
-        "io_uring is forbidden: {pool:#}"
+        "io_uring is not allowed: {pool:#}"
     );
     WORKERS.stop(cluster);
 }
 
-/// Two commits of this project beside each other, of which one is made to be a minor version older than the other (`e2e/skew/build.sh`): from the older one to this
-/// one, and back.
-pub(crate) fn from_an_older_one(cluster: &mut Cluster) {
+/// Upgrades from an older commit to this one under load, and rolls back. `e2e/skew/build.sh` has built the
+/// older commit as the previous minor version.
+pub(crate) fn from_an_older_version(cluster: &mut Cluster) {
     let release = Release::of(cluster);
     let cluster: &Cluster = cluster;
     import_images(cluster);
     let archives = older_images();
     let named = archives[0].file_stem().and_then(|name| name.to_str()).expect("archives have names");
-    let older = named.rsplit('-').next().expect("they end with a version").to_owned();
+    let older = named.rsplit('-').next().expect("the name ends with a version").to_owned();
     archives.iter().for_each(|archive| cluster.import_image(archive));
     let old = tags(&older);
     release.install(&[SETTINGS, &old[0], &old[1]]);
     release.wait_until_ready();
     ENGINES.start(cluster);
-    let runs = |wanted: &str| {
+    let assert_version = |wanted: &str| {
         let object = release.object("kvcc", RELEASE);
         let versions = &object["status"]["versions"];
         assert_eq!(
@@ -110,136 +112,145 @@ pub(crate) fn from_an_older_one(cluster: &mut Cluster) {
         );
         assert_eq!(condition(&object, "Compatible").0, "True", "{object:#}");
     };
-    runs(&older);
-    begin_load(cluster);
-    change_under_load(cluster, release, "from an older one", || release.begin_upgrade(&[SETTINGS]));
-    runs(THIS);
-    change_under_load(cluster, release, "back to the older one", || release.begin_rollback("1"));
-    runs(&older);
+    assert_version(&older);
+    start_load(cluster);
+    change_under_load(cluster, release, "from an older version", || release.begin_upgrade(&[SETTINGS]));
+    assert_version(THIS);
+    change_under_load(cluster, release, "back to the older version", || release.begin_rollback("1"));
+    assert_version(&older);
     WORKERS.stop(cluster);
 }
 
-/// The archives that `e2e/skew/build.sh` has printed.
+/// Returns the archives of agent and member that `e2e/skew/build.sh` has printed.
 fn older_images() -> Vec<PathBuf> {
-    let said = std::env::var(OLDER).expect("whoever asks for this test says where they are");
-    let paths = said.lines().filter_map(|line| line.split("  ").next()).map(PathBuf::from);
+    let printed = std::env::var(OLDER).expect("`make e2e-skew` sets the variable");
+    let paths = printed.lines().filter_map(|line| line.split("  ").next()).map(PathBuf::from);
     paths
         .filter(|path| ["agent", "controlplane"].iter().any(|part| path.to_string_lossy().contains(part)))
         .collect()
 }
 
-/// Blocks that nobody saves again, and workers.
-fn begin_load(cluster: &Cluster) {
+/// Saves the kept blocks on each node, and starts the workers.
+fn start_load(cluster: &Cluster) {
     for node in 0..cluster.nodes().len() {
-        agent_of(cluster, node).expect("it serves").save_durably(&kept(node));
+        agent_of(cluster, node).expect("the agent responds").save_durably(&kept(node));
     }
     WORKERS.start(cluster);
 }
 
-/// Has every agent and member replaced while workers and engines work, and looks at what it cost them.
-fn change_under_load(cluster: &Cluster, release: Release<'_>, what: &str, begin: impl FnOnce() -> Running) {
-    let (working, engines) = (WORKERS.now(cluster), ENGINES.now(cluster));
-    let began = Instant::now();
+/// Replaces every agent and member while workers and engines run, and checks their counters.
+fn change_under_load(
+    cluster: &Cluster,
+    release: Release<'_>,
+    what: &str,
+    begin: impl FnOnce() -> ChildProcess,
+) {
+    let (workers, engines) = (WORKERS.now(cluster), ENGINES.now(cluster));
+    let started = Instant::now();
     replace_all(cluster, release, begin);
     release.wait_until_ready();
     wait_for_all_blocks(cluster);
-
-    let lasted = began.elapsed();
-    for (index, served) in WORKERS.since(cluster, &working).into_iter().enumerate() {
-        let served = served.expect("no worker has ended");
-        say(&format!("{what}: {lasted:.1?} under load: worker {index} {served:?}"));
+    let lasted = started.elapsed();
+    for (index, served) in WORKERS.since(cluster, &workers).into_iter().enumerate() {
+        let served = served.expect("no worker restarted");
+        print_line(&format!("{what}: {lasted:.1?} under load: worker {index} {served:?}"));
         assert_eq!((served.wrong_words, served.failed), (0, 0), "{served:?}");
         assert!(served.sessions >= 1, "its agent was replaced: {served:?}");
         assert!(served.saved > 0 && served.hits_from("own ") > 0, "{served:?}");
-        let asked = lasted.as_secs() * REQUESTS_A_SECOND;
-        assert!(served.requests >= asked / 2, "half of {asked} at the least, all the time: {served:?}");
+        let expected = lasted.as_secs() * REQUESTS_A_SECOND;
+        assert!(served.requests >= expected / 2, "at least half of {expected} requests: {served:?}");
     }
-    for (index, said) in ENGINES.since(cluster, &engines).into_iter().enumerate() {
-        let said = said.expect("no engine has ended: not a byte was wrong");
-        say(&format!(
-            "{what}: engine {index} hit {:?}, and was without its block for {} ms at the most",
-            said.hits, said.longest_outage_ms
+    for (index, counters) in ENGINES.since(cluster, &engines).into_iter().enumerate() {
+        let counters = counters.expect("no engine exited because of a wrong byte");
+        print_line(&format!(
+            "{what}: engine {index} hit {:?}, and was without its block for at most {} ms",
+            counters.hits, counters.longest_outage_ms
         ));
-        assert!(Duration::from_millis(said.longest_outage_ms) <= OUTAGE_MAX, "{said:?}");
+        assert!(Duration::from_millis(counters.longest_outage_ms) <= OUTAGE_MAX, "{counters:?}");
     }
     nothing_is_lost(cluster);
 }
 
-/// Gives the images of agents and members the other version's name, on all nodes.
+/// Tags the images of agents and members with the other version, on all nodes.
 fn tag_images(cluster: &Cluster) {
     for node in cluster.nodes() {
         for image in ["reprise-agent", "reprise-controlplane"] {
             let (from, to) = (format!("localhost/{image}:{THIS}"), format!("localhost/{image}:{NEXT}"));
             let mut tag = node.command("ctr");
             tag.args(["--namespace", "k8s.io", "images", "tag", "--force", &from, &to]);
-            let said = tag.output().expect("ctr comes with containerd");
-            assert!(said.status.success(), "{}", String::from_utf8_lossy(&said.stderr));
+            let output = tag.output().expect("ctr can be run");
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         }
     }
 }
 
-/// Upgrades, and looks all the time at the nodes, as an engine does, and at pods: never is more than one agent away, nor more than one member.
-fn replace_all(cluster: &Cluster, release: Release<'_>, begin: impl FnOnce() -> Running) {
-    let (agents, members) = (release.pods(Part::Agents), release.pods(Part::Members));
-    let mut nodes: Vec<Watched> =
-        (0..cluster.nodes().len()).map(|node| Watched { node, session: None, lost: 0 }).collect();
-    assert!(nodes.iter_mut().all(|node| node.serves(cluster)), "all is well before");
+/// Runs the upgrade, and polls the nodes like an engine and the pods meanwhile: at most one agent and one
+/// member may be down at a time.
+fn replace_all(cluster: &Cluster, release: Release<'_>, begin: impl FnOnce() -> ChildProcess) {
+    let (agents, members) = (release.pods(Component::Agents), release.pods(Component::Members));
+    let mut nodes: Vec<WatchedNode> =
+        (0..cluster.nodes().len()).map(|node| WatchedNode { node, session: None, lost: 0 }).collect();
+    assert!(nodes.iter_mut().all(|node| node.serves(cluster)), "all nodes serve before the upgrade");
     let mut helm = begin();
     let started = Instant::now();
-    let mut looks = 0_u32;
+    let mut polls = 0_u32;
     loop {
-        let away: Vec<usize> =
+        let down: Vec<usize> =
             nodes.iter_mut().filter_map(|node| (!node.serves(cluster)).then_some(node.node)).collect();
-        assert!(away.len() <= 1, "one node at a time, and none of {away:?} serves");
-        let now_agents = one_at_a_time(release, Part::Agents, agents.len());
-        let now_members = one_at_a_time(release, Part::Members, members.len());
-        looks += 1;
-        // What the cluster itself is to be comes last, and may replace agents once more.
+        assert!(down.len() <= 1, "more than one node is down: {down:?}");
+        let now_agents = one_at_a_time(release, Component::Agents, agents.len());
+        let now_members = one_at_a_time(release, Component::Members, members.len());
+        polls += 1;
+        // The cluster's own spec changes last, which may replace the agents once more.
         let is_done = are_new(&now_agents, &agents) && are_new(&now_members, &members);
-        if is_done && away.is_empty() && !helm.is_alive() && !progresses(release) {
+        if is_done && down.is_empty() && !helm.is_alive() && !progresses(release) {
             break;
         }
-        assert!(started.elapsed() < PODS_WITHIN, "not all is replaced\n{}", release.state());
+        assert!(started.elapsed() < PODS_WITHIN, "pods are not replaced\n{}", release.state());
     }
     let ended = helm.wait(PODS_WITHIN);
     assert!(ended.is_some_and(|status| status.success()), "helm: {ended:?}\n{}", release.state());
-    assert!(nodes.iter().all(|node| node.lost > 0), "all agents have ended their sessions");
-    say(&format!("agents and members were replaced within {:.1?}, seen by {looks} looks", started.elapsed()));
+    assert!(nodes.iter().all(|node| node.lost > 0), "every agent has ended a session");
+    print_line(&format!(
+        "agents and members were replaced within {:.1?}, during {polls} polls",
+        started.elapsed()
+    ));
 }
 
-/// Whether the cluster is still made what it is to be.
+/// Returns whether the operator is still applying the cluster's spec.
 fn progresses(release: Release<'_>) -> bool {
     let cluster = release.object("kvcc", RELEASE);
     let is_current = cluster["status"]["observedGeneration"] == cluster["metadata"]["generation"];
     !is_current || condition(&cluster, "Progressing").0 != "False"
 }
 
-/// Pods of a part, of which one may be away.
-fn one_at_a_time(release: Release<'_>, part: Part, before: usize) -> Vec<Pod> {
-    let pods = release.pods(part);
+/// Returns the pods of a component, of which at most one may be down.
+fn one_at_a_time(release: Release<'_>, component: Component, before: usize) -> Vec<Pod> {
+    let pods = release.pods(component);
     let ready = pods.iter().filter(|pod| pod.is_ready).count();
-    assert!(ready + 1 >= before, "one pod at a time: {pods:?}");
+    assert!(ready + 1 >= before, "more than one pod is down: {pods:?}");
     pods
 }
 
-/// Whether pods serve, as many as before and none of those.
+/// Returns whether all pods are ready, and none of them existed before.
 fn are_new(now: &[Pod], before: &[Pod]) -> bool {
     let is_new = |pod: &Pod| pod.is_ready && before.iter().all(|old| old.uid != pod.uid);
     now.len() == before.len() && now.iter().all(is_new)
 }
 
-/// All blocks that were on devices before are found where they were, every byte right, and workers miss nothing of their own.
+/// Checks that the blocks on devices are found where they were, with the right bytes, and that workers miss
+/// none of the blocks on their node's device.
 fn nothing_is_lost(cluster: &Cluster) {
-    let settled = WORKERS.now(cluster);
+    let baseline = WORKERS.now(cluster);
     for node in 0..cluster.nodes().len() {
-        let engine = agent_of(cluster, node).expect("it serves");
+        let engine = agent_of(cluster, node).expect("the agent responds");
         let kept = kept(node);
         assert_eq!(engine.matches(&kept, Scope::Local).len(), kept.len(), "no durable block is lost");
-        engine.load_all(&kept, &Loading::LOCAL);
+        engine.load_all(&kept, &LoadParams::LOCAL);
     }
     std::thread::sleep(AFTERWARDS);
-    for served in WORKERS.since(cluster, &settled) {
-        let served = served.expect("no worker has ended");
+    for served in WORKERS.since(cluster, &baseline) {
+        let served = served.expect("no worker restarted");
         assert_eq!((served.kept_missed, served.failed, served.wrong_words), (0, 0, 0), "{served:?}");
         assert!(served.hits_from("own ") > 0 && served.saved > 0, "{served:?}");
     }

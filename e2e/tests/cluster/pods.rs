@@ -1,4 +1,4 @@
-//! Nodes, and pods on them.
+//! Nodes of the cluster, and pods on them.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -9,16 +9,16 @@ use reprise_e2e::kubernetes::{Cluster, Image, programs};
 use reprise_e2e::wait_until;
 use serde_json::Value;
 
-/// Where pods of these tests serve.
+/// Port of the server pods.
 pub(crate) const PORT: u16 = 8080;
 
-/// From `apply` to a pod that answers, on a machine that is busy.
+/// Bound from `apply` until a pod responds, on a busy machine.
 const PODS_WITHIN: Duration = Duration::from_secs(120);
 
-/// One request.
+/// Bound on one request.
 const REQUEST_WITHIN: Duration = Duration::from_secs(3);
 
-/// A pod on each node, and a service in front of them.
+/// A server pod on each node, and a service in front of them.
 const SERVERS: &str = r#"
 apiVersion: apps/v1
 kind: DaemonSet
@@ -32,7 +32,7 @@ spec:
       securityContext: { runAsNonRoot: true, seccompProfile: { type: RuntimeDefault } }
       containers:
         - name: server
-          image: localhost/reprise-e2e/made-here:1
+          image: localhost/reprise-e2e/built-by-test:1
           imagePullPolicy: Never
           args: [serve, "8080"]
           securityContext:
@@ -55,42 +55,46 @@ spec:
   ports: [{ port: 80, targetPort: 8080 }]
 "#;
 
-/// A pod of the daemon set.
+/// A server pod of the DaemonSet.
 #[derive(Clone, Debug)]
 pub(crate) struct Server {
-    /// Its name.
+    /// Name of the pod.
     pub(crate) name: String,
-    /// The node that it is on.
+    /// Node of the pod.
     pub(crate) node: String,
-    /// Its address.
+    /// IP address of the pod.
     pub(crate) address: String,
 }
 
-/// The servers that are ready, by node; they are there from now on.
+/// Returns the ready servers by node. Creates the DaemonSet if it does not exist.
 pub(crate) fn servers(cluster: &Cluster) -> [Server; 2] {
     if cluster.try_kubectl(&["get", "daemonset", "server"]).is_err() {
-        let archive = cluster.folder().join("made-here.tar");
-        let files = [("/bin/made-here", programs::pod())];
-        Image { name: "localhost/reprise-e2e/made-here:1", entrypoint: &["/bin/made-here"], files: &files }
-            .write(&archive);
+        let archive = cluster.folder().join("built-by-test.tar");
+        let files = [("/bin/built-by-test", programs::pod())];
+        Image {
+            name: "localhost/reprise-e2e/built-by-test:1",
+            entrypoint: &["/bin/built-by-test"],
+            files: &files,
+        }
+        .write(&archive);
         cluster.import_image(&archive);
-        fs::remove_file(archive).expect("a file of one's own can be removed");
+        fs::remove_file(archive).expect("the archive can be removed");
         cluster.apply(SERVERS);
     }
     wait_until("a server on each node", PODS_WITHIN, || ready_servers(cluster).try_into().ok())
 }
 
-/// The servers that are ready, by node.
+/// Returns the ready servers by node.
 pub(crate) fn ready_servers(cluster: &Cluster) -> Vec<Server> {
-    let said = cluster.kubectl(&["get", "pods", "--selector=app=server", "--output=json"]);
-    let list: Value = serde_json::from_str(&said).expect("kubectl says JSON");
+    let json = cluster.kubectl(&["get", "pods", "--selector=app=server", "--output=json"]);
+    let list: Value = serde_json::from_str(&json).expect("kubectl prints JSON");
     let pods = list["items"].as_array().expect("a list has items");
     let is_ready = |pod: &&Value| {
         let conditions = pod["status"]["conditions"].as_array().into_iter().flatten();
         let ready = |condition: &Value| condition["type"] == "Ready" && condition["status"] == "True";
         pod["metadata"]["deletionTimestamp"].is_null() && conditions.into_iter().any(ready)
     };
-    let text = |value: &Value| value.as_str().expect("a ready pod has it").to_owned();
+    let text = |value: &Value| value.as_str().expect("a ready pod has this field").to_owned();
     let server = |pod: &Value| Server {
         name: text(&pod["metadata"]["name"]),
         node: text(&pod["spec"]["nodeName"]),
@@ -102,45 +106,45 @@ pub(crate) fn ready_servers(cluster: &Cluster) -> Vec<Server> {
 }
 
 impl Server {
-    /// Asks it, from the hub, as what stands on the same network.
-    pub(crate) fn ask(&self, path: &str) -> Result<String, String> {
-        let ask = || -> std::io::Result<String> {
+    /// Sends a request from the hub, which is on the same network.
+    pub(crate) fn get(&self, path: &str) -> Result<String, String> {
+        let get = || -> std::io::Result<String> {
             let address = format!("{}:{PORT}", self.address).parse().expect("an address");
             let mut stream = TcpStream::connect_timeout(&address, REQUEST_WITHIN)?;
             stream.set_read_timeout(Some(REQUEST_WITHIN))?;
             write!(stream, "GET {path} HTTP/1.0\r\n\r\n")?;
-            let mut answer = String::new();
-            stream.read_to_string(&mut answer)?;
-            Ok(answer)
+            let mut response = String::new();
+            stream.read_to_string(&mut response)?;
+            Ok(response)
         };
-        let answer = ask().map_err(|error| error.to_string())?;
-        match answer.split_once("\r\n\r\n") {
+        let response = get().map_err(|error| error.to_string())?;
+        match response.split_once("\r\n\r\n") {
             Some((head, body)) if head.contains(" 200 ") => Ok(body.to_owned()),
-            _ => Err(answer),
+            _ => Err(response),
         }
     }
 
-    /// Has it ask there.
+    /// Makes the server send a request to a place, and returns the response.
     pub(crate) fn via(&self, place: &str) -> Result<String, String> {
-        self.ask(&format!("/via/{place}"))
+        self.get(&format!("/via/{place}"))
     }
 
-    /// What it says of itself.
+    /// Returns the expected response to `GET /`.
     pub(crate) fn introduction(&self) -> String {
         format!("{} on {}\n", self.name, self.node)
     }
 }
 
-pub(crate) fn nodes_say_what_they_are(cluster: &mut Cluster) {
-    let said = cluster.kubectl(&["get", "nodes", "--output=json"]);
-    let list: Value = serde_json::from_str(&said).expect("kubectl says JSON");
+pub(crate) fn nodes_report_their_versions(cluster: &mut Cluster) {
+    let json = cluster.kubectl(&["get", "nodes", "--output=json"]);
+    let list: Value = serde_json::from_str(&json).expect("kubectl prints JSON");
     let nodes = list["items"].as_array().expect("a list has items");
     assert_eq!(nodes.len(), cluster.nodes().len());
     for (node, own) in nodes.iter().zip(cluster.nodes()) {
         assert_eq!(node["metadata"]["name"], own.name());
         let addresses = node["status"]["addresses"].as_array().expect("a ready node has addresses");
         let internal = addresses.iter().find(|address| address["type"] == "InternalIP");
-        assert_eq!(internal.expect("as it was told")["address"], own.address().to_string());
+        assert_eq!(internal.expect("the node's address")["address"], own.address().to_string());
         let info = &node["status"]["nodeInfo"];
         for (field, begins) in [("kubeletVersion", "v1.36."), ("containerRuntimeVersion", "containerd://")] {
             assert!(info[field].as_str().is_some_and(|text| text.starts_with(begins)), "{field}: {info}");
@@ -148,7 +152,8 @@ pub(crate) fn nodes_say_what_they_are(cluster: &mut Cluster) {
         assert!(cluster.is_ready(own));
     }
     assert_eq!(cluster.helm(&["list", "--all-namespaces", "--output=json"]).as_deref(), Ok("[]\n"));
-    let refused = cluster.helm(&["install", "nothing", "no-such-chart"]).expect_err("there is no such chart");
+    let refused =
+        cluster.helm(&["install", "nothing", "no-such-chart"]).expect_err("the chart does not exist");
     assert!(refused.contains("no-such-chart"), "{refused}");
 }
 
@@ -156,25 +161,29 @@ pub(crate) fn run_on_each_node(cluster: &mut Cluster) {
     let servers = servers(cluster);
     for (server, node) in servers.iter().zip(cluster.nodes()) {
         assert_eq!(server.node, node.name());
-        assert_eq!(server.ask("/").as_deref(), Ok(server.introduction().as_str()));
+        assert_eq!(server.get("/").as_deref(), Ok(server.introduction().as_str()));
         assert_eq!(cluster.kubectl(&["logs", &server.name]), "serving on 8080\n");
-        let itself = format!("localhost:{PORT}");
-        let said = cluster.kubectl(&["exec", &server.name, "--", "/bin/made-here", "get", &itself]);
-        assert_eq!(said, server.introduction());
-        assert!(node.root().join("var/lib/reprise/test").is_dir(), "a folder of the node was made");
+        let own_address = format!("localhost:{PORT}");
+        let response =
+            cluster.kubectl(&["exec", &server.name, "--", "/bin/built-by-test", "get", &own_address]);
+        assert_eq!(response, server.introduction());
+        assert!(
+            node.root().join("var/lib/reprise/test").is_dir(),
+            "the hostPath folder was created on the node"
+        );
     }
     let [first, second] = servers.map(|server| cgroup_limit(cluster, &server));
-    assert_eq!(first, 64 << 20, "its control group has the pod's limit");
+    assert_eq!(first, 64 << 20, "the control group has the pod's limit");
     assert_eq!(second, first);
 }
 
-/// Bytes of memory that the control group of a server's pod allows.
+/// Returns the memory limit of the control group of a server's pod, in bytes.
 fn cgroup_limit(cluster: &Cluster, server: &Server) -> u64 {
     let id = cluster.kubectl(&["get", "pod", &server.name, "--output=jsonpath={.metadata.uid}"]);
     let file = |name: &str| format!("/sys/fs/cgroup/*/pod{id}/{name}");
-    let node = cluster.nodes().iter().find(|node| node.name() == server.node).expect("one of them");
+    let node = cluster.nodes().iter().find(|node| node.name() == server.node).expect("a node of the cluster");
     let mut command = node.command("find");
-    // Version 1 and version 2.
+    // The files of version 1 and version 2.
     command.args([
         "/sys/fs/cgroup",
         "-path",
@@ -183,11 +192,11 @@ fn cgroup_limit(cluster: &Cluster, server: &Server) -> u64 {
         "-path",
         &file("memory.max"),
     ]);
-    let output = command.output().expect("findutils are there");
-    let said = String::from_utf8_lossy(&output.stdout);
-    let found = said.lines().next().unwrap_or_else(|| panic!("no control group of {server:?}"));
-    let limit = fs::read_to_string(found).expect("control groups are the same on every node");
-    limit.trim().parse().unwrap_or_else(|_| panic!("'{limit}' is a number of bytes"))
+    let output = command.output().expect("find can be run");
+    let files = String::from_utf8_lossy(&output.stdout);
+    let found = files.lines().next().unwrap_or_else(|| panic!("no control group of {server:?}"));
+    let limit = fs::read_to_string(found).expect("all nodes share /sys/fs/cgroup");
+    limit.trim().parse().unwrap_or_else(|_| panic!("invalid limit '{limit}'"))
 }
 
 pub(crate) fn reach_each_other(cluster: &mut Cluster) {
@@ -196,31 +205,32 @@ pub(crate) fn reach_each_other(cluster: &mut Cluster) {
     assert_eq!(second.via(&format!("{}:{PORT}", first.address)), Ok(first.introduction()));
     let service = cluster.kubectl(&["get", "service", "server", "--output=jsonpath={.spec.clusterIP}"]);
     for place in [service.as_str(), "server", "server.default.svc.cluster.local"] {
-        for asking in [&first, &second] {
-            // A node's kube-proxy hears of pods after they are ready. From then on every request arrives.
-            wait_until(&format!("{place} to lead somewhere"), PODS_WITHIN, || {
-                asking.via(&format!("{place}:80")).ok()
+        for client in [&first, &second] {
+            // kube-proxy learns of pods after they are ready. From then on, every request must arrive.
+            wait_until(&format!("{place} to respond"), PODS_WITHIN, || {
+                client.via(&format!("{place}:80")).ok()
             });
-            let mut heard: Vec<String> = Vec::new();
-            // Every request is given to either by chance: both are heard after some, and nobody else.
+            let mut responses: Vec<String> = Vec::new();
+            // Requests are distributed at random: after some of them, both servers have responded, and no
+            // other.
             wait_until(&format!("both behind {place}"), PODS_WITHIN, || {
-                let said = asking.via(&format!("{place}:80"));
-                heard.push(said.unwrap_or_else(|error| panic!("{asking:?} asks {place}: {error}")));
-                heard.sort();
-                heard.dedup();
-                (heard.len() == 2).then_some(())
+                let response = client.via(&format!("{place}:80"));
+                responses.push(response.unwrap_or_else(|error| panic!("{client:?} to {place}: {error}")));
+                responses.sort();
+                responses.dedup();
+                (responses.len() == 2).then_some(())
             });
-            assert_eq!(heard, both(&first, &second));
+            assert_eq!(responses, both(&first, &second));
         }
     }
-    let unknown = first.via("nobody.default.svc.cluster.local:80").expect_err("no such service");
+    let unknown = first.via("unknown.default.svc.cluster.local:80").expect_err("the name does not exist");
     assert!(unknown.contains("lookup"), "{unknown}");
-    // The API server behind its service's address: it speaks TLS only, and says so. It has not read all that it was sent, so what it says may be
-    // lost with the reset of its connection.
-    wait_until("the API server's answer", PODS_WITHIN, || {
-        let said = first.via("kubernetes.default.svc:443").expect_err("it is no such server");
-        assert!(said.contains("HTTPS") || said.contains("reset"), "{said}");
-        said.contains("HTTPS").then_some(())
+    // The API server accepts TLS only and responds to plain HTTP with an error. It does not read the whole
+    // request, so a connection reset may discard that response.
+    wait_until("the API server's response", PODS_WITHIN, || {
+        let error = first.via("kubernetes.default.svc:443").expect_err("the server requires TLS");
+        assert!(error.contains("HTTPS") || error.contains("reset"), "{error}");
+        error.contains("HTTPS").then_some(())
     });
 }
 

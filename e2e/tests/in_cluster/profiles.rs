@@ -1,4 +1,4 @@
-//! Slack profiles: the GPUs that a node has, contents that come a little later than the wish for them, and such as are not what they should be.
+//! Slack profiles: the GPUs that a node reports, contents that arrive after the spec, and wrong contents.
 
 use std::fs;
 
@@ -6,9 +6,9 @@ use reprise_e2e::ApiServer;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::node::{Node, condition, words};
+use crate::node::{Node, condition, condition_message};
 
-/// As the operator writes it, with windows of so many microseconds.
+/// Returns a profile as the operator writes it, with one window of this slack.
 fn content(micros: u32) -> String {
     let windows = format!(
         r#"[{{"phase":"Decode","minTokens":0,"maxTokens":512,"slackMicros":{micros},"maxIoSms":4}}]"#
@@ -24,71 +24,74 @@ fn digest(text: &str) -> String {
     format!("sha256:{hex}")
 }
 
-/// Plays the kubelet: puts a text where the content of a digest is looked for.
-fn bring(node: &Node<'_>, digest: &str, text: &str) {
+/// Simulates the kubelet: writes a text to the file for the content of a digest.
+fn write_content(node: &Node<'_>, digest: &str, text: &str) {
     let folder = node.agent.files().config.parent().expect("a file is in a folder");
     let name = format!("profile-{}.json", digest.trim_start_matches("sha256:"));
     fs::write(folder.join(name), text).expect("written");
 }
 
-fn wish(digest: &str) -> Value {
+fn profile_spec(digest: &str) -> Value {
     json!({ "profiles": [{ "name": "llama", "digest": digest }] })
 }
 
-/// Microseconds that I/O may take of a layer while so many tokens are decoded.
+/// Returns the microseconds of I/O per layer that the profile allows while `tokens` tokens are decoded.
 fn micros(node: &Node<'_>, tokens: u32) -> Value {
     node.agent.admin().json(&format!("/slack/llama/Decode/{tokens}"))["micros"].clone()
 }
 
-pub(crate) fn a_profile_is_in_effect_once_its_content_has_come_and_a_wrong_one_is_refused_in_words(
-    server: &ApiServer,
-) {
+pub(crate) fn a_profile_takes_effect_with_its_content_and_wrong_content_is_rejected(server: &ApiServer) {
     let mut node = Node::start(server, "profiled");
-    node.world.allow("a slack profile is refused");
+    node.env.allow("rejected a slack profile");
     let gpu = node.root().join("proc/driver/nvidia/gpus/0000:19:00.0");
     fs::create_dir_all(&gpu).expect("a folder");
     fs::write(gpu.join("information"), "Model: \t\t NVIDIA H200\nGPU UUID: \t GPU-0a1b\n").expect("written");
-    let status = node.wait_status("the GPU is told", |status| status["gpus"].is_array());
+    let status = node.wait_status("the GPU is reported", |status| status["gpus"].is_array());
     assert_eq!(status["gpus"], json!([{ "uuid": "GPU-0a1b", "product": "NVIDIA H200" }]));
 
     let first = digest(&content(50));
-    let status = node.bring("it waits for the content", wish(&first), |status| {
+    let status = node.apply_and_wait("the profile waits for its content", profile_spec(&first), |status| {
         condition(status, "ConfigurationApplied") == ("False", "Progressing")
     });
-    assert!(words(&status, "ConfigurationApplied").contains("of profile llama is not in"), "{status}");
+    assert!(
+        condition_message(&status, "ConfigurationApplied").contains("of profile llama is not in"),
+        "{status}"
+    );
     assert!(status["applied"]["profiles"].is_null());
-    assert_eq!(node.agent.admin().get("/slack/llama/Decode/9").expect("an answer").0, 404);
-    bring(&node, &first, &content(50));
-    let status = node.wait_status("it is in effect", |status| status["applied"]["profiles"].is_array());
-    assert_eq!(status["applied"]["profiles"], wish(&first)["profiles"]);
+    assert_eq!(node.agent.admin().get("/slack/llama/Decode/9").expect("a response").0, 404);
+    write_content(&node, &first, &content(50));
+    let status =
+        node.wait_status("the profile is in effect", |status| status["applied"]["profiles"].is_array());
+    assert_eq!(status["applied"]["profiles"], profile_spec(&first)["profiles"]);
     assert_eq!(condition(&status, "ConfigurationApplied"), ("True", "AsDesired"));
     assert_eq!((micros(&node, 511), micros(&node, 512)), (json!(40), Value::Null));
     let outside = node.agent.admin().json("/slack/llama/Prefill/1");
     assert_eq!(outside["fallback"], "ThrottleWrites");
 
-    // The next one is not what its name says, and the one before stays.
+    // The digest of the next content is wrong, so the previous profile stays in effect.
     let second = digest(&content(60));
-    bring(&node, &second, &content(61));
-    let status = node.bring("it is refused", wish(&second), |status| {
+    write_content(&node, &second, &content(61));
+    let status = node.apply_and_wait("the content is rejected", profile_spec(&second), |status| {
         status["applied"]["profiles"][0]["refused"].is_string()
     });
-    let told = &status["applied"]["profiles"][0];
-    let why = told["refused"].as_str().expect("checked above");
-    assert_eq!(told["digest"], second);
-    assert!(
-        why.contains("the content of its file has the digest") && why.contains("stays in effect"),
-        "{why}"
-    );
+    let reported = &status["applied"]["profiles"][0];
+    let why = reported["refused"].as_str().expect("checked above");
+    assert_eq!(reported["digest"], second);
+    assert!(why.contains("its file has digest") && why.contains("stays active"), "{why}");
     assert_eq!(micros(&node, 0), 40);
-    bring(&node, &second, &content(60));
-    node.wait_status("it is taken", |status| status["applied"]["profiles"] == wish(&second)["profiles"]);
+    write_content(&node, &second, &content(60));
+    node.wait_status("the content is accepted", |status| {
+        status["applied"]["profiles"] == profile_spec(&second)["profiles"]
+    });
     assert_eq!(micros(&node, 0), 48);
 
-    // A restart finds it again, and what is wanted no more ends.
+    // The profile survives a restart, and ends when the spec no longer names it.
     node.agent.kill();
     node.agent.start();
     node.wait_ready();
     assert_eq!(micros(&node, 0), 48);
-    node.bring("it is gone", json!({}), |status| status["applied"]["profiles"].is_null());
-    assert_eq!(node.agent.admin().get("/slack/llama/Decode/9").expect("an answer").0, 404);
+    node.apply_and_wait("the profile is removed", json!({}), |status| {
+        status["applied"]["profiles"].is_null()
+    });
+    assert_eq!(node.agent.admin().get("/slack/llama/Decode/9").expect("a response").0, 404);
 }

@@ -1,7 +1,7 @@
-//! Plays the agents of all nodes: they do what their CacheNodes say, and tell it.
+//! Simulates the agents of all nodes: they apply the spec of their CacheNode and report the result.
 //!
-//! Devices of claims are open, or wiped where the claim says so; profiles are kept, queues made and given back. What has been told is told
-//! again only if something is new, or if it is asked for: so nothing here keeps an operator from coming to rest.
+//! They open or wipe the devices of claims, keep profiles, and create and release queues. They report only
+//! changes, unless a test requests a repetition, so that they never keep an operator from becoming idle.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,62 +11,62 @@ use kube::api::{DynamicObject, Patch, PatchParams};
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::lab::{Lab, sha256};
+use crate::test_cluster::{TestCluster, sha256};
 
-/// What GPU every node has.
+/// UUID of the GPU on every node.
 pub(crate) const GPU: &str = "GPU-0";
-/// And what that is.
+/// Product name of the GPU.
 pub(crate) const PRODUCT: &str = "NVIDIA H200";
-/// Queue pairs of each node's controller, of which half may be lent.
+/// Queue pairs of each node's controller, half of which may be granted.
 const PAIRS: u32 = 32;
 
-/// The agents.
+/// Simulated agents of all nodes.
 #[derive(Default)]
 pub(crate) struct Agents {
-    /// Sessions of engines, by node.
+    /// Number of engine sessions by node.
     pub(crate) sessions: BTreeMap<String, u32>,
-    /// Pools whose devices were wiped, with their nodes, by the pools' unique ids.
+    /// Wiped devices, by the pool's UID and the node.
     pub(crate) wiped: BTreeSet<(String, String)>,
-    /// What was told last, by node, and the unique id of the CacheNode that it was told in.
-    told: BTreeMap<String, (Option<String>, Value)>,
+    /// Last report by node, with the UID of its CacheNode.
+    reported: BTreeMap<String, (Option<String>, Value)>,
 }
 
 impl Agents {
-    /// Each does what is wanted of it by now; what is new is told. Whether there was something.
-    pub(crate) fn obey(&mut self, lab: &Lab) -> bool {
-        let tenants = tenants_digest(lab);
-        let mut has_told = false;
-        for node in lab.list("CacheNode").iter().filter(|node| node.metadata.deletion_timestamp.is_none()) {
+    /// Lets each agent apply its CacheNode and report changes. Returns whether there was a new report.
+    pub(crate) fn sync(&mut self, k8s: &TestCluster) -> bool {
+        let tenants = tenants_digest(k8s);
+        let mut has_reported = false;
+        for node in k8s.list("CacheNode").iter().filter(|node| node.metadata.deletion_timestamp.is_none()) {
             let name = node.name_any();
             let status = self.status(node, tenants.as_deref());
             let now = (node.uid(), status);
-            if self.told.get(&name) != Some(&now) && tell(lab, &name, &now.1) {
-                self.told.insert(name, now);
-                has_told = true;
+            if self.reported.get(&name) != Some(&now) && write_status(k8s, &name, &now.1) {
+                self.reported.insert(name, now);
+                has_reported = true;
             }
         }
-        has_told
+        has_reported
     }
 
-    /// Does so until a condition says this.
-    pub(crate) fn obey_until(&mut self, lab: &Lab, object: (&str, &str), wanted: [&str; 3]) {
-        wait_until(&format!("{object:?} says {wanted:?}"), PATIENCE, || {
-            self.obey(lab);
-            lab.says(object, wanted).then_some(())
+    /// Repeats [`Self::sync`] until a condition has this status and reason.
+    pub(crate) fn sync_until(&mut self, k8s: &TestCluster, object: (&str, &str), wanted: [&str; 3]) {
+        wait_until(&format!("{object:?} has condition {wanted:?}"), PATIENCE, || {
+            self.sync(k8s);
+            k8s.has_condition(object, wanted).then_some(())
         });
     }
 
-    /// All of it is told again, as agents with sessions do from time to time.
-    pub(crate) fn repeat(&mut self, lab: &Lab) {
-        self.told.retain(|node, _| self.sessions.get(node).is_none_or(|sessions| *sessions == 0));
-        self.obey(lab);
+    /// Repeats the reports of agents with sessions, as real agents do periodically.
+    pub(crate) fn report_again(&mut self, k8s: &TestCluster) {
+        self.reported.retain(|node, _| self.sessions.get(node).is_none_or(|sessions| *sessions == 0));
+        self.sync(k8s);
     }
 
     fn status(&mut self, node: &DynamicObject, tenants: Option<&str>) -> Value {
         let (name, spec) = (node.name_any(), &node.data["spec"]);
         let claims = spec["claims"].as_array().cloned().unwrap_or_default();
         for claim in claims.iter().filter(|claim| claim["wipe"] == true) {
-            let uid = claim["uid"].as_str().expect("claims have one").to_owned();
+            let uid = claim["uid"].as_str().expect("claims have a UID").to_owned();
             self.wiped.insert((uid, name.clone()));
         }
         let pools: Vec<Value> = claims
@@ -80,7 +80,7 @@ impl Agents {
                 "queuePairsLent": 0,
             })
         };
-        let queues: Vec<Value> = spec["queues"].as_array().into_iter().flatten().map(made_of).collect();
+        let queues: Vec<Value> = spec["queues"].as_array().into_iter().flatten().map(applied_queue).collect();
         json!({
             "observedGeneration": node.metadata.generation,
             "agent": { "version": "0.1.0" },
@@ -94,7 +94,7 @@ impl Agents {
     }
 }
 
-/// What an agent has put into effect. What there is not it does not name.
+/// Builds the `applied` section of a status, without fields that the spec does not set.
 fn applied(spec: &Value, pools: &[Value], queues: &[Value], tenants: Option<&str>) -> Value {
     let profiles = spec["profiles"].as_array().cloned().unwrap_or_default();
     let mut applied = json!({ "pools": pools, "queues": queues, "profiles": profiles });
@@ -107,11 +107,11 @@ fn applied(spec: &Value, pools: &[Value], queues: &[Value], tenants: Option<&str
     applied
 }
 
-/// Writes a status, if the node is there still.
-fn tell(lab: &Lab, node: &str, status: &Value) -> bool {
+/// Writes a status. Returns false if the CacheNode no longer exists.
+fn write_status(k8s: &TestCluster, node: &str, status: &Value) -> bool {
     let now = Timestamp::now();
     let mut status = status.clone();
-    // However slow the machine is, the agent does not go silent while the test looks.
+    // A time in the future, so that the agent does not count as silent on a slow machine.
     status["lastUpdated"] = json!((now + SignedDuration::from_hours(1)).to_string());
     status["conditions"] = json!([{
         "type": "AgentReady", "status": "True", "reason": "AsDesired", "lastTransitionTime": now.to_string(),
@@ -120,11 +120,11 @@ fn tell(lab: &Lab, node: &str, status: &Value) -> bool {
     let body = json!({
         "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheNode", "metadata": { "name": node }, "status": status,
     });
-    let (api, params) = (lab.api("CacheNode"), PatchParams::apply("reprise-agent").force());
-    match lab.server.block_on(api.patch_status(node, &params, &Patch::Apply(&body))) {
+    let (api, params) = (k8s.api("CacheNode"), PatchParams::apply("reprise-agent").force());
+    match k8s.server.block_on(api.patch_status(node, &params, &Patch::Apply(&body))) {
         Ok(_) => true,
         Err(kube::Error::Api(status)) if status.is_not_found() => false,
-        Err(error) => panic!("the status of {node} is not taken: {error}"),
+        Err(error) => panic!("cannot apply the status of {node}: {error}"),
     }
 }
 
@@ -139,16 +139,16 @@ fn device(claim: &Value, node: &str) -> Value {
     }
 }
 
-/// What an agent has of an allocation that it is told of, as one that makes queues.
-fn made_of(claim: &Value) -> Value {
+/// Builds the report for an allocation of an agent that creates all its queues.
+fn applied_queue(claim: &Value) -> Value {
     let shares = claim["controllers"].as_array().into_iter().flatten();
     let pairs: u64 = shares.filter_map(|share| share["queuePairs"].as_u64()).sum();
     json!({ "uid": claim["uid"], "queuePairs": pairs, "kept": pairs })
 }
 
-/// What agents say of the file by which they know whose pods are whose.
-fn tenants_digest(lab: &Lab) -> Option<String> {
-    let file = lab.get("ConfigMap", "c-agent-tenants")?;
+/// Digest that agents report for the file that maps pods to tenants.
+fn tenants_digest(k8s: &TestCluster) -> Option<String> {
+    let file = k8s.get("ConfigMap", "c-agent-tenants")?;
     let text = file.data["data"]["_tenants.json"].as_str()?.to_owned();
     Some(sha256(text.as_bytes()))
 }

@@ -1,4 +1,4 @@
-//! Conditions are derived from objects alone: two operators at once, and two one after the other, report the same.
+//! Conditions depend only on objects: concurrent and successive operators report the same conditions.
 
 use std::collections::BTreeMap;
 
@@ -7,23 +7,23 @@ use kube::api::{Patch, PatchParams};
 use reprise_e2e::{Operator, PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::convergence::{mark, settle};
-use crate::lab::{Lab, NOBODY, SPACE};
-use crate::put_back::{edit, wait_again};
+use crate::convergence::{annotate, wait_until_idle};
+use crate::field_ownership::{edit, wait_restored};
+use crate::test_cluster::{NAMESPACE, TestCluster, UNREACHABLE_ADDRESS};
 
-/// Edits after which an operator paces its write-backs.
+/// Number of edits after which an operator limits its write-backs.
 const EDITS: usize = 5;
-/// Reconciles of each operator that the test waits for.
+/// Number of reconciles of each operator that the test waits for.
 const ROUNDS: usize = 5;
 
-/// Reconciles of a kind that have succeeded.
+/// Number of successful reconciles of a kind.
 pub(crate) fn reconciles(operator: &Operator, kind: &str) -> f64 {
     operator.metric("reprise_operator_reconciles_total{", &format!("kind=\"{kind}\",result=\"done\""))
 }
 
 /// Conditions by type: status, reason and message.
-fn conditions(lab: &Lab, kind: &str, name: &str) -> BTreeMap<String, [Value; 3]> {
-    let object = lab.wait_for(kind, name);
+fn conditions(k8s: &TestCluster, kind: &str, name: &str) -> BTreeMap<String, [Value; 3]> {
+    let object = k8s.wait_for(kind, name);
     let all = object.data["status"]["conditions"].as_array().cloned().unwrap_or_default();
     let of = |one: Value| {
         let kind = one["type"].as_str().unwrap_or_default().to_owned();
@@ -32,125 +32,128 @@ fn conditions(lab: &Lab, kind: &str, name: &str) -> BTreeMap<String, [Value; 3]>
     all.into_iter().map(of).collect()
 }
 
-/// Another writer changes the same fields until operators pace themselves. Each time an operator puts them back.
-fn dispute(lab: &Lab) {
-    let configuration = lab.wait_for("ConfigMap", "c-agent").data["data"].clone();
-    lab.wait_for("CacheNode", "n1");
+/// Edits the same fields until operators limit their write-backs. An operator restores each edit.
+fn dispute(k8s: &TestCluster) {
+    let configuration = k8s.wait_for("ConfigMap", "c-agent").data["data"].clone();
+    k8s.wait_for("CacheNode", "n1");
     for round in 0..EDITS {
-        edit(lab, "ConfigMap", "c-agent", &json!({ "data": { "agent.toml": format!("# {round}") } }));
-        wait_again(lab, "ConfigMap", "c-agent", "/data", Some(&configuration));
-        edit(lab, "CacheNode", "n1", &json!({ "spec": { "mode": "Draining" } }));
-        wait_again(lab, "CacheNode", "n1", "/spec/mode", Some(&json!("Active")));
+        edit(k8s, "ConfigMap", "c-agent", &json!({ "data": { "agent.toml": format!("# {round}") } }));
+        wait_restored(k8s, "ConfigMap", "c-agent", "/data", Some(&configuration));
+        edit(k8s, "CacheNode", "n1", &json!({ "spec": { "mode": "Draining" } }));
+        wait_restored(k8s, "CacheNode", "n1", "/spec/mode", Some(&json!("Active")));
     }
 }
 
-/// Each of these operators reconciles the cluster again and again, and none of them writes anything.
-fn assert_agree(lab: &Lab, operators: &[&Operator]) {
-    settle(lab);
-    let conditions_before = conditions(lab, "KVCacheCluster", "c");
+/// Asserts that no operator writes anything while each reconciles the cluster several times.
+fn assert_agree(k8s: &TestCluster, operators: &[&Operator]) {
+    wait_until_idle(k8s);
+    let conditions_before = conditions(k8s, "KVCacheCluster", "c");
     for round in 0..ROUNDS {
         let before: Vec<f64> = operators.iter().map(|one| reconciles(one, "KVCacheCluster")).collect();
-        let version = mark(lab, "KVCacheCluster/c", &round.to_string());
+        let version = annotate(k8s, "KVCacheCluster/c", &round.to_string());
         wait_until("each operator reconciles the cluster", PATIENCE, || {
             let again = |(one, before): (&&Operator, &f64)| reconciles(one, "KVCacheCluster") > *before;
             operators.iter().zip(&before).all(again).then_some(())
         });
-        let found = lab.wait_for("KVCacheCluster", "c");
+        let found = k8s.wait_for("KVCacheCluster", "c");
         assert_eq!(
             found.resource_version(),
             Some(version),
-            "an operator has written another status: {conditions_before:#?} {:#?}",
-            conditions(lab, "KVCacheCluster", "c")
+            "an operator wrote another status: {conditions_before:#?} {:#?}",
+            conditions(k8s, "KVCacheCluster", "c")
         );
     }
-    assert_eq!(conditions(lab, "KVCacheCluster", "c"), conditions_before);
+    assert_eq!(conditions(k8s, "KVCacheCluster", "c"), conditions_before);
 }
 
 #[test]
-fn two_operators_of_which_one_has_put_back_fields_write_the_same_conditions() {
-    let lab = Lab::new();
-    let first = lab.operator();
-    lab.cluster(json!({}));
-    dispute(&lab);
+fn operators_with_different_write_back_history_write_same_conditions() {
+    let k8s = TestCluster::new();
+    let first = k8s.operator();
+    k8s.cluster(json!({}));
+    dispute(&k8s);
     let put_back = first.metric("reprise_operator_put_backs_total", "");
-    assert!(put_back >= 2.0 * EDITS as f64, "it has put back each edit, not {put_back}");
-    // With a lease of its own, so that both work at once; and without the memory of the first.
-    let files = lab.world.operator(&lab.server, "second", SPACE).control_plane(&format!("{SPACE}/c"), NOBODY);
+    assert!(put_back >= 2.0 * EDITS as f64, "expected a write-back of each edit, counted {put_back}");
+    // Its lease is in another namespace, so that both operators are active.
+    let files = k8s
+        .env
+        .operator(&k8s.server, "second", NAMESPACE)
+        .control_plane(&format!("{NAMESPACE}/c"), UNREACHABLE_ADDRESS);
     let second = files.start().expect("the operator starts");
-    wait_until("the second one works", PATIENCE, || {
+    wait_until("the second operator is active", PATIENCE, || {
         (reconciles(&second, "KVCacheCluster") >= 1.0).then_some(())
     });
-    assert_agree(&lab, &[&first, &second]);
+    assert_agree(&k8s, &[&first, &second]);
     first.kill();
     second.kill();
 }
 
 #[test]
-fn an_operator_that_starts_reports_what_the_one_before_it_reported() {
-    let lab = Lab::new();
-    // Another writer has made the CacheNode of one node.
-    lab.apply(&json!({
+fn restarted_operator_reports_same_conditions() {
+    let k8s = TestCluster::new();
+    // Another writer has created the CacheNode of one node.
+    k8s.apply(&json!({
         "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheNode", "metadata": { "name": "n2" },
         "spec": { "nodeName": "n2", "mode": "Cordoned" },
     }));
-    let operator = lab.operator();
-    lab.cluster(json!({}));
-    lab.wait_condition("KVCacheCluster", "c", ["Ready", "False", "Conflict"]);
-    dispute(&lab);
-    assert_agree(&lab, &[&operator]);
-    let reported = conditions(&lab, "KVCacheCluster", "c");
-    let version = lab.wait_for("KVCacheCluster", "c").resource_version();
+    let operator = k8s.operator();
+    k8s.cluster(json!({}));
+    k8s.wait_condition("KVCacheCluster", "c", ["Ready", "False", "Conflict"]);
+    dispute(&k8s);
+    assert_agree(&k8s, &[&operator]);
+    let reported = conditions(&k8s, "KVCacheCluster", "c");
+    let version = k8s.wait_for("KVCacheCluster", "c").resource_version();
     assert!(operator.terminate().success());
 
-    let next = lab.operator();
-    wait_until("it reconciles the cluster and the nodes", PATIENCE, || {
+    let next = k8s.operator();
+    wait_until("the new operator reconciles the cluster and the nodes", PATIENCE, || {
         ["KVCacheCluster", "Node"].iter().all(|kind| reconciles(&next, kind) >= 1.0).then_some(())
     });
-    assert_agree(&lab, &[&next]);
-    assert_eq!(conditions(&lab, "KVCacheCluster", "c"), reported);
-    let marked = lab.wait_for("KVCacheCluster", "c").resource_version();
-    assert_ne!(marked, version, "it was marked");
+    assert_agree(&k8s, &[&next]);
+    assert_eq!(conditions(&k8s, "KVCacheCluster", "c"), reported);
+    let marked = k8s.wait_for("KVCacheCluster", "c").resource_version();
+    assert_ne!(marked, version, "the annotation was written");
     next.kill();
 }
 
 #[test]
-fn a_status_that_a_reconcile_writes_does_not_trigger_it_again_and_one_of_another_writer_does() {
-    let lab = Lab::new();
-    let operator = lab.operator();
-    lab.pool("p", "/var/lib/pool", json!({}));
-    lab.cluster(json!({ "pools": [{ "name": "p" }], "agents": { "nodeSelector": { "name": "n1" } } }));
+fn own_status_write_triggers_no_reconcile_but_foreign_write_does() {
+    let k8s = TestCluster::new();
+    let operator = k8s.operator();
+    k8s.pool("p", "/var/lib/pool", json!({}));
+    k8s.cluster(json!({ "pools": [{ "name": "p" }], "agents": { "nodeSelector": { "name": "n1" } } }));
     wait_until("n1 has its claim", PATIENCE, || {
-        lab.get("CacheNode", "n1")?.data["spec"]["claims"].is_array().then_some(())
+        k8s.get("CacheNode", "n1")?.data["spec"]["claims"].is_array().then_some(())
     });
-    lab.agent_reports("n1", "Open");
-    lab.wait_condition("SSDPool", "p", ["Ready", "True", "AsDesired"]);
-    lab.play_stateful_sets();
-    lab.wait_condition("KVCacheCluster", "c", ["AgentsReady", "True", "AsDesired"]);
+    k8s.agent_reports("n1", "Open");
+    k8s.wait_condition("SSDPool", "p", ["Ready", "True", "AsDesired"]);
+    k8s.make_stateful_sets_ready();
+    k8s.wait_condition("KVCacheCluster", "c", ["AgentsReady", "True", "AsDesired"]);
     quiet(&operator);
-    // So that no reconcile by the clock comes in between: the next one is a minute away.
+    // The next periodic reconcile is a minute after this one, so none happens during the test.
     let before = reconciles(&operator, "SSDPool");
-    mark(&lab, "SSDPool/p", "begun");
+    annotate(&k8s, "SSDPool/p", "begun");
     wait_until("the pool is reconciled", PATIENCE, || {
         (reconciles(&operator, "SSDPool") > before).then_some(())
     });
     quiet(&operator);
 
-    // One report, one reconcile, and the status that it writes is no reason for another one.
+    // One report causes one reconcile. The status that it writes causes none.
     let before = reconciles(&operator, "SSDPool");
-    lab.agent_reports("n1", "Faulted");
-    lab.wait_condition("SSDPool", "p", ["Ready", "False", "DeviceFailed"]);
+    k8s.agent_reports("n1", "Faulted");
+    k8s.wait_condition("SSDPool", "p", ["Ready", "False", "DeviceFailed"]);
     quiet(&operator);
     assert_eq!(reconciles(&operator, "SSDPool") - before, 1.0);
 
-    // A status that another writer has changed is put back.
+    // A status that another writer changes is restored.
     let before = reconciles(&operator, "SSDPool");
-    let written = lab.wait_for("SSDPool", "p").data["status"]["nodes"].clone();
+    let written = k8s.wait_for("SSDPool", "p").data["status"]["nodes"].clone();
     let status = json!({ "apiVersion": "reprise.dev/v1alpha1", "kind": "SSDPool", "metadata": { "name": "p" },
         "status": { "nodes": { "selected": 77, "ready": 0, "refused": 0 } } });
     let params = PatchParams::apply("kubectl-edit").force();
-    let edited = lab.server.block_on(lab.api("SSDPool").patch_status("p", &params, &Patch::Apply(&status)));
+    let edited = k8s.server.block_on(k8s.api("SSDPool").patch_status("p", &params, &Patch::Apply(&status)));
     edited.expect("a forced apply is accepted");
-    wait_again(&lab, "SSDPool", "p", "/status/nodes", Some(&written));
+    wait_restored(&k8s, "SSDPool", "p", "/status/nodes", Some(&written));
     assert!(reconciles(&operator, "SSDPool") > before);
     operator.kill();
 }
@@ -158,8 +161,8 @@ fn a_status_that_a_reconcile_writes_does_not_trigger_it_again_and_one_of_another
 /// Waits until no pool is reconciled for a while.
 fn quiet(operator: &Operator) {
     let mut before = reconciles(operator, "SSDPool");
-    wait_until("no pool is reconciled any more", PATIENCE, || {
-        std::thread::sleep(crate::lab::SETTLED);
+    wait_until("reconciles of pools stop", PATIENCE, || {
+        std::thread::sleep(crate::test_cluster::QUIET_PERIOD);
         let now = reconciles(operator, "SSDPool");
         let same = now == before;
         before = now;

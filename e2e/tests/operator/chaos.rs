@@ -1,15 +1,15 @@
-//! Random edits, deletions and faults, with two operators at once; then quiet, and it ends in what a fresh one makes, and so does the control plane
-//! that they have told modes and budgets.
+//! Two active operators with random edits, deletions and faults converge to the state of a fresh operator.
 //!
-//! Edits are of all kinds that people make, each made, changed and deleted again and again ([`People`]); what they come to in the end is drawn as well.
-//! All that operators make is compared, and all that they say: conditions of every object, and finalizers; and what they have told the control plane.
+//! [`UserSimulator`] creates, changes and deletes objects of all user kinds. The final specs are random as
+//! well. The comparison covers the operators' objects, all conditions and finalizers, and the modes and
+//! budgets at the control plane.
 //!
-//! Faults: requests that are answered with 409 or 504, cut off before or after they are done, an API server that is started anew, operators that are
-//! killed; a control plane that is killed, cannot be reached, or does what it is asked for and answers too late. An operator that loses its lease ends,
-//! as it should, and is started again as a kubelet would.
+//! Faults of requests: answers 409 and 504, and connections cut before or after execution. Faults of
+//! processes: restarts of the API server, kills of operators, and a control plane that is killed, unreachable
+//! or slow. An operator that loses its lease exits and is started again, as a kubelet would do.
 //!
-//! The seed decides all events, their order and number, and which request for an object gets which fault ([`script`]). It does not decide how far
-//! the operators have come when an event happens: two runs of a seed differ in that.
+//! The seed determines all events, their order, and the faults of requests ([`script`]). It does not
+//! determine the progress of the operators at an event, so two runs of a seed differ.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -20,58 +20,62 @@ use kube::ResourceExt;
 use kube::api::{Api, DeleteParams, DynamicObject};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
-use reprise_e2e::{Interposer, Operator, OperatorFiles, Relay, seed};
+use reprise_e2e::{FaultProxy, Operator, OperatorFiles, Relay, seed};
 use serde_json::{Value, json};
 
-use crate::convergence::{assert_writes_nothing, mark};
-use crate::in_use::TOO_SHORT;
-use crate::lab::{Lab, SPACE, SYSTEM};
-use crate::outcome::{Outcome, assert_same, clear, outcome};
-use crate::people::{LIMIT_BYTES, People};
-use crate::plane::Plane;
+use crate::convergence::{annotate, assert_writes_nothing};
+use crate::deletion_guard::TOO_SHORT;
+use crate::snapshot::{ClusterSnapshot, assert_same, delete_operator_objects, snapshot};
+use crate::test_cluster::{NAMESPACE, OPERATOR_NAMESPACE, TestCluster};
+use crate::test_control_plane::TestControlPlane;
+use crate::user_simulator::{LIMIT_BYTES, UserSimulator};
 
-const NAME: &str = "whatever_happens_they_end_in_what_a_fresh_one_makes_and_write_nothing_more";
-/// Random events.
+const NAME: &str = "faulted_operators_converge_to_state_of_fresh_operator";
+/// Number of random events.
 const EVENTS: usize = 80;
-/// Pause between two of them, at most: operators are met at different points of their work.
+/// Maximum pause between two events. Random pauses vary the operators' progress at an event.
 const PAUSE_MS_MAX: u64 = 100;
-/// Of a hundred requests so many get a fault while there are any.
+/// Percentage of requests that get a fault while faults are enabled.
 const FAULTS_PERCENT: u32 = 8;
-/// Starts of the API server: each takes seconds.
+/// Maximum number of API-server restarts, each of which takes seconds.
 const RESTARTS_MAX: usize = 1;
-/// How late the control plane may be: some answers come after nobody waits for them any more.
+/// Maximum delay of the control plane. Some answers arrive after the operator's timeout.
 const DELAY_MS_MAX: u64 = 4000;
-/// After the last fault a reconcile may wait for its turn, and a watch; and a control plane that was away is asked again after 30 s, as it is of what
-/// tenants hold after a minute. An operator that paces its write-backs adds a minute to all of that.
-const HEALS_WITHIN: Duration = Duration::from_secs(300);
-/// What has not changed for so long does not: control planes that are away are looked at every 5 s.
-const STABLE: Duration = Duration::from_secs(6);
-/// The same while an operator may pace its write-backs to once a minute, which it does from the fifth of an object on.
-const STABLE_WHEN_PACED: Duration = Duration::from_secs(65);
-const PACED_FROM: f64 = 5.0;
-/// Seconds for which nothing must be heard of sessions. More than an API server that starts anew keeps agents from telling.
-const UNUSED: u64 = 10;
+/// Upper bound for convergence after the last fault.
+///
+/// It covers retry delays of reconciles and watches, 30 s until an unreachable control plane is polled again,
+/// one minute between polls of tenants' usage, and one minute for limited write-backs.
+const RECOVERY_TIMEOUT: Duration = Duration::from_secs(300);
+/// Time without a change after which the state is final. Unreachable control planes are polled every 5 s.
+const STABLE_FOR: Duration = Duration::from_secs(6);
+/// The same bound while write-backs may be limited to one a minute, which starts at the fifth of an object.
+const STABLE_FOR_WHEN_PACED: Duration = Duration::from_secs(65);
+const PACED_FROM_COUNT: f64 = 5.0;
+/// Seconds without a session report after which an object counts as unused: more than an API-server
+/// restart takes.
+const UNUSED_SECONDS: u64 = 10;
 
-/// An operator, and what stands between it and the API server, and the control plane.
+/// An operator with its proxies to the API server and to the control plane.
 struct Replica {
-    gate: Interposer,
-    road: Relay,
+    proxy: FaultProxy,
+    relay: Relay,
     files: OperatorFiles,
     operator: Option<Operator>,
 }
 
 impl Replica {
-    fn new(lab: &Lab, plane: &Plane, name: &str, namespace: &str) -> Replica {
-        let road = Relay::to(plane.members.address());
-        let gate = lab.world.interposer(&lab.server);
-        let files = lab.world.operator(&lab.server, name, namespace).through(&gate);
-        let files = files.control_plane(&format!("{SPACE}/c"), road.address()).unused_for(UNUSED);
-        let mut replica = Replica { gate, road, files, operator: None };
-        replica.start_anew();
+    fn new(k8s: &TestCluster, control_plane: &TestControlPlane, name: &str, namespace: &str) -> Replica {
+        let relay = Relay::to(control_plane.members.address());
+        let proxy = k8s.env.fault_proxy(&k8s.server);
+        let files = k8s.env.operator(&k8s.server, name, namespace).via_proxy(&proxy);
+        let files =
+            files.control_plane(&format!("{NAMESPACE}/c"), relay.address()).unused_for(UNUSED_SECONDS);
+        let mut replica = Replica { proxy, relay, files, operator: None };
+        replica.restart();
         replica
     }
 
-    fn start_anew(&mut self) {
+    fn restart(&mut self) {
         self.kill();
         self.operator = Some(self.files.start().expect("the operator starts"));
     }
@@ -82,61 +86,63 @@ impl Replica {
         }
     }
 
-    /// As a kubelet does: one that has ended is started again.
-    fn tend(&mut self) {
+    /// Starts the operator again if it has exited, as a kubelet does.
+    fn restart_if_ended(&mut self) {
         if !self.operator.as_mut().is_some_and(Operator::is_alive) {
-            self.start_anew();
+            self.restart();
         }
     }
 
-    fn disturb(&self, seed: u64) {
-        self.gate.disturb(Some((seed, FAULTS_PERCENT)));
+    fn set_random_faults(&self, seed: u64) {
+        self.proxy.set_random_faults(Some((seed, FAULTS_PERCENT)));
     }
 
-    /// The road to the control plane is late, or leads nowhere for a while.
-    fn block(&self, road: Road) {
-        match road {
-            Road::Cut => self.road.cut(),
-            Road::Late(delay) => self.road.delay(delay),
+    /// Cuts or delays the connection to the control plane.
+    fn block(&self, fault: LinkFault) {
+        match fault {
+            LinkFault::Cut => self.relay.cut(),
+            LinkFault::Delayed(delay) => self.relay.delay(delay),
         }
     }
 
-    /// Whether it may have put back an object so often that it paces itself.
-    fn may_pace(&self) -> bool {
-        let operator = self.operator.as_ref().expect("it is tended");
-        operator.samples("reprise_operator_put_backs_total").values().any(|count| *count >= PACED_FROM)
+    /// Whether the operator may limit its write-backs of some object.
+    fn may_be_paced(&self) -> bool {
+        let operator = self.operator.as_ref().expect("the operator runs");
+        operator.samples("reprise_operator_put_backs_total").values().any(|count| *count >= PACED_FROM_COUNT)
     }
 
     fn unblock(&self) {
-        self.road.mend();
-        self.road.delay(Duration::ZERO);
+        self.relay.heal();
+        self.relay.delay(Duration::ZERO);
     }
 }
 
-/// What becomes of the road to the control plane.
+/// Fault of the connection to the control plane.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Road {
+enum LinkFault {
     Cut,
-    Late(Duration),
+    Delayed(Duration),
 }
 
-/// Something that happens. Operators are 0 and 1.
+/// Random event. Operators have the indexes 0 and 1.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Event {
     OperatorKilled(usize),
-    ServerRestarted,
-    FaultsEnd(usize),
-    /// From now on requests of an operator get the faults of this seed.
-    FaultsBegin(usize, u64),
-    PlaneRestarted,
-    RoadBlocked(usize, Road),
-    RoadOpened(usize),
-    /// People, engines and agents do what is drawn from this seed.
-    PeopleAct(u64),
+    ApiServerRestarted,
+    FaultsStopped(usize),
+    /// Requests of an operator get the faults of this seed from now on.
+    FaultsStarted(usize, u64),
+    ControlPlaneRestarted,
+    LinkBlocked(usize, LinkFault),
+    LinkRestored(usize),
+    /// Users, engines and agents perform the action of this seed.
+    UserAction(u64),
 }
 
-/// All events, each with the pause after it. Drawn before the first of them, and each with a seed of its own, so that none depends on what the one
-/// before has met.
+/// Returns all events, each with the pause after it.
+///
+/// All events are drawn in advance and each has a separate seed, so that none depends on the effect of
+/// another.
 fn script(random: &mut StdRng) -> Vec<(Event, Duration)> {
     let mut restarts = 0;
     let mut events = Vec::with_capacity(EVENTS);
@@ -146,68 +152,73 @@ fn script(random: &mut StdRng) -> Vec<(Event, Duration)> {
             0..3 => Event::OperatorKilled(operator),
             3 if restarts < RESTARTS_MAX => {
                 restarts += 1;
-                Event::ServerRestarted
+                Event::ApiServerRestarted
             }
-            4 => Event::FaultsEnd(operator),
-            5..7 => Event::FaultsBegin(operator, random.random()),
-            7 => Event::PlaneRestarted,
-            8 if random.random_bool(0.5) => Event::RoadBlocked(operator, Road::Cut),
+            4 => Event::FaultsStopped(operator),
+            5..7 => Event::FaultsStarted(operator, random.random()),
+            7 => Event::ControlPlaneRestarted,
+            8 if random.random_bool(0.5) => Event::LinkBlocked(operator, LinkFault::Cut),
             8 => {
                 let delay = Duration::from_millis(random.random_range(0..DELAY_MS_MAX));
-                Event::RoadBlocked(operator, Road::Late(delay))
+                Event::LinkBlocked(operator, LinkFault::Delayed(delay))
             }
-            9..11 => Event::RoadOpened(operator),
-            _ => Event::PeopleAct(random.random()),
+            9..11 => Event::LinkRestored(operator),
+            _ => Event::UserAction(random.random()),
         };
         events.push((event, Duration::from_millis(random.random_range(0..PAUSE_MS_MAX))));
     }
     events
 }
 
-/// Says what a script has, which is the same for each run of its seed.
-fn announce(events: &[(Event, Duration)]) {
+/// Prints a summary of the events, which is the same for each run of a seed.
+fn print_summary(events: &[(Event, Duration)]) {
     let count = |is: fn(&Event) -> bool| events.iter().filter(|(event, _)| is(event)).count();
-    seed::say(&format!(
-        "{NAME}: {} events, of them {} kills, {} restarts of the API server, {} of the control plane, {} roads to it blocked",
+    seed::print_line(&format!(
+        "{NAME}: {} events, of them {} kills, {} restarts of the API server, {} of the control plane, {} faults of its connections",
         events.len(),
         count(|event| matches!(event, Event::OperatorKilled(_))),
-        count(|event| matches!(event, Event::ServerRestarted)),
-        count(|event| matches!(event, Event::PlaneRestarted)),
-        count(|event| matches!(event, Event::RoadBlocked(..))),
+        count(|event| matches!(event, Event::ApiServerRestarted)),
+        count(|event| matches!(event, Event::ControlPlaneRestarted)),
+        count(|event| matches!(event, Event::LinkBlocked(..))),
     ));
 }
 
-/// Makes all events happen, one after the other.
-fn rage(lab: &mut Lab, people: &mut People, replicas: &mut [Replica; 2], events: &[(Event, Duration)]) {
+/// Runs all events in order.
+fn run_events(
+    k8s: &mut TestCluster,
+    users: &mut UserSimulator,
+    replicas: &mut [Replica; 2],
+    events: &[(Event, Duration)],
+) {
     for (event, pause) in events {
         match *event {
-            Event::OperatorKilled(operator) => replicas[operator].start_anew(),
-            Event::ServerRestarted => {
-                people.were_not_heard();
-                lab.server.kill();
-                lab.server.restart();
+            Event::OperatorKilled(operator) => replicas[operator].restart(),
+            Event::ApiServerRestarted => {
+                users.clear_blocked();
+                k8s.server.kill();
+                k8s.server.restart();
             }
-            Event::FaultsEnd(operator) => replicas[operator].gate.disturb(None),
-            Event::FaultsBegin(operator, seed) => replicas[operator].disturb(seed),
-            Event::PlaneRestarted => people.plane.start_anew(),
-            Event::RoadBlocked(operator, road) => replicas[operator].block(road),
-            Event::RoadOpened(operator) => replicas[operator].unblock(),
-            Event::PeopleAct(seed) => people.act(lab, &mut StdRng::seed_from_u64(seed)),
+            Event::FaultsStopped(operator) => replicas[operator].proxy.set_random_faults(None),
+            Event::FaultsStarted(operator, seed) => replicas[operator].set_random_faults(seed),
+            Event::ControlPlaneRestarted => users.control_plane.restart(),
+            Event::LinkBlocked(operator, fault) => replicas[operator].block(fault),
+            Event::LinkRestored(operator) => replicas[operator].unblock(),
+            Event::UserAction(seed) => users.random_action(k8s, &mut StdRng::seed_from_u64(seed)),
         }
-        people.look(lab);
-        replicas.iter_mut().for_each(Replica::tend);
+        users.check_blocked(k8s);
+        replicas.iter_mut().for_each(Replica::restart_if_ended);
         std::thread::sleep(*pause);
     }
-    let faults: u64 = replicas.iter().map(|replica| replica.gate.faults()).sum();
-    seed::say(&format!(
-        "{NAME}: {faults} faults, {} deletions; looked {} times at what must wait",
-        people.deleted, people.waited,
+    let faults: u64 = replicas.iter().map(|replica| replica.proxy.faults()).sum();
+    seed::print_line(&format!(
+        "{NAME}: {faults} faults, {} deletions; {} checks of blocked objects",
+        users.deletions, users.blocked_checks,
     ));
 }
 
-/// As the control plane is to be told it: nodes are what is wanted of them, and tenants may have what their specs say.
-fn to_be_told(lab: &Lab) -> Value {
-    let nodes = lab.list("CacheNode");
+/// Expected state of the control plane: modes of CacheNodes and limits of CacheTenants.
+fn expected_state(k8s: &TestCluster) -> Value {
+    let nodes = k8s.list("CacheNode");
     let mode = |node: &DynamicObject| {
         let mode = node.data["spec"]["mode"].as_str().unwrap_or_default().to_lowercase();
         (node.name_any(), mode)
@@ -217,45 +228,50 @@ fn to_be_told(lab: &Lab) -> Value {
         let is_limited = !tenant.data["spec"]["budget"]["ssd"]["limit"].is_null();
         is_limited.then(|| (tenant.name_any(), LIMIT_BYTES))
     };
-    let limits: BTreeMap<String, u64> = lab.list("CacheTenant").iter().filter_map(limit).collect();
+    let limits: BTreeMap<String, u64> = k8s.list("CacheTenant").iter().filter_map(limit).collect();
     json!({ "modes": modes, "limits": limits })
 }
 
-/// As it was told it. Nobody who is not in the cluster has to be active.
-fn told(lab: &Lab, plane: &Plane) -> Value {
-    let is_in = |node: &String| lab.get("CacheNode", node).is_some();
-    let modes: BTreeMap<String, String> = plane.modes().into_iter().filter(|(node, _)| is_in(node)).collect();
-    let limits: BTreeMap<String, Value> =
-        plane.budgets().into_iter().map(|(name, budget)| (name, budget["limit"]["nvme"].clone())).collect();
+/// Actual state of the control plane, without the modes of nodes outside of the cluster.
+fn actual_state(k8s: &TestCluster, control_plane: &TestControlPlane) -> Value {
+    let is_in = |node: &String| k8s.get("CacheNode", node).is_some();
+    let modes: BTreeMap<String, String> =
+        control_plane.modes().into_iter().filter(|(node, _)| is_in(node)).collect();
+    let limits: BTreeMap<String, Value> = control_plane
+        .budgets()
+        .into_iter()
+        .map(|(name, budget)| (name, budget["limit"]["nvme"].clone()))
+        .collect();
     json!({ "modes": modes, "limits": limits })
 }
 
-/// Waits until nothing changes any more; what there is then, and what is said of it.
-fn stable(lab: &Lab, people: &mut People, stays: Duration) -> Outcome {
-    let come_to = |plane: &Plane| {
-        let told = told(lab, plane);
-        let is_told = told == to_be_told(lab);
-        let outcome = outcome(lab).with("the control plane", told);
-        let is_over = is_told && outcome.is_current() && !outcome.says("ControlPlaneUnreachable");
-        (outcome, is_over)
+/// Waits until the expected state has been stable for `stable_for`, and returns its snapshot.
+fn wait_stable(k8s: &TestCluster, users: &mut UserSimulator, stable_for: Duration) -> ClusterSnapshot {
+    let current_state = |control_plane: &TestControlPlane| {
+        let actual = actual_state(k8s, control_plane);
+        let is_applied = actual == expected_state(k8s);
+        let snapshot = snapshot(k8s).with("the control plane", actual);
+        let is_complete =
+            is_applied && snapshot.is_current() && !snapshot.has_condition_reason("ControlPlaneUnreachable");
+        (snapshot, is_complete)
     };
-    let (mut last, mut since) = (come_to(&people.plane).0, Instant::now());
-    let (mut changes, give_up) = (0, Instant::now() + HEALS_WITHIN);
-    while since.elapsed() < stays {
+    let (mut last, mut since) = (current_state(&users.control_plane).0, Instant::now());
+    let (mut changes, give_up) = (0, Instant::now() + RECOVERY_TIMEOUT);
+    while since.elapsed() < stable_for {
         if Instant::now() >= give_up {
-            seed::say(&format!(
-                "the last outcome: {last:#?}\nthe control plane should have: {:#}",
-                to_be_told(lab)
+            seed::print_line(&format!(
+                "last snapshot: {last:#?}\nexpected state of the control plane: {:#}",
+                expected_state(k8s)
             ));
             panic!(
-                "no stable outcome within {HEALS_WITHIN:?}: {changes} changes, {}",
-                if come_to(&people.plane).1 { "all as wanted" } else { "not all as wanted" }
+                "no stable state within {RECOVERY_TIMEOUT:?}: {changes} changes, {}",
+                if current_state(&users.control_plane).1 { "complete" } else { "incomplete" }
             );
         }
         std::thread::sleep(Duration::from_millis(100));
-        people.attend(lab);
-        let (now, is_over) = come_to(&people.plane);
-        if now != last || !is_over {
+        users.sync_agents(k8s);
+        let (now, is_complete) = current_state(&users.control_plane);
+        if now != last || !is_complete {
             changes += u64::from(now != last);
             (last, since) = (now, Instant::now());
         }
@@ -263,19 +279,25 @@ fn stable(lab: &Lab, people: &mut People, stays: Duration) -> Outcome {
     last
 }
 
-/// The same, after everything was looked at again: what waits after a failure, and what is looked at in its own time, since nothing tells of it.
-fn come_to_rest(lab: &Lab, people: &mut People, stays: Duration) -> Outcome {
-    stable(lab, people, stays);
-    // The same again would be no change.
+/// Waits for a stable state twice, with a reconcile of every object in between.
+///
+/// The reconcile covers objects in retry delay, and state that is polled because it has no watch.
+fn wait_stable_after_resync(
+    k8s: &TestCluster,
+    users: &mut UserSimulator,
+    stable_for: Duration,
+) -> ClusterSnapshot {
+    wait_stable(k8s, users, stable_for);
+    // A constant annotation value would cause no event.
     let now = Timestamp::now().to_string();
-    for key in lab.theirs().keys().map(String::as_str).chain(["Node/n1", "Node/n2"]) {
-        mark(lab, key, &now);
+    for key in k8s.user_objects().keys().map(String::as_str).chain(["Node/n1", "Node/n2"]) {
+        annotate(k8s, key, &now);
     }
-    stable(lab, people, stays)
+    wait_stable(k8s, users, stable_for)
 }
 
 #[test]
-fn a_seed_decides_the_events() {
+fn seed_determines_events() {
     let of = |seed: u64| script(&mut StdRng::seed_from_u64(seed));
     assert_eq!(of(1), of(1));
     assert_ne!(of(1), of(2));
@@ -283,71 +305,78 @@ fn a_seed_decides_the_events() {
 }
 
 #[test]
-fn whatever_happens_they_end_in_what_a_fresh_one_makes_and_write_nothing_more() {
-    let mut lab = Lab::new();
+fn faulted_operators_converge_to_state_of_fresh_operator() {
+    let mut k8s = TestCluster::new();
     let mut random = seed::seeded(NAME);
     for words in [
-        "a reconcile failed and is tried again",
-        "a watch was lost and begins again",
-        "what belongs to no cluster could not be removed",
-        "not all of a cluster that goes is as it is wanted",
-        "the lease cannot be",
-        "the lease could not be renewed",
+        "reconcile failed; retrying",
+        "watch lost; restarting it",
+        "cannot delete objects of deleted clusters; retrying",
+        "cannot apply all children of a cluster that is being deleted",
+        "lease request failed",
+        "lease not renewed for",
         "another replica holds the lease",
-        "the lease is lost",
+        "lost the lease",
         TOO_SHORT,
     ] {
-        lab.world.allow(words);
+        k8s.env.allow(words);
     }
-    lab.serve_pod_monitors();
-    // Claims of devices that others have may be made.
+    k8s.serve_pod_monitors();
+    // Allows claims with admin access, which share devices with other pods.
     let labels = json!({ "resource.kubernetes.io/admin-access": "true" });
-    lab.apply(
-        &json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": SPACE, "labels": labels } }),
+    k8s.apply(
+        &json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": NAMESPACE, "labels": labels } }),
     );
-    let mut people = People::new(Plane::new(&lab, &["n1", "n2"]));
-    people.make_all(&lab, &mut StdRng::seed_from_u64(random.random()));
-    people.connect("n1", 2);
-    // With a lease of its own, so that both work at once.
+    let mut users = UserSimulator::new(TestControlPlane::new(&k8s, &["n1", "n2"]));
+    users.apply_all(&k8s, &mut StdRng::seed_from_u64(random.random()));
+    users.set_sessions("n1", 2);
+    // Leases in different namespaces, so that both operators are active.
     let mut replicas = [
-        Replica::new(&lab, &people.plane, "first", SYSTEM),
-        Replica::new(&lab, &people.plane, "second", SPACE),
+        Replica::new(&k8s, &users.control_plane, "first", OPERATOR_NAMESPACE),
+        Replica::new(&k8s, &users.control_plane, "second", NAMESPACE),
     ];
     for replica in &replicas {
-        replica.disturb(random.random());
+        replica.set_random_faults(random.random());
     }
     let events = script(&mut random);
-    announce(&events);
-    rage(&mut lab, &mut people, &mut replicas, &events);
+    print_summary(&events);
+    run_events(&mut k8s, &mut users, &mut replicas, &events);
 
     for replica in &mut replicas {
-        replica.gate.disturb(None);
+        replica.proxy.set_random_faults(None);
         replica.unblock();
-        replica.tend();
+        replica.restart_if_ended();
     }
-    people.let_go(&lab);
-    people.make_all(&lab, &mut StdRng::seed_from_u64(random.random()));
-    people.agree(&lab);
-    let stays = if replicas.iter().any(Replica::may_pace) { STABLE_WHEN_PACED } else { STABLE };
-    let mut after_faults = come_to_rest(&lab, &mut people, stays);
-    while people.renew_allocations(&lab, &mut random) {
-        after_faults = come_to_rest(&lab, &mut people, stays);
+    users.release_all(&k8s);
+    users.apply_all(&k8s, &mut StdRng::seed_from_u64(random.random()));
+    users.recreate_conflicting_pools(&k8s);
+    let stable_for =
+        if replicas.iter().any(Replica::may_be_paced) { STABLE_FOR_WHEN_PACED } else { STABLE_FOR };
+    let mut after_faults = wait_stable_after_resync(&k8s, &mut users, stable_for);
+    while users.recreate_ended_allocations(&k8s, &mut random) {
+        after_faults = wait_stable_after_resync(&k8s, &mut users, stable_for);
     }
-    seed::say(&format!("{NAME}: {} budgets that had come too late were removed by hand", people.removed));
+    seed::print_line(&format!(
+        "{NAME}: {} budgets that arrived too late were removed manually",
+        users.budgets_removed
+    ));
     for replica in &mut replicas {
         replica.kill();
     }
 
-    clear(&lab);
-    people.plane.clear();
-    // The lease of the killed one has to run out first.
-    let leases: Api<Lease> = Api::namespaced(lab.client(), SYSTEM);
-    lab.server.block_on(leases.delete("reprise-operator", &DeleteParams::default())).expect("it was held");
-    let files = lab.operator_with("operator", people.plane.members.address()).unused_for(UNUSED);
-    let fresh = files.start().unwrap_or_else(|refused| panic!("the operator does not start: {refused:?}"));
-    lab.wait_for("CacheNode", "n1");
-    let anew = come_to_rest(&lab, &mut people, STABLE);
-    assert_same(&after_faults, &anew);
-    assert_writes_nothing(&lab, &fresh);
+    delete_operator_objects(&k8s);
+    users.control_plane.clear();
+    // Otherwise the new operator would wait until the lease of the killed one expires.
+    let leases: Api<Lease> = Api::namespaced(k8s.client(), OPERATOR_NAMESPACE);
+    k8s.server
+        .block_on(leases.delete("reprise-operator", &DeleteParams::default()))
+        .expect("the lease exists");
+    let files =
+        k8s.operator_with("operator", users.control_plane.members.address()).unused_for(UNUSED_SECONDS);
+    let fresh = files.start().unwrap_or_else(|error| panic!("the operator does not start: {error:?}"));
+    k8s.wait_for("CacheNode", "n1");
+    let of_fresh_operator = wait_stable_after_resync(&k8s, &mut users, STABLE_FOR);
+    assert_same(&after_faults, &of_fresh_operator);
+    assert_writes_nothing(&k8s, &fresh);
     fresh.kill();
 }

@@ -1,21 +1,21 @@
-//! What a cluster consists of, and what becomes of edits by others.
+//! Children of a cluster: creation, readiness, foreign edits, pause and deletion.
 
 use std::fs;
 use std::process::Command;
 
 use kube::ResourceExt;
-use reprise_e2e::process::{Starting, binary};
+use reprise_e2e::process::{StartingProcess, binary};
 use reprise_e2e::{PATIENCE, control_plane, wait_until};
 use serde_json::{Value, json};
 
-use crate::lab::{Lab, SETTLED, versions};
+use crate::test_cluster::{OTHER_MANAGER, QUIET_PERIOD, TestCluster, versions};
 
 #[test]
-fn a_cluster_becomes_workloads_and_its_status_says_when_they_are_ready() {
-    let lab = Lab::new();
-    let operator = lab.operator();
-    lab.pool("p", "/var/lib/pool", json!({}));
-    lab.cluster(json!({ "pools": [{ "name": "p" }] }));
+fn cluster_creates_workloads_and_status_reports_their_readiness() {
+    let k8s = TestCluster::new();
+    let operator = k8s.operator();
+    k8s.pool("p", "/var/lib/pool", json!({}));
+    k8s.cluster(json!({ "pools": [{ "name": "p" }] }));
     for (kind, name) in [
         ("ServiceAccount", "c-agent"),
         ("ClusterRoleBinding", "reprise-cache-c-agent"),
@@ -31,44 +31,44 @@ fn a_cluster_becomes_workloads_and_its_status_says_when_they_are_ready() {
         ("CacheNode", "n1"),
         ("CacheNode", "n2"),
     ] {
-        lab.wait_for(kind, name);
+        k8s.wait_for(kind, name);
     }
-    let said = lab.wait_condition("KVCacheCluster", "c", ["AgentsReady", "False", "Progressing"]);
-    assert!(said.contains("0 of 2") && said.contains("n1"), "{said}");
-    lab.members_are_ready();
+    let message = k8s.wait_condition("KVCacheCluster", "c", ["AgentsReady", "False", "Progressing"]);
+    assert!(message.contains("0 of 2") && message.contains("n1"), "{message}");
+    k8s.make_members_ready();
     for node in ["n1", "n2"] {
-        lab.agent_reports(node, "Open");
+        k8s.agent_reports(node, "Open");
     }
     for condition in ["Accepted", "EtcdReady", "ControlPlaneReady", "AgentsReady", "PoolsBound", "Ready"] {
-        lab.wait_condition("KVCacheCluster", "c", [condition, "True", "AsDesired"]);
+        k8s.wait_condition("KVCacheCluster", "c", [condition, "True", "AsDesired"]);
     }
-    let status = lab.get("KVCacheCluster", "c").expect("it is there").data["status"].clone();
+    let status = k8s.get("KVCacheCluster", "c").expect("the object exists").data["status"].clone();
     assert_eq!(status["agents"]["ready"], 2);
     assert_eq!(status["connection"]["configMap"], "c-connection");
     assert_eq!(status["versions"]["agentMin"], "0.1.0");
-    // Changes of conditions are events.
-    wait_until("an event says that it is ready", PATIENCE, || {
-        let told = lab.list("Event").into_iter().any(|event| event.data["action"] == "Ready");
-        told.then_some(())
+    // Changes of conditions cause events.
+    wait_until("an event reports that the cluster is ready", PATIENCE, || {
+        let is_reported = k8s.list("Event").into_iter().any(|event| event.data["action"] == "Ready");
+        is_reported.then_some(())
     });
     assert!(operator.terminate().success());
 }
 
 #[test]
-fn agent_and_member_start_with_the_configurations_that_were_made_for_them() {
-    let lab = Lab::new();
-    let operator = lab.operator();
-    lab.pool("p", "/var/lib/pool", json!({ "segmentSize": "4Mi" }));
+fn agent_and_member_start_with_generated_configurations() {
+    let k8s = TestCluster::new();
+    let operator = k8s.operator();
+    k8s.pool("p", "/var/lib/pool", json!({ "segmentSize": "4Mi" }));
     let tenant = json!({ "perNode": { "ssd": { "reserved": "0", "limit": "1Gi" } }, "number": 7 });
-    lab.apply(&json!({
+    k8s.apply(&json!({
         "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheTenant", "metadata": { "name": "team" }, "spec": tenant,
     }));
-    lab.cluster(json!({ "pools": [{ "name": "p" }], "controlPlane": { "events": { "publish": {} } } }));
+    k8s.cluster(json!({ "pools": [{ "name": "p" }], "controlPlane": { "events": { "publish": {} } } }));
     let file = |map: &str, file: &str| {
-        let map = lab.wait_for("ConfigMap", map);
+        let map = k8s.wait_for("ConfigMap", map);
         map.data["data"][file].as_str().expect("a file").to_owned()
     };
-    // Ports and paths are those of pods, and several tests run at once: nothing else is changed.
+    // Only ports and paths are replaced: the generated ones are for pods, and tests run in parallel.
     let free = |text: &str| {
         let mut config: toml::Table = text.parse().expect("TOML");
         for (section, key) in [("", "listen"), ("", "admin"), ("peers", "listen"), ("admin", "listen")] {
@@ -89,118 +89,126 @@ fn agent_and_member_start_with_the_configurations_that_were_made_for_them() {
         }
         config
     };
-    let folder = lab.world.folder();
+    let folder = k8s.env.folder();
     let member = free(&file("c-controlplane", "c-controlplane-0.toml"));
     let path = folder.join("member.toml");
     fs::write(&path, member.to_string()).expect("a file can be written");
-    let starting = Starting::spawn(control_plane::command(&path), &folder.join("member.log"));
-    let (_member, ready) = starting.ready().expect("a member starts with what was made for it");
+    let starting = StartingProcess::spawn(control_plane::command(&path), &folder.join("member.log"));
+    let (_member, ready) = starting.ready().expect("a member starts with its configuration");
     assert!(ready["grpc"].is_string());
 
     let mut agent = free(&file("c-agent", "agent.toml"));
     let session = agent["session"].as_table_mut().expect("a section");
     assert_eq!(session["socket"].as_str(), Some("/run/reprise/agent.sock"));
     session.insert("socket".to_owned(), folder.join("agent.sock").display().to_string().into());
-    let plane = agent["controlplane"].as_table_mut().expect("a section");
-    plane.insert("address".to_owned(), ready["grpc"].as_str().expect("checked above").into());
+    let control_plane = agent["controlplane"].as_table_mut().expect("a section");
+    control_plane.insert("address".to_owned(), ready["grpc"].as_str().expect("checked above").into());
     let path = folder.join("agent.toml");
     fs::write(&path, agent.to_string()).expect("a file can be written");
     let mut command = Command::new(binary("reprise-agent"));
     command.arg("--config").arg(&path);
-    let starting = Starting::spawn(command, &folder.join("agent.log"));
-    let (_agent, ready) = starting.ready().expect("an agent starts with what was made for it");
+    let starting = StartingProcess::spawn(command, &folder.join("agent.log"));
+    let (_agent, ready) = starting.ready().expect("an agent starts with its configuration");
     assert_eq!(ready["ready"], true);
     operator.kill();
 }
 
 #[test]
-fn what_somebody_changes_is_put_back_or_reported_and_what_is_deleted_comes_back() {
-    let lab = Lab::new();
-    let operator = lab.operator();
-    lab.cluster(json!({}));
-    let before = lab.wait_for("ConfigMap", "c-agent").data["data"].clone();
-    lab.wait_for("DaemonSet", "c-agent");
+fn foreign_edits_are_restored_or_reported_and_deleted_children_recreated() {
+    let k8s = TestCluster::new();
+    let operator = k8s.operator();
+    k8s.cluster(json!({}));
+    let before = k8s.wait_for("ConfigMap", "c-agent").data["data"].clone();
+    k8s.wait_for("DaemonSet", "c-agent");
 
-    // A field that is ours alone.
+    // A field that only the operator owns is restored.
     let edit = json!({ "data": { "agent.toml": "# mine now" } });
-    lab.merge("ConfigMap", "c-agent", &edit);
-    wait_until("the configuration is put back", PATIENCE, || {
-        (lab.get("ConfigMap", "c-agent")?.data["data"] == before).then_some(())
+    k8s.merge("ConfigMap", "c-agent", &edit);
+    wait_until("the configuration is restored", PATIENCE, || {
+        (k8s.get("ConfigMap", "c-agent")?.data["data"] == before).then_some(())
     });
 
-    // A field that others may have: reported, and left to them.
-    lab.apply(&json!({
+    // A field that others may own is reported and keeps their value.
+    k8s.apply(&json!({
         "apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": { "name": "c-controlplane" }, "spec": { "replicas": 3 },
     }));
-    let said = lab.wait_condition("KVCacheCluster", "c", ["Ready", "False", "FieldConflict"]);
-    assert!(said.contains("somebody") && said.contains("replicas"), "{said}");
-    std::thread::sleep(SETTLED);
-    assert_eq!(lab.get("StatefulSet", "c-controlplane").expect("it is there").data["spec"]["replicas"], 3);
-    // The spec follows: both say the same, and nobody conflicts.
-    lab.cluster(json!({ "controlPlane": { "replicas": 3 } }));
-    lab.wait_condition("KVCacheCluster", "c", ["Ready", "False", "Progressing"]);
+    let message = k8s.wait_condition("KVCacheCluster", "c", ["Ready", "False", "FieldConflict"]);
+    assert!(message.contains(OTHER_MANAGER) && message.contains("replicas"), "{message}");
+    std::thread::sleep(QUIET_PERIOD);
+    assert_eq!(
+        k8s.get("StatefulSet", "c-controlplane").expect("the object exists").data["spec"]["replicas"],
+        3
+    );
+    // With the same value in the spec there is no conflict.
+    k8s.cluster(json!({ "controlPlane": { "replicas": 3 } }));
+    k8s.wait_condition("KVCacheCluster", "c", ["Ready", "False", "Progressing"]);
 
     for (kind, name) in [("DaemonSet", "c-agent"), ("Service", "c-controlplane"), ("CacheNode", "n1")] {
-        let gone = lab.wait_for(kind, name).uid();
-        lab.delete(kind, name);
-        wait_until(&format!("{kind} {name} comes back"), PATIENCE, || {
-            lab.get(kind, name).filter(|found| found.uid() != gone).map(|_| ())
+        let gone = k8s.wait_for(kind, name).uid();
+        k8s.delete(kind, name);
+        wait_until(&format!("{kind} {name} is re-created"), PATIENCE, || {
+            k8s.get(kind, name).filter(|found| found.uid() != gone).map(|_| ())
         });
     }
     operator.kill();
 }
 
 #[test]
-fn an_object_of_somebody_else_under_a_name_of_ours_is_left_alone() {
-    let lab = Lab::new();
-    lab.apply(&json!({
+fn unowned_object_with_child_name_is_left_unchanged() {
+    let k8s = TestCluster::new();
+    k8s.apply(&json!({
         "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "c-agent" }, "data": { "mine": "yes" },
     }));
-    let operator = lab.operator();
-    lab.cluster(json!({}));
-    let said = lab.wait_condition("KVCacheCluster", "c", ["Ready", "False", "Conflict"]);
-    assert!(said.contains("ConfigMap c-agent"), "{said}");
-    assert_eq!(lab.get("ConfigMap", "c-agent").expect("it is there").data["data"], json!({ "mine": "yes" }));
-    // The others are made all the same, and with the name free this one is.
-    lab.wait_for("StatefulSet", "c-controlplane");
-    lab.delete("ConfigMap", "c-agent");
-    wait_until("the name is taken", PATIENCE, || {
-        let found = lab.get("ConfigMap", "c-agent")?;
+    let operator = k8s.operator();
+    k8s.cluster(json!({}));
+    let message = k8s.wait_condition("KVCacheCluster", "c", ["Ready", "False", "Conflict"]);
+    assert!(message.contains("ConfigMap c-agent"), "{message}");
+    assert_eq!(
+        k8s.get("ConfigMap", "c-agent").expect("the object exists").data["data"],
+        json!({ "mine": "yes" })
+    );
+    // The other children are created, and this one as soon as its name is free.
+    k8s.wait_for("StatefulSet", "c-controlplane");
+    k8s.delete("ConfigMap", "c-agent");
+    wait_until("the operator creates the ConfigMap", PATIENCE, || {
+        let found = k8s.get("ConfigMap", "c-agent")?;
         found.data["data"]["agent.toml"].is_string().then_some(())
     });
     operator.kill();
 }
 
 #[test]
-fn a_paused_cluster_is_not_changed_and_what_is_wanted_no_more_goes() {
-    let lab = Lab::new();
-    let operator = lab.operator();
-    lab.cluster(json!({ "paused": true }));
-    lab.wait_condition("KVCacheCluster", "c", ["Progressing", "False", "Paused"]);
-    std::thread::sleep(SETTLED);
-    assert!(lab.made().is_empty(), "{:?}", versions(&lab.made()));
-    lab.cluster(json!({}));
-    lab.wait_for("CacheNode", "n2");
-    // A cluster of fewer nodes.
-    lab.cluster(json!({ "agents": { "nodeSelector": { "name": "n1" } } }));
-    wait_until("n2 is the cluster's no more", PATIENCE, || {
-        lab.get("CacheNode", "n2").is_none().then_some(())
+fn paused_cluster_is_unchanged_and_obsolete_children_are_deleted() {
+    let k8s = TestCluster::new();
+    let operator = k8s.operator();
+    k8s.cluster(json!({ "paused": true }));
+    k8s.wait_condition("KVCacheCluster", "c", ["Progressing", "False", "Paused"]);
+    std::thread::sleep(QUIET_PERIOD);
+    assert!(k8s.operator_objects().is_empty(), "{:?}", versions(&k8s.operator_objects()));
+    k8s.cluster(json!({}));
+    k8s.wait_for("CacheNode", "n2");
+    // The cluster no longer selects n2.
+    k8s.cluster(json!({ "agents": { "nodeSelector": { "name": "n1" } } }));
+    wait_until("the CacheNode of n2 is deleted", PATIENCE, || {
+        k8s.get("CacheNode", "n2").is_none().then_some(())
     });
-    lab.wait_for("CacheNode", "n1");
-    // What has the cluster's label and is not wanted: a ConfigMap of an older release.
-    let uid = lab.get("KVCacheCluster", "c").and_then(|cluster| cluster.uid()).expect("it is there");
+    k8s.wait_for("CacheNode", "n1");
+    // A ConfigMap of an older release, which has the cluster's label and is obsolete.
+    let uid = k8s.get("KVCacheCluster", "c").and_then(|cluster| cluster.uid()).expect("the object exists");
     let labels: Value =
         json!({ "app.kubernetes.io/managed-by": "reprise-operator", "reprise.dev/cluster-uid": uid });
-    lab.apply(&json!({
+    k8s.apply(&json!({
         "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "c-old", "labels": labels }, "data": {},
     }));
-    wait_until("it goes", PATIENCE, || lab.get("ConfigMap", "c-old").is_none().then_some(()));
-    // A binding has no owner that would take it along.
-    assert!(lab.get("ClusterRoleBinding", "reprise-cache-c-agent").is_some());
-    lab.delete("KVCacheCluster", "c");
-    wait_until("the binding goes", PATIENCE, || {
-        lab.get("ClusterRoleBinding", "reprise-cache-c-agent").is_none().then_some(())
+    wait_until("the obsolete ConfigMap is deleted", PATIENCE, || {
+        k8s.get("ConfigMap", "c-old").is_none().then_some(())
     });
-    wait_until("the node goes", PATIENCE, || lab.get("CacheNode", "n1").is_none().then_some(()));
+    // A ClusterRoleBinding has no owner, so garbage collection would not delete it.
+    assert!(k8s.get("ClusterRoleBinding", "reprise-cache-c-agent").is_some());
+    k8s.delete("KVCacheCluster", "c");
+    wait_until("the binding is deleted", PATIENCE, || {
+        k8s.get("ClusterRoleBinding", "reprise-cache-c-agent").is_none().then_some(())
+    });
+    wait_until("the CacheNode is deleted", PATIENCE, || k8s.get("CacheNode", "n1").is_none().then_some(()));
     operator.kill();
 }

@@ -1,4 +1,4 @@
-//! What has converged is not written to, and what changes while the API server is away is done when it is back.
+//! A converged cluster causes no writes, and changes during an API-server outage are applied afterwards.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -9,58 +9,59 @@ use reprise_e2e::{Operator, PATIENCE, wait_until};
 use serde_json::json;
 
 use crate::agents::{Agents, PRODUCT};
-use crate::lab::{Lab, SETTLED, THEIRS, versions};
-use crate::queues::{WAITS, ask};
-use crate::stores::lose_the_authority;
+use crate::queues::{WAITING, create_allocation};
+use crate::stores::delete_authority;
+use crate::test_cluster::{QUIET_PERIOD, TestCluster, USER_KINDS, versions};
 
-/// What the operator says when the API server goes away.
-const WATCH_LOST: &str = "a watch was lost and begins again";
+/// Log line of the operator when it loses the API server.
+const WATCH_LOST: &str = "watch lost; restarting it";
 
-/// Reconciles without a change that are looked at.
+/// Number of reconciles without a change.
 const RESYNCS: usize = 10;
 
-/// Waits until nothing that the operator makes is written for a while.
-pub(crate) fn settle(lab: &Lab) {
-    let mut before = versions(&lab.made());
-    wait_until("nothing is written any more", 3 * PATIENCE, || {
-        std::thread::sleep(SETTLED);
-        let now = versions(&lab.made());
+/// Waits until the operator's objects have not been written for [`QUIET_PERIOD`].
+pub(crate) fn wait_until_idle(k8s: &TestCluster) {
+    let mut before = versions(&k8s.operator_objects());
+    wait_until("writes stop", 3 * PATIENCE, || {
+        std::thread::sleep(QUIET_PERIOD);
+        let now = versions(&k8s.operator_objects());
         let same = now == before;
         before = now;
         same.then_some(())
     });
 }
 
-/// Looks at everything again and again, and at the end nothing has been written, and nothing asked for but by the clock.
-pub(crate) fn assert_writes_nothing(lab: &Lab, operator: &Operator) {
-    wait_written(operator);
-    let (mut wanted, begun) = (everything(lab), Asked::of(operator));
-    let looked_at: Vec<String> = wanted.keys().filter(|key| reconciles(key)).cloned().collect();
-    let kinds: BTreeSet<&str> = looked_at.iter().map(|key| split(key).0).collect();
+/// Triggers reconciles of all objects, and asserts that they cause no writes and no requests except periodic
+/// ones.
+pub(crate) fn assert_writes_nothing(k8s: &TestCluster, operator: &Operator) {
+    wait_no_writes(operator);
+    let (mut wanted, begun) = (all_versions(k8s), ApiUsage::of(operator));
+    let keys: Vec<String> = wanted.keys().filter(|key| is_reconciled(key)).cloned().collect();
+    let kinds: BTreeSet<&str> = keys.iter().map(|key| split_key(key).0).collect();
     let reconciled = |kind: &str| {
         operator.metric("reprise_operator_reconciles_total{", &format!("kind=\"{kind}\",result=\"done\""))
     };
     let first: BTreeMap<&str, f64> = kinds.iter().map(|kind| (*kind, reconciled(kind))).collect();
     for resync in 0..RESYNCS {
         let already: Vec<f64> = kinds.iter().map(|kind| reconciled(kind)).collect();
-        // An annotation changes nothing that is wanted, and makes everything be looked at.
-        for key in &looked_at {
-            wanted.insert(key.clone(), mark(lab, key, &resync.to_string()));
+        // An annotation triggers a reconcile without changing the desired state.
+        for key in &keys {
+            wanted.insert(key.clone(), annotate(k8s, key, &resync.to_string()));
         }
         wait_until("each kind is reconciled", PATIENCE, || {
             kinds.iter().zip(&already).all(|(kind, already)| reconciled(kind) > *already).then_some(())
         });
     }
-    std::thread::sleep(SETTLED);
+    std::thread::sleep(QUIET_PERIOD);
     for (kind, first) in first {
         assert!(reconciled(kind) - first >= RESYNCS as f64, "{kind}");
     }
-    assert_eq!(everything(lab), wanted, "nothing is written but by the test");
-    begun.assert_is_all(operator);
+    assert_eq!(all_versions(k8s), wanted, "only the test writes objects");
+    begun.assert_only_periodic(operator);
 }
 
-/// Waits until all is written that may wait: sums of a status do so for 10 s after the last write.
-fn wait_written(operator: &Operator) {
+/// Waits until delayed writes are done: totals of a status are written at most every 10 s.
+fn wait_no_writes(operator: &Operator) {
     let written = || operator.metric("reprise_operator_writes_total{", "");
     let (mut last, mut since) = (written(), Instant::now());
     wait_until("nothing is written for 11 s", 4 * PATIENCE, || {
@@ -73,93 +74,94 @@ fn wait_written(operator: &Operator) {
     });
 }
 
-/// Kind and name.
-fn split(key: &str) -> (&str, &str) {
+/// Splits a key into kind and name.
+fn split_key(key: &str) -> (&str, &str) {
     key.split_once('/').expect("kind and name")
 }
 
 /// Whether the operator reconciles objects of this kind.
-fn reconciles(key: &str) -> bool {
-    split(key).0 == "Node" || THEIRS.iter().any(|(kind, ..)| *kind == split(key).0)
+fn is_reconciled(key: &str) -> bool {
+    split_key(key).0 == "Node" || USER_KINDS.iter().any(|(kind, ..)| *kind == split_key(key).0)
 }
 
-/// Versions of all that an operator makes, looks at or says something of.
-fn everything(lab: &Lab) -> BTreeMap<String, String> {
+/// Resource versions of all objects that the operator writes or watches.
+fn all_versions(k8s: &TestCluster) -> BTreeMap<String, String> {
     let nodes =
-        lab.list("Node").into_iter().map(|node| (format!("Node/{}", node.name_any()), node)).collect();
-    [lab.made(), lab.theirs(), nodes].iter().flat_map(versions).collect()
+        k8s.list("Node").into_iter().map(|node| (format!("Node/{}", node.name_any()), node)).collect();
+    [k8s.operator_objects(), k8s.user_objects(), nodes].iter().flat_map(versions).collect()
 }
 
-/// Changes what nobody goes by; the version that comes of it.
-pub(crate) fn mark(lab: &Lab, key: &str, value: &str) -> String {
-    let (kind, name) = split(key);
+/// Sets an annotation that no component reads. Returns the new resource version.
+pub(crate) fn annotate(k8s: &TestCluster, key: &str, value: &str) -> String {
+    let (kind, name) = split_key(key);
     let mark = json!({ "metadata": { "annotations": { "test/resync": value } } });
-    let (api, params) = (lab.api(kind), PatchParams::default());
-    let marked = lab.server.block_on(api.patch(name, &params, &Patch::Merge(&mark)));
-    marked.expect("it is there").resource_version().expect("stored objects have one")
+    let (api, params) = (k8s.api(kind), PatchParams::default());
+    let marked = k8s.server.block_on(api.patch(name, &params, &Patch::Merge(&mark)));
+    marked.expect("the object exists").resource_version().expect("stored objects have a version")
 }
 
-/// What an operator has asked of the API server, written and failed at.
-struct Asked {
+/// Counters of an operator: requests by verb, resource and code, writes, and failed reconciles.
+struct ApiUsage {
     requests: BTreeMap<String, f64>,
     written: f64,
     failed: f64,
 }
 
-impl Asked {
-    fn of(operator: &Operator) -> Asked {
-        Asked {
+impl ApiUsage {
+    fn of(operator: &Operator) -> ApiUsage {
+        ApiUsage {
             requests: operator.samples("reprise_operator_api_requests_total"),
             written: operator.metric("reprise_operator_writes_total{", ""),
             failed: operator.metric("reprise_operator_reconciles_total{", "result=\"failed\""),
         }
     }
 
-    /// Since then only what time alone asks for has been: renewals of the lease, watches that begin again, and whether a kind is served by now that was
-    /// not. A refused write would be here as well.
-    fn assert_is_all(&self, operator: &Operator) {
-        let (now, lease) = (Asked::of(operator), ["get", "update"].map(|verb| labels(verb, "leases", "200")));
+    /// Asserts that all later requests are periodic: lease renewals, restarted watches, and probes for a kind
+    /// that is not served. Rejected writes count as requests, too.
+    fn assert_only_periodic(&self, operator: &Operator) {
+        let (now, lease) =
+            (ApiUsage::of(operator), ["get", "update"].map(|verb| labels(verb, "leases", "200")));
         let by_time = |asked: &String| {
             let watches = asked.starts_with("verb=\"watch\"") && asked.ends_with("code=\"200\"");
-            // A renewal that is refused or not answered in time, as on a busy machine, is made again.
+            // A renewal that fails or times out on a busy machine is retried.
             let of_lease = |verb| asked.starts_with(&format!("verb=\"{verb}\",resource=\"leases\""));
             let renewals = of_lease("get") || of_lease("update");
             watches || renewals || *asked == labels("list", "podmonitors", "404")
         };
         let before = |asked: &String| self.requests.get(asked).copied().unwrap_or_default();
         let new = now.requests.iter().filter(|(asked, count)| **count > before(asked) && !by_time(asked));
-        assert_eq!(new.collect::<Vec<_>>(), [], "what is so is not asked for");
-        // Every 5 s or so: without it nothing would be counted here.
-        wait_until("the lease is renewed, and that is counted", PATIENCE, || {
-            let now = Asked::of(operator).requests;
+        assert_eq!(new.collect::<Vec<_>>(), [], "only periodic requests");
+        // Proves that the operator counts requests: it renews its lease about every 5 s.
+        wait_until("a lease renewal is counted", PATIENCE, || {
+            let now = ApiUsage::of(operator).requests;
             lease.iter().all(|asked| now.get(asked) > self.requests.get(asked)).then_some(())
         });
         assert_eq!((now.written, now.failed), (self.written, self.failed));
     }
 }
 
-/// Labels of a sample, as they are served.
+/// Labels of a request sample in the Prometheus text format.
 fn labels(verb: &str, resource: &str, code: &str) -> String {
     format!("verb=\"{verb}\",resource=\"{resource}\",code=\"{code}\"")
 }
 
 #[test]
-fn a_converged_cluster_is_not_written_to() {
-    let lab = Lab::new();
-    let operator = lab.operator();
-    lab.pool("p", "/var/lib/pool", json!({}));
-    lab.raw_pool("r", json!({}));
-    lab.tenant("t", json!({ "perNode": { "ssd": { "reserved": "16Mi" } }, "namespaceSelector": {} }));
-    lab.profile("s", PRODUCT, 60);
-    // With an etcd of its own as well: certificates are drawn once.
+fn converged_cluster_causes_no_writes() {
+    let k8s = TestCluster::new();
+    let operator = k8s.operator();
+    k8s.pool("p", "/var/lib/pool", json!({}));
+    k8s.raw_pool("r", json!({}));
+    k8s.tenant("t", json!({ "perNode": { "ssd": { "reserved": "16Mi" } }, "namespaceSelector": {} }));
+    k8s.profile("s", PRODUCT, 60);
+    // With a managed etcd: its certificates are generated only once.
     let pools = json!([{ "name": "p" }, { "name": "r" }]);
-    lab.cluster(json!({ "pools": pools, "etcd": { "mode": "Managed" }, "slackProfiles": {} }));
-    lab.wait_for("Secret", "c-etcd-tls");
-    lab.all_are_ready("c-etcd");
-    lab.members_are_ready();
-    // One is granted and the other waits: that is said once.
+    k8s.cluster(json!({ "pools": pools, "etcd": { "mode": "Managed" }, "slackProfiles": {} }));
+    k8s.wait_for("Secret", "c-etcd-tls");
+    k8s.make_pods_ready("c-etcd");
+    k8s.make_members_ready();
+    // One allocation is granted and the other waits: each status is written once.
     for (name, pairs) in [("a", 12), ("b", 8)] {
-        ask(&lab, name, json!({ "poolRef": { "name": "r" }, "queuePairs": pairs }));
+        create_allocation(&k8s, name, json!({ "poolRef": { "name": "r" }, "queuePairs": pairs }));
     }
     let mut agents = Agents::default();
     for (kind, name, wanted) in [
@@ -169,63 +171,64 @@ fn a_converged_cluster_is_not_written_to() {
         ("CacheTenant", "t", ["PodsBound", "True", "AsDesired"]),
         ("SlackProfile", "s", ["Distributed", "True", "AsDesired"]),
         ("GPUQueueAllocation", "a", ["Programmed", "True", "AsDesired"]),
-        ("GPUQueueAllocation", "b", WAITS),
+        ("GPUQueueAllocation", "b", WAITING),
     ] {
-        agents.obey_until(&lab, (kind, name), wanted);
+        agents.sync_until(&k8s, (kind, name), wanted);
     }
-    settle(&lab);
-    assert!(!agents.obey(&lab), "nothing new is wanted of them");
-    assert_writes_nothing(&lab, &operator);
+    wait_until_idle(&k8s);
+    assert!(!agents.sync(&k8s), "agents have nothing new to report");
+    assert_writes_nothing(&k8s, &operator);
     assert!(operator.terminate().success());
 }
 
 #[test]
-fn a_managed_store_that_is_refused_or_has_lost_its_authority_is_not_asked_about() {
-    let lab = Lab::new();
-    let operator = lab.operator();
-    // What it would have is not there, and is not looked for.
-    lab.cluster(json!({ "etcd": { "mode": "Managed" }, "injection": { "mode": "Webhook" } }));
-    lab.wait_condition("KVCacheCluster", "c", ["Accepted", "False", "Unsupported"]);
-    settle(&lab);
-    assert_writes_nothing(&lab, &operator);
-    lab.cluster(json!({ "etcd": { "mode": "Managed" } }));
-    lab.wait_for("Secret", "c-etcd-tls");
-    lab.all_are_ready("c-etcd");
-    lab.members_are_ready();
-    lose_the_authority(&lab);
-    settle(&lab);
-    assert_writes_nothing(&lab, &operator);
+fn rejected_cluster_and_lost_authority_cause_no_requests() {
+    let k8s = TestCluster::new();
+    let operator = k8s.operator();
+    // A rejected cluster has no objects of an etcd, and the operator does not read them.
+    k8s.cluster(json!({ "etcd": { "mode": "Managed" }, "injection": { "mode": "Webhook" } }));
+    k8s.wait_condition("KVCacheCluster", "c", ["Accepted", "False", "Unsupported"]);
+    wait_until_idle(&k8s);
+    assert_writes_nothing(&k8s, &operator);
+    k8s.cluster(json!({ "etcd": { "mode": "Managed" } }));
+    k8s.wait_for("Secret", "c-etcd-tls");
+    k8s.make_pods_ready("c-etcd");
+    k8s.make_members_ready();
+    delete_authority(&k8s);
+    wait_until_idle(&k8s);
+    assert_writes_nothing(&k8s, &operator);
     operator.kill();
 }
 
 #[test]
-fn an_api_server_that_was_away_finds_everything_brought_up_to_date() {
-    let mut lab = Lab::new();
-    // The operator says that it has lost its watches, and may fail to renew.
-    for words in [WATCH_LOST, "a reconcile failed", "the lease cannot be"] {
-        lab.world.allow(words);
+fn operator_catches_up_after_api_server_outage() {
+    let mut k8s = TestCluster::new();
+    // The operator logs lost watches, and its lease renewals may fail.
+    for words in [WATCH_LOST, "reconcile failed", "lease request failed"] {
+        k8s.env.allow(words);
     }
-    let files = lab.operator_files("operator");
+    let files = k8s.operator_files("operator");
     let operator = files.start().expect("the operator starts");
-    lab.cluster(json!({}));
-    lab.wait_for("DaemonSet", "c-agent");
-    settle(&lab);
-    let lost = || std::fs::read_to_string(files.log()).expect("it logs").matches(WATCH_LOST).count();
+    k8s.cluster(json!({}));
+    k8s.wait_for("DaemonSet", "c-agent");
+    wait_until_idle(&k8s);
+    let lost =
+        || std::fs::read_to_string(files.log()).expect("the operator has a log").matches(WATCH_LOST).count();
     let before = lost();
-    lab.server.kill();
-    // No longer than it takes: after ten seconds without its lease it would end.
+    k8s.server.kill();
+    // As short as possible: after ten seconds without its lease the operator exits.
     wait_until("the operator has lost its watches", PATIENCE, || (lost() > before).then_some(()));
-    lab.server.restart();
-    // Something is gone, and something new is wanted.
-    lab.delete("ConfigMap", "c-agent");
-    lab.pool("p", "/var/lib/pool", json!({}));
-    lab.cluster(json!({ "pools": [{ "name": "p" }] }));
-    lab.wait_for("ConfigMap", "c-agent");
-    wait_until("the claim is there", PATIENCE, || {
-        lab.get("CacheNode", "n1")?.data["spec"]["claims"].is_array().then_some(())
+    k8s.server.restart();
+    // One child is missing and the spec has a new pool.
+    k8s.delete("ConfigMap", "c-agent");
+    k8s.pool("p", "/var/lib/pool", json!({}));
+    k8s.cluster(json!({ "pools": [{ "name": "p" }] }));
+    k8s.wait_for("ConfigMap", "c-agent");
+    wait_until("the node has a claim", PATIENCE, || {
+        k8s.get("CacheNode", "n1")?.data["spec"]["claims"].is_array().then_some(())
     });
-    lab.wait_condition("KVCacheCluster", "c", ["PoolsBound", "True", "AsDesired"]);
-    // It is the same process, with the lease that it had.
+    k8s.wait_condition("KVCacheCluster", "c", ["PoolsBound", "True", "AsDesired"]);
+    // The process has kept its lease throughout.
     assert_eq!(operator.metric("reprise_operator_leader", ""), 1.0);
     assert!(operator.terminate().success());
 }

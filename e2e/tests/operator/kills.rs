@@ -1,80 +1,80 @@
-//! The operator is killed right before and right after each of its writes; whoever follows ends in the same objects.
+//! The operator is killed right before or right after each of its writes; its successor converges to the same
+//! objects.
 //!
-//! Two stories are told again and again, each time with a kill at another moment: a cluster is made of nothing, and what must not go before nodes have
-//! done something is deleted. The seed draws which moments a run covers and their order, and their number does not depend on how fast the machine is.
+//! Two scenarios run once for each crash point: the creation of a cluster, and deletions that must wait for
+//! agents. The seed selects the crash points of a run and their order. Their number does not depend on the
+//! machine's speed.
 
 use std::time::{Duration, Instant};
 
 use rand::seq::SliceRandom;
-use reprise_e2e::{Interposer, Moment, Operator, OperatorFiles, PATIENCE, seed, wait_until};
+use reprise_e2e::{CrashPoint, FaultProxy, Operator, OperatorFiles, PATIENCE, seed, wait_until};
 use serde_json::json;
 
 use crate::agents::{Agents, PRODUCT};
-use crate::in_use::TOO_SHORT;
-use crate::lab::{Lab, SPACE};
-use crate::outcome::{Outcome, assert_same, clear, outcome};
-use crate::queues::{KIND as ALLOCATION, ask};
+use crate::deletion_guard::TOO_SHORT;
+use crate::queues::{KIND as ALLOCATION, create_allocation};
+use crate::snapshot::{ClusterSnapshot, assert_same, delete_operator_objects, snapshot};
+use crate::test_cluster::{NAMESPACE, TestCluster};
 
-/// Percentage of the moments of one story that a run covers; 100 covers all.
+/// Percentage of a scenario's crash points that a run covers; 100 covers all.
 const PERCENT_VARIABLE: &str = "REPRISE_E2E_KILL_PERCENT";
 const PERCENT: u64 = 35;
-/// No story has fewer writes.
-const WRITES_MIN: u64 = 8;
-/// Nothing is written for so long once all is as it should be: pauses within a reconcile are milliseconds.
-const QUIET: Duration = Duration::from_millis(250);
-/// Seconds for which nothing must be heard of sessions: there are none here, and what guards a wipe is looked at twice.
-const UNUSED: u64 = 1;
+/// Minimum number of writes of a scenario.
+const MIN_WRITES: u64 = 8;
+/// Time without a write after which the operator is idle. Pauses within a reconcile take milliseconds.
+const NO_WRITES_FOR: Duration = Duration::from_millis(250);
+/// Seconds without a session report after which an object counts as unused. These scenarios have no sessions;
+/// the operator waits this time twice before it removes the finalizer of a wiped pool.
+const UNUSED_SECONDS: u64 = 1;
 
-/// What is told again and again.
-trait Story {
-    /// Brings everything to the beginning. An operator may be at work, and is killed.
-    fn begin(&mut self, lives: &mut Lives, operator: Option<Operator>);
-    /// What must be so at any moment.
-    fn check(&self, lives: &Lives);
+/// Scenario that runs once for each crash point.
+trait Scenario {
+    /// Restores the initial state, and kills the operator if one runs.
+    fn prepare(&mut self, runner: &mut CrashRunner, operator: Option<Operator>);
+    /// Asserts what must hold at any time.
+    fn assert_invariant(&self, runner: &CrashRunner);
 }
 
-/// An operator that is started again and again, and the agents beside it.
-struct Lives {
-    lab: Lab,
-    gate: Interposer,
+/// Starts and kills an operator repeatedly, next to simulated agents.
+struct CrashRunner {
+    k8s: TestCluster,
+    proxy: FaultProxy,
     files: OperatorFiles,
     agents: Agents,
 }
 
-impl Lives {
-    fn new() -> Lives {
-        let lab = Lab::new();
+impl CrashRunner {
+    fn new() -> CrashRunner {
+        let k8s = TestCluster::new();
         // A watch of a killed operator ends in the middle of a line.
-        for words in [
-            "a reconcile failed and is tried again",
-            "a watch was lost and begins again",
-            "the lease cannot be",
-            TOO_SHORT,
-        ] {
-            lab.world.allow(words);
+        for words in
+            ["reconcile failed; retrying", "watch lost; restarting it", "lease request failed", TOO_SHORT]
+        {
+            k8s.env.allow(words);
         }
-        let gate = lab.world.interposer(&lab.server);
-        // All lives have one name, so that nobody waits for the lease of a dead one.
-        let files = lab.operator_files("operator").through(&gate).unused_for(UNUSED);
-        Lives { lab, gate, files, agents: Agents::default() }
+        let proxy = k8s.env.fault_proxy(&k8s.server);
+        // All processes have one name, so that none waits for the lease of a killed one.
+        let files = k8s.operator_files("operator").via_proxy(&proxy).unused_for(UNUSED_SECONDS);
+        CrashRunner { k8s, proxy, files, agents: Agents::default() }
     }
 
     fn start(&self) -> Operator {
-        self.files.start().unwrap_or_else(|refused| panic!("the operator does not start: {refused:?}"))
+        self.files.start().unwrap_or_else(|error| panic!("the operator does not start: {error:?}"))
     }
 
-    /// One that is killed at a moment, if it comes to that: not when all was done before.
-    fn killed_at(&mut self, moment: Moment, wanted: &Outcome) -> bool {
-        self.gate.open(Some(moment));
+    /// Runs an operator until it is killed at the crash point. Returns false if it completes before.
+    fn kill_at(&mut self, moment: CrashPoint, wanted: &ClusterSnapshot) -> bool {
+        self.proxy.open(Some(moment));
         let operator = self.start();
         let (begun, mut is_killed) = (Instant::now(), false);
         while begun.elapsed() < PATIENCE {
-            self.agents.obey(&self.lab);
-            if self.gate.wait_closed(Duration::from_millis(20)) {
+            self.agents.sync(&self.k8s);
+            if self.proxy.wait_closed(Duration::from_millis(20)) {
                 is_killed = true;
                 break;
             }
-            if self.is_quiet(&operator) && outcome(&self.lab) == *wanted {
+            if self.is_quiet(&operator) && snapshot(&self.k8s) == *wanted {
                 break;
             }
         }
@@ -82,55 +82,55 @@ impl Lives {
         is_killed
     }
 
-    /// One that is left alone: it ends in what is wanted, and then writes nothing. It goes on.
-    fn finish(&mut self, wanted: &Outcome, after: &str) -> Operator {
-        self.gate.open(None);
+    /// Runs an operator without a kill until it is idle in the wanted state. Returns the running operator.
+    fn run_to_completion(&mut self, wanted: &ClusterSnapshot, after: &str) -> Operator {
+        self.proxy.open(None);
         let operator = self.start();
         let give_up = Instant::now() + PATIENCE;
         loop {
-            self.agents.obey(&self.lab);
-            let now = outcome(&self.lab);
-            if now == *wanted && self.is_quiet(&operator) && outcome(&self.lab) == *wanted {
+            self.agents.sync(&self.k8s);
+            let now = snapshot(&self.k8s);
+            if now == *wanted && self.is_quiet(&operator) && snapshot(&self.k8s) == *wanted {
                 return operator;
             }
             if Instant::now() > give_up {
-                seed::say(&format!("{after}, the next one does not come to the same"));
+                seed::print_line(&format!("{after}, the next operator does not converge"));
                 assert_same(wanted, &now);
             }
             std::thread::sleep(Duration::from_millis(20));
         }
     }
 
-    /// Whether it works and has written nothing for a while.
+    /// Whether the operator has reconciled a cluster and has not written for a while.
     fn is_quiet(&self, operator: &Operator) -> bool {
         let reconciled = operator.metric("reprise_operator_reconciles_total{", "kind=\"KVCacheCluster\"");
-        reconciled > 0.0 && self.gate.quiet_for().is_none_or(|quiet| quiet >= QUIET)
+        reconciled > 0.0 && self.proxy.time_since_last_write().is_none_or(|quiet| quiet >= NO_WRITES_FOR)
     }
 
-    /// Waits until nothing is written any more; what there is then.
-    fn rest(&mut self, operator: &Operator) -> Outcome {
-        wait_until("nothing is written any more", PATIENCE, || {
+    /// Waits until the operator is idle, and returns a snapshot.
+    fn wait_idle(&mut self, operator: &Operator) -> ClusterSnapshot {
+        wait_until("writes stop", PATIENCE, || {
             std::thread::sleep(Duration::from_millis(20));
-            (!self.agents.obey(&self.lab) && self.is_quiet(operator)).then_some(())
+            (!self.agents.sync(&self.k8s) && self.is_quiet(operator)).then_some(())
         });
-        outcome(&self.lab)
+        snapshot(&self.k8s)
     }
 
-    /// Tells a story again for each of its writes, with a kill at this moment of it.
-    fn tell(&mut self, name: &str, story: &mut impl Story, moment: fn(u64) -> Moment) {
+    /// Runs a scenario once for each selected write, with a kill before or after that write.
+    fn run_scenario(&mut self, name: &str, scenario: &mut impl Scenario, moment: fn(u64) -> CrashPoint) {
         let mut random = seed::seeded(name);
-        story.begin(self, None);
-        self.gate.open(None);
+        scenario.prepare(self, None);
+        self.proxy.open(None);
         let operator = self.start();
-        let mut wanted = self.rest(&operator);
-        // Some of what is said is found out in its own time.
+        let mut wanted = self.wait_idle(&operator);
+        // Some conditions depend on periodic polls.
         for _ in 0..3 {
-            std::thread::sleep(10 * QUIET);
-            wanted = self.rest(&operator);
+            std::thread::sleep(10 * NO_WRITES_FOR);
+            wanted = self.wait_idle(&operator);
         }
-        let writes = self.gate.writes();
-        assert!(writes >= WRITES_MIN, "{writes} writes are not all that there is to write");
-        let mut moments: Vec<Moment> = (1..=writes).map(moment).collect();
+        let writes = self.proxy.writes();
+        assert!(writes >= MIN_WRITES, "expected at least {MIN_WRITES} writes, counted {writes}");
+        let mut moments: Vec<CrashPoint> = (1..=writes).map(moment).collect();
         moments.shuffle(&mut random);
         let percent = seed::number(PERCENT_VARIABLE, PERCENT);
         let wanted_kills = (moments.len() as u64 * percent).div_ceil(100) as usize;
@@ -139,136 +139,139 @@ impl Lives {
             if covered == wanted_kills {
                 break;
             }
-            story.begin(self, last.take());
-            if self.killed_at(moment, &wanted) {
+            scenario.prepare(self, last.take());
+            if self.kill_at(moment, &wanted) {
                 covered += 1;
             } else {
                 not_reached.push(moment);
             }
-            story.check(self);
-            last = Some(self.finish(&wanted, &format!("{name}: killed at {moment:?}")));
-            story.check(self);
+            scenario.assert_invariant(self);
+            last = Some(self.run_to_completion(&wanted, &format!("{name}: killed at {moment:?}")));
+            scenario.assert_invariant(self);
         }
         if let Some(operator) = last {
             operator.kill();
         }
-        seed::say(&format!(
-            "{name}: killed at {covered} of {writes} writes; all was done before these came: {not_reached:?}"
+        seed::print_line(&format!(
+            "{name}: killed at {covered} of {writes} writes; completed before these crash points: {not_reached:?}"
         ));
-        // A life that finds part of the work done has fewer writes than the first one.
+        // An operator that finds part of the objects writes less than the first one.
         assert!(covered * 2 >= wanted_kills, "killed at {covered} of {writes} writes, not at {wanted_kills}");
     }
 }
 
-/// A cluster with two pools, an etcd of its own, and an object of every kind that the operator can make, is made.
-struct FromNothing;
+/// Creates a cluster with two pools and a managed etcd, with an object of every kind that the operator
+/// creates.
+struct Creation;
 
-impl Story for FromNothing {
-    fn begin(&mut self, lives: &mut Lives, operator: Option<Operator>) {
+impl Scenario for Creation {
+    fn prepare(&mut self, runner: &mut CrashRunner, operator: Option<Operator>) {
         if let Some(operator) = operator {
             operator.kill();
         }
-        clear(&lives.lab);
+        delete_operator_objects(&runner.k8s);
     }
 
-    /// No certificates of etcd are there without the authority that they are of.
-    fn check(&self, lives: &Lives) {
+    /// Asserts that the certificates of etcd are signed by the stored authority.
+    fn assert_invariant(&self, runner: &CrashRunner) {
         let entry =
-            |secret: &str, entry: &str| Some(lives.lab.get("Secret", secret)?.data["data"][entry].clone());
+            |secret: &str, entry: &str| Some(runner.k8s.get("Secret", secret)?.data["data"][entry].clone());
         if let Some(of) = entry("c-etcd-tls", "ca.crt") {
             assert_eq!(entry("c-etcd-ca", "tls.crt"), Some(of));
         }
     }
 }
 
-fn tell_from_nothing(name: &str, moment: fn(u64) -> Moment) {
-    let mut lives = Lives::new();
-    let lab = &lives.lab;
-    lab.serve_pod_monitors();
-    // Claims of devices that others have may be made.
+fn run_creation(name: &str, moment: fn(u64) -> CrashPoint) {
+    let mut runner = CrashRunner::new();
+    let k8s = &runner.k8s;
+    k8s.serve_pod_monitors();
+    // Allows claims with admin access, which share devices with other pods.
     let labels = json!({ "resource.kubernetes.io/admin-access": "true" });
-    lab.apply(
-        &json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": SPACE, "labels": labels } }),
+    k8s.apply(
+        &json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": NAMESPACE, "labels": labels } }),
     );
-    lab.pool("p", "/var/lib/pool", json!({}));
-    lab.pool("q", "/var/lib/other", json!({ "nodeSelector": { "matchLabels": { "name": "n1" } } }));
-    lab.tenant("t", json!({ "perNode": { "ssd": { "reserved": "16Mi" } }, "namespaceSelector": {} }));
-    lab.profile("s", PRODUCT, 60);
-    lab.cluster(json!({
+    k8s.pool("p", "/var/lib/pool", json!({}));
+    k8s.pool("q", "/var/lib/other", json!({ "nodeSelector": { "matchLabels": { "name": "n1" } } }));
+    k8s.tenant("t", json!({ "perNode": { "ssd": { "reserved": "16Mi" } }, "namespaceSelector": {} }));
+    k8s.profile("s", PRODUCT, 60);
+    k8s.cluster(json!({
         "pools": [{ "name": "p" }, { "name": "q" }], "etcd": { "mode": "Managed" }, "slackProfiles": {},
         "agents": { "gpuAccess": { "mode": "Dra", "deviceClassName": "gpu.example.com" } },
         "injection": { "mode": "AdmissionPolicy", "namespaceSelector": { "matchLabels": { "engines": "yes" } } },
         "monitoring": { "mode": "PodMonitor" },
     }));
-    lives.tell(name, &mut FromNothing, moment);
+    runner.run_scenario(name, &mut Creation, moment);
 }
 
 #[test]
-fn killed_before_any_write_it_ends_in_what_a_fresh_one_makes() {
-    tell_from_nothing("killed_before_any_write_it_ends_in_what_a_fresh_one_makes", Moment::Before);
+fn kill_before_any_write_converges_to_state_of_fresh_operator() {
+    run_creation("kill_before_any_write_converges_to_state_of_fresh_operator", CrashPoint::Before);
 }
 
 #[test]
-fn killed_after_any_write_it_ends_in_what_a_fresh_one_makes() {
-    tell_from_nothing("killed_after_any_write_it_ends_in_what_a_fresh_one_makes", Moment::After);
+fn kill_after_any_write_converges_to_state_of_fresh_operator() {
+    run_creation("kill_after_any_write_converges_to_state_of_fresh_operator", CrashPoint::After);
 }
 
-/// Of a cluster of one node that goes on, a pool is deleted that is to be wiped, and an allocation whose queues the agent has made.
+/// Deletes a pool that must be wiped, and an allocation whose queues exist, in a running cluster of one node.
 struct Deletions {
-    /// Unique id of the pool of this time.
+    /// UID of the pool in the current run.
     pool: Option<String>,
 }
 
-impl Story for Deletions {
-    fn begin(&mut self, lives: &mut Lives, operator: Option<Operator>) {
-        lives.gate.open(None);
-        let operator = operator.unwrap_or_else(|| lives.start());
+impl Scenario for Deletions {
+    fn prepare(&mut self, runner: &mut CrashRunner, operator: Option<Operator>) {
+        runner.proxy.open(None);
+        let operator = operator.unwrap_or_else(|| runner.start());
         let wiped = json!({ "deletionPolicy": "Wipe", "wipeConfirmation": "yes-really-destroy-the-data" });
-        lives.lab.pool("p", "/var/lib/pool", wiped);
-        ask(&lives.lab, "a", json!({ "poolRef": { "name": "r" } }));
-        lives.agents.obey_until(&lives.lab, (ALLOCATION, "a"), ["Programmed", "True", "AsDesired"]);
-        lives.agents.obey_until(&lives.lab, ("SSDPool", "p"), ["Ready", "True", "AsDesired"]);
-        lives.rest(&operator);
+        runner.k8s.pool("p", "/var/lib/pool", wiped);
+        create_allocation(&runner.k8s, "a", json!({ "poolRef": { "name": "r" } }));
+        runner.agents.sync_until(&runner.k8s, (ALLOCATION, "a"), ["Programmed", "True", "AsDesired"]);
+        runner.agents.sync_until(&runner.k8s, ("SSDPool", "p"), ["Ready", "True", "AsDesired"]);
+        runner.wait_idle(&operator);
         operator.kill();
-        let lab = &lives.lab;
-        self.pool = lab.get("SSDPool", "p").expect("it is there").metadata.uid;
-        lab.delete("SSDPool", "p");
-        lab.delete(ALLOCATION, "a");
+        let k8s = &runner.k8s;
+        self.pool = k8s.get("SSDPool", "p").expect("the object exists").metadata.uid;
+        k8s.delete("SSDPool", "p");
+        k8s.delete(ALLOCATION, "a");
     }
 
-    /// The pool does not go before the node has wiped it, nor the allocation before its queues have.
-    fn check(&self, lives: &Lives) {
-        let lab = &lives.lab;
-        if lab.get("SSDPool", "p").is_none() {
-            let done = (self.pool.clone().expect("it was there"), "n1".to_owned());
-            assert!(lives.agents.wiped.contains(&done), "the pool has gone, and n1 has not wiped it");
+    /// Asserts that the pool remains until its node has wiped it, and the allocation until its queues are
+    /// released.
+    fn assert_invariant(&self, runner: &CrashRunner) {
+        let k8s = &runner.k8s;
+        if k8s.get("SSDPool", "p").is_none() {
+            let done = (self.pool.clone().expect("the pool existed"), "n1".to_owned());
+            assert!(runner.agents.wiped.contains(&done), "the pool was deleted before n1 wiped it");
         }
-        let node = lab.get("CacheNode", "n1").expect("the cluster goes on");
-        let made = node.data["status"]["applied"]["queues"].as_array().is_some_and(|made| !made.is_empty());
+        let node = k8s.get("CacheNode", "n1").expect("the CacheNode exists");
+        let has_queues =
+            node.data["status"]["applied"]["queues"].as_array().is_some_and(|queues| !queues.is_empty());
         assert!(
-            lab.get(ALLOCATION, "a").is_some() || !made,
-            "the allocation has gone, and the agent has its queues"
+            k8s.get(ALLOCATION, "a").is_some() || !has_queues,
+            "the allocation was deleted before the agent released its queues"
         );
     }
 }
 
-fn tell_of_deletions(name: &str, moment: fn(u64) -> Moment) {
-    let mut lives = Lives::new();
-    let lab = &lives.lab;
-    lab.raw_pool("r", json!({}));
+fn run_deletions(name: &str, moment: fn(u64) -> CrashPoint) {
+    let mut runner = CrashRunner::new();
+    let k8s = &runner.k8s;
+    k8s.raw_pool("r", json!({}));
     let pools = json!([{ "name": "p" }, { "name": "r" }]);
-    lab.cluster(json!({ "pools": pools, "agents": { "nodeSelector": { "name": "n1" } } }));
-    lives.tell(name, &mut Deletions { pool: None }, moment);
+    k8s.cluster(json!({ "pools": pools, "agents": { "nodeSelector": { "name": "n1" } } }));
+    runner.run_scenario(name, &mut Deletions { pool: None }, moment);
 }
 
 #[test]
-fn killed_before_any_write_of_a_deletion_it_lets_go_what_a_fresh_one_does_and_nothing_sooner() {
-    let name = "killed_before_any_write_of_a_deletion_it_lets_go_what_a_fresh_one_does_and_nothing_sooner";
-    tell_of_deletions(name, Moment::Before);
+fn kill_before_any_write_of_deletion_releases_nothing_early() {
+    let name = "kill_before_any_write_of_deletion_releases_nothing_early";
+    run_deletions(name, CrashPoint::Before);
 }
 
 #[test]
-fn killed_after_any_write_of_a_deletion_it_lets_go_what_a_fresh_one_does_and_nothing_sooner() {
-    let name = "killed_after_any_write_of_a_deletion_it_lets_go_what_a_fresh_one_does_and_nothing_sooner";
-    tell_of_deletions(name, Moment::After);
+fn kill_after_any_write_of_deletion_releases_nothing_early() {
+    let name = "kill_after_any_write_of_deletion_releases_nothing_early";
+    run_deletions(name, CrashPoint::After);
 }

@@ -1,4 +1,4 @@
-//! Profiles: to which nodes they go and in what order, what is counted of what nodes say, what is refused, and what waits for a place.
+//! Slack profiles: target nodes, rollout order, counts of reports, rejected profiles, and the limit per node.
 
 use std::time::Duration;
 
@@ -9,13 +9,13 @@ use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::convergence::settle;
-use crate::lab::{Lab, SETTLED};
+use crate::convergence::wait_until_idle;
+use crate::test_cluster::{QUIET_PERIOD, TestCluster};
 
 const H200: &str = "NVIDIA H200";
 const L4: &str = "NVIDIA L4";
 
-/// Windows of so many microseconds.
+/// Windows with `micros` microseconds of slack in decode.
 fn windows(micros: u32) -> Value {
     json!([
         { "phase": "Decode", "minTokens": 0, "maxTokens": 512, "slackMicros": micros, "maxIoSms": 4 },
@@ -23,97 +23,100 @@ fn windows(micros: u32) -> Value {
     ])
 }
 
-/// A profile `p` with more in its spec.
-fn profile(lab: &Lab, more: Value) {
+/// Applies profile `p` with additional spec fields.
+fn profile(k8s: &TestCluster, more: Value) {
     let mut spec =
         json!({ "subject": { "model": "llama", "gpuProduct": H200, "engineVersion": "vllm 0.33" } });
-    spec.as_object_mut().expect("made above").extend(more.as_object().expect("fields").clone());
-    lab.apply(&json!({
+    spec.as_object_mut().expect("an object").extend(more.as_object().expect("fields").clone());
+    k8s.apply(&json!({
         "apiVersion": "reprise.dev/v1alpha1", "kind": "SlackProfile", "metadata": { "name": "p" }, "spec": spec,
     }));
 }
 
-/// Plays the agent of a node: it has a GPU, and says this of profiles.
-fn reports(lab: &Lab, node: &str, product: &str, profiles: Value) {
-    let found = lab.wait_for("CacheNode", node);
-    // However slow the machine is, the agent does not go silent while the test looks.
-    let said = (Timestamp::now() + SignedDuration::from_hours(1)).to_string();
+/// Simulates a report of a node's agent with a GPU and these profiles.
+fn report_profiles(k8s: &TestCluster, node: &str, product: &str, profiles: Value) {
+    let found = k8s.wait_for("CacheNode", node);
+    // A time in the future, so that the agent does not count as silent on a slow machine.
+    let last_updated = (Timestamp::now() + SignedDuration::from_hours(1)).to_string();
     let status = json!({
         "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheNode", "metadata": { "name": node },
         "status": {
             "observedGeneration": found.metadata.generation,
-            "lastUpdated": said,
+            "lastUpdated": last_updated,
             "gpus": [{ "uuid": "GPU-0a", "product": product }],
             "applied": { "profiles": profiles },
         },
     });
     let params = PatchParams::apply("reprise-agent").force();
-    let api = lab.api("CacheNode");
-    let patched = lab.server.block_on(api.patch_status(node, &params, &Patch::Apply(&status)));
-    patched.expect("a status is taken");
+    let api = k8s.api("CacheNode");
+    let patched = k8s.server.block_on(api.patch_status(node, &params, &Patch::Apply(&status)));
+    patched.expect("the status is accepted");
 }
 
-/// A node that works by a revision.
-fn works(digest: &str) -> Value {
+/// Report of a node that uses a revision.
+fn running_revision(digest: &str) -> Value {
     json!([{ "name": "p", "digest": digest }])
 }
 
-/// The revision that a node should have.
-fn claim(lab: &Lab, node: &str) -> Option<String> {
-    let claims = lab.get("CacheNode", node)?.data["spec"]["profiles"].clone();
+/// Digest of the revision in a node's spec.
+fn claim(k8s: &TestCluster, node: &str) -> Option<String> {
+    let claims = k8s.get("CacheNode", node)?.data["spec"]["profiles"].clone();
     let claim = claims.as_array()?.iter().find(|claim| claim["name"] == "p")?;
     claim["digest"].as_str().map(str::to_owned)
 }
 
-/// Waits until a node should have another revision than this.
-fn wait_claim(lab: &Lab, node: &str, unlike: &str) -> String {
-    wait_until(&format!("{node} should have another revision than '{unlike}'"), PATIENCE, || {
-        claim(lab, node).filter(|digest| digest != unlike)
+/// Waits until a node's spec has another revision than this.
+fn wait_claim(k8s: &TestCluster, node: &str, unlike: &str) -> String {
+    wait_until(&format!("the spec of {node} has another revision than '{unlike}'"), PATIENCE, || {
+        claim(k8s, node).filter(|digest| digest != unlike)
     })
 }
 
-/// Waits until a condition of the profile says this; its message.
-fn wait(lab: &Lab, wanted: [&str; 3]) -> String {
-    lab.wait_condition("SlackProfile", "p", wanted)
+/// Waits until a condition of the profile has this status and reason. Returns its message.
+fn wait(k8s: &TestCluster, wanted: [&str; 3]) -> String {
+    k8s.wait_condition("SlackProfile", "p", wanted)
 }
 
-fn status(lab: &Lab) -> Value {
-    lab.get("SlackProfile", "p").expect("it is there").data["status"].clone()
+fn status(k8s: &TestCluster) -> Value {
+    k8s.get("SlackProfile", "p").expect("the object exists").data["status"].clone()
 }
 
 fn file(digest: &str) -> String {
     format!("profile-{}.json", digest.trim_start_matches("sha256:"))
 }
 
-/// The content of a revision, as agents get it.
-fn content(lab: &Lab, digest: &str) -> Option<String> {
-    let map = lab.get("ConfigMap", "c-agent")?;
+/// The content of a revision in the agents' ConfigMap.
+fn content(k8s: &TestCluster, digest: &str) -> Option<String> {
+    let map = k8s.get("ConfigMap", "c-agent")?;
     map.data["data"][file(digest)].as_str().map(str::to_owned)
 }
 
 #[test]
-fn a_profile_goes_to_the_nodes_that_have_its_gpu_and_is_counted_by_what_they_say() {
-    let lab = Lab::new();
-    let operator = lab.operator();
-    profile(&lab, json!({ "windows": windows(60) }));
-    let said = wait(&lab, ["Accepted", "False", "ReferenceNotFound"]);
-    assert!(said.contains("set slackProfiles"), "{said}");
-    lab.cluster(json!({ "slackProfiles": {} }));
-    let said = wait(&lab, ["Distributed", "False", "NoNodes"]);
-    assert!(said.contains("no node of cache/c has said that it has a GPU"), "{said}");
-    wait(&lab, ["Accepted", "True", "AsDesired"]);
-    wait(&lab, ["Valid", "True", "AsDesired"]);
+fn profile_is_distributed_to_nodes_with_its_gpu_and_counted_from_reports() {
+    let k8s = TestCluster::new();
+    let operator = k8s.operator();
+    profile(&k8s, json!({ "windows": windows(60) }));
+    let message = wait(&k8s, ["Accepted", "False", "ReferenceNotFound"]);
+    assert!(message.contains("set spec.slackProfiles"), "{message}");
+    k8s.cluster(json!({ "slackProfiles": {} }));
+    let message = wait(&k8s, ["Distributed", "False", "NoNodes"]);
+    assert!(message.contains("no node of cache/c has reported a GPU"), "{message}");
+    wait(&k8s, ["Accepted", "True", "AsDesired"]);
+    wait(&k8s, ["Valid", "True", "AsDesired"]);
     for node in ["n1", "n2"] {
-        reports(&lab, node, L4, json!([]));
+        report_profiles(&k8s, node, L4, json!([]));
     }
-    let said = wait(&lab, ["Distributed", "False", "WrongGpu"]);
-    assert!(said.contains(H200) && said.contains(L4) && said.contains("subject.gpuProduct"), "{said}");
-    assert_eq!((claim(&lab, "n1"), claim(&lab, "n2")), (None, None));
+    let message = wait(&k8s, ["Distributed", "False", "WrongGpu"]);
+    assert!(
+        message.contains(H200) && message.contains(L4) && message.contains("subject.gpuProduct"),
+        "{message}"
+    );
+    assert_eq!((claim(&k8s, "n1"), claim(&k8s, "n2")), (None, None));
 
-    reports(&lab, "n1", H200, json!([]));
-    let digest = wait_claim(&lab, "n1", "");
-    wait(&lab, ["Distributed", "False", "Progressing"]);
-    let text = wait_until("its content lies beside the configuration", PATIENCE, || content(&lab, &digest));
+    report_profiles(&k8s, "n1", H200, json!([]));
+    let digest = wait_claim(&k8s, "n1", "");
+    wait(&k8s, ["Distributed", "False", "Progressing"]);
+    let text = wait_until("the agents' ConfigMap has its content", PATIENCE, || content(&k8s, &digest));
     let hex: String = Sha256::digest(text.as_bytes()).iter().map(|byte| format!("{byte:02x}")).collect();
     assert_eq!(format!("sha256:{hex}"), digest);
     let read: Value = serde_json::from_str(&text).expect("JSON");
@@ -122,255 +125,264 @@ fn a_profile_goes_to_the_nodes_that_have_its_gpu_and_is_counted_by_what_they_say
     let measured = json!([{
         "name": "p", "digest": digest, "predictionErrorP50Percent": 4, "predictionErrorP99Percent": 12,
     }]);
-    reports(&lab, "n1", H200, measured);
+    report_profiles(&k8s, "n1", H200, measured);
     for (condition, is) in [("Distributed", "True"), ("Active", "True"), ("Drifted", "False")] {
-        wait(&lab, [condition, is, "AsDesired"]);
+        wait(&k8s, [condition, is, "AsDesired"]);
     }
-    let found = status(&lab);
+    let found = status(&k8s);
     assert_eq!(found["nodes"], json!({ "target": 1, "applied": 1, "failed": 0 }));
     let measured = json!({ "predictionErrorP50Percent": 4, "predictionErrorP99Percent": 12 });
     assert_eq!((&found["measured"], &found["revision"]), (&measured, &json!(1)));
     assert_eq!(found["digest"], digest);
-    assert_eq!(claim(&lab, "n2"), None, "it has another GPU");
+    assert_eq!(claim(&k8s, "n2"), None, "the node has another GPU");
 
-    // What is as it should be is written no more.
+    // Distributed profiles are not written again.
     let versions = || {
         ["CacheNode/n1", "CacheNode/n2", "ConfigMap/c-agent"].map(|key| {
             let (kind, name) = key.split_once('/').expect("kind and name");
-            lab.get(kind, name).expect("it is there").resource_version()
+            k8s.get(kind, name).expect("the object exists").resource_version()
         })
     };
-    settle(&lab);
-    let before = (versions(), status(&lab));
-    lab.merge("SlackProfile", "p", &json!({ "metadata": { "annotations": { "test/looked": "at" } } }));
-    std::thread::sleep(SETTLED);
-    assert_eq!((versions(), status(&lab)), before);
+    wait_until_idle(&k8s);
+    let before = (versions(), status(&k8s));
+    k8s.merge("SlackProfile", "p", &json!({ "metadata": { "annotations": { "test/resync": "1" } } }));
+    std::thread::sleep(QUIET_PERIOD);
+    assert_eq!((versions(), status(&k8s)), before);
 
-    lab.delete("SlackProfile", "p");
-    wait_until("the node has none any more", PATIENCE, || claim(&lab, "n1").is_none().then_some(()));
-    wait_until("its content goes", PATIENCE, || content(&lab, &digest).is_none().then_some(()));
-    let map = lab.wait_for("ConfigMap", "c-agent");
-    assert!(map.data["data"]["agent.toml"].is_string(), "the configuration stays");
+    k8s.delete("SlackProfile", "p");
+    wait_until("the node no longer has a profile", PATIENCE, || claim(&k8s, "n1").is_none().then_some(()));
+    wait_until("its content is removed", PATIENCE, || content(&k8s, &digest).is_none().then_some(()));
+    let map = k8s.wait_for("ConfigMap", "c-agent");
+    assert!(map.data["data"]["agent.toml"].is_string(), "the configuration remains");
     operator.kill();
 }
 
 #[test]
-fn canary_nodes_come_first_and_one_that_refuses_or_drifts_stops_the_others() {
-    let lab = Lab::new();
-    let operator = lab.operator();
+fn rejecting_or_drifting_canary_stops_rollout() {
+    let k8s = TestCluster::new();
+    let operator = k8s.operator();
     let canary = json!({ "nodeSelector": { "matchLabels": { "name": "n1" } }, "soak": "3s" });
     let revision = |usable: u32| {
         let rollout = json!({ "canary": canary });
-        profile(&lab, json!({ "windows": windows(60), "usablePercent": usable, "rollout": rollout }));
+        profile(&k8s, json!({ "windows": windows(60), "usablePercent": usable, "rollout": rollout }));
     };
     revision(80);
-    lab.cluster(json!({ "slackProfiles": {} }));
+    k8s.cluster(json!({ "slackProfiles": {} }));
     for node in ["n1", "n2"] {
-        reports(&lab, node, H200, json!([]));
+        report_profiles(&k8s, node, H200, json!([]));
     }
-    let first = wait_claim(&lab, "n1", "");
-    std::thread::sleep(SETTLED);
-    assert_eq!(claim(&lab, "n2"), None, "the canary has not said anything yet");
-    reports(&lab, "n1", H200, works(&first));
+    let first = wait_claim(&k8s, "n1", "");
+    std::thread::sleep(QUIET_PERIOD);
+    assert_eq!(claim(&k8s, "n2"), None, "the canary has not reported yet");
+    report_profiles(&k8s, "n1", H200, running_revision(&first));
     wait_until("the canary soaks", PATIENCE, || {
-        wait(&lab, ["Distributed", "False", "Progressing"]).contains("rollout.canary.soak").then_some(())
+        wait(&k8s, ["Distributed", "False", "Progressing"]).contains("rollout.canary.soak").then_some(())
     });
-    assert!(status(&lab)["soakingSince"].is_string());
-    assert_eq!(wait_claim(&lab, "n2", ""), first);
-    reports(&lab, "n2", H200, works(&first));
-    wait(&lab, ["Distributed", "True", "AsDesired"]);
+    assert!(status(&k8s)["soakingSince"].is_string());
+    assert_eq!(wait_claim(&k8s, "n2", ""), first);
+    report_profiles(&k8s, "n2", H200, running_revision(&first));
+    wait(&k8s, ["Distributed", "True", "AsDesired"]);
 
-    // It refuses the next one, and the other keeps what it has.
+    // The canary rejects the next revision, and the other node keeps the first one.
     revision(50);
-    let second = wait_claim(&lab, "n1", &first);
-    reports(&lab, "n1", H200, json!([{ "name": "p", "digest": second, "refused": "it is odd" }]));
-    let said = wait(&lab, ["Distributed", "False", "Refused"]);
-    assert!(said.contains("canary node n1 refuses revision 2: it is odd"), "{said}");
-    wait(&lab, ["Active", "False", "Refused"]);
-    std::thread::sleep(SETTLED);
-    assert_eq!(claim(&lab, "n2").as_deref(), Some(first.as_str()));
-    assert_eq!(status(&lab)["nodes"], json!({ "target": 2, "applied": 0, "failed": 1 }));
+    let second = wait_claim(&k8s, "n1", &first);
+    report_profiles(&k8s, "n1", H200, json!([{ "name": "p", "digest": second, "refused": "it is odd" }]));
+    let message = wait(&k8s, ["Distributed", "False", "Refused"]);
+    assert!(message.contains("canary node n1 refuses revision 2: it is odd"), "{message}");
+    wait(&k8s, ["Active", "False", "Refused"]);
+    std::thread::sleep(QUIET_PERIOD);
+    assert_eq!(claim(&k8s, "n2").as_deref(), Some(first.as_str()));
+    assert_eq!(status(&k8s)["nodes"], json!({ "target": 2, "applied": 0, "failed": 1 }));
 
-    // It measures that the next one is wrong.
+    // The canary measures a drift of the next revision.
     revision(60);
-    let third = wait_claim(&lab, "n1", &second);
+    let third = wait_claim(&k8s, "n1", &second);
     let drifts = json!([{
         "name": "p", "digest": third, "predictionErrorP50Percent": 40, "predictionErrorP99Percent": 90,
     }]);
-    reports(&lab, "n1", H200, drifts);
-    let said = wait(&lab, ["Drifted", "True", "MeasuredDifference"]);
-    assert!(said.contains("n1: an error of 90 %"), "{said}");
-    let said = wait(&lab, ["Distributed", "False", "MeasuredDifference"]);
-    assert!(said.contains("The other nodes keep the revision that they have"), "{said}");
-    // Longer than it would have soaked.
-    std::thread::sleep(3 * SETTLED);
-    assert_eq!(claim(&lab, "n2").as_deref(), Some(first.as_str()));
+    report_profiles(&k8s, "n1", H200, drifts);
+    let message = wait(&k8s, ["Drifted", "True", "MeasuredDifference"]);
+    assert!(message.contains("n1: an error of 90 %"), "{message}");
+    let message = wait(&k8s, ["Distributed", "False", "MeasuredDifference"]);
+    assert!(message.contains("The other nodes keep their revision"), "{message}");
+    // Longer than the soak time.
+    std::thread::sleep(3 * QUIET_PERIOD);
+    assert_eq!(claim(&k8s, "n2").as_deref(), Some(first.as_str()));
     for digest in [&first, &third] {
-        assert!(content(&lab, digest).is_some(), "nodes have both");
+        assert!(content(&k8s, digest).is_some(), "both revisions are in use");
     }
 
-    // The one before is a revision as any other, and the content of the third goes.
+    // Old content gets a new revision number, and the content of the third revision is removed.
     revision(80);
-    assert_eq!(wait_claim(&lab, "n1", &third), first);
-    reports(&lab, "n1", H200, works(&first));
-    wait(&lab, ["Distributed", "True", "AsDesired"]);
-    assert_eq!(status(&lab)["revision"], 4);
-    wait_until("it goes", PATIENCE, || content(&lab, &third).is_none().then_some(()));
+    assert_eq!(wait_claim(&k8s, "n1", &third), first);
+    report_profiles(&k8s, "n1", H200, running_revision(&first));
+    wait(&k8s, ["Distributed", "True", "AsDesired"]);
+    assert_eq!(status(&k8s)["revision"], 4);
+    wait_until("the content of the third revision is removed", PATIENCE, || {
+        content(&k8s, &third).is_none().then_some(())
+    });
     operator.kill();
 }
 
 #[test]
-fn windows_of_a_config_map_are_followed_and_what_is_no_list_of_windows_is_refused_in_words() {
-    let lab = Lab::new();
-    let operator = lab.operator();
+fn config_map_windows_are_followed_and_invalid_ones_rejected() {
+    let k8s = TestCluster::new();
+    let operator = k8s.operator();
     let write = |windows: &str| {
-        lab.apply(&json!({
+        k8s.apply(&json!({
             "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "measured" }, "data": { "windows": windows },
         }));
     };
-    profile(&lab, json!({ "configMapRef": { "name": "measured", "key": "windows" } }));
-    lab.cluster(json!({ "slackProfiles": {} }));
+    profile(&k8s, json!({ "configMapRef": { "name": "measured", "key": "windows" } }));
+    k8s.cluster(json!({ "slackProfiles": {} }));
     for node in ["n1", "n2"] {
-        reports(&lab, node, H200, json!([]));
+        report_profiles(&k8s, node, H200, json!([]));
     }
-    let said = wait(&lab, ["Accepted", "False", "ReferenceNotFound"]);
-    assert!(said.contains("ConfigMap measured is not in namespace cache"), "{said}");
+    let message = wait(&k8s, ["Accepted", "False", "ReferenceNotFound"]);
+    assert!(message.contains("ConfigMap measured does not exist in namespace cache"), "{message}");
     write(r#"[{"phase": "Nap", "minTokens": 0, "maxTokens": 1, "slackMicros": 1, "maxIoSms": 1}]"#);
-    let said = wait(&lab, ["Valid", "False", "ProfileInvalid"]);
-    assert!(said.contains("windows[0]") && said.contains("Nap") && said.contains("write it like"), "{said}");
-    assert_eq!((claim(&lab, "n1"), claim(&lab, "n2")), (None, None));
+    let message = wait(&k8s, ["Valid", "False", "ProfileInvalid"]);
+    assert!(
+        message.contains("windows[0]")
+            && message.contains("Nap")
+            && message.contains("expected JSON such as"),
+        "{message}"
+    );
+    assert_eq!((claim(&k8s, "n1"), claim(&k8s, "n2")), (None, None));
 
-    // One node may be between two revisions, and it is the first.
+    // Without a canary, one node at a time changes its revision, starting with n1.
     write(&windows(60).to_string());
-    wait(&lab, ["Valid", "True", "AsDesired"]);
-    let first = wait_claim(&lab, "n1", "");
-    std::thread::sleep(SETTLED);
-    assert_eq!(claim(&lab, "n2"), None);
-    reports(&lab, "n1", H200, works(&first));
-    assert_eq!(wait_claim(&lab, "n2", ""), first);
-    reports(&lab, "n2", H200, works(&first));
-    wait(&lab, ["Distributed", "True", "AsDesired"]);
+    wait(&k8s, ["Valid", "True", "AsDesired"]);
+    let first = wait_claim(&k8s, "n1", "");
+    std::thread::sleep(QUIET_PERIOD);
+    assert_eq!(claim(&k8s, "n2"), None);
+    report_profiles(&k8s, "n1", H200, running_revision(&first));
+    assert_eq!(wait_claim(&k8s, "n2", ""), first);
+    report_profiles(&k8s, "n2", H200, running_revision(&first));
+    wait(&k8s, ["Distributed", "True", "AsDesired"]);
 
     write(&windows(70).to_string());
-    let second = wait_claim(&lab, "n1", &first);
-    let said = wait(&lab, ["Distributed", "False", "Progressing"]);
-    assert!(said.contains("have revision 2"), "{said}");
+    let second = wait_claim(&k8s, "n1", &first);
+    let message = wait(&k8s, ["Distributed", "False", "Progressing"]);
+    assert!(message.contains("have revision 2"), "{message}");
 
-    // What is wrong changes nothing on the nodes.
+    // Invalid windows change nothing on the nodes.
     let mut twice = windows(70);
     twice[1]["phase"] = json!("Decode");
     write(&twice.to_string());
-    let said = wait(&lab, ["Valid", "False", "ProfileInvalid"]);
-    assert!(said.contains("windows[1] and windows[0] of Decode overlap"), "{said}");
-    let said = wait(&lab, ["Distributed", "False", "ProfileInvalid"]);
-    assert!(said.contains("2 of 2 nodes keep"), "{said}");
-    std::thread::sleep(SETTLED);
-    assert_eq!((claim(&lab, "n1"), claim(&lab, "n2")), (Some(second.clone()), Some(first)));
-    assert_eq!(status(&lab)["digest"], second);
+    let message = wait(&k8s, ["Valid", "False", "ProfileInvalid"]);
+    assert!(message.contains("windows[1] and windows[0] of Decode overlap"), "{message}");
+    let message = wait(&k8s, ["Distributed", "False", "ProfileInvalid"]);
+    assert!(message.contains("2 of 2 nodes keep"), "{message}");
+    std::thread::sleep(QUIET_PERIOD);
+    assert_eq!((claim(&k8s, "n1"), claim(&k8s, "n2")), (Some(second.clone()), Some(first)));
+    assert_eq!(status(&k8s)["digest"], second);
 
     let digest = format!("registry.example/slack/llama@sha256:{}", "0f".repeat(32));
-    profile(&lab, json!({ "ociRef": { "reference": digest } }));
-    let said = wait(&lab, ["Accepted", "False", "Unsupported"]);
-    assert!(said.contains("ociRef is not in this release"), "{said}");
+    profile(&k8s, json!({ "ociRef": { "reference": digest } }));
+    let message = wait(&k8s, ["Accepted", "False", "Unsupported"]);
+    assert!(message.contains("ociRef is not supported by this release"), "{message}");
     operator.kill();
 }
 
 #[test]
-fn an_operator_that_starts_anew_goes_on_with_what_nodes_have() {
-    let lab = Lab::new();
-    let files = lab.operator_files("operator");
+fn restarted_operator_continues_rollout() {
+    let k8s = TestCluster::new();
+    let files = k8s.operator_files("operator");
     let operator = files.start().expect("the operator starts");
-    profile(&lab, json!({ "windows": windows(60) }));
-    lab.cluster(json!({ "slackProfiles": {} }));
+    profile(&k8s, json!({ "windows": windows(60) }));
+    k8s.cluster(json!({ "slackProfiles": {} }));
     for node in ["n1", "n2"] {
-        reports(&lab, node, H200, json!([]));
+        report_profiles(&k8s, node, H200, json!([]));
     }
-    let first = wait_claim(&lab, "n1", "");
-    reports(&lab, "n1", H200, works(&first));
-    assert_eq!(wait_claim(&lab, "n2", ""), first);
-    reports(&lab, "n2", H200, works(&first));
-    wait(&lab, ["Distributed", "True", "AsDesired"]);
-    profile(&lab, json!({ "windows": windows(70) }));
-    let second = wait_claim(&lab, "n1", &first);
+    let first = wait_claim(&k8s, "n1", "");
+    report_profiles(&k8s, "n1", H200, running_revision(&first));
+    assert_eq!(wait_claim(&k8s, "n2", ""), first);
+    report_profiles(&k8s, "n2", H200, running_revision(&first));
+    wait(&k8s, ["Distributed", "True", "AsDesired"]);
+    profile(&k8s, json!({ "windows": windows(70) }));
+    let second = wait_claim(&k8s, "n1", &first);
     assert!(operator.terminate().success());
 
-    // Two revisions are on the way: neither node is taken back or given more, and both contents stay.
+    // During a rollout both nodes keep their revisions after the restart, and both contents remain.
     let again = files.start().expect("the operator starts again");
-    wait_until("it has looked at the profile", PATIENCE, || {
-        let looked = again.metric("reprise_operator_reconciles_total", "kind=\"SlackProfile\"");
-        (looked >= 1.0).then_some(())
+    wait_until("the profile is reconciled", PATIENCE, || {
+        let reconciles = again.metric("reprise_operator_reconciles_total", "kind=\"SlackProfile\"");
+        (reconciles >= 1.0).then_some(())
     });
-    std::thread::sleep(SETTLED);
-    assert_eq!((claim(&lab, "n1"), claim(&lab, "n2")), (Some(second.clone()), Some(first.clone())));
+    std::thread::sleep(QUIET_PERIOD);
+    assert_eq!((claim(&k8s, "n1"), claim(&k8s, "n2")), (Some(second.clone()), Some(first.clone())));
     for digest in [&first, &second] {
-        assert!(content(&lab, digest).is_some(), "a node has it");
+        assert!(content(&k8s, digest).is_some(), "a node uses the revision");
     }
-    reports(&lab, "n1", H200, works(&second));
-    assert_eq!(wait_claim(&lab, "n2", &first), second);
-    wait_until("it is the second revision", PATIENCE, || (status(&lab)["revision"] == 2).then_some(()));
+    report_profiles(&k8s, "n1", H200, running_revision(&second));
+    assert_eq!(wait_claim(&k8s, "n2", &first), second);
+    wait_until("the status has the second revision", PATIENCE, || {
+        (status(&k8s)["revision"] == 2).then_some(())
+    });
     again.kill();
 }
 
 #[test]
-fn a_profile_more_than_a_node_has_room_for_waits_however_old_it_is_and_says_so() {
-    let lab = Lab::new();
-    let files = lab.operator_files("operator");
+fn profile_over_node_limit_waits_regardless_of_age() {
+    let k8s = TestCluster::new();
+    let files = k8s.operator_files("operator");
     let operator = files.start().expect("the operator starts");
     let named = |name: &str, labels: Value| {
         let subject = json!({ "model": "llama", "gpuProduct": H200, "engineVersion": "vllm 0.33" });
-        lab.apply(&json!({
+        k8s.apply(&json!({
             "apiVersion": "reprise.dev/v1alpha1", "kind": "SlackProfile", "metadata": { "name": name, "labels": labels },
             "spec": { "subject": subject, "windows": windows(60) },
         }));
     };
     let chat = || json!({ "for": "chat" });
     named("a-old-one", json!({}));
-    // Objects are as old as whole seconds.
+    // Creation times have a resolution of one second.
     std::thread::sleep(Duration::from_millis(1100));
     let all: Vec<String> = (0..16).map(|number| format!("p{number:02}")).collect();
     for name in &all {
         named(name, chat());
     }
-    lab.cluster(json!({ "slackProfiles": { "matchLabels": chat() } }));
-    reports(&lab, "n1", H200, json!([]));
+    k8s.cluster(json!({ "slackProfiles": { "matchLabels": chat() } }));
+    report_profiles(&k8s, "n1", H200, json!([]));
     let claimed = || {
-        let claims = lab.get("CacheNode", "n1").expect("it is there").data["spec"]["profiles"].clone();
+        let claims = k8s.get("CacheNode", "n1").expect("the object exists").data["spec"]["profiles"].clone();
         let claims = claims.as_array().cloned().unwrap_or_default();
         let mut names: Vec<String> =
             claims.iter().map(|claim| claim["name"].as_str().expect("a name").to_owned()).collect();
         names.sort();
         names
     };
-    wait_until("the node should have all of them", PATIENCE, || (claimed() == all).then_some(()));
+    wait_until("the node has all profiles", PATIENCE, || (claimed() == all).then_some(()));
 
-    // It is selected from now on, and older than all that are.
+    // The oldest profile is selected last, when the node is full.
     named("a-old-one", chat());
     let waits = |reason: &str, words: &str| {
-        let said = lab.wait_condition("SlackProfile", "a-old-one", [reason, "False", "Conflict"]);
-        assert!(said.contains(words) && said.contains("Narrow slackProfiles"), "{said}");
+        let message = k8s.wait_condition("SlackProfile", "a-old-one", [reason, "False", "Conflict"]);
+        assert!(message.contains(words) && message.contains("narrow spec.slackProfiles"), "{message}");
     };
-    waits("Accepted", "selects 16 profiles that come before this one");
-    waits("Distributed", "0 of 1 nodes keep the revision that they have; 1 do not have it");
-    std::thread::sleep(SETTLED);
+    waits("Accepted", "selects 16 profiles with precedence over this one");
+    waits("Distributed", "0 of 1 nodes keep their revision; 1 do not get it");
+    std::thread::sleep(QUIET_PERIOD);
     assert_eq!(claimed(), all);
     for name in &all {
-        lab.wait_condition("SlackProfile", name, ["Accepted", "True", "AsDesired"]);
+        k8s.wait_condition("SlackProfile", name, ["Accepted", "True", "AsDesired"]);
     }
 
-    // One that knows only what stands in the specs decides the same.
+    // A restarted operator makes the same decision from the objects alone.
     assert!(operator.terminate().success());
     let again = files.start().expect("the operator starts again");
-    wait_until("it has looked at all profiles", PATIENCE, || {
-        let looked = again.metric("reprise_operator_reconciles_total", "kind=\"SlackProfile\"");
-        (looked >= 17.0).then_some(())
+    wait_until("all profiles are reconciled", PATIENCE, || {
+        let reconciles = again.metric("reprise_operator_reconciles_total", "kind=\"SlackProfile\"");
+        (reconciles >= 17.0).then_some(())
     });
-    std::thread::sleep(SETTLED);
+    std::thread::sleep(QUIET_PERIOD);
     assert_eq!(claimed(), all);
-    lab.delete("SlackProfile", "p07");
-    wait_until("it has the place", PATIENCE, || {
+    k8s.delete("SlackProfile", "p07");
+    wait_until("the node has the waiting profile", PATIENCE, || {
         (claimed().first().map(String::as_str) == Some("a-old-one")).then_some(())
     });
-    lab.wait_condition("SlackProfile", "a-old-one", ["Accepted", "True", "AsDesired"]);
+    k8s.wait_condition("SlackProfile", "a-old-one", ["Accepted", "True", "AsDesired"]);
     assert_eq!(claimed().len(), 16);
     again.kill();
 }

@@ -1,173 +1,175 @@
-//! Queue pairs that are lent, with a real agent: it is told what is granted, and nobody gets what it has not let go of.
+//! Queue-pair grants with a real agent: pairs are not granted again before the agent has released them.
 
 use std::time::Duration;
 
-use reprise_e2e::config::StartedWith;
+use reprise_e2e::config::LaunchOptions;
 use reprise_e2e::kubernetes::User;
 use reprise_e2e::{Agent, AgentConfig, NvmeController, Operator, PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::lab::{Lab, SETTLED, SPACE};
-use crate::queues::{GRANTED, KIND, WAITS, ask, wait_gone};
+use crate::queues::{GRANTED, KIND, WAITING, create_allocation, wait_deleted};
+use crate::test_cluster::{NAMESPACE, QUIET_PERIOD, TestCluster};
 
 /// Bytes of the node's device.
 const DEVICE_BYTES: usize = 64 << 20;
-/// Queue pairs of its controller, of which half may be lent.
+/// Queue pairs of its controller, half of which may be granted.
 const PAIRS: u32 = 32;
 
-/// A lab with a pool of devices on its nodes, and the agent of the first one.
-fn lab_with_agent() -> (Lab, Operator, Agent) {
-    let lab = Lab::new();
-    let operator = lab.operator();
-    lab.raw_pool("p", json!({ "engine": "Plain" }));
-    lab.cluster(json!({ "pools": [{ "name": "p" }] }));
-    let agent = agent(&lab);
-    (lab, operator, agent)
+/// Starts a cluster with a pool of raw devices and the agent of `n1`.
+fn lab_with_agent() -> (TestCluster, Operator, Agent) {
+    let k8s = TestCluster::new();
+    let operator = k8s.operator();
+    k8s.raw_pool("p", json!({ "engine": "Plain" }));
+    k8s.cluster(json!({ "pools": [{ "name": "p" }] }));
+    let agent = agent(&k8s);
+    (k8s, operator, agent)
 }
 
-/// The agent of `n1`, which has one NVMe device. It sees a root of its own, and is the cluster's as in a pod.
-fn agent(lab: &Lab) -> Agent {
-    let root = lab.world.folder().join("n1-root");
+/// Starts the agent of `n1`, configured as in a pod, with a private root directory that has one NVMe device.
+fn agent(k8s: &TestCluster) -> Agent {
+    let root = k8s.env.folder().join("n1-root");
     let names = root.join("dev/disk/by-id");
     std::fs::create_dir_all(&names).expect("a folder");
-    std::fs::write(root.join("dev/drive"), vec![0; DEVICE_BYTES]).expect("a device can be made");
-    std::os::unix::fs::symlink("../../drive", names.join("nvme-drive")).expect("a link can be made");
-    NvmeController { number: 0, serial: "S1", pairs: PAIRS, device: "drive" }.show(&root);
-    let state = lab.world.folder().join("n1-state");
+    std::fs::write(root.join("dev/drive"), vec![0; DEVICE_BYTES]).expect("a device file can be written");
+    std::os::unix::fs::symlink("../../drive", names.join("nvme-drive")).expect("a link can be created");
+    NvmeController { number: 0, serial: "S1", pairs: PAIRS, device: "drive" }.create_under(&root);
+    let state = k8s.env.folder().join("n1-state");
     let config = AgentConfig {
         pool: None,
         extra: format!("[kubernetes]\nstate_directory = \"{}\"\nstatus_every = \"1s\"\n", state.display()),
         ..AgentConfig::named("n1")
     };
     let text = |path: &std::path::Path| path.to_str().expect("folders of tests are UTF-8").to_owned();
-    let kubeconfig = text(&lab.server.kubeconfig(&User::ADMIN));
+    let kubeconfig = text(&k8s.server.kubeconfig(&User::ADMIN));
     let arguments = ["--in-cluster", "--kubeconfig", &kubeconfig, "--node-root", &text(&root)];
-    let cluster = format!("{SPACE}/c");
+    let cluster = format!("{NAMESPACE}/c");
     let environment =
         [("NODE_NAME", "n1"), ("POD_IP", "127.0.0.1"), ("POD_NAME", "c-agent-x"), ("CLUSTER", &cluster)];
-    let start = StartedWith {
+    let start = LaunchOptions {
         launcher: Vec::new(),
         arguments: arguments.map(ToOwned::to_owned).to_vec(),
         environment: environment.map(|(name, value)| (name.to_owned(), value.to_owned())).to_vec(),
     };
-    lab.world.agent_with(&config, start)
+    k8s.env.agent_with(&config, start)
 }
 
-/// What the agent says of allocations, and what it is told of them.
-fn queues(lab: &Lab) -> (Value, Value) {
-    let node = lab.get("CacheNode", "n1").expect("it is there");
+/// Allocations in the agent's status, and those in the CacheNode's spec.
+fn queues(k8s: &TestCluster) -> (Value, Value) {
+    let node = k8s.get("CacheNode", "n1").expect("the object exists");
     (node.data["status"]["applied"]["queues"].clone(), node.data["spec"]["queues"].clone())
 }
 
-/// Asks for queue pairs, and waits until the agent keeps them.
-fn keep(lab: &Lab, name: &str, pairs: u32) {
-    ask(lab, name, json!({ "queuePairs": pairs }));
-    lab.wait_condition(KIND, name, GRANTED);
-    let said = lab.wait_condition(KIND, name, ["Programmed", "False", "Unsupported"]);
-    assert!(said.contains(&format!("n1 keeps {pairs} queue pairs")), "{said}");
+/// Creates an allocation, and waits until the agent has set its queue pairs aside.
+fn allocate_and_wait(k8s: &TestCluster, name: &str, pairs: u32) {
+    create_allocation(k8s, name, json!({ "queuePairs": pairs }));
+    k8s.wait_condition(KIND, name, GRANTED);
+    let message = k8s.wait_condition(KIND, name, ["Programmed", "False", "Unsupported"]);
+    assert!(message.contains(&format!("n1 has set {pairs} queue pairs aside")), "{message}");
 }
 
 #[test]
-fn an_agent_keeps_what_is_granted_and_nobody_else_gets_it_before_it_has_let_go() {
-    let (lab, operator, mut agent) = lab_with_agent();
-    keep(&lab, "a", 12);
-    let uid = lab.get(KIND, "a").expect("it is there").metadata.uid.expect("all have one");
-    let (says, told) = queues(&lab);
-    assert_eq!(says, json!([{ "uid": uid, "queuePairs": 0, "kept": 12 }]));
-    assert_eq!(told[0]["allocation"], "cache/a");
-    assert_eq!(told[0]["controllers"], json!([{ "serial": "S1", "queuePairs": 12 }]));
+fn granted_queue_pairs_are_not_reused_before_agent_releases_them() {
+    let (k8s, operator, mut agent) = lab_with_agent();
+    allocate_and_wait(&k8s, "a", 12);
+    let uid = k8s.get(KIND, "a").expect("the object exists").metadata.uid.expect("stored objects have a UID");
+    let (reported, requested) = queues(&k8s);
+    assert_eq!(reported, json!([{ "uid": uid, "queuePairs": 0, "kept": 12 }]));
+    assert_eq!(requested[0]["allocation"], "cache/a");
+    assert_eq!(requested[0]["controllers"], json!([{ "serial": "S1", "queuePairs": 12 }]));
 
-    // One that does not answer may have it still.
+    // An unresponsive agent may still use the queue pairs.
     agent.freeze();
-    ask(&lab, "b", json!({ "queuePairs": 8 }));
-    lab.wait_condition(KIND, "b", WAITS);
-    lab.delete(KIND, "a");
-    lab.wait_condition(KIND, "a", ["DeletionBlocked", "True", "Releasing"]);
-    wait_until("the agent is told to let go of it", PATIENCE, || queues(&lab).1.is_null().then_some(()));
-    std::thread::sleep(SETTLED);
-    assert!(lab.get(KIND, "a").is_some());
-    lab.wait_condition(KIND, "b", WAITS);
+    create_allocation(&k8s, "b", json!({ "queuePairs": 8 }));
+    k8s.wait_condition(KIND, "b", WAITING);
+    k8s.delete(KIND, "a");
+    k8s.wait_condition(KIND, "a", ["DeletionBlocked", "True", "Releasing"]);
+    wait_until("the spec no longer has the allocation", PATIENCE, || queues(&k8s).1.is_null().then_some(()));
+    std::thread::sleep(QUIET_PERIOD);
+    assert!(k8s.get(KIND, "a").is_some());
+    k8s.wait_condition(KIND, "b", WAITING);
     agent.thaw();
-    wait_gone(&lab, "a");
-    lab.wait_condition(KIND, "b", ["Programmed", "False", "Unsupported"]);
+    wait_deleted(&k8s, "a");
+    k8s.wait_condition(KIND, "b", ["Programmed", "False", "Unsupported"]);
 
-    // So may one that was killed: whoever knows that it does not come back says so by deleting the CacheNode.
+    // A killed agent may return. Deleting its CacheNode states that it does not.
     agent.kill();
-    lab.delete(KIND, "b");
-    lab.wait_condition(KIND, "b", ["DeletionBlocked", "True", "Releasing"]);
-    std::thread::sleep(SETTLED);
-    assert!(lab.get(KIND, "b").is_some());
+    k8s.delete(KIND, "b");
+    k8s.wait_condition(KIND, "b", ["DeletionBlocked", "True", "Releasing"]);
+    std::thread::sleep(QUIET_PERIOD);
+    assert!(k8s.get(KIND, "b").is_some());
     agent.start();
-    wait_gone(&lab, "b");
-    keep(&lab, "c", 4);
+    wait_deleted(&k8s, "b");
+    allocate_and_wait(&k8s, "c", 4);
     agent.kill();
-    lab.delete(KIND, "c");
-    lab.wait_condition(KIND, "c", ["DeletionBlocked", "True", "Releasing"]);
-    wait_until("the agent would be told", PATIENCE, || queues(&lab).1.is_null().then_some(()));
-    lab.delete("CacheNode", "n1");
-    wait_gone(&lab, "c");
+    k8s.delete(KIND, "c");
+    k8s.wait_condition(KIND, "c", ["DeletionBlocked", "True", "Releasing"]);
+    wait_until("the spec has no allocation", PATIENCE, || queues(&k8s).1.is_null().then_some(()));
+    k8s.delete("CacheNode", "n1");
+    wait_deleted(&k8s, "c");
 
-    // One that was told to stop has said that it has nothing.
+    // An agent that stops gracefully reports that it holds nothing.
     agent.start();
-    keep(&lab, "d", 16);
+    allocate_and_wait(&k8s, "d", 16);
     agent.stop();
-    lab.delete(KIND, "d");
-    wait_gone(&lab, "d");
+    k8s.delete(KIND, "d");
+    wait_deleted(&k8s, "d");
     operator.kill();
 }
 
-/// The cluster has `n2` only, and `n1` nobody or another one.
-fn leave_n1(lab: &Lab, next: Option<&str>) {
+/// Removes `n1` from the cluster, and adds it to cluster `next` if there is one.
+fn unassign_n1(k8s: &TestCluster, next: Option<&str>) {
     let of = |node: &str| json!({ "nodeSelector": { "name": node } });
-    lab.cluster(json!({ "pools": [{ "name": "p" }], "agents": of("n2") }));
+    k8s.cluster(json!({ "pools": [{ "name": "p" }], "agents": of("n2") }));
     if let Some(next) = next {
-        let etcd = json!({ "mode": "External", "keyPrefix": "/next/", "external": { "endpoints": [lab.etcd.endpoint()] } });
-        lab.apply(&json!({
+        let etcd = json!({ "mode": "External", "keyPrefix": "/next/", "external": { "endpoints": [k8s.etcd.endpoint()] } });
+        k8s.apply(&json!({
             "apiVersion": "reprise.dev/v1alpha1", "kind": "KVCacheCluster", "metadata": { "name": next },
             "spec": { "etcd": etcd, "cache": { "dram": "64Mi", "regionSize": "2Mi" }, "agents": of("n1") },
         }));
     }
 }
 
-fn cluster_of_n1(lab: &Lab) -> Value {
-    let node = lab.get("CacheNode", "n1");
+fn n1_cluster(k8s: &TestCluster) -> Value {
+    let node = k8s.get("CacheNode", "n1");
     node.map(|node| node.data["spec"]["clusterRef"]["name"].clone()).unwrap_or_default()
 }
 
 #[test]
-fn a_node_that_leaves_its_cluster_is_left_once_its_agent_has_let_go() {
+fn node_leaves_cluster_after_its_agent_releases_queue_pairs() {
     for next in [None, Some("d")] {
-        let (lab, operator, agent) = lab_with_agent();
-        // It says so once, and goes on.
-        lab.world.allow("this node's CacheNode was deleted");
-        lab.world.allow("KVCacheCluster cache/d has this node");
-        keep(&lab, "a", 16);
+        let (k8s, operator, agent) = lab_with_agent();
+        // The agent logs the loss of its node once and keeps running.
+        k8s.env.allow("the CacheNode of this node was deleted");
+        k8s.env.allow("KVCacheCluster cache/d owns this node");
+        allocate_and_wait(&k8s, "a", 16);
         agent.freeze();
-        leave_n1(&lab, next);
-        lab.wait_condition(KIND, "a", ["Released", "False", "Releasing"]);
-        std::thread::sleep(SETTLED);
-        assert!(queues(&lab).0.is_array(), "the CacheNode is there, and the agent has not answered");
-        assert_eq!(cluster_of_n1(&lab), "c");
+        unassign_n1(&k8s, next);
+        k8s.wait_condition(KIND, "a", ["Released", "False", "Releasing"]);
+        std::thread::sleep(QUIET_PERIOD);
+        assert!(queues(&k8s).0.is_array(), "the CacheNode remains while the agent has not released");
+        assert_eq!(n1_cluster(&k8s), "c");
         agent.thaw();
-        let said = lab.wait_condition(KIND, "a", ["Released", "True", "AgentGone"]);
-        assert!(said.contains("KVCacheCluster cache/c has node n1 no more"), "{said}");
-        wait_until("the next one has it", PATIENCE, || (cluster_of_n1(&lab) == json!(next)).then_some(()));
+        let message = k8s.wait_condition(KIND, "a", ["Released", "True", "AgentGone"]);
+        assert!(message.contains("node n1 no longer belongs to KVCacheCluster cache/c"), "{message}");
+        wait_until("the next cluster has the node", PATIENCE, || {
+            (n1_cluster(&k8s) == json!(next)).then_some(())
+        });
         operator.kill();
     }
 }
 
 #[test]
-fn an_agent_that_is_gone_with_its_cluster_is_waited_for_a_minute() {
-    let (lab, operator, mut agent) = lab_with_agent();
-    keep(&lab, "a", 16);
+fn vanished_agent_is_waited_for_one_minute() {
+    let (k8s, operator, mut agent) = lab_with_agent();
+    allocate_and_wait(&k8s, "a", 16);
     agent.kill();
-    leave_n1(&lab, Some("d"));
-    let said = lab.wait_condition(KIND, "a", ["Released", "False", "Releasing"]);
-    assert!(said.contains("says nothing for a minute"), "{said}");
+    unassign_n1(&k8s, Some("d"));
+    let message = k8s.wait_condition(KIND, "a", ["Released", "False", "Releasing"]);
+    assert!(message.contains("reports nothing for a minute"), "{message}");
     let silent = Duration::from_secs(90);
-    lab.wait_condition_within(silent, (KIND, "a"), ["Released", "True", "AgentGone"]);
-    wait_until("the next one has it", PATIENCE, || (cluster_of_n1(&lab) == "d").then_some(()));
-    lab.delete(KIND, "a");
-    wait_gone(&lab, "a");
+    k8s.wait_condition_within(silent, (KIND, "a"), ["Released", "True", "AgentGone"]);
+    wait_until("the next cluster has the node", PATIENCE, || (n1_cluster(&k8s) == "d").then_some(()));
+    k8s.delete(KIND, "a");
+    wait_deleted(&k8s, "a");
     operator.kill();
 }

@@ -1,5 +1,5 @@
-//! What the operator asks to be made fits Kubernetes' schemas of all versions that Reprise is for, whatever a cluster is like: a real server of one
-//! version would say nothing of the others.
+//! The operator's objects match the Kubernetes schemas of all supported versions, which a test with one real
+//! API server would not show.
 
 use std::collections::BTreeSet;
 
@@ -7,17 +7,17 @@ use reprise_e2e::kubernetes::Schemas;
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::lab::{Lab, MADE, SETTLED, SPACE};
+use crate::test_cluster::{NAMESPACE, OPERATOR_KINDS, QUIET_PERIOD, TestCluster};
 
-/// Kinds that Kubernetes does not have.
-const OF_OTHERS: [&str; 2] = ["CacheNode", "PodMonitor"];
-/// Kinds of version 1 that are new in 1.36. A cluster that needs them is refused by an older server, with words.
-const NEW: [&str; 2] = ["MutatingAdmissionPolicy", "MutatingAdmissionPolicyBinding"];
-const OLDER: [&str; 2] = ["1.34.", "1.35."];
+/// Kinds that are not part of Kubernetes.
+const FOREIGN_KINDS: [&str; 2] = ["CacheNode", "PodMonitor"];
+/// Kinds whose v1 is new in Kubernetes 1.36. With an older server, a cluster that needs them is rejected.
+const KINDS_NEW_IN_1_36: [&str; 2] = ["MutatingAdmissionPolicy", "MutatingAdmissionPolicyBinding"];
+const OLDER_VERSIONS: [&str; 2] = ["1.34.", "1.35."];
 
-/// Clusters that together have every part of pods and every object that specs can ask for.
+/// Cluster specs that together cover every object and every part of a pod that a spec can request.
 fn clusters() -> [Value; 3] {
-    let selector = json!({ "matchLabels": { "kubernetes.io/metadata.name": SPACE } });
+    let selector = json!({ "matchLabels": { "kubernetes.io/metadata.name": NAMESPACE } });
     let tolerations = json!([
         { "key": "gpu", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30 },
         { "key": "for", "operator": "Equal", "value": "caches", "effect": "NoSchedule" },
@@ -69,38 +69,43 @@ fn clusters() -> [Value; 3] {
     [everything, shared, privileged]
 }
 
-/// All that an operator asks to be made of a cluster like this.
+/// Returns all objects that an operator writes for a cluster with this spec.
 fn asked_for(spec: Value) -> Vec<Value> {
-    let lab = Lab::new();
-    lab.serve_pod_monitors();
-    // Claims of devices that others have may be made.
+    let k8s = TestCluster::new();
+    k8s.serve_pod_monitors();
+    // Allows claims with admin access, which share devices with other pods.
     let labels = json!({ "resource.kubernetes.io/admin-access": "true" });
-    lab.apply(
-        &json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": SPACE, "labels": labels } }),
+    k8s.apply(
+        &json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": NAMESPACE, "labels": labels } }),
     );
-    lab.pool("p", "/var/lib/pool", json!({}));
-    lab.raw_pool("r", json!({}));
-    lab.tenant("t", json!({ "perNode": { "ssd": { "reserved": "16Mi" } }, "namespaceSelector": {} }));
-    lab.profile("s", "NVIDIA L4", 60);
-    let gate = lab.world.interposer(&lab.server);
-    gate.keep_written();
-    let operator = lab.operator_files("operator").through(&gate).start().expect("the operator starts");
-    lab.cluster(spec);
-    wait_until("the agents and both nodes are asked for", PATIENCE, || {
-        let asked = |kind: &str| gate.written().iter().filter(|object| object["kind"] == kind).count();
+    k8s.pool("p", "/var/lib/pool", json!({}));
+    k8s.raw_pool("r", json!({}));
+    k8s.tenant("t", json!({ "perNode": { "ssd": { "reserved": "16Mi" } }, "namespaceSelector": {} }));
+    k8s.profile("s", "NVIDIA L4", 60);
+    let proxy = k8s.env.fault_proxy(&k8s.server);
+    proxy.record_writes();
+    let operator = k8s.operator_files("operator").via_proxy(&proxy).start().expect("the operator starts");
+    k8s.cluster(spec);
+    wait_until("the agents and both CacheNodes are written", PATIENCE, || {
+        let asked =
+            |kind: &str| proxy.recorded_writes().iter().filter(|object| object["kind"] == kind).count();
         (asked("DaemonSet") > 0 && asked("CacheNode") > 1).then_some(())
     });
-    // Children come in the order of kinds, agents last but for those that stand alone.
-    wait_until("all is asked for", PATIENCE, || {
-        gate.quiet_for().is_some_and(|quiet| quiet > 3 * SETTLED).then_some(())
+    // Children are written in the order of kinds. Some independent ones follow the agents.
+    wait_until("all objects are written", PATIENCE, || {
+        proxy.time_since_last_write().is_some_and(|quiet| quiet > 3 * QUIET_PERIOD).then_some(())
     });
-    assert!(lab.says(("KVCacheCluster", "c"), ["Accepted", "True", "AsDesired"]), "{:#?}", lab.theirs());
+    assert!(
+        k8s.has_condition(("KVCacheCluster", "c"), ["Accepted", "True", "AsDesired"]),
+        "{:#?}",
+        k8s.user_objects()
+    );
     operator.kill();
-    gate.written()
+    proxy.recorded_writes()
 }
 
 #[test]
-fn all_that_is_made_fits_kubernetes_from_1_34_to_1_37() {
+fn created_objects_match_kubernetes_schemas_1_34_to_1_37() {
     let objects: Vec<Value> = clusters().into_iter().flat_map(asked_for).collect();
     let mut kinds = BTreeSet::new();
     for schemas in Schemas::all() {
@@ -108,10 +113,10 @@ fn all_that_is_made_fits_kubernetes_from_1_34_to_1_37() {
             let kind = object["kind"].as_str().expect("a kind");
             kinds.insert(kind);
             let Some(faults) = schemas.faults(object) else {
-                let is_new =
-                    NEW.contains(&kind) && OLDER.iter().any(|minor| schemas.version.starts_with(minor));
+                let is_new = KINDS_NEW_IN_1_36.contains(&kind)
+                    && OLDER_VERSIONS.iter().any(|minor| schemas.version.starts_with(minor));
                 let is_of_others =
-                    OF_OTHERS.contains(&kind) || object["apiVersion"] == "reprise.dev/v1alpha1";
+                    FOREIGN_KINDS.contains(&kind) || object["apiVersion"] == "reprise.dev/v1alpha1";
                 assert!(is_new || is_of_others, "{} has no {kind}", schemas.version);
                 continue;
             };
@@ -119,6 +124,6 @@ fn all_that_is_made_fits_kubernetes_from_1_34_to_1_37() {
         }
     }
     let missing: Vec<&str> =
-        MADE.iter().map(|(_, kind, ..)| *kind).filter(|kind| !kinds.contains(kind)).collect();
-    assert!(missing.is_empty(), "not made by any of these clusters: {missing:?}");
+        OPERATOR_KINDS.iter().map(|(_, kind, ..)| *kind).filter(|kind| !kinds.contains(kind)).collect();
+    assert!(missing.is_empty(), "no cluster has objects of these kinds: {missing:?}");
 }

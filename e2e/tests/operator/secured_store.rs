@@ -1,4 +1,4 @@
-//! A store of somebody else with TLS and users: a real etcd, and secrets that are wrong in one way after the other until none is.
+//! An external etcd with TLS and users. Wrong secrets are corrected one by one until the store is reachable.
 
 use std::path::PathBuf;
 
@@ -6,14 +6,14 @@ use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, 
 use reprise_e2e::{PATIENCE, ServerTls, wait_until};
 use serde_json::{Value, json};
 
-use crate::lab::Lab;
+use crate::test_cluster::TestCluster;
 
 const USER: &str = "member";
 const PASSWORD: &str = "correct horse";
-/// Of the conditions while something is wrong.
+/// Condition while the store is unreachable.
 const UNREACHABLE: [&str; 3] = ["EtcdReady", "False", "EtcdUnreachable"];
 
-/// Who signs certificates.
+/// Certificate authority of the test.
 struct Authority(CertifiedIssuer<'static, KeyPair>);
 
 impl Authority {
@@ -28,7 +28,7 @@ impl Authority {
         self.0.pem()
     }
 
-    /// A certificate for a name or address, and its key.
+    /// Issues a certificate for a name or address. Returns the certificate and its key as PEM.
     fn issue(&self, name: &str) -> (String, String) {
         let mut params = CertificateParams::new([name.to_owned()]).expect("a name");
         params.distinguished_name.push(DnType::CommonName, name);
@@ -38,26 +38,26 @@ impl Authority {
     }
 }
 
-fn secret(lab: &Lab, name: &str, data: &Value) {
-    lab.apply(
+fn secret(k8s: &TestCluster, name: &str, data: &Value) {
+    k8s.apply(
         &json!({ "apiVersion": "v1", "kind": "Secret", "metadata": { "name": name }, "stringData": data }),
     );
 }
 
-/// Waits until the cluster says why it cannot use the store, in one of these words. What was wrong before may be said still.
-fn wait_words(lab: &Lab, words: &[&str]) -> String {
-    wait_until(&format!("one of {words:?} is said"), PATIENCE, || {
-        let said = lab.wait_condition("KVCacheCluster", "c", UNREACHABLE);
-        words.iter().any(|words| said.contains(words)).then_some(said)
+/// Waits until the condition's message contains one of these texts: it may still report an earlier error.
+fn wait_words(k8s: &TestCluster, words: &[&str]) -> String {
+    wait_until(&format!("the message contains one of {words:?}"), PATIENCE, || {
+        let message = k8s.wait_condition("KVCacheCluster", "c", UNREACHABLE);
+        words.iter().any(|words| message.contains(words)).then_some(message)
     })
 }
 
 #[test]
-fn an_etcd_with_tls_and_users_is_used_once_every_secret_is_right() {
-    let mut lab = Lab::new();
+fn etcd_with_tls_and_users_is_reached_once_secrets_are_correct() {
+    let mut k8s = TestCluster::new();
     let (ours, stranger) = (Authority::new("ours"), Authority::new("a stranger"));
     let file = |name: &str, text: &str| -> PathBuf {
-        let path = lab.world.folder().join(name);
+        let path = k8s.env.folder().join(name);
         std::fs::write(&path, text).expect("written");
         path
     };
@@ -67,37 +67,39 @@ fn an_etcd_with_tls_and_users_is_used_once_every_secret_is_right() {
         key: file("etcd-key.pem", &key),
         client_authority: file("etcd-ca.pem", &ours.certificate()),
     };
-    lab.etcd.admit_only(USER, PASSWORD);
-    lab.etcd.kill();
-    lab.etcd.restart_with_tls(tls);
+    k8s.etcd.admit_only(USER, PASSWORD);
+    k8s.etcd.kill();
+    k8s.etcd.restart_with_tls(tls);
 
     let (certificate, key) = ours.issue("client");
-    secret(&lab, "ca", &json!({ "ca.crt": stranger.certificate() }));
-    secret(&lab, "client", &json!({ "tls.crt": certificate, "tls.key": key }));
-    secret(&lab, "user", &json!({ "password": "wrong" }));
-    let operator = lab.operator();
-    lab.cluster(json!({ "etcd": { "mode": "External", "external": {
-        "endpoints": [lab.etcd.endpoint()],
+    secret(&k8s, "ca", &json!({ "ca.crt": stranger.certificate() }));
+    secret(&k8s, "client", &json!({ "tls.crt": certificate, "tls.key": key }));
+    secret(&k8s, "user", &json!({ "password": "wrong" }));
+    let operator = k8s.operator();
+    k8s.cluster(json!({ "etcd": { "mode": "External", "external": {
+        "endpoints": [k8s.etcd.endpoint()],
         "tls": { "caSecretRef": { "name": "ca", "key": "ca.crt" }, "clientSecretRef": { "name": "client" } },
         "user": { "name": USER, "passwordSecretRef": { "name": "user", "key": "password" } },
     } } }));
-    // Whom etcd's certificate is not of.
-    let said = wait_words(&lab, &["invalid peer certificate", "UnknownIssuer"]);
-    assert!(said.contains(&lab.etcd.endpoint()), "{said}");
-    secret(&lab, "ca", &json!({ "ca.crt": ours.certificate() }));
-    // Now it is believed, and the password is wrong.
-    let said = wait_words(&lab, &["authentication failed"]);
-    assert!(said.contains("user member") && said.contains("Secret user"), "{said}");
-    assert!(!said.contains("wrong"), "no password is told: {said}");
-    // Members are started anew with what is right by then.
+    // The configured authority has not signed etcd's certificate.
+    let message = wait_words(&k8s, &["invalid peer certificate", "UnknownIssuer"]);
+    assert!(message.contains(&k8s.etcd.endpoint()), "{message}");
+    secret(&k8s, "ca", &json!({ "ca.crt": ours.certificate() }));
+    // The certificate is valid now, but the password is wrong.
+    let message = wait_words(&k8s, &["authentication failed"]);
+    assert!(message.contains("user member") && message.contains("Secret user"), "{message}");
+    assert!(!message.contains("wrong"), "the message contains the password: {message}");
+    // Corrected secrets restart the members.
     let digest = || {
-        let set = lab.wait_for("StatefulSet", "c-controlplane");
+        let set = k8s.wait_for("StatefulSet", "c-controlplane");
         set.data["spec"]["template"]["metadata"]["annotations"]["reprise.dev/secrets"].clone()
     };
     let before = digest();
     assert!(before.is_string(), "{before}");
-    secret(&lab, "user", &json!({ "password": PASSWORD }));
-    lab.wait_condition("KVCacheCluster", "c", ["EtcdReady", "True", "AsDesired"]);
-    wait_until("members are told", PATIENCE, || (digest() != before).then_some(()));
+    secret(&k8s, "user", &json!({ "password": PASSWORD }));
+    k8s.wait_condition("KVCacheCluster", "c", ["EtcdReady", "True", "AsDesired"]);
+    wait_until("the members' pod template has the new digest", PATIENCE, || {
+        (digest() != before).then_some(())
+    });
     operator.kill();
 }

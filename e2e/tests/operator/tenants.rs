@@ -1,116 +1,116 @@
-//! Tenants: what reaches the agents, whether reservations fit, which pods are whose, and what is refused.
+//! Tenants: configuration of agents, feasibility of reservations, mapping of pods, and conflicts.
 
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::lab::{Lab, sha256};
+use crate::test_cluster::{TestCluster, sha256};
 
-fn tenant(lab: &Lab, name: &str, spec: &Value) {
-    lab.apply(&json!({
+fn tenant(k8s: &TestCluster, name: &str, spec: &Value) {
+    k8s.apply(&json!({
         "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheTenant", "metadata": { "name": name }, "spec": spec,
     }));
 }
 
 #[test]
-fn reservations_of_tenants_are_compared_with_what_the_nodes_have() {
-    let lab = Lab::new();
-    let operator = lab.operator();
+fn tenant_reservations_are_checked_against_node_capacity() {
+    let k8s = TestCluster::new();
+    let operator = k8s.operator();
     let reserves = |size: &str| json!({ "perNode": { "ssd": { "reserved": size } } });
-    tenant(&lab, "a", &reserves("48Mi"));
-    lab.cluster(json!({}));
-    lab.wait_condition("CacheTenant", "a", ["QuotaFeasible", "Unknown", "NotReported"]);
-    let told = |words: &str| {
-        let config = lab.get("ConfigMap", "c-agent")?;
+    tenant(&k8s, "a", &reserves("48Mi"));
+    k8s.cluster(json!({}));
+    k8s.wait_condition("CacheTenant", "a", ["QuotaFeasible", "Unknown", "NotReported"]);
+    let is_configured = |words: &str| {
+        let config = k8s.get("ConfigMap", "c-agent")?;
         config.data["data"]["agent.toml"].as_str()?.contains(words).then_some(())
     };
-    wait_until("agents are told of it", PATIENCE, || told("48MiB"));
-    // Each node has 64Mi.
+    wait_until("the agents' configuration has the reservation", PATIENCE, || is_configured("48MiB"));
+    // Each node reports 64Mi.
     for node in ["n1", "n2"] {
-        lab.agent_reports(node, "Open");
+        k8s.agent_reports(node, "Open");
     }
-    // Another one, and together they are too many. One that is refused changes nothing on nodes.
-    tenant(&lab, "b", &reserves("32Mi"));
-    let said = lab.wait_condition("CacheTenant", "b", ["QuotaFeasible", "False", "OverCapacity"]);
-    assert!(said.contains("n1") && said.contains("80Mi") && said.contains("a, b"), "{said}");
-    lab.wait_condition("CacheTenant", "a", ["Ready", "False", "OverCapacity"]);
-    tenant(&lab, "b", &reserves("16Mi"));
+    // Two reservations together exceed the capacity.
+    tenant(&k8s, "b", &reserves("32Mi"));
+    let message = k8s.wait_condition("CacheTenant", "b", ["QuotaFeasible", "False", "OverCapacity"]);
+    assert!(message.contains("n1") && message.contains("80Mi") && message.contains("a, b"), "{message}");
+    k8s.wait_condition("CacheTenant", "a", ["Ready", "False", "OverCapacity"]);
+    tenant(&k8s, "b", &reserves("16Mi"));
     for name in ["a", "b"] {
-        lab.wait_condition("CacheTenant", name, ["Ready", "True", "AsDesired"]);
+        k8s.wait_condition("CacheTenant", name, ["Ready", "True", "AsDesired"]);
     }
     let counted = json!({ "maxGpuQueuePairs": 1, "perNode": { "ssd": { "limit": "17Mi" } } });
-    tenant(&lab, "c", &counted);
-    let said = lab.wait_condition("CacheTenant", "c", ["Accepted", "False", "Unsupported"]);
-    assert!(said.contains("maxGpuQueuePairs"), "{said}");
-    wait_until("b's new reservation is told", PATIENCE, || told("16MiB"));
-    assert!(told("17MiB").is_none());
+    tenant(&k8s, "c", &counted);
+    let message = k8s.wait_condition("CacheTenant", "c", ["Accepted", "False", "Unsupported"]);
+    assert!(message.contains("maxGpuQueuePairs"), "{message}");
+    wait_until("the agents' configuration has b's new reservation", PATIENCE, || is_configured("16MiB"));
+    assert!(is_configured("17MiB").is_none());
     operator.kill();
 }
 
-/// Digest of what agents are told of pods, as they say it back.
-fn told(lab: &Lab) -> Option<(Value, String)> {
-    let data = lab.get("ConfigMap", "c-agent-tenants")?.data["data"].clone();
+/// The file that maps pods to tenants, and its digest as agents report it.
+fn tenant_map(k8s: &TestCluster) -> Option<(Value, String)> {
+    let data = k8s.get("ConfigMap", "c-agent-tenants")?.data["data"].clone();
     let text = data["_tenants.json"].as_str()?;
     Some((serde_json::from_str(text).expect("JSON"), sha256(text.as_bytes())))
 }
 
 #[test]
-fn pods_of_selected_namespaces_are_a_tenants_and_agents_are_told_without_a_restart() {
-    let lab = Lab::new();
-    let operator = lab.operator();
+fn pod_tenants_follow_namespaces_without_agent_restart() {
+    let k8s = TestCluster::new();
+    let operator = k8s.operator();
     let team = json!({ "namespaceSelector": { "matchLabels": { "team": "a" } } });
     let space = |name: &str, labels: Value| {
-        lab.apply(&json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": name, "labels": labels } }));
+        k8s.apply(&json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": name, "labels": labels } }));
     };
-    lab.cluster(json!({}));
-    tenant(&lab, "team-a", &team);
-    // Kept for its pods, of which there are none.
-    let kept = wait_until("the tenant to be kept", PATIENCE, || {
-        told(&lab).filter(|(file, _)| file["tenants"] == json!(["team-a"]))
+    k8s.cluster(json!({}));
+    tenant(&k8s, "team-a", &team);
+    // The file names the tenant even without pods.
+    let kept = wait_until("the file names the tenant", PATIENCE, || {
+        tenant_map(&k8s).filter(|(file, _)| file["tenants"] == json!(["team-a"]))
     });
     assert_eq!(kept.0["namespaces"], json!({}));
-    let said = lab.wait_condition("CacheTenant", "team-a", ["PodsBound", "True", "AsDesired"]);
-    assert!(said.contains("2 nodes say nothing"), "{said}");
-    lab.agent_reports("n1", "Open");
-    let said = lab.wait_condition("CacheTenant", "team-a", ["PodsBound", "False", "NotReported"]);
-    assert!(said.contains("(n1)"), "{said}");
-    let agents = lab.wait_for("DaemonSet", "c-agent").data["spec"].clone();
+    let message = k8s.wait_condition("CacheTenant", "team-a", ["PodsBound", "True", "AsDesired"]);
+    assert!(message.contains("2 nodes do not report"), "{message}");
+    k8s.agent_reports("n1", "Open");
+    let message = k8s.wait_condition("CacheTenant", "team-a", ["PodsBound", "False", "NotReported"]);
+    assert!(message.contains("(n1)"), "{message}");
+    let agents = k8s.wait_for("DaemonSet", "c-agent").data["spec"].clone();
 
     space("chat", json!({ "team": "a" }));
     let account = json!([{ "namespace": "chat", "name": "batch" }]);
-    tenant(&lab, "team-b", &json!({ "serviceAccounts": account }));
-    let (file, digest) = wait_until("the namespace to be bound", PATIENCE, || {
-        told(&lab).filter(|(file, _)| {
+    tenant(&k8s, "team-b", &json!({ "serviceAccounts": account }));
+    let (file, digest) = wait_until("the file maps the namespace", PATIENCE, || {
+        tenant_map(&k8s).filter(|(file, _)| {
             file["namespaces"]["chat"] == "team-a" && file["serviceAccounts"]["chat.batch"] == "team-b"
         })
     });
     assert_eq!(file["tenants"], json!(["team-a", "team-b"]));
-    lab.agent_says("n1", "Open", |status| status["applied"]["tenantsDigest"] = json!(digest));
-    lab.agent_says("n2", "Open", |status| {
+    k8s.agent_reports_with("n1", "Open", |status| status["applied"]["tenantsDigest"] = json!(digest));
+    k8s.agent_reports_with("n2", "Open", |status| {
         status["applied"]["tenantsDigest"] = json!(format!("sha256:{}", "0".repeat(64)));
     });
-    lab.wait_condition("CacheTenant", "team-a", ["PodsBound", "False", "Progressing"]);
-    lab.agent_says("n2", "Open", |status| status["applied"]["tenantsDigest"] = json!(digest));
-    let said = lab.wait_condition("CacheTenant", "team-a", ["PodsBound", "True", "AsDesired"]);
-    assert!(said.contains("1 namespaces"), "{said}");
+    k8s.wait_condition("CacheTenant", "team-a", ["PodsBound", "False", "Progressing"]);
+    k8s.agent_reports_with("n2", "Open", |status| status["applied"]["tenantsDigest"] = json!(digest));
+    let message = k8s.wait_condition("CacheTenant", "team-a", ["PodsBound", "True", "AsDesired"]);
+    assert!(message.contains("1 namespaces"), "{message}");
 
-    // A younger one that selects the same is told, and changes nothing.
-    tenant(&lab, "team-c", &team);
-    let said = lab.wait_condition("CacheTenant", "team-c", ["PodsBound", "False", "Conflict"]);
-    assert!(said.contains("namespace chat is team-a's"), "{said}");
-    lab.wait_condition("CacheTenant", "team-c", ["Ready", "False", "Conflict"]);
-    lab.delete("CacheTenant", "team-c");
+    // A younger tenant that selects the same namespace reports a conflict and changes nothing.
+    tenant(&k8s, "team-c", &team);
+    let message = k8s.wait_condition("CacheTenant", "team-c", ["PodsBound", "False", "Conflict"]);
+    assert!(message.contains("namespace chat belongs to team-a"), "{message}");
+    k8s.wait_condition("CacheTenant", "team-c", ["Ready", "False", "Conflict"]);
+    k8s.delete("CacheTenant", "team-c");
 
-    // A namespace that is labelled otherwise is nobody's, and one that is gone as well.
+    // A namespace without the label has no tenant.
     space("more", json!({ "team": "a" }));
     space("chat", json!({}));
-    wait_until("the labels to be followed", PATIENCE, || {
-        told(&lab).filter(|(file, _)| file["namespaces"] == json!({ "more": "team-a" }))
+    wait_until("the file follows the labels", PATIENCE, || {
+        tenant_map(&k8s).filter(|(file, _)| file["namespaces"] == json!({ "more": "team-a" }))
     });
-    lab.delete("CacheTenant", "team-a");
-    lab.delete("CacheTenant", "team-b");
-    wait_until("nobody to be kept for anybody", PATIENCE, || {
-        told(&lab).filter(|(file, _)| file["tenants"] == json!([]))
+    k8s.delete("CacheTenant", "team-a");
+    k8s.delete("CacheTenant", "team-b");
+    wait_until("the file names no tenant", PATIENCE, || {
+        tenant_map(&k8s).filter(|(file, _)| file["tenants"] == json!([]))
     });
-    assert_eq!(lab.wait_for("DaemonSet", "c-agent").data["spec"], agents, "no agent was restarted");
+    assert_eq!(k8s.wait_for("DaemonSet", "c-agent").data["spec"], agents, "no agent was restarted");
     operator.kill();
 }

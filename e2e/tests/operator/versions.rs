@@ -1,96 +1,99 @@
-//! Versions: a member that was not replaced yet counts, an image that names no version is what its processes say.
+//! Version skew: running members count until they are replaced; processes report versions of untagged images.
 
 use reprise_e2e::control_plane::Store;
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::lab::Lab;
+use crate::test_cluster::TestCluster;
 
-/// What the real member of this test says that it is.
+/// Version that the real member of this test reports.
 const THIS: &str = env!("CARGO_PKG_VERSION");
 const NEXT: &str = "0.2.0";
 const FAR: &str = "0.3.0";
 const DIGEST: &str = "sha256:0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f";
 
-/// One member, and images of this version or digest.
-fn cluster(lab: &Lab, agents: &str, members: &str) {
+/// Applies a cluster with one member and images of these versions or digests.
+fn cluster(k8s: &TestCluster, agents: &str, members: &str) {
     let image = |name: &str, version: &str| match version {
         DIGEST => json!({ "repository": name, "digest": version }),
         _ => json!({ "repository": name, "tag": version }),
     };
     let images =
         json!({ "agent": image("made/agent", agents), "controlPlane": image("made/members", members) });
-    lab.cluster(json!({ "controlPlane": { "replicas": 1 }, "images": images }));
+    k8s.cluster(json!({ "controlPlane": { "replicas": 1 }, "images": images }));
 }
 
-fn wait(lab: &Lab, wanted: [&str; 3]) -> String {
-    lab.wait_condition("KVCacheCluster", "c", wanted)
+fn wait(k8s: &TestCluster, wanted: [&str; 3]) -> String {
+    k8s.wait_condition("KVCacheCluster", "c", wanted)
 }
 
-/// The image that members are made of.
-fn template(lab: &Lab) -> Value {
-    let set = lab.wait_for("StatefulSet", "c-controlplane");
+/// Image in the members' pod template.
+fn template(k8s: &TestCluster) -> Value {
+    let set = k8s.wait_for("StatefulSet", "c-controlplane");
     set.data["spec"]["template"]["spec"]["containers"][0]["image"].clone()
 }
 
-fn versions(lab: &Lab) -> Value {
-    lab.get("KVCacheCluster", "c").expect("it is there").data["status"]["versions"].clone()
+fn versions(k8s: &TestCluster) -> Value {
+    k8s.get("KVCacheCluster", "c").expect("the object exists").data["status"]["versions"].clone()
 }
 
 #[test]
-fn an_image_that_names_no_version_is_what_its_processes_say_and_nothing_far_comes_beside_it() {
-    let lab = Lab::new();
-    let members = lab.world.control_plane(Store::Embedded);
-    let operator = lab.operator_with("operator", members.address()).start().expect("the operator starts");
-    cluster(&lab, THIS, DIGEST);
-    let said = wait(&lab, ["Compatible", "Unknown", "Progressing"]);
-    assert!(said.contains(&format!("image made/members@{DIGEST} names no version")), "{said}");
-    assert_eq!(versions(&lab), Value::Null, "nobody has said anything");
-    lab.members_are_ready();
-    wait_until("the member's own word is told", PATIENCE, || {
-        let told = versions(&lab);
-        (told["controlPlane"] == THIS && told["controlPlaneMax"] == THIS).then_some(())
+fn untagged_image_takes_reported_version_and_skew_is_limited() {
+    let k8s = TestCluster::new();
+    let members = k8s.env.control_plane(Store::Embedded);
+    let operator = k8s.operator_with("operator", members.address()).start().expect("the operator starts");
+    cluster(&k8s, THIS, DIGEST);
+    let message = wait(&k8s, ["Compatible", "Unknown", "Progressing"]);
+    assert!(message.contains(&format!("image made/members@{DIGEST} has no version in its tag")), "{message}");
+    assert_eq!(versions(&k8s), Value::Null, "no process has reported a version");
+    k8s.make_members_ready();
+    wait_until("the status has the member's version", PATIENCE, || {
+        let found = versions(&k8s);
+        (found["controlPlane"] == THIS && found["controlPlaneMax"] == THIS).then_some(())
     });
     for node in ["n1", "n2"] {
-        lab.agent_reports(node, "Open");
+        k8s.agent_reports(node, "Open");
     }
-    let said = wait(&lab, ["Compatible", "True", "AsDesired"]);
-    assert!(said.contains(&format!("members run {THIS}")), "{said}");
+    let message = wait(&k8s, ["Compatible", "True", "AsDesired"]);
+    assert!(message.contains(&format!("members run {THIS}")), "{message}");
 
-    // Neither image names a version: they are started, and nothing is claimed of what they will be.
-    cluster(&lab, DIGEST, DIGEST);
-    wait(&lab, ["Accepted", "True", "AsDesired"]);
-    let said = wait(&lab, ["Compatible", "Unknown", "Progressing"]);
-    assert!(said.contains("not all agents run it yet"), "{said}");
-    cluster(&lab, FAR, DIGEST);
-    let said = wait(&lab, ["Accepted", "False", "VersionSkew"]);
-    assert!(said.contains("agents of version 0.3") && said.contains("go through 0.2 first"), "{said}");
+    // Images without a version are accepted, and their compatibility is unknown until their processes report.
+    cluster(&k8s, DIGEST, DIGEST);
+    wait(&k8s, ["Accepted", "True", "AsDesired"]);
+    let message = wait(&k8s, ["Compatible", "Unknown", "Progressing"]);
+    assert!(message.contains("not all agents run it yet"), "{message}");
+    cluster(&k8s, FAR, DIGEST);
+    let message = wait(&k8s, ["Accepted", "False", "VersionSkew"]);
+    assert!(
+        message.contains("agents of version 0.3") && message.contains("update to 0.2 first"),
+        "{message}"
+    );
     operator.kill();
 }
 
 #[test]
-fn members_that_were_not_replaced_yet_are_met_by_nothing_two_versions_further() {
-    let lab = Lab::new();
-    let members = lab.world.control_plane(Store::Embedded);
-    let operator = lab.operator_with("operator", members.address()).start().expect("the operator starts");
-    cluster(&lab, THIS, THIS);
-    lab.members_are_ready();
-    wait_until("the member's own word is told", PATIENCE, || {
-        (versions(&lab)["controlPlane"] == THIS).then_some(())
+fn running_member_version_limits_version_skew() {
+    let k8s = TestCluster::new();
+    let members = k8s.env.control_plane(Store::Embedded);
+    let operator = k8s.operator_with("operator", members.address()).start().expect("the operator starts");
+    cluster(&k8s, THIS, THIS);
+    k8s.make_members_ready();
+    wait_until("the status has the member's version", PATIENCE, || {
+        (versions(&k8s)["controlPlane"] == THIS).then_some(())
     });
-    // The template is of the next version; the member that runs is not, and no agent has said anything.
-    cluster(&lab, NEXT, NEXT);
-    wait_until("the next version is wanted", PATIENCE, || {
-        (template(&lab) == json!(format!("made/members:{NEXT}"))).then_some(())
+    // The template has the next version, the running member has the old one, and no agent has reported.
+    cluster(&k8s, NEXT, NEXT);
+    wait_until("the template has the next version", PATIENCE, || {
+        (template(&k8s) == json!(format!("made/members:{NEXT}"))).then_some(())
     });
-    cluster(&lab, NEXT, FAR);
-    let said = wait(&lab, ["Accepted", "False", "VersionSkew"]);
-    assert!(said.contains("members of version 0.1 and members of version 0.3"), "{said}");
-    assert_eq!(template(&lab), json!(format!("made/members:{NEXT}")), "no pod is touched");
-    cluster(&lab, NEXT, THIS);
-    wait(&lab, ["Accepted", "True", "AsDesired"]);
-    wait_until("it goes back", PATIENCE, || {
-        (template(&lab) == json!(format!("made/members:{THIS}"))).then_some(())
+    cluster(&k8s, NEXT, FAR);
+    let message = wait(&k8s, ["Accepted", "False", "VersionSkew"]);
+    assert!(message.contains("members of version 0.1 and members of version 0.3"), "{message}");
+    assert_eq!(template(&k8s), json!(format!("made/members:{NEXT}")), "the template is unchanged");
+    cluster(&k8s, NEXT, THIS);
+    wait(&k8s, ["Accepted", "True", "AsDesired"]);
+    wait_until("the template has the old version", PATIENCE, || {
+        (template(&k8s) == json!(format!("made/members:{THIS}"))).then_some(())
     });
     operator.kill();
 }

@@ -1,5 +1,5 @@
-//! `reprise check` and `reprise keep-file` as the chart's pods run them: blocks go around between nodes, and whoever cannot take part
-//! is told why, within the bound.
+//! `reprise check` and `reprise keep-file` as the chart's pods run them: nodes exchange blocks, and a
+//! participant that cannot take part fails within the bound, with the reason.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -7,11 +7,11 @@ use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
 use reprise_e2e::control_plane::Store;
-use reprise_e2e::process::{Running, binary};
-use reprise_e2e::{AgentConfig, PATIENCE, World, wait_until};
+use reprise_e2e::process::{ChildProcess, binary};
+use reprise_e2e::{AgentConfig, PATIENCE, TestEnv, wait_until};
 use serde_json::Value;
 
-/// Bytes of the block that each saves.
+/// Size of the block that each participant saves, in bytes.
 const BLOCK_BYTES: u64 = 64 << 10;
 
 fn start(socket: &Path, arguments: &[&str]) -> Child {
@@ -21,28 +21,28 @@ fn start(socket: &Path, arguments: &[&str]) -> Child {
     command.spawn().expect("reprise can be run")
 }
 
-fn ended(child: Child) -> Output {
-    child.wait_with_output().expect("one's own child can be waited for")
+fn wait(child: Child) -> Output {
+    child.wait_with_output().expect("a child can be waited for")
 }
 
-fn said(output: &Output) -> String {
+fn stderr(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-fn checked(output: &Output) -> Value {
-    assert!(output.status.success(), "{}", said(output));
+fn result(output: &Output) -> Value {
+    assert!(output.status.success(), "{}", stderr(output));
     serde_json::from_slice(&output.stdout).expect("one object")
 }
 
 #[test]
-fn blocks_go_around_between_two_nodes_and_not_within_one() {
-    let world = World::new();
-    let plane = world.control_plane(Store::Embedded);
+fn a_check_of_two_participants_needs_two_nodes() {
+    let env = TestEnv::new();
+    let plane = env.control_plane(Store::Embedded);
     let of = |node: &str| AgentConfig {
         control_plane: vec![plane.address().to_owned()],
         ..AgentConfig::named(node)
     };
-    let agents = [world.agent(&of("first")), world.agent(&AgentConfig { pool: None, ..of("second") })];
+    let agents = [env.agent(&of("first")), env.agent(&AgentConfig { pool: None, ..of("second") })];
     for node in ["first", "second"] {
         wait_until("both agents are known", PATIENCE, || plane.offers(node)?.then_some(()));
     }
@@ -52,53 +52,57 @@ fn blocks_go_around_between_two_nodes_and_not_within_one() {
         start(&agents[at].files().socket, &["--run", "a", "--of", "2", "--index", index])
     });
     for (index, child) in both.into_iter().enumerate() {
-        let checked = checked(&ended(child));
-        assert_eq!(checked["node"], ["first", "second"][index]);
-        assert_eq!(checked["saved"]["saved_by"], index);
-        assert_eq!(checked["saved"]["durable"], index == 0, "the second has no pool: {checked}");
-        let loaded = &checked["loaded"][0];
+        let result = result(&wait(child));
+        assert_eq!(result["node"], ["first", "second"][index]);
+        assert_eq!(result["saved"]["saved_by"], index);
+        assert_eq!(result["saved"]["durable"], index == 0, "the second has no pool: {result}");
+        let loaded = &result["loaded"][0];
         assert_eq!(loaded["saved_by"], 1 - index);
         assert_eq!(loaded["bytes_verified"], BLOCK_BYTES);
         assert!(loaded["from"].as_str().is_some_and(|from| from.starts_with("peer ")), "{loaded}");
     }
 
-    // Once more under the same name is no new check.
-    let again = ended(start(&agents[0].files().socket, &["--run", "a", "--of", "2"]));
-    assert!(!again.status.success() && said(&again).contains("--run used before"), "{}", said(&again));
+    // A second run with the same name is rejected.
+    let repeated = wait(start(&agents[0].files().socket, &["--run", "a", "--of", "2"]));
+    assert!(
+        !repeated.status.success() && stderr(&repeated).contains("--run used before"),
+        "{}",
+        stderr(&repeated)
+    );
 
-    // Two that meet on one node have shown nothing.
-    let near = ["0", "1"]
+    // Two participants on one node prove nothing about the exchange between nodes.
+    let same_node = ["0", "1"]
         .map(|index| start(&agents[0].files().socket, &["--run", "b", "--of", "2", "--index", index]));
-    let near = near.map(ended);
-    for output in &near {
-        assert!(!output.status.success() && said(output).contains("nodes of their own"), "{}", said(output));
+    let same_node = same_node.map(wait);
+    for output in &same_node {
+        assert!(!output.status.success() && stderr(output).contains("on its own node"), "{}", stderr(output));
     }
 
-    // One alone loads what it has saved.
-    let alone = checked(&ended(start(&agents[0].files().socket, &["--run", "c"])));
-    assert!(alone["loaded"][0]["from"].as_str().is_some_and(|from| from.starts_with("own ")), "{alone}");
+    // A single participant loads its own block.
+    let single = result(&wait(start(&agents[0].files().socket, &["--run", "c"])));
+    assert!(single["loaded"][0]["from"].as_str().is_some_and(|from| from.starts_with("own ")), "{single}");
 
-    // The other never comes.
+    // The other participant never starts.
     let waiting = start(&agents[0].files().socket, &["--run", "d", "--of", "2", "--within", "300ms"]);
-    let waited = ended(waiting);
-    let words = said(&waited);
-    assert!(!waited.status.success() && words.contains("was not found within 300ms"), "{words}");
-    assert!(words.contains("saved by number 1"), "{words}");
+    let waited = wait(waiting);
+    let stderr = stderr(&waited);
+    assert!(!waited.status.success() && stderr.contains("was not found within 300ms"), "{stderr}");
+    assert!(stderr.contains("of participant 1"), "{stderr}");
 }
 
 #[test]
-fn who_goes_on_says_what_was_hit_and_may_be_started_again() {
-    let world = World::new();
-    let agent = world.agent(&AgentConfig::named("first"));
-    // The second process finds what the first one has saved.
+fn a_repeated_check_prints_hits_and_can_be_restarted() {
+    let env = TestEnv::new();
+    let agent = env.agent(&AgentConfig::named("first"));
+    // The second process finds the block of the first one.
     for _ in 0..2 {
-        let output = ended(start(&agent.files().socket, &["--run", "a", "--again-for", "2500ms"]));
-        assert!(output.status.success(), "{}", said(&output));
+        let output = wait(start(&agent.files().socket, &["--run", "a", "--again-for", "2500ms"]));
+        assert!(output.status.success(), "{}", stderr(&output));
         let text = String::from_utf8_lossy(&output.stdout);
         let lines: Vec<Value> =
             text.lines().map(|line| serde_json::from_str(line).expect("an object a line")).collect();
-        let [checked, counts @ ..] = lines.as_slice() else { panic!("no line") };
-        assert_eq!(checked["node"], "first");
+        let [result, counts @ ..] = lines.as_slice() else { panic!("no line") };
+        assert_eq!(result["node"], "first");
         let last = counts.last().expect("a line a second");
         assert!(last["hits"]["own DRAM"].as_u64().is_some_and(|hits| hits > 0), "{text}");
         assert_eq!((&last["own_missed"], &last["sessions"]), (&Value::from(0), &Value::from(0)), "{text}");
@@ -106,49 +110,53 @@ fn who_goes_on_says_what_was_hit_and_may_be_started_again() {
 }
 
 #[test]
-fn who_serves_requests_fails_none_when_its_agent_is_replaced() {
-    let world = World::new();
-    let mut agent = world.agent(&AgentConfig::named("first"));
+fn a_check_under_load_fails_no_request_when_its_agent_is_replaced() {
+    let env = TestEnv::new();
+    let mut agent = env.agent(&AgentConfig::named("first"));
     let mut child = start(&agent.files().socket, &["--run", "a", "--requests-for", "60s"]);
     let lines = BufReader::new(child.stdout.take().expect("piped above")).lines();
     let mut lines = lines
         .map(|line| serde_json::from_str::<Value>(&line.expect("text")).expect("an object a line"))
         .filter(|line| line["requests"].is_u64());
     let from = |line: &Value, tier: &str| line["hits"][tier].as_u64().unwrap_or_default();
-    let before = lines.find(|line| from(line, "own DRAM") > 0).expect("it asks for what it has saved");
+    let before = lines.find(|line| from(line, "own DRAM") > 0).expect("a line with hits");
     assert_eq!(before["sessions"], 0, "{before}");
     agent.stop();
     agent.start();
     let is_back = |line: &Value| line["sessions"] == 1 && from(line, "own NVMe") > 0;
-    let after = lines.find(is_back).expect("the new agent has what the old one has kept");
-    child.kill().expect("one's own child can be ended");
-    child.wait().expect("one's own child can be waited for");
+    let after = lines.find(is_back).expect("the new agent has the old one's blocks");
+    child.kill().expect("a child can be killed");
+    child.wait().expect("a child can be waited for");
     assert_eq!((&after["failed"], &after["wrong_words"]), (&Value::from(0), &Value::from(0)), "{after}");
     let count = |line: &Value, name: &str| line[name].as_u64().unwrap_or_default();
     let hits: u64 = ["own DRAM", "own NVMe"].map(|tier| from(&after, tier)).iter().sum();
-    assert_eq!(hits + count(&after, "computed"), count(&after, "requests"), "each had bytes: {after}");
+    assert_eq!(
+        hits + count(&after, "computed"),
+        count(&after, "requests"),
+        "every request was hit or computed: {after}"
+    );
 }
 
 #[test]
-fn who_cannot_begin_is_told_why() {
-    let world = World::new();
-    let nowhere = world.folder().join("agent.sock");
-    let output = ended(start(&nowhere, &["--run", "a", "--within", "200ms"]));
-    assert!(!output.status.success() && said(&output).contains("no agent at"), "{}", said(&output));
-    let output = ended(start(&nowhere, &["--run", "a", "--of", "2", "--index", "2"]));
-    assert!(!output.status.success() && said(&output).contains("--index is below --of"), "{}", said(&output));
+fn a_check_that_cannot_start_reports_the_reason() {
+    let env = TestEnv::new();
+    let nowhere = env.folder().join("agent.sock");
+    let output = wait(start(&nowhere, &["--run", "a", "--within", "200ms"]));
+    assert!(!output.status.success() && stderr(&output).contains("no agent at"), "{}", stderr(&output));
+    let output = wait(start(&nowhere, &["--run", "a", "--of", "2", "--index", "2"]));
+    assert!(!output.status.success() && stderr(&output).contains("invalid --index"), "{}", stderr(&output));
 }
 
 #[test]
-fn a_file_is_kept_until_somebody_ends_it() {
-    let world = World::new();
-    let (from, to) = (world.folder().join("profile.json"), world.folder().join("kept.json"));
+fn keep_file_writes_a_file_and_runs_until_it_is_terminated() {
+    let env = TestEnv::new();
+    let (from, to) = (env.folder().join("profile.json"), env.folder().join("kept.json"));
     fs::write(&from, "{}").expect("written");
     let mut command = Command::new(binary("reprise"));
     command.args(["--json", "keep-file", "--from"]).arg(&from).arg("--to").arg(&to).stdout(Stdio::null());
-    let mut keeper = Running::spawn(command);
+    let mut keeper = ChildProcess::spawn(command);
     wait_until("the file is written", PATIENCE, || (fs::read_to_string(&to).ok()? == "{}").then_some(()));
     assert!(keeper.is_alive());
     assert!(keeper.terminate().success());
-    assert!(to.exists(), "pods that need it may start again");
+    assert!(to.exists(), "the file stays for pods that restart");
 }

@@ -1,32 +1,34 @@
-//! Agents without their control plane: local hits go on, misses stay quick, and whoever comes back learns everything
-//! again from the agents.
+//! Agents without their control plane: local hits continue, misses stay fast, and a control plane that
+//! returns gets its whole state from the agents.
 
 use std::time::{Duration, Instant};
 
 use reprise_client::{BlockStatus, Scope, Source};
 use reprise_e2e::content::small;
 use reprise_e2e::control_plane::Store;
-use reprise_e2e::{Agent, AgentConfig, ControlPlane, Engine, Loading, Outcome, PATIENCE, World, wait_until};
+use reprise_e2e::{
+    Agent, AgentConfig, ControlPlane, Engine, LoadParams, Outcome, PATIENCE, TestEnv, wait_until,
+};
 
-/// A restarted directory knows all blocks again: backoff of the agents, registration, inventory.
+/// Bound until a restarted directory has all blocks: the agents' backoff, registrations, inventories.
 const REBUILT_WITHIN: Duration = Duration::from_secs(5);
 
-/// What a look-up may take that nobody answers, and what a busy machine adds.
+/// Bound on a lookup without a response, and the delays of a busy machine.
 const MISS_WITHIN: Duration = Duration::from_millis(500 + 1500);
 
-fn agent(world: &World, node: &str, plane: &str) -> Agent {
-    world.agent(&AgentConfig { control_plane: vec![plane.to_owned()], ..AgentConfig::named(node) })
+fn agent(env: &TestEnv, node: &str, plane: &str) -> Agent {
+    env.agent(&AgentConfig { control_plane: vec![plane.to_owned()], ..AgentConfig::named(node) })
 }
 
-/// What agents say when the control plane goes and comes back.
-fn allow_absence(world: &World) {
-    world.allow("the control plane is gone");
-    world.allow("cannot register with the control plane");
-    world.allow("registration lost");
+/// Allows the agents' log lines about the loss and the return of the control plane.
+fn allow_absence(env: &TestEnv) {
+    env.allow("the control plane is unreachable");
+    env.allow("cannot register with the control plane");
+    env.allow("registration lost");
 }
 
 fn wait_for_sources(engine: &Engine, numbers: &[u64], sources: &[Source], within: Duration) {
-    wait_until("the directory knows all blocks", within, || {
+    wait_until("the directory has all blocks", within, || {
         let found = engine.matches(numbers, Scope::Cluster);
         (found.len() == numbers.len() && found.iter().all(|source| sources.contains(source))).then_some(())
     });
@@ -36,12 +38,12 @@ fn numbers(range: std::ops::Range<u64>) -> Vec<u64> {
     range.collect()
 }
 
-fn rebuilt_after_a_kill(store: Store) {
-    let world = World::new();
-    allow_absence(&world);
-    let mut plane = world.control_plane(store);
-    let first = agent(&world, "first", plane.address());
-    let second = agent(&world, "second", plane.address());
+fn assert_rebuilt_after_a_kill(store: Store) {
+    let env = TestEnv::new();
+    allow_absence(&env);
+    let mut plane = env.control_plane(store);
+    let first = agent(&env, "first", plane.address());
+    let second = agent(&env, "second", plane.address());
     let (saver, reader) = (first.engine(small()), second.engine(small()));
     saver.save_durably(&numbers(0..100));
     wait_for_sources(&reader, &numbers(0..100), &[Source::PeerDram], PATIENCE);
@@ -49,22 +51,22 @@ fn rebuilt_after_a_kill(store: Store) {
     saver.save_durably(&numbers(100..150));
 
     plane.kill();
-    // Local hits go on, from DRAM and disk, and so do saves.
-    assert_eq!(saver.load_all(&numbers(100..150), &Loading::CLUSTER), vec![Source::OwnDram; 50]);
-    assert_eq!(saver.load_all(&numbers(0..50), &Loading::CLUSTER), vec![Source::OwnNvme; 50]);
+    // Local hits continue from DRAM and NVMe, and saves as well.
+    assert_eq!(saver.load_all(&numbers(100..150), &LoadParams::CLUSTER), vec![Source::OwnDram; 50]);
+    assert_eq!(saver.load_all(&numbers(0..50), &LoadParams::CLUSTER), vec![Source::OwnNvme; 50]);
     saver.save_durably(&numbers(150..200));
-    // A block that is not here is a miss, and soon.
-    let (outcomes, took) = reader.timed_load(&numbers(0..10), &Loading::CLUSTER);
+    // Blocks of other nodes are misses, without delay.
+    let (outcomes, took) = reader.timed_load(&numbers(0..10), &LoadParams::CLUSTER);
     assert_eq!(outcomes, vec![Outcome::Missing(BlockStatus::Miss); 10]);
     assert!(took < MISS_WITHIN, "a miss without a control plane took {took:?}");
-    let asked = Instant::now();
+    let started = Instant::now();
     assert!(reader.matches(&numbers(0..10), Scope::Cluster).is_empty());
-    assert!(asked.elapsed() < MISS_WITHIN, "a match without a control plane took {:?}", asked.elapsed());
+    assert!(started.elapsed() < MISS_WITHIN, "a match without a control plane took {:?}", started.elapsed());
 
     plane.restart();
     let all = numbers(0..200);
     wait_for_sources(&reader, &all, &[Source::PeerDram, Source::PeerNvme], REBUILT_WITHIN);
-    let sources = reader.load_all(&all, &Loading::CLUSTER);
+    let sources = reader.load_all(&all, &LoadParams::CLUSTER);
     assert!(
         sources.iter().all(|source| matches!(source, Source::PeerDram | Source::PeerNvme)),
         "{sources:?}"
@@ -74,48 +76,48 @@ fn rebuilt_after_a_kill(store: Store) {
 }
 
 #[test]
-fn a_killed_control_plane_costs_peer_hits_only_and_is_rebuilt_from_the_agents() {
-    rebuilt_after_a_kill(Store::Embedded);
+fn a_killed_control_plane_costs_only_peer_hits_and_is_rebuilt_from_the_agents() {
+    assert_rebuilt_after_a_kill(Store::Embedded);
 }
 
 #[test]
-fn a_control_plane_that_has_forgotten_everything_is_rebuilt_from_the_agents() {
-    rebuilt_after_a_kill(Store::Memory);
+fn a_control_plane_without_a_store_is_rebuilt_from_the_agents() {
+    assert_rebuilt_after_a_kill(Store::Memory);
 }
 
 #[test]
-fn an_agent_starts_without_its_control_plane_and_joins_when_it_is_there() {
-    let world = World::new();
-    allow_absence(&world);
-    let mut plane = world.control_plane(Store::Embedded);
+fn an_agent_starts_without_its_control_plane_and_registers_later() {
+    let env = TestEnv::new();
+    allow_absence(&env);
+    let mut plane = env.control_plane(Store::Embedded);
     let address = plane.address().to_owned();
     plane.kill();
-    let mut first = agent(&world, "first", &address);
+    let mut first = agent(&env, "first", &address);
     let saver = first.engine(small());
     saver.save_durably(&numbers(0..20));
     drop(saver);
     first.kill();
     first.start();
-    first.engine(small()).load_all(&numbers(0..20), &Loading::CLUSTER);
-    let second = agent(&world, "second", &address);
+    first.engine(small()).load_all(&numbers(0..20), &LoadParams::CLUSTER);
+    let second = agent(&env, "second", &address);
     let reader = second.engine(small());
     assert!(reader.matches(&numbers(0..20), Scope::Cluster).is_empty());
     plane.restart();
     wait_for_sources(&reader, &numbers(0..20), &[Source::PeerDram, Source::PeerNvme], REBUILT_WITHIN);
-    reader.load_all(&numbers(0..20), &Loading::CLUSTER);
+    reader.load_all(&numbers(0..20), &LoadParams::CLUSTER);
 }
 
 #[test]
-fn a_node_that_comes_back_under_its_name_keeps_its_number_and_its_blocks() {
-    let world = World::new();
-    allow_absence(&world);
-    world.allow("node is silent");
-    world.allow("peer connection lost");
-    // Its ports are others after a restart.
-    world.allow("address");
-    let plane = world.control_plane(Store::Embedded);
-    let mut first = agent(&world, "first", plane.address());
-    let second = agent(&world, "second", plane.address());
+fn a_node_that_returns_with_the_same_name_keeps_its_number_and_blocks() {
+    let env = TestEnv::new();
+    allow_absence(&env);
+    env.allow("node is silent");
+    env.allow("peer connection lost");
+    // A restarted agent has other ports.
+    env.allow("address");
+    let plane = env.control_plane(Store::Embedded);
+    let mut first = agent(&env, "first", plane.address());
+    let second = agent(&env, "second", plane.address());
     let reader = second.engine(small());
     let number = |plane: &ControlPlane| {
         let nodes = plane.admin().json("/nodes");
@@ -125,32 +127,32 @@ fn a_node_that_comes_back_under_its_name_keeps_its_number_and_its_blocks() {
     first.engine(small()).save_durably(&numbers(0..20));
     wait_for_sources(&reader, &numbers(0..20), &[Source::PeerDram], PATIENCE);
     let (before, epoch) = number(&plane).expect("registered");
-    // At once, before anybody has found out that it was dead.
+    // Restarted before its silence is noticed.
     first.kill();
     first.start();
     wait_for_sources(&reader, &numbers(0..20), &[Source::PeerNvme], PATIENCE);
-    reader.load_all(&numbers(0..20), &Loading::CLUSTER);
+    reader.load_all(&numbers(0..20), &LoadParams::CLUSTER);
     let (after, later) = number(&plane).expect("registered");
     assert_eq!(before, after);
-    assert!(later > epoch, "{later:?} does not fence {epoch:?}");
+    assert!(later > epoch, "epoch {later:?} does not fence {epoch:?}");
 }
 
 #[test]
-fn blocks_that_are_evicted_or_lost_leave_the_directory() {
-    let world = World::new();
-    let plane = world.control_plane(Store::Embedded);
+fn evicted_and_lost_blocks_are_removed_from_the_directory() {
+    let env = TestEnv::new();
+    let plane = env.control_plane(Store::Embedded);
     let pool = reprise_policy::ByteSize(8 << 20);
-    let first = world.agent(&AgentConfig {
+    let first = env.agent(&AgentConfig {
         control_plane: vec![plane.address().to_owned()],
         pool: Some(pool),
         ..AgentConfig::named("first")
     });
     // The first node to register is node 1.
     wait_until("the first agent is known", PATIENCE, || plane.offers("first")?.then_some(()));
-    let second = agent(&world, "second", plane.address());
+    let second = agent(&env, "second", plane.address());
     let saver = first.engine(small());
-    for some in numbers(0..1000).chunks(100) {
-        saver.save_durably(some);
+    for batch in numbers(0..1000).chunks(100) {
+        saver.save_durably(batch);
     }
     first.admin().wait_quiet(PATIENCE);
     let counters = first.admin().counters();
@@ -162,14 +164,14 @@ fn blocks_that_are_evicted_or_lost_leave_the_directory() {
         same.then_some(node)
     });
     assert!(nodes["nvme"].as_u64().is_some_and(|blocks| blocks < 200), "{nodes}");
-    // What the directory offers can be had.
+    // Every block that the directory offers can be loaded.
     let reader = second.engine(small());
     let offered: Vec<u64> = numbers(0..1000)
         .into_iter()
         .filter(|number| !reader.matches(&[*number], Scope::Cluster).is_empty())
         .collect();
     assert!(!offered.is_empty());
-    for some in offered.chunks(100) {
-        reader.load_all(some, &Loading::CLUSTER);
+    for batch in offered.chunks(100) {
+        reader.load_all(batch, &LoadParams::CLUSTER);
     }
 }

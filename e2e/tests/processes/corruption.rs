@@ -1,4 +1,4 @@
-//! Bits that flip on disk or in shared memory: detected, counted, never served; the agent stays up.
+//! Bit flips on disk and in shared memory: detected, counted, never served. The agent keeps running.
 
 use std::collections::BTreeSet;
 
@@ -8,54 +8,53 @@ use reprise_client::{BlockStatus, CommitOptions, CopyError, LoadRequest, Scope};
 use reprise_e2e::content::{key, keys, small, write_object};
 use reprise_e2e::disk::{BANK_HEADER, LOG_PAGE, PAGE, PoolFile, SUPERBLOCK};
 use reprise_e2e::engine::object_bytes;
-use reprise_e2e::seed::{say, seeded};
-use reprise_e2e::{Agent, AgentConfig, Engine, Loading, Outcome, PATIENCE, World};
+use reprise_e2e::seed::{print_line, seeded};
+use reprise_e2e::{Agent, AgentConfig, Engine, LoadParams, Outcome, PATIENCE, TestEnv};
 use reprise_policy::ByteSize;
 
-/// What the log says of a block that did not verify.
-const DROPPED: &str = "a stored block did not verify";
+/// Log message about a stored block that failed verification.
+const DROPPED: &str = "dropped a stored block that failed verification";
 
-/// What it says of a block in DRAM that did not match.
-const DAMAGED: &str = "a block in DRAM no longer matched its checksums";
+/// Log message about a corrupt block in DRAM.
+const DAMAGED: &str = "dropped a block in DRAM that does not match its checksums";
 
-/// What it says of a journal that was damaged.
+/// Log message about a damaged journal.
 const JOURNAL: &str = "the journal was damaged";
 
-/// Blocks that the tests save: twelve commits, so that the journal has several pages.
+/// Blocks that the tests save, in twelve commits, so that the journal has several pages.
 const BLOCKS: u64 = 48;
 
 fn numbers() -> Vec<u64> {
     (0..BLOCKS).collect()
 }
 
-/// An agent that has saved [`numbers`], stopped.
-fn saved_and_stopped(world: &World) -> Agent {
-    let mut agent =
-        world.agent(&AgentConfig { pool: Some(ByteSize(32 << 20)), ..AgentConfig::named("node") });
+/// Starts an agent, saves [`numbers`], and stops it.
+fn saved_and_stopped(env: &TestEnv) -> Agent {
+    let mut agent = env.agent(&AgentConfig { pool: Some(ByteSize(32 << 20)), ..AgentConfig::named("node") });
     let engine = agent.engine(small());
-    numbers().chunks(4).for_each(|some| engine.save_durably(some));
+    numbers().chunks(4).for_each(|batch| engine.save_durably(batch));
     drop(engine);
     agent.stop();
     agent
 }
 
-/// Loads blocks and says which did not come; none of them may be wrong.
-fn gone(engine: &Engine, numbers: &[u64]) -> BTreeSet<u64> {
-    let outcomes = engine.load(numbers, &Loading::LOCAL).expect("a load of an agent that is up");
-    let gone = |(number, outcome): (&u64, Outcome)| match outcome {
-        Outcome::Right(_) => None,
+/// Loads blocks and returns those that are missing. No block may be corrupt.
+fn missing_blocks(engine: &Engine, numbers: &[u64]) -> BTreeSet<u64> {
+    let outcomes = engine.load(numbers, &LoadParams::LOCAL).expect("the agent is running");
+    let missing = |(number, outcome): (&u64, Outcome)| match outcome {
+        Outcome::Verified(_) => None,
         Outcome::Missing(BlockStatus::Miss | BlockStatus::Failed) => Some(*number),
         other => panic!("block {number}: {other:?}"),
     };
-    numbers.iter().zip(outcomes).filter_map(gone).collect()
+    numbers.iter().zip(outcomes).filter_map(missing).collect()
 }
 
-/// Blocks that are damaged on disk are lost, all others right; what is lost can be saved again.
+/// Checks that exactly the damaged blocks are lost, and that they can be saved again.
 fn assert_lost_and_saved_again(agent: &Agent, damaged: &[u64]) {
     let engine = agent.engine(small());
     let before = agent.admin().counters();
     let lost: BTreeSet<u64> = damaged.iter().copied().collect();
-    assert_eq!(gone(&engine, &numbers()), lost);
+    assert_eq!(missing_blocks(&engine, &numbers()), lost);
     let counters = agent.admin().counters();
     let grown = |name: &str| counters.get(name) - before.get(name);
     let damage = damaged.len() as u64;
@@ -63,41 +62,41 @@ fn assert_lost_and_saved_again(agent: &Agent, damaged: &[u64]) {
         (grown("fill_corrupt"), grown("corrupt_blocks"), grown("failed_blocks")),
         (damage, damage, damage)
     );
-    assert_eq!(counters.get("pool_quarantined_slots"), 0, "a checksum accuses no medium");
-    // They are not even tried again.
+    assert_eq!(counters.get("pool_quarantined_slots"), 0, "a wrong checksum quarantines no slot");
+    // The lost blocks are misses, without another attempt to read them.
     assert_eq!(
-        engine.load(damaged, &Loading::LOCAL).expect("a load"),
+        engine.load(damaged, &LoadParams::LOCAL).expect("a load"),
         vec![Outcome::Missing(BlockStatus::Miss); damaged.len()]
     );
     engine.save_durably(damaged);
     engine.trim();
-    assert_eq!(gone(&engine, &numbers()), BTreeSet::new());
+    assert_eq!(missing_blocks(&engine, &numbers()), BTreeSet::new());
 }
 
 #[test]
-fn a_bit_flipped_in_the_payload_while_the_agent_is_down_costs_that_block() {
-    let world = World::new();
-    world.require(DROPPED);
-    let mut agent = saved_and_stopped(&world);
+fn a_bit_flip_in_a_payload_while_the_agent_is_down_costs_that_block() {
+    let env = TestEnv::new();
+    env.require(DROPPED);
+    let mut agent = saved_and_stopped(&env);
     let pool = PoolFile::open(&agent.files().pool);
     pool.flip_object(&key(5), &small(), 0);
     pool.flip_object(&key(17), &small(), small().objects() - 1);
     agent.start();
     assert_lost_and_saved_again(&agent, &[5, 17]);
     agent.stop();
-    // The places that were damaged are used again, and the blocks saved again are found.
+    // The damaged slots are used again, and the blocks that were saved again are found.
     agent.start();
     assert_eq!(agent.admin().counter("pool_quarantined_slots"), 0);
-    assert_eq!(gone(&agent.engine(small()), &numbers()), BTreeSet::new());
+    assert_eq!(missing_blocks(&agent.engine(small()), &numbers()), BTreeSet::new());
 }
 
 #[test]
-fn a_bit_flipped_in_a_header_page_costs_that_block() {
-    let world = World::new();
-    world.require(DROPPED);
-    let mut agent = saved_and_stopped(&world);
+fn a_bit_flip_in_a_header_page_costs_that_block() {
+    let env = TestEnv::new();
+    env.require(DROPPED);
+    let mut agent = saved_and_stopped(&env);
     let pool = PoolFile::open(&agent.files().pool);
-    // In the magic, the key, the first checksum, the empty rest and the page's own checksum.
+    // In the magic number, the key, the first checksum, the unused rest, and the page's checksum.
     for (number, at) in (10..).zip([3, 40, 130, 2000, PAGE - 2]) {
         let headers = pool.headers_of(&key(number));
         headers.into_iter().for_each(|header| pool.flip(header + at, 6));
@@ -107,12 +106,12 @@ fn a_bit_flipped_in_a_header_page_costs_that_block() {
 }
 
 #[test]
-fn a_header_page_of_another_block_is_no_substitute() {
-    let world = World::new();
-    world.require(DROPPED);
-    let mut agent = saved_and_stopped(&world);
+fn a_slot_with_another_blocks_content_costs_that_block() {
+    let env = TestEnv::new();
+    env.require(DROPPED);
+    let mut agent = saved_and_stopped(&env);
     let pool = PoolFile::open(&agent.files().pool);
-    // A whole slot in the place of another, intact in itself: a misdirected write.
+    // A misdirected write: a whole slot, valid in itself, in the place of another one.
     let (from, to) = (pool.headers_of(&key(20))[0], pool.headers_of(&key(21))[0]);
     let slot = pool.read(from, usize::try_from(PAGE + small().slot_bytes()).expect("a small slot"));
     pool.write(to, &slot);
@@ -121,63 +120,68 @@ fn a_header_page_of_another_block_is_no_substitute() {
 }
 
 #[test]
-fn a_bit_flipped_on_disk_while_the_agent_runs_costs_that_block() {
-    let world = World::new();
-    world.require(DROPPED);
-    let mut agent = saved_and_stopped(&world);
+fn a_bit_flip_on_disk_while_the_agent_runs_costs_that_block() {
+    let env = TestEnv::new();
+    env.require(DROPPED);
+    let mut agent = saved_and_stopped(&env);
     agent.start();
     let engine = agent.engine(small());
-    assert_eq!(gone(&engine, &numbers()), BTreeSet::new());
+    assert_eq!(missing_blocks(&engine, &numbers()), BTreeSet::new());
     let pool = PoolFile::open(&agent.files().pool);
     pool.flip_object(&key(30), &small(), 3);
     // The copy in DRAM is right.
-    assert_eq!(gone(&engine, &numbers()), BTreeSet::new());
+    assert_eq!(missing_blocks(&engine, &numbers()), BTreeSet::new());
     assert_eq!(engine.trim(), BLOCKS);
     drop(engine);
     assert_lost_and_saved_again(&agent, &[30]);
 }
 
 #[test]
-fn a_damaged_page_of_the_journal_costs_the_blocks_that_it_names_and_is_reported() {
-    let world = World::new();
-    world.require(JOURNAL);
-    let mut agent = saved_and_stopped(&world);
+fn a_damaged_journal_page_costs_its_blocks_and_is_reported() {
+    let env = TestEnv::new();
+    env.require(JOURNAL);
+    let mut agent = saved_and_stopped(&env);
     let pool = PoolFile::open(&agent.files().pool);
     let pages = pool.pages_beginning(LOG_PAGE);
-    assert!(pages.len() >= 4, "several commits, several pages: {pages:?}");
+    assert!(pages.len() >= 4, "the journal has several pages: {pages:?}");
     pool.flip(pages[1] + 300, 1);
     agent.start();
     let engine = agent.engine(small());
     let matched = engine.matches(&numbers(), Scope::Local).len() as u64;
-    let lost = gone(&engine, &numbers());
-    assert!(!lost.is_empty() && lost.len() < numbers().len(), "one page of several: {lost:?}");
-    assert_eq!(lost.first(), Some(&matched), "a match ends where the first lost block is");
-    assert_eq!(agent.admin().counter("corrupt_blocks"), 0, "what no journal names is not there");
+    let lost = missing_blocks(&engine, &numbers());
+    assert!(!lost.is_empty() && lost.len() < numbers().len(), "one of several pages is lost: {lost:?}");
+    assert_eq!(lost.first(), Some(&matched), "a match ends at the first lost block");
+    assert_eq!(agent.admin().counter("corrupt_blocks"), 0, "a block that no journal entry names is a miss");
     engine.save_durably(&numbers());
     drop(engine);
     agent.kill();
     agent.start();
-    assert_eq!(gone(&agent.engine(small()), &numbers()), BTreeSet::new(), "the journal was repaired");
+    assert_eq!(
+        missing_blocks(&agent.engine(small()), &numbers()),
+        BTreeSet::new(),
+        "the journal was repaired"
+    );
 }
 
 #[test]
-fn one_damaged_copy_of_superblock_or_bank_header_is_survived_and_repaired() {
-    let world = World::new();
-    world.require(JOURNAL);
-    let mut agent = saved_and_stopped(&world);
+fn repairs_one_damaged_copy_of_a_superblock_or_bank_header() {
+    let env = TestEnv::new();
+    env.require(JOURNAL);
+    let mut agent = saved_and_stopped(&env);
     let pool = agent.files().pool.clone();
-    let whole = world.folder().join("whole.pool");
-    std::fs::copy(&pool, &whole).expect("a pool can be copied");
+    let intact = env.folder().join("whole.pool");
+    std::fs::copy(&pool, &intact).expect("a pool can be copied");
     for beginning in [SUPERBLOCK, BANK_HEADER] {
-        let copies = PoolFile::open(&whole).pages_beginning(beginning);
-        assert!(copies.len() >= 2, "two copies of each: {copies:?}");
+        let copies = PoolFile::open(&intact).pages_beginning(beginning);
+        assert!(copies.len() >= 2, "expected two copies: {copies:?}");
         for copy in copies {
-            std::fs::copy(&whole, &pool).expect("a pool can be copied");
+            std::fs::copy(&intact, &pool).expect("a pool can be copied");
             PoolFile::open(&pool).flip(copy + 20, 0);
             agent.start();
-            assert_eq!(gone(&agent.engine(small()), &numbers()), BTreeSet::new());
+            assert_eq!(missing_blocks(&agent.engine(small()), &numbers()), BTreeSet::new());
             if beginning == SUPERBLOCK {
-                // The repair is a checkpoint: what it has not reached yet when the agent stops waits for the next start.
+                // A checkpoint makes the repair. If the agent stops before it, the repair waits for the next
+                // start.
                 agent.admin().wait_for("journal_checkpoints", PATIENCE, |written| written > 0);
             }
             agent.stop();
@@ -188,27 +192,27 @@ fn one_damaged_copy_of_superblock_or_bank_header_is_survived_and_repaired() {
                     .into_iter()
                     .map(|page| repaired.read(page, PAGE as usize));
                 let pages: BTreeSet<Vec<u8>> = pages.collect();
-                assert_eq!(pages.len(), 1, "both copies are the same again");
+                assert_eq!(pages.len(), 1, "both copies are equal again");
             }
         }
     }
     agent.start();
-    assert_eq!(gone(&agent.engine(small()), &numbers()), BTreeSet::new());
+    assert_eq!(missing_blocks(&agent.engine(small()), &numbers()), BTreeSet::new());
 }
 
 #[test]
-fn both_copies_of_the_superblock_damaged_make_a_device_that_is_refused_with_the_remedy() {
-    let world = World::new();
-    let mut agent = saved_and_stopped(&world);
+fn rejects_a_device_with_two_damaged_superblocks_with_the_remedy() {
+    let env = TestEnv::new();
+    let mut agent = saved_and_stopped(&env);
     let pool = PoolFile::open(&agent.files().pool);
     for copy in pool.pages_beginning(SUPERBLOCK) {
         pool.flip(copy + 70, 2);
     }
-    let refused = agent.try_start().expect_err("nothing says where anything is");
-    refused.assert_says(2, &["node.pool", "damaged beyond repair", "superblock", "format it"]);
+    let refused = agent.try_start().expect_err("the layout of the device is unknown");
+    refused.assert_reports(2, &["node.pool", "damaged beyond repair", "superblock", "format it"]);
 }
 
-/// Damages some places of a pool: single bits, whole pages of noise, runs of zeros.
+/// Damages random places of a pool: single bits, whole pages of noise, whole pages of zeros.
 fn damage(pool: &PoolFile, rng: &mut StdRng) {
     for _ in 0..rng.random_range(1..40) {
         let page = rng.random_range(0..pool.bytes() / PAGE) * PAGE;
@@ -222,7 +226,7 @@ fn damage(pool: &PoolFile, rng: &mut StdRng) {
             _ => pool.write(page, &[0; PAGE as usize]),
         }
     }
-    // And some where it hurts most: in what is neither payload nor unused.
+    // Further damage in the most sensitive places: journal pages, bank headers, superblocks.
     for beginning in [LOG_PAGE, BANK_HEADER, SUPERBLOCK] {
         let pages = pool.pages_beginning(beginning);
         if !pages.is_empty() && rng.random_bool(0.4) {
@@ -233,13 +237,13 @@ fn damage(pool: &PoolFile, rng: &mut StdRng) {
 }
 
 #[test]
-fn whatever_is_damaged_an_agent_serves_right_blocks_or_none_or_refuses_with_words() {
+fn after_any_damage_an_agent_serves_only_right_blocks_or_refuses_to_start() {
     const ROUNDS: usize = 24;
-    let world = World::new();
-    world.allow(DROPPED);
-    world.allow(JOURNAL);
+    let env = TestEnv::new();
+    env.allow(DROPPED);
+    env.allow(JOURNAL);
     let mut rng = seeded("damage");
-    let mut agent = saved_and_stopped(&world);
+    let mut agent = saved_and_stopped(&env);
     let intact = std::fs::read(&agent.files().pool).expect("a pool of 32 MiB");
     let (mut started, mut lost) = (0, 0);
     for _ in 0..ROUNDS {
@@ -249,25 +253,25 @@ fn whatever_is_damaged_an_agent_serves_right_blocks_or_none_or_refuses_with_word
             Ok(()) => {
                 started += 1;
                 let engine = agent.engine(small());
-                lost += gone(&engine, &numbers()).len();
+                lost += missing_blocks(&engine, &numbers()).len();
                 engine.save_durably(&(1000..1010).collect::<Vec<_>>());
                 drop(engine);
                 agent.stop();
             }
-            Err(refused) => refused.assert_says(2, &["node.pool", "damaged"]),
+            Err(refused) => refused.assert_reports(2, &["node.pool", "damaged"]),
         }
     }
-    say(&format!("{started} of {ROUNDS} damaged pools opened, {lost} blocks lost in them"));
+    print_line(&format!("{started} of {ROUNDS} damaged pools opened, {lost} blocks lost in them"));
     assert!(started > ROUNDS / 2, "most damage leaves a pool that can be used");
 }
 
 #[test]
-fn memory_scribbled_on_between_commit_and_load_is_detected_by_the_verified_copy_and_dropped() {
-    let world = World::new();
-    world.require(DAMAGED);
-    let agent = world.agent(&AgentConfig::named("node"));
+fn a_verified_copy_detects_memory_corruption_and_the_agent_drops_the_block() {
+    let env = TestEnv::new();
+    env.require(DAMAGED);
+    let agent = env.agent(&AgentConfig::named("node"));
     let scribbler = agent.engine(small());
-    // Spans of the slots outlive the commit: a mapping of the region for writing stays with the process.
+    // The spans remain writable after the commit, since the process keeps the writable mapping of the region.
     let mut reserved = scribbler.reserve(3).expect("slots");
     let spans: Vec<_> = reserved.iter().map(|reservation| reservation.span().clone()).collect();
     for (reservation, number) in reserved.iter_mut().zip(0..) {
@@ -275,7 +279,7 @@ fn memory_scribbled_on_between_commit_and_load_is_detected_by_the_verified_copy_
     }
     let items = reserved.into_iter().zip(keys(&[0, 1, 2])).collect();
     let committed = scribbler.client().commit(items, CommitOptions::default()).expect("committed");
-    scribbler.client().wait_durable(committed.ticket, PATIENCE).expect("a notice");
+    scribbler.client().wait_durable(committed.ticket, PATIENCE).expect("a durability notice");
     let middle = object_bytes(&small()) * 3 + 100;
     spans[1].slice(middle, 1).and_then(|byte| byte.copy_in(&[0xa5])).expect("the mapping is writable");
 
@@ -286,25 +290,26 @@ fn memory_scribbled_on_between_commit_and_load_is_detected_by_the_verified_copy_
     let corrupt = CopyError::Corrupt { block: 1, object: 3 };
     assert_eq!(load.copy_object(1, 3, &mut object), Err(corrupt));
     let outcomes = reader.compare(&load, &[0, 1, 2]).expect("compared");
-    assert!(outcomes[0].is_right() && outcomes[2].is_right(), "{outcomes:?}");
-    assert_eq!(outcomes[1], Outcome::Detected);
-    // Also what is scribbled while the load is held.
+    assert!(outcomes[0].is_verified() && outcomes[2].is_verified(), "{outcomes:?}");
+    assert_eq!(outcomes[1], Outcome::Corrupt);
+    // Corruption while the load is held is detected as well.
     spans[2].slice(7, 1).and_then(|byte| byte.copy_in(&[0xa5])).expect("the mapping is writable");
-    assert_eq!(reader.compare(&load, &[0, 1, 2]).expect("compared")[2], Outcome::Detected);
+    assert_eq!(reader.compare(&load, &[0, 1, 2]).expect("compared")[2], Outcome::Corrupt);
     drop(load);
-    // The agent was told, looked for itself, and dropped both. What is on disk was written before, and is right.
+    // The client reports the blocks, and the agent verifies and drops both. The copies on disk were written
+    // before.
     agent.admin().wait_for("dram_corrupt_blocks", PATIENCE, |dropped| dropped == 2);
     let counters = agent.admin().counters();
     assert_eq!((counters.get("suspect_blocks"), counters.get("dram_blocks")), (2, 1));
-    reader.load_all(&[0, 1, 2], &Loading::LOCAL);
+    reader.load_all(&[0, 1, 2], &LoadParams::LOCAL);
     assert_eq!(agent.admin().counter("device_fills"), 2);
 }
 
 #[test]
-fn a_block_that_is_only_in_damaged_memory_is_forgotten_and_saved_again() {
-    let world = World::new();
-    world.require(DAMAGED);
-    let agent = world.agent(&AgentConfig { pool: None, ..AgentConfig::named("node") });
+fn a_corrupt_block_without_another_copy_is_dropped_and_can_be_saved_again() {
+    let env = TestEnv::new();
+    env.require(DAMAGED);
+    let agent = env.agent(&AgentConfig { pool: None, ..AgentConfig::named("node") });
     let scribbler = agent.engine(small());
     let mut reserved = scribbler.reserve(1).expect("a slot");
     let span = reserved[0].span().clone();
@@ -314,21 +319,21 @@ fn a_block_that_is_only_in_damaged_memory_is_forgotten_and_saved_again() {
     span.slice(5, 1).and_then(|byte| byte.copy_in(&[0xa5])).expect("the mapping is writable");
 
     let reader = agent.engine(small());
-    let outcome = reader.load(&[0], &Loading::LOCAL).expect("a load");
-    assert_eq!(outcome, [Outcome::Detected]);
+    let outcome = reader.load(&[0], &LoadParams::LOCAL).expect("a load");
+    assert_eq!(outcome, [Outcome::Corrupt]);
     agent.admin().wait_for("dram_corrupt_blocks", PATIENCE, |dropped| dropped == 1);
     assert_eq!(reader.matches(&[0], Scope::Local).len(), 0);
-    assert_eq!(agent.admin().counter("arena_used_bytes"), 0, "with the last load the slot is free");
-    reader.save(&[0]).expect("saved anew");
-    reader.load_all(&[0], &Loading::LOCAL);
+    assert_eq!(agent.admin().counter("arena_used_bytes"), 0, "the end of the last load frees the slot");
+    reader.save(&[0]).expect("saved again");
+    reader.load_all(&[0], &LoadParams::LOCAL);
 }
 
 #[test]
-fn memory_scribbled_on_before_it_is_written_back_is_detected_when_it_is_read() {
-    let world = World::new();
-    world.require(DROPPED);
+fn memory_corruption_before_the_write_back_is_detected_by_the_next_read() {
+    let env = TestEnv::new();
+    env.require(DROPPED);
     let slow = std::time::Duration::from_secs(1);
-    let agent = world.agent(&AgentConfig { writeback_delay: slow, ..AgentConfig::named("node") });
+    let agent = env.agent(&AgentConfig { writeback_delay: slow, ..AgentConfig::named("node") });
     let scribbler = agent.engine(small());
     let mut reserved = scribbler.reserve(2).expect("slots");
     let spans: Vec<_> = reserved.iter().map(|reservation| reservation.span().clone()).collect();
@@ -340,10 +345,10 @@ fn memory_scribbled_on_before_it_is_written_back_is_detected_when_it_is_read() {
     let mut other = vec![0; object_bytes(&small())];
     write_object(&key(77), 0, &mut other);
     spans[0].slice(0, other.len()).and_then(|first| first.copy_in(&other)).expect("the mapping is writable");
-    scribbler.client().wait_durable(committed.ticket, PATIENCE).expect("a notice");
+    scribbler.client().wait_durable(committed.ticket, PATIENCE).expect("a durability notice");
     scribbler.trim();
-    let outcomes = agent.engine(small()).load(&[0, 1], &Loading::LOCAL).expect("a load");
+    let outcomes = agent.engine(small()).load(&[0, 1], &LoadParams::LOCAL).expect("a load");
     assert_eq!(outcomes[0], Outcome::Missing(BlockStatus::Failed));
-    assert!(outcomes[1].is_right());
+    assert!(outcomes[1].is_verified());
     assert_eq!(agent.admin().counter("corrupt_blocks"), 1);
 }

@@ -1,56 +1,56 @@
-//! Limits on open files: each program raises the soft one, the agent and members refuse a hard one that is too low, and idle
-//! connections use up neither the descriptors nor the places of others.
+//! Limits on open files: each program raises its soft limit, the agent and members reject a hard limit that
+//! is too low, and idle connections use up neither the descriptors nor the connections of other clients.
 
 use std::fs;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use reprise_e2e::config::StartedWith;
+use reprise_e2e::config::LaunchOptions;
 use reprise_e2e::content::small;
 use reprise_e2e::control_plane::{self, Store};
 use reprise_e2e::flood::{idle, idle_at, raise_own_limit, under_limits};
-use reprise_e2e::process::{Starting, binary};
-use reprise_e2e::{Admin, Agent, AgentConfig, Loading, PATIENCE, World, wait_until};
+use reprise_e2e::process::{StartingProcess, binary};
+use reprise_e2e::{Admin, Agent, AgentConfig, LoadParams, PATIENCE, TestEnv, wait_until};
 
-/// Exit code for memory, sockets and ports.
+/// Exit code for errors with memory, sockets and ports.
 const RESOURCE: i32 = 3;
 
-/// A kubelet's probe gives up after a second or two.
+/// Timeout of a kubelet's probe.
 const PROBE_WITHIN: Duration = Duration::from_secs(2);
 
-/// Idle connections, of which each listener has room for far fewer under [`SMALL`].
+/// Idle connections: far more than each listener accepts under [`SMALL`].
 const IDLE: usize = 300;
 
-/// A hard limit with which an agent or member can just work.
+/// A hard limit that is just enough for an agent or a member.
 const SMALL: u64 = 256;
 
 fn assert_healthy(admin: &Admin) {
-    let asked = Instant::now();
-    let (code, body) = admin.get("/healthz").expect("the probe is answered");
+    let started = Instant::now();
+    let (code, body) = admin.get("/healthz").expect("the probe gets a response");
     assert_eq!(code, 200, "{body}");
-    assert!(asked.elapsed() < PROBE_WITHIN, "the probe took {:?}", asked.elapsed());
+    assert!(started.elapsed() < PROBE_WITHIN, "the probe took {:?}", started.elapsed());
 }
 
-/// Opens a session, saves and loads.
+/// Opens a session, saves a block and loads it.
 fn use_agent(agent: &Agent, block: u64) {
     let engine = agent.engine(small());
     engine.save_durably(&[block]);
-    engine.load_all(&[block], &Loading::LOCAL);
+    engine.load_all(&[block], &LoadParams::LOCAL);
 }
 
-/// The soft limit of a running program.
+/// Returns the soft limit of a running process.
 fn soft_limit(process: u32) -> u64 {
-    let limits = fs::read_to_string(format!("/proc/{process}/limits")).expect("it runs");
+    let limits = fs::read_to_string(format!("/proc/{process}/limits")).expect("the process runs");
     let line = limits.lines().find(|line| line.starts_with("Max open files")).expect("proc_pid_limits(5)");
     let soft = line.split_whitespace().nth(3).expect("the soft limit");
     soft.parse().expect("a number")
 }
 
 #[test]
-fn an_agent_raises_a_soft_limit_that_is_too_low_to_the_hard_one() {
+fn an_agent_raises_its_soft_limit_to_the_hard_one() {
     for soft in [64, 80] {
-        let world = World::new();
-        let mut agent = world.agent_with(&AgentConfig::named("node"), under_limits(soft, 4096));
+        let env = TestEnv::new();
+        let mut agent = env.agent_with(&AgentConfig::named("node"), under_limits(soft, 4096));
         assert_eq!(soft_limit(agent.running().id()), 4096);
         use_agent(&agent, 1);
         agent.stop();
@@ -58,15 +58,15 @@ fn an_agent_raises_a_soft_limit_that_is_too_low_to_the_hard_one() {
 }
 
 #[test]
-fn a_hard_limit_that_is_too_low_is_refused_with_the_number_needed() {
-    let world = World::new();
-    let mut files = world.configure(&AgentConfig::named("node"));
+fn rejects_a_hard_limit_that_is_too_low_with_the_required_one() {
+    let env = TestEnv::new();
+    let mut files = env.configure(&AgentConfig::named("node"));
     files.start = under_limits(64, 100);
     // 2 regions × 2, 1 device × 4, 64 in reserve, 8 sessions × 6, 8 peers × 3, 8 admin connections.
-    world.refusal_of(&files, reprise_e2e::agent::command(&files)).assert_says(
+    env.refusal_of(&files, reprise_e2e::agent::command(&files)).assert_reports(
         RESOURCE,
         &[
-            "2 regions",
+            "2 arena regions",
             "1 devices",
             "is 100",
             "at least 152",
@@ -76,27 +76,27 @@ fn a_hard_limit_that_is_too_low_is_refused_with_the_number_needed() {
         ],
     );
     files.start = under_limits(64, 152);
-    let agent = world.launch(&files, reprise_e2e::agent::command(&files));
-    use_agent(&agent.expect("the number that was named is enough"), 1);
+    let agent = env.launch(&files, reprise_e2e::agent::command(&files));
+    use_agent(&agent.expect("the required limit is enough"), 1);
 
-    let (config, log) = (world.folder().join("member.toml"), world.folder().join("member.log"));
+    let (config, log) = (env.folder().join("member.toml"), env.folder().join("member.log"));
     let ports = "listen = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\n[store]\nkind = \"memory\"\n";
-    fs::write(&config, ports).expect("a configuration can be written");
+    fs::write(&config, ports).expect("the folder is writable");
     let command = control_plane::command(&config);
     let mut limited = under_limits(64, 100).command(command.get_program().as_ref());
     limited.args(command.get_args());
-    let refused = Starting::spawn(limited, &log).ready().expect_err("100 are too few");
-    refused.assert_says(1, &["is 100", "at least", "LimitNOFILE="]);
+    let refused = StartingProcess::spawn(limited, &log).ready().expect_err("the limit is too low");
+    refused.assert_reports(1, &["is 100", "at least", "LimitNOFILE="]);
 }
 
 #[test]
-fn idle_connections_stop_neither_sessions_nor_probes_of_an_agent() {
+fn idle_connections_block_neither_sessions_nor_probes_of_an_agent() {
     raise_own_limit();
-    let world = World::new();
-    let plane = world.control_plane(Store::Memory);
+    let env = TestEnv::new();
+    let plane = env.control_plane(Store::Memory);
     let config =
         AgentConfig { control_plane: vec![plane.address().to_owned()], ..AgentConfig::named("node") };
-    let agent = world.agent_with(&config, under_limits(64, SMALL));
+    let agent = env.agent_with(&config, under_limits(64, SMALL));
     let peer_address = || {
         let nodes = plane.admin().json("/nodes");
         Some(nodes[0]["peer_address"].as_str()?.to_owned())
@@ -116,26 +116,26 @@ fn idle_connections_stop_neither_sessions_nor_probes_of_an_agent() {
     assert_healthy(agent.admin());
     use_agent(&agent, 4);
 
-    early.load_all(&[1, 2, 3, 4], &Loading::LOCAL);
-    let closed = |listener: &str| {
+    early.load_all(&[1, 2, 3, 4], &LoadParams::LOCAL);
+    let rejected = |listener: &str| {
         let labels = format!("listener=\"{listener}\",reason=\"idle\"");
         agent.admin().metric("reprise_agent_connections_rejected_total", &labels)
     };
-    assert!(closed("admin") >= 2200.0 && closed("sessions") >= 200.0);
+    assert!(rejected("admin") >= 2200.0 && rejected("sessions") >= 200.0);
     assert!(agent.admin().metric("reprise_agent_peer_connections_evicted_total", "") >= 200.0);
-    // The oldest ones may have had the time for their greeting.
-    world.allow("session refused");
-    world.allow("it connected and does not greet");
+    // The oldest connections may have reached the timeout of the handshake.
+    env.allow("session rejected");
+    env.allow("the peer connected and does not greet");
 }
 
 #[test]
-fn sessions_that_are_idle_stay_and_one_too_many_is_told_so() {
-    let world = World::new();
-    world.require("session refused");
-    let agent = world.agent_with(&AgentConfig::named("node"), under_limits(64, 152));
+fn idle_sessions_stay_open_and_a_session_beyond_the_limit_is_rejected() {
+    let env = TestEnv::new();
+    env.require("session rejected");
+    let agent = env.agent_with(&AgentConfig::named("node"), under_limits(64, 152));
     let sessions: Vec<_> = (0..8).map(|_| agent.engine(small())).collect();
-    let refused = agent.connect(small()).expect_err("8 sessions have room");
-    assert!(refused.to_string().contains("8 sessions are open already"), "{refused}");
+    let refused = agent.connect(small()).expect_err("the limit is 8 sessions");
+    assert!(refused.to_string().contains("the limit of 8 sessions is reached"), "{refused}");
     for (block, session) in (1..).zip(&sessions) {
         session.save_durably(&[block]);
     }
@@ -144,44 +144,44 @@ fn sessions_that_are_idle_stay_and_one_too_many_is_told_so() {
 }
 
 #[test]
-fn idle_connections_stop_neither_agents_nor_probes_of_a_member() {
+fn idle_connections_block_neither_agents_nor_probes_of_a_member() {
     raise_own_limit();
-    let world = World::new();
-    let plane = world.control_plane_with(under_limits(64, SMALL), Store::Memory);
+    let env = TestEnv::new();
+    let plane = env.control_plane_with(under_limits(64, SMALL), Store::Memory);
     let of = |name: &str| AgentConfig {
         control_plane: vec![plane.address().to_owned()],
         ..AgentConfig::named(name)
     };
-    let early = world.agent(&of("early"));
+    let early = env.agent(&of("early"));
     wait_until("a registered agent", PATIENCE, || plane.offers("early")?.then_some(()));
     let _grpc = idle(plane.address(), IDLE);
     let _admin = idle(plane.admin().address(), IDLE);
     assert_healthy(plane.admin());
     let _more = idle(plane.admin().address(), 2000);
     assert_healthy(plane.admin());
-    let late = world.agent(&of("late"));
+    let late = env.agent(&of("late"));
     wait_until("another registered agent", PATIENCE, || plane.offers("late")?.then_some(()));
-    assert_eq!(plane.offers("early"), Some(true), "an agent keeps its connection");
+    assert_eq!(plane.offers("early"), Some(true), "the agent keeps its connection");
     use_agent(&early, 1);
     use_agent(&late, 2);
-    let closed = |listener: &str| {
+    let rejected = |listener: &str| {
         let labels = format!("listener=\"{listener}\",reason=\"idle\"");
         plane.admin().metric("reprise_controlplane_connections_rejected_total", &labels)
     };
-    assert!(closed("admin") >= 2200.0 && closed("grpc") >= 100.0);
+    assert!(rejected("admin") >= 2200.0 && rejected("grpc") >= 100.0);
 }
 
 #[test]
-fn idle_connections_do_not_stop_probes_of_an_operator() {
+fn idle_connections_do_not_block_probes_of_an_operator() {
     raise_own_limit();
-    let folder = World::new();
+    let folder = TestEnv::new();
     let (kubeconfig, log) = (folder.folder().join("kubeconfig"), folder.folder().join("operator.log"));
-    // Nothing listens there: an operator is healthy before its API server answers.
+    // Nothing listens at this address: an operator is healthy before its API server responds.
     let text = "apiVersion: v1\nkind: Config\ncurrent-context: c\n\
                 clusters: [{ name: c, cluster: { server: 'http://127.0.0.1:9' } }]\n\
                 contexts: [{ name: c, context: { cluster: c, user: u } }]\nusers: [{ name: u, user: {} }]\n";
-    fs::write(&kubeconfig, text).expect("a file can be written");
-    let StartedWith { launcher, .. } = under_limits(64, SMALL);
+    fs::write(&kubeconfig, text).expect("the folder is writable");
+    let LaunchOptions { launcher, .. } = under_limits(64, SMALL);
     let mut command = Command::new(&launcher[0]);
     command.args(&launcher[1..]).arg(binary("reprise-operator")).args([
         "run",
@@ -189,7 +189,7 @@ fn idle_connections_do_not_stop_probes_of_an_operator() {
         "127.0.0.1:0",
     ]);
     command.env("KUBECONFIG", &kubeconfig).env("POD_NAME", "operator").env("POD_NAMESPACE", "default");
-    let (running, ready) = Starting::spawn(command, &log).ready().expect("the operator starts");
+    let (running, ready) = StartingProcess::spawn(command, &log).ready().expect("the operator starts");
     let admin = Admin::at(ready["admin"].as_str().expect("the ready line names its port"));
     assert_eq!(soft_limit(running.id()), SMALL);
     let _idle = idle(admin.address(), IDLE);

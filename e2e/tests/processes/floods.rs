@@ -1,14 +1,14 @@
-//! Conditions that clients can repeat at will take a handful of log lines, and counters have their number.
+//! Events that clients can repeat at will cause only a handful of log lines; counters have their number.
 
 use reprise_e2e::content::small;
 use reprise_e2e::control_plane::Store;
 use reprise_e2e::flood::{garbage, garbage_at};
-use reprise_e2e::{AgentConfig, Loading, PATIENCE, World, logs, wait_until};
+use reprise_e2e::{AgentConfig, LoadParams, PATIENCE, TestEnv, logs, wait_until};
 
-/// Connections with garbage to each port.
+/// Number of connections with garbage to each port.
 const GARBAGE: usize = 300;
 
-/// Lines about all of them: one for each kind of condition, and room.
+/// Maximum number of log lines about them: one for each kind of event, and some reserve.
 const LINES_MAX: usize = 8;
 
 fn bad_lines(log: &std::path::Path) -> Vec<String> {
@@ -23,15 +23,15 @@ fn assert_few(log: &std::path::Path) {
 }
 
 #[test]
-fn garbage_on_every_port_takes_a_handful_of_log_lines_and_is_counted() {
-    let world = World::new();
-    for words in ["session refused", "protocol error", "peer connection lost"] {
-        world.allow(words);
+fn garbage_on_every_port_is_counted_and_causes_a_handful_of_log_lines() {
+    let env = TestEnv::new();
+    for words in ["session rejected", "protocol error", "peer connection lost"] {
+        env.allow(words);
     }
-    let mut plane = world.control_plane(Store::Memory);
+    let mut plane = env.control_plane(Store::Memory);
     let config =
         AgentConfig { control_plane: vec![plane.address().to_owned()], ..AgentConfig::named("node") };
-    let mut agent = world.agent(&config);
+    let mut agent = env.agent(&config);
     let peer_address = || {
         let nodes = plane.admin().json("/nodes");
         Some(nodes[0]["peer_address"].as_str()?.to_owned())
@@ -45,7 +45,7 @@ fn garbage_on_every_port_takes_a_handful_of_log_lines_and_is_counted() {
 
     let engine = agent.engine(small());
     engine.save_durably(&[1]);
-    engine.load_all(&[1], &Loading::CLUSTER);
+    engine.load_all(&[1], &LoadParams::CLUSTER);
     assert_eq!(plane.offers("node"), Some(true));
     let count = GARBAGE as f64;
     let of_agent = |listener: &str| {
@@ -57,12 +57,12 @@ fn garbage_on_every_port_takes_a_handful_of_log_lines_and_is_counted() {
     for listener in ["grpc", "admin"] {
         let labels = format!("listener=\"{listener}\",reason=\"protocol\"");
         let counted = plane.admin().metric("reprise_controlplane_connections_rejected_total", &labels);
-        assert_eq!(counted, count, "of {listener}");
+        assert_eq!(counted, count, "listener {listener}");
     }
 
     assert_few(&agent.files().log);
-    assert_few(&world.folder().join("controlplane.log"));
-    // A program that ends logs what it has counted.
+    assert_few(&env.folder().join("controlplane.log"));
+    // An agent logs the pending counts when it stops.
     agent.stop();
     let counts = bad_lines(&agent.files().log);
     let counted =

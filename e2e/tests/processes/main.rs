@@ -1,29 +1,30 @@
-//! Agents, members and engines as processes, on one machine: what they serve, what they survive, what they refuse.
+//! Agents, members and engines as processes on one machine: their services, the faults they survive, and
+//! their errors.
 //!
-//! One program, since each takes as long to link as the tests in it to run.
+//! All are one test program, since linking a program takes as long as running its tests.
 
 mod agent;
-mod chains;
 mod check;
 mod clocks;
 mod control_plane;
 mod corruption;
 mod descriptors;
+mod disk_stall;
 mod engines;
 mod events;
-mod failures;
+mod failure_report;
 mod floods;
-mod forget;
 mod kill;
 mod members;
+mod node_removal;
 mod nodes;
-mod owners;
+mod observability;
 mod partitions;
 mod peers;
 mod placement;
+mod prefix_chains;
 mod pressure;
-mod seen;
 mod sessions;
-mod stalled;
-mod start;
+mod shard_owners;
+mod start_errors;
 mod tenants;

@@ -1,48 +1,49 @@
-//! Partitions between any two hosts of a cluster, each host in a network namespace of its own: packets vanish, nobody is told.
+//! Partitions between any two hosts of a cluster. Each host is in its own network namespace, and packets
+//! vanish silently.
 //!
-//! Local hits go on all the while, every load ends in its time, every byte is compared, and when the network is whole again
-//! so is the directory.
+//! Local hits continue, every load ends in time, every byte is compared, and the directory is complete after
+//! the partition heals.
 
 use std::process::{Command, Output};
 use std::time::Duration;
 
 use reprise_client::{BlockStatus, Scope, Source};
 use reprise_e2e::cluster::{SLOTS, load_from_peer, numbers, wait_for_sources};
-use reprise_e2e::host::{Network, in_own_namespace};
-use reprise_e2e::{Cluster, Engine, Loading, Outcome, PATIENCE, World, wait_until};
+use reprise_e2e::host::{Network, run_in_own_namespace};
+use reprise_e2e::{Cluster, Engine, LoadParams, Outcome, PATIENCE, TestEnv, wait_until};
 
-/// Bound on a load of a few blocks while anything is cut: the silence after which a peer is lost, and a look-up.
+/// Bound on a load of a few blocks during a partition: the stall timeout of peers, and a lookup.
 const LOAD_WITHIN: Duration = Duration::from_secs(6);
 
-/// Blocks that are saved before anything is cut.
+/// Number of blocks that are saved before the first partition.
 const FIRST: u64 = 60;
 
-/// The test that needs namespaces.
-const PARTITIONS: &str = "partitions::a_partition_between_any_two_costs_misses_and_nothing_else";
+/// Name of the test that runs in its own namespaces.
+const PARTITIONS: &str = "partitions::a_partition_between_any_two_hosts_costs_only_misses";
 
-/// The cluster and its engines; the blocks below `saved` are on the first node.
-struct Subject {
+/// The cluster and its engines. The blocks below `saved` are on the first node.
+struct Fixture {
     cluster: Cluster,
     saver: Engine,
     reader: Engine,
     saved: u64,
 }
 
-impl Subject {
-    /// Hits on the node itself go on, also of new blocks; their numbers.
+impl Fixture {
+    /// Saves new blocks on the first node and checks its hits. Returns the block numbers.
     fn save(&mut self) -> Vec<u64> {
         let own = numbers(self.saved..self.saved + 10);
         self.saver.save_durably(&own);
         self.saved += 10;
-        assert_eq!(self.saver.load_all(&own, &Loading::CLUSTER), vec![Source::OwnDram; own.len()]);
+        assert_eq!(self.saver.load_all(&own, &LoadParams::CLUSTER), vec![Source::OwnDram; own.len()]);
         own
     }
 
-    /// What comes from elsewhere is right or missed, in time; how many come.
-    fn come(&self, numbers: &[u64]) -> usize {
-        let (outcomes, took) = self.reader.timed_load(numbers, &Loading::CLUSTER);
+    /// Loads blocks on the second node, which must be right or missing, in time. Returns how many are right.
+    fn load_on_second_node(&self, numbers: &[u64]) -> usize {
+        let (outcomes, took) = self.reader.timed_load(numbers, &LoadParams::CLUSTER);
         assert!(took < LOAD_WITHIN, "a load took {took:?}");
-        // What is known to be there and cannot be had is said to have failed; the engine computes it like any miss.
+        // A known block that cannot be fetched has the status `Failed`. The engine computes it like any miss.
         let is_missed = |outcome: Outcome| {
             matches!(
                 outcome,
@@ -50,23 +51,23 @@ impl Subject {
             )
         };
         for outcome in &outcomes {
-            assert!(outcome.is_right() || is_missed(*outcome), "{outcome:?}");
+            assert!(outcome.is_verified() || is_missed(*outcome), "{outcome:?}");
         }
-        outcomes.into_iter().filter(|outcome| outcome.is_right()).count()
+        outcomes.into_iter().filter(|outcome| outcome.is_verified()).count()
     }
 
-    /// Hits on the node itself go on, and what comes from elsewhere is right or missed, in time.
+    /// Checks hits on the first node, and loads on the second one.
     fn assert_serves(&mut self) {
         let own = self.save();
-        self.come(&own);
+        self.load_on_second_node(&own);
     }
 
-    /// How many of the first blocks, which are on the first node alone, are known on the second up to one that is not.
-    fn known(&self) -> usize {
+    /// Returns how many leading blocks of the first ones a match on the second node finds.
+    fn matched(&self) -> usize {
         self.reader.matches(&numbers(0..FIRST), Scope::Cluster).len()
     }
 
-    /// The network is whole: so is everything else, soon.
+    /// Checks that the cluster recovers after the partition heals.
     fn assert_heals(&mut self) {
         let saved = numbers(0..self.saved);
         self.cluster.assert_complete(3, [&self.saver, &self.reader], &saved);
@@ -77,101 +78,105 @@ impl Subject {
 }
 
 #[test]
-fn a_partition_between_any_two_costs_misses_and_nothing_else() {
-    if !in_own_namespace(PARTITIONS) {
+fn a_partition_between_any_two_hosts_costs_only_misses() {
+    if !run_in_own_namespace(PARTITIONS) {
         return;
     }
     let mut network = Network::new();
     let [store, a, b, c, first, second] = std::array::from_fn(|_| network.host());
-    let world = World::new();
-    let etcd = world.etcd_at(&store);
+    let env = TestEnv::new();
+    let etcd = env.etcd_at(&store);
     let endpoint = etcd.endpoint();
-    let member = |host, name| world.member_at(host, name, &endpoint);
+    let member = |host, name| env.member_at(host, name, &endpoint);
     let members = vec![member(&a, "a"), member(&b, "b"), member(&c, "c")];
-    let cluster = Cluster::of(world, etcd, members).with_agents([&first, &second]);
-    let (cluster, saver, reader) = cluster.hold(FIRST);
-    let mut subject = Subject { cluster, saver, reader, saved: FIRST };
+    let cluster = Cluster::of(env, etcd, members).with_agents([&first, &second]);
+    let (cluster, saver, reader) = cluster.save_blocks(FIRST);
+    let mut fixture = Fixture { cluster, saver, reader, saved: FIRST };
     let all = numbers(0..FIRST).len();
 
-    // The two nodes: what the directory names cannot be fetched.
+    // Between the two nodes: known blocks cannot be fetched.
     network.cut(&first, &second);
-    let fresh = subject.save();
-    wait_for_sources(&subject.reader, &fresh, PATIENCE);
-    assert_eq!(subject.come(&fresh), 0, "what is known and out of reach is missed");
-    network.mend(&first, &second);
-    subject.assert_heals();
+    let fresh = fixture.save();
+    wait_for_sources(&fixture.reader, &fresh, PATIENCE);
+    assert_eq!(fixture.load_on_second_node(&fresh), 0, "known blocks that cannot be fetched are missing");
+    network.heal(&first, &second);
+    fixture.assert_heals();
 
-    // A node and a member: that member offers it to nobody, the others do.
+    // Between a node and a member: only that member stops offering the node.
     network.cut(&first, &b);
-    wait_until("b offers the node no more", PATIENCE, || {
-        (subject.cluster.members[1].offers("first") == Some(false)).then_some(())
+    wait_until("b stops offering the node", PATIENCE, || {
+        (fixture.cluster.members[1].offers("first") == Some(false)).then_some(())
     });
-    wait_until("a goes on offering it", PATIENCE, || {
-        (subject.cluster.members[0].offers("first") == Some(true)).then_some(())
+    wait_until("a continues to offer the node", PATIENCE, || {
+        (fixture.cluster.members[0].offers("first") == Some(true)).then_some(())
     });
-    subject.assert_serves();
-    assert!(subject.known() < all, "a third of the blocks are of the member that does not hear their node");
-    network.mend(&first, &b);
-    subject.assert_heals();
+    fixture.assert_serves();
+    assert!(fixture.matched() < all, "the member that lost the node owns a third of the blocks");
+    network.heal(&first, &b);
+    fixture.assert_heals();
 
-    // The asking node and a member: its part is unknown there, and only there.
+    // Between the loading node and a member: that member's keys are unknown on this node only.
     network.cut(&second, &a);
-    subject.assert_serves();
-    assert!(subject.known() < all, "a third of the blocks are of the member that cannot be asked");
-    assert_eq!(subject.cluster.members[0].offers("first"), Some(true), "others are told of them");
-    network.mend(&second, &a);
-    subject.assert_heals();
+    fixture.assert_serves();
+    assert!(fixture.matched() < all, "the unreachable member owns a third of the blocks");
+    assert_eq!(fixture.cluster.members[0].offers("first"), Some(true), "other nodes still get the replicas");
+    network.heal(&second, &a);
+    fixture.assert_heals();
 
-    // A node and all members: nobody is sent to it, and its own engines notice nothing.
+    // Between a node and all members: the node is not offered, and its own engines are not affected.
     for member in [&a, &b, &c] {
         network.cut(&first, member);
     }
-    subject.cluster.wait_until_not_offered("first");
-    let own = subject.save();
-    assert_eq!((subject.known(), subject.come(&own)), (0, 0), "what only that node has is missed");
+    fixture.cluster.wait_until_not_offered("first");
+    let own = fixture.save();
+    assert_eq!(
+        (fixture.matched(), fixture.load_on_second_node(&own)),
+        (0, 0),
+        "blocks of that node only are missing"
+    );
     for member in [&a, &b, &c] {
-        network.mend(&first, member);
+        network.heal(&first, member);
     }
-    subject.assert_heals();
+    fixture.assert_heals();
 
-    // Two members: neither needs the other.
+    // Between two members, which do not depend on each other.
     network.cut(&a, &b);
-    subject.assert_serves();
-    wait_for_sources(&subject.reader, &numbers(0..subject.saved), PATIENCE);
-    network.mend(&a, &b);
-    subject.assert_heals();
+    fixture.assert_serves();
+    wait_for_sources(&fixture.reader, &numbers(0..fixture.saved), PATIENCE);
+    network.heal(&a, &b);
+    fixture.assert_heals();
 
-    // A member and etcd: its lease ends on its own clock, and the others take over.
+    // Between a member and etcd: the lease expires by the member's own clock, and the others take over.
     network.cut(&c, &store);
     wait_until("two members have all slots", PATIENCE, || {
-        let owned: Vec<u64> = subject.cluster.parts().iter().map(|part| part.owned).collect();
+        let owned: Vec<u64> = fixture.cluster.parts().iter().map(|part| part.owned).collect();
         (owned.len() >= 2 && owned[..2].iter().sum::<u64>() == SLOTS).then_some(())
     });
-    subject.assert_serves();
-    wait_for_sources(&subject.reader, &numbers(0..subject.saved), PATIENCE);
-    network.mend(&c, &store);
-    subject.assert_heals();
+    fixture.assert_serves();
+    wait_for_sources(&fixture.reader, &numbers(0..fixture.saved), PATIENCE);
+    network.heal(&c, &store);
+    fixture.assert_heals();
 }
 
 #[test]
-fn where_nobody_can_make_namespaces_the_test_fails_unless_it_is_said_to_go_without_it() {
+fn without_namespaces_the_test_fails_unless_skipping_it_is_allowed() {
     let own = std::env::current_exe().expect("a process knows its executable");
-    // Without programs there are no namespaces.
+    // With this PATH, `unshare` is not found, so no namespaces can be created.
     let run = |variable: &str| -> Output {
         let mut command = Command::new(&own);
         command.args(["--exact", PARTITIONS, "--nocapture"]).env("PATH", "/nowhere");
-        command.env("REPRISE_WITHOUT_NAMESPACES", variable).output().expect("it can be run")
+        command.env("REPRISE_WITHOUT_NAMESPACES", variable).output().expect("the test can be run")
     };
-    let said = |output: &Output| {
-        [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text).into_owned()).concat()
+    let text = |output: &Output| {
+        [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned()).concat()
     };
     for variable in ["", "0"] {
         let failed = run(variable);
         assert!(
-            !failed.status.success() && said(&failed).contains("REPRISE_WITHOUT_NAMESPACES=1"),
+            !failed.status.success() && text(&failed).contains("REPRISE_WITHOUT_NAMESPACES=1"),
             "{failed:?}"
         );
     }
     let passed = run("1");
-    assert!(passed.status.success() && said(&passed).contains("SKIPPED"), "{passed:?}");
+    assert!(passed.status.success() && text(&passed).contains("SKIPPED"), "{passed:?}");
 }

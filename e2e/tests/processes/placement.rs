@@ -1,6 +1,7 @@
-//! Where replicas go: hot blocks get a second one, a draining node gives away what only it has, full nodes give to empty ones.
+//! Placement of replicas: hot blocks get a second replica, a draining node copies blocks that only it has,
+//! and full nodes move blocks to empty ones.
 //!
-//! Every byte that is loaded is compared, also from nodes that were given their blocks.
+//! Every loaded byte is compared, also on nodes that received copies.
 
 use std::collections::BTreeMap;
 use std::process::{Command, Output};
@@ -11,29 +12,29 @@ use reprise_e2e::cluster::{load_from_peer, numbers, wait_for_sources};
 use reprise_e2e::content::{device_slot_bytes, key, small};
 use reprise_e2e::control_plane::Store;
 use reprise_e2e::process::binary;
-use reprise_e2e::{Agent, AgentConfig, ControlPlane, Loading, PATIENCE, World, wait_until};
+use reprise_e2e::{Agent, AgentConfig, ControlPlane, LoadParams, PATIENCE, TestEnv, wait_until};
 use reprise_policy::ByteSize;
 use serde_json::Value;
 
-/// Time for blocks to move: reports, questions and offers are about a second apart.
+/// Bound on the movement of blocks: reports, requests and offers are about a second apart.
 const MOVED_WITHIN: Duration = Duration::from_secs(60);
 
-/// Of an arena enough are left when a tenant without engines on a node takes one.
+/// A small region, so that regions are left for a tenant that has no engines on a node yet.
 const REGION: ByteSize = ByteSize(2 << 20);
 
 struct Nodes {
-    world: World,
+    env: TestEnv,
     member: ControlPlane,
     agents: Vec<Agent>,
 }
 
 impl Nodes {
     fn start(names: &[&str], pools: &[ByteSize]) -> Nodes {
-        let world = World::new();
-        let member = world.control_plane(Store::Memory);
+        let env = TestEnv::new();
+        let member = env.control_plane(Store::Memory);
         let start = |(name, pool): (&&str, &ByteSize)| {
             let control_plane = vec![member.address().to_owned()];
-            world.agent(&AgentConfig {
+            env.agent(&AgentConfig {
                 control_plane,
                 pool: Some(*pool),
                 region: REGION,
@@ -41,10 +42,10 @@ impl Nodes {
             })
         };
         let agents = names.iter().zip(pools).map(start).collect();
-        Nodes { world, member, agents }
+        Nodes { env, member, agents }
     }
 
-    /// Runs a command about a node.
+    /// Runs `reprise` against the member, and returns its output.
     fn reprise(&self, arguments: &[&str]) -> Output {
         reprise(&self.member, arguments)
     }
@@ -53,13 +54,13 @@ impl Nodes {
         run(&self.member, arguments)
     }
 
-    /// Blocks on the devices of a node.
+    /// Returns the number of blocks on the devices of a node.
     fn durable(&self, node: usize) -> u64 {
         self.agents[node].admin().counter("nvme_blocks")
     }
 }
 
-/// Runs a command.
+/// Runs `reprise` against a member, and returns its output.
 fn reprise(member: &ControlPlane, arguments: &[&str]) -> Output {
     let mut command = Command::new(binary("reprise"));
     command.args(arguments).args(["--controlplane", member.address()]);
@@ -68,16 +69,17 @@ fn reprise(member: &ControlPlane, arguments: &[&str]) -> Output {
 
 fn run(member: &ControlPlane, arguments: &[&str]) -> String {
     let output = reprise(member, arguments);
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{arguments:?} failed: {said}");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{arguments:?} failed: {stderr}");
     String::from_utf8(output.stdout).expect("output is UTF-8")
 }
 
-/// Waits until so many nodes have a block; why each of them has it, as `reprise explain` says.
+/// Waits until a block has this number of replicas. Returns the reason of each by node, from `reprise
+/// explain`.
 fn reasons(member: &ControlPlane, number: u64, nodes: usize) -> BTreeMap<String, String> {
-    wait_until("the directory to know who has the block", PATIENCE, || {
-        let said = run(member, &["--json", "explain", &key(number).to_string()]);
-        let block: Value = serde_json::from_str(&said).expect("one object");
+    wait_until("the directory to have all replicas of the block", PATIENCE, || {
+        let json = run(member, &["--json", "explain", &key(number).to_string()]);
+        let block: Value = serde_json::from_str(&json).expect("one object");
         let replicas = block["replicas"].as_array().expect("a list");
         let reason = |replica: &Value| {
             Some((replica["node"].as_str()?.to_owned(), replica["why"].as_str()?.to_owned()))
@@ -87,80 +89,84 @@ fn reasons(member: &ControlPlane, number: u64, nodes: usize) -> BTreeMap<String,
     })
 }
 
-/// Checks that a node has a block for a reason.
+/// Checks the reason for which a node has a block.
 fn assert_reason(reasons: &BTreeMap<String, String>, node: &str, reason: &str) {
-    assert!(reasons.get(node).is_some_and(|said| said.contains(reason)), "{node}, {reason}: {reasons:?}");
+    assert!(reasons.get(node).is_some_and(|text| text.contains(reason)), "{node}, {reason}: {reasons:?}");
 }
 
 #[test]
-fn a_drained_node_can_leave_and_nothing_is_lost() {
+fn a_drained_node_can_be_stopped_without_losing_blocks() {
     let pool = ByteSize(64 << 20);
     let mut nodes = Nodes::start(&["first", "second", "third"], &[pool; 3]);
-    nodes.world.allow("node is silent");
-    nodes.world.allow("peer connection lost");
-    nodes.world.allow("registered from another address while alive");
+    nodes.env.allow("node is silent");
+    nodes.env.allow("peer connection lost");
+    nodes.env.allow("live node registered from another address");
     let (saver, reader) = (nodes.agents[0].engine(small()), nodes.agents[1].engine(small()));
     saver.save_durably(&numbers(0..200));
     wait_for_sources(&reader, &numbers(0..200), PATIENCE);
     nodes.run(&["cordon", "third"]);
-    let said = nodes.run(&["drain", "first", "--wait=60s"]);
-    assert!(said.contains("first"), "{said}");
+    let output = nodes.run(&["drain", "first", "--wait=60s"]);
+    assert!(output.contains("first"), "{output}");
     assert!(nodes.run(&["status"]).contains("draining"));
-    assert_eq!((nodes.durable(0), nodes.durable(1), nodes.durable(2)), (200, 200, 0), "it goes where it may");
+    assert_eq!(
+        (nodes.durable(0), nodes.durable(1), nodes.durable(2)),
+        (200, 200, 0),
+        "blocks are copied to active nodes only"
+    );
     let reasons = reasons(&nodes.member, 0, 2);
     assert_reason(&reasons, "first", "saved by an engine");
-    assert_reason(&reasons, "second", "its node drains");
+    assert_reason(&reasons, "second", "its node is draining");
 
-    // What is saved on a draining node is given away as well.
+    // Blocks saved on a draining node are copied as well.
     saver.save_durably(&numbers(200..220));
-    wait_until("new blocks to be given away", MOVED_WITHIN, || (nodes.durable(1) == 220).then_some(()));
+    wait_until("new blocks to be copied", MOVED_WITHIN, || (nodes.durable(1) == 220).then_some(()));
     nodes.agents[0].kill();
     nodes.agents[1].kill();
     nodes.agents[1].start();
-    wait_until("nobody offers the node that has left", PATIENCE, || {
+    wait_until("the stopped node is not offered", PATIENCE, || {
         (nodes.member.offers("first") == Some(false)).then_some(())
     });
     let reader = nodes.agents[2].engine(small());
     wait_for_sources(&reader, &numbers(0..220), PATIENCE);
     load_from_peer(&reader, &numbers(0..220));
 
-    // It comes back as what it was, and is taken back.
+    // The node restarts in the mode `draining`, and is then activated again.
     nodes.agents[0].start();
-    wait_until("the node to know its mode", PATIENCE, || {
+    wait_until("the node to apply its mode", PATIENCE, || {
         (nodes.agents[0].admin().json("/status")["placement"]["mode"] == "draining").then_some(())
     });
     nodes.run(&["uncordon", "first"]);
     nodes.run(&["uncordon", "third"]);
-    wait_until("the node to hear of it", PATIENCE, || {
+    wait_until("the node to become active", PATIENCE, || {
         (nodes.agents[0].admin().json("/status")["placement"]["mode"] == "active").then_some(())
     });
 }
 
 #[test]
-fn a_drain_with_nowhere_to_go_says_so() {
+fn a_drain_without_a_target_reports_the_remaining_blocks() {
     let pool = ByteSize(64 << 20);
     let nodes = Nodes::start(&["first", "second"], &[pool; 2]);
     nodes.agents[0].engine(small()).save_durably(&numbers(0..20));
     nodes.run(&["cordon", "second"]);
     nodes.run(&["drain", "first"]);
-    wait_until("the node to find nobody for its blocks", MOVED_WITHIN, || {
+    wait_until("the node to find no target for its blocks", MOVED_WITHIN, || {
         (nodes.agents[0].admin().json("/status")["placement"]["nowhere_blocks"] == 20).then_some(())
     });
     let output = nodes.reprise(&["drain", "first", "--wait=1s"]);
     assert!(!output.status.success());
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(said.contains("first is not drained"), "{said}");
-    let unknown = nodes.reprise(&["cordon", "nobody"]);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(stderr.contains("first is not drained"), "{stderr}");
+    let unknown = nodes.reprise(&["cordon", "unknown"]);
     assert!(!unknown.status.success());
-    assert!(String::from_utf8_lossy(&unknown.stderr).contains("nobody"));
+    assert!(String::from_utf8_lossy(&unknown.stderr).contains("unknown"));
 }
 
 #[test]
-fn a_node_that_restarts_before_its_engines_can_be_drained_of_the_blocks_of_every_tenant() {
+fn a_restarted_node_without_engines_can_be_drained_of_all_tenants_blocks() {
     let mut nodes = Nodes::start(&["first", "second"], &[ByteSize(64 << 20); 2]);
-    nodes.world.allow("node is silent");
-    nodes.world.allow("peer connection lost");
-    nodes.world.allow("registered from another address while alive");
+    nodes.env.allow("node is silent");
+    nodes.env.allow("peer connection lost");
+    nodes.env.allow("live node registered from another address");
     nodes.agents[0].engine_of(small(), "team-a").save_durably(&numbers(0..20));
     nodes.agents[0].engine_of(small(), "team-b").save_durably(&numbers(20..40));
     nodes.agents[0].kill();
@@ -169,22 +175,26 @@ fn a_node_that_restarts_before_its_engines_can_be_drained_of_the_blocks_of_every
     assert_eq!(nodes.durable(1), 40);
     let reasons = reasons(&nodes.member, 0, 2);
     assert_reason(&reasons, "first", "found on a device");
-    assert_reason(&reasons, "second", "its node drains");
+    assert_reason(&reasons, "second", "its node is draining");
     nodes.agents[0].kill();
     let other = nodes.agents[1].engine_of(small(), "team-b");
-    assert_eq!(other.load_all(&numbers(20..40), &Loading::LOCAL).len(), 20, "as its tenant's");
+    assert_eq!(
+        other.load_all(&numbers(20..40), &LoadParams::LOCAL).len(),
+        20,
+        "the copies belong to the same tenant"
+    );
 }
 
 #[test]
-fn a_block_that_others_keep_reading_gets_a_second_replica() {
-    let world = World::new();
-    world.allow("node is silent");
-    world.allow("peer connection lost");
-    let member = world.control_plane(Store::Memory);
+fn a_block_that_peers_keep_reading_gets_a_second_replica() {
+    let env = TestEnv::new();
+    env.allow("node is silent");
+    env.allow("peer connection lost");
+    let member = env.control_plane(Store::Memory);
     let start = |name| {
         let control_plane = vec![member.address().to_owned()];
         let extra = "[placement]\nhot_reads = 1\n".to_owned();
-        world.agent(&AgentConfig { control_plane, extra, region: REGION, ..AgentConfig::named(name) })
+        env.agent(&AgentConfig { control_plane, extra, region: REGION, ..AgentConfig::named(name) })
     };
     let (mut first, second) = (start("first"), start("second"));
     let (saver, reader) = (first.engine(small()), second.engine(small()));
@@ -192,19 +202,21 @@ fn a_block_that_others_keep_reading_gets_a_second_replica() {
     wait_for_sources(&reader, &numbers(0..50), PATIENCE);
     load_from_peer(&reader, &numbers(0..10));
     let durable = |agent: &Agent| agent.admin().counter("nvme_blocks");
-    wait_until("what was read to be durable twice", MOVED_WITHIN, || (durable(&second) == 10).then_some(()));
-    assert_eq!(durable(&first), 50, "the first keeps its own");
+    wait_until("the blocks that were read to have a second replica", MOVED_WITHIN, || {
+        (durable(&second) == 10).then_some(())
+    });
+    assert_eq!(durable(&first), 50, "the first node keeps its replicas");
     let of_hot = reasons(&member, 0, 2);
     assert_reason(&of_hot, "first", "saved by an engine");
-    assert_reason(&of_hot, "second", "peers kept reading it");
+    assert_reason(&of_hot, "second", "peers read it often");
     assert_reason(&reasons(&member, 20, 1), "first", "saved by an engine");
     first.kill();
-    reader.trim(); // local loads ask nobody
-    assert_eq!(reader.load_all(&numbers(0..10), &Loading::LOCAL), vec![Source::OwnNvme; 10]);
+    reader.trim(); // so that the loads read NVMe
+    assert_eq!(reader.load_all(&numbers(0..10), &LoadParams::LOCAL), vec![Source::OwnNvme; 10]);
 }
 
 #[test]
-fn full_nodes_give_to_empty_ones_and_every_block_is_still_there_once() {
+fn full_nodes_move_blocks_to_empty_ones_and_every_block_keeps_one_replica() {
     let slot = device_slot_bytes(&small());
     let pool = ByteSize((500 * slot).next_multiple_of(4 << 20) + (8 << 20));
     let nodes = Nodes::start(&["first", "second"], &[pool; 2]);
@@ -213,7 +225,7 @@ fn full_nodes_give_to_empty_ones_and_every_block_is_still_there_once() {
         saver.save_durably(&numbers(start..start + 50));
     }
     wait_for_sources(&reader, &numbers(0..300), PATIENCE);
-    wait_until("pools to be about as full", MOVED_WITHIN, || {
+    wait_until("pools to be about equally full", MOVED_WITHIN, || {
         (nodes.durable(1) >= 90 && nodes.durable(0) + nodes.durable(1) == 300).then_some(())
     });
     let all = reader.matches(&numbers(0..300), Scope::Cluster).len();

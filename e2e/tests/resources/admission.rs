@@ -1,4 +1,4 @@
-//! The admission policy of the chart: an agent, whoever has its token, writes the `CacheNode` of its own node only.
+//! The chart's admission policy: an agent's token permits writes to the `CacheNode` of its own node only.
 
 use kube::Client;
 use kube::api::{Api, DeleteParams, DynamicObject, Patch, PatchParams, PostParams};
@@ -10,15 +10,15 @@ use crate::objects::{api, create, dynamic, minimal, refusal};
 use crate::rights::{allow, install_policy};
 
 const AGENT: PodAccount<'_> = PodAccount { namespace: "reprise-agents", name: "reprise-agent" };
-/// Agents of a cluster in Kubernetes' own namespace.
+/// Account of agents in Kubernetes' own namespace.
 const SYSTEM_AGENT: PodAccount<'_> = PodAccount { namespace: "kube-system", name: "system-agent" };
 const COLLECTOR: PodAccount<'_> = PodAccount { namespace: "kube-system", name: "generic-garbage-collector" };
 const OPERATOR: PodAccount<'_> = PodAccount { namespace: "reprise-system", name: "reprise-operator" };
 
-/// All that could be done to a CacheNode: far more than an agent needs, since the policy must not rely on it.
+/// All verbs on CacheNodes: more than an agent gets, since the policy must not rely on the roles.
 const EVERYTHING: [&str; 6] = ["get", "list", "create", "update", "patch", "delete"];
 
-/// Somebody who writes CacheNodes.
+/// A client that writes CacheNodes.
 struct Writer<'a> {
     server: &'a ApiServer,
     nodes: Api<DynamicObject>,
@@ -29,25 +29,25 @@ impl<'a> Writer<'a> {
         Writer { server, nodes: api(client, "CacheNode", "") }
     }
 
-    /// Why the node's object is not made.
+    /// Creates the object of a node. Returns the error, if any.
     fn create(&self, node: &str) -> Option<(u16, String)> {
         let object = dynamic(&minimal("CacheNode", node));
         refusal(self.server.block_on(self.nodes.create(&PostParams::default(), &object)))
     }
 
-    /// Why the node's object, which is there, is not changed.
+    /// Updates the existing object of a node. Returns the error, if any.
     fn update(&self, node: &str) -> Option<(u16, String)> {
         let change = Patch::Merge(json!({ "spec": { "mode": "Cordoned" } }));
         refusal(self.server.block_on(self.nodes.patch(node, &PatchParams::default(), &change)))
     }
 
-    /// Why the node's status, which is there, is not changed.
+    /// Updates the status of an existing object. Returns the error, if any.
     fn report(&self, node: &str) -> Option<(u16, String)> {
         let change = Patch::Merge(json!({ "status": { "observedGeneration": 1 } }));
         refusal(self.server.block_on(self.nodes.patch_status(node, &PatchParams::default(), &change)))
     }
 
-    /// Why the node's object is not removed.
+    /// Deletes the object of a node. Returns the error, if any.
     fn delete(&self, node: &str) -> Option<(u16, String)> {
         refusal(self.server.block_on(self.nodes.delete(node, &DeleteParams::default())))
     }
@@ -70,35 +70,35 @@ pub(crate) fn an_agent_writes_the_cache_node_of_its_own_node_only(server: &ApiSe
     wait_until("the policy is in effect", PATIENCE, || {
         near.report("far").filter(|(_, words)| words.contains("reprise-confine-agents"))
     });
-    let confined = |refused: Option<(u16, String)>, words: &str| {
-        let (code, said) = refused.expect("it is another node's");
-        assert_eq!(code, 403, "{said}");
-        assert!(said.contains(words), "no '{words}' in: {said}");
+    let assert_confined = |refused: Option<(u16, String)>, words: &str| {
+        let (code, message) = refused.expect("the write must be rejected");
+        assert_eq!(code, 403, "{message}");
+        assert!(message.contains(words), "no '{words}' in: {message}");
     };
 
     let other = "runs on node near and may write the CacheNode of that name only, not far";
-    confined(near.report("far"), other);
-    confined(near.update("far"), other);
-    confined(near.delete("far"), other);
-    confined(near.create("made-up"), "not made-up");
-    confined(system.report("far"), other);
-    confined(system.delete("far"), other);
+    assert_confined(near.report("far"), other);
+    assert_confined(near.update("far"), other);
+    assert_confined(near.delete("far"), other);
+    assert_confined(near.create("made-up"), "not made-up");
+    assert_confined(system.report("far"), other);
+    assert_confined(system.delete("far"), other);
 
     let nameless = "the caller's token names no node";
-    confined(nowhere.create("near"), nameless);
-    confined(nowhere.report("far"), nameless);
+    assert_confined(nowhere.create("near"), nameless);
+    assert_confined(nowhere.report("far"), nameless);
 
     assert_eq!(near.create("near"), None);
     assert_eq!(near.update("near"), None);
     assert_eq!(near.report("near"), None);
 
-    // Who may write any is not confined, with a node or without.
+    // An account with the right `write-any` is not confined, with or without a node.
     assert_eq!(operator.update("near"), None);
     assert_eq!(operator.report("far"), None);
     assert_eq!(near.delete("near"), None);
     assert_eq!(operator.delete("far"), None);
 
-    // What belongs to a node that is gone goes with it.
+    // The garbage collector may delete the object of a deleted node.
     create(server, "", &minimal("CacheNode", "gone"));
     assert_eq!(collector.delete("gone"), None);
 }

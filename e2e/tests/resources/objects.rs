@@ -1,4 +1,5 @@
-//! Objects of our kinds as JSON, and how they are written: what the API server gets is text, whatever our types say.
+//! Custom resources as JSON, so that the API server gets exactly the tests' text, independent of the Rust
+//! types.
 
 use std::sync::LazyLock;
 
@@ -10,14 +11,14 @@ use reprise_crds::{GROUP, VERSION};
 use reprise_e2e::{ApiServer, PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-/// The manager of what tests lay down.
+/// Field manager of the tests' objects.
 const MANAGER: &str = "reprise-e2e";
 
-/// All definitions, made once.
+/// All definitions, generated once.
 pub(crate) static DEFINITIONS: LazyLock<Vec<CustomResourceDefinition>> =
     LazyLock::new(reprise_crds::definitions);
 
-/// Gives the server all definitions and waits until it serves them.
+/// Applies all definitions, and waits until the server serves them.
 pub(crate) fn install_definitions(server: &ApiServer) {
     let admin = server.admin();
     let stored: Api<CustomResourceDefinition> = Api::all(admin.clone());
@@ -25,27 +26,27 @@ pub(crate) fn install_definitions(server: &ApiServer) {
         let name = definition.name_any();
         let patch = Patch::Apply(definition);
         let applied = server.block_on(stored.patch(&name, &PatchParams::apply(MANAGER), &patch));
-        applied.unwrap_or_else(|error| panic!("the definition {name} is not taken: {error}"));
+        applied.unwrap_or_else(|error| panic!("cannot apply the definition {name}: {error}"));
     }
     for definition in DEFINITIONS.iter() {
         let objects = api(&admin, &definition.spec.names.kind, "default");
         wait_until(&format!("{} is served", definition.name_any()), PATIENCE, || {
             let stored =
-                server.block_on(stored.get(&definition.name_any())).expect("it was stored a moment ago");
-            // Whoever serves the objects learns of it a little later.
-            let answers = || server.block_on(objects.list(&ListParams::default())).is_ok();
-            (holds(&stored, "Established") && answers()).then_some(())
+                server.block_on(stored.get(&definition.name_any())).expect("the definition was just applied");
+            // The handlers of the objects start a little later.
+            let responds = || server.block_on(objects.list(&ListParams::default())).is_ok();
+            (holds(&stored, "Established") && responds()).then_some(())
         });
     }
 }
 
-/// Whether the server says so of a definition.
+/// Returns whether a condition of a definition is true.
 pub(crate) fn holds(definition: &CustomResourceDefinition, condition: &str) -> bool {
     let conditions = definition.status.as_ref().and_then(|status| status.conditions.as_ref());
     conditions.is_some_and(|all| all.iter().any(|one| one.type_ == condition && one.status == "True"))
 }
 
-/// A namespace of a test's own.
+/// Creates a namespace for a test.
 pub(crate) fn space(server: &ApiServer, name: &str) {
     let api: Api<Namespace> = Api::all(server.admin());
     let space = json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": name } });
@@ -54,7 +55,7 @@ pub(crate) fn space(server: &ApiServer, name: &str) {
         .expect("a namespace");
 }
 
-/// An object of a kind with nothing in it that could be left out.
+/// Returns an object of a kind with the required fields only.
 pub(crate) fn minimal(kind: &str, name: &str) -> Value {
     let spec = match kind {
         "SSDPool" => json!({ "directory": { "path": "/var/lib/reprise/pool", "size": "1Gi" } }),
@@ -74,12 +75,12 @@ pub(crate) fn minimal(kind: &str, name: &str) -> Value {
     object(kind, name, &spec)
 }
 
-/// An object of a kind.
+/// Returns an object of a kind.
 pub(crate) fn object(kind: &str, name: &str, spec: &Value) -> Value {
     json!({ "apiVersion": format!("{GROUP}/{VERSION}"), "kind": kind, "metadata": { "name": name }, "spec": spec })
 }
 
-/// Where objects of a kind are; in a namespace when the kind has one.
+/// Returns a client for a kind; for a namespaced kind, in the namespace `space`.
 pub(crate) fn api(client: &Client, kind: &str, space: &str) -> Api<DynamicObject> {
     let definition = definition(kind);
     let resource = ApiResource {
@@ -96,29 +97,29 @@ pub(crate) fn api(client: &Client, kind: &str, space: &str) -> Api<DynamicObject
     }
 }
 
-/// The definition of a kind.
+/// Returns the definition of a kind.
 pub(crate) fn definition(kind: &str) -> &'static CustomResourceDefinition {
-    DEFINITIONS.iter().find(|one| one.spec.names.kind == kind).expect("a kind of ours")
+    DEFINITIONS.iter().find(|one| one.spec.names.kind == kind).expect("a kind of Reprise")
 }
 
-/// As the client wants it.
+/// Converts an object for the client.
 pub(crate) fn dynamic(object: &Value) -> DynamicObject {
     serde_json::from_value(object.clone()).expect("an object")
 }
 
-/// Stores an object as whoever may.
+/// Creates an object as administrator, which must succeed.
 pub(crate) fn create(server: &ApiServer, space: &str, object: &Value) -> DynamicObject {
     let kind = object["kind"].as_str().expect("an object has a kind");
     let api = api(&server.admin(), kind, space);
     let created = server.block_on(api.create(&PostParams::default(), &dynamic(object)));
-    created.unwrap_or_else(|error| panic!("{object} is not taken: {error}"))
+    created.unwrap_or_else(|error| panic!("cannot create {object}: {error}"))
 }
 
-/// The code and the words of a refusal.
+/// Returns the code and the message of an error; `None` on success.
 pub(crate) fn refusal<T>(outcome: Result<T, Error>) -> Option<(u16, String)> {
     match outcome {
         Ok(_) => None,
         Err(Error::Api(status)) => Some((status.code, status.message)),
-        Err(other) => panic!("the server does not answer: {other}"),
+        Err(other) => panic!("the server does not respond: {other}"),
     }
 }

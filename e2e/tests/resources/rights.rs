@@ -1,4 +1,4 @@
-//! Who may write `CacheNode`s: rights of accounts, and the chart's policy that confines agents.
+//! Write access to `CacheNode`s: roles of accounts, and the chart's policy that confines agents.
 
 use std::fs;
 
@@ -16,9 +16,9 @@ use serde_json::{Value, json};
 
 const POLICY: &str = "charts/reprise/files/confine-agents.yaml";
 
-/// As the chart does, from the chart's file.
+/// Installs the policy of the chart's file, as the chart does.
 pub(crate) fn install_policy(server: &ApiServer) {
-    let text = fs::read_to_string(tree().join(POLICY)).expect("the policy is in the tree");
+    let text = fs::read_to_string(tree().join(POLICY)).expect("the policy file exists");
     let documents: Vec<Value> = serde_yaml_ng::Deserializer::from_str(&text)
         .map(|one| Value::deserialize(one).expect("the policy is YAML"))
         .collect();
@@ -39,7 +39,7 @@ pub(crate) fn allow(server: &ApiServer, account: PodAccount<'_>, verbs: &[&str])
     );
 }
 
-/// Grants an account to ask whose tokens are.
+/// Grants an account the right to review tokens.
 #[allow(dead_code, reason = "the agents' tests use it")]
 pub(crate) fn allow_reviews(server: &ApiServer, account: PodAccount<'_>) {
     grant(
@@ -52,7 +52,7 @@ pub(crate) fn allow_reviews(server: &ApiServer, account: PodAccount<'_>) {
     );
 }
 
-/// Grants an account a rule.
+/// Grants an account a rule by a ClusterRole with a binding.
 fn grant(server: &ApiServer, account: PodAccount<'_>, what: &str, rule: &Value) {
     let name = format!("{}-{what}", account.name);
     let rights = "rbac.authorization.k8s.io";
@@ -80,5 +80,5 @@ where
     let name = object["metadata"]["name"].as_str().expect("a name");
     let api: Api<K> = Api::all(server.admin());
     let applied = server.block_on(api.patch(name, &PatchParams::apply("reprise-e2e"), &Patch::Apply(object)));
-    applied.unwrap_or_else(|error| panic!("{object} is not taken: {error}"));
+    applied.unwrap_or_else(|error| panic!("cannot apply {object}: {error}"));
 }

@@ -1,4 +1,4 @@
-//! What the definitions promise to people and programs: defaults, columns, names, selection by a field.
+//! Properties of the definitions that users see: defaults, columns, names, selection by a field.
 
 use http::header::ACCEPT;
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 
 use crate::objects::{DEFINITIONS, api, create, holds, minimal, object, refusal, space};
 
-/// What asks for rows and columns, as `kubectl get` does.
+/// Media type that requests rows and columns, as `kubectl get` does.
 const TABLE: &str = "application/json;as=Table;g=meta.k8s.io;v=v1";
 
 pub(crate) fn every_definition_is_served(server: &ApiServer) {
@@ -27,9 +27,9 @@ pub(crate) fn every_definition_is_served(server: &ApiServer) {
         DEFINITIONS.iter().all(|one| found(&one.spec.names.plural)).then_some(served)
     });
     let documented = wait_until("the schemas are published", PATIENCE, || {
-        let look =
+        let request =
             http::Request::get(format!("/openapi/v3/apis/{version}")).body(Vec::new()).expect("a request");
-        let schemas: Value = server.block_on(admin.request(look)).ok()?;
+        let schemas: Value = server.block_on(admin.request(request)).ok()?;
         let schemas = schemas["components"]["schemas"].clone();
         DEFINITIONS.iter().all(|one| !of_kind(&schemas, &one.spec.names.kind).is_null()).then_some(schemas)
     });
@@ -37,16 +37,16 @@ pub(crate) fn every_definition_is_served(server: &ApiServer) {
     for definition in DEFINITIONS.iter() {
         let names = &definition.spec.names;
         let kind = &names.kind;
-        let stored = server.block_on(stored.get(&definition.name_any())).expect("it is stored");
-        assert!(holds(&stored, "NamesAccepted"), "names of {kind} are another's");
+        let stored = server.block_on(stored.get(&definition.name_any())).expect("the definition is stored");
+        assert!(holds(&stored, "NamesAccepted"), "names of {kind} conflict with another definition");
         assert!(!holds(&stored, "NonStructuralSchema"), "the schema of {kind} is not structural");
         let served = served.iter().find(|one| one.name == names.plural).expect("waited for above");
         assert_eq!(served.short_names, names.short_names, "{kind}");
         assert_eq!(served.categories.as_deref(), Some(&[CATEGORY.to_owned()][..]), "{kind}");
         assert_eq!(served.namespaced, definition.spec.scope == "Namespaced", "{kind}");
-        // What `kubectl explain` shows.
+        // The text that `kubectl explain` shows.
         let described = &of_kind(&documented, kind)["properties"]["spec"]["description"];
-        assert!(described.as_str().is_some_and(|text| !text.is_empty()), "spec of {kind} is explained");
+        assert!(described.as_str().is_some_and(|text| !text.is_empty()), "spec of {kind} has a description");
     }
 }
 
@@ -58,33 +58,33 @@ fn of_kind(schemas: &Value, kind: &str) -> Value {
         .unwrap_or_default()
 }
 
-pub(crate) fn defaults_are_in_what_is_stored(server: &ApiServer) {
+pub(crate) fn stored_objects_contain_the_defaults(server: &ApiServer) {
     space(server, "defaults");
-    stored_as_our_type_reads_it::<KVCacheCluster>(server);
-    stored_as_our_type_reads_it::<SSDPool>(server);
-    stored_as_our_type_reads_it::<GPUQueueAllocation>(server);
-    stored_as_our_type_reads_it::<SlackProfile>(server);
-    stored_as_our_type_reads_it::<CacheTenant>(server);
-    stored_as_our_type_reads_it::<CacheNode>(server);
+    assert_server_and_type_defaults_match::<KVCacheCluster>(server);
+    assert_server_and_type_defaults_match::<SSDPool>(server);
+    assert_server_and_type_defaults_match::<GPUQueueAllocation>(server);
+    assert_server_and_type_defaults_match::<SlackProfile>(server);
+    assert_server_and_type_defaults_match::<CacheTenant>(server);
+    assert_server_and_type_defaults_match::<CacheNode>(server);
 
     let pool = api(&server.admin(), "SSDPool", "");
-    let stored = server.block_on(pool.get("defaults")).expect("it was stored above").data;
+    let stored = server.block_on(pool.get("defaults")).expect("created above").data;
     assert_eq!(stored["spec"]["queueDepth"], 128);
     assert_eq!(stored["spec"]["segmentSize"], "64Mi");
     assert_eq!(stored["spec"]["watermarks"]["freePermille"], 30);
 }
 
-/// What a program of ours takes for the default of a field that is not there is what the server writes into it.
-fn stored_as_our_type_reads_it<K>(server: &ApiServer)
+/// Checks that the server stores the same defaults as the Rust type has.
+fn assert_server_and_type_defaults_match<K>(server: &ApiServer)
 where
     K: Resource<DynamicType = ()> + DeserializeOwned + Serialize,
 {
     let kind = K::kind(&());
     let sent = minimal(&kind, "defaults");
-    let read: K = serde_json::from_value(sent.clone()).expect("our type reads what it needs");
-    let read = serde_json::to_value(read).expect("our type is JSON");
+    let read: K = serde_json::from_value(sent.clone()).expect("the type reads the required fields");
+    let read = serde_json::to_value(read).expect("the type can be written as JSON");
     let stored = create(server, "defaults", &sent).data;
-    assert_eq!(stored["spec"], read["spec"], "{kind}: left the server's defaults, right our type's");
+    assert_eq!(stored["spec"], read["spec"], "{kind}: left the server's defaults, right the type's");
 }
 
 pub(crate) fn every_kind_shows_its_columns(server: &ApiServer) {
@@ -92,9 +92,9 @@ pub(crate) fn every_kind_shows_its_columns(server: &ApiServer) {
     let admin = server.admin();
     let table = |kind: &str| -> Value {
         let api = api(&admin, kind, "columns");
-        let look =
+        let request =
             http::Request::get(api.resource_url()).header(ACCEPT, TABLE).body(Vec::new()).expect("a request");
-        server.block_on(admin.request(look)).expect("a table")
+        server.block_on(admin.request(request)).expect("a table")
     };
     for definition in DEFINITIONS.iter() {
         let kind = &definition.spec.names.kind;
@@ -116,7 +116,7 @@ pub(crate) fn every_kind_shows_its_columns(server: &ApiServer) {
         "devices": { "matched": 5, "open": 4, "faulted": 1 },
         "capacity": { "total": "4Gi", "used": "1Gi", "reserved": "0" },
         "conditions": [{
-            "type": "Ready", "status": "False", "reason": "DevicesRefused", "message": "look at node n3",
+            "type": "Ready", "status": "False", "reason": "DevicesRefused", "message": "check node n3",
             "observedGeneration": 1, "lastTransitionTime": "2026-11-22T00:00:00Z",
         }],
     });
@@ -124,7 +124,7 @@ pub(crate) fn every_kind_shows_its_columns(server: &ApiServer) {
     let patch = http::Request::patch(format!("{}/{pool}/status", api(&admin, "SSDPool", "").resource_url()))
         .header(http::header::CONTENT_TYPE, "application/merge-patch+json")
         .body(status);
-    let _: Value = server.block_on(admin.request(patch.expect("a request"))).expect("a status is taken");
+    let _: Value = server.block_on(admin.request(patch.expect("a request"))).expect("the status is accepted");
     let table = table("SSDPool");
     let names = table["columnDefinitions"].as_array().expect("columns").iter().map(|one| one["name"].clone());
     let rows = table["rows"].as_array().expect("rows");
@@ -166,6 +166,6 @@ pub(crate) fn queue_allocations_are_found_by_their_node(server: &ApiServer) {
     assert_eq!(names("spec.nodeName=near"), ["one", "three"]);
     assert_eq!(names("spec.nodeName!=near"), ["two"]);
     assert!(names("spec.nodeName=nowhere").is_empty());
-    let (code, words) = refusal(found("spec.queuePairs=2")).expect("only declared fields select");
+    let (code, words) = refusal(found("spec.queuePairs=2")).expect("only declared fields can be selected");
     assert_eq!(code, 400, "{words}");
 }

@@ -1,5 +1,5 @@
-//! The writers of spec and status do not write each other's. What Reprise does when somebody else writes its own fields is tested with the processes that
-//! do it (`operator/put_back.rs`, `in_cluster/absence.rs`).
+//! Writers of the spec and of the status cannot write the other part. Conflicts about Reprise's own fields
+//! are tested with the processes that own them (`operator/field_ownership.rs`, `in_cluster/api_server_faults.rs`).
 
 use kube::api::PostParams;
 use reprise_e2e::ApiServer;
@@ -7,22 +7,26 @@ use serde_json::json;
 
 use crate::objects::{api, create, minimal};
 
-pub(crate) fn spec_and_status_are_written_apart(server: &ApiServer) {
+pub(crate) fn spec_and_status_are_written_separately(server: &ApiServer) {
     let name = "apart";
     let api = api(&server.admin(), "SSDPool", "");
     let mut sent = minimal("SSDPool", name);
     sent["status"] = json!({ "observedGeneration": 7 });
     let created = create(server, "", &sent);
-    assert!(created.data["status"].is_null(), "a status is not written with the spec: {}", created.data);
+    assert!(created.data["status"].is_null(), "a create does not write the status: {}", created.data);
     let generation = created.metadata.generation.expect("a generation");
 
     let mut both = created;
     both.data["spec"]["queueDepth"] = json!(32);
     both.data["status"] = json!({ "observedGeneration": generation });
     let stored = server.block_on(api.replace_status(name, &PostParams::default(), &both)).expect("a status");
-    assert_eq!(stored.data["spec"]["queueDepth"], 128, "a spec is not written with the status");
+    assert_eq!(stored.data["spec"]["queueDepth"], 128, "a status update does not write the spec");
     assert_eq!(stored.data["status"]["observedGeneration"], generation);
-    assert_eq!(stored.metadata.generation, Some(generation), "a status is no new generation");
+    assert_eq!(
+        stored.metadata.generation,
+        Some(generation),
+        "a status update does not change the generation"
+    );
 
     let mut both = stored;
     both.data["spec"]["queueDepth"] = json!(32);

@@ -1,11 +1,11 @@
-//! How fast this machine copies blocks out of an arena, with and without checksums.
+//! Measures how fast this machine copies blocks out of an arena, with and without checksums.
 //!
 //! `cargo run --release -p reprise-buffers --example copy_speed`
 //!
-//! Copies 2 MiB blocks from a region in huge pages into 32 KiB destinations scattered over another memory, as an
-//! engine does that loads blocks into its paged KV cache. Repetitions of all variants are interleaved; medians are
-//! printed, as GB/s and relative to a plain memcpy of the same sizes. Ratios count: absolute figures change with
-//! the neighbours of a virtual machine.
+//! Copies 2 MiB blocks from a region in huge pages to 32 KiB destinations that are scattered over another
+//! memory, like an engine that loads blocks into its paged KV cache. Repetitions of all variants are
+//! interleaved. Prints medians as GB/s and relative to a plain memcpy of the same sizes. Compare the ratios:
+//! absolute figures change with the neighbours of a virtual machine.
 #![expect(clippy::print_stdout, reason = "a program for people")]
 
 use std::hint::black_box;
@@ -15,7 +15,7 @@ use reprise_buffers::{
     Arena, ArenaConfig, BufferError, HugePolicy, PageBuffer, Span, checksum_method, copy_checked, crc32c,
 };
 
-/// Far beyond any cache.
+/// Far larger than any cache.
 const BYTES: usize = 256 << 20;
 const OBJECT_BYTES: usize = 32 << 10;
 const REPETITIONS: usize = 15;
@@ -73,7 +73,7 @@ fn variants<'a>(private: &'a [u8], sources: &'a [Span]) -> Vec<Variant<'a>> {
         named("copy_checked of private memory", move |to| {
             private.chunks(OBJECT_BYTES).zip(to).fold(0, |sum, (from, to)| sum ^ copy_checked(from, to))
         }),
-        // Back to where it came from: the arena keeps its content.
+        // Copy the block back: the arena keeps its content.
         named("copy_in_checked, from scattered objects", |to| {
             sources
                 .iter()
@@ -107,7 +107,7 @@ fn variants<'a>(private: &'a [u8], sources: &'a [Span]) -> Vec<Variant<'a>> {
     variants
 }
 
-/// Copying with checksums where it cannot be done in one pass, with pieces of any size.
+/// Checksummed copy in pieces of any size, for CPUs that cannot do it in one pass.
 fn in_pieces(from: &[u8], to: &mut [u8], piece: usize) -> u32 {
     let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
     for (from, to) in from.chunks(piece).zip(to.chunks_mut(piece)) {
@@ -121,7 +121,7 @@ fn named<'a>(name: &str, run: impl FnMut(&mut [&mut [u8]]) -> u32 + 'a) -> Varia
     (name.to_owned(), Box::new(run))
 }
 
-/// A fixed permutation in which neighbours are far apart, as the blocks of a paged cache are.
+/// A fixed permutation that separates neighbours, like the blocks of a paged cache.
 fn scatter(destinations: &mut [&mut [u8]]) {
     let mut state = 1u64;
     for index in (1..destinations.len()).rev() {

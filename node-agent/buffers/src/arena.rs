@@ -1,14 +1,15 @@
-//! The agent's memory for blocks: regions, each a sealed memory file mapped in the largest pages to be had.
+//! The agent's memory for blocks: regions, each a sealed memory file in the largest available pages.
 //!
-//! Pages, best first: the hugetlb pool; ordinary memory collapsed into 2 MiB pages (`MADV_COLLAPSE`, which works
-//! whatever `shmem_enabled` says); 4 KiB pages. A collapse needs one page of each 2 MiB to exist and fills the rest
-//! with zeros, so one page each is touched before, and the whole region after: no page fault is left for later.
+//! Kinds of pages in order of preference: the hugetlb pool; ordinary memory collapsed into 2 MiB pages
+//! (`MADV_COLLAPSE`, which works independently of `shmem_enabled`); 4 KiB pages. A collapse needs one
+//! existing page in each 2 MiB and fills the rest with zeros. One page of each is therefore touched before,
+//! and the whole region after, so that later accesses cause no page fault.
 //!
-//! First touch costs 0.3–3 GB/s a core (the hypervisor may have to find the memory too), so regions are made by
-//! several threads. An arena is never resized.
+//! The first touch runs at 0.3–3 GB/s a core (the hypervisor may also have to allocate the memory), so
+//! several threads create the regions. An arena is never resized.
 //!
-//! Populating is no promise for ever: whoever holds a writable descriptor may punch holes into the file. See the crate's
-//! doc for what follows from that.
+//! Populating is not permanent: a process with a writable descriptor may punch holes into the file. The
+//! crate's doc describes the consequences.
 
 use std::io;
 use std::ops::Range;
@@ -25,36 +26,36 @@ use crate::page_kind::{PageCoverage, PageKind, measure};
 use crate::span::Span;
 use crate::{HUGE_PAGE_BYTES, PAGE_BYTES, sys};
 
-/// Regions of one arena: io_uring registers at most 2^14 buffers (io_uring_register(2)).
+/// Maximum number of regions: io_uring registers at most 2^14 buffers (io_uring_register(2)).
 pub const REGIONS_MAX: usize = 1 << 14;
 
-/// Bytes of one region: io_uring registers buffers of at most 1 GiB (io_uring_register(2)).
+/// Maximum size of a region: io_uring registers buffers of at most 1 GiB (io_uring_register(2)).
 pub const REGION_BYTES_MAX: u64 = 1 << 30;
 
-/// Threads that touch memory at start.
+/// Maximum number of threads that populate memory at start.
 const BUILDERS_MAX: usize = 8;
 
-/// A collapse fails now and then because a page is just in use elsewhere (EAGAIN, EBUSY).
+/// A collapse fails occasionally because a page is in use at that moment (EAGAIN, EBUSY).
 const COLLAPSE_ATTEMPTS_MAX: u32 = 3;
 
-/// Which pages to try for.
+/// Kind of pages to try.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum HugePolicy {
     /// Huge pages where the machine has them.
     Prefer,
-    /// Ordinary pages only.
+    /// Ordinary 4 KiB pages only.
     Never,
 }
 
-/// How large an arena shall be, and how it is cut.
+/// Size of an arena and of its regions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ArenaConfig {
-    /// Bytes altogether, a multiple of 4096.
+    /// Total size in bytes, a multiple of 4096.
     pub bytes: u64,
-    /// Bytes of a region (the last one may be smaller), a multiple of 4096 (of 2 MiB for huge pages), at most
-    /// [`REGION_BYTES_MAX`].
+    /// Size of a region in bytes (the last one may be smaller): a multiple of 4096 (of 2 MiB for huge pages),
+    /// at most [`REGION_BYTES_MAX`].
     pub region_bytes: u64,
-    /// Which pages to try for.
+    /// Kind of pages to try.
     pub huge: HugePolicy,
 }
 
@@ -64,7 +65,7 @@ pub struct Arena {
     regions: Vec<Arc<Region>>,
 }
 
-/// A part of the arena that is one memory file: what an engine is handed, and what io_uring registers.
+/// One memory file of the arena: the unit that engines map and io_uring registers.
 #[derive(Debug)]
 pub struct Region {
     id: u16,
@@ -88,14 +89,14 @@ impl ArenaConfig {
         let whole_pages = |bytes: u64| bytes > 0 && bytes.is_multiple_of(PAGE_BYTES as u64);
         if !whole_pages(self.bytes) || !whole_pages(self.region_bytes) {
             return invalid(format!(
-                "an arena of {} in regions of {} is not made of whole 4 KiB pages: use multiples of 2MiB",
+                "invalid arena of {} in regions of {}: expected whole 4 KiB pages, use multiples of 2MiB",
                 ByteSize(self.bytes),
                 ByteSize(self.region_bytes)
             ));
         }
         if self.region_bytes > REGION_BYTES_MAX {
             return invalid(format!(
-                "regions of {} are too large: at most {}",
+                "invalid region size {}: at most {}",
                 ByteSize(self.region_bytes),
                 ByteSize(REGION_BYTES_MAX)
             ));
@@ -103,7 +104,7 @@ impl ArenaConfig {
         let count = self.bytes.div_ceil(self.region_bytes);
         if count > REGIONS_MAX as u64 {
             return invalid(format!(
-                "an arena of {} in regions of {} has {count} regions: at most {REGIONS_MAX}, use larger ones",
+                "invalid arena of {} in regions of {}: {count} regions, at most {REGIONS_MAX}, use larger ones",
                 ByteSize(self.bytes),
                 ByteSize(self.region_bytes)
             ));
@@ -111,7 +112,7 @@ impl ArenaConfig {
         Ok((0..count).map(|index| self.region_bytes.min(self.bytes - index * self.region_bytes)).collect())
     }
 
-    /// Refuses an arena that does not fit, before memory is touched.
+    /// Rejects an arena that exceeds the available memory, before memory is touched.
     fn check_memory(&self, available: &Available) -> Result<(), BufferError> {
         let from_pool = match self.huge {
             HugePolicy::Prefer => available.hugetlb_bytes - available.hugetlb_bytes % self.region_bytes,
@@ -122,9 +123,9 @@ impl ArenaConfig {
 }
 
 impl Arena {
-    /// Takes and touches the memory.
+    /// Allocates and populates the memory.
     ///
-    /// Errors: sizes that cannot be, more than the memory available, too few descriptors (two for each region).
+    /// Errors: invalid sizes, more than the available memory, too few descriptors (two for each region).
     pub fn new(config: &ArenaConfig) -> Result<Arena, BufferError> {
         Arena::check(config)?;
         let sizes = config.region_sizes()?;
@@ -139,36 +140,36 @@ impl Arena {
         Ok(Arena { regions })
     }
 
-    /// Refuses what [`Arena::new`] would refuse before it touches memory.
+    /// Makes the checks of [`Arena::new`] that precede the allocation.
     ///
-    /// Errors: sizes that cannot be, more than the memory available.
+    /// Errors: invalid sizes, more than the available memory.
     pub fn check(config: &ArenaConfig) -> Result<(), BufferError> {
         config.region_sizes()?;
-        // Without /proc/meminfo nothing can be said beforehand; populating reports ENOMEM then.
+        // Without /proc/meminfo there is no early check; populating then reports ENOMEM.
         Available::now().map_or(Ok(()), |available| config.check_memory(&available))
     }
 
-    /// The regions; a region's id is its position.
+    /// Returns the regions; the id of a region is its index.
     pub fn regions(&self) -> &[Arc<Region>] {
         &self.regions
     }
 
-    /// The kind of pages that all of it has; see [`Arena::coverage`] for the parts.
+    /// Returns the kind of pages of the whole arena; [`Arena::coverage`] has the parts.
     pub fn page_kind(&self) -> PageKind {
         self.coverage().kind()
     }
 
-    /// How much of it is in which pages, as measured when it was made.
+    /// Returns the page sizes that were measured when the arena was created.
     pub fn coverage(&self) -> PageCoverage {
         self.regions.iter().map(|region| region.coverage).fold(PageCoverage::default(), PageCoverage::plus)
     }
 
-    /// `bytes` bytes from `offset` of a region; an error when there is no such region or they do not lie inside.
+    /// Returns `bytes` bytes from `offset` of a region; an error if the range lies outside.
     pub fn span(&self, region: u16, offset: u64, bytes: u64) -> Result<Span, BufferError> {
         match self.regions.get(usize::from(region)) {
             Some(region) => region.span(offset, bytes),
             None => Err(BufferError::Invalid(format!(
-                "there is no region {region}: the arena has {} regions",
+                "invalid region {region}: the arena has {} regions",
                 self.regions.len()
             ))),
         }
@@ -176,71 +177,73 @@ impl Arena {
 }
 
 impl Region {
-    /// Its position in the arena.
+    /// Returns the region's index in the arena.
     pub fn id(&self) -> u16 {
         self.id
     }
 
-    /// Its size.
+    /// Returns the region's size in bytes.
     pub fn bytes(&self) -> u64 {
         self.memory.bytes() as u64
     }
 
-    /// For engines that fill it.
+    /// Returns a descriptor for engines that save blocks.
     pub fn writable_fd(&self) -> BorrowedFd<'_> {
         self.writable.as_fd()
     }
 
-    /// For engines that load from it: cannot be mapped for writing.
+    /// Returns a descriptor for engines that load blocks; it cannot be mapped for writing.
     pub fn readonly_fd(&self) -> BorrowedFd<'_> {
         self.readonly.as_fd()
     }
 
-    /// The kind of pages that all of it has.
+    /// Returns the kind of pages of the whole region.
     pub fn page_kind(&self) -> PageKind {
         self.coverage.kind()
     }
 
-    /// How much of it is in which pages, as measured when it was made.
+    /// Returns the page sizes that were measured when the region was created.
     pub fn coverage(&self) -> PageCoverage {
         self.coverage
     }
 
-    /// Address of its first byte (a multiple of 2 MiB in regions of at least that size), valid while the region or
-    /// a span of it lives.
+    /// Address of the first byte, valid while the region or a span of it lives. Regions of at least 2 MiB
+    /// start at a multiple of 2 MiB.
     pub fn as_ptr(&self) -> *mut u8 {
         self.memory.as_ptr()
     }
 
-    /// `bytes` bytes from `offset`; an error when they do not lie inside.
+    /// Returns `bytes` bytes from `offset`; an error if the range lies outside.
     pub fn span(&self, offset: u64, bytes: u64) -> Result<Span, BufferError> {
         Span::of(&self.memory, offset, bytes)
     }
 
-    /// Overwrites all of it with zeros, as before it changes its tenant. The caller makes sure that no slot of it is
-    /// in use.
+    /// Overwrites the region with zeros, before it is assigned to another tenant. The caller must ensure that
+    /// no slot of the region is in use.
     pub fn zero(&self) {
-        // SAFETY: the mapping is writable and `bytes()` long, and no reference into it exists (spans are raw).
+        // SAFETY: the mapping is writable and `bytes()` long, and no reference into it exists (spans are
+        // raw).
         unsafe { self.memory.as_ptr().write_bytes(0, self.memory.bytes()) };
     }
 }
 
 impl FreshRegion {
-    /// A region of zeros in the best pages to be had.
+    /// Allocates a zeroed region in the best available pages.
     fn new(bytes: u64, huge: HugePolicy) -> Result<FreshRegion, BufferError> {
         let huge = match huge {
             HugePolicy::Prefer if bytes >= HUGE_PAGE_BYTES as u64 => HugePolicy::Prefer,
             _ => HugePolicy::Never,
         };
         if huge == HugePolicy::Prefer && bytes.is_multiple_of(HUGE_PAGE_BYTES as u64) {
-            // EINVAL: no hugetlb in this kernel; ENOMEM: pool empty or too small. Either way there are other pages.
+            // EINVAL: this kernel has no hugetlb; ENOMEM: the pool is too small. In both cases fall back to
+            // other pages.
             if let Ok(region) =
                 FreshRegion::populated(bytes, libc::MFD_HUGETLB | libc::MFD_HUGE_2MB, HugePolicy::Never)
             {
                 return Ok(region);
             }
         }
-        FreshRegion::populated(bytes, 0, huge).map_err(|source| not_taken(bytes, source))
+        FreshRegion::populated(bytes, 0, huge).map_err(|source| allocation_error(bytes, source))
     }
 
     fn populated(bytes: u64, flags: libc::c_uint, collapse: HugePolicy) -> io::Result<FreshRegion> {
@@ -248,7 +251,7 @@ impl FreshRegion {
         let readonly = sys::reopen_readonly(writable.as_fd())?;
         let length = usize::try_from(bytes).map_err(|_| io::ErrorKind::InvalidInput)?;
         let memory = Memory::map(writable.as_fd(), length, Access::ReadWrite)?;
-        // Only a wish: an old kernel then writes larger core dumps.
+        // Best effort: an old kernel then writes larger core dumps.
         let _ = memory.advise(0, length, Advice::DontDump);
         if collapse == HugePolicy::Prefer {
             collapse_whole(&memory)?;
@@ -273,8 +276,8 @@ impl FreshRegion {
     }
 }
 
-/// What to say when a region cannot be made.
-fn not_taken(bytes: u64, source: io::Error) -> BufferError {
+/// Error for a region that cannot be allocated, with the remedy.
+fn allocation_error(bytes: u64, source: io::Error) -> BufferError {
     let advice = match source.raw_os_error() {
         Some(libc::EMFILE) => {
             " (a region needs two descriptors: raise the limit on open files, or use larger regions)"
@@ -283,10 +286,10 @@ fn not_taken(bytes: u64, source: io::Error) -> BufferError {
         Some(libc::EINVAL) => " (Linux 5.14 or newer is needed)",
         _ => "",
     };
-    BufferError::system(format!("taking a region of {}{advice}", ByteSize(bytes)), source)
+    BufferError::system(format!("allocate a region of {}{advice}", ByteSize(bytes)), source)
 }
 
-/// Makes huge pages of as much as possible; what stays small is found by measuring.
+/// Collapses as much as possible into huge pages; a later measurement finds the rest.
 fn collapse_whole(memory: &Memory) -> io::Result<()> {
     let whole = memory.bytes() - memory.bytes() % HUGE_PAGE_BYTES;
     for offset in (0..whole).step_by(HUGE_PAGE_BYTES) {
@@ -298,7 +301,8 @@ fn collapse_whole(memory: &Memory) -> io::Result<()> {
     for offset in (0..whole).step_by(HUGE_PAGE_BYTES) {
         for _ in 0..COLLAPSE_ATTEMPTS_MAX {
             match memory.advise(offset, HUGE_PAGE_BYTES, Advice::Collapse) {
-                // EINVAL: this kernel does not know it, or transparent huge pages are off. Trying on is useless.
+                // EINVAL: the kernel does not support it, or transparent huge pages are disabled. Further
+                // attempts would fail too.
                 Err(error) if error.raw_os_error() == Some(libc::EINVAL) => return Ok(()),
                 Err(_) => {}
                 Ok(()) => break,
@@ -308,7 +312,7 @@ fn collapse_whole(memory: &Memory) -> io::Result<()> {
     Ok(())
 }
 
-/// Builds regions of these sizes, in order, on several threads.
+/// Creates regions of these sizes, in order, on several threads.
 fn build_all(sizes: &[u64], huge: HugePolicy) -> Result<Vec<FreshRegion>, BufferError> {
     let builders = thread::available_parallelism().map_or(1, usize::from).min(BUILDERS_MAX);
     let build = |share: &[u64]| {
@@ -331,21 +335,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_to_do_is_said_when_descriptors_or_memory_run_out() {
+    fn error_names_the_remedy_when_descriptors_or_memory_run_out() {
         for (code, expected) in
             [(libc::EMFILE, "raise the limit on open files"), (libc::ENOMEM, "lower the arena")]
         {
-            let text = not_taken(1 << 21, io::Error::from_raw_os_error(code)).to_string();
+            let text = allocation_error(1 << 21, io::Error::from_raw_os_error(code)).to_string();
             assert!(text.contains(expected) && text.contains("2MiB"), "{text}");
         }
     }
 
     #[test]
-    fn memory_of_the_hugetlb_pool_does_not_count_against_ordinary_memory() {
+    fn the_hugetlb_pool_does_not_count_against_ordinary_memory() {
         let config = ArenaConfig { bytes: 10 << 30, region_bytes: 1 << 30, huge: HugePolicy::Prefer };
         let mut available = Available { bytes: 2 << 30, limit: "test".to_owned(), hugetlb_bytes: 0 };
         assert!(config.check_memory(&available).is_err());
-        // 8.5 GiB in the pool hold eight regions; two more fit in 2 GiB only if none of it stayed free.
+        // 8.5 GiB in the pool hold eight regions; two more fit into 2 GiB only without the reserved headroom.
         available.hugetlb_bytes = 17 << 29;
         assert!(config.check_memory(&available).is_err());
         available.hugetlb_bytes = 9 << 30;

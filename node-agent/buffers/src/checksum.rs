@@ -1,11 +1,11 @@
-//! CRC32C (CRC-32/ISCSI) of memory of this process, and copying with it. How is in `kernel`.
+//! CRC32C (CRC-32/ISCSI) of memory, and checksummed copies; the implementations are in `kernel`.
 
 use crate::error::BufferError;
 use crate::kernel;
 use crate::span::Span;
 
-/// Bytes that are copied before their checksum is taken on CPUs that cannot do both in one pass: small enough to
-/// stay in a 32 KiB first-level cache, large enough to make the cost of a call vanish.
+/// Piece size on CPUs that cannot copy and checksum in one pass: small enough for a 32 KiB first-level cache,
+/// large enough to make the cost of a call negligible.
 pub const PIECE_BYTES: usize = 16 << 10;
 
 /// CRC32C over bytes that arrive in pieces.
@@ -15,12 +15,12 @@ pub struct Crc32c {
 }
 
 impl Crc32c {
-    /// Of no bytes.
+    /// Creates the checksum of zero bytes.
     pub fn new() -> Crc32c {
         Crc32c { state: kernel::EMPTY }
     }
 
-    /// Adds bytes.
+    /// Adds bytes to the checksum.
     pub fn update(&mut self, bytes: &[u8]) {
         self.state = kernel::checksum_slice(self.state, bytes);
     }
@@ -31,17 +31,17 @@ impl Crc32c {
         self.state = unsafe { kernel::checksum(self.state, span.as_ptr(), span.len()) };
     }
 
-    /// Copies bytes to a span of the same length and adds what was copied; an error when the lengths differ or the
-    /// span is read-only.
+    /// Copies bytes to a span of the same length and adds the copied bytes. Fails if the lengths differ or
+    /// the span is read-only.
     pub fn copy_in(&mut self, src: &[u8], dst: &Span) -> Result<(), BufferError> {
         let destination = dst.destination_of(src)?;
-        // SAFETY: `destination` is valid for writing as many bytes as `src` has, and no reference into it exists;
-        // `src` cannot overlap it, for spans' memory is never behind a `&[u8]` while spans exist.
+        // SAFETY: `destination` is valid for writing as many bytes as `src` has, and no reference into it
+        // exists; `src` cannot overlap it, for spans' memory is never behind a `&[u8]` while spans exist.
         self.state = unsafe { kernel::copy_checked(self.state, src.as_ptr(), destination, src.len()) };
         Ok(())
     }
 
-    /// The checksum of what was added.
+    /// Returns the checksum of the added bytes.
     pub fn value(self) -> u32 {
         !self.state
     }
@@ -53,19 +53,19 @@ impl Default for Crc32c {
     }
 }
 
-/// CRC32C of `bytes`.
+/// Returns the CRC32C of `bytes`.
 pub fn crc32c(bytes: &[u8]) -> u32 {
     !kernel::checksum_slice(kernel::EMPTY, bytes)
 }
 
-/// Copies `src` to `dst` and gives the CRC32C of it. Panics when the lengths differ, as `copy_from_slice` does.
+/// Copies `src` to `dst` and returns its CRC32C. Panics when the lengths differ, like `copy_from_slice`.
 pub fn copy_checked(src: &[u8], dst: &mut [u8]) -> u32 {
     assert_eq!(src.len(), dst.len(), "copy_checked: source and destination must be of one length");
     // SAFETY: two slices of one length, one of them exclusive: they do not overlap.
     !unsafe { kernel::copy_checked(kernel::EMPTY, src.as_ptr(), dst.as_mut_ptr(), src.len()) }
 }
 
-/// How checksums are computed on this CPU, for people.
+/// Describes the checksum implementation for this CPU, for logs.
 pub fn checksum_method() -> String {
     kernel::method()
 }

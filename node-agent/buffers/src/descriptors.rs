@@ -1,4 +1,4 @@
-//! Passing descriptors over a unix socket, and asking who is at the other end. See unix(7), cmsg(3).
+//! Passing descriptors over a unix socket, and the credentials of its peer. See unix(7), cmsg(3).
 
 use std::io::{self, IoSlice};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -6,7 +6,7 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use crate::error::BufferError;
 use crate::sys::check;
 
-/// Descriptors in one message (the kernel's own limit is 253, SCM_MAX_FD).
+/// Maximum number of descriptors in one message (the kernel's limit is 253, SCM_MAX_FD).
 pub const DESCRIPTORS_MAX: usize = 32;
 
 /// Room for [`DESCRIPTORS_MAX`] descriptors and one header: CMSG_SPACE(32 × 4) = 16 + 128.
@@ -17,33 +17,34 @@ const _: () = assert!(
     unsafe { libc::CMSG_SPACE((DESCRIPTORS_MAX * size_of::<RawFd>()) as u32) } as usize == CONTROL_BYTES
 );
 
-/// User id that the kernel gives for a socket without a peer (`INVALID_UID`, `cred_to_ucred` in net/core/sock.c). No
-/// process has it: user_namespaces(7) maps a user that our namespace does not know to 65534.
+/// User id that the kernel reports for a socket without a peer (`INVALID_UID`, `cred_to_ucred` in
+/// net/core/sock.c). No process has this id: user_namespaces(7) maps an unknown user to 65534.
 const NO_PEER_UID: u32 = u32::MAX;
 
-/// The process at the other end of a unix socket, as the kernel saw it when the connection was made.
+/// The process at the other end of a unix socket, as of the time of the connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PeerCredentials {
-    /// Process id; 0 when it is not known, because the process lives in a PID namespace that ours does not see (a pod
-    /// of its own, without `hostPID`).
+    /// Process id; 0 when it is unknown, because the process lives in a PID namespace that this process
+    /// cannot see (a separate pod without `hostPID`).
     pub pid: i32,
-    /// User id.
+    /// User id of the process.
     pub uid: u32,
-    /// Group id.
+    /// Group id of the process.
     pub gid: u32,
 }
 
-/// A buffer for control messages, aligned as `cmsghdr` wants it.
+/// A buffer for control messages, with the alignment of `cmsghdr`.
 #[repr(C, align(8))]
 struct Control([u8; CONTROL_BYTES]);
 
-/// Sends all of `bytes` (at least one) over a blocking stream socket, the descriptors with the first of them.
+/// Sends all of `bytes` (at least one) over a blocking stream socket, with the descriptors attached to the
+/// first byte.
 ///
-/// Errors: more than [`DESCRIPTORS_MAX`] descriptors, no bytes, or what the socket says (`WouldBlock` when a send
-/// timeout is set and over: a part may be sent, so close the connection).
+/// Errors: more than [`DESCRIPTORS_MAX`] descriptors, no bytes, or an error of the socket. `WouldBlock` means
+/// that a send timeout has expired; a part may be sent, so close the connection.
 pub fn send_with_fds(sock: BorrowedFd<'_>, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), BufferError> {
     check_message(bytes, fds)?;
-    let failed = |source| BufferError::system("sending on a unix socket", source);
+    let failed = |source| BufferError::system("send on a unix socket", source);
     let mut sent = send_once(sock, bytes, fds, 0).map_err(failed)?;
     while sent < bytes.len() {
         sent += send_once(sock, &bytes[sent..], &[], 0).map_err(failed)?;
@@ -51,10 +52,11 @@ pub fn send_with_fds(sock: BorrowedFd<'_>, bytes: &[u8], fds: &[BorrowedFd<'_>])
     Ok(())
 }
 
-/// Sends what a stream socket takes at once of `bytes` (at least one), the descriptors with the first of them, whether
-/// or not the socket blocks. `None`: it takes nothing now, and no descriptor was sent either.
+/// Sends the part of `bytes` (at least one) that a stream socket accepts without waiting, with the
+/// descriptors attached to the first byte. `None`: the socket accepts nothing now, and no descriptor was
+/// sent.
 ///
-/// Errors: as for [`send_with_fds`], without time-outs.
+/// Errors: as for [`send_with_fds`], without timeouts.
 pub fn try_send_with_fds(
     sock: BorrowedFd<'_>,
     bytes: &[u8],
@@ -64,29 +66,31 @@ pub fn try_send_with_fds(
     match send_once(sock, bytes, fds, libc::MSG_DONTWAIT) {
         Ok(sent) => Ok(Some(sent)),
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
-        Err(error) => Err(BufferError::system("sending on a unix socket", error)),
+        Err(error) => Err(BufferError::system("send on a unix socket", error)),
     }
 }
 
-/// What both ways of sending ask of their arguments.
+/// Checks the arguments of both ways to send.
 fn check_message(bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), BufferError> {
     if fds.len() > DESCRIPTORS_MAX {
         return Err(BufferError::Invalid(format!(
-            "{} descriptors in one message: at most {DESCRIPTORS_MAX}, send more messages",
+            "invalid message with {} descriptors: at most {DESCRIPTORS_MAX}, use several messages",
             fds.len()
         )));
     }
     if bytes.is_empty() {
-        return Err(BufferError::Invalid("descriptors travel with at least one byte".to_owned()));
+        return Err(BufferError::Invalid(
+            "invalid empty message: descriptors need at least one byte".to_owned(),
+        ));
     }
     Ok(())
 }
 
-/// Receives up to `buf.len()` bytes, as one recvmsg(2) gives them; adds descriptors that came along to `fds`
-/// (close-on-exec). 0 bytes: the other side closed.
+/// Receives up to `buf.len()` bytes with one recvmsg(2), and appends descriptors that came with them to `fds`
+/// (close-on-exec). 0 bytes: the other side has closed the socket.
 ///
-/// Errors: descriptors did not fit (those that did are closed), or what the socket says (`WouldBlock` when a receive
-/// timeout is set and over).
+/// Errors: descriptors did not fit (the received ones are closed), or an error of the socket. `WouldBlock`
+/// means that a receive timeout has expired.
 pub fn recv_with_fds(
     sock: BorrowedFd<'_>,
     buf: &mut [u8],
@@ -96,34 +100,34 @@ pub fn recv_with_fds(
     let mut vector = libc::iovec { iov_base: buf.as_mut_ptr().cast(), iov_len: buf.len() };
     let mut message = message_header(&raw mut vector);
     message.msg_control = control.0.as_mut_ptr().cast();
-    // Lengths in these structures are of one type in glibc and of another in musl.
+    // The types of these lengths differ between glibc and musl.
     message.msg_controllen = CONTROL_BYTES as _;
     let received = loop {
-        // SAFETY: the header names one vector over `buf` and a control buffer of the stated length, all alive and
-        // exclusively ours during the call (recvmsg(2)).
+        // SAFETY: the header names one vector over `buf` and a control buffer of the stated length, all alive
+        // and exclusively ours during the call (recvmsg(2)).
         let rc = unsafe { libc::recvmsg(sock.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC) };
         match usize::try_from(rc) {
             Ok(received) => break received,
             Err(_) => {
                 let error = io::Error::last_os_error();
                 if error.kind() != io::ErrorKind::Interrupted {
-                    return Err(BufferError::system("receiving from a unix socket", error));
+                    return Err(BufferError::system("receive from a unix socket", error));
                 }
             }
         }
     };
-    // Taken before anything is refused, so that refused descriptors are closed and not leaked.
+    // Take ownership before any check, so that rejected descriptors are closed and not leaked.
     let came = take_descriptors(&message);
     if message.msg_flags & libc::MSG_CTRUNC != 0 {
         return Err(BufferError::Descriptors(
-            "more of them than a message may carry, or none left in this process",
+            "too many in one message, or this process has reached its limit",
         ));
     }
     fds.extend(came);
     Ok(received)
 }
 
-/// Who is at the other end of a connected unix socket.
+/// Returns the process at the other end of a connected unix socket.
 pub fn peer_credentials(sock: BorrowedFd<'_>) -> Result<PeerCredentials, BufferError> {
     let mut credentials = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut length = size_of::<libc::ucred>() as libc::socklen_t;
@@ -137,18 +141,19 @@ pub fn peer_credentials(sock: BorrowedFd<'_>) -> Result<PeerCredentials, BufferE
             &raw mut length,
         )
     };
-    check(rc).map_err(|source| BufferError::system("asking who is at the other end of a socket", source))?;
+    check(rc).map_err(|source| BufferError::system("read the peer credentials of a socket", source))?;
     peer_of(credentials)
-        .ok_or_else(|| BufferError::Invalid("the socket is not connected to a process".to_owned()))
+        .ok_or_else(|| BufferError::Invalid("invalid socket: not connected to a process".to_owned()))
 }
 
-/// What SO_PEERCRED says; `None` when the socket has no peer. Process id 0 does not say that: see [`PeerCredentials`].
+/// Interprets SO_PEERCRED; `None` when the socket has no peer. Process id 0 is valid: see
+/// [`PeerCredentials`].
 fn peer_of(credentials: libc::ucred) -> Option<PeerCredentials> {
     let libc::ucred { pid, uid, gid } = credentials;
     (uid != NO_PEER_UID).then_some(PeerCredentials { pid, uid, gid })
 }
 
-/// One sendmsg(2) with these flags more; gives the bytes taken.
+/// Calls sendmsg(2) with these additional flags; returns the number of accepted bytes.
 fn send_once(
     sock: BorrowedFd<'_>,
     bytes: &[u8],
@@ -164,8 +169,8 @@ fn send_once(
         message.msg_controllen = put_descriptors(&mut control, fds) as _;
     }
     loop {
-        // SAFETY: the header names one vector over `bytes` and the filled part of `control`, alive during the call;
-        // the descriptors are open as long as `fds` borrows them (sendmsg(2)). No SIGPIPE.
+        // SAFETY: the header names one vector over `bytes` and the filled part of `control`, alive during the
+        // call; the descriptors are open as long as `fds` borrows them (sendmsg(2)). No SIGPIPE.
         let rc = unsafe { libc::sendmsg(sock.as_raw_fd(), &raw const message, flags | libc::MSG_NOSIGNAL) };
         match usize::try_from(rc) {
             Ok(sent) => return Ok(sent),
@@ -179,7 +184,7 @@ fn send_once(
     }
 }
 
-/// A header with one vector and no control data.
+/// Creates a header with one vector and no control data.
 fn message_header(vector: *mut libc::iovec) -> libc::msghdr {
     // SAFETY: `msghdr` is plain data whose zero value means: no name, no vectors, no control data.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
@@ -188,7 +193,7 @@ fn message_header(vector: *mut libc::iovec) -> libc::msghdr {
     message
 }
 
-/// Writes one SCM_RIGHTS message; gives the length of the control data.
+/// Writes one SCM_RIGHTS message; returns the length of the control data.
 fn put_descriptors(control: &mut Control, fds: &[BorrowedFd<'_>]) -> usize {
     let data_bytes = size_of_val(fds) as u32;
     let header = control.0.as_mut_ptr().cast::<libc::cmsghdr>();
@@ -217,7 +222,8 @@ fn take_descriptors(message: &libc::msghdr) -> Vec<OwnedFd> {
     // SAFETY: recvmsg left a valid control buffer and its length in the header (cmsg(3)).
     let mut header = unsafe { libc::CMSG_FIRSTHDR(message) };
     while !header.is_null() {
-        // SAFETY: CMSG_FIRSTHDR and CMSG_NXTHDR give headers that lie whole in the control buffer; it is aligned.
+        // SAFETY: CMSG_FIRSTHDR and CMSG_NXTHDR return headers that lie completely in the control buffer; it
+        // is aligned.
         let found = unsafe { header.read() };
         if found.cmsg_level == libc::SOL_SOCKET && found.cmsg_type == libc::SCM_RIGHTS {
             // SAFETY: arithmetic.
@@ -228,7 +234,7 @@ fn take_descriptors(message: &libc::msghdr) -> Vec<OwnedFd> {
             for index in 0..data_bytes / size_of::<RawFd>() {
                 // SAFETY: the kernel wrote that many descriptors behind the header.
                 let fd = unsafe { data.wrapping_add(index).read_unaligned() };
-                // SAFETY: the kernel installed the descriptor for us in this call; nobody else owns it.
+                // SAFETY: the kernel installed the descriptor for us in this call; it has no other owner.
                 taken.push(unsafe { OwnedFd::from_raw_fd(fd) });
             }
         }
@@ -243,13 +249,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_peer_whose_process_id_is_hidden_is_a_peer() {
+    fn a_peer_with_a_hidden_process_id_is_a_peer() {
         let hidden = libc::ucred { pid: 0, uid: 1000, gid: 100 };
         assert_eq!(peer_of(hidden), Some(PeerCredentials { pid: 0, uid: 1000, gid: 100 }));
     }
 
     #[test]
-    fn no_user_is_no_peer() {
+    fn an_invalid_user_id_means_no_peer() {
         assert_eq!(peer_of(libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX }), None);
     }
 }

@@ -1,60 +1,60 @@
-//! The error of this crate: what was asked, why it cannot be, and what to do about it.
+//! The error of this crate: the failed operation, the reason and the remedy.
 
 use std::io;
 
 use reprise_policy::ByteSize;
 
-/// Why memory could not be had, mapped, reached or passed on.
+/// Reason for which memory cannot be allocated, mapped, accessed or passed.
 #[derive(Debug, thiserror::Error)]
 pub enum BufferError {
-    /// Fix the call: the range does not lie inside the memory it names.
-    #[error("bytes {offset}..+{bytes} do not lie inside {limit} bytes of {what}")]
+    /// Fix the call: the range lies outside the memory.
+    #[error("invalid range {offset}..+{bytes}: {what} has {limit} bytes")]
     OutOfBounds {
-        /// What was addressed.
+        /// Name of the memory.
         what: &'static str,
-        /// First byte asked for.
+        /// First byte of the range.
         offset: u64,
-        /// Bytes asked for.
+        /// Length of the range.
         bytes: u64,
-        /// Bytes there are.
+        /// Length of the memory.
         limit: u64,
     },
     /// Fix the call: source and destination of a copy differ in length.
-    #[error("copy of {source_bytes} bytes into {destination_bytes} bytes: lengths must be equal")]
+    #[error("invalid copy of {source_bytes} bytes to {destination_bytes} bytes: lengths must be equal")]
     LengthMismatch {
-        /// Bytes to copy.
+        /// Length of the source.
         source_bytes: usize,
-        /// Bytes of room.
+        /// Length of the destination.
         destination_bytes: usize,
     },
     /// Fix the call: the memory is mapped for reading only.
-    #[error("this memory is mapped read-only: ask the agent for a writable region before filling it")]
+    #[error("cannot write to read-only memory: reserve a slot in a writable region")]
     ReadOnly,
-    /// Fix the configuration or the call: a size or count is not usable.
+    /// Fix the configuration or the call: a size or count is invalid.
     #[error("{0}")]
     Invalid(String),
-    /// Ask for less, or free memory.
+    /// Request less memory, or free memory.
     #[error(
-        "{wanted} of memory do not fit: {usable} can be used ({limit}); lower the arena's size, free memory or \
+        "{wanted} of memory do not fit: {usable} are usable ({limit}); lower the arena's size, free memory or \
          raise the limit"
     )]
     NotEnoughMemory {
-        /// Bytes asked for.
+        /// Number of requested bytes.
         wanted: ByteSize,
-        /// Bytes that could be had.
+        /// Number of usable bytes.
         usable: ByteSize,
-        /// What sets the limit.
+        /// Source of the limit.
         limit: String,
     },
-    /// The other side broke the protocol of descriptor passing: close the connection.
-    #[error("descriptors were not received whole: {0}")]
+    /// The other side violated the protocol of descriptor passing: close the connection.
+    #[error("cannot receive all descriptors of a message: {0}")]
     Descriptors(&'static str),
     /// A system call failed.
-    #[error("{what}: {source}")]
+    #[error("cannot {what}: {source}")]
     System {
-        /// What was being done.
+        /// Failed operation, as a verb phrase.
         what: String,
-        /// What the kernel said.
+        /// Error of the kernel.
         source: io::Error,
     },
 }
@@ -65,7 +65,8 @@ impl BufferError {
         BufferError::System { what: what.into(), source }
     }
 
-    /// The kind of the system error below, for callers that poll or time out (`WouldBlock`, `ConnectionReset`).
+    /// Returns the kind of the underlying system error, for callers that poll or set timeouts (`WouldBlock`,
+    /// `ConnectionReset`).
     pub fn io_kind(&self) -> Option<io::ErrorKind> {
         match self {
             BufferError::System { source, .. } => Some(source.kind()),
@@ -74,7 +75,7 @@ impl BufferError {
     }
 }
 
-/// Checks that `offset..offset + bytes` lies inside `limit`, without overflow, and gives both as `usize`.
+/// Checks that `offset..offset + bytes` lies inside `limit`, without overflow; returns both as `usize`.
 pub(crate) fn check_range(
     what: &'static str,
     limit: usize,

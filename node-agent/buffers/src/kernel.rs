@@ -1,21 +1,25 @@
-//! Copying and checksumming of raw memory: the bytes of the data path go through here.
+//! Copies and checksums of raw memory: all bytes of the data path pass through here.
 //!
-//! Arithmetic (measured on a Zen 3 without AVX-512, 32 KiB objects out of caches, relative to memcpy): copy, then
-//! checksum each piece while it is in cache: 0.57, because the checksum runs at the speed of a copy and nothing
-//! overlaps. One pass that loads a line once, stores it and folds it into the checksum: 1.0. The same with stores
-//! that go around the cache (the destination's old content need not be read): 1.5; copying alone with such stores:
-//! 1.6. `examples/copy_speed.rs` prints these figures for any machine.
+//! Cost (measured on a Zen 3 without AVX-512 for uncached 32 KiB objects, as throughput relative to memcpy):
 //!
-//! Two implementations: one pass with `VPCLMULQDQ` on 256-bit registers (x86-64 since Zen 3 and Ice Lake), and pieces
-//! with the crc-fast crate elsewhere. A 128-bit version of the first was measured at 0.95 where the 256-bit one
-//! reaches 1.5, and is not worth a third path.
+//! * Copy, then checksum each piece while it is in cache: 0.57, because the checksum runs at the speed of a
+//!   copy and does not overlap with it.
+//! * One pass that loads a line once, stores it and folds it into the checksum: 1.0.
+//! * The same with non-temporal stores (the destination's old content is not read): 1.5; copying alone with
+//!   such stores: 1.6.
 //!
-//! Why one pass is also the safe way: what is checksummed is the very register that is stored, so it does not matter
-//! whether another process changes the source meanwhile.
+//! `examples/copy_speed.rs` prints these figures for any machine.
 //!
-//! All functions take raw addresses, because either side may be memory that other processes write at any time. Such a
-//! race makes the bytes read unspecified and nothing else: every byte is loaded as a plain integer and decides about
-//! no address, length or branch.
+//! Two implementations: one pass with `VPCLMULQDQ` on 256-bit registers (x86-64 since Zen 3 and Ice Lake),
+//! and pieces with the crc-fast crate elsewhere. A 128-bit version of the first was measured at 0.95 where
+//! the 256-bit one reaches 1.5, and is not worth a third path.
+//!
+//! One pass is also the safe way: the checksum is computed from the register that is stored, so a concurrent
+//! change of the source by another process does not matter.
+//!
+//! All functions take raw addresses, because other processes may write either side at any time. Such a race
+//! only makes the read bytes unspecified: every byte is loaded as a plain integer and determines no address,
+//! length or branch.
 
 mod portable;
 #[cfg(target_arch = "x86_64")]
@@ -27,11 +31,11 @@ pub(crate) type State = u32;
 /// State of no bytes.
 pub(crate) const EMPTY: State = !0;
 
-/// Copies from this length on go around the cache. Shorter ones are likely to be read again at once, and are too
-/// short for the fence at the end to be cheap.
+/// Copies of at least this length use non-temporal stores. Shorter ones are likely to be read again soon, and
+/// are too short to amortize the fence.
 const STREAM_BYTES_MIN: usize = 16 << 10;
 
-/// Copies `bytes` bytes.
+/// Copies `bytes` bytes from `src` to `dst`.
 ///
 /// # Safety
 /// `src` is valid for reading and `dst` for writing `bytes` bytes, and they do not overlap.
@@ -46,7 +50,7 @@ pub(crate) unsafe fn copy(src: *const u8, dst: *mut u8, bytes: usize) {
     unsafe { std::ptr::copy_nonoverlapping(src, dst, bytes) };
 }
 
-/// Copies `bytes` bytes and gives the state of the checksum after what was copied.
+/// Copies `bytes` bytes and returns the checksum state after the copied bytes.
 ///
 /// # Safety
 /// As for [`copy`].
@@ -60,7 +64,7 @@ pub(crate) unsafe fn copy_checked(state: State, src: *const u8, dst: *mut u8, by
     unsafe { portable::copy_checked(state, src, dst, bytes) }
 }
 
-/// Gives the state of the checksum after `bytes` bytes of memory that others may write.
+/// Returns the checksum state after `bytes` bytes of memory that other processes may write.
 ///
 /// # Safety
 /// `src` is valid for reading `bytes` bytes.
@@ -74,7 +78,7 @@ pub(crate) unsafe fn checksum(state: State, src: *const u8, bytes: usize) -> Sta
     unsafe { portable::checksum(state, src, bytes) }
 }
 
-/// Gives the state of the checksum after a slice.
+/// Returns the checksum state after a slice.
 pub(crate) fn checksum_slice(state: State, bytes: &[u8]) -> State {
     #[cfg(target_arch = "x86_64")]
     // With AVX-512, crc-fast folds 512 bits at a time and is faster in cache.
@@ -85,7 +89,7 @@ pub(crate) fn checksum_slice(state: State, bytes: &[u8]) -> State {
     portable::checksum_slice(state, bytes)
 }
 
-/// Which implementation runs on this CPU, for people.
+/// Describes the implementation for this CPU, for logs.
 pub(crate) fn method() -> String {
     #[cfg(target_arch = "x86_64")]
     if has_one_pass() {
@@ -94,7 +98,7 @@ pub(crate) fn method() -> String {
     portable::method()
 }
 
-/// Whether the CPU has what the one-pass implementation needs. The answer is cached by the standard library.
+/// Reports whether the CPU supports the one-pass implementation. The standard library caches the answer.
 #[cfg(target_arch = "x86_64")]
 fn has_one_pass() -> bool {
     std::arch::is_x86_feature_detected!("avx2")

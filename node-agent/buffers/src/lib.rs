@@ -1,33 +1,36 @@
-//! Memory of Reprise: arena regions in huge pages, spans of shared memory, checksummed copies, progress pages,
-//! and passing descriptors between processes.
+//! Shared memory of Reprise: arena regions in huge pages, spans, checksummed copies, progress pages, and
+//! descriptor passing.
 //!
-//! Everything that one process maps and another may write at the same time is reached through [`Span`]: a
-//! pointer, a length and the mapping that keeps them valid, never a `&[u8]`. Data leaves such memory by being
-//! copied, and whoever needs it verified checks the copy ([`Span::copy_out_checked`]), so there is no moment
-//! between check and use in which another process could change it.
+//! Memory that one process maps and another may write at the same time is only reached through [`Span`]: a
+//! pointer, a length and the mapping that keeps them valid, never a `&[u8]`. Data leaves such memory by a
+//! copy, and verification checks the copy ([`Span::copy_out_checked`]). No other process can therefore change
+//! the data between check and use.
 //!
 //! Invariants:
-//! * Memory of a span stays mapped until the last clone of the span is gone (an I/O operation in flight holds one).
-//! * A memfd made here never changes its size: no access inside a mapping lies beyond the end of its file.
-//! * A descriptor handed out for reading cannot be mapped for writing.
-//! * What is said about page sizes was measured on the mapping, not concluded from what was asked for.
+//! * The memory of a span stays mapped until its last clone is dropped (an I/O operation in flight holds
+//!   one).
+//! * A memfd created here never changes its size: no access inside a mapping lies beyond the end of its file.
+//! * A descriptor granted for reading cannot be mapped for writing.
+//! * Reported page sizes are measured on the mapping, not derived from the request.
 //!
-//! **What an engine with a writable descriptor can do to the agent.** It can punch holes (`fallocate(2)`,
-//! `FALLOC_FL_PUNCH_HOLE`), committed blocks included: the seals that would forbid it, `F_SEAL_WRITE` and
-//! `F_SEAL_FUTURE_WRITE`, also forbid the writable mapping that it needs (fcntl(2)).
-//! * Ordinary memory, transparent huge pages included: the agent's next access finds zeros in new pages. Checksums catch
-//!   it like any other scribbling. Pages that io_uring had registered stay pinned and are no longer those of the mapping, so
-//!   what a device reads into them fails verification until the agent restarts.
-//! * Pages of the hugetlb pool: the hole gives page and reservation back, and the next access faults with SIGBUS when
-//!   the pool has no other page. Such an engine can end the agent, though not read or forge a block: what was
-//!   durable is there after the restart, every load in between is a miss. Where engines are not trusted that far, leave
-//!   `vm.nr_hugepages` at 0 on the node: regions are then transparent huge pages.
+//! **Effects of an engine with a writable descriptor on the agent.** The engine can punch holes
+//! (`fallocate(2)`, `FALLOC_FL_PUNCH_HOLE`), also into committed blocks. The seals that would prevent this,
+//! `F_SEAL_WRITE` and `F_SEAL_FUTURE_WRITE`, also prevent the required writable mapping (fcntl(2)).
 //!
-//! Catching the SIGBUS instead was rejected: every copy and checksum would have to be able to fail half-way, for
-//! an attacker who gains nothing but a restart.
+//! * Ordinary memory, including transparent huge pages: the agent's next access finds zeros in new pages.
+//!   Checksums detect it like any other corruption. Pages that io_uring has registered stay pinned and no
+//!   longer belong to the mapping, so data that a device reads into them fails verification until the agent
+//!   restarts.
+//! * Pages of the hugetlb pool: the hole releases page and reservation, and the next access faults with
+//!   SIGBUS when the pool has no free page. Such an engine can terminate the agent, but cannot read or forge
+//!   a block. Durable blocks exist after the restart; every load in between is a miss. Where engines are not
+//!   trusted that far, leave `vm.nr_hugepages` at 0 on the node: regions are then transparent huge pages.
 //!
-//! Deliberately absent: which slot belongs to whom (`reprise-agent-core`), I/O (`reprise-io`), CUDA or RDMA
-//! registration, NUMA placement, and swap: nodes that serve inference run without it.
+//! Catching the SIGBUS was rejected: every copy and checksum would have to handle a failure half-way, while
+//! an attacker gains only a restart.
+//!
+//! Not included: assignment of slots (`reprise-agent-core`), I/O (`reprise-io`), CUDA or RDMA registration,
+//! NUMA placement, and swap: nodes that serve inference run without it.
 //!
 //! Needs Linux 5.14 (`MADV_POPULATE_WRITE`); transparent huge pages need 6.1 (`MADV_COLLAPSE`).
 
@@ -54,7 +57,7 @@ pub use descriptors::{
     DESCRIPTORS_MAX, PeerCredentials, peer_credentials, recv_with_fds, send_with_fds, try_send_with_fds,
 };
 pub use error::BufferError;
-pub use heap::keep_large_allocations_apart;
+pub use heap::fix_mmap_threshold;
 pub use mapped::MappedRegion;
 pub use meminfo::Meminfo;
 pub use memory::Access;

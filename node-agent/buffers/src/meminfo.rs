@@ -1,6 +1,6 @@
-//! How much memory this process may still take: the machine's, the hugetlb pool's and its control group's.
+//! Memory that this process may still allocate, by machine, hugetlb pool and control group.
 //!
-//! Read before memory is touched, because the kernel promises more than it has and kills later.
+//! Checked before memory is touched, because the kernel overcommits and kills later.
 
 use std::path::{Path, PathBuf};
 
@@ -9,44 +9,44 @@ use reprise_policy::ByteSize;
 use crate::HUGE_PAGE_BYTES;
 use crate::error::BufferError;
 
-/// A sixteenth of what is available stays free: page tables, connections, the engine's own growth.
+/// A sixteenth of the available memory stays free, for page tables, connections and the engine's growth.
 const HEADROOM_SHIFT: u32 = 4;
 
-/// What `/proc/meminfo` said at one moment.
+/// Contents of `/proc/meminfo` at one moment.
 #[derive(Clone, Debug)]
 pub struct Meminfo(String);
 
-/// Memory that can be had, and who says so.
+/// Available memory, and the source of the figure.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Available {
     /// Ordinary memory in bytes.
     pub(crate) bytes: u64,
-    /// Where the figure comes from, for people.
+    /// Source of the figure, for error messages.
     pub(crate) limit: String,
     /// Free and unreserved pages of the hugetlb pool, in bytes.
     pub(crate) hugetlb_bytes: u64,
 }
 
 impl Meminfo {
-    /// What it says now; `None` where it cannot be read.
+    /// Reads the file; `None` where it is not readable.
     pub fn now() -> Option<Meminfo> {
         std::fs::read_to_string("/proc/meminfo").ok().map(Meminfo)
     }
 
-    /// A field that counts, such as `HugePages_Free`; `None` when there is no such field.
+    /// Returns a field that counts, such as `HugePages_Free`; `None` when the field does not exist.
     pub fn count(&self, name: &str) -> Option<u64> {
         let line = self.0.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
         line.split_whitespace().next()?.parse().ok()
     }
 
-    /// A field of bytes, such as `MemAvailable`, which the kernel gives in units of 1,024.
+    /// Returns a field in bytes, such as `MemAvailable`; the kernel reports it in units of 1,024.
     pub fn bytes(&self, name: &str) -> Option<u64> {
         self.count(name).map(|kib| kib << 10)
     }
 }
 
 impl Available {
-    /// What the machine and the control group say now; `None` when the machine does not tell.
+    /// Reads machine and control group; `None` when `/proc/meminfo` is not usable.
     pub(crate) fn now() -> Option<Available> {
         let mut available = Available::from_meminfo(&Meminfo::now()?)?;
         for group in memory_groups() {
@@ -69,7 +69,7 @@ impl Available {
         })
     }
 
-    /// Refuses what does not fit.
+    /// Rejects more than the usable memory.
     pub(crate) fn check(&self, wanted: u64) -> Result<(), BufferError> {
         let usable = self.bytes - (self.bytes >> HEADROOM_SHIFT);
         if wanted <= usable {
@@ -84,7 +84,7 @@ impl Available {
     }
 }
 
-/// Directories of this process's control group (version 2) and its ancestors.
+/// Returns the directories of this process's control group (version 2) and its ancestors.
 fn memory_groups() -> Vec<PathBuf> {
     let root = Path::new("/sys/fs/cgroup");
     let membership = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
@@ -94,10 +94,10 @@ fn memory_groups() -> Vec<PathBuf> {
     root.join(path).ancestors().take_while(|group| group.starts_with(root)).map(Path::to_path_buf).collect()
 }
 
-/// Limit of a control group less what it uses and cannot drop; `None` without a limit.
+/// Limit of a control group minus its use that cannot be dropped; `None` without a limit.
 fn memory_left(group: &Path) -> Option<u64> {
     let read = |name: &str| std::fs::read_to_string(group.join(name)).ok();
-    let limit: u64 = read("memory.max")?.trim().parse().ok()?; // "max" is no number: no limit
+    let limit: u64 = read("memory.max")?.trim().parse().ok()?; // "max" does not parse: no limit
     let current: u64 = read("memory.current")?.trim().parse().ok()?;
     let droppable = droppable_bytes(&read("memory.stat")?);
     Some(limit.saturating_sub(current.saturating_sub(droppable)))
@@ -120,7 +120,7 @@ mod tests {
     fn available_memory_and_unreserved_huge_pages_are_read_in_bytes() {
         let text = "MemTotal: 100 kB\nMemAvailable:   2048 kB\nHugePages_Total: 9\nHugePages_Free:  5\n\
                     HugePages_Rsvd: 2\nHugepagesize: 2048 kB\n";
-        let available = Available::from_meminfo(&Meminfo(text.to_owned())).expect("MemAvailable is there");
+        let available = Available::from_meminfo(&Meminfo(text.to_owned())).expect("MemAvailable exists");
         assert_eq!((available.bytes, available.hugetlb_bytes), (2 << 20, 6 << 20));
         assert_eq!(Available::from_meminfo(&Meminfo("MemTotal: 100 kB\n".to_owned())), None);
     }
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sixteenth_of_the_memory_is_never_given_away() {
+    fn a_sixteenth_of_the_memory_stays_free() {
         let available = Available { bytes: 16 << 20, limit: "test".to_owned(), hugetlb_bytes: 0 };
         assert!(available.check(15 << 20).is_ok());
         let refused = available.check((15 << 20) + 1).expect_err("more than 15/16").to_string();

@@ -1,7 +1,7 @@
-//! A range of memory that is given back when its last owner lets go: a mapping of a file, or heap pages.
+//! A range of memory that is released with its last owner: a mapping of a file, or heap pages.
 //!
-//! This is the only place that maps and unmaps. Others may write to the memory at any time (other processes,
-//! devices), so no reference into it is made here.
+//! Only this module maps and unmaps. Other processes and devices may write to the memory at any time, so this
+//! module creates no reference into it.
 
 use std::alloc::Layout;
 use std::io;
@@ -14,12 +14,12 @@ use crate::{HUGE_PAGE_BYTES, PAGE_BYTES};
 /// `MADV_COLLAPSE` of madvise(2), Linux 6.1: make huge pages of this range now.
 const MADV_COLLAPSE: libc::c_int = 25;
 
-/// What may be done through a mapping.
+/// Allowed access through a mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Access {
-    /// Load from it.
+    /// Load from the memory.
     ReadOnly,
-    /// Load from it and store to it.
+    /// Load from and store to the memory.
     ReadWrite,
 }
 
@@ -38,7 +38,7 @@ pub(crate) enum Advice {
     DontDump,
 }
 
-/// Owned memory: mapped or allocated at construction, given back on drop.
+/// Owned memory: mapped or allocated at construction, released on drop.
 #[derive(Debug)]
 pub(crate) struct Memory {
     base: NonNull<u8>,
@@ -54,15 +54,15 @@ enum Release {
     Free(Layout),
 }
 
-// SAFETY: the memory belongs to the process, not to a thread; mmap(2) and the global allocator allow both use and
-// release from any thread. All access goes through raw pointers whose users answer for races.
+// SAFETY: the memory belongs to the process, not to a thread; mmap(2) and the global allocator allow both use
+// and release from any thread. All access goes through raw pointers whose users handle races.
 unsafe impl Send for Memory {}
-// SAFETY: as above; `&Memory` gives out only addresses.
+// SAFETY: as above; `&Memory` only returns addresses.
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// Maps the first `bytes` of a file, shared. The address is a multiple of 2 MiB when the range is at least that
-    /// long: only then can the kernel map it in huge pages.
+    /// Maps the first `bytes` of a file, shared. The address is a multiple of 2 MiB when the range is at
+    /// least that long, because the kernel can only then map it in huge pages.
     pub(crate) fn map(fd: BorrowedFd<'_>, bytes: usize, access: Access) -> io::Result<Memory> {
         let alignment = if bytes >= HUGE_PAGE_BYTES { HUGE_PAGE_BYTES } else { PAGE_BYTES };
         let reserved = Reservation::new(bytes, alignment)?;
@@ -70,8 +70,8 @@ impl Memory {
             Access::ReadOnly => libc::PROT_READ,
             Access::ReadWrite => libc::PROT_READ | libc::PROT_WRITE,
         };
-        // SAFETY: MAP_FIXED replaces `bytes` bytes at an address inside our own reservation, which nobody uses
-        // (mmap(2)); the descriptor is open.
+        // SAFETY: MAP_FIXED replaces `bytes` bytes at an address inside our own reservation, which has no
+        // user (mmap(2)); the descriptor is open.
         let mapped = unsafe {
             libc::mmap(
                 reserved.aligned().cast(),
@@ -83,9 +83,10 @@ impl Memory {
             )
         };
         let failure = (mapped == libc::MAP_FAILED).then(io::Error::last_os_error);
-        // Also after a failure: MAP_FIXED takes the old mapping away before it can fail (mmap(2); hugetlb with an
-        // empty pool does), and by now another thread may have mapped something into the hole. Unmapping the aligned
-        // range would tear that out; at worst some address space without memory stays reserved.
+        // Also after a failure: MAP_FIXED removes the old mapping before it can fail (mmap(2); hugetlb with
+        // an empty pool does), and another thread may have mapped memory into the hole since. Unmapping the
+        // aligned range would destroy that mapping; at worst some address space without memory stays
+        // reserved.
         let base = reserved.keep_aligned();
         if let Some(error) = failure {
             return Err(error);
@@ -93,7 +94,7 @@ impl Memory {
         Ok(Memory { base, bytes, access, region: None, release: Release::Unmap })
     }
 
-    /// Zeroed heap memory of whole pages; 2 MiB-aligned and in huge pages where long enough.
+    /// Allocates zeroed heap memory of whole pages; 2 MiB-aligned and in huge pages if it is long enough.
     pub(crate) fn heap(bytes: usize) -> Result<Memory, BufferError> {
         let alignment = if bytes >= HUGE_PAGE_BYTES { HUGE_PAGE_BYTES } else { PAGE_BYTES };
         let layout = Layout::from_size_align(bytes, alignment)
@@ -101,7 +102,7 @@ impl Memory {
             .filter(|layout| layout.size() > 0 && layout.size().is_multiple_of(PAGE_BYTES))
             .ok_or_else(|| {
                 BufferError::Invalid(format!(
-                    "{bytes} bytes are not a buffer of whole {PAGE_BYTES}-byte pages"
+                    "invalid buffer of {bytes} bytes: expected whole {PAGE_BYTES}-byte pages"
                 ))
             })?;
         // SAFETY: the layout's size is not zero.
@@ -110,15 +111,15 @@ impl Memory {
         let memory =
             Memory { base, bytes, access: Access::ReadWrite, region: None, release: Release::Free(layout) };
         if bytes >= HUGE_PAGE_BYTES {
-            // Only a wish: without huge pages the buffer works as well, just slower for devices.
+            // Best effort: without huge pages the buffer works as well, only slower for devices.
             let _ = memory.advise(0, bytes - bytes % HUGE_PAGE_BYTES, Advice::HugePage);
         }
-        // SAFETY: the allocation is `bytes` long and nobody else knows it yet.
+        // SAFETY: the allocation is `bytes` long and not shared yet.
         unsafe { base.as_ptr().write_bytes(0, bytes) };
         Ok(memory)
     }
 
-    /// Names the arena region that this memory is.
+    /// Sets the arena region that this memory belongs to.
     pub(crate) fn with_region(mut self, region: u16) -> Memory {
         self.region = Some(region);
         self
@@ -146,7 +147,7 @@ impl Memory {
         self.base.as_ptr().wrapping_add(offset)
     }
 
-    /// madvise(2) over a part of the memory.
+    /// Calls madvise(2) for a part of the memory.
     pub(crate) fn advise(&self, offset: usize, bytes: usize, advice: Advice) -> io::Result<()> {
         check_range("a mapping", self.bytes, offset as u64, bytes as u64)
             .map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
@@ -158,7 +159,8 @@ impl Memory {
             Advice::DontDump => libc::MADV_DONTDUMP,
         };
         loop {
-            // SAFETY: the range was checked to be ours; none of these advices changes its content (madvise(2)).
+            // SAFETY: the range was checked to belong to this memory; none of these advices changes its
+            // content (madvise(2)).
             let rc = unsafe { libc::madvise(self.at(offset).cast(), bytes, advice) };
             match crate::sys::check(rc) {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -193,7 +195,8 @@ impl Reservation {
         let whole_pages = bytes.checked_next_multiple_of(PAGE_BYTES).ok_or_else(out_of_range)?;
         let reserved = whole_pages.checked_add(alignment).ok_or_else(out_of_range)?;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        // SAFETY: an anonymous mapping at an address of the kernel's choice disturbs nobody (mmap(2)).
+        // SAFETY: an anonymous mapping at an address of the kernel's choice replaces no other mapping
+        // (mmap(2)).
         let start = unsafe { libc::mmap(std::ptr::null_mut(), reserved, libc::PROT_NONE, flags, -1, 0) };
         if start == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
@@ -206,21 +209,21 @@ impl Reservation {
         self.start.wrapping_add(self.skip)
     }
 
-    /// Gives back what lies before and behind the aligned range, and the range's address.
+    /// Releases the parts before and behind the aligned range; returns the range's address.
     fn keep_aligned(self) -> NonNull<u8> {
         let end = self.skip + self.bytes;
         // SAFETY: the head of our reservation, which nothing was mapped over.
         unsafe { unmap(self.start, self.skip) };
         // SAFETY: the tail of our reservation, which nothing was mapped over.
         unsafe { unmap(self.start.wrapping_add(end), self.reserved - end) };
-        NonNull::new(self.aligned()).expect("mmap never gives address 0 without MAP_FIXED")
+        NonNull::new(self.aligned()).expect("mmap never returns address 0 without MAP_FIXED")
     }
 }
 
 /// munmap(2) of whole pages.
 ///
 /// # Safety
-/// The range must be a mapping of ours that nobody uses any more.
+/// The range must be a mapping of this process that is no longer in use.
 unsafe fn unmap(start: *mut u8, bytes: usize) {
     if bytes > 0 {
         // SAFETY: by the contract of this function.
@@ -237,7 +240,7 @@ mod tests {
 
     /// Where the hugetlb pool is empty, every arena made with `Prefer` begins with a mapping that fails.
     #[test]
-    fn mappings_that_fail_in_one_thread_leave_those_of_others_alone() {
+    fn a_failed_mapping_does_not_affect_other_threads() {
         let config = ArenaConfig { bytes: 8 << 20, region_bytes: 2 << 20, huge: HugePolicy::Prefer };
         std::thread::scope(|scope| {
             for seed in 1..=4u8 {

@@ -1,8 +1,8 @@
-//! Page-aligned buffers of one owner, for header and journal pages on their way from or to a device.
+//! Page-aligned private buffers, for header and journal pages of device I/O.
 //!
-//! A device may store to a buffer while a [`Span`] of it exists. Its bytes are therefore a slice only while no span
-//! of it is left: looking at them earlier is a mistake of the program and panics. An I/O completion gives the span
-//! back; drop it, then look (or copy out of the span).
+//! A device may store to a buffer while a [`Span`] of it exists. The bytes are therefore only accessible as a
+//! slice while no span exists; an earlier access is a bug and panics. An I/O completion returns the span:
+//! drop it, then read the buffer (or copy out of the span).
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};
@@ -14,12 +14,12 @@ use crate::error::BufferError;
 use crate::memory::Memory;
 use crate::span::Span;
 
-/// Zeroed heap memory of whole pages, page-aligned (2 MiB-aligned from 2 MiB on), owned by one.
+/// Zeroed heap memory of whole pages with one owner; page-aligned (2 MiB-aligned from 2 MiB on).
 pub struct PageBuffer {
     memory: Arc<Memory>,
 }
 
-/// Keeps single pages for the next user instead of freeing them.
+/// A pool that reuses single pages instead of freeing them.
 #[derive(Debug)]
 pub struct PageBufferPool {
     idle: Mutex<Vec<PageBuffer>>,
@@ -27,29 +27,27 @@ pub struct PageBufferPool {
 }
 
 impl PageBuffer {
-    /// `bytes` zero bytes; an error unless that is a positive multiple of 4096.
+    /// Allocates `bytes` zero bytes; an error unless that is a positive multiple of 4096.
     pub fn new(bytes: usize) -> Result<PageBuffer, BufferError> {
         Ok(PageBuffer { memory: Arc::new(Memory::heap(bytes)?) })
     }
 
-    /// All of it, for an I/O operation. Its bytes are out of reach until every clone of the span is gone.
+    /// Returns the whole buffer for an I/O operation. Its bytes are inaccessible until every clone of the
+    /// span is dropped.
     pub fn span(&mut self) -> Span {
         Span::of(&self.memory, 0, self.memory.bytes() as u64).expect("a buffer lies inside itself")
     }
 
-    /// Whether a span of it exists, so that its bytes are out of reach.
+    /// Reports whether a span exists, so that the bytes are inaccessible.
     pub fn is_lent(&self) -> bool {
         let lent = Arc::strong_count(&self.memory) > 1;
-        // Pairs with the release decrement of the last span's drop: what was stored before is visible after.
+        // Pairs with the release decrement of the last span's drop: earlier stores are visible afterwards.
         fence(Ordering::Acquire);
         lent
     }
 
     fn assert_not_lent(&self) {
-        assert!(
-            !self.is_lent(),
-            "a page buffer was looked at while a span of it exists: drop the span first"
-        );
+        assert!(!self.is_lent(), "a page buffer was accessed while a span of it exists: drop the span first");
     }
 }
 
@@ -59,8 +57,8 @@ impl Deref for PageBuffer {
     /// Panics while a span of the buffer exists.
     fn deref(&self) -> &[u8] {
         self.assert_not_lent();
-        // SAFETY: allocated, zeroed, and `bytes` long. Nobody else can reach it: no span exists, and none can come
-        // into being while the slice lives, for `span` needs `&mut self`.
+        // SAFETY: allocated, zeroed, and `bytes` long. No other code can reach it: no span exists, and none
+        // can come into being while the slice lives, for `span` needs `&mut self`.
         unsafe { std::slice::from_raw_parts(self.memory.as_ptr(), self.memory.bytes()) }
     }
 }
@@ -84,12 +82,12 @@ impl fmt::Debug for PageBuffer {
 }
 
 impl PageBufferPool {
-    /// A pool that keeps at most `idle_max` pages (of 4096 bytes) that nobody uses.
+    /// Creates a pool that keeps at most `idle_max` unused pages (of 4096 bytes).
     pub fn new(idle_max: usize) -> PageBufferPool {
         PageBufferPool { idle: Mutex::new(Vec::with_capacity(idle_max)), idle_max }
     }
 
-    /// A page of zeros.
+    /// Returns a page of zeros.
     pub fn take(&self) -> PageBuffer {
         let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
         match idle {
@@ -101,9 +99,9 @@ impl PageBufferPool {
         }
     }
 
-    /// Gives a page back. One that is still lent, is not a single page, or is one too many is let go instead: its
-    /// memory goes with its last span.
-    pub fn give(&self, page: PageBuffer) {
+    /// Returns a page to the pool. A page that still has a span, a buffer of several pages, or a page that
+    /// exceeds the limit is dropped instead; its memory is freed with its last span.
+    pub fn put(&self, page: PageBuffer) {
         if page.is_lent() || page.memory.bytes() != PAGE_BYTES {
             return;
         }

@@ -1,7 +1,7 @@
-//! Sizes of the pages behind a mapping: what was asked for, and what `/proc/self/smaps` says was got.
+//! Sizes of the pages behind a mapping, as measured in `/proc/self/smaps`.
 //!
-//! Why it matters: on machines of the class measured, a device reads 2–5 times faster into memory that is
-//! physically contiguous in 2 MiB steps.
+//! The page size matters: on the measured class of machines, a device reads 2–5 times faster into memory that
+//! is physically contiguous in 2 MiB steps.
 
 use std::fmt;
 use std::ops::Range;
@@ -15,11 +15,11 @@ pub enum PageKind {
     HugeTlb,
     /// 2 MiB pages made of ordinary memory.
     TransparentHuge,
-    /// Ordinary pages.
+    /// Ordinary pages of 4 KiB.
     Small,
 }
 
-/// How much of a mapping is in huge pages.
+/// Numbers of bytes in each kind of pages of a mapping.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PageCoverage {
     /// Bytes of the mapping.
@@ -31,7 +31,7 @@ pub struct PageCoverage {
 }
 
 impl PageCoverage {
-    /// The kind that the whole of it has; `Small` as soon as a part is in ordinary pages.
+    /// Returns the kind of pages of the whole mapping; `Small` as soon as a part is in ordinary pages.
     pub fn kind(&self) -> PageKind {
         if self.bytes == 0 || self.hugetlb_bytes + self.transparent_bytes < self.bytes {
             PageKind::Small
@@ -42,7 +42,7 @@ impl PageCoverage {
         }
     }
 
-    /// Bytes in pages of one kind.
+    /// Returns the number of bytes in pages of one kind.
     pub fn bytes_of(&self, kind: PageKind) -> u64 {
         match kind {
             PageKind::HugeTlb => self.hugetlb_bytes,
@@ -51,7 +51,7 @@ impl PageCoverage {
         }
     }
 
-    /// Of both together.
+    /// Returns the sum of both coverages.
     pub fn plus(self, other: PageCoverage) -> PageCoverage {
         PageCoverage {
             bytes: self.bytes + other.bytes,
@@ -72,7 +72,8 @@ impl fmt::Display for PageKind {
 }
 
 impl fmt::Display for PageCoverage {
-    /// The kind when there is one, the parts otherwise: `hugetlb 2 MiB: 1GiB, transparent 2 MiB: 512MiB, 4 KiB: 2MiB`.
+    /// Writes the kind if there is only one, the parts otherwise: `hugetlb 2 MiB: 1GiB, transparent 2 MiB:
+    /// 512MiB, 4 KiB: 2MiB`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let parts = [PageKind::HugeTlb, PageKind::TransparentHuge, PageKind::Small]
             .map(|kind| (kind, self.bytes_of(kind)));
@@ -88,8 +89,8 @@ impl fmt::Display for PageCoverage {
     }
 }
 
-/// What the kernel says about the pages of these address ranges of this process, in their order. Reads the text
-/// once, whatever the number of ranges; when it cannot be read, nothing counts as huge.
+/// Measures the pages of these address ranges of this process, in their order. Reads the file once, for any
+/// number of ranges. When the file is not readable, no page counts as huge.
 pub(crate) fn measure(ranges: &[Range<usize>]) -> Vec<PageCoverage> {
     let text = std::fs::read_to_string("/proc/self/smaps").unwrap_or_default();
     measure_in(&text, ranges)
@@ -106,7 +107,7 @@ fn measure_in(smaps: &str, ranges: &[Range<usize>]) -> Vec<PageCoverage> {
     let mut current = None;
     for line in smaps.lines() {
         if let Some(area) = address_range(line) {
-            // The last range that starts at or before the area; the area is part of it or of none.
+            // The last range that starts at or before the area; the area lies inside it or inside no range.
             let behind = by_start.partition_point(|(start, _)| *start <= area.start);
             current = behind
                 .checked_sub(1)
@@ -123,13 +124,13 @@ fn measure_in(smaps: &str, ranges: &[Range<usize>]) -> Vec<PageCoverage> {
     found
 }
 
-/// `7f12a0000000-7f12c0000000 rw-s 00000000 00:01 1234 /memfd:reprise` → its addresses.
+/// Parses the addresses of `7f12a0000000-7f12c0000000 rw-s 00000000 00:01 1234 /memfd:reprise`.
 fn address_range(line: &str) -> Option<Range<usize>> {
     let (start, end) = line.split_whitespace().next()?.split_once('-')?;
     Some(usize::from_str_radix(start, 16).ok()?..usize::from_str_radix(end, 16).ok()?)
 }
 
-/// `ShmemPmdMapped:   524288 kB` → name and bytes.
+/// Parses `ShmemPmdMapped:   524288 kB` into name and bytes.
 fn field(line: &str) -> Option<(&str, u64)> {
     let (name, value) = line.split_once(':')?;
     let kib: u64 = value.trim().strip_suffix(" kB")?.trim().parse().ok()?;
@@ -164,7 +165,7 @@ ShmemPmdMapped:     2048 kB
     }
 
     #[test]
-    fn a_mapping_is_called_huge_only_when_all_of_it_is() {
+    fn a_mapping_is_huge_only_when_all_of_it_is() {
         let found = measure_in(SMAPS, &[0x60_0000..0xa0_0000, 0x20_0000..0x60_0000]);
         assert_eq!(found[0].kind(), PageKind::HugeTlb);
         assert_eq!(found[1].kind(), PageKind::Small);

@@ -1,7 +1,7 @@
 //! Progress of loads, written by the agent and read by an engine without a system call.
 //!
-//! One page per session: [`PROGRESS_ENTRIES`] entries of [`PROGRESS_ENTRY_BYTES`] each, all little endian as the
-//! machine is (both sides run on it):
+//! One page per session: [`PROGRESS_ENTRIES`] entries of [`PROGRESS_ENTRY_BYTES`] each, in the machine's
+//! little-endian order (both sides run on it):
 //!
 //! ```text
 //!  0  u64  load     id of the load the entry belongs to; 0: none, or being prepared
@@ -13,17 +13,18 @@
 //! 64  [u32; 256]    a bit for each block of the load: failed
 //! ```
 //!
-//! Order. The writer stores failed bits, then `layers` or `state`, then `changes`, each with release order, then
-//! wakes; the reader loads `changes`, then `load`, `layers` and `state` with acquire order, then failed bits. So a
-//! reader that has seen `layers = n` sees every failure that came before, and the bytes of the layers themselves (the
-//! agent stored or verified them before). A waiter sleeps only while `changes` is what it was before it looked: no
-//! wake-up is lost, not even one that changes neither `layers` nor anything else it compares.
+//! Ordering. The writer stores failed bits, then `layers` or `state`, then `changes`, each with release
+//! order, then wakes. The reader loads `changes`, then `load`, `layers` and `state` with acquire order, then
+//! failed bits. A reader that has seen `layers = n` therefore sees every earlier failure, and the bytes of
+//! the layers themselves (the agent stored or verified them before). A waiter sleeps only while `changes` has
+//! the value from before its check. No wake-up is lost, not even for a change that affects neither `layers`
+//! nor the other compared values.
 //!
-//! Reuse. `begin` stores load 0, then (release fence) clears the entry, then stores the new id. A reader checks the
-//! id again after it has loaded the rest (acquire fence between): if a later load's values were among it, the id
-//! has changed too. Ids are never used twice.
+//! Reuse. `begin` stores load 0, then (release fence) clears the entry, then stores the new id. A reader
+//! checks the id again after it has loaded the rest (acquire fence between): if the rest contains values of a
+//! later load, the id has changed too. Ids are never reused.
 //!
-//! One thread at a time writes an entry. Nothing here knows what a load is.
+//! Only one thread at a time writes an entry. This module does not depend on what a load is.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{Ordering, fence};
@@ -32,19 +33,20 @@ use std::time::{Duration, Instant};
 use crate::error::BufferError;
 use crate::shared::SharedMemory;
 
-/// Loads of one session that can be in progress or held.
+/// Maximum number of loads of one session that are in progress or held.
 pub const PROGRESS_ENTRIES: u16 = 64;
 
-/// Blocks of one load: 128 Ki tokens in blocks of 16.
+/// Maximum number of blocks of one load: 128 Ki tokens in blocks of 16.
 pub const PROGRESS_BLOCKS_MAX: usize = 8192;
 
-/// Bytes of one entry: a line of words and a bit for each block.
+/// Size of one entry in bytes: a line of words and a bit for each block.
 pub const PROGRESS_ENTRY_BYTES: usize = BITMAP + PROGRESS_BLOCKS_MAX / 8;
 
-/// Bytes of a session's progress page: 68 KiB.
+/// Size of a session's progress page in bytes: 68 KiB.
 pub const PROGRESS_BYTES: usize = PROGRESS_ENTRIES as usize * PROGRESS_ENTRY_BYTES;
 
-/// Waiting spins this long before it sleeps: a layer of a load from DRAM takes less, a wake-up costs about as much.
+/// A wait spins this long before it sleeps: a layer of a load from DRAM takes less, a wake-up costs about as
+/// much.
 const SPIN: Duration = Duration::from_micros(20);
 
 const LOAD: usize = 0;
@@ -59,60 +61,61 @@ const WORD_BYTES: usize = size_of::<u32>();
 const STATE_RUNNING: u32 = 1;
 const STATE_DONE: u32 = 2;
 
-// Entries keep their words aligned and apart from their neighbours' cache lines.
+// Entries keep their words aligned and do not share cache lines with their neighbours.
 const _: () = assert!(PROGRESS_ENTRY_BYTES == 1088 && PROGRESS_ENTRY_BYTES.is_multiple_of(64));
 const _: () = assert!(PROGRESS_BLOCKS_MAX.is_multiple_of(WORD_BITS));
 
-/// How waiting for layers ended.
+/// Result of a wait for layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WaitOutcome {
-    /// The layers are there, for every block that is not marked as failed.
+    /// The layers are ready, for every block that is not marked as failed.
     Ready,
-    /// The load came to its end with fewer layers: every block has failed or was lost.
+    /// The load has ended with fewer layers: every block has failed or was lost.
     Done,
-    /// The time is over.
+    /// The timeout has passed.
     Timeout,
     /// The entry belongs to another load now.
     Superseded,
 }
 
-/// The agent's side.
+/// The agent's side of a progress page.
 #[derive(Debug)]
 pub struct ProgressWriter {
     shared: SharedMemory,
 }
 
-/// An engine's side.
+/// An engine's side of a progress page.
 #[derive(Debug)]
 pub struct ProgressReader {
     shared: SharedMemory,
 }
 
-/// An entry as seen at one moment.
-enum Seen {
+/// Consistent copy of an entry.
+enum EntrySnapshot {
     Other,
     Progress { layers: u32, state: u32 },
 }
 
 impl ProgressWriter {
-    /// A fresh page: all entries free.
+    /// Creates a page whose entries are all free.
     pub fn create() -> Result<ProgressWriter, BufferError> {
         Ok(ProgressWriter { shared: SharedMemory::create(PROGRESS_BYTES)? })
     }
 
-    /// What the engine is handed; it cannot be mapped for writing.
+    /// Returns the descriptor for the engine; it cannot be mapped for writing.
     pub fn readonly_fd(&self) -> BorrowedFd<'_> {
         self.shared.readonly_fd().expect("a created page has a descriptor for readers")
     }
 
-    /// Gives the entry to a load (an id other than 0 that was never used before), with no layers and no failures.
+    /// Assigns the entry to a load (an id other than 0 that was never used before), with no layers and no
+    /// failures.
     ///
-    /// Panics when there is no such entry, as all methods do: entries are chosen by the agent.
+    /// Panics for an invalid entry, as all methods do: the agent chooses the entries.
     pub fn begin(&self, entry: u16, load: u64) {
         let base = writer_base(entry);
         let shared = &self.shared;
         shared.atomic_u64(base + LOAD).store(0, Ordering::Relaxed);
-        // Whoever sees one of the stores below sees load 0 (or a later one), too.
+        // A reader that sees one of the stores below also sees load 0 (or a later one).
         fence(Ordering::Release);
         shared.atomic_u32(base + LAYERS).store(0, Ordering::Relaxed);
         shared.atomic_u32(base + STATE).store(STATE_RUNNING, Ordering::Relaxed);
@@ -124,15 +127,15 @@ impl ProgressWriter {
         self.announce(base);
     }
 
-    /// `layers` leading layers are verified for every block that has not failed.
+    /// Announces `layers` leading layers, verified for every block that has not failed.
     pub fn set_layers(&self, entry: u16, layers: u32) {
         let base = writer_base(entry);
         self.shared.atomic_u32(base + LAYERS).store(layers, Ordering::Release);
         self.announce(base);
     }
 
-    /// Marks a block as failed; to be followed by `set_layers` or `done`, which wake. Panics when the index is not
-    /// below [`PROGRESS_BLOCKS_MAX`].
+    /// Marks a block as failed. The caller must call `set_layers` or `done` afterwards, which wake the
+    /// waiters. Panics unless the index is below [`PROGRESS_BLOCKS_MAX`].
     pub fn fail_block(&self, entry: u16, block: usize) {
         let base = writer_base(entry);
         let (word, bit) = bit_of(block).expect("a load has at most PROGRESS_BLOCKS_MAX blocks");
@@ -142,14 +145,14 @@ impl ProgressWriter {
         }
     }
 
-    /// All blocks of the load are verified or failed.
+    /// Announces that all blocks of the load are verified or failed.
     pub fn done(&self, entry: u16) {
         let base = writer_base(entry);
         self.shared.atomic_u32(base + STATE).store(STATE_DONE, Ordering::Release);
         self.announce(base);
     }
 
-    /// Lets waiters look again.
+    /// Makes waiters check the entry again.
     fn announce(&self, base: usize) {
         self.shared.atomic_u32(base + CHANGES).fetch_add(1, Ordering::Release);
         self.shared.futex_wake(base + CHANGES);
@@ -157,28 +160,29 @@ impl ProgressWriter {
 }
 
 impl ProgressReader {
-    /// Maps the page that the agent handed over; an error when the file is too short to be one.
+    /// Maps the page that the agent granted; an error when the file is too short.
     pub fn map(fd: OwnedFd) -> Result<ProgressReader, BufferError> {
         Ok(ProgressReader { shared: SharedMemory::map_readonly(fd, PROGRESS_BYTES)? })
     }
 
-    /// The load that the entry belongs to; 0 for none, and for an entry that does not exist.
+    /// Returns the load that the entry belongs to; 0 for none, and for an invalid entry.
     pub fn load(&self, entry: u16) -> u64 {
         entry_base(entry).map_or(0, |base| self.shared.load_u64(base + LOAD))
     }
 
-    /// Leading layers that are verified for every block that has not failed; 0 for an entry that does not exist.
+    /// Returns the number of leading layers that are verified for every block that has not failed; 0 for an
+    /// invalid entry.
     pub fn layers(&self, entry: u16) -> u32 {
         entry_base(entry).map_or(0, |base| self.shared.load_u32(base + LAYERS))
     }
 
-    /// Whether all blocks are verified or failed; true for an entry that does not exist.
+    /// Reports whether all blocks are verified or failed; true for an invalid entry.
     pub fn is_done(&self, entry: u16) -> bool {
         entry_base(entry).is_none_or(|base| self.shared.load_u32(base + STATE) == STATE_DONE)
     }
 
-    /// Whether a block (index within the load) has failed; true for what does not exist. Ask after having waited for
-    /// layers: failures that came before are seen then.
+    /// Reports whether a block (index within the load) has failed; true for an invalid entry or block. Call
+    /// it after a wait for layers: it then sees all earlier failures.
     pub fn is_failed(&self, entry: u16, block: usize) -> bool {
         match (entry_base(entry), bit_of(block)) {
             (Some(base), Some((word, bit))) => self.shared.load_u32(base + word) & bit != 0,
@@ -186,53 +190,58 @@ impl ProgressReader {
         }
     }
 
-    /// Number of failed blocks: 0 saves looking at each. 0 for an entry that does not exist.
+    /// Returns the number of failed blocks, which saves checking each if it is 0; 0 for an invalid entry.
     pub fn failed_count(&self, entry: u16) -> u32 {
         entry_base(entry).map_or(0, |base| self.shared.load_u32(base + FAILED))
     }
 
-    /// Waits until `want` layers of the load are there, it has ended, the entry belongs to another load, or the time
-    /// is over. Spins first, then sleeps.
+    /// Waits until `want` layers of the load are ready, the load has ended, the entry belongs to another
+    /// load, or the timeout has passed. Spins first, then sleeps.
     pub fn wait_layers(&self, entry: u16, load: u64, want: u32, timeout: Duration) -> WaitOutcome {
         let Some(base) = entry_base(entry) else { return WaitOutcome::Superseded };
         let mut clock = WaitClock::new(timeout);
         loop {
             let changes = self.shared.load_u32(base + CHANGES);
-            match self.look(base, load) {
-                Seen::Other => return WaitOutcome::Superseded,
-                Seen::Progress { layers, .. } if layers >= want => return WaitOutcome::Ready,
-                Seen::Progress { state: STATE_DONE, .. } => return WaitOutcome::Done,
-                Seen::Progress { .. } => {}
+            match self.snapshot(base, load) {
+                EntrySnapshot::Other => return WaitOutcome::Superseded,
+                EntrySnapshot::Progress { layers, .. } if layers >= want => return WaitOutcome::Ready,
+                EntrySnapshot::Progress { state: STATE_DONE, .. } => return WaitOutcome::Done,
+                EntrySnapshot::Progress { .. } => {}
             }
             match clock.next() {
                 WaitStep::Spin => std::hint::spin_loop(),
-                WaitStep::Over => return WaitOutcome::Timeout,
+                WaitStep::TimedOut => return WaitOutcome::Timeout,
                 WaitStep::Sleep(left) => {
-                    // Woken, changed or timed out: look again, the clock decides. The kernel has no other errors for
-                    // a mapped word; were there one, spinning to the deadline is what is left.
+                    // Woken, changed or timed out: check again, the clock decides. The kernel has no other
+                    // errors for a mapped word; if it had, this loop would spin until the deadline.
                     let _ = self.shared.futex_wait(base + CHANGES, changes, left);
                 }
             }
         }
     }
 
-    fn look(&self, base: usize, load: u64) -> Seen {
+    fn snapshot(&self, base: usize, load: u64) -> EntrySnapshot {
         if self.shared.load_u64(base + LOAD) != load {
-            return Seen::Other;
+            return EntrySnapshot::Other;
         }
-        // `state` first: the last `set_layers` comes before `done`, so done with too few layers is the truth.
+        // Read `state` first: the last `set_layers` precedes `done`, so "done" with too few layers is then
+        // correct.
         let state = self.shared.load_u32(base + STATE);
         let layers = self.shared.load_u32(base + LAYERS);
-        // Every load above is an acquire: see "Reuse" in the module's text.
-        if self.shared.load_u64(base + LOAD) == load { Seen::Progress { layers, state } } else { Seen::Other }
+        // Every load above is an acquire: see "Reuse" in the module's doc.
+        if self.shared.load_u64(base + LOAD) == load {
+            EntrySnapshot::Progress { layers, state }
+        } else {
+            EntrySnapshot::Other
+        }
     }
 }
 
-/// What a waiter does next.
+/// Next action of a waiter.
 enum WaitStep {
     Spin,
     Sleep(Duration),
-    Over,
+    TimedOut,
 }
 
 struct WaitClock {
@@ -248,7 +257,7 @@ impl WaitClock {
     fn next(&mut self) -> WaitStep {
         let waited = self.start.elapsed();
         match self.timeout.checked_sub(waited) {
-            None | Some(Duration::ZERO) => WaitStep::Over,
+            None | Some(Duration::ZERO) => WaitStep::TimedOut,
             Some(_) if waited < SPIN => WaitStep::Spin,
             Some(left) => WaitStep::Sleep(left),
         }
@@ -263,7 +272,7 @@ fn writer_base(entry: u16) -> usize {
     entry_base(entry).expect("the agent uses entries below PROGRESS_ENTRIES only")
 }
 
-/// Offset of a block's word in its entry, and its bit.
+/// Offset of a block's word in its entry, and the block's bit.
 fn bit_of(block: usize) -> Option<(usize, u32)> {
     (block < PROGRESS_BLOCKS_MAX).then(|| (BITMAP + block / WORD_BITS * WORD_BYTES, 1 << (block % WORD_BITS)))
 }

@@ -1,9 +1,9 @@
-//! Sending shared memory over a socket: frame headers of the process and spans, gathered into one system call and
-//! copied by the kernel alone.
+//! Sending shared memory over a socket: frame headers of the process and spans, gathered into one system call
+//! and copied only by the kernel.
 //!
-//! Deliberately absent: waiting. A send takes what the socket takes at once; whoever has to wait does so where it also
-//! keeps its deadlines. Receiving into spans: bytes are received into private memory and copied from there in the pass
-//! that checksums them ([`Crc32c`](crate::Crc32c)).
+//! Not included: waiting. A send takes what the socket accepts at once; callers wait where they also check
+//! their deadlines. Receiving into spans: bytes are received into private memory and copied from there in the
+//! pass that checksums them ([`Crc32c`](crate::Crc32c)).
 
 use std::io;
 use std::marker::PhantomData;
@@ -11,54 +11,57 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 
 use crate::span::Span;
 
-/// Buffers that one system call sends at the most. The kernel's limit is 1024 (UIO_MAXIOV).
+/// Maximum number of buffers for one system call. The kernel's limit is 1024 (UIO_MAXIOV).
 pub const GATHER_MAX: usize = 256;
 
 const _: () = assert!(GATHER_MAX <= libc::UIO_MAXIOV as usize);
 
-/// Memory to send, in order; borrows what it names until it is sent.
+/// Memory to send, in order; borrows the memory until it is sent.
 #[derive(Debug)]
 pub struct Gather<'a> {
-    /// What is still to be sent begins at the buffer `first`.
+    /// The unsent part begins at the buffer `first`.
     buffers: Vec<libc::iovec>,
     first: usize,
     memory: PhantomData<&'a [u8]>,
 }
 
 impl<'a> Gather<'a> {
-    /// Nothing yet, with room for so many buffers.
+    /// Creates an empty list with room for `buffers` buffers.
     pub fn with_capacity(buffers: usize) -> Gather<'a> {
         Gather { buffers: Vec::with_capacity(buffers), first: 0, memory: PhantomData }
     }
 
-    /// Adds memory of the process.
+    /// Appends memory of this process.
     pub fn bytes(&mut self, bytes: &'a [u8]) {
         self.push(bytes.as_ptr(), bytes.len());
     }
 
-    /// Adds shared memory; what is sent is what it holds when the kernel copies it.
+    /// Appends shared memory; the kernel sends its contents as of the copy.
     pub fn span(&mut self, span: &'a Span) {
         self.push(span.as_ptr(), span.len());
     }
 
-    /// Whether nothing is left to send.
+    /// Reports whether everything was sent.
     pub fn is_sent(&self) -> bool {
         self.first == self.buffers.len()
     }
 
-    /// Hands a stream socket what it takes at once, whether or not it blocks; the number of bytes.
+    /// Sends what a stream socket accepts without waiting, even if the socket is a blocking one. Returns the
+    /// number of bytes.
     ///
     /// # Errors
-    /// `WouldBlock` when the socket takes nothing now, or what it says otherwise; nothing was sent then.
+    /// `WouldBlock` when the socket accepts nothing now, or another error of the socket; nothing was sent
+    /// then.
     pub fn send(&mut self, socket: BorrowedFd<'_>) -> io::Result<usize> {
         let rest = &mut self.buffers[self.first..];
-        // SAFETY: all fields of msghdr are integers and pointers, for which zero is valid (no name, no control data).
+        // SAFETY: all fields of msghdr are integers and pointers, for which zero is valid (no name, no
+        // control data).
         let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
         message.msg_iov = rest.as_mut_ptr();
-        // Of one type in glibc and of another in musl; GATHER_MAX fits both.
+        // The type differs between glibc and musl; GATHER_MAX fits both.
         message.msg_iovlen = rest.len().min(GATHER_MAX) as _;
-        // SAFETY: every buffer is readable for its length: `self` borrows the slices and spans that it names; the
-        // message and the list of buffers outlive the call (sendmsg(2)).
+        // SAFETY: every buffer is readable for its length: `self` borrows the slices and spans that it names;
+        // the message and the list of buffers outlive the call (sendmsg(2)).
         let sent = unsafe {
             libc::sendmsg(socket.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT)
         };
@@ -73,7 +76,7 @@ impl<'a> Gather<'a> {
         }
     }
 
-    /// The socket took the first `sent` bytes of what is left.
+    /// Removes the first `sent` unsent bytes.
     fn advance(&mut self, mut sent: usize) {
         while let Some(first) = self.buffers.get_mut(self.first) {
             if sent < first.iov_len {
@@ -97,16 +100,15 @@ mod tests {
     use crate::PageBuffer;
 
     #[test]
-    fn what_was_gathered_arrives_in_order_however_the_socket_takes_it() {
+    fn gathered_buffers_arrive_in_order_in_any_segmentation() {
         let pages = 1 << 20;
         let span = PageBuffer::new(pages).expect("memory for a test").span();
         let bytes: Vec<u8> = (0..pages).map(|index| (index % 251) as u8).collect();
         span.copy_in(&bytes).expect("writable");
         let (sender, mut receiver) = UnixStream::pair().expect("a socket pair");
         // More buffers than one call sends, of odd lengths, and empty ones.
-        let pieces: Vec<Span> = (0..GATHER_MAX)
-            .map(|index| span.slice(index * 4000, 3999).expect("inside of the buffer"))
-            .collect();
+        let pieces: Vec<Span> =
+            (0..GATHER_MAX).map(|index| span.slice(index * 4000, 3999).expect("inside the buffer")).collect();
         let mut gather = Gather::with_capacity(2 * GATHER_MAX);
         let mut expected = Vec::new();
         for (index, piece) in pieces.iter().enumerate() {
@@ -134,11 +136,11 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_whose_other_end_is_gone_is_an_error_and_no_signal() {
+    fn a_closed_socket_is_an_error_and_not_a_signal() {
         let (sender, receiver) = UnixStream::pair().expect("a socket pair");
         drop(receiver);
         let mut gather = Gather::with_capacity(1);
-        gather.bytes(b"nobody reads this");
+        gather.bytes(b"unread");
         let error = gather.send(sender.as_fd()).expect_err("refused");
         assert_eq!(error.kind(), ErrorKind::BrokenPipe);
         assert!(!gather.is_sent());

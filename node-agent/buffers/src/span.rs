@@ -1,9 +1,9 @@
 //! A piece of memory that other processes or devices may write at any time.
 //!
-//! A span is an address range and the mapping behind it; clones share the mapping, and the last one releases it.
-//! Because somebody else may store to the bytes while we look, a span is never a `&[u8]`: bytes are copied out, and
-//! a checksum is taken over the copy. A copy that races with a writer gives unspecified bytes, which is what the
-//! checksum is for; it never touches memory outside the span.
+//! A span is an address range and the mapping behind it; clones share the mapping, and the last one releases
+//! it. Another process may store to the bytes at any time, so a span is never a `&[u8]`: bytes are copied
+//! out, and checksums are computed over the copy. A copy that races with a writer returns unspecified bytes,
+//! which the checksum detects; it never accesses memory outside the span.
 
 use std::fmt;
 use std::sync::Arc;
@@ -22,28 +22,28 @@ pub struct Span {
 }
 
 impl Span {
-    /// A range of `memory`; an error when it does not lie inside.
+    /// Creates a span of a range of `memory`; an error if the range lies outside.
     pub(crate) fn of(memory: &Arc<Memory>, offset: u64, bytes: u64) -> Result<Span, BufferError> {
         let (offset, bytes) = check_range("a region", memory.bytes(), offset, bytes)?;
         Ok(Span { memory: Arc::clone(memory), offset, bytes })
     }
 
-    /// Bytes in the span.
+    /// Returns the length in bytes.
     pub fn len(&self) -> usize {
         self.bytes
     }
 
-    /// Whether there is not a byte in it.
+    /// Reports whether the span has no bytes.
     pub fn is_empty(&self) -> bool {
         self.bytes == 0
     }
 
-    /// Whether this process may store to it.
+    /// Reports whether this process may store to the span.
     pub fn is_writable(&self) -> bool {
         self.memory.access() == Access::ReadWrite
     }
 
-    /// `len` bytes from `offset` of this span; an error when they do not lie inside.
+    /// Returns `len` bytes from `offset` of this span; an error if the range lies outside.
     pub fn slice(&self, offset: usize, len: usize) -> Result<Span, BufferError> {
         let (offset, bytes) = check_range("a span", self.bytes, offset as u64, len as u64)?;
         Ok(Span { memory: Arc::clone(&self.memory), offset: self.offset + offset, bytes })
@@ -59,52 +59,52 @@ impl Span {
         self.is_writable().then(|| self.memory.at(self.offset))
     }
 
-    /// The arena region it lies in; `None` for a client's mapping and for page buffers.
+    /// Returns the arena region of the span; `None` for a client's mapping and for page buffers.
     pub fn region_id(&self) -> Option<u16> {
         self.memory.region()
     }
 
-    /// Copies the span to `dst`, unverified. Panics when the lengths differ, as `copy_from_slice` does.
+    /// Copies the span to `dst`, unverified. Panics when the lengths differ, like `copy_from_slice`.
     pub fn copy_out(&self, dst: &mut [u8]) {
         assert_eq!(dst.len(), self.bytes, "copy_out: the destination must be as long as the span");
-        // SAFETY: the span's range lies in a mapping that `self` keeps alive; `dst` is exclusively ours, so it does
-        // not overlap memory that spans name. Concurrent stores by others are as `kernel` says.
+        // SAFETY: the span's range lies in a mapping that `self` keeps alive; `dst` is exclusively ours, so
+        // it does not overlap memory that spans name. The doc of `kernel` covers concurrent stores.
         unsafe { kernel::copy(self.as_ptr(), dst.as_mut_ptr(), dst.len()) };
     }
 
     /// Copies `src` to the span; an error when the lengths differ or the span is read-only.
     pub fn copy_in(&self, src: &[u8]) -> Result<(), BufferError> {
         let dst = self.destination_of(src)?;
-        // SAFETY: `dst` is valid for writing as many bytes as `src` has, and no reference into it exists; `src` cannot
-        // overlap it, for spans' memory is never behind a `&[u8]` while spans exist.
+        // SAFETY: `dst` is valid for writing as many bytes as `src` has, and no reference into it exists;
+        // `src` cannot overlap it, for spans' memory is never behind a `&[u8]` while spans exist.
         unsafe { kernel::copy(src.as_ptr(), dst, src.len()) };
         Ok(())
     }
 
-    /// CRC32C of the bytes as they are at the time of the call.
+    /// Returns the CRC32C of the bytes as they are at the time of the call.
     pub fn crc32c(&self) -> u32 {
         let mut checksum = Crc32c::new();
         checksum.update_span(self);
         checksum.value()
     }
 
-    /// Copies the span to `dst` and gives the CRC32C of what arrived there, so that nothing can change between
-    /// check and use. Panics when the lengths differ, as `copy_from_slice` does.
+    /// Copies the span to `dst` and returns the CRC32C of the copied bytes, so that no process can change
+    /// them between check and use. Panics when the lengths differ, like `copy_from_slice`.
     pub fn copy_out_checked(&self, dst: &mut [u8]) -> u32 {
         assert_eq!(dst.len(), self.bytes, "copy_out_checked: the destination must be as long as the span");
         // SAFETY: as for `copy_out`.
         !unsafe { kernel::copy_checked(kernel::EMPTY, self.as_ptr(), dst.as_mut_ptr(), dst.len()) }
     }
 
-    /// Copies `src` to the span and gives the CRC32C of `src`; an error when the lengths differ or the span is
-    /// read-only.
+    /// Copies `src` to the span and returns the CRC32C of `src`; an error when the lengths differ or the span
+    /// is read-only.
     pub fn copy_in_checked(&self, src: &[u8]) -> Result<u32, BufferError> {
         let dst = self.destination_of(src)?;
         // SAFETY: as for `copy_in`.
         Ok(!unsafe { kernel::copy_checked(kernel::EMPTY, src.as_ptr(), dst, src.len()) })
     }
 
-    /// Where to copy `src`: valid for writing `src.len()` bytes.
+    /// Returns the address for a copy of `src`: valid for writing `src.len()` bytes.
     pub(crate) fn destination_of(&self, src: &[u8]) -> Result<*mut u8, BufferError> {
         let dst = self.as_mut_ptr().ok_or(BufferError::ReadOnly)?;
         if src.len() != self.bytes {

@@ -1,5 +1,5 @@
-//! System calls on descriptors and futexes, each wrapped once. Mapping calls are in `memory`, those on sockets in
-//! `descriptors`.
+//! System calls on descriptors and futexes, each wrapped once. Mapping calls are in `memory`, those on
+//! sockets in `descriptors`.
 
 use std::ffi::CStr;
 use std::fs::{self, OpenOptions};
@@ -9,27 +9,27 @@ use std::os::unix::fs::PermissionsExt;
 use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
-/// Keeps an engine that holds the descriptor from changing the size (we would fault), and from adding seals
-/// (we could no longer map it for writing). It does not keep it from punching holes: see the crate's doc.
-/// memfd_create(2), fcntl(2) "File Sealing".
+/// Prevents an engine that holds the descriptor from changing the size (this process would fault), and from
+/// adding seals (this process could no longer map it for writing). It does not prevent holes: see the crate's
+/// doc. memfd_create(2), fcntl(2) "File Sealing".
 const SEALS: libc::c_int = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
 
-/// Mode of a memfd's inode. A new memfd has mode 0777, so whoever is passed a read-only descriptor could
-/// reopen it for writing through /proc/self/fd; without mode bits only its owner and root can.
+/// Mode of a memfd's inode. A new memfd has mode 0777, so a process with a read-only descriptor could reopen
+/// it for writing through /proc/self/fd; without mode bits only its owner and root can.
 const MEMFD_MODE: u32 = 0o400;
 
-/// A new memory file of `bytes` zero bytes, sealed against changes of its size.
+/// Creates a memory file of `bytes` zero bytes, sealed against changes of its size.
 pub(crate) fn sealed_memfd(name: &CStr, bytes: u64, extra_flags: libc::c_uint) -> io::Result<OwnedFd> {
     let fd = create_memfd(name, libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING | extra_flags)?;
     let length = libc::off_t::try_from(bytes).map_err(|_| io::ErrorKind::InvalidInput)?;
-    // SAFETY: ftruncate(2) reads no memory of ours; the descriptor is open.
+    // SAFETY: ftruncate(2) reads no memory of this process; the descriptor is open.
     check(unsafe { libc::ftruncate(fd.as_raw_fd(), length) })?;
     // SAFETY: F_ADD_SEALS takes an int (fcntl(2)); the descriptor is open.
     check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, SEALS) })?;
     Ok(fd)
 }
 
-/// memfd_create(2), asking for a file that cannot be executed where the kernel knows that (6.3).
+/// Calls memfd_create(2), with a flag that forbids executing the file where the kernel supports that (6.3).
 fn create_memfd(name: &CStr, flags: libc::c_uint) -> io::Result<OwnedFd> {
     let mut created = raw_memfd(name, flags | libc::MFD_NOEXEC_SEAL);
     if matches!(&created, Err(error) if error.raw_os_error() == Some(libc::EINVAL)) {
@@ -41,12 +41,13 @@ fn create_memfd(name: &CStr, flags: libc::c_uint) -> io::Result<OwnedFd> {
 fn raw_memfd(name: &CStr, flags: libc::c_uint) -> io::Result<OwnedFd> {
     // SAFETY: `name` is a NUL-terminated string that lives through the call (memfd_create(2)).
     let fd = check(unsafe { libc::memfd_create(name.as_ptr(), flags) })?;
-    // SAFETY: memfd_create returned a new descriptor that nobody else owns.
+    // SAFETY: memfd_create returned a new descriptor without another owner.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// A second descriptor of the same memory file that can be read and mapped for reading only; takes the write
-/// permission off the file, so that the receiver cannot reopen it (unless it is root or has our user id).
+/// Opens a second descriptor of the same memory file that can only be read and mapped for reading. Removes
+/// the write permission from the file, so that the receiver cannot reopen it (unless it is root or has our
+/// user id).
 pub(crate) fn reopen_readonly(fd: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
     fs::set_permissions(&path, fs::Permissions::from_mode(MEMFD_MODE))?;
@@ -54,7 +55,8 @@ pub(crate) fn reopen_readonly(fd: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     Ok(OpenOptions::new().read(true).open(&path)?.into())
 }
 
-/// From so many bytes on, malloc maps an allocation apart, and does not change that by itself any more (mallopt(3)).
+/// Makes malloc map allocations from `bytes` bytes on separately, and stops its automatic changes of that
+/// limit (mallopt(3)).
 #[cfg(target_env = "gnu")]
 pub(crate) fn set_mapping_threshold(bytes: libc::c_int) {
     // SAFETY: mallopt(3) takes two integers; M_MMAP_THRESHOLD may be set at any time.
@@ -62,7 +64,7 @@ pub(crate) fn set_mapping_threshold(bytes: libc::c_int) {
     assert!(accepted == 1, "{bytes} is at most half of malloc's largest heap");
 }
 
-/// Size of the file behind a descriptor.
+/// Returns the size of the file behind a descriptor.
 pub(crate) fn file_bytes(fd: BorrowedFd<'_>) -> io::Result<u64> {
     let mut status = std::mem::MaybeUninit::<libc::stat>::uninit();
     // SAFETY: the pointer is valid for one `stat`, which fstat(2) fills.
@@ -72,16 +74,17 @@ pub(crate) fn file_bytes(fd: BorrowedFd<'_>) -> io::Result<u64> {
     u64::try_from(status.st_size).map_err(|_| io::ErrorKind::InvalidData.into())
 }
 
-/// Sleeps while `*word == expected`, at most `timeout`; wakes on [`futex_wake`] through any mapping of the page.
+/// Sleeps while `*word == expected`, at most `timeout`; [`futex_wake`] through any mapping of the page wakes
+/// it.
 pub(crate) fn futex_wait(word: &AtomicU32, expected: u32, timeout: Duration) -> io::Result<()> {
     let limit = libc::timespec {
         // Saturates at 292 billion years.
         tv_sec: timeout.as_secs().try_into().unwrap_or(i64::MAX),
         tv_nsec: libc::c_long::from(timeout.subsec_nanos()),
     };
-    // SAFETY: futex(2) FUTEX_WAIT reads an aligned u32 that `word` keeps alive, and a timespec (relative time).
-    // Without FUTEX_PRIVATE_FLAG the key is the page of the file, so other processes' mappings match. The kernel
-    // does not write to the word: a read-only mapping is enough.
+    // SAFETY: futex(2) FUTEX_WAIT reads an aligned u32 that `word` keeps alive, and a timespec (relative
+    // time). Without FUTEX_PRIVATE_FLAG the key is the page of the file, so other processes' mappings match.
+    // The kernel does not write to the word: a read-only mapping is enough.
     let rc = unsafe {
         libc::syscall(
             libc::SYS_futex,
@@ -96,7 +99,7 @@ pub(crate) fn futex_wait(word: &AtomicU32, expected: u32, timeout: Duration) -> 
     if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Wakes everybody who sleeps on the word.
+/// Wakes all waiters on the word.
 pub(crate) fn futex_wake(word: &AtomicU32) -> io::Result<u32> {
     // SAFETY: futex(2) FUTEX_WAKE uses the address only as a key; the word is mapped.
     let woken = unsafe {
@@ -113,7 +116,7 @@ pub(crate) fn futex_wake(word: &AtomicU32) -> io::Result<u32> {
     u32::try_from(woken).map_err(|_| io::Error::last_os_error())
 }
 
-/// −1 → the error in errno.
+/// Converts −1 to the error in errno.
 pub(crate) fn check(rc: libc::c_int) -> io::Result<libc::c_int> {
     if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(rc) }
 }

@@ -1,4 +1,4 @@
-//! Arena and regions as the agent and engines use them: bounds, seals, page sizes, memory limits.
+//! Arena and regions as used by the agent and engines: bounds, seals, page sizes, memory limits.
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -41,7 +41,7 @@ fn regions_start_at_huge_page_boundaries_here_and_in_the_client() {
 }
 
 #[test]
-fn what_an_engine_writes_the_agent_and_other_engines_see() {
+fn agent_and_other_engines_see_the_bytes_that_an_engine_writes() {
     let arena = arena(2 * MIB, 2 * MIB, HugePolicy::Prefer);
     let region = &arena.regions()[0];
     let engine = map(region.writable_fd(), region.bytes(), Access::ReadWrite).expect("a writable mapping");
@@ -104,7 +104,7 @@ fn a_readonly_mapping_cannot_be_made_writable() {
 }
 
 #[test]
-fn nobody_but_the_owner_may_reopen_a_region_for_writing() {
+fn only_the_owner_may_reopen_a_region_for_writing() {
     let arena = arena(2 * MIB, 2 * MIB, HugePolicy::Never);
     let file = File::from(arena.regions()[0].readonly_fd().try_clone_to_owned().expect("a descriptor"));
     let mode = file.metadata().expect("metadata of a memfd").permissions().mode();
@@ -112,7 +112,7 @@ fn nobody_but_the_owner_may_reopen_a_region_for_writing() {
 }
 
 #[test]
-fn a_mapping_longer_than_the_file_is_refused_instead_of_faulting_later() {
+fn rejects_a_mapping_longer_than_the_file() {
     let arena = arena(2 * MIB, 2 * MIB, HugePolicy::Never);
     for bytes in [0, 2 * MIB + 1, u64::MAX] {
         let refused =
@@ -135,16 +135,17 @@ fn a_span_keeps_its_memory_after_the_arena_is_gone() {
 }
 
 #[test]
-fn a_span_knows_its_region_and_lies_where_it_was_asked_for() {
+fn a_span_has_its_region_and_the_requested_address() {
     let arena = arena(4 * MIB, 2 * MIB, HugePolicy::Never);
     let span = arena.span(1, 8192, 4096).expect("inside").slice(1024, 16).expect("inside");
     assert_eq!(span.region_id(), Some(1));
     assert_eq!(span.as_ptr().addr(), arena.regions()[1].as_ptr().addr() + 9216);
 }
 
-/// Not of hugetlb pages: without a spare one in the pool the access would end this process, as the crate's doc says.
+/// Not for hugetlb pages: without a spare page in the pool the access would end this process, see the crate's
+/// doc.
 #[test]
-fn a_hole_that_an_engine_punches_reads_as_zeros_and_its_checksum_tells() {
+fn a_punched_hole_reads_as_zeros_and_fails_its_checksum() {
     for huge in [HugePolicy::Never, HugePolicy::Prefer] {
         let arena = arena(4 * MIB, 4 * MIB, huge);
         let region = &arena.regions()[0];
@@ -172,7 +173,7 @@ fn a_hole_that_an_engine_punches_reads_as_zeros_and_its_checksum_tells() {
 }
 
 #[test]
-fn an_arena_larger_than_memory_is_refused_with_words_before_anything_is_touched() {
+fn rejects_an_arena_larger_than_memory_before_touching_it() {
     let config = ArenaConfig {
         bytes: 8192 * REGION_BYTES_MAX,
         region_bytes: REGION_BYTES_MAX,
@@ -185,13 +186,13 @@ fn an_arena_larger_than_memory_is_refused_with_words_before_anything_is_touched(
 }
 
 #[test]
-fn sizes_that_cannot_be_are_refused_with_words() {
+fn rejects_invalid_sizes_with_a_message() {
     let cases = [
         (0, MIB, "whole 4 KiB pages"),
         (MIB, 0, "whole 4 KiB pages"),
         (MIB + 1, MIB, "whole 4 KiB pages"),
         (MIB, 1000, "whole 4 KiB pages"),
-        (4 * REGION_BYTES_MAX, 2 * REGION_BYTES_MAX, "too large"),
+        (4 * REGION_BYTES_MAX, 2 * REGION_BYTES_MAX, "at most 1GiB"),
         (1 << 40, MIB, "use larger ones"),
         (!4095, 4096, "use larger ones"),
     ];
@@ -209,9 +210,9 @@ fn can_collapse() -> bool {
 }
 
 #[test]
-fn page_sizes_are_as_measured_and_huge_where_the_kernel_can() {
+fn reported_page_sizes_are_huge_where_the_kernel_supports_them() {
     let small = arena(4 * MIB, 2 * MIB, HugePolicy::Never);
-    assert_eq!(small.page_kind(), PageKind::Small, "nobody asked for huge pages");
+    assert_eq!(small.page_kind(), PageKind::Small, "huge pages are disabled");
     let huge = arena(8 * MIB, 4 * MIB, HugePolicy::Prefer);
     assert!(!can_collapse() || huge.page_kind() != PageKind::Small, "{}", huge.coverage());
     let region = &huge.regions()[0];
@@ -223,7 +224,7 @@ fn page_sizes_are_as_measured_and_huge_where_the_kernel_can() {
 }
 
 #[test]
-fn the_part_of_a_region_beyond_whole_huge_pages_is_said_to_be_small() {
+fn the_part_beyond_whole_huge_pages_is_reported_as_small() {
     let arena = arena(3 * MIB, 3 * MIB, HugePolicy::Prefer);
     assert_eq!(arena.page_kind(), PageKind::Small);
     let (text, whole) = (arena.coverage().to_string(), "transparent 2 MiB: 2MiB, 4 KiB: 1MiB");
@@ -231,8 +232,8 @@ fn the_part_of_a_region_beyond_whole_huge_pages_is_said_to_be_small() {
 }
 
 #[test]
-#[ignore = "needs vm.nr_hugepages = 2 and nobody else using them: run alone"]
-fn the_hugetlb_pool_is_used_as_far_as_it_goes() {
+#[ignore = "needs vm.nr_hugepages = 2 and no other user of them: run alone"]
+fn uses_the_hugetlb_pool_until_it_is_empty() {
     let arena = arena(8 * MIB, 4 * MIB, HugePolicy::Prefer);
     let kinds: Vec<PageKind> = arena.regions().iter().map(|region| region.page_kind()).collect();
     assert!(kinds.contains(&PageKind::HugeTlb) && kinds.contains(&PageKind::TransparentHuge), "{kinds:?}");

@@ -1,4 +1,4 @@
-//! Copies and checksums against the simplest implementation, and page buffers.
+//! Copies and checksums compared with the simplest implementation, and page buffers.
 
 use proptest::prelude::*;
 use reprise_buffers::{
@@ -39,7 +39,7 @@ fn checksums_use_the_cpu() {
 }
 
 #[test]
-fn a_copy_of_another_length_is_refused() {
+fn rejects_a_copy_of_another_length() {
     let span = region(PAGE_BYTES).slice(0, 10).expect("inside");
     let refused = span.copy_in(&[0; 9]).expect_err("one byte short");
     assert!(matches!(refused, BufferError::LengthMismatch { source_bytes: 9, destination_bytes: 10 }));
@@ -48,7 +48,7 @@ fn a_copy_of_another_length_is_refused() {
 
 #[test]
 #[should_panic(expected = "as long as the span")]
-fn a_copy_out_to_another_length_is_a_mistake_of_the_program() {
+fn a_copy_out_to_another_length_panics() {
     region(PAGE_BYTES).copy_out_checked(&mut [0; 9]);
 }
 
@@ -79,32 +79,32 @@ fn bytes_written_through_a_span_are_in_the_buffer_once_the_span_is_gone() {
 
 #[test]
 #[should_panic(expected = "drop the span first")]
-fn looking_at_a_buffer_that_is_lent_is_a_mistake_of_the_program() {
+fn accessing_a_buffer_with_a_span_panics() {
     let mut buffer = PageBuffer::new(PAGE_BYTES).expect("a page");
     let _span = buffer.span();
     let _ = buffer[0];
 }
 
 #[test]
-fn a_pool_hands_out_zeroed_pages_and_never_one_that_is_lent() {
+fn a_pool_returns_zeroed_pages_without_spans() {
     let pool = PageBufferPool::new(1);
     let mut first = pool.take();
     first.fill(7);
     let address = first.as_ptr().addr();
-    pool.give(first);
+    pool.put(first);
     let mut again = pool.take();
     assert_eq!(again.as_ptr().addr(), address, "an idle page is used again");
     assert!(again.iter().all(|byte| *byte == 0));
 
     let span = again.span();
-    pool.give(again);
+    pool.put(again);
     let other = pool.take();
     assert_ne!(other.as_ptr().addr(), span.as_ptr().addr());
     span.copy_in(&[1; PAGE_BYTES]).expect("the lent page lives as long as its span");
     assert!(other.iter().all(|byte| *byte == 0));
 }
 
-/// Lengths around the boundaries of pieces, and any others.
+/// Lengths around the boundaries of pieces, and arbitrary lengths.
 fn lengths() -> impl Strategy<Value = usize> {
     prop_oneof![
         0usize..300,
@@ -114,7 +114,7 @@ fn lengths() -> impl Strategy<Value = usize> {
 }
 
 fn bytes_of(length: usize, seed: u64) -> Vec<u8> {
-    // Weyl sequence with a mixing step: enough to tell every byte from its neighbours.
+    // Weyl sequence with a mixing step: enough to distinguish every byte from its neighbours.
     let mut state = seed;
     let mut next = || {
         state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);

@@ -1,4 +1,4 @@
-//! Passing descriptors between two ends of a unix socket, well and badly.
+//! Descriptors over a unix socket: valid and invalid messages.
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
@@ -56,7 +56,7 @@ fn a_message_larger_than_the_socket_buffer_arrives_whole() {
 }
 
 #[test]
-fn descriptors_that_do_not_fit_are_an_error_and_none_of_them_stays_open() {
+fn excess_descriptors_are_an_error_and_are_all_closed() {
     let (here, there) = pair();
     let (mut reader, writer) = io::pipe().expect("a pipe");
     send_raw(here.as_fd(), &[writer.as_raw_fd(); DESCRIPTORS_MAX + 8]);
@@ -70,7 +70,7 @@ fn descriptors_that_do_not_fit_are_an_error_and_none_of_them_stays_open() {
 }
 
 #[test]
-fn descriptors_in_several_control_messages_are_all_taken() {
+fn receives_descriptors_of_several_control_messages() {
     // The kernel merges nothing: two sends arrive as two messages, each with its own descriptors.
     let (here, there) = pair();
     for text in [b"a", b"b"] {
@@ -85,18 +85,18 @@ fn descriptors_in_several_control_messages_are_all_taken() {
 }
 
 #[test]
-fn too_many_descriptors_or_no_bytes_are_refused_before_sending() {
+fn rejects_too_many_descriptors_or_no_bytes_before_sending() {
     let (here, _there) = pair();
     assert!(send_with_fds(here.as_fd(), b"x", &[here.as_fd(); DESCRIPTORS_MAX + 1]).is_err());
     assert!(send_with_fds(here.as_fd(), b"", &[here.as_fd()]).is_err());
 }
 
 #[test]
-fn a_closed_socket_reads_as_its_end_and_fails_to_send_without_a_signal() {
+fn a_closed_socket_reads_as_end_of_stream_and_fails_to_send_without_a_signal() {
     let (here, there) = pair();
     drop(there);
     assert_eq!(recv_with_fds(here.as_fd(), &mut [0; 8], &mut Vec::new()).expect("the end"), 0);
-    let refused = send_with_fds(here.as_fd(), b"x", &[]).expect_err("nobody is there");
+    let refused = send_with_fds(here.as_fd(), b"x", &[]).expect_err("the other end is closed");
     assert_eq!(refused.io_kind(), Some(io::ErrorKind::BrokenPipe));
 }
 
@@ -109,7 +109,7 @@ fn a_receive_timeout_shows_as_would_block() {
 }
 
 #[test]
-fn the_kernel_says_who_is_at_the_other_end() {
+fn peer_credentials_are_those_of_the_other_end() {
     let (here, _there) = pair();
     let peer = peer_credentials(here.as_fd()).expect("connected");
     assert_eq!(peer.pid as u32, std::process::id());
@@ -122,7 +122,7 @@ fn the_kernel_says_who_is_at_the_other_end() {
     assert!(peer_credentials(alone.as_fd()).is_err());
 }
 
-/// Set for the process that the next test starts in namespaces of its own.
+/// Set for the process that the next test starts in separate namespaces.
 const IN_NAMESPACE: &str = "REPRISE_BUFFERS_TEST_IN_NAMESPACE";
 
 #[test]
@@ -145,7 +145,7 @@ fn a_peer_outside_our_pid_namespace_has_a_user_and_no_process_id() {
     assert!(status.success(), "{status}");
 }
 
-/// Sends one byte with any number of descriptors, as a peer that keeps no rules may do.
+/// Sends one byte with any number of descriptors, like a peer that ignores the limits.
 fn send_raw(sock: BorrowedFd<'_>, fds: &[RawFd]) {
     let mut control = vec![0u64; 256];
     let mut byte = [1u8];

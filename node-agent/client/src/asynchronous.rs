@@ -1,10 +1,11 @@
 //! The client for tokio.
 //!
-//! Each call runs on tokio's blocking pool: a call waits on a channel or a futex anyway, and a second way through the
-//! protocol would have to be kept equal to the first. At most [`BLOCKING_CALLS_MAX`] run at a time, so an
-//! application that starts thousands of calls queues here instead of filling the pool.
+//! Each call runs on tokio's blocking pool. A call waits on a channel or a futex anyway, and a second
+//! implementation of the protocol would have to be kept equal to the first. At most [`BLOCKING_CALLS_MAX`]
+//! calls run at a time, so an application that starts thousands of calls queues here instead of filling the
+//! pool.
 //!
-//! A call whose future is dropped runs on to its end; what it brings is given back.
+//! A call whose future is dropped still runs to its end. The slots and loads that it obtains are released.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,7 +22,8 @@ use crate::load::{LayerReady, Load, LoadRequest};
 use crate::matching::{Scope, Source};
 use crate::reservation::Reservation;
 
-/// Calls of one client that occupy a thread at a time: an eighth of tokio's default pool of 512.
+/// Maximum number of calls of one client that occupy a thread at a time: an eighth of tokio's default pool of
+/// 512.
 pub const BLOCKING_CALLS_MAX: usize = 64;
 
 /// A session with this node's agent, for tokio. Clones share it.
@@ -41,7 +43,7 @@ impl AsyncClient {
         connected.map_err(|error| join_error(&error))?.map(AsyncClient::from)
     }
 
-    /// The blocking client of the same session, for calls that do not block: copies, for example.
+    /// Returns the blocking client of the same session, for calls that do not block, such as copies.
     pub fn blocking(&self) -> &Client {
         &self.client
     }
@@ -127,7 +129,7 @@ impl AsyncClient {
         self.run(Client::trim).await
     }
 
-    /// Runs a call on the blocking pool.
+    /// Runs a blocking call on tokio's blocking pool.
     async fn run<T: Send + 'static>(
         &self,
         call: impl FnOnce(&Client) -> Result<T, ClientError> + Send + 'static,
@@ -149,7 +151,7 @@ impl From<Client> for AsyncClient {
     }
 }
 
-/// The runtime is shutting down, or the call panicked (which the panic hook has reported).
+/// Error for a runtime that shuts down, or for a call that panicked; the panic hook has reported the panic.
 fn join_error(error: &tokio::task::JoinError) -> ClientError {
-    ClientError::AgentLost { reason: format!("the call was not run to its end: {error}") }
+    ClientError::AgentLost { reason: format!("the call did not complete: {error}") }
 }

@@ -14,44 +14,47 @@ use reprise_policy::{BlockKey, Layout, NamespaceDigest, TenantName};
 use reprise_proto::local::{self, KEYS_PER_CALL_MAX, PROTOCOL_VERSION, request, response};
 
 use crate::commit::{CommitOptions, CommitOutcome, commit_message, commit_outcome};
-use crate::connection::{Connection, Ongoing};
+use crate::connection::{Connection, PendingCall};
 use crate::deadline;
 use crate::durable::{DurableOutcome, Ticket};
 use crate::error::ClientError;
 use crate::load::{Load, LoadRequest, PendingLoad};
-use crate::matching::{PendingMatch, Scope, Sending, Source};
+use crate::matching::{PendingMatch, Scope, SendMode, Source};
 use crate::reservation::{Reservation, reservations};
 
-/// How long a call waits for its answer unless told otherwise. Calls other than loads take microseconds; this is
-/// for an agent that is stopped in a debugger or starved of CPU.
+/// Default time that a call waits for its answer. Calls other than loads take microseconds; the limit covers
+/// an agent that is stopped in a debugger or starved of CPU.
 pub const CALL_TIMEOUT_DEFAULT: Duration = Duration::from_secs(5);
 
-/// Bytes of a client's name at the most; it appears in the agent's logs and status.
+/// Maximum length of a client's name in bytes. The name appears in the agent's logs and status.
 pub const CLIENT_NAME_BYTES_MAX: usize = 64;
 
-/// Shortest pause between two attempts to reserve, whatever the agent proposes.
+/// Shortest pause between two attempts to reserve, even if the agent proposes a shorter one.
 const RESERVE_PAUSE_MIN: Duration = Duration::from_micros(200);
 
-/// Pause after the agent said that it is busy: about the time in which it works off a full queue of events.
+/// Pause after the agent has reported that it is busy: about the time in which it processes a full event
+/// queue.
 const RESERVE_PAUSE_BUSY: Duration = Duration::from_millis(5);
 
-/// How to reach an agent, and what this engine keeps there.
+/// Address of the agent, and the description of the blocks that this engine stores there.
 #[derive(Clone, Debug)]
 pub struct ConnectOptions {
     /// The agent's unix socket.
     pub socket: PathBuf,
-    /// What this engine's blocks are comparable with.
+    /// Namespace of this engine's blocks: only blocks of one namespace are comparable.
     pub namespace: NamespaceDigest,
     /// Geometry of the blocks.
     pub layout: Layout,
-    /// Whose blocks these are: their bytes count against this tenant's quotas. The namespace must be this tenant's alone.
+    /// Tenant that owns the blocks; their bytes count against its quotas. No other tenant may use the
+    /// namespace.
     pub tenant: TenantName,
-    /// File of a service account's token of the audience `reprise.dev`, which an agent in Kubernetes checks where a `CacheTenant` names its pods;
-    /// read at each connection, since tokens are replaced.
+    /// File with a service account token for the audience `reprise.dev`. An agent in Kubernetes checks the
+    /// token where a `CacheTenant` names its pods. The file is read at each connection, because tokens are
+    /// rotated.
     pub token_file: Option<PathBuf>,
-    /// For logs and status; at most [`CLIENT_NAME_BYTES_MAX`] bytes.
+    /// Name for logs and status; at most [`CLIENT_NAME_BYTES_MAX`] bytes.
     pub client_name: String,
-    /// How long a call waits for its answer; a load waits for its own deadline on top.
+    /// Time that a call waits for its answer. A load waits for its own deadline in addition.
     pub call_timeout: Duration,
 }
 
@@ -61,7 +64,7 @@ pub struct Client {
     session: Arc<Session>,
 }
 
-/// What client handles, reservations and loads share. Dropping the last one ends the session.
+/// State shared by client handles, reservations and loads. Dropping the last reference ends the session.
 #[derive(Debug)]
 pub(crate) struct Session {
     connection: Arc<Connection>,
@@ -72,7 +75,7 @@ pub(crate) struct Session {
 }
 
 impl ConnectOptions {
-    /// Options with defaults for all but the necessary.
+    /// Creates options with defaults for everything except the three arguments.
     pub fn new(socket: impl Into<PathBuf>, namespace: NamespaceDigest, layout: Layout) -> ConnectOptions {
         ConnectOptions {
             socket: socket.into(),
@@ -85,25 +88,25 @@ impl ConnectOptions {
         }
     }
 
-    /// The same with a name for logs and status.
+    /// Sets the name for logs and status.
     pub fn client_name(mut self, name: impl Into<String>) -> ConnectOptions {
         self.client_name = name.into();
         self
     }
 
-    /// The same for another tenant than the default one.
+    /// Sets the tenant; the default is the default tenant.
     pub fn tenant(mut self, tenant: TenantName) -> ConnectOptions {
         self.tenant = tenant;
         self
     }
 
-    /// The same with a token that says which pod this is.
+    /// Sets the file with the token that identifies this pod.
     pub fn token_file(mut self, path: impl Into<PathBuf>) -> ConnectOptions {
         self.token_file = Some(path.into());
         self
     }
 
-    /// The same with another patience for answers.
+    /// Sets the time that a call waits for its answer.
     pub fn call_timeout(mut self, timeout: Duration) -> ConnectOptions {
         self.call_timeout = timeout;
         self
@@ -133,19 +136,21 @@ impl ConnectOptions {
     }
 }
 
-/// A token is one to two KiB of text.
+/// Size limit of a token file; a token is one to two KiB of text.
 const TOKEN_BYTES_MAX: u64 = 8 << 10;
 
-/// The token of this pod, as it is now.
+/// Reads the current token of this pod.
 fn read_token(path: &Path) -> Result<String, ClientError> {
     let refuse = |what: String| {
         ClientError::BadRequest(format!("the service account token {}: {what}", path.display()))
     };
     let mut token = String::new();
     let read = File::open(path).and_then(|file| file.take(TOKEN_BYTES_MAX + 1).read_to_string(&mut token));
-    read.map_err(|error| refuse(format!("it cannot be read: {error}; mount it, or name another file")))?;
+    read.map_err(|error| {
+        refuse(format!("cannot read the file: {error}; mount it, or configure another path"))
+    })?;
     if token.len() as u64 > TOKEN_BYTES_MAX {
-        return Err(refuse(format!("it has more than {TOKEN_BYTES_MAX} bytes, which no token has")));
+        return Err(refuse(format!("the file exceeds {TOKEN_BYTES_MAX} bytes: not a token")));
     }
     Ok(token.trim().to_owned())
 }
@@ -154,17 +159,18 @@ impl Client {
     /// Opens a session.
     ///
     /// # Errors
-    /// `AgentAbsent`, `Forbidden`, `Version`, `BadRequest` (the agent refuses namespace, layout, tenant or user), `Timeout`,
-    /// `AgentLost`.
+    /// `AgentAbsent`, `Forbidden`, `Version`, `BadRequest` (the agent refuses namespace, layout, tenant or
+    /// user), `Timeout`, `AgentLost`.
     pub fn connect(options: ConnectOptions) -> Result<Client, ClientError> {
         if options.client_name.len() > CLIENT_NAME_BYTES_MAX {
             return Err(ClientError::BadRequest(format!(
-                "the client's name has {} bytes, {CLIENT_NAME_BYTES_MAX} are allowed",
+                "the client's name has {} bytes: at most {CLIENT_NAME_BYTES_MAX} are allowed",
                 options.client_name.len()
             )));
         }
         let (connection, reader) = open(&options.socket, options.call_timeout)?;
-        // Owned from here on, so that a refused greeting ends connection and thread.
+        // The session owns the connection from here on, so that a rejected greeting ends connection and
+        // thread.
         let mut session = Session {
             connection,
             reader: Mutex::new(Some(reader)),
@@ -175,34 +181,37 @@ impl Client {
         match session.call("hello", request::Body::Hello(options.into_hello()?)) {
             Ok(response::Body::Welcome(welcome)) => session.welcome = welcome,
             Ok(_) => return Err(session.broken(ClientError::unexpected("hello"))),
-            // A process that is turned away is told so before it has greeted.
+            // The agent may reject a process with a message that precedes the greeting; that message is the
+            // better error.
             Err(error) => return Err(session.connection.refusal().unwrap_or(error)),
         }
         Ok(Client { session: Arc::new(session) })
     }
 
-    /// Geometry of the session's blocks.
+    /// Returns the geometry of the session's blocks.
     pub fn layout(&self) -> &Layout {
         self.session.layout()
     }
 
-    /// Name of the node whose agent this is.
+    /// Returns the name of the agent's node.
     pub fn node(&self) -> &str {
         &self.session.welcome.node
     }
 
-    /// The agent's version.
+    /// Returns the agent's version.
     pub fn agent_version(&self) -> &str {
         &self.session.welcome.agent_version
     }
 
-    /// Whether the session still stands. What is still held may be copied after it has ended; calls fail.
+    /// Reports whether the session is open. After its end, calls fail, but blocks of open loads can still be
+    /// copied.
     pub fn is_alive(&self) -> bool {
         !self.session.connection.has_ended()
     }
 
-    /// Reserves up to `count` slots to fill, `1..=8192`. Waits up to `wait` for at least one: an arena that is full
-    /// of leased blocks empties as loads are released. Empty when there was no room in all that time.
+    /// Reserves up to `count` slots (`1..=8192`) for filling, and waits up to `wait` for at least one. An
+    /// arena that is full of leased blocks gets room as loads are released. The result is empty if no slot
+    /// became free in that time.
     ///
     /// # Errors
     /// `BadRequest`, `Timeout`, `AgentLost`.
@@ -210,7 +219,7 @@ impl Client {
         self.reserve_within(count, wait, self.session.call_timeout)
     }
 
-    /// As [`Client::reserve`], with another patience for each answer.
+    /// [`Client::reserve`] with a specific timeout for each answer.
     pub(crate) fn reserve_within(
         &self,
         count: u32,
@@ -219,7 +228,7 @@ impl Client {
     ) -> Result<Vec<Reservation>, ClientError> {
         if count == 0 || count as usize > KEYS_PER_CALL_MAX {
             return Err(ClientError::BadRequest(format!(
-                "reserve 1 to {KEYS_PER_CALL_MAX} slots, not {count}"
+                "reserve: invalid number of slots {count}: expected 1 to {KEYS_PER_CALL_MAX}"
             )));
         }
         let deadline = deadline::after(wait);
@@ -239,12 +248,13 @@ impl Client {
             if left.is_zero() {
                 return Ok(Vec::new());
             }
-            self.session.connection.board().pause(retry_after.max(RESERVE_PAUSE_MIN).min(left))?;
+            self.session.connection.durable_outcomes().pause(retry_after.max(RESERVE_PAUSE_MIN).min(left))?;
         }
     }
 
-    /// Publishes filled reservations under their keys, all with one ticket. They are consecutive blocks of one chain, in its
-    /// order: the agent evicts the last of them first. When the call fails, all are given back.
+    /// Publishes filled reservations under their keys with one ticket. The blocks must be consecutive blocks
+    /// of one chain, in its order: the agent evicts the last of them first. If the call fails, all slots are
+    /// released.
     ///
     /// # Errors
     /// `BadRequest` (a reservation is not filled, or too many at once), `Timeout`, `AgentLost`.
@@ -256,7 +266,7 @@ impl Client {
         self.commit_within(items, options, self.session.call_timeout)
     }
 
-    /// As [`Client::commit`], with another patience for the answer.
+    /// [`Client::commit`] with a specific timeout for the answer.
     pub(crate) fn commit_within(
         &self,
         items: Vec<(Reservation, BlockKey)>,
@@ -271,37 +281,39 @@ impl Client {
             return Err(self.session.broken(ClientError::unexpected("commit")));
         };
         let outcome = commit_outcome(&committed, items.len()).map_err(|error| self.session.broken(error))?;
-        items.into_iter().for_each(|(reservation, _)| reservation.spend());
+        items.into_iter().for_each(|(reservation, _)| reservation.mark_committed());
         Ok(outcome)
     }
 
-    /// Waits until all blocks of a commit have come to their end. May be asked again, and by several threads; the
-    /// latest [`OUTCOMES_MAX`](crate::durable::OUTCOMES_MAX) outcomes are kept.
+    /// Waits until every block of a commit is durable or lost. The outcome can be read repeatedly, and by
+    /// several threads; the latest [`OUTCOMES_MAX`](crate::durable::OUTCOMES_MAX) outcomes are kept.
     ///
     /// # Errors
-    /// `Timeout`, `AgentLost`, `BadRequest` (too long ago).
+    /// `Timeout`, `AgentLost`, `BadRequest` (the outcome is no longer kept).
     pub fn wait_durable(&self, ticket: Ticket, timeout: Duration) -> Result<DurableOutcome, ClientError> {
-        self.session.connection.board().wait(ticket, timeout)
+        self.session.connection.durable_outcomes().wait(ticket, timeout)
     }
 
-    /// Where each leading block is available; the answer's length is the number of them. At most 8,192 keys; none, as
-    /// a prompt shorter than a block has, are answered without asking.
+    /// Returns the source of each leading block that is available; the length of the result is their number.
+    /// Accepts at most 8,192 keys. For no keys (a prompt shorter than a block) it returns an empty result
+    /// without a request.
     ///
     /// # Errors
     /// `BadRequest` (too many keys), `Timeout`, `AgentLost`.
     pub fn match_keys(&self, keys: &[BlockKey], scope: Scope) -> Result<Vec<Source>, ClientError> {
-        self.ask(keys, scope, Sending::Waits)?.wait()
+        self.ask(keys, scope, SendMode::Blocking)?.wait()
     }
 
-    /// Asks where blocks are without waiting for the answer, nor for an agent that does not read; at most 8,192 keys.
+    /// Sends a match request and returns without waiting for the answer or for room in the socket; at most
+    /// 8,192 keys.
     ///
     /// # Errors
     /// `BadRequest` (too many keys), `Busy`, `AgentLost`.
     pub fn start_match(&self, keys: &[BlockKey], scope: Scope) -> Result<PendingMatch, ClientError> {
-        self.ask(keys, scope, Sending::AtOnce)
+        self.ask(keys, scope, SendMode::NonBlocking)
     }
 
-    fn ask(&self, keys: &[BlockKey], scope: Scope, sending: Sending) -> Result<PendingMatch, ClientError> {
+    fn ask(&self, keys: &[BlockKey], scope: Scope, sending: SendMode) -> Result<PendingMatch, ClientError> {
         if keys.is_empty() {
             return Ok(PendingMatch::known(&self.session, Vec::new()));
         }
@@ -309,7 +321,7 @@ impl Client {
         PendingMatch::start(&self.session, keys, scope, sending)
     }
 
-    /// Loads blocks into the arena: returns when every block is placed and layer 0 is verified, or it failed.
+    /// Loads blocks into the arena. Returns when every block has failed or is placed with layer 0 verified.
     ///
     /// # Errors
     /// `BadRequest` (too many keys), `Busy`, `Timeout`, `AgentLost`.
@@ -317,7 +329,8 @@ impl Client {
         self.start_load(request)?.wait()
     }
 
-    /// Asks for a load without waiting for its answer, so that the next load is under way while one is used.
+    /// Sends a load request and returns without waiting for the answer, so that the next load runs while one
+    /// is used.
     ///
     /// # Errors
     /// `BadRequest` (too many keys), `Busy`, `AgentLost`.
@@ -326,7 +339,7 @@ impl Client {
         PendingLoad::start(&self.session, request)
     }
 
-    /// The agent's counters by name.
+    /// Returns the agent's counters by name.
     ///
     /// # Errors
     /// `Timeout`, `AgentLost`.
@@ -339,7 +352,7 @@ impl Client {
         }
     }
 
-    /// Asks whether the agent is there.
+    /// Checks that the agent answers.
     ///
     /// # Errors
     /// `Timeout`, `AgentLost`.
@@ -347,7 +360,8 @@ impl Client {
         self.session.probe(timeout)
     }
 
-    /// Drops clean DRAM copies of blocks that are on NVMe, so that the next load of them is cold; returns how many.
+    /// Drops clean DRAM copies of blocks that are on NVMe, so that the next load of them reads NVMe. Returns
+    /// the number of dropped copies.
     ///
     /// # Errors
     /// `Timeout`, `AgentLost`.
@@ -358,18 +372,19 @@ impl Client {
         }
     }
 
-    /// The error of calls on a session that has ended.
-    pub(crate) fn lost(&self) -> ClientError {
-        self.session.connection.lost()
+    /// Returns the error for calls on a session that has ended.
+    pub(crate) fn ended_error(&self) -> ClientError {
+        self.session.connection.ended_error()
     }
 
-    /// Wakes `watcher` when the session has ended, or now if it has. Only the first watcher is kept.
+    /// Registers `watcher`, which is notified when the session ends, or now if it has. Only the first watcher
+    /// is kept.
     pub(crate) fn watch(&self, watcher: Sender<()>) {
         self.session.connection.watch(watcher);
     }
 
-    /// Ends the session for all its handles: reservations and loads are given back, later calls fail. Without it,
-    /// the session ends with the last handle.
+    /// Ends the session for all its handles: reservations and loads are released, later calls fail. Without
+    /// this call the session ends with the last handle.
     pub fn close(&self) {
         self.session.end();
     }
@@ -388,7 +403,7 @@ impl Session {
         self.call_timeout
     }
 
-    /// One call, with the session's patience.
+    /// Runs one call with the session's timeout.
     pub(crate) fn call(
         &self,
         call: &'static str,
@@ -397,7 +412,7 @@ impl Session {
         self.call_within(call, body, self.call_timeout)
     }
 
-    /// One call, with a patience of its own.
+    /// Runs one call with a specific timeout.
     fn call_within(
         &self,
         call: &'static str,
@@ -405,21 +420,21 @@ impl Session {
         timeout: Duration,
     ) -> Result<response::Body, ClientError> {
         let _span = self.span(call).entered();
-        self.connection.begin(call, body, timeout).and_then(Ongoing::wait)
+        self.connection.begin(call, body, timeout).and_then(PendingCall::wait)
     }
 
-    /// The cheapest question; what its answer says does not matter.
+    /// Sends the cheapest request and ignores the contents of the answer.
     pub(crate) fn probe(&self, timeout: Duration) -> Result<(), ClientError> {
         self.call_within("stats", request::Body::Stats(local::Stats {}), timeout).map(drop)
     }
 
-    /// What a call happens in, for whoever traces the engine; the session is 0 until the agent has named it. A span
-    /// that nobody subscribed to costs one atomic load.
+    /// Tracing span of a call. The session number is 0 until the agent has assigned one. A span without a
+    /// subscriber costs one atomic load.
     pub(crate) fn span(&self, call: &'static str) -> tracing::Span {
         tracing::debug_span!("agent_call", request = call, session = self.number())
     }
 
-    /// The agent's number of the session.
+    /// Number that the agent gave the session.
     pub(crate) fn number(&self) -> u64 {
         self.welcome.session
     }
@@ -434,7 +449,7 @@ impl Session {
         self.connection.close();
         let reader = self.reader.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(reader) = reader {
-            // A panic of the reader thread was reported by the panic hook; the connection is closed either way.
+            // The panic hook has reported a panic of the reader thread; the connection is closed either way.
             let _ = reader.join();
         }
     }
@@ -448,9 +463,10 @@ impl Drop for Session {
 
 /// Connects within `timeout` and starts the reader thread.
 ///
-/// The thread connects, because connect(2) has no deadline of its own: it blocks while the agent's backlog is full.
+/// The thread connects, because connect(2) has no deadline: it blocks while the agent's backlog is full.
 fn open(socket: &Path, timeout: Duration) -> Result<(Arc<Connection>, JoinHandle<()>), ClientError> {
-    // Capacity 0: handing over fails once nobody waits, so that a late connection is closed and not forgotten.
+    // Capacity 0: the send fails once the receiver has given up, so that a late connection is closed and not
+    // leaked.
     let (sender, receiver) = bounded::<io::Result<Arc<Connection>>>(0);
     let path = socket.to_owned();
     let reader = thread::Builder::new()
@@ -462,7 +478,7 @@ fn open(socket: &Path, timeout: Duration) -> Result<(Arc<Connection>, JoinHandle
                 connection.read();
             }
         })
-        .map_err(|error| ClientError::Busy(format!("no thread can be started: {error}")))?;
+        .map_err(|error| ClientError::Busy(format!("cannot spawn the reader thread: {error}")))?;
     match receiver.recv_timeout(timeout) {
         Ok(Ok(connection)) => Ok((connection, reader)),
         Ok(Err(source)) => Err(ClientError::unreachable(socket, source)),
@@ -475,6 +491,6 @@ fn check_count(call: &'static str, count: usize) -> Result<(), ClientError> {
         return Ok(());
     }
     Err(ClientError::BadRequest(format!(
-        "{call} takes 1 to {KEYS_PER_CALL_MAX} blocks in one call, not {count}"
+        "{call}: invalid number of blocks {count}: expected 1 to {KEYS_PER_CALL_MAX}"
     )))
 }

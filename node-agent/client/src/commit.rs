@@ -7,47 +7,47 @@ use crate::durable::Ticket;
 use crate::error::ClientError;
 use crate::reservation::Reservation;
 
-/// How much a block is worth keeping.
+/// Eviction priority of a block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Priority {
-    /// First to be evicted.
+    /// Evicted before blocks of other priorities.
     Low,
-    /// The default.
+    /// The default eviction priority.
     #[default]
     Normal,
-    /// Last to be evicted: prefixes that many prompts share.
+    /// Evicted last: prefixes that many prompts share.
     High,
 }
 
-/// What a commit says of all its blocks.
+/// Properties of all blocks of a commit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CommitOptions {
-    /// What the blocks are worth.
+    /// Eviction priority of the blocks.
     pub priority: Priority,
-    /// Key of the block before the first one in its chain. With it the agent evicts the new blocks before that one; `None`
-    /// where there is no such block.
+    /// Key of the block that precedes the first one in its chain. The agent evicts the new blocks before that
+    /// block. `None` if the first block has no predecessor.
     pub parent: Option<BlockKey>,
 }
 
-/// What became of one committed block.
+/// Result of one committed block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CommitStatus {
     /// Readable on the node from now on.
     Committed,
-    /// There was such a block already; the slot was given back.
+    /// The node had the block already; the slot was released.
     Duplicate,
     /// The agent does not know the lease.
     NoLease,
-    /// Key or checksums did not fit the layout; the slot was given back.
+    /// Key or checksums do not fit the layout; the slot was released.
     BadItem,
 }
 
 /// Answer to a commit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CommitOutcome {
-    /// What to wait for with [`Client::wait_durable`](crate::Client::wait_durable).
+    /// Ticket of the commit, for [`Client::wait_durable`](crate::Client::wait_durable).
     pub ticket: Ticket,
-    /// Per block, in order.
+    /// Result for each block, in the order of the call.
     pub statuses: Vec<CommitStatus>,
 }
 
@@ -62,7 +62,7 @@ impl Priority {
 }
 
 impl CommitStatus {
-    /// Whether this commit put the block there.
+    /// Reports whether this commit stored the block.
     pub fn is_committed(self) -> bool {
         self == CommitStatus::Committed
     }
@@ -78,10 +78,10 @@ impl CommitStatus {
     }
 }
 
-/// The message for filled reservations.
+/// Builds the request for filled reservations.
 ///
 /// # Errors
-/// `BadRequest` when one is not filled.
+/// `BadRequest` when a reservation is not filled.
 pub(crate) fn commit_message(
     items: &[(Reservation, BlockKey)],
     options: CommitOptions,
@@ -100,7 +100,7 @@ pub(crate) fn commit_message(
     Ok(local::Commit { items, priority: options.priority.to_wire(), parent })
 }
 
-/// Reads the agent's answer about `blocks` blocks.
+/// Decodes the agent's answer to a commit of `blocks` blocks.
 pub(crate) fn commit_outcome(
     committed: &local::Committed,
     blocks: usize,
@@ -111,6 +111,6 @@ pub(crate) fn commit_outcome(
         Some(statuses) if statuses.len() == blocks => {
             Ok(CommitOutcome { ticket: Ticket(committed.ticket), statuses })
         }
-        _ => Err(ClientError::Protocol(format!("statuses of a commit of {blocks} blocks"))),
+        _ => Err(ClientError::Protocol(format!("invalid statuses for a commit of {blocks} blocks"))),
     }
 }

@@ -1,4 +1,4 @@
-//! One socket to the agent: calls go out, a reader thread brings answers in.
+//! One socket to the agent: callers send requests, a reader thread distributes the answers.
 //!
 //! ```text
 //! caller ── begin ──► outbox ──► socket ──► agent
@@ -6,11 +6,12 @@
 //!    └── channel ◄── reader thread ◄──────────┘  (also: durable notices, descriptors of regions)
 //! ```
 //!
-//! A connection lives until its socket ends, the agent breaks the protocol or stops reading, or the client closes it.
-//! From then on (`ended`) every waiting and every later call fails at once.
+//! A connection lives until its socket ends, the agent breaks the protocol or stops reading, or the client
+//! closes it. From then on (`ended`), every waiting and every later call fails at once.
 //!
-//! Answers that nobody waits for any more (a call timed out, a pending load was dropped) are given back: their
-//! leases are aborted, their load is released. So a timeout never leaks a slot for the life of the session.
+//! An answer can arrive after its caller has stopped waiting: the call timed out, or a pending load was
+//! dropped. Such answers are reversed: their leases are aborted, their load is released. A timeout therefore
+//! never leaks a slot for the life of the session.
 
 use std::io::ErrorKind;
 use std::os::fd::AsFd;
@@ -26,7 +27,7 @@ use reprise_buffers::ProgressReader;
 use reprise_proto::local::{self, Request, Response, request, response};
 
 use crate::deadline;
-use crate::durable::DurableBoard;
+use crate::durable::DurableOutcomes;
 use crate::error::ClientError;
 use crate::regions::RegionMap;
 use crate::wire::FrameReader;
@@ -36,56 +37,56 @@ mod outbox;
 mod pending;
 
 use descriptors::Descriptors;
-use outbox::{Outbox, Patience};
-pub(crate) use pending::Ongoing;
+use outbox::{Outbox, WriteMode};
 use pending::Pending;
+pub(crate) use pending::PendingCall;
 
-/// Why a session that was closed by its own client has ended.
-const CLOSED: &str = "it was closed by this process";
+/// Reason of a session that its own client closed.
+const CLOSED: &str = "closed by this process";
 
-/// One session's connection. Shared by the client's handles and the reader thread.
+/// Connection of one session, shared by the client's handles and the reader thread.
 #[derive(Debug)]
 pub(crate) struct Connection {
     socket: UnixStream,
     outbox: Outbox,
     pending: Pending,
-    board: DurableBoard,
+    durable_outcomes: DurableOutcomes,
     regions: RegionMap,
     progress: OnceLock<ProgressReader>,
-    /// Set once, after `reason`; cheap to poll from waiting loads.
+    /// Set once, after `reason`; waiting loads poll it cheaply.
     ended: AtomicBool,
     reason: OnceLock<String>,
-    /// What the agent has said of the session as a whole, if it refused or ended it with words.
+    /// The agent's message about the session as a whole, if it rejected or ended the session with one.
     refusal: OnceLock<local::Failure>,
-    /// What came in place of a greeting, of somebody who does not speak as agents do.
-    stranger: OnceLock<String>,
-    /// Who is told of the end, besides those who wait for something.
+    /// Description of the message that arrived in place of a greeting, from a process that is not an agent.
+    not_an_agent: OnceLock<String>,
+    /// Notified when the connection ends, in addition to the waiting calls.
     watcher: OnceLock<Sender<()>>,
 }
 
 impl Connection {
-    /// A connection over a connected socket. Whoever calls this runs [`Connection::read`] on a thread.
+    /// Wraps a connected socket. The caller must run [`Connection::read`] on a thread.
     ///
     /// # Errors
-    /// What the system says about the socket's options.
+    /// The system's error for the socket's options.
     pub(crate) fn new(socket: UnixStream) -> std::io::Result<Connection> {
         socket.set_write_timeout(Some(outbox::WRITE_SLICE))?;
         Ok(Connection {
             socket,
             outbox: Outbox::new(),
             pending: Pending::default(),
-            board: DurableBoard::default(),
+            durable_outcomes: DurableOutcomes::default(),
             regions: RegionMap::default(),
             progress: OnceLock::new(),
             ended: AtomicBool::new(false),
             reason: OnceLock::new(),
             refusal: OnceLock::new(),
-            stranger: OnceLock::new(),
+            not_an_agent: OnceLock::new(),
             watcher: OnceLock::new(),
         })
     }
 
-    /// Sends a request; the answer is waited for with [`Ongoing::wait`].
+    /// Sends a request; [`PendingCall::wait`] waits for the answer.
     ///
     /// # Errors
     /// `AgentLost`, `BadRequest` (frame too long), `Busy` (too many calls at once).
@@ -94,24 +95,24 @@ impl Connection {
         call: &'static str,
         body: request::Body,
         timeout: Duration,
-    ) -> Result<Ongoing, ClientError> {
+    ) -> Result<PendingCall, ClientError> {
         let ongoing = self.queue(call, body, timeout)?;
-        self.sent(ongoing, Patience::Until(deadline::after(timeout)))
+        self.sent(ongoing, WriteMode::Until(deadline::after(timeout)))
     }
 
-    /// As [`Connection::begin`], for who may not wait: what the socket does not take at once goes out when the agent
-    /// reads again.
+    /// [`Connection::begin`] for callers that must not wait. Bytes that do not fit into the socket now are
+    /// sent when the agent reads again.
     ///
     /// # Errors
     /// As [`Connection::begin`].
-    pub(crate) fn begin_at_once(
+    pub(crate) fn try_begin(
         self: &Arc<Self>,
         call: &'static str,
         body: request::Body,
         timeout: Duration,
-    ) -> Result<Ongoing, ClientError> {
+    ) -> Result<PendingCall, ClientError> {
         let ongoing = self.queue(call, body, timeout)?;
-        self.sent(ongoing, Patience::Once)
+        self.sent(ongoing, WriteMode::Once)
     }
 
     fn queue(
@@ -119,49 +120,52 @@ impl Connection {
         call: &'static str,
         body: request::Body,
         timeout: Duration,
-    ) -> Result<Ongoing, ClientError> {
+    ) -> Result<PendingCall, ClientError> {
         let deadline = deadline::after(timeout);
         let id = self.outbox.next_id();
-        let answer = self.pending.register(id)?.ok_or_else(|| self.lost())?;
+        let answer = self.pending.register(id)?.ok_or_else(|| self.ended_error())?;
         let ongoing =
-            Ongoing::new(Arc::clone(self), pending::Question { id, call, timeout, deadline }, answer);
+            PendingCall::new(Arc::clone(self), pending::CallContext { id, call, timeout, deadline }, answer);
         self.outbox.push(&Request { id, body: Some(body) })?;
         Ok(ongoing)
     }
 
-    fn sent(&self, ongoing: Ongoing, patience: Patience) -> Result<Ongoing, ClientError> {
+    fn sent(&self, ongoing: PendingCall, patience: WriteMode) -> Result<PendingCall, ClientError> {
         match self.outbox.flush(&self.socket, patience) {
             Ok(()) => Ok(ongoing),
-            // The agent has closed the session. Why it did may be in the socket still: the reader thread comes upon
-            // these words, then upon the end, and fails the call.
+            // The agent has closed the session. Its reason may still be in the socket: the reader thread
+            // reads that message, then the end of the stream, and fails the call.
             Err(error) if matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset) => {
                 Ok(ongoing)
             }
             Err(error) => {
-                self.end(&format!("the agent does not read its socket: {error}"));
-                Err(self.lost())
+                self.end(&format!("the agent does not read from its socket: {error}"));
+                Err(self.ended_error())
             }
         }
     }
 
-    /// Sends a request whose answer does not matter, without waiting for room in the socket; for use in `drop`.
+    /// Sends a request whose answer does not matter, without waiting for room in the socket; for use in
+    /// `drop`.
     pub(crate) fn cast(&self, body: request::Body) {
         if self.has_ended() {
             return;
         }
         let id = self.outbox.next_id();
-        // A full outbox means that the agent has not read for long: the calls that filled it will end the session.
+        // A full outbox means that the agent has not read for long. The calls that filled it will end the
+        // session.
         if self.outbox.push(&Request { id, body: Some(body) }).is_ok() {
             self.flush_once();
         }
     }
 
-    /// Gives leases back, as [`Connection::cast`] sends; many that are given back one by one share messages.
-    pub(crate) fn give_back_leases(&self, leases: impl IntoIterator<Item = u64>) {
+    /// Releases leases as [`Connection::cast`] sends requests; leases that are released one by one share
+    /// messages.
+    pub(crate) fn release_leases(&self, leases: impl IntoIterator<Item = u64>) {
         if self.has_ended() {
             return;
         }
-        self.outbox.give_back(leases);
+        self.outbox.release(leases);
         self.flush_once();
     }
 
@@ -179,23 +183,24 @@ impl Connection {
         self.end(&reason);
     }
 
-    /// Ends the connection: the agent sees it closed, everybody who waits learns the reason.
+    /// Ends the connection: the agent sees it closed, waiting calls fail with the reason.
     pub(crate) fn end(&self, reason: &str) {
         if self.reason.set(reason.to_owned()).is_err() {
             return;
         }
         if reason != CLOSED {
-            tracing::warn!(reason, "the session with the agent has ended");
+            tracing::warn!(reason, "session with the agent ended");
         }
         self.ended.store(true, Ordering::Release);
-        // Fails only when the other side was faster; the descriptor itself is closed with the last handle.
+        // Fails only if the agent has closed it first; the descriptor itself is closed with the last handle.
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
-        self.board.close(reason);
+        self.durable_outcomes.close(reason);
         self.pending.close();
         self.wake_watcher();
     }
 
-    /// Wakes `watcher` when the connection has ended, or now if it has. Only the first watcher is kept.
+    /// Registers `watcher`, which is notified when the connection ends, or now if it has. Only the first
+    /// watcher is kept.
     pub(crate) fn watch(&self, watcher: Sender<()>) {
         if self.watcher.set(watcher).is_ok() && self.has_ended() {
             self.wake_watcher();
@@ -204,12 +209,12 @@ impl Connection {
 
     fn wake_watcher(&self) {
         if let Some(watcher) = self.watcher.get() {
-            // Full: it is to wake up already.
+            // A full channel already holds a wake-up.
             let _ = watcher.try_send(());
         }
     }
 
-    /// Ends the connection because this side wants no more of it.
+    /// Ends the connection at the request of this process.
     pub(crate) fn close(&self) {
         self.end(CLOSED);
     }
@@ -218,39 +223,42 @@ impl Connection {
         self.ended.load(Ordering::Acquire)
     }
 
-    /// The error of a call on an ended connection.
-    pub(crate) fn lost(&self) -> ClientError {
-        let reason = self.reason.get().map_or("it is ending", String::as_str);
+    /// Returns the error for calls on an ended connection.
+    pub(crate) fn ended_error(&self) -> ClientError {
+        let reason = self.reason.get().map_or("the session is ending", String::as_str);
         ClientError::AgentLost { reason: reason.to_owned() }
     }
 
-    /// Why the agent has refused or ended the session, if it said so; or that it is none.
+    /// Returns the reason for which the agent rejected or ended the session, if it sent one, or the error for
+    /// a socket whose listener is not an agent.
     pub(crate) fn refusal(&self) -> Option<ClientError> {
         let refused = self.refusal.get().cloned().map(ClientError::refused);
-        refused.or_else(|| self.stranger.get().map(|said| ClientError::stranger(said)))
+        refused.or_else(|| self.not_an_agent.get().map(|reason| ClientError::not_an_agent(reason)))
     }
 
-    pub(crate) fn board(&self) -> &DurableBoard {
-        &self.board
+    pub(crate) fn durable_outcomes(&self) -> &DurableOutcomes {
+        &self.durable_outcomes
     }
 
     pub(crate) fn regions(&self) -> &RegionMap {
         &self.regions
     }
 
-    /// The progress page; `None` before the greeting.
+    /// Returns the progress page; `None` before the greeting.
     pub(crate) fn progress(&self) -> Option<&ProgressReader> {
         self.progress.get()
     }
 
-    /// Receives once and hands on what is complete. `Err` is the reason why the connection ends.
+    /// Receives once and delivers all complete messages. `Err` is the reason for which the connection ends.
     fn read_once(
         self: &Arc<Self>,
         frames: &mut FrameReader,
         descriptors: &mut Descriptors,
     ) -> Result<(), String> {
         match descriptors.receive(self.socket.as_fd(), frames.space()) {
-            Ok(0) => return Err("the agent closed it: it has stopped, or refused this process".into()),
+            Ok(0) => {
+                return Err("the agent closed the connection: it has stopped or rejected this process".into());
+            }
             Ok(count) => frames.received(count),
             Err(error) => return Err(error.to_string()),
         }
@@ -260,44 +268,45 @@ impl Connection {
         Ok(())
     }
 
-    /// What cannot be read, in words. Of one that has not greeted it says that no agent listens there.
+    /// Converts a decoding error to text. Before the greeting, the error means that the listener is not an
+    /// agent.
     fn misread(&self, error: &ClientError) -> String {
         let words = error.to_string();
         let is_strange = matches!(error, ClientError::Protocol(_) | ClientError::Version(_));
         if is_strange && self.progress().is_none() {
-            // Only the first ends the session.
-            let _ = self.stranger.set(words.clone());
+            // Only the first error ends the session.
+            let _ = self.not_an_agent.set(words.clone());
         }
         words
     }
 
-    /// Hands one message to whom it concerns.
+    /// Delivers one message to its receiver.
     fn deliver(self: &Arc<Self>, frame: Bytes, descriptors: &mut Descriptors) -> Result<(), ClientError> {
         let response = Response::decode(frame)
-            .map_err(|error| ClientError::Protocol(format!("undecodable message: {error}")))?;
+            .map_err(|error| ClientError::Protocol(format!("cannot decode a message: {error}")))?;
         let Some(body) = response.body else {
-            return Err(ClientError::Protocol("a message of an unknown kind".into()));
+            return Err(ClientError::Protocol("message of unknown kind".into()));
         };
         self.take_descriptors(&body, descriptors)?;
         match body {
-            response::Body::Durable(notice) => self.board.post(&notice),
-            // About the session instead of a request: the agent refuses or ends it, and says why.
+            response::Body::Durable(notice) => self.durable_outcomes.post(&notice),
+            // Request number 0 means the whole session: the agent rejects or ends it, with the reason.
             response::Body::Failure(failure) if response.id == 0 => {
-                // Only the first ends the session.
+                // Only the first error ends the session.
                 let _ = self.refusal.set(failure.clone());
                 Err(ClientError::refused(failure))
             }
             body => {
                 if let Some(unwanted) = self.pending.answer(response.id, body) {
                     self.outbox.answered(response.id);
-                    self.give_back(unwanted);
+                    self.release(unwanted);
                 }
                 Ok(())
             }
         }
     }
 
-    /// Maps what came by descriptor with a message, before anybody sees the message.
+    /// Maps the memory whose descriptor arrived with a message, before the message is delivered.
     fn take_descriptors(
         &self,
         body: &response::Body,
@@ -309,7 +318,7 @@ impl Connection {
                 return self
                     .progress
                     .set(reader)
-                    .map_err(|_| ClientError::Protocol("a second welcome in one session".into()));
+                    .map_err(|_| ClientError::Protocol("second welcome message in one session".into()));
             }
             response::Body::Reserved(reserved) => &reserved.regions,
             response::Body::Loaded(loaded) => &loaded.regions,
@@ -318,35 +327,35 @@ impl Connection {
         grants.iter().try_for_each(|grant| self.regions.insert(grant, descriptors.next()?))
     }
 
-    /// Gives back what an answer that nobody waits for has brought.
-    pub(crate) fn give_back(&self, body: response::Body) {
+    /// Releases the slots or load of an answer that has no waiting caller.
+    pub(crate) fn release(&self, body: response::Body) {
         match body {
             response::Body::Loaded(loaded) => {
                 self.cast(request::Body::Release(local::Release { load: loaded.load }));
             }
             response::Body::Reserved(reserved) if !reserved.leases.is_empty() => {
-                self.give_back_leases(reserved.leases.iter().map(|lease| lease.lease));
+                self.release_leases(reserved.leases.iter().map(|lease| lease.lease));
             }
             _ => {}
         }
     }
 
     fn flush_once(&self) {
-        // A socket that broke is noticed by the reader thread; here there is nobody to tell.
-        let _ = self.outbox.flush(&self.socket, Patience::Once);
+        // The reader thread notices a broken socket; a drop has no caller to report it to.
+        let _ = self.outbox.flush(&self.socket, WriteMode::Once);
     }
 
-    fn abandon(&self, id: u64) -> pending::Abandoned {
+    fn abandon(&self, id: u64) -> pending::AbandonOutcome {
         self.pending.abandon(id)
     }
 }
 
-/// Ends the connection when the reader thread panics, so that nobody waits for answers that nobody reads. After an
-/// orderly end it does nothing.
+/// Ends the connection when the reader thread panics; otherwise calls would wait for answers that no thread
+/// reads. After an orderly end it has no effect.
 struct EndOnPanic<'a>(&'a Connection);
 
 impl Drop for EndOnPanic<'_> {
     fn drop(&mut self) {
-        self.0.end("the client's reader thread has failed");
+        self.0.end("the client's reader thread panicked");
     }
 }

@@ -1,16 +1,16 @@
-//! Instants that cannot overflow: a caller may pass `Duration::MAX` for "as long as it takes".
+//! Instants that cannot overflow: a caller may pass `Duration::MAX` for "no limit".
 
 use std::time::{Duration, Instant};
 
-/// As good as for ever; far below where the system's clock ends.
+/// Practically unlimited, and far below the range of the system's clock.
 const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 
-/// The instant `timeout` from now.
+/// Returns the instant `timeout` from now.
 pub(crate) fn after(timeout: Duration) -> Instant {
     from(Instant::now(), timeout)
 }
 
-/// The instant `timeout` after another one.
+/// Returns the instant `timeout` after `begin`.
 pub(crate) fn from(begin: Instant, timeout: Duration) -> Instant {
     begin + timeout.min(FOREVER)
 }

@@ -1,4 +1,4 @@
-//! Errors of the client. Each says what the caller should do.
+//! Errors of the client. Each message names the remedy.
 
 use std::fs;
 use std::io;
@@ -11,91 +11,91 @@ use reprise_proto::local::{Failure, FailureKind};
 
 use crate::load::BlockStatus;
 
-/// Linux's code for a socket of another type than the one that connects.
+/// Linux's error code when a stream socket connects to a socket of another type.
 const EPROTOTYPE: i32 = 91;
 
-/// Why a call did not do what was asked.
+/// Error of a call, by remedy.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ClientError {
-    /// Nobody listens at the socket.
+    /// No process listens at the socket.
     #[error("no agent at {}: start reprise-agent on this node, or correct the socket path", .socket.display())]
     AgentAbsent {
-        /// Where it was looked for.
+        /// Path of the socket.
         socket: PathBuf,
-        /// What the system said.
+        /// Error of the system.
         source: io::Error,
     },
-    /// The socket is there, or may be, and this process may not open it.
+    /// This process may not open the socket, or a folder of its path.
     #[error(
-        "{user} may not open the agent's socket {}: {file}; run the engine as a user whom mode, owner or group admit, \
-         or change session.mode in the agent's configuration, and add the user to session.allow_uids there",
+        "{user} may not open the agent's socket {}: {file}; run the engine as a user with access, \
+         or change session.mode and session.allow_uids in the agent's configuration",
         .socket.display()
     )]
     Forbidden {
-        /// Where the agent is.
+        /// Path of the socket.
         socket: PathBuf,
-        /// Who this process is.
+        /// User and group of this process.
         user: String,
-        /// Whom the socket's file admits.
+        /// Mode, owner and group of the socket's file.
         file: String,
-        /// What the system said.
+        /// Error of the system.
         source: io::Error,
     },
-    /// The session is over. Everything that was not announced durable may be gone; connect again.
+    /// The session has ended. Blocks that were not reported durable may be lost; connect again.
     #[error(
-        "the session with the agent has ended ({reason}): treat what is in flight as missed and connect again"
+        "the session with the agent has ended ({reason}): treat calls in flight as misses and connect again"
     )]
     AgentLost {
-        /// How it ended.
+        /// Reason of the end.
         reason: String,
     },
-    /// No answer in time. The session goes on; an answer that comes later is given back.
-    #[error("'{call}' had no answer after {after:?}: treat it as missed; a longer deadline may help")]
+    /// No answer in time. The session continues; the leases or load of a late answer are released.
+    #[error("no answer to '{call}' after {after:?}: treat it as a miss; a longer deadline may help")]
     Timeout {
-        /// What was asked.
+        /// Name of the call.
         call: &'static str,
-        /// How long it was waited for.
+        /// Time that the call waited.
         after: Duration,
     },
-    /// The agent is there, and nothing comes: another node that it waits for, or a device, hangs. What is missing is
-    /// missed; the agent itself is not suspected.
+    /// The agent answers, but a load makes no progress: another node or a device hangs. Missing blocks are
+    /// misses; the agent is not suspected.
     #[error(
-        "nothing came for {after:?} although the agent answers (another node or a device hangs): recompute what is missing"
+        "no progress for {after:?} although the agent answers (another node or a device hangs): recompute missing blocks"
     )]
     Stalled {
-        /// How long it was waited for.
+        /// Time without any progress.
         after: Duration,
     },
-    /// The call was wrong: fix it.
-    #[error("wrong call: {0}")]
+    /// The call is invalid: fix it.
+    #[error("invalid call: {0}")]
     BadRequest(String),
-    /// Client and agent do not fit together: update the older one.
+    /// Client and agent are incompatible: update the older one.
     #[error("client and agent do not speak the same protocol: {0}")]
     Version(String),
-    /// Too much at once, or no room: release loads, commit or drop reservations, then try again.
-    #[error("busy: {0}; release what is held and try again")]
+    /// A limit is reached, or there is no room: release loads, commit or drop reservations, then try again.
+    #[error("busy: {0}; release loads and reservations, then try again")]
     Busy(String),
-    /// The agent has a fault: report it, with the agent's log.
-    #[error("the agent reports a fault of its own: {0}; please report it with the agent's log")]
+    /// The agent has a bug: report it, with the agent's log.
+    #[error("internal error of the agent: {0}; please report it with the agent's log")]
     Internal(String),
-    /// The agent sent what the protocol does not allow; the session is over. Report it.
-    #[error("the agent broke the protocol: {0}; please report it")]
+    /// The agent violated the protocol; the session has ended. Report it.
+    #[error("the agent violated the protocol: {0}; please report it")]
     Protocol(String),
     /// Memory that the agent granted could not be mapped or reached.
-    #[error("shared memory: {context}")]
+    #[error("cannot {context}: shared memory error")]
     Memory {
-        /// What was tried.
+        /// The operation that failed.
         context: &'static str,
-        /// What went wrong.
+        /// Error of the operation.
         source: BufferError,
     },
 }
 
-/// Why an object was not copied. In every case the destination holds nothing usable: treat the block as missed.
+/// Reason for which an object was not copied. The destination is then unusable: treat the block as a miss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CopyError {
-    /// The bytes that were copied are not those that were committed.
+    /// The copied bytes differ from the committed ones.
     #[error("object {object} of block {block} does not match its checksum: recompute the block")]
     Corrupt {
         /// Index within the load.
@@ -103,44 +103,44 @@ pub enum CopyError {
         /// Index within the block.
         object: u32,
     },
-    /// The load did not bring this block.
+    /// The load did not place this block.
     #[error("block {block} is not available ({status:?}): recompute it")]
     Unavailable {
         /// Index within the load.
         block: usize,
-        /// What became of it.
+        /// Status of the block.
         status: BlockStatus,
     },
     /// The object's layer is still in flight.
-    #[error("layer {layer} is not ready yet ({ready} are): call wait_layer first")]
+    #[error("layer {layer} is not ready yet ({ready} layers are): call wait_layer first")]
     NotReady {
-        /// Layer that was asked for.
+        /// Number of the requested layer.
         layer: u32,
-        /// Leading layers that are ready.
+        /// Number of leading layers that are ready.
         ready: u32,
     },
     /// Block or object number outside the load.
-    #[error("there is no object {object} of block {block} in this load")]
+    #[error("invalid object {object} of block {block}: not part of this load")]
     OutOfRange {
         /// Index within the load.
         block: usize,
         /// Index within the block.
         object: u32,
     },
-    /// A destination of the wrong length, or too many or few of them.
-    #[error("the destination has {found} {unit}, the layout says {expected}")]
+    /// A destination has the wrong length, or their number is wrong.
+    #[error("invalid destination of {found} {unit}: the layout requires {expected}")]
     WrongSize {
-        /// What is counted.
+        /// Unit of the numbers: bytes or objects.
         unit: &'static str,
-        /// What the layout says.
+        /// Size that the layout requires.
         expected: u64,
-        /// What was given.
+        /// Size of the destination.
         found: u64,
     },
 }
 
 impl ClientError {
-    /// Which error it is, in a word: the name of its variant.
+    /// Returns the name of the error's variant.
     pub fn kind(&self) -> &'static str {
         match self {
             ClientError::AgentAbsent { .. } => "AgentAbsent",
@@ -157,23 +157,22 @@ impl ClientError {
         }
     }
 
-    /// Whether it is the agent's, or the system's, last word on a configuration: trying again brings it again.
+    /// Reports whether a retry with the same configuration would fail again.
     pub fn is_refusal(&self) -> bool {
         matches!(self, ClientError::Forbidden { .. } | ClientError::BadRequest(_) | ClientError::Version(_))
     }
 
-    /// Somebody listens who does not greet as agents do.
-    pub(crate) fn stranger(said: &str) -> ClientError {
+    /// Error for a listener that does not greet like an agent.
+    pub(crate) fn not_an_agent(reason: &str) -> ClientError {
         ClientError::Version(format!(
-            "what listens at the socket does not greet as an agent of Reprise does ({said}); correct the socket path, or update the older one"
+            "the listener at the socket does not greet as an agent of Reprise does ({reason}); correct the socket path, or update the older one"
         ))
     }
 
-    /// A socket to which the system does not connect.
+    /// Error for a failed connect(2).
     pub(crate) fn unreachable(socket: &Path, source: io::Error) -> ClientError {
-        // Of datagrams, or of packets.
         if source.raw_os_error() == Some(EPROTOTYPE) {
-            return ClientError::stranger("its socket is of another type");
+            return ClientError::not_an_agent("it is a datagram or packet socket, not a stream socket");
         }
         let socket = socket.to_owned();
         if source.kind() != io::ErrorKind::PermissionDenied {
@@ -191,12 +190,12 @@ impl ClientError {
                 file.uid(),
                 file.gid()
             ),
-            Err(_) => "a folder of its path is closed to this user (chmod o+x opens one)".to_owned(),
+            Err(_) => "a folder of its path is not accessible to this user (chmod o+x opens it)".to_owned(),
         };
         ClientError::Forbidden { socket, user, file, source }
     }
 
-    /// A refusal of the agent, in its words.
+    /// Error for a failure that the agent sent, with its message.
     pub(crate) fn refused(failure: Failure) -> ClientError {
         match failure.kind() {
             FailureKind::BadRequest => ClientError::BadRequest(failure.message),
@@ -204,13 +203,13 @@ impl ClientError {
             FailureKind::Busy => ClientError::Busy(failure.message),
             FailureKind::Internal => ClientError::Internal(failure.message),
             FailureKind::FailureUnspecified => {
-                ClientError::Protocol(format!("a failure without a kind: {}", failure.message))
+                ClientError::Protocol(format!("failure without a kind: {}", failure.message))
             }
         }
     }
 
-    /// An answer of another kind than the call asks for.
+    /// Error for an answer whose kind does not match the call.
     pub(crate) fn unexpected(call: &'static str) -> ClientError {
-        ClientError::Protocol(format!("the answer to '{call}' is of another kind"))
+        ClientError::Protocol(format!("the answer to '{call}' has the wrong kind"))
     }
 }

@@ -1,23 +1,26 @@
-//! A session that is opened anew by itself.
+//! A session that reconnects automatically.
 //!
-//! An engine outlives its node's agent: it starts before it, and goes on while the agent is upgraded. Whoever needs
-//! the session asks for the current one and takes "there is none" for an answer; a thread of the keeper's does the
-//! waiting.
+//! An engine outlives its node's agent: it starts before the agent, and continues while the agent is
+//! upgraded. Callers ask for the current session and must handle its absence; a background thread connects
+//! and waits.
 //!
 //! ```text
-//!             ┌────────── connect fails: 50 ms … 2 s ─────────┐
-//!             ▼                                               │
+//!              ┌────────── connect fails: 50 ms … 2 s ─────────┐
+//!              ▼                                               │
 //! absent ── connect ──► connected ── suspect ──► suspected ── probe is answered ──► connected
-//!             ▲             └──────── the session ends ───────┘
-//!             └─────────────────────────────┘
+//!              ▲             └──────── the session ends ───────┘
+//!              └─────────────────────────────┘
 //! ```
 //!
-//! *Suspected* is an agent that accepts requests and does not answer, as one that is stopped or starved. Whoever
-//! notices says so; nobody else runs into it until it has answered a cheap question.
+//! *Suspected* is an agent that accepts requests and does not answer, for example one that is stopped or
+//! starved of CPU. The caller that notices calls [`SessionKeeper::suspect`]; other callers get no session
+//! until the agent has answered a cheap request.
 //!
-//! Invariants: no method but [`SessionKeeper::wait_until_connected`] and [`SessionKeeper::refusal`] waits for the agent;
-//! the session ends with the keeper. The thread is not waited for when the keeper is dropped: it may be within one
-//! attempt to connect, and ends after it.
+//! Invariants:
+//!
+//! * Only [`SessionKeeper::wait_until_connected`] and [`SessionKeeper::refusal`] wait for the agent.
+//! * The session ends with the keeper. Dropping the keeper does not join the thread: it may be in an attempt
+//!   to connect, and ends after that.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -29,31 +32,31 @@ use crate::client::{Client, ConnectOptions};
 use crate::deadline;
 use crate::error::ClientError;
 
-/// Pause after the first attempt that failed, and after a session that ended: an agent that is restarted is back
-/// within some tens of milliseconds.
+/// Pause after the first failed attempt, and after a session that ended: a restarted agent is back within
+/// some tens of milliseconds.
 pub const PAUSE_MIN: Duration = Duration::from_millis(50);
 
-/// Longest pause between two attempts: a refused connection costs microseconds.
+/// Longest pause between two attempts: a rejected connection costs microseconds.
 pub const PAUSE_MAX: Duration = Duration::from_secs(2);
 
-/// Keeps a session with this node's agent. Dropping it ends the session.
+/// Keeps a session with this node's agent open. Dropping it ends the session.
 #[derive(Debug)]
 pub struct SessionKeeper {
     shared: Arc<Shared>,
 }
 
-/// How a keeper's session is, for whoever observes the engine.
+/// State of a keeper's session, for monitoring.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KeeperStatus {
-    /// Whether there is a session.
+    /// True while there is a session.
     pub is_connected: bool,
-    /// Whether its agent is suspected not to answer.
+    /// True while the agent is suspected of not answering.
     pub is_suspected: bool,
-    /// Sessions that were opened so far.
+    /// Number of sessions opened so far.
     pub sessions: u64,
-    /// Why there was no session when there was none last.
+    /// Reason of the last time without a session.
     pub last_error: Option<String>,
-    /// Which error that was ([`ClientError::kind`]).
+    /// Kind of that error ([`ClientError::kind`]).
     pub last_error_kind: Option<&'static str>,
 }
 
@@ -62,7 +65,7 @@ struct Shared {
     options: ConnectOptions,
     state: Mutex<State>,
     changed: Condvar,
-    /// Wakes the thread: a look at the state says what for.
+    /// Wakes the thread, which reads its task from the state.
     wake: Sender<()>,
 }
 
@@ -76,49 +79,50 @@ struct State {
 }
 
 impl SessionKeeper {
-    /// Starts to keep a session; the first attempt to connect is made at once, by the thread.
+    /// Starts the thread, which makes the first attempt to connect at once.
     ///
     /// # Errors
-    /// `Busy`: no thread can be started.
+    /// `Busy`: cannot spawn the thread.
     pub fn new(options: ConnectOptions) -> Result<SessionKeeper, ClientError> {
-        // One message is enough to wake.
+        // One message is enough to wake the thread.
         let (wake, woken) = bounded(1);
         let shared = Arc::new(Shared { options, state: Mutex::default(), changed: Condvar::new(), wake });
         let kept = Arc::clone(&shared);
         thread::Builder::new()
             .name("reprise-keeper".to_owned())
             .spawn(move || kept.keep(&woken))
-            .map_err(|error| ClientError::Busy(format!("no thread can be started: {error}")))?;
+            .map_err(|error| ClientError::Busy(format!("cannot spawn the keeper thread: {error}")))?;
         Ok(SessionKeeper { shared })
     }
 
-    /// What the session is opened with.
+    /// Returns the options of the session.
     pub fn options(&self) -> &ConnectOptions {
         &self.shared.options
     }
 
-    /// The session, if there is one now.
+    /// Returns the current session, if there is one.
     pub fn current(&self) -> Option<Client> {
         self.shared.lock().client.clone().filter(Client::is_alive)
     }
 
-    /// The session, if there is one now whose agent is not suspected.
-    pub fn answering(&self) -> Option<Client> {
+    /// Returns the current session, if there is one and its agent is not suspected.
+    pub fn responsive(&self) -> Option<Client> {
         let state = self.shared.lock();
         state.client.clone().filter(|client| client.is_alive() && !state.is_suspected)
     }
 
-    /// The agent does not answer. [`SessionKeeper::answering`] is `None` until it does.
+    /// Reports that the agent does not answer. [`SessionKeeper::responsive`] is `None` until it answers
+    /// again.
     pub fn suspect(&self) {
         let mut state = self.shared.lock();
         if state.client.is_some() && !state.is_suspected {
             state.is_suspected = true;
-            tracing::warn!(socket = %self.shared.options.socket.display(), "the agent does not answer");
+            tracing::warn!(socket = %self.shared.options.socket.display(), "agent does not answer");
             self.shared.wake();
         }
     }
 
-    /// How the session is.
+    /// Returns the state of the session.
     pub fn status(&self) -> KeeperStatus {
         let state = self.shared.lock();
         KeeperStatus {
@@ -130,27 +134,27 @@ impl SessionKeeper {
         }
     }
 
-    /// Why [`SessionKeeper::answering`] is `None`.
-    pub fn absence(&self) -> ClientError {
+    /// Returns the reason for which [`SessionKeeper::responsive`] is `None`.
+    pub fn unavailable_reason(&self) -> ClientError {
         let state = self.shared.lock();
         let reason = match &state.last_error {
-            _ if state.is_suspected => "it does not answer".to_owned(),
+            _ if state.is_suspected => "the agent does not answer".to_owned(),
             Some(error) => error.to_string(),
-            None => "it has not been reached yet".to_owned(),
+            None => "not connected yet".to_owned(),
         };
         ClientError::AgentLost { reason }
     }
 
-    /// Waits until there is a session whose agent answers; whether there is.
+    /// Waits until there is a session whose agent answers; returns false on timeout.
     pub fn wait_until_connected(&self, timeout: Duration) -> bool {
         let is_answering =
             |state: &State| state.client.as_ref().is_some_and(Client::is_alive) && !state.is_suspected;
         self.shared.wait_for(deadline::after(timeout), |state| is_answering(state).then_some(())).is_some()
     }
 
-    /// Why this agent will never keep blocks of this session: it refuses the session, or a slot for one block. Waits for
-    /// what comes of the first attempt to connect and for one answer, both within `timeout`. `None`: it takes them, it is
-    /// absent, or it does not say.
+    /// Returns the permanent error, if the agent rejects the session or a reservation of one slot. Waits
+    /// within `timeout` for the first attempt to connect and for one answer. `None`: the agent accepts, is
+    /// absent, or did not answer in time.
     pub fn refusal(&self, timeout: Duration) -> Option<Arc<ClientError>> {
         let deadline = deadline::after(timeout);
         let outcome = self.shared.wait_for(deadline, |state| {
@@ -161,7 +165,7 @@ impl SessionKeeper {
             Err(error) => error,
             Ok(client) => {
                 let left = deadline.saturating_duration_since(Instant::now());
-                // What is reserved is given back at once.
+                // The reserved slot is released at once.
                 Arc::new(client.reserve_within(1, Duration::ZERO, left).err()?)
             }
         };
@@ -196,18 +200,18 @@ impl Shared {
                         pause = PAUSE_MIN;
                     }
                 }
-                Err(error) => self.note_absence(error),
+                Err(error) => self.record_disconnect(error),
             }
             if self.has_ended() {
                 return;
             }
-            // A wake-up that is meant for a session that has ended only shortens the pause.
+            // A wake-up for a session that has ended only shortens the pause.
             let _ = woken.recv_timeout(pause);
             pause = (pause * 2).min(PAUSE_MAX);
         }
     }
 
-    /// Stays with a session to its end.
+    /// Publishes a session and returns when it has ended.
     fn hold(&self, client: &Client, woken: &Receiver<()>) {
         client.watch(self.wake.clone());
         if !self.publish(client) {
@@ -216,23 +220,23 @@ impl Shared {
         }
         while client.is_alive() {
             if !self.is_suspected() {
-                // The other end is in `self`.
+                // Cannot fail: `self` holds a sender.
                 let _ = woken.recv();
                 continue;
             }
             match client.probe(self.options.call_timeout) {
                 Ok(()) => self.trust(),
                 Err(_) if !client.is_alive() => {}
-                // It has waited for its answer, or there are too many calls.
+                // The probe has timed out, or too many calls are in flight.
                 Err(_) => drop(woken.recv_timeout(PAUSE_MIN)),
             }
         }
         if !self.has_ended() {
-            self.note_absence(client.lost());
+            self.record_disconnect(client.ended_error());
         }
     }
 
-    /// Makes a session the current one; not if the keeper has ended.
+    /// Makes a session the current one, unless the keeper was dropped; returns whether it did.
     fn publish(&self, client: &Client) -> bool {
         let mut state = self.lock();
         if state.has_ended {
@@ -249,12 +253,12 @@ impl Shared {
 
     fn trust(&self) {
         self.lock().is_suspected = false;
-        tracing::info!("the agent answers again");
+        tracing::info!("agent answers again");
         self.changed.notify_all();
     }
 
-    /// There is no session; what is said about it is logged when it is something new.
-    fn note_absence(&self, error: ClientError) {
+    /// Records that there is no session; logs the error unless it equals the previous one.
+    fn record_disconnect(&self, error: ClientError) {
         let reason = error.to_string();
         let mut state = self.lock();
         let is_same = state.last_error.as_ref().is_some_and(|last| last.to_string() == reason);
@@ -265,12 +269,12 @@ impl Shared {
         drop(state);
         drop(ended);
         if !known {
-            tracing::warn!(error = reason, "there is no session with the agent; another is tried for");
+            tracing::warn!(error = reason, "no session with the agent, reconnecting");
         }
         self.changed.notify_all();
     }
 
-    /// Waits until there is something to see in the state; `None`: not by then.
+    /// Waits until `see` returns a value; `None` at the deadline.
     fn wait_for<T>(&self, deadline: Instant, see: impl Fn(&State) -> Option<T>) -> Option<T> {
         let mut state = self.lock();
         loop {
@@ -295,7 +299,7 @@ impl Shared {
     }
 
     fn wake(&self) {
-        // Full: it is to wake up already.
+        // A full channel already holds a wake-up.
         let _ = self.wake.try_send(());
     }
 

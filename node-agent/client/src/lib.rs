@@ -1,31 +1,34 @@
 //! The engine's side of the session with its node's agent.
 //!
-//! [`Client`] is blocking and thread-safe; [`asynchronous::AsyncClient`] is the same for tokio. One session is one
-//! unix socket (`docs/PROTOCOL.md`), one reader thread that hands answers to whoever waits, and mappings of the
-//! arena regions that the agent granted.
+//! [`Client`] is blocking and thread-safe; [`asynchronous::AsyncClient`] is the same for tokio. A session
+//! consists of one unix socket (`docs/PROTOCOL.md`), one reader thread that distributes the answers, and
+//! mappings of the arena regions that the agent granted.
 //!
 //! ```text
 //! save:  reserve → fill (copy and checksum) → commit → wait_durable
 //! load:  match_keys → load → wait_layer → copy (and verify) → drop
 //! ```
 //!
-//! Arithmetic of the hot path: a block of 2 MiB that lies in DRAM costs its copy (100–120 µs) plus the checksum of
-//! each 16 KiB piece while the copy has it in cache; a call costs one `send`, one wake-up of the reader thread and one
-//! of the caller. Nothing is allocated per object; per block, a load keeps a span and a slice of the reply.
+//! Cost of the hot path: a block of 2 MiB in DRAM costs its copy (100–120 µs) plus the checksum of each 16
+//! KiB piece while the piece is in cache. A call costs one `send`, one wake-up of the reader thread and one
+//! of the caller. A load allocates nothing per object; per block it keeps a span and a slice of the answer.
 //!
-//! Invariants: no byte is handed out as loaded before it was checked against the checksum that came by the
-//! socket (unless the caller switches that off); every call ends, by answer, deadline or death of the agent; a
-//! reservation or load that is dropped is given back.
+//! Invariants:
 //!
-//! For engines there is more on top of it: [`paged`] saves from and loads to their memory, [`transfers`] does so on
-//! threads of its own, and [`keeper`] opens sessions anew.
+//! * No byte counts as loaded before it was checked against the checksum that came by the socket, unless the
+//!   caller disables that.
+//! * Every call ends by answer, deadline or death of the agent.
+//! * A dropped reservation or load is released.
 //!
-//! Deliberately absent: retries of failed calls (the caller knows whether a miss is cheaper), reconnection of a
-//! [`Client`] (a new agent process is a new session), and anything that knows GPUs.
+//! Layers above it for engines: [`paged`] saves from and loads to their memory, [`transfers`] does so on
+//! background threads, and [`keeper`] reconnects sessions.
+//!
+//! Not included: retries of failed calls (the caller knows whether a miss is cheaper), reconnection of a
+//! [`Client`] (a new agent process is a new session), and GPU support.
 
 #![forbid(unsafe_code)]
 
-/// Keeps the example of the project's first page compiling.
+/// Compiles the example of the project's README.
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]
 struct ReadmeExample;
@@ -58,4 +61,4 @@ pub use paged::{
     LoadOptions, LoadedBlocks, PagedMemory, PhysicalBlock, SaveOptions, SaveStatus, SavedBlocks,
 };
 pub use reservation::Reservation;
-pub use transfers::{Finished, Outcome, TransferId, TransferOptions, Transfers};
+pub use transfers::{FinishedTransfer, Outcome, TransferId, TransferOptions, Transfers};

@@ -1,12 +1,12 @@
-//! A load: blocks that are held readable in the arena, layer after layer.
+//! A load: blocks that are held readable in the arena, layer by layer.
 //!
 //! ```text
 //! start_load ──► PendingLoad ── wait ──► Load ── wait_layer, copy … ──► drop (released)
 //! ```
 //!
-//! Waiting for a layer looks at the session's progress page and needs no system call while the layer comes within
-//! microseconds. A wait ends by its own timeout, by the agent's deadline for the load (missing blocks become failed),
-//! or within [`WAIT_SLICE`] of the agent's death, whichever is first.
+//! Waiting for a layer polls the session's progress page and needs no system call while the layer arrives
+//! within microseconds. A wait ends by its own timeout, by the agent's deadline for the load (missing blocks
+//! become failed), or within [`WAIT_SLICE`] of the agent's death, whichever is first.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -18,60 +18,61 @@ use reprise_policy::BlockKey;
 use reprise_proto::local::{self, request, response};
 
 use crate::client::Session;
-use crate::connection::Ongoing;
+use crate::connection::PendingCall;
 use crate::deadline;
 use crate::error::ClientError;
 use crate::matching::{Scope, Source};
 
 mod copy;
 
-/// Deadline of a load unless told otherwise: the agent's own default.
+/// Default deadline of a load; equals the agent's default.
 pub const LOAD_DEADLINE_DEFAULT: Duration = Duration::from_secs(5);
 
-/// Longest sleep on the progress page between looks at whether the agent is alive.
+/// Longest sleep on the progress page before the wait checks whether the connection has ended.
 const WAIT_SLICE: Duration = Duration::from_millis(10);
 
-/// What to load, and how.
+/// Blocks to load, and how to load them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LoadRequest {
-    /// Keys in the order of the prompt, `1..=8192`; fewer for layouts of more than 494 objects, as the agent then says
-    /// (`BadRequest`): its answer names a checksum for each.
+    /// Keys in the order of the prompt, `1..=8192`. For layouts of more than 494 objects the agent accepts
+    /// fewer (`BadRequest`), because its answer contains a checksum for each object.
     pub keys: Vec<BlockKey>,
-    /// What is not there by then is reported as missed. More than 600 s are refused (`BadRequest`).
+    /// Blocks that are not loaded within this time are reported as missed. The agent rejects more than 600 s
+    /// (`BadRequest`).
     pub deadline: Duration,
-    /// Bytes of one device read at the most, rounded to whole objects; 0: the agent's default. Small reads bring the
-    /// first layers sooner, large ones the whole.
+    /// Maximum size of one device read in bytes, rounded to whole objects; 0: the agent's default. Small
+    /// reads deliver the first layers sooner, large ones the whole block.
     pub read_bytes: u64,
-    /// Where to look.
+    /// Where the agent searches for the blocks.
     pub scope: Scope,
 }
 
-/// Whether copies are checked.
+/// Whether copies are verified.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Verify {
-    /// Every object, in the copy, while it is in cache.
+    /// Verifies every object during the copy, while it is in cache.
     #[default]
     Always,
-    /// Never: whoever switches it off trusts every process that maps the arena.
+    /// Skips verification: the caller trusts every process that maps the arena.
     Off,
 }
 
-/// What became of one block of a load.
+/// Status of one block of a load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockStatus {
     /// Readable as far as layers are ready.
     Ok,
-    /// Nobody has it.
+    /// No node has the block.
     Miss,
-    /// It was there and could not be read or verified.
+    /// The block exists but could not be read or verified.
     Failed,
-    /// The arena is full of leased blocks: release something and ask again, or recompute.
+    /// The arena is full of leased blocks: release some and load again, or recompute.
     NoSpace,
-    /// The deadline passed.
+    /// The deadline passed before the block was loaded.
     Deadline,
 }
 
-/// One block of a load, as the answer described it.
+/// One block of a load, as described by the answer.
 #[derive(Clone, Debug)]
 pub struct LoadedBlock {
     status: BlockStatus,
@@ -81,34 +82,34 @@ pub struct LoadedBlock {
     checksums: Bytes,
 }
 
-/// How far a load is.
+/// Progress of a load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerReady {
-    /// Leading layers that are ready for every block that has not failed.
+    /// Number of leading layers that are ready for every block that has not failed.
     pub layers: u32,
 }
 
-/// How long whoever loads waits for the next sign of progress, and of whom.
+/// Timeouts of a wait for the next progress of a load.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Patience {
-    /// For an agent that says nothing. After half of it the agent is asked whether it is there, and has the other half to
-    /// say so.
+pub(crate) struct LoadTimeouts {
+    /// Time without any sign of life of the agent. After half of it the client probes the agent, which has
+    /// the other half to answer.
     pub(crate) stall: Duration,
-    /// For progress of an agent that is there; `None`: as long as it is.
+    /// Time without progress while the agent answers; `None`: no limit.
     pub(crate) standstill: Option<Duration>,
-    /// When an agent that is there has to have ended the load.
+    /// Deadline by which an agent that answers must have ended the load.
     pub(crate) until: Instant,
 }
 
-/// A load that was asked for. Dropping it releases the load when its answer comes.
+/// A requested load. Dropping it releases the load when its answer arrives.
 #[derive(Debug)]
 pub struct PendingLoad {
     session: Arc<Session>,
-    ongoing: Ongoing,
+    ongoing: PendingCall,
     blocks: usize,
 }
 
-/// Blocks held readable in the arena. Dropping it lets them be evicted again.
+/// Blocks held readable in the arena. Dropping it makes them evictable again.
 #[derive(Debug)]
 pub struct Load {
     session: Arc<Session>,
@@ -116,41 +117,41 @@ pub struct Load {
     entry: u16,
     blocks: Vec<LoadedBlock>,
     verify: Verify,
-    /// Blocks whose damage the agent has been told of.
+    /// Blocks whose damage was reported to the agent.
     suspected: Mutex<BTreeSet<u32>>,
 }
 
 impl LoadRequest {
-    /// A load with defaults: the whole cluster, [`LOAD_DEADLINE_DEFAULT`], the agent's read size.
+    /// Creates a load with defaults: the whole cluster, [`LOAD_DEADLINE_DEFAULT`], the agent's read size.
     pub fn new(keys: Vec<BlockKey>) -> LoadRequest {
         LoadRequest { keys, deadline: LOAD_DEADLINE_DEFAULT, read_bytes: 0, scope: Scope::default() }
     }
 }
 
-/// A wait for the next sign of progress.
+/// State of a wait for the next progress.
 #[derive(Clone, Copy, Debug)]
-struct Waiting {
-    patience: Patience,
+struct ProgressWait {
+    patience: LoadTimeouts,
     since: Instant,
 }
 
-impl Waiting {
-    fn begin(patience: Patience) -> Waiting {
-        Waiting { patience, since: Instant::now() }
+impl ProgressWait {
+    fn begin(patience: LoadTimeouts) -> ProgressWait {
+        ProgressWait { patience, since: Instant::now() }
     }
 
-    /// How long to wait until the agent is asked whether it is there.
-    fn next_look(self) -> Duration {
+    /// Time until the agent must be probed.
+    fn next_probe(self) -> Duration {
         let half = self.patience.stall / 2;
         let left = self.patience.standstill.map(|standstill| standstill.saturating_sub(self.since.elapsed()));
         left.map_or(half, |left| left.min(half))
     }
 
-    /// Nothing has come until now: whether to go on is for the agent to say.
+    /// Handles a wait without progress: probes the agent to decide whether to continue.
     ///
     /// # Errors
-    /// `Timeout` when it says nothing, `Stalled` when it does and patience is over.
-    fn go_on(self, session: &Session) -> Result<(), ClientError> {
+    /// `Timeout` if the agent does not answer; `Stalled` if it does and the limit for progress has passed.
+    fn check_agent(self, session: &Session) -> Result<(), ClientError> {
         session.probe(self.patience.stall / 2)?;
         match self.patience.standstill {
             Some(standstill) if self.since.elapsed() >= standstill => {
@@ -176,7 +177,7 @@ impl PendingLoad {
         Ok(PendingLoad { session: Arc::clone(session), ongoing, blocks: request.keys.len() })
     }
 
-    /// Waits for the answer: every block is placed with layer 0 verified, or has failed.
+    /// Waits for the answer: every block has failed, or is placed with layer 0 verified.
     ///
     /// # Errors
     /// `BadRequest`, `Busy`, `Timeout`, `AgentLost`.
@@ -184,18 +185,19 @@ impl PendingLoad {
         self.wait_traced(|pending| pending.ongoing.poll(Duration::MAX))
     }
 
-    /// As [`PendingLoad::wait`], for who does not want to wait for an agent, or for whom it waits for, that hangs.
+    /// [`PendingLoad::wait`] with limits for a hanging agent and for a hanging device or peer.
     ///
     /// # Errors
-    /// As [`PendingLoad::wait`]; `Timeout` when the agent says nothing; `Stalled` when it does, and nothing comes.
-    pub(crate) fn wait_with(self, patience: Patience) -> Result<Load, ClientError> {
+    /// As [`PendingLoad::wait`]; `Timeout` if the agent does not answer; `Stalled` if it answers without
+    /// progress.
+    pub(crate) fn wait_with(self, patience: LoadTimeouts) -> Result<Load, ClientError> {
         self.wait_traced(|pending| {
-            let waiting = Waiting::begin(patience);
+            let waiting = ProgressWait::begin(patience);
             loop {
-                if let Some(answer) = pending.ongoing.poll(waiting.next_look())? {
+                if let Some(answer) = pending.ongoing.poll(waiting.next_probe())? {
                     return Ok(Some(answer));
                 }
-                waiting.go_on(&pending.session)?;
+                waiting.check_agent(&pending.session)?;
             }
         })
     }
@@ -231,28 +233,28 @@ impl PendingLoad {
 }
 
 impl LoadedBlock {
-    /// What the answer said of the block; it may still have failed since, see [`Load::status`].
+    /// Status in the answer; the block may have failed since, see [`Load::status`].
     pub fn status(&self) -> BlockStatus {
         self.status
     }
 
-    /// Whether the answer placed the block.
+    /// Reports whether the answer placed the block.
     pub fn is_ok(&self) -> bool {
         self.status == BlockStatus::Ok
     }
 
-    /// Where the block came from; `None` when it did not.
+    /// Returns the source of the block; `None` if it was not placed.
     pub fn source(&self) -> Option<Source> {
         self.source
     }
 
-    /// The block's payload in the arena, unverified and readable as far as layers are ready; `None` when it is
-    /// not there. Only copies through [`Load`], which are checked, leave this crate.
+    /// Returns the block's payload in the arena: unverified, and readable as far as layers are ready. `None`
+    /// if the block was not placed. Other crates only get verified copies through [`Load`].
     pub(crate) fn span(&self) -> Option<&Span> {
         self.span.as_ref()
     }
 
-    /// The CRC32C that an object must have; `None` when there is no such object.
+    /// Returns the expected CRC32C of an object; `None` if the object does not exist.
     pub fn checksum(&self, object: u32) -> Option<u32> {
         let (checksums, _) = self.checksums.as_chunks::<4>();
         checksums.get(object as usize).map(|bytes| u32::from_le_bytes(*bytes))
@@ -261,11 +263,12 @@ impl LoadedBlock {
 
 impl Load {
     fn new(session: &Arc<Session>, loaded: local::Loaded, blocks: usize) -> Result<Load, ClientError> {
-        let entry = u16::try_from(loaded.progress_entry)
-            .map_err(|_| ClientError::Protocol(format!("progress entry {}", loaded.progress_entry)))?;
+        let entry = u16::try_from(loaded.progress_entry).map_err(|_| {
+            ClientError::Protocol(format!("invalid progress entry {}", loaded.progress_entry))
+        })?;
         if loaded.blocks.len() != blocks {
             return Err(ClientError::Protocol(format!(
-                "{} blocks in the answer to a load of {blocks}",
+                "{} blocks in the answer to a load of {blocks} blocks",
                 loaded.blocks.len()
             )));
         }
@@ -292,18 +295,18 @@ impl Load {
         })
     }
 
-    /// The same with copies checked or not.
+    /// Sets whether copies are verified.
     pub fn with_verify(mut self, verify: Verify) -> Load {
         self.verify = verify;
         self
     }
 
-    /// The blocks, in the order of the request's keys.
+    /// Returns the blocks, in the order of the request's keys.
     pub fn blocks(&self) -> &[LoadedBlock] {
         &self.blocks
     }
 
-    /// What has become of a block by now; `Miss` when there is no such block.
+    /// Returns the current status of a block; `Miss` if the block does not exist.
     pub fn status(&self, block: usize) -> BlockStatus {
         match self.blocks.get(block).map(LoadedBlock::status) {
             Some(BlockStatus::Ok) if self.has_failed(block) => BlockStatus::Failed,
@@ -312,7 +315,8 @@ impl Load {
         }
     }
 
-    /// Leading blocks that are there by now: what an engine that needs a prefix can use.
+    /// Returns the number of leading blocks that are available now: the usable part for an engine that needs
+    /// a prefix.
     pub fn leading_blocks(&self) -> usize {
         (0..self.blocks.len()).take_while(|block| self.status(*block) == BlockStatus::Ok).count()
     }
@@ -321,7 +325,7 @@ impl Load {
         self.blocks.iter().filter(|block| block.is_ok()).count()
     }
 
-    /// Leading layers that are ready for every block that has not failed.
+    /// Returns the number of leading layers that are ready for every block that has not failed.
     pub fn ready_layers(&self) -> u32 {
         self.progress().map_or(0, |progress| {
             if progress.is_done(self.entry) {
@@ -332,20 +336,22 @@ impl Load {
         })
     }
 
-    /// Waits until a layer is ready for every block that has not failed. Which have: [`Load::status`].
+    /// Waits until a layer is ready for every block that has not failed; [`Load::status`] reports failures.
     ///
     /// # Errors
-    /// `Timeout` (ask again, or recompute), `AgentLost`, `BadRequest` (no such layer).
+    /// `Timeout` (wait again, or recompute), `AgentLost`, `BadRequest` (the layer does not exist).
     pub fn wait_layer(&self, layer: u32, timeout: Duration) -> Result<LayerReady, ClientError> {
         let layers = self.session.layout().layers();
         if layer >= layers {
-            return Err(ClientError::BadRequest(format!("layer {layer} of {layers}")));
+            return Err(ClientError::BadRequest(format!(
+                "invalid layer {layer}: the layout has {layers} layers"
+            )));
         }
         if self.ready_layers() > layer {
             return Ok(LayerReady { layers: self.ready_layers() });
         }
         let connection = self.session.connection();
-        let progress = self.progress().ok_or_else(|| connection.lost())?;
+        let progress = self.progress().ok_or_else(|| connection.ended_error())?;
         let deadline = deadline::after(timeout);
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -354,10 +360,10 @@ impl Load {
                     return Ok(LayerReady { layers: self.ready_layers() });
                 }
                 WaitOutcome::Superseded => {
-                    let reason = "a load's progress entry was given away while it was held";
+                    let reason = "the progress entry of an open load was reused";
                     return Err(self.session.broken(ClientError::Protocol(reason.into())));
                 }
-                WaitOutcome::Timeout if connection.has_ended() => return Err(connection.lost()),
+                WaitOutcome::Timeout if connection.has_ended() => return Err(connection.ended_error()),
                 WaitOutcome::Timeout if left.is_zero() => {
                     return Err(ClientError::Timeout { call: "wait_layer", after: timeout });
                 }
@@ -366,16 +372,20 @@ impl Load {
         }
     }
 
-    /// As [`Load::wait_layer`], with patience for whom the agent waits for.
+    /// [`Load::wait_layer`] with limits for a hanging agent and for a hanging device or peer.
     ///
     /// # Errors
-    /// `Timeout` when the agent says nothing, or does not end the load in its time; `Stalled` when it is there, and nothing
-    /// comes; `AgentLost`, `BadRequest` (no such layer).
-    pub(crate) fn wait_layer_with(&self, layer: u32, patience: Patience) -> Result<LayerReady, ClientError> {
-        let waiting = Waiting::begin(patience);
+    /// `Timeout` if the agent does not answer, or does not end the load in its time. `Stalled` if it answers
+    /// without progress. `AgentLost`, `BadRequest` (the layer does not exist).
+    pub(crate) fn wait_layer_with(
+        &self,
+        layer: u32,
+        patience: LoadTimeouts,
+    ) -> Result<LayerReady, ClientError> {
+        let waiting = ProgressWait::begin(patience);
         loop {
-            match self.wait_layer(layer, waiting.next_look()) {
-                Err(ClientError::Timeout { .. }) => waiting.go_on(&self.session)?,
+            match self.wait_layer(layer, waiting.next_probe()) {
+                Err(ClientError::Timeout { .. }) => waiting.check_agent(&self.session)?,
                 waited => return waited,
             }
             if Instant::now() >= deadline::from(patience.until, patience.stall) {
@@ -384,8 +394,8 @@ impl Load {
         }
     }
 
-    /// Tells the agent, once for each block, that a copy did not match: it looks at the block itself, and drops what is
-    /// damaged, so that the next load finds the block elsewhere.
+    /// Reports once per block that a copy did not match its checksum. The agent verifies the block itself and
+    /// drops a damaged one, so that the next load uses another replica.
     fn suspect(&self, block: usize) {
         let Ok(block) = u32::try_from(block) else { return };
         let mut suspected = self.suspected.lock().unwrap_or_else(PoisonError::into_inner);
@@ -399,7 +409,7 @@ impl Load {
         self.session.connection().progress()
     }
 
-    /// Whether the block has failed since the answer.
+    /// Reports whether the block has failed since the answer.
     fn has_failed(&self, block: usize) -> bool {
         self.progress().is_none_or(|progress| {
             progress.failed_count(self.entry) > 0 && progress.is_failed(self.entry, block)
@@ -414,7 +424,7 @@ impl Drop for Load {
     }
 }
 
-/// Checks one block of an answer.
+/// Validates one block of an answer.
 fn loaded_block(
     block: local::LoadedBlock,
     span: Option<Span>,
@@ -427,7 +437,7 @@ fn loaded_block(
         local::BlockStatus::BlockNoSpace => BlockStatus::NoSpace,
         local::BlockStatus::BlockDeadline => BlockStatus::Deadline,
         local::BlockStatus::BlockUnspecified => {
-            return Err(ClientError::Protocol("a loaded block without a status".into()));
+            return Err(ClientError::Protocol("loaded block without a status".into()));
         }
     };
     if status != BlockStatus::Ok {
@@ -435,7 +445,7 @@ fn loaded_block(
     }
     let source = Source::from_wire(block.source);
     if source.is_none() || span.is_none() || block.checksums.len() != checksum_bytes {
-        return Err(ClientError::Protocol("a loaded block without source, place or checksums".into()));
+        return Err(ClientError::Protocol("loaded block without source, place or checksums".into()));
     }
     Ok(LoadedBlock { status, source, span, checksums: block.checksums })
 }

@@ -1,6 +1,7 @@
-//! Where blocks are looked for and where they were found; matches that are asked for now and looked at later.
+//! Search scope and sources of blocks, and matches that are polled.
 //!
-//! An engine's scheduler may not wait: it asks, looks for some milliseconds, and comes back in its next step.
+//! An engine's scheduler must not wait: it starts a match, polls it for some milliseconds, and polls again in
+//! its next step.
 //!
 //! ```text
 //! start_match ──► PendingMatch ── poll ──► None: later ──► poll ──► sources
@@ -14,55 +15,55 @@ use reprise_policy::BlockKey;
 use reprise_proto::local::{self, request, response};
 
 use crate::client::Session;
-use crate::connection::Ongoing;
+use crate::connection::PendingCall;
 use crate::error::ClientError;
 
-/// Where to look.
+/// Where the agent searches for blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Scope {
-    /// This node only: never asks the network.
+    /// This node only; the agent sends no network request.
     Local,
     /// This node, then its peers.
     #[default]
     Cluster,
 }
 
-/// Where a block was found.
+/// Location where a block was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum Source {
-    /// This node's DRAM.
+    /// DRAM of this node.
     OwnDram = 1,
-    /// This node's NVMe.
+    /// NVMe of this node.
     OwnNvme = 2,
-    /// A peer's DRAM.
+    /// DRAM of a peer.
     PeerDram = 3,
-    /// A peer's NVMe.
+    /// NVMe of a peer.
     PeerNvme = 4,
 }
 
-/// A match that was asked for. Dropping it is fine: nothing is held.
+/// A requested match. It holds no blocks, so it may be dropped at any time.
 #[derive(Debug)]
 pub struct PendingMatch {
     session: Arc<Session>,
     keys: usize,
     state: MatchState,
-    /// From the question to the answer.
+    /// From the request to the answer.
     span: tracing::Span,
 }
 
-/// How a question is sent when the socket is full.
+/// Behaviour of a request when the socket is full.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Sending {
-    /// By waiting for the agent to read, as long as for an answer.
-    Waits,
-    /// When the agent reads again.
-    AtOnce,
+pub(crate) enum SendMode {
+    /// Waits until the agent reads, as long as for an answer.
+    Blocking,
+    /// Queues the rest, which is sent when the agent reads again.
+    NonBlocking,
 }
 
 #[derive(Debug)]
 enum MatchState {
-    Asked(Ongoing),
+    Asked(PendingCall),
     Known(Vec<Source>),
 }
 
@@ -71,7 +72,7 @@ impl PendingMatch {
         session: &Arc<Session>,
         keys: &[BlockKey],
         scope: Scope,
-        sending: Sending,
+        sending: SendMode,
     ) -> Result<PendingMatch, ClientError> {
         let body =
             local::Match { keys: Bytes::from(BlockKey::pack(keys)), local_only: scope.is_local_only() };
@@ -80,8 +81,8 @@ impl PendingMatch {
         let timeout = session.call_timeout();
         let body = request::Body::Match(body);
         let ongoing = match sending {
-            Sending::Waits => session.connection().begin("match", body, timeout)?,
-            Sending::AtOnce => session.connection().begin_at_once("match", body, timeout)?,
+            SendMode::Blocking => session.connection().begin("match", body, timeout)?,
+            SendMode::NonBlocking => session.connection().try_begin("match", body, timeout)?,
         };
         drop(entered);
         Ok(PendingMatch {
@@ -92,7 +93,7 @@ impl PendingMatch {
         })
     }
 
-    /// An answer that needs no question.
+    /// Creates a match whose answer needs no request.
     pub(crate) fn known(session: &Arc<Session>, sources: Vec<Source>) -> PendingMatch {
         PendingMatch {
             session: Arc::clone(session),
@@ -102,11 +103,11 @@ impl PendingMatch {
         }
     }
 
-    /// Where each leading block is, if the answer comes within `patience`: the length is the number of them. `None`:
-    /// not yet, ask again. An answer that was given is given again.
+    /// Returns the source of each leading available block if the answer arrives within `patience`; the length
+    /// is their number. `None`: poll again. Repeated calls return the same answer.
     ///
     /// # Errors
-    /// `Timeout` (none came within the session's patience for calls), `Busy`, `AgentLost`.
+    /// `Timeout` (the session's call timeout has passed), `Busy`, `AgentLost`.
     pub fn poll(&mut self, patience: Duration) -> Result<Option<Vec<Source>>, ClientError> {
         let _entered = self.span.clone().entered();
         let ongoing = match &mut self.state {
@@ -122,7 +123,7 @@ impl PendingMatch {
         Ok(Some(sources))
     }
 
-    /// Waits for the answer as long as any call waits.
+    /// Waits for the answer within the session's call timeout.
     pub(crate) fn wait(mut self) -> Result<Vec<Source>, ClientError> {
         let timeout = self.session.call_timeout();
         self.poll(Duration::MAX)?.ok_or(ClientError::Timeout { call: "match", after: timeout })
@@ -136,16 +137,16 @@ impl PendingMatch {
             matched.sources.iter().map(|number| Source::from_wire(u32::from(*number))).collect();
         match sources {
             Some(sources) if sources.len() <= self.keys => Ok(sources),
-            _ => Err(ClientError::Protocol("sources of a match".into())),
+            _ => Err(ClientError::Protocol("invalid sources in the answer to a match".into())),
         }
     }
 }
 
 impl Source {
-    /// All sources, in order of expected arrival.
+    /// All sources, in order of expected latency.
     pub const ALL: [Source; 4] = [Source::OwnDram, Source::OwnNvme, Source::PeerDram, Source::PeerNvme];
 
-    /// The source of a number from the wire, if it is one.
+    /// Decodes a source; `None` for an unknown number.
     pub(crate) fn from_wire(number: u32) -> Option<Source> {
         Source::ALL.into_iter().find(|source| *source as u32 == number)
     }

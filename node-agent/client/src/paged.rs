@@ -1,37 +1,42 @@
 //! Saving from, and loading to, an engine's paged memory.
 //!
-//! An engine keeps blocks by number, a layer here and a layer there. [`PagedMemory`] is how it shows them; keys and
-//! block numbers are all that it says otherwise.
+//! An engine stores blocks by number, with the layers of a block at different places. It implements
+//! [`PagedMemory`] to give access to them; otherwise calls only need keys and block numbers.
 //!
 //! ```text
-//! save:  window of 32 MiB: reserve → copy each object and take its checksum → commit
-//! load:  window of 32 MiB on its way while the one before is copied, layer by layer as layers become ready
+//! save:  window of 32 MiB: reserve → copy each object and compute its checksum → commit
+//! load:  the next window of 32 MiB is loading while the current one is copied, each layer as it becomes ready
 //! ```
 //!
-//! A window's two calls cost about 100 µs, its copy at 8 GB/s 4 ms. Two windows of arena serve a request of any
-//! length; blocks for which there was no room are asked for again as long as others come.
+//! The two calls of a window cost about 100 µs, its copy at 8 GB/s 4 ms. Two windows of arena are enough for
+//! a request of any length. Blocks that found no room are requested again as long as other blocks of their
+//! window were loaded.
 //!
-//! By layers: an engine that computes a layer at a time needs the first layer of all blocks first, and has it to give
-//! first. Within a window both directions go layer by layer; so the windows of such a transfer are larger, 256 MiB, and
-//! the layers of the last one are told as they are copied.
+//! By layers: an engine that computes one layer at a time needs the first layer of all blocks first, and
+//! produces it first. Within a window both directions proceed layer by layer. The windows of such a transfer
+//! are therefore larger, 256 MiB, and the layers of the last window are announced as they are copied.
 //!
 //! ```text
 //! prompt of 4,096 tokens: 32 blocks × 8 layers × 512 KiB = 128 MiB, copied in 16 ms
-//!   windows of  32 MiB: 4; the first layer is whole after 3 windows and 1/8 of the last, 12.5 ms
-//!   window  of 256 MiB: 1; the first layer is whole after 1/8 of it, 2 ms; a layer every 2 ms
+//!   windows of  32 MiB: 4; the first layer is complete after 3 windows and 1/8 of the last, 12.5 ms
+//!   window  of 256 MiB: 1; the first layer is complete after 1/8 of it, 2 ms; a layer every 2 ms
 //! ```
 //!
-//! Behind a load by layers, computation that takes 2 ms a layer or more waits for the first layer only. The price is
-//! arena: up to 512 MiB are held while a long prompt is loaded, against 64 MiB. Of a longer transfer only the last
-//! 256 MiB overlap with computation.
+//! With a load by layers, a computation that takes 2 ms a layer or more only waits for the first layer. The
+//! price is arena: up to 512 MiB are held while a long prompt is loaded, against 64 MiB. Of a longer transfer
+//! only the last 256 MiB overlap with computation.
 //!
-//! Invariants: every block has a status in the end, whatever happens to the agent; nobody is waited for longer than
-//! `stall_timeout` without a sign of life, the next sign of progress of a load not longer than its `standstill_timeout`,
-//! and an engine not longer than `layer_wait` for its next layer; what a failed block's memory holds is unspecified, and
-//! nobody writes to it once the call has ended.
+//! Invariants:
 //!
-//! Deliberately absent: order between blocks of one call (a caller that needs a prefix takes the leading ones), and
-//! a look at what is there already before a copy: the agent says `duplicate`.
+//! * Every block has a status in the end, also when the agent dies.
+//! * A call waits at most `stall_timeout` for a sign of life of the agent, and a load at most
+//!   `standstill_timeout` for its next progress.
+//! * A save waits at most `layer_wait` for the engine's next layer.
+//! * The memory of a failed block has unspecified contents. The memory is not written after the call has
+//!   ended.
+//!
+//! Not included: an order between the blocks of one call (a caller that needs a prefix uses the leading
+//! ones), and a check for existing blocks before a copy: the agent answers `duplicate`.
 
 use std::fmt;
 use std::time::Duration;
@@ -48,66 +53,67 @@ mod saving;
 pub use loading::{LoadOptions, LoadedBlocks};
 pub use saving::{LAYER_WAIT_DEFAULT, SaveOptions, SaveStatus, SavedBlocks};
 
-/// How long an agent may show no progress unless told otherwise: about the time in which an engine computes half of a
-/// prompt of 4,096 tokens.
+/// Default limit for an agent without progress: about the time in which an engine computes half of a prompt
+/// of 4,096 tokens.
 pub const STALL_TIMEOUT_DEFAULT: Duration = Duration::from_millis(500);
 
-/// Arena that one window of a load or save takes.
+/// Arena that one window of a load or save occupies.
 const WINDOW_BYTES: u64 = 32 << 20;
 
-/// The same by layers: a prompt of 8,192 tokens of the model above.
+/// The same for transfers by layers: a prompt of 8,192 tokens of the model above.
 const WINDOW_BYTES_BY_LAYERS: u64 = 256 << 20;
 
-/// Bytes of a block in the answer to a load at the most, besides 4 for each object.
+/// Maximum size of a block in the answer to a load, without the 4 bytes for each object.
 const ANSWER_BYTES_PER_BLOCK: u64 = 128;
 
 /// Number of a block in an engine's paged memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PhysicalBlock(pub usize);
 
-/// An engine's memory of numbered blocks of one layout. Several threads read and write different blocks at a time.
+/// An engine's memory of numbered blocks with one layout. Several threads access different blocks at the same
+/// time.
 pub trait PagedMemory: fmt::Debug + Send + Sync {
-    /// Geometry of its blocks.
+    /// Returns the geometry of the blocks.
     fn layout(&self) -> &Layout;
 
-    /// How many there are: numbers are below.
+    /// Returns the number of blocks; block numbers are below it.
     fn blocks(&self) -> usize;
 
-    /// Shows one object, layer × parts + part, of a block to `read`.
+    /// Calls `read` with the bytes of one object (layer × parts + part) of a block.
     fn read_object(&self, block: PhysicalBlock, object: u32, read: &mut dyn FnMut(&[u8]));
 
-    /// Lets `write` overwrite one object of a block.
+    /// Calls `write` to overwrite one object of a block.
     fn write_object(&self, block: PhysicalBlock, object: u32, write: &mut dyn FnMut(&mut [u8]));
 }
 
-/// In which order bytes are copied.
+/// Order in which bytes are copied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Order {
-    /// Window after window: the least arena.
+    /// Window after window: needs the least arena.
     ByWindows,
-    /// The first layers of all blocks before the others: for who computes beside it.
+    /// The first layers of all blocks before the others: for an engine that computes during the transfer.
     ByLayers,
 }
 
-/// How a save or load keeps step with the engine whose memory it is.
+/// Synchronizes a save or load with the engine that owns the memory.
 pub(crate) trait Pace {
-    /// In which order it goes.
+    /// Returns the order of the copies.
     fn order(&self) -> Order;
 
-    /// Whether it is to go on: asked between the windows of a save, and between the layers of a load.
-    fn may_go_on(&self) -> bool;
+    /// Reports whether to continue; called between the windows of a save, and between the layers of a load.
+    fn should_continue(&self) -> bool;
 
-    /// Waits until a layer of all blocks of a save holds what is to be saved.
+    /// Waits until a layer of all blocks of a save is filled.
     ///
     /// # Errors
-    /// Why it never will.
+    /// The reason for which the layer will not be filled.
     fn wait_filled(&self, layer: u32) -> Result<(), ClientError>;
 
-    /// So many leading layers of a load have been copied, for every block that has not failed.
+    /// Announces that `layers` leading layers of a load were copied, for every block that has not failed.
     fn note_copied(&self, layers: u32);
 }
 
-/// The pace of who waits for the end, with memory that is whole.
+/// [`Pace`] of a caller that waits for the end, with memory that is completely filled.
 #[derive(Debug)]
 pub(crate) struct Unpaced;
 
@@ -116,7 +122,7 @@ impl Pace for Unpaced {
         Order::ByWindows
     }
 
-    fn may_go_on(&self) -> bool {
+    fn should_continue(&self) -> bool {
         true
     }
 
@@ -136,7 +142,7 @@ impl Order {
     }
 }
 
-/// Why a save or load ends that was told not to go on.
+/// Error of a save or load that was cancelled.
 pub(crate) fn cancelled() -> ClientError {
     ClientError::AgentLost { reason: "the transfer was cancelled by this process".to_owned() }
 }
@@ -151,16 +157,18 @@ fn check(
     check_blocks(blocks, memory)
 }
 
-/// Checks that a memory has the blocks of a session.
+/// Checks that the memory has the session's layout.
 pub(crate) fn check_layout(layout: &Layout, memory: &dyn PagedMemory) -> Result<(), ClientError> {
     if memory.layout() == layout {
         return Ok(());
     }
     let (memory, session) = (memory.layout().spec(), layout.spec());
-    Err(ClientError::BadRequest(format!("the memory's layout is {memory:?}, the session's {session:?}")))
+    Err(ClientError::BadRequest(format!(
+        "the memory's layout {memory:?} differs from the session's layout {session:?}"
+    )))
 }
 
-/// Checks that a memory has these blocks.
+/// Checks that the memory has these blocks.
 pub(crate) fn check_blocks(
     blocks: &[(BlockKey, PhysicalBlock)],
     memory: &dyn PagedMemory,
@@ -168,13 +176,14 @@ pub(crate) fn check_blocks(
     let count = memory.blocks();
     match blocks.iter().find(|(_, block)| block.0 >= count) {
         Some((_, block)) => {
-            Err(ClientError::BadRequest(format!("there is no block {} in a memory of {count}", block.0)))
+            Err(ClientError::BadRequest(format!("invalid block {}: the memory has {count} blocks", block.0)))
         }
         None => Ok(()),
     }
 }
 
-/// Blocks of one window: by arena, by the number of keys in a call, and by the length of the answer to a load.
+/// Number of blocks in one window: limited by arena, by the keys of a call, and by the length of a load's
+/// answer.
 fn window_blocks(layout: &Layout, order: Order) -> usize {
     let by_arena = order.window_bytes() / layout.slot_bytes();
     let answer_bytes = 4 * u64::from(layout.objects()) + ANSWER_BYTES_PER_BLOCK;
@@ -204,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn a_window_is_bounded_by_arena_keys_and_the_length_of_the_answer() {
+    fn window_is_limited_by_arena_keys_and_answer_length() {
         let blocks = |layers, head_dim| window_blocks(&layout(layers, head_dim), Order::ByWindows);
         assert_eq!(blocks(32, 32768), 16, "2 MiB a block");
         assert_eq!(blocks(480, 65535), 1, "60 MiB a block");
@@ -213,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn a_prompt_of_8192_tokens_is_one_window_by_layers() {
+    fn a_prompt_of_8192_tokens_fits_one_window_by_layers() {
         assert_eq!(window_blocks(&layout(32, 65535), Order::ByLayers), 64, "4 MiB a block of 128 tokens");
     }
 }

@@ -1,8 +1,8 @@
 //! Mappings of the arena regions that the agent granted to this session.
 //!
-//! A region is mapped once per kind of access, by the reader thread, when its descriptor arrives, and stays mapped
-//! as long as the session or any span of it lives. The place of a block is looked up here and checked against the
-//! mapping's bounds: a wrong place is an error of the protocol, never a wild access.
+//! The reader thread maps a region once per kind of access, when its descriptor arrives. The mapping lives as
+//! long as the session or any span of it. Places of blocks are checked against the mapping's bounds: an
+//! invalid place is a protocol error, never an invalid access.
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -13,7 +13,7 @@ use reprise_proto::local::{Place, RegionGrant};
 
 use crate::error::ClientError;
 
-/// Regions of a session at the most: 1 TiB of DRAM in regions of 256 MiB, read-only and writable.
+/// Maximum number of regions of a session: 1 TiB of DRAM in regions of 256 MiB, read-only and writable.
 const REGIONS_MAX: usize = 8192;
 
 /// Mapped regions by number.
@@ -22,7 +22,7 @@ pub(crate) struct RegionMap {
     regions: RwLock<HashMap<u32, Mappings>>,
 }
 
-/// The mappings of one region.
+/// Mappings of one region.
 #[derive(Debug, Default)]
 struct Mappings {
     read_only: Option<MappedRegion>,
@@ -51,10 +51,10 @@ impl RegionMap {
         Ok(())
     }
 
-    /// The span of `bytes` bytes at each place, in order.
+    /// Returns the span of `bytes` bytes at each place, in order.
     ///
     /// # Errors
-    /// `Protocol` when a place lies in no region granted with this access, or outside it.
+    /// `Protocol` when a place lies outside its region, or in a region that was not granted with this access.
     pub(crate) fn spans<'a>(
         &self,
         places: impl Iterator<Item = Option<&'a Place>>,
@@ -64,11 +64,10 @@ impl RegionMap {
         let regions = self.regions.read().unwrap_or_else(PoisonError::into_inner);
         let span_of = |place: &Place| {
             let mapping = regions.get(&place.region).and_then(|mappings| mappings.with(access));
-            let mapping = mapping.ok_or_else(|| {
-                ClientError::Protocol(format!("region {} is used but was not granted", place.region))
-            })?;
+            let mapping = mapping
+                .ok_or_else(|| ClientError::Protocol(format!("region {} was not granted", place.region)))?;
             mapping.span(place.offset, bytes).map_err(|error| {
-                ClientError::Protocol(format!("a place outside region {}: {error}", place.region))
+                ClientError::Protocol(format!("place outside region {}: {error}", place.region))
             })
         };
         places.map(|place| place.map(span_of).transpose()).collect()
@@ -76,7 +75,7 @@ impl RegionMap {
 }
 
 impl Mappings {
-    /// A mapping that allows at least this access.
+    /// Returns a mapping that allows at least this access.
     fn with(&self, access: Access) -> Option<&MappedRegion> {
         match access {
             Access::ReadOnly => self.read_only.as_ref().or(self.read_write.as_ref()),

@@ -1,7 +1,7 @@
 //! A slot of the arena that is being filled.
 //!
-//! The checksum of an object is taken over the engine's bytes as they are copied, before they are in memory that
-//! anybody else can reach; from then on it travels on the socket. A reservation that is dropped is given back.
+//! The checksum of an object is computed from the engine's bytes during the copy, before other processes can
+//! reach them in the arena. It travels on the socket. A dropped reservation is released.
 
 use std::sync::Arc;
 
@@ -13,10 +13,10 @@ use reprise_proto::local;
 use crate::client::Session;
 use crate::error::ClientError;
 
-/// Words of the bitmap of filled objects.
+/// Number of words in the bitmap of filled objects.
 const FILLED_WORDS: usize = (OBJECTS_MAX as usize).div_ceil(u64::BITS as usize);
 
-/// A slot to fill. Dropping it gives it back.
+/// A slot to fill. Dropping it releases it.
 #[derive(Debug)]
 pub struct Reservation {
     session: Arc<Session>,
@@ -27,31 +27,31 @@ pub struct Reservation {
     state: State,
 }
 
-/// Who answers for the slot.
+/// Owner of the slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// This reservation.
-    Held,
+    /// The reservation owns the slot.
+    Reserved,
     /// The agent, after a commit.
-    Spent,
+    Committed,
 }
 
 impl Reservation {
-    /// The slot's memory, as long as a block's payload. An engine that lets a device write it calls
-    /// [`Reservation::checksum_written`] afterwards.
+    /// Returns the slot's memory, as long as a block's payload. An engine whose device writes the memory
+    /// calls [`Reservation::checksum_written`] afterwards.
     pub fn span(&self) -> &Span {
         &self.span
     }
 
-    /// Copies one object into the slot and takes its checksum on the way.
+    /// Copies one object into the slot and computes its checksum during the copy.
     ///
     /// # Errors
-    /// `BadRequest` when there is no such object or its length is not the layout's.
+    /// `BadRequest` when the object does not exist or its length is not the layout's.
     pub fn fill_object(&mut self, object: u32, bytes: &[u8]) -> Result<(), ClientError> {
         let layout = self.session.layout();
         if object >= layout.objects() || bytes.len() as u64 != layout.object_bytes() {
             return Err(ClientError::BadRequest(format!(
-                "object {object} of {} bytes: a block has {} objects of {}",
+                "invalid object {object} of {} bytes: a block has {} objects of {} bytes",
                 bytes.len(),
                 layout.objects(),
                 layout.object_bytes()
@@ -71,17 +71,17 @@ impl Reservation {
         let expected = self.session.layout().objects();
         if objects.len() as u64 != u64::from(expected) {
             return Err(ClientError::BadRequest(format!(
-                "{} objects given, a block has {expected}",
+                "invalid number of objects {}: a block has {expected}",
                 objects.len()
             )));
         }
         (0..expected).zip(objects).try_for_each(|(object, bytes)| self.fill_object(object, bytes))
     }
 
-    /// Takes the checksums of a block that was written into [`Reservation::span`] by other means.
+    /// Computes the checksums of a block that was written into [`Reservation::span`] by other means.
     ///
     /// # Errors
-    /// `Memory`, which means a fault of this library.
+    /// `Memory`, which indicates a bug of this library.
     pub fn checksum_written(&mut self) -> Result<(), ClientError> {
         for object in 0..self.session.layout().objects() {
             let checksum = self.object_span(object).map_err(fill_error)?.crc32c();
@@ -94,7 +94,7 @@ impl Reservation {
         self.lease
     }
 
-    /// The objects' checksums as the wire has them.
+    /// Returns the objects' checksums in wire format.
     ///
     /// # Errors
     /// `BadRequest` when an object was not filled.
@@ -102,7 +102,7 @@ impl Reservation {
         let missing = (0..self.session.layout().objects()).find(|object| !self.is_filled(*object));
         if let Some(object) = missing {
             return Err(ClientError::BadRequest(format!(
-                "object {object} of a reservation was not filled: fill all before commit"
+                "object {object} of a reservation was not filled: fill all objects before the commit"
             )));
         }
         let mut packed = BytesMut::with_capacity(self.checksums.len() * 4);
@@ -110,13 +110,13 @@ impl Reservation {
         Ok(packed.freeze())
     }
 
-    /// The slot is the agent's from now on.
-    pub(crate) fn spend(mut self) {
-        self.state = State::Spent;
+    /// Transfers the slot to the agent.
+    pub(crate) fn mark_committed(mut self) {
+        self.state = State::Committed;
     }
 
     fn object_span(&self, object: u32) -> Result<Span, BufferError> {
-        // Both fit: a block has at most 128 MiB.
+        // Cannot overflow: a block has at most 128 MiB.
         let bytes = self.session.layout().object_bytes() as usize;
         self.span.slice(object as usize * bytes, bytes)
     }
@@ -133,14 +133,14 @@ impl Reservation {
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        if self.state == State::Held {
-            self.session.connection().give_back_leases([self.lease]);
+        if self.state == State::Reserved {
+            self.session.connection().release_leases([self.lease]);
         }
     }
 }
 
-/// The reservations of an answer. Zeroes the padding behind each payload: it reaches the device, and must not carry
-/// what the slot held before.
+/// Decodes the reservations of an answer. Zeroes the padding behind each payload: the padding reaches the
+/// device, and must not contain data of the slot's previous block.
 ///
 /// # Errors
 /// `Protocol` when a place lies in no writable region.
@@ -155,7 +155,7 @@ pub(crate) fn reservations(
     let padding_bytes = (layout.slot_bytes() - layout.block_bytes()) as usize;
     let zeroes = [0; PAGE_BYTES];
     let reservation = |(lease, span): (&local::Lease, Option<Span>)| {
-        let span = span.ok_or_else(|| ClientError::Protocol("a lease without a place".into()))?;
+        let span = span.ok_or_else(|| ClientError::Protocol("lease without a place".into()))?;
         span.slice(payload_bytes, padding_bytes)
             .and_then(|padding| padding.copy_in(&zeroes[..padding_bytes]))
             .map_err(fill_error)?;
@@ -165,7 +165,7 @@ pub(crate) fn reservations(
             span: span.slice(0, payload_bytes).map_err(fill_error)?,
             checksums: vec![0; layout.objects() as usize].into(),
             filled: [0; FILLED_WORDS],
-            state: State::Held,
+            state: State::Reserved,
         })
     };
     reserved.leases.iter().zip(spans).map(reservation).collect()

@@ -1,37 +1,47 @@
-//! Saves and loads on threads of their own: submitted now, looked at later.
+//! Saves and loads on background threads, submitted and polled.
 //!
-//! An engine's worker hands over what its step needs and goes on computing; between steps it asks what has ended.
+//! An engine's worker submits the transfers of its step and continues computing. Between steps it polls for
+//! ended transfers.
 //!
 //! ```text
 //! submit_load ──► queue ──► thread for loads ──┐
 //! submit_save ──► queue ──► thread for saves ──┴──► finished / wait
 //! ```
 //!
-//! Beside a computation that goes layer by layer, transfers do the same: a load by layers tells which layers its blocks have
-//! (`wait_layer`), a save by layers is submitted before they are filled and follows what the engine tells (`note_filled`).
+//! A computation that proceeds layer by layer can overlap with its transfers. A load by layers announces the
+//! layers that all of its blocks have (`wait_layer`). A save by layers is submitted before its layers are
+//! filled, and the engine announces them (`note_filled`).
 //!
 //! ```text
 //! load: submit ─ layer 0 ─ layer 1 ─ … ─ end        save: submit ─ note_filled(1) ─ note_filled(2) ─ … ─ end
 //!                   └ wait_layer(0): compute it                        └ copied while layer 1 is computed
 //! ```
 //!
-//! Invariants: every transfer that was submitted ends, with a status for each of its blocks, whatever happens to the
-//! agent, the session or the memory; none starts while the agent is suspected. A transfer of an agent that hangs ends
-//! after its `stall_timeout` and makes the agent suspected, so that those behind it end at once. A load by layers, for
-//! which a computation waits, ends within its deadline from when it was submitted, and one `stall_timeout`. A save by
-//! layers whose engine stops telling ends unsaved after `layer_wait`; so long saves behind it wait.
+//! Invariants:
 //!
-//! A load for which nothing comes for its `standstill_timeout` although the agent answers ends as well, and nobody suspects the
-//! agent: another node hangs, or a device. For [`PEERS_AVOIDED`] those behind it take what this node has, and have
-//! [`STANDSTILL_AGAIN`] for it; so a node that hangs costs an engine about one `standstill_timeout`, not one each request.
+//! * Every submitted transfer ends with a status for each of its blocks, regardless of failures of the agent,
+//!   the session or the memory.
+//! * No transfer starts while the agent is suspected. A transfer with a hanging agent ends after its
+//!   `stall_timeout` and makes the agent suspected, so that the transfers behind it end at once.
+//! * A load by layers, for which a computation waits, ends within its deadline from its submission plus one
+//!   `stall_timeout`.
+//! * A save by layers whose engine stops announcing layers ends unsaved after `layer_wait`; saves behind it
+//!   wait for as long.
 //!
-//! A load's deadline counts from when it was submitted: who waits for it has waited for those before it as well. One whose
-//! time is over when its turn comes ends undone at once.
+//! A load without progress for its `standstill_timeout` also ends if the agent answers. The agent is then not
+//! suspected, because another node or a device hangs. For [`PEER_AVOIDANCE_TIME`], later loads only use
+//! blocks of this node, with a limit of [`RETRY_STANDSTILL_TIMEOUT`]. A hanging node therefore costs an
+//! engine about one `standstill_timeout` instead of one for each request.
 //!
-//! Dropping it cancels: transfers in the queues end undone, those at work end with the part that they are at, or after
-//! their `stall_timeout` when the agent hangs. It waits for that: no byte of the memory is touched after it.
+//! The deadline of a load counts from its submission, because its caller also waits for the loads before it.
+//! A load whose deadline has passed when it would start fails at once.
 //!
-//! Deliberately absent: retries, order between loads and saves (a caller that loads what it saves waits in between).
+//! Dropping [`Transfers`] cancels: queued transfers fail, running ones end with their current part, or after
+//! their `stall_timeout` when the agent hangs. The drop waits for that; the memory is not accessed
+//! afterwards.
+//!
+//! Not included: retries, and an order between loads and saves (a caller that loads blocks it saves must wait
+//! in between).
 
 use std::collections::{BTreeMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -51,61 +61,62 @@ use crate::paged::{
     check_blocks, check_layout,
 };
 
-/// Transfers of a kind that may wait unless told otherwise: each is one request's, and engines run some hundreds at a
-/// time.
+/// Default limit of queued transfers of one direction: each belongs to one request, and engines run some
+/// hundreds at a time.
 pub const QUEUED_MAX_DEFAULT: usize = 1024;
 
-/// Ends that are kept for [`Transfers::finished`] at the most; beyond it the oldest are forgotten.
+/// Maximum number of ended transfers that are kept for [`Transfers::finished`]; beyond it the oldest are
+/// dropped.
 pub const FINISHED_MAX: usize = 65_536;
 
-/// How long after a load that stood still others leave out what other nodes have: in 2 s, unless told otherwise, the
-/// agent has noticed a node that hangs (`peers.stall_timeout`), and asks it for nothing.
-pub const PEERS_AVOIDED: Duration = Duration::from_secs(2);
+/// Time after a stalled load in which later loads do not use other nodes. In 2 s, the default of the agent's
+/// `peers.stall_timeout`, the agent notices a hanging node and sends it no further requests.
+pub const PEER_AVOIDANCE_TIME: Duration = Duration::from_secs(2);
 
-/// How long one of these may stand still at the most: its blocks may be on their way from the node that hangs for
-/// somebody else.
-pub const STANDSTILL_AGAIN: Duration = Duration::from_millis(200);
+/// Standstill limit of a load in that time. It can still stall: another process may be fetching its blocks
+/// from the hanging node.
+pub const RETRY_STANDSTILL_TIMEOUT: Duration = Duration::from_millis(200);
 
-/// How transfers are done.
+/// Options of saves and loads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TransferOptions {
-    /// How to save.
+    /// Options of every save.
     pub save: SaveOptions,
-    /// How to load.
+    /// Options of every load.
     pub load: LoadOptions,
-    /// Loads, and saves, that may wait; one that finds the queue full ends undone at once.
+    /// Maximum number of waiting loads, and of waiting saves. A transfer that exceeds it fails at once.
     pub queued_max: usize,
 }
 
-/// Names a transfer.
+/// Identifies a transfer of one [`Transfers`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TransferId(pub u64);
 
-/// What became of a transfer.
+/// Result of a transfer.
 #[derive(Debug)]
 pub enum Outcome {
-    /// Of a save.
+    /// Result of a save.
     Saved(SavedBlocks),
-    /// Of a load.
+    /// Result of a load.
     Loaded(LoadedBlocks),
 }
 
 /// A transfer that has ended.
 #[derive(Debug)]
-pub struct Finished {
-    /// Which.
+pub struct FinishedTransfer {
+    /// Identifier of the transfer.
     pub id: TransferId,
-    /// What became of it.
+    /// Result for each block.
     pub outcome: Outcome,
-    /// From when it was submitted to its end.
+    /// Time from submission to end.
     pub elapsed: Duration,
 }
 
-/// Saves from and loads to one memory, over one keeper's session.
+/// Saves from and loads to one memory, over the session of one keeper.
 #[derive(Debug)]
 pub struct Transfers {
     shared: Arc<Shared>,
-    /// `None` while it is dropped.
+    /// `None` while the value is dropped.
     queues: Option<Queues>,
     threads: Vec<JoinHandle<()>>,
 }
@@ -121,26 +132,26 @@ struct Shared {
     keeper: Arc<SessionKeeper>,
     memory: Arc<dyn PagedMemory>,
     options: TransferOptions,
-    board: Mutex<Board>,
+    table: Mutex<TransferTable>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Board {
+struct TransferTable {
     last: u64,
-    unfinished: BTreeMap<TransferId, Underway>,
-    finished: VecDeque<Finished>,
+    unfinished: BTreeMap<TransferId, TransferProgress>,
+    finished: VecDeque<FinishedTransfer>,
     is_cancelled: bool,
-    /// Until when loads leave out what other nodes have.
+    /// Until then loads use only this node.
     peers_avoided_until: Option<Instant>,
 }
 
-/// How far a transfer is.
+/// Progress of a transfer.
 #[derive(Clone, Copy, Debug)]
-struct Underway {
+struct TransferProgress {
     direction: Direction,
-    /// Leading layers whose bytes are in the memory for all blocks: of a load those that it has copied, of a save
-    /// those that it may read.
+    /// Number of leading layers whose bytes are in the memory for all blocks: layers that a load has copied,
+    /// or that a save may read.
     layers: u32,
 }
 
@@ -150,7 +161,7 @@ enum Direction {
     Load,
 }
 
-/// A transfer on its way. Dropping it ends it undone, so that none is forgotten.
+/// A transfer that has not ended. Dropping it ends it with an error, so that no transfer stays unfinished.
 #[derive(Debug)]
 struct Job {
     shared: Arc<Shared>,
@@ -158,11 +169,11 @@ struct Job {
     direction: Direction,
     order: Order,
     blocks: Vec<(BlockKey, PhysicalBlock)>,
-    /// Of a save: the block before the first one in its chain.
+    /// Only for saves: the block before the first one in its chain.
     parent: Option<BlockKey>,
     submitted: Instant,
-    /// Why it ends undone, if it does.
-    undone: Option<ClientError>,
+    /// Error of a transfer that did not run.
+    error: Option<ClientError>,
 }
 
 impl Default for TransferOptions {
@@ -176,7 +187,7 @@ impl Default for TransferOptions {
 }
 
 impl Outcome {
-    /// Why it ended before its end, if it did.
+    /// Returns the error that stopped the transfer before its end, if any.
     pub fn stopped_by(&self) -> Option<&ClientError> {
         match self {
             Outcome::Saved(saved) => saved.stopped_by.as_ref(),
@@ -186,10 +197,10 @@ impl Outcome {
 }
 
 impl Transfers {
-    /// Transfers between the memory and whatever session the keeper has.
+    /// Creates transfers between the memory and the keeper's current session.
     ///
     /// # Errors
-    /// `BadRequest` (the memory's layout is not the session's), `Busy` (no thread can be started).
+    /// `BadRequest` (the memory's layout is not the session's), `Busy` (cannot spawn a thread).
     pub fn new(
         keeper: Arc<SessionKeeper>,
         memory: Arc<dyn PagedMemory>,
@@ -197,7 +208,7 @@ impl Transfers {
     ) -> Result<Transfers, ClientError> {
         check_layout(&keeper.options().layout, &*memory)?;
         let shared =
-            Arc::new(Shared { keeper, memory, options, board: Mutex::default(), changed: Condvar::new() });
+            Arc::new(Shared { keeper, memory, options, table: Mutex::default(), changed: Condvar::new() });
         let mut transfers = Transfers { shared, queues: None, threads: Vec::new() };
         let saves = transfers.start_thread("reprise-saves")?;
         let loads = transfers.start_thread("reprise-loads")?;
@@ -205,11 +216,12 @@ impl Transfers {
         Ok(transfers)
     }
 
-    /// Saves consecutive blocks of one chain, in its order, behind `parent`; see
-    /// [`CommitOptions::parent`](crate::CommitOptions::parent). They must not change until the save has ended.
+    /// Saves consecutive blocks of one chain, in its order, after `parent`; see
+    /// [`CommitOptions::parent`](crate::CommitOptions::parent). The blocks' memory must not change until the
+    /// save has ended.
     ///
     /// # Errors
-    /// `BadRequest`: there is no such block.
+    /// `BadRequest`: a block number is out of range.
     pub fn submit_save(
         &self,
         blocks: Vec<(BlockKey, PhysicalBlock)>,
@@ -218,11 +230,11 @@ impl Transfers {
         self.submit((Direction::Save, Order::ByWindows), blocks, parent)
     }
 
-    /// Saves blocks that are filled layer by layer: [`Transfers::note_filled`] says how far. What was told filled must
-    /// not change until the save has ended.
+    /// Saves blocks that are filled layer by layer; [`Transfers::note_filled`] announces the filled layers.
+    /// Filled layers must not change until the save has ended.
     ///
     /// # Errors
-    /// `BadRequest`: there is no such block.
+    /// `BadRequest`: a block number is out of range.
     pub fn submit_save_by_layers(
         &self,
         blocks: Vec<(BlockKey, PhysicalBlock)>,
@@ -231,25 +243,26 @@ impl Transfers {
         self.submit((Direction::Save, Order::ByLayers), blocks, parent)
     }
 
-    /// So many leading layers of all blocks of a save by layers are filled. Nothing, of a transfer that has ended.
+    /// Announces that `layers` leading layers of all blocks of a save are filled. No effect after the
+    /// transfer's end.
     pub fn note_filled(&self, id: TransferId, layers: u32) {
         self.shared.note_layers(id, Direction::Save, layers);
     }
 
-    /// Loads blocks. They hold nothing to be used until the load has ended.
+    /// Loads blocks. Their memory has unspecified contents until the load has ended.
     ///
     /// # Errors
-    /// `BadRequest`: there is no such block.
+    /// `BadRequest`: a block number is out of range.
     pub fn submit_load(&self, blocks: Vec<(BlockKey, PhysicalBlock)>) -> Result<TransferId, ClientError> {
         self.submit((Direction::Load, Order::ByWindows), blocks, None)
     }
 
-    /// Loads blocks, the first layers of all before the others. Whether a block is whole is known when the load has
-    /// ended; what is computed from its layers before that is to be thrown away when it is not. Its deadline counts
-    /// from now: who waits for it has waited for those before it as well.
+    /// Loads blocks, the first layers of all before the others. Only the end of the load shows whether a
+    /// block is complete; discard results that were computed from the layers of an incomplete one. The
+    /// deadline counts from now, and includes the wait for the loads before this one.
     ///
     /// # Errors
-    /// `BadRequest`: there is no such block.
+    /// `BadRequest`: a block number is out of range.
     pub fn submit_load_by_layers(
         &self,
         blocks: Vec<(BlockKey, PhysicalBlock)>,
@@ -257,32 +270,36 @@ impl Transfers {
         self.submit((Direction::Load, Order::ByLayers), blocks, None)
     }
 
-    /// Waits until these loads have copied a layer of all blocks that have not failed, or have ended; whether they have.
+    /// Waits until these loads have ended, or have copied a layer of all blocks that have not failed; false
+    /// on timeout.
     pub fn wait_layer(&self, ids: &[TransferId], layer: u32, timeout: Duration) -> bool {
-        let is_there = |underway: &Underway| underway.direction == Direction::Load && underway.layers > layer;
-        let all_there =
-            |board: &Board| ids.iter().all(|id| board.unfinished.get(id).is_none_or(is_there)).then_some(());
+        let is_there =
+            |progress: &TransferProgress| progress.direction == Direction::Load && progress.layers > layer;
+        let all_there = |table: &TransferTable| {
+            ids.iter().all(|id| table.unfinished.get(id).is_none_or(is_there)).then_some(())
+        };
         self.shared.wait_for(timeout, all_there).is_some()
     }
 
-    /// The transfers that have ended since the last call, in the order of their ends. Does not wait.
-    pub fn finished(&self) -> Vec<Finished> {
+    /// Returns the transfers that have ended since the last call, in the order of their ends. Does not wait.
+    pub fn finished(&self) -> Vec<FinishedTransfer> {
         std::mem::take(&mut self.shared.lock().finished).into()
     }
 
-    /// Waits until these have ended; whether they have. They are told by [`Transfers::finished`] all the same.
+    /// Waits until these transfers have ended; false on timeout. [`Transfers::finished`] still returns them.
     pub fn wait(&self, ids: &[TransferId], timeout: Duration) -> bool {
-        let all_ended = |board: &Board| ids.iter().all(|id| !board.unfinished.contains_key(id)).then_some(());
+        let all_ended =
+            |table: &TransferTable| ids.iter().all(|id| !table.unfinished.contains_key(id)).then_some(());
         self.shared.wait_for(timeout, all_ended).is_some()
     }
 
-    /// Ends all transfers as soon as possible, those that are yet to be submitted as well. Does not wait.
+    /// Ends all transfers as soon as possible, including those that will be submitted later. Does not wait.
     pub fn cancel(&self) {
         self.shared.lock().is_cancelled = true;
         self.shared.changed.notify_all();
     }
 
-    /// Transfers that have not ended.
+    /// Returns the number of transfers that have not ended.
     pub fn unfinished(&self) -> usize {
         self.shared.lock().unfinished.len()
     }
@@ -297,15 +314,15 @@ impl Transfers {
         let id = self.shared.begin(direction);
         let shared = Arc::clone(&self.shared);
         let submitted = Instant::now();
-        let job = Job { shared, id, direction, order, blocks, parent, submitted, undone: None };
-        let queues = self.queues.as_ref().expect("they are there until it is dropped");
+        let job = Job { shared, id, direction, order, blocks, parent, submitted, error: None };
+        let queues = self.queues.as_ref().expect("the queues exist until the drop");
         let queue = match direction {
             Direction::Save => &queues.saves,
             Direction::Load => &queues.loads,
         };
         if let Err(refused) = queue.try_send(job) {
-            let full = format!("{} transfers wait already", self.shared.options.queued_max);
-            refused.into_inner().undone = Some(ClientError::Busy(full));
+            let full = format!("{} transfers are queued already", self.shared.options.queued_max);
+            refused.into_inner().error = Some(ClientError::Busy(full));
         }
         Ok(id)
     }
@@ -315,7 +332,7 @@ impl Transfers {
         let thread = thread::Builder::new()
             .name(name.to_owned())
             .spawn(move || work(&receiver))
-            .map_err(|error| ClientError::Busy(format!("no thread can be started: {error}")))?;
+            .map_err(|error| ClientError::Busy(format!("cannot spawn a transfer thread: {error}")))?;
         self.threads.push(thread);
         Ok(sender)
     }
@@ -326,17 +343,17 @@ impl Drop for Transfers {
         self.cancel();
         self.queues = None;
         for thread in self.threads.drain(..) {
-            // It catches what its transfers panic with.
+            // The thread catches panics of its transfers.
             let _ = thread.join();
         }
     }
 }
 
-/// Does transfers until there will be no more; body of a thread.
+/// Runs transfers until the queue is closed; body of a thread.
 fn work(queue: &Receiver<Job>) {
     while let Ok(job) = queue.recv() {
-        // What panicked was reported by the panic hook, and the job has ended undone. Those behind it have done nothing
-        // wrong.
+        // The panic hook has reported a panic, and the dropped job has ended with an error. The jobs behind
+        // it must still run.
         let _ = catch_unwind(AssertUnwindSafe(|| job.run()));
     }
 }
@@ -352,16 +369,16 @@ impl Job {
                 }
                 self.end(outcome);
             }
-            Err(reason) => self.undone = Some(reason),
+            Err(reason) => self.error = Some(reason),
         }
     }
 
     fn attempt(&self) -> Result<Outcome, ClientError> {
         let shared = &self.shared;
-        if !self.may_go_on() {
+        if !self.should_continue() {
             return Err(cancelled());
         }
-        let client = shared.keeper.answering().ok_or_else(|| shared.keeper.absence())?;
+        let client = shared.keeper.responsive().ok_or_else(|| shared.keeper.unavailable_reason())?;
         let memory = &*shared.memory;
         match self.direction {
             Direction::Save => {
@@ -375,24 +392,26 @@ impl Job {
         }
     }
 
-    /// What is left of a load's time.
+    /// Returns the rest of a load's deadline.
     fn load_deadline(&self) -> Result<Duration, ClientError> {
         let deadline = self.shared.options.load.deadline;
         match deadline.saturating_sub(self.submitted.elapsed()) {
-            Duration::ZERO => Err(ClientError::Busy(format!("loads before this one took {deadline:?}"))),
+            Duration::ZERO => {
+                Err(ClientError::Busy(format!("earlier loads used up the deadline of {deadline:?}")))
+            }
             left => Ok(left),
         }
     }
 
     fn end(&self, outcome: Outcome) {
-        let finished = Finished { id: self.id, outcome, elapsed: self.submitted.elapsed() };
-        let mut board = self.shared.lock();
-        board.unfinished.remove(&self.id);
-        if board.finished.len() == FINISHED_MAX {
-            board.finished.pop_front();
+        let finished = FinishedTransfer { id: self.id, outcome, elapsed: self.submitted.elapsed() };
+        let mut table = self.shared.lock();
+        table.unfinished.remove(&self.id);
+        if table.finished.len() == FINISHED_MAX {
+            table.finished.pop_front();
         }
-        board.finished.push_back(finished);
-        drop(board);
+        table.finished.push_back(finished);
+        drop(table);
         self.shared.changed.notify_all();
     }
 }
@@ -402,7 +421,7 @@ impl Pace for Job {
         self.order
     }
 
-    fn may_go_on(&self) -> bool {
+    fn should_continue(&self) -> bool {
         !self.shared.lock().is_cancelled
     }
 
@@ -411,12 +430,12 @@ impl Pace for Job {
             return Ok(());
         }
         let layer_wait = self.shared.options.save.layer_wait;
-        let told = self.shared.wait_for(layer_wait, |board| match board.unfinished.get(&self.id) {
-            Some(underway) if underway.layers > layer => Some(Ok(())),
-            _ if board.is_cancelled => Some(Err(cancelled())),
+        let filled = self.shared.wait_for(layer_wait, |table| match table.unfinished.get(&self.id) {
+            Some(progress) if progress.layers > layer => Some(Ok(())),
+            _ if table.is_cancelled => Some(Err(cancelled())),
             _ => None,
         });
-        told.unwrap_or_else(|| {
+        filled.unwrap_or_else(|| {
             Err(ClientError::BadRequest(format!(
                 "layer {layer} of a save was not filled within {layer_wait:?}"
             )))
@@ -433,7 +452,7 @@ impl Drop for Job {
         if !self.shared.lock().unfinished.contains_key(&self.id) {
             return;
         }
-        let (blocks, reason) = (self.blocks.len(), self.undone.take().unwrap_or_else(cancelled));
+        let (blocks, reason) = (self.blocks.len(), self.error.take().unwrap_or_else(cancelled));
         self.end(match self.direction {
             Direction::Save => Outcome::Saved(SavedBlocks::unsaved(blocks, reason)),
             Direction::Load => Outcome::Loaded(LoadedBlocks::failed(blocks, reason)),
@@ -443,62 +462,62 @@ impl Drop for Job {
 
 impl Shared {
     fn begin(&self, direction: Direction) -> TransferId {
-        let mut board = self.lock();
-        board.last += 1;
-        let id = TransferId(board.last);
-        board.unfinished.insert(id, Underway { direction, layers: 0 });
+        let mut table = self.lock();
+        table.last += 1;
+        let id = TransferId(table.last);
+        table.unfinished.insert(id, TransferProgress { direction, layers: 0 });
         id
     }
 
-    /// A load stood still.
+    /// Makes later loads use only this node for a while, after a load without progress.
     fn avoid_peers(&self) {
-        self.lock().peers_avoided_until = Some(deadline::after(PEERS_AVOIDED));
+        self.lock().peers_avoided_until = Some(deadline::after(PEER_AVOIDANCE_TIME));
     }
 
-    /// How a load is done that begins now.
+    /// Options of a load that starts now.
     fn load_options(&self) -> LoadOptions {
         let options = self.options.load;
         match (self.lock().peers_avoided_until, options.standstill_timeout) {
             (Some(until), Some(standstill)) if Instant::now() < until => LoadOptions {
                 scope: Scope::Local,
-                standstill_timeout: Some(standstill.min(STANDSTILL_AGAIN)),
+                standstill_timeout: Some(standstill.min(RETRY_STANDSTILL_TIMEOUT)),
                 ..options
             },
             _ => options,
         }
     }
 
-    /// A transfer has come to so many layers.
+    /// Records that a transfer has reached `layers` leading layers.
     fn note_layers(&self, id: TransferId, direction: Direction, layers: u32) {
-        let mut board = self.lock();
-        match board.unfinished.get_mut(&id) {
-            Some(underway) if underway.direction == direction && underway.layers < layers => {
-                underway.layers = layers;
+        let mut table = self.lock();
+        match table.unfinished.get_mut(&id) {
+            Some(progress) if progress.direction == direction && progress.layers < layers => {
+                progress.layers = layers;
             }
             _ => return,
         }
-        drop(board);
+        drop(table);
         self.changed.notify_all();
     }
 
-    /// Waits until there is something to see on the board; `None`: not within this time.
-    fn wait_for<T>(&self, timeout: Duration, see: impl Fn(&Board) -> Option<T>) -> Option<T> {
+    /// Waits until `see` returns a value; `None` on timeout.
+    fn wait_for<T>(&self, timeout: Duration, see: impl Fn(&TransferTable) -> Option<T>) -> Option<T> {
         let deadline = deadline::after(timeout);
-        let mut board = self.lock();
+        let mut table = self.lock();
         loop {
-            if let Some(seen) = see(&board) {
+            if let Some(seen) = see(&table) {
                 return Some(seen);
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return None;
             }
-            let waited = self.changed.wait_timeout(board, left);
-            board = waited.unwrap_or_else(PoisonError::into_inner).0;
+            let waited = self.changed.wait_timeout(table, left);
+            table = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Board> {
-        self.board.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, TransferTable> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

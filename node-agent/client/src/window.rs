@@ -1,7 +1,7 @@
-//! Loads of any length, a window of blocks at a time.
+//! Loads of any number of blocks, in windows.
 //!
-//! While one window is used, the next one is on its way: two windows at the most are held, so a request of any
-//! length needs `2 × window_blocks` slots of the arena.
+//! While the caller uses one window, the next one is loading. A request of any length therefore holds at most
+//! two windows: `2 × window_blocks` slots of the arena.
 
 use std::ops::ControlFlow;
 
@@ -10,14 +10,15 @@ use crate::error::ClientError;
 use crate::load::{Load, LoadRequest};
 
 impl Client {
-    /// Loads the request's keys, any number of them, in windows of `window_blocks` (`1..=8192`) and calls `use_window`
-    /// with each window's first block's index and its load, in order. Layers of a window may still be in flight.
-    /// Ends early, without an error, when `use_window` breaks.
+    /// Loads the request's keys, any number of them, in windows of `window_blocks` (`1..=8192`). Calls
+    /// `use_window` in order with the index of each window's first block and its load. Layers of a window may
+    /// still be in flight. Ends early, without an error, when `use_window` breaks.
     ///
-    /// The request's deadline counts for each window from when it is asked for: when the one before is used.
+    /// The request's deadline applies to each window from its request on, which is sent when the previous
+    /// window is used.
     ///
     /// # Errors
-    /// As [`Client::load`]; windows that were used before stay used.
+    /// As [`Client::load`]; windows that were used before the error remain valid.
     pub fn load_windowed(
         &self,
         request: &LoadRequest,
@@ -26,7 +27,7 @@ impl Client {
     ) -> Result<(), ClientError> {
         let start = |keys: &[_]| self.start_load(&LoadRequest { keys: keys.to_vec(), ..*request });
         if window_blocks == 0 {
-            return Err(ClientError::BadRequest("a window of no blocks".into()));
+            return Err(ClientError::BadRequest("invalid window of 0 blocks".into()));
         }
         let mut windows = request.keys.chunks(window_blocks);
         let mut coming = windows.next().map(start).transpose()?;

@@ -1,8 +1,8 @@
 //! Frames: a little-endian `u32` length, then one message.
 //!
-//! Received payloads become [`Bytes`], so that fields of a decoded message (checksums of a load) are slices of
-//! the frame instead of copies. A small frame is copied out of the receive buffer; a frame that does not fit
-//! is received into memory of its own. Nothing longer than [`FRAME_BYTES_MAX`] is ever allocated for.
+//! Received payloads become [`Bytes`], so that fields of a decoded message (checksums of a load) are slices
+//! of the frame instead of copies. A small frame is copied out of the receive buffer; a frame that does not
+//! fit gets its own allocation. No allocation is larger than [`FRAME_BYTES_MAX`].
 
 use bytes::Bytes;
 use reprise_proto::local::{FRAME_BYTES_MAX, Request};
@@ -11,16 +11,16 @@ use prost::Message;
 
 use crate::error::ClientError;
 
-/// Bytes of a frame's length.
+/// Size of a frame's length field in bytes.
 pub(crate) const LENGTH_BYTES: usize = 4;
 
-/// Bytes asked of one receive call: most answers and several notices fit.
+/// Size of one receive call: most answers and several notices fit.
 const RECEIVE_BYTES: usize = 64 << 10;
 
 /// Appends a request as one frame.
 ///
 /// # Errors
-/// `BadRequest` when the message would be longer than a frame may be; nothing is appended then.
+/// `BadRequest` when the message would exceed the frame limit; `out` is then unchanged.
 pub(crate) fn append_frame(request: &Request, out: &mut Vec<u8>) -> Result<(), ClientError> {
     let length = request.encoded_len();
     if length > FRAME_BYTES_MAX {
@@ -34,14 +34,14 @@ pub(crate) fn append_frame(request: &Request, out: &mut Vec<u8>) -> Result<(), C
     Ok(())
 }
 
-/// Cuts a stream of bytes into frames.
+/// Splits a stream of bytes into frames.
 #[derive(Debug)]
 pub(crate) struct FrameReader {
     buffer: Box<[u8]>,
-    /// Bytes of `buffer` that are received and not yet cut: `start..end`.
+    /// Range of received bytes in `buffer` that belong to no frame yet: `start..end`.
     start: usize,
     end: usize,
-    /// A frame that is received into memory of its own; `buffer` is empty meanwhile.
+    /// A frame that is received into its own allocation; `buffer` is empty meanwhile.
     large: Option<LargeFrame>,
 }
 
@@ -56,7 +56,8 @@ impl FrameReader {
         FrameReader { buffer: vec![0; RECEIVE_BYTES].into(), start: 0, end: 0, large: None }
     }
 
-    /// Where the next bytes of the stream go; never empty. Call after [`FrameReader::next_frame`] gave `None`.
+    /// Returns the memory for the next bytes of the stream; never empty. Call it after
+    /// [`FrameReader::next_frame`] returned `None`.
     pub(crate) fn space(&mut self) -> &mut [u8] {
         if let Some(large) = &mut self.large {
             return &mut large.bytes[large.filled..];
@@ -67,7 +68,7 @@ impl FrameReader {
         &mut self.buffer[self.end..]
     }
 
-    /// `count` bytes were put into [`FrameReader::space`].
+    /// Notes that `count` bytes were written to [`FrameReader::space`].
     pub(crate) fn received(&mut self, count: usize) {
         match &mut self.large {
             Some(large) => large.filled += count,
@@ -75,7 +76,7 @@ impl FrameReader {
         }
     }
 
-    /// The next whole frame, if it is there.
+    /// Returns the next complete frame, if there is one.
     ///
     /// # Errors
     /// `Protocol` when the stream announces a frame that is too long.
@@ -90,7 +91,7 @@ impl FrameReader {
         let length = u32::from_le_bytes(*length) as usize;
         if length > FRAME_BYTES_MAX {
             return Err(ClientError::Protocol(format!(
-                "a frame of {length} bytes; {FRAME_BYTES_MAX} are allowed"
+                "a frame of {length} bytes exceeds the limit of {FRAME_BYTES_MAX}"
             )));
         }
         if let Some(frame) = rest.get(..length) {
@@ -138,7 +139,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn frames_come_out_as_they_went_in_however_the_stream_is_cut(
+        fn frames_survive_any_segmentation_of_the_stream(
             lengths in prop::collection::vec(prop_oneof![0..64usize, Just(RECEIVE_BYTES - 4), 60_000..200_000usize], 0..6),
             steps in prop::collection::vec(prop_oneof![1..9usize, 1..100_000usize], 1..8),
         ) {
@@ -154,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_that_is_too_long_is_refused_before_it_is_received() {
+    fn rejects_a_too_long_frame_before_receiving_it() {
         let stream = (FRAME_BYTES_MAX as u32 + 1).to_le_bytes();
         assert!(matches!(cut(&stream, &[4]), Err(ClientError::Protocol(_))));
     }

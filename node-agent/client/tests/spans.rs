@@ -1,9 +1,9 @@
-//! What somebody who traces an engine sees of its calls.
+//! Tracing spans of an engine's calls.
 //!
-//! A process of its own: `tracing` remembers for the whole process whether anybody wants a span, and tests without a
-//! subscriber that reach it first would have it forget the others.
+//! A separate test binary: `tracing` caches for the whole process whether a span has a subscriber. Tests
+//! without a subscriber that reach a span first would disable it for the others.
 
-#[allow(dead_code)] // these tests play a part of what it can
+#[allow(dead_code)] // these tests use a part of it
 #[path = "client/fake_agent.rs"]
 mod fake_agent;
 
@@ -22,20 +22,20 @@ use tracing_subscriber::{Layer, Registry};
 
 use fake_agent::{Answer, FakeAgent, Grant, SHORT, key};
 
-/// A span: its name and fields as text.
+/// Name and fields of a span, as text.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct Seen {
+struct RecordedSpan {
     name: &'static str,
     fields: BTreeMap<&'static str, String>,
 }
 
-/// Keeps the spans of this crate's subject in the order in which they were opened.
+/// Collects the spans of this crate in the order in which they were opened.
 #[derive(Clone, Debug, Default)]
 struct Collector {
-    spans: Arc<Mutex<Vec<(Id, Seen)>>>,
+    spans: Arc<Mutex<Vec<(Id, RecordedSpan)>>>,
 }
 
-impl Visit for Seen {
+impl Visit for RecordedSpan {
     fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
         self.fields.insert(field.name(), format!("{value:?}"));
     }
@@ -47,21 +47,21 @@ impl Visit for Seen {
 
 impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Collector {
     fn on_new_span(&self, attributes: &Attributes<'_>, id: &Id, _: Context<'_, S>) {
-        let mut seen = Seen { name: attributes.metadata().name(), fields: BTreeMap::new() };
+        let mut seen = RecordedSpan { name: attributes.metadata().name(), fields: BTreeMap::new() };
         attributes.record(&mut seen);
         self.spans.lock().unwrap_or_else(PoisonError::into_inner).push((id.clone(), seen));
     }
 
     fn on_record(&self, id: &Id, values: &Record<'_>, _: Context<'_, S>) {
         let mut spans = self.spans.lock().unwrap_or_else(PoisonError::into_inner);
-        // Numbers of spans are used again: the latest is meant.
-        let (_, seen) = spans.iter_mut().rfind(|(seen, _)| seen == id).expect("it was opened before");
+        // Span numbers are reused: take the latest.
+        let (_, seen) = spans.iter_mut().rfind(|(seen, _)| seen == id).expect("the span was opened before");
         values.record(seen);
     }
 }
 
-/// The spans that a client opens on this thread.
-fn spans_of(calls: impl FnOnce()) -> Vec<Seen> {
+/// Returns the spans that a client opens on this thread.
+fn spans_of(calls: impl FnOnce()) -> Vec<RecordedSpan> {
     let collector = Collector::default();
     let subscriber = Registry::default().with(collector.clone());
     tracing::subscriber::with_default(subscriber, calls);
@@ -69,12 +69,12 @@ fn spans_of(calls: impl FnOnce()) -> Vec<Seen> {
     spans.iter().map(|(_, seen)| seen.clone()).collect()
 }
 
-fn seen(name: &'static str, fields: &[(&'static str, &str)]) -> Seen {
-    Seen { name, fields: fields.iter().map(|(field, value)| (*field, (*value).to_owned())).collect() }
+fn seen(name: &'static str, fields: &[(&'static str, &str)]) -> RecordedSpan {
+    RecordedSpan { name, fields: fields.iter().map(|(field, value)| (*field, (*value).to_owned())).collect() }
 }
 
 #[test]
-fn every_call_is_a_span_with_its_name_and_session_and_the_wait_of_a_load_says_how_it_ended() {
+fn every_call_has_a_span_and_the_wait_of_a_load_records_its_outcome() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
         let (id, blocks) = peer.expect_match();
@@ -106,7 +106,7 @@ fn every_call_is_a_span_with_its_name_and_session_and_the_wait_of_a_load_says_ho
 }
 
 #[test]
-fn the_wait_of_a_load_without_an_answer_says_so() {
+fn the_wait_of_an_unanswered_load_records_the_timeout() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
         peer.expect_load();
@@ -115,10 +115,10 @@ fn the_wait_of_a_load_without_an_answer_says_so() {
     let spans = spans_of(|| {
         let client = Client::connect(agent.options().call_timeout(SHORT)).expect("a session");
         let request = LoadRequest { deadline: SHORT, ..LoadRequest::new(vec![key(0)]) };
-        client.load(&request).expect_err("nobody answers");
+        client.load(&request).expect_err("the agent does not answer");
     });
     agent.join();
-    let wait = spans.last().expect("the load was waited for");
+    let wait = spans.last().expect("the wait of the load");
     assert_eq!(wait.name, "load_wait");
     assert!(wait.fields["outcome"].contains("no answer"), "{wait:?}");
     assert!(!wait.fields.contains_key("placed"), "{wait:?}");

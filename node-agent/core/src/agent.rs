@@ -1,26 +1,31 @@
-//! The decision core of a node agent.
+//! Decision core of a node agent.
 //!
 //! ```text
 //!  engines ─ Request ─▶ ┌───────────────────────────────┐ ─ Reply, Durable, Progress ─▶ engines
 //!  devices ─ DeviceDone, Fill ─▶   AgentCore::apply     │ ─ Device, ReadBlocks ───────▶ devices
 //!  peers ── PeerRequest, Fill ─▶   index, arena, loads, │ ─ PeerFetch, Serve… ────────▶ peers
-//!  directory ─ Found ─▶ │  write-back, eviction, serves,│ ─ Lookup, Announce, Place ──▶ directory
-//!  peers ─── PeerOffer ─▶ giving and taking replicas    │ ─ Offer, AnswerOffer ───────▶ peers
+//!  directory ─ Lookup… ─▶ write-back, eviction, serves, │ ─ Lookup, Announce, Place ──▶ directory
+//!  peers ─── PeerOffer ─▶  replication                  │ ─ Offer, AnswerOffer ───────▶ peers
 //!                       └───────────────────────────────┘
 //! ```
 //!
-//! One event at a time, no locks; whatever takes time is an effect whose end is an event. Time is the `now` of each
-//! call; [`AgentCore::next_deadline`] says when `Event::Tick` is wanted.
+//! The core processes one event at a time and needs no locks. Everything that takes time is an effect whose
+//! result is an event. The `now` of each call is the current time; [`AgentCore::next_deadline`] returns when
+//! to send `Event::Tick`.
 //!
-//! Invariants, checked by [`AgentCore::audit`]: a slot of the arena is in one state at a time; it is freed only when
-//! no reader, engine, device or transport has it; bytes never exceed the regions given; every load is answered
-//! by its deadline; a block is in the index exactly when it is in DRAM, on its way there, or on a device.
+//! Invariants, checked by [`AgentCore::audit`]:
 //!
-//! Memory of a block (without checksums, 4 bytes an object in DRAM): index entry 28 and 5–11 in the table, order of
-//! NVMe eviction 10, slot record of the pool 32; in DRAM also a frame of 28, 4 in its
-//! region, order of DRAM eviction 10.
+//! * A slot of the arena is in one state at a time, and is freed only when no reader, engine, device or
+//!   transport uses it.
+//! * Bytes in use never exceed the regions.
+//! * Every load is answered by its deadline.
+//! * A block is in the index exactly if it is in DRAM, being filled, or on a device.
 //!
-//! Deliberately absent: bytes, sockets, clocks, prefetch, a cold tier.
+//! Memory of a block, in bytes: index entry 28, hash table 5–11, NVMe eviction order 10, slot record of the
+//! pool 32. In DRAM also a frame of 28, 4 in its region, DRAM eviction order 10, and 4 for the checksum of
+//! each object.
+//!
+//! Out of scope: payloads, sockets, clocks, prefetching, a cold tier.
 
 use std::collections::BTreeMap;
 
@@ -35,31 +40,30 @@ use crate::pool::{DevicePool, StoredBlock};
 mod arena;
 mod audit;
 mod bandwidth;
+mod block_sources;
 mod checksums;
+mod commits;
 mod counters;
-mod describe;
+mod description;
 mod devices;
-mod evict;
+mod dram_eviction;
 mod fills;
 mod frames;
-mod giving;
-mod hot;
+mod hot_keys;
 mod index;
+mod integrity;
 pub mod limits;
 mod loads;
 mod lookups;
 mod peers;
-mod placing;
 mod progress;
 mod recency;
-mod save;
+mod replication;
 mod serves;
 mod sessions;
 mod settings;
-mod shapes;
+mod size_class;
 mod slab;
-mod suspects;
-mod taking;
 mod tenants;
 mod tickets;
 mod timers;
@@ -67,9 +71,9 @@ mod usage;
 mod writeback;
 
 pub use counters::Counters;
-pub use describe::{BlockDescription, BlockOrigin, DramCopy};
+pub use description::{BlockDescription, BlockOrigin, DramCopy};
 pub use settings::Settings;
-pub use tenants::{Blocks, TenantCounts, TenantQuotas, TenantUsage};
+pub use tenants::{TenantBlocks, TenantCounts, TenantQuotas, TenantUsage};
 pub use usage::NodeUsage;
 
 use arena::Arena;
@@ -77,32 +81,31 @@ use bandwidth::Bandwidth;
 use devices::Devices;
 use fills::Fill;
 use frames::{FrameIndex, Frames};
-use giving::Giving;
-use hot::Hot;
+use hot_keys::HotKeys;
 use index::{Dram, Index};
 use loads::Load;
 use lookups::Lookup;
 use peers::Peers;
+use replication::{Inbound, Outbound};
 use serves::{Serve, ServeShare};
 use sessions::{Reservation, ReservationGroup, Session};
-use shapes::{ShapeId, Shapes};
+use size_class::{SizeClassId, SizeClasses};
 use slab::{Slab, SlabId};
-use taking::Taking;
 use tenants::Tenants;
 use tickets::TicketState;
 use timers::{Timer, Timers};
 use writeback::WriteBack;
 
-/// The core of a node agent; see the module.
+/// State machine of a node agent.
 #[derive(Debug)]
 pub struct AgentCore {
     settings: Settings,
     now: Tick,
-    /// Effects of the event being applied.
+    /// Effects of the event that is being applied.
     out: Vec<Effect>,
-    /// Replica changes of the event being applied.
+    /// Replica changes of the event that is being applied.
     changes: Vec<ReplicaChange>,
-    shapes: Shapes,
+    size_classes: SizeClasses,
     tenants: Tenants,
     arena: Arena,
     frames: Frames,
@@ -113,32 +116,33 @@ pub struct AgentCore {
     reservations: Slab<Reservation>,
     groups: Slab<ReservationGroup>,
     reserved_bytes: u64,
-    /// Blocks readable in DRAM.
+    /// Number of blocks that are readable in DRAM.
     resident_blocks: u64,
     tickets: Slab<TicketState>,
     loads: Slab<Load>,
     lookups: Slab<Lookup>,
     fills: Slab<Fill>,
-    /// Frames that are being checked.
+    /// Frames whose contents are being checked.
     checks: Slab<FrameIndex>,
-    /// Fetches begun so far.
+    /// Number of fetches started.
     fetches: u64,
     peers: Peers,
     serves: BTreeMap<ServeId, Serve>,
     serve_share: ServeShare,
-    hot: Hot,
-    giving: Giving,
-    taking: Taking,
+    hot: HotKeys,
+    outbound: Outbound,
+    inbound: Inbound,
     bandwidth: Bandwidth,
     timers: Timers,
     counters: Counters,
 }
 
 impl AgentCore {
-    /// A core over these devices (in the order of their ids) with the blocks that recovery found on them, and these
-    /// regions with their bytes. Returns effects to execute first: they make durable what recovery decided.
+    /// Creates a core with these devices, in the order of their ids, and these arena regions with their sizes
+    /// in bytes. `pools` includes the blocks that recovery found. Returns effects to execute first, which
+    /// make the results of recovery durable.
     ///
-    /// Recovered blocks are not announced here: the control plane asks for the inventory when the node registers.
+    /// Does not announce recovered blocks: the control plane requests the inventory when the node registers.
     pub fn new(
         settings: Settings,
         pools: Vec<(DevicePool, Vec<StoredBlock>)>,
@@ -149,7 +153,7 @@ impl AgentCore {
             now: Tick(0),
             out: Vec::new(),
             changes: Vec::new(),
-            shapes: Shapes::default(),
+            size_classes: SizeClasses::default(),
             tenants: Tenants::new(&settings.tenants),
             arena: Arena::new(regions, settings.eviction),
             frames: Frames::default(),
@@ -170,9 +174,9 @@ impl AgentCore {
             peers: Peers::default(),
             serves: BTreeMap::new(),
             serve_share: ServeShare::default(),
-            hot: Hot::new(settings.hot_reads, settings.hot_window),
-            giving: Giving::new(),
-            taking: Taking::default(),
+            hot: HotKeys::new(settings.hot_reads, settings.hot_window),
+            outbound: Outbound::new(),
+            inbound: Inbound::default(),
             bandwidth: Bandwidth::new(settings.placement_bandwidth),
             timers: Timers::default(),
             counters: Counters::default(),
@@ -181,18 +185,18 @@ impl AgentCore {
         for (device, blocks) in core.devices.ids().zip(stored) {
             core.adopt_stored(device, blocks);
         }
-        core.begin_tenants();
+        core.init_tenants();
         core.start_devices();
         core.keep_pool_free();
-        // Not cleared: it has grown by every recovered block.
+        // Replaced, not cleared: every recovered block has made the vector grow.
         core.changes = Vec::new();
         core.update_gauges();
         let effects = std::mem::take(&mut core.out);
         (core, effects)
     }
 
-    /// Applies one event at an instant; appends what is to be done. Instants must not go back (an earlier one counts
-    /// as the latest).
+    /// Applies one event at a point in time and appends the resulting effects. Time must not go backwards; an
+    /// earlier time counts as the latest one.
     pub fn apply(&mut self, now: Tick, event: Event, effects: &mut Vec<Effect>) {
         self.now = self.now.max(now);
         std::mem::swap(&mut self.out, effects);
@@ -200,8 +204,8 @@ impl AgentCore {
         self.fire_timers();
         self.begin_serves();
         self.begin_pulls();
-        self.give();
-        // Before the write-back, which it may urge.
+        self.replicate();
+        // Before the write-back, which shrinking may make urgent.
         self.shrink_tenants();
         self.write_back();
         self.keep_pool_free();
@@ -211,9 +215,10 @@ impl AgentCore {
         std::mem::swap(&mut self.out, effects);
     }
 
-    /// When `Event::Tick` is wanted if nothing happens before; `None` when time alone changes nothing.
+    /// Time at which to send `Event::Tick` if no other event arrives before; `None` if time alone changes
+    /// nothing.
     pub fn next_deadline(&self) -> Option<Tick> {
-        let placement = [self.giving.wake(), self.taking.wake()];
+        let placement = [self.outbound.wake(), self.inbound.wake()];
         let others = [self.timers.next(), self.writeback_deadline(), self.tenants.shrink_at()];
         placement.into_iter().chain(others).flatten().min()
     }
@@ -238,14 +243,14 @@ impl AgentCore {
             Event::DeviceDetached { device } => self.detach_device(device),
             Event::PoolFree { permille } => self.set_pool_free(permille),
             Event::Fill { fill, update } => self.fill_update(SlabId(fill.0), update),
-            Event::Found { lookup, found } => self.found(SlabId(lookup.0), found),
+            Event::LookupAnswered { lookup, found } => self.lookup_answered(SlabId(lookup.0), found),
             Event::LookupFailed { lookup } => self.lookup_failed(SlabId(lookup.0)),
-            Event::Checked { check, integrity } => self.checked(SlabId(check.0), integrity),
+            Event::CheckDone { check, integrity } => self.checked(SlabId(check.0), integrity),
             Event::PeerRequest(request) => self.serve(request),
             Event::ServeDone { serve, block } => self.serve_done(serve, block),
             Event::ServeAborted { serve } => self.serve_aborted(serve),
             Event::InventoryWanted { slots } => self.announce_inventory(slots),
-            Event::Placed { place, answers } => self.placed(SlabId(place.0), &answers),
+            Event::PlaceAnswered { place, answers } => self.place_answered(SlabId(place.0), &answers),
             Event::PlaceFailed { place } => self.place_failed(SlabId(place.0)),
             Event::OfferAnswered { offer, taken, retry_after } => {
                 self.offer_answered(SlabId(offer.0), &taken, retry_after);
@@ -253,9 +258,9 @@ impl AgentCore {
             Event::OfferFailed { offer } => self.offer_failed(SlabId(offer.0)),
             Event::PeerOffer(offer) => self.peer_offer(&offer),
             Event::Mode { mode, revision } => self.set_mode(mode, revision),
-            Event::Move(order) => self.set_move(order),
-            Event::Budget(grant) => self.take_grant(grant),
-            Event::Flush => self.urge_writeback(),
+            Event::Move(directive) => self.set_move(directive),
+            Event::Budget(grant) => self.apply_grant(grant),
+            Event::Flush => self.expedite_writeback(),
             Event::Tick => {}
         }
     }
@@ -263,7 +268,7 @@ impl AgentCore {
     fn request(&mut self, (session, request): (SessionId, RequestId), body: Request, received: Tick) {
         if !self.sessions.contains_key(&session) {
             let message =
-                "this session is not open: the agent has as many sessions or layouts as it can hold";
+                "no session: the agent has reached its maximum number of sessions, tenants or layouts";
             let retry_after = self.settings.load_deadline_default;
             let reply = Reply::Busy { message: message.to_owned(), retry_after };
             return self.reply(session, request, reply);
@@ -282,8 +287,9 @@ impl AgentCore {
             }
             Request::Stats => {
                 self.update_gauges();
-                let shape = self.sessions.get(&session).map(|session| session.shape);
-                let own = shape.map(|shape| self.tenants.usage(self.tenant_of(shape)).fields());
+                let size_class = self.sessions.get(&session).map(|session| session.size_class);
+                let own =
+                    size_class.map(|size_class| self.tenants.usage(self.tenant_of(size_class)).fields());
                 let stats = self.counters.fields().chain(own.into_iter().flatten()).collect();
                 self.reply(session, request, Reply::Stats(stats));
             }
@@ -307,25 +313,25 @@ impl AgentCore {
         self.out.push(effect);
     }
 
-    /// The number of a tenant's layout, if there is room for it.
-    fn intern(&mut self, tenant: TenantId, layout: Layout) -> Option<ShapeId> {
-        let index = self.tenants.enter(tenant)?;
-        self.shapes.intern((tenant, index), layout, &mut self.arena)
+    /// Returns the number of a tenant's layout, or `None` if a table is full.
+    fn intern(&mut self, tenant: TenantId, layout: Layout) -> Option<SizeClassId> {
+        let index = self.tenants.register(tenant)?;
+        self.size_classes.intern((tenant, index), layout, &mut self.arena)
     }
 
-    /// Adds a block to the index; the caller says where it is.
+    /// Adds a block to the index; the caller sets its location.
     fn insert_entry(
         &mut self,
         key: BlockKey,
-        shape: ShapeId,
+        size_class: SizeClassId,
         priority: Priority,
         origin: BlockOrigin,
     ) -> EntryIndex {
-        self.shapes.hold(shape);
-        self.index.insert(key, shape, priority, origin)
+        self.size_classes.hold(size_class);
+        self.index.insert(key, size_class, priority, origin)
     }
 
-    /// Notes a change for the directory.
+    /// Records a change of a replica for the directory.
     fn replica_changed(&mut self, entry: EntryIndex, tier: Tier, change: Change) {
         let key = self.index.entry(entry).key();
         self.changes.push(ReplicaChange { key, tier, change });
@@ -339,7 +345,7 @@ impl AgentCore {
         }
     }
 
-    /// Tells the directory everything in some slots.
+    /// Announces the inventory of some hash slots.
     fn announce_inventory(&mut self, slots: Box<SlotSet>) {
         self.announce_changes();
         let blocks = (self.resident_blocks + self.index.stored_blocks()) as usize;
@@ -361,14 +367,14 @@ impl AgentCore {
         counters.loads_held = self.loads.len() as u64;
         counters.fills_in_flight = self.fills.len() as u64;
         counters.serves_in_flight = self.serves.len() as u64;
-        let drain = self.giving.progress();
-        counters.node_mode = self.giving.mode() as u64;
+        let drain = self.outbound.progress();
+        counters.node_mode = self.outbound.mode() as u64;
         counters.drain_walked_blocks = drain.walked_blocks;
         counters.drain_nowhere_blocks = drain.nowhere_blocks;
         counters.given_bytes = drain.moved_bytes;
         counters.drained = u64::from(drain.drained && self.writeback.unsaved.len() == 0);
-        counters.pulls_waiting = self.taking.waiting() as u64;
-        counters.pulls_in_flight_bytes = self.taking.in_flight_bytes();
+        counters.pulls_waiting = self.inbound.waiting() as u64;
+        counters.pulls_in_flight_bytes = self.inbound.in_flight_bytes();
         counters.arena_bytes = self.arena.bytes();
         counters.arena_used_bytes = self.arena.used_bytes();
         counters.arena_free_bytes = self.arena.bytes() - self.arena.used_bytes();
@@ -381,7 +387,7 @@ impl AgentCore {
     }
 }
 
-/// The priority of an eviction class that was read from a journal.
+/// Priority of an eviction class that was read from a journal.
 fn priority_of_class(class: u8) -> Priority {
     match class {
         0 => Priority::Low,

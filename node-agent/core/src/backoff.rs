@@ -1,28 +1,29 @@
-//! Delays between attempts: doubling up to a cap, with jitter so that a thousand agents do not come back at once.
+//! Exponential backoff between attempts, with a cap. Jitter keeps a thousand agents from reconnecting at the
+//! same time.
 //!
-//! Pure: the random number of each jitter comes from the caller.
+//! Pure: the caller provides the random number for each jitter.
 
 use std::time::Duration;
 
 /// Delay after the first failure, before jitter.
 const FIRST: Duration = Duration::from_millis(50);
-/// Delay at the most: a control plane that comes back is found within a second.
+/// Maximum delay: the agent finds a restarted control plane within one second.
 const CAP: Duration = Duration::from_secs(1);
 
-/// Counts failures in a row.
+/// Number of consecutive failures.
 #[derive(Debug, Default)]
 pub struct Backoff {
     failures: u32,
 }
 
 impl Backoff {
-    /// Forgets past failures.
+    /// Resets the failure count.
     pub fn reset(&mut self) {
         self.failures = 0;
     }
 
-    /// Time to wait before the next attempt: between half and all of `min(50 ms × 2^failures, 1 s)`, as the random
-    /// number says.
+    /// Time to wait before the next attempt. `random` selects a value between half and all of `min(50 ms ×
+    /// 2^failures, 1 s)`.
     pub fn next(&mut self, random: u32) -> Duration {
         let full = FIRST.saturating_mul(1 << self.failures.min(10)).min(CAP);
         self.failures = self.failures.saturating_add(1);
@@ -36,7 +37,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn delays_grow_to_the_cap_and_start_over_after_a_success() {
+    fn doubles_delay_up_to_cap_and_resets_after_success() {
         let mut backoff = Backoff::default();
         let delays: Vec<Duration> = (0..40).map(|_| backoff.next(u32::MAX / 3)).collect();
         assert!(delays[0] >= FIRST / 2 && delays[0] <= FIRST, "{:?}", delays[0]);
@@ -46,7 +47,7 @@ mod tests {
     }
 
     #[test]
-    fn two_agents_do_not_wait_equally_long() {
+    fn random_numbers_spread_delays_over_half_of_the_range() {
         let delay = |random| Backoff { failures: 20 }.next(random);
         assert_eq!(delay(0), CAP / 2);
         assert!(delay(0) < delay(1 << 31) && delay(1 << 31) < delay(u32::MAX));

@@ -1,7 +1,7 @@
-//! What the core wants done.
+//! Outputs of the core: the actions that the runtime executes.
 //!
-//! Effects are executed in order. They own what they carry, so that the runtime can hand them to other threads.
-//! Deliberately absent: anything of how they are executed.
+//! The runtime executes effects in order. They own their data, so that the runtime can pass them to other
+//! threads. How effects are executed is out of scope.
 
 use std::time::Duration;
 
@@ -12,55 +12,55 @@ use reprise_policy::quota::QuotaError;
 use crate::event::RequestId;
 use crate::pool::{DeviceOp, PageNumber};
 
-/// A device of this node's pool: in configuration order where all are opened at the start.
+/// Number of a device of this node's pool; devices opened at the start have the order of the configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct DeviceId(pub u8);
 
-/// A region of the arena.
+/// Number of an arena region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RegionId(pub u16);
 
-/// A reserved slot that is being filled by an engine.
+/// Number of a reserved slot that an engine fills.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LeaseId(pub u64);
 
-/// A load in progress or held.
+/// Number of a load, in progress or complete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LoadId(pub u64);
 
-/// A block on its way into an arena slot.
+/// Number of a fill: one block that is read or fetched into an arena slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FillId(pub u64);
 
-/// A check of a block in the arena.
+/// Number of a check of a block in the arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CheckId(pub u64);
 
-/// A question to the directory.
+/// Number of a lookup in the directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LookupId(pub u64);
 
-/// A group of blocks wanted from one peer.
+/// Number of a request for blocks of one peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FetchId(pub u64);
 
-/// A group of blocks that one peer wants from us.
+/// Number of a peer's request for blocks of this node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ServeId(pub u64);
 
-/// A question to the control plane where blocks go.
+/// Number of a placement query to the control plane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PlaceId(pub u64);
 
-/// Blocks that this node offers to a peer.
+/// Number of an offer of this node to a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct OfferId(pub u64);
 
-/// Blocks that a peer offers to this node.
+/// Number of a peer's offer to this node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PeerOfferId(pub u64);
 
-/// Counts the commits of a session; a durable notice names it.
+/// Number of a commit within its session; the durable notice names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Ticket(pub u64);
 
@@ -68,10 +68,10 @@ pub struct Ticket(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ProgressEntry(pub u16);
 
-/// A slot in the arena: region, offset and length in bytes (multiples of 4096).
+/// Slot in the arena. Offset and length are multiples of 4096.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ArenaSlot {
-    /// The region.
+    /// Region that contains the slot.
     pub region: RegionId,
     /// Byte offset in the region.
     pub offset: u64,
@@ -79,471 +79,472 @@ pub struct ArenaSlot {
     pub bytes: u64,
 }
 
-/// Where a block was found.
+/// Location where a block was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum Source {
-    /// This node's DRAM.
+    /// DRAM of this node.
     OwnDram = 1,
-    /// This node's NVMe.
+    /// NVMe of this node.
     OwnNvme = 2,
-    /// A peer's DRAM.
+    /// DRAM of a peer.
     PeerDram = 3,
-    /// A peer's NVMe.
+    /// NVMe of a peer.
     PeerNvme = 4,
 }
 
-/// What a session may do with a region's memory.
+/// Access of a session to a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Access {
-    /// Load from it.
+    /// Read loaded blocks only.
     ReadOnly,
-    /// Fill reserved slots in it.
+    /// Read loaded blocks and write reserved slots.
     ReadWrite,
 }
 
-/// One thing to do.
+/// Action for the runtime.
 #[derive(Debug)]
 pub enum Effect {
-    /// Answer a request.
+    /// Answers a request.
     Reply {
-        /// Who asked.
+        /// Session that sent the request.
         session: SessionId,
-        /// From the request.
+        /// Number of the request.
         request: RequestId,
-        /// The answer.
+        /// Answer to the request.
         reply: Reply,
     },
-    /// Tell a session that a ticket's blocks have come to their end.
+    /// Notifies a session that all blocks of a commit are durable or lost.
     Durable {
-        /// Whose ticket.
+        /// Session that sent the commit.
         session: SessionId,
-        /// From `Reply::Committed`.
+        /// Ticket from `Reply::Committed`.
         ticket: Ticket,
-        /// Items whose block is durable.
+        /// Number of durable blocks.
         durable: u32,
-        /// Keys that are not and will not be.
+        /// Keys of blocks that will not become durable.
         lost: Vec<BlockKey>,
     },
-    /// Write a session's progress page.
+    /// Updates a session's progress page.
     Progress {
-        /// Whose page.
+        /// Session that owns the page.
         session: SessionId,
-        /// Which entry of it.
+        /// Entry to update.
         entry: ProgressEntry,
-        /// What to write.
+        /// New state of the entry.
         update: ProgressUpdate,
     },
-    /// Do a pool operation; report with `Event::DeviceDone`.
+    /// Executes a pool operation; the result is `Event::DeviceDone`.
     Device {
-        /// The device.
+        /// Device that runs the operation.
         device: DeviceId,
-        /// The operation.
+        /// Operation of the pool.
         op: DeviceOp,
     },
-    /// Read and verify blocks; report with `Event::Fill`.
+    /// Reads and verifies blocks; the results are `Event::Fill`.
     ReadBlocks {
-        /// The device.
+        /// Device that holds the blocks.
         device: DeviceId,
-        /// The blocks.
+        /// Blocks to read.
         batch: ReadBatch,
     },
-    /// Nothing of a detached device is under way any more: it can be closed, and its number given to another.
+    /// A detached device has no operations left in flight: it can be closed and its number reused.
     DeviceReleased {
-        /// The device.
+        /// Device to close.
         device: DeviceId,
     },
-    /// Compare a block in the arena with its checksums; report with `Event::Checked`.
+    /// Compares a block in the arena with its checksums; the result is `Event::CheckDone`.
     CheckBlock(BlockCheck),
-    /// Ask the directory for replicas on other nodes; report with `Found` or `LookupFailed`.
+    /// Asks the directory for replicas on other nodes; the result is `LookupAnswered` or `LookupFailed`.
     Lookup {
-        /// Repeated in the answer.
+        /// Number to repeat in the result.
         lookup: LookupId,
-        /// What is looked for.
+        /// Keys to look up.
         keys: Vec<BlockKey>,
-        /// Report `LookupFailed` after this time.
+        /// Time after which to send `LookupFailed`.
         timeout: Duration,
     },
-    /// Tell the directory what changed here, in order.
+    /// Announces changes of this node's replicas to the directory, in order.
     Announce {
-        /// The changes.
+        /// Added and removed replicas.
         changes: Vec<ReplicaChange>,
     },
-    /// Tell the directory all that is here in some hash slots, replacing what it knows of them.
+    /// Announces all replicas in some hash slots, replacing the directory's entries for them.
     Inventory {
-        /// The slots.
+        /// Hash slots of the inventory.
         slots: Box<SlotSet>,
-        /// Every replica of this node in them.
+        /// All replicas of this node in the slots.
         replicas: Vec<(BlockKey, Tier)>,
     },
-    /// Get blocks from a peer, verified; report with `Event::Fill`.
+    /// Fetches and verifies blocks of a peer; the results are `Event::Fill`.
     PeerFetch(PeerFetch),
-    /// Send a peer the header of a block: its checksums and where it came from.
+    /// Sends a peer the header of a block: its checksums and its tier.
     ServeHeader {
-        /// The peer's request.
+        /// Request of the peer.
         serve: ServeId,
-        /// Index of the block in it.
+        /// Index of the block in the request.
         block: u32,
-        /// Where the block lay on this node.
+        /// Tier of the block on this node.
         tier: Tier,
         /// CRC32C of each object.
         checksums: Box<[u32]>,
     },
-    /// Send a peer objects of a block, after its header. `last` with the block's last object.
+    /// Sends a peer objects of a block, after its header.
     ServeObjects(ServeObjects),
-    /// Tell a peer that it will not get a block (the rest of it, when its header was sent already). If the
-    /// header was sent, the block's lease still ends with `ServeDone` or `ServeAborted`.
+    /// Notifies a peer that it will not receive a block, or the rest of a block whose header was sent. In the
+    /// latter case the block's lease still ends with `ServeDone` or `ServeAborted`.
     ServeAbsent {
-        /// The peer's request.
+        /// Request of the peer.
         serve: ServeId,
-        /// Index of the block in it.
+        /// Index of the block in the request.
         block: u32,
     },
-    /// Ask the control plane where further durable replicas go; report with `Placed` or `PlaceFailed`.
+    /// Asks the control plane where to place further durable replicas; the result is `PlaceAnswered` or
+    /// `PlaceFailed`.
     Place {
-        /// Repeated in the answer.
+        /// Number to repeat in the result.
         place: PlaceId,
-        /// Durable blocks of this node, of one size.
+        /// Keys of durable blocks of this node, all of one size.
         keys: Vec<BlockKey>,
-        /// Bytes that each takes on a device, header page included: what its target is charged for. 1 where the answer is not
-        /// acted on.
+        /// Bytes of one block on a device, header page included, that the control plane charges to the
+        /// target. 1 if the answer is used only as a filter.
         slot_bytes: u64,
-        /// Why.
+        /// Reason for the replicas.
         reason: PlaceReason,
-        /// Report `PlaceFailed` after this time.
+        /// Time after which to send `PlaceFailed`.
         timeout: Duration,
     },
-    /// Offer blocks to a peer; report with `OfferAnswered` or `OfferFailed`.
+    /// Offers blocks to a peer; the result is `OfferAnswered` or `OfferFailed`.
     Offer(Offer),
-    /// Tell a peer which of the blocks that it offers are taken.
+    /// Answers a peer's offer.
     AnswerOffer {
-        /// The peer's offer.
+        /// Offer of the peer.
         offer: PeerOfferId,
-        /// Indices of the keys that are taken, ascending.
+        /// Indices of the accepted keys, ascending.
         taken: Vec<u32>,
-        /// When to offer the others again.
+        /// Time until the peer may offer the other keys again.
         retry_after: Duration,
     },
-    /// Something an operator should know; the runtime logs it once.
-    Report(Report),
+    /// Reports a problem to the operator; the runtime logs it once.
+    Diagnostic(Diagnostic),
 }
 
-/// Why a further replica is wanted; decides how many are enough.
+/// Reason for a further replica; determines how many are enough.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum PlaceReason {
-    /// Peers keep reading it: two durable replicas on nodes that stay.
+    /// Peers read the block often: two durable replicas on nodes that are not draining.
     Hot,
-    /// This node is to leave: one on another node that stays.
+    /// This node drains: one durable replica on another node that is not draining.
     Drain,
-    /// It is to move: one on this node.
+    /// The block moves: one durable replica on this node.
     Move(NodeId),
 }
 
-/// Blocks offered to a peer.
+/// Offer of blocks to a peer.
 #[derive(Clone, Debug)]
 pub struct Offer {
-    /// Repeated in the answer.
+    /// Number to repeat in the result.
     pub offer: OfferId,
-    /// Whom they are offered to.
+    /// Node that receives the offer.
     pub node: NodeId,
-    /// Whose they are, by its number on this node.
+    /// Tenant of the blocks, by its number on this node.
     pub tenant: TenantId,
-    /// Geometry of all of them.
+    /// Layout of all blocks.
     pub layout: Layout,
-    /// Which blocks.
+    /// Keys of the offered blocks.
     pub keys: Vec<BlockKey>,
-    /// Report `OfferFailed` after this time.
+    /// Time after which to send `OfferFailed`.
     pub deadline: Duration,
 }
 
-/// Answers to [`Request`](crate::event::Request).
+/// Replies to a [`Request`](crate::event::Request).
 #[derive(Clone, Debug)]
 pub enum Reply {
-    /// The call was wrong; the text says what to do.
+    /// The request is invalid; the text states the remedy.
     BadRequest(String),
-    /// Too much at once; try again.
+    /// Too many requests or resources; retry later.
     Busy {
-        /// What there is too much of.
+        /// Name of the exhausted resource.
         message: String,
-        /// When to try again.
+        /// Time to wait before a retry.
         retry_after: Duration,
     },
-    /// Reserved slots, possibly fewer than asked. `regions` are those that the session has not seen with
-    /// this access yet.
+    /// Reserved slots, possibly fewer than requested.
     Reserved {
-        /// Regions to grant with this reply.
+        /// Regions that the session has not received with this access before.
         regions: Vec<(RegionId, Access)>,
-        /// The slots.
+        /// Leases and addresses of the slots.
         leases: Vec<(LeaseId, ArenaSlot)>,
-        /// When to ask for the rest; zero when all were given.
+        /// Time to wait before requesting the rest; zero if no slot is missing.
         retry_after: Duration,
     },
-    /// Per item of the commit, in order.
+    /// Result of a commit.
     Committed {
-        /// Named by the durable notice to come.
+        /// Ticket that the durable notice will name.
         ticket: Ticket,
-        /// One per item.
+        /// One status per item, in order.
         statuses: Vec<CommitStatus>,
     },
-    /// Slots given back.
+    /// Reservations were released.
     Aborted,
-    /// Source of each leading block.
+    /// Result of a match.
     Matched {
-        /// As many as there are leading blocks available.
+        /// Source of each leading block that is available.
         sources: Vec<Source>,
     },
-    /// A load's blocks, in order of its keys. Layers may still be in flight: see the progress entry.
+    /// Blocks of a load, in the order of its keys. The progress entry shows layers that arrive later.
     Loaded {
-        /// For `Release`.
+        /// Identifier for `Request::Release`.
         load: LoadId,
-        /// Where its progress is published.
+        /// Entry that shows the load's progress.
         entry: ProgressEntry,
-        /// Regions to grant with this reply.
+        /// Regions that the session has not received with this access before.
         regions: Vec<(RegionId, Access)>,
-        /// One per key.
+        /// One result per key.
         blocks: Vec<LoadedBlock>,
     },
-    /// Load released.
+    /// The load was released.
     Released,
-    /// Suspicion noted.
+    /// The report of suspect blocks was accepted.
     Suspected,
-    /// DRAM copies dropped.
+    /// Clean DRAM copies were dropped.
     Trimmed {
-        /// How many.
+        /// Number of dropped copies.
         blocks: u64,
     },
     /// Counters by name, in the order of `Counters::fields`.
     Stats(Vec<(&'static str, u64)>),
 }
 
-/// What became of one committed item.
+/// Result for one item of a commit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CommitStatus {
-    /// Readable on the node from now on.
+    /// The block is readable on the node from now on.
     Committed,
-    /// There was such a block already; the slot was given back.
+    /// The block existed already; the slot was released.
     Duplicate,
-    /// No such lease.
+    /// The lease does not exist.
     NoLease,
-    /// Key or checksums of the wrong length; the slot was given back.
+    /// Key or checksums of the wrong length; the slot was released.
     BadItem,
 }
 
-/// One block of a load.
+/// Result for one block of a load.
 #[derive(Clone, Debug)]
 pub enum LoadedBlock {
-    /// Readable in `slot` as far as the progress entry says.
+    /// Readable in `slot` as far as the progress entry shows.
     Ok {
-        /// Where it was found.
+        /// Location where the block was found.
         source: Source,
-        /// Where it is readable until `Release`.
+        /// Slot that remains readable until `Release`.
         slot: ArenaSlot,
         /// CRC32C of each object.
         checksums: Box<[u32]>,
     },
-    /// Not to be had.
+    /// The block is not available.
     Lost(LossReason),
 }
 
-/// Why a block of a load is not to be had.
+/// Reason why a block of a load is not available.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LossReason {
-    /// Nobody has it.
+    /// No reachable node has the block.
     Miss,
-    /// It could not be read or did not verify.
+    /// The block could not be read or failed verification.
     Failed,
-    /// The arena is full of leased blocks.
+    /// All slots of the arena are leased.
     NoSpace,
-    /// The deadline passed.
+    /// The load's deadline passed.
     Deadline,
 }
 
-/// A change of a progress entry. The runtime writes `failed` bits before `layers`, with release ordering,
+/// Update of a progress entry. The runtime writes `failed` bits before `layers`, with release ordering, and
 /// then wakes waiters.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ProgressUpdate {
-    /// The entry now belongs to this load: zero it, then set the id.
+    /// Assigns the entry to a load: zero the entry, then set the load's id.
     Begin {
-        /// The load.
+        /// Load that owns the entry.
         load: LoadId,
     },
-    /// Leading layers that are verified for every block that has not failed.
+    /// Number of leading layers verified in all blocks that have not failed.
     Layers {
-        /// How many.
+        /// Number of leading layers.
         layers: u32,
     },
-    /// A block (index within the load) failed after the reply was sent, or is readable no longer.
+    /// A block failed after the reply was sent, or is no longer readable.
     BlockFailed {
-        /// Index within the load.
+        /// Index of the block within the load.
         block: u32,
     },
-    /// All blocks are verified or failed. Comes again after failures when a load was held for longer than it may be.
+    /// All blocks are verified or failed. Sent again if the load exceeds its maximum hold time and its blocks
+    /// are revoked.
     Done,
 }
 
 /// Blocks to read from one device.
 ///
-/// The worker reads in layer-major order across the batch: first pieces of all blocks, then second pieces, …
-/// A piece is `read_bytes` rounded to whole objects whose boundary is a multiple of 4096; the header
-/// page is read together with the first piece.
+/// The worker reads in layer-major order: the first pieces of all blocks, then the second pieces, and so on.
+/// A piece is `read_bytes` rounded to whole objects that end at a multiple of 4096. The worker reads the
+/// header page together with the first piece.
 #[derive(Clone, Debug)]
 pub struct ReadBatch {
-    /// What to read.
+    /// Blocks to read.
     pub blocks: Vec<BlockRead>,
-    /// Geometry of all of them.
+    /// Layout of all blocks.
     pub layout: Layout,
-    /// Bytes of one read at the most.
+    /// Maximum bytes of one read.
     pub read_bytes: u64,
 }
 
 /// One block to read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockRead {
-    /// Reported with every update.
+    /// Fill that every update names.
     pub fill: FillId,
-    /// The key that the header must carry.
+    /// Key that the header must contain.
     pub key: BlockKey,
     /// First page (the header) of the slot on the device.
     pub page: PageNumber,
-    /// The generation that the header must carry.
+    /// Generation that the header must contain.
     pub generation: Generation,
     /// CRC32C that the header page must have.
     pub header_crc: u32,
-    /// Where the payload goes.
+    /// Arena slot for the payload.
     pub slot: ArenaSlot,
 }
 
-/// A block in the arena to compare with its checksums.
+/// Block in the arena to compare with its checksums.
 #[derive(Clone, Debug)]
 pub struct BlockCheck {
-    /// Repeated in the report.
+    /// Number to repeat in the result.
     pub check: CheckId,
-    /// Where its payload is.
+    /// Arena slot of the payload.
     pub slot: ArenaSlot,
-    /// Its geometry.
+    /// Layout of the block.
     pub layout: Layout,
     /// CRC32C that each object must have.
     pub checksums: Box<[u32]>,
 }
 
-/// Blocks wanted from one peer.
+/// Blocks to fetch from one peer.
 #[derive(Clone, Debug)]
 pub struct PeerFetch {
-    /// Names the group.
+    /// Number of the fetch.
     pub fetch: FetchId,
-    /// Whom to ask.
+    /// Node to fetch from.
     pub node: NodeId,
-    /// Geometry of all of them.
+    /// Layout of all blocks.
     pub layout: Layout,
     /// Keys, fills and destinations.
     pub blocks: Vec<PeerBlock>,
-    /// Give up after this time.
+    /// Time after which to give up.
     pub deadline: Duration,
 }
 
-/// One block wanted from a peer.
+/// One block to fetch from a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PeerBlock {
-    /// Reported with every update.
+    /// Fill that every update names.
     pub fill: FillId,
-    /// Its key.
+    /// Key of the block.
     pub key: BlockKey,
-    /// Where the payload goes.
+    /// Arena slot for the payload.
     pub slot: ArenaSlot,
 }
 
 /// Objects to send to a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ServeObjects {
-    /// The peer's request.
+    /// Request of the peer.
     pub serve: ServeId,
-    /// Index of the block in it.
+    /// Index of the block in the request.
     pub block: u32,
-    /// Where the block lies.
+    /// Arena slot of the block.
     pub slot: ArenaSlot,
-    /// Byte range of the payload: offset.
+    /// Byte offset in the payload.
     pub offset: u64,
-    /// Byte range of the payload: length (whole objects).
+    /// Length in bytes, a multiple of the object size.
     pub bytes: u64,
-    /// Whether these are the block's last objects.
+    /// Whether these are the last objects of the block.
     pub last: bool,
 }
 
-/// A replica of this node appeared or went.
+/// Change of this node's replicas.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReplicaChange {
-    /// The block.
+    /// Key of the block.
     pub key: BlockKey,
-    /// Where on this node.
+    /// Tier of the replica on this node.
     pub tier: Tier,
-    /// What happened.
+    /// Whether the replica was added or removed.
     pub change: Change,
 }
 
-/// What happened to a replica.
+/// Kind of change of a replica.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
-    /// It is there.
+    /// The replica was added.
     Added,
-    /// It is gone.
+    /// The replica was removed.
     Removed,
 }
 
-/// News for the log.
+/// Problem to report to the operator.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Report {
-    /// A stored block did not verify and was dropped.
+pub enum Diagnostic {
+    /// A stored block failed verification and was dropped.
     CorruptBlock {
-        /// Where it was stored.
+        /// Device that stored the block.
         device: DeviceId,
-        /// Its header page; the slot is free again.
+        /// Header page of the block; the slot is free again.
         page: PageNumber,
-        /// Its key.
+        /// Key of the block.
         key: BlockKey,
     },
-    /// A block in DRAM no longer matched its checksums and is dropped.
+    /// A block in DRAM no longer matches its checksums; its copy is dropped.
     CorruptMemory {
-        /// Where it is.
+        /// Arena slot of the block.
         slot: ArenaSlot,
-        /// Its key.
+        /// Key of the block.
         key: BlockKey,
     },
-    /// Blocks of a layout are larger than the segments of every device: they are cached, and never durable. Said once
-    /// for each layout.
+    /// Blocks of a layout are larger than the segments of every device: they are cached but never durable.
+    /// Reported once for each layout.
     Unstorable {
         /// Bytes of one block.
         block_bytes: u64,
-        /// Bytes of the largest block that a segment has room for.
+        /// Maximum bytes of a block that fits into a segment.
         payload_bytes_max: u64,
     },
-    /// Tenants were promised more than there is (any more): reservations of NVMe shrink in proportion, those of DRAM are
-    /// met in the order in which tenants come.
+    /// Reservations of tenants exceed the capacity. NVMe reservations shrink in proportion; DRAM reservations
+    /// are met in the order in which tenants request memory.
     Overcommitted {
-        /// Of what.
-        room: Room,
-        /// By how much, and what to do.
+        /// Resource that is overcommitted.
+        resource: QuotaResource,
+        /// Missing amount, and the remedy.
         error: QuotaError,
     },
-    /// A peer offers blocks of a layout that is new here, and half of the table of tenants' layouts is in use: the other half is
-    /// kept for this node's engines, and such offers are refused. Said once.
+    /// Rejected a peer's offer of blocks with a new layout because half of the table of layouts is in use.
+    /// The other half is kept for this node's engines. Reported once.
     OffersRefused {
-        /// Layouts of tenants in use.
+        /// Number of layouts in use, over all tenants.
         layouts: usize,
     },
     /// A device had too many errors and is no longer used.
     DeviceLost {
-        /// Which.
+        /// Device that has failed.
         device: DeviceId,
-        /// Why.
+        /// Reason, for logs and status messages.
         reason: String,
     },
 }
 
-/// What tenants have quotas of.
+/// Resource that tenants have quotas of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Room {
-    /// The arena.
+pub enum QuotaResource {
+    /// Memory of the arena.
     Dram,
-    /// The devices.
+    /// Space on the devices.
     Nvme,
 }

@@ -1,4 +1,4 @@
-//! What happens to an agent: requests of engines, completions of devices, peers and the directory.
+//! Inputs of the core: requests of engines and peers, completions of devices, replies of the control plane.
 
 use std::time::Duration;
 
@@ -13,407 +13,410 @@ use crate::effect::{
 };
 use crate::pool::{DeviceError, DevicePool, OpToken, StoredBlock};
 
-/// Names one request within its session; chosen by the client.
+/// Number of a request within its session, chosen by the client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RequestId(pub u64);
 
-/// One thing that happened.
+/// Input of [`AgentCore::apply`](crate::agent::AgentCore::apply).
 #[derive(Debug)]
 pub enum Event {
-    /// A tenant's name, which its blocks carry on devices from now on. Comes before the first session and the first offer of
-    /// the tenant; a core that is never told writes blocks without it.
+    /// Names a tenant; its blocks carry the name on devices from now on. Precedes the first session and the
+    /// first offer of the tenant. Without this event, the core writes the tenant's blocks without a name.
     TenantNamed {
-        /// The number that its blocks have on this node.
+        /// Number of the tenant on this node.
         tenant: TenantId,
-        /// Its name.
+        /// Name of the tenant.
         name: TenantName,
     },
-    /// An engine opened a session (its greeting was checked by the runtime).
+    /// An engine opened a session; the runtime has verified its handshake.
     SessionOpened(SessionOpened),
-    /// A session ended: all its leases, reservations and loads end with it.
+    /// A session ended, and with it all its leases, reservations and loads.
     SessionClosed {
-        /// Which.
+        /// Session that has ended.
         session: SessionId,
     },
-    /// A request of a session.
+    /// A session sent a request.
     Request {
-        /// Who asks.
+        /// Session that sent the request.
         session: SessionId,
-        /// Repeated in the reply.
+        /// Number to repeat in the reply.
         request: RequestId,
-        /// What is wanted.
+        /// Operation and its parameters.
         body: Request,
-        /// When it came: deadlines count from here. An instant to come counts as now.
+        /// Time of receipt, from which deadlines count. A time in the future counts as now.
         received: Tick,
     },
     /// A pool operation finished ([`Effect::Device`](crate::effect::Effect::Device)).
     DeviceDone {
-        /// The device.
+        /// Device that ran the operation.
         device: DeviceId,
-        /// The operation's token.
+        /// Token of the finished operation.
         token: OpToken,
-        /// How it ended.
+        /// Success, or the error of the device.
         result: Result<(), DeviceError>,
     },
-    /// A device is beyond use: whatever is still reported of it has failed.
+    /// A device has failed permanently. Results that still arrive for it count as failures.
     DeviceLost {
-        /// The device.
+        /// Device that has failed.
         device: DeviceId,
-        /// Why, for people.
+        /// Reason, for logs and status messages.
         reason: String,
     },
-    /// A device has been opened under a number that no device has: its pool is used from now on. What was found there follows.
+    /// A device was opened under an unused number. The core uses its pool from now on; `Recovered` events
+    /// follow.
     DeviceAttached {
-        /// Its number.
+        /// Unused number for the device.
         device: DeviceId,
-        /// Its pool.
+        /// Recovered pool of the device.
         pool: Box<DevicePool>,
     },
-    /// Blocks that were found on an attached device, in pieces of any size.
+    /// Blocks found on an attached device, in batches of any size.
     Recovered {
-        /// The device.
+        /// Device that holds the blocks.
         device: DeviceId,
-        /// The blocks.
+        /// Blocks found by recovery.
         blocks: Vec<StoredBlock>,
     },
-    /// A device is not wanted any more: its blocks are forgotten. The runtime goes on reporting what it has under way, until
+    /// A device was detached: the core removes its blocks. The runtime reports operations in flight until
     /// [`Effect::DeviceReleased`](crate::effect::Effect::DeviceReleased).
     DeviceDetached {
-        /// The device.
+        /// Device to stop using.
         device: DeviceId,
     },
-    /// Another share of the pool, in thousandths, is to be kept free ahead of writes.
+    /// Sets the share of the pool that the core keeps free ahead of writes.
     PoolFree {
-        /// The share.
+        /// Share in thousandths of the pool.
         permille: u16,
     },
-    /// A fill got further ([`Effect::ReadBlocks`](crate::effect::Effect::ReadBlocks) or `PeerFetch`).
+    /// A fill made progress ([`Effect::ReadBlocks`](crate::effect::Effect::ReadBlocks) or `PeerFetch`).
     Fill {
-        /// Which.
+        /// Fill that made progress.
         fill: FillId,
-        /// How far.
+        /// Verified layers, or the failure.
         update: FillUpdate,
     },
-    /// The directory answered.
-    Found {
-        /// The question.
+    /// The directory answered a lookup.
+    LookupAnswered {
+        /// Lookup that was answered.
         lookup: LookupId,
-        /// Replicas of each key of the question, in its order; none of this node.
+        /// Replicas of each key of the lookup, in its order, without those of this node.
         found: Vec<Vec<Replica>>,
     },
-    /// The directory did not answer in time or cannot be reached: whatever was looked up is a miss.
+    /// The directory did not answer in time or is unreachable: all keys of the lookup count as misses.
     LookupFailed {
-        /// The question.
+        /// Lookup that failed.
         lookup: LookupId,
     },
     /// A block was compared with its checksums ([`Effect::CheckBlock`](crate::effect::Effect::CheckBlock)).
-    Checked {
-        /// Which check.
+    CheckDone {
+        /// Check that has finished.
         check: CheckId,
-        /// What was found.
+        /// Result of the comparison.
         integrity: Integrity,
     },
-    /// A peer asks for blocks.
+    /// A peer requests blocks.
     PeerRequest(PeerRequest),
-    /// All objects of one block that a peer asked for were handed to the transport's socket, or dropped with
-    /// the connection: the block's lease ends.
+    /// All objects of a block were handed to the transport's socket, or dropped with the connection. The
+    /// block's lease ends.
     ServeDone {
-        /// The peer's request.
+        /// Request of the peer.
         serve: ServeId,
-        /// Index of the block in it.
+        /// Index of the block in the request.
         block: u32,
     },
-    /// The connection of a serve is gone; nothing more of it will be sent.
+    /// The connection of a peer request is closed; the transport sends nothing more for the request.
     ServeAborted {
-        /// The peer's request.
+        /// Request of the peer.
         serve: ServeId,
     },
-    /// The control plane has said where further replicas of blocks go ([`Effect::Place`](crate::effect::Effect::Place)).
-    Placed {
-        /// The question.
+    /// The control plane answered where to place replicas ([`Effect::Place`](crate::effect::Effect::Place)).
+    PlaceAnswered {
+        /// Placement query that was answered.
         place: PlaceId,
-        /// One for each key of the question, in its order; of what is missing nobody has said anything.
+        /// One answer for each key of the query, in its order; missing ones count as `Unanswered`.
         answers: Vec<Placement>,
     },
-    /// The control plane did not answer in time or cannot be reached.
+    /// The control plane did not answer a placement query in time or is unreachable.
     PlaceFailed {
-        /// The question.
+        /// Placement query that failed.
         place: PlaceId,
     },
-    /// A peer has answered an offer ([`Effect::Offer`](crate::effect::Effect::Offer)).
+    /// A peer answered an offer ([`Effect::Offer`](crate::effect::Effect::Offer)).
     OfferAnswered {
-        /// The offer.
+        /// Offer that was answered.
         offer: OfferId,
-        /// Indices of the keys that it takes; unknown ones are passed over.
+        /// Indices of the keys that the peer accepts; invalid indices are ignored.
         taken: Vec<u32>,
-        /// When to offer the others again.
+        /// Time until the other keys may be offered again.
         retry_after: Duration,
     },
-    /// The peer cannot be reached or did not answer in time.
+    /// The peer did not answer an offer in time or is unreachable.
     OfferFailed {
-        /// The offer.
+        /// Offer that failed.
         offer: OfferId,
     },
-    /// A peer offers blocks: answer with [`Effect::AnswerOffer`](crate::effect::Effect::AnswerOffer).
+    /// A peer offers blocks; the core answers with
+    /// [`Effect::AnswerOffer`](crate::effect::Effect::AnswerOffer).
     PeerOffer(PeerOffer),
-    /// The control plane has said what this node is for. Of two modes that with the higher revision holds.
+    /// The control plane set the mode of this node. The mode with the highest revision wins.
     Mode {
-        /// The mode.
+        /// Mode of this node.
         mode: NodeMode,
-        /// Grows with every mode, from 1.
+        /// Revision, from 1; increases with every mode.
         revision: u64,
     },
-    /// Blocks are to move to another node, or (`None`) not any more. Holds until the next such event.
+    /// Moves blocks to another node, or (`None`) stops moving. In force until the next such event.
     Move(Option<Move>),
-    /// The control plane has granted a tenant's budget on this node.
+    /// The control plane granted a tenant's quota on this node.
     Budget(Grant),
-    /// The control plane asks for everything in some hash slots: announce the inventory of these.
+    /// The control plane requests the inventory of some hash slots.
     InventoryWanted {
-        /// The slots.
+        /// Hash slots to announce.
         slots: Box<SlotSet>,
     },
-    /// Blocks that wait for company on their way to NVMe are to be written now: the agent is about to stop.
+    /// Writes all queued blocks to NVMe at once, because the agent is about to stop.
     Flush,
-    /// Time passed; sent whenever the instant of [`AgentCore::next_deadline`](crate::agent::AgentCore) is reached.
+    /// Time passed. Sent at each [`AgentCore::next_deadline`](crate::agent::AgentCore::next_deadline).
     Tick,
 }
 
-/// What the control plane lets a tenant hold on this node, until the next grant. Of this and the configuration the lower
-/// limit holds, and the higher reservation below it.
+/// Quota of a tenant on this node, in force until the next grant. Combined with the configured quota: the
+/// lower limit and, within that limit, the higher reservation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grant {
-    /// Whose.
+    /// Tenant that the grant is for.
     pub tenant: TenantId,
-    /// Grows with every grant to this node for this tenant; older ones are passed over.
+    /// Version of the grants of this tenant on this node; older versions are ignored.
     pub version: u64,
-    /// Of the arena.
+    /// Quota in the arena.
     pub dram: Quota,
-    /// Of all devices together, header pages included.
+    /// Quota over all devices, header pages included.
     pub nvme: Quota,
 }
 
-/// Where a further durable replica of a block goes.
+/// Answer to the question where to place a further durable replica of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Placement {
-    /// There are enough.
+    /// The block has enough replicas.
     Enough,
-    /// To this node.
+    /// Place a replica on this node.
     To(NodeId),
-    /// No node has room for it now.
-    Nowhere,
-    /// Whoever knows has not answered.
+    /// No suitable node has room now.
+    NoCapacity,
+    /// The owner of the key has not answered.
     Unanswered,
 }
 
-/// So many bytes of blocks are to move to another node.
+/// Order to move an amount of data to another node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Move {
-    /// Where to.
+    /// Node to move blocks to.
     pub to: NodeId,
-    /// Slot bytes.
+    /// Bytes of slots to move.
     pub bytes: u64,
 }
 
-/// Blocks that a peer offers. What is taken is fetched from it, and written to this node's devices.
+/// Blocks that a peer offers. This node fetches those it accepts and writes them to its devices.
 #[derive(Clone, Debug)]
 pub struct PeerOffer {
-    /// Repeated in the answer.
+    /// Number to repeat in the answer.
     pub offer: PeerOfferId,
-    /// Who has the blocks.
+    /// Node that has the blocks.
     pub from: NodeId,
-    /// Whose blocks they are, by its number on this node.
+    /// Tenant of the blocks, by its number on this node.
     pub tenant: TenantId,
-    /// Geometry of all of them.
+    /// Layout of all blocks.
     pub layout: Layout,
-    /// Which blocks.
+    /// Keys of the offered blocks.
     pub keys: Vec<BlockKey>,
 }
 
-/// A new session.
+/// Parameters of a new session.
 #[derive(Clone, Debug)]
 pub struct SessionOpened {
-    /// Its id.
+    /// Number of the session.
     pub session: SessionId,
-    /// Whose blocks it may see.
+    /// Tenant whose blocks the session may access.
     pub tenant: TenantId,
-    /// What it compares with.
+    /// Namespace of the session's keys.
     pub namespace: NamespaceDigest,
-    /// Geometry of its blocks.
+    /// Layout of the session's blocks.
     pub layout: Layout,
 }
 
-/// A call of an engine.
+/// Request of an engine.
 #[derive(Clone, Debug)]
 pub enum Request {
-    /// Wants `count` slots to fill.
+    /// Reserves slots to fill.
     Reserve {
-        /// How many; fewer may be given.
+        /// Number of slots; the reply may contain fewer.
         count: u32,
     },
-    /// Publishes filled slots.
+    /// Publishes the contents of filled slots.
     Commit(CommitRequest),
-    /// Gives slots back unused.
+    /// Releases reserved slots without publishing them.
     Abort {
-        /// The reservations; unknown ones are passed over.
+        /// Leases of the reservations; unknown ones are ignored.
         leases: Vec<LeaseId>,
     },
-    /// How many leading keys are available, and where.
+    /// Asks how many leading blocks of a chain are available, and where.
     Match {
-        /// The whole chain, in order.
+        /// Keys of the whole chain, in order.
         keys: Vec<BlockKey>,
-        /// Where to look.
+        /// Nodes to search for blocks.
         scope: Scope,
     },
-    /// Wants blocks readable in the arena.
+    /// Makes blocks readable in the arena.
     Load(LoadRequest),
-    /// Done with a load: its slots may be evicted again.
+    /// Releases a load: its slots become evictable again.
     Release {
-        /// From `Reply::Loaded`.
+        /// Identifier from `Reply::Loaded`.
         load: LoadId,
     },
-    /// Verified copies of blocks of a load did not match: the agent should look at these blocks.
+    /// Reports that copies of some blocks of a load failed verification: the agent checks these blocks.
     Suspect {
-        /// From `Reply::Loaded`.
+        /// Identifier from `Reply::Loaded`.
         load: LoadId,
-        /// Indices within the load; unknown ones, and those that are not complete, are passed over.
+        /// Indices within the load; those that are invalid or not complete are ignored.
         blocks: Vec<u32>,
     },
-    /// Drop clean DRAM copies of blocks that are on NVMe.
+    /// Drops clean DRAM copies of blocks that are on NVMe.
     Trim,
-    /// Wants the counters.
+    /// Returns the counters of the node.
     Stats,
 }
 
 /// Filled slots to publish.
 #[derive(Clone, Debug)]
 pub struct CommitRequest {
-    /// The slots and what they hold: consecutive blocks of one chain, in its order.
+    /// Slots and their blocks: consecutive blocks of one chain, in its order.
     pub items: Vec<CommitItem>,
-    /// How much these blocks are worth keeping.
+    /// Eviction priority of the blocks.
     pub priority: Priority,
-    /// The block before the first item in its chain; `None`: there is none, or the client does not know it.
+    /// Block before the first item in its chain; `None` if there is no such block or the client does not know
+    /// it.
     pub parent: Option<BlockKey>,
 }
 
 /// One block to publish.
 #[derive(Clone, Debug)]
 pub struct CommitItem {
-    /// The reservation.
+    /// Lease of the filled slot.
     pub lease: LeaseId,
-    /// The block's key; `None` when the client sent one of a wrong length.
+    /// Key of the block; `None` if the client sent a key of the wrong length.
     pub key: Option<BlockKey>,
     /// CRC32C of each object, in order.
     pub checksums: Box<[u32]>,
 }
 
-/// How much a block is worth keeping.
+/// Eviction priority of a block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum Priority {
-    /// First to go.
+    /// Evicted before all others.
     Low = 0,
-    /// The default.
+    /// Default of commits without a priority.
     #[default]
     Normal = 1,
-    /// Last to go: prefixes that many prompts share.
+    /// Evicted last, for prefixes that many prompts share.
     High = 2,
 }
 
-/// Where to look.
+/// Nodes to search for blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scope {
     /// This node only.
     Local,
-    /// This node, then its peers.
+    /// This node first, then its peers.
     Cluster,
 }
 
-/// A load of many blocks.
+/// Parameters of a load of several blocks.
 #[derive(Clone, Debug)]
 pub struct LoadRequest {
-    /// Which, in order.
+    /// Keys of the blocks, in order.
     pub keys: Vec<BlockKey>,
-    /// What is not there so long after the receipt is reported as missed; zero: the default.
+    /// Time from the receipt after which missing blocks are reported as lost; zero selects the default.
     pub deadline: Duration,
-    /// Bytes of one device read at the most; rounded to whole objects, at least one.
+    /// Maximum bytes of one device read; rounded to whole objects, at least one object.
     pub read_bytes: u64,
-    /// Where to look.
+    /// Nodes to search for blocks.
     pub scope: Scope,
 }
 
-/// How a fill got further.
+/// Progress of a fill.
 #[derive(Clone, Debug)]
 pub enum FillUpdate {
-    /// The block's checksums are known and its first `layers` layers are verified in the slot.
-    /// `checksums` comes with the first update.
+    /// The block's checksums are known and its first `layers` layers are verified in the slot. The first
+    /// update carries `checksums`.
     Layers {
-        /// Leading layers of the block that are verified.
+        /// Number of leading layers that are verified.
         layers: u32,
-        /// CRC32C of each object; with the first update.
+        /// CRC32C of each object; only in the first update.
         checksums: Option<Box<[u32]>>,
-        /// Where the block came from (on the peer, for a fetch).
+        /// Tier that the block came from: on the peer, if the block was fetched.
         tier: Tier,
     },
-    /// The block will not come; the slot is no longer touched, unless the error says so. After all layers are
-    /// reported ready the device or transport no longer touches the slot either: no further update comes.
+    /// The fill failed. The slot is no longer written to, unless the error states otherwise. No update
+    /// follows a failure or the last layer.
     Failed(FillError),
 }
 
-/// Why a fill failed.
+/// Reason why a fill failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FillError {
     /// The device reported an error.
     #[error("device error")]
     Device,
-    /// The read was not begun, or could not be for want of memory or room in a queue: the block is as good as before.
-    #[error("the device did not take the read")]
+    /// The read was not started, for want of memory or queue entries. The block on the device is unaffected.
+    #[error("the device did not start the read")]
     Refused,
-    /// The device is lost and did not let go of the slot: it may write to it at any time, so the slot is never used
-    /// again.
+    /// The device is lost and has not released the slot. It may write to the slot at any time, so the slot is
+    /// never used again.
     #[error("the device is lost and may still write to the slot")]
     Stranded,
-    /// Header or object did not match its checksum, key or generation.
+    /// The header or an object does not match its checksum, key or generation.
     #[error("verification failed")]
     Corrupt,
-    /// The peer does not have the block any more.
-    #[error("the peer does not have it")]
+    /// The peer no longer has the block.
+    #[error("the peer does not have the block")]
     Absent,
-    /// The peer cannot be reached, stalled or broke the protocol.
-    #[error("peer lost")]
+    /// The peer is unreachable, stalled or violated the protocol.
+    #[error("the connection to the peer was lost")]
     PeerLost,
 }
 
-/// What a check found.
+/// Result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Integrity {
     /// Every object matches its checksum.
     Intact,
-    /// At least one does not.
+    /// At least one object does not match its checksum.
     Damaged,
-    /// The block was not looked at.
+    /// The block could not be checked.
     Unknown,
 }
 
-/// A replica elsewhere.
+/// Replica on another node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Replica {
-    /// The node that holds it.
+    /// Node that holds the replica.
     pub node: NodeId,
-    /// Where it lies there.
+    /// Tier of the replica on that node.
     pub tier: Tier,
-    /// How busy that node is, as the directory last heard.
+    /// Load of that node, as last reported to the directory.
     pub load: LoadClass,
 }
 
-/// A peer wants blocks.
+/// Request of a peer for blocks.
 #[derive(Clone, Debug)]
 pub struct PeerRequest {
-    /// Chosen by the transport, unique on this node.
+    /// Number chosen by the transport, unique on this node.
     pub serve: ServeId,
-    /// Which blocks.
+    /// Keys of the requested blocks.
     pub keys: Vec<BlockKey>,
-    /// The layout that the peer expects; blocks of another layout are reported absent.
+    /// Layout that the peer expects; blocks of other layouts are reported as absent.
     pub layout: Layout,
-    /// The peer gives up after this time.
+    /// Time after which the peer gives up.
     pub deadline: Duration,
 }

@@ -1,20 +1,22 @@
-//! The pure core of the node agent: what to do, decided without doing it.
+//! Pure decision core of the node agent. It decides on I/O and never performs it.
 //!
-//! [`AgentCore::apply`](agent::AgentCore::apply) takes one [`Event`](event::Event) at an instant and returns
-//! [`Effect`](effect::Effect)s; the runtime executes them and reports back with events. No clock, no
-//! randomness, no I/O, no threads: tests drive the code of the agent with synthetic events.
+//! [`AgentCore::apply`](agent::AgentCore::apply) takes one [`Event`](event::Event) and the current time, and
+//! returns [`Effect`](effect::Effect)s. The runtime executes the effects and reports their results as further
+//! events. The crate has no clock, no randomness, no I/O and no threads, so tests drive the agent's own code
+//! with synthetic events.
 //!
-//! [`Outbox`](outbox::Outbox) is the other half of the agent's decisions: what the directory is told, in which order.
+//! [`Outbox`](outbox::Outbox) decides which announcements the directory receives, and in which order.
 //!
-//! [`Orders`](orders::Orders): what is said of tenants, and which orders about them are taken.
+//! [`QuotaGrants`](quota_grants::QuotaGrants) decides what the node reports about its tenants and which quota
+//! grants it accepts.
 //!
-//! Deliberately absent: bytes of blocks (the runtime moves them), sockets, files, metrics libraries.
+//! Out of scope: block payloads (the runtime moves them), sockets, files and metrics libraries.
 
 pub mod agent;
 pub mod backoff;
-pub mod directions;
+pub mod directives;
 pub mod effect;
 pub mod event;
-pub mod orders;
 pub mod outbox;
 pub mod pool;
+pub mod quota_grants;

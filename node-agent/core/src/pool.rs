@@ -1,19 +1,22 @@
-//! One device of the pool: format, slots, journal, recovery — as a state machine over page writes and syncs.
+//! One device of the pool: format, slots, journal and recovery, as a state machine over page writes and
+//! syncs.
 //!
-//! The runtime executes [`DeviceOp`]s against a file or block device and reports each; reads of blocks do not
-//! pass through here (they are [`ReadBatch`](crate::effect::ReadBatch)es). `docs/FORMAT.md` describes the bytes.
+//! The runtime executes [`DeviceOp`]s on a file or block device and reports their results. Reads of blocks
+//! bypass this module (they are [`ReadBatch`](crate::effect::ReadBatch)es). `docs/FORMAT.md` specifies the
+//! on-disk format.
 //!
-//! Life of a write batch: blocks into their slots → sync → records into the journal → sync →
-//! [`PoolEvent::BatchDone`]. Up to [`BATCHES_MAX`] batches are in flight; while one syncs, another's blocks are written,
-//! and batches that are ready together share syncs and journal pages.
+//! A write batch proceeds as follows: blocks into their slots → sync → records into the journal → sync →
+//! [`PoolEvent::BatchDone`]. At most [`BATCHES_MAX`] batches are in flight. While one syncs, blocks of
+//! another are written. Batches that are ready at the same time share syncs and journal pages.
 //!
 //! Invariants:
-//! * a record is written only after the bytes it speaks of were synced; a block is reported durable only after its record was;
-//! * a freed slot is handed out only after its free record is durable;
-//! * after a failed write or sync of the journal, nothing is reported durable any more.
+//! * A record is written only after the bytes that it refers to were synced. A block is reported durable only
+//!   after its record was synced.
+//! * A freed slot is allocated again only after its free record is durable.
+//! * After a failed write or sync of the journal, no further block is reported durable.
 //!
-//! Deliberately absent: reads, retries, and knowledge of keys. The same key may lie in several slots (after a crash
-//! between the commit of a new copy and the free of an old one): the core frees all but one.
+//! Out of scope: reads, retries, and uniqueness of keys. After a crash between the commit of a new copy and
+//! the free of an old one, a key may be in several slots; the core frees all but one.
 
 mod batch;
 mod device;
@@ -44,7 +47,7 @@ pub use geometry::{
 pub use recovery::{OWNER_BYTES, READ_BYTES_MAX, Recovery, RecoveryReport, owner};
 pub use superblock::FORMAT_VERSION;
 
-/// Number of a 4 KiB page on a device: 16 TiB at the most.
+/// Number of a 4 KiB page on a device; addresses at most 16 TiB.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PageNumber(pub u32);
 
@@ -55,121 +58,121 @@ impl PageNumber {
     }
 }
 
-/// Names a device operation until it is reported done.
+/// Identifier of a device operation in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct OpToken(pub u64);
 
-/// Names a batch of block writes.
+/// Identifier of a batch of block writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BatchId(pub u64);
 
-/// How a device operation failed, as far as decisions depend on it.
+/// Reason why a device operation failed, as far as decisions depend on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DeviceError {
-    /// This place of the medium is bad: the slot is quarantined.
+    /// The medium is damaged at the slot, which is therefore quarantined.
     #[error("media error")]
     Media,
-    /// The device did not take a write of a block, for want of memory or room in a queue: the slot is as good as before.
-    /// Whoever gets this for the journal or a sync has lost the device all the same: its order cannot be kept.
-    #[error("not taken")]
+    /// The device did not start a block write, for want of memory or queue entries: the slot is unaffected.
+    /// For the journal or a sync, this counts as a lost device, because the order of writes can no longer be
+    /// guaranteed.
+    #[error("the device did not start the operation")]
     Refused,
-    /// The device is gone, read-only, full or otherwise beyond use.
+    /// The device is gone, read-only, full or otherwise unusable.
     #[error("device lost")]
     Lost,
 }
 
-/// One operation on the device. Offsets and lengths are multiples of 4096.
+/// Operation on the device. Offsets and lengths are multiples of 4096.
 #[derive(Clone, Debug)]
 pub struct DeviceOp {
-    /// Reported back.
+    /// Identifier to return with the result.
     pub token: OpToken,
-    /// What to do.
+    /// Kind of the operation and its parameters.
     pub kind: DeviceOpKind,
 }
 
 /// Kinds of [`DeviceOp`]. Operations may run and complete in any order.
 #[derive(Clone, Debug)]
 pub enum DeviceOpKind {
-    /// Write these bytes at this byte offset (journal, checkpoint, superblock).
+    /// Writes pages of the journal, a checkpoint or the superblock.
     WritePages {
         /// Byte offset on the device.
         offset: u64,
-        /// Whole pages.
+        /// Data of whole pages.
         bytes: Vec<u8>,
     },
-    /// Write a header page and, right behind it, a slot's payload: one contiguous write.
+    /// Writes a header page and, directly behind it, a slot's payload, as one contiguous write.
     WriteBlock {
         /// Byte offset of the header page on the device.
         offset: u64,
-        /// The header page, 4096 bytes.
+        /// Header page of 4096 bytes.
         header: Box<[u8]>,
-        /// The payload in the arena.
+        /// Arena slot of the payload.
         slot: ArenaSlot,
     },
-    /// Make everything whose completion was reported before durable (fdatasync).
+    /// Makes all operations durable whose completion was reported before (fdatasync).
     Sync,
 }
 
-/// A block to write into a pool slot.
+/// Block to write into a pool slot.
 #[derive(Clone, Debug)]
 pub struct BlockWrite {
-    /// Its key.
+    /// Key of the block.
     pub key: BlockKey,
-    /// Whose it is.
+    /// Tenant of the block.
     pub tenant: TenantId,
-    /// The tenant's name, if it is known: kept in the header page.
+    /// Name of the tenant, if known; stored in the header page.
     pub tenant_name: Option<TenantName>,
-    /// Its geometry.
+    /// Layout of the block.
     pub layout: Layout,
-    /// Content id, or unknown.
+    /// Content id of the block, or unknown.
     pub content: ContentId,
-    /// Priority class, kept in the journal.
+    /// Priority class; stored in the journal.
     pub priority: u8,
     /// CRC32C of each object.
     pub checksums: Box<[u32]>,
-    /// Where its payload is.
+    /// Arena slot of the payload.
     pub slot: ArenaSlot,
-    /// Where it goes; from `DevicePool::allocate`.
+    /// Header page of the slot, from `DevicePool::allocate`.
     pub page: PageNumber,
 }
 
-/// A block that recovery found in the journal, or that a batch made durable.
+/// Block that recovery found in the journal, or that a batch made durable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StoredBlock {
-    /// Its key.
+    /// Key of the block.
     pub key: BlockKey,
-    /// Whose it is.
+    /// Tenant of the block.
     pub tenant: TenantId,
-    /// Its geometry.
+    /// Layout of the block.
     pub layout: Layout,
-    /// Its header page.
+    /// Page number of the header page.
     pub page: PageNumber,
-    /// The header's generation.
+    /// Generation in the header page.
     pub generation: Generation,
     /// CRC32C of the header page.
     pub header_crc: u32,
-    /// Priority class.
+    /// Priority class of the block.
     pub priority: u8,
 }
 
-/// What the pool tells the core after an operation was reported done.
+/// Event of the pool after an operation was reported done.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PoolEvent {
-    /// A batch is durable. `stored` are its blocks that are; `failed` the keys whose write failed (their slots are
-    /// quarantined).
+    /// A batch is durable. The slots of blocks whose write failed are quarantined.
     BatchDone {
-        /// Which.
+        /// Batch that has ended.
         batch: BatchId,
-        /// Durable blocks.
+        /// Blocks that are durable.
         stored: Vec<StoredBlock>,
-        /// Blocks that are not.
+        /// Keys of blocks whose write failed.
         failed: Vec<BlockKey>,
     },
-    /// Freed slots have become allocatable.
+    /// Freed slots can be allocated again.
     SpaceFreed,
-    /// The device is lost: nothing on it can be read or written any more.
+    /// The device is lost: it can no longer be read or written.
     DeviceLost {
-        /// For the log.
+        /// Reason, for logs and status messages.
         reason: String,
     },
 }

@@ -1,14 +1,15 @@
-//! Damage on the device: each kind has a defined outcome, nothing is lost silently, nothing wrong comes back.
+//! Damage on the device: each kind has a defined outcome, no block is lost without a report, and no wrong
+//! block is recovered.
 
-mod pool_world;
+mod pool_harness;
 
 use std::collections::BTreeMap;
 
-use pool_world::disk::Disk;
-use pool_world::model::check_on_disk;
-use pool_world::places::{BANK_BYTES, DATA, DEVICE_BYTES, bank_headers, checkpoint_page, log_page};
-use pool_world::random::{Random, SeedGuard};
-use pool_world::{PAGE, World, formatted, layout, params, recover};
+use pool_harness::disk::Disk;
+use pool_harness::model::check_block_on_disk;
+use pool_harness::offsets::{BANK_BYTES, DATA, DEVICE_BYTES, bank_headers, checkpoint_page, log_page};
+use pool_harness::random::{Random, SeedGuard};
+use pool_harness::{Harness, PAGE, formatted, layout, params, recover};
 use proptest::prelude::*;
 use reprise_agent_core::pool::{
     DevicePool, FORMAT_VERSION, PoolError, PoolParams, Recovery, RecoveryReport, SUPERBLOCK_OFFSETS,
@@ -21,38 +22,40 @@ fn seal(page: &mut [u8]) {
     page[4092..].copy_from_slice(&crc.to_le_bytes());
 }
 
-/// A disk with a history: several changes of banks, then a log with blocks stored and freed. Returns the world settled.
-fn world_with_history(seed: u64, changes: u64) -> World {
-    let mut world = World::new(&params(DEVICE_BYTES), seed);
+/// A disk with a history: several bank switches, then a log with blocks stored and freed. All operations
+/// of the returned harness are complete.
+fn harness_with_history(seed: u64, switches: u64) -> Harness {
+    let mut harness = Harness::new(&params(DEVICE_BYTES), seed);
     let sizes = [layout(3), layout(15)];
-    world.start_batch(60, &sizes);
-    world.settle();
-    world.start_batch(60, &sizes);
-    world.settle();
-    while world.pool.usage().checkpoints < changes || world.pool.usage().journal_bytes_used < 12 * PAGE {
-        world.start_batch(3, &sizes);
-        (0..3).for_each(|_| world.free_one());
-        // Without this a full device never starts a batch again: the frees that would make room wait for one.
-        world.flush();
-        world.settle();
+    harness.start_batch(60, &sizes);
+    harness.run_to_completion();
+    harness.start_batch(60, &sizes);
+    harness.run_to_completion();
+    while harness.pool.usage().checkpoints < switches || harness.pool.usage().journal_bytes_used < 12 * PAGE {
+        harness.start_batch(3, &sizes);
+        (0..3).for_each(|_| harness.free_one());
+        // Without this a full device never starts a batch again: the frees that would make room are
+        // journaled with a batch.
+        harness.flush();
+        harness.run_to_completion();
     }
-    world.flush();
-    world.settle();
-    world
+    harness.flush();
+    harness.run_to_completion();
+    harness
 }
 
-/// The bank that is active after so many changes.
-fn active_bank(changes: u64) -> usize {
-    usize::from(changes % 2 == 1)
+/// The bank that is active after this number of bank switches.
+fn active_bank(switches: u64) -> usize {
+    usize::from(switches % 2 == 1)
 }
 
-fn opened(disk: &Disk) -> (BTreeMap<BlockKey, StoredBlock>, RecoveryReport) {
+fn recovered(disk: &Disk) -> (BTreeMap<BlockKey, StoredBlock>, RecoveryReport) {
     let (pool, stored, report) = recover(disk).expect("opens");
     pool.audit().expect("consistent");
     (stored.into_iter().map(|block| (block.key, block)).collect(), report)
 }
 
-/// What the pool itself reads from a disk, after it has repaired it.
+/// What the pool itself recovers from a disk, after it has repaired that disk.
 fn repaired(disk: &Disk) -> (BTreeMap<BlockKey, StoredBlock>, RecoveryReport) {
     let (mut pool, _, _) = recover(disk).expect("opens");
     let mut disk = disk.clone();
@@ -63,42 +66,42 @@ fn repaired(disk: &Disk) -> (BTreeMap<BlockKey, StoredBlock>, RecoveryReport) {
         }
         ops.extend(pool.done(op.token, Ok(())).0);
     }
-    opened(&disk)
+    recovered(&disk)
 }
 
 fn keys(blocks: &BTreeMap<BlockKey, StoredBlock>) -> Vec<BlockKey> {
     blocks.keys().copied().collect()
 }
 
-fn refusal(disk: &Disk) -> PoolError {
+fn recovery_error(disk: &Disk) -> PoolError {
     recover(disk).map(|(_, _, report)| report).expect_err("refused")
 }
 
 #[test]
-fn the_tests_know_where_things_lie() {
-    let world = world_with_history(1, 2);
-    let written = world.disk.written_before(DATA);
+fn offsets_match_a_real_device() {
+    let harness = harness_with_history(1, 2);
+    let written = harness.disk.written_before(DATA);
     for bank in 0..2 {
         for offset in bank_headers(bank).into_iter().chain([checkpoint_page(bank, 0), log_page(bank, 0)]) {
             assert!(written.contains(&offset), "{bank} {offset}");
         }
     }
     let begins =
-        |offset, magic: &[u8]| world.disk.read(offset, 4096).is_some_and(|page| page.starts_with(magic));
+        |offset, magic: &[u8]| harness.disk.read(offset, 4096).is_some_and(|page| page.starts_with(magic));
     assert!(begins(log_page(0, 0), b"RPLG") && begins(checkpoint_page(0, 0), b"RPCP"));
     assert!(begins(bank_headers(1)[1], b"RPRBANK\0"));
 }
 
 #[test]
-fn either_copy_of_the_superblock_suffices_and_the_bad_one_is_written_again() {
-    let world = world_with_history(2, 1);
+fn either_copy_of_the_superblock_suffices_and_the_bad_one_is_rewritten() {
+    let harness = harness_with_history(2, 1);
     for offset in SUPERBLOCK_OFFSETS {
         for place in [0, 5, 8, 20, 33, 90, 4095] {
-            let mut disk = world.disk.clone();
+            let mut disk = harness.disk.clone();
             disk.flip_bit(offset + place, 3);
-            let (blocks, report) = opened(&disk);
+            let (blocks, report) = recovered(&disk);
             assert_eq!((report.superblock_copies_bad, report.repair_due), (1, true), "{report:?}");
-            assert_eq!(blocks.len() as u64, world.pool.usage().blocks_stored);
+            assert_eq!(blocks.len() as u64, harness.pool.usage().blocks_stored);
             let (again, report) = repaired(&disk);
             assert!(report.is_clean(), "{report:?}");
             assert_eq!(keys(&again), keys(&blocks));
@@ -107,10 +110,10 @@ fn either_copy_of_the_superblock_suffices_and_the_bad_one_is_written_again() {
 }
 
 #[test]
-fn a_pool_without_any_superblock_is_refused_as_corrupt() {
-    let mut disk = world_with_history(3, 0).disk;
+fn a_pool_without_a_superblock_is_refused_as_corrupt() {
+    let mut disk = harness_with_history(3, 0).disk;
     SUPERBLOCK_OFFSETS.into_iter().for_each(|offset| disk.flip_bit(offset + 100, 0));
-    let error = refusal(&disk);
+    let error = recovery_error(&disk);
     assert!(
         matches!(error, PoolError::Corrupt { .. }) && error.to_string().contains("superblock"),
         "{error}"
@@ -123,18 +126,18 @@ fn copies_that_name_different_pools_are_refused() {
     let other = PoolParams { pool_uuid: [5; 16], ..params(DEVICE_BYTES) };
     let (offset, bytes) = DevicePool::format(&other).expect("formats").pop().expect("superblock last");
     disk.write_durably(offset, &bytes);
-    assert!(matches!(refusal(&disk), PoolError::Corrupt { .. }));
+    assert!(matches!(recovery_error(&disk), PoolError::Corrupt { .. }));
 }
 
 #[test]
-fn a_blank_or_tiny_or_empty_device_is_not_formatted() {
+fn a_blank_tiny_or_empty_device_is_reported_as_not_formatted() {
     for bytes in [0, 512, 4096, 1 << 20, (1 << 20) + 4096, DEVICE_BYTES] {
-        assert_eq!(refusal(&Disk::new(bytes)), PoolError::NotFormatted, "{bytes} bytes");
+        assert_eq!(recovery_error(&Disk::new(bytes)), PoolError::NotFormatted, "{bytes} bytes");
     }
 }
 
 #[test]
-fn an_interrupted_format_is_not_formatted_or_an_empty_pool() {
+fn an_interrupted_format_leaves_an_unformatted_device_or_an_empty_pool() {
     let writes = DevicePool::format(&params(DEVICE_BYTES)).expect("formats");
     for survivors in 0..1u32 << writes.len() {
         let mut disk = Disk::new(DEVICE_BYTES);
@@ -151,21 +154,21 @@ fn an_interrupted_format_is_not_formatted_or_an_empty_pool() {
 }
 
 #[test]
-fn foreign_data_is_refused_and_named() {
-    // First sector, a RAID superblock at 4 KiB, a btrfs superblock at 64 KiB, anything at 1 MiB.
+fn foreign_data_is_refused_and_quoted() {
+    // The first sector, a RAID superblock at 4 KiB, a btrfs superblock at 64 KiB, arbitrary data at 1 MiB.
     for offset in [0, 4096, 64 << 10, 1 << 20, (2 << 20) - 4096] {
         let mut disk = Disk::new(DEVICE_BYTES);
         let mut page = vec![0; 4096];
         page[..8].copy_from_slice(b"\xebX\x90mkfs\n");
         disk.write_durably(offset, &page);
-        let error = refusal(&disk);
+        let error = recovery_error(&disk);
         assert!(matches!(error, PoolError::Foreign { .. }), "{offset}: {error}");
         assert!(error.to_string().contains(r"'\xebX\x90mkfs\n'"), "{error}");
     }
 }
 
 #[test]
-fn a_newer_format_is_refused_and_says_what_to_run() {
+fn a_newer_format_is_refused_with_the_agent_version_to_run() {
     for copies in [&SUPERBLOCK_OFFSETS[..], &SUPERBLOCK_OFFSETS[1..]] {
         let mut disk = formatted(&params(DEVICE_BYTES));
         for offset in copies {
@@ -174,48 +177,51 @@ fn a_newer_format_is_refused_and_says_what_to_run() {
             seal(&mut page);
             disk.write_durably(*offset, &page);
         }
-        let error = refusal(&disk);
+        let error = recovery_error(&disk);
         assert_eq!(error, PoolError::NewerVersion { found: 7, supported: FORMAT_VERSION });
         assert!(error.to_string().contains("newer agent"), "{error}");
     }
 }
 
 #[test]
-fn a_device_that_shrank_is_refused_and_one_that_grew_is_used_as_it_was() {
-    let mut disk = world_with_history(4, 0).disk;
+fn a_device_that_shrank_is_refused_and_one_that_grew_keeps_its_former_size() {
+    let mut disk = harness_with_history(4, 0).disk;
     disk.resize(DEVICE_BYTES - PAGE);
-    assert_eq!(refusal(&disk), PoolError::WrongSize { recorded: DEVICE_BYTES, found: DEVICE_BYTES - PAGE });
+    assert_eq!(
+        recovery_error(&disk),
+        PoolError::WrongSize { recorded: DEVICE_BYTES, found: DEVICE_BYTES - PAGE }
+    );
     disk.resize(2 * DEVICE_BYTES);
-    assert!(opened(&disk).1.is_clean());
+    assert!(recovered(&disk).1.is_clean());
 }
 
 #[test]
-fn a_device_keeps_its_identity_wherever_it_is_plugged_in() {
+fn a_device_keeps_its_identity_when_it_is_moved() {
     let (pool, _, _) = recover(&formatted(&params(DEVICE_BYTES))).expect("opens");
     let expected = params(DEVICE_BYTES);
     assert_eq!((pool.pool_uuid(), pool.device_index()), (expected.pool_uuid, expected.device_index));
 }
 
 #[test]
-fn pages_of_a_former_pool_on_the_same_device_are_not_seen() {
-    let mut disk = world_with_history(5, 1).disk;
+fn pages_of_a_former_pool_on_the_same_device_are_ignored() {
+    let mut disk = harness_with_history(5, 1).disk;
     let again = PoolParams { pool_uuid: [8; 16], ..params(DEVICE_BYTES) };
     for (offset, bytes) in DevicePool::format(&again).expect("formats") {
         disk.write_durably(offset, &bytes);
     }
-    let (blocks, report) = opened(&disk);
+    let (blocks, report) = recovered(&disk);
     assert!(blocks.is_empty() && report.is_clean() && report.torn_pages == 0, "{report:?}");
 }
 
 #[test]
-fn one_bad_copy_of_a_bank_header_changes_nothing() {
-    for changes in 0..3 {
-        let world = world_with_history(6, changes);
-        let (all, _) = opened(&world.disk);
-        for offset in bank_headers(active_bank(changes)) {
-            let mut disk = world.disk.clone();
+fn one_bad_copy_of_a_bank_header_loses_no_block() {
+    for switches in 0..3 {
+        let harness = harness_with_history(6, switches);
+        let (all, _) = recovered(&harness.disk);
+        for offset in bank_headers(active_bank(switches)) {
+            let mut disk = harness.disk.clone();
             disk.flip_bit(offset + 33, 1);
-            let (blocks, report) = opened(&disk);
+            let (blocks, report) = recovered(&disk);
             assert_eq!((keys(&blocks), report.bank_headers_bad), (keys(&all), 1), "{report:?}");
             let (blocks, report) = repaired(&disk);
             assert!(keys(&blocks) == keys(&all) && report.is_clean(), "{report:?}");
@@ -224,13 +230,13 @@ fn one_bad_copy_of_a_bank_header_changes_nothing() {
 }
 
 #[test]
-fn the_active_bank_without_header_is_found_through_the_other_one() {
-    for changes in 1..4 {
-        let world = world_with_history(7, changes);
-        let (all, _) = opened(&world.disk);
-        let mut disk = world.disk.clone();
-        bank_headers(active_bank(changes)).into_iter().for_each(|offset| disk.flip_bit(offset + 40, 7));
-        let (blocks, report) = opened(&disk);
+fn the_active_bank_is_found_through_the_other_bank_when_its_headers_are_bad() {
+    for switches in 1..4 {
+        let harness = harness_with_history(7, switches);
+        let (all, _) = recovered(&harness.disk);
+        let mut disk = harness.disk.clone();
+        bank_headers(active_bank(switches)).into_iter().for_each(|offset| disk.flip_bit(offset + 40, 7));
+        let (blocks, report) = recovered(&disk);
         assert_eq!(keys(&blocks), keys(&all));
         assert!(report.other_bank_used && !report.is_clean() && report.bank_headers_bad == 2, "{report:?}");
         let (blocks, report) = repaired(&disk);
@@ -239,23 +245,23 @@ fn the_active_bank_without_header_is_found_through_the_other_one() {
 }
 
 #[test]
-fn without_any_bank_header_the_device_is_refused_with_words() {
-    let mut disk = world_with_history(8, 2).disk;
+fn a_device_without_a_bank_header_is_refused_with_a_message() {
+    let mut disk = harness_with_history(8, 2).disk;
     (0..2).flat_map(bank_headers).for_each(|offset| disk.flip_bit(offset, 0));
-    let error = refusal(&disk);
+    let error = recovery_error(&disk);
     assert!(matches!(error, PoolError::Corrupt { .. }) && error.to_string().contains("bank"), "{error}");
 }
 
 #[test]
 fn a_bad_checkpoint_page_is_replaced_by_the_other_bank() {
-    for changes in 1..4 {
-        let world = world_with_history(9, changes);
-        let (all, report) = opened(&world.disk);
+    for switches in 1..4 {
+        let harness = harness_with_history(9, switches);
+        let (all, report) = recovered(&harness.disk);
         assert!(report.checkpoint_records > 63, "more than one page: {report:?}");
         for page in 0..2 {
-            let mut disk = world.disk.clone();
-            disk.flip_bit(checkpoint_page(active_bank(changes), page) + 77, 2);
-            let (blocks, report) = opened(&disk);
+            let mut disk = harness.disk.clone();
+            disk.flip_bit(checkpoint_page(active_bank(switches), page) + 77, 2);
+            let (blocks, report) = recovered(&disk);
             assert_eq!(keys(&blocks), keys(&all), "{report:?}");
             assert!(report.other_bank_used && report.checkpoint_pages_bad == 1, "{report:?}");
             let (blocks, report) = repaired(&disk);
@@ -265,38 +271,38 @@ fn a_bad_checkpoint_page_is_replaced_by_the_other_bank() {
 }
 
 #[test]
-fn bad_checkpoint_pages_in_both_banks_cost_their_blocks_and_no_others() {
-    let world = world_with_history(10, 3);
-    let (all, _) = opened(&world.disk);
-    let mut disk = world.disk.clone();
+fn bad_checkpoint_pages_in_both_banks_lose_only_their_own_blocks() {
+    let harness = harness_with_history(10, 3);
+    let (all, _) = recovered(&harness.disk);
+    let mut disk = harness.disk.clone();
     (0..2).for_each(|bank| disk.flip_bit(checkpoint_page(bank, 0) + 900, 2));
-    let (blocks, report) = opened(&disk);
+    let (blocks, report) = recovered(&disk);
     assert_eq!(report.checkpoint_pages_bad, 2);
-    assert!(blocks.iter().all(|(key, block)| all.get(key) == Some(block)), "nothing else comes back");
+    assert!(blocks.iter().all(|(key, block)| all.get(key) == Some(block)), "no other block is recovered");
     assert!(blocks.len() < all.len() && blocks.len() + 63 >= all.len(), "{} of {}", blocks.len(), all.len());
     let (again, report) = repaired(&disk);
     assert!(keys(&again) == keys(&blocks) && report.is_clean(), "{report:?}");
 }
 
 #[test]
-fn a_rotten_log_page_is_a_hole_that_costs_what_it_recorded_and_no_later_block() {
+fn a_damaged_log_page_loses_only_its_own_records() {
     for seed in 20..26 {
-        let _guard = SeedGuard { run: "a_rotten_log_page", seed };
-        let changes = seed % 3;
-        let world = world_with_history(seed, changes);
-        let (all, report) = opened(&world.disk);
+        let _guard = SeedGuard { run: "a_damaged_log_page", seed };
+        let switches = seed % 3;
+        let harness = harness_with_history(seed, switches);
+        let (all, report) = recovered(&harness.disk);
         let pages = report.log_pages;
         assert!(pages > 10, "{report:?}");
         for page in 0..pages - 1 {
-            let mut disk = world.disk.clone();
+            let mut disk = harness.disk.clone();
             let mut random = Random::new(page);
-            disk.flip_bit(log_page(active_bank(changes), page) + random.below(PAGE), 5);
-            let (blocks, report) = opened(&disk);
+            disk.flip_bit(log_page(active_bank(switches), page) + random.below(PAGE), 5);
+            let (blocks, report) = recovered(&disk);
             assert_eq!((report.journal_holes, report.repair_due), (1, true), "page {page}: {report:?}");
-            blocks.values().for_each(|block| check_on_disk(block, &disk));
+            blocks.values().for_each(|block| check_block_on_disk(block, &disk));
             let lost = all.keys().filter(|key| !blocks.contains_key(*key)).count();
             let back = blocks.keys().filter(|key| !all.contains_key(*key)).count();
-            assert!(lost + back <= 63, "page {page}: {lost} lost, {back} back");
+            assert!(lost + back <= 63, "page {page}: {lost} lost, {back} recovered");
             let (again, report) = repaired(&disk);
             assert!(keys(&again) == keys(&blocks) && report.is_clean(), "{report:?}");
         }
@@ -304,26 +310,26 @@ fn a_rotten_log_page_is_a_hole_that_costs_what_it_recorded_and_no_later_block() 
 }
 
 #[test]
-fn several_rotten_log_pages_never_bring_back_a_block_over_a_younger_one() {
+fn several_damaged_log_pages_never_recover_a_block_over_a_newer_one() {
     for seed in 0..60 {
-        let _guard = SeedGuard { run: "several_rotten_log_pages", seed };
-        let mut world = world_with_history(seed, 1);
-        let (_, report) = opened(&world.disk);
+        let _guard = SeedGuard { run: "several_damaged_log_pages", seed };
+        let mut harness = harness_with_history(seed, 1);
+        let (_, report) = recovered(&harness.disk);
         let mut random = Random::new(seed);
         let holes = 2 + random.below(3);
         for _ in 0..holes {
             let page = random.below(report.log_pages - 1);
-            world.disk.flip_bit(log_page(1, page) + random.below(PAGE), 5);
+            harness.disk.flip_bit(log_page(1, page) + random.below(PAGE), 5);
         }
-        let (blocks, report) = opened(&world.disk);
+        let (blocks, report) = recovered(&harness.disk);
         assert!(report.journal_holes > 0, "{report:?}");
-        // With several holes, both the free of a block and the store of its successor may be lost: such a slot's header
-        // tells. No more slots than records that were lost.
-        let wrong = blocks.values().filter(|block| !header_matches(block, &world.disk)).count() as u64;
+        // With several holes, both the free of a block and the store of its successor may be lost: the
+        // header in such a slot then differs. There are at most as many such slots as lost records.
+        let wrong = blocks.values().filter(|block| !header_matches(block, &harness.disk)).count() as u64;
         assert!(wrong <= 63 * report.journal_holes, "{wrong} of {}", blocks.len());
         let mut pages: Vec<_> = blocks.values().map(|block| block.page).collect();
         pages.dedup();
-        assert_eq!(pages.len(), blocks.len(), "one block a slot");
+        assert_eq!(pages.len(), blocks.len(), "one block per slot");
     }
 }
 
@@ -335,9 +341,9 @@ fn header_matches(block: &StoredBlock, disk: &Disk) -> bool {
 }
 
 #[test]
-fn pages_that_cannot_be_read_count_as_damaged() {
-    let world = world_with_history(11, 1);
-    let (all, _) = opened(&world.disk);
+fn unreadable_pages_count_as_damaged() {
+    let harness = harness_with_history(11, 1);
+    let (all, _) = recovered(&harness.disk);
     let places = [
         SUPERBLOCK_OFFSETS[0],
         SUPERBLOCK_OFFSETS[1],
@@ -347,19 +353,19 @@ fn pages_that_cannot_be_read_count_as_damaged() {
         checkpoint_page(1, 1),
     ];
     for offset in places {
-        let mut disk = world.disk.clone();
-        disk.spoil(offset);
-        let (blocks, report) = opened(&disk);
+        let mut disk = harness.disk.clone();
+        disk.make_unreadable(offset);
+        let (blocks, report) = recovered(&disk);
         assert_eq!(keys(&blocks), keys(&all), "{report:?}");
         assert!(report.unreadable_pages >= 1 && report.repair_due, "{report:?}");
     }
-    let mut disk = world.disk.clone();
-    disk.spoil(log_page(1, 4));
-    assert_eq!(opened(&disk).1.journal_holes, 1);
+    let mut disk = harness.disk.clone();
+    disk.make_unreadable(log_page(1, 4));
+    assert_eq!(recovered(&disk).1.journal_holes, 1);
 }
 
 #[test]
-fn recovery_takes_exactly_what_it_asked_for() {
+fn recovery_accepts_only_the_requested_bytes() {
     let disk = formatted(&params(DEVICE_BYTES));
     let mut recovery = Recovery::new(disk.bytes());
     assert_eq!(recovery.feed(&[0; 512]), Err(PoolError::WrongRead { expected: 4096, found: 512 }));
@@ -376,20 +382,20 @@ fn recovery_takes_exactly_what_it_asked_for() {
 }
 
 #[test]
-fn no_flipped_bit_loses_a_block_silently() {
-    let world = world_with_history(12, 2);
-    let (all, report) = opened(&world.disk);
+fn no_flipped_bit_loses_a_block_without_a_report() {
+    let harness = harness_with_history(12, 2);
+    let (all, report) = recovered(&harness.disk);
     assert!(report.is_clean() && report.torn_pages == 0);
     let mut random = Random::new(99);
-    for offset in world.disk.written_before(DATA) {
+    for offset in harness.disk.written_before(DATA) {
         // Every byte of page headers and checksums, and a sample of the rest.
         let places = (0..128).chain(4088..4096).chain((0..48).map(|_| random.below(PAGE)));
         for place in places.collect::<Vec<_>>() {
-            let mut disk = world.disk.clone();
+            let mut disk = harness.disk.clone();
             disk.flip_bit(offset + place, (place % 8) as u8);
-            let (blocks, report) = opened(&disk);
-            let noticed = !report.is_clean() || report.torn_pages > 0;
-            assert!(noticed || blocks == all, "byte {place} of page {offset}: {report:?}");
+            let (blocks, report) = recovered(&disk);
+            let reported_damage = !report.is_clean() || report.torn_pages > 0;
+            assert!(reported_damage || blocks == all, "byte {place} of page {offset}: {report:?}");
             blocks.values().for_each(|block| assert!(header_matches(block, &disk), "{block:?}"));
         }
     }
@@ -398,9 +404,10 @@ fn no_flipped_bit_loses_a_block_silently() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Pages whose checksums are right but whose fields are not: what a bug or an attacker may write.
+    /// Pages whose checksums are correct but whose fields are invalid, as a bug or an attacker may write
+    /// them.
     #[test]
-    fn intact_pages_of_nonsense_neither_panic_nor_break_the_slots(
+    fn intact_pages_with_random_fields_neither_panic_nor_make_the_slots_inconsistent(
         edits in prop::collection::vec((0usize..4, 0usize..2, 0u64..24, 0usize..4092, any::<[u8; 8]>()), 1..6)
     ) {
         let mut disk = small_history();
@@ -428,7 +435,7 @@ proptest! {
     }
 
     #[test]
-    fn arbitrary_bytes_are_refused_without_panic(seed in any::<u64>(), ours in any::<bool>()) {
+    fn arbitrary_bytes_are_refused_without_a_panic(seed in any::<u64>(), ours in any::<bool>()) {
         let mut random = Random::new(seed);
         let mut disk = if ours { small_history() } else { Disk::new(DEVICE_BYTES) };
         for _ in 0..random.below(40) {
@@ -442,6 +449,6 @@ proptest! {
 }
 
 fn small_history() -> Disk {
-    thread_local!(static HISTORY: Disk = world_with_history(13, 2).disk);
+    thread_local!(static HISTORY: Disk = harness_with_history(13, 2).disk);
     HISTORY.with(Disk::clone)
 }

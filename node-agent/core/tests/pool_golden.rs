@@ -1,13 +1,15 @@
-//! The bytes of format version 2, fixed for ever by files that were made by another program from `docs/FORMAT.md`.
+//! The bytes of format version 2, fixed by files that an independent program generated from
+//! `docs/FORMAT.md`.
 //!
-//! A difference here means that pools in the field can no longer be read: change the version, not the fixtures.
+//! A difference here means that existing pools can no longer be read: change the version, not the
+//! fixtures.
 
-mod pool_world;
+mod pool_harness;
 
 use std::collections::BTreeMap;
 
-use pool_world::disk::Disk;
-use pool_world::{batch, block_write, layout, params, recover};
+use pool_harness::disk::Disk;
+use pool_harness::{batch, block_write, layout, params, recover};
 use proptest::prelude::*;
 use reprise_agent_core::pool::header::{
     ExpectedHeader, HEADER_BYTES, HeaderError, HeaderFields, decode_header, encode_header, read_header,
@@ -96,7 +98,7 @@ fn run_script() -> BTreeMap<u64, Vec<u8>> {
         let blocks = blocks.collect();
         name += 1;
         let ops = pool.write_batch(batch(name), blocks);
-        settle(pool, ops, &mut written);
+        run_to_completion(pool, ops, &mut written);
     };
     write(&mut pool, &[(0x11, ContentId::UNKNOWN), (0x22, CONTENT)]);
     pool.free(PageNumber(DATA_PAGE + 4));
@@ -107,7 +109,7 @@ fn run_script() -> BTreeMap<u64, Vec<u8>> {
     written
 }
 
-fn settle(pool: &mut DevicePool, mut ops: Vec<DeviceOp>, written: &mut BTreeMap<u64, Vec<u8>>) {
+fn run_to_completion(pool: &mut DevicePool, mut ops: Vec<DeviceOp>, written: &mut BTreeMap<u64, Vec<u8>>) {
     while let Some(op) = ops.pop() {
         match op.kind {
             DeviceOpKind::WritePages { offset, bytes } => {
@@ -125,7 +127,7 @@ fn settle(pool: &mut DevicePool, mut ops: Vec<DeviceOp>, written: &mut BTreeMap<
 }
 
 #[test]
-fn what_is_written_is_what_the_fixtures_say() {
+fn written_pages_match_the_fixtures() {
     let written = run_script();
     for offset in SUPERBLOCK_OFFSETS {
         assert_page(&written[&offset], SUPERBLOCK, "superblock");
@@ -149,7 +151,7 @@ fn disk_of(pages: &[(u64, &str)]) -> Disk {
 }
 
 #[test]
-fn a_pool_of_the_fixtures_opens() {
+fn a_pool_made_of_the_fixtures_opens() {
     let base = [(0, SUPERBLOCK), (1 << 20, SUPERBLOCK), (BANK_0, BANK_HEADER), (BANK_1 - PAGE, BANK_HEADER)];
     let one = [base.as_slice(), &[(LOG_0, LOG_PAGE)]].concat();
     let (_, stored, report) = recover(&disk_of(&one)).expect("opens");
@@ -178,7 +180,7 @@ fn a_pool_of_the_fixtures_opens() {
     assert_eq!(keys, [0x33].into_iter().chain(0x40..0x5E).map(key).collect::<Vec<_>>());
 }
 
-/// A device of version 1, after its second bank was begun.
+/// A device of version 1, after the switch to its second bank began.
 fn disk_of_version_1() -> Disk {
     disk_of(&[
         (0, SUPERBLOCK_V1),
@@ -195,7 +197,7 @@ fn disk_of_version_1() -> Disk {
 }
 
 #[test]
-fn a_pool_of_version_1_opens_with_all_its_blocks_as_the_default_tenants() {
+fn a_version_1_pool_opens_with_all_its_blocks_owned_by_the_default_tenant() {
     let (_, stored, report) = recover(&disk_of_version_1()).expect("opens");
     assert_eq!((stored.len(), report.slots_quarantined, report.records_rejected), (31, 1, 0));
     assert!(stored.iter().all(|block| block.tenant == TenantId::DEFAULT));
@@ -204,16 +206,16 @@ fn a_pool_of_version_1_opens_with_all_its_blocks_as_the_default_tenants() {
 }
 
 #[test]
-fn a_pool_of_version_1_becomes_one_of_version_2_one_copy_of_its_superblock_at_a_time() {
+fn a_version_1_pool_is_upgraded_to_version_2_one_superblock_copy_at_a_time() {
     let mut disk = disk_of_version_1();
     for copies in [[SUPERBLOCK, SUPERBLOCK_V1], [SUPERBLOCK, SUPERBLOCK]] {
         let (mut pool, before, _) = recover(&disk).expect("opens");
         let mut written = BTreeMap::new();
         let ops = pool.flush_frees();
-        settle(&mut pool, ops, &mut written);
+        run_to_completion(&mut pool, ops, &mut written);
         assert!(
             written.contains_key(&BANK_0) || written.contains_key(&BANK_1),
-            "a whole new bank is written"
+            "a complete new bank is written"
         );
         written.iter().for_each(|(offset, bytes)| disk.write_durably(*offset, bytes));
         for (offset, expected) in SUPERBLOCK_OFFSETS.into_iter().zip(copies) {
@@ -233,7 +235,7 @@ fn golden_header() -> (Vec<u8>, ExpectedHeader) {
 }
 
 #[test]
-fn a_slot_header_is_written_and_read_as_its_fixture_says() {
+fn a_slot_header_matches_its_fixture_when_written_and_read() {
     let (page, expected) = golden_header();
     let written = run_script();
     let number = PageNumber(DATA_PAGE + 4);
@@ -245,7 +247,7 @@ fn a_slot_header_is_written_and_read_as_its_fixture_says() {
         layout: layout(3),
         generation: expected.generation,
         tenant: None,
-        checksums: &pool_world::checksums(&key(0x22), &layout(3)),
+        checksums: &pool_harness::checksums(&key(0x22), &layout(3)),
     };
     let (encoded, crc) = encode_header(&fields);
     assert_eq!(crc, expected.header_crc);
@@ -258,7 +260,7 @@ fn a_slot_header_is_written_and_read_as_its_fixture_says() {
 }
 
 #[test]
-fn a_slot_header_names_the_tenant_as_its_fixture_says_and_one_without_a_name_is_as_good() {
+fn a_slot_header_matches_its_fixture_with_a_tenant_name_and_is_valid_without_one() {
     let (unnamed, expected) = golden_header();
     let name: TenantName = "team-7".parse().expect("a name");
     let mut disk = Disk::new(DEVICE_BYTES);
@@ -288,7 +290,7 @@ fn a_slot_header_names_the_tenant_as_its_fixture_says_and_one_without_a_name_is_
 }
 
 #[test]
-fn a_tenant_s_name_that_is_none_costs_no_block() {
+fn an_invalid_tenant_name_in_a_header_loses_no_block() {
     for (length, text) in [(64, "a"), (1, "A"), (255, "team-7"), (3, "a\u{fc}")] {
         let mut page = fixture(SLOT_HEADER_NAMED);
         page[3968..4032].fill(0);
@@ -301,7 +303,7 @@ fn a_tenant_s_name_that_is_none_costs_no_block() {
 }
 
 #[test]
-fn a_slot_header_that_is_another_one_is_refused_by_name() {
+fn a_slot_header_of_another_block_is_refused_with_the_differing_field() {
     let (page, expected) = golden_header();
     let refused = |expected: ExpectedHeader| decode_header(&page, &expected).expect_err("another header");
     let other = refused(ExpectedHeader { key: key(0x23), ..expected });
@@ -346,7 +348,7 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn any_slot_header_comes_back_as_it_was_written(
+    fn any_slot_header_decodes_to_its_encoded_fields(
         layout in any_layout(), key in any::<[u8; 16]>(), generation in any::<u32>(), base in any::<u32>(),
         name in prop::option::of("[a-z0-9-]{1,63}")
     ) {
@@ -371,9 +373,9 @@ proptest! {
         prop_assert_eq!(header.tenant, name);
     }
 
-    /// A right checksum over nonsense: refused or read, never a panic.
+    /// A page with a correct checksum over random fields is refused or decoded, and never panics.
     #[test]
-    fn an_intact_page_of_nonsense_is_no_panic(
+    fn an_intact_page_with_random_fields_does_not_panic(
         edits in prop::collection::vec((0usize..4088, any::<u32>()), 1..8)
     ) {
         let (mut page, expected) = golden_header();

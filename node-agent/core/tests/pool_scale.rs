@@ -1,14 +1,14 @@
-//! A million blocks: what they cost in memory, and what opening their pool costs in time.
+//! A million blocks: the memory that they use and the time that opening their pool takes.
 //!
-//! Runs on the metadata alone: payloads are never made, headers are dropped. Measured, on a debug build with optimised
-//! dependencies: see the printed line (`--nocapture`).
+//! The test uses only metadata: payloads are never created and headers are dropped. It prints its
+//! measurements, taken with a debug build and optimised dependencies (`--nocapture`).
 
-mod pool_world;
+mod pool_harness;
 
 use std::time::Instant;
 
-use pool_world::disk::Disk;
-use pool_world::{batch, block_write, layout, params, recover};
+use pool_harness::disk::Disk;
+use pool_harness::{batch, block_write, layout, params, recover};
 use reprise_agent_core::effect::{ArenaSlot, RegionId};
 use reprise_agent_core::pool::{
     BlockWrite, DeviceOp, DeviceOpKind, DevicePool, PoolParams, SEGMENT_BYTES_DEFAULT, StoredBlock,
@@ -18,10 +18,10 @@ use reprise_policy::{BlockKey, ContentId, Layout, TenantId};
 const BLOCKS: u64 = 1_000_000;
 const BATCH: u64 = 4_000;
 
-/// What opening may take at the most, on a machine that does other things as well.
+/// The longest time that opening may take, on a machine with other load.
 const SECONDS_MAX: f64 = 2.0;
 
-/// What the pool may hold in memory for a stored block.
+/// The most memory that the pool may use per stored block.
 const BYTES_PER_BLOCK_MAX: u64 = 44;
 
 fn params_of_a_million() -> PoolParams {
@@ -46,7 +46,7 @@ fn execute(pool: &mut DevicePool, disk: &mut Disk, mut ops: Vec<DeviceOp>) {
     }
 }
 
-fn fill(pool: &mut DevicePool, disk: &mut Disk, layout: Layout) {
+fn fill_pool(pool: &mut DevicePool, disk: &mut Disk, layout: Layout) {
     for first in (0..BLOCKS).step_by(usize::try_from(BATCH).expect("small")) {
         let blocks = (first..first + BATCH).map(|number| {
             let page = pool.allocate(layout.slot_bytes()).expect("room");
@@ -80,7 +80,7 @@ fn timed_recovery(disk: &Disk) -> (DevicePool, Vec<StoredBlock>, f64) {
     (pool, stored, begun.elapsed().as_secs_f64())
 }
 
-/// The fastest of three: the machine may be busy with other things.
+/// The fastest of three recoveries, since other load may slow down single ones.
 fn fastest_recovery(disk: &Disk) -> f64 {
     (0..3).map(|_| timed_recovery(disk).2).fold(f64::MAX, f64::min)
 }
@@ -93,16 +93,16 @@ fn a_million_blocks_fit_the_memory_budget_and_open_in_well_under_two_seconds() {
         disk.write_durably(offset, &bytes);
     }
     let (mut pool, _, _) = recover(&disk).expect("opens");
-    fill(&mut pool, &mut disk, layout(512));
+    fill_pool(&mut pool, &mut disk, layout(512));
     let usage = pool.usage();
     let per_block = usage.memory_bytes / BLOCKS;
     assert_eq!(usage.blocks_stored, BLOCKS);
-    assert!(per_block <= BYTES_PER_BLOCK_MAX, "{per_block} bytes a block");
+    assert!(per_block <= BYTES_PER_BLOCK_MAX, "{per_block} bytes per block");
     let (_, stored, _) = timed_recovery(&disk);
     assert_eq!(stored.len() as u64, BLOCKS);
     let from_log = fastest_recovery(&disk);
 
-    // One free an append, until the banks change: the checkpoint has nearly everything then.
+    // Append one free at a time until the bank switch: the checkpoint then contains nearly all blocks.
     let mut freed = 0;
     for block in &stored {
         pool.free(block.page);
@@ -125,7 +125,7 @@ fn a_million_blocks_fit_the_memory_budget_and_open_in_well_under_two_seconds() {
 }
 
 #[test]
-fn a_checkpoint_of_a_full_pool_does_not_outgrow_its_area_while_blocks_move_before_its_eyes() {
+fn a_checkpoint_of_a_full_pool_fits_its_area_while_blocks_move_during_the_copy() {
     // 1 GiB: 65,536 entries, but twice as many slots of 8 KiB.
     let params = params(1 << 30);
     let mut disk = Disk::new(params.device_bytes);
@@ -152,30 +152,32 @@ fn a_checkpoint_of_a_full_pool_does_not_outgrow_its_area_while_blocks_move_befor
         execute(&mut pool, &mut disk, ops);
     }
     assert_eq!(pool.allocatable(4096), 0, "the pool is full");
-    // Until the banks change, free one block at a time; then hold the checkpoint back after its first writes.
-    let first_bank_change = pool.usage().checkpoints;
+    // Free one block at a time until the bank switch; then hold the checkpoint back after its first
+    // writes.
+    let first_bank_switch = pool.usage().checkpoints;
     let mut held = Vec::new();
     let mut freed = pages.split_off(pages.len() - 8000);
     while held.is_empty() {
         pool.free(freed.pop().expect("the log is shorter than this"));
         let ops = pool.flush_frees();
-        held = execute_but_the_checkpoint(&mut pool, &mut disk, ops);
+        held = execute_without_checkpoint(&mut pool, &mut disk, ops);
     }
-    assert_eq!(pool.usage().checkpoints, first_bank_change);
-    // What was copied already goes, and comes again in slots of another size, which the copy has yet to pass.
+    assert_eq!(pool.usage().checkpoints, first_bank_switch);
+    // Blocks that the copy has passed are freed and stored again in slots of another size, which the copy
+    // has not passed yet.
     pages[..7000].iter().for_each(|page| pool.free(*page));
     let ops = pool.flush_frees();
-    assert!(execute_but_the_checkpoint(&mut pool, &mut disk, ops).is_empty());
+    assert!(execute_without_checkpoint(&mut pool, &mut disk, ops).is_empty());
     let (ops, _) = write(&mut pool, 7000, layout(2));
-    assert!(execute_but_the_checkpoint(&mut pool, &mut disk, ops).is_empty());
+    assert!(execute_without_checkpoint(&mut pool, &mut disk, ops).is_empty());
     let stored = pool.usage().blocks_stored;
     execute(&mut pool, &mut disk, held);
-    assert_eq!(pool.usage().checkpoints, first_bank_change + 1);
+    assert_eq!(pool.usage().checkpoints, first_bank_switch + 1);
     assert_eq!(timed_recovery(&disk).1.len() as u64, stored);
 }
 
-/// As `execute`, but leaves checkpoint pages unwritten and returns those operations.
-fn execute_but_the_checkpoint(
+/// Like `execute`, but leaves checkpoint pages unwritten and returns those operations.
+fn execute_without_checkpoint(
     pool: &mut DevicePool,
     disk: &mut Disk,
     mut ops: Vec<DeviceOp>,

@@ -1,8 +1,8 @@
-//! Prints what a file's device gives: bare io_uring reads at several sizes and depths, and beside each the io_uring
-//! and plain engines of this crate (ratio to the bare loop, and CPU seconds per GB).
+//! Measures the speed of a file's device: bare io_uring reads at several sizes and depths, next to the
+//! io_uring and plain engines of this crate (ratio to the bare loop, and CPU seconds per GB).
 //!
-//! `cargo run --release -p reprise-io --example device_speed -- [FILE [MiB]]`. FILE is created, written once (reserved extents
-//! that were never written read at memory speed), and removed afterwards.
+//! `cargo run --release -p reprise-io --example device_speed -- [FILE [MiB]]`. FILE is created, written once
+//! (reads of unwritten extents run at memory speed), and removed afterwards.
 
 #![allow(clippy::print_stdout, reason = "printing is what this program is for")]
 
@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy, Span};
 use reprise_io::bare::{self, BareLoop};
 use reprise_io::{
-    Completion, DeviceFile, EngineChoice, EngineSettings, FileAccess, IoEngine, Missing, Op, Submission,
+    Completion, DeviceFile, EngineChoice, EngineSettings, FileAccess, IfMissing, IoEngine, Op, Submission,
     Token, Wait, open_engine,
 };
 
@@ -22,13 +22,13 @@ type Outcome<T> = Result<T, Box<dyn Error>>;
 const SIZES: [u32; 4] = [4 << 10, 32 << 10, 256 << 10, 2 << 20];
 const DEPTHS: [usize; 4] = [1, 4, 16, 32];
 
-/// Interleaved repetitions; the median counts.
+/// Interleaved repetitions; the median is printed.
 const ROUNDS: usize = 3;
 
-/// Bytes read by one round at the most.
+/// Maximum number of bytes of one round.
 const ROUND_BYTES: u64 = 512 << 20;
 
-/// Operations of one round at the most: small ones are slow.
+/// Maximum number of operations of one round: small ones are slow.
 const ROUND_OPS: u64 = 16_384;
 
 struct Case<'a> {
@@ -53,7 +53,7 @@ fn main() -> Outcome<()> {
     let bytes = mib << 20;
     let arena =
         Arena::new(&ArenaConfig { bytes: 64 << 20, region_bytes: 64 << 20, huge: HugePolicy::Prefer })?;
-    let mut file = DeviceFile::open(&path, FileAccess::ReadWrite, Missing::Create)?;
+    let mut file = DeviceFile::open(&path, FileAccess::ReadWrite, IfMissing::Create)?;
     let outcome = fill(&mut file, bytes, &arena).and_then(|()| {
         println!(
             "{mib} MiB at {}, {:?}, buffers in {} pages",
@@ -94,7 +94,7 @@ fn fill(file: &mut DeviceFile, bytes: u64, arena: &Arena) -> Outcome<()> {
 fn measure_size(path: &Path, bytes: u64, size: u32, arena: &Arena) -> Outcome<()> {
     let blocks = bytes / u64::from(size);
     let count = blocks.min(ROUND_BYTES / u64::from(size)).min(ROUND_OPS);
-    // A stride with no common divisor visits scattered places, each once.
+    // A stride without a common divisor visits scattered places, each once.
     let offsets: Vec<u64> = (0..count).map(|index| index * 7_919 % blocks * u64::from(size)).collect();
     for depth in DEPTHS {
         let case = Case { size, depth, offsets: &offsets, arena };
@@ -113,7 +113,7 @@ fn measure_size(path: &Path, bytes: u64, size: u32, arena: &Arena) -> Outcome<()
 }
 
 fn bare_speed(path: &Path, case: &Case<'_>) -> Outcome<Speed> {
-    let file = DeviceFile::open(path, FileAccess::ReadOnly, Missing::Fail)?;
+    let file = DeviceFile::open(path, FileAccess::ReadOnly, IfMissing::Fail)?;
     let buffers = bare::cut(&case.arena.span(0, 0, 64 << 20)?, case.size, case.depth)?;
     let cpu = cpu_time()?;
     let run = bare::read_loop(&BareLoop {
@@ -127,7 +127,7 @@ fn bare_speed(path: &Path, case: &Case<'_>) -> Outcome<Speed> {
 }
 
 fn engine_speed(path: &Path, case: &Case<'_>, engine: EngineChoice) -> Outcome<Speed> {
-    let file = DeviceFile::open(path, FileAccess::ReadOnly, Missing::Fail)?;
+    let file = DeviceFile::open(path, FileAccess::ReadOnly, IfMissing::Fail)?;
     let settings =
         EngineSettings { queue_depth: case.depth as u32, engine, regions: case.arena.regions().to_vec() };
     let mut engine = open_engine(file, &settings)?;

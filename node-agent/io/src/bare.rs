@@ -1,8 +1,8 @@
-//! The yardstick: a bare io_uring loop over a file, as short as it can be, with nothing of the engines in it.
+//! Benchmark baseline: the shortest possible io_uring loop over a file, without the engines.
 //!
-//! Benchmarks divide what the engines reach by what this reaches on the same file in the same run. It therefore uses the
-//! kernel in the best way known: O_DIRECT (from the [`DeviceFile`]), registered file, registered buffers, `depth`
-//! operations always in flight, one system call per batch.
+//! Benchmarks divide the rate of the engines by the rate of this loop on the same file in the same run. It
+//! therefore uses the kernel in the fastest known way: O_DIRECT (from the [`DeviceFile`]), registered file,
+//! registered buffers, `depth` operations always in flight, one system call per batch.
 //!
 //! Reading extents that were reserved but never written costs no device time: write the file first.
 
@@ -19,28 +19,31 @@ use crate::device::{DeviceFile, FileAccess};
 use crate::error::{Call, IoError, IoErrorKind};
 use crate::op::IO_ALIGN;
 
-/// Operations in flight at the most; also buffers.
+/// Maximum number of operations in flight, and of buffers.
 pub const BARE_DEPTH_MAX: usize = 4096;
 
-/// What a loop does.
+/// Parameters of a loop.
 #[derive(Clone, Debug)]
 pub struct BareLoop<'a> {
-    /// The file; nothing else uses it meanwhile.
+    /// The file; it must have no other user during the loop.
     pub file: &'a DeviceFile,
-    /// Bytes of each operation, a multiple of 4096.
+    /// Size of each operation in bytes, a multiple of 4096.
     pub block_bytes: u32,
-    /// Byte offsets of the operations, in order; each a multiple of 4096 with a block behind it inside the file.
+    /// Byte offsets of the operations, in order; each is a multiple of 4096 with a whole block inside the
+    /// file.
     pub offsets: &'a [u64],
-    /// One operation in flight per buffer, which gives the depth; each of at least `block_bytes`, writable.
+    /// One operation is in flight per buffer, so their number is the depth. Each is writable and has at least
+    /// `block_bytes`.
     pub buffers: &'a [Span],
-    /// Waits for everything and calls fdatasync after this many writes, and at the end. `None`: one sync at the end.
+    /// Waits for all operations and calls fdatasync after this many writes, and at the end. `None`: one sync
+    /// at the end.
     pub sync_every: Option<NonZeroU32>,
 }
 
-/// What a loop measured.
+/// Result of a loop.
 #[derive(Clone, Copy, Debug)]
 pub struct BareRun {
-    /// Bytes transferred.
+    /// Number of transferred bytes.
     pub bytes: u64,
     /// From the first operation to the last completion, syncs included.
     pub elapsed: Duration,
@@ -49,7 +52,7 @@ pub struct BareRun {
 struct Ring {
     uring: IoUring,
     in_flight: usize,
-    /// The first that an operation reported.
+    /// The first failure of an operation.
     failure: Option<io::Error>,
 }
 
@@ -60,7 +63,7 @@ enum Direction {
 }
 
 impl BareRun {
-    /// Bytes per second.
+    /// Returns the rate in bytes per second.
     pub fn bytes_per_second(&self) -> f64 {
         self.bytes as f64 / self.elapsed.as_secs_f64()
     }
@@ -74,21 +77,21 @@ pub fn read_loop(parameters: &BareLoop<'_>) -> Result<BareRun, IoError> {
     run(parameters, Direction::Read)
 }
 
-/// Writes every offset once, with whatever is in the buffers.
+/// Writes every offset once, with the current contents of the buffers.
 ///
 /// # Errors
 /// As the kernel reports them; the first failed or short operation ends the loop.
 pub fn write_loop(parameters: &BareLoop<'_>) -> Result<BareRun, IoError> {
     if parameters.file.access() != FileAccess::ReadWrite {
-        return Err(IoError::new(IoErrorKind::Invalid, "write loop on a file opened read-only"));
+        return Err(IoError::new(IoErrorKind::Invalid, "invalid write loop on a file opened read-only"));
     }
     run(parameters, Direction::Write)
 }
 
-/// Buffers of `bytes` from one span: `depth` of them, side by side.
+/// Splits one span into `depth` adjacent buffers of `bytes` bytes.
 ///
 /// # Errors
-/// `Invalid` when they do not fit.
+/// `Invalid` when the span is too short.
 pub fn cut(span: &Span, bytes: u32, depth: usize) -> Result<Vec<Span>, IoError> {
     let bytes = bytes as usize;
     let pieces = (0..depth).map(|index| span.slice(index * bytes, bytes));
@@ -102,7 +105,7 @@ fn run(parameters: &BareLoop<'_>, direction: Direction) -> Result<BareRun, IoErr
     let outcome = transfer_all(&mut ring, parameters, direction);
     let elapsed = start.elapsed();
     if outcome.is_err() {
-        // The buffers are the caller's, so whatever is in flight must end before this returns.
+        // The caller owns the buffers, so all operations must end before this returns.
         ring.drain(parameters.buffers);
     }
     let bytes = outcome.map_err(|error| IoError::from_call(Call::Transfer, "bare loop", error))?;
@@ -146,7 +149,7 @@ fn set_up(parameters: &BareLoop<'_>) -> Result<IoUring, IoError> {
     Ok(ring)
 }
 
-/// Bytes transferred.
+/// Transfers all blocks; returns the number of bytes.
 fn transfer_all(ring: &mut Ring, parameters: &BareLoop<'_>, direction: Direction) -> io::Result<u64> {
     let batch = match (direction, parameters.sync_every) {
         (Direction::Write, Some(count)) => count.get() as usize,
@@ -206,8 +209,8 @@ impl Ring {
         self.in_flight += 1;
     }
 
-    /// Starts what was pushed and takes what ended, at least one; indices of buffers go to `idle`. Every operation must
-    /// have moved `bytes`.
+    /// Starts the pushed operations and reaps the ended ones, at least one. Buffer indices go to `idle`.
+    /// Every operation must have moved `bytes`.
     fn wait(&mut self, bytes: u32, idle: &mut Vec<usize>) -> io::Result<()> {
         match self.uring.submit_and_wait(1) {
             Err(error) if error.raw_os_error() != Some(libc::EINTR) => return Err(error),
@@ -226,8 +229,8 @@ impl Ring {
         self.failure.take().map_or(Ok(()), Err)
     }
 
-    /// Waits until nothing is in flight, whatever each operation ends with. If even that fails, the memory is leaked
-    /// rather than given back while the device may write to it.
+    /// Waits until nothing is in flight, ignoring the results. If the wait fails, the memory is leaked,
+    /// because the device may still write to it.
     fn drain(&mut self, buffers: &[Span]) {
         while self.in_flight > 0 {
             match self.uring.submit_and_wait(1) {

@@ -1,8 +1,9 @@
 //! The file or block device under an engine: opened for direct I/O, locked, sized.
 //!
-//! The lock (`flock`) lives with the open file description, and an io_uring that registered the file keeps that
-//! alive until its last operation has ended. So after `kill -9` the lock also fences out writes of the dead process that
-//! are still on their way; that is why opening waits [`LOCK_PATIENCE`] for it, and why no POSIX record lock is used.
+//! The lock (`flock`) lives with the open file description, and an io_uring that registered the file keeps
+//! that alive until its last operation has ended. After `kill -9`, the lock therefore also fences writes of
+//! the dead process that are still in flight. For this reason opening waits [`LOCK_PATIENCE`] for the lock,
+//! and no POSIX record lock is used.
 
 use std::fmt;
 use std::fs::{File, Metadata, OpenOptions, TryLockError};
@@ -19,35 +20,36 @@ use crate::error::{Call, IoError, IoErrorKind};
 use crate::op::Bounds;
 use crate::sys;
 
-/// How long opening waits for a lock: operations of a killed process end within device latencies (milliseconds); what
-/// holds longer is a living process.
-const LOCK_PATIENCE: Duration = Duration::from_secs(2);
+/// How long opening waits for the lock. Operations of a killed process end within device latencies:
+/// milliseconds, or seconds on an overloaded machine. A longer holder is a living process.
+const LOCK_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Pause between two attempts to lock.
 const LOCK_RETRY: Duration = Duration::from_millis(10);
 
-/// One write of an erasure.
+/// Size of one write of an erasure in bytes.
 const ERASE_BYTES: usize = 1 << 20;
 
-/// Attempts to open a path whose file is removed while they wait for its lock: another starting agent gave up on a file
-/// that it had created.
+/// Attempts to open a path whose file is removed while they wait for its lock: another starting agent has
+/// discarded a file that it had created.
 const OPEN_ATTEMPTS_MAX: u32 = 8;
 
-/// What may be done with a [`DeviceFile`].
+/// Access to a [`DeviceFile`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileAccess {
     /// Reads only; shares the lock with other readers.
     ReadOnly,
-    /// Reads only, beside whoever has it open and without a lock, so what is read may change meanwhile: for yardsticks.
-    ReadBeside,
-    /// Reads and writes; nobody else has it open.
+    /// Reads only and without a lock, concurrently with other users, so the contents may change: for
+    /// benchmarks.
+    ReadUnlocked,
+    /// Reads and writes, with an exclusive lock.
     ReadWrite,
 }
 
-/// What [`DeviceFile::open`] does about a path that does not exist.
+/// Behaviour of [`DeviceFile::open`] for a path that does not exist.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Missing {
-    /// Refuses.
+pub enum IfMissing {
+    /// Fails with the error `Unavailable`.
     Fail,
     /// Creates an empty file, readable and writable by its owner only.
     Create,
@@ -56,20 +58,20 @@ pub enum Missing {
 /// Whether transfers go through the page cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Caching {
-    /// O_DIRECT: between device and the span, nothing in between.
+    /// O_DIRECT: transfers directly between device and span.
     Direct,
-    /// The file system refuses O_DIRECT: every byte is copied and kept twice.
+    /// The file system does not support O_DIRECT: every byte is copied and cached a second time.
     PageCache,
 }
 
-/// What [`DeviceFile::preallocate`] achieved.
+/// Result of a call of [`DeviceFile::preallocate`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Preallocated {
-    /// Space is reserved; writes inside will not run out of it.
+pub enum Preallocation {
+    /// Space is reserved; writes inside do not run out of space.
     Reserved,
     /// The file system cannot reserve; the file has holes, and writes may run out of space.
     Sparse,
-    /// A block device: its size is what it is, and large enough.
+    /// A block device of fixed and sufficient size.
     Device,
 }
 
@@ -85,20 +87,21 @@ pub struct DeviceFile {
     unlocking: Unlocking,
 }
 
-/// Where the file comes from.
+/// Origin of the opened file.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Origin {
-    /// It was there, or somebody else has used it since.
-    Found,
-    /// This opening has created it, and it is empty.
+    /// It existed, or another process has used it since its creation.
+    Existing,
+    /// This call has created it, and it is empty.
     Created,
 }
 
+/// How the lock is released.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Unlocking {
-    /// By hand, when dropped.
+    /// Explicitly, in the drop.
     AtDrop,
-    /// By the kernel, when nobody refers to the open file any more.
+    /// By the kernel, when the last reference to the open file is closed.
     WithLastReference,
 }
 
@@ -106,28 +109,29 @@ impl DeviceFile {
     /// Opens and locks a file or block device.
     ///
     /// # Errors
-    /// `InUse` when another process has it open, or the kernel uses the block device (mounted, RAID, …);
-    /// `Unavailable` when it does not exist, permissions forbid it, or it is neither file nor block device.
-    pub fn open(path: &Path, access: FileAccess, missing: Missing) -> Result<DeviceFile, IoError> {
+    /// `InUse` when another process has it open, or the kernel uses the block device (mounted, RAID, …).
+    /// `Unavailable` when it does not exist, permissions forbid the access, or it is neither a file nor a
+    /// block device.
+    pub fn open(path: &Path, access: FileAccess, missing: IfMissing) -> Result<DeviceFile, IoError> {
         for _ in 0..OPEN_ATTEMPTS_MAX {
             if let Some(device) = DeviceFile::attempt(path, access, missing)? {
                 return Ok(device);
             }
         }
-        let text = format!("{} is removed again and again while it is being opened", path.display());
+        let text = format!("{} is removed repeatedly while it is being opened", path.display());
         Err(IoError::new(IoErrorKind::InUse, text))
     }
 
-    /// `None` when the path has come to name another file, or none, until this one was locked.
-    fn attempt(path: &Path, access: FileAccess, missing: Missing) -> Result<Option<DeviceFile>, IoError> {
+    /// One attempt; `None` when the path no longer names the opened file once its lock is acquired.
+    fn attempt(path: &Path, access: FileAccess, missing: IfMissing) -> Result<Option<DeviceFile>, IoError> {
         let opening = || format!("opening {}", path.display());
         let failed = |error| IoError::from_call(Call::Open, opening(), error);
-        let may_create = missing == Missing::Create && access == FileAccess::ReadWrite;
+        let may_create = missing == IfMissing::Create && access == FileAccess::ReadWrite;
         let (block_device, created) = match std::fs::metadata(path) {
-            Ok(found) if found.file_type().is_block_device() => (true, Origin::Found),
-            Ok(found) if found.is_file() => (false, Origin::Found),
+            Ok(found) if found.file_type().is_block_device() => (true, Origin::Existing),
+            Ok(found) if found.is_file() => (false, Origin::Existing),
             Ok(_) => {
-                let text = format!("{}; give a file or a block device", opening());
+                let text = format!("{}; expected a file or a block device", opening());
                 return Err(IoError::new(IoErrorKind::Unavailable, text));
             }
             Err(error) if error.kind() == io::ErrorKind::NotFound && may_create => {
@@ -150,31 +154,31 @@ impl DeviceFile {
             }
         };
         lock(&file, path, access)?;
-        let (path, unlocking, origin) = (path.to_owned(), Unlocking::AtDrop, Origin::Found);
+        let (path, unlocking, origin) = (path.to_owned(), Unlocking::AtDrop, Origin::Existing);
         let mut device = DeviceFile { file, path, size: 0, access, caching, block_device, origin, unlocking };
         if !device.is_named_by_its_path() {
             return Ok(None);
         }
         device.refresh_size()?;
-        // Somebody else may have opened and filled it between creation and lock.
+        // Another process may have opened and filled it between creation and lock.
         if device.size == 0 {
             device.origin = created;
         }
         Ok(Some(device))
     }
 
-    /// Closes the file and, if this opening has created it, removes it; what was there before stays. The lock is held
-    /// until the file has no name any more, so it is nobody else's pool.
+    /// Closes the file and removes it if this process has created it; an existing file stays. The lock is
+    /// held until the file has no name, so no other process can have started to use it as its pool.
     pub fn discard(self) {
-        if self.origin == Origin::Found || !self.is_named_by_its_path() {
+        if self.origin == Origin::Existing || !self.is_named_by_its_path() {
             return;
         }
         if let Err(error) = std::fs::remove_file(&self.path) {
-            tracing::warn!(path = %self.path.display(), %error, "cannot remove the file that was created");
+            tracing::warn!(path = %self.path.display(), %error, "cannot remove the created file");
         }
     }
 
-    /// Reads whole pages, waiting for them: what is to be known of a device before it has an engine.
+    /// Reads whole pages synchronously; for checks of a device before it has an engine.
     ///
     /// # Errors
     /// `Media`, `Lost`, or `ShortTransfer` beyond the end.
@@ -190,20 +194,21 @@ impl DeviceFile {
         }
     }
 
-    /// Destroys what is there: all of it reads as zeroes afterwards, durably. The kernel does it where it can; else zeroes are written,
-    /// which takes as long as writing the whole device.
+    /// Erases the contents: everything reads as zeroes afterwards, durably. Uses the kernel's zeroing where
+    /// supported; otherwise writes zeroes, which takes as long as writing the whole device.
     ///
     /// # Errors
-    /// Any: some of it may be left.
+    /// Any; a part of the contents may remain.
     pub fn erase(&self) -> Result<(), IoError> {
         self.zero(0..self.size)?;
         self.sync()
     }
 
-    /// Destroys so many of the first and of the last bytes, durably: where others look whose a device is.
+    /// Erases the first and the last `bytes` bytes, durably: other programs identify a device by these
+    /// ranges.
     ///
     /// # Errors
-    /// Any: some of it may be left.
+    /// Any; a part of the contents may remain.
     pub fn erase_ends(&self, bytes: u64) -> Result<(), IoError> {
         let first = bytes.min(self.size);
         self.zero(0..first)?;
@@ -216,7 +221,7 @@ impl DeviceFile {
             return Ok(());
         }
         if let Err(error) = sys::zero(self.file.as_fd(), range.clone()) {
-            tracing::info!(path = %self.path.display(), %error, "the kernel cannot zero this; zeroes are written");
+            tracing::info!(path = %self.path.display(), %error, "the kernel cannot zero the range, writing zeroes");
             self.write_zeroes(range)?;
         }
         Ok(())
@@ -236,21 +241,21 @@ impl DeviceFile {
         Ok(())
     }
 
-    /// Makes durable what was written before, by whomever, waiting for it.
+    /// Makes all earlier writes durable, by any process, and waits for it.
     ///
     /// # Errors
-    /// `Lost` or another: it is not known what is durable.
+    /// `Lost` or another: it is then unknown which writes are durable.
     pub fn sync(&self) -> Result<(), IoError> {
         let syncing = || format!("syncing {}", self.path.display());
         self.file.sync_data().map_err(|error| IoError::from_call(Call::Sync, syncing(), error))
     }
 
-    /// Makes the file at least `bytes` long and reserves its space, without writing: what was never written reads as
-    /// zeroes. Size and name are durable afterwards. A file that could not be enlarged keeps its size.
+    /// Makes the file at least `bytes` long and reserves its space without writing; unwritten space reads as
+    /// zeroes. Size and name are durable afterwards. A file that cannot be enlarged keeps its size.
     ///
     /// # Errors
     /// `NoSpace` when the file system has less than that available, or the block device is smaller.
-    pub fn preallocate(&mut self, bytes: u64) -> Result<Preallocated, IoError> {
+    pub fn preallocate(&mut self, bytes: u64) -> Result<Preallocation, IoError> {
         let refuse = |have: u64, what: &str| {
             let text = format!(
                 "pool of {bytes} bytes at {}: {what} {have} bytes; free space or configure a smaller pool",
@@ -260,40 +265,41 @@ impl DeviceFile {
         };
         if self.block_device {
             return if self.size >= bytes {
-                Ok(Preallocated::Device)
+                Ok(Preallocation::Device)
             } else {
-                refuse(self.size, "the device has")
+                refuse(self.size, "the device has only")
             };
         }
         let grow = bytes.saturating_sub(self.size);
-        // Asked beforehand: filling a file system to its last block to learn that it is too small hurts its other users.
+        // Check beforehand: filling the file system to its last block only to learn its size would disturb
+        // its other users.
         let available = sys::available_bytes(self.file.as_fd()).map_err(|e| self.open_error("sizing", e))?;
         if grow > available {
-            return refuse(available, "the file system has left");
+            return refuse(available, "the file system has only");
         }
         let outcome = self.enlarge(bytes).and_then(|outcome| self.make_durable().map(|()| outcome));
         if outcome.is_err() {
-            // Gives back what was reserved before it failed; the error that matters is the first.
+            // Releases the space that was reserved before the failure; only the first error matters.
             let _ = self.file.set_len(self.size);
         }
         self.refresh_size()?;
         outcome
     }
 
-    fn enlarge(&self, bytes: u64) -> Result<Preallocated, IoError> {
+    fn enlarge(&self, bytes: u64) -> Result<Preallocation, IoError> {
         match sys::fallocate(self.file.as_fd(), bytes) {
-            Ok(()) => Ok(Preallocated::Reserved),
+            Ok(()) => Ok(Preallocation::Reserved),
             Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => {
                 if bytes > self.size {
                     self.file.set_len(bytes).map_err(|e| self.open_error("enlarging", e))?;
                 }
-                Ok(Preallocated::Sparse)
+                Ok(Preallocation::Sparse)
             }
             Err(error) => Err(self.open_error("reserving space for", error)),
         }
     }
 
-    /// A power loss shall find the file, with its size: fsync(2) wants the directory synced for the name.
+    /// Makes file and size survive a power loss: fsync(2) requires a sync of the directory for the name.
     fn make_durable(&self) -> Result<(), IoError> {
         self.file.sync_all().map_err(|e| self.open_error("syncing", e))?;
         let parent = self.path.parent().filter(|parent| !parent.as_os_str().is_empty());
@@ -303,22 +309,22 @@ impl DeviceFile {
             .map_err(|e| self.open_error("syncing the directory of", e))
     }
 
-    /// Bytes of the file or device, as of opening or the last [`preallocate`](Self::preallocate).
+    /// Returns the size in bytes, as of opening or the last [`preallocate`](Self::preallocate).
     pub fn size(&self) -> u64 {
         self.size
     }
 
-    /// The path it was opened by.
+    /// Returns the path that was opened.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// How it was opened.
+    /// Returns the access mode.
     pub fn access(&self) -> FileAccess {
         self.access
     }
 
-    /// Whether direct I/O is in effect.
+    /// Reports whether direct I/O is in effect.
     pub fn caching(&self) -> Caching {
         self.caching
     }
@@ -331,12 +337,12 @@ impl DeviceFile {
         &self.file
     }
 
-    /// For an engine that could not end its operations: the lock stands until the kernel has ended them.
-    pub(crate) fn leave_lock_to_operations(&mut self) {
+    /// For an engine that could not end its operations: keeps the lock until the kernel has ended them.
+    pub(crate) fn keep_lock_until_operations_end(&mut self) {
         self.unlocking = Unlocking::WithLastReference;
     }
 
-    /// Whether its path still leads to the file that is open here.
+    /// Reports whether the path still names the opened file.
     fn is_named_by_its_path(&self) -> bool {
         let identity = |found: Metadata| (found.dev(), found.ino());
         let (here, there) = (self.file.metadata().map(identity), std::fs::metadata(&self.path).map(identity));
@@ -344,7 +350,7 @@ impl DeviceFile {
     }
 
     fn refresh_size(&mut self) -> Result<(), IoError> {
-        // The end is also where block devices report their size; their st_size is zero.
+        // Block devices report their size as the end of the file; their st_size is zero.
         self.size = self.file.seek(SeekFrom::End(0)).map_err(|error| self.open_error("sizing", error))?;
         Ok(())
     }
@@ -369,8 +375,9 @@ impl fmt::Debug for DeviceFile {
 }
 
 impl Drop for DeviceFile {
-    /// Unlocks by hand: a closed ring gives up its reference to the file some time later, and until then the lock
-    /// would stand, though every engine has ended its operations before it drops its file (or said that it could not).
+    /// Unlocks explicitly. A closed ring drops its reference to the file some time later, and would hold the
+    /// lock until then, although every engine has ended its operations before it drops its file (or has
+    /// called `keep_lock_until_operations_end`).
     fn drop(&mut self) {
         if self.unlocking == Unlocking::WithLastReference {
             return;
@@ -381,16 +388,17 @@ impl Drop for DeviceFile {
     }
 }
 
-/// Creates an empty file that only its owner can read and write; whatever came to be there meanwhile is as good.
+/// Creates an empty file that only its owner can read and write. A file that another process created
+/// meanwhile is accepted.
 fn create(path: &Path) -> io::Result<Origin> {
     match OpenOptions::new().write(true).create_new(true).mode(0o600).open(path) {
         Ok(_) => Ok(Origin::Created),
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(Origin::Found),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(Origin::Existing),
         Err(error) => Err(error),
     }
 }
 
-/// Opens with O_DIRECT where the file system has it with a granularity that suits, else without.
+/// Opens with O_DIRECT if the file system supports it with a suitable granularity, otherwise without.
 fn open_direct(options: &mut OpenOptions, path: &Path, flags: i32) -> io::Result<(File, Caching)> {
     match options.custom_flags(flags | libc::O_DIRECT).open(path) {
         Ok(file) if sys::direct_alignment_fits(file.as_fd()) != Some(false) => {
@@ -409,7 +417,7 @@ fn lock(file: &File, path: &Path, access: FileAccess) -> Result<(), IoError> {
         let attempt = match access {
             FileAccess::ReadWrite => file.try_lock(),
             FileAccess::ReadOnly => file.try_lock_shared(),
-            FileAccess::ReadBeside => return Ok(()),
+            FileAccess::ReadUnlocked => return Ok(()),
         };
         match attempt {
             Ok(()) => return Ok(()),

@@ -1,4 +1,4 @@
-//! The trait of all engines.
+//! The trait of all I/O engines.
 
 use std::fmt;
 use std::time::Duration;
@@ -9,66 +9,68 @@ use crate::waker::Waker;
 
 /// Moves pages between one device and memory, many operations at a time.
 ///
-/// Operations may run and complete in any order; nothing orders two that are in flight together. Each accepted
-/// submission comes back as exactly one [`Completion`]. An operation is started by the next
+/// Operations may run and complete in any order; two operations in flight are not ordered. Each accepted
+/// submission results in exactly one [`Completion`]. An operation starts with the next
 /// [`reap`](IoEngine::reap) at the latest: submit a batch, then reap.
 ///
-/// Dropping an engine runs what was accepted to its end and discards the completions. Whoever wants to use the memory of
-/// unfinished operations for something else asks [`close`](IoEngine::close) whether they have ended.
+/// Dropping an engine completes the accepted operations and discards the completions. To reuse the memory of
+/// unfinished operations, call [`close`](IoEngine::close) and check that they have ended.
 ///
-/// An engine is used by one thread, the one that first calls `submit` or `reap`; it may be opened on another.
+/// Only one thread may use an engine, the one that first calls `submit` or `reap`; another thread may open
+/// it.
 pub trait IoEngine: Send {
-    /// Operations that may be in flight at once.
+    /// Returns the maximum number of operations in flight.
     fn capacity(&self) -> usize;
 
-    /// Operations accepted and not reaped yet.
+    /// Returns the number of accepted operations that were not reaped yet.
     fn in_flight(&self) -> usize;
 
-    /// Accepts an operation. One that breaks the rules of [`Op`](crate::Op) is accepted too, and completes with
-    /// [`Invalid`](crate::IoErrorKind::Invalid).
+    /// Accepts an operation. An operation that violates the rules of [`Op`](crate::Op) is accepted too, and
+    /// completes with [`Invalid`](crate::IoErrorKind::Invalid).
     ///
     /// # Errors
-    /// Gives the submission back when `capacity` operations are in flight: reap first.
+    /// Returns the submission when `capacity` operations are in flight: reap first.
     fn submit(&mut self, submission: Submission) -> Result<(), Submission>;
 
-    /// Starts whatever was submitted and appends what completed to `out`.
+    /// Starts submitted operations and appends completed ones to `out`.
     ///
     /// # Errors
-    /// `Invalid` when called by a second thread, `Lost` when the engine itself no longer works. Operations in flight
-    /// stay so; all that is left is to drop the engine.
+    /// `Invalid` when called by a second thread, `Lost` when the engine itself no longer works. Operations in
+    /// flight remain in flight; drop the engine.
     fn reap(&mut self, wait: Wait, out: &mut Vec<Completion>) -> Result<(), IoError>;
 
-    /// A handle that makes a waiting [`reap`](IoEngine::reap) return.
+    /// Returns a handle that makes a waiting [`reap`](IoEngine::reap) return.
     fn waker(&self) -> Waker;
 
-    /// Drops the engine, and says whether the memory of what was in flight is at rest.
-    fn close(self: Box<Self>) -> Closed;
+    /// Drops the engine and reports whether the memory of unfinished operations can be reused.
+    fn close(self: Box<Self>) -> CloseOutcome;
 
-    /// Which engine this is.
+    /// Returns the implementation of this engine.
     fn kind(&self) -> EngineKind;
 }
 
 /// How long [`IoEngine::reap`] waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wait {
-    /// Takes what is there. Does not consume a wake.
+    /// Takes available completions. Does not consume a wake.
     No,
-    /// Returns on a completion, on a wake or after this time, whichever is first; now and then for no reason.
+    /// Returns on a completion, on a wake or after this time, whichever is first; spurious returns are
+    /// possible.
     Until(Duration),
 }
 
-/// How an engine ended.
+/// Result of a call of [`IoEngine::close`].
 #[must_use = "memory of operations that have not ended must not be used again"]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Closed {
-    /// Every operation has ended: no memory is touched any more.
+pub enum CloseOutcome {
+    /// Every operation has ended: the device no longer accesses their memory.
     Drained,
-    /// Some operations could not be brought to an end. The engine has given up their spans without freeing the memory,
-    /// and the device may still write to it at any time.
+    /// Some operations could not be ended. The engine has leaked their spans, because the device may still
+    /// write to the memory.
     Leaked,
 }
 
-/// Names an implementation of [`IoEngine`].
+/// Identifies an implementation of [`IoEngine`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum EngineKind {
     /// The kernel's submission and completion rings.

@@ -1,29 +1,29 @@
-//! The error of this crate: what to do about it (kind), what was being done (context), what the system said (source).
+//! The error of this crate: kind (remedy), context (operation), source (the system's error).
 
 use std::borrow::Cow;
 use std::fmt;
 use std::io;
 
-/// What the caller can do about an [`IoError`].
+/// Kind of an [`IoError`], by remedy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum IoErrorKind {
     /// This place of the medium cannot be read or written; others can. Stop using the place.
     Media,
-    /// The kernel had no memory or resources for it, again and again. The place is as good as before: try later.
+    /// The kernel repeatedly had no memory or resources for the operation. The place is intact: try later.
     Busy,
-    /// The device is gone, read-only or otherwise beyond use. Stop using the device.
+    /// The device is gone, read-only or otherwise unusable. Stop using the device.
     Lost,
     /// The file system or the device is full. Free space or configure a smaller size.
     NoSpace,
-    /// The operation breaks the rules of [`Op`](crate::Op) or lies outside the device. Fix the caller.
+    /// The operation violates the rules of [`Op`](crate::Op) or lies outside the device. Fix the caller.
     Invalid,
-    /// The file ended inside the range: somebody cut it. Treat the range as lost.
+    /// The file ended inside the range: it was truncated. Treat the range as lost.
     ShortTransfer,
     /// Another process uses the file or device. Stop that process or configure another path.
     InUse,
-    /// The path cannot be opened as it was asked. Fix the path or its permissions.
+    /// The path cannot be opened as requested. Fix the path or its permissions.
     Unavailable,
-    /// The kernel refuses what the engine needs. Use another engine.
+    /// The kernel does not support the engine. Use another engine.
     Unsupported,
 }
 
@@ -52,14 +52,14 @@ pub struct IoError {
     source: Option<io::Error>,
 }
 
-/// Which family of calls an errno came from: the same number means different things in them.
+/// System call family of an errno: the meaning of an errno differs between them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Call {
     /// `open`, `flock`, `fallocate`, `stat`.
     Open,
     /// A read or write.
     Transfer,
-    /// `fdatasync`.
+    /// The system call `fdatasync`.
     Sync,
 }
 
@@ -75,7 +75,7 @@ impl fmt::Display for SourceText<'_> {
 }
 
 impl IoError {
-    /// An error that no system call reported.
+    /// Creates an error that no system call reported.
     pub fn new(kind: IoErrorKind, context: impl Into<Cow<'static, str>>) -> IoError {
         IoError { kind, context: context.into(), source: None }
     }
@@ -88,18 +88,19 @@ impl IoError {
         IoError { kind, context: context.into(), source: Some(source) }
     }
 
-    /// The error of a system call, sorted by its errno.
+    /// Creates the error of a system call; its errno determines the kind.
     pub(crate) fn from_call(call: Call, context: impl Into<Cow<'static, str>>, source: io::Error) -> IoError {
         IoError::with_source(kind_of(call, &source), context, source)
     }
 
-    /// What the caller can do.
+    /// Returns the kind of the error.
     pub fn kind(&self) -> IoErrorKind {
         self.kind
     }
 }
 
-/// Sorts an errno. The block layer's own mapping is the table `blk_errors` in the kernel's `block/blk-core.c`.
+/// Classifies an errno. The block layer's own mapping is the table `blk_errors` in the kernel's
+/// `block/blk-core.c`.
 fn kind_of(call: Call, source: &io::Error) -> IoErrorKind {
     let Some(errno) = source.raw_os_error() else {
         return if call == Call::Open { IoErrorKind::Unavailable } else { IoErrorKind::Lost };
@@ -108,11 +109,12 @@ fn kind_of(call: Call, source: &io::Error) -> IoErrorKind {
         libc::ENOSPC | libc::EDQUOT | libc::EFBIG => IoErrorKind::NoSpace,
         libc::EBUSY | libc::ETXTBSY if call == Call::Open => IoErrorKind::InUse,
         _ if call == Call::Open => IoErrorKind::Unavailable,
-        // After a failed sync nobody knows what is durable, and the kernel reports it once: the whole device.
+        // After a failed sync it is unknown which writes are durable, and the kernel reports the error only
+        // once: treat the whole device as lost.
         _ if call == Call::Sync => IoErrorKind::Lost,
         libc::EIO | libc::ENODATA | libc::EILSEQ | libc::EUCLEAN => IoErrorKind::Media,
-        // One command that timed out or was lost on its way (a reset controller, a path that failed over) says little
-        // about the device; many of them do, and whoever uses it counts.
+        // One command that timed out or was lost on its way (a reset controller, a path that failed over)
+        // does not prove a broken device. Many of them do, so the user of the device must count them.
         libc::ETIMEDOUT | libc::ETIME | libc::ENOLINK | libc::EREMOTEIO => IoErrorKind::Media,
         _ if is_transient(source) => IoErrorKind::Busy,
         libc::EINVAL | libc::EFAULT => IoErrorKind::Invalid,
@@ -120,8 +122,8 @@ fn kind_of(call: Call, source: &io::Error) -> IoErrorKind {
     }
 }
 
-/// Whether a read or write that failed like this may be repeated at once: nothing is wrong with the place. Not of a sync,
-/// which may have dropped what it could not write.
+/// Reports whether a failed read or write may be repeated at once, because the place is intact. Never for a
+/// sync, which may have dropped the data that it could not write.
 pub(crate) fn is_transient(source: &io::Error) -> bool {
     matches!(source.raw_os_error(), Some(libc::ENOMEM | libc::EAGAIN | libc::EINTR | libc::EBUSY))
 }
@@ -135,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bad_place_of_the_medium_is_told_from_a_lost_device() {
+    fn distinguishes_a_media_error_from_a_lost_device() {
         assert_eq!(kind(Call::Transfer, libc::EIO), IoErrorKind::Media);
         assert_eq!(kind(Call::Transfer, libc::ENODATA), IoErrorKind::Media);
         assert_eq!(kind(Call::Transfer, libc::ENODEV), IoErrorKind::Lost);
@@ -144,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_that_timed_out_or_found_no_memory_does_not_lose_the_device() {
+    fn a_timed_out_command_or_lack_of_memory_does_not_lose_the_device() {
         for errno in [libc::ETIMEDOUT, libc::ETIME, libc::ENOLINK, libc::EREMOTEIO] {
             assert_eq!(kind(Call::Transfer, errno), IoErrorKind::Media);
         }
@@ -161,13 +163,13 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_sync_loses_the_device_whatever_the_errno() {
+    fn a_failed_sync_loses_the_device_for_any_errno() {
         assert_eq!(kind(Call::Sync, libc::EIO), IoErrorKind::Lost);
         assert_eq!(kind(Call::Sync, libc::ENOSPC), IoErrorKind::NoSpace);
     }
 
     #[test]
-    fn the_text_has_context_kind_and_what_the_system_said() {
+    fn the_text_has_context_kind_and_system_error() {
         let error =
             IoError::from_call(Call::Open, "opening pool.dat", io::Error::from_raw_os_error(libc::ENOENT));
         let text = error.to_string();

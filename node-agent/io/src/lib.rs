@@ -1,20 +1,20 @@
 //! Block-device I/O of Reprise: one trait, three engines.
 //!
-//! An [`IoEngine`] moves whole 4 KiB pages between one [`DeviceFile`] and memory that it is lent as
-//! [`Span`](reprise_buffers::Span)s. An operation owns its memory from submission to completion, the engine owns
-//! the operation, and dropping the engine ends every operation first: memory is never given back while
-//! a device may still write to it.
+//! An [`IoEngine`] moves whole 4 KiB pages between one [`DeviceFile`] and memory in the form of
+//! [`Span`](reprise_buffers::Span)s. An operation owns its memory from submission to completion, the engine
+//! owns the operation, and dropping the engine ends every operation first. Memory is therefore never freed
+//! while a device may still write to it.
 //!
 //! * [`EngineKind::IoUring`]: O_DIRECT, registered file and buffers, one system call per batch.
 //! * [`EngineKind::Plain`]: `preadv`/`pwritev` on a few threads, for kernels that refuse io_uring.
 //! * [`EngineKind::Simulated`]: a device in memory with latency, faults and crashes, all drawn from a seed.
 //!
-//! Beside them, [`health_log`] asks an NVMe drive how worn it is.
+//! In addition, [`health_log`] reads the wear indicators of an NVMe drive.
 //!
 //! [`open_engine`] chooses between the first two. The suite in `tests/conformance` holds for all three.
 //!
-//! Deliberately absent: ordering between operations in flight, any knowledge of the pool's format, checksums, and
-//! retries of media errors. [`bare`] is the yardstick of the benchmarks, not a second path.
+//! Not included: ordering between operations in flight, the pool's format, checksums, and retries of media
+//! errors. [`bare`] is the baseline of the benchmarks, not a second I/O path.
 
 pub mod bare;
 mod device;
@@ -32,8 +32,8 @@ mod transfer;
 mod uring;
 mod waker;
 
-pub use device::{Caching, DeviceFile, FileAccess, Missing, Preallocated};
-pub use engine::{Closed, EngineKind, IoEngine, Wait};
+pub use device::{Caching, DeviceFile, FileAccess, IfMissing, Preallocation};
+pub use engine::{CloseOutcome, EngineKind, IoEngine, Wait};
 pub use error::{IoError, IoErrorKind};
 pub use op::{Completion, IO_ALIGN, IOVECS_MAX, Op, Submission, TRANSFER_BYTES_MAX, Token};
 pub use open::{EngineChoice, EngineSettings, QUEUE_DEPTH_DEFAULT, QUEUE_DEPTH_MAX, open_engine};

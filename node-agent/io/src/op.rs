@@ -1,29 +1,30 @@
-//! Operations: what is submitted, what comes back, and the rules both keep.
+//! Operations: submissions, completions, and their rules.
 //!
-//! Whatever is submitted is checked once, by [`Bounds::check`], before a device sees it; engines rely on it.
+//! [`Bounds::check`] checks every submission once, before a device sees it; engines rely on that.
 
 use reprise_buffers::Span;
 
 use crate::device::FileAccess;
 use crate::error::{IoError, IoErrorKind};
 
-/// Offsets, lengths and addresses of all transfers are multiples of this: the page size of the pool format, and enough
-/// for O_DIRECT on every device that Reprise accepts.
+/// Alignment of offsets, lengths and addresses of all transfers: the page size of the pool format, and
+/// sufficient for O_DIRECT on every device that Reprise accepts.
 pub const IO_ALIGN: usize = 4096;
 
-/// Spans of one operation: `UIO_MAXIOV`, the kernel's own limit for vectored calls.
+/// Maximum number of spans of one operation: `UIO_MAXIOV`, the kernel's limit for vectored calls.
 pub const IOVECS_MAX: usize = 1024;
 
-/// Bytes of one operation: eight times the largest block (128 MiB); results fit the `i32` that io_uring returns.
+/// Maximum size of one operation in bytes: eight times the largest block (128 MiB). Results fit the `i32` of
+/// io_uring.
 pub const TRANSFER_BYTES_MAX: u64 = 1 << 30;
 
 const _: () = assert!(TRANSFER_BYTES_MAX <= i32::MAX as u64);
 
-/// Names an operation until its completion; chosen by the caller, not interpreted.
+/// Identifies an operation until its completion; the caller chooses it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Token(pub u64);
 
-/// One operation. Offsets are bytes on the device; offset, address and length of every span are multiples of
+/// One operation. Offsets are bytes on the device. Offset, address and length of every span are multiples of
 /// [`IO_ALIGN`]; at most [`IOVECS_MAX`] spans and [`TRANSFER_BYTES_MAX`] bytes.
 #[derive(Clone, Debug)]
 pub enum Op {
@@ -38,49 +39,50 @@ pub enum Op {
     Write {
         /// First byte on the device.
         offset: u64,
-        /// Sources; their owner leaves them unchanged until completion.
+        /// Sources; the owner must not change them until completion.
         from: Vec<Span>,
     },
-    /// Makes durable every write whose completion was reaped before this was submitted, and nothing more.
+    /// Makes every write durable whose completion was reaped before this submission, and no other writes.
     Sync,
 }
 
-/// An operation with its name.
+/// An operation with its token.
 #[derive(Clone, Debug)]
 pub struct Submission {
-    /// Comes back with the completion.
+    /// The completion has the same token.
     pub token: Token,
-    /// What to do.
+    /// The operation to run.
     pub op: Op,
 }
 
-/// An operation that ended. Its memory is no longer touched.
+/// An ended operation. The device no longer accesses its memory.
 #[derive(Debug)]
 pub struct Completion {
-    /// From the submission.
+    /// Token of the submission.
     pub token: Token,
-    /// From the submission: the spans come back.
+    /// Operation of the submission, with its spans.
     pub op: Op,
-    /// All of it was transferred, or an error; after an error nothing is known about the range and the spans.
+    /// Success means that all bytes were transferred. After an error, the contents of range and spans are
+    /// unspecified.
     pub result: Result<(), IoError>,
 }
 
-/// What an engine allows, from its device.
+/// Limits of an engine, from its device.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Bounds {
-    /// Bytes of the device.
+    /// Size of the device in bytes.
     pub(crate) size: u64,
-    /// How it was opened.
+    /// Access mode of the device.
     pub(crate) access: FileAccess,
 }
 
 impl Op {
-    /// Bytes that the operation moves; zero for a sync.
+    /// Returns the number of bytes that the operation moves; zero for a sync.
     pub fn bytes(&self) -> u64 {
         self.spans().iter().map(|span| span.len() as u64).sum()
     }
 
-    /// The memory of the operation; empty for a sync.
+    /// Returns the memory of the operation; empty for a sync.
     pub fn spans(&self) -> &[Span] {
         match self {
             Op::Read { into: spans, .. } | Op::Write { from: spans, .. } => spans,
@@ -88,7 +90,7 @@ impl Op {
         }
     }
 
-    /// First byte on the device; zero for a sync.
+    /// Returns the first byte on the device; zero for a sync.
     pub fn offset(&self) -> u64 {
         match self {
             Op::Read { offset, .. } | Op::Write { offset, .. } => *offset,
@@ -98,10 +100,10 @@ impl Op {
 }
 
 impl Bounds {
-    /// Checks everything that is promised about an [`Op`].
+    /// Checks all rules of an [`Op`].
     ///
     /// # Errors
-    /// `Invalid`, with what is wrong.
+    /// `Invalid` with the violated rule.
     pub(crate) fn check(&self, op: &Op) -> Result<(), IoError> {
         let invalid = |text: String| Err(IoError::new(IoErrorKind::Invalid, text));
         let write = match op {
@@ -111,32 +113,35 @@ impl Bounds {
         };
         let (offset, spans, align) = (op.offset(), op.spans(), IO_ALIGN as u64);
         if spans.is_empty() || spans.len() > IOVECS_MAX {
-            return invalid(format!("transfer of {} spans; 1 to {IOVECS_MAX} are allowed", spans.len()));
+            return invalid(format!("invalid transfer of {} spans: expected 1 to {IOVECS_MAX}", spans.len()));
         }
         for span in spans {
             if span.is_empty()
                 || !span.len().is_multiple_of(IO_ALIGN)
                 || !span.as_ptr().addr().is_multiple_of(IO_ALIGN)
             {
-                return invalid(format!("span of {} bytes is not made of whole pages", span.len()));
+                return invalid(format!("invalid span of {} bytes: expected whole pages", span.len()));
             }
             if !write && span.as_mut_ptr().is_none() {
-                return invalid("read into memory that is not writable".into());
+                return invalid("invalid read into read-only memory".into());
             }
         }
         if write && self.access != FileAccess::ReadWrite {
-            return invalid("write to a device that was opened read-only".into());
+            return invalid("invalid write to a device opened read-only".into());
         }
         let bytes = op.bytes();
         if bytes > TRANSFER_BYTES_MAX {
-            return invalid(format!("transfer of {bytes} bytes; {TRANSFER_BYTES_MAX} are allowed"));
+            return invalid(format!("invalid transfer of {bytes} bytes: at most {TRANSFER_BYTES_MAX}"));
         }
         if !offset.is_multiple_of(align) {
-            return invalid(format!("offset {offset} is no multiple of {align}"));
+            return invalid(format!("invalid offset {offset}: expected a multiple of {align}"));
         }
         match offset.checked_add(bytes) {
             Some(end) if end <= self.size => Ok(()),
-            _ => invalid(format!("{bytes} bytes at {offset} lie outside the device of {} bytes", self.size)),
+            _ => invalid(format!(
+                "invalid range of {bytes} bytes at {offset}: the device has {} bytes",
+                self.size
+            )),
         }
     }
 }

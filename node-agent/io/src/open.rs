@@ -1,4 +1,4 @@
-//! Chooses an engine for a device.
+//! Choice of an engine for a device.
 
 use std::sync::Arc;
 
@@ -10,34 +10,34 @@ use crate::error::{IoError, IoErrorKind};
 use crate::plain::PlainEngine;
 use crate::uring::UringEngine;
 
-/// Operations in flight by default: 64 reads of 32 KiB or larger saturate the disks measured so far, and a small
-/// load behind a large one still gets its turn early.
+/// Default number of operations in flight: 64 reads of 32 KiB or larger saturate the measured disks, and a
+/// small load behind a large one still starts early.
 pub const QUEUE_DEPTH_DEFAULT: u32 = 64;
 
-/// Operations in flight at the most: what one io_uring has entries for without being asked for more (32,768), and
-/// 32 times the deepest NVMe queue that helps.
+/// Maximum number of operations in flight: the default limit of entries of one io_uring is 32,768, and this
+/// is 32 times the deepest NVMe queue that helps.
 pub const QUEUE_DEPTH_MAX: u32 = 16_384;
 
-/// Which engine to use.
+/// The engine to use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum EngineChoice {
-    /// io_uring where the kernel grants it, else plain.
+    /// io_uring where the kernel supports it, otherwise plain.
     #[default]
     Auto,
-    /// io_uring or an error.
+    /// io_uring, or an error.
     IoUring,
-    /// Plain.
+    /// The plain engine only.
     Plain,
 }
 
-/// How to run a device.
+/// Settings of an engine.
 #[derive(Clone, Debug)]
 pub struct EngineSettings {
-    /// Operations in flight, 1 to [`QUEUE_DEPTH_MAX`].
+    /// Number of operations in flight, 1 to [`QUEUE_DEPTH_MAX`].
     pub queue_depth: u32,
-    /// Which engine.
+    /// The engine to use.
     pub engine: EngineChoice,
-    /// The arena: registered with the ring. Operations may use other memory too.
+    /// Arena regions to register with the ring. Operations may use other memory too.
     pub regions: Vec<Arc<Region>>,
 }
 
@@ -47,15 +47,15 @@ impl Default for EngineSettings {
     }
 }
 
-/// Opens an engine on a device, and logs which.
+/// Opens an engine on a device, and logs its kind.
 ///
 /// # Errors
-/// `Invalid` for a depth outside its range; `Unsupported` when io_uring is demanded and the kernel refuses it;
-/// `Unavailable` when the process is out of descriptors or threads.
+/// `Invalid` for a depth outside its range; `Unsupported` when io_uring is required and the kernel rejects
+/// it; `Unavailable` when the process is out of descriptors or threads.
 pub fn open_engine(file: DeviceFile, settings: &EngineSettings) -> Result<Box<dyn IoEngine>, IoError> {
     let depth = settings.queue_depth;
     if depth == 0 || depth > QUEUE_DEPTH_MAX {
-        let text = format!("queue depth {depth}; 1 to {QUEUE_DEPTH_MAX} are possible");
+        let text = format!("invalid queue depth {depth}: expected 1 to {QUEUE_DEPTH_MAX}");
         return Err(IoError::new(IoErrorKind::Invalid, text));
     }
     let capacity = depth as usize;
@@ -65,7 +65,7 @@ pub fn open_engine(file: DeviceFile, settings: &EngineSettings) -> Result<Box<dy
             Err(error) if settings.engine == EngineChoice::IoUring => return Err(error),
             Err(error) => {
                 let path = file.path().display();
-                tracing::warn!(%path, %error, "io_uring is refused; using the plain engine, which is slower");
+                tracing::warn!(%path, %error, "io_uring is not available, using the slower plain engine");
             }
         }
     }

@@ -1,7 +1,7 @@
 //! The plain engine: `preadv`, `pwritev` and `fdatasync` on a few threads.
 //!
-//! For kernels, containers and sandboxes that refuse io_uring. Threads share one queue, which holds no more than the
-//! engine's capacity. Dropping the engine lets the threads finish the queue, then joins them.
+//! For kernels, containers and sandboxes without io_uring. Threads share one queue, which holds no more than
+//! the engine's capacity. Dropping the engine lets the threads finish the queue, then joins them.
 
 use std::collections::VecDeque;
 use std::os::fd::AsFd;
@@ -10,25 +10,26 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use crate::device::DeviceFile;
-use crate::engine::{Closed, EngineKind, IoEngine, Wait};
+use crate::engine::{CloseOutcome, EngineKind, IoEngine, Wait};
 use crate::error::{Call, IoError};
 use crate::op::{Completion, Op, Submission};
 use crate::sys;
 use crate::transfer::{IoVecs, Step, Transfer};
 use crate::waker::{Doorbell, Waker};
 
-/// Threads of one engine: a virtual or NVMe disk is about saturated by 4 requests of 2 MiB in flight, and
-/// every thread is one more to switch to.
+/// Number of threads of one engine: about 4 requests of 2 MiB in flight saturate a virtual or NVMe disk, and
+/// more threads cost more context switches.
 const THREADS_MAX: usize = 4;
 
-/// See the module's doc.
+/// The plain engine; see the module.
 pub(crate) struct PlainEngine {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
     bell: Doorbell,
     capacity: usize,
     in_flight: usize,
-    /// Refused by [`Bounds::check`](crate::op::Bounds::check); handed out by the next reap.
+    /// Completions of operations that [`Bounds::check`](crate::op::Bounds::check) rejected, for the next
+    /// reap.
     refused: Vec<Completion>,
 }
 
@@ -69,7 +70,7 @@ impl PlainEngine {
             // On failure, dropping the engine ends the threads that were started.
             let thread = thread
                 .spawn(move || shared.serve())
-                .map_err(|error| IoError::from_call(Call::Open, "starting an I/O thread", error))?;
+                .map_err(|error| IoError::from_call(Call::Open, "spawning an I/O thread", error))?;
             engine.threads.push(thread);
         }
         Ok(engine)
@@ -115,7 +116,8 @@ impl IoEngine for PlainEngine {
         };
         let start = Instant::now();
         loop {
-            // Answered before taking: whoever rings afterwards is heard by the next turn or the next reap.
+            // Consume the wake before taking completions: a later wake is then seen by the next iteration or
+            // the next reap.
             let rung = self.bell.answer();
             let elapsed = start.elapsed();
             if self.take(out) || rung || elapsed >= limit {
@@ -129,10 +131,10 @@ impl IoEngine for PlainEngine {
         self.bell.waker()
     }
 
-    fn close(self: Box<Self>) -> Closed {
-        // Joins the threads: a call that is under way ends before.
+    fn close(self: Box<Self>) -> CloseOutcome {
+        // The drop joins the threads, so a running call ends before.
         drop(self);
-        Closed::Drained
+        CloseOutcome::Drained
     }
 
     fn kind(&self) -> EngineKind {
@@ -154,11 +156,11 @@ impl Drop for PlainEngine {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing inside the lock can panic half-way: the queues are always whole.
+        // No code inside the lock can panic half-way, so the queues are always consistent.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// One thread's life.
+    /// Body of one thread.
     fn serve(&self) {
         let mut iovecs = IoVecs::default();
         while let Some(mut transfer) = self.next() {
@@ -180,10 +182,11 @@ impl Shared {
             transfer.rest(iovecs);
             let offset = transfer.rest_offset();
             let result = match transfer.op() {
-                // SAFETY: the iovecs are the spans of `transfer`, which keeps them mapped; Bounds::check saw that
-                // they are writable.
+                // SAFETY: the iovecs are the spans of `transfer`, which keeps them mapped; Bounds::check saw
+                // that they are writable.
                 Op::Read { .. } => unsafe { sys::preadv(fd, iovecs.as_slice(), offset) },
-                // SAFETY: the iovecs are the spans of `transfer`, which keeps them mapped; all spans are readable.
+                // SAFETY: the iovecs are the spans of `transfer`, which keeps them mapped; all spans are
+                // readable.
                 Op::Write { .. } => unsafe { sys::pwritev(fd, iovecs.as_slice(), offset) },
                 Op::Sync => self.file.file().sync_data().map(|()| 0),
             };

@@ -1,4 +1,4 @@
-//! What the kernel grants this process, for `reprise doctor`.
+//! I/O features that the kernel grants this process, for `reprise doctor`.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use crate::error::{IoError, IoErrorKind};
 use crate::sys;
 use crate::uring::{FixedBuffers, Ring};
 
-/// Depth of the ring that is set up for probing.
+/// Depth of the ring for probing.
 const PROBE_DEPTH: usize = 64;
 
 /// How a ring processes completions.
@@ -23,15 +23,16 @@ pub enum RingMode {
     Interrupting,
 }
 
-/// What [`probe`] found.
+/// Result of a call of [`probe`].
 #[derive(Debug)]
 pub struct IoProbe {
-    /// The mode in which engines will run, or why the kernel refuses io_uring (then the plain engine is used).
+    /// The ring mode that engines will use, or the error for which io_uring is not available (the plain
+    /// engine is then used).
     pub io_uring: Result<RingMode, IoError>,
-    /// Buffers registered, or why not (then each operation maps its memory anew).
+    /// Number of registered buffers, or the error (each operation then maps its memory).
     pub registered_buffers: Result<usize, IoError>,
-    /// Soft limit of locked memory in bytes, `None` when unlimited. It bounds registered buffers of processes
-    /// without CAP_IPC_LOCK.
+    /// Soft limit of locked memory in bytes, `None` when unlimited. It limits the registered buffers of
+    /// processes without CAP_IPC_LOCK.
     pub memlock_limit: Option<u64>,
 }
 
@@ -45,13 +46,13 @@ impl fmt::Display for RingMode {
     }
 }
 
-/// Tries what engines need: a ring, and these regions as its registered buffers.
+/// Tries to set up a ring with these regions as registered buffers.
 pub fn probe(regions: &[Arc<Region>]) -> IoProbe {
     let memlock_limit = sys::memlock_limit();
     let ring = match Ring::set_up(PROBE_DEPTH) {
         Ok(ring) => ring,
         Err(error) => {
-            let registered_buffers = Err(IoError::new(IoErrorKind::Unsupported, "there is no io_uring"));
+            let registered_buffers = Err(IoError::new(IoErrorKind::Unsupported, "io_uring is not available"));
             return IoProbe { io_uring: Err(error), registered_buffers, memlock_limit };
         }
     };

@@ -1,33 +1,33 @@
-//! The order in which operations are given to a device: reads before writes, until a write has waited too long.
+//! Scheduling order of operations for a device: reads before writes, until a write has waited too long.
 //!
-//! Mixing writes into reads costs read bandwidth, and somebody waits for every read while nobody waits for a write-back
-//! before its delay bound. Syncs go first: they move nothing, and a whole batch waits for each.
+//! Mixing writes into reads costs read bandwidth. A load waits for every read, while nothing waits for a
+//! write-back before its delay bound. Syncs come first: they move no data, and a whole batch waits for each.
 //!
-//! Once writes are overdue, they and waiting reads take turns: a flood of writes cannot starve reads either.
-//! Pure: time comes as a [`Tick`].
+//! Once writes are overdue, they alternate with waiting reads: a flood of writes cannot starve reads either.
+//! The module does no I/O and reads no clock; time is passed in as a [`Tick`].
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
 use reprise_policy::Tick;
 
-/// What an operation is to the queue.
+/// Class of an operation in the queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum OpClass {
-    /// A load waits for it.
+    /// A read; a load waits for it.
     Read,
-    /// Write-back: may wait.
+    /// A write-back, which may wait.
     Write,
-    /// A batch waits for it.
+    /// A sync; a batch waits for it.
     Sync,
 }
 
 /// Limits of a [`ReadFirstQueue`].
 #[derive(Clone, Copy, Debug)]
 pub struct QueueSettings {
-    /// Items of all classes together.
+    /// Maximum number of items over all classes.
     pub capacity: usize,
-    /// How long a write may stand behind reads.
+    /// Maximum time that a write waits behind reads.
     pub delay_max: Duration,
 }
 
@@ -37,12 +37,12 @@ pub struct ReadFirstQueue<T> {
     settings: QueueSettings,
     reads: VecDeque<T>,
     syncs: VecDeque<T>,
-    /// With the instant from which each goes before reads.
+    /// Each with the instant from which it precedes reads.
     writes: VecDeque<(Tick, T)>,
     turn: Turn,
 }
 
-/// Who goes next while writes are overdue and reads wait.
+/// Class that is served next while writes are overdue and reads wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Turn {
     Write,
@@ -50,7 +50,7 @@ enum Turn {
 }
 
 impl<T> ReadFirstQueue<T> {
-    /// An empty queue.
+    /// Creates an empty queue.
     pub fn new(settings: QueueSettings) -> ReadFirstQueue<T> {
         let (reads, syncs, writes) = (VecDeque::new(), VecDeque::new(), VecDeque::new());
         ReadFirstQueue { settings, reads, syncs, writes, turn: Turn::Write }
@@ -59,7 +59,7 @@ impl<T> ReadFirstQueue<T> {
     /// Queues an item.
     ///
     /// # Errors
-    /// Gives it back when the queue is full.
+    /// Returns the item when the queue is full.
     pub fn push(&mut self, now: Tick, class: OpClass, item: T) -> Result<(), T> {
         if self.len() == self.settings.capacity {
             return Err(item);
@@ -72,7 +72,7 @@ impl<T> ReadFirstQueue<T> {
         Ok(())
     }
 
-    /// Takes the item that the device should get next.
+    /// Removes the item that the device should get next.
     pub fn pop(&mut self, now: Tick) -> Option<T> {
         if let Some(sync) = self.syncs.pop_front() {
             return Some(sync);
@@ -90,12 +90,12 @@ impl<T> ReadFirstQueue<T> {
         self.reads.pop_front()
     }
 
-    /// When the oldest write goes before reads.
+    /// Returns the instant from which the oldest write precedes reads.
     pub fn overdue_at(&self) -> Option<Tick> {
         self.writes.front().map(|(due, _)| *due)
     }
 
-    /// Items of one class.
+    /// Returns the number of items of one class.
     pub fn count(&self, class: OpClass) -> usize {
         match class {
             OpClass::Read => self.reads.len(),
@@ -104,12 +104,12 @@ impl<T> ReadFirstQueue<T> {
         }
     }
 
-    /// Items of all classes.
+    /// Returns the number of items of all classes.
     pub fn len(&self) -> usize {
         self.reads.len() + self.syncs.len() + self.writes.len()
     }
 
-    /// Whether nothing waits.
+    /// Reports whether the queue is empty.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -140,21 +140,21 @@ mod tests {
     use OpClass::{Read, Sync, Write};
 
     #[test]
-    fn reads_go_before_writes_that_may_wait_and_syncs_before_all() {
+    fn reads_precede_writes_and_syncs_precede_all() {
         let mut queue = queue(8);
         push_all(&mut queue, &[(Write, 1), (Read, 2), (Write, 3), (Read, 4), (Sync, 5)]);
         assert_eq!(drain(&mut queue, Tick(99)), [5, 2, 4, 1, 3]);
     }
 
     #[test]
-    fn writes_go_at_once_when_no_read_waits() {
+    fn writes_are_served_at_once_when_no_read_waits() {
         let mut queue = queue(8);
         push_all(&mut queue, &[(Write, 1)]);
         assert_eq!(queue.pop(Tick(0)), Some(1));
     }
 
     #[test]
-    fn overdue_writes_and_reads_take_turns() {
+    fn overdue_writes_and_reads_alternate() {
         let mut queue = queue(8);
         push_all(&mut queue, &[(Write, 1), (Write, 2), (Write, 3), (Read, 10), (Read, 11)]);
         assert_eq!(queue.overdue_at(), Some(Tick(100)));
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_queue_gives_the_item_back() {
+    fn a_full_queue_returns_the_item() {
         let mut queue = queue(1);
         assert_eq!(queue.push(Tick(0), Write, 1), Ok(()));
         assert_eq!(queue.push(Tick(0), Read, 2), Err(2));
@@ -171,7 +171,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_item_comes_out_once_in_order_of_its_class_and_no_overdue_write_waits_for_two_reads(
+        fn every_item_is_served_once_in_class_order_and_no_overdue_write_waits_for_two_reads(
             steps in proptest::collection::vec((0u8..4, 0u64..60), 1..200)
         ) {
             let mut queue = queue(64);

@@ -1,20 +1,23 @@
 //! A device in memory, for tests and simulations: latency, faults and crashes, all drawn from one seed.
 //!
-//! [`SimulatedDevice`] is the handle that a test keeps: it injects faults, pulls the plug and looks at the
-//! medium. [`SimulatedDevice::open_engine`] gives the [`IoEngine`](crate::IoEngine) that the code under test drives.
+//! A test uses [`SimulatedDevice`] to inject faults, crash the device and inspect the medium.
+//! [`SimulatedDevice::open_engine`] returns the [`IoEngine`](crate::IoEngine) for the code under test.
 //!
-//! What it models, as a disk with a volatile write cache behind a file system:
-//! * A write may be seen by reads once it completed, and survives a crash only once a sync, submitted after its
+//! The model is a disk with a volatile write cache behind a file system:
+//!
+//! * A completed write is visible to reads. It survives a crash once a sync, submitted after the write's
 //!   completion was reaped, has completed.
-//! * A power loss keeps, drops or tears each unsynced write for itself, in any order, sector by sector. A write in
-//!   flight counts as unsynced.
-//! * Operations in flight complete in the order of their latencies, not of their submission. Their memory is read or
-//!   written in steps on the way; a transfer may take several.
+//!   completion was reaped, has completed.
+//! * A power loss keeps, drops or tears each unsynced write independently, in any order, sector by sector. A
+//!   write in flight counts as unsynced.
+//! * Operations in flight complete in the order of their latencies, not of their submission. Their memory is
+//!   read or written in steps on the way; a transfer may take several.
 //!
-//! **Time** is virtual by default: `reap(Wait::No)` gives what is due at the virtual now; `reap(Wait::Until(d))`
-//! jumps to the next completion, at most `d` ahead. With the same seed and the same calls, everything repeats exactly.
-//! Only when nothing is in flight does a waiting `reap` really block, since nothing but a wake can end it early.
-//! [`SimulatedClock::Real`] makes latencies real, for tests of timeouts; it is not deterministic.
+//! **Time** is virtual by default: `reap(Wait::No)` returns completions that are due at the virtual now;
+//! `reap(Wait::Until(d))` jumps to the next completion, at most `d` ahead. Runs with the same seed and the
+//! same calls are identical. A waiting `reap` only blocks when nothing is in flight, because then only a wake
+//! can end it early. [`SimulatedClock::Real`] makes latencies real, for tests of timeouts; it is not
+//! deterministic.
 
 use std::num::NonZeroU32;
 use std::ops::Range;
@@ -38,49 +41,49 @@ pub use fault::{Fault, FaultKind, Trigger};
 pub use image::Image;
 use state::State;
 
-/// Smallest unit that a crash writes whole, by default: what the oldest disks promise.
+/// Default size of the smallest unit that a crash writes whole; even the oldest disks guarantee it.
 pub const SECTOR_BYTES_DEFAULT: u32 = 512;
 
-/// How the device behaves when nothing is wrong.
+/// Behaviour of the device without faults.
 #[derive(Clone, Debug)]
 pub struct SimulatedSettings {
-    /// Source of all chance.
+    /// Seed of all random decisions.
     pub seed: u64,
-    /// Operations in flight at once.
+    /// Maximum number of operations in flight.
     pub capacity: usize,
-    /// What may be done with it.
+    /// Access mode of the device.
     pub access: FileAccess,
-    /// How long operations take.
+    /// Ranges of the durations of operations.
     pub latency: SimulatedLatency,
-    /// One of this many transfers moves only a part at first and takes another latency for the rest.
+    /// One in this many transfers moves only a part at first and takes another latency for the rest.
     pub partial_one_in: Option<NonZeroU32>,
     /// Smallest unit that a crash keeps or drops whole; divides 4096.
     pub sector_bytes: u32,
-    /// Whether latencies pass virtually or really.
+    /// Kind of the device's clock.
     pub clock: SimulatedClock,
 }
 
 /// Ranges from which latencies are drawn evenly.
 #[derive(Clone, Debug)]
 pub struct SimulatedLatency {
-    /// Of each step of a read.
+    /// Latency of each step of a read.
     pub read: Range<Duration>,
-    /// Of each step of a write.
+    /// Latency of each step of a write.
     pub write: Range<Duration>,
-    /// Of a sync.
+    /// Latency of a sync.
     pub sync: Range<Duration>,
 }
 
-/// How time passes.
+/// Kind of clock of a simulated device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SimulatedClock {
-    /// By jumps, as the engine waits or [`SimulatedDevice::advance`] is called.
+    /// Time jumps when the engine waits or [`SimulatedDevice::advance`] is called.
     Virtual,
-    /// As on the wall.
+    /// Time passes in real time.
     Real,
 }
 
-/// Handle on a simulated device. Clones name the same device.
+/// Handle of a simulated device. Clones refer to the same device.
 #[derive(Clone, Debug)]
 pub struct SimulatedDevice {
     state: Arc<Mutex<State>>,
@@ -106,20 +109,20 @@ impl Default for SimulatedSettings {
 }
 
 impl SimulatedDevice {
-    /// A device that holds `image`, all of it durable.
+    /// Creates a device with the contents of `image`, all of it durable.
     ///
     /// # Errors
     /// `Invalid` for a capacity of zero or a sector that does not divide a page.
     pub fn new(image: Image, settings: SimulatedSettings) -> Result<SimulatedDevice, IoError> {
         let sector = settings.sector_bytes as usize;
         if settings.capacity == 0 || sector == 0 || !IO_ALIGN.is_multiple_of(sector) {
-            let text = format!("capacity {} or sector of {sector} bytes", settings.capacity);
+            let text = format!("invalid capacity {} or sector size of {sector} bytes", settings.capacity);
             return Err(IoError::new(IoErrorKind::Invalid, text));
         }
         Ok(SimulatedDevice { state: Arc::new(Mutex::new(State::new(image, settings))) })
     }
 
-    /// An engine on the device.
+    /// Opens an engine on the device.
     ///
     /// # Errors
     /// `InUse` while another engine on it is alive; `Lost` after a crash: reopen on the surviving image.
@@ -132,55 +135,56 @@ impl SimulatedDevice {
         self.lock().faults.push(fault);
     }
 
-    /// Removes all faults.
+    /// Removes all injected faults.
     pub fn heal(&self) {
         self.lock().faults.clear();
     }
 
-    /// Does at last what [`FaultKind::Hang`] has kept: memory is written, whoever owns it by now. No completion comes.
-    pub fn let_go(&self) {
-        self.lock().let_go();
+    /// Executes the operations that [`FaultKind::Hang`] has held: their memory is written, even if it has a
+    /// new owner. They have no completion.
+    pub fn release_hung(&self) {
+        self.lock().release_hung();
     }
 
-    /// Cuts the medium: from here on reads and writes that reach beyond `bytes` stop there, as when a file was
-    /// truncated behind the engine's back.
+    /// Truncates the medium, as if the file was truncated behind the engine: later reads and writes beyond
+    /// `bytes` end there.
     pub fn truncate(&self, bytes: u64) {
         self.lock().end = bytes;
     }
 
-    /// Changes what is on the medium, unnoticed: bit rot.
+    /// Changes the contents of the medium silently: bit rot.
     pub fn corrupt(&self, change: impl FnOnce(&mut Image)) {
         self.lock().corrupt(change);
     }
 
-    /// What a read would find now.
+    /// Returns the contents that a read would find now.
     pub fn image(&self) -> Image {
         self.lock().seen.clone()
     }
 
-    /// Crashes: gives what survives, chosen by the device's seed. Whatever is in flight or submitted later
-    /// on this device fails with `Lost`.
+    /// Crashes the device and returns the surviving contents, chosen by the device's seed. Operations in
+    /// flight and later submissions fail with `Lost`.
     pub fn crash(&self, mode: CrashMode) -> Image {
         self.lock().crash(mode)
     }
 
-    /// The virtual now (or the real time since the device was made).
+    /// Returns the virtual time (or the real time since the device was created).
     pub fn now(&self) -> Duration {
         self.lock().now()
     }
 
-    /// When the next operation in flight is due.
+    /// Returns the time at which the next operation in flight is due.
     pub fn next_due(&self) -> Option<Duration> {
         self.lock().next_due()
     }
 
-    /// Lets virtual time pass; completions are given by the next `reap`. Nothing happens with a real clock.
+    /// Advances virtual time; the next `reap` returns the completions. No effect with a real clock.
     pub fn advance(&self, by: Duration) {
         self.lock().advance(by);
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // A panic in a test's closure leaves the state as whole as any other moment.
+        // A panic in a test's closure leaves the state consistent.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

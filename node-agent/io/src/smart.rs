@@ -1,6 +1,6 @@
-//! What an NVMe drive says of its own health: the SMART / Health Information log page (NVMe Base Specification 2.0, 5.16.1.3).
+//! Health of an NVMe drive: the SMART / Health Information log page (NVMe Base Specification 2.0, 5.16.1.3).
 //!
-//! Of the 512 bytes these are read:
+//! Fields that are read, of 512 bytes:
 //!
 //! ```text
 //!   0         critical warning; bit 0: spare capacity is below the drive's own threshold
@@ -8,32 +8,33 @@
 //!   160..176  media and data integrity errors, a counter of the drive's life
 //! ```
 //!
-//! The kernel asks for CAP_SYS_ADMIN before it passes the command on. Who may not ask, or asks a file or another kind of device, is told nothing, which is no
-//! error: [`health_log`] says `None`. A drive that hangs answers after the kernel's time for commands of administration (60 s), so this is not
-//! called by a thread that others wait for.
+//! The kernel requires CAP_SYS_ADMIN for the command. Without that capability, and for files and other kinds
+//! of devices, [`health_log`] returns `None`, which is not an error. A drive that hangs answers after the
+//! kernel's timeout for admin commands (60 s), so do not call this on a thread that others wait for.
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 
-/// Bytes of the log page.
+/// Size of the log page in bytes.
 const LOG_BYTES: usize = 512;
 
 /// Get Log Page: NVMe Base Specification 2.0, figure 138.
 const GET_LOG_PAGE: u8 = 0x02;
 /// SMART / Health Information: figure 202.
 const HEALTH_LOG: u32 = 0x02;
-/// The controller's own page, and not one of a namespace: 5.16.1.3.
+/// Selects the controller's page instead of the page of one namespace: 5.16.1.3.
 const NSID_ALL: u32 = 0xffff_ffff;
 
 const CRITICAL_WARNING: usize = 0;
-/// Of the critical warning.
+/// Bit of the critical warning.
 const SPARE_IS_LOW: u8 = 1;
 const AVAILABLE_SPARE: usize = 3;
 const MEDIA_ERRORS: std::ops::Range<usize> = 160..176;
 
-/// `NVME_IOCTL_ADMIN_CMD` of linux/nvme_ioctl.h: `_IOWR('N', 0x41, struct nvme_passthru_cmd)`, as asm-generic/ioctl.h counts.
+/// `NVME_IOCTL_ADMIN_CMD` of linux/nvme_ioctl.h: `_IOWR('N', 0x41, struct nvme_passthru_cmd)`, encoded as in
+/// asm-generic/ioctl.h.
 const NVME_IOCTL_ADMIN_CMD: libc::Ioctl = (3 << 30)
     | ((size_of::<PassthroughCommand>() as libc::Ioctl) << 16)
     | ((b'N' as libc::Ioctl) << 8)
@@ -42,12 +43,12 @@ const NVME_IOCTL_ADMIN_CMD: libc::Ioctl = (3 << 30)
 const _: () =
     assert!(size_of::<PassthroughCommand>() == 72, "struct nvme_passthru_cmd of linux/nvme_ioctl.h");
 
-/// What a drive says of its health. What it does not tell is not there.
+/// Health of a drive. Values that the drive does not report are `None`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HealthLog {
-    /// Media and data integrity errors of the drive's life.
+    /// Media and data integrity errors over the drive's life.
     pub media_errors: u64,
-    /// Spare capacity that is left, percent.
+    /// Remaining spare capacity in percent.
     pub spare_percent: Option<u8>,
 }
 
@@ -76,38 +77,39 @@ struct PassthroughCommand {
 }
 
 impl HealthLog {
-    /// Reads a log page.
+    /// Decodes a log page.
     pub fn parse(page: &[u8; LOG_BYTES]) -> HealthLog {
         let errors: [u8; 16] = page[MEDIA_ERRORS].try_into().expect("it has 16 bytes");
         let spare = page[AVAILABLE_SPARE];
-        // Drives that have no such notion leave it at nothing, and do not say either that it is little.
+        // Drives without spare capacity report 0 and do not set the warning bit.
         let is_told = spare > 0 || page[CRITICAL_WARNING] & SPARE_IS_LOW != 0;
         HealthLog {
             media_errors: u64::try_from(u128::from_le_bytes(errors)).unwrap_or(u64::MAX),
-            // More than 100 is no percentage.
+            // Values above 100 are not percentages.
             spare_percent: (is_told && spare <= 100).then_some(spare),
         }
     }
 }
 
-/// What the drive of a device file says of its health; `None` where it does not tell, or not to us.
+/// Reads the health of the drive behind a device file; `None` where it is not available or not permitted.
 pub fn health_log(path: &Path) -> Option<HealthLog> {
     let mut page = [0; LOG_BYTES];
     let device = open(path)?;
     read_log(device.as_fd(), &mut page).then(|| HealthLog::parse(&page))
 }
 
-/// Block devices, and controllers, which are character devices; a file is neither.
+/// Opens block devices, and controllers, which are character devices; `None` for files.
 fn open(path: &Path) -> Option<File> {
     let kind = std::fs::metadata(path).ok()?.file_type();
     if !kind.is_block_device() && !kind.is_char_device() {
         return None;
     }
-    // Nothing is waited for by opening it.
+    // O_NONBLOCK: opening must not wait.
     OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path).ok()
 }
 
-/// The command that asks for the page: CDW10 has the page and, from bit 16 on, its number of dwords less one (figure 197).
+/// Builds the command that reads the page: CDW10 has the page and, from bit 16 on, its number of dwords minus
+/// one (figure 197).
 fn command(page: &mut [u8; LOG_BYTES]) -> PassthroughCommand {
     let dwords = (LOG_BYTES / size_of::<u32>()) as u32;
     PassthroughCommand {
@@ -120,13 +122,14 @@ fn command(page: &mut [u8; LOG_BYTES]) -> PassthroughCommand {
     }
 }
 
-/// Whether the page was read. Refusals are ENOTTY and EINVAL of what is no NVMe drive, EACCES and EPERM without the right, and codes of the drive, which
-/// are above zero.
+/// Sends the command; returns whether the page was read. Errors are ENOTTY and EINVAL for other devices,
+/// EACCES and EPERM without the capability, and status codes of the drive, which are positive.
 fn read_log(device: BorrowedFd<'_>, page: &mut [u8; LOG_BYTES]) -> bool {
     let mut command = command(page);
-    // SAFETY: the argument of NVME_IOCTL_ADMIN_CMD is a struct nvme_passthru_cmd (linux/nvme_ioctl.h), whose layout and size this one has. It is borrowed
-    // for the call. The kernel writes `data_len` bytes at `addr`, which are the page's, borrowed for the call, and is done when ioctl(2) returns. What is no
-    // NVMe device knows no ioctl of this number and answers ENOTTY or EINVAL.
+    // SAFETY: the argument of NVME_IOCTL_ADMIN_CMD is a struct nvme_passthru_cmd (linux/nvme_ioctl.h), whose
+    // layout and size `PassthroughCommand` has. Command and page are borrowed for the call. The kernel writes
+    // `data_len` bytes at `addr`, the page, and has finished when ioctl(2) returns. Other devices do not
+    // implement an ioctl of this number and answer ENOTTY or EINVAL.
     let result = unsafe { libc::ioctl(device.as_raw_fd(), NVME_IOCTL_ADMIN_CMD, &raw mut command) };
     result == 0
 }
@@ -135,7 +138,7 @@ fn read_log(device: BorrowedFd<'_>, page: &mut [u8; LOG_BYTES]) -> bool {
 mod tests {
     use super::*;
 
-    /// A page as a drive makes it, by offsets of the specification.
+    /// Encodes a page like a drive, by offsets of the specification.
     fn page(warning: u8, spare: u8, errors: u128) -> [u8; LOG_BYTES] {
         let mut page = [0; LOG_BYTES];
         page[0] = warning;
@@ -159,19 +162,15 @@ mod tests {
     }
 
     #[test]
-    fn a_spare_that_no_drive_has_is_not_told() {
+    fn an_impossible_spare_is_not_reported() {
         assert_eq!(HealthLog::parse(&page(0, 0, 3)), HealthLog { media_errors: 3, spare_percent: None });
         assert_eq!(HealthLog::parse(&page(0, 101, 0)).spare_percent, None);
-        assert_eq!(HealthLog::parse(&page(1, 0, 0)).spare_percent, Some(0), "it says that it is low");
-        assert_eq!(
-            HealthLog::parse(&page(4, 0, 0)).spare_percent,
-            None,
-            "that it is unreliable is another matter"
-        );
+        assert_eq!(HealthLog::parse(&page(1, 0, 0)).spare_percent, Some(0), "the drive sets the warning bit");
+        assert_eq!(HealthLog::parse(&page(4, 0, 0)).spare_percent, None, "unreliability is another bit");
     }
 
     #[test]
-    fn the_command_is_that_of_the_kernels_header() {
+    fn the_command_number_matches_the_kernel_header() {
         let mut page = [0; LOG_BYTES];
         let at = page.as_ptr().addr() as u64;
         let command = command(&mut page);
@@ -184,10 +183,10 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_drive_tells_nothing() {
+    fn files_and_other_devices_have_no_health_log() {
         let file = tempfile::NamedTempFile::new().expect("a file");
         assert_eq!(health_log(file.path()), None);
-        assert_eq!(health_log(Path::new("/dev/null")), None, "it knows no such call");
+        assert_eq!(health_log(Path::new("/dev/null")), None, "it does not support the call");
         assert_eq!(health_log(Path::new("/nowhere/at/all")), None);
     }
 }

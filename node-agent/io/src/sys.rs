@@ -1,4 +1,5 @@
-//! Every system call of this crate that neither std nor the io-uring crate makes, but for the one command to NVMe drives (`smart`).
+//! System calls of this crate that neither std nor the io-uring crate wraps, except the one command to NVMe
+//! drives (`smart`).
 
 use std::io;
 use std::ops::Range;
@@ -12,7 +13,7 @@ pub(crate) fn eventfd() -> io::Result<OwnedFd> {
     // SAFETY: eventfd(2) takes two integers.
     let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
     check(fd)?;
-    // SAFETY: eventfd(2) returned a new descriptor that nobody else owns.
+    // SAFETY: eventfd(2) returned a new descriptor without another owner.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
@@ -23,7 +24,7 @@ pub(crate) fn eventfd_add(fd: BorrowedFd<'_>) {
     unsafe { libc::write(fd.as_raw_fd(), one.as_ptr().cast(), one.len()) };
 }
 
-/// Takes the count; blocks while it is zero.
+/// Resets the counter; blocks while it is zero.
 pub(crate) fn eventfd_take(fd: BorrowedFd<'_>) {
     let mut count = [0u8; 8];
     // SAFETY: the buffer has the 8 bytes that eventfd(2) writes.
@@ -39,7 +40,7 @@ pub(crate) fn poll_readable(fd: BorrowedFd<'_>, limit: Duration) -> bool {
     ready == 1
 }
 
-/// `preadv(2)`: bytes read.
+/// Calls `preadv(2)`; returns the number of bytes read.
 ///
 /// # Safety
 /// Every iovec is memory that stays mapped and writable during the call.
@@ -50,7 +51,7 @@ pub(crate) unsafe fn preadv(fd: BorrowedFd<'_>, iovecs: &[libc::iovec], offset: 
     transferred(done)
 }
 
-/// `pwritev(2)`: bytes written.
+/// Calls `pwritev(2)`; returns the number of bytes written.
 ///
 /// # Safety
 /// Every iovec is memory that stays mapped and readable during the call.
@@ -74,8 +75,9 @@ pub(crate) fn fallocate(fd: BorrowedFd<'_>, bytes: u64) -> io::Result<()> {
     }
 }
 
-/// Makes a range of a file or block device read as zeroes without moving any, as fallocate(2) can: by giving the space back,
-/// or by marking it as never written. Both are passed down to a device that can discard or write zeroes by itself.
+/// Makes a range of a file or block device read as zeroes without moving data, with fallocate(2): by
+/// releasing the space, or by marking it as unwritten. Both are passed to a device that can discard or write
+/// zeroes by itself.
 pub(crate) fn zero(fd: BorrowedFd<'_>, range: Range<u64>) -> io::Result<()> {
     let (offset, bytes) = (file_offset(range.start)?, file_offset(range.end - range.start)?);
     let modes = [libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, libc::FALLOC_FL_ZERO_RANGE];
@@ -96,7 +98,7 @@ pub(crate) fn zero(fd: BorrowedFd<'_>, range: Range<u64>) -> io::Result<()> {
     Err(refused)
 }
 
-/// Bytes that unprivileged writers can still use on the file system.
+/// Returns the bytes that unprivileged writers can still use on the file system.
 pub(crate) fn available_bytes(fd: BorrowedFd<'_>) -> io::Result<u64> {
     // SAFETY: statvfs is plain data for which zeroes are valid.
     let mut stat: libc::statvfs = unsafe { std::mem::zeroed() };
@@ -105,8 +107,8 @@ pub(crate) fn available_bytes(fd: BorrowedFd<'_>) -> io::Result<u64> {
     Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
-/// Whether O_DIRECT works on this file with transfers aligned to [`IO_ALIGN`], as far as statx(2) knows (Linux 6.1);
-/// `None` when it does not say.
+/// Reports whether statx(2) confirms O_DIRECT on this file with transfers aligned to [`IO_ALIGN`] (Linux
+/// 6.1); `None` when it does not report an alignment.
 pub(crate) fn direct_alignment_fits(fd: BorrowedFd<'_>) -> Option<bool> {
     // SAFETY: statx is plain data for which zeroes are valid.
     let mut stat: libc::statx = unsafe { std::mem::zeroed() };
@@ -120,7 +122,7 @@ pub(crate) fn direct_alignment_fits(fd: BorrowedFd<'_>) -> Option<bool> {
     Some(fits(stat.stx_dio_mem_align) && fits(stat.stx_dio_offset_align))
 }
 
-/// Soft limit of locked memory in bytes; `None` when unlimited.
+/// Returns the soft limit of locked memory in bytes; `None` when unlimited.
 pub(crate) fn memlock_limit() -> Option<u64> {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: getrlimit(2) fills the struct that it is given.

@@ -1,9 +1,9 @@
-//! One accepted operation on its way: what is left of it, and what a result means. Shared by the engines that
-//! work on real files.
+//! One accepted operation: its remaining part, and the interpretation of results. Shared by the engines for
+//! real files.
 //!
-//! A transfer that stopped short is continued with the rest; one that was interrupted, or for which the kernel had no
-//! memory, is repeated, but not for ever. The decision is made here
-//! and nowhere else, so that the engines agree.
+//! A transfer that stopped short continues with the rest. An interrupted transfer, or one for which the
+//! kernel had no memory, is repeated a limited number of times. This decision is only made here, so that the
+//! engines behave alike.
 
 use std::io;
 
@@ -12,8 +12,9 @@ use reprise_buffers::Span;
 use crate::error::{Call, IoError, IoErrorKind, is_transient};
 use crate::op::{Completion, IO_ALIGN, Op, Submission, Token};
 
-/// Consecutive attempts that may fail for a passing reason without moving a byte. io_uring waits for resources by
-/// itself, so a handful would do; the limit only keeps a broken driver from spinning forever.
+/// Maximum number of consecutive attempts that fail for a transient reason without moving a byte. io_uring
+/// waits for resources by itself, so a few would do; the limit only stops a broken driver from spinning
+/// forever.
 const RETRIES_MAX: u32 = 100;
 
 /// An operation between acceptance and completion.
@@ -26,21 +27,21 @@ pub(crate) struct Transfer {
     retries: u32,
 }
 
-/// What to do after a system call for a transfer.
+/// Next action after a system call for a transfer.
 #[derive(Debug)]
 pub(crate) enum Step {
     /// Call again for [`Transfer::rest`].
     Again,
-    /// It ended like this.
+    /// The operation has ended with this result.
     Ended(Result<(), IoError>),
 }
 
-/// The memory that is left to transfer, in the kernel's form. Reused between operations.
+/// The remaining memory of a transfer, in the kernel's form. Reused between operations.
 #[derive(Default)]
 pub(crate) struct IoVecs(Vec<libc::iovec>);
 
-// SAFETY: the addresses are those of spans, which are Send; they are dereferenced by the kernel only, while the
-// transfer that holds the spans is alive.
+// SAFETY: the addresses are those of spans, which are Send; they are dereferenced by the kernel only, while
+// the transfer that holds the spans is alive.
 unsafe impl Send for IoVecs {}
 
 impl IoVecs {
@@ -50,7 +51,7 @@ impl IoVecs {
 }
 
 impl Transfer {
-    /// Takes charge of an operation that [`Bounds::check`](crate::op::Bounds::check) has passed.
+    /// Starts an operation that [`Bounds::check`](crate::op::Bounds::check) has passed.
     pub(crate) fn new(submission: Submission) -> Transfer {
         let Submission { token, op } = submission;
         let total = op.spans().iter().map(Span::len).sum();
@@ -61,12 +62,12 @@ impl Transfer {
         &self.op
     }
 
-    /// Where the rest begins on the device.
+    /// Returns the first remaining byte on the device.
     pub(crate) fn rest_offset(&self) -> u64 {
         self.op.offset() + self.done as u64
     }
 
-    /// Fills `iovecs` with the memory of the rest.
+    /// Fills `iovecs` with the remaining memory.
     pub(crate) fn rest(&self, iovecs: &mut IoVecs) {
         iovecs.0.clear();
         let mut skip = self.done;
@@ -81,7 +82,7 @@ impl Transfer {
         }
     }
 
-    /// Judges what the kernel returned: bytes of a transfer (zero for a sync), or an errno.
+    /// Evaluates the kernel's result: bytes of a transfer (zero for a sync), or an errno.
     pub(crate) fn advance(&mut self, result: io::Result<usize>) -> Step {
         let moved = match result {
             Ok(moved) => moved,
@@ -93,11 +94,11 @@ impl Transfer {
         };
         self.retries = 0;
         self.done += moved;
-        assert!(self.done <= self.total, "the kernel never moves more than it was asked to");
+        assert!(self.done <= self.total, "the kernel never moves more bytes than requested");
         if self.done == self.total {
             return Step::Ended(Ok(()));
         }
-        // Nothing moved, or the file ended inside a page: the rest could not even be asked for with O_DIRECT.
+        // Nothing moved, or the file ended inside a page: O_DIRECT cannot read or write the rest.
         if moved == 0 || !moved.is_multiple_of(IO_ALIGN) {
             let text = format!("{} ended after {} of {} bytes", self.describe(), self.done, self.total);
             return Step::Ended(Err(IoError::new(IoErrorKind::ShortTransfer, text)));
@@ -105,12 +106,12 @@ impl Transfer {
         Step::Again
     }
 
-    /// Gives the memory back.
+    /// Converts the transfer to its completion, which has the memory.
     pub(crate) fn complete(self, result: Result<(), IoError>) -> Completion {
         Completion { token: self.token, op: self.op, result }
     }
 
-    /// A sync is repeated only when it was not begun, or interrupted.
+    /// A sync is only repeated when it did not start, or was interrupted.
     fn may_repeat(&self, error: &io::Error) -> bool {
         match self.op {
             Op::Sync => matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EINTR)),
@@ -174,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn interruptions_are_repeated_but_not_forever() {
+    fn interrupted_transfers_are_repeated_a_limited_number_of_times() {
         let mut transfer = two_spans();
         for number in [libc::EINTR, libc::EAGAIN, libc::ENOMEM] {
             assert!(matches!(transfer.advance(errno(number)), Step::Again));

@@ -1,20 +1,21 @@
 //! The io_uring engine.
 //!
-//! One ring for one device: registered file, registered arena regions, one `io_uring_enter` per batch (it starts
-//! what was submitted, waits, and lets many completions be taken from shared memory). A read of the doorbell's
-//! eventfd lies in the ring while the engine waits, so that a wake is just another completion.
+//! One ring for one device: registered file, registered arena regions, one `io_uring_enter` per batch (it
+//! starts submitted operations, waits, and makes many completions available in shared memory). While the
+//! engine waits, a read of the doorbell's eventfd is in the ring, so that a wake is just another completion.
 //!
-//! A transfer of several spans (a header page and its payload) goes as one vectored entry, which uses no registered
-//! buffer; only single spans do. The alternative, a fixed entry for each span (the header in a registered page of its
-//! own) with one completion for both, was measured with 16 blocks in flight on a virtual NVMe disk of about 2 GB/s: in
-//! 2 MiB pages rates were equal for payloads of 512 KiB and 2 MiB (1831 : 1855 and 2130 : 2135 MB/s read, 2760 : 2725 and
-//! 3009 : 2935 written) and lower for 128 KiB (1366 : 1503 read, 1622 : 1931 written), where twice the requests cost more
-//! than pinning 33 pages. CPU time fell by 0.01 s/GB of reads at most (0.04 in 4 KiB pages). That is not worth a second
-//! form of operation with a half-done state.
+//! A transfer of several spans (a header page and its payload) is one vectored entry without a registered
+//! buffer; only single spans use one. The alternative is a fixed entry for each span (the header in a
+//! registered page) with one completion for both. It was measured with 16 blocks in flight on a virtual NVMe
+//! disk of about 2 GB/s. In 2 MiB pages the rates were equal for payloads of 512 KiB and 2 MiB (1831 : 1855
+//! and 2130 : 2135 MB/s read, 2760 : 2725 and 3009 : 2935 written). They were lower for 128 KiB (1366 : 1503
+//! read, 1622 : 1931 written), where the doubled requests cost more than pinning 33 pages. CPU time fell by
+//! at most 0.01 s/GB of reads (0.04 in 4 KiB pages). That does not justify a second form of operation with a
+//! half-done state.
 //!
-//! The table of slots owns the operations, the engine owns the table and frees it only when the kernel has given
-//! every operation back; if that cannot be had within [`DRAIN_LIMIT`], the operations are leaked rather than freed, and
-//! [`close`](IoEngine::close) says so.
+//! The table of slots owns the operations. The engine owns the table and frees it only when the kernel has
+//! completed every operation. If that takes longer than [`DRAIN_LIMIT`], the operations are leaked instead of
+//! freed, and [`close`](IoEngine::close) reports it.
 
 use std::io;
 use std::mem;
@@ -27,7 +28,7 @@ use io_uring::{opcode, squeue};
 use reprise_buffers::{Region, Span};
 
 use crate::device::DeviceFile;
-use crate::engine::{Closed, EngineKind, IoEngine, Wait};
+use crate::engine::{CloseOutcome, EngineKind, IoEngine, Wait};
 use crate::error::IoError;
 use crate::op::{Completion, Op, Submission};
 use crate::transfer::{IoVecs, Step, Transfer};
@@ -39,54 +40,56 @@ mod slots;
 
 pub(crate) use fixed::FixedBuffers;
 pub(crate) use ring::Ring;
-use ring::{EnterWait, Entered, FILE_BELL, FILE_DEVICE};
+use ring::{EnterOutcome, EnterWait, FILE_BELL, FILE_DEVICE};
 use slots::{SlotId, Slots};
 
-/// How long dropping an engine waits for operations in flight. The kernel's own timeout for a stuck request is 30 s
-/// (`/sys/block/*/queue/io_timeout`); after it the request has failed.
+/// How long dropping an engine waits for operations in flight. The kernel's timeout for a stuck request is 30
+/// s (`/sys/block/*/queue/io_timeout`); after it the request has failed.
 const DRAIN_LIMIT: Duration = Duration::from_secs(45);
 
-/// `user_data` of the doorbell's read. No slot has it: generations would have to be all ones with index 2^32 - 1.
+/// `user_data` of the doorbell's read. No slot uses it: its generation would be all ones with index 2^32 - 1.
 const BELL: u64 = u64::MAX;
 
-/// See the module's doc.
+/// The io_uring engine; see the module.
 ///
-/// Fields are dropped in order: the ring is closed before its file is unlocked and its buffers go.
+/// Fields are dropped in order: the ring is closed before its file is unlocked and its buffers are freed.
 pub(crate) struct UringEngine {
     ring: Ring,
     slots: Slots,
     fixed: FixedBuffers,
     file: DeviceFile,
     bell: Doorbell,
-    /// Where the doorbell's read puts the count; nobody looks at it.
+    /// Destination of the doorbell's read; the count is not used.
     bell_count: Box<u64>,
-    bell_read: BellRead,
+    bell_read: DoorbellRead,
     capacity: usize,
-    /// Refused by [`Bounds::check`](crate::op::Bounds::check); handed out by the next reap.
+    /// Completions of operations that [`Bounds::check`](crate::op::Bounds::check) rejected, for the next
+    /// reap.
     refused: Vec<Completion>,
-    /// Known once it has been tried.
-    closed: Option<Closed>,
+    /// Set by the first attempt to end the engine.
+    closed: Option<CloseOutcome>,
 }
 
 /// Whether a read of the doorbell is in the ring.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum BellRead {
+enum DoorbellRead {
     Idle,
     InRing,
 }
 
 impl UringEngine {
-    /// Everything that the kernel can refuse, without the file, so that another engine can still have that.
+    /// Performs all steps that the kernel may reject, without consuming the file, so that another engine can
+    /// still use it.
     ///
     /// # Errors
-    /// `Unsupported` with what was refused.
+    /// `Unsupported` with the rejected step.
     pub(crate) fn prepare(file: &DeviceFile, capacity: usize) -> Result<(Ring, Doorbell), IoError> {
         let (ring, bell) = (Ring::set_up(capacity)?, Doorbell::new()?);
         ring.register_files(file.as_fd(), bell.fd())?;
         Ok((ring, bell))
     }
 
-    /// An engine on a prepared ring. Regions that the kernel does not want to register are used unregistered.
+    /// Creates an engine on a prepared ring. Regions that the kernel does not register are used unregistered.
     pub(crate) fn new(
         file: DeviceFile,
         (ring, bell): (Ring, Doorbell),
@@ -95,36 +98,39 @@ impl UringEngine {
     ) -> UringEngine {
         let path = file.path().display();
         let fixed = FixedBuffers::register(&ring.uring, regions).unwrap_or_else(|error| {
-            tracing::warn!(%path, %error, "io_uring registers no buffers; each operation maps its memory anew");
+            tracing::warn!(%path, %error, "io_uring cannot register buffers, each operation maps its memory");
             FixedBuffers::default()
         });
         let (mode, caching, registered) = (ring.mode, file.caching(), fixed.count());
         tracing::info!(%path, engine = "io_uring", capacity, ?mode, ?caching, registered, "device opened");
         let (slots, refused) = (Slots::new(capacity), Vec::new());
-        let (bell_count, bell_read) = (Box::new(0), BellRead::Idle);
+        let (bell_count, bell_read) = (Box::new(0), DoorbellRead::Idle);
         UringEngine { ring, slots, fixed, file, bell, bell_count, bell_read, capacity, refused, closed: None }
     }
 
-    /// Puts the next entry of an operation into the ring.
+    /// Pushes the next entry of an operation to the ring.
     fn push(&mut self, id: SlotId) {
-        let slot = self.slots.get(id).expect("the caller has just put it there or seen it");
+        let slot = self.slots.get(id).expect("the caller has just inserted or found it");
         let transfer = slot.transfer.as_ref().expect("an occupied slot");
         let entry = entry(transfer, &mut slot.iovecs, &self.fixed).user_data(id.user_data());
-        // SAFETY: spans and iovecs stay in the slot until `take` has seen the completion; Bounds::check saw that
-        // destinations are writable.
+        // SAFETY: spans and iovecs stay in the slot until `take` has seen the completion; Bounds::check
+        // ensures that destinations are writable.
         unsafe { self.ring.push(&entry) };
     }
 
-    /// Takes completions from shared memory; no system call. What ended short is pushed again.
+    /// Takes completions from shared memory; no system call. Pushes transfers that stopped short again.
     fn take(&mut self, out: &mut Vec<Completion>) {
         while let Some(entry) = { self.ring.uring.completion().next() } {
             if entry.user_data() == BELL {
-                self.bell_read = BellRead::Idle;
+                self.bell_read = DoorbellRead::Idle;
                 continue;
             }
             let id = SlotId::from_user_data(entry.user_data());
             let Some(transfer) = self.slots.get(id).and_then(|slot| slot.transfer.as_mut()) else {
-                tracing::error!(user_data = entry.user_data(), "io_uring completed what was not in flight");
+                tracing::error!(
+                    user_data = entry.user_data(),
+                    "io_uring completed an operation that was not in flight"
+                );
                 continue;
             };
             let result = entry.result();
@@ -144,15 +150,15 @@ impl UringEngine {
         loop {
             let elapsed = start.elapsed();
             self.listen();
-            // When rung, what was submitted must still be started.
-            let may_block = elapsed < limit && self.bell.lie_down();
+            // Even when rung, submitted operations must still be started.
+            let may_block = elapsed < limit && self.bell.begin_sleep();
             let wait = if may_block { EnterWait::One(limit - elapsed) } else { EnterWait::No };
             let entered = self.ring.enter(wait);
-            self.bell.get_up();
+            self.bell.end_sleep();
             let rung = self.bell.answer();
             let entered = entered?;
             self.take(out);
-            if out.len() > before || rung || !may_block || entered == Entered::TimedOut {
+            if out.len() > before || rung || !may_block || entered == EnterOutcome::TimedOut {
                 return Ok(());
             }
         }
@@ -160,24 +166,25 @@ impl UringEngine {
 
     /// Puts a read of the doorbell into the ring unless there is one.
     fn listen(&mut self) {
-        if self.bell_read == BellRead::InRing {
+        if self.bell_read == DoorbellRead::InRing {
             return;
         }
         let into: *mut u64 = &raw mut *self.bell_count;
         let entry = opcode::Read::new(Fixed(FILE_BELL), into.cast(), 8).build().user_data(BELL);
-        // SAFETY: the count is boxed, and neither read nor freed while `bell_read` says that the read is in the ring.
+        // SAFETY: the count is boxed, and neither read nor freed while the read is in the ring, as
+        // `bell_read` records.
         unsafe { self.ring.push(&entry) };
-        self.bell_read = BellRead::InRing;
+        self.bell_read = DoorbellRead::InRing;
     }
 
-    /// Runs everything to its end, or leaks what the kernel may still use; once.
-    fn end(&mut self) -> Closed {
+    /// Completes all operations, or leaks the memory that the kernel may still use; runs once.
+    fn end(&mut self) -> CloseOutcome {
         if let Some(closed) = self.closed {
             return closed;
         }
         let closed = self.drain();
-        if closed == Closed::Leaked {
-            self.file.leave_lock_to_operations();
+        if closed == CloseOutcome::Leaked {
+            self.file.keep_lock_until_operations_end();
             mem::forget(mem::replace(&mut self.slots, Slots::new(0)));
             mem::forget(mem::take(&mut self.bell_count));
             mem::forget(mem::take(&mut self.fixed));
@@ -186,21 +193,21 @@ impl UringEngine {
         closed
     }
 
-    fn drain(&mut self) -> Closed {
+    fn drain(&mut self) -> CloseOutcome {
         let start = Instant::now();
         let mut ended = Vec::new();
-        if self.bell_read == BellRead::InRing {
+        if self.bell_read == DoorbellRead::InRing {
             self.bell.force();
         }
         loop {
             self.take(&mut ended);
-            if self.slots.in_use() == 0 && self.bell_read == BellRead::Idle {
-                return Closed::Drained;
+            if self.slots.in_use() == 0 && self.bell_read == DoorbellRead::Idle {
+                return CloseOutcome::Drained;
             }
-            let Some(left) = DRAIN_LIMIT.checked_sub(start.elapsed()) else { return Closed::Leaked };
+            let Some(left) = DRAIN_LIMIT.checked_sub(start.elapsed()) else { return CloseOutcome::Leaked };
             if let Err(error) = self.ring.enter(EnterWait::One(left)) {
                 tracing::error!(path = %self.file.path().display(), %error, "an I/O engine cannot be drained");
-                return Closed::Leaked;
+                return CloseOutcome::Leaked;
             }
         }
     }
@@ -248,7 +255,7 @@ impl IoEngine for UringEngine {
         self.bell.waker()
     }
 
-    fn close(mut self: Box<Self>) -> Closed {
+    fn close(mut self: Box<Self>) -> CloseOutcome {
         self.end()
     }
 
@@ -259,12 +266,12 @@ impl IoEngine for UringEngine {
 
 impl Drop for UringEngine {
     fn drop(&mut self) {
-        // Whoever drops an engine does not want to know.
+        // A plain drop does not report the outcome; `close` does.
         let _ = self.end();
     }
 }
 
-/// The entry for what is left of an operation.
+/// Builds the ring entry for the rest of an operation.
 fn entry(transfer: &Transfer, iovecs: &mut IoVecs, fixed: &FixedBuffers) -> squeue::Entry {
     let file = Fixed(FILE_DEVICE);
     let spans: &[Span] = transfer.op().spans();

@@ -1,11 +1,11 @@
 //! Wakes a thread that waits in [`IoEngine::reap`](crate::IoEngine::reap).
 //!
-//! Two flags keep system calls rare: `rung` (somebody wants attention) and `sleeping` (the reaper is about to
-//! block). The reaper sets `sleeping`, then looks at `rung`; a waker sets `rung`, then looks at `sleeping`. All four
-//! are sequentially consistent, so at least one of them sees the other (Dekker), and the eventfd is written
-//! only when the reaper may be blocked.
+//! Two flags keep system calls rare: `rung` (a wake is requested) and `sleeping` (the reaper is about to
+//! block). The reaper sets `sleeping`, then reads `rung`; a waker sets `rung`, then reads `sleeping`. All
+//! four accesses are sequentially consistent, so at least one side sees the other (Dekker's algorithm), and
+//! the eventfd is written only when the reaper may be blocked.
 //!
-//! A late write to the eventfd ends a later wait early; waits are allowed to end for no reason.
+//! A late write to the eventfd ends a later wait early; waits may end spuriously.
 
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -16,7 +16,7 @@ use std::time::Duration;
 use crate::error::{Call, IoError};
 use crate::sys;
 
-/// Makes a blocked `reap` return; without one, the next blocking `reap` returns at once. Cheap when nobody waits.
+/// Makes a blocked `reap` return, or the next blocking one if none is blocked. Cheap when no thread waits.
 #[derive(Clone)]
 pub struct Waker {
     shared: Arc<Shared>,
@@ -28,7 +28,7 @@ pub(crate) struct Doorbell {
 }
 
 struct Shared {
-    /// Blocking eventfd: io_uring arms a poll for a read of it instead of failing with EAGAIN.
+    /// Blocking eventfd: io_uring then arms a poll for a read of it instead of failing with EAGAIN.
     event: OwnedFd,
     rung: AtomicBool,
     sleeping: AtomicBool,
@@ -61,43 +61,43 @@ impl Doorbell {
         Waker { shared: Arc::clone(&self.shared) }
     }
 
-    /// The eventfd; a read of 8 bytes completes when a sleeper is woken.
+    /// Returns the eventfd; a read of 8 bytes completes when a sleeper is woken.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.shared.event.as_fd()
     }
 
-    /// Announces that the caller is about to block; false when it was rung, so that it must not.
-    pub(crate) fn lie_down(&self) -> bool {
+    /// Announces that the caller is about to block; returns false if it must not, because it was rung.
+    pub(crate) fn begin_sleep(&self) -> bool {
         self.shared.sleeping.store(true, Ordering::SeqCst);
         let may_block = !self.shared.rung.load(Ordering::SeqCst);
         if !may_block {
-            self.get_up();
+            self.end_sleep();
         }
         may_block
     }
 
-    /// Ends [`lie_down`](Self::lie_down).
-    pub(crate) fn get_up(&self) {
+    /// Ends the sleep announced by [`begin_sleep`](Self::begin_sleep).
+    pub(crate) fn end_sleep(&self) {
         self.shared.sleeping.store(false, Ordering::SeqCst);
     }
 
-    /// Consumes a wake.
+    /// Consumes a wake; returns whether there was one.
     pub(crate) fn answer(&self) -> bool {
         self.shared.rung.swap(false, Ordering::SeqCst)
     }
 
-    /// Writes the eventfd whatever the flags say: ends a read of it that the kernel holds.
+    /// Writes the eventfd regardless of the flags: completes a read of it that the kernel holds.
     pub(crate) fn force(&self) {
         sys::eventfd_add(self.fd());
     }
 
-    /// Blocks until rung or until `limit` passed, for engines without a ring.
+    /// Blocks until rung or until `limit` has passed, for engines without a ring.
     pub(crate) fn sleep(&self, limit: Duration) {
-        if self.lie_down() {
+        if self.begin_sleep() {
             if sys::poll_readable(self.fd(), limit) {
                 sys::eventfd_take(self.fd());
             }
-            self.get_up();
+            self.end_sleep();
         }
     }
 }
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wake_ends_a_sleep_in_another_thread_every_time() {
+    fn a_wake_always_ends_a_sleep_in_another_thread() {
         let bell = Doorbell::new().expect("an eventfd");
         let waker = bell.waker();
         let (to_waker, asked) = std::sync::mpsc::channel::<()>();

@@ -1,11 +1,11 @@
-//! The bare loops move what they say.
+//! Tests of the bare loops.
 
 use std::num::NonZeroU32;
 use std::path::Path;
 
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
 use reprise_io::bare::{self, BareLoop};
-use reprise_io::{DeviceFile, FileAccess, IoErrorKind, Missing};
+use reprise_io::{DeviceFile, FileAccess, IfMissing, IoErrorKind};
 
 const BLOCK: u32 = 64 << 10;
 const BLOCKS: u64 = 32;
@@ -14,13 +14,13 @@ fn file(path: &Path, access: FileAccess) -> DeviceFile {
     DeviceFile::open(
         path,
         access,
-        if access == FileAccess::ReadWrite { Missing::Create } else { Missing::Fail },
+        if access == FileAccess::ReadWrite { IfMissing::Create } else { IfMissing::Fail },
     )
     .expect("the file of the test")
 }
 
 #[test]
-fn what_the_write_loop_writes_the_read_loop_reads() {
+fn the_read_loop_reads_the_bytes_of_the_write_loop() {
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
     let path = directory.path().join("file");
     let arena = Arena::new(&ArenaConfig { bytes: 2 << 20, region_bytes: 2 << 20, huge: HugePolicy::Never })
@@ -57,7 +57,7 @@ fn what_the_write_loop_writes_the_read_loop_reads() {
 }
 
 #[test]
-fn a_loop_that_would_leave_the_file_or_write_a_read_only_one_is_refused() {
+fn rejects_a_loop_beyond_the_file_or_writing_a_read_only_one() {
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
     let path = directory.path().join("file");
     file(&path, FileAccess::ReadWrite).preallocate(u64::from(BLOCK)).expect("space");
@@ -76,7 +76,7 @@ fn a_loop_that_would_leave_the_file_or_write_a_read_only_one_is_refused() {
 }
 
 #[test]
-fn an_error_of_the_device_ends_the_loop_after_everything_in_flight() {
+fn a_device_error_ends_the_loop_after_all_operations_in_flight() {
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
     let path = directory.path().join("file");
     let mut target = file(&path, FileAccess::ReadWrite);

@@ -11,14 +11,14 @@ use std::time::Duration;
 
 use reprise_buffers::PageBuffer;
 use reprise_io::{
-    Caching, DeviceFile, EngineChoice, EngineSettings, FileAccess, IoEngine, IoError, IoErrorKind, Missing,
-    Op, Preallocated, Submission, Token, Wait, open_engine,
+    Caching, DeviceFile, EngineChoice, EngineSettings, FileAccess, IfMissing, IoEngine, IoError, IoErrorKind,
+    Op, Preallocation, Submission, Token, Wait, open_engine,
 };
 use tempfile::TempDir;
 
 const MIB: u64 = 1 << 20;
 
-/// Set for the process that `a_killed_process_releases_the_lock` starts: the path that it shall write to.
+/// Set for the process that `a_killed_process_releases_the_lock` starts: the path that it writes to.
 const CHILD_PATH: &str = "REPRISE_IO_TEST_CHILD_PATH";
 
 fn directory() -> TempDir {
@@ -26,11 +26,11 @@ fn directory() -> TempDir {
 }
 
 fn create(path: &Path) -> DeviceFile {
-    DeviceFile::open(path, FileAccess::ReadWrite, Missing::Create).expect("a new file")
+    DeviceFile::open(path, FileAccess::ReadWrite, IfMissing::Create).expect("a new file")
 }
 
 fn open_error(path: &Path, access: FileAccess) -> IoError {
-    DeviceFile::open(path, access, Missing::Fail).expect_err("it must be refused")
+    DeviceFile::open(path, access, IfMissing::Fail).expect_err("it must be refused")
 }
 
 #[test]
@@ -48,16 +48,16 @@ fn preallocation_reserves_space_without_writing_and_never_shrinks() {
     let directory = directory();
     let path = directory.path().join("pool");
     let mut file = create(&path);
-    assert_eq!(file.preallocate(8 * MIB).expect("space"), Preallocated::Reserved);
+    assert_eq!(file.preallocate(8 * MIB).expect("space"), Preallocation::Reserved);
     assert_eq!(file.size(), 8 * MIB);
     let found = std::fs::metadata(&path).expect("it exists");
     assert!(found.len() == 8 * MIB && found.blocks() * 512 >= 8 * MIB);
-    assert_eq!(file.preallocate(MIB).expect("space"), Preallocated::Reserved);
+    assert_eq!(file.preallocate(MIB).expect("space"), Preallocation::Reserved);
     assert_eq!(file.size(), 8 * MIB);
 }
 
 #[test]
-fn more_than_the_file_system_has_is_no_space_with_words_and_changes_nothing() {
+fn preallocating_more_than_the_available_space_fails_and_changes_nothing() {
     let directory = directory();
     let path = directory.path().join("pool");
     let mut file = create(&path);
@@ -69,7 +69,7 @@ fn more_than_the_file_system_has_is_no_space_with_words_and_changes_nothing() {
 }
 
 #[test]
-fn a_second_opening_is_in_use_until_the_first_is_dropped() {
+fn a_second_open_is_in_use_until_the_first_is_dropped() {
     let directory = directory();
     let path = directory.path().join("pool");
     let first = create(&path);
@@ -87,25 +87,26 @@ fn readers_share() {
     let directory = directory();
     let path = directory.path().join("pool");
     drop(create(&path));
-    let read = || DeviceFile::open(&path, FileAccess::ReadOnly, Missing::Fail).expect("shared");
+    let read = || DeviceFile::open(&path, FileAccess::ReadOnly, IfMissing::Fail).expect("shared");
     let _both = (read(), read());
     assert_eq!(open_error(&path, FileAccess::ReadWrite).kind(), IoErrorKind::InUse);
 }
 
 #[test]
-fn a_reader_beside_sees_what_the_holder_of_the_lock_writes_and_takes_no_lock() {
+fn an_unlocked_reader_sees_the_writes_of_the_lock_holder() {
     let directory = directory();
     let path = directory.path().join("pool");
-    let beside = || DeviceFile::open(&path, FileAccess::ReadBeside, Missing::Fail).expect("beside");
+    let open_unlocked =
+        || DeviceFile::open(&path, FileAccess::ReadUnlocked, IfMissing::Fail).expect("opens without a lock");
     assert_eq!(
-        open_error(&path, FileAccess::ReadBeside).kind(),
+        open_error(&path, FileAccess::ReadUnlocked).kind(),
         IoErrorKind::Unavailable,
         "it creates nothing"
     );
     let mut holder = create(&path);
     holder.preallocate(MIB).expect("space");
     let mut writer = open_engine(holder, &EngineSettings::default()).expect("an engine");
-    let reader = beside();
+    let reader = open_unlocked();
     let mut page = PageBuffer::new(4096).expect("a page");
     for byte in [3, 4] {
         page.fill(byte);
@@ -115,24 +116,24 @@ fn a_reader_beside_sees_what_the_holder_of_the_lock_writes_and_takes_no_lock() {
         reader.read(8192, &mut page).expect("inside");
         assert!(page.iter().all(|read| *read == byte));
     }
-    // Its end does not end the lock of the other.
+    // Dropping it does not release the other's lock.
     drop(reader);
     assert_eq!(open_error(&path, FileAccess::ReadWrite).kind(), IoErrorKind::InUse);
-    // And while it is open, others may lock.
-    let reader = beside();
+    // While it is open, others can acquire the lock.
+    let reader = open_unlocked();
     drop(writer);
     drop(create(&path));
-    drop((beside(), reader));
+    drop((open_unlocked(), reader));
 }
 
 #[test]
-fn a_reader_beside_can_have_every_engine_and_write_with_none() {
+fn an_unlocked_reader_can_use_every_engine_but_not_write() {
     let directory = directory();
     let path = directory.path().join("pool");
     let mut holder = create(&path);
     holder.preallocate(MIB).expect("space");
     for engine in [EngineChoice::Plain, EngineChoice::IoUring] {
-        let file = DeviceFile::open(&path, FileAccess::ReadBeside, Missing::Fail).expect("beside");
+        let file = DeviceFile::open(&path, FileAccess::ReadUnlocked, IfMissing::Fail).expect("opens");
         let mut reader =
             open_engine(file, &EngineSettings { engine, ..EngineSettings::default() }).expect("an engine");
         let mut page = PageBuffer::new(4096).expect("a page");
@@ -147,9 +148,9 @@ fn a_reader_beside_can_have_every_engine_and_write_with_none() {
     }
 }
 
-/// Runs one operation to its end.
+/// Runs one operation to completion.
 fn complete(engine: &mut dyn IoEngine, op: Op) -> Result<(), IoError> {
-    engine.submit(Submission { token: Token(0), op }).expect("an idle engine takes an operation");
+    engine.submit(Submission { token: Token(0), op }).expect("an idle engine accepts an operation");
     let mut done = Vec::new();
     while done.is_empty() {
         engine.reap(Wait::Until(Duration::from_secs(10)), &mut done).expect("a working engine");
@@ -158,7 +159,7 @@ fn complete(engine: &mut dyn IoEngine, op: Op) -> Result<(), IoError> {
 }
 
 #[test]
-fn the_lock_goes_with_the_engine() {
+fn the_lock_ends_with_the_engine() {
     let directory = directory();
     let path = directory.path().join("pool");
     for engine in [EngineChoice::Plain, EngineChoice::IoUring] {
@@ -173,28 +174,29 @@ fn the_lock_goes_with_the_engine() {
 }
 
 #[test]
-fn only_a_file_that_this_opening_has_created_is_discarded() {
+fn discards_only_a_file_that_this_open_created() {
     let directory = directory();
     let path = directory.path().join("pool");
     create(&path).discard();
-    assert!(!path.exists(), "created and given up");
+    assert!(!path.exists(), "created and discarded");
     drop(create(&path));
     create(&path).discard();
     assert!(path.exists(), "it was there before");
     let replaced = create(&directory.path().join("other"));
     std::fs::rename(&path, directory.path().join("other")).expect("renamed");
     replaced.discard();
-    assert!(directory.path().join("other").exists(), "the path names another file by now");
+    assert!(directory.path().join("other").exists(), "the path names another file now");
 }
 
 #[test]
-fn a_file_that_is_removed_while_its_lock_is_waited_for_is_not_the_one_that_is_opened() {
+fn does_not_open_a_file_that_was_removed_during_the_wait_for_its_lock() {
     let directory = directory();
     let path = directory.path().join("pool");
     for _ in 0..20 {
         let given_up = create(&path);
         let opened = std::thread::scope(|scope| {
-            // Whether it waits for the lock already or comes later: it gets a file that has a name.
+            // It may be waiting for the lock already or start later: in both cases it gets a file that has a
+            // name.
             let waiting = scope.spawn(|| create(&path));
             given_up.discard();
             waiting.join().expect("opened")
@@ -209,7 +211,7 @@ fn a_file_that_is_removed_while_its_lock_is_waited_for_is_not_the_one_that_is_op
 }
 
 #[test]
-fn pages_are_read_before_there_is_an_engine() {
+fn reads_pages_without_an_engine() {
     let directory = directory();
     let path = directory.path().join("pool");
     std::fs::write(&path, [7; 8192]).expect("written");
@@ -236,7 +238,7 @@ fn a_killed_process_releases_the_lock() {
             .stderr(Stdio::piped())
             .spawn()
             .expect("a child");
-        // The child says a byte on stderr when its writes are under way.
+        // The child writes a byte to stderr when its writes are in flight.
         let mut stderr = child.stderr.take().expect("piped");
         std::io::Read::read_exact(&mut stderr, &mut [0]).expect("the child works");
         if round == 0 {
@@ -248,7 +250,7 @@ fn a_killed_process_releases_the_lock() {
     }
 }
 
-/// Keeps writes in flight for ever.
+/// Keeps writes in flight until the process is killed.
 fn write_until_killed(path: &Path) {
     let mut engine = open_engine(create(path), &EngineSettings::default()).expect("an engine");
     let mut idle: Vec<PageBuffer> = (0..16).map(|_| PageBuffer::new(2 << 20).expect("whole pages")).collect();
@@ -270,18 +272,18 @@ fn write_until_killed(path: &Path) {
 }
 
 #[test]
-fn what_is_no_file_is_refused_with_words() {
+fn rejects_a_path_that_is_neither_file_nor_device() {
     let directory = directory();
     let error = open_error(directory.path(), FileAccess::ReadWrite);
     assert_eq!(error.kind(), IoErrorKind::Unavailable);
-    assert!(error.to_string().contains("give a file or a block device"), "{error}");
+    assert!(error.to_string().contains("expected a file or a block device"), "{error}");
     assert_eq!(open_error(Path::new("/dev/null"), FileAccess::ReadWrite).kind(), IoErrorKind::Unavailable);
     let missing = directory.path().join("missing");
     assert_eq!(open_error(&missing, FileAccess::ReadWrite).kind(), IoErrorKind::Unavailable);
 }
 
 #[test]
-fn a_queue_depth_outside_its_range_is_refused() {
+fn rejects_a_queue_depth_outside_its_range() {
     let directory = directory();
     for queue_depth in [0, reprise_io::QUEUE_DEPTH_MAX + 1] {
         let file = create(&directory.path().join("pool"));
@@ -304,7 +306,7 @@ fn with_read_only_tmpfs(test: impl FnOnce(&Path) + Send) {
     };
     std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
-            // SAFETY: unshare(2) takes flags; a thread may have a mount namespace of its own.
+            // SAFETY: unshare(2) takes flags; a thread may have a private mount namespace.
             let unshared = unsafe { libc::unshare(libc::CLONE_NEWNS) };
             assert_eq!(unshared, 0, "{}", std::io::Error::last_os_error());
             mount(c"none", c"/", libc::MS_REC | libc::MS_PRIVATE);
@@ -323,9 +325,9 @@ fn a_read_only_file_system_is_unavailable_for_writing_and_readable() {
     with_read_only_tmpfs(|point| {
         let existing = point.join("existing");
         assert_eq!(open_error(&existing, FileAccess::ReadWrite).kind(), IoErrorKind::Unavailable);
-        let created = DeviceFile::open(&point.join("new"), FileAccess::ReadWrite, Missing::Create);
+        let created = DeviceFile::open(&point.join("new"), FileAccess::ReadWrite, IfMissing::Create);
         assert_eq!(created.expect_err("read-only").kind(), IoErrorKind::Unavailable);
-        DeviceFile::open(&existing, FileAccess::ReadOnly, Missing::Fail).expect("readable");
+        DeviceFile::open(&existing, FileAccess::ReadOnly, IfMissing::Fail).expect("readable");
     });
 }
 
@@ -334,25 +336,25 @@ fn an_erased_file_reads_as_zeroes_and_keeps_its_size() {
     let directory = directory();
     let path = directory.path().join("pool");
     std::fs::write(&path, vec![7; 3 * MIB as usize + 4096]).expect("written");
-    let file = DeviceFile::open(&path, FileAccess::ReadWrite, Missing::Fail).expect("it is there");
+    let file = DeviceFile::open(&path, FileAccess::ReadWrite, IfMissing::Fail).expect("the file exists");
     file.erase().expect("erased");
     drop(file);
-    let content = std::fs::read(&path).expect("it is there");
+    let content = std::fs::read(&path).expect("the file exists");
     assert_eq!(content.len() as u64, 3 * MIB + 4096);
     assert!(content.iter().all(|byte| *byte == 0));
 }
 
 #[test]
-fn a_file_whose_ends_are_erased_keeps_the_rest_and_a_small_one_nothing() {
+fn erasing_the_ends_keeps_the_rest_and_nothing_of_a_small_file() {
     let directory = directory();
     let path = directory.path().join("pool");
     for (size, kept) in [(4 * MIB, MIB..3 * MIB), (MIB, MIB..MIB)] {
         let size = usize::try_from(size).expect("it fits");
         std::fs::write(&path, vec![7; size]).expect("written");
-        let file = DeviceFile::open(&path, FileAccess::ReadWrite, Missing::Fail).expect("it is there");
+        let file = DeviceFile::open(&path, FileAccess::ReadWrite, IfMissing::Fail).expect("the file exists");
         file.erase_ends(MIB).expect("erased");
         drop(file);
-        let content = std::fs::read(&path).expect("it is there");
+        let content = std::fs::read(&path).expect("the file exists");
         let expected = |at: usize| if kept.contains(&(at as u64)) { 7 } else { 0 };
         assert!(content.len() == size && content.iter().enumerate().all(|(at, byte)| *byte == expected(at)));
     }

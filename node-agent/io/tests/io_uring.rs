@@ -1,6 +1,7 @@
-//! What is special about the io_uring engine: kernels that refuse it in whole or in part, and the thread it belongs to.
+//! Tests specific to the io_uring engine: kernels that reject it in whole or in part, and its thread
+//! affinity.
 //!
-//! Refusals are real ones: a seccomp filter on the test's own thread, as container runtimes install it.
+//! The rejections are real: a seccomp filter on the test's own thread, as container runtimes install it.
 
 use std::io;
 use std::path::Path;
@@ -8,14 +9,14 @@ use std::time::Duration;
 
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy, PageBuffer, PageBufferPool};
 use reprise_io::{
-    Closed, DeviceFile, EngineChoice, EngineKind, EngineSettings, FileAccess, IO_ALIGN, IoEngine,
-    IoErrorKind, Missing, Op, RingMode, Submission, Token, Wait, open_engine, probe,
+    CloseOutcome, DeviceFile, EngineChoice, EngineKind, EngineSettings, FileAccess, IO_ALIGN, IfMissing,
+    IoEngine, IoErrorKind, Op, RingMode, Submission, Token, Wait, open_engine, probe,
 };
 use tempfile::TempDir;
 
 const BYTES: u64 = 1 << 20;
 
-/// `io_uring_register(2)`: register buffers.
+/// Opcode of `io_uring_register(2)` that registers buffers.
 const REGISTER_BUFFERS: u32 = 0;
 
 /// `io_uring_register(2)`: enable rings that were set up disabled.
@@ -27,7 +28,7 @@ fn directory() -> TempDir {
 
 fn device(directory: &TempDir) -> DeviceFile {
     let path = directory.path().join("device");
-    let mut file = DeviceFile::open(&path, FileAccess::ReadWrite, Missing::Create).expect("a file");
+    let mut file = DeviceFile::open(&path, FileAccess::ReadWrite, IfMissing::Create).expect("a file");
     file.preallocate(BYTES).expect("space");
     file
 }
@@ -87,7 +88,7 @@ fn deny(call: libc::c_long, second_argument: Option<u32>, errno: i32) -> io::Res
 }
 
 #[test]
-fn a_kernel_that_refuses_io_uring_gets_the_plain_engine() {
+fn uses_the_plain_engine_when_the_kernel_rejects_io_uring() {
     for errno in [libc::EPERM, libc::ENOSYS, libc::ENOMEM] {
         let directory = directory();
         without(libc::SYS_io_uring_setup, None, errno, || {
@@ -101,7 +102,7 @@ fn a_kernel_that_refuses_io_uring_gets_the_plain_engine() {
 }
 
 #[test]
-fn demanding_io_uring_from_such_a_kernel_is_an_error_that_says_where_to_look() {
+fn requiring_unavailable_io_uring_is_an_error_with_hints() {
     let directory = directory();
     without(libc::SYS_io_uring_setup, None, libc::EPERM, || {
         let settings = settings(EngineChoice::IoUring, &arena());
@@ -115,9 +116,10 @@ fn demanding_io_uring_from_such_a_kernel_is_an_error_that_says_where_to_look() {
 }
 
 #[test]
-fn registered_files_being_refused_gets_the_plain_engine() {
+fn uses_the_plain_engine_when_registered_files_are_rejected() {
     let directory = directory();
-    // Whatever is registered first: without it the engine is not worth having.
+    // This rejects every registration, not only of files: without registered files the engine is not
+    // worthwhile.
     without(libc::SYS_io_uring_register, None, libc::EINVAL, || {
         let engine = open_engine(device(&directory), &settings(EngineChoice::Auto, &arena())).expect("plain");
         assert_eq!(engine.kind(), EngineKind::Plain);
@@ -125,7 +127,7 @@ fn registered_files_being_refused_gets_the_plain_engine() {
 }
 
 #[test]
-fn too_little_locked_memory_costs_registered_buffers_and_nothing_else() {
+fn too_little_locked_memory_only_costs_registered_buffers() {
     let directory = directory();
     without(libc::SYS_io_uring_register, Some(REGISTER_BUFFERS), libc::ENOMEM, || {
         let arena = arena();
@@ -142,7 +144,7 @@ fn too_little_locked_memory_costs_registered_buffers_and_nothing_else() {
 }
 
 #[test]
-fn a_ring_that_cannot_be_entered_is_lost_and_keeps_the_memory_of_what_it_took() {
+fn a_ring_that_cannot_be_entered_is_lost_and_leaks_its_operations() {
     let directory = directory();
     let mut target = PageBuffer::new(IO_ALIGN).expect("a page");
     without(libc::SYS_io_uring_register, Some(REGISTER_ENABLE_RINGS), libc::EPERM, || {
@@ -150,9 +152,9 @@ fn a_ring_that_cannot_be_entered_is_lost_and_keeps_the_memory_of_what_it_took() 
             open_engine(device(&directory), &settings(EngineChoice::Auto, &arena())).expect("an engine");
         let error = read_page(engine.as_mut(), &mut target).expect_err("it cannot be enabled");
         assert_eq!(error.kind(), IoErrorKind::Lost);
-        assert_eq!(engine.close(), Closed::Leaked);
+        assert_eq!(engine.close(), CloseOutcome::Leaked);
     });
-    // The engine cannot know what the kernel does with it, so it is leaked, not given back.
+    // The engine cannot know whether the kernel still uses the memory, so it is leaked, not freed.
     assert!(target.is_lent());
 }
 
@@ -174,7 +176,7 @@ fn an_engine_belongs_to_the_thread_that_used_it_first() {
 }
 
 #[test]
-fn dropped_on_another_thread_it_leaks_what_is_in_flight_rather_than_free_it() {
+fn dropping_an_engine_on_another_thread_leaks_operations_in_flight() {
     if probe(&[]).io_uring.expect("io_uring") != RingMode::DeferredTaskRun {
         panic!("NOT TESTED: this kernel (before 6.1) has no rings that belong to one thread");
     }
@@ -185,21 +187,22 @@ fn dropped_on_another_thread_it_leaks_what_is_in_flight_rather_than_free_it() {
     let mut target = PageBuffer::new(IO_ALIGN).expect("a page");
     std::thread::scope(|scope| {
         let first = scope.spawn(|| {
-            // Nothing to take, but the ring is entered and from here on belongs to this thread.
+            // No completion, but the ring is entered and from here on belongs to this thread.
             engine.reap(Wait::Until(Duration::ZERO), &mut Vec::new()).expect("its thread");
             let op = Op::Read { offset: 0, into: vec![target.span()] };
             engine.submit(Submission { token: Token(1), op }).expect("there is room");
         });
         first.join().expect("it worked");
     });
-    assert_eq!(engine.close(), Closed::Leaked);
+    assert_eq!(engine.close(), CloseOutcome::Leaked);
     assert!(target.is_lent());
     assert_reopens(&path);
 }
 
-/// The lock of an engine that leaked stands until the kernel is done with its operations, which is soon.
+/// Waits for the lock of a leaked engine, which the kernel holds until it is done with the operations,
+/// shortly after.
 fn assert_reopens(path: &Path) {
-    DeviceFile::open(path, FileAccess::ReadWrite, Missing::Fail).expect("unlocked");
+    DeviceFile::open(path, FileAccess::ReadWrite, IfMissing::Fail).expect("unlocked");
 }
 
 #[test]

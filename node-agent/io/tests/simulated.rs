@@ -1,4 +1,4 @@
-//! What is special about the simulated device: crashes, faults, determinism, virtual time.
+//! Tests specific to the simulated device: crashes, faults, determinism, virtual time.
 
 use std::num::NonZeroU32;
 use std::time::{Duration, Instant};
@@ -9,7 +9,7 @@ use reprise_io::simulated::{
     CrashMode, Fault, FaultKind, Image, SimulatedClock, SimulatedDevice, SimulatedEngine, SimulatedLatency,
     SimulatedSettings, Trigger,
 };
-use reprise_io::{Closed, Completion, IoEngine, IoErrorKind, Op, Submission, Token, Wait};
+use reprise_io::{CloseOutcome, Completion, IoEngine, IoErrorKind, Op, Submission, Token, Wait};
 
 const PAGE: usize = 4096;
 const PAGES: u64 = 64;
@@ -25,7 +25,7 @@ fn device(settings: SimulatedSettings) -> (SimulatedDevice, SimulatedEngine) {
     (device, engine)
 }
 
-/// Pages full of one byte.
+/// Creates pages filled with one byte.
 fn filled(byte: u8, pages: usize) -> Span {
     let mut buffer = PageBuffer::new(pages * PAGE).expect("whole pages");
     buffer.fill(byte);
@@ -65,14 +65,14 @@ fn page_of(image: &Image, page: u64) -> Vec<u8> {
     bytes
 }
 
-/// The byte that a page is full of; `None` when it is torn.
+/// Returns the byte that fills a page; `None` when it is torn.
 fn byte_of(image: &Image, page: u64) -> Option<u8> {
     let bytes = page_of(image, page);
     bytes.iter().all(|byte| *byte == bytes[0]).then_some(bytes[0])
 }
 
 #[test]
-fn a_synced_write_survives_every_crash_and_an_unsynced_one_the_kill_of_the_process() {
+fn a_synced_write_survives_every_crash_and_an_unsynced_one_a_process_kill() {
     for seed in 0..50 {
         for mode in [CrashMode::ProcessKilled, CrashMode::PowerLost, CrashMode::UnsyncedDropped] {
             let (device, mut engine) = device(settings(seed));
@@ -143,7 +143,7 @@ fn a_power_loss_reorders_unsynced_writes() {
 }
 
 #[test]
-fn a_sync_covers_only_what_was_complete_when_it_was_submitted() {
+fn a_sync_covers_only_writes_completed_before_its_submission() {
     let slow_write = SimulatedLatency {
         write: Duration::from_secs(1)..Duration::from_secs(1),
         sync: Duration::from_secs(5)..Duration::from_secs(5),
@@ -248,7 +248,7 @@ fn a_failed_write_may_have_changed_any_of_its_sectors() {
 }
 
 #[test]
-fn each_other_fault_ends_as_it_says() {
+fn each_other_fault_has_its_documented_result() {
     let cases = [
         (FaultKind::Full, Some(IoErrorKind::NoSpace), 0),
         (FaultKind::Gone, Some(IoErrorKind::Lost), 0),
@@ -329,7 +329,7 @@ fn real_latencies_take_their_time_and_a_wake_cuts_the_wait() {
 }
 
 #[test]
-fn settings_that_make_no_sense_are_refused() {
+fn rejects_invalid_settings() {
     for bad in [
         SimulatedSettings { capacity: 0, ..settings(0) },
         SimulatedSettings { sector_bytes: 0, ..settings(0) },
@@ -341,10 +341,10 @@ fn settings_that_make_no_sense_are_refused() {
 }
 
 /// A completion: token, virtual time, outcome, and the memory of the operation.
-type Happened = (u64, Duration, Option<IoErrorKind>, Vec<u8>);
+type CompletionRecord = (u64, Duration, Option<IoErrorKind>, Vec<u8>);
 
-/// Everything that a run shows: its completions in order, and what survived.
-fn history(seed: u64) -> (Vec<Happened>, Image) {
+/// Observable result of a run: its completions in order, and the surviving contents.
+fn history(seed: u64) -> (Vec<CompletionRecord>, Image) {
     let (device, mut engine) = device(settings(seed));
     let rare = Trigger::OneIn(NonZeroU32::new(10).expect("not zero"));
     for kind in [FaultKind::ReadError, FaultKind::WriteError] {
@@ -388,9 +388,9 @@ fn the_same_seed_gives_the_same_history_and_another_seed_another() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// The contract that the pool's journal builds on, for whole-page sectors.
+    /// The contract that the pool's journal relies on, for whole-page sectors.
     #[test]
-    fn after_a_power_loss_each_page_holds_its_last_synced_content_or_a_later_one(
+    fn after_a_power_loss_each_page_has_its_last_synced_contents_or_later_ones(
         seed in any::<u64>(),
         steps in proptest::collection::vec((0u64..8, 0u8..4), 1..60),
     ) {
@@ -417,13 +417,13 @@ proptest! {
         let image = device.crash(CrashMode::PowerLost);
         for (page, admissible) in (0..).zip(&admissible) {
             let found = byte_of(&image, page).expect("sectors are pages here");
-            prop_assert!(admissible.contains(&found), "page {page}: {found} is none of {admissible:?}");
+            prop_assert!(admissible.contains(&found), "page {page}: {found} is not in {admissible:?}");
         }
     }
 }
 
 #[test]
-fn a_transfer_that_hangs_is_leaked_by_its_engine_and_may_write_to_memory_afterwards() {
+fn a_hung_transfer_is_leaked_and_may_write_to_memory_later() {
     let (device, engine) = device(settings(1));
     let mut engine = Box::new(engine);
     device.corrupt(|image| image.write(0, &[7; PAGE]));
@@ -434,8 +434,8 @@ fn a_transfer_that_hangs_is_leaked_by_its_engine_and_may_write_to_memory_afterwa
     let mut done = Vec::new();
     engine.reap(Wait::Until(Duration::from_millis(10)), &mut done).expect("a working engine");
     assert!(done.is_empty() && engine.in_flight() == 1 && target.is_lent());
-    assert_eq!(engine.close(), Closed::Leaked);
-    assert!(target.is_lent(), "the memory is not given back");
-    device.let_go();
+    assert_eq!(engine.close(), CloseOutcome::Leaked);
+    assert!(target.is_lent(), "the memory is not released");
+    device.release_hung();
     assert!(!target.is_lent() && target.iter().all(|byte| *byte == 7));
 }

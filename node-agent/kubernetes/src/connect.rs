@@ -1,4 +1,4 @@
-//! How the API server is reached: as a pod with its service account, or by a file.
+//! Connection to the API server, with the pod's service account or a kubeconfig file.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -6,37 +6,39 @@ use std::time::Duration;
 use kube::config::{InClusterError, KubeConfigOptions, Kubeconfig, KubeconfigError};
 use kube::{Client, Config};
 
-/// A server that does not take a connection for so long is away.
+/// Connections that take longer fail; the server counts as unreachable.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Silence after which a connection is given up. A watch without news is ended by the server after at most 295 s and begun again.
+/// Maximum silence of a connection. The server ends a watch without events after at most 295 s, and the
+/// client restarts it.
 const READ_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// Where the API server is, and who asks.
+/// Address of the API server and credentials.
 #[derive(Clone, Debug)]
 pub enum Access {
-    /// What every pod has: the server's address in the environment, token and authority in files.
+    /// The pod's service account: the server's address in the environment, token and CA certificate in
+    /// files.
     ServiceAccount,
-    /// A file as kubectl reads it.
+    /// A kubeconfig file, as for kubectl.
     Kubeconfig(PathBuf),
 }
 
-/// Why there is no way to the API server. None of it goes away by waiting.
+/// Permanent errors: retrying does not help.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
-    /// The process is in no pod, or has no service account.
-    #[error("this is no pod with a service account: {0}. Outside a cluster, name a file with --kubeconfig")]
+    /// The process does not run in a pod, or the pod has no service account token.
+    #[error("not running in a pod with a service account: {0}. Outside a cluster, use --kubeconfig")]
     NotInCluster(#[from] InClusterError),
-    /// The file.
-    #[error("the kubeconfig cannot be used: {0}")]
+    /// The kubeconfig file cannot be read.
+    #[error("cannot use the kubeconfig: {0}")]
     Kubeconfig(#[from] KubeconfigError),
-    /// What is in it.
-    #[error("the API server cannot be asked: {0}")]
+    /// Its content is invalid.
+    #[error("cannot create a client for the API server: {0}")]
     Client(#[from] kube::Error),
 }
 
 impl Access {
-    /// A client. Nothing is sent yet.
+    /// Creates a client without sending a request.
     pub(crate) async fn client(&self) -> Result<Client, ConnectError> {
         let mut config = match self {
             Access::ServiceAccount => Config::incluster()?,
@@ -45,7 +47,8 @@ impl Access {
                 Config::from_custom_kubeconfig(file, &KubeConfigOptions::default()).await?
             }
         };
-        // One provider of cryptography for all programs of Reprise. Somebody else may have named one before: as good.
+        // All programs of Reprise use this crypto provider. The call fails only if a provider is already
+        // installed.
         let _ = rustls::crypto::ring::default_provider().install_default();
         config.connect_timeout = Some(CONNECT_TIMEOUT);
         config.read_timeout = Some(READ_TIMEOUT);

@@ -1,8 +1,8 @@
-//! What is wanted of a node, out of the spec of its `CacheNode`.
+//! The desired state of a node, parsed from the spec of its `CacheNode`.
 //!
-//! The object may have been written by an operator of another version, or be damaged on disk: every part is read for itself. A field
-//! that nobody knows is passed over; a value that cannot be read is a [`Problem`], which ends as a condition, and what it speaks
-//! of stays as it is on the node. Nothing of an object ends the agent.
+//! The object may come from another version of the operator, or be damaged on disk, so each part is parsed
+//! separately. Unknown fields are ignored. An invalid value becomes a [`SpecError`], which is reported in a
+//! condition; the part keeps its previous state on the node. No object content can stop the agent.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -14,156 +14,159 @@ use reprise_crds::queues::QueueIsolation;
 use reprise_crds::slack::content_file;
 use serde_json::Value;
 
-/// Claims of one node, at the most; the schema says so too.
+/// Maximum number of claims of a node, as in the schema.
 const CLAIMS_MAX: usize = 8;
 
-/// Profiles of one node, at the most; the schema says so too.
+/// Maximum number of profiles of a node, as in the schema.
 const PROFILES_MAX: usize = 16;
 
-/// Grants of queue pairs of one node, at the most; the schema says so too.
+/// Maximum number of queue grants of a node, as in the schema.
 const QUEUES_MAX: usize = 128;
 
-/// What is wanted of a node.
+/// The desired state of a node.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Desired {
-    /// Which telling this is, of all of one process; 0: none.
-    pub told: u64,
+    /// Sequence number within this process, starting at 1; 0 if it was not delivered.
+    pub sequence: u64,
     /// Generation of the spec.
     pub generation: i64,
-    /// What the node is used for; `None` when that cannot be read: as before.
+    /// Mode of the node; `None` if invalid: keep the previous one.
     pub mode: Option<NodeMode>,
-    /// Digest of the configuration file that the agent should run by.
+    /// Digest of the desired configuration file.
     pub configuration_digest: Option<String>,
-    /// What is to be opened.
+    /// Pools and their devices on this node.
     pub claims: Vec<Claim>,
-    /// Profiles that the agent should work by; `None` when they cannot be read: as before.
-    pub profiles: Option<Vec<ProfileWish>>,
-    /// Queue pairs that are granted; `None` when they cannot be read, or are not the API server's word: as before.
-    pub queues: Option<Vec<QueueWish>>,
-    /// What cannot be read.
-    pub problems: Vec<Problem>,
+    /// Desired slack profiles; `None` if invalid: keep the previous ones.
+    pub profiles: Option<Vec<DesiredProfile>>,
+    /// Granted queue pairs; `None` if invalid, or not confirmed by the API server: keep the previous ones.
+    pub queues: Option<Vec<DesiredQueues>>,
+    /// Parts that are invalid.
+    pub problems: Vec<SpecError>,
 }
 
-/// A profile that the agent should work by.
+/// A slack profile that should be active.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ProfileWish {
-    /// Its name.
+pub struct DesiredProfile {
+    /// Name of the profile.
     pub name: String,
-    /// Digest of the wanted revision.
+    /// Digest of the desired revision.
     pub digest: String,
-    /// Name of the file with its content, beside the configuration.
+    /// Name of the file with its content, in the directory of the configuration.
     pub file: String,
 }
 
-/// Queue pairs that are granted to a GPU.
+/// Queue pairs granted to a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct QueueWish {
+pub struct DesiredQueues {
     /// Unique id of the allocation.
     pub uid: String,
-    /// Its namespace and name.
+    /// Namespace and name of the allocation.
     pub allocation: String,
-    /// Whether nobody else may have anything of the controllers.
+    /// Whether the controllers must not be shared with other allocations.
     pub exclusive: bool,
     /// Queue pairs by the controllers' serial numbers.
     pub pairs: BTreeMap<String, u32>,
 }
 
-/// What one pool wants of the node.
+/// The devices that one pool claims on the node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Claim {
-    /// The pool.
+    /// Name of the pool.
     pub pool: String,
-    /// Its unique id.
+    /// Unique id of the pool.
     pub uid: String,
     /// Generation of the pool's spec.
     pub generation: i64,
-    /// Where blocks are to lie.
+    /// Where blocks are stored.
     pub source: Source,
-    /// Bytes of the file or of each device; `None`: all of a device.
+    /// Size of the file or of each device in bytes; `None`: the whole device.
     pub bytes: Option<u64>,
-    /// How devices are driven.
+    /// Desired I/O engine of its devices.
     pub engine: Engine,
-    /// What happens where the engine cannot be had.
+    /// Engine to use if the desired one is not available.
     pub fallback: FallbackEngine,
-    /// What happens to devices with somebody else's data.
+    /// Policy for devices with foreign data.
     pub foreign: ForeignSignatures,
-    /// Longest time that 99 of 100 reads of a minute may take.
+    /// Limit of the p99 read latency over a minute.
     pub max_read_latency: Option<Duration>,
-    /// Media errors that a device may have.
+    /// Limit of media errors of a device.
     pub max_media_errors: Option<u32>,
-    /// Spare capacity, in percent, that a device must have left.
+    /// Minimum remaining spare capacity of a device, in percent.
     pub min_spare_percent: Option<u8>,
-    /// What becomes of the data.
-    pub data: Data,
+    /// Whether to keep or destroy the data.
+    pub data: DataPolicy,
 }
 
-/// What becomes of the data of a claim.
+/// Whether to keep or destroy the data of a claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Data {
-    /// It is used.
-    Kept,
-    /// It is destroyed, as was confirmed.
-    Wiped,
+pub enum DataPolicy {
+    /// Keep and use the data.
+    Keep,
+    /// Destroy the data, as confirmed in the pool.
+    Wipe,
 }
 
-/// Where blocks are to lie.
+/// Where blocks are stored.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// On devices with such stable names.
+    /// On block devices whose stable names match.
     Devices {
-        /// Patterns of their paths.
+        /// Path patterns of the devices.
         globs: Vec<String>,
-        /// Devices to take, at the most.
+        /// Maximum number of devices to use.
         most: usize,
     },
-    /// In a file, made when it is not there.
+    /// In a file, which is created if it is missing.
     File(PathBuf),
 }
 
-/// Something that cannot be read.
+/// An invalid part of the spec.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Problem {
-    /// The pool whose claim it is in; `None` in a claim: any of them.
+pub struct SpecError {
+    /// The pool of the affected claim; `None` in a claim: any pool may be affected.
     pub pool: Option<String>,
-    /// Whether it is in a claim.
-    pub part: Part,
-    /// Field, value and what is allowed.
+    /// The affected part of the spec.
+    pub part: SpecPart,
+    /// Field, value and accepted values.
     pub message: String,
 }
 
-/// What a problem is in.
+/// The part of a spec that an error affects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
-    /// A claim: its pool stays as it is.
+pub enum SpecPart {
+    /// A claim: its pool keeps its state on the node.
     Claim,
-    /// Something else.
+    /// Any other part of the spec.
     Other,
 }
 
 impl Desired {
-    /// Reads a spec.
+    /// Parses the spec of a `CacheNode`. Invalid parts become [`SpecError`]s.
     pub fn read(generation: i64, spec: &Value) -> Desired {
         let mut problems = Vec::new();
-        let mut other = |message: String| problems.push(Problem { pool: None, part: Part::Other, message });
+        let mut other =
+            |message: String| problems.push(SpecError { pool: None, part: SpecPart::Other, message });
         let mode = match &spec["mode"] {
             Value::Null => Some(NodeMode::default()),
             value => serde_json::from_value(value.clone())
-                .map_err(|error| other(format!("spec.mode: {error}; the mode stays as it was")))
+                .map_err(|error| other(format!("spec.mode: {error}; keeping the previous mode")))
                 .ok(),
         };
         let configuration_digest = match &spec["configurationDigest"] {
             Value::Null => None,
             Value::String(digest) => Some(digest.clone()),
             value => {
-                other(format!("spec.configurationDigest: {value} is no text"));
+                other(format!("spec.configurationDigest: invalid value {value}: expected a string"));
                 None
             }
         };
         let profiles = read_profiles(&spec["profiles"])
-            .map_err(|error| other(format!("spec.profiles: {error}; profiles stay as they were")))
+            .map_err(|error| other(format!("spec.profiles: {error}; keeping the previous profiles")))
             .ok();
         let queues = read_queues(&spec["queues"])
-            .map_err(|error| other(format!("spec.queues: {error}; what is kept for GPUs stays as it was")))
+            .map_err(|error| {
+                other(format!("spec.queues: {error}; keeping the previous reservations for GPUs"));
+            })
             .ok();
         let mut claims = Vec::new();
         match &spec["claims"] {
@@ -179,29 +182,31 @@ impl Desired {
                     problems.push(unreadable(&Value::Null, &format!("more than {CLAIMS_MAX} claims")));
                 }
             }
-            value => problems.push(unreadable(&Value::Null, &format!("{value} is no list"))),
+            value => {
+                problems.push(unreadable(&Value::Null, &format!("invalid value {value}: expected a list")));
+            }
         }
-        Desired { told: 0, generation, mode, configuration_digest, claims, profiles, queues, problems }
+        Desired { sequence: 0, generation, mode, configuration_digest, claims, profiles, queues, problems }
     }
 
-    /// The same as far as it is followed without the API server's word: nothing is destroyed that somebody may have thought better of
-    /// since, and no queue pairs are taken that may be somebody else's by now.
+    /// Removes everything that must not be applied without confirmation by the API server: destruction of
+    /// data, which may have been revoked, and queue grants, which may belong to another allocation by now.
     #[must_use]
     pub fn without_destruction(mut self) -> Desired {
         self.queues = None;
-        self.claims.retain(|claim| claim.data == Data::Kept);
+        self.claims.retain(|claim| claim.data == DataPolicy::Keep);
         self.claims.iter_mut().for_each(|claim| claim.foreign = ForeignSignatures::Refuse);
         self
     }
 
-    /// Whether the claim of a pool is there and cannot be read: what the pool has stays as it is.
+    /// Returns whether the claim of a pool may be present but invalid: the pool then keeps its state.
     pub fn is_unreadable(&self, pool: &str) -> bool {
-        let speaks_of = |problem: &Problem| problem.pool.as_deref().is_none_or(|named| named == pool);
-        self.problems.iter().any(|problem| problem.part == Part::Claim && speaks_of(problem))
+        let speaks_of = |problem: &SpecError| problem.pool.as_deref().is_none_or(|named| named == pool);
+        self.problems.iter().any(|problem| problem.part == SpecPart::Claim && speaks_of(problem))
     }
 }
 
-fn read_profiles(value: &Value) -> Result<Vec<ProfileWish>, String> {
+fn read_profiles(value: &Value) -> Result<Vec<DesiredProfile>, String> {
     if value.is_null() {
         return Ok(Vec::new());
     }
@@ -210,18 +215,18 @@ fn read_profiles(value: &Value) -> Result<Vec<ProfileWish>, String> {
     if claims.len() > PROFILES_MAX {
         return Err(format!("more than {PROFILES_MAX} profiles"));
     }
-    let wish = |claim: &ProfileClaim| {
+    let profile = |claim: &ProfileClaim| {
         let (name, digest) = (claim.name.to_string(), claim.digest.to_string());
-        // A file is named by it, so it is nothing but a digest.
+        // The digest becomes part of a file name, so it must not contain anything else.
         match content_file(&digest) {
-            Some(file) => Ok(ProfileWish { name, digest, file }),
-            None => Err(format!("{name}: '{digest}' is no digest")),
+            Some(file) => Ok(DesiredProfile { name, digest, file }),
+            None => Err(format!("{name}: invalid digest '{digest}'")),
         }
     };
-    claims.iter().map(wish).collect()
+    claims.iter().map(profile).collect()
 }
 
-fn read_queues(value: &Value) -> Result<Vec<QueueWish>, String> {
+fn read_queues(value: &Value) -> Result<Vec<DesiredQueues>, String> {
     if value.is_null() {
         return Ok(Vec::new());
     }
@@ -229,23 +234,23 @@ fn read_queues(value: &Value) -> Result<Vec<QueueWish>, String> {
     if claims.len() > QUEUES_MAX {
         return Err(format!("more than {QUEUES_MAX} allocations"));
     }
-    let wish = |claim: QueueClaim| QueueWish {
+    let profile = |claim: QueueClaim| DesiredQueues {
         uid: claim.uid.to_string(),
         allocation: claim.allocation.to_string(),
         exclusive: claim.isolation == QueueIsolation::ExclusiveController,
         pairs: claim.controllers.iter().map(|share| (share.serial.to_string(), share.queue_pairs)).collect(),
     };
-    Ok(claims.into_iter().map(wish).collect())
+    Ok(claims.into_iter().map(profile).collect())
 }
 
-fn unreadable(claim: &Value, why: &str) -> Problem {
+fn unreadable(claim: &Value, why: &str) -> SpecError {
     let pool = claim["pool"].as_str().map(str::to_owned);
-    let at = pool.as_deref().unwrap_or("without a pool");
-    let message = format!("spec.claims[{at}]: {why}; what this pool has on the node stays as it is");
-    Problem { pool, part: Part::Claim, message }
+    let at = pool.as_deref().unwrap_or("unknown pool");
+    let message = format!("spec.claims[{at}]: {why}; keeping the pool's devices on this node as they are");
+    SpecError { pool, part: SpecPart::Claim, message }
 }
 
-fn read_claim(item: &Value) -> Result<Claim, Problem> {
+fn read_claim(item: &Value) -> Result<Claim, SpecError> {
     let refused = |why: &str| unreadable(item, why);
     let claim: PoolClaim =
         serde_json::from_value(item.clone()).map_err(|error| refused(&error.to_string()))?;
@@ -259,10 +264,10 @@ fn read_claim(item: &Value) -> Result<Claim, Problem> {
             globs: globs.iter().map(ToString::to_string).collect(),
             most: claim.max_devices as usize,
         },
-        _ => return Err(refused("exactly one of globs and file is to be set")),
+        _ => return Err(refused("exactly one of globs and file must be set")),
     };
     if matches!(source, Source::File(_)) && bytes.is_none() {
-        return Err(refused("size: a file needs one"));
+        return Err(refused("size: required for a file"));
     }
     Ok(Claim {
         pool: claim.pool.to_string(),
@@ -276,7 +281,7 @@ fn read_claim(item: &Value) -> Result<Claim, Problem> {
         max_read_latency,
         max_media_errors: claim.max_media_errors,
         min_spare_percent: claim.min_spare_percent.map(|percent| percent.0),
-        data: if claim.wipe { Data::Wiped } else { Data::Kept },
+        data: if claim.wipe { DataPolicy::Wipe } else { DataPolicy::Keep },
     })
 }
 
@@ -295,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn a_spec_is_read_with_its_defaults() {
+    fn spec_is_parsed_with_its_defaults() {
         let desired = read(&json!({ "nodeName": "n", "claims": [file_claim()], "mode": "Draining" }));
         assert_eq!(
             (desired.generation, desired.mode, desired.problems.len()),
@@ -303,7 +308,10 @@ mod tests {
         );
         let claim = &desired.claims[0];
         assert_eq!(claim.source, Source::File(PathBuf::from("/var/lib/reprise/pool")));
-        assert_eq!((claim.bytes, claim.engine, claim.data), (Some(64 << 20), Engine::IoUring, Data::Kept));
+        assert_eq!(
+            (claim.bytes, claim.engine, claim.data),
+            (Some(64 << 20), Engine::IoUring, DataPolicy::Keep)
+        );
         assert_eq!(claim.max_read_latency, None);
         assert_eq!((claim.max_media_errors, claim.min_spare_percent), (None, None));
         let mut quick = file_claim();
@@ -318,11 +326,11 @@ mod tests {
         let desired = read(&json!({ "claims": [devices] }));
         let globs = vec!["/dev/disk/by-id/nvme-*".to_owned()];
         assert_eq!(desired.claims[0].source, Source::Devices { globs, most: 32 });
-        assert_eq!(desired.claims[0].data, Data::Wiped);
+        assert_eq!(desired.claims[0].data, DataPolicy::Wipe);
     }
 
     #[test]
-    fn fields_that_nobody_knows_are_passed_over() {
+    fn unknown_fields_are_ignored() {
         let mut claim = file_claim();
         claim["colour"] = json!("red");
         let desired = read(&json!({ "claims": [claim], "moon": { "phase": 3 } }));
@@ -330,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_is_a_problem_of_its_part_alone() {
+    fn invalid_value_affects_only_its_part() {
         let with = |field: &str, value: Value| {
             let mut claim = file_claim();
             claim["pool"] = json!("odd");
@@ -342,13 +350,15 @@ mod tests {
             (with("size", json!("many")), "many"),
             (with("generation", json!("x")), "expected i64"),
             (with("globs", json!(["/dev/disk/by-id/x"])), "exactly one"),
-            (with("size", Value::Null), "a file needs one"),
+            (with("size", Value::Null), "required for a file"),
             (with("file", json!(17)), "17"),
             (with("maxReadLatency", json!("soon")), "maxReadLatency"),
         ] {
             let desired = read(&spec);
-            assert_eq!(desired.claims.len(), 1, "the other claim is followed: {spec}");
-            let [problem] = &desired.problems[..] else { panic!("one problem: {:?}", desired.problems) };
+            assert_eq!(desired.claims.len(), 1, "the other claim is applied: {spec}");
+            let [problem] = &desired.problems[..] else {
+                panic!("expected one problem: {:?}", desired.problems)
+            };
             assert!(
                 problem.message.contains(words) && problem.message.contains("odd"),
                 "{}",
@@ -358,24 +368,24 @@ mod tests {
         }
         let desired = read(&json!({ "mode": "Asleep", "configurationDigest": 7, "profiles": "none" }));
         assert_eq!((desired.mode, desired.problems.len()), (None, 3));
-        assert_eq!(desired.profiles, None, "they stay as they were");
-        assert!(!desired.is_unreadable("fast"), "no claim is meant");
+        assert_eq!(desired.profiles, None, "the previous profiles are kept");
+        assert!(!desired.is_unreadable("fast"), "no claim is affected");
     }
 
     #[test]
-    fn profiles_are_read_with_their_files_and_a_digest_that_is_none_names_no_file() {
+    fn profiles_are_parsed_with_their_files_and_invalid_digests_are_rejected() {
         let digest = format!("sha256:{}", "0f".repeat(32));
         let claim = |digest: &str| json!({ "name": "llama", "digest": digest });
         let desired = read(&json!({ "profiles": [claim(&digest)] }));
-        let wish = ProfileWish {
+        let profile = DesiredProfile {
             name: "llama".to_owned(),
             file: format!("profile-{}.json", "0f".repeat(32)),
             digest: digest.clone(),
         };
-        assert_eq!((desired.profiles, desired.problems.len()), (Some(vec![wish]), 0));
+        assert_eq!((desired.profiles, desired.problems.len()), (Some(vec![profile]), 0));
         assert_eq!(read(&json!({})).profiles, Some(Vec::new()));
         for (profiles, words) in [
-            (json!([claim(&digest), claim("sha256:../../etc/passwd")]), "is no digest"),
+            (json!([claim(&digest), claim("sha256:../../etc/passwd")]), "invalid digest"),
             (json!(vec![claim(&digest); 17]), "more than 16"),
             (json!([{ "name": "llama" }]), "missing field `digest`"),
         ] {
@@ -386,14 +396,16 @@ mod tests {
     }
 
     #[test]
-    fn queue_pairs_are_read_by_controller_and_none_without_the_servers_word() {
+    fn queue_pairs_are_parsed_by_controller_and_dropped_without_confirmation() {
         let share = |serial: &str, pairs: u32| json!({ "serial": serial, "queuePairs": pairs });
         let claim =
             json!({ "uid": "u-1", "allocation": "chat/x", "controllers": [share("S1", 8), share("S2", 4)] });
         let mut own = claim.clone();
         own["isolation"] = json!("ExclusiveController");
         let desired = read(&json!({ "queues": [claim, own] }));
-        let [shared, own] = desired.queues.as_deref().expect("they are right") else { panic!("{desired:?}") };
+        let [shared, own] = desired.queues.as_deref().expect("the grants are valid") else {
+            panic!("{desired:?}")
+        };
         let pairs = BTreeMap::from([("S1".to_owned(), 8), ("S2".to_owned(), 4)]);
         assert_eq!((shared.allocation.as_str(), shared.exclusive, &shared.pairs), ("chat/x", false, &pairs));
         assert!(own.exclusive);
@@ -410,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn claims_that_are_no_list_leave_everything_as_it_is() {
+    fn invalid_claims_keep_all_pools_as_they_are() {
         for claims in [json!("x"), json!([17]), json!(vec![file_claim(); 9])] {
             let desired = read(&json!({ "claims": claims }));
             assert!(desired.is_unreadable("any"), "{:?}", desired.problems);

@@ -1,4 +1,4 @@
-//! What the agent tells of its node: plain values, as the agent has them, without a word of Kubernetes' objects.
+//! State of the node as the agent reports it, in plain types without Kubernetes objects.
 
 use std::path::PathBuf;
 
@@ -6,210 +6,211 @@ use reprise_crds::fields::{Engine, NodeMode};
 use reprise_crds::node::{DeviceState, PageKind};
 use reprise_crds::status::Reason;
 
-/// How the node is, at one moment.
+/// State of the node at one point in time.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Facts {
-    /// Where the agent is in its life.
+    /// Life cycle phase of the agent.
     pub phase: Phase,
-    /// The [`Desired`](crate::Desired) that the rest was found for.
-    pub told: u64,
-    /// Generation of the spec that the rest was found for; 0: of none.
+    /// Sequence number of the [`Desired`](crate::Desired) in effect when the facts were collected.
+    pub sequence: u64,
+    /// Generation of the spec in effect; 0 without a spec.
     pub generation: i64,
-    /// What of the spec cannot be read or done, in words.
+    /// Parts of the spec that are invalid or cannot be applied.
     pub problems: Vec<String>,
-    /// Digest of the configuration file that the agent runs by.
+    /// Digest of the active configuration file.
     pub configuration: Option<String>,
-    /// Why it does not run by the wanted one; `None`: it does.
+    /// Why the desired configuration is not active; `None` if it is.
     pub configuration_pending: Option<String>,
-    /// By other agents, `host:port`.
+    /// Address for other agents, `host:port`.
     pub peer: Option<String>,
-    /// Metrics, health and status, `host:port`.
+    /// Address for metrics, health and status, `host:port`.
     pub admin: String,
-    /// Directory of the socket of sessions.
+    /// Directory of the session socket.
     pub socket_directory: PathBuf,
-    /// The control plane.
+    /// Connection to the control plane.
     pub control_plane: ControlPlane,
-    /// Memory for blocks.
+    /// Size and usage of the memory for blocks.
     pub memory: Memory,
-    /// Sessions of engines that are open.
+    /// Number of open sessions of engines.
     pub sessions: u32,
-    /// Claims that are followed.
+    /// Claims that are applied.
     pub claims: Vec<ClaimFact>,
-    /// Devices and files of them.
+    /// Devices and files of the claims.
     pub devices: Vec<DeviceFact>,
     /// GPUs of the node.
     pub gpus: Vec<GpuFact>,
-    /// Digest of the file by which it knows whose pods are whose; `None`: it has none.
+    /// Digest of the file that maps pods to tenants; `None` without one.
     pub tenants: Option<String>,
-    /// Profiles that the agent works by, or has refused.
+    /// Slack profiles that are active or rejected.
     pub profiles: Vec<ProfileFact>,
-    /// What is kept for GPUs.
+    /// Queue pairs reserved for GPUs.
     pub queues: Vec<QueueFact>,
     /// NVMe controllers of the node, each serial number once.
     pub controllers: Vec<ControllerFact>,
-    /// What the node is used for.
+    /// Mode of the node in effect.
     pub mode: NodeMode,
-    /// How far it is emptied.
+    /// Progress of draining the node.
     pub drain: DrainFact,
 }
 
-/// Where the agent is in its life.
+/// Life cycle phase of the agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    /// It has not done yet what the first spec wants.
+    /// The first spec is not applied yet.
     Starting,
-    /// It serves.
+    /// The agent serves engines.
     Serving,
-    /// It was told to stop.
-    Leaving,
+    /// The agent is stopping.
+    Stopping,
 }
 
-/// What the control plane is to the agent.
+/// Connection of the agent to the control plane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ControlPlane {
-    /// None is configured.
-    None,
-    /// It does not answer.
-    Away {
-        /// Members that are known.
+    /// No control plane is configured.
+    NotConfigured,
+    /// No member of the control plane responds.
+    Unreachable {
+        /// Number of known members.
         members: u32,
     },
-    /// It answers.
+    /// The node is registered.
     Connected {
-        /// Number of the node there.
+        /// Number of the node in the control plane.
         node: u16,
         /// Epoch of its registration.
         epoch: u64,
-        /// Members that are known.
+        /// Number of known members.
         members: u32,
-        /// Members that answer.
+        /// Number of members that respond.
         connected: u32,
     },
 }
 
-/// Memory for blocks.
+/// Memory for blocks, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Memory {
-    /// Bytes of it.
+    /// Size of the arena, in bytes.
     pub total: u64,
-    /// Bytes of blocks in it.
+    /// Bytes occupied by blocks.
     pub used: u64,
-    /// Its pages.
+    /// Kind of pages that back most of it.
     pub pages: PageKind,
 }
 
-/// A claim that is followed.
+/// A claim that is applied.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClaimFact {
-    /// The pool.
+    /// Name of the pool.
     pub pool: String,
-    /// Its unique id.
+    /// Unique id of the pool.
     pub uid: String,
-    /// Generation of the claim that is in effect.
+    /// Generation of the applied claim.
     pub generation: i64,
-    /// What keeps it from having devices.
-    pub trouble: Option<Trouble>,
+    /// Why the claim has no devices, or fewer than it selects.
+    pub fault: Option<DeviceFault>,
 }
 
-/// Why something is not as it should be.
+/// Why a claim or device is not in the desired state.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Trouble {
-    /// In one word.
+pub struct DeviceFault {
+    /// Machine-readable reason for conditions.
     pub reason: Reason,
-    /// In a sentence, with what to do.
+    /// Cause and remedy, as a sentence.
     pub message: String,
 }
 
-/// A device or file.
+/// A tracked device or file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceFact {
-    /// Its stable path.
+    /// Stable path of the device.
     pub path: String,
-    /// The pool.
+    /// Name of its pool.
     pub pool: String,
-    /// What it is.
+    /// State of the device.
     pub state: DeviceState,
-    /// Why it is not open, or not as wanted.
-    pub trouble: Option<Trouble>,
-    /// Bytes for blocks.
+    /// Why it is not open, or differs from its spec.
+    pub fault: Option<DeviceFault>,
+    /// Capacity for blocks, in bytes.
     pub size: u64,
-    /// Bytes of blocks.
+    /// Bytes occupied by blocks.
     pub used: u64,
-    /// How it was to be driven.
+    /// Engine that its claim asks for.
     pub wanted: Engine,
-    /// How it is driven; `None`: it is not open.
+    /// Engine in use; `None` if the device is not open.
     pub engine: Option<Engine>,
-    /// Whether the page cache is passed by.
+    /// Whether I/O bypasses the page cache.
     pub direct: bool,
-    /// Time in microseconds below which 99 of 100 reads of the last minute were, where the pool allows only so much.
+    /// p99 of the read latency of the last minute in microseconds, if the pool has a limit.
     pub read_p99_micros: Option<u32>,
-    /// That reads take longer than the pool allows, in words.
+    /// Why its reads exceed the latency limit, if they do.
     pub slow: Option<String>,
-    /// Media errors that were met since it was opened, or that it tells of its life; the greater number. `None`: it is not open.
+    /// Media errors: the greater of the agent's count since opening and the drive's count. `None` if the
+    /// device is not open.
     pub media_errors: Option<u32>,
-    /// Spare capacity that it tells, in percent.
+    /// Remaining spare capacity as reported by the drive, in percent.
     pub spare_percent: Option<u8>,
-    /// That it is more worn than the pool allows, in words.
+    /// Which wear limits are exceeded, if any.
     pub worn: Option<String>,
-    /// Its serial number.
+    /// Serial number of the drive.
     pub serial: Option<String>,
-    /// Its model.
+    /// Model of the drive.
     pub model: Option<String>,
 }
 
-/// An NVMe controller.
+/// An NVMe controller of the node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ControllerFact {
-    /// Its serial number.
+    /// Serial number of the drive.
     pub serial: String,
-    /// Its address on the PCI bus.
+    /// PCI address of the controller.
     pub pci_address: Option<String>,
-    /// The pool that has a device of it.
+    /// The pool that uses one of its devices.
     pub pool: Option<String>,
-    /// Queue pairs that it has for I/O.
+    /// Number of I/O queue pairs.
     pub queue_pairs: u32,
 }
 
-/// A GPU.
+/// A GPU of the node.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct GpuFact {
-    /// Its unique id.
+    /// Unique id of the GPU.
     pub uuid: String,
-    /// What it is, as its driver names it.
+    /// Product name, as reported by the driver.
     pub product: String,
 }
 
-/// Queue pairs that are kept for a GPU, or why not.
+/// State of a grant of queue pairs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QueueFact {
     /// Unique id of the allocation.
     pub uid: String,
-    /// How many, on all controllers.
+    /// Queue pairs reserved on all controllers.
     pub kept: u32,
-    /// Why none is.
+    /// Why the grant was refused, if it was.
     pub refused: Option<String>,
 }
 
-/// A profile that the agent works by, or has refused.
+/// A slack profile that is active or was rejected.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProfileFact {
-    /// Its name.
+    /// Name of the profile.
     pub name: String,
     /// Digest of the revision.
     pub digest: String,
-    /// Why it was refused; `None`: it was not.
+    /// Why the revision was rejected, if it was.
     pub refused: Option<String>,
 }
 
-/// How far the node is emptied.
+/// Progress of draining the node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DrainFact {
-    /// Whether every durable block is somewhere else as well.
+    /// Whether every durable block also exists on another node.
     pub drained: bool,
-    /// Blocks that were looked at.
+    /// Durable blocks checked in this pass.
     pub walked: u64,
-    /// Durable blocks.
+    /// Durable blocks in total.
     pub durable: u64,
-    /// Blocks that no node has room for.
+    /// Blocks for which no node has capacity.
     pub nowhere: u64,
 }

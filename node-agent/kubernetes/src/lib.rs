@@ -1,4 +1,4 @@
-//! The agent's side of Kubernetes: it watches the `CacheNode` of its own node and writes its status (ADR 6).
+//! Kubernetes client of the agent: watches the `CacheNode` of its node and writes its status (ADR 6).
 //!
 //! ```text
 //!  API server ── watch, one object ──► NodeWatch ── Desired ──► the agent
@@ -7,41 +7,44 @@
 //!                                         └──► the last spec, on disk
 //! ```
 //!
-//! The agent sees [`Desired`] and tells [`Facts`]; objects, watches and rights stay here. Everything runs on one thread with a runtime
-//! of its own that nothing on the data path waits for: an API server that is away, slow or refuses costs a late status and nothing else.
+//! The agent receives [`Desired`] and reports [`Facts`]; objects, watches and permissions stay in this
+//! crate. Everything runs on one thread with its own runtime, and the data path never waits for it. An API
+//! server that is unreachable, slow or rejects requests only delays the status.
 //!
 //! Invariants:
-//! * the first [`Desired`] is the one kept on disk, if there is one, so an agent starts without an API server;
-//! * a status is written when it has changed, one in [`NodeSettings::status_every`] over time, four in a row when something others act on has; and every
-//!   [`UNCHANGED_EVERY`] in any case;
-//! * a status is of facts that were found for the object that it is written into, and nothing is kept for GPUs before one was taken: so who reads it
-//!   knows of everything that the agent may keep;
-//! * every write is of the agent's own fields, which nobody else has: it insists on them, and says so where somebody else has written them.
+//! * The first [`Desired`] is the persisted spec, if any, so an agent can start without an API server.
+//! * A changed status is written at most once per [`NodeSettings::status_every`] on average. Changes of
+//!   state may be written in bursts of four. An unchanged status is written every [`UNCHANGED_EVERY`].
+//! * A status contains only facts collected for the object that it is written to. No queue pairs are
+//!   reserved for GPUs before the first status was accepted, so readers of the status know every
+//!   reservation.
+//! * The agent owns the status fields that it writes. It overwrites changes by other writers and reports
+//!   them in a condition.
 //!
-//! Beside it the API server is asked whose the tokens are that sessions show ([`Reviewer`]).
+//! The crate also verifies the tokens of sessions with the API server ([`TokenReviewer`]).
 //!
-//! Deliberately absent: what follows from a spec (the agent's), other nodes' objects, events, leases.
+//! Out of scope: acting on a spec (the agent does that), objects of other nodes, events, leases.
 
 mod connect;
-mod contested;
 mod desired;
 mod facts;
-mod kept;
-mod pace;
-mod reviews;
+mod persisted;
 mod status;
+mod status_conflict;
+mod token_review;
 mod watch;
+mod write_pacer;
 
 pub use connect::{Access, ConnectError};
-pub use desired::{Claim, Data, Desired, Part, Problem, ProfileWish, QueueWish, Source};
+pub use desired::{Claim, DataPolicy, Desired, DesiredProfile, DesiredQueues, Source, SpecError, SpecPart};
 pub use facts::{
-    ClaimFact, ControlPlane, ControllerFact, DeviceFact, DrainFact, Facts, GpuFact, Memory, Phase,
-    ProfileFact, QueueFact, Trouble,
+    ClaimFact, ControlPlane, ControllerFact, DeviceFact, DeviceFault, DrainFact, Facts, GpuFact, Memory,
+    Phase, ProfileFact, QueueFact,
 };
-pub use kept::{KeptSpec, StateDirectory};
-pub use pace::UNCHANGED_EVERY;
+pub use persisted::{PersistedSpec, StateDirectory};
 pub use reprise_crds::fields::{Engine, FallbackEngine, ForeignSignatures, NodeMode};
 pub use reprise_crds::node::{DeviceState, PageKind};
 pub use reprise_crds::status::Reason;
-pub use reviews::{Reviewed, Reviewer, Reviews, reviews};
+pub use token_review::{ReviewOutcome, TokenReviewService, TokenReviewer, token_review_channel};
 pub use watch::{NodeSettings, NodeWatch};
+pub use write_pacer::UNCHANGED_EVERY;

@@ -1,7 +1,7 @@
-//! Out of facts, the status of a `CacheNode`: its fields, and what is so.
+//! Builds the status of a `CacheNode` from facts: fields and conditions.
 //!
-//! Used bytes are rounded down to 1/256 of what there is, so a node that is full or idle has nothing new to say. The times of
-//! conditions are those of the status that was written last.
+//! Used bytes are rounded down to 1/256 of the total, so a full or idle node does not cause writes.
+//! Transition times of unchanged conditions are taken from the previous status.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use reprise_crds::CacheNodeStatus;
@@ -19,43 +19,43 @@ use crate::facts::{
     ClaimFact, ControlPlane, ControllerFact, DeviceFact, Facts, GpuFact, Phase, ProfileFact, QueueFact,
 };
 
-/// Steps in which used bytes are told.
+/// Number of steps in which used bytes are reported.
 const STEPS: u64 = 256;
 
-/// Characters of a device's message.
+/// Maximum length of a device's message, in characters.
 const DEVICE_MESSAGE_CHARS_MAX: usize = 512;
 
-/// Characters of a path of the node.
+/// Maximum length of a path of the node, in characters.
 const HOST_PATH_CHARS_MAX: usize = 90;
 
-/// Devices of one status.
+/// Maximum number of devices in a status.
 const DEVICES_MAX: usize = 32;
 
-/// GPUs of one status.
+/// Maximum number of GPUs in a status.
 const GPUS_MAX: usize = 16;
 
-/// Characters of short texts in the words of others.
+/// Maximum length of short texts from other sources, in characters.
 const TEXT_CHARS_MAX: usize = 253;
 
-/// Controllers of one status.
+/// Maximum number of controllers in a status.
 const CONTROLLERS_MAX: usize = 32;
 
-/// Allocations of one status.
+/// Maximum number of queue allocations in a status.
 const QUEUES_MAX: usize = 128;
 
-/// What does not change while the agent runs.
+/// Properties that do not change while the agent runs.
 #[derive(Clone, Debug)]
 pub(crate) struct Identity {
     /// Version of the agent.
     pub(crate) version: String,
-    /// Its pod.
+    /// Name of its pod.
     pub(crate) pod: Option<String>,
-    /// When it started.
+    /// Start time of the agent.
     pub(crate) started_at: Time,
 }
 
-/// What is to be written, without the time of the writing. `contested` is what is to be said of others who write it. `conditions` are those that are
-/// there; others' are theirs to write.
+/// Builds a status without its write time. `contested` is the condition about other writers, if any.
+/// `conditions` are those of the previous status; conditions that other writers own are omitted.
 pub(crate) fn status(
     identity: &Identity,
     facts: &Facts,
@@ -81,8 +81,8 @@ pub(crate) fn status(
         }),
         endpoints: Some(endpoints(facts)),
         registration: registration(facts.control_plane),
-        // They end with it.
-        sessions: Some(if facts.phase == Phase::Leaving { 0 } else { facts.sessions }),
+        // Sessions end with the agent.
+        sessions: Some(if facts.phase == Phase::Stopping { 0 } else { facts.sessions }),
         capacity: Some(capacity(facts)),
         devices: facts.devices.iter().take(DEVICES_MAX).map(device).collect(),
         controllers: facts.controllers.iter().take(CONTROLLERS_MAX).map(controller).collect(),
@@ -93,11 +93,13 @@ pub(crate) fn status(
     }
 }
 
-/// A status without what only counts or describes: what is left changes when somebody may have to act.
+/// Removes amounts and messages from a status. The rest changes only if users or the operator may have to
+/// act.
 pub(crate) fn without_amounts(status: &CacheNodeStatus) -> CacheNodeStatus {
     let mut left = status.clone();
     left.sessions = left.sessions.map(|sessions| sessions.min(1));
-    // A member that restarts changes it on all nodes at once, and that no member answers is a condition.
+    // A restarting member changes this number on all nodes at once. If no member responds, a condition
+    // reports it.
     left.registration =
         left.registration.map(|registration| Registration { members_connected: 0, ..registration });
     if let Some(capacity) = &mut left.capacity {
@@ -123,7 +125,7 @@ fn endpoints(facts: &Facts) -> Endpoints {
     }
 }
 
-/// A path, if it is one that the schema takes: one value that does not fit would cost the whole status.
+/// Returns the path if the schema accepts it: one invalid value would invalidate the whole status.
 fn host_path(path: &str) -> Option<HostPath> {
     let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
     let is_segment =
@@ -157,10 +159,10 @@ fn capacity(facts: &Facts) -> NodeCapacity {
 
 fn device(fact: &DeviceFact) -> Device {
     let is_open = fact.state == DeviceState::Open;
-    let trouble = fact.trouble.as_ref().map(|trouble| trouble.message.as_str());
-    let reason = fact.trouble.as_ref().map(|trouble| trouble.reason.as_str().to_owned());
+    let fault = fact.fault.as_ref().map(|fault| fault.message.as_str());
+    let reason = fact.fault.as_ref().map(|fault| fault.reason.as_str().to_owned());
     let health = fact.worn.as_deref().into_iter().chain(fact.slow.as_deref());
-    let message = trouble.into_iter().chain(health).collect::<Vec<_>>().join("; ");
+    let message = fault.into_iter().chain(health).collect::<Vec<_>>().join("; ");
     Device {
         path: DevicePath::new(&fact.path),
         pool: ShortName::new(&fact.pool),
@@ -187,7 +189,7 @@ fn controller(fact: &ControllerFact) -> Controller {
         pci_address: fact.pci_address.as_ref().map(PciAddress::new),
         pool: fact.pool.as_ref().map(ShortName::new),
         queue_pairs: fact.queue_pairs,
-        // Nobody makes queues for GPUs in this release.
+        // This release does not create queues for GPUs.
         queue_pairs_lent: 0,
     }
 }
@@ -209,14 +211,14 @@ fn profile(fact: &ProfileFact) -> AppliedProfile {
 fn queues(fact: &QueueFact) -> AppliedQueues {
     AppliedQueues {
         uid: Uid::new(&fact.uid),
-        // Nobody makes queues for GPUs in this release.
+        // This release does not create queues for GPUs.
         queue_pairs: 0,
         kept: fact.kept,
         refused: fact.refused.as_deref().map(short),
     }
 }
 
-/// A text of one line that is not too long: one value that does not fit would cost the whole status.
+/// Joins lines and truncates the text: one invalid value would invalidate the whole status.
 fn short(text: &str) -> Text {
     let line = text.split(['\r', '\n']).filter(|line| !line.is_empty()).collect::<Vec<_>>().join(" ");
     Text::new(line.chars().take(TEXT_CHARS_MAX).collect::<String>())
@@ -233,9 +235,9 @@ fn applied(facts: &Facts) -> Applied {
         pools: facts.claims.iter().map(pool).collect(),
         tenants_digest: facts.tenants.as_ref().map(Digest::new),
         profiles: facts.profiles.iter().map(profile).collect(),
-        // They end with the agent as well.
+        // Reservations end with the agent.
         queues: match facts.phase {
-            Phase::Leaving => Vec::new(),
+            Phase::Stopping => Vec::new(),
             Phase::Starting | Phase::Serving => facts.queues.iter().take(QUEUES_MAX).map(queues).collect(),
         },
     }
@@ -251,7 +253,7 @@ fn drain(facts: &Facts) -> Drain {
     }
 }
 
-/// Whole KiB, so that 12 digits are enough.
+/// Rounds to whole KiB, so that 12 digits suffice.
 fn quantity(bytes: u64) -> Quantity {
     Quantity::of_bytes(bytes / 1024 * 1024)
 }
@@ -280,22 +282,24 @@ fn agent_ready(facts: &Facts) -> Finding {
         Phase::Starting => {
             Finding::no(kind, Reason::Progressing, "the agent has not applied its first spec yet")
         }
-        Phase::Serving => Finding::yes(kind, Reason::AsDesired, "engines of the node are served"),
-        Phase::Leaving => Finding::no(kind, Reason::AgentGone, "the agent was told to stop"),
+        Phase::Serving => Finding::yes(kind, Reason::AsDesired, "serving engines on this node"),
+        Phase::Stopping => Finding::no(kind, Reason::AgentGone, "the agent is stopping"),
     }
 }
 
 fn connected(facts: &Facts) -> Finding {
     let kind = ConditionType::Connected;
     match facts.control_plane {
-        ControlPlane::None => Finding::yes(kind, Reason::AsDesired, "no control plane is configured"),
-        ControlPlane::Connected { members, connected, .. } => {
-            Finding::yes(kind, Reason::AsDesired, format!("{connected} of {members} members answer"))
+        ControlPlane::NotConfigured => {
+            Finding::yes(kind, Reason::AsDesired, "no control plane is configured")
         }
-        ControlPlane::Away { .. } => Finding::no(
+        ControlPlane::Connected { members, connected, .. } => {
+            Finding::yes(kind, Reason::AsDesired, format!("{connected} of {members} members respond"))
+        }
+        ControlPlane::Unreachable { .. } => Finding::no(
             kind,
             Reason::ControlPlaneUnreachable,
-            "no member of the control plane answers; local hits go on. Look at the members' pods and at NetworkPolicies",
+            "no member of the control plane responds; local hits continue. Check the members' pods and NetworkPolicies",
         ),
     }
 }
@@ -303,23 +307,20 @@ fn connected(facts: &Facts) -> Finding {
 fn devices_ready(facts: &Facts) -> Finding {
     let kind = ConditionType::DevicesReady;
     let of_claims = facts.claims.iter().filter_map(|claim| {
-        claim
-            .trouble
-            .as_ref()
-            .map(|trouble| (trouble.reason, format!("pool {}: {}", claim.pool, trouble.message)))
+        claim.fault.as_ref().map(|fault| (fault.reason, format!("pool {}: {}", claim.pool, fault.message)))
     });
     let is_closed = |device: &&DeviceFact| !matches!(device.state, DeviceState::Open | DeviceState::Wiped);
-    let of_devices = facts.devices.iter().filter(is_closed).map(|device| match &device.trouble {
-        Some(trouble) => (trouble.reason, format!("{}: {}", device.path, trouble.message)),
+    let of_devices = facts.devices.iter().filter(is_closed).map(|device| match &device.fault {
+        Some(fault) => (fault.reason, format!("{}: {}", device.path, fault.message)),
         None => (Reason::Progressing, format!("{}: {}", device.path, device.state)),
     });
-    let troubles: Vec<(Reason, String)> = of_claims.chain(of_devices).collect();
-    let worst = troubles.iter().find(|(reason, _)| *reason != Reason::Progressing).or(troubles.first());
+    let faults: Vec<(Reason, String)> = of_claims.chain(of_devices).collect();
+    let worst = faults.iter().find(|(reason, _)| *reason != Reason::Progressing).or(faults.first());
     match worst {
         None if facts.devices.is_empty() => Finding::yes(kind, Reason::AsDesired, "no pool claims a device"),
         None => Finding::yes(kind, Reason::AsDesired, format!("{} open", facts.devices.len())),
         Some((reason, first)) => {
-            let others = troubles.len() - 1;
+            let others = faults.len() - 1;
             let others = if others > 0 { format!("; and {others} more") } else { String::new() };
             Finding::no(kind, *reason, format!("{first}{others}"))
         }
@@ -335,32 +336,32 @@ fn configuration_applied(facts: &Facts) -> Finding {
     }
 }
 
-/// True where another engine does the work; with the reason `EngineUnavailable` where none may.
+/// True if a device uses another engine. The reason is `EngineUnavailable` also if no fallback is allowed.
 fn engine_fallback(facts: &Facts) -> Finding {
     let kind = ConditionType::EngineFallback;
     let fallen = |device: &&DeviceFact| device.engine.is_some_and(|engine| engine != device.wanted);
     let fallen: Vec<&DeviceFact> = facts.devices.iter().filter(fallen).collect();
     let unavailable = |device: &&DeviceFact| {
-        device.trouble.as_ref().is_some_and(|trouble| trouble.reason == Reason::EngineUnavailable)
+        device.fault.as_ref().is_some_and(|fault| fault.reason == Reason::EngineUnavailable)
     };
     match (fallen.first(), facts.devices.iter().find(unavailable)) {
         (Some(first), _) => Finding::yes(
             kind,
             Reason::EngineUnavailable,
             format!(
-                "{} of {} devices are not driven by the wanted engine: {}: {}",
+                "{} of {} devices do not use the desired engine: {}: {}",
                 fallen.len(),
                 facts.devices.len(),
                 first.path,
-                first.trouble.as_ref().map(|trouble| trouble.message.as_str()).unwrap_or_default()
+                first.fault.as_ref().map(|fault| fault.message.as_str()).unwrap_or_default()
             ),
         ),
         (None, Some(closed)) => Finding::no(
             kind,
             Reason::EngineUnavailable,
-            format!("{} stays closed: the claim names no fallback engine that can be had", closed.path),
+            format!("{} stays closed: the claim has no available fallback engine", closed.path),
         ),
-        (None, None) => Finding::no(kind, Reason::AsDesired, "devices are driven as wanted"),
+        (None, None) => Finding::no(kind, Reason::AsDesired, "all devices use the desired engine"),
     }
 }
 
@@ -371,8 +372,8 @@ fn degraded(facts: &Facts) -> Finding {
         (devices.status == ConditionStatus::True, devices.reason == Reason::Progressing);
     match () {
         () if !is_ready && !is_coming => Finding::yes(kind, devices.reason, devices.message),
-        () if matches!(facts.control_plane, ControlPlane::Away { .. }) => {
-            Finding::yes(kind, Reason::ControlPlaneUnreachable, "blocks of other nodes cannot be found")
+        () if matches!(facts.control_plane, ControlPlane::Unreachable { .. }) => {
+            Finding::yes(kind, Reason::ControlPlaneUnreachable, "cannot look up blocks on other nodes")
         }
         () => match worn(facts).or_else(|| slow(facts)) {
             Some((reason, path, words)) => Finding::yes(kind, reason, format!("{path}: {words}")),
@@ -395,11 +396,9 @@ fn cordoned(facts: &Facts) -> Finding {
     let kind = ConditionType::Cordoned;
     match facts.mode {
         NodeMode::Active => Finding::no(kind, Reason::AsDesired, ""),
-        mode => Finding::yes(
-            kind,
-            Reason::SetByOperator,
-            format!("the node is {mode}: nothing is placed on it for others"),
-        ),
+        mode => {
+            Finding::yes(kind, Reason::SetByOperator, format!("the node is {mode}: it gets no new replicas"))
+        }
     }
 }
 
@@ -408,18 +407,18 @@ fn drained(facts: &Facts) -> Finding {
     let drain = &facts.drain;
     match (facts.mode, drain.drained) {
         (NodeMode::Draining, true) => {
-            Finding::yes(kind, Reason::AsDesired, "every durable block is on another node as well")
+            Finding::yes(kind, Reason::AsDesired, "every durable block also exists on another node")
         }
         (NodeMode::Draining, false) if drain.nowhere > 0 => Finding::no(
             kind,
             Reason::OverCapacity,
             format!(
-                "{} blocks find no room on another node: add nodes, or drain fewer at once",
+                "no other node has capacity for {} blocks: add nodes, or drain fewer nodes at once",
                 drain.nowhere
             ),
         ),
-        // Counts are in the status itself, so that this says the same for as long as it is so.
-        (NodeMode::Draining, false) => Finding::no(kind, Reason::Draining, "blocks are given to other nodes"),
+        // Counts are in the status itself, so the message stays the same while draining.
+        (NodeMode::Draining, false) => Finding::no(kind, Reason::Draining, "copying blocks to other nodes"),
         _ => Finding::no(kind, Reason::AsDesired, "the node is not draining"),
     }
 }

@@ -1,4 +1,5 @@
-//! The loop: one thing at a time happens (the object changed, there are new facts, a write is due, the agent leaves), and is acted on.
+//! The event loop: handles changes of the object, new facts, due status writes and the stop request, one at
+//! a time.
 
 use std::time::Duration;
 
@@ -16,113 +17,112 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_stream::StreamExt;
 
 use crate::connect::{Access, ConnectError};
-use crate::contested::{self, Contested};
 use crate::desired::Desired;
 use crate::facts::{Facts, Phase};
-use crate::kept::StateDirectory;
-use crate::pace::{News, Pace};
+use crate::persisted::StateDirectory;
 use crate::status::{Identity, status, without_amounts};
+use crate::status_conflict::{self, StatusConflict};
+use crate::write_pacer::{StatusChange, WritePacer};
 
-/// One write; a server that takes longer is away.
+/// Time limit of a write; a slower server counts as unreachable.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What a leaving agent gives its last status.
+/// Time limit for the final status when the agent stops.
 const LAST_WRITE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Between two tries of it.
+/// Pause between two attempts to write the final status.
 const LAST_WRITE_AGAIN: Duration = Duration::from_millis(250);
 
-/// Answers that say that the status or its writer is wrong, as waiting does not change: a bad request, no identity, no right, no valid
-/// object. Others are of a server that is not ready, is busy, or has no object yet.
+/// HTTP status codes that waiting does not change: bad request, missing credentials or permissions, invalid
+/// object. Other errors mean that the server is not ready or busy, or that the object does not exist yet.
 const REFUSALS: [u16; 4] = [400, 401, 403, 422];
 
-/// HTTP's code for what is not there.
+/// HTTP status code of a missing object.
 const NOT_FOUND: u16 = 404;
 
-/// What the loop needs to know.
+/// Settings of the event loop.
 #[derive(Clone, Debug)]
 pub struct NodeSettings {
-    /// The node.
+    /// Name of the node.
     pub node: String,
-    /// The agent's version.
+    /// Version of the agent.
     pub version: String,
-    /// The agent's pod, where it is known.
+    /// Name of the agent's pod, if known.
     pub pod: Option<String>,
-    /// `namespace/name` of the cluster whose agent it is, where it is known: an object of another one is not followed.
+    /// `namespace/name` of the agent's cluster, if known: objects of other clusters are ignored.
     pub cluster: Option<String>,
-    /// How the API server is reached.
+    /// How to connect to the API server.
     pub access: Access,
-    /// Where the last spec is kept.
+    /// Where the last spec is persisted.
     pub state: StateDirectory,
-    /// Statuses that have changed are written so far apart over time: amounts at the least, and what others act on at once while there was little.
+    /// Average interval between writes of a changed status. Changes of state may be written earlier, in
+    /// bursts.
     pub status_every: Duration,
 }
 
-/// The loop over one node's object.
+/// The event loop for one node's object.
 pub struct NodeWatch {
     settings: NodeSettings,
     identity: Identity,
     api: Api<DynamicObject>,
-    pace: Pace,
-    /// What the agent is told.
-    tell: Box<dyn FnMut(Desired) + Send>,
-    /// Generation and spec that it was told last; no spec of the server's, if it is the kept one.
-    told: Option<(i64, Option<Value>)>,
-    /// How often it was told something.
-    tellings: u64,
-    /// What it was told last.
+    pacer: WritePacer,
+    /// Delivers the desired state to the agent.
+    deliver: Box<dyn FnMut(Desired) + Send>,
+    /// Generation and spec delivered last; without a spec if it was the persisted one.
+    delivered: Option<(i64, Option<Value>)>,
+    /// Number of deliveries so far.
+    deliveries: u64,
     last: Option<Desired>,
-    /// The object that is followed.
-    object: Option<Followed>,
-    /// The status that was written last.
+    object: Option<WatchedObject>,
+    /// The status written last.
     written: Option<CacheNodeStatus>,
-    /// Conditions of the object when it was read, for their times.
-    found: Vec<Condition>,
-    server: Server,
-    /// Why a write was refused, as it was logged.
-    refused: Option<String>,
-    /// Who else writes the status.
-    contested: Contested,
-    /// The other cluster that has the node.
-    other: Option<String>,
+    /// Conditions of the object when it was first read, for their transition times.
+    initial_conditions: Vec<Condition>,
+    server: ServerState,
+    /// The last rejection of a write that was logged.
+    last_rejection: Option<String>,
+    /// The last conflict with other writers of the status.
+    conflict: StatusConflict,
+    /// The other cluster that owns the node.
+    other_owner: Option<String>,
 }
 
-/// The object that is followed.
+/// The object that the agent follows.
 #[derive(Clone, Debug)]
-struct Followed {
+struct WatchedObject {
     uid: Option<String>,
-    /// The first telling that is of it.
-    since: u64,
-    /// Its generation when a status of this process was taken into it first. Before that what it says may be another process's, so nothing is kept for
-    /// GPUs, nor by a spec of before.
-    known_at: Option<i64>,
+    /// Sequence number of the first delivery for this object.
+    first_sequence: u64,
+    /// Generation at which the first status of this process was accepted. Before that, the status may be
+    /// from another process, so no queue pairs are reserved, nor by an earlier spec.
+    accepted_at: Option<i64>,
 }
 
-/// What became of a status that was written.
+/// The result of a status write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Answer {
-    Taken,
-    Refused,
-    /// It may be taken another time.
-    Later,
+enum WriteOutcome {
+    Accepted,
+    Rejected,
+    /// The write may succeed later.
+    Retry,
 }
 
-/// What is thought of the API server.
+/// Whether the API server responds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Server {
+enum ServerState {
     Unknown,
-    Answers,
-    Away,
+    Reachable,
+    Unreachable,
 }
 
 impl NodeWatch {
-    /// Prepares the loop, and tells the agent what was kept on disk. `tell` must not block.
+    /// Prepares the loop and delivers the persisted spec. `deliver` must not block.
     ///
     /// # Errors
-    /// There is no way to the API server, which waiting does not change.
+    /// The configuration for the API server is invalid; retrying does not help.
     pub async fn new(
         settings: NodeSettings,
-        tell: impl FnMut(Desired) + Send + 'static,
+        deliver: impl FnMut(Desired) + Send + 'static,
     ) -> Result<NodeWatch, ConnectError> {
         let client: Client = settings.access.client().await?;
         let resource = ApiResource::erase::<CacheNode>(&());
@@ -130,27 +130,27 @@ impl NodeWatch {
             Identity { version: settings.version.clone(), pod: settings.pod.clone(), started_at: now() };
         let mut this = NodeWatch {
             api: Api::all_with(client, &resource),
-            pace: Pace::new(settings.status_every),
+            pacer: WritePacer::new(settings.status_every),
             identity,
             settings,
-            tell: Box::new(tell),
-            told: None,
-            tellings: 0,
+            deliver: Box::new(deliver),
+            delivered: None,
+            deliveries: 0,
             last: None,
             object: None,
             written: None,
-            found: Vec::new(),
-            server: Server::Unknown,
-            refused: None,
-            contested: Contested::default(),
-            other: None,
+            initial_conditions: Vec::new(),
+            server: ServerState::Unknown,
+            last_rejection: None,
+            conflict: StatusConflict::default(),
+            other_owner: None,
         };
-        this.tell_kept();
+        this.deliver_persisted();
         Ok(this)
     }
 
-    /// Runs until the agent leaves, and writes the last status then.
-    pub async fn run(mut self, mut facts: watch::Receiver<Option<Facts>>, mut leave: oneshot::Receiver<()>) {
+    /// Runs until the agent stops, then writes the final status.
+    pub async fn run(mut self, mut facts: watch::Receiver<Option<Facts>>, mut stop: oneshot::Receiver<()>) {
         let only_this = watcher::Config::default().fields(&format!("metadata.name={}", self.settings.node));
         let events = watcher(self.api.clone(), only_this).default_backoff();
         let mut events = std::pin::pin!(events);
@@ -159,12 +159,13 @@ impl NodeWatch {
         loop {
             let next = self.next_write(facts.borrow().as_ref());
             tokio::select! {
+                // Polled in order: the stop request has priority over a continuous stream of events.
                 biased;
-                // Without a word the agent has ended as well.
-                _ = &mut leave => {
+                // A dropped sender also means that the agent has ended.
+                _ = &mut stop => {
                     let last = facts.borrow().clone().filter(|last| self.is_of_object(last));
                     if let Some(last) = last {
-                        self.say_last(&Facts { phase: Phase::Leaving, ..last }).await;
+                        self.write_final_status(&Facts { phase: Phase::Stopping, ..last }).await;
                     }
                     return;
                 }
@@ -172,21 +173,21 @@ impl NodeWatch {
                     Some(Ok(watcher::Event::Init)) => is_listed = false,
                     Some(Ok(watcher::Event::InitApply(object) | watcher::Event::Apply(object))) => {
                         is_listed = true;
-                        self.seen(&object);
+                        self.on_object(&object);
                     }
                     Some(Ok(watcher::Event::InitDone)) => {
-                        self.answers();
+                        self.on_reachable();
                         if !is_listed {
-                            tracing::info!(node = self.settings.node, "there is no CacheNode of this node; the node goes on as it is");
-                            self.gone();
+                            tracing::info!(node = self.settings.node, "no CacheNode exists for this node; keeping the current state");
+                            self.on_deleted();
                         }
                     }
                     Some(Ok(watcher::Event::Delete(_))) => {
-                        tracing::warn!(node = self.settings.node, "this node's CacheNode was deleted; the node goes on as it is");
-                        self.gone();
+                        tracing::warn!(node = self.settings.node, "the CacheNode of this node was deleted; keeping the current state");
+                        self.on_deleted();
                     }
-                    Some(Err(error)) => self.away(&error),
-                    None => unreachable!("a watch is begun again for ever"),
+                    Some(Err(error)) => self.on_unreachable(&error),
+                    None => unreachable!("the watch restarts forever"),
                 },
                 changed = facts.changed(), if !facts_end => facts_end = changed.is_err(),
                 () = sleep_until(next.unwrap_or_else(Instant::now)), if next.is_some() => {
@@ -199,133 +200,135 @@ impl NodeWatch {
         }
     }
 
-    /// When the status is to be written; never before there is an object and something to say of it.
+    /// Returns when to write the status; `None` without an object, or without facts for it.
     fn next_write(&self, facts: Option<&Facts>) -> Option<Instant> {
         let facts = facts.filter(|facts| self.is_of_object(facts))?;
-        let news = match &self.written {
+        let change = match &self.written {
             Some(written) => {
-                let contested = self.contested.finding(Instant::now());
-                let next = status(&self.identity, facts, contested, &written.conditions, &now());
+                let conflict = self.conflict.condition(Instant::now());
+                let next = status(&self.identity, facts, conflict, &written.conditions, &now());
                 let next = CacheNodeStatus { last_updated: written.last_updated.clone(), ..next };
                 match next == *written {
-                    true => News::None,
-                    false if without_amounts(&next) == without_amounts(written) => News::Amounts,
-                    false => News::State,
+                    true => StatusChange::None,
+                    false if without_amounts(&next) == without_amounts(written) => StatusChange::Amounts,
+                    false => StatusChange::State,
                 }
             }
-            None => News::State,
+            None => StatusChange::State,
         };
-        Some(self.pace.due(news, Instant::now()))
+        Some(self.pacer.due(change, Instant::now()))
     }
 
-    /// Whether facts were found for the object that is followed.
+    /// Returns whether the facts were collected for the current object.
     fn is_of_object(&self, facts: &Facts) -> bool {
-        self.told.is_some() && self.object.as_ref().is_some_and(|object| facts.told >= object.since)
+        self.delivered.is_some()
+            && self.object.as_ref().is_some_and(|object| facts.sequence >= object.first_sequence)
     }
 
-    fn tell(&mut self, desired: Desired) {
-        self.tellings += 1;
-        let mut desired = Desired { told: self.tellings, ..desired };
-        (self.tell)(desired.clone());
+    fn deliver(&mut self, desired: Desired) {
+        self.deliveries += 1;
+        let mut desired = Desired { sequence: self.deliveries, ..desired };
+        (self.deliver)(desired.clone());
         if desired.queues.is_none() {
-            // As before.
+            // The previous grants stay in effect.
             desired.queues = self.last.take().and_then(|last| last.queues);
         }
         self.last = Some(desired);
     }
 
-    fn tell_kept(&mut self) {
+    fn deliver_persisted(&mut self) {
         match self.settings.state.load() {
-            Ok(Some(kept)) if self.other_cluster(&kept.spec).is_none() => {
-                tracing::info!(
-                    generation = kept.generation,
-                    "starting from the spec that was kept on this node"
-                );
-                self.told = Some((kept.generation, None));
-                self.tell(Desired::read(kept.generation, &kept.spec).without_destruction());
+            Ok(Some(persisted)) if self.other_cluster(&persisted.spec).is_none() => {
+                tracing::info!(generation = persisted.generation, "starting from the persisted spec");
+                self.delivered = Some((persisted.generation, None));
+                self.deliver(Desired::read(persisted.generation, &persisted.spec).without_destruction());
             }
             Ok(_) => {}
-            Err(error) => tracing::warn!(error, "the kept spec cannot be used; waiting for the API server's"),
+            Err(error) => tracing::warn!(error, "cannot use the persisted spec; waiting for the API server"),
         }
     }
 
-    /// The object, as it is now.
-    fn seen(&mut self, object: &DynamicObject) {
-        self.answers();
-        let other = self.other_cluster(&object.data["spec"]);
-        if other != self.other {
-            if let (Some(other), Some(own)) = (&other, &self.settings.cluster) {
+    /// Handles the current version of the object.
+    fn on_object(&mut self, object: &DynamicObject) {
+        self.on_reachable();
+        let other_owner = self.other_cluster(&object.data["spec"]);
+        if other_owner != self.other_owner {
+            if let (Some(other_owner), Some(own)) = (&other_owner, &self.settings.cluster) {
                 tracing::warn!(
                     node = self.settings.node,
-                    "KVCacheCluster {other} has this node, and this is the agent of {own}: it goes on as it is and follows nothing. Set \
-                     agents.nodeSelector of both so that no node is selected by both"
+                    "KVCacheCluster {other_owner} owns this node, but the agent belongs to {own}: ignoring its CacheNode and keeping the current state. Set \
+                     agents.nodeSelector of both clusters so that they do not overlap"
                 );
             }
-            self.other = other;
-            if self.other.is_some() {
-                self.taken();
+            self.other_owner = other_owner;
+            if self.other_owner.is_some() {
+                self.on_other_cluster();
             }
         }
-        if self.other.is_some() {
+        if self.other_owner.is_some() {
             return;
         }
         let uid = object.uid();
         if self.object.as_ref().is_none_or(|followed| followed.uid != uid) {
-            self.object = Some(Followed { uid, since: self.tellings + 1, known_at: None });
-            (self.told, self.written) = (None, None);
-            self.found.clear();
+            self.object = Some(WatchedObject { uid, first_sequence: self.deliveries + 1, accepted_at: None });
+            (self.delivered, self.written) = (None, None);
+            self.initial_conditions.clear();
         }
-        if self.found.is_empty() {
+        if self.initial_conditions.is_empty() {
             let conditions = object.data["status"]["conditions"].clone();
-            self.found = serde_json::from_value(conditions).unwrap_or_default();
+            self.initial_conditions = serde_json::from_value(conditions).unwrap_or_default();
         }
         let spec = &object.data["spec"];
         let generation = object.meta().generation.unwrap_or(0);
-        if self.told.as_ref().is_some_and(|(told, known)| *told == generation && known.as_ref() == Some(spec))
+        if self
+            .delivered
+            .as_ref()
+            .is_some_and(|(delivered, known)| *delivered == generation && known.as_ref() == Some(spec))
         {
             return;
         }
-        tracing::info!(generation, "the spec of this node's CacheNode is new");
-        self.told = Some((generation, Some(spec.clone())));
+        tracing::info!(generation, "the spec of this node's CacheNode has changed");
+        self.delivered = Some((generation, Some(spec.clone())));
         if let Err(error) = self.settings.state.save(generation, spec) {
-            tracing::warn!(%error, "the spec cannot be kept on this node: without the API server the agent could not start again");
+            tracing::warn!(%error, "cannot persist the spec on this node: the agent could not restart without the API server");
         }
-        self.tell_spec();
+        self.deliver_spec();
     }
 
-    /// Tells the spec that is followed.
-    fn tell_spec(&mut self) {
-        let Some((generation, Some(spec))) = &self.told else { return };
+    /// Delivers the current spec.
+    fn deliver_spec(&mut self) {
+        let Some((generation, Some(spec))) = &self.delivered else { return };
         let mut desired = Desired::read(*generation, spec);
-        let known_at = self.object.as_ref().and_then(|object| object.known_at);
-        if known_at.is_none_or(|at| *generation < at) {
+        let accepted_at = self.object.as_ref().and_then(|object| object.accepted_at);
+        if accepted_at.is_none_or(|at| *generation < at) {
             desired.queues = None;
         }
-        self.tell(desired);
+        self.deliver(desired);
     }
 
-    /// What is kept for GPUs is let go of; all else stays as it was told.
-    fn let_go_of_queues(&mut self) {
+    /// Releases reservations for GPUs; everything else stays as delivered.
+    fn release_queues(&mut self) {
         let keeps = |last: &&Desired| last.queues.as_ref().is_some_and(|queues| !queues.is_empty());
         if let Some(last) = self.last.as_ref().filter(keeps) {
             let last = Desired { queues: Some(Vec::new()), ..last.clone() };
-            self.tell(last);
+            self.deliver(last);
         }
     }
 
-    /// The node is another cluster's: nothing is followed or said of it, and nothing kept for its GPUs. What its agent has kept in the same directory is not ours to forget.
-    fn taken(&mut self) {
-        self.let_go_of_queues();
-        (self.told, self.written, self.object) = (None, None, None);
-        self.found.clear();
-        if let Ok(Some(kept)) = self.settings.state.load()
-            && self.other_cluster(&kept.spec).is_none()
+    /// Handles an object of another cluster: it is neither followed nor written, and reservations for GPUs
+    /// are released. A persisted spec of the other cluster's agent in the same directory is not removed.
+    fn on_other_cluster(&mut self) {
+        self.release_queues();
+        (self.delivered, self.written, self.object) = (None, None, None);
+        self.initial_conditions.clear();
+        if let Ok(Some(persisted)) = self.settings.state.load()
+            && self.other_cluster(&persisted.spec).is_none()
         {
-            self.forget();
+            self.remove_persisted();
         }
     }
 
-    /// The cluster that a spec is of, if that is not the agent's.
+    /// Returns the cluster of a spec, if it is not the agent's.
     fn other_cluster(&self, spec: &Value) -> Option<String> {
         let own = self.settings.cluster.as_ref()?;
         let named = &spec["clusterRef"];
@@ -333,55 +336,57 @@ impl NodeWatch {
         (named != *own).then_some(named)
     }
 
-    /// There is no object of ours: no status to write, and nothing to start from another time. One that is made anew is told in any case.
-    fn gone(&mut self) {
-        (self.told, self.written, self.object) = (None, None, None);
-        self.found.clear();
-        self.forget();
+    /// Handles the absence of the object: the status is not written, and the persisted spec is removed. A
+    /// re-created object is always delivered.
+    fn on_deleted(&mut self) {
+        (self.delivered, self.written, self.object) = (None, None, None);
+        self.initial_conditions.clear();
+        self.remove_persisted();
     }
 
-    fn forget(&self) {
-        if let Err(error) = self.settings.state.forget() {
-            tracing::warn!(%error, "the kept spec of this node cannot be removed: the agent would start from it");
+    fn remove_persisted(&self) {
+        if let Err(error) = self.settings.state.remove() {
+            tracing::warn!(%error, "cannot remove the persisted spec of this node: a restarted agent would apply it");
         }
     }
 
-    fn answers(&mut self) {
-        if self.server == Server::Away {
-            tracing::info!(condition = "api_server_answers", "the API server answers again");
+    fn on_reachable(&mut self) {
+        if self.server == ServerState::Unreachable {
+            tracing::info!(condition = "api_server_answers", "the API server is reachable again");
         }
-        self.server = Server::Answers;
+        self.server = ServerState::Reachable;
     }
 
-    fn away(&mut self, error: &watcher::Error) {
-        if std::mem::replace(&mut self.server, Server::Away) != Server::Away {
+    fn on_unreachable(&mut self, error: &watcher::Error) {
+        if std::mem::replace(&mut self.server, ServerState::Unreachable) != ServerState::Unreachable {
             let error: &dyn std::error::Error = error;
             tracing::warn!(
                 error = chain(error),
-                "this node's CacheNode cannot be watched; the node goes on as it is"
+                "cannot watch the CacheNode of this node; keeping the current state"
             );
         }
     }
 
-    /// Writes the last status; others wait for what it says, so it is tried until there is no more time.
-    async fn say_last(&mut self, last: &Facts) {
+    /// Writes the final status. The operator waits for it, so transient errors are retried within the time
+    /// limit.
+    async fn write_final_status(&mut self, last: &Facts) {
         let until = Instant::now() + LAST_WRITE_TIMEOUT;
         loop {
             let left = until.saturating_duration_since(Instant::now());
-            if self.write(last, left).await != Answer::Later || left <= LAST_WRITE_AGAIN {
+            if self.write(last, left).await != WriteOutcome::Retry || left <= LAST_WRITE_AGAIN {
                 return;
             }
             sleep(LAST_WRITE_AGAIN).await;
         }
     }
 
-    /// Writes a status; one that is not taken is tried again when the next is due.
-    async fn write(&mut self, facts: &Facts, patience: Duration) -> Answer {
-        self.pace.tried(Instant::now());
+    /// Writes a status. After a failure, the next attempt follows when the next write is due.
+    async fn write(&mut self, facts: &Facts, patience: Duration) -> WriteOutcome {
+        self.pacer.attempted(Instant::now());
         let now = now();
-        let known = self.written.as_ref().map_or(&self.found, |written| &written.conditions);
-        let contested = self.contested.finding(Instant::now());
-        let mut next = status(&self.identity, facts, contested, known, &now);
+        let previous = self.written.as_ref().map_or(&self.initial_conditions, |written| &written.conditions);
+        let conflict = self.conflict.condition(Instant::now());
+        let mut next = status(&self.identity, facts, conflict, previous, &now);
         next.last_updated = Some(now);
         let resource = ApiResource::erase::<CacheNode>(&());
         let object = json!({
@@ -390,63 +395,64 @@ impl NodeWatch {
             "metadata": { "name": self.settings.node },
             "status": next,
         });
-        match timeout(patience, contested::apply(&self.api, &self.settings.node, &object)).await {
-            Ok(Ok((stored, taken))) => {
+        match timeout(patience, status_conflict::apply(&self.api, &self.settings.node, &object)).await {
+            Ok(Ok((stored, conflict))) => {
                 tracing::debug!(version = stored.resource_version(), "status written");
-                if let Some(words) = taken {
-                    self.contested.by(words, Instant::now());
+                if let Some(words) = conflict {
+                    self.conflict.record(words, Instant::now());
                 }
-                if self.refused.take().is_some() {
-                    tracing::info!("the status of this node is taken again");
+                if self.last_rejection.take().is_some() {
+                    tracing::info!("the API server accepts the status of this node again");
                 }
-                // Made anew meanwhile, which the watch tells.
-                if self.is_followed(&stored) {
+                // If the object was re-created meanwhile, the watch reports it.
+                if self.is_current(&stored) {
                     self.written = Some(next);
-                    self.known(stored.metadata.generation.unwrap_or_default());
+                    self.confirm_object(stored.metadata.generation.unwrap_or_default());
                 }
-                return Answer::Taken;
+                return WriteOutcome::Accepted;
             }
-            Ok(Err(kube::Error::Api(answer))) if answer.code == NOT_FOUND => return Answer::Refused,
+            Ok(Err(kube::Error::Api(answer))) if answer.code == NOT_FOUND => return WriteOutcome::Rejected,
             Ok(Err(kube::Error::Api(answer))) if REFUSALS.contains(&answer.code) => {
-                self.refused(&answer.message);
-                return Answer::Refused;
+                self.log_rejection(&answer.message);
+                return WriteOutcome::Rejected;
             }
-            // The watch says whether the server is away.
-            Ok(Err(error)) => tracing::debug!(%error, "the status cannot be written"),
-            Err(_) => tracing::debug!("the status was not taken in time"),
+            // The watch reports whether the server is reachable.
+            Ok(Err(error)) => tracing::debug!(%error, "cannot write the status"),
+            Err(_) => tracing::debug!("timed out writing the status"),
         }
-        Answer::Later
+        WriteOutcome::Retry
     }
 
-    fn is_followed(&self, stored: &DynamicObject) -> bool {
+    fn is_current(&self, stored: &DynamicObject) -> bool {
         self.object.as_ref().is_some_and(|object| object.uid == stored.uid())
     }
 
-    /// A status of this process was taken: from now on queue pairs are kept, by the spec that is beside it, or a later one.
-    fn known(&mut self, generation: i64) {
-        let Some(object) = self.object.as_mut().filter(|object| object.known_at.is_none()) else { return };
-        object.known_at = Some(generation);
-        self.tell_spec();
+    /// Records that a status of this process was accepted. From now on queue pairs are reserved, by this
+    /// generation of the spec or a later one.
+    fn confirm_object(&mut self, generation: i64) {
+        let Some(object) = self.object.as_mut().filter(|object| object.accepted_at.is_none()) else { return };
+        object.accepted_at = Some(generation);
+        self.deliver_spec();
     }
 
-    /// Says once what the server does not like.
-    fn refused(&mut self, message: &str) {
-        if self.refused.as_deref() != Some(message) {
+    /// Logs a rejected write, once per message.
+    fn log_rejection(&mut self, message: &str) {
+        if self.last_rejection.as_deref() != Some(message) {
             tracing::warn!(
                 node = self.settings.node,
                 message,
-                "the API server refuses the status of this node; the agent goes on. Look at its service account, and whether its pod runs on the node of NODE_NAME"
+                "the API server rejects the status of this node. Check the agent's service account, and that its pod runs on the node in NODE_NAME"
             );
-            self.refused = Some(message.to_owned());
+            self.last_rejection = Some(message.to_owned());
         }
     }
 }
 
-/// The time of day, for people and for the operator, which compares it with its own.
+/// Returns the wall-clock time, which the operator compares with its own.
 fn now() -> Time {
-    // Kubernetes keeps whole seconds.
+    // Kubernetes timestamps have whole seconds.
     let seconds = Timestamp::now().as_second();
-    Time(Timestamp::from_second(seconds).expect("the time of day is a time"))
+    Time(Timestamp::from_second(seconds).expect("the current time is a valid timestamp"))
 }
 
 fn chain(error: &dyn std::error::Error) -> String {

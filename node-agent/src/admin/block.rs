@@ -1,4 +1,4 @@
-//! `/blocks/<key>`: what this node has of one block, and why, in one JSON object.
+//! `/blocks/<key>`: this node's copies of a block and their origin, as a JSON object.
 
 use reprise_agent_core::agent::{BlockDescription, BlockOrigin, DramCopy};
 use reprise_agent_core::effect::DeviceId;
@@ -7,21 +7,21 @@ use reprise_policy::BlockKey;
 use serde::Serialize;
 
 use super::AdminContext;
-use crate::core_loop::Described;
+use crate::core_loop::LocatedBlock;
 
-/// The page.
+/// JSON object of a block.
 #[derive(Serialize)]
 pub(super) struct Block {
     node: String,
     key: String,
-    /// Why it is here: `saved`, `loaded`, `placed` or `recovered`.
+    /// How the block came here: `saved`, `loaded`, `placed` or `recovered`.
     origin: &'static str,
-    /// Its copy in DRAM: `filling`, `unsaved` or `clean`; `null` when there is none.
+    /// State of the copy in DRAM: `filling`, `unsaved` or `clean`; `null` without one.
     dram: Option<&'static str>,
-    /// Its copy on a device; `null` when there is none.
+    /// Copy on a device; `null` without one.
     nvme: Option<Stored>,
     priority: &'static str,
-    /// Leases on the copy in DRAM.
+    /// Number of leases on the copy in DRAM.
     leases: u32,
 }
 
@@ -32,7 +32,7 @@ struct Stored {
 }
 
 impl Block {
-    pub(super) fn new(context: &AdminContext, key: BlockKey, described: Described) -> Block {
+    pub(super) fn new(context: &AdminContext, key: BlockKey, described: LocatedBlock) -> Block {
         let BlockDescription { origin, dram, nvme, priority, leases } = described.description;
         let path = described.path.unwrap_or_default().display().to_string();
         let stored = |DeviceId(device)| Stored { device, path };

@@ -1,32 +1,33 @@
-//! `/slack/<profile>/<phase>/<tokens>`: what I/O may take by a profile while a batch of so many tokens is in a phase.
+//! `/slack/<profile>/<phase>/<tokens>`: the I/O budget of a slack profile for a batch with this number of
+//! tokens in a phase.
 
 use reprise_policy::slack::{Budget, Phase};
 use serde::Serialize;
 
-use crate::slack::Effective;
+use crate::slack::ActiveProfile;
 
-/// The page.
+/// JSON object of a budget.
 #[derive(Serialize)]
 pub(super) struct Page {
     profile: String,
     digest: String,
     phase: &'static str,
     tokens: u32,
-    /// Microseconds of each layer; `null` outside of all windows.
+    /// Slack of each layer in microseconds; `null` outside of all windows.
     micros: Option<u32>,
-    /// Multiprocessors at once; `null` outside of all windows.
+    /// Multiprocessors that I/O may use concurrently; `null` outside of all windows.
     io_sms: Option<u32>,
-    /// What happens outside of all windows; `null` within one.
+    /// Fallback outside of all windows; `null` within one.
     fallback: Option<&'static str>,
 }
 
-/// A phase by its name.
+/// Returns the phase with this name.
 pub(super) fn phase(name: &str) -> Option<Phase> {
     Phase::ALL.into_iter().find(|phase| phase.as_str() == name)
 }
 
 impl Page {
-    pub(super) fn new(name: &str, found: &Effective, (phase, tokens): (Phase, u32)) -> Page {
+    pub(super) fn new(name: &str, found: &ActiveProfile, (phase, tokens): (Phase, u32)) -> Page {
         let (micros, io_sms, fallback) = match found.profile.budget(phase, tokens) {
             Budget::Window { micros, io_sms } => (Some(micros), Some(io_sms), None),
             Budget::Outside(fallback) => (None, None, Some(fallback.as_str())),

@@ -1,4 +1,4 @@
-//! `/status`: everything about this agent in one JSON object, for people and for the command line.
+//! `/status`: the state of the agent as a JSON object, for users and the command line.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
@@ -11,9 +11,9 @@ use super::AdminContext;
 use crate::core_loop::CoreView;
 use crate::directory::DirectoryStatus;
 use crate::executor::DeviceView;
-use crate::metrics::{Kind, Number};
+use crate::metrics::{Kind, MetricValue};
 
-/// The page. Sizes are bytes, times microseconds, unless they carry a unit.
+/// JSON object of the agent. Sizes are bytes and times microseconds, unless the value has a unit.
 #[derive(Serialize)]
 pub(super) struct Status {
     node: Node,
@@ -26,7 +26,7 @@ pub(super) struct Status {
     tenants: Vec<Tenant>,
     peers: Option<Peers>,
     controlplane: ControlPlane,
-    /// Inputs waiting for the core.
+    /// Inputs queued for the core.
     inbox_waiting: usize,
     counters: BTreeMap<&'static str, u64>,
 }
@@ -53,7 +53,7 @@ struct Writeback {
     bytes: ByteSize,
 }
 
-/// How far this node is used, and how far the draining of it is.
+/// Mode of the node and progress of draining it.
 #[derive(Serialize)]
 struct Placement {
     mode: &'static str,
@@ -61,7 +61,7 @@ struct Placement {
     walked_blocks: u64,
     durable_blocks: u64,
     nowhere_blocks: u64,
-    /// Given away since the start, for any reason.
+    /// Bytes copied to other nodes since the start, for any reason.
     moved_bytes: u64,
 }
 
@@ -70,12 +70,12 @@ struct Device {
     device: u8,
     path: String,
     bytes: u64,
-    /// For blocks and their headers; 0 when it is lost.
+    /// Capacity for blocks and their headers; 0 if the device is lost.
     slot_bytes: u64,
     used_bytes: u64,
     io_engine: String,
     direct: bool,
-    /// Why it is lost.
+    /// Why the device is lost.
     lost: Option<String>,
     queue_waiting: usize,
     recovery_us: u64,
@@ -88,27 +88,27 @@ struct Device {
 struct Session {
     session: u64,
     client: String,
-    /// Whose session it says it is.
+    /// Tenant, as claimed by the session.
     tenant: String,
     pid: i32,
     uid: u32,
-    /// What it compares with, in hexadecimal.
+    /// Namespace digest in hexadecimal.
     namespace: String,
     requests_in_flight: usize,
 }
 
-/// What a tenant holds and may hold; no limit is `null`.
+/// Usage and quotas of a tenant; `null` if unlimited.
 #[derive(Serialize)]
 struct Tenant {
     name: String,
     number: u16,
     grant_version: u64,
-    dram: Holding,
-    nvme: Holding,
+    dram: ResourceUsage,
+    nvme: ResourceUsage,
 }
 
 #[derive(Serialize)]
-struct Holding {
+struct ResourceUsage {
     used: u64,
     reserved: u64,
     limit: Option<u64>,
@@ -221,7 +221,7 @@ fn session(view: &crate::executor::SessionView) -> Session {
 }
 
 fn tenant(context: &AdminContext, usage: &TenantUsage) -> Tenant {
-    let holding = |held: &quota::Holding| Holding {
+    let holding = |held: &quota::QuotaUsage| ResourceUsage {
         used: held.used,
         reserved: held.quota.reserved(),
         limit: Some(held.quota.limit()).filter(|limit| *limit < u64::MAX),
@@ -262,17 +262,17 @@ fn control_plane(status: &DirectoryStatus) -> ControlPlane {
     }
 }
 
-/// The directory client's numbers as metrics.
-pub(super) fn directory_numbers(status: &DirectoryStatus) -> Vec<Number> {
+/// Returns the directory client's counters as metrics.
+pub(super) fn directory_numbers(status: &DirectoryStatus) -> Vec<MetricValue> {
     let number =
-        |name: &str, kind, help, value| Number { name: format!("directory_{name}"), help, kind, value };
+        |name: &str, kind, help, value| MetricValue { name: format!("directory_{name}"), help, kind, value };
     vec![
-        number("connected", Kind::Gauge, "1 while the control plane answers", u64::from(status.connected)),
+        number("connected", Kind::Gauge, "1 while the control plane responds", u64::from(status.connected)),
         number("members", Kind::Gauge, "Members of the control plane", status.members),
         number(
             "members_connected",
             Kind::Gauge,
-            "Members of the control plane that answer and know this node",
+            "Members of the control plane that respond and know this node",
             status.members_connected,
         ),
         number("changes_queued", Kind::Gauge, "Changes waiting to be announced", status.changes_queued),
@@ -285,31 +285,36 @@ pub(super) fn directory_numbers(status: &DirectoryStatus) -> Vec<Number> {
         number(
             "changes_superseded",
             Kind::Counter,
-            "Changes that an inventory replaced",
+            "Changes that were replaced by an inventory",
             status.changes_superseded,
         ),
-        number("inventories_wanted", Kind::Counter, "Inventories asked for", status.inventories_wanted),
+        number(
+            "inventories_wanted",
+            Kind::Counter,
+            "Inventories requested by members",
+            status.inventories_wanted,
+        ),
         number("registrations", Kind::Counter, "Registrations made", status.registrations),
         number("lookups_answered", Kind::Counter, "Lookups answered", status.lookups_answered),
         number("lookups_failed", Kind::Counter, "Lookups failed", status.lookups_failed),
         number(
             "lookup_keys_redirected",
             Kind::Counter,
-            "Keys that a member did not own any more",
+            "Keys that a member no longer owned",
             status.lookup_keys_redirected,
         ),
         number(
             "lookup_keys_unanswered",
             Kind::Counter,
-            "Keys that no member answered in time",
+            "Keys for which no member responded in time",
             status.lookup_keys_unanswered,
         ),
         number(
             "lookup_keys_partial",
             Kind::Counter,
-            "Keys answered before every node had announced its inventory of their slot",
+            "Keys answered before every node had announced its inventory of the slot",
             status.lookup_keys_partial,
         ),
-        number("beats_failed", Kind::Counter, "Heartbeats without an answer", status.beats_failed),
+        number("beats_failed", Kind::Counter, "Heartbeats without a response", status.beats_failed),
     ]
 }

@@ -1,4 +1,4 @@
-//! What the pages say of a core that is busy, and of one that is stuck.
+//! Admin pages of a busy core and of a stuck one.
 
 use std::sync::mpsc;
 
@@ -8,12 +8,12 @@ use reprise_agent_core::event::{Event, Priority};
 
 use super::*;
 use crate::config::Config;
-use crate::core_loop::{Clock, CoreView, Described};
+use crate::core_loop::{Clock, CoreView, LocatedBlock};
 use crate::directory::{CHANGES_QUEUED_MAX, DirectorySettings, Registration};
 
 const KEY: &str = "00112233445566778899aabbccddeeff";
 
-fn context(inbox: Inbox, pulse: Pulse) -> Arc<AdminContext> {
+fn context(inbox: Inbox, liveness: Liveness) -> Arc<AdminContext> {
     let registration = Registration {
         name: "test".to_owned(),
         peer_address: String::new(),
@@ -32,14 +32,14 @@ fn context(inbox: Inbox, pulse: Pulse) -> Arc<AdminContext> {
     };
     Arc::new(AdminContext {
         inbox,
-        pulse,
+        liveness,
         metrics: Arc::new(Metrics::new("test", reprise_buffers::PageCoverage::default())),
-        directory: Arc::new(DirectoryClient::start(alone, Arc::new(|_| {})).expect("a thread is to be had")),
+        directory: Arc::new(DirectoryClient::start(alone, Arc::new(|_| {})).expect("the client starts")),
         peers: None,
         arena: ArenaInfo { bytes: 0, regions: 0, page_kind: String::new() },
         settings: Config::default().validate().expect("the defaults are valid"),
         tenants: Arc::default(),
-        slack: InEffect::default(),
+        slack: ActiveProfiles::default(),
         connections_max: 8,
         ready: AtomicBool::new(true),
     })
@@ -54,38 +54,38 @@ fn run<T>(future: impl Future<Output = T>) -> T {
 }
 
 #[test]
-fn a_core_with_a_full_inbox_is_healthy_and_answers_when_there_is_room() {
+fn core_with_a_full_inbox_is_healthy_and_responds_when_there_is_room() {
     let (inbox, inputs) = Inbox::new();
-    let context = context(inbox.clone(), Pulse::new(Clock::start()));
+    let context = context(inbox.clone(), Liveness::new(Clock::start()));
     while inbox.send_within(input(), Duration::ZERO).is_ok() {}
     run(async {
         assert_eq!(healthz(State(context.clone())).await.status(), StatusCode::OK);
         let (asked, is_asked) = mpsc::channel();
         let core = std::thread::spawn(move || {
-            is_asked.recv().expect("the test asks");
+            is_asked.recv().expect("the test queries the core");
             for input in inputs.iter() {
                 if let Input::Inspect(answer) = input {
-                    answer.send(CoreView::default()).expect("the page waits for the answer");
+                    answer.send(CoreView::default()).expect("the page waits for the response");
                     return;
                 }
             }
-            unreachable!("the test asks")
+            unreachable!("the test queries the core")
         });
-        asked.send(()).expect("the core is there");
+        asked.send(()).expect("the core thread runs");
         assert_eq!(metrics(State(context.clone()), HeaderMap::new()).await.status(), StatusCode::OK);
-        core.join().expect("it answered");
+        core.join().expect("the core responded");
     });
 }
 
 #[test]
-fn the_startup_probe_is_answered_when_the_agent_is_ready_and_not_before() {
+fn startup_probe_responds_only_once_the_agent_is_ready() {
     let (inbox, _inputs) = Inbox::new();
-    let context = context(inbox, Pulse::new(Clock::start()));
+    let context = context(inbox, Liveness::new(Clock::start()));
     context.ready.store(false, Ordering::Release);
     run(async {
         let mut answer = std::pin::pin!(startz(State(context.clone())));
-        let early = tokio::time::timeout(3 * LOOKS_EVERY, &mut answer).await;
-        assert!(early.is_err(), "answered before the agent is ready");
+        let early = tokio::time::timeout(3 * CHECK_EVERY, &mut answer).await;
+        assert!(early.is_err(), "responded before the agent is ready");
         assert_eq!(readyz(State(context.clone())).await.status(), StatusCode::SERVICE_UNAVAILABLE);
         context.ready.store(true, Ordering::Release);
         assert_eq!(answer.await.status(), StatusCode::OK);
@@ -93,9 +93,9 @@ fn the_startup_probe_is_answered_when_the_agent_is_ready_and_not_before() {
 }
 
 #[test]
-fn a_core_that_takes_nothing_for_too_long_is_not_waited_for() {
+fn pages_fail_if_the_core_does_not_respond_in_time() {
     let (inbox, _inputs) = Inbox::new();
-    let context = context(inbox.clone(), Pulse::stopped());
+    let context = context(inbox.clone(), Liveness::stopped());
     while inbox.send_within(input(), Duration::ZERO).is_ok() {}
     run(async {
         let unavailable = StatusCode::SERVICE_UNAVAILABLE;
@@ -105,22 +105,24 @@ fn a_core_that_takes_nothing_for_too_long_is_not_waited_for() {
     });
 }
 
-/// What the page of a block says when the core says this of it.
-fn block_said(description: Option<BlockDescription>) -> (StatusCode, String) {
+/// Returns the page of a block that the core describes like this.
+fn block_response(description: Option<BlockDescription>) -> (StatusCode, String) {
     let (inbox, inputs) = Inbox::new();
-    let context = context(inbox, Pulse::new(Clock::start()));
+    let context = context(inbox, Liveness::new(Clock::start()));
     let core = std::thread::spawn(move || {
-        let Ok(Input::Describe { key, answer }) = inputs.recv() else { panic!("the page asks for a block") };
+        let Ok(Input::Describe { key, answer }) = inputs.recv() else {
+            panic!("expected a query for a block")
+        };
         assert_eq!(key.to_string(), KEY);
-        let described = description.map(|description| Described { description, path: None });
-        answer.send(described).expect("the page waits for the answer");
+        let described = description.map(|description| LocatedBlock { description, path: None });
+        answer.send(described).expect("the page waits for the response");
     });
-    let said = run(said(block_page(State(context), Path(KEY.to_owned()))));
-    core.join().expect("it answered");
-    said
+    let response = run(response(block_page(State(context), Path(KEY.to_owned()))));
+    core.join().expect("the core responded");
+    response
 }
 
-async fn said(page: impl Future<Output = Response>) -> (StatusCode, String) {
+async fn response(page: impl Future<Output = Response>) -> (StatusCode, String) {
     let page = page.await;
     let status = page.status();
     let body = axum::body::to_bytes(page.into_body(), usize::MAX).await.expect("in memory");
@@ -128,7 +130,7 @@ async fn said(page: impl Future<Output = Response>) -> (StatusCode, String) {
 }
 
 #[test]
-fn a_block_is_described_with_what_the_core_knows_of_it() {
+fn block_page_contains_the_description_by_the_core() {
     let description = BlockDescription {
         origin: BlockOrigin::Placed,
         dram: Some(DramCopy::Unsaved),
@@ -136,7 +138,7 @@ fn a_block_is_described_with_what_the_core_knows_of_it() {
         priority: Priority::High,
         leases: 3,
     };
-    let (status, body) = block_said(Some(description));
+    let (status, body) = block_response(Some(description));
     assert_eq!(status, StatusCode::OK);
     let node = Config::default().validate().expect("the defaults are valid").node.name;
     let expected = serde_json::json!({
@@ -145,20 +147,20 @@ fn a_block_is_described_with_what_the_core_knows_of_it() {
     let page = |body: &str| serde_json::from_str::<serde_json::Value>(body).expect("JSON");
     assert_eq!(page(&body), expected);
     let stored = BlockDescription { dram: None, nvme: Some(DeviceId(1)), ..description };
-    let (_, body) = block_said(Some(stored));
+    let (_, body) = block_response(Some(stored));
     assert_eq!((&page(&body)["dram"], &page(&body)["nvme"]["device"]), (&serde_json::Value::Null, &1.into()));
 }
 
 #[test]
-fn a_block_that_is_not_here_and_a_key_that_is_none_are_told_apart() {
-    let (status, body) = block_said(None);
+fn missing_block_and_invalid_key_have_different_responses() {
+    let (status, body) = block_response(None);
     assert_eq!(status, StatusCode::NOT_FOUND);
     assert!(body.contains(KEY) && body.contains("not on node"), "{body}");
 
     let (inbox, inputs) = Inbox::new();
-    let context = context(inbox, Pulse::new(Clock::start()));
-    let (status, body) = run(said(block_page(State(context), Path("12".to_owned()))));
+    let context = context(inbox, Liveness::new(Clock::start()));
+    let (status, body) = run(response(block_page(State(context), Path("12".to_owned()))));
     assert_eq!(status, StatusCode::BAD_REQUEST);
     assert!(body.contains("32 hexadecimal digits"), "{body}");
-    assert!(inputs.is_empty(), "the core is not asked");
+    assert!(inputs.is_empty(), "the core is not queried");
 }

@@ -1,7 +1,8 @@
-//! What an agent in a cluster needs besides: where its state is kept, how often it writes, and what its pod tells it.
+//! Additional settings of an agent in a Kubernetes cluster: state directory, write interval and pod
+//! environment.
 //!
-//! The configuration file is the same on all nodes. Who the node is and where it is reached comes from the pod's environment, and what
-//! is on its devices from its `CacheNode`; a file that says either is refused.
+//! All nodes share one configuration file. The pod's environment identifies the node and its address, and
+//! the `CacheNode` lists its devices; a file that contains either is rejected.
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
@@ -14,35 +15,35 @@ use super::settings::{refuse, within};
 use super::{Config, defaults};
 use crate::error::AgentError;
 
-/// Only agents with `--in-cluster` look at it.
+/// Used only with `--in-cluster`.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct KubernetesSection {
-    /// Where the last spec of the node is kept.
+    /// Directory of the persisted spec.
     pub(crate) state_directory: PathBuf,
-    /// Statuses are written so far apart, over time.
+    /// Average interval between status writes.
     pub(crate) status_every: Interval,
 }
 
-/// The same, checked.
+/// Validated settings of an agent in a cluster.
 #[derive(Clone, Debug)]
 pub(crate) struct KubernetesSettings {
     pub(crate) state_directory: PathBuf,
     pub(crate) status_every: Duration,
 }
 
-/// What a pod is told of itself.
+/// Properties of the pod, from its environment.
 #[derive(Clone, Debug)]
-pub(crate) struct PodPlace {
-    /// The node that it runs on.
+pub(crate) struct PodEnvironment {
+    /// Name of the pod's node.
     pub(crate) node: String,
-    /// Its address.
+    /// IP address of the pod.
     pub(crate) ip: IpAddr,
-    /// Its name, where it is told.
+    /// Name of the pod, if set.
     pub(crate) pod: Option<String>,
-    /// `namespace/name` of its cluster, where it is told.
+    /// `namespace/name` of its cluster, if set.
     pub(crate) cluster: Option<String>,
-    /// The file that says which pods are which tenant's, where there is one.
+    /// Path of the file that maps pods to tenants, if set.
     pub(crate) tenants_file: Option<PathBuf>,
 }
 
@@ -68,49 +69,49 @@ impl KubernetesSection {
     }
 }
 
-impl PodPlace {
-    /// Reads what the pod is told.
+impl PodEnvironment {
+    /// Reads the pod's environment.
     ///
     /// # Errors
-    /// A variable is missing or wrong.
-    pub(crate) fn read(variable: impl Fn(&str) -> Option<String>) -> Result<PodPlace, AgentError> {
+    /// A variable is missing or invalid.
+    pub(crate) fn read(variable: impl Fn(&str) -> Option<String>) -> Result<PodEnvironment, AgentError> {
         let wanted = |name: &str, field: &str| {
-            let allowed = format!("set from {field} in the pod's environment");
+            let allowed = format!("a value from {field} in the pod's environment");
             variable(name).filter(|value| !value.is_empty()).ok_or_else(|| refuse(name, "", &allowed))
         };
         let node = wanted("NODE_NAME", "spec.nodeName")?;
         let ip = wanted("POD_IP", "status.podIP")?;
-        let ip = ip.parse().map_err(|error| refuse("POD_IP", &ip, "an address").because(error))?;
+        let ip = ip.parse().map_err(|error| refuse("POD_IP", &ip, "an IP address").with_source(error))?;
         let given = |name: &str| variable(name).filter(|value| !value.is_empty());
         let tenants_file = given("TENANTS_FILE").map(PathBuf::from);
-        Ok(PodPlace { node, ip, pod: given("POD_NAME"), cluster: given("CLUSTER"), tenants_file })
+        Ok(PodEnvironment { node, ip, pod: given("POD_NAME"), cluster: given("CLUSTER"), tenants_file })
     }
 
-    /// Where others reach what listens at an address.
+    /// Returns the address at which other processes reach a listener of this pod.
     pub(crate) fn reached_at(&self, listening: SocketAddr) -> SocketAddr {
         if listening.ip().is_unspecified() { SocketAddr::new(self.ip, listening.port()) } else { listening }
     }
 }
 
 impl Config {
-    /// The configuration of the agent of this pod.
+    /// Completes the configuration with the pod's environment.
     ///
     /// # Errors
-    /// The file says what the pod or the `CacheNode` says.
-    pub(crate) fn placed(mut self, pod: &PodPlace) -> Result<Config, AgentError> {
+    /// The file sets the node name or devices, which the pod and the `CacheNode` define.
+    pub(crate) fn placed(mut self, pod: &PodEnvironment) -> Result<Config, AgentError> {
         if !self.node.name.is_empty() && self.node.name != pod.node {
-            return Err(refuse("node.name", &self.node.name, "left out: the pod says which node it is on"));
+            return Err(refuse("node.name", &self.node.name, "no value, since NODE_NAME defines the node"));
         }
         if !self.pool.devices.is_empty() {
             let found = format!("{} devices", self.pool.devices.len());
             return Err(refuse(
                 "pool.devices",
                 &found,
-                "left out: the node's CacheNode says which devices are used",
+                "no devices, since the node's CacheNode defines them",
             ));
         }
         self.node.name.clone_from(&pod.node);
-        // A listener of any port is known by the port that it gets, once it has one.
+        // With port 0, the address is known only after binding.
         let listen = self.peers.listen.parse::<SocketAddr>().ok().filter(|listen| listen.port() != 0);
         if let Some(listen) = listen.filter(|_| self.peers.advertise.is_empty()) {
             self.peers.advertise = pod.reached_at(listen).to_string();
@@ -123,18 +124,18 @@ impl Config {
 mod tests {
     use super::*;
 
-    fn pod(variables: &[(&str, &str)]) -> Result<PodPlace, AgentError> {
+    fn pod(variables: &[(&str, &str)]) -> Result<PodEnvironment, AgentError> {
         let of = |name: &str| {
             variables.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
         };
-        PodPlace::read(of)
+        PodEnvironment::read(of)
     }
 
     const HERE: &[(&str, &str)] = &[("NODE_NAME", "node-1"), ("POD_IP", "10.1.2.3"), ("POD_NAME", "agent-x")];
 
     #[test]
-    fn a_pod_says_who_and_where_the_agent_is() {
-        let pod = pod(HERE).expect("all is there");
+    fn node_name_and_address_are_taken_from_the_pod() {
+        let pod = pod(HERE).expect("a complete environment");
         let config = Config::parse("[peers]\nlisten = \"0.0.0.0:7410\"").expect("parses");
         let settings = config.placed(&pod).expect("fits").validate().expect("valid");
         assert_eq!(settings.node.name, "node-1");
@@ -146,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_or_wrong_in_the_environment_is_named() {
+    fn missing_or_invalid_variables_are_named() {
         for (variables, words) in [
             (&[][..], ["NODE_NAME", "spec.nodeName"]),
             (&HERE[..1], ["POD_IP", "status.podIP"]),
@@ -158,8 +159,8 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_says_what_the_cluster_says_is_refused() {
-        let pod = pod(HERE).expect("all is there");
+    fn file_with_node_or_devices_is_rejected() {
+        let pod = pod(HERE).expect("a complete environment");
         for (text, words) in [
             ("[node]\nname = \"other\"", "node.name"),
             ("[[pool.devices]]\npath = \"/x\"\nbytes = \"64MiB\"", "CacheNode"),

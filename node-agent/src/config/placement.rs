@@ -1,4 +1,4 @@
-//! What this node does so that other nodes have replicas of its blocks, and it of theirs.
+//! Settings for replicas of this node's blocks on other nodes, and of their blocks here.
 
 use std::time::Duration;
 
@@ -9,10 +9,10 @@ use super::defaults;
 use super::settings::{refuse, size, within};
 use crate::error::AgentError;
 
-/// Reads within a window are counted in 32 bits, and more of them than this are no sign of anything.
+/// Maximum of `hot_reads`, far below the range of the 32-bit counters.
 const HOT_READS_MAX: u32 = 1_000_000;
 
-/// Replicas on other nodes.
+/// Settings for replicas, as written.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct PlacementSection {
@@ -21,10 +21,10 @@ pub(crate) struct PlacementSection {
     pub(crate) hot_window: Interval,
 }
 
-/// Replicas on other nodes, checked.
+/// Validated settings for replicas.
 #[derive(Clone, Debug)]
 pub(crate) struct PlacementSettings {
-    /// Bytes a second; 0: none.
+    /// Bytes per second; 0: no copies.
     pub(crate) bandwidth: u64,
     pub(crate) hot_reads: u32,
     pub(crate) hot_window: Duration,
@@ -62,7 +62,7 @@ mod tests {
     use super::super::Config;
 
     #[test]
-    fn a_bandwidth_is_none_or_at_least_a_mebibyte_a_second() {
+    fn bandwidth_is_zero_or_at_least_one_mebibyte_per_second() {
         let text = "[placement]\nbandwidth = '0B'\nhot_reads = 10\nhot_window = '5m'";
         let settings = Config::parse(text).expect("parses").validate().expect("valid").placement;
         assert_eq!((settings.bandwidth, settings.hot_reads, settings.hot_window.as_secs()), (0, 10, 300));

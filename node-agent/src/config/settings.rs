@@ -1,7 +1,8 @@
-//! Checked settings: what the rest of the agent is built from.
+//! Validated settings, from which the rest of the agent is built.
 //!
-//! Everything here satisfies the limits below, so nobody checks again. The checks need no more of the machine than
-//! its host name; whether memory, devices and ports are there is found out when they are taken.
+//! All values satisfy the limits below, so they are not checked again. The validation reads only the host
+//! name of the machine. Whether memory, devices and ports are available is detected when they are
+//! allocated.
 
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::{Path, PathBuf};
@@ -9,7 +10,7 @@ use std::time::Duration;
 
 use reprise_agent_core::agent::limits::LOAD_DEADLINE_MAX;
 use reprise_buffers::{REGION_BYTES_MAX, REGIONS_MAX};
-use reprise_io::Missing;
+use reprise_io::IfMissing;
 use reprise_policy::eviction::EvictionKind;
 use reprise_policy::layout::{BLOCK_BYTES_MAX, PAGE_BYTES};
 use serde::Deserialize;
@@ -21,31 +22,33 @@ use super::{
 };
 use crate::error::{AgentError, ErrorKind};
 
-/// Node names travel in handshakes, log lines and metric labels.
+/// Maximum length of a node name, which appears in handshakes, log lines and metric labels.
 const NAME_BYTES_MAX: usize = 63;
 
-/// `sun_path` holds 108 bytes with its final zero; the socket is created under a name that is 4 bytes longer.
+/// Maximum length of the socket path. `sun_path` has 108 bytes with its terminating zero, and the socket is
+/// created under a temporary name that is 4 bytes longer.
 const SOCKET_PATH_BYTES_MAX: usize = 103;
 
-/// Users that may be listed.
+/// Maximum length of `allow_uids`.
 const ALLOW_UIDS_MAX: usize = 64;
 
-/// Unit of regions and segments: the page that memory comes in when all is well.
+/// Unit of regions and segments: the size of a huge page.
 const HUGE_PAGE_BYTES: u64 = 2 << 20;
 
-/// Devices of one node: a full NVMe backplane has 24.
+/// Maximum number of devices; a full NVMe backplane has 24.
 const DEVICES_MAX: usize = 32;
 
-/// Below this a size is a mistake of the unit; what a pool really needs depends on its segments and is checked there.
+/// Minimum size of a device; smaller values are mistakes of the unit. The pool checks its actual
+/// requirements.
 const DEVICE_BYTES_MIN: u64 = 1 << 20;
 
-/// Page numbers have 32 bits: 16 TiB.
+/// Maximum size of a device: page numbers have 32 bits (16 TiB).
 const DEVICE_BYTES_MAX: u64 = 1 << 44;
 
-/// Largest segment; see [`super::defaults`] for why segments are small.
+/// Maximum size of a segment; [`super::defaults`] explains why segments are small.
 const SEGMENT_BYTES_MAX: u64 = 1 << 30;
 
-/// Checked settings of an agent.
+/// Validated settings of an agent.
 #[derive(Clone, Debug)]
 pub(crate) struct Settings {
     pub(crate) node: NodeSettings,
@@ -61,9 +64,9 @@ pub(crate) struct Settings {
     pub(crate) reservation: Duration,
     pub(crate) read_bytes: u64,
     pub(crate) lookup_timeout: Duration,
-    /// `None`: no peers.
+    /// `None`: no peer transport.
     pub(crate) peers: Option<PeerSettings>,
-    /// `None`: stand-alone.
+    /// `None`: the agent runs stand-alone.
     pub(crate) controlplane: Option<ControlPlaneSettings>,
     pub(crate) placement: PlacementSettings,
     pub(crate) admin: SocketAddr,
@@ -71,14 +74,14 @@ pub(crate) struct Settings {
     pub(crate) log: LogSettings,
 }
 
-/// Who this node is.
+/// Identity of the node.
 #[derive(Clone, Debug)]
 pub(crate) struct NodeSettings {
     pub(crate) name: String,
     pub(crate) failure_domain: String,
 }
 
-/// Where engines connect, and who may.
+/// The socket for engines and its access control.
 #[derive(Clone, Debug)]
 pub(crate) struct SessionSettings {
     pub(crate) socket: PathBuf,
@@ -87,7 +90,6 @@ pub(crate) struct SessionSettings {
     pub(crate) allow_uids: Option<Vec<u32>>,
 }
 
-/// Memory for blocks.
 #[derive(Clone, Debug)]
 pub(crate) struct ArenaSettings {
     pub(crate) bytes: u64,
@@ -104,7 +106,7 @@ pub(crate) struct PoolSettings {
     pub(crate) devices: Vec<DeviceSettings>,
 }
 
-/// What is kept, and who may take how much; shares in thousandths.
+/// Eviction order, and shares in thousandths.
 #[derive(Clone, Debug)]
 pub(crate) struct CacheSettings {
     pub(crate) eviction: EvictionKind,
@@ -118,51 +120,50 @@ pub(crate) struct CacheSettings {
 #[derive(Clone, Debug)]
 pub(crate) struct DeviceSettings {
     pub(crate) path: PathBuf,
-    /// Size of a file; limit within a block device, where `None` means all of it.
+    /// Size of a file, or limit within a block device; `None`: the whole device.
     pub(crate) bytes: Option<u64>,
-    /// What is done when it is not there.
-    pub(crate) missing: Missing,
+    /// Whether a missing file is created.
+    pub(crate) missing: IfMissing,
 }
 
 /// The transport between agents.
 #[derive(Clone, Debug)]
 pub(crate) struct PeerSettings {
     pub(crate) listen: SocketAddr,
-    /// What other nodes are told, when it is not the address listened on.
+    /// Address announced to other nodes, if it differs from the listen address.
     pub(crate) advertise: Option<String>,
     pub(crate) credit_bytes: u64,
     pub(crate) stall_timeout: Duration,
 }
 
-/// The directory of the cluster.
+/// Connection to the control plane.
 #[derive(Clone, Debug)]
 pub(crate) struct ControlPlaneSettings {
-    /// Members to begin with, `http://host:port` each; at least one.
+    /// Initial members, `http://host:port` each; at least one.
     pub(crate) endpoints: Vec<String>,
 }
 
-/// What is logged, and how.
+/// Format and level of the log.
 #[derive(Clone, Debug)]
 pub(crate) struct LogSettings {
     pub(crate) format: LogFormat,
     pub(crate) level: String,
 }
 
-/// Form of log lines.
+/// Format of log lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum LogFormat {
-    /// For people.
     Text,
-    /// One object per line.
+    /// One JSON object per line.
     Json,
 }
 
 impl Config {
-    /// Checks everything that can be checked without taking memory, devices or ports.
+    /// Validates everything that does not require allocating memory, devices or ports.
     ///
     /// # Errors
-    /// `ErrorKind::Config` naming the field, its value and what is allowed.
+    /// `ErrorKind::Config` with the field, its value and the allowed values.
     pub(crate) fn validate(&self) -> Result<Settings, AgentError> {
         let LimitsSection { load_deadline, load_hold, reservation, read_bytes } = &self.limits;
         let second = Duration::from_secs(1);
@@ -315,8 +316,8 @@ impl DeviceSection {
         if let Some(bytes) = bytes {
             size("pool.devices.bytes", bytes, (DEVICE_BYTES_MIN, DEVICE_BYTES_MAX, PAGE_BYTES))?;
         }
-        // A file has a size, and a device need not.
-        let missing = if bytes.is_some() { Missing::Create } else { Missing::Fail };
+        // A file has a size; a device need not have one.
+        let missing = if bytes.is_some() { IfMissing::Create } else { IfMissing::Fail };
         Ok(DeviceSettings { path: self.path.clone(), bytes, missing })
     }
 }
@@ -337,7 +338,7 @@ impl PeersSection {
             host_and_port("peers.advertise", &self.advertise)?;
         } else if listen.ip().is_unspecified() {
             let allowed =
-                "the host:port that other nodes reach this one at, because peers.listen is a wildcard";
+                "the host:port at which other nodes reach this one, because peers.listen is a wildcard";
             return Err(refuse("peers.advertise", "", allowed));
         }
         Ok(Some(PeerSettings {
@@ -353,18 +354,18 @@ impl LogSection {
     fn validate(&self) -> Result<LogSettings, AgentError> {
         self.level.parse::<tracing_subscriber::EnvFilter>().map_err(|error| {
             refuse("log.level", &self.level, "a level (error, warn, info, debug, trace) or a tracing filter")
-                .because(error)
+                .with_source(error)
         })?;
         Ok(LogSettings { format: self.format, level: self.level.clone() })
     }
 }
 
-/// The control plane's endpoints, when there are any.
+/// Returns the control plane's endpoints, if any.
 fn control_plane(addresses: &Addresses) -> Result<Option<ControlPlaneSettings>, AgentError> {
     let addresses = match addresses {
-        Addresses::One(address) if address.is_empty() => &[],
-        Addresses::One(address) => std::slice::from_ref(address),
-        Addresses::Some(addresses) => addresses.as_slice(),
+        Addresses::Single(address) if address.is_empty() => &[],
+        Addresses::Single(address) => std::slice::from_ref(address),
+        Addresses::List(addresses) => addresses.as_slice(),
     };
     let endpoint = |address: &String| {
         let bare = address.strip_prefix("http://").unwrap_or(address);
@@ -375,12 +376,12 @@ fn control_plane(addresses: &Addresses) -> Result<Option<ControlPlaneSettings>, 
     Ok((!endpoints.is_empty()).then_some(ControlPlaneSettings { endpoints }))
 }
 
-/// The one form of a refusal.
+/// Formats the error for an invalid setting.
 pub(super) fn refuse(field: &str, found: &str, allowed: &str) -> AgentError {
-    AgentError::new(ErrorKind::Config, format!("{field} = '{found}' is not allowed; it must be {allowed}"))
+    AgentError::new(ErrorKind::Config, format!("invalid {field} = '{found}': expected {allowed}"))
 }
 
-/// `limits`: least, most, unit; in bytes.
+/// Checks a size in bytes. `limits`: minimum, maximum, unit.
 pub(super) fn size(field: &str, found: u64, limits: (u64, u64, u64)) -> Result<(), AgentError> {
     let (least, most, unit) = limits;
     if (least..=most).contains(&found) && found.is_multiple_of(unit) {
@@ -411,7 +412,7 @@ fn permille(field: &str, found: u16, allowed: std::ops::RangeInclusive<u16>) -> 
     Err(refuse(field, &found.to_string(), &allowed))
 }
 
-/// Names appear as metric labels and in paths of dashboards.
+/// Names are used as metric labels and in dashboard URLs.
 fn label(field: &str, text: &str) -> Result<(), AgentError> {
     let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
     if !text.is_empty() && text.len() <= NAME_BYTES_MAX && text.chars().all(fits) {
@@ -422,11 +423,12 @@ fn label(field: &str, text: &str) -> Result<(), AgentError> {
 
 fn address(field: &str, text: &str) -> Result<SocketAddr, AgentError> {
     let allowed = "an address to listen on, for example 127.0.0.1:7410 or [::]:7410";
-    let mut found = text.to_socket_addrs().map_err(|error| refuse(field, text, allowed).because(error))?;
+    let mut found =
+        text.to_socket_addrs().map_err(|error| refuse(field, text, allowed).with_source(error))?;
     found.next().ok_or_else(|| refuse(field, text, allowed))
 }
 
-/// Resolved when it is used: the other side may start later than this one.
+/// The name is resolved when it is used, as the other side may start later.
 fn host_and_port(field: &str, text: &str) -> Result<(), AgentError> {
     let fits = text.rsplit_once(':').is_some_and(|(host, port)| {
         let is_ipv6 = host.starts_with('[') && host.ends_with(']');
@@ -436,11 +438,11 @@ fn host_and_port(field: &str, text: &str) -> Result<(), AgentError> {
     if fits { Ok(()) } else { Err(refuse(field, text, "host:port")) }
 }
 
-/// Linux keeps the host name in a file, so reading it needs no call into C.
+/// The host name is in a file, so no C call is needed.
 fn host_name() -> Result<String, AgentError> {
     let path = Path::new("/proc/sys/kernel/hostname");
     let name = std::fs::read_to_string(path).map_err(|error| {
-        refuse("node.name", "", "set, because the host name cannot be read").because(error)
+        refuse("node.name", "", "a name, because the host name cannot be read").with_source(error)
     })?;
     Ok(name.trim().to_owned())
 }
@@ -454,7 +456,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_names_the_field_the_value_and_what_is_allowed() {
+    fn error_states_field_value_and_allowed_values() {
         for (text, words) in [
             (
                 "[arena]\nbytes = \"1GiB\"\nregion_bytes = \"3MiB\"",
@@ -485,7 +487,7 @@ mod tests {
     }
 
     #[test]
-    fn an_order_of_eviction_is_chosen_by_name_and_an_unknown_one_is_refused() {
+    fn eviction_order_is_chosen_by_name_and_unknown_ones_are_rejected() {
         let text = "[cache]\neviction = { kind = \"priority_lru\" }\npool_free_permille = 100\n";
         let settings = Config::parse(text).expect("parses").validate().expect("valid");
         assert_eq!(
@@ -493,18 +495,18 @@ mod tests {
             (EvictionKind::PriorityLru, 100)
         );
         let text = "[cache]\neviction = { kind = \"random\" }";
-        let error = Config::parse(text).expect_err("no such order").to_string();
+        let error = Config::parse(text).expect_err("unknown order").to_string();
         assert!(error.contains("random") && error.contains("priority_lru"), "{error}");
     }
 
     #[test]
-    fn one_device_twice_is_refused() {
+    fn duplicate_device_is_rejected() {
         let device = "[[pool.devices]]\npath = \"/x\"\nbytes = \"64MiB\"\n";
         assert!(refused(&format!("{device}{device}")).contains("each device once"));
     }
 
     #[test]
-    fn a_socket_path_beyond_the_limit_of_unix_sockets_is_refused() {
+    fn too_long_socket_path_is_rejected() {
         let long = "x".repeat(120);
         assert!(refused(&format!("[session]\nsocket = \"/tmp/{long}\"")).contains("103 bytes"));
     }

@@ -1,4 +1,4 @@
-//! Checked quotas of tenants.
+//! Validated quotas of tenants.
 
 use reprise_agent_core::agent::TenantQuotas;
 use reprise_policy::quota::{self, Quota};
@@ -8,7 +8,7 @@ use reprise_policy::{TenantId, TenantName};
 use super::{Config, QuotaSection, Settings, TenantSection};
 use crate::error::{AgentError, ErrorKind};
 
-/// One tenant.
+/// Name and quotas of a tenant.
 #[derive(Clone, Debug)]
 pub(crate) struct TenantSettings {
     pub(crate) name: TenantName,
@@ -16,28 +16,26 @@ pub(crate) struct TenantSettings {
 }
 
 impl Settings {
-    /// A registry that knows the tenants of the configuration.
+    /// Returns a registry with the configured tenants.
     pub(crate) fn tenant_registry(&self) -> TenantRegistry {
         let mut registry = TenantRegistry::default();
         for TenantSettings { name, quotas } in &self.tenants {
-            registry
-                .enter(name, Some(quotas.tenant))
-                .expect("the configuration was checked by the same rules");
+            registry.enter(name, Some(quotas.tenant)).expect("the validation applied the same rules");
         }
         registry
     }
 }
 
 impl Config {
-    /// Checks names, numbers, each quota, and that memory and devices of a known size hold all reservations. What devices
-    /// really have is checked when they are open.
+    /// Validates names, numbers and quotas, and that memory and devices of known size can hold all
+    /// reservations. The actual size of devices is checked when they are open.
     pub(super) fn validate_tenants(&self) -> Result<Vec<TenantSettings>, AgentError> {
         let mut registry = TenantRegistry::default();
         let mut tenants: Vec<TenantSettings> = Vec::with_capacity(self.tenants.len().min(TENANTS_MAX));
         for section in &self.tenants {
             let name = &section.name;
             if tenants.iter().any(|other| other.name == *name) {
-                return Err(refuse(name, "is listed twice: list each tenant once"));
+                return Err(refuse(name, "duplicate tenant: list each tenant once"));
             }
             let number = section.number.map(TenantId);
             let tenant = registry.enter(name, number).map_err(|error| refuse(name, &error.to_string()))?;
@@ -98,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn what_contradicts_itself_or_the_capacity_is_refused_with_what_to_do() {
+    fn inconsistent_quotas_are_rejected_with_a_remedy() {
         let refused = |text: &str| validate(text).map(drop).expect_err("refused");
         let arena = "[arena]\nbytes = '512MiB'\nregion_bytes = '256MiB'\n";
         let tenants = |first: &str, second: &str| {

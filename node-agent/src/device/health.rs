@@ -1,21 +1,21 @@
-//! When errors of single operations add up to a lost device.
+//! Decides when errors of single operations mean that the device is lost.
 //!
-//! A bad place of the medium is one error; a device that gives [`ERRORS_MAX`] of them within [`ERROR_WINDOW`] is no
-//! longer worth asking. What the device itself calls fatal is fatal at once, and so is a failed sync: fsync(2) leaves
-//! nothing certain then. Want of memory in the kernel is nobody's fault and not counted.
+//! A medium error affects one block; [`ERRORS_MAX`] of them within [`ERROR_WINDOW`] make the device lost.
+//! Errors that the device reports as fatal count immediately, and so does a failed sync, after which the
+//! state of written data is unknown (fsync(2)). Lack of kernel memory is not counted.
 
 use std::time::{Duration, Instant};
 
 use reprise_agent_core::pool::DeviceError;
 use reprise_io::{IoError, IoErrorKind};
 
-/// Errors that a device may have per window.
+/// Number of errors within a window at which the device is lost.
 const ERRORS_MAX: u32 = 16;
 
-/// A window.
+/// Length of the window.
 const ERROR_WINDOW: Duration = Duration::from_secs(60);
 
-/// Counts errors.
+/// Error counter of a device.
 #[derive(Debug, Default)]
 pub(super) struct Health {
     errors: u32,
@@ -23,14 +23,15 @@ pub(super) struct Health {
 }
 
 impl Health {
-    /// What an error means for the device; logs it.
+    /// Classifies and logs an error.
     pub(super) fn judge(&mut self, error: &IoError, path: &str) -> DeviceError {
         let fatal = match error.kind() {
             IoErrorKind::Busy => {
-                tracing::warn!(path, %error, "an operation of the device was not taken");
+                tracing::warn!(path, %error, "the device rejected an operation");
                 return DeviceError::Refused;
             }
-            // A range beyond the end or a wrong alignment comes from a damaged record: that block's fault.
+            // A range beyond the end or a wrong alignment comes from a damaged record and affects only that
+            // block.
             IoErrorKind::Media | IoErrorKind::ShortTransfer | IoErrorKind::Invalid => false,
             IoErrorKind::Lost
             | IoErrorKind::NoSpace
@@ -60,7 +61,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_of_places_add_up_and_want_of_memory_does_not() {
+    fn medium_errors_are_counted_and_lack_of_memory_is_not() {
         let mut health = Health::default();
         for _ in 0..10 * ERRORS_MAX {
             assert_eq!(judge(&mut health, IoErrorKind::Busy), DeviceError::Refused);
@@ -72,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_device_calls_fatal_is_fatal_at_once() {
+    fn fatal_errors_make_the_device_lost_immediately() {
         for kind in [IoErrorKind::Lost, IoErrorKind::NoSpace] {
             assert_eq!(judge(&mut Health::default(), kind), DeviceError::Lost);
         }

@@ -1,8 +1,8 @@
-//! One pool, one identity: which devices belong together, and what fresh ones become.
+//! Identity of a pool: which devices belong together, and which indices blank ones get.
 //!
-//! Devices that hold a pool already must agree on its id and have different indices; their order in the configuration
-//! does not matter, so disks may move. Fresh devices join the pool that is there, or found a new one. A pool that is claimed
-//! while the agent runs grows in the same way.
+//! Devices that hold a pool must agree on its id and have different indices. Their order in the
+//! configuration does not matter, so disks may be swapped. Blank devices join the existing pool, or create
+//! a new one. A pool that is claimed at run time grows in the same way.
 
 use std::fs::File;
 use std::io::Read;
@@ -11,17 +11,17 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use reprise_agent_core::pool::{DevicePool, PoolParams};
 
-use super::{Found, Opening, Verdict};
+use super::{DeviceContent, OpenDecision, Opening};
 use crate::error::{AgentError, ErrorKind};
 
-/// A pool, as far as its devices are known.
+/// A pool id and its known members.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct PoolIdentity {
     uuid: Option<[u8; 16]>,
     members: Vec<(u8, PathBuf)>,
 }
 
-/// What a device says it is.
+/// Pool id and index that a device holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Membership {
     pub(crate) uuid: [u8; 16],
@@ -35,10 +35,10 @@ impl Membership {
 }
 
 impl PoolIdentity {
-    /// A device that holds a pool is one of this.
+    /// Adds a device that holds a pool.
     ///
     /// # Errors
-    /// It belongs to another pool, or is one of its devices twice.
+    /// It belongs to another pool, or is a copy of a member.
     pub(crate) fn enter(&mut self, path: &Path, membership: Membership) -> Result<(), AgentError> {
         let other = self.members.first().map(|(_, other)| other.display().to_string()).unwrap_or_default();
         let twin = self.members.iter().find(|(index, _)| *index == membership.index);
@@ -61,7 +61,7 @@ impl PoolIdentity {
         Err(AgentError::new(ErrorKind::Device, format!("pool devices {text}")))
     }
 
-    /// What a fresh device becomes.
+    /// Creates the parameters for a blank device.
     fn found(
         &mut self,
         path: &Path,
@@ -82,35 +82,37 @@ impl PoolIdentity {
     }
 }
 
-/// What each opening thread is told, in their order; nothing for those that found no device. Those that hold a pool come first.
+/// Decides for each opening thread, in order; none for those without a device. Devices that hold a pool are
+/// considered first.
 pub(super) fn decide(
     identity: &mut PoolIdentity,
     openings: &[Opening],
-    found: &[Option<Found>],
+    found: &[Option<DeviceContent>],
     segment_bytes: u64,
-) -> Vec<Option<Result<Verdict, AgentError>>> {
-    let mut verdicts: Vec<Option<Result<Verdict, AgentError>>> = Vec::with_capacity(openings.len());
-    verdicts.resize_with(openings.len(), || None);
-    for ((opening, found), verdict) in openings.iter().zip(found).zip(&mut verdicts) {
-        if let Some(Found::Pool(recovered)) = found {
+) -> Vec<Option<Result<OpenDecision, AgentError>>> {
+    let mut decisions: Vec<Option<Result<OpenDecision, AgentError>>> = Vec::with_capacity(openings.len());
+    decisions.resize_with(openings.len(), || None);
+    for ((opening, found), decision) in openings.iter().zip(found).zip(&mut decisions) {
+        if let Some(DeviceContent::Pool(recovered)) = found {
             let entered = identity.enter(&opening.path, Membership::of(&recovered.pool));
-            *verdict = Some(entered.map(|()| Verdict::Keep));
+            *decision = Some(entered.map(|()| OpenDecision::Keep));
         }
     }
-    for ((opening, found), verdict) in openings.iter().zip(found).zip(&mut verdicts) {
-        if let Some(Found::Blank { device_bytes }) = found {
-            *verdict = Some(identity.found(&opening.path, *device_bytes, segment_bytes).map(Verdict::Format));
+    for ((opening, found), decision) in openings.iter().zip(found).zip(&mut decisions) {
+        if let Some(DeviceContent::Blank { device_bytes }) = found {
+            *decision =
+                Some(identity.found(&opening.path, *device_bytes, segment_bytes).map(OpenDecision::Format));
         }
     }
-    verdicts
+    decisions
 }
 
-/// Two pools never share an id, so that a disk that moves is recognised.
+/// Pool ids are unique, so that a moved disk is recognised.
 fn random_uuid() -> Result<[u8; 16], AgentError> {
     let mut uuid = [0; 16];
-    File::open("/dev/urandom")
-        .and_then(|mut source| source.read_exact(&mut uuid))
-        .map_err(|error| AgentError::new(ErrorKind::Resource, "cannot read /dev/urandom").because(error))?;
+    File::open("/dev/urandom").and_then(|mut source| source.read_exact(&mut uuid)).map_err(|error| {
+        AgentError::new(ErrorKind::Resource, "cannot read /dev/urandom").with_source(error)
+    })?;
     Ok(uuid)
 }
 
@@ -126,12 +128,12 @@ mod tests {
     }
 
     #[test]
-    fn devices_of_one_pool_may_come_in_any_order() {
+    fn devices_of_one_pool_may_be_in_any_order() {
         assert!(check(&[("/b", 1, 1), ("/a", 1, 0)]).is_ok());
     }
 
     #[test]
-    fn devices_of_two_pools_and_a_copied_device_are_named() {
+    fn devices_of_two_pools_and_copied_devices_are_rejected_by_name() {
         let error = check(&[("/a", 1, 0), ("/b", 2, 1)]).expect_err("two pools").to_string();
         assert!(error.contains("/a") && error.contains("/b") && error.contains("different pools"), "{error}");
         let error = check(&[("/a", 1, 0), ("/b", 1, 0)]).expect_err("a copy").to_string();
@@ -139,10 +141,10 @@ mod tests {
     }
 
     #[test]
-    fn a_fresh_device_joins_the_pool_that_is_there_under_a_number_of_its_own() {
+    fn blank_device_joins_the_existing_pool_with_a_free_index() {
         let mut identity = PoolIdentity::default();
         identity.enter(Path::new("/a"), Membership { uuid: [7; 16], index: 0 }).expect("the first");
-        let params = identity.found(Path::new("/b"), 1 << 30, 2 << 20).expect("a fresh one");
+        let params = identity.found(Path::new("/b"), 1 << 30, 2 << 20).expect("parameters of a blank device");
         assert_eq!((params.pool_uuid, params.device_index), ([7; 16], 1));
     }
 }

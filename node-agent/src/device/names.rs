@@ -1,9 +1,9 @@
-//! Names of tenants, found again with their blocks.
+//! Recovers the names of tenants from the header pages of their blocks.
 //!
-//! Records carry a tenant's number, which is this node's own affair; the name is in the header pages of blocks that were
-//! written when it was known. When a device is opened, a few headers of each tenant are read, the youngest blocks first:
-//! blocks of older agents have no name in theirs. At the most [`HEADERS_TRIED`] pages for each of 1,024 tenants, 64 MiB;
-//! one page a tenant is the rule.
+//! Journal records contain only a tenant's number, which is local to this node. The name is in the header
+//! pages of blocks written when it was known. When a device is opened, headers of each tenant are read,
+//! youngest blocks first, since blocks of older agents have no name. Usually one page per tenant suffices;
+//! the maximum is [`HEADERS_TRIED`] pages for each of 1,024 tenants, 64 MiB.
 
 use std::collections::BTreeMap;
 use std::ops::Deref;
@@ -13,10 +13,11 @@ use reprise_agent_core::pool::header::{ExpectedHeader, decode_header};
 use reprise_policy::tenant::TENANTS_MAX;
 use reprise_policy::{TenantId, TenantName};
 
-/// Header pages of one tenant that are looked at.
+/// Maximum number of header pages read per tenant.
 const HEADERS_TRIED: usize = 16;
 
-/// Finds the names of the tenants whose blocks these are. `read` gives the page at a byte offset, if it can be read.
+/// Finds the names of the tenants of these blocks. `read` returns the page at a byte offset, if it is
+/// readable.
 pub(super) fn find<P: Deref<Target = [u8]>>(
     stored: &[StoredBlock],
     mut read: impl FnMut(u64) -> Option<P>,
@@ -36,7 +37,7 @@ pub(super) fn find<P: Deref<Target = [u8]>>(
     youngest.into_iter().filter_map(|(tenant, blocks)| Some((tenant, name_of(blocks)?))).collect()
 }
 
-/// Enters a block among the youngest, which come first.
+/// Inserts a block into the list of the youngest, which is sorted youngest first.
 fn keep_youngest<'a>(blocks: &mut Vec<&'a StoredBlock>, block: &'a StoredBlock) {
     let at = blocks.partition_point(|other| other.generation.0 > block.generation.0);
     if at < HEADERS_TRIED {
@@ -45,7 +46,7 @@ fn keep_youngest<'a>(blocks: &mut Vec<&'a StoredBlock>, block: &'a StoredBlock) 
     }
 }
 
-/// The name that a header page carries, if it is the page that the journal knows.
+/// Returns the name in a header page if the page matches the journal.
 fn name_in(page: &[u8], block: &StoredBlock) -> Option<TenantName> {
     let expected =
         ExpectedHeader { key: block.key, generation: block.generation, header_crc: block.header_crc };
@@ -80,7 +81,7 @@ mod tests {
         text.parse().expect("a name")
     }
 
-    /// Blocks by number, tenant and the name in their headers; a block's number is its page, generation and key.
+    /// A disk with blocks given by number, tenant and name. The number is also page, generation and key.
     struct Disk {
         stored: Vec<StoredBlock>,
         pages: BTreeMap<u64, Box<[u8]>>,
@@ -123,14 +124,14 @@ mod tests {
     }
 
     #[test]
-    fn blocks_without_a_name_hide_no_younger_one_that_has_it() {
+    fn blocks_without_a_name_do_not_hide_a_younger_one_with_a_name() {
         let mut blocks: Vec<_> = (1..200).map(|number| (number, 7, None)).collect();
         blocks.insert(50, (200, 7, Some("a")));
         assert_eq!(Disk::of(&blocks).names(), BTreeMap::from([(TenantId(7), name("a"))]));
     }
 
     #[test]
-    fn headers_that_are_damaged_or_of_another_block_name_nobody() {
+    fn damaged_and_foreign_headers_are_ignored() {
         let mut disk = Disk::of(&[(1, 7, Some("a")), (2, 7, Some("b")), (3, 7, Some("c"))]);
         disk.pages.get_mut(&PageNumber(3).offset()).expect("written")[40] ^= 1;
         disk.stored[1].header_crc ^= 1;
@@ -140,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tenant_without_names_costs_a_bounded_number_of_reads() {
+    fn tenant_without_a_name_costs_a_bounded_number_of_reads() {
         let disk = Disk::of(&(1..100).map(|number| (number, 7, None)).collect::<Vec<_>>());
         let reads = Cell::new(0);
         let found = find(&disk.stored, |offset| {

@@ -1,9 +1,9 @@
-//! Opening one device: file, engine, journal; or format.
+//! Opens one device: file, engine, journal; or formats it.
 //!
-//! Everything here runs on the device's own thread, because an I/O engine belongs to the thread that first uses it.
-//! What is there is synced before it is read. A process that was killed may have written a journal that nothing has synced:
-//! it would be read now, announced as durable, and gone after power loss.
-//! What of the journal the medium cannot read is told to recovery, which has two superblocks and two banks for that.
+//! Everything runs on the device's own thread, because an I/O engine belongs to the thread that first uses
+//! it. The device is synced before its journal is read: a killed process may have left an unsynced journal,
+//! which would be announced as durable and lost at a power loss. Unreadable parts of the journal are passed
+//! to recovery, which has two superblocks and two banks for this case.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,49 +13,48 @@ use reprise_agent_core::pool::header::HEADER_BYTES;
 use reprise_agent_core::pool::{DevicePool, PoolError, PoolParams, Recovery};
 use reprise_buffers::{Arena, PageBuffer, Region};
 use reprise_io::{
-    Caching, DeviceFile, EngineChoice, EngineSettings, FileAccess, IoEngine, IoError, IoErrorKind, Missing,
-    Op, Preallocated, Submission, Token, Wait, open_engine,
+    Caching, DeviceFile, EngineChoice, EngineSettings, FileAccess, IfMissing, IoEngine, IoError, IoErrorKind,
+    Op, Preallocation, Submission, Token, Wait, open_engine,
 };
 use reprise_policy::layout::PAGE_BYTES;
 
 use super::names;
-use super::{Facts, Found, Recovered, RecoveryInfo, Verdict};
+use super::{DeviceContent, OpenDecision, OpenProperties, RecoveredPool, RecoveryInfo};
 use crate::config::{DeviceSettings, IoEngineChoice, PoolSettings};
 use crate::error::{AgentError, ErrorKind};
 
-/// One wait for an operation; it ends earlier when the operation does.
+/// Maximum duration of one wait for an operation.
 const REAP_WAIT: Duration = Duration::from_secs(1);
 
-/// How to open a device.
-pub(super) struct Recipe {
+/// Parameters for opening a device.
+pub(super) struct OpenParams {
     path: PathBuf,
     bytes: Option<u64>,
-    missing: Missing,
+    missing: IfMissing,
     engine: EngineSettings,
 }
 
-/// A device that is open.
-pub(super) struct Open {
+/// An open device without its worker.
+pub(super) struct RawDevice {
     path: PathBuf,
-    /// All of the file or device.
+    /// Size of the file or device, in bytes.
     size: u64,
-    /// What a pool may use of it.
+    /// Bytes that a pool may use.
     usable: u64,
     caching: Caching,
     engine: Box<dyn IoEngine>,
 }
 
-/// How a pool came to be what is being read.
+/// Origin of the pool that is read.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum History {
-    /// It was there at start.
-    Found,
+enum PoolOrigin {
+    Existing,
     /// It has just been formatted.
     Formatted,
 }
 
-impl Recipe {
-    pub(super) fn new(device: &DeviceSettings, settings: &PoolSettings, arena: &Arena) -> Recipe {
+impl OpenParams {
+    pub(super) fn new(device: &DeviceSettings, settings: &PoolSettings, arena: &Arena) -> OpenParams {
         let regions: Vec<Arc<Region>> = arena.regions().to_vec();
         let engine = match settings.io_engine {
             IoEngineChoice::Auto => EngineChoice::Auto,
@@ -63,55 +62,55 @@ impl Recipe {
             IoEngineChoice::Plain => EngineChoice::Plain,
         };
         let engine = EngineSettings { queue_depth: settings.queue_depth, engine, regions };
-        Recipe { path: device.path.clone(), bytes: device.bytes, missing: device.missing, engine }
+        OpenParams { path: device.path.clone(), bytes: device.bytes, missing: device.missing, engine }
     }
 }
 
-/// Opens a device and looks what is on it. A file that is not a pool yet gets its size now; one that holds anything
-/// else is left as it is. The file is locked once and stays so, from before it is looked at until its engine ends.
-pub(super) fn open(recipe: &Recipe) -> Result<(Open, Found), AgentError> {
-    let mut file = recipe.open_file()?;
-    let found = if file.size() == 0 { None } else { recipe.inspect(&file)? };
-    let wanted = recipe.bytes.filter(|bytes| *bytes > file.size());
+/// Opens a device and reads its content. A file without a pool is enlarged to its size; any other content
+/// is not changed. The file stays locked from before the first read until its engine is dropped.
+pub(super) fn open(params: &OpenParams) -> Result<(RawDevice, DeviceContent), AgentError> {
+    let mut file = params.open_file()?;
+    let found = if file.size() == 0 { None } else { params.inspect(&file)? };
+    let wanted = params.bytes.filter(|bytes| *bytes > file.size());
     match (&found, wanted) {
-        (None, Some(bytes)) => file = recipe.enlarge(file, bytes)?,
+        (None, Some(bytes)) => file = params.enlarge(file, bytes)?,
         (Some(_), Some(_)) => {
-            tracing::warn!(path = %recipe.path.display(), size = file.size(), "the pool keeps the size it was formatted with");
+            tracing::warn!(path = %params.path.display(), size = file.size(), "the pool keeps its formatted size");
         }
         (_, None) => {}
     }
-    let open = recipe.start_engine(file)?;
-    let blank = Found::Blank { device_bytes: open.usable };
-    Ok((open, found.map_or(blank, |recovered| Found::Pool(Box::new(recovered)))))
+    let open = params.start_engine(file)?;
+    let blank = DeviceContent::Blank { device_bytes: open.usable };
+    Ok((open, found.map_or(blank, |recovered| DeviceContent::Pool(Box::new(recovered)))))
 }
 
-impl Recipe {
+impl OpenParams {
     fn open_file(&self) -> Result<DeviceFile, AgentError> {
         let file = DeviceFile::open(&self.path, FileAccess::ReadWrite, self.missing)
             .map_err(|error| self.error(error))?;
         if file.caching() == Caching::PageCache {
-            tracing::warn!(path = %self.path.display(), "this file system has no direct I/O: every byte is copied and cached twice");
+            tracing::warn!(path = %self.path.display(), "this file system does not support direct I/O: data is copied and cached twice");
         }
         Ok(file)
     }
 
-    /// Reads the journal; `None` when nothing was ever written.
-    fn inspect(&self, file: &DeviceFile) -> Result<Option<Recovered>, AgentError> {
-        match recover(&self.path, whole_pages(file), History::Found, &mut &*file) {
+    /// Reads the journal; `None` if the device is blank.
+    fn inspect(&self, file: &DeviceFile) -> Result<Option<RecoveredPool>, AgentError> {
+        match recover(&self.path, whole_pages(file), PoolOrigin::Existing, &mut &*file) {
             Ok(recovered) => Ok(Some(recovered)),
             Err(OpenError::Pool(PoolError::NotFormatted)) => Ok(None),
             Err(error) => Err(self.error(error)),
         }
     }
 
-    /// Gives a blank file its size. When there is no room for it, nothing is left behind that was not there before.
+    /// Enlarges a blank file. Without enough space, the file is restored to its previous state.
     fn enlarge(&self, mut file: DeviceFile, bytes: u64) -> Result<DeviceFile, AgentError> {
         match file.preallocate(bytes) {
-            Ok(Preallocated::Sparse) => {
-                tracing::warn!(path = %self.path.display(), "this file system cannot reserve space: writes may find it full");
+            Ok(Preallocation::Sparse) => {
+                tracing::warn!(path = %self.path.display(), "this file system cannot reserve space: writes may fail if it is full");
                 Ok(file)
             }
-            Ok(Preallocated::Reserved | Preallocated::Device) => Ok(file),
+            Ok(Preallocation::Reserved | Preallocation::Device) => Ok(file),
             Err(error) => {
                 if error.kind() == IoErrorKind::NoSpace {
                     file.discard();
@@ -121,40 +120,40 @@ impl Recipe {
         }
     }
 
-    fn start_engine(&self, file: DeviceFile) -> Result<Open, AgentError> {
+    fn start_engine(&self, file: DeviceFile) -> Result<RawDevice, AgentError> {
         let size = whole_pages(&file);
         let usable = self.bytes.unwrap_or(size).min(size);
         let caching = file.caching();
         let engine = open_engine(file, &self.engine).map_err(|error| self.error(error))?;
-        Ok(Open { path: self.path.clone(), size, usable, caching, engine })
+        Ok(RawDevice { path: self.path.clone(), size, usable, caching, engine })
     }
 
     fn error(&self, source: impl Into<OpenError>) -> AgentError {
-        cannot_be_used(&self.path, source.into())
+        open_error(&self.path, source.into())
     }
 }
 
-impl Open {
-    /// A device that is an engine only, for tests.
+impl RawDevice {
+    /// Creates a device from an engine only, for tests.
     #[cfg(test)]
-    pub(super) fn over(engine: impl IoEngine + 'static, size: u64) -> Open {
+    pub(super) fn over(engine: impl IoEngine + 'static, size: u64) -> RawDevice {
         let (path, engine) = (PathBuf::from("simulated"), Box::new(engine));
-        Open { path, size, usable: size, caching: Caching::Direct, engine }
+        RawDevice { path, size, usable: size, caching: Caching::Direct, engine }
     }
 
-    /// Does what was decided; a fresh device becomes a pool.
-    pub(super) fn settle(&mut self, verdict: &Verdict) -> Result<Option<Recovered>, AgentError> {
-        match verdict {
-            Verdict::Keep => Ok(None),
-            Verdict::Format(params) => {
+    /// Carries out the decision; formats a blank device.
+    pub(super) fn apply(&mut self, decision: &OpenDecision) -> Result<Option<RecoveredPool>, AgentError> {
+        match decision {
+            OpenDecision::Keep => Ok(None),
+            OpenDecision::Format(params) => {
                 let formatted = self.format(params).and_then(|()| self.recover());
-                formatted.map(Some).map_err(|error| cannot_be_used(&self.path, error))
+                formatted.map(Some).map_err(|error| open_error(&self.path, error))
             }
         }
     }
 
-    pub(super) fn facts(&self) -> Facts {
-        Facts {
+    pub(super) fn properties(&self) -> OpenProperties {
+        OpenProperties {
             bytes: self.size,
             engine: self.engine.kind(),
             caching: self.caching,
@@ -175,16 +174,16 @@ impl Open {
         Ok(self.execute(Op::Sync)?)
     }
 
-    /// Reads what was formatted.
-    pub(super) fn recover(&mut self) -> Result<Recovered, OpenError> {
+    /// Recovers the formatted pool.
+    pub(super) fn recover(&mut self) -> Result<RecoveredPool, OpenError> {
         let (path, size) = (self.path.clone(), self.size);
-        recover(&path, size, History::Formatted, self)
+        recover(&path, size, PoolOrigin::Formatted, self)
     }
 
-    /// Runs one operation to its end.
+    /// Runs one operation to completion.
     fn execute(&mut self, op: Op) -> Result<(), IoError> {
         let submitted = self.engine.submit(Submission { token: Token(0), op });
-        submitted.map_err(|_| IoError::new(IoErrorKind::Lost, "an idle engine refuses an operation"))?;
+        submitted.map_err(|_| IoError::new(IoErrorKind::Lost, "an idle engine rejected an operation"))?;
         let mut completed = Vec::with_capacity(1);
         while completed.is_empty() {
             self.engine.reap(Wait::Until(REAP_WAIT), &mut completed)?;
@@ -193,11 +192,10 @@ impl Open {
     }
 }
 
-/// What a journal is read from.
+/// Source of a journal.
 trait Medium {
-    /// Makes durable what is there.
+    /// Makes previous writes durable.
     fn sync(&mut self) -> Result<(), IoError>;
-    /// Reads whole pages.
     fn read(&mut self, offset: u64, into: &mut PageBuffer) -> Result<(), IoError>;
 }
 
@@ -211,7 +209,7 @@ impl Medium for &DeviceFile {
     }
 }
 
-impl Medium for Open {
+impl Medium for RawDevice {
     fn sync(&mut self) -> Result<(), IoError> {
         self.execute(Op::Sync)
     }
@@ -221,13 +219,13 @@ impl Medium for Open {
     }
 }
 
-/// Reads the journal of a device of `size` bytes, after it is durable.
+/// Recovers the journal of a device of `size` bytes after syncing it.
 fn recover(
     path: &Path,
     size: u64,
-    history: History,
+    history: PoolOrigin,
     medium: &mut impl Medium,
-) -> Result<Recovered, OpenError> {
+) -> Result<RecoveredPool, OpenError> {
     let started = Instant::now();
     medium.sync()?;
     let mut recovery = Recovery::new(size);
@@ -236,7 +234,7 @@ fn recover(
         match medium.read(offset, &mut pages) {
             Ok(()) => recovery.feed(&pages)?,
             Err(error) if error.kind() == IoErrorKind::Media => {
-                tracing::warn!(path = %path.display(), offset, bytes, %error, "the journal cannot be read here");
+                tracing::warn!(path = %path.display(), offset, bytes, %error, "cannot read a part of the journal");
                 recovery.feed_unreadable()?;
             }
             Err(error) => return Err(error.into()),
@@ -244,7 +242,7 @@ fn recover(
     }
     let (pool, stored, report) = recovery.finish()?;
     if !report.is_clean() {
-        tracing::warn!(path = %path.display(), ?report, "the journal was damaged; blocks it named only there are lost");
+        tracing::warn!(path = %path.display(), ?report, "the journal was damaged; blocks recorded only in the damaged parts are lost");
     }
     let names = names::find(&stored, |offset| {
         let mut page = PageBuffer::new(HEADER_BYTES).ok()?;
@@ -254,37 +252,36 @@ fn recover(
         took: started.elapsed(),
         records: report.checkpoint_records + report.log_records,
         blocks: stored.len() as u64,
-        formatted: history == History::Formatted,
+        formatted: history == PoolOrigin::Formatted,
     };
-    Ok(Recovered { pool, stored, names, recovery })
+    Ok(RecoveredPool { pool, stored, names, recovery })
 }
 
 fn whole_pages(file: &DeviceFile) -> u64 {
     file.size() / PAGE_BYTES * PAGE_BYTES
 }
 
-fn cannot_be_used(path: &Path, error: OpenError) -> AgentError {
-    let context = format!("pool device '{}' cannot be used", path.display());
-    AgentError::new(ErrorKind::Device, context).because(error)
+fn open_error(path: &Path, error: OpenError) -> AgentError {
+    let context = format!("cannot use pool device '{}'", path.display());
+    AgentError::new(ErrorKind::Device, context).with_source(error)
 }
 
-/// What is wrong with a device, as far as somebody may act on it.
+/// Why a device cannot be used, as far as the remedies differ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Unusable {
-    /// The kernel does not grant the engine that was asked for.
+pub(crate) enum OpenErrorKind {
+    /// The kernel does not allow the desired engine.
     Engine,
-    /// It holds data of somebody else.
+    /// It holds foreign data.
     Foreign,
-    /// Anything else.
-    Otherwise,
+    Other,
 }
 
-/// What an error of opening a device is about.
-pub(crate) fn unusable(error: &AgentError) -> Unusable {
+/// Classifies an error of opening a device.
+pub(crate) fn open_error_kind(error: &AgentError) -> OpenErrorKind {
     match error.cause::<OpenError>() {
-        Some(OpenError::Io(error)) if error.kind() == IoErrorKind::Unsupported => Unusable::Engine,
-        Some(OpenError::Pool(PoolError::Foreign { .. })) => Unusable::Foreign,
-        _ => Unusable::Otherwise,
+        Some(OpenError::Io(error)) if error.kind() == IoErrorKind::Unsupported => OpenErrorKind::Engine,
+        Some(OpenError::Pool(PoolError::Foreign { .. })) => OpenErrorKind::Foreign,
+        _ => OpenErrorKind::Other,
     }
 }
 
@@ -303,20 +300,20 @@ pub(super) enum OpenError {
 mod tests {
     use super::*;
 
-    /// A formatted device whose journal a killed process may have left unsynced.
-    struct Formatted {
+    /// A formatted device whose journal is not synced yet.
+    struct UnsyncedPool {
         pages: Vec<(u64, Vec<u8>)>,
         synced: bool,
     }
 
-    impl Medium for Formatted {
+    impl Medium for UnsyncedPool {
         fn sync(&mut self) -> Result<(), IoError> {
             self.synced = true;
             Ok(())
         }
 
         fn read(&mut self, offset: u64, into: &mut PageBuffer) -> Result<(), IoError> {
-            assert!(self.synced, "what is read must be durable already");
+            assert!(self.synced, "reads require a previous sync");
             for (at, bytes) in &self.pages {
                 let covered = (*at).max(offset)..(at + bytes.len() as u64).min(offset + into.len() as u64);
                 for position in covered {
@@ -328,22 +325,25 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_made_only_where_it_may_be() {
+    fn file_is_created_only_if_allowed() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("pool");
-        let recipe = |missing| Recipe {
+        let params = |missing| OpenParams {
             path: path.clone(),
             bytes: Some(8 << 20),
             missing,
             engine: EngineSettings { queue_depth: 1, engine: EngineChoice::Plain, regions: Vec::new() },
         };
-        assert!(open(&recipe(Missing::Fail)).is_err() && !path.exists(), "it must be there");
-        let (_open, found) = open(&recipe(Missing::Create)).unwrap_or_else(|error| panic!("{error}"));
-        assert!(matches!(found, Found::Blank { device_bytes } if device_bytes == 8 << 20) && path.exists());
+        assert!(open(&params(IfMissing::Fail)).is_err() && !path.exists(), "it must exist");
+        let (_open, found) = open(&params(IfMissing::Create)).unwrap_or_else(|error| panic!("{error}"));
+        assert!(
+            matches!(found, DeviceContent::Blank { device_bytes } if device_bytes == 8 << 20)
+                && path.exists()
+        );
     }
 
     #[test]
-    fn a_journal_is_made_durable_before_it_is_believed() {
+    fn journal_is_synced_before_it_is_read() {
         let device_bytes = 8 << 20;
         let params = PoolParams {
             device_bytes,
@@ -353,8 +353,8 @@ mod tests {
             created_unix_us: 1,
         };
         let pages = DevicePool::format(&params).expect("sound parameters");
-        let mut medium = Formatted { pages, synced: false };
-        let opened = recover(Path::new("formatted"), device_bytes, History::Found, &mut medium);
+        let mut medium = UnsyncedPool { pages, synced: false };
+        let opened = recover(Path::new("formatted"), device_bytes, PoolOrigin::Existing, &mut medium);
         let recovered = opened.unwrap_or_else(|error| panic!("{error}"));
         assert!(recovered.stored.is_empty() && medium.synced);
     }

@@ -1,13 +1,13 @@
-//! How a block is cut into device reads.
+//! Splits a block into device reads.
 //!
 //! ```text
 //!  slot on the device   | header |  o0  o1  o2 | o3  o4  o5 | o6  o7  pad |
 //!  pieces               |<------- piece 0 ---->|<- piece 1 ->|<- piece 2 ->|
 //! ```
 //!
-//! A piece is the largest run of whole objects within `read_bytes` that ends on a page boundary, at least one such
-//! run; the last piece also covers the padding. The header page is read with piece 0: it lies right before.
-//! Pure arithmetic; offsets here are bytes of the payload.
+//! A piece is the longest run of whole objects within `read_bytes` that ends on a page boundary, but at
+//! least the shortest such run. The last piece includes the padding. The header page is read with piece 0,
+//! which follows it directly. Pure arithmetic; offsets are relative to the payload.
 
 use std::ops::Range;
 
@@ -22,10 +22,10 @@ pub(super) struct PieceMap {
 }
 
 impl PieceMap {
-    /// Pieces of at most `read_bytes`, where the layout allows it.
+    /// Uses pieces of at most `read_bytes`, if the layout allows it.
     pub(super) fn new(layout: Layout, read_bytes: u64) -> PieceMap {
         let objects = layout.objects();
-        // The least number of objects that fills whole pages; a power of two, at most PAGE_BYTES.
+        // The smallest number of objects that fills whole pages; a power of two, at most `PAGE_BYTES`.
         let shift = layout.object_bytes().trailing_zeros().min(PAGE_BYTES.trailing_zeros());
         let unit = u32::try_from(PAGE_BYTES >> shift).expect("at most 4096");
         let fitting = u32::try_from(read_bytes / layout.object_bytes()).unwrap_or(u32::MAX);
@@ -33,18 +33,18 @@ impl PieceMap {
         PieceMap { layout, objects_per_piece }
     }
 
-    /// Pieces of a block, at least one.
+    /// Returns the number of pieces, at least one.
     pub(super) fn count(&self) -> u32 {
         self.layout.objects().div_ceil(self.objects_per_piece)
     }
 
-    /// Objects of a piece.
+    /// Returns the objects of a piece.
     pub(super) fn objects(&self, piece: u32) -> Range<u32> {
         let first = piece * self.objects_per_piece;
         first..(first + self.objects_per_piece).min(self.layout.objects())
     }
 
-    /// Bytes of a piece within the payload.
+    /// Returns the byte range of a piece within the payload.
     pub(super) fn bytes(&self, piece: u32) -> Range<u64> {
         let objects = self.objects(piece);
         let start = self.object_offset(objects.start);
@@ -56,24 +56,24 @@ impl PieceMap {
         start..end
     }
 
-    /// Bytes that are read for a piece: the first one comes with the header.
+    /// Returns the bytes to read for a piece; the first one includes the header.
     pub(super) fn read_bytes(&self, piece: u32) -> u64 {
         let range = self.bytes(piece);
         range.end - range.start + if piece == 0 { PAGE_BYTES } else { 0 }
     }
 
-    /// Where an object begins within the payload.
+    /// Returns the offset of an object within the payload.
     pub(super) fn object_offset(&self, object: u32) -> u64 {
         u64::from(object) * self.layout.object_bytes()
     }
 
-    /// Whole layers in the first `pieces` pieces.
+    /// Returns the number of whole layers in the first `pieces` pieces.
     pub(super) fn layers(&self, pieces: u32) -> u32 {
         let objects = (pieces.saturating_mul(self.objects_per_piece)).min(self.layout.objects());
         objects / self.layout.parts()
     }
 
-    /// The geometry.
+    /// Returns the layout of the block.
     pub(super) fn layout(&self) -> &Layout {
         &self.layout
     }
@@ -109,8 +109,8 @@ mod tests {
     }
 
     #[test]
-    fn objects_of_half_pages_are_read_in_pairs_and_the_tail_with_its_padding() {
-        // 61 objects of 18,432 bytes (4.5 pages): an even number of them per piece, one left for the last.
+    fn objects_with_half_pages_are_read_in_pairs_and_the_last_piece_with_its_padding() {
+        // 61 objects of 18,432 bytes (4.5 pages): an even number per piece, and one in the last piece.
         let map = PieceMap::new(layout(61, Parts::Latent, (1, 576, 16)), 100 << 10);
         assert_eq!((map.objects(0), map.count()), (0..4, 16));
         assert_eq!(map.bytes(15), (60 * 18_432)..1_126_400);

@@ -1,20 +1,23 @@
-//! The thread of one device: owns its I/O engine, keeps the device busy, verifies what it reads.
+//! The thread of one device: owns its I/O engine, keeps the device busy, verifies the data that it reads.
 //!
 //! ```text
 //!   core ── commands ──► queue (reads before writes) ──► engine ──► completed ──► verify ──► Fills, DeviceDone ──► core
 //! ```
 //!
-//! One turn of the loop takes commands, submits up to the limits, reaps without waiting while completions are still
-//! unprocessed, and processes completions of at most [`TURN_BYTES`]. So the device gets its next work before pieces
-//! are verified: 512 KiB take 26 µs at 20 GB/s of CRC32C, while 16 or more pieces are under way.
+//! Each pass receives commands, submits operations up to the limits, reaps completions (without waiting
+//! while some are unprocessed) and processes at most [`PASS_BYTES`] of them. The device thus gets new work
+//! before pieces are verified: 512 KiB take 26 µs at 20 GB/s of CRC32C, while 16 or more pieces are in
+//! flight.
 //!
-//! Limits: as many operations as the engine takes, and [`IN_FLIGHT_BYTES_MAX`], but always [`IN_FLIGHT_OPS_MIN`].
-//! In the queue all reads together are one item; [`Reads`] says which block is next.
+//! Limits: the engine's maximum of operations, and [`IN_FLIGHT_BYTES_MAX`], but always
+//! [`IN_FLIGHT_OPS_MIN`] operations. All reads together are one item of the queue; [`Reads`] selects the
+//! next block.
 //!
-//! Every report wakes the core's thread, so progress of fills is gathered for [`NEWS_DELAY_MAX`] while the device has
-//! more to read. Ends of operations are reported at once: the pool's next step waits for them.
+//! Every report wakes the core's thread, so progress of fills is collected for up to [`REPORT_DELAY_MAX`]
+//! while the device has more to read. Completed operations are reported immediately, since the pool waits
+//! for them.
 //!
-//! A device that is lost loses capacity only: see `lost`.
+//! A lost device costs only its capacity: see `lost`.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -36,33 +39,35 @@ use super::health::Health;
 use super::reads::{PieceName, Reads};
 use super::{COMMANDS_MAX, Command};
 use crate::core_loop::{Clock, DeviceReport, Inbox, Input};
-use crate::metrics::{DeviceMetrics, Queued};
+use crate::metrics::{DeviceMetrics, QueueDepths};
 
-/// Bytes under way: what a device of 14 GB/s gives in its latency of half a millisecond. More keeps none busier, and what has come is out
-/// of the processor's cache before it is verified and copied: 128 MiB took 51 ms with 4 to 16 MiB and 64 ms with 32 MiB, from a device
-/// that gives them in 41. A new load waits the 2 to 3 ms that they take before its first piece.
+/// Maximum bytes in flight: the bandwidth-delay product of a device with 14 GB/s and 0.5 ms. More does not
+/// increase throughput, but data leaves the CPU cache before it is verified and copied. For 128 MiB from a
+/// device that delivers them in 41 ms, loads took 51 ms with 4 to 16 MiB and 64 ms with 32 MiB. A new load
+/// waits at most 2 to 3 ms for the operations in flight.
 const IN_FLIGHT_BYTES_MAX: u64 = 8 << 20;
 
-/// Operations that are always allowed under way, however large (a write is a whole block): enough to hide verification and latency.
+/// Operations that may be in flight regardless of their size (a write is a whole block), to overlap
+/// verification and latency.
 const IN_FLIGHT_OPS_MIN: usize = 4;
 
-/// How long a write may stand behind reads; small beside the write-back delay that it adds to.
+/// Maximum time that a write waits behind reads; short compared to the write-back delay.
 const WRITE_DELAY_MAX: Duration = Duration::from_millis(20);
 
-/// A wait ends at the latest after this; it usually ends with a completion or a command.
+/// Maximum duration of a wait, which usually ends with a completion or a command.
 const IDLE_WAIT: Duration = Duration::from_secs(1);
 
-/// Bytes of completions that are processed before the device gets new work.
-const TURN_BYTES: u64 = 512 << 10;
+/// Bytes of completions that are processed before new operations are submitted.
+const PASS_BYTES: u64 = 512 << 10;
 
-/// How old the progress of a fill may be when the core learns of it.
-const NEWS_DELAY_MAX: Duration = Duration::from_micros(100);
+/// Maximum delay of a progress report to the core.
+const REPORT_DELAY_MAX: Duration = Duration::from_micros(100);
 
-/// Header pages kept for reuse: one for each operation of the deepest engine.
+/// Number of header page buffers: one for each operation of the deepest engine.
 const PAGES_KEPT: usize = 1024;
 
-/// What a worker has around it, with or without a device.
-pub(super) struct Surroundings {
+/// Resources of a worker that do not depend on the device.
+pub(super) struct WorkerContext {
     pub(super) device: DeviceId,
     pub(super) path: String,
     pub(super) commands: Receiver<Command>,
@@ -76,31 +81,31 @@ pub(super) struct Surroundings {
     pub(super) media_errors: Arc<AtomicU32>,
 }
 
-/// The thread's state while the device works.
+/// State of the thread while the device works.
 pub(super) struct Worker {
-    around: Surroundings,
+    context: WorkerContext,
     engine: Box<dyn IoEngine>,
     queue: ReadFirstQueue<Work>,
     reads: Reads,
     in_flight: Vec<Option<InFlight>>,
     free_tokens: Vec<usize>,
     in_flight_bytes: u64,
-    /// Of writes that wait in the queue.
+    /// Bytes of writes in the queue.
     write_bytes_queued: u64,
-    reads_in_queue: InQueue,
+    reads_in_queue: ReadsQueued,
     pieces_in_flight: usize,
-    completed: VecDeque<Done>,
+    completed: VecDeque<CompletedOp>,
     reaped: Vec<Completion>,
     report: DeviceReport,
-    /// Since when there is progress of fills that the core does not know.
-    news_since: Option<Instant>,
+    /// Time of the first unreported progress.
+    progress_since: Option<Instant>,
     pages: PageBufferPool,
     health: Health,
 }
 
-/// Something to do, in the queue.
+/// An item of the queue.
 enum Work {
-    /// The next piece of whichever batch has its turn.
+    /// The next piece of the batch whose turn it is.
     Piece,
     Write {
         token: OpToken,
@@ -113,7 +118,7 @@ enum Work {
     },
 }
 
-/// What an operation of the engine is for.
+/// An operation of the engine.
 struct InFlight {
     purpose: Purpose,
     bytes: u64,
@@ -126,33 +131,32 @@ enum Purpose {
     Sync { token: OpToken },
 }
 
-/// An operation that has ended.
-struct Done {
+struct CompletedOp {
     purpose: Purpose,
     bytes: u64,
     latency: Duration,
     result: Result<(), IoError>,
 }
 
-/// Whether [`Work::Piece`] stands in the queue; it never does twice.
+/// Whether [`Work::Piece`] is in the queue; it is queued at most once.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum InQueue {
+enum ReadsQueued {
     Yes,
     No,
 }
 
-/// Whether the thread goes on.
+/// Whether the thread continues.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Commands {
+enum CommandState {
     Open,
-    /// Nobody wants the device any more.
+    /// The device must be closed.
     Closed,
-    /// Stopped, or the core is gone.
+    /// Stopped, or the core has ended.
     Ended,
 }
 
 impl Work {
-    /// Bytes of a write.
+    /// Returns the bytes of a write.
     fn bytes(&self) -> u64 {
         match self {
             Work::Write { from, .. } => from.iter().map(|span| span.len() as u64).sum(),
@@ -161,23 +165,23 @@ impl Work {
     }
 }
 
-impl Surroundings {
+impl WorkerContext {
     fn empty_report(&self) -> DeviceReport {
         DeviceReport { device: self.device, lost: None, done: Vec::new(), fills: Vec::new() }
     }
 
-    /// Hands a report to the core, if there is anything in it.
+    /// Sends a report to the core unless it is empty.
     fn send(&self, report: &mut DeviceReport) {
         if report.lost.is_some() || !report.done.is_empty() || !report.fills.is_empty() {
             let report = std::mem::replace(report, self.empty_report());
-            // The core may have stopped; then nobody wants to know.
+            // Fails only if the core has stopped.
             let _ = self.inbox.send(Input::Device(report));
         }
     }
 }
 
 impl Worker {
-    pub(super) fn new(around: Surroundings, engine: Box<dyn IoEngine>) -> Worker {
+    pub(super) fn new(context: WorkerContext, engine: Box<dyn IoEngine>) -> Worker {
         let capacity = engine.capacity();
         Worker {
             queue: ReadFirstQueue::new(QueueSettings {
@@ -189,87 +193,89 @@ impl Worker {
             free_tokens: (0..capacity).rev().collect(),
             in_flight_bytes: 0,
             write_bytes_queued: 0,
-            reads_in_queue: InQueue::No,
+            reads_in_queue: ReadsQueued::No,
             pieces_in_flight: 0,
             completed: VecDeque::with_capacity(capacity),
             reaped: Vec::with_capacity(capacity),
-            report: around.empty_report(),
-            news_since: None,
+            report: context.empty_report(),
+            progress_since: None,
             pages: PageBufferPool::new(PAGES_KEPT.min(capacity)),
             health: Health::default(),
-            around,
+            context,
             engine,
         }
     }
 
-    /// Runs until told to stop, then ends what is under way; queued work is dropped with the agent.
+    /// Runs until it is stopped, then completes the operations in flight; queued work is dropped.
     pub(super) fn run(mut self) {
         loop {
-            match self.turn() {
-                Ok(Commands::Open) => {}
-                Ok(Commands::Ended) => return,
-                Ok(Commands::Closed) => return self.lose(None).run(),
-                Err(reason) => return self.lose(Some(reason)).run(),
+            match self.run_once() {
+                Ok(CommandState::Open) => {}
+                Ok(CommandState::Ended) => return,
+                Ok(CommandState::Closed) => return self.into_lost(None).run(),
+                Err(reason) => return self.into_lost(Some(reason)).run(),
             }
         }
     }
 
-    /// One turn of the loop; `Err` when the device is lost, with the reason.
-    fn turn(&mut self) -> Result<Commands, String> {
+    /// Runs one pass; `Err` with the reason if the device is lost.
+    fn run_once(&mut self) -> Result<CommandState, String> {
         match self.take_commands() {
-            Commands::Open => {}
+            CommandState::Open => {}
             over => return Ok(over),
         }
+        // Submit before processing completions: the device works while pieces are verified.
         self.submit();
         self.reap(self.wait()).map_err(|error| error.to_string())?;
         let mut bytes = 0;
-        while bytes < TURN_BYTES
+        while bytes < PASS_BYTES
             && let Some(done) = self.completed.pop_front()
         {
+            // Counts at least one byte, so that operations without data (syncs) also end the loop.
             bytes += done.bytes.max(1);
             self.finish(done)?;
         }
-        self.say();
-        Ok(Commands::Open)
+        self.send_report();
+        Ok(CommandState::Open)
     }
 
-    /// How long there is nothing to do but wait for the device or a command.
+    /// Returns how long to wait for the device or a command.
     fn wait(&self) -> Wait {
-        match self.news_since {
+        match self.progress_since {
             _ if !self.completed.is_empty() => Wait::No,
-            Some(since) => Wait::Until(NEWS_DELAY_MAX.saturating_sub(since.elapsed())),
+            Some(since) => Wait::Until(REPORT_DELAY_MAX.saturating_sub(since.elapsed())),
             None => Wait::Until(IDLE_WAIT),
         }
     }
 
-    fn take_commands(&mut self) -> Commands {
+    fn take_commands(&mut self) -> CommandState {
         loop {
-            match self.around.commands.try_recv() {
+            match self.context.commands.try_recv() {
                 Ok(Command::Op(op)) => self.queue_op(op),
                 Ok(Command::Read(batch)) => self.queue_batch(&batch),
-                Ok(Command::Close) => return Commands::Closed,
-                Ok(Command::Stop) | Err(TryRecvError::Disconnected) => return Commands::Ended,
-                Err(TryRecvError::Empty) => return Commands::Open,
+                Ok(Command::Close) => return CommandState::Closed,
+                Ok(Command::Stop) | Err(TryRecvError::Disconnected) => return CommandState::Ended,
+                Err(TryRecvError::Empty) => return CommandState::Open,
             }
         }
     }
 
     fn queue_batch(&mut self, batch: &ReadBatch) {
-        if self.reads.add(&self.around.arena, batch).is_ok() {
+        if self.reads.add(&self.context.arena, batch).is_ok() {
             return self.queue_reads();
         }
-        tracing::error!(path = %self.around.path, blocks = batch.blocks.len(), "a batch of reads cannot be taken");
+        tracing::error!(path = %self.context.path, blocks = batch.blocks.len(), "invalid batch of reads");
         let refused = FillUpdate::Failed(FillError::Refused);
         self.report.fills.extend(batch.blocks.iter().map(|block| (block.fill, refused.clone())));
-        self.news_since.get_or_insert_with(Instant::now);
+        self.progress_since.get_or_insert_with(Instant::now);
     }
 
-    /// Puts the reads into the queue, unless they are in it.
+    /// Queues the reads unless they are queued.
     fn queue_reads(&mut self) {
-        if self.reads_in_queue == InQueue::No {
-            let pushed = self.queue.push(self.around.clock.now(), OpClass::Read, Work::Piece);
-            assert!(pushed.is_ok(), "one place of the queue is kept for the reads");
-            self.reads_in_queue = InQueue::Yes;
+        if self.reads_in_queue == ReadsQueued::No {
+            let pushed = self.queue.push(self.context.clock.now(), OpClass::Read, Work::Piece);
+            assert!(pushed.is_ok(), "one entry of the queue is reserved for the reads");
+            self.reads_in_queue = ReadsQueued::Yes;
         }
     }
 
@@ -286,31 +292,31 @@ impl Worker {
                 Err(error) => return self.refuse_op(token, &error.to_string()),
             },
             DeviceOpKind::WriteBlock { offset, header, slot } => {
-                match self.around.arena.span(slot.region.0, slot.offset, slot.bytes) {
+                match self.context.arena.span(slot.region.0, slot.offset, slot.bytes) {
                     Ok(payload) if header.len() as u64 == PAGE_BYTES => {
                         let mut pages = self.pages.take();
                         pages.copy_from_slice(&header);
                         let from = vec![pages.span(), payload];
                         (OpClass::Write, Work::Write { token, offset, from, pages })
                     }
-                    _ => return self.refuse_op(token, "slot or header of a wrong size"),
+                    _ => return self.refuse_op(token, "invalid size of a slot or header"),
                 }
             }
         };
-        // The last place is for the reads.
+        // The last entry is reserved for the reads.
         let has_room = self.queue.len() < COMMANDS_MAX;
         let bytes = work.bytes();
-        if !has_room || self.queue.push(self.around.clock.now(), class, work).is_err() {
+        if !has_room || self.queue.push(self.context.clock.now(), class, work).is_err() {
             return self.refuse_op(token, "the device's queue is full");
         }
         self.write_bytes_queued += bytes;
     }
 
-    /// Only a mistake of the core gets here.
+    /// Only a bug in the core leads here.
     fn refuse_op(&mut self, token: OpToken, reason: &str) {
-        tracing::error!(path = %self.around.path, reason, "a device operation cannot be taken");
+        tracing::error!(path = %self.context.path, reason, "rejected a device operation");
         self.report.done.push((token, Err(DeviceError::Refused)));
-        self.news_since.get_or_insert_with(Instant::now);
+        self.progress_since.get_or_insert_with(Instant::now);
     }
 
     fn may_submit(&self) -> bool {
@@ -321,7 +327,7 @@ impl Worker {
 
     fn submit(&mut self) {
         while self.may_submit() {
-            let now = self.around.clock.now();
+            let now = self.context.clock.now();
             let Some(work) = self.queue.pop(now) else { break };
             self.write_bytes_queued -= work.bytes();
             let (purpose, op) = match work {
@@ -330,8 +336,10 @@ impl Worker {
                     (Purpose::Write { token, pages }, Op::Write { offset, from })
                 }
                 Work::Piece => {
-                    self.reads_in_queue = InQueue::No;
+                    self.reads_in_queue = ReadsQueued::No;
                     let Some(read) = self.reads.next(&self.pages) else { continue };
+                    // The next piece is queued again behind writes that are due, so reads cannot starve
+                    // them.
                     self.queue_reads();
                     self.pieces_in_flight += 1;
                     let op = Op::Read { offset: read.offset, into: read.into };
@@ -340,8 +348,8 @@ impl Worker {
             };
             self.start(purpose, op);
         }
-        let reads = self.reads.waiting();
-        self.around.metrics.queue(&Queued {
+        let reads = self.reads.pending();
+        self.context.metrics.queue(&QueueDepths {
             reads: reads.pieces,
             read_bytes: reads.bytes,
             writes: (self.queue.count(OpClass::Write) + self.queue.count(OpClass::Sync)) as u64,
@@ -356,11 +364,11 @@ impl Worker {
         self.in_flight_bytes += bytes;
         self.in_flight[token] = Some(InFlight { purpose, bytes, started: Instant::now() });
         let submission = Submission { token: Token(token as u64), op };
-        self.engine.submit(submission).expect("the engine takes as many operations as there are tokens");
+        self.engine.submit(submission).expect("there are as many tokens as the engine accepts operations");
     }
 
     fn reap(&mut self, wait: Wait) -> Result<(), IoError> {
-        // The buffer is moved out and in, so that completions can be matched while it is drained.
+        // The buffer is moved out and back, so that completions can be matched while it is drained.
         let mut reaped = std::mem::take(&mut self.reaped);
         let outcome = self.engine.reap(wait, &mut reaped);
         for completion in reaped.drain(..) {
@@ -372,47 +380,48 @@ impl Worker {
             if matches!(purpose, Purpose::Piece { .. }) {
                 self.pieces_in_flight -= 1;
             }
-            // Spans go here, so that header pages can be looked at.
+            // Releases the spans, so that header pages can be read.
             drop(completion.op);
             let latency = started.elapsed();
-            self.completed.push_back(Done { purpose, bytes, latency, result: completion.result });
+            self.completed.push_back(CompletedOp { purpose, bytes, latency, result: completion.result });
         }
         self.reaped = reaped;
         outcome
     }
 
-    /// Takes one operation to its end; `Err` when the device is lost, with the reason.
-    fn finish(&mut self, done: Done) -> Result<(), String> {
-        let Done { purpose, bytes, latency, result } = done;
+    /// Handles a completed operation; `Err` with the reason if the device is lost.
+    fn finish(&mut self, done: CompletedOp) -> Result<(), String> {
+        let CompletedOp { purpose, bytes, latency, result } = done;
         let error = match &result {
             Ok(()) => None,
             Err(error) => {
                 if error.kind() == IoErrorKind::Media {
-                    self.around.media_errors.fetch_add(1, Ordering::Relaxed);
+                    self.context.media_errors.fetch_add(1, Ordering::Relaxed);
                 }
-                Some(self.health.judge(error, &self.around.path))
+                Some(self.health.judge(error, &self.context.path))
             }
         };
         match purpose {
             Purpose::Piece { piece, header } => {
-                self.around.metrics.read(bytes, latency);
+                self.context.metrics.read(bytes, latency);
                 let outcome = error.map_or(Ok(()), |error| Err(read_error(error)));
                 self.reads.finish(piece, outcome, header.as_ref());
-                self.news_since.get_or_insert_with(Instant::now);
+                self.progress_since.get_or_insert_with(Instant::now);
                 if let Some(header) = header {
-                    self.pages.give(header);
+                    self.pages.put(header);
                 }
             }
             Purpose::Write { token, pages } => {
-                self.around.metrics.write(bytes, latency);
-                self.pages.give(pages);
+                self.context.metrics.write(bytes, latency);
+                self.pages.put(pages);
                 self.report.done.push((token, error.map_or(Ok(()), Err)));
             }
             Purpose::Sync { token } => {
-                self.around.metrics.sync(latency);
-                // A sync that failed leaves nothing certain: fsync(2), and the reports of 2018 about it.
+                self.context.metrics.sync(latency);
+                // After a failed sync the state of written data is unknown: fsync(2), and the PostgreSQL
+                // reports of 2018.
                 let outcome = if error.is_none() { Ok(()) } else { Err(DeviceError::Lost) };
-                self.around.sync_failed.fetch_or(outcome.is_err(), Ordering::AcqRel);
+                self.context.sync_failed.fetch_or(outcome.is_err(), Ordering::AcqRel);
                 self.report.done.push((token, outcome));
             }
         }
@@ -422,20 +431,21 @@ impl Worker {
         }
     }
 
-    /// Reports what there is to report, unless it can wait for company.
-    fn say(&mut self) {
+    /// Sends the collected report, unless it can wait for more progress.
+    fn send_report(&mut self) {
         let may_wait = self.report.done.is_empty()
             && (self.pieces_in_flight > 0 || !self.completed.is_empty())
-            && self.news_since.is_none_or(|since| since.elapsed() < NEWS_DELAY_MAX);
+            && self.progress_since.is_none_or(|since| since.elapsed() < REPORT_DELAY_MAX);
         if !may_wait {
-            self.news_since = None;
+            self.progress_since = None;
             self.reads.take_updates(&mut self.report.fills);
-            self.around.send(&mut self.report);
+            self.context.send(&mut self.report);
         }
     }
 }
 
-/// Why a device is lost, for the operator; with the remedy where there is another one than a new device.
+/// Returns the reason of a loss for the operator, with a remedy if one exists other than replacing the
+/// device.
 fn reason_of_loss(error: &IoError) -> String {
     match error.kind() {
         IoErrorKind::NoSpace => format!("{error}: free space on the file system that holds the pool"),
@@ -443,7 +453,7 @@ fn reason_of_loss(error: &IoError) -> String {
     }
 }
 
-/// What a failed operation means for the blocks that it was to read.
+/// Converts the error of a failed read for its blocks.
 pub(crate) fn read_error(error: DeviceError) -> FillError {
     match error {
         DeviceError::Media | DeviceError::Lost => FillError::Device,
@@ -451,11 +461,11 @@ pub(crate) fn read_error(error: DeviceError) -> FillError {
     }
 }
 
-#[cfg(test)]
-mod desk;
 mod lost;
 #[cfg(test)]
 mod power_loss;
+#[cfg(test)]
+mod test_bench;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]

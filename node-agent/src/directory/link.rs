@@ -1,9 +1,10 @@
-//! A link to one member of the control plane: registration, and announcements of what is in its slots.
+//! A link to one member of the control plane: registration, and announcement of the replicas in its slots.
 //!
-//! Registrar ([`registering`]) and announcer ([`announcing`]) go on side by side; they share the outbox, and what beats say.
+//! Registrar ([`registrar`]) and announcer ([`announcer`]) run concurrently; they share the outbox and the
+//! results of heartbeats.
 
-mod announcing;
-mod registering;
+mod announcer;
+mod registrar;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -19,34 +20,35 @@ use tonic::transport::{Channel, Endpoint};
 
 use super::{DirectoryStatus, Shared, reporting};
 
-/// Pings on the idle connection, and the time for their answer: a half-open connection is noticed within both.
+/// Keep-alive interval and timeout: together they bound the time to detect a half-open connection.
 const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(2);
 const KEEP_ALIVE_ANSWER: Duration = Duration::from_secs(2);
-/// HTTP/2 windows: the answer to 8,192 keys (up to 545 KiB) arrives without a wait for our acknowledgement.
+/// HTTP/2 windows: the response for 8,192 keys (up to 545 KiB) arrives without waiting for our window
+/// update.
 const STREAM_WINDOW_BYTES: u32 = 1 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 4 << 20;
 
-/// See the module.
+/// A link to one member; see the module.
 #[derive(Debug)]
 pub(super) struct Link {
-    /// The member.
+    /// Name of the member.
     pub(super) name: MemberName,
-    /// Where it is reached, `host:port`.
+    /// Address of the member, `host:port`.
     pub(super) address: String,
-    /// For the heartbeat thread, which connects by itself.
+    /// For the heartbeat thread, which has its own connection.
     pub(super) endpoint: Endpoint,
-    /// For the link thread: look-ups, and everything else.
+    /// For the link thread: lookups, and everything else.
     pub(super) lookups: Connection,
     pub(super) channel: Channel,
-    pub(super) granted: watch::Sender<Option<Granted>>,
-    pub(super) beats: watch::Sender<Beats>,
+    pub(super) granted: watch::Sender<Option<GrantedRegistration>>,
+    pub(super) beats: watch::Sender<HeartbeatState>,
     outbox: Mutex<Outbox>,
-    /// What a beat has heard of the member's slots, for the announcer: the outbox may be locked for as long as an inventory
-    /// is copied, and beats wait for nothing.
-    heard: Mutex<Option<(Epoch, u64)>>,
-    /// The outbox has something to send or to say.
+    /// Version of the member's slots from the last heartbeat, for the announcer. Separate from the outbox,
+    /// which may be locked while an inventory is copied: heartbeats must not wait.
+    slots_version: Mutex<Option<(Epoch, u64)>>,
+    /// The outbox has a message to send or an event to emit.
     outbox_changed: Notify,
-    /// The directory refused an update of this epoch: register again.
+    /// The directory rejected an update of this epoch: register again.
     fenced: watch::Sender<Option<Epoch>>,
     up: watch::Sender<bool>,
     closed: watch::Sender<bool>,
@@ -54,24 +56,24 @@ pub(super) struct Link {
 
 /// A registration that the member has granted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Granted {
+pub(super) struct GrantedRegistration {
     pub(super) node: NodeId,
     pub(super) epoch: Epoch,
     pub(super) heartbeat_every: Duration,
 }
 
-/// What the heartbeat thread reports to the link thread.
+/// State of the heartbeats, as seen by the link thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Beats {
-    /// Answered, or nothing to beat for yet.
+pub(super) enum HeartbeatState {
+    /// The last heartbeat was answered, or none was sent yet.
     Answered,
-    /// The last beat had no answer in time.
+    /// The last heartbeat timed out.
     Failing,
     /// The member does not know this registration.
     Unknown(Epoch),
 }
 
-/// How a connection to a member for anything but beats is made. Connects when it is used; must be called on the
+/// Creates the channel for everything except heartbeats. It connects when it is used; must be called on the
 /// runtime that uses it.
 pub(super) fn connect(endpoint: &Endpoint) -> Channel {
     endpoint
@@ -85,7 +87,8 @@ pub(super) fn connect(endpoint: &Endpoint) -> Channel {
 }
 
 impl Link {
-    /// A link that does nothing until it is [run](Link::run). `address` is that of the endpoint, `host:port`.
+    /// Creates a link, which is idle until [run](Link::run) is called. `address` is the `host:port` of the
+    /// endpoint.
     pub(super) fn new(
         name: MemberName,
         address: String,
@@ -99,9 +102,9 @@ impl Link {
             channel: connect(&endpoint),
             endpoint,
             granted: watch::Sender::new(None),
-            beats: watch::Sender::new(Beats::Answered),
+            beats: watch::Sender::new(HeartbeatState::Answered),
             outbox: Mutex::new(Outbox::new(queued_max)),
-            heard: Mutex::new(None),
+            slots_version: Mutex::new(None),
             outbox_changed: Notify::new(),
             fenced: watch::Sender::new(None),
             up: watch::Sender::new(false),
@@ -117,48 +120,48 @@ impl Link {
             () = self.announce(shared) => {}
             () = reporting::report(shared, self) => {}
         }
-        self.set_up(shared, Up::No);
+        self.set_up(shared, LinkState::No);
     }
 
-    /// Ends the link for good.
+    /// Closes the link permanently.
     pub(super) fn close(&self) {
         self.closed.send_replace(true);
     }
 
     /// Waits until the link is closed.
     pub(super) async fn closed(&self) {
-        // The sender lives in this link.
+        // The sender is owned by this link.
         let _ = self.closed.subscribe().wait_for(|closed| *closed).await;
     }
 
-    /// Whether the member answers and knows this node.
+    /// Returns whether the member responds and knows this node.
     pub(super) fn is_up(&self) -> bool {
         *self.up.borrow()
     }
 
-    /// This node's number there, 0 for none.
+    /// Returns this node's number at the member, 0 if not registered.
     pub(super) fn node(&self) -> u32 {
         self.granted.borrow().map_or(0, |granted| u32::from(granted.node.0))
     }
 
-    /// Changes the outbox, and has it looked at.
-    pub(super) fn tell(&self, change: impl FnOnce(&mut Outbox)) {
+    /// Changes the outbox and wakes the announcer.
+    pub(super) fn update_outbox(&self, change: impl FnOnce(&mut Outbox)) {
         change(&mut self.outbox());
         self.outbox_changed.notify_one();
     }
 
-    /// A beat of a registration was answered, with the version of the member's slots.
-    pub(super) fn hear(&self, epoch: Epoch, version: u64) {
-        *self.heard.lock().unwrap_or_else(PoisonError::into_inner) = Some((epoch, version));
+    /// Records a heartbeat response with the version of the member's slots.
+    pub(super) fn record_heartbeat(&self, epoch: Epoch, version: u64) {
+        *self.slots_version.lock().unwrap_or_else(PoisonError::into_inner) = Some((epoch, version));
         self.outbox_changed.notify_one();
     }
 
-    /// Changes dropped because an inventory replaces them.
+    /// Returns the number of changes dropped because an inventory replaces them.
     pub(super) fn superseded(&self) -> u64 {
         self.outbox().superseded()
     }
 
-    /// Adds this link's numbers.
+    /// Adds this link's counters.
     pub(super) fn add_to(&self, status: &mut DirectoryStatus) {
         let outbox = self.outbox();
         status.changes_queued += outbox.queued() as u64;
@@ -167,19 +170,19 @@ impl Link {
         status.registered = status.registered.max(registered);
     }
 
-    /// The outbox. Every change of it leaves it consistent, so a poisoned lock is as good as any.
+    /// Locks the outbox. Every change leaves it consistent, so a poisoned lock is ignored.
     fn outbox(&self) -> MutexGuard<'_, Outbox> {
         self.outbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn set_up(&self, shared: &Shared, up: Up) {
-        let up = up == Up::Yes;
+    fn set_up(&self, shared: &Shared, up: LinkState) {
+        let up = up == LinkState::Yes;
         if self.up.send_if_modified(|known| std::mem::replace(known, up) != up) {
             shared.links_changed();
         }
     }
 
-    /// The registrar takes the registration away meanwhile.
+    /// Makes the registrar give up the registration.
     pub(super) fn fence(&self, epoch: Epoch) {
         self.fenced.send_replace(Some(epoch));
     }
@@ -187,18 +190,18 @@ impl Link {
 
 /// Whether a link is up.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Up {
+enum LinkState {
     Yes,
     No,
 }
 
-/// One call with its time; running out of it reads like any other transient failure.
+/// Limits the duration of a call; a timeout is reported like other transient failures.
 pub(super) async fn within<T>(
     time: Duration,
     call: impl Future<Output = Result<tonic::Response<T>, Status>>,
 ) -> Result<T, Status> {
     match timeout(time, call).await {
         Ok(answer) => answer.map(tonic::Response::into_inner),
-        Err(_) => Err(Status::deadline_exceeded("no answer in time")),
+        Err(_) => Err(Status::deadline_exceeded("timed out")),
     }
 }

@@ -1,11 +1,12 @@
-//! Which members the control plane has, and who of them owns which keys; the link thread.
+//! Members of the control plane and the owners of keys; the link thread.
 //!
-//! One member, called home here, tells of all members and of all nodes, in two streams. When it is silent, not sure of its
-//! own place, or gone, another one becomes home: those of the last map, and those of the configuration. A thousand
-//! agents begin at different ones.
+//! One member, called the home, provides the lists of all members and all nodes as streams. If it becomes
+//! silent, is unsure of its registration, or disappears, another member becomes the home: those of the last
+//! map first, then the configured ones. Agents choose different homes, so that a thousand of them are
+//! spread.
 //!
-//! A link is kept for a while when its member has left the map: one that comes back soon (its lease was late, etcd was
-//! away) still knows this node and its inventory.
+//! A link is kept for a while after its member has left the map. A member that returns soon (a late lease,
+//! an etcd outage) still has this node's registration and inventory.
 
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
@@ -28,29 +29,29 @@ use tokio::time::sleep;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Status, Streaming};
 
-use super::link::{Beats, Link, connect, within};
-use super::nodes::Presence;
-use super::placing::{self, PlaceQuestion};
-use super::{Shared, asking, parse_endpoint};
+use super::link::{HeartbeatState, Link, connect, within};
+use super::nodes::NodeChangeKind;
+use super::placement::{self, PlacementRequest};
+use super::{Shared, lookup, parse_endpoint};
 
-/// Time that a link is kept after its member has left the map.
-const LINK_KEPT: Duration = Duration::from_secs(10);
-/// Time that a home may be unsure of its own place in the map: a lease is lost and taken again in less.
+/// How long a link is kept after its member has left the map.
+const LINK_GRACE: Duration = Duration::from_secs(10);
+/// How long a home may be unsure of its registration; a lease is usually regained sooner.
 const UNSURE_MAX: Duration = Duration::from_secs(3);
 
-/// All links, shared by whoever looks at them.
+/// All links; clones share the map.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Links {
     by_name: Arc<BTreeMap<MemberName, Arc<Link>>>,
-    /// Of links that are closed.
+    /// Superseded changes of closed links.
     superseded: u64,
 }
 
-/// A map of slots, and the link to each of its members.
+/// A shard map with the link of each member.
 #[derive(Debug)]
 pub(super) struct Routes {
     map: ShardMap,
-    /// In the order of the map.
+    /// Links in the order of the map.
     links: Vec<Arc<Link>>,
 }
 
@@ -60,7 +61,7 @@ impl Links {
         links.into_iter()
     }
 
-    /// Changes that links which are closed have superseded.
+    /// Returns the superseded changes of closed links.
     pub(super) fn superseded(&self) -> u64 {
         self.superseded
     }
@@ -71,7 +72,7 @@ impl Routes {
         self.map.epoch()
     }
 
-    /// Of the members in the map.
+    /// Returns the digest of the members in the map.
     pub(super) fn digest(&self) -> u64 {
         self.map.digest()
     }
@@ -80,31 +81,31 @@ impl Routes {
         &self.links
     }
 
-    /// Whether a link's member owns a hash slot.
+    /// Returns whether a link's member owns a hash slot.
     pub(super) fn owns(&self, link: &Link, slot: u16) -> bool {
         let owner = self.map.owner(slot).map(|owner| &self.links[usize::from(owner.0)]);
         owner.is_some_and(|owner| owner.name == link.name)
     }
 
-    /// Position of the owner of a key among the links.
+    /// Returns the index of a key's owner among the links.
     pub(super) fn owner(&self, key: &BlockKey) -> Option<usize> {
         self.map.owner_of(key).map(|owner| usize::from(owner.0))
     }
 }
 
-/// A random number. The standard library seeds each `RandomState` differently: enough for delays and choices.
+/// Returns a random number. `RandomState` is seeded randomly, which suffices for delays and choices.
 pub(super) fn jitter() -> u32 {
     (RandomState::new().hash_one(0) >> 32) as u32
 }
 
-/// Runs until shutdown. Without a control plane all lookups fail at once.
-pub(super) fn run(runtime: &Runtime, shared: &Arc<Shared>, places: mpsc::Receiver<PlaceQuestion>) {
+/// Runs until shutdown. Without a control plane, all lookups fail immediately.
+pub(super) fn run(runtime: &Runtime, shared: &Arc<Shared>, requests: mpsc::Receiver<PlacementRequest>) {
     runtime.block_on(async {
         let mut shutdown = shared.shutdown.subscribe();
         tokio::select! {
             _ = shutdown.wait_for(|shutdown| *shutdown) => {}
-            () = asking::look_up(shared) => {}
-            () = placing::place(shared, places) => {}
+            () = lookup::run_lookups(shared) => {}
+            () = placement::place(shared, requests) => {}
             () = follow(shared) => {}
             () = for_each_link(shared, |link| {
                 let shared = shared.clone();
@@ -114,7 +115,7 @@ pub(super) fn run(runtime: &Runtime, shared: &Arc<Shared>, places: mpsc::Receive
     });
 }
 
-/// Spawns a task for each link, as they come; the tasks end with their links.
+/// Spawns a task for each link when it is added; a task ends with its link.
 pub(super) async fn for_each_link<F>(shared: &Shared, task: impl Fn(Arc<Link>) -> F)
 where
     F: Future<Output = ()> + Send + 'static,
@@ -135,7 +136,7 @@ where
     }
 }
 
-/// Follows members and nodes, at one home after the other.
+/// Watches members and nodes at one home after the other.
 async fn follow(shared: &Arc<Shared>) {
     let mut backoff = Backoff::default();
     let mut turn = jitter() as usize;
@@ -146,13 +147,13 @@ async fn follow(shared: &Arc<Shared>) {
         }
         let home = &homes[turn % homes.len()];
         let ended = follow_at(shared, home, &mut backoff).await;
-        tracing::debug!(home, reason = ended.message(), "members are followed no more; trying another");
+        tracing::debug!(home, reason = ended.message(), "the watch of members ended; trying another member");
         turn = turn.wrapping_add(1);
         sleep(backoff.next(jitter())).await;
     }
 }
 
-/// Where members may be, `http://host:port`: those of the map first.
+/// Returns the addresses of possible homes, `http://host:port`: members of the map first.
 fn homes(shared: &Shared) -> Vec<String> {
     let routes = shared.routes.borrow().clone();
     let of_map =
@@ -166,7 +167,7 @@ fn homes(shared: &Shared) -> Vec<String> {
     homes
 }
 
-/// Follows members and nodes at a home, until it is one no more.
+/// Watches members and nodes at a home until it fails as home.
 async fn follow_at(shared: &Arc<Shared>, home: &str, backoff: &mut Backoff) -> Status {
     let endpoint = match parse_endpoint(home, &shared.settings) {
         Ok(endpoint) => endpoint,
@@ -176,7 +177,8 @@ async fn follow_at(shared: &Arc<Shared>, home: &str, backoff: &mut Backoff) -> S
         let mut client = MembershipClient::new(connect(&endpoint));
         let time = shared.settings.call_timeout;
         let members = within(time, client.watch_members(WatchMembersRequest {})).await?;
-        // The watch first: what changes between the two calls is then in both, and changes carry their epoch.
+        // The watch starts first: a change between the two calls is then in both, and changes carry their
+        // epoch.
         let changes = within(time, client.watch_nodes(WatchNodesRequest {})).await?;
         let list = within(time, client.list_nodes(ListNodesRequest {})).await?;
         write_nodes(shared, |nodes| nodes.replace(list.nodes));
@@ -203,24 +205,24 @@ async fn follow_members(
         let list = tokio::select! {
             list = lists.message() => list?.ok_or_else(|| Status::unavailable("the stream of members ended"))?,
             () = sleep(left.unwrap_or_default()), if left.is_some() => {
-                return Err(Status::unavailable("the member is not sure of its own place"));
+                return Err(Status::unavailable("the member is unsure of its registration"));
             }
-            () = silence(shared, &name) => return Err(Status::unavailable("the member does not answer beats")),
+            () = wait_for_silence(shared, &name) => return Err(Status::unavailable("the member does not respond to heartbeats")),
         };
         unsure_since = if list.registered { None } else { unsure_since.or_else(|| Some(Instant::now())) };
         name.clone_from(&list.answering);
         if list.registered || (shared.routes.borrow().is_none() && !list.members.is_empty()) {
-            take(shared, list, home);
+            apply_list(shared, list, home);
         }
     }
 }
 
-/// Waits until beats to the member that is home fail.
-async fn silence(shared: &Shared, name: &str) {
+/// Waits until heartbeats to the home fail.
+async fn wait_for_silence(shared: &Shared, name: &str) {
     let is_home = |link: &Arc<Link>| link.name.as_str() == name;
     let Some(link) = shared.links().find(is_home) else { return std::future::pending().await };
     let mut beats = link.beats.subscribe();
-    if beats.wait_for(|beats| *beats == Beats::Failing).await.is_err() {
+    if beats.wait_for(|beats| *beats == HeartbeatState::Failing).await.is_err() {
         std::future::pending::<()>().await;
     }
 }
@@ -232,7 +234,7 @@ async fn follow_nodes(
     loop {
         let change = changes.message().await?;
         let change = change.ok_or_else(|| Status::unavailable("the stream of nodes ended"))?;
-        let presence = if change.removed { Presence::Removed } else { Presence::Here };
+        let presence = if change.removed { NodeChangeKind::Removed } else { NodeChangeKind::Updated };
         if let Some(node) = change.node {
             write_nodes(shared, |nodes| nodes.change(node, presence));
         }
@@ -243,29 +245,30 @@ fn write_nodes(shared: &Shared, write: impl FnOnce(&mut super::nodes::NodeMap)) 
     write(&mut shared.nodes.write().unwrap_or_else(PoisonError::into_inner));
 }
 
-/// Asks a member whose map is newer for it. What it lists may be older all the same than what has come meanwhile: that is not taken, since home, which
-/// has told the newer one, does not say it again. A store that begins anew, and its epochs with it, is heard of from a new home.
-pub(super) async fn learn(shared: &Arc<Shared>, channel: Channel, home: &str) -> Result<(), Status> {
+/// Fetches the map of a member whose map is newer. Its list may still be older than one that arrived
+/// meanwhile. Such a list is ignored, because the home, which sent the newer one, does not repeat it. If
+/// the store restarts with new epochs, a new home reports that.
+pub(super) async fn fetch_members(shared: &Arc<Shared>, channel: Channel, home: &str) -> Result<(), Status> {
     let mut client = MembershipClient::new(channel);
     let list = within(shared.settings.call_timeout, client.list_members(ListMembersRequest {})).await?;
     let is_newer =
         |known: Option<&Arc<Routes>>| known.is_none_or(|known| Epoch(list.epoch) > known.map.epoch());
     let is_newer = is_newer(shared.routes.borrow().as_ref());
     if list.registered && is_newer {
-        take(shared, list, home);
+        apply_list(shared, list, home);
     }
     Ok(())
 }
 
-/// Takes over a list of members that came from `home`.
-fn take(shared: &Arc<Shared>, list: MemberList, home: &str) {
+/// Applies a member list from `home`.
+fn apply_list(shared: &Arc<Shared>, list: MemberList, home: &str) {
     let known = shared.links.borrow().by_name.clone();
     let answering = list.answering;
     let mut in_map = BTreeMap::new();
     for member in list.members {
         let address = reachable(&member, &answering, home);
         let Ok(name) = MemberName::new(&member.name) else {
-            tracing::error!(name = member.name, "a member's name is none; it is left out");
+            tracing::error!(name = member.name, "ignoring member with an invalid name");
             continue;
         };
         let link = match known.get(&name).filter(|link| link.address == address) {
@@ -276,7 +279,7 @@ fn take(shared: &Arc<Shared>, list: MemberList, home: &str) {
                     Arc::new(Link::new(name.clone(), address, connections, queued_max))
                 }
                 None => {
-                    tracing::error!(%name, address, "a member's address is none; it is left out");
+                    tracing::error!(%name, address, "ignoring member with an invalid address");
                     continue;
                 }
             },
@@ -285,7 +288,7 @@ fn take(shared: &Arc<Shared>, list: MemberList, home: &str) {
     }
     let map = match ShardMap::new(Epoch(list.epoch), in_map.keys().cloned()) {
         Ok(map) => map,
-        Err(error) => return tracing::error!(%error, "the list of members is no map"),
+        Err(error) => return tracing::error!(%error, "the member list is not a valid shard map"),
     };
     let same = |routes: &Arc<Routes>| {
         routes.map == map && routes.links.iter().zip(in_map.values()).all(|(old, new)| Arc::ptr_eq(old, new))
@@ -293,12 +296,12 @@ fn take(shared: &Arc<Shared>, list: MemberList, home: &str) {
     if shared.routes.borrow().as_ref().is_some_and(same) {
         return;
     }
-    tracing::info!(epoch = list.epoch, members = in_map.len(), "members of the control plane");
+    tracing::info!(epoch = list.epoch, members = in_map.len(), "members of the control plane have changed");
     let mut all = in_map.clone();
     for (name, link) in known.iter() {
         match all.get(name) {
             Some(new) if Arc::ptr_eq(new, link) => {}
-            // The member is elsewhere now.
+            // The member has another address now.
             Some(_) => link.close(),
             None => {
                 all.insert(name.clone(), link.clone());
@@ -314,20 +317,20 @@ fn take(shared: &Arc<Shared>, list: MemberList, home: &str) {
         links.by_name = Arc::new(all);
         links.superseded += gone;
     });
-    // Whose slots are others now would say so with its next beat; asking is sooner.
-    links.iter().for_each(|link| link.tell(reprise_agent_core::outbox::Outbox::doubt));
+    // The next heartbeat would report changed slots, but requesting them now is faster.
+    links.iter().for_each(|link| link.update_outbox(reprise_agent_core::outbox::Outbox::invalidate_slots));
     shared.links_changed();
 }
 
-/// How a member is reached; `None` when its address is none.
+/// Creates the connections to a member; `None` if its address is invalid.
 fn connections(shared: &Shared, address: &str) -> Option<(Endpoint, Connection)> {
     let endpoint = parse_endpoint(&format!("http://{address}"), &shared.settings).ok()?;
-    Some((endpoint, Connection::to(address).ok()?))
+    Some((endpoint, Connection::new(address).ok()?))
 }
 
-/// Closes a link whose member has not come back.
+/// Closes a link if its member has not returned.
 async fn close_if_gone(shared: Arc<Shared>, link: Arc<Link>) {
-    sleep(LINK_KEPT).await;
+    sleep(LINK_GRACE).await;
     let back = |routes: &Arc<Routes>| routes.links.iter().any(|known| Arc::ptr_eq(known, &link));
     if shared.routes.borrow().as_ref().is_some_and(back) {
         return;
@@ -346,7 +349,7 @@ async fn close_if_gone(shared: Arc<Shared>, link: Arc<Link>) {
     shared.links_changed();
 }
 
-/// Where a member is reached: at its own address, or, when that names every interface, where it has answered.
+/// Returns the address of a member: its own, or, if that is a wildcard, the one at which it responded.
 fn reachable(member: &MemberInfo, answering: &str, home: &str) -> String {
     let everywhere = member.address.parse::<SocketAddr>().is_ok_and(|address| address.ip().is_unspecified());
     if everywhere && member.name == answering {
@@ -361,7 +364,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_member_that_listens_on_every_interface_is_reached_where_it_answered() {
+    fn member_with_a_wildcard_address_is_reached_where_it_responded() {
         let member = |address: &str| MemberInfo {
             name: "a".to_owned(),
             address: address.to_owned(),

@@ -1,30 +1,30 @@
-//! The nodes of the cluster as the control plane last named them.
+//! The nodes of the cluster as last reported by the control plane.
 
 use std::collections::BTreeMap;
 
 use reprise_policy::{Epoch, NodeId};
 use reprise_proto::controlplane::NodeInfo;
 
-/// A node of the cluster (this one too).
+/// A node of the cluster, possibly this one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PeerNode {
-    /// Its number.
+    /// Number of the node.
     pub(crate) node: NodeId,
-    /// Its name.
+    /// Name of the node.
     pub(crate) name: String,
-    /// `host:port` of its peer transport; empty when it serves nobody.
+    /// `host:port` of its peer transport; empty without one.
     pub(crate) peer_address: String,
-    /// `host:port` of its admin endpoint.
+    /// `host:port` of its admin port.
     pub(crate) admin_address: String,
-    /// Nodes of one domain fail together.
+    /// Failure domain: its nodes fail together.
     pub(crate) failure_domain: String,
-    /// Its registration.
+    /// Epoch of its registration.
     pub(crate) epoch: Epoch,
-    /// Its heartbeats arrive.
+    /// Whether its heartbeats arrive.
     pub(crate) alive: bool,
 }
 
-/// Node number → node.
+/// All nodes by number.
 #[derive(Debug, Default)]
 pub(super) struct NodeMap {
     nodes: BTreeMap<NodeId, PeerNode>,
@@ -53,30 +53,30 @@ impl NodeMap {
         self.nodes = nodes.into_iter().filter_map(from_wire).map(|node| (node.node, node)).collect();
     }
 
-    /// Applies one change of the watch. An older registration than the known one is from the past; that a node left the list is
-    /// final, whichever registration it is said of, since its number is given to no other.
-    pub(super) fn change(&mut self, node: NodeInfo, presence: Presence) {
+    /// Applies a change from the watch. A change with an older epoch than the known one is ignored, except
+    /// for a removal: it is final for any epoch, since node numbers are not reused.
+    pub(super) fn change(&mut self, node: NodeInfo, kind: NodeChangeKind) {
         let Some(node) = from_wire(node) else { return };
         let known = self.nodes.get(&node.node).filter(|known| known.name == node.name);
-        match presence {
-            Presence::Here if known.is_some_and(|known| known.epoch > node.epoch) => {}
-            Presence::Here => drop(self.nodes.insert(node.node, node)),
-            Presence::Removed if known.is_some() => drop(self.nodes.remove(&node.node)),
-            Presence::Removed => {}
+        match kind {
+            NodeChangeKind::Updated if known.is_some_and(|known| known.epoch > node.epoch) => {}
+            NodeChangeKind::Updated => drop(self.nodes.insert(node.node, node)),
+            NodeChangeKind::Removed if known.is_some() => drop(self.nodes.remove(&node.node)),
+            NodeChangeKind::Removed => {}
         }
     }
 }
 
-/// Whether a change names a node or takes it off the list.
+/// Type of a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Presence {
-    /// It is (still) on the list.
-    Here,
-    /// It left the list.
+pub(super) enum NodeChangeKind {
+    /// The node is registered.
+    Updated,
+    /// The node was removed.
     Removed,
 }
 
-/// `None` when the number does not fit: such a node cannot be named in a replica either.
+/// Returns `None` if the number does not fit; replicas cannot refer to such a node either.
 fn from_wire(node: NodeInfo) -> Option<PeerNode> {
     Some(PeerNode {
         node: NodeId(u16::try_from(node.node).ok()?),
@@ -105,33 +105,33 @@ mod tests {
     }
 
     #[test]
-    fn a_change_from_an_older_registration_does_not_undo_a_newer_one() {
+    fn change_of_an_older_registration_is_ignored() {
         let mut map = NodeMap::default();
         map.replace(vec![info(1, 5, "new:1")]);
-        map.change(info(1, 4, "old:1"), Presence::Here);
+        map.change(info(1, 4, "old:1"), NodeChangeKind::Updated);
         assert_eq!(map.peer_address(NodeId(1)).as_deref(), Some("new:1"));
-        map.change(info(1, 6, "newest:1"), Presence::Here);
+        map.change(info(1, 6, "newest:1"), NodeChangeKind::Updated);
         assert_eq!(map.peer_address(NodeId(1)).as_deref(), Some("newest:1"));
     }
 
     #[test]
-    fn a_removed_node_and_one_with_an_impossible_number_have_no_address() {
+    fn removed_nodes_and_invalid_numbers_have_no_address() {
         let mut map = NodeMap::default();
         map.replace(vec![info(1, 1, "a:1"), info(70_000, 1, "b:1")]);
         assert_eq!(map.list().len(), 1);
-        map.change(info(2, 1, ""), Presence::Here);
-        assert_eq!(map.peer_address(NodeId(2)), None, "it serves nobody");
-        map.change(info(1, 1, "a:1"), Presence::Removed);
+        map.change(info(2, 1, ""), NodeChangeKind::Updated);
+        assert_eq!(map.peer_address(NodeId(2)), None, "it has no peer transport");
+        map.change(info(1, 1, "a:1"), NodeChangeKind::Removed);
         assert_eq!(map.peer_address(NodeId(1)), None);
     }
 
     #[test]
-    fn a_removal_is_final_whichever_registration_it_names_and_of_another_name_is_none() {
+    fn removal_is_final_for_any_epoch_and_ignored_for_another_name() {
         let mut map = NodeMap::default();
         map.replace(vec![info(1, 5, "a:1"), info(2, 5, "b:1")]);
-        map.change(info(1, 4, "a:1"), Presence::Removed);
+        map.change(info(1, 4, "a:1"), NodeChangeKind::Removed);
         assert_eq!(map.node_of("n1"), None);
-        map.change(NodeInfo { name: "other".to_owned(), ..info(2, 6, "b:1") }, Presence::Removed);
+        map.change(NodeInfo { name: "other".to_owned(), ..info(2, 6, "b:1") }, NodeChangeKind::Removed);
         assert_eq!(map.node_of("n2"), Some(NodeId(2)));
     }
 }

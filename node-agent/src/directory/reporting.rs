@@ -1,16 +1,20 @@
-//! Reports to the members: how full this node is, how busy, and what its tenants hold. The answers say what it is to do.
+//! Reports to the members: usage and load of this node, and usage of its tenants. The replies contain
+//! instructions.
 //!
-//! Each member is told about once a second, on the link's connection; heartbeats are apart, and judge life alone.
+//! Each member receives a report about once a second on the link's connection. Heartbeats are separate, and
+//! only they determine liveness.
 //!
-//! What is said of tenants, and which orders are taken, is decided in [`reprise_agent_core::orders`].
+//! [`reprise_agent_core::quota_grants`] selects the reported usage of tenants and the orders to apply.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use reprise_agent_core::agent::{NodeUsage, TenantUsage};
-use reprise_agent_core::directions::{Directions, REBALANCER_SLOT};
+use reprise_agent_core::directives::{Directives, REBALANCER_SLOT};
 use reprise_agent_core::event::{Grant, Move};
-use reprise_agent_core::orders::{Bytes, Orders, Owner, ReportNumber, Said};
+use reprise_agent_core::quota_grants::{
+    QuotaGrants, ReportNumber, SlotOwner, TenantReport as AgentReport, TierBytes,
+};
 use reprise_policy::quota::Quota;
 use reprise_policy::tenant::TenantRegistry;
 use reprise_policy::{DrainProgress, NodeId, TenantName};
@@ -20,27 +24,26 @@ use reprise_proto::controlplane::{self as wire, ReportReply, ReportRequest, Tena
 use tokio::time::{MissedTickBehavior, interval};
 use tonic::{Code, Status};
 
-use super::link::{Granted, Link, within};
+use super::link::{GrantedRegistration, Link, within};
 use super::members::Routes;
 use super::{DirectoryEvent, Shared};
 
-/// Pause between two reports to a member.
+/// Interval between two reports to a member.
 const REPORT_EVERY: Duration = Duration::from_secs(1);
-/// Time for the answer to a report: well below the two seconds in which a tenant's budget can get another owner.
+/// Time limit of a report, well below the two seconds in which a tenant's budget can get another owner.
 const REPORT_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// What a node reports of itself.
+/// State of this node to report.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct OwnState {
-    /// Room and load.
+    /// Capacity, usage and load.
     pub(crate) usage: NodeUsage,
-    /// How far its draining is.
     pub(crate) drain: DrainProgress,
-    /// Every tenant that the core knows.
+    /// All tenants that the core knows.
     pub(crate) tenants: Vec<TenantUsage>,
 }
 
-/// What links share about reports.
+/// State of the reports, shared by the links.
 #[derive(Debug, Default)]
 pub(super) struct Reporting {
     inner: Mutex<Inner>,
@@ -48,11 +51,11 @@ pub(super) struct Reporting {
 
 #[derive(Debug, Default)]
 struct Inner {
-    orders: Orders,
-    directions: Directions,
+    orders: QuotaGrants,
+    directions: Directives,
 }
 
-/// Reports to a link's member for as long as the link lives.
+/// Reports to a link's member until the link is closed.
 pub(super) async fn report(shared: &Shared, link: &Link) {
     let mut client = PlacementClient::new(link.channel.clone());
     let mut granted = link.granted.subscribe();
@@ -62,7 +65,7 @@ pub(super) async fn report(shared: &Shared, link: &Link) {
     let mut failed = None;
     loop {
         ticks.tick().await;
-        // Neither sender can be gone: they live in the link and in what all links share.
+        // The senders outlive this task: they are owned by the link and by the shared state.
         let Ok(now) = granted.wait_for(Option::is_some).await.map(|granted| *granted) else { return };
         let Some(now) = now else { continue };
         let Ok(state) = states.wait_for(Option::is_some).await.map(|state| state.clone()) else { return };
@@ -72,40 +75,40 @@ pub(super) async fn report(shared: &Shared, link: &Link) {
         match within(REPORT_TIMEOUT, client.report(request)).await {
             Ok(reply) if !reply.fenced && *link.granted.borrow() == Some(now) => {
                 failed = None;
-                take(shared, link, (now, number), &reply);
+                apply_reply(shared, link, (now, number), &reply);
             }
-            // Beats or updates say so as well, and register again.
+            // Fenced: heartbeats or updates detect that too, and cause a new registration.
             Ok(_) => {}
-            Err(status) => complain(link, &mut failed, &status),
+            Err(status) => log_rejection(link, &mut failed, &status),
         }
     }
 }
 
-/// Once per kind of failure. That a member is away is said by others.
-fn complain(link: &Link, failed: &mut Option<Code>, status: &Status) {
+/// Logs each kind of failure once. Unreachable members are reported elsewhere.
+fn log_rejection(link: &Link, failed: &mut Option<Code>, status: &Status) {
     if failed.replace(status.code()) != Some(status.code()) && !is_absence(status) {
         let (code, reason) = (status.code(), status.message());
-        tracing::warn!(member = %link.name, ?code, reason, "a report was not taken; it is repeated");
+        tracing::warn!(member = %link.name, ?code, reason, "a report was rejected; retrying");
     }
 }
 
-/// What to say now, and the number of the report.
+/// Builds a report. Returns it with its number.
 fn request(
     shared: &Shared,
     link: &Link,
-    granted: Granted,
+    granted: GrantedRegistration,
     (state, routes): (&OwnState, Option<&Routes>),
 ) -> (ReportRequest, ReportNumber) {
     let names = names(&shared.settings.tenants, &state.tenants);
     let owner = |name: &TenantName| {
         let owns = routes.is_some_and(|routes| routes.owns(link, name.hash_slot()));
-        if owns { Owner::ThisMember } else { Owner::Another }
+        if owns { SlotOwner::ThisMember } else { SlotOwner::Another }
     };
     let known = names.iter().zip(&state.tenants).filter_map(|(name, usage)| Some((name.as_ref()?, usage)));
     let mut inner = shared.reporting.inner.lock().unwrap_or_else(PoisonError::into_inner);
-    let (number, said) = inner.orders.report(known, &state.usage, owner);
+    let (number, report) = inner.orders.report(known, &state.usage, owner);
     drop(inner);
-    let tenants = said.iter().map(|(name, said)| tenant_report(name, said)).collect();
+    let tenants = report.iter().map(|(name, report)| tenant_report(name, report)).collect();
     let NodeUsage { dram_capacity, dram_used, nvme_capacity, nvme_used, queued_bytes } = state.usage;
     let usage = wire::NodeUsage {
         capacity: Some(wire::Bytes { dram: dram_capacity, nvme: nvme_capacity }),
@@ -118,7 +121,7 @@ fn request(
         usage: Some(usage),
         drain: Some(drain_progress(state.drain)),
         tenants,
-        // Of a tenant that is not named nothing else says by which owners this report was made.
+        // For tenants that are not listed, only this digest shows which owners the report assumed.
         map_digest: routes.map_or(0, Routes::digest),
     };
     (request, number)
@@ -134,21 +137,26 @@ fn names(registry: &Mutex<TenantRegistry>, tenants: &[TenantUsage]) -> Vec<Optio
     tenants.iter().map(|usage| registry.name(usage.tenant).cloned()).collect()
 }
 
-fn tenant_report(name: &TenantName, said: &Said) -> TenantReport {
+fn tenant_report(name: &TenantName, report: &AgentReport) -> TenantReport {
     let tenant = name.to_string();
-    let Said::Here(held) = said else {
+    let AgentReport::Full(held) = report else {
         return TenantReport { tenant, elsewhere: true, ..TenantReport::default() };
     };
-    let bytes = |Bytes { dram, nvme }| Some(wire::Bytes { dram, nvme });
+    let bytes = |TierBytes { dram, nvme }| Some(wire::Bytes { dram, nvme });
     let (limit, used, limited) = (bytes(held.limit), bytes(held.used), bytes(held.limited));
     let blocks = Some(wire::Blocks { dram: held.blocks.dram, nvme: held.blocks.nvme });
     TenantReport { tenant, version: held.version, limit, used, limited, elsewhere: false, blocks }
 }
 
-/// Takes the answer to a report.
-fn take(shared: &Shared, link: &Link, (granted, number): (Granted, ReportNumber), reply: &ReportReply) {
+/// Applies the reply to a report.
+fn apply_reply(
+    shared: &Shared,
+    link: &Link,
+    (granted, number): (GrantedRegistration, ReportNumber),
+    reply: &ReportReply,
+) {
     for order in &reply.orders {
-        if let Some(grant) = take_order(shared, link, number, order) {
+        if let Some(grant) = grant_of_order(shared, link, number, order) {
             shared.emit(DirectoryEvent::Budget(grant));
         }
     }
@@ -163,7 +171,7 @@ fn take(shared: &Shared, link: &Link, (granted, number): (Granted, ReportNumber)
         let says_a_mode = reply.mode() != wire::NodeMode::Unspecified;
         let number =
             says_a_mode.then(|| inner.directions.number_mode(granted.epoch, reply.mode_revision)).flatten();
-        (number, is_rebalancer && inner.directions.is_news(given))
+        (number, is_rebalancer && inner.directions.accept_move(given))
     };
     if let Some(number) = mode {
         shared.emit(DirectoryEvent::Mode { mode: reply.mode(), number });
@@ -173,27 +181,30 @@ fn take(shared: &Shared, link: &Link, (granted, number): (Granted, ReportNumber)
     }
 }
 
-/// The grant that an order makes, unless the order is a former owner's or makes no sense.
-fn take_order(shared: &Shared, link: &Link, number: ReportNumber, order: &TenantOrder) -> Option<Grant> {
+/// Returns the grant of an order, unless the order is invalid or from a former owner.
+fn grant_of_order(shared: &Shared, link: &Link, number: ReportNumber, order: &TenantOrder) -> Option<Grant> {
     let name: TenantName = order.tenant.parse().ok()?;
     let (dram, nvme) = quotas(order)?;
     let owns = |routes: &Arc<Routes>| routes.owns(link, name.hash_slot());
-    let owner =
-        if shared.routes.borrow().as_ref().is_some_and(owns) { Owner::ThisMember } else { Owner::Another };
+    let owner = if shared.routes.borrow().as_ref().is_some_and(owns) {
+        SlotOwner::ThisMember
+    } else {
+        SlotOwner::Another
+    };
     let orders = || shared.reporting.inner.lock().unwrap_or_else(PoisonError::into_inner);
-    if !orders().orders.takes((number, owner), &name) {
+    if !orders().orders.accepts((number, owner), &name) {
         return None;
     }
     let mut registry = shared.settings.tenants.lock().unwrap_or_else(PoisonError::into_inner);
     let tenant = registry.enter(&name, None).inspect_err(|error| {
-        tracing::warn!(tenant = %name, %error, "a budget cannot be kept on this node");
+        tracing::warn!(tenant = %name, %error, "cannot apply a tenant's budget on this node");
     });
     drop(registry);
     let grant = Grant { tenant: tenant.ok()?, version: order.version, dram, nvme };
-    orders().orders.take((number, owner), &name, &grant).then_some(grant)
+    orders().orders.accept((number, owner), &name, &grant).then_some(grant)
 }
 
-/// Of an order; without a limit there is none.
+/// Returns the quotas of an order; `None` without a limit.
 fn quotas(order: &TenantOrder) -> Option<(Quota, Quota)> {
     let reserved = order.reserved.unwrap_or_default();
     let limit = order.limit.unwrap_or(wire::Bytes { dram: u64::MAX, nvme: u64::MAX });

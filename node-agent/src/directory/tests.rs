@@ -1,12 +1,12 @@
-//! The client against a control plane played by the test: what it sends, what it tells the agent, how it recovers.
+//! The client against a fake control plane: requests, events for the agent, recovery.
 //!
-//! The fake member is a real gRPC server on loopback whose answers the test chooses; the real one is tested with the
+//! The fake member is a gRPC server on loopback with configurable replies. The real one is tested with the
 //! same wire types in its own crate, and both together in `e2e`.
 
 mod fake;
-mod many;
-mod places;
+mod placement;
 mod reports;
+mod several_members;
 
 use std::sync::mpsc;
 
@@ -18,11 +18,11 @@ use reprise_proto::controlplane::NodeInfo;
 use super::*;
 use fake::{Fake, Mode};
 
-/// Longest wait for anything that must happen.
+/// Maximum wait for expected events.
 const PATIENCE: Duration = Duration::from_secs(10);
 const LOOKUP_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A client and what it has told.
+/// A client and its events.
 struct Agent {
     client: DirectoryClient,
     events: mpsc::Receiver<DirectoryEvent>,
@@ -46,8 +46,8 @@ fn settings(endpoint: String) -> DirectorySettings {
 
 impl Agent {
     fn start(settings: DirectorySettings) -> Agent {
-        let (told, events) = mpsc::channel();
-        let sink: DirectorySink = Arc::new(move |event| drop(told.send(event)));
+        let (sender, events) = mpsc::channel();
+        let sink: DirectorySink = Arc::new(move |event| drop(sender.send(event)));
         Agent { client: DirectoryClient::start(settings, sink).expect("started"), events }
     }
 
@@ -55,43 +55,46 @@ impl Agent {
         self.events.recv_timeout(PATIENCE).expect("an event")
     }
 
-    /// Waits for an event, passing over others.
+    /// Waits for an event, ignoring others.
     fn wait_for(&self, wanted: &DirectoryEvent) {
         let mut passed = Vec::new();
         while passed.last() != Some(wanted) {
             let event = self.events.recv_timeout(PATIENCE);
-            passed.push(event.unwrap_or_else(|_| panic!("no {wanted:?} after {passed:?}")));
+            passed.push(event.unwrap_or_else(|_| panic!("missing {wanted:?} after {passed:?}")));
         }
     }
 
-    /// Waits until the client says so of itself.
+    /// Waits until the client's status satisfies a condition.
     fn wait_until(&self, wanted: impl Fn(&DirectoryStatus) -> bool) {
         let start = Instant::now();
         while !wanted(&self.client.status()) {
-            assert!(start.elapsed() < PATIENCE, "never came: {:?}", self.client.status());
+            assert!(start.elapsed() < PATIENCE, "timed out: {:?}", self.client.status());
             std::thread::yield_now();
         }
     }
 
-    /// Waits for the answer to a question where blocks go, whatever it is.
-    fn wait_for_placed(&self) -> DirectoryEvent {
+    /// Waits for the result of a placement request.
+    fn wait_for_placement(&self) -> DirectoryEvent {
         loop {
             let event = self.next();
-            if matches!(event, DirectoryEvent::Placed { .. } | DirectoryEvent::PlaceFailed { .. }) {
+            if matches!(
+                event,
+                DirectoryEvent::PlacementCompleted { .. } | DirectoryEvent::PlacementFailed { .. }
+            ) {
                 return event;
             }
         }
     }
 
-    /// Waits until everything is wanted and announces an inventory.
-    fn settle(&self, inventory: &[(BlockKey, Tier)]) {
-        self.wait_for(&everything_wanted());
+    /// Waits until all slots are requested, then announces an inventory.
+    fn announce_inventory(&self, inventory: &[(BlockKey, Tier)]) {
+        self.wait_for(&all_slots_requested());
         self.client.inventory(&SlotSet::ALL, inventory);
     }
 }
 
-fn everything_wanted() -> DirectoryEvent {
-    DirectoryEvent::InventoryWanted { slots: Box::new(SlotSet::ALL) }
+fn all_slots_requested() -> DirectoryEvent {
+    DirectoryEvent::InventoryRequested { slots: Box::new(SlotSet::ALL) }
 }
 
 fn registered(epoch: u64) -> DirectoryEvent {
@@ -124,14 +127,14 @@ fn info(node: u32, epoch: u64, peer_address: &str) -> NodeInfo {
 }
 
 #[test]
-fn an_endpoint_that_is_no_address_is_refused_with_words() {
+fn invalid_endpoint_is_rejected_with_the_expected_format() {
     let refused = DirectoryClient::start(settings("not an address".to_owned()), Arc::new(|_| {})).err();
     let refused = refused.expect("refused").to_string();
     assert!(refused.contains("http://host:port"), "{refused}");
 }
 
 #[test]
-fn without_a_control_plane_lookups_fail_at_once_and_announcements_vanish() {
+fn without_a_control_plane_lookups_fail_immediately_and_announcements_are_dropped() {
     let agent = Agent::start(DirectorySettings { endpoints: Vec::new(), ..settings(String::new()) });
     agent.client.announce(&[change(1, Change::Added)]);
     agent.client.inventory(&SlotSet::ALL, &[(key(1), Tier::Dram)]);
@@ -145,12 +148,12 @@ fn without_a_control_plane_lookups_fail_at_once_and_announcements_vanish() {
 }
 
 #[test]
-fn it_registers_wants_an_inventory_and_announces_in_order() {
+fn client_registers_requests_an_inventory_and_announces_in_order() {
     let fake = Fake::start();
     let agent = Agent::start(settings(fake.endpoint()));
     assert_eq!(agent.next(), registered(1));
     assert_eq!(agent.next(), DirectoryEvent::Connected);
-    assert_eq!(agent.next(), everything_wanted());
+    assert_eq!(agent.next(), all_slots_requested());
     agent.client.announce(&[change(99, Change::Added)]);
     agent.client.inventory(&SlotSet::ALL, &[(key(0), Tier::Dram), (key(1), Tier::Nvme)]);
     agent.client.announce(&[change(2, Change::Added), change(0, Change::Removed)]);
@@ -160,13 +163,13 @@ fn it_registers_wants_an_inventory_and_announces_in_order() {
     assert_eq!(fake.read(|state| state.resets), 1);
     let status = agent.client.status();
     assert_eq!(status.registered, Some((NodeId(1), Epoch(1))));
-    assert_eq!(status.changes_superseded, 1, "what came before the inventory is in it");
+    assert_eq!(status.changes_superseded, 1, "earlier changes are part of the inventory");
     fake.wait(|state| state.beats >= 3);
     agent.client.shutdown();
 }
 
 #[test]
-fn a_lookup_brings_the_replicas_of_each_key_that_can_be_reached_without_asking_for_its_own() {
+fn lookup_returns_reachable_replicas_of_other_nodes() {
     let fake = Fake::start();
     fake.write(|state| {
         state.nodes = vec![info(2, 1, "127.0.0.1:7002"), info(300, 1, "127.0.0.1:7300"), info(4, 1, "")];
@@ -175,29 +178,31 @@ fn a_lookup_brings_the_replicas_of_each_key_that_can_be_reached_without_asking_f
         state.replicas.insert(key(8), vec![(4, 1)]);
     });
     let agent = Agent::start(settings(fake.endpoint()));
-    agent.settle(&[]);
+    agent.announce_inventory(&[]);
     let give_up = Instant::now() + PATIENCE;
     while agent.client.peer_address(NodeId(300)).is_none() {
-        assert!(Instant::now() < give_up, "the node list comes");
+        assert!(Instant::now() < give_up, "the node list arrives");
         std::thread::yield_now();
     }
     agent.client.lookup(LookupId(1), (0..10_000).map(key).collect(), LOOKUP_TIMEOUT);
-    let DirectoryEvent::Found { lookup: LookupId(1), found } = agent.next() else { panic!("an answer") };
-    assert_eq!(found.len(), 10_000, "more than one call takes");
+    let DirectoryEvent::LookupCompleted { lookup: LookupId(1), found } = agent.next() else {
+        panic!("expected a completed lookup")
+    };
+    assert_eq!(found.len(), 10_000, "more than fit into one call");
     let replica = |node, tier| Replica { node: NodeId(node), tier, load: LoadClass::default() };
     assert_eq!(found[5], [replica(2, Tier::Dram), replica(2, Tier::Nvme)]);
-    assert_eq!(found[7], [replica(300, Tier::Nvme)], "nobody has named node 9");
-    assert!(found[8].is_empty(), "node 4 serves nobody");
+    assert_eq!(found[7], [replica(300, Tier::Nvme)], "node 9 is unknown");
+    assert!(found[8].is_empty(), "node 4 has no peer transport");
     assert_eq!(found.iter().filter(|replicas| !replicas.is_empty()).count(), 2);
     assert_eq!(fake.read(|state| (state.lookups, state.asking)), (2, 1));
     agent.client.shutdown();
 }
 
 #[test]
-fn a_lookup_without_an_answer_fails_when_its_time_is_over_while_beats_go_on() {
+fn lookup_without_a_response_times_out_while_heartbeats_continue() {
     let fake = Fake::start();
     let agent = Agent::start(settings(fake.endpoint()));
-    agent.settle(&[]);
+    agent.announce_inventory(&[]);
     fake.write(|state| state.lookup_mode = Mode::Stall);
     let asked = Instant::now();
     let beats = fake.read(|state| state.beats);
@@ -213,11 +218,11 @@ fn a_lookup_without_an_answer_fails_when_its_time_is_over_while_beats_go_on() {
 }
 
 #[test]
-fn more_lookups_than_the_bound_fail_at_once_and_each_ends_once() {
+fn lookups_beyond_the_limit_fail_immediately_and_each_ends_once() {
     let fake = Fake::start();
     fake.write(|state| state.lookup_mode = Mode::Stall);
     let agent = Agent::start(DirectorySettings { lookups_max: 4, ..settings(fake.endpoint()) });
-    agent.settle(&[]);
+    agent.announce_inventory(&[]);
     for id in 0..10 {
         agent.client.lookup(LookupId(id), vec![key(1)], Duration::from_millis(500));
     }
@@ -227,26 +232,26 @@ fn more_lookups_than_the_bound_fail_at_once_and_each_ends_once() {
             other => panic!("{other:?}"),
         })
         .collect();
-    assert!(failed[..6].iter().all(|id| *id >= 4), "those beyond the bound fail first: {failed:?}");
+    assert!(failed[..6].iter().all(|id| *id >= 4), "lookups beyond the limit fail first: {failed:?}");
     failed.sort_unstable();
     assert_eq!(failed, (0..10).collect::<Vec<_>>());
     agent.client.shutdown();
 }
 
 #[test]
-fn an_absent_control_plane_is_found_when_it_comes_and_announced_to_again_when_it_forgot() {
+fn client_connects_to_a_late_control_plane_and_announces_again_when_it_lost_its_state() {
     let port = Fake::start().stop();
     let agent = Agent::start(settings(format!("http://127.0.0.1:{port}")));
     agent.client.lookup(LookupId(1), vec![key(1)], LOOKUP_TIMEOUT);
     assert_eq!(
         agent.next(),
         DirectoryEvent::LookupFailed { lookup: LookupId(1) },
-        "nobody is there: at once"
+        "no control plane: immediately"
     );
 
     let fake = Fake::start_at(port);
     agent.wait_for(&registered(1));
-    agent.settle(&[(key(0), Tier::Dram)]);
+    agent.announce_inventory(&[(key(0), Tier::Dram)]);
     fake.wait(|state| state.log.len() == 1);
 
     fake.stop();
@@ -258,19 +263,19 @@ fn an_absent_control_plane_is_found_when_it_comes_and_announced_to_again_when_it
     let again = Fake::start_at(port);
     again.write(|state| state.epoch = 5);
     agent.wait_for(&registered(6));
-    agent.settle(&[(key(0), Tier::Dram), (key(1), Tier::Nvme)]);
+    agent.announce_inventory(&[(key(0), Tier::Dram), (key(1), Tier::Nvme)]);
     again.wait(|state| state.log == [(key(0), 1), (key(1), 2)]);
     assert!(agent.client.status().beats_failed > 0);
     agent.client.shutdown();
 }
 
 #[test]
-fn a_control_plane_that_comes_back_knowing_the_node_gets_what_was_queued_and_no_inventory() {
+fn returning_control_plane_that_knows_the_node_gets_queued_changes_without_an_inventory() {
     let fake = Fake::start();
     let agent = Agent::start(settings(fake.endpoint()));
-    agent.settle(&[(key(0), Tier::Dram)]);
+    agent.announce_inventory(&[(key(0), Tier::Dram)]);
     fake.wait(|state| state.log.len() == 1);
-    // An answer that is lost with the fake leaves its changes queued.
+    // A reply that is lost when the fake stops leaves its changes queued.
     agent.wait_until(|status| status.changes_announced == 1);
     let state = fake.read(Clone::clone);
     let port = fake.stop();
@@ -286,10 +291,10 @@ fn a_control_plane_that_comes_back_knowing_the_node_gets_what_was_queued_and_no_
 }
 
 #[test]
-fn a_batch_whose_answer_was_lost_is_sent_again_and_applied_once() {
+fn batch_with_a_lost_reply_is_sent_again_and_applied_once() {
     let fake = Fake::start();
     let agent = Agent::start(settings(fake.endpoint()));
-    agent.settle(&[]);
+    agent.announce_inventory(&[]);
     fake.wait(|state| state.resets == 1);
     fake.write(|state| state.update_mode = Mode::Stall);
     agent.client.announce(&[change(1, Change::Added)]);
@@ -297,50 +302,51 @@ fn a_batch_whose_answer_was_lost_is_sent_again_and_applied_once() {
     fake.write(|state| state.update_mode = Mode::Answer);
     agent.client.announce(&[change(2, Change::Added)]);
     fake.wait(|state| state.log == [(key(1), 2), (key(2), 2)]);
-    assert_eq!(fake.read(|state| state.resets), 1, "no inventory was needed");
+    assert_eq!(fake.read(|state| state.resets), 1, "no inventory was sent");
     agent.client.shutdown();
 }
 
 #[test]
-fn a_gap_a_fence_and_a_refusal_each_end_in_a_whole_inventory() {
+fn gap_fence_and_rejection_each_lead_to_a_complete_inventory() {
     let fake = Fake::start();
     let agent = Agent::start(settings(fake.endpoint()));
-    agent.settle(&[(key(0), Tier::Dram)]);
+    agent.announce_inventory(&[(key(0), Tier::Dram)]);
     fake.wait(|state| state.log.len() == 1);
 
     fake.write(|state| state.expected += 100);
     agent.client.announce(&[change(1, Change::Added)]);
-    agent.settle(&[(key(7), Tier::Dram)]);
+    agent.announce_inventory(&[(key(7), Tier::Dram)]);
     fake.wait(|state| state.log == [(key(7), 1)] && state.resets == 2);
 
     fake.write(|state| state.update_mode = Mode::Refuse);
     agent.client.announce(&[change(1, Change::Added)]);
-    agent.wait_for(&everything_wanted());
+    agent.wait_for(&all_slots_requested());
     fake.write(|state| state.update_mode = Mode::Answer);
     agent.client.inventory(&SlotSet::ALL, &[(key(8), Tier::Dram)]);
     fake.wait(|state| state.log == [(key(8), 1)] && state.resets == 3);
 
-    // The beats do not tell: only the update is fenced, as when another agent has just taken the name.
+    // Heartbeats do not report it: only the update is fenced, as when another agent has just registered the
+    // name.
     fake.write(|state| state.fence_updates_of = Some(1));
     agent.client.announce(&[change(1, Change::Added)]);
     agent.wait_for(&DirectoryEvent::Disconnected);
     agent.wait_for(&registered(2));
-    agent.settle(&[(key(9), Tier::Dram)]);
+    agent.announce_inventory(&[(key(9), Tier::Dram)]);
     fake.wait(|state| state.log == [(key(9), 1)]);
     agent.client.shutdown();
 }
 
 #[test]
-fn a_queue_that_overflows_is_dropped_and_replaced_by_an_inventory() {
+fn overflowing_queue_is_replaced_by_an_inventory() {
     let fake = Fake::start();
     let agent = Agent::start(DirectorySettings { changes_queued_max: 10, ..settings(fake.endpoint()) });
-    agent.settle(&[]);
+    agent.announce_inventory(&[]);
     fake.wait(|state| state.resets == 1);
     fake.write(|state| state.update_mode = Mode::Stall);
     agent.client.announce(&added(0..5));
     fake.wait(|state| state.updates >= 2);
     agent.client.announce(&added(5..20));
-    agent.wait_for(&everything_wanted());
+    agent.wait_for(&all_slots_requested());
     assert_eq!(agent.client.status().changes_superseded, 20);
     fake.write(|state| state.update_mode = Mode::Answer);
     let all: Vec<_> = (0..20).map(|number| (key(number), Tier::Nvme)).collect();
@@ -350,12 +356,12 @@ fn a_queue_that_overflows_is_dropped_and_replaced_by_an_inventory() {
 }
 
 #[test]
-fn beats_go_on_while_the_sink_blocks_and_updates_stall() {
+fn heartbeats_continue_while_the_sink_blocks_and_updates_stall() {
     let fake = Fake::start();
     let (release, blocked) = mpsc::channel::<()>();
     let blocked = Mutex::new(blocked);
     let sink: DirectorySink = Arc::new(move |event| {
-        if event == everything_wanted() {
+        if event == all_slots_requested() {
             let blocked = blocked.lock().expect("not poisoned");
             let _ = blocked.recv_timeout(PATIENCE);
         }
@@ -364,17 +370,17 @@ fn beats_go_on_while_the_sink_blocks_and_updates_stall() {
     fake.wait(|state| state.beats >= 10);
     client.announce(&[change(1, Change::Added)]);
     client.lookup(LookupId(1), vec![key(1)], LOOKUP_TIMEOUT);
-    release.send(()).expect("the sink waits");
+    release.send(()).expect("the sink is blocked");
     fake.wait(|state| state.lookups == 1);
     client.shutdown();
 }
 
 #[test]
-fn peers_are_known_by_the_list_and_by_every_change() {
+fn peers_are_learned_from_the_list_and_from_changes() {
     let fake = Fake::start();
     fake.write(|state| state.nodes = vec![info(1, 1, "a:1"), info(2, 4, "b:1")]);
     let agent = Agent::start(settings(fake.endpoint()));
-    agent.settle(&[]);
+    agent.announce_inventory(&[]);
     let wait = |node, address: Option<&str>| {
         let start = Instant::now();
         while agent.client.peer_address(NodeId(node)).as_deref() != address {
@@ -392,7 +398,7 @@ fn peers_are_known_by_the_list_and_by_every_change() {
 
     let port = fake.stop();
     agent.wait_for(&DirectoryEvent::Disconnected);
-    assert_eq!(agent.client.peer_address(NodeId(3)).as_deref(), Some("c:1"), "the last known list stays");
+    assert_eq!(agent.client.peer_address(NodeId(3)).as_deref(), Some("c:1"), "the last known list is kept");
     let again = Fake::start_at(port);
     again.write(|state| state.nodes = vec![info(2, 1, "d:1")]);
     wait(3, None);
@@ -401,16 +407,16 @@ fn peers_are_known_by_the_list_and_by_every_change() {
 }
 
 #[test]
-fn shutdown_is_quick_whatever_the_control_plane_does_and_can_be_repeated() {
+fn shutdown_is_quick_with_any_control_plane_and_can_be_repeated() {
     let fake = Fake::start();
     fake.write(|state| (state.lookup_mode, state.update_mode) = (Mode::Stall, Mode::Stall));
     let agent = Agent::start(settings(fake.endpoint()));
-    agent.settle(&[(key(1), Tier::Dram)]);
+    agent.announce_inventory(&[(key(1), Tier::Dram)]);
     agent.client.lookup(LookupId(1), vec![key(1)], LOOKUP_TIMEOUT);
     fake.wait(|state| state.updates > 0 && state.lookups > 0);
     let start = Instant::now();
     agent.client.shutdown();
     agent.client.shutdown();
     assert!(start.elapsed() < SHUTDOWN_WAIT, "{:?}", start.elapsed());
-    assert!(agent.events.try_recv().is_err(), "the threads have ended: no event comes any more");
+    assert!(agent.events.try_recv().is_err(), "the threads have ended, so no event follows");
 }

@@ -1,4 +1,4 @@
-//! Between the agent's types and the control plane's messages. What the control plane sends is checked, not trusted.
+//! Conversion between the agent's types and the control plane's messages. Received messages are validated.
 
 use prost::bytes::Bytes;
 use reprise_agent_core::event::Replica;
@@ -7,14 +7,14 @@ use reprise_policy::routing::LoadClass;
 use reprise_policy::{BlockKey, NodeId, SlotSet, Tier};
 use reprise_proto::controlplane::{LookupReply, UpdateReply, UpdateRequest};
 
-/// Packed replica: u16 node, u8 tier, u8 load class.
+/// Size of a packed replica: u16 node, u8 tier, u8 load class.
 const REPLICA_BYTES: usize = 4;
 
-/// A batch as the directory's request.
+/// Converts a batch to a request.
 pub(super) fn update_request(batch: &Batch) -> UpdateRequest {
     let begins = match &batch.opening {
         Opening::Nothing => Bytes::new(),
-        Opening::Slots(slots) | Opening::Anew(slots) => set(slots),
+        Opening::Slots(slots) | Opening::Reset(slots) => set(slots),
     };
     UpdateRequest {
         node: u32::from(batch.node.0),
@@ -22,7 +22,7 @@ pub(super) fn update_request(batch: &Batch) -> UpdateRequest {
         sequence: batch.sequence,
         keys: Bytes::copy_from_slice(&batch.keys),
         operations: Bytes::copy_from_slice(&batch.operations),
-        reset: matches!(batch.opening, Opening::Anew(_)),
+        reset: matches!(batch.opening, Opening::Reset(_)),
         begins,
         ends: if batch.ends.is_empty() { Bytes::new() } else { set(&batch.ends) },
     }
@@ -32,18 +32,18 @@ fn set(slots: &SlotSet) -> Bytes {
     Bytes::copy_from_slice(&slots.to_bytes())
 }
 
-/// The directory's answer to a batch.
+/// Converts the directory's reply to a batch.
 pub(super) fn answer(reply: &UpdateReply) -> Answer {
     if reply.fenced { Answer::Fenced } else { Answer::Expecting(reply.expected_sequence) }
 }
 
-/// Keys in the packed form of a request.
+/// Packs keys for a request.
 pub(super) fn pack(keys: &[BlockKey]) -> Bytes {
     BlockKey::pack(keys).into()
 }
 
-/// Appends the replicas of each key to `found`. `None` when the reply does not fit the `keys` asked.
-/// Tiers this agent does not know are left out: a newer control plane may have more.
+/// Appends the replicas of each key to `found`; returns `None` if the reply does not match the number of
+/// keys. Unknown tiers are omitted: a newer control plane may have more.
 pub(super) fn unpack_found(reply: &LookupReply, keys: usize, found: &mut Vec<Vec<Replica>>) -> Option<()> {
     let (replicas, rest) = reply.replicas.as_chunks::<REPLICA_BYTES>();
     let whole = rest.is_empty()
@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reply_that_does_not_fit_the_question_is_refused() {
+    fn reply_that_does_not_match_the_request_is_rejected() {
         let replicas = Bytes::from(vec![1, 0, 1, 0]);
         for (offsets, replicas) in [
             (vec![], replicas.clone()),
@@ -112,12 +112,12 @@ mod tests {
     }
 
     #[test]
-    fn a_batch_becomes_a_request_and_a_reply_an_answer() {
+    fn batches_and_replies_are_converted() {
         let batch = Batch {
             node: NodeId(7),
             epoch: reprise_policy::Epoch(3),
             sequence: 9,
-            opening: Opening::Anew(SlotSet::ALL),
+            opening: Opening::Reset(SlotSet::ALL),
             keys: vec![5; 16],
             operations: vec![0x81],
             ends: SlotSet::EMPTY,

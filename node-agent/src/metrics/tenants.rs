@@ -1,7 +1,7 @@
-//! What tenants hold and may hold, with a bounded label.
+//! Metrics of tenants' usage and quotas, with a bounded label.
 //!
-//! The first 32 tenants have a label of their own, those of the configuration before others; the rest is added up under
-//! `other`. Who has a label keeps it for the life of the agent, so no counter goes back.
+//! The first 32 tenants have their own label, configured ones first; the others are summed under `other`. A
+//! tenant keeps its label until the agent exits, so no counter decreases.
 
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
 use prometheus_client::metrics::MetricType;
@@ -13,10 +13,10 @@ use reprise_policy::TenantId;
 use super::Kind;
 use super::tables::TENANT;
 
-/// Tenants with a label of their own: ten metrics each.
+/// Maximum number of tenants with a label; each has ten metrics.
 const TENANTS_NAMED_MAX: usize = 32;
 
-/// Label of the others together. No tenant's name has a dot.
+/// Label of all other tenants. Tenant names cannot contain a dot.
 const OTHER: &str = "other.";
 
 /// One row of values for each label.
@@ -26,7 +26,7 @@ pub(crate) struct TenantRows {
 }
 
 impl TenantRows {
-    /// The rows of these tenants; `name` says who is who.
+    /// Builds the rows of these tenants; `name` maps numbers to names.
     pub(crate) fn new(usage: &[TenantUsage], name: impl Fn(TenantId) -> String) -> TenantRows {
         let mut rows: Vec<(String, [u64; TENANT.len()])> = Vec::new();
         for (at, tenant) in usage.iter().enumerate() {
@@ -38,7 +38,7 @@ impl TenantRows {
             if at == TENANTS_NAMED_MAX {
                 rows.push((OTHER.to_owned(), [0; TENANT.len()]));
             }
-            let sums = &mut rows.last_mut().expect("just there").1;
+            let sums = &mut rows.last_mut().expect("the row was just added").1;
             sums.iter_mut().zip(values).for_each(|(sum, value)| *sum = sum.saturating_add(value));
         }
         TenantRows { rows }
@@ -72,27 +72,27 @@ impl TenantRows {
 
 #[cfg(test)]
 mod tests {
-    use reprise_agent_core::agent::{Blocks, TenantCounts};
+    use reprise_agent_core::agent::{TenantBlocks, TenantCounts};
     use reprise_policy::Quota;
-    use reprise_policy::quota::Holding;
+    use reprise_policy::quota::QuotaUsage;
 
     use super::*;
 
     fn usage(tenant: u16) -> TenantUsage {
-        let holding = Holding { quota: Quota::UNLIMITED, used: 10 };
+        let holding = QuotaUsage { quota: Quota::UNLIMITED, used: 10 };
         let counts = TenantCounts { dram_evictions: 1, ..TenantCounts::default() };
-        let blocks = Blocks::default();
+        let blocks = TenantBlocks::default();
         TenantUsage { tenant: TenantId(tenant), grant: None, dram: holding, nvme: holding, blocks, counts }
     }
 
     #[test]
-    fn every_field_of_a_tenant_is_described_in_order() {
+    fn tenant_fields_are_described_in_order() {
         let described: Vec<&str> = TENANT.iter().map(|metric| metric.name).collect();
         assert_eq!(described, usage(0).fields().map(|(name, _)| name));
     }
 
     #[test]
-    fn beyond_the_first_32_tenants_are_added_up() {
+    fn tenants_beyond_the_first_32_are_summed() {
         let all: Vec<TenantUsage> = (0..40).map(usage).collect();
         let rows = TenantRows::new(&all, |tenant| format!("t{}", tenant.0)).rows;
         assert_eq!(rows.len(), 33);

@@ -1,10 +1,10 @@
-//! Stops several things at once, within one time limit.
+//! Stops several items concurrently within one time limit.
 
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-/// Stops every item on a thread of its own and waits up to `patience` for all of them together; how many had not
-/// stopped by then. Their threads go on until the process ends.
+/// Stops every item on a separate thread and waits up to `patience` for all of them. Returns the number of
+/// items that had not stopped in time; their threads run until the process ends.
 pub(super) fn stop_all<T: Send + 'static>(items: Vec<T>, stop: fn(T), patience: Duration) -> usize {
     let until = Instant::now() + patience;
     let (stopped, is_stopped) = channel();
@@ -13,13 +13,13 @@ pub(super) fn stop_all<T: Send + 'static>(items: Vec<T>, stop: fn(T), patience: 
         let stopped = stopped.clone();
         let body = move || {
             stop(item);
-            // Nobody waits any more when it was too late.
+            // Fails only if the time limit has passed.
             let _ = stopped.send(());
         };
         match std::thread::Builder::new().name("stopping".to_owned()).spawn(body) {
             Ok(_) => left += 1,
-            // The item was dropped with the thread that could not be had.
-            Err(error) => tracing::warn!(%error, "cannot start a thread to stop a device"),
+            // The item was dropped with the thread that could not be spawned.
+            Err(error) => tracing::warn!(%error, "cannot spawn a thread to stop a device"),
         }
     }
     drop(stopped);
@@ -38,14 +38,14 @@ mod tests {
 
     use super::*;
 
-    /// Longer than anything that a passing test waits for.
+    /// Longer than any wait of a passing test.
     const PATIENCE: Duration = Duration::from_secs(20);
 
     #[test]
-    fn what_needs_another_to_be_stopped_too_is_not_waited_for_first() {
+    fn items_that_depend_on_each_other_are_stopped_concurrently() {
         let (first, from_first) = channel::<()>();
         let (second, from_second) = channel::<()>();
-        // Each ends when the other has begun to stop: one after the other, neither would.
+        // Each item stops once the other has begun to stop, so a sequential stop would not end.
         let items: Vec<(Sender<()>, Receiver<()>)> = vec![(first, from_second), (second, from_first)];
         let meet = |(own, other): (Sender<()>, Receiver<()>)| {
             drop(own);
@@ -55,7 +55,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_stop_is_left_behind() {
+    fn item_that_does_not_stop_is_abandoned() {
         let (hold, held) = channel::<()>();
         let (ended, has_ended) = channel::<()>();
         let items: Vec<(Option<Receiver<()>>, Sender<()>)> = vec![(Some(held), ended.clone()), (None, ended)];
@@ -66,8 +66,8 @@ mod tests {
             let _ = ended.send(());
         };
         assert_eq!(stop_all(items, stop, Duration::from_millis(500)), 1);
-        has_ended.recv_timeout(PATIENCE).expect("the other one has stopped");
+        has_ended.recv_timeout(PATIENCE).expect("the other item has stopped");
         drop(hold);
-        has_ended.recv_timeout(PATIENCE).expect("it was let go");
+        has_ended.recv_timeout(PATIENCE).expect("the item was released");
     }
 }

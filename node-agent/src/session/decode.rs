@@ -1,7 +1,7 @@
-//! From messages of the session protocol to requests of the core.
+//! Decodes messages of the session protocol to requests of the core.
 //!
-//! Whatever a client sends ends in a request, in a refusal with words, or in the end of the session; never in a
-//! panic. Lists are bounded by `KEYS_PER_CALL_MAX`, messages by `FRAME_BYTES_MAX`.
+//! Any input from a client results in a request, a rejection with a reason, or the end of the session, but
+//! never in a panic. Lists are bounded by `KEYS_PER_CALL_MAX`, messages by `FRAME_BYTES_MAX`.
 
 use std::time::Duration;
 
@@ -17,45 +17,44 @@ use reprise_agent_core::event::{
 use reprise_policy::BlockKey;
 use reprise_proto::local::{self, KEYS_PER_CALL_MAX};
 
-// The protocol and the core have one limit for the lists of a call.
+// The protocol and the core use the same limit for lists.
 const _: () = assert!(KEYS_PER_CALL_MAX == MATCH_KEYS_MAX && KEYS_PER_CALL_MAX == LOAD_BLOCKS_MAX);
 const _: () =
     assert!(KEYS_PER_CALL_MAX == COMMIT_ITEMS_MAX && KEYS_PER_CALL_MAX == RESERVE_SLOTS_MAX as usize);
 
-/// A readable message.
 #[derive(Debug)]
-pub(super) enum Decoded {
-    /// To be answered by the core.
+pub(super) enum DecodeResult {
+    /// A request for the core.
     Request { id: RequestId, body: Request },
-    /// Wrong, but its sender can be told so.
-    Refused { id: u64, message: String },
+    /// An invalid request whose sender can be notified.
+    Rejection { id: u64, message: String },
 }
 
 /// Decodes one message.
 ///
 /// # Errors
-/// Text for a client whose messages cannot be told apart any more: the session must end.
-pub(super) fn request(frame: Bytes) -> Result<Decoded, String> {
-    let message =
-        local::Request::decode(frame).map_err(|error| format!("not a request of this protocol: {error}"))?;
+/// A text for a client whose messages can no longer be separated: the session must end.
+pub(super) fn request(frame: Bytes) -> Result<DecodeResult, String> {
+    let message = local::Request::decode(frame)
+        .map_err(|error| format!("invalid message, expected a request of the session protocol: {error}"))?;
     let id = message.id;
     if id == 0 {
         return Err("request id 0 is reserved for notices".to_owned());
     }
     let Some(body) = message.body else {
-        let message = "this agent does not know the request; is the client newer than the agent?".to_owned();
-        return Ok(Decoded::Refused { id, message });
+        let message = "unknown request; the client may be newer than the agent".to_owned();
+        return Ok(DecodeResult::Rejection { id, message });
     };
     Ok(match convert(body) {
-        Ok(body) => Decoded::Request { id: RequestId(id), body },
-        Err(message) => Decoded::Refused { id, message },
+        Ok(body) => DecodeResult::Request { id: RequestId(id), body },
+        Err(message) => DecodeResult::Rejection { id, message },
     })
 }
 
 fn convert(body: local::request::Body) -> Result<Request, String> {
     use local::request::Body;
     match body {
-        Body::Hello(_) => Err("hello is the first message of a session, once".to_owned()),
+        Body::Hello(_) => Err("hello is only allowed as the first message of a session".to_owned()),
         Body::Reserve(local::Reserve { count }) => {
             count_within("reserve: count", count as usize)?;
             Ok(Request::Reserve { count })
@@ -85,13 +84,17 @@ fn convert_commit(commit: &local::Commit) -> Result<Request, String> {
         0 => Priority::Normal,
         1 => Priority::High,
         2 => Priority::Low,
-        other => return Err(format!("commit: priority {other} is not 0 (normal), 1 (high) or 2 (low)")),
+        other => {
+            return Err(format!(
+                "commit: invalid priority {other}: expected 0 (normal), 1 (high) or 2 (low)"
+            ));
+        }
     };
     let parent = match commit.parent.as_ref() {
         [] => None,
         bytes => Some(BlockKey(bytes.try_into().map_err(|_| {
             format!(
-                "commit: parent has {} bytes: send a key of {} bytes or none",
+                "commit: parent has {} bytes: expected a key of {} bytes or none",
                 bytes.len(),
                 BlockKey::SIZE
             )
@@ -101,7 +104,7 @@ fn convert_commit(commit: &local::Commit) -> Result<Request, String> {
     Ok(Request::Commit(CommitRequest { items, priority, parent }))
 }
 
-/// An item with a wrong key or checksums still reaches the core, which gives its lease back.
+/// An item with an invalid key or checksums is still passed to the core, which releases its lease.
 fn convert_item(item: &local::CommitItem) -> CommitItem {
     let key = <[u8; BlockKey::SIZE]>::try_from(item.key.as_ref()).ok().map(BlockKey);
     let (words, rest) = item.checksums.as_chunks::<4>();
@@ -112,7 +115,7 @@ fn convert_item(item: &local::CommitItem) -> CommitItem {
     CommitItem { lease: LeaseId(item.lease), key, checksums }
 }
 
-/// A deadline or read size of 0 is passed on: the core has the defaults.
+/// A deadline or read size of 0 is passed on: the core applies its default.
 fn convert_load(load: &local::Load) -> Result<Request, String> {
     let keys = unpack("load: keys", &load.keys)?;
     let deadline = Duration::from_micros(load.deadline_us);
@@ -133,7 +136,7 @@ fn scope(local_only: bool) -> Scope {
 
 fn unpack(what: &str, packed: &[u8]) -> Result<Vec<BlockKey>, String> {
     let keys = BlockKey::unpack(packed)
-        .ok_or_else(|| format!("{what}: {} bytes are not a run of 16-byte keys", packed.len()))?;
+        .ok_or_else(|| format!("{what}: {} bytes are not a multiple of 16-byte keys", packed.len()))?;
     count_within(what, keys.len())?;
     Ok(keys)
 }
@@ -142,7 +145,7 @@ fn count_within(what: &str, count: usize) -> Result<(), String> {
     if (1..=KEYS_PER_CALL_MAX).contains(&count) {
         return Ok(());
     }
-    Err(format!("{what}: {count} is not within 1 to {KEYS_PER_CALL_MAX}"))
+    Err(format!("{what}: invalid number {count}: expected 1 to {KEYS_PER_CALL_MAX}"))
 }
 
 #[cfg(test)]
@@ -151,15 +154,15 @@ mod tests {
 
     use super::*;
 
-    fn decode(id: u64, body: Body) -> Decoded {
+    fn decode(id: u64, body: Body) -> DecodeResult {
         let message = local::Request { id, body: Some(body) };
         request(Bytes::from(message.encode_to_vec())).expect("readable")
     }
 
     fn refusal(body: Body) -> String {
         match decode(7, body) {
-            Decoded::Refused { id: 7, message } => message,
-            other => panic!("expected a refusal, got {other:?}"),
+            DecodeResult::Rejection { id: 7, message } => message,
+            other => panic!("expected a rejection, got {other:?}"),
         }
     }
 
@@ -168,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_that_do_not_fit_are_refused_with_words() {
+    fn invalid_sizes_are_rejected_with_a_reason() {
         let keys = |bytes: usize| Bytes::from(vec![0; bytes]);
         let lookup = |bytes| Body::Match(local::Match { keys: keys(bytes), local_only: false });
         assert!(refusal(lookup(17)).contains("16-byte keys"));
@@ -188,30 +191,30 @@ mod tests {
     }
 
     #[test]
-    fn a_commit_item_with_a_bad_key_or_checksums_still_names_its_lease() {
+    fn commit_item_with_an_invalid_key_or_checksums_keeps_its_lease() {
         let item = local::CommitItem {
             lease: 3,
             key: Bytes::from_static(b"short"),
             checksums: Bytes::from_static(b"abc"),
         };
         let decoded = decode(1, Body::Commit(local::Commit { items: vec![item], ..one_item() }));
-        let Decoded::Request { body: Request::Commit(CommitRequest { items, .. }), .. } = decoded else {
+        let DecodeResult::Request { body: Request::Commit(CommitRequest { items, .. }), .. } = decoded else {
             panic!("expected a commit, got {decoded:?}");
         };
         assert_eq!((items[0].lease, items[0].key, items[0].checksums.len()), (LeaseId(3), None, 0));
     }
 
     #[test]
-    fn a_message_that_is_none_and_the_id_of_notices_end_the_session() {
-        assert!(request(Bytes::from_static(&[0xff; 9])).expect_err("garbage").contains("not a request"));
+    fn invalid_messages_and_the_id_of_notices_end_the_session() {
+        assert!(request(Bytes::from_static(&[0xff; 9])).expect_err("garbage").contains("invalid message"));
         let zero = local::Request { id: 0, body: Some(Body::Stats(local::Stats {})) };
         assert!(request(Bytes::from(zero.encode_to_vec())).expect_err("id 0").contains("id 0"));
     }
 
     #[test]
-    fn a_request_from_the_future_is_refused_and_the_session_goes_on() {
+    fn unknown_request_is_rejected_and_the_session_continues() {
         let message = local::Request { id: 5, body: None };
         let decoded = request(Bytes::from(message.encode_to_vec())).expect("readable");
-        assert!(matches!(decoded, Decoded::Refused { id: 5, message } if message.contains("newer")));
+        assert!(matches!(decoded, DecodeResult::Rejection { id: 5, message } if message.contains("newer")));
     }
 }

@@ -1,7 +1,7 @@
-//! From answers of the core to frames of the session protocol.
+//! Encodes replies of the core to frames of the session protocol.
 //!
-//! A load reply of 8,192 blocks carries 2 MiB of checksums: they are laid out once in one buffer that all blocks
-//! of the message share, so encoding costs two copies and no allocation per block.
+//! A load reply for 8,192 blocks has 2 MiB of checksums. They are written once to a buffer that all blocks
+//! of the message share, so encoding takes two copies and no allocation per block.
 
 use bytes::Bytes;
 use reprise_agent_core::effect::{
@@ -14,46 +14,46 @@ use reprise_proto::local::{self, FRAME_BYTES_MAX, KEYS_PER_CALL_MAX, response::B
 
 use super::frame::{Descriptor, Frame};
 
-/// Bytes of a load reply beside its blocks at the most: what names the load (48), and every region of an arena (20
-/// each: number, length, access, two tags, a length).
+/// Maximum size of a load reply without its blocks, in bytes: ids of the load (48), and every region of an
+/// arena (20 each: number, length, access, two tags, a length).
 const LOADED_FIXED_BYTES: usize = 48 + REGIONS_MAX * 20;
 
-/// Bytes of a block in a load reply beside its checksums at the most: tag and length (4), status and source (4),
-/// place (2 of its own, region 4, offset 11), tag and length of the checksums (4).
+/// Maximum size of a block in a load reply without its checksums, in bytes: tag and length (4), status and
+/// source (4), place (2, plus region 4 and offset 11), tag and length of the checksums (4).
 const LOADED_BLOCK_BYTES: usize = 29;
 
-/// Blocks of one load at the most, so that its answer is a frame: 4,200 with the most objects that a block can have,
-/// and all that a call may name up to 494.
+/// Returns the maximum number of blocks of a load whose reply fits into a frame: 4,200 with the maximum
+/// number of objects per block, and the limit of a call for up to 494 objects.
 pub(super) fn load_blocks_max(layout: Layout) -> usize {
     let block_bytes = LOADED_BLOCK_BYTES + 4 * layout.objects() as usize;
     KEYS_PER_CALL_MAX.min((FRAME_BYTES_MAX - LOADED_FIXED_BYTES) / block_bytes)
 }
 
-/// The answer to a request. `arena` has the regions that it names.
+/// Encodes the reply to a request. `arena` contains the regions that it references.
 pub(super) fn reply(arena: &Arena, request: RequestId, reply: Reply) -> Frame {
     let mut granted = Grants { arena, descriptors: Vec::new() };
     let body = convert(&mut granted, reply);
     Frame::new(&local::Response { id: request.0, body: Some(body) }, granted.descriptors)
 }
 
-/// A refusal that does not come from the core.
+/// Encodes a rejection that does not come from the core.
 pub(super) fn failure(id: u64, kind: local::FailureKind, message: &str) -> Frame {
     let body = failure_body(kind, message.to_owned());
     Frame::new(&local::Response { id, body: Some(body) }, Vec::new())
 }
 
-/// The answer to a greeting, with the progress page.
+/// Encodes the reply to a greeting, with the progress page.
 pub(super) fn welcome(id: u64, welcome: local::Welcome, page: Descriptor) -> Frame {
     Frame::new(&local::Response { id, body: Some(Body::Welcome(welcome)) }, vec![page])
 }
 
-/// The notice that the blocks of a commit have come to their end.
+/// Encodes the notice that all blocks of a commit have a final state.
 pub(super) fn durable(ticket: Ticket, durable: u32, lost: &[BlockKey]) -> Frame {
     let notice = local::Durable { ticket: ticket.0, durable, lost_keys: BlockKey::pack(lost).into() };
     Frame::new(&local::Response { id: 0, body: Some(Body::Durable(notice)) }, Vec::new())
 }
 
-/// Collects the descriptors of the regions that a message names, in its order.
+/// Collects the descriptors of the regions that a message references, in its order.
 struct Grants<'a> {
     arena: &'a Arena,
     descriptors: Vec<Descriptor>,
@@ -79,7 +79,7 @@ fn convert(grants: &mut Grants<'_>, reply: Reply) -> Body {
     match reply {
         Reply::BadRequest(message) => failure_body(local::FailureKind::BadRequest, message),
         Reply::Busy { message, retry_after } => {
-            let text = format!("{message}; try again in {} ms", retry_after.as_millis().max(1));
+            let text = format!("{message}; retry in {} ms", retry_after.as_millis().max(1));
             failure_body(local::FailureKind::Busy, text)
         }
         Reply::Reserved { regions, leases, retry_after } => Body::Reserved(local::Reserved {
@@ -148,7 +148,7 @@ fn loaded_blocks(blocks: &[LoadedBlock]) -> Vec<local::LoadedBlock> {
         .collect()
 }
 
-/// The checksums of all blocks, one behind the other, little endian.
+/// Concatenates the checksums of all blocks, little endian.
 fn shared_checksums(blocks: &[LoadedBlock]) -> Bytes {
     let of = |block: &LoadedBlock| match block {
         LoadedBlock::Ok { checksums, .. } => checksums.len(),
@@ -181,7 +181,7 @@ fn commit_status(status: CommitStatus) -> local::CommitStatus {
     }
 }
 
-// The wire numbers sources as the core does; a match sends the core's numbers as they are.
+// The wire uses the core's numbers for sources; a match reply sends them unchanged.
 const _: () = assert!(Source::OwnDram as u8 == 1 && Source::OwnNvme as u8 == 2);
 const _: () = assert!(Source::PeerDram as u8 == 3 && Source::PeerNvme as u8 == 4);
 
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn the_largest_load_of_any_layout_has_an_answer_that_fits_a_frame() {
+    fn reply_to_the_largest_load_of_any_layout_fits_into_a_frame() {
         for layers in [1, 32, 247, 248, 480] {
             let layout = LayoutSpec {
                 layers,

@@ -1,9 +1,11 @@
-//! Frames of the session protocol: a u32 length, little endian, then one message.
+//! Frames of the session protocol: a little-endian u32 length, then one message.
 //!
-//! Reading: through a buffer that takes a whole match request (128 KiB of keys) in one system call when the
-//! socket has it. Descriptors that a client sends are not looked at; the kernel closes them.
-//! Writing: a [`Frame`] carries descriptors, which unix sockets pass at most [`DESCRIPTORS_PER_PART`] at a time:
-//! all groups but the last travel with one byte each, the last with the rest of the frame.
+//! Reading uses a buffer that takes a whole match request (128 KiB of keys) in one system call if the
+//! socket has it. Descriptors from a client are ignored; the kernel closes them.
+//!
+//! Writing: a [`Frame`] carries descriptors, of which a unix socket passes at most [`DESCRIPTORS_PER_PART`]
+//! per call. All groups except the last are sent with one byte each, the last one with the rest of the
+//! frame.
 
 use std::io::{self, BufReader, Read};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -17,27 +19,27 @@ use reprise_agent_core::effect::Access;
 use reprise_buffers::Region;
 use reprise_proto::local::{self, FRAME_BYTES_MAX};
 
-/// Bytes of a frame's length.
+/// Size of a frame's length prefix.
 const LENGTH_BYTES: usize = 4;
 
-/// A match of 8,192 keys and its envelope.
+/// Size of a match request for 8,192 keys.
 const READ_BUFFER_BYTES: usize = 160 << 10;
 
-/// Descriptors that one `sendmsg` passes at the most (`reprise_buffers` allows as many).
+/// Maximum number of descriptors in one `sendmsg`, as in `reprise_buffers`.
 pub(super) const DESCRIPTORS_PER_PART: usize = 32;
 
-/// Reads frames.
+/// Reads frames from a session's socket.
 pub(super) struct FrameReader {
     socket: BufReader<UnixStream>,
     limits: Limits,
 }
 
-/// What a reader takes.
+/// Limits of a reader.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
-    /// Bytes of a message at the most.
+    /// Maximum size of a message in bytes.
     pub(super) message_bytes: usize,
-    /// When the message must be whole, however it comes; `None` lets the client take its time.
+    /// Deadline for the complete message; `None`: no deadline.
     pub(super) until: Option<Instant>,
 }
 
@@ -46,11 +48,11 @@ pub(super) struct Limits {
 pub(super) enum FrameError {
     /// Its length exceeds the reader's limit.
     TooLong(usize),
-    /// The socket failed, timed out or ended within a frame.
+    /// The socket failed or timed out, or the stream ended within a frame.
     Io(io::Error),
 }
 
-/// Something that a frame passes to the client.
+/// A descriptor that a frame passes to the client.
 pub(super) enum Descriptor {
     /// A region of the arena.
     Region(Arc<Region>, Access),
@@ -58,7 +60,6 @@ pub(super) enum Descriptor {
     Progress(OwnedFd),
 }
 
-/// A message on its way out.
 pub(super) struct Frame {
     bytes: Vec<u8>,
     descriptors: Vec<Descriptor>,
@@ -71,13 +72,13 @@ impl FrameReader {
         FrameReader { socket: BufReader::with_capacity(READ_BUFFER_BYTES, socket), limits }
     }
 
-    /// Other limits, from the next message on.
+    /// Changes the limits from the next message on.
     pub(super) fn set_limits(&mut self, limits: Limits) -> io::Result<()> {
         self.limits = limits;
         self.socket.get_ref().set_read_timeout(None)
     }
 
-    /// The next message; `None` when the client has closed the session between two frames.
+    /// Returns the next message; `None` if the client has closed the session between two frames.
     pub(super) fn next_frame(&mut self) -> Result<Option<Bytes>, FrameError> {
         let mut length = [0; LENGTH_BYTES];
         match self.fill(&mut length)? {
@@ -96,7 +97,7 @@ impl FrameReader {
         Ok(Some(Bytes::from(message)))
     }
 
-    /// Fills `into`, or as much of it as comes before the end of the stream.
+    /// Fills `into` up to the end of the stream; returns the number of bytes.
     fn fill(&mut self, into: &mut [u8]) -> Result<usize, FrameError> {
         let mut filled = 0;
         while filled < into.len() {
@@ -123,7 +124,7 @@ impl FrameReader {
 }
 
 impl Limits {
-    /// Those of a session that has been greeted.
+    /// Limits after the handshake.
     pub(super) const SESSION: Limits = Limits { message_bytes: FRAME_BYTES_MAX, until: None };
 }
 
@@ -138,38 +139,39 @@ impl AsFd for Descriptor {
 }
 
 impl Frame {
-    /// Encodes a response that passes `descriptors`, in the order in which the message names them.
+    /// Encodes a response with `descriptors`, in the order in which the message references them.
     pub(super) fn new(response: &local::Response, descriptors: Vec<Descriptor>) -> Frame {
         let length = response.encoded_len();
         let mut bytes = Vec::with_capacity(LENGTH_BYTES + length);
-        let prefix = u32::try_from(length).expect("responses are built within FRAME_BYTES_MAX");
+        let prefix = u32::try_from(length).expect("responses do not exceed FRAME_BYTES_MAX");
         bytes.extend_from_slice(&prefix.to_le_bytes());
         response.encode(&mut bytes).expect("a Vec grows as needed");
         Frame { bytes, descriptors, bytes_sent: 0, descriptors_sent: 0 }
     }
 
-    /// Bytes of the frame.
+    /// Returns the size of the frame in bytes.
     pub(super) fn len(&self) -> usize {
         self.bytes.len()
     }
 
-    /// Whether all of it has been handed to the socket.
+    /// Returns whether the frame has been sent completely.
     pub(super) fn is_sent(&self) -> bool {
         self.bytes_sent == self.bytes.len()
     }
 
-    /// What to hand to the socket next, in one call.
+    /// Returns the part to send in the next call.
     pub(super) fn next_part(&self) -> (&[u8], Vec<BorrowedFd<'_>>) {
         let waiting = &self.descriptors[self.descriptors_sent..];
         let bytes = &self.bytes[self.bytes_sent..];
         if waiting.len() > DESCRIPTORS_PER_PART {
-            // A frame has a byte for every group: each region it names takes several.
+            // A frame has enough bytes for all groups: each region in it takes several.
             return (&bytes[..1], waiting[..DESCRIPTORS_PER_PART].iter().map(AsFd::as_fd).collect());
         }
         (bytes, waiting.iter().map(AsFd::as_fd).collect())
     }
 
-    /// The socket took `bytes` (at least one) of the last part; descriptors go with the first byte.
+    /// Records that `bytes` (at least one) of the last part were sent; descriptors are sent with the first
+    /// byte.
     pub(super) fn advance(&mut self, bytes: usize) {
         if bytes > 0 {
             self.descriptors_sent = self.descriptors.len().min(self.descriptors_sent + DESCRIPTORS_PER_PART);
@@ -192,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn frames_come_out_as_they_went_in_and_the_end_is_clean() {
+    fn frames_are_read_as_written_until_a_clean_end() {
         let mut frames = pipe(b"\x03\0\0\0abc\0\0\0\0");
         assert_eq!(frames.next_frame().expect("a frame").as_deref(), Some(b"abc".as_slice()));
         assert_eq!(frames.next_frame().expect("a frame").as_deref(), Some(b"".as_slice()));
@@ -200,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_cut_short_is_an_error_wherever_it_is_cut() {
+    fn truncated_frame_is_an_error() {
         for cut in 1..7 {
             let error = pipe(&b"\x03\0\0\0abc"[..cut]).next_frame().expect_err("cut short");
             assert!(matches!(error, FrameError::Io(error) if error.kind() == io::ErrorKind::UnexpectedEof));
@@ -208,20 +210,20 @@ mod tests {
     }
 
     #[test]
-    fn a_length_beyond_the_limit_is_refused_before_memory_is_taken() {
+    fn too_large_length_is_rejected_before_allocation() {
         let error = pipe(&u32::MAX.to_le_bytes()).next_frame().expect_err("too long");
         assert!(matches!(error, FrameError::TooLong(_)));
     }
 
     #[test]
-    fn a_message_that_comes_in_dribbles_has_until_its_deadline_and_no_longer() {
+    fn slow_message_is_rejected_at_its_deadline() {
         let (mut client, agent) = UnixStream::pair().expect("a socket pair");
         let until = Instant::now() + Duration::from_millis(200);
         let limits = Limits { message_bytes: 1000, until: Some(until) };
         let mut frames = FrameReader::new(agent, limits);
         let dribbling = std::thread::spawn(move || {
             client.write_all(&1000u32.to_le_bytes()).expect("sent");
-            // This is the client's pace: every byte comes long before the deadline, all of them 20 s after it.
+            // The client sends every byte long before the deadline, but all of them would take 20 s.
             while client.write_all(b"x").is_ok() {
                 std::thread::sleep(Duration::from_millis(20));
             }
@@ -236,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn descriptors_beyond_one_call_travel_in_groups_with_one_byte_each() {
+    fn descriptors_beyond_one_call_are_sent_in_groups_with_one_byte_each() {
         let (a, _b) = UnixStream::pair().expect("a socket pair");
         let page = || Descriptor::Progress(a.as_fd().try_clone_to_owned().expect("a descriptor"));
         let released = local::response::Body::Released(local::Released {});

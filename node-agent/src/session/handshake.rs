@@ -1,10 +1,11 @@
-//! The greeting of a session: protocol version, namespace, layout and tenant are checked before anything else.
+//! The handshake of a session: checks protocol version, namespace, layout and tenant.
 //!
-//! Whose session it is was checked elsewhere where a cluster says so ([`super::identity`]), and is believed otherwise. That the namespace is this
-//! tenant's is checked in any case.
+//! In a cluster, [`super::identity`] verifies the tenant; elsewhere it is not verified. That the namespace
+//! belongs to the tenant is always checked.
 //!
-//! A greeting that is refused is answered with the reason, then the session ends. The greeting has a deadline, and until it
-//! is complete the connection is closed when another one needs its place ([`super::listener`]).
+//! A rejected greeting is answered with the reason, then the session ends. The handshake has a deadline.
+//! Until it is complete, the connection may be closed to free a place for another one
+//! ([`super::listener`]).
 
 use std::io::ErrorKind as IoKind;
 use std::os::fd::OwnedFd;
@@ -15,7 +16,7 @@ use std::time::{Duration, Instant};
 use prost::Message;
 use reprise_agent_core::event::SessionOpened;
 use reprise_buffers::{PROGRESS_ENTRIES, PROGRESS_ENTRY_BYTES, ProgressWriter};
-use reprise_daemon::rejected::Reason;
+use reprise_daemon::rejected_connections::Reason;
 use reprise_policy::tenant::TenantError;
 use reprise_policy::{Dtype, Layout, LayoutSpec, NamespaceDigest, Parts, SessionId, TenantId, TenantName};
 use reprise_proto::local::{self, FailureKind, PROTOCOL_VERSION};
@@ -24,56 +25,56 @@ use super::frame::{Descriptor, FrameError, FrameReader, Limits};
 use super::outbound::{self, Outbound};
 use super::{Peer, Session, SessionContext, encode};
 
-/// A client greets as soon as it has connected. This is for the whole greeting.
+/// Time limit for the whole handshake; clients send the greeting immediately.
 pub(super) const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A greeting is a digest, a layout and a name, a hundred bytes, and a token: one to two KiB. Strangers get no more memory than this.
+/// Maximum size of a greeting, which bounds the memory of unauthenticated connections. A digest, a layout
+/// and a name take about a hundred bytes, a token one to two KiB.
 pub(super) const HELLO_BYTES_MAX: usize = 16 << 10;
 
-/// Names longer than this are cut.
+/// Longer client names are truncated.
 const CLIENT_NAME_BYTES_MAX: usize = 64;
 
-/// A session that both sides agree on.
-pub(super) struct Greeted {
+/// A session after a successful handshake.
+pub(super) struct Handshake {
     pub(super) opened: SessionOpened,
     pub(super) session: Arc<Session>,
     pub(super) progress: ProgressWriter,
     pub(super) frames: FrameReader,
-    /// To be sent once the core knows the session.
+    /// Sent once the core knows the session.
     pub(super) welcome: super::frame::Frame,
 }
 
-/// A greeting that was refused; the text is for the client and the log.
-struct Refused {
+/// A rejected greeting; the message is for the client and the log.
+struct Rejection {
     id: u64,
     kind: FailureKind,
     reason: Reason,
     message: String,
 }
 
-/// What a greeting says.
 struct Hello {
     id: u64,
     namespace: NamespaceDigest,
     layout: Layout,
     tenant: TenantName,
-    /// Empty: it shows none.
+    /// Empty if the greeting has no token.
     token: String,
     client_name: String,
 }
 
-/// Greets a client, or tells it why not; `None` ends the session.
-pub(super) fn greet(
+/// Performs the handshake; returns `None` if the session must end.
+pub(super) fn perform_handshake(
     context: &SessionContext,
     socket: UnixStream,
     id: SessionId,
     peer: Peer,
-) -> Option<Greeted> {
+) -> Option<Handshake> {
     let mut frames = match prepare(&socket) {
         Ok(frames) => frames,
         Err(error) => {
             context.count_rejected(Reason::System);
-            tracing::warn!(session = id.0, %error, "cannot configure a session's socket");
+            tracing::warn!(session = id.0, %error, "cannot configure the socket of a session");
             return None;
         }
     };
@@ -87,8 +88,8 @@ pub(super) fn greet(
         Err(Some(refused)) => {
             context.count_rejected(refused.reason);
             let kind = refused.reason.as_str();
-            tracing::warn!(kind, session = id.0, pid = peer.pid, why = %refused.message, "session refused");
-            // The client may be gone already; it has been logged.
+            tracing::warn!(kind, session = id.0, pid = peer.pid, why = %refused.message, "session rejected");
+            // The client may have disconnected; the rejection is logged.
             let _ =
                 outbound::send_frame(&socket, encode::failure(refused.id, refused.kind, &refused.message));
             return None;
@@ -108,18 +109,18 @@ fn open(
     socket: UnixStream,
     mut frames: FrameReader,
     (id, peer, hello, tenant): (SessionId, Peer, Hello, TenantId),
-) -> Option<Greeted> {
+) -> Option<Handshake> {
     let (progress, page) = match progress_page() {
         Ok(made) => made,
         Err(error) => {
             context.count_rejected(Reason::System);
-            tracing::error!(session = id.0, %error, "no progress page for a session: raise the limits on files or memory");
+            tracing::error!(session = id.0, %error, "cannot create a progress page for a session: raise the limits on files or memory");
             let message = "the agent cannot create a progress page; see its log";
             let _ = outbound::send_frame(&socket, encode::failure(hello.id, FailureKind::Internal, message));
             return None;
         }
     };
-    // From here on the client may take its time between requests.
+    // From here on there is no deadline between requests.
     frames.set_limits(Limits::SESSION).ok()?;
     let welcome = local::Welcome {
         session: id.0,
@@ -137,27 +138,27 @@ fn open(
         load_blocks_max: encode::load_blocks_max(hello.layout),
     };
     let welcome = encode::welcome(hello.id, welcome, Descriptor::Progress(page));
-    Some(Greeted { opened, session: Arc::new(session), progress, frames, welcome })
+    Some(Handshake { opened, session: Arc::new(session), progress, frames, welcome })
 }
 
-/// A page and its descriptor for the client.
+/// Creates a progress page and its descriptor for the client.
 fn progress_page() -> Result<(ProgressWriter, OwnedFd), Box<dyn std::error::Error>> {
     let writer = ProgressWriter::create()?;
     let page = writer.readonly_fd().try_clone_to_owned()?;
     Ok((writer, page))
 }
 
-/// Which tenant a greeting is of, if it is that tenant and may have its namespace.
-fn bind_tenant(context: &SessionContext, hello: &Hello) -> Result<TenantId, Refused> {
+/// Returns the greeting's tenant if its identity and namespace are valid.
+fn bind_tenant(context: &SessionContext, hello: &Hello) -> Result<TenantId, Rejection> {
     if let Some(identity) = &context.identity {
-        identity.check(&hello.tenant, &hello.token).map_err(|(kind, message)| Refused {
+        identity.check(&hello.tenant, &hello.token).map_err(|(kind, message)| Rejection {
             id: hello.id,
             kind,
             reason: Reason::Refused,
             message,
         })?;
     }
-    let mut tenants = context.tenants.lock().expect("nobody panics with the registry in hand");
+    let mut tenants = context.tenants.lock().expect("no panic while the registry is locked");
     tenants.bind(&hello.tenant, &hello.namespace).map_err(|error| {
         let kind = match error {
             TenantError::Full(_) | TenantError::Offered(_) => FailureKind::Busy,
@@ -166,14 +167,14 @@ fn bind_tenant(context: &SessionContext, hello: &Hello) -> Result<TenantId, Refu
             | TenantError::Renumbered { .. }
             | TenantError::Namespace { .. } => FailureKind::BadRequest,
         };
-        Refused { id: hello.id, kind, reason: Reason::Refused, message: error.to_string() }
+        Rejection { id: hello.id, kind, reason: Reason::Refused, message: error.to_string() }
     })
 }
 
-/// `Err(None)`: the client went away without a word.
-fn read_hello(frames: &mut FrameReader) -> Result<Hello, Option<Refused>> {
+/// `Err(None)`: the client disconnected without a message.
+fn read_hello(frames: &mut FrameReader) -> Result<Hello, Option<Rejection>> {
     let refuse = |id, reason, message: String| {
-        Err(Some(Refused { id, kind: FailureKind::BadRequest, reason, message }))
+        Err(Some(Rejection { id, kind: FailureKind::BadRequest, reason, message }))
     };
     let frame = match frames.next_frame() {
         Ok(Some(frame)) => frame,
@@ -183,11 +184,11 @@ fn read_hello(frames: &mut FrameReader) -> Result<Hello, Option<Refused>> {
                 0,
                 Reason::Protocol,
                 format!(
-                    "a greeting of {bytes} bytes exceeds the limit of {HELLO_BYTES_MAX}: this is not the session protocol"
+                    "a greeting of {bytes} bytes exceeds the limit of {HELLO_BYTES_MAX}: the client may use another protocol"
                 ),
             );
         }
-        // What a read with a timeout reports when the time is up, socket(7).
+        // Error kinds of a read that timed out, socket(7).
         Err(FrameError::Io(error)) if matches!(error.kind(), IoKind::TimedOut | IoKind::WouldBlock) => {
             return refuse(0, Reason::Timeout, format!("no greeting within {HELLO_TIMEOUT:?}"));
         }
@@ -198,30 +199,34 @@ fn read_hello(frames: &mut FrameReader) -> Result<Hello, Option<Refused>> {
     match local::Request::decode(frame) {
         Ok(local::Request { id, body: Some(local::request::Body::Hello(hello)) }) if id > 0 => {
             check(id, hello)
-                .map_err(|(kind, message)| Some(Refused { id, kind, reason: Reason::Refused, message }))
+                .map_err(|(kind, message)| Some(Rejection { id, kind, reason: Reason::Refused, message }))
         }
         Ok(local::Request { id, .. }) => refuse(
             id,
             Reason::Protocol,
-            "the first message of a session must be hello, with an id above 0".to_owned(),
+            "the first message of a session must be hello with an id above 0".to_owned(),
         ),
-        Err(error) => refuse(0, Reason::Protocol, format!("not a request of this protocol: {error}")),
+        Err(error) => refuse(
+            0,
+            Reason::Protocol,
+            format!("invalid message, expected a request of the session protocol: {error}"),
+        ),
     }
 }
 
 fn check(id: u64, hello: local::Hello) -> Result<Hello, (FailureKind, String)> {
     if hello.protocol_version != PROTOCOL_VERSION {
         let message = format!(
-            "the client speaks session protocol {}, this agent {PROTOCOL_VERSION}: use a client and an agent of one release",
+            "the client uses session protocol {}, the agent {PROTOCOL_VERSION}: use a client and an agent of the same release",
             hello.protocol_version
         );
         return Err((FailureKind::Version, message));
     }
     let bad = |message: String| (FailureKind::BadRequest, message);
     let namespace = <[u8; 32]>::try_from(hello.namespace.as_ref()).map_err(|_| {
-        bad(format!("namespace has {} bytes; it is a SHA-256 digest of 32", hello.namespace.len()))
+        bad(format!("invalid namespace of {} bytes: expected a SHA-256 digest of 32", hello.namespace.len()))
     })?;
-    let layout = hello.layout.ok_or_else(|| bad("layout is missing".to_owned()))?;
+    let layout = hello.layout.ok_or_else(|| bad("missing layout".to_owned()))?;
     let layout = convert_layout(&layout).map_err(bad)?;
     let tenant = hello.tenant.parse().map_err(|error: TenantError| bad(error.to_string()))?;
     let client_name = cut(hello.client_name, CLIENT_NAME_BYTES_MAX);
@@ -238,12 +243,11 @@ fn convert_layout(layout: &local::Layout) -> Result<Layout, String> {
     let spec = LayoutSpec {
         layers: field("layers", layout.layers)?,
         parts: parts.ok_or_else(|| {
-            format!("layout: 'parts' = {} is neither 1 (latent) nor 2 (keys and values)", layout.parts)
+            format!("layout: invalid 'parts' = {}: expected 1 (latent) or 2 (keys and values)", layout.parts)
         })?,
         kv_heads: field("kv_heads", layout.kv_heads)?,
         head_dim: field("head_dim", layout.head_dim)?,
-        dtype: dtype
-            .ok_or_else(|| format!("layout: 'dtype' = {} is not known to this agent", layout.dtype))?,
+        dtype: dtype.ok_or_else(|| format!("layout: unknown 'dtype' = {}", layout.dtype))?,
         tokens_per_block: field("tokens_per_block", layout.tokens_per_block)?,
         tp_rank: field("tp_rank", layout.tp_rank)?,
         tp_size: field("tp_size", layout.tp_size)?,
@@ -251,7 +255,7 @@ fn convert_layout(layout: &local::Layout) -> Result<Layout, String> {
     spec.validate().map_err(|error| error.to_string())
 }
 
-/// At most `bytes_max` bytes of `text`, whole characters.
+/// Truncates `text` to at most `bytes_max` bytes at a character boundary.
 fn cut(mut text: String, bytes_max: usize) -> String {
     let end = (0..=bytes_max.min(text.len())).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
     text.truncate(end);
@@ -290,28 +294,32 @@ mod tests {
     }
 
     #[test]
-    fn a_good_greeting_is_taken() {
+    fn valid_greeting_is_accepted() {
         let greeting = match check(1, hello()) {
             Ok(greeting) => greeting,
             Err((_, message)) => panic!("refused: {message}"),
         };
         assert_eq!((greeting.layout.objects(), greeting.namespace.0), (4, [1; 32]));
-        assert_eq!(greeting.tenant, TenantName::default_tenant(), "who names none is the default tenant");
+        assert_eq!(
+            greeting.tenant,
+            TenantName::default_tenant(),
+            "a greeting without a tenant gets the default tenant"
+        );
     }
 
     #[test]
-    fn a_greeting_of_another_version_is_told_both_versions() {
+    fn rejection_of_another_version_contains_both_versions() {
         let (kind, message) = refused(|hello| hello.protocol_version = 9);
         assert_eq!(kind, FailureKind::Version);
         assert!(message.contains('9') && message.contains(&PROTOCOL_VERSION.to_string()), "{message}");
     }
 
     #[test]
-    fn namespace_and_layout_are_refused_by_field() {
+    fn invalid_namespace_and_layout_are_rejected_by_field() {
         assert!(refused(|hello| hello.namespace = vec![1; 31].into()).1.contains("31"));
         assert!(refused(|hello| hello.layout = None).1.contains("layout"));
         assert!(
-            refused(|hello| hello.tenant = "Team A".to_owned()).1.contains("'Team A' is no tenant's name")
+            refused(|hello| hello.tenant = "Team A".to_owned()).1.contains("invalid tenant name 'Team A'")
         );
         let with =
             |change: fn(&mut local::Layout)| refused(|hello| change(hello.layout.as_mut().expect("set"))).1;
@@ -323,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_name_is_cut_at_a_character() {
+    fn long_name_is_truncated_at_a_character_boundary() {
         assert_eq!(cut("é".repeat(40), 63).len(), 62);
         assert_eq!(cut("ab".to_owned(), 63), "ab");
     }

@@ -1,10 +1,10 @@
 //! The unix socket that engines connect to.
 //!
-//! The socket appears under its name only when it listens and has its mode bits: it is made under another name
-//! beside it and renamed. A file that is there already is replaced only when it is a socket on which nobody
-//! listens. Who may connect is decided by the file system and, again, by the user id that the kernel reports.
+//! The socket is created under a temporary name and renamed once it listens and has its mode bits. An
+//! existing file is replaced only if it is a socket on which no process listens. The file system controls
+//! access, and the agent checks the user id that the kernel reports.
 //!
-//! The end does not depend on the name: somebody may have removed the file, or another agent may have put its own there.
+//! Stopping does not rely on the name, since the file may have been removed or replaced by another agent's.
 
 use std::fs::{self, Permissions};
 use std::io::{self, ErrorKind as IoKind};
@@ -19,27 +19,27 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use reprise_buffers::peer_credentials;
-use reprise_daemon::rejected::{Listener, Reason};
+use reprise_daemon::rejected_connections::{Listener, Reason};
 use reprise_policy::connection_table::{Admission, ConnectionId, ConnectionTable};
 use reprise_policy::{SessionId, TenantName};
 
-use super::handshake::{Greeted, greet};
+use super::handshake::{Handshake, perform_handshake};
 use super::{Peer, SessionContext, encode, outbound, read_requests};
 use crate::config::SessionSettings;
-use crate::core_loop::{Input, Opened};
+use crate::core_loop::{Input, NewSession};
 use crate::error::{AgentError, ErrorKind};
 use reprise_proto::local::FailureKind;
 
-/// Pause after a failed accept: it fails for want of descriptors, which come back when sessions end.
+/// Pause after a failed accept, which usually lacks descriptors until sessions end.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
-/// A connection that is closed to make room ends within this time, or is not waited for.
+/// How long to wait for the end of connections that were closed to free a place.
 const CLOSED_WITHIN: Duration = Duration::from_secs(1);
 
-/// What the server is made of.
+/// Settings of the session server.
 pub(crate) struct SessionServerSettings {
     pub(crate) session: SessionSettings,
-    /// Sessions at a time, connections that have not greeted among them.
+    /// Maximum number of connections, including those in their handshake.
     pub(crate) sessions_max: usize,
     pub(crate) context: Arc<SessionContext>,
 }
@@ -48,20 +48,20 @@ pub(crate) struct SessionServerSettings {
 pub(crate) struct SessionServer {
     path: PathBuf,
     file: FileId,
-    /// The listening socket as a socket that can be shut down.
+    /// A copy of the listening socket that can be shut down.
     listening: UnixStream,
     shared: Arc<Shared>,
     accepting: Option<JoinHandle<()>>,
 }
 
-/// A listening socket and the file that it made.
+/// A listening socket and its file.
 #[derive(Debug)]
 struct Bound {
     listener: UnixListener,
     file: FileId,
 }
 
-/// Which file it is, whatever its name.
+/// Identity of a file, independent of its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct FileId {
     device: u64,
@@ -74,30 +74,31 @@ struct Shared {
     stopping: AtomicBool,
     next_id: AtomicU64,
     sessions_max: usize,
-    /// A connection that has not greeted can be closed by a copy of its socket; a session is busy.
+    /// Connections in their handshake, with a copy of their socket so that they can be closed, and
+    /// sessions, which are busy.
     connections: Mutex<ConnectionTable<UnixStream>>,
-    /// A connection has ended.
+    /// Notified when a connection has ended.
     ended: Condvar,
 }
 
-/// The place of a connection among those at a time; returned when dropped.
+/// The place of a connection, which is freed on drop.
 struct Place {
     shared: Arc<Shared>,
     id: ConnectionId,
 }
 
 impl SessionServer {
-    /// Creates the socket and starts to accept.
+    /// Creates the socket and starts accepting.
     ///
     /// # Errors
-    /// `ErrorKind::Resource`: the directory is missing or not writable, the name is taken by something else, or
-    /// another agent listens.
+    /// `ErrorKind::Resource`: the directory is missing or not writable, another file has the name, or
+    /// another process listens.
     pub(crate) fn start(settings: SessionServerSettings) -> Result<SessionServer, AgentError> {
         let SessionServerSettings { session, sessions_max, context } = settings;
         let Bound { listener, file } = bind(&session)?;
         let listening = listener.try_clone().map(|listener| UnixStream::from(OwnedFd::from(listener)));
         let listening = listening.map_err(|error| {
-            AgentError::new(ErrorKind::Resource, "cannot duplicate a descriptor").because(error)
+            AgentError::new(ErrorKind::Resource, "cannot duplicate a descriptor").with_source(error)
         })?;
         let allowed = match session.allow_uids {
             Some(listed) => listed,
@@ -116,16 +117,19 @@ impl SessionServer {
             let shared = shared.clone();
             move || accept(&listener, &shared)
         })
-        .map_err(|error| AgentError::new(ErrorKind::Resource, "cannot start a thread").because(error))?;
+        .map_err(|error| {
+            AgentError::new(ErrorKind::Resource, "cannot spawn the accepting thread").with_source(error)
+        })?;
         Ok(SessionServer { path: session.socket, file, listening, shared, accepting: Some(accepting) })
     }
 
-    /// Stops accepting; sessions that are open go on.
+    /// Stops accepting; open sessions continue.
     pub(crate) fn stop_accepting(&mut self) {
         self.shared.stopping.store(true, Ordering::Release);
-        // On Linux this ends accept(2) with EINVAL and refuses who is still waiting; it fails for no listening socket.
+        // On Linux, accept(2) then fails with EINVAL and pending connections are refused. It does not fail
+        // for a listening socket.
         if let Err(error) = self.listening.shutdown(Shutdown::Both) {
-            tracing::error!(%error, "cannot shut the session socket down");
+            tracing::error!(%error, "cannot shut down the session socket");
         }
         if let Some(thread) = self.accepting.take() {
             let _ = thread.join();
@@ -140,18 +144,18 @@ impl FileId {
         Ok(FileId { device: metadata.dev(), inode: metadata.ino() })
     }
 
-    /// Removes the name if it is this file's.
+    /// Removes the file at `path` if it is this one.
     fn remove(self, path: &Path) {
         let removed = FileId::of(path).and_then(|found| {
             if found == self {
                 return fs::remove_file(path);
             }
-            tracing::info!(path = %path.display(), "the session socket's name belongs to another file: it stays");
+            tracing::info!(path = %path.display(), "not removing the session socket: its name belongs to another file");
             Ok(())
         });
         match removed {
             Err(error) if error.kind() == IoKind::NotFound => {
-                tracing::info!(path = %path.display(), "the session socket was removed already");
+                tracing::info!(path = %path.display(), "the session socket was already removed");
             }
             Err(error) => {
                 tracing::warn!(path = %path.display(), %error, "cannot remove the session socket");
@@ -161,7 +165,7 @@ impl FileId {
     }
 }
 
-/// Threads have names, so that `top -H` and a core dump can be read.
+/// Spawns a named thread; names appear in `top -H` and in core dumps.
 fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
     std::thread::Builder::new().name(name.to_owned()).spawn(body)
 }
@@ -185,7 +189,7 @@ fn accept(listener: &UnixListener, shared: &Arc<Shared>) {
     }
 }
 
-/// Checks the user and that there is room, then serves the session on threads of its own.
+/// Checks the user and the number of connections, then serves the session on separate threads.
 fn admit(shared: &Arc<Shared>, socket: UnixStream) {
     let peer = match peer_credentials(socket.as_fd()) {
         Ok(credentials) => Peer {
@@ -196,7 +200,7 @@ fn admit(shared: &Arc<Shared>, socket: UnixStream) {
         },
         Err(error) => {
             shared.context.count_rejected(Reason::System);
-            tracing::warn!(%error, "session refused: cannot read the credentials of the client");
+            tracing::warn!(%error, "session rejected: cannot read the credentials of the client");
             return;
         }
     };
@@ -208,34 +212,37 @@ fn admit(shared: &Arc<Shared>, socket: UnixStream) {
     let place = match shared.place(&socket) {
         Ok(Some(place)) => place,
         Ok(None) => {
-            let message = format!("{} sessions are open already", shared.sessions_max);
+            let message = format!("the limit of {} sessions is reached", shared.sessions_max);
             refuse(shared, &socket, &peer, (Reason::Full, FailureKind::Busy, &message));
             return;
         }
         Err(error) => {
-            let message = format!("the agent has no file descriptor left: {error}");
+            let message = format!("the agent has no free file descriptor: {error}");
             refuse(shared, &socket, &peer, (Reason::System, FailureKind::Busy, &message));
             return;
         }
     };
+    // Ids are never reused, so a late event of an ended session cannot affect another one.
     let id = SessionId(shared.next_id.fetch_add(1, Ordering::Relaxed));
     let started = spawn(&format!("session-{id}-in"), move || serve(&place, socket, id, peer));
     if let Err(error) = started {
         shared.context.count_rejected(Reason::System);
-        tracing::warn!(%error, "session refused: cannot start a thread");
+        tracing::warn!(%error, "session rejected: cannot spawn a thread");
     }
 }
 
 impl Shared {
-    /// A place for a connection, that of the oldest connection without a greeting if there is no other; `None` when all
-    /// are sessions. Sessions are idle for as long as their engine is.
+    /// Reserves a place for a connection. If none is free, the oldest connection in its handshake is
+    /// closed; returns `None` if all are sessions. Sessions are never closed for this, as an engine may be
+    /// idle for a long time.
     fn place(self: &Arc<Shared>, socket: &UnixStream) -> io::Result<Option<Place>> {
         let admission = self.connections().admit(socket.try_clone()?);
         let id = match admission {
             Admission::Admitted(id) => id,
             Admission::Replaced { id, closed } => {
                 self.context.count_rejected(Reason::Idle);
-                // Its thread reads the end of the stream. It fails when the client has closed it, which is as well.
+                // Its thread reads the end of the stream. The call fails if the client has closed the
+                // connection.
                 let _ = closed.shutdown(Shutdown::Both);
                 id
             }
@@ -244,21 +251,21 @@ impl Shared {
         Ok(Some(Place { shared: Arc::clone(self), id }))
     }
 
-    /// Waits until connections that were closed to make room have ended: their threads free their descriptors.
+    /// Waits until connections closed to free a place have ended, so that their descriptors are free.
     fn wait_for_closing(&self) {
         let waits = |table: &mut ConnectionTable<UnixStream>| table.must_wait();
-        // Without the time limit a thread that hangs would keep all engines out.
+        // Without a limit, a hung thread would block all new connections.
         drop(self.ended.wait_timeout_while(self.connections(), CLOSED_WITHIN, waits));
     }
 
-    /// Each change is whole, so a poisoned lock is as good as any.
+    /// Every change leaves the table consistent, so a poisoned lock is ignored.
     fn connections(&self) -> MutexGuard<'_, ConnectionTable<UnixStream>> {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Place {
-    /// Keeps the place until the session ends; false when it was given to another connection.
+    /// Keeps the place until the session ends; returns false if it was given to another connection.
     fn keep(&self) -> bool {
         self.shared.connections().set_busy(self.id)
     }
@@ -271,7 +278,7 @@ impl Drop for Place {
     }
 }
 
-/// Answers a connection that becomes no session.
+/// Rejects a connection with a reason.
 fn refuse(
     shared: &Shared,
     socket: &UnixStream,
@@ -280,20 +287,20 @@ fn refuse(
 ) {
     shared.context.count_rejected(reason);
     let Peer { pid, uid, .. } = peer;
-    tracing::warn!(kind = reason.as_str(), pid, uid, why = message, "session refused");
-    // The accepting thread must not wait for a client: a new socket's buffer takes a failure at once.
+    tracing::warn!(kind = reason.as_str(), pid, uid, why = message, "session rejected");
+    // The accepting thread must not block; the buffer of a new socket holds a failure message.
     let _ = socket.set_nonblocking(true);
     let _ = outbound::send_frame(socket, encode::failure(0, kind, message));
 }
 
-/// One session from its greeting to its end.
+/// Serves one session from its handshake to its end.
 fn serve(place: &Place, socket: UnixStream, id: SessionId, peer: Peer) {
     let context = &place.shared.context;
     let _session = tracing::info_span!("session", id = id.0, pid = peer.pid, uid = peer.uid).entered();
-    let Some(greeted) = greet(context, socket, id, peer) else { return };
-    let Greeted { opened, session, progress, mut frames, welcome } = greeted;
+    let Some(greeted) = perform_handshake(context, socket, id, peer) else { return };
+    let Handshake { opened, session, progress, mut frames, welcome } = greeted;
     if !place.keep() {
-        // Closed to make room while its greeting was checked.
+        // The connection was closed to free a place during its handshake.
         return;
     }
     let Peer { client_name, tenant, .. } = session.peer();
@@ -306,16 +313,17 @@ fn serve(place: &Place, socket: UnixStream, id: SessionId, peer: Peer) {
         Ok(writer) => writer,
         Err(error) => {
             context.count_rejected(Reason::System);
-            tracing::warn!(%error, "session refused: cannot start a thread");
+            tracing::warn!(%error, "session rejected: cannot spawn a thread");
             return;
         }
     };
-    let opened = Opened { opened, session: session.clone(), progress };
-    if context.inbox.send(Input::Opened(Box::new(opened))).is_ok() {
+    let opened = NewSession { opened, session: session.clone(), progress };
+    if context.inbox.send(Input::SessionOpened(Box::new(opened))).is_ok() {
         session.outbound.send(outbound::Outgoing::Frame(welcome));
         read_requests(context, &session, &mut frames);
     }
-    // A client that closes its sending side has ended the session; one that was told why must still get the words.
+    // A client that closes its sending side ends the session. A rejected client must still receive the
+    // reason.
     if !session.outbound.is_closing() {
         session.close();
     }
@@ -323,15 +331,15 @@ fn serve(place: &Place, socket: UnixStream, id: SessionId, peer: Peer) {
     tracing::info!("session closed");
 }
 
-/// The user that this process runs as: `/proc/self` belongs to it.
+/// Returns the user id of this process, which owns `/proc/self`.
 fn own_uid() -> Result<u32, AgentError> {
     fs::metadata("/proc/self").map(|metadata| metadata.uid()).map_err(|error| {
         AgentError::new(ErrorKind::Resource, "cannot read /proc/self; list session.allow_uids instead")
-            .because(error)
+            .with_source(error)
     })
 }
 
-/// A socket that listens, under its final name and mode.
+/// Creates the listening socket with its final name and mode.
 fn bind(settings: &SessionSettings) -> Result<Bound, AgentError> {
     let path = &settings.socket;
     let refuse = |what: String| {
@@ -343,10 +351,10 @@ fn bind(settings: &SessionSettings) -> Result<Bound, AgentError> {
         Ok(_) => return Err(refuse(format!("'{}' is not a directory", directory.display()))),
         Err(error) => {
             let what = format!(
-                "directory '{}' cannot be used; create it, writable by the agent's user",
+                "cannot use directory '{}'; create it, writable by the agent's user",
                 directory.display()
             );
-            return Err(refuse(what).because(error));
+            return Err(refuse(what).with_source(error));
         }
     }
     make_way(path).map_err(refuse)?;
@@ -362,17 +370,19 @@ fn bind(settings: &SessionSettings) -> Result<Bound, AgentError> {
             }
             _ => "cannot listen".to_owned(),
         };
-        refuse(what).because(error)
+        refuse(what).with_source(error)
     })
 }
 
 fn publish(fresh: &Path, path: &Path, mode: u32) -> io::Result<Bound> {
+    // A killed agent may have left its temporary socket.
     match fs::remove_file(fresh) {
         Err(error) if error.kind() != IoKind::NotFound => return Err(error),
         _ => {}
     }
     let listener = UnixListener::bind(fresh)?;
     let published = fs::set_permissions(fresh, Permissions::from_mode(mode)).and_then(|()| {
+        // Read before the rename: afterwards the name may already belong to another file.
         let file = FileId::of(fresh)?;
         fs::rename(fresh, path)?;
         Ok(file)
@@ -386,30 +396,30 @@ fn publish(fresh: &Path, path: &Path, mode: u32) -> io::Result<Bound> {
     }
 }
 
-/// Whatever has the name already may be replaced, or it is an error to say so.
+/// Checks whether an existing file with this name may be replaced.
 fn make_way(path: &Path) -> Result<(), String> {
     let metadata = match fs::symlink_metadata(path) {
         Ok(metadata) => metadata,
         Err(error) if error.kind() == IoKind::NotFound => return Ok(()),
-        Err(error) => return Err(format!("cannot be examined: {error}")),
+        Err(error) => return Err(format!("cannot examine the existing file: {error}")),
     };
     if !metadata.file_type().is_socket() {
-        return Err("something that is no socket has this name; move it away or choose another".to_owned());
+        return Err("a file that is not a socket has this name; move it or choose another name".to_owned());
     }
     match UnixStream::connect(path) {
         Ok(_) => Err("another process listens there; stop it or choose another name".to_owned()),
         Err(error) if error.kind() == IoKind::ConnectionRefused => {
-            tracing::info!(path = %path.display(), "replacing the socket of an agent that is gone");
+            tracing::info!(path = %path.display(), "replacing the socket of an agent that no longer runs");
             Ok(())
         }
-        Err(error) => Err(format!("somebody may listen there, but it cannot be found out: {error}")),
+        Err(error) => Err(format!("cannot determine whether a process listens there: {error}")),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
-    use reprise_daemon::rejected::RejectedConnections;
+    use reprise_daemon::rejected_connections::RejectedConnections;
 
     use super::*;
     use crate::core_loop::Inbox;
@@ -420,11 +430,11 @@ mod tests {
     }
 
     #[test]
-    fn the_socket_has_its_mode_bits_and_a_stale_one_is_replaced() {
+    fn socket_has_its_mode_bits_and_a_stale_one_is_replaced() {
         let directory = tempfile::tempdir().expect("a directory");
         let settings = settings(directory.path());
         drop(bind(&settings).expect("first"));
-        let second = bind(&settings).expect("the first is gone, its file is stale");
+        let second = bind(&settings).expect("the first one has ended, so its file is stale");
         let mode = fs::metadata(&settings.socket).expect("exists").permissions().mode();
         assert_eq!(mode & 0o777, 0o640);
         let error = bind(&settings).expect_err("the second listens").chain();
@@ -436,7 +446,7 @@ mod tests {
         let config = ArenaConfig { bytes: 2 << 20, region_bytes: 2 << 20, huge: HugePolicy::Never };
         let context = SessionContext {
             inbox: Inbox::new().0,
-            arena: Arc::new(Arena::new(&config).expect("2 MiB are to be had")),
+            arena: Arc::new(Arena::new(&config).expect("an arena of 2 MiB")),
             node: "test".to_owned(),
             identity: None,
             tenants: Arc::default(),
@@ -448,40 +458,40 @@ mod tests {
             sessions_max: SESSIONS_MAX,
             context: Arc::new(context),
         };
-        SessionServer::start(settings).expect("it listens")
+        SessionServer::start(settings).expect("the server starts")
     }
 
-    /// Stops a server; panics when it does not end.
+    /// Stops a server; panics if it does not end in time.
     fn stop(mut server: SessionServer) {
         let (done, ended) = std::sync::mpsc::channel();
         std::thread::spawn(move || {
             server.stop_accepting();
             done.send(()).expect("the test waits");
         });
-        ended.recv_timeout(Duration::from_secs(10)).expect("it ends promptly");
+        ended.recv_timeout(Duration::from_secs(10)).expect("the server ends promptly");
     }
 
     #[test]
-    fn a_server_ends_without_its_file_and_removes_no_other() {
+    fn server_stops_without_its_file_and_does_not_remove_another() {
         let directory = tempfile::tempdir().expect("a directory");
         let socket = settings(directory.path()).socket;
         stop(server(directory.path()));
         assert!(!socket.exists());
         let first = server(directory.path());
-        fs::remove_file(&socket).expect("it is there");
+        fs::remove_file(&socket).expect("the file exists");
         let second = server(directory.path());
         stop(first);
-        assert!(UnixStream::connect(&socket).is_ok(), "the second one listens");
-        fs::remove_file(&socket).expect("the second one's is there");
+        assert!(UnixStream::connect(&socket).is_ok(), "the second server listens");
+        fs::remove_file(&socket).expect("the second server's file exists");
         stop(second);
     }
 
     #[test]
-    fn a_file_in_the_way_and_a_missing_directory_are_named() {
+    fn existing_file_and_missing_directory_are_reported() {
         let directory = tempfile::tempdir().expect("a directory");
         let mut settings = settings(directory.path());
         fs::write(&settings.socket, b"precious").expect("written");
-        assert!(bind(&settings).expect_err("in the way").chain().contains("no socket"));
+        assert!(bind(&settings).expect_err("in the way").chain().contains("not a socket"));
         assert_eq!(fs::read(&settings.socket).expect("still there"), b"precious");
         settings.socket = directory.path().join("missing/agent.sock");
         assert!(bind(&settings).expect_err("missing").chain().contains("create it"));

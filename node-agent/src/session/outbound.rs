@@ -1,12 +1,13 @@
-//! The way out of a session: straight to the socket when it takes the frame, else through a bounded queue and
-//! a writer thread.
+//! The outgoing side of a session: frames go directly to the socket if it accepts them, else through a
+//! bounded queue and a writer thread.
 //!
-//! Invariants: frames leave whole and in order; the core thread never waits for a client; what waits is bounded
-//! by [`QUEUE_FRAMES_MAX`] and [`QUEUE_BYTES_MAX`], and a session that exceeds them is closed, as is one whose
-//! socket takes nothing for [`SEND_TIMEOUT`].
+//! Invariants: frames are sent completely and in order, and the core thread never waits for a client. The
+//! queue is bounded by [`QUEUE_FRAMES_MAX`] and [`QUEUE_BYTES_MAX`]; a session that exceeds them is closed.
+//! So is a session whose socket accepts nothing for [`SEND_TIMEOUT`].
 //!
-//! Why straight: a wake-up of the writer costs as much (about 50 µs on a small virtual machine) as the match it would carry.
-//! Large load replies go to the writer, which then also encodes them: 8,192 blocks take about a millisecond.
+//! Frames are sent directly because waking the writer takes as long as a match (about 50 µs on a small
+//! virtual machine). Large load replies go to the writer, which also encodes them: 8,192 blocks take about
+//! a millisecond.
 
 use std::collections::VecDeque;
 use std::io;
@@ -23,27 +24,28 @@ use reprise_buffers::{Arena, BufferError, send_with_fds, try_send_with_fds};
 use super::encode;
 use super::frame::Frame;
 
-/// Frames that may wait for one client: as many as it may have requests in flight, and as many notices.
+/// Maximum number of queued frames: the maximum of requests in flight, and as many notices.
 pub(super) const QUEUE_FRAMES_MAX: usize = 2 * super::REQUESTS_IN_FLIGHT_MAX;
 
-/// Bytes that may wait for one client: 27 load replies of the largest kind (2.3 MiB).
+/// Maximum number of queued bytes: 27 load replies of the maximum size (2.3 MiB).
 pub(super) const QUEUE_BYTES_MAX: usize = 64 << 20;
 
-/// A client that reads nothing for so long has stopped.
+/// How long a client may read nothing before its session is closed.
 pub(super) const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Load replies of more blocks are encoded by the writer. 256 blocks of 64 checksums: 70 KiB, 20 µs.
+/// Load replies with more blocks are encoded by the writer. 256 blocks of 64 checksums: 70 KiB, 20 µs.
 const DIRECT_BLOCKS_MAX: usize = 256;
 
-/// Something to send.
 pub(super) enum Outgoing {
-    /// Ready.
     Frame(Frame),
-    /// To be encoded.
-    Reply { request: RequestId, reply: Reply },
+    /// A reply to be encoded by the writer.
+    Reply {
+        request: RequestId,
+        reply: Reply,
+    },
 }
 
-/// The way out of one session; shared by core thread, reader and writer.
+/// The outgoing side of one session, shared by core thread, reader and writer.
 pub(super) struct Outbound {
     socket: UnixStream,
     arena: Arc<Arena>,
@@ -64,12 +66,12 @@ struct State {
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Phase {
-    /// With nothing queued, a frame goes straight to the socket.
+    /// Nothing is queued: frames go directly to the socket.
     #[default]
     Open,
-    /// The writer is handing a frame to the socket: nobody else may.
+    /// The writer is sending a frame; other threads must queue.
     Writing,
-    /// Nothing more is taken; it closes as soon as the queue is empty.
+    /// No further frames are accepted; closes once the queue is empty.
     Closing,
     Closed,
 }
@@ -79,7 +81,7 @@ impl Outgoing {
         match self {
             Outgoing::Frame(frame) => frame.len(),
             Outgoing::Reply { reply: Reply::Loaded { blocks, .. }, .. } => {
-                // Place, status and source take about 24 bytes; objects of a block are alike in number.
+                // Place, status and source take about 24 bytes; all blocks have the same number of objects.
                 let objects = blocks.iter().find_map(|block| match block {
                     reprise_agent_core::effect::LoadedBlock::Ok { checksums, .. } => Some(checksums.len()),
                     reprise_agent_core::effect::LoadedBlock::Lost(_) => None,
@@ -103,12 +105,12 @@ impl Outgoing {
 }
 
 impl Outbound {
-    /// `socket` is the session's, with a send timeout of [`SEND_TIMEOUT`].
+    /// `socket` must have a send timeout of [`SEND_TIMEOUT`].
     pub(super) fn new(socket: UnixStream, arena: Arc<Arena>) -> Outbound {
         Outbound { socket, arena, state: Mutex::default(), changed: Condvar::new() }
     }
 
-    /// Sends or queues; never waits for the client.
+    /// Sends or queues an item; never waits for the client.
     pub(super) fn send(&self, outgoing: Outgoing) {
         let mut state = self.lock();
         if matches!(state.phase, Phase::Closing | Phase::Closed) {
@@ -119,9 +121,10 @@ impl Outbound {
             let mut frame = outgoing.into_frame(&self.arena);
             match self.send_now(&mut frame) {
                 Ok(()) if frame.is_sent() => return,
+                // Partly sent: the rest must precede all later frames, so it is queued first.
                 Ok(()) => Outgoing::Frame(frame),
                 Err(error) => {
-                    tracing::debug!(%error, "session's socket failed");
+                    tracing::debug!(%error, "the socket of a session failed");
                     self.close_locked(&mut state);
                     return;
                 }
@@ -135,7 +138,7 @@ impl Outbound {
             tracing::warn!(
                 frames = state.queue.len(),
                 bytes = state.queued_bytes,
-                "session closed: its client does not read"
+                "session closed: the client does not read"
             );
             self.close_locked(&mut state);
             return;
@@ -144,12 +147,12 @@ impl Outbound {
         self.changed.notify_one();
     }
 
-    /// Ends the session now. The reader and the writer notice.
+    /// Closes the session immediately; reader and writer detect it.
     pub(super) fn close(&self) {
         self.close_locked(&mut self.lock());
     }
 
-    /// Ends the session when everything queued has been sent.
+    /// Closes the session after everything queued has been sent.
     pub(super) fn close_when_sent(&self) {
         let mut state = self.lock();
         if state.phase != Phase::Closed {
@@ -159,12 +162,12 @@ impl Outbound {
         self.changed.notify_one();
     }
 
-    /// Whether the session is about to end because of [`Outbound::close_when_sent`].
+    /// Returns whether [`Outbound::close_when_sent`] was called.
     pub(super) fn is_closing(&self) -> bool {
         self.lock().phase == Phase::Closing
     }
 
-    /// The writer thread: until the session is closed.
+    /// Runs the writer thread until the session is closed.
     pub(super) fn write_queued(&self) {
         let mut state = self.lock();
         loop {
@@ -176,6 +179,8 @@ impl Outbound {
                 if state.phase == Phase::Open {
                     state.phase = Phase::Writing;
                 }
+                // Sending may block for up to `SEND_TIMEOUT`; the core thread must be able to queue
+                // meanwhile.
                 drop(state);
                 let sent = self.send_whole(outgoing.into_frame(&self.arena));
                 state = self.lock();
@@ -183,7 +188,7 @@ impl Outbound {
                     state.phase = Phase::Open;
                 }
                 if let Err(error) = sent {
-                    tracing::debug!(%error, "session's socket failed or its client does not read");
+                    tracing::debug!(%error, "the socket of a session failed, or its client does not read");
                     self.close_locked(&mut state);
                 }
             } else if state.phase == Phase::Closing {
@@ -194,7 +199,7 @@ impl Outbound {
         }
     }
 
-    /// Hands to the socket what it takes at once.
+    /// Sends as much as the socket accepts immediately.
     fn send_now(&self, frame: &mut Frame) -> Result<(), BufferError> {
         while !frame.is_sent() {
             let (bytes, descriptors) = frame.next_part();
@@ -216,20 +221,20 @@ impl Outbound {
         state.queued_bytes = 0;
         match self.socket.shutdown(Shutdown::Both) {
             Err(error) if error.kind() != io::ErrorKind::NotConnected => {
-                tracing::debug!(%error, "cannot shut a session's socket down");
+                tracing::debug!(%error, "cannot shut down the socket of a session");
             }
             _ => {}
         }
         self.changed.notify_one();
     }
 
-    /// A panic aborts the process (see `main`), so a poisoned lock is never seen.
+    /// A panic aborts the process (see `main`), so the lock is never poisoned.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Sends a frame, waiting for the client up to the socket's send timeout per part.
+/// Sends a frame; waits for the client up to the socket's send timeout per part.
 pub(super) fn send_frame(socket: &UnixStream, mut frame: Frame) -> Result<(), BufferError> {
     while !frame.is_sent() {
         let (bytes, descriptors) = frame.next_part();

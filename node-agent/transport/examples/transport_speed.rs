@@ -1,13 +1,13 @@
-//! Measures the TCP transport against a bare TCP loop on this machine: 2 MiB blocks between two arenas over
-//! loopback, every object verified, sent whole and as 32 KiB objects in layer order across 32 blocks; interleaved
-//! repetitions, medians.
+//! Compares the TCP transport with a bare TCP loop on this machine: 2 MiB blocks between two arenas over
+//! loopback, every object verified, sent whole and as 32 KiB objects in layer order across 32 blocks.
+//! Repetitions are interleaved; prints medians.
 //!
 //! ```text
 //! cargo run --release -p reprise-transport --example transport_speed [-- CONGESTION [SOCKET_BUFFER_BYTES]]
 //! ```
 //!
-//! `CONGESTION` (`cubic`, `reno`, …) applies to both; without it the system's default does. For a third opinion run
-//! `iperf3 -s -p 5301 -1 & iperf3 -c 127.0.0.1 -p 5301 -l 1M -t 3` (`-C cubic`) beside it.
+//! `CONGESTION` (`cubic`, `reno`, …) applies to both; the default is the system's. For comparison run `iperf3
+//! -s -p 5301 -1 & iperf3 -c 127.0.0.1 -p 5301 -l 1M -t 3` (`-C cubic`).
 
 // The output is for a person at a terminal.
 #![allow(clippy::print_stdout)]
@@ -29,7 +29,7 @@ const BLOCKS: usize = 256;
 const RUN_BYTES: u64 = 1 << 30;
 const REPETITIONS: usize = 15;
 
-/// Fetches in flight at a time, and the blocks of each.
+/// Number of concurrent fetches, and of the blocks of each.
 const FETCHES: usize = 4;
 const FETCH_BLOCKS: usize = 32;
 
@@ -62,10 +62,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// How the server sends a block.
+/// Order in which the server sends a block.
 #[derive(Clone, Copy, PartialEq)]
 enum Pieces {
-    /// Whole.
+    /// The whole block at once.
     Blocks,
     /// Object by object, in layer order across the blocks of a request.
     Objects,
@@ -117,7 +117,7 @@ impl Pair {
         Ok(Pair { layout, requester, server, finished: Mutex::new(finished), destinations })
     }
 
-    /// Fetches `bytes`; bytes per second.
+    /// Fetches `bytes`; returns the rate in bytes per second.
     fn run(&self, bytes: u64, pieces: Pieces) -> Result<f64, Box<dyn Error>> {
         let finished = self.finished.lock().map_err(|_| "poisoned")?;
         let total = bytes / self.layout.block_bytes();
@@ -153,7 +153,7 @@ impl Pair {
     }
 }
 
-/// Names a block of the server and how it is to be sent.
+/// Key of a block of the server, which selects the order of sending.
 fn key(block: u64, pieces: Pieces) -> BlockKey {
     let mut key = [0; 16];
     key[0] = (block % BLOCKS as u64) as u8;

@@ -1,8 +1,8 @@
-//! The reference that the transport is measured against: one TCP stream over loopback, one writer, one reader,
-//! nothing else. The same work as `iperf3 -l 1M` with one stream.
+//! Benchmark baseline of the transport: one TCP stream over loopback with one writer and one reader. The same
+//! work as `iperf3 -l 1M` with one stream.
 //!
-//! Both sides use one buffer again and again, so it stays in the cache: a transport that moves real data between
-//! two arenas cannot quite reach this.
+//! Both sides reuse one buffer, so it stays in the cache: a transport that moves real data between two arenas
+//! cannot quite reach this rate.
 
 use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -10,23 +10,23 @@ use std::time::{Duration, Instant};
 
 use crate::tcp::{Congestion, name_congestion};
 
-/// Bytes of one write and of one read, as in `iperf3 -l 1M`.
+/// Size of one write and of one read in bytes, as in `iperf3 -l 1M`.
 pub const WRITE_BYTES: usize = 1 << 20;
 
-/// Bytes that go before: until then the connection and both threads warm up, as a connection between agents has.
+/// Number of bytes before the measurement, in which connection and threads warm up.
 const WARM_UP_BYTES: u64 = 64 << 20;
 
-/// One run of the loop.
+/// Result of one run of the loop.
 #[derive(Clone, Copy, Debug)]
 pub struct StreamRun {
-    /// Bytes that arrived.
+    /// Number of received bytes.
     pub bytes: u64,
     /// From the first read after the warm-up to the last one.
     pub elapsed: Duration,
 }
 
 impl StreamRun {
-    /// Bytes per second.
+    /// Returns the rate in bytes per second.
     pub fn bytes_per_second(&self) -> f64 {
         self.bytes as f64 / self.elapsed.as_secs_f64()
     }
@@ -35,7 +35,7 @@ impl StreamRun {
 /// Sends `bytes` bytes (rounded up to whole writes) from a thread to this one over loopback, after a warm-up.
 ///
 /// # Errors
-/// What the sockets report, for example that the congestion control is not to be had.
+/// Errors of the sockets, for example a congestion control that is not available.
 pub fn stream_loop(bytes: u64, congestion: &Congestion) -> io::Result<StreamRun> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     let address = listener.local_addr()?;
@@ -59,7 +59,7 @@ pub fn stream_loop(bytes: u64, congestion: &Congestion) -> io::Result<StreamRun>
             warm = Some((received, Instant::now()));
         }
     }
-    let (before, started) = warm.ok_or_else(|| io::Error::other("the stream ended while it warmed up"))?;
+    let (before, started) = warm.ok_or_else(|| io::Error::other("the stream ended during the warm-up"))?;
     let elapsed = started.elapsed();
     writer.join().map_err(|_| io::Error::other("the writing thread panicked"))??;
     Ok(StreamRun { bytes: received - before, elapsed })

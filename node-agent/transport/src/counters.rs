@@ -1,4 +1,4 @@
-//! Totals of a transport: plain atomics, read as one struct.
+//! Totals of a transport: atomic counters, read as one struct.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -11,13 +11,13 @@ macro_rules! counters {
         }
 
         impl TransportStats {
-            /// Name and value of every total.
+            /// Returns name and value of every total.
             pub fn fields(&self) -> impl Iterator<Item = (&'static str, u64)> {
                 [$((stringify!($name), self.$name),)*].into_iter()
             }
         }
 
-        /// The totals while they are counted.
+        /// The live counters behind the totals.
         #[derive(Debug, Default)]
         pub(crate) struct Counters {
             $(pub(crate) $name: AtomicU64,)*
@@ -32,15 +32,15 @@ macro_rules! counters {
 }
 
 counters! {
-    /// Payload bytes received for blocks that were wanted.
+    /// Payload bytes received for wanted blocks.
     received_bytes,
-    /// Payload bytes received too late for anybody and thrown away.
+    /// Payload bytes received too late and discarded.
     discarded_bytes,
     /// Payload bytes handed to sockets.
     sent_bytes,
-    /// Fetches begun.
+    /// Fetches that were started.
     fetches,
-    /// Blocks that arrived whole and verified.
+    /// Blocks that arrived complete and verified.
     blocks_received,
     /// Blocks with an object that did not match its checksum.
     blocks_corrupt,
@@ -50,9 +50,9 @@ counters! {
     blocks_lost,
     /// Fetches whose deadline passed.
     deadlines_passed,
-    /// Requests of peers.
+    /// Requests received from peers.
     requests,
-    /// Blocks served whole.
+    /// Blocks that were served completely.
     blocks_served,
     /// Requests of peers that ended before all was sent.
     serves_aborted,
@@ -60,9 +60,9 @@ counters! {
     offers,
     /// Offers without an answer.
     offers_failed,
-    /// Offers of peers.
+    /// Offers received from peers.
     offers_received,
-    /// Connections that were closed because the other side broke the protocol.
+    /// Connections that were closed because the other side violated the protocol.
     protocol_errors,
     /// Connections that were closed because the other side stalled.
     stalls,
@@ -70,20 +70,20 @@ counters! {
     connections_opened,
     /// Connections accepted from peers.
     connections_accepted,
-    /// Connections refused because all others had requests.
+    /// Connections rejected because all others had requests.
     connections_refused,
     /// Idle connections closed to accept others.
     connections_evicted,
-    /// Most payload bytes in flight to one requester at a time.
+    /// Maximum number of payload bytes in flight to one requester.
     in_flight_bytes_max,
 }
 
-/// Adds to a total.
+/// Adds `amount` to a total.
 pub(crate) fn add(counter: &AtomicU64, amount: u64) {
     counter.fetch_add(amount, Ordering::Relaxed);
 }
 
-/// Raises a maximum.
+/// Raises a maximum to `value`.
 pub(crate) fn raise(counter: &AtomicU64, value: u64) {
     counter.fetch_max(value, Ordering::Relaxed);
 }

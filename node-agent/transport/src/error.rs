@@ -1,22 +1,22 @@
-//! The crate's error: what the caller should do (kind), what was attempted (context), why (source).
+//! The error of this crate: kind (remedy), context (operation), source (the system's error).
 
 use std::fmt;
 use std::io;
 
-/// What the caller should do about a [`TransportError`].
+/// Kind of a [`TransportError`], by remedy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ErrorKind {
-    /// A limit is reached: try again later, or treat the blocks as missed.
+    /// A limit is reached: try again later, or treat the blocks as misses.
     Busy,
     /// Fix the call or the configuration.
     Invalid,
     /// The transport was shut down.
     Closed,
-    /// The operating system refused; the source says why.
+    /// The operating system reported an error; see the source.
     Os,
 }
 
-/// An error of a call. Errors of connections are no errors of calls: they end as events.
+/// Error of a call. Failures of connections are reported as events, not as errors of calls.
 #[derive(Debug, thiserror::Error)]
 pub struct TransportError {
     kind: ErrorKind,
@@ -26,7 +26,7 @@ pub struct TransportError {
 }
 
 impl TransportError {
-    /// What to do about it.
+    /// Returns the kind of the error.
     pub fn kind(&self) -> ErrorKind {
         self.kind
     }

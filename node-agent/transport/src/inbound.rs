@@ -1,6 +1,5 @@
-//! The requester's side of a connection as a state machine: which bytes may be written where, what of it is
-//! verified, what the core is told. No clock, no socket, no thread: the TCP and the in-memory transport both
-//! drive it.
+//! The requester's side of a connection as a state machine: permitted writes, verification, events for the
+//! core. It has no clock, no socket and no thread: the TCP and the in-memory transport both drive it.
 //!
 //! ```text
 //! block:  Wanted ──header──► Arriving ──last object verified──► Ended (all layers reported)
@@ -9,13 +8,14 @@
 //! ```
 //!
 //! Invariants:
-//! * a destination is written ([`Inbound::deliver`]) only while its block is `Arriving` and only where nothing has
-//!   arrived before; what comes for an ended block or an unknown stream is dropped;
-//! * events of a block come in order, layers only grow, and the event that ends a block is its last;
-//! * several ranges of one block coalesce into one `Layers` event until [`Inbound::flush`].
 //!
-//! A range of data begins at an object's first byte, or where the previous range left an object unfinished;
-//! anything else is a protocol error. So one running checksum per block suffices.
+//! * A destination is written ([`Inbound::deliver`]) only while its block is `Arriving`, and each byte at
+//!   most once. Data for an ended block or an unknown stream is dropped.
+//! * Events of a block are ordered, layers only grow, and the event that ends a block is its last.
+//! * Several ranges of one block coalesce into one `Layers` event until [`Inbound::flush`].
+//!
+//! A range of data begins at an object's first byte, or where the previous range left an object unfinished.
+//! Any other range is a protocol error. One running checksum per block is therefore enough.
 
 mod arrival;
 
@@ -29,7 +29,7 @@ use crate::counters::{Counters, add};
 use crate::wire::{OfferAnswerBody, ProtocolError};
 use arrival::{Arrival, Outcome};
 
-/// What a connection's requester knows of its fetches.
+/// State of all fetches and offers of a connection's requester.
 pub(crate) struct Inbound {
     fetches: HashMap<u64, Fetch>,
     /// Offers without an answer.
@@ -38,37 +38,35 @@ pub(crate) struct Inbound {
     current: Option<Current>,
     /// Blocks with verified layers that were not reported yet.
     burst: Vec<Place>,
-    /// Payload that has arrived since the first of them.
+    /// Payload bytes that have arrived since the first of them.
     burst_bytes: u64,
     events: Vec<TransportEvent>,
-    ended: Ended,
+    ended: EndedStreams,
 }
 
-/// What enters the machine.
-pub(crate) enum Begun {
+/// A new fetch or offer.
+pub(crate) enum NewStream {
     Fetch(NewFetch),
     Offer(NewOffer),
 }
 
-/// An offer as it enters the machine.
 #[derive(Clone, Copy)]
 pub(crate) struct NewOffer {
     pub(crate) offer: u64,
     pub(crate) keys: usize,
 }
 
-/// A fetch as it enters the machine.
 pub(crate) struct NewFetch {
     pub(crate) layout: Layout,
     pub(crate) blocks: Vec<FetchBlock>,
 }
 
-/// What came to its end.
+/// Fetches, offers and blocks that have ended.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Ended {
-    /// Fetches, all of whose blocks have ended, and offers.
+pub(crate) struct EndedStreams {
+    /// Fetches whose blocks have all ended, and offers.
     pub(crate) streams: Vec<u64>,
-    /// Blocks; an offer counts as one.
+    /// Number of blocks; an offer counts as one.
     pub(crate) blocks: usize,
 }
 
@@ -80,11 +78,11 @@ struct Place {
 
 struct Current {
     place: Place,
-    /// Next byte of the payload.
+    /// Offset of the next byte in the payload.
     position: u64,
-    /// First byte behind the range.
+    /// End of the range in the payload.
     end: u64,
-    /// False once nobody wants the rest.
+    /// False once the block has ended; the rest is dropped.
     wanted: bool,
 }
 
@@ -109,14 +107,14 @@ impl Inbound {
             burst: Vec::new(),
             burst_bytes: 0,
             events: Vec::new(),
-            ended: Ended::default(),
+            ended: EndedStreams::default(),
         }
     }
 
-    pub(crate) fn begin_stream(&mut self, stream: u64, begun: Begun) {
+    pub(crate) fn begin_stream(&mut self, stream: u64, begun: NewStream) {
         match begun {
-            Begun::Fetch(fetch) => self.insert(stream, fetch),
-            Begun::Offer(offer) => drop(self.offers.insert(stream, offer)),
+            NewStream::Fetch(fetch) => self.insert(stream, fetch),
+            NewStream::Offer(offer) => drop(self.offers.insert(stream, offer)),
         }
     }
 
@@ -131,20 +129,20 @@ impl Inbound {
         assert!(previous.is_none(), "stream numbers count up");
     }
 
-    pub(crate) fn knows(&self, stream: u64) -> bool {
+    pub(crate) fn is_open(&self, stream: u64) -> bool {
         self.fetches.contains_key(&stream) || self.offers.contains_key(&stream)
     }
 
-    /// Fetches with unfinished blocks, and offers without an answer.
+    /// Number of fetches with unfinished blocks, and of offers without an answer.
     pub(crate) fn open_streams(&self) -> usize {
         self.fetches.len() + self.offers.len()
     }
 
-    /// The peer has answered an offer.
+    /// Handles the peer's answer to an offer.
     pub(crate) fn offer_answer(&mut self, stream: u64, answer: OfferAnswerBody) -> Result<(), ProtocolError> {
         let Some(open) = self.offers.get(&stream) else { return Ok(()) };
         if open.keys != answer.keys {
-            return Err(ProtocolError::Malformed("answer to an offer: not as many keys as were offered"));
+            return Err(ProtocolError::Malformed("answer to an offer: wrong number of keys"));
         }
         let OfferAnswerBody { retry_after, taken, .. } = answer;
         self.end_offer(stream, |offer| TransportEvent::OfferAnswered { offer, taken, retry_after });
@@ -159,7 +157,7 @@ impl Inbound {
         }
     }
 
-    /// The tier and checksums of a block have come.
+    /// Handles the tier and checksums of a block.
     pub(crate) fn block_header(
         &mut self,
         (stream, block): (u64, u32),
@@ -184,7 +182,7 @@ impl Inbound {
         Ok(())
     }
 
-    /// The peer does not have a block.
+    /// Handles a block that the peer does not have.
     pub(crate) fn absent(
         &mut self,
         stream: u64,
@@ -197,7 +195,7 @@ impl Inbound {
         Ok(())
     }
 
-    /// A range of a block's payload begins to arrive.
+    /// Begins a range of a block's payload.
     pub(crate) fn begin(
         &mut self,
         (stream, block): (u64, u32),
@@ -208,7 +206,7 @@ impl Inbound {
         let mut wanted = false;
         if let Some(fetch) = self.fetches.get_mut(&stream) {
             if length == 0 || offset + length > fetch.layout.block_bytes() {
-                return Err(ProtocolError::Malformed("data outside of the block"));
+                return Err(ProtocolError::Malformed("data outside the block"));
             }
             match fetch.block(block)? {
                 Block::Wanted { .. } => {
@@ -226,18 +224,18 @@ impl Inbound {
         Ok(())
     }
 
-    /// Bytes of the arriving range that are still to come; 0 when no range is arriving.
+    /// Remaining bytes of the arriving range; 0 when no range is arriving.
     pub(crate) fn rest(&self) -> u64 {
         self.current.as_ref().map_or(0, |current| current.end - current.position)
     }
 
-    /// The next bytes of the arriving range: copies them to their destination and checksums what was copied, or
-    /// drops them when nobody wants them any more.
+    /// Copies the next bytes of the arriving range to their destination and checksums the copied bytes. Drops
+    /// them if the block has ended.
     pub(crate) fn deliver(&mut self, bytes: &[u8], counters: &Counters) {
         let current = self.current.as_mut().expect("bytes come only while a range is arriving");
         let (place, from, wanted) = (current.place, current.position, current.wanted);
         current.position += bytes.len() as u64;
-        assert!(current.position <= current.end, "no more comes than was announced");
+        assert!(current.position <= current.end, "a range has at most its announced length");
         if current.position == current.end {
             self.current = None;
         }
@@ -261,7 +259,7 @@ impl Inbound {
         }
     }
 
-    /// The deadline of a fetch or offer has passed, or the peer is gone: its unfinished blocks fail.
+    /// Fails the unfinished blocks of a fetch, or an offer: its deadline has passed, or the peer is lost.
     pub(crate) fn expire(&mut self, stream: u64, counters: &Counters) {
         if self.offers.contains_key(&stream) {
             add(&counters.offers_failed, 1);
@@ -282,12 +280,12 @@ impl Inbound {
         }
     }
 
-    /// Payload bytes that have arrived since a `Layers` event waits to be reported.
+    /// Number of payload bytes received since the oldest unreported layer.
     pub(crate) fn unreported_bytes(&self) -> u64 {
         self.burst_bytes
     }
 
-    /// Turns what is verified but unreported into events: one per block.
+    /// Creates an event for each block with verified but unreported layers.
     pub(crate) fn flush(&mut self) {
         self.burst_bytes = 0;
         for place in std::mem::take(&mut self.burst) {
@@ -301,14 +299,14 @@ impl Inbound {
         }
     }
 
-    /// The events since the last call, in order.
+    /// Takes the events since the last call, in order.
     pub(crate) fn take_events(&mut self) -> std::vec::Drain<'_, TransportEvent> {
         self.events.drain(..)
     }
 
-    /// What has come to its end since the last call. Account for it before handing out the events: whoever sees a
-    /// fetch end may begin another at once.
-    pub(crate) fn take_ended(&mut self) -> Ended {
+    /// Takes the streams and blocks that have ended since the last call. Account for them before delivering
+    /// the events: an observer of a fetch's end may begin another fetch at once.
+    pub(crate) fn take_ended(&mut self) -> EndedStreams {
         std::mem::take(&mut self.ended)
     }
 
@@ -340,7 +338,7 @@ impl Inbound {
         self.count_ended(place.stream);
     }
 
-    /// Takes a block out of its fetch: nothing is written into its destination from here on.
+    /// Removes a block from its fetch; its destination is no longer written.
     fn end(&mut self, place: Place) -> Option<Block> {
         if let Some(current) = self.current.as_mut().filter(|current| current.place == place) {
             current.wanted = false;
@@ -364,8 +362,6 @@ impl Inbound {
 
 impl Fetch {
     fn block(&mut self, block: u32) -> Result<&mut Block, ProtocolError> {
-        self.blocks
-            .get_mut(block as usize)
-            .ok_or(ProtocolError::Malformed("block index outside of the request"))
+        self.blocks.get_mut(block as usize).ok_or(ProtocolError::Malformed("block index outside the request"))
     }
 }

@@ -1,11 +1,12 @@
-//! Transports of one process that share a hub: for simulation and tests. No thread, no clock, no randomness: frames
-//! move when somebody calls [`MemoryHub::step`], time passes when somebody calls [`MemoryHub::advance`], and the
-//! same calls give the same events.
+//! In-memory transports that share a hub: for simulation and tests. Without threads, clock and randomness: a
+//! frame moves with each call of [`MemoryHub::step`], time passes with [`MemoryHub::advance`], and the same
+//! calls produce the same events.
 //!
-//! It drives the same state machines as the TCP transport, over queues of frames instead of sockets, one channel
-//! per pair of requester and server. Faults are switched per channel.
+//! The hub drives the same state machines as the TCP transport, over queues of frames instead of sockets,
+//! with one channel per pair of requester and server. Faults are set per channel.
 //!
-//! Deliberately absent: bandwidth and latency; a simulator delays its calls of `step` as its network model says.
+//! Not included: bandwidth and latency; a simulator delays its calls of `step` according to its network
+//! model.
 
 mod channel;
 
@@ -21,20 +22,20 @@ use crate::api::{
 };
 use crate::counters::{Counters, TransportStats, add};
 use crate::error::TransportError;
-use crate::outbound::{Misuse, Outbound};
+use crate::outbound::{InvalidCall, Outbound};
 use crate::wire::OfferBody;
-use channel::{Channel, Delivered, Ends, Line};
+use channel::{Channel, DeliveryOutcome, Ends, Line};
 
-/// How channels of a hub behave.
+/// Settings of the channels of a hub.
 #[derive(Clone, Copy, Debug)]
 pub struct MemorySettings {
     /// Payload bytes that one server may have in flight towards one requester.
     pub credit_bytes: u64,
-    /// A channel that is stalled for this time is lost. A serve ends this long after its request's deadline.
+    /// A channel that stalls for this time is lost. A serve ends this long after its request's deadline.
     pub stall_timeout: Duration,
 }
 
-/// Who fetches from whom: addresses as given to [`MemoryHub::join`].
+/// A pair of requester and server, by their addresses in [`MemoryHub::join`].
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Link {
     /// The node that fetches.
@@ -43,10 +44,10 @@ pub struct Link {
     pub server: String,
 }
 
-/// What is wrong with a channel.
+/// Fault of a channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// Connections break and new ones are refused.
+    /// Connections break and new ones are rejected.
     Cut,
     /// Nothing moves; after the stall timeout the requester gives up.
     Stall,
@@ -54,10 +55,10 @@ pub enum Fault {
     Corrupt,
 }
 
-/// Joins the transports of one process. Clones are the same hub.
+/// Connects the transports of one process. Clones are the same hub.
 #[derive(Clone)]
 pub struct MemoryHub {
-    world: Arc<Mutex<World>>,
+    state: Arc<Mutex<HubState>>,
 }
 
 /// A node's [`Transport`] over a [`MemoryHub`].
@@ -67,15 +68,15 @@ pub struct MemoryTransport {
     counters: Arc<Counters>,
 }
 
-struct World {
+struct HubState {
     settings: MemorySettings,
-    /// Since the hub was made.
+    /// Time since the creation of the hub.
     now: Duration,
     nodes: BTreeMap<String, Node>,
     channels: BTreeMap<Link, Channel>,
     faults: BTreeMap<Link, Fault>,
     routes: HashMap<u64, Link>,
-    /// The same of offers that were not answered.
+    /// Channel of each offer that was not answered.
     offer_routes: HashMap<u64, Link>,
     next_serve: u64,
     /// The channel that moved last: the next step begins behind it.
@@ -88,14 +89,14 @@ struct Node {
     counters: Arc<Counters>,
 }
 
-/// Events to deliver once the world is unlocked.
+/// Events to deliver once the hub is unlocked.
 type Outbox = Vec<(EventSink, TransportEvent)>;
 
 impl MemoryHub {
-    /// A hub without nodes at time zero.
+    /// Creates a hub without nodes at time zero.
     pub fn new(settings: MemorySettings) -> MemoryHub {
         MemoryHub {
-            world: Arc::new(Mutex::new(World {
+            state: Arc::new(Mutex::new(HubState {
                 settings,
                 now: Duration::ZERO,
                 nodes: BTreeMap::new(),
@@ -109,27 +110,27 @@ impl MemoryHub {
         }
     }
 
-    /// Adds a node; it replaces one of the same address, which is as if that had crashed.
+    /// Adds a node. A node with the same address is removed, as if it had crashed.
     pub fn join(&self, address: &str, sink: EventSink) -> MemoryTransport {
         let counters = Arc::new(Counters::default());
         let mut outbox = Outbox::new();
-        let mut world = self.lock();
-        world.leave(address, &mut outbox);
-        world.nodes.insert(address.to_owned(), Node { sink, counters: Arc::clone(&counters) });
-        deliver(world, outbox);
+        let mut state = self.lock();
+        state.remove_node(address, &mut outbox);
+        state.nodes.insert(address.to_owned(), Node { sink, counters: Arc::clone(&counters) });
+        deliver(state, outbox);
         MemoryTransport { hub: self.clone(), address: address.to_owned(), counters }
     }
 
-    /// Moves one frame and delivers the events that it causes; false when nothing can move.
+    /// Moves one frame and delivers the resulting events; returns false when no frame can move.
     pub fn step(&self) -> bool {
         let mut outbox = Outbox::new();
-        let mut world = self.lock();
-        let moved = world.step(&mut outbox);
-        deliver(world, outbox);
+        let mut state = self.lock();
+        let moved = state.step(&mut outbox);
+        deliver(state, outbox);
         moved
     }
 
-    /// Steps until nothing can move; the number of steps.
+    /// Steps until no frame can move; returns the number of steps.
     pub fn run(&self) -> u64 {
         let mut steps = 0;
         while self.step() {
@@ -138,84 +139,84 @@ impl MemoryHub {
         steps
     }
 
-    /// The instant, since the hub was made, at which a deadline or stall timeout passes next.
+    /// Returns the time since the creation of the hub at which the next deadline or stall timeout passes.
     pub fn next_deadline(&self) -> Option<Duration> {
         self.lock().next_deadline()
     }
 
-    /// Since the hub was made.
+    /// Returns the time since the creation of the hub.
     pub fn now(&self) -> Duration {
         self.lock().now
     }
 
-    /// Lets time pass: deadlines and stalls within it take effect, in order. No frame moves.
+    /// Advances time: deadlines and stalls within it take effect, in order. No frame moves.
     pub fn advance(&self, by: Duration) {
         let until = self.now() + by;
         loop {
             let mut outbox = Outbox::new();
-            let mut world = self.lock();
-            let next = world.next_deadline().filter(|next| *next <= until);
-            world.now = next.unwrap_or(until).max(world.now);
-            world.pass_deadlines(&mut outbox);
-            deliver(world, outbox);
+            let mut state = self.lock();
+            let next = state.next_deadline().filter(|next| *next <= until);
+            state.now = next.unwrap_or(until).max(state.now);
+            state.pass_deadlines(&mut outbox);
+            deliver(state, outbox);
             if next.is_none() {
                 return;
             }
         }
     }
 
-    /// Breaks a channel, or (`None`) mends it.
+    /// Sets the fault of a channel, or (`None`) clears it.
     pub fn set_fault(&self, link: &Link, fault: Option<Fault>) {
         let mut outbox = Outbox::new();
-        let mut world = self.lock();
+        let mut state = self.lock();
         match fault {
-            Some(fault) => world.faults.insert(link.clone(), fault),
-            None => world.faults.remove(link),
+            Some(fault) => state.faults.insert(link.clone(), fault),
+            None => state.faults.remove(link),
         };
         match fault {
-            Some(Fault::Cut) => world.end(link, &mut outbox),
-            Some(Fault::Stall) => world.stall(link),
-            Some(Fault::Corrupt) | None => world.unstall(link),
+            Some(Fault::Cut) => state.end(link, &mut outbox),
+            Some(Fault::Stall) => state.stall(link),
+            Some(Fault::Corrupt) | None => state.unstall(link),
         }
-        deliver(world, outbox);
+        deliver(state, outbox);
     }
 
-    fn lock(&self) -> MutexGuard<'_, World> {
-        self.world.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, HubState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins something on the channel from a node to a peer.
+    /// Begins a fetch or offer on the channel from a node to a peer.
     fn begin(
         &self,
         node: &MemoryTransport,
         peer: &str,
         begin: impl FnOnce(&mut Channel, Duration) -> Result<(), TransportError>,
     ) -> Result<(), TransportError> {
-        let mut world = self.lock();
-        if !world.nodes.get(&node.address).is_some_and(|known| Arc::ptr_eq(&known.counters, &node.counters)) {
+        let mut state = self.lock();
+        if !state.nodes.get(&node.address).is_some_and(|known| Arc::ptr_eq(&known.counters, &node.counters)) {
             return Err(TransportError::closed());
         }
-        let (now, window) = (world.now, world.settings.credit_bytes);
+        let (now, window) = (state.now, state.settings.credit_bytes);
         let link = Link { requester: node.address.clone(), server: peer.to_owned() };
-        let stalled_since = (world.faults.get(&link) == Some(&Fault::Stall)).then_some(now);
-        begin(world.channels.entry(link).or_insert_with(|| Channel::new(window, stalled_since)), now)
+        let stalled_since = (state.faults.get(&link) == Some(&Fault::Stall)).then_some(now);
+        begin(state.channels.entry(link).or_insert_with(|| Channel::new(window, stalled_since)), now)
     }
 
     fn answer(&self, offer: u64, taken: &[u32], retry_after: Duration) {
-        let mut world = self.lock();
-        let Some(link) = world.offer_routes.remove(&offer) else { return };
-        let Some(channel) = world.channels.get_mut(&link) else { return };
-        if let Err(misuse) = channel.outbound.answer(offer, taken, retry_after) {
-            tracing::error!(offer, %misuse, "refused to answer an offer");
+        let mut state = self.lock();
+        let Some(link) = state.offer_routes.remove(&offer) else { return };
+        let Some(channel) = state.channels.get_mut(&link) else { return };
+        if let Err(error) = channel.outbound.answer(offer, taken, retry_after) {
+            tracing::error!(offer, %error, "rejected an answer to an offer");
         }
     }
 
-    fn serve(&self, serve: u64, call: impl FnOnce(&mut Outbound) -> Result<(), Misuse>) {
-        let mut world = self.lock();
-        let Some(link) = world.routes.get(&serve).cloned() else { return };
-        let Some(channel) = world.channels.get_mut(&link) else { return };
-        if let Err(misuse) = call(&mut channel.outbound) {
-            tracing::error!(serve, %misuse, "refused to serve a block");
+    fn serve(&self, serve: u64, call: impl FnOnce(&mut Outbound) -> Result<(), InvalidCall>) {
+        let mut state = self.lock();
+        let Some(link) = state.routes.get(&serve).cloned() else { return };
+        let Some(channel) = state.channels.get_mut(&link) else { return };
+        if let Err(error) = call(&mut channel.outbound) {
+            tracing::error!(serve, %error, "rejected a call to serve a block");
         }
     }
 }
@@ -257,13 +258,13 @@ impl Transport for MemoryTransport {
 
     fn shutdown(&self) {
         let mut outbox = Outbox::new();
-        let mut world = self.hub.lock();
+        let mut state = self.hub.lock();
         let ours =
-            world.nodes.get(&self.address).is_some_and(|node| Arc::ptr_eq(&node.counters, &self.counters));
+            state.nodes.get(&self.address).is_some_and(|node| Arc::ptr_eq(&node.counters, &self.counters));
         if ours {
-            world.leave(&self.address, &mut outbox);
+            state.remove_node(&self.address, &mut outbox);
         }
-        deliver(world, outbox);
+        deliver(state, outbox);
     }
 }
 
@@ -274,15 +275,15 @@ impl Drop for MemoryTransport {
 }
 
 /// Calls the sinks, which may call the hub.
-fn deliver(world: MutexGuard<'_, World>, outbox: Outbox) {
-    drop(world);
+fn deliver(state: MutexGuard<'_, HubState>, outbox: Outbox) {
+    drop(state);
     for (sink, event) in outbox {
         sink(event);
     }
 }
 
-impl World {
-    /// Moves a frame on the first channel behind the last one that has something to move.
+impl HubState {
+    /// Moves a frame on the first channel with work after the last one that moved.
     fn step(&mut self, outbox: &mut Outbox) -> bool {
         let links: Vec<Link> = self.channels.keys().cloned().collect();
         let behind = self.last.as_ref().map_or(0, |last| links.partition_point(|link| link <= last));
@@ -318,17 +319,17 @@ impl World {
         true
     }
 
-    /// Turns what a step did into events.
+    /// Converts the outcome of a step to events.
     fn apply(
         &mut self,
         link: &Link,
         (requester, server): (&Node, &Node),
-        delivered: Delivered,
+        delivered: DeliveryOutcome,
         outbox: &mut Outbox,
     ) {
         match delivered {
-            Delivered::Nothing => {}
-            Delivered::Request { stream, body } => {
+            DeliveryOutcome::Nothing => {}
+            DeliveryOutcome::Request { stream, body } => {
                 let serve = self.next_serve;
                 self.next_serve += 1;
                 let channel = self.channels.get_mut(link).expect("a step does not remove it");
@@ -336,20 +337,20 @@ impl World {
                 channel
                     .outbound
                     .open((serve, stream), &body, until)
-                    .expect("a requester in memory keeps the limits");
+                    .expect("a requester in memory respects the limits");
                 self.routes.insert(serve, link.clone());
                 add(&server.counters.requests, 1);
                 let request =
                     IncomingRequest { serve, keys: body.keys, layout: body.layout, deadline: body.deadline };
                 outbox.push((Arc::clone(&server.sink), TransportEvent::Request(request)));
             }
-            Delivered::Offer { stream, body } => {
+            DeliveryOutcome::Offer { stream, body } => {
                 let offer = self.next_serve;
                 self.next_serve += 1;
                 let channel = self.channels.get_mut(link).expect("a step does not remove it");
                 let until = self.now + body.deadline + self.settings.stall_timeout;
                 let opened = channel.outbound.open_offer((offer, stream), &body, until);
-                opened.expect("a requester in memory keeps the limits");
+                opened.expect("a requester in memory respects the limits");
                 self.offer_routes.insert(offer, link.clone());
                 add(&server.counters.offers_received, 1);
                 let OfferBody { layout, deadline, tenant, keys } = body;
@@ -357,14 +358,14 @@ impl World {
                 let incoming = IncomingOffer { offer, from, tenant, layout, keys, deadline };
                 outbox.push((Arc::clone(&server.sink), TransportEvent::Offer(incoming)));
             }
-            Delivered::Served { done, ended } => {
+            DeliveryOutcome::Served { done, ended } => {
                 if ended {
                     self.routes.remove(&done.serve);
                 }
                 let event = TransportEvent::ServeDone { serve: done.serve, block: done.block };
                 outbox.push((Arc::clone(&server.sink), event));
             }
-            Delivered::Aborted { serve } => self.abort(serve, server, outbox),
+            DeliveryOutcome::Aborted { serve } => self.abort(serve, server, outbox),
         }
         self.collect(link, requester, outbox);
     }
@@ -395,7 +396,7 @@ impl World {
         self.abort_all(link, open, outbox);
     }
 
-    /// Aborts serves of which nothing is on its way any more.
+    /// Aborts serves that have no frame in flight.
     fn abort_all(&mut self, link: &Link, serves: Vec<u64>, outbox: &mut Outbox) {
         let server = self.nodes.get(&link.server).cloned();
         for serve in serves {
@@ -407,7 +408,7 @@ impl World {
     }
 
     /// Removes a node and breaks its channels.
-    fn leave(&mut self, address: &str, outbox: &mut Outbox) {
+    fn remove_node(&mut self, address: &str, outbox: &mut Outbox) {
         let links: Vec<Link> = self
             .channels
             .keys()

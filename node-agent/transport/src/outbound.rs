@@ -1,5 +1,6 @@
-//! The serving side of a connection as a state machine: open requests and offers, queued pieces, credit, deadlines. No clock,
-//! no socket, no thread: the TCP and the in-memory transport both drive it and tell it what time it is.
+//! The serving side of a connection as a state machine: open requests and offers, queued pieces, credit,
+//! deadlines. It has no clock, no socket and no thread: the TCP and the in-memory transport both drive it and
+//! pass the time.
 //!
 //! ```text
 //! block:  Waiting ──header──► Headed ──last objects queued──► Closed ──written──► Done (ServeDone)
@@ -8,11 +9,12 @@
 //! ```
 //!
 //! Invariants:
-//! * pieces leave in the order in which the core asked; a range longer than a frame leaves as several frames;
-//! * a data frame leaves only when the requester's credit covers it; a frame is at most a quarter of the window
-//!   and the requester holds back less than a quarter, so waiting for credit always ends;
-//! * a request that ended is unknown: what the core still sends for it is dropped;
-//! * a request is not open beyond its deadline, however slowly its requester takes what it asked for.
+//!
+//! * Pieces are sent in the order of the core's calls; a range longer than a frame is sent as several frames.
+//! * A data frame is sent only when the requester's credit covers it. A frame is at most a quarter of the
+//!   window, and the requester holds back less than a quarter, so waiting for credit always ends.
+//! * A request that has ended is unknown: later pieces of the core for it are dropped.
+//! * A request is not open beyond its deadline, no matter how slowly its requester reads.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::time::Duration;
@@ -29,27 +31,27 @@ use crate::wire::{
     FrameHeader, Kind, OfferAnswerBody, OfferBody, ProtocolError, RequestBody, encode_block_header,
 };
 
-/// What a connection's server knows of the requests on it.
+/// State of all requests and offers of a connection's server.
 pub(crate) struct Outbound {
     serves: HashMap<u64, Serve>,
     /// Offers without an answer, or whose answer was not written yet.
     offers: HashMap<u64, OpenOffer>,
     /// Number of each request and offer by its stream.
     streams: HashMap<u64, u64>,
-    /// Until when each request and offer is open.
+    /// Deadline of each request and offer.
     deadlines: BTreeSet<(Duration, u64)>,
-    /// Unfinished blocks of all requests.
+    /// Number of unfinished blocks of all requests.
     blocks: usize,
     pieces: VecDeque<Piece>,
     window: u64,
     credit: u64,
 }
 
-/// The next thing to do.
+/// Next action of the driver.
 pub(crate) enum Step {
     /// Write this frame, then report `done` with [`Outbound::finished`].
     Frame(OutFrame),
-    /// Tell the core that a cancelled request has ended.
+    /// Notify the core that a cancelled request has ended.
     Aborted { serve: u64 },
 }
 
@@ -62,14 +64,14 @@ pub(crate) struct OutFrame {
     pub(crate) done: Option<BlockDone>,
 }
 
-/// What follows a frame's header.
+/// Contents behind a frame's header.
 pub(crate) enum Body {
     Nothing,
     Bytes(Vec<u8>),
     Memory(Span),
 }
 
-/// A block of a request all of whose pieces have been written.
+/// A block of a request whose pieces have all been written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BlockDone {
     pub(crate) serve: u64,
@@ -78,36 +80,36 @@ pub(crate) struct BlockDone {
     pub(crate) whole: bool,
 }
 
-/// What a written block means for its request.
+/// Effect of a written block on its request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Finished {
-    /// The request has ended meanwhile; the core is told by `ServeAborted`.
-    Forgotten,
-    /// The block is done, others are not.
+pub(crate) enum BlockCompletion {
+    /// The request has ended meanwhile; `ServeAborted` notifies the core.
+    Stale,
+    /// The block is done, but other blocks of the request are not.
     Block,
-    /// It was the request's last.
+    /// It was the request's last block.
     Request,
 }
 
 /// A call of the core that cannot be executed. The block was reported absent, so that the peer does not wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum Misuse {
-    #[error("block index outside of the request")]
+pub(crate) enum InvalidCall {
+    #[error("block index outside the request")]
     Block,
     #[error("number of checksums differs from the layout's objects")]
     Checksums,
-    #[error("header twice or objects before the header")]
+    #[error("second header, or objects before the header")]
     Order,
-    #[error("range is not whole objects inside of the block")]
+    #[error("range does not consist of whole objects inside the block")]
     Range,
     #[error("too many pieces queued for one peer")]
     Queue,
 }
 
-/// An offer; numbers of offers and requests come from one count.
+/// An offer; offers and requests share one number space.
 struct OpenOffer {
     stream: u64,
-    /// How many were offered; `None` once the answer is queued.
+    /// Number of offered keys; `None` once the answer is queued.
     keys: Option<usize>,
     until: Duration,
 }
@@ -144,7 +146,7 @@ enum Piece {
 }
 
 impl Outbound {
-    /// `window`: the credit that the requester announced.
+    /// Creates the state; `window` is the credit that the requester announced.
     pub(crate) fn new(window: u64) -> Outbound {
         Outbound {
             serves: HashMap::new(),
@@ -158,7 +160,7 @@ impl Outbound {
         }
     }
 
-    /// A request has come; it is over at `until` at the latest.
+    /// Opens a request, which ends at `until` at the latest.
     pub(crate) fn open(
         &mut self,
         (serve, stream): (u64, u64),
@@ -172,7 +174,7 @@ impl Outbound {
         Ok(())
     }
 
-    /// An offer has come. It ends with its answer, or without one; either way nobody is told.
+    /// Opens an offer. It ends with its answer or without one; the core is not notified in either case.
     pub(crate) fn open_offer(
         &mut self,
         (offer, stream): (u64, u64),
@@ -198,22 +200,27 @@ impl Outbound {
             ));
         }
         if self.streams.insert(stream, number).is_some() {
-            return Err(ProtocolError::Malformed("request number is in use"));
+            return Err(ProtocolError::Malformed("request number in use"));
         }
         self.blocks += blocks;
         self.deadlines.insert((until, number));
         Ok(())
     }
 
-    /// Answers an offer; the second answer finds nothing.
-    pub(crate) fn answer(&mut self, offer: u64, taken: &[u32], retry_after: Duration) -> Result<(), Misuse> {
+    /// Answers an offer; has no effect on an answered offer.
+    pub(crate) fn answer(
+        &mut self,
+        offer: u64,
+        taken: &[u32],
+        retry_after: Duration,
+    ) -> Result<(), InvalidCall> {
         let Some(open) = self.offers.get_mut(&offer) else { return Ok(()) };
         let (stream, Some(keys)) = (open.stream, open.keys.take()) else { return Ok(()) };
         let body = OfferAnswerBody { retry_after, keys, taken: taken.to_vec() }.encode();
         self.push(Piece::Answer { offer, stream, body })
     }
 
-    /// The requester no longer wants a request: its pieces are dropped, [`Step::Aborted`] comes next.
+    /// Cancels a request: its pieces are dropped, and [`Step::Aborted`] comes next.
     pub(crate) fn cancel(&mut self, stream: u64) {
         let Some(number) = self.streams.get(&stream).copied() else { return };
         let is_offer = self.offers.contains_key(&number);
@@ -224,18 +231,18 @@ impl Outbound {
         }
     }
 
-    /// When the first of the open requests is over.
+    /// Returns the earliest deadline of the open requests.
     pub(crate) fn next_deadline(&self) -> Option<Duration> {
         self.deadlines.first().map(|(until, _)| *until)
     }
 
-    /// When an open request is over; of offers only the queue is bounded.
+    /// Returns the deadline of an open request. Offers have no deadline here; only their queue is limited.
     pub(crate) fn deadline_of(&self, serve: u64) -> Option<Duration> {
         self.serves.get(&serve).map(|serve| serve.until)
     }
 
-    /// Ends the requests and offers whose time has passed and drops their pieces. Returns the requests: report each as
-    /// aborted once nothing of it is on its way.
+    /// Ends the requests and offers whose deadline has passed and drops their pieces. Returns the requests:
+    /// report each as aborted once it has no frame in flight.
     pub(crate) fn expire(&mut self, now: Duration) -> Vec<u64> {
         let (mut expired, open) = (Vec::new(), self.deadlines.len());
         while let Some((_, number)) = self.deadlines.first().copied().filter(|(until, _)| *until <= now) {
@@ -257,10 +264,10 @@ impl Outbound {
         expired
     }
 
-    /// The requester has consumed payload, or it will never be sent.
+    /// Adds credit for payload that the requester has consumed, or that will never be sent.
     pub(crate) fn add_credit(&mut self, bytes: u64) -> Result<(), ProtocolError> {
         let credit = self.credit.checked_add(bytes).filter(|credit| *credit <= self.window);
-        self.credit = credit.ok_or(ProtocolError::Malformed("more credit given back than was used"))?;
+        self.credit = credit.ok_or(ProtocolError::Malformed("more credit returned than was used"))?;
         Ok(())
     }
 
@@ -269,13 +276,13 @@ impl Outbound {
         (serve, block): (u64, u32),
         tier: Tier,
         checksums: &[u32],
-    ) -> Result<(), Misuse> {
+    ) -> Result<(), InvalidCall> {
         let Some((place, phase, layout)) = self.find(serve, block)? else { return Ok(()) };
         match phase {
             Phase::Closed | Phase::Done => Ok(()),
-            Phase::Headed => self.refuse(place, Misuse::Order),
+            Phase::Headed => self.refuse(place, InvalidCall::Order),
             Phase::Waiting if checksums.len() != layout.objects() as usize => {
-                self.refuse(place, Misuse::Checksums)
+                self.refuse(place, InvalidCall::Checksums)
             }
             Phase::Waiting => {
                 self.set_phase(place, Phase::Headed);
@@ -284,15 +291,15 @@ impl Outbound {
         }
     }
 
-    pub(crate) fn objects(&mut self, objects: ServedObjects) -> Result<(), Misuse> {
+    pub(crate) fn objects(&mut self, objects: ServedObjects) -> Result<(), InvalidCall> {
         let Some((place, phase, layout)) = self.find(objects.serve, objects.block)? else { return Ok(()) };
         let bytes = objects.from.len() as u64;
         let inside = objects.offset.checked_add(bytes).is_some_and(|end| end <= layout.block_bytes());
         let whole = [objects.offset, bytes].iter().all(|value| value.is_multiple_of(layout.object_bytes()));
         match phase {
             Phase::Closed | Phase::Done => Ok(()),
-            Phase::Waiting => self.refuse(place, Misuse::Order),
-            Phase::Headed if !inside || !whole || bytes == 0 => self.refuse(place, Misuse::Range),
+            Phase::Waiting => self.refuse(place, InvalidCall::Order),
+            Phase::Headed if !inside || !whole || bytes == 0 => self.refuse(place, InvalidCall::Range),
             Phase::Headed => {
                 if objects.last == ServeLast::Last {
                     self.set_phase(place, Phase::Closed);
@@ -303,7 +310,7 @@ impl Outbound {
         }
     }
 
-    pub(crate) fn absent(&mut self, serve: u64, block: u32) -> Result<(), Misuse> {
+    pub(crate) fn absent(&mut self, serve: u64, block: u32) -> Result<(), InvalidCall> {
         let Some((place, phase, _)) = self.find(serve, block)? else { return Ok(()) };
         match phase {
             Phase::Closed | Phase::Done => Ok(()),
@@ -314,7 +321,7 @@ impl Outbound {
         }
     }
 
-    /// The next thing to do; `None` when nothing is queued or the credit does not cover the next frame.
+    /// Returns the next action; `None` when nothing is queued or the credit does not cover the next frame.
     pub(crate) fn next(&mut self) -> Option<Step> {
         if self.next_data_bytes().is_some_and(|bytes| bytes > self.credit) {
             return None;
@@ -340,30 +347,30 @@ impl Outbound {
         })
     }
 
-    /// Whether [`Outbound::next`] would give something.
+    /// Reports whether [`Outbound::next`] would return an action.
     pub(crate) fn has_next(&self) -> bool {
         !self.pieces.is_empty() && !self.waits_for_credit()
     }
 
-    /// Whether something is queued that waits for credit.
+    /// Reports whether a queued piece waits for credit.
     pub(crate) fn waits_for_credit(&self) -> bool {
         self.next_data_bytes().is_some_and(|bytes| bytes > self.credit)
     }
 
-    /// A frame with `done` was written.
-    pub(crate) fn finished(&mut self, done: BlockDone) -> Finished {
-        let Some(serve) = self.serves.get_mut(&done.serve) else { return Finished::Forgotten };
+    /// Handles the write of a frame with `done`.
+    pub(crate) fn finished(&mut self, done: BlockDone) -> BlockCompletion {
+        let Some(serve) = self.serves.get_mut(&done.serve) else { return BlockCompletion::Stale };
         serve.phases[done.block as usize] = Phase::Done;
         serve.unfinished -= 1;
         self.blocks -= 1;
         if serve.unfinished == 0 {
             self.forget(done.serve);
-            return Finished::Request;
+            return BlockCompletion::Request;
         }
-        Finished::Block
+        BlockCompletion::Block
     }
 
-    /// Forgets everything and returns the requests that were open or not yet reported as aborted, in order.
+    /// Clears all state and returns the requests that were open or not yet reported as aborted, in order.
     pub(crate) fn abort_all(&mut self) -> Vec<u64> {
         let unreported = self.pieces.drain(..).filter_map(|piece| match piece {
             Piece::Aborted { serve } => Some(serve),
@@ -378,12 +385,12 @@ impl Outbound {
         serves
     }
 
-    /// Requests and offers that are open.
+    /// Returns the number of open requests and offers.
     pub(crate) fn open_requests(&self) -> usize {
         self.serves.len() + self.offers.len()
     }
 
-    /// Payload bytes sent that the requester has not given back.
+    /// Returns the number of sent payload bytes whose credit was not returned.
     pub(crate) fn in_flight_bytes(&self) -> u64 {
         self.window - self.credit
     }
@@ -399,7 +406,7 @@ impl Outbound {
         DATA_FRAME_BYTES_MAX.min(self.window / CREDIT_PARTS)
     }
 
-    /// Takes one frame off the front of a range; puts the rest back.
+    /// Splits one frame off the front of a range; puts the rest back.
     fn data_frame(&mut self, place: Place, from: Span, (offset, last): (u64, ServeLast)) -> OutFrame {
         let bytes = (from.len() as u64).min(self.frame_bytes_max());
         let split = usize::try_from(bytes).expect("a frame is at most 8 MiB");
@@ -421,16 +428,16 @@ impl Outbound {
         place.frame(header, Body::Memory(memory), done)
     }
 
-    fn find(&self, serve: u64, block: u32) -> Result<Option<(Place, Phase, Layout)>, Misuse> {
+    fn find(&self, serve: u64, block: u32) -> Result<Option<(Place, Phase, Layout)>, InvalidCall> {
         let Some(open) = self.serves.get(&serve) else { return Ok(None) };
-        let phase = *open.phases.get(block as usize).ok_or(Misuse::Block)?;
+        let phase = *open.phases.get(block as usize).ok_or(InvalidCall::Block)?;
         Ok(Some((Place { serve, stream: open.stream, block }, phase, open.layout)))
     }
 
-    fn refuse(&mut self, place: Place, misuse: Misuse) -> Result<(), Misuse> {
+    fn refuse(&mut self, place: Place, error: InvalidCall) -> Result<(), InvalidCall> {
         self.set_phase(place, Phase::Closed);
         self.push(Piece::Absent { place })?;
-        Err(misuse)
+        Err(error)
     }
 
     fn set_phase(&mut self, place: Place, phase: Phase) {
@@ -438,9 +445,9 @@ impl Outbound {
         serve.phases[place.block as usize] = phase;
     }
 
-    fn push(&mut self, piece: Piece) -> Result<(), Misuse> {
+    fn push(&mut self, piece: Piece) -> Result<(), InvalidCall> {
         if self.pieces.len() >= QUEUED_PIECES_MAX {
-            return Err(Misuse::Queue);
+            return Err(InvalidCall::Queue);
         }
         self.pieces.push_back(piece);
         Ok(())
@@ -471,7 +478,7 @@ impl Place {
 }
 
 impl Piece {
-    /// Whether it is of a request or offer of this number.
+    /// Reports whether the piece belongs to the request or offer of this number.
     fn is_of(&self, number: u64) -> bool {
         match self {
             Piece::Header { place, .. } | Piece::Data { place, .. } | Piece::Absent { place } => {

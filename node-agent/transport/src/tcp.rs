@@ -1,7 +1,7 @@
 //! The framed TCP transport: blocking threads, bounded connections, no copies on the sending side.
 //!
-//! A connection serves one direction: who opened it fetches, who accepted it serves. Two threads a connection and
-//! side; no thread ever works for two peers, so a slow peer delays nobody else.
+//! A connection serves one direction: its opener fetches, its acceptor serves. Each side has two threads per
+//! connection. No thread ever works for two peers, so a slow peer delays no other.
 //!
 //! ```text
 //! fetch ─► Outgoing ─ sending thread ──requests, credit──► reading thread ─► sink(Request)
@@ -33,11 +33,11 @@ use reprise_policy::connection_table::{Admission, ConnectionId, ConnectionTable}
 use crate::api::{EventSink, FetchRequest, OfferRequest, ServedObjects, Transport};
 use crate::counters::{Counters, TransportStats, add};
 use crate::error::TransportError;
-use crate::outbound::{Misuse, Outbound};
+use crate::outbound::{InvalidCall, Outbound};
 use crate::wire::Hello;
 use incoming::Incoming;
 use listener::Listener;
-use outgoing::Asked;
+use outgoing::OutgoingRequest;
 use pool::Pool;
 use socket::Socket;
 use threads::Threads;
@@ -45,17 +45,17 @@ use threads::Threads;
 pub(crate) use settings::name_congestion;
 pub use settings::{Congestion, TcpSettings};
 
-/// [`Transport`] over TCP.
+/// A [`Transport`] over TCP.
 pub struct TcpTransport {
     common: Arc<Common>,
     listener: Listener,
     local_address: SocketAddr,
 }
 
-/// A connection that is closed to make room ends within this time, or is not waited for.
+/// Maximum time to wait for a connection that is closed to make room.
 const CLOSED_WITHIN: Duration = Duration::from_secs(1);
 
-/// What all connections of a transport share.
+/// State shared by all connections of a transport.
 struct Common {
     settings: TcpSettings,
     sink: EventSink,
@@ -64,13 +64,13 @@ struct Common {
     pool: Pool,
     closing: AtomicBool,
     next_serve: AtomicU64,
-    /// Which connection an open incoming request is on.
+    /// Connection of each open incoming request.
     routes: Mutex<HashMap<u64, Arc<Incoming>>>,
-    /// The same of incoming offers that were not answered.
+    /// Connection of each incoming offer that was not answered.
     offer_routes: Mutex<HashMap<u64, Arc<Incoming>>>,
     /// Sockets of accepted connections, so that shutdown can end them.
     accepted: Mutex<Accepted>,
-    /// An accepted connection has ended.
+    /// Notified when an accepted connection has ended.
     accepted_ended: Condvar,
 }
 
@@ -79,17 +79,17 @@ struct Accepted {
     sockets: HashMap<ConnectionId, Arc<Socket>>,
 }
 
-/// An accepted connection in [`Common::accepted`]; leaves it when dropped.
-struct Registered {
+/// An accepted connection in [`Common::accepted`]; removed on drop.
+struct AcceptedGuard {
     common: Arc<Common>,
     id: ConnectionId,
 }
 
 impl TcpTransport {
-    /// Listens for peers. `sink` gets every event.
+    /// Listens for peers. `sink` receives every event.
     ///
     /// # Errors
-    /// `Invalid` names the setting to change; `Os` when the address cannot be listened on.
+    /// `Invalid` names the setting to change; `Os` when it cannot listen on the address.
     pub fn bind(settings: TcpSettings, sink: EventSink) -> Result<TcpTransport, TransportError> {
         settings.validate()?;
         let table = ConnectionTable::new(settings.connections_max);
@@ -111,17 +111,17 @@ impl TcpTransport {
         Ok(TcpTransport { common, listener, local_address })
     }
 
-    /// Where peers connect to.
+    /// Returns the address on which peers connect.
     pub fn local_address(&self) -> SocketAddr {
         self.local_address
     }
 
-    fn serve(&self, serve: u64, call: impl FnOnce(&mut Outbound) -> Result<(), Misuse>) {
+    fn serve(&self, serve: u64, call: impl FnOnce(&mut Outbound) -> Result<(), InvalidCall>) {
         let incoming = lock(&self.common.routes).get(&serve).cloned();
         if let Some(incoming) = incoming
-            && let Err(misuse) = incoming.apply(call)
+            && let Err(error) = incoming.apply(call)
         {
-            tracing::error!(serve, %misuse, "refused to serve a block");
+            tracing::error!(serve, %error, "rejected a call to serve a block");
         }
     }
 }
@@ -129,7 +129,7 @@ impl TcpTransport {
 impl Transport for TcpTransport {
     fn fetch(&self, peer: &str, request: FetchRequest) -> Result<(), TransportError> {
         request.check()?;
-        self.common.pool.ask(&self.common, peer, Asked::Fetch(request))?;
+        self.common.pool.ask(&self.common, peer, OutgoingRequest::Fetch(request))?;
         add(&self.common.counters.fetches, 1);
         Ok(())
     }
@@ -148,7 +148,7 @@ impl Transport for TcpTransport {
 
     fn offer(&self, peer: &str, request: OfferRequest) -> Result<(), TransportError> {
         request.check()?;
-        self.common.pool.ask(&self.common, peer, Asked::Offer(request))?;
+        self.common.pool.ask(&self.common, peer, OutgoingRequest::Offer(request))?;
         add(&self.common.counters.offers, 1);
         Ok(())
     }
@@ -156,9 +156,9 @@ impl Transport for TcpTransport {
     fn answer_offer(&self, offer: u64, taken: &[u32], retry_after: Duration) {
         let incoming = lock(&self.common.offer_routes).remove(&offer);
         if let Some(incoming) = incoming
-            && let Err(misuse) = incoming.apply(|outbound| outbound.answer(offer, taken, retry_after))
+            && let Err(error) = incoming.apply(|outbound| outbound.answer(offer, taken, retry_after))
         {
-            tracing::error!(offer, %misuse, "refused to answer an offer");
+            tracing::error!(offer, %error, "rejected an answer to an offer");
         }
     }
 
@@ -196,21 +196,21 @@ impl Common {
         self.closing.load(Ordering::SeqCst)
     }
 
-    /// A number for a request that came on `incoming`.
+    /// Allocates a number for a request that arrived on `incoming`.
     fn route(&self, incoming: &Arc<Incoming>) -> u64 {
         let serve = self.next_serve.fetch_add(1, Ordering::Relaxed);
         lock(&self.routes).insert(serve, Arc::clone(incoming));
         serve
     }
 
-    /// A number for an offer that came on `incoming`.
+    /// Allocates a number for an offer that arrived on `incoming`.
     fn route_offer(&self, incoming: &Arc<Incoming>) -> u64 {
         let offer = self.next_serve.fetch_add(1, Ordering::Relaxed);
         lock(&self.offer_routes).insert(offer, Arc::clone(incoming));
         offer
     }
 
-    /// The offers of a connection that has ended can be answered no more.
+    /// Removes the offers of a connection that has ended; they can no longer be answered.
     fn unroute_offers(&self, incoming: &Arc<Incoming>) {
         lock(&self.offer_routes).retain(|_, of| !Arc::ptr_eq(of, incoming));
     }
@@ -219,19 +219,21 @@ impl Common {
         lock(&self.routes).remove(&serve);
     }
 
-    /// Waits until connections that were closed to make room have ended: their threads free their descriptors.
+    /// Waits until connections that were closed to make room have ended: their threads free their
+    /// descriptors.
     fn wait_for_closing(&self) {
         let accepted = lock(&self.accepted);
         let waits = |accepted: &mut Accepted| accepted.table.must_wait();
-        // Without the time limit a thread that hangs would keep all peers out.
+        // Without the time limit a hanging thread would keep all peers out.
         drop(self.accepted_ended.wait_timeout_while(accepted, CLOSED_WITHIN, waits));
     }
 
-    /// Enters an accepted connection, in place of the longest-idle one when there are too many; `None` when all of them
-    /// have requests, or the transport shuts down.
-    fn register_incoming(self: &Arc<Self>, socket: &Arc<Socket>) -> Option<Registered> {
+    /// Registers an accepted connection. When there are too many, it replaces the connection that is idle for
+    /// longest. `None` when all connections have requests, or the transport shuts down.
+    fn register_incoming(self: &Arc<Self>, socket: &Arc<Socket>) -> Option<AcceptedGuard> {
         let mut accepted = lock(&self.accepted);
-        // Read under the lock that `shutdown` takes afterwards: a socket is either refused or shut down.
+        // Read under the lock that `shutdown` acquires afterwards: a socket is either rejected here or shut
+        // down there.
         if self.is_closing() {
             return None;
         }
@@ -245,28 +247,28 @@ impl Common {
             Admission::Full(_) => {
                 add(&self.counters.connections_refused, 1);
                 let limit = self.settings.connections_max;
-                tracing::warn!(limit, "refused a peer connection: all connections have requests");
+                tracing::warn!(limit, "peer connection rejected: all connections have requests");
                 return None;
             }
         };
         accepted.sockets.insert(id, Arc::clone(socket));
-        Some(Registered { common: Arc::clone(self), id })
+        Some(AcceptedGuard { common: Arc::clone(self), id })
     }
 }
 
-impl Registered {
-    /// The connection has a request: it stays.
+impl AcceptedGuard {
+    /// Marks the connection as having a request: it is not closed for another one.
     fn set_busy(&self) {
         lock(&self.common.accepted).table.set_busy(self.id);
     }
 
-    /// The connection has no request, and may be closed for another one.
+    /// Marks the connection as idle: it may be closed for another one.
     fn set_idle(&self, socket: &Arc<Socket>) {
         lock(&self.common.accepted).table.set_known(self.id, Arc::clone(socket));
     }
 }
 
-impl Drop for Registered {
+impl Drop for AcceptedGuard {
     fn drop(&mut self) {
         let mut accepted = lock(&self.common.accepted);
         accepted.table.remove(self.id);

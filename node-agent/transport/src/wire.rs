@@ -1,7 +1,7 @@
-//! The bytes on a peer connection: greeting, frame headers, bodies (`docs/PROTOCOL.md`, part 3).
+//! Wire format of a peer connection: greeting, frame headers, bodies (`docs/PROTOCOL.md`, part 3).
 //!
-//! Everything is little endian and of fixed size, or of a size that follows from the frame header. Decoding
-//! never allocates more than a checked length, never panics, and refuses what a correct peer would not send.
+//! Everything is little endian and has a fixed size, or a size that follows from the frame header. Decoding
+//! never allocates more than a checked length, never panics, and rejects invalid input.
 //!
 //! Frame header, 32 bytes:
 //!
@@ -27,24 +27,24 @@ use crate::limits::{
 /// Version of the protocol; both sides of a connection must have the same.
 pub(crate) const PROTOCOL_VERSION: u16 = 1;
 
-/// Bytes of a frame header.
+/// Size of a frame header in bytes.
 pub(crate) const FRAME_HEADER_BYTES: usize = 32;
 
-/// Bytes of a greeting. Magic and version keep their place in every version.
+/// Size of a greeting in bytes. Magic and version keep their place in every version.
 pub(crate) const HELLO_BYTES: usize = 128;
 
-/// Body of a request at the most: fixed part and keys.
+/// Maximum size of a request's body in bytes: fixed part and keys.
 pub(crate) const REQUEST_BODY_BYTES_MAX: usize =
     REQUEST_FIXED_BYTES + BLOCKS_PER_REQUEST_MAX * BlockKey::SIZE;
 
-/// Body of an offer at the most: fixed part and keys.
+/// Maximum size of an offer's body in bytes: fixed part and keys.
 pub(crate) const OFFER_BODY_BYTES_MAX: usize = OFFER_FIXED_BYTES + KEYS_PER_OFFER_MAX * BlockKey::SIZE;
 
-/// Body of the answer to an offer at the most: fixed part and a bit for each key.
+/// Maximum size of the body of an offer's answer in bytes: fixed part and a bit for each key.
 pub(crate) const OFFER_ANSWER_BODY_BYTES_MAX: usize =
     OFFER_ANSWER_FIXED_BYTES + KEYS_PER_OFFER_MAX.div_ceil(8);
 
-/// Body of a block header at the most: tier, padding, checksums.
+/// Maximum size of a block header's body in bytes: tier, padding, checksums.
 pub(crate) const BLOCK_HEADER_BODY_BYTES_MAX: usize = BLOCK_HEADER_FIXED_BYTES + OBJECTS_MAX as usize * 4;
 
 const FRAME_MAGIC: [u8; 4] = *b"RPRF";
@@ -61,15 +61,15 @@ const _: () = assert!(BLOCK_BYTES_MAX <= u32::MAX as u64, "offsets in a payload 
 const _: () = assert!(TENANT_NAME_BYTES_MAX <= 64, "a tenant's name has 64 bytes in an offer");
 const _: () = assert!(24 + NODE_NAME_BYTES_MAX <= HELLO_BYTES - 4);
 
-/// What a frame is. Requester to server below 16, server to requester from 16 on.
+/// Kind of a frame. Requester to server below 16, server to requester from 16 on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Kind {
-    /// Wants blocks; body: [`RequestBody`].
+    /// Requests blocks; body: [`RequestBody`].
     Request = 1,
     /// `stream` more bytes may be in flight.
     Credit = 2,
-    /// The requester has given up on `stream`, a request or an offer.
+    /// The requester has cancelled `stream`, a request or an offer.
     Cancel = 3,
     /// Offers blocks; body: [`OfferBody`].
     Offer = 4,
@@ -77,11 +77,11 @@ pub(crate) enum Kind {
     BlockHeader = 16,
     /// A range of a block's payload.
     Data = 17,
-    /// The block will not come.
+    /// The block will not be sent.
     Absent = 18,
-    /// Nothing to send yet, but alive.
+    /// The server is alive, but has nothing to send yet.
     Alive = 19,
-    /// Which of the offered blocks are taken; body: [`OfferAnswerBody`].
+    /// Indices of the accepted blocks of an offer; body: [`OfferAnswerBody`].
     OfferAnswer = 20,
 }
 
@@ -92,16 +92,16 @@ pub(crate) struct FrameHeader {
     /// The requester's number of the request on this connection; of a credit: bytes.
     pub(crate) stream: u64,
     pub(crate) block: u32,
-    /// Of data: byte offset in the payload. Of others: CRC32C of the body.
+    /// For data: byte offset in the payload. For other kinds: CRC32C of the body.
     pub(crate) argument: u32,
-    /// Bytes that follow.
+    /// Number of bytes that follow.
     pub(crate) length: u32,
 }
 
-/// What a peer sent that a correct one would not: its connection is closed.
+/// Violation of the protocol by a peer; its connection is closed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ProtocolError {
-    #[error("the other side is no Reprise agent (wrong magic)")]
+    #[error("the other side is not a Reprise agent (wrong magic)")]
     Magic,
     #[error("the peer speaks version {found} of the peer protocol, this agent speaks {PROTOCOL_VERSION}")]
     Version { found: u16 },
@@ -109,19 +109,19 @@ pub(crate) enum ProtocolError {
     Checksum(&'static str),
     #[error("frame of unknown kind {0}")]
     UnknownKind(u8),
-    #[error("frame of {length} bytes where at most {limit} are allowed")]
+    #[error("frame of {length} bytes exceeds the limit of {limit}")]
     Length { length: u32, limit: u64 },
     #[error("{0}")]
     Malformed(&'static str),
 }
 
-/// The greeting, sent by both sides; the accepting side's answers the connecting side's.
+/// The greeting, sent by both sides; the accepting side answers the connecting side.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Hello {
     pub(crate) node_name: String,
     /// Payload bytes that may be in flight towards the sender of this greeting.
     pub(crate) credit_bytes: u64,
-    /// The sender of this greeting takes silence of this length for a stall.
+    /// Silence of this length counts as a stall for the sender of this greeting.
     pub(crate) stall_timeout: Duration,
 }
 
@@ -149,7 +149,7 @@ impl Kind {
         ALL.into_iter().find(|kind| *kind as u8 == number)
     }
 
-    /// Bytes that may follow a frame of this kind.
+    /// Maximum number of bytes that follow a frame of this kind.
     fn length_max(self) -> u64 {
         match self {
             Kind::Request => REQUEST_BODY_BYTES_MAX as u64,
@@ -163,12 +163,12 @@ impl Kind {
 }
 
 impl FrameHeader {
-    /// A frame without body.
+    /// Creates the header of a frame without body.
     pub(crate) fn bare(kind: Kind, stream: u64, block: u32) -> FrameHeader {
         FrameHeader { kind, stream, block, argument: 0, length: 0 }
     }
 
-    /// A frame that announces `body`.
+    /// Creates the header of a frame with `body`.
     pub(crate) fn with_body(kind: Kind, stream: u64, block: u32, body: &[u8]) -> FrameHeader {
         let length = u32::try_from(body.len()).expect("bodies are bounded far below 4 GiB");
         FrameHeader { kind, stream, block, argument: crc32c(body), length }
@@ -212,7 +212,7 @@ impl FrameHeader {
         Ok(header)
     }
 
-    /// Checks a body against the header that announced it.
+    /// Checks a body against its header.
     pub(crate) fn check_body(&self, body: &[u8]) -> Result<(), ProtocolError> {
         if crc32c(body) == self.argument { Ok(()) } else { Err(ProtocolError::Checksum("frame body")) }
     }
@@ -251,7 +251,7 @@ impl Hello {
             return Err(ProtocolError::Malformed("greeting: node name must have 1 to 64 bytes"));
         }
         let node_name = std::str::from_utf8(&bytes[24..24 + name_length])
-            .map_err(|_| ProtocolError::Malformed("greeting: node name is no text"))?;
+            .map_err(|_| ProtocolError::Malformed("greeting: node name is not UTF-8"))?;
         let credit_bytes = u64_at(bytes, 16);
         if !(CREDIT_BYTES_MIN..=CREDIT_BYTES_MAX).contains(&credit_bytes) {
             return Err(ProtocolError::Malformed("greeting: credit out of range"));
@@ -283,8 +283,8 @@ impl RequestBody {
         let layout = fixed
             .first_chunk::<16>()
             .and_then(Layout::decode)
-            .ok_or(ProtocolError::Malformed("request: no valid layout"))?;
-        let keys = BlockKey::unpack(packed).ok_or(ProtocolError::Malformed("request: torn key"))?;
+            .ok_or(ProtocolError::Malformed("request: invalid layout"))?;
+        let keys = BlockKey::unpack(packed).ok_or(ProtocolError::Malformed("request: incomplete key"))?;
         let count = u32_at(fixed, 24) as usize;
         if keys.is_empty() || keys.len() != count {
             return Err(ProtocolError::Malformed("request: number of keys does not match"));
@@ -306,9 +306,9 @@ pub(crate) struct OfferBody {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct OfferAnswerBody {
     pub(crate) retry_after: Duration,
-    /// Keys of the offer.
+    /// Number of keys of the offer.
     pub(crate) keys: usize,
-    /// Indices of those that are taken, ascending.
+    /// Indices of the accepted keys, ascending.
     pub(crate) taken: Vec<u32>,
 }
 
@@ -333,15 +333,15 @@ impl OfferBody {
         let layout = fixed
             .first_chunk::<16>()
             .and_then(Layout::decode)
-            .ok_or(ProtocolError::Malformed("offer: no valid layout"))?;
-        let keys = BlockKey::unpack(packed).ok_or(ProtocolError::Malformed("offer: torn key"))?;
+            .ok_or(ProtocolError::Malformed("offer: invalid layout"))?;
+        let keys = BlockKey::unpack(packed).ok_or(ProtocolError::Malformed("offer: incomplete key"))?;
         if keys.is_empty() || keys.len() != u32_at(fixed, 24) as usize {
             return Err(ProtocolError::Malformed("offer: number of keys does not match"));
         }
         let name = fixed[32..].get(..usize::from(fixed[28])).filter(|name| !name.is_empty());
         let tenant = name
             .and_then(|name| std::str::from_utf8(name).ok()?.parse().ok())
-            .ok_or(ProtocolError::Malformed("offer: no tenant's name"))?;
+            .ok_or(ProtocolError::Malformed("offer: invalid tenant name"))?;
         Ok(OfferBody { layout, deadline: Duration::from_micros(u64_at(fixed, 16)), tenant, keys })
     }
 }
@@ -372,7 +372,7 @@ impl OfferAnswerBody {
     }
 }
 
-/// Body of a block header: tier, three zero bytes, 4 bytes of CRC32C per object.
+/// Encodes the body of a block header: tier, three zero bytes, 4 bytes of CRC32C per object.
 pub(crate) fn encode_block_header(tier: Tier, checksums: &[u32]) -> Vec<u8> {
     let mut out = Vec::with_capacity(BLOCK_HEADER_FIXED_BYTES + checksums.len() * 4);
     out.extend_from_slice(&[tier as u8, 0, 0, 0]);
@@ -382,7 +382,7 @@ pub(crate) fn encode_block_header(tier: Tier, checksums: &[u32]) -> Vec<u8> {
     out
 }
 
-/// Reads [`encode_block_header`]'s form.
+/// Decodes the form of [`encode_block_header`].
 pub(crate) fn decode_block_header(body: &[u8]) -> Result<(Tier, Box<[u32]>), ProtocolError> {
     let (fixed, packed) = body
         .split_first_chunk::<BLOCK_HEADER_FIXED_BYTES>()
@@ -390,7 +390,7 @@ pub(crate) fn decode_block_header(body: &[u8]) -> Result<(Tier, Box<[u32]>), Pro
     let tier = Tier::from_wire(fixed[0]).ok_or(ProtocolError::Malformed("block header: unknown tier"))?;
     let (checksums, rest) = packed.as_chunks::<4>();
     if !rest.is_empty() {
-        return Err(ProtocolError::Malformed("block header: torn checksum"));
+        return Err(ProtocolError::Malformed("block header: incomplete checksum"));
     }
     Ok((tier, checksums.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect()))
 }

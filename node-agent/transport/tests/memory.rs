@@ -1,4 +1,4 @@
-//! What the in-memory hub adds to the conformance suite: fault switches, virtual time, determinism.
+//! Features of the in-memory hub beyond the conformance suite: faults, virtual time, determinism.
 
 #[path = "harness/mod.rs"]
 mod harness;
@@ -8,8 +8,8 @@ use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
 use harness::{
-    Block, Fate, LATER, Own, Serve, Tracker, by_hand, bytes_of, is_untouched, recording_sink, serving,
-    small_layout, wanted,
+    Block, FillOutcome, LATER, Serve, Tracker, TransportHandle, by_hand, bytes_of, is_untouched,
+    recording_sink, serving, small_layout, wanted,
 };
 use reprise_buffers::Span;
 use reprise_transport::{
@@ -28,7 +28,7 @@ fn hub() -> MemoryHub {
 }
 
 fn join(hub: &MemoryHub, name: &str, serve: Serve) -> Node {
-    let own = Own::default();
+    let own = TransportHandle::default();
     let (sink, events) = recording_sink(&own, serve);
     let transport = Arc::new(hub.join(name, sink));
     let shared: Arc<dyn Transport> = transport.clone();
@@ -44,13 +44,13 @@ fn blocks(count: u32) -> Vec<Block> {
     (0..count).map(|number| Block::new(number, small_layout())).collect()
 }
 
-/// Fetches all blocks, fills from `fill` on.
+/// Fetches all blocks, with fills from `fill` on.
 fn fetch(node: &Node, blocks: &[Block], fill: u64) -> (Tracker, Vec<Span>) {
     let keys: Vec<_> = blocks.iter().map(|block| block.key).collect();
     let wanted = wanted(small_layout(), &keys, fill, LATER);
     let mut tracker = Tracker::default();
     tracker.expect(&wanted.request);
-    node.transport.fetch("server", wanted.request).expect("taken");
+    node.transport.fetch("server", wanted.request).expect("accepted");
     (tracker, wanted.spans)
 }
 
@@ -61,7 +61,7 @@ fn drain(node: &Node, tracker: &mut Tracker) {
 }
 
 #[test]
-fn a_cut_fails_what_is_in_flight_and_refuses_until_it_is_mended() {
+fn a_cut_fails_transfers_in_flight_and_rejects_new_ones_until_it_is_cleared() {
     let (hub, blocks) = (hub(), blocks(3));
     let server = join(&hub, "server", serving(&blocks, 2));
     let requester = join(&hub, "requester", by_hand());
@@ -73,21 +73,21 @@ fn a_cut_fails_what_is_in_flight_and_refuses_until_it_is_mended() {
     hub.set_fault(&link(), Some(Fault::Cut));
     drain(&requester, &mut tracker);
     assert!(tracker.is_over());
-    assert!(tracker.fates.values().any(|fate| *fate == Fate::Failed(FetchFailure::PeerLost)));
+    assert!(tracker.outcomes.values().any(|outcome| *outcome == FillOutcome::Failed(FetchFailure::PeerLost)));
     let last = server.events.try_iter().last().expect("the serve was aborted");
     assert!(matches!(last, TransportEvent::ServeAborted { .. }), "{last:?}");
 
     let (mut tracker, spans) = fetch(&requester, &blocks, 10);
     hub.run();
     drain(&requester, &mut tracker);
-    assert!(tracker.fates.values().all(|fate| *fate == Fate::Failed(FetchFailure::PeerLost)));
+    assert!(tracker.outcomes.values().all(|outcome| *outcome == FillOutcome::Failed(FetchFailure::PeerLost)));
     assert!(spans.iter().all(is_untouched));
 
     hub.set_fault(&link(), None);
     let (mut tracker, spans) = fetch(&requester, &blocks, 20);
     hub.run();
     drain(&requester, &mut tracker);
-    assert!(tracker.fates.values().all(|fate| matches!(fate, Fate::Arrived { .. })));
+    assert!(tracker.outcomes.values().all(|outcome| matches!(outcome, FillOutcome::Arrived { .. })));
     assert!(spans.iter().zip(&blocks).all(|(span, block)| bytes_of(span) == block.bytes[..]));
 }
 
@@ -103,11 +103,11 @@ fn a_stall_is_a_lost_peer_after_the_stall_timeout_of_virtual_time() {
     assert_eq!(hub.next_deadline(), Some(STALL_TIMEOUT));
     hub.advance(STALL_TIMEOUT - Duration::from_millis(1));
     drain(&requester, &mut tracker);
-    assert!(tracker.fates.is_empty());
+    assert!(tracker.outcomes.is_empty());
     hub.advance(Duration::from_millis(1));
     drain(&requester, &mut tracker);
     assert!(tracker.is_over());
-    assert!(tracker.fates.values().all(|fate| *fate == Fate::Failed(FetchFailure::PeerLost)));
+    assert!(tracker.outcomes.values().all(|outcome| *outcome == FillOutcome::Failed(FetchFailure::PeerLost)));
     assert!(matches!(server.events.try_iter().last(), Some(TransportEvent::ServeAborted { .. })));
     assert_eq!(requester.transport.stats().stalls, 1);
 }
@@ -119,7 +119,7 @@ fn a_serve_whose_requester_cannot_cancel_ends_a_stall_timeout_after_its_deadline
     let requester = join(&hub, "requester", by_hand());
     let deadline = STALL_TIMEOUT / 2;
     let wanted = wanted(small_layout(), &[blocks[0].key], 0, deadline);
-    requester.transport.fetch("server", wanted.request).expect("taken");
+    requester.transport.fetch("server", wanted.request).expect("accepted");
     hub.run();
     assert!(matches!(server.events.try_recv(), Ok(TransportEvent::Request(_))));
     hub.set_fault(&link(), Some(Fault::Stall));
@@ -135,7 +135,7 @@ fn a_serve_whose_requester_cannot_cancel_ends_a_stall_timeout_after_its_deadline
 }
 
 #[test]
-fn a_stall_that_ends_in_time_harms_nothing() {
+fn a_stall_that_ends_in_time_has_no_effect() {
     let (hub, blocks) = (hub(), blocks(2));
     let _server = join(&hub, "server", serving(&blocks, 2));
     let requester = join(&hub, "requester", by_hand());
@@ -147,12 +147,12 @@ fn a_stall_that_ends_in_time_harms_nothing() {
     hub.set_fault(&link(), None);
     hub.run();
     drain(&requester, &mut tracker);
-    assert!(tracker.fates.values().all(|fate| matches!(fate, Fate::Arrived { .. })));
-    assert_eq!(tracker.fates.len(), 2);
+    assert!(tracker.outcomes.values().all(|outcome| matches!(outcome, FillOutcome::Arrived { .. })));
+    assert_eq!(tracker.outcomes.len(), 2);
 }
 
 #[test]
-fn a_corrupting_channel_delivers_no_block_and_a_mended_one_does() {
+fn a_corrupting_channel_delivers_no_block_until_it_is_repaired() {
     let (hub, blocks) = (hub(), blocks(2));
     let _server = join(&hub, "server", serving(&blocks, 8));
     let requester = join(&hub, "requester", by_hand());
@@ -160,7 +160,7 @@ fn a_corrupting_channel_delivers_no_block_and_a_mended_one_does() {
     let (mut tracker, _) = fetch(&requester, &blocks, 0);
     hub.run();
     drain(&requester, &mut tracker);
-    assert!(tracker.fates.values().all(|fate| *fate == Fate::Failed(FetchFailure::Corrupt)));
+    assert!(tracker.outcomes.values().all(|outcome| *outcome == FillOutcome::Failed(FetchFailure::Corrupt)));
     assert_eq!(requester.transport.stats().blocks_corrupt, 2);
     hub.set_fault(&link(), None);
     let (mut tracker, spans) = fetch(&requester, &blocks, 10);
@@ -171,7 +171,7 @@ fn a_corrupting_channel_delivers_no_block_and_a_mended_one_does() {
 }
 
 #[test]
-fn a_node_that_joins_again_has_forgotten_its_connections() {
+fn a_node_that_joins_again_has_lost_its_connections() {
     let (hub, blocks) = (hub(), blocks(2));
     let first = join(&hub, "server", by_hand());
     let requester = join(&hub, "requester", by_hand());
@@ -179,17 +179,17 @@ fn a_node_that_joins_again_has_forgotten_its_connections() {
     hub.run();
     let _second = join(&hub, "server", serving(&blocks, 8));
     drain(&requester, &mut tracker);
-    assert!(tracker.fates.values().all(|fate| *fate == Fate::Failed(FetchFailure::PeerLost)));
-    // The old one, still held somewhere, no longer takes part.
+    assert!(tracker.outcomes.values().all(|outcome| *outcome == FillOutcome::Failed(FetchFailure::PeerLost)));
+    // The old transport, still referenced, is no longer connected.
     first.transport.shutdown();
     let (mut tracker, _) = fetch(&requester, &blocks, 10);
     hub.run();
     drain(&requester, &mut tracker);
-    assert!(tracker.fates.values().all(|fate| matches!(fate, Fate::Arrived { .. })));
+    assert!(tracker.outcomes.values().all(|outcome| matches!(outcome, FillOutcome::Arrived { .. })));
 }
 
 #[test]
-fn the_same_calls_give_the_same_events() {
+fn the_same_calls_produce_the_same_events() {
     let play = || {
         let (hub, blocks) = (hub(), blocks(6));
         let serve = serving(&blocks, 3);
@@ -198,7 +198,7 @@ fn the_same_calls_give_the_same_events() {
         for (index, node) in nodes[..2].iter().enumerate() {
             let keys: Vec<_> = blocks[index..].iter().map(|block| block.key).collect();
             let wanted = wanted(small_layout(), &keys, 100 * index as u64, Duration::from_secs(1));
-            node.transport.fetch("server", wanted.request).expect("taken");
+            node.transport.fetch("server", wanted.request).expect("accepted");
         }
         for step in 0..40 {
             hub.step();

@@ -5,7 +5,7 @@ use reprise_transport::limits;
 const DOCUMENT: &str = include_str!("../../../docs/PROTOCOL.md");
 
 #[test]
-fn every_limit_in_the_document_is_the_one_in_the_code() {
+fn limits_in_the_document_match_the_code() {
     let limits: [(&str, u64); 11] = [
         ("BLOCKS_PER_REQUEST_MAX", limits::BLOCKS_PER_REQUEST_MAX as u64),
         ("KEYS_PER_OFFER_MAX", limits::KEYS_PER_OFFER_MAX as u64),

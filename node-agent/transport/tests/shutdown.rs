@@ -1,4 +1,4 @@
-//! Shutting down ends every thread of a transport. Alone in its process, so that threads can be counted.
+//! Shutdown ends every thread of a transport. A separate process, so that threads can be counted.
 
 #[path = "harness/mod.rs"]
 mod harness;
@@ -8,10 +8,10 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use harness::{LATER, Own, Tracker, by_hand, key, recording_sink, small_layout, wanted};
+use harness::{LATER, Tracker, TransportHandle, by_hand, key, recording_sink, small_layout, wanted};
 use reprise_transport::{TcpSettings, TcpTransport, Transport};
 
-/// Threads of this process whose name is one of the transport's.
+/// Returns the threads of this process whose name is one of the transport's.
 fn transport_threads() -> Vec<String> {
     let tasks = std::fs::read_dir("/proc/self/task").expect("procfs");
     tasks
@@ -21,8 +21,8 @@ fn transport_threads() -> Vec<String> {
         .collect()
 }
 
-/// Those that are still there a second later: the kernel wakes who joins a thread before it takes its entry out of
-/// `/proc`, so one that has been joined may be listed for a moment.
+/// Returns the threads that still exist a second later. The kernel wakes the joiner of a thread before it
+/// removes the thread from `/proc`, so a joined thread may be listed for a moment.
 fn remaining_threads() -> Vec<String> {
     let deadline = Instant::now() + Duration::from_secs(1);
     loop {
@@ -35,14 +35,14 @@ fn remaining_threads() -> Vec<String> {
 }
 
 #[test]
-fn shutdown_joins_all_threads_whatever_they_wait_for() {
+fn shutdown_joins_all_waiting_threads() {
     let settings = TcpSettings::new(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), "node");
-    let own = Own::default();
+    let own = TransportHandle::default();
     let (sink, events) = recording_sink(&own, by_hand());
-    let transport = Arc::new(TcpTransport::bind(settings, sink).expect("loopback can be listened on"));
+    let transport = Arc::new(TcpTransport::bind(settings, sink).expect("listening on loopback works"));
     let shared: Arc<dyn Transport> = transport.clone();
     own.set(&shared);
-    // Fetches from itself (nobody answers), and from a peer that never greets.
+    // Fetches from itself (the test does not answer), and from a peer that never greets.
     let silent = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("loopback");
     let peers =
         [transport.local_address().to_string(), silent.local_addr().expect("it has an address").to_string()];
@@ -52,7 +52,7 @@ fn shutdown_joins_all_threads_whatever_they_wait_for() {
         tracker.expect(&wanted.request);
         transport.fetch(peer, wanted.request).expect("taken");
     }
-    // A connection that has not greeted and one that has sent half of it.
+    // A connection that has not greeted and one that has sent half of its greeting.
     let _quiet = TcpStream::connect(transport.local_address()).expect("connected");
     let mut half = TcpStream::connect(transport.local_address()).expect("connected");
     half.write_all(b"RPRSP").expect("sent");
@@ -65,7 +65,7 @@ fn shutdown_joins_all_threads_whatever_they_wait_for() {
     assert!(started.elapsed() < Duration::from_millis(1500), "waited for a timeout: {:?}", started.elapsed());
     assert_eq!(remaining_threads(), Vec::<String>::new());
 
-    // Every fetch and every serve has been reported, before `shutdown` returned.
+    // Every fetch and every serve was reported before `shutdown` returned.
     let mut aborted = 0;
     for event in events.try_iter() {
         match event {

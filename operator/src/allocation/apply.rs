@@ -1,23 +1,28 @@
-//! Decides what is to be written of a node's allocations, and writes it; of one node one at a time.
+//! Decides and writes the changes to one node's allocations, one task per node at a time.
 //!
-//! What was stored when the node's turn came is what is decided by. Each write names the version that it changes, so that a decision about
-//! something that has changed since is refused by the API server, and made anew. What cannot be written is reported, and the others are gone on
-//! with ([`Turn`] says with which).
+//! A decision uses the objects that the API server returns at its start. Each write carries the object's
+//! `resourceVersion`, so the API server rejects it with a conflict if the object has changed; the next
+//! reconcile decides again. Failed writes are reported, and the remaining writes continue as far as
+//! [`WriteQueue`] allows.
 //!
-//! A version tells of changes of one object, and room is shared by several. So that no replica that had the lease before, and none of our own
-//! writes that nobody has answered, grants what was lent to somebody else since:
-//! * A grant is written only after the API server has said that the lease is ours, later than the allocations were listed. So whoever has lost
-//!   the lease has listed them, for any grant that is still on its way, before the next one got it.
-//! * A grant is for an object with the finalizer. On each object of the node that has one and no grant, this process writes something before
-//!   its first grant: a status, or the finalizer is taken away, and for a grant put there again by itself. What others have on their way names an
-//!   older version then and is refused; where it came first, ours is refused, and nothing is granted by that decision. A finalizer of this
-//!   process is good for one try: after one that was not answered it is renewed.
+//! A `resourceVersion` protects one object, but a controller's pairs are shared by several. Two rules prevent
+//! a former leader, and an unanswered write of this process, from granting pairs that were since granted
+//! elsewhere:
+//! * A grant is written only after a check that this process still holds the lease, and the check comes after
+//!   the listing. A former leader's grant in flight is therefore based on a listing made before the new
+//!   leader acquired the lease.
+//! * A grant needs the finalizer. For each object that has the finalizer but no grant, this process first
+//!   writes a status, or removes the finalizer (and adds it again if it grants). That write changes the
+//!   `resourceVersion`, so a former leader's grant in flight fails with a conflict. If the former leader's
+//!   grant arrives first, our write fails instead and this decision grants nothing. A finalizer that this
+//!   process added is valid for one attempt to grant; after an unanswered attempt it is renewed.
 //!
-//! So it takes no clocks, and a process may sleep between any two lines. What is needed: an API server that answers from its store and heeds
-//! versions, no two processes that run under one name, and no object whose finalizer this replica may not write, and the one before may.
+//! The rules need no clocks: a process may pause between any two lines. They require an API server with
+//! consistent reads that enforces `resourceVersion`, unique identities of replicas, and equal rights of all
+//! replicas on all objects.
 //!
-//! Nothing of this keeps a former replica from taking a grant back by what it knew before, as long as the object has not changed: its room is
-//! unused then, and lent to nobody twice.
+//! A former leader can still end a grant of an unchanged object by an outdated decision. The pairs are then
+//! unused, but never granted twice.
 
 use std::collections::hash_map::DefaultHasher;
 use std::collections::{BTreeMap, BTreeSet};
@@ -30,122 +35,135 @@ use reprise_crds::{GPUQueueAllocation, OPERATOR_FIELD_MANAGER};
 use serde_json::{Value, json};
 use tokio::sync::Mutex;
 
-use super::build::{Step, What};
-use super::dereference::{Found, asked};
-use super::room::Failure;
-use super::status::Said;
-use super::turn::Turn;
+use super::build::{Operation, PendingWrite};
+use super::dereference::{GrantInputs, from_api_server};
+use super::failed_writes::WriteFailure;
+use super::status::StatusUpdate;
+use super::write_queue::WriteQueue;
 use crate::clock;
 use crate::context::Context;
 use crate::error::OperatorError;
 use crate::finalizers::{Finalizer, set};
 use crate::metrics::Write;
 use crate::names::QUEUES_FINALIZER;
-use crate::status::tell;
-use crate::watch::own_of;
+use crate::status::publish_event;
+use crate::watch::operator_status_fields;
 
-/// HTTP's codes for what is not there and for what somebody else has changed; from the last on, what was asked for may be done all the same.
+/// HTTP status codes. With `UNCERTAIN` and above, the write may have taken effect although the request
+/// failed.
 const NOT_FOUND: u16 = 404;
 const CONFLICT: u16 = 409;
 const UNCERTAIN: u16 = 500;
 
-/// So many nodes are decided about at once, at the most.
-const AT_ONCE: usize = 16;
+/// Number of locks, and thus of nodes that are decided concurrently.
+const CONCURRENT_NODES_MAX: usize = 16;
 
-/// By node the unique ids of allocations that this process has given the finalizer, for a grant that it has not tried to write since.
-type Held = BTreeMap<String, BTreeSet<String>>;
+/// By node: uids of allocations to which this process added the finalizer, and whose grant it has not tried
+/// to write since.
+type FreshFinalizers = BTreeMap<String, BTreeSet<String>>;
 
-/// Whose turn it is to write of a node. Several nodes may share one.
+/// Locks that serialize writes per node. Nodes whose hashes collide share a lock.
 #[derive(Debug, Default)]
-pub struct Turns([Mutex<Held>; AT_ONCE]);
+pub struct NodeLocks([Mutex<FreshFinalizers>; CONCURRENT_NODES_MAX]);
 
-/// An allocation of which something could not be written.
+/// An allocation whose update failed.
 #[derive(Debug)]
-pub struct Unwritten {
-    /// It.
+pub struct WriteError {
+    /// The allocation as it was read.
     pub object: Arc<GPUQueueAllocation>,
-    /// What the API server said.
+    /// The error of the request.
     pub error: OperatorError,
 }
 
-impl Turns {
-    fn of(&self, node: &str) -> &Mutex<Held> {
+impl NodeLocks {
+    fn of(&self, node: &str) -> &Mutex<FreshFinalizers> {
         let mut hasher = DefaultHasher::new();
         node.hash(&mut hasher);
-        let index = hasher.finish() as usize % AT_ONCE;
+        let index = hasher.finish() as usize % CONCURRENT_NODES_MAX;
         &self.0[index]
     }
 }
 
-/// Makes all allocations of a node what they should be now. Of which the API server did not take something.
+/// Brings all allocations of a node to their desired state. Returns the allocations whose writes the API
+/// server rejected.
 ///
 /// # Errors
-/// It did not answer, or the lease is another replica's: what comes after that is not written.
-pub async fn settle(node: &str, context: &Context) -> Result<Vec<Unwritten>, OperatorError> {
-    let mut turn = context.turns.of(node).lock().await;
-    let mut found = asked(node, context).await?;
-    let held = turn.entry(node.to_owned()).or_default();
-    forget(held, &found);
-    found.held.clone_from(held);
-    let (mut writes, mut unwritten) = (Turn::of(found, clock::now()), Vec::new());
-    while let Some(step) = writes.next_step() {
-        let Err(error) = act(&step, held, context).await else { continue };
+/// Fails if the API server did not answer or another replica holds the lease. The remaining writes are then
+/// skipped.
+pub async fn reconcile_node(node: &str, context: &Context) -> Result<Vec<WriteError>, OperatorError> {
+    let mut node_finalizers = context.node_locks.of(node).lock().await;
+    let mut inputs = from_api_server(node, context).await?;
+    let fresh = node_finalizers.entry(node.to_owned()).or_default();
+    retain_ungranted(fresh, &inputs);
+    inputs.fresh_finalizers.clone_from(fresh);
+    let (mut writes, mut unwritten) = (WriteQueue::new(inputs, clock::now()), Vec::new());
+    while let Some(step) = writes.next_write() {
+        let Err(error) = execute(&step, fresh, context).await else { continue };
+        // Without a response, the write may still arrive later: write nothing more.
         let Some(code) = error.code() else { return Err(error) };
         let is_outdated = code == CONFLICT || code >= UNCERTAIN;
-        writes.failed(&step, if is_outdated { Failure::Outdated } else { Failure::Refused });
-        unwritten.push(Unwritten { object: step.object, error });
+        writes
+            .record_failure(&step, if is_outdated { WriteFailure::Conflict } else { WriteFailure::Rejected });
+        unwritten.push(WriteError { object: step.object, error });
     }
-    if held.is_empty() {
-        turn.remove(node);
+    if fresh.is_empty() {
+        node_finalizers.remove(node);
     }
     Ok(unwritten)
 }
 
-/// Keeps only those that wait for a grant still.
-fn forget(held: &mut BTreeSet<String>, found: &Found) {
+/// Drops allocations that have a grant by now or are gone.
+fn retain_ungranted(fresh: &mut BTreeSet<String>, inputs: &GrantInputs) {
     let waits = |uid: &String| {
-        let mut all = found.allocations.iter().map(|of| &of.object);
+        let mut all = inputs.allocations.iter().map(|of| &of.object);
         let it = all.find(|object| object.metadata.uid.as_ref() == Some(uid));
         it.is_some_and(|it| it.status.as_ref().is_none_or(|status| status.allocations.is_empty()))
     };
-    held.retain(waits);
+    fresh.retain(waits);
 }
 
-async fn act(step: &Step, held: &mut BTreeSet<String>, context: &Context) -> Result<(), OperatorError> {
+async fn execute(
+    step: &PendingWrite,
+    fresh: &mut BTreeSet<String>,
+    context: &Context,
+) -> Result<(), OperatorError> {
     let object = &*step.object;
     let namespace = object.namespace().unwrap_or_default();
     let api: Api<GPUQueueAllocation> = Api::namespaced(context.client.clone(), &namespace);
     let uid = object.uid().unwrap_or_default();
-    match &step.what {
-        What::Hold => {
-            set(context, object, &api, QUEUES_FINALIZER, Finalizer::Wanted).await?;
-            held.insert(uid);
+    match &step.operation {
+        Operation::AddFinalizer => {
+            set(context, object, &api, QUEUES_FINALIZER, Finalizer::Present).await?;
+            fresh.insert(uid);
             Ok(())
         }
-        What::LetGo => {
-            held.remove(&uid);
-            set(context, object, &api, QUEUES_FINALIZER, Finalizer::Unwanted).await.map(drop)
+        Operation::RemoveFinalizer => {
+            fresh.remove(&uid);
+            set(context, object, &api, QUEUES_FINALIZER, Finalizer::Absent).await.map(drop)
         }
-        What::GiveBack(said) | What::Say(said) => write(object, &api, said, context).await,
-        What::Grant(said) => {
-            // Also when it is not answered.
-            held.remove(&uid);
-            if !context.holding.is_ours().await? {
+        Operation::EndGrant(update) | Operation::UpdateStatus(update) => {
+            write(object, &api, update, context).await
+        }
+        Operation::Grant(update) => {
+            // The attempt counts even if the API server does not answer.
+            fresh.remove(&uid);
+            if !context.lease.is_held().await? {
                 return Err(OperatorError::LeaseLost);
             }
-            write(object, &api, said, context).await
+            write(object, &api, update, context).await
         }
     }
 }
 
-/// Writes a status. What others have in it stays: a change of that is another version.
+/// Writes a status. Fields of other writers cannot be lost: a concurrent change fails on the
+/// `resourceVersion`.
 async fn write(
     object: &GPUQueueAllocation,
     api: &Api<GPUQueueAllocation>,
-    said: &Said,
+    update: &StatusUpdate,
     context: &Context,
 ) -> Result<(), OperatorError> {
-    let (name, status) = (object.name_any(), &said.status);
+    let (name, status) = (object.name_any(), &update.status);
     let grants = if status.allocations.is_empty() { Value::Null } else { json!(status.allocations) };
     let body = json!({
         "metadata": { "resourceVersion": object.resource_version() },
@@ -158,18 +176,18 @@ async fn write(
     });
     let params =
         PatchParams { field_manager: Some(OPERATOR_FIELD_MANAGER.to_owned()), ..PatchParams::default() };
-    context.triggers.own.expect(object.metadata.uid.as_ref(), &own_of(Some(status)));
+    context.triggers.own_writes.record(object.metadata.uid.as_ref(), &operator_status_fields(Some(status)));
     match api.patch_status(&name, &params, &Patch::Merge(&body)).await {
         Ok(_) => {}
-        // Deleted meanwhile, and its grant with it.
+        // The allocation was deleted concurrently, and its grant with it.
         Err(kube::Error::Api(status)) if status.code == NOT_FOUND => return Ok(()),
         Err(error) => {
             return Err(OperatorError::api(format!("write the status of GPUQueueAllocation {name}"))(error));
         }
     }
-    context.metrics.wrote("GPUQueueAllocation", Write::Status);
-    for finding in &said.news {
-        tell(context, object, finding).await;
+    context.metrics.record_write("GPUQueueAllocation", Write::Status);
+    for finding in &update.changes {
+        publish_event(context, object, finding).await;
     }
     Ok(())
 }

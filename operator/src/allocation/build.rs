@@ -1,14 +1,17 @@
-//! What is to be written of a node's allocations, and in which order. Pure.
+//! Computes the writes for a node's allocations, and their order. Pure.
 //!
-//! In this order: finalizers of what is to be granted, what is given back, what else is to be said, finalizers that nothing needs any more, and last
-//! what is granted. So whoever is killed between two writes leaves room unused, and never lends it twice.
+//! Order: finalizers for allocations that will be granted, releases, other status updates, removal of unused
+//! finalizers, grants. An operator that is killed between two writes leaves pairs unused but never grants
+//! them twice.
 //!
-//! * A grant is written in a later turn than its finalizer. Until then nothing is taken back for it, and nothing that this would leave is lent
-//!   to others. One that was refused its finalizer in this turn is passed over ([`Found::passed_over`]): it asks for nothing, and what it would
-//!   have is lent to others. Those that have the finalizer, and fit only while somebody who is passed over is counted, keep it: without that they
-//!   would get it and lose it in turns.
-//! * Who has a finalizer and no grant may be about to be granted by a replica that had the lease before. So a finalizer that is not from
-//!   this process ([`Found::held`]) is taken away, or a status written, before anything is granted on the node: see [`super::apply`].
+//! * A grant is written in a later pass than its finalizer. Until then nothing is preempted for it, and pairs
+//!   that the preemption would free are not granted to others. An allocation whose finalizer was rejected in
+//!   this pass is skipped ([`GrantInputs::skipped`]): it requests nothing, so others can get its pairs.
+//!   Allocations that have the finalizer but fit only together with a skipped one keep the finalizer.
+//!   Otherwise they would gain and lose it in alternation.
+//! * A former leader may be about to grant to an allocation that has the finalizer but no grant. A finalizer
+//!   that this process did not add ([`GrantInputs::fresh_finalizers`]) is therefore removed, or a status is
+//!   written, before anything is granted on the node; see [`super::apply`].
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -17,148 +20,161 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::ResourceExt;
 use reprise_crds::GPUQueueAllocation;
 
-use super::dereference::{Found, Referring, name};
-use super::grant::{Claimant, Hold, Queues, Share, Verdict, decide};
-use super::life::{Life, life};
-use super::room::Room;
-use super::status::{self, Said};
+use super::dereference::{GrantInputs, ResolvedAllocation, name};
+use super::failed_writes::FailedWrites;
+use super::grant::{ClaimState, Claimant, QueueState, Share, Verdict, decide};
+use super::lifecycle::{Lifecycle, lifecycle};
+use super::status::{self, StatusUpdate};
 use super::validate::validate;
+use crate::assignment::Refusal;
 use crate::names::QUEUES_FINALIZER;
-use crate::plan::Refusal;
 
-/// One write.
+/// A single write to one allocation.
 #[derive(Clone, Debug)]
-pub struct Step {
-    /// What it is about, as it was when this was decided.
+pub struct PendingWrite {
+    /// The allocation as it was when the write was decided.
     pub object: Arc<GPUQueueAllocation>,
-    /// What is written.
-    pub what: What,
+    /// The kind of write.
+    pub operation: Operation,
 }
 
-/// What is written of an allocation.
+/// The kind of write to an allocation.
 #[derive(Clone, Debug, PartialEq)]
-pub enum What {
-    /// It gets the finalizer.
-    Hold,
-    /// Its grant ends, or has ended.
-    GiveBack(Said),
-    /// Something else is so.
-    Say(Said),
-    /// It loses the finalizer.
-    LetGo,
-    /// It has a grant.
-    Grant(Said),
+pub enum Operation {
+    /// Add the finalizer to the object.
+    AddFinalizer,
+    /// Mark the grant as ending or as released.
+    EndGrant(StatusUpdate),
+    /// Update the status without changing the grant.
+    UpdateStatus(StatusUpdate),
+    /// Remove the finalizer from the object.
+    RemoveFinalizer,
+    /// Write the grant to the status.
+    Grant(StatusUpdate),
 }
 
-/// An allocation, while it is decided about.
+/// An allocation while its grant is decided.
 #[derive(Clone, Debug)]
-pub struct Member<'a> {
-    /// It, and what it refers to.
-    pub of: &'a Referring,
-    /// Why it is refused.
+pub struct Candidate<'a> {
+    /// The allocation and its references.
+    pub of: &'a ResolvedAllocation,
+    /// Set if the spec is rejected: why.
     pub refused: Option<Refusal>,
-    /// Where it is in its life.
-    pub life: Life,
+    /// Its state, derived from the stored objects.
+    pub lifecycle: Lifecycle,
 }
 
-/// All writes that are due, in their order.
-pub fn steps(found: &Found, now: &Time) -> Vec<Step> {
-    let members: Vec<Member<'_>> = found.allocations.iter().map(|of| member(of, found, now)).collect();
-    let claimants: Vec<Claimant> = members.iter().map(|member| claimant(member, found)).collect();
-    let verdicts = decide(&found.lenders, &claimants);
-    let is_asked = |(member, _): &(&Member<'_>, &Verdict)| !found.is_passed_over(&member.of.object);
-    let decided = members.iter().zip(&verdicts).filter(is_asked);
-    let due = decided.filter_map(|(member, verdict)| Some((verdict, step(member, verdict, found, now)?)));
-    let mut steps = without_early(due.collect());
-    steps.sort_by_key(|step| step.what.turn());
+/// Returns all pending writes of a node, in the order in which they are executed.
+pub fn pending_writes(inputs: &GrantInputs, now: &Time) -> Vec<PendingWrite> {
+    let candidates: Vec<Candidate<'_>> =
+        inputs.allocations.iter().map(|of| candidate(of, inputs, now)).collect();
+    let claimants: Vec<Claimant> = candidates.iter().map(|candidate| claimant(candidate, inputs)).collect();
+    let verdicts = decide(&inputs.lenders, &claimants);
+    let is_candidate = |(candidate, _): &(&Candidate<'_>, &Verdict)| !inputs.is_skipped(&candidate.of.object);
+    let decided = candidates.iter().zip(&verdicts).filter(is_candidate);
+    let due = decided
+        .filter_map(|(candidate, verdict)| Some((verdict, next_write(candidate, verdict, inputs, now)?)));
+    let mut steps = without_premature(due.collect());
+    steps.sort_by_key(|step| step.operation.rank());
     steps
 }
 
-/// Without what is taken back for somebody who cannot be granted yet, and without grants that need its room.
-fn without_early(mut due: Vec<(&Verdict, Step)>) -> Vec<Step> {
-    let is_early = |verdict: &Verdict, step: &Step| {
-        matches!(verdict, Verdict::Granted(_)) && !matches!(step.what, What::Grant(_))
+/// Removes preemptions in favor of allocations that cannot be granted in this pass, and grants that need the
+/// pairs which these preemptions would free.
+fn without_premature(mut due: Vec<(&Verdict, PendingWrite)>) -> Vec<PendingWrite> {
+    let is_premature = |verdict: &Verdict, step: &PendingWrite| {
+        matches!(verdict, Verdict::Granted(_)) && !matches!(step.operation, Operation::Grant(_))
     };
-    let early = due.iter().filter(|(verdict, step)| is_early(verdict, step));
-    let early: BTreeSet<String> = early.map(|(_, step)| name(&step.object)).collect();
-    let waits = |verdict: &Verdict| matches!(verdict, Verdict::TakenBack { by } if early.contains(by));
-    let mut room = Room::default();
-    for (_, step) in due.iter().filter(|(verdict, _)| waits(verdict)) {
-        room.waits(step);
+    let premature = due.iter().filter(|(verdict, step)| is_premature(verdict, step));
+    let premature: BTreeSet<String> = premature.map(|(_, step)| name(&step.object)).collect();
+    let is_for_premature =
+        |verdict: &Verdict| matches!(verdict, Verdict::Preempted { by } if premature.contains(by));
+    let mut failed = FailedWrites::default();
+    for (_, step) in due.iter().filter(|(verdict, _)| is_for_premature(verdict)) {
+        failed.block_controllers(step);
     }
-    due.retain(|(verdict, step)| !waits(verdict) && room.allows(step));
+    due.retain(|(verdict, step)| !is_for_premature(verdict) && failed.allows(step));
     due.into_iter().map(|(_, step)| step).collect()
 }
 
-fn member<'a>(of: &'a Referring, found: &Found, now: &Time) -> Member<'a> {
-    let refused = validate(of, found);
-    let life = life(&of.object, found, refused.as_ref(), now);
-    Member { of, refused, life }
+fn candidate<'a>(of: &'a ResolvedAllocation, inputs: &GrantInputs, now: &Time) -> Candidate<'a> {
+    let refused = validate(of, inputs);
+    let lifecycle = lifecycle(&of.object, inputs, refused.as_ref(), now);
+    Candidate { of, refused, lifecycle }
 }
 
-fn claimant(member: &Member<'_>, found: &Found) -> Claimant {
-    let (object, spec) = (&member.of.object, &member.of.object.spec);
+fn claimant(candidate: &Candidate<'_>, inputs: &GrantInputs) -> Claimant {
+    let (object, spec) = (&candidate.of.object, &candidate.of.object.spec);
     let granted = object.status.iter().flat_map(|status| &status.allocations);
     let shares: Vec<Share> =
         granted.map(|grant| Share { serial: grant.serial.to_string(), pairs: grant.queue_pairs }).collect();
     let made = object.metadata.creation_timestamp.as_ref().map_or(i64::MAX, |made| made.0.as_second());
     Claimant {
-        name: member.of.name(),
+        name: candidate.of.name(),
         made,
         pool: spec.pool_ref.name.to_string(),
         pairs: spec.queue_pairs,
         qos: spec.qos,
         isolation: spec.isolation,
-        has: match &member.life {
-            Life::Refused | Life::Ended(_) | Life::Over => Hold::Nothing,
-            Life::Wants if found.is_passed_over(object) => Hold::Nothing,
-            Life::Wants => Hold::Wants,
-            Life::Stands { kept: Some(_) } => Hold::Stands { shares, queues: Queues::Kept },
-            Life::Stands { kept: None } => Hold::Stands { shares, queues: Queues::None },
-            Life::Ends(..) | Life::Goes => Hold::Ends(shares),
+        state: match &candidate.lifecycle {
+            Lifecycle::Refused | Lifecycle::Ended(_) | Lifecycle::Released => ClaimState::Inactive,
+            Lifecycle::Pending if inputs.is_skipped(object) => ClaimState::Inactive,
+            Lifecycle::Pending => ClaimState::Pending,
+            Lifecycle::Granted { kept: Some(_) } => ClaimState::Granted { shares, queues: QueueState::InUse },
+            Lifecycle::Granted { kept: None } => ClaimState::Granted { shares, queues: QueueState::None },
+            Lifecycle::Ending(..) | Lifecycle::Deleting => ClaimState::Ending(shares),
         },
     }
 }
 
-/// What is due of one allocation: one write at a time, since each makes a new version of it.
-fn step(member: &Member<'_>, verdict: &Verdict, found: &Found, now: &Time) -> Option<Step> {
-    let object = &member.of.object;
+/// Returns the next write to one allocation. There is one at a time because each write changes the
+/// `resourceVersion`.
+fn next_write(
+    candidate: &Candidate<'_>,
+    verdict: &Verdict,
+    inputs: &GrantInputs,
+    now: &Time,
+) -> Option<PendingWrite> {
+    let object = &candidate.of.object;
     let has = object.finalizers().iter().any(|one| one == QUEUES_FINALIZER);
-    let goes = object.metadata.deletion_timestamp.is_some();
+    let is_deleting = object.metadata.deletion_timestamp.is_some();
     let is_granted = matches!(verdict, Verdict::Granted(_));
-    let is_held = is_granted || matches!(member.life, Life::Stands { .. } | Life::Ends(..));
-    let what = if is_held && !has && !goes {
-        What::Hold
-    } else if is_granted && !found.is_held(object) {
-        What::LetGo
-    } else if let Some(said) = status::of(member, verdict, found, now) {
-        match (&member.life, verdict) {
-            (_, Verdict::Granted(_)) => What::Grant(said),
-            (_, Verdict::TakenBack { .. }) | (Life::Ends(..) | Life::Ended(_), _) => What::GiveBack(said),
-            _ => What::Say(said),
+    let needs_finalizer =
+        is_granted || matches!(candidate.lifecycle, Lifecycle::Granted { .. } | Lifecycle::Ending(..));
+    let operation = if needs_finalizer && !has && !is_deleting {
+        Operation::AddFinalizer
+    } else if is_granted && !inputs.has_fresh_finalizer(object) {
+        Operation::RemoveFinalizer
+    } else if let Some(update) = status::compute(candidate, verdict, inputs, now) {
+        match (&candidate.lifecycle, verdict) {
+            (_, Verdict::Granted(_)) => Operation::Grant(update),
+            (_, Verdict::Preempted { .. }) | (Lifecycle::Ending(..) | Lifecycle::Ended(_), _) => {
+                Operation::EndGrant(update)
+            }
+            _ => Operation::UpdateStatus(update),
         }
-    } else if has && !is_held && !waits_for_others(member, found) {
-        What::LetGo
+    } else if has && !needs_finalizer && !waits_for_others(candidate, inputs) {
+        Operation::RemoveFinalizer
     } else {
         return None;
     };
-    Some(Step { object: Arc::clone(object), what })
+    Some(PendingWrite { object: Arc::clone(object), operation })
 }
 
-/// Whether one that does not fit may do so as soon as somebody can be written who is passed over.
-fn waits_for_others(member: &Member<'_>, found: &Found) -> bool {
-    member.life == Life::Wants && !found.passed_over.is_empty()
+/// Whether a pending allocation may fit as soon as a skipped allocation can be written.
+fn waits_for_others(candidate: &Candidate<'_>, inputs: &GrantInputs) -> bool {
+    candidate.lifecycle == Lifecycle::Pending && !inputs.skipped.is_empty()
 }
 
-impl What {
-    /// When it is written, among others.
-    fn turn(&self) -> u8 {
+impl Operation {
+    /// Position among the writes of one pass.
+    fn rank(&self) -> u8 {
         match self {
-            What::Hold => 0,
-            What::GiveBack(_) => 1,
-            What::Say(_) => 2,
-            What::LetGo => 3,
-            What::Grant(_) => 4,
+            Operation::AddFinalizer => 0,
+            Operation::EndGrant(_) => 1,
+            Operation::UpdateStatus(_) => 2,
+            Operation::RemoveFinalizer => 3,
+            Operation::Grant(_) => 4,
         }
     }
 }

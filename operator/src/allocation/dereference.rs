@@ -1,4 +1,5 @@
-//! Reads the allocations of a node, and what they refer to: the node's controllers and GPUs, pools, tenants, profiles.
+//! Reads the allocations of a node and the objects that they refer to: controllers, GPUs, pools, tenants and
+//! profiles.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -10,156 +11,160 @@ use reprise_crds::node::{AppliedQueues, Controller};
 use reprise_crds::status::{ConditionStatus, ConditionType, Reason, find};
 use reprise_crds::{CacheNode, CacheNodeStatus, CacheTenant, GPUQueueAllocation, SSDPool, SlackProfile};
 
-use super::grant::{Lender, budget};
+use super::grant::{LendableController, budget};
+use crate::assignment::PoolAssignment;
 use crate::context::Context;
 use crate::error::OperatorError;
 use crate::node::dereference::cluster_of;
-use crate::plan::PoolPlan;
 
-/// A node, and everything that its grants are decided by.
+/// The inputs to the grant decision for one node.
 #[derive(Clone, Debug)]
-pub struct Found {
-    /// Its name.
+pub struct GrantInputs {
+    /// Name of the node.
     pub node: String,
-    /// Whether there is such a node, and somebody there.
-    pub presence: Presence,
-    /// What its agent says, where a cluster has the node.
+    /// Whether the node exists and belongs to a cluster.
+    pub presence: NodePresence,
+    /// `CacheNode` with the agent's report; `None` if the node has none.
     pub cache_node: Option<Arc<CacheNode>>,
-    /// Its controllers, as far as pools have them.
-    pub lenders: Vec<Lender>,
-    /// All its allocations, by namespace and name.
-    pub allocations: Vec<Referring>,
-    /// Unique ids of those that this process has given the finalizer, for a grant that it has not tried to write since.
-    pub held: BTreeSet<String>,
-    /// Unique ids of those that were refused their finalizer in this turn ([`super::turn`]).
-    pub passed_over: BTreeSet<String>,
+    /// Its controllers that belong to a pool of raw devices.
+    pub lenders: Vec<LendableController>,
+    /// All allocations of the node, sorted by namespace and name.
+    pub allocations: Vec<ResolvedAllocation>,
+    /// Uids of allocations to which this process added the finalizer, and whose grant it has not tried to
+    /// write since.
+    pub fresh_finalizers: BTreeSet<String>,
+    /// Uids of allocations whose finalizer was rejected in this pass ([`super::write_queue`]).
+    pub skipped: BTreeSet<String>,
 }
 
-/// Whether a node is there, and an agent on it.
+/// Whether a node exists and belongs to a cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Presence {
-    /// A cluster has it.
-    Here,
-    /// The cluster that had it has it no more. Its `CacheNode` is that one's until its agent has let go of what it keeps.
-    Left,
-    /// There is no such node, or not any more, and nothing of it that could be lent. Its agent may run as long as the machine does.
+pub enum NodePresence {
+    /// The node belongs to a cluster.
+    Present,
+    /// The node no longer belongs to the cluster of its `CacheNode`, which remains until the agent has
+    /// released its resources.
+    Removed,
+    /// The node does not exist, so nothing of it can be granted. Its agent may run as long as the machine
+    /// does.
     Gone,
 }
 
-/// What the node's agent has of an allocation, or may have.
+/// The queue pairs of an allocation that the node's agent holds, or may hold.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Kept {
-    /// It says so.
-    Told {
-        /// Queue pairs that it keeps for it.
+pub enum AgentQueues {
+    /// The agent has reported on this allocation.
+    Reported {
+        /// Queue pairs that it has set aside.
         kept: u32,
-        /// Queue pairs that it has made.
+        /// Queue pairs that it has created.
         made: u32,
-        /// Why it keeps none.
+        /// Set if it sets none aside: why.
         refused: Option<String>,
     },
-    /// It is told to keep some, or may not have seen yet that it is told so no more.
-    Unanswered,
+    /// The spec lists the allocation, or the agent may not have seen yet that it no longer does.
+    Unconfirmed,
 }
 
-/// An allocation, and what it refers to.
+/// An allocation and the objects that it refers to.
 #[derive(Clone, Debug)]
-pub struct Referring {
-    /// It.
+pub struct ResolvedAllocation {
+    /// The allocation as it was read.
     pub object: Arc<GPUQueueAllocation>,
-    /// Its pool.
+    /// Its pool, if it exists.
     pub pool: Option<Arc<SSDPool>>,
-    /// What was decided of the pool.
-    pub plan: PoolPlan,
-    /// The tenant that it names.
+    /// Nodes of the pool, and whether it is rejected.
+    pub assignment: PoolAssignment,
+    /// The tenant that it names, if it exists.
     pub tenant: Option<Arc<CacheTenant>>,
-    /// The profile that it names.
+    /// The profile that it names, if it exists.
     pub profile: Option<Arc<SlackProfile>>,
 }
 
-/// What is known of a node, from the stores.
-pub fn known(node: &str, context: &Context) -> Found {
-    let world = &context.world;
-    let allocations = world.allocations.state_filter(|one| one.spec.node_name.as_str() == node);
-    // Whether this process has held them makes another step of it, not none.
-    found(node, allocations, world.cache_nodes.get(&ObjectRef::new(node)), context)
+/// Returns the inputs for a node from the local stores.
+pub fn from_stores(node: &str, context: &Context) -> GrantInputs {
+    let stores = &context.stores;
+    let allocations = stores.allocations.state_filter(|one| one.spec.node_name.as_str() == node);
+    // `fresh_finalizers` stays empty here. It affects which write comes next, not whether there is one.
+    build_inputs(node, allocations, stores.cache_nodes.get(&ObjectRef::new(node)), context)
 }
 
-/// The same with what the API server has now of allocations and of what the agent says: also grants that no watch has told of yet.
+/// Returns the inputs for a node with the API server's current allocations and `CacheNode`. They include
+/// grants that no watch has delivered yet.
 ///
-/// The `CacheNode` may be written at the same time by what a watch told a moment before, so an agent may be told of a grant that has ended: [`super`] says
-/// what comes of that.
+/// Another task may write the `CacheNode` spec from older data at the same time and list a grant that has
+/// ended; see [`super`] for why this is harmless.
 ///
 /// # Errors
-/// It did not answer.
-pub async fn asked(node: &str, context: &Context) -> Result<Found, OperatorError> {
+/// The API server did not answer.
+pub async fn from_api_server(node: &str, context: &Context) -> Result<GrantInputs, OperatorError> {
     let allocations: Api<GPUQueueAllocation> = Api::all(context.client.clone());
     let of_node = ListParams::default().fields(&format!("spec.nodeName={node}"));
     let listed = allocations.list(&of_node).await;
     let listed = listed.map_err(OperatorError::api(format!("list the allocations of node {node}")))?;
     let nodes: Api<CacheNode> = Api::all(context.client.clone());
     let cache_node = nodes.get_opt(node).await;
-    let cache_node = cache_node.map_err(OperatorError::api(format!("look at CacheNode {node}")))?;
+    let cache_node = cache_node.map_err(OperatorError::api(format!("get CacheNode {node}")))?;
     let allocations = listed.items.into_iter().map(Arc::new).collect();
-    Ok(found(node, allocations, cache_node.map(Arc::new), context))
+    Ok(build_inputs(node, allocations, cache_node.map(Arc::new), context))
 }
 
-fn found(
+fn build_inputs(
     node: &str,
     allocations: Vec<Arc<GPUQueueAllocation>>,
     cache_node: Option<Arc<CacheNode>>,
     context: &Context,
-) -> Found {
-    let mut allocations: Vec<Referring> =
-        allocations.into_iter().map(|object| referring(object, context)).collect();
+) -> GrantInputs {
+    let mut allocations: Vec<ResolvedAllocation> =
+        allocations.into_iter().map(|object| resolve(object, context)).collect();
     allocations.sort_by_cached_key(|of| of.name());
-    Found {
+    GrantInputs {
         node: node.to_owned(),
         presence: presence(node, cache_node.as_deref(), context),
         lenders: lenders(cache_node.as_deref(), context),
         cache_node,
         allocations,
-        held: BTreeSet::new(),
-        passed_over: BTreeSet::new(),
+        fresh_finalizers: BTreeSet::new(),
+        skipped: BTreeSet::new(),
     }
 }
 
-fn presence(node: &str, cache_node: Option<&CacheNode>, context: &Context) -> Presence {
-    let world = &context.world;
-    if world.nodes.get(&ObjectRef::new(node)).is_none() {
-        return Presence::Gone;
+fn presence(node: &str, cache_node: Option<&CacheNode>, context: &Context) -> NodePresence {
+    let stores = &context.stores;
+    if stores.nodes.get(&ObjectRef::new(node)).is_none() {
+        return NodePresence::Gone;
     }
     let before = cache_node.and_then(cluster_of);
-    match world.plan().nodes.get(node).and_then(|plan| plan.cluster.as_ref()) {
-        Some(cluster) if before.is_none_or(|before| before == *cluster) => Presence::Here,
-        Some(_) | None => Presence::Left,
+    match stores.assignment().nodes.get(node).and_then(|assignment| assignment.cluster.as_ref()) {
+        Some(cluster) if before.is_none_or(|before| before == *cluster) => NodePresence::Present,
+        Some(_) | None => NodePresence::Removed,
     }
 }
 
-fn referring(object: Arc<GPUQueueAllocation>, context: &Context) -> Referring {
-    let (world, spec) = (&context.world, &object.spec);
+fn resolve(object: Arc<GPUQueueAllocation>, context: &Context) -> ResolvedAllocation {
+    let (stores, spec) = (&context.stores, &object.spec);
     let namespace = object.namespace().unwrap_or_default();
     let pool = spec.pool_ref.name.as_str();
     let tenant = spec.tenant_ref.as_ref();
     let profile = spec.slack_profile_ref.as_ref();
-    Referring {
-        pool: world.pools.get(&ObjectRef::new(pool)),
-        plan: world.plan().pools.get(pool).cloned().unwrap_or_default(),
-        tenant: tenant.and_then(|tenant| world.tenants.get(&ObjectRef::new(tenant.name.as_str()))),
+    ResolvedAllocation {
+        pool: stores.pools.get(&ObjectRef::new(pool)),
+        assignment: stores.assignment().pools.get(pool).cloned().unwrap_or_default(),
+        tenant: tenant.and_then(|tenant| stores.tenants.get(&ObjectRef::new(tenant.name.as_str()))),
         profile: profile.and_then(|profile| {
-            world.profiles.get(&ObjectRef::new(profile.name.as_str()).within(&namespace))
+            stores.profiles.get(&ObjectRef::new(profile.name.as_str()).within(&namespace))
         }),
         object,
     }
 }
 
-/// What may be lent of the node's controllers. One whose pool is not there, or is no pool of raw devices, lends nothing.
-fn lenders(cache_node: Option<&CacheNode>, context: &Context) -> Vec<Lender> {
+/// Returns the controllers whose queue pairs can be granted: those in an existing pool of raw devices.
+fn lenders(cache_node: Option<&CacheNode>, context: &Context) -> Vec<LendableController> {
     let lender = |controller: &Controller| {
         let name = controller.pool.as_ref()?;
-        let pool = context.world.pools.get(&ObjectRef::new(name.as_str()))?;
+        let pool = context.stores.pools.get(&ObjectRef::new(name.as_str()))?;
         let percent = pool.spec.devices.as_ref()?.max_gpu_queue_percent;
-        Some(Lender {
+        Some(LendableController {
             serial: controller.serial.to_string(),
             pool: name.to_string(),
             budget: budget(controller.queue_pairs, percent),
@@ -169,52 +174,53 @@ fn lenders(cache_node: Option<&CacheNode>, context: &Context) -> Vec<Lender> {
     status.into_iter().flat_map(|status| &status.controllers).filter_map(lender).collect()
 }
 
-impl Referring {
-    /// `namespace/name`.
+impl ResolvedAllocation {
+    /// Name of the allocation as `namespace/name`.
     pub fn name(&self) -> String {
         name(&self.object)
     }
 }
 
-/// `namespace/name`.
+/// Name of an allocation as `namespace/name`.
 pub fn name(object: &GPUQueueAllocation) -> String {
     format!("{}/{}", object.namespace().unwrap_or_default(), object.name_any())
 }
 
-impl Found {
-    /// What the node's agent says, if it has ever said anything.
+impl GrantInputs {
+    /// Returns the agent's last report, if there is one.
     pub fn status(&self) -> Option<&CacheNodeStatus> {
         self.cache_node.as_ref().and_then(|node| node.status.as_ref())
     }
 
-    /// Whether this process has given an allocation its finalizer, for a grant that it has not tried to write since.
-    pub fn is_held(&self, allocation: &GPUQueueAllocation) -> bool {
-        allocation.metadata.uid.as_ref().is_some_and(|uid| self.held.contains(uid))
+    /// Whether this process added the finalizer for a grant that it has not tried to write since.
+    pub fn has_fresh_finalizer(&self, allocation: &GPUQueueAllocation) -> bool {
+        allocation.metadata.uid.as_ref().is_some_and(|uid| self.fresh_finalizers.contains(uid))
     }
 
-    /// Whether an allocation was refused its finalizer in this turn.
-    pub fn is_passed_over(&self, allocation: &GPUQueueAllocation) -> bool {
-        allocation.metadata.uid.as_ref().is_some_and(|uid| self.passed_over.contains(uid))
+    /// Whether the finalizer of this allocation was rejected in this pass.
+    pub fn is_skipped(&self, allocation: &GPUQueueAllocation) -> bool {
+        allocation.metadata.uid.as_ref().is_some_and(|uid| self.skipped.contains(uid))
     }
 
-    /// What the agent has of an allocation, or may have; nothing when there is no node. It has nothing of what it is not told to keep once it has said
-    /// so of that spec, or that it leaves. An agent keeps nothing before it has said something of
-    /// this `CacheNode`, but for what it had by another one: who removes a `CacheNode` answers for that.
-    pub fn kept(&self, allocation: &GPUQueueAllocation) -> Option<Kept> {
-        let node = self.cache_node.as_deref().filter(|_| self.presence != Presence::Gone)?;
+    /// Returns the queue pairs of an allocation that the agent holds or may hold; `None` if the node is gone.
+    /// The agent holds none once it has reported a spec that does not list the allocation, or has reported
+    /// that it leaves. Before its first report on this `CacheNode` an agent holds only pairs that it had
+    /// under an earlier one; deleting that `CacheNode` gives them up.
+    pub fn agent_queues(&self, allocation: &GPUQueueAllocation) -> Option<AgentQueues> {
+        let node = self.cache_node.as_deref().filter(|_| self.presence != NodePresence::Gone)?;
         let uid = allocation.metadata.uid.as_deref()?;
         let applied = node.status.as_ref().and_then(|status| status.applied.as_ref());
         let mut listed = applied.into_iter().flat_map(|applied| &applied.queues);
         if let Some(queues) = listed.find(|queues: &&AppliedQueues| queues.uid.as_str() == uid) {
             let refused = queues.refused.as_ref().map(ToString::to_string);
-            return Some(Kept::Told { kept: queues.kept, made: queues.queue_pairs, refused });
+            return Some(AgentQueues::Reported { kept: queues.kept, made: queues.queue_pairs, refused });
         }
         let is_told = node.spec.queues.iter().any(|claim| claim.uid.as_str() == uid);
-        (is_told || !has_answered(node)).then_some(Kept::Unanswered)
+        (is_told || !has_answered(node)).then_some(AgentQueues::Unconfirmed)
     }
 }
 
-/// Whether what the agent says is about the spec as it is, or the last that it says.
+/// Whether the agent's report covers the current spec, is its last one, or does not exist yet.
 fn has_answered(node: &CacheNode) -> bool {
     let Some(status) = node.status.as_ref().filter(|status| status.last_updated.is_some()) else {
         return true;

@@ -1,25 +1,28 @@
-//! Who gets how many queue pairs of which controllers of one node. Pure: of the same facts comes the same decision.
+//! Decides how many queue pairs of which controllers each allocation of a node gets. Pure and deterministic.
 //!
-//! Who wants something is served in this order: `Guaranteed`, `Burstable`, `BestEffort`; of one class the oldest first, then by name. Whoever
-//! fits gets what it asks for, whole, so that no room stays empty for somebody who does not fit.
+//! Pending allocations are served by class (`Guaranteed`, `Burstable`, `BestEffort`), then by age, then by
+//! name. Each one that fits gets its whole request, so an allocation that does not fit holds no pairs back.
 //!
-//! * `TrustedShared`: so many pairs of each controller of the pool that nobody has for himself. Nothing is taken back for it.
-//! * `ExclusiveController`: so many pairs of one controller that nobody else has anything of; of several the one that lends the fewest.
-//! * A `Guaranteed` one that finds none takes a controller back: that which the fewest `Burstable` ones have to leave, then the fewest of
-//!   `BestEffort`. They give back all that they have, since a grant is whole. Where an agent has something of them, the controller is kept
-//!   for the one that waits, until it has let go of it.
+//! * `TrustedShared`: the requested pairs of every controller of the pool that is not exclusive. It preempts
+//!   nothing.
+//! * `ExclusiveController`: the requested pairs of one unused controller; among several the one with the
+//!   smallest budget.
+//! * A `Guaranteed` allocation that finds no unused controller preempts the holders of one: the controller
+//!   with the fewest `Burstable` holders, then with the fewest `BestEffort` holders. Holders lose their whole
+//!   grant. If an agent still holds queue pairs, the controller is reserved for the preempting allocation
+//!   until the agent has released them.
 
 use reprise_crds::fields::Percent;
 use reprise_crds::queues::{QueueIsolation, QueueQos};
 
-/// A controller of the node.
+/// A controller whose queue pairs can be granted.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Lender {
-    /// Its serial number.
+pub struct LendableController {
+    /// Serial number of the controller.
     pub serial: String,
-    /// The pool that it belongs to.
+    /// Name of its pool.
     pub pool: String,
-    /// Queue pairs of it that may be lent, all grants together.
+    /// Queue pairs that all grants together may use.
     pub budget: u32,
 }
 
@@ -28,119 +31,119 @@ pub struct Lender {
 pub struct Share {
     /// Serial number of the controller.
     pub serial: String,
-    /// How many.
+    /// Number of queue pairs.
     pub pairs: u32,
 }
 
-/// An allocation of the node.
+/// An allocation as an input to the decision.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Claimant {
-    /// `namespace/name`.
+    /// Name of the allocation as `namespace/name`.
     pub name: String,
-    /// When it was made, in seconds.
+    /// Creation time in seconds since the epoch.
     pub made: i64,
-    /// The pool whose controllers it is about.
+    /// Name of the requested pool.
     pub pool: String,
-    /// Queue pairs that it asks for, of each controller.
+    /// Requested queue pairs per controller.
     pub pairs: u32,
-    /// Who gives way.
+    /// Class, which determines order and preemption.
     pub qos: QueueQos,
-    /// Who else may use its controllers.
+    /// Whether it shares controllers.
     pub isolation: QueueIsolation,
-    /// What it has.
-    pub has: Hold,
+    /// Its current grant, if there is one.
+    pub state: ClaimState,
 }
 
-/// What an allocation has.
+/// The grant of an allocation before the decision.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Hold {
-    /// Nothing, and is given nothing.
-    Nothing,
-    /// Nothing yet.
-    Wants,
-    /// A grant.
-    Stands {
-        /// What was granted.
+pub enum ClaimState {
+    /// No grant, and none is requested.
+    Inactive,
+    /// No grant yet; one is requested.
+    Pending,
+    /// A grant that is not ending.
+    Granted {
+        /// The granted queue pairs.
         shares: Vec<Share>,
-        /// Whether its agent has something of it.
-        queues: Queues,
+        /// Whether the agent holds queue pairs of it.
+        queues: QueueState,
     },
-    /// A grant that ends, and whose room is not free yet.
-    Ends(Vec<Share>),
+    /// An ending grant whose queue pairs are not free yet.
+    Ending(Vec<Share>),
 }
 
-/// Whether an agent has something of a grant.
+/// Whether an agent holds queue pairs of a grant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Queues {
-    /// It has, or may have.
-    Kept,
-    /// It has nothing.
+pub enum QueueState {
+    /// It does, or may.
+    InUse,
+    /// It holds no queue pairs.
     None,
 }
 
-/// What becomes of an allocation.
+/// The decision on one allocation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// It has what it had.
-    Stays,
-    /// It gets this.
+    /// Its grant stays as it is.
+    Unchanged,
+    /// It gets this grant.
     Granted(Vec<Share>),
-    /// Its grant ends, since this one needs a controller.
-    TakenBack {
-        /// Name of the other.
+    /// Its grant ends in favor of another allocation.
+    Preempted {
+        /// Name of the other allocation.
         by: String,
     },
     /// It does not fit.
-    Waits(Wait),
+    Waiting(WaitReason),
 }
 
 /// Why an allocation waits.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Wait {
+pub enum WaitReason {
     /// The pool has no controller on the node.
     NoController,
-    /// No controller lends so many, whoever else has some of it.
-    TooMany {
-        /// What could be asked for.
+    /// The request exceeds the budget of every controller, even an unused one.
+    ExceedsController {
+        /// The largest request that can be granted.
         most: u32,
     },
-    /// These controllers have too little left.
-    Short(Vec<Full>),
-    /// A controller is being given back for it.
-    Coming(Full),
+    /// These controllers have too few free queue pairs.
+    NotEnoughFree(Vec<ControllerUsage>),
+    /// A controller is being released for it.
+    Preempting(ControllerUsage),
 }
 
-/// A controller, and who has some of it.
+/// A controller with its holders.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Full {
-    /// Its serial number.
+pub struct ControllerUsage {
+    /// Serial number of the controller.
     pub serial: String,
-    /// Queue pairs that may be lent.
+    /// Queue pairs that all grants together may use.
     pub budget: u32,
-    /// Names, and how many each has.
+    /// Names of holders, with their queue pairs.
     pub holders: Vec<(String, u32)>,
 }
 
-/// Queue pairs of a controller that may be lent.
+/// Returns the queue pairs of a controller that may be granted: `percent` of `pairs`, rounded down.
 pub fn budget(pairs: u32, percent: Percent) -> u32 {
     u32::try_from(u64::from(pairs) * u64::from(percent.0) / 100).unwrap_or(u32::MAX)
 }
 
-/// Decides; one verdict for each claimant, in their order.
-pub fn decide(lenders: &[Lender], claimants: &[Claimant]) -> Vec<Verdict> {
-    let mut book = Book::open(lenders, claimants);
+/// Returns one verdict per claimant, in the same order.
+pub fn decide(lenders: &[LendableController], claimants: &[Claimant]) -> Vec<Verdict> {
+    let mut ledger = Ledger::new(lenders, claimants);
     let mut waiting: Vec<usize> =
-        (0..claimants.len()).filter(|who| claimants[*who].has == Hold::Wants).collect();
-    waiting.sort_by_cached_key(|who| claimants[*who].rank());
-    // Once more after each grant: who takes a small controller for himself takes it out of the way of others.
+        (0..claimants.len()).filter(|index| claimants[*index].state == ClaimState::Pending).collect();
+    waiting.sort_by_cached_key(|index| claimants[*index].rank());
+    // Repeat after each grant: an exclusive grant on a small controller no longer limits shared requests.
     loop {
-        for who in &waiting {
-            book.verdicts[*who] = book.serve(*who);
+        for index in &waiting {
+            ledger.verdicts[*index] = ledger.decide(*index);
         }
         let before = waiting.len();
-        waiting.retain(|who| !matches!(book.verdicts[*who], Verdict::Granted(_)));
+        waiting.retain(|index| !matches!(ledger.verdicts[*index], Verdict::Granted(_)));
         if waiting.len() == before {
-            return book.verdicts;
+            return ledger.verdicts;
         }
     }
 }
@@ -151,216 +154,239 @@ impl Claimant {
     }
 
     fn shares(&self) -> &[Share] {
-        match &self.has {
-            Hold::Nothing | Hold::Wants => &[],
-            Hold::Stands { shares, .. } | Hold::Ends(shares) => shares,
+        match &self.state {
+            ClaimState::Inactive | ClaimState::Pending => &[],
+            ClaimState::Granted { shares, .. } | ClaimState::Ending(shares) => shares,
         }
     }
 }
 
-/// What was decided so far. Controllers and claimants are meant by their places in the lists.
-struct Book<'a> {
+/// State of the decision. Controllers and claimants are identified by their index.
+struct Ledger<'a> {
     claimants: &'a [Claimant],
-    /// In the order of their serial numbers.
-    desks: Vec<Desk<'a>>,
+    /// Sorted by serial number.
+    controllers: Vec<ControllerState<'a>>,
     verdicts: Vec<Verdict>,
 }
 
-/// A controller.
-struct Desk<'a> {
-    lender: &'a Lender,
-    /// Who has how many of it.
+/// A controller during the decision.
+struct ControllerState<'a> {
+    lender: &'a LendableController,
+    /// Indexes of claimants, with their queue pairs.
     holders: Vec<(usize, u32)>,
-    /// Who waits until it is given back, and has it then.
-    kept: Option<usize>,
+    /// Claimant that gets the controller once it is released.
+    reserved_for: Option<usize>,
 }
 
-/// What it would take to have a controller; less is better, the first fields before the others.
+/// Cost of making a controller available. Fields are compared in order; less is better.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 struct Cost {
-    /// `Burstable` ones that would have to leave it.
+    /// `Burstable` holders to preempt.
     burstable: usize,
-    /// And those of `BestEffort`.
+    /// `BestEffort` holders to preempt.
     best_effort: usize,
-    /// Holders whose queues are to be destroyed first, where somebody has to leave.
-    late: usize,
-    /// Queue pairs that it lends.
+    /// Holders whose queue pairs the agent must release first; counted only if there are holders to preempt.
+    pending_release: usize,
+    /// Queue pairs of the controller's budget.
     budget: u32,
 }
 
-impl Desk<'_> {
-    fn left(&self) -> u32 {
+impl ControllerState<'_> {
+    fn free_pairs(&self) -> u32 {
         let held = self.holders.iter().map(|(_, pairs)| *pairs).fold(0, u32::saturating_add);
         self.lender.budget.saturating_sub(held)
     }
 }
 
-impl<'a> Book<'a> {
-    fn open(lenders: &'a [Lender], claimants: &'a [Claimant]) -> Book<'a> {
-        let holders = |lender: &Lender| -> Vec<(usize, u32)> {
+impl<'a> Ledger<'a> {
+    fn new(lenders: &'a [LendableController], claimants: &'a [Claimant]) -> Ledger<'a> {
+        let holders = |lender: &LendableController| -> Vec<(usize, u32)> {
             let has = |claimant: &Claimant| {
                 let share = claimant.shares().iter().find(|share| share.serial == lender.serial);
                 share.map(|share| share.pairs)
             };
             let all = claimants.iter().enumerate();
-            all.filter_map(|(who, claimant)| Some((who, has(claimant)?))).collect()
+            all.filter_map(|(index, claimant)| Some((index, has(claimant)?))).collect()
         };
-        let mut desks: Vec<Desk<'a>> =
-            lenders.iter().map(|lender| Desk { lender, holders: holders(lender), kept: None }).collect();
-        desks.sort_by(|a, b| a.lender.serial.cmp(&b.lender.serial));
-        Book { claimants, desks, verdicts: vec![Verdict::Stays; claimants.len()] }
+        let mut controllers: Vec<ControllerState<'a>> = lenders
+            .iter()
+            .map(|lender| ControllerState { lender, holders: holders(lender), reserved_for: None })
+            .collect();
+        controllers.sort_by(|a, b| a.lender.serial.cmp(&b.lender.serial));
+        Ledger { claimants, controllers, verdicts: vec![Verdict::Unchanged; claimants.len()] }
     }
 
-    fn serve(&mut self, who: usize) -> Verdict {
-        for desk in self.desks.iter_mut().filter(|desk| desk.kept == Some(who)) {
-            desk.kept = None;
+    fn decide(&mut self, index: usize) -> Verdict {
+        for controller in
+            self.controllers.iter_mut().filter(|controller| controller.reserved_for == Some(index))
+        {
+            // A reservation of the previous round is decided again.
+            controller.reserved_for = None;
         }
-        match self.claimants[who].isolation {
-            QueueIsolation::TrustedShared => self.share(who),
-            QueueIsolation::ExclusiveController => self.own(who),
+        match self.claimants[index].isolation {
+            QueueIsolation::TrustedShared => self.grant_shared(index),
+            QueueIsolation::ExclusiveController => self.grant_exclusive(index),
         }
     }
 
-    /// Pairs of each controller that nobody has for himself.
-    fn share(&mut self, who: usize) -> Verdict {
+    /// Grants the requested pairs of every controller of the pool that is not exclusive.
+    fn grant_shared(&mut self, index: usize) -> Verdict {
         let claimants = self.claimants;
-        let wanted = &claimants[who];
+        let wanted = &claimants[index];
         let all = self.of_pool(&wanted.pool);
         if all.is_empty() {
-            return Verdict::Waits(Wait::NoController);
+            return Verdict::Waiting(WaitReason::NoController);
         }
-        let open: Vec<usize> = all.iter().copied().filter(|at| !self.is_somebodys(*at)).collect();
-        let Some(most) = open.iter().map(|at| self.desks[*at].lender.budget).min() else {
-            return Verdict::Waits(Wait::Short(self.full(&all)));
+        let shareable: Vec<usize> = all.iter().copied().filter(|at| !self.is_exclusive(*at)).collect();
+        // Every controller grants the same number of pairs, so the smallest budget is the limit.
+        let Some(most) = shareable.iter().map(|at| self.controllers[*at].lender.budget).min() else {
+            return Verdict::Waiting(WaitReason::NotEnoughFree(self.usages(&all)));
         };
         if most < wanted.pairs {
-            return Verdict::Waits(Wait::TooMany { most });
+            return Verdict::Waiting(WaitReason::ExceedsController { most });
         }
-        let short: Vec<usize> =
-            open.iter().copied().filter(|at| self.desks[*at].left() < wanted.pairs).collect();
+        let short: Vec<usize> = shareable
+            .iter()
+            .copied()
+            .filter(|at| self.controllers[*at].free_pairs() < wanted.pairs)
+            .collect();
         if !short.is_empty() {
-            return Verdict::Waits(Wait::Short(self.full(&short)));
+            return Verdict::Waiting(WaitReason::NotEnoughFree(self.usages(&short)));
         }
-        self.lend(who, &open)
+        self.grant(index, &shareable)
     }
 
-    /// Pairs of one controller that nobody else has anything of.
-    fn own(&mut self, who: usize) -> Verdict {
+    /// Grants the requested pairs of one unused controller.
+    fn grant_exclusive(&mut self, index: usize) -> Verdict {
         let claimants = self.claimants;
-        let wanted = &claimants[who];
+        let wanted = &claimants[index];
         let all = self.of_pool(&wanted.pool);
-        let Some(most) = all.iter().map(|at| self.desks[*at].lender.budget).max() else {
-            return Verdict::Waits(Wait::NoController);
+        let Some(most) = all.iter().map(|at| self.controllers[*at].lender.budget).max() else {
+            return Verdict::Waiting(WaitReason::NoController);
         };
         if most < wanted.pairs {
-            return Verdict::Waits(Wait::TooMany { most });
+            return Verdict::Waiting(WaitReason::ExceedsController { most });
         }
-        let lends = |at: &usize| self.desks[*at].lender.budget >= wanted.pairs;
-        let fitting: Vec<usize> = all.iter().copied().filter(lends).collect();
-        if let Some(at) = self.free(&fitting) {
-            return self.lend(who, &[at]);
+        let fits = |at: &usize| self.controllers[*at].lender.budget >= wanted.pairs;
+        let fitting: Vec<usize> = all.iter().copied().filter(fits).collect();
+        if let Some(at) = self.smallest_free(&fitting) {
+            return self.grant(index, &[at]);
         }
         let costs = fitting.iter().copied().filter_map(|at| Some((self.cost(at)?, at)));
         match costs.min() {
-            Some((_, at)) if wanted.qos == QueueQos::Guaranteed => self.take(who, at, &fitting),
-            _ => Verdict::Waits(Wait::Short(self.full(&fitting))),
+            Some((_, at)) if wanted.qos == QueueQos::Guaranteed => {
+                self.preempt_controller(index, at, &fitting)
+            }
+            _ => Verdict::Waiting(WaitReason::NotEnoughFree(self.usages(&fitting))),
         }
     }
 
-    /// Of controllers that nobody has anything of, the one that lends the fewest.
-    fn free(&self, of: &[usize]) -> Option<usize> {
-        let is_free = |at: &usize| self.desks[*at].holders.is_empty() && self.desks[*at].kept.is_none();
-        of.iter().copied().filter(is_free).min_by_key(|at| self.desks[*at].lender.budget)
+    /// Returns the unused controller with the smallest budget.
+    fn smallest_free(&self, of: &[usize]) -> Option<usize> {
+        let is_free = |at: &usize| {
+            self.controllers[*at].holders.is_empty() && self.controllers[*at].reserved_for.is_none()
+        };
+        of.iter().copied().filter(is_free).min_by_key(|at| self.controllers[*at].lender.budget)
     }
 
     fn of_pool(&self, pool: &str) -> Vec<usize> {
-        (0..self.desks.len()).filter(|at| self.desks[*at].lender.pool == pool).collect()
+        (0..self.controllers.len()).filter(|at| self.controllers[*at].lender.pool == pool).collect()
     }
 
-    /// Whether somebody has the controller for himself, or waits for it so.
-    fn is_somebodys(&self, at: usize) -> bool {
-        let desk = &self.desks[at];
-        let is_exclusive = |who: usize| self.claimants[who].isolation == QueueIsolation::ExclusiveController;
-        desk.kept.is_some() || desk.holders.iter().any(|(who, _)| is_exclusive(*who))
+    /// Whether a controller is held or reserved by an exclusive allocation.
+    fn is_exclusive(&self, at: usize) -> bool {
+        let controller = &self.controllers[at];
+        let wants_exclusive =
+            |index: usize| self.claimants[index].isolation == QueueIsolation::ExclusiveController;
+        controller.reserved_for.is_some()
+            || controller.holders.iter().any(|(index, _)| wants_exclusive(*index))
     }
 
-    fn lend(&mut self, who: usize, of: &[usize]) -> Verdict {
-        let pairs = self.claimants[who].pairs;
+    fn grant(&mut self, index: usize, of: &[usize]) -> Verdict {
+        let pairs = self.claimants[index].pairs;
         let mut shares = Vec::new();
         for at in of {
-            let desk = &mut self.desks[*at];
-            desk.holders.push((who, pairs));
-            shares.push(Share { serial: desk.lender.serial.clone(), pairs });
+            let controller = &mut self.controllers[*at];
+            controller.holders.push((index, pairs));
+            shares.push(Share { serial: controller.lender.serial.clone(), pairs });
         }
         Verdict::Granted(shares)
     }
 
-    /// What it would take to have a controller; nothing where somebody stays who cannot be made to leave.
+    /// Returns the cost of making a controller available; `None` if a guaranteed holder or a reservation
+    /// prevents it.
     fn cost(&self, at: usize) -> Option<Cost> {
-        let desk = &self.desks[at];
-        if desk.kept.is_some() {
+        let controller = &self.controllers[at];
+        if controller.reserved_for.is_some() {
             return None;
         }
-        let mut cost = Cost { budget: desk.lender.budget, ..Cost::default() };
-        for who in desk.holders.iter().map(|(who, _)| *who) {
-            let has_queues = matches!(self.claimants[who].has, Hold::Stands { queues: Queues::Kept, .. });
-            if self.is_leaving(who) {
-                cost.late += 1;
+        let mut cost = Cost { budget: controller.lender.budget, ..Cost::default() };
+        for index in controller.holders.iter().map(|(index, _)| *index) {
+            let has_queues =
+                matches!(self.claimants[index].state, ClaimState::Granted { queues: QueueState::InUse, .. });
+            if self.is_releasing(index) {
+                cost.pending_release += 1;
                 continue;
             }
-            cost.late += usize::from(has_queues);
-            match self.claimants[who].qos {
+            cost.pending_release += usize::from(has_queues);
+            match self.claimants[index].qos {
                 QueueQos::Guaranteed => return None,
                 QueueQos::Burstable => cost.burstable += 1,
                 QueueQos::BestEffort => cost.best_effort += 1,
             }
         }
         if cost.burstable + cost.best_effort == 0 {
-            // Who waits for one of several such controllers takes the same one each time, and leaves those that lend more to others.
-            cost.late = 0;
+            // Nothing to preempt: ignore pending releases, so that the claimant chooses the same controller
+            // in every pass and leaves larger ones to others.
+            cost.pending_release = 0;
         }
         Some(cost)
     }
 
-    fn is_leaving(&self, who: usize) -> bool {
-        let is_taken = matches!(self.verdicts[who], Verdict::TakenBack { .. });
-        is_taken || matches!(self.claimants[who].has, Hold::Ends(_))
+    fn is_releasing(&self, index: usize) -> bool {
+        let is_taken = matches!(self.verdicts[index], Verdict::Preempted { .. });
+        is_taken || matches!(self.claimants[index].state, ClaimState::Ending(_))
     }
 
-    /// Makes everybody leave a controller, for somebody who has it then or waits for it.
-    fn take(&mut self, who: usize, at: usize, fitting: &[usize]) -> Verdict {
-        let holders = self.desks[at].holders.iter().map(|(holder, _)| *holder);
-        let leaving: Vec<usize> = holders.filter(|holder| !self.is_leaving(*holder)).collect();
+    /// Preempts all holders of a controller, then grants or reserves it.
+    fn preempt_controller(&mut self, index: usize, at: usize, fitting: &[usize]) -> Verdict {
+        let holders = self.controllers[at].holders.iter().map(|(holder, _)| *holder);
+        let leaving: Vec<usize> = holders.filter(|holder| !self.is_releasing(*holder)).collect();
         for holder in leaving {
-            self.take_back(holder, who);
+            self.preempt(holder, index);
         }
-        if let Some(free) = self.free(fitting) {
-            return self.lend(who, &[free]);
+        if let Some(free) = self.smallest_free(fitting) {
+            return self.grant(index, &[free]);
         }
-        self.desks[at].kept = Some(who);
-        Verdict::Waits(Wait::Coming(self.look(at)))
+        self.controllers[at].reserved_for = Some(index);
+        Verdict::Waiting(WaitReason::Preempting(self.usage(at)))
     }
 
-    /// Of a grant without queues the room is free at once.
-    fn take_back(&mut self, holder: usize, by: usize) {
-        self.verdicts[holder] = Verdict::TakenBack { by: self.claimants[by].name.clone() };
-        if !matches!(self.claimants[holder].has, Hold::Stands { queues: Queues::Kept, .. }) {
-            for desk in &mut self.desks {
-                desk.holders.retain(|(who, _)| *who != holder);
+    /// Queue pairs of a grant that no agent holds are free immediately.
+    fn preempt(&mut self, holder: usize, by: usize) {
+        self.verdicts[holder] = Verdict::Preempted { by: self.claimants[by].name.clone() };
+        if !matches!(self.claimants[holder].state, ClaimState::Granted { queues: QueueState::InUse, .. }) {
+            for controller in &mut self.controllers {
+                controller.holders.retain(|(index, _)| *index != holder);
             }
         }
     }
 
-    fn full(&self, of: &[usize]) -> Vec<Full> {
-        of.iter().map(|at| self.look(*at)).collect()
+    fn usages(&self, of: &[usize]) -> Vec<ControllerUsage> {
+        of.iter().map(|at| self.usage(*at)).collect()
     }
 
-    fn look(&self, at: usize) -> Full {
-        let desk = &self.desks[at];
-        let holders = desk.holders.iter().map(|(who, pairs)| (self.claimants[*who].name.clone(), *pairs));
+    fn usage(&self, at: usize) -> ControllerUsage {
+        let controller = &self.controllers[at];
+        let holders =
+            controller.holders.iter().map(|(index, pairs)| (self.claimants[*index].name.clone(), *pairs));
         let mut holders: Vec<(String, u32)> = holders.collect();
         holders.sort();
-        Full { serial: desk.lender.serial.clone(), budget: desk.lender.budget, holders }
+        ControllerUsage {
+            serial: controller.lender.serial.clone(),
+            budget: controller.lender.budget,
+            holders,
+        }
     }
 }
 

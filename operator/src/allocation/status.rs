@@ -1,4 +1,4 @@
-//! What an allocation is: its grant and its conditions. Pure.
+//! Computes the status of an allocation: its grant and its conditions. Pure.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::SignedDuration;
@@ -7,98 +7,103 @@ use reprise_crds::queues::{QueueGrant, QueueIsolation};
 use reprise_crds::status::{ConditionType as Type, Finding, Reason};
 use reprise_crds::{GPUQueueAllocation, GPUQueueAllocationStatus};
 
-use super::build::Member;
-use super::dereference::{Found, Kept, Presence};
-use super::grant::{Full, Share, Verdict, Wait};
-use super::life::{Cause, Ending, Life, pairs};
-use super::standing::doubt;
-use super::validate::is_told;
-use crate::plan::Refusal;
-use crate::status::conclude;
+use super::build::Candidate;
+use super::dereference::{AgentQueues, GrantInputs, NodePresence};
+use super::grant::{ControllerUsage, Share, Verdict, WaitReason};
+use super::lifecycle::{Cause, GrantEnd, Lifecycle, pairs};
+use super::validate::is_reportable;
+use super::violations::violation;
+use crate::assignment::Refusal;
+use crate::status::merge_findings;
 
-/// So many names are in a message, at the most.
+/// Maximum number of names in a message.
 const NAMES_MAX: usize = 5;
 
-/// A status to write.
+/// A status to write, with the changed conditions.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Said {
-    /// All of it.
+pub struct StatusUpdate {
+    /// The complete new status.
     pub status: GPUQueueAllocationStatus,
-    /// What has changed, for events.
-    pub news: Vec<Finding>,
+    /// Conditions that changed, for events.
+    pub changes: Vec<Finding>,
 }
 
-/// What to say of an allocation; nothing where it is said already, or where nothing is left to say.
-pub fn of(member: &Member<'_>, verdict: &Verdict, found: &Found, now: &Time) -> Option<Said> {
-    let object = &*member.of.object;
+/// Returns the status to write; `None` if it is unchanged or the allocation needs no status anymore.
+pub fn compute(
+    candidate: &Candidate<'_>,
+    verdict: &Verdict,
+    inputs: &GrantInputs,
+    now: &Time,
+) -> Option<StatusUpdate> {
+    let object = &*candidate.of.object;
     let before = object.status.clone().unwrap_or_default();
     let mut status = before.clone();
-    let mut findings = vec![accepted(member, found)];
-    match (&member.life, verdict) {
-        (Life::Over | Life::Goes, _) => return None,
-        (Life::Refused, _) => findings.push(nothing(member.refused.as_ref())),
-        (Life::Wants, Verdict::Granted(shares)) => {
-            status.allocations = grants(shares, found);
+    let mut findings = vec![accepted(candidate, inputs)];
+    match (&candidate.lifecycle, verdict) {
+        (Lifecycle::Released | Lifecycle::Deleting, _) => return None,
+        (Lifecycle::Refused, _) => findings.push(nothing(candidate.refused.as_ref())),
+        (Lifecycle::Pending, Verdict::Granted(shares)) => {
+            status.allocations = grants(shares, inputs);
             status.expires_at = expires(object, now);
-            findings.extend(stands(object, &status.allocations, None, found));
+            findings.extend(active_grant(object, &status.allocations, None, inputs));
         }
-        (Life::Wants, Verdict::Waits(wait)) => findings.push(waits(object, wait, found)),
-        // Who wants something is given it or waits.
-        (Life::Wants, Verdict::Stays | Verdict::TakenBack { .. }) => return None,
-        (Life::Stands { kept }, Verdict::TakenBack { by }) => {
+        (Lifecycle::Pending, Verdict::Waiting(wait)) => findings.push(waits(object, wait, inputs)),
+        // A pending allocation is granted or waits.
+        (Lifecycle::Pending, Verdict::Unchanged | Verdict::Preempted { .. }) => return None,
+        (Lifecycle::Granted { kept }, Verdict::Preempted { by }) => {
             let message = format!(
-                "it was taken back for GPUQueueAllocation {by}, which is guaranteed and needs a controller of its own: make a new \
-                 GPUQueueAllocation, which waits for room, and delete this one"
+                "the guaranteed GPUQueueAllocation {by} preempted this one to get a controller for itself: delete this one, and create \
+                 a new GPUQueueAllocation, which waits for free queue pairs"
             );
-            let ending = Ending { cause: Cause::TakenBack, message };
+            let ending = GrantEnd { cause: Cause::TakenBack, message };
             match kept {
-                Some(left) => findings.extend(ends(object, &ending, left, found)),
+                Some(left) => findings.extend(ends(object, &ending, left, inputs)),
                 None => findings.extend(ended(&mut status, &ending)),
             }
         }
-        (Life::Stands { kept }, _) => {
-            let mut said = stands(object, &status.allocations, kept.as_ref(), found);
-            if let Some(doubt) = doubt(object, found) {
-                said.retain(|finding| finding.kind != doubt.kind);
-                said.push(doubt);
+        (Lifecycle::Granted { kept }, _) => {
+            let mut active = active_grant(object, &status.allocations, kept.as_ref(), inputs);
+            if let Some(violation) = violation(object, inputs) {
+                active.retain(|finding| finding.kind != violation.kind);
+                active.push(violation);
             }
-            findings.extend(said);
+            findings.extend(active);
         }
-        (Life::Ends(ending, left), _) => findings.extend(ends(object, ending, left, found)),
-        (Life::Ended(ending), _) => findings.extend(ended(&mut status, ending)),
+        (Lifecycle::Ending(ending, left), _) => findings.extend(ends(object, ending, left, inputs)),
+        (Lifecycle::Ended(ending), _) => findings.extend(ended(&mut status, ending)),
     }
     let generation = object.metadata.generation.unwrap_or_default();
     status.observed_generation = generation;
-    let news = conclude(&mut status.conditions, &findings, generation);
-    (status != before).then_some(Said { status, news })
+    let changes = merge_findings(&mut status.conditions, &findings, generation);
+    (status != before).then_some(StatusUpdate { status, changes })
 }
 
-fn accepted(member: &Member<'_>, found: &Found) -> Finding {
+fn accepted(candidate: &Candidate<'_>, inputs: &GrantInputs) -> Finding {
     let kind = Type::Accepted;
-    if let Some(Refusal { reason, message }) = &member.refused {
+    if let Some(Refusal { reason, message }) = &candidate.refused {
         return Finding::no(kind, *reason, message);
     }
-    let gpu = &member.of.object.spec.gpu_uuid;
-    if is_told(gpu, found) {
-        return Finding::yes(kind, Reason::AsDesired, "the spec is right");
+    let gpu = &candidate.of.object.spec.gpu_uuid;
+    if is_reportable(gpu, inputs) {
+        return Finding::yes(kind, Reason::AsDesired, "the spec is valid");
     }
     let message = format!(
-        "the spec is right, as far as it is known: the agent of node {} sees no GPU like {gpu}, so nobody has looked for it; it tells whole GPUs, \
+        "the spec is valid, but GPU {gpu} is not verified: the agent of node {} reports no such GPU. It reports whole GPUs \
          once their driver is loaded",
-        found.node
+        inputs.node
     );
     Finding::yes(kind, Reason::AsDesired, message)
 }
 
 fn nothing(refused: Option<&Refusal>) -> Finding {
     let reason = refused.map_or(Reason::InvalidSpec, |refused| refused.reason);
-    Finding::no(Type::Allocated, reason, "nothing is set aside before the allocation is accepted")
+    Finding::no(Type::Allocated, reason, "no queue pairs are set aside before the allocation is accepted")
 }
 
-/// The grant as it is written, with the addresses that the agent tells.
-fn grants(shares: &[Share], found: &Found) -> Vec<QueueGrant> {
+/// Converts shares to the grant in the status, with the PCI addresses that the agent reports.
+fn grants(shares: &[Share], inputs: &GrantInputs) -> Vec<QueueGrant> {
     let address = |serial: &str| {
-        let controllers = &found.status()?.controllers;
+        let controllers = &inputs.status()?.controllers;
         controllers.iter().find(|one| one.serial.as_str() == serial)?.pci_address.clone()
     };
     let grant = |share: &Share| QueueGrant {
@@ -111,28 +116,29 @@ fn grants(shares: &[Share], found: &Found) -> Vec<QueueGrant> {
     shares.iter().map(grant).collect()
 }
 
-/// When a grant of now ends. A time that cannot be read or reached never comes; the definitions bound it.
+/// Returns the time at which a grant written now expires. A `ttl` that cannot be parsed or overflows never
+/// expires; the CRD schema bounds it.
 fn expires(object: &GPUQueueAllocation, now: &Time) -> Option<Time> {
     let ttl = object.spec.ttl.as_ref()?.duration().ok()?;
     let ttl = SignedDuration::try_from(ttl).ok()?;
     now.0.checked_add(ttl).ok().map(Time)
 }
 
-/// A grant that stands.
-fn stands(
+/// Returns the conditions of an active grant.
+fn active_grant(
     object: &GPUQueueAllocation,
     grants: &[QueueGrant],
-    kept: Option<&Kept>,
-    found: &Found,
+    kept: Option<&AgentQueues>,
+    inputs: &GrantInputs,
 ) -> Vec<Finding> {
     let serials: Vec<&str> = grants.iter().map(|grant| grant.serial.as_str()).collect();
-    let message = format!("{} queue pairs are set aside, of {}", pairs(grants), few(&serials));
+    let message = format!("{} queue pairs are set aside on {}", pairs(grants), join_names(&serials));
     let mut findings = vec![Finding::yes(Type::Allocated, Reason::AsDesired, message)];
-    findings.push(programmed(kept, pairs(grants), &found.node));
+    findings.push(programmed(kept, pairs(grants), &inputs.node));
     let used = object.status.as_ref().and_then(|status| status.reserved_for.as_ref());
     if let Some(pod) = used.filter(|_| object.metadata.deletion_timestamp.is_some()) {
         let message = format!(
-            "pod {} ({}) uses it: it goes when status.reservedFor is taken away, by whoever reserved it for the pod",
+            "pod {} ({}) uses the grant: the deletion continues once the component that set status.reservedFor clears it",
             pod.name, pod.uid
         );
         findings.push(Finding::yes(Type::DeletionBlocked, Reason::InUse, message));
@@ -140,49 +146,62 @@ fn stands(
     findings
 }
 
-/// What the agent has made of a grant that stands.
-fn programmed(kept: Option<&Kept>, all: u32, node: &str) -> Finding {
+/// Returns the condition `Programmed` of an active grant.
+fn programmed(kept: Option<&AgentQueues>, all: u32, node: &str) -> Finding {
     let kind = Type::Programmed;
     match kept {
-        None | Some(Kept::Unanswered) => {
-            let message = format!("the agent of node {node} has not said yet that it keeps them");
+        None | Some(AgentQueues::Unconfirmed) => {
+            let message =
+                format!("the agent of node {node} has not reported yet that it set the queue pairs aside");
             Finding::no(kind, Reason::Progressing, message)
         }
-        Some(Kept::Told { refused: Some(why), .. }) => {
-            let message = format!("the agent of node {node} does not keep them: {why}. It tries again");
+        Some(AgentQueues::Reported { refused: Some(why), .. }) => {
+            let message =
+                format!("the agent of node {node} cannot set the queue pairs aside: {why}. It retries");
             Finding::no(kind, Reason::Refused, message)
         }
-        Some(Kept::Told { made, .. }) if *made >= all => {
-            Finding::yes(kind, Reason::AsDesired, format!("the agent has made {made} queue pairs"))
+        Some(AgentQueues::Reported { made, .. }) if *made >= all => {
+            Finding::yes(kind, Reason::AsDesired, format!("the agent has created {made} queue pairs"))
         }
-        Some(Kept::Told { kept, made: 0, .. }) => {
+        Some(AgentQueues::Reported { kept, made: 0, .. }) => {
             let message = format!(
-                "the agent of node {node} keeps {kept} queue pairs for it. No agent of this release makes queues of them, so nothing uses them"
+                "the agent of node {node} has set {kept} queue pairs aside. Agents of this release create no queues from them, so nothing \
+                 uses them"
             );
             Finding::no(kind, Reason::Unsupported, message)
         }
-        Some(Kept::Told { made, .. }) => {
-            Finding::no(kind, Reason::Progressing, format!("the agent has made {made} of {all} queue pairs"))
-        }
+        Some(AgentQueues::Reported { made, .. }) => Finding::no(
+            kind,
+            Reason::Progressing,
+            format!("the agent has created {made} of {all} queue pairs"),
+        ),
     }
 }
 
-/// A grant that ends, of which the agent has something left.
-fn ends(object: &GPUQueueAllocation, ending: &Ending, left: &Kept, found: &Found) -> Vec<Finding> {
-    let node = &found.node;
+/// Returns the conditions of an ending grant of which the agent still holds queue pairs, or may.
+fn ends(
+    object: &GPUQueueAllocation,
+    ending: &GrantEnd,
+    left: &AgentQueues,
+    inputs: &GrantInputs,
+) -> Vec<Finding> {
+    let node = &inputs.node;
     let left = match left {
-        Kept::Told { kept, made, .. } => format!(
-            "the agent of node {node} lists {} queue pairs of it in status.applied.queues of the CacheNode: it lets go of them first",
+        AgentQueues::Reported { kept, made, .. } => format!(
+            "waiting for the agent of node {node} to release {} queue pairs, which it lists in status.applied.queues of the \
+             CacheNode",
             kept.max(made)
         ),
-        Kept::Unanswered => format!(
-            "the agent of node {node} has not said yet that it has let go of it: it does once it has seen the spec of the CacheNode \
-             (status.observedGeneration)"
+        AgentQueues::Unconfirmed => format!(
+            "waiting for the agent of node {node} to report that it released the queue pairs, which needs its report on the \
+             current spec of the CacheNode (status.observedGeneration)"
         ),
     };
-    let gone = match found.presence {
-        Presence::Left => "One that says nothing for a minute counts as gone",
-        Presence::Here | Presence::Gone => "If the node is gone for good, delete its Node or CacheNode",
+    let gone = match inputs.presence {
+        NodePresence::Removed => "An agent that reports nothing for a minute counts as gone",
+        NodePresence::Present | NodePresence::Gone => {
+            "If the node is gone permanently, delete its Node or CacheNode"
+        }
     };
     let message = format!("{left}. {gone}");
     let mut findings = vec![
@@ -195,11 +214,11 @@ fn ends(object: &GPUQueueAllocation, ending: &Ending, left: &Kept, found: &Found
     findings
 }
 
-/// A grant that has ended; its room is free with this status.
-fn ended(status: &mut GPUQueueAllocationStatus, ending: &Ending) -> Vec<Finding> {
+/// Clears a released grant, which frees its queue pairs, and returns the conditions.
+fn ended(status: &mut GPUQueueAllocationStatus, ending: &GrantEnd) -> Vec<Finding> {
     status.allocations.clear();
     let reason = ending.cause.reason();
-    // One that somebody else's finalizer holds: of ours nothing is under way any more.
+    // The finalizer of another component keeps a deleted object; for the operator its release is complete.
     let released = if ending.cause == Cause::Deleted { Reason::AsDesired } else { reason };
     vec![
         Finding::no(Type::Allocated, reason, &ending.message),
@@ -207,63 +226,66 @@ fn ended(status: &mut GPUQueueAllocationStatus, ending: &Ending) -> Vec<Finding>
     ]
 }
 
-/// Why nothing is granted yet.
-fn waits(object: &GPUQueueAllocation, wait: &Wait, found: &Found) -> Finding {
-    let (spec, node) = (&object.spec, &found.node);
+/// Returns the condition of an allocation that waits.
+fn waits(object: &GPUQueueAllocation, wait: &WaitReason, inputs: &GrantInputs) -> Finding {
+    let (spec, node) = (&object.spec, &inputs.node);
     let pool = &spec.pool_ref.name;
-    let asked = match spec.isolation {
+    let request = match spec.isolation {
         QueueIsolation::TrustedShared => {
-            format!("{} queue pairs are asked for, of each controller of SSDPool {pool}", spec.queue_pairs)
+            format!("{} queue pairs are requested of each controller of SSDPool {pool}", spec.queue_pairs)
         }
         QueueIsolation::ExclusiveController => format!(
-            "{} queue pairs are asked for, of a controller of SSDPool {pool} that nobody else uses",
+            "{} queue pairs are requested of an unused controller of SSDPool {pool}",
             spec.queue_pairs
         ),
     };
     let (reason, message) = match wait {
-        Wait::NoController if found.status().is_none_or(|status| status.last_updated.is_none()) => (
+        WaitReason::NoController if inputs.status().is_none_or(|status| status.last_updated.is_none()) => (
             Reason::NotReported,
-            format!("{asked}; the agent of node {node} has not said yet which controllers there are"),
+            format!("{request}; the agent of node {node} has not reported its controllers yet"),
         ),
-        Wait::NoController => (
+        WaitReason::NoController => (
             Reason::NoDevices,
             format!(
-                "{asked}; there is none on node {node} whose queue pairs could be lent: look at status.controllers of its CacheNode"
+                "{request}; node {node} has no controller with queue pairs to grant: check status.controllers of its CacheNode"
             ),
         ),
-        Wait::TooMany { most } => (
+        WaitReason::ExceedsController { most } => (
             Reason::OverBudget,
             format!(
-                "{asked}, and {most} may be lent of one at the most: ask for fewer in a new GPUQueueAllocation, or raise \
-                 devices.maxGpuQueuePercent of the pool"
+                "{request}, but at most {most} can be granted per controller: create a GPUQueueAllocation that requests fewer, or \
+                 raise devices.maxGpuQueuePercent of the pool"
             ),
         ),
-        Wait::Short(full) => {
-            let full: Vec<String> = full.iter().map(held).collect();
+        WaitReason::NotEnoughFree(full) => {
+            let full: Vec<String> = full.iter().map(describe).collect();
             let message = format!(
-                "{asked}, and there is no room: {}. It is granted when there is, for example when one of these is deleted",
-                few(&full)
+                "{request}, but too few are free: {}. The grant follows once enough are free, for example when one of these \
+                 allocations is deleted",
+                join_names(&full)
             );
             (Reason::OverBudget, message)
         }
-        Wait::Coming(full) => {
-            let message =
-                format!("{asked}; {} is kept for it until agents have let go of what others had", held(full));
+        WaitReason::Preempting(full) => {
+            let message = format!(
+                "{request}; {} is reserved for it until the agent has released the pairs of the previous holders",
+                describe(full)
+            );
             (Reason::Releasing, message)
         }
     };
     Finding::no(Type::Allocated, reason, message)
 }
 
-/// A controller, its budget, and who has what of it.
-pub(super) fn held(full: &Full) -> String {
+/// Describes a controller: its serial number, budget and holders.
+pub(super) fn describe(full: &ControllerUsage) -> String {
     let holders: Vec<String> = full.holders.iter().map(|(name, pairs)| format!("{name} {pairs}")).collect();
-    let holders = if holders.is_empty() { "nobody".to_owned() } else { few(&holders) };
-    format!("{} (lends {}; held by {holders})", full.serial, full.budget)
+    let holders = if holders.is_empty() { "no allocation".to_owned() } else { join_names(&holders) };
+    format!("{} (budget {}; held by {holders})", full.serial, full.budget)
 }
 
-/// The first of some names, and how many more there are.
-pub(super) fn few<T: AsRef<str>>(names: &[T]) -> String {
+/// Joins the first [`NAMES_MAX`] names, followed by the number of the others.
+pub(super) fn join_names<T: AsRef<str>>(names: &[T]) -> String {
     let shown: Vec<&str> = names.iter().take(NAMES_MAX).map(|name| name.as_ref()).collect();
     let more = names.len() - shown.len();
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };

@@ -1,38 +1,38 @@
-//! What is refused of an allocation: what it refers to is not there, or is not what it should be.
+//! Validates an allocation: the objects that it refers to must exist and be suitable.
 //!
-//! A GPU is compared with those that the agent tells. An agent tells none while it sees none, as before the driver is loaded, and then nobody knows
-//! better than who named it. Parts of GPUs (MIG) are told by no agent. A profile must have been found to be one, and have been measured on that GPU,
-//! as far as it is known.
+//! The GPU must be among those that the agent reports. An agent that sees no GPUs (driver not loaded) reports
+//! none; then the spec is accepted as written. Agents do not report MIG partitions. A profile must be valid
+//! and, as far as known, measured on the same GPU product.
 
 use kube::ResourceExt;
 use reprise_crds::SlackProfile;
 use reprise_crds::fields::GpuUuid;
 use reprise_crds::status::{ConditionStatus, ConditionType, Reason, find};
 
-use super::dereference::{Found, Presence, Referring};
-use crate::cluster::dereference::knows;
+use super::dereference::{GrantInputs, NodePresence, ResolvedAllocation};
+use crate::assignment::Refusal;
+use crate::cluster::dereference::applies_to;
 use crate::names::ClusterNames;
-use crate::plan::Refusal;
 use crate::tenant::validate::validate as validate_tenant;
 
-/// The tenant of whoever names none; it needs no object.
+/// Tenant of allocations that name none; it exists without an object.
 const DEFAULT_TENANT: &str = "default";
 
-/// How the unique id of a part of a GPU begins.
+/// Prefix of the UUID of a MIG partition.
 const PART: &str = "MIG-";
 
-/// Why an allocation is refused, if it is.
-pub fn validate(of: &Referring, found: &Found) -> Option<Refusal> {
-    node(found)
-        .or_else(|| pool(of, found))
-        .or_else(|| gpu(of, found))
-        .or_else(|| tenant(of, found))
-        .or_else(|| profile(of, found))
+/// Returns why an allocation is rejected; `None` if it is accepted.
+pub fn validate(of: &ResolvedAllocation, inputs: &GrantInputs) -> Option<Refusal> {
+    node(inputs)
+        .or_else(|| pool(of, inputs))
+        .or_else(|| gpu(of, inputs))
+        .or_else(|| tenant(of, inputs))
+        .or_else(|| profile(of, inputs))
 }
 
-/// Whether the node's agent would tell such a GPU, if it were there.
-pub fn is_told(gpu: &GpuUuid, found: &Found) -> bool {
-    let sees_gpus = found.status().is_some_and(|status| !status.gpus.is_empty());
+/// Whether the node's agent would report this GPU if it existed.
+pub fn is_reportable(gpu: &GpuUuid, inputs: &GrantInputs) -> bool {
+    let sees_gpus = inputs.status().is_some_and(|status| !status.gpus.is_empty());
     sees_gpus && !gpu.as_str().starts_with(PART)
 }
 
@@ -40,138 +40,145 @@ fn missing(message: String) -> Option<Refusal> {
     Some(Refusal::new(Reason::ReferenceNotFound, message))
 }
 
-fn node(found: &Found) -> Option<Refusal> {
-    let node = &found.node;
-    if found.presence == Presence::Gone {
-        return missing(format!("node {node} is not there: name one that is, in a new GPUQueueAllocation"));
-    }
-    if found.presence == Presence::Left || found.cache_node.is_none() {
+fn node(inputs: &GrantInputs) -> Option<Refusal> {
+    let node = &inputs.node;
+    if inputs.presence == NodePresence::Gone {
         return missing(format!(
-            "no KVCacheCluster has node {node}, so no agent is there: select it by agents.nodeSelector of a cluster"
+            "node {node} does not exist: create a GPUQueueAllocation for an existing node"
+        ));
+    }
+    if inputs.presence == NodePresence::Removed || inputs.cache_node.is_none() {
+        return missing(format!(
+            "node {node} belongs to no KVCacheCluster and has no agent: select it with agents.nodeSelector of a cluster"
         ));
     }
     None
 }
 
-fn pool(of: &Referring, found: &Found) -> Option<Refusal> {
-    let (name, node) = (&of.object.spec.pool_ref.name, &found.node);
+fn pool(of: &ResolvedAllocation, inputs: &GrantInputs) -> Option<Refusal> {
+    let (name, node) = (&of.object.spec.pool_ref.name, &inputs.node);
     let Some(pool) = &of.pool else {
         return missing(format!(
-            "SSDPool {name} is not there: make it, or name another one in a new GPUQueueAllocation"
+            "SSDPool {name} does not exist: create it, or create a GPUQueueAllocation that names another pool"
         ));
     };
     if pool.spec.devices.is_none() {
         let message = format!(
-            "SSDPool {name} is not made of raw devices, and only their controllers have queues to lend: name a pool of devices in a new \
-             GPUQueueAllocation"
+            "SSDPool {name} does not use raw devices, so it has no NVMe queues to grant: create a GPUQueueAllocation that \
+             names a pool with devices"
         );
         return Some(Refusal::new(Reason::InvalidSpec, message));
     }
     if pool.metadata.deletion_timestamp.is_some() {
         return missing(format!(
-            "SSDPool {name} is being deleted: name another one in a new GPUQueueAllocation"
+            "SSDPool {name} is being deleted: create a GPUQueueAllocation that names another pool"
         ));
     }
-    if let Some(refused) = &of.plan.refused {
-        return Some(Refusal::new(refused.reason, format!("SSDPool {name} is refused: {}", refused.message)));
+    if let Some(refused) = &of.assignment.refused {
+        return Some(Refusal::new(
+            refused.reason,
+            format!("SSDPool {name} is rejected: {}", refused.message),
+        ));
     }
-    if !of.plan.nodes.contains(node) {
+    if !of.assignment.nodes.contains(node) {
         return missing(format!(
-            "SSDPool {name} is not on node {node}: name it in the cluster's spec.pools and let its nodeSelector select the node, or name \
-             another node in a new GPUQueueAllocation"
+            "SSDPool {name} is not on node {node}: list the pool in spec.pools of the cluster and select the node with its \
+             nodeSelector, or create a GPUQueueAllocation for another node"
         ));
     }
     None
 }
 
-fn gpu(of: &Referring, found: &Found) -> Option<Refusal> {
-    let (gpu, node) = (&of.object.spec.gpu_uuid, &found.node);
-    let gpus = &found.status()?.gpus;
-    if !is_told(gpu, found) || gpus.iter().any(|there| there.uuid == *gpu) {
+fn gpu(of: &ResolvedAllocation, inputs: &GrantInputs) -> Option<Refusal> {
+    let (gpu, node) = (&of.object.spec.gpu_uuid, &inputs.node);
+    let gpus = &inputs.status()?.gpus;
+    if !is_reportable(gpu, inputs) || gpus.iter().any(|there| there.uuid == *gpu) {
         return None;
     }
     let there: Vec<&str> = gpus.iter().map(|there| there.uuid.as_str()).collect();
     missing(format!(
-        "node {node} has no GPU {gpu}: name one of {} in a new GPUQueueAllocation. One that was not used since the driver was loaded has no \
-         unique id yet: nvidia-smi -pm 1 on the node",
+        "node {node} has no GPU {gpu}: create a GPUQueueAllocation that names one of {}. A GPU that was not used since the \
+         driver was loaded has no UUID yet: run nvidia-smi -pm 1 on the node",
         there.join(", ")
     ))
 }
 
-fn tenant(of: &Referring, found: &Found) -> Option<Refusal> {
+fn tenant(of: &ResolvedAllocation, inputs: &GrantInputs) -> Option<Refusal> {
     let name = &of.object.spec.tenant_ref.as_ref()?.name;
     let Some(tenant) = &of.tenant else {
         let is_default = name.as_str() == DEFAULT_TENANT;
         let message = format!(
-            "CacheTenant {name} is not there: make it, or name another one in a new GPUQueueAllocation"
+            "CacheTenant {name} does not exist: create it, or create a GPUQueueAllocation that names another tenant"
         );
         return if is_default { None } else { missing(message) };
     };
     if let Some(refused) = validate_tenant(tenant) {
-        let message = format!("CacheTenant {name} is refused: {}", refused.message);
+        let message = format!("CacheTenant {name} is rejected: {}", refused.message);
         return Some(Refusal::new(refused.reason, message));
     }
-    let cluster = found.cache_node.as_ref()?.spec.cluster_ref.as_ref()?;
+    let cluster = inputs.cache_node.as_ref()?.spec.cluster_ref.as_ref()?;
     let cluster = ClusterNames {
         namespace: cluster.namespace.to_string(),
         name: cluster.name.to_string(),
         uid: String::new(),
     };
-    if knows(tenant, &cluster) {
+    if applies_to(tenant, &cluster) {
         return None;
     }
     missing(format!(
-        "KVCacheCluster {}, which has node {}, does not know CacheTenant {name}: add it to clusters of the tenant",
+        "CacheTenant {name} does not include KVCacheCluster {} of node {}: add the cluster to spec.clusters of the tenant",
         cluster.key(),
-        found.node
+        inputs.node
     ))
 }
 
-fn profile(of: &Referring, found: &Found) -> Option<Refusal> {
+fn profile(of: &ResolvedAllocation, inputs: &GrantInputs) -> Option<Refusal> {
     let name = &of.object.spec.slack_profile_ref.as_ref()?.name;
     let Some(profile) = &of.profile else {
         let namespace = of.object.namespace().unwrap_or_default();
         return missing(format!(
-            "SlackProfile {name} is not there in namespace {namespace}: make it, or leave it out in a new GPUQueueAllocation"
+            "SlackProfile {name} does not exist in namespace {namespace}: create it, or create a GPUQueueAllocation without it"
         ));
     };
     if profile.metadata.deletion_timestamp.is_some() {
         return missing(format!(
-            "SlackProfile {name} is being deleted: name another one, or none, in a new GPUQueueAllocation"
+            "SlackProfile {name} is being deleted: create a GPUQueueAllocation with another profile or without one"
         ));
     }
-    invalid(profile).or_else(|| wrong_gpu(of, profile, found))
+    invalid(profile).or_else(|| wrong_gpu(of, profile, inputs))
 }
 
-/// By what the profile's own status says of it.
+/// Returns why the profile is unusable, according to its own `Valid` condition.
 fn invalid(profile: &SlackProfile) -> Option<Refusal> {
     let name = profile.name_any();
     let conditions = profile.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
     let Some(valid) = find(conditions, ConditionType::Valid) else {
-        let message = format!("SlackProfile {name} has not been looked at yet");
+        let message = format!("SlackProfile {name} has not been validated yet");
         return Some(Refusal::new(Reason::Progressing, message));
     };
-    let said = &valid.message;
+    let reported = &valid.message;
     match valid.status {
         ConditionStatus::True => None,
         ConditionStatus::False => Some(Refusal::new(
             Reason::ProfileInvalid,
             format!(
-                "SlackProfile {name} is not valid: {said}. Correct it, or name another one, or none, in a new GPUQueueAllocation"
+                "SlackProfile {name} is invalid: {reported}. Correct it, or create a GPUQueueAllocation with another profile or \
+                 without one"
             ),
         )),
         ConditionStatus::Unknown => missing(format!(
-            "nobody knows whether SlackProfile {name} is valid: {said}. Its condition Accepted says what to do; or name another one, or none, \
-             in a new GPUQueueAllocation"
+            "cannot determine whether SlackProfile {name} is valid: {reported}. See its condition Accepted, or create a \
+             GPUQueueAllocation with another profile or without one"
         )),
     }
 }
 
-/// Of a GPU that the agent does not tell, such as a part of one, it is enough that the node has one of that kind.
-fn wrong_gpu(of: &Referring, profile: &SlackProfile, found: &Found) -> Option<Refusal> {
-    let (gpu, node, name) = (&of.object.spec.gpu_uuid, &found.node, profile.name_any());
+/// Returns why the profile does not match the GPU. For a GPU that the agent does not report, such as a MIG
+/// partition, one GPU of the right product on the node is enough.
+fn wrong_gpu(of: &ResolvedAllocation, profile: &SlackProfile, inputs: &GrantInputs) -> Option<Refusal> {
+    let (gpu, node, name) = (&of.object.spec.gpu_uuid, &inputs.node, profile.name_any());
     let measured = profile.spec.subject.gpu_product.as_str();
-    let mut there = found.status()?.gpus.clone();
+    let mut there = inputs.status()?.gpus.clone();
     if there.iter().any(|one| one.uuid == *gpu) {
         there.retain(|one| one.uuid == *gpu);
     }
@@ -182,8 +189,8 @@ fn wrong_gpu(of: &Referring, profile: &SlackProfile, found: &Found) -> Option<Re
     products.sort_unstable();
     products.dedup();
     let message = format!(
-        "SlackProfile {name} was measured on {measured}, and GPU {gpu} of node {node} is {}: name a profile of that GPU, or none, in a new \
-         GPUQueueAllocation",
+        "SlackProfile {name} was measured on {measured}, but GPU {gpu} of node {node} is {}: create a GPUQueueAllocation with a \
+         matching profile or without one",
         products.join(" or ")
     );
     Some(Refusal::new(Reason::WrongGpu, message))

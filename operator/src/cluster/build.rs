@@ -1,12 +1,12 @@
-//! Makes the children of a cluster as values. Pure; what it is given was found right.
+//! Builds the children of a cluster as values. Pure; its inputs were validated.
 
 use kube::Resource;
 use reprise_crds::KVCacheCluster;
 use reprise_crds::cluster::EtcdMode;
 use serde_json::{Value, json};
 
-use super::certificates::Drawn;
-use super::dereference::Found;
+use super::certificates::CertificateDigests;
+use super::dereference::ClusterInputs;
 use crate::child::{Child, ChildKind, Ownership};
 use crate::names::{ClusterNames, Component};
 
@@ -23,19 +23,28 @@ mod pods;
 #[cfg(test)]
 mod tests;
 
-pub(super) use self::etcd::{ETCD_CLAIM, is_replaced};
+pub(super) use self::etcd::{ETCD_CLAIM, is_scaled_to_zero};
 
-/// All children of a cluster, in the order in which they are written. `drawn` are the certificates of a managed etcd.
-pub fn build(cluster: &KVCacheCluster, found: &Found, drawn: Option<&Drawn>) -> Vec<Child> {
-    let mut children = agents::build(cluster, found);
-    children.extend(members::build(cluster, found, drawn.map(|drawn| drawn.certificates.as_str())));
+/// Returns all children of a cluster in the order in which they are applied. `certificates` belong to a
+/// managed etcd.
+pub fn build(
+    cluster: &KVCacheCluster,
+    inputs: &ClusterInputs,
+    certificates: Option<&CertificateDigests>,
+) -> Vec<Child> {
+    let mut children = agents::build(cluster, inputs);
+    children.extend(members::build(
+        cluster,
+        inputs,
+        certificates.map(|certificates| certificates.certificates.as_str()),
+    ));
     if cluster.spec.etcd.mode == EtcdMode::Managed {
-        children.extend(etcd::build(cluster, found, drawn));
+        children.extend(etcd::build(cluster, inputs, certificates));
     }
-    children.push(identities::build(cluster, found));
-    children.push(connection::build(cluster, &found.referred.names));
-    children.extend(injection::build(cluster, &found.referred.names));
-    children.extend(monitoring::build(cluster, &found.referred.names));
+    children.push(identities::build(cluster, inputs));
+    children.push(connection::build(cluster, &inputs.agent_config.names));
+    children.extend(injection::build(cluster, &inputs.agent_config.names));
+    children.extend(monitoring::build(cluster, &inputs.agent_config.names));
     children.sort_by_key(|child| ChildKind::ALL.iter().position(|kind| *kind == child.kind));
     children
 }
@@ -63,13 +72,13 @@ pub(super) fn metadata(
     })
 }
 
-/// A ConfigMap that nobody else has any business in.
+/// A ConfigMap that only the operator writes.
 fn config_map(metadata: Value, data: &Value) -> Child {
-    Child::new(ChildKind::ConfigMap, Ownership::OursAlone, metadata, &json!({ "data": data }))
+    Child::new(ChildKind::ConfigMap, Ownership::Exclusive, metadata, &json!({ "data": data }))
 }
 
-/// A service account without rights of its own.
+/// A service account without a mounted token.
 fn service_account(metadata: Value) -> Child {
     let rest = json!({ "automountServiceAccountToken": false });
-    Child::new(ChildKind::ServiceAccount, Ownership::OursAlone, metadata, &rest)
+    Child::new(ChildKind::ServiceAccount, Ownership::Exclusive, metadata, &rest)
 }

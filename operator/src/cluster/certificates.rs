@@ -1,25 +1,23 @@
-//! Certificates of an etcd that the operator runs.
+//! Certificates of a managed etcd.
 //!
-//! | Secret | what | mounted by |
-//! |---|---|---|
-//! | `<cluster>-etcd-ca` | authority: certificate and key | nobody |
-//! | `<cluster>-etcd-tls` | the authority's certificate; `server` (of etcd, for clients and peers), `client` (of members) with their keys | etcd, members |
+//! | Secret | content | mounted by | |---|---|---| | `<cluster>-etcd-ca` | CA: certificate and key | not
+//! mounted | | `<cluster>-etcd-tls` | CA certificate; `server` certificate (of etcd, for clients and peers)
+//! and `client` certificate (of members), with keys | etcd, members |
 //!
-//! The authority lasts as long as a cluster may (20 years). The certificates last a year and are made anew when 60 days are left, or when the Secret
-//! does not hold what was put into it.
+//! The CA is valid for 20 years. The certificates are valid for a year. They are renewed 60 days before they
+//! expire, or when the Secret's content was modified.
 //!
-//! etcd reads certificates at every handshake, but whom it trusts once, at its start. So a new authority parts its members, those before from those
-//! after their restart, and all of them are replaced at once (`build/etcd.rs`), during which the control plane has no store. Hence an authority that is
-//! lost, its Secret deleted or spoiled, is not drawn anew while there are good certificates of it, as they have all that pods need:
+//! etcd reads its certificates at every handshake, but the CA only when it starts. After a change of the CA,
+//! restarted members and running ones do not trust each other. All members are therefore replaced at once
+//! (`build/etcd.rs`), and the control plane has no store meanwhile. For this reason a lost CA (its Secret
+//! deleted or modified) is not re-created while valid certificates exist, which are all that pods need:
 //!
-//! | authority | certificates | what is done |
-//! |---|---|---|
-//! | there | good, and of it | nothing |
-//! | there | others | they are made anew |
-//! | lost | good | nothing; it is said, and its Secret can be put back |
-//! | lost | gone, spoiled, or due | a new authority is drawn, and certificates of it |
+//! | CA | certificates | action | |---|---|---| | present | valid, issued by this CA | none | | present |
+//! other | issue certificates | | lost | valid | none; report it, so that the Secret can be restored | | lost
+//! | missing, modified or due for renewal | create a CA and issue certificates |
 //!
-//! Invariant: of two operators that make an authority at once one is refused by the API server, and takes the other's.
+//! Invariant: if two operators create a CA at the same time, the API server rejects one of them, which then
+//! uses the other's CA.
 
 use std::collections::BTreeMap;
 
@@ -38,105 +36,110 @@ use reprise_crds::{KVCacheCluster, OPERATOR_FIELD_MANAGER};
 use serde_json::json;
 
 use super::build::metadata;
+use crate::assignment::Refusal;
 use crate::child::ChildKind;
 use crate::children::{self, api};
-use crate::conflict::Part;
 use crate::context::Context;
 use crate::digest;
 use crate::error::OperatorError;
+use crate::field_ownership::conflict::Part;
+use crate::field_ownership::restore::{self, OwnedWrite, WriteOutcome};
 use crate::metrics::Write;
 use crate::names::{APPLIED, CLUSTER_UID, ClusterNames, Component};
-use crate::plan::Refusal;
-use crate::put_back::{self, Ours, Outcome};
-use crate::status::{PutBack, tell_put_back};
+use crate::status::{RestoredFields, report_restored};
 
-/// Annotation: the day on which certificates end.
+/// Annotation with the day on which certificates expire.
 const ENDS: &str = "reprise.dev/ends";
 const AUTHORITY_YEARS: i64 = 20;
 const CERTIFICATE_DAYS: i64 = 365;
-/// Certificates are made anew so many days before they end.
+/// Days before expiry at which certificates are renewed.
 const RENEW_DAYS: i64 = 60;
 
-/// What pods are given, as digests.
+/// Digests of the certificates, for annotations of pods.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Drawn {
-    /// Of certificates, keys and authority: members of the control plane read all of them once.
+pub struct CertificateDigests {
+    /// Digest of certificates, keys and CA; members of the control plane read them once.
     pub certificates: String,
-    /// Of the authority alone, which etcd reads once. `None`: the Secret is paced, and etcd's pods stay as they are.
+    /// Digest of the CA, which etcd reads once. `None` if restoring the Secret is delayed; etcd's pods then
+    /// stay as they are.
     pub authority: Option<String>,
 }
 
-/// Whether a Secret was stored.
+/// Result of writing a Secret.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Stored {
-    Now,
-    /// It is paced ([`crate::put_back`]), and is stored at its turn.
-    Later,
+enum SecretWrite {
+    Done,
+    /// Restoring the Secret is paced ([`crate::field_ownership::restore`]); it is written later.
+    Deferred,
 }
 
 /// Entries of a Secret.
 type Entries = BTreeMap<String, ByteString>;
 
-/// Both Secrets, as they are.
+/// Both Secrets as they are stored.
 struct Secrets {
     authority: Option<DynamicObject>,
     certificates: Option<DynamicObject>,
 }
 
-/// What is done about them.
+/// Action on the Secrets.
 #[derive(Debug, PartialEq, Eq)]
 enum Decision {
-    /// Nothing: these certificates are good.
+    /// Keep these valid certificates.
     Keep(Entries),
-    /// Certificates of this authority are made.
+    /// Issue certificates with this CA.
     Issue(Entries),
-    /// A new authority is drawn, and certificates of it.
-    Draw,
+    /// Create a CA and issue certificates.
+    CreateAuthority,
 }
 
-/// Makes both Secrets be there and good, as far as they can without a new authority being drawn too early.
+/// Creates or renews both Secrets. A new CA is created only if no valid certificates are left.
 ///
 /// # Errors
-/// The API server did not take them; another operator may have been first.
-pub async fn ensure(cluster: &KVCacheCluster, context: &Context) -> Result<Drawn, OperatorError> {
+/// The API server rejected a write, for example because another operator was faster.
+pub async fn ensure(
+    cluster: &KVCacheCluster,
+    context: &Context,
+) -> Result<CertificateDigests, OperatorError> {
     let names = ClusterNames::of(cluster);
-    let mut secrets = Secrets::known(context, &names);
+    let mut secrets = Secrets::from_store(context, &names);
     if let Decision::Keep(found) = secrets.decide(today()) {
-        return Ok(Drawn::of(&found));
+        return Ok(CertificateDigests::of(&found));
     }
-    secrets.ask_for_rest(context, &names).await?;
+    // The store may lag: decide again with the API server's Secrets before replacing anything.
+    secrets.fetch_missing(context, &names).await?;
     let authority = match secrets.decide(today()) {
-        Decision::Keep(found) => return Ok(Drawn::of(&found)),
+        Decision::Keep(found) => return Ok(CertificateDigests::of(&found)),
         Decision::Issue(authority) => authority,
-        Decision::Draw => {
+        Decision::CreateAuthority => {
             let (name, over) = (names.etcd_authority(), secrets.authority.as_ref());
             let made = new_authority(&names)?;
             match store(cluster, context, &name, &made, over).await? {
-                Stored::Now => made,
-                Stored::Later => return Ok(secrets.as_before()),
+                SecretWrite::Done => made,
+                SecretWrite::Deferred => return Ok(secrets.last_applied()),
             }
         }
     };
     let made = new_certificates(&names, &authority)?;
     match store(cluster, context, &names.etcd_tls(), &made, secrets.certificates.as_ref()).await? {
-        Stored::Now => Ok(Drawn::of(&made)),
-        Stored::Later => Ok(secrets.as_before()),
+        SecretWrite::Done => Ok(CertificateDigests::of(&made)),
+        SecretWrite::Deferred => Ok(secrets.last_applied()),
     }
 }
 
-/// What to say of an authority that is lost while its certificates are good.
-pub fn lost(cluster: &KVCacheCluster, context: &Context) -> Option<Refusal> {
+/// Returns a refusal if the CA is lost while its certificates are valid.
+pub fn lost_authority(cluster: &KVCacheCluster, context: &Context) -> Option<Refusal> {
     if cluster.spec.etcd.mode != EtcdMode::Managed {
         return None;
     }
     let names = ClusterNames::of(cluster);
-    Secrets::known(context, &names).lost(&names, today())
+    Secrets::from_store(context, &names).lost(&names, today())
 }
 
-impl Drawn {
-    fn of(certificates: &Entries) -> Drawn {
+impl CertificateDigests {
+    fn of(certificates: &Entries) -> CertificateDigests {
         let authority = certificates.get("ca.crt").map(|bytes| String::from_utf8_lossy(&bytes.0));
-        Drawn {
+        CertificateDigests {
             certificates: digest_of(certificates),
             authority: authority.map(|authority| digest::of(&authority)),
         }
@@ -144,17 +147,18 @@ impl Drawn {
 }
 
 impl Secrets {
-    /// As far as the store has them. Their watch tells of them in the order of their writes: of an authority before its certificates.
-    fn known(context: &Context, names: &ClusterNames) -> Secrets {
+    /// Reads both Secrets from the local store. Their watch delivers writes in order, so it delivers a CA
+    /// before its certificates.
+    fn from_store(context: &Context, names: &ClusterNames) -> Secrets {
         let find = |name: &str| {
-            let found = context.world.child(ChildKind::Secret, Some(&names.namespace), name)?;
+            let found = context.stores.child(ChildKind::Secret, Some(&names.namespace), name)?;
             Some((*found).clone())
         };
         Secrets { authority: find(&names.etcd_authority()), certificates: find(&names.etcd_tls()) }
     }
 
-    /// Asks the API server for what the store does not have, since a store may be late.
-    async fn ask_for_rest(&mut self, context: &Context, names: &ClusterNames) -> Result<(), OperatorError> {
+    /// Reads Secrets that are missing in the local store, which may lag, from the API server.
+    async fn fetch_missing(&mut self, context: &Context, names: &ClusterNames) -> Result<(), OperatorError> {
         if self.authority.is_none() {
             self.authority = secret(context, names, &names.etcd_authority()).await?;
         }
@@ -164,14 +168,14 @@ impl Secrets {
         Ok(())
     }
 
-    /// The authority, unless it is lost.
+    /// Returns the CA, unless it is lost.
     fn authority(&self) -> Option<Entries> {
-        self.authority.as_ref().filter(|found| is_untouched(found)).map(entries)
+        self.authority.as_ref().filter(|found| is_unmodified(found)).map(entries)
     }
 
-    /// The certificates, if they are good, and the day on which they are made anew.
+    /// Returns the certificates if they are valid, with the day of their renewal.
     fn certificates(&self, today: Date) -> Option<(Entries, Date)> {
-        let found = self.certificates.as_ref().filter(|found| is_untouched(found))?;
+        let found = self.certificates.as_ref().filter(|found| is_unmodified(found))?;
         let ends = found.annotations().get(ENDS)?.parse::<Date>().ok()?;
         let renewal = ends.checked_sub(Span::new().days(RENEW_DAYS)).ok()?;
         (today < renewal).then(|| (entries(found), renewal))
@@ -185,7 +189,7 @@ impl Secrets {
             }
             (None, Some(found)) => Decision::Keep(found),
             (Some(authority), _) => Decision::Issue(authority),
-            (None, None) => Decision::Draw,
+            (None, None) => Decision::CreateAuthority,
         }
     }
 
@@ -193,32 +197,32 @@ impl Secrets {
         let (_, renewal) = self.certificates(today).filter(|_| self.authority().is_none())?;
         let (authority, certificates) = (names.etcd_authority(), names.etcd_tls());
         let how = match self.authority {
-            None => "is not there",
-            Some(_) => "does not hold what was put into it",
+            None => "does not exist",
+            Some(_) => "was modified",
         };
         let message = format!(
-            "Secret {authority}, the authority of etcd's certificates, {how}: put it back from a backup, with its labels and annotations. etcd \
-             works without it until {renewal}. On that day, or as soon as somebody deletes Secret {certificates} as well, a new authority \
-             is drawn and all members of etcd are replaced at once, during which the control plane has no store and engines keep their local hits"
+            "Secret {authority}, the CA of etcd's certificates, {how}: restore it from a backup, with its labels and annotations. etcd \
+             works without it until {renewal}. On that day, or if Secret {certificates} is deleted as well, the operator creates a new CA and \
+             replaces all members of etcd at once. The control plane has no store meanwhile, and engines get only local hits"
         );
         Some(Refusal::new(Reason::SecretInvalid, message))
     }
 
-    /// Nobody is restarted for what somebody else has put there.
-    fn as_before(&self) -> Drawn {
+    /// Digests of the content last applied, so that a foreign modification of the Secret restarts no pods.
+    fn last_applied(&self) -> CertificateDigests {
         let applied = self.certificates.as_ref().and_then(|found| found.annotations().get(APPLIED));
-        Drawn { certificates: applied.cloned().unwrap_or_default(), authority: None }
+        CertificateDigests { certificates: applied.cloned().unwrap_or_default(), authority: None }
     }
 }
 
-/// A Secret of this cluster, as the API server has it.
+/// Reads a Secret of this cluster from the API server.
 async fn secret(
     context: &Context,
     names: &ClusterNames,
     name: &str,
 ) -> Result<Option<DynamicObject>, OperatorError> {
     let api = api(&context.client, ChildKind::Secret, Some(&names.namespace));
-    let found = api.get_opt(name).await.map_err(OperatorError::api(format!("look at Secret {name}")))?;
+    let found = api.get_opt(name).await.map_err(OperatorError::api(format!("get Secret {name}")))?;
     Ok(found.filter(|found| found.labels().get(CLUSTER_UID) == Some(&names.uid)))
 }
 
@@ -230,19 +234,19 @@ fn digest_of(entries: &Entries) -> String {
     digest::of(&json!(entries).to_string())
 }
 
-/// Whether a Secret holds what was put into it.
-fn is_untouched(secret: &DynamicObject) -> bool {
+/// Whether a Secret still has the content that was applied.
+fn is_unmodified(secret: &DynamicObject) -> bool {
     secret.annotations().get(APPLIED) == Some(&digest_of(&entries(secret)))
 }
 
-/// Writes a Secret: a new one only if there is none, a renewed one only over the one that was looked at.
+/// Writes a Secret. A new one must not exist; a renewed one must not have changed since it was read.
 async fn store(
     cluster: &KVCacheCluster,
     context: &Context,
     name: &str,
     entries: &Entries,
     over: Option<&DynamicObject>,
-) -> Result<Stored, OperatorError> {
+) -> Result<SecretWrite, OperatorError> {
     let names = ClusterNames::of(cluster);
     let mut metadata = metadata(cluster, &names, Component::Etcd, name);
     let ends = add(today(), Span::new().days(CERTIFICATE_DAYS));
@@ -257,16 +261,17 @@ async fn store(
             whole["metadata"]["resourceVersion"] = json!(live.metadata.resource_version);
             let key = children::key(ChildKind::Secret, Some(&names.namespace), name);
             let params = PatchParams::apply(OPERATOR_FIELD_MANAGER);
-            let ours = Ours { api: &api, key: &key, name, part: Part::Object, params, body: &whole };
-            let stored = put_back::apply(&context.disputes, &ours).await.map_err(OperatorError::api(what))?;
+            let ours = OwnedWrite { api: &api, key: &key, name, part: Part::Object, params, body: &whole };
+            let stored =
+                restore::apply(&context.other_writers, &ours).await.map_err(OperatorError::api(what))?;
             match stored {
-                Outcome::Written(_) => {}
-                Outcome::PutBack(_, taken) => {
+                WriteOutcome::Written(_) => {}
+                WriteOutcome::Restored(_, taken) => {
                     let what = live.object_ref(&ChildKind::Secret.resource());
-                    let put_back = PutBack { kind: ChildKind::Secret.as_str(), what, taken };
-                    tell_put_back(context, cluster, &put_back).await;
+                    let restored = RestoredFields { kind: ChildKind::Secret.as_str(), what, taken };
+                    report_restored(context, cluster, &restored).await;
                 }
-                Outcome::Waits(_) => return Ok(Stored::Later),
+                WriteOutcome::Paced(_) => return Ok(SecretWrite::Deferred),
             }
         }
         None => {
@@ -278,35 +283,35 @@ async fn store(
             api.create(&params, &whole).await.map_err(OperatorError::api(what))?;
         }
     }
-    context.metrics.wrote("Secret", Write::Apply);
-    tracing::info!(secret = name, "certificates made");
-    Ok(Stored::Now)
+    context.metrics.record_write("Secret", Write::Apply);
+    tracing::info!(secret = name, "created certificates");
+    Ok(SecretWrite::Done)
 }
 
-/// The day, everywhere.
+/// Returns the current day in UTC.
 fn today() -> Date {
     Timestamp::now().to_zoned(TimeZone::UTC).date()
 }
 
 fn add(day: Date, span: Span) -> Date {
-    day.checked_add(span).expect("a day of this millennium")
+    day.checked_add(span).expect("a date in range")
 }
 
-/// Parameters of a certificate that is valid from yesterday on, since clocks differ.
+/// Parameters of a certificate that is valid from yesterday on, because clocks differ.
 fn params(name: &str, hosts: Vec<String>, lasts: Span) -> Result<CertificateParams, rcgen::Error> {
     let mut params = CertificateParams::new(hosts)?;
     params.distinguished_name.push(DnType::CommonName, name);
     let at = |day: Date| {
-        let part = |part: i8| u8::try_from(part).expect("months and days count from one");
+        let part = |part: i8| u8::try_from(part).expect("months and days are positive");
         date_time_ymd(i32::from(day.year()), part(day.month()), part(day.day()))
     };
     params.not_before = at(add(today(), Span::new().days(-1)));
-    // The day that is noted is the last one on which it is good.
+    // The annotated day is the last day on which the certificate is valid.
     params.not_after = at(add(add(today(), lasts), Span::new().days(1)));
     Ok(params)
 }
 
-/// The same for the same cluster, so that an issuer can be made of the key alone.
+/// Parameters of a CA. They depend only on the cluster, so an issuer can be rebuilt from the key.
 fn authority_params(names: &ClusterNames) -> Result<CertificateParams, rcgen::Error> {
     let name = format!("reprise etcd of {} {}", names.key(), names.uid);
     let mut params = params(&name, Vec::new(), Span::new().years(AUTHORITY_YEARS))?;
@@ -342,7 +347,7 @@ fn new_certificates(names: &ClusterNames, authority: &Entries) -> Result<Entries
         "localhost".to_owned(),
         "127.0.0.1".to_owned(),
     ];
-    // A member of etcd is a client of its peers, with the same certificate.
+    // A member of etcd is also a client of its peers, with the same certificate.
     let both = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
     let server = issue("etcd", hosts.into(), both)?;
     let client = issue("reprise-controlplane", Vec::new(), vec![ExtendedKeyUsagePurpose::ClientAuth])?;
@@ -359,8 +364,8 @@ fn as_entries<const N: usize>(texts: [(&str, String); N]) -> Entries {
     texts.into_iter().map(|(name, text)| (name.to_owned(), ByteString(text.into_bytes()))).collect()
 }
 
-/// Names of both Secrets, which are no children that are built.
-pub fn kept(names: &ClusterNames) -> [(ChildKind, String); 2] {
+/// Returns the names of both Secrets, which are not among the built children.
+pub fn secret_names(names: &ClusterNames) -> [(ChildKind, String); 2] {
     [names.etcd_authority(), names.etcd_tls()].map(|name| (ChildKind::Secret, name))
 }
 
@@ -378,15 +383,15 @@ mod tests {
         serde_json::from_value(whole).expect("a Secret")
     }
 
-    /// Somebody has taken an entry out of a Secret.
+    /// Removes an entry from a Secret, as a user might.
     fn without(mut secret: DynamicObject, entry: &str) -> DynamicObject {
         let removed = secret.data["data"].as_object_mut().expect("entries").remove(entry);
         assert!(removed.is_some(), "{entry}");
         secret
     }
 
-    /// An authority, certificates of it, and both stored.
-    fn drawn() -> (Entries, Entries, Secrets) {
+    /// A CA, its certificates, and the Secrets with both.
+    fn new_secrets() -> (Entries, Entries, Secrets) {
         let authority = new_authority(&names()).expect("an authority");
         let made = new_certificates(&names(), &authority).expect("certificates");
         let ends = add(today(), Span::new().days(CERTIFICATE_DAYS));
@@ -395,69 +400,83 @@ mod tests {
         (authority, made, secrets)
     }
 
-    /// The first day on which certificates of today are made anew.
+    /// The day on which certificates issued today are renewed.
     fn renewal() -> Date {
         add(today(), Span::new().days(CERTIFICATE_DAYS - RENEW_DAYS))
     }
 
     #[test]
-    fn certificates_are_made_anew_before_they_end_and_when_they_were_touched() {
-        let (authority, made, mut secrets) = drawn();
-        assert_eq!(secrets.decide(today()), Decision::Keep(made.clone()), "what is stored is read back");
+    fn renews_certificates_before_expiry_and_after_modification() {
+        let (authority, made, mut secrets) = new_secrets();
+        assert_eq!(secrets.decide(today()), Decision::Keep(made.clone()), "reads back the stored entries");
         assert_eq!(secrets.decide(add(renewal(), Span::new().days(-1))), Decision::Keep(made));
-        let anew = Decision::Issue(authority);
-        assert_eq!(secrets.decide(renewal()), anew);
+        let issue = Decision::Issue(authority);
+        assert_eq!(secrets.decide(renewal()), issue);
         let good = secrets.certificates.take();
-        assert_eq!(secrets.decide(today()), anew, "they are gone");
+        assert_eq!(secrets.decide(today()), issue, "the certificates are missing");
         for touched in ["client.key", "ca.crt"] {
             secrets.certificates = good.clone().map(|good| without(good, touched));
-            assert_eq!(secrets.decide(today()), anew, "{touched}");
+            assert_eq!(secrets.decide(today()), issue, "{touched}");
         }
-        let (other, _, _) = drawn();
+        let (other, _, _) = new_secrets();
         let restored = Secrets { authority: Some(stored(&other, renewal())), certificates: good };
-        assert_eq!(restored.decide(today()), Decision::Issue(other), "they are of another authority");
+        assert_eq!(restored.decide(today()), Decision::Issue(other), "another CA issued them");
         assert_eq!(restored.lost(&names(), today()), None);
     }
 
     #[test]
-    fn a_lost_authority_is_said_and_drawn_anew_only_without_good_certificates() {
-        let (_, made, secrets) = drawn();
+    fn reports_lost_ca_and_re_creates_it_only_without_valid_certificates() {
+        let (_, made, secrets) = new_secrets();
         assert_eq!(secrets.lost(&names(), today()), None);
         let spoiled = secrets.authority.clone().map(|found| without(found, "tls.key"));
-        for (authority, how) in [(None, "is not there"), (spoiled, "does not hold what was put into it")] {
+        for (authority, how) in [(None, "does not exist"), (spoiled, "was modified")] {
             let mut lost = Secrets { authority, certificates: secrets.certificates.clone() };
-            let said = lost.lost(&names(), today()).expect(how);
-            assert_eq!(said.reason, Reason::SecretInvalid);
+            let refusal = lost.lost(&names(), today()).expect(how);
+            assert_eq!(refusal.reason, Reason::SecretInvalid);
             let until = format!("until {}.", renewal());
-            for words in ["Secret c-etcd-ca,", how, until.as_str(), "deletes Secret c-etcd-tls as well"] {
-                assert!(said.message.contains(words), "{words}: {}", said.message);
+            for part in ["Secret c-etcd-ca,", how, until.as_str(), "if Secret c-etcd-tls is deleted as well"]
+            {
+                assert!(refusal.message.contains(part), "{part}: {}", refusal.message);
             }
             assert_eq!(lost.decide(add(renewal(), Span::new().days(-1))), Decision::Keep(made.clone()));
-            // It would be said for ever after.
-            assert_eq!((lost.decide(renewal()), lost.lost(&names(), renewal())), (Decision::Draw, None));
+            // The refusal ends with the renewal.
+            assert_eq!(
+                (lost.decide(renewal()), lost.lost(&names(), renewal())),
+                (Decision::CreateAuthority, None)
+            );
             let good = lost.certificates.take();
-            assert_eq!((lost.decide(today()), lost.lost(&names(), today())), (Decision::Draw, None));
+            assert_eq!(
+                (lost.decide(today()), lost.lost(&names(), today())),
+                (Decision::CreateAuthority, None)
+            );
             lost.certificates = good.map(|good| without(good, "server.key"));
-            assert_eq!((lost.decide(today()), lost.lost(&names(), today())), (Decision::Draw, None));
+            assert_eq!(
+                (lost.decide(today()), lost.lost(&names(), today())),
+                (Decision::CreateAuthority, None)
+            );
         }
     }
 
     #[test]
-    fn the_digest_of_an_authority_is_that_of_all_its_certificates() {
-        let (authority, made, _) = drawn();
-        let (first, renewed) = (Drawn::of(&made), new_certificates(&names(), &authority).expect("renewed"));
-        let renewed = Drawn::of(&renewed);
+    fn ca_digest_is_the_same_for_all_its_certificates() {
+        let (authority, made, _) = new_secrets();
+        let (first, renewed) =
+            (CertificateDigests::of(&made), new_certificates(&names(), &authority).expect("renewed"));
+        let renewed = CertificateDigests::of(&renewed);
         assert!(first.authority.is_some());
         assert_eq!(first.authority, renewed.authority);
         assert_ne!(first.certificates, renewed.certificates);
-        let (_, others, _) = drawn();
-        assert_ne!(first.authority, Drawn::of(&others).authority);
+        let (_, others, _) = new_secrets();
+        assert_ne!(first.authority, CertificateDigests::of(&others).authority);
     }
 
     #[test]
-    fn a_secret_that_is_paced_changes_no_pod() {
-        let (_, made, mut secrets) = drawn();
+    fn paced_secret_changes_no_pods() {
+        let (_, made, mut secrets) = new_secrets();
         secrets.certificates = secrets.certificates.map(|found| without(found, "server.key"));
-        assert_eq!(secrets.as_before(), Drawn { certificates: digest_of(&made), authority: None });
+        assert_eq!(
+            secrets.last_applied(),
+            CertificateDigests { certificates: digest_of(&made), authority: None }
+        );
     }
 }

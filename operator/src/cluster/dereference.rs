@@ -1,4 +1,4 @@
-//! Reads what a cluster refers to: pools, tenants, profiles, its nodes, what runs of it, and its store.
+//! Reads the objects that a cluster refers to: pools, tenants, profiles, nodes, workloads and its etcd.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,167 +13,169 @@ use reprise_policy::identity::PodBindings;
 
 use super::build::configuration::AGENT_FILE;
 use super::certificates;
-use super::store::StoreLook;
+use super::external_etcd::EtcdCheck;
 use super::versions::has_ready_pods;
+use crate::assignment::{ClusterAssignment, PoolAssignment, Refusal};
 use crate::child::ChildKind;
 use crate::context::Context;
-use crate::control_plane::{Look, MembersSeen};
+use crate::control_plane::{MembersVersion, StateResult};
 use crate::names::ClusterNames;
-use crate::optional::Access;
-use crate::plan::{ClusterPlan, PoolPlan, Refusal};
+use crate::optional_kinds::KindAccess;
 use crate::profile::files;
 use crate::settings::DefaultImages;
 use crate::tenant;
 
-/// Everything that the agents' configuration is made of, beside the cluster.
+/// Inputs of the agents' configuration other than the cluster itself.
 #[derive(Clone, Debug)]
-pub struct Referred {
-    /// The cluster, for names.
+pub struct AgentConfigInputs {
+    /// Identity of the cluster, from which names of children derive.
     pub names: ClusterNames,
     /// The pools that it names, in the order of the spec.
     pub pools: Vec<NamedPool>,
-    /// Tenants that its agents know.
+    /// Tenants that apply to the cluster.
     pub tenants: Vec<Arc<CacheTenant>>,
-    /// The configuration that its agents have: of pools that are all refused only this says what was accepted before.
+    /// The agents' current configuration. While all pools are rejected, it is the only record of settings
+    /// accepted before.
     pub running: Option<String>,
 }
 
-impl Referred {
-    /// Names of the pools of raw devices that the cluster has.
+impl AgentConfigInputs {
+    /// Returns the names of its pools of raw devices.
     pub fn raw_pools(&self) -> impl Iterator<Item = &str> {
         let key = self.names.key();
         let is_raw =
-            move |named: &&NamedPool| named.bound(&key).is_some_and(|pool| pool.spec.devices.is_some());
+            move |named: &&NamedPool| named.bound_pool(&key).is_some_and(|pool| pool.spec.devices.is_some());
         self.pools.iter().filter(is_raw).map(|named| named.name.as_str())
     }
 }
 
-/// What a cluster refers to, as it is.
+/// The objects that a cluster refers to.
 #[derive(Clone, Debug)]
-pub struct Found {
-    /// What its agents are configured by.
-    pub referred: Referred,
-    /// Its nodes.
-    pub plan: ClusterPlan,
-    /// What its agents say.
+pub struct ClusterInputs {
+    /// Inputs of the agents' configuration.
+    pub agent_config: AgentConfigInputs,
+    /// Nodes of the cluster.
+    pub assignment: ClusterAssignment,
+    /// `CacheNode`s of its nodes, with the agents' reports.
     pub cache_nodes: Vec<Arc<CacheNode>>,
-    /// Which pods are which tenant's.
+    /// Assignment of pods to tenants.
     pub bindings: PodBindings,
-    /// Contents of profiles, as files beside the agents' configuration.
+    /// Profile files that are mounted next to the agents' configuration.
     pub profiles: BTreeMap<String, String>,
     /// Images of its pods.
     pub images: DefaultImages,
-    /// Its store, where somebody else runs it.
-    pub store: Option<StoreLook>,
-    /// What runs: agents.
+    /// Result of the last check of an external etcd.
+    pub store: Option<EtcdCheck>,
+    /// DaemonSet of the agents, if it exists.
     pub agents: Option<Arc<DynamicObject>>,
-    /// What runs: members.
+    /// StatefulSet of the members, if it exists.
     pub members: Option<Arc<DynamicObject>>,
-    /// What members say, where one of them serves.
-    pub said_by_members: Option<Look>,
-    /// What runs: etcd.
+    /// State reported by the control plane; `None` if no member is ready.
+    pub control_plane_state: Option<StateResult>,
+    /// The StatefulSet of a managed etcd.
     pub etcd: Option<Arc<DynamicObject>>,
-    /// What keeps volumes of etcd from coming, in words.
+    /// Set if etcd's volumes cannot be provisioned: why.
     pub volumes: Option<String>,
-    /// That the authority of etcd's certificates is lost, in words.
+    /// Set if the CA of etcd's certificates is lost.
     pub authority: Option<Refusal>,
-    /// Which optional kinds can be made here.
-    pub access: BTreeMap<ChildKind, Access>,
+    /// Optional kinds, and whether the operator can create them here.
+    pub access: BTreeMap<ChildKind, KindAccess>,
 }
 
 /// A pool that a cluster names.
 #[derive(Clone, Debug)]
 pub struct NamedPool {
-    /// Its name.
+    /// Name of the pool.
     pub name: String,
-    /// It, if it is there.
+    /// The pool, if it exists.
     pub pool: Option<Arc<SSDPool>>,
-    /// What was decided of it.
-    pub plan: PoolPlan,
+    /// Cluster and nodes that the pool is assigned to.
+    pub assignment: PoolAssignment,
 }
 
 impl NamedPool {
-    /// The pool, if the cluster has it.
-    pub fn bound(&self, cluster: &str) -> Option<&SSDPool> {
-        let has = self.plan.is_used() && self.plan.cluster.as_deref() == Some(cluster);
+    /// Returns the pool if it is assigned to this cluster.
+    pub fn bound_pool(&self, cluster: &str) -> Option<&SSDPool> {
+        let has = self.assignment.is_used() && self.assignment.cluster.as_deref() == Some(cluster);
         self.pool.as_deref().filter(|_| has)
     }
 }
 
-/// Reads what the agents are configured by, from the stores.
-pub fn referred(cluster: &KVCacheCluster, context: &Context) -> Referred {
-    let (names, world) = (ClusterNames::of(cluster), &context.world);
-    let plan = world.plan();
+/// Reads the inputs of the agents' configuration from the local stores.
+pub fn agent_config_inputs(cluster: &KVCacheCluster, context: &Context) -> AgentConfigInputs {
+    let (names, stores) = (ClusterNames::of(cluster), &context.stores);
+    let assignment = stores.assignment();
     let pools = cluster.spec.pools.iter().map(|pool| NamedPool {
         name: pool.name.to_string(),
-        pool: world.pools.get(&ObjectRef::new(pool.name.as_str())),
-        plan: plan.pools.get(pool.name.as_str()).cloned().unwrap_or_default(),
+        pool: stores.pools.get(&ObjectRef::new(pool.name.as_str())),
+        assignment: assignment.pools.get(pool.name.as_str()).cloned().unwrap_or_default(),
     });
-    let map = world.child(ChildKind::ConfigMap, Some(&names.namespace), &names.agent());
+    let map = stores.child(ChildKind::ConfigMap, Some(&names.namespace), &names.agent());
     let running = map.and_then(|map| Some(map.data["data"][AGENT_FILE].as_str()?.to_owned()));
-    Referred { pools: pools.collect(), tenants: tenants(context, &names), running, names }
+    AgentConfigInputs { pools: pools.collect(), tenants: tenants(context, &names), running, names }
 }
 
-/// Reads all of it; a store of somebody else is asked, and members which versions they are.
-pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Found {
-    let (referred, world) = (referred(cluster, context), &context.world);
-    let names = &referred.names;
-    let own = world.plan().cluster(cluster).cloned().unwrap_or_default();
+/// Reads all inputs of a cluster. It polls an external etcd and the members of the control plane.
+pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> ClusterInputs {
+    let (agent_config, stores) = (agent_config_inputs(cluster, context), &context.stores);
+    let names = &agent_config.names;
+    let own = stores.assignment().cluster(cluster).cloned().unwrap_or_default();
     let cache_nodes = own.nodes.iter().filter_map(|node| {
-        let found = world.cache_nodes.get(&ObjectRef::new(node))?;
-        is_of(&found, names).then_some(found)
+        let found = stores.cache_nodes.get(&ObjectRef::new(node))?;
+        belongs_to(&found, names).then_some(found)
     });
     let cache_nodes: Vec<Arc<CacheNode>> = cache_nodes.collect();
     let optional = ChildKind::ALL.into_iter().filter(|kind| kind.is_optional());
-    let set = |name: &str| world.child(ChildKind::StatefulSet, Some(&names.namespace), name);
+    let set = |name: &str| stores.child(ChildKind::StatefulSet, Some(&names.namespace), name);
     let (members, etcd) = (set(&names.control_plane()), set(&names.etcd()));
-    let said_by_members = match members.as_deref() {
-        Some(members) if has_ready_pods(members) => Some(look_at(members, names, context).await),
+    let control_plane_state = match members.as_deref() {
+        Some(members) if has_ready_pods(members) => Some(member_state(members, names, context).await),
         _ => None,
     };
-    Found {
-        bindings: tenant::pods::bound(names, context).bindings,
+    ClusterInputs {
+        bindings: tenant::pods::assign(names, context).bindings,
         profiles: files::of(cluster, names, &cache_nodes, context),
         cache_nodes,
         images: images(&cluster.spec.images, &context.settings.images),
-        store: context.store_looks.look(cluster, context).await,
-        agents: world.child(ChildKind::DaemonSet, Some(&names.namespace), &names.agent()),
+        store: context.store_checks.check(cluster, context).await,
+        agents: stores.child(ChildKind::DaemonSet, Some(&names.namespace), &names.agent()),
         members,
-        said_by_members,
-        volumes: context.class_looks.missing(cluster, etcd.as_deref(), context).await,
-        authority: certificates::lost(cluster, context),
+        control_plane_state,
+        volumes: context.storage_classes.problem(cluster, etcd.as_deref(), context).await,
+        authority: certificates::lost_authority(cluster, context),
         etcd,
-        access: optional.map(|kind| (kind, world.access(kind))).collect(),
-        plan: own,
-        referred,
+        access: optional.map(|kind| (kind, stores.access(kind))).collect(),
+        assignment: own,
+        agent_config,
     }
 }
 
-/// What members say that are not older than what is seen of them here: a look from before a rollout is of others.
-async fn look_at(members: &DynamicObject, names: &ClusterNames, context: &Context) -> Look {
-    let seen = MembersSeen(members.resource_version().unwrap_or_default());
-    context.control_planes.heed(names, seen).await;
-    context.control_planes.look(names, &context.metrics).await
+/// Returns the state reported by members that is at least as new as their StatefulSet. A state cached before
+/// a rollout describes replaced members.
+async fn member_state(members: &DynamicObject, names: &ClusterNames, context: &Context) -> StateResult {
+    let version = MembersVersion(members.resource_version().unwrap_or_default());
+    context.control_planes.require_members_version(names, version).await;
+    context.control_planes.state(names, &context.metrics).await
 }
 
 /// Whether a node belongs to a cluster.
-pub fn is_of(node: &CacheNode, cluster: &ClusterNames) -> bool {
+pub fn belongs_to(node: &CacheNode, cluster: &ClusterNames) -> bool {
     node.spec.cluster_ref.as_ref().is_some_and(|named| {
         named.name.as_str() == cluster.name && named.namespace.as_str() == cluster.namespace
     })
 }
 
-/// Tenants that a cluster's agents know, by name. One that is refused changes nothing.
+/// Returns the accepted tenants that apply to a cluster, by name.
 pub fn tenants(context: &Context, cluster: &ClusterNames) -> Vec<Arc<CacheTenant>> {
     let is_right =
-        |tenant: &CacheTenant| knows(tenant, cluster) && tenant::validate::validate(tenant).is_none();
-    let mut tenants = context.world.tenants.state_filter(is_right);
+        |tenant: &CacheTenant| applies_to(tenant, cluster) && tenant::validate::validate(tenant).is_none();
+    let mut tenants = context.stores.tenants.state_filter(is_right);
     tenants.sort_by_key(|tenant| tenant.name_any());
     tenants
 }
 
-/// Whether a tenant is one of a cluster's.
-pub fn knows(tenant: &CacheTenant, cluster: &ClusterNames) -> bool {
+/// Whether a tenant applies to a cluster.
+pub fn applies_to(tenant: &CacheTenant, cluster: &ClusterNames) -> bool {
     let named = &tenant.spec.clusters;
     let is_it = |named: &reprise_crds::fields::ClusterRef| {
         named.name.as_str() == cluster.name && named.namespace.as_str() == cluster.namespace
@@ -181,8 +183,8 @@ pub fn knows(tenant: &CacheTenant, cluster: &ClusterNames) -> bool {
     named.is_empty() || named.iter().any(is_it)
 }
 
-/// What the cluster says, else what the operator was released with.
-pub fn images(said: &Images, released: &DefaultImages) -> DefaultImages {
+/// Returns the images of a cluster's spec, with the operator's defaults.
+pub fn images(specified: &Images, released: &DefaultImages) -> DefaultImages {
     let of = |image: &Option<Image>, released: &str| match image {
         None => released.to_owned(),
         Some(Image { repository, tag, digest }) => match (tag, digest) {
@@ -192,8 +194,8 @@ pub fn images(said: &Images, released: &DefaultImages) -> DefaultImages {
         },
     };
     DefaultImages {
-        agent: of(&said.agent, &released.agent),
-        control_plane: of(&said.control_plane, &released.control_plane),
-        etcd: of(&said.etcd, &released.etcd),
+        agent: of(&specified.agent, &released.agent),
+        control_plane: of(&specified.control_plane, &released.control_plane),
+        etcd: of(&specified.etcd, &released.etcd),
     }
 }

@@ -1,4 +1,4 @@
-//! What a cluster is: conditions and sums over its nodes. Pure.
+//! Computes the status of a cluster: conditions, and sums over its nodes. Pure.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,67 +11,68 @@ use reprise_crds::fields::{HostPath, Name, Quantity, Text, Uid};
 use reprise_crds::status::{ConditionStatus, ConditionType as Type, Finding, Reason, find, holds};
 use reprise_crds::{CacheNode, KVCacheCluster, KVCacheClusterStatus};
 
-use super::REPORTED_WITHIN;
+use super::REPORT_TIMEOUT;
 use super::build::configuration::agent_digest;
-use super::build::is_replaced;
-use super::dereference::Found;
+use super::build::is_scaled_to_zero;
+use super::dereference::ClusterInputs;
 use super::versions::{Versions, image_of};
-use crate::children::Applied;
+use crate::assignment::Refusal;
+use crate::children::ApplyOutcome;
 use crate::clock;
 use crate::names::ClusterNames;
-use crate::plan::Refusal;
 
-/// A store that answers for the first time has all of its members so soon.
+/// Time after the first `EtcdReady` within which missing etcd members are not reported.
 const MEMBERS_COME_WITHIN: Duration = Duration::from_secs(60);
 
-/// So many names are in a message, at the most.
+/// Maximum number of names in a message.
 const NAMES_MAX: usize = 5;
 
-/// What to say of a cluster. Nothing was applied where it is refused or paused.
-pub fn of(
+/// Computes the status and conditions of a cluster. `applied` is `None` if the cluster is rejected or paused.
+pub fn compute(
     cluster: &KVCacheCluster,
-    found: &Found,
+    inputs: &ClusterInputs,
     refused: Option<&Refusal>,
-    applied: Option<&Applied>,
+    applied: Option<&ApplyOutcome>,
 ) -> (KVCacheClusterStatus, Vec<Finding>) {
-    let agents = agents(cluster, found);
+    let agents = agents(cluster, inputs);
     let members = MemberCounts {
         desired: cluster.spec.control_plane.replicas,
-        ready: number(found.members.as_deref(), "readyReplicas"),
+        ready: number(inputs.members.as_deref(), "readyReplicas"),
     };
     let mut findings = vec![
         accepted(refused),
-        etcd(cluster, found),
+        etcd(cluster, inputs),
         control_plane(&members),
-        agents_ready(found, &agents),
-        pools(cluster, found),
+        agents_ready(inputs, &agents),
+        pools(cluster, inputs),
     ];
     let works = findings.clone();
-    let versions = Versions::of(cluster, found);
-    let compatible = versions.compatible(cluster, found);
-    findings.push(progressing(cluster, found, refused, &members, &agents));
-    findings.push(degraded(cluster, found, (&works, &compatible), applied));
+    let versions = Versions::of(cluster, inputs);
+    let compatible = versions.compatible(cluster, inputs);
+    findings.push(progressing(cluster, inputs, refused, &members, &agents));
+    findings.push(degraded(cluster, inputs, (&works, &compatible), applied));
     findings.push(ready(&works, applied));
     findings.push(compatible);
     findings.push(transport(cluster));
     let connection = Connection {
-        config_map: Name::new(found.referred.names.connection()),
+        config_map: Name::new(inputs.agent_config.names.connection()),
         socket_directory: HostPath::new(cluster.spec.agents.socket.directory.as_str()),
-        control_plane: Text::new(found.referred.names.control_plane_address()),
+        control_plane: Text::new(inputs.agent_config.names.control_plane_address()),
     };
     let status = KVCacheClusterStatus {
         cluster_id: cluster.metadata.uid.clone().map(Uid::new),
         versions: versions.running(),
         members: Some(members),
         agents: Some(agents),
-        capacity: capacity(cluster, found),
+        capacity: capacity(cluster, inputs),
         connection: refused.is_none().then_some(connection),
         ..KVCacheClusterStatus::default()
     };
     (status, findings)
 }
 
-/// Pods of a workload that run what is wanted of them, by a field of its status: none while its controller has not seen what that is.
+/// Returns a number from a workload's status if its template has the desired image; 0 while the controller
+/// has not observed the current template.
 pub(super) fn updated(workload: Option<&DynamicObject>, image: &str, field: &str) -> u32 {
     let is_seen = |workload: &&DynamicObject| {
         let observed = workload.data["status"]["observedGeneration"].as_i64();
@@ -81,16 +82,16 @@ pub(super) fn updated(workload: Option<&DynamicObject>, image: &str, field: &str
     number(workload.filter(is_seen).filter(is_wanted), field)
 }
 
-/// A number of a workload's status, nothing while it is not there.
+/// Returns a number from a workload's status; 0 if it is missing.
 fn number(workload: Option<&DynamicObject>, field: &str) -> u32 {
     let number = workload.and_then(|workload| workload.data["status"][field].as_u64());
     number.and_then(|number| u32::try_from(number).ok()).unwrap_or_default()
 }
 
-/// Whether a node's agent has said something lately.
+/// Whether a node's agent has reported within [`REPORT_TIMEOUT`].
 pub fn has_reported(node: &CacheNode) -> bool {
     let last = node.status.as_ref().and_then(|status| status.last_updated.as_ref());
-    last.is_some_and(|last| clock::since(last) <= REPORTED_WITHIN)
+    last.is_some_and(|last| clock::since(last) <= REPORT_TIMEOUT)
 }
 
 /// Whether a node's agent serves engines.
@@ -99,23 +100,24 @@ pub fn is_ready(node: &CacheNode) -> bool {
     has_reported(node) && holds(conditions, Type::AgentReady, 0)
 }
 
-fn agents(cluster: &KVCacheCluster, found: &Found) -> AgentCounts {
-    let wanted = agent_digest(cluster, &found.referred);
+fn agents(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> AgentCounts {
+    let wanted = agent_digest(cluster, &inputs.agent_config);
     let is_updated = |node: &CacheNode| {
         let applied = node.status.as_ref().and_then(|status| status.applied.as_ref());
         let digest = applied.and_then(|applied| applied.configuration_digest.as_ref());
         digest.is_some_and(|digest| digest.as_str() == wanted)
     };
     let count = |test: &dyn Fn(&CacheNode) -> bool| {
-        u32::try_from(found.cache_nodes.iter().filter(|node| test(node)).count()).unwrap_or(u32::MAX)
+        u32::try_from(inputs.cache_nodes.iter().filter(|node| test(node)).count()).unwrap_or(u32::MAX)
     };
     AgentCounts {
-        desired: u32::try_from(found.plan.nodes.len()).unwrap_or(u32::MAX),
+        desired: u32::try_from(inputs.assignment.nodes.len()).unwrap_or(u32::MAX),
         ready: count(&is_ready),
-        // The configuration says nothing of images, and the DaemonSet's controller nothing of what agents have read.
+        // The configuration does not cover the image, and the DaemonSet status does not cover the
+        // configuration.
         updated: count(&|node| is_ready(node) && is_updated(node)).min(updated(
-            found.agents.as_deref(),
-            &found.images.agent,
+            inputs.agents.as_deref(),
+            &inputs.images.agent,
             "updatedNumberScheduled",
         )),
     }
@@ -124,35 +126,37 @@ fn agents(cluster: &KVCacheCluster, found: &Found) -> AgentCounts {
 fn accepted(refused: Option<&Refusal>) -> Finding {
     match refused {
         Some(Refusal { reason, message }) => Finding::no(Type::Accepted, *reason, message),
-        None => Finding::yes(Type::Accepted, Reason::AsDesired, "the spec is right"),
+        None => Finding::yes(Type::Accepted, Reason::AsDesired, "the spec is valid"),
     }
 }
 
-fn etcd(cluster: &KVCacheCluster, found: &Found) -> Finding {
+fn etcd(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Finding {
     let kind = Type::EtcdReady;
-    match (&found.store, cluster.spec.etcd.mode) {
-        (Some(look), _) => match (&look.secrets, &look.answer) {
+    match (&inputs.store, cluster.spec.etcd.mode) {
+        (Some(check), _) => match (&check.secrets, &check.answer) {
             (Err(refused), _) => Finding::no(kind, refused.reason, &refused.message),
-            (_, Ok(())) => Finding::yes(kind, Reason::AsDesired, "etcd answers"),
-            (_, Err(said)) => {
+            (_, Ok(())) => Finding::yes(kind, Reason::AsDesired, "etcd responds"),
+            (_, Err(error)) => {
                 let endpoints = cluster.spec.etcd.external.as_ref().map(|external| {
                     external.endpoints.iter().map(|endpoint| endpoint.as_str()).collect::<Vec<_>>().join(", ")
                 });
                 let message = format!(
-                    "etcd at {} cannot be used: {said}. Look at endpoints, network policies, certificates and user",
+                    "cannot use etcd at {}: {error}. Check endpoints, network policies, certificates and user",
                     endpoints.unwrap_or_default()
                 );
                 Finding::no(kind, Reason::EtcdUnreachable, message)
             }
         },
-        (None, EtcdMode::External) => Finding::unknown(kind, Reason::Progressing, "not looked at yet"),
+        (None, EtcdMode::External) => {
+            Finding::unknown(kind, Reason::Progressing, "etcd has not been checked yet")
+        }
         (None, EtcdMode::Managed) => {
-            if found.etcd.as_deref().is_some_and(is_replaced) {
-                let message = "no member of etcd is wanted just now: all are replaced at once for a new authority of certificates, or \
-                               somebody has scaled it to 0";
+            if inputs.etcd.as_deref().is_some_and(is_scaled_to_zero) {
+                let message = "etcd is scaled to 0: all members are being replaced because of a new certificate authority, or the StatefulSet \
+                               was scaled down manually";
                 return Finding::no(kind, Reason::Progressing, message);
             }
-            let members = etcd_members(cluster, found.etcd.as_deref());
+            let members = etcd_members(cluster, inputs.etcd.as_deref());
             let EtcdMembers { desired, ready } = members;
             if members.answer() {
                 return Finding::yes(
@@ -161,19 +165,19 @@ fn etcd(cluster: &KVCacheCluster, found: &Found) -> Finding {
                     format!("{ready} of {desired} members are ready"),
                 );
             }
-            if let Some(lacks) = &found.volumes {
-                return Finding::no(kind, Reason::NoStorageClass, lacks);
+            if let Some(problem) = &inputs.volumes {
+                return Finding::no(kind, Reason::NoStorageClass, problem);
             }
             let message = format!(
-                "{ready} of {desired} members of etcd are ready; if it stays so, look at pods and volume claims of {}",
-                found.referred.names.etcd()
+                "{ready} of {desired} members of etcd are ready; if this persists, check pods and volume claims of {}",
+                inputs.agent_config.names.etcd()
             );
             Finding::no(kind, Reason::Progressing, message)
         }
     }
 }
 
-/// Members of an etcd that the operator runs.
+/// Number of members of a managed etcd.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct EtcdMembers {
     desired: u32,
@@ -181,24 +185,24 @@ pub(super) struct EtcdMembers {
 }
 
 impl EtcdMembers {
-    /// A store answers while most of its members do.
+    /// Whether etcd has a quorum.
     pub(super) fn answer(self) -> bool {
         self.ready > self.desired / 2
     }
 
-    /// What to say of a store that answers without some of them: the next loss may be one too many.
+    /// Returns a refusal if etcd has a quorum but lacks members.
     fn missing(self, names: &ClusterNames) -> Option<Refusal> {
         let EtcdMembers { desired, ready } = self;
-        let more = ready.saturating_sub(desired / 2);
+        let spare = ready.saturating_sub(desired / 2);
         let message = format!(
-            "{ready} of {desired} members of etcd are ready, and it answers; without {more} more it does not: look at pods and volume claims of {}",
+            "{ready} of {desired} members of etcd are ready; it loses its quorum if {spare} more fail: check pods and volume claims of {}",
             names.etcd()
         );
         (self.answer() && ready < desired).then(|| Refusal::new(Reason::MembersMissing, message))
     }
 }
 
-/// How many there are.
+/// Returns the number of desired and ready members.
 pub(super) fn etcd_members(cluster: &KVCacheCluster, etcd: Option<&DynamicObject>) -> EtcdMembers {
     let desired = u32::from(cluster.spec.etcd.managed.clone().unwrap_or_default().replicas);
     EtcdMembers { desired, ready: number(etcd, "readyReplicas") }
@@ -213,10 +217,10 @@ fn control_plane(members: &MemberCounts) -> Finding {
     }
 }
 
-fn agents_ready(found: &Found, agents: &AgentCounts) -> Finding {
+fn agents_ready(inputs: &ClusterInputs, agents: &AgentCounts) -> Finding {
     let kind = Type::AgentsReady;
     if agents.desired == 0 {
-        let message = "no node is selected: label nodes as agents.nodeSelector says, or change it";
+        let message = "agents.nodeSelector matches no node: label nodes accordingly, or change it";
         return Finding::no(kind, Reason::NoNodes, message);
     }
     let message = format!("{} of {} agents are ready", agents.ready, agents.desired);
@@ -224,70 +228,78 @@ fn agents_ready(found: &Found, agents: &AgentCounts) -> Finding {
         return Finding::yes(kind, Reason::AsDesired, message);
     }
     let ready = |node: &String| {
-        found.cache_nodes.iter().any(|one| one.metadata.name.as_ref() == Some(node) && is_ready(one))
+        inputs.cache_nodes.iter().any(|one| one.metadata.name.as_ref() == Some(node) && is_ready(one))
     };
-    let late: Vec<&str> =
-        found.plan.nodes.iter().filter(|node| !ready(node)).map(String::as_str).take(NAMES_MAX).collect();
-    let message = format!("{message}; look at the agents' pods on {}", late.join(", "));
-    // Agents that have never said anything are on their way; one that was there and is not any more is a loss.
-    let spoke = |node: &&Arc<CacheNode>| {
+    let late: Vec<&str> = inputs
+        .assignment
+        .nodes
+        .iter()
+        .filter(|node| !ready(node))
+        .map(String::as_str)
+        .take(NAMES_MAX)
+        .collect();
+    let message = format!("{message}; check the agents' pods on {}", late.join(", "));
+    // Agents that never reported are still starting; an agent that stopped reporting is a loss.
+    let has_reported_before = |node: &&Arc<CacheNode>| {
         !is_ready(node) && node.status.as_ref().is_some_and(|status| status.last_updated.is_some())
     };
-    let lost = found.cache_nodes.iter().any(|node| spoke(&node));
+    let lost = inputs.cache_nodes.iter().any(|node| has_reported_before(&node));
     Finding::no(kind, if lost { Reason::NodesNotReady } else { Reason::Progressing }, message)
 }
 
-fn pools(cluster: &KVCacheCluster, found: &Found) -> Finding {
+fn pools(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Finding {
     let kind = Type::PoolsBound;
-    let key = found.referred.names.key();
-    let wrong = found.referred.pools.iter().find_map(|named| {
+    let key = inputs.agent_config.names.key();
+    let wrong = inputs.agent_config.pools.iter().find_map(|named| {
         let name = &named.name;
         if named.pool.is_none() {
-            let message = format!("SSDPool {name} is not there: make it, or remove it from pools");
+            let message = format!("SSDPool {name} does not exist: create it, or remove it from spec.pools");
             return Some((Reason::ReferenceNotFound, message));
         }
-        if let Some(refused) = &named.plan.refused {
-            return Some((refused.reason, format!("SSDPool {name} is refused: {}", refused.message)));
+        if let Some(refused) = &named.assignment.refused {
+            return Some((refused.reason, format!("SSDPool {name} is rejected: {}", refused.message)));
         }
-        let other = named.plan.cluster.as_ref().filter(|cluster| **cluster != key)?;
+        let other = named.assignment.cluster.as_ref().filter(|cluster| **cluster != key)?;
         let message =
-            format!("SSDPool {name} belongs to KVCacheCluster {other} already: make one of its own");
+            format!("SSDPool {name} already belongs to KVCacheCluster {other}: create a separate pool for this cluster");
         Some((Reason::Conflict, message))
     });
     match wrong {
         Some((reason, message)) => Finding::no(kind, reason, message),
-        None if found.referred.pools.is_empty() => {
-            Finding::yes(kind, Reason::AsDesired, "no pools are named: blocks live in memory only")
+        None if inputs.agent_config.pools.is_empty() => {
+            Finding::yes(kind, Reason::AsDesired, "spec.pools is empty: blocks are kept in memory only")
         }
         None => {
-            let bound = format!("{} pools are bound", found.referred.pools.len());
-            Finding::yes(kind, Reason::AsDesired, bound + &unopened(cluster, found))
+            let bound = format!("{} pools are bound", inputs.agent_config.pools.len());
+            Finding::yes(kind, Reason::AsDesired, bound + &unopened(cluster, inputs))
         }
     }
 }
 
-/// What to know of raw devices that nothing gives to the agents' pods. Runtimes can be told to allow them, so nothing is refused.
-fn unopened(cluster: &KVCacheCluster, found: &Found) -> String {
-    let raw: Vec<&str> = found.referred.raw_pools().take(NAMES_MAX).collect();
+/// Returns a note on raw devices to which the agents' pods may have no access. Container runtimes can be
+/// configured to allow it, so this is not an error.
+fn unopened(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> String {
+    let raw: Vec<&str> = inputs.agent_config.raw_pools().take(NAMES_MAX).collect();
     if raw.is_empty() || cluster.spec.agents.device_access.mode != DeviceAccessMode::None {
         return String::new();
     }
     format!(
-        "; agents' pods open the raw devices of {} only where the nodes' runtime allows it, since agents.deviceAccess.mode is None: where \
-         it does not, use DevicePlugin or Privileged",
+        "; agents.deviceAccess.mode None grants no access, so agents can open the raw devices of {} only if the container runtime \
+         of the nodes allows it: otherwise use DevicePlugin or Privileged",
         raw.join(", ")
     )
 }
 
-/// As with the engines of pools, what is done another way works, so it is not counted as degraded.
+/// Reports the transport. A fallback works, so it does not count as degraded, as with the I/O engines of
+/// pools.
 fn transport(cluster: &KVCacheCluster) -> Finding {
     let kind = Type::TransportFallback;
     match cluster.spec.agents.rdma.mode {
-        RdmaMode::None => Finding::no(kind, Reason::AsDesired, "agents speak TCP, as is wanted"),
+        RdmaMode::None => Finding::no(kind, Reason::AsDesired, "agents use TCP, as specified"),
         mode => {
             let message = format!(
-                "agents speak TCP: this release has no RDMA transport. agents.rdma.mode {} gives their pods what one needs, and nothing \
-                 uses it: use None to take it away",
+                "agents use TCP: this release has no RDMA transport. agents.rdma.mode {} gives their pods RDMA devices that are not \
+                 used: set it to None to remove them",
                 mode.as_str()
             );
             Finding::yes(kind, Reason::Unsupported, message)
@@ -297,95 +309,95 @@ fn transport(cluster: &KVCacheCluster) -> Finding {
 
 fn progressing(
     cluster: &KVCacheCluster,
-    found: &Found,
+    inputs: &ClusterInputs,
     refused: Option<&Refusal>,
     members: &MemberCounts,
     agents: &AgentCounts,
 ) -> Finding {
     let kind = Type::Progressing;
     if cluster.spec.paused {
-        let message =
-            "the cluster is paused and nothing of it is changed: set paused to false when you are done";
+        let message = "the cluster is paused, so the operator changes nothing: set paused to false to resume";
         return Finding::no(kind, Reason::Paused, message);
     }
     if let Some(refused) = refused {
-        return Finding::no(kind, refused.reason, "nothing is changed until the spec is accepted");
+        return Finding::no(kind, refused.reason, "the operator changes nothing until the spec is accepted");
     }
-    let updated = updated(found.members.as_deref(), &found.images.control_plane, "updatedReplicas");
+    let updated = updated(inputs.members.as_deref(), &inputs.images.control_plane, "updatedReplicas");
     if members.ready < members.desired || updated < members.desired {
-        let message = format!("{updated} of {} members run what is wanted", members.desired);
+        let message = format!("{updated} of {} members are up to date", members.desired);
         return Finding::yes(kind, Reason::Progressing, message);
     }
     if agents.updated < agents.desired {
-        let message = format!("{} of {} agents run what is wanted", agents.updated, agents.desired);
+        let message = format!("{} of {} agents are up to date", agents.updated, agents.desired);
         return Finding::yes(kind, Reason::Progressing, message);
     }
-    Finding::no(kind, Reason::AsDesired, "nothing is under way")
+    Finding::no(kind, Reason::AsDesired, "no changes are in progress")
 }
 
-/// The first thing that is not so, and that nobody waits for: it works, with less.
+/// Returns the first problem that does not resolve by itself. The cluster works, but with reduced function.
 fn degraded(
     cluster: &KVCacheCluster,
-    found: &Found,
+    inputs: &ClusterInputs,
     (works, compatible): (&[Finding], &Finding),
-    applied: Option<&Applied>,
+    applied: Option<&ApplyOutcome>,
 ) -> Finding {
     let refused = applied.and_then(|applied| applied.refused.first());
     if let Some(refused) = refused {
         return Finding::yes(Type::Degraded, refused.reason, &refused.message);
     }
-    let wrong = works.iter().find(|found| !found.is_good() && found.reason != Reason::Progressing);
-    let far = Some(compatible).filter(|found| found.reason == Reason::VersionSkew);
+    let wrong = works.iter().find(|finding| !finding.is_good() && finding.reason != Reason::Progressing);
+    let far = Some(compatible).filter(|finding| finding.reason == Reason::VersionSkew);
     if let Some(wrong) = wrong.or(far) {
         return Finding::yes(Type::Degraded, wrong.reason, format!("{}: {}", wrong.kind, wrong.message));
     }
-    // All works with the certificates and members that there are, so nothing else says it.
-    match found.authority.clone().or_else(|| missing_member(cluster, found)) {
+    // Everything works with the present certificates and members, so no other condition reports these
+    // problems.
+    match inputs.authority.clone().or_else(|| missing_members(cluster, inputs)) {
         Some(lost) => Finding::yes(Type::Degraded, lost.reason, &lost.message),
         None => Finding::no(Type::Degraded, Reason::AsDesired, ""),
     }
 }
 
-/// What to say of an etcd of the operator's that answers without some of its members, once all have had the time to come, and unless they are
-/// replaced one after the other.
-fn missing_member(cluster: &KVCacheCluster, found: &Found) -> Option<Refusal> {
-    let etcd = found.etcd.as_deref();
-    let said = cluster.status.as_ref().and_then(|status| find(&status.conditions, Type::EtcdReady));
-    let has_settled = said.is_some_and(|said| {
-        said.status == ConditionStatus::True
-            && clock::since(&said.last_transition_time) >= MEMBERS_COME_WITHIN
+/// Returns a refusal if a managed etcd has a quorum but lacks members. It is suppressed during the initial
+/// start and during a rolling update.
+fn missing_members(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Option<Refusal> {
+    let etcd = inputs.etcd.as_deref();
+    let condition = cluster.status.as_ref().and_then(|status| find(&status.conditions, Type::EtcdReady));
+    let is_settled = condition.is_some_and(|condition| {
+        condition.status == ConditionStatus::True
+            && clock::since(&condition.last_transition_time) >= MEMBERS_COME_WITHIN
     });
     let is_managed = cluster.spec.etcd.mode == EtcdMode::Managed;
     let members = etcd_members(cluster, etcd);
-    let is_updated = updated(etcd, &found.images.etcd, "updatedReplicas") >= members.desired;
-    members.missing(&found.referred.names).filter(|_| is_managed && has_settled && is_updated)
+    let is_updated = updated(etcd, &inputs.images.etcd, "updatedReplicas") >= members.desired;
+    members.missing(&inputs.agent_config.names).filter(|_| is_managed && is_settled && is_updated)
 }
 
-fn ready(works: &[Finding], applied: Option<&Applied>) -> Finding {
+fn ready(works: &[Finding], applied: Option<&ApplyOutcome>) -> Finding {
     let kind = Type::Ready;
     if let Some(refused) = applied.and_then(|applied| applied.refused.first()) {
         return Finding::no(kind, refused.reason, &refused.message);
     }
-    match works.iter().find(|found| !found.is_good()) {
-        Some(found) => Finding::no(kind, found.reason, format!("{}: {}", found.kind, found.message)),
-        None => Finding::yes(kind, Reason::AsDesired, "members, store, agents and pools are as desired"),
+    match works.iter().find(|finding| !finding.is_good()) {
+        Some(finding) => Finding::no(kind, finding.reason, format!("{}: {}", finding.kind, finding.message)),
+        None => Finding::yes(kind, Reason::AsDesired, "members, etcd, agents and pools are as desired"),
     }
 }
 
-/// Whether a condition that is good when true is true.
-trait Good {
+/// Health of a condition that is good when it is true.
+trait ConditionHealth {
     fn is_good(&self) -> bool;
 }
 
-impl Good for Finding {
+impl ConditionHealth for Finding {
     fn is_good(&self) -> bool {
         self.status == reprise_crds::status::ConditionStatus::True
     }
 }
 
-fn capacity(cluster: &KVCacheCluster, found: &Found) -> Option<ClusterCapacity> {
+fn capacity(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Option<ClusterCapacity> {
     let capacities = || {
-        let fresh = found.cache_nodes.iter().filter(|node| has_reported(node));
+        let fresh = inputs.cache_nodes.iter().filter(|node| has_reported(node));
         fresh.filter_map(|node| node.status.as_ref()?.capacity.as_ref())
     };
     capacities().next()?;
@@ -399,7 +411,7 @@ fn capacity(cluster: &KVCacheCluster, found: &Found) -> Option<ClusterCapacity> 
         ssd_used: sum(|capacity| &capacity.ssd_used),
         last_updated: clock::now(),
     };
-    // The time of the sums is that of their last change: a status that says the same again is not written.
+    // `last_updated` is the time at which the sums changed. Otherwise every reconcile would write the status.
     let before = cluster.status.as_ref().and_then(|status| status.capacity.as_ref());
     if let Some(before) = before {
         let now = std::mem::replace(&mut fresh.last_updated, before.last_updated.clone());

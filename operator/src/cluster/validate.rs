@@ -1,5 +1,5 @@
-//! What is refused of a cluster: modes that this release does not have, versions that are too far apart, secrets that lack something,
-//! and changes of a managed etcd that would risk it. A cluster that is refused is left as it is.
+//! Validates a cluster: modes that this release does not support, incompatible versions, incomplete Secrets,
+//! and unsafe changes of a managed etcd. A rejected cluster is left as it is.
 
 use std::collections::BTreeMap;
 
@@ -10,59 +10,59 @@ use reprise_crds::cluster::{
 };
 use reprise_crds::status::Reason;
 
-use super::build::is_replaced;
-use super::dereference::Found;
+use super::build::is_scaled_to_zero;
+use super::dereference::ClusterInputs;
 use super::versions;
+use crate::assignment::Refusal;
 use crate::child::ChildKind;
-use crate::optional::Access;
-use crate::plan::Refusal;
+use crate::optional_kinds::KindAccess;
 
-/// Why a cluster is refused, if it is.
-pub fn validate(cluster: &KVCacheCluster, found: &Found) -> Option<Refusal> {
+/// Returns why a cluster is rejected; `None` if it is accepted.
+pub fn validate(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Option<Refusal> {
     unsupported(cluster)
-        .or_else(|| missing(cluster, &found.access))
-        .or_else(|| found.plan.refused.clone())
-        .or_else(|| versions::refused(cluster, found))
-        .or_else(|| found.store.as_ref().and_then(|look| look.secrets.as_ref().err().cloned()))
-        .or_else(|| etcd_change(cluster, found.etcd.as_deref()?))
+        .or_else(|| missing(cluster, &inputs.access))
+        .or_else(|| inputs.assignment.refused.clone())
+        .or_else(|| versions::skew(cluster, inputs))
+        .or_else(|| inputs.store.as_ref().and_then(|check| check.secrets.as_ref().err().cloned()))
+        .or_else(|| etcd_change(cluster, inputs.etcd.as_deref()?))
 }
 
-/// Modes that this release does not have.
+/// Rejects modes that this release does not support.
 fn unsupported(cluster: &KVCacheCluster) -> Option<Refusal> {
     let spec = &cluster.spec;
     let refuse = |field: &str, value: &str, instead: &str| {
-        let message = format!("{field} is {value}, which this release does not have: {instead}");
+        let message = format!("{field} is {value}, which this release does not support: {instead}");
         Some(Refusal::new(Reason::Unsupported, message))
     };
     if spec.agents.client_transport != ClientTransport::UnixSocket {
         return refuse("agents.clientTransport", spec.agents.client_transport.as_str(), "use UnixSocket");
     }
     if spec.injection.mode == InjectionMode::Webhook {
-        let instead =
-            "use AdmissionPolicy, or None and mount the socket's directory as the connection ConfigMap says";
+        let instead = "use AdmissionPolicy, or use None and mount the socket directory as described in the connection ConfigMap";
         return refuse("injection.mode", spec.injection.mode.as_str(), instead);
     }
     None
 }
 
-/// Kinds that the cluster needs and that cannot be made here.
-fn missing(cluster: &KVCacheCluster, access: &BTreeMap<ChildKind, Access>) -> Option<Refusal> {
+/// Rejects a cluster that needs optional kinds which the operator cannot create here.
+fn missing(cluster: &KVCacheCluster, access: &BTreeMap<ChildKind, KindAccess>) -> Option<Refusal> {
     use ChildKind::{
         MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding, PodMonitor, ResourceClaimTemplate,
     };
     let spec = &cluster.spec;
     let injection: &[ChildKind] = &[MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding];
     let refuse = |field: &str, kinds: &[ChildKind], server: &str, value: &str| {
-        let of = |kind: &ChildKind| access.get(kind).copied().unwrap_or(Access::NotServed);
+        let of = |kind: &ChildKind| access.get(kind).copied().unwrap_or(KindAccess::NotServed);
         let (kind, lacks) =
-            kinds.iter().map(|kind| (kind, of(kind))).find(|(_, access)| *access != Access::Usable)?;
+            kinds.iter().map(|kind| (kind, of(kind))).find(|(_, access)| *access != KindAccess::Usable)?;
         let kind = kind.as_str();
         let message = match lacks {
-            Access::NotAllowed => format!(
-                "{field} needs objects of the kind {kind}, which the operator may not write: set {value} of the chart, or use None"
+            KindAccess::NotAllowed => format!(
+                "{field} needs objects of kind {kind}, which the operator has no permission to write: set {value} of the chart, or use \
+                 None"
             ),
             _ => format!(
-                "{field} needs the kind {kind}, which the API server does not have: {server}, or use None"
+                "{field} needs kind {kind}, which the API server does not serve: {server}, or use None"
             ),
         };
         Some(Refusal::new(Reason::Unsupported, message))
@@ -84,21 +84,28 @@ fn missing(cluster: &KVCacheCluster, access: &BTreeMap<ChildKind, Access>) -> Op
         }
     }
     if spec.monitoring.mode == MonitoringMode::PodMonitor {
-        return refuse("monitoring.mode", &[PodMonitor], "install Prometheus' operator", "rbac.podMonitors");
+        return refuse(
+            "monitoring.mode",
+            &[PodMonitor],
+            "install the Prometheus operator",
+            "rbac.podMonitors",
+        );
     }
     None
 }
 
-/// A StatefulSet cannot follow these; by hand they can be done, and then the operator agrees with what is there.
+/// Rejects changes that a StatefulSet cannot apply. After a manual change of the StatefulSet the spec is
+/// accepted.
 fn etcd_change(cluster: &KVCacheCluster, live: &DynamicObject) -> Option<Refusal> {
     if cluster.spec.etcd.mode != EtcdMode::Managed {
         return None;
     }
     let wanted = cluster.spec.etcd.managed.clone().unwrap_or_default();
     let replicas = live.data["spec"]["replicas"].as_u64()?;
-    if replicas != u64::from(wanted.replicas) && !is_replaced(live) {
+    if replicas != u64::from(wanted.replicas) && !is_scaled_to_zero(live) {
         let message = format!(
-            "etcd.managed.replicas is {} and etcd runs with {replicas}: this release does not add members; write {replicas}",
+            "etcd.managed.replicas is {} but etcd runs with {replicas}: this release cannot change the number of members; set it to \
+             {replicas}",
             wanted.replicas
         );
         return Some(Refusal::new(Reason::Unsupported, message));
@@ -107,7 +114,8 @@ fn etcd_change(cluster: &KVCacheCluster, live: &DynamicObject) -> Option<Refusal
     let size = reprise_crds::fields::Quantity::new(size.as_str()?);
     if size.bytes().ok()? != wanted.storage.size.bytes().ok()? {
         let message = format!(
-            "etcd.managed.storage.size is {} and etcd's volumes were made with {size}: this release does not grow them; write {size}",
+            "etcd.managed.storage.size is {} but etcd's volumes were created with {size}: this release cannot resize them; set it to \
+             {size}",
             wanted.storage.size
         );
         return Some(Refusal::new(Reason::Unsupported, message));
@@ -126,36 +134,36 @@ mod tests {
     }
 
     #[test]
-    fn what_this_release_does_not_have_is_refused_by_its_field() {
+    fn rejects_unsupported_modes_and_names_the_field() {
         assert_eq!(unsupported(&cluster(json!({}))), None);
-        for (spec, words) in [
+        for (spec, field) in [
             (json!({ "agents": { "clientTransport": "NodeLocalService" } }), "agents.clientTransport"),
             (json!({ "injection": { "mode": "Webhook" } }), "injection.mode"),
         ] {
-            let refused = unsupported(&cluster(spec)).expect(words);
+            let refused = unsupported(&cluster(spec)).expect(field);
             assert_eq!(refused.reason, Reason::Unsupported);
-            assert!(refused.message.starts_with(words), "{}", refused.message);
+            assert!(refused.message.starts_with(field), "{}", refused.message);
         }
     }
 
     #[test]
-    fn a_kind_that_cannot_be_made_here_is_missing_for_who_needs_it_only() {
+    fn rejects_missing_optional_kinds_only_if_the_cluster_needs_them() {
         let injecting = cluster(json!({ "injection": { "mode": "AdmissionPolicy" } }));
         let monitored = cluster(json!({ "monitoring": { "mode": "PodMonitor" } }));
         let claiming = |part: &str, mode: Value| cluster(json!({ "agents": { part: mode } }));
         let dra = || json!({ "mode": "Dra", "deviceClassName": "d" });
-        let all = |access: Access| ChildKind::ALL.into_iter().map(|kind| (kind, access)).collect();
+        let all = |access: KindAccess| ChildKind::ALL.into_iter().map(|kind| (kind, access)).collect();
         for (one, field, right) in [
             (&injecting, "injection.mode", "rbac.injection"),
             (&monitored, "monitoring.mode", "rbac.podMonitors"),
             (&claiming("gpuAccess", dra()), "agents.gpuAccess.mode", "rbac.resourceClaims"),
             (&claiming("rdma", dra()), "agents.rdma.mode", "rbac.resourceClaims"),
         ] {
-            assert_eq!(missing(one, &all(Access::Usable)), None);
-            let words = |access| missing(one, &all(access)).expect("it is missing").message;
-            let not_served = words(Access::NotServed);
-            assert!(not_served.starts_with(field) && not_served.contains("does not have"), "{not_served}");
-            let not_allowed = words(Access::NotAllowed);
+            assert_eq!(missing(one, &all(KindAccess::Usable)), None);
+            let message_of = |access| missing(one, &all(access)).expect("rejected").message;
+            let not_served = message_of(KindAccess::NotServed);
+            assert!(not_served.starts_with(field) && not_served.contains("does not serve"), "{not_served}");
+            let not_allowed = message_of(KindAccess::NotAllowed);
             assert!(not_allowed.contains(&format!("set {right} of the chart")), "{not_allowed}");
         }
         for plain in [
@@ -166,12 +174,12 @@ mod tests {
             claiming("rdma", json!({ "mode": "SrIov", "resourceName": "example.com/vf" })),
             claiming("deviceAccess", json!({ "mode": "Privileged" })),
         ] {
-            assert_eq!((unsupported(&plain), missing(&plain, &all(Access::NotServed))), (None, None));
+            assert_eq!((unsupported(&plain), missing(&plain, &all(KindAccess::NotServed))), (None, None));
         }
     }
 
     #[test]
-    fn a_managed_etcd_does_not_change_its_size_under_itself() {
+    fn rejects_changes_of_the_size_of_a_managed_etcd() {
         let live = |replicas: u32, size: &str| -> DynamicObject {
             let spec = json!({
                 "replicas": replicas,
@@ -183,9 +191,9 @@ mod tests {
         let wanted =
             cluster(json!({ "etcd": { "managed": { "replicas": 3, "storage": { "size": "1Gi" } } } }));
         assert_eq!(etcd_change(&wanted, &live(3, "1024Mi")), None);
-        let words = |live: &DynamicObject| etcd_change(&wanted, live).expect("refused").message;
-        assert_eq!(etcd_change(&wanted, &live(0, "1Gi")), None, "all are replaced at once");
-        assert!(words(&live(1, "1Gi")).contains("write 1"));
-        assert!(words(&live(3, "2Gi")).contains("write 2Gi"));
+        let message_of = |live: &DynamicObject| etcd_change(&wanted, live).expect("rejected").message;
+        assert_eq!(etcd_change(&wanted, &live(0, "1Gi")), None, "all members are being replaced");
+        assert!(message_of(&live(1, "1Gi")).contains("set it to 1"));
+        assert!(message_of(&live(3, "2Gi")).contains("set it to 2Gi"));
     }
 }

@@ -1,9 +1,9 @@
-//! Whether volumes of a managed etcd can come: the storage class that they ask for is there, or one is the default.
+//! Detects why volumes of a managed etcd cannot be provisioned: the requested storage class does not exist,
+//! or there is no default class.
 //!
-//! Asked only while etcd's members are not ready, and of claims that are pending, since it is then that volumes are what they wait for: a claim
-//! that is bound needs no class any more. Claims that name no class get one as soon as one becomes the default, and those that name one
-//! are bound as soon as it is there, so children are made all the same. A volume that somebody made for the claims by hand needs no class:
-//! then they are bound.
+//! It checks only pending claims while etcd has no quorum; a bound claim needs no class. Kubernetes assigns a
+//! default class to claims without one as soon as it exists, and binds claims once their class exists, so the
+//! children are created regardless. A manually created volume binds without a class.
 
 use std::time::{Duration, Instant};
 
@@ -18,90 +18,91 @@ use tokio::sync::Mutex;
 use super::build::ETCD_CLAIM;
 use super::status::etcd_members;
 use crate::context::Context;
-use crate::in_use;
+use crate::deletion_guard;
 use crate::names::ClusterNames;
 
-/// How long a look holds: all clusters that wait share it.
-const STAYS: Duration = Duration::from_secs(4);
+/// Age up to which all waiting clusters share a cached list of classes.
+const CACHE_TTL: Duration = Duration::from_secs(4);
 
-/// Annotations that make a class the default one; the second is Kubernetes' older name of it.
+/// Annotations that mark the default class: the current one and the older beta one.
 const IS_DEFAULT: [&str; 2] =
     ["storageclass.kubernetes.io/is-default-class", "storageclass.beta.kubernetes.io/is-default-class"];
 
 /// Phase of a claim that has no volume.
 const PENDING: &str = "Pending";
 
-/// So many classes are named, at the most.
+/// Maximum number of classes in a message.
 const NAMES_MAX: usize = 5;
 
-/// A storage class.
+/// Name of a storage class, and whether it is the default.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Class {
+pub struct ClassInfo {
     name: String,
     is_default: bool,
 }
 
-/// All of them. `None`: they cannot be looked at.
-type Classes = Option<Vec<Class>>;
+/// All storage classes; `None` if they cannot be listed.
+type Classes = Option<Vec<ClassInfo>>;
 
-/// The last look at classes.
+/// Cache of the storage classes.
 #[derive(Debug, Default)]
-pub struct ClassLooks {
+pub struct StorageClassCache {
     last: Mutex<Option<(Instant, Classes)>>,
 }
 
-impl ClassLooks {
-    /// What keeps volumes of a cluster's etcd from coming, in words. `None`: nothing does, nobody waits for them, or nobody can say.
-    pub async fn missing(
+impl StorageClassCache {
+    /// Describes why volumes of a cluster's etcd cannot be provisioned. Returns `None` if there is no such
+    /// reason, etcd does not wait for volumes, or the API does not permit the check.
+    pub async fn problem(
         &self,
         cluster: &KVCacheCluster,
         etcd: Option<&DynamicObject>,
         context: &Context,
     ) -> Option<String> {
-        // Claims are made by the controller of its StatefulSet; a cluster that is refused may have none.
-        if etcd.is_none() || !wait(cluster, etcd) {
+        // The StatefulSet controller creates the claims; a rejected cluster may have no StatefulSet.
+        if etcd.is_none() || !may_be_missing(cluster, etcd) {
             return None;
         }
         let pending = pending(cluster, &context.client).await?;
         let class = pending.spec.and_then(|spec| spec.storage_class_name);
-        lacks(class.as_deref(), &self.look(&context.client).await?)
+        missing_class(class.as_deref(), &self.classes(&context.client).await?)
     }
 
-    async fn look(&self, client: &Client) -> Classes {
+    async fn classes(&self, client: &Client) -> Classes {
         let mut last = self.last.lock().await;
-        if let Some((when, look)) = &*last
-            && when.elapsed() < STAYS
+        if let Some((at, classes)) = &*last
+            && at.elapsed() < CACHE_TTL
         {
-            return look.clone();
+            return classes.clone();
         }
         let api: Api<StorageClass> = Api::all(client.clone());
         let listed = api.list_metadata(&ListParams::default()).await;
-        let look = match listed {
+        let classes = match listed {
             Ok(found) => Some(found.items.iter().map(class).collect()),
             Err(error) => {
-                // The chart of an older version gives no right to it.
-                tracing::debug!(%error, "storage classes cannot be looked at");
+                // The chart of an older version does not grant this permission.
+                tracing::debug!(%error, "cannot list storage classes");
                 None
             }
         };
-        *last = Some((Instant::now(), look.clone()));
-        look
+        *last = Some((Instant::now(), classes.clone()));
+        classes
     }
 }
 
-/// Whether volumes of a cluster's etcd may be what it waits for. Not of one that is left as it is.
-pub(super) fn wait(cluster: &KVCacheCluster, etcd: Option<&DynamicObject>) -> bool {
-    let is_kept = in_use::is_kept(cluster) && !cluster.spec.paused;
-    is_kept && cluster.spec.etcd.mode == EtcdMode::Managed && !etcd_members(cluster, etcd).answer()
+/// Whether a cluster may be waiting for etcd's volumes. False if the operator does not change the cluster.
+pub(super) fn may_be_missing(cluster: &KVCacheCluster, etcd: Option<&DynamicObject>) -> bool {
+    let is_managed = deletion_guard::keeps_children(cluster) && !cluster.spec.paused;
+    is_managed && cluster.spec.etcd.mode == EtcdMode::Managed && !etcd_members(cluster, etcd).answer()
 }
 
-/// The first claim of a cluster's etcd that is not bound, if there is one, and somebody can say.
+/// Returns the first pending claim of a cluster's etcd, if there is one and claims can be read.
 async fn pending(cluster: &KVCacheCluster, client: &Client) -> Option<PersistentVolumeClaim> {
     let names = ClusterNames::of(cluster);
     let replicas = cluster.spec.etcd.managed.clone().unwrap_or_default().replicas;
     let api: Api<PersistentVolumeClaim> = Api::namespaced(client.clone(), &names.namespace);
     for member in 0..replicas {
-        // As the controller of StatefulSets names them.
+        // The name that the StatefulSet controller gives to the claim.
         let name = format!("{ETCD_CLAIM}-{}-{member}", names.etcd());
         match api.get_opt(&name).await {
             Ok(found) => {
@@ -113,8 +114,8 @@ async fn pending(cluster: &KVCacheCluster, client: &Client) -> Option<Persistent
                 }
             }
             Err(error) => {
-                // The chart of an older version gives no right to it.
-                tracing::debug!(%error, claim = name, "a volume claim of etcd cannot be looked at");
+                // The chart of an older version does not grant this permission.
+                tracing::debug!(%error, claim = name, "cannot read a volume claim of etcd");
                 return None;
             }
         }
@@ -122,27 +123,28 @@ async fn pending(cluster: &KVCacheCluster, client: &Client) -> Option<Persistent
     None
 }
 
-fn class(found: &impl ResourceExt) -> Class {
-    let says_so = |key: &&str| found.annotations().get(*key).is_some_and(|value| value == "true");
-    Class { name: found.name_any(), is_default: IS_DEFAULT.iter().any(says_so) }
+fn class(found: &impl ResourceExt) -> ClassInfo {
+    let is_set = |key: &&str| found.annotations().get(*key).is_some_and(|value| value == "true");
+    ClassInfo { name: found.name_any(), is_default: IS_DEFAULT.iter().any(is_set) }
 }
 
-/// What is wrong with the wanted class among those that there are, and what to do.
-fn lacks(wanted: Option<&str>, classes: &[Class]) -> Option<String> {
+/// Describes why the requested class is unavailable, and the remedy.
+fn missing_class(wanted: Option<&str>, classes: &[ClassInfo]) -> Option<String> {
     let have = match classes {
-        [] => "there is none at all".to_owned(),
+        [] => "there are no StorageClasses".to_owned(),
         some => {
             let names: Vec<&str> = some.iter().take(NAMES_MAX).map(|class| class.name.as_str()).collect();
-            format!("there are {}", names.join(", "))
+            format!("existing: {}", names.join(", "))
         }
     };
     match wanted {
         Some(name) if !classes.iter().any(|class| class.name == name) => Some(format!(
-            "etcd's volume claims ask for StorageClass {name}, and there is none of this name ({have}), so they stay pending: make that StorageClass, or make the KVCacheCluster anew with another one, since it cannot be changed"
+            "etcd's volume claims are pending because StorageClass {name} does not exist ({have}): create it, or re-create the \
+             KVCacheCluster with another class, since the field is immutable"
         )),
         None if !classes.iter().any(|class| class.is_default) => Some(format!(
-            "no StorageClass is the default one ({have}), so etcd's volume claims stay pending: annotate one with {}: \"true\", or \
-             make the KVCacheCluster anew with etcd.managed.storage.storageClassName, which cannot be set afterwards",
+            "etcd's volume claims are pending because there is no default StorageClass ({have}): annotate one with {}: \"true\", or \
+             re-create the KVCacheCluster with etcd.managed.storage.storageClassName, which cannot be set later",
             IS_DEFAULT[0]
         )),
         _ => None,
@@ -155,28 +157,28 @@ mod tests {
 
     use super::*;
 
-    fn named(name: &str, is_default: bool) -> Class {
-        Class { name: name.to_owned(), is_default }
+    fn named(name: &str, is_default: bool) -> ClassInfo {
+        ClassInfo { name: name.to_owned(), is_default }
     }
 
     #[test]
-    fn a_class_that_is_not_there_is_lacking_and_the_others_are_named() {
-        let said = lacks(Some("fast"), &[named("slow", true)]).expect("it is not there");
-        assert!(said.contains("StorageClass fast") && said.contains("there are slow"), "{said}");
-        assert_eq!(lacks(Some("fast"), &[named("slow", true), named("fast", false)]), None);
+    fn reports_missing_class_and_names_existing_ones() {
+        let problem = missing_class(Some("fast"), &[named("slow", true)]).expect("a problem");
+        assert!(problem.contains("StorageClass fast") && problem.contains("existing: slow"), "{problem}");
+        assert_eq!(missing_class(Some("fast"), &[named("slow", true), named("fast", false)]), None);
     }
 
     #[test]
-    fn without_a_name_one_must_be_the_default() {
-        let said = lacks(None, &[named("slow", false)]).expect("none is");
-        assert!(said.contains("is-default-class: \"true\"") && said.contains("slow"), "{said}");
-        assert!(lacks(None, &[]).expect("there is none").contains("none at all"));
-        assert_eq!(lacks(None, &[named("slow", false), named("fast", true)]), None);
+    fn claims_without_a_class_need_a_default_one() {
+        let problem = missing_class(None, &[named("slow", false)]).expect("a problem");
+        assert!(problem.contains("is-default-class: \"true\"") && problem.contains("slow"), "{problem}");
+        assert!(missing_class(None, &[]).expect("a problem").contains("there are no StorageClasses"));
+        assert_eq!(missing_class(None, &[named("slow", false), named("fast", true)]), None);
     }
 
     #[test]
-    fn the_default_class_is_known_by_either_annotation_and_by_true_alone() {
-        let of = |key: &str, value: &str| -> Class {
+    fn recognizes_default_class_by_either_annotation_with_value_true() {
+        let of = |key: &str, value: &str| -> ClassInfo {
             let object = json!({
                 "provisioner": "x", "metadata": { "name": "s", "annotations": { key: value } },
             });

@@ -1,9 +1,11 @@
-//! Nodes on which there may be something of a tenant that may have nothing any more.
+//! Nodes that may still hold blocks of a tenant whose budget is zero.
 //!
-//! The member that has the tenant's ledger knows it; all are asked at once. A node holds nothing when it has said so under its order of
-//! nothing. Who is silent, has not registered or does not know the order yet may hold something: its blocks come back with it.
+//! The member with the tenant's ledger knows them; all members are queried concurrently. A node holds nothing
+//! if it has reported so after it received the zero quota. A node that is silent, has not registered, or has
+//! not received the quota may hold blocks, and they become available when it returns.
 //!
-//! While nobody calls since a call was not answered, nobody asks for this either, and one for this that is not answered counts among them.
+//! Calls share the backoff of [`ControlPlanes`]: during a backoff none are made, and a failed call starts
+//! one.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -17,105 +19,107 @@ use reprise_proto::controlplane::{
 };
 use tonic::transport::Channel;
 
-use super::{ControlPlanes, Unmet, channel, result, within};
+use super::{CallError, ControlPlanes, channel, result, with_timeout};
 use crate::metrics::{Call, Metrics};
 use crate::names::ClusterNames;
 
-/// Nodes that are named at the most: a condition is for people.
+/// Maximum number of nodes in a message.
 const NAMED_MAX: usize = 8;
 
-/// For each member, of the time that all of it may take.
-const MEMBER_PATIENCE: Duration = Duration::from_secs(1);
+/// Timeout per member, within the timeout of the whole call.
+const MEMBER_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// What members say.
-struct Said {
+/// Reports of the members.
+struct MemberReports {
     nodes: Vec<NodeInfo>,
-    /// What the member that counts it has counted; if none has said it, the members that said nothing at all.
+    /// The ledger of the member that has it; otherwise the members that did not respond.
     ledger: Result<Vec<TenantShare>, Vec<String>>,
 }
 
 impl ControlPlanes {
-    /// Which nodes may hold something of a tenant whose budget is nothing, and why, in words; `None` when none does. Those that are
-    /// expected, and those that are registered.
+    /// Describes the expected and registered nodes that may hold blocks of a tenant whose budget is zero;
+    /// otherwise `None`.
     ///
     /// # Errors
-    /// [`Unmet`].
+    /// [`CallError`].
+    /// [`CallError`].
     pub async fn holders(
         &self,
         cluster: &ClusterNames,
         tenant: &str,
         expected: &[String],
         metrics: &Metrics,
-    ) -> Result<Option<String>, Unmet> {
-        if let Some(unmet) = self.silence(cluster).await {
-            return Err(unmet);
+    ) -> Result<Option<String>, CallError> {
+        if let Some(error) = self.backoff_error(cluster).await {
+            return Err(error);
         }
-        let asked = within(ask(&self.address(cluster), tenant)).await;
-        metrics.called(Call::List, result(&asked));
-        if asked.is_err() {
-            self.note(cluster, &asked, |_| {}).await;
+        let response = with_timeout(query_members(&self.address(cluster), tenant)).await;
+        metrics.record_call(Call::List, result(&response));
+        if response.is_err() {
+            self.update_cache(cluster, &response, |_| {}).await;
         }
-        let Said { nodes, ledger } = asked?;
+        let MemberReports { nodes, ledger } = response?;
         Ok(match ledger {
-            Ok(shares) => in_words(&holders(expected, &nodes, &shares)),
-            Err(silent) => Some(uncounted(&silent)),
+            Ok(shares) => join(&holders(expected, &nodes, &shares)),
+            Err(silent) => Some(describe_uncounted(&silent)),
         })
     }
 }
 
-async fn ask(address: &str, tenant: &str) -> Result<Said, Unmet> {
+async fn query_members(address: &str, tenant: &str) -> Result<MemberReports, CallError> {
     let first = channel(address).await?;
     let mut membership = MembershipClient::new(first.clone());
     let nodes = membership.list_nodes(ListNodesRequest {}).await?.into_inner().nodes;
     let members = membership.list_members(ListMembersRequest {}).await?.into_inner();
     let answering = &members.answering;
-    let asked = join_all(members.members.iter().map(|member| {
-        // The one that answers is reached where it has answered.
+    let answers = join_all(members.members.iter().map(|member| {
+        // Reuse the connection to the member that answered.
         let known = (member.name == *answering).then(|| first.clone());
-        ask_for_ledger(member, known, tenant)
+        query_ledger(member, known, tenant)
     }));
     let (mut ledger, mut silent) = (None, Vec::new());
-    for (member, said) in members.members.iter().zip(asked.await) {
-        match said {
+    for (member, answer) in members.members.iter().zip(answers.await) {
+        match answer {
             Ok(shares) => ledger = ledger.or(shares),
             Err(_) => silent.push(member.name.clone()),
         }
     }
-    Ok(Said { nodes, ledger: ledger.ok_or(silent) })
+    Ok(MemberReports { nodes, ledger: ledger.ok_or(silent) })
 }
 
-/// What nodes hold, of the member that counts it; `None` when that is another one. Who hangs keeps nobody else from being heard.
-async fn ask_for_ledger(
+/// Returns the ledger entries of a tenant; `None` if another member has the ledger. A hanging member does not
+/// delay the others beyond its timeout.
+async fn query_ledger(
     member: &MemberInfo,
     known: Option<Channel>,
     tenant: &str,
-) -> Result<Option<Vec<TenantShare>>, Unmet> {
-    let listed = tokio::time::timeout(MEMBER_PATIENCE, async {
+) -> Result<Option<Vec<TenantShare>>, CallError> {
+    let listed = tokio::time::timeout(MEMBER_TIMEOUT, async {
         let reached = match known {
             Some(reached) => reached,
             None => channel(&member.address).await?,
         };
         let listed = PlacementClient::new(reached).list_tenants(ListTenantsRequest {}).await?;
-        Ok::<_, Unmet>(listed.into_inner())
+        Ok::<_, CallError>(listed.into_inner())
     });
-    let late = |_| Unmet::Absent(format!("no answer within {MEMBER_PATIENCE:?}"));
+    let timeout = |_| CallError::Unavailable(format!("no response within {MEMBER_TIMEOUT:?}"));
     let of_tenant =
-        listed.await.map_err(late)??.tenants.into_iter().find(|state| {
+        listed.await.map_err(timeout)??.tenants.into_iter().find(|state| {
             state.ledger_here && state.tenant.as_ref().is_some_and(|known| known.name == tenant)
         });
     Ok(of_tenant.map(|state| state.shares))
 }
 
-/// Why nobody can tell what nodes hold.
-fn uncounted(silent: &[String]) -> String {
-    let nobody = "no member has counted yet what nodes hold";
+/// Describes why the holdings of nodes are unknown.
+fn describe_uncounted(silent: &[String]) -> String {
+    let unknown = "no member has a complete ledger of the nodes' holdings yet";
     if silent.is_empty() {
-        return nobody.to_owned();
+        return unknown.to_owned();
     }
-    format!("{nobody}, and these cannot be reached from here: {}", silent.join(", "))
+    format!("{unknown}, and these members cannot be reached: {}", silent.join(", "))
 }
 
-/// Who may hold something, and why, by name.
+/// Describes the nodes that may hold blocks, sorted by name.
 fn holders(expected: &[String], nodes: &[NodeInfo], shares: &[TenantShare]) -> Vec<String> {
     let shares: BTreeMap<u32, &TenantShare> = shares.iter().map(|share| (share.node, share)).collect();
     let known: BTreeMap<&str, &NodeInfo> = nodes.iter().map(|node| (node.name.as_str(), node)).collect();
@@ -125,13 +129,13 @@ fn holders(expected: &[String], nodes: &[NodeInfo], shares: &[TenantShare]) -> V
         let follows = |share: &&&TenantShare| share.follows && is_nothing(share.granted.as_ref());
         match shares.get(&node.node).filter(follows) {
             Some(share) if is_nothing(share.used.as_ref()) => None,
-            _ if !node.alive => Some(format!("is away (reprise forget {name}, if it does not come back)")),
+            _ if !node.alive => Some(format!("is absent (run reprise forget {name} if it does not return)")),
             Some(share) => {
                 let (dram, ssd) = share.used.as_ref().map_or((0, 0), |used| (used.dram, used.nvme));
                 let (dram, ssd) = (Quantity::of_bytes(dram), Quantity::of_bytes(ssd));
-                Some(format!("holds {dram} of memory and {ssd} of devices"))
+                Some(format!("holds {dram} of memory and {ssd} on devices"))
             }
-            None => Some("has not said yet what it holds".to_owned()),
+            None => Some("has not reported its holdings yet".to_owned()),
         }
     };
     names.into_iter().filter_map(|name| why(name).map(|why| format!("{name} {why}"))).collect()
@@ -141,7 +145,7 @@ fn is_nothing(bytes: Option<&Bytes>) -> bool {
     bytes.is_none_or(|bytes| *bytes == Bytes::default())
 }
 
-fn in_words(holders: &[String]) -> Option<String> {
+fn join(holders: &[String]) -> Option<String> {
     if holders.is_empty() {
         return None;
     }
@@ -166,45 +170,48 @@ mod tests {
     }
 
     #[test]
-    fn a_node_holds_nothing_when_it_has_said_so_under_an_order_of_nothing() {
+    fn node_holds_nothing_once_it_reported_so_under_a_zero_quota() {
         let nodes = [node(1, true), node(2, true)];
         let empty = [share(1, 0, 0), share(2, 0, 0)];
         assert_eq!(holders(&["n1".to_owned()], &nodes, &empty), Vec::<String>::new());
-        // It died afterwards, and has nothing that could come back.
+        // It died afterwards, and has no blocks that could return.
         assert_eq!(holders(&[], &[node(1, false)], &empty), Vec::<String>::new());
-        for (shares, words) in [
-            (vec![share(1, 0, 0)], "n2 has not said yet"),
-            (vec![share(1, 0, 0), share(2, 0, 4096)], "n2 holds 0 of memory and 4Ki of devices"),
-            (vec![share(1, 0, 0), share(2, 4096, 0)], "n2 has not said yet"),
-            (vec![share(1, 0, 0), TenantShare { follows: false, ..share(2, 0, 0) }], "n2 has not said yet"),
+        for (shares, message) in [
+            (vec![share(1, 0, 0)], "n2 has not reported"),
+            (vec![share(1, 0, 0), share(2, 0, 4096)], "n2 holds 0 of memory and 4Ki on devices"),
+            (vec![share(1, 0, 0), share(2, 4096, 0)], "n2 has not reported"),
+            (vec![share(1, 0, 0), TenantShare { follows: false, ..share(2, 0, 0) }], "n2 has not reported"),
         ] {
             let found = holders(&[], &nodes, &shares);
-            assert!(found.len() == 1 && found[0].starts_with(words), "{found:?}");
+            assert!(found.len() == 1 && found[0].starts_with(message), "{found:?}");
         }
     }
 
     #[test]
-    fn who_is_away_or_has_never_come_is_waited_for() {
+    fn waits_for_absent_and_unregistered_nodes() {
         let found = holders(
             &["n1".to_owned(), "n3".to_owned()],
             &[node(1, true), node(2, false)],
             &[share(1, 0, 0), share(2, 0, 4096)],
         );
         assert_eq!(found.len(), 2, "{found:?}");
-        assert!(found[0].starts_with("n2 is away") && found[1] == "n3 has not registered", "{found:?}");
+        assert!(found[0].starts_with("n2 is absent") && found[1] == "n3 has not registered", "{found:?}");
     }
 
     #[test]
-    fn members_that_do_not_answer_are_named_where_nobody_has_counted() {
-        assert!(!uncounted(&[]).contains("reached"));
-        assert!(uncounted(&["m-0".to_owned(), "m-1".to_owned()]).ends_with("from here: m-0, m-1"));
+    fn names_unresponsive_members_if_there_is_no_ledger() {
+        assert!(!describe_uncounted(&[]).contains("reached"));
+        assert!(describe_uncounted(&["m-0".to_owned(), "m-1".to_owned()]).ends_with("be reached: m-0, m-1"));
     }
 
     #[test]
-    fn of_many_some_are_named() {
-        assert_eq!(in_words(&[]), None);
-        let all: Vec<String> = (0..10).map(|number| format!("n{number} is away")).collect();
-        let words = in_words(&all).expect("there are some");
-        assert!(words.starts_with("n0 is away; ") && words.ends_with("; and 2 more nodes"), "{words}");
+    fn lists_only_the_first_nodes() {
+        assert_eq!(join(&[]), None);
+        let all: Vec<String> = (0..10).map(|number| format!("n{number} is absent")).collect();
+        let message = join(&all).expect("a message");
+        assert!(
+            message.starts_with("n0 is absent; ") && message.ends_with("; and 2 more nodes"),
+            "{message}"
+        );
     }
 }

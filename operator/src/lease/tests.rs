@@ -1,110 +1,113 @@
-//! The lease against a scripted API server: taken, renewed, lost.
+//! The election against a test API server: acquiring, renewing and losing the lease.
 
 use serde_json::{Value, json};
 
 use super::*;
-use crate::scripted::{Answer, refusal, serve};
+use crate::test_api_server::{CannedResponse, error_response, serve};
 
-/// So that a test takes less than a second; as [`Pace::OURS`] in proportion.
-const FAST: Pace = Pace {
-    lasts: Duration::from_millis(750),
-    renews: Duration::from_millis(60),
-    retries: Duration::from_millis(20),
-    answers: Duration::from_millis(150),
-    gives_up: Duration::from_millis(500),
+/// [`Timing::DEFAULT`] scaled down, so that a test takes less than a second.
+const FAST: Timing = Timing {
+    lease_duration: Duration::from_millis(750),
+    renew_interval: Duration::from_millis(60),
+    retry_interval: Duration::from_millis(20),
+    attempt_timeout: Duration::from_millis(150),
+    renew_deadline: Duration::from_millis(500),
 };
-/// Far more than anything here takes.
+/// Far longer than any step of these tests.
 const WITHIN: Duration = Duration::from_secs(20);
 
-fn lease(holder: Option<&str>) -> Answer {
+fn lease(holder: Option<&str>) -> CannedResponse {
     let metadata = json!({ "name": NAME, "namespace": "n", "resourceVersion": "1" });
     let spec = json!({ "holderIdentity": holder, "leaseTransitions": 1 });
-    Answer::Is(
+    CannedResponse::Json(
         200,
         json!({ "apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata, "spec": spec }),
     )
 }
 
-fn outdated() -> Answer {
-    refusal(409, &json!([]))
+fn outdated() -> CannedResponse {
+    error_response(409, &json!([]))
 }
 
-async fn election(answers: Vec<Answer>) -> (Election, crate::scripted::Script) {
-    let (client, script) = serve(answers).await;
+async fn election(answers: Vec<CannedResponse>) -> (Election, crate::test_api_server::RequestLog) {
+    let (client, server) = serve(answers).await;
     let mut election = Election::new(Api::namespaced(client, "n"), "us", None);
-    election.pace = FAST;
-    (election, script)
+    election.timing = FAST;
+    (election, server)
 }
 
-/// Holds the lease since now.
-async fn holding(answers: Vec<Answer>) -> (Election, crate::scripted::Script) {
-    let (mut election, script) = election(answers).await;
+/// An election that holds the lease from now on.
+async fn holding(answers: Vec<CannedResponse>) -> (Election, crate::test_api_server::RequestLog) {
+    let (mut election, server) = election(answers).await;
     election.renewed = Some(Instant::now());
-    (election, script)
+    (election, server)
 }
 
 #[test]
-fn a_holder_gives_up_before_others_take_over_and_tries_twice_before() {
-    let pace = Pace::OURS;
-    assert!(pace.gives_up + pace.renews < pace.lasts);
-    assert!(pace.renews + pace.answers + pace.retries + pace.answers <= pace.gives_up);
+fn holder_gives_up_before_others_take_over_and_after_two_attempts() {
+    let timing = Timing::DEFAULT;
+    assert!(timing.renew_deadline + timing.renew_interval < timing.lease_duration);
+    assert!(
+        timing.renew_interval + timing.attempt_timeout + timing.retry_interval + timing.attempt_timeout
+            <= timing.renew_deadline
+    );
 }
 
 #[tokio::test]
-async fn a_renewal_that_is_refused_as_outdated_is_read_again_and_the_lease_kept() {
-    // Read, refused, read: still ours, renewed. Then somebody else's.
+async fn retries_renewal_that_was_rejected_as_outdated_and_keeps_the_lease() {
+    // Read, rejected, read: still held, renewed. Then another replica holds it.
     let answers =
         vec![lease(Some("us")), outdated(), lease(Some("us")), lease(Some("us")), lease(Some("them"))];
-    let (mut election, script) = holding(answers).await;
-    tokio::time::timeout(WITHIN, election.lost()).await.expect("it is lost at last");
-    assert_eq!(script.methods(), ["GET", "PUT", "GET", "PUT", "GET"]);
+    let (mut election, server) = holding(answers).await;
+    tokio::time::timeout(WITHIN, election.renew_until_lost()).await.expect("lost in the end");
+    assert_eq!(server.methods(), ["GET", "PUT", "GET", "PUT", "GET"]);
 }
 
 #[tokio::test]
-async fn one_that_is_refused_for_ever_is_lost_in_time_and_not_at_once() {
+async fn loses_lease_at_the_deadline_if_all_renewals_are_rejected() {
     let answers = (0..500).flat_map(|_| [lease(Some("us")), outdated()]).collect();
-    let (mut election, script) = holding(answers).await;
-    let begun = election.renewed.expect("it is held");
-    tokio::time::timeout(WITHIN, election.lost()).await.expect("it is lost");
-    assert!(begun.elapsed() >= FAST.gives_up);
-    assert!(script.asked().len() > 2 * TRIES_MAX, "{:?}", script.methods());
+    let (mut election, server) = holding(answers).await;
+    let begun = election.renewed.expect("held");
+    tokio::time::timeout(WITHIN, election.renew_until_lost()).await.expect("lost");
+    assert!(begun.elapsed() >= FAST.renew_deadline);
+    assert!(server.requests().len() > 2 * TRIES_MAX, "{:?}", server.methods());
 }
 
 #[tokio::test]
-async fn a_server_that_does_not_answer_ends_a_holder_in_time() {
-    let (mut election, script) = holding(vec![Answer::Never]).await;
-    let begun = election.renewed.expect("it is held");
-    tokio::time::timeout(WITHIN, election.lost()).await.expect("it is lost");
-    assert!(begun.elapsed() >= FAST.gives_up);
-    assert!(script.asked().len() >= 2, "each attempt has a bound of its own");
+async fn loses_lease_at_the_deadline_if_the_server_does_not_answer() {
+    let (mut election, server) = holding(vec![CannedResponse::Hang]).await;
+    let begun = election.renewed.expect("held");
+    tokio::time::timeout(WITHIN, election.renew_until_lost()).await.expect("lost");
+    assert!(begun.elapsed() >= FAST.renew_deadline);
+    assert!(server.requests().len() >= 2, "each attempt has its own timeout");
 }
 
 #[tokio::test]
-async fn who_waits_for_a_server_that_does_not_answer_asks_again() {
-    // The first question is never answered; then the lease is free.
-    let (mut election, script) = election(vec![Answer::Never, lease(None)]).await;
+async fn waiting_replica_retries_if_the_server_does_not_answer() {
+    // The first request is never answered; then the lease is free.
+    let (mut election, server) = election(vec![CannedResponse::Hang, lease(None)]).await;
     let begun = Instant::now();
-    tokio::time::timeout(WITHIN, election.won()).await.expect("it is won");
-    assert_eq!(script.methods(), ["GET", "GET", "PUT"]);
-    assert!(begun.elapsed() >= FAST.answers);
-    // Counted from before the request that took it, so never later than others count.
-    assert!(election.renewed.expect("it is held") >= begun + FAST.answers);
+    tokio::time::timeout(WITHIN, election.acquire()).await.expect("acquired");
+    assert_eq!(server.methods(), ["GET", "GET", "PUT"]);
+    assert!(begun.elapsed() >= FAST.attempt_timeout);
+    // Counts from before the acquire request, so this replica never holds it longer than others assume.
+    assert!(election.renewed.expect("held") >= begun + FAST.attempt_timeout);
 }
 
 #[tokio::test]
-async fn of_two_that_make_the_lease_at_once_the_second_one_looks_whose_it_is() {
-    let absent = refusal(404, &json!([]));
+async fn second_of_two_creators_reads_the_lease_again() {
+    let absent = error_response(404, &json!([]));
     let answers = vec![absent, outdated(), lease(Some("them")), lease(None)];
-    let (mut election, script) = election(answers).await;
-    tokio::time::timeout(WITHIN, election.won()).await.expect("it is won");
-    assert_eq!(script.methods(), ["GET", "POST", "GET", "GET", "PUT"]);
+    let (mut election, server) = election(answers).await;
+    tokio::time::timeout(WITHIN, election.acquire()).await.expect("acquired");
+    assert_eq!(server.methods(), ["GET", "POST", "GET", "GET", "PUT"]);
 }
 
 #[tokio::test]
-async fn a_holder_that_finds_the_lease_given_up_by_another_has_lost_it() {
-    let (mut election, script) = holding(vec![lease(None)]).await;
-    tokio::time::timeout(WITHIN, election.lost()).await.expect("it is lost");
-    assert_eq!(script.methods(), ["GET"]);
-    let taken: Vec<Value> = script.asked().into_iter().map(|asked| asked.body).collect();
-    assert_eq!(taken, [Value::Null]);
+async fn holder_that_finds_the_lease_free_has_lost_it() {
+    let (mut election, server) = holding(vec![lease(None)]).await;
+    tokio::time::timeout(WITHIN, election.renew_until_lost()).await.expect("lost");
+    assert_eq!(server.methods(), ["GET"]);
+    let bodies: Vec<Value> = server.requests().into_iter().map(|request| request.body).collect();
+    assert_eq!(bodies, [Value::Null]);
 }

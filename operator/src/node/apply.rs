@@ -1,9 +1,10 @@
-//! Writes a `CacheNode`, if it is not as it is wanted.
+//! Applies a `CacheNode` if it differs from the desired state.
 //!
-//! One that somebody else has made is left: the node's agent works by it already, with devices that its author named, and to put another spec in its
-//! place would let go of these. So that is said, on it and on the cluster, until it is removed. The agent goes on meanwhile, and after that with the
-//! operator's. The label tells whose it is, and where that was removed, the manager of its fields. Both are in the store, so every reconciler derives it
-//! from the object.
+//! A `CacheNode` that another component created is not changed. The node's agent already uses it, with
+//! devices that its author listed; another spec would release them. The conflict is reported on it and on the
+//! cluster until it is deleted. The agent continues meanwhile, and afterwards uses the operator's
+//! `CacheNode`. The label identifies the operator's objects; if it was removed, the field manager does. Both
+//! are in the store, so all reconcilers agree.
 
 use std::time::Instant;
 
@@ -14,95 +15,104 @@ use reprise_crds::status::{ConditionType, Finding, Reason};
 use reprise_crds::{CacheNode, CacheNodeSpec, GROUP, OPERATOR_FIELD_MANAGER, VERSION};
 use serde_json::{Value, json};
 
-use super::build::Wanted;
-use super::dereference::Found;
-use crate::conflict::{self, Part, Removed};
+use super::build::DesiredCacheNode;
+use super::dereference::NodeInputs;
 use crate::context::Context;
 use crate::digest;
 use crate::error::OperatorError;
+use crate::field_ownership::conflict::{self, DeleteOutcome, Part};
+use crate::field_ownership::extra_fields;
+use crate::field_ownership::restore::{self, ForeignWrite, OwnedWrite, WriteOutcome};
 use crate::metrics::Write;
 use crate::names::{MANAGED_BY, OPERATOR};
-use crate::put_back::{self, Ours, Outcome, Taken};
-use crate::status::{PutBack, tell, tell_put_back};
-use crate::surplus;
+use crate::status::{RestoredFields, publish_event, report_restored};
 use crate::watch::is_by_operator;
 
-/// By which a node is known in [`crate::put_back`].
+/// Key of a node in [`crate::field_ownership::restore`].
 pub(crate) fn key(node: &str) -> String {
     format!("CacheNode//{node}")
 }
 
-/// What to say of one that somebody else has made.
-pub(crate) fn not_ours(node: &str) -> String {
+/// Message about a `CacheNode` that another component created.
+pub(crate) fn foreign_message(node: &str) -> String {
     format!(
-        "CacheNode {node} was not made by the operator, which leaves it, and the node's agent works by it: remove it (kubectl delete cachenode \
-         {node}), and the operator makes its own"
+        "CacheNode {node} was created by another component. The node's agent uses it, so the operator does not change it: \
+         delete it (kubectl delete cachenode {node}), and the operator creates its own"
     )
 }
 
-/// Makes it what is wanted. The spec is ours alone: what somebody else writes there is put back.
+/// Applies the desired state. The spec belongs to the operator alone: changes by other writers are reverted.
 ///
 /// # Errors
-/// The API server did not take it.
+/// The API server rejected the write.
 pub async fn apply(
     node: &Node,
-    found: &Found,
-    wanted: Wanted,
+    inputs: &NodeInputs,
+    desired: DesiredCacheNode,
     context: &Context,
 ) -> Result<(), OperatorError> {
-    let live = found.live.as_deref();
+    let live = inputs.live.as_deref();
     if live.is_none_or(is_ours) {
-        context.disputes.take(&key(&node.name_any()));
+        context.other_writers.clear_foreign(&key(&node.name_any()));
     }
-    match (wanted, live) {
-        (Wanted::Unchanged, _) | (Wanted::Nothing, None) => Ok(()),
-        (Wanted::Nothing, Some(live)) => remove(live, context).await,
-        (Wanted::Spec(spec) | Wanted::Queues(spec) | Wanted::Leaves(spec), None) => {
-            write(node, &spec, None, context).await
-        }
-        (Wanted::Spec(_) | Wanted::Queues(_) | Wanted::Leaves(_), Some(live))
-            if live.metadata.deletion_timestamp.is_some() =>
-        {
+    match (desired, live) {
+        (DesiredCacheNode::Unchanged, _) | (DesiredCacheNode::Absent, None) => Ok(()),
+        (DesiredCacheNode::Absent, Some(live)) => delete(live, context).await,
+        (
+            DesiredCacheNode::Spec(spec)
+            | DesiredCacheNode::QueuesOnly(spec)
+            | DesiredCacheNode::Releasing(spec),
+            None,
+        ) => write(node, &spec, None, context).await,
+        (
+            DesiredCacheNode::Spec(_) | DesiredCacheNode::QueuesOnly(_) | DesiredCacheNode::Releasing(_),
+            Some(live),
+        ) if live.metadata.deletion_timestamp.is_some() => Ok(()),
+        (
+            DesiredCacheNode::Spec(spec)
+            | DesiredCacheNode::QueuesOnly(spec)
+            | DesiredCacheNode::Releasing(spec),
+            Some(live),
+        ) if is_up_to_date(live, node, &spec) => Ok(()),
+        (
+            DesiredCacheNode::Spec(_) | DesiredCacheNode::QueuesOnly(_) | DesiredCacheNode::Releasing(_),
+            Some(live),
+        ) if is_foreign(live) => {
+            report_foreign(live, context).await;
             Ok(())
         }
-        (Wanted::Spec(spec) | Wanted::Queues(spec) | Wanted::Leaves(spec), Some(live))
-            if is_as_wanted(live, node, &spec) =>
-        {
-            Ok(())
-        }
-        (Wanted::Spec(_) | Wanted::Queues(_) | Wanted::Leaves(_), Some(live)) if is_of_other_maker(live) => {
-            leave(live, context).await;
-            Ok(())
-        }
-        (Wanted::Spec(spec) | Wanted::Queues(spec) | Wanted::Leaves(spec), Some(live)) => {
-            write(node, &spec, Some(live), context).await
-        }
+        (
+            DesiredCacheNode::Spec(spec)
+            | DesiredCacheNode::QueuesOnly(spec)
+            | DesiredCacheNode::Releasing(spec),
+            Some(live),
+        ) => write(node, &spec, Some(live), context).await,
     }
 }
 
-/// Whether another writer made it: it has neither our label nor fields of ours.
-pub(crate) fn is_of_other_maker(live: &CacheNode) -> bool {
+/// Whether another component created it: it has neither our label nor fields managed by the operator.
+pub(crate) fn is_foreign(live: &CacheNode) -> bool {
     let has_ours = live.managed_fields().iter().any(is_by_operator);
     !is_ours(live) && !has_ours
 }
 
-/// Leaves it to whoever made it, and says so once.
-async fn leave(live: &CacheNode, context: &Context) {
+/// Reports a foreign `CacheNode` once.
+async fn report_foreign(live: &CacheNode, context: &Context) {
     let name = live.name_any();
-    if context.disputes.leave(&key(&name), &live.uid().unwrap_or_default()) {
-        context.metrics.conflicted("CacheNode");
-        let finding = Finding::no(ConditionType::Accepted, Reason::Conflict, not_ours(&name));
-        tell(context, live, &finding).await;
+    if context.other_writers.mark_foreign(&key(&name), &live.uid().unwrap_or_default()) {
+        context.metrics.record_conflict("CacheNode");
+        let finding = Finding::no(ConditionType::Accepted, Reason::Conflict, foreign_message(&name));
+        publish_event(context, live, &finding).await;
     }
 }
 
-fn is_as_wanted(live: &CacheNode, node: &Node, spec: &CacheNodeSpec) -> bool {
+fn is_up_to_date(live: &CacheNode, node: &Node, spec: &CacheNodeSpec) -> bool {
     let owned = live.owner_references().iter().any(|owner| Some(&owner.uid) == node.metadata.uid.as_ref());
-    is_ours(live) && owned && in_order(live.spec.clone()) == in_order(spec.clone())
+    is_ours(live) && owned && normalized(live.spec.clone()) == normalized(spec.clone())
 }
 
-/// Lists that are sets may come back in another order.
-fn in_order(mut spec: CacheNodeSpec) -> CacheNodeSpec {
+/// Sorts lists that are sets, whose order may differ in the stored object.
+fn normalized(mut spec: CacheNodeSpec) -> CacheNodeSpec {
     spec.claims.sort_by(|a, b| a.pool.cmp(&b.pool));
     for claim in &mut spec.claims {
         claim.globs.sort();
@@ -128,51 +138,51 @@ async fn write(
         "metadata": {
             "name": name,
             "labels": { MANAGED_BY: OPERATOR },
-            // With the node it goes.
+            // The garbage collector deletes it together with the node.
             "ownerReferences": [{ "apiVersion": "v1", "kind": "Node", "name": name, "uid": node.metadata.uid }],
         },
         "spec": spec,
     });
     let (api, key) = (Api::<CacheNode>::all(context.client.clone()), key(&name));
     let params = PatchParams::apply(OPERATOR_FIELD_MANAGER);
-    let ours = Ours { api: &api, key: &key, name: &name, part: Part::Object, params, body: &body };
-    let outcome = put_back::apply(&context.disputes, &ours).await;
+    let ours = OwnedWrite { api: &api, key: &key, name: &name, part: Part::Object, params, body: &body };
+    let outcome = restore::apply(&context.other_writers, &ours).await;
     let (written, taken) = match outcome.map_err(OperatorError::api(format!("apply CacheNode {name}")))? {
-        Outcome::Written(written) => (written, None),
-        Outcome::PutBack(written, taken) => (written, Some(taken)),
-        Outcome::Waits(_) => return Ok(()),
+        WriteOutcome::Written(written) => (written, None),
+        WriteOutcome::Restored(written, taken) => (written, Some(taken)),
+        WriteOutcome::Paced(_) => return Ok(()),
     };
-    context.metrics.wrote("CacheNode", Write::Apply);
-    let without = surplus::remove(&api, &written, &body).await;
+    context.metrics.record_write("CacheNode", Write::Apply);
+    let without = extra_fields::remove(&api, &written, &body).await;
     let (written, taken) = match without.map_err(OperatorError::api(format!("trim CacheNode {name}")))? {
         None => (written, taken),
         Some((without, added)) => {
-            context.metrics.wrote("CacheNode", Write::Apply);
-            context.disputes.put_back(&key, Instant::now());
+            context.metrics.record_write("CacheNode", Write::Apply);
+            context.other_writers.record_restore(&key, Instant::now());
             (without, Some(added))
         }
     };
     let (claims, profiles, queues) = (spec.claims.len(), spec.profiles.len(), spec.queues.len());
-    tracing::info!(node = name, claims, profiles, queues, "what is wanted of the node is written");
-    let digest = digest::of(&json!(in_order(spec.clone())).to_string());
+    tracing::info!(node = name, claims, profiles, queues, "applied CacheNode");
+    let digest = digest::of(&json!(normalized(spec.clone())).to_string());
     let generation = written.metadata.generation.unwrap_or_default().to_string();
     let taken = taken.or_else(|| {
-        let fields = removed(live?, (&digest, &generation), context.remembered(&key))?;
-        let taken = Taken::removed(fields);
-        context.disputes.put_back(&key, Instant::now());
+        let fields = removed_fields(live?, (&digest, &generation), context.last_applied(&key))?;
+        let taken = ForeignWrite::removed(fields);
+        context.other_writers.record_restore(&key, Instant::now());
         Some(taken)
     });
-    context.remember(key, digest, generation);
+    context.record_applied(key, digest, generation);
     if let Some(taken) = taken {
-        let put_back = PutBack { kind: "CacheNode", what: written.object_ref(&()), taken };
-        tell_put_back(context, &written, &put_back).await;
+        let restored = RestoredFields { kind: "CacheNode", what: written.object_ref(&()), taken };
+        report_restored(context, &written, &restored).await;
     }
     Ok(())
 }
 
-/// What somebody has removed, if what was written now had been written before: label or fields of the spec. Generations tell the latter, and also that
-/// the store is only late.
-fn removed(
+/// Returns what another writer removed: the label, or fields of the spec. The latter is detected if the same
+/// content was applied before at an older generation; an equal generation only means that the store lags.
+fn removed_fields(
     live: &CacheNode,
     (digest, generation): (&str, &str),
     known: Option<(String, String)>,
@@ -183,22 +193,22 @@ fn removed(
     known.filter(|known| known.0 == digest && known.1 != generation).map(|_| "fields of spec")
 }
 
-/// Only what we made: a CacheNode that somebody wrote by hand stays.
-async fn remove(live: &CacheNode, context: &Context) -> Result<(), OperatorError> {
+/// Deletes a `CacheNode` that the operator created; others are kept.
+async fn delete(live: &CacheNode, context: &Context) -> Result<(), OperatorError> {
     if !is_ours(live) {
         return Ok(());
     }
     let api: Api<CacheNode> = Api::all(context.client.clone());
     let name = live.name_any();
-    let removed = conflict::remove(&api, live, is_ours).await;
-    if removed.map_err(OperatorError::api(format!("delete CacheNode {name}")))? == Removed::Now {
-        context.metrics.wrote("CacheNode", Write::Delete);
-        tracing::info!(node = name, "no cluster has the node any more");
+    let removed = conflict::delete(&api, live, is_ours).await;
+    if removed.map_err(OperatorError::api(format!("delete CacheNode {name}")))? == DeleteOutcome::Deleted {
+        context.metrics.record_write("CacheNode", Write::Delete);
+        tracing::info!(node = name, "deleted CacheNode: the node no longer belongs to a cluster");
     }
     Ok(())
 }
 
-/// Whether the operator has made it.
+/// Whether it has the operator's label.
 pub(super) fn is_ours(live: &CacheNode) -> bool {
     live.labels().get(MANAGED_BY).is_some_and(|by| by == OPERATOR)
 }

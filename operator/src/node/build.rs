@@ -1,4 +1,4 @@
-//! Makes the spec of a `CacheNode`. Pure.
+//! Builds the spec of a `CacheNode`. Pure.
 
 use k8s_openapi::api::core::v1::Node;
 use kube::ResourceExt;
@@ -9,48 +9,49 @@ use reprise_crds::node::{PoolClaim, QueueClaim};
 use reprise_crds::pool::DEVICES_PER_NODE_MAX;
 use reprise_crds::{CacheNode, CacheNodeSpec, KVCacheCluster, SSDPool};
 
-use super::dereference::{ClusterState, Found, Lent, cluster_of};
-use crate::in_use;
+use super::dereference::{AgentGrants, ClusterState, NodeInputs, cluster_of};
+use crate::deletion_guard;
 
-/// The file of a pool in its directory.
+/// Name of a pool's file in its directory.
 const POOL_FILE: &str = "pool";
 
-/// What is wanted of a `CacheNode`.
+/// Desired state of a `CacheNode`.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Wanted {
-    /// It is there, with this spec.
+pub enum DesiredCacheNode {
+    /// It exists with this spec.
     Spec(Box<CacheNodeSpec>),
-    /// It is as it is, but for the queue pairs that its agent keeps: its cluster may not be changed.
-    Queues(Box<CacheNodeSpec>),
-    /// Its cluster has the node no more. It is as it is, without queue pairs, until the agent has let go of them.
-    Leaves(Box<CacheNodeSpec>),
-    /// It is not there: no cluster has the node, or the agent of the one that had it is gone.
-    Nothing,
-    /// Whatever it is, it stays.
+    /// It keeps its spec except the queue pairs, because its cluster must not change.
+    QueuesOnly(Box<CacheNodeSpec>),
+    /// The node no longer belongs to its cluster. It keeps its spec without queue pairs until the agent has
+    /// released them.
+    Releasing(Box<CacheNodeSpec>),
+    /// It does not exist: the node belongs to no cluster, or the agent of its former cluster is gone.
+    Absent,
+    /// It stays as it is.
     Unchanged,
 }
 
-/// What is wanted of a node.
-pub fn build(node: &Node, found: &Found) -> Wanted {
-    if let Some(live) = found.live.as_deref().filter(|live| is_left(live, found)) {
-        match found.lent {
-            Lent::Nothing => {}
-            Lent::Answered => {
+/// Returns the desired state of a node's `CacheNode`.
+pub fn build(node: &Node, inputs: &NodeInputs) -> DesiredCacheNode {
+    if let Some(live) = inputs.live.as_deref().filter(|live| belongs_to_other_cluster(live, inputs)) {
+        match inputs.agent_grants {
+            AgentGrants::None => {}
+            AgentGrants::Reporting => {
                 let spec = CacheNodeSpec { queues: Vec::new(), ..live.spec.clone() };
-                return Wanted::Leaves(Box::new(spec));
+                return DesiredCacheNode::Releasing(Box::new(spec));
             }
-            // With it goes what its agent said. Another cluster's is made after that.
-            Lent::Silent => return Wanted::Nothing,
+            // Deletion discards the agent's report. The new cluster's `CacheNode` is created afterwards.
+            AgentGrants::Silent => return DesiredCacheNode::Absent,
         }
     }
-    let Some(own) = &found.cluster else { return Wanted::Nothing };
-    if own.state == ClusterState::Left {
-        let live = found.live.as_deref();
-        return live.map_or(Wanted::Unchanged, |live| with_queues(live, &found.queues));
+    let Some(own) = &inputs.cluster else { return DesiredCacheNode::Absent };
+    if own.state == ClusterState::Frozen {
+        let live = inputs.live.as_deref();
+        return live.map_or(DesiredCacheNode::Unchanged, |live| with_queues(live, &inputs.queues));
     }
     let cluster = &own.cluster;
-    let kept = found.kept.iter().map(|(pool, claim)| kept(pool, claim));
-    let mut claims: Vec<PoolClaim> = found.pools.iter().map(|pool| claim(pool)).chain(kept).collect();
+    let kept = inputs.retained.iter().map(|(pool, claim)| retained_claim(pool, claim));
+    let mut claims: Vec<PoolClaim> = inputs.pools.iter().map(|pool| claim(pool)).chain(kept).collect();
     claims.sort_by(|a, b| a.pool.cmp(&b.pool));
     let spec = CacheNodeSpec {
         node_name: NodeName::new(node.name_any()),
@@ -58,45 +59,47 @@ pub fn build(node: &Node, found: &Found) -> Wanted {
             namespace: Name::new(cluster.namespace().unwrap_or_default()),
             name: ShortName::new(cluster.name_any()),
         }),
-        mode: mode(node, found),
+        mode: mode(node, inputs),
         configuration_digest: Some(Digest::new(own.configuration.clone())),
         claims,
-        profiles: found.profiles.clone(),
-        queues: found.queues.clone(),
+        profiles: inputs.profiles.clone(),
+        queues: inputs.queues.clone(),
     };
-    Wanted::Spec(Box::new(spec))
+    DesiredCacheNode::Spec(Box::new(spec))
 }
 
-/// Whether a node's cluster is not that of its `CacheNode`.
-fn is_left(live: &CacheNode, found: &Found) -> bool {
+/// Whether the `CacheNode` belongs to a cluster other than the node's.
+fn belongs_to_other_cluster(live: &CacheNode, inputs: &NodeInputs) -> bool {
     let key = |cluster: &KVCacheCluster| {
         format!("{}/{}", cluster.namespace().unwrap_or_default(), cluster.name_any())
     };
-    let own = found.cluster.as_ref().map(|own| key(&own.cluster));
+    let own = inputs.cluster.as_ref().map(|own| key(&own.cluster));
     cluster_of(live).is_some_and(|before| own.as_ref() != Some(&before))
 }
 
-/// What there is, but for its queue pairs.
-fn with_queues(live: &CacheNode, queues: &[QueueClaim]) -> Wanted {
+/// Returns the present spec with other queue pairs.
+fn with_queues(live: &CacheNode, queues: &[QueueClaim]) -> DesiredCacheNode {
     let has = &live.spec.queues;
     if has.len() == queues.len() && queues.iter().all(|claim| has.contains(claim)) {
-        return Wanted::Unchanged;
+        return DesiredCacheNode::Unchanged;
     }
-    Wanted::Queues(Box::new(CacheNodeSpec { queues: queues.to_vec(), ..live.spec.clone() }))
+    DesiredCacheNode::QueuesOnly(Box::new(CacheNodeSpec { queues: queues.to_vec(), ..live.spec.clone() }))
 }
 
-/// The most cautious of what pools say, also of those that are refused, and what Kubernetes does: a node that takes no pods is being drained.
-fn mode(node: &Node, found: &Found) -> NodeMode {
+/// Returns the most restrictive mode of all pools, including rejected ones. A cordoned Kubernetes node is
+/// draining.
+fn mode(node: &Node, inputs: &NodeInputs) -> NodeMode {
     let unschedulable = node.spec.as_ref().and_then(|spec| spec.unschedulable).unwrap_or_default();
     if unschedulable {
         return NodeMode::Draining;
     }
-    let pools = found.pools.iter().chain(found.kept.iter().map(|(pool, _)| pool));
+    let pools = inputs.pools.iter().chain(inputs.retained.iter().map(|(pool, _)| pool));
     pools.map(|pool| pool.spec.mode).max().unwrap_or_default()
 }
 
-/// The claim of a pool that is refused, as it was; but what is deleted goes, with the devices that it has.
-fn kept(pool: &SSDPool, claim: &PoolClaim) -> PoolClaim {
+/// Returns the claim of a rejected pool as the node has it. A deletion still applies, to the devices of that
+/// claim.
+fn retained_claim(pool: &SSDPool, claim: &PoolClaim) -> PoolClaim {
     let generation = match pool.metadata.deletion_timestamp {
         Some(_) => pool.metadata.generation.unwrap_or_default(),
         None => claim.generation,
@@ -104,11 +107,11 @@ fn kept(pool: &SSDPool, claim: &PoolClaim) -> PoolClaim {
     PoolClaim { generation, wipe: is_wiped(pool), ..claim.clone() }
 }
 
-/// Whether what is on a pool's devices is destroyed.
+/// Whether the data on a pool's devices must be destroyed.
 fn is_wiped(pool: &SSDPool) -> bool {
     let spec = &pool.spec;
     let confirmed = spec.deletion_policy == DeletionPolicy::Wipe && spec.wipe_confirmation.is_some();
-    pool.metadata.deletion_timestamp.is_some() && confirmed && !in_use::holds(pool)
+    pool.metadata.deletion_timestamp.is_some() && confirmed && !deletion_guard::has_guard(pool)
 }
 
 fn claim(pool: &SSDPool) -> PoolClaim {
@@ -157,7 +160,7 @@ mod tests {
         })))
     }
 
-    fn found(pools: Vec<Arc<SSDPool>>, state: ClusterState) -> Found {
+    fn found(pools: Vec<Arc<SSDPool>>, state: ClusterState) -> NodeInputs {
         let cluster: KVCacheCluster = object(json!({
             "apiVersion": "reprise.dev/v1alpha1", "kind": "KVCacheCluster",
             "metadata": { "name": "c", "namespace": "n" }, "spec": {},
@@ -166,27 +169,27 @@ mod tests {
         let own = NodeCluster { cluster: Arc::new(cluster), configuration: digest, state };
         let digest = Digest::new(crate::digest::of("a profile"));
         let profiles = vec![ProfileClaim { name: Name::new("slack"), digest }];
-        Found {
+        NodeInputs {
             cluster: Some(own),
             pools,
-            kept: Vec::new(),
+            retained: Vec::new(),
             profiles,
             queues: Vec::new(),
-            lent: Lent::Nothing,
+            agent_grants: AgentGrants::None,
             live: None,
         }
     }
 
     fn spec(node: Value, pools: Vec<Arc<SSDPool>>) -> CacheNodeSpec {
         let node = object(json!({ "metadata": { "name": "n1" }, "spec": node }));
-        match build(&node, &found(pools, ClusterState::Kept)) {
-            Wanted::Spec(spec) => *spec,
+        match build(&node, &found(pools, ClusterState::Managed)) {
+            DesiredCacheNode::Spec(spec) => *spec,
             other => panic!("{other:?}"),
         }
     }
 
     #[test]
-    fn every_pool_of_a_node_is_a_claim_the_most_cautious_mode_holds_and_profiles_are_those_decided() {
+    fn spec_has_a_claim_per_pool_the_most_restrictive_mode_and_the_decided_profiles() {
         let directory = json!({ "directory": { "path": "/data/p", "size": "2Gi" } });
         let devices = json!({
             "devices": { "globs": ["/dev/disk/by-id/nvme-*"], "maxPerNode": 2 }, "mode": "Cordoned", "engine": "Plain",
@@ -208,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_says_wipe_once_the_pool_is_deleted_and_the_wipe_confirmed() {
+    fn claim_requests_wipe_once_the_pool_is_deleted_and_the_wipe_confirmed() {
         let deleted = json!({ "deletionTimestamp": "2026-01-01T00:00:00Z" });
         let spec_of = |more: Value| {
             let mut whole = json!({ "directory": { "path": "/p", "size": "2Gi" } });
@@ -227,18 +230,18 @@ mod tests {
         assert!(wiped(&confirmed, deleted));
         let used =
             json!({ "deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": ["reprise.dev/in-use"] });
-        assert!(!wiped(&confirmed, used), "engines have sessions still");
+        assert!(!wiped(&confirmed, used), "engines still have sessions");
     }
 
     #[test]
-    fn a_pool_that_is_refused_keeps_the_claim_that_the_node_has() {
+    fn rejected_pool_keeps_the_present_claim_of_the_node() {
         let was = claim(&pool("p", json!({ "directory": { "path": "/p", "size": "2Gi" } }), json!({})));
         let edited = json!({ "directory": { "path": "/p", "size": "3Gi" }, "mode": "Cordoned" });
         let made = |edited: &Value, more: Value| {
-            let kept = (pool("p", edited.clone(), more), was.clone());
+            let retained = (pool("p", edited.clone(), more), was.clone());
             let node = object(json!({ "metadata": { "name": "n1" } }));
-            let found = Found { kept: vec![kept], ..found(Vec::new(), ClusterState::Kept) };
-            let Wanted::Spec(spec) = build(&node, &found) else { panic!("a cluster has the node") };
+            let found = NodeInputs { retained: vec![retained], ..found(Vec::new(), ClusterState::Managed) };
+            let DesiredCacheNode::Spec(spec) = build(&node, &found) else { panic!("a spec") };
             (spec.claims[0].clone(), spec.mode)
         };
         assert_eq!(made(&edited, json!({ "generation": 5 })), (was.clone(), NodeMode::Cordoned));
@@ -247,19 +250,19 @@ mod tests {
         wiped["wipeConfirmation"] = json!("yes-really-destroy-the-data");
         let deleted = json!({ "generation": 6, "deletionTimestamp": "2026-01-01T00:00:00Z" });
         let goes = PoolClaim { generation: 6, wipe: true, ..was.clone() };
-        assert_eq!(made(&wiped, deleted).0, goes, "what it has is destroyed, and nothing else");
+        assert_eq!(made(&wiped, deleted).0, goes, "only the data of its present claim is destroyed");
     }
 
     #[test]
-    fn a_node_without_a_cluster_has_nothing_and_one_of_a_paused_cluster_is_left() {
+    fn node_without_a_cluster_has_no_cache_node_and_a_paused_cluster_keeps_its_own() {
         let node: Node = object(json!({ "metadata": { "name": "n1" } }));
-        assert_eq!(build(&node, &found(Vec::new(), ClusterState::Left)), Wanted::Unchanged);
-        let none = Found { cluster: None, ..found(Vec::new(), ClusterState::Kept) };
-        assert_eq!(build(&node, &none), Wanted::Nothing);
+        assert_eq!(build(&node, &found(Vec::new(), ClusterState::Frozen)), DesiredCacheNode::Unchanged);
+        let none = NodeInputs { cluster: None, ..found(Vec::new(), ClusterState::Managed) };
+        assert_eq!(build(&node, &none), DesiredCacheNode::Absent);
     }
 
     #[test]
-    fn what_is_lent_of_a_node_is_told_also_while_its_cluster_is_left_and_ends_before_its_cache_node() {
+    fn queue_pairs_change_in_frozen_clusters_and_are_released_before_deletion() {
         let node: Node = object(json!({ "metadata": { "name": "n1" } }));
         let queues: Vec<QueueClaim> = object(json!([{
             "uid": "u-q", "allocation": "n/q", "controllers": [{ "serial": "S1", "queuePairs": 8 }],
@@ -273,40 +276,50 @@ mod tests {
                 },
             }))))
         };
-        let left = Found { live: live("c"), ..found(Vec::new(), ClusterState::Left) };
-        let queues_of = |found: &Found| match build(&node, found) {
-            Wanted::Queues(spec) => Some((spec.mode, spec.queues)),
+        let left = NodeInputs { live: live("c"), ..found(Vec::new(), ClusterState::Frozen) };
+        let queues_of = |found: &NodeInputs| match build(&node, found) {
+            DesiredCacheNode::QueuesOnly(spec) => Some((spec.mode, spec.queues)),
             _ => None,
         };
         assert_eq!(queues_of(&left), Some((NodeMode::Cordoned, Vec::new())));
-        let lent = Found { queues: queues.clone(), lent: Lent::Answered, ..left };
-        assert_eq!(build(&node, &lent), Wanted::Unchanged, "it is told already");
-        let kept = Found { live: None, ..lent.clone() };
-        assert_eq!(build(&node, &kept), Wanted::Unchanged);
-        let Wanted::Spec(spec) =
-            build(&node, &Found { queues: queues.clone(), ..found(Vec::new(), ClusterState::Kept) })
+        let lent = NodeInputs { queues: queues.clone(), agent_grants: AgentGrants::Reporting, ..left };
+        assert_eq!(build(&node, &lent), DesiredCacheNode::Unchanged, "the spec lists it already");
+        let kept = NodeInputs { live: None, ..lent.clone() };
+        assert_eq!(build(&node, &kept), DesiredCacheNode::Unchanged);
+        let DesiredCacheNode::Spec(spec) =
+            build(&node, &NodeInputs { queues: queues.clone(), ..found(Vec::new(), ClusterState::Managed) })
         else {
-            panic!("a cluster has the node")
+            panic!("a spec")
         };
         assert_eq!(spec.queues, queues);
-        let leaves = |found: &Found| match build(&node, found) {
-            Wanted::Leaves(spec) => {
+        let releasing = |found: &NodeInputs| match build(&node, found) {
+            DesiredCacheNode::Releasing(spec) => {
                 Some((spec.cluster_ref.map(|cluster| cluster.name.to_string()), spec.queues))
             }
             _ => None,
         };
-        let gone = Found { cluster: None, ..lent.clone() };
-        assert_eq!(leaves(&gone), Some((Some("c".to_owned()), Vec::new())), "its agent lets go of them");
-        for lent in [Lent::Nothing, Lent::Silent] {
-            assert_eq!(build(&node, &Found { lent, ..gone.clone() }), Wanted::Nothing);
+        let gone = NodeInputs { cluster: None, ..lent.clone() };
+        assert_eq!(releasing(&gone), Some((Some("c".to_owned()), Vec::new())), "the agent must release them");
+        for lent in [AgentGrants::None, AgentGrants::Silent] {
+            assert_eq!(
+                build(&node, &NodeInputs { agent_grants: lent, ..gone.clone() }),
+                DesiredCacheNode::Absent
+            );
         }
-        // Another cluster's comes after that.
-        for state in [ClusterState::Kept, ClusterState::Left] {
-            let moved = Found { lent: Lent::Answered, live: live("d"), ..found(Vec::new(), state) };
-            assert_eq!(leaves(&moved), Some((Some("d".to_owned()), Vec::new())));
-            assert_eq!(build(&node, &Found { lent: Lent::Silent, ..moved.clone() }), Wanted::Nothing);
-            let free = build(&node, &Found { lent: Lent::Nothing, ..moved });
-            assert!(matches!(free, Wanted::Spec(_) | Wanted::Queues(_)), "{free:?}");
+        // The other cluster's `CacheNode` follows afterwards.
+        for state in [ClusterState::Managed, ClusterState::Frozen] {
+            let moved = NodeInputs {
+                agent_grants: AgentGrants::Reporting,
+                live: live("d"),
+                ..found(Vec::new(), state)
+            };
+            assert_eq!(releasing(&moved), Some((Some("d".to_owned()), Vec::new())));
+            assert_eq!(
+                build(&node, &NodeInputs { agent_grants: AgentGrants::Silent, ..moved.clone() }),
+                DesiredCacheNode::Absent
+            );
+            let free = build(&node, &NodeInputs { agent_grants: AgentGrants::None, ..moved });
+            assert!(matches!(free, DesiredCacheNode::Spec(_) | DesiredCacheNode::QueuesOnly(_)), "{free:?}");
         }
     }
 }

@@ -1,4 +1,5 @@
-//! Reads what is wanted of a node: its cluster, the pools on it, the profiles that were decided for it, and what of its controllers is lent.
+//! Reads the inputs of a node's `CacheNode`: its cluster, its pools, the decided profiles, and granted queue
+//! pairs.
 
 use std::sync::Arc;
 
@@ -11,133 +12,134 @@ use reprise_crds::status::{ConditionType, holds};
 use reprise_crds::{CacheNode, GPUQueueAllocation, KVCacheCluster, SSDPool};
 
 use crate::allocation::dereference::name as allocation_name;
-use crate::allocation::life;
+use crate::allocation::lifecycle;
+use crate::assignment::Assignment;
 use crate::cluster::build::configuration::agent_digest;
-use crate::cluster::dereference::referred;
+use crate::cluster::dereference::agent_config_inputs;
 use crate::cluster::status::has_reported;
 use crate::context::Context;
-use crate::plan::Plan;
 use crate::profile::PROFILES_MAX;
 use crate::profile::order::selected;
 
-/// Allocations that a node's agent is told of, at the most; the definition says so too.
+/// Maximum number of allocations in a `CacheNode` spec; the CRD schema has the same limit.
 const QUEUES_MAX: usize = 128;
 
-/// What is wanted of a node, as it is.
+/// The inputs of a node's `CacheNode`.
 #[derive(Clone, Debug)]
-pub struct Found {
-    /// Its cluster.
+pub struct NodeInputs {
+    /// The node's cluster, if it belongs to one.
     pub cluster: Option<NodeCluster>,
-    /// Pools on it.
+    /// Accepted pools on the node.
     pub pools: Vec<Arc<SSDPool>>,
-    /// Pools that are refused and that it has, with the claims that it has.
-    pub kept: Vec<(Arc<SSDPool>, PoolClaim)>,
-    /// Profiles that it should have now, by name.
+    /// Rejected pools that the node already has, with their present claims.
+    pub retained: Vec<(Arc<SSDPool>, PoolClaim)>,
+    /// Profiles that the node should have now, by name.
     pub profiles: Vec<ProfileClaim>,
-    /// Grants of its allocations that stand.
+    /// Active grants of the node's allocations.
     pub queues: Vec<QueueClaim>,
-    /// Whether its agent may have something of its allocations.
-    pub lent: Lent,
-    /// What is there of it.
+    /// Whether the agent may hold queue pairs of the node's allocations.
+    pub agent_grants: AgentGrants,
+    /// The existing `CacheNode`, if there is one.
     pub live: Option<Arc<CacheNode>>,
 }
 
-/// Whether a node's agent may have something of the node's allocations.
+/// Whether a node's agent may hold queue pairs of the node's allocations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Lent {
+pub enum AgentGrants {
     /// There are no grants.
-    Nothing,
-    /// There are grants whose end was not said yet, or that end while the agent says something: it will say that it has let go of them.
-    Answered,
-    /// There are grants that end, and the agent says nothing any more.
+    None,
+    /// There are active grants, or ending ones whose agent reports; it will report their release.
+    Reporting,
+    /// All grants are ending, and the agent no longer reports.
     Silent,
 }
 
 /// The cluster of a node.
 #[derive(Clone, Debug)]
 pub struct NodeCluster {
-    /// It.
+    /// The cluster as it was read.
     pub cluster: Arc<KVCacheCluster>,
     /// Digest of its agents' configuration.
     pub configuration: String,
-    /// Whether it may be changed.
+    /// Whether the operator may change the cluster.
     pub state: ClusterState,
 }
 
-/// Whether a cluster may be changed.
+/// Whether the operator may change a cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClusterState {
-    /// It is kept as its spec says.
-    Kept,
-    /// It is paused, or it is refused, or its spec was not accepted yet: what is there stays.
-    Left,
+    /// The operator applies its spec.
+    Managed,
+    /// It is paused or rejected, or its spec is not accepted yet: nothing is changed.
+    Frozen,
 }
 
-/// The cluster, as `namespace/name`, whose node a `CacheNode` is.
+/// Returns the cluster of a `CacheNode` as `namespace/name`.
 pub fn cluster_of(live: &CacheNode) -> Option<String> {
     live.spec.cluster_ref.as_ref().map(|cluster| format!("{}/{}", cluster.namespace, cluster.name))
 }
 
-/// Whether a cluster may be changed.
-pub fn state(cluster: &KVCacheCluster, plan: &Plan) -> ClusterState {
+/// Returns whether the operator may change a cluster.
+pub fn state(cluster: &KVCacheCluster, assignment: &Assignment) -> ClusterState {
     let conditions = cluster.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
     let generation = cluster.metadata.generation.unwrap_or_default();
-    // A label of a node may have it refused before its status says so.
-    let is_refused = plan.cluster(cluster).is_some_and(|plan| plan.refused.is_some());
+    // A node label may cause a rejection before the status shows it.
+    let is_refused = assignment.cluster(cluster).is_some_and(|assignment| assignment.refused.is_some());
     let left = cluster.spec.paused || is_refused || !holds(conditions, ConditionType::Accepted, generation);
-    if left { ClusterState::Left } else { ClusterState::Kept }
+    if left { ClusterState::Frozen } else { ClusterState::Managed }
 }
 
-/// Reads it, from the stores.
-pub fn dereference(node: &Node, context: &Context) -> Found {
-    let world = &context.world;
-    let plan = world.plan();
-    let own = plan.nodes.get(&node.name_any()).cloned().unwrap_or_default();
-    let cluster = own.cluster.as_ref().and_then(|key| world.cluster(key)).map(|cluster| NodeCluster {
-        configuration: agent_digest(&cluster, &referred(&cluster, context)),
-        state: state(&cluster, &plan),
+/// Reads the inputs from the local stores.
+pub fn dereference(node: &Node, context: &Context) -> NodeInputs {
+    let stores = &context.stores;
+    let assignment = stores.assignment();
+    let own = assignment.nodes.get(&node.name_any()).cloned().unwrap_or_default();
+    let cluster = own.cluster.as_ref().and_then(|key| stores.cluster(key)).map(|cluster| NodeCluster {
+        configuration: agent_digest(&cluster, &agent_config_inputs(&cluster, context)),
+        state: state(&cluster, &assignment),
         cluster,
     });
-    let live = world.cache_nodes.get(&ObjectRef::new(&node.name_any()));
+    let live = stores.cache_nodes.get(&ObjectRef::new(&node.name_any()));
     let profiles =
         cluster.as_ref().map(|own| profiles(&own.cluster, &node.name_any(), live.as_deref(), context));
     let granted = granted(&node.name_any(), context);
-    Found {
+    NodeInputs {
         profiles: profiles.unwrap_or_default(),
         queues: queues(&granted, live.as_deref()),
-        lent: lent(&granted, live.as_deref()),
+        agent_grants: agent_grants(&granted, live.as_deref()),
         cluster,
-        pools: own.pools.iter().filter_map(|pool| world.pools.get(&ObjectRef::new(pool))).collect(),
-        kept: own
-            .kept
+        pools: own.pools.iter().filter_map(|pool| stores.pools.get(&ObjectRef::new(pool))).collect(),
+        retained: own
+            .retained
             .iter()
-            .filter_map(|kept| Some((world.pools.get(&ObjectRef::new(&kept.name))?, kept.claim.clone())))
+            .filter_map(|kept| Some((stores.pools.get(&ObjectRef::new(&kept.name))?, kept.claim.clone())))
             .collect(),
         live,
     }
 }
 
-/// Allocations of a node that have a grant, in the order in which they were made.
+/// Returns the allocations of a node that have a grant, by creation time.
 fn granted(node: &str, context: &Context) -> Vec<Arc<GPUQueueAllocation>> {
     let has_one = |one: &GPUQueueAllocation| {
         let status = one.status.as_ref();
         one.spec.node_name.as_str() == node && status.is_some_and(|status| !status.allocations.is_empty())
     };
-    let mut granted = context.world.allocations.state_filter(has_one);
+    let mut granted = context.stores.allocations.state_filter(has_one);
     granted.sort_by_cached_key(|one| (one.metadata.creation_timestamp.clone().map(|at| at.0), one.uid()));
     granted
 }
 
-fn lent(granted: &[Arc<GPUQueueAllocation>], live: Option<&CacheNode>) -> Lent {
-    let stands = granted.iter().any(|one| life::stands(one));
+fn agent_grants(granted: &[Arc<GPUQueueAllocation>], live: Option<&CacheNode>) -> AgentGrants {
+    let active = granted.iter().any(|one| lifecycle::has_grant(one));
     match granted {
-        [] => Lent::Nothing,
-        [..] if stands || live.is_some_and(has_reported) => Lent::Answered,
-        [..] => Lent::Silent,
+        [] => AgentGrants::None,
+        [..] if active || live.is_some_and(has_reported) => AgentGrants::Reporting,
+        [..] => AgentGrants::Silent,
     }
 }
 
-/// What the node's agent is told of them. When there are too many, those wait that it is not told of yet, and were made last.
+/// Returns the queue claims for the spec. Above the limit, the newest allocations that the spec does not list
+/// yet have to wait.
 fn queues(granted: &[Arc<GPUQueueAllocation>], live: Option<&CacheNode>) -> Vec<QueueClaim> {
     let claim = |one: &GPUQueueAllocation| {
         let grants = one.status.iter().flat_map(|status| &status.allocations);
@@ -150,16 +152,20 @@ fn queues(granted: &[Arc<GPUQueueAllocation>], live: Option<&CacheNode>) -> Vec<
             controllers: share.collect(),
         }
     };
-    let stands = granted.iter().filter(|one| life::stands(one));
-    let mut claims: Vec<QueueClaim> = stands.map(|one| claim(one)).collect();
-    let is_told = |uid: &Uid| live.is_some_and(|live| live.spec.queues.iter().any(|claim| claim.uid == *uid));
-    claims.sort_by_key(|claim| !is_told(&claim.uid));
+    let active = granted.iter().filter(|one| lifecycle::has_grant(one));
+    let mut claims: Vec<QueueClaim> = active.map(|one| claim(one)).collect();
+    let is_listed =
+        |uid: &Uid| live.is_some_and(|live| live.spec.queues.iter().any(|claim| claim.uid == *uid));
+    // Listed claims come first, so that the limit affects only claims which the agent does not have yet.
+    claims.sort_by_key(|claim| !is_listed(&claim.uid));
     claims.truncate(QUEUES_MAX);
+    // A stable order avoids writes without a change.
     claims.sort_by(|a, b| a.uid.cmp(&b.uid));
     claims
 }
 
-/// What was decided of the profiles that the cluster selects. Of one that nobody has looked at yet the node keeps what it has.
+/// Returns the decided profiles that the cluster selects. While there is no decision on a profile, the node
+/// keeps its present revision.
 fn profiles(
     cluster: &KVCacheCluster,
     node: &str,

@@ -1,11 +1,13 @@
-//! Tells the control plane what a node is for, as its `CacheNode` says.
+//! Sets a node's mode at the control plane to that of its `CacheNode`.
 //!
-//! In a Kubernetes cluster modes are the resources' (pools' `spec.mode`, `kubectl drain`): what somebody sets at the control plane itself is set
-//! back, and said. The condition `ModeApplied` is the one part of a `CacheNode`'s status that is not the agent's. It says on which mode the control
-//! plane agreed last, so that a difference later is somebody else's doing, whoever asks and after any restart.
+//! In Kubernetes, modes come from resources (`spec.mode` of pools, `kubectl drain`). A mode that was set
+//! directly at the control plane is reverted, and the reversal is reported. Condition `ModeApplied` is the
+//! only part of a `CacheNode`'s status that the agent does not write. It records the mode on which the
+//! control plane last agreed. A later difference is therefore a change by another client, after restarts of
+//! the operator too.
 //!
-//! A control plane that is away is said once something is to be told: a node that is active, which is what every node is at first, waits in
-//! silence.
+//! An unreachable control plane is reported only if there is a mode to set: nodes start active, so an active
+//! node needs no report.
 
 use std::time::Duration;
 
@@ -20,92 +22,93 @@ use serde_json::json;
 use super::dereference::{ClusterState, NodeCluster};
 use crate::clock;
 use crate::context::Context;
-use crate::control_plane::{LOOK_AGAIN, LOOK_SOON, Look, Unmet};
+use crate::control_plane::{CallError, POLL_INTERVAL, RETRY_INTERVAL, StateResult};
 use crate::error::OperatorError;
 use crate::metrics::Write;
 use crate::names::ClusterNames;
-use crate::status::{apply, tell as tell_event};
+use crate::status::{apply, publish_event};
 
-/// HTTP's code for what is not there.
+/// HTTP status code: not found.
 const NOT_FOUND: u16 = 404;
 
-/// What is to be done.
+/// Next action on a node's mode.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Step {
-    /// Nothing, and nothing new is to be said.
+    /// There is nothing to do.
     Nothing,
-    /// This is to be said.
-    Say(Finding),
-    /// The control plane is to be told.
+    /// Set this condition `ModeApplied`.
+    Report(Finding),
+    /// Set the mode at the control plane.
     Set,
 }
 
-/// Makes the control plane have the mode of a node's `CacheNode`, and says whether it has. When to look again, if not at a change.
+/// Brings the node's mode at the control plane to that of its `CacheNode` and reports the result. Returns the
+/// delay until the next check; `None` if only a change requires one.
 ///
 /// # Errors
-/// The API server did not take what is said.
-pub async fn tell(
+/// The API server rejected the condition.
+pub async fn sync(
     node: &Node,
     own: &NodeCluster,
     live: &CacheNode,
     context: &Context,
 ) -> Result<Option<Duration>, OperatorError> {
-    if own.state == ClusterState::Left || live.metadata.deletion_timestamp.is_some() {
+    if own.state == ClusterState::Frozen || live.metadata.deletion_timestamp.is_some() {
         return Ok(None);
     }
     let (name, names) = (node.name_any(), ClusterNames::of(&own.cluster));
-    let said = Said::of(live);
-    let look = context.control_planes.look(&names, &context.metrics).await;
-    let mut step = step(&said, &look, &name);
+    let recorded = RecordedMode::of(live);
+    let state = context.control_planes.state(&names, &context.metrics).await;
+    let mut step = step(&recorded, &state, &name);
     if step == Step::Set {
         let mode = live.spec.mode;
-        let planes = &context.control_planes;
-        let before = planes.set_mode(&names, &name, mode, &context.metrics).await;
+        let control_planes = &context.control_planes;
+        let before = control_planes.set_mode(&names, &name, mode, &context.metrics).await;
         if before.is_ok() {
-            tracing::info!(node = name, mode = mode.as_str(), "the control plane is told the mode of a node");
+            tracing::info!(node = name, mode = mode.as_str(), "set the mode of a node at the control plane");
         }
-        step = after(&said, before);
+        step = after(&recorded, before);
     }
     let next = match &step {
-        Step::Say(finding) if finding.status == ConditionStatus::True => LOOK_AGAIN,
-        Step::Nothing if said.agreed => LOOK_AGAIN,
-        _ => LOOK_SOON,
+        Step::Report(finding) if finding.status == ConditionStatus::True => POLL_INTERVAL,
+        Step::Nothing if recorded.agreed => POLL_INTERVAL,
+        _ => RETRY_INTERVAL,
     };
-    if let Step::Say(finding) = step {
-        say(live, &finding, context).await?;
+    if let Step::Report(finding) = step {
+        report(live, &finding, context).await?;
     }
     Ok(Some(next))
 }
 
-/// What a `CacheNode` wants, and what was said of it.
+/// The desired mode, and the last condition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Said {
+struct RecordedMode {
     mode: NodeMode,
-    /// Whether the control plane had this mode, as far as anybody knows.
+    /// Whether the condition states that the control plane had this mode.
     agreed: bool,
-    /// Whether the condition speaks of this generation.
+    /// Whether the condition is of the current generation.
     current: bool,
-    /// What was said last.
-    last: Last,
+    /// Result that the last condition reports.
+    last: LastReport,
 }
 
-/// What a condition says.
+/// The result that a condition reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Last {
-    /// There is none.
-    Nothing,
-    /// The control plane has the mode, perhaps that of an older generation.
-    Told,
-    /// It has not.
-    Untold,
+enum LastReport {
+    /// There is no condition.
+    None,
+    /// The control plane had the mode, possibly of an older generation.
+    Applied,
+    /// The control plane did not have the mode.
+    NotApplied,
 }
 
-impl Said {
-    fn of(live: &CacheNode) -> Said {
+impl RecordedMode {
+    fn of(live: &CacheNode) -> RecordedMode {
         let conditions = conditions(live);
         let generation = live.metadata.generation.unwrap_or_default();
         let last = find(conditions, ConditionType::ModeApplied);
-        Said {
+        RecordedMode {
             mode: live.spec.mode,
             agreed: last.is_some_and(|last| {
                 last.status == ConditionStatus::True
@@ -114,16 +117,16 @@ impl Said {
             }),
             current: last.is_some_and(|last| last.observed_generation >= generation),
             last: match last {
-                None => Last::Nothing,
-                Some(last) if last.status == ConditionStatus::True => Last::Told,
-                Some(_) => Last::Untold,
+                None => LastReport::None,
+                Some(last) if last.status == ConditionStatus::True => LastReport::Applied,
+                Some(_) => LastReport::NotApplied,
             },
         }
     }
 
-    /// Nothing was ever said, and what every node is at first is wanted.
+    /// Whether the default mode is desired and there is no condition.
     fn is_new(&self) -> bool {
-        self.mode == NodeMode::Active && self.last == Last::Nothing
+        self.mode == NodeMode::Active && self.last == LastReport::None
     }
 }
 
@@ -131,71 +134,69 @@ fn conditions(live: &CacheNode) -> &[Condition] {
     live.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default()
 }
 
-fn step(said: &Said, look: &Look, node: &str) -> Step {
-    let mode = said.mode;
-    match look {
-        // What it had of this generation it has still, as far as anybody knows.
-        Err(_) if said.agreed || said.is_new() => Step::Nothing,
-        Err(words) => unreachable(mode, words),
-        Ok(known) => match known.modes.get(node) {
-            None if said.agreed || said.is_new() => Step::Nothing,
+fn step(recorded: &RecordedMode, state: &StateResult, node: &str) -> Step {
+    let mode = recorded.mode;
+    match state {
+        // Without contrary information, the control plane still has the recorded mode.
+        Err(_) if recorded.agreed || recorded.is_new() => Step::Nothing,
+        Err(error) => unreachable(mode, error),
+        Ok(state) => match state.modes.get(node) {
+            None if recorded.agreed || recorded.is_new() => Step::Nothing,
             None => unregistered(mode),
             Some(has) if *has != mode => Step::Set,
-            Some(_) if said.agreed && said.current => Step::Nothing,
-            Some(_) => Step::Say(agrees(mode)),
+            Some(_) if recorded.agreed && recorded.current => Step::Nothing,
+            Some(_) => Step::Report(agrees(mode)),
         },
     }
 }
 
-/// What to say after the control plane was told.
-fn after(said: &Said, before: Result<NodeMode, Unmet>) -> Step {
-    let mode = said.mode;
+/// Returns the action after a request to the control plane; `before` is the mode that it replaced.
+fn after(recorded: &RecordedMode, before: Result<NodeMode, CallError>) -> Step {
+    let mode = recorded.mode;
     match before {
-        // A member that did not know yet was looked at.
-        Ok(before) if before == mode && said.agreed => Step::Nothing,
-        Ok(before) if before != mode && said.agreed => {
+        // The cached state came from a member that lagged behind.
+        Ok(before) if before == mode && recorded.agreed => Step::Nothing,
+        Ok(before) if before != mode && recorded.agreed => {
             let message = format!(
-                "somebody had set the node to {before} at the control plane; it is {mode} again: in Kubernetes modes are set by spec.mode \
-                 of a pool, or by kubectl drain"
+                "another client had set the node to {before} at the control plane; it is {mode} again: in Kubernetes, set modes \
+                 with spec.mode of a pool or with kubectl drain"
             );
-            Step::Say(Finding::yes(ConditionType::ModeApplied, Reason::SetBack, message))
+            Step::Report(Finding::yes(ConditionType::ModeApplied, Reason::SetBack, message))
         }
-        Ok(_) => Step::Say(agrees(mode)),
-        Err(Unmet::Unknown(_)) => unregistered(mode),
-        Err(Unmet::Absent(words) | Unmet::Refused(words)) => unreachable(mode, &words),
+        Ok(_) => Step::Report(agrees(mode)),
+        Err(CallError::NotFound(_)) => unregistered(mode),
+        Err(CallError::Unavailable(error) | CallError::Rejected(error)) => unreachable(mode, &error),
     }
 }
 
 fn agrees(mode: NodeMode) -> Finding {
-    let message = format!("the control plane has the node as {mode}");
+    let message = format!("the mode of the node at the control plane is {mode}");
     Finding::yes(ConditionType::ModeApplied, Reason::AsDesired, message)
 }
 
-fn unreachable(mode: NodeMode, words: &str) -> Step {
-    let message =
-        format!("the control plane could not be told that the node is {mode}, and is tried again: {words}");
-    Step::Say(Finding::no(ConditionType::ModeApplied, Reason::ControlPlaneUnreachable, message))
+fn unreachable(mode: NodeMode, error: &str) -> Step {
+    let message = format!("cannot set the node to {mode} at the control plane; retrying: {error}");
+    Step::Report(Finding::no(ConditionType::ModeApplied, Reason::ControlPlaneUnreachable, message))
 }
 
 fn unregistered(mode: NodeMode) -> Step {
-    let message = format!(
-        "the node has not registered with the control plane, which is told that it is {mode} when it has"
-    );
-    Step::Say(Finding::no(ConditionType::ModeApplied, Reason::NotReported, message))
+    let message =
+        format!("the node has not registered with the control plane: its mode is set to {mode} once it has");
+    Step::Report(Finding::no(ConditionType::ModeApplied, Reason::NotReported, message))
 }
 
-/// Writes the condition, and tells of it where somebody may want to act.
-async fn say(live: &CacheNode, finding: &Finding, context: &Context) -> Result<(), OperatorError> {
+/// Writes the condition, and publishes an event if users may want to act.
+async fn report(live: &CacheNode, finding: &Finding, context: &Context) -> Result<(), OperatorError> {
     let generation = live.metadata.generation.unwrap_or_default();
     let ours = |condition: &&Condition| condition.kind == finding.kind.as_str();
     let mut conditions: Vec<Condition> = conditions(live).iter().filter(ours).cloned().collect();
     let was = conditions.first().map(|condition| (condition.status, condition.reason.clone()));
     if set(&mut conditions, finding, generation, &clock::now()) == Change::None {
-        // As for other statuses: an older write of this process may not have come back yet.
-        context.triggers.own.expect(live.metadata.uid.as_ref(), &conditions.first());
-        // Once more, which the condition cannot show.
+        // An older write of this process may not have reached the store yet.
+        context.triggers.own_writes.record(live.metadata.uid.as_ref(), &conditions.first());
+        // The condition does not change if the mode is reverted repeatedly.
         if finding.reason == Reason::SetBack {
-            tell_event(context, live, finding).await;
+            publish_event(context, live, finding).await;
         }
         return Ok(());
     }
@@ -207,24 +208,24 @@ async fn say(live: &CacheNode, finding: &Finding, context: &Context) -> Result<(
         "status": { "conditions": conditions },
     });
     let api: Api<CacheNode> = Api::all(context.client.clone());
-    context.triggers.own.expect(live.metadata.uid.as_ref(), &conditions.first());
+    context.triggers.own_writes.record(live.metadata.uid.as_ref(), &conditions.first());
     match apply(context, live, &api, &body).await {
-        // Contested, it is said when its turn comes: the control plane is asked again before.
+        // Paced: written later, after the next check of the control plane.
         Ok(Some(_)) => return Ok(()),
         Ok(None) => {}
-        // Deleted meanwhile.
+        // The object was deleted concurrently.
         Err(kube::Error::Api(status)) if status.code == NOT_FOUND => return Ok(()),
         Err(error) => {
             return Err(OperatorError::api(format!("write ModeApplied of CacheNode {name}"))(error));
         }
     }
-    context.metrics.wrote("CacheNode", Write::Status);
-    let is_news = match was {
+    context.metrics.record_write("CacheNode", Write::Status);
+    let is_new = match was {
         None => finding.reason != Reason::AsDesired,
         Some((status, reason)) => status != finding.status || reason != finding.reason.as_str(),
     };
-    if is_news {
-        tell_event(context, live, finding).await;
+    if is_new {
+        publish_event(context, live, finding).await;
     }
     Ok(())
 }
@@ -235,59 +236,70 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::control_plane::Known;
+    use crate::control_plane::ControlPlaneState;
 
-    const NEW: Said = Said { mode: NodeMode::Active, agreed: false, current: false, last: Last::Nothing };
+    const NEW: RecordedMode =
+        RecordedMode { mode: NodeMode::Active, agreed: false, current: false, last: LastReport::None };
 
-    fn look(modes: &[(&str, NodeMode)]) -> Look {
+    fn state_of(modes: &[(&str, NodeMode)]) -> StateResult {
         let modes: BTreeMap<String, NodeMode> =
             modes.iter().map(|(node, mode)| ((*node).to_owned(), *mode)).collect();
-        Ok(Arc::new(Known { modes, ..Known::default() }))
+        Ok(Arc::new(ControlPlaneState { modes, ..ControlPlaneState::default() }))
     }
 
     fn reason(step: &Step) -> Option<(ConditionStatus, Reason)> {
         match step {
-            Step::Say(finding) => Some((finding.status, finding.reason)),
+            Step::Report(finding) => Some((finding.status, finding.reason)),
             Step::Nothing | Step::Set => None,
         }
     }
 
     #[test]
-    fn a_control_plane_is_told_when_it_says_something_else_and_only_then() {
+    fn sets_mode_only_if_the_control_plane_has_another_one() {
         use NodeMode::{Active, Cordoned, Draining};
-        let drains = Said { mode: Draining, ..NEW };
-        let agreed = Said { agreed: true, current: true, last: Last::Told, ..drains };
-        for (said, has, wanted) in [
-            (NEW, Active, Step::Say(agrees(Active))),
+        let draining = RecordedMode { mode: Draining, ..NEW };
+        let agreed = RecordedMode { agreed: true, current: true, last: LastReport::Applied, ..draining };
+        for (recorded, has, wanted) in [
+            (NEW, Active, Step::Report(agrees(Active))),
             (NEW, Cordoned, Step::Set),
-            (drains, Active, Step::Set),
-            (drains, Draining, Step::Say(agrees(Draining))),
+            (draining, Active, Step::Set),
+            (draining, Draining, Step::Report(agrees(Draining))),
             (agreed, Draining, Step::Nothing),
             (agreed, Active, Step::Set),
-            // Something else of the spec has changed.
-            (Said { current: false, ..agreed }, Draining, Step::Say(agrees(Draining))),
+            // Another field of the spec has changed.
+            (RecordedMode { current: false, ..agreed }, Draining, Step::Report(agrees(Draining))),
         ] {
-            assert_eq!(step(&said, &look(&[("n1", has), ("n2", Cordoned)]), "n1"), wanted, "{said:?} {has}");
+            assert_eq!(
+                step(&recorded, &state_of(&[("n1", has), ("n2", Cordoned)]), "n1"),
+                wanted,
+                "{recorded:?} {has}"
+            );
         }
     }
 
     #[test]
-    fn what_cannot_be_told_is_said_once_there_is_something_to_tell() {
-        let away: Look = Err("nobody listens".to_owned());
-        let drains = Said { mode: NodeMode::Draining, ..NEW };
+    fn reports_unreachable_control_plane_only_if_there_is_a_mode_to_set() {
+        let away: StateResult = Err("connection refused".to_owned());
+        let draining = RecordedMode { mode: NodeMode::Draining, ..NEW };
         assert_eq!(step(&NEW, &away, "n1"), Step::Nothing);
-        assert_eq!(step(&NEW, &look(&[]), "n1"), Step::Nothing);
+        assert_eq!(step(&NEW, &state_of(&[]), "n1"), Step::Nothing);
         assert_eq!(
-            step(&Said { agreed: true, current: true, last: Last::Told, ..drains }, &away, "n1"),
+            step(
+                &RecordedMode { agreed: true, current: true, last: LastReport::Applied, ..draining },
+                &away,
+                "n1"
+            ),
             Step::Nothing
         );
-        let untold = step(&drains, &away, "n1");
-        assert_eq!(reason(&untold), Some((ConditionStatus::False, Reason::ControlPlaneUnreachable)));
-        assert!(matches!(&untold, Step::Say(finding) if finding.message.contains("nobody listens")));
-        let unknown = step(&drains, &look(&[]), "n1");
+        let unapplied = step(&draining, &away, "n1");
+        assert_eq!(reason(&unapplied), Some((ConditionStatus::False, Reason::ControlPlaneUnreachable)));
+        assert!(
+            matches!(&unapplied, Step::Report(finding) if finding.message.contains("connection refused"))
+        );
+        let unknown = step(&draining, &state_of(&[]), "n1");
         assert_eq!(reason(&unknown), Some((ConditionStatus::False, Reason::NotReported)));
-        // A node that was to be drained and is active again has something to be told as well.
-        let back = Said { last: Last::Untold, ..NEW };
+        // A node that is active again after a failed drain has a mode to set as well.
+        let back = RecordedMode { last: LastReport::NotApplied, ..NEW };
         assert_eq!(
             reason(&step(&back, &away, "n1")),
             Some((ConditionStatus::False, Reason::ControlPlaneUnreachable))
@@ -295,15 +307,15 @@ mod tests {
     }
 
     #[test]
-    fn what_somebody_else_had_set_is_set_back_and_said() {
-        let agreed = Said { agreed: true, current: true, last: Last::Told, ..NEW };
+    fn reverts_and_reports_modes_set_by_other_clients() {
+        let agreed = RecordedMode { agreed: true, current: true, last: LastReport::Applied, ..NEW };
         let back = after(&agreed, Ok(NodeMode::Draining));
         assert_eq!(reason(&back), Some((ConditionStatus::True, Reason::SetBack)));
-        assert!(matches!(&back, Step::Say(finding) if finding.message.contains("kubectl drain")));
+        assert!(matches!(&back, Step::Report(finding) if finding.message.contains("kubectl drain")));
         assert_eq!(after(&agreed, Ok(NodeMode::Active)), Step::Nothing);
         let first = after(&NEW, Ok(NodeMode::Draining));
         assert_eq!(reason(&first), Some((ConditionStatus::True, Reason::AsDesired)));
-        let unknown = after(&NEW, Err(Unmet::Unknown("no node".to_owned())));
+        let unknown = after(&NEW, Err(CallError::NotFound("no node".to_owned())));
         assert_eq!(reason(&unknown), Some((ConditionStatus::False, Reason::NotReported)));
     }
 }

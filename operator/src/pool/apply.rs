@@ -1,18 +1,22 @@
-//! Writes a pool's finalizer, if it is not as it is wanted.
+//! Adds or removes a pool's finalizer.
 
 use kube::Api;
 use reprise_crds::SSDPool;
 
 use crate::context::Context;
 use crate::error::OperatorError;
-use crate::finalizers::{Attempt, Finalizer, try_set};
+use crate::finalizers::{Finalizer, FinalizerOutcome, try_set};
 use crate::names::WIPE_FINALIZER;
 
-/// Makes the pool have its finalizer, or not have it.
+/// Adds or removes a pool's finalizer.
 ///
 /// # Errors
-/// The API server did not take it, and has not forbidden it.
-pub async fn apply(pool: &SSDPool, wanted: Finalizer, context: &Context) -> Result<Attempt, OperatorError> {
+/// The API server rejected the write, other than by a missing permission.
+pub async fn apply(
+    pool: &SSDPool,
+    wanted: Finalizer,
+    context: &Context,
+) -> Result<FinalizerOutcome, OperatorError> {
     let api: Api<SSDPool> = Api::all(context.client.clone());
     try_set(context, pool, &api, WIPE_FINALIZER, wanted).await
 }

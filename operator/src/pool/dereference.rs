@@ -1,4 +1,4 @@
-//! Reads what a pool is about: its cluster, its nodes, and what they say.
+//! Reads the inputs of a pool: its cluster, its nodes and their reports.
 
 use std::sync::Arc;
 
@@ -8,45 +8,45 @@ use reprise_crds::fields::Quantity;
 use reprise_crds::node::{AppliedPool, Device};
 use reprise_crds::{CacheNode, KVCacheCluster, SSDPool};
 
+use crate::assignment::PoolAssignment;
 use crate::cluster::dereference::tenants;
 use crate::context::Context;
-use crate::in_use::{self, Usage};
+use crate::deletion_guard::{self, DeletionGuard};
 use crate::names::ClusterNames;
-use crate::plan::PoolPlan;
 
-/// What a pool is about, as it is.
+/// The inputs of a pool.
 #[derive(Clone, Debug)]
-pub struct Found {
-    /// What was decided of it.
-    pub plan: PoolPlan,
-    /// Its cluster.
+pub struct PoolInputs {
+    /// Cluster and nodes that the pool is assigned to.
+    pub assignment: PoolAssignment,
+    /// The pool's cluster, if it has one.
     pub cluster: Option<Arc<KVCacheCluster>>,
-    /// What the nodes say that it selects; nothing of nodes without a CacheNode.
+    /// `CacheNode`s of the selected nodes; nodes without one are missing.
     pub nodes: Vec<PoolNode>,
-    /// Bytes that tenants are sure of, on each node.
+    /// Bytes that tenants reserve on each node.
     pub reserved: u64,
-    /// Who uses it.
-    pub usage: Usage,
+    /// Whether sessions use the pool.
+    pub guard: DeletionGuard,
 }
 
-/// What one node says of the pool.
+/// The `CacheNode` of one node of the pool.
 #[derive(Clone, Debug)]
 pub struct PoolNode {
-    /// All that it says.
+    /// The `CacheNode` with the agent's report.
     pub node: Arc<CacheNode>,
-    /// The unique id of the pool.
+    /// Uid of the pool.
     pub pool_uid: String,
-    /// The name of the pool.
+    /// Name of the pool.
     pub pool: String,
 }
 
-/// Reads it, from the stores.
-pub fn dereference(pool: &SSDPool, context: &Context) -> Found {
-    let world = &context.world;
-    let plan = world.plan().pools.get(&pool.name_any()).cloned().unwrap_or_default();
-    let cluster = plan.cluster.as_ref().and_then(|key| world.cluster(key));
+/// Reads the inputs from the local stores.
+pub fn dereference(pool: &SSDPool, context: &Context) -> PoolInputs {
+    let stores = &context.stores;
+    let assignment = stores.assignment().pools.get(&pool.name_any()).cloned().unwrap_or_default();
+    let cluster = assignment.cluster.as_ref().and_then(|key| stores.cluster(key));
     let node = |name: &String| {
-        let node = world.cache_nodes.get(&ObjectRef::new(name))?;
+        let node = stores.cache_nodes.get(&ObjectRef::new(name))?;
         Some(PoolNode { node, pool_uid: pool.uid().unwrap_or_default(), pool: pool.name_any() })
     };
     let bytes = |reserved: &Quantity| reserved.bytes().unwrap_or_default();
@@ -54,31 +54,31 @@ pub fn dereference(pool: &SSDPool, context: &Context) -> Found {
         let tenants = tenants(context, &ClusterNames::of(cluster));
         tenants.iter().map(|tenant| bytes(&tenant.spec.per_node.ssd.reserved)).fold(0, u64::saturating_add)
     });
-    let mut found = Found {
-        nodes: plan.nodes.iter().filter_map(node).collect(),
+    let mut inputs = PoolInputs {
+        nodes: assignment.nodes.iter().filter_map(node).collect(),
         reserved: reserved.unwrap_or_default(),
-        usage: Usage::default(),
+        guard: DeletionGuard::default(),
         cluster,
-        plan,
+        assignment,
     };
-    found.usage = in_use::of_pool(pool, super::build::is_guarded(pool, &found), context);
-    found
+    inputs.guard = deletion_guard::for_pool(pool, super::build::is_guarded(pool, &inputs), context);
+    inputs
 }
 
 impl PoolNode {
-    /// Devices or files of the pool there.
+    /// Returns the pool's devices or files on the node.
     pub fn devices(&self) -> impl Iterator<Item = &Device> {
         let devices = self.node.status.iter().flat_map(|status| &status.devices);
         devices.filter(|device| device.pool.as_str() == self.pool)
     }
 
-    /// The generation of the claim that the node has.
+    /// Returns the generation of the pool in the node's spec.
     pub fn claimed(&self) -> Option<i64> {
         let mut claims = self.node.spec.claims.iter();
         claims.find(|claim| claim.uid.as_str() == self.pool_uid).map(|claim| claim.generation)
     }
 
-    /// The claim that the agent follows.
+    /// Returns the claim that the agent has applied.
     pub fn applied(&self) -> Option<&AppliedPool> {
         let applied = self.node.status.as_ref()?.applied.as_ref()?;
         applied.pools.iter().find(|applied| applied.uid.as_str() == self.pool_uid)

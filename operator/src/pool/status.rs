@@ -1,4 +1,4 @@
-//! What a pool is: conditions and sums over its nodes. Pure.
+//! Computes the status of a pool: conditions, and sums over its nodes. Pure.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,16 +10,16 @@ use reprise_crds::status::{ConditionType as Type, Finding, Reason, find};
 use reprise_crds::{SSDPool, SSDPoolStatus};
 
 use super::build::{Wipe, wipe};
-use super::dereference::{Found, PoolNode};
+use super::dereference::{PoolInputs, PoolNode};
+use crate::assignment::Refusal;
 use crate::cluster::status::has_reported;
-use crate::finalizers::{self, Attempt};
-use crate::in_use::{self, Kept};
+use crate::deletion_guard::{self, GuardOutcome};
+use crate::finalizers::{self, FinalizerOutcome};
 use crate::names::{IN_USE_FINALIZER, WIPE_FINALIZER};
-use crate::plan::Refusal;
 
-/// So many names are in a message, at the most.
+/// Maximum number of names in a message.
 const NAMES_MAX: usize = 5;
-/// For what agents refuse devices.
+/// Reasons for which agents refuse devices.
 const REFUSALS: [Reason; 6] = [
     Reason::ForeignSignature,
     Reason::DeviceNotPermitted,
@@ -29,14 +29,18 @@ const REFUSALS: [Reason; 6] = [
     Reason::OverCapacity,
 ];
 
-/// What to say of a pool.
-pub fn of(pool: &SSDPool, found: &Found, refused: Option<&Refusal>) -> (SSDPoolStatus, Vec<Finding>) {
-    let counts = Counts::of(pool, found, refused);
+/// Computes the status and conditions of a pool.
+pub fn compute(
+    pool: &SSDPool,
+    inputs: &PoolInputs,
+    refused: Option<&Refusal>,
+) -> (SSDPoolStatus, Vec<Finding>) {
+    let counts = Counts::of(pool, inputs, refused);
     let mut findings = vec![accepted(refused), discovered(pool, &counts), cordoned(pool)];
-    findings.extend(drained(pool, found, refused));
-    findings.push(fallback(pool, found));
-    let degraded = degraded(pool, &counts, found);
-    findings.extend(blocked(pool, found));
+    findings.extend(drained(pool, inputs, refused));
+    findings.push(fallback(pool, inputs));
+    let degraded = degraded(pool, &counts, inputs);
+    findings.extend(blocked(pool, inputs));
     findings.push(ready(refused, &counts, &degraded));
     findings.push(degraded);
     let status = SSDPoolStatus {
@@ -49,7 +53,7 @@ pub fn of(pool: &SSDPool, found: &Found, refused: Option<&Refusal>) -> (SSDPoolS
         capacity: Some(PoolCapacity {
             total: Quantity::of_bytes(counts.total),
             used: Quantity::of_bytes(counts.used),
-            reserved: Quantity::of_bytes(found.reserved.saturating_mul(u64::from(counts.selected))),
+            reserved: Quantity::of_bytes(inputs.reserved.saturating_mul(u64::from(counts.selected))),
         }),
         effective_engines: counts
             .engines
@@ -65,25 +69,25 @@ fn number(count: usize) -> u32 {
     u32::try_from(count).unwrap_or(u32::MAX)
 }
 
-/// Sums over nodes.
+/// Sums over the nodes of a pool.
 #[derive(Debug, Default)]
 struct Counts {
     selected: u32,
-    /// Names of nodes that have said something lately and know the pool.
+    /// Nodes that have reported recently with the pool's current generation.
     reported: BTreeSet<String>,
-    /// Of which all devices are open.
+    /// Nodes of `reported` on which all devices are open.
     ready: BTreeSet<String>,
-    /// With a device that was refused, and why, in a word and in more.
+    /// Nodes with a refused device: the reason, and the message.
     refused: BTreeMap<String, (Reason, String)>,
-    /// With a device that failed, and why.
+    /// Nodes with a failed device, and its message.
     failed: BTreeMap<String, String>,
-    /// With a device that is more worn than the pool allows, and which.
+    /// Nodes with a device that is more worn than the pool allows, and its message.
     worn: BTreeMap<String, String>,
-    /// With an open device whose drive does not tell what spare capacity it has left.
-    mute: BTreeSet<String>,
-    /// With a device that is slower than the pool allows, and which.
+    /// Nodes with an open device whose drive does not report its spare capacity.
+    without_spare_report: BTreeSet<String>,
+    /// Nodes with a device that is slower than the pool allows, and its message.
     slow: BTreeMap<String, String>,
-    /// That have not said anything lately.
+    /// Nodes that have not reported recently.
     silent: BTreeSet<String>,
     matched: u32,
     open: u32,
@@ -94,16 +98,16 @@ struct Counts {
 }
 
 impl Counts {
-    fn of(pool: &SSDPool, found: &Found, refused: Option<&Refusal>) -> Counts {
+    fn of(pool: &SSDPool, inputs: &PoolInputs, refused: Option<&Refusal>) -> Counts {
         let mut counts = Counts::default();
-        // Nodes may have one that is refused, as it was.
-        if refused.is_some() && found.plan.nodes.is_empty() {
+        // Nodes may still have a rejected pool, as it was before.
+        if refused.is_some() && inputs.assignment.nodes.is_empty() {
             return counts;
         }
-        counts.selected = number(found.plan.nodes.len());
-        counts.silent = found.plan.nodes.iter().cloned().collect();
-        for node in &found.nodes {
-            // What is refused is not asked of nodes: they are to have what they had.
+        counts.selected = number(inputs.assignment.nodes.len());
+        counts.silent = inputs.assignment.nodes.iter().cloned().collect();
+        for node in &inputs.nodes {
+            // A rejected spec is not sent to nodes; they keep the previous one.
             let generation = match refused {
                 Some(_) => node.claimed().unwrap_or_default(),
                 None => pool.metadata.generation.unwrap_or_default(),
@@ -150,7 +154,7 @@ impl Counts {
                     self.worn.entry(node.to_owned()).or_insert_with(why);
                 }
                 if device.spare_percent.is_none() {
-                    self.mute.insert(node.to_owned());
+                    self.without_spare_report.insert(node.to_owned());
                 }
                 if device.slow {
                     self.slow.entry(node.to_owned()).or_insert_with(why);
@@ -174,28 +178,31 @@ impl Counts {
 fn accepted(refused: Option<&Refusal>) -> Finding {
     match refused {
         Some(Refusal { reason, message }) => Finding::no(Type::Accepted, *reason, message),
-        None => Finding::yes(Type::Accepted, Reason::AsDesired, "the spec is right"),
+        None => Finding::yes(Type::Accepted, Reason::AsDesired, "the spec is valid"),
     }
 }
 
-/// What to do where nodes have found nothing. A directory needs no name that matches, so its agents say why they have no file there.
+/// Returns the remedy if nodes found no devices. Directories have no patterns; their agents report why the
+/// file is missing.
 fn nothing_found(pool: &SSDPool) -> String {
     match &pool.spec.directory {
         Some(directory) => format!(
-            "no node has a file in {}: look at the agents' pods and at the conditions of their CacheNodes",
+            "no node has a file in {}: check the agents' pods and the conditions of their CacheNodes",
             directory.path
         ),
         None => {
-            "no device matches: correct devices.globs, or look in /dev/disk/by-id of the nodes".to_owned()
+            "no device matches devices.globs: correct it, and compare it with /dev/disk/by-id on the nodes"
+                .to_owned()
         }
     }
 }
 
 fn discovered(pool: &SSDPool, counts: &Counts) -> Finding {
     let kind = Type::DevicesDiscovered;
-    let message = format!("{} of {} nodes have said what they found", counts.reported.len(), counts.selected);
+    let message =
+        format!("{} of {} nodes have reported their devices", counts.reported.len(), counts.selected);
     if counts.selected == 0 {
-        return Finding::no(kind, Reason::NoNodes, "no node matches the selection");
+        return Finding::no(kind, Reason::NoNodes, "nodeSelector matches no node: label nodes, or change it");
     }
     if number(counts.reported.len()) < counts.selected {
         return Finding::no(kind, Reason::Progressing, message);
@@ -208,39 +215,41 @@ fn discovered(pool: &SSDPool, counts: &Counts) -> Finding {
 
 fn cordoned(pool: &SSDPool) -> Finding {
     match pool.spec.mode {
-        NodeMode::Active => Finding::no(Type::Cordoned, Reason::AsDesired, "blocks may be placed on it"),
+        NodeMode::Active => {
+            Finding::no(Type::Cordoned, Reason::AsDesired, "new replicas may be placed on it")
+        }
         NodeMode::Cordoned => Finding::yes(
             Type::Cordoned,
             Reason::SetByOperator,
-            "mode is Cordoned: nothing is placed on it for others",
+            "mode is Cordoned: no replicas of blocks from other nodes are placed on it",
         ),
         NodeMode::Draining => Finding::yes(
             Type::Cordoned,
             Reason::Draining,
-            "mode is Draining: nothing is placed on it for others",
+            "mode is Draining: no replicas of blocks from other nodes are placed on it",
         ),
     }
 }
 
-/// Only while somebody waits for it. What a node said before it knew that, or too long ago, does not count, and who says nothing is not empty.
-fn drained(pool: &SSDPool, found: &Found, refused: Option<&Refusal>) -> Option<Finding> {
+/// Returns condition `Drained` while the pool is draining. Reports that are old, or of an earlier spec, do
+/// not count; a node without a report counts as not empty.
+fn drained(pool: &SSDPool, inputs: &PoolInputs, refused: Option<&Refusal>) -> Option<Finding> {
     let kind = Type::Drained;
     if pool.spec.mode != NodeMode::Draining {
         return None;
     }
     if let Some(refused) = refused {
         let message =
-            "the pool is refused, so nobody says that nodes are empty of it: condition Accepted says why";
+            "the pool is rejected, so its nodes do not report whether they are empty: see condition Accepted";
         return Some(Finding::unknown(kind, refused.reason, message));
     }
-    let nodes = &found.plan.nodes;
+    let nodes = &inputs.assignment.nodes;
     if nodes.is_empty() {
-        let message =
-            "no node has the pool, so nobody says what is left of it: label nodes, or change nodeSelector";
+        let message = "nodeSelector matches no node, so it is unknown whether blocks are left: label nodes, or change it";
         return Some(Finding::unknown(kind, Reason::NoNodes, message));
     }
     let generation = pool.metadata.generation.unwrap_or_default();
-    let empty: BTreeSet<&str> = found
+    let empty: BTreeSet<&str> = inputs
         .nodes
         .iter()
         .filter(|node| is_empty(node, generation))
@@ -248,34 +257,34 @@ fn drained(pool: &SSDPool, found: &Found, refused: Option<&Refusal>) -> Option<F
         .collect();
     let left: Vec<&str> = nodes.iter().map(String::as_str).filter(|node| !empty.contains(node)).collect();
     if left.is_empty() {
-        let message = "every durable block is on another node as well";
+        let message = "every durable block has a replica on another node";
         return Some(Finding::yes(kind, Reason::AsDesired, message));
     }
-    let untold = untold(found).unwrap_or_default();
+    let mode_not_applied = mode_not_applied(inputs).unwrap_or_default();
     let message = format!(
-        "{} of {} nodes are not empty yet, or have not said so lately: {}{untold}",
+        "{} of {} nodes are not empty yet, or have not reported so recently: {}{mode_not_applied}",
         left.len(),
         nodes.len(),
-        few(left.iter().copied()),
+        join_names(left.iter().copied()),
     );
     Some(Finding::no(kind, Reason::Draining, message))
 }
 
-/// Whether a node has said lately that it is empty, and knew of the pool as it is.
+/// Whether a node has recently reported that it is empty, for the current spec of the pool.
 fn is_empty(node: &PoolNode, generation: i64) -> bool {
     let PoolNode { node, pool_uid, .. } = node;
     let Some(status) = &node.status else { return false };
     let claims = &node.spec.claims;
-    // The mode of a node's spec is that of its claims: one of this generation was made together with it.
-    let is_told =
+    // Mode and claims are written together, so a claim of this generation implies the mode.
+    let is_current =
         claims.iter().any(|claim| claim.uid.as_str() == pool_uid.as_str() && claim.generation >= generation);
     let is_seen = status.observed_generation >= node.metadata.generation.unwrap_or_default();
-    let says_so = status.drain.as_ref().is_some_and(|drain| drain.drained);
-    is_told && is_seen && says_so && has_reported(node)
+    let is_drained = status.drain.as_ref().is_some_and(|drain| drain.drained);
+    is_current && is_seen && is_drained && has_reported(node)
 }
 
-/// Without the control plane's word no other node takes what a drained one gives away.
-fn untold(found: &Found) -> Option<String> {
+/// Describes a node whose mode the control plane does not have; other nodes then accept no blocks from it.
+fn mode_not_applied(inputs: &PoolInputs) -> Option<String> {
     let why = |node: &PoolNode| {
         let applied = find(&node.node.status.as_ref()?.conditions, Type::ModeApplied)?;
         let is_not = applied.status == reprise_crds::status::ConditionStatus::False;
@@ -284,69 +293,74 @@ fn untold(found: &Found) -> Option<String> {
             format!("; {name}: {}", applied.message)
         })
     };
-    found.nodes.iter().find_map(why)
+    inputs.nodes.iter().find_map(why)
 }
 
-fn fallback(pool: &SSDPool, found: &Found) -> Finding {
+fn fallback(pool: &SSDPool, inputs: &PoolInputs) -> Finding {
     let kind = Type::EngineFallback;
     let other = |device: &Device| {
         device.state == DeviceState::Open && device.engine.is_some_and(|engine| engine != pool.spec.engine)
     };
-    let nodes = found.nodes.iter().filter(|node| node.devices().any(other));
+    let nodes = inputs.nodes.iter().filter(|node| node.devices().any(other));
     let names: Vec<String> = nodes.filter_map(|node| node.node.metadata.name.clone()).collect();
     if names.is_empty() {
-        // Closed, as `fallbackEngine: None` says.
+        // Devices stay closed because of `fallbackEngine: None`.
         let is_closed = |device: &Device| {
             device.state == DeviceState::Refused && refusal(device) == Reason::EngineUnavailable
         };
-        if found.nodes.iter().any(|node| node.devices().any(is_closed)) {
+        if inputs.nodes.iter().any(|node| node.devices().any(is_closed)) {
             let message = format!(
-                "{} cannot be had, and fallbackEngine allows no other: the devices stay closed, see Degraded",
+                "engine {} is unavailable and there is no fallback (fallbackEngine: None): the devices stay closed, see condition Degraded",
                 pool.spec.engine
             );
             return Finding::no(kind, Reason::EngineUnavailable, message);
         }
-        return Finding::no(kind, Reason::AsDesired, format!("devices are driven by {}", pool.spec.engine));
+        return Finding::no(kind, Reason::AsDesired, format!("devices use engine {}", pool.spec.engine));
     }
     let message = format!(
-        "{} cannot be had on {} nodes, which use fallbackEngine: {}. Look at agents.seccomp of the cluster: many default profiles \
-         forbid io_uring",
+        "engine {} is unavailable on {} nodes, which use fallbackEngine: {}. Check agents.seccomp of the cluster: many default \
+         profiles forbid io_uring",
         pool.spec.engine,
         names.len(),
-        few(names.iter().map(String::as_str)),
+        join_names(names.iter().map(String::as_str)),
     );
     Finding::yes(kind, Reason::EngineUnavailable, message)
 }
 
-fn few<'a>(names: impl Iterator<Item = &'a str>) -> String {
+fn join_names<'a>(names: impl Iterator<Item = &'a str>) -> String {
     names.take(NAMES_MAX).collect::<Vec<_>>().join(", ")
 }
 
-fn degraded(pool: &SSDPool, counts: &Counts, found: &Found) -> Finding {
+fn degraded(pool: &SSDPool, counts: &Counts, inputs: &PoolInputs) -> Finding {
     let kind = Type::Degraded;
     if let Some((node, why)) = counts.failed.first_key_value() {
         let nodes = counts.failed.len();
-        let message =
-            format!("devices of {nodes} nodes have failed, whose blocks are misses; on {node}, {why}");
+        let message = format!(
+            "devices of {nodes} nodes have failed, and their blocks count as misses; on {node}, {why}"
+        );
         return Finding::yes(kind, Reason::DeviceFailed, message);
     }
     if let Some((node, (reason, why))) = counts.refused.first_key_value() {
-        let hint = unopened(found, *reason);
+        let hint = unopened(inputs, *reason);
         let message = format!("{} nodes have refused devices; on {node}, {why}{hint}", counts.refused.len());
         return Finding::yes(kind, *reason, message);
     }
-    // Nodes that never reported are still on their way.
-    let spoke = |node: &&PoolNode| {
+    // Nodes that never reported are still starting.
+    let has_reported_before = |node: &&PoolNode| {
         let name = node.node.metadata.name.clone().unwrap_or_default();
         counts.silent.contains(&name)
             && node.node.status.as_ref().is_some_and(|status| status.last_updated.is_some())
     };
-    let silent: Vec<String> =
-        found.nodes.iter().filter(spoke).filter_map(|node| node.node.metadata.name.clone()).collect();
+    let silent: Vec<String> = inputs
+        .nodes
+        .iter()
+        .filter(has_reported_before)
+        .filter_map(|node| node.node.metadata.name.clone())
+        .collect();
     if !silent.is_empty() {
-        let names = few(silent.iter().map(String::as_str));
+        let names = join_names(silent.iter().map(String::as_str));
         let message = format!(
-            "{} nodes have not reported for a minute: {names}; look at their agents' pods",
+            "{} nodes have not reported for a minute: {names}; check their agents' pods",
             silent.len()
         );
         return Finding::yes(kind, Reason::NotReported, message);
@@ -354,15 +368,15 @@ fn degraded(pool: &SSDPool, counts: &Counts, found: &Found) -> Finding {
     if let Some((node, why)) = counts.worn.first_key_value() {
         let message = format!(
             "devices of {} nodes have more media errors than health.maxMediaErrors, or less spare capacity than health.minSparePercent; on \
-             {node}, {why}. They are used all the same: replace them before they fail, or allow more",
+             {node}, {why}. They remain in use: replace them before they fail, or raise the thresholds",
             counts.worn.len()
         );
         return Finding::yes(kind, Reason::DeviceWorn, message);
     }
     if let Some((node, why)) = counts.slow.first_key_value() {
         let message = format!(
-            "devices of {} nodes take longer for reads than health.maxReadLatency; on {node}, {why}. They are used all the same: look at \
-             the device's health and at what else uses it, or allow more",
+            "devices of {} nodes take longer for reads than health.maxReadLatency; on {node}, {why}. They remain in use: check \
+             the device's health and its other users, or raise the threshold",
             counts.slow.len()
         );
         return Finding::yes(kind, Reason::DeviceSlow, message);
@@ -370,30 +384,30 @@ fn degraded(pool: &SSDPool, counts: &Counts, found: &Found) -> Finding {
     Finding::no(kind, Reason::AsDesired, uncompared(pool, counts))
 }
 
-/// What the pool asks for and nobody can compare: worse drives than it allows would not be seen.
+/// Returns a note on thresholds that cannot be checked, so that worse drives would go unnoticed.
 fn uncompared(pool: &SSDPool, counts: &Counts) -> String {
-    if pool.spec.health.min_spare_percent.is_none() || counts.mute.is_empty() {
+    if pool.spec.health.min_spare_percent.is_none() || counts.without_spare_report.is_empty() {
         return String::new();
     }
     format!(
-        "health.minSparePercent is not compared on {} nodes, whose drives do not tell it: {}. Agents may ask NVMe drives with \
-         agents.deviceAccess.mode Privileged of the cluster",
-        counts.mute.len(),
-        few(counts.mute.iter().map(String::as_str)),
+        "health.minSparePercent is not checked on {} nodes, whose drives do not report spare capacity: {}. Agents can query \
+         NVMe drives if agents.deviceAccess.mode of the cluster is Privileged",
+        counts.without_spare_report.len(),
+        join_names(counts.without_spare_report.iter().map(String::as_str)),
     )
 }
 
-/// Why an agent has refused a device, as far as it says so.
+/// Returns the reason for which an agent refused a device, if it reported a known one.
 fn refusal(device: &Device) -> Reason {
-    let said = device.reason.as_deref().unwrap_or_default();
-    REFUSALS.into_iter().find(|reason| reason.as_str() == said).unwrap_or(Reason::Refused)
+    let reported = device.reason.as_deref().unwrap_or_default();
+    REFUSALS.into_iter().find(|reason| reason.as_str() == reported).unwrap_or(Reason::Refused)
 }
 
-/// What to do where nobody has given the agents' pods the devices.
-fn unopened(found: &Found, reason: Reason) -> &'static str {
-    let mode = found.cluster.as_ref().map(|cluster| cluster.spec.agents.device_access.mode);
+/// Returns the remedy if the agents' pods have no access to the device.
+fn unopened(inputs: &PoolInputs, reason: Reason) -> &'static str {
+    let mode = inputs.cluster.as_ref().map(|cluster| cluster.spec.agents.device_access.mode);
     if mode == Some(DeviceAccessMode::None) && reason == Reason::DeviceNotPermitted {
-        "; the nodes' runtime does not let agents' pods open it: set agents.deviceAccess of the cluster"
+        "; the container runtime denies the agents' pods access to it: set agents.deviceAccess of the cluster"
     } else {
         ""
     }
@@ -405,18 +419,14 @@ fn ready(refused: Option<&Refusal>, counts: &Counts, degraded: &Finding) -> Find
         return Finding::no(kind, *reason, message);
     }
     if counts.selected == 0 {
-        return Finding::no(
-            kind,
-            Reason::NoNodes,
-            "no node matches the selection: label nodes, or change nodeSelector",
-        );
+        return Finding::no(kind, Reason::NoNodes, "nodeSelector matches no node: label nodes, or change it");
     }
     let ready = number(counts.ready.len());
     let message = format!("{ready} of {} nodes have all devices open", counts.selected);
     if ready >= counts.selected {
         return Finding::yes(kind, Reason::AsDesired, message);
     }
-    // A slow or worn device is open, so that is not what is waited for.
+    // Slow or worn devices are open, so they do not delay readiness.
     let keeps_closed = ![Reason::DeviceSlow, Reason::DeviceWorn].contains(&degraded.reason);
     if degraded.status == reprise_crds::status::ConditionStatus::True && keeps_closed {
         return Finding::no(kind, degraded.reason, format!("{message}; {}", degraded.message));
@@ -424,40 +434,40 @@ fn ready(refused: Option<&Refusal>, counts: &Counts, degraded: &Finding) -> Find
     Finding::no(kind, Reason::Progressing, message)
 }
 
-/// Only while the pool is being deleted.
-fn blocked(pool: &SSDPool, found: &Found) -> Option<Finding> {
+/// Returns condition `DeletionBlocked` while the pool is being deleted.
+fn blocked(pool: &SSDPool, inputs: &PoolInputs) -> Option<Finding> {
     let kind = Type::DeletionBlocked;
-    let wipe = wipe(pool, found);
-    // Nothing is wiped before.
-    if let Some(mut used) = found.usage.blocked(pool) {
+    let wipe = wipe(pool, inputs);
+    // Sessions block the wipe as well.
+    if let Some(mut used) = inputs.guard.blocked_condition(pool) {
         if wipe == Wipe::TooLate {
-            used.message += ". Its data stays: it was deleted before deletionPolicy was Wipe";
+            used.message += ". Its data is kept: the pool was deleted before deletionPolicy was set to Wipe";
         }
         return Some(used);
     }
     match wipe {
         Wipe::None | Wipe::TooLate | Wipe::Done => None,
         Wipe::Unconfirmed => {
-            let message = "deletionPolicy is Wipe and nobody has confirmed it: set wipeConfirmation to yes-really-destroy-the-data, \
+            let message = "deletionPolicy is Wipe but the wipe is not confirmed: set wipeConfirmation to yes-really-destroy-the-data, \
                            or deletionPolicy to Retain";
             Some(Finding::yes(kind, Reason::ConfirmationMissing, message))
         }
-        Wipe::Nobody => {
-            let (reason, message) = match found.plan.refused {
+        Wipe::NoCluster => {
+            let (reason, message) = match inputs.assignment.refused {
                 Some(_) => (
                     Reason::Conflict,
-                    "deletionPolicy is Wipe and the pool is refused on nodes that never had it, so there is nothing of it to wipe: set \
+                    "deletionPolicy is Wipe but the pool was rejected before any node had it, so there is no data to wipe: set \
                      deletionPolicy to Retain",
                 ),
                 None => (
                     Reason::ReferenceNotFound,
-                    "deletionPolicy is Wipe and no cluster has the pool, so no agent can do it: name the pool in a cluster again, or set \
-                     deletionPolicy to Retain",
+                    "deletionPolicy is Wipe but the pool belongs to no cluster, so no agent can wipe it: add the pool to a cluster again, \
+                     or set deletionPolicy to Retain",
                 ),
             };
             Some(Finding::yes(kind, reason, message))
         }
-        Wipe::UnderWay(left) => Some(Finding::yes(
+        Wipe::InProgress(left) => Some(Finding::yes(
             kind,
             Reason::Releasing,
             format!("{left} nodes have not wiped their devices yet"),
@@ -465,14 +475,15 @@ fn blocked(pool: &SSDPool, found: &Found) -> Option<Finding> {
     }
 }
 
-/// Which of its finalizers may not be changed. Whatever else a deletion waits for does not come before that.
-pub fn forbidden(pool: &SSDPool, kept: &Kept, attempt: &Attempt) -> Option<Finding> {
-    match (kept, attempt) {
-        (Kept::Forbidden(refused), _) => {
-            Some(finalizers::forbidden(pool, IN_USE_FINALIZER, in_use::FOR_WHOM, refused))
+/// Returns the condition for a finalizer that the operator has no permission to change. It takes precedence
+/// over other reasons that block the deletion.
+pub fn forbidden(pool: &SSDPool, guard: &GuardOutcome, attempt: &FinalizerOutcome) -> Option<Finding> {
+    match (guard, attempt) {
+        (GuardOutcome::Forbidden(refused), _) => {
+            Some(finalizers::forbidden_condition(pool, IN_USE_FINALIZER, deletion_guard::WAITED_FOR, refused))
         }
-        (_, Attempt::Forbidden(refused)) => {
-            Some(finalizers::forbidden(pool, WIPE_FINALIZER, "its data to be wiped", refused))
+        (_, FinalizerOutcome::Forbidden(refused)) => {
+            Some(finalizers::forbidden_condition(pool, WIPE_FINALIZER, "its data to be wiped", refused))
         }
         _ => None,
     }

@@ -1,51 +1,51 @@
-//! What is refused of a pool.
+//! Validates a pool.
 
 use kube::ResourceExt;
 use reprise_crds::SSDPool;
 use reprise_crds::fields::{Engine, FallbackEngine};
 use reprise_crds::status::Reason;
 
-use super::dereference::Found;
-use crate::plan::Refusal;
+use super::dereference::PoolInputs;
+use crate::assignment::Refusal;
 
-/// A pool's file is `<directory>/pool`, and paths in a CacheNode have at most 90 characters.
+/// Maximum length of a pool's directory: its file is `<directory>/pool`, and paths in a CacheNode have at
+/// most 90 characters.
 const DIRECTORY_CHARS_MAX: usize = 85;
 
-/// Why a pool is refused, if it is.
-pub fn validate(pool: &SSDPool, found: &Found) -> Option<Refusal> {
-    unsupported(pool).or_else(|| found.plan.refused.clone()).or_else(|| {
+/// Returns why a pool is rejected; `None` if it is accepted.
+pub fn validate(pool: &SSDPool, inputs: &PoolInputs) -> Option<Refusal> {
+    unsupported(pool).or_else(|| inputs.assignment.refused.clone()).or_else(|| {
         let name = pool.name_any();
-        let nobody = || {
-            let message =
-                format!("no KVCacheCluster names this pool: add {name} to pools of the one that it is for");
+        let unused = || {
+            let message = format!("no KVCacheCluster lists this pool: add {name} to spec.pools of a cluster");
             Refusal::new(Reason::ReferenceNotFound, message)
         };
-        found.plan.cluster.is_none().then(nobody)
+        inputs.assignment.cluster.is_none().then(unused)
     })
 }
 
-/// Modes that this release does not have.
+/// Rejects modes that this release does not support.
 pub fn unsupported(pool: &SSDPool) -> Option<Refusal> {
     let spec = &pool.spec;
     let refuse = |message: String| Some(Refusal::new(Reason::Unsupported, message));
     if spec.claims.is_some() {
         return refuse(
-            "claims are not in this release: use directory, on a file system of the node".to_owned(),
+            "claims is not supported by this release: use directory, on a file system of the node".to_owned(),
         );
     }
     let path = spec.directory.as_ref().map(|directory| directory.path.as_str()).unwrap_or_default();
     if path.len() > DIRECTORY_CHARS_MAX {
         let message =
-            format!("directory.path has {} characters: use at most {DIRECTORY_CHARS_MAX}", path.len());
+            format!("directory.path has {} characters: expected at most {DIRECTORY_CHARS_MAX}", path.len());
         return Some(Refusal::new(Reason::InvalidSpec, message));
     }
     if ![Engine::IoUring, Engine::Plain].contains(&spec.engine) {
         let engine = spec.engine;
-        return refuse(format!("engine {engine} is not in this release: use IoUring or Plain"));
+        return refuse(format!("engine {engine} is not supported by this release: use IoUring or Plain"));
     }
-    // Words of the definitions that have no meaning together: io_uring cannot be what is left when it is wanted and cannot be had.
+    // The CRD schema permits this combination, but it has no meaning: a fallback must differ from the engine.
     if spec.engine == Engine::Plain && spec.fallback_engine == FallbackEngine::Plain {
-        return refuse("fallbackEngine is the engine itself: use None".to_owned());
+        return refuse("fallbackEngine equals engine: use None".to_owned());
     }
     None
 }
@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_this_release_does_not_have_is_refused() {
+    fn rejects_unsupported_modes() {
         let pool = |more: Value| {
             let mut spec = json!({ "directory": { "path": "/p", "size": "1Gi" } });
             spec.as_object_mut().expect("made above").extend(more.as_object().expect("fields").clone());

@@ -1,41 +1,46 @@
-//! Leaves what was decided to those who write it: the reconcilers of nodes and clusters.
+//! Publishes a decision to the reconcilers of nodes and clusters, which write it.
 
 use std::collections::BTreeSet;
 
 use kube::ResourceExt;
 use reprise_crds::SlackProfile;
 
-use super::build::Wave;
+use super::build::Rollout;
 use super::content::Revision;
-use super::decisions::Decided;
+use super::decisions::ProfileDecision;
 use crate::context::Context;
-use crate::world::World;
+use crate::stores::Stores;
 
-/// Makes it what is wanted of nodes, and has those looked at for which it is news.
-pub async fn apply(profile: &SlackProfile, revision: Option<Revision>, wave: &Wave, context: &Context) {
-    let world = &context.world;
+/// Replaces the decision on a profile and enqueues the nodes and clusters that it affects.
+pub async fn apply(
+    profile: &SlackProfile,
+    revision: Option<Revision>,
+    decision: &Rollout,
+    context: &Context,
+) {
+    let stores = &context.stores;
     let uid = profile.uid().unwrap_or_default();
-    let decided = Decided { uid, revision, nodes: wave.nodes.clone() };
-    let news = context.decisions.decide(profile, decided, || having(profile, world));
-    if news.clusters {
+    let decided = ProfileDecision { uid, revision, nodes: decision.nodes.clone() };
+    let change = context.decisions.replace(profile, decided, || nodes_with(profile, stores));
+    if change.clusters {
         let namespace = profile.namespace().unwrap_or_default();
-        context.triggers.clusters_in(world, &namespace).await;
-        context.decisions.forget_gone(world);
+        context.triggers.enqueue_clusters_in(stores, &namespace).await;
+        context.decisions.remove_deleted(stores);
     }
-    if !news.nodes.is_empty() {
+    if !change.nodes.is_empty() {
         tracing::debug!(
             profile = profile.name_any(),
-            nodes = news.nodes.len(),
-            "what nodes should have was decided"
+            nodes = change.nodes.len(),
+            "decided the revision of nodes"
         );
     }
-    context.triggers.nodes_named(world, &news.nodes).await;
+    context.triggers.enqueue_nodes(stores, &change.nodes).await;
 }
 
-/// Nodes whose spec has the profile, wherever that came from.
-fn having(profile: &SlackProfile, world: &World) -> BTreeSet<String> {
+/// Returns the nodes whose spec has the profile.
+fn nodes_with(profile: &SlackProfile, stores: &Stores) -> BTreeSet<String> {
     let (name, namespace) = (profile.name_any(), profile.namespace().unwrap_or_default());
-    let has = world.cache_nodes.state_filter(|node| {
+    let has = stores.cache_nodes.state_filter(|node| {
         let of_namespace =
             |cluster: &reprise_crds::fields::ClusterRef| cluster.namespace.as_str() == namespace;
         node.spec.cluster_ref.as_ref().is_some_and(of_namespace)

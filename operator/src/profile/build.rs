@@ -1,17 +1,18 @@
-//! Which node should have which revision now. Pure.
+//! Decides the revision of each node. Pure.
 //!
 //! ```text
-//!  Before ──decided──▶ Between ──its agent says so──▶ Works ──its measurements differ──▶ Drifted
-//!                         └──────its agent refuses──▶ Refused
+//! Waiting ──decided──▶ Updating ──agent applied it──▶ Applied ──measurements differ──▶ Drifted
+//!                         └───────agent refused it──▶ Refused
 //! ```
 //!
-//! Canary nodes come first. As long as one of them refuses the revision or drifts, no node gets it that has it not; once all of them have
-//! worked by it for `canary.soak`, the others follow. Those that are between two revisions, and those that refuse or drift, are never more than
-//! `maxUnavailablePercent` of all nodes, but one may always be: so the first nodes that take it badly are the last.
+//! Canary nodes come first. While one of them refuses the revision or drifts, no further node gets it. Once
+//! all of them have applied it for `canary.soak`, the others follow. Nodes that are updating, refuse or drift
+//! never exceed `maxUnavailablePercent` of all nodes, with a minimum of one. A bad revision therefore reaches
+//! only the first nodes.
 //!
-//! A node that does not report is given nothing new; one that falls silent with a new revision counts as being between two, since it may be
-//! silent because of it. Nothing is taken back: whoever has the former revision keeps it, but for a node that has no place for the profile
-//! any more ([`super::order`]).
+//! A node that does not report gets no new revision. A node that falls silent with a new revision counts as
+//! updating, because the revision may be the cause. Nodes keep their previous revision until they get the new
+//! one; only nodes beyond the profile limit lose it ([`super::order`]).
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -22,93 +23,94 @@ use reprise_crds::slack::Canary;
 
 use super::dereference::ProfileNode;
 
-/// How far a node is with a revision.
+/// Progress of a node with a revision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stage {
-    /// It should not have it yet.
-    Before,
-    /// It should, and has not said that it does.
-    Between,
-    /// It works by it.
-    Works,
-    /// It works by it, and measures something else.
+pub enum RolloutStage {
+    /// It should not have the revision yet.
+    Waiting,
+    /// It should have it, and has not reported that it does.
+    Updating,
+    /// It has applied it.
+    Applied,
+    /// It has applied it, but measures larger errors than allowed.
     Drifted,
-    /// It has refused it.
+    /// Its agent has refused it.
     Refused,
 }
 
-/// What nodes should have, and how it goes on.
+/// The desired revisions of nodes, and the state of the rollout.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Wave {
-    /// Digest of the revision that each node should have, by its name.
+pub struct Rollout {
+    /// Digest of the desired revision by node name.
     pub nodes: BTreeMap<String, String>,
-    /// How it goes on.
-    pub pace: Pace,
+    /// State of the rollout.
+    pub state: RolloutState,
 }
 
-/// How it goes on.
+/// State of a rollout.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Pace {
-    /// There is no revision to give out, or no node to give it to.
-    Still,
-    /// Every node should have it.
-    Given,
-    /// Further nodes follow as those that have it say so, or report again.
-    Moving,
-    /// Canary nodes are wanted, and none is selected.
+pub enum RolloutState {
+    /// There is no revision to roll out, or no node for it.
+    Idle,
+    /// Every node should have the revision.
+    Complete,
+    /// Further nodes follow once others have applied it or report again.
+    Progressing,
+    /// Canaries are configured, but the selector matches no node.
     NoCanary,
-    /// All canary nodes work by it; the others follow after this time.
+    /// All canary nodes have applied it; the others follow after this time.
     Soaking(Duration),
     /// A canary node does not report.
     CanarySilent(String),
-    /// A canary node takes it badly.
-    Stopped {
-        /// The node.
+    /// A canary node refuses it or drifts.
+    CanaryFailed {
+        /// Name of the node.
         node: String,
-        /// `Drifted` or `Refused`.
-        stage: Stage,
+        /// The problem: `Drifted` or `Refused`.
+        stage: RolloutStage,
     },
-    /// As many nodes take it badly as may be between two revisions.
-    Exhausted {
-        /// The first of them.
+    /// The limit of unavailable nodes is used up by nodes that refuse it or drift.
+    LimitReached {
+        /// Name of the first of them.
         node: String,
-        /// `Drifted` or `Refused`.
-        stage: Stage,
+        /// The problem: `Drifted` or `Refused`.
+        stage: RolloutStage,
     },
 }
 
-/// Who may be given the revision.
+/// Nodes that may get the revision next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Turn {
-    Nobody,
+enum Eligible {
+    None,
     Canaries,
-    Everybody,
+    All,
 }
 
-impl Stage {
-    /// How far a node is with the revision of a digest, by what it should have and what it says.
-    pub fn of(node: &ProfileNode, digest: &str, max_error_percent: u8) -> Stage {
-        if node.wanted.as_deref() != Some(digest) {
-            return Stage::Before;
+impl RolloutStage {
+    /// Returns the progress of a node with the revision of a digest.
+    pub fn of(node: &ProfileNode, digest: &str, max_error_percent: u8) -> RolloutStage {
+        if node.desired.as_deref() != Some(digest) {
+            return RolloutStage::Waiting;
         }
-        match node.said.as_ref().filter(|said| said.digest == digest) {
-            None => Stage::Between,
-            Some(said) if said.refused.is_some() => Stage::Refused,
-            Some(said) if said.p99.is_some_and(|error| error > u32::from(max_error_percent)) => {
-                Stage::Drifted
+        match node.report.as_ref().filter(|report| report.digest == digest) {
+            None => RolloutStage::Updating,
+            Some(report) if report.refused.is_some() => RolloutStage::Refused,
+            Some(report) if report.p99.is_some_and(|error| error > u32::from(max_error_percent)) => {
+                RolloutStage::Drifted
             }
-            Some(_) => Stage::Works,
+            Some(_) => RolloutStage::Applied,
         }
     }
 
-    /// Whether it takes it badly.
+    /// Whether the node refuses the revision or drifts.
     pub fn is_bad(self) -> bool {
-        matches!(self, Stage::Drifted | Stage::Refused)
+        matches!(self, RolloutStage::Drifted | RolloutStage::Refused)
     }
 }
 
-/// Since when all canary nodes work by a revision: since now, if that was not known of this revision. None: they do not, or one does not
-/// report: a revision that takes nodes down does not soak meanwhile.
+/// Returns the time since which all canary nodes have applied a revision: now if the status records no time
+/// for this revision. Returns `None` if a canary has not applied it or does not report; a revision that takes
+/// nodes down must not complete its soak.
 pub fn soaking_since(
     profile: &SlackProfile,
     nodes: &[ProfileNode],
@@ -117,7 +119,8 @@ pub fn soaking_since(
 ) -> Option<Time> {
     let digest = digest?;
     let works = |node: &ProfileNode| {
-        !node.silent && Stage::of(node, digest, profile.spec.max_error_percent.0) == Stage::Works
+        !node.silent
+            && RolloutStage::of(node, digest, profile.spec.max_error_percent.0) == RolloutStage::Applied
     };
     let mut canaries = nodes.iter().filter(|node| node.canary).peekable();
     canaries.peek()?;
@@ -129,89 +132,93 @@ pub fn soaking_since(
     same.and_then(|status| status.soaking_since.clone()).or_else(|| Some(now.clone()))
 }
 
-/// Decides. `soaked` is for how long all canary nodes have worked by the revision.
+/// Decides the rollout. `soaked` is the time for which all canary nodes have applied the revision.
 pub fn build(
     profile: &SlackProfile,
     nodes: &[ProfileNode],
     digest: Option<&str>,
     soaked: Option<Duration>,
-) -> Wave {
-    let has_place = |node: &&ProfileNode| !node.crowded;
-    let kept = |node: &ProfileNode| Some((node.name.clone(), node.wanted.clone()?));
-    let mut wanted: BTreeMap<String, String> = nodes.iter().filter(has_place).filter_map(kept).collect();
+) -> Rollout {
+    let within_limit = |node: &&ProfileNode| !node.over_limit;
+    let current = |node: &ProfileNode| Some((node.name.clone(), node.desired.clone()?));
+    let mut desired: BTreeMap<String, String> =
+        nodes.iter().filter(within_limit).filter_map(current).collect();
     let Some(digest) = digest.filter(|_| !nodes.is_empty()) else {
-        return Wave { nodes: wanted, pace: Pace::Still };
+        return Rollout { nodes: desired, state: RolloutState::Idle };
     };
     let rollout = &profile.spec.rollout;
-    let stage = |node: &ProfileNode| Stage::of(node, digest, profile.spec.max_error_percent.0);
-    let staged: Vec<(&ProfileNode, Stage)> = nodes.iter().map(|node| (node, stage(node))).collect();
-    let (turn, waits) = turn(&staged, rollout.canary.as_ref(), soaked);
-    let busy = staged.iter().filter(|(_, stage)| *stage == Stage::Between || stage.is_bad()).count();
-    let room = limit(nodes.len(), rollout.max_unavailable_percent.0).saturating_sub(busy);
-    let is_next = |(node, stage): &&(&ProfileNode, Stage)| {
-        let has_turn = match turn {
-            Turn::Nobody => false,
-            Turn::Canaries => node.canary,
-            Turn::Everybody => true,
+    let stage = |node: &ProfileNode| RolloutStage::of(node, digest, profile.spec.max_error_percent.0);
+    let staged: Vec<(&ProfileNode, RolloutStage)> = nodes.iter().map(|node| (node, stage(node))).collect();
+    let (eligible, waits) = eligible(&staged, rollout.canary.as_ref(), soaked);
+    // A silent node that is updating counts too, because the revision may be the cause.
+    let unavailable =
+        staged.iter().filter(|(_, stage)| *stage == RolloutStage::Updating || stage.is_bad()).count();
+    let free = limit(nodes.len(), rollout.max_unavailable_percent.0).saturating_sub(unavailable);
+    let is_next = |(node, stage): &&(&ProfileNode, RolloutStage)| {
+        let is_eligible = match eligible {
+            Eligible::None => false,
+            Eligible::Canaries => node.canary,
+            Eligible::All => true,
         };
-        *stage == Stage::Before && has_turn && !node.silent && !node.left && !node.crowded
+        *stage == RolloutStage::Waiting && is_eligible && !node.silent && !node.frozen && !node.over_limit
     };
-    for (node, _) in staged.iter().filter(is_next).take(room) {
-        wanted.insert(node.name.clone(), digest.to_owned());
+    for (node, _) in staged.iter().filter(is_next).take(free) {
+        desired.insert(node.name.clone(), digest.to_owned());
     }
-    let all = wanted.len() == nodes.len() && wanted.values().all(|wanted| wanted == digest);
-    let pace = match waits {
-        _ if all => Pace::Given,
+    let all = desired.len() == nodes.len() && desired.values().all(|desired| desired == digest);
+    let state = match waits {
+        _ if all => RolloutState::Complete,
         Some(waits) => waits,
-        None if room == 0 => exhausted(&staged),
-        None => Pace::Moving,
+        None if free == 0 => limit_reached(&staged),
+        None => RolloutState::Progressing,
     };
-    Wave { nodes: wanted, pace }
+    Rollout { nodes: desired, state }
 }
 
-/// Nodes that may be between two revisions at once.
+/// Returns the maximum number of unavailable nodes.
 fn limit(nodes: usize, percent: u8) -> usize {
     (nodes * usize::from(percent) / 100).max(1)
 }
 
-/// Whose turn it is, and what the others wait for.
-fn turn(
-    staged: &[(&ProfileNode, Stage)],
+/// Returns the eligible nodes, and the state if others have to wait.
+fn eligible(
+    staged: &[(&ProfileNode, RolloutStage)],
     canary: Option<&Canary>,
     soaked: Option<Duration>,
-) -> (Turn, Option<Pace>) {
-    let Some(canary) = canary else { return (Turn::Everybody, None) };
+) -> (Eligible, Option<RolloutState>) {
+    let Some(canary) = canary else { return (Eligible::All, None) };
     let canaries = || staged.iter().filter(|(node, _)| node.canary);
     if let Some((node, stage)) = canaries().find(|(_, stage)| stage.is_bad()) {
-        return (Turn::Nobody, Some(Pace::Stopped { node: node.name.clone(), stage: *stage }));
+        return (Eligible::None, Some(RolloutState::CanaryFailed { node: node.name.clone(), stage: *stage }));
     }
     if canaries().next().is_none() {
-        return (Turn::Nobody, Some(Pace::NoCanary));
+        return (Eligible::None, Some(RolloutState::NoCanary));
     }
-    if canaries().any(|(_, stage)| *stage != Stage::Works) {
-        return (Turn::Canaries, None);
+    if canaries().any(|(_, stage)| *stage != RolloutStage::Applied) {
+        return (Eligible::Canaries, None);
     }
     if let Some((node, _)) = canaries().find(|(node, _)| node.silent) {
-        return (Turn::Nobody, Some(Pace::CanarySilent(node.name.clone())));
+        return (Eligible::None, Some(RolloutState::CanarySilent(node.name.clone())));
     }
-    // A time that nobody can read was refused before.
+    // Durations that cannot be parsed were rejected during validation.
     let soak = canary.soak.duration().unwrap_or(Duration::MAX);
     match soak.checked_sub(soaked.unwrap_or_default()).filter(|rest| !rest.is_zero()) {
-        Some(rest) => (Turn::Nobody, Some(Pace::Soaking(rest))),
-        None => (Turn::Everybody, None),
+        Some(rest) => (Eligible::None, Some(RolloutState::Soaking(rest))),
+        None => (Eligible::All, None),
     }
 }
 
-/// No further node may follow: either those that have it have not said so yet, or they take it badly.
-fn exhausted(staged: &[(&ProfileNode, Stage)]) -> Pace {
-    let has_begun = |stage: Stage| stage == Stage::Between || stage.is_bad();
+/// Returns the state if no further node may follow: others are still updating, or all of them refuse it or
+/// drift.
+fn limit_reached(staged: &[(&ProfileNode, RolloutStage)]) -> RolloutState {
+    let has_begun = |stage: RolloutStage| stage == RolloutStage::Updating || stage.is_bad();
     let mut begun = staged.iter().filter(|(_, stage)| has_begun(*stage));
     let first = staged.iter().find(|(_, stage)| stage.is_bad());
     match first {
         Some((node, stage)) if begun.all(|(_, stage)| stage.is_bad()) => {
-            Pace::Exhausted { node: node.name.clone(), stage: *stage }
+            RolloutState::LimitReached { node: node.name.clone(), stage: *stage }
         }
-        _ => Pace::Moving,
+        _ => RolloutState::Progressing,
     }
 }
 

@@ -1,4 +1,4 @@
-//! What a profile says, as one text with a digest, and how windows are read. Pure.
+//! Content of a profile as canonical text with a digest, and parsing of windows. Pure.
 
 use reprise_crds::SlackProfile;
 use reprise_crds::slack::{Phase as SpecPhase, SlackFallback, Window as SpecWindow};
@@ -7,10 +7,10 @@ use serde_json::Value;
 
 use crate::digest;
 
-/// A list of windows in a ConfigMap: 256 of them with spaces and line breaks have a third of it.
+/// Maximum size of a list of windows in a ConfigMap, in bytes; 256 formatted windows have a third of it.
 const TEXT_BYTES_MAX: usize = 256 << 10;
 
-/// How a list of windows looks.
+/// Example of a list of windows, for messages.
 const EXAMPLE: &str =
     r#"[{"phase": "Decode", "minTokens": 0, "maxTokens": 512, "slackMicros": 60, "maxIoSms": 4}]"#;
 
@@ -19,14 +19,14 @@ const EXAMPLE: &str =
 pub struct Revision {
     /// Digest of the text.
     pub digest: String,
-    /// The content, as agents read it.
+    /// The content as agents read it.
     pub text: String,
 }
 
-/// The revision that a profile is with these windows.
+/// Returns the revision of a profile with these windows.
 ///
 /// # Errors
-/// They are no profile, in words.
+/// The content is invalid.
 pub fn revision(profile: &SlackProfile, windows: Vec<Window>) -> Result<Revision, ProfileError> {
     let spec = &profile.spec;
     let content = Content {
@@ -46,11 +46,11 @@ pub fn revision(profile: &SlackProfile, windows: Vec<Window>) -> Result<Revision
         windows,
     };
     let checked = Profile::new(content)?;
-    let text = serde_json::to_string(checked.content()).expect("texts and numbers are JSON");
+    let text = serde_json::to_string(checked.content()).expect("serializable content");
     Ok(Revision { digest: digest::of(&text), text })
 }
 
-/// The windows of a spec.
+/// Converts the windows of a spec.
 pub fn inline(windows: &[SpecWindow]) -> Vec<Window> {
     let window = |window: &SpecWindow| Window {
         phase: match window.phase {
@@ -65,19 +65,19 @@ pub fn inline(windows: &[SpecWindow]) -> Vec<Window> {
     windows.iter().map(window).collect()
 }
 
-/// The windows of a text.
+/// Parses a list of windows.
 ///
 /// # Errors
-/// It is no list of windows; what is wrong, and what to write.
+/// The text is not a list of windows; the message contains the cause and an example.
 pub fn parse(text: &str) -> Result<Vec<Window>, String> {
     if text.len() > TEXT_BYTES_MAX {
-        return Err(format!("it has {} bytes: use at most {TEXT_BYTES_MAX}", text.len()));
+        return Err(format!("too large with {} bytes: expected at most {TEXT_BYTES_MAX}", text.len()));
     }
     let windows: Vec<Value> = serde_json::from_str(text)
-        .map_err(|error| format!("it is no JSON list of windows: {error}; write one like {EXAMPLE}"))?;
+        .map_err(|error| format!("invalid list of windows: {error}; expected JSON such as {EXAMPLE}"))?;
     let read = |(index, window): (usize, &Value)| {
         serde_json::from_value::<Window>(window.clone())
-            .map_err(|error| format!("windows[{index}]: {error}; write it like {EXAMPLE}"))
+            .map_err(|error| format!("windows[{index}]: {error}; expected JSON such as {EXAMPLE}"))
     };
     windows.iter().enumerate().map(read).collect()
 }
@@ -105,22 +105,22 @@ mod tests {
         revision(profile, windows).expect("a profile").digest
     }
 
-    /// Kept for good: with another digest every node would get every profile anew after an upgrade of the operator.
+    /// Must never change: another digest would roll every profile out again after an upgrade of the operator.
     const DIGEST: &str = "sha256:09134aea0e8cc9d2ab914994b8c22e0ace22713e6a7655ee1a54d0a96a1f7398";
 
     #[test]
-    fn a_digest_follows_the_content_and_nothing_else() {
+    fn digest_depends_only_on_the_content() {
         let same = digest_of(&profile(&json!({})));
         assert_eq!(same, DIGEST);
         let mut turned = profile(&json!({}));
         turned.spec.windows.as_mut().expect("inline").reverse();
         turned.metadata.labels = Some([("other".to_owned(), "label".to_owned())].into());
-        assert_eq!(digest_of(&turned), same, "phases in another order are the same measurements");
+        assert_eq!(digest_of(&turned), same, "the order of phases is not significant");
         let paced = profile(&json!({ "rollout": { "maxUnavailablePercent": 50 } }));
-        assert_eq!(digest_of(&paced), same, "how it reaches the nodes is none of its content");
+        assert_eq!(digest_of(&paced), same, "rollout settings are not content");
         let read = serde_json::to_string(&profile(&json!({})).spec.windows).expect("JSON");
         let read = revision(&profile(&json!({})), parse(&read).expect("windows")).expect("a profile");
-        assert_eq!(read.digest, same, "wherever the windows stand");
+        assert_eq!(read.digest, same, "the source of the windows is not significant");
         for more in [
             json!({ "usablePercent": 81 }),
             json!({ "fallback": "PauseIo" }),
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_that_is_no_list_of_windows_is_refused_with_what_to_write() {
+    fn rejects_invalid_lists_of_windows_with_an_example() {
         let window = r#"{"phase":"Decode","minTokens":0,"maxTokens":8,"slackMicros":5,"maxIoSms":4"#;
         for (text, words) in [
             (String::new(), "EOF"),
@@ -142,7 +142,7 @@ mod tests {
             (format!("[{window}}},{window},\"color\":1}}]"), "windows[1]: unknown field `color`"),
             (r#"[{"phase":"Decode"}]"#.to_owned(), "windows[0]: missing field `minTokens`"),
             (r#"[{"phase":"Sleep"}]"#.to_owned(), "unknown variant `Sleep`"),
-            (" ".repeat(TEXT_BYTES_MAX + 1), "bytes: use at most"),
+            (" ".repeat(TEXT_BYTES_MAX + 1), "bytes: expected at most"),
         ] {
             let error = parse(&text).expect_err(words);
             assert!(

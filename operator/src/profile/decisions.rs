@@ -1,8 +1,8 @@
-//! What was decided of profiles: which node should have which revision, and what the present one says.
+//! Decisions on profiles: the revision of each node, and the content of the current revision.
 //!
-//! Decisions are made by the reconciler of a profile and read by those of nodes and clusters. They are ahead of what is stored by as long as a
-//! write and its watch take; without them two nodes could be chosen for one place. Nothing is lost with them: they begin with what stands in
-//! the specs of `CacheNode`s.
+//! The reconciler of a profile makes them; those of nodes and clusters read them. They are ahead of the
+//! stored objects by the latency of a write and its watch event. Without them, two nodes could be chosen for
+//! one free place in a rollout. They can be lost safely: they start from the specs of `CacheNode`s.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,77 +12,78 @@ use kube::runtime::reflector::ObjectRef;
 use reprise_crds::SlackProfile;
 
 use super::content::Revision;
-use crate::world::World;
+use crate::stores::Stores;
 
-/// What was decided of one profile.
+/// The decision on one profile.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Decided {
-    /// The profile's unique id; one of the same name that comes later is another one.
+pub struct ProfileDecision {
+    /// Uid of the profile, to distinguish a later profile of the same name.
     pub uid: String,
-    /// The revision that nodes should have in the end; none where the profile is not valid.
+    /// The revision that all nodes will have in the end; `None` if the profile is invalid.
     pub revision: Option<Revision>,
-    /// Digest of the revision that each node should have now, by the node's name.
+    /// Digest of the revision that each node should have now, by node name.
     pub nodes: BTreeMap<String, String>,
 }
 
-/// What was decided of all profiles, by `namespace/name`.
+/// Decisions on all profiles, by `namespace/name`.
 #[derive(Debug, Default)]
-pub struct Decisions {
-    of: Mutex<HashMap<String, Arc<Decided>>>,
+pub struct ProfileDecisions {
+    of: Mutex<HashMap<String, Arc<ProfileDecision>>>,
 }
 
-/// Who has to look at a decision.
+/// Objects that a new decision affects.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct News {
-    /// Nodes for which something else was decided.
+pub struct DecisionChange {
+    /// Nodes whose revision changed.
     pub nodes: BTreeSet<String>,
-    /// Clusters: there is another revision, or a first decision.
+    /// Whether clusters must update their files: after another revision, or a first decision.
     pub clusters: bool,
 }
 
-impl Decisions {
-    /// What was decided of a profile; none before anybody has looked at it.
-    pub fn of(&self, profile: &SlackProfile) -> Option<Arc<Decided>> {
+impl ProfileDecisions {
+    /// Returns the decision on a profile; `None` before the first one of this process.
+    pub fn of(&self, profile: &SlackProfile) -> Option<Arc<ProfileDecision>> {
         let of = self.of.lock().unwrap_or_else(PoisonError::into_inner);
         let decided = of.get(&key(profile))?;
         (Some(&decided.uid) == profile.metadata.uid.as_ref()).then(|| Arc::clone(decided))
     }
 
-    /// Decides. Before the first decision nodes have what their specs have: `having` says which have any.
-    pub fn decide(
+    /// Replaces the decision on a profile. Before the first one, the revisions in specs apply: `having`
+    /// returns the nodes with one.
+    pub fn replace(
         &self,
         profile: &SlackProfile,
-        decided: Decided,
+        decided: ProfileDecision,
         having: impl FnOnce() -> BTreeSet<String>,
-    ) -> News {
+    ) -> DecisionChange {
         let before = self.of(profile);
-        let news = match before.as_deref() {
+        let change = match before.as_deref() {
             None => {
                 let mut nodes = having();
                 nodes.extend(decided.nodes.keys().cloned());
-                News { nodes, clusters: true }
+                DecisionChange { nodes, clusters: true }
             }
-            Some(before) => News {
+            Some(before) => DecisionChange {
                 nodes: differing(&before.nodes, &decided.nodes),
                 clusters: before.revision != decided.revision,
             },
         };
         let mut of = self.of.lock().unwrap_or_else(PoisonError::into_inner);
         of.insert(key(profile), Arc::new(decided));
-        news
+        change
     }
 
-    /// Forgets profiles that are gone.
-    pub fn forget_gone(&self, world: &World) {
+    /// Removes decisions on deleted profiles.
+    pub fn remove_deleted(&self, stores: &Stores) {
         let is_there = |key: &str| {
             let reference = key.split_once('/').map(|(space, name)| ObjectRef::new(name).within(space));
-            reference.is_some_and(|reference| world.profiles.get(&reference).is_some())
+            reference.is_some_and(|reference| stores.profiles.get(&reference).is_some())
         };
         self.of.lock().unwrap_or_else(PoisonError::into_inner).retain(|key, _| is_there(key));
     }
 }
 
-/// Nodes that one has and the other has not, or has otherwise.
+/// Returns the nodes whose entries differ.
 fn differing(before: &BTreeMap<String, String>, after: &BTreeMap<String, String>) -> BTreeSet<String> {
     let names = before.keys().chain(after.keys());
     names.filter(|name| before.get(*name) != after.get(*name)).cloned().collect()
@@ -107,10 +108,14 @@ mod tests {
         serde_json::from_value(whole).expect("a profile")
     }
 
-    fn decided(uid: &str, text: &str, nodes: &[(&str, &str)]) -> Decided {
+    fn decided(uid: &str, text: &str, nodes: &[(&str, &str)]) -> ProfileDecision {
         let pair = |(node, digest): &(&str, &str)| ((*node).to_owned(), (*digest).to_owned());
         let revision = Revision { digest: text.to_owned(), text: text.to_owned() };
-        Decided { uid: uid.to_owned(), revision: Some(revision), nodes: nodes.iter().map(pair).collect() }
+        ProfileDecision {
+            uid: uid.to_owned(),
+            revision: Some(revision),
+            nodes: nodes.iter().map(pair).collect(),
+        }
     }
 
     fn names(names: &[&str]) -> BTreeSet<String> {
@@ -118,21 +123,21 @@ mod tests {
     }
 
     #[test]
-    fn who_has_to_look_are_the_nodes_whose_decision_changed_and_at_first_all_that_have_any() {
-        let decisions = Decisions::default();
+    fn change_lists_nodes_with_another_revision_and_initially_all_nodes() {
+        let decisions = ProfileDecisions::default();
         assert_eq!(decisions.of(&profile("u")), None);
         let first = decided("u", "a", &[("n1", "a"), ("n2", "a")]);
-        let news = decisions.decide(&profile("u"), first.clone(), || names(&["n3"]));
-        assert_eq!(news, News { nodes: names(&["n1", "n2", "n3"]), clusters: true });
+        let change = decisions.replace(&profile("u"), first.clone(), || names(&["n3"]));
+        assert_eq!(change, DecisionChange { nodes: names(&["n1", "n2", "n3"]), clusters: true });
         assert_eq!(decisions.of(&profile("u")).as_deref(), Some(&first));
-        let news = decisions.decide(&profile("u"), first, || names(&["n3"]));
-        assert_eq!(news, News::default());
+        let change = decisions.replace(&profile("u"), first, || names(&["n3"]));
+        assert_eq!(change, DecisionChange::default());
         let next = decided("u", "b", &[("n1", "b"), ("n2", "a"), ("n4", "a")]);
-        let news = decisions.decide(&profile("u"), next, BTreeSet::new);
-        assert_eq!(news, News { nodes: names(&["n1", "n4"]), clusters: true });
+        let change = decisions.replace(&profile("u"), next, BTreeSet::new);
+        assert_eq!(change, DecisionChange { nodes: names(&["n1", "n4"]), clusters: true });
         let less = decided("u", "b", &[("n1", "b")]);
-        let news = decisions.decide(&profile("u"), less, BTreeSet::new);
-        assert_eq!(news, News { nodes: names(&["n2", "n4"]), clusters: false });
-        assert_eq!(decisions.of(&profile("v")), None, "another one of the name");
+        let change = decisions.replace(&profile("u"), less, BTreeSet::new);
+        assert_eq!(change, DecisionChange { nodes: names(&["n2", "n4"]), clusters: false });
+        assert_eq!(decisions.of(&profile("v")), None, "a later profile of the same name");
     }
 }

@@ -1,11 +1,12 @@
-//! Contents of profiles as files beside the agents' configuration, each called by its digest.
+//! Profile contents as files next to the agents' configuration, named by digest.
 //!
-//! Beside the present revision of every profile those stay that a node of the cluster has or should have: an agent that starts anew reads
-//! them again. They come from where they are, the agents' ConfigMap, so no process has to remember them; one whose text is not what its name
-//! says is dropped.
+//! The files contain the current revision of every profile, and older revisions that a node of the cluster
+//! has or should have: an agent reads them again after a restart. Older texts are taken from the existing
+//! ConfigMap, so no process has to remember them. Texts that do not match the digest in their name are
+//! dropped.
 //!
-//! Bounded: what the present revisions leave of [`FILES_BYTES_MAX`] is for older ones, by their names. An agent that runs needs no file of a
-//! revision that it has.
+//! The total size is limited to [`FILES_BYTES_MAX`]: current revisions first, then older ones by name. A
+//! running agent does not need the file of a revision that it has loaded.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -15,47 +16,48 @@ use reprise_crds::slack::{content_file, digest_of_file};
 use reprise_crds::{CacheNode, KVCacheCluster};
 
 use super::PROFILES_MAX;
-use super::decisions::Decided;
+use super::decisions::ProfileDecision;
 use super::order::selected;
 use crate::child::ChildKind;
 use crate::context::Context;
 use crate::digest;
 use crate::names::ClusterNames;
 
-/// Bytes of all files. A ConfigMap has 1 MiB; 16 profiles of 256 windows with 100 bytes each have 410 KiB.
+/// Maximum size of all files in bytes. A ConfigMap is limited to 1 MiB; 16 profiles of 256 windows of 100
+/// bytes have 410 KiB.
 const FILES_BYTES_MAX: usize = 896 << 10;
 
-/// Files of a cluster's agents, by their names.
+/// Returns the files of a cluster's agents by name.
 pub fn of(
     cluster: &KVCacheCluster,
     names: &ClusterNames,
     cache_nodes: &[Arc<CacheNode>],
     context: &Context,
 ) -> BTreeMap<String, String> {
-    let world = &context.world;
+    let stores = &context.stores;
     let profiles = selected(cluster, context);
     let decided = profiles.iter().take(PROFILES_MAX).map(|profile| context.decisions.of(profile));
-    let decided: Vec<Option<Arc<Decided>>> = decided.collect();
-    let live = world.child(ChildKind::ConfigMap, Some(&names.namespace), &names.agent());
+    let decided: Vec<Option<Arc<ProfileDecision>>> = decided.collect();
+    let live = stores.child(ChildKind::ConfigMap, Some(&names.namespace), &names.agent());
     let live = live.as_deref().map(texts).unwrap_or_default();
     let claimed = cache_nodes.iter().flat_map(|node| &node.spec.profiles);
     let mut used: BTreeSet<String> = claimed.map(|claim| claim.digest.to_string()).collect();
     used.extend(decided.iter().flatten().flat_map(|decided| decided.nodes.values().cloned()));
-    let known: Vec<&Decided> = decided.iter().flatten().map(Arc::as_ref).collect();
-    // Of a profile that nobody has looked at yet nobody can say what is used.
+    let known: Vec<&ProfileDecision> = decided.iter().flatten().map(Arc::as_ref).collect();
+    // Before the first decision on a profile, its used revisions are unknown: keep all.
     let is_used = |digest: &str| known.len() < decided.len() || used.contains(digest);
     files(&known, live, is_used)
 }
 
-/// Entries of a ConfigMap.
+/// Returns the entries of a ConfigMap.
 fn texts(map: &DynamicObject) -> BTreeMap<String, String> {
     let entries = map.data["data"].as_object().into_iter().flatten();
     entries.filter_map(|(name, text)| Some((name.clone(), text.as_str()?.to_owned()))).collect()
 }
 
-/// The present revisions, and of the files that are there those that are used.
+/// Returns the current revisions, and the used ones among the existing files.
 fn files(
-    decided: &[&Decided],
+    decided: &[&ProfileDecision],
     live: BTreeMap<String, String>,
     is_used: impl Fn(&str) -> bool,
 ) -> BTreeMap<String, String> {
@@ -84,13 +86,13 @@ mod tests {
         (content_file(&digest::of(text)).expect("a digest"), text.to_owned())
     }
 
-    fn decided(text: &str) -> Decided {
+    fn decided(text: &str) -> ProfileDecision {
         let revision = Revision { digest: digest::of(text), text: text.to_owned() };
-        Decided { revision: Some(revision), ..Decided::default() }
+        ProfileDecision { revision: Some(revision), ..ProfileDecision::default() }
     }
 
     #[test]
-    fn present_revisions_and_used_ones_stay_and_nothing_else() {
+    fn keeps_only_current_and_used_revisions() {
         let (new, old, unused) = (file("new"), file("old"), file("unused"));
         let mut damaged = file("damaged");
         damaged.1.push('!');
@@ -100,21 +102,21 @@ mod tests {
         let names = [&old.0, &damaged.0].map(|name| digest_of_file(name));
         let used = |digest: &str| names.contains(&Some(digest.to_owned()));
         let new_one = decided("new");
-        let made = files(&[&new_one, &Decided::default()], live.clone(), used);
+        let made = files(&[&new_one, &ProfileDecision::default()], live.clone(), used);
         assert_eq!(made, [new, old.clone()].into_iter().collect::<BTreeMap<_, _>>());
-        // Nobody knows what is used: what is right stays.
+        // Used revisions are unknown: all intact files are kept.
         let made = files(&[], live, |_| true);
         assert_eq!(made, [old, file("unused")].into_iter().collect::<BTreeMap<_, _>>());
     }
 
     #[test]
-    fn older_revisions_never_take_the_room_of_present_ones() {
+    fn older_revisions_never_displace_current_ones() {
         let half = "x".repeat(FILES_BYTES_MAX / 2);
         let live: BTreeMap<String, String> =
             ["a", "b", "c"].map(|end| file(&format!("{half}{end}"))).into_iter().collect();
         let present = decided("present");
         let made = files(&[&present], live, |_| true);
-        assert_eq!(made.len(), 2, "the present one and one that fits beside it");
+        assert_eq!(made.len(), 2, "the current one and one that fits in addition");
         assert!(made.values().any(|text| text == "present"));
     }
 }

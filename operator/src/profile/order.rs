@@ -1,11 +1,12 @@
-//! Which profiles the nodes of a cluster take, where more are selected than a node has room for.
+//! Selects the profiles that the nodes of a cluster get if more are selected than a node can hold.
 //!
-//! First those that a node of the cluster should have already, then the oldest, then by name: the first [`PROFILES_MAX`] have a place. So a
-//! profile that is made later, or that is selected only now because of a label, waits for a place and takes nobody's, however old it is. A
-//! place is free when its profile goes, is selected no more, or is on no node of the cluster and an older one waits.
+//! Profiles that a node of the cluster should already have come first, then the oldest, then by name; the
+//! first [`PROFILES_MAX`] apply. A profile that is created later, or selected later because of a label,
+//! therefore waits and displaces no other, regardless of its age. It follows when another profile is deleted,
+//! is no longer selected, or is on no node of the cluster and younger.
 //!
-//! Invariant: nodes, files and the profile's own status go by one order. It is that of what was decided; of a profile that nobody has looked
-//! at since the process began, that of the specs of `CacheNode`s.
+//! Invariant: nodes, files and the status of the profile use the same order. It is based on the decisions;
+//! before the first decision of this process on a profile, on the specs of `CacheNode`s.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -14,18 +15,18 @@ use kube::ResourceExt;
 use reprise_crds::{CacheNode, KVCacheCluster, SlackProfile};
 
 use super::PROFILES_MAX;
-use crate::cluster::dereference::is_of;
+use crate::cluster::dereference::belongs_to;
 use crate::context::Context;
 use crate::names::ClusterNames;
 use crate::selection::selects;
 
-/// Profiles that a cluster selects, those with a place first. One that goes is selected no more.
+/// Returns the profiles that a cluster selects, in order of precedence, without those being deleted.
 pub fn selected(cluster: &KVCacheCluster, context: &Context) -> Vec<Arc<SlackProfile>> {
-    let selected = context.world.profiles.state_filter(|profile| is_selected(cluster, profile));
-    // As long as there is room for all, it is all the same who is in use.
+    let selected = context.stores.profiles.state_filter(|profile| is_selected(cluster, profile));
+    // While all fit, the assigned ones do not matter.
     let used =
-        if selected.len() > PROFILES_MAX { in_use(cluster, &selected, context) } else { BTreeSet::new() };
-    in_order(selected, &used)
+        if selected.len() > PROFILES_MAX { assigned(cluster, &selected, context) } else { BTreeSet::new() };
+    sort(selected, &used)
 }
 
 /// Whether a cluster selects a profile.
@@ -34,13 +35,14 @@ pub fn is_selected(cluster: &KVCacheCluster, profile: &SlackProfile) -> bool {
     profile.metadata.deletion_timestamp.is_none() && cluster.namespace() == profile.namespace() && labels()
 }
 
-/// Names of those that a node of the cluster should have.
-fn in_use(cluster: &KVCacheCluster, selected: &[Arc<SlackProfile>], context: &Context) -> BTreeSet<String> {
-    let (names, plan) = (ClusterNames::of(cluster), context.world.plan());
+/// Returns the names of profiles that a node of the cluster should have.
+fn assigned(cluster: &KVCacheCluster, selected: &[Arc<SlackProfile>], context: &Context) -> BTreeSet<String> {
+    let (names, assignment) = (ClusterNames::of(cluster), context.stores.assignment());
     let key = names.key();
-    let is_theirs =
-        |node: &String| plan.nodes.get(node).is_some_and(|own| own.cluster.as_deref() == Some(key.as_str()));
-    let specs = context.world.cache_nodes.state_filter(|node| is_of(node, &names));
+    let is_theirs = |node: &String| {
+        assignment.nodes.get(node).is_some_and(|own| own.cluster.as_deref() == Some(key.as_str()))
+    };
+    let specs = context.stores.cache_nodes.state_filter(|node| belongs_to(node, &names));
     let claimed = claimed(&specs);
     let is_used = |profile: &&Arc<SlackProfile>| match context.decisions.of(profile) {
         Some(decided) => decided.nodes.keys().any(is_theirs),
@@ -49,12 +51,12 @@ fn in_use(cluster: &KVCacheCluster, selected: &[Arc<SlackProfile>], context: &Co
     selected.iter().filter(is_used).map(|profile| profile.name_any()).collect()
 }
 
-/// Names of profiles in the specs of nodes.
+/// Returns the names of profiles in the specs of nodes.
 fn claimed(nodes: &[Arc<CacheNode>]) -> BTreeSet<String> {
     nodes.iter().flat_map(|node| &node.spec.profiles).map(|claim| claim.name.to_string()).collect()
 }
 
-fn in_order(mut profiles: Vec<Arc<SlackProfile>>, used: &BTreeSet<String>) -> Vec<Arc<SlackProfile>> {
+fn sort(mut profiles: Vec<Arc<SlackProfile>>, used: &BTreeSet<String>) -> Vec<Arc<SlackProfile>> {
     profiles.sort_by_cached_key(|profile| {
         let (name, made) = (profile.name_any(), profile.metadata.creation_timestamp.as_ref());
         (!used.contains(&name), made.map(|time| time.0), name)
@@ -79,19 +81,19 @@ mod tests {
     }
 
     #[test]
-    fn profiles_in_use_keep_their_places_then_older_ones_come_whatever_they_are_called() {
+    fn assigned_profiles_come_first_then_older_ones_regardless_of_name() {
         let names = |used: &[&str]| {
             let used = used.iter().map(|name| (*name).to_owned()).collect();
             let all = vec![profile("a", 3), profile("b", 2), profile("c", 2), profile("d", 1)];
-            in_order(all, &used).iter().map(|profile| profile.name_any()).collect::<Vec<_>>()
+            sort(all, &used).iter().map(|profile| profile.name_any()).collect::<Vec<_>>()
         };
         assert_eq!(names(&[]), ["d", "b", "c", "a"]);
-        assert_eq!(names(&["a"]), ["a", "d", "b", "c"], "older ones that nobody has come after it");
+        assert_eq!(names(&["a"]), ["a", "d", "b", "c"], "unassigned older ones come after it");
         assert_eq!(names(&["a", "c"]), ["c", "a", "d", "b"]);
     }
 
     #[test]
-    fn what_stands_in_a_spec_is_in_use() {
+    fn profiles_in_specs_are_assigned() {
         let claim = json!({ "name": "p", "digest": format!("sha256:{}", "0f".repeat(32)) });
         let node = |profiles: Value| {
             let spec = json!({ "nodeName": "n1", "profiles": profiles });

@@ -1,7 +1,8 @@
-//! Reads the windows of a profile: from its spec, or from a ConfigMap of its namespace.
+//! Reads the windows of a profile from its spec, or from a ConfigMap in its namespace.
 //!
-//! Nothing tells of ConfigMaps that are not ours, and to watch all of a Kubernetes cluster for a few would be worse: one is looked at again
-//! after [`STAYS`]; in between the last look holds, whatever else makes a profile reconcile.
+//! Foreign ConfigMaps are not watched: watching all ConfigMaps of a Kubernetes cluster for a few of them
+//! would cost more. A ConfigMap is read again after [`CACHE_TTL`]; until then every reconcile uses the cached
+//! content.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -15,63 +16,63 @@ use reprise_crds::status::Reason;
 use reprise_policy::slack::Window;
 
 use super::content;
+use crate::assignment::Refusal;
 use crate::context::Context;
 use crate::error::OperatorError;
-use crate::plan::Refusal;
 
-/// How long a look at a ConfigMap holds.
-pub const STAYS: Duration = Duration::from_secs(10);
-/// Keys of a ConfigMap that a message names.
+/// Lifetime of a cached ConfigMap.
+pub const CACHE_TTL: Duration = Duration::from_secs(10);
+/// Maximum number of ConfigMap keys in a message.
 const KEYS_MAX: usize = 5;
 
-/// What was found.
+/// The windows of a profile.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// Windows, as the API server has checked them.
+    /// Windows of the spec, validated by the API server.
     Windows(Vec<Window>),
-    /// A text that nobody has checked.
+    /// Text of a ConfigMap, not validated.
     Text {
-        /// Where it stands.
-        place: String,
-        /// It.
+        /// Where the text comes from, for messages.
+        location: String,
+        /// The text of the entry.
         text: String,
     },
-    /// Nothing; why, and what to do.
+    /// The windows are unavailable.
     Missing(Refusal),
 }
 
-/// The last look at each profile's ConfigMap.
+/// Cache of profiles' ConfigMaps, by the profile's uid.
 #[derive(Debug, Default)]
-pub struct Looks {
-    last: Mutex<HashMap<String, Held>>,
+pub struct SourceCache {
+    last: Mutex<HashMap<String, CachedSource>>,
 }
 
 #[derive(Clone, Debug)]
-struct Held {
+struct CachedSource {
     at: Instant,
     generation: Option<i64>,
     source: Source,
 }
 
-impl Looks {
-    fn held(&self, profile: &SlackProfile) -> Option<Source> {
+impl SourceCache {
+    fn get(&self, profile: &SlackProfile) -> Option<Source> {
         let last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         let held = last.get(&profile.uid()?)?;
-        let holds = held.generation == profile.metadata.generation && held.at.elapsed() < STAYS;
+        let holds = held.generation == profile.metadata.generation && held.at.elapsed() < CACHE_TTL;
         holds.then(|| held.source.clone())
     }
 
-    fn keep(&self, profile: &SlackProfile, source: &Source) {
+    fn insert(&self, profile: &SlackProfile, source: &Source) {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        // What nobody has looked at for so long belongs to a profile that is gone.
-        last.retain(|_, held| held.at.elapsed() < 100 * STAYS);
+        // Entries that were not renewed for this long belong to deleted profiles.
+        last.retain(|_, held| held.at.elapsed() < 100 * CACHE_TTL);
         let generation = profile.metadata.generation;
-        let held = Held { at: Instant::now(), generation, source: source.clone() };
+        let held = CachedSource { at: Instant::now(), generation, source: source.clone() };
         last.insert(profile.uid().unwrap_or_default(), held);
     }
 }
 
-/// Reads them.
+/// Reads the windows.
 ///
 /// # Errors
 /// The API server did not answer.
@@ -81,38 +82,38 @@ pub async fn read(profile: &SlackProfile, context: &Context) -> Result<Source, O
         return Ok(Source::Windows(content::inline(windows)));
     }
     let Some(reference) = &spec.config_map_ref else {
-        let message = "ociRef is not in this release: use windows or configMapRef";
+        let message = "ociRef is not supported by this release: use windows or configMapRef";
         return Ok(Source::Missing(Refusal::new(Reason::Unsupported, message)));
     };
-    if let Some(held) = context.profile_looks.held(profile) {
+    if let Some(held) = context.profile_sources.get(profile) {
         return Ok(held);
     }
     let namespace = profile.namespace().unwrap_or_default();
     let api: Api<ConfigMap> = Api::namespaced(context.client.clone(), &namespace);
     let name = reference.name.as_str();
-    let found = api.get_opt(name).await.map_err(OperatorError::api(format!("look at ConfigMap {name}")))?;
+    let found = api.get_opt(name).await.map_err(OperatorError::api(format!("get ConfigMap {name}")))?;
     let source = entry(reference, found, &namespace);
-    context.profile_looks.keep(profile, &source);
+    context.profile_sources.insert(profile, &source);
     Ok(source)
 }
 
-/// The entry that is meant.
+/// Returns the referenced entry.
 fn entry(reference: &ConfigMapRef, found: Option<ConfigMap>, namespace: &str) -> Source {
     let ConfigMapRef { name, key } = reference;
     let missing = |message: String| Source::Missing(Refusal::new(Reason::ReferenceNotFound, message));
     let Some(map) = found else {
-        return missing(format!("ConfigMap {name} is not in namespace {namespace}: make it there"));
+        return missing(format!("ConfigMap {name} does not exist in namespace {namespace}: create it"));
     };
     let mut data = map.data.unwrap_or_default();
     if let Some(text) = data.remove(key.as_str()) {
-        return Source::Text { place: format!("entry {key} of ConfigMap {name}"), text };
+        return Source::Text { location: format!("entry {key} of ConfigMap {name}"), text };
     }
     if map.binary_data.is_some_and(|binary| binary.contains_key(key.as_str())) {
-        return missing(format!("entry {key} of ConfigMap {name} is binary: write it as text, below data"));
+        return missing(format!("entry {key} of ConfigMap {name} is binary: add it as text, under data"));
     }
     let keys: Vec<String> = data.into_keys().take(KEYS_MAX).collect();
     missing(format!(
-        "ConfigMap {name} has no entry {key}, but {}: add it, or correct configMapRef.key",
+        "ConfigMap {name} has no entry {key}; its entries: {}. Add the entry, or correct configMapRef.key",
         if keys.is_empty() { "none".to_owned() } else { keys.join(", ") }
     ))
 }
@@ -124,26 +125,29 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_not_in_a_config_map_is_missing_with_what_is_there() {
+    fn reports_missing_entries_with_the_existing_ones() {
         let reference: ConfigMapRef =
             serde_json::from_value(json!({ "name": "measured", "key": "windows" })).expect("a reference");
-        let said = |map: Value| {
+        let result = |map: Value| {
             let map = (!map.is_null()).then(|| serde_json::from_value(map).expect("a ConfigMap"));
             match entry(&reference, map, "n") {
                 Source::Missing(refusal) => (Some(refusal.reason), refusal.message),
-                Source::Text { place, text } => (None, format!("{place}: {text}")),
-                Source::Windows(_) => panic!("nothing is inline"),
+                Source::Text { location, text } => (None, format!("{location}: {text}")),
+                Source::Windows(_) => panic!("no inline windows"),
             }
         };
         let there = json!({ "data": { "windows": "[]" } });
-        assert_eq!(said(there), (None, "entry windows of ConfigMap measured: []".to_owned()));
+        assert_eq!(result(there), (None, "entry windows of ConfigMap measured: []".to_owned()));
         for (map, words) in [
-            (Value::Null, "is not in namespace n: make it there"),
-            (json!({}), "has no entry windows, but none"),
-            (json!({ "data": { "a": "", "b": "" } }), "has no entry windows, but a, b: add it"),
-            (json!({ "binaryData": { "windows": "AA==" } }), "is binary: write it as text"),
+            (Value::Null, "does not exist in namespace n: create it"),
+            (json!({}), "has no entry windows; its entries: none"),
+            (
+                json!({ "data": { "a": "", "b": "" } }),
+                "has no entry windows; its entries: a, b. Add the entry",
+            ),
+            (json!({ "binaryData": { "windows": "AA==" } }), "is binary: add it as text"),
         ] {
-            let (reason, message) = said(map);
+            let (reason, message) = result(map);
             assert_eq!(reason, Some(Reason::ReferenceNotFound));
             assert!(message.contains(words), "{message}");
         }

@@ -1,4 +1,4 @@
-//! What is refused of a profile, and whether its content is one. Pure.
+//! Validates a profile and its content. Pure.
 
 use kube::ResourceExt;
 use reprise_crds::SlackProfile;
@@ -6,52 +6,53 @@ use reprise_crds::status::Reason;
 
 use super::PROFILES_MAX;
 use super::content::{self, Revision};
-use super::dereference::Found;
+use super::dereference::ProfileInputs;
 use super::source::Source;
-use crate::plan::Refusal;
+use crate::assignment::Refusal;
 
-/// Why a profile is refused, if it is: what it refers to is not there, or nobody wants it.
-pub fn accepted(profile: &SlackProfile, found: &Found) -> Option<Refusal> {
-    if let Source::Missing(refusal) = &found.source {
+/// Returns why a profile is rejected: a missing reference, no selecting cluster, or too many profiles. `None`
+/// if it is accepted.
+pub fn accepted(profile: &SlackProfile, inputs: &ProfileInputs) -> Option<Refusal> {
+    if let Source::Missing(refusal) = &inputs.source {
         return Some(refusal.clone());
     }
     if let Some(error) = profile.spec.rollout.canary.as_ref().and_then(|canary| canary.soak.duration().err())
     {
         return Some(Refusal::new(Reason::InvalidSpec, format!("rollout.canary.soak: {error}")));
     }
-    if found.clusters.is_empty() {
+    if inputs.clusters.is_empty() {
         let message = format!(
-            "no KVCacheCluster of namespace {} selects this profile: set slackProfiles of the one that it is for to labels that the profile \
-             has",
+            "no KVCacheCluster in namespace {} selects this profile: set spec.slackProfiles of a cluster to labels of the \
+             profile",
             profile.namespace().unwrap_or_default()
         );
         return Some(Refusal::new(Reason::ReferenceNotFound, message));
     }
-    let crowded = found.clusters.iter().find(|selecting| selecting.ahead >= PROFILES_MAX)?;
+    let over_limit = inputs.clusters.iter().find(|selecting| selecting.ahead >= PROFILES_MAX)?;
     let message = format!(
-        "KVCacheCluster {} selects {PROFILES_MAX} profiles that come before this one, and a node has no more, so its nodes do not get it: \
-         profiles that nodes have come first, then older ones. Narrow slackProfiles, or remove a profile",
-        crowded.cluster
+        "KVCacheCluster {} selects {PROFILES_MAX} profiles with precedence over this one, which is the limit of nodes, so they do not get \
+         it. Profiles that nodes already have take precedence, then older ones: narrow spec.slackProfiles, or delete a profile",
+        over_limit.cluster
     );
     Some(Refusal::new(Reason::Conflict, message))
 }
 
-/// The revision that a profile is.
+/// Returns the revision of a profile.
 ///
 /// # Errors
-/// Its windows cannot be read, or are none; why, and what to do.
+/// The windows are unavailable or invalid; the refusal contains the remedy.
 pub fn valid(profile: &SlackProfile, source: &Source) -> Result<Revision, Refusal> {
     let invalid = |message: String| Refusal::new(Reason::ProfileInvalid, message);
-    let (windows, place) = match source {
+    let (windows, location) = match source {
         Source::Missing(refusal) => return Err(refusal.clone()),
         Source::Windows(windows) => (windows.clone(), None),
-        Source::Text { place, text } => {
-            let windows = content::parse(text).map_err(|error| invalid(format!("{place}: {error}")))?;
-            (windows, Some(place))
+        Source::Text { location, text } => {
+            let windows = content::parse(text).map_err(|error| invalid(format!("{location}: {error}")))?;
+            (windows, Some(location))
         }
     };
-    content::revision(profile, windows).map_err(|error| match place {
-        Some(place) => invalid(format!("{place}: {error}")),
+    content::revision(profile, windows).map_err(|error| match location {
+        Some(location) => invalid(format!("{location}: {error}")),
         None => invalid(error.to_string()),
     })
 }
@@ -62,7 +63,7 @@ mod tests {
 
     use serde_json::{Value, json};
 
-    use super::super::dereference::Selecting;
+    use super::super::dereference::SelectingCluster;
     use super::*;
 
     fn profile(more: &Value) -> SlackProfile {
@@ -71,36 +72,40 @@ mod tests {
         SlackProfile::new("p", serde_json::from_value(spec).expect("a spec"))
     }
 
-    fn found(source: Source, ahead: &[usize]) -> Found {
-        let selecting = |ahead: &usize| Selecting { cluster: format!("n/c{ahead}"), ahead: *ahead };
+    fn found(source: Source, ahead: &[usize]) -> ProfileInputs {
+        let selecting = |ahead: &usize| SelectingCluster { cluster: format!("n/c{ahead}"), ahead: *ahead };
         let clusters = ahead.iter().map(selecting).collect();
-        Found { source, clusters, nodes: Vec::new(), products: BTreeSet::new() }
+        ProfileInputs { source, clusters, nodes: Vec::new(), products: BTreeSet::new() }
     }
 
     fn text(text: &str) -> Source {
-        Source::Text { place: "entry k of ConfigMap m".to_owned(), text: text.to_owned() }
+        Source::Text { location: "entry k of ConfigMap m".to_owned(), text: text.to_owned() }
     }
 
     #[test]
-    fn a_profile_is_refused_when_nothing_is_there_nobody_wants_it_or_too_many_are_wanted() {
+    fn rejects_profiles_without_windows_without_clusters_or_beyond_the_limit() {
         let plain = profile(&json!({}));
-        let gone = Refusal::new(Reason::ReferenceNotFound, "it is gone");
+        let gone = Refusal::new(Reason::ReferenceNotFound, "the ConfigMap is gone");
         let odd = profile(&json!({ "rollout": { "canary": { "nodeSelector": {}, "soak": "soon" } } }));
         for (profile, found, expected) in [
             (&plain, found(text("[]"), &[0, 15]), None),
-            (&plain, found(Source::Missing(gone.clone()), &[0]), Some((gone.reason, "it is gone"))),
+            (
+                &plain,
+                found(Source::Missing(gone.clone()), &[0]),
+                Some((gone.reason, "the ConfigMap is gone")),
+            ),
             (
                 &odd,
                 found(text("[]"), &[0]),
                 Some((Reason::InvalidSpec, "rollout.canary.soak: 'soon' is not")),
             ),
-            (&plain, found(text("[]"), &[]), Some((Reason::ReferenceNotFound, "set slackProfiles"))),
+            (&plain, found(text("[]"), &[]), Some((Reason::ReferenceNotFound, "set spec.slackProfiles"))),
             (
                 &plain,
                 found(text("[]"), &[0, 16]),
                 Some((
                     Reason::Conflict,
-                    "KVCacheCluster n/c16 selects 16 profiles that come before this one",
+                    "KVCacheCluster n/c16 selects 16 profiles with precedence over this one",
                 )),
             ),
         ] {
@@ -117,13 +122,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_profile_is_said_with_its_place() {
+    fn reports_invalid_content_with_its_location() {
         let plain = profile(&json!({}));
         let window = |least: u32, most: u32| json!({ "phase": "Decode", "minTokens": least, "maxTokens": most, "slackMicros": 40, "maxIoSms": 4 });
         let list = |windows: &[Value]| json!(windows).to_string();
         assert!(valid(&plain, &text(&list(&[window(0, 8), window(8, 9)]))).is_ok());
         for (source, words) in [
-            (text("not yet"), "entry k of ConfigMap m: it is no JSON list of windows"),
+            (text("not yet"), "entry k of ConfigMap m: invalid list of windows"),
             (text("[]"), "entry k of ConfigMap m: there are no windows"),
             (text(&list(&[window(0, 9), window(8, 10)])), "windows[1] and windows[0] of Decode overlap"),
             (text(&list(&[window(8, 9), window(0, 8)])), "sort the windows of Decode by minTokens"),

@@ -1,4 +1,4 @@
-//! What a queue tells of its progress.
+//! Progress that a queue reports to the watchdog.
 
 use std::time::Duration;
 
@@ -8,29 +8,29 @@ use kube::runtime::watcher::Event;
 use tokio::sync::mpsc::channel;
 
 use super::*;
-use crate::progress::STUCK_AFTER;
-use crate::scripted::context;
+use crate::test_api_server::context;
+use crate::watchdog::STUCK_AFTER;
 
-/// What does not come about by then never will; on an idle machine it takes milliseconds.
+/// Timeout of a wait. On an idle machine the waits take milliseconds.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Until something is so.
+/// Waits until a predicate is true.
 async fn until(is_so: impl Fn() -> bool) {
     let waiting = async {
         while !is_so() {
             tokio::task::yield_now().await;
         }
     };
-    tokio::time::timeout(PATIENCE, waiting).await.expect("it comes about");
+    tokio::time::timeout(PATIENCE, waiting).await.expect("becomes true in time");
 }
 
 #[tokio::test]
-async fn a_reconcile_that_hangs_is_seen_and_one_that_ends_is_not() {
+async fn watchdog_sees_hanging_reconcile_until_it_ends() {
     let context = context().await;
     let (store, mut writer) = store::<Node>();
     let mut node = Node::default();
     node.metadata.name = Some("n1".to_owned());
-    // Nothing is reconciled before all is known.
+    // The queue starts once the store is filled.
     for event in [Event::Init, Event::InitApply(node), Event::InitDone] {
         writer.apply_watcher_event(&event);
     }
@@ -46,14 +46,15 @@ async fn a_reconcile_that_hangs_is_seen_and_one_that_ends_is_not() {
     };
     let queue = tokio::spawn(run(store, receiver, reconcile, Arc::clone(&context), stops));
     let later = || Instant::now() + STUCK_AFTER + Duration::from_secs(1);
-    let said = |words: &str| context.progress.stuck(later()).is_some_and(|said| said.contains(words));
-    until(|| said("the queue of Node has done nothing")).await;
-    requests.send(ObjectRef::new("n1")).await.expect("it listens");
-    until(|| said("the reconcile of Node//n1")).await;
-    assert_eq!(context.progress.stuck(Instant::now()), None, "it may take its time");
+    let reports_stuck =
+        |words: &str| context.watchdog.stuck(later()).is_some_and(|stuck| stuck.contains(words));
+    until(|| reports_stuck("the queue of Node has done nothing")).await;
+    requests.send(ObjectRef::new("n1")).await.expect("the queue receives");
+    until(|| reports_stuck("the reconcile of Node//n1")).await;
+    assert_eq!(context.watchdog.stuck(Instant::now()), None, "the reconcile may take some time");
     begin.send(true).expect("the reconcile waits for it");
-    until(|| !said("the reconcile of Node//n1")).await;
-    stop.send(true).expect("the queue goes on until then");
+    until(|| !reports_stuck("the reconcile of Node//n1")).await;
+    stop.send(true).expect("the queue runs until then");
     queue.await.expect("it ends");
-    assert_eq!(context.progress.stuck(later()), None, "what was told to end is not stuck");
+    assert_eq!(context.watchdog.stuck(later()), None, "a stopped queue is not stuck");
 }

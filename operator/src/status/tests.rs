@@ -1,17 +1,18 @@
-//! What of conditions is an event.
+//! Events for changes of conditions.
 
 use super::*;
 
-/// What of these findings is news, one after the other, for one object.
-fn news_of(findings: &[Finding]) -> Vec<bool> {
+/// For a sequence of findings on one object: whether each is published as an event.
+fn events_of(findings: &[Finding]) -> Vec<bool> {
     let mut conditions = Vec::new();
-    let mut is_news = |found: &Finding| !conclude(&mut conditions, std::slice::from_ref(found), 1).is_empty();
-    findings.iter().map(&mut is_news).collect()
+    let mut is_event =
+        |found: &Finding| !merge_findings(&mut conditions, std::slice::from_ref(found), 1).is_empty();
+    findings.iter().map(&mut is_event).collect()
 }
 
 #[test]
-fn another_status_and_another_reason_are_events_and_other_words_are_none() {
-    let degraded = |reason, words: &str| Finding::yes(ConditionType::Degraded, reason, words);
+fn publishes_changes_of_status_and_reason_but_not_of_the_message() {
+    let degraded = |reason, message: &str| Finding::yes(ConditionType::Degraded, reason, message);
     let works = Finding::no(ConditionType::Degraded, Reason::AsDesired, "");
     let all = [
         degraded(Reason::DeviceFailed, "1 node"),
@@ -21,26 +22,26 @@ fn another_status_and_another_reason_are_events_and_other_words_are_none() {
         works.clone(),
         works,
     ];
-    assert_eq!(news_of(&all), [true, false, true, false, true, false]);
+    assert_eq!(events_of(&all), [true, false, true, false, true, false]);
 }
 
 #[test]
-fn that_something_new_is_under_way_is_no_event_and_why_it_does_not_go_on_is_one() {
+fn publishes_obstacles_but_not_the_start_of_progress() {
     let ready = |reason| Finding::no(ConditionType::Ready, reason, "");
-    assert_eq!(news_of(&[ready(Reason::Progressing), ready(Reason::FieldConflict)]), [false, true]);
+    assert_eq!(events_of(&[ready(Reason::Progressing), ready(Reason::FieldConflict)]), [false, true]);
 }
 
 #[test]
-fn what_a_new_object_waits_for_is_a_warning_only_when_it_is_no_longer_new() {
-    let of = |reason: Reason| Finding::no(ConditionType::Ready, reason, "words");
-    let (new, old) = (Some(Duration::from_secs(5)), Some(SETTLES_WITHIN));
+fn transient_reasons_are_warnings_only_for_older_objects() {
+    let of = |reason: Reason| Finding::no(ConditionType::Ready, reason, "message");
+    let (new, old) = (Some(Duration::from_secs(5)), Some(GRACE_PERIOD));
     let is_warning = |reason: Reason, age: Option<Duration>| severity(&of(reason), age) == EventType::Warning;
-    for reason in PASSING {
+    for reason in TRANSIENT_REASONS {
         assert!(
             !is_warning(reason, new) && is_warning(reason, old) && is_warning(reason, None),
             "{reason:?}"
         );
     }
-    assert!(is_warning(Reason::InvalidSpec, new), "it does not pass");
+    assert!(is_warning(Reason::InvalidSpec, new), "it is not transient");
     assert!(!is_warning(Reason::AsDesired, old) && !is_warning(Reason::Progressing, None));
 }

@@ -1,8 +1,9 @@
-//! Which pods are which tenant's: out of what tenants say of namespaces and service accounts, and the namespaces that there are. Pure.
+//! Assigns pods to tenants by the namespaces and service accounts that tenants select. Pure.
 //!
-//! The outcome of a cluster goes to its agents as a file ([`crate::cluster`]), which check sessions by it, and to the policy that changes pods.
-//! Of two tenants that name the same the older one has it, and the younger one is told. A tenant that names any pods is kept for those that it
-//! names, also while there are none.
+//! The assignment of a cluster is a file for its agents ([`crate::cluster`]), which authorize sessions by it,
+//! and the parameters of the admission policy. If two tenants select the same namespace or account, the older
+//! one gets it and the younger one reports the conflict. A tenant with a selection accepts only sessions of
+//! the selected pods, even without any such pods.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -14,69 +15,70 @@ use reprise_crds::{CacheNode, CacheTenant};
 use reprise_policy::TenantName;
 use reprise_policy::identity::{BINDINGS_BYTES_MAX, PodBindings, ServiceAccount};
 
-use crate::cluster::dereference::knows;
+use crate::cluster::dereference::applies_to;
 use crate::cluster::status::has_reported;
 use crate::context::Context;
 use crate::digest;
 use crate::names::ClusterNames;
 use crate::selection::selects;
 
-/// Names in a message, at the most.
+/// Maximum number of names in a message.
 const NAMES_MAX: usize = 5;
 
-/// Whose the pods of one cluster are.
+/// Assignment of pods to tenants in one cluster.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Bound {
-    /// What agents are told.
+pub struct PodAssignment {
+    /// The bindings for agents.
     pub bindings: PodBindings,
-    /// What came of each tenant that names pods.
-    shares: BTreeMap<String, Share>,
+    /// Result for each tenant with a selection.
+    shares: BTreeMap<String, TenantShare>,
 }
 
-/// What came of one tenant.
+/// Result for one tenant.
 #[derive(Clone, Debug, Default, PartialEq)]
-struct Share {
+struct TenantShare {
     namespaces: usize,
     accounts: usize,
-    /// What it named and others have, with whose it is.
-    others: Vec<(String, TenantName)>,
-    /// What there was no room for.
-    left_out: usize,
+    /// Selected names that other tenants already have, with their tenants.
+    conflicts: Vec<(String, TenantName)>,
+    /// Number of selected names that exceeded the size limit.
+    omitted: usize,
 }
 
-/// What one cluster has made of a tenant's pods.
+/// State of a tenant's assignment in one cluster.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Standing {
-    /// The cluster, `namespace/name`.
+pub struct BindingStatus {
+    /// `namespace/name` of the cluster.
     cluster: String,
-    share: Share,
-    /// Nodes whose agents serve and check nobody: they have no such file.
+    share: TenantShare,
+    /// Nodes whose agents serve but do not authorize sessions: they have no bindings file.
     unchecked: Vec<String>,
-    /// Nodes whose agents work by an older file, which may not have the tenant.
+    /// Nodes whose agents use an older file, which may lack the tenant.
     late: Vec<String>,
-    /// Nodes whose agents have said nothing for a minute, or never.
+    /// Number of nodes whose agents have not reported for a minute, or never.
     silent: usize,
 }
 
-/// Whether a tenant names pods.
-pub fn names_pods(tenant: &CacheTenant) -> bool {
+/// Whether a tenant selects pods.
+pub fn selects_pods(tenant: &CacheTenant) -> bool {
     tenant.spec.namespace_selector.is_some() || !tenant.spec.service_accounts.is_empty()
 }
 
-/// Whose the pods of a cluster are, from the stores. Of a tenant that is refused, too: what it keeps is not anybody's because of an error.
-pub fn bound(cluster: &ClusterNames, context: &Context) -> Bound {
-    let tenants = context.world.tenants.state_filter(|tenant| knows(tenant, cluster));
-    decide(&tenants, &context.world.namespaces.state())
+/// Returns the assignment of a cluster from the local stores. It includes rejected tenants, so that an error
+/// in a spec does not open a tenant to others.
+pub fn assign(cluster: &ClusterNames, context: &Context) -> PodAssignment {
+    let tenants = context.stores.tenants.state_filter(|tenant| applies_to(tenant, cluster));
+    decide(&tenants, &context.stores.namespaces.state())
 }
 
-/// Whose the pods of a cluster are, out of its tenants.
-pub fn decide(tenants: &[Arc<CacheTenant>], namespaces: &[Arc<Namespace>]) -> Bound {
-    let (mut bound, mut room) = (Bound::default(), BINDINGS_BYTES_MAX);
+/// Computes the assignment of a cluster from its tenants.
+pub fn decide(tenants: &[Arc<CacheTenant>], namespaces: &[Arc<Namespace>]) -> PodAssignment {
+    let (mut bound, mut room) = (PodAssignment::default(), BINDINGS_BYTES_MAX);
     let mut naming: Vec<&CacheTenant> =
-        tenants.iter().map(Arc::as_ref).filter(|tenant| names_pods(tenant)).collect();
+        tenants.iter().map(Arc::as_ref).filter(|tenant| selects_pods(tenant)).collect();
     naming.sort_by_key(|tenant| (tenant.creation_timestamp(), tenant.name_any()));
     for tenant in naming {
-        // The API server has checked the name.
+        // The API server has validated the name.
         let Ok(name) = tenant.name_any().parse::<TenantName>() else { continue };
         let share = bind(&mut bound.bindings, tenant, &name, namespaces, &mut room);
         bound.shares.insert(tenant.name_any(), share);
@@ -84,16 +86,16 @@ pub fn decide(tenants: &[Arc<CacheTenant>], namespaces: &[Arc<Namespace>]) -> Bo
     bound
 }
 
-/// Gives a tenant what it names and nobody has.
+/// Binds the selected names that no other tenant has.
 fn bind(
     bindings: &mut PodBindings,
     tenant: &CacheTenant,
     name: &TenantName,
     namespaces: &[Arc<Namespace>],
     room: &mut usize,
-) -> Share {
+) -> TenantShare {
     bindings.bind_tenant(name);
-    let mut share = Share::default();
+    let mut share = TenantShare::default();
     let mut fits = |entry: &str| match room.checked_sub(PodBindings::cost(entry, name)) {
         Some(left) => {
             *room = left;
@@ -104,8 +106,8 @@ fn bind(
     for named in &tenant.spec.service_accounts {
         let account = ServiceAccount { namespace: named.namespace.to_string(), name: named.name.to_string() };
         match bindings.service_account(&account) {
-            Some(other) => share.others.push((format!("service account {account}"), other.clone())),
-            None if !account.is_entry() || !fits(&account.key()) => share.left_out += 1,
+            Some(other) => share.conflicts.push((format!("service account {account}"), other.clone())),
+            None if !account.is_entry() || !fits(&account.key()) => share.omitted += 1,
             None => {
                 bindings.bind_service_account(&account, name);
                 share.accounts += 1;
@@ -120,8 +122,8 @@ fn bind(
         .collect();
     for namespace in selected {
         match bindings.namespace(&namespace) {
-            Some(other) => share.others.push((format!("namespace {namespace}"), other.clone())),
-            None if !fits(&namespace) => share.left_out += 1,
+            Some(other) => share.conflicts.push((format!("namespace {namespace}"), other.clone())),
+            None if !fits(&namespace) => share.omitted += 1,
             None => {
                 bindings.bind_namespace(&namespace, name);
                 share.namespaces += 1;
@@ -131,124 +133,138 @@ fn bind(
     share
 }
 
-/// The file that agents are given.
+/// Returns the bindings file for agents.
 pub fn file(bindings: &PodBindings) -> String {
-    serde_json::to_string(bindings).expect("sets and maps of texts are JSON")
+    serde_json::to_string(bindings).expect("serializable bindings")
 }
 
-/// What the clusters of a tenant have made of its pods, from the stores; nothing of one that names none.
-pub fn look(tenant: &CacheTenant, context: &Context) -> Vec<Standing> {
-    if !names_pods(tenant) {
+/// Returns the state of a tenant's assignment in its clusters, from the local stores; empty if it selects no
+/// pods.
+pub fn binding_status(tenant: &CacheTenant, context: &Context) -> Vec<BindingStatus> {
+    if !selects_pods(tenant) {
         return Vec::new();
     }
-    let world = &context.world;
-    let plan = world.plan();
-    let standing = |cluster: Arc<reprise_crds::KVCacheCluster>| {
+    let stores = &context.stores;
+    let assignment = stores.assignment();
+    let status = |cluster: Arc<reprise_crds::KVCacheCluster>| {
         let names = ClusterNames::of(&cluster);
-        let bound = bound(&names, context);
+        let bound = assign(&names, context);
         let share = bound.shares.get(&tenant.name_any())?.clone();
-        let nodes = plan.cluster(&cluster).map(|plan| plan.nodes.clone()).unwrap_or_default();
-        let told = |node: &String| {
-            let found = world.cache_nodes.get(&kube::runtime::reflector::ObjectRef::new(node));
+        let nodes =
+            assignment.cluster(&cluster).map(|assignment| assignment.nodes.clone()).unwrap_or_default();
+        let node_report = |node: &String| {
+            let found = stores.cache_nodes.get(&kube::runtime::reflector::ObjectRef::new(node));
             (node.clone(), found)
         };
-        Some(stands(&names.key(), share, &digest::of(&file(&bound.bindings)), nodes.iter().map(told)))
+        Some(node_status(
+            &names.key(),
+            share,
+            &digest::of(&file(&bound.bindings)),
+            nodes.iter().map(node_report),
+        ))
     };
-    world.clusters.state().into_iter().filter_map(standing).collect()
+    stores.clusters.state().into_iter().filter_map(status).collect()
 }
 
-fn stands(
+fn node_status(
     cluster: &str,
-    share: Share,
+    share: TenantShare,
     wanted: &str,
     nodes: impl Iterator<Item = (String, Option<Arc<CacheNode>>)>,
-) -> Standing {
-    let mut standing =
-        Standing { cluster: cluster.to_owned(), share, unchecked: Vec::new(), late: Vec::new(), silent: 0 };
+) -> BindingStatus {
+    let mut status = BindingStatus {
+        cluster: cluster.to_owned(),
+        share,
+        unchecked: Vec::new(),
+        late: Vec::new(),
+        silent: 0,
+    };
     for (node, found) in nodes {
         let Some(found) = found.filter(|found| has_reported(found)) else {
-            standing.silent += 1;
+            status.silent += 1;
             continue;
         };
         let applied = found.status.as_ref().and_then(|status| status.applied.as_ref());
         match applied.and_then(|applied| applied.tenants_digest.as_ref()) {
-            None => standing.unchecked.push(node),
-            Some(digest) if digest.as_str() != wanted => standing.late.push(node),
+            None => status.unchecked.push(node),
+            Some(digest) if digest.as_str() != wanted => status.late.push(node),
             Some(_) => {}
         }
     }
-    standing
+    status
 }
 
-/// What to say of a tenant's pods; nothing of one that names none.
-pub fn finding(tenant: &CacheTenant, standings: &[Standing]) -> Option<Finding> {
-    if !names_pods(tenant) {
+/// Returns condition `PodsBound`; `None` if the tenant selects no pods.
+pub fn finding(tenant: &CacheTenant, statuses: &[BindingStatus]) -> Option<Finding> {
+    if !selects_pods(tenant) {
         return None;
     }
     let kind = ConditionType::PodsBound;
-    if standings.is_empty() {
-        let message = "no KVCacheCluster has the tenant: make one, or correct clusters";
+    if statuses.is_empty() {
+        let message = "the tenant applies to no KVCacheCluster: create one, or correct spec.clusters";
         return Some(Finding::no(kind, Reason::ReferenceNotFound, message));
     }
-    Some(standings.iter().find_map(wrong).unwrap_or_else(|| {
-        let told: Vec<String> = standings.iter().map(told).collect();
-        Finding::yes(kind, Reason::AsDesired, told.join("; "))
+    Some(statuses.iter().find_map(problem).unwrap_or_else(|| {
+        let clusters: Vec<String> = statuses.iter().map(describe).collect();
+        Finding::yes(kind, Reason::AsDesired, clusters.join("; "))
     }))
 }
 
-/// Whether some node is to take over what is so by now.
-pub fn is_awaited(standings: &[Standing]) -> bool {
-    standings.iter().any(|standing| !standing.late.is_empty())
+/// Whether some node has yet to apply the current assignment.
+pub fn is_awaited(statuses: &[BindingStatus]) -> bool {
+    statuses.iter().any(|status| !status.late.is_empty())
 }
 
-fn told(standing: &Standing) -> String {
-    let Standing { cluster, share: Share { namespaces, accounts, .. }, silent, .. } = standing;
+fn describe(status: &BindingStatus) -> String {
+    let BindingStatus { cluster, share: TenantShare { namespaces, accounts, .. }, silent, .. } = status;
     let silent = match silent {
         0 => String::new(),
-        silent => format!(" ({silent} nodes say nothing at present, and serve nobody as far as is known)"),
+        silent => format!(" ({silent} nodes do not report at present and presumably serve no engines)"),
     };
     format!(
-        "new sessions are the tenant in {cluster} that come from pods of {namespaces} namespaces and {accounts} service accounts, and no \
-         others{silent}"
+        "in {cluster}, only new sessions from pods of {namespaces} namespaces and {accounts} service accounts belong to the \
+         tenant{silent}"
     )
 }
 
-/// What is not as the spec says, the first of it.
-fn wrong(standing: &Standing) -> Option<Finding> {
+/// Returns the first problem, if there is one.
+fn problem(status: &BindingStatus) -> Option<Finding> {
     let kind = ConditionType::PodsBound;
-    let Standing { cluster, share, unchecked, late, .. } = standing;
-    if !share.others.is_empty() {
-        let others = share.others.iter().take(NAMES_MAX).map(|(what, whose)| format!("{what} is {whose}'s"));
+    let BindingStatus { cluster, share, unchecked, late, .. } = status;
+    if !share.conflicts.is_empty() {
+        let others =
+            share.conflicts.iter().take(NAMES_MAX).map(|(what, whose)| format!("{what} belongs to {whose}"));
         let message = format!(
-            "older tenants of {cluster} have {} of what this one names, and keep it ({}): name it in one of them only",
-            share.others.len(),
+            "older tenants of {cluster} already have {} of the selected namespaces and accounts ({}): select each in one tenant only",
+            share.conflicts.len(),
             others.collect::<Vec<_>>().join(", ")
         );
         return Some(Finding::no(kind, Reason::Conflict, message));
     }
-    if share.left_out > 0 {
+    if share.omitted > 0 {
         let message = format!(
-            "{} of what this tenant names has no place in {cluster}, which has {BINDINGS_BYTES_MAX} bytes for names of namespaces and service \
-             accounts: bind fewer, or use more clusters",
-            share.left_out
+            "{} of the selected namespaces and accounts exceed the limit of {BINDINGS_BYTES_MAX} bytes for their names in {cluster}: \
+             select fewer, or use more clusters",
+            share.omitted
         );
         return Some(Finding::no(kind, Reason::OverCapacity, message));
     }
-    let few = |nodes: &[String]| nodes.iter().take(NAMES_MAX).cloned().collect::<Vec<String>>().join(", ");
+    let join_names =
+        |nodes: &[String]| nodes.iter().take(NAMES_MAX).cloned().collect::<Vec<String>>().join(", ");
     if !unchecked.is_empty() {
         let message = format!(
-            "{} agents of {cluster} do not check sessions ({}): any session there may name the tenant. Upgrade them",
+            "{} agents of {cluster} do not authorize sessions ({}), so any session there can claim the tenant: upgrade them",
             unchecked.len(),
-            few(unchecked)
+            join_names(unchecked)
         );
         return Some(Finding::no(kind, Reason::NotReported, message));
     }
     if !late.is_empty() {
         let message = format!(
-            "{} agents of {cluster} work by what was so before ({}), for a minute or so: if it stays, look whether the cluster is paused, and \
-             at their logs",
+            "{} agents of {cluster} have not applied the current assignment yet ({}), which takes about a minute: if it persists, check \
+             whether the cluster is paused, and their logs",
             late.len(),
-            few(late)
+            join_names(late)
         );
         return Some(Finding::no(kind, Reason::Progressing, message));
     }
@@ -282,17 +298,17 @@ mod tests {
         json!({ "namespaceSelector": { "matchLabels": { "team": name } } })
     }
 
-    fn owner(bound: &Bound, namespace: &str, name: &str) -> Option<String> {
+    fn owner(bound: &PodAssignment, namespace: &str, name: &str) -> Option<String> {
         let account = ServiceAccount { namespace: namespace.to_owned(), name: name.to_owned() };
         bound.bindings.owner(&account).map(ToString::to_string)
     }
 
-    fn standing(bound: &Bound, tenant: &str) -> Standing {
-        stands("n/c", bound.shares[tenant].clone(), "sha256:1", std::iter::empty())
+    fn status(bound: &PodAssignment, tenant: &str) -> BindingStatus {
+        node_status("n/c", bound.shares[tenant].clone(), "sha256:1", std::iter::empty())
     }
 
     #[test]
-    fn pods_are_the_tenant_that_names_their_namespace_or_before_it_their_account() {
+    fn pods_belong_to_the_tenant_of_their_account_or_else_of_their_namespace() {
         let accounts = json!({ "serviceAccounts": [{ "namespace": "chat", "name": "batch" }] });
         let tenants = [tenant("a", 1, team("a")), tenant("b", 2, accounts), tenant("c", 3, json!({}))];
         let namespaces = [namespace("chat", json!({ "team": "a" })), namespace("other", json!({}))];
@@ -300,31 +316,31 @@ mod tests {
         assert_eq!(owner(&bound, "chat", "vllm").as_deref(), Some("a"));
         assert_eq!(owner(&bound, "chat", "batch").as_deref(), Some("b"));
         assert_eq!(owner(&bound, "other", "vllm"), None);
-        assert!(!bound.bindings.is_bound(&"c".parse().expect("a name")), "it names nobody");
-        let said = finding(&tenants[0], &[standing(&bound, "a")]).expect("it names pods");
-        assert_eq!((said.status, said.reason), (ConditionStatus::True, Reason::AsDesired));
-        assert!(said.message.contains("1 namespaces and 0 service accounts"), "{}", said.message);
+        assert!(!bound.bindings.is_bound(&"c".parse().expect("a name")), "it selects no pods");
+        let condition = finding(&tenants[0], &[status(&bound, "a")]).expect("it selects pods");
+        assert_eq!((condition.status, condition.reason), (ConditionStatus::True, Reason::AsDesired));
+        assert!(condition.message.contains("1 namespaces and 0 service accounts"), "{}", condition.message);
         assert_eq!(finding(&tenants[2], &[]), None);
     }
 
     #[test]
-    fn of_two_that_name_the_same_the_older_has_it_and_the_younger_is_told() {
+    fn older_tenant_gets_a_namespace_that_two_select() {
         let tenants = [tenant("young", 2, team("a")), tenant("old", 1, team("a"))];
         let bound = decide(&tenants, &[namespace("chat", json!({ "team": "a" }))]);
         assert_eq!(owner(&bound, "chat", "vllm").as_deref(), Some("old"));
-        let said = finding(&tenants[0], &[standing(&bound, "young")]).expect("it names pods");
-        assert_eq!((said.status, said.reason), (ConditionStatus::False, Reason::Conflict));
-        assert!(said.message.contains("namespace chat is old's"), "{}", said.message);
-        let old = finding(&tenants[1], &[standing(&bound, "old")]).expect("it names pods");
+        let condition = finding(&tenants[0], &[status(&bound, "young")]).expect("it selects pods");
+        assert_eq!((condition.status, condition.reason), (ConditionStatus::False, Reason::Conflict));
+        assert!(condition.message.contains("namespace chat belongs to old"), "{}", condition.message);
+        let old = finding(&tenants[1], &[status(&bound, "old")]).expect("it selects pods");
         assert_eq!(old.status, ConditionStatus::True);
         assert!(
             bound.bindings.is_bound(&"young".parse().expect("a name")),
-            "it is nobody's rather than anybody's"
+            "it accepts no sessions instead of all"
         );
     }
 
     #[test]
-    fn what_there_is_no_room_for_is_counted_and_the_rest_fits_a_config_map() {
+    fn counts_names_beyond_the_limit_and_the_rest_fits_in_a_config_map() {
         let long = |index: usize| format!("{index:0>63}");
         let namespaces: Vec<Arc<Namespace>> =
             (0..6000).map(|index| namespace(&long(index), json!({ "team": "a" }))).collect();
@@ -337,16 +353,20 @@ mod tests {
         let bound_of = bound.bindings.count();
         let entries: usize =
             bound.bindings.entries().map(|(name, tenant)| name.len() + tenant.as_str().len()).sum();
-        assert!(file(&bound.bindings).len() + entries < 1 << 20, "a ConfigMap takes it");
-        assert!(bound.bindings.entries().all(|(name, _)| name.len() <= 253), "and each of its keys");
-        let said = finding(&tenants[0], &[standing(&bound, "a")]).expect("it names pods");
-        assert_eq!((said.status, said.reason), (ConditionStatus::False, Reason::OverCapacity));
-        let left_out = 6003 - bound_of;
-        assert!(left_out > 3 && said.message.starts_with(&format!("{left_out} of")), "{}", said.message);
+        assert!(file(&bound.bindings).len() + entries < 1 << 20, "it fits in a ConfigMap");
+        assert!(bound.bindings.entries().all(|(name, _)| name.len() <= 253), "its keys are valid");
+        let condition = finding(&tenants[0], &[status(&bound, "a")]).expect("it selects pods");
+        assert_eq!((condition.status, condition.reason), (ConditionStatus::False, Reason::OverCapacity));
+        let omitted = 6003 - bound_of;
+        assert!(
+            omitted > 3 && condition.message.starts_with(&format!("{omitted} of")),
+            "{}",
+            condition.message
+        );
     }
 
     #[test]
-    fn nodes_that_serve_and_check_nobody_or_by_an_older_file_are_named_and_silent_ones_are_counted() {
+    fn names_nodes_without_the_current_file_and_counts_silent_ones() {
         let node = |digest: Option<&str>, at: &str| -> Option<Arc<CacheNode>> {
             let applied = digest.map_or(json!({}), |digest| json!({ "tenantsDigest": digest }));
             let object = json!({
@@ -358,24 +378,28 @@ mod tests {
         let now = k8s_openapi::jiff::Timestamp::now().to_string();
         let whose = tenant("a", 1, team("a"));
         let bound = decide(std::slice::from_ref(&whose), &[]);
-        let said = |nodes: Vec<Option<Arc<CacheNode>>>| {
+        let evaluate = |nodes: Vec<Option<Arc<CacheNode>>>| {
             let nodes = nodes.into_iter().enumerate().map(|(index, node)| (format!("n{index}"), node));
-            let standing = stands("n/c", bound.shares["a"].clone(), "sha256:1", nodes);
-            let awaited = is_awaited(std::slice::from_ref(&standing));
-            let found = finding(&whose, &[standing]).expect("it names pods");
+            let status = node_status("n/c", bound.shares["a"].clone(), "sha256:1", nodes);
+            let awaited = is_awaited(std::slice::from_ref(&status));
+            let found = finding(&whose, &[status]).expect("it selects pods");
             ((found.status, found.reason, awaited), found.message)
         };
         let well = || node(Some("sha256:1"), &now);
-        let (told, _) = said(vec![well()]);
-        assert_eq!(told, (ConditionStatus::True, Reason::AsDesired, false));
-        let (told, message) = said(vec![node(Some("sha256:0"), &now), well()]);
-        assert_eq!(told, (ConditionStatus::False, Reason::Progressing, true));
+        let (condition, _) = evaluate(vec![well()]);
+        assert_eq!(condition, (ConditionStatus::True, Reason::AsDesired, false));
+        let (condition, message) = evaluate(vec![node(Some("sha256:0"), &now), well()]);
+        assert_eq!(condition, (ConditionStatus::False, Reason::Progressing, true));
         assert!(message.contains("(n0)"), "{message}");
-        let (told, message) = said(vec![well(), node(None, &now)]);
-        assert_eq!(told, (ConditionStatus::False, Reason::NotReported, false));
+        let (condition, message) = evaluate(vec![well(), node(None, &now)]);
+        assert_eq!(condition, (ConditionStatus::False, Reason::NotReported, false));
         assert!(message.contains("(n1)"), "{message}");
-        let (told, message) = said(vec![well(), None, node(None, "2026-01-01T00:00:00Z")]);
-        assert_eq!(told, (ConditionStatus::True, Reason::AsDesired, false), "nobody serves there");
-        assert!(message.contains("2 nodes say nothing"), "{message}");
+        let (condition, message) = evaluate(vec![well(), None, node(None, "2026-01-01T00:00:00Z")]);
+        assert_eq!(
+            condition,
+            (ConditionStatus::True, Reason::AsDesired, false),
+            "silent nodes serve no engines"
+        );
+        assert!(message.contains("2 nodes do not report"), "{message}");
     }
 }

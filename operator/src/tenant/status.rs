@@ -1,29 +1,29 @@
-//! What a tenant is. Pure.
+//! Computes the status of a tenant. Pure.
 
 use reprise_crds::fields::Quantity;
 use reprise_crds::status::{ConditionStatus, ConditionType as Type, Finding, Reason};
 use reprise_crds::{CacheTenant, CacheTenantStatus};
 
-use super::budget::{self, Outcome, Settled};
-use super::dereference::{Place, Room};
+use super::budget::{self, BudgetOutcome, BudgetResult};
+use super::dereference::{CapacityCheck, CapacityScope};
+use crate::assignment::Refusal;
 use crate::control_plane;
 use crate::names::{BUDGET_FINALIZER, PURGE_FINALIZER};
-use crate::plan::Refusal;
 
-/// What to say of a tenant.
-pub fn of(
+/// Computes the status and conditions of a tenant.
+pub fn compute(
     tenant: &CacheTenant,
-    rooms: &[Room],
-    settled: &[Settled],
+    checks: &[CapacityCheck],
+    results: &[BudgetResult],
     refused: Option<&Refusal>,
     pods: Option<Finding>,
 ) -> (CacheTenantStatus, Vec<Finding>) {
     let mut findings = vec![match refused {
         Some(Refusal { reason, message }) => Finding::no(Type::Accepted, *reason, message),
-        None => Finding::yes(Type::Accepted, Reason::AsDesired, "the spec is right"),
+        None => Finding::yes(Type::Accepted, Reason::AsDesired, "the spec is valid"),
     }];
-    findings.push(feasible(rooms, settled));
-    findings.extend(applied(tenant, settled, refused));
+    findings.push(feasible(checks, results));
+    findings.extend(applied(tenant, results, refused));
     findings.extend(pods);
     let wrong = findings.iter().find(|found| found.status == ConditionStatus::False);
     let ready = match wrong {
@@ -31,43 +31,43 @@ pub fn of(
         None => Finding::yes(
             Type::Ready,
             Reason::AsDesired,
-            "the limits on each node are in the agents' configuration, and control planes have its budget",
+            "agents have the limits per node, and control planes have the budget",
         ),
     };
     findings.push(ready);
-    findings.extend(blocked(tenant, settled));
+    findings.extend(blocked(tenant, results));
     (CacheTenantStatus::default(), findings)
 }
 
-/// Whether control planes have the budget; nothing where there is none to have.
-fn applied(tenant: &CacheTenant, settled: &[Settled], refused: Option<&Refusal>) -> Option<Finding> {
+/// Returns condition `BudgetApplied`; `None` if there is no budget to apply.
+fn applied(tenant: &CacheTenant, results: &[BudgetResult], refused: Option<&Refusal>) -> Option<Finding> {
     let kind = Type::BudgetApplied;
-    let wanted = budget::wanted(tenant);
+    let wanted = budget::desired(tenant);
     if let Some(refused) = refused {
-        let message = "the spec is not accepted, and control planes keep what they have";
+        let message = "the spec is not accepted, so control planes keep their budgets";
         return wanted.is_some().then(|| Finding::no(kind, refused.reason, message));
     }
-    let wrong = settled.iter().find_map(|settled| {
-        let cluster = &settled.cluster;
-        let (reason, message) = match &settled.outcome {
-            Outcome::Kept | Outcome::Held(_) => return None,
-            Outcome::Untold(words) => (
+    let wrong = results.iter().find_map(|result| {
+        let cluster = &result.cluster;
+        let (reason, message) = match &result.outcome {
+            BudgetOutcome::Applied | BudgetOutcome::BlocksRemain(_) => return None,
+            BudgetOutcome::Unreachable(message) => (
                 Reason::ControlPlaneUnreachable,
-                format!("the control plane of {cluster} could not be told the budget, and is tried again: {words}"),
+                format!("cannot set the budget at the control plane of {cluster}; retrying: {message}"),
             ),
-            Outcome::Refused(words) => {
-                (Reason::OverCapacity, format!("the control plane of {cluster} refuses the budget: {words}"))
+            BudgetOutcome::Rejected(message) => {
+                (Reason::OverCapacity, format!("the control plane of {cluster} rejects the budget: {message}"))
             }
-            Outcome::Foreign => (
+            BudgetOutcome::Foreign => (
                 Reason::Conflict,
                 format!(
-                    "the control plane of {cluster} has a budget for the tenant that somebody else has set: write it into budget, or \
-                     remove it by reprise tenant remove"
+                    "the control plane of {cluster} has a budget for the tenant that another client set: add it to spec.budget, or \
+                     remove it with reprise tenant remove"
                 ),
             ),
-            Outcome::Paused => (
+            BudgetOutcome::Paused => (
                 Reason::Paused,
-                format!("KVCacheCluster {cluster} is paused, and its control plane has another budget"),
+                format!("the control plane of {cluster} has another budget, and KVCacheCluster {cluster} is paused: set paused to false"),
             ),
         };
         Some(Finding::no(kind, reason, message))
@@ -76,101 +76,107 @@ fn applied(tenant: &CacheTenant, settled: &[Settled], refused: Option<&Refusal>)
         return wrong;
     }
     wanted?;
-    if settled.is_empty() {
-        let message = "no KVCacheCluster has the tenant: make one, or correct clusters";
+    if results.is_empty() {
+        let message = "the tenant applies to no KVCacheCluster: create one, or correct spec.clusters";
         return Some(Finding::no(kind, Reason::ReferenceNotFound, message));
     }
-    let clusters: Vec<&str> = settled.iter().map(|settled| settled.cluster.as_str()).collect();
-    let message = format!("the control planes of {} have it", clusters.join(", "));
+    let clusters: Vec<&str> = results.iter().map(|result| result.cluster.as_str()).collect();
+    let message = format!("the control planes of {} have the budget", clusters.join(", "));
     Some(Finding::yes(kind, Reason::AsDesired, message))
 }
 
-/// Only while the tenant is being deleted and a control plane has its budget still.
-fn blocked(tenant: &CacheTenant, settled: &[Settled]) -> Option<Finding> {
+/// Returns condition `DeletionBlocked` while the tenant is being deleted and a control plane still has its
+/// budget.
+fn blocked(tenant: &CacheTenant, results: &[BudgetResult]) -> Option<Finding> {
     tenant.metadata.deletion_timestamp.as_ref()?;
-    let left = settled.iter().find(|settled| settled.outcome != Outcome::Kept)?;
+    let left = results.iter().find(|result| result.outcome != BudgetOutcome::Applied)?;
     let cluster = &left.cluster;
     let why = match &left.outcome {
-        Outcome::Untold(words) | Outcome::Refused(words) | Outcome::Held(words) => words.as_str(),
-        Outcome::Paused => "the cluster is paused",
-        Outcome::Foreign | Outcome::Kept => "it is somebody else's",
+        BudgetOutcome::Unreachable(message)
+        | BudgetOutcome::Rejected(message)
+        | BudgetOutcome::BlocksRemain(message) => message.as_str(),
+        BudgetOutcome::Paused => "the cluster is paused",
+        BudgetOutcome::Foreign | BudgetOutcome::Applied => "the budget belongs to another client",
     };
     let message = if budget::is_purging(tenant) {
         format!(
-            "nodes of {cluster} may hold blocks of the tenant still, which is looked at again: {why}. To leave them there, remove the finalizer \
-             {PURGE_FINALIZER}"
+            "nodes of {cluster} may still hold blocks of the tenant: {why}. The operator checks again; to keep the blocks, remove \
+             finalizer {PURGE_FINALIZER}"
         )
     } else {
         format!(
-            "the control plane of {cluster} may have the tenant's budget still, which is tried again: {why}. To leave it there, remove the \
-             finalizer {BUDGET_FINALIZER}"
+            "the control plane of {cluster} may still have the tenant's budget: {why}. The operator retries; to keep the budget, \
+             remove finalizer {BUDGET_FINALIZER}"
         )
     };
     Some(Finding::yes(Type::DeletionBlocked, Reason::Releasing, message))
 }
 
-/// What a purge has come to: true of clusters that were asked, and of no others.
-pub fn purged(asked: &[String], unasked: &[String]) -> Finding {
-    let done = match asked {
-        [] => "no KVCacheCluster that stays has the tenant, and nobody was asked for its blocks".to_owned(),
-        asked => format!("no node of {} has a block of the tenant any more", asked.join(", ")),
+/// Returns the result of a purge, for the clusters that were checked and those that were skipped.
+pub fn purged(purged: &[String], skipped: &[String]) -> Finding {
+    let done = match purged {
+        [] => "the tenant applies to no remaining KVCacheCluster, so no nodes were checked for its blocks"
+            .to_owned(),
+        purged => format!("no node of {} holds blocks of the tenant", purged.join(", ")),
     };
     let kind = Type::DeletionBlocked;
-    if unasked.is_empty() {
+    if skipped.is_empty() {
         return Finding::no(kind, Reason::AsDesired, done);
     }
     let message = format!(
-        "{done}; not asked, since they are being deleted: {}. What their nodes have on devices that are kept comes back with a KVCacheCluster that \
-         is made anew there: purge the tenant again then",
-        unasked.join(", ")
+        "{done}; skipped because they are being deleted: {}. Blocks on retained devices of their nodes return with a new \
+         KVCacheCluster there: purge the tenant again then",
+        skipped.join(", ")
     );
-    // Somebody has to look at it, so it is not told as what is good.
+    // Users must act on it, so it must not be published as a success.
     Finding::unknown(kind, Reason::Releasing, message)
 }
 
-/// Whether reservations fit: those of budgets what the control planes count, those on each node what each has.
-fn feasible(rooms: &[Room], settled: &[Settled]) -> Finding {
-    let refused = settled.iter().find_map(|settled| match &settled.outcome {
-        Outcome::Refused(words) => Some(format!("{}: {words}", settled.cluster)),
+/// Returns condition `QuotaFeasible`: whether budget reservations fit the control planes' capacity, and node
+/// reservations fit each node.
+fn feasible(checks: &[CapacityCheck], results: &[BudgetResult]) -> Finding {
+    let refused = results.iter().find_map(|result| match &result.outcome {
+        BudgetOutcome::Rejected(message) => Some(format!("{}: {message}", result.cluster)),
         _ => None,
     });
-    let exceeds = |settled: &&Settled| settled.overcommitted != control_plane::Room::default();
-    let lost = settled.iter().find(exceeds).map(|settled| {
-        let control_plane::Room { dram, ssd } = settled.overcommitted;
+    let exceeds = |result: &&BudgetResult| result.overcommitted != control_plane::TierBytes::default();
+    let lost = results.iter().find(exceeds).map(|result| {
+        let control_plane::TierBytes { dram, ssd } = result.overcommitted;
         format!(
-            "the reservations of all budgets exceed what living nodes of {} have by {} of memory and {} of devices: lower \
+            "the reservations of all budgets exceed the capacity of living nodes of {} by {} of memory and {} on devices: lower \
              budget.dram.reserved or budget.ssd.reserved of some tenants, or add nodes",
-            settled.cluster,
+            result.cluster,
             Quantity::of_bytes(dram),
             Quantity::of_bytes(ssd),
         )
     });
     match refused.or(lost) {
         Some(message) => Finding::no(Type::QuotaFeasible, Reason::OverCapacity, message),
-        None => fits_nodes(rooms),
+        None => fits_nodes(checks),
     }
 }
 
-/// Whether the reservations of all tenants together fit every node: as clusters say that they are made, and as each has said what it has.
-fn fits_nodes(rooms: &[Room]) -> Finding {
+/// Checks the reservations of all tenants against the capacity of clusters' specs and of nodes' reports.
+fn fits_nodes(checks: &[CapacityCheck]) -> Finding {
     let kind = Type::QuotaFeasible;
-    let Some(room) = rooms.iter().find(|room| room.reserved > room.there) else {
-        if rooms.iter().any(|room| matches!(room.place, Place::Node(_))) {
+    let Some(check) = checks.iter().find(|check| check.reserved > check.available) else {
+        if checks.iter().any(|check| matches!(check.scope, CapacityScope::Node(_))) {
             return Finding::yes(kind, Reason::AsDesired, "the reservations of all tenants fit every node");
         }
-        return Finding::unknown(kind, Reason::NotReported, "no node has said yet what it has");
+        return Finding::unknown(kind, Reason::NotReported, "no node has reported its capacity yet");
     };
-    let (field, there, reserved) =
-        (room.field, Quantity::of_bytes(room.there), Quantity::of_bytes(room.reserved));
-    let tenants = room.tenants.join(", ");
-    let message = match &room.place {
-        Place::Node(node) => format!(
-            "node {node} has {there} and {field} of all tenants together is {reserved}: lower that of {tenants}, or give the node more"
+    let (field, available, reserved) =
+        (check.field, Quantity::of_bytes(check.available), Quantity::of_bytes(check.reserved));
+    let tenants = check.tenants.join(", ");
+    let message = match &check.scope {
+        CapacityScope::Node(node) => format!(
+            "node {node} has {available}, but {field} of all tenants is {reserved} in total: lower that of {tenants}, or extend the \
+             node"
         ),
-        Place::Cluster(cluster, left_out) => format!(
-            "cache.dram of KVCacheCluster {cluster} is {there} and {field} of all tenants together, each in whole regions, is {reserved}: lower \
-             that of {tenants}, or raise cache.dram. Until then its agents reserve nothing for {}",
-            left_out.join(", ")
+        CapacityScope::Cluster(cluster, unreserved) => format!(
+            "cache.dram of KVCacheCluster {cluster} is {available}, but {field} of all tenants, each in whole regions, is {reserved} in \
+             total: lower that of {tenants}, or raise cache.dram. Until then its agents reserve nothing for {}",
+            unreserved.join(", ")
         ),
     };
     Finding::no(kind, Reason::OverCapacity, message)
@@ -181,33 +187,42 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reservations_above_what_a_node_has_are_not_feasible() {
-        let room = |reserved: u64| Room {
-            place: Place::Node("n1".to_owned()),
+    fn reservations_above_the_capacity_of_a_node_are_not_feasible() {
+        let check = |reserved: u64| CapacityCheck {
+            scope: CapacityScope::Node("n1".to_owned()),
             field: "perNode.ssd.reserved",
-            there: 1 << 30,
+            available: 1 << 30,
             reserved,
             tenants: vec!["a".to_owned(), "b".to_owned()],
         };
         assert_eq!(feasible(&[], &[]).status, ConditionStatus::Unknown);
-        assert_eq!(feasible(&[room(1 << 30)], &[]).status, ConditionStatus::True);
-        let not = feasible(&[room(0), room(3 << 30)], &[]);
+        assert_eq!(feasible(&[check(1 << 30)], &[]).status, ConditionStatus::True);
+        let not = feasible(&[check(0), check(3 << 30)], &[]);
         assert_eq!((not.status, not.reason), (ConditionStatus::False, Reason::OverCapacity));
         assert!(not.message.contains("has 1Gi") && not.message.contains("a, b"), "{}", not.message);
         let of_cluster = |reserved: u64| {
-            let place = Place::Cluster("n/c".to_owned(), vec!["b".to_owned()]);
-            Room { place, field: "perNode.dram.reserved", ..room(reserved) }
+            let scope = CapacityScope::Cluster("n/c".to_owned(), vec!["b".to_owned()]);
+            CapacityCheck { scope, field: "perNode.dram.reserved", ..check(reserved) }
         };
-        assert_eq!(feasible(&[of_cluster(1)], &[]).status, ConditionStatus::Unknown, "no node has said it");
-        let not = feasible(&[of_cluster(3 << 30), room(0)], &[]);
+        assert_eq!(
+            feasible(&[of_cluster(1)], &[]).status,
+            ConditionStatus::Unknown,
+            "no node has reported it"
+        );
+        let not = feasible(&[of_cluster(3 << 30), check(0)], &[]);
         assert_eq!((not.status, not.reason), (ConditionStatus::False, Reason::OverCapacity));
-        for words in ["cache.dram of KVCacheCluster n/c is 1Gi", "is 3Gi", "reserve nothing for b"] {
-            assert!(not.message.contains(words), "{words}: {}", not.message);
+        for message in ["cache.dram of KVCacheCluster n/c is 1Gi", "is 3Gi in total", "reserve nothing for b"]
+        {
+            assert!(not.message.contains(message), "{message}: {}", not.message);
         }
     }
 
-    fn at(outcome: Outcome) -> Settled {
-        Settled { cluster: "n/c".to_owned(), outcome, overcommitted: control_plane::Room::default() }
+    fn at(outcome: BudgetOutcome) -> BudgetResult {
+        BudgetResult {
+            cluster: "n/c".to_owned(),
+            outcome,
+            overcommitted: control_plane::TierBytes::default(),
+        }
     }
 
     fn tenant(spec: serde_json::Value) -> CacheTenant {
@@ -215,23 +230,25 @@ mod tests {
     }
 
     #[test]
-    fn what_control_planes_refuse_or_cannot_keep_is_said_in_their_words() {
-        let refused = at(Outcome::Refused("dram: 10B more than there is".to_owned()));
-        let not = feasible(&[], &[at(Outcome::Kept), refused.clone()]);
+    fn reports_rejected_and_overcommitted_budgets() {
+        let refused = at(BudgetOutcome::Rejected("dram: 10B more than there is".to_owned()));
+        let not = feasible(&[], &[at(BudgetOutcome::Applied), refused.clone()]);
         assert_eq!((not.status, not.reason), (ConditionStatus::False, Reason::OverCapacity));
         assert!(not.message.contains("n/c") && not.message.contains("10B more"), "{}", not.message);
-        let lost =
-            Settled { overcommitted: control_plane::Room { dram: 0, ssd: 1 << 30 }, ..at(Outcome::Kept) };
-        assert!(feasible(&[], &[lost]).message.contains("1Gi of devices"));
+        let lost = BudgetResult {
+            overcommitted: control_plane::TierBytes { dram: 0, ssd: 1 << 30 },
+            ..at(BudgetOutcome::Applied)
+        };
+        assert!(feasible(&[], &[lost]).message.contains("1Gi on devices"));
         let spec = tenant(serde_json::json!({ "budget": { "dram": { "limit": "1Gi" } } }));
-        let (_, findings) = of(&spec, &[], &[refused], None, None);
-        let of_kind = |kind| findings.iter().find(|found| found.kind == kind).expect("said");
+        let (_, findings) = compute(&spec, &[], &[refused], None, None);
+        let of_kind = |kind| findings.iter().find(|found| found.kind == kind).expect("a condition");
         assert_eq!(of_kind(Type::BudgetApplied).reason, Reason::OverCapacity);
         assert_eq!(of_kind(Type::Ready).status, ConditionStatus::False);
     }
 
     #[test]
-    fn a_tenant_that_is_purged_names_who_may_hold_its_blocks_and_what_to_do() {
+    fn blocked_purge_names_the_nodes_and_the_remedy() {
         let goes = |finalizers: serde_json::Value| -> CacheTenant {
             serde_json::from_value(serde_json::json!({
                 "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheTenant", "spec": {},
@@ -239,41 +256,56 @@ mod tests {
             }))
             .expect("a tenant")
         };
-        let held = at(Outcome::Held("n1 is away".to_owned()));
-        let said = |tenant: &CacheTenant| blocked(tenant, std::slice::from_ref(&held)).expect("said").message;
-        let purged = said(&goes(serde_json::json!([BUDGET_FINALIZER, PURGE_FINALIZER])));
-        assert!(purged.contains("n/c") && purged.contains("n1 is away") && purged.contains(PURGE_FINALIZER));
-        assert!(blocked(&goes(serde_json::json!([BUDGET_FINALIZER])), &[at(Outcome::Kept)]).is_none());
+        let held = at(BudgetOutcome::BlocksRemain("n1 is absent".to_owned()));
+        let message_of =
+            |tenant: &CacheTenant| blocked(tenant, std::slice::from_ref(&held)).expect("a condition").message;
+        let purged = message_of(&goes(serde_json::json!([BUDGET_FINALIZER, PURGE_FINALIZER])));
+        assert!(
+            purged.contains("n/c") && purged.contains("n1 is absent") && purged.contains(PURGE_FINALIZER)
+        );
+        assert!(
+            blocked(&goes(serde_json::json!([BUDGET_FINALIZER])), &[at(BudgetOutcome::Applied)]).is_none()
+        );
     }
 
     #[test]
-    fn a_purge_that_has_ended_says_who_was_not_asked() {
-        let asked = ["n/c".to_owned()];
-        let whole = purged(&asked, &[]);
+    fn completed_purge_names_skipped_clusters() {
+        let checked = ["n/c".to_owned()];
+        let whole = purged(&checked, &[]);
         assert_eq!((whole.status, whole.reason), (ConditionStatus::False, Reason::AsDesired));
-        assert_eq!(whole.message, "no node of n/c has a block of the tenant any more");
-        let part = purged(&asked, &["n/d".to_owned(), "n/e".to_owned()]);
+        assert_eq!(whole.message, "no node of n/c holds blocks of the tenant");
+        let part = purged(&checked, &["n/d".to_owned(), "n/e".to_owned()]);
         assert_eq!((part.status, part.reason), (ConditionStatus::Unknown, Reason::Releasing));
-        assert!(part.message.starts_with("no node of n/c has") && part.message.contains(": n/d, n/e. "));
+        assert!(part.message.starts_with("no node of n/c holds") && part.message.contains(": n/d, n/e. "));
         let none = purged(&[], &["n/d".to_owned()]);
-        assert!(none.message.starts_with("no KVCacheCluster that stays has"), "{}", none.message);
-        assert!(!none.message.contains("no node of"), "nobody has said that: {}", none.message);
+        assert!(
+            none.message.starts_with("the tenant applies to no remaining KVCacheCluster"),
+            "{}",
+            none.message
+        );
+        assert!(!none.message.contains("no node of"), "no node was checked: {}", none.message);
     }
 
     #[test]
-    fn a_budget_is_applied_when_all_control_planes_have_it() {
+    fn budget_is_applied_once_all_control_planes_have_it() {
         let with = tenant(serde_json::json!({ "budget": { "dram": { "limit": "1Gi" } } }));
         let without = tenant(serde_json::json!({}));
-        let said = |tenant: &CacheTenant, settled: &[Settled]| {
-            applied(tenant, settled, None).map(|found| (found.status, found.reason))
+        let condition = |tenant: &CacheTenant, results: &[BudgetResult]| {
+            applied(tenant, results, None).map(|found| (found.status, found.reason))
         };
-        let untold = at(Outcome::Untold("nobody listens".to_owned()));
-        assert_eq!(said(&without, &[]), None);
-        assert_eq!(said(&without, &[at(Outcome::Kept)]), None);
-        assert_eq!(said(&without, &[at(Outcome::Foreign)]), Some((ConditionStatus::False, Reason::Conflict)));
-        assert_eq!(said(&with, &[at(Outcome::Kept)]), Some((ConditionStatus::True, Reason::AsDesired)));
-        assert_eq!(said(&with, &[]), Some((ConditionStatus::False, Reason::ReferenceNotFound)));
-        let both = [at(Outcome::Kept), untold];
-        assert_eq!(said(&with, &both), Some((ConditionStatus::False, Reason::ControlPlaneUnreachable)));
+        let unreachable = at(BudgetOutcome::Unreachable("connection refused".to_owned()));
+        assert_eq!(condition(&without, &[]), None);
+        assert_eq!(condition(&without, &[at(BudgetOutcome::Applied)]), None);
+        assert_eq!(
+            condition(&without, &[at(BudgetOutcome::Foreign)]),
+            Some((ConditionStatus::False, Reason::Conflict))
+        );
+        assert_eq!(
+            condition(&with, &[at(BudgetOutcome::Applied)]),
+            Some((ConditionStatus::True, Reason::AsDesired))
+        );
+        assert_eq!(condition(&with, &[]), Some((ConditionStatus::False, Reason::ReferenceNotFound)));
+        let both = [at(BudgetOutcome::Applied), unreachable];
+        assert_eq!(condition(&with, &both), Some((ConditionStatus::False, Reason::ControlPlaneUnreachable)));
     }
 }

@@ -1,10 +1,12 @@
-//! What a tenant holds, and whether that is more than it may.
+//! Usage of tenants, and whether it exceeds their budgets.
 //!
-//! Figures change with every block, and statuses are written through etcd: what is stored stays until it differs by more than a 64th, for a minute
-//! at least ([`CHANGED_EVERY`]), and what differs by less for [`REFRESHED_EVERY`]. What is the same is never written again. A change of the spec is
-//! answered at once. The time of the figures is in the status, so all this is so also of an operator that has just started.
+//! Usage changes with every block, and statuses are stored in etcd. The stored values therefore stay until
+//! they differ by more than a 64th for at least a minute ([`CHANGE_INTERVAL`]), or by less for
+//! [`REFRESH_INTERVAL`]. Equal values are never written again. A change of the spec is handled at once. The
+//! status contains the time of the values, so this holds across restarts of the operator.
 //!
-//! Figures that may be too small are not told: the stored ones stay, and `UsageKnown` says why.
+//! Values that may be too small are not reported: the stored ones stay, and condition `UsageKnown` gives the
+//! reason.
 
 use std::time::Duration;
 
@@ -17,95 +19,102 @@ use reprise_crds::tenant::TenantUsage;
 use reprise_crds::{CacheTenant, CacheTenantStatus};
 
 use super::budget;
+use crate::assignment::Refusal;
 use crate::clock;
-use crate::cluster::dereference::knows;
+use crate::cluster::dereference::applies_to;
 use crate::context::Context;
-use crate::control_plane::{Holding, LOOK_AGAIN, LOOK_SOON, Room, Unmeasured};
-use crate::in_use;
+use crate::control_plane::{MeasuredUsage, POLL_INTERVAL, RETRY_INTERVAL, TierBytes, UsageUnknown};
+use crate::deletion_guard;
 use crate::names::ClusterNames;
-use crate::plan::Refusal;
 
-/// Pause between two writes of figures that differ by more than [`SMALLEST_CHANGE`], or of `OverQuota`.
-const CHANGED_EVERY: Duration = Duration::from_secs(60);
-/// The same, of figures that differ by less.
-const REFRESHED_EVERY: Duration = Duration::from_secs(300);
-/// Changes up to this part of a figure can wait. Budgets are not moved for less either.
+/// Interval between writes of values that differ by more than [`SMALLEST_CHANGE`], or of `OverQuota`.
+const CHANGE_INTERVAL: Duration = Duration::from_secs(60);
+/// Interval between writes of values that differ by less.
+const REFRESH_INTERVAL: Duration = Duration::from_secs(300);
+/// Divisor of the significance threshold: smaller changes can wait. Budgets are not rebalanced for less
+/// either.
 const SMALLEST_CHANGE: u64 = 64;
-/// Figures are rounded up to so many bytes.
+/// Values are rounded up to this number of bytes.
 const UNIT: u64 = 1 << 20;
-/// Units at the most: a quantity has 12 digits. That is 950 PiB.
+/// Maximum number of units, since a quantity has 12 digits: 950 PiB.
 const UNITS_MAX: u64 = 999_999_999_999;
 
-/// What the tenant holds in one cluster.
+/// Usage of a tenant in one cluster.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Measured {
+pub struct UsageMeasurement {
     /// `namespace/name` of the cluster.
     pub cluster: String,
-    /// What was found.
-    pub held: Result<Holding, Unmeasured>,
+    /// The usage, or why it is unknown.
+    pub usage: Result<MeasuredUsage, UsageUnknown>,
 }
 
-/// What to say of it.
+/// The usage part of a tenant's status.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Told {
-    /// The figures.
+pub struct UsageReport {
+    /// Usage values for the status.
     pub usage: Option<TenantUsage>,
-    /// What is so.
+    /// Conditions about the usage.
     pub findings: Vec<Finding>,
-    /// When to look again, at the latest.
+    /// Delay until the next measurement.
     pub next: Duration,
 }
 
-/// Asks the control planes of all clusters that know the tenant, but of those that go.
-pub async fn measure(tenant: &CacheTenant, context: &Context) -> Vec<Measured> {
-    let clusters = context.world.clusters.state();
-    let stays = clusters.iter().filter(|cluster| !in_use::goes(&***cluster));
+/// Reads the usage from the control planes of all the tenant's clusters that are not being deleted.
+pub async fn measure(tenant: &CacheTenant, context: &Context) -> Vec<UsageMeasurement> {
+    let clusters = context.stores.clusters.state();
+    let stays = clusters.iter().filter(|cluster| !deletion_guard::is_released(&***cluster));
     let mut names: Vec<ClusterNames> = stays.map(|cluster| ClusterNames::of(cluster)).collect();
-    names.retain(|names| knows(tenant, names));
+    names.retain(|names| applies_to(tenant, names));
     names.sort_by_key(ClusterNames::key);
     let name = tenant.name_any();
     let measured = names.iter().map(|names| {
         let name = &name;
         async move {
-            let others = context.world.tenants.state_filter(|other| knows(other, names));
+            let others = context.stores.tenants.state_filter(|other| applies_to(other, names));
             let mut others: Vec<String> = others.iter().map(|other| other.name_any()).collect();
             others.sort_unstable();
-            let held = context.control_planes.held(names, name, &others, &context.metrics).await;
-            Measured { cluster: names.key(), held }
+            let held = context.control_planes.usage(names, name, &others, &context.metrics).await;
+            UsageMeasurement { cluster: names.key(), usage: held }
         }
     });
     join_all(measured).await
 }
 
-/// What to say of what was found.
-pub fn tell(tenant: &CacheTenant, measured: &[Measured], refused: Option<&Refusal>, now: &Time) -> Told {
+/// Computes the usage part of the status.
+pub fn evaluate(
+    tenant: &CacheTenant,
+    measurements: &[UsageMeasurement],
+    refused: Option<&Refusal>,
+    now: &Time,
+) -> UsageReport {
     let before = tenant.status.as_ref();
     let stored = before.and_then(|before| before.usage.clone());
-    let over = over(tenant, measured, refused);
-    if let Some(unknown) = unknown(measured) {
-        // An absent control plane is left alone for a time anyway.
-        let is_unheard = measured.iter().any(|one| matches!(one.held, Err(Unmeasured::Unheard(_))));
-        let next = if is_unheard { LOOK_SOON } else { LOOK_AGAIN };
+    let over = over_quota(tenant, measurements, refused);
+    if let Some(unknown) = unknown(measurements) {
+        // The client backs off from an unreachable control plane anyway.
+        let is_unheard =
+            measurements.iter().any(|one| matches!(one.usage, Err(UsageUnknown::NodesUnreported(_))));
+        let next = if is_unheard { RETRY_INTERVAL } else { POLL_INTERVAL };
         let findings = std::iter::once(unknown).chain(over).collect();
-        return Told { usage: stored, findings, next };
+        return UsageReport { usage: stored, findings, next };
     }
-    let held = || measured.iter().filter_map(|one| one.held.as_ref().ok());
-    let mut findings = vec![known(measured, held().map(|held| held.away).sum())];
+    let held = || measurements.iter().filter_map(|one| one.usage.as_ref().ok());
+    let mut findings = vec![known(measurements, held().map(|held| held.away).sum())];
     let fresh = figures(held(), now);
-    let paced = pace(before, tenant.metadata.generation, (&fresh, over.as_ref()), now);
+    let paced = write_decision(before, tenant.metadata.generation, (&fresh, over.as_ref()), now);
     let (usage, over, next) = match paced {
-        Pace::Fresh => (fresh, over, CHANGED_EVERY),
-        Pace::Stored { usage, over: was, next } => (usage, was.or(over), next),
+        WriteDecision::Fresh => (fresh, over, CHANGE_INTERVAL),
+        WriteDecision::Stored { usage, over: was, next } => (usage, was.or(over), next),
     };
     findings.extend(over);
-    Told { usage: Some(usage), findings, next }
+    UsageReport { usage: Some(usage), findings, next }
 }
 
-/// Whether what was found is written now.
+/// Whether measured values are written now.
 #[derive(Clone, Debug, PartialEq)]
-enum Pace {
+enum WriteDecision {
     Fresh,
-    /// What is stored stays, and is looked at again then.
+    /// The stored values stay until the next measurement.
     Stored {
         usage: TenantUsage,
         over: Option<Finding>,
@@ -113,36 +122,36 @@ enum Pace {
     },
 }
 
-fn pace(
+fn write_decision(
     before: Option<&CacheTenantStatus>,
     generation: Option<i64>,
     (fresh, over): (&TenantUsage, Option<&Finding>),
     now: &Time,
-) -> Pace {
+) -> WriteDecision {
     let Some((before, usage)) = before.and_then(|before| Some((before, before.usage.as_ref()?))) else {
-        return Pace::Fresh;
+        return WriteDecision::Fresh;
     };
     let is_answer = generation.unwrap_or_default() != before.observed_generation;
     let was = find(&before.conditions, Type::OverQuota).and_then(finding);
-    // What was not known is answered at once, too.
+    // A condition that was unknown is updated at once.
     let was_unknown = was.as_ref().is_none_or(|was| was.status == ConditionStatus::Unknown);
     if is_answer || (was_unknown && over.is_some()) {
-        return Pace::Fresh;
+        return WriteDecision::Fresh;
     }
     let same_words = was.as_ref() == over;
     let change = if same_words { change(usage, fresh) } else { Change::Large };
     let every = match change {
-        Change::Small => REFRESHED_EVERY,
-        Change::None | Change::Large => CHANGED_EVERY,
+        Change::Small => REFRESH_INTERVAL,
+        Change::None | Change::Large => CHANGE_INTERVAL,
     };
     let passed = clock::between(&usage.observed_time, now);
     if change != Change::None && passed >= every {
-        return Pace::Fresh;
+        return WriteDecision::Fresh;
     }
-    // Others are looked at again all the same: they may change more.
+    // Measure again anyway: the next change may be larger.
     let rest = every.saturating_sub(passed);
-    let next = if change == Change::Large { rest.max(Duration::from_secs(1)) } else { CHANGED_EVERY };
-    Pace::Stored { usage: usage.clone(), over: was, next }
+    let next = if change == Change::Large { rest.max(Duration::from_secs(1)) } else { CHANGE_INTERVAL };
+    WriteDecision::Stored { usage: usage.clone(), over: was, next }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -152,9 +161,9 @@ enum Change {
     Large,
 }
 
-/// By how much two findings differ, whenever they were made.
+/// Compares the values of two measurements, ignoring their times.
 fn change(before: &TenantUsage, fresh: &TenantUsage) -> Change {
-    // What was stored by somebody else is as good as nothing.
+    // Unparsable values of other writers count as zero.
     let bytes = |quantity: &Quantity| quantity.bytes().unwrap_or_default();
     let blocks = |blocks: Option<i64>| blocks.and_then(|blocks| u64::try_from(blocks).ok());
     let pairs = [
@@ -171,7 +180,7 @@ fn change(before: &TenantUsage, fresh: &TenantUsage) -> Change {
     pairs.into_iter().map(of).max().unwrap_or(Change::None)
 }
 
-/// A condition of ours as it was found.
+/// Converts a stored condition back to a finding.
 fn finding(condition: &Condition) -> Option<Finding> {
     let (reason, _) = Reason::MEANINGS.iter().find(|(reason, _)| reason.as_str() == condition.reason)?;
     Some(Finding {
@@ -182,59 +191,63 @@ fn finding(condition: &Condition) -> Option<Finding> {
     })
 }
 
-fn figures<'a>(held: impl Iterator<Item = &'a Holding>, now: &Time) -> TenantUsage {
-    let mut sum = Holding { blocks: Some(Room::default()), ..Holding::default() };
-    let plus =
-        |a: Room, b: Room| Room { dram: a.dram.saturating_add(b.dram), ssd: a.ssd.saturating_add(b.ssd) };
+fn figures<'a>(held: impl Iterator<Item = &'a MeasuredUsage>, now: &Time) -> TenantUsage {
+    let mut sum = MeasuredUsage { blocks: Some(TierBytes::default()), ..MeasuredUsage::default() };
+    let plus = |a: TierBytes, b: TierBytes| TierBytes {
+        dram: a.dram.saturating_add(b.dram),
+        ssd: a.ssd.saturating_add(b.ssd),
+    };
     for held in held {
         sum.used = plus(sum.used, held.used);
+        // The total is unknown if one cluster does not report its blocks.
         sum.blocks = sum.blocks.zip(held.blocks).map(|(a, b)| plus(a, b));
     }
     let quantity = |bytes: u64| Quantity::of_bytes(bytes.div_ceil(UNIT).min(UNITS_MAX) * UNIT);
-    let blocks = |of: fn(Room) -> u64| sum.blocks.map(|blocks| i64::try_from(of(blocks)).unwrap_or(i64::MAX));
+    let blocks =
+        |of: fn(TierBytes) -> u64| sum.blocks.map(|blocks| i64::try_from(of(blocks)).unwrap_or(i64::MAX));
     TenantUsage {
         dram: quantity(sum.used.dram),
         ssd: quantity(sum.used.ssd),
-        dram_blocks: blocks(|room| room.dram),
-        ssd_blocks: blocks(|room| room.ssd),
+        dram_blocks: blocks(|bytes| bytes.dram),
+        ssd_blocks: blocks(|bytes| bytes.ssd),
         observed_time: now.clone(),
     }
 }
 
-fn known(measured: &[Measured], away: u32) -> Finding {
-    let clusters: Vec<&str> = measured.iter().map(|one| one.cluster.as_str()).collect();
+fn known(measurements: &[UsageMeasurement], away: u32) -> Finding {
+    let clusters: Vec<&str> = measurements.iter().map(|one| one.cluster.as_str()).collect();
     let clusters = clusters.join(", ");
     let message = match away {
-        0 => format!("all nodes of {clusters} have said what they hold"),
+        0 => format!("all nodes of {clusters} have reported their usage"),
         away => format!(
-            "all nodes of {clusters} that are not away have said what they hold; {away} are away and not counted: bring them back, or, if they are \
-             gone for good, run reprise forget NODE"
+            "all present nodes of {clusters} have reported their usage; {away} are absent and not counted: bring them back or, if they are \
+             gone permanently, run reprise forget NODE"
         ),
     };
     Finding::yes(Type::UsageKnown, Reason::AsDesired, message)
 }
 
-/// Why nobody can say what the tenant holds, if so.
-fn unknown(measured: &[Measured]) -> Option<Finding> {
+/// Returns why the usage is unknown, if it is.
+fn unknown(measurements: &[UsageMeasurement]) -> Option<Finding> {
     let kind = Type::UsageKnown;
-    if measured.is_empty() {
-        let message = "no KVCacheCluster has the tenant: make one, or correct clusters";
+    if measurements.is_empty() {
+        let message = "the tenant applies to no KVCacheCluster: create one, or correct spec.clusters";
         return Some(Finding::unknown(kind, Reason::ReferenceNotFound, message));
     }
-    measured.iter().find_map(|one| {
+    measurements.iter().find_map(|one| {
         let cluster = &one.cluster;
-        let (reason, message) = match one.held.as_ref().err()? {
-            Unmeasured::Unasked(words) => (
+        let (reason, message) = match one.usage.as_ref().err()? {
+            UsageUnknown::MembersUnavailable(message) => (
                 Reason::ControlPlaneUnreachable,
                 format!(
-                    "what the tenant holds in {cluster} is not known: {words}. It is asked again; if this stays so, look at the pods of the control plane"
+                    "the usage in {cluster} is unknown: {message}. The operator retries; if this persists, check the pods of the control plane"
                 ),
             ),
-            Unmeasured::Unheard(words) => (
+            UsageUnknown::NodesUnreported(message) => (
                 Reason::NotReported,
                 format!(
-                    "what the tenant holds in {cluster} is not known: {words}. Agents do within seconds of registering; if this stays so, look at \
-                     those of these nodes"
+                    "the usage in {cluster} is unknown: {message}. Agents report it within seconds after they register; if this persists, check \
+                     the agents of these nodes"
                 ),
             ),
         };
@@ -242,39 +255,44 @@ fn unknown(measured: &[Measured]) -> Option<Finding> {
     })
 }
 
-/// Whether the tenant holds more in a cluster than its budget allows. Its words change with spec and clusters only. Nothing of one that is refused,
-/// of which control planes have another budget, and of one that is purged, which has to hold nothing.
-fn over(tenant: &CacheTenant, measured: &[Measured], refused: Option<&Refusal>) -> Option<Finding> {
+/// Returns condition `OverQuota`: whether the tenant exceeds its budget in a cluster. The message changes
+/// only with the spec and the clusters. `None` for a rejected tenant, whose budget at control planes may
+/// differ, and for a deleted one.
+fn over_quota(
+    tenant: &CacheTenant,
+    measurements: &[UsageMeasurement],
+    refused: Option<&Refusal>,
+) -> Option<Finding> {
     let kind = Type::OverQuota;
     if refused.is_some() || tenant.metadata.deletion_timestamp.is_some() {
         return None;
     }
-    let Some(budget) = budget::wanted(tenant) else {
-        return Some(Finding::no(kind, Reason::AsDesired, "it has no limit in a cluster"));
+    let Some(budget) = budget::desired(tenant) else {
+        return Some(Finding::no(kind, Reason::AsDesired, "the tenant has no budget limit"));
     };
-    type Of = fn(&Room) -> u64;
+    type Of = fn(&TierBytes) -> u64;
     let kinds: [(&str, &str, Of); 2] = [
-        ("of memory", "budget.dram.limit", |room| room.dram),
-        ("on devices", "budget.ssd.limit", |room| room.ssd),
+        ("memory", "budget.dram.limit", |bytes| bytes.dram),
+        ("device space", "budget.ssd.limit", |bytes| bytes.ssd),
     ];
-    let exceeds = |one: &Measured| {
-        let used = &one.held.as_ref().ok()?.used;
+    let exceeds = |one: &UsageMeasurement| {
+        let used = &one.usage.as_ref().ok()?.used;
         let (room, field, of) = kinds.iter().find(|(.., of)| of(used) > of(&budget.limit))?;
         Some((one.cluster.clone(), *room, *field, of(&budget.limit)))
     };
-    if let Some((cluster, room, field, limit)) = measured.iter().find_map(exceeds) {
+    if let Some((cluster, room, field, limit)) = measurements.iter().find_map(exceeds) {
         let message = format!(
-            "it holds more {room} in {cluster} than {field} ({}) allows, and gives way within seconds; blocks that are being read go when they are \
-             released. If this stays so, look whether BudgetApplied is true and agents are ready, or raise {field}",
+            "the tenant uses more {room} in {cluster} than {field} ({}) allows. Nodes evict the excess within seconds, and blocks \
+             being read once they are released: if this persists, check BudgetApplied and the agents, or raise {field}",
             Quantity::of_bytes(limit)
         );
         return Some(Finding::yes(kind, Reason::AboveLimit, message));
     }
-    if measured.is_empty() || measured.iter().any(|one| one.held.is_err()) {
-        let message = "what it holds is not known: see UsageKnown";
+    if measurements.is_empty() || measurements.iter().any(|one| one.usage.is_err()) {
+        let message = "the usage is unknown: see condition UsageKnown";
         return Some(Finding::unknown(kind, Reason::NotReported, message));
     }
-    Some(Finding::no(kind, Reason::AsDesired, "it holds no more than its budget allows"))
+    Some(Finding::no(kind, Reason::AsDesired, "the usage is within the budget"))
 }
 
 #[cfg(test)]

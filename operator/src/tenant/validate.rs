@@ -1,18 +1,18 @@
-//! What is refused of a tenant.
+//! Validates a tenant.
 
 use reprise_crds::CacheTenant;
 use reprise_crds::status::Reason;
 use reprise_crds::tenant::{Isolation, Quotas};
 
-use crate::plan::Refusal;
+use crate::assignment::Refusal;
 
-/// Why a tenant is refused, if it is.
+/// Returns why a tenant is rejected; `None` if it is accepted.
 pub fn validate(tenant: &CacheTenant) -> Option<Refusal> {
     let spec = &tenant.spec;
     let refuse = |message: String| Some(Refusal::new(Reason::Unsupported, message));
     if spec.isolation != Isolation::Salted {
         return refuse(format!(
-            "isolation {} is not in this release: use Salted, in a new CacheTenant",
+            "isolation {} is not supported by this release: create a CacheTenant with Salted",
             spec.isolation
         ));
     }
@@ -20,14 +20,12 @@ pub fn validate(tenant: &CacheTenant) -> Option<Refusal> {
         return Some(Refusal::new(Reason::InvalidSpec, message));
     }
     if spec.max_gpu_queue_pairs.is_some() {
-        return refuse(
-            "maxGpuQueuePairs is not in this release, which counts queue pairs of controllers only: remove it".to_owned(),
-        );
+        return refuse("maxGpuQueuePairs is not supported by this release: remove it".to_owned());
     }
     None
 }
 
-/// Sums that a control plane cannot be told.
+/// Returns the error of a budget quantity that cannot be parsed.
 fn unreadable(budget: &Quotas) -> Option<String> {
     let Quotas { dram, ssd } = budget;
     let reserved = [("dram.reserved", Some(&dram.reserved)), ("ssd.reserved", Some(&ssd.reserved))];
@@ -45,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_this_release_does_not_have_is_refused() {
+    fn rejects_unsupported_settings() {
         let refused = |spec: serde_json::Value| {
             let spec = serde_json::from_value(spec).expect("a spec");
             validate(&CacheTenant::new("t", spec)).map(|refused| refused.message).unwrap_or_default()
@@ -56,12 +54,12 @@ mod tests {
             let spec = json!({ "budget": { "ssd": { "limit": "1Gi" } }, "deletionPolicy": policy });
             assert_eq!(refused(spec), "");
         }
-        for (spec, words) in [
+        for (spec, message) in [
             (json!({ "isolation": "Shared" }), "isolation Shared"),
             (json!({ "budget": { "ssd": { "limit": "99999999999Ei" } } }), "budget.ssd.limit"),
             (json!({ "maxGpuQueuePairs": 1 }), "maxGpuQueuePairs"),
         ] {
-            assert!(refused(spec.clone()).starts_with(words), "{spec}");
+            assert!(refused(spec.clone()).starts_with(message), "{spec}");
         }
     }
 }

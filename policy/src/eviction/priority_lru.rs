@@ -1,51 +1,51 @@
-//! Priority classes, least recently used first within each.
+//! Priority classes, least recently used first within each class.
 //!
-//! One doubly linked list per group and class, threaded through a vector that is indexed by entry: 8 bytes of links and
-//! two of list number an entry, no allocation per operation (but for the first of a group), every operation O(1).
+//! One doubly linked list per group and class, in a vector indexed by entry: 8 bytes of links and two bytes
+//! of list number per entry. Every operation is O(1) and allocates only for the first entry of a group.
 //!
 //! ```text
-//! of each group
-//! class 0:  oldest ⇄ … ⇄ newest      victims come from the left end of the first list that is not empty
+//! in each group
+//! class 0:  oldest ⇄ … ⇄ newest      victims are taken from the left end of the first non-empty list
 //! class 1:  oldest ⇄ … ⇄ newest
 //! class 2:  oldest ⇄ … ⇄ newest
 //! ```
 //!
-//! Invariant: an entry's list number is [`ABSENT`] exactly when it is in no list.
+//! Invariant: an entry's list number is [`ABSENT`] exactly if it is in no list.
 
-use super::{EntryIndex, EvictionPolicy, Group, Standing};
+use super::{EntryIndex, EvictionPolicy, Group, Rank};
 
-/// Classes: low (goes first), normal, high.
+/// Number of classes: low (evicted first), normal, high.
 pub const CLASSES: usize = 3;
 
-/// End of a list. Entry indices stay below it.
+/// End marker of a list. Entry indices are smaller.
 const NIL: u32 = u32::MAX;
 
 /// List number of an entry that is in no list.
 const ABSENT: u16 = u16::MAX;
 
-/// Groups at the most: list numbers have 16 bits.
+/// Maximum number of groups: list numbers have 16 bits.
 pub const GROUPS_MAX: usize = ABSENT as usize / CLASSES;
 
 const NO_ENTRIES: List = List { oldest: NIL, newest: NIL };
 
-/// The policy; see the module.
+/// Priority classes with one list per group and class.
 #[derive(Debug)]
 pub struct PriorityLru {
     links: Vec<Link>,
-    /// List number of each entry: the group's first, plus the class.
+    /// List number of each entry: the group's first list, plus the class.
     list_of: Vec<u16>,
     lists: Vec<List>,
     len: usize,
 }
 
-/// An entry's neighbours in its list.
+/// Neighbours of an entry in its list.
 #[derive(Clone, Copy, Debug)]
 struct Link {
     older: u32,
     newer: u32,
 }
 
-/// The ends of one class's list; both `NIL` when it is empty.
+/// Ends of one list; both `NIL` if it is empty.
 #[derive(Clone, Copy, Debug)]
 struct List {
     oldest: u32,
@@ -55,17 +55,17 @@ struct List {
 const _: () = assert!(size_of::<Link>() == 8, "memory per entry is part of the design");
 
 impl PriorityLru {
-    /// An empty policy.
+    /// Creates an empty policy.
     pub fn new() -> PriorityLru {
         PriorityLru { links: Vec::new(), list_of: Vec::new(), lists: Vec::new(), len: 0 }
     }
 
-    /// The list an entry is in, if it is in any.
+    /// Returns the list of an entry, if it is in one.
     fn list_of(&self, entry: EntryIndex) -> Option<u16> {
         self.list_of.get(entry.0 as usize).copied().filter(|list| *list != ABSENT)
     }
 
-    /// Makes room for an entry's links.
+    /// Grows the vectors to include an entry.
     fn grow_to(&mut self, entry: EntryIndex) {
         let wanted = entry.0 as usize + 1;
         if self.links.len() < wanted {
@@ -87,7 +87,7 @@ impl PriorityLru {
         self.links[entry.0 as usize] = Link { older, newer: NIL };
     }
 
-    /// Puts an entry that is in no list at the oldest end of a list.
+    /// Inserts an entry that is in no list at the oldest end of a list.
     fn link_oldest(&mut self, entry: EntryIndex, list: u16) {
         let list = &mut self.lists[usize::from(list)];
         let newer = list.oldest;
@@ -100,7 +100,7 @@ impl PriorityLru {
         self.links[entry.0 as usize] = Link { older: NIL, newer };
     }
 
-    /// Links an entry that is in no list on the older side of one that is in `list`.
+    /// Inserts an entry that is in no list on the older side of one that is in `list`.
     fn link_before(&mut self, entry: EntryIndex, list: u16, successor: EntryIndex) {
         let older = std::mem::replace(&mut self.links[successor.0 as usize].older, entry.0);
         if older == NIL {
@@ -111,23 +111,23 @@ impl PriorityLru {
         self.links[entry.0 as usize] = Link { older, newer: successor.0 };
     }
 
-    /// Takes note of an entry; returns the list in which the caller links it.
-    fn enter(&mut self, entry: EntryIndex, standing: Standing) -> u16 {
+    /// Assigns an entry to a list; the caller links it.
+    fn enter(&mut self, entry: EntryIndex, rank: Rank) -> u16 {
         assert!(entry.0 != NIL, "entry index {NIL} is reserved");
-        let group = usize::from(standing.group.0);
+        let group = usize::from(rank.group.0);
         assert!(group < GROUPS_MAX, "list numbers have 16 bits: at most {GROUPS_MAX} groups");
         self.remove(entry);
         self.grow_to(entry);
         if self.lists.len() < (group + 1) * CLASSES {
             self.lists.resize((group + 1) * CLASSES, NO_ENTRIES);
         }
-        let list = (group * CLASSES + usize::from(standing.class).min(CLASSES - 1)) as u16;
+        let list = (group * CLASSES + usize::from(rank.class).min(CLASSES - 1)) as u16;
         self.list_of[entry.0 as usize] = list;
         self.len += 1;
         list
     }
 
-    /// Takes an entry out of the list it is in.
+    /// Removes an entry from its list.
     fn unlink(&mut self, entry: EntryIndex, list: u16) {
         let Link { older, newer } = self.links[entry.0 as usize];
         let list = &mut self.lists[usize::from(list)];
@@ -151,18 +151,18 @@ impl Default for PriorityLru {
 }
 
 impl EvictionPolicy for PriorityLru {
-    fn insert(&mut self, entry: EntryIndex, standing: Standing) {
-        let list = self.enter(entry, standing);
+    fn insert(&mut self, entry: EntryIndex, rank: Rank) {
+        let list = self.enter(entry, rank);
         self.link_newest(entry, list);
     }
 
-    fn put_back(&mut self, entry: EntryIndex, standing: Standing) {
-        let list = self.enter(entry, standing);
+    fn insert_oldest(&mut self, entry: EntryIndex, rank: Rank) {
+        let list = self.enter(entry, rank);
         self.link_oldest(entry, list);
     }
 
-    fn insert_before(&mut self, entry: EntryIndex, standing: Standing, successor: EntryIndex) {
-        let list = self.enter(entry, standing);
+    fn insert_before(&mut self, entry: EntryIndex, rank: Rank, successor: EntryIndex) {
+        let list = self.enter(entry, rank);
         if successor != entry && self.list_of(successor) == Some(list) {
             self.link_before(entry, list, successor);
         } else {
@@ -227,30 +227,30 @@ mod tests {
 
     const GROUPS: usize = 3;
 
-    /// The same orders, kept the obvious way: a vector per group and class, oldest first.
+    /// The same orders as plain vectors, one per group and class, oldest first.
     #[derive(Debug, Default)]
     struct NaiveModel {
         lists: [[Vec<u32>; CLASSES]; GROUPS],
     }
 
     impl NaiveModel {
-        fn list(&mut self, standing: Standing) -> &mut Vec<u32> {
-            &mut self.lists[usize::from(standing.group.0)][usize::from(standing.class).min(CLASSES - 1)]
+        fn list(&mut self, rank: Rank) -> &mut Vec<u32> {
+            &mut self.lists[usize::from(rank.group.0)][usize::from(rank.class).min(CLASSES - 1)]
         }
 
-        fn insert(&mut self, entry: u32, standing: Standing) {
+        fn insert(&mut self, entry: u32, rank: Rank) {
             self.remove(entry);
-            self.list(standing).push(entry);
+            self.list(rank).push(entry);
         }
 
-        fn put_back(&mut self, entry: u32, standing: Standing) {
+        fn insert_oldest(&mut self, entry: u32, rank: Rank) {
             self.remove(entry);
-            self.list(standing).insert(0, entry);
+            self.list(rank).insert(0, entry);
         }
 
-        fn insert_before(&mut self, entry: u32, standing: Standing, successor: u32) {
+        fn insert_before(&mut self, entry: u32, rank: Rank, successor: u32) {
             self.remove(entry);
-            let list = self.list(standing);
+            let list = self.list(rank);
             let at = list.iter().position(|other| *other == successor).unwrap_or(list.len());
             list.insert(at, entry);
         }
@@ -282,9 +282,9 @@ mod tests {
 
     #[derive(Clone, Debug)]
     enum Operation {
-        Insert(u32, Standing),
-        PutBack(u32, Standing),
-        InsertBefore(u32, Standing, u32),
+        Insert(u32, Rank),
+        PutBack(u32, Rank),
+        InsertBefore(u32, Rank, u32),
         Touch(u32),
         Remove(u32),
         Victim(Group),
@@ -294,16 +294,16 @@ mod tests {
         (0..GROUPS as u16).prop_map(Group)
     }
 
-    fn standing() -> impl Strategy<Value = Standing> {
-        (group(), 0..5u8).prop_map(|(group, class)| Standing { group, class })
+    fn rank() -> impl Strategy<Value = Rank> {
+        (group(), 0..5u8).prop_map(|(group, class)| Rank { group, class })
     }
 
     fn operation() -> impl Strategy<Value = Operation> {
         prop_oneof![
-            (0..24u32, standing()).prop_map(|(entry, standing)| Operation::Insert(entry, standing)),
-            (0..24u32, standing()).prop_map(|(entry, standing)| Operation::PutBack(entry, standing)),
-            (0..24u32, standing(), 0..30u32)
-                .prop_map(|(entry, standing, successor)| Operation::InsertBefore(entry, standing, successor)),
+            (0..24u32, rank()).prop_map(|(entry, rank)| Operation::Insert(entry, rank)),
+            (0..24u32, rank()).prop_map(|(entry, rank)| Operation::PutBack(entry, rank)),
+            (0..24u32, rank(), 0..30u32)
+                .prop_map(|(entry, rank, successor)| Operation::InsertBefore(entry, rank, successor)),
             (0..30u32).prop_map(Operation::Touch),
             (0..30u32).prop_map(Operation::Remove),
             group().prop_map(Operation::Victim),
@@ -318,17 +318,17 @@ mod tests {
             let (mut policy, mut model) = (PriorityLru::new(), NaiveModel::default());
             for operation in operations {
                 match operation {
-                    Operation::Insert(entry, standing) => {
-                        policy.insert(EntryIndex(entry), standing);
-                        model.insert(entry, standing);
+                    Operation::Insert(entry, rank) => {
+                        policy.insert(EntryIndex(entry), rank);
+                        model.insert(entry, rank);
                     }
-                    Operation::PutBack(entry, standing) => {
-                        policy.put_back(EntryIndex(entry), standing);
-                        model.put_back(entry, standing);
+                    Operation::PutBack(entry, rank) => {
+                        policy.insert_oldest(EntryIndex(entry), rank);
+                        model.insert_oldest(entry, rank);
                     }
-                    Operation::InsertBefore(entry, standing, successor) => {
-                        policy.insert_before(EntryIndex(entry), standing, EntryIndex(successor));
-                        model.insert_before(entry, standing, successor);
+                    Operation::InsertBefore(entry, rank, successor) => {
+                        policy.insert_before(EntryIndex(entry), rank, EntryIndex(successor));
+                        model.insert_before(entry, rank, successor);
                     }
                     Operation::Touch(entry) => {
                         policy.touch(EntryIndex(entry));
@@ -371,46 +371,46 @@ mod tests {
     }
 
     #[test]
-    fn a_low_class_goes_before_a_high_one_however_recently_it_was_used() {
+    fn evicts_low_class_before_high_class_regardless_of_recency() {
         let mut policy = PriorityLru::new();
-        (0..3).for_each(|entry| policy.insert(EntryIndex(entry), Standing::of_class(2 - entry as u8)));
+        (0..3).for_each(|entry| policy.insert(EntryIndex(entry), Rank::of_class(2 - entry as u8)));
         policy.touch(EntryIndex(2));
         assert_eq!(victims(&mut policy), [2, 1, 0]);
     }
 
     #[test]
-    fn a_touched_entry_outlives_the_rest_of_its_class() {
+    fn touched_entry_is_evicted_last_in_its_class() {
         let mut policy = PriorityLru::new();
-        (0..3).for_each(|entry| policy.insert(EntryIndex(entry), Standing::of_class(1)));
+        (0..3).for_each(|entry| policy.insert(EntryIndex(entry), Rank::of_class(1)));
         policy.touch(EntryIndex(0));
         assert_eq!(victims(&mut policy), [1, 2, 0]);
     }
 
     #[test]
-    fn an_entry_inserted_before_its_prefix_goes_first() {
+    fn evicts_entry_inserted_before_its_prefix_first() {
         let mut policy = PriorityLru::new();
-        let standing = Standing::of_class(1);
-        policy.insert(EntryIndex(0), standing);
-        policy.insert(EntryIndex(9), standing);
-        policy.insert_before(EntryIndex(1), standing, EntryIndex(0));
-        policy.insert_before(EntryIndex(2), standing, EntryIndex(1));
+        let rank = Rank::of_class(1);
+        policy.insert(EntryIndex(0), rank);
+        policy.insert(EntryIndex(9), rank);
+        policy.insert_before(EntryIndex(1), rank, EntryIndex(0));
+        policy.insert_before(EntryIndex(2), rank, EntryIndex(1));
         assert_eq!(victims(&mut policy), [2, 1, 0, 9]);
     }
 
     #[test]
-    fn an_entry_whose_prefix_is_in_another_list_or_in_none_enters_as_the_newest() {
+    fn insert_before_entry_of_another_list_inserts_as_newest() {
         let mut policy = PriorityLru::new();
-        policy.insert(EntryIndex(0), Standing::of_class(2));
-        policy.insert(EntryIndex(1), Standing::of_class(1));
-        policy.insert_before(EntryIndex(2), Standing::of_class(1), EntryIndex(0));
-        policy.insert_before(EntryIndex(3), Standing::of_class(1), EntryIndex(77));
+        policy.insert(EntryIndex(0), Rank::of_class(2));
+        policy.insert(EntryIndex(1), Rank::of_class(1));
+        policy.insert_before(EntryIndex(2), Rank::of_class(1), EntryIndex(0));
+        policy.insert_before(EntryIndex(3), Rank::of_class(1), EntryIndex(77));
         assert_eq!(victims(&mut policy), [1, 2, 3, 0]);
     }
 
     #[test]
-    fn a_group_gives_up_none_of_anothers() {
+    fn victim_of_a_group_never_comes_from_another_group() {
         let mut policy = PriorityLru::new();
-        policy.insert(EntryIndex(0), Standing { group: Group(7), class: 0 });
+        policy.insert(EntryIndex(0), Rank { group: Group(7), class: 0 });
         assert_eq!((policy.victim(Group(6)), policy.victim(Group(8)), policy.len()), (None, None, 1));
         assert_eq!(policy.victim(Group(7)), Some(EntryIndex(0)));
     }

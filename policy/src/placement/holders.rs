@@ -1,27 +1,28 @@
-//! Who has the block of one key: marked once, so that a look at a candidate costs the same however many have it.
+//! Holders of one key's block. They are marked once, so that checking a candidate does not depend on their
+//! number.
 //!
-//! Deliberately absent: nodes that are not named; they are dead, and what they have counts for nothing.
+//! Locations on unknown nodes are ignored: those nodes are dead.
 
-use super::{Holding, PlacementNode};
+use super::{PlacementNode, ReplicaLocation};
 use crate::ids::NodeId;
 use crate::routing::Domain;
 use crate::tier::Tier;
 
-/// No position.
+/// Marker for "no position".
 const NONE: u32 = u32::MAX;
 
-/// See the module. Positions are those of the nodes that it was made of.
+/// Marks of all nodes, by position in the list that it was created for.
 #[derive(Debug)]
 pub(super) struct Holders {
-    /// Position of each node, by its number.
+    /// Position of each node, by node number.
     positions: Vec<u32>,
-    /// By position.
+    /// Mark of each position.
     marks: Vec<Mark>,
-    /// Nodes marked, by the number of their failure domain.
+    /// Number of marked nodes in each failure domain.
     domains: Vec<u32>,
-    /// Positions that are marked.
+    /// Positions with a mark.
     marked: Vec<usize>,
-    /// Of those, candidates that have the block in DRAM only.
+    /// Marked candidates that hold the block in DRAM only.
     in_dram: Vec<usize>,
 }
 
@@ -29,16 +30,16 @@ pub(super) struct Holders {
 enum Mark {
     #[default]
     None,
-    /// It asks, and is not known to have the block.
-    Asks,
-    /// It has the block.
-    Has,
-    /// It has a durable copy of it.
+    /// The node sent the query, and is not known to hold the block.
+    Asking,
+    /// The node holds the block.
+    Holds,
+    /// The node holds a durable copy of the block.
     Durable,
 }
 
 impl Holders {
-    /// For these nodes, by number; nobody is marked.
+    /// Creates the marks for these nodes, which are sorted by number.
     pub(super) fn of(nodes: &[PlacementNode]) -> Holders {
         let numbers = nodes.last().map_or(0, |node| usize::from(node.node.0) + 1);
         let mut positions = vec![NONE; numbers];
@@ -50,19 +51,19 @@ impl Holders {
         Holders { positions, marks, domains, marked: Vec::new(), in_dram: Vec::new() }
     }
 
-    /// Where a node is.
+    /// Position of a node.
     pub(super) fn position(&self, node: NodeId) -> Option<usize> {
         let at = self.positions.get(usize::from(node.0)).filter(|at| **at != NONE)?;
         Some(*at as usize)
     }
 
-    /// Marks who has a block instead of those of the block before; `asking` counts among them for its failure domain. `open` are
-    /// the positions of candidates.
+    /// Replaces the marks with those for the next block; `asking` counts as a holder for its failure domain.
+    /// `open` contains the positions of candidates.
     pub(super) fn mark(
         &mut self,
         nodes: &[PlacementNode],
         asking: NodeId,
-        holdings: &[Holding],
+        holdings: &[ReplicaLocation],
         open: &[usize],
     ) {
         for at in self.marked.drain(..) {
@@ -70,32 +71,32 @@ impl Holders {
             self.domains[usize::from(nodes[at].domain.0)] = 0;
         }
         self.in_dram.clear();
-        self.add(nodes, asking, Mark::Asks);
+        self.add(nodes, asking, Mark::Asking);
         for holding in holdings {
             let mark = match holding.tier {
-                Tier::Dram => Mark::Has,
+                Tier::Dram => Mark::Holds,
                 Tier::Nvme => Mark::Durable,
             };
             self.add(nodes, holding.node, mark);
         }
-        let candidates = self.marked.iter().copied().filter(|at| self.marks[*at] == Mark::Has);
+        let candidates = self.marked.iter().copied().filter(|at| self.marks[*at] == Mark::Holds);
         self.in_dram.extend(candidates.filter(|at| open.binary_search(at).is_ok()));
     }
 
-    /// Candidates that have the block in DRAM only.
+    /// Candidates that hold the block in DRAM only.
     pub(super) fn in_dram(&self) -> &[usize] {
         &self.in_dram
     }
 
     pub(super) fn has(&self, at: usize) -> bool {
-        matches!(self.marks[at], Mark::Has | Mark::Durable)
+        matches!(self.marks[at], Mark::Holds | Mark::Durable)
     }
 
     pub(super) fn is_durable(&self, at: usize) -> bool {
         self.marks[at] == Mark::Durable
     }
 
-    /// Whether another node that is marked fails together with this one.
+    /// Whether another marked node shares this node's failure domain.
     pub(super) fn shares_domain(&self, at: usize, domain: Domain) -> bool {
         let itself = u32::from(self.marks[at] != Mark::None);
         domain.is_shared_with(domain) && self.domains[usize::from(domain.0)] > itself
@@ -109,9 +110,9 @@ impl Holders {
                 self.domains[usize::from(nodes[at].domain.0)] += 1;
                 self.marks[at] = mark;
             }
-            Mark::Asks => self.marks[at] = mark,
-            Mark::Has if mark == Mark::Durable => self.marks[at] = mark,
-            Mark::Has | Mark::Durable => {}
+            Mark::Asking => self.marks[at] = mark,
+            Mark::Holds if mark == Mark::Durable => self.marks[at] = mark,
+            Mark::Holds | Mark::Durable => {}
         }
     }
 }

@@ -1,59 +1,60 @@
-//! Extra keys: what besides its tokens makes a block's KV different.
+//! Extra keys: properties of a prompt, other than its tokens, that change a block's KV.
 //!
-//! vLLM's order is fixed (adapter, multimodal, salt, embeddings) and each key is a tuple that begins with its
-//! tag, so that no two kinds can be confused. Which keys a block carries follows from the prompt:
-//! the adapter in every block, a multimodal item in each block it overlaps, the salt in the first block only, the
-//! digest of the embeddings in the block they belong to.
+//! vLLM's order is fixed (adapter, multimodal, salt, embeddings), and each key is a tuple that begins with
+//! its tag, so that kinds cannot be confused. The keys of a block follow from the prompt: the adapter in
+//! every block, a multimodal item in each block that it overlaps, the salt in the first block only, and the
+//! digest of the embeddings in their block.
 
-/// One extra key of one block.
+/// Extra key of one block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExtraKey<'a> {
-    /// A LoRA adapter: its name and where it was loaded from.
+    /// LoRA adapter with its name and path.
     Lora {
         /// Name of the adapter.
         name: &'a str,
-        /// Path of the adapter.
+        /// Path from which the adapter was loaded.
         path: &'a str,
     },
-    /// A multimodal item that overlaps the block.
+    /// Multimodal item that overlaps the block.
     Multimodal {
-        /// The item's content hash or chosen identifier.
+        /// Content hash or chosen identifier of the item.
         identifier: &'a str,
-        /// Tokens from the block's start to the item's; negative when the item began in an earlier block.
+        /// Offset of the item from the block's start in tokens; negative if the item begins in an earlier
+        /// block.
         offset: i64,
     },
-    /// Isolation salt of the request; first block only.
+    /// Isolation salt of the request, in the first block only.
     CacheSalt(&'a str),
-    /// SHA-256 over the block's prompt embeddings.
+    /// SHA-256 of the block's prompt embeddings.
     PromptEmbeds(&'a [u8; 32]),
 }
 
-/// A multimodal item of a prompt.
+/// Multimodal item of a prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MultimodalItem {
-    /// The item's content hash or chosen identifier.
+    /// Content hash or chosen identifier of the item.
     pub identifier: String,
-    /// First token of the prompt that it occupies.
+    /// First token of the prompt that the item occupies.
     pub start_token: usize,
-    /// Tokens that it occupies.
+    /// Number of tokens that the item occupies.
     pub tokens: usize,
 }
 
-/// Everything besides tokens that a prompt's hashes depend on.
+/// Properties of a prompt, other than its tokens, that its hashes depend on.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PromptExtras {
     /// Name and path of the LoRA adapter.
     pub lora: Option<(String, String)>,
-    /// Multimodal items, in ascending order of their start.
+    /// Multimodal items in ascending order of their start.
     pub multimodal: Vec<MultimodalItem>,
     /// Isolation salt of the request.
     pub cache_salt: Option<String>,
-    /// SHA-256 over each block's prompt embeddings, by block; empty for prompts of tokens.
+    /// SHA-256 of each block's prompt embeddings, by block; empty for prompts of tokens.
     pub prompt_embeds: Vec<[u8; 32]>,
 }
 
 impl PromptExtras {
-    /// Writes the keys of block number `block` into `keys`, replacing what is there, in vLLM's order.
+    /// Writes the keys of block number `block` into `keys` in vLLM's order, replacing its contents.
     pub fn keys_of_block<'a>(&'a self, block: usize, tokens_per_block: usize, keys: &mut Vec<ExtraKey<'a>>) {
         keys.clear();
         if let Some((name, path)) = &self.lora {
@@ -89,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn an_item_is_in_each_block_it_overlaps_with_its_offset_from_the_block() {
+    fn item_is_in_each_block_that_it_overlaps_with_its_offset() {
         let item = MultimodalItem { identifier: "image".into(), start_token: 20, tokens: 28 };
         let extras = PromptExtras { multimodal: vec![item], ..PromptExtras::default() };
         let at = |offset| vec![ExtraKey::Multimodal { identifier: "image", offset }];
@@ -100,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_come_in_the_order_of_vllm() {
+    fn keys_have_the_order_of_vllm() {
         let extras = PromptExtras {
             lora: Some(("ad".into(), "/p".into())),
             multimodal: vec![MultimodalItem { identifier: "i".into(), start_token: 0, tokens: 1 }],

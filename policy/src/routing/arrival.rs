@@ -1,11 +1,11 @@
-//! The order in which replicas of a key arrive at an asking node, as one number.
+//! Expected order of arrival of a key's replicas at a reading node, as one number.
 //!
 //! ```text
 //!  bit  63     62        58..61       57                   16..56                    0..15
 //!       0      tier      load class   another domain       hash of key and node      node
 //! ```
 //!
-//! So replicas are ordered by comparing numbers, and what they say is read from them again.
+//! Replicas are thus ordered by comparing numbers, and the fields can be read from the number.
 
 use crate::ids::NodeId;
 use crate::key::BlockKey;
@@ -13,38 +13,39 @@ use crate::tier::Tier;
 
 use super::{LOAD_STEP_BYTES, LoadHint, preference};
 
-/// Log₂ of a node's queued bytes over [`LOAD_STEP_BYTES`]: 0 below one step, 1 below two, 2 below four, up to 15.
+/// Log₂ of a node's queued bytes over [`LOAD_STEP_BYTES`]: 0 below one step, 1 below two, 2 below four, up to
+/// 15.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LoadClass(pub u8);
 
-/// A failure domain, by a number that whoever makes a table gives out; 0 is none, and shared with nobody.
+/// Number of a failure domain in a table; 0 means no domain and is never shared.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Domain(pub u16);
 
-/// What is known of nodes that have replicas, by node number. Nodes beyond its end are idle, and of no domain.
+/// Domain and load of nodes, by node number. Nodes beyond its end are idle and have no domain.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PeerTable {
     peers: Vec<Peer>,
 }
 
-/// What is known of one node.
+/// Domain and load of one node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Peer {
-    /// Nodes of one domain fail together, and are near to each other.
+    /// Failure domain; nodes of one domain may fail together, and are close to each other.
     pub domain: Domain,
-    /// How busy it is.
+    /// Load of the node.
     pub load: LoadClass,
 }
 
-/// When a replica arrives, compared with others of its key; the smallest is the soonest.
+/// Rank of a replica by expected arrival, among the replicas of a key; the smallest arrives first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Arrival(u64);
 
 impl LoadClass {
-    /// The highest.
+    /// Highest load class.
     pub const MAX: LoadClass = LoadClass(15);
 
-    /// The fewest queued bytes of the class.
+    /// Smallest number of queued bytes in the class.
     pub fn hint(self) -> LoadHint {
         match self.0.min(LoadClass::MAX.0) {
             0 => LoadHint(0),
@@ -54,7 +55,7 @@ impl LoadClass {
 }
 
 impl LoadHint {
-    /// Its class.
+    /// Load class of the bytes.
     pub fn class(self) -> LoadClass {
         let steps = u64::BITS - (self.0 / LOAD_STEP_BYTES).leading_zeros();
         LoadClass(steps.min(u32::from(LoadClass::MAX.0)) as u8)
@@ -62,14 +63,14 @@ impl LoadHint {
 }
 
 impl Domain {
-    /// Whether both are one domain.
+    /// Whether both are the same domain, other than 0.
     pub fn is_shared_with(self, other: Domain) -> bool {
         self.0 != 0 && self == other
     }
 }
 
 impl PeerTable {
-    /// What is known of a node.
+    /// Domain and load of a node.
     #[inline]
     pub fn of(&self, node: NodeId) -> Peer {
         self.peers.get(usize::from(node.0)).copied().unwrap_or_default()
@@ -91,7 +92,7 @@ impl FromIterator<(NodeId, Peer)> for PeerTable {
 }
 
 impl Arrival {
-    /// Of a replica on a node, at an asking node of a domain.
+    /// Rank of a replica on a node, for a reading node in the domain `asking`.
     #[inline]
     pub fn of(key: &BlockKey, (node, tier): (NodeId, Tier), peer: Peer, asking: Domain) -> Arrival {
         let tier = match tier {
@@ -104,19 +105,19 @@ impl Arrival {
         Arrival(tier << 62 | load << 58 | far << 57 | hash << 16 | u64::from(node.0))
     }
 
-    /// The node.
+    /// Node of the replica.
     #[inline]
     pub fn node(self) -> NodeId {
         NodeId(self.0 as u16)
     }
 
-    /// Where the block lies there.
+    /// Tier of the replica.
     #[inline]
     pub fn tier(self) -> Tier {
         if self.0 >> 62 == 0 { Tier::Dram } else { Tier::Nvme }
     }
 
-    /// How busy the node is.
+    /// Load class of the node.
     #[inline]
     pub fn load(self) -> LoadClass {
         LoadClass((self.0 >> 58) as u8 & LoadClass::MAX.0)
@@ -134,18 +135,18 @@ mod tests {
     }
 
     #[test]
-    fn a_load_class_is_the_power_of_two_of_its_steps() {
+    fn load_class_is_the_power_of_two_of_its_steps() {
         let class = |bytes| LoadHint(bytes).class().0;
         assert_eq!([0, LOAD_STEP_BYTES - 1, LOAD_STEP_BYTES, 2 * LOAD_STEP_BYTES].map(class), [0, 0, 1, 2]);
         assert_eq!(class(u64::MAX), 15);
         for class in 0..=15 {
             assert_eq!(LoadClass(class).hint().class(), LoadClass(class));
         }
-        assert_eq!(LoadClass(200).hint().class(), LoadClass::MAX, "whatever a wire says");
+        assert_eq!(LoadClass(200).hint().class(), LoadClass::MAX, "invalid classes are clamped");
     }
 
     #[test]
-    fn a_node_of_ones_own_domain_comes_first_among_equals_and_no_domain_is_nobodys_own() {
+    fn prefers_own_domain_among_equals_and_never_shares_domain_zero() {
         let key = BlockKey([7; 16]);
         let of = |node, domain, asking| {
             let peer = Peer { domain: Domain(domain), load: LoadClass(3) };
@@ -156,16 +157,16 @@ mod tests {
     }
 
     #[test]
-    fn a_table_knows_what_it_was_told_and_nothing_of_others() {
+    fn table_returns_its_entries_and_defaults_for_others() {
         let peer = Peer { domain: Domain(4), load: LoadClass(2) };
         let table: PeerTable = [(NodeId(3), peer)].into_iter().collect();
         assert_eq!([1, 3, 4].map(|node| table.of(NodeId(node))), [Peer::default(), peer, Peer::default()]);
     }
 
     proptest! {
-        /// Against the definition: tier, load, distance, then anything.
+        /// Compared with the definition: tier, load, distance, then any order.
         #[test]
-        fn arrivals_are_ordered_by_tier_then_load_then_distance_and_say_what_they_were_made_of(
+        fn arrivals_order_by_tier_load_and_distance_and_return_their_fields(
             bytes: [u8; 16],
             replicas in prop::collection::vec((any::<u16>(), tier(), 0u8..16, 0u16..3), 2),
             asking in 0u16..3,

@@ -5,7 +5,7 @@ use reprise_proto::controlplane as cluster;
 
 use super::{row, run};
 
-/// Messages that others carry.
+/// Messages that only occur inside other messages.
 pub(super) const CARRIED: [&str; 12] = [
     "Bytes",
     "NodeUsage",
@@ -73,7 +73,7 @@ fn report_rows() -> Vec<String> {
     vec![
         row(
             "`ReportRequest`",
-            "node 7, epoch 3; of 1 KiB and 2 KiB uses 1 and 2 bytes, 3 queued; drained, 4, 5, 6, 7; tenant \"t\": version 9, \
+            "node 7, epoch 3; uses 1 byte of 1 KiB and 2 of 2 KiB, 3 queued; drained, 4, 5, 6, 7; tenant \"t\": version 9, \
              limit 3, 4, used 1, 2, limited 5, 6, elsewhere, blocks 7, 8; map 0x0102030405060708",
             &report,
         ),
@@ -104,7 +104,7 @@ fn question_rows() -> Vec<String> {
     let routed = cluster::RouteReply { nodes: vec![node], cluster_run: 3, unanswered: 4, partial: 5 };
     vec![
         row("`PlaceRequest`", "holder 7, epoch 3; 16 × 11, 16 × 11 of 8 KiB each; moves to node 258", &place),
-        row("`PlaceReply`", "fenced; node 258; nowhere; map epoch 12; key 1 elsewhere", &placed),
+        row("`PlaceReply`", "fenced; node 258; no node; map epoch 12; key 1 elsewhere", &placed),
         row(
             "`RouteRequest`",
             "16 × 11; 5 nodes",
@@ -156,8 +156,8 @@ fn setting_rows() -> Vec<String> {
         row("`RemoveTenantRequest`", "\"t\"", &cluster::RemoveTenantRequest { name: "t".to_owned() }),
         row(
             "`ListTenantsReply`",
-            "that tenant, ledger here, used 5, 6, charged 7, 8, node 7 granted 9, 10, which it follows, uses 11, 12; of 1 KiB and \
-             2 KiB, 13 and 14 too much",
+            "that tenant, ledger here, used 5, 6, charged 7, 8, node 7 granted 9, 10, confirmed, used 11, 12; capacity 1 KiB \
+             and 2 KiB, overcommitted by 13, 14",
             &listed,
         ),
     ]
@@ -179,7 +179,7 @@ fn holding_rows() -> Vec<String> {
         ),
         row(
             "`ListHoldingsReply`",
-            "\"t\" uses 1, 2, blocks 3, 4; \"n\" not heard, 5 of these, 6 away",
+            "\"t\" used 1, 2, blocks 3, 4; \"n\" unheard, 5 nodes unheard, 6 away",
             &listed,
         ),
     ]

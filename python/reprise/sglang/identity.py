@@ -1,12 +1,12 @@
-"""The identity of a model in keys: its weights, its adapters, and each setting of SGLang that changes the KV of the same tokens.
+"""Identity of a model in keys: its weights, its adapters, and each setting of SGLang that changes the KV of the same tokens.
 
-SGLang passes a storage the model's name and the ranks. All else is read here from the configuration that SGLang publishes in its
-scheduler's process (``sglang.srt.runtime_context``). Whole groups of settings are in the keys, those of later versions of SGLang
-included; settings that cannot change KV, and those that differ between nodes, are excluded by name.
+SGLang passes only the model's name and the ranks to a storage. Everything else is read from the configuration that SGLang
+publishes in its scheduler's process (``sglang.srt.runtime_context``). Whole groups of settings are part of the keys,
+including settings of later versions. Settings that cannot change KV or that differ between nodes are excluded by name.
 
-SGLang's page hashes cover a request's tokens, its ``extra_key`` and ``cache_salt``, and the id of its LoRA adapter. That id is random
-for an adapter that is loaded into a running engine. For one of ``--lora-paths`` it is made of name and path, which an adapter keeps
-when it is trained again; so the digests of these adapters are part of the identity of every page of the engine.
+SGLang's page hashes cover a request's tokens, its ``extra_key`` and ``cache_salt``, and the id of its LoRA adapter. The id
+of an adapter that is loaded at run time is random. The id of an adapter of ``--lora-paths`` is derived from its name and
+path, which a retrained adapter keeps. So the digests of these adapters are part of the identity of every page.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from reprise.digest import digest
 
 NOT_KV_MODEL = frozenset(
     {
-        # Name the weights, which are identified by their bytes or by model_digest.
+        # Refer to the weights, which are identified by their bytes or by model_digest.
         "model_path",
         "model_checksum",
         "download_dir",
@@ -53,20 +53,20 @@ NOT_KV_MODEL = frozenset(
         "weight_cache_mode",
         "weight_cache_socket",
         "weight_cache_timeout",
-        # Where experts are computed.
+        # Placement of expert computation.
         "shared_experts",
     }
 )
 """Settings of SGLang's group ``model`` that cannot change KV."""
 
 FILES_MODEL = ("quantization_param_path", "rl_quant_profile")
-"""Settings that name a file, whose content counts."""
+"""Settings that name a file; its contents are part of the identity."""
 
 NOT_KV_LORA = frozenset(
     {
         # Each adapter is in the identity by its digest.
         "lora_paths",
-        # How many adapters there is room for, and how they are computed.
+        # Capacities and kernels.
         "enable_lora_overlap_loading",
         "max_lora_rank",
         "max_loaded_loras",
@@ -86,26 +86,26 @@ KV_DRAFT = (
     "speculative_draft_model_quantization",
     "enable_multi_layer_eagle",
 )
-"""Settings of a draft model that change its KV, which lies in the same pages or beside them."""
+"""Settings of a draft model that change its KV, which is in the same pages or next to them."""
 
 WITHOUT_DRAFT = ("NGRAM",)
-"""Ways of speculation that compute no KV."""
+"""Speculation algorithms that compute no KV."""
 
 KV_MAMBA = ("mamba_ssm_dtype", "enable_mamba_cache_stochastic_rounding", "enable_int8_mamba_checkpoint")
-"""Settings of states that change their bytes."""
+"""Settings that change the bytes of Mamba states."""
 
 CONFIGURATION = "config.json"
 
 
 def model_revision(model_digest: str, allow_multimodal: bool) -> str:
-    """What goes into keys as the model's revision.
+    """Returns the model's revision in keys.
 
     Args:
-        model_digest: of the weights, given by the operator; empty: they are identified by their files.
-        allow_multimodal: whether SGLang's identity of images, video and audio is good enough for this engine's operator.
+        model_digest: digest of the weights from the configuration; empty: the weights are identified by their files.
+        allow_multimodal: whether the operator accepts SGLang's hashes of images, video and audio.
 
     Raises:
-        ValueError: this engine cannot be told from one with other KV, and what to do.
+        ValueError: the engine's KV cannot be identified; the message has the remedy.
     """
     described = {
         "sglang": _version(),
@@ -121,14 +121,14 @@ def model_revision(model_digest: str, allow_multimodal: bool) -> str:
 
 
 def _version() -> str:
-    """Pages have the order of bytes of one version."""
+    """Returns SGLang's version, because the byte order of pages may change between versions."""
     from sglang.version import __version__
 
     return str(__version__)
 
 
 def _fields(group: Any) -> dict[str, Any]:
-    """Settings of a group that SGLang publishes."""
+    """Returns the published settings of a group."""
     fields = object.__getattribute__(group, "_fields")
     assert isinstance(fields, dict)
     return fields
@@ -145,14 +145,14 @@ def _main_weights(model_digest: str) -> str:
     found = _weights(str(model.model_path), model.revision)
     if found is None:
         raise ValueError(
-            "--hicache-storage-backend-extra-config: RepriseStorage cannot tell which weights "
-            f"{model.model_path!r} has: set model_digest to something that differs wherever weights, revision or configuration do"
+            "--hicache-storage-backend-extra-config: RepriseStorage cannot identify the weights of "
+            f"{model.model_path!r}: set model_digest to a text that changes with weights, revision and configuration"
         )
     return found
 
 
 def _weights(path: str, revision: str | None) -> str | None:
-    """Identifies weights and the configuration beside them; None: this machine has no files of them."""
+    """Returns the identity of weights and their configuration; None if this machine does not have their files."""
     folder: Path | None = Path(path).expanduser()
     assert folder is not None
     if not folder.exists():
@@ -182,7 +182,7 @@ def _settings() -> dict[str, Any]:
 
 
 def _content(file: Path) -> str:
-    """Identifies a small file by its content; one that this process does not find by its name."""
+    """Returns a digest of a small file, or its name if this process does not find the file."""
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else f"name:{file}"
 
 
@@ -193,20 +193,20 @@ def _inputs(allow_multimodal: bool) -> str:
         return "text"
     if not allow_multimodal:
         raise ValueError(
-            "--hicache-storage-backend-extra-config: SGLang identifies an image by 64 bits of a hash over its pixels, without "
-            "their arrangement, so an image can get the KV of another (one-coloured images of turned sides do): serve a "
-            "model of text (or --language-model-only, where SGLang has it), or accept this with multimodal: true"
+            "--hicache-storage-backend-extra-config: SGLang identifies an image by a 64-bit hash of its pixels without their "
+            "arrangement, so an image can get the KV of another (for example, images of one colour with swapped width and height): "
+            "serve a text model (or set --language-model-only, if SGLang has it), or accept this with multimodal: true"
         )
     if get_mm().trust_mm_content_hashes:
         raise ValueError(
-            "--trust-mm-content-hashes: clients could give different images one hash, and RepriseStorage would keep the wrong "
-            "KV for all engines; leave it out"
+            "--trust-mm-content-hashes: clients could send equal hashes for different images, and RepriseStorage would save wrong "
+            "KV for all engines: remove this option"
         )
     return "multimodal"
 
 
 def _adapters() -> dict[str, Any]:
-    """Adapters of ``--lora-paths`` by their id, and what changes each adapter's effect; empty: an engine without adapters."""
+    """Returns the adapters of ``--lora-paths`` and the settings that change their effect; empty without adapters."""
     from sglang.srt.runtime_context import get_lora
 
     lora = get_lora()
@@ -223,20 +223,20 @@ def _adapter_digest(path: str) -> str:
     files = AdapterFiles.find(path)
     if files is None:
         raise ValueError(
-            f"--lora-paths: RepriseStorage cannot tell which weights the adapter {path!r} has, of which this machine has no "
-            "files: give the path of a folder, or load it with /load_lora_adapter after the start"
+            f"--lora-paths: RepriseStorage cannot identify the adapter {path!r}, because this machine does not have its files: "
+            "set the path of a folder, or load the adapter with /load_lora_adapter after the start"
         )
-    # SGLang has read them, maybe before they changed.
+    # SGLang may have read the files before they changed.
     if files.changed_since(_process_start_s()):
         raise ValueError(
-            f"--lora-paths: files of the adapter {path!r} were written while this engine started, so RepriseStorage cannot "
-            "tell which SGLang has loaded: start the engine again"
+            f"--lora-paths: files of the adapter {path!r} changed while this engine started, so RepriseStorage does not know which "
+            "of them SGLang has loaded: restart the engine"
         )
     return files.digest().hex()
 
 
 def _draft() -> dict[str, Any]:
-    """What changes the KV of a draft model; empty: there is none."""
+    """Returns the identity of the draft model and its settings; empty without a draft model."""
     from sglang.srt.runtime_context import get_model, get_spec
 
     spec = get_spec()
@@ -251,15 +251,15 @@ def _draft() -> dict[str, Any]:
         found = _weights(str(path), spec.speculative_draft_model_revision)
         if found is None:
             raise ValueError(
-                f"--speculative-draft-model-path: RepriseStorage cannot tell which weights {path!r} has, of which this machine "
-                "has no files: give the path of a folder"
+                f"--speculative-draft-model-path: RepriseStorage cannot identify the weights of {path!r}, because this machine "
+                "does not have their files: set the path of a folder"
             )
         described["weights"] = found
     return described
 
 
 def _process_start_s() -> float:
-    """When this process started, in seconds since the epoch (proc(5): field 22 of ``stat``, in ticks since the boot)."""
+    """Returns the start of this process in seconds since the epoch (proc(5): field 22 of ``stat``, in ticks since boot)."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))
     return int(boot.split()[1]) + int(fields[19]) / os.sysconf("SC_CLK_TCK")

@@ -1,14 +1,14 @@
-"""SGLang's host memory as ours: pages, each in some runs of memory.
+"""Access to the pages of SGLang's host memory, each in several runs of memory.
 
 ```text
 layer_first        kv [2, layers, tokens, …]     a page: one run for K and V of each layer
 page_first         kv [2, tokens, layers, …]     a page: one run for K, one for V, cut into as many pieces as layers
-page_first_direct  kv [2, pages, layers, …]      as page_first
-page_head          kv [2, pages, heads, …]       as page_first
+page_first_direct  kv [2, pages, layers, …]      like page_first
+page_head          kv [2, pages, heads, …]       like page_first
 ```
 
-A latent (MLA) has no first axis. Other layouts have no runs: their pages go through staging memory, flat, as SGLang gives them.
-In the pages of one layout the flat bytes are the runs in this order, so both ways write the same blocks.
+A latent (MLA) has no first axis. Pages of other layouts are not contiguous runs: they are copied through staging memory in
+SGLang's flat form. The flat bytes of a page are its runs in this order, so both ways produce the same blocks.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 import torch
 
 DIRECT_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
-"""Layouts whose pages lie in runs."""
+"""Layouts whose pages consist of contiguous runs."""
 
 
 def runs(pool: Any, is_latent: bool) -> list[torch.Tensor] | None:
-    """A pool's pages in place, one tensor ``[pages, bytes]`` for each run; None: they do not lie in runs.
+    """Returns a pool's pages in place, one tensor ``[pages, bytes]`` per run; None if pages do not consist of runs.
 
     Args:
         pool: SGLang's ``HostKVCache``.
-        is_latent: whether there is one latent instead of K and V.
+        is_latent: whether the pool has one latent instead of K and V.
     """
     buffer = getattr(pool, "kv_buffer", None)
     layout = getattr(pool, "layout", None)
@@ -43,13 +43,13 @@ def runs(pool: Any, is_latent: bool) -> list[torch.Tensor] | None:
 
 
 def flat_page_bytes(pool: Any) -> int:
-    """Bytes of one page."""
+    """Returns the number of bytes of a page."""
     page = pool.get_dummy_flat_data_page()
     return int(page.numel() * page.element_size())
 
 
 def staging(pages: int, page_bytes: int, pieces: int) -> list[torch.Tensor]:
-    """Memory for flat pages, as so many runs."""
+    """Allocates memory for flat pages, split into runs."""
     return _cut(torch.zeros((pages, page_bytes), dtype=torch.int8), pieces)
 
 
@@ -58,7 +58,7 @@ def _bytes(run: torch.Tensor, pages: int) -> torch.Tensor:
 
 
 def _cut(run: torch.Tensor, pieces: int) -> list[torch.Tensor]:
-    """A run in equal pieces, where it can be cut so."""
+    """Splits a run into equal pieces; returns it unsplit if its size is not divisible."""
     length = run.shape[1]
     if length % pieces:
         return [run]

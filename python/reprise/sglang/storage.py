@@ -1,7 +1,7 @@
-"""SGLang's storage interface over Reprise.
+"""SGLang's storage interface; it delegates each call to the store of its pool.
 
-Which call goes to which pool's store. SGLang's first interface (one pool) and its second (a pool for each kind of state) write
-the same blocks; with ``interface_v1`` pages are copied straight between SGLang's memory and the agent's arena.
+SGLang's first interface (one pool) and its second (one pool per kind of state) produce the same blocks. With
+``interface_v1``, pages are copied directly between SGLang's memory and the agent's arena.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from reprise.sglang.store import Store
 
 
 class RepriseStorage(HiCacheStorage):
-    """Keeps SGLang's pages in Reprise.
+    """Saves SGLang's pages to Reprise and loads them from it.
 
     Raises:
-        ValueError: a configuration that cannot work, and what to do.
+        ValueError: the configuration is not supported; the message has the remedy.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
@@ -40,7 +40,7 @@ class RepriseStorage(HiCacheStorage):
         self._config = storage_config
         if storage_config.dcp_size > 1 or storage_config.should_split_heads:
             raise ValueError(
-                "RepriseStorage does not keep pages of engines with decode context parallelism or tp_lcm_size: leave them out"
+                "RepriseStorage does not support decode context parallelism or tp_lcm_size: remove these options"
             )
         self._revision = identity.model_revision(self._options.model_digest, self._options.multimodal)
         self._generation = weight_updates.observe().generation
@@ -51,21 +51,21 @@ class RepriseStorage(HiCacheStorage):
     # Pools
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Takes SGLang's memory.
+        """Registers SGLang's memory.
 
         Raises:
-            ValueError: memory whose pages cannot be kept, and what to do.
+            ValueError: the memory's pages are not supported; the message has the remedy.
         """
         super().register_mem_pool_host(mem_pool_host)
         self._register(PoolName.KV, mem_pool_host)
         if self._wants_direct and not self._store(PoolName.KV).is_direct:
             raise ValueError(
-                f"--hicache-mem-layout {mem_pool_host.layout}: RepriseStorage needs one of {', '.join(pools.DIRECT_LAYOUTS)} for "
-                "interface_v1; set one of these, or interface_v1 to 0 for pages over a copy"
+                f"--hicache-mem-layout {mem_pool_host.layout} is not supported with interface_v1: set one of "
+                f"{', '.join(pools.DIRECT_LAYOUTS)}, or set interface_v1 to 0 to copy pages through staging memory"
             )
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
-        """Takes the memory of one more kind of state."""
+        """Registers the memory of another kind of state."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         self._register(host_pool_name, host_pool)
 
@@ -74,20 +74,20 @@ class RepriseStorage(HiCacheStorage):
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Loads pages straight to SGLang's memory; which could be."""
+        """Loads pages directly into SGLang's memory; returns for each page whether it was loaded."""
         return self._move(PoolName.KV, keys, lambda store, hashes: store.load(hashes, host_indices))
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Saves pages straight from SGLang's memory; which are there now."""
+        """Saves pages directly from SGLang's memory; returns for each page whether Reprise has it."""
         parent = self._parent(extra_info)
         return self._move(PoolName.KV, keys, lambda store, hashes: store.save(hashes, host_indices, parent))
 
     def get(
         self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any | None = None
     ) -> torch.Tensor | None:
-        """Loads a flat page; None: it is not there."""
+        """Loads a flat page; returns None if it is not available."""
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(
@@ -96,7 +96,7 @@ class RepriseStorage(HiCacheStorage):
         target_locations: Sequence[torch.Tensor | None] | None = None,
         target_sizes: Any | None = None,
     ) -> list[torch.Tensor | None]:
-        """Loads flat pages to where they are to be; None for those that are not there."""
+        """Loads flat pages into the target tensors; returns None for pages that are not available."""
         given = target_locations or [None] * len(keys)
         places = [self.mem_pool_host.get_dummy_flat_data_page() if place is None else place for place in given]
         ok = self._move(PoolName.KV, keys, lambda store, hashes: store.load_flat(hashes, places))
@@ -109,7 +109,7 @@ class RepriseStorage(HiCacheStorage):
         target_location: Any | None = None,
         target_sizes: Any | None = None,
     ) -> bool:
-        """Saves a flat page; whether it is there now."""
+        """Saves a flat page; returns whether Reprise has it."""
         return self.batch_set([key], [value])
 
     def batch_set(
@@ -119,18 +119,18 @@ class RepriseStorage(HiCacheStorage):
         target_locations: Any | None = None,
         target_sizes: Any | None = None,
     ) -> bool:
-        """Saves flat pages; whether all are there now."""
+        """Saves flat pages; returns whether Reprise has all of them."""
         tensors = [value for value in values or () if value is not None]
         if values is None or len(tensors) < len(values):
-            raise ValueError("RepriseStorage saves values; pages of SGLang's memory are saved by batch_set_v1")
+            raise ValueError("batch_set needs a value for each key; use batch_set_v1 to save pages of SGLang's memory")
         return all(self._move(PoolName.KV, keys, lambda store, hashes: store.save_flat(hashes, tensors)))
 
     def exists(self, key: str) -> bool:
-        """Whether a page is there."""
+        """Returns whether a page is available."""
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """How many leading pages are there."""
+        """Returns the number of leading pages that are available."""
         hashes = self._hashes(keys)
         return 0 if hashes is None else self._store(PoolName.KV).leading(hashes)
 
@@ -142,7 +142,7 @@ class RepriseStorage(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """How many leading pages are there, with what each kind of state needs of them."""
+        """Returns the number of leading pages that are available with the states that each pool needs for them."""
         hashes = self._hashes(keys)
         if hashes is None:
             return PoolTransferResult(0, {}, [])
@@ -161,24 +161,26 @@ class RepriseStorage(HiCacheStorage):
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Loads pages of each kind of state."""
+        """Loads pages of several pools."""
         return self._each_pool(transfers, Store.load)
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Saves pages of each kind of state."""
+        """Saves pages of several pools."""
         parent = self._parent(extra_info)
         return self._each_pool(transfers, lambda store, hashes, indices: store.save(hashes, indices, parent))
 
     def clear(self) -> bool:
-        """Begins another key generation: this engine finds nothing that was saved before. Pages of other engines stay, and saves in
-        progress end. SGLang calls it on every rank."""
+        """Begins a new key generation, so that this engine does not find earlier pages.
+
+        Pages of other engines remain, and running saves finish. SGLang calls this on every rank.
+        """
         self._generation.clear()
         return True
 
     def close(self) -> None:
-        """Ends threads and sessions, and lets go of SGLang's memory."""
+        """Ends threads and sessions, and releases SGLang's memory."""
         for store in self._stores.values():
             store.close()
         self._stores.clear()
@@ -188,12 +190,12 @@ class RepriseStorage(HiCacheStorage):
             return
         config = self._config
         if config.is_mla_model and config.tp_size > 1 and _has_heads_of_a_draft(name, pool):
-            # SGLang's HybridCacheController.should_backup has the other ranks write theirs to a storage called mooncake only.
+            # SGLang's HybridCacheController.should_backup saves pages of the other ranks only to a storage named mooncake.
             raise ValueError(
-                f"the draft's KV (pool {name}) has heads of each rank beside the model's latent, and SGLang saves only those of rank 0 to "
-                "this storage: use a draft with a latent (MTP), tp_size 1, or no --hicache-storage-backend"
+                f"pool {name} has the heads of each rank of the draft model next to the model's latent, but SGLang saves only those "
+                "of rank 0 to this storage: use a draft with a latent (MTP), tp_size 1, or no --hicache-storage-backend"
             )
-        # What belongs to a latent is the same on every rank, and one of them writes it; all else is each rank's own.
+        # Pages of a latent are equal on all ranks, and one rank writes them; all other pages are specific to their rank.
         is_shared = config.is_mla_model and name != PoolName.MAMBA
         shape = f"{name}:pp{config.pp_rank}/{config.pp_size}:cp{config.attn_cp_rank}/{config.attn_cp_size}"
         described = {
@@ -203,7 +205,7 @@ class RepriseStorage(HiCacheStorage):
             "ranks": 1 if is_shared else config.tp_size,
             "shape": shape,
         }
-        # Other pools have shapes of their own, and few bytes.
+        # Pools other than KV have different shapes and few bytes, so staging is sufficient for them.
         direct = pools.runs(pool, config.is_mla_model) if name == PoolName.KV else None
         if name in self._stores:
             self._stores.pop(name).close()
@@ -213,16 +215,16 @@ class RepriseStorage(HiCacheStorage):
     def _store(self, name: str) -> Store:
         store = self._stores.get(name)
         if store is None:
-            raise ValueError(f"SGLang has registered no memory for the pool {name}")
+            raise ValueError(f"SGLang has not registered memory for pool {name}")
         return store
 
     def _hashes(self, keys: Sequence[str]) -> list[bytes] | None:
-        """What names pages in keys; None: nothing does, while weights change."""
+        """Returns the hashes of pages in keys; None while the generation is suspended."""
         suffix = self._generation.suffix
         return None if suffix is None else [key.encode() + suffix for key in keys]
 
     def _parent(self, extra_info: HiCacheStorageExtraInfo | None) -> bytes | None:
-        """The page before those of a call, where SGLang passes it (``hicache_storage_pass_prefix_keys``)."""
+        """Returns the page before those of a call, if SGLang passes it (``hicache_storage_pass_prefix_keys``)."""
         before = extra_info.prefix_keys if extra_info is not None else None
         hashes = self._hashes(before[-1:]) if before else None
         return hashes[0] if hashes else None
@@ -232,16 +234,16 @@ class RepriseStorage(HiCacheStorage):
         return [False] * len(keys) if hashes is None else move(self._store(name), hashes)
 
     def _usable(self, transfer: PoolTransfer, hashes: list[bytes]) -> builtins.set[int]:
-        """For which lengths of the prefix a pool has what it needs."""
+        """Returns the prefix lengths for which a pool has the pages that it needs."""
         store = self._store(transfer.name)
         if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
             return set(range(1, store.leading(hashes) + 1))
         if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
-            there = store.each(hashes)
+            found = store.each(hashes)
             trailing = max(1, len(transfer.keys or ()))
-            return {end for end in range(1, len(there) + 1) if all(there[max(0, end - trailing) : end])}
+            return {end for end in range(1, len(found) + 1) if all(found[max(0, end - trailing) : end])}
         raise ValueError(
-            f"RepriseStorage does not know the hit policy {transfer.hit_policy} of the pool {transfer.name}"
+            f"RepriseStorage does not support the hit policy {transfer.hit_policy} of pool {transfer.name}"
         )
 
     def _each_pool(
@@ -264,6 +266,6 @@ class RepriseStorage(HiCacheStorage):
 
 
 def _has_heads_of_a_draft(name: str, pool: Any) -> bool:
-    # By its name: the class does not import without SGLang's compiled kernels.
+    # Compared by name, because importing the class needs SGLang's compiled kernels.
     is_draft = name in (PoolName.DRAFT, PoolName.DRAFT_SWA)
     return is_draft and any(base.__name__ == "MHATokenToKVPoolHost" for base in type(pool).__mro__)

@@ -1,7 +1,7 @@
-"""Pages of one of SGLang's host pools in Reprise: asking, saving and loading, each waited for within its patience.
+"""Pages of one of SGLang's host pools in Reprise: matches, saves and loads, each with its own timeout.
 
-SGLang calls from its prefetch and its backup thread at once. Both wait without the GIL, on native threads that end every transfer
-whatever becomes of the agent; each takes from the ended ones what is its own.
+SGLang calls from its prefetch thread and its backup thread concurrently. Both wait without the GIL for native threads,
+which end every transfer regardless of the agent's state. Each thread takes only its own ended transfers.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ from typing import Any
 
 import torch
 
-from reprise import Finished, KvMemory, Layout, Namespace, RepriseError, Transfers, block_keys, opaque
+from reprise import Finished, KvMemory, Layout, Namespace, RepriseError, Transfers, block_keys, opaque_layout
 from reprise.repeated_log import RepeatedLog
 from reprise.sglang import pools
 from reprise.sglang.options import StorageOptions
 
 KEYS_PER_MATCH = 8192
-"""Keys of one question at the most (docs/PROTOCOL.md, part 1)."""
+"""Maximum number of keys of one match (docs/PROTOCOL.md, part 1)."""
 
-QUESTIONS_MAX = 512
-"""Questions under way at the most: a session has room for 1,024 calls, and transfers make some as well."""
+MATCHES_MAX = 512
+"""Maximum number of concurrent matches: a session allows 1,024 calls, and transfers also need some."""
 
 STAGED_PAGES = 16
-"""Pages that are staged at a time: enough for one call of the agent, little memory beside the pool's."""
+"""Number of pages staged at a time: enough for one call to the agent, and small compared with the pool."""
 
 WAIT_ROUND_S = 5.0
-"""How often a wait looks whether it still has a reason."""
+"""Seconds of one native wait in a loop."""
 
 
 class Store:
-    """Pages of one pool.
+    """Store for the pages of one pool.
 
     Args:
-        pool: SGLang's.
-        direct: its pages in place (:func:`pools.runs`); None: they go over a copy.
-        options: of the storage.
-        described: model, revision, rank, ranks, and what else tells its pages from others.
+        pool: SGLang's host pool.
+        direct: the pool's pages in place (:func:`pools.runs`); None: pages are copied through staging memory.
+        options: options of the storage.
+        described: model, revision, rank, ranks and shape, which identify the pages.
 
     Raises:
-        ValueError: a pool whose pages cannot be kept, and what to do.
-        Version, Forbidden, BadRequest: the agent is there and refuses this engine, and what to do.
+        ValueError: the pool's pages are not supported; the message has the remedy.
+        Version, Forbidden, BadRequest: the agent rejects this engine; the message has the remedy.
     """
 
     def __init__(
@@ -64,49 +64,49 @@ class Store:
             tenant_salt="" if options.tenant == "default" else options.tenant,
         )
         self.session = options.session(self._namespace, self.layout, "sglang")
-        self._errors = RepeatedLog("pages were not loaded or saved whole")
-        self._refusals = RepeatedLog("a transfer of SGLang's pages was refused")
+        self._errors = RepeatedLog("some pages were not loaded or saved")
+        self._refusals = RepeatedLog("a transfer of SGLang's pages was rejected")
         self._waits = RepeatedLog("SGLang waits for a transfer")
         self._direct = self._transfers(direct) if direct else None
         self._staged: Transfers | None = None
         self._stage: list[torch.Tensor] = []
         self._staging = threading.Lock()
         self._awaited: dict[tuple[int, int], Finished | None] = {}
-        """Transfers that somebody waits for, with what has become of them: None, not known yet."""
+        """Transfers with a waiting thread, and their results; None while pending."""
         self._ending = threading.Lock()
 
     @property
     def is_direct(self) -> bool:
-        """Whether pages are copied straight between the pool and the agent's arena."""
+        """Whether pages are copied directly between the pool and the agent's arena."""
         return self._direct is not None
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page."""
+        """Number of bytes of a page."""
         return self._page_bytes
 
     def leading(self, keys: Sequence[bytes]) -> int:
-        """How many leading pages are there."""
+        """Returns the number of leading pages that are available."""
         found = 0
         while found < len(keys):
-            asked = keys[found : found + KEYS_PER_MATCH]
-            (answer,) = self._answers([asked])
-            found += answer
-            if answer < len(asked):
+            part = keys[found : found + KEYS_PER_MATCH]
+            (matched,) = self._match([part])
+            found += matched
+            if matched < len(part):
                 break
         return found
 
     def each(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which pages are there."""
-        return [answer == 1 for answer in self._answers([[key] for key in keys])]
+        """Returns for each page whether it is available."""
+        return [matched == 1 for matched in self._match([[key] for key in keys])]
 
     def save(self, keys: Sequence[bytes], host_indices: torch.Tensor, parent: bytes | None = None) -> list[bool]:
-        """Saves pages of the pool. Those that are there already count as saved.
+        """Saves pages of the pool; returns for each page whether Reprise has it.
 
         Args:
-            keys: of consecutive pages of one prompt.
-            host_indices: where they are.
-            parent: key of the page before the first one; None: there is none, or it is not known.
+            keys: keys of consecutive pages of one prompt.
+            host_indices: token indices of the pages in the pool.
+            parent: key of the page before the first one; None if it does not exist or is unknown.
         """
         if self._direct is None:
             values = [self._pool.get_data_page(index, flat=True) for index in self._first_tokens(host_indices)]
@@ -114,7 +114,7 @@ class Store:
         return self._saved(self._direct, keys, self._pages(host_indices), parent)
 
     def load(self, keys: Sequence[bytes], host_indices: torch.Tensor) -> list[bool]:
-        """Loads pages to the pool."""
+        """Loads pages into the pool; returns for each page whether it was loaded."""
         if self._direct is not None:
             return self._loaded(self._direct, keys, self._pages(host_indices))
         places = [self._pool.get_dummy_flat_data_page() for _ in keys]
@@ -127,7 +127,7 @@ class Store:
     def save_flat(
         self, keys: Sequence[bytes], values: Sequence[torch.Tensor], parent: bytes | None = None
     ) -> list[bool]:
-        """Saves flat pages through memory of the storage; arguments as for :meth:`save`."""
+        """Saves flat pages through staging memory; arguments as for :meth:`save`."""
         saved: list[bool] = []
         with self._staging:
             transfers = self._stage_transfers()
@@ -140,7 +140,7 @@ class Store:
         return saved
 
     def load_flat(self, keys: Sequence[bytes], places: Sequence[torch.Tensor]) -> list[bool]:
-        """Loads flat pages, over memory of our own; places of those that are not there are as they were."""
+        """Loads flat pages through staging memory; the places of pages that are not loaded remain unchanged."""
         loaded: list[bool] = []
         with self._staging:
             transfers = self._stage_transfers()
@@ -154,7 +154,7 @@ class Store:
         return loaded
 
     def close(self) -> None:
-        """Ends threads and session; the pool's memory is not touched after it."""
+        """Ends threads and session; the pool's memory is not accessed afterwards."""
         for transfers in (self._direct, self._staged):
             if transfers is not None:
                 transfers.close()
@@ -162,7 +162,7 @@ class Store:
 
     def _layout(self, described: dict[str, Any]) -> Layout:
         try:
-            return opaque.layout(
+            return opaque_layout.layout(
                 pieces=self._pieces,
                 piece_bytes=self._page_bytes // self._pieces,
                 tokens=self._page_tokens,
@@ -171,7 +171,7 @@ class Store:
             )
         except ValueError as error:
             raise ValueError(
-                f"RepriseStorage cannot keep pages of {self._page_tokens} tokens and {self._page_bytes} bytes: {error}. Set "
+                f"RepriseStorage does not support pages of {self._page_tokens} tokens and {self._page_bytes} bytes: {error}. Set "
                 "another --page-size"
             ) from error
 
@@ -194,14 +194,16 @@ class Store:
     def _put(self, page: int, value: torch.Tensor) -> None:
         flat = value.contiguous().reshape(-1).view(torch.int8)
         if flat.numel() != self._page_bytes:
-            raise ValueError(f"a page has {self._page_bytes} bytes, this value {flat.numel()}")
+            raise ValueError(f"invalid value of {flat.numel()} bytes: a page has {self._page_bytes}")
         for run, piece in zip(self._stage, flat.chunk(self._pieces), strict=True):
             run[page] = piece
 
     def _get(self, page: int, place: torch.Tensor) -> None:
         flat = torch.cat([run[page] for run in self._stage])
         if place.numel() * place.element_size() != flat.numel():
-            raise ValueError(f"a page has {flat.numel()} bytes, its place {place.numel() * place.element_size()}")
+            raise ValueError(
+                f"invalid target of {place.numel() * place.element_size()} bytes: a page has {flat.numel()}"
+            )
         place.copy_(flat.view(place.dtype).reshape(place.shape))
 
     def _first_tokens(self, host_indices: torch.Tensor) -> list[int]:
@@ -210,18 +212,18 @@ class Store:
     def _pages(self, host_indices: torch.Tensor) -> list[int]:
         return [index // self._page_tokens for index in self._first_tokens(host_indices)]
 
-    def _answers(self, questions: Sequence[Sequence[bytes]]) -> list[int]:
-        """How many leading pages of each question are there, all within one deadline."""
-        give_up = time.monotonic() + self._options.match_deadline_ms / 1e3
-        answers: list[int] = []
-        for at in range(0, len(questions), QUESTIONS_MAX):
-            pending = [self.session.start_match(self._keys(keys)) for keys in questions[at : at + QUESTIONS_MAX]]
-            for question in pending:
-                sources = () if question is None else question.poll(max(give_up - time.monotonic(), 0.0))
+    def _match(self, groups: Sequence[Sequence[bytes]]) -> list[int]:
+        """Matches groups of keys within one deadline; returns the number of leading pages found in each group."""
+        deadline = time.monotonic() + self._options.match_deadline_ms / 1e3
+        matched: list[int] = []
+        for at in range(0, len(groups), MATCHES_MAX):
+            pending = [self.session.start_match(self._keys(keys)) for keys in groups[at : at + MATCHES_MAX]]
+            for match in pending:
+                sources = () if match is None else match.poll(max(deadline - time.monotonic(), 0.0))
                 if sources is None:
                     self.session.suspect()
-                answers.append(len(sources or ()))
-        return answers
+                matched.append(len(sources or ()))
+        return matched
 
     def _saved(
         self, transfers: Transfers, keys: Sequence[bytes], pages: Sequence[int], parent: bytes | None
@@ -237,14 +239,14 @@ class Store:
         return [False] * len(keys) if done is None else list(done.ok)
 
     def _wait(self, transfers: Transfers, submit: Any) -> Finished | None:
-        """What became of a transfer; None: it was refused, or the storage is closed."""
+        """Submits a transfer and waits for its result; returns None if it was rejected or the storage is closed."""
         number: int | None = None
         try:
             with self._ending:
                 number = submit()
                 self._awaited[id(transfers), number] = None
             while not transfers.wait([number], WAIT_ROUND_S):
-                self._waits.note(f"{self._page_bytes} bytes a page")
+                self._waits.note(f"{self._page_bytes} bytes per page")
             self._refusals.note(None)
             self._waits.note(None)
         except (RepriseError, ValueError) as error:
@@ -254,7 +256,10 @@ class Store:
         return done
 
     def _taken(self, transfers: Transfers, number: int | None) -> Finished | None:
-        """What became of a transfer, which nobody waits for any more. What others wait for is kept for them, nothing else."""
+        """Returns the result of a transfer and stops waiting for it.
+
+        Results of transfers with other waiting threads are stored for them; all others are dropped.
+        """
         with self._ending:
             for done in transfers.finished():
                 if (id(transfers), done.id) in self._awaited:

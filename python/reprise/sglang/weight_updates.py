@@ -1,15 +1,15 @@
-"""Notices that SGLang changes the weights of a running engine, which it does not report to a storage.
+"""Detection of weight updates in a running SGLang engine, which SGLang does not report to a storage.
 
-The storage lives in the process of SGLang's scheduler, before which each update passes. So the methods of SGLang that change weights
-are wrapped, in their classes, when the first storage is made: SGLang makes it before it binds these methods. While one runs, the
-key generation is suspended (:mod:`reprise.sglang.generation`). It resumes, with new keys, when all of this holds:
+The storage runs in the process of SGLang's scheduler, which handles each update. So SGLang's methods that change weights
+are wrapped in their classes when the first storage is created, before SGLang binds these methods. While such a method
+runs, the key generation is suspended (:mod:`reprise.sglang.generation`). It resumes with new keys when both hold:
 
-- the weights are whole: no update session is open, and they are not released;
-- SGLang's cache holds nothing: it was reset (``flush_cache``), or it is empty when the update ends, as in engines that were paused
-  and flushed before.
+- The weights are complete: no update session is open, and they are not released.
+- SGLang's cache is empty: it was reset (``flush_cache``), or it is empty at the end of the update, as in engines that were
+  paused and flushed before.
 
-A version of SGLang whose update methods differ from the known ones is refused at the start: a method that is not known could change
-weights unnoticed.
+A version of SGLang with other update methods than the known ones is rejected at the start, because an unknown method could
+change weights undetected.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from reprise.sglang.generation import Generation
 logger = logging.getLogger("reprise")
 
 MANAGER = ("sglang.srt.managers.scheduler_components.weight_updater", "SchedulerWeightUpdaterManager")
-"""Through which the scheduler handles each request that concerns weights."""
+"""Class that handles all weight requests in the scheduler."""
 
 CONTROLLER = ("sglang.srt.managers.cache_controller", "HiCacheController")
-"""Moves pages between GPU, host memory and storage; its reset is part of each flush."""
+"""Class that moves pages between GPU, host memory and storage; each flush calls its reset."""
 
 CHANGES_WEIGHTS = frozenset(
     {
@@ -38,20 +38,20 @@ CHANGES_WEIGHTS = frozenset(
         "update_weights_from_distributed",
         "update_weights_from_tensor",
         "update_weights_from_ipc",
-        # Between these two a trainer writes weights without a call (RDMA).
+        # Between these two calls, a trainer writes weights directly by RDMA.
         "begin_weight_update",
         "end_weight_update",
         # Released weights are lost, unless SGLang keeps a copy in host memory.
         "release_memory_occupation",
         "resume_memory_occupation",
-        # Overwrites weights with noise, when it is asked to.
+        # Overwrites weights with noise on request.
         "check_weights",
     }
 )
-"""Methods of the manager after which KV can mean something else."""
+"""Methods of the manager that can change weights."""
 
 NEEDS_SESSION = frozenset({"update_weights_from_distributed", "update_weights_from_tensor", "end_weight_update"})
-"""Those that work between ``begin_weight_update`` and ``end_weight_update`` only."""
+"""Methods that SGLang accepts only between ``begin_weight_update`` and ``end_weight_update``."""
 
 KEEPS_WEIGHTS = frozenset(
     {
@@ -64,28 +64,25 @@ KEEPS_WEIGHTS = frozenset(
         "save_sharded_model",
     }
 )
-"""The manager's other methods."""
+"""Methods of the manager that do not change weights."""
 
 MANAGER_FIELDS = frozenset({"scheduler", "offload_tags", "_session"})
-"""Of the manager, read here."""
+"""Fields of the manager that this module reads."""
 
-REMEDY = (
-    "RepriseStorage cannot notice updates of weights in it: use sglang 0.5.23, for which it is made, or leave "
-    "--hicache-storage-backend out"
-)
+REMEDY = "RepriseStorage cannot detect weight updates in this version: use sglang 0.5.23, or remove --hicache-storage-backend"
 
 
 class WeightUpdates:
-    """The weights of this process' engine, and whether SGLang's cache can hold KV of other ones."""
+    """State of weight updates in this process' engine, and its key generation."""
 
     def __init__(self) -> None:
         self.generation = Generation()
         self._manager: Any = None
         self._depth = 0
-        """Of calls that change weights; an update flushes the cache by itself."""
+        """Nesting depth of running calls that change weights; an update may itself flush the cache."""
 
-    def changing(self, manager: Any, name: str, call: Callable[[], Any]) -> Any:
-        """Runs a call that changes weights."""
+    def run_change(self, manager: Any, name: str, call: Callable[[], Any]) -> Any:
+        """Runs a call that changes weights, with the generation suspended."""
         self._manager = manager
         self._depth += 1
         self.generation.suspend()
@@ -99,15 +96,15 @@ class WeightUpdates:
             self.generation.note(f"{name}:{outcome}")
             self._resume_if(_is_empty)
 
-    def keeping(self, call: Callable[[], Any]) -> Any:
-        """Runs a call that leaves the weights as they are, and can complete an update."""
+    def run_other(self, call: Callable[[], Any]) -> Any:
+        """Runs a call that does not change weights but may complete an update."""
         try:
             return call()
         finally:
             self._resume_if(_is_empty)
 
-    def cache_was_reset(self) -> None:
-        """SGLang has dropped what its cache held."""
+    def handle_cache_reset(self) -> None:
+        """Resumes the generation if possible, after SGLang has reset its cache."""
         self._resume_if(_has_no_backups)
 
     def _resume_if(self, is_clean: Callable[[Any], bool]) -> None:
@@ -116,15 +113,15 @@ class WeightUpdates:
         try:
             clean = is_clean(self._manager.scheduler)
         except Exception as error:
-            # Whatever it is: SGLang's update must not fail because of it.
+            # Any exception: SGLang's update must not fail because of this check.
             logger.warning("cannot determine whether SGLang's cache is empty: %s", error)
             clean = False
         if clean:
             self.generation.resume()
-            logger.info("weights were updated: pages are saved and found under a new key generation")
+            logger.info("weights were updated: pages now use a new key generation")
         else:
             logger.warning(
-                "SGLang's cache can hold KV of weights from before an update: no page is saved or found until the cache is "
+                "SGLang's cache may have KV of the weights before an update: no page is saved or found until the cache is "
                 "flushed; call /flush_cache"
             )
 
@@ -133,14 +130,15 @@ class WeightUpdates:
 
 
 _process: WeightUpdates | None = None
-"""This process' engine: SGLang runs one scheduler a process."""
+"""State of this process' engine; SGLang runs one scheduler per process."""
 
 
 def observe() -> WeightUpdates:
-    """Begins to notice updates of this process' weights, once.
+    """Starts to detect updates of this process' weights; later calls return the same state.
 
     Raises:
-        ValueError: SGLang's methods are not the known ones, or the engine ran before, so that its weights may be others by now.
+        ValueError: SGLang's methods are not the known ones, or the engine was already running, so that its weights may have
+            changed.
     """
     global _process
     if _process is None:
@@ -148,7 +146,7 @@ def observe() -> WeightUpdates:
         manager, controller = _resolve(MANAGER), _resolve(CONTROLLER)
         _check_manager(manager)
         if not callable(getattr(controller, "reset", None)):
-            raise ValueError(f"this version of SGLang has no {CONTROLLER[1]}.reset: {REMEDY}")
+            raise ValueError(f"{CONTROLLER[1]}.reset is missing in this version of SGLang: {REMEDY}")
         for name in sorted(CHANGES_WEIGHTS):
             _wrap_change(manager, name)
         _wrap_reset(controller)
@@ -161,8 +159,8 @@ def _check_at_start() -> None:
 
     if get_memory().hicache_storage_backend != "dynamic":
         raise ValueError(
-            "RepriseStorage was attached to a running engine, and cannot tell whether its weights were updated before: start "
-            "the engine with --hicache-storage-backend dynamic and the same configuration"
+            "RepriseStorage was attached to a running engine and does not know whether its weights were updated before: start the "
+            "engine with --hicache-storage-backend dynamic and the same configuration"
         )
 
 
@@ -171,7 +169,7 @@ def _resolve(target: tuple[str, str]) -> type:
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"this version of SGLang has no {module}.{name} ({error}): {REMEDY}") from error
+        raise ValueError(f"{module}.{name} is missing in this version of SGLang ({error}): {REMEDY}") from error
     assert isinstance(found, type)
     return found
 
@@ -179,15 +177,13 @@ def _resolve(target: tuple[str, str]) -> type:
 def _check_manager(manager: type) -> None:
     methods = {name for name, value in vars(manager).items() if callable(value) and not name.startswith("_")}
     if missing := CHANGES_WEIGHTS - methods:
-        raise ValueError(f"this version of SGLang has no {MANAGER[1]}.{', '.join(sorted(missing))}: {REMEDY}")
+        raise ValueError(f"{MANAGER[1]}.{', '.join(sorted(missing))} is missing in this version of SGLang: {REMEDY}")
     fields = getattr(manager, "__dataclass_fields__", {})
     if unread := MANAGER_FIELDS - fields.keys():
-        raise ValueError(f"this version of SGLang has no {MANAGER[1]}.{', '.join(sorted(unread))}: {REMEDY}")
-    # Fields can hold a default that is callable.
+        raise ValueError(f"{MANAGER[1]}.{', '.join(sorted(unread))} is missing in this version of SGLang: {REMEDY}")
+    # Exclude dataclass fields, whose default may be callable.
     if unknown := methods - CHANGES_WEIGHTS - KEEPS_WEIGHTS - fields.keys():
-        raise ValueError(
-            f"this version of SGLang has {MANAGER[1]}.{', '.join(sorted(unknown))}, which is unknown: {REMEDY}"
-        )
+        raise ValueError(f"{MANAGER[1]}.{', '.join(sorted(unknown))} of this version of SGLang is unknown: {REMEDY}")
 
 
 def _wrap_change(manager: type, name: str) -> None:
@@ -201,8 +197,8 @@ def _wrap_change(manager: type, name: str) -> None:
         if _process is None:
             return call()
         if _changes(self, name, request):
-            return _process.changing(self, name, call)
-        return _process.keeping(call)
+            return _process.run_change(self, name, call)
+        return _process.run_other(call)
 
     setattr(manager, name, wrapped)
 
@@ -212,10 +208,10 @@ def _wrap_reset(controller: type) -> None:
 
     @functools.wraps(original)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # It ends the storage threads first, so nothing is read or written with the old generation behind it.
+        # The original reset ends the storage threads first, so no transfer uses the old generation afterwards.
         result = original(self, *args, **kwargs)
         if _process is not None:
-            _process.cache_was_reset()
+            _process.handle_cache_reset()
         return result
 
     controller.reset = wrapped  # type: ignore[attr-defined]
@@ -225,16 +221,16 @@ def _changes(manager: Any, name: str, request: Any) -> bool:
     if name == "check_weights":
         return bool(request.action == "reset_tensors")
     if name in NEEDS_SESSION:
-        # SGLang rejects it without one.
+        # SGLang rejects these calls without a session.
         return manager._session is not None
     if name in ("release_memory_occupation", "resume_memory_occupation"):
-        # Without tags it is all memory.
+        # Without tags, the call concerns all memory.
         return GPU_MEMORY_TYPE_WEIGHTS in (request.tags or (GPU_MEMORY_TYPE_WEIGHTS,)) and not _weights_are_kept()
     return True
 
 
 def _weights_are_kept() -> bool:
-    """Whether weights are the same after their memory was released and resumed."""
+    """Returns whether weights survive the release of their memory, because SGLang has a copy of them."""
     from sglang.srt.runtime_context import get_exec, get_spec
 
     features = get_exec().features
@@ -243,9 +239,9 @@ def _weights_are_kept() -> bool:
 
 
 def _is_empty(scheduler: Any) -> bool:
-    """Whether no KV is in SGLang's cache, in GPU or host memory, or on its way to a storage.
+    """Returns whether SGLang has no KV in GPU or host memory and none is being saved.
 
-    Waiting requests are ignored: those of a paused engine hold no KV, or the scheduler is not idle.
+    Waiting requests are ignored: in a paused engine they have no KV, otherwise the scheduler is not idle.
     """
     tree = scheduler.tree_cache
     if not scheduler.is_fully_idle(ignore_waiting=True) or not _has_no_backups(scheduler):
@@ -268,6 +264,6 @@ def _is_unused(pool: Any) -> bool:
 
 
 def _has_no_backups(scheduler: Any) -> bool:
-    """Whether no page of a decode engine waits to be saved; a flush does not drop these."""
+    """Returns whether no page of a decode engine waits to be saved; a flush does not drop such pages."""
     decode = scheduler.decode_offload_manager
     return decode is None or not (decode.ongoing_offload or decode.ongoing_backup)

@@ -1,6 +1,6 @@
-"""vLLM's connector: keeps KV blocks in Reprise and finds them there.
+"""Connector for vLLM: saves KV blocks to Reprise and loads them from it.
 
-Name it in vLLM's configuration, nothing else is needed::
+It only needs an entry in vLLM's configuration::
 
     --kv-transfer-config '{
         "kv_connector": "RepriseConnector",
@@ -9,8 +9,8 @@ Name it in vLLM's configuration, nothing else is needed::
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"socket": "/run/reprise/agent.sock"}}'
 
-Runs where the KV cache is host memory (vLLM's CPU backend); for GPUs there is :mod:`reprise.vllm.tier`. What can be set in
-``kv_connector_extra_config`` is in :class:`reprise.vllm.options.Options`.
+It supports KV caches in host memory (vLLM's CPU backend); for GPUs, use :mod:`reprise.vllm.tier`. The options of
+``kv_connector_extra_config`` are in :class:`reprise.vllm.options.Options`.
 """
 
 from reprise.vllm.connector import RepriseConnector

@@ -1,12 +1,13 @@
-"""What tells LoRA adapters apart besides their name and path, which are in vLLM's block hash: their weights.
+"""Identification of LoRA adapters by their weights.
 
-An adapter that was trained again lies where it lay before, and another node has another one of the same name: so a digest of a sample of its
-files goes into the keys of its requests' blocks. An adapter of the hub has the commit of its snapshot. What cannot be told apart is neither
-loaded nor saved.
+vLLM's block hash covers the name and path of an adapter only. A retrained adapter keeps both, and another node may have a
+different adapter of the same name. So the keys of a request's blocks include a digest: of a sample of the adapter's files,
+or of the commit of a hub snapshot. Blocks of an adapter that cannot be identified are neither loaded nor saved.
 
-Files may lie on a slow disk or a network, so a thread reads them, never the scheduler. The sample is taken once a path; for each
-request it is looked whether the files are still those. vLLM reads an adapter again when it has forgotten it meanwhile, so blocks of one whose files
-have changed are not kept any more, until it is to be read anew (``load_inplace``), which is sampled again.
+Files may be on a slow disk or a network, so a thread reads them, never the scheduler. The digest is computed once per
+path; each request only checks whether the files are unchanged. vLLM may reload a changed adapter at any time, so blocks of
+an adapter with changed files are no longer cached, until a request with ``load_inplace`` reloads it and its digest is
+computed again.
 """
 
 from __future__ import annotations
@@ -22,79 +23,84 @@ from reprise.repeated_log import RepeatedLog
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
-LOOKS_MAX = 256
-"""Looks that wait for the thread; a request beyond that goes on without Reprise."""
+PENDING_MAX = 256
+"""Maximum number of queued identifications; further requests continue without Reprise."""
 
 
 @dataclass
-class AdapterLook:
-    """A look at an adapter, which a thread takes."""
+class AdapterIdentification:
+    """Pending or finished identification of an adapter."""
 
     path: str
-    is_anew: bool
+    is_reload: bool
     digest: bytes | None = None
-    """What goes behind the block hashes of its requests, once it is known; None: it cannot be told from others."""
+    """Suffix of the block hashes of the adapter's requests, valid after the end; None: the adapter is not identified."""
     _ended: threading.Event = field(default_factory=threading.Event)
 
-    def wait(self, patience_s: float) -> bool:
-        """Whether it has ended, after so many seconds at the most."""
-        return self._ended.wait(patience_s)
+    def wait(self, seconds: float) -> bool:
+        """Waits for at most the given seconds; returns whether the identification has ended."""
+        return self._ended.wait(seconds)
 
     def end(self) -> None:
-        """The digest is there, or there is none."""
+        """Marks the end, with or without a digest."""
         self._ended.set()
 
 
 @dataclass
 class Adapters:
-    """Digests of adapters by their path."""
+    """Digests of adapters, by path."""
 
     _known: dict[str, tuple[Stamp, bytes | None]] = field(default_factory=dict)
-    """The thread's alone. Without a digest: its files have changed under vLLM."""
-    _looks: queue.Queue[AdapterLook] = field(default_factory=lambda: queue.Queue(LOOKS_MAX))
+    """Stamps and digests by path, used only by the thread. No digest: the files changed while vLLM used them."""
+    _pending: queue.Queue[AdapterIdentification] = field(default_factory=lambda: queue.Queue(PENDING_MAX))
     _thread: threading.Thread | None = None
     _errors: RepeatedLog = field(
         default_factory=lambda: RepeatedLog("KV of a LoRA adapter is neither loaded nor saved")
     )
 
-    def look(self, lora: LoRARequest) -> AdapterLook:
-        """Begins a look at the adapter of a request, as it is from now on."""
-        look = AdapterLook(lora.lora_path, lora.load_inplace)
+    def identify(self, lora: LoRARequest) -> AdapterIdentification:
+        """Starts to identify the adapter of a request."""
+        identification = AdapterIdentification(lora.lora_path, lora.load_inplace)
         if self._thread is None:
-            # A daemon: one that hangs in a read keeps no engine from ending.
+            # A daemon thread: a hanging read must not keep the engine from exiting.
             self._thread = threading.Thread(target=self._run, name="reprise-adapters", daemon=True)
             self._thread.start()
         try:
-            self._looks.put_nowait(look)
+            self._pending.put_nowait(identification)
         except queue.Full:
-            look.end()
-        return look
+            identification.end()
+        return identification
 
     def _run(self) -> None:
         while True:
-            look = self._looks.get()
+            identification = self._pending.get()
             try:
-                look.digest = self._digest(look)
-                why = None if look.digest is not None else "no files of it are found, or they have changed under vLLM"
-            except Exception as error:
-                # Whatever it is: without this thread no adapter would be told from others any more.
-                why = f"{type(error).__name__}: {error}"
+                identification.digest = self._digest(identification)
+                error = (
+                    None
+                    if identification.digest is not None
+                    else "its files were not found, or changed while vLLM used them"
+                )
+            except Exception as exception:
+                # The thread must survive any error: without it no adapter is identified.
+                error = f"{type(exception).__name__}: {exception}"
             finally:
-                look.end()
-            self._errors.note(None if why is None else f"{look.path}: {why}")
+                identification.end()
+            self._errors.note(None if error is None else f"{identification.path}: {error}")
 
-    def _digest(self, look: AdapterLook) -> bytes | None:
-        files = AdapterFiles.find(look.path)
+    def _digest(self, identification: AdapterIdentification) -> bytes | None:
+        path = identification.path
+        files = AdapterFiles.find(path)
         if files is None:
             return None
         stamp = files.stamp()
-        known = self._known.get(look.path)
-        if known is not None and (known[0] == stamp or not look.is_anew):
+        known = self._known.get(path)
+        if known is not None and (known[0] == stamp or not identification.is_reload):
             if known[0] != stamp:
-                self._known[look.path] = (known[0], None)
-            return self._known[look.path][1]
+                self._known[path] = (known[0], None)
+            return self._known[path][1]
         digest = files.digest()
         if files.stamp() != stamp:
             return None
-        self._known[look.path] = (stamp, digest)
+        self._known[path] = (stamp, digest)
         return digest

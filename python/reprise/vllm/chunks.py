@@ -1,12 +1,12 @@
-"""What a chunk of vLLM's shared primary tier is: geometry, keys, and its memory as ours.
+"""Chunks of vLLM's shared primary tier: their geometry, keys and memory.
 
 ```text
 row of a chunk   [ worker 0: layer 0 │ layer 1 │ … ][ worker 1: … ] … [ padding to a page ]
 our block        [ piece 0 │ piece 1 │ …  as many as the model has layers          ]
 ```
 
-A chunk is ``blocks_per_chunk`` blocks of all workers, in an order that depends on nothing but what is in the namespace (:func:`_inner_order`): its
-bytes are kept as they are, cut into equal pieces, so that each has a checksum of its own. Padding is not kept.
+A chunk has ``blocks_per_chunk`` blocks of all workers. Their byte order depends only on the namespace
+(:func:`_inner_order`). The bytes are stored unchanged in equal pieces, each with its own checksum, without the padding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm import envs
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash, get_offload_group_idx
 
-from reprise import KvMemory, Layout, Namespace, block_keys, opaque
+from reprise import KvMemory, Layout, Namespace, block_keys, opaque_layout
 from reprise.vllm.geometry import hash_seed, tenant_salt, vllm_release
 
 if TYPE_CHECKING:
@@ -38,63 +38,63 @@ class Chunks:
 
     @property
     def layout(self) -> Layout:
-        """Geometry of our blocks."""
+        """Layout of the blocks in Reprise."""
         return self.namespace.layout
 
     def keys(self, offload_keys: Iterable[OffloadKey], generation: bytes) -> bytes:
-        """Packed keys.
+        """Returns packed keys.
 
         Args:
-            offload_keys: vLLM's.
-            generation: of the weights; behind every hash.
+            offload_keys: keys of vLLM's offloading.
+            generation: suffix of every hash, which changes with the weights.
         """
         hashes = [get_offload_block_hash(key) + generation for key in offload_keys]
         return block_keys(self.namespace, hashes, group=self.group)
 
     def is_ours(self, key: OffloadKey) -> bool:
-        """Whether a key is of the group that is kept."""
+        """Returns whether a key belongs to the cached group."""
         return get_offload_group_idx(key) == self.group
 
     def memory(self, view: memoryview) -> KvMemory:
-        """vLLM's memory as ours: nothing is copied.
+        """Wraps vLLM's memory without copying it.
 
         Raises:
-            ValueError: a view that does not have room for the chunks.
+            ValueError: the view is too small for the chunks.
         """
         rows = np.asarray(view)
-        wanted = self.layout.block_bytes
-        if rows.ndim != 2 or rows.itemsize != 1 or rows.shape[1] < wanted:
+        expected = self.layout.block_bytes
+        if rows.ndim != 2 or rows.itemsize != 1 or rows.shape[1] < expected:
             raise ValueError(
-                f"vLLM's primary tier has the shape {rows.shape} of {rows.itemsize} bytes each; chunks of {wanted} bytes do "
-                "not fit: this vLLM is not one of those that RepriseTier is made for"
+                f"vLLM's primary tier has shape {rows.shape} with {rows.itemsize}-byte elements, too small for chunks of "
+                f"{expected} bytes: RepriseTier does not support this version of vLLM"
             )
         rows = rows.view(np.int8)
         piece = self.layout.layer_bytes
-        return KvMemory([rows[:, at : at + piece] for at in range(0, wanted, piece)], self.layout)
+        return KvMemory([rows[:, at : at + piece] for at in range(0, expected, piece)], self.layout)
 
 
 def read(config: OffloadingConfig, is_single_copy: bool, options: TierOptions) -> Chunks:
-    """The chunks of an engine.
+    """Returns the chunks of an engine.
 
     Args:
-        config: vLLM's.
+        config: configuration of vLLM's offloading.
         is_single_copy: whether all workers share one copy of a block (``replicated_layout`` of the spec).
-        options: of the tier.
+        options: options of the tier.
 
     Raises:
-        ValueError: an engine whose chunks cannot be kept, and what to do.
+        ValueError: Reprise does not support the engine's chunks; the message has the remedy.
     """
     if not options.model_digest:
         raise ValueError(
-            "secondary_tiers: RepriseTier does not know which weights this engine has, which vLLM does not tell a tier: name "
+            "secondary_tiers: RepriseTier cannot identify the weights of this engine, because vLLM does not pass them to a tier: set "
             '"kv_connector": "RepriseOffloadingConnector" with "kv_connector_module_path": "reprise.vllm.offloading" instead of '
-            "OffloadingConnector, or set model_digest to something that differs wherever weights, revision, dtype, quantization "
-            "or --hf-overrides do"
+            "OffloadingConnector, or set model_digest to a text that changes with weights, revision, dtype, quantization and "
+            "--hf-overrides"
         )
     if not options.hash_algorithm:
         raise ValueError(
-            "secondary_tiers: RepriseTier does not know how this engine hashes blocks, which vLLM does not tell a tier: beside "
-            "model_digest, set hash_algorithm to what --prefix-caching-hash-algo is (vLLM's default is sha256)"
+            "secondary_tiers: RepriseTier does not know the hash algorithm of this engine, because vLLM does not pass it to a tier: "
+            "in addition to model_digest, set hash_algorithm to the value of --prefix-caching-hash-algo (vLLM's default is sha256)"
         )
     group = _full_attention_group(config)
     copies = 1 if is_single_copy else config.parallel.world_size
@@ -118,7 +118,7 @@ def read(config: OffloadingConfig, is_single_copy: bool, options: TierOptions) -
 
 
 def _inner_order() -> str:
-    """What decides where values lie within a block, and what fp8 means, beside what vLLM says of the layout."""
+    """Returns a description of the value order within a block and of the fp8 format, beyond vLLM's layout."""
     platform = current_platform
     shuffled = "shuffled" if envs.VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT else "plain"
     return f"{platform.device_name}:{platform.fp8_dtype()}:{shuffled}:{vllm_release()}"
@@ -127,24 +127,24 @@ def _inner_order() -> str:
 def _full_attention_group(config: OffloadingConfig) -> OffloadingGroupConfig:
     if len(config.groups) != 1:
         raise ValueError(
-            f"RepriseTier keeps models with one group of full attention; this one has {len(config.groups)} KV cache groups: "
-            "leave the tier out for it"
+            f"RepriseTier supports models with one group of full attention; this model has {len(config.groups)} KV cache groups: "
+            "remove the tier for this model"
         )
     (group,) = config.groups
     if group.sliding_window_size_in_chunks is not None:
         raise ValueError(
-            "RepriseTier keeps full attention; this model's layers see a window: leave the tier out for it"
+            "RepriseTier supports full attention; this model's layers have an attention window: remove the tier for this model"
         )
     return group
 
 
 def _layout(payload: int, tokens: int, layers: int) -> Layout:
-    """The geometry of a chunk's bytes, a piece for each layer where they can be cut so."""
+    """Returns the layout of a chunk's bytes: one piece per layer if the size is divisible, else a single piece."""
     pieces = layers if payload % (layers * tokens) == 0 else 1
     try:
-        return opaque.layout(pieces=pieces, piece_bytes=payload // pieces, tokens=tokens)
+        return opaque_layout.layout(pieces=pieces, piece_bytes=payload // pieces, tokens=tokens)
     except ValueError as error:
         raise ValueError(
-            f"RepriseTier cannot keep chunks of {tokens} tokens and {payload} bytes: {error}. Set another block_size (tokens of "
-            "a chunk, a multiple of vLLM's block size) in kv_connector_extra_config"
+            f"RepriseTier does not support chunks of {tokens} tokens and {payload} bytes: {error}. Set another block_size (tokens "
+            "per chunk, a multiple of vLLM's block size) in kv_connector_extra_config"
         ) from error

@@ -1,4 +1,4 @@
-"""The connector as vLLM knows it: which call goes to which side."""
+"""vLLM's connector interface; it delegates each call to the scheduler side or the worker side."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ HIT_SOURCES = {
     Source.PEER_DRAM: CacheHitSource.P2P,
     Source.PEER_NVME: CacheHitSource.P2P,
 }
-"""What vLLM calls the places where a block was found."""
+"""vLLM's names for the sources of a block."""
 
 
 def _events_are_wanted(config: VllmConfig) -> bool:
@@ -57,11 +57,11 @@ def _events_are_wanted(config: VllmConfig) -> bool:
 
 
 def _check_layerwise(config: VllmConfig, options: Options) -> None:
-    """Refuses an engine in which layer-wise loads could let a wrong answer through."""
+    """Rejects an engine in which layer-wise loads could cause a wrong answer."""
     if options.layerwise_loads and config.scheduler_config.async_scheduling:
         raise ValueError(
-            f"{options.where}: layerwise_loads needs to know what has become of a step before the next one is scheduled: set "
-            "--no-async-scheduling, or leave layerwise_loads out"
+            f"{options.where}: layerwise_loads needs the result of a step before the next step is scheduled: set "
+            "--no-async-scheduling, or remove layerwise_loads"
         )
 
 
@@ -78,11 +78,11 @@ def _session_of_all_ranks(blocks: geometry.Geometry, options: Options) -> Sessio
 
 
 class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
-    """Keeps KV blocks in Reprise and loads them from there.
+    """Saves KV blocks to Reprise and loads them from it.
 
     Raises:
-        ValueError: a configuration that cannot work, and what to do.
-        Version, Forbidden, BadRequest: the agent is there and refuses this engine, and what to do.
+        ValueError: the configuration is not supported; the message has the remedy.
+        Version, Forbidden, BadRequest: the agent rejects this engine; the message has the remedy.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -90,8 +90,8 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = self._kv_transfer_config
         if transfer.is_kv_consumer and transfer.kv_load_failure_policy != "recompute":
             raise ValueError(
-                'Reprise is a cache: what it cannot bring is computed. Set "kv_load_failure_policy": "recompute" in '
-                '--kv-transfer-config; with "fail" requests would end with an error when an agent restarts'
+                'Reprise is a cache: blocks that it cannot load must be recomputed. Set "kv_load_failure_policy": "recompute" in '
+                '--kv-transfer-config; with "fail", requests would fail when an agent restarts'
             )
         options = Options.read(transfer.kv_connector_extra_config)
         _check_layerwise(vllm_config, options)
@@ -120,7 +120,7 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A save that is dropped is a later miss, nothing more."""
+        """Returns False: a dropped save only causes a later miss."""
         return False
 
     def shutdown(self) -> None:
@@ -133,19 +133,22 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
     # Scheduler's side
 
     def on_new_request(self, request: Request) -> None:
-        """Notes a request and asks about it."""
+        """Starts the match of a new request."""
         self._scheduling().begin(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens beyond ``num_computed_tokens`` that can be loaded, and whether between steps; None: not known yet."""
+        """Returns the number of loadable tokens beyond ``num_computed_tokens``, and whether they are loaded between steps.
+
+        The number is None while the match is pending.
+        """
         return self._scheduling().matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """vLLM has made room."""
+        """Plans the load of a request whose blocks were allocated."""
         self._scheduling().allocated(request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        """Where the tokens come from that are loaded."""
+        """Returns the number of loaded tokens by source."""
         tokens = self._scheduling().geometry.block_tokens
         sources: dict[CacheHitSource, int] = {}
         for source, blocks in Counter(self._scheduling().hit_sources(request)[: num_external_tokens // tokens]).items():
@@ -154,66 +157,69 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
         return sources
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """What workers are to do in this step."""
+        """Returns the loads and saves of this step for the workers."""
         return self._scheduling().step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """What workers have ended."""
-        self._scheduling().workers_said(connector_output)
+        """Processes the loads and saves that workers have finished."""
+        self._scheduling().handle_worker_output(connector_output)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """vLLM's blocks, which are referenced while they are saved."""
+        """Takes vLLM's block pool, whose blocks are referenced while they are saved."""
         self._scheduling().pool = gpu_block_pool
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Blocks that are being saved have a reference of their own."""
-        self._scheduling().over(request)
+        """Records the end of a request; pending saves have their own references to its blocks."""
+        self._scheduling().finish(request)
         return False, None
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As :meth:`request_finished`."""
-        self._scheduling().over(request)
+        """Like :meth:`request_finished`."""
+        self._scheduling().finish(request)
         return False, None
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Checks that the workers name blocks as the scheduler does.
+        """Checks that workers and scheduler derive the same keys.
 
         Raises:
-            ValueError: they do not, and what to do.
+            ValueError: the keys differ; the message has the remedy.
         """
         namespaces = self._scheduling().geometry.namespaces
         Handshake.check(metadata, {rank: namespace.digest for rank, namespace in enumerate(namespaces)})
 
     def reset_cache(self) -> bool | None:
-        """The weights have changed: nothing that was saved before is loaded any more."""
+        """Invalidates all earlier saves, because the weights have changed."""
         if self._scheduler is not None:
-            self._scheduler.forget()
+            self._scheduler.invalidate()
         return True
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """What has been put into Reprise since the last call."""
+        """Returns the events of blocks saved to Reprise since the last call."""
         events = self._scheduling().events
         return events.take() if events is not None else ()
 
     def has_pending_block_frees(self) -> bool:
-        """Whether blocks come free when saves end."""
+        """Returns whether pending saves will free blocks."""
         return self._scheduling().saves_hold_blocks()
 
     def has_pending_push_work(self) -> bool:
-        """Whether the engine has to go on for loads and saves to be noticed as ended. vLLM goes on by itself for requests that wait
-        for loads, and not for those that were aborted meanwhile, whose blocks it keeps until then."""
-        return self._scheduling().is_under_way()
+        """Returns whether the engine must keep stepping to process the end of pending loads and saves.
+
+        vLLM keeps stepping by itself for requests that wait for loads, but not for aborted ones, whose blocks stay
+        allocated until their transfers end.
+        """
+        return self._scheduling().has_pending_transfers()
 
     # Worker's side
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """How this worker names blocks."""
+        """Returns this worker's namespace."""
         return Handshake(self._working().geometry.namespace.digest)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Takes vLLM's memory."""
+        """Registers vLLM's KV memory."""
         self._working().register(kv_caches)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -221,55 +227,55 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
         self._working().start_loads(self._metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Waits for a layer of the loads that belong to this step."""
+        """Waits for a layer of this step's layer-wise loads."""
         if self._is_layerwise:
-            self._working().layer_begins(layer_name, self._metadata())
+            self._working().begin_layer(layer_name, self._metadata())
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Lets the saves of this step read a layer."""
+        """Makes a computed layer available to this step's layer-wise saves."""
         if self._is_layerwise:
-            self._working().layer_ends(layer_name)
+            self._working().end_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        """Submits the saves of this step; their blocks are referenced until they have ended."""
-        # vLLM comes here also with the error of a forward pass: nobody knows what its blocks hold.
-        self._working().end_step(self._metadata(), is_whole=sys.exception() is None)
+        """Submits the saves of this step; their blocks stay referenced until the saves end."""
+        # vLLM also calls this while an exception of the forward pass propagates; the blocks are then undefined.
+        self._working().end_step(self._metadata(), is_complete=sys.exception() is None)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Requests whose loads have ended."""
+        """Returns the requests whose loads have ended."""
         return KVConnectorTransferResults(finished_recving=self._working().loaded(is_idle=self._metadata().is_idle))
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks to compute."""
+        """Returns the blocks whose load failed, so that vLLM computes them."""
         return self._working().take_failed_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Saves that have ended, loads that failed."""
-        return self._working().take_said()
+        """Returns ended saves and loads for the scheduler side."""
+        return self._working().take_worker_output()
 
-    # Both
+    # Both sides
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What has happened since the last call."""
+        """Returns the statistics since the last call."""
         side = self._scheduler or self._working()
         return side.stats.take()
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig | None) -> bool:
-        """No: the memory that was registered is another one when the engine wakes up. Asked by vLLM from 0.33 on, which then refuses."""
+        """Returns False: the KV memory changes when the engine wakes up. vLLM 0.33 and later then reject sleep mode."""
         return False
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:
-        """Whether vLLM has to come by between layers, also where it replays graphs."""
+        """Returns whether vLLM must call the connector between layers even with CUDA graphs."""
         options = Options.read(extra_config)
         return options.layerwise_loads or options.layerwise_saves
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """Statistics as they arrive in another process."""
+        """Builds statistics from data of another process."""
         return Stats(data)
 
     @classmethod
@@ -280,15 +286,15 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
-        """Metrics of this connector."""
+        """Builds the Prometheus metrics of this connector."""
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def _scheduling(self) -> SchedulerSide:
-        assert self._scheduler is not None, "a call for the scheduler's side came to a worker's"
+        assert self._scheduler is not None, "a scheduler method was called on a worker connector"
         return self._scheduler
 
     def _working(self) -> WorkerSide:
-        assert self._worker is not None, "a call for a worker's side came to the scheduler's"
+        assert self._worker is not None, "a worker method was called on the scheduler connector"
         return self._worker
 
     def _metadata(self) -> RepriseMetadata:

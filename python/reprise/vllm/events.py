@@ -1,8 +1,8 @@
-"""KV events: what an engine's saves have put into Reprise, in vLLM's words.
+"""KV events for the blocks that an engine has saved to Reprise, in vLLM's format.
 
-vLLM publishes these with its own events (``--kv-events-config``). Hashes are Reprise's block keys, 16 bytes, as in the
-stream that its control plane publishes: there a subscriber learns on which node and in which tier a block is, and when
-it is gone; here, which tokens it has. Both say ``"ownership": "reprise"``.
+vLLM publishes these with its own events (``--kv-events-config``). Hashes are Reprise's block keys of 16 bytes, as in the
+event stream of the control plane. These events have the tokens of a block. The control plane's events have its node and
+tier, and its removal. Both have ``"ownership": "reprise"``.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ if TYPE_CHECKING:
     from reprise.vllm.geometry import Geometry
 
 OWNERSHIP = "reprise"
-"""As in the control plane's stream (docs/PROTOCOL.md, part 4)."""
+"""Owner in events, equal to that in the control plane's stream (docs/PROTOCOL.md, part 4)."""
 
 KEY_BYTES = 16
 
 
 @dataclass
 class KvEvents:
-    """Events of saves, told when all of a save is in Reprise."""
+    """Events of saves, published when all blocks of a save are in Reprise."""
 
     geometry: Geometry
     _planned: dict[int, BlockStored] = field(default_factory=dict)
-    _told: list[KVCacheEvent] = field(default_factory=list)
+    _ready: list[KVCacheEvent] = field(default_factory=list)
 
     def plan(
         self, save_id: int, request: Request, first: int, hashes: Sequence[bytes], parent: Sequence[bytes]
     ) -> None:
-        """Notes a save of blocks that follow each other.
+        """Records a pending save of consecutive blocks.
 
         Args:
-            save_id: names the save.
-            request: whose blocks these are.
-            first: of the blocks, counted from the begin of the request.
-            hashes: of the blocks, as they are saved.
-            parent: the hash of the block before, if there is one.
+            save_id: id of the save.
+            request: request of the blocks.
+            first: index of the first block in the request.
+            hashes: hashes of the blocks, as saved.
+            parent: hash of the block before the first one, if it exists.
         """
         tokens = self.geometry.block_tokens
         lora = request.lora_request
@@ -65,18 +65,18 @@ class KvEvents:
         )
 
     def ended(self, save_id: int, whole: bool) -> None:
-        """A save has ended; what was kept in part is left to the control plane's stream."""
+        """Publishes the event of an ended save if it is complete; partial saves appear only in the control plane's stream."""
         event = self._planned.pop(save_id, None)
         if event is not None and whole:
-            self._told.append(event)
+            self._ready.append(event)
 
     def take(self) -> list[KVCacheEvent]:
-        """Events since the last call."""
-        told, self._told = self._told, []
-        return told
+        """Returns the events since the last call."""
+        ready, self._ready = self._ready, []
+        return ready
 
     def _extra_keys(self, request: Request, first: int, count: int) -> Iterator[tuple[Any, ...] | None]:
-        """What vLLM's hash of each block covers besides its tokens: adapter, inputs of other kinds, salt."""
+        """Yields the inputs of vLLM's block hash besides the tokens: adapter, multimodal inputs and salt."""
         tokens = self.geometry.block_tokens
         feature = 0
         for block in range(first, first + count):
@@ -84,6 +84,6 @@ class KvEvents:
             yield keys
 
     def _keys(self, hashes: Sequence[bytes]) -> Iterator[bytes]:
-        """Keys of the first rank's blocks: those of other ranks come and go with them."""
+        """Yields the keys of the first rank's blocks; those of other ranks are saved and removed with them."""
         packed = block_keys(self.geometry.namespaces[0], hashes)
         return (packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES))

@@ -1,7 +1,7 @@
-"""What a block of this engine is, and what its bytes may be shared with.
+"""Geometry and namespaces of an engine's blocks.
 
-Everything that changes bytes or meaning of a block is in the namespace: equal keys must mean equal KV. What vLLM's
-block hash covers (tokens, LoRA, multimodal inputs, cache salt) is not repeated here.
+Everything that changes the bytes or the meaning of a block is part of the namespace: equal keys must mean equal KV. Inputs
+that vLLM's block hash covers (tokens, LoRA, multimodal inputs, cache salt) are not repeated here.
 """
 
 from __future__ import annotations
@@ -33,61 +33,61 @@ DTYPES = {
 }
 
 SHARED_SEED_ALGORITHMS = ("sha256", "sha256_cbor")
-"""Algorithms whose chains agree between processes without a seed from outside."""
+"""Hash algorithms whose chains are equal in all processes without an external seed."""
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Blocks of one rank, and of all ranks for whoever matches."""
+    """Blocks of one rank, with the namespaces of all ranks for matches."""
 
     layer_names: tuple[str, ...]
-    """Layers in the order of a block's objects."""
+    """Names of the layers in the order of a block's objects."""
     block_tokens: int
     rank: int
     namespaces: tuple[Namespace, ...]
-    """One for each tensor-parallel rank."""
+    """Namespace of each tensor-parallel rank."""
 
     @property
     def layout(self) -> Layout:
-        """Of this rank's blocks."""
+        """Layout of this rank's blocks."""
         return self.namespaces[self.rank].layout
 
     @property
     def namespace(self) -> Namespace:
-        """Of this rank's blocks."""
+        """Namespace of this rank's blocks."""
         return self.namespaces[self.rank]
 
 
 def read(config: VllmConfig, kv_cache: KVCacheConfig, options: Options, rank: int) -> Geometry:
-    """The geometry of an engine's blocks.
+    """Returns the geometry of an engine's blocks.
 
     Args:
         config: vLLM's configuration.
-        kv_cache: as vLLM has resolved it.
-        options: of the connector.
-        rank: of this process in its tensor-parallel group.
+        kv_cache: KV cache configuration as resolved by vLLM.
+        options: options of the connector.
+        rank: rank of this process in its tensor-parallel group.
 
     Raises:
-        ValueError: the engine has KV that Reprise cannot keep, and what to do.
+        ValueError: Reprise does not support the engine's KV; the message has the remedy.
     """
     check_prefixes(config, kv_cache)
     spec, layers = _single_full_attention_group(kv_cache)
     parallel = config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
-            raise ValueError(f"Reprise does not keep KV of engines with {name} > 1 yet: set it to 1")
+            raise ValueError(f"Reprise does not support {name} > 1 yet: set it to 1")
     dtype = DTYPES.get(spec.dtype)
     if dtype is None:
         raise ValueError(
-            f"Reprise does not know the KV cache dtype {spec.dtype}: use bfloat16, float16, float32 or fp8"
+            f"Reprise does not support the KV cache dtype {spec.dtype}: use bfloat16, float16, float32 or fp8"
         )
     if spec.page_size_bytes != spec.unpadded_page_size_bytes:
         raise ValueError(
-            "Reprise does not keep padded KV cache pages: this model's layers have pages of different sizes"
+            "Reprise does not support padded KV cache pages: this model's layers have pages of different sizes"
         )
     if kv_cache.hash_block_size not in (None, spec.block_size):
         raise ValueError(
-            f"Reprise keeps blocks as vLLM hashes them; here hashes are of {kv_cache.hash_block_size} tokens and blocks of "
+            f"Reprise needs one hash per block, but hashes cover {kv_cache.hash_block_size} tokens and blocks have "
             f"{spec.block_size}: unset prefix_match_unit"
         )
     element_bytes = torch.empty((), dtype=spec.dtype).element_size()
@@ -124,9 +124,10 @@ def read(config: VllmConfig, kv_cache: KVCacheConfig, options: Options, rank: in
 
 
 def inner_order(config: VllmConfig, spec: AttentionSpec) -> str:
-    """What decides where values lie within a block of a layer, beside its shape.
+    """Returns a description of the value order within a block of a layer, beyond its shape.
 
-    vLLM's kernels for CPUs choose that by the processor: with AMX, bfloat16 is kept in tiles. They may choose otherwise in another release.
+    vLLM's CPU kernels choose the order by the processor: with AMX, bfloat16 is stored in tiles. It may change between
+    releases.
     """
     from vllm.v1.attention.backends import cpu_attn
 
@@ -134,45 +135,45 @@ def inner_order(config: VllmConfig, spec: AttentionSpec) -> str:
     try:
         order = cpu_attn._get_attn_isa(config.model_config.dtype, spec.block_size, head_size, cache_dtype)
     except NotImplementedError:
-        # No kernel here takes this cache: vLLM says so itself.
+        # No kernel supports this cache; vLLM itself rejects the engine.
         order = "none"
     return f"{platform.machine()}:{order}:{vllm_release()}"
 
 
 def vllm_release() -> str:
-    """Major and minor version: what a block holds inside is vLLM's own business, and no promise of it lasts longer."""
+    """Returns vLLM's major and minor version: the byte order inside a block may change with each release."""
     return ".".join(vllm.__version__.split("+")[0].split(".")[:2])
 
 
 def _layout(**dimensions: Any) -> Layout:
-    """The layout, or in words why there is none."""
+    """Returns the layout; raises ValueError with all dimensions if they are out of range."""
     try:
         return Layout(**dimensions)
     except (OverflowError, ValueError) as error:
         sizes = ", ".join(f"{name} {value}" for name, value in dimensions.items())
         raise ValueError(
-            f"Reprise cannot keep blocks of this engine ({sizes}): {error}. Set another --block-size"
+            f"Reprise does not support the blocks of this engine ({sizes}): {error}. Set another --block-size"
         ) from error
 
 
 def check_prefixes(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
-    """Checks that this engine's KV of a prefix is the same whatever follows it.
+    """Checks that the KV of a prefix does not depend on the tokens after it.
 
-    vLLM switches its prefix caching off where it is not, for the whole engine or by the layers' specification.
+    If it does, vLLM disables its prefix caching, for the whole engine or in the layers' specification.
 
     Raises:
-        ValueError: it is not, or nobody says that it is, and what to do.
+        ValueError: the KV depends on later tokens, or prefix caching is off; the message has the remedy.
     """
     if any(getattr(group.kv_cache_spec, "non_causal", False) for group in kv_cache.kv_cache_groups):
         raise ValueError(
-            "Reprise does not keep KV of layers that attend to what follows (non_causal): a prefix's KV is another in every "
-            "prompt. Leave the connector out for this model"
+            "Reprise does not support layers that attend to later tokens (non_causal): the KV of a prefix differs between "
+            "prompts. Run this model without the connector"
         )
     if not config.cache_config.enable_prefix_caching:
         raise ValueError(
-            "vLLM's prefix caching is off in this engine, and Reprise keeps prefixes: remove --no-enable-prefix-caching. If it is "
-            "not set, vLLM has switched it off because this model's KV cannot be reused here (its log says so): leave the "
-            "connector out"
+            "Reprise needs vLLM's prefix caching, which is off in this engine: remove --no-enable-prefix-caching. If that option "
+            "is not set, vLLM has disabled prefix caching because the KV of this model cannot be reused (see its log): run the "
+            "model without the connector"
         )
 
 
@@ -181,30 +182,30 @@ def _single_full_attention_group(kv_cache: KVCacheConfig) -> tuple[AttentionSpec
     if len(groups) != 1:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
         raise ValueError(
-            f"Reprise keeps models with one group of full attention; this one has {len(groups)} KV cache groups ({kinds})"
+            f"Reprise supports models with one group of full attention; this model has {len(groups)} KV cache groups ({kinds})"
         )
     spec = groups[0].kv_cache_spec
     if not isinstance(spec, FullAttentionSpec | MLAAttentionSpec):
-        raise ValueError(f"Reprise keeps full attention; this model's KV cache is a {type(spec).__name__}")
+        raise ValueError(f"Reprise supports full attention; this model's KV cache is a {type(spec).__name__}")
     if spec.sliding_window is not None or spec.attention_chunk_size is not None:
         raise ValueError(
-            "Reprise keeps full attention; this model's layers see a window: blocks behind it are missing in vLLM's memory"
+            "Reprise supports full attention; this model's layers have an attention window, and vLLM drops blocks behind it"
         )
     return spec, list(groups[0].layer_names)
 
 
 def tenant_salt(tenant: str) -> str:
-    """What keeps a tenant's keys apart from those of others."""
+    """Returns the salt that separates a tenant's keys from those of other tenants."""
     return "" if tenant == "default" else tenant
 
 
 def hash_seed(algorithm: str) -> str:
-    """The seed of vLLM's prefix chain, which every process that shares blocks must have.
+    """Returns the seed of vLLM's prefix chain, which must be equal in all processes that share blocks.
 
-    ``PYTHONHASHSEED``, whatever it says: "random" is a seed like any other to vLLM.
+    This is the text of ``PYTHONHASHSEED``, if set; vLLM also uses "random" literally as a seed.
 
     Raises:
-        ValueError: an algorithm whose seed is random, and what to do.
+        ValueError: the algorithm uses a random seed; the message has the remedy.
     """
     import os
 
@@ -216,6 +217,6 @@ def hash_seed(algorithm: str) -> str:
     if algorithm in SHARED_SEED_ALGORITHMS:
         return DEFAULT_NONE_HASH_SEED
     raise ValueError(
-        f"block hashes of {algorithm!r} differ between processes, so nothing would ever be found: "
+        f"block hashes of {algorithm!r} differ between processes, so no block would ever be found: "
         "set --prefix-caching-hash-algo sha256_cbor, or the same PYTHONHASHSEED for every engine"
     )

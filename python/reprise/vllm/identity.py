@@ -1,12 +1,12 @@
-"""What names a model in keys: its weights, and all else that changes the KV that it computes of the same tokens.
+"""Identity of a model in keys: its weights, and every setting that changes the KV of the same tokens.
 
-Models change their configuration in place when they are built (MiniMax-M2 notes ``max_model_len`` there, Llama 4 how it scales queries), which
-happens in the workers' processes and not in the scheduler's, unless they are one. So what vLLM has read is not asked: it is read
-anew, from where vLLM has read it and with the same overrides, and is the same in every process. Workers and scheduler compare
-what they have all the same (:class:`Handshake`).
+Some models change their configuration object while they are built (MiniMax-M2 stores ``max_model_len`` in it, Llama 4 its
+query scaling). This happens in the workers' processes, but not in the scheduler's. So the configuration is read again from
+vLLM's source with the same overrides, which gives the same result in every process. Workers and scheduler also compare
+their namespaces (:class:`Handshake`).
 
-What lies in vLLM's settings and changes KV is named one by one: another ``max_model_len`` alone shares, where positions do not depend
-on it.
+Settings of vLLM that change KV are listed one by one. For example, engines that differ only in ``max_model_len`` share
+blocks if positions do not depend on it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("reprise")
 
 NOT_ARCHITECTURE = ("_name_or_path", "transformers_version")
-"""What a configuration of transformers says of where and by what it was read: it differs between nodes."""
+"""Fields of a transformers configuration that describe its source; they differ between nodes."""
 
 ROPES_OF_ANY_LENGTH = frozenset(
     {
@@ -48,13 +48,13 @@ ROPES_OF_ANY_LENGTH = frozenset(
         "mllama4",
     }
 )
-"""Kinds of RoPE that rotate a position alike whatever ``max_model_len`` is (``vllm.model_executor.layers.rotary_embedding``)."""
+"""Kinds of RoPE whose rotation does not depend on ``max_model_len`` (``vllm.model_executor.layers.rotary_embedding``)."""
 
 ROPES_OF_TWO_LENGTHS = frozenset({"longrope", "su"})
-"""Those with one set of factors up to ``original_max_position_embeddings`` and another for engines that go beyond it."""
+"""Kinds of RoPE with one set of factors up to ``original_max_position_embeddings`` and another for longer engines."""
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""What a model's folder says of how images, video and audio become what the model sees."""
+"""Files in a model's folder that define the preprocessing of images, video and audio."""
 
 NOT_INPUTS = frozenset(
     {
@@ -74,8 +74,8 @@ NOT_INPUTS = frozenset(
         "skip_mm_profiling",
     }
 )
-"""Settings of vLLM's for inputs of other kinds that say where and how fast, or that show in tokens or hashes. Others, also those of
-releases to come, are in the keys."""
+"""Multimodal settings of vLLM that do not change KV, or whose effect is in tokens or hashes. All other settings, also
+those of future releases, are part of the keys."""
 
 NOT_ADAPTERS = frozenset(
     {
@@ -89,55 +89,55 @@ NOT_ADAPTERS = frozenset(
         "lora_dtype",
     }
 )
-"""Settings of vLLM's for LoRA adapters that say how many there is room for and how they are computed, or that name an adapter, which is
-in vLLM's hash; and the dtype, which is looked at by itself. Others, also those of releases to come, are in the keys where they are set."""
+"""LoRA settings of vLLM that do not change KV: capacities and kernels, the adapter's name (part of vLLM's hash), and the
+dtype, which is handled separately. All other settings that are set, also those of future releases, are part of the keys."""
 
 WITHOUT_DRAFT = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
-"""Ways of speculation that compute no KV of their own."""
+"""Speculation methods that compute no KV."""
 
 
 @dataclass(frozen=True)
 class Handshake(KVConnectorHandshakeMetadata):
-    """What a worker's keys begin with, for the scheduler to compare."""
+    """Namespace of a worker, which the scheduler compares with its own."""
 
     namespace: bytes
-    """Digest of the worker's namespace."""
+    """Digest of the namespace."""
 
     @staticmethod
     def check(workers: Mapping[int, KVConnectorHandshakeMetadata], namespaces: Mapping[int, bytes]) -> None:
-        """Checks that workers and scheduler name blocks alike: else nothing that is asked about would ever be what was saved.
+        """Checks that workers and scheduler derive the same keys; otherwise no saved block would ever be found.
 
         Args:
-            workers: what each tensor-parallel rank says.
-            namespaces: digests of each rank's namespace, as the scheduler has them.
+            workers: handshake of each tensor-parallel rank.
+            namespaces: digest of each rank's namespace in the scheduler.
 
         Raises:
-            ValueError: they do not, and what to do.
+            ValueError: the namespaces differ; the message has the remedy.
         """
-        for rank, said in workers.items():
-            if not isinstance(said, Handshake):
+        for rank, handshake in workers.items():
+            if not isinstance(handshake, Handshake):
                 raise ValueError(
-                    f"the worker of rank {rank} says {type(said).__name__} about its keys: use the same version of the package "
-                    "reprise in all processes of the engine"
+                    f"the worker of rank {rank} sent an unknown handshake ({type(handshake).__name__}): use the same version of "
+                    "the package reprise in all processes of the engine"
                 )
-            if said.namespace != namespaces.get(rank):
+            if handshake.namespace != namespaces.get(rank):
                 raise ValueError(
-                    f"the worker of rank {rank} and the scheduler would give the same blocks different keys, so nothing would ever be "
-                    "found: they see other weights, another configuration of the model or another processor. Let all nodes of "
-                    "the engine have the same files, environment (PYTHONHASHSEED) and versions of vllm and reprise; where that is so, "
-                    "this model changes its own configuration: leave the connector out for it, and report it"
+                    f"the worker of rank {rank} and the scheduler derive different keys for the same blocks, so no block would ever "
+                    "be found: their weights, model configuration or processors differ. Use the same files, environment "
+                    "(PYTHONHASHSEED) and versions of vllm and reprise on all nodes of the engine. If they are equal, this model "
+                    "changes its own configuration: run it without the connector, and report it"
                 )
 
 
 def model_digest(config: VllmConfig, weights_digest: str) -> str:
-    """What names the weights, and everything else about the model that changes its KV.
+    """Returns a digest of the weights and of everything else about the model that changes its KV.
 
     Args:
         config: vLLM's configuration.
-        weights_digest: of the weights; empty: read from where they are.
+        weights_digest: digest of the weights; empty: derived from their files or their commit.
 
     Raises:
-        ValueError: weights that cannot be told apart from others.
+        ValueError: the weights cannot be identified.
     """
     model = config.model_config
     architecture = digest.plain(configuration_of(model).to_dict(), NOT_ARCHITECTURE)
@@ -149,7 +149,7 @@ def model_digest(config: VllmConfig, weights_digest: str) -> str:
         "revision": _revision(model),
         "weights": weights_digest or _weights(model, config.load_config.load_format),
     }
-    # Only what is said is in the digest, so that engines share which do not have it.
+    # Optional settings are part of the digest only if set, so that engines without them share blocks.
     if model.quantization_config:
         described["quantization_config"] = model.quantization_config
     if skipped := config.cache_config.kv_cache_dtype_skip_layers:
@@ -167,27 +167,27 @@ def model_digest(config: VllmConfig, weights_digest: str) -> str:
 
 
 def model_name(config: VllmConfig) -> str:
-    """The model's name in keys: of the hub, where it comes from there."""
+    """Returns the model's name in keys: the hub's repository for a hub snapshot, else vLLM's name."""
     snapshot = weights.hub_snapshot(config.model_config.model)
     return snapshot[0] if snapshot is not None else str(config.model_config.model)
 
 
 def configuration_of(model: ModelConfig) -> PretrainedConfig:
-    """A model's configuration as it was before any model was built, overrides included."""
+    """Returns a model's configuration, with overrides, as it was before the model was built."""
     try:
-        return _read_anew(model)
+        return _read_again(model)
     except Exception as error:
-        # What a model's files may raise is anybody's guess (its own code may run). The handshake tells if it matters.
+        # Any exception is possible, because the model's own code may run. The handshake detects a difference.
         logger.warning(
-            "the configuration of %s cannot be read again (%s): keys are made of what this process has",
+            "cannot read the configuration of %s again (%s): deriving keys from the configuration of this process",
             model.model,
             error,
         )
         return model.hf_config
 
 
-def _read_anew(model: ModelConfig) -> PretrainedConfig:
-    """As vLLM's ``ModelConfig`` reads it."""
+def _read_again(model: ModelConfig) -> PretrainedConfig:
+    """Reads the configuration in the same way as vLLM's ``ModelConfig``."""
     from vllm.transformers_utils.config import get_config
 
     overrides = model.hf_overrides
@@ -216,29 +216,29 @@ def _digest(described: Any) -> str:
 
 
 def _of_length(architecture: Any, model: ModelConfig) -> list[Any]:
-    """What the model's positions have of ``max_model_len``; nothing, of most models."""
-    # With "auto" the model is built for its longest, and the engine may settle for less.
+    """Returns how positions depend on ``max_model_len``, one entry per RoPE; empty for most models."""
+    # With "auto" the model is built for its maximum length, even if the engine then uses a shorter one.
     length: int | str = "auto" if model.original_max_model_len == -1 else model.max_model_len
-    said: list[Any] = []
+    described: list[Any] = []
     for rope in _ropes(architecture):
         kind = _kind(rope)
         original = rope.get("original_max_position_embeddings", architecture.get("original_max_position_embeddings"))
         if kind in ROPES_OF_ANY_LENGTH:
             continue
         if kind in ROPES_OF_TWO_LENGTHS and isinstance(length, int) and isinstance(original, int):
-            said.append("long" if length > original else "short")
+            described.append("long" if length > original else "short")
         else:
-            said.append(length)
-    return said
+            described.append(length)
+    return described
 
 
 def _ropes(described: Any) -> Iterator[dict[str, Any]]:
-    """Every description of a RoPE in a configuration, of all its parts."""
+    """Yields every RoPE description in a configuration, recursively."""
     if not isinstance(described, dict):
         return
     for name, value in sorted(described.items()):
         if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
-            # One of the model, or one for each kind of its layers.
+            # Either one for the model, or one for each kind of layer.
             yield from (part for part in (value, *value.values()) if isinstance(part, dict) and _kind(part) is not None)
         else:
             yield from _ropes(value)
@@ -249,8 +249,10 @@ def _kind(rope: dict[str, Any]) -> Any:
 
 
 def _inputs(model: ModelConfig, settings: MultiModalConfig) -> dict[str, Any]:
-    """How inputs of other kinds than text become what the model sees, as far as vLLM's hash of them does not have it: it covers the
-    input and what its request asks for, and not what the engine does with all of them."""
+    """Returns the engine's settings for preprocessing multimodal inputs.
+
+    vLLM's hash of an input covers the input and its request's options, but not the engine's settings.
+    """
     described = {each.name: getattr(settings, each.name) for each in fields(settings) if each.name not in NOT_INPUTS}
     processor = described.get("mm_processor_kwargs") or {}
     described["mm_processor_kwargs"] = {name: value for name, value in processor.items() if name != "device"}
@@ -258,20 +260,20 @@ def _inputs(model: ModelConfig, settings: MultiModalConfig) -> dict[str, Any]:
     described["mm_encoder_fp8_scale_path"] = _of_file(scales) if scales else None
     folder = Path(model.model)
     if folder.is_dir() and weights.hub_snapshot(model.model) is None:
-        # A commit of the hub has them. Here they are beside weights that are told apart by their bytes.
+        # A hub commit covers these files. Otherwise the weights are identified by their bytes, and the files separately.
         described["files"] = {name: _of_file(folder / name) for name in PROCESSOR_FILES}
     return described
 
 
 def _of_file(file: str | Path) -> str | None:
-    """What a small file holds; None: there is none."""
+    """Returns a digest of a small file's contents; None if the file does not exist."""
     if not Path(file).is_file():
         return None
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 def _adapters(settings: LoRAConfig, model: ModelConfig) -> dict[str, Any]:
-    """What an engine makes of the same adapter; nothing, of most engines."""
+    """Returns the engine's settings that change the effect of an adapter; empty for most engines."""
     described: dict[str, Any] = {}
     for name in (each.name for each in fields(settings) if each.name not in NOT_ADAPTERS):
         value = getattr(settings, name)
@@ -285,7 +287,7 @@ def _adapters(settings: LoRAConfig, model: ModelConfig) -> dict[str, Any]:
 
 
 def _draft(config: VllmConfig) -> dict[str, Any]:
-    """Whose KV lies in the same blocks as the model's: that of what guesses its next tokens."""
+    """Returns the identity of the draft model, whose KV is in the same blocks as the model's."""
     speculation = config.speculative_config
     draft = speculation.draft_model_config
     described: dict[str, Any] = {"method": speculation.method}
@@ -296,10 +298,9 @@ def _draft(config: VllmConfig) -> dict[str, Any]:
 
 
 def _weights(model: ModelConfig, load_format: str) -> str:
-    """What names weights, the same on every node.
+    """Returns the identity of weights, equal on every node.
 
-    vLLM resolves the revision of a model of the hub to a commit, once; offline it has the path of the commit's snapshot instead of the
-    model's name.
+    vLLM resolves the revision of a hub model to a commit. Offline, the model's name is the path of the commit's snapshot.
     """
     if load_format == "dummy":
         return f"dummy:{model.seed}"
@@ -310,12 +311,12 @@ def _weights(model: ModelConfig, load_format: str) -> str:
         return f"hub:{repository}@{commit}"
     found = weights.files(Path(model.model))
     if not found:
-        raise ValueError(f"Reprise cannot tell which weights {model.model!r} has: set weights_digest")
+        raise ValueError(f"Reprise cannot identify the weights of {model.model!r}: set weights_digest")
     return f"sample:{weights.sample(found)}"
 
 
 def _revision(model: ModelConfig) -> str:
-    """The revision where it says something that the weights' name does not: what it resolves to, or the words of who asked."""
+    """Returns the commit of the revision, or the configured revision if it cannot be resolved and is not the default."""
     commit = getattr(model.revision, "resolved", None)
     if commit is not None:
         return str(commit)

@@ -1,14 +1,14 @@
-"""What the agent has of each request's chunks, asked a step's keys at a time.
+"""Look-ups of requests' chunks, with one match per request and step.
 
 ```text
-first look   ─▶ waiting   RETRY   vLLM goes on scanning, so that a prompt's keys come together
-end of step  ─▶ asked     RETRY   one question, in the order of the prompt; later, where the step has no time left
-next looks   ─▶ HIT for the leading ones that are there, MISS for the one behind them; what lies beyond is asked about
-                if vLLM ever looks at it
+first lookup  ─▶ waiting   RETRY   vLLM continues its scan, so that the keys of a prompt are collected
+end of step   ─▶ matching  RETRY   one match, in the order of the prompt; later if the step has no time left
+next lookups  ─▶ HIT for the leading keys that were found, MISS for the key after them; keys beyond that are matched
+                 only if vLLM looks them up again
 ```
 
-A verdict is kept until its request ends; a HIT that could not be loaded is a MISS from then on. Without an agent that answers
-everything is a MISS at once.
+A verdict is valid until its request ends, but a HIT that could not be loaded becomes a MISS. If no agent answers, every
+key is a MISS at once.
 """
 
 from __future__ import annotations
@@ -18,108 +18,108 @@ from dataclasses import dataclass, field
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 
-from reprise.vllm.asking import KEYS_PER_MATCH, Asker, Question
+from reprise.vllm.match_calls import KEYS_PER_MATCH, MatchCall, Matcher
 
 
 @dataclass
 class RequestLookups:
-    """What is known of one request's keys."""
+    """State of one request's keys."""
 
     verdicts: dict[OffloadKey, LookupResult] = field(default_factory=dict)
     waiting: dict[OffloadKey, None] = field(default_factory=dict)
-    """To be asked about, in the order of their first look."""
-    asked: dict[OffloadKey, None] = field(default_factory=dict)
-    """Asked about, in this order."""
-    question: Question | None = None
-    looked_in: int = -1
-    """The step in which the answer was looked for last: a step waits for it once."""
+    """Keys to match, in the order of their first lookup."""
+    matching: dict[OffloadKey, None] = field(default_factory=dict)
+    """Keys of the pending match, in order."""
+    call: MatchCall | None = None
+    polled_in_step: int = -1
+    """Step in which the match was last polled; each step waits for it once."""
     last: OffloadKey | None = None
-    """The last key of the request's chain that was found or stored."""
+    """Last key of the request's chain that was found or stored."""
 
 
 @dataclass
 class Lookups:
-    """See the module."""
+    """Look-ups of all requests."""
 
-    asker: Asker
+    matcher: Matcher
     keys: Callable[[Collection[OffloadKey]], bytes]
-    """Packed keys of vLLM's."""
+    """Converts vLLM's keys to packed keys."""
     _requests: dict[str, RequestLookups] = field(default_factory=dict)
     _step: int = 0
 
-    def look(self, request_id: str, key: OffloadKey) -> LookupResult:
-        """Whether a chunk is there. Waits for what is left of the step's budget at the most."""
+    def lookup(self, request_id: str, key: OffloadKey) -> LookupResult:
+        """Looks up a chunk. Waits at most for the remaining budget of the step."""
         state = self._requests.setdefault(request_id, RequestLookups())
         verdict = state.verdicts.get(key)
         if verdict is not None:
             return verdict
-        if state.question is not None and state.looked_in != self._step:
-            self._take_answer(state, state.question)
+        if state.call is not None and state.polled_in_step != self._step:
+            self._poll(state, state.call)
             verdict = state.verdicts.get(key)
             if verdict is not None:
                 return verdict
-        session = self.asker.session
-        if state.question is None and (not session.connected or session.suspected):
+        session = self.matcher.session
+        if state.call is None and (not session.connected or session.suspected):
             return LookupResult.MISS
-        if state.question is None or key not in state.asked:
+        if state.call is None or key not in state.matching:
             state.waiting[key] = None
         return LookupResult.RETRY
 
     def end_step(self) -> None:
-        """Asks about what has come together in this step, within the budget of the next; the rest is for the one after it."""
+        """Starts matches of the keys collected in this step, within the budget of the next step; the rest waits."""
         self._step += 1
-        self.asker.begin_step()
+        self.matcher.begin_step()
         for state in self._requests.values():
-            if state.question is None and state.waiting and not self._ask(state):
+            if state.call is None and state.waiting and not self._start_match(state):
                 break
 
     def missed(self, keys: Collection[OffloadKey]) -> None:
-        """These were found and could not be loaded."""
+        """Records that these keys were found but could not be loaded."""
         for state in self._requests.values():
             for key in keys:
                 if key in state.verdicts:
                     state.verdicts[key] = LookupResult.MISS
 
     def parent(self, request_id: str) -> OffloadKey | None:
-        """The key that precedes the next one to be stored in the request's chain; None: there is none, or it is not known."""
+        """Returns the key before the next one to store in the request's chain; None if there is no such key or it is unknown."""
         state = self._requests.get(request_id)
         return None if state is None else state.last
 
     def note_stored(self, request_id: str, key: OffloadKey) -> None:
-        """This is the last key that was stored of a request."""
+        """Records the last stored key of a request."""
         state = self._requests.get(request_id)
         if state is not None:
             state.last = key
 
     def end_request(self, request_id: str) -> None:
-        """A request is over."""
+        """Drops the state of a finished request."""
         self._requests.pop(request_id, None)
 
-    def forget(self) -> None:
-        """Nothing that was found before counts any more."""
+    def invalidate(self) -> None:
+        """Drops all verdicts."""
         self._requests.clear()
 
-    def _ask(self, state: RequestLookups) -> bool:
-        """Asks about the keys of a request; whether there was time for it."""
+    def _start_match(self, state: RequestLookups) -> bool:
+        """Starts a match of a request's keys; returns whether the step had time for it."""
         waiting = list(state.waiting)
-        asked = waiting[:KEYS_PER_MATCH]
-        question = self.asker.ask(lambda: self.keys(asked))
-        if question is None:
+        matching = waiting[:KEYS_PER_MATCH]
+        call = self.matcher.start(lambda: self.keys(matching))
+        if call is None:
             return False
-        state.question = question
-        state.asked = dict.fromkeys(asked)
+        state.call = call
+        state.matching = dict.fromkeys(matching)
         state.waiting = dict.fromkeys(waiting[KEYS_PER_MATCH:])
         return True
 
-    def _take_answer(self, state: RequestLookups, question: Question) -> None:
-        state.looked_in = self._step
-        sources = self.asker.look(question)
+    def _poll(self, state: RequestLookups, call: MatchCall) -> None:
+        state.polled_in_step = self._step
+        sources = self.matcher.poll(call)
         if sources is None:
             return
-        asked = list(state.asked)
+        matched = list(state.matching)
         if len(sources) > 0:
-            state.last = asked[len(sources) - 1]
-        state.verdicts.update(dict.fromkeys(asked[: len(sources)], LookupResult.HIT))
-        state.verdicts.update(dict.fromkeys(asked[len(sources) : len(sources) + 1], LookupResult.MISS))
-        state.asked = {}
-        state.question = None
+            state.last = matched[len(sources) - 1]
+        state.verdicts.update(dict.fromkeys(matched[: len(sources)], LookupResult.HIT))
+        state.verdicts.update(dict.fromkeys(matched[len(sources) : len(sources) + 1], LookupResult.MISS))
+        state.matching = {}
+        state.call = None

@@ -1,4 +1,4 @@
-"""What the scheduler's side and the workers' side tell each other, once a step."""
+"""Messages between the scheduler side and the worker sides, exchanged once per step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Blocks of a request to load into vLLM's memory."""
+    """Load of a request's blocks into vLLM's memory."""
 
     request_id: str
     hashes: tuple[bytes, ...]
@@ -21,42 +21,42 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Blocks that are full after this step, to save."""
+    """Save of blocks that are full after this step."""
 
     save_id: int
     hashes: tuple[bytes, ...]
     blocks: tuple[int, ...]
     parent: bytes | None = None
-    """vLLM's hash of the block before the first one in the prompt; None: there is none."""
+    """vLLM's hash of the block before the first one; None at the start of the prompt."""
 
 
 @dataclass
 class RepriseMetadata(KVConnectorMetadata):
-    """From the scheduler to each worker."""
+    """Message from the scheduler to each worker."""
 
     loads: list[LoadPlan] = field(default_factory=list)
     saves: list[SavePlan] = field(default_factory=list)
     is_idle: bool = False
-    """Whether the step computes nothing: vLLM goes round until a load or save has ended."""
+    """Whether the step computes nothing; vLLM then repeats steps until a load or save has ended."""
 
 
 @dataclass
 class RepriseWorkerMetadata(KVConnectorWorkerMetadata):
-    """From the workers to the scheduler."""
+    """Message from the workers to the scheduler."""
 
     ended_saves: Counter[int] = field(default_factory=Counter)
-    """How many workers have ended a save, well or not: its blocks are not read any more."""
+    """Number of workers that have ended a save, successful or not, and no longer read its blocks."""
     partial_saves: set[int] = field(default_factory=set)
-    """Saves of which a worker could not keep every block."""
+    """Saves of which a worker did not save every block."""
     failed_loads: set[str] = field(default_factory=set)
-    """Requests of which a worker could not load every block."""
+    """Requests of which a worker did not load every block."""
     whole_loads: Counter[str] = field(default_factory=Counter)
-    """How many workers have loaded every block of a request."""
+    """Number of workers that have loaded every block of a request."""
     ended_loads: Counter[str] = field(default_factory=Counter)
-    """How many workers have ended a request's load, well or not: its blocks are not written any more."""
+    """Number of workers that have ended a request's load, successful or not, and no longer write its blocks."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """What two workers say together."""
+        """Merges the messages of two workers."""
         assert isinstance(other, RepriseWorkerMetadata)
         return RepriseWorkerMetadata(
             ended_saves=self.ended_saves + other.ended_saves,

@@ -1,6 +1,6 @@
-"""Counters and times of the connector and the secondary tier, for vLLM's log line and its Prometheus endpoint.
+"""Counters and histograms of the connector and the secondary tier, for vLLM's log line and its Prometheus endpoint.
 
-Names in Prometheus are ``vllm:reprise_*``; they mean what the documentation of each says.
+Their Prometheus names are ``vllm:reprise_*``.
 """
 
 from __future__ import annotations
@@ -10,63 +10,63 @@ from typing import Any, Protocol
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 COUNTERS = {
-    "queries": "Look-ups of requests; that of a very long prompt has several parts, each of which counts.",
-    "queries_unanswered": "Look-ups that had no answer in time; their requests went on without.",
-    "loads": "Loads that have ended.",
-    "loaded_blocks": "Blocks that were loaded and verified.",
-    "failed_blocks": "Blocks that were found and could not be loaded; they were computed.",
-    "loaded_bytes": "Bytes that were loaded and verified.",
-    "saves": "Saves that have ended.",
-    "saved_blocks": "Blocks that this engine has put into the cache.",
-    "duplicate_blocks": "Blocks that somebody had put there before.",
-    "unsaved_blocks": "Blocks that were not saved: no agent, no room in time.",
-    "left_out_blocks": "Blocks whose save was not begun before their request ended: too many were waiting for theirs.",
-    "saved_bytes": "Bytes that this engine has put into the cache.",
+    "queries": "Number of look-ups; a very long prompt has several.",
+    "queries_unanswered": "Number of look-ups without an answer before the deadline; their requests continued without the cache.",
+    "loads": "Number of ended loads.",
+    "loaded_blocks": "Number of blocks loaded and verified.",
+    "failed_blocks": "Number of blocks that were found but not loaded; the engine computed them.",
+    "loaded_bytes": "Bytes loaded and verified.",
+    "saves": "Number of ended saves.",
+    "saved_blocks": "Number of blocks that this engine has added to the cache.",
+    "duplicate_blocks": "Number of blocks that the cache already had.",
+    "unsaved_blocks": "Number of blocks that were not saved, because no agent answered or it had no space in time.",
+    "left_out_blocks": "Number of blocks that were not saved before their request ended, because too many saves were pending.",
+    "saved_bytes": "Bytes that this engine has added to the cache.",
 }
-"""Counters by name, with what they count."""
+"""Descriptions of the counters, by name."""
 
 TIMES = {
-    "match_seconds": "Time that the scheduler waited for one look-up, in all its steps.",
+    "match_seconds": "Time that the scheduler waited for one look-up, over all its steps.",
     "load_seconds": "Time from the submission of a load to its end.",
     "save_seconds": "Time from the submission of a save to its end.",
 }
-"""Histograms by name, with what they time."""
+"""Descriptions of the histograms, by name."""
 
 BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 SAMPLES_MAX = 1024
-"""Times that are kept between two collections at the most."""
+"""Maximum number of durations kept between two collections."""
 
 
-class Counted(Protocol):
-    """Something that counts, by the names above."""
+class CounterSink(Protocol):
+    """Receiver of the counters and durations above."""
 
     def add(self, name: str, count: int) -> None:
-        """Counts."""
+        """Adds to a counter."""
 
     def sample(self, name: str, seconds: float) -> None:
-        """Notes a time."""
+        """Records a duration."""
 
 
 class Stats(KVConnectorStats):
-    """What has happened since the last collection."""
+    """Statistics since the last collection."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         super().__init__(data=data if data is not None else {})
 
     def add(self, name: str, count: int) -> None:
-        """Counts."""
+        """Adds to a counter."""
         if count:
             self.data[name] = self.data.get(name, 0) + count
 
     def sample(self, name: str, seconds: float) -> None:
-        """Notes a time."""
+        """Records a duration."""
         samples = self.data.setdefault(name, [])
         if len(samples) < SAMPLES_MAX:
             samples.append(seconds)
 
     def take(self) -> Stats | None:
-        """What there is, leaving nothing; None: nothing."""
+        """Returns and clears the statistics; None if they are empty."""
         if not self.data:
             return None
         taken = Stats(self.data)
@@ -74,15 +74,15 @@ class Stats(KVConnectorStats):
         return taken
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Clears the statistics."""
         self.data = {}
 
     def is_empty(self) -> bool:
-        """Whether nothing has happened."""
+        """Returns whether there are no statistics."""
         return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Adds what another side has counted."""
+        """Adds the statistics of another side."""
         for name, value in other.data.items():
             if isinstance(value, list):
                 self.data.setdefault(name, []).extend(value)
@@ -91,7 +91,7 @@ class Stats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """One number for each, for the log: sums, and medians of times in milliseconds."""
+        """Returns one number per name for the log: sums, and medians of durations in milliseconds."""
         reduced: dict[str, int | float] = {}
         for name, value in sorted(self.data.items()):
             if isinstance(value, list):
@@ -103,7 +103,7 @@ class Stats(KVConnectorStats):
 
 
 class PromMetrics(KVConnectorPromMetrics):
-    """The same for Prometheus."""
+    """Prometheus metrics of the statistics."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class PromMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Takes what was collected."""
+        """Adds collected statistics to the metrics."""
         labels = self.per_engine_labelvalues[engine_idx]
         for name, value in transfer_stats_data.items():
             if name in self._counters:

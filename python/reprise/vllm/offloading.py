@@ -1,8 +1,8 @@
-"""vLLM's own OffloadingConnector, whose Reprise tiers know which model they serve.
+"""vLLM's OffloadingConnector with the model's identity in the configuration of its Reprise tiers.
 
-vLLM gives a tier the model's name and no more. What else belongs into the keys (weights, revision, dtypes, quantization,
-overrides, hash algorithm) this connector reads from vLLM's configuration and puts into that of the tiers, before it
-makes them; all else is vLLM's.
+vLLM passes only the model's name to a tier. This connector reads the other inputs of the keys (weights, revision, dtypes,
+quantization, overrides, hash algorithm) from vLLM's configuration and adds them to the tiers' configuration. Everything
+else is vLLM's code.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ TIER_TYPE = "RepriseTier"
 
 
 class RepriseOffloadingConnector(OffloadingConnector):
-    """See the module.
+    """vLLM's OffloadingConnector for Reprise tiers.
 
     Raises:
-        ValueError: no Reprise tier in the configuration, or one that cannot work, and what to do.
+        ValueError: the configuration has no Reprise tier, or an unsupported one; the message has the remedy.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -35,16 +35,16 @@ class RepriseOffloadingConnector(OffloadingConnector):
 
 
 def identify(config: VllmConfig) -> None:
-    """Puts into the tiers' configuration what names the model.
+    """Adds the model's identity to the tiers' configuration.
 
     Raises:
-        ValueError: no Reprise tier in the configuration, prefixes that cannot be reused, weights or adapters that cannot be told
-            apart from others, or another hash algorithm than the engine's.
+        ValueError: the configuration has no Reprise tier or another hash algorithm than the engine, or weights or adapters
+            cannot be identified.
     """
     extra: dict[str, Any] = config.kv_transfer_config.kv_connector_extra_config
     if config.kv_transfer_config.kv_load_failure_policy != "recompute":
         raise ValueError(
-            'Reprise is a cache: what it cannot bring is computed. Set "kv_load_failure_policy": "recompute" in '
+            'Reprise is a cache: blocks that it cannot load must be recomputed. Set "kv_load_failure_policy": "recompute" in '
             "--kv-transfer-config"
         )
     tiers = [tier for tier in extra.get("secondary_tiers", []) if tier.get("type") == TIER_TYPE]
@@ -57,13 +57,13 @@ def identify(config: VllmConfig) -> None:
     for tier in tiers:
         if config.lora_config is not None and not tier.get("unchanging_adapters", False):
             raise ValueError(
-                "secondary_tiers: RepriseTier cannot tell a LoRA adapter from one that was trained again under its name and path: "
-                "leave --enable-lora out, or give each training another name and set unchanging_adapters to true"
+                "secondary_tiers: RepriseTier cannot distinguish a LoRA adapter from a retrained one with the same name and path: "
+                "remove --enable-lora, or use another name for each training and set unchanging_adapters to true"
             )
         if tier.setdefault("hash_algorithm", algorithm) != algorithm:
             raise ValueError(
-                f"secondary_tiers: hash_algorithm is {tier['hash_algorithm']!r}, and this engine hashes with {algorithm!r} "
-                "(--prefix-caching-hash-algo): leave hash_algorithm out, RepriseOffloadingConnector fills it in"
+                f"secondary_tiers: hash_algorithm {tier['hash_algorithm']!r} differs from the engine's {algorithm!r} "
+                "(--prefix-caching-hash-algo): remove hash_algorithm, RepriseOffloadingConnector sets it"
             )
         tier.setdefault("model_id", identity.model_name(config))
         if "model_digest" not in tier:

@@ -1,4 +1,4 @@
-"""What the connector's and the secondary tier's configuration may say."""
+"""Options of the connector and the secondary tier."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from reprise.options import SharedOptions
 
 @dataclass(frozen=True)
 class MatchOptions(SharedOptions):
-    """How long vLLM's scheduler waits for answers about what is there."""
+    """Limits on the time that vLLM's scheduler waits for matches."""
 
     match_budget_ms: float = 5.0
-    """How long one step of the scheduler waits for answers, over all requests. Beyond it: asked again in the next step."""
+    """Maximum time per scheduler step to wait for matches, over all requests. Pending matches are polled in the next step."""
 
     match_deadline_ms: float = 250.0
-    """After which a request goes on without an answer."""
+    """Time after which a request continues without the result of its match."""
 
 
 @dataclass(frozen=True)
@@ -26,29 +26,29 @@ class Options(MatchOptions):
     where: ClassVar[str] = "kv_connector_extra_config"
 
     weights_digest: str = ""
-    """Digest of the weights in keys; empty: the revision of the hub, or a sample of the files' bytes."""
+    """Digest of the weights in keys; empty: the commit of the hub, or a sample of the files' bytes."""
 
     match_busy_ms: float = 0.25
-    """How long a step waits for answers while other requests compute, which would wait as well; at the most ``match_budget_ms``. A
-    question is sent when its request comes, so that its answer is mostly there; else the request is asked about again in the next
-    step. An engine that has nothing to compute waits for ``match_budget_ms``."""
+    """Maximum time per step to wait for matches while other requests compute, because they wait too; at most
+    ``match_budget_ms``. A match starts when its request arrives, so its result is usually available; otherwise it is polled
+    in the next step. An idle engine waits up to ``match_budget_ms``."""
 
     idle_wait_ms: float = 2.0
-    """How long a step that computes nothing waits for loads and saves. vLLM goes round until they have ended, and would take the cores
-    that they need; a request that comes meanwhile waits as long at the most."""
+    """Time that a step without computation waits for loads and saves. vLLM repeats such steps until they end; without the
+    wait, it would use the cores that the copies need. A request that arrives during the wait is delayed by at most this."""
 
     save_decode_blocks: bool = True
-    """Whether blocks of generated tokens are saved, as conversations want it."""
+    """Whether to save blocks of generated tokens, which later turns of a conversation reuse."""
 
     layerwise_loads: bool = False
-    """Whether a request computes its first step while its blocks are loaded, a layer ahead of the computation. By default it waits for
-    its blocks between steps, and others go on. Pays where few requests run at a time and the copy has cores of its own; on a busy
-    CPU it takes them from the computation, and everything in the batch waits for the load. vLLM then runs without full CUDA graphs."""
+    """Whether a request computes its first step while its blocks are loaded, one layer ahead of the computation. By
+    default, the request waits for its blocks between steps while others compute. This helps if few requests run at a time
+    and free cores can do the copies; on a busy CPU, the whole batch waits for the load. vLLM runs without full CUDA graphs."""
 
     layerwise_saves: bool = False
-    """Whether blocks are copied while the later layers of their step are computed. By default they are copied after the step, beside the
-    next one. Pays where steps are long, requests end with their prefill and the copy has cores of its own. vLLM then runs without full
-    CUDA graphs."""
+    """Whether blocks are copied while later layers of their step are computed. By default, they are copied during the next
+    step. This helps if steps are long, requests end with their prefill and free cores can do the copies. vLLM runs without
+    full CUDA graphs."""
 
 
 @dataclass(frozen=True)
@@ -58,19 +58,20 @@ class TierOptions(MatchOptions):
     where: ClassVar[str] = "secondary_tiers: RepriseTier"
 
     weights_digest: str = ""
-    """As the connector's; read by :class:`reprise.vllm.offloading.RepriseOffloadingConnector`."""
+    """Digest of the weights, as in the connector's options; read by
+    :class:`reprise.vllm.offloading.RepriseOffloadingConnector`."""
 
     model_digest: str = ""
-    """What names the weights and all else about the model that changes its KV. Filled in by
+    """Digest of the weights and of everything else about the model that changes its KV. Set by
     :class:`reprise.vllm.offloading.RepriseOffloadingConnector`."""
 
     hash_algorithm: str = ""
-    """vLLM's ``--prefix-caching-hash-algo``, which it does not tell a tier. Filled in like ``model_digest``; beside one that is set by
-    hand it is set by hand as well."""
+    """vLLM's ``--prefix-caching-hash-algo``, which vLLM does not pass to a tier. Set like ``model_digest``; if you set
+    ``model_digest`` yourself, set this too."""
 
     unchanging_adapters: bool = False
-    """Whether the files of each LoRA adapter stay the same under its name and path, on all nodes. A tier sees vLLM's hash of a chunk only,
-    which has an adapter's name and path and not its weights."""
+    """Whether the files of each LoRA adapter never change under its name and path, on all nodes. A tier only gets vLLM's
+    hash of a chunk, which covers an adapter's name and path but not its weights."""
 
     save_stall_ms: float = 500.0
-    """After which a save that makes no progress is given up; vLLM's chunk is free again then."""
+    """Time without progress after which a save fails and vLLM's chunk is free again."""

@@ -1,7 +1,7 @@
-"""One question about the blocks of all ranks.
+"""Match over the blocks of all ranks.
 
-A session is of one layout, and an agent tells it of blocks of that layout only; each rank of a tensor-parallel group has a layout of its
-own. So the scheduler's side has a session for each, asks all of them before it waits for any, and a block counts when all have it.
+Each session has one layout, and each rank of a tensor-parallel group has its own layout. So the scheduler side has one
+session per rank and starts all matches before it waits for any. A block is found if it is found for all ranks.
 """
 
 from __future__ import annotations
@@ -14,55 +14,57 @@ from reprise import PendingMatch, Session
 
 @dataclass(frozen=True)
 class RanksMatch:
-    """A match under way, by rank."""
+    """Pending matches of all ranks."""
 
     pending: tuple[PendingMatch, ...]
 
     def poll(self, seconds: float = 0.0) -> list[int] | None:
-        """Sources of the leading blocks that all ranks have, those of the first rank's; None: not all have answered in so many
-        seconds."""
-        give_up = time.monotonic() + seconds
-        answers = [match.poll(max(give_up - time.monotonic(), 0.0)) for match in self.pending]
-        told = [answer for answer in answers if answer is not None]
-        if len(told) < len(answers):
+        """Waits for up to ``seconds``; returns the sources of the leading blocks that are found for all ranks.
+
+        The sources are those of the first rank. Returns None while an answer is pending.
+        """
+        deadline = time.monotonic() + seconds
+        polled = [match.poll(max(deadline - time.monotonic(), 0.0)) for match in self.pending]
+        answers = [answer for answer in polled if answer is not None]
+        if len(answers) < len(polled):
             return None
-        return told[0][: min(len(answer) for answer in told)]
+        return answers[0][: min(len(answer) for answer in answers)]
 
 
 @dataclass(frozen=True)
 class RankSessions:
-    """Sessions of all ranks, used as one."""
+    """Sessions of all ranks, with the interface of one session."""
 
     sessions: tuple[Session, ...]
 
     @property
     def connected(self) -> bool:
-        """Whether all are."""
+        """Whether all sessions are connected."""
         return all(session.connected for session in self.sessions)
 
     @property
     def suspected(self) -> bool:
-        """Whether the agent owes an answer to any."""
+        """Whether the agent of any session is suspected to hang."""
         return any(session.suspected for session in self.sessions)
 
     def start_match(self, keys: bytes) -> RanksMatch | None:
-        """Asks what there is; None: not every rank has somebody to ask.
+        """Starts a match; returns None unless the sessions of all ranks have an agent that answers.
 
         Args:
-            keys: packed, those of the first rank's blocks, then those of the second's …
+            keys: packed keys, first those of rank 0, then those of rank 1, and so on.
         """
         size = len(keys) // len(self.sessions)
         parts = [keys[at : at + size] for at in range(0, len(keys), size)] if size else [b""] * len(self.sessions)
-        asked = [session.start_match(part) for session, part in zip(self.sessions, parts, strict=True)]
-        pending = tuple(match for match in asked if match is not None)
-        return RanksMatch(pending) if len(pending) == len(asked) else None
+        started = [session.start_match(part) for session, part in zip(self.sessions, parts, strict=True)]
+        pending = tuple(match for match in started if match is not None)
+        return RanksMatch(pending) if len(pending) == len(started) else None
 
     def suspect(self) -> None:
-        """An answer did not come."""
+        """Marks the agent as hanging in all sessions."""
         for session in self.sessions:
             session.suspect()
 
     def close(self) -> None:
-        """Ends all."""
+        """Ends all sessions."""
         for session in self.sessions:
             session.close()

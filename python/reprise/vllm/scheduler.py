@@ -1,7 +1,7 @@
-"""The scheduler's side: what is in Reprise, what to load, what to save.
+"""Scheduler side of the connector: matches requests and plans loads and saves.
 
-Never waits longer than a small budget a step, and never for a save: blocks that are being saved are referenced in vLLM's
-block pool, so that neither the end nor the preemption of their request gives them to somebody else.
+A step waits at most for a small time budget, and never for a save. Blocks with a pending save have an extra reference in
+vLLM's block pool, so that they are not reused when their request ends or is preempted.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from reprise import Session, block_keys
-from reprise.vllm.adapters import AdapterLook, Adapters
-from reprise.vllm.asking import KEYS_PER_MATCH, Asker, Question
+from reprise.vllm.adapters import AdapterIdentification, Adapters
 from reprise.vllm.events import KvEvents
+from reprise.vllm.match_calls import KEYS_PER_MATCH, MatchCall, Matcher
 from reprise.vllm.metadata import LoadPlan, RepriseMetadata, RepriseWorkerMetadata, SavePlan
 from reprise.vllm.metrics import Stats
 from reprise.vllm.ranks import RankSessions
-from reprise.vllm.unproven import Unproven
+from reprise.vllm.unverified_loads import UnverifiedLoad
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -33,22 +33,23 @@ if TYPE_CHECKING:
     from reprise.vllm.options import Options
 
 ANSWER_KEPT_S = 0.5
-"""How long an answer is believed when a request is asked about again, because vLLM had no room for it."""
+"""Seconds for which a match result is reused when vLLM schedules a request again because it had no space for it."""
 
 ADAPTER_WAIT_S = 0.25
-"""How long a request waits until its LoRA adapter is told from others; then it goes on without Reprise."""
+"""Seconds that a request waits for the identification of its LoRA adapter; then it continues without Reprise."""
 
 SAVE_HOLDS_S = 0.25
-"""A save that has taken longer is not waited for: vLLM preempts somebody instead. An agent without room takes its time."""
+"""Seconds after which the scheduler no longer waits for a save, and vLLM preempts a request instead. An agent without
+space takes longer."""
 
 PINNED_SHARE = 4
-"""At most one of so many blocks of vLLM's memory waits for its save; what is beyond that is saved in a later step of its request,
-or left out."""
+"""At most one in this number of vLLM's blocks may be pinned by saves. Further blocks are saved in a later step of their
+request, or skipped."""
 
 
 @dataclass
-class Answer:
-    """Leading blocks of a request that Reprise has, by their sources."""
+class MatchResult:
+    """Sources of the leading blocks of a request that Reprise has, and the time of the match."""
 
     sources: Sequence[int]
     at: float
@@ -56,90 +57,93 @@ class Answer:
 
 @dataclass
 class RequestState:
-    """What is known of one request."""
+    """State of one request."""
 
     request: Request
-    question: Question | None = None
-    asked: int = 0
-    """Blocks that it is about: a part of a long prompt."""
-    looked: bool = False
-    """Whether its answer was looked for."""
+    call: MatchCall | None = None
+    call_blocks: int = 0
+    """Number of blocks in the pending match call: a part of a long prompt."""
+    polled: bool = False
+    """Whether the pending match call was polled."""
     found: list[int] = field(default_factory=list)
-    """Sources of the parts before it, all of whose blocks are there."""
-    answer: Answer | None = None
+    """Sources of the earlier parts, all of whose blocks were found."""
+    result: MatchResult | None = None
     local_blocks: int = 0
-    """Blocks that vLLM had itself when it was asked about last."""
+    """Number of blocks in vLLM's own cache at the last match."""
     known: int | None = None
-    """Leading blocks that need no save: they are there, or their save is under way. None: not known yet."""
-    gave_up: bool = False
-    """Loads are not tried again: one has failed."""
-    left_out: int = 0
-    """Full blocks that were not saved in its last step, because too many wait for their saves."""
+    """Number of leading blocks that need no save: Reprise has them, or their save is pending. None: unknown."""
+    load_failed: bool = False
+    """Whether a load has failed; loads are not retried."""
+    skipped_blocks: int = 0
+    """Number of full blocks that were not saved in the last step, because too many blocks are pinned."""
     adapter: bytes | None = None
-    """What tells its LoRA adapter apart; None: nothing does (yet), and its blocks are not kept."""
-    look: AdapterLook | None = None
-    """At its adapter, as long as it is under way."""
+    """Digest of the LoRA adapter, empty without one. None: not identified (yet), so blocks are neither loaded nor saved."""
+    identification: AdapterIdentification | None = None
+    """Pending identification of the adapter."""
     since: float = field(default_factory=time.monotonic)
     is_stale: bool = False
-    """Whether it holds KV of weights that are not the engine's any more."""
+    """Whether the request has KV of weights that the engine no longer has."""
 
 
 @dataclass
 class SchedulerSide:
-    """See the module."""
+    """Scheduler side of the connector."""
 
     geometry: Geometry
     options: Options
     session: Session | RankSessions
-    """With the agent; of several ranks, one of each."""
+    """Session with the agent; with several ranks, one session per rank."""
     may_load: bool
     may_save: bool
     ranks: int
     events: KvEvents | None = None
-    """Where there is somebody to tell."""
+    """KV events, if vLLM publishes them."""
     stats: Stats = field(default_factory=Stats)
     pool: BlockPool | None = None
     _generation: bytes = b""
-    """Behind every block hash: empty, until the weights have changed under way."""
+    """Suffix of every block hash: empty until the weights change at run time."""
     _mistrusts_cached: bool = False
-    """Whether vLLM's own cache may have KV of the weights before: what is computed on it is not saved."""
+    """Whether vLLM's own cache may have KV of earlier weights. Blocks computed from such KV are not saved."""
     _requests: dict[str, RequestState] = field(default_factory=dict)
     _loads: list[LoadPlan] = field(default_factory=list)
     _loading: dict[str, int] = field(default_factory=dict)
-    """Requests whose loads are under way, with how many ranks have not ended them."""
-    _unproven: dict[str, Unproven] = field(default_factory=dict)
-    """Requests that compute with what is being loaded."""
-    _proven_saves: list[SavePlan] = field(default_factory=list)
-    """Of requests that were unproven; to go out with the next step."""
+    """Requests with pending loads, with the number of ranks that have not finished."""
+    _unverified: dict[str, UnverifiedLoad] = field(default_factory=dict)
+    """Requests that compute with blocks that are still being loaded."""
+    _verified_saves: list[SavePlan] = field(default_factory=list)
+    """Saves of requests whose loads were verified since the last step; they are submitted with the next step."""
     _pinned: dict[int, tuple[tuple[int, ...], int]] = field(default_factory=dict)
-    """Blocks of saves under way, with how many ranks have not ended them; the oldest save first."""
+    """Blocks of pending saves, with the number of ranks that have not finished; the oldest save first."""
     _pinned_at: dict[int, float] = field(default_factory=dict)
     _partial: set[int] = field(default_factory=set)
-    """Saves under way of which something was not kept."""
+    """Pending saves with blocks that were not saved."""
     _pinned_blocks: int = 0
     _next_save: int = 0
     _adapters: Adapters = field(default_factory=Adapters)
     _computing: set[str] = field(default_factory=set)
-    """Requests of the last step that are not over: they wait as long as the scheduler does."""
-    _asker: Asker = field(init=False)
+    """Running requests of the last step; they are delayed while the scheduler waits."""
+    _matcher: Matcher = field(init=False)
 
     def __post_init__(self) -> None:
-        self._asker = Asker(self.session, self.options, self.stats)
+        self._matcher = Matcher(self.session, self.options, self.stats)
 
     def begin(self, request: Request) -> None:
-        """Notes a request and asks about it: the answer comes while the scheduler does other things."""
+        """Starts the match of a new request, so that the answer arrives before the request is scheduled."""
         state = self._state(request)
-        self._settle(state, 0.0)
+        self._take_adapter(state, 0.0)
         may_load = self.may_load and not request.skip_reading_prefix_cache
         if may_load and state.adapter is not None and request.block_hashes:
-            self._ask(state)
+            self._start_match(state)
 
-    def over(self, request: Request) -> None:
-        """A request computes no more."""
+    def finish(self, request: Request) -> None:
+        """Records that a request no longer computes."""
         self._computing.discard(request.request_id)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
-        """Tokens beyond vLLM's own that can be loaded, and whether between steps; None: not known yet."""
+        """Returns the number of loadable tokens beyond vLLM's own, and whether they are loaded between steps.
+
+        The number is None while the match is pending.
+        """
         state = self._state(request)
         if local_tokens == 0:
             state.is_stale = False
@@ -149,25 +153,25 @@ class SchedulerSide:
             return 0, False
         tokens = self.geometry.block_tokens
         state.local_blocks = local_tokens // tokens
-        if not self._settle(state, 0.0 if self._computing else math.inf):
+        if not self._take_adapter(state, 0.0 if self._computing else math.inf):
             is_waited_for = time.monotonic() - state.since < ADAPTER_WAIT_S
             return (None if is_waited_for else 0), False
-        if state.gave_up or state.adapter is None or len(request.block_hashes) <= state.local_blocks:
+        if state.load_failed or state.adapter is None or len(request.block_hashes) <= state.local_blocks:
             return 0, False
-        answer = self._answer(state)
-        if answer is None:
+        result = self._match_result(state)
+        if result is None:
             return None, False
-        state.known = len(answer.sources)
+        state.known = len(result.sources)
         external = state.known - state.local_blocks
         if self.options.layerwise_loads:
-            # The step computes a token at the least, in a block that nothing is loaded to.
+            # The step must compute at least one token, in a block that is not loaded.
             external = min(external, (request.num_tokens - 1) // tokens - state.local_blocks)
         if external <= 0:
             return 0, False
         return external * tokens, not self.options.layerwise_loads
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
-        """vLLM has made room for blocks to load."""
+        """Plans the load of a request for which vLLM has allocated blocks."""
         if external_tokens == 0:
             return
         state = self._state(request)
@@ -183,35 +187,36 @@ class SchedulerSide:
         self._loading[request.request_id] = self._loading.get(request.request_id, 0) + self.ranks
         if self.options.layerwise_loads:
             assert self.pool is not None
-            self._unproven[request.request_id] = Unproven.withdraw(self.pool, request, block_ids, first)
+            self._unverified[request.request_id] = UnverifiedLoad.withdraw(self.pool, request, block_ids, first)
 
-    def forget(self) -> None:
-        """What was saved so far is not this engine's KV any more: its weights have changed.
+    def invalidate(self) -> None:
+        """Invalidates all earlier saves, because the engine's weights have changed.
 
-        From now on its blocks are its own, whatever other engines have: nobody can say which of them have the new weights.
+        From now on this engine does not share blocks with other engines: it cannot know which of them have the new
+        weights.
         """
         self._generation = uuid.uuid4().bytes
-        # vLLM asks for this also where its own blocks were in use and are all still there.
+        # vLLM calls this even if its own cache could not be reset because blocks were in use.
         self._mistrusts_cached = self.pool is not None and len(self.pool.cached_block_hash_to_block) > 0
         for state in self._requests.values():
-            state.question = state.answer = state.known = None
+            state.call = state.result = state.known = None
             state.found = []
-            # What it has computed so far is the old weights'.
+            # KV computed so far is that of the old weights.
             state.is_stale = True
 
     def hit_sources(self, request: Request) -> Sequence[int]:
-        """Where the blocks come from that are loaded for a request, one source number for each."""
+        """Returns the sources of the blocks that are loaded for a request, one number per block."""
         state = self._requests.get(request.request_id)
-        if state is None or state.answer is None:
+        if state is None or state.result is None:
             return ()
-        return state.answer.sources[state.local_blocks :]
+        return state.result.sources[state.local_blocks :]
 
     def step(self, output: SchedulerOutput) -> RepriseMetadata:
-        """What the workers are to do in this step."""
-        self._asker.begin_step()
+        """Returns the loads and saves of this step for the workers."""
+        self._matcher.begin_step()
         self._computing = set(output.num_scheduled_tokens)
-        metadata = RepriseMetadata(loads=self._loads, saves=self._proven_saves, is_idle=not self._computing)
-        self._loads, self._proven_saves = [], []
+        metadata = RepriseMetadata(loads=self._loads, saves=self._verified_saves, is_idle=not self._computing)
+        self._loads, self._verified_saves = [], []
         if self.may_save and self.session.connected:
             for new in output.scheduled_new_reqs:
                 self._save(metadata, output, new.req_id, new.num_computed_tokens)
@@ -220,34 +225,35 @@ class SchedulerSide:
                 self._save(metadata, output, request_id, computed)
         for request_id in output.finished_req_ids:
             if state := self._requests.pop(request_id, None):
-                self.stats.add("left_out_blocks", state.left_out)
+                self.stats.add("left_out_blocks", state.skipped_blocks)
         return metadata
 
-    def workers_said(self, output: KVConnectorOutput) -> None:
-        """Takes what the workers have ended."""
-        said = output.kv_connector_worker_meta
-        if not isinstance(said, RepriseWorkerMetadata):
+    def handle_worker_output(self, output: KVConnectorOutput) -> None:
+        """Processes the loads and saves that workers have finished."""
+        results = output.kv_connector_worker_meta
+        if not isinstance(results, RepriseWorkerMetadata):
             return
-        for request_id in said.failed_loads:
+        for request_id in results.failed_loads:
             if state := self._requests.get(request_id):
-                state.gave_up = True
+                state.load_failed = True
                 state.known = None
-        for request_id in list(self._unproven):
-            self._prove(self._unproven.pop(request_id), is_whole=said.whole_loads[request_id] == self.ranks)
-        for request_id, ended in said.ended_loads.items():
+        for request_id in list(self._unverified):
+            is_complete = results.whole_loads[request_id] == self.ranks
+            self._finish_unverified(self._unverified.pop(request_id), is_complete=is_complete)
+        for request_id, ended in results.ended_loads.items():
             self._loading[request_id] -= ended
             if self._loading[request_id] == 0:
                 del self._loading[request_id]
-        self._partial |= said.partial_saves
-        for save_id, ended in said.ended_saves.items():
+        self._partial |= results.partial_saves
+        for save_id, ended in results.ended_saves.items():
             self._unpin(save_id, ended)
 
-    def is_under_way(self) -> bool:
-        """Whether blocks are kept from reuse until their load or save has ended, also where their request is gone."""
+    def has_pending_transfers(self) -> bool:
+        """Returns whether a pending load or save keeps blocks from reuse, even if its request has ended."""
         return bool(self._pinned or self._loading)
 
     def saves_hold_blocks(self) -> bool:
-        """Whether the end of a save under way frees blocks soon: those that nobody else has. Waiting for others frees nothing."""
+        """Returns whether a pending save will soon free blocks, that is, blocks that no request references."""
         pool = self.pool
         if pool is None or not self._pinned_at:
             return False
@@ -260,67 +266,74 @@ class SchedulerSide:
         state = self._requests.get(request.request_id)
         if state is None or state.request is not request:
             lora = request.lora_request
-            look = self._adapters.look(lora) if lora is not None else None
-            state = RequestState(request=request, adapter=b"" if lora is None else None, look=look)
+            identification = self._adapters.identify(lora) if lora is not None else None
+            adapter = b"" if lora is None else None
+            state = RequestState(request=request, adapter=adapter, identification=identification)
             self._requests[request.request_id] = state
         return state
 
-    def _settle(self, state: RequestState, patience_ms: float) -> bool:
-        """Takes what was found of a request's adapter; false: not known yet. The wait is the step's, as those for answers are."""
-        if state.look is None:
+    def _take_adapter(self, state: RequestState, wait_ms: float) -> bool:
+        """Takes the identification of a request's adapter; returns False while it is pending.
+
+        The wait is charged to the step's budget.
+        """
+        if state.identification is None:
             return True
-        if not self._asker.wait(state.look.wait, patience_ms):
+        if not self._matcher.wait(state.identification.wait, wait_ms):
             return False
-        state.adapter, state.look = state.look.digest, None
+        state.adapter, state.identification = state.identification.digest, None
         return True
 
-    def _answer(self, state: RequestState) -> Answer | None:
-        """The answer about a request, asked for when there is none; None: not yet."""
+    def _match_result(self, state: RequestState) -> MatchResult | None:
+        """Returns the match result of a request, and starts a match if needed; None while it is pending."""
         now = time.monotonic()
-        if state.answer is not None and now - state.answer.at < ANSWER_KEPT_S:
-            return state.answer
-        question = state.question
-        # What was asked when the request came may be old: others that waited before it may have saved what it begins with.
-        is_old = question is not None and not state.looked and now - question.asked_at >= ANSWER_KEPT_S
-        if question is None or is_old:
-            self._ask(state)
-        patience_ms = self.options.match_busy_ms if self._computing else math.inf
-        while state.question is not None:
-            state.looked = True
-            sources = self._asker.look(state.question, patience_ms)
+        if state.result is not None and now - state.result.at < ANSWER_KEPT_S:
+            return state.result
+        call = state.call
+        # A match from the request's arrival may be outdated: earlier requests may have saved its prefix since.
+        is_old = call is not None and not state.polled and now - call.started_at >= ANSWER_KEPT_S
+        if call is None or is_old:
+            self._start_match(state)
+        wait_ms = self.options.match_busy_ms if self._computing else math.inf
+        while state.call is not None:
+            state.polled = True
+            sources = self._matcher.poll(state.call, wait_ms)
             if sources is None:
                 return None
-            if self._take(state, sources):
-                return state.answer
-            self._ask(state)
+            if self._add_part(state, sources):
+                return state.result
+            self._start_match(state)
         return None
 
-    def _ask(self, state: RequestState) -> None:
-        """Sends the question about what follows on what was found, if the step has time left for it."""
-        state.looked = False
+    def _start_match(self, state: RequestState) -> None:
+        """Starts a match of the blocks after those already found, if the step has time left."""
+        state.polled = False
         first = len(state.found)
         end = min(first + KEYS_PER_MATCH // self.ranks, len(state.request.block_hashes))
-        state.asked = end - first
-        state.question = self._asker.ask(lambda: self._keys(self._hashes(state, first, end)))
+        state.call_blocks = end - first
+        state.call = self._matcher.start(lambda: self._keys(self._hashes(state, first, end)))
 
-    def _take(self, state: RequestState, sources: Sequence[int]) -> bool:
-        """Takes the answer about a part of a request; whether that was the last: another is asked about where all of it is there."""
-        state.question = None
+    def _add_part(self, state: RequestState, sources: Sequence[int]) -> bool:
+        """Adds the answer for one part of a request; returns whether the match is complete.
+
+        The next part is matched only if all blocks of this one were found.
+        """
+        state.call = None
         state.found += sources
-        if 0 < state.asked == len(sources) and len(state.found) < len(state.request.block_hashes):
+        if 0 < state.call_blocks == len(sources) and len(state.found) < len(state.request.block_hashes):
             return False
-        state.answer = Answer(sources=tuple(state.found), at=time.monotonic())
+        state.result = MatchResult(sources=tuple(state.found), at=time.monotonic())
         state.found = []
         return True
 
     def _hashes(self, state: RequestState, first: int, end: int) -> tuple[bytes, ...]:
-        """What names blocks of a request, besides the namespace."""
-        assert state.adapter is not None, "blocks of an adapter that cannot be told apart are not named"
-        behind = self._generation + state.adapter
-        return tuple(block_hash + behind for block_hash in state.request.block_hashes[first:end])
+        """Returns the hashes of a request's blocks: vLLM's block hash, generation and adapter digest."""
+        assert state.adapter is not None, "blocks of an unidentified adapter have no keys"
+        suffix = self._generation + state.adapter
+        return tuple(block_hash + suffix for block_hash in state.request.block_hashes[first:end])
 
     def _keys(self, hashes: Sequence[bytes]) -> bytes:
-        """Packed keys of blocks, those of one rank before those of the next."""
+        """Returns the packed keys of blocks, rank by rank."""
         return b"".join(block_keys(namespace, hashes) for namespace in self.geometry.namespaces)
 
     def _save(self, metadata: RepriseMetadata, output: SchedulerOutput, request_id: str, computed: int) -> None:
@@ -328,7 +341,7 @@ class SchedulerSide:
         state = self._requests.get(request_id)
         if state is None or self.pool is None or state.is_stale:
             return
-        self._settle(state, 0.0)
+        self._take_adapter(state, 0.0)
         if state.adapter is None:
             return
         request = state.request
@@ -337,9 +350,9 @@ class SchedulerSide:
             tokens = min(tokens, request.num_prompt_tokens)
         full = min(tokens // self.geometry.block_tokens, len(request.block_hashes))
         first = state.local_blocks if state.known is None else state.known
-        room = max(self.pool.num_gpu_blocks // PINNED_SHARE - self._pinned_blocks, 0)
-        state.left_out = max(full - first - room, 0)
-        full = min(full, first + room)
+        unpinned = max(self.pool.num_gpu_blocks // PINNED_SHARE - self._pinned_blocks, 0)
+        state.skipped_blocks = max(full - first - unpinned, 0)
+        full = min(full, first + unpinned)
         if full <= first:
             return
         assert output.kv_connector_block_state is not None
@@ -349,20 +362,20 @@ class SchedulerSide:
         blocks = tuple(block_ids[0][first:full])
         before = self._hashes(state, first - 1, first) if first else ()
         plan = SavePlan(self._pin(blocks), self._hashes(state, first, full), blocks, *before)
-        unproven = self._unproven.get(request_id)
-        (metadata.saves if unproven is None else unproven.saves).append(plan)
+        unverified = self._unverified.get(request_id)
+        (metadata.saves if unverified is None else unverified.saves).append(plan)
         if self.events is not None:
             self.events.plan(plan.save_id, request, first, plan.hashes, before)
         state.known = full
 
-    def _prove(self, unproven: Unproven, *, is_whole: bool) -> None:
-        """Lets others have what a request has loaded and computed in the same step, or drops its saves."""
-        if is_whole:
+    def _finish_unverified(self, unverified: UnverifiedLoad, *, is_complete: bool) -> None:
+        """Publishes the blocks that a request has loaded and computed in one step, or drops its saves."""
+        if is_complete:
             assert self.pool is not None
-            unproven.enter(self.pool, self.geometry.block_tokens)
-            self._proven_saves += unproven.saves
+            unverified.restore(self.pool, self.geometry.block_tokens)
+            self._verified_saves += unverified.saves
             return
-        for plan in unproven.saves:
+        for plan in unverified.saves:
             self._partial.add(plan.save_id)
             self._unpin(plan.save_id, self.ranks)
 
@@ -387,5 +400,5 @@ class SchedulerSide:
             self.events.ended(save_id, whole=save_id not in self._partial)
         self._partial.discard(save_id)
         assert self.pool is not None
-        # The last block of a prompt is the first that vLLM should reuse.
+        # In reverse order, so that vLLM reuses the last block of a prompt first.
         self.pool.free_blocks([self.pool.blocks[block] for block in reversed(blocks)])

@@ -1,7 +1,7 @@
-"""Reprise as a secondary tier behind vLLM's host memory: the way in for engines on GPUs.
+"""Reprise as a secondary tier behind vLLM's host memory, for engines on GPUs.
 
-vLLM moves chunks of KV between GPU and a region of shared memory by itself; this tier moves them between that region and the
-agent's arena, on native threads and without a copy in between. Name it in vLLM's configuration (0.33)::
+vLLM copies chunks of KV between GPU and a shared memory region. This tier copies them between that region and the agent's
+arena, on native threads and without an intermediate copy. Configure it in vLLM (0.33)::
 
     --kv-transfer-config '{
         "kv_connector": "RepriseOffloadingConnector", "kv_connector_module_path": "reprise.vllm.offloading",
@@ -11,9 +11,9 @@ agent's arena, on native threads and without a copy in between. Name it in vLLM'
             "secondary_tiers": [
                 {"type": "RepriseTier", "module_path": "reprise.vllm.tier", "socket": "/run/reprise/agent.sock"}]}}'
 
-What can be set is in :class:`reprise.vllm.options.TierOptions`. All of it runs in the scheduler's process, whose calls wait
-for ``match_budget_ms`` a step at the most; whatever becomes of the agent, every job ends. vLLM's CPU backend has no
-offloading: there, use :class:`reprise.vllm.RepriseConnector`.
+The options are in :class:`reprise.vllm.options.TierOptions`. The tier runs in the scheduler's process. Its calls wait at
+most ``match_budget_ms`` per step, and every job ends regardless of the agent's state. vLLM's CPU backend does not support
+offloading: use :class:`reprise.vllm.RepriseConnector` there.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from reprise import Finished, RepriseError, Transfers
 from reprise.repeated_log import RepeatedLog
 from reprise.vllm import chunks
-from reprise.vllm.asking import Asker
 from reprise.vllm.lookups import Lookups
+from reprise.vllm.match_calls import Matcher
 from reprise.vllm.metrics import BUCKETS, COUNTERS, TIMES
 from reprise.vllm.options import TierOptions
 
@@ -55,26 +55,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger("reprise")
 
 DRAIN_ROUND_S = 5.0
-"""How often a drain says that it still waits."""
+"""Seconds between log lines of a drain that is still waiting."""
 
 
 class Counts:
-    """What has happened since the last collection, as vLLM's offloading counts."""
+    """Statistics since the last collection, in the format of vLLM's offloading."""
 
     def __init__(self) -> None:
         self._stats = OffloadingConnectorStats()
 
     def add(self, name: str, count: int) -> None:
-        """Counts."""
+        """Adds to a counter."""
         if count:
             self._stats.increase_counter(f"vllm:reprise_{name}", count)
 
     def sample(self, name: str, seconds: float) -> None:
-        """Notes a time."""
+        """Records a duration."""
         self._stats.observe_histogram(f"vllm:reprise_{name}", seconds)
 
     def take(self) -> OffloadingConnectorStats | None:
-        """What there is, leaving nothing; None: nothing."""
+        """Returns and clears the statistics; None if they are empty."""
         if self._stats.is_empty():
             return None
         taken, self._stats = self._stats, OffloadingConnectorStats()
@@ -83,7 +83,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Job:
-    """A job of vLLM's that is under way."""
+    """A running job of vLLM's offloading."""
 
     job_id: int
     keys: tuple[OffloadKey, ...]
@@ -91,16 +91,16 @@ class Job:
 
 
 class RepriseTier(SecondaryTierManager):
-    """Stores vLLM's chunks in Reprise and loads them from there.
+    """Stores vLLM's chunks in Reprise and loads them from it.
 
     Raises:
-        ValueError: a configuration that cannot work, and what to do.
-        Version, Forbidden, BadRequest: the agent is there and refuses this engine, and what to do.
+        ValueError: the configuration is not supported; the message has the remedy.
+        Version, Forbidden, BadRequest: the agent rejects this engine; the message has the remedy.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
     cache_hit_source: ClassVar[CacheHitSource] = CacheHitSource.EXTERNAL_UNSPECIFIED
-    """A chunk may come from DRAM or NVMe, of this node or another."""
+    """Unspecified, because a chunk may come from DRAM or NVMe of any node."""
 
     def __init__(
         self,
@@ -118,9 +118,9 @@ class RepriseTier(SecondaryTierManager):
         self._generation = b""
         self._jobs: dict[int, Job] = {}
         self._results: list[JobResult] = []
-        """Of jobs that have ended and were not told yet."""
-        self._errors = RepeatedLog("chunks were not loaded or stored whole")
-        self._refusals = RepeatedLog("a job of vLLM's offloading was refused")
+        """Results of ended jobs that were not returned yet."""
+        self._errors = RepeatedLog("some chunks were not loaded or stored")
+        self._refusals = RepeatedLog("a job of vLLM's offloading was rejected")
         self._session = options.session(self._chunks.namespace, self._chunks.layout, "vllm-tier")
         self._transfers: Transfers | None = Transfers(
             self._session,
@@ -130,32 +130,32 @@ class RepriseTier(SecondaryTierManager):
             load_standstill=options.load_standstill_ms / 1e3,
             save_stall=options.save_stall_ms / 1e3,
         )
-        self._lookups = Lookups(Asker(self._session, options, self._counts), self._keys)
+        self._lookups = Lookups(Matcher(self._session, options, self._counts), self._keys)
 
-    # What is there
+    # Look-ups
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Whether a chunk is there; RETRY: not known yet."""
+        """Looks up a chunk; RETRY means that the answer is pending."""
         if not self._chunks.is_ours(key):
             return LookupResult.MISS
-        return self._lookups.look(req_context.req_id, key)
+        return self._lookups.lookup(req_context.req_id, key)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Chunks are stored as they come."""
+        """Returns the default context: chunks are stored as soon as they are full."""
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forgets what was asked for a request."""
+        """Drops the look-ups of a request."""
         self._lookups.end_request(req_context.req_id)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Asks about the keys of this step."""
+        """Starts the matches of the keys of this step."""
         self._lookups.end_step()
 
     # Jobs
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Stores chunks; those that are there are not stored again."""
+        """Stores chunks; existing chunks are not stored again."""
         request = job_metadata.req_context.req_id
         parent = self._lookups.parent(request)
         packed = None if parent is None else self._keys([parent])
@@ -165,31 +165,31 @@ class RepriseTier(SecondaryTierManager):
             self._lookups.note_stored(request, keys[-1])
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        """Loads chunks."""
+        """Loads chunks into vLLM's memory."""
         self._submit(job_metadata, lambda transfers, keys, chunks: transfers.load(keys, chunks))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Jobs that have ended since the last call, well or not."""
+        """Returns the jobs that have ended since the last call, successful or not."""
         results, self._results = self._results, []
         if self._transfers is not None and self._jobs:
             results.extend(self._ended(done, self._jobs.pop(done.id)) for done in self._transfers.finished())
         return results
 
     def drain_jobs(self) -> None:
-        """Waits until every job has ended, each within its patience.
+        """Waits until every job has ended; each job ends within its own timeout.
 
-        vLLM drains a tier where it resets its caches, and only there: weights may have changed. From then on this engine's
-        chunks are its own, whatever other engines have, because nobody can say which of them have the new weights.
+        vLLM drains a tier only when it resets its caches, so weights may have changed. From then on this engine does not
+        share chunks with other engines: it cannot know which of them have the new weights.
         """
         if self._transfers is not None:
             while self._jobs and not self._transfers.wait(list(self._jobs), DRAIN_ROUND_S):
-                logger.warning("vLLM's reset waits for %s jobs of its Reprise tier", self._transfers.unfinished)
+                logger.warning("vLLM's cache reset waits for %s jobs of the Reprise tier", self._transfers.unfinished)
             self._results = list(self.get_finished_jobs())
         self._generation = uuid.uuid4().bytes
-        self._lookups.forget()
+        self._lookups.invalidate()
 
     def shutdown(self) -> None:
-        """Ends threads and session, and lets go of vLLM's memory."""
+        """Ends threads and session, and releases vLLM's memory."""
         if self._transfers is not None:
             self._transfers.close()
             self._transfers = None
@@ -199,7 +199,7 @@ class RepriseTier(SecondaryTierManager):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
-        """The connector's metrics, under the same names."""
+        """Returns the connector's metrics, under the same names."""
         definitions: dict[str, OffloadingMetricMetadata] = {
             f"vllm:reprise_{name}": OffloadingCounterMetadata(documentation=text) for name, text in COUNTERS.items()
         }
@@ -208,7 +208,7 @@ class RepriseTier(SecondaryTierManager):
         return definitions
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """What has happened since the last call."""
+        """Returns the statistics since the last call."""
         return self._counts.take()
 
     def _keys(self, offload_keys: Collection[OffloadKey]) -> bytes:
@@ -218,10 +218,10 @@ class RepriseTier(SecondaryTierManager):
         keys = tuple(job.keys)
         try:
             if self._transfers is None:
-                raise RuntimeError("it was shut down")
+                raise RuntimeError("the tier was shut down")
             number = submit(self._transfers, self._keys(keys), [int(chunk) for chunk in job.chunk_ids])
         except (RepriseError, RuntimeError, ValueError) as error:
-            # vLLM goes on without these chunks, as it does when a job fails later.
+            # vLLM continues without these chunks, as with a job that fails later.
             self._refusals.note(f"job {job.job_id}: {error}")
             self._results.append(JobResult(job_id=job.job_id, success=False))
             self._lookups.missed(keys)

@@ -1,13 +1,14 @@
-"""A worker's side: hands loads and saves to native threads, and says what has ended.
+"""Worker side of the connector: submits loads and saves to native threads, and reports those that have ended.
 
-The threads of :class:`reprise.Transfers` copy between vLLM's memory and the agent's arena without the GIL; this side
-only submits and polls, a few microseconds a step. As options, it goes with vLLM layer by layer:
+The threads of :class:`reprise.Transfers` copy between vLLM's memory and the agent's arena without the GIL. This side only
+submits and polls, which takes a few microseconds per step. Optionally, loads and saves run layer by layer:
 
 ```text
-start_loads ─▶ layer_begins: waits for this layer of all loads ─▶ attention ─▶ layer_ends: saves may read it ─▶ … ─▶ end_step
+start_loads ─▶ begin_layer: waits for this layer of all loads ─▶ attention ─▶ end_layer: saves may read it ─▶ … ─▶ end_step
 ```
 
-vLLM computes again what a layer-wise load could not bring, if it hears of it with the same step: the step ends after its loads.
+vLLM recomputes the blocks of a failed layer-wise load only if the failure is reported with the same step. So a step ends
+only after its layer-wise loads have ended.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ import torch
 
 from reprise import KvMemory, Session, Transfers, block_keys
 from reprise.repeated_log import RepeatedLog
+from reprise.vllm.amx import request_tiles
 from reprise.vllm.metadata import LoadPlan, RepriseMetadata, RepriseWorkerMetadata, SavePlan
 from reprise.vllm.metrics import Stats
-from reprise.vllm.tiles import ask_for_tiles
 
 ROUND_S = 5.0
-"""How often a wait that ends by itself looks again: loads end by their deadline, whatever becomes of the agent."""
+"""Seconds of one native wait in a loop. The loop ends because every load ends by its deadline."""
 
 if TYPE_CHECKING:
     from reprise.vllm.geometry import Geometry
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class WorkerSide:
-    """See the module."""
+    """Worker side of the connector."""
 
     geometry: Geometry
     options: Options
@@ -46,24 +47,24 @@ class WorkerSide:
     _saving: dict[int, tuple[SavePlan, float]] = field(default_factory=dict)
     _ended: RepriseWorkerMetadata = field(default_factory=RepriseWorkerMetadata)
     _failed_blocks: set[int] = field(default_factory=set)
-    _errors: RepeatedLog = field(default_factory=lambda: RepeatedLog("blocks were not loaded or saved whole"))
+    _errors: RepeatedLog = field(default_factory=lambda: RepeatedLog("some blocks were not loaded or saved"))
     _begun: RepriseMetadata | None = None
-    """Of the step whose loads were submitted last."""
+    """Metadata of the last step whose loads were submitted."""
     _step_loads: list[int] = field(default_factory=list)
-    """Layer-wise loads of the step under way."""
+    """Layer-wise loads of the current step."""
     _step_saves: list[int] | None = None
-    """Layer-wise saves of the step under way; None: not submitted yet."""
+    """Layer-wise saves of the current step; None: not submitted yet."""
     _filled: set[int] = field(default_factory=set)
-    """Layers that the step under way has filled."""
+    """Layers that the current step has filled."""
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Takes vLLM's memory.
+        """Registers vLLM's KV memory.
 
         Args:
-            kv_caches: by layer, ``[blocks, heads, tokens, content]``.
+            kv_caches: tensors ``[blocks, heads, tokens, content]`` by layer.
 
         Raises:
-            ValueError: memory that is not the host's, or not laid out as the geometry says.
+            ValueError: the memory is not host memory, or does not match the geometry.
         """
         missing = [name for name in self.geometry.layer_names if name not in kv_caches]
         if missing:
@@ -72,9 +73,9 @@ class WorkerSide:
         for name, tensor in zip(self.geometry.layer_names, tensors, strict=True):
             if tensor.device.type != "cpu":
                 raise ValueError(
-                    f"{name} lies on {tensor.device}: RepriseConnector works on host memory (vLLM's CPU backend)"
+                    f"{name} is on {tensor.device}: RepriseConnector supports host memory only (vLLM's CPU backend)"
                 )
-        ask_for_tiles()
+        request_tiles()
         memory = KvMemory(tensors, self.geometry.layout)
         self._transfers = Transfers(
             self.session,
@@ -99,11 +100,11 @@ class WorkerSide:
                 load = self._transfers.load(keys, plan.blocks)
             self._loading[load] = (plan, time.monotonic())
 
-    def layer_begins(self, layer_name: str, metadata: RepriseMetadata) -> None:
-        """A layer is about to be computed: waits until its blocks are there, or have failed."""
+    def begin_layer(self, layer_name: str, metadata: RepriseMetadata) -> None:
+        """Waits before the computation of a layer until its blocks are loaded or have failed."""
         assert self._transfers is not None
         if self.options.layerwise_loads:
-            # vLLM has submitted them before, where it knows of a load that belongs to the step.
+            # Usually a no-op: vLLM calls start_load_kv first if it knows of a load in this step.
             self.start_loads(metadata)
         if self.options.layerwise_saves and self._step_saves is None:
             self._step_saves = self._submit_saves(metadata, self._transfers.save_by_layers)
@@ -116,30 +117,30 @@ class WorkerSide:
         while not self._transfers.wait_layer(self._step_loads, layer, ROUND_S):
             pass
 
-    def layer_ends(self, layer_name: str) -> None:
-        """A layer was computed: saves may read it."""
+    def end_layer(self, layer_name: str) -> None:
+        """Makes a computed layer available to saves."""
         layer = self._layer(layer_name)
         if not self._step_saves or layer is None:
             return
         assert self._transfers is not None
         self._filled.add(layer)
-        # Layers need not be computed in the order of their numbers; they are told in it.
+        # Layers may be computed in any order, but only the number of leading filled layers can be reported.
         leading = next(index for index in range(len(self._filled) + 1) if index not in self._filled)
         self._transfers.note_filled(self._step_saves, leading)
 
-    def end_step(self, metadata: RepriseMetadata, *, is_whole: bool) -> None:
-        """Ends a step: its loads have ended, its saves are submitted.
+    def end_step(self, metadata: RepriseMetadata, *, is_complete: bool) -> None:
+        """Ends a step: waits for its layer-wise loads and submits its saves.
 
         Args:
-            metadata: of the step.
-            is_whole: whether the forward pass has filled its blocks.
+            metadata: metadata of the step.
+            is_complete: whether the forward pass has filled its blocks.
         """
         self._end_loads()
         saves, self._step_saves = self._step_saves, None
         self._filled.clear()
-        if not is_whole or self._transfers is None:
+        if not is_complete or self._transfers is None:
             if saves is None:
-                # Nobody will end them: their blocks would be kept for ever.
+                # Report unsubmitted saves as ended: otherwise their blocks would stay referenced forever.
                 for plan in metadata.saves:
                     self._ended.ended_saves[plan.save_id] += 1
                     self._ended.partial_saves.add(plan.save_id)
@@ -147,14 +148,14 @@ class WorkerSide:
         if saves is None:
             self._submit_saves(metadata, self._transfers.save)
         elif saves:
-            # All layers, also those whose end vLLM does not tell.
+            # All layers, including those for which vLLM does not call save_kv_layer.
             self._transfers.note_filled(saves, len(self.geometry.layer_names))
 
     def loaded(self, *, is_idle: bool = False) -> set[str]:
-        """Takes what has ended; returns the requests that have waited for their loads, which ended well or not.
+        """Processes ended transfers; returns the waiting requests whose loads have ended or failed.
 
         Args:
-            is_idle: whether the step has computed nothing: it waits a moment for the oldest load, or save.
+            is_idle: whether the step computes nothing; it then waits briefly for the oldest load or save.
         """
         self._end_loads()
         requests: set[str] = set()
@@ -183,19 +184,19 @@ class WorkerSide:
         return requests
 
     def take_failed_blocks(self) -> set[int]:
-        """Physical blocks that were to be loaded and were not."""
+        """Returns the physical blocks whose load has failed since the last call."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
-    def take_said(self) -> RepriseWorkerMetadata | None:
-        """What the scheduler's side is to know."""
+    def take_worker_output(self) -> RepriseWorkerMetadata | None:
+        """Returns ended loads and saves for the scheduler side; None without any."""
         if self._ended == RepriseWorkerMetadata():
             return None
-        said, self._ended = self._ended, RepriseWorkerMetadata()
-        return said
+        output, self._ended = self._ended, RepriseWorkerMetadata()
+        return output
 
     def close(self) -> None:
-        """Ends threads and session. Blocks that are being copied are copied to their end first, or given up."""
+        """Ends threads and session; running copies finish or fail first."""
         if self._transfers is not None:
             self._transfers.close()
             self._transfers = None
@@ -214,7 +215,7 @@ class WorkerSide:
         return submitted
 
     def _layer(self, name: str) -> int | None:
-        """The number of a layer; None: it keeps no KV of its own."""
+        """Returns the index of a layer; None if it has no KV."""
         try:
             return self.geometry.layer_names.index(name)
         except ValueError:

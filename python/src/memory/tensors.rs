@@ -1,9 +1,12 @@
-//! Tensors of Python: what they must be like, and their bytes. The only unsafe code of the package.
+//! Validation of Python's tensors and access to their bytes. The only unsafe code of the package.
 //!
-//! Invariants: a run lies inside its tensor, which its owner neither frees nor moves while the DLPack capsule is held
-//! (DLPack, "DLManagedTensor"); no two runs share bytes; runs of a block are read by several and written by one at
-//! a time, as a lock for each block sees to. That the engine does not compute on a block meanwhile is its part, as with any
-//! tensor that is handed to somebody else.
+//! Invariants:
+//! * A run lies inside its tensor. The tensor's owner neither frees nor moves it while the DLPack capsule
+//!   exists (DLPack, "DLManagedTensor").
+//! * No two runs share bytes.
+//! * A lock per block allows several readers or one writer of its runs.
+//!
+//! The engine must not compute on a block during a transfer, as with any shared tensor.
 
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -17,53 +20,53 @@ use reprise_policy::{Dtype, Layout};
 /// `kDLCPU` of DLPack.
 const DEVICE_CPU: i32 = 1;
 
-/// `kDLCUDAHost` of DLPack: host memory that is pinned.
+/// `kDLCUDAHost` of DLPack: pinned host memory.
 const DEVICE_CUDA_HOST: i32 = 3;
 
-/// Kinds of elements that carry bytes of any meaning: `kDLInt` and `kDLUInt` of DLPack. NumPy has no bfloat16, engines
-/// keep fp8 as bytes.
+/// Element kinds that are accepted for every dtype of the same width: `kDLInt` and `kDLUInt` of DLPack. NumPy
+/// has no bfloat16, and engines store fp8 as bytes.
 const KINDS_OF_CARRIERS: [u8; 2] = [0, 1];
 
 /// Kinds of 8-bit floats of DLPack, from `kDLFloat8_e3m4` to `kDLFloat8_e8m0fnu`.
 const KINDS_OF_FP8: std::ops::RangeInclusive<u8> = 7..=14;
 
-/// One layer's blocks.
+/// Tensor with the blocks of one layer.
 #[derive(Debug)]
 pub(super) struct LayerTensor {
-    /// Keeps the memory.
+    /// Keeps the memory alive.
     _tensor: PyTensor,
     first: NonNull<u8>,
     blocks: usize,
-    /// From one block to the next.
+    /// Distance from one block to the next.
     stride_bytes: usize,
     run_bytes: usize,
 }
 
-/// All layers' blocks.
+/// Tensors of all layers.
 #[derive(Debug)]
 pub(super) struct Tensors {
     layers: Vec<LayerTensor>,
-    /// One for each block, over its runs in all layers.
+    /// One lock per block, for its runs in all layers.
     locks: Box<[RwLock<()>]>,
 }
 
-// SAFETY: the pointer is to memory that the tensor keeps; nothing of it belongs to a thread. DLPack tensors may be
-// released by any thread: producers take the GIL for it.
+// SAFETY: the pointer is to memory that the tensor keeps alive and that is not bound to a thread. Any thread
+// may release a DLPack tensor: producers acquire the GIL for it.
 unsafe impl Send for LayerTensor {}
 
-// SAFETY: shared references only read fields; memory behind the pointer is reached through `Tensors` alone, whose locks
-// order reads and writes.
+// SAFETY: shared references only read fields. The memory behind the pointer is accessed only through
+// `Tensors`, whose locks order reads and writes.
 unsafe impl Sync for LayerTensor {}
 
 impl LayerTensor {
-    /// Takes the tensor of a layer, if it fits the layout.
+    /// Validates the tensor of a layer against the layout.
     pub(super) fn take(object: &Bound<'_, PyAny>, layer: usize, layout: &Layout) -> PyResult<LayerTensor> {
         check_device(object, layer)?;
         let wrong = |words: String| PyValueError::new_err(format!("layer {layer}: {words}"));
         let tensor = PyTensor::from_pyany(object.py(), object)
-            .map_err(|error| wrong(format!("the tensor cannot be taken: {error}")))?;
+            .map_err(|error| wrong(format!("cannot export the tensor: {error}")))?;
         if tensor.is_read_only() {
-            return Err(wrong("the tensor is read-only, and loads write to it".into()));
+            return Err(wrong("the tensor is read-only, but loads write to it".into()));
         }
         let element_bytes = layout.spec().dtype.bytes() as usize;
         let dtype = tensor.dtype();
@@ -75,8 +78,8 @@ impl LayerTensor {
         }
         if !may_hold(dtype.code, layout.spec().dtype) {
             return Err(wrong(format!(
-                "its elements are of another kind (DLPack code {}) than the layout's dtype {:?}: give the layout the \
-                 tensor's dtype, or a view as integers of this width",
+                "the elements have another kind (DLPack code {}) than the layout's dtype {:?}: use the tensor's dtype in \
+                 the layout, or pass a view as integers of this width",
                 dtype.code,
                 layout.spec().dtype
             )));
@@ -89,35 +92,36 @@ impl LayerTensor {
         Ok(LayerTensor { _tensor: tensor, first, blocks: shape.blocks(), stride_bytes, run_bytes })
     }
 
-    /// Addresses from the first byte of the first run to the last of the last.
+    /// Returns the addresses from the first byte of the first run to the last byte of the last run.
     fn addresses(&self) -> Range<usize> {
         let first = self.first.as_ptr().addr();
         first..first + (self.blocks - 1) * self.stride_bytes + self.run_bytes
     }
 
-    /// Whether a run of one shares bytes with a run of the other.
+    /// Returns whether a run of one tensor shares bytes with a run of the other.
     fn overlaps(&self, other: &LayerTensor) -> bool {
         let (mine, theirs) = (self.addresses(), other.addresses());
         if mine.end <= theirs.start || theirs.end <= mine.start {
             return false;
         }
-        // Layers that take turns in one allocation: the same step, with room for each other's runs in between.
+        // Layers may alternate in one allocation: with equal strides and enough space for each other's runs
+        // in between.
         let (low, high) = if mine.start <= theirs.start { (self, other) } else { (other, self) };
         let step = low.stride_bytes;
         let apart = (high.addresses().start - low.addresses().start) % step;
         step != high.stride_bytes || apart < low.run_bytes || apart + high.run_bytes > step
     }
 
-    /// Where the run of a block begins.
+    /// Returns the start of a block's run.
     fn run(&self, block: usize) -> NonNull<u8> {
         assert!(block < self.blocks, "block {block} of {}", self.blocks);
-        // SAFETY: `take` has found that so many blocks with this stride lie inside the tensor.
+        // SAFETY: `take` has checked that this number of blocks with this stride lies inside the tensor.
         unsafe { self.first.add(block * self.stride_bytes) }
     }
 }
 
 impl Tensors {
-    /// The layers' tensors, which must have the same blocks and share no bytes.
+    /// Combines the layers' tensors, which must have the same number of blocks and share no bytes.
     pub(super) fn new(layers: Vec<LayerTensor>) -> PyResult<Tensors> {
         let blocks = layers.first().map_or(0, |layer| layer.blocks);
         if let Some(layer) = layers.iter().position(|layer| layer.blocks != blocks) {
@@ -129,7 +133,7 @@ impl Tensors {
         for (number, layer) in layers.iter().enumerate() {
             if let Some(other) = layers[..number].iter().position(|other| layer.overlaps(other)) {
                 return Err(PyValueError::new_err(format!(
-                    "layer {number}: its blocks share memory with those of layer {other}"
+                    "layer {number}: the blocks share memory with those of layer {other}"
                 )));
             }
         }
@@ -140,21 +144,22 @@ impl Tensors {
         self.locks.len()
     }
 
-    /// Shows a run.
+    /// Calls `read` with a run, under the block's shared lock.
     pub(super) fn read<T>(&self, layer: usize, block: usize, read: impl FnOnce(&[u8]) -> T) -> T {
         let _shared = self.locks[block].read().unwrap_or_else(PoisonError::into_inner);
         let layer = &self.layers[layer];
-        // SAFETY: a run is `run_bytes` initialised bytes inside a tensor that is kept; who writes it has the lock alone.
+        // SAFETY: a run is `run_bytes` initialised bytes inside a tensor that is kept alive; a writer holds
+        // the exclusive lock.
         let run = unsafe { std::slice::from_raw_parts(layer.run(block).as_ptr(), layer.run_bytes) };
         read(run)
     }
 
-    /// Lets a run be overwritten.
+    /// Calls `write` with a run, under the block's exclusive lock.
     pub(super) fn write<T>(&self, layer: usize, block: usize, write: impl FnOnce(&mut [u8]) -> T) -> T {
         let _alone = self.locks[block].write().unwrap_or_else(PoisonError::into_inner);
         let layer = &self.layers[layer];
-        // SAFETY: as in `read`; the lock is held alone, runs of other blocks and layers share no bytes with this one, and
-        // the tensor is not read-only.
+        // SAFETY: as in `read`. The lock is exclusive, runs of other blocks and layers share no bytes with
+        // this one, and the tensor is not read-only.
         let run = unsafe { std::slice::from_raw_parts_mut(layer.run(block).as_ptr(), layer.run_bytes) };
         write(run)
     }
@@ -163,12 +168,12 @@ impl Tensors {
 /// Shape and strides of a tensor, in elements.
 struct Shape {
     shape: Vec<usize>,
-    /// `None`: row-major without gaps.
+    /// Strides; `None` for row-major without gaps.
     strides: Option<Vec<usize>>,
 }
 
 impl Shape {
-    /// `None` when a number is negative.
+    /// Reads shape and strides; returns `None` if a number is negative.
     fn of(tensor: &PyTensor) -> Option<Shape> {
         let unsigned = |numbers: &[i64]| {
             numbers.iter().map(|number| usize::try_from(*number).ok()).collect::<Option<Vec<usize>>>()
@@ -184,17 +189,23 @@ impl Shape {
         self.shape.first().copied().unwrap_or(0)
     }
 
-    /// Bytes from one block to the next, if each is one run of `run_bytes`; why not, otherwise.
+    /// Returns the bytes from one block to the next.
+    ///
+    /// # Errors
+    /// A block is not one run of `run_bytes`; the text has the reason.
     fn block_stride_bytes(&self, element_bytes: usize, run_bytes: usize) -> Result<usize, String> {
         let Some((blocks, axes)) = self.shape.split_first().filter(|(blocks, _)| **blocks > 0) else {
-            return Err(format!("shape {:?} has no blocks: the first axis counts them", self.shape));
+            return Err(format!(
+                "shape {:?} has no blocks: the first axis must be the number of blocks",
+                self.shape
+            ));
         };
         let run_elements =
             axes.iter().try_fold(1_usize, |product, axis| product.checked_mul(*axis)).unwrap_or(usize::MAX);
         let found = run_elements.saturating_mul(element_bytes);
         if found != run_bytes {
             return Err(format!(
-                "a block of shape {axes:?} has {found} bytes, but the layout says {run_bytes} for a layer of a block"
+                "a block of shape {axes:?} has {found} bytes, but the layout has {run_bytes} bytes per layer of a block"
             ));
         }
         let Some(strides) = &self.strides else {
@@ -202,19 +213,19 @@ impl Shape {
         };
         if let Some(axis) = self.gap(strides) {
             return Err(format!(
-                "a block is not contiguous: shape {:?} with strides {strides:?} (axis {axis}); the block axis comes first, \
-                 the others are row-major without gaps",
+                "a block is not contiguous: shape {:?} with strides {strides:?} (axis {axis}); the block axis must be first, \
+                 and the others row-major without gaps",
                 self.shape
             ));
         }
         let stride_bytes = strides[0].saturating_mul(element_bytes);
         if *blocks > 1 && stride_bytes < run_bytes {
-            return Err(format!("its blocks overlap: {stride_bytes} bytes apart, {run_bytes} bytes long"));
+            return Err(format!("the blocks overlap: {stride_bytes} bytes apart, {run_bytes} bytes long"));
         }
         Ok(stride_bytes.max(run_bytes))
     }
 
-    /// The last axis behind the first that is not where it would be without gaps.
+    /// Returns the last axis after the first whose stride differs from that of a contiguous tensor.
     fn gap(&self, strides: &[usize]) -> Option<usize> {
         let mut expected = 1;
         for axis in (1..self.shape.len()).rev() {
@@ -227,7 +238,7 @@ impl Shape {
     }
 }
 
-/// Whether elements of a kind of DLPack may be those of a dtype; their width is known to be right.
+/// Returns whether a DLPack element kind is accepted for a dtype of the same width.
 fn may_hold(kind: u8, dtype: Dtype) -> bool {
     let is_of_dtype = match dtype {
         // `kDLBfloat` and `kDLFloat`.
@@ -239,16 +250,16 @@ fn may_hold(kind: u8, dtype: Dtype) -> bool {
     is_of_dtype || KINDS_OF_CARRIERS.contains(&kind)
 }
 
-/// Checks that a tensor lies in host memory, before anything is asked of it that a device would have to wait for.
+/// Checks that a tensor is in host memory, before any call that would synchronise with a device.
 fn check_device(object: &Bound<'_, PyAny>, layer: usize) -> PyResult<()> {
     let device = object.call_method0("__dlpack_device__").map_err(|error| {
         if error.is_instance_of::<PyAttributeError>(object.py()) {
             let kind = object.get_type();
             return PyTypeError::new_err(format!(
-                "layer {layer}: {kind} is no tensor: it has no __dlpack_device__"
+                "layer {layer}: {kind} is not a tensor: __dlpack_device__ is missing"
             ));
         }
-        PyValueError::new_err(format!("layer {layer}: the tensor does not say where it lies: {error}"))
+        PyValueError::new_err(format!("layer {layer}: cannot read the tensor's device: {error}"))
     })?;
     let (kind, number): (i32, i32) = device.extract()?;
     if kind == DEVICE_CPU || kind == DEVICE_CUDA_HOST {
@@ -257,11 +268,11 @@ fn check_device(object: &Bound<'_, PyAny>, layer: usize) -> PyResult<()> {
     let name = match kind {
         2 => "CUDA device",
         10 => "ROCm device",
-        13 => "memory that CUDA manages on device",
+        13 => "CUDA managed memory of device",
         8 => "Metal device",
         _ => "DLPack device",
     };
     Err(PyValueError::new_err(format!(
-        "layer {layer}: the tensor lies on {name} {number}: only host memory can be read and written here"
+        "layer {layer}: the tensor is on {name} {number}: expected host memory"
     )))
 }

@@ -1,4 +1,4 @@
-"""What the tests of SGLang's storage share: a published configuration, a process' state, a cluster, an engine."""
+"""Fixtures of the tests of SGLang's storage: a published configuration, a process' state, a cluster, an engine."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from reprise.sglang import weight_updates
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A model's folder."""
+    """Folder with a model."""
     return engines.model_folder(tmp_path / "model")
 
 
 @pytest.fixture(autouse=True)
 def process(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scheduler's process with its configuration, in which nothing has happened yet."""
+    """Initial state of a scheduler's process, with its configuration."""
     engines.publish(model)
     weight_updates.observe()
     another_process(monkeypatch)
@@ -32,15 +32,15 @@ def process(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    """A member and an agent with two regions of DRAM, as blocks of two sizes need, and 128 MiB of disk."""
+    """Control plane member and an agent with two regions of DRAM, for two block sizes, and 128 MiB of disk."""
     cluster = Cluster(tmp_path / "cluster", arena=128 * MIB, pool=128 * MIB)
     yield cluster
     cluster.stop()
 
 
 @pytest.fixture
-def ranks_have_met() -> Iterator[None]:
-    """As SGLang's ranks have, over a store."""
+def process_group() -> Iterator[None]:
+    """Process group with a store, as SGLang's ranks have one."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
@@ -48,19 +48,19 @@ def ranks_have_met() -> Iterator[None]:
 
 @pytest.fixture
 def make_engine(
-    cluster: Cluster, model: Path, ranks_have_met: None, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, model: Path, process_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[MakeEngine]:
-    """Makes engines, each as if in a process of its own."""
+    """Factory of engines, each as if in its own process."""
     try:
         get_storage_hash_str([1], None, 1)
     except RuntimeError as error:
         pytest.skip(f"SGLang's page hash cannot be compiled here (g++, OpenSSL's headers): {error}")
-    engines.stand_in_for_the_gpu(monkeypatch)
+    engines.replace_gpu(monkeypatch)
     made: list[engines.Engine] = []
 
     def make(folder: Path = model, extra: dict[str, Any] | None = None, **settings: Any) -> engines.Engine:
         another_process(monkeypatch)
-        # SGLang reads the threshold from the same configuration, and takes it out before the storage is made.
+        # SGLang removes the threshold from the configuration before it creates the storage.
         config = extra_config(cluster.agents[0].socket, {"prefetch_threshold": engines.PAGE, **(extra or {})})
         made.append(engines.Engine(folder, config, torch.distributed.group.WORLD, **settings))
         return made[-1]

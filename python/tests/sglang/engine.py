@@ -1,10 +1,10 @@
-"""An SGLang engine around the storage, of SGLang's own classes (0.5.23), with the tests in place of the GPU.
+"""SGLang engine around the storage, built from SGLang's own classes (0.5.23), without a GPU.
 
-Real are the configuration, the radix tree, the cache controller with its threads, the pools in device and host memory, the
-scheduler's flush and its manager of weights, and what loads weights into a model. The tests stand in for the model's forward pass,
+The configuration, the radix tree, the cache controller with its threads, the pools in device and host memory,
+the scheduler's flush, its manager of weights and the weight loader are real. The tests replace the model's forward pass,
 the compiled copies between device and host memory, and the pinning of host memory.
 
-KV of a prompt is a product of its tokens and the model's weight, so it shows which weights it was computed with.
+The KV of a prompt is the product of its tokens and the model's weight, so it shows with which weights it was computed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from reprise.sglang import weight_updates
 
 LAYERS, HEADS, HEAD_DIM, PAGE, SLOTS = 2, 2, 16, 8, 512
 LONG_S = 60.0
-"""Nothing takes as long, unless it hangs."""
+"""Timeout that only a hang exceeds."""
 
 PATIENT = {
     f"{name}_ms": LONG_S * 1e3
@@ -68,7 +68,7 @@ CONFIGURATION = {
 
 
 def model_folder(folder: Path, weight: float = 1.0, **configuration: Any) -> Path:
-    """A model's files: its configuration and one weight."""
+    """Writes a model: its configuration and one weight."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**CONFIGURATION, **configuration}))
     safetensors.torch.save_file({"weight": torch.tensor([weight])}, folder / "model.safetensors")
@@ -76,7 +76,7 @@ def model_folder(folder: Path, weight: float = 1.0, **configuration: Any) -> Pat
 
 
 def publish(model: Path, **settings: Any) -> ServerArgs:
-    """Publishes a configuration in this process, as SGLang's scheduler does before it makes anything."""
+    """Publishes a configuration in this process, as SGLang's scheduler does at its start."""
     arguments = ServerArgs(
         model_path=str(model),
         **{
@@ -97,12 +97,12 @@ def publish(model: Path, **settings: Any) -> ServerArgs:
 
 
 def another_process(monkeypatch: Any) -> None:
-    """Storages that are made from now on are those of another engine."""
+    """Lets storages created from now on belong to another engine."""
     monkeypatch.setattr(weight_updates, "_process", weight_updates.WeightUpdates())
 
 
 def extra_config(socket: Path, changes: dict[str, Any] | None = None) -> dict[str, Any]:
-    """``--hicache-storage-backend-extra-config``."""
+    """Returns a value of ``--hicache-storage-backend-extra-config``."""
     return {
         "backend_name": "reprise",
         "module_path": "reprise.sglang",
@@ -115,7 +115,7 @@ def extra_config(socket: Path, changes: dict[str, Any] | None = None) -> dict[st
 
 
 class Model(torch.nn.Module):
-    """One weight, which SGLang's loaders fill."""
+    """Model with one weight, which SGLang's loaders set."""
 
     def __init__(self, weight: float) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Model(torch.nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for _, tensor in weights:
             if tensor.isnan().any():
-                raise ValueError("a weight is no number")
+                raise ValueError("a weight is not a number")
             self.weight.copy_(tensor)
 
 
@@ -141,12 +141,12 @@ def _copy_pages(
 
 
 class Engine:
-    """One rank of an engine.
+    """Rank of an engine.
 
     Args:
-        model: a model's folder.
-        extra: the storage's configuration.
-        group: of the tensor-parallel ranks.
+        model: folder of the model.
+        extra: configuration of the storage.
+        group: process group of the tensor-parallel ranks.
     """
 
     def __init__(self, model: Path, extra: dict[str, Any], group: Any, weight: float = 1.0, **settings: Any) -> None:
@@ -177,9 +177,9 @@ class Engine:
         )
         self.tree = UnifiedRadixCache(parameters)
         self.tree.init_hicache(arguments, parameters)
-        self.connected()
+        self.wait_connected()
         self.scheduler = self._scheduler(parameters)
-        # SGLang makes it after the tree, and binds its methods in a table of requests.
+        # SGLang creates it after the tree, and binds its methods in a table of requests.
         runner = self._runner(arguments)
         worker = SimpleNamespace(
             model_runner=runner,
@@ -197,28 +197,28 @@ class Engine:
 
     @property
     def storage(self) -> Any:
-        """The storage as SGLang has made it."""
+        """Storage that SGLang has created."""
         return self.tree.cache_controller.storage_backend
 
     def hashes(self, tokens: list[int], lora: str | None = None) -> list[str]:
-        """What SGLang names a prompt's pages by."""
+        """Returns SGLang's page hashes of a prompt."""
         hashes = get_storage_hash_str(RadixKey(array("q", tokens), extra_key=lora), None, page_size=PAGE)
         assert isinstance(hashes, list)
         return hashes
 
-    def connected(self) -> None:
+    def wait_connected(self) -> None:
         """Waits until each pool has a session."""
         for store in self.storage._stores.values():
             assert store.session.wait_connected(LONG_S)
 
     def close(self) -> None:
-        """Ends the storage and its threads."""
+        """Closes the storage and its threads."""
         self.tree.cache_controller.detach_storage_backend()
 
     # Requests
 
     def serve(self, tokens: list[int], lora: str | None = None) -> int:
-        """Serves a prompt, and checks that its KV is of the weights that the model has; returns the tokens that were found."""
+        """Serves a prompt and checks that its KV belongs to the model's weights; returns the number of tokens found."""
         key = RadixKey(array("q", tokens), extra_key=lora)
         self._prefetch(key, lora)
         slots, found = self._cached(key)
@@ -227,34 +227,34 @@ class Engine:
         for layer, (k, v) in enumerate(zip(self.device.k_buffer, self.device.v_buffer, strict=True)):
             k[fresh], v[fresh] = self._kv(tokens[found:], layer), -self._kv(tokens[found:], layer)
         for layer, k in enumerate(self.device.k_buffer):
-            # What attention reads, wherever it comes from.
+            # The KV that attention reads, from any source.
             assert torch.equal(k[torch.cat([slots, fresh])], self._kv(tokens, layer)), "KV of other weights was served"
         self.tree.insert(InsertParams(key=key, value=torch.cat([slots, fresh])))
         self.wait(lambda: not self.tree.ongoing_write_through and not self.tree.ongoing_backup)
         return found
 
     def serve_again(self, tokens: list[int]) -> int:
-        """Serves a prompt from the storage only: SGLang's own cache is flushed before."""
+        """Flushes SGLang's own cache and serves a prompt from the storage."""
         assert self.flush()
         return self.serve(tokens)
 
     def flush(self) -> bool:
-        """What ``/flush_cache`` does."""
+        """Flushes SGLang's cache, as ``/flush_cache`` does."""
         return bool(self.scheduler.flush_cache())
 
     def wait(self, condition: Any) -> None:
-        """Lets SGLang poll its transfers until something holds."""
-        give_up = time.monotonic() + LONG_S
+        """Lets SGLang poll its transfers until the condition is true."""
+        deadline = time.monotonic() + LONG_S
         while True:
             self.tree.check_hicache_events()
             if condition():
                 return
-            assert time.monotonic() < give_up, "SGLang's transfers hang"
+            assert time.monotonic() < deadline, "SGLang's transfers hang"
             time.sleep(0.001)
 
     @contextmanager
     def running_request(self) -> Iterator[None]:
-        """While a request runs."""
+        """Simulates a running request."""
         self.scheduler.running_batch = SimpleNamespace(is_empty=lambda: False, reqs=[None])
         yield
         self.scheduler.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
@@ -301,7 +301,7 @@ class Engine:
         self.wait(lambda: self.tree.check_prefetch_progress(handle))
 
     def _cached(self, key: RadixKey) -> tuple[torch.Tensor, int]:
-        """Slots of the leading tokens that SGLang's cache has, in device or host memory."""
+        """Returns the slots of the leading tokens in SGLang's cache, in device or host memory."""
         match = self.tree.match_prefix(MatchPrefixParams(key=key))
         if match.host_hit_length:
             self.tree.load_back(match.best_match_node, None)
@@ -346,12 +346,12 @@ class Engine:
         return runner
 
 
-def stand_in_for_the_gpu(monkeypatch: Any) -> None:
-    """Copies between device and host memory, which SGLang has compiled, and leaves host memory unpinned."""
+def replace_gpu(monkeypatch: Any) -> None:
+    """Replaces SGLang's compiled copies between device and host memory, and leaves host memory unpinned."""
     unpinned = functools.partialmethod(mha.MHATokenToKVPoolHost.__init__, pin_memory=False)
     monkeypatch.setattr(mha.MHATokenToKVPoolHost, "__init__", unpinned)
     monkeypatch.setattr(mha, "transfer_kv_direct", _copy_pages, raising=False)
 
 
 MakeEngine = Callable[..., Engine]
-"""Makes engines, each as if in a process of its own."""
+"""Factory of engines, each as if in its own process."""

@@ -1,6 +1,6 @@
-"""A host pool with the memory of SGLang's, by its source (0.5.23, ``mem_cache/pool_host/mha.py`` and ``mla.py``).
+"""Host pool with SGLang's memory layouts (0.5.23, ``mem_cache/pool_host/mha.py`` and ``mla.py``).
 
-The real ``HostKVCache`` pins its memory, which needs a GPU. In :mod:`engine` it is used without that, in one layout.
+The real ``HostKVCache`` pins its memory, which needs a GPU. :mod:`engine` uses it unpinned, in one layout.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class HostPool:
         self.kv_buffer = torch.zeros(dims if is_latent else (2, *dims), dtype=dtype)
 
     def fill(self, seed: int) -> None:
-        """Noise in every page."""
+        """Fills every page with noise."""
         source = torch.Generator().manual_seed(seed)
         self.kv_buffer.copy_(torch.randn(self.kv_buffer.shape, generator=source).to(self.dtype))
 
     def indices(self, pages: list[int]) -> torch.Tensor:
-        """Of the tokens of pages."""
+        """Returns the indices of the tokens of pages."""
         return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
 
     def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:

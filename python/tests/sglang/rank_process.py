@@ -1,6 +1,6 @@
-"""One rank of an engine whose ranks share pages, for :mod:`test_ranks`: ``rank_process.py RANK RANKS PORT FOLDER``.
+"""Rank of an engine whose ranks share pages, for :mod:`test_ranks`: ``rank_process.py RANK RANKS PORT FOLDER``.
 
-Prints the suffix of its key generation after each step, as a list in JSON; null: suspended.
+Prints a JSON list of the suffixes of its key generation after each step; null: suspended.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ EMPTY = SimpleNamespace(
     token_to_kv_pool_allocator=UNUSED,
     record_weight_version_change=lambda new_version: None,
 )
-"""A scheduler whose cache was flushed."""
+"""Scheduler with a flushed cache."""
 
 
 def main() -> None:
-    """Runs the steps, each of which all ranks begin together."""
+    """Runs the steps; all ranks start each step together."""
     rank, ranks, port, folder = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
     store = torch.distributed.TCPStore("127.0.0.1", port, ranks, rank == 0, timedelta(seconds=60))
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
@@ -51,7 +51,7 @@ def main() -> None:
         path = str(folder / name)
         manager.update_weights_from_disk(io_struct.UpdateWeightFromDiskReqInput(model_path=path, load_format="auto"))
 
-    def update_that_fails_here() -> None:
+    def fail_update_on_one_rank() -> None:
         if rank != 1:
             update("second")
             return
@@ -66,7 +66,7 @@ def main() -> None:
         lambda: update("second"),
         storage.clear,
         lambda: update("third"),
-        update_that_fails_here,
+        fail_update_on_one_rank,
         lambda: update("third"),
     ]
     suffixes = []
@@ -75,7 +75,7 @@ def main() -> None:
         step()
         suffix = storage._generation.suffix
         suffixes.append(None if suffix is None else suffix.hex())
-    # The first rank has the store.
+    # The first rank hosts the store.
     torch.distributed.barrier()
     print(json.dumps(suffixes))
 
@@ -121,7 +121,7 @@ def _manager(arguments: Any) -> SchedulerWeightUpdaterManager:
 
 
 def make_folders(folder: Path) -> None:
-    """The models that the steps load."""
+    """Writes the models that the steps load."""
     for number, name in enumerate(("first", "second", "third"), start=1):
         model_folder(folder / name, float(number))
     model_folder(folder / "damaged", float("nan"))

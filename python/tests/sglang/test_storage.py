@@ -1,4 +1,4 @@
-"""SGLang's storage interface over a real agent: the same bytes come back, and no state of the agent costs more than time."""
+"""Tests SGLang's storage interface with a real agent: bytes are preserved, and a failing agent only costs time."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from reprise.sglang import RepriseStorage, generation
 
 LONG_S = 60.0
-"""Nothing takes as long, unless it hangs."""
+"""Timeout that only a hang exceeds."""
 
 NOWHERE = Path("/nonexistent/agent.sock")
 BUSY_MACHINE_S = 0.5
-"""What other processes of a test machine may cost a call."""
+"""Allowed delay of a call by other processes of a test machine."""
 
 Make = Callable[..., RepriseStorage]
 
@@ -38,7 +38,7 @@ Make = Callable[..., RepriseStorage]
 def storage_config(
     socket: Path = NOWHERE, changes: dict[str, Any] | None = None, **engine: Any
 ) -> HiCacheStorageConfig:
-    """What SGLang makes of its configuration."""
+    """Returns SGLang's configuration of the storage."""
     extra = extra_config(socket, {"model_digest": "weights-1", **(changes or {})})
     flat = {
         "tp_rank": 0,
@@ -56,8 +56,8 @@ def storage_config(
     return HiCacheStorageConfig(**flat, extra_config=extra)
 
 
-def storage_of(config: HiCacheStorageConfig, pool: HostPool) -> RepriseStorage:
-    """The storage as SGLang makes it."""
+def make_storage(config: HiCacheStorageConfig, pool: HostPool) -> RepriseStorage:
+    """Creates a storage as SGLang does."""
     made = StorageBackendFactory.create_backend("dynamic", config, pool)
     assert isinstance(made, RepriseStorage)
     made.register_mem_pool_host(pool)
@@ -66,13 +66,13 @@ def storage_of(config: HiCacheStorageConfig, pool: HostPool) -> RepriseStorage:
 
 @pytest.fixture
 def make(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Makes storages that have a session, each as if in a process of its own."""
+    """Factory of connected storages, each as if in its own process."""
     made: list[RepriseStorage] = []
 
     def storage(pool: HostPool, changes: dict[str, Any] | None = None, **engine: Any) -> RepriseStorage:
         another_process(monkeypatch)
-        made.append(storage_of(storage_config(cluster.agents[0].socket, changes, **engine), pool))
-        connected(made[-1])
+        made.append(make_storage(storage_config(cluster.agents[0].socket, changes, **engine), pool))
+        wait_connected(made[-1])
         return made[-1]
 
     yield storage
@@ -80,19 +80,19 @@ def make(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         each.close()
 
 
-def connected(storage: RepriseStorage) -> None:
+def wait_connected(storage: RepriseStorage) -> None:
     """Waits until each pool has a session."""
     for store in storage._stores.values():
         assert store.session.wait_connected(LONG_S)
 
 
 def hashes(seed: int, pages: int) -> list[str]:
-    """Of a prompt's pages, as SGLang names them."""
+    """Returns page hashes of a prompt, in SGLang's format."""
     return [f"{seed:032x}{page:032x}" for page in range(pages)]
 
 
 def same(pool: HostPool, pages: list[int], other: HostPool, others: list[int]) -> bool:
-    """Whether pages of two pools have the same bytes."""
+    """Returns whether pages of two pools have the same bytes."""
     return all(
         torch.equal(pool.get_data_page(page * pool.page_size), other.get_data_page(theirs * other.page_size))
         for page, theirs in zip(pages, others, strict=True)
@@ -111,7 +111,7 @@ def same(pool: HostPool, pages: list[int], other: HostPool, others: list[int]) -
         ("page_first_direct", True),
     ],
 )
-def test_pages_come_back_as_they_were_whichever_way_they_go(layout: str, is_latent: bool, make: Make) -> None:
+def test_pages_are_preserved_by_every_combination_of_calls(layout: str, is_latent: bool, make: Make) -> None:
     written, read = HostPool(layout, is_latent), HostPool(layout, is_latent)
     written.fill(1)
     keys, pages, places = hashes(1, 20), list(range(20)), list(range(PAGES - 1, PAGES - 21, -1))
@@ -129,7 +129,7 @@ def test_pages_come_back_as_they_were_whichever_way_they_go(layout: str, is_late
         assert torch.equal(value, written.get_data_page(page * written.page_size))
 
 
-def test_pages_that_are_not_there_are_told_and_their_places_are_as_they_were(make: Make) -> None:
+def test_missing_pages_are_reported_and_their_memory_is_unchanged(make: Make) -> None:
     pool = HostPool()
     pool.fill(1)
     before = pool.kv_buffer.clone()
@@ -146,14 +146,14 @@ def test_pages_that_are_not_there_are_told_and_their_places_are_as_they_were(mak
     assert torch.equal(pool.kv_buffer, before)
 
 
-def test_pages_that_are_there_count_as_saved(make: Make) -> None:
+def test_existing_pages_count_as_saved(make: Make) -> None:
     pool = HostPool()
     storage = make(pool)
     assert all(storage.batch_set_v1(hashes(1, 3), pool.indices([0, 1, 2])))
     assert all(storage.batch_set_v1(hashes(1, 3), pool.indices([0, 1, 2])))
 
 
-def test_a_memory_without_runs_goes_over_a_copy(make: Make) -> None:
+def test_memory_without_contiguous_pages_is_copied_through_staging(make: Make) -> None:
     pool, other = HostPool("page_unified"), HostPool("page_unified")
     pool.fill(1)
     storage = make(pool, {"interface_v1": 0})
@@ -163,7 +163,7 @@ def test_a_memory_without_runs_goes_over_a_copy(make: Make) -> None:
     assert same(pool, [0, 1, 2], other, [5, 6, 7])
 
 
-def test_two_threads_each_get_what_is_their_own(make: Make) -> None:
+def test_concurrent_threads_get_their_own_results(make: Make) -> None:
     pool = HostPool()
     pool.fill(1)
     storage = make(pool)
@@ -185,14 +185,14 @@ def test_two_threads_each_get_what_is_their_own(make: Make) -> None:
     assert wrong == []
 
 
-def test_a_state_of_its_own_is_kept_in_a_pool_of_its_own(make: Make) -> None:
+def test_another_kind_of_state_is_stored_in_a_separate_pool(make: Make) -> None:
     kv, state = HostPool(), HostPool("layer_first", dtype=torch.float32)
     kv.fill(1)
     state.fill(2)
     storage = make(kv)
     storage.register_mem_host_pool_v2(kv, PoolName.KV)
     storage.register_mem_host_pool_v2(state, PoolName.MAMBA)
-    connected(storage)
+    wait_connected(storage)
     keys = hashes(1, 6)
 
     def transfers(kv_pages: list[int], state_pages: list[int], state_keys: list[str]) -> list[PoolTransfer]:
@@ -201,7 +201,7 @@ def test_a_state_of_its_own_is_kept_in_a_pool_of_its_own(make: Make) -> None:
             PoolTransfer(PoolName.MAMBA, host_indices=state.indices(state_pages), keys=state_keys),
         ]
 
-    # The state is there behind page 1 and behind pages 3 and 4.
+    # The state is saved after page 1 and after pages 3 and 4.
     saved = storage.batch_set_v2(transfers(list(range(6)), [1, 3, 4], [keys[1], keys[3], keys[4]]))
     assert saved == {PoolName.KV: [True] * 6, PoolName.MAMBA: [True] * 3}
     trailing = PoolTransfer(PoolName.MAMBA, keys=keys[:1], hit_policy=PoolHitPolicy.TRAILING_PAGES)
@@ -219,7 +219,7 @@ def test_a_state_of_its_own_is_kept_in_a_pool_of_its_own(make: Make) -> None:
     assert same(state, [1, 3], state, [30, 31])
 
 
-def test_more_pages_are_asked_about_one_by_one_than_a_session_has_room_for(make: Make) -> None:
+def test_a_query_of_more_pages_than_a_session_allows_is_split(make: Make) -> None:
     pool = HostPool()
     pool.fill(1)
     storage = make(pool)
@@ -247,7 +247,7 @@ def test_nothing_that_changes_kv_is_shared(make: Make) -> None:
     assert {name: other.batch_exists(hashes(1, 2)) for name, other in others.items()} == dict.fromkeys(others, 0)
 
 
-def test_clearing_makes_the_engine_s_pages_its_own(make: Make) -> None:
+def test_after_a_clear_the_engine_does_not_find_earlier_pages(make: Make) -> None:
     pool = HostPool()
     storage = make(pool)
     assert all(storage.batch_set_v1(hashes(1, 2), pool.indices([0, 1])))
@@ -259,33 +259,31 @@ def test_clearing_makes_the_engine_s_pages_its_own(make: Make) -> None:
 LATENT = {"is_mla_model": True, "tp_size": 2}
 
 
-def test_ranks_that_share_pages_still_share_them_after_each_has_cleared(make: Make, ranks_have_met: None) -> None:
+def test_ranks_that_share_pages_still_share_them_after_clears(make: Make, process_group: None) -> None:
     written, read = HostPool(is_latent=True), HostPool(is_latent=True)
     written.fill(1)
     writer, reader = make(written, tp_rank=0, **LATENT), make(read, tp_rank=1, **LATENT)
     for turn in range(2):
         assert all(writer.batch_set_v1(hashes(turn, 2), written.indices([0, 1])))
         assert reader.batch_exists(hashes(turn, 2)) == 2
-        # Whoever comes first.
-        reads = threading.Thread(target=reader.clear)
-        reads.start()
+        # In any order.
+        clears = threading.Thread(target=reader.clear)
+        clears.start()
         assert writer.clear()
-        reads.join()
+        clears.join()
         assert (writer.batch_exists(hashes(turn, 2)), reader.batch_exists(hashes(turn, 2))) == (0, 0)
         assert all(writer.batch_set_v1(hashes(turn, 2), written.indices([2, 3])))
         assert all(reader.batch_get_v1(hashes(turn, 2), read.indices([5, 6])))
         assert same(written, [2, 3], read, [5, 6])
-    assert make(read, tp_rank=1, **LATENT).batch_exists(hashes(0, 2)) == 2, "of another engine"
+    assert make(read, tp_rank=1, **LATENT).batch_exists(hashes(0, 2)) == 2, "another engine"
 
 
 class MHATokenToKVPoolHost(HostPool):
-    """SGLang's, by its name: heads, of which each rank has others."""
+    """Pool with SGLang's class name for heads that differ between ranks."""
 
 
 @pytest.mark.parametrize("name", [PoolName.DRAFT, PoolName.DRAFT_SWA])
-def test_a_draft_with_heads_beside_a_latent_is_refused_where_ranks_would_find_no_heads_or_others(
-    make: Make, name: PoolName
-) -> None:
+def test_a_draft_with_heads_next_to_a_latent_is_rejected_with_more_than_one_rank(make: Make, name: PoolName) -> None:
     latent, heads = HostPool(is_latent=True), MHATokenToKVPoolHost("layer_first")
     with pytest.raises(ValueError, match=r"saves only those of rank 0 .* use a draft with a latent"):
         make(latent, tp_rank=1, **LATENT).register_mem_host_pool_v2(heads, name)
@@ -293,7 +291,7 @@ def test_a_draft_with_heads_beside_a_latent_is_refused_where_ranks_would_find_no
     shared = [make(latent, tp_rank=rank, model_name=f"{name}", **LATENT) for rank in range(2)]
     for storage, pool in [(alone, heads), *((storage, HostPool("layer_first")) for storage in shared)]:
         storage.register_mem_host_pool_v2(pool, name)
-        connected(storage)
+        wait_connected(storage)
     transfer = PoolTransfer(
         name, host_indices=heads.indices([0, 1]), keys=hashes(1, 2), hit_policy=PoolHitPolicy.ALL_PAGES
     )
@@ -304,7 +302,7 @@ def test_a_draft_with_heads_beside_a_latent_is_refused_where_ranks_would_find_no
         assert reader.batch_get_v2([transfer]) == {name: [True, True]}
 
 
-def test_what_is_being_written_while_ranks_clear_is_written(cluster: Cluster, make: Make, ranks_have_met: None) -> None:
+def test_a_write_in_progress_during_a_clear_is_completed(cluster: Cluster, make: Make, process_group: None) -> None:
     pool = HostPool(is_latent=True)
     writer, reader = make(pool, tp_rank=0, **LATENT), make(pool, tp_rank=1, **LATENT)
     saved: list[bool] = []
@@ -321,21 +319,21 @@ def test_what_is_being_written_while_ranks_clear_is_written(cluster: Cluster, ma
     assert (writer.batch_exists(hashes(1, 3)), reader.batch_exists(hashes(1, 3))) == (0, 0)
 
 
-def test_a_rank_that_does_not_hear_of_the_writers_clear_finds_nothing(
-    make: Make, ranks_have_met: None, monkeypatch: pytest.MonkeyPatch
+def test_a_rank_without_notice_of_the_writer_s_clear_finds_nothing(
+    make: Make, process_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generation, "FOLLOW_WITHIN_S", 0.05)
     pool = HostPool(is_latent=True)
-    # Of a model that no other test's ranks have counted clears of.
+    # A model whose clears are not counted by other tests.
     writer, reader = (make(pool, tp_rank=rank, model_name="silent", **LATENT) for rank in range(2))
     assert all(writer.batch_set_v1(hashes(1, 2), pool.indices([0, 1])))
     assert reader.clear()
     assert (writer.batch_exists(hashes(1, 2)), reader.batch_exists(hashes(1, 2))) == (2, 0)
 
 
-def test_without_an_agent_nothing_waits() -> None:
+def test_calls_do_not_wait_without_an_agent() -> None:
     pool = HostPool()
-    storage = storage_of(storage_config(), pool)
+    storage = make_storage(storage_config(), pool)
     started = time.monotonic()
     assert storage.batch_exists(hashes(1, 3)) == 0
     assert storage.batch_set_v1(hashes(1, 3), pool.indices([0, 1, 2])) == [False] * 3
@@ -345,7 +343,7 @@ def test_without_an_agent_nothing_waits() -> None:
     storage.close()
 
 
-def test_an_agent_that_hangs_costs_its_patience_and_is_used_again(cluster: Cluster, make: Make) -> None:
+def test_a_hanging_agent_costs_its_timeouts_and_is_used_again(cluster: Cluster, make: Make) -> None:
     pool = HostPool()
     pool.fill(1)
     storage = make(pool, {"match_deadline_ms": 100, "load_stall_ms": 200, "save_stall_ms": 200})
@@ -356,13 +354,13 @@ def test_an_agent_that_hangs_costs_its_patience_and_is_used_again(cluster: Clust
     assert storage.batch_set_v1(hashes(1, 3), pool.indices([0, 1, 2])) == [False] * 3
     assert time.monotonic() - started < 0.1 + 2 * 0.2 + BUSY_MACHINE_S
     thaw(cluster.agents[0])
-    connected(storage)
+    wait_connected(storage)
     eventually(lambda: all(storage.batch_set_v1(hashes(1, 3), pool.indices([0, 1, 2]))), LONG_S)
     eventually(lambda: all(storage.batch_get_v1(hashes(1, 3), pool.indices([3, 4, 5]))), LONG_S)
     assert same(pool, [0, 1, 2], pool, [3, 4, 5])
 
 
-def test_an_agent_that_is_killed_is_found_again_with_what_was_durable(cluster: Cluster, make: Make) -> None:
+def test_a_restarted_agent_has_the_durable_pages(cluster: Cluster, make: Make) -> None:
     pool = HostPool()
     pool.fill(1)
     storage = make(pool)
@@ -372,12 +370,12 @@ def test_an_agent_that_is_killed_is_found_again_with_what_was_durable(cluster: C
     cluster.agents[0].kill()
     assert storage.batch_get_v1(hashes(1, 3), pool.indices([3, 4, 5])) == [False] * 3
     cluster.agents[0].restart()
-    connected(storage)
+    wait_connected(storage)
     assert storage.batch_get_v1(hashes(1, 3), pool.indices([3, 4, 5])) == [True] * 3
     assert same(pool, [0, 1, 2], pool, [3, 4, 5])
 
 
-def test_damage_on_nvme_is_a_page_that_is_not_there(cluster: Cluster, make: Make) -> None:
+def test_a_page_damaged_on_nvme_is_missing(cluster: Cluster, make: Make) -> None:
     pool = HostPool()
     pool.fill(1)
     storage = make(pool)
@@ -391,27 +389,27 @@ def test_damage_on_nvme_is_a_page_that_is_not_there(cluster: Cluster, make: Make
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"sokcet": "/x"}, "did you mean 'socket'"),
-        ({"socket": "agent.sock"}, "give the whole path"),
-        ({"socket": "/tmp"}, "is no socket"),
+        ({"socket": "agent.sock"}, "expected an absolute path"),
+        ({"socket": "/tmp"}, "is not a socket"),
         ({"load_stall_ms": -1}, "above 0"),
     ],
 )
-def test_a_configuration_that_cannot_work_is_refused(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        storage_of(storage_config(changes=changes), HostPool())
+def test_an_invalid_configuration_is_rejected(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_storage(storage_config(changes=changes), HostPool())
 
 
-def test_an_engine_that_cannot_be_kept_is_refused() -> None:
+def test_an_unsupported_engine_is_rejected() -> None:
     with pytest.raises(ValueError, match="--hicache-mem-layout page_unified"):
-        storage_of(storage_config(), HostPool("page_unified"))
+        make_storage(storage_config(), HostPool("page_unified"))
     with pytest.raises(ValueError, match="tp_lcm_size"):
-        storage_of(storage_config(should_split_heads=True), HostPool())
+        make_storage(storage_config(should_split_heads=True), HostPool())
 
 
-def test_what_has_become_of_a_transfer_is_kept_only_for_callers_that_wait_for_it(make: Make) -> None:
+def test_results_of_transfers_are_kept_only_for_waiting_callers(make: Make) -> None:
     store = make(HostPool())._store(PoolName.KV)
     ended = [SimpleNamespace(id=1), SimpleNamespace(id=2), SimpleNamespace(id=3)]
 
@@ -429,9 +427,9 @@ def test_what_has_become_of_a_transfer_is_kept_only_for_callers_that_wait_for_it
         def finished(self) -> list[Any]:
             return ended
 
-    gone: Any = Interrupted()
+    interrupted: Any = Interrupted()
     with pytest.raises(KeyboardInterrupt):
-        store._wait(gone, lambda: 1)
-    waits: Any = Ended()
-    assert store._wait(waits, lambda: 2) is ended[1]
+        store._wait(interrupted, lambda: 1)
+    waiting: Any = Ended()
+    assert store._wait(waiting, lambda: 2) is ended[1]
     assert store._awaited == {}

@@ -1,6 +1,6 @@
-"""An engine whose weights are updated never serves KV of the old ones.
+"""Tests that an engine whose weights are updated never serves KV of the old weights.
 
-The engine is of SGLang's own classes. Each request checks the KV that attention would read, wherever it comes from.
+The engine consists of SGLang's own classes. Each request checks the KV that attention would read, from any source.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def updated_from_tensor(engine: Engine, folder: Path, **request: Any) -> None:
 def updated_from_distributed(engine: Engine, folder: Path, **request: Any) -> None:
     request = {"names": ["weight"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "trainer", **request}
     updater = type(engine.weights.tp_worker.model_runner.weight_updater)
-    # What a broadcast of the trainer brings.
+    # The content of the trainer's broadcast.
     received = [("weight", torch.tensor([2.0]))]
     with mock.patch.object(updater, "receive_weights_from_distributed", lambda *_, **__: received):
         assert engine.begin().success
@@ -55,7 +55,7 @@ def updated_from_distributed(engine: Engine, folder: Path, **request: Any) -> No
 
 
 def updated_by_rdma(engine: Engine, folder: Path, **request: Any) -> None:
-    """A trainer writes into the weights between begin and end, without a call."""
+    """Simulates a trainer that writes to the weights between begin and end, without a call."""
     assert engine.begin().success
     engine.model.weight.fill_(2.0)
     if request.get("flush_cache", True):
@@ -72,7 +72,7 @@ UPDATES: dict[str, Callable[..., None]] = {
 
 
 @pytest.mark.parametrize("way", UPDATES)
-def test_after_an_update_with_a_flush_old_pages_are_not_found_and_new_ones_are(
+def test_after_an_update_with_a_flush_only_new_pages_are_found(
     way: str, make_engine: MakeEngine, tmp_path: Path
 ) -> None:
     engine = make_engine()
@@ -92,7 +92,7 @@ def test_after_an_update_without_a_flush_nothing_is_saved_or_found_until_the_cac
     UPDATES[way](engine, tmp_path / "new", flush_cache=False)
     assert "call /flush_cache" in caplog.text
     assert engine.storage._generation.is_suspended
-    # SGLang's own cache still holds KV of the old weights, and its backup thread could save it.
+    # SGLang's own cache still has KV of the old weights, which its backup thread could save.
     assert engine.serve(OTHER) == 0
     assert engine.storage.batch_exists(engine.hashes(OTHER)) == 0
     assert engine.flush()
@@ -102,7 +102,7 @@ def test_after_an_update_without_a_flush_nothing_is_saved_or_found_until_the_cac
 
 
 @pytest.mark.parametrize("way", UPDATES)
-def test_an_engine_that_was_flushed_before_its_update_needs_no_flush_after_it(
+def test_an_engine_flushed_before_its_update_needs_no_flush_after_it(
     way: str, make_engine: MakeEngine, tmp_path: Path
 ) -> None:
     engine = make_engine()
@@ -114,12 +114,12 @@ def test_an_engine_that_was_flushed_before_its_update_needs_no_flush_after_it(
     assert engine.serve_again(PROMPT) == len(PROMPT)
 
 
-def test_while_weights_are_half_updated_nothing_is_saved_or_found(make_engine: MakeEngine) -> None:
+def test_nothing_is_saved_or_found_during_an_update_of_weights(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.serve(PROMPT)
     assert engine.begin().success
     assert engine.update_from_tensor(2.0).success
-    # Flushed, but the update goes on.
+    # Flushed, but the update has not ended.
     assert engine.storage._generation.is_suspended
     assert engine.serve(PROMPT) == 0
     assert engine.update_from_tensor(3.0).success
@@ -128,14 +128,14 @@ def test_while_weights_are_half_updated_nothing_is_saved_or_found(make_engine: M
     assert engine.serve_again(PROMPT) == len(PROMPT)
 
 
-def test_an_update_that_a_request_keeps_from_flushing_suspends_the_storage(
+def test_an_update_without_its_flush_because_of_a_running_request_suspends_the_storage(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:
     engine = make_engine()
     engine.serve(PROMPT)
     with engine.running_request():
         answer = engine.update_from_disk(engines.model_folder(tmp_path / "new", 2.0))
-        assert not answer.success, "SGLang: the weights are new, the cache is old"
+        assert not answer.success, "SGLang has new weights and an old cache"
     assert engine.storage._generation.is_suspended
     assert engine.flush()
     assert engine.serve(PROMPT) == 0
@@ -144,7 +144,7 @@ def test_an_update_that_a_request_keeps_from_flushing_suspends_the_storage(
 
 def hold_in_device_memory(engine: Engine, patch: pytest.MonkeyPatch) -> None:
     engine.serve(PROMPT)
-    # Whatever the pools report: the tree holds pages.
+    # The tree has pages, although the pools report none.
     patch.setattr(engine.slots, "available_size", lambda: engines.SLOTS)
     host = engine.tree.cache_controller.mem_pool_host
     patch.setattr(host, "available_size", lambda: host.logical_size)
@@ -158,7 +158,7 @@ def hold_in_host_memory(engine: Engine, patch: pytest.MonkeyPatch) -> None:
 
 
 def hold_in_a_session(engine: Engine, patch: pytest.MonkeyPatch) -> None:
-    # Its row holds slots that are in no tree yet.
+    # The row of a session has slots that are not in the tree yet.
     assert engine.slots.alloc(engines.PAGE) is not None
 
 
@@ -170,7 +170,7 @@ HOLDERS = [hold_in_device_memory, hold_in_host_memory, hold_in_a_session, hold_i
 
 
 @pytest.mark.parametrize("hold", HOLDERS)
-def test_whatever_holds_kv_of_the_old_weights_keeps_the_storage_suspended(
+def test_the_storage_stays_suspended_while_anything_holds_kv_of_the_old_weights(
     hold: Callable[[Engine, pytest.MonkeyPatch], None], make_engine: MakeEngine, tmp_path: Path
 ) -> None:
     engine = make_engine()
@@ -183,12 +183,12 @@ def test_whatever_holds_kv_of_the_old_weights_keeps_the_storage_suspended(
     assert engine.serve(PROMPT) == 0
 
 
-def test_an_update_that_failed_suspends_the_storage_until_a_flush(make_engine: MakeEngine, tmp_path: Path) -> None:
+def test_a_failed_update_suspends_the_storage_until_a_flush(make_engine: MakeEngine, tmp_path: Path) -> None:
     engine = make_engine()
     engine.serve(PROMPT)
     damaged = engines.model_folder(tmp_path / "damaged", float("nan"))
-    with pytest.raises(ValueError, match="no number"):
-        # Its roll-back reads the same path, and fails as well.
+    with pytest.raises(ValueError, match="not a number"):
+        # SGLang's rollback reads the same path and fails too.
         engine.update_from_disk(damaged)
     assert engine.storage._generation.is_suspended
     assert engine.flush()
@@ -203,30 +203,28 @@ def test_a_call_that_sglang_rejects_keeps_the_pages(make_engine: MakeEngine) -> 
     assert engine.serve_again(PROMPT) == len(PROMPT)
 
 
-def test_weights_that_come_over_ipc_begin_a_generation(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_received_over_ipc_begin_a_generation(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     engine.serve(PROMPT)
 
-    def received(updater: Any, request: Any) -> tuple[bool, str]:
+    def receive(updater: Any, request: Any) -> tuple[bool, str]:
         engine.model.weight.fill_(2.0)
         return True, "received"
 
-    # The checkpoint engine's side of it needs CUDA.
-    monkeypatch.setattr(type(engine.weights.tp_worker.model_runner.weight_updater), "update_weights_from_ipc", received)
+    # The checkpoint engine's side needs CUDA.
+    monkeypatch.setattr(type(engine.weights.tp_worker.model_runner.weight_updater), "update_weights_from_ipc", receive)
     request = io_struct.UpdateWeightsFromIPCReqInput(zmq_handles={})
     assert engine.weights.update_weights_from_ipc(request).success
     assert engine.serve(PROMPT) == 0
     assert engine.serve_again(PROMPT) == len(PROMPT)
 
 
-def test_weights_that_are_overwritten_with_noise_begin_a_generation(make_engine: MakeEngine) -> None:
+def test_weights_overwritten_with_noise_begin_a_generation(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.serve(PROMPT)
     checked = engine.weights.check_weights(io_struct.CheckWeightsReqInput(action="snapshot", selector="target"))
     assert checked.success
-    assert not engine.storage._generation.is_suspended, "a look at them changes nothing"
+    assert not engine.storage._generation.is_suspended, "a snapshot does not change weights"
     reset = engine.weights.check_weights(io_struct.CheckWeightsReqInput(action="reset_tensors", selector="target"))
     assert reset.success
     assert engine.storage._generation.is_suspended
@@ -242,7 +240,7 @@ RELEASED: dict[str, tuple[dict[str, bool], int]] = {
 
 
 @pytest.mark.parametrize("kind", RELEASED)
-def test_weights_that_were_released_and_resumed_begin_a_generation_unless_they_were_kept(
+def test_released_and_resumed_weights_begin_a_generation_unless_sglang_kept_them(
     kind: str, make_engine: MakeEngine
 ) -> None:
     settings, found = RELEASED[kind]
@@ -253,13 +251,13 @@ def test_weights_that_were_released_and_resumed_begin_a_generation_unless_they_w
         if not found:
             assert engine.storage._generation.is_suspended
             assert engine.flush()
-            assert engine.storage._generation.is_suspended, "there are no weights yet"
+            assert engine.storage._generation.is_suspended, "the weights are not back yet"
         engine.weights.resume_memory_occupation(io_struct.ResumeMemoryOccupationReqInput())
         assert engine.serve(PROMPT) == found
         assert engine.serve_again(PROMPT) == len(PROMPT)
 
 
-def test_kv_memory_that_is_released_alone_keeps_the_pages(make_engine: MakeEngine) -> None:
+def test_releasing_only_kv_memory_keeps_the_pages(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.serve(PROMPT)
     with runtime_context.get_exec().features.override(enable_memory_saver=True):
@@ -274,10 +272,10 @@ def test_a_flush_alone_keeps_the_pages_because_the_weights_are_the_same(make_eng
     assert engine.serve_again(PROMPT) == len(PROMPT)
 
 
-def test_a_save_that_an_update_overtakes_is_kept_under_the_old_generation_only(
+def test_a_save_during_an_update_ends_under_the_old_generation(
     cluster: Any, make_engine: MakeEngine, tmp_path: Path
 ) -> None:
-    engine, old_weights = make_engine(), make_engine
+    engine = make_engine()
     pool, keys = engine.tree.cache_controller.storage_host_pool, engine.hashes(PROMPT)
     indices = torch.arange(len(PROMPT))
     saved: list[bool] = []
@@ -291,13 +289,13 @@ def test_a_save_that_an_update_overtakes_is_kept_under_the_old_generation_only(
     save.join()
     assert saved == [True] * len(keys)
     assert engine.storage.batch_exists(keys) == 0
-    assert old_weights().storage.batch_exists(keys) == len(keys), "an engine with the old weights"
+    assert make_engine().storage.batch_exists(keys) == len(keys), "an engine with the old weights"
 
 
-def test_a_batch_whose_save_begins_after_an_update_is_not_saved(make_engine: MakeEngine, tmp_path: Path) -> None:
+def test_a_batch_that_starts_after_an_update_is_not_saved(make_engine: MakeEngine, tmp_path: Path) -> None:
     engine = make_engine()
     assert engine.serve(PROMPT) == 0
-    # SGLang saves 128 pages at a time; the update comes between two such batches.
+    # SGLang saves 128 pages at a time; the update happens between two batches.
     assert engine.update_from_disk(engines.model_folder(tmp_path / "new", 2.0), flush_cache=False).success
     keys, indices = engine.hashes(OTHER), torch.arange(len(OTHER))
     assert engine.storage.batch_set_v1(keys, indices) == [False] * len(keys)
@@ -314,7 +312,7 @@ def test_a_clear_during_an_update_does_not_end_it(make_engine: MakeEngine, tmp_p
     assert engine.storage._generation.is_suspended
 
 
-def test_a_storage_that_is_attached_again_has_the_generation_of_the_present_weights(
+def test_a_reattached_storage_has_the_generation_of_the_current_weights(
     make_engine: MakeEngine, cluster: Any, tmp_path: Path
 ) -> None:
     engine = make_engine()
@@ -325,17 +323,15 @@ def test_a_storage_that_is_attached_again_has_the_generation_of_the_present_weig
         "dynamic", engines.PAGE, "test/model", extra_config(cluster.agents[0].socket)
     )
     engine.tree.enable_storage = True
-    engine.connected()
+    engine.wait_connected()
     assert engine.serve(PROMPT) == 0
     assert engine.serve_again(PROMPT) == len(PROMPT)
 
 
-def test_a_storage_that_is_attached_to_a_running_engine_is_refused(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attaching_a_storage_to_a_running_engine_is_rejected(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engines.publish(model, hicache_storage_backend=None)
     monkeypatch.setattr(weight_updates, "_process", None)
-    with pytest.raises(ValueError, match=r"cannot tell whether its weights were updated before: start the engine with"):
+    with pytest.raises(ValueError, match=r"not know whether its weights were updated before: start the engine with"):
         RepriseStorage(storage_config())
 
 
@@ -343,35 +339,41 @@ Manager = weight_updater.SchedulerWeightUpdaterManager
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         (
             {"update_weights_from_a_dream": lambda self: None},
-            "has SchedulerWeightUpdaterManager.update_weights_from_a_dream",
+            "SchedulerWeightUpdaterManager.update_weights_from_a_dream of this version of SGLang is unknown",
         ),
-        ({"update_weights_from_disk": None}, "has no SchedulerWeightUpdaterManager.update_weights_from_disk"),
-        ({"__dataclass_fields__": {"scheduler": None}}, "has no SchedulerWeightUpdaterManager._session, offload_tags"),
+        (
+            {"update_weights_from_disk": None},
+            "SchedulerWeightUpdaterManager.update_weights_from_disk is missing",
+        ),
+        (
+            {"__dataclass_fields__": {"scheduler": None}},
+            "SchedulerWeightUpdaterManager._session, offload_tags is missing",
+        ),
     ],
 )
-def test_an_sglang_whose_updates_could_go_unnoticed_is_refused(
-    changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+def test_a_version_of_sglang_with_undetectable_updates_is_rejected(
+    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     members = {name: value for name, value in {**vars(Manager), **changes}.items() if value is not None}
     other = type("SchedulerWeightUpdaterManager", (), {n: v for n, v in members.items() if n not in Manager.__slots__})
     monkeypatch.setattr(weight_updater, "SchedulerWeightUpdaterManager", other)
     monkeypatch.setattr(weight_updates, "_process", None)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         RepriseStorage(storage_config())
 
 
-def test_an_sglang_without_the_classes_that_are_observed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_of_sglang_without_an_observed_class_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_updates, "_process", None)
     monkeypatch.delattr(cache_controller, "HiCacheController")
-    with pytest.raises(ValueError, match=r"has no sglang.srt.managers.cache_controller.HiCacheController"):
+    with pytest.raises(ValueError, match=r"sglang.srt.managers.cache_controller.HiCacheController is missing"):
         RepriseStorage(storage_config())
 
 
-def test_weights_that_engines_share_in_memory_are_not_updated(make_engine: MakeEngine, tmp_path: Path) -> None:
+def test_weights_shared_between_engines_are_not_updated(make_engine: MakeEngine, tmp_path: Path) -> None:
     engine = make_engine()
     with (
         runtime_context.get_model().override(weight_cache_mode="attach"),
@@ -380,9 +382,7 @@ def test_weights_that_engines_share_in_memory_are_not_updated(make_engine: MakeE
         engine.update_from_disk(engines.model_folder(tmp_path / "new", 2.0))
 
 
-def test_pages_of_a_decode_engine_that_wait_to_be_saved_keep_the_storage_suspended(
-    make_engine: MakeEngine, tmp_path: Path
-) -> None:
+def test_unsaved_pages_of_a_decode_engine_keep_the_storage_suspended(make_engine: MakeEngine, tmp_path: Path) -> None:
     engine = make_engine()
     engine.scheduler.decode_offload_manager = SimpleNamespace(ongoing_offload={}, ongoing_backup={1: "of old weights"})
     updated_from_disk(engine, tmp_path / "new")

@@ -1,4 +1,4 @@
-"""What the tests of the secondary tier share."""
+"""Fixtures of the tests of the secondary tier."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offloading import Offloading, offloading_config, tier_config
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    """A member and an agent of 16 MiB of DRAM and 128 MiB of disk."""
+    """Control plane member and an agent with 16 MiB of DRAM and 128 MiB of disk."""
     cluster = Cluster(tmp_path / "cluster", arena=16 * MIB, pool=128 * MIB)
     yield cluster
     cluster.stop()
@@ -21,7 +21,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 @pytest.fixture
 def engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Offloading]]:
-    """Makes engines at an agent's socket."""
+    """Factory of engines that use an agent's socket."""
     made: list[Offloading] = []
 
     def make(socket: Path, **changes: Any) -> Offloading:

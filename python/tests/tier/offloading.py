@@ -1,7 +1,7 @@
-"""vLLM's own tiering over a real agent, with a hand in place of the GPU.
+"""vLLM's own tiering with a real agent, without a GPU.
 
-The specification, the manager, the primary tier and its shared memory are vLLM's. What needs CUDA is the copy between a GPU
-and that memory (``CPUOffloadingWorker``): here the tests write and read a worker's view of it, which is vLLM's too.
+The specification, the manager, the primary tier and its shared memory are vLLM's. The copy between a GPU and that
+memory (``CPUOffloadingWorker``) needs CUDA; the tests instead write and read a worker's view of the memory.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 LAYERS, TOKENS, WORKERS = 4, 16, 2
 LAYER_BYTES = 8192
-"""Of a block, on one worker."""
+"""Bytes of a layer of a block on one worker."""
 
 CHUNKS = 24
-"""Of the primary tier."""
+"""Chunks of the primary tier."""
 
 CHUNK_BYTES = LAYERS * LAYER_BYTES * WORKERS
 LONG_S = 60.0
-"""Nothing takes as long, unless it hangs."""
+"""Timeout that only a hang exceeds."""
 
 
 def tier_config(socket: Path, **changes: Any) -> dict[str, Any]:
-    """The tier's part of vLLM's configuration."""
+    """Returns the tier's part of vLLM's configuration."""
     return {
         "type": "RepriseTier",
         "module_path": "reprise.vllm.tier",
@@ -53,7 +53,7 @@ def tier_config(socket: Path, **changes: Any) -> dict[str, Any]:
 
 
 def offloading_config(tiers: list[dict[str, Any]], **changes: Any) -> OffloadingConfig:
-    """What vLLM makes of its configuration for the tiers."""
+    """Returns vLLM's configuration of its tiers."""
     flat: dict[str, Any] = {
         "groups": 1,
         "window": None,
@@ -100,23 +100,23 @@ def offloading_config(tiers: list[dict[str, Any]], **changes: Any) -> Offloading
 
 
 def chain(seed: int, chunks: int) -> list[OffloadKey]:
-    """Keys of a prompt's chunks."""
+    """Returns keys of a prompt's chunks."""
     return [make_offload_key(hashlib.sha256(f"{seed}:{number}".encode()).digest(), 0) for number in range(chunks)]
 
 
 def payload(key: OffloadKey) -> torch.Tensor:
-    """What a chunk holds: noise that belongs to its key, ``[workers, layers, bytes]``."""
+    """Returns the content of a chunk: noise seeded by its key, ``[workers, layers, bytes]``."""
     noise = torch.Generator().manual_seed(int.from_bytes(key[:6], "big"))
     return torch.randint(-128, 128, (WORKERS, LAYERS, LAYER_BYTES), dtype=torch.int8, generator=noise)
 
 
 @dataclass
 class Offloading:
-    """An engine's offloading: scheduler's side, and the workers' memory."""
+    """Offloading of an engine: the scheduler's side and the workers' memory."""
 
     config: OffloadingConfig
     slowest_call_s: float = 0.0
-    """Of all calls of a scheduler's."""
+    """Longest call of the scheduler."""
     _names: int = 0
     _workers: list[SharedOffloadRegion] = field(default_factory=list)
     _views: list[list[torch.Tensor]] = field(default_factory=list)
@@ -141,39 +141,39 @@ class Offloading:
             self._views.append([region.create_next_worker_view(LAYER_BYTES) for _ in range(LAYERS)])
 
     def close(self) -> None:
-        """As vLLM ends."""
+        """Shuts down as vLLM does."""
         self._views.clear()
         for region in self._workers:
             region.cleanup()
         self.manager.shutdown()
 
     def begin(self) -> ReqContext:
-        """A new request."""
+        """Starts a request."""
         self._names += 1
         request = ReqContext(req_id=f"request-{self._names}")
         self.timed(lambda: self.manager.on_new_request(request))
         return request
 
     def end(self, request: ReqContext) -> None:
-        """A request is over."""
+        """Ends a request."""
         self.timed(lambda: self.manager.on_request_finished(request))
 
     def step(self) -> None:
-        """A step of the scheduler ends."""
+        """Ends a step of the scheduler."""
         self.timed(lambda: self.manager.on_schedule_end(ScheduleEndContext(new_req_ids=(), preempted_req_ids=())))
 
-    def settle(self, within: float = LONG_S) -> None:
-        """Steps until no job is under way."""
-        give_up = time.monotonic() + within
+    def finish_jobs(self, within: float = LONG_S) -> None:
+        """Steps until all jobs have ended."""
+        deadline = time.monotonic() + within
         while True:
             self.step()
             if not self.manager.has_pending_work():
                 return
-            assert time.monotonic() < give_up, "jobs are still under way"
+            assert time.monotonic() < deadline, "jobs have not ended"
             time.sleep(0.001)
 
     def store(self, keys: Sequence[OffloadKey]) -> None:
-        """A request computes chunks: they go to the primary tier, and from there to the agent."""
+        """Stores the chunks of a request in the primary tier, which passes them to the agent."""
         request = self.begin()
         prepared = self.manager.prepare_store(keys, request)
         assert prepared is not None
@@ -184,17 +184,17 @@ class Offloading:
         self.end(request)
 
     def put(self, chunk: int, content: torch.Tensor) -> None:
-        """Writes a chunk as the workers do."""
+        """Writes a chunk to the workers' memory."""
         for worker, views in enumerate(self._views):
             for layer, view in enumerate(views):
                 view[chunk] = content[worker, layer]
 
-    def place(self, chunk: int) -> torch.Tensor:
-        """A chunk as the workers see it."""
+    def chunk(self, chunk: int) -> torch.Tensor:
+        """Returns a chunk from the workers' memory."""
         return torch.stack([torch.stack([view[chunk] for view in views]) for views in self._views])
 
-    def look(self, request: ReqContext, keys: Sequence[OffloadKey]) -> int | None:
-        """Leading chunks that can be loaded; None: not yet. As vLLM's scheduler looks for a prefix."""
+    def look_up(self, request: ReqContext, keys: Sequence[OffloadKey]) -> int | None:
+        """Returns the number of leading chunks that can be loaded, as vLLM's scheduler counts them; None if pending."""
         hits, is_deferred = 0, False
         for key in keys:
             result = self.timed(lambda key=key: self.manager.lookup(key, request))
@@ -205,39 +205,39 @@ class Offloading:
         return None if is_deferred else hits
 
     def find(self, keys: Sequence[OffloadKey], within: float = LONG_S) -> int:
-        """Looks, step by step, until it is known how many leading chunks can be loaded; checks their bytes."""
+        """Steps until the number of leading chunks that can be loaded is known, and checks their bytes."""
         request = self.begin()
-        give_up = time.monotonic() + within
-        while (hits := self.look(request, keys)) is None:
-            assert time.monotonic() < give_up, "vLLM was told to retry for too long"
+        deadline = time.monotonic() + within
+        while (hits := self.look_up(request, keys)) is None:
+            assert time.monotonic() < deadline, "the answer is still pending"
             self.step()
             time.sleep(0.001)
         if hits:
             found: Any = self.manager.prepare_load(keys[:hits], request)
             for key, chunk in zip(keys[:hits], found.chunk_ids, strict=True):
-                assert torch.equal(self.place(int(chunk)), payload(key)), "these are not the bytes that were stored"
+                assert torch.equal(self.chunk(int(chunk)), payload(key)), "the bytes differ from those stored"
             self.manager.complete_load(keys[:hits], request)
         self.step()
         self.end(request)
         return hits
 
-    def forget_primary(self) -> None:
-        """Everything that vLLM has itself is gone, and its memory is overwritten."""
-        self.settle()
+    def clear_primary(self) -> None:
+        """Clears vLLM's own cache and overwrites its memory."""
+        self.finish_jobs()
         self.manager.primary_tier.reset_cache()
         for views in self._views:
             for view in views:
                 view.zero_()
 
-    def counted(self) -> dict[str, Any]:
-        """Reprise's metrics since the last call, by their short names."""
+    def counts(self) -> dict[str, Any]:
+        """Returns Reprise's metrics since the last call, by their short names."""
         stats = self.manager.get_stats()
         values = {} if stats is None else stats.data["data"]
         prefix = "vllm:reprise_"
         return {name.removeprefix(prefix): value[()] for name, value in values.items() if name.startswith(prefix)}
 
     def timed(self, call: Any) -> Any:
-        """A call of the scheduler's, timed."""
+        """Runs a call of the scheduler and updates the longest duration."""
         started = time.monotonic()
         result = call()
         self.slowest_call_s = max(self.slowest_call_s, time.monotonic() - started)

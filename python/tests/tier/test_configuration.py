@@ -1,4 +1,4 @@
-"""vLLM makes the tier from its configuration; what cannot work is refused with words, and equal keys mean equal KV."""
+"""Tests how vLLM creates the tier from its configuration, which configurations are rejected, and the tier's keys."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def digest(tier: dict[str, Any] | None = None, is_single_copy: bool = False, **changes: Any) -> bytes:
-    """What keys of an engine begin with."""
+    """Returns the digest at the start of an engine's keys."""
     options = TierOptions.read({"model_digest": "weights-1", "hash_algorithm": "sha256_cbor", **(tier or {})})
     return bytes(chunks.read(offloading_config([], **changes), is_single_copy, options).namespace.digest)
 
 
 def vllm_config(weights: Path, socket: Path = NOWHERE, policy: str = "recompute", **changes: Any) -> VllmConfig:
-    """vLLM's whole configuration, its own classes."""
+    """Returns vLLM's complete configuration, with its own classes."""
     tier = {"type": "RepriseTier", "module_path": "reprise.vllm.tier", "socket": str(socket), **changes}
     return VllmConfig(
         model_config=ModelConfig(model=str(weights), skip_tokenizer_init=True),
@@ -65,7 +65,7 @@ def vllm_config(weights: Path, socket: Path = NOWHERE, policy: str = "recompute"
 
 
 def connector(config: VllmConfig, non_causal: bool = False) -> RepriseOffloadingConnector:
-    """The connector as vLLM's scheduler makes it."""
+    """Creates the connector as vLLM's scheduler does."""
     spec = FullAttentionSpec(
         block_size=TOKENS, num_kv_heads=4, head_size=32, dtype=torch.bfloat16, non_causal=non_causal
     )
@@ -78,14 +78,14 @@ def connector(config: VllmConfig, non_causal: bool = False) -> RepriseOffloading
 
 @pytest.fixture
 def closing() -> Iterator[list[Any]]:
-    """Connectors to shut down at the end."""
+    """Collects connectors and shuts them down at the end."""
     made: list[Any] = []
     yield made
     for each in made:
         each.shutdown()
 
 
-def test_vllm_s_factory_makes_the_tier_from_its_name_and_module() -> None:
+def test_vllm_s_factory_creates_the_tier_from_its_name_and_module() -> None:
     config = tier_config(NOWHERE)
     assert SecondaryTierFactory.get_tier_class(config) is RepriseTier
     offloading = Offloading(offloading_config([config]))
@@ -93,21 +93,21 @@ def test_vllm_s_factory_makes_the_tier_from_its_name_and_module() -> None:
     offloading.close()
 
 
-def test_every_metric_that_is_counted_is_declared() -> None:
+def test_every_counted_metric_is_declared() -> None:
     extra = offloading_config([tier_config(NOWHERE)]).extra_config
     declared = TieringOffloadingSpec.build_metric_definitions(dict(extra))
     offloading = Offloading(offloading_config([tier_config(NOWHERE)]))
     offloading.store(chain(1, 2))
-    offloading.settle()
+    offloading.finish_jobs()
     stats = offloading.manager.get_stats()
     assert stats is not None
-    counted = [name for name in stats.data["data"] if "reprise" in name]
-    assert "vllm:reprise_unsaved_blocks" in counted
-    assert set(counted) <= set(declared)
+    counts = [name for name in stats.data["data"] if "reprise" in name]
+    assert "vllm:reprise_unsaved_blocks" in counts
+    assert set(counts) <= set(declared)
     offloading.close()
 
 
-def test_the_connector_tells_its_tier_which_model_it_serves(weights: Path, closing: list[Any]) -> None:
+def test_the_connector_sets_the_identity_of_the_model_in_its_tier(weights: Path, closing: list[Any]) -> None:
     config = vllm_config(weights)
     closing.append(connector(config))
     (tier,) = config.kv_transfer_config.kv_connector_extra_config["secondary_tiers"]
@@ -119,7 +119,7 @@ def test_the_connector_tells_its_tier_which_model_it_serves(weights: Path, closi
     assert other_tier["model_digest"] != tier["model_digest"]
 
 
-def test_vllm_s_scheduler_side_finds_a_prompt_that_another_engine_has_stored(
+def test_vllm_s_scheduler_finds_a_prompt_that_another_engine_has_stored(
     weights: Path, cluster: Cluster, closing: list[Any]
 ) -> None:
     patient = {
@@ -156,53 +156,53 @@ def test_vllm_s_scheduler_side_finds_a_prompt_that_another_engine_has_stored(
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"sokcet": "/x"}, "did you mean 'socket'"),
-        ({"threads": 4}, "there is no option 'threads'; known are"),
-        ({"socket": "agent.sock"}, "give the whole path"),
-        ({"socket": "/" + "a" * 120}, "use a shorter one"),
-        ({"socket": "/tmp"}, "is no socket"),
-        ({"socket": 7}, "it must be a string"),
+        ({"threads": 4}, "unknown option 'threads': expected one of"),
+        ({"socket": "agent.sock"}, "expected an absolute path"),
+        ({"socket": "/" + "a" * 120}, "use a shorter path"),
+        ({"socket": "/tmp"}, "is not a socket"),
+        ({"socket": 7}, "expected a string"),
         ({"match_budget_ms": 0}, "above 0"),
         ({"load_stall_ms": "fast"}, "a number of milliseconds"),
         ({"model_digest": ""}, "RepriseOffloadingConnector"),
-        ({"hash_algorithm": ""}, "set hash_algorithm to what --prefix-caching-hash-algo is"),
+        ({"hash_algorithm": ""}, "set hash_algorithm to the value of --prefix-caching-hash-algo"),
     ],
 )
-def test_a_configuration_that_cannot_work_is_refused(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_an_invalid_configuration_is_rejected(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Offloading(offloading_config([{**tier_config(NOWHERE), **changes}]))
 
 
-def test_a_digest_that_is_set_by_hand_says_nothing_of_hashes() -> None:
+def test_a_configured_digest_needs_a_hash_algorithm() -> None:
     config = tier_config(NOWHERE)
     del config["hash_algorithm"]
-    with pytest.raises(ValueError, match="does not know how this engine hashes blocks"):
+    with pytest.raises(ValueError, match="does not know the hash algorithm of this engine"):
         Offloading(offloading_config([config]))
 
 
-def test_hashes_that_are_not_the_engines_are_refused(weights: Path) -> None:
-    with pytest.raises(ValueError, match="'sha256', and this engine hashes with 'sha256_cbor'"):
+def test_another_hash_algorithm_than_the_engine_s_is_rejected(weights: Path) -> None:
+    with pytest.raises(ValueError, match="'sha256' differs from the engine's 'sha256_cbor'"):
         connector(vllm_config(weights, hash_algorithm="sha256"))
     identify(vllm_config(weights, hash_algorithm="sha256_cbor"))
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"groups": 2}, "one group of full attention"),
-        ({"window": 4}, "see a window"),
-        ({"worker_bytes": 8191}, "no multiple of 16 tokens"),
+        ({"window": 4}, "have an attention window"),
+        ({"worker_bytes": 8191}, "expected a multiple of 16 tokens"),
         ({"worker_bytes": 1 << 30, "cpu_bytes": 4 << 30}, "Set another block_size"),
     ],
 )
-def test_kv_that_cannot_be_kept_is_refused(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_unsupported_kv_is_rejected(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         digest(**changes)
 
 
-def test_hashes_that_differ_between_processes_are_refused_unless_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hashes_that_differ_between_processes_are_rejected_unless_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(ValueError, match="sha256_cbor"):
         digest({"hash_algorithm": "xxhash"})
@@ -210,21 +210,21 @@ def test_hashes_that_differ_between_processes_are_refused_unless_seeded(monkeypa
     digest({"hash_algorithm": "xxhash"})
 
 
-def test_a_policy_that_fails_requests_is_refused(weights: Path) -> None:
+def test_a_policy_that_fails_requests_is_rejected(weights: Path) -> None:
     with pytest.raises(ValueError, match="recompute"):
         connector(vllm_config(weights, policy="fail"))
 
 
-def test_an_engine_whose_prefixes_cannot_be_reused_is_refused(weights: Path) -> None:
+def test_an_engine_without_reusable_prefixes_is_rejected(weights: Path) -> None:
     config = vllm_config(weights)
     config.cache_config.enable_prefix_caching = False
-    with pytest.raises(ValueError, match="prefix caching is off"):
+    with pytest.raises(ValueError, match="needs vLLM's prefix caching, which is off"):
         connector(config)
     with pytest.raises(ValueError, match="non_causal"):
         connector(vllm_config(weights), non_causal=True)
 
 
-def test_a_model_of_the_hub_has_the_same_chunks_wherever_its_snapshot_lies(weights: Path, tmp_path: Path) -> None:
+def test_a_model_of_the_hub_has_the_same_keys_at_any_snapshot_path(weights: Path, tmp_path: Path) -> None:
     tiers = []
     for home in ("here", "there"):
         folder = tmp_path / home / "models--org--name" / "snapshots" / ("0" * 40)
@@ -237,21 +237,21 @@ def test_a_model_of_the_hub_has_the_same_chunks_wherever_its_snapshot_lies(weigh
     assert tiers[0]["model_id"] == "org/name"
 
 
-def test_an_engine_for_lora_adapters_is_refused_unless_they_never_change(weights: Path) -> None:
+def test_an_engine_for_lora_adapters_is_rejected_unless_they_never_change(weights: Path) -> None:
     config = vllm_config(weights)
     identify(config)
     config.lora_config = LoRAConfig()
-    with pytest.raises(ValueError, match=r"trained again under its name and path: .* unchanging_adapters"):
+    with pytest.raises(ValueError, match=r"retrained one with the same name and path: .* unchanging_adapters"):
         identify(config)
     unchanging = vllm_config(weights, unchanging_adapters=True)
     unchanging.lora_config = LoRAConfig()
     identify(unchanging)
     (tier,) = unchanging.kv_transfer_config.kv_connector_extra_config["secondary_tiers"]
-    given = {name: value for name, value in tier.items() if name not in ("type", "module_path")}
-    assert TierOptions.read(given).unchanging_adapters
+    options = {name: value for name, value in tier.items() if name not in ("type", "module_path")}
+    assert TierOptions.read(options).unchanging_adapters
 
 
-def test_the_connector_without_a_reprise_tier_is_refused(weights: Path) -> None:
+def test_the_connector_without_a_reprise_tier_is_rejected(weights: Path) -> None:
     config = vllm_config(weights)
     config.kv_transfer_config.kv_connector_extra_config["secondary_tiers"][0]["type"] = "fs"
     with pytest.raises(ValueError, match='needs "spec_name"'):
@@ -260,7 +260,7 @@ def test_the_connector_without_a_reprise_tier_is_refused(weights: Path) -> None:
 
 def test_nothing_that_changes_kv_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     digests = {
-        "as it is": digest(),
+        "default": digest(),
         "another model": digest({"model_id": "m"}),
         "other weights": digest({"model_digest": "weights-2"}),
         "another hash": digest({"hash_algorithm": "sha256"}),
@@ -275,7 +275,7 @@ def test_nothing_that_changes_kv_is_shared(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(set(digests.values())) == len(digests), digests
 
 
-def test_a_chunk_is_cut_into_as_many_pieces_as_the_model_has_layers() -> None:
+def test_a_chunk_is_split_into_one_piece_per_layer() -> None:
     options = TierOptions.read({"model_digest": "w", "hash_algorithm": "sha256"})
     even = chunks.read(offloading_config([]), False, options).layout
     assert (even.layers, even.parts, even.tokens_per_block) == (LAYERS, 1, TOKENS)

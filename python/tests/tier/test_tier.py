@@ -1,4 +1,4 @@
-"""vLLM's tiering stores in Reprise and loads from it, and no state of the agent costs it more than time."""
+"""Tests that vLLM's tiering stores to Reprise and loads from it, and that a failing agent only costs time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offloading import CHUNK_BYTES, LONG_S, Offloading, chain
 from vllm.v1.kv_offload.base import LookupResult
 
 PROMPT = 8
-"""Chunks of a prompt."""
+"""Chunks per prompt."""
 
 BUDGET_S = 0.005
 PATIENT = {
@@ -23,124 +23,125 @@ PATIENT = {
     "load_deadline_ms": LONG_S * 1e3,
     "save_stall_ms": LONG_S * 1e3,
 }
-"""Where nothing is to be given up, however slow the machine is."""
+"""Options with which nothing times out, however slow the machine is."""
 
 ANSWERED = {**PATIENT, "match_deadline_ms": LONG_S * 1e3}
 BUSY_MACHINE_S = 0.5
-"""What other processes of a test machine may cost a call."""
+"""Allowed delay of a call by other processes of a test machine."""
 
 Make = Callable[..., Offloading]
 
 
-def connected(offloading: Offloading) -> None:
+def wait_connected(offloading: Offloading) -> None:
     """Waits until the tier has a session."""
     assert offloading.tier._session.wait_connected(LONG_S)
 
 
-def stored(offloading: Offloading, seed: int, chunks: int = PROMPT) -> list[bytes]:
-    """Stores a prompt's chunks, to their end."""
+def store(offloading: Offloading, seed: int, chunks: int = PROMPT) -> list[bytes]:
+    """Stores a prompt's chunks and waits for the end of the jobs."""
     keys = chain(seed, chunks)
     offloading.store(keys)
-    offloading.settle()
+    offloading.finish_jobs()
     return keys
 
 
-def test_what_was_stored_is_found_and_loaded_with_the_same_bytes(cluster: Cluster, engine: Make) -> None:
+def test_stored_chunks_are_found_and_loaded_with_the_same_bytes(cluster: Cluster, engine: Make) -> None:
     offloading = engine(cluster.agents[0].socket, **ANSWERED)
-    connected(offloading)
-    keys = stored(offloading, 1)
-    told = offloading.counted()
-    assert (told["saves"], told["saved_blocks"], told["saved_bytes"]) == (1, PROMPT, PROMPT * CHUNK_BYTES)
-    offloading.forget_primary()
+    wait_connected(offloading)
+    keys = store(offloading, 1)
+    counts = offloading.counts()
+    assert (counts["saves"], counts["saved_blocks"], counts["saved_bytes"]) == (1, PROMPT, PROMPT * CHUNK_BYTES)
+    offloading.clear_primary()
     assert offloading.find(keys) == PROMPT
-    told = offloading.counted()
-    assert (told["loads"], told["loaded_blocks"], told["loaded_bytes"]) == (1, PROMPT, PROMPT * CHUNK_BYTES)
-    assert len(told["load_seconds"]) == 1
-    assert "failed_blocks" not in told
+    counts = offloading.counts()
+    assert (counts["loads"], counts["loaded_blocks"], counts["loaded_bytes"]) == (1, PROMPT, PROMPT * CHUNK_BYTES)
+    assert len(counts["load_seconds"]) == 1
+    assert "failed_blocks" not in counts
 
 
-def test_another_engine_of_the_same_model_finds_it(cluster: Cluster, engine: Make) -> None:
+def test_another_engine_of_the_same_model_finds_the_chunks(cluster: Cluster, engine: Make) -> None:
     first = engine(cluster.agents[0].socket, **ANSWERED)
-    connected(first)
-    keys = stored(first, 1)
+    wait_connected(first)
+    keys = store(first, 1)
     second = engine(cluster.agents[0].socket, **ANSWERED)
-    connected(second)
+    wait_connected(second)
     assert second.find(keys) == PROMPT
     with_other_weights = engine(cluster.agents[0].socket, **{**ANSWERED, "model_digest": "weights-2"})
-    connected(with_other_weights)
+    wait_connected(with_other_weights)
     assert with_other_weights.find(keys) == 0
 
 
 def test_a_prompt_that_was_never_stored_is_a_miss(cluster: Cluster, engine: Make) -> None:
     offloading = engine(cluster.agents[0].socket, **ANSWERED)
-    connected(offloading)
-    stored(offloading, 1)
+    wait_connected(offloading)
+    store(offloading, 1)
     assert offloading.find(chain(2, PROMPT)) == 0
-    told = offloading.counted()
-    assert (told["queries"], "loads" in told) == (1, False)
+    counts = offloading.counts()
+    assert (counts["queries"], "loads" in counts) == (1, False)
 
 
-def test_a_prompt_whose_beginning_was_stored_is_found_so_far(cluster: Cluster, engine: Make) -> None:
+def test_a_stored_prefix_of_a_prompt_is_found(cluster: Cluster, engine: Make) -> None:
     offloading = engine(cluster.agents[0].socket, **ANSWERED)
-    connected(offloading)
-    keys = stored(offloading, 1, chunks=5)
-    offloading.forget_primary()
+    wait_connected(offloading)
+    keys = store(offloading, 1, chunks=5)
+    offloading.clear_primary()
     assert offloading.find(chain(1, PROMPT)[:PROMPT]) == len(keys)
 
 
-def test_vllm_is_told_to_retry_while_the_answer_is_under_way(cluster: Cluster, engine: Make) -> None:
+def test_vllm_retries_while_the_answer_is_pending(cluster: Cluster, engine: Make) -> None:
     offloading = engine(cluster.agents[0].socket, **ANSWERED)
-    connected(offloading)
-    keys = stored(offloading, 1)
-    offloading.forget_primary()
+    wait_connected(offloading)
+    keys = store(offloading, 1)
+    offloading.clear_primary()
     request = offloading.begin()
     freeze(cluster.agents[0])
     assert offloading.tier.lookup(keys[0], request) is LookupResult.RETRY
-    assert offloading.look(request, keys) is None
+    assert offloading.look_up(request, keys) is None
     offloading.step()
     for _ in range(3):
         assert {offloading.tier.lookup(key, request) for key in keys} == {LookupResult.RETRY}
         offloading.step()
     thaw(cluster.agents[0])
 
-    def answered() -> bool:
+    def is_answered() -> bool:
         offloading.step()
         return offloading.tier.lookup(keys[0], request) is LookupResult.HIT
 
-    eventually(answered, LONG_S)
+    eventually(is_answered, LONG_S)
     assert {offloading.tier.lookup(key, request) for key in keys} == {LookupResult.HIT}
     offloading.end(request)
 
 
-def test_a_step_waits_once_for_its_budget_however_many_requests_ask(cluster: Cluster, engine: Make) -> None:
+def test_a_step_waits_for_its_budget_once_for_all_requests(cluster: Cluster, engine: Make) -> None:
     offloading = engine(cluster.agents[0].socket, **ANSWERED)
-    connected(offloading)
+    wait_connected(offloading)
     requests = [offloading.begin() for _ in range(20)]
     freeze(cluster.agents[0])
     for request in requests:
-        assert offloading.look(request, chain(3, PROMPT)) is None
-    asked = 0
-    while asked < len(requests):
-        # Asking costs a step's budget as well.
+        assert offloading.look_up(request, chain(3, PROMPT)) is None
+    matches = 0
+    while matches < len(requests):
+        # Sending matches also uses a step's budget.
         offloading.step()
-        asked += offloading.counted().get("queries", 0)
+        matches += offloading.counts().get("queries", 0)
     started = time.monotonic()
     for request in requests:
-        assert offloading.look(request, chain(3, PROMPT)) is None
+        assert offloading.look_up(request, chain(3, PROMPT)) is None
     assert time.monotonic() - started < BUDGET_S + BUSY_MACHINE_S
     thaw(cluster.agents[0])
 
-    def are_known() -> bool:
+    def all_answered() -> bool:
         offloading.step()
-        return all(offloading.look(request, chain(3, PROMPT)) is not None for request in requests)
+        return all(offloading.look_up(request, chain(3, PROMPT)) is not None for request in requests)
 
-    eventually(are_known)
-    assert len(offloading.counted()["match_seconds"]) == len(requests), "one for each, however often it was looked at"
+    eventually(all_answered)
+    # One sample per request, regardless of the number of look-ups.
+    assert len(offloading.counts()["match_seconds"]) == len(requests)
 
 
-def test_a_step_costs_its_budget_however_many_prompts_are_to_be_asked_about(cluster: Cluster, engine: Make) -> None:
+def test_a_step_costs_its_budget_regardless_of_the_number_of_prompts(cluster: Cluster, engine: Make) -> None:
     offloading = engine(cluster.agents[0].socket, **ANSWERED)
-    connected(offloading)
+    wait_connected(offloading)
     freeze(cluster.agents[0])
     steps = []
     for number in range(3):
@@ -155,130 +156,128 @@ def test_a_step_costs_its_budget_however_many_prompts_are_to_be_asked_about(clus
     thaw(cluster.agents[0])
 
     def is_answered() -> bool:
-        """Whether the last prompt has had its turn."""
+        """Returns whether the match of the last prompt has an answer."""
         offloading.step()
         return offloading.tier.lookup(chain(2099, 1)[0], request) is LookupResult.MISS
 
     eventually(is_answered, LONG_S)
 
 
-def test_why_chunks_are_not_stored_is_logged_once(
+def test_the_reason_for_unstored_chunks_is_logged_once(
     tmp_path: Path, engine: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    offloading = engine(tmp_path / "nobody.sock")
+    offloading = engine(tmp_path / "missing.sock")
     eventually(lambda: offloading.tier._session.last_error is not None, LONG_S)
     for seed in range(3):
-        stored(offloading, seed, chunks=2)
-    said = [record.getMessage() for record in caplog.records if "whole: " in record.getMessage()]
-    assert len(said) == 1
-    assert "chunks were not loaded or stored whole" in said[0]
-    assert "no agent at" in said[0]
+        store(offloading, seed, chunks=2)
+    messages = [record.getMessage() for record in caplog.records if "or stored: " in record.getMessage()]
+    assert len(messages) == 1
+    assert "some chunks were not loaded or stored" in messages[0]
+    assert "no agent at" in messages[0]
 
 
-def test_without_an_agent_everything_misses_at_once_and_jobs_end_failed(tmp_path: Path, engine: Make) -> None:
-    offloading = engine(tmp_path / "nobody.sock")
+def test_without_an_agent_look_ups_miss_immediately_and_jobs_fail(tmp_path: Path, engine: Make) -> None:
+    offloading = engine(tmp_path / "missing.sock")
     keys = chain(1, PROMPT)
     request = offloading.begin()
-    assert offloading.look(request, keys) == 0
+    assert offloading.look_up(request, keys) == 0
     offloading.store(keys)
-    offloading.settle()
-    assert offloading.counted()["unsaved_blocks"] == PROMPT
+    offloading.finish_jobs()
+    assert offloading.counts()["unsaved_blocks"] == PROMPT
     assert offloading.manager.primary_tier.lookup(keys[0], request) is LookupResult.HIT
     offloading.end(request)
     assert offloading.slowest_call_s < BUSY_MACHINE_S
 
 
-def test_an_agent_that_starts_later_is_used_from_then_on(cluster: Cluster, engine: Make) -> None:
+def test_an_agent_that_starts_later_is_used(cluster: Cluster, engine: Make) -> None:
     agent = cluster.agents[0]
     agent.kill()
     offloading = engine(agent.socket, **ANSWERED)
     assert offloading.find(chain(1, PROMPT)) == 0
     agent.start()
-    connected(offloading)
-    keys = stored(offloading, 1)
-    offloading.forget_primary()
+    wait_connected(offloading)
+    keys = store(offloading, 1)
+    offloading.clear_primary()
     assert offloading.find(keys) == PROMPT
 
 
-def test_an_agent_that_is_killed_costs_misses_and_is_found_again_with_what_was_durable(
+def test_a_killed_agent_costs_misses_and_has_the_durable_chunks_after_its_restart(
     cluster: Cluster, engine: Make
 ) -> None:
     agent = cluster.agents[0]
     offloading = engine(agent.socket, **ANSWERED)
-    connected(offloading)
-    keys = stored(offloading, 1)
+    wait_connected(offloading)
+    keys = store(offloading, 1)
     with observer(agent) as seen:
         eventually(lambda: seen.stats()["nvme_blocks"] >= PROMPT, LONG_S)
-    offloading.forget_primary()
+    offloading.clear_primary()
     agent.kill()
     assert offloading.find(keys) == 0
-    stored(offloading, 2)
-    assert offloading.counted()["unsaved_blocks"] == PROMPT
+    store(offloading, 2)
+    assert offloading.counts()["unsaved_blocks"] == PROMPT
     agent.restart()
-    connected(offloading)
-    offloading.forget_primary()
+    wait_connected(offloading)
+    offloading.clear_primary()
     assert offloading.find(keys) == PROMPT
 
 
-def test_an_agent_that_dies_between_the_answer_and_the_load_costs_the_load(cluster: Cluster, engine: Make) -> None:
+def test_an_agent_killed_between_answer_and_load_costs_the_load(cluster: Cluster, engine: Make) -> None:
     agent = cluster.agents[0]
     offloading = engine(agent.socket, **ANSWERED)
-    connected(offloading)
-    keys = stored(offloading, 1)
-    offloading.forget_primary()
+    wait_connected(offloading)
+    keys = store(offloading, 1)
+    offloading.clear_primary()
     request = offloading.begin()
 
-    def found() -> bool:
+    def is_found() -> bool:
         offloading.step()
         return offloading.tier.lookup(keys[0], request) is LookupResult.HIT
 
-    eventually(found, LONG_S)
+    eventually(is_found, LONG_S)
     freeze(agent)
-    # vLLM takes room for the chunks, and has the tier load them at the end of the step.
-    assert offloading.look(request, keys) is None
+    # vLLM allocates memory for the chunks; the tier loads them at the end of the step.
+    assert offloading.look_up(request, keys) is None
     offloading.step()
     agent.kill()
-    offloading.settle()
-    assert offloading.look(request, keys) == 0
-    assert offloading.counted()["failed_blocks"] > 0
+    offloading.finish_jobs()
+    assert offloading.look_up(request, keys) == 0
+    assert offloading.counts()["failed_blocks"] > 0
     offloading.end(request)
 
 
-def test_an_agent_that_hangs_blocks_no_call_and_its_jobs_end_within_their_patience(
-    cluster: Cluster, engine: Make
-) -> None:
+def test_a_hanging_agent_blocks_no_call_and_its_jobs_end_by_their_timeouts(cluster: Cluster, engine: Make) -> None:
     agent = cluster.agents[0]
     offloading = engine(agent.socket, load_stall_ms=200, save_stall_ms=200, match_deadline_ms=50)
-    connected(offloading)
+    wait_connected(offloading)
     freeze(agent)
     started = time.monotonic()
     assert offloading.find(chain(1, PROMPT)) == 0
-    assert offloading.counted()["queries_unanswered"] == 1
-    stored(offloading, 2)
-    assert offloading.counted()["unsaved_blocks"] == PROMPT
-    # It is suspected now, and asked nothing.
+    assert offloading.counts()["queries_unanswered"] == 1
+    store(offloading, 2)
+    assert offloading.counts()["unsaved_blocks"] == PROMPT
+    # The agent is suspected now and gets no matches.
     assert offloading.find(chain(1, PROMPT)) == 0
-    assert "queries" not in offloading.counted()
+    assert "queries" not in offloading.counts()
     assert time.monotonic() - started < 0.05 + 0.2 + 4 * BUSY_MACHINE_S
     assert offloading.slowest_call_s < BUDGET_S + BUSY_MACHINE_S
     thaw(agent)
-    connected(offloading)
+    wait_connected(offloading)
 
     def works_again() -> bool:
-        offloading.forget_primary()
+        offloading.clear_primary()
         offloading.store(chain(3, PROMPT))
-        offloading.settle()
-        offloading.forget_primary()
+        offloading.finish_jobs()
+        offloading.clear_primary()
         return offloading.find(chain(3, PROMPT)) == PROMPT
 
     eventually(works_again, LONG_S)
 
 
-def test_a_prompt_that_is_on_nvme_only_is_loaded_with_the_same_bytes(cluster: Cluster, engine: Make) -> None:
+def test_a_prompt_only_on_nvme_is_loaded_with_the_same_bytes(cluster: Cluster, engine: Make) -> None:
     offloading = engine(cluster.agents[0].socket, **ANSWERED)
-    connected(offloading)
-    keys = stored(offloading, 1)
-    offloading.forget_primary()
+    wait_connected(offloading)
+    keys = store(offloading, 1)
+    offloading.clear_primary()
     with observer(cluster.agents[0]) as agent:
         drop_dram(agent)
         assert offloading.find(keys) == PROMPT
@@ -287,56 +286,56 @@ def test_a_prompt_that_is_on_nvme_only_is_loaded_with_the_same_bytes(cluster: Cl
 
 def test_damage_on_nvme_is_a_miss_and_never_wrong_bytes(cluster: Cluster, engine: Make) -> None:
     offloading = engine(cluster.agents[0].socket, **ANSWERED)
-    connected(offloading)
-    keys = stored(offloading, 1)
-    offloading.forget_primary()
+    wait_connected(offloading)
+    keys = store(offloading, 1)
+    offloading.clear_primary()
     with observer(cluster.agents[0]) as agent:
         drop_dram(agent)
         damage(cluster.agents[0].pool)
-        # `find` compares what it finds.
+        # `find` compares the bytes.
         assert offloading.find(keys) < PROMPT
-        assert offloading.counted()["failed_blocks"] > 0
+        assert offloading.counts()["failed_blocks"] > 0
 
 
-def test_a_reset_waits_for_jobs_and_makes_the_engine_s_chunks_its_own(cluster: Cluster, engine: Make) -> None:
+def test_a_reset_waits_for_jobs_and_hides_earlier_chunks_from_the_engine(cluster: Cluster, engine: Make) -> None:
     offloading = engine(cluster.agents[0].socket, **ANSWERED)
-    connected(offloading)
+    wait_connected(offloading)
     keys = chain(1, PROMPT)
     offloading.store(keys)
     offloading.manager.reset_cache()
     offloading.manager.on_reset_flushed()
     assert not offloading.manager.has_pending_work()
-    assert offloading.counted()["saves"] == 1
-    # What was stored has the KV of weights that may be others now.
+    assert offloading.counts()["saves"] == 1
+    # Stored chunks have KV of weights that may have changed.
     assert offloading.find(keys) == 0
-    stored(offloading, 1)
-    offloading.forget_primary()
+    store(offloading, 1)
+    offloading.clear_primary()
     assert offloading.find(keys) == PROMPT
     other = engine(cluster.agents[0].socket, **ANSWERED)
-    connected(other)
-    assert other.find(keys) == PROMPT, "what was stored before the reset is there for others"
+    wait_connected(other)
+    assert other.find(keys) == PROMPT, "other engines find chunks stored before the reset"
 
 
-def test_chunks_that_are_there_are_not_stored_again(cluster: Cluster, engine: Make) -> None:
+def test_existing_chunks_are_not_stored_again(cluster: Cluster, engine: Make) -> None:
     offloading = engine(cluster.agents[0].socket, **ANSWERED)
-    connected(offloading)
-    stored(offloading, 1)
-    offloading.forget_primary()
-    offloading.counted()
-    stored(offloading, 1)
-    told = offloading.counted()
-    assert (told["duplicate_blocks"], told.get("saved_blocks", 0)) == (PROMPT, 0)
+    wait_connected(offloading)
+    store(offloading, 1)
+    offloading.clear_primary()
+    offloading.counts()
+    store(offloading, 1)
+    counts = offloading.counts()
+    assert (counts["duplicate_blocks"], counts.get("saved_blocks", 0)) == (PROMPT, 0)
 
 
-def test_shutdown_gives_vllm_its_memory_back(cluster: Cluster, engine: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_shutdown_releases_vllm_s_memory(cluster: Cluster, engine: Make, caplog: pytest.LogCaptureFixture) -> None:
     offloading = engine(cluster.agents[0].socket, **ANSWERED)
-    connected(offloading)
-    stored(offloading, 1)
+    wait_connected(offloading)
+    store(offloading, 1)
     path = Path(offloading.spec._scheduler_mmap.mmap_path)
     assert path.exists()
     offloading.store(chain(2, PROMPT))
     offloading.manager.shutdown()
     gc.collect()
     assert not path.exists()
-    assert offloading.spec._scheduler_mmap.mmap_obj is None, "the tier still holds vLLM's memory"
+    assert offloading.spec._scheduler_mmap.mmap_obj is None, "the tier still uses vLLM's memory"
     assert "still exported" not in caplog.text

@@ -1,4 +1,4 @@
-"""Driving a vLLM engine from a test."""
+"""Control of a vLLM engine in another process."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from engine_model import VOCABULARY
 READY_WITHIN_S = 600.0
 ANSWER_WITHIN_S = 120.0
 STOPPED_WITHIN_S = 60.0
-FORGOTTEN_WITHIN_S = 20.0
+CLEARED_WITHIN_S = 20.0
 BLOCK_TOKENS = 32
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    # Otherwise an engine without a connector gets one core fewer.
+    # By default, an engine without a connector gets one core fewer.
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -35,7 +35,7 @@ ENVIRONMENT = {
 
 
 def connector(socket: Path, **extra: Any) -> dict[str, Any]:
-    """The configuration that names the connector: the one that python/README.md shows."""
+    """Returns a configuration with the connector: the one in docs/vllm.md."""
     config = readme.vllm_transfer_config()
     assert config["kv_connector_extra_config"] == {"socket": readme.SOCKET}
     config["kv_connector_extra_config"] = {"socket": str(socket), **extra}
@@ -43,16 +43,16 @@ def connector(socket: Path, **extra: Any) -> dict[str, Any]:
 
 
 def python_path() -> str:
-    """Where an engine's processes find modules: as this one, and what lets others run while they wait."""
+    """Returns the module path of an engine's processes: this process' path and the replacement of ``sched_yield``."""
     return os.pathsep.join([str(Path(__file__).parent / "calm"), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 class EngineFailed(Exception):
-    """The engine ended, or did not start; in vLLM's words."""
+    """The engine has ended or did not start; has vLLM's error message."""
 
 
 class Engine:
-    """One engine."""
+    """An engine process."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Engine:
         environment: Mapping[str, str] | None = None,
         **settings: Any,
     ) -> None:
-        everything = {
+        configuration = {
             "model": str(model),
             "skip_tokenizer_init": True,
             "dtype": "float32",
@@ -76,11 +76,11 @@ class Engine:
             **settings,
         }
         if transfer is not None:
-            everything["kv_transfer_config"] = transfer
+            configuration["kv_transfer_config"] = transfer
         self.log = log
         self.answers, write_end = os.pipe()
         os.set_blocking(self.answers, False)
-        self._heard = b""
+        self._received = b""
         with log.open("a") as output:
             self.child = subprocess.Popen(
                 [sys.executable, str(Path(__file__).parent / "engine_process.py"), str(write_end)],
@@ -94,35 +94,35 @@ class Engine:
             )
         os.close(write_end)
         try:
-            self.ready_after = self._ask(everything, READY_WITHIN_S)["ready"]
+            self.ready_after = self._ask(configuration, READY_WITHIN_S)["ready"]
         except BaseException:
             self.kill()
             raise
 
     def generate(self, prompts: list[list[int]], max_tokens: int = 8, **more: Any) -> dict[str, Any]:
-        """Greedy tokens of prompts, with how many of each prompt came from a cache."""
+        """Returns the greedy tokens of prompts, and the number of cached tokens of each prompt."""
         return self._ask({"do": "generate", "prompts": prompts, "max_tokens": max_tokens, **more})
 
-    def forget(self) -> None:
-        """Empties the engine's own prefix cache, as soon as no save holds blocks."""
-        give_up = time.monotonic() + FORGOTTEN_WITHIN_S
+    def clear_cache(self) -> None:
+        """Clears the engine's own prefix cache after the end of all saves."""
+        deadline = time.monotonic() + CLEARED_WITHIN_S
         while not self._ask({"do": "reset"})["reset"]:
-            assert time.monotonic() < give_up, "requests still hold blocks"
+            assert time.monotonic() < deadline, "blocks are still in use"
 
     def metrics(self) -> dict[str, float]:
-        """The connector's metrics. A request makes the engine collect what has happened since the last."""
+        """Returns the connector's metrics, after a request that makes the engine collect them."""
         self.generate([[VOCABULARY - 1]], max_tokens=1)
         return dict(self._ask({"do": "metrics"})["metrics"])
 
     def stop(self) -> None:
-        """Ends the engine in good order, or else."""
+        """Stops the engine; kills it if it does not end."""
         try:
             self._ask({"do": "stop"}, STOPPED_WITHIN_S)
         finally:
             self.kill()
 
     def kill(self) -> None:
-        """SIGKILL to the engine and its workers."""
+        """Kills the engine and its workers."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.child.pid, signal.SIGKILL)
         self.child.wait()
@@ -132,23 +132,23 @@ class Engine:
         assert self.child.stdin is not None
         self.child.stdin.write(json.dumps(command) + "\n")
         self.child.stdin.flush()
-        give_up = time.monotonic() + within
-        while b"\n" not in self._heard:
-            left = give_up - time.monotonic()
+        deadline = time.monotonic() + within
+        while b"\n" not in self._received:
+            left = deadline - time.monotonic()
             if left <= 0 or not self._listen(left):
-                how = "has ended" if left > 0 else f"has not answered within {within} s"
-                raise EngineFailed(f"the engine {how}:\n{self.log.read_text()[-4000:]}")
-        line, _, self._heard = self._heard.partition(b"\n")
+                state = "has ended" if left > 0 else f"has not answered within {within} s"
+                raise EngineFailed(f"the engine {state}:\n{self.log.read_text()[-4000:]}")
+        line, _, self._received = self._received.partition(b"\n")
         answer = json.loads(line)
         if "error" in answer:
             raise EngineFailed(f"{answer['error']}\n{self.log.read_text()[-4000:]}")
         return dict(answer)
 
     def _listen(self, seconds: float) -> bool:
-        """Waits for more of an answer; False: there will be none."""
+        """Waits for more bytes of an answer; returns whether more can arrive."""
         readable, _, _ = select.select([self.answers], [], [], min(seconds, 1.0))
         if not readable:
             return self.child.poll() is None
-        heard = os.read(self.answers, 1 << 16)
-        self._heard += heard
-        return bool(heard)
+        received = os.read(self.answers, 1 << 16)
+        self._received += received
+        return bool(received)

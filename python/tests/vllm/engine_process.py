@@ -1,7 +1,7 @@
-"""A vLLM engine in a process of its own, driven by lines of JSON.
+"""vLLM engine in its own process, controlled by lines of JSON.
 
-Runs in vLLM's environment. First line on standard input: the engine's settings; then one command a line, each of which
-is answered by one line on the descriptor that the command line names (standard output belongs to vLLM's log).
+Runs in vLLM's environment. The first line on standard input has the engine's settings, each further line a command.
+Each command gets one line of answer on the descriptor of the command line (standard output is used by vLLM's log).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Reads settings and commands until the end of its input."""
+    """Reads settings and commands until the end of the input."""
     answers = os.fdopen(int(sys.argv[1]), "w", buffering=1)
     settings = json.loads(sys.stdin.readline())
     from vllm import LLM, SamplingParams
@@ -22,7 +22,7 @@ def main() -> None:
     started = time.monotonic()
     try:
         llm = LLM(**settings)
-    except Exception as error:  # what vLLM says goes to the log; the test wants words
+    except Exception as error:  # vLLM's message goes to the log; the test needs it too
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers)
         raise
     print(json.dumps({"ready": time.monotonic() - started}), file=answers)
@@ -34,14 +34,14 @@ def main() -> None:
 
 
 def lora_request(name: str, number: int, folder: str) -> Any:
-    """An adapter, as vLLM wants it named."""
+    """Returns vLLM's request for an adapter."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(name, number, folder)
 
 
 def run(llm: Any, sampling: Any, command: dict[str, Any]) -> dict[str, Any]:
-    """Carries out one command."""
+    """Runs a command."""
     match command["do"]:
         case "generate":
             params = sampling(temperature=0.0, max_tokens=command["max_tokens"], ignore_eos=True)
@@ -72,7 +72,7 @@ def run(llm: Any, sampling: Any, command: dict[str, Any]) -> dict[str, Any]:
             llm.llm_engine.engine_core.shutdown()
             return {}
         case other:
-            raise ValueError(f"no such command: {other}")
+            raise ValueError(f"unknown command {other}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What an engine does while an agent is away: it says the same, is late by a second at the most, and finds blocks again afterwards.
+"""Checks of an engine during an agent's outage: equal answers, at most a second of delay, and blocks afterwards.
 
-For engines that load and save between steps and for those that do it layer by layer.
+For engines that load and save between steps, and for those that do it layer by layer.
 """
 
 from __future__ import annotations
@@ -13,165 +13,167 @@ from typing import Any
 
 from cluster import Agent
 from engine import BLOCK_TOKENS, Engine
+from engine_checks import PROMPT_BLOCKS, counters, increased, prompt, serve_and_save
 from faults import (
     Moment,
-    agent_that_goes,
-    agent_that_hangs,
-    crawling,
     drop_dram,
     eventually,
     freeze,
+    hanging_agent,
     has_served,
     is_saving,
     observer,
+    signalled_agent,
+    slowed_agent,
     thaw,
 )
-from serving import PROMPT_BLOCKS, counted, grown, prompt, see
 
 LATE_S = 1.0
-"""What an outage may cost a request beyond its computation."""
+"""Allowed delay of a request by an outage, beyond its computation."""
 
 BUSY_MACHINE_S = 1.0
-"""What other processes of a test machine may cost a request."""
+"""Allowed delay of a request by other processes of a test machine."""
 
 BATCH, BATCH_BLOCKS = 6, 6
-"""Prompts that are served at a time, and the whole blocks of each."""
+"""Prompts per batch, and full blocks of each."""
 
 
 def batch(seed: int) -> list[list[int]]:
-    """Prompts to serve at a time."""
+    """Returns the prompts of a batch."""
     return [prompt(seed + index, blocks=BATCH_BLOCKS) for index in range(BATCH)]
 
 
 def computed(plain: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
-    """What an engine says that computes everything, and how long it takes."""
+    """Returns the answers of an engine that computes everything, and its time in seconds."""
     expected = plain.generate(prompts)["tokens"]
     return expected, plain.generate(prompts)["seconds"]
 
 
-def check(told: dict[str, Any], expected: list[list[int]], within: float) -> None:
-    """The answers are right and in time."""
-    assert told["tokens"] == expected
-    assert told["reasons"] == ["length"] * len(expected)
-    assert told["seconds"] < within + LATE_S + BUSY_MACHINE_S
+def check(answer: dict[str, Any], expected: list[list[int]], within: float) -> None:
+    """Checks that the answers are correct and in time."""
+    assert answer["tokens"] == expected
+    assert answer["reasons"] == ["length"] * len(expected)
+    assert answer["seconds"] < within + LATE_S + BUSY_MACHINE_S
 
 
 def finds_all(engine: Engine, prompts: list[list[int]], expected: list[list[int]]) -> Callable[[], bool]:
-    """Whether an engine without a memory of its own finds prompts whole; it saves what it does not find."""
+    """Returns a check whether an engine finds all blocks of prompts in Reprise; missing blocks are saved."""
 
-    def found() -> bool:
-        engine.forget()
-        told = engine.generate(prompts)
-        assert told["tokens"] == expected
-        return bool(told["cached"] == [BATCH_BLOCKS * BLOCK_TOKENS] * len(prompts))
+    def is_found() -> bool:
+        engine.clear_cache()
+        answer = engine.generate(prompts)
+        assert answer["tokens"] == expected
+        return bool(answer["cached"] == [BATCH_BLOCKS * BLOCK_TOKENS] * len(prompts))
 
-    return found
+    return is_found
 
 
 @contextlib.contextmanager
-def going(agent: Agent, number: signal.Signals, moment: Moment) -> Iterator[None]:
-    """An agent that is slow, and at a moment killed or stopped; afterwards it is there again."""
+def outage(agent: Agent, number: signal.Signals, moment: Moment) -> Iterator[None]:
+    """Slows an agent down, kills or stops it at a moment, and restores it at the end."""
     if number == signal.SIGKILL:
-        with agent_that_goes(agent, number, moment), crawling(agent):
+        with signalled_agent(agent, number, moment), slowed_agent(agent):
             yield
     else:
-        with agent_that_hangs(agent, moment):
+        with hanging_agent(agent, moment):
             yield
 
 
-def goes_during_loads(plain: Engine, engine: Engine, agent: Agent, number: signal.Signals, seed: int) -> None:
-    """The engine's own agent is killed or stopped while it serves loads."""
+def check_outage_during_loads(plain: Engine, engine: Engine, agent: Agent, number: signal.Signals, seed: int) -> None:
+    """Checks an engine whose agent is killed or stopped while it serves loads."""
     prompts = batch(seed)
     expected, recompute = computed(plain, prompts)
     found = finds_all(engine, prompts, expected)
 
-    def loads_fail_under_way() -> bool:
+    def loads_fail() -> bool:
         eventually(found, within=60.0)
         with observer(agent) as seen:
             drop_dram(seen)
-        engine.forget()
-        before = counted(engine)
-        with going(agent, number, has_served(1)):
-            told = engine.generate(prompts)
-        check(told, expected, recompute)
-        # Otherwise it went before or after them.
-        return grown(before, counted(engine), "failed_blocks")
+        engine.clear_cache()
+        before = counters(engine)
+        with outage(agent, number, has_served(1)):
+            answer = engine.generate(prompts)
+        check(answer, expected, recompute)
+        # Otherwise, the outage was before or after the loads.
+        return increased(before, counters(engine), "failed_blocks")
 
-    eventually(loads_fail_under_way, within=120.0)
+    eventually(loads_fail, within=120.0)
     eventually(found, within=60.0)
 
 
-def goes_during_saves(plain: Engine, engine: Engine, agent: Agent, number: signal.Signals, seed: int) -> None:
-    """The engine's own agent is killed or stopped while blocks are saved."""
+def check_outage_during_saves(plain: Engine, engine: Engine, agent: Agent, number: signal.Signals, seed: int) -> None:
+    """Checks an engine whose agent is killed or stopped while blocks are saved."""
     seeds = itertools.count(seed, BATCH)
 
-    def saves_fail_under_way() -> bool:
-        # New ones: what was saved before is not saved again.
+    def saves_fail() -> bool:
+        # New prompts, because saved blocks are not saved again.
         prompts = batch(next(seeds))
         expected, recompute = computed(plain, prompts)
-        engine.forget()
-        before = counted(engine)
-        with going(agent, number, is_saving):
-            told = engine.generate(prompts)
-            # As soon as no save holds blocks any more; the agent is away until then.
-            engine.forget()
-        check(told, expected, recompute)
-        failed = grown(before, counted(engine), "unsaved_blocks")
-        # What was not kept is computed and kept, and what was kept is right.
+        engine.clear_cache()
+        before = counters(engine)
+        with outage(agent, number, is_saving):
+            answer = engine.generate(prompts)
+            # Waits until no save uses blocks; the outage lasts until then.
+            engine.clear_cache()
+        check(answer, expected, recompute)
+        failed = increased(before, counters(engine), "unsaved_blocks")
+        # Unsaved blocks are computed and saved, and saved blocks are correct.
         eventually(finds_all(engine, prompts, expected), within=60.0)
         return failed
 
-    eventually(saves_fail_under_way, within=120.0)
+    eventually(saves_fail, within=120.0)
 
 
-def hangs_before_it_is_asked(plain: Engine, engine: Engine, agent: Agent, seed: int) -> None:
-    """The engine's own agent answers nothing any more."""
+def check_hang_before_match(plain: Engine, engine: Engine, agent: Agent, seed: int) -> None:
+    """Checks an engine whose agent hangs before the match."""
     tokens = prompt(seed)
     expected, recompute = computed(plain, [tokens])
-    see(engine, tokens)
-    engine.forget()
+    serve_and_save(engine, tokens)
+    engine.clear_cache()
     freeze(agent)
     try:
         hung = engine.generate([tokens])
     finally:
         thaw(agent)
     check(hung, expected, recompute)
-    assert hung["cached"] == [0], "nobody said that it is there"
+    assert hung["cached"] == [0], "the match has no answer"
 
 
-def peer_hangs_during_loads(plain: Engine, engine: Engine, agent: Agent, saver: Engine, peer: Agent, seed: int) -> None:
-    """The agent of another node, which has the blocks, is stopped; the engine's own goes on.
+def check_peer_hang_during_loads(
+    plain: Engine, engine: Engine, agent: Agent, saver: Engine, peer: Agent, seed: int
+) -> None:
+    """Checks an engine while the agent of another node, which has the blocks, is stopped.
 
     Args:
-        plain: an engine that computes everything.
-        engine: the one that loads.
-        agent: its own.
-        saver: an engine on the other node.
-        peer: that engine's agent.
-        seed: of the first prompt.
+        plain: engine that computes everything.
+        engine: engine that loads.
+        agent: agent of that engine.
+        saver: engine on the other node.
+        peer: agent of the other node.
+        seed: seed of the first prompt.
     """
     seeds = itertools.count(seed)
 
-    def served(*, hangs: bool) -> tuple[dict[str, Any], bool]:
-        # A new one each time: one that was missed or loaded is on the engine's own node as well.
+    def serve(*, hangs: bool) -> tuple[dict[str, Any], bool]:
+        # A new prompt each time, because a missed or loaded one is also on the engine's own node.
         tokens = prompt(next(seeds))
         expected, recompute = computed(plain, [tokens])
-        see(saver, tokens)
-        engine.forget()
-        before = counted(engine)
+        serve_and_save(saver, tokens)
+        engine.clear_cache()
+        before = counters(engine)
         if hangs:
             freeze(peer)
         try:
-            told = engine.generate([tokens])
+            answer = engine.generate([tokens])
         finally:
             thaw(peer)
-        check(told, expected, recompute)
-        return told, grown(before, counted(engine), "failed_blocks")
+        check(answer, expected, recompute)
+        return answer, increased(before, counters(engine), "failed_blocks")
 
-    # Otherwise the directory had not heard of it yet, or the node asks the other for nothing for a while after the last time.
-    eventually(lambda: served(hangs=True)[1], within=120.0)
-    eventually(lambda: bool(served(hangs=False)[0]["cached"] == [PROMPT_BLOCKS * BLOCK_TOKENS]), within=60.0)
-    # What it has cached of the other node's is on its own NVMe never: who waits until its memory is empty would wait for ever.
+    # Otherwise, the directory did not have the blocks yet, or the node still avoids the other after the last hang.
+    eventually(lambda: serve(hangs=True)[1], within=120.0)
+    eventually(lambda: bool(serve(hangs=False)[0]["cached"] == [PROMPT_BLOCKS * BLOCK_TOKENS]), within=60.0)
+    # Cached blocks of the other node are never on the own NVMe, so waiting for empty DRAM would never end.
     with observer(agent) as seen:
         sessions = seen.stats()["sessions"]
     agent.restart()

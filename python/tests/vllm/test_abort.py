@@ -1,4 +1,4 @@
-"""A request that is aborted while its blocks are loaded or saved gives everything back."""
+"""Tests that a request aborted during a load or save releases everything."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 from cluster import MIB, Agent, Cluster
+from engine_checks import PROMPT_BLOCKS, prompt
 from engine_model import model
 from faults import eventually, freeze, observer, thaw
-from serving import PROMPT_BLOCKS, prompt
-from stepped import SteppedEngine, stepped_engine
+from stepped_engine import SteppedEngine, stepped_engine
 from vllm.v1.request import RequestStatus
 
 
 @pytest.fixture
 def own_cluster(tmp_path: Path) -> Iterator[Cluster]:
-    """A member and an agent, which are killed here."""
+    """Control plane member and an agent that these tests kill."""
     made = Cluster(tmp_path / "cluster", arena=64 * MIB, pool=128 * MIB)
     yield made
     made.stop()
@@ -24,28 +24,28 @@ def own_cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 @pytest.fixture
 def stepped(own_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SteppedEngine]:
-    """An engine whose loads wait for as long as its agent is stopped."""
+    """Engine whose loads wait while its agent is stopped."""
     with stepped_engine(model(tmp_path / "model"), own_cluster.agents[0], monkeypatch) as made:
         yield made
 
 
-def go_on(agent: Agent) -> None:
-    """The agent answers what it was asked."""
+def resume(agent: Agent) -> None:
+    """Lets the agent answer."""
     thaw(agent)
 
 
-def end(agent: Agent) -> None:
-    """The agent never answers, and another is there."""
+def restart(agent: Agent) -> None:
+    """Restarts the agent, which never answers."""
     agent.restart()
 
 
-@pytest.mark.parametrize("outcome", [go_on, end])
-def test_a_request_that_is_aborted_while_it_is_loaded_gives_everything_back(
+@pytest.mark.parametrize("outcome", [resume, restart])
+def test_a_request_aborted_during_its_load_releases_everything(
     stepped: SteppedEngine, own_cluster: Cluster, outcome: Callable[[Agent], None]
 ) -> None:
     (agent,) = own_cluster.agents
     stepped.add(prompt(1))
-    stepped.rest()
+    stepped.finish()
     with observer(agent) as seen:
         eventually(lambda: seen.stats()["nvme_blocks"] >= PROMPT_BLOCKS)
     assert stepped.scheduler.reset_prefix_cache()
@@ -59,22 +59,22 @@ def test_a_request_that_is_aborted_while_it_is_loaded_gives_everything_back(
     for _ in range(3):
         stepped.step()
     assert stepped.free_blocks <= stepped.free_at_first - PROMPT_BLOCKS, "a load still writes to these blocks"
-    assert stepped.scheduler.has_requests(), "vLLM goes on until they are free"
+    assert stepped.scheduler.has_requests(), "vLLM continues until they are free"
     outcome(agent)
-    stepped.rest()
+    stepped.finish()
     stepped.check_nothing_is_held()
     with observer(agent) as seen:
         eventually(lambda: seen.stats()["read_leases"] == 0)
-    # And it is of use to the next.
+    # The next request can load the blocks.
     again = stepped.add(prompt(1))
-    stepped.rest()
+    stepped.finish()
     assert again.status == RequestStatus.FINISHED_LENGTH_CAPPED
     assert stepped.scheduler.reset_prefix_cache()
     stepped.check_nothing_is_held()
 
 
-@pytest.mark.parametrize("outcome", [go_on, end])
-def test_a_request_that_is_aborted_while_it_is_saved_gives_everything_back(
+@pytest.mark.parametrize("outcome", [resume, restart])
+def test_a_request_aborted_during_its_save_releases_everything(
     stepped: SteppedEngine, own_cluster: Cluster, outcome: Callable[[Agent], None]
 ) -> None:
     (agent,) = own_cluster.agents
@@ -86,16 +86,16 @@ def test_a_request_that_is_aborted_while_it_is_saved_gives_everything_back(
     stepped.abort(saved)
     stepped.scheduler.update_from_output(output, result)
     assert stepped.free_blocks == stepped.free_at_first - PROMPT_BLOCKS, (
-        "the save still reads these, and no others are held"
+        "only the blocks that the save still reads are in use"
     )
-    assert stepped.scheduler.has_requests(), "vLLM goes on until they are free"
+    assert stepped.scheduler.has_requests(), "vLLM continues until they are free"
     outcome(agent)
-    stepped.rest()
+    stepped.finish()
     stepped.check_nothing_is_held()
     with observer(agent) as seen:
         eventually(lambda: seen.stats()["reserved_bytes"] == 0)
     again = stepped.add(prompt(2))
-    stepped.rest()
+    stepped.finish()
     assert again.status == RequestStatus.FINISHED_LENGTH_CAPPED
     assert stepped.scheduler.reset_prefix_cache()
     stepped.check_nothing_is_held()

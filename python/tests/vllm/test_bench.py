@@ -1,4 +1,4 @@
-"""What `reprise bench vllm` runs: the engine's process, and the scheduler's call."""
+"""Scripts of `reprise bench vllm`: the engine's process, and the scheduler's calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKENS = 258
 CACHED = 256
 
 
-def test_an_engine_under_measurement_answers_line_by_line_and_forgets_between_prompts(tmp_path: Path) -> None:
+def test_engine_script_answers_line_by_line_and_clears_its_cache_between_prompts(tmp_path: Path) -> None:
     settings = {
         "model": str(tmp_path / "model"),
         "skip_tokenizer_init": True,
@@ -47,16 +47,18 @@ def test_an_engine_under_measurement_answers_line_by_line_and_forgets_between_pr
     first, second, again = measured["answers"]
     assert [answer["cached"] for answer in measured["answers"]] == [0, 0, 0]
     assert first["tokens"] == again["tokens"] != second["tokens"]
-    assert [answer["cached"] for answer in own["answers"]] == [0, 0], "each is computed"
-    assert [answer["cached"] for answer in own["again"]] == [CACHED, CACHED], "and found at once"
+    assert [answer["cached"] for answer in own["answers"]] == [0, 0], "each prompt is computed"
+    assert [answer["cached"] for answer in own["again"]] == [CACHED, CACHED], (
+        "and found in the engine's cache when repeated"
+    )
     assert own["answers"][0]["tokens"] == first["tokens"]
     left = [path.name for path in tmp_path.iterdir() if path.name.startswith("model")]
-    assert left == ["model"], "it is written in one piece"
-    assert settled["cached"] == [0], "nobody keeps its KV"
+    assert left == ["model"], "no temporary folder of the model is left"
+    assert settled["cached"] == [0], "no cache outside the engine has its KV"
     assert stopped == {"stopped": True}
 
 
-def test_every_call_of_a_schedulers_step_is_timed_against_an_agent(tmp_path: Path) -> None:
+def test_scheduler_script_times_every_call_of_a_step(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path / "cluster")
     try:
         ended = subprocess.run(
@@ -67,12 +69,12 @@ def test_every_call_of_a_schedulers_step_is_timed_against_an_agent(tmp_path: Pat
         )
     finally:
         cluster.stop()
-    said = json.loads(ended.stdout.splitlines()[-1])
+    calls = json.loads(ended.stdout.splitlines()[-1])
     both = {"on_new_request", "get_num_new_matched_tokens", "build_connector_meta", "update_connector_output", "step"}
     only_loads = {"update_state_after_alloc", "get_external_cache_hit_sources"}
-    assert set(said) == {f"load.{name}" for name in both | only_loads} | {f"save.{name}" for name in both}
-    for name, times in said.items():
+    assert set(calls) == {f"load.{name}" for name in both | only_loads} | {f"save.{name}" for name in both}
+    for name, times in calls.items():
         assert 0 < times["p50_ms"] <= times["p99_ms"], name
     for kind in ("load", "save"):
-        matched, step = said[f"{kind}.get_num_new_matched_tokens"], said[f"{kind}.step"]
+        matched, step = calls[f"{kind}.get_num_new_matched_tokens"], calls[f"{kind}.step"]
         assert step["p99_ms"] > matched["p50_ms"], "a step is the sum of its calls"

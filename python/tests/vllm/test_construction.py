@@ -1,4 +1,4 @@
-"""Configurations that cannot work are refused with words when the connector is made; others make keys that mean what they say."""
+"""Construction of the connector: rejection of unsupported configurations, and keys that change with everything that changes KV."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def kv_cache(*specs: Any) -> KVCacheConfig:
 
 
 def engine_config(weights: Path, **changes: Any) -> Any:
-    """What the connector reads of vLLM's configuration."""
+    """Returns the parts of vLLM's configuration that the connector reads."""
     flat = {
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
@@ -111,11 +111,11 @@ def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The configurations of these tests are in no file: they are taken as they are told."""
-    read_anew = identity._read_anew
+def configuration_without_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uses the configurations of these tests directly, because they have no files."""
+    read_again = identity._read_again
     monkeypatch.setattr(
-        identity, "_read_anew", lambda model: read_anew(model) if isinstance(model, ModelConfig) else model.hf_config
+        identity, "_read_again", lambda model: read_again(model) if isinstance(model, ModelConfig) else model.hf_config
     )
 
 
@@ -177,7 +177,7 @@ BY_LAYER = {"rope_parameters": {"full_attention": LONGROPE["rope_parameters"], "
         ({"rope_parameters": {"rope_type": "one that is yet to come"}}, 4096, 8192, False),
     ],
 )
-def test_engines_of_different_lengths_share_where_positions_do_not_depend_on_it(
+def test_engines_of_different_lengths_share_if_positions_do_not_depend_on_the_length(
     weights: Path, architecture: dict[str, Any], one: int, other: int, is_shared: bool
 ) -> None:
     first, second = (
@@ -186,18 +186,18 @@ def test_engines_of_different_lengths_share_where_positions_do_not_depend_on_it(
     assert (first == second) is is_shared
 
 
-def test_a_length_that_is_found_while_the_engine_starts_is_not_taken_for_the_one_that_the_model_was_built_for(
+def test_automatic_length_is_not_equal_to_a_configured_length(
     weights: Path,
 ) -> None:
     def of(**changes: Any) -> bytes:
         return digest(engine_config(weights, architecture=LONGROPE, **changes))
 
-    settled = {of(auto_length=True, max_model_len=length) for length in (2048, 8192)}
-    assert len(settled) == 1
-    assert settled.isdisjoint({of(max_model_len=2048), of(max_model_len=8192)})
+    automatic = {of(auto_length=True, max_model_len=length) for length in (2048, 8192)}
+    assert len(automatic) == 1
+    assert automatic.isdisjoint({of(max_model_len=2048), of(max_model_len=8192)})
 
 
-def test_what_an_engine_does_with_all_inputs_of_other_kinds_is_in_its_keys(tmp_path: Path) -> None:
+def test_multimodal_preprocessing_settings_change_keys(tmp_path: Path) -> None:
     weights = model(tmp_path / "sees")
 
     def of(**settings: Any) -> bytes:
@@ -217,7 +217,7 @@ def test_what_an_engine_does_with_all_inputs_of_other_kinds_is_in_its_keys(tmp_p
     assert len(alike | set(others.values())) == 1 + len(others), others
 
 
-def test_how_weights_are_quantized_when_they_are_loaded_is_in_the_key(weights: Path) -> None:
+def test_quantization_at_load_time_changes_keys(weights: Path) -> None:
     def of(quantization: str | None, described: dict[str, Any] | None = None) -> bytes:
         resolved = resolve_quantization_config(quantization, described)
         return digest(engine_config(weights, quantization=quantization, quantization_config=resolved))
@@ -236,7 +236,7 @@ def test_how_weights_are_quantized_when_they_are_loaded_is_in_the_key(weights: P
     assert len(set(digests.values())) == len(digests), digests
 
 
-def test_layers_whose_cache_is_not_quantized_are_in_the_key(weights: Path) -> None:
+def test_layers_without_a_quantized_cache_change_keys(weights: Path) -> None:
     def of(*layers: str) -> bytes:
         return digest(engine_config(weights, cache_dtype="fp8", skip_layers=list(layers)))
 
@@ -244,13 +244,13 @@ def test_layers_whose_cache_is_not_quantized_are_in_the_key(weights: Path) -> No
     assert len({of(), of("0"), of("2"), of("0", "2"), of("sliding_window")}) == 5
 
 
-def test_what_an_engine_makes_of_the_same_adapter_is_in_its_keys(weights: Path) -> None:
+def test_adapter_settings_of_the_engine_change_keys(weights: Path) -> None:
     def of(**settings: Any) -> bytes:
         config = engine_config(weights, adapters=LoRAConfig(**settings))
         config.lora_config.verify_with_model_config(config.model_config)
         return digest(config)
 
-    # Room for more of them, and the dtype that they have anyway, change nothing.
+    # A larger capacity, and an explicit dtype equal to the model's, do not change keys.
     assert {of(), of(max_loras=4, max_lora_rank=64), of(lora_dtype="bfloat16")} == {digest(engine_config(weights))}
     assert of(target_modules=["o_proj", "qkv_proj"]) == of(target_modules=["qkv_proj", "o_proj"])
     digests = {
@@ -263,7 +263,7 @@ def test_what_an_engine_makes_of_the_same_adapter_is_in_its_keys(weights: Path) 
     assert len(set(digests.values())) == len(digests), digests
 
 
-def test_whose_guesses_lie_in_the_same_blocks_is_in_the_key(weights: Path, other_weights: Path) -> None:
+def test_draft_model_changes_keys(weights: Path, other_weights: Path) -> None:
     def of(method: str, draft: Path | None) -> bytes:
         described = engine_config(draft).model_config if draft is not None else None
         speculation = SimpleNamespace(method=method, draft_model_config=described)
@@ -273,23 +273,23 @@ def test_whose_guesses_lie_in_the_same_blocks_is_in_the_key(weights: Path, other
     assert len({of("ngram", None), of("eagle", other_weights), of("eagle3", other_weights), of("mtp", weights)}) == 4
 
 
-def test_a_model_that_changes_its_configuration_where_it_is_built_has_one_key(weights: Path) -> None:
+def test_configuration_changes_during_model_construction_do_not_change_keys(weights: Path) -> None:
     config = engine_config(weights)
     config.model_config = ModelConfig(
         model=str(weights), skip_tokenizer_init=True, hf_overrides={"rms_norm_eps": 1e-4, "note": {"nested": 1}}
     )
     before = digest(config)
-    # As MiniMax-M2 and Llama 4 do, in the processes of the workers.
+    # MiniMax-M2 and Llama 4 do this in the workers' processes.
     config.model_config.hf_config.max_model_len = config.model_config.max_model_len
     config.model_config.hf_config.attn_temperature_tuning = True
     assert digest(config) == before
     config.model_config = ModelConfig(model=str(weights), skip_tokenizer_init=True)
-    assert digest(config) != before, "overrides are read again as well"
+    assert digest(config) != before, "overrides are part of the key"
 
 
-def test_what_processes_say_differently_of_one_configuration_is_not_in_its_key(weights: Path) -> None:
+def test_object_addresses_and_set_order_do_not_change_keys(weights: Path) -> None:
     class Rule:
-        """Something that says of itself where it lies in memory."""
+        """Object whose default repr contains its address."""
 
     def of(rule: Any) -> bytes:
         return digest(engine_config(weights, architecture={"rule": rule, "labels": [{1: "one", "b": 2}]}))
@@ -297,30 +297,30 @@ def test_what_processes_say_differently_of_one_configuration_is_not_in_its_key(w
     one, other = Rule(), Rule()
     assert str(one) != str(other)
     assert of(one) == of(other) != of("another rule")
-    assert plain({"names": {"c", "a", "b"}}) == {"names": ["a", "b", "c"]}, "whatever the seed of this process's hashes"
+    assert plain({"names": {"c", "a", "b"}}) == {"names": ["a", "b", "c"]}, "independent of the process's hash seed"
 
 
-def test_workers_whose_keys_are_not_the_scheduler_s_end_the_start_with_words(weights: Path) -> None:
+def test_handshake_fails_if_workers_and_scheduler_derive_different_keys(weights: Path) -> None:
     named = geometry.read(engine_config(weights), kv_cache(attention()), Options(), 0).namespace.digest
     Handshake.check({0: Handshake(named)}, {0: named})
-    with pytest.raises(ValueError, match=r"worker of rank 1 .* different keys"):
+    with pytest.raises(ValueError, match=r"worker of rank 1 .* derive different keys"):
         Handshake.check({0: Handshake(named), 1: Handshake(b"another")}, {0: named, 1: named})
     with pytest.raises(ValueError, match="same version of the package"):
         Handshake.check({0: KVConnectorHandshakeMetadata()}, {0: named})
 
 
-def test_the_scheduler_s_side_compares_what_vllm_brings_it_from_the_workers(weights: Path) -> None:
+def test_scheduler_side_checks_the_handshakes_that_vllm_passes(weights: Path) -> None:
     made = RepriseConnector(engine_config(weights), KVConnectorRole.SCHEDULER, kv_cache(attention()))
     try:
         namespace = geometry.read(engine_config(weights), kv_cache(attention()), Options(), 0).namespace
         made.set_xfer_handshake_metadata_pp_aware({(0, 0): Handshake(namespace.digest)})
-        with pytest.raises(ValueError, match="nothing would ever be found"):
+        with pytest.raises(ValueError, match="no block would ever be found"):
             made.set_xfer_handshake_metadata_pp_aware({(0, 0): Handshake(b"another")})
     finally:
         made.shutdown()
 
 
-def test_weights_are_told_apart_by_their_bytes_not_by_where_they_lie(weights: Path, tmp_path: Path) -> None:
+def test_weights_are_identified_by_their_bytes_not_their_path(weights: Path, tmp_path: Path) -> None:
     moved = model(tmp_path / "elsewhere", seed=1)
     assert digest(engine_config(weights)) == digest(engine_config(moved))
 
@@ -329,11 +329,11 @@ COMMIT = "607a30d783dfa663caf39e06633721c8d4cfcd7e"
 
 
 def snapshot(home: Path, commit: str = COMMIT) -> Path:
-    """Where the hub's cache has a model, which vLLM reads from there when it is offline."""
+    """Returns the path of a snapshot in the hub's cache, from which vLLM reads a model offline."""
     return home / "models--org--name" / "snapshots" / commit
 
 
-def test_a_model_of_the_hub_is_named_by_its_commit_on_every_node(tmp_path: Path) -> None:
+def test_hub_model_is_identified_by_its_commit_on_every_node(tmp_path: Path) -> None:
     name = Path("org/name")
 
     def revision(asked: str | None, commit: str = COMMIT) -> ResolvedRevision:
@@ -355,11 +355,11 @@ def test_a_model_of_the_hub_is_named_by_its_commit_on_every_node(tmp_path: Path)
         of(snapshot(tmp_path, commit="0" * 40), None),
         of(Path("org/another"), revision(None)),
     }
-    assert len(others) == 2, "another commit, however it is found, and another model"
+    assert len(others) == 2, "another commit has one key online and offline, another model has another"
     assert digests["by default"] not in others
 
 
-def test_where_a_model_lies_is_not_in_its_key(weights: Path, tmp_path: Path) -> None:
+def test_path_of_a_model_does_not_change_keys(weights: Path, tmp_path: Path) -> None:
     digests = set()
     for folder in (weights, model(tmp_path / "elsewhere", seed=1)):
         config = engine_config(folder)
@@ -368,7 +368,7 @@ def test_where_a_model_lies_is_not_in_its_key(weights: Path, tmp_path: Path) -> 
     assert len(digests) == 1
 
 
-def test_a_revision_that_nobody_resolves_is_asked_about_only_where_it_says_something() -> None:
+def test_unresolved_revision_changes_keys_only_if_it_is_not_the_default() -> None:
     def of(revision: str | None) -> bytes:
         return digest(engine_config(Path("org/name"), revision=revision), weights_digest="w")
 
@@ -377,14 +377,14 @@ def test_a_revision_that_nobody_resolves_is_asked_about_only_where_it_says_somet
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
-def test_an_engine_whose_prefixes_cannot_be_reused_is_refused(weights: Path, prefix_caching: bool) -> None:
+def test_rejects_engines_whose_prefixes_cannot_be_reused(weights: Path, prefix_caching: bool) -> None:
     cache = kv_cache(attention(non_causal=prefix_caching))
-    words = "non_causal" if prefix_caching else "prefix caching is off"
+    words = "non_causal" if prefix_caching else "needs vLLM's prefix caching, which is off"
     with pytest.raises(ValueError, match=words):
         digest(engine_config(weights, prefix_caching=prefix_caching), cache)
 
 
-def test_the_seed_is_the_one_that_vllm_hashes_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hash_seed_equals_that_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     assert geometry.hash_seed("sha256") == resolve_none_hash_seed(sha256)
     for seed in ("7", "0", "random"):
@@ -400,23 +400,21 @@ def test_the_seed_is_the_one_that_vllm_hashes_with(monkeypatch: pytest.MonkeyPat
             kv_cache(
                 SlidingWindowSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.bfloat16, sliding_window=128)
             ),
-            "keeps full attention",
+            "supports full attention",
         ),
-        (kv_cache(attention(sliding_window=128)), "see a window"),
-        (kv_cache(attention(dtype=torch.int32)), "does not know the KV cache dtype"),
+        (kv_cache(attention(sliding_window=128)), "have an attention window"),
+        (kv_cache(attention(dtype=torch.int32)), "does not support the KV cache dtype"),
         (kv_cache(attention(page_size_padded=1 << 20)), "padded"),
-        (kv_cache(attention(head_size=40_000)), "cannot keep blocks of this engine .*head_dim 80000"),
+        (kv_cache(attention(head_size=40_000)), "does not support the blocks of this engine .*head_dim 80000"),
         (kv_cache(attention(block_size=65_536, num_kv_heads=1, head_size=1)), "Set another --block-size"),
     ],
 )
-def test_kv_that_cannot_be_kept_is_refused(weights: Path, cache: KVCacheConfig, words: str) -> None:
+def test_rejects_unsupported_kv_cache_specs(weights: Path, cache: KVCacheConfig, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         geometry.read(engine_config(weights), cache, Options(), 0)
 
 
-def test_hashes_that_differ_between_processes_are_refused_unless_seeded(
-    weights: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rejects_hashes_with_a_random_seed_unless_it_is_set(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(ValueError, match="sha256_cbor"):
         digest(engine_config(weights, hash="xxhash"))
@@ -424,30 +422,30 @@ def test_hashes_that_differ_between_processes_are_refused_unless_seeded(
     digest(engine_config(weights, hash="xxhash"))
 
 
-def test_an_engine_of_several_stages_is_refused(weights: Path) -> None:
+def test_rejects_pipeline_parallelism(weights: Path) -> None:
     with pytest.raises(ValueError, match="pipeline_parallel_size"):
         digest(engine_config(weights, pipeline_parallel_size=2))
 
 
-def test_weights_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
+def test_rejects_weights_that_cannot_be_identified(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="weights_digest"):
         digest(engine_config(tmp_path / "nothing"))
     digest(engine_config(tmp_path / "nothing"), weights_digest="abc")
 
 
-def test_a_policy_that_fails_requests_is_refused(weights: Path) -> None:
+def test_rejects_a_load_failure_policy_that_fails_requests(weights: Path) -> None:
     config = engine_config(weights, transfer={**transfer_config(Path("/x")), "kv_load_failure_policy": "fail"})
     with pytest.raises(ValueError, match="recompute"):
         RepriseConnector(config, KVConnectorRole.SCHEDULER, kv_cache(attention()))
 
 
-def test_an_unknown_option_is_refused(weights: Path) -> None:
+def test_rejects_an_unknown_option(weights: Path) -> None:
     config = engine_config(weights, transfer=transfer_config(Path("/x"), sokcet="/y"))
     with pytest.raises(ValueError, match="did you mean 'socket'"):
         RepriseConnector(config, KVConnectorRole.SCHEDULER, kv_cache(attention()))
 
 
-def test_layer_wise_loads_are_refused_where_the_next_step_does_not_wait_for_them(weights: Path) -> None:
+def test_rejects_layerwise_loads_with_asynchronous_scheduling(weights: Path) -> None:
     config = engine_config(weights, transfer=transfer_config(Path("/x"), layerwise_loads=True))
     config.scheduler_config = SimpleNamespace(async_scheduling=True)
     with pytest.raises(ValueError, match="--no-async-scheduling"):
@@ -457,29 +455,29 @@ def test_layer_wise_loads_are_refused_where_the_next_step_does_not_wait_for_them
 
 
 @pytest.mark.parametrize("option", ["layerwise_loads", "layerwise_saves"])
-def test_graphs_are_cut_between_layers_where_copies_go_by_layers(option: str) -> None:
+def test_layerwise_copies_require_piecewise_cuda_graphs(option: str) -> None:
     assert not RepriseConnector.requires_piecewise_for_cudagraph({"socket": "/x"})
     assert RepriseConnector.requires_piecewise_for_cudagraph({"socket": "/x", option: True})
 
 
-def test_an_engine_that_the_agent_will_never_serve_is_refused_when_it_is_made(weights: Path, cluster: Cluster) -> None:
+def test_construction_fails_if_the_agent_permanently_rejects_the_engine(weights: Path, cluster: Cluster) -> None:
     config = engine_config(weights, transfer=transfer_config(cluster.agents[0].socket))
-    # Blocks of 96 MiB; a region of the arena has 64.
+    # Blocks of 96 MiB do not fit into an arena region of 64 MiB.
     large = kv_cache(attention(block_size=512, num_kv_heads=32, head_size=512))
     with pytest.raises(BadRequest, match=r"arena\.region_bytes"):
         RepriseConnector(config, KVConnectorRole.SCHEDULER, large)
 
 
-def test_a_socket_in_a_closed_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_a_socket_in_an_inaccessible_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     def closed(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "stat", closed)
-    with pytest.raises(ValueError, match="this user may not look at /run/reprise/agent"):
+    with pytest.raises(ValueError, match="no permission to access /run/reprise/agent"):
         Options.read({})
 
 
-def test_the_environment_names_the_socket_where_the_configuration_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_socket_variable_overrides_only_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REPRISE_SOCKET", "/run/given/agent.sock")
     assert Options.read({}).socket == "/run/given/agent.sock"
     assert Options.read({"socket": "/run/own/agent.sock"}).socket == "/run/own/agent.sock"
@@ -487,7 +485,7 @@ def test_the_environment_names_the_socket_where_the_configuration_does_not(monke
     assert Options.read({}).socket == "/run/reprise/agent.sock"
 
 
-def test_the_environment_names_tenant_and_token_where_the_configuration_does_not(
+def test_tenant_and_token_variables_override_only_the_defaults(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("REPRISE_TENANT", "team-a")
@@ -501,7 +499,7 @@ def test_the_environment_names_tenant_and_token_where_the_configuration_does_not
     assert (Options.read({}).tenant, Options.read({}).token_file) == ("default", "")
 
 
-def test_without_an_agent_the_connector_comes_up_and_finds_nothing(weights: Path) -> None:
+def test_connector_starts_without_an_agent_and_finds_no_blocks(weights: Path) -> None:
     made = RepriseConnector(engine_config(weights), KVConnectorRole.SCHEDULER, kv_cache(attention()))
     request = SimpleNamespace(
         request_id="r",

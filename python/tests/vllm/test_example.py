@@ -1,4 +1,4 @@
-"""What python/README.md shows of vLLM: the command is one that vLLM understands, and an engine that is configured like it finds blocks."""
+"""vLLM's command in docs/vllm.md: vLLM accepts it, and an engine with its configuration finds saved blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import readme
 from engine import Engine, connector
-from serving import prompt, see, see_again
+from engine_checks import prompt, serve_and_save, serve_from_reprise
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
@@ -19,19 +19,19 @@ from reprise.vllm import RepriseConnector
 
 
 def without_id(config: KVTransferConfig) -> dict[str, Any]:
-    """A configuration without what is random in it."""
+    """Returns a configuration without its random id."""
     return {name: value for name, value in asdict(config).items() if name != "engine_id"}
 
 
 def understood(model: Path) -> EngineArgs:
-    """The command as vLLM reads it, with another model."""
+    """Returns the command's arguments as parsed by vLLM, with another model."""
     program, verb, _, *options = shlex.split(readme.vllm_command())
     assert (program, verb) == ("vllm", "serve")
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     return EngineArgs.from_cli_args(parser.parse_args(["--model", str(model), *options]))
 
 
-def test_vllm_understands_the_command_as_it_is_meant(weights: Path) -> None:
+def test_vllm_parses_the_command_of_the_guide(weights: Path) -> None:
     shown = understood(weights)
     transfer = shown.kv_transfer_config
     assert transfer is not None
@@ -39,12 +39,12 @@ def test_vllm_understands_the_command_as_it_is_meant(weights: Path) -> None:
     assert (transfer.kv_role, transfer.kv_load_failure_policy) == ("kv_both", "recompute")
     assert transfer.kv_connector_extra_config == {"socket": readme.SOCKET}
     assert shown.prefix_caching_hash_algo == readme.vllm_hash_algorithm() == "sha256_cbor"
-    # What the engines of all these tests have.
+    # Equal to the configuration of the engines in all these tests.
     assert without_id(transfer) == without_id(KVTransferConfig(**connector(Path(readme.SOCKET))))
 
 
-def test_an_engine_with_that_configuration_finds_what_it_has_saved(plain: Engine, other: Engine) -> None:
+def test_engine_with_the_guides_configuration_finds_its_saved_blocks(plain: Engine, other: Engine) -> None:
     tokens = prompt(300)
     expected = plain.generate([tokens])["tokens"]
-    assert see(other, tokens)["tokens"] == expected
-    assert see_again(other, tokens)["tokens"] == expected
+    assert serve_and_save(other, tokens)["tokens"] == expected
+    assert serve_from_reprise(other, tokens)["tokens"] == expected

@@ -1,4 +1,4 @@
-"""One subscriber hears an engine and Reprise's control plane, in vLLM's format, and both name the same blocks."""
+"""KV events of an engine and of the control plane have vLLM's format and name the same blocks."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ import pytest
 import zmq
 from cluster import Cluster
 from engine import BLOCK_TOKENS, Engine
+from engine_checks import PROMPT_BLOCKS, prompt, serve_and_save
 from faults import eventually, observer
-from serving import PROMPT_BLOCKS, prompt, see
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
 POLL_MS = 200
 TRIES = 20
 FIRST_SEED = 800
-"""Of prompts that no engine on another node has saved: those would be loaded, and not told of as stored."""
+"""First seed of prompts that no engine has saved: blocks of others would be loaded and cause no event."""
 
 
 BATCHES: msgspec.msgpack.Decoder[KVEventBatch] = msgspec.msgpack.Decoder(type=KVEventBatch)
-"""vLLM's own words for what is published."""
+"""vLLM's decoder of published batches."""
 END = (-1).to_bytes(8, "big", signed=True)
-"""The number of what ends a replay."""
+"""Sequence number that ends a replay."""
 
 
 @dataclass
 class Subscriber:
-    """Hears both publishers, and keeps what they say of blocks in Reprise."""
+    """Subscribes to both publishers and collects the events of blocks in Reprise."""
 
     socket: zmq.Socket[bytes]
     of_engine: list[BlockStored] = field(default_factory=list)
-    """With tokens."""
+    """Events of the engine, with tokens."""
     of_nodes: set[bytes] = field(default_factory=set)
-    """Keys that some node holds."""
+    """Keys that a node has stored."""
     left: set[bytes] = field(default_factory=set)
-    """Keys that have left the memory of some node."""
+    """Keys that a node has removed from DRAM."""
 
     def listen(self) -> None:
-        """Takes what comes until nothing has come for a moment."""
+        """Receives events until none arrives for ``POLL_MS``."""
         while self.socket.poll(POLL_MS):
             _topic, _sequence, payload = self.socket.recv_multipart()
             for event in BATCHES.decode(payload).events:
@@ -50,14 +50,14 @@ class Subscriber:
                     self.left.update(key for key in event.block_hashes if isinstance(key, bytes))
 
     def take(self, event: BlockStored) -> None:
-        """Takes what one of them says."""
+        """Records an event by its publisher."""
         if event.token_ids:
             self.of_engine.append(event)
         else:
             self.of_nodes.update(key for key in event.block_hashes if isinstance(key, bytes))
 
     def tokens_of_engine(self) -> list[int]:
-        """Tokens of the blocks that the engine has told of, in the order of their chain."""
+        """Returns the tokens of the engine's events, in the order of their chain."""
         after = {event.parent_block_hash: event for event in self.of_engine}
         tokens: list[int] = []
         parent = None
@@ -80,7 +80,7 @@ def subscriber(engine_events: str, cluster: Cluster) -> Iterator[Subscriber]:
 
 
 def replayed(endpoint: str, first: int) -> list[tuple[int, KVEventBatch]]:
-    """What a member publishes again, from a number on, as a router asks that has missed batches."""
+    """Requests a replay from a sequence number, like a router that has missed batches."""
     batches: list[tuple[int, KVEventBatch]] = []
     context = zmq.Context()
     with context.socket(zmq.DEALER) as socket:
@@ -97,15 +97,15 @@ def replayed(endpoint: str, first: int) -> list[tuple[int, KVEventBatch]]:
     return batches
 
 
-def test_saved_blocks_are_told_by_the_engine_with_tokens_and_by_the_control_plane_with_nodes(
+def test_engine_publishes_saved_blocks_with_tokens_and_control_plane_with_nodes(
     other: Engine, subscriber: Subscriber, cluster: Cluster
 ) -> None:
-    # What is published before a subscription has arrived is not heard: hence more than one prompt.
+    # Events before the subscription is active are lost, so several prompts may be needed.
     for seed in itertools.count(FIRST_SEED):
-        assert seed < FIRST_SEED + TRIES, "the engine has told of nothing"
+        assert seed < FIRST_SEED + TRIES, "the engine has published no event"
         tokens = prompt(seed)
         subscriber.of_engine.clear()
-        see(other, tokens)
+        serve_and_save(other, tokens)
         subscriber.listen()
         if subscriber.of_engine:
             break
@@ -123,21 +123,21 @@ def test_saved_blocks_are_told_by_the_engine_with_tokens_and_by_the_control_plan
     eventually(all_are_held)
     assert not keys & subscriber.left
     replay = f"tcp://{cluster.member.ready['events_replay']}"
-    told = replayed(replay, 0)
-    assert [number for number, _ in told] == list(range(len(told)))
+    batches = replayed(replay, 0)
+    assert [number for number, _ in batches] == list(range(len(batches)))
     stored = {
         key
-        for _, batch in told
+        for _, batch in batches
         for event in batch.events
         if isinstance(event, BlockStored) and event.ownership == "reprise"
         for key in event.block_hashes
     }
     assert keys <= stored
-    assert [number for number, _ in replayed(replay, 3)][: len(told) - 3] == list(range(3, len(told)))
+    assert [number for number, _ in replayed(replay, 3)][: len(batches) - 3] == list(range(3, len(batches)))
     with observer(cluster.agents[1]) as agent:
 
         def all_have_left() -> bool:
-            # What is on NVMe leaves DRAM.
+            # Drops the DRAM copies of blocks on NVMe.
             agent.trim()
             subscriber.listen()
             return keys <= subscriber.left

@@ -1,4 +1,4 @@
-"""A load of which some blocks do not come: vLLM computes from the first of them on, and nothing wrong is cached, saved or said."""
+"""Tests loads of which some blocks fail: vLLM computes from the first of them on, and nothing wrong is used."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from cluster import MIB, Agent, Cluster
+from engine_checks import PROMPT_BLOCKS, prompt
 from engine_model import model
-from serving import PROMPT_BLOCKS, prompt
-from stepped import TOKENS, SteppedEngine, expected, lose, spoil, stepped_engine
+from stepped_engine import TOKENS, SteppedEngine, expected, lose, spoil, stepped_engine
 from vllm.v1.request import Request, RequestStatus
 
 from reprise.vllm import scheduler
@@ -20,7 +20,7 @@ LENGTH = len(prompt(0))
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
-    """An agent of these tests' own."""
+    """Agent that only these tests use."""
     cluster = Cluster(tmp_path_factory.mktemp("failures") / "cluster", arena=64 * MIB, pool=128 * MIB)
     yield cluster.agents[0]
     cluster.stop()
@@ -28,13 +28,13 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
 
 @pytest.fixture(scope="module")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that nobody computes."""
+    """Model whose forward pass is not used."""
     return model(tmp_path_factory.mktemp("failures") / "model", seed=3)
 
 
 @pytest.fixture(params=[False, True], ids=["between-steps", "layer-wise"])
 def layerwise(request: pytest.FixtureRequest) -> bool:
-    """Whether blocks are loaded while their request computes."""
+    """Whether blocks are loaded during the computation of their request."""
     return bool(request.param)
 
 
@@ -42,138 +42,136 @@ def layerwise(request: pytest.FixtureRequest) -> bool:
 def stepped(
     small_model: Path, node: Agent, layerwise: bool, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[SteppedEngine]:
-    """An engine of either kind."""
-    # A request that comes back is asked about anew, however short it was away.
+    """Engine of either kind."""
+    # A request that returns gets a new match, however recent the last one was.
     monkeypatch.setattr(scheduler, "ANSWER_KEPT_S", 0.0)
     with stepped_engine(small_model, node, monkeypatch, layerwise_loads=layerwise) as made:
         yield made
 
 
-def in_the_step_of_the_load(layerwise: bool, end: int) -> list[tuple[int, int]]:
-    """What a request computes before it is known that its load has failed."""
+def computed_with_load(layerwise: bool, end: int) -> list[tuple[int, int]]:
+    """Returns the positions that a request computes before the failure of its load is known."""
     return [(WHOLE, end)] if layerwise else []
 
 
-def check_whole(engine: SteppedEngine, request: Request) -> None:
-    """What is left of a request that has ended is right, on every side, and nobody holds any of it."""
+def check_request(engine: SteppedEngine, request: Request) -> None:
+    """Checks that the results of an ended request are correct everywhere, and that nothing is still in use."""
     assert request.status == RequestStatus.FINISHED_LENGTH_CAPPED
     assert list(request.output_token_ids) == expected(request.prompt_token_ids or [], request.max_tokens)
     engine.check_nothing_is_held()
-    # Checks what vLLM would give to others.
+    # Checks the blocks that vLLM would reuse.
     engine.cached(request)
     assert engine.saved(request) == [True] * len(request.block_hashes)
 
 
 @pytest.mark.parametrize(("fault", "lost"), [("gone", 0), ("gone", 3), ("gone", 7), ("damaged", 3)])
-def test_a_request_computes_from_the_first_block_on_that_does_not_come(
+def test_a_request_computes_from_the_first_failed_block_on(
     stepped: SteppedEngine, node: Agent, layerwise: bool, fault: str, lost: int
 ) -> None:
     tokens = prompt(500 + 10 * lost + 2 * (fault == "gone") + layerwise)
-    stepped.see(tokens)
+    stepped.serve_and_save(tokens)
     if fault == "damaged":
         spoil(node, tokens, lost)
-    asked = stepped.add(tokens)
-    output = stepped.scheduled_load(asked)
-    assert asked.num_computed_tokens == (LENGTH if layerwise else WHOLE), "vLLM counts on it"
+    request = stepped.add(tokens)
+    output = stepped.scheduled_load(request)
+    assert request.num_computed_tokens == (LENGTH if layerwise else WHOLE), "vLLM expects the load to succeed"
     if fault == "gone":
-        lose(output, asked, lost)
+        lose(output, request, lost)
     stepped.end(output)
-    stepped.until(lambda: asked.num_computed_tokens < WHOLE)
-    assert asked.num_computed_tokens == lost * TOKENS
-    assert list(asked.output_token_ids) == [], "nothing is said of what was computed with it"
-    stepped.rest()
-    assert stepped.computed[asked.request_id] == [*in_the_step_of_the_load(layerwise, LENGTH), (lost * TOKENS, LENGTH)]
-    check_whole(stepped, asked)
+    stepped.step_until(lambda: request.num_computed_tokens < WHOLE)
+    assert request.num_computed_tokens == lost * TOKENS
+    assert list(request.output_token_ids) == [], "no token of the discarded computation is returned"
+    stepped.finish()
+    assert stepped.computed[request.request_id] == [*computed_with_load(layerwise, LENGTH), (lost * TOKENS, LENGTH)]
+    check_request(stepped, request)
     if not layerwise:
-        assert stepped.cached(asked) == PROMPT_BLOCKS
-    # And it is there for the next.
-    stepped.forget()
+        assert stepped.cached(request) == PROMPT_BLOCKS
+    # The next request finds all blocks.
+    stepped.clear_cache()
     again = stepped.add(tokens)
-    stepped.rest()
+    stepped.finish()
     assert stepped.computed[again.request_id] == [(WHOLE, LENGTH)]
-    check_whole(stepped, again)
+    check_request(stepped, again)
 
 
-def test_of_two_requests_that_share_a_prefix_only_the_one_whose_load_failed_computes_it(
-    stepped: SteppedEngine, layerwise: bool
-) -> None:
+def test_only_the_request_whose_load_failed_computes_a_common_prefix(stepped: SteppedEngine, layerwise: bool) -> None:
     stem = prompt(600 + layerwise, blocks=4, tail=0)
     prompts = [stem + prompt(seed + layerwise, blocks=PROMPT_BLOCKS - 4) for seed in (610, 620)]
     for tokens in prompts:
-        stepped.see(tokens)
+        stepped.serve_and_save(tokens)
     failed, whole = (stepped.add(tokens) for tokens in prompts)
     output = stepped.scheduled_load(failed)
-    # In what both have.
+    # A block of the common prefix.
     lose(output, failed, 2)
     stepped.end(output)
-    stepped.rest()
-    assert stepped.computed[failed.request_id] == [*in_the_step_of_the_load(layerwise, LENGTH), (2 * TOKENS, LENGTH)]
+    stepped.finish()
+    assert stepped.computed[failed.request_id] == [*computed_with_load(layerwise, LENGTH), (2 * TOKENS, LENGTH)]
     assert stepped.computed[whole.request_id] == [(WHOLE, LENGTH)]
-    for asked in (failed, whole):
-        check_whole(stepped, asked)
-    # One that finds the prefix in vLLM's own cache.
+    for request in (failed, whole):
+        check_request(stepped, request)
+    # A request that finds the prefix in vLLM's own cache.
     third = stepped.add(stem + prompt(630 + layerwise, blocks=1))
-    stepped.rest()
+    stepped.finish()
     assert stepped.computed[third.request_id][0][0] >= len(stem)
-    check_whole(stepped, third)
+    check_request(stepped, third)
 
 
-def test_a_request_that_is_aborted_before_its_failure_is_known_leaves_nothing_wrong_behind(
+def test_a_request_aborted_before_its_failure_is_known_leaves_no_wrong_blocks(
     stepped: SteppedEngine, layerwise: bool
 ) -> None:
     tokens = prompt(640 + layerwise)
-    stepped.see(tokens)
-    gone = stepped.add(tokens)
-    output = stepped.scheduled_load(gone)
-    lose(output, gone, 4)
+    stepped.serve_and_save(tokens)
+    aborted = stepped.add(tokens)
+    output = stepped.scheduled_load(aborted)
+    lose(output, aborted, 4)
     result = stepped.work(output)
-    # As vLLM does with what its clients have said while the step was computed.
-    stepped.abort(gone)
+    # As vLLM handles aborts that arrive during a step.
+    stepped.abort(aborted)
     stepped.scheduler.update_from_output(output, result)
-    stepped.rest()
+    stepped.finish()
     stepped.check_nothing_is_held()
-    assert stepped.cached(gone) == 0, "nobody knows what its blocks hold"
+    assert stepped.cached(aborted) == 0, "the contents of its blocks are unknown"
     again = stepped.add(tokens)
-    stepped.rest()
-    assert stepped.computed[again.request_id] == [(WHOLE, LENGTH)], "it was loaded"
-    check_whole(stepped, again)
+    stepped.finish()
+    assert stepped.computed[again.request_id] == [(WHOLE, LENGTH)], "the blocks were loaded"
+    check_request(stepped, again)
 
 
-def test_a_request_that_was_preempted_and_whose_load_fails_goes_on_where_it_was(
+def test_a_preempted_request_whose_load_fails_continues_at_its_position(
     stepped: SteppedEngine, layerwise: bool
 ) -> None:
     tokens = prompt(650 + layerwise)
-    stepped.see(tokens)
-    asked = stepped.add(tokens, max_tokens=4)
-    stepped.until(lambda: asked.num_output_tokens == 2)
-    stepped.forget(preempt=True)
-    assert (asked.status, asked.num_preemptions) == (RequestStatus.PREEMPTED, 1)
-    output = stepped.scheduled_load(asked)
-    lose(output, asked, 3)
+    stepped.serve_and_save(tokens)
+    request = stepped.add(tokens, max_tokens=4)
+    stepped.step_until(lambda: request.num_output_tokens == 2)
+    stepped.clear_cache(preempt=True)
+    assert (request.status, request.num_preemptions) == (RequestStatus.PREEMPTED, 1)
+    output = stepped.scheduled_load(request)
+    lose(output, request, 3)
     stepped.end(output)
-    stepped.rest()
+    stepped.finish()
     so_far = LENGTH + 2
-    assert stepped.computed[asked.request_id] == [
+    assert stepped.computed[request.request_id] == [
         (WHOLE, LENGTH),
         (LENGTH, LENGTH + 1),
-        *in_the_step_of_the_load(layerwise, so_far),
+        *computed_with_load(layerwise, so_far),
         (3 * TOKENS, so_far),
         (so_far, so_far + 1),
     ]
-    check_whole(stepped, asked)
+    check_request(stepped, request)
 
 
 @pytest.mark.parametrize("layerwise", [True], indirect=True)
-def test_a_request_that_is_preempted_when_its_load_has_failed_computes_everything(stepped: SteppedEngine) -> None:
+def test_a_request_preempted_after_a_failed_load_computes_everything(stepped: SteppedEngine) -> None:
     tokens = prompt(660)
-    stepped.see(tokens)
-    asked = stepped.add(tokens, max_tokens=2)
-    output = stepped.scheduled_load(asked)
-    lose(output, asked, 5)
+    stepped.serve_and_save(tokens)
+    request = stepped.add(tokens, max_tokens=2)
+    output = stepped.scheduled_load(request)
+    lose(output, request, 5)
     stepped.end(output)
-    assert (asked.status, asked.num_computed_tokens) == (RequestStatus.RUNNING, 5 * TOKENS)
-    stepped.forget(preempt=True)
-    stepped.rest()
-    assert asked.num_preemptions == 1
-    assert stepped.computed[asked.request_id] == [(WHOLE, LENGTH), (0, LENGTH), (LENGTH, LENGTH + 1)]
-    check_whole(stepped, asked)
+    assert (request.status, request.num_computed_tokens) == (RequestStatus.RUNNING, 5 * TOKENS)
+    stepped.clear_cache(preempt=True)
+    stepped.finish()
+    assert request.num_preemptions == 1
+    assert stepped.computed[request.request_id] == [(WHOLE, LENGTH), (0, LENGTH), (LENGTH, LENGTH + 1)]
+    check_request(stepped, request)

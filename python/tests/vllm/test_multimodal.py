@@ -1,4 +1,4 @@
-"""What a prompt has beside its tokens, images and the name of an adapter, is in vLLM's block hashes, and with them in our keys."""
+"""Tests that images and the adapter's name of a prompt change vLLM's block hashes, and so keys."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from reprise import block_keys
 
 BLOCKS = 4
 IMAGE_AT = TOKENS + 3
-"""In the second block, and into the third."""
+"""Position of the first image: in the second block, with its end in the third."""
 
 
 def keys(algorithm: str, *identifiers: str, offset: int = IMAGE_AT, adapter: str | None = None) -> list[bytes]:
-    """Keys of the blocks of one prompt, which shows images of these identifiers, the same tokens in place of each."""
+    """Returns keys of the blocks of a prompt with these images; the placeholder tokens of all images are equal."""
     hash_blocks = get_hash_fn_by_name(algorithm)
     init_none_hash(hash_blocks)
-    shown = [
+    features = [
         MultiModalFeatureSpec(
             data=None,
             modality="image",
@@ -38,7 +38,7 @@ def keys(algorithm: str, *identifiers: str, offset: int = IMAGE_AT, adapter: str
         prompt_token_ids=[5] * (BLOCKS * TOKENS + 1),
         sampling_params=SamplingParams(max_tokens=1),
         pooling_params=None,
-        mm_features=shown,
+        mm_features=features,
         lora_request=None if adapter is None else LoRARequest(adapter, 1, "/adapters/of/both"),
         block_hasher=get_request_block_hasher(TOKENS, hash_blocks),
     )
@@ -52,14 +52,14 @@ def test_prompts_share_blocks_up_to_the_first_image_that_differs(algorithm: str)
     assert of_cat == keys(algorithm, "cat")
     assert len(of_cat) == BLOCKS
     for other in (of_dog, of_none):
-        assert other[0] == of_cat[0], "in front of the image"
-        # In it, and behind it, where every prefix has it.
+        assert other[0] == of_cat[0], "before the image"
+        # In the image and after it, because every prefix contains it.
         assert not set(other[1:]) & set(of_cat[1:])
     assert not set(of_dog[1:]) & set(of_none[1:])
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
-def test_the_same_image_at_another_place_is_another_prefix(algorithm: str) -> None:
+def test_the_same_image_at_another_position_is_another_prefix(algorithm: str) -> None:
     here, there = keys(algorithm, "cat"), keys(algorithm, "cat", offset=IMAGE_AT + 1)
     assert here[0] == there[0]
     assert not set(here[1:]) & set(there[1:])

@@ -1,4 +1,4 @@
-"""What cannot work is refused where the connector is made, in words that say what is wrong and what to do."""
+"""The connector rejects unsupported configurations on construction; the error has the cause and the remedy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 from cluster import Cluster
 from engine import connector
-from stepped import HEAD_SIZE, HEADS, TOKENS, engine_config, kv_cache
+from stepped_engine import HEAD_SIZE, HEADS, TOKENS, engine_config, kv_cache
 from test_scheduler import geometry
 from vllm.config import VllmConfig
 from vllm.distributed import parallel_state
@@ -32,20 +32,20 @@ BOTH = [KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER]
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker without others, in an environment that says nothing."""
+    """Sets up a single worker and an environment without Reprise's variables."""
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
     for name in ("PYTHONHASHSEED", "REPRISE_SOCKET", "REPRISE_TENANT", "REPRISE_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
 
 
 def attention(**changes: Any) -> FullAttentionSpec:
-    """Full attention, with changes."""
+    """Returns full attention with changes."""
     described = {"block_size": TOKENS, "num_kv_heads": HEADS, "head_size": HEAD_SIZE, "dtype": torch.float32, **changes}
     return FullAttentionSpec(**described)
 
 
 def window() -> SlidingWindowSpec:
-    """Attention to the last tokens only."""
+    """Returns sliding-window attention."""
     return SlidingWindowSpec(
         block_size=TOKENS, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float32, sliding_window=4 * TOKENS
     )
@@ -53,102 +53,100 @@ def window() -> SlidingWindowSpec:
 
 @dataclass(frozen=True)
 class Refusal:
-    """What is set, and what the refusal has to say."""
+    """An unsupported configuration, and texts that its error must contain."""
 
     words: list[str]
     extra: dict[str, Any] = field(default_factory=dict)
-    """In ``kv_connector_extra_config``, beside the socket or in its place."""
+    """Changes of ``kv_connector_extra_config``."""
     transfer: dict[str, Any] = field(default_factory=dict)
-    """In ``--kv-transfer-config`` itself."""
+    """Changes of ``--kv-transfer-config``."""
     engine: dict[str, Any] = field(default_factory=dict)
-    """In the engine's other settings, ``part.name``."""
+    """Changes of other engine settings, by ``part.name``."""
     cache: Callable[[], KVCacheConfig] = kv_cache
 
 
 WHERE = "kv_connector_extra_config"
 
 REFUSALS = {
-    "an option with a slip": Refusal([WHERE, "no option 'sokcet'", "did you mean 'socket'"], {"sokcet": "/x"}),
-    "an option of something else": Refusal([WHERE, "no option 'chunk_size'"], {"chunk_size": 256}),
-    "an option like no other": Refusal([WHERE, "no option 'zzz'", "known are", "layerwise_loads"], {"zzz": 1}),
-    "a time in words": Refusal(
-        [WHERE, "match_budget_ms is '5 ms'", "a number of milliseconds"], {"match_budget_ms": "5 ms"}
+    "misspelled option": Refusal([WHERE, "unknown option 'sokcet'", "did you mean 'socket'"], {"sokcet": "/x"}),
+    "foreign option": Refusal([WHERE, "unknown option 'chunk_size'"], {"chunk_size": 256}),
+    "unrecognisable option": Refusal([WHERE, "unknown option 'zzz'", "expected one of", "layerwise_loads"], {"zzz": 1}),
+    "time as text": Refusal(
+        [WHERE, "invalid match_budget_ms '5 ms'", "a number of milliseconds"], {"match_budget_ms": "5 ms"}
     ),
-    "no time at all": Refusal(["load_stall_ms is 0", "above 0 and at most 600000"], {"load_stall_ms": 0}),
-    "a switch in words": Refusal(["layerwise_loads is 'yes'", "true or false"], {"layerwise_loads": "yes"}),
-    "a socket that is a number": Refusal([WHERE, "socket is 7", "a string"], {"socket": 7}),
-    "a socket that is no whole path": Refusal(
-        [WHERE, "socket is 'run/agent.sock'", "give the whole path"], {"socket": "run/agent.sock"}
+    "zero time": Refusal(["invalid load_stall_ms 0", "above 0 and at most 600000"], {"load_stall_ms": 0}),
+    "switch as text": Refusal(["invalid layerwise_loads 'yes'", "true or false"], {"layerwise_loads": "yes"}),
+    "socket as number": Refusal([WHERE, "invalid socket 7", "a string"], {"socket": 7}),
+    "relative socket path": Refusal(
+        [WHERE, "invalid socket 'run/agent.sock'", "expected an absolute path"], {"socket": "run/agent.sock"}
     ),
-    "a socket that is a folder": Refusal(["/tmp is there and is no socket", "name the agent's"], {"socket": "/tmp"}),
-    "a socket that is a file": Refusal(
-        ["is there and is no socket", "[session] socket in its configuration"], {"socket": __file__}
-    ),
-    "a socket of too long a path": Refusal(["a path of 205 bytes", "use a shorter one"], {"socket": "/" + "x" * 204}),
-    "hashes that no other process has": Refusal(
+    "socket is a folder": Refusal(["/tmp is not a socket", "set the agent's socket"], {"socket": "/tmp"}),
+    "socket is a file": Refusal(["is not a socket", "[session] socket in its configuration"], {"socket": __file__}),
+    "socket path too long": Refusal(["its path has 205 bytes", "use a shorter path"], {"socket": "/" + "x" * 204}),
+    "hashes with a random seed": Refusal(
         ["'xxhash' differ between processes", "--prefix-caching-hash-algo sha256_cbor", "PYTHONHASHSEED"],
         engine={"cache_config.prefix_caching_hash_algo": "xxhash"},
     ),
-    "hashes of CBOR that no other process has": Refusal(
+    "CBOR hashes with a random seed": Refusal(
         ["'xxhash_cbor' differ between processes", "sha256_cbor", "PYTHONHASHSEED"],
         engine={"cache_config.prefix_caching_hash_algo": "xxhash_cbor"},
     ),
-    "requests that fail with a load": Refusal(
+    "load failures that fail requests": Refusal(
         ['Set "kv_load_failure_policy": "recompute"', "--kv-transfer-config"],
         transfer={"kv_load_failure_policy": "fail"},
     ),
-    "no prefixes": Refusal(
-        ["prefix caching is off", "remove --no-enable-prefix-caching", "leave the connector out"],
+    "no prefix caching": Refusal(
+        ["needs vLLM's prefix caching", "remove --no-enable-prefix-caching", "without the connector"],
         engine={"cache_config.enable_prefix_caching": False},
     ),
-    "steps that do not wait for each other": Refusal(
-        ["--no-async-scheduling", "leave layerwise_loads out"],
+    "layer-wise loads with asynchronous scheduling": Refusal(
+        ["--no-async-scheduling", "remove layerwise_loads"],
         {"layerwise_loads": True},
         engine={"scheduler_config.async_scheduling": True},
     ),
-    "several stages": Refusal(
+    "pipeline parallelism": Refusal(
         ["pipeline_parallel_size > 1", "set it to 1"], engine={"parallel_config.pipeline_parallel_size": 2}
     ),
-    "a context in parts": Refusal(
+    "context parallelism": Refusal(
         ["decode_context_parallel_size > 1", "set it to 1"], engine={"parallel_config.decode_context_parallel_size": 2}
     ),
-    "blocks of too many tokens": Refusal(
+    "too many tokens per block": Refusal(
         ["tokens_per_block 65536", "Set another --block-size"],
         cache=lambda: kv_cache(attention(block_size=65_536, num_kv_heads=1, head_size=1)),
     ),
-    "elements of no kind": Refusal(
+    "unsupported dtype": Refusal(
         ["KV cache dtype torch.int32", "use bfloat16"], cache=lambda: kv_cache(attention(dtype=torch.int32))
     ),
-    "hashes of less than a block": Refusal(
-        ["hashes are of 8 tokens and blocks of 32", "unset prefix_match_unit"],
+    "several hashes per block": Refusal(
+        ["hashes cover 8 tokens and blocks have 32", "unset prefix_match_unit"],
         cache=lambda: dataclasses.replace(kv_cache(), hash_block_size=8),
     ),
     "two groups": Refusal(
         ["one group of full attention", "2 KV cache groups", "SlidingWindowSpec"],
         cache=lambda: kv_cache(attention(), window()),
     ),
-    "a window": Refusal(["keeps full attention", "SlidingWindowSpec"], cache=lambda: kv_cache(window())),
+    "sliding window": Refusal(["supports full attention", "SlidingWindowSpec"], cache=lambda: kv_cache(window())),
 }
 
 
 def configured(weights: Path, refusal: Refusal) -> VllmConfig:
-    """vLLM's configuration with what is to be refused."""
+    """Returns vLLM's configuration with the unsupported settings."""
     transfer = connector(Path("/nonexistent/agent.sock"))
     transfer["kv_connector_extra_config"].update(refusal.extra)
     config = engine_config(weights, {**transfer, **refusal.transfer})
     for name, value in refusal.engine.items():
         part, setting = name.split(".")
-        # As vLLM's checks would let it through elsewhere than on CPUs.
+        # Set directly: vLLM's own checks would reject some of these on CPUs, but not on other hardware.
         object.__setattr__(getattr(config, part), setting, value)
     return config
 
 
 @pytest.mark.parametrize("role", BOTH, ids=lambda role: role.name.lower())
 @pytest.mark.parametrize("refusal", list(REFUSALS.values()), ids=list(REFUSALS))
-def test_what_cannot_work_is_refused_by_both_sides_with_what_to_do(
+def test_both_sides_reject_unsupported_configurations_with_a_remedy(
     weights: Path, refusal: Refusal, role: KVConnectorRole
 ) -> None:
-    # vLLM's configuration reads some of the options as well.
+    # The whole construction is inside, because vLLM's configuration also validates some of the options.
     with pytest.raises(ValueError) as refused:
         RepriseConnector(configured(weights, refusal), role, refusal.cache())
     missing = [words for words in refusal.words if words not in str(refused.value)]
@@ -156,7 +154,9 @@ def test_what_cannot_work_is_refused_by_both_sides_with_what_to_do(
 
 
 @pytest.mark.parametrize("role", BOTH, ids=lambda role: role.name.lower())
-def test_what_can_work_is_not_refused(weights: Path, role: KVConnectorRole, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accepts_supported_configurations(
+    weights: Path, role: KVConnectorRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seeded = Refusal([], engine={"cache_config.prefix_caching_hash_algo": "xxhash"})
     RepriseConnector(configured(weights, Refusal([])), role, kv_cache()).shutdown()
     monkeypatch.setenv("PYTHONHASHSEED", "7")
@@ -164,13 +164,13 @@ def test_what_can_work_is_not_refused(weights: Path, role: KVConnectorRole, monk
 
 
 ID_AT = 5
-"""Where a greeting has its id: behind the length of the frame and a tag."""
+"""Offset of a greeting's id, after the length of the frame and a tag."""
 
 ANSWER_WITHIN_S = 5.0
 
 
 def number(value: int) -> bytes:
-    """A number in Protocol Buffers' encoding."""
+    """Returns a number as a Protocol Buffers varint."""
     encoded = b""
     while value > 0x7F:
         encoded += bytes([value & 0x7F | 0x80])
@@ -178,11 +178,11 @@ def number(value: int) -> bytes:
     return encoded + bytes([value])
 
 
-def of_another_release(says: str) -> Callable[[bytes], bytes]:
-    """How an agent of another release answers a greeting: ``Failure { kind: VERSION }`` (docs/PROTOCOL.md, part 1)."""
+def of_another_release(message: str) -> Callable[[bytes], bytes]:
+    """Returns the answer of an agent of another release: ``Failure { kind: VERSION }`` (docs/PROTOCOL.md, part 1)."""
 
     def answer(hello: bytes) -> bytes:
-        failure = b"\x08\x02\x12" + number(len(says)) + says.encode()
+        failure = b"\x08\x02\x12" + number(len(message)) + message.encode()
         response = b"\x08" + number(hello[ID_AT]) + b"\x12" + number(len(failure)) + failure
         return len(response).to_bytes(4, "little") + response
 
@@ -191,7 +191,7 @@ def of_another_release(says: str) -> Callable[[bytes], bytes]:
 
 @contextlib.contextmanager
 def listens(path: Path, answer_to: Callable[[bytes], bytes]) -> Iterator[None]:
-    """Somebody who listens at a path, and has one answer to every greeting."""
+    """Listens on a socket and gives one answer to every greeting."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     listener.listen()
@@ -208,7 +208,7 @@ def listens(path: Path, answer_to: Callable[[bytes], bytes]) -> Iterator[None]:
                 if len(hello) <= ID_AT:
                     continue
                 session.sendall(answer_to(hello))
-                # Until the other side has read it.
+                # Wait until the peer has read the answer.
                 session.recv(1)
 
     answering = threading.Thread(target=answer)
@@ -216,29 +216,29 @@ def listens(path: Path, answer_to: Callable[[bytes], bytes]) -> Iterator[None]:
     try:
         yield
     finally:
-        # Wakes whoever waits for the next session.
+        # Wakes the thread that waits in accept.
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
         answering.join()
 
 
 @pytest.mark.parametrize("role", BOTH, ids=lambda role: role.name.lower())
-def test_an_agent_of_another_release_is_named_with_what_it_says(
+def test_error_includes_the_message_of_an_agent_of_another_release(
     weights: Path, role: KVConnectorRole, tmp_path: Path
 ) -> None:
     path = tmp_path / "agent.sock"
-    says = "the client speaks session protocol 1, this agent 9: use a client and an agent of one release"
-    with listens(path, of_another_release(says)):
+    message = "the client speaks session protocol 1, this agent 9: use a client and an agent of one release"
+    with listens(path, of_another_release(message)):
         config = engine_config(weights, connector(path))
-        with pytest.raises(Version, match=f"do not speak the same protocol: {says}"):
+        with pytest.raises(Version, match=f"do not speak the same protocol: {message}"):
             RepriseConnector(config, role, kv_cache())
         shape = geometry()
-        with pytest.raises(Version, match=says):
+        with pytest.raises(Version, match=message):
             Client(path, shape.namespace, shape.layout)
 
 
 @pytest.mark.parametrize("role", BOTH, ids=lambda role: role.name.lower())
-def test_the_socket_of_another_program_is_refused(weights: Path, role: KVConnectorRole, tmp_path: Path) -> None:
+def test_rejects_the_socket_of_another_program(weights: Path, role: KVConnectorRole, tmp_path: Path) -> None:
     path = tmp_path / "web.sock"
     with listens(path, lambda _: b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n"):
         with pytest.raises(Version, match=r"does not greet as an agent of Reprise does.*correct the socket path"):
@@ -246,18 +246,18 @@ def test_the_socket_of_another_program_is_refused(weights: Path, role: KVConnect
 
 
 @pytest.mark.parametrize("role", BOTH, ids=lambda role: role.name.lower())
-def test_blocks_that_the_agent_has_no_room_for_are_refused_with_the_setting_that_says_so(
+def test_rejects_blocks_larger_than_an_arena_region_and_names_the_setting(
     weights: Path, role: KVConnectorRole, cluster: Cluster
 ) -> None:
     config = engine_config(weights, connector(cluster.agents[0].socket))
-    # Blocks of 96 MiB, 4 layers of 24; a region of the arena has 64.
+    # Blocks of 96 MiB (4 layers of 24 MiB) do not fit into an arena region of 64 MiB.
     large = kv_cache(attention(block_size=512, num_kv_heads=24, head_size=256))
     with pytest.raises(BadRequest, match=r"arena\.region_bytes"):
         RepriseConnector(config, role, large)
 
 
 SHAPE = (4, 2, 16, 8)
-"""Blocks, heads, tokens, content of the memory that fits."""
+"""Shape of valid memory: blocks, heads, tokens, content."""
 
 
 @pytest.mark.parametrize(
@@ -269,18 +269,16 @@ SHAPE = (4, 2, 16, 8)
         (torch.zeros(SHAPE, dtype=torch.bfloat16), "layer 1: elements of 16 bits.* 4 bytes"),
         (torch.zeros(4, 2, 24, 8), r"layer 1: a block of shape \[2, 24, 8\] has 1536 bytes.* 1024"),
         (torch.zeros(3, 2, 16, 8), "layer 1: 3 blocks, but layer 0 has 4"),
-        (torch.zeros(SHAPE, device="meta"), "b lies on meta: RepriseConnector works on host memory"),
+        (torch.zeros(SHAPE, device="meta"), "b is on meta: RepriseConnector supports host memory only"),
     ],
 )
-def test_memory_that_is_not_what_the_blocks_are_is_refused_before_anything_is_copied(
-    memory: torch.Tensor, words: str
-) -> None:
+def test_rejects_memory_that_does_not_match_the_geometry(memory: torch.Tensor, words: str) -> None:
     worker = WorkerSide(geometry=geometry(), options=Options(), session=None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=words):
         worker.register({"a": torch.zeros(SHAPE), "b": memory})
 
 
-def test_memory_of_missing_layers_is_refused_with_their_number() -> None:
+def test_rejects_memory_with_missing_layers_and_reports_their_number() -> None:
     worker = WorkerSide(geometry=geometry(), options=Options(), session=None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"no KV cache for b \(1 layers are missing\)"):
         worker.register({"a": torch.zeros(SHAPE)})

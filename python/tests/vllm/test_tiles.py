@@ -1,4 +1,4 @@
-"""The system's leave to use the processor's tiles."""
+"""Permission to use the processor's AMX tiles."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import sys
 import pytest
 import torch
 
-LOOK = """
+PROBE = """
 import ctypes
 
 ARCH_PRCTL, ARCH_GET_XCOMP_PERM, XTILEDATA = 158, 0x1022, 1 << 18
 
-def has_leave():
+def has_permission():
     allowed = ctypes.c_ulonglong()
     assert ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_GET_XCOMP_PERM, ctypes.byref(allowed)) == 0
     return bool(allowed.value & XTILEDATA)
 
-from reprise.vllm.tiles import ask_for_tiles
+from reprise.vllm.amx import request_tiles
 
-before = has_leave()
-ask_for_tiles()
-print(before, has_leave())
+before = has_permission()
+request_tiles()
+print(before, has_permission())
 """
 
 
 @pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this processor has no AMX")
-def test_a_worker_has_leave_to_use_tiles_before_anything_is_computed() -> None:
-    # In a process of its own: what is allowed once stays so.
-    ran = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True, timeout=120, check=True)
+def test_process_gets_permission_to_use_tiles() -> None:
+    # In a separate process, because a permission is never withdrawn.
+    ran = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120, check=True)
     assert ran.stdout.split() == ["False", "True"], ran.stdout

@@ -1,4 +1,4 @@
-"""The worker's side says why blocks did not come."""
+"""The worker side: log of failed loads, incomplete steps and idle steps."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ LONG_S = 60.0
 SHORT_S = 0.1
 
 
-def test_why_loads_fail_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_reason_of_failed_loads_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     shape = geometry()
-    session = Session(tmp_path / "nobody.sock", shape.namespace, shape.layout)
+    session = Session(tmp_path / "missing.sock", shape.namespace, shape.layout)
     give_up = time.monotonic() + LONG_S
     while session.last_error is None:
         assert time.monotonic() < give_up
@@ -36,26 +36,26 @@ def test_why_loads_fail_is_logged_once(tmp_path: Path, caplog: pytest.LogCapture
         assert time.monotonic() < give_up
         waiting -= worker.loaded()
     worker.close()
-    said = [record.getMessage() for record in caplog.records if "whole: " in record.getMessage()]
-    assert len(said) == 1
-    assert "blocks were not loaded or saved whole: the session with the agent has ended" in said[0]
-    assert "no agent at" in said[0]
+    logged = [record.getMessage() for record in caplog.records if "loaded or saved: " in record.getMessage()]
+    assert len(logged) == 1
+    assert "some blocks were not loaded or saved: the session with the agent has ended" in logged[0]
+    assert "no agent at" in logged[0]
 
 
-def test_saves_of_a_step_that_was_not_whole_are_ended(tmp_path: Path) -> None:
+def test_saves_of_an_incomplete_step_are_reported_as_ended(tmp_path: Path) -> None:
     shape = geometry()
-    session = Session(tmp_path / "nobody.sock", shape.namespace, shape.layout)
+    session = Session(tmp_path / "missing.sock", shape.namespace, shape.layout)
     worker = WorkerSide(geometry=shape, options=Options(), session=session)
     worker.register({name: torch.zeros(4, 2, 16, 8) for name in shape.layer_names})
-    worker.end_step(RepriseMetadata(saves=[SavePlan(save_id=7, hashes=(b"h",), blocks=(1,))]), is_whole=False)
-    said = worker.take_said()
-    assert said is not None
-    assert said.ended_saves == {7: 1}
-    assert said.partial_saves == {7}
+    worker.end_step(RepriseMetadata(saves=[SavePlan(save_id=7, hashes=(b"h",), blocks=(1,))]), is_complete=False)
+    results = worker.take_worker_output()
+    assert results is not None
+    assert results.ended_saves == {7: 1}
+    assert results.partial_saves == {7}
     worker.close()
 
 
-def test_a_step_that_computes_nothing_waits_a_moment_for_its_loads(tmp_path: Path) -> None:
+def test_idle_step_waits_briefly_for_its_loads(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path / "cluster", arena=16 * MIB, pool=128 * MIB)
     shape, (agent,) = geometry(), cluster.agents
     plan = LoadPlan(request_id="a", hashes=(b"h",), blocks=(1,))

@@ -1,51 +1,51 @@
-//! A member's ledgers: what nodes report of tenants, and what they are ordered. The rules are the production code
-//! ([`reprise_controlplane_core::Ledgers`]); what is done around them is as in `controlplane/src/placement/reports.rs`
-//! and the task of `server.rs` that keeps the ledgers.
+//! A member's ledgers: the nodes' reports of tenants, and their grants. The rules are production code
+//! ([`reprise_controlplane_core::Ledgers`]). The calls around them are as in
+//! `controlplane/src/placement/reports.rs` and the task of `server.rs` that updates the ledgers.
 
 use std::collections::BTreeMap;
 
-use reprise_controlplane_core::{Budget, Ledgers, MemberState, NodeReport, Order, OwnPlace};
+use reprise_controlplane_core::{Budget, Ledgers, MemberPlace, NodeLiveness, NodeReport, QuotaGrant};
 use reprise_policy::{Epoch, NodeId, TenantName, Tick};
 
 use super::{Member, member_name};
-use crate::messages::NodeSays;
+use crate::messages::NodeReportBody;
 use crate::setup::{EXPECTED_FOR, FORGET_AFTER, Variant};
 
-/// What a member knows and decides of tenants.
+/// Tenants as known to a member, and its decisions about them.
 #[derive(Debug, Default)]
 pub(crate) struct Tenancy {
     pub(crate) ledgers: Ledgers,
-    /// `None` before the store has said.
+    /// `None` before the store has answered.
     pub(crate) budgets: Option<BTreeMap<TenantName, Budget>>,
-    /// Nodes whose shares were given up, for the auditor to take.
+    /// Nodes whose shares were given up, for the audit.
     pub(crate) given_up: Vec<NodeId>,
 }
 
 impl Member {
-    /// A node says how it is; returns its orders. `None`: it must register again.
-    pub(crate) fn report(&mut self, now: Tick, says: &NodeSays) -> Option<Vec<Order>> {
-        let NodeSays { node, epoch, report, ref said, map_digest } = *says;
+    /// Handles a node's report; returns its grants. `None`: the node must register again.
+    pub(crate) fn report(&mut self, now: Tick, body: &NodeReportBody) -> Option<Vec<QuotaGrant>> {
+        let NodeReportBody { node, epoch, report, ref tenants, map_digest } = *body;
         if !self.members.report(node, epoch, report) {
             return None;
         }
-        let orders = self.with_place(now, |place, tenancy| {
-            // By another map a tenant may be another's that this report does not name.
+        let grants = self.with_place(now, |place, tenancy| {
+            // Under a different map, a tenant that is missing in this report may belong to another member.
             let budgets =
                 tenancy.budgets.as_ref().filter(|_| [0, place.map.digest()].contains(&map_digest))?;
-            Some(tenancy.ledgers.report(place, budgets, (node, epoch), said))
+            Some(tenancy.ledgers.report(place, budgets, (node, epoch), tenants))
         });
-        Some(orders.flatten().unwrap_or_default())
+        Some(grants.flatten().unwrap_or_default())
     }
 
-    /// What a node last said of itself.
+    /// Returns the last report of a node.
     pub(crate) fn report_of(&self, node: NodeId) -> Option<&NodeReport> {
         self.members.report_of(node)
     }
 
-    /// Brings the ledgers in line, and moves bytes.
+    /// Updates the ledgers, and moves bytes between nodes.
     pub(crate) fn rebalance(&mut self, now: Tick) {
-        let nodes: Vec<_> = self.members.known().collect();
-        let deaf = self.variant == Variant::NewLedgerDeaf;
+        let nodes: Vec<_> = self.members.known_nodes().collect();
+        let deaf = self.variant == Variant::NewLedgerSkipsReports;
         let kept = self.with_place(now, |place, tenancy| {
             let budgets = tenancy.budgets.as_ref()?;
             if deaf {
@@ -55,15 +55,19 @@ impl Member {
             Some(())
         });
         if kept.flatten().is_none() {
-            self.tenancy.ledgers.end();
+            self.tenancy.ledgers.drop_all();
         }
     }
 
-    /// Does something with this member's place, while that is certain.
-    fn with_place<T>(&mut self, now: Tick, act: impl FnOnce(&OwnPlace<'_>, &mut Tenancy) -> T) -> Option<T> {
+    /// Calls `act` with this member's place, if that is certain.
+    fn with_place<T>(
+        &mut self,
+        now: Tick,
+        act: impl FnOnce(&MemberPlace<'_>, &mut Tenancy) -> T,
+    ) -> Option<T> {
         let view = self.certain_map(now)?;
         let (map, name) = (view.map.clone(), member_name(self.name));
-        let place = OwnPlace { map: &map, name: &name, incarnation: view.members[&self.name] };
+        let place = MemberPlace { map: &map, name: &name, incarnation: view.members[&self.name] };
         Some(act(&place, &mut self.tenancy))
     }
 
@@ -76,27 +80,27 @@ impl Member {
         self.tenancy.given_up.push(node);
     }
 
-    /// A node is not offered any more: nothing follows for what it holds.
+    /// Handles the death of a node: its grants are no longer renewed.
     pub(super) fn node_died(&mut self, node: NodeId) {
-        if self.variant == Variant::DeadNodesFreed {
+        if self.variant == Variant::DeadNodeGrantsReused {
             self.tenancy.ledgers.forget(node);
         }
     }
 
-    /// Whether a tenant's slot is this member's, by the map that it knows.
+    /// Reports whether a tenant's slot belongs to this member, by its map.
     pub(crate) fn has_slot_of(&self, tenant: &TenantName) -> bool {
         let map = &self.view.map;
         let own = map.position(&member_name(self.name));
         own.is_some() && map.owner(tenant.hash_slot()) == own
     }
 
-    /// Nodes that this member may have given up by now: it has not heard of them for long.
+    /// Takes the nodes that this member may have given up by now after a long silence.
     pub(crate) fn given_up(&mut self, now: Tick) -> Vec<NodeId> {
-        let silent = |node: &NodeId| match self.heard.get(node) {
-            Some(heard) => now.since(*heard) >= FORGET_AFTER,
+        let silent = |node: &NodeId| match self.last_seen.get(node) {
+            Some(seen_at) => now.since(*seen_at) >= FORGET_AFTER,
             None => now.since(self.begun) >= EXPECTED_FOR,
         };
-        let absent = self.members.iter().filter(|(_, state)| *state == MemberState::Absent);
+        let absent = self.members.iter().filter(|(_, state)| *state == NodeLiveness::Absent);
         let mut given_up: Vec<NodeId> = absent.map(|(record, _)| record.node).filter(silent).collect();
         given_up.append(&mut self.tenancy.given_up);
         given_up

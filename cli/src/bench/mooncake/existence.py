@@ -1,7 +1,7 @@
-"""Existence queries of a Mooncake master, timed one by one.
+"""Existence queries to a Mooncake master, timed individually.
 
-Arguments: the master's address, and how many keys to put. Then each line of standard input names keys a call and calls; the
-answer is a line of JSON with the median in microseconds. Ends with its standard input.
+Arguments: the master's address and the number of keys to store. Each line of standard input has the keys per call and
+the number of calls; the answer is a line of JSON with the median in microseconds. Ends at the end of standard input.
 """
 
 import json
@@ -16,7 +16,7 @@ BUFFER_BYTES = 16 << 20
 VALUE = b"x" * 64
 
 
-def say(**answer):
+def send(**answer):
     print(json.dumps(answer), flush=True)
 
 
@@ -25,12 +25,12 @@ def main():
     store = MooncakeDistributedStore()
     status = store.setup("127.0.0.1", "P2PHANDSHAKE", SEGMENT_BYTES, BUFFER_BYTES, "tcp", "", address)
     if status != 0:
-        sys.exit(f"the store's setup answered {status}")
+        sys.exit(f"the setup of the store failed with status {status}")
     keys = [f"{number:032x}" for number in range(count)]
     for key in keys:
         if store.put(key, VALUE) != 0:
-            sys.exit("a key was not put")
-    say(ready=True)
+            sys.exit("the master did not store a key")
+    send(ready=True)
     for line in sys.stdin:
         size, calls = map(int, line.split())
         microseconds = []
@@ -41,8 +41,8 @@ def main():
             found = store.is_exist(wanted[0]) if size == 1 else sum(store.batch_is_exist(wanted))
             microseconds.append((time.perf_counter_ns() - began) / 1000)
             if found != size:
-                sys.exit(f"{found} of {size} keys are there")
-        say(median_us=statistics.median(microseconds))
+                sys.exit(f"the master has {found} of {size} keys")
+        send(median_us=statistics.median(microseconds))
 
 
 main()

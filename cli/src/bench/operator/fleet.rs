@@ -1,4 +1,5 @@
-//! Nodes, pools and a cluster as people and Kubernetes make them, and agents that do at once what their `CacheNode`s say.
+//! Nodes, pools and a cluster like those of users and Kubernetes, and agents that apply their `CacheNode`s
+//! immediately.
 
 use std::time::{Duration, Instant};
 
@@ -17,26 +18,26 @@ use super::Scale;
 const SPACE: &str = "default";
 const CLUSTER: &str = "bench";
 
-/// Label of nodes: the pool that they are of.
+/// Label of nodes with the name of their pool.
 const POOL_LABEL: &str = "reprise.dev/bench-pool";
 
-/// Whom pools and cluster are from, and whom the reports.
-const PERSON: &str = "bench";
+/// Field managers of pools and cluster, and of reports.
+const USER: &str = "bench";
 const AGENT: &str = "reprise-agent";
 
-/// Calls under way.
+/// Concurrent calls.
 const AT_ONCE: usize = 16;
 
-/// An agent reports so often.
+/// Interval of an agent's reports.
 const REPORT_EVERY: Duration = Duration::from_secs(10);
 
-/// Between two looks at all nodes.
+/// Interval between checks of all nodes.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// What is measured is not how fast a disk is allocated.
+/// Size of pools; the allocation of disks is not measured.
 const POOL_SIZE: &str = "1Gi";
 
-/// All of it, as a client of the API server.
+/// All objects, with a client of the API server.
 pub(super) struct Fleet {
     client: Client,
     scale: Scale,
@@ -48,7 +49,7 @@ impl Fleet {
         Fleet { client, scale, etcd }
     }
 
-    /// Nodes, each of one pool.
+    /// Creates nodes, each for one pool.
     pub(super) async fn create_nodes(&self) -> anyhow::Result<()> {
         let api: Api<Node> = Api::all(self.client.clone());
         let pools = self.scale.pools;
@@ -62,13 +63,13 @@ impl Fleet {
                     ..ObjectMeta::default()
                 };
                 let node = Node { metadata, ..Node::default() };
-                api.create(&PostParams::default(), &node).await.context("making a node").map(drop)
+                api.create(&PostParams::default(), &node).await.context("creating a node").map(drop)
             }
         }))
         .await
     }
 
-    /// Pools, and the cluster that has them.
+    /// Creates pools and their cluster.
     pub(super) async fn create_cluster(&self) -> anyhow::Result<()> {
         let names: Vec<Value> =
             (0..self.scale.pools).map(|pool| json!({ "name": pool_name(pool) })).collect();
@@ -87,7 +88,7 @@ impl Fleet {
         self.apply("KVCacheCluster", CLUSTER, spec).await
     }
 
-    /// Every pool takes no more blocks, one after the other.
+    /// Cordons every pool, one after another.
     pub(super) async fn cordon_pools(&self) -> anyhow::Result<()> {
         let patch = Patch::Merge(json!({ "spec": { "mode": "Cordoned" } }));
         for pool in 0..self.scale.pools {
@@ -97,8 +98,8 @@ impl Fleet {
         Ok(())
     }
 
-    /// Waits for something.
-    pub(super) async fn until(
+    /// Waits until a condition is true.
+    pub(super) async fn wait_until(
         &self,
         what: &str,
         patience: Duration,
@@ -107,14 +108,14 @@ impl Fleet {
         let give_up = Instant::now() + patience;
         while !holds(self).await? {
             if Instant::now() > give_up {
-                bail!("the operator has not come to this within {patience:?}: {what}");
+                bail!("the operator did not reach this state within {patience:?}: {what}");
             }
             tokio::time::sleep(PAUSE).await;
         }
         Ok(())
     }
 
-    /// Whether every node has a claim.
+    /// Returns whether every node has a claim.
     pub(super) async fn is_wanted_everywhere(&self) -> anyhow::Result<bool> {
         let nodes = self.cache_nodes().await?;
         let has_claim = |node: &DynamicObject| {
@@ -123,12 +124,12 @@ impl Fleet {
         Ok(nodes.len() == self.scale.nodes && nodes.iter().all(has_claim))
     }
 
-    /// Whether every node is cordoned.
+    /// Returns whether every node is cordoned.
     pub(super) async fn is_cordoned(&self) -> anyhow::Result<bool> {
         Ok(self.cache_nodes().await?.iter().all(|node| node.data["spec"]["mode"] == "Cordoned"))
     }
 
-    /// Whether every pool says that it is ready.
+    /// Returns whether every pool is ready.
     pub(super) async fn is_ready(&self) -> anyhow::Result<bool> {
         let pools = self.list("SSDPool").await?;
         let is_ready = |pool: &DynamicObject| {
@@ -139,7 +140,7 @@ impl Fleet {
         Ok(pools.iter().all(is_ready))
     }
 
-    /// Every agent reports once, as fast as the API server takes it.
+    /// Reports once for every agent, as fast as the API server accepts it.
     pub(super) async fn report_all(&self) -> anyhow::Result<()> {
         let api = self.api("CacheNode");
         let nodes = self.cache_nodes().await?;
@@ -150,7 +151,7 @@ impl Fleet {
         .await
     }
 
-    /// Every agent reports as often as agents do, evenly over time.
+    /// Reports for every agent at the interval of agents, evenly distributed over time.
     pub(super) async fn report_for(&self, time: Duration) -> anyhow::Result<()> {
         let api = self.api("CacheNode");
         let nodes = self.cache_nodes().await?;
@@ -174,7 +175,7 @@ impl Fleet {
         Ok(())
     }
 
-    /// The largest object of ours, in bytes as JSON.
+    /// Returns the size of the largest object of Reprise, in bytes of JSON.
     pub(super) async fn largest_object_bytes(&self) -> anyhow::Result<usize> {
         let mut largest = 0;
         for kind in ["KVCacheCluster", "SSDPool", "CacheNode"] {
@@ -198,7 +199,7 @@ impl Fleet {
         let object = json!({
             "apiVersion": "reprise.dev/v1alpha1", "kind": kind, "metadata": { "name": name }, "spec": spec,
         });
-        let applied = self.api(kind).patch(name, &PatchParams::apply(PERSON), &Patch::Apply(&object)).await;
+        let applied = self.api(kind).patch(name, &PatchParams::apply(USER), &Patch::Apply(&object)).await;
         applied.with_context(|| format!("applying {kind} {name}")).map(drop)
     }
 
@@ -217,10 +218,10 @@ fn pool_name(pool: usize) -> String {
     format!("pool-{pool:02}")
 }
 
-/// What an agent says that has done what its node's spec says.
+/// Returns the report of an agent that has applied its node's spec.
 async fn report(api: &Api<DynamicObject>, node: &DynamicObject) -> anyhow::Result<()> {
     let name = node.name_any();
-    // It follows its spec as it is now.
+    // Agents apply the current spec.
     let node = api.get(&name).await.context("reading a node's spec")?;
     let (spec, generation) = (&node.data["spec"], node.metadata.generation);
     let claims = spec["claims"].as_array().cloned().unwrap_or_default();
@@ -260,7 +261,7 @@ async fn report(api: &Api<DynamicObject>, node: &DynamicObject) -> anyhow::Resul
         .map(drop)
 }
 
-/// Runs all of it, some at once.
+/// Runs all futures, several concurrently.
 async fn all<F>(work: impl IntoIterator<Item = F>) -> anyhow::Result<()>
 where
     F: Future<Output = anyhow::Result<()>> + Send + 'static,
@@ -279,5 +280,5 @@ where
 }
 
 fn ended(one: Option<Result<anyhow::Result<()>, tokio::task::JoinError>>) -> anyhow::Result<()> {
-    one.context("nothing runs")?.context("a task has panicked")?
+    one.context("no task is running")?.context("a task panicked")?
 }

@@ -1,7 +1,7 @@
-//! Kubernetes' API server and the operator as processes, on loopback. The operator may do everything; what its role lets it do is tested
-//! elsewhere.
+//! Kubernetes' API server and the operator as processes, on loopback. The operator has all permissions; its
+//! role is tested elsewhere.
 //!
-//! The API server's binary is not part of this program: `e2e/kubernetes/build.sh` builds it into the cache folder.
+//! `e2e/kubernetes/build.sh` builds the API server's binary into the cache folder.
 
 use std::fs;
 use std::net::TcpListener;
@@ -15,23 +15,23 @@ use kube::{Client, Config};
 use serde_json::json;
 use tokio::runtime::Runtime;
 
-use super::super::companion::{Companion, Script};
-use super::super::resident;
-use crate::cluster::{beside_this, cache_directory};
+use super::super::helper_process::{HelperProcess, Script};
+use super::super::process_memory;
+use crate::cluster::{cache_directory, sibling_binary};
 
-/// What the script builds, by the version in its go.mod.
+/// Binary that the script builds, with the version of its go.mod.
 const BINARY: &str = "kube-apiserver-v1.36.3";
 
-/// A start takes some 5 s.
+/// Time limit of a start, which takes about 5 s.
 const READY_WITHIN: Duration = Duration::from_secs(120);
 
-/// Between two looks.
+/// Interval between checks.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Who may do everything, on loopback and for the time of the measurement.
+/// Token with all permissions, only on loopback and during the measurement.
 const TOKEN: &str = "reprise-bench";
 
-/// Started in the background, and ended by its companion. It makes its certificate itself.
+/// Starts the API server in the background; the helper process ends it. It creates its own certificate.
 const START_API_SERVER: &str = r#"
 "$PROGRAM" --etcd-servers="$ETCD" --etcd-prefix=/kubernetes --bind-address=127.0.0.1 --advertise-address=127.0.0.1 \
     --secure-port="$PORT" --cert-dir="$FOLDER/tls" --token-auth-file="$FOLDER/tokens.csv" --authorization-mode=RBAC \
@@ -41,28 +41,28 @@ const START_API_SERVER: &str = r#"
 until [ -s "$FOLDER/tls/apiserver.crt" ]; do kill -0 $!; sleep 0.1; done
 "#;
 
-/// Ready when it has said where its admin port is.
+/// Starts the operator, which is ready when it has printed its admin port.
 const START_OPERATOR: &str = r#"
-"$PROGRAM" run --pod-name bench --pod-namespace default --admin-listen 127.0.0.1:0 > "$FOLDER/operator.said" &
+"$PROGRAM" run --pod-name bench --pod-namespace default --admin-listen 127.0.0.1:0 > "$FOLDER/operator.ready" &
 echo $! > "$FOLDER/operator.pid"
-until [ -s "$FOLDER/operator.said" ]; do kill -0 $!; sleep 0.1; done
+until [ -s "$FOLDER/operator.ready" ]; do kill -0 $!; sleep 0.1; done
 "#;
 
-/// A running API server.
+/// Running API server.
 pub(super) struct ApiServer {
     kubeconfig: PathBuf,
-    _process: Companion,
+    _process: HelperProcess,
 }
 
-/// A running operator.
+/// Running operator.
 pub(super) struct Operator {
     admin: String,
     pid: u32,
-    _process: Companion,
+    _process: HelperProcess,
 }
 
 impl ApiServer {
-    /// Starts one on an etcd, with its files in `folder`, and waits until it is ready.
+    /// Starts an API server on an etcd, with its files in `folder`, and waits until it is ready.
     pub(super) fn start(folder: &Path, etcd: &str, runtime: &Runtime) -> anyhow::Result<ApiServer> {
         let program = cache_directory().join("bin").join(BINARY);
         if !program.is_file() {
@@ -97,12 +97,12 @@ impl ApiServer {
         ];
         let script =
             Script { text: START_API_SERVER, variables, own_network: false, folder, name: "apiserver" };
-        let server = ApiServer { kubeconfig, _process: Companion::start(&script)? };
-        server.until_ready(folder, runtime)?;
+        let server = ApiServer { kubeconfig, _process: HelperProcess::start(&script)? };
+        server.wait_until_ready(folder, runtime)?;
         Ok(server)
     }
 
-    /// A client that may do everything.
+    /// Returns a client with all permissions.
     pub(super) fn client(&self, runtime: &Runtime) -> anyhow::Result<Client> {
         runtime.block_on(async {
             let file = Kubeconfig::read_from(&self.kubeconfig)?;
@@ -111,7 +111,7 @@ impl ApiServer {
         })
     }
 
-    fn until_ready(&self, folder: &Path, runtime: &Runtime) -> anyhow::Result<()> {
+    fn wait_until_ready(&self, folder: &Path, runtime: &Runtime) -> anyhow::Result<()> {
         let client = self.client(runtime)?;
         let give_up = Instant::now() + READY_WITHIN;
         while Instant::now() < give_up {
@@ -121,55 +121,58 @@ impl ApiServer {
             std::thread::sleep(PAUSE);
         }
         bail!(
-            "the API server does not answer within {READY_WITHIN:?}; see {}",
+            "the API server did not answer within {READY_WITHIN:?}; see {}",
             folder.join("apiserver.log").display()
         )
     }
 }
 
-/// Has the operator's program apply the definitions of the resources.
+/// Applies the definitions of the resources with the operator's program.
 pub(super) fn apply_definitions(api: &ApiServer) -> anyhow::Result<()> {
-    let output = Command::new(beside_this("reprise-operator")?)
+    let output = Command::new(sibling_binary("reprise-operator")?)
         .arg("apply-definitions")
         .env("KUBECONFIG", &api.kubeconfig)
         .output()
         .context("cannot run reprise-operator")?;
     ensure!(
         output.status.success(),
-        "the definitions are not taken: {}",
+        "cannot apply the definitions: {}",
         String::from_utf8_lossy(&output.stderr)
     );
     Ok(())
 }
 
 impl Operator {
-    /// Starts one, with its log in `folder`.
+    /// Starts an operator, with its log in `folder`.
     pub(super) fn start(folder: &Path, api: &ApiServer) -> anyhow::Result<Operator> {
-        let said = folder.join("operator.said");
-        drop(fs::remove_file(&said));
+        let ready = folder.join("operator.ready");
+        drop(fs::remove_file(&ready));
         let variables = vec![
-            ("PROGRAM", beside_this("reprise-operator")?.display().to_string()),
+            ("PROGRAM", sibling_binary("reprise-operator")?.display().to_string()),
             ("KUBECONFIG", api.kubeconfig.display().to_string()),
             ("FOLDER", folder.display().to_string()),
         ];
         let script = Script { text: START_OPERATOR, variables, own_network: false, folder, name: "operator" };
-        let process = Companion::start(&script)?;
+        let process = HelperProcess::start(&script)?;
         let line: serde_json::Value =
-            serde_json::from_str(&fs::read_to_string(&said)?).context("the operator's first line")?;
+            serde_json::from_str(&fs::read_to_string(&ready)?).context("the operator's first line")?;
         let admin =
-            line["admin"].as_str().context("the operator does not say where its admin port is")?.to_owned();
-        let pid = fs::read_to_string(folder.join("operator.pid"))?.trim().parse().context("its process")?;
+            line["admin"].as_str().context("the operator's first line has no admin address")?.to_owned();
+        let pid = fs::read_to_string(folder.join("operator.pid"))?
+            .trim()
+            .parse()
+            .context("the operator's process id")?;
         Ok(Operator { admin, pid, _process: process })
     }
 
-    /// Its admin port, `host:port`.
+    /// Returns its admin address, `host:port`.
     pub(super) fn admin(&self) -> &str {
         &self.admin
     }
 
-    /// The most memory that it has had resident, in bytes.
+    /// Returns its peak of resident memory, in bytes.
     pub(super) fn peak_bytes(&self) -> anyhow::Result<u64> {
-        resident::tree_peak_bytes(self.pid)
+        process_memory::tree_peak_bytes(self.pid)
     }
 }
 
@@ -178,13 +181,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_binary_that_is_looked_for_is_the_one_that_the_script_builds() {
-        // Where the tests run, not where they were compiled: one folder of build results may serve several trees.
+    fn binary_has_the_version_that_the_script_builds() {
+        // The tree in which the tests run; several trees may share one build folder.
         let package =
             std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
         let module = Path::new(&package).join("../e2e/kubernetes/go.mod");
-        let module = fs::read_to_string(module).expect("it is in this repository");
-        let version = BINARY.strip_prefix("kube-apiserver-").expect("the script names it so");
+        let module = fs::read_to_string(module).expect("the file exists");
+        let version = BINARY.strip_prefix("kube-apiserver-").expect("the name has this prefix");
         assert!(module.contains(&format!("require k8s.io/kubernetes {version}\n")), "{version}");
     }
 }

@@ -1,6 +1,6 @@
-//! A vLLM engine in a process of its own (`python/bench/vllm_engine.py`), spoken to by lines of JSON.
+//! A vLLM engine in a separate process (`python/bench/vllm_engine.py`), driven by lines of JSON.
 //!
-//! It ends with its standard input: kindly when it is stopped, and by itself when this program has gone.
+//! The process exits when its standard input is closed, also if this program dies.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -16,39 +16,39 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-/// Imports, the model and its memory: 15 s, and ten times that on a machine with as much else to do.
+/// Time limit of a start: imports and the model take 15 s, and ten times that on a busy machine.
 const READY_WITHIN: Duration = Duration::from_secs(600);
 
-/// Some prompts of seconds each.
+/// Time limit of a command: several prompts of seconds each.
 const ANSWER_WITHIN: Duration = Duration::from_secs(300);
 
-/// From the end of its input to its own.
+/// Time limit from the end of the input to the exit of the process.
 const STOPPED_WITHIN: Duration = Duration::from_secs(60);
 
-/// How long a prompt may take to be found after it was computed, in seconds.
+/// Seconds within which a computed prompt must be found in the cache.
 const SETTLED_WITHIN_S: f64 = 30.0;
 
-/// Characters of a log that are told when an engine fails.
+/// Number of characters of the log that an engine's error shows.
 const TAIL_CHARACTERS: usize = 3000;
 
-/// What an engine needs from its surroundings.
+/// Environment of an engine's process.
 #[derive(Clone, Debug)]
-pub(super) struct Surroundings {
-    /// Python of the environment it runs in.
+pub(super) struct EngineEnvironment {
+    /// Python interpreter.
     pub(super) python: PathBuf,
-    /// The driver.
+    /// Script that drives the engine.
     pub(super) script: PathBuf,
-    /// Folders in which Python looks for modules.
+    /// Folders for `PYTHONPATH`.
     pub(super) modules: Vec<PathBuf>,
-    /// Further variables.
+    /// Further environment variables.
     pub(super) variables: Vec<(&'static str, String)>,
-    /// A process whose network namespace is the engine's, too.
+    /// Process whose network namespace the engine shares, if any.
     pub(super) network_of: Option<u32>,
-    /// Where its words go.
+    /// File for standard error.
     pub(super) log: PathBuf,
 }
 
-/// Variables of every engine: its cache has a GiB, all cores compute, and nobody is asked anything over a network.
+/// Variables of every engine: 1 GiB for its own cache, all cores for computation, no network access.
 const VARIABLES: [(&str, &str); 6] = [
     ("VLLM_CPU_KVCACHE_SPACE", "1"),
     ("VLLM_CPU_NUM_OF_RESERVED_CPU", "0"),
@@ -58,15 +58,15 @@ const VARIABLES: [(&str, &str); 6] = [
     ("VLLM_HOST_IP", "127.0.0.1"),
 ];
 
-/// An answer to one prompt.
+/// Answer to one prompt.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 pub(super) struct Answer {
-    /// From its submission to its first token.
+    /// Milliseconds from submission to the first token.
     pub(super) ttft_ms: f64,
-    /// From its submission to its last token.
+    /// Milliseconds from submission to the last token.
     pub(super) ttlt_ms: f64,
     pub(super) tokens: Vec<u32>,
-    /// Tokens of the prompt that were not computed.
+    /// Number of prompt tokens that were not computed.
     pub(super) cached: u64,
 }
 
@@ -75,9 +75,9 @@ struct Answers {
     answers: Vec<Answer>,
 }
 
-/// Prompts that were computed, and the same ones from the engine's own cache.
+/// Answers to computed prompts, and to the same prompts from the engine's own cache.
 #[derive(Deserialize)]
-pub(super) struct Twice {
+pub(super) struct OwnCacheAnswers {
     pub(super) answers: Vec<Answer>,
     pub(super) again: Vec<Answer>,
 }
@@ -87,7 +87,7 @@ struct Refusal {
     error: String,
 }
 
-/// A running engine.
+/// A running engine process.
 pub(super) struct Engine {
     child: Child,
     requests: Option<ChildStdin>,
@@ -96,102 +96,102 @@ pub(super) struct Engine {
 }
 
 impl Engine {
-    /// Starts one and waits until it is ready; `first` is the model and the engine's settings.
-    pub(super) fn start(surroundings: &Surroundings, first: &Value) -> anyhow::Result<Engine> {
-        Engine::launch(surroundings, first)?.ready()
+    /// Starts an engine and waits until it is ready; `first` has the model and the engine's settings.
+    pub(super) fn start(environment: &EngineEnvironment, first: &Value) -> anyhow::Result<Engine> {
+        Engine::launch(environment, first)?.ready()
     }
 
-    /// Starts one without waiting for it, so that another one can be started meanwhile: while nothing is measured.
-    pub(super) fn launch(surroundings: &Surroundings, first: &Value) -> anyhow::Result<Engine> {
+    /// Starts an engine without waiting, so that several can start at once while nothing is measured.
+    pub(super) fn launch(environment: &EngineEnvironment, first: &Value) -> anyhow::Result<Engine> {
         let log = fs::File::options()
             .create(true)
             .append(true)
-            .open(&surroundings.log)
-            .with_context(|| format!("cannot write {}", surroundings.log.display()))?;
-        let mut child = command(surroundings)
+            .open(&environment.log)
+            .with_context(|| format!("cannot write {}", environment.log.display()))?;
+        let mut child = command(environment)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(log)
-            // Its children end with it whatever happens.
+            // A process group, so that its children can be killed with it.
             .process_group(0)
             .spawn()
-            .with_context(|| format!("cannot start {}", surroundings.python.display()))?;
+            .with_context(|| format!("cannot start {}", environment.python.display()))?;
         let output = BufReader::new(child.stdout.take().expect("piped above"));
         let (sender, answers) = sync_channel(1);
         std::thread::spawn(move || {
             output.lines().map_while(Result::ok).try_for_each(|line| sender.send(line))
         });
         let requests = child.stdin.take();
-        let mut engine = Engine { child, requests, answers, log: surroundings.log.clone() };
+        let mut engine = Engine { child, requests, answers, log: environment.log.clone() };
         engine.send(first)?;
         Ok(engine)
     }
 
-    /// Waits until it can be asked, after [`Engine::launch`].
+    /// Waits until the engine is ready, after [`Engine::launch`].
     pub(super) fn ready(self) -> anyhow::Result<Engine> {
-        let _: Value = self.hear(READY_WITHIN)?;
+        let _: Value = self.receive(READY_WITHIN)?;
         Ok(self)
     }
 
-    /// Its process, which has started all others of it.
+    /// Returns the engine's root process.
     pub(super) fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Answers to prompts one after the other, each with an empty cache of the engine's own.
+    /// Runs prompts one after the other, each with an empty own cache of the engine.
     pub(super) fn measure(&mut self, seeds: &[u64], tokens: u64) -> anyhow::Result<Vec<Answer>> {
         self.answers(&json!({ "do": "measure", "seeds": seeds, "tokens": tokens }))
     }
 
-    /// Answers to prompts one after the other, each with an empty cache of the engine's own, and at once again from that cache.
-    pub(super) fn own_cache(&mut self, seeds: &[u64], tokens: u64) -> anyhow::Result<Twice> {
+    /// Runs each prompt with an empty own cache of the engine, and again from that cache.
+    pub(super) fn own_cache(&mut self, seeds: &[u64], tokens: u64) -> anyhow::Result<OwnCacheAnswers> {
         self.send(&json!({ "do": "own_cache", "seeds": seeds, "tokens": tokens }))?;
-        self.hear(ANSWER_WITHIN)
+        self.receive(ANSWER_WITHIN)
     }
 
-    /// Answers to prompts without a pause between them.
+    /// Runs prompts back to back, without a pause.
     pub(super) fn back_to_back(&mut self, seeds: &[u64], tokens: u64) -> anyhow::Result<Vec<Answer>> {
         self.answers(&json!({ "do": "back_to_back", "seeds": seeds, "tokens": tokens }))
     }
 
-    /// Waits until prompts are found outside the engine, as far as they ever are.
-    pub(super) fn settle(&mut self, seeds: &[u64], tokens: u64, cached: u64) -> anyhow::Result<()> {
-        let question = json!({
+    /// Waits until the prompts are found in the cache outside the engine, or the time limit expires.
+    pub(super) fn await_saved(&mut self, seeds: &[u64], tokens: u64, cached: u64) -> anyhow::Result<()> {
+        let command = json!({
             "do": "settle", "seeds": seeds, "tokens": tokens, "cached": cached, "within": SETTLED_WITHIN_S,
         });
-        self.send(&question)?;
+        self.send(&command)?;
         let patience = ANSWER_WITHIN + Duration::from_secs_f64(SETTLED_WITHIN_S) * seeds.len() as u32;
-        self.hear::<Value>(patience)?;
+        self.receive::<Value>(patience)?;
         Ok(())
     }
 
-    fn answers(&mut self, question: &Value) -> anyhow::Result<Vec<Answer>> {
-        self.send(question)?;
-        Ok(self.hear::<Answers>(ANSWER_WITHIN)?.answers)
+    fn answers(&mut self, command: &Value) -> anyhow::Result<Vec<Answer>> {
+        self.send(command)?;
+        Ok(self.receive::<Answers>(ANSWER_WITHIN)?.answers)
     }
 
-    fn send(&mut self, question: &Value) -> anyhow::Result<()> {
+    fn send(&mut self, command: &Value) -> anyhow::Result<()> {
         let requests = self.requests.as_mut().expect("taken only when dropped");
-        // An engine that has ended says why in its log.
-        writeln!(requests, "{question}").or_else(|_| self.failed("has ended"))
+        // If the engine has exited, its log has the reason.
+        writeln!(requests, "{command}").or_else(|_| self.failed("it exited"))
     }
 
-    fn hear<T: DeserializeOwned>(&self, within: Duration) -> anyhow::Result<T> {
+    fn receive<T: DeserializeOwned>(&self, within: Duration) -> anyhow::Result<T> {
         let Ok(line) = self.answers.recv_timeout(within) else {
-            let how = format!("has ended, or has not answered within {within:?} (see --prompt-tokens)");
+            let how = format!("it exited or did not answer within {within:?} (see --prompt-tokens)");
             return self.failed(&how);
         };
         if let Ok(Refusal { error }) = serde_json::from_str(&line) {
             return self.failed(&error);
         }
-        serde_json::from_str(&line).with_context(|| format!("the engine has said {line}"))
+        serde_json::from_str(&line).with_context(|| format!("invalid answer of the engine: {line}"))
     }
 
     fn failed<T>(&self, what: &str) -> anyhow::Result<T> {
         let log = fs::read_to_string(&self.log).unwrap_or_default();
         let skipped = log.chars().count().saturating_sub(TAIL_CHARACTERS);
         let tail: String = log.chars().skip(skipped).collect();
-        bail!("the engine: {what}; the end of its log {}:\n{tail}", self.log.display())
+        bail!("the engine failed: {what}; end of its log {}:\n{tail}", self.log.display())
     }
 }
 
@@ -202,28 +202,28 @@ impl Drop for Engine {
         while Instant::now() < give_up && !matches!(self.child.try_wait(), Ok(Some(_))) {
             std::thread::sleep(Duration::from_millis(20));
         }
-        // Workers of an engine that did not end well would go on for ever.
+        // Kill the process group: workers of a crashed engine would run forever.
         let group = Pid::from_child(&self.child);
         if let Err(error) = kill_process_group(group, Signal::KILL) {
-            tracing::debug!(%error, "nothing of the engine is left");
+            tracing::debug!(%error, "no process of the engine is left to kill");
         }
         drop(self.child.wait());
     }
 }
 
-fn command(surroundings: &Surroundings) -> Command {
-    let mut command = match surroundings.network_of {
+fn command(environment: &EngineEnvironment) -> Command {
+    let mut command = match environment.network_of {
         Some(pid) => {
             let mut command = Command::new("nsenter");
-            command.args(["--target", &pid.to_string(), "--net", "--"]).arg(&surroundings.python);
+            command.args(["--target", &pid.to_string(), "--net", "--"]).arg(&environment.python);
             command
         }
-        None => Command::new(&surroundings.python),
+        None => Command::new(&environment.python),
     };
-    // Not the driver's own folder, whose names are not the modules' that vLLM means.
-    command.arg("-P").arg(&surroundings.script);
-    command.env("PYTHONPATH", joined(&surroundings.modules)).envs(VARIABLES);
-    command.envs(surroundings.variables.iter().map(|(name, value)| (name, value)));
+    // -P keeps the script's folder off the module path, where its file names would shadow vLLM's modules.
+    command.arg("-P").arg(&environment.script);
+    command.env("PYTHONPATH", joined(&environment.modules)).envs(VARIABLES);
+    command.envs(environment.variables.iter().map(|(name, value)| (name, value)));
     command
 }
 

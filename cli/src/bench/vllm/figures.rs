@@ -1,33 +1,33 @@
-//! What samples say: medians, ratios that were taken in each repetition, spreads, and whether goals are met.
+//! Figures from samples: medians, ratios per repetition, spreads, and whether goals are met.
 
 use std::collections::BTreeSet;
 
 use super::super::report::{Figure, Paired, Spread, Target, median};
 use super::samples::{Leg, Percentiles, Samples, System};
 
-/// Pairs from which on the overhead of misses is judged.
+/// Minimum number of pairs for the goal of the overhead of misses.
 const PAIRS_MIN: usize = 20;
 
-/// What the connector may cost a prompt that it does not have.
+/// Goal for the connector's cost for a prompt that is not cached.
 const MISS_OVERHEAD_MAX: f64 = 0.01;
 
-/// Of Mooncake's time on the same host.
+/// Goal relative to Mooncake's time on the same host.
 const DRAM_RATIO_MAX: f64 = 1.0;
 
-/// Of Mooncake's time over TCP.
+/// Goal relative to Mooncake's time over TCP.
 const PEER_RATIO_MAX: f64 = 0.5;
 
-/// Of our own time from DRAM.
+/// Goal relative to Reprise's own time from DRAM.
 const NVME_RATIO_MAX: f64 = 2.0;
 
-/// Of what the device takes for the bytes.
+/// Goal relative to the device's time for the bytes.
 const DEVICE_RATIO_MAX: f64 = 1.2;
 
-/// What the scheduler's process may wait in a step that has a request of 1,024 blocks.
+/// Goal for the wait of the scheduler's process in a step with a request of 1,024 blocks.
 const SCHEDULER_P99_MS_MAX: f64 = 1.0;
 
 impl Samples {
-    /// What all of it says.
+    /// Returns all figures.
     pub(super) fn figures(&self) -> Vec<Figure> {
         let mut figures: Vec<Figure> =
             self.times.keys().filter_map(|(system, leg)| self.time(*system, *leg)).collect();
@@ -60,18 +60,19 @@ impl Samples {
             let name = format!("vllm.{}.engine_starts", system.name());
             Figure::absolute(name, f64::from(*starts), "engines", Target::None)
         }));
-        let systems: BTreeSet<System> = self.said.iter().map(|(system, _, _)| *system).collect();
+        let systems: BTreeSet<System> = self.answers.iter().map(|(system, _, _)| *system).collect();
         figures.extend(systems.into_iter().map(|system| self.same_answers(system)));
         figures
     }
 
-    /// Times of a leg and how far they lie apart.
+    /// Returns the time of a leg and its spread.
     fn time(&self, system: System, leg: Leg) -> Option<Figure> {
         let times: Vec<f64> = self.times.get(&(system, leg))?.values().copied().collect();
         Some(Figure { spread: Spread::of(&times), ..self.median_time(system, leg)? })
     }
 
-    /// The median of a leg, held against what the goal names where it was measured, else against the recompute.
+    /// Returns the median of a leg, compared with the goal's reference if it was measured, else with the
+    /// recompute.
     fn median_time(&self, system: System, leg: Leg) -> Option<Figure> {
         let name = format!("vllm.{}.{}", system.name(), leg.name());
         if system == System::Recompute {
@@ -98,7 +99,7 @@ impl Samples {
         against(reference, target).or_else(|| against((System::Recompute, Leg::Cold), Target::None))
     }
 
-    /// From NVMe: twice our own DRAM, or what the device takes.
+    /// Returns the figure of loads from NVMe; the goal is twice the own time from DRAM, or the device's time.
     fn nvme(&self, name: String) -> Option<Figure> {
         let paired = self.paired((System::Reprise, Leg::Nvme), (System::Reprise, Leg::Hit))?;
         let device = median(self.device_ms.clone());
@@ -112,7 +113,7 @@ impl Samples {
         Some(figure)
     }
 
-    /// Medians of two legs, and the median of their ratios, repetition by repetition.
+    /// Returns the medians of two legs, and the median of their ratios per repetition.
     fn paired(&self, subject: (System, Leg), reference: (System, Leg)) -> Option<Paired> {
         let references = self.times.get(&reference)?;
         let both =
@@ -129,19 +130,20 @@ impl Samples {
         Some(median(self.times.get(&of)?.values().copied().collect()))
     }
 
-    /// The share of answers that are those of an engine without a connector.
+    /// Returns the share of answers equal to those of an engine without a connector.
     fn same_answers(&self, system: System) -> Figure {
-        let said: Vec<_> = self.said.iter().filter(|(of, _, _)| *of == system).collect();
-        let same = said.iter().filter(|(_, seed, tokens)| {
+        let answers: Vec<_> = self.answers.iter().filter(|(of, _, _)| *of == system).collect();
+        let same = answers.iter().filter(|(_, seed, tokens)| {
             self.expected.get(seed).is_some_and(|expected| expected.contains(tokens))
         });
-        let share = same.count() as f64 / said.len() as f64;
+        let share = same.count() as f64 / answers.len() as f64;
         let target = if system == System::Reprise { Target::AtLeast(1.0) } else { Target::None };
         Figure::absolute(format!("vllm.{}.same_answers", system.name()), share, "share of answers", target)
     }
 }
 
-/// What the connector costs prompts that it does not have: time with it over time without it, pair by pair.
+/// Returns the connector's cost for prompts that are not cached: the ratio of the times with and without it,
+/// per pair.
 fn overhead(name: &str, ratios: &[f64]) -> Option<Figure> {
     if ratios.is_empty() {
         return None;
@@ -163,7 +165,7 @@ fn overhead(name: &str, ratios: &[f64]) -> Option<Figure> {
     Some(figure)
 }
 
-/// One of the scheduler's calls, or the sum of a step's.
+/// Returns the figures of one of the scheduler's calls, or of the sum of a step's calls.
 fn scheduler_figures(call: &str, of_rounds: &[Percentiles]) -> [Figure; 2] {
     let figure = |percentile: &str, value: fn(&Percentiles) -> f64, target| {
         let name = format!("vllm.reprise.scheduler_1024_blocks.{call}.{percentile}");
@@ -176,14 +178,14 @@ fn scheduler_figures(call: &str, of_rounds: &[Percentiles]) -> [Figure; 2] {
     ]
 }
 
-/// The median of samples, and how far they lie apart.
+/// Returns the median of samples and its spread.
 fn of_samples(name: String, samples: &[f64], unit: &'static str, target: Target) -> Figure {
     let figure = Figure::absolute(name, median(samples.to_vec()), unit, target);
     Figure { spread: Spread::of(samples), ..figure }
 }
 
-/// The interval that has the median of what these were drawn from with a probability of 95 %: of the order statistics, by the
-/// normal approximation of the binomial distribution.
+/// Returns the 95 % confidence interval of the median: order statistics by the normal approximation of the
+/// binomial distribution.
 fn confidence(mut values: Vec<f64>) -> (f64, f64) {
     values.sort_by(f64::total_cmp);
     let count = values.len() as f64;
@@ -196,7 +198,7 @@ fn confidence(mut values: Vec<f64>) -> (f64, f64) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::super::resident::Held;
+    use super::super::super::process_memory::ProcessMemory;
     use super::super::engine::Answer;
     use super::*;
 
@@ -218,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn a_repetition_counts_with_the_median_of_its_prompts_and_ratios_are_taken_in_it() {
+    fn repetition_counts_with_its_median_and_ratios_are_per_repetition() {
         let mut samples = Samples::default();
         times(&mut samples, (System::MooncakeSameHost, Leg::Hit), &[10.0, 20.0]);
         samples.begin(2);
@@ -231,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn a_repetition_that_a_peer_has_missed_is_no_part_of_the_ratio() {
+    fn repetition_missing_for_a_peer_is_not_part_of_the_ratio() {
         let mut samples = Samples::default();
         samples.begin(1);
         samples.answered((System::MooncakeTcp, Leg::Hit), &[1], &[answer(100.0, &[7])], 1.0);
@@ -240,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn without_the_peer_of_a_goal_a_time_is_held_against_the_recompute_and_nothing_is_met_or_missed() {
+    fn without_the_peer_of_a_goal_the_reference_is_the_recompute_and_the_goal_is_not_judged() {
         let mut samples = Samples::default();
         times(&mut samples, (System::Recompute, Leg::Cold), &[100.0]);
         times(&mut samples, (System::Reprise, Leg::Peer), &[25.0]);
@@ -249,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn half_of_mooncakes_time_over_tcp_is_the_goal_of_loads_from_a_peer() {
+    fn goal_of_loads_from_a_peer_is_half_of_mooncakes_time_over_tcp() {
         let mut samples = Samples::default();
         times(&mut samples, (System::MooncakeTcp, Leg::Hit), &[100.0]);
         times(&mut samples, (System::Reprise, Leg::Peer), &[51.0]);
@@ -257,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn nvme_is_fast_enough_at_twice_dram_or_at_the_devices_own_pace() {
+    fn goal_of_nvme_is_twice_dram_or_the_time_of_the_device() {
         let met = |nvme: f64, device: f64| {
             let mut samples = Samples { device_ms: vec![device], ..Samples::default() };
             times(&mut samples, (System::Reprise, Leg::Hit), &[30.0]);
@@ -270,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn the_overhead_of_misses_is_judged_over_enough_pairs_and_by_their_noise() {
+    fn overhead_of_misses_is_judged_with_enough_pairs_and_their_noise() {
         let met = |ratios: &[f64]| {
             let mut samples = Samples::default();
             for ratio in ratios {
@@ -281,12 +283,12 @@ mod tests {
         assert_eq!(met(&[1.005; 19]), None);
         assert_eq!(met(&[1.005; 20]), Some(true));
         assert_eq!(met(&[1.02; 20]), Some(false));
-        // A median of 2 % that may as well be nothing.
+        // A median of 2 % within the noise.
         assert_eq!(met(&[[0.9; 9].as_slice(), &[1.02; 4], &[1.1; 9]].concat()), Some(true));
     }
 
     #[test]
-    fn answers_are_those_of_an_engine_without_a_connector_computed_or_from_its_own_cache() {
+    fn answers_are_compared_with_an_engine_without_a_connector_computed_or_cached() {
         let mut samples = Samples::default();
         samples.answered((System::Recompute, Leg::Cold), &[1], &[answer(1.0, &[7])], 1.0);
         samples.answered((System::Recompute, Leg::OwnCache), &[1], &[answer(1.0, &[8])], 1.0);
@@ -298,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_found_is_told_and_is_a_goal_of_ours() {
+    fn share_of_found_blocks_is_a_figure_and_a_goal_of_reprise() {
         let mut samples = Samples::default();
         samples.answered((System::Reprise, Leg::Nvme), &[1], &[answer(1.0, &[7])], 0.5);
         samples.answered((System::Example, Leg::Hit), &[1], &[answer(1.0, &[7])], 0.0);
@@ -307,14 +309,14 @@ mod tests {
     }
 
     #[test]
-    fn the_interval_of_a_median_has_the_median_and_nearly_all_of_a_few_values() {
+    fn confidence_interval_contains_the_median_and_most_of_few_values() {
         let (low, high) = confidence((1..=20).map(f64::from).collect());
         assert_eq!((low, high), (6.0, 16.0));
         assert_eq!(confidence(vec![3.0]), (3.0, 3.0));
     }
 
     #[test]
-    fn prompts_back_to_back_are_judged_by_their_first_and_by_their_last_token() {
+    fn back_to_back_prompts_are_judged_by_first_and_last_token() {
         let mut samples = Samples::default();
         for seed in 0..20 {
             let without = [answer(100.0, &[7])];
@@ -329,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn the_schedulers_calls_are_judged_by_their_slowest_hundredth() {
+    fn scheduler_calls_are_judged_by_their_99th_percentile() {
         let rounds = [0.9, 1.2, 1.1].map(|p99_ms| Percentiles { p50_ms: 0.2, p99_ms });
         let scheduler = [("load.step".to_owned(), rounds.to_vec())].into();
         let samples = Samples { scheduler, ..Samples::default() };
@@ -340,13 +342,13 @@ mod tests {
     }
 
     #[test]
-    fn what_a_peer_has_no_time_for_is_told_with_the_reason() {
+    fn missing_legs_of_a_peer_are_reported_with_the_reason() {
         let mut samples = Samples::default();
         times(&mut samples, (System::MooncakeTcp, Leg::Hit), &[100.0]);
         samples.failed(System::Lmcache, "no such port".to_owned());
-        let absences = samples.absences(&[System::MooncakeTcp, System::Lmcache]);
+        let unmeasured_legs = samples.unmeasured_legs(&[System::MooncakeTcp, System::Lmcache]);
         let why = |name: &str| {
-            absences.iter().find(|absence| absence.name == name).map(|absence| absence.why.as_str())
+            unmeasured_legs.iter().find(|absence| absence.name == name).map(|absence| absence.why.as_str())
         };
         assert_eq!(why("vllm.mooncake_tcp.dram"), None);
         assert_eq!(why("vllm.mooncake_tcp.restart"), System::MooncakeTcp.lacks(Leg::Restart));
@@ -355,10 +357,10 @@ mod tests {
     }
 
     #[test]
-    fn what_is_held_and_every_time_come_with_their_spread() {
+    fn memory_and_times_have_their_spread() {
         let mut samples = Samples::default();
         for gib in [2, 3, 1] {
-            samples.held(System::Lmcache, Held { now: gib << 30, peak: (gib + 1) << 30 });
+            samples.held(System::Lmcache, ProcessMemory { now: gib << 30, peak: (gib + 1) << 30 });
             samples.started(System::Lmcache, 2);
         }
         times(&mut samples, (System::Recompute, Leg::Cold), &[400.0; 3]);

@@ -1,58 +1,52 @@
-//! The goals that this benchmark is there for, each with the figure that decides it: met, missed, or not judged, which is no better
-//! than missed and has a reason: a peer that was not measured, or too few pairs.
+//! Goals of this benchmark, each with the figure that decides it.
+//!
+//! A goal is met, missed or not judged. Not judged counts as missed; reasons are a peer that was not
+//! measured, or too few pairs.
 
 use serde::Serialize;
 
 use super::super::report::Figure;
 use crate::output::{Audience, Table};
 
-/// Goals in words, and the figures that decide them: by their name, or the greatest of those that begin and end so. A sum of calls is none
-/// of them.
+/// Goals: text, and prefix and suffix of the deciding figures' names. The largest of these figures decides,
+/// except the sum of a step's calls ([`SUM`]).
 const GOALS: [(&str, &str, &str); 8] = [
-    ("from DRAM at most Mooncake's time on the same host", "vllm.reprise.dram", ""),
-    ("from a peer over TCP at most half of Mooncake's time over TCP", "vllm.reprise.peer", ""),
-    ("from NVMe at most twice own DRAM, or 1.2 times the device's time", "vllm.reprise.nvme", ""),
-    ("a miss costs at most 1 %, or nothing beyond noise over 20 pairs", "vllm.reprise.miss_overhead", ""),
+    ("load from DRAM: at most Mooncake's time on the same host", "vllm.reprise.dram", ""),
+    ("load from a peer over TCP: at most half of Mooncake's time over TCP", "vllm.reprise.peer", ""),
+    ("load from NVMe: at most twice own DRAM, or 1.2 times the device's time", "vllm.reprise.nvme", ""),
+    ("miss: at most 1 % overhead, or within noise over 20 pairs", "vllm.reprise.miss_overhead", ""),
     (
-        "so do prompts that come without a pause, to their last token",
+        "miss of back-to-back prompts, to the last token: the same limit",
         "vllm.reprise.back_to_back_overhead",
         "",
     ),
-    (
-        "the scheduler waits at most 1 ms (p99) in each call for 1,024 blocks that are loaded",
-        SCHEDULER_LOAD,
-        ".p99",
-    ),
-    (
-        "the scheduler waits at most 1 ms (p99) in each call for 1,024 blocks that are saved",
-        SCHEDULER_SAVE,
-        ".p99",
-    ),
-    ("every answer is one of an engine without a connector", "vllm.reprise.same_answers", ""),
+    ("scheduler, load of 1,024 blocks: waits at most 1 ms (p99) in each call", SCHEDULER_LOAD, ".p99"),
+    ("scheduler, save of 1,024 blocks: waits at most 1 ms (p99) in each call", SCHEDULER_SAVE, ".p99"),
+    ("answers: equal to those of an engine without a connector", "vllm.reprise.same_answers", ""),
 ];
 
 const SCHEDULER_LOAD: &str = "vllm.reprise.scheduler_1024_blocks.load.";
 const SCHEDULER_SAVE: &str = "vllm.reprise.scheduler_1024_blocks.save.";
 
-/// The sum of all calls of a step.
+/// Suffix of the figure for the sum of a step's calls.
 const SUM: &str = ".step.p99";
 
-/// A goal and what came of it.
+/// A goal and its result.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(super) struct Goal {
-    /// In words.
+    /// Text of the goal.
     goal: &'static str,
-    /// The figure that decides it.
+    /// Name of the deciding figure.
     figure: String,
-    /// What was measured of it: the ratio where the goal is one, else the value; none: nothing.
+    /// Measured ratio, or value if the goal is not a ratio; `null` if not measured.
     measured: Option<f64>,
     /// Unit of `measured`.
     unit: &'static str,
-    /// None: it was not judged.
+    /// Whether the goal was met; `null` if not judged.
     met: Option<bool>,
 }
 
-/// Goals by these figures.
+/// Judges all goals by these figures.
 pub(super) fn goals(figures: &[Figure]) -> Vec<Goal> {
     let goal = |(goal, first, last): (&'static str, &'static str, &'static str)| {
         let is_it = |name: &str| {
@@ -66,7 +60,7 @@ pub(super) fn goals(figures: &[Figure]) -> Vec<Goal> {
             .iter()
             .filter(|figure| is_it(&figure.name))
             .max_by(|one, other| one.value.total_cmp(&other.value));
-        // A ratio to something else than the goal's is none of its figures.
+        // A figure with a ratio but without a verdict was compared with another reference than the goal's.
         let measured = figure.and_then(|figure| match figure.ratio {
             Some(ratio) => figure.met.map(|_| (ratio, "ratio")),
             None => Some((figure.value, figure.unit)),
@@ -82,7 +76,7 @@ pub(super) fn goals(figures: &[Figure]) -> Vec<Goal> {
     GOALS.into_iter().map(goal).collect()
 }
 
-/// Prints them: a table for people, a line each for programs.
+/// Prints the goals as a table, or one JSON object per line.
 pub(super) fn print(audience: Audience, goals: &[Goal]) {
     let mut table = Table::new(&["goal", "measured", "unit", "met"]);
     for goal in goals {
@@ -94,7 +88,7 @@ pub(super) fn print(audience: Audience, goals: &[Goal]) {
             goal.words().to_owned(),
         ]);
     }
-    audience.say(table.render());
+    audience.print_line(table.render());
 }
 
 impl Goal {
@@ -113,20 +107,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_goal_is_met_missed_or_not_judged_by_its_figure() {
+    fn deciding_figure_makes_a_goal_met_missed_or_not_judged() {
         let paired = Paired { reference: 40.0, subject: 50.0, ratio: 1.25 };
         let against = ("Mooncake, same host", Target::RatioAtMost(1.0));
         let dram = Figure::relative("vllm.reprise.dram", paired, "ms", against);
         let answers = Figure::absolute("vllm.reprise.same_answers", 1.0, "share", Target::AtLeast(1.0));
-        let beside = Paired { reference: 80.0, subject: 20.0, ratio: 0.25 };
-        let peer = Figure::relative("vllm.reprise.peer", beside, "ms", ("recompute", Target::None));
+        let paired = Paired { reference: 80.0, subject: 20.0, ratio: 0.25 };
+        let peer = Figure::relative("vllm.reprise.peer", paired, "ms", ("recompute", Target::None));
         let call = |name: &str, p99_ms| {
             Figure::absolute(format!("{SCHEDULER_LOAD}{name}.p99"), p99_ms, "ms", Target::AtMost(1.0))
         };
         let calls = [call("on_new_request", 0.2), call("get_num_new_matched_tokens", 0.7), call("step", 1.2)];
         let goals = goals(&[vec![dram, answers, peer], calls.to_vec()].concat());
         assert_eq!(goals.len(), GOALS.len());
-        let of = |name: &str| goals.iter().find(|goal| goal.figure == name).expect("it is a goal");
+        let of = |name: &str| goals.iter().find(|goal| goal.figure == name).expect("a goal with this figure");
         let dram = of("vllm.reprise.dram");
         assert_eq!((dram.measured, dram.unit, dram.words()), (Some(1.25), "ratio", "MISSED"));
         assert_eq!(of("vllm.reprise.same_answers").words(), "met");

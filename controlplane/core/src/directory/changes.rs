@@ -1,70 +1,70 @@
-//! One node's changes as they come off the wire, checked once and then applied without a copy.
+//! Changes of one node in wire format: validated once, applied without copying.
 
 use std::ops::Range;
 
 use reprise_policy::{BlockKey, Tier};
 
-/// Bit of an operation byte that withdraws the replica.
+/// Bit of an operation byte that marks a withdrawal.
 const WITHDRAWN: u8 = 0x80;
 
-/// A run of changes, in order: parallel arrays of packed keys (16 bytes each) and operations (one byte each: tier,
-/// with 0x80 when withdrawn). Every operation in it is one.
+/// Consecutive changes: parallel arrays of packed keys (16 bytes each) and operations (one byte each: the
+/// tier, plus 0x80 for a withdrawal). All operations are valid.
 #[derive(Clone, Copy, Debug)]
 pub struct Changes<'a> {
     keys: &'a [[u8; BlockKey::SIZE]],
     operations: &'a [u8],
 }
 
-/// Why bytes are no changes. Texts say what to send instead.
+/// Reasons to reject changes. Messages state the expected format.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum BadChanges {
-    /// The keys do not come out even.
-    #[error("{bytes} bytes of keys are no whole number of 16-byte keys")]
-    TornKeys {
-        /// Bytes received.
+pub enum InvalidChanges {
+    /// The length is not a multiple of the key size.
+    #[error("invalid keys: {bytes} bytes, expected a multiple of 16")]
+    TruncatedKeys {
+        /// Number of bytes received.
         bytes: usize,
     },
-    /// Keys and operations differ in number.
-    #[error("{keys} keys with {operations} operations: send one operation byte for each key")]
-    Uneven {
-        /// Keys received.
+    /// The numbers of keys and operations differ.
+    #[error("{keys} keys with {operations} operations: expected one operation byte for each key")]
+    CountMismatch {
+        /// Number of keys received.
         keys: usize,
-        /// Operations received.
+        /// Number of operations received.
         operations: usize,
     },
-    /// An operation is none.
+    /// An operation byte is unknown.
     #[error(
-        "operation {operation:#04x} at index {index}: send tier 1 (DRAM) or 2 (NVMe), with 0x80 added to withdraw"
+        "invalid operation {operation:#04x} at index {index}: expected tier 1 (DRAM) or 2 (NVMe), plus 0x80 to withdraw"
     )]
     UnknownOperation {
-        /// Which change.
+        /// Index of the change.
         index: usize,
-        /// Its byte.
+        /// Value of the byte.
         operation: u8,
     },
 }
 
-/// What happens to a replica.
+/// A change of a replica.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
-    /// It is there.
+    /// The replica is present.
     Announce(Tier),
-    /// It is not there any more.
+    /// The replica is no longer present.
     Withdraw(Tier),
 }
 
 impl<'a> Changes<'a> {
-    /// Checks packed keys and their operations.
-    pub fn parse(keys: &'a [u8], operations: &'a [u8]) -> Result<Changes<'a>, BadChanges> {
+    /// Validates packed keys and their operations.
+    pub fn parse(keys: &'a [u8], operations: &'a [u8]) -> Result<Changes<'a>, InvalidChanges> {
         let (whole, rest) = keys.as_chunks::<{ BlockKey::SIZE }>();
         if !rest.is_empty() {
-            return Err(BadChanges::TornKeys { bytes: keys.len() });
+            return Err(InvalidChanges::TruncatedKeys { bytes: keys.len() });
         }
         if whole.len() != operations.len() {
-            return Err(BadChanges::Uneven { keys: whole.len(), operations: operations.len() });
+            return Err(InvalidChanges::CountMismatch { keys: whole.len(), operations: operations.len() });
         }
         match operations.iter().position(|operation| Operation::from_wire(*operation).is_none()) {
-            Some(index) => Err(BadChanges::UnknownOperation { index, operation: operations[index] }),
+            Some(index) => Err(InvalidChanges::UnknownOperation { index, operation: operations[index] }),
             None => Ok(Changes { keys: whole, operations }),
         }
     }
@@ -74,12 +74,12 @@ impl<'a> Changes<'a> {
         self.operations.len()
     }
 
-    /// Whether there are none.
+    /// Whether there are no changes.
     pub fn is_empty(&self) -> bool {
         self.operations.is_empty()
     }
 
-    /// The changes of a range of indices. Panics when the range reaches beyond [`Changes::len`].
+    /// The changes in a range of indices. Panics if it exceeds [`Changes::len`].
     pub fn range(&self, range: Range<usize>) -> Changes<'a> {
         Changes { keys: &self.keys[range.clone()], operations: &self.operations[range] }
     }
@@ -92,13 +92,13 @@ impl<'a> Changes<'a> {
 }
 
 impl Operation {
-    /// The operation of a byte, if it is one.
+    /// Decodes an operation byte.
     pub fn from_wire(operation: u8) -> Option<Operation> {
         let tier = Tier::from_wire(operation & !WITHDRAWN)?;
         Some(if operation & WITHDRAWN == 0 { Operation::Announce(tier) } else { Operation::Withdraw(tier) })
     }
 
-    /// Its byte.
+    /// Encodes the operation as a byte.
     pub fn wire(self) -> u8 {
         match self {
             Operation::Announce(tier) => tier as u8,
@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_byte_that_is_no_operation_is_refused_with_its_place() {
+    fn rejects_invalid_operation_bytes_and_reports_their_index() {
         for byte in 0..=u8::MAX {
             let operations = [1, byte];
             let parsed = Changes::parse(&[0; 32], &operations);
@@ -120,17 +120,20 @@ mod tests {
                 assert_eq!(parsed.expect("an operation").len(), 2);
                 assert_eq!(Operation::from_wire(byte).map(Operation::wire), Some(byte));
             } else {
-                let refused = parsed.expect_err("no operation");
-                assert_eq!(refused, BadChanges::UnknownOperation { index: 1, operation: byte });
+                let refused = parsed.expect_err("an invalid operation");
+                assert_eq!(refused, InvalidChanges::UnknownOperation { index: 1, operation: byte });
                 assert!(refused.to_string().contains("index 1"), "{refused}");
             }
         }
     }
 
     #[test]
-    fn torn_keys_and_uneven_arrays_are_refused() {
-        assert_eq!(Changes::parse(&[0; 17], &[1]).err(), Some(BadChanges::TornKeys { bytes: 17 }));
-        assert_eq!(Changes::parse(&[0; 32], &[1]).err(), Some(BadChanges::Uneven { keys: 2, operations: 1 }));
-        assert!(Changes::parse(&[], &[]).expect("nothing is something").is_empty());
+    fn rejects_truncated_keys_and_arrays_of_different_lengths() {
+        assert_eq!(Changes::parse(&[0; 17], &[1]).err(), Some(InvalidChanges::TruncatedKeys { bytes: 17 }));
+        assert_eq!(
+            Changes::parse(&[0; 32], &[1]).err(),
+            Some(InvalidChanges::CountMismatch { keys: 2, operations: 1 })
+        );
+        assert!(Changes::parse(&[], &[]).expect("no changes are valid").is_empty());
     }
 }

@@ -1,25 +1,25 @@
-//! Which slots are owned, and what each node has to announce in them.
+//! Owned slots, and the inventories that nodes must announce in them.
 
 use reprise_policy::{Epoch, NodeId, SlotSet};
 
 use super::Directory;
-use super::announced::Announced;
+use super::inventory_progress::InventoryProgress;
 
-/// Which slots are owned, and of which a node has to announce its inventory.
+/// Owned slots, and those for which a node must announce its inventory.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Standing {
-    /// Higher whenever other slots are owned.
+pub struct SlotStatus {
+    /// Version of the owned slots; increases with every change.
     pub version: u64,
-    /// The slots whose changes are taken.
+    /// Owned slots, in which changes are accepted.
     pub owned: SlotSet,
-    /// Those of them of which the node has begun no inventory.
+    /// Owned slots for which the node has not begun its inventory.
     pub wanted: SlotSet,
 }
 
 impl Directory {
-    /// From now on exactly these slots are owned. What was known of the others is gone; of slots that are new nothing
-    /// is known. O(slots × nodes) bits, and the entries of slots that come back before they are swept.
-    pub fn own(&mut self, owned: &SlotSet) {
+    /// Sets the owned slots. Contents of slots that are no longer owned become invisible; new slots start
+    /// empty. O(slots × nodes) bits, plus the entries of slots that are regained before they are swept.
+    pub fn set_owned_slots(&mut self, owned: &SlotSet) {
         if self.owned == *owned {
             return;
         }
@@ -29,41 +29,43 @@ impl Directory {
             self.clear(slot);
         }
         self.lost = self.lost.or(&gone).without(&gained);
-        for announced in self.nodes.iter_mut().filter_map(|node| node.announced.as_mut()) {
-            announced.lose(&gone, &mut self.awaited);
+        for progress in self.nodes.iter_mut().filter_map(|node| node.progress.as_mut()) {
+            progress.discard(&gone, &mut self.incomplete);
         }
         self.owned = owned.clone();
     }
 
-    /// The slots that are owned.
+    /// Slots that are owned.
     pub fn owned(&self) -> &SlotSet {
         &self.owned
     }
 
-    /// Higher whenever other slots are owned.
+    /// Version of the owned slots; increases with every change.
     pub fn version(&self) -> u64 {
         self.version
     }
 
-    /// What is owned and what a registered node has to announce; `None`: it is fenced.
-    pub fn standing(&self, node: NodeId, epoch: Epoch) -> Option<Standing> {
-        let announced = self.registered(node, epoch)?.announced.as_ref()?;
-        let wanted = self.owned.without(announced.begun());
-        Some(Standing { version: self.version, owned: self.owned.clone(), wanted })
+    /// Owned slots, and those that a registered node must announce; `None` if it is fenced.
+    pub fn slot_status(&self, node: NodeId, epoch: Epoch) -> Option<SlotStatus> {
+        let progress = self.registered(node, epoch)?.progress.as_ref()?;
+        let wanted = self.owned.without(progress.begun());
+        Some(SlotStatus { version: self.version, owned: self.owned.clone(), wanted })
     }
 
-    /// A node that others know: slots are partial until it registers and announces its inventory, is given up or
-    /// forgotten.
-    pub fn expect(&mut self, node: NodeId) {
-        let index = self.place(node);
-        self.nodes[index].announced.get_or_insert_with(|| Announced::nothing(&mut self.awaited));
+    /// Expects a known node to register: slots are partial until it announces its inventory, is forgotten, or
+    /// is no longer expected.
+    pub fn expect_node(&mut self, node: NodeId) {
+        let index = self.node_index(node);
+        self.nodes[index]
+            .progress
+            .get_or_insert_with(|| InventoryProgress::none_announced(&mut self.incomplete));
     }
 
-    /// An expected node has not come.
-    pub fn give_up(&mut self, node: NodeId) {
+    /// Stops expecting a node that has not registered.
+    pub fn stop_expecting(&mut self, node: NodeId) {
         let absent = self.nodes.get_mut(usize::from(node.0)).filter(|node| !node.registered);
-        if let Some(announced) = absent.and_then(|node| node.announced.take()) {
-            announced.leave(&mut self.awaited);
+        if let Some(progress) = absent.and_then(|node| node.progress.take()) {
+            progress.remove(&mut self.incomplete);
         }
     }
 }

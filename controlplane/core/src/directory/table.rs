@@ -6,67 +6,67 @@
 //!              └ empty         └── a run: entries pushed right of their home, never left of it
 //! ```
 //!
-//! Linear probing with the entries kept in hash order (home is monotone in hash). A search starts at the home and ends
-//! at the first entry of a larger hash, so a miss costs what a hit costs: (1 + 1/(1 − load)) / 2 = 4.5 entries at the
-//! fullest, most often within two cache lines. Entries of one key (one per node) lie side by side. Deletion moves
-//! the rest of the run back, so there are no tombstones, and growth is one sequential pass.
+//! Linear probing with entries in hash order (home is monotone in hash). A search starts at the home and ends
+//! at the first entry with a larger hash. So a miss costs as much as a hit: (1 + 1/(1 − load)) / 2 = 4.5
+//! entries at the maximum load, usually within two cache lines. Entries of one key (one per node) are
+//! adjacent. Deletion moves the rest of the run back, so there are no tombstones. Growth is one sequential
+//! pass.
 //!
-//! Memory: an entry is 24 bytes; the load stays between 0.7 and 0.875 while growing by a quarter, so an entry costs 27
-//! to 34 bytes. `hashbrown` was tried on paper: it doubles (up to 57 bytes), doubles early under churn because of
-//! tombstones (up to 71), and touches two places in memory per search.
+//! Memory: an entry has 24 bytes; the load is between 0.7 and 0.875 while growing by a quarter, so an entry
+//! costs 27 to 34 bytes. By comparison, `hashbrown` doubles (up to 57 bytes), doubles early under churn
+//! because of tombstones (up to 71), and accesses two memory locations per search.
 //!
-//! Assumes what block keys promise: 64 bits of the key are uniform. Keys that agree in all of them still work, at the
-//! price of a longer run.
+//! Block keys have 64 uniformly distributed bits. Keys that agree in all of them work, but make runs longer.
 
 use reprise_policy::{BlockKey, NodeId, Tier};
 
-/// Most entries per home, as a fraction: 7/8.
+/// Maximum number of entries per home, as a fraction: 7/8.
 const LOAD_MAX: (usize, usize) = (7, 8);
-/// A table with fewer entries than this part of its homes is rebuilt smaller.
+/// Minimum number of entries per home, as a fraction: 1/2. Below it the table is rebuilt smaller.
 const LOAD_MIN: (usize, usize) = (1, 2);
-/// Homes of the smallest table.
+/// Minimum number of homes of a table.
 const HOMES_MIN: usize = 8;
-/// Places after the last home, for runs that reach beyond it; more are added when a run needs them.
+/// Places after the last home, for runs that extend beyond it; extended when needed.
 const TAIL: usize = 8;
 
-/// Tiers in which one node holds one block: a set of two bits.
+/// Tiers in which a node holds a block: a set of two bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Tiers(u8);
 
-/// One node's replicas of one block.
+/// A node's replicas of one block.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Entry {
     pub(super) key: BlockKey,
-    /// The node's inventory that this entry belongs to; one of an older inventory is stale.
+    /// Generation of the inventory that this entry belongs to; older ones are stale.
     pub(super) generation: u32,
     pub(super) node: NodeId,
-    /// Never empty in an entry that is in use.
+    /// Tiers of the replicas; not empty in a used entry.
     pub(super) tiers: Tiers,
 }
 
 const _: () = assert!(size_of::<Entry>() == 24, "the memory figures of this module are for 24-byte entries");
 
-/// See the module.
+/// The entries of one hash slot.
 #[derive(Debug, Default)]
 pub(super) struct Table {
-    /// `homes` places and a tail; the last place is always empty, so that every search ends.
+    /// `homes` places and a tail. The last place is always empty, which ends every search.
     entries: Vec<Entry>,
     homes: usize,
     len: usize,
 }
 
-/// What a change of a table did to the number of distinct keys in it.
+/// Effect of a change on the number of distinct keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum KeyCount {
+pub(super) enum KeyCountChange {
     /// The key has other entries.
     Same,
-    /// The key came or went with this entry.
+    /// The key was added or removed with this entry.
     Changed,
 }
 
-/// What [`Table::retain`] removed.
+/// Number of entries and keys that [`Table::retain`] removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Gone {
+pub(super) struct RemovedCounts {
     pub(super) entries: usize,
     pub(super) keys: usize,
 }
@@ -103,7 +103,7 @@ impl Entry {
 }
 
 impl Table {
-    /// Entries.
+    /// Number of entries.
     #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.len
@@ -114,18 +114,18 @@ impl Table {
         self.entries.capacity() * size_of::<Entry>()
     }
 
-    /// Brings the place where a search for the key begins into the cache: the caller asks for many keys at once, so
-    /// that their waits for memory overlap. The value means nothing.
+    /// Loads the home of a key into the cache. The caller does this for many keys, so that cache misses
+    /// overlap. The returned value has no meaning.
     #[inline]
     pub(super) fn touch(&self, key: &BlockKey) -> u8 {
         self.entries.get(home(key.table_hash(), self.homes)).map_or(0, |entry| entry.tiers.0)
     }
 
-    /// The entries of a key, one for each node.
+    /// Entries of a key, one per node.
     #[inline]
     pub(super) fn of_key(&self, key: &BlockKey) -> impl Iterator<Item = &Entry> {
         let hash = key.table_hash();
-        // An empty table has no entries at all: the slice is empty then.
+        // The slice of a table without entries is empty.
         self.entries
             .get(home(hash, self.homes)..)
             .unwrap_or_default()
@@ -134,20 +134,20 @@ impl Table {
             .filter(move |entry| entry.key == *key)
     }
 
-    /// The entries whose hash is `hash` or higher, in hash order.
+    /// Entries with a hash of at least `hash`, in hash order.
     pub(super) fn starting_at(&self, hash: u64) -> impl Iterator<Item = &Entry> {
         let places = self.entries.get(home(hash, self.homes)..).unwrap_or_default().iter();
         places.filter(move |entry| !entry.is_empty() && entry.key.table_hash() >= hash)
     }
 
-    /// The entry of a key and node. The caller must not leave it without tiers: see [`Table::remove`].
+    /// Entry of a key and node. The caller must not remove its last tier: use [`Table::remove`].
     pub(super) fn entry_mut(&mut self, key: &BlockKey, node: NodeId) -> Option<&mut Entry> {
         let index = self.find(key, node)?;
         Some(&mut self.entries[index])
     }
 
-    /// Adds an entry; there must be none of this key and node, and it must have a tier.
-    pub(super) fn insert(&mut self, entry: Entry) -> KeyCount {
+    /// Inserts an entry with at least one tier; the table must not have one of this key and node.
+    pub(super) fn insert(&mut self, entry: Entry) -> KeyCountChange {
         debug_assert!(!entry.is_empty() && self.find(&entry.key, entry.node).is_none());
         if (self.len + 1) * LOAD_MAX.1 > self.homes * LOAD_MAX.0 {
             self.rebuild((self.homes + self.homes / 4).max(HOMES_MIN));
@@ -164,14 +164,14 @@ impl Table {
         self.entries.copy_within(place..gap, place + 1);
         self.entries[place] = entry;
         self.len += 1;
-        if known { KeyCount::Same } else { KeyCount::Changed }
+        if known { KeyCountChange::Same } else { KeyCountChange::Changed }
     }
 
-    /// Removes the entry of a key and node; `None` when there is none.
-    pub(super) fn remove(&mut self, key: &BlockKey, node: NodeId) -> Option<(Entry, KeyCount)> {
+    /// Removes the entry of a key and node; `None` if it does not exist.
+    pub(super) fn remove(&mut self, key: &BlockKey, node: NodeId) -> Option<(Entry, KeyCountChange)> {
         let index = self.find(key, node)?;
         let entry = self.entries[index];
-        // What follows moves back by one, up to the first entry that is at its home (or the end of the run).
+        // Move the rest of the run back by one, up to the first entry at its home (or the end of the run).
         let homes = self.homes;
         let mut end = index + 1;
         while !self.entries[end].is_empty() && home(self.entries[end].key.table_hash(), homes) < end {
@@ -181,18 +181,19 @@ impl Table {
         self.entries[end - 1] = Entry::EMPTY;
         self.len -= 1;
         self.shrink();
-        let count = if self.of_key(key).next().is_some() { KeyCount::Same } else { KeyCount::Changed };
+        let count =
+            if self.of_key(key).next().is_some() { KeyCountChange::Same } else { KeyCountChange::Changed };
         Some((entry, count))
     }
 
-    /// Keeps the entries that `keep` wants; returns how many entries and keys have gone. O(places).
-    pub(super) fn retain(&mut self, keep: impl Fn(&Entry) -> bool) -> Gone {
+    /// Removes the entries that `keep` rejects; returns their counts. O(places).
+    pub(super) fn retain(&mut self, keep: impl Fn(&Entry) -> bool) -> RemovedCounts {
         let kept = self.iter().filter(|entry| keep(entry)).count();
         if kept == self.len {
-            return Gone { entries: 0, keys: 0 };
+            return RemovedCounts { entries: 0, keys: 0 };
         }
         let before = (self.len, self.keys());
-        // In place, from the left: an entry never moves right, so what is not yet read is never written over.
+        // In place, from left to right: an entry never moves right, so unread entries are not overwritten.
         let mut next = 0;
         for index in 0..self.entries.len() {
             let entry = std::mem::replace(&mut self.entries[index], Entry::EMPTY);
@@ -204,16 +205,16 @@ impl Table {
         }
         self.len = kept;
         self.shrink();
-        Gone { entries: before.0 - kept, keys: before.1 - self.keys() }
+        RemovedCounts { entries: before.0 - kept, keys: before.1 - self.keys() }
     }
 
-    /// All entries, in hash order.
+    /// All entries in hash order.
     pub(super) fn iter(&self) -> impl Iterator<Item = &Entry> {
         self.entries.iter().filter(|entry| !entry.is_empty())
     }
 
-    /// Distinct keys. Entries of one key are neighbours unless 64 bits of another collide with them, in which case
-    /// they are still counted right by looking back over the equal hashes.
+    /// Number of distinct keys. Entries of a key are adjacent unless another key has the same 64-bit hash;
+    /// therefore all keys of the current hash are compared.
     fn keys(&self) -> usize {
         let mut keys = 0;
         let mut equal_hash: Vec<BlockKey> = Vec::new();
@@ -240,13 +241,13 @@ impl Table {
         Some(start + offset)
     }
 
-    /// The first place from `start` on that satisfies `wanted`, which an empty one does.
+    /// First place from `start` on that satisfies `wanted`. An empty place must satisfy it.
     fn first(&self, start: usize, wanted: impl Fn(&Entry) -> bool) -> usize {
         let offset = self.entries[start..].iter().position(wanted);
         start + offset.expect("the last place is always empty")
     }
 
-    /// Gives memory back when few entries are left.
+    /// Frees memory when few entries are left.
     fn shrink(&mut self) {
         if self.len == 0 {
             *self = Table::default();
@@ -255,7 +256,7 @@ impl Table {
         }
     }
 
-    /// Moves the entries into a new array of `homes` homes, in order.
+    /// Rebuilds the table with `homes` homes, keeping the order.
     fn rebuild(&mut self, homes: usize) {
         let mut entries: Vec<Entry> = Vec::with_capacity(homes + TAIL);
         for entry in self.iter() {
@@ -270,13 +271,13 @@ impl Table {
     }
 }
 
-/// Where the search for a hash begins: `hash / 2^64` of the way.
+/// Place at which the search for a hash starts: `hash / 2^64` of the homes.
 #[inline]
 fn home(hash: u64, homes: usize) -> usize {
     ((u128::from(hash) * homes as u128) >> 64) as usize
 }
 
-/// Homes for `len` entries with a quarter of room to grow.
+/// Number of homes for `len` entries with room for a quarter more.
 fn fitting(len: usize) -> usize {
     (len * LOAD_MAX.1 / LOAD_MAX.0 * 5 / 4).max(HOMES_MIN)
 }
@@ -289,7 +290,7 @@ mod tests {
 
     use super::*;
 
-    /// A key whose table hash is `hash`; `other` tells keys of one hash apart.
+    /// A key with table hash `hash`; `other` distinguishes keys of equal hash.
     fn key(hash: u64, other: u8) -> BlockKey {
         let mut bytes = [other; 16];
         bytes[8..].copy_from_slice(&hash.to_le_bytes());
@@ -300,14 +301,14 @@ mod tests {
         Entry { key, generation: u32::from(node), node: NodeId(node), tiers: Tiers::NONE.with(Tier::Dram) }
     }
 
-    /// The drawing of the module, as assertions.
+    /// Checks the invariants of the module documentation.
     fn check(table: &Table) {
         let mut last = None;
         for (place, entry) in table.entries.iter().enumerate().filter(|(_, entry)| !entry.is_empty()) {
             let hash = entry.key.table_hash();
             let start = home(hash, table.homes);
-            assert!(start <= place, "an entry never lies left of its home");
-            assert!(table.entries[start..place].iter().all(|entry| !entry.is_empty()), "a run has no holes");
+            assert!(start <= place, "no entry is left of its home");
+            assert!(table.entries[start..place].iter().all(|entry| !entry.is_empty()), "a run has no gaps");
             assert!(last <= Some(hash), "entries are in hash order");
             last = Some(hash);
         }
@@ -319,7 +320,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(256))]
 
-        /// Few hashes near both ends and in the middle: long runs, equal hashes, runs into the tail.
+        /// Few hashes at both ends and in the middle: long runs, equal hashes, runs into the tail.
         #[test]
         fn a_table_behaves_like_a_map(
             steps in prop::collection::vec((0u8..6, 0u64..12, 0u8..3, 0u16..4), 1..300),
@@ -335,14 +336,14 @@ mod tests {
                         vacant.insert(u32::from(node));
                         let count = table.insert(entry(key, node));
                         let keys = model.keys().map(|(key, _)| *key).collect::<BTreeSet<_>>().len();
-                        prop_assert_eq!(count == KeyCount::Changed, keys != keys_before);
+                        prop_assert_eq!(count == KeyCountChange::Changed, keys != keys_before);
                     },
                     3 | 4 => {
                         let removed = table.remove(&key, NodeId(node));
                         prop_assert_eq!(removed.map(|(entry, _)| entry.generation), model.remove(&(key, node)));
                         let keys = model.keys().map(|(key, _)| *key).collect::<BTreeSet<_>>().len();
                         prop_assert_eq!(
-                            removed.is_some_and(|(_, count)| count == KeyCount::Changed), keys != keys_before
+                            removed.is_some_and(|(_, count)| count == KeyCountChange::Changed), keys != keys_before
                         );
                     }
                     _ => {
@@ -365,14 +366,14 @@ mod tests {
     }
 
     #[test]
-    fn memory_per_entry_stays_within_34_bytes_while_growing_and_follows_when_shrinking() {
+    fn memory_per_entry_stays_bounded_while_growing_and_shrinking() {
         let mut table = Table::default();
         let hash = |number: u64| number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         for number in 0..100_000 {
             table.insert(entry(key(hash(number), 0), 1));
             if number > 1000 {
                 let each = table.bytes() as f64 / table.len() as f64;
-                assert!(each <= 35.0, "{each} bytes an entry at {number}");
+                assert!(each <= 35.0, "{each} bytes per entry at {number}");
             }
         }
         for number in 0..99_000 {
@@ -380,7 +381,7 @@ mod tests {
         }
         check(&table);
         let each = table.bytes() as f64 / table.len() as f64;
-        assert!(each <= 49.0, "{each} bytes an entry after shrinking to 1,000");
+        assert!(each <= 49.0, "{each} bytes per entry after shrinking to 1,000");
     }
 
     #[test]

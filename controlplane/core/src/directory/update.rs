@@ -1,7 +1,7 @@
-//! One node's changes, applied in sequence.
+//! Sequenced changes of one node.
 //!
-//! What makes it right whatever comes late, twice or not at all: an update is taken from the number that is expected on;
-//! one that opens inventories takes a number for that, so a copy of it that comes late is known, even when it has no
+//! Updates may be late, repeated or lost. An update is accepted from the expected sequence number on. One
+//! that opens inventories uses a number for that, so that a late copy of it is recognized even if it has no
 //! changes.
 
 use std::ops::Range;
@@ -9,150 +9,151 @@ use std::ops::Range;
 use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tier};
 
 use super::changes::Operation;
-use super::table::{Entry, KeyCount, Tiers};
+use super::table::{Entry, KeyCountChange, Tiers};
 use super::{Changes, Directory, Node};
 
-/// Some changes of one node.
+/// An update: changes of one node.
 #[derive(Clone, Copy, Debug)]
 pub struct Update<'a> {
-    /// Whose.
+    /// Node of the changes.
     pub node: NodeId,
-    /// Its registration.
+    /// Registration of the node.
     pub epoch: Epoch,
-    /// Number of its first change within the registration; an update that [opens](Opening) anything takes one number
-    /// for that, before its changes.
+    /// Number of the first change within the registration. An update that [opens](Opening) inventories uses
+    /// one number for that, before its changes.
     pub sequence: u64,
-    /// What of the node's inventory begins with it.
+    /// Inventories that start with this update.
     pub opening: Opening<'a>,
     /// The changes, in order.
     pub changes: Changes<'a>,
-    /// Slots whose inventory is whole after it.
+    /// Slots whose inventory is complete after this update.
     pub ends: &'a SlotSet,
 }
 
-/// What an update is to what the node has announced before.
+/// Relation of an update to earlier announcements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Opening<'a> {
-    /// More of the same.
+    /// Continues the inventories.
     Nothing,
-    /// The inventory of these slots begins: what the node announced there before is gone.
+    /// Starts the inventories of these slots; earlier announcements in them are invalid.
     Slots(&'a SlotSet),
-    /// Everything announced before is gone, in all slots; the inventory of these slots begins. Also after a gap.
-    Anew(&'a SlotSet),
+    /// Starts the inventories of these slots; earlier announcements in all slots are invalid. Also used after
+    /// a gap.
+    Reset(&'a SlotSet),
 }
 
-/// What became of an update.
+/// Outcome of an update.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Updated {
-    /// It belongs to a registration that is not the current one.
+pub enum UpdateOutcome {
+    /// The registration is not current.
     Fenced,
-    /// `applied` are the indices of its changes that were applied: all, a tail (the rest was there already), or none.
-    /// `expected` is the sequence number of the next change; the sender has a gap when it is not the end of its update.
+    /// The update was applied, in part, or not at all. `applied` is a tail (earlier changes were known
+    /// already), all, or empty. If `expected` is not the end of the update, changes before it are missing.
     Expecting {
-        /// Sequence number of the next change.
+        /// Expected sequence number of the next change.
         expected: u64,
-        /// Indices of the changes applied.
+        /// Indices of the applied changes.
         applied: Range<usize>,
-        /// What was announced before and is gone.
-        voided: Voided,
+        /// Earlier announcements that are invalid now.
+        invalidated: Invalidation,
     },
 }
 
-/// What the opening of an update has made void.
+/// Announcements that the opening of an update has invalidated.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Voided {
-    /// Nothing: it opened nothing, was known before, or the node had announced nothing there.
+pub enum Invalidation {
+    /// No announcements: no opening, an opening known already, or none existed.
     Nothing,
-    /// What the node had announced in these slots.
+    /// The node's announcements in these slots.
     Slots(Box<SlotSet>),
-    /// What the node had announced.
+    /// All announcements of the node.
     Node,
 }
 
 impl Directory {
-    /// Applies changes of a node. Long updates are better applied in parts, with consecutive sequence numbers, the
-    /// opening in the first and the ends in the last.
-    pub fn update(&mut self, update: &Update<'_>) -> Updated {
-        let Some(node) = self.registered(update.node, update.epoch) else { return Updated::Fenced };
+    /// Applies changes of a node. Split long updates into parts with consecutive sequence numbers, with the
+    /// opening in the first and the ends in the last part.
+    pub fn update(&mut self, update: &Update<'_>) -> UpdateOutcome {
+        let Some(node) = self.registered(update.node, update.epoch) else { return UpdateOutcome::Fenced };
         let (index, expected) = (usize::from(update.node.0), node.expected);
-        let anew = matches!(update.opening, Opening::Anew(_));
-        // Sent twice: what came after it must not be forgotten. Or something is missing.
-        if (anew && update.sequence < expected) || (!anew && update.sequence > expected) {
-            return Updated::Expecting { expected, applied: 0..0, voided: Voided::Nothing };
+        let reset = matches!(update.opening, Opening::Reset(_));
+        // A repeated reset must not discard later changes; a number beyond the expected one shows a gap.
+        if (reset && update.sequence < expected) || (!reset && update.sequence > expected) {
+            return UpdateOutcome::Expecting { expected, applied: 0..0, invalidated: Invalidation::Nothing };
         }
-        let mut voided = Voided::Nothing;
-        if anew {
-            voided = Voided::Node;
-            self.begin_anew(update.node);
+        let mut invalidated = Invalidation::Nothing;
+        if reset {
+            invalidated = Invalidation::Node;
+            self.discard_inventory(update.node);
             self.nodes[index].expected = update.sequence;
         }
         let mut known = self.nodes[index].expected - update.sequence;
         match update.opening {
             Opening::Nothing => {}
-            Opening::Slots(slots) | Opening::Anew(slots) if known == 0 => {
-                let again = self.begin_slots(update.node, slots);
-                if !anew && !again.is_empty() {
-                    voided = Voided::Slots(Box::new(again));
+            Opening::Slots(slots) | Opening::Reset(slots) if known == 0 => {
+                let restarted = self.begin_slots(update.node, slots);
+                if !reset && !restarted.is_empty() {
+                    invalidated = Invalidation::Slots(Box::new(restarted));
                 }
                 self.nodes[index].expected += 1;
             }
-            Opening::Slots(_) | Opening::Anew(_) => known -= 1,
+            Opening::Slots(_) | Opening::Reset(_) => known -= 1,
         }
         let count = update.changes.len();
         let first = usize::try_from(known).map_or(count, |known| known.min(count));
-        self.take(update.node, update.changes.range(first..count));
+        self.apply_accepted(update.node, update.changes.range(first..count));
         let node = &mut self.nodes[index];
         let before = node.expected;
         node.expected += (count - first) as u64;
         if (before > expected || node.expected > before)
-            && let Some(announced) = node.announced.as_mut()
+            && let Some(progress) = node.progress.as_mut()
         {
-            announced.end(update.ends, &mut self.awaited);
+            progress.end(update.ends, &mut self.incomplete);
         }
-        Updated::Expecting { expected: node.expected, applied: first..count, voided }
+        UpdateOutcome::Expecting { expected: node.expected, applied: first..count, invalidated }
     }
 
-    /// Those changes of a node that are in slots of which it has begun its inventory.
-    pub fn taken<'a>(
+    /// Changes in slots for which the node has begun its inventory.
+    pub fn accepted_changes<'a>(
         &'a self,
         node: NodeId,
         changes: Changes<'a>,
     ) -> impl Iterator<Item = (BlockKey, Operation)> + 'a {
-        changes.iter().filter(move |(key, _)| self.takes(node, key))
+        changes.iter().filter(move |(key, _)| self.accepts(node, key))
     }
 
-    /// Whether changes of the node in the key's slot are taken.
-    pub fn takes(&self, node: NodeId, key: &BlockKey) -> bool {
-        let announced = self.nodes.get(usize::from(node.0)).and_then(|node| node.announced.as_ref());
-        announced.is_some_and(|announced| announced.begun().has_key(key))
+    /// Whether changes of the node in the key's slot are accepted.
+    pub fn accepts(&self, node: NodeId, key: &BlockKey) -> bool {
+        let progress = self.nodes.get(usize::from(node.0)).and_then(|node| node.progress.as_ref());
+        progress.is_some_and(|progress| progress.begun().has_key(key))
     }
 
-    /// Applies changes in slots of which the node has begun its inventory.
-    fn take(&mut self, node: NodeId, changes: Changes<'_>) {
-        let Some(announced) = self.nodes[usize::from(node.0)].announced.take() else { return };
-        for (key, operation) in changes.iter().filter(|(key, _)| announced.begun().has_key(key)) {
+    /// Applies the changes in slots for which the node has begun its inventory.
+    fn apply_accepted(&mut self, node: NodeId, changes: Changes<'_>) {
+        let Some(progress) = self.nodes[usize::from(node.0)].progress.take() else { return };
+        for (key, operation) in changes.iter().filter(|(key, _)| progress.begun().has_key(key)) {
             self.updates += 1;
             match operation {
                 Operation::Announce(tier) => self.announce(node, key, tier),
                 Operation::Withdraw(tier) => self.withdraw(node, key, tier),
             }
         }
-        self.nodes[usize::from(node.0)].announced = Some(announced);
+        self.nodes[usize::from(node.0)].progress = Some(progress);
     }
 
-    /// The node's inventory of slots begins: nothing is known of it there. Returns those that it had begun before.
+    /// Starts the inventories of slots without entries. Returns the slots that had been begun before.
     fn begin_slots(&mut self, node: NodeId, slots: &SlotSet) -> SlotSet {
-        let Some(mut announced) = self.nodes[usize::from(node.0)].announced.take() else {
+        let Some(mut progress) = self.nodes[usize::from(node.0)].progress.take() else {
             return SlotSet::EMPTY;
         };
         let slots = slots.and(&self.owned);
-        let again = slots.and(announced.begun());
-        for slot in again.iter() {
+        let restarted = slots.and(progress.begun());
+        for slot in restarted.iter() {
             self.remove(slot, |entry| entry.node == node);
         }
-        announced.begin(&slots, &mut self.awaited);
-        self.nodes[usize::from(node.0)].announced = Some(announced);
-        again
+        progress.begin(&slots, &mut self.incomplete);
+        self.nodes[usize::from(node.0)].progress = Some(progress);
+        restarted
     }
 
     fn announce(&mut self, node: NodeId, key: BlockKey, tier: Tier) {
@@ -173,7 +174,7 @@ impl Directory {
             }
             None => {
                 let count = slot.insert(Entry { key, generation, node, tiers: Tiers::NONE.with(tier) });
-                self.keys += u64::from(count == KeyCount::Changed);
+                self.keys += u64::from(count == KeyCountChange::Changed);
                 state.entries += 1;
             }
         }
@@ -198,7 +199,7 @@ impl Directory {
             state.entries -= 1;
         }
         let (_, count) = slot.remove(&key, node).expect("the entry was just found");
-        self.keys -= u64::from(count == KeyCount::Changed);
+        self.keys -= u64::from(count == KeyCountChange::Changed);
     }
 }
 

@@ -1,4 +1,4 @@
-//! One call to etcd: its deadline, and what its errors mean.
+//! Deadline and error translation of a call to etcd.
 
 use std::error::Error;
 use std::time::Duration;
@@ -9,12 +9,12 @@ use tokio::time::timeout;
 use crate::contract::Revision;
 use crate::error::StoreError;
 
-/// One call: an election of etcd takes about a second.
+/// Deadline of a call; an election of etcd takes about a second.
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
-/// Links of a chain of errors that are worth telling.
+/// Maximum number of sources of an error to include in its message.
 const CHAIN_MAX: usize = 8;
 
-/// gRPC's codes, as etcd uses them.
+/// gRPC status codes that etcd uses.
 const INVALID_ARGUMENT: i32 = 3;
 const NOT_FOUND: i32 = 5;
 const PERMISSION_DENIED: i32 = 7;
@@ -22,10 +22,10 @@ const FAILED_PRECONDITION: i32 = 9;
 const OUT_OF_RANGE: i32 = 11;
 const UNAUTHENTICATED: i32 = 16;
 
-/// What the client says of a keep-alive that etcd answers with no time to live.
+/// Message of the client for a keep-alive to which etcd replied without a time to live.
 const LEASE_NOT_FOUND: &str = "lease not found";
 
-/// A call with its deadline.
+/// Runs a call with the deadline, and translates its errors.
 pub(super) async fn within<T>(call: impl Future<Output = Result<T, EtcdError>>) -> Result<T, StoreError> {
     match timeout(CALL_TIMEOUT, call).await {
         Ok(Ok(answer)) => Ok(answer),
@@ -41,7 +41,7 @@ fn translate(error: &EtcdError) -> StoreError {
         EtcdError::GRpcStatus(status) => {
             let text = status.message();
             match status.code() as i32 {
-                // Which revision is the oldest is not said; whoever reads the range again learns a later one.
+                // etcd does not report the oldest revision. Reading the range again yields a later one.
                 OUT_OF_RANGE if text.contains("compacted") => StoreError::Compacted { oldest: Revision(0) },
                 NOT_FOUND if text.contains("lease not found") => StoreError::LeaseGone,
                 code if is_denial(code, text) => denied(text),
@@ -53,18 +53,18 @@ fn translate(error: &EtcdError) -> StoreError {
     }
 }
 
-/// Whether etcd answered that it will not have our user.
+/// Whether etcd rejected the user.
 fn is_denial(code: i32, text: &str) -> bool {
     match code {
         PERMISSION_DENIED | UNAUTHENTICATED => true,
-        // A wrong password, a call without a user, a user where etcd has none.
+        // Wrong password, call without a user, or a user although authentication is disabled.
         INVALID_ARGUMENT => text.contains("authentication failed") || text.contains("user name is empty"),
         FAILED_PRECONDITION => text.contains("authentication is not enabled"),
         _ => false,
     }
 }
 
-/// A call that did not come to an answer: nobody is there, or one does not trust the other.
+/// Error of a call without a reply: no connection, or an untrusted certificate.
 fn transport(reason: &str) -> StoreError {
     match ["peer certificate", "fatal alert"].iter().any(|words| reason.contains(words)) {
         true => StoreError::Untrusted { reason: reason.to_owned() },
@@ -72,18 +72,18 @@ fn transport(reason: &str) -> StoreError {
     }
 }
 
-/// What an error and its sources say, each once.
+/// Joins the messages of an error and its sources, without repetitions.
 fn chain(text: &str, mut source: Option<&(dyn Error + 'static)>) -> String {
-    let mut told = text.to_owned();
+    let mut message = text.to_owned();
     for _ in 0..CHAIN_MAX {
         let Some(error) = source else { break };
         let text = error.to_string();
-        if !told.contains(&text) {
-            told = format!("{told}: {text}");
+        if !message.contains(&text) {
+            message = format!("{message}: {text}");
         }
         source = error.source();
     }
-    told
+    message
 }
 
 pub(super) fn denied(reason: &str) -> StoreError {
@@ -98,7 +98,7 @@ pub(super) fn revision(number: i64) -> Revision {
     Revision(u64::try_from(number).unwrap_or(0))
 }
 
-/// As etcd counts: a number beyond its range is as far as can be.
+/// Converts a number to etcd's signed type; larger ones are clamped.
 pub(super) fn wire(number: u64) -> i64 {
     i64::try_from(number).unwrap_or(i64::MAX)
 }

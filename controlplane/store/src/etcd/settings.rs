@@ -1,7 +1,7 @@
-//! Where etcd is, what is ours in it, and how each knows the other.
+//! Settings of the etcd store: endpoints, prefix, user and TLS.
 //!
-//! Secrets are named by their files and read when the store is opened: neither the settings nor what is logged of them
-//! hold one.
+//! Secrets are given as files, which are read when the store is opened. Neither the settings nor the log
+//! contain them.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -11,93 +11,96 @@ use etcd_client::ConnectOptions;
 use super::tls::Tls;
 use crate::error::InvalidSetting;
 
-/// Bytes of the prefix at the most: what is left of etcd's request limit (1.5 MiB) is not its concern.
+/// Maximum length of the prefix in bytes.
 const PREFIX_BYTES_MAX: usize = 256;
-/// Bytes of a file of certificates, a key or a password at the most.
+/// Maximum size of a certificate, key or password file in bytes.
 const FILE_BYTES_MAX: usize = 1 << 20;
-/// Finding out that an endpoint is silent.
+/// Time limit for connecting to an endpoint.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// A connection whose other end is gone without a word is noticed within the sum.
+/// Keep-alive of connections: a vanished peer is detected within the sum of both.
 const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(5);
 const KEEP_ALIVE_ANSWER: Duration = Duration::from_secs(2);
 
-/// Where etcd is and what is ours in it.
+/// Settings of a connection to etcd.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EtcdSettings {
-    /// `http://host:port` of members, at least one; `https://` with TLS.
+    /// One or more endpoints: `http://host:port`, or `https://host:port` with TLS.
     pub endpoints: Vec<String>,
-    /// What every key begins with, for example `/reprise/`.
+    /// Prefix of all keys, for example `/reprise/`.
     pub prefix: String,
-    /// Who to be, where etcd asks for it.
+    /// User to authenticate as, if etcd requires authentication.
     pub user: Option<EtcdUser>,
-    /// How to trust it and be trusted.
+    /// TLS settings, for `https://` endpoints.
     pub tls: Option<EtcdTls>,
 }
 
 /// A user of etcd.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EtcdUser {
-    /// Its name.
+    /// Name of the user.
     pub name: String,
-    /// A file whose content is the password; the end of its line is not part of it.
+    /// File that contains the password; a trailing line break is ignored.
     pub password_file: PathBuf,
 }
 
-/// TLS to etcd; all files in PEM.
+/// TLS settings for etcd; all files in PEM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EtcdTls {
-    /// The certificates of the authorities that sign etcd's.
+    /// Certificates of the authorities that sign etcd's certificate.
     pub ca_file: PathBuf,
-    /// Who we are, where etcd asks for it (`--client-cert-auth`).
+    /// Client certificate, if etcd requires one (`--client-cert-auth`).
     pub identity: Option<EtcdIdentity>,
-    /// The name in etcd's certificate, where it is not the host of the endpoints.
+    /// Name in etcd's certificate, if it differs from the host of the endpoints.
     pub server_name: Option<String>,
 }
 
-/// A client certificate.
+/// A client certificate with its key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EtcdIdentity {
-    /// The certificate, followed by those between it and the authority.
+    /// Certificate, followed by intermediate certificates.
     pub cert_file: PathBuf,
-    /// Its private key.
+    /// Private key of the certificate.
     pub key_file: PathBuf,
 }
 
 impl EtcdSettings {
-    /// Refuses what cannot work; looks at no file.
+    /// Checks the settings without reading any file.
     ///
     /// # Errors
-    /// The setting, and what to write instead.
+    /// The invalid setting, with its valid values.
     pub fn check(&self) -> Result<(), InvalidSetting> {
         if self.endpoints.is_empty() {
-            return refuse("store.endpoints", "name at least one member, as http://host:port".to_owned());
+            return invalid(
+                "store.endpoints",
+                "expected at least one endpoint, as http://host:port".to_owned(),
+            );
         }
         let (scheme, remedy) = match self.tls {
             None => ("http://", "write it as http://host:port, or, for https, add [store.tls] with ca_file"),
             Some(_) => ("https://", "with [store.tls] write it as https://host:port"),
         };
         if let Some(other) = self.endpoints.iter().find(|endpoint| !endpoint.starts_with(scheme)) {
-            return refuse("store.endpoints", format!("'{other}': {remedy}"));
+            return invalid("store.endpoints", format!("invalid endpoint '{other}': {remedy}"));
         }
         if !self.prefix.ends_with('/') {
-            return refuse(
+            return invalid(
                 "store.prefix",
-                "end it with '/', so that no other prefix begins with it".to_owned(),
+                "must end with '/', so that it is not a prefix of another prefix".to_owned(),
             );
         }
         if self.prefix.len() > PREFIX_BYTES_MAX {
-            return refuse(
+            return invalid(
                 "store.prefix",
-                format!("{} bytes: at most {PREFIX_BYTES_MAX}", self.prefix.len()),
+                format!("has {} bytes, expected at most {PREFIX_BYTES_MAX}", self.prefix.len()),
             );
         }
         if self.user.as_ref().is_some_and(|user| user.name.is_empty()) {
-            return refuse("store.user.name", "name a user of etcd".to_owned());
+            return invalid("store.user.name", "must not be empty".to_owned());
         }
         Ok(())
     }
 
-    /// How to connect. Reads the files: it blocks.
+    /// Reads the files and builds the connection options. Blocks.
     pub(super) fn load(&self) -> Result<(ConnectOptions, Option<Tls>), InvalidSetting> {
         self.check()?;
         let mut options = ConnectOptions::new()
@@ -120,9 +123,9 @@ impl EtcdUser {
     fn password(&self) -> Result<String, InvalidSetting> {
         let field = "store.user.password_file";
         let text = String::from_utf8(read(field, &self.password_file)?)
-            .or_else(|_| refuse(field, format!("{} is no text", self.password_file.display())))?;
+            .or_else(|_| invalid(field, format!("{} is not text", self.password_file.display())))?;
         match text.trim_end_matches(['\n', '\r']) {
-            "" => refuse(
+            "" => invalid(
                 field,
                 format!("{} is empty: write the password into it", self.password_file.display()),
             ),
@@ -133,19 +136,20 @@ impl EtcdUser {
 
 pub(super) fn read(field: &'static str, path: &Path) -> Result<Vec<u8>, InvalidSetting> {
     let bytes = std::fs::read(path).or_else(|error| {
-        refuse(
+        invalid(
             field,
-            format!("cannot read {} ({error}): name a file that this user may read", path.display()),
+            format!("cannot read {} ({error}): check the path and its permissions", path.display()),
         )
     })?;
     match bytes.len() > FILE_BYTES_MAX {
-        true => {
-            refuse(field, format!("{} has {} bytes: at most {FILE_BYTES_MAX}", path.display(), bytes.len()))
-        }
+        true => invalid(
+            field,
+            format!("{} has {} bytes, expected at most {FILE_BYTES_MAX}", path.display(), bytes.len()),
+        ),
         false => Ok(bytes),
     }
 }
 
-pub(super) fn refuse<T>(field: &'static str, reason: String) -> Result<T, InvalidSetting> {
+pub(super) fn invalid<T>(field: &'static str, reason: String) -> Result<T, InvalidSetting> {
     Err(InvalidSetting { field, reason })
 }

@@ -1,8 +1,8 @@
-//! TLS to etcd: its files, checked before etcd is asked, and why a handshake fails.
+//! TLS to etcd: loads and checks the files before connecting, and diagnoses failed handshakes.
 //!
-//! With TLS 1.3 a server refuses a client's certificate after the client has finished its part of the handshake: whether
-//! the client's first words or the server's refusal come first is chance, and the connection may just seem to break. So
-//! when etcd cannot be reached, a handshake of our own waits for the server's first words.
+//! With TLS 1.3, a server rejects a client certificate only after the client has finished the handshake.
+//! Depending on timing, the client then sees the rejection or just a broken connection. Therefore, if etcd is
+//! unreachable, a separate probe connects and waits for the server's first bytes.
 
 use std::io::ErrorKind;
 use std::path::Path;
@@ -19,19 +19,19 @@ use tokio_rustls::rustls::pki_types::pem::{Error as PemError, PemObject};
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use tokio_rustls::rustls::{ClientConfig, Error as TlsError, RootCertStore};
 
-use super::settings::{EtcdIdentity, EtcdTls, read, refuse};
+use super::settings::{EtcdIdentity, EtcdTls, invalid, read};
 use crate::error::InvalidSetting;
 
-/// A connection, its handshake and the first words of etcd; of all endpoints together.
+/// Time limit for probing all endpoints: connection, handshake and first bytes.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
-/// What etcd speaks.
+/// ALPN protocol of etcd.
 const PROTOCOL: &[u8] = b"h2";
 
 const CA_FILE: &str = "store.tls.ca_file";
 const CERT_FILE: &str = "store.tls.cert_file";
 const KEY_FILE: &str = "store.tls.key_file";
 
-/// The files of the settings, read and checked.
+/// Loaded and checked TLS files.
 pub(super) struct Tls {
     authorities: Pem,
     identity: Option<(Pem, Vec<u8>)>,
@@ -39,14 +39,14 @@ pub(super) struct Tls {
     config: Arc<ClientConfig>,
 }
 
-/// Certificates, as they are in a file and as they are.
+/// Certificates as PEM text and in decoded form.
 struct Pem {
     text: Vec<u8>,
     certificates: Vec<CertificateDer<'static>>,
 }
 
 impl Tls {
-    /// Reads the files: it blocks.
+    /// Loads and checks the files. Blocks.
     pub(super) fn load(settings: &EtcdTls) -> Result<Tls, InvalidSetting> {
         let authorities = certificates(CA_FILE, &settings.ca_file)?;
         let mut roots = RootCertStore::empty();
@@ -55,7 +55,7 @@ impl Tls {
         }
         let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
             .with_safe_default_protocol_versions()
-            .expect("the provider knows the protocol's versions")
+            .expect("the provider supports the default versions")
             .with_root_certificates(roots);
         let (mut config, identity) = match &settings.identity {
             None => (config.with_no_client_auth(), None),
@@ -64,7 +64,7 @@ impl Tls {
                 let (text, key) = private_key(key_file)?;
                 let config = config
                     .with_client_auth_cert(certificate.certificates.clone(), key)
-                    .or_else(|error| no_pair(cert_file, key_file, &error))?;
+                    .or_else(|error| mismatched_pair(cert_file, key_file, &error))?;
                 (config, Some((certificate, text)))
             }
         };
@@ -73,17 +73,15 @@ impl Tls {
         if let Some(name) = &server_name
             && ServerName::try_from(name.as_str()).is_err()
         {
-            return refuse(
+            return invalid(
                 "store.tls.server_name",
-                format!(
-                    "'{name}' is neither a host name nor an address: write the name in etcd's certificate"
-                ),
+                format!("invalid name '{name}': expected the host name or address in etcd's certificate"),
             );
         }
         Ok(Tls { authorities, identity, server_name, config: Arc::new(config) })
     }
 
-    /// As the client takes it.
+    /// Converts to the options of the etcd client.
     pub(super) fn options(&self) -> TlsOptions {
         let mut options = TlsOptions::new().ca_certificate(Certificate::from_pem(&self.authorities.text));
         if let Some((certificate, key)) = &self.identity {
@@ -95,7 +93,7 @@ impl Tls {
         }
     }
 
-    /// Why a handshake with one of the endpoints fails; `None` when that is not what is wrong.
+    /// Reason why a TLS handshake with an endpoint fails; `None` if the handshakes succeed or do not start.
     pub(super) async fn diagnose(&self, endpoints: &[String]) -> Option<String> {
         let all = async {
             for endpoint in endpoints {
@@ -120,27 +118,27 @@ impl Tls {
             Err(error) => Err(error),
         };
         match heard {
-            // rustls' own errors, its peer's alerts among them.
+            // Errors of rustls, including alerts from the server.
             Err(error) if error.kind() == ErrorKind::InvalidData => Some(error.to_string()),
             Ok(()) | Err(_) => None,
         }
     }
 }
 
-/// A file with certificates, at least one.
+/// Reads a file with one or more certificates.
 fn certificates(field: &'static str, path: &Path) -> Result<Pem, InvalidSetting> {
     let text = read(field, path)?;
     let found: Result<Vec<_>, PemError> = CertificateDer::pem_slice_iter(&text).collect();
     match found {
         Ok(certificates) if !certificates.is_empty() => Ok(Pem { text, certificates }),
-        Ok(_) => refuse(
+        Ok(_) => invalid(
             field,
             format!(
-                "{} holds no certificate in PEM (a section '-----BEGIN CERTIFICATE-----'): convert it, or name another file",
+                "{} contains no PEM certificate (a section '-----BEGIN CERTIFICATE-----'): convert it or set another file",
                 path.display()
             ),
         ),
-        Err(error) => refuse(field, format!("{} is no PEM ({error}): write it again", path.display())),
+        Err(error) => invalid(field, format!("{} is not valid PEM ({error}): re-create it", path.display())),
     }
 }
 
@@ -148,23 +146,23 @@ fn private_key(path: &Path) -> Result<(Vec<u8>, PrivateKeyDer<'static>), Invalid
     let text = read(KEY_FILE, path)?;
     match PrivateKeyDer::from_pem_slice(&text) {
         Ok(key) => Ok((text, key)),
-        // What the error says might quote the key.
-        Err(_) => refuse(
+        // Omit the error, because it might quote the key.
+        Err(_) => invalid(
             KEY_FILE,
             format!(
-                "{} holds no private key in PEM (a section '-----BEGIN PRIVATE KEY-----', not encrypted): convert it, or name another file",
+                "{} contains no unencrypted PEM private key (a section '-----BEGIN PRIVATE KEY-----'): convert it or set another file",
                 path.display()
             ),
         ),
     }
 }
 
-fn no_pair<T>(cert_file: &Path, key_file: &Path, error: &TlsError) -> Result<T, InvalidSetting> {
+fn mismatched_pair<T>(cert_file: &Path, key_file: &Path, error: &TlsError) -> Result<T, InvalidSetting> {
     match error {
-        TlsError::InconsistentKeys(_) => refuse(
+        TlsError::InconsistentKeys(_) => invalid(
             KEY_FILE,
             format!(
-                "{} is not the key of store.tls.cert_file {}: name the files of one pair",
+                "{} is not the key of store.tls.cert_file {}: set a matching pair",
                 key_file.display(),
                 cert_file.display()
             ),
@@ -175,5 +173,5 @@ fn no_pair<T>(cert_file: &Path, key_file: &Path, error: &TlsError) -> Result<T, 
 }
 
 fn unusable<T>(field: &'static str, path: &Path, error: &TlsError) -> Result<T, InvalidSetting> {
-    refuse(field, format!("{} cannot be used ({error}): have it issued again", path.display()))
+    invalid(field, format!("{} is unusable ({error}): reissue it", path.display()))
 }

@@ -1,4 +1,4 @@
-//! A watch that outlives its connection.
+//! A watch that survives broken connections.
 
 use std::time::Duration;
 
@@ -10,37 +10,37 @@ use super::{EtcdStore, MESSAGE_BYTES_MAX};
 use crate::contract::{Event, Revision, Store, StoreFuture, WatchBatch, WatchSource};
 use crate::error::StoreError;
 
-/// Pauses between attempts to open a watch again: doubling up to the last.
+/// Pauses between attempts to reopen a watch, doubling from the first to the second.
 const REOPEN_PAUSE_MIN: Duration = Duration::from_millis(50);
 const REOPEN_PAUSE_MAX: Duration = Duration::from_secs(2);
 
-/// See the module.
-pub(super) struct Source {
+/// A watch on etcd that reconnects.
+pub(super) struct EtcdWatch {
     store: EtcdStore,
     prefix: Vec<u8>,
-    /// The first revision not yet reported.
+    /// First revision that was not reported yet.
     next: u64,
     stream: Option<WatchStream>,
     pause: Duration,
 }
 
-impl Source {
-    /// A watch that is open.
+impl EtcdWatch {
+    /// Opens a watch from revision `from`.
     pub(super) async fn start(
         store: EtcdStore,
         prefix: Vec<u8>,
         from: Revision,
-    ) -> Result<Source, StoreError> {
-        // 0 would mean from now on.
+    ) -> Result<EtcdWatch, StoreError> {
+        // In etcd, 0 would start at the current revision.
         let next = from.0.max(1);
-        let mut source = Source { store, prefix, next, stream: None, pause: REOPEN_PAUSE_MIN };
+        let mut source = EtcdWatch { store, prefix, next, stream: None, pause: REOPEN_PAUSE_MIN };
         source.open().await?;
         Ok(source)
     }
 
     async fn open(&mut self) -> Result<(), StoreError> {
-        // A token that has expired is renewed by calls, and not by watches. And an etcd that has gone back is noticed: a watch
-        // would wait for a revision that others will make.
+        // A call renews an expired token; a watch does not. The call also detects a restored etcd, for which
+        // the watch would wait until its revision has caught up.
         self.store.revision().await?;
         let mut client = self.store.client.watch_client().max_decoding_message_size(MESSAGE_BYTES_MAX);
         let prefix = self.store.full(&self.prefix);
@@ -49,7 +49,7 @@ impl Source {
         Ok(())
     }
 
-    /// What an answer says; `None` when it says nothing new.
+    /// Converts a reply to a batch; `None` without events.
     fn batch(&mut self, answer: &WatchResponse) -> Result<Option<WatchBatch>, StoreError> {
         if answer.compact_revision() > 0 {
             let oldest = Revision(revision(answer.compact_revision()).0 + 1);
@@ -76,12 +76,12 @@ impl Source {
         }
         let Some(last) = events.last().map(Event::revision) else { return Ok(None) };
         self.next = last.0 + 1;
-        self.store.history.seen(last);
+        self.store.revisions.record(last);
         Ok(Some(WatchBatch { revision: last, events }))
     }
 }
 
-impl WatchSource for Source {
+impl WatchSource for EtcdWatch {
     fn next(&mut self) -> StoreFuture<'_, WatchBatch> {
         Box::pin(async move {
             loop {

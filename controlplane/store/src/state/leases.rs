@@ -1,7 +1,7 @@
-//! The leases of a local store: until when they live, and what belongs to them. Pure: time arrives as a [`Tick`].
+//! Leases of a local store: expiry and attached keys. Pure: time is passed in as a [`Tick`].
 //!
-//! A lease is alive before its instant of expiry and gone from that instant on, whether or not its entries have been
-//! deleted meanwhile.
+//! A lease is alive before its instant of expiry and gone from that instant on, whether or not its entries
+//! have been deleted.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,16 +9,16 @@ use reprise_policy::Tick;
 
 use crate::lease::{Lease, LeaseId, TimeToLive};
 
-/// See the module.
+/// All leases of a store.
 #[derive(Debug, Default)]
 pub(crate) struct Leases {
-    held: BTreeMap<LeaseId, Held>,
-    /// The same leases by their expiry.
+    entries: BTreeMap<LeaseId, LeaseEntry>,
+    /// The same leases, ordered by expiry.
     by_expiry: BTreeSet<(Tick, LeaseId)>,
 }
 
 #[derive(Debug)]
-struct Held {
+struct LeaseEntry {
     time_to_live: TimeToLive,
     expires: Tick,
     keys: BTreeSet<Vec<u8>>,
@@ -26,19 +26,19 @@ struct Held {
 
 impl Leases {
     pub(crate) fn count(&self) -> usize {
-        self.held.len()
+        self.entries.len()
     }
 
     pub(crate) fn is_alive(&self, id: LeaseId, now: Tick) -> bool {
-        self.held.get(&id).is_some_and(|held| held.expires > now)
+        self.entries.get(&id).is_some_and(|entry| entry.expires > now)
     }
 
-    /// When the next lease expires.
+    /// Expiry of the lease that expires next.
     pub(crate) fn next_expiry(&self) -> Option<Tick> {
         self.by_expiry.first().map(|(expires, _)| *expires)
     }
 
-    /// The lease that expired first of those that have expired.
+    /// The expired lease with the earliest expiry.
     pub(crate) fn expired(&self, now: Tick) -> Option<LeaseId> {
         self.by_expiry.first().filter(|(expires, _)| *expires <= now).map(|(_, id)| *id)
     }
@@ -47,38 +47,38 @@ impl Leases {
         let Lease { id, time_to_live } = lease;
         let expires = now.after(time_to_live.duration());
         self.by_expiry.insert((expires, id));
-        self.held.insert(id, Held { time_to_live, expires, keys: BTreeSet::new() });
+        self.entries.insert(id, LeaseEntry { time_to_live, expires, keys: BTreeSet::new() });
     }
 
-    /// Whether the lease was alive, and has its whole time to live again.
+    /// Restarts the time to live of a lease; `false` if it has expired.
     pub(crate) fn renew(&mut self, id: LeaseId, now: Tick) -> bool {
-        let Some(held) = self.held.get_mut(&id).filter(|held| held.expires > now) else { return false };
-        self.by_expiry.remove(&(held.expires, id));
-        held.expires = now.after(held.time_to_live.duration());
-        self.by_expiry.insert((held.expires, id));
+        let Some(entry) = self.entries.get_mut(&id).filter(|entry| entry.expires > now) else { return false };
+        self.by_expiry.remove(&(entry.expires, id));
+        entry.expires = now.after(entry.time_to_live.duration());
+        self.by_expiry.insert((entry.expires, id));
         true
     }
 
     pub(crate) fn remove(&mut self, id: LeaseId) {
-        if let Some(held) = self.held.remove(&id) {
-            self.by_expiry.remove(&(held.expires, id));
+        if let Some(entry) = self.entries.remove(&id) {
+            self.by_expiry.remove(&(entry.expires, id));
         }
     }
 
-    /// What belongs to a lease, in order.
+    /// Keys attached to a lease, in order.
     pub(crate) fn keys(&self, id: LeaseId) -> impl Iterator<Item = &Vec<u8>> {
-        self.held.get(&id).into_iter().flat_map(|held| &held.keys)
+        self.entries.get(&id).into_iter().flat_map(|entry| &entry.keys)
     }
 
     pub(crate) fn attach(&mut self, id: LeaseId, key: Vec<u8>) {
-        if let Some(held) = self.held.get_mut(&id) {
-            held.keys.insert(key);
+        if let Some(entry) = self.entries.get_mut(&id) {
+            entry.keys.insert(key);
         }
     }
 
     pub(crate) fn detach(&mut self, id: LeaseId, key: &[u8]) {
-        if let Some(held) = self.held.get_mut(&id) {
-            held.keys.remove(key);
+        if let Some(entry) = self.entries.get_mut(&id) {
+            entry.keys.remove(key);
         }
     }
 }
@@ -96,21 +96,21 @@ mod tests {
     }
 
     #[test]
-    fn a_lease_is_alive_until_its_expiry_and_gone_from_then_on() {
+    fn a_lease_is_alive_until_the_instant_of_its_expiry() {
         let mut leases = Leases::default();
         let lease = lease(1, 2);
         leases.insert(lease, at(500));
         assert!(leases.is_alive(lease.id, at(2499)));
         assert_eq!((leases.expired(at(2499)), leases.next_expiry()), (None, Some(at(2500))));
         assert!(!leases.is_alive(lease.id, at(2500)));
-        assert!(!leases.renew(lease.id, at(2500)), "what has expired is not kept alive");
+        assert!(!leases.renew(lease.id, at(2500)), "an expired lease cannot be renewed");
         assert_eq!(leases.expired(at(2500)), Some(lease.id));
         leases.remove(lease.id);
         assert_eq!((leases.expired(at(9999)), leases.next_expiry(), leases.count()), (None, None, 0));
     }
 
     #[test]
-    fn a_keep_alive_gives_the_whole_time_again() {
+    fn a_keep_alive_restarts_the_time_to_live() {
         let mut leases = Leases::default();
         let (long, short) = (lease(1, 3), lease(2, 2));
         leases.insert(long, at(0));
@@ -118,7 +118,7 @@ mod tests {
         assert_eq!(leases.next_expiry(), Some(at(2000)));
         assert!(leases.renew(short.id, at(1999)));
         assert_eq!(leases.next_expiry(), Some(at(3000)));
-        assert_eq!(leases.expired(at(4000)), Some(long.id), "in the order of their expiry");
+        assert_eq!(leases.expired(at(4000)), Some(long.id), "in order of expiry");
         leases.remove(long.id);
         assert_eq!(leases.expired(at(4000)), Some(short.id));
     }

@@ -1,4 +1,4 @@
-//! A certificate authority for a test.
+//! A certificate authority for tests.
 
 use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair};
 
@@ -9,7 +9,7 @@ pub(crate) struct Authority {
 }
 
 impl Authority {
-    /// One of this name.
+    /// Creates an authority with this name.
     pub(crate) fn new(name: &str) -> Authority {
         let mut params = CertificateParams::default();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -17,12 +17,12 @@ impl Authority {
         Authority { params, key: KeyPair::generate().expect("a key") }
     }
 
-    /// Its own certificate.
+    /// Self-signed certificate of the authority.
     pub(crate) fn certificate(&self) -> String {
         self.params.clone().self_signed(&self.key).expect("signed").pem()
     }
 
-    /// A certificate for these names, and its key.
+    /// Issues a certificate for these names; returns it with its key.
     pub(crate) fn issue(&self, names: &[&str]) -> (String, String) {
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
         let mut params = CertificateParams::new(names.clone()).expect("names");

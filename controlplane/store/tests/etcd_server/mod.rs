@@ -1,6 +1,6 @@
-//! A real etcd on loopback, with a fresh data folder, ended when it is dropped.
+//! A real etcd on loopback with a new data folder; killed on drop.
 //!
-//! The binary is built from etcd's Go module by `e2e/etcd/build.sh` into the cache folder.
+//! `e2e/etcd/build.sh` builds the binary from etcd's Go module into the cache folder.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -11,13 +11,13 @@ use std::time::{Duration, Instant};
 
 use reprise_controlplane_store::EtcdSettings;
 
-/// A start takes some 300 ms.
+/// Time limit for a start, which takes about 300 ms.
 const READY_WITHIN: Duration = Duration::from_secs(20);
 
-/// Attempts to find ports: another process may take one between our look and etcd's.
+/// Attempts to find free ports, because another process may take one before etcd binds it.
 const ATTEMPTS_MAX: usize = 5;
 
-/// A running server.
+/// A running etcd server.
 pub(crate) struct Server {
     child: Child,
     ports: Ports,
@@ -25,16 +25,16 @@ pub(crate) struct Server {
     setup: Setup,
 }
 
-/// How a server is started.
+/// Options for starting a server.
 #[derive(Clone, Default)]
 pub(crate) struct Setup {
-    /// Its certificate and key, and the authority of the client certificates that it asks for.
+    /// Its certificate and key, and the authority of client certificates.
     pub(crate) tls: Option<ServerTls>,
-    /// More arguments.
+    /// Additional command-line arguments.
     pub(crate) arguments: Vec<String>,
 }
 
-/// Files in PEM.
+/// Certificate files in PEM.
 #[derive(Clone)]
 pub(crate) struct ServerTls {
     pub(crate) certificate: PathBuf,
@@ -53,29 +53,29 @@ impl Setup {
 struct Ports {
     client: u16,
     peer: u16,
-    /// Health, without TLS.
+    /// Health endpoint, without TLS.
     metrics: u16,
 }
 
-/// The binary, built when it is not there yet.
+/// Path of the binary, which is built if missing.
 fn binary() -> &'static Path {
     static BINARY: OnceLock<PathBuf> = OnceLock::new();
     BINARY.get_or_init(|| {
-        // Where the tests run, not where they were compiled: one folder of build results may serve several trees.
+        // Read the run-time variable: one target folder may serve several source trees.
         let here =
             std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
         let script = Path::new(&here)
             .ancestors()
             .map(|folder| folder.join("e2e/etcd/build.sh"))
             .find(|path| path.exists());
-        let script = script.expect("the script is in this repository");
-        let output = Command::new(script).stderr(Stdio::inherit()).output().expect("bash is there");
-        assert!(output.status.success(), "etcd cannot be built");
+        let script = script.expect("the script exists in this repository");
+        let output = Command::new(script).stderr(Stdio::inherit()).output().expect("bash exists");
+        assert!(output.status.success(), "cannot build etcd");
         PathBuf::from(String::from_utf8(output.stdout).expect("a path").trim())
     })
 }
 
-/// Ports that nobody has just now.
+/// Ports that are free at the moment.
 fn free_ports() -> Ports {
     let bind = || TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = |listener: &TcpListener| listener.local_addr().expect("bound").port();
@@ -84,13 +84,13 @@ fn free_ports() -> Ports {
 }
 
 impl Server {
-    /// Starts one with its data in `folder`.
+    /// Starts a server with its data in `folder`.
     #[allow(dead_code, reason = "each test program uses a part of this module")]
     pub(crate) fn start(folder: &Path) -> Server {
         Server::start_with(folder, &Setup::default())
     }
 
-    /// Starts one that is set up in another way.
+    /// Starts a server with options.
     pub(crate) fn start_with(folder: &Path, setup: &Setup) -> Server {
         for _ in 0..ATTEMPTS_MAX {
             let ports = free_ports();
@@ -101,12 +101,12 @@ impl Server {
             }
         }
         panic!(
-            "etcd does not start: {}",
+            "etcd failed to start: {}",
             std::fs::read_to_string(folder.join("etcd.log")).unwrap_or_default()
         );
     }
 
-    /// How to reach it.
+    /// Settings to connect to this server.
     pub(crate) fn settings(&self, prefix: &str) -> EtcdSettings {
         EtcdSettings {
             endpoints: vec![self.setup.client_url(self.ports)],
@@ -116,35 +116,35 @@ impl Server {
         }
     }
 
-    /// SIGKILL.
+    /// Kills the server with SIGKILL.
     #[allow(dead_code, reason = "each test program uses a part of this module")]
     pub(crate) fn kill(&mut self) {
-        self.child.kill().expect("one's own child");
-        self.child.wait().expect("it ends");
+        self.child.kill().expect("own child process");
+        self.child.wait().expect("the process ends");
     }
 
-    /// SIGSTOP: it keeps its connections and answers nothing. Killing it still works.
+    /// Stops the server with SIGSTOP: it keeps connections but does not answer. It can still be killed.
     #[allow(dead_code, reason = "each test program uses a part of this module")]
     pub(crate) fn pause(&self) {
         self.signal("STOP");
-        // The signal is on its way: whoever asks at once may still be answered.
+        // Delivery is asynchronous: the server may still answer until all threads have stopped.
         let give_up = Instant::now() + Duration::from_secs(10);
         while !self.has_stopped() {
-            assert!(Instant::now() < give_up, "a process does not stop");
+            assert!(Instant::now() < give_up, "the process does not stop");
             std::thread::sleep(Duration::from_millis(1));
         }
     }
 
-    /// Whether all of its threads stand still (proc_pid_stat(5)).
+    /// Whether all its threads have stopped (proc_pid_stat(5)).
     fn has_stopped(&self) -> bool {
-        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.child.id())).expect("it runs");
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.child.id())).expect("the process runs");
         tasks.flatten().all(|task| {
             let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
             stat.rsplit(") ").next().is_some_and(|rest| rest.is_empty() || rest.starts_with('T'))
         })
     }
 
-    /// SIGCONT.
+    /// Continues the server with SIGCONT.
     #[allow(dead_code, reason = "each test program uses a part of this module")]
     pub(crate) fn resume(&self) {
         self.signal("CONT");
@@ -152,50 +152,50 @@ impl Server {
 
     fn signal(&self, name: &str) {
         let sent = Command::new("kill").args([format!("-{name}"), self.child.id().to_string()]).status();
-        assert!(sent.expect("kill is there").success(), "SIG{name} reaches one's own child");
+        assert!(sent.expect("kill exists").success(), "cannot send SIG{name}");
     }
 
-    /// Removes all that it has stored. Only while it does not run.
+    /// Deletes all data. The server must not be running.
     #[allow(dead_code, reason = "each test program uses a part of this module")]
     pub(crate) fn wipe(&self) {
-        std::fs::remove_dir_all(self.folder.join("etcd")).expect("one's own folder");
+        std::fs::remove_dir_all(self.folder.join("etcd")).expect("own folder");
     }
 
-    /// Copies all that it has stored. Only while it does not run.
+    /// Copies all data. The server must not be running.
     #[allow(dead_code, reason = "each test program uses a part of this module")]
     pub(crate) fn back_up(&self) {
         copy(&self.folder.join("etcd"), &self.folder.join("backup"));
     }
 
-    /// Puts the copy in the place of all that it has stored. Only while it does not run.
+    /// Replaces all data by the copy. The server must not be running.
     #[allow(dead_code, reason = "each test program uses a part of this module")]
     pub(crate) fn restore(&self) {
         self.wipe();
         copy(&self.folder.join("backup"), &self.folder.join("etcd"));
     }
 
-    /// Starts another one under the same addresses, with its data in another folder.
+    /// Starts another server at the same addresses, with data in another folder.
     #[allow(dead_code, reason = "each test program uses a part of this module")]
     pub(crate) fn replace(&self, folder: &Path, arguments: Vec<String>) -> Server {
         let setup = Setup { arguments, ..self.setup.clone() };
         let child = spawn(folder, self.ports, &setup);
         let mut server = Server { child, ports: self.ports, folder: folder.to_owned(), setup };
-        assert!(server.is_ready(), "another etcd starts");
+        assert!(server.is_ready(), "another etcd failed to start");
         server
     }
 
-    /// Starts it again with its data and under its addresses.
+    /// Restarts the server with its data and addresses.
     #[allow(dead_code, reason = "each test program uses a part of this module")]
     pub(crate) fn restart(&mut self) {
         self.child = spawn(&self.folder, self.ports, &self.setup);
-        assert!(self.is_ready(), "etcd starts again");
+        assert!(self.is_ready(), "etcd failed to restart");
     }
 
-    /// Waits until it answers; false when it ends instead.
+    /// Waits until the server answers; false if it exits instead.
     fn is_ready(&mut self) -> bool {
         let give_up = Instant::now() + READY_WITHIN;
         while Instant::now() < give_up {
-            if self.child.try_wait().expect("one's own child").is_some() {
+            if self.child.try_wait().expect("own child process").is_some() {
                 return false;
             }
             if self.is_healthy() {
@@ -208,7 +208,7 @@ impl Server {
 
     fn is_healthy(&self) -> bool {
         let connect = |port| TcpStream::connect(("127.0.0.1", port));
-        // Somebody else may have one of the ports by now: then this one has not all of them, and ends soon.
+        // Another process may have taken one of the ports; then this server exits soon.
         let (Ok(mut stream), Ok(_)) = (connect(self.ports.metrics), connect(self.ports.client)) else {
             return false;
         };
@@ -220,8 +220,8 @@ impl Server {
 }
 
 fn copy(from: &Path, to: &Path) {
-    let copied = Command::new("cp").arg("-a").args([from, to]).status().expect("cp is everywhere");
-    assert!(copied.success(), "one's own folder");
+    let copied = Command::new("cp").arg("-a").args([from, to]).status().expect("cp exists");
+    assert!(copied.success(), "cannot copy the data");
 }
 
 fn spawn(folder: &Path, ports: Ports, setup: &Setup) -> Child {
@@ -245,7 +245,7 @@ fn spawn(folder: &Path, ports: Ports, setup: &Setup) -> Child {
         command.arg("--cert-file").arg(&tls.certificate).arg("--key-file").arg(&tls.key);
         command.arg("--client-cert-auth").arg("--trusted-ca-file").arg(&tls.client_authority);
     }
-    command.spawn().expect("etcd can be run")
+    command.spawn().expect("cannot run etcd")
 }
 
 impl Drop for Server {

@@ -1,7 +1,7 @@
-//! Piece by piece through a buffer of our own, with the crc-fast crate: for every CPU.
+//! Copies in pieces through a private buffer, with the crc-fast crate: for every CPU.
 //!
-//! The crate wants slices, and memory that others write must not be behind one. The buffer stays in the first-level
-//! cache, so the detour costs little beside the traffic to memory.
+//! The crate needs slices, and memory that other processes write must not be behind one. The buffer stays in
+//! the first-level cache, so the additional copy costs little compared with the memory traffic.
 
 use crc_fast::{CrcAlgorithm, Digest};
 
@@ -40,7 +40,7 @@ pub(super) unsafe fn checksum(mut state: State, src: *const u8, bytes: usize) ->
     state
 }
 
-/// See [`super::checksum_slice`].
+/// Implements [`super::checksum_slice`] with crc-fast.
 pub(super) fn checksum_slice(state: State, bytes: &[u8]) -> State {
     let mut digest = Digest::new_with_init_state(CrcAlgorithm::Crc32Iscsi, u64::from(state));
     digest.update(bytes);

@@ -1,4 +1,4 @@
-//! Both implementations against each other and the definition, at every alignment that matters.
+//! Compares both implementations with each other and with the definition, at every relevant alignment.
 
 use proptest::prelude::*;
 
@@ -13,7 +13,7 @@ fn by_definition(state: State, bytes: &[u8]) -> State {
     bytes.iter().fold(state, |crc, byte| (0..8).fold(crc ^ u32::from(*byte), step))
 }
 
-/// The implementations that this CPU can run; what it cannot run, nothing here uses either.
+/// The implementations that this CPU supports.
 fn implementations() -> Vec<(&'static str, CopyChecked, Checksum)> {
     let mut all: Vec<(&'static str, CopyChecked, Checksum)> =
         vec![("portable", portable::copy_checked, portable::checksum), ("chosen", copy_checked, checksum)];
@@ -92,7 +92,7 @@ proptest! {
     }
 
     #[test]
-    fn a_checksum_in_two_parts_is_that_of_the_whole(length in 0usize..5000, at: prop::sample::Index, seed: u32) {
+    fn a_checksum_in_two_parts_equals_the_checksum_of_the_whole(length in 0usize..5000, at: prop::sample::Index, seed: u32) {
         let bytes = pattern(length, seed);
         let (first, second) = bytes.split_at(at.index(length + 1));
         let state = checksum_slice(checksum_slice(EMPTY, first), second);

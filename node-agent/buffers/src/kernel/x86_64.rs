@@ -1,16 +1,17 @@
 //! One pass over memory with 256-bit registers: load, store, fold into the checksum.
 //!
 //! The checksum is folded as in Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ
-//! Instruction" (Intel, 2009), for reflected bit order. Four registers hold eight 128-bit remainders; each step
-//! multiplies them on by the 1,024 bits that a step is long and adds the next bytes:
+//! Instruction" (Intel, 2009), for reflected bit order. Four registers hold eight 128-bit remainders; each
+//! step advances them by the 1,024 bits of a step and adds the next bytes:
 //!
 //! ```text
 //!  bytes  0..32   32..64   64..96   96..128 │ 128..160 …
 //!         r0      r1       r2       r3      │ r0 = r0.low · x^(1024+64) + r0.high · x^1024 + bytes 128..160, …
 //! ```
 //!
-//! At the end the eight are folded into one, whose 16 bytes go through the CPU's CRC32 instruction, as does what is
-//! left of the input. Four registers suffice: a step has 8 multiplications and the latency of one chain is shorter.
+//! At the end the eight are folded into one, whose 16 bytes go through the CPU's CRC32 instruction, as does
+//! the rest of the input. Four registers suffice: a step has 8 multiplications and the latency of one chain
+//! is shorter.
 
 use std::arch::x86_64::{
     __m128i, __m256i, _MM_HINT_T0, _mm_clmulepi64_si128, _mm_crc32_u8, _mm_crc32_u64, _mm_cvtsi32_si128,
@@ -21,47 +22,48 @@ use std::arch::x86_64::{
 
 use super::{STREAM_BYTES_MIN, State};
 
-/// Bytes of a register.
+/// Size of a register in bytes.
 const REGISTER: usize = 32;
 
-/// Bytes of a step: four registers, two cache lines.
+/// Size of a step in bytes: four registers, two cache lines.
 const STEP: usize = 4 * REGISTER;
 
-/// Bytes of a cache line: stores around the cache should fill whole ones.
+/// Size of a cache line in bytes: non-temporal stores should fill whole lines.
 const LINE: usize = 64;
 
-/// How far ahead of its use a line is fetched. 1–8 KiB made no difference; none at all cost 15 %.
+/// Prefetch distance in bytes. 1–8 KiB made no difference; no prefetch cost 15 %.
 const AHEAD: usize = 2 << 10;
 
-// Where the bytes go. (Constants, for an enum cannot be a const parameter.)
-const NOWHERE: u8 = 0;
+// Destinations of [`pass`]. An enum cannot be a const parameter.
+const NO_COPY: u8 = 0;
 const CACHE: u8 = 1;
 const AROUND_CACHE: u8 = 2;
 
 /// The polynomial of CRC-32/ISCSI without its highest term.
 const POLYNOMIAL: u64 = 0x1EDC_6F41;
 
-/// Two multipliers, for the low and the high half of a 128-bit remainder.
+/// Multipliers for the low and the high half of a 128-bit remainder.
 #[derive(Clone, Copy)]
 struct Multipliers {
     low: u32,
     high: u32,
 }
 
-/// A step further.
+/// Advances by one step.
 const BY_STEP: Multipliers = multipliers(8 * STEP as u32);
-/// A register further.
+/// Advances by one register.
 const BY_REGISTER: Multipliers = multipliers(8 * REGISTER as u32);
-/// Half a register further.
+/// Advances by half a register.
 const BY_HALF: Multipliers = multipliers(4 * REGISTER as u32);
 
-/// What moves a remainder on by `bits`. In reflected order the low half has the higher powers; the offsets are 64
-/// bits (of the half) less 32 (of the width) less 1 (a product of reflected numbers comes out one bit lower).
+/// Multipliers that advance a remainder by `bits`. In reflected order the low half has the higher powers. The
+/// offsets are 64 bits (of the half) minus 32 (of the width) minus 1 (a product of reflected numbers comes
+/// out one bit lower).
 const fn multipliers(bits: u32) -> Multipliers {
     Multipliers { low: power(bits + 31), high: power(bits - 33) }
 }
 
-/// x^exponent modulo the polynomial, reflected.
+/// Computes x^exponent modulo the polynomial, reflected.
 const fn power(exponent: u32) -> u32 {
     let mut value: u64 = 1;
     let mut done = 0;
@@ -75,7 +77,7 @@ const fn power(exponent: u32) -> u32 {
     (value as u32).reverse_bits()
 }
 
-// The multipliers for 64 bytes are printed in other implementations: github.com/corsix/fast-crc32, crc32c v4s3x3.
+// Other implementations list the multipliers for 64 bytes: github.com/corsix/fast-crc32, crc32c v4s3x3.
 const _: () = assert!(multipliers(512).low == 0x740e_ef02 && multipliers(512).high == 0x9e4a_ddf8);
 
 /// See [`super::copy`].
@@ -96,7 +98,7 @@ pub(super) unsafe fn copy_around_cache(src: *const u8, dst: *mut u8, bytes: usiz
     }
     _mm_sfence();
     let done = head + body;
-    // SAFETY: what is left of both.
+    // SAFETY: the rest of both.
     unsafe { std::ptr::copy_nonoverlapping(src.wrapping_add(done), dst.wrapping_add(done), bytes - done) };
 }
 
@@ -116,7 +118,8 @@ pub(super) unsafe fn copy_checked(state: State, src: *const u8, dst: *mut u8, by
     // SAFETY: the rest of both; `head` made the destination aligned.
     let state =
         unsafe { pass::<AROUND_CACHE>(state, src.wrapping_add(head), dst.wrapping_add(head), bytes - head) };
-    // Stores around the cache are ordered with nothing. Whoever is told that the bytes are there must find them.
+    // Non-temporal stores are not ordered with other stores. Fence, so that a thread that is notified finds
+    // the bytes.
     _mm_sfence();
     state
 }
@@ -128,14 +131,14 @@ pub(super) unsafe fn copy_checked(state: State, src: *const u8, dst: *mut u8, by
 #[target_feature(enable = "avx2,vpclmulqdq,pclmulqdq,sse4.2")]
 pub(super) unsafe fn checksum(state: State, src: *const u8, bytes: usize) -> State {
     // SAFETY: by the contract of this function; no destination is needed.
-    unsafe { pass::<NOWHERE>(state, src, std::ptr::null_mut(), bytes) }
+    unsafe { pass::<NO_COPY>(state, src, std::ptr::null_mut(), bytes) }
 }
 
-/// Copies and checksums.
+/// Copies and checksums `bytes` bytes.
 ///
 /// # Safety
-/// As for [`super::copy_checked`]; `dst` is not used when `TO` is `NOWHERE`, and aligned to 32 bytes when it is
-/// `AROUND_CACHE`.
+/// As for [`super::copy_checked`]; `dst` is not used when `TO` is `NO_COPY`, and aligned to 32 bytes when it
+/// is `AROUND_CACHE`.
 #[inline]
 #[target_feature(enable = "avx2,vpclmulqdq,pclmulqdq,sse4.2")]
 unsafe fn pass<const TO: u8>(mut state: State, src: *const u8, dst: *mut u8, bytes: usize) -> State {
@@ -144,7 +147,7 @@ unsafe fn pass<const TO: u8>(mut state: State, src: *const u8, dst: *mut u8, byt
         // SAFETY: the whole steps of source and destination.
         state = unsafe { steps::<TO>(state, src, dst, body) };
     }
-    // SAFETY: what is left of both.
+    // SAFETY: the rest of both.
     unsafe { word_by_word::<TO>(state, src.wrapping_add(body), dst.wrapping_add(body), bytes - body) }
 }
 
@@ -170,7 +173,7 @@ unsafe fn steps<const TO: u8>(state: State, src: *const u8, dst: *mut u8, bytes:
     finish(remainders)
 }
 
-/// Loads a step, stores it, gives it.
+/// Loads a step, stores it and returns it.
 ///
 /// # Safety
 /// As for [`pass`], for `STEP` bytes.
@@ -178,8 +181,8 @@ unsafe fn steps<const TO: u8>(state: State, src: *const u8, dst: *mut u8, bytes:
 #[target_feature(enable = "avx2")]
 unsafe fn move_step<const TO: u8>(src: *const u8, dst: *mut u8) -> [__m256i; 4] {
     for line in [AHEAD, AHEAD + LINE] {
-        // SAFETY: a prefetch is a hint that has no effect on memory and never faults, whatever the address (Intel SDM,
-        // PREFETCHh).
+        // SAFETY: a prefetch is a hint that has no effect on memory and never faults, for any address (Intel
+        // SDM, PREFETCHh).
         #[allow(unused_unsafe, reason = "safe in the newest Rust, unsafe in the oldest that we support")]
         unsafe {
             _mm_prefetch::<_MM_HINT_T0>(src.wrapping_add(line).cast());
@@ -205,8 +208,8 @@ unsafe fn load(at: *const u8) -> __m256i {
 }
 
 /// # Safety
-/// `at` is valid for writing a register unless `TO` is `NOWHERE`, and aligned if it is `AROUND_CACHE`. In that case
-/// the caller fences before anybody is told.
+/// `at` is valid for writing a register unless `TO` is `NO_COPY`, and aligned if it is `AROUND_CACHE`. In
+/// that case the caller must fence before it notifies other threads.
 #[inline]
 #[target_feature(enable = "avx")]
 unsafe fn store<const TO: u8>(at: *mut u8, value: __m256i) {
@@ -219,7 +222,7 @@ unsafe fn store<const TO: u8>(at: *mut u8, value: __m256i) {
     }
 }
 
-/// Moves two remainders on and adds the next bytes.
+/// Advances two remainders and adds the next bytes.
 #[inline]
 #[target_feature(enable = "avx2,vpclmulqdq")]
 fn fold(remainder: __m256i, by: __m256i, next: __m256i) -> __m256i {
@@ -241,7 +244,7 @@ fn finish(remainders: [__m256i; 4]) -> State {
     let high = _mm_clmulepi64_si128::<0x11>(half, by_half);
     let last = _mm_xor_si128(_mm_xor_si128(low, high), _mm256_extracti128_si256::<1>(folded));
     let state = _mm_crc32_u64(0, _mm_extract_epi64::<0>(last).cast_unsigned());
-    // The instruction gives 32 bits in a 64-bit register.
+    // The instruction returns 32 bits in a 64-bit register.
     _mm_crc32_u64(state, _mm_extract_epi64::<1>(last).cast_unsigned()) as State
 }
 
@@ -251,7 +254,7 @@ fn both(multipliers: Multipliers) -> __m128i {
     _mm_set_epi64x(i64::from(multipliers.high), i64::from(multipliers.low))
 }
 
-/// [`pass`] without vectors, for what is shorter than a step.
+/// [`pass`] without vectors, for input shorter than a step.
 ///
 /// # Safety
 /// As for [`pass`], but for the alignment.
@@ -264,17 +267,17 @@ unsafe fn word_by_word<const TO: u8>(state: State, src: *const u8, dst: *mut u8,
     for offset in (0..words).step_by(WORD) {
         // SAFETY: the word lies in the source.
         let word = unsafe { src.wrapping_add(offset).cast::<u64>().read_unaligned() };
-        if TO != NOWHERE {
+        if TO != NO_COPY {
             // SAFETY: the word lies in the destination.
             unsafe { dst.wrapping_add(offset).cast::<u64>().write_unaligned(word) };
         }
         state = _mm_crc32_u64(state, word);
     }
-    let mut state = state as State; // the instruction gives 32 bits in a 64-bit register
+    let mut state = state as State; // the instruction returns 32 bits in a 64-bit register
     for offset in words..bytes {
         // SAFETY: the byte lies in the source.
         let byte = unsafe { src.wrapping_add(offset).read() };
-        if TO != NOWHERE {
+        if TO != NO_COPY {
             // SAFETY: the byte lies in the destination.
             unsafe { dst.wrapping_add(offset).write(byte) };
         }
@@ -283,7 +286,7 @@ unsafe fn word_by_word<const TO: u8>(state: State, src: *const u8, dst: *mut u8,
     state
 }
 
-/// Bytes from `dst` to the next start of a cache line.
+/// Number of bytes from `dst` to the next start of a cache line.
 fn to_line(dst: *mut u8) -> usize {
     dst.addr().next_multiple_of(LINE) - dst.addr()
 }

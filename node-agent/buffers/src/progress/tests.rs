@@ -1,4 +1,4 @@
-//! Progress entries through two mappings of one page, as agent and engine have them.
+//! Progress entries through two mappings of one page, as in agent and engine.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicBool;
@@ -7,7 +7,7 @@ use std::thread;
 use super::*;
 use crate::shared::FutexOutcome;
 
-/// Longer than any test takes: a wait that ends by it has failed.
+/// Longer than any test takes: a wait that reaches it has failed.
 const LONG: Duration = Duration::from_secs(60);
 
 fn received(fd: BorrowedFd<'_>) -> OwnedFd {
@@ -20,8 +20,8 @@ fn page() -> (ProgressWriter, ProgressReader) {
     (writer, reader)
 }
 
-/// Returns when somebody was asleep on the entry (and has been woken to look again).
-fn rouse(writer: &ProgressWriter, entry: u16) {
+/// Returns when a waiter was asleep on the entry (and has been woken to check again).
+fn wake_sleeper(writer: &ProgressWriter, entry: u16) {
     while writer.shared.futex_wake(writer_base(entry) + CHANGES) == 0 {
         thread::yield_now();
     }
@@ -37,7 +37,7 @@ fn a_fresh_page_has_free_entries_only() {
 }
 
 #[test]
-fn an_entry_shows_what_was_written_and_its_neighbours_nothing() {
+fn an_entry_shows_its_values_and_its_neighbours_stay_empty() {
     let (writer, reader) = page();
     writer.begin(5, 77);
     writer.fail_block(5, 0);
@@ -71,7 +71,7 @@ fn the_next_load_of_an_entry_starts_from_nothing() {
 }
 
 #[test]
-fn what_does_not_exist_reads_as_over_and_failed_instead_of_panicking() {
+fn invalid_entries_read_as_done_and_failed_instead_of_panicking() {
     let (writer, reader) = page();
     writer.begin(0, 9);
     for entry in [PROGRESS_ENTRIES, u16::MAX] {
@@ -83,7 +83,7 @@ fn what_does_not_exist_reads_as_over_and_failed_instead_of_panicking() {
 }
 
 #[test]
-fn waiting_ends_at_once_when_there_is_nothing_to_wait_for() {
+fn a_wait_ends_at_once_when_its_condition_holds() {
     let (writer, reader) = page();
     writer.begin(1, 10);
     writer.set_layers(1, 4);
@@ -97,7 +97,7 @@ fn waiting_ends_at_once_when_there_is_nothing_to_wait_for() {
 }
 
 #[test]
-fn a_sleeper_is_woken_by_layers_by_the_end_and_by_the_next_load() {
+fn layers_the_end_and_the_next_load_wake_a_waiter() {
     type Change = fn(&ProgressWriter);
     let cases: [(Change, WaitOutcome); 3] = [
         (|writer| writer.set_layers(2, 5), WaitOutcome::Ready),
@@ -110,7 +110,7 @@ fn a_sleeper_is_woken_by_layers_by_the_end_and_by_the_next_load() {
         writer.set_layers(2, 4);
         let outcome = thread::scope(|scope| {
             let sleeper = scope.spawn(|| reader.wait_layers(2, 20, 5, LONG));
-            rouse(&writer, 2);
+            wake_sleeper(&writer, 2);
             change(&writer);
             sleeper.join().expect("no panic")
         });
@@ -119,7 +119,7 @@ fn a_sleeper_is_woken_by_layers_by_the_end_and_by_the_next_load() {
 }
 
 #[test]
-fn a_sleeper_stays_asleep_until_enough_layers_are_there() {
+fn a_waiter_sleeps_until_enough_layers_are_ready() {
     let (writer, reader) = page();
     writer.begin(3, 30);
     thread::scope(|scope| {
@@ -128,7 +128,7 @@ fn a_sleeper_stays_asleep_until_enough_layers_are_there() {
             (outcome, reader.layers(3))
         });
         for layers in 1..=3 {
-            rouse(&writer, 3);
+            wake_sleeper(&writer, 3);
             writer.set_layers(3, layers);
         }
         assert_eq!(sleeper.join().expect("no panic"), (WaitOutcome::Ready, 3));
@@ -158,9 +158,9 @@ fn a_reader_that_sees_a_layer_sees_every_failure_before_it() {
 }
 
 #[test]
-fn values_of_a_later_load_are_never_taken_for_those_of_an_earlier_one() {
+fn values_of_a_later_load_are_never_attributed_to_an_earlier_one() {
     const LOADS: u64 = 20_000;
-    // Load n goes through layers 10 n + 1 .. 10 n + 9, so every value tells its load.
+    // Load n uses layers 10 n + 1 .. 10 n + 9, so every value identifies its load.
     let (writer, reader) = page();
     let over = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -178,7 +178,7 @@ fn values_of_a_later_load_are_never_taken_for_those_of_an_earlier_one() {
         while !over.load(Ordering::Acquire) || looks == 0 {
             let load = reader.load(0);
             if load != 0
-                && let Seen::Progress { layers, state } = reader.look(0, load)
+                && let EntrySnapshot::Progress { layers, state } = reader.snapshot(0, load)
             {
                 let expected = load as u32 * 10;
                 assert!(
@@ -193,7 +193,7 @@ fn values_of_a_later_load_are_never_taken_for_those_of_an_earlier_one() {
 }
 
 #[test]
-fn a_page_of_another_size_is_refused() {
+fn rejects_a_page_of_the_wrong_size() {
     let small = SharedMemory::create(4096).expect("a page of memory");
     let fd = received(small.readonly_fd().expect("created here"));
     assert!(ProgressReader::map(fd).is_err());
@@ -229,7 +229,7 @@ fn a_wait_on_a_readonly_mapping_is_woken_through_the_other_mapping() {
     let shared = SharedMemory::create(4096).expect("a page of memory");
     let other = SharedMemory::map_readonly(received(shared.readonly_fd().expect("created here")), 4096)
         .expect("a mapping");
-    // The kernel checks the time before the value, so this also shows that it takes the longest.
+    // The kernel checks the timeout before the value, so this also shows that it accepts the longest one.
     assert_eq!(other.futex_wait(0, 1, Duration::MAX).expect("mapped"), FutexOutcome::Changed);
     assert_eq!(other.futex_wait(0, 0, Duration::from_micros(100)).expect("mapped"), FutexOutcome::TimedOut);
     thread::scope(|scope| {

@@ -1,7 +1,7 @@
-//! File descriptors that travel beside the messages.
+//! File descriptors that accompany messages.
 //!
-//! A descriptor arrives with or before the last byte of the message that names it, and in the order named: a
-//! queue is enough to bring them together.
+//! A descriptor arrives with or before the last byte of the message that names it, in the order of the names.
+//! A queue is therefore enough to match them.
 
 use std::collections::VecDeque;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -11,10 +11,10 @@ use reprise_proto::local::Welcome;
 
 use crate::error::ClientError;
 
-/// Descriptors that may wait for their message: eight messages' worth of the 32 that one may carry.
+/// Descriptors that may wait for their message: those of eight messages, with at most 32 each.
 const WAITING_MAX: usize = 256;
 
-/// Descriptors that no message has claimed yet.
+/// Received descriptors that belong to no decoded message yet.
 #[derive(Debug, Default)]
 pub(super) struct Descriptors {
     waiting: VecDeque<OwnedFd>,
@@ -22,24 +22,26 @@ pub(super) struct Descriptors {
 }
 
 impl Descriptors {
-    /// Receives bytes and whatever descriptors come with them; blocks. 0 bytes: the other side has closed.
+    /// Receives bytes and the descriptors that come with them; blocks. 0 bytes mean that the agent has closed
+    /// the socket.
     ///
     /// # Errors
-    /// What the system says, or too many descriptors.
+    /// The system's error, or `Protocol` for too many descriptors.
     pub(super) fn receive(&mut self, socket: BorrowedFd<'_>, into: &mut [u8]) -> Result<usize, ClientError> {
         let count = recv_with_fds(socket, into, &mut self.received)
             .map_err(|source| memory("receive from the agent", source))?;
         self.waiting.extend(self.received.drain(..));
         if self.waiting.len() > WAITING_MAX {
-            return Err(ClientError::Protocol(format!("more than {WAITING_MAX} unclaimed descriptors")));
+            return Err(ClientError::Protocol(format!(
+                "more than {WAITING_MAX} descriptors without a message"
+            )));
         }
         Ok(count)
     }
 
-    /// The next descriptor.
+    /// Takes the oldest unclaimed descriptor.
     pub(super) fn next(&mut self) -> Result<OwnedFd, ClientError> {
-        let missing =
-            || ClientError::Protocol("a message names a descriptor that did not come with it".into());
+        let missing = || ClientError::Protocol("message without the descriptor that it names".into());
         self.waiting.pop_front().ok_or_else(missing)
     }
 
@@ -50,7 +52,7 @@ impl Descriptors {
         let found = (welcome.progress_entries, welcome.progress_entry_bytes);
         if found != expected {
             return Err(ClientError::Version(format!(
-                "the agent's progress page has {} entries of {} bytes, this client reads {} of {}",
+                "invalid progress page of the agent: {} entries of {} bytes, this client expects {} of {}",
                 found.0, found.1, expected.0, expected.1
             )));
         }

@@ -1,22 +1,23 @@
-//! Requests on their way into the socket.
+//! Queue of requests that are sent to the agent.
 //!
-//! Any thread appends whole frames to a queue; whoever gets the writer's lock writes for all. So frames never
-//! interleave, small frames of several threads share a system call, and a `drop` never waits behind somebody
-//! else's large request.
+//! Any thread appends whole frames to the queue; the thread that holds the writer's lock writes for all.
+//! Frames therefore never interleave, small frames of several threads share a system call, and a `drop` never
+//! waits behind a large request of another thread.
 //!
-//! Leases that are given back one by one, as when thousands of reservations are dropped, share messages:
+//! Leases that are released one by one, as when thousands of reservations are dropped, share messages:
 //!
 //! ```text
-//! give_back ──► gathered ──► no such message is unanswered: the writer sends one, at once
-//!                        ──► one is: with its answer, or ahead of the next request, whichever comes first
+//! release ──► gathered ──► no release message is unanswered: the writer sends one, at once
+//!                      ──► one is unanswered: sent with its answer, or ahead of the next request, if that is earlier
 //! ```
 //!
-//! So the agent's own pace makes the batches, without a timer, and a request that follows a `drop` finds the slot
-//! given back: leases that were gathered go out before it.
+//! The agent's speed determines the batch size, without a timer. A request that follows a `drop` finds the
+//! slot free, because gathered leases are sent before it.
 //!
-//! Who may not wait writes what the socket takes now and leaves the rest here. It goes with what is sent next, or with the
-//! next answer: where something is left, requests that the agent has not answered fill the socket, because a frame that
-//! is sent like this (131 KiB at the most, a match of 8,192 keys) fits into a socket that is empty (208 KiB by default).
+//! A thread that must not wait ([`WriteMode::Once`]) writes the bytes that the socket accepts now and leaves
+//! the rest in the queue. The rest is sent with the next request or after the next answer. An answer is
+//! certain to come: a frame that is sent like this (at most 131 KiB, a match of 8,192 keys) fits into an
+//! empty socket (208 KiB by default), so bytes remain only while unanswered requests fill the socket.
 
 use std::io::{self, ErrorKind, Write};
 use std::os::fd::AsFd;
@@ -31,19 +32,19 @@ use reprise_proto::local::{self, FRAME_BYTES_MAX, KEYS_PER_CALL_MAX, Request, re
 use crate::error::ClientError;
 use crate::wire::append_frame;
 
-/// Longest uninterrupted wait for room in the socket, of who waits for it.
+/// Longest uninterrupted wait for room in the socket, in [`WriteMode::Until`].
 pub(super) const WRITE_SLICE: Duration = Duration::from_millis(5);
 
-/// Bytes that may wait for the agent to read: two frames of the greatest length and a margin for small ones.
+/// Queue limit in bytes: two frames of maximum length and a margin for small ones.
 const QUEUE_BYTES_MAX: usize = 2 * FRAME_BYTES_MAX + (1 << 20);
 
-/// How long to try.
+/// How long a flush tries to write.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Patience {
-    /// Until everything is written or this instant has come; then it is an error.
+pub(super) enum WriteMode {
+    /// Until everything is written; an error if this instant passes first.
     Until(Instant),
-    /// As far as the socket takes it now, without any wait; the rest stays for the next flush. The reader thread flushes
-    /// after each answer.
+    /// Writes the bytes that the socket accepts without waiting. The rest stays queued for the next flush;
+    /// the reader thread flushes after each answer.
     Once,
 }
 
@@ -53,18 +54,18 @@ pub(super) struct Outbox {
     next_request: AtomicU64,
     queue: Mutex<Queue>,
     writer: Mutex<Writer>,
-    /// Somebody had something to write while another thread wrote: that one looks again before it goes.
-    passed_on: AtomicBool,
+    /// Set by a thread that finds the writer's lock taken: the holder must check the queue again before it
+    /// returns.
+    recheck: AtomicBool,
 }
 
-/// What waits for the writer, in the order in which it was asked for.
+/// Requests and leases that wait for the writer, in the order of their calls.
 #[derive(Debug, Default)]
 struct Queue {
-    /// Whole frames.
     bytes: Vec<u8>,
-    /// Leases to give back that are in no frame yet: at most those that the agent has granted.
+    /// Leases to release that are in no frame yet: at most those that the agent has granted.
     leases: Vec<u64>,
-    /// The latest message that gives back leases, while it has no answer.
+    /// Number of the latest release message while it is unanswered.
     unanswered: Option<u64>,
 }
 
@@ -75,9 +76,9 @@ struct Writer {
     written: usize,
 }
 
-/// Whether all was written.
+/// Result of a write: everything is written, or the socket is full.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Drained {
+enum WriteResult {
     Yes,
     SocketFull,
 }
@@ -88,41 +89,42 @@ impl Outbox {
             next_request: AtomicU64::new(1),
             queue: Mutex::default(),
             writer: Mutex::default(),
-            passed_on: AtomicBool::new(false),
+            recheck: AtomicBool::new(false),
         }
     }
 
-    /// A number for a request, unique in its session.
+    /// Returns a request number, unique in the session.
     pub(super) fn next_id(&self) -> u64 {
         self.next_request.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Queues one request as a frame, behind the leases that were given back before it.
+    /// Queues one request as a frame, behind the leases that were released before it.
     ///
     /// # Errors
-    /// `BadRequest` when it is longer than a frame may be, `Busy` when the agent has not read for too long.
+    /// `BadRequest` when the request exceeds the frame limit, `Busy` when the agent has not read for too
+    /// long.
     pub(super) fn push(&self, request: &Request) -> Result<(), ClientError> {
         let mut queue = self.lock_queue();
         if queue.is_full() {
-            return Err(ClientError::Busy("the agent does not read its socket".into()));
+            return Err(ClientError::Busy("the agent does not read from its socket".into()));
         }
         self.queue_leases(&mut queue);
         append_frame(request, &mut queue.bytes)
     }
 
-    /// Gathers leases to give back; a flush sends them, now or with what it finds later.
-    pub(super) fn give_back(&self, leases: impl IntoIterator<Item = u64>) {
+    /// Gathers leases to release; this flush or a later one sends them.
+    pub(super) fn release(&self, leases: impl IntoIterator<Item = u64>) {
         self.lock_queue().leases.extend(leases);
     }
 
-    /// A request that nobody waits for was answered: if it was the one that gave back leases, the next flush may send
-    /// those that were gathered meanwhile.
+    /// Notes the answer to a request that has no waiting caller. If it answers the latest release message,
+    /// the next flush may send the leases that were gathered since.
     pub(super) fn answered(&self, id: u64) {
         let mut queue = self.lock_queue();
         queue.unanswered.take_if(|unanswered| *unanswered == id);
     }
 
-    /// Moves what may be sent now into `bytes`, which is empty.
+    /// Moves the bytes that may be sent now into `bytes`, which must be empty.
     fn take(&self, bytes: &mut Vec<u8>) {
         let mut queue = self.lock_queue();
         if queue.unanswered.is_none() {
@@ -131,7 +133,8 @@ impl Outbox {
         std::mem::swap(bytes, &mut queue.bytes);
     }
 
-    /// Turns the gathered leases into messages of as many as one may name. They stay gathered while the queue is full.
+    /// Turns the gathered leases into messages of at most [`KEYS_PER_CALL_MAX`] leases. They stay gathered
+    /// while the queue is full.
     fn queue_leases(&self, queue: &mut Queue) {
         while !queue.leases.is_empty() && !queue.is_full() {
             let rest = queue.leases.len().saturating_sub(KEYS_PER_CALL_MAX);
@@ -143,20 +146,22 @@ impl Outbox {
         }
     }
 
-    /// Writes what is queued. Returns at once when another thread is writing: it writes this too.
+    /// Writes the queued bytes. Returns at once if another thread is writing, which then writes these bytes
+    /// too.
     ///
     /// # Errors
-    /// What the socket says; `TimedOut` when patience ran out.
-    pub(super) fn flush(&self, socket: &UnixStream, patience: Patience) -> io::Result<()> {
+    /// The socket's error; `TimedOut` when the deadline of [`WriteMode::Until`] passes.
+    pub(super) fn flush(&self, socket: &UnixStream, patience: WriteMode) -> io::Result<()> {
         loop {
             let Some(mut writer) = self.writer() else { return Ok(()) };
             let drained = self.drain(&mut writer, socket, patience)?;
             drop(writer);
-            // Somebody may have queued, or found room in the socket, after the last look and met the lock.
-            let is_passed_on = self.passed_on.swap(false, Ordering::SeqCst);
+            // Between the last check of the queue and the release of the lock, another thread may have queued
+            // bytes, or found room in the socket, and failed to take the lock.
+            let is_recheck = self.recheck.swap(false, Ordering::SeqCst);
             let is_done = match drained {
-                Drained::Yes => !self.lock_queue().may_send(),
-                Drained::SocketFull => !is_passed_on,
+                WriteResult::Yes => !self.lock_queue().may_send(),
+                WriteResult::SocketFull => !is_recheck,
             };
             if is_done {
                 return Ok(());
@@ -164,11 +169,11 @@ impl Outbox {
         }
     }
 
-    /// The writer's lock; `None`: another thread has it, and knows that there is more.
+    /// Takes the writer's lock. `None` if another thread holds it; that thread then checks the queue again.
     fn writer(&self) -> Option<MutexGuard<'_, Writer>> {
         self.try_writer().or_else(|| {
-            self.passed_on.store(true, Ordering::SeqCst);
-            // It may have gone before it was told.
+            self.recheck.store(true, Ordering::SeqCst);
+            // The holder may have released the lock before it could see the flag.
             self.try_writer()
         })
     }
@@ -181,23 +186,28 @@ impl Outbox {
         }
     }
 
-    fn drain(&self, writer: &mut Writer, socket: &UnixStream, patience: Patience) -> io::Result<Drained> {
+    fn drain(
+        &self,
+        writer: &mut Writer,
+        socket: &UnixStream,
+        patience: WriteMode,
+    ) -> io::Result<WriteResult> {
         loop {
             if writer.written == writer.bytes.len() {
                 writer.bytes.clear();
                 writer.written = 0;
                 self.take(&mut writer.bytes);
                 if writer.bytes.is_empty() {
-                    return Ok(Drained::Yes);
+                    return Ok(WriteResult::Yes);
                 }
             }
             let rest = &writer.bytes[writer.written..];
             match patience {
-                Patience::Once => match send_now(socket, rest)? {
+                WriteMode::Once => match send_now(socket, rest)? {
                     Some(count) => writer.written += count,
-                    None => return Ok(Drained::SocketFull),
+                    None => return Ok(WriteResult::SocketFull),
                 },
-                Patience::Until(deadline) => match send_within_slice(socket, rest)? {
+                WriteMode::Until(deadline) => match send_within_slice(socket, rest)? {
                     Some(count) => writer.written += count,
                     None if Instant::now() >= deadline => return Err(ErrorKind::TimedOut.into()),
                     None => {}
@@ -211,7 +221,7 @@ impl Outbox {
     }
 }
 
-/// Writes what the socket takes without waiting; `None`: nothing.
+/// Writes the bytes that the socket accepts without waiting; `None` if it accepts none.
 fn send_now(socket: &UnixStream, bytes: &[u8]) -> io::Result<Option<usize>> {
     try_send_with_fds(socket.as_fd(), bytes, &[]).map_err(|error| match error {
         BufferError::System { source, .. } => source,
@@ -219,7 +229,7 @@ fn send_now(socket: &UnixStream, bytes: &[u8]) -> io::Result<Option<usize>> {
     })
 }
 
-/// Writes what the socket takes within [`WRITE_SLICE`], which is its timeout; `None`: nothing.
+/// Writes the bytes that the socket accepts within [`WRITE_SLICE`], its timeout; `None` if it accepts none.
 fn send_within_slice(mut socket: &UnixStream, bytes: &[u8]) -> io::Result<Option<usize>> {
     match socket.write(bytes) {
         Ok(count) => Ok(Some(count)),
@@ -229,7 +239,7 @@ fn send_within_slice(mut socket: &UnixStream, bytes: &[u8]) -> io::Result<Option
 }
 
 impl Queue {
-    /// Whether a flush would find something.
+    /// Reports whether a flush would find bytes to send.
     fn may_send(&self) -> bool {
         !self.bytes.is_empty() || (self.unanswered.is_none() && !self.leases.is_empty())
     }
@@ -249,7 +259,7 @@ mod tests {
     use super::*;
     use crate::wire::FrameReader;
 
-    /// Nothing in these tests takes as long, unless it waits for what does not come.
+    /// Longer than any of these tests runs, unless it waits for an event that does not come.
     const LONG: Duration = Duration::from_secs(60);
 
     const STATS: request::Body = request::Body::Stats(local::Stats {});
@@ -258,7 +268,7 @@ mod tests {
         outbox.push(&Request { id: outbox.next_id(), body: Some(STATS) }).expect("there is room");
     }
 
-    /// Takes what is queued: of each message its number, and the leases that it gives back.
+    /// Takes the queued messages: the number of each, and the leases that it releases.
     fn take(outbox: &Outbox) -> Vec<(u64, Option<Vec<u64>>)> {
         let mut bytes = Vec::new();
         outbox.take(&mut bytes);
@@ -289,80 +299,80 @@ mod tests {
     }
 
     #[test]
-    fn leases_that_are_given_back_one_by_one_share_a_message_while_one_is_unanswered() {
+    fn leases_released_one_by_one_share_a_message_while_one_is_unanswered() {
         let outbox = Outbox::new();
-        outbox.give_back([0]);
-        assert_eq!(take(&outbox), [(1, Some(vec![0]))], "the first goes at once");
-        (1..5000).for_each(|lease| outbox.give_back([lease]));
+        outbox.release([0]);
+        assert_eq!(take(&outbox), [(1, Some(vec![0]))], "the first is sent at once");
+        (1..5000).for_each(|lease| outbox.release([lease]));
         outbox.answered(99);
-        assert_eq!(take(&outbox), [], "the answer to something else");
+        assert_eq!(take(&outbox), [], "the answer belongs to another request");
         outbox.answered(1);
-        assert_eq!(take(&outbox), [(2, Some((1..5000).collect()))], "the rest goes with one message");
-        outbox.give_back([7]);
-        assert!(!outbox.lock_queue().may_send(), "the second is unanswered");
+        assert_eq!(take(&outbox), [(2, Some((1..5000).collect()))], "one message carries the rest");
+        outbox.release([7]);
+        assert!(!outbox.lock_queue().may_send(), "the second message is unanswered");
         outbox.answered(2);
         assert!(outbox.lock_queue().may_send());
         assert_eq!(take(&outbox), [(3, Some(vec![7]))]);
     }
 
     #[test]
-    fn no_message_gives_back_more_leases_than_a_call_may_name() {
+    fn release_messages_respect_the_limit_of_keys_per_call() {
         let outbox = Outbox::new();
         let leases = 2 * KEYS_PER_CALL_MAX as u64 + 5;
-        outbox.give_back(0..leases);
+        outbox.release(0..leases);
         let messages: Vec<Vec<u64>> = take(&outbox).into_iter().filter_map(|(_, leases)| leases).collect();
         assert!(messages.iter().all(|leases| leases.len() <= KEYS_PER_CALL_MAX));
         let mut given: Vec<u64> = messages.concat();
         given.sort_unstable();
         assert_eq!((messages.len(), given), (3, (0..leases).collect()));
-        outbox.give_back([leases]);
+        outbox.release([leases]);
         outbox.answered(1);
-        assert_eq!(take(&outbox), [], "the last of them is unanswered");
+        assert_eq!(take(&outbox), [], "the last message is unanswered");
         outbox.answered(3);
         assert_eq!(take(&outbox), [(4, Some(vec![leases]))]);
     }
 
     #[test]
-    fn a_request_goes_out_behind_the_leases_that_were_given_back_before_it() {
+    fn sends_released_leases_ahead_of_a_later_request() {
         let outbox = Outbox::new();
-        outbox.give_back([1]);
+        outbox.release([1]);
         assert_eq!(take(&outbox), [(1, Some(vec![1]))]);
-        outbox.give_back([2]);
-        outbox.give_back([3]);
+        outbox.release([2]);
+        outbox.release([3]);
         push_stats(&outbox);
         assert_eq!(take(&outbox), [(3, Some(vec![2, 3])), (2, None)]);
     }
 
-    /// Two ends of a socket; writing to the first gives up after a time that no test takes.
+    /// Creates a socket pair; a write to the first end times out after [`LONG`].
     fn sockets() -> (UnixStream, UnixStream) {
         let (ours, theirs) = UnixStream::pair().expect("sockets");
         ours.set_write_timeout(Some(LONG)).expect("a timeout");
         (ours, theirs)
     }
 
-    /// Reads what the other end has until it has sent so many bytes.
+    /// Reads exactly `bytes` bytes from the other end.
     fn read_exactly(mut socket: &UnixStream, bytes: usize) {
         let mut taken = vec![0; bytes];
-        socket.read_exact(&mut taken).expect("they were sent");
+        socket.read_exact(&mut taken).expect("the bytes were sent");
     }
 
     #[test]
-    fn who_may_not_wait_does_not_wait_for_room_in_the_socket_and_the_rest_goes_later() {
+    fn write_mode_once_does_not_wait_for_room_and_leaves_the_rest_queued() {
         let (ours, theirs) = sockets();
         let outbox = Outbox::new();
         let bytes = 8 << 20;
         outbox.lock_queue().bytes = vec![7; bytes];
         let started = Instant::now();
         for _ in 0..100 {
-            outbox.flush(&ours, Patience::Once).expect("the socket is whole");
+            outbox.flush(&ours, WriteMode::Once).expect("the socket works");
         }
-        assert!(started.elapsed() < LONG / 2, "none of them waits for the other end");
-        let written = outbox.writer.lock().expect("nobody panics").written;
+        assert!(started.elapsed() < LONG / 2, "no flush waits for the other end");
+        let written = outbox.writer.lock().expect("no thread panics").written;
         assert!(written < bytes, "the socket is full");
         read_exactly(&theirs, written);
-        outbox.flush(&ours, Patience::Once).expect("the socket is whole");
-        let later = outbox.writer.lock().expect("nobody panics").written;
-        assert!(later > written, "there is room again");
+        outbox.flush(&ours, WriteMode::Once).expect("the socket works");
+        let later = outbox.writer.lock().expect("no thread panics").written;
+        assert!(later > written, "the socket has room again");
     }
 
     #[test]
@@ -372,21 +382,24 @@ mod tests {
         let keys = Bytes::from(vec![1; 16 * KEYS_PER_CALL_MAX]);
         let ask = request::Body::Match(local::Match { keys, local_only: false });
         outbox.push(&Request { id: 1, body: Some(ask) }).expect("there is room");
-        outbox.flush(&ours, Patience::Once).expect("the socket is whole");
-        assert!(outbox.writer.lock().expect("nobody panics").bytes.is_empty(), "all was written");
+        outbox.flush(&ours, WriteMode::Once).expect("the socket works");
+        assert!(
+            outbox.writer.lock().expect("no thread panics").bytes.is_empty(),
+            "the whole frame was written"
+        );
     }
 
     #[test]
-    fn what_is_passed_on_to_a_writer_that_found_the_socket_full_is_written() {
+    fn a_flush_that_finds_the_lock_taken_makes_the_writer_check_again() {
         let (ours, theirs) = sockets();
         let outbox = Outbox::new();
         outbox.lock_queue().bytes = vec![7; 1 << 20];
-        let writer = outbox.writer.try_lock().expect("nobody writes");
-        outbox.flush(&ours, Patience::Once).expect("it is left to the writer");
+        let writer = outbox.writer.try_lock().expect("no thread writes");
+        outbox.flush(&ours, WriteMode::Once).expect("the lock holder writes");
         drop(writer);
-        assert!(outbox.passed_on.load(Ordering::SeqCst));
-        outbox.flush(&ours, Patience::Once).expect("the socket is whole");
-        assert!(!outbox.passed_on.load(Ordering::SeqCst), "it has looked again");
+        assert!(outbox.recheck.load(Ordering::SeqCst));
+        outbox.flush(&ours, WriteMode::Once).expect("the socket works");
+        assert!(!outbox.recheck.load(Ordering::SeqCst), "the queue was checked again");
         drop(theirs);
     }
 
@@ -394,7 +407,7 @@ mod tests {
     fn leases_stay_gathered_while_the_agent_does_not_read() {
         let outbox = Outbox::new();
         outbox.lock_queue().bytes = vec![0; QUEUE_BYTES_MAX + 1];
-        outbox.give_back([1, 2]);
+        outbox.release([1, 2]);
         assert!(outbox.push(&Request { id: 1, body: Some(STATS) }).is_err(), "the queue is full");
         outbox.take(&mut Vec::new());
         assert_eq!(take(&outbox), [(1, Some(vec![1, 2]))], "the agent reads again");

@@ -11,36 +11,36 @@ use super::Connection;
 use crate::deadline;
 use crate::error::ClientError;
 
-/// Calls in flight on one session at the most: more threads than any engine has.
+/// Calls in flight on one session; more than any engine has threads.
 const CALLS_MAX: usize = 1024;
 
-/// Who waits for which answer.
+/// Waiting calls by request number.
 #[derive(Debug, Default)]
 pub(super) struct Pending {
     calls: Mutex<Calls>,
 }
 
-/// A call whose answer is under way. Dropping it gives the answer back when it comes.
+/// A sent call. Dropping it undoes the answer when it arrives: its leases or load are released.
 #[derive(Debug)]
-pub(crate) struct Ongoing {
+pub(crate) struct PendingCall {
     connection: Arc<Connection>,
-    question: Question,
+    question: CallContext,
     answer: Option<Receiver<response::Body>>,
 }
 
-/// What was asked and until when its answer is wanted.
+/// Description of a call, with the deadline for its answer.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Question {
+pub(super) struct CallContext {
     pub(super) id: u64,
     pub(super) call: &'static str,
     pub(super) timeout: Duration,
     pub(super) deadline: Instant,
 }
 
-/// What giving up a call found.
+/// State of a call when its caller stops waiting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Abandoned {
-    /// No answer had come; one that comes now is given back by the reader thread.
+pub(super) enum AbandonOutcome {
+    /// No answer has arrived; the reader thread undoes one that arrives later.
     Unanswered,
     /// The answer is in the channel, or will be within an instant.
     Answered,
@@ -53,7 +53,7 @@ struct Calls {
 }
 
 impl Pending {
-    /// Notes a call; `None` when the connection has ended.
+    /// Registers a call; `None` if the connection has ended.
     ///
     /// # Errors
     /// `Busy` beyond [`CALLS_MAX`].
@@ -70,7 +70,7 @@ impl Pending {
         Ok(Some(receiver))
     }
 
-    /// Hands an answer to its caller; gives it back when nobody waits for it.
+    /// Passes an answer to its caller; returns it if the caller no longer waits.
     pub(super) fn answer(&self, id: u64, body: response::Body) -> Option<response::Body> {
         let sender = self.lock().waiting.remove(&id);
         match sender {
@@ -79,11 +79,11 @@ impl Pending {
         }
     }
 
-    /// Gives up waiting.
-    pub(super) fn abandon(&self, id: u64) -> Abandoned {
+    /// Stops waiting for an answer.
+    pub(super) fn abandon(&self, id: u64) -> AbandonOutcome {
         match self.lock().waiting.remove(&id) {
-            Some(_) => Abandoned::Unanswered,
-            None => Abandoned::Answered,
+            Some(_) => AbandonOutcome::Unanswered,
+            None => AbandonOutcome::Answered,
         }
     }
 
@@ -99,44 +99,44 @@ impl Pending {
     }
 }
 
-impl Ongoing {
+impl PendingCall {
     pub(super) fn new(
         connection: Arc<Connection>,
-        question: Question,
+        question: CallContext,
         answer: Receiver<response::Body>,
-    ) -> Ongoing {
-        Ongoing { connection, question, answer: Some(answer) }
+    ) -> PendingCall {
+        PendingCall { connection, question, answer: Some(answer) }
     }
 
-    /// The answer; refusals of the agent become errors.
+    /// Waits for the answer; failures sent by the agent become errors.
     ///
     /// # Errors
-    /// `AgentLost`, `Timeout`, or what the agent refused with.
+    /// `AgentLost`, `Timeout`, or the failure that the agent sent.
     pub(crate) fn wait(mut self) -> Result<response::Body, ClientError> {
         self.poll(Duration::MAX)?.ok_or_else(|| self.timeout())
     }
 
-    /// The answer, if it comes within `patience`; ask again otherwise, until the call's own timeout ends it. Once
-    /// there was an answer or an error, there is nothing more to ask for.
+    /// Returns the answer if it arrives within `patience`, otherwise `None`: poll again until the call's own
+    /// timeout ends it. Do not poll again after an answer or an error.
     ///
     /// # Errors
-    /// As [`Ongoing::wait`].
+    /// As [`PendingCall::wait`].
     pub(crate) fn poll(&mut self, patience: Duration) -> Result<Option<response::Body>, ClientError> {
         let Some(answer) = self.answer.take() else {
-            return Err(self.connection.lost());
+            return Err(self.connection.ended_error());
         };
         let look_until = deadline::after(patience).min(self.question.deadline);
         let received = match answer.recv_deadline(look_until) {
             Ok(body) => Ok(body),
-            Err(RecvTimeoutError::Disconnected) => Err(self.connection.lost()),
+            Err(RecvTimeoutError::Disconnected) => Err(self.connection.ended_error()),
             Err(RecvTimeoutError::Timeout) if look_until < self.question.deadline => {
                 self.answer = Some(answer);
                 return Ok(None);
             }
             Err(RecvTimeoutError::Timeout) => match self.connection.abandon(self.question.id) {
-                Abandoned::Unanswered => Err(self.timeout()),
+                AbandonOutcome::Unanswered => Err(self.timeout()),
                 // The reader thread has taken the sender: it sends, or drops it, at once.
-                Abandoned::Answered => answer.recv().map_err(|_| self.connection.lost()),
+                AbandonOutcome::Answered => answer.recv().map_err(|_| self.connection.ended_error()),
             },
         };
         match received? {
@@ -150,13 +150,13 @@ impl Ongoing {
     }
 }
 
-impl Drop for Ongoing {
+impl Drop for PendingCall {
     fn drop(&mut self) {
         let Some(answer) = self.answer.take() else { return };
-        if self.connection.abandon(self.question.id) == Abandoned::Answered
+        if self.connection.abandon(self.question.id) == AbandonOutcome::Answered
             && let Ok(body) = answer.recv()
         {
-            self.connection.give_back(body);
+            self.connection.release(body);
         }
     }
 }

@@ -1,9 +1,9 @@
-//! Copying objects of a load to where the engine wants them, checked on the way.
+//! Verified copies of a load's objects into the engine's memory.
 //!
-//! The checksum is taken over the destination, piece by piece while the piece is in cache: what was checked is what
-//! the engine computes on, whatever another process does to the arena meanwhile. What does not match is reported to
-//! the agent, once for each block. Hot path: no allocation; per
-//! object two loads from the progress page and one from the answer's frame.
+//! The checksum is computed over the destination, piece by piece while the piece is in cache. The verified
+//! bytes are therefore the bytes that the engine computes on, even if another process changes the arena. A
+//! mismatch is reported to the agent, once for each block. Hot path: no allocation; per object two loads from
+//! the progress page and one from the answer's frame.
 
 use reprise_buffers::Span;
 
@@ -14,7 +14,7 @@ impl Load {
     /// Copies one object to `dst`, which must have the length of an object.
     ///
     /// # Errors
-    /// [`CopyError`]; the contents of `dst` are unspecified then, and the block counts as missed.
+    /// [`CopyError`]; the contents of `dst` are then unspecified, and the block counts as missed.
     pub fn copy_object(&self, block: usize, object: u32, dst: &mut [u8]) -> Result<(), CopyError> {
         self.copy_objects(block, object, &mut [dst])
     }
@@ -38,7 +38,7 @@ impl Load {
         self.copy_objects(block, 0, dsts)
     }
 
-    /// Copies a whole block to one piece of memory of a block's length.
+    /// Copies a whole block to one contiguous destination of the block's length.
     ///
     /// # Errors
     /// As [`Load::copy_object`].
@@ -65,14 +65,15 @@ impl Load {
         Ok(())
     }
 
-    /// The block's payload, when these objects of it may be read now.
+    /// Returns the block's payload if these objects of it may be read now.
     fn readable(&self, block: usize, first: u32, count: u32) -> Result<&Span, CopyError> {
         let layout = self.session.layout();
         let out_of_range =
             CopyError::OutOfRange { block, object: first.saturating_add(count.saturating_sub(1)) };
         let end = first.checked_add(count).filter(|end| *end <= layout.objects()).ok_or(out_of_range)?;
         let loaded = self.blocks.get(block).ok_or(out_of_range)?;
-        // Layers before failures: a failure that came before the layers were counted as ready is seen.
+        // Read layers before failures: this order guarantees that a failure set before the layers were
+        // announced is seen.
         let ready = self.ready_layers();
         let status = self.status(block);
         let span = match loaded.span() {
@@ -86,7 +87,7 @@ impl Load {
         Ok(span)
     }
 
-    /// Copies one object; `dst` has its length.
+    /// Copies and verifies one object; `dst` has its length.
     fn copy_verified(&self, span: &Span, block: usize, object: u32, dst: &mut [u8]) -> Result<(), CopyError> {
         let out_of_range = CopyError::OutOfRange { block, object };
         let from = span.slice(object as usize * dst.len(), dst.len()).map_err(|_| out_of_range)?;

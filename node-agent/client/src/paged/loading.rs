@@ -1,4 +1,4 @@
-//! Loading blocks to an engine's memory.
+//! Loads of blocks to an engine's memory.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -11,55 +11,56 @@ use super::{
 use crate::client::Client;
 use crate::deadline;
 use crate::error::ClientError;
-use crate::load::{BlockStatus, LOAD_DEADLINE_DEFAULT, Load, LoadRequest, Patience, PendingLoad, Verify};
+use crate::load::{BlockStatus, LOAD_DEADLINE_DEFAULT, Load, LoadRequest, LoadTimeouts, PendingLoad, Verify};
 use crate::matching::{Scope, Source};
 
-/// How to load.
+/// Options of a load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LoadOptions {
-    /// What is not there by then is given up, from the call on. More than 600 s are refused (`BadRequest`).
+    /// Deadline, from the call on; blocks that are missing then have failed. The agent rejects more than 600
+    /// s (`BadRequest`).
     pub deadline: Duration,
-    /// How long the agent may show no progress and no sign of life: it is given up then (`Timeout`).
+    /// Limit without progress and without sign of life of the agent; then the load ends (`Timeout`).
     pub stall_timeout: Duration,
-    /// How long nothing may come although the agent is there, because another node or a device hangs: what is missing then
-    /// is given up (`Stalled`). `None`: until the deadline.
+    /// Limit without progress while the agent answers, because another node or a device hangs; then the load
+    /// ends (`Stalled`). `None`: until the deadline.
     pub standstill_timeout: Option<Duration>,
-    /// Where to look.
+    /// Where the agent searches for the blocks.
     pub scope: Scope,
-    /// Whether copies are checked.
+    /// Whether copies are verified.
     pub verify: Verify,
 }
 
-/// What became of a load.
+/// Result of a load.
 #[derive(Debug)]
 pub struct LoadedBlocks {
-    /// Of each block, in the order of the call: `Ok` ones are whole in the memory.
+    /// Status of each block, in the order of the call; blocks with `Ok` are complete in the memory.
     pub statuses: Vec<BlockStatus>,
-    /// Where each was found; `None` when it was not.
+    /// Source of each block; `None` if it was not found.
     pub sources: Vec<Option<Source>>,
-    /// Why the load ended before its end.
+    /// Error that ended the load early.
     pub stopped_by: Option<ClientError>,
 }
 
-/// A part of a load that was asked for.
+/// One requested part of a load.
 struct Window {
-    /// Which blocks of the call.
+    /// Indices into the blocks of the call.
     blocks: Vec<usize>,
     pending: PendingLoad,
 }
 
-/// A load at work: where its blocks go, and what has become of them.
+/// State of a running load.
 struct Loading<'a> {
     client: &'a Client,
     blocks: &'a [(BlockKey, PhysicalBlock)],
-    /// `None`: blocks only have to be in the arena.
+    /// `None`: the blocks are only loaded into the arena.
     memory: Option<&'a dyn PagedMemory>,
     options: LoadOptions,
     pace: &'a dyn Pace,
     until: Instant,
-    /// Blocks that are to be asked for, in order.
+    /// Blocks that are still to be requested, in order.
     rest: VecDeque<usize>,
-    /// Blocks that were asked for and are yet to be copied.
+    /// Number of blocks that were requested and not copied yet.
     asked: usize,
     loaded: LoadedBlocks,
 }
@@ -77,7 +78,7 @@ impl Default for LoadOptions {
 }
 
 impl LoadedBlocks {
-    /// A load of which nothing came.
+    /// Result of a load that loaded nothing.
     pub(crate) fn failed(blocks: usize, reason: ClientError) -> LoadedBlocks {
         LoadedBlocks { stopped_by: Some(reason), ..LoadedBlocks::none_yet(blocks) }
     }
@@ -90,18 +91,19 @@ impl LoadedBlocks {
         }
     }
 
-    /// Leading blocks that are there: what an engine that needs a prefix can use.
+    /// Returns the number of leading blocks that were loaded: the usable part for an engine that needs a
+    /// prefix.
     pub fn leading(&self) -> usize {
         self.statuses.iter().take_while(|status| **status == BlockStatus::Ok).count()
     }
 }
 
 impl Client {
-    /// Loads blocks, any number of them, each to its place in the memory, until all are there or have failed, or
-    /// something goes wrong: the answer says it for each.
+    /// Loads any number of blocks, each to its place in the memory. Returns when every block has been loaded
+    /// or has failed, or at the first error; the result has the status of each block.
     ///
     /// # Errors
-    /// `BadRequest` (layout or block numbers do not fit); nothing was loaded then.
+    /// `BadRequest` (layout or block numbers do not fit); nothing was loaded.
     pub fn load_blocks(
         &self,
         blocks: &[(BlockKey, PhysicalBlock)],
@@ -111,7 +113,7 @@ impl Client {
         self.load_blocks_paced(blocks, memory, options, &Unpaced)
     }
 
-    /// As [`Client::load_blocks`], in the order and as long as its pace says.
+    /// [`Client::load_blocks`] with the order and the cancellation of a [`Pace`].
     pub(crate) fn load_blocks_paced(
         &self,
         blocks: &[(BlockKey, PhysicalBlock)],
@@ -125,8 +127,8 @@ impl Client {
         Ok(LoadedBlocks { stopped_by, ..loading.loaded })
     }
 
-    /// Brings blocks into this node's DRAM, where they may be evicted again: what a request will soon load is there
-    /// then. Returns how many are.
+    /// Brings blocks into this node's DRAM, where they may be evicted again, so that a later load finds them
+    /// there. Returns the number of blocks in DRAM.
     ///
     /// # Errors
     /// As [`Client::load`].
@@ -158,7 +160,7 @@ impl<'a> Loading<'a> {
         }
     }
 
-    /// Loads window after window, the next one on its way while one is used.
+    /// Loads window after window; the next window is loading while the current one is used.
     fn run(&mut self) -> Result<(), ClientError> {
         let mut coming = self.start_window()?;
         while let Some(Window { blocks, pending }) = coming {
@@ -173,13 +175,13 @@ impl<'a> Loading<'a> {
         Ok(())
     }
 
-    /// From the last progress on.
-    fn patience(&self) -> Patience {
+    /// Timeouts of a wait that starts at the last progress.
+    fn patience(&self) -> LoadTimeouts {
         let LoadOptions { stall_timeout: stall, standstill_timeout: standstill, .. } = self.options;
-        Patience { stall, standstill, until: self.until }
+        LoadTimeouts { stall, standstill, until: self.until }
     }
 
-    /// Asks for the next blocks; `None` when all were asked for.
+    /// Requests the next window; `None` when all blocks were requested.
     fn start_window(&mut self) -> Result<Option<Window>, ClientError> {
         let count = self.rest.len().min(window_blocks(self.client.layout(), self.pace.order()));
         if count == 0 {
@@ -197,14 +199,15 @@ impl<'a> Loading<'a> {
         Ok(Some(Window { blocks, pending }))
     }
 
-    /// Takes what a window brings, layer by layer; what found no room is asked for again if anything else came.
+    /// Copies a window layer by layer. Blocks without room are requested again if other blocks of the window
+    /// came.
     fn finish_window(&mut self, blocks: &[usize], load: &Load) -> Result<(), ClientError> {
         let mut statuses: Vec<BlockStatus> = load.blocks().iter().map(|block| block.status()).collect();
         self.asked -= blocks.len();
-        // What found no room may be asked for again, and its layers come after these.
+        // Blocks without room may be requested again; their layers are then copied after these.
         let is_last = self.asked == 0 && self.rest.is_empty() && !statuses.contains(&BlockStatus::NoSpace);
         for layer in 0..self.client.layout().layers() {
-            if !self.pace.may_go_on() {
+            if !self.pace.should_continue() {
                 return Err(cancelled());
             }
             load.wait_layer_with(layer, self.patience())?;
@@ -213,7 +216,7 @@ impl<'a> Loading<'a> {
                 self.pace.note_copied(layer + 1);
             }
         }
-        // Copies that were checked are whole, whatever became of the slot since.
+        // Verified copies are complete, even if the slot has changed since.
         if self.memory.is_none() || self.options.verify == Verify::Off {
             (0..).zip(&mut statuses).for_each(|(index, status)| *status = load.status(index));
         }

@@ -1,4 +1,4 @@
-//! Saving blocks of an engine's memory.
+//! Saves of blocks of an engine's memory.
 
 use std::time::Duration;
 
@@ -13,44 +13,44 @@ use crate::durable::Ticket;
 use crate::error::ClientError;
 use crate::reservation::Reservation;
 
-/// How long a save by layers waits for the next one unless told otherwise: a step of a large model on a CPU takes
-/// seconds, a layer of it some hundred milliseconds.
+/// Default time that a save by layers waits for the next layer: a step of a large model on a CPU takes
+/// seconds, one of its layers some hundred milliseconds.
 pub const LAYER_WAIT_DEFAULT: Duration = Duration::from_secs(10);
 
-/// How to save.
+/// Options of a save.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SaveOptions {
-    /// What the blocks are worth.
+    /// Eviction priority of the blocks.
     pub priority: Priority,
     /// Key of the block before the first one in its chain; see [`CommitOptions::parent`].
     pub parent: Option<BlockKey>,
-    /// How long a window waits for room in an arena that is full of leased blocks.
+    /// Time that a window waits for room in an arena that is full of leased blocks.
     pub room_wait: Duration,
-    /// How long an answer may take.
+    /// Time that an answer may take.
     pub stall_timeout: Duration,
-    /// How long a save by layers waits for the engine's next layer, with slots of the arena in its hands.
+    /// Time that a save by layers waits for the engine's next layer while it holds slots of the arena.
     pub layer_wait: Duration,
 }
 
-/// What became of a block that was to be saved.
+/// Result for a block of a save.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SaveStatus {
     /// Readable on the node from now on.
     Committed,
-    /// It was there already.
+    /// The node had the block already.
     Duplicate,
-    /// It is not there: no room, no agent, or no answer.
+    /// Not saved: no room, no agent, or no answer.
     Unsaved,
 }
 
-/// What became of a save.
+/// Result of a save.
 #[derive(Debug)]
 pub struct SavedBlocks {
-    /// Of each block, in the order of the call.
+    /// Status of each block, in the order of the call.
     pub statuses: Vec<SaveStatus>,
-    /// Of the commits; what to wait for with [`Client::wait_durable`].
+    /// Tickets of the commits, for [`Client::wait_durable`].
     pub tickets: Vec<Ticket>,
-    /// Why blocks are unsaved; `None`: there was no room for them.
+    /// Error that left blocks unsaved; `None` if there was no room for them.
     pub stopped_by: Option<ClientError>,
 }
 
@@ -67,7 +67,7 @@ impl Default for SaveOptions {
 }
 
 impl SavedBlocks {
-    /// A save of which nothing came.
+    /// Result of a save that saved nothing.
     pub(crate) fn unsaved(blocks: usize, reason: ClientError) -> SavedBlocks {
         SavedBlocks {
             statuses: vec![SaveStatus::Unsaved; blocks],
@@ -76,7 +76,7 @@ impl SavedBlocks {
         }
     }
 
-    /// Blocks with this status.
+    /// Returns the number of blocks with this status.
     pub fn count(&self, status: SaveStatus) -> usize {
         self.statuses.iter().filter(|found| **found == status).count()
     }
@@ -93,11 +93,11 @@ impl From<CommitStatus> for SaveStatus {
 }
 
 impl Client {
-    /// Saves consecutive blocks of one chain, in its order, any number of them, until all are saved, the arena has no room, or something goes wrong: the answer
-    /// says it for each.
+    /// Saves any number of consecutive blocks of one chain, in its order. Returns when all are saved, when
+    /// the arena has no room, or at the first error; the result has the status of each block.
     ///
     /// # Errors
-    /// `BadRequest` (layout or block numbers do not fit); nothing was saved then.
+    /// `BadRequest` (layout or block numbers do not fit); nothing was saved.
     pub fn save_blocks(
         &self,
         blocks: &[(BlockKey, PhysicalBlock)],
@@ -107,7 +107,7 @@ impl Client {
         self.save_blocks_paced(blocks, memory, options, &Unpaced)
     }
 
-    /// As [`Client::save_blocks`], in the order and as long as its pace says.
+    /// [`Client::save_blocks`] with the order and the cancellation of a [`Pace`].
     pub(crate) fn save_blocks_paced(
         &self,
         blocks: &[(BlockKey, PhysicalBlock)],
@@ -118,7 +118,7 @@ impl Client {
         check(self, blocks, memory)?;
         let mut saved = SavedBlocks { statuses: Vec::new(), tickets: Vec::new(), stopped_by: None };
         while saved.statuses.len() < blocks.len() && saved.stopped_by.is_none() {
-            if !pace.may_go_on() {
+            if !pace.should_continue() {
                 saved.stopped_by = Some(cancelled());
                 break;
             }
@@ -137,7 +137,7 @@ impl Client {
         Ok(saved)
     }
 
-    /// Saves as many of the first blocks as are given slots; `None` when there was no room.
+    /// Saves as many leading blocks as the agent reserves slots for; `None` when it reserves none.
     fn save_window(
         &self,
         blocks: &[(BlockKey, PhysicalBlock)],

@@ -1,7 +1,7 @@
-//! The agent's side of a session, played by a script on a thread of the test.
+//! The agent's side of a session: a script that runs on a thread of the test.
 //!
-//! A script receives requests one by one and answers as the test wants, rightly or wrongly. Its panics (an
-//! unexpected request, a failed assertion) come out of [`FakeAgent::join`].
+//! A script receives requests one by one and sends the answers that the test needs, valid or invalid. Its
+//! panics (an unexpected request, a failed assertion) are propagated by [`FakeAgent::join`].
 
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -20,13 +20,14 @@ use reprise_client::{Client, ConnectOptions};
 use reprise_policy::{BlockKey, Dtype, Layout, LayoutSpec, NamespaceDigest, Parts};
 use reprise_proto::local::{self, Request, Response, request, response};
 
-/// Nothing in these tests takes as long, unless it hangs.
+/// Longer than any operation of these tests takes, unless it hangs.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
 
-/// Patience of a client whose agent stays silent; long enough for an agent that answers, on a busy machine.
+/// Timeout of a client whose agent stays silent; long enough for an agent that answers on a busy machine.
 pub(crate) const SHORT: Duration = Duration::from_millis(250);
 
-/// Two layers of two parts of 2,304 bytes: blocks of 9,216 bytes in slots of 12,288, so that there is padding.
+/// Two layers of two parts of 2,304 bytes: blocks of 9,216 bytes in slots of 12,288, so that there is
+/// padding.
 pub(crate) fn layout() -> Layout {
     LayoutSpec {
         layers: 2,
@@ -46,13 +47,13 @@ pub(crate) fn key(number: u8) -> BlockKey {
     BlockKey([number; 16])
 }
 
-/// An agent that plays a script for one session.
+/// An agent that runs scripts, one for each session.
 pub(crate) struct FakeAgent {
     directory: tempfile::TempDir,
     thread: JoinHandle<()>,
 }
 
-/// What an agent does in one session.
+/// Script of an agent for one session.
 pub(crate) type Script = Box<dyn FnOnce(&mut Peer) + Send>;
 
 /// The agent's end of the session.
@@ -63,12 +64,12 @@ pub(crate) struct Peer {
 }
 
 impl FakeAgent {
-    /// Accepts one session and plays the script; the session is closed when the script returns.
+    /// Accepts one session and runs the script; the session is closed when the script returns.
     pub(crate) fn start(script: impl FnOnce(&mut Peer) + Send + 'static) -> FakeAgent {
         FakeAgent::start_in_sequence(vec![Box::new(script)])
     }
 
-    /// Accepts a session for each script, one after the other, as an agent that is restarted.
+    /// Accepts a session for each script, one after the other, like an agent that is restarted.
     pub(crate) fn start_in_sequence(scripts: Vec<Script>) -> FakeAgent {
         let directory = tempfile::tempdir().expect("a directory for the socket");
         let listener = UnixListener::bind(directory.path().join("agent")).expect("a socket");
@@ -95,7 +96,7 @@ impl FakeAgent {
         Client::connect(self.options()).expect("a session")
     }
 
-    /// Waits for the script's end; its panic becomes the test's.
+    /// Waits for the script's end and propagates its panic.
     pub(crate) fn join(self) {
         if let Err(panic) = self.thread.join() {
             std::panic::resume_unwind(panic);
@@ -108,14 +109,14 @@ pub(crate) fn options(socket: &Path) -> ConnectOptions {
 }
 
 impl Peer {
-    /// The next request; `None` when the client has closed.
+    /// Receives the next request; `None` when the client has closed.
     pub(crate) fn receive(&mut self) -> Option<(u64, request::Body)> {
         let frame = self.receive_raw()?;
         let request = Request::decode(frame.as_slice()).expect("a request");
         Some((request.id, request.body.expect("a known kind of request")))
     }
 
-    /// The bytes of the next request.
+    /// Receives the bytes of the next request.
     pub(crate) fn receive_raw(&mut self) -> Option<Vec<u8>> {
         let mut length = [0; 4];
         self.socket.read_exact(&mut length).ok()?;
@@ -136,7 +137,7 @@ impl Peer {
         let message = Response { id, body: Some(body) }.encode_to_vec();
         let mut frame = (message.len() as u32).to_le_bytes().to_vec();
         frame.extend_from_slice(&message);
-        // A client that has gone is the business of the test, not of the script.
+        // The test checks a client that has disconnected, not the script.
         let _ = send_with_fds(self.socket.as_fd(), &frame, fds);
     }
 
@@ -144,7 +145,7 @@ impl Peer {
         self.socket.write_all(bytes).expect("the client reads");
     }
 
-    /// Answers the greeting.
+    /// Receives the greeting and answers it.
     pub(crate) fn greet(&mut self) -> local::Hello {
         let (id, body) = self.expect("hello");
         let request::Body::Hello(hello) = body else { panic!("expected hello, got {body:?}") };
@@ -194,7 +195,7 @@ impl Peer {
         }
     }
 
-    /// Load and blocks of a suspicion.
+    /// Returns load and blocks of a corruption report.
     pub(crate) fn expect_suspect(&mut self) -> (u64, Vec<u32>) {
         match self.expect("suspect") {
             (_, request::Body::Suspect(suspect)) => (suspect.load, suspect.blocks),
@@ -222,7 +223,7 @@ impl Peer {
         self.reply(id, response::Body::Committed(local::Committed { ticket, statuses }));
     }
 
-    /// Grants the region with the given access, beside a reply.
+    /// Grants the region with the given access, together with a reply.
     pub(crate) fn grant(&self, writable: bool) -> local::RegionGrant {
         local::RegionGrant { region: 0, bytes: self.arena.regions()[0].bytes(), writable }
     }
@@ -258,7 +259,7 @@ impl Peer {
         }
     }
 
-    /// Answers a load; its progress entry must have begun.
+    /// Answers a load; the caller must have begun its progress entry.
     pub(crate) fn reply_loaded(&mut self, id: u64, answer: Answer, blocks: Vec<local::LoadedBlock>) {
         let regions = if answer.grant == Grant::First { vec![self.grant(false)] } else { vec![] };
         let loaded =
@@ -278,14 +279,14 @@ impl Peer {
     }
 }
 
-/// Whether a reply brings the region's descriptor.
+/// Whether a reply carries the region's descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Grant {
     First,
     Known,
 }
 
-/// Where and as what a load is answered.
+/// Number and progress entry of a load's answer.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Answer {
     pub(crate) load: u64,
@@ -297,7 +298,7 @@ pub(crate) fn place(offset: u64) -> local::Place {
     local::Place { region: 0, offset }
 }
 
-/// The bytes of block number `number`.
+/// Returns the bytes of block number `number`.
 pub(crate) fn block_bytes(number: u8) -> Vec<u8> {
     (0..layout().block_bytes()).map(|at| (at % 251) as u8 ^ number).collect()
 }

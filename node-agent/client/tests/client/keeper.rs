@@ -1,4 +1,4 @@
-//! The keeper of a session: absent, restarted, silent and dropped.
+//! The session keeper with absent, restarted and silent agents, and its drop.
 
 use std::os::unix::net::UnixListener;
 use std::sync::mpsc;
@@ -13,7 +13,7 @@ fn keeper(agent: &FakeAgent) -> SessionKeeper {
     SessionKeeper::new(agent.options()).expect("a thread")
 }
 
-/// Waits until the keeper's status is as it should be.
+/// Waits until the keeper's status fulfils a condition.
 fn wait_for(keeper: &SessionKeeper, what: &str, is_so: impl Fn(&KeeperStatus) -> bool) {
     let until = Instant::now() + LONG;
     while !is_so(&keeper.status()) {
@@ -30,24 +30,24 @@ fn answer_probes(peer: &mut Peer) {
 }
 
 #[test]
-fn without_an_agent_there_is_no_session_and_its_status_says_why() {
+fn status_has_the_reason_while_there_is_no_agent() {
     let directory = tempfile::tempdir().expect("a directory");
-    let keeper = SessionKeeper::new(options(&directory.path().join("nobody"))).expect("a thread");
-    wait_for(&keeper, "tried", |status| status.last_error.is_some());
+    let keeper = SessionKeeper::new(options(&directory.path().join("absent"))).expect("a thread");
+    wait_for(&keeper, "an attempt", |status| status.last_error.is_some());
     let status = keeper.status();
     assert!(status.last_error.as_ref().is_some_and(|words| words.contains("no agent at")), "{status:?}");
     assert_eq!((status.is_connected, status.sessions), (false, 0));
     assert_eq!(status.last_error_kind, Some("AgentAbsent"));
-    assert!(keeper.refusal(LONG).is_none(), "it may come later");
+    assert!(keeper.refusal(LONG).is_none(), "the agent may start later");
     assert!(keeper.current().is_none());
-    assert!(keeper.absence().to_string().contains("no agent at"));
+    assert!(keeper.unavailable_reason().to_string().contains("no agent at"));
 }
 
 fn failure(kind: local::FailureKind, words: &str) -> response::Body {
     response::Body::Failure(local::Failure { kind: kind as i32, message: words.to_owned() })
 }
 
-/// Refuses the greeting.
+/// Rejects the greeting of a session.
 fn refuse_greeting(kind: local::FailureKind, words: &'static str) -> Script {
     Box::new(move |peer| {
         let (id, _) = peer.expect("hello");
@@ -55,12 +55,12 @@ fn refuse_greeting(kind: local::FailureKind, words: &'static str) -> Script {
     })
 }
 
-/// Refuses the process before it has said anything.
+/// Rejects the process before it has sent a request.
 fn turn_away(kind: local::FailureKind, words: &'static str) -> Script {
     Box::new(move |peer| peer.reply(0, failure(kind, words)))
 }
 
-/// Takes the session, and refuses a slot.
+/// Accepts the session and rejects a reservation.
 fn refuse_slot(words: &'static str) -> Script {
     Box::new(move |peer| {
         peer.greet();
@@ -72,7 +72,7 @@ fn refuse_slot(words: &'static str) -> Script {
 }
 
 #[test]
-fn what_an_agent_will_never_take_is_known_after_its_first_answer() {
+fn refusal_is_known_after_the_first_answer() {
     use local::FailureKind::{BadRequest, Version};
     for (script, kind, words) in [
         (refuse_greeting(Version, "agent speaks 9"), "Version", "agent speaks 9"),
@@ -82,7 +82,7 @@ fn what_an_agent_will_never_take_is_known_after_its_first_answer() {
     ] {
         let agent = FakeAgent::start_in_sequence(vec![script]);
         let keeper = keeper(&agent);
-        let refusal = keeper.refusal(LONG).expect("it is refused");
+        let refusal = keeper.refusal(LONG).expect("the agent refuses");
         assert_eq!(refusal.kind(), kind);
         assert!(refusal.to_string().contains(words), "{refusal}");
         drop(keeper);
@@ -91,19 +91,19 @@ fn what_an_agent_will_never_take_is_known_after_its_first_answer() {
 }
 
 #[test]
-fn an_agent_that_is_full_or_silent_or_takes_the_session_refuses_nothing() {
+fn busy_silent_and_accepting_agents_are_not_a_refusal() {
     let full = FakeAgent::start_in_sequence(vec![turn_away(local::FailureKind::Busy, "256 sessions")]);
     assert!(keeper(&full).refusal(LONG).is_none());
     full.join();
     let silent = FakeAgent::start(|peer| while peer.receive().is_some() {});
-    // Its thread ends with the greeting's patience, which nobody waits for.
+    // Its thread ends when the greeting times out; the test does not wait for that.
     assert!(keeper(&silent).refusal(SHORT).is_none());
     let taking = FakeAgent::start(|peer| {
         peer.greet();
         let (id, _) = peer.expect_reserve();
         peer.reply_reserved(id, 1, Grant::First);
         match peer.expect("abort") {
-            (_, local::request::Body::Abort(abort)) => assert_eq!(abort.leases, [1], "it is given back"),
+            (_, local::request::Body::Abort(abort)) => assert_eq!(abort.leases, [1], "the lease is released"),
             (_, other) => panic!("expected abort, got {other:?}"),
         }
         assert!(peer.receive().is_none(), "the client closes");
@@ -113,15 +113,15 @@ fn an_agent_that_is_full_or_silent_or_takes_the_session_refuses_nothing() {
 }
 
 #[test]
-fn an_agent_that_comes_later_or_comes_back_gets_a_session() {
+fn connects_to_an_agent_that_starts_later_or_restarts() {
     let directory = tempfile::tempdir().expect("a directory");
     let late = directory.path().join("agent");
     let keeper = SessionKeeper::new(options(&late)).expect("a thread");
-    wait_for(&keeper, "tried", |status| status.last_error.is_some());
-    let (die, told_to_die) = mpsc::channel::<()>();
+    wait_for(&keeper, "an attempt", |status| status.last_error.is_some());
+    let (die, die_signal) = mpsc::channel::<()>();
     let first: Script = Box::new(move |peer| {
         peer.greet();
-        told_to_die.recv().expect("the test says when");
+        die_signal.recv().expect("the test sends the signal");
     });
     let second: Script = Box::new(|peer| {
         peer.greet();
@@ -132,40 +132,40 @@ fn an_agent_that_comes_later_or_comes_back_gets_a_session() {
     assert!(keeper.wait_until_connected(LONG), "{:?}", keeper.status());
     let client = keeper.current().expect("a session");
     die.send(()).expect("the agent lives");
-    wait_for(&keeper, "connected anew", |status| status.sessions == 2);
+    wait_for(&keeper, "a second session", |status| status.sessions == 2);
     assert!(!client.is_alive(), "the old session stays lost");
     assert!(keeper.status().last_error.is_some_and(|words| words.contains("ended")));
-    assert!(keeper.answering().expect("a new session").stats().is_ok());
+    assert!(keeper.responsive().expect("a new session").stats().is_ok());
     drop(keeper);
     agent.join();
 }
 
 #[test]
-fn a_suspected_agent_is_not_offered_until_it_has_answered() {
-    let (answer, told_to_answer) = mpsc::channel::<()>();
+fn a_suspected_agent_is_not_returned_until_it_answers() {
+    let (answer, answer_signal) = mpsc::channel::<()>();
     let agent = FakeAgent::start(move |peer| {
         peer.greet();
         let probe = peer.expect_stats();
-        told_to_answer.recv().expect("the test says when");
+        answer_signal.recv().expect("the test sends the signal");
         peer.reply_stats(probe);
         answer_probes(peer);
     });
     let keeper = keeper(&agent);
     assert!(keeper.wait_until_connected(LONG));
     keeper.suspect();
-    assert!(keeper.answering().is_none());
-    assert!(keeper.current().is_some(), "the session stands");
+    assert!(keeper.responsive().is_none());
+    assert!(keeper.current().is_some(), "the session stays open");
     assert!(keeper.status().is_suspected);
-    assert!(keeper.absence().to_string().contains("does not answer"));
+    assert!(keeper.unavailable_reason().to_string().contains("does not answer"));
     answer.send(()).expect("the agent lives");
     assert!(keeper.wait_until_connected(LONG));
-    assert!(keeper.answering().is_some());
+    assert!(keeper.responsive().is_some());
     drop(keeper);
     agent.join();
 }
 
 #[test]
-fn an_agent_that_dies_under_suspicion_is_replaced() {
+fn a_suspected_agent_that_dies_is_replaced() {
     let first: Script = Box::new(|peer| {
         peer.greet();
         peer.expect_stats();
@@ -178,8 +178,8 @@ fn an_agent_that_dies_under_suspicion_is_replaced() {
     let keeper = keeper(&agent);
     assert!(keeper.wait_until_connected(LONG));
     keeper.suspect();
-    wait_for(&keeper, "connected anew", |status| status.sessions == 2 && !status.is_suspected);
-    assert!(keeper.answering().is_some());
+    wait_for(&keeper, "a second session", |status| status.sessions == 2 && !status.is_suspected);
+    assert!(keeper.responsive().is_some());
     drop(keeper);
     agent.join();
 }
@@ -194,13 +194,13 @@ fn the_session_ends_with_its_keeper() {
     assert!(keeper.wait_until_connected(LONG));
     let client = keeper.current().expect("a session");
     drop(keeper);
-    let error = client.match_keys(&[key(0)], Scope::Local).expect_err("it has ended");
+    let error = client.match_keys(&[key(0)], Scope::Local).expect_err("the session has ended");
     assert!(matches!(error, ClientError::AgentLost { .. }), "{error}");
     agent.join();
 }
 
 #[test]
-fn a_keeper_is_dropped_at_once_while_it_greets_an_agent_that_does_not_answer() {
+fn dropping_a_keeper_does_not_wait_for_an_unanswered_greeting() {
     let directory = tempfile::tempdir().expect("a directory");
     let path = directory.path().join("agent");
     let listener = UnixListener::bind(&path).expect("a socket");

@@ -1,10 +1,10 @@
-//! Transfers beside a computation that goes layer by layer.
+//! Transfers that overlap with a computation that proceeds layer by layer.
 
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use reprise_client::{
-    BlockStatus, ClientError, Finished, LoadOptions, Outcome, PagedMemory, SaveOptions, SaveStatus,
+    BlockStatus, ClientError, FinishedTransfer, LoadOptions, Outcome, PagedMemory, SaveOptions, SaveStatus,
     SessionKeeper, TransferId, TransferOptions, Transfers,
 };
 use reprise_proto::local::{self, CommitStatus, request};
@@ -38,22 +38,22 @@ fn transfers(
     (Transfers::new(Arc::clone(&keeper), memory, options).expect("threads"), keeper)
 }
 
-/// Waits for the end of one transfer, the only one that is to be told.
-fn end_of(transfers: &Transfers, id: TransferId) -> Finished {
+/// Waits for the end of one transfer, which must be the only one that has ended.
+fn end_of(transfers: &Transfers, id: TransferId) -> FinishedTransfer {
     assert!(transfers.wait(&[id], LONG));
     let mut finished = transfers.finished();
     assert_eq!(finished.iter().map(|ended| ended.id).collect::<Vec<_>>(), [id]);
     finished.remove(0)
 }
 
-fn load_statuses(finished: &Finished) -> &[BlockStatus] {
+fn load_statuses(finished: &FinishedTransfer) -> &[BlockStatus] {
     match &finished.outcome {
         Outcome::Loaded(loaded) => &loaded.statuses,
         Outcome::Saved(_) => panic!("expected a load, got {finished:?}"),
     }
 }
 
-fn save_statuses(finished: &Finished) -> &[SaveStatus] {
+fn save_statuses(finished: &FinishedTransfer) -> &[SaveStatus] {
     match &finished.outcome {
         Outcome::Saved(saved) => &saved.statuses,
         Outcome::Loaded(_) => panic!("expected a save, got {finished:?}"),
@@ -65,7 +65,7 @@ fn layer_of(bytes: &[u8], layer: usize) -> &[u8] {
     &bytes[layer * layer_bytes..][..layer_bytes]
 }
 
-/// Writes one layer of a block, as an engine that computes it.
+/// Writes one layer of a block, like an engine that computes it.
 fn fill_layer(memory: &Memory, number: u8, layer: usize) {
     let at = layer * layout().layer_bytes() as usize;
     let bytes = block_bytes(number);
@@ -84,8 +84,8 @@ fn wait_until_copied(peer: &Peer, layer: usize) {
 }
 
 #[test]
-fn a_layer_of_a_load_is_there_when_all_its_blocks_have_it_before_the_next_one_comes() {
-    let (go_on, told_to_go_on) = mpsc::channel::<()>();
+fn a_layer_is_ready_when_all_blocks_have_it_and_before_the_next_layer() {
+    let (proceed, proceed_signal) = mpsc::channel::<()>();
     let agent = FakeAgent::start(move |peer| {
         peer.greet();
         let (id, _) = peer.expect_load();
@@ -93,14 +93,14 @@ fn a_layer_of_a_load_is_there_when_all_its_blocks_have_it_before_the_next_one_co
         peer.progress.set_layers(0, 1);
         let blocks = vec![peer.place_block(0), peer.place_block(1)];
         peer.reply_loaded(id, FIRST, blocks);
-        told_to_go_on.recv().expect("the test says when");
+        proceed_signal.recv().expect("the test sends the signal");
         peer.progress.set_layers(0, 2);
         peer.progress.done(0);
         assert_eq!(peer.expect_release(), 1);
     });
     let memory = Arc::new(Memory::new(2));
     let (transfers, _keeper) = transfers(&agent, &memory, patient());
-    let load = transfers.submit_load_by_layers(placed([(0, 0), (1, 1)])).expect("a right call");
+    let load = transfers.submit_load_by_layers(placed([(0, 0), (1, 1)])).expect("a valid call");
     assert!(transfers.wait_layer(&[load], 0, LONG));
     for number in 0..2 {
         let wanted = block_bytes(number);
@@ -108,20 +108,20 @@ fn a_layer_of_a_load_is_there_when_all_its_blocks_have_it_before_the_next_one_co
     }
     assert!(!transfers.wait_layer(&[load], 1, Duration::ZERO));
     transfers.note_filled(load, 2);
-    assert!(!transfers.wait_layer(&[load], 1, Duration::ZERO), "that is said of saves");
+    assert!(!transfers.wait_layer(&[load], 1, Duration::ZERO), "only saves have filled layers");
     assert!(!transfers.wait(&[load], Duration::ZERO));
-    go_on.send(()).expect("the agent lives");
+    proceed.send(()).expect("the agent lives");
     assert!(transfers.wait_layer(&[load], 1, LONG));
     assert_eq!(load_statuses(&end_of(&transfers, load)), [BlockStatus::Ok; 2]);
-    assert!(transfers.wait_layer(&[load], 7, Duration::ZERO), "what has ended has no layer to wait for");
+    assert!(transfers.wait_layer(&[load], 7, Duration::ZERO), "an ended transfer does not wait for layers");
     drop(transfers);
     agent.join();
 }
 
 #[test]
-fn a_layer_is_not_there_as_long_as_blocks_are_to_be_asked_for_again() {
-    let (released, told_that_the_first_part_is_copied) = mpsc::channel::<()>();
-    let (go_on, told_to_go_on) = mpsc::channel::<()>();
+fn a_layer_is_not_ready_while_blocks_must_be_requested_again() {
+    let (released, first_part_copied) = mpsc::channel::<()>();
+    let (proceed, proceed_signal) = mpsc::channel::<()>();
     let agent = FakeAgent::start(move |peer| {
         peer.greet();
         let (id, _) = peer.expect_load();
@@ -136,7 +136,7 @@ fn a_layer_is_not_there_as_long_as_blocks_are_to_be_asked_for_again() {
         let (id, keys) = peer.expect_load();
         assert_eq!(keys.len(), 1);
         released.send(()).expect("the test waits");
-        told_to_go_on.recv().expect("the test says when");
+        proceed_signal.recv().expect("the test sends the signal");
         peer.progress.begin(0, 2);
         peer.progress.set_layers(0, 2);
         peer.progress.done(0);
@@ -146,10 +146,10 @@ fn a_layer_is_not_there_as_long_as_blocks_are_to_be_asked_for_again() {
     });
     let memory = Arc::new(Memory::new(2));
     let (transfers, _keeper) = transfers(&agent, &memory, patient());
-    let load = transfers.submit_load_by_layers(placed([(0, 0), (1, 1)])).expect("a right call");
-    told_that_the_first_part_is_copied.recv().expect("the agent says so");
+    let load = transfers.submit_load_by_layers(placed([(0, 0), (1, 1)])).expect("a valid call");
+    first_part_copied.recv().expect("the agent sends the signal");
     assert!(!transfers.wait_layer(&[load], 0, Duration::ZERO));
-    go_on.send(()).expect("the agent lives");
+    proceed.send(()).expect("the agent lives");
     assert!(transfers.wait_layer(&[load], 1, LONG));
     assert_eq!(load_statuses(&end_of(&transfers, load)), [BlockStatus::Ok; 2]);
     drop(transfers);
@@ -157,7 +157,7 @@ fn a_layer_is_not_there_as_long_as_blocks_are_to_be_asked_for_again() {
 }
 
 #[test]
-fn a_computation_waits_no_longer_for_an_agent_that_dies_or_hangs_between_two_layers() {
+fn waits_for_a_layer_end_when_the_agent_dies_or_hangs() {
     for agent_dies in [true, false] {
         let agent = FakeAgent::start(move |peer| {
             peer.greet();
@@ -172,7 +172,7 @@ fn a_computation_waits_no_longer_for_an_agent_that_dies_or_hangs_between_two_lay
         let stall_timeout = if agent_dies { LONG } else { SHORT };
         let load = LoadOptions { stall_timeout, ..patient().load };
         let (transfers, keeper) = transfers(&agent, &memory, TransferOptions { load, ..patient() });
-        let load = transfers.submit_load_by_layers(placed([(0, 0)])).expect("a right call");
+        let load = transfers.submit_load_by_layers(placed([(0, 0)])).expect("a valid call");
         assert!(transfers.wait_layer(&[load], 1, LONG / 2));
         assert_eq!(load_statuses(&end_of(&transfers, load)), [BlockStatus::Failed]);
         assert!(agent_dies || keeper.status().is_suspected);
@@ -182,15 +182,15 @@ fn a_computation_waits_no_longer_for_an_agent_that_dies_or_hangs_between_two_lay
 }
 
 #[test]
-fn a_load_by_layers_whose_time_has_passed_in_the_queue_is_not_begun() {
+fn a_load_whose_deadline_passed_in_the_queue_is_not_started() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
-        assert!(peer.receive().is_none(), "nothing is asked");
+        assert!(peer.receive().is_none(), "no request is sent");
     });
     let memory = Arc::new(Memory::new(1));
     let load = LoadOptions { deadline: Duration::from_nanos(1), ..patient().load };
     let (transfers, keeper) = transfers(&agent, &memory, TransferOptions { load, ..patient() });
-    let load = transfers.submit_load_by_layers(placed([(0, 0)])).expect("a right call");
+    let load = transfers.submit_load_by_layers(placed([(0, 0)])).expect("a valid call");
     assert!(transfers.wait_layer(&[load], 0, LONG));
     let ended = end_of(&transfers, load);
     assert!(matches!(ended.outcome.stopped_by(), Some(ClientError::Busy(_))), "{ended:?}");
@@ -200,8 +200,8 @@ fn a_load_by_layers_whose_time_has_passed_in_the_queue_is_not_begun() {
 }
 
 #[test]
-fn a_save_by_layers_copies_each_layer_when_it_is_filled_and_commits_after_the_last() {
-    let (copied, told_that_it_is_copied) = mpsc::channel::<()>();
+fn copies_each_layer_of_a_save_when_it_is_filled_and_commits_after_the_last() {
+    let (copied, layer_copied) = mpsc::channel::<()>();
     let agent = FakeAgent::start(move |peer| {
         peer.greet();
         let (id, count) = peer.expect_reserve();
@@ -215,10 +215,10 @@ fn a_save_by_layers_copies_each_layer_when_it_is_filled_and_commits_after_the_la
     });
     let memory = Arc::new(Memory::new(1));
     let (transfers, _keeper) = transfers(&agent, &memory, patient());
-    let save = transfers.submit_save_by_layers(placed([(0, 0)]), None).expect("a right call");
+    let save = transfers.submit_save_by_layers(placed([(0, 0)]), None).expect("a valid call");
     fill_layer(&memory, 0, 0);
     transfers.note_filled(save, 1);
-    told_that_it_is_copied.recv().expect("the agent says so");
+    layer_copied.recv().expect("the agent sends the signal");
     assert!(!transfers.wait(&[save], Duration::ZERO));
     fill_layer(&memory, 0, 1);
     transfers.note_filled(save, 2);
@@ -229,13 +229,13 @@ fn a_save_by_layers_copies_each_layer_when_it_is_filled_and_commits_after_the_la
 }
 
 #[test]
-fn a_save_whose_layers_never_come_ends_unsaved_gives_its_slot_back_and_lets_the_next_one_through() {
+fn a_save_without_its_layers_ends_unsaved_releases_its_slot_and_unblocks_the_next_save() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
         let (id, _) = peer.expect_reserve();
         peer.reply_reserved(id, 1, Grant::First);
-        let (_, given_back) = peer.expect("the slot back");
-        assert!(matches!(given_back, request::Body::Abort(_)), "{given_back:?}");
+        let (_, released) = peer.expect("the release of the slot");
+        assert!(matches!(released, request::Body::Abort(_)), "{released:?}");
         let (id, _) = peer.expect_reserve();
         peer.reply_reserved(id, 1, Grant::Known);
         let (id, _) = peer.expect_commit();
@@ -244,23 +244,23 @@ fn a_save_whose_layers_never_come_ends_unsaved_gives_its_slot_back_and_lets_the_
     let memory = Arc::new(Memory::filled(1));
     let save = SaveOptions { layer_wait: SHORT, ..patient().save };
     let (transfers, keeper) = transfers(&agent, &memory, TransferOptions { save, ..patient() });
-    let never = transfers.submit_save_by_layers(placed([(0, 0)]), None).expect("a right call");
+    let never = transfers.submit_save_by_layers(placed([(0, 0)]), None).expect("a valid call");
     transfers.note_filled(never, 1);
-    let whole = transfers.submit_save(placed([(0, 0)]), None).expect("a right call");
+    let whole = transfers.submit_save(placed([(0, 0)]), None).expect("a valid call");
     assert!(transfers.wait(&[never, whole], LONG));
     let finished = transfers.finished();
     assert_eq!(save_statuses(&finished[0]), [SaveStatus::Unsaved]);
-    let words = finished[0].outcome.stopped_by().expect("undone").to_string();
+    let words = finished[0].outcome.stopped_by().expect("an error").to_string();
     assert!(words.contains("layer 1 of a save was not filled"), "{words}");
     assert_eq!(save_statuses(&finished[1]), [SaveStatus::Committed]);
-    assert!(!keeper.status().is_suspected, "the agent has done nothing wrong");
+    assert!(!keeper.status().is_suspected, "the agent has answered");
     drop((transfers, keeper));
     agent.join();
 }
 
 #[test]
-fn a_save_that_waits_for_a_layer_holds_nobody_up_who_cancels() {
-    let (reserved, told_that_it_is_at_work) = mpsc::channel::<()>();
+fn cancelling_does_not_wait_for_a_save_that_waits_for_a_layer() {
+    let (reserved, started) = mpsc::channel::<()>();
     let agent = FakeAgent::start(move |peer| {
         peer.greet();
         let (id, _) = peer.expect_reserve();
@@ -271,21 +271,21 @@ fn a_save_that_waits_for_a_layer_holds_nobody_up_who_cancels() {
     let memory = Arc::new(Memory::filled(1));
     let save = SaveOptions { layer_wait: LONG * 60, ..patient().save };
     let (transfers, keeper) = transfers(&agent, &memory, TransferOptions { save, ..patient() });
-    let save = transfers.submit_save_by_layers(placed([(0, 0)]), None).expect("a right call");
-    told_that_it_is_at_work.recv().expect("the agent says so");
+    let save = transfers.submit_save_by_layers(placed([(0, 0)]), None).expect("a valid call");
+    started.recv().expect("the agent sends the signal");
     transfers.cancel();
     let ended = end_of(&transfers, save);
     assert_eq!(save_statuses(&ended), [SaveStatus::Unsaved]);
     drop(transfers);
-    assert_eq!(Arc::strong_count(&memory), 1, "nobody touches the memory any more");
+    assert_eq!(Arc::strong_count(&memory), 1, "no thread uses the memory");
     drop(keeper);
     agent.join();
 }
 
 #[test]
-fn an_agent_that_dies_or_hangs_while_layers_are_computed_costs_the_save_only() {
+fn only_the_save_fails_when_the_agent_dies_or_hangs_between_layers() {
     for agent_dies in [true, false] {
-        let (reserved, told_that_it_is_at_work) = mpsc::channel::<()>();
+        let (reserved, started) = mpsc::channel::<()>();
         let agent = FakeAgent::start(move |peer| {
             peer.greet();
             let (id, _) = peer.expect_reserve();
@@ -297,8 +297,8 @@ fn an_agent_that_dies_or_hangs_while_layers_are_computed_costs_the_save_only() {
         let stall_timeout = if agent_dies { LONG } else { SHORT };
         let save = SaveOptions { stall_timeout, ..patient().save };
         let (transfers, keeper) = transfers(&agent, &memory, TransferOptions { save, ..patient() });
-        let save = transfers.submit_save_by_layers(placed([(0, 0)]), None).expect("a right call");
-        told_that_it_is_at_work.recv().expect("the agent says so");
+        let save = transfers.submit_save_by_layers(placed([(0, 0)]), None).expect("a valid call");
+        started.recv().expect("the agent sends the signal");
         transfers.note_filled(save, 1);
         transfers.note_filled(save, 2);
         assert_eq!(save_statuses(&end_of(&transfers, save)), [SaveStatus::Unsaved]);

@@ -1,4 +1,4 @@
-//! Loading: layers, verified copies, release, windows, the asynchronous client.
+//! Loads: layers, verified copies, release, windows, the asynchronous client.
 
 use std::ops::ControlFlow;
 use std::sync::mpsc;
@@ -47,7 +47,7 @@ fn a_whole_block_is_copied_contiguously_and_scattered() {
 
 #[test]
 fn layers_are_copied_as_they_become_ready() {
-    let (go_on, told_to_go_on) = mpsc::channel::<()>();
+    let (proceed, proceed_signal) = mpsc::channel::<()>();
     let agent = FakeAgent::start(move |peer| {
         peer.greet();
         let (id, _) = peer.expect_load();
@@ -55,7 +55,7 @@ fn layers_are_copied_as_they_become_ready() {
         peer.progress.set_layers(3, 1);
         let block = peer.place_block(0);
         peer.reply_loaded(id, FIRST, vec![block]);
-        told_to_go_on.recv().expect("the test says when");
+        proceed_signal.recv().expect("the test sends the signal");
         peer.progress.set_layers(3, 2);
         peer.expect_release();
     });
@@ -71,15 +71,15 @@ fn layers_are_copied_as_they_become_ready() {
     assert_eq!(copy_layer(1), Err(CopyError::NotReady { layer: 1, ready: 1 }));
     let early = load.wait_layer(1, Duration::from_millis(15)).expect_err("not yet");
     assert!(matches!(early, ClientError::Timeout { call: "wait_layer", .. }), "{early}");
-    go_on.send(()).expect("the agent lives");
-    load.wait_layer(1, LONG).expect("it comes");
+    proceed.send(()).expect("the agent lives");
+    load.wait_layer(1, LONG).expect("the layer arrives");
     assert_eq!(copy_layer(1).expect("ready"), block_bytes(0)[layer_bytes..]);
     drop(load);
     agent.join();
 }
 
 #[test]
-fn a_corrupt_object_is_detected_in_the_copy_and_told_once_and_others_are_not_affected() {
+fn detects_a_corrupt_object_reports_it_once_and_copies_the_others() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
         let (id, _) = peer.expect_load();
@@ -89,7 +89,7 @@ fn a_corrupt_object_is_detected_in_the_copy_and_told_once_and_others_are_not_aff
         wrong.copy_in(&[!block_bytes(1)[object_bytes() * 2]]).expect("writable");
         let (id, _) = peer.expect_match();
         peer.reply_matched(id, 1);
-        // Two copies do not match, and one message says so; the release is next.
+        // Two copies do not match, and one message reports it; the release is next.
         assert_eq!(peer.expect_suspect(), (FIRST.load, vec![1]));
         peer.expect_release();
     });
@@ -103,13 +103,13 @@ fn a_corrupt_object_is_detected_in_the_copy_and_told_once_and_others_are_not_aff
     load.copy_object(1, 1, &mut object).expect("other objects are whole");
     assert_eq!(load.copy_object(1, 2, &mut object), Err(CopyError::Corrupt { block: 1, object: 2 }));
     let load = load.with_verify(Verify::Off);
-    load.copy_object(1, 2, &mut object).expect("nobody looks");
+    load.copy_object(1, 2, &mut object).expect("the copy is not verified");
     drop(load);
     agent.join();
 }
 
 #[test]
-fn blocks_that_do_not_come_say_why_and_cannot_be_copied() {
+fn missing_blocks_have_a_status_and_cannot_be_copied() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
         let (id, _) = peer.expect_load();
@@ -135,7 +135,7 @@ fn blocks_that_do_not_come_say_why_and_cannot_be_copied() {
     assert_eq!(statuses, [Ok, Failed, Miss, NoSpace, Deadline, Miss]);
     assert_eq!(load.leading_blocks(), 1);
     let mut object = vec![0; object_bytes()];
-    load.copy_object(0, 0, &mut object).expect("there");
+    load.copy_object(0, 0, &mut object).expect("loaded");
     for (block, status) in [(1, Failed), (2, Miss), (3, NoSpace), (4, Deadline)] {
         assert_eq!(load.copy_object(block, 0, &mut object), Err(CopyError::Unavailable { block, status }));
     }
@@ -144,7 +144,7 @@ fn blocks_that_do_not_come_say_why_and_cannot_be_copied() {
 }
 
 #[test]
-fn wrong_sizes_and_numbers_are_refused() {
+fn rejects_invalid_sizes_and_numbers() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
         let (id, _) = peer.expect_load();
@@ -167,7 +167,7 @@ fn wrong_sizes_and_numbers_are_refused() {
 }
 
 #[test]
-fn an_answer_with_another_number_of_blocks_or_without_checksums_ends_the_session() {
+fn an_answer_with_a_wrong_block_count_or_without_checksums_ends_the_session() {
     for wrong in [0, 1] {
         let agent = FakeAgent::start(move |peer| {
             peer.greet();
@@ -181,14 +181,14 @@ fn an_answer_with_another_number_of_blocks_or_without_checksums_ends_the_session
             peer.reply_loaded(id, FIRST, blocks);
             assert!(peer.receive().is_none(), "the client closes");
         });
-        let error = agent.connect().load(&LoadRequest::new(vec![key(0)])).expect_err("protocol broken");
+        let error = agent.connect().load(&LoadRequest::new(vec![key(0)])).expect_err("a protocol violation");
         assert!(matches!(error, ClientError::Protocol(_)), "{error}");
         agent.join();
     }
 }
 
 #[test]
-fn what_is_held_can_be_copied_after_the_agent_has_died() {
+fn held_blocks_can_be_copied_after_the_agent_died() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
         let (id, _) = peer.expect_load();
@@ -205,7 +205,7 @@ fn what_is_held_can_be_copied_after_the_agent_has_died() {
 }
 
 #[test]
-fn the_next_window_is_asked_for_before_the_first_is_used_up() {
+fn requests_the_next_window_before_the_first_is_released() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
         let answer = |peer: &mut Peer, load: u64, blocks: usize| {
@@ -216,7 +216,7 @@ fn the_next_window_is_asked_for_before_the_first_is_used_up() {
         };
         answer(peer, 0, 2);
         answer(peer, 1, 2);
-        assert_eq!(peer.expect_release(), 1, "the second load was asked for before the first was released");
+        assert_eq!(peer.expect_release(), 1, "the second load was requested before the first was released");
         answer(peer, 2, 1);
         assert_eq!(peer.expect_release(), 2);
         assert_eq!(peer.expect_release(), 3);
@@ -233,7 +233,7 @@ fn the_next_window_is_asked_for_before_the_first_is_used_up() {
 }
 
 #[test]
-fn a_window_that_breaks_gives_back_the_one_on_its_way() {
+fn breaking_in_a_window_releases_the_pending_one() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
         let (id, _) = peer.expect_load();
@@ -241,7 +241,7 @@ fn a_window_that_breaks_gives_back_the_one_on_its_way() {
         let (id, _) = peer.expect_load();
         assert_eq!(peer.expect_release(), 5);
         peer.reply_loaded_whole(id, Answer { load: 6, entry: 4, grant: Grant::Known }, 1);
-        assert_eq!(peer.expect_release(), 6, "nobody waits for it any more");
+        assert_eq!(peer.expect_release(), 6, "no caller waits for it");
     });
     let client = agent.connect();
     let request = LoadRequest::new(vec![key(0), key(1)]);
@@ -250,7 +250,7 @@ fn a_window_that_breaks_gives_back_the_one_on_its_way() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_asynchronous_client_does_the_same_calls() {
+async fn the_asynchronous_client_makes_the_same_calls() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
         let (id, blocks) = peer.expect_match();

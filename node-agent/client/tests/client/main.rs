@@ -1,4 +1,4 @@
-//! The client against an agent that is played by a script: rightly, wrongly, and not at all.
+//! The client against a scripted agent: valid, invalid and missing answers.
 
 mod fake_agent;
 mod keeper;

@@ -1,4 +1,4 @@
-//! Paged memory of a test: a lock for each block.
+//! Paged memory for tests, with a lock for each block.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -7,7 +7,7 @@ use reprise_policy::{BlockKey, Layout};
 
 use crate::fake_agent::{block_bytes, key, layout};
 
-/// Blocks that hold nothing but zeros until they are written.
+/// Memory whose blocks are zero until they are written.
 #[derive(Debug)]
 pub(crate) struct Memory {
     layout: Layout,
@@ -21,7 +21,7 @@ impl Memory {
         Memory { layout, blocks: (0..blocks).map(|_| empty()).collect() }
     }
 
-    /// The same with block `number` in the place of that number, for each.
+    /// Memory in which block `n` contains the test bytes of number `n`.
     pub(crate) fn filled(blocks: u8) -> Memory {
         let memory = Memory::new(usize::from(blocks));
         (0..blocks).for_each(|number| *memory.block(number.into()) = block_bytes(number));
@@ -53,7 +53,7 @@ impl PagedMemory for Memory {
     }
 }
 
-/// The key of each number with the physical block that it is for.
+/// Pairs the key of each number with its physical block.
 pub(crate) fn placed(blocks: impl IntoIterator<Item = (u8, usize)>) -> Vec<(BlockKey, PhysicalBlock)> {
     blocks.into_iter().map(|(number, block)| (key(number), PhysicalBlock(block))).collect()
 }

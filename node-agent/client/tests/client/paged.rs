@@ -1,4 +1,4 @@
-//! Saving from and loading to paged memory.
+//! Saves from and loads to paged memory.
 
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
@@ -30,7 +30,7 @@ fn hasty_load() -> LoadOptions {
 }
 
 #[test]
-fn blocks_are_saved_from_where_they_lie_with_as_many_calls_as_there_are_slots() {
+fn saves_blocks_in_several_calls_when_slots_are_scarce() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
         for (asked, given, ticket) in [(3, 2, 7), (1, 1, 8)] {
@@ -49,7 +49,7 @@ fn blocks_are_saved_from_where_they_lie_with_as_many_calls_as_there_are_slots() 
     });
     let memory = Memory::filled(3);
     let blocks = placed([(2, 2), (0, 0), (1, 1)]);
-    let saved = agent.connect().save_blocks(&blocks, &memory, &patient_save()).expect("a right call");
+    let saved = agent.connect().save_blocks(&blocks, &memory, &patient_save()).expect("a valid call");
     assert!(saved.stopped_by.is_none(), "{saved:?}");
     use SaveStatus::{Committed, Duplicate};
     assert_eq!(saved.statuses, [Committed, Duplicate, Committed]);
@@ -58,7 +58,7 @@ fn blocks_are_saved_from_where_they_lie_with_as_many_calls_as_there_are_slots() 
 }
 
 #[test]
-fn what_finds_no_room_is_unsaved_and_that_is_no_error() {
+fn blocks_without_room_are_unsaved_without_an_error() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
         while let Some((id, _)) = peer.receive() {
@@ -67,7 +67,7 @@ fn what_finds_no_room_is_unsaved_and_that_is_no_error() {
     });
     let options = SaveOptions { room_wait: Duration::from_millis(5), ..patient_save() };
     let client = agent.connect();
-    let saved = client.save_blocks(&placed([(0, 0)]), &Memory::filled(1), &options).expect("a right call");
+    let saved = client.save_blocks(&placed([(0, 0)]), &Memory::filled(1), &options).expect("a valid call");
     assert_eq!(saved.statuses, [SaveStatus::Unsaved]);
     assert!(saved.stopped_by.is_none(), "{saved:?}");
     drop(client);
@@ -75,7 +75,7 @@ fn what_finds_no_room_is_unsaved_and_that_is_no_error() {
 }
 
 #[test]
-fn a_save_to_an_agent_that_hangs_is_given_up_and_keeps_what_was_committed() {
+fn a_save_to_a_hanging_agent_ends_and_keeps_committed_blocks() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
         let (id, _) = peer.expect_reserve();
@@ -86,7 +86,7 @@ fn a_save_to_an_agent_that_hangs_is_given_up_and_keeps_what_was_committed() {
     });
     let client = agent.connect();
     let blocks = placed([(0, 0), (1, 1)]);
-    let saved = client.save_blocks(&blocks, &Memory::filled(2), &hasty_save()).expect("a right call");
+    let saved = client.save_blocks(&blocks, &Memory::filled(2), &hasty_save()).expect("a valid call");
     assert_eq!(saved.statuses, [SaveStatus::Committed, SaveStatus::Unsaved]);
     assert!(matches!(saved.stopped_by, Some(ClientError::Timeout { call: "reserve", .. })), "{saved:?}");
     drop(client);
@@ -94,17 +94,17 @@ fn a_save_to_an_agent_that_hangs_is_given_up_and_keeps_what_was_committed() {
 }
 
 #[test]
-fn a_call_that_does_not_fit_the_memory_or_the_session_is_refused_before_anything_is_sent() {
+fn rejects_a_call_that_does_not_fit_memory_or_session_without_a_request() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
-        assert!(peer.receive().is_none(), "nothing is asked");
+        assert!(peer.receive().is_none(), "no request is sent");
     });
     let client = agent.connect();
     let memory = Memory::new(2);
     let outside = placed([(0, 1), (1, 2)]);
-    let saved = client.save_blocks(&outside, &memory, &patient_save()).expect_err("no such block");
-    assert!(saved.to_string().contains("no block 2 in a memory of 2"), "{saved}");
-    let loaded = client.load_blocks(&outside, &memory, &patient_load()).expect_err("no such block");
+    let saved = client.save_blocks(&outside, &memory, &patient_save()).expect_err("an invalid block");
+    assert!(saved.to_string().contains("invalid block 2: the memory has 2 blocks"), "{saved}");
+    let loaded = client.load_blocks(&outside, &memory, &patient_load()).expect_err("an invalid block");
     assert!(matches!(loaded, ClientError::BadRequest(_)), "{loaded}");
     let nothing = client.load_blocks(&[], &memory, &patient_load()).expect("nothing to do");
     assert!(nothing.statuses.is_empty());
@@ -113,8 +113,8 @@ fn a_call_that_does_not_fit_the_memory_or_the_session_is_refused_before_anything
 }
 
 #[test]
-fn blocks_are_loaded_to_where_they_belong_as_their_layers_become_ready() {
-    let (copied, told_that_the_first_layer_is_copied) = mpsc::channel::<()>();
+fn loads_blocks_to_their_places_as_layers_become_ready() {
+    let (copied, first_layer_copied) = mpsc::channel::<()>();
     let agent = FakeAgent::start(move |peer| {
         peer.greet();
         let (id, keys) = peer.expect_load();
@@ -123,7 +123,7 @@ fn blocks_are_loaded_to_where_they_belong_as_their_layers_become_ready() {
         peer.progress.set_layers(3, 1);
         let blocks = vec![peer.place_block(1), peer.place_block(0)];
         peer.reply_loaded(id, FIRST, blocks);
-        told_that_the_first_layer_is_copied.recv().expect("the test says when");
+        first_layer_copied.recv().expect("the test sends the signal");
         peer.progress.set_layers(3, 2);
         peer.progress.done(3);
         assert_eq!(peer.expect_release(), 5);
@@ -138,7 +138,7 @@ fn blocks_are_loaded_to_where_they_belong_as_their_layers_become_ready() {
             std::thread::yield_now();
         }
         copied.send(()).expect("the agent lives");
-        loading.join().expect("no panic").expect("a right call")
+        loading.join().expect("no panic").expect("a valid call")
     });
     assert!(loaded.stopped_by.is_none(), "{loaded:?}");
     assert_eq!((loaded.leading(), &loaded.sources), (2, &vec![Some(Source::OwnDram); 2]));
@@ -148,7 +148,7 @@ fn blocks_are_loaded_to_where_they_belong_as_their_layers_become_ready() {
 }
 
 #[test]
-fn a_block_that_is_missing_or_damaged_fails_alone() {
+fn a_missing_or_damaged_block_fails_alone() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
         let (id, _) = peer.expect_load();
@@ -166,7 +166,7 @@ fn a_block_that_is_missing_or_damaged_fails_alone() {
     });
     let memory = Memory::new(4);
     let blocks = placed((0..4).map(|number| (number, usize::from(number))));
-    let loaded = agent.connect().load_blocks(&blocks, &memory, &patient_load()).expect("a right call");
+    let loaded = agent.connect().load_blocks(&blocks, &memory, &patient_load()).expect("a valid call");
     use BlockStatus::{Failed, Miss, Ok};
     assert_eq!((&loaded.statuses, loaded.leading()), (&vec![Ok, Failed, Miss, Ok], 1));
     assert_eq!(*memory.block(3), block_bytes(3));
@@ -174,7 +174,7 @@ fn a_block_that_is_missing_or_damaged_fails_alone() {
 }
 
 #[test]
-fn a_block_that_fails_after_its_unchecked_copy_is_failed() {
+fn a_block_that_fails_after_its_unverified_copy_has_failed() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
         let (id, _) = peer.expect_load();
@@ -188,13 +188,13 @@ fn a_block_that_fails_after_its_unchecked_copy_is_failed() {
     });
     let options = LoadOptions { verify: Verify::Off, ..patient_load() };
     let memory = Memory::new(1);
-    let loaded = agent.connect().load_blocks(&placed([(0, 0)]), &memory, &options).expect("a right call");
+    let loaded = agent.connect().load_blocks(&placed([(0, 0)]), &memory, &options).expect("a valid call");
     assert_eq!(loaded.statuses, [BlockStatus::Failed]);
     agent.join();
 }
 
 #[test]
-fn blocks_without_room_are_asked_for_again_when_others_came() {
+fn requests_blocks_without_room_again_when_others_were_loaded() {
     let no_space = || {
         let status = local::BlockStatus::BlockNoSpace as i32;
         local::LoadedBlock { status, ..local::LoadedBlock::default() }
@@ -212,7 +212,7 @@ fn blocks_without_room_are_asked_for_again_when_others_came() {
             blocks.resize_with(numbers.len(), no_space);
             let grant = if load == 1 { Grant::First } else { Grant::Known };
             peer.reply_loaded(id, Answer { load, entry: 3, grant }, blocks);
-            assert_eq!(peer.expect_release(), load, "what was held is given back first");
+            assert_eq!(peer.expect_release(), load, "the previous load is released first");
         };
         answer(1, &[0, 1, 2], 1);
         answer(2, &[1, 2], 1);
@@ -220,14 +220,14 @@ fn blocks_without_room_are_asked_for_again_when_others_came() {
     });
     let memory = Memory::new(3);
     let blocks = placed((0..3).map(|number| (number, usize::from(number))));
-    let loaded = agent.connect().load_blocks(&blocks, &memory, &patient_load()).expect("a right call");
+    let loaded = agent.connect().load_blocks(&blocks, &memory, &patient_load()).expect("a valid call");
     assert_eq!(loaded.statuses, [BlockStatus::Ok, BlockStatus::Ok, BlockStatus::NoSpace]);
     assert_eq!(*memory.block(1), block_bytes(1));
     agent.join();
 }
 
 #[test]
-fn a_load_from_an_agent_that_hangs_is_given_up_before_and_after_its_answer() {
+fn a_load_from_a_hanging_agent_ends_before_and_after_its_answer() {
     for answered in [0, 1] {
         let agent = FakeAgent::start(move |peer| {
             peer.greet();
@@ -243,7 +243,7 @@ fn a_load_from_an_agent_that_hangs_is_given_up_before_and_after_its_answer() {
         let client = agent.connect();
         let started = Instant::now();
         let memory = Memory::new(1);
-        let loaded = client.load_blocks(&placed([(0, 0)]), &memory, &hasty_load()).expect("a right call");
+        let loaded = client.load_blocks(&placed([(0, 0)]), &memory, &hasty_load()).expect("a valid call");
         assert!(started.elapsed() < LONG / 2);
         assert_eq!(loaded.statuses, [BlockStatus::Failed]);
         assert!(matches!(loaded.stopped_by, Some(ClientError::Timeout { .. })), "{loaded:?}");
@@ -253,7 +253,7 @@ fn a_load_from_an_agent_that_hangs_is_given_up_before_and_after_its_answer() {
 }
 
 #[test]
-fn a_load_that_takes_long_is_waited_for_while_the_agent_says_that_it_is_there() {
+fn waits_for_a_slow_load_while_the_agent_answers_probes() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
         let (id, _) = peer.expect_load();
@@ -266,7 +266,7 @@ fn a_load_that_takes_long_is_waited_for_while_the_agent_says_that_it_is_there() 
     });
     let client = agent.connect();
     let memory = Memory::new(1);
-    let loaded = client.load_blocks(&placed([(0, 0)]), &memory, &hasty_load()).expect("a right call");
+    let loaded = client.load_blocks(&placed([(0, 0)]), &memory, &hasty_load()).expect("a valid call");
     assert_eq!(loaded.statuses, [BlockStatus::Ok], "{loaded:?}");
     drop(client);
     agent.join();
@@ -293,7 +293,7 @@ fn the_death_of_the_agent_ends_saves_and_loads_at_once() {
 }
 
 #[test]
-fn a_prefetch_waits_until_the_blocks_are_there_and_lets_them_go() {
+fn a_prefetch_waits_for_its_blocks_and_releases_them() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
         let (id, _) = peer.expect_load();
@@ -306,7 +306,7 @@ fn a_prefetch_waits_until_the_blocks_are_there_and_lets_them_go() {
 }
 
 #[test]
-fn a_save_that_a_wrong_answer_interrupts_gives_its_slots_back() {
+fn a_save_interrupted_by_a_wrong_answer_releases_its_slots() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
         let (id, _) = peer.expect_reserve();
@@ -318,7 +318,7 @@ fn a_save_that_a_wrong_answer_interrupts_gives_its_slots_back() {
     });
     let client = agent.connect();
     let saved =
-        client.save_blocks(&placed([(0, 0)]), &Memory::filled(1), &patient_save()).expect("a right call");
+        client.save_blocks(&placed([(0, 0)]), &Memory::filled(1), &patient_save()).expect("a valid call");
     assert!(matches!(saved.stopped_by, Some(ClientError::Protocol(_))), "{saved:?}");
     agent.join();
 }

@@ -1,4 +1,4 @@
-//! Saving: reserve, fill, commit, durable notices.
+//! Saves: reserve, fill, commit, durable notices.
 
 use std::sync::mpsc;
 use std::time::Duration;
@@ -32,7 +32,7 @@ fn fill(reservation: &mut Reservation, number: u8) {
 }
 
 #[test]
-fn a_filled_block_is_in_the_arena_with_its_checksums_on_the_socket_and_zero_padding() {
+fn a_filled_block_reaches_the_arena_with_checksums_and_zero_padding() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
         let slot = layout().slot_bytes();
@@ -95,7 +95,7 @@ fn a_block_written_through_the_span_gets_the_same_checksums() {
 }
 
 #[test]
-fn a_full_arena_is_asked_again_until_it_has_room() {
+fn reserve_retries_until_a_full_arena_has_room() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
         let (id, _) = peer.expect_reserve();
@@ -107,12 +107,12 @@ fn a_full_arena_is_asked_again_until_it_has_room() {
         peer.reply_reserved(id, 2, Grant::First);
     });
     let reserved = agent.connect().reserve(8, LONG).expect("slots after a while");
-    assert_eq!(reserved.len(), 2, "as many as there are");
+    assert_eq!(reserved.len(), 2, "as many as are free");
     agent.join();
 }
 
 #[test]
-fn an_arena_that_stays_full_gives_nothing_within_the_wait() {
+fn reserve_is_empty_when_the_arena_stays_full() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
         while let Some((id, _)) = peer.receive() {
@@ -139,17 +139,17 @@ fn a_dropped_reservation_is_aborted() {
 }
 
 #[test]
-fn reservations_that_are_dropped_one_by_one_are_aborted_with_few_messages() {
+fn reservations_dropped_one_by_one_are_aborted_with_few_messages() {
     const SLOTS: u32 = 300;
-    let (all_dropped, told_that_all_are) = mpsc::channel::<()>();
-    let (all_seen, told_that_all_were) = mpsc::channel::<()>();
+    let (dropped, all_dropped) = mpsc::channel::<()>();
+    let (all_seen, seen_by_agent) = mpsc::channel::<()>();
     let agent = FakeAgent::start(move |peer| {
         peer.greet();
         let (id, _) = peer.expect_reserve();
         peer.reply_reserved(id, SLOTS, Grant::First);
         let (id, first) = expect_abort(peer);
-        assert_eq!(first, [1], "the first goes at once");
-        told_that_all_are.recv().expect("the test says when");
+        assert_eq!(first, [1], "the first is sent at once");
+        all_dropped.recv().expect("the test sends the signal");
         peer.reply(id, response::Body::Aborted(local::Aborted {}));
         let (_, others) = expect_abort(peer);
         assert_eq!(others, (2..=u64::from(SLOTS)).collect::<Vec<_>>(), "all others with one message");
@@ -160,14 +160,14 @@ fn reservations_that_are_dropped_one_by_one_are_aborted_with_few_messages() {
     let reserved = client.reserve(SLOTS, LONG).expect("slots");
     assert_eq!(reserved.len(), SLOTS as usize);
     reserved.into_iter().for_each(drop);
-    all_dropped.send(()).expect("the agent lives");
-    told_that_all_were.recv().expect("the agent lives");
+    dropped.send(()).expect("the agent lives");
+    seen_by_agent.recv().expect("the agent lives");
     drop(client);
     agent.join();
 }
 
 #[test]
-fn a_slot_that_was_dropped_is_given_back_before_the_next_one_is_asked_for() {
+fn a_dropped_slot_is_released_before_the_next_reserve() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
         let (id, _) = peer.expect_reserve();
@@ -184,7 +184,7 @@ fn a_slot_that_was_dropped_is_given_back_before_the_next_one_is_asked_for() {
 }
 
 #[test]
-fn a_reservation_that_is_not_filled_cannot_be_committed_and_is_given_back() {
+fn an_unfilled_reservation_cannot_be_committed_and_is_released() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
         let (id, _) = peer.expect_reserve();
@@ -203,8 +203,8 @@ fn a_reservation_that_is_not_filled_cannot_be_committed_and_is_given_back() {
 }
 
 #[test]
-fn a_durable_notice_is_found_whether_it_comes_before_or_after_the_wait() {
-    let (go_on, told_to_go_on) = mpsc::channel::<()>();
+fn a_durable_notice_may_arrive_before_or_after_the_wait() {
+    let (proceed, proceed_signal) = mpsc::channel::<()>();
     let agent = FakeAgent::start(move |peer| {
         peer.greet();
         let (id, _) = peer.expect_reserve();
@@ -214,7 +214,7 @@ fn a_durable_notice_is_found_whether_it_comes_before_or_after_the_wait() {
         reply_committed(peer, id, 1, 1);
         let (id, _) = peer.expect_commit();
         reply_committed(peer, id, 2, 1);
-        told_to_go_on.recv().expect("the test says when");
+        proceed_signal.recv().expect("the test sends the signal");
         send_durable(peer, 2, &[6; 16]);
     });
     let client = agent.connect();
@@ -225,26 +225,26 @@ fn a_durable_notice_is_found_whether_it_comes_before_or_after_the_wait() {
         client.commit(vec![item], CommitOptions::default()).expect("committed").ticket
     };
     let early = commit(5);
-    assert_eq!(client.wait_durable(early, LONG).expect("it came before").durable, 1);
+    assert_eq!(client.wait_durable(early, LONG).expect("the notice arrived before").durable, 1);
     let late = commit(6);
-    let none_yet = client.wait_durable(late, Duration::ZERO).expect_err("not told yet");
+    let none_yet = client.wait_durable(late, Duration::ZERO).expect_err("no notice yet");
     assert!(matches!(none_yet, ClientError::Timeout { .. }), "{none_yet}");
     let outcome = std::thread::scope(|scope| {
         let waiting = scope.spawn(|| client.wait_durable(late, LONG));
-        go_on.send(()).expect("the agent lives");
-        waiting.join().expect("no panic").expect("it comes")
+        proceed.send(()).expect("the agent lives");
+        waiting.join().expect("no panic").expect("the notice arrives")
     });
     assert_eq!(outcome, DurableOutcome { durable: 1, lost_keys: vec![key(6)] });
     agent.join();
 }
 
 #[test]
-fn the_death_of_the_agent_ends_a_wait_for_durability() {
+fn the_death_of_the_agent_ends_a_wait_for_a_durable_notice() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
     });
     let client = agent.connect();
-    let error = client.wait_durable(reprise_client::Ticket(1), LONG).expect_err("the agent has gone");
+    let error = client.wait_durable(reprise_client::Ticket(1), LONG).expect_err("the agent has died");
     assert!(matches!(error, ClientError::AgentLost { .. }), "{error}");
     agent.join();
 }

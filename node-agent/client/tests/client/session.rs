@@ -1,4 +1,4 @@
-//! What a session does when things go as they should not: absent, dying, silent and wrong agents.
+//! Failures of a session: absent, dying, silent and misbehaving agents.
 
 use std::os::unix::net::UnixListener;
 use std::sync::mpsc;
@@ -9,26 +9,26 @@ use reprise_client::{Client, ClientError, LoadRequest, Scope};
 use reprise_proto::local::{self, response};
 
 #[test]
-fn a_missing_agent_is_named_with_its_socket() {
+fn the_error_for_an_absent_agent_names_the_socket() {
     let directory = tempfile::tempdir().expect("a directory");
-    let error = Client::connect(options(&directory.path().join("nobody"))).expect_err("nobody is there");
+    let error = Client::connect(options(&directory.path().join("absent"))).expect_err("no agent listens");
     assert!(matches!(error, ClientError::AgentAbsent { .. }), "{error}");
-    assert!(error.to_string().contains("nobody"), "{error}");
+    assert!(error.to_string().contains("absent"), "{error}");
 }
 
 #[test]
-fn an_agent_that_accepts_nobody_times_out() {
+fn connecting_to_an_agent_that_does_not_accept_times_out() {
     let directory = tempfile::tempdir().expect("a directory");
     let path = directory.path().join("agent");
     let _listener = UnixListener::bind(&path).expect("a socket");
     let options = options(&path).call_timeout(SHORT);
-    let error = Client::connect(options).expect_err("nobody answers");
+    let error = Client::connect(options).expect_err("the agent does not answer");
     assert!(matches!(error, ClientError::Timeout { call: "hello", .. }), "{error}");
 }
 
 #[test]
-fn what_listens_and_is_no_agent_is_said_to_be_none_and_counts_as_a_refusal() {
-    let said = |answer: &'static [u8]| {
+fn a_listener_that_is_not_an_agent_counts_as_a_refusal() {
+    let answers_with = |answer: &'static [u8]| {
         let stranger = FakeAgent::start(move |peer| {
             peer.expect("hello");
             peer.send_raw(answer);
@@ -42,9 +42,11 @@ fn what_listens_and_is_no_agent_is_said_to_be_none_and_counts_as_a_refusal() {
     let path = directory.path().join("datagrams");
     let _socket = std::os::unix::net::UnixDatagram::bind(&path).expect("a socket");
     let of_datagrams = Client::connect(options(&path)).expect_err("no agent");
-    for error in
-        [said(b"HTTP/1.1 400 Bad Request\r\n\r\n"), said(&[3, 0, 0, 0, 0xff, 0xff, 0xff]), of_datagrams]
-    {
+    for error in [
+        answers_with(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
+        answers_with(&[3, 0, 0, 0, 0xff, 0xff, 0xff]),
+        of_datagrams,
+    ] {
         let words = error.to_string();
         assert!(words.contains("does not greet") && words.contains("correct the socket path"), "{words}");
         assert!(matches!(error, ClientError::Version(_)) && error.is_refusal(), "{words}");
@@ -52,7 +54,7 @@ fn what_listens_and_is_no_agent_is_said_to_be_none_and_counts_as_a_refusal() {
 }
 
 #[test]
-fn another_protocol_version_is_refused_in_the_words_of_the_agent() {
+fn a_version_mismatch_has_the_message_of_the_agent() {
     let agent = FakeAgent::start(|peer| {
         let (id, _) = peer.expect("hello");
         let failure =
@@ -65,7 +67,7 @@ fn another_protocol_version_is_refused_in_the_words_of_the_agent() {
 }
 
 #[test]
-fn a_session_that_is_refused_before_its_greeting_is_read_ends_in_the_words_of_the_agent() {
+fn a_rejection_before_the_greeting_has_the_message_of_the_agent() {
     for _ in 0..50 {
         let agent = FakeAgent::start(|peer| {
             let failure = local::Failure {
@@ -81,7 +83,7 @@ fn a_session_that_is_refused_before_its_greeting_is_read_ends_in_the_words_of_th
 }
 
 #[test]
-fn the_greeting_carries_version_namespace_layout_tenant_and_name() {
+fn the_greeting_contains_version_namespace_layout_tenant_and_name() {
     let agent = FakeAgent::start(|peer| {
         let hello = peer.greet();
         assert_eq!(hello.protocol_version, local::PROTOCOL_VERSION);
@@ -98,7 +100,7 @@ fn the_greeting_carries_version_namespace_layout_tenant_and_name() {
 }
 
 #[test]
-fn a_name_that_is_too_long_is_refused_before_connecting() {
+fn rejects_a_too_long_name_before_connecting() {
     let error =
         Client::connect(options("/nowhere".as_ref()).client_name("x".repeat(65))).expect_err("too long");
     assert!(matches!(error, ClientError::BadRequest(_)), "{error}");
@@ -112,18 +114,18 @@ fn the_death_of_the_agent_fails_a_waiting_call_at_once() {
     });
     let client = agent.connect();
     let started = Instant::now();
-    let error = client.match_keys(&[key(1)], Scope::Local).expect_err("the agent has gone");
+    let error = client.match_keys(&[key(1)], Scope::Local).expect_err("the agent has died");
     assert!(matches!(error, ClientError::AgentLost { .. }), "{error}");
     assert!(started.elapsed() < LONG / 2);
     assert!(!client.is_alive());
-    let later = client.match_keys(&[key(1)], Scope::Local).expect_err("still gone");
+    let later = client.match_keys(&[key(1)], Scope::Local).expect_err("still dead");
     assert!(matches!(later, ClientError::AgentLost { .. }), "{later}");
     agent.join();
 }
 
 #[test]
-fn the_death_of_the_agent_wakes_whoever_waits_for_a_layer() {
-    let (die, told_to_die) = mpsc::channel::<()>();
+fn the_death_of_the_agent_ends_a_wait_for_a_layer() {
+    let (die, die_signal) = mpsc::channel::<()>();
     let agent = FakeAgent::start(move |peer| {
         peer.greet();
         let (id, _) = peer.expect_load();
@@ -131,7 +133,7 @@ fn the_death_of_the_agent_wakes_whoever_waits_for_a_layer() {
         peer.progress.set_layers(0, 1);
         let block = peer.place_block(0);
         peer.reply_loaded(id, Answer { load: 5, entry: 0, grant: Grant::First }, vec![block]);
-        told_to_die.recv().expect("the test says when");
+        die_signal.recv().expect("the test sends the signal");
     });
     let client = agent.connect();
     let load = client.load(&LoadRequest::new(vec![key(0)])).expect("placed");
@@ -139,14 +141,14 @@ fn the_death_of_the_agent_wakes_whoever_waits_for_a_layer() {
     let error = std::thread::scope(|scope| {
         let waiting = scope.spawn(|| load.wait_layer(1, LONG));
         die.send(()).expect("the agent lives");
-        waiting.join().expect("no panic").expect_err("layer 1 will never come")
+        waiting.join().expect("no panic").expect_err("layer 1 does not arrive")
     });
     assert!(matches!(error, ClientError::AgentLost { .. }), "{error}");
     agent.join();
 }
 
 #[test]
-fn a_frame_that_is_too_long_ends_the_session() {
+fn a_too_long_frame_ends_the_session() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
         peer.expect_match();
@@ -166,7 +168,7 @@ fn undecodable_bytes_and_a_missing_descriptor_end_the_session() {
         let reserved = local::Reserved { regions, leases: vec![], retry_after_us: 0 };
         peer.reply(id, response::Body::Reserved(reserved));
     };
-    for (wrong, word) in [(garbage as fn(&mut _, _), "undecodable"), (no_descriptor, "descriptor")] {
+    for (wrong, word) in [(garbage as fn(&mut _, _), "cannot decode"), (no_descriptor, "descriptor")] {
         let agent = FakeAgent::start(move |peer| {
             peer.greet();
             let (id, _) = peer.expect("a call");
@@ -180,7 +182,7 @@ fn undecodable_bytes_and_a_missing_descriptor_end_the_session() {
 }
 
 #[test]
-fn an_answer_of_another_kind_ends_the_session() {
+fn an_answer_of_the_wrong_kind_ends_the_session() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
         let (id, _) = peer.expect_match();
@@ -193,7 +195,7 @@ fn an_answer_of_another_kind_ends_the_session() {
 }
 
 #[test]
-fn a_call_without_an_answer_times_out_and_the_session_goes_on() {
+fn an_unanswered_call_times_out_and_the_session_continues() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
         let (unanswered, _) = peer.expect_match();
@@ -209,12 +211,12 @@ fn a_call_without_an_answer_times_out_and_the_session_goes_on() {
 }
 
 #[test]
-fn a_load_that_is_answered_too_late_is_released() {
-    let (answer, told_to_answer) = mpsc::channel::<()>();
+fn releases_a_load_that_is_answered_too_late() {
+    let (answer, answer_signal) = mpsc::channel::<()>();
     let agent = FakeAgent::start(move |peer| {
         peer.greet();
         let (id, _) = peer.expect_load();
-        told_to_answer.recv().expect("the test says when");
+        answer_signal.recv().expect("the test sends the signal");
         peer.reply_loaded_whole(id, Answer { load: 77, entry: 0, grant: Grant::First }, 1);
         assert_eq!(peer.expect_release(), 77);
     });
@@ -227,12 +229,12 @@ fn a_load_that_is_answered_too_late_is_released() {
 }
 
 #[test]
-fn reservations_that_arrive_too_late_are_aborted() {
-    let (answer, told_to_answer) = mpsc::channel::<()>();
+fn aborts_reservations_that_arrive_too_late() {
+    let (answer, answer_signal) = mpsc::channel::<()>();
     let agent = FakeAgent::start(move |peer| {
         peer.greet();
         let (id, _) = peer.expect_reserve();
-        told_to_answer.recv().expect("the test says when");
+        answer_signal.recv().expect("the test sends the signal");
         peer.reply_reserved(id, 3, Grant::First);
         match peer.expect("abort") {
             (_, local::request::Body::Abort(abort)) => assert_eq!(abort.leases, [1, 2, 3]),
@@ -247,17 +249,17 @@ fn reservations_that_arrive_too_late_are_aborted() {
 }
 
 #[test]
-fn an_agent_that_does_not_read_is_given_up() {
-    let (end, told_to_end) = mpsc::channel::<()>();
+fn the_session_ends_when_the_agent_does_not_read() {
+    let (end, end_signal) = mpsc::channel::<()>();
     let agent = FakeAgent::start(move |peer| {
         peer.greet();
-        told_to_end.recv().expect("the test says when");
+        end_signal.recv().expect("the test sends the signal");
     });
     let client = Client::connect(agent.options().call_timeout(SHORT)).expect("a session");
     let keys = vec![key(1); local::KEYS_PER_CALL_MAX];
-    // 128 KiB a call: the socket's buffer takes a few, then the next has nowhere to go.
+    // 128 KiB a call: the socket's buffer takes a few; the next call cannot be written.
     let lost = (0..64).any(|_| {
-        let error = client.match_keys(&keys, Scope::Local).expect_err("nobody answers");
+        let error = client.match_keys(&keys, Scope::Local).expect_err("the agent does not answer");
         matches!(&error, ClientError::AgentLost { reason } if reason.contains("does not read"))
     });
     assert!(lost);
@@ -266,7 +268,7 @@ fn an_agent_that_does_not_read_is_given_up() {
 }
 
 #[test]
-fn answers_in_another_order_reach_their_callers() {
+fn answers_out_of_order_reach_their_callers() {
     const CALLS: usize = 16;
     let agent = FakeAgent::start(|peer| {
         peer.greet();
@@ -300,7 +302,7 @@ fn closing_ends_the_session_for_all_its_handles() {
     agent.join();
 }
 
-/// The bytes of a message in `docs/PROTOCOL.md`.
+/// Returns the bytes of a message in `docs/PROTOCOL.md`.
 fn example(message: &str) -> Vec<u8> {
     let document = include_str!("../../../../docs/PROTOCOL.md");
     let begin = format!("| `{message}` |");
@@ -312,8 +314,8 @@ fn example(message: &str) -> Vec<u8> {
     (0..hex.len()).step_by(2).map(byte).collect()
 }
 
-/// A client whose first call must be the first example, and is answered with the second.
-fn talk_by_the_document(call: &'static str, answer: &'static str) -> (FakeAgent, Client) {
+/// Starts a client whose first call must be the first example, and answers it with the second.
+fn session_of_the_document(call: &'static str, answer: &'static str) -> (FakeAgent, Client) {
     let agent = FakeAgent::start(move |peer| {
         peer.greet();
         let asked =
@@ -329,29 +331,29 @@ fn talk_by_the_document(call: &'static str, answer: &'static str) -> (FakeAgent,
 }
 
 #[test]
-fn calls_are_the_bytes_in_the_document_and_its_answers_are_understood() {
-    let (agent, client) = talk_by_the_document("Trim", "Trimmed");
+fn calls_and_answers_match_the_bytes_in_the_document() {
+    let (agent, client) = session_of_the_document("Trim", "Trimmed");
     assert_eq!(client.trim().expect("an answer"), 3);
     drop(client);
     agent.join();
 
-    let (agent, client) = talk_by_the_document("Stats", "StatsReply");
+    let (agent, client) = session_of_the_document("Stats", "StatsReply");
     assert_eq!(client.stats().expect("an answer"), [("loads".to_owned(), 8)]);
     drop(client);
     agent.join();
 
-    let (agent, client) = talk_by_the_document("Reserve", "Failure");
+    let (agent, client) = session_of_the_document("Reserve", "Failure");
     assert!(client.reserve(3, Duration::ZERO).expect("an answer").is_empty(), "the agent is busy");
     drop(client);
     agent.join();
 
-    let (agent, client) = talk_by_the_document("Match", "Failure");
+    let (agent, client) = session_of_the_document("Match", "Failure");
     let error = client.match_keys(&[key(0x11)], Scope::Local).expect_err("refused");
     assert!(matches!(&error, ClientError::Busy(text) if text == "full"), "{error}");
     drop(client);
     agent.join();
 
-    let (agent, client) = talk_by_the_document("Load", "Failure");
+    let (agent, client) = session_of_the_document("Load", "Failure");
     let request =
         LoadRequest { read_bytes: 512 << 10, scope: Scope::Local, ..LoadRequest::new(vec![key(0x11)]) };
     let error = client.load(&request).expect_err("refused");
@@ -361,7 +363,7 @@ fn calls_are_the_bytes_in_the_document_and_its_answers_are_understood() {
 }
 
 #[test]
-fn too_many_keys_are_refused_and_none_answered_without_a_call() {
+fn rejects_too_many_keys_and_answers_none_without_a_call() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
         assert!(peer.receive().is_none(), "nothing is sent");
@@ -372,7 +374,7 @@ fn too_many_keys_are_refused_and_none_answered_without_a_call() {
     assert!(matches!(error, ClientError::BadRequest(_)), "{error}");
     let error = client.load(&LoadRequest::new(vec![])).expect_err("refused");
     assert!(matches!(error, ClientError::BadRequest(_)), "{error}");
-    assert_eq!(client.match_keys(&[], Scope::Local).expect("nothing to ask"), []);
+    assert_eq!(client.match_keys(&[], Scope::Local).expect("an empty answer"), []);
     drop(client);
     agent.join();
 }

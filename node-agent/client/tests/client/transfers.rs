@@ -1,4 +1,4 @@
-//! Saves and loads on threads of their own.
+//! Saves and loads on background threads.
 
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use reprise_proto::local::{CommitStatus, request};
 use crate::fake_agent::{Answer, FakeAgent, Grant, LONG, Peer, SHORT, block_bytes, layout, options};
 use crate::memory::{Memory, placed};
 
-/// An agent that hangs is given up after this; nothing else is.
+/// Limit for an agent that hangs, and for nothing else.
 fn transfer_options(stall_timeout: Duration) -> TransferOptions {
     TransferOptions {
         save: SaveOptions { room_wait: LONG, stall_timeout, ..SaveOptions::default() },
@@ -61,36 +61,36 @@ fn serve(peer: &mut Peer) {
 }
 
 #[test]
-fn saves_and_loads_end_and_are_told_once() {
+fn saves_and_loads_end_and_are_returned_once() {
     let agent = FakeAgent::start(serve);
     let memory = Arc::new(Memory::filled(2));
     let transfers = transfers(&agent, &memory, LONG);
     assert!(transfers.finished().is_empty());
-    let save = transfers.submit_save(placed([(0, 0)]), None).expect("a right call");
+    let save = transfers.submit_save(placed([(0, 0)]), None).expect("a valid call");
     assert!(transfers.wait(&[save], LONG));
-    let load = transfers.submit_load(placed([(0, 1)])).expect("a right call");
+    let load = transfers.submit_load(placed([(0, 1)])).expect("a valid call");
     assert!(transfers.wait(&[save, load], LONG));
     let finished = transfers.finished();
     assert_eq!(finished.iter().map(|ended| ended.id).collect::<Vec<_>>(), [save, load]);
     assert_eq!(save_statuses(&finished[0].outcome), [SaveStatus::Committed]);
     assert_eq!(load_statuses(&finished[1].outcome), [BlockStatus::Ok]);
     assert_eq!(*memory.block(1), block_bytes(0));
-    assert!(transfers.finished().is_empty(), "told once");
-    assert!(transfers.wait(&[save], Duration::ZERO), "what has ended stays so");
-    let error = transfers.submit_load(placed([(0, 2)])).expect_err("no such block");
+    assert!(transfers.finished().is_empty(), "each transfer is returned once");
+    assert!(transfers.wait(&[save], Duration::ZERO), "an ended transfer stays ended");
+    let error = transfers.submit_load(placed([(0, 2)])).expect_err("an invalid block");
     assert!(matches!(error, ClientError::BadRequest(_)), "{error}");
     drop(transfers);
     agent.join();
 }
 
 #[test]
-fn without_an_agent_transfers_end_at_once_undone() {
+fn transfers_fail_at_once_without_an_agent() {
     let directory = tempfile::tempdir().expect("a directory");
-    let keeper = SessionKeeper::new(options(&directory.path().join("nobody"))).expect("a thread");
+    let keeper = SessionKeeper::new(options(&directory.path().join("absent"))).expect("a thread");
     let memory = Arc::new(Memory::filled(1));
     let transfers = Transfers::new(Arc::new(keeper), memory, transfer_options(LONG)).expect("threads");
-    let save = transfers.submit_save(placed([(0, 0)]), None).expect("a right call");
-    let load = transfers.submit_load(placed([(0, 0)])).expect("a right call");
+    let save = transfers.submit_save(placed([(0, 0)]), None).expect("a valid call");
+    let load = transfers.submit_load(placed([(0, 0)])).expect("a valid call");
     assert!(transfers.wait(&[save, load], LONG));
     for ended in transfers.finished() {
         assert!(matches!(ended.outcome.stopped_by(), Some(ClientError::AgentLost { .. })), "{ended:?}");
@@ -98,32 +98,32 @@ fn without_an_agent_transfers_end_at_once_undone() {
 }
 
 #[test]
-fn a_save_that_finds_the_queue_full_ends_unsaved_at_once() {
-    let (go_on, told_to_go_on) = mpsc::channel::<()>();
+fn a_save_that_exceeds_the_queue_fails_at_once() {
+    let (proceed, proceed_signal) = mpsc::channel::<()>();
     let agent = FakeAgent::start(move |peer| {
         peer.greet();
         let (id, _) = peer.expect_reserve();
-        told_to_go_on.recv().expect("the test says when");
+        proceed_signal.recv().expect("the test sends the signal");
         peer.reply_reserved(id, 1, Grant::First);
     });
     let memory = Arc::new(Memory::filled(1));
     let transfers = transfers(&agent, &memory, LONG);
-    let submit = || transfers.submit_save(placed([(0, 0)]), None).expect("a right call");
-    // One at work and two that wait is what there is room for; the thread may not have taken the first yet.
+    let submit = || transfers.submit_save(placed([(0, 0)]), None).expect("a valid call");
+    // One running and two queued transfers fit; the thread may not have dequeued the first yet.
     let ids: Vec<TransferId> = (0..4).map(|_| submit()).collect();
     assert!(transfers.wait(&ids[3..], LONG));
     let refused = transfers.finished();
-    let last = refused.last().expect("the fourth at the least");
+    let last = refused.last().expect("at least the fourth");
     assert_eq!((last.id, save_statuses(&last.outcome)), (ids[3], [SaveStatus::Unsaved].as_slice()));
     assert!(matches!(last.outcome.stopped_by(), Some(ClientError::Busy(_))), "{last:?}");
-    go_on.send(()).expect("the agent lives");
+    proceed.send(()).expect("the agent lives");
     assert!(transfers.wait(&ids, LONG), "the death of the agent ends the rest");
     assert_eq!(refused.len() + transfers.finished().len(), 4);
     agent.join();
 }
 
 #[test]
-fn an_agent_that_hangs_costs_one_transfer_its_patience_and_the_next_nothing() {
+fn only_the_first_transfer_waits_for_a_hanging_agent() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
         while peer.receive().is_some() {}
@@ -132,22 +132,22 @@ fn an_agent_that_hangs_costs_one_transfer_its_patience_and_the_next_nothing() {
     let keeper = connected(&agent);
     let memory: Arc<dyn PagedMemory> = memory;
     let transfers = Transfers::new(Arc::clone(&keeper), memory, transfer_options(SHORT)).expect("threads");
-    let load = transfers.submit_load(placed([(0, 0)])).expect("a right call");
+    let load = transfers.submit_load(placed([(0, 0)])).expect("a valid call");
     assert!(transfers.wait(&[load], LONG));
     assert!(keeper.status().is_suspected);
     let started = Instant::now();
-    let save = transfers.submit_save(placed([(0, 0)]), None).expect("a right call");
+    let save = transfers.submit_save(placed([(0, 0)]), None).expect("a valid call");
     assert!(transfers.wait(&[save], LONG));
     let finished = transfers.finished();
     assert!(matches!(finished[0].outcome.stopped_by(), Some(ClientError::Timeout { .. })), "{finished:?}");
-    let words = finished[1].outcome.stopped_by().expect("undone").to_string();
+    let words = finished[1].outcome.stopped_by().expect("an error").to_string();
     assert!(words.contains("does not answer"), "{words}");
     assert!(started.elapsed() < LONG / 2);
     drop((transfers, keeper));
     agent.join();
 }
 
-/// Loads that an agent that answers all else leaves standing still.
+/// An agent that answers everything except loads.
 fn standing_still() -> TransferOptions {
     let mut options = transfer_options(LONG);
     options.load.standstill_timeout = Some(SHORT);
@@ -155,13 +155,13 @@ fn standing_still() -> TransferOptions {
 }
 
 #[test]
-fn a_load_of_which_nothing_comes_ends_the_agent_is_not_suspected_and_the_next_asks_no_peers() {
+fn a_stalled_load_ends_without_suspecting_the_agent_and_the_next_uses_no_peers() {
     let (asked, scopes) = mpsc::channel::<bool>();
     let agent = FakeAgent::start(move |peer| {
         peer.greet();
         while let Some((id, request)) = peer.receive() {
             match request {
-                request::Body::Load(load) => asked.send(load.local_only).expect("the test looks"),
+                request::Body::Load(load) => asked.send(load.local_only).expect("the test reads it"),
                 request::Body::Stats(_) => peer.reply_stats(id),
                 other => panic!("{other:?}"),
             }
@@ -170,27 +170,23 @@ fn a_load_of_which_nothing_comes_ends_the_agent_is_not_suspected_and_the_next_as
     let memory: Arc<dyn PagedMemory> = Arc::new(Memory::new(2));
     let keeper = connected(&agent);
     let transfers = Transfers::new(Arc::clone(&keeper), memory, standing_still()).expect("threads");
-    let loads = [0, 1].map(|block| transfers.submit_load(placed([(block, 0)])).expect("a right call"));
+    let loads = [0, 1].map(|block| transfers.submit_load(placed([(block, 0)])).expect("a valid call"));
     assert!(transfers.wait(&loads, LONG / 2));
     for ended in transfers.finished() {
         assert_eq!(load_statuses(&ended.outcome), [BlockStatus::Failed]);
-        let reason = ended.outcome.stopped_by().expect("it ended before its end");
+        let reason = ended.outcome.stopped_by().expect("a stopped transfer");
         assert!(matches!(reason, ClientError::Stalled { .. }), "{reason}");
         assert_eq!(reason.kind(), "Stalled");
     }
     assert!(!keeper.status().is_suspected, "it has answered all along");
-    assert_eq!(
-        scopes.iter().take(2).collect::<Vec<_>>(),
-        [false, true],
-        "whether only its own node is asked"
-    );
+    assert_eq!(scopes.iter().take(2).collect::<Vec<_>>(), [false, true], "whether the load is local only");
     drop((transfers, keeper));
     agent.join();
 }
 
 #[test]
-fn what_comes_after_a_load_stood_still_is_not_written_to_the_engine_s_memory_any_more() {
-    let (ended, told_that_it_has_ended) = mpsc::channel::<()>();
+fn layers_after_the_end_of_a_stalled_load_are_not_written() {
+    let (ended, load_ended) = mpsc::channel::<()>();
     let agent = FakeAgent::start(move |peer| {
         peer.greet();
         let (id, _) = peer.expect_load();
@@ -201,7 +197,7 @@ fn what_comes_after_a_load_stood_still_is_not_written_to_the_engine_s_memory_any
         let id = peer.expect_stats();
         peer.reply_stats(id);
         assert_eq!(peer.expect_release(), 1);
-        told_that_it_has_ended.recv().expect("the test says when");
+        load_ended.recv().expect("the test sends the signal");
         peer.progress.set_layers(0, 2);
         assert!(peer.receive().is_none(), "the client closes");
     });
@@ -209,61 +205,61 @@ fn what_comes_after_a_load_stood_still_is_not_written_to_the_engine_s_memory_any
     let shown: Arc<dyn PagedMemory> = Arc::<Memory>::clone(&memory);
     let keeper = connected(&agent);
     let transfers = Transfers::new(Arc::clone(&keeper), shown, standing_still()).expect("threads");
-    let load = transfers.submit_load(placed([(0, 0)])).expect("a right call");
+    let load = transfers.submit_load(placed([(0, 0)])).expect("a valid call");
     assert!(transfers.wait(&[load], LONG / 2));
     let finished = transfers.finished();
     assert_eq!(load_statuses(&finished[0].outcome), [BlockStatus::Failed]);
     assert!(matches!(finished[0].outcome.stopped_by(), Some(ClientError::Stalled { .. })), "{finished:?}");
     assert!(!keeper.status().is_suspected);
     let held = memory.block(0).clone();
-    assert_ne!(held, block_bytes(0), "only its first layer came in time");
+    assert_ne!(held, block_bytes(0), "only the first layer arrived in time");
     ended.send(()).expect("the agent lives");
     drop((transfers, keeper));
     agent.join();
-    assert_eq!(*memory.block(0), held, "what came later was not copied");
+    assert_eq!(*memory.block(0), held, "later layers were not copied");
 }
 
 #[test]
-fn a_load_s_time_counts_from_its_submission_and_one_without_any_left_is_not_begun() {
-    let (go_on, told_to_go_on) = mpsc::channel::<()>();
+fn a_load_deadline_counts_from_submission_and_an_expired_load_is_not_sent() {
+    let (proceed, proceed_signal) = mpsc::channel::<()>();
     let agent = FakeAgent::start(move |peer| {
         peer.greet();
         let (id, _) = peer.expect_load();
-        told_to_go_on.recv().expect("the test says when");
+        proceed_signal.recv().expect("the test sends the signal");
         peer.reply_loaded_whole(id, Answer { load: 1, entry: 0, grant: Grant::First }, 1);
         assert_eq!(peer.expect_release(), 1);
-        assert!(peer.receive().is_none(), "the second load is not asked for");
+        assert!(peer.receive().is_none(), "the second load is not sent");
     });
     let memory: Arc<dyn PagedMemory> = Arc::new(Memory::new(2));
     let mut options = transfer_options(LONG);
     options.load.deadline = SHORT;
     let transfers = Transfers::new(connected(&agent), memory, options).expect("threads");
-    let first = transfers.submit_load(placed([(0, 0)])).expect("a right call");
+    let first = transfers.submit_load(placed([(0, 0)])).expect("a valid call");
     let submitted = Instant::now();
-    let second = transfers.submit_load(placed([(1, 1)])).expect("a right call");
+    let second = transfers.submit_load(placed([(1, 1)])).expect("a valid call");
     while submitted.elapsed() <= SHORT {
         std::thread::yield_now();
     }
-    go_on.send(()).expect("the agent lives");
+    proceed.send(()).expect("the agent lives");
     assert!(transfers.wait(&[first, second], LONG));
     let finished = transfers.finished();
     let late = finished.iter().find(|ended| ended.id == second).expect("it has ended");
     assert_eq!(load_statuses(&late.outcome), [BlockStatus::Failed]);
-    let words = late.outcome.stopped_by().expect("undone").to_string();
-    assert!(words.contains("loads before this one"), "{words}");
+    let words = late.outcome.stopped_by().expect("an error").to_string();
+    assert!(words.contains("earlier loads used up the deadline"), "{words}");
     drop(transfers);
     agent.join();
 }
 
 #[test]
-fn what_is_cancelled_ends_with_the_part_that_it_is_at_and_what_waits_ends_undone() {
-    let (reserved, told_that_it_is_at_work) = mpsc::channel::<()>();
-    let (go_on, told_to_go_on) = mpsc::channel::<()>();
+fn a_cancelled_transfer_ends_with_its_current_part_and_queued_ones_fail() {
+    let (reserved, started) = mpsc::channel::<()>();
+    let (proceed, proceed_signal) = mpsc::channel::<()>();
     let agent = FakeAgent::start(move |peer| {
         peer.greet();
         let (id, _) = peer.expect_reserve();
         reserved.send(()).expect("the test waits");
-        told_to_go_on.recv().expect("the test says when");
+        proceed_signal.recv().expect("the test sends the signal");
         peer.reply_reserved(id, 1, Grant::First);
         let (id, _) = peer.expect_commit();
         peer.reply_committed(id, 1, &[CommitStatus::Committed]);
@@ -271,11 +267,11 @@ fn what_is_cancelled_ends_with_the_part_that_it_is_at_and_what_waits_ends_undone
     });
     let memory = Arc::new(Memory::filled(2));
     let transfers = transfers(&agent, &memory, LONG);
-    let submit = || transfers.submit_save(placed([(0, 0), (1, 1)]), None).expect("a right call");
+    let submit = || transfers.submit_save(placed([(0, 0), (1, 1)]), None).expect("a valid call");
     let ids = [submit(), submit()];
-    told_that_it_is_at_work.recv().expect("the agent says so");
+    started.recv().expect("the agent sends the signal");
     transfers.cancel();
-    go_on.send(()).expect("the agent lives");
+    proceed.send(()).expect("the agent lives");
     let ids = [ids[0], ids[1], submit()];
     assert!(transfers.wait(&ids, LONG));
     use SaveStatus::{Committed, Unsaved};
@@ -285,40 +281,40 @@ fn what_is_cancelled_ends_with_the_part_that_it_is_at_and_what_waits_ends_undone
         assert!(words.contains("cancelled"), "{words}");
     }
     drop(transfers);
-    assert_eq!(Arc::strong_count(&memory), 1, "nobody touches the memory any more");
+    assert_eq!(Arc::strong_count(&memory), 1, "no thread uses the memory");
     agent.join();
 }
 
 #[test]
-fn a_load_is_cancelled_between_its_layers() {
-    let (answered, told_that_it_is_at_work) = mpsc::channel::<()>();
-    let (go_on, told_to_go_on) = mpsc::channel::<()>();
+fn cancels_a_load_between_its_layers() {
+    let (answered, started) = mpsc::channel::<()>();
+    let (proceed, proceed_signal) = mpsc::channel::<()>();
     let agent = FakeAgent::start(move |peer| {
         peer.greet();
         let (id, _) = peer.expect_load();
         answered.send(()).expect("the test waits");
-        told_to_go_on.recv().expect("the test says when");
+        proceed_signal.recv().expect("the test sends the signal");
         peer.reply_loaded_whole(id, Answer { load: 1, entry: 0, grant: Grant::First }, 1);
         assert_eq!(peer.expect_release(), 1);
     });
     let memory = Arc::new(Memory::new(1));
     let transfers = transfers(&agent, &memory, LONG);
-    let load = transfers.submit_load(placed([(0, 0)])).expect("a right call");
-    told_that_it_is_at_work.recv().expect("the agent says so");
+    let load = transfers.submit_load(placed([(0, 0)])).expect("a valid call");
+    started.recv().expect("the agent sends the signal");
     transfers.cancel();
-    go_on.send(()).expect("the agent lives");
+    proceed.send(()).expect("the agent lives");
     assert!(transfers.wait(&[load], LONG));
     assert_eq!(load_statuses(&transfers.finished()[0].outcome), [BlockStatus::Failed]);
-    assert!(memory.block(0).iter().all(|byte| *byte == 0), "nothing was copied any more");
+    assert!(memory.block(0).iter().all(|byte| *byte == 0), "nothing was copied after that");
     drop(transfers);
     agent.join();
 }
 
-/// Memory that panics when it is touched.
+/// Memory that panics on every access.
 #[derive(Debug)]
-struct Broken(Layout);
+struct PanickingMemory(Layout);
 
-impl PagedMemory for Broken {
+impl PagedMemory for PanickingMemory {
     fn layout(&self) -> &Layout {
         &self.0
     }
@@ -337,7 +333,7 @@ impl PagedMemory for Broken {
 }
 
 #[test]
-fn a_memory_that_panics_leaves_no_transfer_without_an_end() {
+fn every_transfer_ends_when_the_memory_panics() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
         let (id, _) = peer.expect_reserve();
@@ -348,10 +344,10 @@ fn a_memory_that_panics_leaves_no_transfer_without_an_end() {
             }
         }
     });
-    let memory = Arc::new(Broken(layout()));
+    let memory = Arc::new(PanickingMemory(layout()));
     let transfers = Transfers::new(connected(&agent), memory, transfer_options(LONG)).expect("threads");
     for _ in 0..2 {
-        let save = transfers.submit_save(placed([(0, 0)]), None).expect("a right call");
+        let save = transfers.submit_save(placed([(0, 0)]), None).expect("a valid call");
         assert!(transfers.wait(&[save], LONG));
     }
     for ended in transfers.finished() {

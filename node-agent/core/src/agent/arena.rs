@@ -1,28 +1,29 @@
-//! Which slots of the arena are taken.
+//! Allocation of arena slots.
 //!
-//! The arena is a set of regions. A region without an owner is taken by a size class (a tenant and a slot size)
-//! that has no free slot left, is cut into slots of that size, and has no owner again when its last slot is freed:
+//! The arena is a set of regions. A slot group (a tenant and a slot size) takes an unowned region when it has
+//! no free slot left. The region is then cut into slots of that size, and becomes unowned when its last slot
+//! is freed:
 //!
 //! ```text
-//! region: no owner ──take──▶ owned by a class: [used|used|free|fresh…] ──last slot freed──▶ no owner
+//! region: unowned ──take──▶ owned by a group: [used|used|free|fresh…] ──last slot freed──▶ unowned
 //! ```
 //!
-//! Allocation and freeing are O(1). A region that has ever belonged to a tenant is never given to another one:
-//! nothing in this core zeroes memory. So regions that nobody has had are kept for tenants with a reservation
-//! ([`reservations`]).
+//! Allocation and freeing are O(1). A region that has held data of a tenant never passes to another tenant,
+//! because this core never zeroes memory. Unused regions are therefore kept back for tenants with a
+//! reservation ([`reservations`]).
 //!
-//! The class also keeps the order of eviction of its readable, unleased, clean slots, because what helps a class
-//! that needs a slot is a slot of that class. A class that has no victim may take over a region of another class
-//! of its tenant in which everything can be evicted.
+//! A group also keeps the eviction order of its readable, unleased, clean slots: a group that needs a slot
+//! needs one of its own size. A group without a victim may take over a region of another group of its tenant,
+//! if every slot in the region is evictable.
 //!
-//! Deliberately absent: memory, and what is in a slot (`frames`).
+//! Out of scope: memory mappings, and the contents of slots (`frames`).
 
 mod reservations;
 
 use std::collections::BTreeSet;
 
 use reprise_policy::TenantId;
-use reprise_policy::eviction::{EntryIndex, EvictionKind, EvictionPolicy, Group, Standing};
+use reprise_policy::eviction::{EntryIndex, EvictionKind, EvictionPolicy, Group, Rank};
 
 use reprise_policy::quota::{self, Quota, QuotaError};
 
@@ -35,29 +36,29 @@ use crate::effect::{ArenaSlot, RegionId};
 /// Position of a region that is not in its owner's list of regions with free slots.
 const NOT_PARTIAL: u32 = u32::MAX;
 
-/// A size class.
+/// Number of a slot group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct ClassId(u16);
+pub(super) struct SlotGroupId(u16);
 
-/// A slot: region by position, slot by number.
+/// Slot in the arena: position of its region, and number within the region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) struct Place {
     pub(super) region: u16,
     slot: u16,
 }
 
-/// The arena; see the module.
+/// All regions, and the slot groups that own them.
 #[derive(Debug)]
 pub(super) struct Arena {
     regions: Vec<Region>,
     unowned: Vec<u16>,
-    /// Regions with an owner in which everything can be evicted.
+    /// Owned regions in which every used slot is evictable.
     idle: BTreeSet<u16>,
-    classes: Vec<Class>,
-    /// Evictable slots by frame; a class is a group. One for all classes, because an order costs memory by the largest
-    /// frame number.
+    groups: Vec<SlotGroup>,
+    /// Evictable slots, by frame; a slot group is a group of the policy. One policy serves all slot groups,
+    /// because its memory grows with the largest frame number.
     order: Box<dyn EvictionPolicy>,
-    /// Regions that nobody has had.
+    /// Number of regions that no tenant has used yet.
     fresh: u64,
     reservations: Reservations,
     bytes: u64,
@@ -68,26 +69,26 @@ pub(super) struct Arena {
 struct Region {
     id: RegionId,
     bytes: u64,
-    /// Whose data it has ever held.
+    /// Tenant whose data the region has ever held.
     tenant: Option<TenantId>,
-    owner: Option<ClassId>,
+    owner: Option<SlotGroupId>,
     slots: u32,
-    /// Slots from here on were never used since the owner took the region.
+    /// First slot that was not used since the owner took the region.
     fresh: u32,
     free: Vec<u16>,
-    /// Frame of each slot below `fresh`.
+    /// Frames of the slots below `fresh`.
     frames: Vec<FrameIndex>,
     evictable: u32,
     partial_at: u32,
 }
 
 #[derive(Debug)]
-struct Class {
+struct SlotGroup {
     tenant: TenantId,
     slot_bytes: u64,
-    /// Shapes that use the class.
-    shapes: u32,
-    /// Its regions that have free slots.
+    /// Number of size classes that use the group.
+    size_classes: u32,
+    /// Regions of the group that have free slots.
     partial: Vec<u16>,
 }
 
@@ -102,7 +103,7 @@ impl Region {
 }
 
 impl Arena {
-    /// An arena of these regions, all free. Regions beyond the limit are not used.
+    /// Creates an arena of free regions. Regions beyond [`REGIONS_MAX`] are not used.
     pub(super) fn new(regions: &[(RegionId, u64)], eviction: EvictionKind) -> Arena {
         let regions: Vec<Region> = regions
             .iter()
@@ -127,80 +128,80 @@ impl Arena {
             fresh: regions.len() as u64,
             reservations: Reservations::default(),
             idle: BTreeSet::new(),
-            classes: Vec::new(),
+            groups: Vec::new(),
             order: eviction.build(),
             regions,
         }
     }
 
-    /// Bytes of all regions.
+    /// Total bytes of all regions.
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Bytes of slots in use.
+    /// Total bytes of slots in use.
     pub(super) fn used_bytes(&self) -> u64 {
         self.used_bytes
     }
 
-    /// Bytes of the largest region: no slot can be larger.
+    /// Bytes of the largest region, which is the maximum slot size.
     pub(super) fn region_bytes_max(&self) -> u64 {
         self.regions.iter().map(|region| region.bytes).max().unwrap_or(0)
     }
 
-    /// Keeps so many bytes for a tenant, in whole regions.
+    /// Reserves memory for a tenant, rounded up to whole regions.
     pub(super) fn reserve(&mut self, tenant: TenantId, bytes: u64) {
         let regions = bytes.div_ceil(self.region_bytes_min());
         self.reservations.reserve(tenant, regions);
     }
 
-    /// Whether so much can be kept for all tenants.
+    /// Checks that the arena can satisfy the reservations of all tenants.
     pub(super) fn check_reservations(&self, quotas: &[Quota]) -> Result<u64, QuotaError> {
         quota::check_reservations(self.bytes, self.region_bytes_min(), quotas.iter().copied())
     }
 
-    /// Whether a tenant's blocks may come here though no engine of this node has asked for them. A region that they take is
-    /// the tenant's for good, so one that has none gets the first only when enough is left for those who come with engines:
-    /// of regions that nobody has had and nobody is owed, half of all and two at the least.
-    pub(super) fn may_take_unasked(&self, tenant: TenantId) -> bool {
-        let left_wanted = (self.regions.len() as u64).div_ceil(2).max(2);
+    /// Whether a tenant may receive replicas that no engine of this node requested. The tenant keeps a region
+    /// permanently, so a tenant without one gets its first only if enough remain for tenants with engines: of
+    /// unused, unreserved regions, half of all regions and at least two.
+    pub(super) fn may_accept_replicas(&self, tenant: TenantId) -> bool {
+        let remaining_min = (self.regions.len() as u64).div_ceil(2).max(2);
         self.reservations.has_own(tenant, self.fresh)
-            || self.reservations.left_after_one(self.fresh) >= left_wanted
+            || self.reservations.left_after_one(self.fresh) >= remaining_min
     }
 
     fn region_bytes_min(&self) -> u64 {
         self.regions.iter().map(|region| region.bytes).min().unwrap_or(1).max(1)
     }
 
-    /// The class of a tenant's slots of a size; one shape more uses it.
-    pub(super) fn join_class(&mut self, tenant: TenantId, slot_bytes: u64) -> ClassId {
-        let same = |class: &Class| class.tenant == tenant && class.slot_bytes == slot_bytes;
-        let at = self.classes.iter().position(same).or_else(|| {
-            // A class without shapes has no frames, hence no regions.
-            let vacant = self.classes.iter().position(|class| class.shapes == 0)?;
-            self.classes[vacant] = Class::new(tenant, slot_bytes);
+    /// Returns the slot group of a tenant's slots of one size, and counts one more size class that uses it.
+    pub(super) fn join_slot_group(&mut self, tenant: TenantId, slot_bytes: u64) -> SlotGroupId {
+        let same = |group: &SlotGroup| group.tenant == tenant && group.slot_bytes == slot_bytes;
+        let at = self.groups.iter().position(same).or_else(|| {
+            // A group without size classes has no frames, and therefore no regions.
+            let vacant = self.groups.iter().position(|group| group.size_classes == 0)?;
+            self.groups[vacant] = SlotGroup::new(tenant, slot_bytes);
             Some(vacant)
         });
         let at = at.unwrap_or_else(|| {
-            self.classes.push(Class::new(tenant, slot_bytes));
-            self.classes.len() - 1
+            self.groups.push(SlotGroup::new(tenant, slot_bytes));
+            self.groups.len() - 1
         });
-        self.classes[at].shapes += 1;
-        ClassId(at as u16)
+        self.groups[at].size_classes += 1;
+        SlotGroupId(at as u16)
     }
 
-    /// One shape fewer uses the class.
-    pub(super) fn leave_class(&mut self, class: ClassId) {
-        self.class_mut(class).shapes -= 1;
+    /// Counts one size class less that uses the group.
+    pub(super) fn leave_slot_group(&mut self, group: SlotGroupId) {
+        self.group_mut(group).size_classes -= 1;
     }
 
-    /// Takes a free slot, from the class's regions or from a region without an owner.
-    pub(super) fn allocate(&mut self, class: ClassId) -> Option<Place> {
-        let region = match self.class(class).partial.last() {
+    /// Allocates a slot from the group's regions, or from a region that it takes.
+    pub(super) fn allocate(&mut self, group: SlotGroupId) -> Option<Place> {
+        let region = match self.group(group).partial.last() {
             Some(region) => *region,
-            None => self.take_region(class)?,
+            None => self.take_region(group)?,
         };
-        let slot_bytes = self.class(class).slot_bytes;
+        let slot_bytes = self.group(group).slot_bytes;
         let state = &mut self.regions[usize::from(region)];
         let slot = match state.free.pop() {
             Some(slot) => slot,
@@ -218,12 +219,12 @@ impl Arena {
         Some(Place { region, slot })
     }
 
-    /// Notes which frame describes a slot.
+    /// Records the frame of a slot.
     pub(super) fn set_frame(&mut self, place: Place, frame: FrameIndex) {
         self.regions[usize::from(place.region)].frames[usize::from(place.slot)] = frame;
     }
 
-    /// Gives a slot back. It must not be evictable.
+    /// Frees a slot, which must not be evictable.
     pub(super) fn free(&mut self, place: Place) {
         let region = &mut self.regions[usize::from(place.region)];
         let owner = region.owner.expect("a region with a used slot has an owner");
@@ -231,7 +232,7 @@ impl Arena {
         region.frames[usize::from(place.slot)] = FrameIndex::NONE;
         let empty = region.used() == 0;
         let listed = region.partial_at != NOT_PARTIAL;
-        self.used_bytes -= self.class(owner).slot_bytes;
+        self.used_bytes -= self.group(owner).slot_bytes;
         if empty {
             self.disown(place.region);
         } else if !listed {
@@ -240,64 +241,64 @@ impl Arena {
         self.note_idle(place.region);
     }
 
-    /// Makes a frame's slot evictable.
+    /// Makes a frame's slot evictable, as the most recently used.
     pub(super) fn add_evictable(&mut self, place: Place, frame: FrameIndex, class: u8) {
         let owner = self.owner(place);
         self.regions[usize::from(place.region)].evictable += 1;
         self.note_idle(place.region);
-        self.order.insert(EntryIndex(frame.0), Standing { group: Group(owner.0), class });
+        self.order.insert(EntryIndex(frame.0), Rank { group: Group(owner.0), class });
     }
 
-    /// Makes an evictable frame the next of its class to go.
-    pub(super) fn put_first(&mut self, place: Place, frame: FrameIndex, class: u8) {
+    /// Makes an evictable frame the next victim of its priority class.
+    pub(super) fn insert_oldest(&mut self, place: Place, frame: FrameIndex, class: u8) {
         let group = Group(self.owner(place).0);
-        self.order.put_back(EntryIndex(frame.0), Standing { group, class });
+        self.order.insert_oldest(EntryIndex(frame.0), Rank { group, class });
     }
 
-    /// Makes an evictable frame the one that goes immediately before `successor`.
+    /// Moves an evictable frame immediately before `successor` in the eviction order.
     pub(super) fn order_before(&mut self, place: Place, frame: FrameIndex, class: u8, successor: FrameIndex) {
         let group = Group(self.owner(place).0);
-        let standing = Standing { group, class };
-        self.order.insert_before(EntryIndex(frame.0), standing, EntryIndex(successor.0));
+        let rank = Rank { group, class };
+        self.order.insert_before(EntryIndex(frame.0), rank, EntryIndex(successor.0));
     }
 
-    /// Notes a use of a frame; nothing happens when it is not evictable.
+    /// Marks a frame as most recently used, if it is evictable.
     pub(super) fn touch(&mut self, frame: FrameIndex) {
         self.order.touch(EntryIndex(frame.0));
     }
 
-    /// Makes it not evictable.
+    /// Removes a frame from the eviction order.
     pub(super) fn remove_evictable(&mut self, place: Place, frame: FrameIndex) {
         self.regions[usize::from(place.region)].evictable -= 1;
         self.note_idle(place.region);
         self.order.remove(EntryIndex(frame.0));
     }
 
-    /// The frame of the class that should go next; it is no longer evictable once `take_victim` is told its place.
-    pub(super) fn victim(&mut self, class: ClassId) -> Option<FrameIndex> {
-        self.order.victim(Group(class.0)).map(|victim| FrameIndex(victim.0))
+    /// Removes and returns the group's next victim. The caller must pass its slot to `take_victim`.
+    pub(super) fn victim(&mut self, group: SlotGroupId) -> Option<FrameIndex> {
+        self.order.victim(Group(group.0)).map(|victim| FrameIndex(victim.0))
     }
 
-    /// The frame that should go next of any class of the class's tenant, this class first.
-    pub(super) fn victim_of_tenant(&mut self, class: ClassId) -> Option<FrameIndex> {
-        let tenant = self.class(class).tenant;
-        self.victim(class).or_else(|| self.any_victim(tenant))
+    /// Returns a victim of this group or, failing that, of another group of its tenant.
+    pub(super) fn victim_of_tenant(&mut self, group: SlotGroupId) -> Option<FrameIndex> {
+        let tenant = self.group(group).tenant;
+        self.victim(group).or_else(|| self.any_victim(tenant))
     }
 
-    /// The frame that should go next of some class of a tenant. O(classes).
+    /// Returns a victim of any group of a tenant. O(groups).
     pub(super) fn any_victim(&mut self, tenant: TenantId) -> Option<FrameIndex> {
-        let of_tenant = |at: &u16| self.classes[usize::from(*at)].tenant == tenant;
-        let classes: Vec<u16> = (0..self.classes.len() as u16).filter(of_tenant).collect();
-        classes.into_iter().find_map(|class| self.victim(ClassId(class)))
+        let of_tenant = |at: &u16| self.groups[usize::from(*at)].tenant == tenant;
+        let groups: Vec<u16> = (0..self.groups.len() as u16).filter(of_tenant).collect();
+        groups.into_iter().find_map(|group| self.victim(SlotGroupId(group)))
     }
 
-    /// Completes [`Arena::victim`].
+    /// Completes [`Arena::victim`] once the caller knows the victim's slot.
     pub(super) fn take_victim(&mut self, place: Place) {
         self.regions[usize::from(place.region)].evictable -= 1;
         self.note_idle(place.region);
     }
 
-    /// Keeps the set of regions in which everything can be evicted.
+    /// Updates the set of regions in which every used slot is evictable.
     fn note_idle(&mut self, region: u16) {
         let state = &self.regions[usize::from(region)];
         if state.owner.is_some() && state.evictable == state.used() {
@@ -307,38 +308,38 @@ impl Arena {
         }
     }
 
-    /// A region of another class of the same tenant that the class could use and in which everything can be
-    /// evicted: its frames. The emptiest, to lose the least. Looks at such regions only: in an arena that is full of
-    /// what cannot go, that is at none.
-    pub(super) fn reclaimable(&self, class: ClassId) -> Option<Vec<FrameIndex>> {
-        let Class { tenant, slot_bytes, .. } = self.class(class);
+    /// Returns the frames of a region that the group could take over: every slot in it is evictable, and it
+    /// belongs to another group of the tenant. Chooses the region with the fewest used bytes. Iterates idle
+    /// regions only, so it costs nothing in an arena that is full of leased slots.
+    pub(super) fn reclaimable(&self, group: SlotGroupId) -> Option<Vec<FrameIndex>> {
+        let SlotGroup { tenant, slot_bytes, .. } = self.group(group);
         self.idle
             .iter()
             .map(|region| &self.regions[usize::from(*region)])
-            .filter(|region| region.owner.is_some_and(|owner| owner != class))
+            .filter(|region| region.owner.is_some_and(|owner| owner != group))
             .filter(|region| region.tenant == Some(*tenant) && region.bytes >= *slot_bytes)
             .min_by_key(|region| u64::from(region.used()) * region.bytes / u64::from(region.slots))
             .map(|region| region.frames.iter().copied().filter(|frame| *frame != FrameIndex::NONE).collect())
     }
 
-    /// Address of a slot.
+    /// Returns the address of a slot.
     pub(super) fn slot(&self, place: Place) -> ArenaSlot {
         let region = &self.regions[usize::from(place.region)];
-        let bytes = self.class(self.owner(place)).slot_bytes;
+        let bytes = self.group(self.owner(place)).slot_bytes;
         ArenaSlot { region: region.id, offset: u64::from(place.slot) * bytes, bytes }
     }
 
-    /// Identity of the region at a position.
+    /// Returns the identifier of the region at a position.
     pub(super) fn region_id(&self, region: u16) -> RegionId {
         self.regions[usize::from(region)].id
     }
 
-    /// Evictable slots. Whether one frame is evictable is known to the order only.
+    /// Number of evictable slots. Only the policy knows whether one frame is evictable.
     pub(super) fn evictable(&self) -> usize {
         self.order.len()
     }
 
-    /// Checks what must always hold.
+    /// Checks the invariants of the arena.
     pub(super) fn audit(&self) -> Result<(), String> {
         let mut used_bytes = 0;
         for (at, region) in self.regions.iter().enumerate() {
@@ -349,26 +350,28 @@ impl Arena {
                 }
                 continue;
             };
-            let class = self.class(owner);
+            let group = self.group(owner);
             let held = region.frames.iter().filter(|frame| **frame != FrameIndex::NONE).count();
             if held != region.used() as usize || region.used() == 0 || region.fresh > region.slots {
                 return Err(format!("region {name}: {held} frames, {} used slots", region.used()));
             }
-            if region.tenant != Some(class.tenant) || region.evictable > region.used() {
+            if region.tenant != Some(group.tenant) || region.evictable > region.used() {
                 return Err(format!("region {name}: wrong tenant, or more evictable slots than used ones"));
             }
-            if u64::from(region.slots) * class.slot_bytes > region.bytes {
+            if u64::from(region.slots) * group.slot_bytes > region.bytes {
                 return Err(format!("region {name} is cut into more slots than fit"));
             }
-            let listed = class.partial.get(region.partial_at as usize) == Some(&(at as u16));
+            let listed = group.partial.get(region.partial_at as usize) == Some(&(at as u16));
             if listed == region.full() {
-                return Err(format!("region {name} is wrongly listed as having free slots, or not"));
+                return Err(format!(
+                    "region {name}: its free slots and its position in the list of partial regions disagree"
+                ));
             }
-            used_bytes += u64::from(region.used()) * class.slot_bytes;
+            used_bytes += u64::from(region.used()) * group.slot_bytes;
         }
         let fresh = self.regions.iter().filter(|region| region.tenant.is_none()).count() as u64;
         if fresh != self.fresh {
-            return Err(format!("{fresh} regions were nobody's, {} counted", self.fresh));
+            return Err(format!("{fresh} unused regions, {} counted", self.fresh));
         }
         let idle = |region: &Region| region.owner.is_some() && region.evictable == region.used();
         let idle: BTreeSet<u16> =
@@ -382,35 +385,35 @@ impl Arena {
         }
         if used_bytes != self.used_bytes || used_bytes > self.bytes {
             return Err(format!(
-                "{used_bytes} used bytes counted, {} kept, {} there",
+                "{used_bytes} bytes in used slots, {} counted, {} in all regions",
                 self.used_bytes, self.bytes
             ));
         }
         Ok(())
     }
 
-    fn class(&self, class: ClassId) -> &Class {
-        &self.classes[usize::from(class.0)]
+    fn group(&self, group: SlotGroupId) -> &SlotGroup {
+        &self.groups[usize::from(group.0)]
     }
 
-    fn class_mut(&mut self, class: ClassId) -> &mut Class {
-        &mut self.classes[usize::from(class.0)]
+    fn group_mut(&mut self, group: SlotGroupId) -> &mut SlotGroup {
+        &mut self.groups[usize::from(group.0)]
     }
 
-    fn owner(&self, place: Place) -> ClassId {
+    fn owner(&self, place: Place) -> SlotGroupId {
         self.regions[usize::from(place.region)].owner.expect("a region with a used slot has an owner")
     }
 
-    /// Gives a region without an owner to a class; one that held this tenant's data before, when there is one.
-    fn take_region(&mut self, class: ClassId) -> Option<u16> {
-        let Class { tenant, slot_bytes, .. } = *self.class(class);
-        let suits = |region: &u16, wanted: Option<TenantId>| {
+    /// Assigns an unowned region to a group: preferably one that has held this tenant's data before.
+    fn take_region(&mut self, group: SlotGroupId) -> Option<u16> {
+        let SlotGroup { tenant, slot_bytes, .. } = *self.group(group);
+        let is_suitable = |region: &u16, wanted: Option<TenantId>| {
             let state = &self.regions[usize::from(*region)];
             state.tenant == wanted && state.bytes >= slot_bytes
         };
-        let at = self.unowned.iter().rposition(|region| suits(region, Some(tenant))).or_else(|| {
+        let at = self.unowned.iter().rposition(|region| is_suitable(region, Some(tenant))).or_else(|| {
             let may_own = self.fresh > 0 && self.reservations.may_own(tenant, self.fresh);
-            self.unowned.iter().rposition(|region| may_own && suits(region, None))
+            self.unowned.iter().rposition(|region| may_own && is_suitable(region, None))
         })?;
         let region = self.unowned.swap_remove(at);
         let state = &mut self.regions[usize::from(region)];
@@ -419,9 +422,9 @@ impl Arena {
             self.reservations.own(tenant);
         }
         state.tenant = Some(tenant);
-        state.owner = Some(class);
+        state.owner = Some(group);
         state.slots = (state.bytes / slot_bytes).min(SLOTS_PER_REGION_MAX) as u32;
-        self.enter_partial(region, class);
+        self.enter_partial(region, group);
         Some(region)
     }
 
@@ -435,8 +438,8 @@ impl Arena {
         self.unowned.push(region);
     }
 
-    fn enter_partial(&mut self, region: u16, class: ClassId) {
-        let partial = &mut self.class_mut(class).partial;
+    fn enter_partial(&mut self, region: u16, group: SlotGroupId) {
+        let partial = &mut self.group_mut(group).partial;
         partial.push(region);
         let at = partial.len() as u32 - 1;
         self.regions[usize::from(region)].partial_at = at;
@@ -446,7 +449,7 @@ impl Arena {
         let state = &mut self.regions[usize::from(region)];
         let at = std::mem::replace(&mut state.partial_at, NOT_PARTIAL);
         let Some(owner) = state.owner.filter(|_| at != NOT_PARTIAL) else { return };
-        let partial = &mut self.class_mut(owner).partial;
+        let partial = &mut self.group_mut(owner).partial;
         partial.swap_remove(at as usize);
         if let Some(moved) = partial.get(at as usize).copied() {
             self.regions[usize::from(moved)].partial_at = at;
@@ -454,9 +457,9 @@ impl Arena {
     }
 }
 
-impl Class {
-    fn new(tenant: TenantId, slot_bytes: u64) -> Class {
-        Class { tenant, slot_bytes, shapes: 0, partial: Vec::new() }
+impl SlotGroup {
+    fn new(tenant: TenantId, slot_bytes: u64) -> SlotGroup {
+        SlotGroup { tenant, slot_bytes, size_classes: 0, partial: Vec::new() }
     }
 }
 
@@ -474,24 +477,24 @@ mod tests {
     }
 
     #[test]
-    fn blocks_do_not_come_unasked_for_a_region_that_is_owed_and_that_others_have() {
+    fn rejects_unrequested_replicas_when_other_tenants_hold_all_regions() {
         let (mut arena, engines, owed) = (arena(3), TenantId(1), TenantId(2));
         arena.reserve(owed, 4 * SLOT);
-        assert!(arena.may_take_unasked(owed));
+        assert!(arena.may_accept_replicas(owed));
         arena.reserve(owed, 0);
-        let class = arena.join_class(engines, SLOT);
-        assert_eq!(std::iter::from_fn(|| arena.allocate(class)).count(), 12);
+        let group = arena.join_slot_group(engines, SLOT);
+        assert_eq!(std::iter::from_fn(|| arena.allocate(group)).count(), 12);
         arena.reserve(owed, 4 * SLOT);
-        assert!(!arena.may_take_unasked(owed), "all regions are another's for good");
-        assert!(arena.may_take_unasked(engines));
+        assert!(!arena.may_accept_replicas(owed), "another tenant holds all regions permanently");
+        assert!(arena.may_accept_replicas(engines));
     }
 
     #[test]
-    fn every_slot_is_given_once_and_comes_back() {
+    fn allocates_every_slot_once_and_again_after_free() {
         let mut arena = arena(3);
-        let class = arena.join_class(TenantId::DEFAULT, SLOT);
+        let group = arena.join_slot_group(TenantId::DEFAULT, SLOT);
         let places: BTreeSet<Place> = std::iter::from_fn(|| {
-            let place = arena.allocate(class)?;
+            let place = arena.allocate(group)?;
             arena.set_frame(place, FrameIndex(0));
             Some(place)
         })
@@ -508,10 +511,10 @@ mod tests {
     }
 
     #[test]
-    fn an_emptied_region_serves_another_slot_size() {
+    fn empty_region_serves_another_slot_size() {
         let mut arena = arena(1);
-        let small = arena.join_class(TenantId::DEFAULT, SLOT);
-        let large = arena.join_class(TenantId::DEFAULT, 2 * SLOT);
+        let small = arena.join_slot_group(TenantId::DEFAULT, SLOT);
+        let large = arena.join_slot_group(TenantId::DEFAULT, 2 * SLOT);
         let place = arena.allocate(small).expect("free");
         assert_eq!(arena.allocate(large), None);
         arena.free(place);
@@ -520,10 +523,10 @@ mod tests {
     }
 
     #[test]
-    fn a_region_that_held_a_tenants_data_is_not_given_to_another_tenant() {
+    fn region_with_data_of_a_tenant_never_passes_to_another_tenant() {
         let mut arena = arena(1);
-        let first = arena.join_class(TenantId(1), SLOT);
-        let second = arena.join_class(TenantId(2), SLOT);
+        let first = arena.join_slot_group(TenantId(1), SLOT);
+        let second = arena.join_slot_group(TenantId(2), SLOT);
         let place = arena.allocate(first).expect("free");
         arena.free(place);
         assert_eq!(arena.allocate(second), None);
@@ -531,24 +534,24 @@ mod tests {
     }
 
     #[test]
-    fn who_has_no_region_gets_one_unasked_only_while_half_of_them_are_left() {
+    fn accepts_unrequested_replicas_only_while_half_of_the_regions_remain() {
         let mut arena = arena(5);
-        let first = arena.join_class(TenantId(1), SLOT);
-        assert!(arena.may_take_unasked(TenantId(1)), "4 are left then");
+        let first = arena.join_slot_group(TenantId(1), SLOT);
+        assert!(arena.may_accept_replicas(TenantId(1)), "four regions remain");
         arena.reserve(TenantId(9), 4 * SLOT);
-        assert!(arena.may_take_unasked(TenantId(1)), "3 are left then that are owed to nobody");
+        assert!(arena.may_accept_replicas(TenantId(1)), "three unreserved regions remain");
         arena.allocate(first).expect("free");
-        assert!(arena.may_take_unasked(TenantId(1)), "it has one");
-        assert!(!arena.may_take_unasked(TenantId(2)));
-        assert!(arena.may_take_unasked(TenantId(9)), "one is kept for it");
-        assert!(!self::arena(2).may_take_unasked(TenantId(1)), "one would be left");
+        assert!(arena.may_accept_replicas(TenantId(1)), "the tenant owns a region");
+        assert!(!arena.may_accept_replicas(TenantId(2)));
+        assert!(arena.may_accept_replicas(TenantId(9)), "one region is reserved for the tenant");
+        assert!(!self::arena(2).may_accept_replicas(TenantId(1)), "only one region would remain");
     }
 
     #[test]
-    fn only_a_region_in_which_everything_can_go_is_reclaimable() {
+    fn reclaims_only_regions_whose_slots_are_all_evictable() {
         let mut arena = arena(1);
-        let small = arena.join_class(TenantId::DEFAULT, SLOT);
-        let large = arena.join_class(TenantId::DEFAULT, 2 * SLOT);
+        let small = arena.join_slot_group(TenantId::DEFAULT, SLOT);
+        let large = arena.join_slot_group(TenantId::DEFAULT, 2 * SLOT);
         let places: Vec<Place> = (0..2)
             .map(|frame| {
                 let place = arena.allocate(small).expect("free");
@@ -560,15 +563,15 @@ mod tests {
         assert_eq!(arena.reclaimable(large), None);
         arena.add_evictable(places[1], FrameIndex(1), 1);
         assert_eq!(arena.reclaimable(large), Some(vec![FrameIndex(0), FrameIndex(1)]));
-        assert_eq!(arena.reclaimable(small), None, "a class evicts its own slots one by one");
+        assert_eq!(arena.reclaimable(small), None, "a group evicts its own slots one by one");
         arena.audit().expect("consistent");
     }
 
     #[test]
-    fn a_slot_larger_than_every_region_is_never_given() {
+    fn never_allocates_a_slot_larger_than_every_region() {
         let mut arena = arena(2);
-        let class = arena.join_class(TenantId::DEFAULT, 5 * SLOT);
-        assert_eq!(arena.allocate(class), None);
+        let group = arena.join_slot_group(TenantId::DEFAULT, 5 * SLOT);
+        assert_eq!(arena.allocate(group), None);
         assert_eq!(arena.region_bytes_max(), 4 * SLOT);
     }
 }

@@ -1,20 +1,20 @@
-//! What must hold between events, checked the slow way; for tests.
+//! Full check of the core's invariants between events, for tests.
 
 use std::collections::BTreeMap;
 
 use reprise_policy::TenantId;
 
 use super::AgentCore;
-use super::fills::{Origin, WaitPlace, Waiter};
+use super::fills::{FillSource, WaitPlace, Waiter};
 use super::frames::{FrameIndex, FrameState};
 use super::index::Dram;
+use super::integrity::CopyState;
 use super::loads::{LoadBlock, Stage};
 use super::serves::ServeBlock;
 use super::slab::SlabId;
-use super::suspects::Doubt;
 use super::tenants::nvme_bytes;
 
-/// Returns an error from the calling function when a condition does not hold.
+/// Returns an error from the enclosing function unless the condition holds.
 macro_rules! ensure {
     ($condition:expr, $($text:tt)*) => {
         if !$condition {
@@ -23,18 +23,18 @@ macro_rules! ensure {
     };
 }
 
-/// What a tenant has of one kind of room.
+/// Slots and bytes of a tenant in one tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Counted {
+struct SlotUsage {
     slots: u64,
     bytes: u64,
 }
 
 impl AgentCore {
-    /// Checks every invariant of the core. Costs time proportional to everything there is.
+    /// Checks every invariant of the core. Costs time in proportion to the whole state.
     ///
     /// # Errors
-    /// Says which invariant does not hold, and where.
+    /// A description of the first violated invariant.
     pub fn audit(&self) -> Result<(), String> {
         self.arena.audit()?;
         self.audit_frames()?;
@@ -43,8 +43,8 @@ impl AgentCore {
         self.audit_waiters()?;
         self.audit_tenants()?;
         self.audit_sessions()?;
-        self.audit_giving()?;
-        self.audit_taking()?;
+        self.audit_outbound()?;
+        self.audit_inbound()?;
         self.audit_writeback()
     }
 
@@ -70,7 +70,7 @@ impl AgentCore {
                 FrameState::Filling(fill) => {
                     let fill = self.fills.at(fill).ok_or(format!("{slot:?}: no such fill"))?;
                     ensure!(fill.frame == index, "{slot:?} and its fill disagree");
-                    ensure!(entry.is_none() || findable, "{slot:?}: its entry does not know of the fill");
+                    ensure!(entry.is_none() || findable, "{slot:?}: its entry does not refer to the fill");
                 }
                 FrameState::Unsaved(record) => {
                     let record = self.writeback.unsaved.at(record).ok_or(format!("{slot:?}: no record"))?;
@@ -78,7 +78,7 @@ impl AgentCore {
                 }
                 FrameState::Clean => {
                     evictable += usize::from(frame.leases == 0);
-                    ensure!(frame.doubt != Doubt::Damaged, "{slot:?} is damaged, and clean");
+                    ensure!(frame.copy_state != CopyState::Damaged, "{slot:?} is damaged, and clean");
                     ensure!(findable && frame.has_checksums(), "{slot:?} is clean, but not findable");
                 }
                 FrameState::Retired => {
@@ -86,7 +86,7 @@ impl AgentCore {
                     ensure!(entry.is_none(), "{slot:?} is retired, and findable");
                 }
                 FrameState::Orphan => {
-                    ensure!(entry.is_none() && frame.leases > 0, "{slot:?} is an orphan nobody reads");
+                    ensure!(entry.is_none() && frame.leases > 0, "{slot:?} is an orphan without a lease");
                 }
             }
         }
@@ -116,9 +116,9 @@ impl AgentCore {
         let mut places = BTreeMap::new();
         for (index, entry) in self.index.iter() {
             let key = entry.key();
-            ensure!(self.index.find(&key) == Some(index), "{key} is not found by its key");
+            ensure!(self.index.find(&key) == Some(index), "{key} cannot be found by its key");
             match entry.dram() {
-                Dram::Absent => ensure!(entry.stored().is_some(), "{key} is nowhere"),
+                Dram::Absent => ensure!(entry.stored().is_some(), "{key} has no copy"),
                 Dram::Filling(frame) | Dram::Resident(frame) => {
                     let known = self.frames.get(frame).entry() == Some(index);
                     ensure!(known, "{key}: its frame belongs to another block");
@@ -148,7 +148,7 @@ impl AgentCore {
         Ok(())
     }
 
-    /// Every lease has a holder that is a load's block or a serve's.
+    /// Checks that every lease belongs to a block of a load, a block of a serve, or a check.
     fn audit_leases(&self) -> Result<(), String> {
         let mut held: BTreeMap<FrameIndex, u32> = BTreeMap::new();
         let of_fill = |fill: u32| self.fills.at(fill).map(|fill| fill.frame).ok_or("no such fill".to_owned());
@@ -176,8 +176,8 @@ impl AgentCore {
         ensure!(serving == counted, "{serving} bytes leased to serves, {counted} counted");
         for (id, frame) in self.checks.iter() {
             *held.entry(*frame).or_default() += 1;
-            let checked = self.frames.get(*frame).doubt == Doubt::Checking;
-            ensure!(checked, "{id:?} checks a frame that does not know it");
+            let checked = self.frames.get(*frame).copy_state == CopyState::Checking;
+            ensure!(checked, "{id:?} checks a frame that is not being checked");
         }
         let total: u64 = held.values().map(|leases| u64::from(*leases)).sum();
         ensure!(total == self.frames.read_leases(), "{total} leases held, not as counted");
@@ -189,7 +189,8 @@ impl AgentCore {
         Ok(())
     }
 
-    /// Fills, loads and serves know of each other, and a load is as far as its blocks.
+    /// Checks that fills, loads and serves refer to each other, and that the progress of each load matches
+    /// its blocks.
     fn audit_waiters(&self) -> Result<(), String> {
         for (id, fill) in self.fills.iter() {
             let state = self.frames.get(fill.frame).state;
@@ -205,33 +206,36 @@ impl AgentCore {
                         matches!(serve.blocks[block as usize], ServeBlock::Waiting { place, .. } if place == here)
                     }),
                 };
-                ensure!(waits, "{waiter:?} does not know that it waits at {here:?}");
+                ensure!(waits, "{waiter:?} does not refer to {here:?}");
             }
         }
-        let wanted_of_peers: u64 = self
+        let bytes_from_peers: u64 = self
             .fills
             .iter()
-            .filter(|(_, fill)| matches!(fill.origin, Origin::Peer(_)))
+            .filter(|(_, fill)| matches!(fill.origin, FillSource::Peer(_)))
             .map(|(_, fill)| self.frame_slot(fill.frame).bytes)
             .sum();
         ensure!(
-            wanted_of_peers == self.peers.queued_bytes(),
-            "{wanted_of_peers} bytes wanted, not as counted"
+            bytes_from_peers == self.peers.queued_bytes(),
+            "{bytes_from_peers} bytes requested from peers, not as counted"
         );
         for (id, load) in self.loads.iter() {
             let mut pending = 0;
-            let mut ready = self.shapes.get(load.shape).layout.layers();
+            let mut ready = self.size_classes.get(load.size_class).layout.layers();
             for (at, block) in (0..).zip(&load.blocks) {
                 match *block {
                     LoadBlock::Unplaced => {
                         (pending, ready) = (pending + 1, 0);
-                        ensure!(load.stage == Stage::Placing, "{id:?} is answered without a place for {at}");
+                        ensure!(
+                            load.stage == Stage::Placing,
+                            "{id:?} is answered although block {at} is unplaced"
+                        );
                     }
                     LoadBlock::Waiting(place) => {
                         let fill = self.fills.at(place.fill).ok_or(format!("{id:?}: no fill for {at}"))?;
                         let waiter = fill.waiters.get(place.position as usize);
                         let known = waiter == Some(&Waiter::Load { load: id, block: at });
-                        ensure!(known, "{id:?}: the fill of {at} does not know it");
+                        ensure!(known, "{id:?}: the fill of block {at} does not refer to it");
                         (pending, ready) = (pending + 1, ready.min(fill.layers));
                     }
                     LoadBlock::Ready { .. } | LoadBlock::Held { .. } | LoadBlock::Lost(_) => {}
@@ -240,7 +244,7 @@ impl AgentCore {
             let progress = (load.progress.pending(), load.progress.ready());
             ensure!(progress == (pending, ready), "{id:?}: {progress:?} should be {:?}", (pending, ready));
             let stage = match (pending, ready) {
-                (0, _) if load.stage == Stage::Over => Stage::Over,
+                (0, _) if load.stage == Stage::Expired => Stage::Expired,
                 (0, _) => Stage::Complete,
                 (_, 0) => Stage::Placing,
                 (_, layers) => Stage::Answered { layers },
@@ -250,36 +254,36 @@ impl AgentCore {
         Ok(())
     }
 
-    /// Every tenant has what it is said to have, and no more than it may.
+    /// Checks that every tenant's usage is counted correctly and within its limit.
     fn audit_tenants(&self) -> Result<(), String> {
-        let mut held: BTreeMap<TenantId, [Counted; 2]> = BTreeMap::new();
+        let mut held: BTreeMap<TenantId, [SlotUsage; 2]> = BTreeMap::new();
         let mut count = |tenant: TenantId, room: usize, bytes: u64| {
-            let Counted { slots, bytes: all } = &mut held.entry(tenant).or_default()[room];
+            let SlotUsage { slots, bytes: all } = &mut held.entry(tenant).or_default()[room];
             (*slots, *all) = (*slots + 1, *all + bytes);
         };
         for (_, frame) in self.frames.iter() {
-            let shape = self.shapes.get(frame.shape);
-            count(shape.tenant, 0, shape.slot_bytes);
+            let size_class = self.size_classes.get(frame.size_class);
+            count(size_class.tenant, 0, size_class.slot_bytes);
         }
         for (_, entry) in self.index.iter().filter(|(_, entry)| entry.stored().is_some()) {
-            let shape = self.shapes.get(entry.shape());
-            count(shape.tenant, 1, nvme_bytes(shape.slot_bytes));
+            let size_class = self.size_classes.get(entry.size_class());
+            count(size_class.tenant, 1, nvme_bytes(size_class.slot_bytes));
         }
         for frame in self.writeback.being_written() {
-            let shape = self.shapes.get(self.frames.get(frame).shape);
-            count(shape.tenant, 1, nvme_bytes(shape.slot_bytes));
+            let size_class = self.size_classes.get(self.frames.get(frame).size_class);
+            count(size_class.tenant, 1, nvme_bytes(size_class.slot_bytes));
         }
         for usage in self.tenant_usage() {
-            let dram = Counted { slots: usage.blocks.dram, bytes: usage.dram.used };
-            let nvme = Counted { slots: usage.blocks.nvme, bytes: usage.nvme.used };
+            let dram = SlotUsage { slots: usage.blocks.dram, bytes: usage.dram.used };
+            let nvme = SlotUsage { slots: usage.blocks.nvme, bytes: usage.nvme.used };
             let (tenant, used) = (usage.tenant, [dram, nvme]);
             let counted = held.remove(&tenant).unwrap_or_default();
-            ensure!(used == counted, "{tenant:?} holds {counted:?}, {used:?} are kept");
+            ensure!(used == counted, "{tenant:?} holds {counted:?}, but {used:?} are counted");
             let excess = usage.dram.excess() + usage.nvme.excess();
-            let shrinks = self.tenants.shrinks(tenant);
-            ensure!(excess == 0 || shrinks, "{tenant:?} holds {used:?}, beyond {usage:?}");
+            let shrinks = self.tenants.is_shrinking(tenant);
+            ensure!(excess == 0 || shrinks, "{tenant:?} holds {used:?}, above the limit of {usage:?}");
         }
-        ensure!(held.is_empty(), "nobody's bytes: {held:?}");
+        ensure!(held.is_empty(), "bytes of unknown tenants: {held:?}");
         Ok(())
     }
 
@@ -289,11 +293,11 @@ impl AgentCore {
             for (at, reservation) in (0..).zip(&session.reservations) {
                 let known = self.reservations.get(*reservation);
                 let fits = known.is_some_and(|known| known.session == *id && known.position == at);
-                ensure!(fits, "session {id}: reservation {at} is not its own");
+                ensure!(fits, "session {id}: reservation {at} belongs to another session");
             }
             for load in session.loads() {
                 let own = self.loads.get(load).is_some_and(|load| load.session == *id);
-                ensure!(own, "session {id}: {load:?} is not its own");
+                ensure!(own, "session {id}: {load:?} belongs to another session");
                 loads += 1;
             }
             reservations += session.reservations.len();
@@ -310,15 +314,15 @@ impl AgentCore {
         }
         ensure!(loads == self.loads.len(), "loads without a session");
         ensure!(tickets == self.tickets.len(), "tickets without a session");
-        let timed_loads = self.loads.iter().filter(|(_, load)| load.stage != Stage::Over).count();
-        let giving = self.giving.asks.len() + self.giving.offers.len();
-        let timers = timed_loads + self.lookups.len() + self.groups.len() + giving;
+        let timed_loads = self.loads.iter().filter(|(_, load)| load.stage != Stage::Expired).count();
+        let outbound = self.outbound.queries.len() + self.outbound.offers.len();
+        let timers = timed_loads + self.lookups.len() + self.groups.len() + outbound;
         ensure!(self.timers.len() >= timers, "something waits without a deadline");
-        ensure!(self.timers.len() <= timers + self.serves.len(), "timers that guard nothing");
-        let uses: u64 = self.shapes.uses().sum();
+        ensure!(self.timers.len() <= timers + self.serves.len(), "timers without an owner");
+        let uses: u64 = self.size_classes.uses().sum();
         let holders =
-            self.sessions.len() + self.index.len() + self.frames.iter().count() + self.taking.waiting();
-        ensure!(uses == holders as u64, "shapes: {uses} uses, {holders} holders");
+            self.sessions.len() + self.index.len() + self.frames.iter().count() + self.inbound.waiting();
+        ensure!(uses == holders as u64, "size classes: {uses} uses, {holders} holders");
         Ok(())
     }
 

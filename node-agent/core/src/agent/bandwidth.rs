@@ -1,36 +1,36 @@
-//! Bytes a second for placement: a token bucket of one second.
+//! Bandwidth limit of replication: a token bucket that holds one second's worth of bytes.
 //!
-//! Whoever takes bytes needs some tokens, not all of them: a block larger than a second's worth goes all the same, and what
-//! it took too much is waited for afterwards.
+//! A transfer may start as soon as there are any tokens, so that a block larger than the bucket can pass. The
+//! tokens that it lacks delay the next transfers.
 
 use std::time::Duration;
 
 use reprise_policy::Tick;
 
-/// Tokens are kept in bytes times microseconds, so that filling loses nothing.
+/// Tokens are counted in bytes × microseconds, so that refilling is exact.
 const UNITS_PER_BYTE: i128 = 1_000_000;
 
-/// See the module.
+/// Token bucket; the balance may be negative.
 #[derive(Debug)]
 pub(super) struct Bandwidth {
-    /// Bytes a second; 0: nothing at all.
+    /// Bytes per second; 0 forbids all transfers.
     rate: u64,
     units: i128,
     filled: Tick,
 }
 
 impl Bandwidth {
-    /// A full bucket.
+    /// Creates a full bucket.
     pub(super) fn new(rate: u64) -> Bandwidth {
         Bandwidth { rate, units: i128::from(rate) * UNITS_PER_BYTE, filled: Tick(0) }
     }
 
-    /// Whether nothing may be moved at all.
-    pub(super) fn is_none(&self) -> bool {
+    /// Whether all transfers are forbidden.
+    pub(super) fn is_disabled(&self) -> bool {
         self.rate == 0
     }
 
-    /// Takes bytes, if there are any tokens.
+    /// Takes tokens for a transfer, if the balance is positive.
     pub(super) fn take(&mut self, bytes: u64, now: Tick) -> Result<(), Exhausted> {
         self.fill(now);
         if self.units <= 0 {
@@ -40,12 +40,12 @@ impl Bandwidth {
         Ok(())
     }
 
-    /// Bytes that were taken are not moved after all.
-    pub(super) fn give_back(&mut self, bytes: u64) {
+    /// Returns the tokens of a transfer that did not take place.
+    pub(super) fn return_tokens(&mut self, bytes: u64) {
         self.units = (self.units + i128::from(bytes) * UNITS_PER_BYTE).min(self.full());
     }
 
-    /// The time until something may be taken; zero when that is now.
+    /// Time until the balance is positive; zero if it is now, or if all transfers are forbidden.
     pub(super) fn wait(&mut self, now: Tick) -> Duration {
         self.fill(now);
         if self.units > 0 || self.rate == 0 {
@@ -55,7 +55,7 @@ impl Bandwidth {
         Duration::from_micros(u64::try_from(us).unwrap_or(u64::MAX))
     }
 
-    /// Bytes that may be taken now.
+    /// Bytes in the bucket now.
     pub(super) fn available(&mut self, now: Tick) -> u64 {
         self.fill(now);
         u64::try_from(self.units / UNITS_PER_BYTE).unwrap_or(0)
@@ -72,7 +72,7 @@ impl Bandwidth {
     }
 }
 
-/// Nothing may be taken now.
+/// The bucket is empty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Exhausted;
 
@@ -81,10 +81,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_second_s_worth_goes_at_once_and_the_rest_as_time_passes() {
+    fn allows_one_second_of_bytes_at_once_and_then_the_rate() {
         let mut bandwidth = Bandwidth::new(1000);
         assert_eq!(bandwidth.take(600, Tick(0)), Ok(()));
-        assert_eq!(bandwidth.take(600, Tick(0)), Ok(()), "some were left");
+        assert_eq!(bandwidth.take(600, Tick(0)), Ok(()), "some tokens were left");
         assert_eq!(bandwidth.take(1, Tick(0)), Err(Exhausted));
         assert_eq!(bandwidth.wait(Tick(0)), Duration::from_micros(200_001));
         assert_eq!(bandwidth.take(1, Tick(200_000)), Err(Exhausted));
@@ -95,17 +95,17 @@ mod tests {
     }
 
     #[test]
-    fn what_is_given_back_can_be_taken_again() {
+    fn returned_tokens_can_be_taken_again() {
         let mut bandwidth = Bandwidth::new(1000);
         assert_eq!(bandwidth.take(5000, Tick(0)), Ok(()));
-        bandwidth.give_back(5000);
+        bandwidth.return_tokens(5000);
         assert_eq!(bandwidth.wait(Tick(0)), Duration::ZERO);
     }
 
     #[test]
-    fn no_bandwidth_is_none_for_ever() {
+    fn zero_bandwidth_never_allows_a_transfer() {
         let mut bandwidth = Bandwidth::new(0);
-        assert!(bandwidth.is_none());
+        assert!(bandwidth.is_disabled());
         assert_eq!(bandwidth.take(1, Tick(1 << 40)), Err(Exhausted));
     }
 }

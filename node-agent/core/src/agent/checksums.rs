@@ -1,26 +1,27 @@
-//! The checksums of the blocks in DRAM.
+//! Checksums of the blocks in DRAM.
 //!
-//! Blocks with the same number of objects share one table: a vector of rows, a row the CRC32C of each object of one
-//! block. A frame keeps a 4-byte row number; an allocation of its own for each block would cost it a 16-byte pointer
-//! and the allocator's 16 to 28 bytes beside the checksums.
+//! Blocks with the same number of objects share one table. A row of it contains the CRC32C of each object of
+//! one block. A frame stores a 4-byte row number. A separate allocation for each block would cost a 16-byte
+//! pointer and 16 to 28 bytes of the allocator, in addition to the checksums.
 //!
 //! ```text
 //! 64 objects:   row 0 │ crc … crc │ row 1 │ crc … crc │ row 2 (free) │ …
 //!  8 objects:   row 0 │ crc … crc │ …
 //! ```
 //!
-//! A table keeps the memory of its largest population, which the arena bounds; with its last row it goes.
+//! A table keeps the memory of its largest population, which the arena bounds, until its last row is removed.
 
 use std::collections::BTreeMap;
 
-/// Row of a block in the table of its number of objects; [`ChecksumRow::UNKNOWN`] while they are not known.
+/// Row of a block in the table for its number of objects; [`ChecksumRow::UNKNOWN`] until the checksums are
+/// known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ChecksumRow(u32);
 
-/// All checksums; see the module.
+/// Tables of all checksums.
 #[derive(Debug, Default)]
 pub(super) struct Checksums {
-    /// By objects of a block.
+    /// Tables by number of objects.
     tables: BTreeMap<usize, Table>,
 }
 
@@ -31,7 +32,7 @@ struct Table {
 }
 
 impl ChecksumRow {
-    /// No row.
+    /// Row of blocks whose checksums are unknown.
     pub(super) const UNKNOWN: ChecksumRow = ChecksumRow(u32::MAX);
 
     fn words(self, objects: usize) -> std::ops::Range<usize> {
@@ -41,7 +42,7 @@ impl ChecksumRow {
 }
 
 impl Checksums {
-    /// Keeps a block's checksums, one for each object.
+    /// Stores the checksums of a block, one for each object.
     pub(super) fn insert(&mut self, checksums: &[u32]) -> ChecksumRow {
         let objects = checksums.len();
         assert!(objects > 0, "a block has objects");
@@ -55,13 +56,13 @@ impl Checksums {
         ChecksumRow(row)
     }
 
-    /// The checksums of a block of so many objects.
+    /// Returns the checksums of a block with this number of objects.
     pub(super) fn get(&self, row: ChecksumRow, objects: usize) -> &[u32] {
-        assert!(row != ChecksumRow::UNKNOWN, "checksums are asked for when they are known");
+        assert!(row != ChecksumRow::UNKNOWN, "checksums are used only when they are known");
         &self.tables[&objects].words[row.words(objects)]
     }
 
-    /// Forgets the checksums of a block of so many objects; nothing when they are not known.
+    /// Removes the checksums of a block with this number of objects, if they are known.
     pub(super) fn remove(&mut self, row: ChecksumRow, objects: usize) {
         if row == ChecksumRow::UNKNOWN {
             return;
@@ -73,7 +74,7 @@ impl Checksums {
         }
     }
 
-    /// Rows in use.
+    /// Number of rows in use.
     pub(super) fn len(&self) -> usize {
         self.tables.iter().map(|(objects, table)| table.len(*objects)).sum()
     }
@@ -90,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_block_finds_its_own_checksums_whatever_came_and_went_before() {
+    fn returns_the_checksums_of_each_block_after_rows_were_reused() {
         let mut checksums = Checksums::default();
         let rows: Vec<_> = (0..6).map(|block| checksums.insert(&[block, block + 100, block + 200])).collect();
         let other = checksums.insert(&[7; 64]);
@@ -105,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_goes_with_its_last_row() {
+    fn removes_table_with_its_last_row() {
         let mut checksums = Checksums::default();
         let row = checksums.insert(&[1, 2]);
         checksums.remove(row, 2);

@@ -1,7 +1,7 @@
-//! Counters and gauges of the core: plain numbers, read by the runtime's metrics and by `Stats`.
+//! Counters and gauges of the core, for the runtime's metrics and for `Stats`.
 //!
-//! Counters only grow; gauges (marked) are brought up to date at the end of every `apply`. Names are part of the
-//! interface: metrics are called `reprise_agent_<name>`.
+//! Counters never decrease. Gauges (marked) are updated at the end of every `apply`. The names are part of
+//! the interface: the metrics are called `reprise_agent_<name>`.
 
 use crate::effect::Source;
 
@@ -27,35 +27,35 @@ counters! {
     sessions,
     /// `Reserve` calls.
     reserves,
-    /// Slots asked for.
+    /// Slots requested by `Reserve`.
     reserve_slots_wanted,
-    /// Slots given.
+    /// Slots returned by `Reserve`.
     reserve_slots_given,
     /// `Commit` calls.
     commits,
     /// Blocks that became readable by a commit.
     committed_blocks,
-    /// Their payload bytes.
+    /// Payload bytes of blocks that became readable by a commit.
     committed_bytes,
-    /// Items whose block was there already.
+    /// Committed items whose block existed already.
     duplicate_items,
-    /// Reserved slots taken back because they were not committed in time.
+    /// Reserved slots released because they were not committed in time.
     expired_reservations,
-    /// Loads whose blocks were taken back because they were held too long.
+    /// Loads whose blocks were revoked because they were held too long.
     expired_loads,
-    /// Items without a lease, or with a wrong key or checksums.
+    /// Committed items without a lease, or with an invalid key or checksums.
     refused_items,
-    /// Items given as durable in notices.
+    /// Committed items reported as durable in notices.
     durable_items,
-    /// Items given as lost in notices.
+    /// Committed items reported as lost in notices.
     lost_items,
     /// `Match` calls.
     matches,
-    /// Keys asked for.
+    /// Keys of `Match` calls.
     match_keys,
-    /// Leading blocks found in own DRAM.
+    /// Leading blocks found in this node's DRAM.
     match_own_dram,
-    /// Leading blocks found on own NVMe.
+    /// Leading blocks found on this node's NVMe.
     match_own_nvme,
     /// Leading blocks found in a peer's DRAM.
     match_peer_dram,
@@ -63,157 +63,157 @@ counters! {
     match_peer_nvme,
     /// `Load` calls.
     loads,
-    /// Blocks asked for.
+    /// Blocks requested by loads.
     load_blocks,
-    /// Blocks loaded from own DRAM.
+    /// Blocks loaded from this node's DRAM.
     hit_blocks_own_dram,
-    /// Blocks loaded from own NVMe.
+    /// Blocks loaded from this node's NVMe.
     hit_blocks_own_nvme,
     /// Blocks loaded from a peer's DRAM.
     hit_blocks_peer_dram,
     /// Blocks loaded from a peer's NVMe.
     hit_blocks_peer_nvme,
-    /// Payload bytes loaded from own DRAM.
+    /// Payload bytes loaded from this node's DRAM.
     hit_bytes_own_dram,
-    /// Payload bytes loaded from own NVMe.
+    /// Payload bytes loaded from this node's NVMe.
     hit_bytes_own_nvme,
     /// Payload bytes loaded from a peer's DRAM.
     hit_bytes_peer_dram,
     /// Payload bytes loaded from a peer's NVMe.
     hit_bytes_peer_nvme,
-    /// Blocks of loads that nobody had.
+    /// Blocks of loads that no reachable node had.
     miss_blocks,
     /// Blocks of loads that could not be read or verified.
     failed_blocks,
     /// Blocks of loads for which the arena had no room.
     no_space_blocks,
-    /// Blocks of loads that were late.
+    /// Blocks of loads that missed the deadline.
     deadline_blocks,
-    /// Blocks of loads that joined a fill already under way.
+    /// Blocks of loads that joined a fill already in progress.
     single_flight_joins,
     /// Gauge: loads held by sessions.
     loads_held,
-    /// Questions to the directory.
+    /// Lookups in the directory.
     lookups,
-    /// Keys in them.
+    /// Keys of lookups in the directory.
     lookup_keys,
-    /// Questions without an answer.
+    /// Lookups that failed or timed out.
     lookup_failures,
     /// Blocks read from devices.
     device_fills,
-    /// Their payload bytes.
+    /// Payload bytes of blocks read from devices.
     device_fill_bytes,
     /// Blocks fetched from peers.
     peer_fills,
-    /// Their payload bytes.
+    /// Payload bytes of blocks fetched from peers.
     peer_fill_bytes,
     /// Fills that failed with a device error.
     fill_device_errors,
-    /// Fills that a device did not take.
+    /// Fills that a device did not start.
     fill_refused,
-    /// Fills that did not verify.
+    /// Fills that failed verification.
     fill_corrupt,
     /// Fetches of blocks that the peer no longer had.
     fill_absent,
-    /// Fetches from peers that were lost.
+    /// Fetches that failed because of the connection to the peer.
     fill_peer_lost,
-    /// Gauge: fills under way.
+    /// Gauge: fills in progress.
     fills_in_flight,
     /// Batches written to devices.
     writeback_batches,
     /// Blocks that became durable.
     stored_blocks_total,
-    /// Their payload bytes.
+    /// Payload bytes of blocks that became durable.
     stored_bytes_total,
     /// Writes of blocks that failed.
     write_failures,
     /// Blocks dropped from DRAM to make room, or by `Trim`.
     dram_evictions,
-    /// Their slot bytes.
+    /// Slot bytes of blocks dropped from DRAM.
     dram_evicted_bytes,
     /// Blocks dropped from NVMe to make room.
     nvme_evictions,
-    /// Their slot bytes.
+    /// Slot bytes of blocks dropped from NVMe to make room.
     nvme_evicted_bytes,
-    /// Stored blocks dropped because they did not verify.
+    /// Stored blocks dropped because they failed verification.
     corrupt_blocks,
-    /// Blocks whose verified copy out of DRAM did not match, as engines said.
+    /// Blocks whose copy failed verification in an engine.
     suspect_blocks,
-    /// Blocks in DRAM that no longer matched their checksums, and were dropped.
+    /// Blocks in DRAM that no longer matched their checksums and were dropped.
     dram_corrupt_blocks,
-    /// Devices lost.
+    /// Devices that have failed.
     devices_lost,
-    /// Requests of peers.
+    /// Requests of peers for blocks.
     serves,
-    /// Blocks given to peers from DRAM.
+    /// Blocks sent to peers from DRAM.
     serve_blocks_dram,
-    /// Blocks given to peers from NVMe.
+    /// Blocks sent to peers from NVMe.
     serve_blocks_nvme,
-    /// Blocks that a peer wanted and did not get.
+    /// Blocks that a peer requested and did not receive.
     serve_blocks_absent,
-    /// Payload bytes given to peers.
+    /// Payload bytes sent to peers.
     serve_bytes,
-    /// Gauge: requests of peers under way.
+    /// Gauge: requests of peers in progress.
     serves_in_flight,
     /// Blocks that became hot: peers read them often within a window.
     hot_blocks,
-    /// Of these, blocks that a peer has taken.
+    /// Hot blocks that a peer accepted.
     hot_blocks_given,
-    /// Questions to the control plane where blocks go.
+    /// Placement queries to the control plane.
     places,
-    /// Keys in them.
+    /// Keys of placement queries.
     place_keys,
-    /// Questions without an answer.
+    /// Placement queries that failed or timed out.
     place_failures,
-    /// Keys for which no node had room, or which none took.
+    /// Keys for which no node had capacity, or which no node accepted.
     place_keys_nowhere,
     /// Offers made to peers.
     offers,
-    /// Keys in them.
+    /// Keys offered to peers.
     offer_keys,
-    /// Keys that a peer has taken.
+    /// Offered keys that a peer accepted.
     offer_keys_taken,
-    /// Offers without an answer.
+    /// Offers that failed or timed out.
     offer_failures,
-    /// Blocks dropped from NVMe because they have moved to another node.
+    /// Blocks dropped from NVMe because they moved to another node.
     moved_blocks,
-    /// Their slot bytes, header pages included.
+    /// Slot bytes of moved blocks, header pages included.
     moved_bytes,
-    /// Offers of peers.
+    /// Offers received from peers.
     incoming_offers,
-    /// Keys in them.
+    /// Keys that peers offered.
     incoming_offer_keys,
-    /// Keys that were taken.
+    /// Offered keys that this node accepted.
     incoming_offer_keys_taken,
-    /// Blocks fetched because a peer has offered them.
+    /// Blocks fetched because a peer offered them.
     pulled_blocks,
-    /// Their payload bytes.
+    /// Payload bytes of blocks fetched because a peer offered them.
     pulled_bytes,
-    /// Blocks that were taken and not fetched, because there was no room in time.
+    /// Accepted blocks that were not fetched, because there was no room in time.
     pulls_dropped,
-    /// Gauge: blocks that were taken and wait to be fetched.
+    /// Gauge: accepted blocks that wait to be fetched.
     pulls_waiting,
-    /// Gauge: slot bytes of blocks that are being fetched or written because a peer has offered them.
+    /// Gauge: slot bytes of offered blocks that are being fetched or written.
     pulls_in_flight_bytes,
-    /// Blocks that became durable because a peer has offered them.
+    /// Offered blocks that became durable.
     taken_blocks_stored,
-    /// Gauge: 0 active, 1 cordoned, 2 draining.
+    /// Gauge: mode of the node (0 active, 1 cordoned, 2 draining).
     node_mode,
-    /// Gauge: 1 while all that a draining node has is elsewhere as well.
+    /// Gauge: 1 while all blocks of a draining node have replicas elsewhere.
     drained,
-    /// Gauge: blocks that the walk of a draining node is through with.
+    /// Gauge: blocks that the walk of a draining node has processed.
     drain_walked_blocks,
-    /// Gauge: blocks for which that walk found no node with room.
+    /// Gauge: blocks for which that walk found no node with capacity.
     drain_nowhere_blocks,
-    /// Slot bytes given to other nodes, header pages included.
+    /// Slot bytes that other nodes accepted, header pages included.
     given_bytes,
-    /// Changes told to the directory.
+    /// Replica changes announced to the directory.
     announced_changes,
     /// Gauge: bytes of the arena's regions.
     arena_bytes,
-    /// Gauge: bytes of its slots in use.
+    /// Gauge: bytes of arena slots in use.
     arena_used_bytes,
-    /// Gauge: bytes not in use.
+    /// Gauge: bytes of the arena not in use.
     arena_free_bytes,
     /// Bytes of slots that are never used again, because a lost device may still write to them.
     arena_lost_bytes,
@@ -221,36 +221,36 @@ counters! {
     reserved_bytes,
     /// Gauge: slot bytes of blocks that are not durable yet.
     unsaved_bytes,
-    /// Gauge: such blocks.
+    /// Gauge: blocks that are not durable yet.
     unsaved_blocks,
-    /// Gauge: leases of readers (loads and peers) on slots.
+    /// Gauge: read leases of loads, peers and checks on slots.
     read_leases,
     /// Gauge: blocks readable in DRAM.
     dram_blocks,
     /// Gauge: blocks on NVMe.
     nvme_blocks,
-    /// Gauge: bytes of the pool's devices for slots.
+    /// Gauge: bytes of the devices that are available for slots.
     pool_capacity_bytes,
-    /// Gauge: bytes of slots in use.
+    /// Gauge: bytes of pool slots in use.
     pool_used_bytes,
-    /// Gauge: bytes that can be allocated.
+    /// Gauge: bytes of the pool that can be allocated.
     pool_free_bytes,
     /// Gauge: bytes of freed slots whose free record is not durable yet.
     pool_pending_free_bytes,
-    /// Gauge: slots never used again.
+    /// Gauge: pool slots that are never used again.
     pool_quarantined_slots,
-    /// Gauge: bytes of the journals in use.
+    /// Gauge: bytes in use in the journals.
     journal_used_bytes,
-    /// Gauge: bytes of the journals.
+    /// Gauge: total bytes of the journals.
     journal_capacity_bytes,
-    /// Checkpoints written by the pools that are in use.
+    /// Checkpoints written by the pools in use.
     journal_checkpoints,
-    /// Records written to the journals of the pools that are in use.
+    /// Records written to the journals of the pools in use.
     journal_records,
 }
 
 impl Counters {
-    /// Notes a block of a load that arrived.
+    /// Counts a block of a load that arrived.
     pub(super) fn hit(&mut self, source: Source, bytes: u64) {
         let (blocks, total) = match source {
             Source::OwnDram => (&mut self.hit_blocks_own_dram, &mut self.hit_bytes_own_dram),
@@ -262,7 +262,7 @@ impl Counters {
         *total += bytes;
     }
 
-    /// Notes the answer of a match.
+    /// Counts the sources of a match's answer.
     pub(super) fn matched(&mut self, sources: &[Source]) {
         for source in sources {
             match source {
@@ -280,7 +280,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_field_appears_once_with_its_value() {
+    fn lists_every_field_once_with_its_value() {
         let counters = Counters { loads: 3, ..Counters::default() };
         let names: Vec<&str> = counters.fields().map(|(name, _)| name).collect();
         let mut distinct = names.clone();

@@ -1,76 +1,77 @@
-//! The devices of the pool, as one store: where blocks go, which go when room is needed, what a failure means.
+//! The devices of the pool as one store: allocation, eviction and failures.
 //!
-//! One order of eviction for each tenant covers all devices: blocks go to the emptiest device, so wherever room is made, writes
-//! follow. A block that is being read is not in the order. Freed slots can be taken again only when the end of
-//! their block is durable, so room is made ahead: a share of the pool is kept free, of its bytes and of the entries that
-//! its journals have room for. Room for a slot size that has none is made by emptying a segment ([`room`]).
+//! One eviction order per tenant covers all devices. New blocks go to the emptiest device, so writes follow
+//! evictions wherever they free space. A block that is being read is not in the order. A freed slot is
+//! reusable only when its free record is durable, so space is freed ahead of writes: a share of the pool's
+//! bytes and of its journals' entries is kept free. If a slot size has no free slot, a segment is emptied for
+//! it ([`space`]).
 //!
-//! A lost device is lost capacity: its blocks are forgotten (copies in DRAM stay), and what it was writing is written
-//! elsewhere as soon as it no longer reads the memory.
+//! A lost device is lost capacity. Its blocks are removed (copies in DRAM remain). Blocks that were being
+//! written to it are written elsewhere as soon as it no longer reads their memory.
 //!
-//! Devices come and go while the agent works ([`attached`]):
+//! Devices can be attached and detached at run time ([`attachment`]):
 //!
 //! ```text
-//!  (vacant) ──attach──▶ Usable ──detach──▶ Closing ──the last operation and read has ended──▶ (vacant), DeviceReleased
+//!  (vacant) ──attach──▶ Usable ──detach──▶ Closing ──last operation and read ended──▶ (vacant), DeviceReleased
 //!                         └──it fails──▶ Lost ──detach──┘
 //! ```
 //!
-//! To the core a device that is closed is as one that is lost, but nobody's fault. Its number may be given to another device once it is
-//! released: nothing that is reported afterwards can speak of the old one.
+//! The core treats a closing device like a lost one, but without reporting a failure. The number of a
+//! released device may be reused, because no later report can refer to the old device.
 
 use reprise_policy::Tier;
-use reprise_policy::eviction::{EntryIndex, EvictionKind, EvictionPolicy, Group, Standing};
+use reprise_policy::eviction::{EntryIndex, EvictionKind, EvictionPolicy, Group, Rank};
 
 use super::AgentCore;
 use super::index::Stored;
 use super::limits::{DEVICES_MAX, POOL_EVICTIONS_PER_APPLY, READ_ERRORS_MAX};
-use super::shapes::{Shape, ShapeId};
+use super::size_class::{SizeClass, SizeClassId};
 use super::tenants::nvme_bytes;
-use crate::effect::{Change, DeviceId, Effect, Report};
+use crate::effect::{Change, DeviceId, Diagnostic, Effect};
 use crate::event::FillError;
 use crate::pool::{
     BatchId, BlockWrite, DeviceError, DeviceOp, DevicePool, OpToken, PageNumber, PoolEvent, PoolUsage,
     StoredBlock,
 };
 
-mod attached;
-mod room;
+mod attachment;
+mod space;
 
-pub(super) use room::Room;
+pub(super) use space::SpaceState;
 
-/// The devices; see the module.
+/// All devices, and one eviction order over them.
 #[derive(Debug)]
 pub(super) struct Devices {
-    /// By number; vacant ones are between two devices, or before the first.
+    /// Devices by number; a vacant number is free for reuse.
     devices: Vec<Option<Device>>,
-    /// Those that are closed and not released yet.
+    /// Number of devices that are detached and not released yet.
     closing: usize,
     /// Stored blocks that are not being read.
     order: Box<dyn EvictionPolicy>,
-    attention: Attention,
+    space_check: SpaceCheck,
 }
 
-/// Whether the space of the devices may have changed since it was last looked at. Looking costs about a microsecond,
-/// and most events are reports of fills that change nothing.
+/// Whether the devices' free space may have changed since the last check. A check costs about a microsecond,
+/// and most events are fill updates that change nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Attention {
-    Wanted,
+enum SpaceCheck {
+    Due,
     Unneeded,
 }
 
-/// One device.
+/// Device with its pool.
 #[derive(Debug)]
 struct Device {
     pool: DevicePool,
     health: Health,
-    /// Reads that failed since the last that did not.
+    /// Consecutive reads that failed.
     read_errors: u32,
     batches_in_flight: u32,
-    /// Quarantines that no write to the journal carries yet.
+    /// Number of quarantine records that no journal write contains yet.
     records_owed: u32,
-    /// Operations of the pool that the device has not ended.
+    /// Pool operations in flight.
     ops_in_flight: u64,
-    /// Reads of blocks that it has not ended.
+    /// Reads of blocks in flight.
     reads_in_flight: u64,
 }
 
@@ -78,39 +79,39 @@ struct Device {
 enum Health {
     Usable,
     Lost,
-    /// Not wanted any more.
+    /// Detached, with operations in flight.
     Closing,
 }
 
 impl Devices {
-    /// These devices, all usable. Devices beyond the limit are not used.
+    /// Creates usable devices from the pools. Pools beyond [`DEVICES_MAX`] are not used.
     pub(super) fn new(pools: Vec<DevicePool>, eviction: EvictionKind) -> Devices {
         Devices {
             devices: pools.into_iter().take(DEVICES_MAX).map(|pool| Some(Device::new(pool))).collect(),
             closing: 0,
             order: eviction.build(),
-            attention: Attention::Wanted,
+            space_check: SpaceCheck::Due,
         }
     }
 
-    /// Devices that are not lost.
+    /// Number of usable devices.
     pub(super) fn usable(&self) -> usize {
         self.usable_devices().count()
     }
 
-    /// The device with most room among those that can take a batch and are not in `full`.
+    /// Returns the device with the most free space that can start a batch and is not in `full`.
     pub(super) fn emptiest(&self, full: &[DeviceId]) -> Option<DeviceId> {
         self.ids()
             .filter(|id| !full.contains(id) && self.device(*id).can_start_batch())
             .max_by_key(|id| (self.device(*id).pool.usage().slot_bytes_free, std::cmp::Reverse(*id)))
     }
 
-    /// A slot on a device for so many payload bytes.
+    /// Allocates a slot for a payload on a device.
     pub(super) fn allocate(&mut self, device: DeviceId, slot_bytes: u64) -> Option<PageNumber> {
         self.device_mut(device).pool.allocate(slot_bytes)
     }
 
-    /// Starts a batch on a device.
+    /// Starts a write batch on a device.
     pub(super) fn write_batch(
         &mut self,
         device: DeviceId,
@@ -122,30 +123,31 @@ impl Devices {
         device.pool.write_batch(batch, blocks)
     }
 
-    /// Ends a stored block that nobody can find any more.
+    /// Frees the slot of a stored block that is no longer in the index.
     pub(super) fn free(&mut self, device: DeviceId, page: PageNumber) {
         if self.is_usable(device) {
             self.device_mut(device).pool.free(page);
         }
     }
 
-    /// A block may be evicted from its device, as the one used last.
-    pub(super) fn enter_order(&mut self, entry: EntryIndex, standing: Standing) {
-        self.order.insert(entry, standing);
-        self.attention = Attention::Wanted;
+    /// Makes a block evictable from its device, as the most recently used.
+    pub(super) fn add_evictable(&mut self, entry: EntryIndex, rank: Rank) {
+        self.order.insert(entry, rank);
+        self.space_check = SpaceCheck::Due;
     }
 
-    /// A victim that cannot go after all goes next.
-    pub(super) fn put_back(&mut self, entry: EntryIndex, standing: Standing) {
-        self.order.put_back(entry, standing);
+    /// Reinserts a victim that cannot be evicted as the next victim.
+    pub(super) fn insert_oldest(&mut self, entry: EntryIndex, rank: Rank) {
+        self.order.insert_oldest(entry, rank);
     }
 
-    /// Takes the block of a tenant out of the order that should go next.
+    /// Removes and returns the next victim of a tenant.
     pub(super) fn take_victim(&mut self, tenant: Group) -> Option<EntryIndex> {
         self.order.victim(tenant)
     }
 
-    /// Blocks of a tenant behind one of them in the order of eviction; from the one that goes first on without one.
+    /// Returns a tenant's blocks in eviction order, starting after `behind` or, without it, at the next
+    /// victim.
     pub(super) fn next_victims(
         &self,
         tenant: Group,
@@ -155,51 +157,51 @@ impl Devices {
         self.order.following(tenant, behind, count)
     }
 
-    /// A block that may be evicted goes immediately before `successor`.
-    pub(super) fn order_before(&mut self, entry: EntryIndex, standing: Standing, successor: EntryIndex) {
-        self.order.insert_before(entry, standing, successor);
+    /// Moves an evictable block immediately before `successor` in the eviction order.
+    pub(super) fn order_before(&mut self, entry: EntryIndex, rank: Rank, successor: EntryIndex) {
+        self.order.insert_before(entry, rank, successor);
     }
 
-    /// It may not.
-    pub(super) fn leave_order(&mut self, entry: EntryIndex) {
+    /// Removes a block from the eviction order.
+    pub(super) fn remove_evictable(&mut self, entry: EntryIndex) {
         self.order.remove(entry);
     }
 
-    /// What the pool knows of a block that the index finds on a device.
+    /// Returns the pool's record of a stored block.
     pub(super) fn stored(&self, stored: Stored) -> StoredBlock {
         let block = self.device(stored.device).pool.stored(stored.page);
         block.expect("a block leaves the index before its pool slot")
     }
 
-    /// It was used.
+    /// Marks a block as most recently used, if it is evictable.
     pub(super) fn touch(&mut self, entry: EntryIndex) {
         self.order.touch(entry);
     }
 
-    /// Blocks that may be evicted.
+    /// Number of evictable blocks.
     pub(super) fn evictable(&self) -> usize {
         self.order.len()
     }
 
-    /// A device has read well.
+    /// Resets the count of consecutive read errors.
     pub(super) fn read_succeeded(&mut self, device: DeviceId) {
         if let Some(device) = self.get_mut(device) {
             device.read_errors = 0;
         }
     }
 
-    /// Whether a usable device has a slot for a block of so many bytes now.
+    /// Whether a usable device has a free slot for a block of this size.
     pub(super) fn has_slot(&self, slot_bytes: u64) -> bool {
         self.usable_devices().any(|device| device.pool.allocatable(slot_bytes) > 0)
     }
 
-    /// How many blocks of so many bytes the usable devices have slots for now.
+    /// Number of free slots for blocks of this size on all usable devices.
     pub(super) fn slots_free(&self, slot_bytes: u64) -> u64 {
         self.usable_devices().map(|device| device.pool.allocatable(slot_bytes)).sum()
     }
 
-    /// Bytes at the ends of segments that are lost, at the most, when so many blocks of so many bytes, header pages included,
-    /// get slots in segments that were nobody's.
+    /// Upper bound of the bytes lost at the ends of segments when `blocks` blocks of `bytes` bytes, header
+    /// pages included, get slots in unassigned segments.
     pub(super) fn ends_of_segments(&self, bytes: u64, blocks: u64) -> u64 {
         let lost = |device: &Device| {
             let segment = nvme_bytes(device.pool.payload_bytes_max());
@@ -209,17 +211,17 @@ impl Devices {
         self.usable_devices().map(lost).sum()
     }
 
-    /// Whether any usable device has slots that a block of so many bytes fits into.
+    /// Whether a usable device has segments that are large enough for a block of this size.
     pub(super) fn can_hold(&self, slot_bytes: u64) -> bool {
         self.usable_devices().any(|device| device.pool.payload_bytes_max() >= slot_bytes)
     }
 
-    /// Whether a device is still used.
+    /// Whether a device exists and has neither failed nor been detached.
     pub(super) fn is_usable(&self, device: DeviceId) -> bool {
         self.get(device).is_some_and(|device| device.health == Health::Usable)
     }
 
-    /// What the usable devices say of their space, added up.
+    /// Usage of all usable devices, added up.
     pub(super) fn usage(&self) -> PoolUsage {
         let mut sum = PoolUsage::default();
         for device in self.usable_devices() {
@@ -240,13 +242,13 @@ impl Devices {
         sum
     }
 
-    /// All devices.
+    /// Numbers of all devices that are not released.
     pub(super) fn ids(&self) -> impl Iterator<Item = DeviceId> + use<> {
         let there = self.devices.iter().enumerate().filter(|(_, device)| device.is_some());
         there.map(|(at, _)| DeviceId(at as u8)).collect::<Vec<_>>().into_iter()
     }
 
-    /// What each usable device says of its space.
+    /// Usage of each usable device.
     pub(super) fn usages(&self) -> impl Iterator<Item = (DeviceId, PoolUsage)> {
         let usage = |id| self.device(id).pool.usage();
         self.ids().filter(|id| self.is_usable(*id)).map(move |id| (id, usage(id)))
@@ -265,12 +267,12 @@ impl Devices {
     }
 
     fn device(&self, id: DeviceId) -> &Device {
-        self.get(id).expect("nothing refers to a device that is released")
+        self.get(id).expect("nothing refers to a released device")
     }
 
     fn device_mut(&mut self, id: DeviceId) -> &mut Device {
-        self.attention = Attention::Wanted;
-        self.get_mut(id).expect("nothing refers to a device that is released")
+        self.space_check = SpaceCheck::Due;
+        self.get_mut(id).expect("nothing refers to a released device")
     }
 }
 
@@ -291,7 +293,7 @@ impl Device {
         self.health == Health::Usable && self.pool.can_start_batch()
     }
 
-    /// Whether something should be journaled that no batch will carry.
+    /// Whether records must be journaled that no batch will contain.
     fn owes_flush(&self) -> bool {
         self.health == Health::Usable
             && self.batches_in_flight == 0
@@ -300,7 +302,7 @@ impl Device {
 }
 
 impl AgentCore {
-    /// Hands pool operations to the runtime.
+    /// Sends pool operations to the runtime.
     pub(super) fn emit_ops(&mut self, device: DeviceId, ops: Vec<DeviceOp>) {
         if let Some(device) = self.devices.get_mut(device) {
             device.ops_in_flight += ops.len() as u64;
@@ -310,7 +312,7 @@ impl AgentCore {
         }
     }
 
-    /// An operation of a pool has ended.
+    /// Handles the end of a pool operation.
     pub(super) fn device_done(&mut self, id: DeviceId, token: OpToken, result: Result<(), DeviceError>) {
         if self.devices.get(id).is_none() {
             return;
@@ -321,7 +323,7 @@ impl AgentCore {
         self.emit_ops(id, ops);
         for event in events {
             match event {
-                // Also of a lost device: until then it reads the blocks' memory.
+                // Also on a lost device: until this event, it may read the blocks' memory.
                 PoolEvent::BatchDone { batch, stored, .. } => {
                     self.devices.device_mut(id).batches_in_flight -= 1;
                     self.batch_done(batch, &stored);
@@ -332,38 +334,39 @@ impl AgentCore {
         }
     }
 
-    /// The runtime has found a device to be beyond use.
+    /// Handles a failure of a device that the runtime detected.
     pub(super) fn device_lost(&mut self, id: DeviceId, reason: String) {
         if self.devices.get(id).is_some() {
             self.lose_device(id, reason);
         }
     }
 
-    /// What each usable device says of its space.
+    /// Usage of each usable device.
     pub fn device_usage(&self) -> impl Iterator<Item = (DeviceId, PoolUsage)> {
         self.devices.usages()
     }
 
-    /// A block is durable on a device.
+    /// Records that a block is durable on a device.
     pub(super) fn keep_stored(&mut self, entry: EntryIndex, device: DeviceId, block: &StoredBlock) {
         self.index.set_stored(entry, Some(Stored { device, page: block.page }));
-        let Shape { tenant_index, slot_bytes, .. } = *self.shapes.get(self.index.entry(entry).shape());
-        self.tenants.take_nvme(tenant_index, slot_bytes);
+        let SizeClass { tenant_index, slot_bytes, .. } =
+            *self.size_classes.get(self.index.entry(entry).size_class());
+        self.tenants.charge_nvme(tenant_index, slot_bytes);
         self.enter_nvme_order(entry);
         self.replica_changed(entry, Tier::Nvme, Change::Added);
         self.note_saved();
     }
 
-    /// Another share of the pool is to be kept free.
+    /// Sets the share of the pool that is kept free.
     pub(super) fn set_pool_free(&mut self, permille: u16) {
         self.settings.pool_free_permille = permille;
-        self.devices.attention = Attention::Wanted;
+        self.devices.space_check = SpaceCheck::Due;
         self.quotas_changed();
     }
 
-    /// Keeps a share of the pool free, and sees to it that ends of blocks become durable.
+    /// Evicts blocks until the free target is met, and flushes pending free records.
     pub(super) fn keep_pool_free(&mut self) {
-        if self.devices.attention == Attention::Unneeded {
+        if self.devices.space_check == SpaceCheck::Unneeded {
             return;
         }
         let mut evicted = 0;
@@ -377,10 +380,10 @@ impl AgentCore {
             self.emit_ops(id, ops);
         }
         self.update_pool_gauges();
-        self.devices.attention = match evicted {
-            // The rest follows with the next event.
-            POOL_EVICTIONS_PER_APPLY => Attention::Wanted,
-            _ => Attention::Unneeded,
+        self.devices.space_check = match evicted {
+            // The next event evicts the rest.
+            POOL_EVICTIONS_PER_APPLY => SpaceCheck::Due,
+            _ => SpaceCheck::Unneeded,
         };
     }
 
@@ -398,40 +401,41 @@ impl AgentCore {
         counters.journal_records = usage.journal_records;
     }
 
-    /// A stored block is not read after all: it may be evicted again.
-    pub(super) fn stay_stored(&mut self, entry: EntryIndex) {
+    /// Makes a stored block evictable again that was not read after all.
+    pub(super) fn keep_evictable(&mut self, entry: EntryIndex) {
         if self.index.entry(entry).stored().is_some() {
             self.enter_nvme_order(entry);
         }
     }
 
-    /// A stored block may be evicted from its device, as the one of its tenant and class that was used last.
+    /// Makes a stored block evictable, as the most recently used of its tenant and class.
     pub(super) fn enter_nvme_order(&mut self, entry: EntryIndex) {
-        let standing = self.nvme_standing(entry);
-        self.devices.enter_order(entry, standing);
+        let rank = self.nvme_rank(entry);
+        self.devices.add_evictable(entry, rank);
     }
 
-    /// A block is on no device any more.
-    fn unstore(&mut self, entry: EntryIndex) {
+    /// Clears the location of a block on a device.
+    fn clear_stored(&mut self, entry: EntryIndex) {
         self.index.set_stored(entry, None);
-        let Shape { tenant_index, slot_bytes, .. } = *self.shapes.get(self.index.entry(entry).shape());
-        self.tenants.give_nvme(tenant_index, slot_bytes);
+        let SizeClass { tenant_index, slot_bytes, .. } =
+            *self.size_classes.get(self.index.entry(entry).size_class());
+        self.tenants.release_nvme(tenant_index, slot_bytes);
         self.replica_changed(entry, Tier::Nvme, Change::Removed);
     }
 
-    /// A stored block could not be read or did not verify: forgets it. Its slot is taken out of use when the medium
-    /// reported an error. A checksum that does not match accuses nobody: whoever committed the block may have named a
-    /// wrong one, and would otherwise use up the pool.
+    /// Drops a stored block that could not be read or failed verification. After a medium error, its slot is
+    /// quarantined. After a checksum mismatch, the slot is freed: the committing client may have sent a wrong
+    /// checksum, and could otherwise use up the pool.
     pub(super) fn drop_stored(&mut self, entry: EntryIndex, error: FillError) {
         let Some(stored) = self.index.entry(entry).stored() else { return };
         let key = self.index.entry(entry).key();
-        self.devices.leave_order(entry);
-        self.unstore(entry);
+        self.devices.remove_evictable(entry);
+        self.clear_stored(entry);
         if error == FillError::Corrupt {
             self.devices.free(stored.device, stored.page);
             self.counters.corrupt_blocks += 1;
             let (device, page) = (stored.device, stored.page);
-            self.emit(Effect::Report(Report::CorruptBlock { device, page, key }));
+            self.emit(Effect::Diagnostic(Diagnostic::CorruptBlock { device, page, key }));
             return;
         }
         let device = self.devices.device_mut(stored.device);
@@ -439,23 +443,23 @@ impl AgentCore {
         device.records_owed += 1;
         device.read_errors += 1;
         if device.read_errors >= READ_ERRORS_MAX {
-            self.lose_device(stored.device, format!("{READ_ERRORS_MAX} reads failed one after the other"));
+            self.lose_device(stored.device, format!("{READ_ERRORS_MAX} consecutive reads failed"));
         }
     }
 
-    /// Tells the operator, once for each shape, that its blocks fit no segment of a device. Without a device nothing is
-    /// expected to be durable.
-    pub(super) fn report_unstorable(&mut self, shape: ShapeId) {
+    /// Reports, once for each size class, that its blocks fit into no segment. Not reported without devices,
+    /// because then no block can be durable.
+    pub(super) fn report_unstorable(&mut self, size_class: SizeClassId) {
         let segments = self.devices.usable_devices().map(|device| device.pool.payload_bytes_max());
         if let Some(payload_bytes_max) = segments.max()
-            && self.shapes.tell_unstorable(shape)
+            && self.size_classes.mark_unstorable_reported(size_class)
         {
-            let block_bytes = self.shapes.get(shape).slot_bytes;
-            self.emit(Effect::Report(Report::Unstorable { block_bytes, payload_bytes_max }));
+            let block_bytes = self.size_classes.get(size_class).slot_bytes;
+            self.emit(Effect::Diagnostic(Diagnostic::Unstorable { block_bytes, payload_bytes_max }));
         }
     }
 
-    /// Whether less than the target is free or about to be, of bytes or of entries of the journal.
+    /// Whether free and pending bytes, or journal entries, are below the target.
     fn pool_short(&self) -> bool {
         let usage = self.devices.usage();
         let target = |of: u64| of * u64::from(self.settings.pool_free_permille) / 1000;
@@ -463,30 +467,30 @@ impl AgentCore {
             || usage.entries_free + usage.entries_pending < target(usage.entries_max)
     }
 
-    /// Drops the stored block that should go next; `false` when there is none, or all the rest is reserved.
+    /// Evicts the next victim; `false` if no block is evictable, or everything left is reserved.
     fn evict_stored(&mut self) -> bool {
         let Some(entry) = self.take_nvme_victim(None) else { return false };
         self.drop_victim(entry);
         true
     }
 
-    /// Drops a stored block that is no longer in the order.
+    /// Drops a stored block that was removed from the order.
     pub(super) fn drop_victim(&mut self, entry: EntryIndex) {
         let state = self.index.entry(entry);
         self.counters.nvme_evictions += 1;
-        self.counters.nvme_evicted_bytes += self.shapes.get(state.shape()).slot_bytes;
-        let tenant = self.tenant_of(state.shape());
+        self.counters.nvme_evicted_bytes += self.size_classes.get(state.size_class()).slot_bytes;
+        let tenant = self.tenant_of(state.size_class());
         self.tenants.get_mut(tenant).counts.nvme_evictions += 1;
-        self.end_stored(entry);
+        self.remove_stored(entry);
     }
 
-    /// Ends a block's copy on a device that nobody reads.
-    pub(super) fn end_stored(&mut self, entry: EntryIndex) {
-        let stored = self.index.entry(entry).stored().expect("the caller has looked");
-        self.devices.leave_order(entry);
+    /// Removes a block's copy from its device. The copy must not be in use.
+    pub(super) fn remove_stored(&mut self, entry: EntryIndex) {
+        let stored = self.index.entry(entry).stored().expect("the caller has checked");
+        self.devices.remove_evictable(entry);
         self.devices.free(stored.device, stored.page);
-        self.unstore(entry);
-        self.forget_if_nowhere(entry);
+        self.clear_stored(entry);
+        self.remove_if_absent(entry);
     }
 
     fn lose_device(&mut self, id: DeviceId, reason: String) {
@@ -496,13 +500,13 @@ impl AgentCore {
         }
         device.health = Health::Lost;
         self.counters.devices_lost += 1;
-        self.emit(Effect::Report(Report::DeviceLost { device: id, reason }));
-        self.forget_stored_on(id);
+        self.emit(Effect::Diagnostic(Diagnostic::DeviceLost { device: id, reason }));
+        self.drop_stored_on(id);
     }
 
-    /// Forgets the blocks on a device that is not usable any more; copies in DRAM stay.
-    fn forget_stored_on(&mut self, id: DeviceId) {
-        self.devices.attention = Attention::Wanted;
+    /// Removes all blocks on a device that is no longer usable; copies in DRAM remain.
+    fn drop_stored_on(&mut self, id: DeviceId) {
+        self.devices.space_check = SpaceCheck::Due;
         let on_it = |stored: Stored| stored.device == id;
         let lost: Vec<EntryIndex> = self
             .index
@@ -511,14 +515,14 @@ impl AgentCore {
             .map(|(entry, _)| entry)
             .collect();
         for entry in lost {
-            self.devices.leave_order(entry);
-            self.unstore(entry);
-            self.forget_if_nowhere(entry);
+            self.devices.remove_evictable(entry);
+            self.clear_stored(entry);
+            self.remove_if_absent(entry);
         }
         self.quotas_changed();
     }
 
-    /// Starts the repairs that recovery has found necessary.
+    /// Starts the repairs that recovery requires.
     pub(super) fn start_devices(&mut self) {
         for id in self.devices.ids() {
             let ops = self.devices.device_mut(id).pool.flush_frees();

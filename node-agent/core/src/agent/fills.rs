@@ -1,14 +1,14 @@
-//! Fills: blocks on their way into the arena, from a device or a peer.
+//! Fills: blocks that are being read from a device or fetched from a peer into the arena.
 //!
-//! There is one fill per key at a time; loads and serves that want the block attach to it (single flight). Whoever
-//! attaches holds a lease on the fill's frame. A fill goes on when nobody waits any more: its slot is being
-//! written, and is given back or becomes a resident block only when the device or transport reports the end.
+//! A key has at most one fill at a time; loads and serves that need the block attach to it (single flight).
+//! Each attached waiter holds a lease on the fill's frame. A fill continues without waiters, because the
+//! device or transport writes to its slot. Only their completion makes the slot free or the block resident.
 //!
-//! When a fill fails, its block is forgotten where it was read from. Loads that were not answered yet try the next
-//! place; those that were are told that the block failed, because the engine may have read layers of it already,
-//! and another replica may differ in bits (checksums travel with the replica). A failed fill's slot that was
-//! named in an answer is an orphan until its readers release it; one that its device did not let go of is retired.
-//! A read that the device did not take says nothing about the block, which stays where it is.
+//! After a failure, the block is removed from its source. Loads that were not answered yet try the next
+//! source. Loads that were answered report the block as failed: the engine may have read some layers already,
+//! and another replica may differ in bits, because checksums belong to a replica. The slot of a failed fill
+//! becomes an orphan until its readers release it. A slot that its device has not released is retired. A read
+//! that the device did not start leaves the block in place.
 
 use std::collections::BTreeMap;
 
@@ -16,114 +16,115 @@ use reprise_policy::eviction::EntryIndex;
 use reprise_policy::{BlockKey, NodeId, Tier};
 
 use super::AgentCore;
+use super::block_sources::MissingBlock;
 use super::frames::{FrameIndex, FrameState};
 use super::index::Dram;
 use super::loads::{LoadBlock, Stage};
 use super::lookups::peer_source;
-use super::placing::Wanted;
-use super::shapes::ShapeId;
+use super::size_class::SizeClassId;
 use super::slab::SlabId;
-use super::writeback::Worth;
+use super::writeback::EvictionPosition;
 use crate::effect::{BlockRead, Change, DeviceId, FillId, LossReason, ServeId, Source};
 use crate::event::{FillError, FillUpdate, Replica};
 use crate::pool::StoredBlock;
 
-/// A block on its way.
+/// Fill of one block.
 #[derive(Debug)]
 pub(super) struct Fill {
     pub(super) frame: FrameIndex,
-    pub(super) origin: Origin,
-    /// Verified leading layers.
+    pub(super) origin: FillSource,
+    /// Number of leading layers that are verified.
     pub(super) layers: u32,
     pub(super) waiters: Vec<Waiter>,
-    /// Tier it comes from, on this node or the peer.
+    /// Tier of the source, on this node or on the peer.
     tier: Tier,
-    /// Other replicas, where the directory was asked for them.
+    /// Other replicas; `None` if the directory was not asked.
     others: Option<Vec<Replica>>,
     verdict: Verdict,
-    pub(super) keep: Keep,
+    pub(super) keep: Retention,
 }
 
-/// What becomes of the block besides what its waiters do with it.
+/// What happens to a block after its fill, apart from its waiters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Keep {
-    /// It is cached for as long as there is room.
+pub(super) enum Retention {
+    /// Cached until it is evicted.
     Cached,
-    /// It becomes durable here: a peer was told so ([`super::taking`]).
+    /// Made durable, because an offer of it was accepted ([`super::replication`]).
     Saved,
 }
 
-/// Where a block comes from.
+/// Source of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Origin {
+pub(super) enum FillSource {
     Device(DeviceId),
     Peer(NodeId),
 }
 
-/// Who waits for a fill.
+/// Party that waits for a fill.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Waiter {
     Load { load: SlabId, block: u32 },
     Serve { serve: ServeId, block: u32 },
 }
 
-/// Where somebody waits.
+/// Position of a waiter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct WaitPlace {
     /// Slot of the fill.
     pub(super) fill: u32,
-    /// Position among its waiters.
+    /// Position in the fill's list of waiters.
     pub(super) position: u32,
 }
 
-/// What is thought of a fill's checksums.
+/// State of a fill's checksums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
-    /// Not known, or known and of the right number.
+    /// Unknown, or known and of the right number.
     Plausible,
     /// Of the wrong number: the fill fails when it ends.
-    Refused,
+    Invalid,
 }
 
 impl Fill {
-    /// What a load's block is that this brings.
+    /// Source to report for the block of a load.
     fn source(&self) -> Source {
         match self.origin {
-            Origin::Device(_) => Source::OwnNvme,
-            Origin::Peer(_) => peer_source(self.tier),
+            FillSource::Device(_) => Source::OwnNvme,
+            FillSource::Peer(_) => peer_source(self.tier),
         }
     }
 }
 
 impl AgentCore {
-    /// Begins a fill with a frame of its own; `None` when there is no room. The caller connects the entry.
+    /// Starts a fill with its own frame; `None` if the arena has no room. The caller updates the index entry.
     pub(super) fn begin_fill(
         &mut self,
-        shape: ShapeId,
+        size_class: SizeClassId,
         key: BlockKey,
-        origin: Origin,
+        origin: FillSource,
         others: Option<Vec<Replica>>,
     ) -> Option<(FrameIndex, FillId)> {
         debug_assert!(
             self.index.find(&key).is_none_or(|entry| self.index.entry(entry).dram() == Dram::Absent),
             "one fill per key"
         );
-        let frame = self.allocate_frame(shape, FrameState::Reserved)?;
+        let frame = self.allocate_frame(size_class, FrameState::Reserved)?;
         let (layers, waiters, verdict, tier) = (0, Vec::new(), Verdict::Plausible, Tier::Nvme);
-        let keep = Keep::Cached;
+        let keep = Retention::Cached;
         let id = self.fills.insert(Fill { frame, origin, layers, waiters, tier, others, verdict, keep });
         self.frames.get_mut(frame).state = FrameState::Filling(id.slot());
         Some((frame, FillId(id.0)))
     }
 
-    /// Begins the read of a stored block; `None` when there is no room.
+    /// Starts to read a stored block; `None` if the arena has no room.
     pub(super) fn begin_read(&mut self, entry: EntryIndex) -> Option<(DeviceId, FrameIndex, BlockRead)> {
         let state = self.index.entry(entry);
-        let (key, shape) = (state.key(), state.shape());
+        let (key, size_class) = (state.key(), state.size_class());
         let stored = state.stored()?;
-        // A block that is being read is not evicted from its device.
-        self.devices.leave_order(entry);
-        let Some((frame, fill)) = self.begin_fill(shape, key, Origin::Device(stored.device), None) else {
+        // A block that is being read must not be evicted from its device.
+        self.devices.remove_evictable(entry);
+        let Some((frame, fill)) = self.begin_fill(size_class, key, FillSource::Device(stored.device), None)
+        else {
             self.enter_nvme_order(entry);
             return None;
         };
@@ -135,8 +136,9 @@ impl AgentCore {
         Some((stored.device, frame, BlockRead { fill, key, page, generation, header_crc, slot }))
     }
 
-    /// Somebody waits for the fill of a frame; returns where, and the fill's layers. The caller takes the lease.
-    pub(super) fn enter_fill(&mut self, frame: FrameIndex, waiter: Waiter) -> (WaitPlace, u32) {
+    /// Attaches a waiter to the fill of a frame; returns its place and the fill's layers. The caller acquires
+    /// the lease.
+    pub(super) fn attach_waiter(&mut self, frame: FrameIndex, waiter: Waiter) -> (WaitPlace, u32) {
         let FrameState::Filling(slot) = self.frames.get(frame).state else {
             unreachable!("the caller has seen that the frame is being filled")
         };
@@ -146,20 +148,20 @@ impl AgentCore {
         (WaitPlace { fill: slot, position }, fill.layers)
     }
 
-    /// Somebody no longer waits; returns the fill's frame (whose lease is the caller's) and layers. The last waiter takes
-    /// the place: O(1), because one block may have as many waiters as all loads have blocks.
-    pub(super) fn leave_fill(&mut self, place: WaitPlace) -> (FrameIndex, u32) {
+    /// Detaches a waiter; returns the fill's frame and layers. The caller releases the lease. The last waiter
+    /// moves to the vacated place: O(1), because a block may have as many waiters as all loads have blocks.
+    pub(super) fn detach_waiter(&mut self, place: WaitPlace) -> (FrameIndex, u32) {
         let fill = self.fills.at_mut(place.fill).expect("a waiting block has a fill");
         fill.waiters.swap_remove(place.position as usize);
         let (frame, layers) = (fill.frame, fill.layers);
         if let Some(moved) = fill.waiters.get(place.position as usize).copied() {
-            self.move_waiter(moved, place);
+            self.set_waiter_place(moved, place);
         }
         (frame, layers)
     }
 
-    /// Tells a waiter its place among those of its fill.
-    fn move_waiter(&mut self, waiter: Waiter, place: WaitPlace) {
+    /// Updates the place that a waiter has stored.
+    fn set_waiter_place(&mut self, waiter: Waiter, place: WaitPlace) {
         match waiter {
             Waiter::Load { load, block } => {
                 let load = self.loads.get_mut(load).expect("a load leaves its fills before it ends");
@@ -169,13 +171,13 @@ impl AgentCore {
         }
     }
 
-    /// Frame and source of what a fill brings.
+    /// Returns the frame and the source of a fill.
     pub(super) fn fill_place(&self, slot: u32) -> (FrameIndex, Source) {
         let fill = self.fills.at(slot).expect("a waiting block has a fill");
         (fill.frame, fill.source())
     }
 
-    /// A device or the transport reports on a fill.
+    /// Handles progress or failure of a fill.
     pub(super) fn fill_update(&mut self, id: SlabId, update: FillUpdate) {
         match update {
             FillUpdate::Layers { layers, checksums, tier } => self.fill_layers(id, layers, checksums, tier),
@@ -188,12 +190,12 @@ impl AgentCore {
         fill.tier = tier;
         let frame = fill.frame;
         let state = self.frames.get(frame);
-        let layout = self.shapes.get(state.shape).layout;
+        let layout = self.size_classes.get(state.size_class).layout;
         if let Some(checksums) = checksums.filter(|_| !state.has_checksums()) {
             if checksums.len() == layout.objects() as usize {
                 self.set_checksums(frame, &checksums);
             } else {
-                fill.verdict = Verdict::Refused;
+                fill.verdict = Verdict::Invalid;
             }
         }
         let Some(fill) = self.fills.get_mut(id) else { return };
@@ -218,7 +220,7 @@ impl AgentCore {
         let Some(fill) = self.fills.get_mut(id) else { return };
         let (frame, source) = (fill.frame, fill.source());
         let waiters = std::mem::take(&mut fill.waiters);
-        let layout = self.shapes.get(self.frames.get(frame).shape).layout;
+        let layout = self.size_classes.get(self.frames.get(frame).size_class).layout;
         let complete = to == layout.layers();
         for waiter in &waiters {
             match *waiter {
@@ -229,7 +231,7 @@ impl AgentCore {
                         load.blocks[block as usize] = LoadBlock::Ready { frame, source };
                         self.counters.hit(source, layout.block_bytes());
                     }
-                    self.settle_load(load_id);
+                    self.publish_progress(load_id);
                 }
                 Waiter::Serve { serve, block } => self.stream_layers(serve, block, frame, from..to),
             }
@@ -239,28 +241,28 @@ impl AgentCore {
         }
     }
 
-    /// The block is whole and verified. Its waiters know already.
+    /// Completes a verified fill. Its waiters were notified before.
     fn complete_fill(&mut self, id: SlabId) {
         let Some(fill) = self.fills.remove(id) else { return };
         let frame = self.frames.get(fill.frame);
-        let shape = self.shapes.get(frame.shape);
-        let (bytes, slot_bytes) = (shape.layout.block_bytes(), shape.slot_bytes);
+        let size_class = self.size_classes.get(frame.size_class);
+        let (bytes, slot_bytes) = (size_class.layout.block_bytes(), size_class.slot_bytes);
         match fill.origin {
-            Origin::Device(device) => {
+            FillSource::Device(device) => {
                 self.devices.read_succeeded(device);
                 self.devices.read_ended(device);
                 self.counters.device_fills += 1;
                 self.counters.device_fill_bytes += bytes;
             }
-            Origin::Peer(node) => {
+            FillSource::Peer(node) => {
                 self.peers.dequeue(node, slot_bytes);
                 self.counters.peer_fills += 1;
                 self.counters.peer_fill_bytes += bytes;
             }
         }
         let entry = frame.entry();
-        self.leave_taking(&fill);
-        // Without an entry a commit has overtaken the fill: nobody new will find this copy.
+        self.release_pending(&fill);
+        // Without an entry: a commit replaced the fill, so this copy is not findable.
         let Some(entry) = entry else {
             return self.set_frame_state(fill.frame, FrameState::Orphan);
         };
@@ -271,28 +273,31 @@ impl AgentCore {
             self.enter_nvme_order(entry);
         }
         self.replica_changed(entry, Tier::Dram, Change::Added);
-        if fill.keep == Keep::Saved {
+        if fill.keep == Retention::Saved {
             self.counters.pulled_blocks += 1;
             self.counters.pulled_bytes += bytes;
             let is_read = self.frames.get(fill.frame).leases > 0;
-            self.save_taken(fill.frame, if is_read { Worth::Used } else { Worth::Unasked });
+            self.save_replica(
+                fill.frame,
+                if is_read { EvictionPosition::Last } else { EvictionPosition::First },
+            );
         }
     }
 
     fn fail_fill(&mut self, id: SlabId, error: FillError) {
         let Some(fill) = self.fills.remove(id) else { return };
         let error = self.count_failure(&fill, error);
-        self.leave_taking(&fill);
+        self.release_pending(&fill);
         let entry = self.frames.get(fill.frame).entry();
         if let Some(entry) = entry {
             self.frames.get_mut(fill.frame).set_entry(None);
             self.index.entry_mut(entry).set_dram(Dram::Absent);
             match fill.origin {
-                Origin::Device(_) if error == FillError::Refused => self.stay_stored(entry),
-                Origin::Device(_) => self.drop_stored(entry, error),
-                Origin::Peer(_) => {}
+                FillSource::Device(_) if error == FillError::Refused => self.keep_evictable(entry),
+                FillSource::Device(_) => self.drop_stored(entry, error),
+                FillSource::Peer(_) => {}
             }
-            self.forget_if_nowhere(entry);
+            self.remove_if_absent(entry);
         }
         if error == FillError::Stranded {
             self.counters.arena_lost_bytes += self.frame_slot(fill.frame).bytes;
@@ -306,20 +311,20 @@ impl AgentCore {
                 Waiter::Load { load, block } if self.detach_failed(&fill, load, block) => {
                     retries.entry(load).or_default().push(block);
                 }
-                Waiter::Load { load, .. } => self.settle_load(load),
+                Waiter::Load { load, .. } => self.publish_progress(load),
                 Waiter::Serve { serve, block } => self.serve_failed(serve, block, fill.frame),
             }
         }
         for (load, blocks) in retries {
-            self.try_elsewhere(&fill, error, load, &blocks);
+            self.retry_other_source(&fill, error, load, &blocks);
         }
     }
 
-    /// Counts a failed fill; returns what it means (a device knows no peers).
+    /// Counts a failed fill and returns its error, with errors of peers mapped to device errors for reads.
     fn count_failure(&mut self, fill: &Fill, error: FillError) -> FillError {
         let slot_bytes = self.frame_slot(fill.frame).bytes;
         let error = match (fill.origin, error) {
-            (Origin::Device(_), FillError::Absent | FillError::PeerLost) => FillError::Device,
+            (FillSource::Device(_), FillError::Absent | FillError::PeerLost) => FillError::Device,
             (_, error) => error,
         };
         match error {
@@ -330,8 +335,8 @@ impl AgentCore {
             FillError::PeerLost => self.counters.fill_peer_lost += 1,
         }
         match fill.origin {
-            Origin::Device(device) => self.devices.read_ended(device),
-            Origin::Peer(node) => {
+            FillSource::Device(device) => self.devices.read_ended(device),
+            FillSource::Peer(node) => {
                 self.peers.dequeue(node, slot_bytes);
                 if error == FillError::PeerLost {
                     self.peers.suspect(node, self.now);
@@ -341,7 +346,7 @@ impl AgentCore {
         error
     }
 
-    /// Takes a load's block off a failed fill; whether another place may be tried for it.
+    /// Detaches a load's block from a failed fill; returns whether to try another source.
     fn detach_failed(&mut self, fill: &Fill, id: SlabId, block: u32) -> bool {
         let Some(load) = self.loads.get_mut(id) else { return false };
         if load.stage == Stage::Placing {
@@ -355,24 +360,24 @@ impl AgentCore {
         false
     }
 
-    /// Tries the next place for blocks whose fill failed before their load was answered.
-    fn try_elsewhere(&mut self, fill: &Fill, error: FillError, load: SlabId, blocks: &[u32]) {
+    /// Tries the next source for blocks whose fill failed before their load was answered.
+    fn retry_other_source(&mut self, fill: &Fill, error: FillError, load: SlabId, blocks: &[u32]) {
         if error == FillError::Refused {
-            // The block is still here: whatever looks for it would ask the device the same again at once.
+            // The block is still stored here: a retry would send the same read to the device at once.
             for block in blocks {
                 self.lose_block(load, *block, LossReason::Failed);
             }
-            return self.settle_load(load);
+            return self.publish_progress(load);
         }
         let others = fill.others.clone().unwrap_or_default();
-        let wanted = blocks.iter().map(|block| Wanted::from(*block, others.clone())).collect();
-        let missing = self.place_here(load, wanted);
+        let wanted = blocks.iter().map(|block| MissingBlock::from(*block, others.clone())).collect();
+        let missing = self.attach_local(load, wanted);
         let absent = error == FillError::Absent;
         let otherwise = if absent { LossReason::Miss } else { LossReason::Failed };
         match fill.others {
-            None => self.ask_elsewhere(load, missing, otherwise),
+            None => self.fetch_remote(load, missing, otherwise),
             Some(_) => self.fetch_from_peers(load, missing, otherwise),
         }
-        self.settle_load(load);
+        self.publish_progress(load);
     }
 }

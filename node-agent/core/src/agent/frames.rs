@@ -1,66 +1,66 @@
-//! Frames: what is in each arena slot that is in use, and who holds it.
+//! Frames: state, contents and leases of the arena slots in use.
 //!
 //! ```text
-//!            reserve                      commit                    saved, or cannot be
+//!            reserve                      commit                    saved, or not storable
 //!  (free) ───────────▶ Reserved ───────────────────────▶ Unsaved ───────────────────────▶ Clean
-//!    ▲  ╲                 │ abort                                                        ▲   │ evict, when
-//!    │   ╲  load, serve   ▼                           complete                           │   │ nobody reads
+//!    ▲  ╲                 │ abort                                                        ▲   │ evict,
+//!    │   ╲  load, serve   ▼                           complete                           │   │ if unleased
 //!    │    ╲───────────▶ Filling ─────────────────────────────────────────────────────────┘   ▼
-//!    │                    │ failed while read, or overtaken by a commit                    (free)
-//!    └── last lease ends ─┴─▶ Orphan: no longer findable, still read (also what was found damaged)
-//!                         └─▶ Retired, for ever: a lost device may still write to it
+//!    │                    │ failed while leased, or replaced by a commit                  (free)
+//!    └── last lease ends ─┴─▶ Orphan: not findable, still leased (also damaged copies)
+//!                         └─▶ Retired, permanently: a lost device may still write to it
 //! ```
 //!
-//! A frame is freed only when no reader holds a lease on it and nothing writes to it: an engine (`Reserved`) or a
-//! device or transport (`Filling`). A frame is in its class's eviction policy exactly when it is `Clean` and
-//! nobody holds a lease.
+//! A frame is freed only when no reader holds a lease on it and nothing writes to it: neither an engine
+//! (`Reserved`) nor a device or transport (`Filling`). A frame is in the eviction order exactly if it is
+//! `Clean` and unleased.
 
 use reprise_policy::eviction::EntryIndex;
 
 use super::AgentCore;
 use super::arena::Place;
 use super::checksums::{ChecksumRow, Checksums};
-use super::shapes::{Shape, ShapeId};
-use super::suspects::Doubt;
+use super::integrity::CopyState;
+use super::size_class::{SizeClass, SizeClassId};
 use crate::effect::ArenaSlot;
 
 /// Number of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) struct FrameIndex(pub(super) u32);
 
-/// A slot in use.
+/// Arena slot in use.
 #[derive(Debug)]
 pub(super) struct Frame {
     pub(super) state: FrameState,
-    /// Readers: loads and peers.
+    /// Leases of loads, serves and checks.
     pub(super) leases: u32,
     entry: EntryIndex,
     checksums: ChecksumRow,
     pub(super) place: Place,
-    pub(super) shape: ShapeId,
-    pub(super) doubt: Doubt,
+    pub(super) size_class: SizeClassId,
+    pub(super) copy_state: CopyState,
 }
 
-/// See the module.
+/// State of a frame; the module describes the transitions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FrameState {
-    /// No slot.
+    /// The frame has no slot.
     Vacant,
-    /// An engine fills it.
+    /// An engine fills the slot.
     Reserved,
-    /// A device or peer fills it: slot of the fill.
+    /// A device or peer fills the slot; contains the slot of the fill.
     Filling(u32),
-    /// Readable, and not yet durable: number of its unsaved record.
+    /// Readable, and not durable yet; contains the slot of the unsaved record.
     Unsaved(u32),
-    /// Readable; may be dropped.
+    /// Readable, and evictable if unleased.
     Clean,
-    /// Still read, no longer findable.
+    /// Leased, and no longer findable.
     Orphan,
-    /// A lost device may write to it at any time: never used again. Its slot and shape stay taken.
+    /// A lost device may write to the slot at any time: it is never used again, and keeps its size class.
     Retired,
 }
 
-/// All frames.
+/// Table of all frames.
 #[derive(Debug, Default)]
 pub(super) struct Frames {
     frames: Vec<Frame>,
@@ -75,12 +75,12 @@ const _: () = assert!(size_of::<Frame>() == 28, "memory per resident block is pa
 const _: () = assert!(size_of::<Frame>() + size_of::<super::index::Entry>() <= 56);
 
 impl FrameIndex {
-    /// No frame.
+    /// Value that stands for no frame.
     pub(super) const NONE: FrameIndex = FrameIndex(u32::MAX);
 }
 
 impl Frame {
-    /// The block that is found by this frame.
+    /// Returns the index entry whose block is in this frame.
     pub(super) fn entry(&self) -> Option<EntryIndex> {
         (self.entry != NO_ENTRY).then_some(self.entry)
     }
@@ -104,17 +104,17 @@ impl Frames {
         &mut self.frames[frame.0 as usize]
     }
 
-    /// Leases of readers on all frames.
+    /// Number of leases on all frames.
     pub(super) fn read_leases(&self) -> u64 {
         self.read_leases
     }
 
-    /// Rows of checksums that are kept.
+    /// Number of checksum rows in use.
     pub(super) fn checksum_rows(&self) -> usize {
         self.checksums.len()
     }
 
-    /// All frames in use.
+    /// Iterates all frames in use.
     pub(super) fn iter(&self) -> impl Iterator<Item = (FrameIndex, &Frame)> {
         let in_use = |(_, frame): &(usize, &Frame)| frame.state != FrameState::Vacant;
         self.frames.iter().enumerate().filter(in_use).map(|(at, frame)| (FrameIndex(at as u32), frame))
@@ -131,67 +131,80 @@ impl Frames {
 }
 
 impl AgentCore {
-    /// A frame with a slot for a shape; evicts what may go when the arena is full or the tenant at its limit. `None`:
-    /// everything of the tenant's is read, reserved, being filled or not saved yet, or the rest of the arena is others'.
-    pub(super) fn allocate_frame(&mut self, shape: ShapeId, state: FrameState) -> Option<FrameIndex> {
-        let Shape { class, slot_bytes, tenant_index: tenant, .. } = *self.shapes.get(shape);
-        if !self.make_room_below_limit(tenant, class, slot_bytes) {
-            self.urge_writeback();
+    /// Allocates a frame with a slot for a size class, evicting other blocks if the arena is full or the
+    /// tenant at its limit. `None` if nothing of the tenant's is evictable, and the rest of the arena belongs
+    /// to other tenants.
+    pub(super) fn allocate_frame(
+        &mut self,
+        size_class: SizeClassId,
+        state: FrameState,
+    ) -> Option<FrameIndex> {
+        let SizeClass { slot_group, slot_bytes, tenant_index: tenant, .. } =
+            *self.size_classes.get(size_class);
+        if !self.make_room_below_limit(tenant, slot_group, slot_bytes) {
+            self.expedite_writeback();
             return None;
         }
         let place = loop {
-            match self.arena.allocate(class) {
+            match self.arena.allocate(slot_group) {
                 Some(place) => break place,
-                None if self.make_room(class) => {}
+                None if self.make_room(slot_group) => {}
                 None => {
-                    self.urge_writeback();
+                    self.expedite_writeback();
                     return None;
                 }
             }
         };
         let checksums = ChecksumRow::UNKNOWN;
-        let frame =
-            Frame { state, leases: 0, entry: NO_ENTRY, checksums, place, shape, doubt: Doubt::Trusted };
+        let frame = Frame {
+            state,
+            leases: 0,
+            entry: NO_ENTRY,
+            checksums,
+            place,
+            size_class,
+            copy_state: CopyState::Trusted,
+        };
         let frame = self.frames.insert(frame);
         self.arena.set_frame(place, frame);
-        self.shapes.hold(shape);
-        self.tenants.take_dram(tenant, slot_bytes);
+        self.size_classes.hold(size_class);
+        self.tenants.charge_dram(tenant, slot_bytes);
         Some(frame)
     }
 
-    /// Gives a frame's slot back. Nobody may read it, write it or find it.
+    /// Frees a frame and its slot. The frame must have no lease, no writer and no index entry.
     pub(super) fn free_frame(&mut self, frame: FrameIndex) {
         let state = self.frames.get_mut(frame);
         assert!(state.leases == 0, "a slot that is read is not freed");
         assert!(state.entry().is_none(), "a slot that can be found is not freed");
-        let (place, shape) = (state.place, state.shape);
+        let (place, size_class) = (state.place, state.size_class);
         let checksums = std::mem::replace(&mut state.checksums, ChecksumRow::UNKNOWN);
         state.state = FrameState::Vacant;
-        state.doubt = Doubt::Trusted;
-        self.frames.checksums.remove(checksums, self.shapes.objects(shape));
+        state.copy_state = CopyState::Trusted;
+        self.frames.checksums.remove(checksums, self.size_classes.objects(size_class));
         self.frames.free.push(frame);
         self.arena.free(place);
-        let Shape { slot_bytes, tenant_index, .. } = *self.shapes.get(shape);
-        self.tenants.give_dram(tenant_index, slot_bytes);
-        self.shapes.release(shape);
+        let SizeClass { slot_bytes, tenant_index, .. } = *self.size_classes.get(size_class);
+        self.tenants.release_dram(tenant_index, slot_bytes);
+        self.size_classes.release(size_class);
     }
 
-    /// CRC32C of each object of the block in a frame; they must be known.
+    /// Returns the CRC32C of each object of the block in a frame. The checksums must be known.
     pub(super) fn checksums(&self, frame: FrameIndex) -> &[u32] {
         let state = self.frames.get(frame);
-        self.frames.checksums.get(state.checksums, self.shapes.objects(state.shape))
+        self.frames.checksums.get(state.checksums, self.size_classes.objects(state.size_class))
     }
 
-    /// Notes the checksums of the block in a frame, which were not known: one for each object of its shape.
+    /// Sets the checksums of the block in a frame: one for each object of its size class.
     pub(super) fn set_checksums(&mut self, frame: FrameIndex, checksums: &[u32]) {
         let state = self.frames.get(frame);
         assert!(!state.has_checksums(), "a slot is filled with one block");
-        assert_eq!(checksums.len(), self.shapes.objects(state.shape), "the caller has looked");
+        assert_eq!(checksums.len(), self.size_classes.objects(state.size_class), "the caller has checked");
         let row = self.frames.checksums.insert(checksums);
         self.frames.get_mut(frame).checksums = row;
     }
 
-    /// A reader takes a lease.
+    /// Acquires a read lease.
     pub(super) fn lease(&mut self, frame: FrameIndex) {
         let state = self.frames.get_mut(frame);
         let evictable = state.leases == 0 && state.state == FrameState::Clean;
@@ -206,15 +219,15 @@ impl AgentCore {
         }
     }
 
-    /// A reader's lease ends.
+    /// Releases a read lease.
     pub(super) fn unlease(&mut self, frame: FrameIndex) {
         let state = self.frames.get_mut(frame);
         state.leases = state.leases.checked_sub(1).expect("every lease ends once");
         self.frames.read_leases -= 1;
-        self.settle_frame(frame);
+        self.update_unleased(frame);
     }
 
-    /// Changes the state of a frame that is not evictable, and draws the consequence.
+    /// Sets the state of a frame, updating the eviction order.
     pub(super) fn set_frame_state(&mut self, frame: FrameIndex, state: FrameState) {
         let before = self.frames.get_mut(frame);
         if before.state == FrameState::Clean && before.leases == 0 {
@@ -222,16 +235,16 @@ impl AgentCore {
             self.arena.remove_evictable(place, frame);
         }
         self.frames.get_mut(frame).state = state;
-        self.settle_frame(frame);
+        self.update_unleased(frame);
     }
 
-    /// Address of a frame's slot.
+    /// Returns the address of a frame's slot.
     pub(super) fn frame_slot(&self, frame: FrameIndex) -> ArenaSlot {
         self.arena.slot(self.frames.get(frame).place)
     }
 
-    /// What follows when nobody reads a frame any more: a clean one may be evicted, an orphan is freed.
-    fn settle_frame(&mut self, frame: FrameIndex) {
+    /// Makes an unleased frame evictable if it is clean, or frees it if it is an orphan.
+    fn update_unleased(&mut self, frame: FrameIndex) {
         let state = self.frames.get(frame);
         if state.leases > 0 {
             return;

@@ -1,33 +1,35 @@
-//! Which blocks are on this node, and where.
+//! Index of the blocks on this node and their locations.
 //!
-//! One entry of 28 bytes a block, in a vector; a hash table of 4-byte entry numbers over it (5 bytes a bucket at a
-//! load of at most 7/8). A block is here when it is in an arena slot (readable or being filled), on a device, or
-//! both; an entry that is in neither is removed by whoever makes it so. Why it is here is kept for people: nothing goes by it.
+//! A vector holds one entry of 28 bytes per block. A hash table maps keys to 4-byte entry numbers (5 bytes a
+//! bucket, load at most 7/8). A block is on this node if it is in an arena slot (readable or being filled),
+//! on a device, or both. The code that removes the last copy also removes the entry. The origin of a block
+//! serves diagnostics only.
 //!
-//! Look-ups of long chains are made in two passes over short runs of keys: the first touches only the hash table,
-//! the second only entries, so that the cache misses of a run overlap.
+//! Lookups of long chains take two passes over short runs of keys. The first pass touches only the hash
+//! table, the second only entries, so that the cache misses of a run overlap.
 //!
-//! Deliberately absent: bytes, checksums (kept with arena slots, and in header pages), what a header page must say
+//! Out of scope: payloads, checksums (stored with arena slots and in header pages), contents of header pages
+//! (kept by the pool, which needs them for checkpoints) and the eviction order.
 //! (kept by the pool, which needs it for its checkpoints) and any order of use.
 
 use hashbrown::HashTable;
 use reprise_policy::BlockKey;
 use reprise_policy::eviction::EntryIndex;
 
-use super::describe::BlockOrigin;
+use super::description::BlockOrigin;
 use super::frames::FrameIndex;
-use super::shapes::ShapeId;
+use super::size_class::SizeClassId;
 use crate::effect::{DeviceId, Source};
 use crate::event::Priority;
 use crate::pool::PageNumber;
 
-/// Keys of one two-pass run: 64 misses in flight are more than any core sustains.
+/// Keys of one two-pass run: no core sustains 64 outstanding cache misses.
 const RUN_KEYS: usize = 64;
 
 /// Device byte of a block that is on no device.
 const NOT_STORED: u8 = u8::MAX;
 
-/// The index; see the module.
+/// Entries of all blocks, and a hash table over them.
 #[derive(Debug)]
 pub(super) struct Index {
     entries: Vec<Entry>,
@@ -36,33 +38,33 @@ pub(super) struct Index {
     stored: u64,
 }
 
-/// One block.
+/// Index entry of one block.
 #[derive(Clone, Debug)]
 pub(super) struct Entry {
     key: BlockKey,
     page: PageNumber,
     frame: FrameIndex,
-    shape: ShapeId,
+    size_class: SizeClassId,
     device: u8,
     state: EntryState,
 }
 
-/// Priority, presence in DRAM and origin, in one byte.
+/// Priority, residency and origin of a block, in one byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct EntryState(u8);
 
-/// A block's place in the arena.
+/// Location of a block in the arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Dram {
-    /// None.
+    /// Not in the arena.
     Absent,
-    /// On its way into this frame.
+    /// Being filled into this frame.
     Filling(FrameIndex),
     /// Readable in this frame.
     Resident(FrameIndex),
 }
 
-/// A block's place on a device.
+/// Location of a block on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Stored {
     pub(super) device: DeviceId,
@@ -95,28 +97,28 @@ impl Entry {
         self.key
     }
 
-    pub(super) fn shape(&self) -> ShapeId {
-        self.shape
+    pub(super) fn size_class(&self) -> SizeClassId {
+        self.size_class
     }
 
-    /// The class of the eviction policies: 0 goes first.
+    /// Class in the eviction policies; class 0 is evicted first.
     pub(super) fn class(&self) -> u8 {
         self.state.0 & EntryState::PRIORITY
     }
 
-    /// Notes that somebody values the block more.
+    /// Raises the priority of the block; a lower priority has no effect.
     pub(super) fn raise_priority(&mut self, priority: Priority) {
         let class = self.class().max(priority as u8);
         self.state.0 = (self.state.0 & !EntryState::PRIORITY) | class;
     }
 
-    /// Why the block is here.
+    /// Why the block is on this node.
     pub(super) fn origin(&self) -> BlockOrigin {
         let is = |origin: &BlockOrigin| self.state.0 & EntryState::ORIGIN == EntryState::of_origin(*origin);
         BlockOrigin::ALL.into_iter().find(is).expect("two bits have four values")
     }
 
-    /// Something else is why the block is here from now on; what an engine has saved stays that.
+    /// Sets the origin of the block, unless an engine saved it.
     pub(super) fn set_origin(&mut self, origin: BlockOrigin) {
         if self.origin() != BlockOrigin::Saved {
             self.state.0 = (self.state.0 & !EntryState::ORIGIN) | EntryState::of_origin(origin);
@@ -147,9 +149,9 @@ impl Entry {
         (self.device != NOT_STORED).then_some(Stored { device: DeviceId(self.device), page: self.page })
     }
 
-    /// Where a block of this shape can be read right now, or is being read from a device already.
-    pub(super) fn source(&self, shape: ShapeId) -> Option<Source> {
-        if self.shape != shape {
+    /// Returns where a block of this size class is readable now, or is already being read from.
+    pub(super) fn source(&self, size_class: SizeClassId) -> Option<Source> {
+        if self.size_class != size_class {
             None
         } else if self.state.has(EntryState::RESIDENT) {
             Some(Source::OwnDram)
@@ -162,12 +164,12 @@ impl Entry {
 }
 
 impl Index {
-    /// An empty index.
+    /// Creates an empty index.
     pub(super) fn new() -> Index {
         Index { entries: Vec::new(), free: Vec::new(), table: HashTable::new(), stored: 0 }
     }
 
-    /// Makes room for this many blocks in all, so that growing does not stall a later event.
+    /// Reserves memory for a total number of blocks, so that growth does not delay a later event.
     pub(super) fn reserve(&mut self, blocks: usize) {
         let entries = &self.entries;
         let missing = blocks.saturating_sub(self.table.len());
@@ -175,27 +177,27 @@ impl Index {
         self.entries.reserve(blocks.saturating_sub(self.entries.len()));
     }
 
-    /// Blocks in the index.
+    /// Number of blocks in the index.
     pub(super) fn len(&self) -> usize {
         self.table.len()
     }
 
-    /// Blocks that are on a device.
+    /// Number of blocks on devices.
     pub(super) fn stored_blocks(&self) -> u64 {
         self.stored
     }
 
-    /// The entry of a key.
+    /// Returns the entry of a key.
     pub(super) fn find(&self, key: &BlockKey) -> Option<EntryIndex> {
         let found = self.table.find(key.table_hash(), |slot| self.entries[*slot as usize].key == *key);
         found.map(|slot| EntryIndex(*slot))
     }
 
-    /// Adds a block that is nowhere yet. The key must not be in the index.
+    /// Adds a block without a location. The key must not be in the index.
     pub(super) fn insert(
         &mut self,
         key: BlockKey,
-        shape: ShapeId,
+        size_class: SizeClassId,
         priority: Priority,
         origin: BlockOrigin,
     ) -> EntryIndex {
@@ -204,7 +206,7 @@ impl Index {
             key,
             page: PageNumber(0),
             frame: FrameIndex::NONE,
-            shape,
+            size_class,
             device: NOT_STORED,
             state: EntryState::new(priority, origin),
         };
@@ -224,10 +226,10 @@ impl Index {
         index
     }
 
-    /// Removes a block that is nowhere any more.
+    /// Removes a block that has no location left.
     pub(super) fn remove(&mut self, index: EntryIndex) {
         let entry = &mut self.entries[index.0 as usize];
-        assert!(entry.dram() == Dram::Absent && entry.stored().is_none(), "{} is still somewhere", entry.key);
+        assert!(entry.dram() == Dram::Absent && entry.stored().is_none(), "{} still has a copy", entry.key);
         entry.state = EntryState(EntryState::VACANT);
         let hash = entry.key.table_hash();
         if let Ok(occupied) = self.table.find_entry(hash, |slot| *slot == index.0) {
@@ -244,7 +246,7 @@ impl Index {
         &mut self.entries[index.0 as usize]
     }
 
-    /// Notes where on a device a block is, or that it is on none.
+    /// Sets or clears the location of a block on a device.
     pub(super) fn set_stored(&mut self, index: EntryIndex, stored: Option<Stored>) {
         let entry = &mut self.entries[index.0 as usize];
         self.stored -= u64::from(entry.device != NOT_STORED);
@@ -258,12 +260,12 @@ impl Index {
         }
     }
 
-    /// The entries of many keys, in their order. Hot path: one allocation, no formatting.
+    /// Returns the entries of many keys, in their order. Hot path: one allocation, no formatting.
     pub(super) fn find_all<'a>(
         &self,
         keys: impl Iterator<Item = &'a BlockKey> + Clone,
     ) -> Vec<Option<EntryIndex>> {
-        // The first bucket whose seven tag bits match; nearly always the one.
+        // The first bucket with the same seven tag bits, which nearly always holds the key.
         let mut found: Vec<Option<EntryIndex>> = keys
             .clone()
             .map(|key| self.table.find(key.table_hash(), |_| true).map(|slot| EntryIndex(*slot)))
@@ -276,9 +278,13 @@ impl Index {
         found
     }
 
-    /// The leading keys that are on this node in this shape, with the source of each. Hot path: one allocation, no
-    /// formatting.
-    pub(super) fn leading_run(&self, keys: &[BlockKey], shape: ShapeId) -> Vec<(EntryIndex, Source)> {
+    /// Returns the leading keys that are on this node in this size class, with their sources. Hot path: one
+    /// allocation, no formatting.
+    pub(super) fn leading_run(
+        &self,
+        keys: &[BlockKey],
+        size_class: SizeClassId,
+    ) -> Vec<(EntryIndex, Source)> {
         let mut run = Vec::with_capacity(keys.len());
         let mut candidates = [None; RUN_KEYS];
         for chunk in keys.chunks(RUN_KEYS) {
@@ -295,19 +301,19 @@ impl Index {
                         None => return run,
                     }
                 }
-                let Some(source) = self.entry(found).source(shape) else { return run };
+                let Some(source) = self.entry(found).source(size_class) else { return run };
                 run.push((found, source));
             }
         }
         run
     }
 
-    /// All blocks.
+    /// Iterates all blocks, in the order of their entries.
     pub(super) fn iter(&self) -> impl Iterator<Item = (EntryIndex, &Entry)> {
         self.iter_from(EntryIndex(0), usize::MAX)
     }
 
-    /// The blocks of so many places from one on.
+    /// Iterates the blocks in at most `places` entries, starting at `first`.
     pub(super) fn iter_from(
         &self,
         first: EntryIndex,
@@ -319,7 +325,7 @@ impl Index {
             .map(|(slot, entry)| (EntryIndex(slot), entry))
     }
 
-    /// Places that blocks have, or have had.
+    /// Number of entries, including vacant ones.
     pub(super) fn places(&self) -> usize {
         self.entries.len()
     }
@@ -342,29 +348,30 @@ mod tests {
     }
 
     #[test]
-    fn a_block_is_found_until_it_is_removed() {
+    fn finds_block_until_it_is_removed() {
         let mut index = Index::new();
-        let entries: Vec<_> =
-            (0..1000).map(|number| index.insert(key(number), ShapeId(0), Priority::Normal, SAVED)).collect();
+        let entries: Vec<_> = (0..1000)
+            .map(|number| index.insert(key(number), SizeClassId(0), Priority::Normal, SAVED))
+            .collect();
         assert!(entries.iter().enumerate().all(|(n, entry)| index.find(&key(n as u64)) == Some(*entry)));
         index.remove(entries[500]);
         assert_eq!(index.find(&key(500)), None);
         assert_eq!(index.len(), 999);
-        assert_eq!(index.insert(key(5000), ShapeId(0), Priority::Low, SAVED), entries[500]);
+        assert_eq!(index.insert(key(5000), SizeClassId(0), Priority::Low, SAVED), entries[500]);
         assert_eq!(index.iter().count(), 1000);
     }
 
     #[test]
-    fn the_leading_run_ends_at_the_first_block_that_is_not_here_in_this_shape() {
+    fn leading_run_ends_at_first_missing_block_or_other_size_class() {
         let mut index = Index::new();
         let keys: Vec<BlockKey> = (0..200).map(key).collect();
         for key in &keys {
-            let entry = index.insert(*key, ShapeId(3), Priority::Normal, SAVED);
+            let entry = index.insert(*key, SizeClassId(3), Priority::Normal, SAVED);
             index.set_stored(entry, Some(stored(1)));
         }
         let first = index.find(&keys[0]).expect("inserted");
         index.entry_mut(first).set_dram(Dram::Resident(FrameIndex(0)));
-        let run = index.leading_run(&keys, ShapeId(3));
+        let run = index.leading_run(&keys, SizeClassId(3));
         assert_eq!(run.len(), 200);
         assert_eq!([run[0].1, run[1].1], [Source::OwnDram, Source::OwnNvme]);
         assert!(run.iter().zip(&keys).all(|((entry, _), key)| index.find(key) == Some(*entry)));
@@ -372,17 +379,20 @@ mod tests {
         let middle = index.find(&keys[130]).expect("inserted");
         index.set_stored(middle, None);
         index.entry_mut(middle).set_dram(Dram::Filling(FrameIndex(1)));
-        let run = index.leading_run(&keys, ShapeId(3));
-        assert_eq!(run.len(), 130, "a block that is only on its way does not count");
-        assert!(index.leading_run(&keys, ShapeId(4)).is_empty(), "blocks of another shape do not count");
+        let run = index.leading_run(&keys, SizeClassId(3));
+        assert_eq!(run.len(), 130, "a block that is only being filled does not count");
+        assert!(
+            index.leading_run(&keys, SizeClassId(4)).is_empty(),
+            "blocks of another size class do not count"
+        );
         assert_eq!(index.stored_blocks(), 199);
     }
 
     #[test]
-    fn many_keys_are_found_as_one_by_one() {
+    fn finds_many_keys_like_single_keys() {
         let mut index = Index::new();
         for number in (0..2000).filter(|number| number % 3 != 0) {
-            index.insert(key(number), ShapeId(0), Priority::Normal, SAVED);
+            index.insert(key(number), SizeClassId(0), Priority::Normal, SAVED);
         }
         let keys: Vec<BlockKey> = (0..2000).map(key).collect();
         let one_by_one: Vec<_> = keys.iter().map(|key| index.find(key)).collect();
@@ -390,23 +400,23 @@ mod tests {
     }
 
     #[test]
-    fn a_key_with_the_same_tag_bits_is_told_apart() {
+    fn distinguishes_keys_with_equal_tag_bits() {
         let mut index = Index::new();
-        let mut twins = [key(1), key(1)];
-        twins[1].0[0] ^= 1;
-        let first = index.insert(twins[0], ShapeId(0), Priority::Normal, SAVED);
+        let mut duplicates = [key(1), key(1)];
+        duplicates[1].0[0] ^= 1;
+        let first = index.insert(duplicates[0], SizeClassId(0), Priority::Normal, SAVED);
         index.set_stored(first, Some(stored(1)));
-        assert_eq!(index.leading_run(&twins, ShapeId(0)).len(), 1);
-        let second = index.insert(twins[1], ShapeId(0), Priority::Normal, SAVED);
+        assert_eq!(index.leading_run(&duplicates, SizeClassId(0)).len(), 1);
+        let second = index.insert(duplicates[1], SizeClassId(0), Priority::Normal, SAVED);
         index.set_stored(second, Some(stored(2)));
-        assert_eq!(index.leading_run(&twins, ShapeId(0)).len(), 2);
-        assert_ne!(index.find(&twins[0]), index.find(&twins[1]));
+        assert_eq!(index.leading_run(&duplicates, SizeClassId(0)).len(), 2);
+        assert_ne!(index.find(&duplicates[0]), index.find(&duplicates[1]));
     }
 
     #[test]
-    fn priority_is_only_raised() {
+    fn never_lowers_priority() {
         let mut index = Index::new();
-        let entry = index.insert(key(1), ShapeId(0), Priority::Normal, SAVED);
+        let entry = index.insert(key(1), SizeClassId(0), Priority::Normal, SAVED);
         index.entry_mut(entry).raise_priority(Priority::Low);
         assert_eq!(index.entry(entry).class(), Priority::Normal as u8);
         index.entry_mut(entry).raise_priority(Priority::High);
@@ -414,10 +424,10 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_in_one_byte_does_not_touch_each_other() {
+    fn fields_in_the_state_byte_are_independent() {
         for origin in BlockOrigin::ALL {
             let mut index = Index::new();
-            let entry = index.insert(key(1), ShapeId(0), Priority::Low, origin);
+            let entry = index.insert(key(1), SizeClassId(0), Priority::Low, origin);
             let entry = index.entry_mut(entry);
             entry.raise_priority(Priority::High);
             entry.set_dram(Dram::Resident(FrameIndex(7)));

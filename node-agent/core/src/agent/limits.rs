@@ -1,188 +1,193 @@
-//! Limits of the core, each with its arithmetic.
+//! Limits of the core, with their derivation.
 //!
-//! What is refused because of one of these gets `Busy`, a smaller answer or a miss; nothing grows past them.
+//! A request beyond a limit gets `Busy`, a smaller answer or a miss. No structure grows beyond its limit.
 
 use std::time::Duration;
 
-/// Sessions at once: twice as many as the agent accepts (8 GPUs × 32 processes), because one that has ended is known
-/// here until this core is told.
+/// Maximum sessions: twice the number that the agent accepts (8 GPUs × 32 processes), because the core learns
+/// late of closed sessions.
 pub const SESSIONS_MAX: usize = 512;
 
-/// Slots of one `Reserve`: one 128K-token request of 16-token blocks.
+/// Maximum slots of one `Reserve`: a 128K-token request of 16-token blocks.
 pub const RESERVE_SLOTS_MAX: u32 = 8192;
 
-/// Items of one `Commit`: as many as one `Reserve` gives.
+/// Maximum items of one `Commit`: as many as one `Reserve` returns.
 pub const COMMIT_ITEMS_MAX: usize = 8192;
 
-/// Keys of one `Match`: one 128K-token request of 16-token blocks, as many as a message carries.
+/// Maximum keys of one `Match`: a 128K-token request of 16-token blocks, which fills one message.
 pub const MATCH_KEYS_MAX: usize = 8192;
 
-/// Blocks of one `Load`: the failed bitmap of a progress entry has 8,192 bits.
+/// Maximum blocks of one `Load`: the failed bitmap of a progress entry has 8,192 bits.
 pub const LOAD_BLOCKS_MAX: usize = 8192;
 
-/// Loads that a session holds at once: entries of its progress page.
+/// Maximum loads held by a session: entries of its progress page.
 pub const PROGRESS_ENTRIES: usize = 64;
 
-/// Commits of a session whose blocks have not come to their end. A ticket lives about as long as a write-back
-/// delay (50 ms): 16,384 allow 300,000 commits a second.
+/// Maximum commits of a session with pending blocks. A ticket lives about as long as a write-back delay (50
+/// ms), so 16,384 tickets allow 300,000 commits per second.
 pub const TICKETS_PER_SESSION_MAX: u32 = 16_384;
 
-/// Questions to the directory at once, one per waiting match or load: 256 × 8,192 keys × 16 bytes are 32 MiB in the
-/// client's queue. What would be one more is not asked.
+/// Maximum lookups in flight, one per waiting match or load. 256 × 8,192 keys × 16 bytes are 32 MiB in the
+/// client's queue. Beyond the limit, the core does not ask the directory.
 pub const LOOKUPS_MAX: usize = 256;
 
-/// Keys of a match's first question to the directory. Most prompts that are not here are nowhere, and their first keys tell that: a
-/// sixteenth of the work for 1,024 keys. When all of them are found, a second question covers the rest.
+/// Keys of a match's first lookup. Most prompts that miss on this node miss everywhere, which their first
+/// keys show at a sixteenth of the work for 1,024 keys. If all of them are found, a second lookup covers the
+/// rest.
 pub const MATCH_FIRST_KEYS: usize = 64;
 
-/// Blocks that are being checked at once: 64 of 2 MiB are 128 MiB, about 20 ms of one core. What would be one more is not
-/// checked; whoever copies it next says so again.
+/// Maximum blocks being checked: 64 of 2 MiB are 128 MiB, about 20 ms of one core. Beyond the limit a report
+/// is dropped; the next engine that copies the block reports it again.
 pub const CHECKS_MAX: usize = 64;
 
-/// Requests of peers at once: 1,000 nodes with one each.
+/// Maximum requests of peers in flight: 1,000 nodes with one request each.
 pub const SERVES_MAX: usize = 1024;
 
-/// Blocks of one request of a peer: what one load can want from one node.
+/// Maximum blocks of one request of a peer: as many as one load can fetch from one node.
 pub const SERVE_BLOCKS_MAX: usize = 8192;
 
-/// Pieces that the DRAM hits of one serve are cut into, about: bounds the effects of one event (64 bytes each)
-/// to 1 MiB.
+/// Approximate number of pieces that the DRAM hits of one serve are split into. Bounds the effects of one
+/// event (64 bytes each) to 1 MiB.
 pub const SERVE_PIECES_MAX: u64 = 16_384;
 
-/// Bytes that one round over the blocks of a serve sends at the least: a send of less costs more in calls than
-/// in copying.
+/// Minimum bytes that one round over the blocks of a serve sends. The system call of a smaller send costs
+/// more than its copying.
 pub const SERVE_ROUND_BYTES: u64 = 1 << 20;
 
-/// Pairs of tenant and layout at once: 8 ranks × a few hundred models.
-pub const SHAPES_MAX: usize = 4096;
+/// Maximum size classes (pairs of tenant and layout): 8 ranks × a few hundred models.
+pub const SIZE_CLASSES_MAX: usize = 4096;
 
-/// Of these, how many may be in use when a peer's offer brings another one: the rest is kept for this node's own engines.
-pub const SHAPES_OF_OFFERS_MAX: usize = SHAPES_MAX / 2;
+/// Maximum size classes in use when a peer's offer adds one. The rest is kept for this node's engines.
+pub const OFFERED_SIZE_CLASSES_MAX: usize = SIZE_CLASSES_MAX / 2;
 
-/// Tenants at once, those of blocks on devices included: as many as there can be shapes. A decision on NVMe looks at all,
-/// which is 4 µs for so many and nothing for a few.
-pub const TENANTS_MAX: usize = SHAPES_MAX;
+/// Maximum tenants, including those of blocks on devices: as many as size classes. A decision about NVMe
+/// iterates all tenants: 4 µs at the limit.
+pub const TENANTS_MAX: usize = SIZE_CLASSES_MAX;
 
-/// Blocks of tenants over their lowered limits that one event drops at the most, about 1 µs each.
+/// Maximum blocks of tenants above a lowered limit that one event evicts, about 1 µs each.
 pub const SHRINK_EVICTIONS_PER_APPLY: usize = 256;
 
-/// When the next of them go if nothing else happens: 256,000 blocks a second, 10 % of a core.
-pub const SHRINK_EVERY: Duration = Duration::from_millis(1);
+/// Delay before the next of these evictions if no other event arrives: 256,000 blocks per second, 10 % of a
+/// core.
+pub const SHRINK_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Regions of the arena: 256 MiB each gives 16 TiB.
+/// Maximum regions of the arena: with 256 MiB each, 16 TiB.
 pub const REGIONS_MAX: usize = 65_536;
 
-/// Slots of one region: their numbers are 16 bits wide; the rest of a larger region of small slots is not used.
+/// Maximum slots of one region: slot numbers have 16 bits. The rest of a larger region is not used.
 pub const SLOTS_PER_REGION_MAX: u64 = 65_536;
 
-/// Devices of a pool; 255 in an index entry means "not stored".
+/// Maximum devices of a pool; 255 in an index entry means "not stored".
 pub const DEVICES_MAX: usize = 255;
 
-/// Blocks of one write batch: 1,024 journal records are 16 journal pages.
+/// Maximum blocks of one write batch: 1,024 journal records fill 16 journal pages.
 pub const BATCH_BLOCKS_MAX: usize = 1024;
 
-/// Slots that are tried for one block before it counts as lost: each failure means a bad place on a medium.
+/// Maximum slots that a block is written to before it counts as lost. Each failure indicates a bad spot on
+/// the medium.
 pub const WRITE_ATTEMPTS_MAX: u8 = 3;
 
-/// Reads of a device that fail one after the other, without a success between, before it counts as lost.
+/// Consecutive failed reads after which a device counts as lost.
 pub const READ_ERRORS_MAX: u32 = 16;
 
-/// Blocks evicted from NVMe in one `apply` at the most, so that no event takes long (about 1 µs each); the rest
-/// follows with the next event, and the free target leaves time for that.
+/// Maximum blocks evicted from NVMe in one `apply`, about 1 µs each, so that no event takes long. The next
+/// events evict the rest; the free target leaves time for that.
 pub const POOL_EVICTIONS_PER_APPLY: usize = 1024;
 
-/// Victims of the wanted slot size taken beyond the free target when no slot of that size is free: a batch's worth,
-/// 128 MiB in 2 MiB blocks.
+/// Maximum victims evicted beyond the free target when no slot of the needed size is free: one batch, 128 MiB
+/// in 2 MiB blocks.
 pub const POOL_EVICTIONS_FOR_SIZE: usize = 64;
 
-/// Coldest blocks that are looked at for a segment that can be emptied, before the segments themselves are searched.
-pub const POOL_VICTIMS_TRIED: usize = 64;
+/// Maximum victims examined for a segment that can be emptied; after that, all segments are searched.
+pub const POOL_VICTIMS_MAX: usize = 64;
 
-/// Deadline of a load at the most: one that waits longer is a leak, not a load.
+/// Maximum deadline of a load: a longer one indicates a leak.
 pub const LOAD_DEADLINE_MAX: Duration = Duration::from_secs(600);
 
-/// Time beyond a lookup's timeout after which the core stops waiting for the runtime's report of it.
+/// Time after a lookup's timeout at which the core stops waiting for the runtime's result.
 pub const LOOKUP_GRACE: Duration = Duration::from_millis(100);
 
-/// Entries that the index makes room for when a layout first appears: 4 Mi entries are 160 MB of address space.
+/// Maximum entries that the index reserves for a new layout: 4 Mi entries are 160 MB of address space.
 pub const INDEX_RESERVE_MAX: u64 = 4 << 20;
 
-/// Keys of one question to the control plane where blocks go, and of one offer: 16 KiB each.
+/// Maximum keys of one placement query and of one offer: 16 KiB each.
 pub const PLACE_KEYS_MAX: usize = 1024;
 
-/// Batches of blocks that are being given away at once: of 2 MiB blocks 8 GiB, as much as four nodes take in 8 s at the
+/// Maximum batches being replicated: with 2 MiB blocks 8 GiB, as much as four nodes receive in 8 s at the
 /// default bandwidth.
-pub const GIVING_BATCHES_MAX: usize = 4;
+pub const OUTBOUND_BATCHES_MAX: usize = 4;
 
-/// A batch is parked after so many rounds without a block of it getting further: it is asked about as before, and others
-/// have its place.
+/// Rounds without progress after which a batch is parked. Queries for it continue, but it no longer uses one
+/// of the regular places.
 pub const PARKED_AFTER_ROUNDS: u32 = 3;
 
-/// Parked batches besides; each is one for 16 rounds at the most. 16 × 1,024 blocks of about 40 bytes.
+/// Additional parked batches; each remains for at most 16 rounds. 16 × 1,024 blocks of about 40 bytes.
 pub const PARKED_BATCHES_MAX: usize = 16;
 
-/// Batches of hot blocks besides.
+/// Additional batches of hot blocks.
 pub const HOT_BATCHES_MAX: usize = 2;
 
-/// Entries of the index, or of the order of eviction, that one event looks at for blocks to give away: 20 µs.
-pub const GIVING_STEP_ENTRIES: usize = 4096;
+/// Maximum entries of the index or of an eviction order that one event scans for blocks to replicate: 20 µs.
+pub const OUTBOUND_STEP_ENTRIES: usize = 4096;
 
-/// When the next of them are looked at if nothing else happens.
-pub const GIVING_STEP_EVERY: Duration = Duration::from_millis(1);
+/// Delay before the next scan if no other event arrives.
+pub const OUTBOUND_STEP_INTERVAL: Duration = Duration::from_millis(1);
 
-/// The control plane has so long to say where blocks go.
+/// Timeout of a placement query.
 pub const PLACE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// A peer has so long to answer an offer, which it does at once.
+/// Timeout of an offer, which a peer answers immediately.
 pub const OFFER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A batch is asked about again after this time: a peer takes at once as much as it pulls in a second.
-pub const PLACE_AGAIN: Duration = Duration::from_secs(1);
+/// Delay before a batch is queried again: a peer accepts at once the blocks that it fetches in one second.
+pub const PLACE_RETRY: Duration = Duration::from_secs(1);
 
-/// A batch waits so long while open questions of others cover all that could be offered: one takes some milliseconds.
-pub const PLACE_HELD: Duration = Duration::from_millis(100);
+/// Delay of a batch while open queries of other batches cover the available bandwidth. A query takes some
+/// milliseconds.
+pub const PLACE_HOLD: Duration = Duration::from_millis(100);
 
-/// Longest time for which a peer may put off what it did not take.
+/// Maximum delay that a peer may request for blocks that it did not accept.
 pub const OFFER_RETRY_MAX: Duration = Duration::from_secs(10);
 
-/// Times in a row that a batch is asked about without a block of it getting further; then it counts as going nowhere.
+/// Consecutive queries without progress after which a batch counts as unplaceable.
 pub const FRUITLESS_ROUNDS_MAX: u32 = 16;
 
-/// Time between the end of a walk over all blocks of a draining node and the next, when more is to be done.
-pub const WALK_AGAIN: Duration = Duration::from_secs(1);
+/// Delay between two walks over the blocks of a draining node while blocks remain.
+pub const WALK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// The same when other nodes have no room.
-pub const WALK_AGAIN_NOWHERE: Duration = Duration::from_secs(10);
+/// Delay between two walks while other nodes have no capacity.
+pub const WALK_INTERVAL_NO_CAPACITY: Duration = Duration::from_secs(10);
 
-/// The same when all is given away: replicas elsewhere may be lost. 10⁶ blocks are asked about in about a second.
-pub const WALK_AGAIN_DRAINED: Duration = Duration::from_secs(60);
+/// Delay between two walks after the node is drained, because replicas elsewhere may be lost. Querying 10⁶
+/// blocks takes about one second.
+pub const WALK_INTERVAL_DRAINED: Duration = Duration::from_secs(60);
 
-/// A draining node is drained after two walks in a row without a block that is short of a replica, the second so long after
-/// the first. Modes and announcements reach everybody within about 2 s (two reports): of two nodes that vouched for each
-/// other's blocks and then both drain, the second walk of each sees that the other one is to leave.
-pub const DRAINED_APART: Duration = Duration::from_secs(5);
+/// Minimum delay between the two consecutive clean walks after which a draining node is drained. Modes and
+/// announcements reach all members within about 2 s (two reports). If two nodes that hold each other's
+/// replicas both start to drain, the second walk of each sees the other's new mode.
+pub const DRAIN_CONFIRM_DELAY: Duration = Duration::from_secs(5);
 
-/// Of a tenant's stored bytes, the share that goes next by eviction, in thousandths: moving that is in vain.
+/// Share of a tenant's stored bytes, in thousandths, that is evicted next: moving it would be wasted.
 pub const MOVE_PASSES_PERMILLE: u64 = 60;
 
-/// Bytes a block for which a control plane charges the nodes that it names in a question that only sifts: next to none. A
-/// question of none at all makes no sense to it.
-pub const SIFT_BYTES: u64 = 1;
+/// Bytes per block that a filter query charges to the nodes in its answer: almost nothing. Zero would be an
+/// invalid query.
+pub const FILTER_BYTES: u64 = 1;
 
-/// Keys whose reads by peers are counted; about 100 bytes each.
+/// Maximum keys whose reads by peers are counted; about 100 bytes each.
 pub const HOT_KEYS_MAX: usize = 4096;
 
-/// Slot bytes of blocks that are being pulled from peers or written for them at once.
+/// Maximum slot bytes of replicas that are being fetched or written.
 pub const PULL_BYTES_MAX: u64 = 64 << 20;
 
-/// Share of the arena that they may take, in thousandths; one block always may.
+/// Maximum share of the arena, in thousandths, for these replicas; one block is always allowed.
 pub const PULL_ARENA_PERMILLE: u16 = 125;
 
-/// Blocks that are taken and wait to be pulled; 40 bytes each.
+/// Maximum accepted blocks that wait to be fetched; 40 bytes each.
 pub const PULLS_WAITING_MAX: usize = 4096;
 
-/// A taken block that is not being pulled after this time is forgotten; whoever offered it asks again.
-pub const PULL_PATIENCE: Duration = Duration::from_secs(10);
+/// Time after which an accepted block that is not being fetched is dropped. Its holder offers it again.
+pub const PULL_WAIT_MAX: Duration = Duration::from_secs(10);
 
-/// A pull that found no room in the arena is tried again after this time.
-pub const PULL_AGAIN: Duration = Duration::from_millis(10);
+/// Delay before a fetch that found no room in the arena is retried.
+pub const PULL_RETRY: Duration = Duration::from_millis(10);

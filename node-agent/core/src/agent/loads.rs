@@ -1,19 +1,21 @@
-//! Loads: what a session wanted, where each block of it is, and what the session has been told.
+//! Loads: the blocks that a session requested, their state, and what the session knows of it.
 //!
 //! ```text
 //!             a source is found             verified                          Release
 //!  Unplaced ────────────────────▶ Waiting ────────────▶ Ready (leased) ────────────────▶
 //!     │  ▲                          │  │ failed or late, after the answer
 //!     │  └── failed, before the ────┘  └──────────────▶ Held (leased, failed) ─────────▶
-//!     │      answer: try elsewhere
-//!     └── nobody has it, no room, late ──▶ Lost
+//!     │      answer: try another source
+//!     └── no source, no room, late ──▶ Lost
 //! ```
 //!
-//! A load is answered when no block is without its first layer, that is when every block is placed or lost. At its
-//! deadline every block that is not complete counts as lost (before the answer) or failed (after it), so the
-//! answer comes by then at the latest. A slot that was named in an answer stays leased until `Release`, whatever
-//! became of the block, but no longer than the time for which a load may be held: then every block of it counts as failed,
-//! and its slots are others'. An engine that reads on regardless finds bytes that do not match the checksums of its answer.
+//! A load is answered once the first layer of every block is ready, or the block is lost. At the deadline,
+//! every incomplete block counts as lost (before the answer) or failed (after it). The answer is therefore
+//! sent by the deadline.
+//!
+//! A slot in an answer stays leased until `Release`, even if its block failed. The lease ends early when the
+//! load exceeds its maximum hold time: all its blocks then count as failed, and other blocks may use the
+//! slots. An engine that reads such a slot finds bytes that do not match the checksums in the answer.
 
 use std::time::Duration;
 
@@ -21,12 +23,12 @@ use reprise_policy::eviction::EntryIndex;
 use reprise_policy::{BlockKey, SessionId, Tick};
 
 use super::AgentCore;
+use super::block_sources::MissingBlock;
 use super::fills::WaitPlace;
 use super::frames::FrameIndex;
 use super::limits::{LOAD_BLOCKS_MAX, LOAD_DEADLINE_MAX};
-use super::placing::Wanted;
 use super::progress::LayerProgress;
-use super::shapes::ShapeId;
+use super::size_class::SizeClassId;
 use super::slab::SlabId;
 use super::timers::Timer;
 use crate::effect::{
@@ -34,17 +36,17 @@ use crate::effect::{
 };
 use crate::event::{LoadRequest, RequestId, Scope};
 
-/// A load; see the module.
+/// A load of a session.
 #[derive(Debug)]
 pub(super) struct Load {
     pub(super) session: SessionId,
-    pub(super) shape: ShapeId,
+    pub(super) size_class: SizeClassId,
     pub(super) keys: Box<[BlockKey]>,
     pub(super) blocks: Box<[LoadBlock]>,
     pub(super) progress: LayerProgress,
     pub(super) scope: Scope,
     pub(super) read_bytes: u64,
-    /// Of the blocks; when they are complete, of holding them.
+    /// Deadline of the blocks; once they are complete, the end of the hold time.
     pub(super) deadline: Tick,
     pub(super) stage: Stage,
     request: RequestId,
@@ -54,9 +56,9 @@ pub(super) struct Load {
 /// One block of a load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LoadBlock {
-    /// Nothing brings it yet.
+    /// No fill was started for it.
     Unplaced,
-    /// A fill brings it; leased.
+    /// A fill is in progress; leased.
     Waiting(WaitPlace),
     /// Complete and leased.
     Ready { frame: FrameIndex, source: Source },
@@ -66,26 +68,26 @@ pub(super) enum LoadBlock {
     Lost(LossReason),
 }
 
-/// What the session has been told.
+/// State of a load as the session knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stage {
-    /// Nothing.
+    /// Not answered yet.
     Placing,
-    /// Where each block is, and how many layers are ready.
+    /// Answered with the source of each block.
     Answered {
-        /// That many.
+        /// Number of layers reported as ready.
         layers: u32,
     },
-    /// That nothing more comes. The load is held until its deadline.
+    /// All blocks are complete or failed. The session holds the load until its deadline.
     Complete,
-    /// That it was held too long: nothing of it is leased any more.
-    Over,
+    /// The hold time has passed, and all leases were revoked.
+    Expired,
 }
 
 const _: () = assert!(size_of::<LoadBlock>() <= 12, "8,192 blocks a load, 64 loads a session");
 
 impl AgentCore {
-    /// A session wants blocks readable.
+    /// Starts a load for a session.
     pub(super) fn load(
         &mut self,
         session: SessionId,
@@ -94,28 +96,28 @@ impl AgentCore {
         received: Tick,
     ) {
         let Some(state) = self.sessions.get(&session) else { return };
-        let shape = state.shape;
+        let size_class = state.size_class;
         if wanted.keys.len() > LOAD_BLOCKS_MAX {
             let text = format!("{} keys in one load: send at most {LOAD_BLOCKS_MAX}", wanted.keys.len());
             return self.reply(session, request, Reply::BadRequest(text));
         }
         let Some(entry) = state.free_entry() else {
-            let message = "the session holds as many loads as it may: release one".to_owned();
+            let message = "the session holds the maximum number of loads: release one".to_owned();
             let retry_after = self.settings.retry_after;
             return self.reply(session, request, Reply::Busy { message, retry_after });
         };
-        if let Some(refusal) = self.refuse_block_size(shape) {
+        if let Some(refusal) = self.reject_block_size(size_class) {
             return self.reply(session, request, refusal);
         }
         let deadline = self.deadline_of(&wanted, received);
         let id = self.begin_load((session, request, entry), wanted, deadline);
         let blocks = self.loads.get(id).map_or(0, |load| load.blocks.len() as u32);
-        let missing = self.place_here(id, (0..blocks).map(Wanted::anywhere).collect());
-        self.ask_elsewhere(id, missing, LossReason::Miss);
-        self.settle_load(id);
+        let missing = self.attach_local(id, (0..blocks).map(MissingBlock::anywhere).collect());
+        self.fetch_remote(id, missing, LossReason::Miss);
+        self.publish_progress(id);
     }
 
-    /// A session is done with a load.
+    /// Releases a load of a session.
     pub(super) fn release(&mut self, session: SessionId, request: RequestId, load: LoadId) {
         let id = SlabId(load.0);
         if self.loads.get(id).is_none_or(|load| load.session != session) {
@@ -126,11 +128,11 @@ impl AgentCore {
         self.reply(session, request, Reply::Released);
     }
 
-    /// A load's deadline has come.
+    /// Handles the deadline of a load.
     pub(super) fn expire_load(&mut self, id: SlabId) {
         let Some(load) = self.loads.get(id) else { return };
         if load.stage == Stage::Complete {
-            return self.take_load_back(id);
+            return self.revoke_load(id);
         }
         let answered = load.stage != Stage::Placing;
         for at in 0..load.blocks.len() as u32 {
@@ -138,7 +140,7 @@ impl AgentCore {
             match load.blocks[at as usize] {
                 LoadBlock::Unplaced => self.lose_block(id, at, LossReason::Deadline),
                 LoadBlock::Waiting(place) => {
-                    let (frame, layers) = self.leave_fill(place);
+                    let (frame, layers) = self.detach_waiter(place);
                     let held = if answered {
                         LoadBlock::Held { frame }
                     } else {
@@ -151,13 +153,13 @@ impl AgentCore {
                 LoadBlock::Ready { .. } | LoadBlock::Held { .. } | LoadBlock::Lost(_) => {}
             }
         }
-        self.settle_load(id);
+        self.publish_progress(id);
     }
 
-    /// A load was held too long: its blocks fail, and their slots are free for others.
-    fn take_load_back(&mut self, id: SlabId) {
+    /// Revokes a load that was held too long: its blocks fail, and its slots are released.
+    fn revoke_load(&mut self, id: SlabId) {
         let Some(load) = self.loads.get_mut(id) else { return };
-        load.stage = Stage::Over;
+        load.stage = Stage::Expired;
         let (session, entry) = (load.session, load.entry);
         let lost = vec![LoadBlock::Lost(LossReason::Deadline); load.blocks.len()].into_boxed_slice();
         let held = std::mem::replace(&mut load.blocks, lost);
@@ -178,7 +180,7 @@ impl AgentCore {
         self.emit(Effect::Progress { session, entry, update: ProgressUpdate::Done });
     }
 
-    /// Blocks of a load that are in DRAM, in the order of the load.
+    /// Returns the load's blocks that are in DRAM, in the order of the load.
     fn entries_of(&self, blocks: &[LoadBlock]) -> Vec<EntryIndex> {
         let frame = |block: &LoadBlock| match *block {
             LoadBlock::Ready { frame, .. } => Some(frame),
@@ -187,7 +189,7 @@ impl AgentCore {
         blocks.iter().filter_map(frame).filter_map(|frame| self.frames.get(frame).entry()).collect()
     }
 
-    /// A load ends, with the session or by its wish: everything it holds is given back.
+    /// Ends a load, on release or with its session, and releases all its leases.
     pub(super) fn end_load(&mut self, id: SlabId) {
         let Some(load) = self.loads.get(id) else { return };
         let used = self.entries_of(&load.blocks);
@@ -195,7 +197,7 @@ impl AgentCore {
             let Some(load) = self.loads.get(id) else { return };
             match load.blocks[at as usize] {
                 LoadBlock::Waiting(place) => {
-                    let (frame, _) = self.leave_fill(place);
+                    let (frame, _) = self.detach_waiter(place);
                     self.unlease(frame);
                 }
                 LoadBlock::Ready { frame, .. } | LoadBlock::Held { frame } => self.unlease(frame),
@@ -210,7 +212,7 @@ impl AgentCore {
         }
     }
 
-    /// An unplaced block is not to be had.
+    /// Marks an unplaced block as lost.
     pub(super) fn lose_block(&mut self, id: SlabId, block: u32, reason: LossReason) {
         let counter = match reason {
             LossReason::Miss => &mut self.counters.miss_blocks,
@@ -222,7 +224,7 @@ impl AgentCore {
         self.fail_block(id, block, 0, LoadBlock::Lost(reason));
     }
 
-    /// A block of a load that had some layers will not be complete. Says so when the session knows the block.
+    /// Marks a block as failed that had some layers, and notifies the session if the load was answered.
     pub(super) fn fail_block(&mut self, id: SlabId, block: u32, layers: u32, becomes: LoadBlock) {
         let Some(load) = self.loads.get_mut(id) else { return };
         load.blocks[block as usize] = becomes;
@@ -233,14 +235,14 @@ impl AgentCore {
         }
     }
 
-    /// Tells the session what it does not know yet of a load.
-    pub(super) fn settle_load(&mut self, id: SlabId) {
+    /// Publishes the progress that the session does not know yet, and answers the load if it can be answered.
+    pub(super) fn publish_progress(&mut self, id: SlabId) {
         let Some(load) = self.loads.get_mut(id) else { return };
         let (ready, pending) = (load.progress.ready(), load.progress.pending());
         let (session, entry, deadline) = (load.session, load.entry, load.deadline);
-        let (told, answer) = match load.stage {
+        let (known, answer) = match load.stage {
             Stage::Placing if ready > 0 => (0, true),
-            Stage::Placing | Stage::Complete | Stage::Over => return,
+            Stage::Placing | Stage::Complete | Stage::Expired => return,
             Stage::Answered { layers } => (layers, false),
         };
         load.stage = if pending == 0 { Stage::Complete } else { Stage::Answered { layers: ready } };
@@ -249,7 +251,7 @@ impl AgentCore {
             self.timers.clear(deadline, Timer::Load(id));
             self.timers.set(load.deadline, Timer::Load(id));
         }
-        if ready > told {
+        if ready > known {
             let update = ProgressUpdate::Layers { layers: ready };
             self.emit(Effect::Progress { session, entry, update });
         }
@@ -261,7 +263,7 @@ impl AgentCore {
         }
     }
 
-    /// When a load is over that was received at an instant: the time it waited for the core is part of its own.
+    /// Deadline of a load. It counts from the receipt, and includes the time in the core's queue.
     fn deadline_of(&self, wanted: &LoadRequest, received: Tick) -> Tick {
         let span = match wanted.deadline {
             Duration::ZERO => self.settings.load_deadline_default,
@@ -276,8 +278,8 @@ impl AgentCore {
         wanted: LoadRequest,
         deadline: Tick,
     ) -> SlabId {
-        let Some(state) = self.sessions.get_mut(&session) else { unreachable!("the caller has looked") };
-        let shape = state.shape;
+        let Some(state) = self.sessions.get_mut(&session) else { unreachable!("the caller has checked") };
+        let size_class = state.size_class;
         let blocks = wanted.keys.len();
         let read_bytes = match wanted.read_bytes {
             0 => self.settings.read_bytes_default,
@@ -285,10 +287,10 @@ impl AgentCore {
         };
         let load = Load {
             session,
-            shape,
+            size_class,
             keys: wanted.keys.into_boxed_slice(),
             blocks: vec![LoadBlock::Unplaced; blocks].into_boxed_slice(),
-            progress: LayerProgress::new(self.shapes.get(shape).layout.layers(), blocks as u32),
+            progress: LayerProgress::new(self.size_classes.get(size_class).layout.layers(), blocks as u32),
             scope: wanted.scope,
             read_bytes,
             deadline,

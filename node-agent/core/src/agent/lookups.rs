@@ -1,12 +1,12 @@
-//! Questions to the directory, and `Match`, which asks one.
+//! Lookups in the directory, and `Match`, which uses them.
 //!
-//! A match is answered at once when this node has all of the chain, or when it may not look elsewhere. Otherwise a
-//! question covers the first keys behind the local run that are not here, and when all of them are found, a second one the
-//! rest: where a chain ends early, which most do at once, nobody looks for what is behind its end. What is here may change
-//! until an answer comes, so the answer is built from the index as it is then.
+//! A match is answered at once if this node has the whole chain, or if its scope is local. Otherwise a first
+//! lookup covers the first keys behind the local run that are missing here. Only if all of them are found, a
+//! second lookup covers the rest. Most chains end early, so the rest is rarely looked up. The blocks on this
+//! node may change in the meantime, so the answer is built from the index after the lookup.
 //!
-//! Without an answer, what was asked for is a miss: the runtime reports that in time, and if it does not, a timer of
-//! the core's own ends the wait.
+//! Without an answer from the directory, the keys count as misses. The runtime reports a timeout; if it fails
+//! to do so, a timer of the core ends the wait.
 
 use std::time::Duration;
 
@@ -14,56 +14,56 @@ use reprise_policy::{BlockKey, SessionId, Tier};
 
 use super::AgentCore;
 use super::limits::{LOOKUP_GRACE, LOOKUPS_MAX, MATCH_FIRST_KEYS, MATCH_KEYS_MAX};
-use super::shapes::ShapeId;
+use super::size_class::SizeClassId;
 use super::slab::SlabId;
 use super::timers::Timer;
 use crate::effect::{Effect, LookupId, LossReason, Reply, Source};
 use crate::event::{Replica, RequestId, Scope};
 
-/// A question without an answer yet.
+/// Lookup that is in flight.
 #[derive(Debug)]
 pub(super) struct Lookup {
     purpose: Purpose,
-    /// When the core gives up.
+    /// Time at which the core stops waiting.
     expires: reprise_policy::Tick,
 }
 
-/// What is done with the answer.
+/// Use of a lookup's answer.
 #[derive(Debug)]
 pub(super) enum Purpose {
-    /// Answer a match.
+    /// Complete a match with it.
     Match(WaitingMatch),
-    /// Place blocks of a load.
+    /// Fetch blocks of a load.
     Load {
-        /// The load.
+        /// Load that needs the blocks.
         load: SlabId,
-        /// Indices of its blocks, in the order of the question's keys.
+        /// Indices of its blocks, in the order of the lookup's keys.
         blocks: Vec<u32>,
-        /// What a block is that nobody has.
+        /// Reason to report for blocks without a replica.
         otherwise: LossReason,
     },
 }
 
-/// A match that waits for the directory.
+/// Match that waits for a lookup.
 #[derive(Debug)]
 pub(super) struct WaitingMatch {
     session: SessionId,
     request: RequestId,
-    shape: ShapeId,
-    /// When both questions are to be answered.
+    size_class: SizeClassId,
+    /// Deadline of both lookups together.
     deadline: reprise_policy::Tick,
-    /// Sources of the run that is known.
+    /// Sources of the leading run found so far.
     sources: Vec<Source>,
-    /// Keys behind it, as far as the question goes.
+    /// Keys after that run that this lookup covers.
     rest: Vec<BlockKey>,
-    /// Which of them were asked for.
-    asked: Vec<u32>,
-    /// Keys behind those.
+    /// Indices of the keys in `rest` that were looked up.
+    queried: Vec<u32>,
+    /// Keys after `rest`, for a second lookup.
     later: Vec<BlockKey>,
 }
 
 impl AgentCore {
-    /// Says how many leading keys are available, and where.
+    /// Handles a `Match`: how many leading blocks are available, and where.
     pub(super) fn match_keys(
         &mut self,
         session: SessionId,
@@ -75,46 +75,55 @@ impl AgentCore {
             let text = format!("{} keys in one match: send at most {MATCH_KEYS_MAX}", keys.len());
             return self.reply(session, request, Reply::BadRequest(text));
         }
-        let Some(shape) = self.sessions.get(&session).map(|session| session.shape) else { return };
+        let Some(size_class) = self.sessions.get(&session).map(|session| session.size_class) else { return };
         self.counters.matches += 1;
         self.counters.match_keys += keys.len() as u64;
-        let run = self.index.leading_run(&keys, shape);
+        let run = self.index.leading_run(&keys, size_class);
         self.touch_chain(run.iter().map(|(entry, _)| *entry));
         let sources: Vec<Source> = run.into_iter().map(|(_, source)| source).collect();
         if sources.len() == keys.len() || scope == Scope::Local || self.lookups.len() >= LOOKUPS_MAX {
             return self.answer_match(session, request, sources);
         }
         let mut rest = keys.split_off(sources.len());
-        let mut asked = self.not_here(&rest, shape);
-        // The rest of a chain that has few more costs less than a second question.
-        let later = match asked.get(MATCH_FIRST_KEYS) {
-            Some(end) if asked.len() > 2 * MATCH_FIRST_KEYS => rest.split_off(*end as usize),
+        let mut queried = self.missing_keys(&rest, size_class);
+        // For a short rest, one larger lookup is cheaper than a second one.
+        let later = match queried.get(MATCH_FIRST_KEYS) {
+            Some(end) if queried.len() > 2 * MATCH_FIRST_KEYS => rest.split_off(*end as usize),
             _ => Vec::new(),
         };
         if !later.is_empty() {
-            asked.truncate(MATCH_FIRST_KEYS);
+            queried.truncate(MATCH_FIRST_KEYS);
         }
         let deadline = self.now.after(self.settings.lookup_timeout);
-        self.ask_for_match(WaitingMatch { session, request, shape, deadline, sources, rest, asked, later });
+        self.query_for_match(WaitingMatch {
+            session,
+            request,
+            size_class,
+            deadline,
+            sources,
+            rest,
+            queried,
+            later,
+        });
     }
 
-    /// Which of some keys are not on this node.
-    fn not_here(&self, keys: &[BlockKey], shape: ShapeId) -> Vec<u32> {
-        let is_absent = |(_, key): &(u32, &BlockKey)| self.source_here(key, shape).is_none();
+    /// Returns the indices of those keys that are not on this node.
+    fn missing_keys(&self, keys: &[BlockKey], size_class: SizeClassId) -> Vec<u32> {
+        let is_absent = |(_, key): &(u32, &BlockKey)| self.local_source(key, size_class).is_none();
         (0..).zip(keys).filter(is_absent).map(|(at, _)| at).collect()
     }
 
-    fn ask_for_match(&mut self, waiting: WaitingMatch) {
-        if waiting.asked.is_empty() {
+    fn query_for_match(&mut self, waiting: WaitingMatch) {
+        if waiting.queried.is_empty() {
             return self.finish_match(waiting, &[]);
         }
-        let question = waiting.asked.iter().map(|at| waiting.rest[*at as usize]).collect();
+        let keys = waiting.queried.iter().map(|at| waiting.rest[*at as usize]).collect();
         let timeout = waiting.deadline.since(self.now);
-        self.ask_directory(question, Purpose::Match(waiting), timeout);
+        self.query_directory(keys, Purpose::Match(waiting), timeout);
     }
 
-    /// Asks the directory; the caller has seen that there is room for a question more.
-    pub(super) fn ask_directory(&mut self, keys: Vec<BlockKey>, purpose: Purpose, timeout: Duration) {
+    /// Sends a lookup to the directory; the caller has checked [`LOOKUPS_MAX`].
+    pub(super) fn query_directory(&mut self, keys: Vec<BlockKey>, purpose: Purpose, timeout: Duration) {
         let expires = self.now.after(timeout).after(LOOKUP_GRACE);
         self.counters.lookups += 1;
         self.counters.lookup_keys += keys.len() as u64;
@@ -123,28 +132,28 @@ impl AgentCore {
         self.emit(Effect::Lookup { lookup: LookupId(id.0), keys, timeout });
     }
 
-    /// The directory has answered: replicas of each key, in the question's order.
-    pub(super) fn found(&mut self, id: SlabId, found: Vec<Vec<Replica>>) {
+    /// Handles the directory's answer: replicas of each key, in the lookup's order.
+    pub(super) fn lookup_answered(&mut self, id: SlabId, found: Vec<Vec<Replica>>) {
         let Some(lookup) = self.lookups.remove(id) else { return };
         self.timers.clear(lookup.expires, Timer::Lookup(id));
         match lookup.purpose {
             Purpose::Match(waiting) => self.finish_match(waiting, &found),
             Purpose::Load { load, blocks, otherwise } => {
-                self.place_found(load, &blocks, found, otherwise);
+                self.attach_found(load, &blocks, found, otherwise);
             }
         }
     }
 
-    /// The directory will not answer.
+    /// Handles a lookup that failed or timed out.
     pub(super) fn lookup_failed(&mut self, id: SlabId) {
         if self.lookups.get(id).is_some() {
             self.counters.lookup_failures += 1;
-            self.found(id, Vec::new());
+            self.lookup_answered(id, Vec::new());
         }
     }
 
-    /// A session has gone: nobody waits for its matches.
-    pub(super) fn forget_match_lookups(&mut self, session: SessionId) {
+    /// Cancels the matches of a session that has ended.
+    pub(super) fn cancel_match_lookups(&mut self, session: SessionId) {
         let of_session = |lookup: &Lookup| match &lookup.purpose {
             Purpose::Match(waiting) => waiting.session == session,
             Purpose::Load { .. } => false,
@@ -152,42 +161,43 @@ impl AgentCore {
         let gone: Vec<SlabId> =
             self.lookups.iter().filter(|(_, lookup)| of_session(lookup)).map(|(id, _)| id).collect();
         for id in gone {
-            self.forget_lookup(id);
+            self.cancel_lookup(id);
         }
     }
 
-    fn forget_lookup(&mut self, id: SlabId) {
+    fn cancel_lookup(&mut self, id: SlabId) {
         if let Some(lookup) = self.lookups.remove(id) {
             self.timers.clear(lookup.expires, Timer::Lookup(id));
         }
     }
 
     fn finish_match(&mut self, waiting: WaitingMatch, found: &[Vec<Replica>]) {
-        let WaitingMatch { session, request, shape, deadline, mut sources, rest, asked, later } = waiting;
+        let WaitingMatch { session, request, size_class, deadline, mut sources, rest, queried, later } =
+            waiting;
         let known = sources.len();
-        let mut answers = asked.iter().zip(found).peekable();
+        let mut answers = queried.iter().zip(found).peekable();
         for (at, key) in (0..).zip(&rest) {
-            let answer = answers.next_if(|(asked, _)| **asked == at);
+            let answer = answers.next_if(|(queried, _)| **queried == at);
             let elsewhere = || answer.and_then(|(_, replicas)| best_source(replicas));
-            let Some(source) = self.source_here(key, shape).or_else(elsewhere) else { break };
+            let Some(source) = self.local_source(key, size_class).or_else(elsewhere) else { break };
             sources.push(source);
         }
         let is_whole = sources.len() == known + rest.len();
         if !is_whole || later.is_empty() || self.lookups.len() >= LOOKUPS_MAX || deadline <= self.now {
             return self.answer_match(session, request, sources);
         }
-        let asked = self.not_here(&later, shape);
+        let queried = self.missing_keys(&later, size_class);
         let waiting = WaitingMatch {
             session,
             request,
-            shape,
+            size_class,
             deadline,
             sources,
             rest: later,
-            asked,
+            queried,
             later: Vec::new(),
         };
-        self.ask_for_match(waiting);
+        self.query_for_match(waiting);
     }
 
     fn answer_match(&mut self, session: SessionId, request: RequestId, sources: Vec<Source>) {
@@ -195,18 +205,18 @@ impl AgentCore {
         self.reply(session, request, Reply::Matched { sources });
     }
 
-    /// Where on this node a block of a shape is readable.
-    fn source_here(&self, key: &BlockKey, shape: ShapeId) -> Option<Source> {
-        self.index.find(key).and_then(|entry| self.index.entry(entry).source(shape))
+    /// Returns where a block of a size class is readable on this node.
+    fn local_source(&self, key: &BlockKey, size_class: SizeClassId) -> Option<Source> {
+        self.index.find(key).and_then(|entry| self.index.entry(entry).source(size_class))
     }
 }
 
-/// The source of the replica that arrives soonest.
+/// Returns the source of the replica with the fastest tier.
 fn best_source(replicas: &[Replica]) -> Option<Source> {
     replicas.iter().map(|replica| peer_source(replica.tier)).min()
 }
 
-/// What a block is that came from a tier of a peer.
+/// Source of a block that comes from a tier of a peer.
 pub(super) fn peer_source(tier: Tier) -> Source {
     match tier {
         Tier::Dram => Source::PeerDram,
@@ -222,7 +232,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_replica_in_dram_counts_before_one_on_nvme() {
+    fn prefers_replica_in_dram_over_nvme() {
         let replica = |tier| Replica { node: NodeId(1), tier, load: LoadClass::default() };
         assert_eq!(best_source(&[]), None);
         assert_eq!(best_source(&[replica(Tier::Nvme), replica(Tier::Dram)]), Some(Source::PeerDram));

@@ -1,6 +1,7 @@
-//! What is known of peers: bytes wanted of each, and who failed lately.
+//! State of the peers: bytes requested from each, and recent failures.
 //!
-//! Bounded: a peer is listed while something is wanted of it, or while it is suspect; nodes have 16-bit numbers.
+//! Bounded: a peer is listed only while bytes are requested from it, or while it is suspect. Node numbers
+//! have 16 bits.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -8,11 +9,11 @@ use std::time::Duration;
 use reprise_policy::routing::LoadHint;
 use reprise_policy::{NodeId, Tick};
 
-/// For so long a peer that was lost is asked only for what nobody else has: the time in which the control plane
-/// notices a death (1.5 s) and stops offering the node.
+/// Time for which a peer that failed is used only for blocks without another replica. In that time (1.5 s)
+/// the control plane detects a dead node and removes it from its answers.
 const SUSPICION: Duration = Duration::from_millis(1500);
 
-/// See the module.
+/// Requested bytes and recent failures, by peer.
 #[derive(Debug, Default)]
 pub(super) struct Peers {
     queued: BTreeMap<NodeId, u64>,
@@ -20,17 +21,17 @@ pub(super) struct Peers {
 }
 
 impl Peers {
-    /// Bytes wanted of a peer.
+    /// Bytes requested from a peer.
     pub(super) fn queued(&self, node: NodeId) -> LoadHint {
         LoadHint(self.queued.get(&node).copied().unwrap_or(0))
     }
 
-    /// So many more bytes are wanted of a peer.
+    /// Adds to the bytes requested from a peer.
     pub(super) fn enqueue(&mut self, node: NodeId, bytes: u64) {
         *self.queued.entry(node).or_default() += bytes;
     }
 
-    /// So many bytes have arrived or will not.
+    /// Subtracts bytes that have arrived or will not arrive.
     pub(super) fn dequeue(&mut self, node: NodeId, bytes: u64) {
         let Some(queued) = self.queued.get_mut(&node) else { return };
         *queued = queued.saturating_sub(bytes);
@@ -39,18 +40,18 @@ impl Peers {
         }
     }
 
-    /// A peer was lost.
+    /// Marks a peer as suspect after a failure.
     pub(super) fn suspect(&mut self, node: NodeId, now: Tick) {
         self.suspects.retain(|_, until| *until > now);
         self.suspects.insert(node, now.after(SUSPICION));
     }
 
-    /// Whether a peer was lost lately.
+    /// Whether a peer failed recently.
     pub(super) fn is_suspect(&self, node: NodeId, now: Tick) -> bool {
         self.suspects.get(&node).is_some_and(|until| *until > now)
     }
 
-    /// Bytes wanted of all peers.
+    /// Bytes requested from all peers.
     pub(super) fn queued_bytes(&self) -> u64 {
         self.queued.values().sum()
     }
@@ -61,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_wanted_of_a_peer_is_what_has_not_ended() {
+    fn counts_requested_bytes_until_they_end() {
         let mut peers = Peers::default();
         peers.enqueue(NodeId(1), 10);
         peers.enqueue(NodeId(1), 5);
@@ -72,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lost_peer_is_suspect_for_a_while() {
+    fn failed_peer_is_suspect_for_a_limited_time() {
         let mut peers = Peers::default();
         peers.suspect(NodeId(1), Tick(0));
         assert!(peers.is_suspect(NodeId(1), Tick(1_000_000)));

@@ -1,10 +1,11 @@
-//! How far a load has come, layer by layer.
+//! Progress of a load, in layers.
 //!
-//! `at[l]` counts the blocks whose leading verified layers are exactly `l`; blocks that are complete or failed are
-//! in no count. The layers that are ready for the whole load are the smallest `l` with a block in it. Moving a block is
-//! O(1); the smallest only grows while no block goes back, so a load costs O(layers) plus O(1) per update of a block.
+//! `at[l]` counts the blocks with exactly `l` leading verified layers; complete and failed blocks are not
+//! counted. The number of layers ready for the whole load is the smallest `l` with a block. Moving a block is
+//! O(1). The minimum only grows while no block restarts, so a load costs O(layers) plus O(1) per update of a
+//! block.
 
-/// See the module.
+/// Number of blocks at each layer, and their minimum.
 #[derive(Debug)]
 pub(super) struct LayerProgress {
     at: Box<[u32]>,
@@ -13,51 +14,51 @@ pub(super) struct LayerProgress {
 }
 
 impl LayerProgress {
-    /// All of `blocks` at layer 0 of `layers` (at least 1).
+    /// Creates the progress of `blocks` blocks at layer 0 of `layers`, which is at least 1.
     pub(super) fn new(layers: u32, blocks: u32) -> LayerProgress {
         let mut at = vec![0; layers as usize].into_boxed_slice();
         at[0] = blocks;
         let mut progress = LayerProgress { at, pending: blocks, ready: 0 };
-        progress.settle();
+        progress.recount();
         progress
     }
 
-    /// Layers that are ready for every block that has not failed.
+    /// Number of layers ready in every block that has not failed.
     pub(super) fn ready(&self) -> u32 {
         self.ready
     }
 
-    /// Blocks that are neither complete nor failed.
+    /// Number of blocks that are neither complete nor failed.
     pub(super) fn pending(&self) -> u32 {
         self.pending
     }
 
-    /// A pending block has got from one layer to another; to the last one, it is complete.
+    /// Moves a pending block to a later layer; at the last layer it is complete.
     pub(super) fn advance(&mut self, from: u32, to: u32) {
         self.at[from as usize] -= 1;
         match self.at.get_mut(to as usize) {
             Some(count) => *count += 1,
             None => self.pending -= 1,
         }
-        self.settle();
+        self.recount();
     }
 
-    /// A pending block has failed.
+    /// Removes a pending block that failed.
     pub(super) fn fail(&mut self, at: u32) {
         self.at[at as usize] -= 1;
         self.pending -= 1;
-        self.settle();
+        self.recount();
     }
 
-    /// A pending block begins anew, before anybody was told how far the load is.
+    /// Moves a pending block back to layer 0. Allowed only before any layer was published.
     pub(super) fn restart(&mut self, from: u32) {
         self.at[from as usize] -= 1;
         self.at[0] += 1;
         self.ready = 0;
-        self.settle();
+        self.recount();
     }
 
-    fn settle(&mut self) {
+    fn recount(&mut self) {
         while self.at.get(self.ready as usize) == Some(&0) {
             self.ready += 1;
         }
@@ -69,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_load_is_as_far_as_its_last_block() {
+    fn progress_is_that_of_the_slowest_block() {
         let mut progress = LayerProgress::new(4, 3);
         progress.advance(0, 2);
         progress.advance(0, 4);
@@ -84,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_block_holds_nobody_up() {
+    fn failed_block_does_not_delay_the_load() {
         let mut progress = LayerProgress::new(4, 2);
         progress.advance(0, 3);
         progress.fail(0);
@@ -94,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_that_begins_anew_takes_the_load_back() {
+    fn restarted_block_resets_progress() {
         let mut progress = LayerProgress::new(4, 1);
         progress.advance(0, 2);
         progress.restart(2);
@@ -102,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn a_load_of_nothing_is_complete() {
+    fn empty_load_is_complete() {
         let progress = LayerProgress::new(4, 0);
         assert_eq!((progress.ready(), progress.pending()), (4, 0));
     }

@@ -1,21 +1,22 @@
-//! The order of eviction within a chain: the tail goes before the head.
+//! Eviction order within a chain: the tail is evicted before the head.
 //!
-//! A match finds the leading run of a chain only, so a block whose parent was evicted takes room and is never found. Within
-//! least-recently-used order a parent is therefore always newer than its children:
+//! A match finds only the leading run of a chain, so a block whose parent was evicted uses space and is never
+//! found. In the least-recently-used order, a parent is therefore always newer than its children:
 //!
 //! ```text
 //! match, load, read by a peer   blocks are touched from the last to the first     oldest … b3 b2 b1 b0  newest
 //! commit                        each block enters immediately before its parent   … c1 c0 b3 b2 b1 b0
 //! ```
 //!
-//! Both are O(1) a block. A commit does not make a chain newer: the match and the load before it have done so.
+//! Both are O(1) per block. A commit does not make a chain newer, because the match and the load before it
+//! did.
 //!
-//! Devices end their batches in any order, so a block may become durable before its parent. It then enters before its
-//! nearest ancestor that is durable, and the parent comes to lie between the two. A block whose parent is leased enters as the
-//! newest; the end of the lease makes the parent newer still.
+//! Devices finish their batches in any order, so a block may become durable before its parent. It then enters
+//! before its nearest durable ancestor, and the parent later enters between the two. A block whose parent is
+//! leased enters as the newest; the end of the lease makes the parent newer still.
 //!
-//! Deliberately absent: parents in the index. Blocks that a peer has offered and blocks found by recovery enter without
-//! one, in the order in which they come, until a match or load touches their chain.
+//! Out of scope: parents in the index. Blocks offered by peers and blocks found by recovery enter without a
+//! parent, in order of arrival, until a match or load touches their chain.
 
 use reprise_policy::BlockKey;
 use reprise_policy::eviction::EntryIndex;
@@ -26,11 +27,12 @@ use super::frames::{FrameIndex, FrameState};
 use super::index::Dram;
 use super::limits::BATCH_BLOCKS_MAX;
 
-/// Ancestors that are passed for one that is saved: as many as the other devices can be late with, a batch each of a few.
+/// Maximum unsaved ancestors to skip: the blocks by which other devices may lag behind, a batch on each of a
+/// few.
 const ANCESTORS_MAX: usize = 4 * BATCH_BLOCKS_MAX;
 
 impl AgentCore {
-    /// Notes a use of consecutive blocks of a chain, in both tiers.
+    /// Marks consecutive blocks of a chain as used, in both tiers.
     pub(super) fn touch_chain(&mut self, entries: impl DoubleEndedIterator<Item = EntryIndex>) {
         for entry in entries.rev() {
             if let Dram::Resident(frame) = self.index.entry(entry).dram() {
@@ -40,7 +42,8 @@ impl AgentCore {
         }
     }
 
-    /// Moves a block immediately before its parent in the orders that it is in; without one it becomes the newest.
+    /// Moves a block immediately before its parent in its eviction orders, or makes it the newest if it has
+    /// none.
     pub(super) fn order_before_parent(&mut self, entry: EntryIndex, parent: Option<BlockKey>) {
         let state = self.index.entry(entry);
         let (dram, class) = (state.dram(), state.class());
@@ -51,9 +54,9 @@ impl AgentCore {
         }
         let parent = self.nearest_saved(parent);
         if is_in_nvme_order {
-            let standing = self.nvme_standing(entry);
+            let rank = self.nvme_rank(entry);
             match parent {
-                Some(parent) => self.devices.order_before(entry, standing, parent),
+                Some(parent) => self.devices.order_before(entry, rank, parent),
                 None => self.devices.touch(entry),
             }
         }
@@ -64,17 +67,17 @@ impl AgentCore {
         }
     }
 
-    /// The frame of a block in DRAM, if it is in the order of eviction.
+    /// Returns the frame of a block in DRAM, if it is evictable.
     fn evictable_frame(&self, dram: Dram) -> Option<(FrameIndex, Place)> {
         let Dram::Resident(frame) = dram else { return None };
         let state = self.frames.get(frame);
         (state.state == FrameState::Clean && state.leases == 0).then_some((frame, state.place))
     }
 
-    /// A block, or its nearest ancestor that does not wait to be saved.
+    /// Returns a block or, if it is unsaved, its nearest saved ancestor.
     fn nearest_saved(&self, key: Option<BlockKey>) -> Option<EntryIndex> {
         let mut entry = self.index.find(&key?)?;
-        // Parents that clients name may form a circle.
+        // Parents that clients send may form a cycle.
         for _ in 0..ANCESTORS_MAX {
             let Dram::Resident(frame) = self.index.entry(entry).dram() else { break };
             let is_saved = !matches!(self.frames.get(frame).state, FrameState::Unsaved(_));

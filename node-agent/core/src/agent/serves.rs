@@ -1,16 +1,16 @@
-//! Serving peers: blocks that another agent wants.
+//! Serves: blocks that this node sends to peers on request.
 //!
-//! Blocks in DRAM go out at once: first all headers, then objects in rounds over the blocks, each round some layers of
-//! every block, so that the peer's engine can start with layer 0 early. Blocks on a device are read into the arena
-//! and go out as their layers are verified. A block is leased from the moment its frame is known until the
-//! transport reports the end of its sending.
+//! Blocks in DRAM are sent at once: first all headers, then objects in rounds over the blocks. Each round
+//! sends some layers of every block, so that the peer's engine can start early with layer 0. Blocks on a
+//! device are read into the arena and sent as their layers are verified. A block is leased from the moment
+//! its frame is known until the transport reports that it was sent.
 //!
-//! Peers do not get the arena from this node's engines: the frames that are leased to serves are a share of it at
-//! the most ([`Settings::arena_serves_permille`](super::Settings)). Blocks beyond that wait, and are begun as earlier
-//! ones end, the waiting requests in turn. One block may always be begun, so every request comes to its end.
+//! Serves must not displace this node's engines: frames leased to serves are at most a share of the arena
+//! ([`Settings::arena_serves_permille`](super::Settings)). Further blocks wait until earlier ones end;
+//! waiting requests take turns. One block may always start, so every request completes.
 //!
-//! A serve never asks other peers, and never waits for a fetch from one: two agents that wait for each other's fetches
-//! would wait for ever.
+//! A serve neither asks other peers nor waits for a fetch from one. Otherwise two agents could wait for each
+//! other's fetches forever.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -19,60 +19,60 @@ use reprise_policy::eviction::EntryIndex;
 use reprise_policy::{BlockKey, Layout, Tick, Tier};
 
 use super::AgentCore;
-use super::fills::{Origin, WaitPlace, Waiter};
+use super::block_sources::{ArenaSpace, Reads};
+use super::fills::{FillSource, WaitPlace, Waiter};
 use super::frames::{FrameIndex, FrameState};
 use super::index::Dram;
 use super::limits::{SERVE_BLOCKS_MAX, SERVE_PIECES_MAX, SERVE_ROUND_BYTES, SERVES_MAX};
-use super::placing::{ArenaRoom, Reads};
 use super::timers::Timer;
 use crate::effect::{Effect, ServeId, ServeObjects};
 use crate::event::PeerRequest;
 
-/// A peer's request.
+/// Request of a peer.
 #[derive(Debug)]
 pub(super) struct Serve {
     keys: Box<[BlockKey]>,
     layout: Layout,
     pub(super) blocks: Box<[ServeBlock]>,
-    /// Blocks from here on have not been begun.
+    /// First block that was not started.
     next: u32,
-    /// Blocks that have not ended.
+    /// Number of blocks that have not ended.
     open: u32,
     expires: Tick,
 }
 
-/// What serves have of the arena.
+/// Arena space used by serves.
 #[derive(Debug, Default)]
 pub(super) struct ServeShare {
-    /// Slot bytes of the blocks leased to serves; a slot counts once for each.
+    /// Slot bytes of the blocks leased to serves; a slot counts once for each lease.
     pub(super) leased_bytes: u64,
-    /// Requests with blocks that have not been begun.
+    /// Requests with blocks that were not started.
     waiting: VecDeque<ServeId>,
 }
 
-/// One block of it.
+/// State of a block of a serve.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ServeBlock {
-    /// Not looked for yet.
+    /// Not looked up yet.
     Due,
-    /// Absent, or sent.
+    /// Reported as absent, or sent.
     Ended,
-    /// On its way into the arena; leased.
+    /// Being read into the arena; leased.
     Waiting { place: WaitPlace, header: Header },
-    /// The transport has it; leased.
+    /// Passed to the transport; leased.
     Sending { frame: FrameIndex },
 }
 
-/// Blocks that are begun together, by where they are.
+/// Blocks that are started together, by location.
 #[derive(Debug, Default)]
-struct Sorted {
-    /// Leased.
+struct ServePartition {
+    /// Blocks in DRAM, leased.
     in_dram: Vec<(u32, FrameIndex)>,
-    /// To be read.
+    /// Blocks to read from a device.
     on_device: Vec<(u32, EntryIndex)>,
 }
 
-/// Whether the peer knows a block's checksums.
+/// Whether the peer has received a block's header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Header {
     Due,
@@ -93,14 +93,14 @@ impl ServeBlock {
 }
 
 impl AgentCore {
-    /// A peer wants blocks.
+    /// Handles a request of a peer.
     pub(super) fn serve(&mut self, request: PeerRequest) {
         let id = request.serve;
         self.counters.serves += 1;
         let count = request.keys.len();
-        let refused =
+        let is_rejected =
             self.serves.len() >= SERVES_MAX || count > SERVE_BLOCKS_MAX || self.serves.contains_key(&id);
-        if refused {
+        if is_rejected {
             (0..count as u32).for_each(|block| self.emit_absent(id, block));
             return;
         }
@@ -121,7 +121,7 @@ impl AgentCore {
         self.serve_share.waiting.push_back(id);
     }
 
-    /// Begins blocks of waiting requests as far as the share of the arena allows.
+    /// Starts blocks of waiting requests, as far as the share of the arena allows.
     pub(super) fn begin_serves(&mut self) {
         while let Some(id) = self.serve_share.waiting.pop_front() {
             let Some(serve) = self.serves.get(&id) else { continue };
@@ -137,7 +137,7 @@ impl AgentCore {
         }
     }
 
-    /// The end of the blocks of a request that may be begun now.
+    /// Returns the end of the range of a request's blocks that may start now.
     fn serve_limit(&self, serve: &Serve) -> u32 {
         let share = self.arena.bytes() * u64::from(self.settings.arena_serves_permille) / 1000;
         let leased = self.serve_share.leased_bytes;
@@ -152,23 +152,23 @@ impl AgentCore {
         let layout = serve.layout;
         let keys = serve.keys[blocks.start as usize..blocks.end as usize].to_vec();
         let wanted: Vec<(u32, BlockKey)> = blocks.zip(keys).collect();
-        let sorted = self.sort_serve(id, &layout, &wanted);
-        self.serve_from_devices(id, layout, &sorted.on_device);
-        self.serve_from_dram(id, &layout, &sorted.in_dram);
-        self.end_serve_if_over(id);
+        let partition = self.partition_serve(id, &layout, &wanted);
+        self.serve_from_devices(id, layout, &partition.on_device);
+        self.serve_from_dram(id, &layout, &partition.in_dram);
+        self.end_serve_if_complete(id);
     }
 
-    /// The transport is done with a block.
+    /// Handles the end of sending a block.
     pub(super) fn serve_done(&mut self, id: ServeId, block: u32) {
         let Some(serve) = self.serves.get(&id) else { return };
         if let Some(ServeBlock::Sending { frame }) = serve.blocks.get(block as usize).copied() {
             self.set_serve_block(id, block, ServeBlock::Ended);
             self.unlease(frame);
-            self.end_serve_if_over(id);
+            self.end_serve_if_complete(id);
         }
     }
 
-    /// The peer's connection is gone.
+    /// Handles the loss of the peer's connection.
     pub(super) fn serve_aborted(&mut self, id: ServeId) {
         let count = self.serves.get(&id).map_or(0, |serve| serve.blocks.len() as u32);
         for block in 0..count {
@@ -176,15 +176,15 @@ impl AgentCore {
             let frame = match serve.blocks[block as usize] {
                 ServeBlock::Due | ServeBlock::Ended => continue,
                 ServeBlock::Sending { frame } => frame,
-                ServeBlock::Waiting { place, .. } => self.leave_fill(place).0,
+                ServeBlock::Waiting { place, .. } => self.detach_waiter(place).0,
             };
             self.set_serve_block(id, block, ServeBlock::Ended);
             self.unlease(frame);
         }
-        self.forget_serve(id);
+        self.remove_serve(id);
     }
 
-    /// The peer does not wait any longer: what is not whole is absent.
+    /// Handles the deadline of a request: incomplete blocks are reported as absent.
     pub(super) fn expire_serve(&mut self, id: ServeId) {
         let count = self.serves.get(&id).map_or(0, |serve| serve.blocks.len() as u32);
         for block in 0..count {
@@ -192,7 +192,7 @@ impl AgentCore {
             serve.next = count;
             match serve.blocks[block as usize] {
                 ServeBlock::Waiting { place, .. } => {
-                    let (frame, _) = self.leave_fill(place);
+                    let (frame, _) = self.detach_waiter(place);
                     self.serve_failed(id, block, frame);
                 }
                 ServeBlock::Due => self.serve_absent(id, block),
@@ -200,16 +200,16 @@ impl AgentCore {
             }
         }
         self.serve_share.waiting.retain(|waiting| *waiting != id);
-        self.end_serve_if_over(id);
+        self.end_serve_if_complete(id);
     }
 
-    /// Layers of a block that a peer waits for are verified.
+    /// Sends verified layers of a block that a peer waits for.
     pub(super) fn stream_layers(&mut self, id: ServeId, block: u32, frame: FrameIndex, layers: Range<u32>) {
         let Some(serve) = self.serves.get(&id) else { return };
         let Some(ServeBlock::Waiting { place, header }) = serve.blocks.get(block as usize).copied() else {
             return;
         };
-        let layout = self.shapes.get(self.frames.get(frame).shape).layout;
+        let layout = self.size_classes.get(self.frames.get(frame).size_class).layout;
         if header == Header::Due {
             self.counters.serve_blocks_nvme += 1;
             self.emit_header(id, block, frame, Tier::Nvme);
@@ -224,7 +224,8 @@ impl AgentCore {
         self.emit_objects(id, block, frame, layers);
     }
 
-    /// A block that a peer waits for will not come. Its lease ends now, or with its sending if that has begun.
+    /// Reports a block as absent after its fill failed. Its lease ends now or, if sending has begun, with the
+    /// sending.
     pub(super) fn serve_failed(&mut self, id: ServeId, block: u32, frame: FrameIndex) {
         let Some(serve) = self.serves.get(&id) else { return };
         let begun = matches!(serve.blocks[block as usize], ServeBlock::Waiting { header: Header::Sent, .. });
@@ -235,18 +236,22 @@ impl AgentCore {
             self.set_serve_block(id, block, ServeBlock::Ended);
             self.unlease(frame);
         }
-        self.end_serve_if_over(id);
+        self.end_serve_if_complete(id);
     }
 
-    /// Leases what is in DRAM, attaches to what is being read, reports what is not here, and returns the
-    /// blocks in DRAM and those to be read.
-    fn sort_serve(&mut self, id: ServeId, layout: &Layout, wanted: &[(u32, BlockKey)]) -> Sorted {
-        let mut sorted = Sorted::default();
+    /// Leases the blocks in DRAM, attaches to fills, and reports absent blocks. Returns the blocks in DRAM
+    /// and those to be read.
+    fn partition_serve(
+        &mut self,
+        id: ServeId,
+        layout: &Layout,
+        wanted: &[(u32, BlockKey)],
+    ) -> ServePartition {
+        let mut partition = ServePartition::default();
         for (block, key) in wanted.iter().copied() {
-            let found = self
-                .index
-                .find(&key)
-                .filter(|entry| self.shapes.get(self.index.entry(*entry).shape()).layout == *layout);
+            let found = self.index.find(&key).filter(|entry| {
+                self.size_classes.get(self.index.entry(*entry).size_class()).layout == *layout
+            });
             let Some(entry) = found else {
                 self.serve_absent(id, block);
                 continue;
@@ -257,25 +262,25 @@ impl AgentCore {
                 (Dram::Resident(frame), _) => {
                     self.lease(frame);
                     self.set_serve_block(id, block, ServeBlock::Sending { frame });
-                    sorted.in_dram.push((block, frame));
+                    partition.in_dram.push((block, frame));
                 }
                 (Dram::Filling(frame), _) if self.is_read_from_device(frame) => {
                     self.attach_serve(id, block, frame);
                 }
-                (Dram::Absent, Some(_)) => sorted.on_device.push((block, entry)),
+                (Dram::Absent, Some(_)) => partition.on_device.push((block, entry)),
                 _ => self.serve_absent(id, block),
             }
         }
-        sorted
+        partition
     }
 
     fn serve_from_devices(&mut self, id: ServeId, layout: Layout, blocks: &[(u32, EntryIndex)]) {
-        let (mut reads, mut room) = (Reads::default(), ArenaRoom::Maybe);
+        let (mut reads, mut room) = (Reads::default(), ArenaSpace::Maybe);
         for (block, entry) in blocks.iter().copied() {
             let begun = match self.index.entry(entry).dram() {
-                // The peer named it twice.
+                // The peer requested the block twice.
                 Dram::Filling(frame) => Some(frame),
-                _ if room == ArenaRoom::None => None,
+                _ if room == ArenaSpace::None => None,
                 _ => self.begin_read(entry).map(|(device, frame, read)| {
                     reads.push(device, read);
                     frame
@@ -284,7 +289,7 @@ impl AgentCore {
             match begun {
                 Some(frame) => self.attach_serve(id, block, frame),
                 None => {
-                    room = ArenaRoom::None;
+                    room = ArenaSpace::None;
                     self.serve_absent(id, block);
                 }
             }
@@ -307,7 +312,7 @@ impl AgentCore {
     }
 
     fn attach_serve(&mut self, id: ServeId, block: u32, frame: FrameIndex) {
-        let (place, layers) = self.enter_fill(frame, Waiter::Serve { serve: id, block });
+        let (place, layers) = self.attach_waiter(frame, Waiter::Serve { serve: id, block });
         self.lease(frame);
         self.set_serve_block(id, block, ServeBlock::Waiting { place, header: Header::Due });
         if layers > 0 {
@@ -318,13 +323,13 @@ impl AgentCore {
     fn is_read_from_device(&self, frame: FrameIndex) -> bool {
         match self.frames.get(frame).state {
             FrameState::Filling(fill) => {
-                self.fills.at(fill).is_some_and(|fill| matches!(fill.origin, Origin::Device(_)))
+                self.fills.at(fill).is_some_and(|fill| matches!(fill.origin, FillSource::Device(_)))
             }
             _ => false,
         }
     }
 
-    /// A block's place among the waiters of its fill has changed.
+    /// Updates the place of a block among the waiters of its fill.
     pub(super) fn move_serve_block(&mut self, id: ServeId, block: u32, to: WaitPlace) {
         let serve = self.serves.get_mut(&id).expect("a serve leaves its fills before it ends");
         if let ServeBlock::Waiting { place, .. } = &mut serve.blocks[block as usize] {
@@ -344,19 +349,19 @@ impl AgentCore {
         }
     }
 
-    /// A block that is not leased is not to be had.
+    /// Reports an unleased block as absent.
     fn serve_absent(&mut self, id: ServeId, block: u32) {
         self.emit_absent(id, block);
         self.set_serve_block(id, block, ServeBlock::Ended);
     }
 
-    fn end_serve_if_over(&mut self, id: ServeId) {
+    fn end_serve_if_complete(&mut self, id: ServeId) {
         if self.serves.get(&id).is_some_and(|serve| serve.open == 0) {
-            self.forget_serve(id);
+            self.remove_serve(id);
         }
     }
 
-    fn forget_serve(&mut self, id: ServeId) {
+    fn remove_serve(&mut self, id: ServeId) {
         let Some(serve) = self.serves.remove(&id) else { return };
         let entries = self.index.find_all(serve.keys.iter());
         self.touch_chain(entries.into_iter().flatten());
@@ -372,7 +377,7 @@ impl AgentCore {
     }
 
     fn emit_objects(&mut self, serve: ServeId, block: u32, frame: FrameIndex, layers: Range<u32>) {
-        let layout = &self.shapes.get(self.frames.get(frame).shape).layout;
+        let layout = &self.size_classes.get(self.frames.get(frame).size_class).layout;
         let offset = u64::from(layers.start) * layout.layer_bytes();
         let bytes = u64::from(layers.end - layers.start) * layout.layer_bytes();
         let last = layers.end == layout.layers();
@@ -387,8 +392,9 @@ impl AgentCore {
     }
 }
 
-/// Layers of one round over so many blocks: about [`SERVE_ROUND_BYTES`] of all blocks together when they are few, at
-/// the most so many bytes of each block, and more layers than that only to stay near [`SERVE_PIECES_MAX`].
+/// Number of layers in one round over `blocks` blocks. If there are few blocks, a round sends about
+/// [`SERVE_ROUND_BYTES`] over all of them. Otherwise it sends as many layers as needed to stay near
+/// [`SERVE_PIECES_MAX`] pieces.
 fn round_layers(layout: &Layout, blocks: u64) -> u32 {
     let layer_bytes = layout.layer_bytes();
     let worthwhile = SERVE_ROUND_BYTES.div_ceil(layer_bytes * blocks.max(1));
@@ -403,7 +409,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_round_is_worth_a_call_and_the_pieces_stay_bounded() {
+    fn rounds_have_a_minimum_size_and_a_bounded_number() {
         let layout = LayoutSpec {
             layers: 32,
             parts: Parts::KeyValue,

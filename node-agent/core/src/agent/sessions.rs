@@ -1,7 +1,7 @@
-//! Sessions: what an engine holds, and what of it ends with its connection.
+//! Sessions: the resources of an engine, which end with its connection.
 //!
-//! Everything that a session holds (reservations, loads, tickets, questions to the directory) is listed in it, so
-//! that its death costs what it held. Fills that it caused go on: what they bring may serve others.
+//! A session lists everything that it holds (reservations, loads, tickets, lookups), so that closing it costs
+//! time in proportion to that. Fills that it started continue, because their blocks may serve others.
 
 use std::collections::BTreeSet;
 
@@ -10,55 +10,55 @@ use reprise_policy::{SessionId, Tick};
 use super::AgentCore;
 use super::frames::FrameIndex;
 use super::limits::{INDEX_RESERVE_MAX, PROGRESS_ENTRIES, SESSIONS_MAX};
-use super::shapes::ShapeId;
+use super::size_class::SizeClassId;
 use super::slab::SlabId;
 use crate::effect::{Access, Effect, ProgressEntry, RegionId, Reply};
 use crate::event::{RequestId, SessionOpened};
 
-/// An open session.
+/// State of an open session.
 #[derive(Debug)]
 pub(super) struct Session {
-    pub(super) shape: ShapeId,
-    /// Its reservations; each knows its position here.
+    pub(super) size_class: SizeClassId,
+    /// Reservations of the session; each stores its position here.
     pub(super) reservations: Vec<SlabId>,
-    /// Its commits whose blocks have not come to their end.
+    /// Commits with blocks that are neither durable nor lost yet.
     pub(super) tickets: BTreeSet<SlabId>,
-    /// Commits so far.
+    /// Number of commits so far.
     pub(super) commits: u64,
-    /// Load of each entry of its progress page.
+    /// Load of each entry of the progress page.
     loads: [Option<SlabId>; PROGRESS_ENTRIES],
     readable: RegionSet,
     writable: RegionSet,
 }
 
-/// A slot that an engine fills.
+/// Slot that an engine fills.
 #[derive(Debug)]
 pub(super) struct Reservation {
     pub(super) session: SessionId,
     pub(super) frame: FrameIndex,
-    /// Position in the session's list.
+    /// Position in the session's list of reservations.
     pub(super) position: u32,
-    /// The call that made it.
+    /// Group of the `Reserve` call that created it.
     pub(super) group: SlabId,
 }
 
-/// What one `Reserve` gave: it ends together.
+/// Reservations of one `Reserve` call, which expire together.
 #[derive(Debug)]
 pub(super) struct ReservationGroup {
     pub(super) session: SessionId,
-    /// Reservations that have not ended.
+    /// Number of reservations that have not ended.
     pub(super) open: u32,
     pub(super) expires: Tick,
 }
 
-/// A set of regions, by position in the arena.
+/// Set of regions, by position in the arena.
 #[derive(Debug, Default)]
 struct RegionSet {
     words: Vec<u64>,
 }
 
 impl RegionSet {
-    /// Adds a region; whether it was not there.
+    /// Adds a region; returns whether it is new.
     fn insert(&mut self, region: u16) -> bool {
         let (word, bit) = (usize::from(region / 64), 1 << (region % 64));
         if self.words.len() <= word {
@@ -71,7 +71,7 @@ impl RegionSet {
 }
 
 impl Session {
-    /// A progress entry that no load has.
+    /// Returns a progress entry that is not in use.
     pub(super) fn free_entry(&self) -> Option<ProgressEntry> {
         self.loads.iter().position(Option::is_none).map(|entry| ProgressEntry(entry as u16))
     }
@@ -80,25 +80,25 @@ impl Session {
         self.loads[usize::from(entry.0)] = load;
     }
 
-    /// Its loads.
+    /// Iterates the session's loads.
     pub(super) fn loads(&self) -> impl Iterator<Item = SlabId> {
         self.loads.iter().flatten().copied()
     }
 }
 
 impl AgentCore {
-    /// An engine has connected. A session beyond the limits is not opened; its requests are answered `Busy`.
+    /// Opens a session. Beyond the limits it is not opened, and its requests are answered with `Busy`.
     pub(super) fn open_session(&mut self, opened: &SessionOpened) {
         if self.sessions.len() >= SESSIONS_MAX || self.sessions.contains_key(&opened.session) {
             return;
         }
-        let Some(shape) = self.intern(opened.tenant, opened.layout) else { return };
-        self.shapes.hold(shape);
-        let slot_bytes = self.shapes.get(shape).slot_bytes;
+        let Some(size_class) = self.intern(opened.tenant, opened.layout) else { return };
+        self.size_classes.hold(size_class);
+        let slot_bytes = self.size_classes.get(size_class).slot_bytes;
         let blocks_possible = (self.devices.usage().capacity_bytes + self.arena.bytes()) / slot_bytes;
         self.index.reserve(blocks_possible.min(INDEX_RESERVE_MAX) as usize);
         let session = Session {
-            shape,
+            size_class,
             reservations: Vec::new(),
             tickets: BTreeSet::new(),
             commits: 0,
@@ -109,7 +109,7 @@ impl AgentCore {
         self.sessions.insert(opened.session, session);
     }
 
-    /// A connection has ended: everything that was its session's is given back.
+    /// Closes a session and releases everything that it holds.
     pub(super) fn close_session(&mut self, id: SessionId) {
         let Some(session) = self.sessions.remove(&id) else { return };
         for load in session.loads() {
@@ -118,21 +118,21 @@ impl AgentCore {
         for reservation in &session.reservations {
             let reservation = self.reservations.remove(*reservation).expect("listed reservations live");
             self.leave_group(reservation.group);
-            self.give_back_slot(reservation.frame);
+            self.free_slot(reservation.frame);
         }
         for ticket in &session.tickets {
             self.tickets.remove(*ticket);
         }
-        self.forget_match_lookups(id);
-        self.shapes.release(session.shape);
+        self.cancel_match_lookups(id);
+        self.size_classes.release(session.size_class);
     }
 
-    /// Answers a request.
+    /// Sends the reply to a request.
     pub(super) fn reply(&mut self, session: SessionId, request: RequestId, reply: Reply) {
         self.emit(Effect::Reply { session, request, reply });
     }
 
-    /// Of these frames' regions, those that the session has not been granted with this access yet.
+    /// Returns those regions of the frames that the session has not received with this access before.
     pub(super) fn grants(
         &mut self,
         session: SessionId,
@@ -157,7 +157,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_region_is_new_to_a_session_once() {
+    fn region_is_new_to_a_set_once() {
         let mut set = RegionSet::default();
         assert!(set.insert(3));
         assert!(!set.insert(3));

@@ -1,4 +1,4 @@
-//! What an operator may set of the core.
+//! Settings of the core that an operator may change.
 
 use std::time::Duration;
 
@@ -6,72 +6,75 @@ use reprise_policy::eviction::EvictionKind;
 
 use super::tenants::TenantQuotas;
 
-/// Settings of an agent core. Times are spans, sizes bytes.
+/// Settings of an agent core. Sizes are in bytes.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// A committed block is on its way to NVMe at the latest after this.
+    /// Maximum time between the commit of a block and the start of its write to NVMe.
     pub writeback_delay: Duration,
-    /// So many bytes of unsaved blocks are flushed without waiting for the delay; also the size of a batch.
+    /// Unsaved bytes that start a write before the delay has passed; also the size of a write batch.
     pub writeback_bytes: u64,
-    /// Deadline of loads that name none, and of every fetch from a peer at the least.
+    /// Deadline of loads without one, and minimum deadline of a fetch from a peer.
     pub load_deadline_default: Duration,
-    /// The directory has so long to answer.
+    /// Timeout of a lookup in the directory.
     pub lookup_timeout: Duration,
-    /// Bytes of one device read for loads that name none.
+    /// Bytes of one device read, for loads that state none.
     pub read_bytes_default: u64,
-    /// Share of the pool, in thousandths, that is kept free ahead of need.
+    /// Share of the pool, in thousandths, that eviction keeps free ahead of writes.
     pub pool_free_permille: u16,
-    /// Share of the arena, in thousandths, that reservations and unsaved blocks may take: the rest stays for
-    /// loads while the device is slower than the engines.
+    /// Maximum share of the arena, in thousandths, for reservations and unsaved blocks. The rest remains for
+    /// loads when the devices are slower than the engines.
     pub arena_unsaved_permille: u16,
-    /// Share of the arena, in thousandths, that one session may hold reserved.
+    /// Maximum share of the arena, in thousandths, that one session may hold reserved.
     pub arena_session_permille: u16,
-    /// A reserved slot that was not committed by then is taken back.
+    /// Time after which a reserved slot that was not committed is released.
     pub reservation_timeout: Duration,
-    /// The blocks of a load are readable for so long after the last of them has arrived.
+    /// Time for which a complete load may be held.
     pub load_hold_timeout: Duration,
-    /// Share of the arena, in thousandths, that blocks may take which peers are waiting for.
+    /// Maximum share of the arena, in thousandths, for blocks that are being sent to peers.
     pub arena_serves_permille: u16,
-    /// What is told to a session that finds the arena full.
+    /// Delay that a session is asked to wait when the arena is full.
     pub retry_after: Duration,
-    /// Order of eviction, in DRAM and on NVMe.
+    /// Eviction policy, in DRAM and on NVMe.
     pub eviction: EvictionKind,
-    /// Bytes a second that this node gives to others and takes from them so that they have replicas of their own; 0: none.
-    /// Fetches for engines are not held back.
+    /// Bytes per second for replicas sent to and received from other nodes; 0 disables replication. Fetches
+    /// for engines are not limited.
     pub placement_bandwidth: u64,
-    /// A durable block that peers have read so often within the window gets another durable replica; at least 1.
+    /// Number of reads by peers within the window after which a durable block gets another durable replica;
+    /// at least 1.
     pub hot_reads: u32,
-    /// See `hot_reads`; above zero.
+    /// Window for `hot_reads`; above zero.
     pub hot_window: Duration,
-    /// Quotas of tenants; those that are not named get no reservation and no limit.
+    /// Quotas of tenants. Other tenants have no reservation and no limit.
     pub tenants: Vec<TenantQuotas>,
 }
 
 impl Default for Settings {
     fn default() -> Self {
         Settings {
-            // One sync per 50 ms costs nothing; 64 MiB are 20 ms of a 3.6 GB/s device.
+            // One sync per 50 ms is negligible; 64 MiB take 20 ms on a 3.6 GB/s device.
             writeback_delay: Duration::from_millis(50),
             writeback_bytes: 64 << 20,
             load_deadline_default: Duration::from_secs(5),
             lookup_timeout: Duration::from_millis(500),
-            // A quarter of a 2 MiB block: 8 layers of Llama-3-8B, near a device's full bandwidth.
+            // A quarter of a 2 MiB block, 8 layers of Llama-3-8B: near a device's full bandwidth.
             read_bytes_default: 512 << 10,
-            // 3 % of 30 TB is 15 minutes of writing at 1 GB/s; of a 1 GiB test pool 15 blocks of 2 MiB.
+            // 3 % of 30 TB is 15 minutes of writing at 1 GB/s; of a 1 GiB test pool, 15 blocks of 2 MiB.
             pool_free_permille: 30,
             arena_unsaved_permille: 750,
-            // Two engines can save at once, and none can keep the others from it.
+            // Two engines can save at the same time, and no engine can block the others.
             arena_session_permille: 500,
-            // An engine fills 8,192 slots of 2 MiB, a whole request, in 6 s at the 2.7 GB/s of one copying thread.
+            // An engine fills 8,192 slots of 2 MiB, a whole request, in 6 s at the 2.7 GB/s of one copying
+            // thread.
             reservation_timeout: Duration::from_secs(60),
-            // Copying 16 GiB takes seconds; an engine that holds a load for minutes has lost it.
+            // Copying 16 GiB takes seconds; an engine that holds a load for minutes has leaked it.
             load_hold_timeout: Duration::from_secs(600),
-            // 256 MiB of 1 GiB: 128 blocks of 2 MiB under way are 25 times what 10 GB/s carry in a millisecond.
+            // 256 MiB of 1 GiB: 128 blocks of 2 MiB in flight are 25 times what 10 GB/s carry in a
+            // millisecond.
             arena_serves_permille: 250,
-            // 2 MiB blocks free at 3.6 GB/s come every 0.6 ms.
+            // At 3.6 GB/s, a 2 MiB slot becomes free every 0.6 ms.
             retry_after: Duration::from_millis(2),
             eviction: EvictionKind::default(),
-            // A tenth of what one stream of 25 Gbit/s carries: 2 TiB go in 2.3 h.
+            // A tenth of one 25 Gbit/s stream: 2 TiB take 2.3 h.
             placement_bandwidth: 256 << 20,
             hot_reads: 4,
             hot_window: Duration::from_secs(60),

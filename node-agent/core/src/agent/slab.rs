@@ -1,16 +1,15 @@
-//! Values with ids that are never handed out twice.
+//! Slab: values with ids that are never reused.
 //!
-//! An id is a slot number and the slot's generation: an id that comes late (a fill that has ended, a load that
-//! was released) finds nothing instead of somebody else's value. All operations are O(1).
+//! An id consists of a slot number and the slot's generation. An outdated id, for example of a fill that has
+//! ended, therefore finds no value instead of a newer one. All operations are O(1).
 //!
-//! Deliberately absent: shrinking. A slab keeps the memory of its largest population, which the limits of its
-//! owner bound.
+//! A slab never shrinks: it keeps the memory of its largest population, which the limits of its owner bound.
 
-/// Id of a value in a [`Slab`]: generation in the upper half, slot number in the lower. Never zero.
+/// Id of a value in a [`Slab`]: generation in the upper half, slot number in the lower half. Never zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct SlabId(pub(super) u64);
 
-/// The values; see the module.
+/// Collection of values with stable ids.
 #[derive(Debug)]
 pub(super) struct Slab<T> {
     slots: Vec<Slot<T>>,
@@ -24,7 +23,7 @@ struct Slot<T> {
 }
 
 impl SlabId {
-    /// The slot number, for compact references to values that are known to live.
+    /// Slot number: a compact reference to a value that is known to exist.
     pub(super) fn slot(self) -> u32 {
         (self.0 & u64::from(u32::MAX)) as u32
     }
@@ -35,17 +34,17 @@ impl SlabId {
 }
 
 impl<T> Slab<T> {
-    /// An empty slab.
+    /// Creates an empty slab.
     pub(super) fn new() -> Slab<T> {
         Slab { slots: Vec::new(), free: Vec::new() }
     }
 
-    /// Values in the slab.
+    /// Number of values in the slab.
     pub(super) fn len(&self) -> usize {
         self.slots.len() - self.free.len()
     }
 
-    /// Puts a value in.
+    /// Adds a value and returns its id.
     pub(super) fn insert(&mut self, value: T) -> SlabId {
         if let Some(slot) = self.free.pop() {
             let place = &mut self.slots[slot as usize];
@@ -57,7 +56,7 @@ impl<T> Slab<T> {
         SlabId::new(1, slot)
     }
 
-    /// Takes a value out; its id is dead from then on.
+    /// Removes a value; its id is invalid from then on.
     pub(super) fn remove(&mut self, id: SlabId) -> Option<T> {
         let place = self.slots.get_mut(id.slot() as usize)?;
         if SlabId::new(place.generation, id.slot()) != id {
@@ -69,36 +68,36 @@ impl<T> Slab<T> {
         Some(value)
     }
 
-    /// The value of an id.
+    /// Returns the value of an id.
     pub(super) fn get(&self, id: SlabId) -> Option<&T> {
         let place = self.slots.get(id.slot() as usize)?;
         place.value.as_ref().filter(|_| SlabId::new(place.generation, id.slot()) == id)
     }
 
-    /// The value of an id.
+    /// Returns the value of an id, mutably.
     pub(super) fn get_mut(&mut self, id: SlabId) -> Option<&mut T> {
         let place = self.slots.get_mut(id.slot() as usize)?;
         let generation = place.generation;
         place.value.as_mut().filter(|_| SlabId::new(generation, id.slot()) == id)
     }
 
-    /// The id of the value in a slot.
+    /// Returns the id of the value in a slot.
     pub(super) fn id_at(&self, slot: u32) -> Option<SlabId> {
         let place = self.slots.get(slot as usize)?;
         place.value.as_ref().map(|_| SlabId::new(place.generation, slot))
     }
 
-    /// The value in a slot.
+    /// Returns the value in a slot.
     pub(super) fn at(&self, slot: u32) -> Option<&T> {
         self.slots.get(slot as usize)?.value.as_ref()
     }
 
-    /// The value in a slot.
+    /// Returns the value in a slot, mutably.
     pub(super) fn at_mut(&mut self, slot: u32) -> Option<&mut T> {
         self.slots.get_mut(slot as usize)?.value.as_mut()
     }
 
-    /// All values with their ids, in order of slots.
+    /// Iterates all values with their ids, in the order of slots.
     pub(super) fn iter(&self) -> impl Iterator<Item = (SlabId, &T)> {
         self.slots.iter().enumerate().filter_map(|(slot, place)| {
             let id = SlabId::new(place.generation, slot as u32);
@@ -112,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_id_finds_its_value_until_it_is_removed_and_never_another() {
+    fn id_finds_only_its_own_value_until_removal() {
         let mut slab = Slab::new();
         let first = slab.insert("first");
         assert_eq!(slab.get(first), Some(&"first"));

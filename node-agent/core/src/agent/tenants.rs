@@ -1,94 +1,96 @@
-//! Tenants: what each holds of this node's DRAM and NVMe, and what it may hold.
+//! Tenants: their use of this node's DRAM and NVMe, and their quotas.
 //!
-//! A tenant counts every slot of the arena that is taken for it, whatever is in it, and every slot on a device that is
-//! being written or holds one of its blocks, header page included. Slots whose end is not durable yet count for nobody:
-//! nobody can have them.
+//! A tenant is charged for every arena slot allocated for it, and for every device slot that is being written
+//! or holds one of its blocks, header page included. Slots whose free record is not durable yet are charged
+//! to no tenant, because no tenant can use them.
 //!
-//! What it may hold is its quota from the configuration, under the limit of its last grant, if it was ever given one. A grant
-//! changes with an event; what is held beyond a lowered limit goes a few blocks at a time, and until it has gone the tenant
-//! gets nothing new. Nothing here ends with time: who is cut off from the control plane keeps its grants.
+//! The quota is the configured one, combined with the tenant's last grant, if any. A grant takes effect with
+//! its event. Usage above a lowered limit is evicted a few blocks at a time; until then, the tenant gets no
+//! new slots. Grants do not expire: a node that is disconnected from the control plane keeps them.
 //!
-//! * **DRAM.** Regions of the arena do not change tenants (nothing here zeroes memory), so a reservation keeps whole regions
-//!   that nobody has had yet for its tenant ([`Arena`](super::arena::Arena)), and a tenant makes room for itself only.
-//! * **NVMe.** Slots change tenants with their blocks: [`quota`] says who gives way.
+//! * **DRAM.** Regions of the arena never change tenants, because this core never zeroes memory. A
+//!   reservation therefore keeps back unused regions for its tenant ([`Arena`](super::arena::Arena)), and a
+//!   tenant evicts only its own blocks.
+//! * **NVMe.** Slots change tenants with their blocks: [`quota`] selects the tenant to evict from.
 //!
-//! Memory: about 350 bytes a tenant; nothing a block (its shape says whose it is).
+//! Memory: about 350 bytes per tenant. None per block, because the size class identifies the tenant.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use reprise_policy::eviction::{EntryIndex, Group, Standing};
-use reprise_policy::quota::{self, Giver, Holding, Quota, QuotaError, Want};
+use reprise_policy::eviction::{EntryIndex, Group, Rank};
+use reprise_policy::quota::{self, Quota, QuotaError, QuotaUsage, SpaceRequest, Victim};
 use reprise_policy::{TenantId, TenantName, Tick};
 
 use super::AgentCore;
-use super::limits::{SHRINK_EVERY, SHRINK_EVICTIONS_PER_APPLY, TENANTS_MAX};
-use super::shapes::ShapeId;
+use super::limits::{SHRINK_EVICTIONS_PER_APPLY, SHRINK_INTERVAL, TENANTS_MAX};
+use super::size_class::SizeClassId;
 use super::writeback::Lane;
-use crate::effect::{Effect, Report, Room};
+use crate::effect::{Diagnostic, Effect, QuotaResource};
 use crate::event::Grant;
 
 /// Bytes of a slot's header page on a device.
 const HEADER_PAGE_BYTES: u64 = reprise_policy::layout::PAGE_BYTES;
 
-/// Number of a tenant in this process.
+/// Index of a tenant in this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct TenantIndex(pub(super) u16);
 
-/// Quotas of one tenant, from the configuration.
+/// Configured quotas of one tenant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TenantQuotas {
-    /// Whose.
+    /// Tenant that the quotas apply to.
     pub tenant: TenantId,
-    /// Of the arena.
+    /// Quota in the arena.
     pub dram: Quota,
-    /// Of all devices together.
+    /// Quota over all devices together.
     pub nvme: Quota,
 }
 
-/// What a tenant holds and may hold, as of the last event. Also what a node reports to the control plane.
+/// Usage and quotas of a tenant as of the last event; the node reports them to the control plane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TenantUsage {
-    /// Whose.
+    /// Tenant that is described.
     pub tenant: TenantId,
-    /// The last grant that was taken.
+    /// Last grant that was applied.
     pub grant: Option<Grant>,
     /// DRAM in use and its quota.
-    pub dram: Holding,
+    pub dram: QuotaUsage,
     /// NVMe in use and its quota.
-    pub nvme: Holding,
-    /// Slots in use, of both.
-    pub blocks: Blocks,
-    /// What happened so far.
+    pub nvme: QuotaUsage,
+    /// Slots in use, in DRAM and on NVMe.
+    pub blocks: TenantBlocks,
+    /// Counters since the start of the agent.
     pub counts: TenantCounts,
 }
 
-/// Slots of both kinds of room; each has a block, or is being filled with one.
+/// Numbers of slots in use; each holds a block or is being filled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Blocks {
-    /// Of the arena.
+pub struct TenantBlocks {
+    /// Slots of the arena.
     pub dram: u64,
-    /// Of the devices.
+    /// Slots on the devices.
     pub nvme: u64,
 }
 
-/// Counters of one tenant; they only grow.
+/// Counters of one tenant; they never decrease.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TenantCounts {
-    /// Blocks dropped from DRAM.
+    /// Blocks evicted from DRAM.
     pub dram_evictions: u64,
-    /// Blocks dropped from NVMe.
+    /// Blocks evicted from NVMe.
     pub nvme_evictions: u64,
-    /// Bytes of blocks that were dropped from DRAM or found no slot there because of the tenant's own limit.
+    /// Bytes of blocks that were evicted from DRAM, or found no slot there, because of the tenant's own
+    /// limit.
     pub dram_limited_bytes: u64,
-    /// Bytes of blocks that were dropped from NVMe or not saved there because of the tenant's own limit.
+    /// Bytes of blocks that were evicted from NVMe, or not saved there, because of the tenant's own limit.
     pub nvme_limited_bytes: u64,
 }
 
-/// One tenant.
+/// State of one tenant.
 #[derive(Debug)]
 pub(super) struct Tenant {
     pub(super) id: TenantId,
-    /// Its name, if the runtime has said it.
+    /// Name of the tenant, once the runtime has sent it.
     pub(super) name: Option<TenantName>,
     dram: Account,
     nvme: Account,
@@ -96,32 +98,32 @@ pub(super) struct Tenant {
     pub(super) counts: TenantCounts,
 }
 
-/// One kind of room of a tenant.
+/// Usage and quota of a tenant in one tier.
 #[derive(Clone, Copy, Debug)]
 struct Account {
     configured: Quota,
-    /// By the last grant.
+    /// Quota of the last grant.
     granted: Option<Quota>,
     used: u64,
     slots: u64,
 }
 
-/// All tenants.
+/// Table of all tenants.
 #[derive(Debug)]
 pub(super) struct Tenants {
     tenants: Vec<Tenant>,
     by_id: BTreeMap<TenantId, TenantIndex>,
-    /// Tenants that may hold more than their limits: only these are looked at by every event.
+    /// Tenants that may exceed their limits; every event checks only these.
     shrinking: BTreeSet<TenantIndex>,
-    /// When blocks of these go on going, if some can.
+    /// Time of the next evictions, if more are possible.
     shrink_at: Option<Tick>,
-    /// NVMe that reservations can be taken from, and all reservations of it.
+    /// NVMe capacity available for reservations, and the sum of all reservations.
     nvme_capacity: u64,
     nvme_reserved: u64,
 }
 
 impl TenantUsage {
-    /// Names and values, as `Stats` and metrics say them. A limit that nobody set is 2⁶⁴ − 1.
+    /// Names and values, as in `Stats` and metrics. A limit that is not set is 2⁶⁴ − 1.
     pub fn fields(&self) -> [(&'static str, u64); 10] {
         let TenantUsage { dram, nvme, counts, .. } = self;
         [
@@ -144,27 +146,27 @@ impl Account {
         Account { configured, granted: None, used: 0, slots: 0 }
     }
 
-    fn holding(&self) -> Holding {
+    fn holding(&self) -> QuotaUsage {
         let quota = self.granted.map_or(self.configured, |granted| self.configured.with(granted));
-        Holding { quota, used: self.used }
+        QuotaUsage { quota, used: self.used }
     }
 
-    /// A slot of so many bytes is taken.
-    fn take(&mut self, bytes: u64) {
+    /// Charges a slot of this size.
+    fn charge(&mut self, bytes: u64) {
         self.used += bytes;
         self.slots += 1;
     }
 
-    /// It is given back.
-    fn give(&mut self, bytes: u64) {
-        let taken = "what is given back was taken";
-        self.used = self.used.checked_sub(bytes).expect(taken);
-        self.slots = self.slots.checked_sub(1).expect(taken);
+    /// Releases the charge of a slot.
+    fn release(&mut self, bytes: u64) {
+        let message = "every release follows a charge";
+        self.used = self.used.checked_sub(bytes).expect(message);
+        self.slots = self.slots.checked_sub(1).expect(message);
     }
 }
 
 impl Tenants {
-    /// The tenants of the configuration; others get no reservation and no limit.
+    /// Creates the configured tenants. Other tenants have no reservation and no limit.
     pub(super) fn new(configured: &[TenantQuotas]) -> Tenants {
         let mut tenants = Tenants {
             tenants: Vec::new(),
@@ -175,7 +177,7 @@ impl Tenants {
             nvme_reserved: 0,
         };
         for quotas in configured {
-            if let Some(index) = tenants.enter(quotas.tenant) {
+            if let Some(index) = tenants.register(quotas.tenant) {
                 let tenant = tenants.get_mut(index);
                 tenant.dram.configured = quotas.dram;
                 tenant.nvme.configured = quotas.nvme;
@@ -184,8 +186,8 @@ impl Tenants {
         tenants
     }
 
-    /// The number of a tenant; `None` when there are too many.
-    pub(super) fn enter(&mut self, id: TenantId) -> Option<TenantIndex> {
+    /// Returns the index of a tenant, adding it if necessary; `None` if the table is full.
+    pub(super) fn register(&mut self, id: TenantId) -> Option<TenantIndex> {
         if let Some(known) = self.by_id.get(&id) {
             return Some(*known);
         }
@@ -208,112 +210,112 @@ impl Tenants {
         &mut self.tenants[usize::from(index.0)]
     }
 
-    /// What a tenant holds of the arena.
-    pub(super) fn dram(&self, index: TenantIndex) -> Holding {
+    /// Usage and quota of a tenant in DRAM.
+    pub(super) fn dram(&self, index: TenantIndex) -> QuotaUsage {
         self.get(index).dram.holding()
     }
 
-    /// What it holds of the devices; its reservation is what the devices that are left can keep.
-    pub(super) fn nvme(&self, index: TenantIndex) -> Holding {
+    /// Usage and quota of a tenant on NVMe; its reservation is scaled to the remaining capacity.
+    pub(super) fn nvme(&self, index: TenantIndex) -> QuotaUsage {
         let holding = self.get(index).nvme.holding();
-        Holding { quota: holding.quota.scaled(self.nvme_capacity, self.nvme_reserved), ..holding }
+        QuotaUsage { quota: holding.quota.scaled(self.nvme_capacity, self.nvme_reserved), ..holding }
     }
 
-    /// The limit of DRAM that the configuration sets, whatever is granted at the moment.
+    /// Configured DRAM limit of a tenant, regardless of grants.
     pub(super) fn dram_limit_configured(&self, index: TenantIndex) -> u64 {
         self.get(index).dram.configured.limit()
     }
 
-    /// All tenants.
+    /// Indices of all tenants.
     pub(super) fn ids(&self) -> impl Iterator<Item = TenantIndex> + use<> {
         (0..self.tenants.len() as u16).map(TenantIndex)
     }
 
-    /// A slot of the arena is taken for a tenant.
-    pub(super) fn take_dram(&mut self, index: TenantIndex, bytes: u64) {
-        self.get_mut(index).dram.take(bytes);
+    /// Charges a tenant for an arena slot.
+    pub(super) fn charge_dram(&mut self, index: TenantIndex, bytes: u64) {
+        self.get_mut(index).dram.charge(bytes);
     }
 
-    /// It is given back.
-    pub(super) fn give_dram(&mut self, index: TenantIndex, bytes: u64) {
-        self.get_mut(index).dram.give(bytes);
+    /// Releases a tenant's charge for an arena slot.
+    pub(super) fn release_dram(&mut self, index: TenantIndex, bytes: u64) {
+        self.get_mut(index).dram.release(bytes);
     }
 
-    /// A slot on a device is taken for a block of a tenant.
-    pub(super) fn take_nvme(&mut self, index: TenantIndex, payload_bytes: u64) {
-        self.get_mut(index).nvme.take(nvme_bytes(payload_bytes));
+    /// Charges a tenant for a device slot.
+    pub(super) fn charge_nvme(&mut self, index: TenantIndex, payload_bytes: u64) {
+        self.get_mut(index).nvme.charge(nvme_bytes(payload_bytes));
     }
 
-    /// The block ends, or was not written.
-    pub(super) fn give_nvme(&mut self, index: TenantIndex, payload_bytes: u64) {
-        self.get_mut(index).nvme.give(nvme_bytes(payload_bytes));
+    /// Releases a tenant's charge for a device slot.
+    pub(super) fn release_nvme(&mut self, index: TenantIndex, payload_bytes: u64) {
+        self.get_mut(index).nvme.release(nvme_bytes(payload_bytes));
     }
 
-    /// What a tenant holds and may hold.
+    /// Usage, quotas and counters of a tenant.
     pub(super) fn usage(&self, index: TenantIndex) -> TenantUsage {
         let tenant = self.get(index);
         let &Tenant { id, grant, counts, .. } = tenant;
-        let blocks = Blocks { dram: tenant.dram.slots, nvme: tenant.nvme.slots };
+        let blocks = TenantBlocks { dram: tenant.dram.slots, nvme: tenant.nvme.slots };
         let (dram, nvme) = (self.dram(index), self.nvme(index));
         TenantUsage { tenant: id, grant, dram, nvme, blocks, counts }
     }
 
-    /// Whether a tenant may hold more than its limits at the moment.
-    pub(super) fn shrinks(&self, id: TenantId) -> bool {
+    /// Whether a tenant may exceed its limits at the moment.
+    pub(super) fn is_shrinking(&self, id: TenantId) -> bool {
         self.by_id.get(&id).is_some_and(|index| self.shrinking.contains(index))
     }
 
-    /// When [`AgentCore::shrink_tenants`] is wanted.
+    /// Time at which to call [`AgentCore::shrink_tenants`] again.
     pub(super) fn shrink_at(&self) -> Option<Tick> {
         self.shrink_at
     }
 }
 
-/// Bytes that a block takes on a device.
+/// Bytes that a block uses on a device.
 pub(super) fn nvme_bytes(payload_bytes: u64) -> u64 {
     payload_bytes + HEADER_PAGE_BYTES
 }
 
 impl AgentCore {
-    /// What each tenant holds and may hold, as of the last event.
-    /// Tenants of the configuration come first, others in the order in which they came.
+    /// Usage and quotas of each tenant as of the last event: configured tenants first, then others in order
+    /// of appearance.
     pub fn tenant_usage(&self) -> impl Iterator<Item = TenantUsage> {
         self.tenants.ids().map(|index| self.tenants.usage(index))
     }
 
-    /// Who has a shape.
-    pub(super) fn tenant_of(&self, shape: ShapeId) -> TenantIndex {
-        self.shapes.get(shape).tenant_index
+    /// Tenant of a size class.
+    pub(super) fn tenant_of(&self, size_class: SizeClassId) -> TenantIndex {
+        self.size_classes.get(size_class).tenant_index
     }
 
-    /// Where a block stands in the order of eviction from devices.
-    pub(super) fn nvme_standing(&self, entry: EntryIndex) -> Standing {
+    /// Rank of a block in the NVMe eviction order.
+    pub(super) fn nvme_rank(&self, entry: EntryIndex) -> Rank {
         let state = self.index.entry(entry);
-        Standing { group: Group(self.tenant_of(state.shape()).0), class: state.class() }
+        Rank { group: Group(self.tenant_of(state.size_class()).0), class: state.class() }
     }
 
-    /// Looks at quotas and at what recovery has found for the first time.
-    pub(super) fn begin_tenants(&mut self) {
+    /// Applies the configured quotas to the blocks that recovery found.
+    pub(super) fn init_tenants(&mut self) {
         self.tenants.shrinking.extend(self.tenants.ids());
         self.quotas_changed();
         self.shrink_tenants();
     }
 
-    /// Blocks have come from a device: their tenants may hold more than they may.
-    pub(super) fn limits_may_be_passed(&mut self) {
+    /// Makes the next event check the limits of all tenants, after blocks were added from a device.
+    pub(super) fn recheck_limits(&mut self) {
         self.tenants.shrinking.extend(self.tenants.ids());
     }
 
-    /// A tenant's name has become known: blocks that are written from now on carry it.
+    /// Sets a tenant's name, which blocks carry from now on.
     pub(super) fn name_tenant(&mut self, tenant: TenantId, name: TenantName) {
-        if let Some(index) = self.tenants.enter(tenant) {
+        if let Some(index) = self.tenants.register(tenant) {
             self.tenants.get_mut(index).name = Some(name);
         }
     }
 
-    /// A grant has come. One that is not younger than the last is passed over.
-    pub(super) fn take_grant(&mut self, grant: Grant) {
-        let Some(index) = self.tenants.enter(grant.tenant) else { return };
+    /// Applies a grant, unless it is older than the last one.
+    pub(super) fn apply_grant(&mut self, grant: Grant) {
+        let Some(index) = self.tenants.register(grant.tenant) else { return };
         let tenant = self.tenants.get_mut(index);
         if tenant.grant.is_some_and(|known| grant.version <= known.version) {
             return;
@@ -325,8 +327,8 @@ impl AgentCore {
         self.quotas_changed();
     }
 
-    /// Brings up to date what follows from quotas and from the devices that are left, and says so when not all reservations
-    /// can be kept.
+    /// Updates everything derived from quotas and device capacity, and reports reservations that cannot be
+    /// met.
     pub(super) fn quotas_changed(&mut self) {
         let usage = self.devices.usage();
         let kept_free = usage.capacity_bytes * u64::from(self.settings.pool_free_permille) / 1000;
@@ -340,24 +342,24 @@ impl AgentCore {
         let nvme_check = quota::check_reservations(capacity, 1, nvme.iter().copied());
         let dram_check = self.arena.check_reservations(&dram);
         let reserved = nvme.iter().map(Quota::reserved).fold(0, u64::saturating_add);
-        let news = (self.tenants.nvme_capacity, self.tenants.nvme_reserved) != (capacity, reserved);
+        let is_changed = (self.tenants.nvme_capacity, self.tenants.nvme_reserved) != (capacity, reserved);
         (self.tenants.nvme_capacity, self.tenants.nvme_reserved) = (capacity, reserved);
         for (tenant, quota) in self.tenants.tenants.iter().zip(&dram) {
             self.arena.reserve(tenant.id, quota.reserved());
         }
-        // A node without devices has nothing to reserve, and is told so by nobody.
-        let nvme_check = nvme_check.err().filter(|_| news && usage.capacity_bytes > 0);
-        self.report_overcommitted(Room::Nvme, nvme_check);
-        self.report_overcommitted(Room::Dram, dram_check.err().filter(|_| news));
+        // A node without devices has no capacity to reserve, which is not an error.
+        let nvme_check = nvme_check.err().filter(|_| is_changed && usage.capacity_bytes > 0);
+        self.report_overcommitted(QuotaResource::Nvme, nvme_check);
+        self.report_overcommitted(QuotaResource::Dram, dram_check.err().filter(|_| is_changed));
     }
 
-    fn report_overcommitted(&mut self, room: Room, error: Option<QuotaError>) {
+    fn report_overcommitted(&mut self, resource: QuotaResource, error: Option<QuotaError>) {
         if let Some(error) = error {
-            self.emit(Effect::Report(Report::Overcommitted { room, error }));
+            self.emit(Effect::Diagnostic(Diagnostic::Overcommitted { resource, error }));
         }
     }
 
-    /// Drops blocks of tenants that hold more than their lowered limits, a bounded number by each event.
+    /// Evicts blocks of tenants above their lowered limits, a bounded number per event.
     pub(super) fn shrink_tenants(&mut self) {
         if self.tenants.shrinking.is_empty() {
             return;
@@ -372,50 +374,53 @@ impl AgentCore {
             }
             let (dram, nvme) = (self.tenants.dram(index).excess(), self.tenants.nvme(index).excess());
             if dram > 0 {
-                self.urge_writeback();
+                self.expedite_writeback();
             }
             if dram + nvme == 0 {
                 self.tenants.shrinking.remove(&index);
             }
         }
-        // What is read or written goes when that has ended, which is an event.
-        self.tenants.shrink_at = (left == 0).then(|| self.now.after(SHRINK_EVERY));
+        // Blocks that are in use are evicted after their read or write has ended, which is an event.
+        self.tenants.shrink_at = (left == 0).then(|| self.now.after(SHRINK_INTERVAL));
     }
 
-    /// Drops the block that a tenant's own order names first; `false` when it has none that can go.
+    /// Evicts the next victim of a tenant from its device; `false` if it has no evictable block.
     pub(super) fn evict_nvme_of(&mut self, index: TenantIndex) -> bool {
         let Some(entry) = self.devices.take_victim(Group(index.0)) else { return false };
-        let bytes = self.shapes.get(self.index.entry(entry).shape()).slot_bytes;
+        let bytes = self.size_classes.get(self.index.entry(entry).size_class()).slot_bytes;
         self.tenants.get_mut(index).counts.nvme_limited_bytes += bytes;
         self.drop_victim(entry);
         true
     }
 
-    /// The stored block that goes next for blocks of a lane, or ahead of need, no longer in the order: of the first tenant
-    /// that gives way ([`quota::givers`]) and has one that can go and is not too much.
+    /// Removes and returns the next NVMe victim, for a lane or ahead of writes. It belongs to the first
+    /// tenant in the order of [`quota::victims`] that has an evictable block of at most the allowed size.
     pub(super) fn take_nvme_victim(&mut self, wanting: Option<Lane>) -> Option<EntryIndex> {
-        let holdings: Vec<Holding> = self.tenants.ids().map(|index| self.tenants.nvme(index)).collect();
-        let want =
-            |lane: Lane| Want { tenant: usize::from(lane.tenant.0), bytes: nvme_bytes(lane.slot_bytes) };
-        for Giver { tenant, bytes_max } in quota::givers(&holdings, wanting.map(want)) {
+        let holdings: Vec<QuotaUsage> = self.tenants.ids().map(|index| self.tenants.nvme(index)).collect();
+        let space_request = |lane: Lane| SpaceRequest {
+            tenant: usize::from(lane.tenant.0),
+            bytes: nvme_bytes(lane.slot_bytes),
+        };
+        for Victim { tenant, bytes_max } in quota::victims(&holdings, wanting.map(space_request)) {
             let group = Group(u16::try_from(tenant).expect("bounded by TENANTS_MAX"));
             let Some(entry) = self.devices.take_victim(group) else { continue };
-            if nvme_bytes(self.shapes.get(self.index.entry(entry).shape()).slot_bytes) <= bytes_max {
+            if nvme_bytes(self.size_classes.get(self.index.entry(entry).size_class()).slot_bytes) <= bytes_max
+            {
                 return Some(entry);
             }
-            let standing = self.nvme_standing(entry);
-            self.devices.put_back(entry, standing);
+            let rank = self.nvme_rank(entry);
+            self.devices.insert_oldest(entry, rank);
         }
         None
     }
 
-    /// Whether these blocks may go for the sake of a tenant: nobody else loses what is reserved.
+    /// Whether evicting these blocks for a tenant leaves the reservations of other tenants untouched.
     pub(super) fn may_drop(&self, blocks: &[EntryIndex], wanting: Option<TenantIndex>) -> bool {
         let mut lost: BTreeMap<TenantIndex, u64> = BTreeMap::new();
         for entry in blocks {
-            let shape = self.index.entry(*entry).shape();
-            let bytes = nvme_bytes(self.shapes.get(shape).slot_bytes);
-            *lost.entry(self.tenant_of(shape)).or_default() += bytes;
+            let size_class = self.index.entry(*entry).size_class();
+            let bytes = nvme_bytes(self.size_classes.get(size_class).slot_bytes);
+            *lost.entry(self.tenant_of(size_class)).or_default() += bytes;
         }
         lost.into_iter()
             .all(|(index, bytes)| wanting == Some(index) || bytes <= self.tenants.nvme(index).over())

@@ -1,7 +1,8 @@
-//! Tickets: what a session was promised to be told about the blocks of one commit.
+//! Tickets: pending durable notices, one per commit.
 //!
-//! A ticket counts the items whose blocks are still on their way to a device. When none is left, one notice says
-//! how many items are durable and which keys are not. An item that was a duplicate counts like its block.
+//! A ticket counts the commit's items whose blocks are not durable or lost yet. When none remains, one notice
+//! reports the number of durable items and the keys of the lost ones. A duplicate item has the outcome of its
+//! block.
 
 use reprise_policy::{BlockKey, SessionId};
 
@@ -9,25 +10,25 @@ use super::AgentCore;
 use super::slab::SlabId;
 use crate::effect::{Effect, Ticket};
 
-/// One commit's items on their way.
+/// Pending items of one commit.
 #[derive(Debug)]
 pub(super) struct TicketState {
     pub(super) session: SessionId,
     pub(super) ticket: Ticket,
-    /// Items whose block is not durable yet, plus one while the commit is being handled.
+    /// Number of items that are pending, plus one while the commit is being handled.
     pub(super) waiting: u32,
     pub(super) durable: u32,
     pub(super) lost: Vec<BlockKey>,
 }
 
-/// How an item ended.
+/// Outcome of a committed item.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum ItemEnd {
+pub(super) enum ItemOutcome {
     Durable,
     Lost,
 }
 
-/// Tickets that wait for one block. Nearly always there is one, so it needs no allocation.
+/// Tickets that wait for one block. Nearly always one, which needs no allocation.
 #[derive(Debug, Default)]
 pub(super) struct TicketList {
     first: Option<SlabId>,
@@ -49,21 +50,21 @@ impl TicketList {
 }
 
 impl AgentCore {
-    /// One item of each of these tickets has come to its end.
-    pub(super) fn end_items(&mut self, tickets: &TicketList, key: BlockKey, end: ItemEnd) {
+    /// Records the outcome of one item in each of these tickets.
+    pub(super) fn end_items(&mut self, tickets: &TicketList, key: BlockKey, end: ItemOutcome) {
         for id in tickets.iter() {
-            // The session may have gone, and its tickets with it.
+            // The session and its tickets may be gone.
             let Some(ticket) = self.tickets.get_mut(id) else { continue };
             ticket.waiting -= 1;
             match end {
-                ItemEnd::Durable => ticket.durable += 1,
-                ItemEnd::Lost => ticket.lost.push(key),
+                ItemOutcome::Durable => ticket.durable += 1,
+                ItemOutcome::Lost => ticket.lost.push(key),
             }
             self.notify_if_ended(id);
         }
     }
 
-    /// Tells the session when nothing of a ticket is on its way any more.
+    /// Sends the notice of a ticket without pending items.
     pub(super) fn notify_if_ended(&mut self, id: SlabId) {
         if self.tickets.get(id).is_none_or(|ticket| ticket.waiting > 0) {
             return;

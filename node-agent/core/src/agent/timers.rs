@@ -1,6 +1,6 @@
-//! Deadlines of loads, lookups, serves, reservations, questions of placement and offers.
+//! Deadlines of loads, lookups, serves, reservations, placement queries and offers.
 //!
-//! Every timer is removed when what it guards ends, so there are never more than there are guarded things.
+//! A timer is removed when its object ends, so there are never more timers than objects.
 
 use std::collections::BTreeSet;
 
@@ -9,41 +9,41 @@ use reprise_policy::Tick;
 use super::slab::SlabId;
 use crate::effect::ServeId;
 
-/// What is due.
+/// Object whose deadline has passed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Timer {
-    /// A load's deadline.
+    /// A load reached its deadline or its maximum hold time.
     Load(SlabId),
-    /// The directory has not answered.
+    /// The directory did not answer a lookup.
     Lookup(SlabId),
-    /// A peer has given up by now.
+    /// The peer has given up its request.
     Serve(ServeId),
-    /// Slots that one call reserved were not committed.
+    /// The slots of one `Reserve` call were not committed.
     Reservations(SlabId),
-    /// The control plane has not said where blocks go.
+    /// The control plane did not answer a placement query.
     Place(SlabId),
-    /// A peer has not answered an offer.
+    /// A peer did not answer an offer.
     Offer(SlabId),
 }
 
-/// Timers in order of time.
+/// All timers, in the order of time.
 #[derive(Debug, Default)]
 pub(super) struct Timers {
     due: BTreeSet<(Tick, Timer)>,
 }
 
 impl Timers {
-    /// Sets a timer.
+    /// Sets a timer for a time.
     pub(super) fn set(&mut self, at: Tick, timer: Timer) {
         self.due.insert((at, timer));
     }
 
-    /// Takes a timer back.
+    /// Removes a timer before it is due.
     pub(super) fn clear(&mut self, at: Tick, timer: Timer) {
         self.due.remove(&(at, timer));
     }
 
-    /// Takes the first timer that is due, if any is.
+    /// Removes and returns the first timer that is due, if any.
     pub(super) fn pop_due(&mut self, now: Tick) -> Option<Timer> {
         let (at, _) = self.due.first()?;
         if *at > now {
@@ -52,12 +52,12 @@ impl Timers {
         self.due.pop_first().map(|(_, timer)| timer)
     }
 
-    /// The instant of the first timer.
+    /// Time of the first timer.
     pub(super) fn next(&self) -> Option<Tick> {
         self.due.first().map(|(at, _)| *at)
     }
 
-    /// Timers that are set.
+    /// Number of timers that are set.
     pub(super) fn len(&self) -> usize {
         self.due.len()
     }
@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn timers_come_due_in_order_and_cleared_ones_never() {
+    fn timers_fire_in_order_unless_cleared() {
         let mut timers = Timers::default();
         timers.set(Tick(20), Timer::Serve(ServeId(2)));
         timers.set(Tick(10), Timer::Serve(ServeId(1)));

@@ -1,24 +1,24 @@
-//! How full and how busy a node is: what it tells the control plane about once a second.
+//! Capacity and load of a node, which it reports to the control plane about once a second.
 
 use super::AgentCore;
 
-/// A node's room and load, as of the last event.
+/// Capacity and load of a node, as of the last event.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NodeUsage {
     /// Bytes of the arena.
     pub dram_capacity: u64,
-    /// Bytes of its slots in use.
+    /// Bytes of arena slots in use.
     pub dram_used: u64,
-    /// Bytes of the pool's devices for slots.
+    /// Bytes of the devices that are available for slots.
     pub nvme_capacity: u64,
-    /// Bytes of those in use.
+    /// Bytes of pool slots in use.
     pub nvme_used: u64,
-    /// Slot bytes of blocks that peers want and have not got yet.
+    /// Slot bytes of blocks that peers requested and have not received yet.
     pub queued_bytes: u64,
 }
 
 impl AgentCore {
-    /// How full and how busy this node is.
+    /// Capacity and load of this node.
     pub fn node_usage(&self) -> NodeUsage {
         let counters = &self.counters;
         NodeUsage {

@@ -1,69 +1,71 @@
-//! Write-back: from commit to durable.
+//! Write-back: makes committed blocks durable.
 //!
-//! Unsaved blocks wait in order of commit, each tenant and slot size in a queue of its own. The queues are flushed when
-//! the oldest block has waited for the delay, when enough bytes wait, or when somebody found the arena full. A flush gives batches
-//! to devices (the emptiest first), which the pools turn into writes and syncs. A block whose write fails is tried
-//! elsewhere a few times. A queue for whose size no device has a slot, or whose tenant is at its limit, waits for room,
-//! and the others pass it.
+//! Unsaved blocks are queued in order of commit, in one queue per tenant and slot size. The queues are
+//! flushed when the oldest block has waited for the delay, when enough bytes are queued, or when an
+//! allocation found the arena full. A flush assigns batches to devices, the emptiest first; the pools turn
+//! batches into writes and syncs. After a failed write, a block is retried in another slot, a few times. A
+//! queue whose size has no free slot, or whose tenant is at its limit, waits without delaying the others.
 //!
-//! An agent without a usable device saves nothing: its tickets end as lost at once, and its blocks are clean, that
-//! is, cached until the room is needed.
+//! Without a usable device, nothing is saved: tickets end as lost at once, and blocks are clean, so they are
+//! cached until they are evicted.
 //!
-//! Invariants: a frame is `Unsaved` exactly while it has a record here; a record is in the queue or in one batch.
+//! Invariants: a frame is `Unsaved` exactly while it has a record here; a record is in the queue or in one
+//! batch.
 
 use std::collections::BTreeMap;
 
 use reprise_policy::{BlockKey, ContentId, Tick};
 
 use super::AgentCore;
-use super::devices::Room;
+use super::devices::SpaceState;
 use super::frames::{FrameIndex, FrameState};
 use super::limits::{BATCH_BLOCKS_MAX, WRITE_ATTEMPTS_MAX};
-use super::shapes::Shape;
+use super::size_class::SizeClass;
 use super::slab::{Slab, SlabId};
 use super::tenants::nvme_bytes;
-use super::tickets::{ItemEnd, TicketList};
+use super::tickets::{ItemOutcome, TicketList};
 use crate::effect::DeviceId;
 use crate::pool::{BatchId, BlockWrite, StoredBlock};
 use queue::Queue;
-pub(super) use queue::{Cause, Lane};
+pub(super) use queue::{Lane, WriteCause};
 
 mod queue;
 
-/// State of the write-back; see the module.
+/// Unsaved blocks, their queue, and the batches in flight.
 #[derive(Debug)]
 pub(super) struct WriteBack {
     pub(super) unsaved: Slab<UnsavedBlock>,
     queue: Queue,
     unsaved_bytes: u64,
-    /// The part of them that was taken from peers.
-    taken_bytes: u64,
+    /// Part of `unsaved_bytes` that peers offered.
+    replicated_bytes: u64,
     batches: Vec<Batch>,
     batches_started: u64,
-    pace: Pace,
+    urgency: Urgency,
 }
 
-/// A block that is not durable yet.
+/// Block that is not durable yet.
 #[derive(Debug)]
 pub(super) struct UnsavedBlock {
     pub(super) frame: FrameIndex,
     pub(super) tickets: TicketList,
-    pub(super) cause: Cause,
-    /// The block before it in its chain, where the commit named one.
+    pub(super) cause: WriteCause,
+    /// Block before it in its chain, if the commit named one.
     parent: Option<BlockKey>,
-    worth: Worth,
+    position: EvictionPosition,
     since: Tick,
     attempts: u8,
     state: SaveState,
 }
 
-/// Where the copy in DRAM of a saved block stands in the order of eviction.
+/// Position of a saved block's DRAM copy in the eviction order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Worth {
-    /// Behind all others: somebody here uses it.
-    Used,
-    /// First of its class: it came for its copy on a device, and displaces nothing that is used.
-    Unasked,
+pub(super) enum EvictionPosition {
+    /// Evicted last: the block is used on this node.
+    Last,
+    /// Evicted first in its class: only the replica on the device was requested, so it must not displace
+    /// other blocks.
+    First,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,25 +74,25 @@ enum SaveState {
     Writing(BatchId),
 }
 
-/// What the queue waits for.
+/// Condition for the next flush.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Pace {
-    /// Company, or the delay.
-    Patient,
-    /// Nothing: somebody needs the room.
-    Urged,
-    /// Devices that are busy or full: the end of something under way, which is an event.
+enum Urgency {
+    /// Enough bytes, or the delay has passed.
+    Normal,
+    /// At once, because an allocation found the arena full.
+    Immediate,
+    /// Devices are busy or full; the next event retries.
     Stalled,
 }
 
-/// Whether something of a lane that was given up still waits.
+/// Whether blocks of a dropped lane remain queued.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Left {
+enum Remaining {
     None,
     Some,
 }
 
-/// Blocks being written by one device.
+/// Blocks that one device is writing.
 #[derive(Debug)]
 struct Batch {
     id: BatchId,
@@ -99,16 +101,16 @@ struct Batch {
 }
 
 impl WriteBack {
-    /// Nothing to write.
+    /// Creates an empty queue.
     pub(super) fn new() -> WriteBack {
         WriteBack {
             unsaved: Slab::new(),
             queue: Queue::default(),
             unsaved_bytes: 0,
-            taken_bytes: 0,
+            replicated_bytes: 0,
             batches: Vec::new(),
             batches_started: 0,
-            pace: Pace::Patient,
+            urgency: Urgency::Normal,
         }
     }
 
@@ -117,15 +119,15 @@ impl WriteBack {
         self.unsaved_bytes
     }
 
-    /// The part of them that was taken from peers.
-    pub(super) fn taken_bytes(&self) -> u64 {
-        self.taken_bytes
+    /// Part of `unsaved_bytes` that peers offered.
+    pub(super) fn replicated_bytes(&self) -> u64 {
+        self.replicated_bytes
     }
 
-    /// Somebody reads a block that is not durable yet.
+    /// Marks an unsaved block as used on this node.
     pub(super) fn note_read(&mut self, slot: u32) {
         if let Some(block) = self.unsaved.at_mut(slot) {
-            block.worth = Worth::Used;
+            block.position = EvictionPosition::Last;
         }
     }
 
@@ -135,12 +137,12 @@ impl WriteBack {
         records.filter_map(|record| self.unsaved.get(*record)).map(|block| block.frame)
     }
 
-    /// Every record is in the queue or in one batch, and the bytes that wait are counted.
+    /// Checks that every record is in the queue or in one batch, and that bytes are counted correctly.
     pub(super) fn audit(&self) -> Result<(), String> {
         let queued = self.queue.iter().map(|(_, id)| (id, SaveState::Queued));
         let queued_bytes: u64 = self.queue.iter().map(|(bytes, _)| bytes).sum();
         if queued_bytes != self.queue.bytes() {
-            return Err(format!("{queued_bytes} bytes wait, {} counted", self.queue.bytes()));
+            return Err(format!("{queued_bytes} bytes queued, {} counted", self.queue.bytes()));
         }
         let writing = self
             .batches
@@ -150,10 +152,10 @@ impl WriteBack {
         let listed = places.len();
         places.sort_by_key(|(id, _)| *id);
         places.dedup_by_key(|(id, _)| *id);
-        let right = |(id, state): &(SlabId, SaveState)| {
+        let is_consistent = |(id, state): &(SlabId, SaveState)| {
             self.unsaved.get(*id).is_some_and(|block| block.state == *state)
         };
-        if listed != self.unsaved.len() || places.len() != listed || !places.iter().all(right) {
+        if listed != self.unsaved.len() || places.len() != listed || !places.iter().all(is_consistent) {
             return Err(format!("{} unsaved blocks, {listed} queued or being written", self.unsaved.len()));
         }
         Ok(())
@@ -161,51 +163,56 @@ impl WriteBack {
 }
 
 impl AgentCore {
-    /// Somebody found the arena full: saved blocks could be dropped, so save them now.
-    pub(super) fn urge_writeback(&mut self) {
+    /// Flushes the queue at the next opportunity, because saved blocks could be evicted from the full arena.
+    pub(super) fn expedite_writeback(&mut self) {
         if !self.writeback.queue.is_empty() {
-            self.writeback.pace = Pace::Urged;
+            self.writeback.urgency = Urgency::Immediate;
         }
     }
 
-    /// A readable, findable frame needs saving; `ticket` waits for it. Without a usable device it never will be.
-    pub(super) fn save_later(&mut self, frame: FrameIndex, ticket: SlabId, parent: Option<BlockKey>) {
+    /// Queues a readable, findable frame for writing; `ticket` waits for the result.
+    pub(super) fn queue_commit(&mut self, frame: FrameIndex, ticket: SlabId, parent: Option<BlockKey>) {
         let mut tickets = TicketList::default();
         tickets.push(ticket);
         if let Some(waiting) = self.tickets.get_mut(ticket) {
             waiting.waiting += 1;
         }
-        self.queue_save((self.lane_of(frame, Cause::Committed), Worth::Used), frame, tickets, parent);
+        self.queue_save(
+            (self.lane_of(frame, WriteCause::Committed), EvictionPosition::Last),
+            frame,
+            tickets,
+            parent,
+        );
     }
 
-    /// Puts a readable, findable frame into the queue of a lane.
+    /// Adds a readable, findable frame to the queue of a lane.
     pub(super) fn queue_save(
         &mut self,
-        (lane, worth): (Lane, Worth),
+        (lane, position): (Lane, EvictionPosition),
         frame: FrameIndex,
         tickets: TicketList,
         parent: Option<BlockKey>,
     ) {
         let (state, cause) = (SaveState::Queued, lane.cause);
         let record =
-            UnsavedBlock { frame, tickets, cause, parent, worth, since: self.now, attempts: 0, state };
+            UnsavedBlock { frame, tickets, cause, parent, position, since: self.now, attempts: 0, state };
         let id = self.writeback.unsaved.insert(record);
         self.writeback.unsaved_bytes += lane.slot_bytes;
-        if cause == Cause::Taken {
-            self.writeback.taken_bytes += lane.slot_bytes;
+        if cause == WriteCause::Replicated {
+            self.writeback.replicated_bytes += lane.slot_bytes;
         }
-        self.taking.coming.enter(lane.tenant, lane.slot_bytes);
+        self.inbound.pending_space.add(lane.tenant, lane.slot_bytes);
         self.writeback.queue.push(lane, id, self.now);
         self.set_frame_state(frame, FrameState::Unsaved(id.slot()));
     }
 
-    /// The instant at which the oldest queued block must be on its way; none while devices are busy or full.
+    /// Time at which the oldest queued block must be written; `None` while devices are busy or full.
     pub(super) fn writeback_deadline(&self) -> Option<Tick> {
         let oldest = self.writeback.queue.oldest()?;
-        (self.writeback.pace == Pace::Patient).then(|| oldest.after(self.settings.writeback_delay))
+        (self.writeback.urgency == Urgency::Normal).then(|| oldest.after(self.settings.writeback_delay))
     }
 
-    /// Starts as many batches as are due and possible.
+    /// Starts all batches that are due and possible.
     pub(super) fn write_back(&mut self) {
         if !self.writeback_due() {
             return;
@@ -218,62 +225,64 @@ impl AgentCore {
                 full.push(device);
             }
         }
-        let mut pace = Pace::Stalled;
+        let mut urgency = Urgency::Stalled;
         for lane in self.writeback.queue.lanes() {
-            if self.is_hopeless(lane) && self.give_up(lane) == Left::Some {
-                pace = Pace::Patient;
+            if self.can_never_be_written(lane) && self.drop_lane(lane) == Remaining::Some {
+                urgency = Urgency::Normal;
             }
         }
-        self.writeback.pace = if self.writeback.queue.is_empty() { Pace::Patient } else { pace };
+        self.writeback.urgency = if self.writeback.queue.is_empty() { Urgency::Normal } else { urgency };
     }
 
-    /// Whether nothing that is under way or could be evicted will ever make room for the blocks of a lane. Makes room where
-    /// there is none.
-    fn is_hopeless(&mut self, lane: Lane) -> bool {
+    /// Whether nothing in progress or evictable will ever free space for a lane. Otherwise starts to free
+    /// space, if none is free.
+    fn can_never_be_written(&mut self, lane: Lane) -> bool {
         if !self.may_be_saved(lane) {
             return true;
         }
         let at_limit = self.tenants.nvme(lane.tenant).room() < nvme_bytes(lane.slot_bytes);
         match lane.cause {
-            Cause::Taken => at_limit || !self.devices.has_slot(lane.slot_bytes),
-            // At its limit a tenant waits for the end of its own reads and writes.
-            Cause::Committed if at_limit || self.devices.has_slot(lane.slot_bytes) => false,
-            Cause::Committed => self.make_pool_room(lane) == Room::Never,
+            WriteCause::Replicated => at_limit || !self.devices.has_slot(lane.slot_bytes),
+            // A tenant at its limit waits for the end of its own reads and writes.
+            WriteCause::Committed if at_limit || self.devices.has_slot(lane.slot_bytes) => false,
+            WriteCause::Committed => self.make_pool_room(lane) == SpaceState::Unavailable,
         }
     }
 
-    /// Whether blocks of a lane fit a device, and their tenant may have one of them there.
+    /// Whether blocks of a lane fit a device and the tenant's limit.
     pub(super) fn may_be_saved(&self, lane: Lane) -> bool {
         self.devices.can_hold(lane.slot_bytes)
             && self.tenants.nvme(lane.tenant).quota.limit() >= nvme_bytes(lane.slot_bytes)
     }
 
-    /// Where the block of a frame waits.
-    pub(super) fn lane_of(&self, frame: FrameIndex, cause: Cause) -> Lane {
-        let Shape { slot_bytes, tenant_index, .. } = *self.shapes.get(self.frames.get(frame).shape);
+    /// Returns the lane for the block of a frame.
+    pub(super) fn lane_of(&self, frame: FrameIndex, cause: WriteCause) -> Lane {
+        let SizeClass { slot_bytes, tenant_index, .. } =
+            *self.size_classes.get(self.frames.get(frame).size_class);
         Lane { slot_bytes, tenant: tenant_index, cause }
     }
 
-    /// Sees to it that one more block of a lane is within its tenant's limit; `false` when not enough may go.
+    /// Evicts blocks of a lane's tenant until one more is within the limit; `false` if too few are evictable.
     fn make_nvme_room_below_limit(&mut self, lane: Lane) -> bool {
         let bytes = nvme_bytes(lane.slot_bytes);
         while self.tenants.nvme(lane.tenant).room() < bytes {
-            if lane.cause == Cause::Taken || !self.evict_nvme_of(lane.tenant) {
+            if lane.cause == WriteCause::Replicated || !self.evict_nvme_of(lane.tenant) {
                 return false;
             }
         }
         true
     }
 
-    /// A pool reports a batch.
+    /// Handles the end of a batch.
     pub(super) fn batch_done(&mut self, id: BatchId, stored: &[StoredBlock]) {
         let Some(at) = self.writeback.batches.iter().position(|batch| batch.id == id) else { return };
         let batch = self.writeback.batches.swap_remove(at);
         for record in &batch.blocks {
-            let block = self.writeback.unsaved.get(*record).expect("what is being written has a record");
+            let block =
+                self.writeback.unsaved.get(*record).expect("a block that is being written has a record");
             let lane = self.lane_of(block.frame, block.cause);
-            // What was stored is counted again by its entry.
-            self.tenants.give_nvme(lane.tenant, lane.slot_bytes);
+            // Stored blocks are charged again with their index entries.
+            self.tenants.release_nvme(lane.tenant, lane.slot_bytes);
         }
         if self.devices.is_usable(batch.device) {
             for block in self.in_order_of_commit(&batch, stored) {
@@ -288,7 +297,8 @@ impl AgentCore {
         }
     }
 
-    /// What a device has stored of a batch, parents before their children: writes end in any order.
+    /// Returns the stored blocks of a batch with parents before their children, because writes end in any
+    /// order.
     fn in_order_of_commit<'a>(&self, batch: &Batch, stored: &'a [StoredBlock]) -> Vec<&'a StoredBlock> {
         let key = |record: &SlabId| {
             let entry = self.frames.get(self.writeback.unsaved.get(*record)?.frame).entry()?;
@@ -300,29 +310,29 @@ impl AgentCore {
         blocks
     }
 
-    /// Of a block that is not durable yet, the block before it in its chain.
+    /// Parent of an unsaved block in its chain.
     pub(super) fn parent_of_unsaved(&self, frame: FrameIndex) -> Option<BlockKey> {
         let FrameState::Unsaved(slot) = self.frames.get(frame).state else { return None };
         self.writeback.unsaved.at(slot)?.parent
     }
 
-    /// Whether a flush is due. Without a usable device everything is due, to come to its end.
+    /// Whether a flush is due. Without a usable device it is always due, so that all blocks are resolved.
     fn writeback_due(&self) -> bool {
         let Some(oldest) = self.writeback.queue.oldest() else { return false };
-        self.writeback.pace != Pace::Patient
+        self.writeback.urgency != Urgency::Normal
             || self.writeback.queue.bytes() >= self.settings.writeback_bytes
             || oldest.after(self.settings.writeback_delay) <= self.now
             || self.devices.usable() == 0
     }
 
-    /// Bytes of one batch: all devices get a share of the queue, but none a larger batch than the setting.
+    /// Bytes of one batch: each device gets an equal share of the queue, at most `writeback_bytes`.
     fn batch_bytes(&self) -> u64 {
         let devices = self.devices.usable().max(1) as u64;
         self.writeback.queue.bytes().div_ceil(devices).min(self.settings.writeback_bytes)
     }
 
-    /// Gives a device the blocks that have waited longest and that it has slots for, at least one; `false` when it has
-    /// a slot for none.
+    /// Starts a batch of the oldest blocks that the device has slots for, at least one; `false` if there is
+    /// no such block.
     fn start_batch(&mut self, device: DeviceId, bytes_max: u64) -> bool {
         let id = BatchId(self.writeback.batches_started + 1);
         let (mut writes, mut blocks, mut bytes) = (Vec::new(), Vec::new(), 0);
@@ -335,7 +345,7 @@ impl AgentCore {
                     break;
                 }
                 let Some(page) = self.devices.allocate(device, slot_bytes) else { break };
-                self.tenants.take_nvme(lane.tenant, slot_bytes);
+                self.tenants.charge_nvme(lane.tenant, slot_bytes);
                 let record = self.writeback.queue.pop(lane).expect("just seen");
                 let block = self.writeback.unsaved.get_mut(record).expect("queued records live");
                 block.state = SaveState::Writing(id);
@@ -359,7 +369,7 @@ impl AgentCore {
     fn block_write(&self, frame: FrameIndex, page: crate::pool::PageNumber) -> BlockWrite {
         let state = self.frames.get(frame);
         let entry = self.index.entry(state.entry().expect("an unsaved block can be found"));
-        let Shape { tenant, tenant_index, layout, .. } = *self.shapes.get(state.shape);
+        let SizeClass { tenant, tenant_index, layout, .. } = *self.size_classes.get(state.size_class);
         BlockWrite {
             key: entry.key(),
             tenant,
@@ -373,7 +383,7 @@ impl AgentCore {
         }
     }
 
-    /// A block of a batch is durable.
+    /// Records that a block of a batch is durable.
     fn block_stored(&mut self, device: DeviceId, block: &StoredBlock) {
         let found = self.index.find(&block.key).and_then(|entry| match self.index.entry(entry).dram() {
             super::index::Dram::Resident(frame) => Some((entry, frame)),
@@ -383,25 +393,26 @@ impl AgentCore {
         let FrameState::Unsaved(slot) = self.frames.get(frame).state else {
             return self.devices.free(device, block.page);
         };
-        let bytes = self.shapes.get(self.frames.get(frame).shape).layout.block_bytes();
+        let bytes = self.size_classes.get(self.frames.get(frame).size_class).layout.block_bytes();
         self.counters.stored_blocks_total += 1;
         self.counters.stored_bytes_total += bytes;
         self.keep_stored(entry, device, block);
         let record = self.writeback.unsaved.id_at(slot).expect("an unsaved frame has a record");
-        if self.writeback.unsaved.get(record).is_some_and(|block| block.cause == Cause::Taken) {
+        if self.writeback.unsaved.get(record).is_some_and(|block| block.cause == WriteCause::Replicated) {
             self.counters.taken_blocks_stored += 1;
         }
-        self.end_unsaved(record, ItemEnd::Durable);
+        self.end_unsaved(record, ItemOutcome::Durable);
     }
 
-    /// A block's write failed. Tries another slot, or gives up; a lost device is not the block's fault.
+    /// Handles a failed write: retries in another slot, or gives up. A lost device does not count as an
+    /// attempt.
     fn write_failed(&mut self, record: SlabId, device: DeviceId) {
         self.counters.write_failures += 1;
         let fault = self.devices.is_usable(device);
-        let block = self.writeback.unsaved.get_mut(record).expect("the caller has looked");
+        let block = self.writeback.unsaved.get_mut(record).expect("the caller has checked");
         block.attempts += u8::from(fault);
         if block.attempts >= WRITE_ATTEMPTS_MAX {
-            self.end_unsaved(record, ItemEnd::Lost);
+            self.end_unsaved(record, ItemOutcome::Lost);
         } else {
             self.requeue(record);
         }
@@ -412,61 +423,61 @@ impl AgentCore {
         block.state = SaveState::Queued;
         let (since, frame, cause) = (block.since, block.frame, block.cause);
         let lane = self.lane_of(frame, cause);
-        self.writeback.queue.put_back(lane, record, since);
+        self.writeback.queue.push_front(lane, record, since);
     }
 
-    /// Nothing will ever make room for the blocks of a lane. Those that engines have committed since they were taken from
-    /// a peer go on in the lane of such blocks.
-    fn give_up(&mut self, lane: Lane) -> Left {
+    /// Drops the blocks of a lane that can never be written. Blocks that engines have committed since a peer
+    /// offered them move to the lane of committed blocks.
+    fn drop_lane(&mut self, lane: Lane) -> Remaining {
         let is_limited = self.devices.can_hold(lane.slot_bytes) && !self.may_be_saved(lane);
-        let mut left = Left::None;
+        let mut left = Remaining::None;
         while let Some(record) = self.writeback.queue.pop(lane) {
             let block = self.writeback.unsaved.get(record).expect("queued records live");
             if block.cause != lane.cause {
-                left = Left::Some;
+                left = Remaining::Some;
                 self.writeback.queue.push(Lane { cause: block.cause, ..lane }, record, block.since);
                 continue;
             }
-            if is_limited && lane.cause == Cause::Committed {
+            if is_limited && lane.cause == WriteCause::Committed {
                 self.count_limited(lane);
             }
-            self.end_unsaved(record, ItemEnd::Lost);
+            self.end_unsaved(record, ItemOutcome::Lost);
         }
         left
     }
 
-    /// An engine has committed a block that waits to be saved: it is saved like any other.
-    pub(super) fn save_as_committed(&mut self, record: SlabId) {
+    /// Promotes an offered, unsaved block that an engine has committed.
+    pub(super) fn promote_to_committed(&mut self, record: SlabId) {
         let Some(block) = self.writeback.unsaved.get_mut(record) else { return };
-        block.worth = Worth::Used;
-        if std::mem::replace(&mut block.cause, Cause::Committed) == Cause::Taken {
+        block.position = EvictionPosition::Last;
+        if std::mem::replace(&mut block.cause, WriteCause::Committed) == WriteCause::Replicated {
             let frame = block.frame;
-            self.writeback.taken_bytes -= self.frame_slot(frame).bytes;
-            self.leave_taking_frame(frame);
+            self.writeback.replicated_bytes -= self.frame_slot(frame).bytes;
+            self.release_pending_frame(frame);
         }
     }
 
-    /// A block of a lane is not saved because its tenant's limit is below one block: what the tenant would have liked to have.
+    /// Counts a block that is not saved because the tenant's limit is smaller than one block.
     pub(super) fn count_limited(&mut self, lane: Lane) {
         self.tenants.get_mut(lane.tenant).counts.nvme_limited_bytes += lane.slot_bytes;
     }
 
-    /// A block is durable or never will be: either way its frame is clean.
-    fn end_unsaved(&mut self, record: SlabId, end: ItemEnd) {
+    /// Ends the record of a block that is durable or lost; its frame becomes clean.
+    fn end_unsaved(&mut self, record: SlabId, end: ItemOutcome) {
         let Some(ended) = self.writeback.unsaved.remove(record) else { return };
         let Lane { slot_bytes, tenant, .. } = self.lane_of(ended.frame, ended.cause);
         self.writeback.unsaved_bytes -= slot_bytes;
-        self.taking.coming.leave(tenant, slot_bytes);
-        if ended.cause == Cause::Taken {
-            self.writeback.taken_bytes -= slot_bytes;
-            self.leave_taking_frame(ended.frame);
+        self.inbound.pending_space.remove(tenant, slot_bytes);
+        if ended.cause == WriteCause::Replicated {
+            self.writeback.replicated_bytes -= slot_bytes;
+            self.release_pending_frame(ended.frame);
         }
         let entry = self.frames.get(ended.frame).entry().expect("an unsaved block can be found");
         let key = self.index.entry(entry).key();
         self.set_frame_state(ended.frame, FrameState::Clean);
-        match ended.worth {
-            Worth::Used => self.order_before_parent(entry, ended.parent),
-            Worth::Unasked => self.evict_first(ended.frame),
+        match ended.position {
+            EvictionPosition::Last => self.order_before_parent(entry, ended.parent),
+            EvictionPosition::First => self.evict_first(ended.frame),
         }
         self.drop_if_damaged(ended.frame);
         self.end_items(&ended.tickets, key, end);

@@ -1,4 +1,4 @@
-//! Batches, and how inventories and changes are cut into them.
+//! Batches of changes, and the splitting of inventories and queued changes into batches.
 
 use std::collections::VecDeque;
 
@@ -6,43 +6,43 @@ use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tier};
 
 use crate::effect::{Change, ReplicaChange};
 
-/// Changes in one message: 8,192 × 17 bytes = 136 KiB, about 2 ms of the directory's time.
+/// Maximum changes in one message: 8,192 × 17 bytes = 136 KiB, about 2 ms of the directory's time.
 pub const BATCH_CHANGES_MAX: usize = 8192;
 
-/// Bit of an operation byte that says "withdrawn".
+/// Bit of an operation byte that marks a withdrawn replica.
 const WITHDRAWN: u8 = 0x80;
 
-/// Changes to be sent together, and again and again until they are answered.
+/// Changes that are sent together, unchanged until they are answered.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Batch {
-    /// Whose.
+    /// Node that announces the changes.
     pub node: NodeId,
-    /// Under which registration.
+    /// Registration under which the batch is sent.
     pub epoch: Epoch,
-    /// Its first number within the registration.
+    /// First sequence number, within the registration.
     pub sequence: u64,
-    /// What of the node's inventory begins with it.
+    /// Inventories that start with this batch.
     pub opening: Opening,
-    /// 16 bytes for each change.
+    /// Keys of the changes, 16 bytes each.
     pub keys: Vec<u8>,
-    /// One byte for each change: the tier, with 0x80 when the replica is withdrawn.
+    /// One byte for each change: the tier, plus 0x80 if the replica is withdrawn.
     pub operations: Vec<u8>,
-    /// Slots whose inventory is whole after it.
+    /// Slots whose inventory is complete after this batch.
     pub ends: SlotSet,
 }
 
-/// What a batch is to what was announced before.
+/// Relation of a batch to earlier announcements.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Opening {
-    /// More of the same.
+    /// Continues the earlier announcements.
     Nothing,
-    /// The inventory of these slots begins: what was announced there before is gone.
+    /// Starts the inventory of these slots, replacing earlier announcements there.
     Slots(SlotSet),
-    /// Everything announced before is gone, in all slots; the inventory of these slots begins.
-    Anew(SlotSet),
+    /// Starts the inventory of these slots, replacing all earlier announcements in all slots.
+    Reset(SlotSet),
 }
 
-/// What a batch will have, before it has a number.
+/// Content of a batch before it has a sequence number.
 #[derive(Debug)]
 pub(super) struct Part {
     opening: Opening,
@@ -51,13 +51,13 @@ pub(super) struct Part {
     ends: SlotSet,
 }
 
-/// The inventory of some slots, and how much of it is in batches.
+/// Inventory of some slots, and the part of it that is already in batches.
 #[derive(Debug)]
 pub(super) struct Inventory {
     slots: SlotSet,
     replicas: Vec<(BlockKey, Tier)>,
     sent: usize,
-    /// Its opening is in a batch.
+    /// Whether a batch with its opening exists.
     opened: bool,
 }
 
@@ -67,35 +67,35 @@ impl Batch {
         Batch { node, epoch, sequence, opening, keys, operations, ends }
     }
 
-    /// How many changes it has.
+    /// Number of changes in the batch.
     pub fn len(&self) -> usize {
         self.operations.len()
     }
 
-    /// Whether it has none: an inventory of nothing.
+    /// Whether the batch has no changes, as for an empty inventory.
     pub fn is_empty(&self) -> bool {
         self.operations.is_empty()
     }
 
-    /// How many sequence numbers it takes.
+    /// Number of sequence numbers that the batch uses.
     pub fn numbers(&self) -> u64 {
         self.operations.len() as u64 + u64::from(self.opening != Opening::Nothing)
     }
 }
 
 impl Inventory {
-    /// What of the replicas is in the slots.
+    /// Creates an inventory of those replicas that lie in the slots.
     pub(super) fn of(slots: SlotSet, replicas: &[(BlockKey, Tier)]) -> Inventory {
         let replicas = replicas.iter().filter(|(key, _)| slots.has_key(key)).copied().collect();
         Inventory { slots, replicas, sent: 0, opened: false }
     }
 
-    /// Replicas, and an opening, that are in no batch.
-    pub(super) fn left(&self) -> usize {
+    /// Number of replicas and openings that are not in a batch yet.
+    pub(super) fn remaining(&self) -> usize {
         self.replicas.len() - self.sent + usize::from(!self.opened)
     }
 
-    /// The next part; the first one opens.
+    /// Returns the next part; the first part contains the opening.
     pub(super) fn next_part(&mut self, open: impl FnOnce(SlotSet) -> Opening) -> Part {
         let opened = std::mem::replace(&mut self.opened, true);
         let opening = if opened { Opening::Nothing } else { open(self.slots.clone()) };
@@ -104,12 +104,12 @@ impl Inventory {
         let keys = part.iter().flat_map(|(key, _)| key.0).collect();
         let operations = part.iter().map(|(_, tier)| operation(*tier, Change::Added)).collect();
         self.sent = last;
-        let ends = if self.left() == 0 { self.slots.clone() } else { SlotSet::EMPTY };
+        let ends = if self.remaining() == 0 { self.slots.clone() } else { SlotSet::EMPTY };
         Part { opening, keys, operations, ends }
     }
 }
 
-/// Takes the next changes out of their queue.
+/// Removes the next changes from the queue.
 pub(super) fn changes_of(queue: &mut VecDeque<ReplicaChange>) -> Part {
     let count = queue.len().min(BATCH_CHANGES_MAX);
     let mut keys = Vec::with_capacity(count * BlockKey::SIZE);
@@ -121,7 +121,7 @@ pub(super) fn changes_of(queue: &mut VecDeque<ReplicaChange>) -> Part {
     Part { opening: Opening::Nothing, keys, operations, ends: SlotSet::EMPTY }
 }
 
-/// A change as the directory's operation byte.
+/// Returns the directory's operation byte for a change.
 fn operation(tier: Tier, change: Change) -> u8 {
     match change {
         Change::Added => tier as u8,
@@ -134,7 +134,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_operation_is_the_tier_and_a_bit_for_withdrawal() {
+    fn operation_byte_is_tier_plus_withdrawal_bit() {
         assert_eq!(operation(Tier::Nvme, Change::Added), 2);
         assert_eq!(operation(Tier::Dram, Change::Removed), 0x81);
     }

@@ -4,14 +4,14 @@ use reprise_policy::BlockKey;
 
 use super::{BatchId, PageNumber, PoolEvent, StoredBlock};
 
-/// Batches in flight at the most: one writing its blocks, one syncing them, one in the journal, one to spare.
+/// Maximum batches in flight: one writing its blocks, one syncing them, one in the journal, one spare.
 pub const BATCHES_MAX: usize = 4;
 
-/// A batch from its first write to its report.
+/// Write batch, from its first write to its event.
 #[derive(Debug)]
 pub(super) struct Batch {
     id: BatchId,
-    /// All blocks that were accepted.
+    /// Blocks whose write was started.
     blocks: Vec<(PageNumber, BlockKey)>,
     writes_in_flight: usize,
     records_in_journal: usize,
@@ -19,17 +19,17 @@ pub(super) struct Batch {
     failed: Vec<BlockKey>,
 }
 
-/// What a batch waits for.
+/// State of a step of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum BatchWaits {
-    /// For something in flight.
-    Longer,
-    /// For nothing: it can take its next step.
-    ForNothing,
+pub(super) enum BatchProgress {
+    /// Operations of the step are in flight.
+    Pending,
+    /// The step is complete; the next one can start.
+    Complete,
 }
 
 impl Batch {
-    /// A batch of no blocks yet.
+    /// Creates a batch without blocks.
     pub(super) fn new(id: BatchId, blocks: usize) -> Batch {
         Batch {
             id,
@@ -41,73 +41,77 @@ impl Batch {
         }
     }
 
-    /// Its name.
+    /// Identifier of the batch.
     pub(super) fn id(&self) -> BatchId {
         self.id
     }
 
-    /// A block's write was started.
+    /// Adds a block whose write was started.
     pub(super) fn block_started(&mut self, page: PageNumber, key: BlockKey) {
         self.blocks.push((page, key));
         self.writes_in_flight += 1;
     }
 
-    /// A block was refused: nothing of it was written.
+    /// Adds a block that was rejected before its write was started.
     pub(super) fn block_refused(&mut self, key: BlockKey) {
         self.failed.push(key);
     }
 
-    /// The device did not take a block's write: its slot is no longer the batch's.
+    /// Removes a block whose write the device did not start.
     pub(super) fn write_refused(&mut self, page: PageNumber) {
-        let at = self.blocks.iter().position(|(other, _)| *other == page).expect("its write was started");
+        let at = self
+            .blocks
+            .iter()
+            .position(|(other, _)| *other == page)
+            .expect("the write of this block was started");
         let (_, key) = self.blocks.remove(at);
         self.failed.push(key);
     }
 
-    /// A block's write came to its end, well or not.
-    pub(super) fn write_done(&mut self) -> BatchWaits {
+    /// Counts the end of a block write, successful or not.
+    pub(super) fn write_done(&mut self) -> BatchProgress {
         self.writes_in_flight -= 1;
         self.writes()
     }
 
-    /// Whether writes are in flight.
-    pub(super) fn writes(&self) -> BatchWaits {
-        if self.writes_in_flight == 0 { BatchWaits::ForNothing } else { BatchWaits::Longer }
+    /// Whether block writes are in flight.
+    pub(super) fn writes(&self) -> BatchProgress {
+        if self.writes_in_flight == 0 { BatchProgress::Complete } else { BatchProgress::Pending }
     }
 
-    /// All blocks are synced; one record for each goes into the journal.
+    /// Starts the journal step after all blocks were synced; returns the blocks that need a record.
     pub(super) fn begin_records(&mut self) -> &[(PageNumber, BlockKey)] {
         self.records_in_journal = self.blocks.len();
         self.stored.reserve_exact(self.blocks.len());
         &self.blocks
     }
 
-    /// The record of a stored block is durable.
-    pub(super) fn block_stored(&mut self, block: StoredBlock) -> BatchWaits {
+    /// Records that the record of a stored block is durable.
+    pub(super) fn block_stored(&mut self, block: StoredBlock) -> BatchProgress {
         self.stored.push(block);
         self.record_durable()
     }
 
-    /// The record of a block's bad slot is durable.
-    pub(super) fn block_failed(&mut self, key: BlockKey) -> BatchWaits {
+    /// Records that the quarantine record of a block's slot is durable.
+    pub(super) fn block_failed(&mut self, key: BlockKey) -> BatchProgress {
         self.failed.push(key);
         self.record_durable()
     }
 
-    /// The report.
+    /// Returns the event of a durable batch.
     pub(super) fn into_event(self) -> PoolEvent {
         PoolEvent::BatchDone { batch: self.id, stored: self.stored, failed: self.failed }
     }
 
-    /// The report when the device is lost: no block is readable, whatever was durable before.
+    /// Returns the event of a batch on a lost device: all blocks have failed, even those that were durable.
     pub(super) fn into_lost_event(self) -> PoolEvent {
         let mut failed: Vec<BlockKey> = self.blocks.iter().map(|(_, key)| *key).collect();
         failed.extend(self.failed.iter().filter(|key| !self.blocks.iter().any(|(_, other)| other == *key)));
         PoolEvent::BatchDone { batch: self.id, stored: Vec::new(), failed }
     }
 
-    fn record_durable(&mut self) -> BatchWaits {
+    fn record_durable(&mut self) -> BatchProgress {
         self.records_in_journal -= 1;
-        if self.records_in_journal == 0 { BatchWaits::ForNothing } else { BatchWaits::Longer }
+        if self.records_in_journal == 0 { BatchProgress::Complete } else { BatchProgress::Pending }
     }
 }

@@ -1,13 +1,13 @@
-//! The pool of one device while it is in use.
+//! Pool of one device in operation.
 
-use super::batch::{BATCHES_MAX, Batch, BatchWaits};
+use super::batch::{BATCHES_MAX, Batch, BatchProgress};
 use super::error::PoolError;
 use super::geometry::{Geometry, PoolParams, SUPERBLOCK_OFFSETS};
 use super::header::{HeaderFields, encode_header};
-use super::journal::{Journal, JournalPart, JournalPosition, JournalWants, Queued};
-use super::layouts::Owned;
+use super::journal::{Journal, JournalActions, JournalPart, JournalPosition, QueuedRecord};
+use super::layouts::TenantLayout;
 use super::operations::{Operations, Purpose, SyncGate, Waiter};
-use super::record::{BankLife, Record, RecordKind};
+use super::record::{BankIncarnation, Record, RecordKind};
 use super::slots::{SlotContent, Slots, short, slot_pages};
 use super::superblock::{BankHeader, Superblock};
 use super::{
@@ -16,62 +16,63 @@ use super::{
 use reprise_policy::BlockKey;
 use reprise_policy::layout::PAGE_BYTES;
 
-/// Life of the first bank of a new pool, whose next generation is 1.
-const FIRST_LIFE: BankLife = BankLife { epoch: 1, begun: 1 };
+/// Incarnation of the first bank of a new pool.
+const FIRST_INCARNATION: BankIncarnation = BankIncarnation { epoch: 1, begun: 1 };
 
-/// The pool of one device.
+/// Pool of one device.
 #[derive(Debug)]
 pub struct DevicePool {
     superblock: Superblock,
     slots: Slots,
     journal: Journal,
     batches: Vec<Batch>,
-    /// Frees and quarantines that wait for a batch or [`DevicePool::flush_frees`] to carry them.
+    /// Free and quarantine records that wait for a batch or for [`DevicePool::flush_frees`].
     removals: Vec<Record>,
     operations: Operations,
     gate: SyncGate,
-    /// Number of the next write into a slot; none is used twice on one device.
+    /// Generation of the next slot write; never repeats on a device.
     next_generation: u64,
     health: Health,
 }
 
-/// How a device's space and journal are used. Slots count with their header pages.
+/// Usage of a device's space and journal. Slots include their header pages.
 ///
-/// `slot_bytes_used + slot_bytes_free + pending_frees_bytes + slot_bytes_quarantined + slack_bytes = capacity_bytes`.
+/// `slot_bytes_used + slot_bytes_free + pending_frees_bytes + slot_bytes_quarantined + slack_bytes =
+/// capacity_bytes`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolUsage {
     /// Bytes of slots that are reserved, being written or stored.
     pub slot_bytes_used: u64,
-    /// Bytes of slots that could be taken, and of segments without blocks. Segments belong to one slot size while they
-    /// hold a block, so not every size can use all of it: see [`DevicePool::allocatable`].
+    /// Bytes of free slots and of segments without blocks. A segment belongs to one slot size while it holds
+    /// blocks, so this space is not available to every size: see [`DevicePool::allocatable`].
     pub slot_bytes_free: u64,
-    /// Slots that are never used again.
+    /// Number of slots that are never used again.
     pub slots_quarantined: u64,
-    /// Their bytes.
+    /// Bytes of slots that are never used again.
     pub slot_bytes_quarantined: u64,
     /// Bytes of freed slots whose free record is not durable yet.
     pub pending_frees_bytes: u64,
     /// Bytes at the ends of segments where no slot fits.
     pub slack_bytes: u64,
-    /// Bytes of all segments.
+    /// Total bytes of all segments.
     pub capacity_bytes: u64,
-    /// Blocks stored, those being freed not counted.
+    /// Number of stored blocks, without those being freed.
     pub blocks_stored: u64,
-    /// Entries that a checkpoint has room for and no slot takes.
+    /// Number of checkpoint entries that no slot uses.
     pub entries_free: u64,
-    /// Entries of freed slots whose free record is not durable yet.
+    /// Number of entries of freed slots whose free record is not durable yet.
     pub entries_pending: u64,
-    /// Blocks and quarantined slots that there may be at once.
+    /// Maximum number of blocks and quarantined slots.
     pub entries_max: u64,
-    /// Bytes of the active bank's log that are written.
+    /// Bytes written to the log of the active bank.
     pub journal_bytes_used: u64,
     /// Bytes of a bank's log.
     pub journal_bytes_capacity: u64,
-    /// Changes of the journal bank since the pool was opened.
+    /// Number of bank switches since the pool was opened.
     pub checkpoints: u64,
-    /// Records made durable since the pool was opened.
+    /// Number of records made durable since the pool was opened.
     pub journal_records: u64,
-    /// Bytes of memory held for slots and segments.
+    /// Bytes of memory used for slots and segments.
     pub memory_bytes: u64,
 }
 
@@ -81,22 +82,22 @@ enum Health {
     Lost,
 }
 
-/// What recovery hands over.
+/// State of a pool after recovery.
 #[derive(Debug)]
-pub(super) struct Recovered {
-    /// The device.
+pub(super) struct RecoveredState {
+    /// Superblock of the device.
     pub(super) superblock: Superblock,
-    /// Its slots.
+    /// Restored slots of the device.
     pub(super) slots: Slots,
-    /// Where appending goes on.
+    /// Position at which the journal continues.
     pub(super) position: JournalPosition,
-    /// No write before had this or a later number.
+    /// Generation that is higher than that of every earlier write.
     pub(super) next_generation: u64,
 }
 
 impl DevicePool {
-    /// What to write to a device to make it an empty pool: byte offsets and whole pages, to be written in this order
-    /// and then synced. The superblock comes last, so an interrupted format leaves no pool rather than half of one.
+    /// Returns the writes that format a device as an empty pool: byte offsets and whole pages. Execute them
+    /// in this order, then sync. The superblock comes last, so an interrupted format leaves no pool.
     ///
     /// # Errors
     /// [`PoolError::BadParams`] and [`PoolError::TooSmall`].
@@ -107,8 +108,12 @@ impl DevicePool {
             created_unix_us: params.created_unix_us,
             geometry: Geometry::plan(params)?,
         };
-        let header =
-            BankHeader { life: FIRST_LIFE, next_generation: 1, checkpoint_records: 0, checkpoint_pages: 0 };
+        let header = BankHeader {
+            incarnation: FIRST_INCARNATION,
+            next_generation: 1,
+            checkpoint_records: 0,
+            checkpoint_pages: 0,
+        };
         let [active, other] = [0, 1].map(|bank| superblock.geometry.header_offsets(bank));
         let header_page = header.encode(&superblock, 0);
         let blank = vec![0; header_page.len()];
@@ -118,8 +123,8 @@ impl DevicePool {
         Ok(blanks.into_iter().chain(headers).chain(superblocks).collect())
     }
 
-    /// Goes on after a recovery.
-    pub(super) fn resume(recovered: Recovered) -> DevicePool {
+    /// Creates the pool from recovered state.
+    pub(super) fn resume(recovered: RecoveredState) -> DevicePool {
         DevicePool {
             journal: Journal::new(&recovered.superblock, recovered.position),
             superblock: recovered.superblock,
@@ -133,7 +138,7 @@ impl DevicePool {
         }
     }
 
-    /// Identity of the device's pool, wherever the device is plugged in.
+    /// Identity of the device's pool, independent of where the device is attached.
     pub fn pool_uuid(&self) -> [u8; 16] {
         self.superblock.pool_uuid
     }
@@ -143,8 +148,8 @@ impl DevicePool {
         self.superblock.device_index
     }
 
-    /// Takes a slot for a payload of so many bytes. `None` when there is none: free some blocks first. A payload
-    /// that does not fit a segment never gets one ([`DevicePool::payload_bytes_max`]).
+    /// Allocates a slot for a payload of this size. `None` if there is no free slot: free some blocks first.
+    /// A payload that does not fit into a segment never gets a slot ([`DevicePool::payload_bytes_max`]).
     pub fn allocate(&mut self, payload_bytes: u64) -> Option<PageNumber> {
         if self.health == Health::Lost {
             return None;
@@ -152,91 +157,93 @@ impl DevicePool {
         self.slots.allocate(slot_pages(payload_bytes)?)
     }
 
-    /// How many slots for such a payload [`DevicePool::allocate`] would give now.
+    /// Number of slots of this size that [`DevicePool::allocate`] could return now.
     pub fn allocatable(&self, payload_bytes: u64) -> u64 {
         slot_pages(payload_bytes).map_or(0, |pages| self.slots.allocatable(pages))
     }
 
-    /// Bytes of the largest payload that fits a segment.
+    /// Maximum bytes of a payload: what fits into a segment.
     pub fn payload_bytes_max(&self) -> u64 {
         self.superblock.geometry.segment_bytes - PAGE_BYTES
     }
 
-    /// Ends a stored block. Its slot can be allocated again when its free record is durable: with the next batch or
-    /// [`DevicePool::flush_frees`]. Until then a crash brings the block back. No read of the slot may be in flight.
-    /// Does nothing when the slot is quarantined.
+    /// Frees a stored block. Its slot can be allocated again once its free record is durable: with the next
+    /// batch or [`DevicePool::flush_frees`]. A crash before that restores the block. No read of the slot may
+    /// be in flight. Does nothing if the slot is quarantined.
     ///
     /// # Panics
-    /// When there is no stored block.
+    /// If the slot holds no stored block.
     pub fn free(&mut self, page: PageNumber) {
         self.removals.extend(self.slots.begin_free(page));
     }
 
-    /// Takes the slot of a stored block out of use for ever: its medium is bad. Recorded with the next batch or
-    /// [`DevicePool::flush_frees`]. Does nothing when it is out of use already.
+    /// Quarantines the slot of a stored block permanently after a medium error. Recorded with the next batch
+    /// or [`DevicePool::flush_frees`]. Does nothing if the slot is already quarantined.
     ///
     /// # Panics
-    /// When nothing was written to the slot.
+    /// If the slot was never written.
     pub fn quarantine(&mut self, page: PageNumber) {
         self.removals.extend(self.slots.quarantine(page));
     }
 
-    /// Whether the slot at a page is one of those that payloads of so many bytes take.
+    /// Whether the slot at a page has the size for payloads of `payload_bytes`.
     pub fn has_size(&self, page: PageNumber, payload_bytes: u64) -> bool {
         slot_pages(payload_bytes).is_some_and(|pages| self.slots.size_of(page) == Some(pages))
     }
 
-    /// Identity of the segment of a slot.
+    /// Number of the segment that contains a page.
     pub fn segment_of(&self, page: PageNumber) -> Option<u32> {
         self.slots.segment_of(page)
     }
 
-    /// The blocks to be freed so that a segment of another slot size can take payloads of so many bytes; `None` when
-    /// freeing blocks would not do. What is in the way may go: a write that ends, but not a quarantined slot.
+    /// Returns the blocks to free so that a segment of another slot size becomes available for this payload
+    /// size. `None` if freeing blocks is not sufficient, for example because of a quarantined slot or a write
+    /// in progress.
     pub fn drainable(&self, segment: u32, payload_bytes: u64) -> Option<Vec<(BlockKey, PageNumber)>> {
         self.slots.drainable(segment, slot_pages(payload_bytes)?)
     }
 
-    /// The [`DevicePool::drainable`] segment with the fewest blocks. O(slots).
+    /// Returns the [`DevicePool::drainable`] segment with the fewest blocks. O(slots).
     pub fn emptiest_drainable(&self, payload_bytes: u64) -> Option<u32> {
         self.slots.emptiest_drainable(slot_pages(payload_bytes)?)
     }
 
-    /// Hands out no slot of a segment any more until all of it is free. Its blocks are to be freed next.
+    /// Stops allocation in a segment until all of it is free. The caller frees its blocks next.
     pub fn start_drain(&mut self, segment: u32) {
         self.slots.start_drain(segment);
     }
 
-    /// Whether room for such a payload comes without anything more being freed: with what was freed already.
-    pub fn room_coming(&self, payload_bytes: u64) -> bool {
-        slot_pages(payload_bytes).is_some_and(|pages| self.slots.room_coming(pages))
+    /// Whether space for this payload size becomes available without freeing further blocks.
+    pub fn space_pending(&self, payload_bytes: u64) -> bool {
+        slot_pages(payload_bytes).is_some_and(|pages| self.slots.space_pending(pages))
     }
 
-    /// The block stored at a page; `None` when nothing durable is stored there.
+    /// Returns the block stored at a page, or `None` if no durable block is stored there.
     pub fn stored(&self, page: PageNumber) -> Option<StoredBlock> {
         self.slots.stored(page)
     }
 
-    /// Whether [`DevicePool::write_batch`] may be called: fewer than [`BATCHES_MAX`] are in flight and the device works.
+    /// Whether [`DevicePool::write_batch`] may be called: the device works and has fewer than [`BATCHES_MAX`]
+    /// batches in flight.
     pub fn can_start_batch(&self) -> bool {
         self.health == Health::Working && self.batches.len() < BATCHES_MAX
     }
 
-    /// Writes blocks into slots that [`DevicePool::allocate`] gave and makes them durable, reported as one
-    /// [`PoolEvent::BatchDone`]. Frees and quarantines so far become durable with it.
+    /// Writes blocks into allocated slots and makes them durable, reported as one [`PoolEvent::BatchDone`].
+    /// Earlier frees and quarantines become durable with the batch.
     ///
     /// # Panics
-    /// When [`DevicePool::can_start_batch`] says no, the batch's id is in use, a slot is not a reserved one of the
-    /// layout's size, or a block has not one checksum per object.
+    /// If [`DevicePool::can_start_batch`] returns `false`, the batch id is in use, a slot is not reserved or
+    /// has the wrong size, or a block does not have one checksum per object.
     pub fn write_batch(&mut self, batch: BatchId, blocks: Vec<BlockWrite>) -> Vec<DeviceOp> {
-        assert!(self.can_start_batch(), "ask can_start_batch first");
+        assert!(self.can_start_batch(), "check can_start_batch first");
         assert!(self.batches.iter().all(|other| other.id() != batch), "a batch id names one batch");
         let mut ops = Vec::with_capacity(blocks.len() + 1);
         let mut pending = Batch::new(batch, blocks.len());
         for block in blocks {
             self.start_block(&mut pending, &block, &mut ops);
         }
-        if pending.writes() == BatchWaits::ForNothing {
+        if pending.writes() == BatchProgress::Complete {
             self.gate.wait(Waiter::Batch(batch));
         }
         self.batches.push(pending);
@@ -244,8 +251,9 @@ impl DevicePool {
         ops
     }
 
-    /// Makes frees and quarantines so far durable without waiting for a batch, and starts what recovery has found to be
-    /// repaired. Call it when space is short or nothing was written for a while; once after opening, too.
+    /// Makes pending frees and quarantines durable without a batch, and starts repairs that recovery
+    /// requires. Call it after opening the pool, when space is short, and when no batch was written for a
+    /// while.
     pub fn flush_frees(&mut self) -> Vec<DeviceOp> {
         let mut ops = Vec::new();
         if self.health == Health::Working {
@@ -255,13 +263,14 @@ impl DevicePool {
         ops
     }
 
-    /// An operation was done. Returns what to do next and what has happened by it.
+    /// Handles the result of an operation. Returns the next operations and the resulting events.
     ///
-    /// After [`PoolEvent::DeviceLost`] no operation is returned any more; batches in flight are reported as failed when
-    /// the last of their block writes was reported, so that their memory is no longer in use by the device.
+    /// After [`PoolEvent::DeviceLost`], no further operations are returned. Batches in flight are reported as
+    /// failed when the last of their block writes was reported, so that the device no longer uses their
+    /// memory.
     ///
     /// # Panics
-    /// When the token names no operation in flight.
+    /// If the token names no operation in flight.
     pub fn done(
         &mut self,
         token: OpToken,
@@ -302,7 +311,7 @@ impl DevicePool {
         (ops, events)
     }
 
-    /// How space and journal are used. O(slot sizes).
+    /// Usage of space and journal. O(slot sizes).
     pub fn usage(&self) -> PoolUsage {
         let tally = self.slots.tally();
         let (entries_free, entries_pending) = self.slots.entries_free();
@@ -326,17 +335,17 @@ impl DevicePool {
         }
     }
 
-    /// Checks the invariants of the slots from scratch; for tests, O(slots).
+    /// Checks the invariants of the slots against a full recount, for tests. O(slots).
     ///
     /// # Errors
-    /// Says which does not hold.
+    /// A description of the first violated invariant.
     pub fn audit(&self) -> Result<(), String> {
         self.slots.audit()
     }
 
     fn start_block(&mut self, batch: &mut Batch, block: &BlockWrite, ops: &mut Vec<DeviceOp>) {
-        let owned = Owned { tenant: block.tenant, layout: block.layout };
-        let Some(layout) = self.slots.acquire_layout(&owned) else {
+        let tenant_layout = TenantLayout { tenant: block.tenant, layout: block.layout };
+        let Some(layout) = self.slots.acquire_layout(&tenant_layout) else {
             self.slots.release(block.page);
             batch.block_refused(block.key);
             return;
@@ -371,7 +380,7 @@ impl DevicePool {
     }
 
     fn block_written(&mut self, batch: BatchId) {
-        if self.batch_mut(batch).write_done() == BatchWaits::ForNothing {
+        if self.batch_mut(batch).write_done() == BatchProgress::Complete {
             self.gate.wait(Waiter::Batch(batch));
         }
     }
@@ -379,7 +388,7 @@ impl DevicePool {
     fn journal_written(&mut self, part: JournalPart) {
         match part {
             JournalPart::Group => self.gate.wait(Waiter::Journal(part)),
-            JournalPart::Flip => self.journal.flip_written(),
+            JournalPart::BankSwitch => self.journal.switch_written(),
         }
     }
 
@@ -388,16 +397,16 @@ impl DevicePool {
             match waiter {
                 Waiter::Batch(batch) => self.batch_synced(batch, events),
                 Waiter::Journal(JournalPart::Group) => self.group_durable(events),
-                Waiter::Journal(JournalPart::Flip) => {
-                    let mut wants = JournalWants::default();
-                    self.journal.flip_synced(self.next_generation, &mut wants);
-                    self.start_journal(wants, ops);
+                Waiter::Journal(JournalPart::BankSwitch) => {
+                    let mut actions = JournalActions::default();
+                    self.journal.switch_synced(self.next_generation, &mut actions);
+                    self.start_journal(actions, ops);
                 }
             }
         }
     }
 
-    /// A batch's blocks are durable: their records go into the journal, and the removals so far with them.
+    /// Queues the records of a batch whose blocks were synced, and the pending removals with them.
     fn batch_synced(&mut self, id: BatchId, events: &mut Vec<PoolEvent>) {
         let position = self.batch_position(id);
         let blocks = self.batches[position].begin_records();
@@ -412,8 +421,8 @@ impl DevicePool {
 
     fn group_durable(&mut self, events: &mut Vec<PoolEvent>) {
         let mut freed = 0;
-        for Queued { record, batch } in self.journal.group_synced() {
-            let waits = match (record.kind, batch) {
+        for QueuedRecord { record, batch } in self.journal.group_synced() {
+            let progress = match (record.kind, batch) {
                 (RecordKind::Free, _) => {
                     freed += u32::from(self.slots.finish_free(record.page));
                     continue;
@@ -426,7 +435,7 @@ impl DevicePool {
                 }
                 (RecordKind::Quarantine, Some(id)) => (id, self.batch_mut(id).block_failed(record.key)),
             };
-            if let (id, BatchWaits::ForNothing) = waits {
+            if let (id, BatchProgress::Complete) = progress {
                 let position = self.batch_position(id);
                 events.push(self.batches.remove(position).into_event());
             }
@@ -442,26 +451,26 @@ impl DevicePool {
         }
     }
 
-    /// Starts whatever can be started.
+    /// Starts all operations that are possible now.
     fn pump(&mut self, ops: &mut Vec<DeviceOp>) {
         if self.health == Health::Lost {
             return;
         }
-        let mut wants = JournalWants::default();
-        self.journal.advance(&self.slots, self.next_generation, &mut wants);
-        self.start_journal(wants, ops);
+        let mut actions = JournalActions::default();
+        self.journal.advance(&self.slots, self.next_generation, &mut actions);
+        self.start_journal(actions, ops);
         if let Some(purpose) = self.gate.start() {
             ops.push(DeviceOp { token: self.operations.begin(purpose), kind: DeviceOpKind::Sync });
         }
     }
 
-    fn start_journal(&mut self, wants: JournalWants, ops: &mut Vec<DeviceOp>) {
-        for write in wants.writes {
+    fn start_journal(&mut self, actions: JournalActions, ops: &mut Vec<DeviceOp>) {
+        for write in actions.writes {
             let token = self.operations.begin(Purpose::Journal(write.part));
             let kind = DeviceOpKind::WritePages { offset: write.offset, bytes: write.bytes };
             ops.push(DeviceOp { token, kind });
         }
-        for part in wants.syncs {
+        for part in actions.syncs {
             self.gate.wait(Waiter::Journal(part));
         }
     }
@@ -479,8 +488,8 @@ impl DevicePool {
         let batches = std::mem::take(&mut self.batches);
         for batch in batches {
             match batch.writes() {
-                BatchWaits::Longer => self.batches.push(batch),
-                BatchWaits::ForNothing => events.push(batch.into_lost_event()),
+                BatchProgress::Pending => self.batches.push(batch),
+                BatchProgress::Complete => events.push(batch.into_lost_event()),
             }
         }
     }

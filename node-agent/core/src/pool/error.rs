@@ -1,24 +1,24 @@
-//! Why a device cannot be opened or formatted as part of a pool, and what to do about it.
+//! Reasons why a device cannot be opened or formatted as part of a pool, each with its remedy.
 
-/// A device that cannot be used. The texts say what to do.
+/// Error of a device that cannot be used; the text states the remedy.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PoolError {
-    /// Nothing was ever formatted here, or formatting was interrupted before anything could be stored.
+    /// The device was never formatted, or formatting was interrupted before any block could be stored.
     #[error("the device holds no pool: format it first")]
     NotFormatted,
-    /// There is something else on the device.
+    /// The device holds other data.
     #[error(
         "the device holds data that is not Reprise's (it begins with {beginning}): check the path; to use the device \
          nevertheless, erase its first 2 MiB and format it"
     )]
     Foreign {
-        /// The first eight bytes, for people.
+        /// First eight bytes of the device, in printable form.
         beginning: String,
     },
-    /// A later Reprise wrote this.
+    /// A newer version of Reprise formatted the device.
     #[error(
-        "the pool has format version {found}, this agent understands up to {supported}: run a newer agent, or format \
-         the device and lose what it holds"
+        "the pool has format version {found}, this agent supports up to {supported}: run a newer agent, or format \
+        the device and lose its blocks"
     )]
     NewerVersion {
         /// Version on the device.
@@ -26,49 +26,51 @@ pub enum PoolError {
         /// Latest version that this build understands.
         supported: u32,
     },
-    /// What must be readable is not.
+    /// Required metadata is not readable.
     #[error(
-        "the pool's metadata is damaged beyond repair ({what}): its blocks cannot be found any more; check the device, \
-         then format it"
+        "the pool's metadata is damaged beyond repair ({what}): its blocks are lost; check the device, then \
+        format it"
     )]
     Corrupt {
-        /// Which part, and how.
+        /// Damaged part, and the kind of damage.
         what: String,
     },
-    /// Too small to be formatted.
-    #[error("a device of {found} bytes is too small for a pool: {needed} bytes are needed at least")]
+    /// The device is too small to be formatted.
+    #[error("a device of {found} bytes is too small for a pool: at least {needed} bytes are needed")]
     TooSmall {
-        /// Bytes needed.
+        /// Minimum size in bytes.
         needed: u64,
-        /// Bytes there.
+        /// Size of the device in bytes.
         found: u64,
     },
-    /// The device shrank.
+    /// The device is smaller than when it was formatted.
     #[error(
-        "the pool was formatted with {recorded} bytes but the device has {found}: restore its size (a truncated file \
-         or partition, perhaps), or format it"
+        "the pool was formatted with {recorded} bytes but the device has {found}: restore its size (is it a truncated \
+        file or partition?), or format it"
     )]
     WrongSize {
-        /// Bytes when it was formatted.
+        /// Size in bytes when it was formatted.
         recorded: u64,
-        /// Bytes now.
+        /// Current size in bytes.
         found: u64,
     },
-    /// Parameters that no pool can have.
-    #[error("the pool cannot be formatted like this: {what}")]
+    /// Invalid parameters for formatting.
+    #[error("invalid pool parameters: {what}")]
     BadParams {
-        /// Which parameter, and its limits.
+        /// Invalid parameter, and its limits.
         what: String,
     },
-    /// The caller of [`Recovery::feed`](super::Recovery::feed) read less or more than was asked for.
-    #[error("recovery asked for {expected} bytes and was fed {found}: read exactly what `next_read` says")]
+    /// The caller of [`Recovery::feed`](super::Recovery::feed) provided a wrong number of bytes.
+    #[error(
+        "recovery needs {expected} bytes and got {found}: read exactly the range that `next_read` returns"
+    )]
     WrongRead {
-        /// Bytes asked for.
+        /// Number of bytes requested.
         expected: usize,
-        /// Bytes fed.
+        /// Number of bytes provided.
         found: usize,
     },
-    /// [`Recovery::finish`](super::Recovery::finish) was called while `next_read` still wanted something.
+    /// [`Recovery::finish`](super::Recovery::finish) was called before recovery was complete.
     #[error("recovery is not finished: feed it until `next_read` returns nothing")]
     Unfinished,
 }

@@ -1,16 +1,17 @@
-//! Where things lie on a device.
+//! Areas of a device and their offsets.
 //!
 //! ```text
 //! 0        superblock, copy 0
 //! 1 MiB    superblock, copy 1
 //!          bank 0: header copy 0 | checkpoint pages | log pages | header copy 1
 //!          bank 1: the same
-//! 2 MiB·k  segments, one after the other; a rest shorter than a segment is unused
+//! 2 MiB·k  segments, contiguous; a remainder shorter than a segment is unused
 //! ```
 //!
-//! The copies of the superblock lie 1 MiB apart, those of a bank's header at its two ends: what tools write over the
-//! beginning of a disk, and the damage of one flash page, hits one of them. Invariant: areas are disjoint, page aligned
-//! and inside the device; [`Geometry::check`] enforces it for what is read from a device, too.
+//! The two superblock copies are 1 MiB apart, and the copies of a bank's header are at its two ends. A tool
+//! that overwrites the beginning of a disk, or damage of one flash page, thus affects only one copy.
+//! Invariant: areas are disjoint, page-aligned and within the device. [`Geometry::check`] enforces it also
+//! for geometry read from a device.
 
 use reprise_policy::layout::PAGE_BYTES;
 
@@ -20,57 +21,57 @@ use super::record::RECORDS_PER_PAGE;
 /// Byte offsets of the two copies of the superblock.
 pub const SUPERBLOCK_OFFSETS: [u64; 2] = [0, 1 << 20];
 
-/// Segments and the data area are aligned to this: the size of a huge page and of many SSDs' stripes.
+/// Alignment of segments and of the data area: the size of a huge page and of many SSDs' stripes.
 pub const SEGMENT_ALIGNMENT: u64 = 2 << 20;
 
 /// Default bytes of a segment: 31 slots of 2 MiB.
 pub const SEGMENT_BYTES_DEFAULT: u64 = 64 << 20;
 
-/// Bytes of a segment at the most.
+/// Maximum bytes of a segment.
 pub const SEGMENT_BYTES_MAX: u64 = 4 << 30;
 
-/// Bytes of a device at the most: page numbers have 32 bits.
+/// Maximum bytes of a device: page numbers have 32 bits.
 pub const DEVICE_BYTES_MAX: u64 = PAGE_BYTES << 32;
 
-/// Device bytes per journal entry on large devices: a checkpoint of 64 bytes per 64 KiB is 0.1 % of the device and
-/// bank. Blocks smaller than that cannot fill a large device; such blocks would drown in I/O operations anyway.
+/// Device bytes per journal entry on large devices: a checkpoint of 64 bytes per 64 KiB is 0.1 % of the
+/// device per bank. Smaller blocks cannot fill a large device; I/O operations would limit them anyway.
 const BYTES_PER_ENTRY: u64 = 64 << 10;
 
-/// Entries up to which a device has room for every slot that could exist (8 KiB each): 4 MiB of checkpoint.
+/// Number of entries up to which a device can index every possible slot (8 KiB each): 4 MiB of checkpoint.
 const ENTRIES_SMALL: u64 = 64 << 10;
 
-/// Bytes of the smallest slot: header page and one page of payload.
+/// Bytes of the smallest slot: header page and one payload page.
 const SLOT_BYTES_MIN: u64 = 2 * PAGE_BYTES;
 
-/// Log pages of a bank, at least: four groups of [`GROUP_PAGES_MAX`].
+/// Minimum log pages of a bank: four groups of [`GROUP_PAGES_MAX`].
 const LOG_PAGES_MIN: u64 = 64;
 
-/// Log pages of a bank, at most: 256 MiB, read in 0.1 s at 2.5 GB/s when the pool is opened.
+/// Maximum log pages of a bank: 256 MiB, read in 0.1 s at 2.5 GB/s when the pool is opened.
 const LOG_PAGES_MAX: u64 = 64 << 10;
 
-/// Pages of one journal append at the most: 1,008 records, 64 KiB.
+/// Maximum pages of one journal append: 1,008 records, 64 KiB.
 pub(super) const GROUP_PAGES_MAX: u32 = 16;
 
 const _: () = assert!(LOG_PAGES_MIN >= 4 * GROUP_PAGES_MAX as u64);
 const _: () =
-    assert!(LOG_PAGES_MAX / 2 <= u16::MAX as u64, "a carried-over group names its pages in 16 bits");
+    assert!(LOG_PAGES_MAX / 2 <= u16::MAX as u64, "a group copied to the other bank has a 16-bit page count");
 
-/// What a device is formatted with.
+/// Parameters for formatting a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PoolParams {
-    /// Bytes of the device or file; a rest of less than a page is not used.
+    /// Bytes of the device or file; a remainder shorter than a page is not used.
     pub device_bytes: u64,
-    /// Bytes of a segment: a multiple of 2 MiB, at least the largest slot (payload and header page).
+    /// Bytes of a segment: a multiple of 2 MiB, and at least the largest slot including its header page.
     pub segment_bytes: u64,
-    /// Identity of the device's pool, wherever the device is plugged in. Must be fresh: random.
+    /// Random identity of the device's pool, independent of where the device is attached. Must be unique.
     pub pool_uuid: [u8; 16],
-    /// Index of the device in the node's configuration when it was formatted.
+    /// Index of the device in the node's configuration.
     pub device_index: u8,
-    /// When it was formatted, microseconds since 1970, for people.
+    /// Time of formatting in microseconds since 1970, for diagnostics.
     pub created_unix_us: u64,
 }
 
-/// The areas of a device.
+/// Areas of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Geometry {
     /// Bytes of the device that belong to the pool.
@@ -83,7 +84,7 @@ pub(super) struct Geometry {
     pub(super) checkpoint_pages: u32,
     /// Pages of a bank's log area.
     pub(super) log_pages: u32,
-    /// Blocks and quarantined slots that there may be at once: what fits a checkpoint.
+    /// Maximum blocks and quarantined slots: the capacity of a checkpoint.
     pub(super) entries_max: u64,
     /// Byte offset of the first segment.
     pub(super) data_offset: u64,
@@ -92,7 +93,7 @@ pub(super) struct Geometry {
 }
 
 impl Geometry {
-    /// Lays out a new device.
+    /// Computes the layout of a new device.
     ///
     /// # Errors
     /// [`PoolError::BadParams`] or [`PoolError::TooSmall`].
@@ -100,9 +101,8 @@ impl Geometry {
         let device_bytes = params.device_bytes - params.device_bytes % PAGE_BYTES;
         check_segment_bytes(params.segment_bytes)?;
         if device_bytes > DEVICE_BYTES_MAX {
-            let what = format!(
-                "a device has {DEVICE_BYTES_MAX} bytes (16 TiB) at the most; split it into partitions"
-            );
+            let what =
+                format!("a device has at most {DEVICE_BYTES_MAX} bytes (16 TiB); split it into partitions");
             return Err(PoolError::BadParams { what });
         }
         let small = (device_bytes / SLOT_BYTES_MIN).min(ENTRIES_SMALL);
@@ -130,10 +130,10 @@ impl Geometry {
         geometry.check().map(|()| geometry)
     }
 
-    /// Whether the areas are possible at all.
+    /// Checks that the areas are valid.
     ///
     /// # Errors
-    /// [`PoolError::Corrupt`], naming what is not.
+    /// [`PoolError::Corrupt`] if they are not.
     pub(super) fn check(&self) -> Result<(), PoolError> {
         let bank_bytes = self.bank_bytes();
         let [first, second] = self.bank_offsets;
@@ -153,7 +153,7 @@ impl Geometry {
         if order && inside && aligned && counts && check_segment_bytes(self.segment_bytes).is_ok() {
             return Ok(());
         }
-        Err(PoolError::Corrupt { what: "the superblock's areas contradict each other".to_owned() })
+        Err(PoolError::Corrupt { what: "the areas in the superblock are inconsistent".to_owned() })
     }
 
     /// Bytes of one bank: two copies of its header, checkpoint and log.

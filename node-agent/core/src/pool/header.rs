@@ -1,14 +1,14 @@
-//! The header page of a slot: whose block it is and the checksum of each of its objects.
+//! Header page of a slot: identity of its block, and the checksum of each object.
 //!
-//! Chain of trust: the journal record of a block pins the checksum of its header page, the header pins the
-//! checksum of every object. Whoever reads a block reads the header together with the first piece of the payload,
-//! checks it here against what the index says, and then checks objects against `Header::checksums`.
+//! Chain of trust: the journal record of a block contains the checksum of its header page, and the header
+//! page contains the checksum of every object. A reader reads the header page with the first piece of the
+//! payload, verifies it here against the index, and then verifies objects against `Header::checksums`.
 //!
-//! The page also names the block's tenant, whose number is the node's own affair: so names survive restarts with the blocks,
-//! and are durable before any record speaks of the number.
+//! The page also contains the tenant's name, because tenant numbers are local to a node. Names thus survive
+//! restarts with the blocks, and are durable before any record refers to the number.
 //!
-//! Invariant: [`decode_header`] returns a header only if it is the very page that the journal knows. A slot that was
-//! reused meanwhile, written to a wrong place, or damaged, is refused.
+//! Invariant: [`decode_header`] returns a header only if the page is exactly the one that the journal
+//! recorded. A slot that was reused, written to a wrong offset or damaged is rejected.
 
 use reprise_policy::layout::OBJECTS_MAX;
 use reprise_policy::tenant::TENANT_NAME_BYTES_MAX;
@@ -17,7 +17,7 @@ use reprise_policy::{BlockKey, ContentId, Generation, Layout, TenantName};
 use super::PageNumber;
 use super::page::{CRC_AT, PAGE, bytes_at, intact, is_blank, put, seal, u32_at, u64_at};
 
-/// Bytes of a header page.
+/// Size of a header page in bytes.
 pub const HEADER_BYTES: usize = PAGE;
 
 /// Version of the header page.
@@ -42,99 +42,99 @@ const TENANT_AT: usize = TENANT_BYTES_AT + 1;
 const _: () = assert!(CHECKSUMS_AT + 4 * OBJECTS_MAX as usize <= TENANT_BYTES_AT);
 const _: () = assert!(TENANT_AT + TENANT_NAME_BYTES_MAX <= CRC_AT);
 
-/// What goes into a header page.
+/// Fields of a header page to write.
 #[derive(Clone, Copy, Debug)]
 pub struct HeaderFields<'a> {
     /// The pool that the slot belongs to.
     pub pool_uuid: [u8; 16],
-    /// Where the header page itself lies.
+    /// Page number of the header page itself.
     pub page: PageNumber,
-    /// The block.
+    /// Key of the block.
     pub key: BlockKey,
-    /// Its content id, or unknown.
+    /// Content id of the block, or unknown.
     pub content: ContentId,
-    /// Its geometry.
+    /// Layout of the block.
     pub layout: Layout,
-    /// Which use of the slot this is.
+    /// Generation of the slot write.
     pub generation: Generation,
-    /// The name of the tenant, if it is known.
+    /// Name of the tenant, if known.
     pub tenant: Option<&'a TenantName>,
-    /// CRC32C of each object, in order; as many as the layout has objects.
+    /// CRC32C of each object, in order; one per object of the layout.
     pub checksums: &'a [u32],
 }
 
-/// What the index knows about a slot's header.
+/// Expected identity of a slot's header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExpectedHeader {
-    /// The block.
+    /// Key of the block.
     pub key: BlockKey,
-    /// Which use of the slot.
+    /// Generation of the slot write.
     pub generation: Generation,
-    /// The checksum of the header page.
+    /// CRC32C of the header page.
     pub header_crc: u32,
 }
 
-/// A header that is the expected one.
+/// Header page that was read and verified.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
     /// The pool that the slot belongs to.
     pub pool_uuid: [u8; 16],
-    /// Where the header page lies.
+    /// Page number of the header page.
     pub page: PageNumber,
-    /// The block.
+    /// Key of the block.
     pub key: BlockKey,
-    /// Its content id, or unknown.
+    /// Content id of the block, or unknown.
     pub content: ContentId,
-    /// Its geometry.
+    /// Layout of the block.
     pub layout: Layout,
-    /// Which use of the slot this is.
+    /// Generation of the slot write.
     pub generation: Generation,
-    /// The name of the tenant, if the page has one.
+    /// Name of the tenant, if the page contains one.
     pub tenant: Option<TenantName>,
     /// CRC32C of each object, in order.
     pub checksums: Box<[u32]>,
 }
 
-/// Why a page is not the expected header. In every case the block is lost.
+/// Reason why a page is not the expected header. In every case, the block is lost.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HeaderError {
-    /// Not 4096 bytes.
+    /// The page does not have 4096 bytes.
     #[error("a header page has {HEADER_BYTES} bytes, not {0}")]
     Size(usize),
-    /// Never written, or trimmed.
+    /// The slot was never written, or the device trimmed it.
     #[error("the slot is blank: it was never written, or the device has trimmed it")]
     Blank,
-    /// No header, or a damaged one.
+    /// The page has no header, or a damaged one.
     #[error("the header page is damaged: its checksum does not match")]
     Damaged,
-    /// Another block is there.
+    /// The slot holds another block.
     #[error("the slot holds block {found}, not {expected}")]
     OtherBlock {
-        /// The block that was looked for.
+        /// Key of the expected block.
         expected: BlockKey,
-        /// The block that is there.
+        /// Key of the block in the slot.
         found: BlockKey,
     },
-    /// Another use of the slot.
+    /// The slot was written again with the same key.
     #[error("the slot holds generation {}, not {}", .found.0, .expected.0)]
     OtherGeneration {
-        /// The generation that was looked for.
+        /// Expected generation of the slot.
         expected: Generation,
-        /// The generation that is there.
+        /// Generation in the header page.
         found: Generation,
     },
-    /// Intact, but not the page that the journal has recorded.
+    /// The page is intact, but is not the one that the journal recorded.
     #[error("the header page is intact but is not the one that the journal recorded")]
     NotRecorded,
-    /// Intact, but its fields contradict each other or this version.
-    #[error("the header page is intact but its {0} makes no sense to this version")]
+    /// The page is intact, but a field is invalid in this version.
+    #[error("the header page is intact, but its {0} is invalid in this version")]
     Field(&'static str),
 }
 
 /// Builds a header page and returns it with its checksum.
 ///
 /// # Panics
-/// When the number of checksums is not the layout's number of objects.
+/// If the number of checksums differs from the layout's number of objects.
 pub fn encode_header(fields: &HeaderFields<'_>) -> (Box<[u8]>, u32) {
     assert_eq!(fields.checksums.len(), fields.layout.objects() as usize, "one checksum per object");
     let mut page = vec![0; PAGE].into_boxed_slice();
@@ -149,7 +149,7 @@ pub fn encode_header(fields: &HeaderFields<'_>) -> (Box<[u8]>, u32) {
     put(&mut page, GENERATION_AT, &fields.generation.0.to_le_bytes());
     put(&mut page, PAGE_AT, &fields.page.0.to_le_bytes());
     if let Some(name) = fields.tenant.map(TenantName::as_str) {
-        page[TENANT_BYTES_AT] = u8::try_from(name.len()).expect("a name has 63 bytes at the most");
+        page[TENANT_BYTES_AT] = u8::try_from(name.len()).expect("a name has at most 63 bytes");
         put(&mut page, TENANT_AT, name.as_bytes());
     }
     let places = page[CHECKSUMS_AT..TENANT_BYTES_AT].chunks_exact_mut(4);
@@ -158,10 +158,10 @@ pub fn encode_header(fields: &HeaderFields<'_>) -> (Box<[u8]>, u32) {
     (page, crc)
 }
 
-/// Reads a header page and checks that it is the expected one.
+/// Reads a header page and verifies that it is the expected one.
 ///
 /// # Errors
-/// [`HeaderError`] says what is there instead.
+/// [`HeaderError`] describes the page that was found.
 pub fn decode_header(bytes: &[u8], expected: &ExpectedHeader) -> Result<Header, HeaderError> {
     let (header, crc) = read_header(bytes)?;
     if header.key != expected.key {
@@ -176,11 +176,11 @@ pub fn decode_header(bytes: &[u8], expected: &ExpectedHeader) -> Result<Header, 
     Ok(header)
 }
 
-/// Reads any intact header page, with its checksum, without knowing what should be there. For tools that look at a
-/// device; whoever serves blocks uses [`decode_header`].
+/// Reads any intact header page, with its checksum, without an expected identity. For tools that inspect a
+/// device; code that serves blocks uses [`decode_header`].
 ///
 /// # Errors
-/// [`HeaderError`] when the page is not an intact header of this version.
+/// [`HeaderError`] if the page is not an intact header of this version.
 pub fn read_header(bytes: &[u8]) -> Result<(Header, u32), HeaderError> {
     if bytes.len() != PAGE {
         return Err(HeaderError::Size(bytes.len()));
@@ -216,7 +216,7 @@ pub fn read_header(bytes: &[u8]) -> Result<(Header, u32), HeaderError> {
     Ok((header, crc))
 }
 
-/// The tenant that a page names. A name that is none is no reason to lose the block.
+/// Tenant name in a page. An invalid name does not make the block unusable.
 fn tenant_at(page: &[u8]) -> Option<TenantName> {
     let bytes = usize::from(page[TENANT_BYTES_AT]);
     let name =

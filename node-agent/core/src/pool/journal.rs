@@ -1,25 +1,27 @@
-//! The journal: records become durable in groups of pages, and the log is kept short by changing banks.
+//! Journal: makes records durable in groups of pages, and bounds the log by switching banks.
 //!
-//! **Appending.** Records queue up. One group at a time is written behind the log and synced; only then are its records
-//! *committed* and the next group is written. So a later group on the device proves that every earlier one was durable.
-//! Pages are padded, never rewritten.
+//! **Appending.** Records are queued. One group at a time is written behind the log and synced; its records
+//! are *committed* only then, and only then is the next group written. A later group on the device therefore
+//! proves that every earlier one was durable. Pages are padded, and never rewritten.
 //!
-//! **Changing banks.** When the log is half full, everything stored is copied into the other bank:
+//! **Switching banks.** When the log is half full, all stored blocks are copied into the other bank:
 //! ```text
-//! Copy        checkpoint pages, a few writes at a time, while appends go on in the old log;
-//!             records committed meanwhile are remembered (the tail)
-//! Drain       no new group; wait for the one in flight
+//! Copy        checkpoint pages, a few writes at a time, while appends continue in the old log;
+//!             records committed meanwhile are collected (the tail)
+//! Drain       no new group; wait for the group in flight
 //! Body        tail pages at the beginning of the new log; then one sync for checkpoint and tail
 //! Header      both copies of the new header; then one sync
-//!             the new bank is active, appends go on in it
+//!             the new bank is active, and appends continue in it
 //! ```
-//! The checkpoint is not a snapshot of one instant: a slot is copied as it is when the copy comes by. That is sound
-//! because every change since the copy began is in the tail or behind it, and replay of records is idempotent
-//! ([`slots`](super::slots)). Until the new header is durable the old bank is complete; both banks say the same then.
+//! The checkpoint is not a snapshot of one point in time: each slot is copied in its state at that moment.
+//! This is sound because the tail or the log behind it contains every change since the copy began, and
+//! because replaying records is idempotent ([`slots`](super::slots)). Until the new header is durable, the
+//! old bank is complete; at that moment both banks are equivalent.
 //!
-//! After a recovery that found damage, nothing is appended before a change of banks has written a whole new bank.
+//! If recovery found damage, a bank switch writes a whole new bank before anything is appended.
 //!
-//! Deliberately absent: retries. After a failed write or sync of the journal nobody knows what the device holds.
+//! Out of scope: retries. After a failed write or sync of the journal, the contents of the device are
+//! unknown.
 
 use std::collections::VecDeque;
 
@@ -30,7 +32,8 @@ use super::geometry::GROUP_PAGES_MAX;
 use super::geometry::SUPERBLOCK_OFFSETS;
 use super::page::PAGE;
 use super::record::{
-    Area, BankLife, PageHead, PageOwner, RECORDS_PER_PAGE, Record, encode_group, encode_page, group_pages,
+    Area, BankIncarnation, PageHead, PageOwner, RECORDS_PER_PAGE, Record, encode_group, encode_page,
+    group_pages,
 };
 use super::slots::{SlotPlace, Slots};
 use super::superblock::{BankHeader, Superblock};
@@ -38,93 +41,93 @@ use super::superblock::{BankHeader, Superblock};
 /// Pages of one checkpoint write: 128 KiB, 2,016 records, about 100 µs to encode.
 const CHUNK_PAGES: u32 = 32;
 
-/// Checkpoint writes in flight: enough to keep a device busy, 512 KiB of memory.
+/// Maximum checkpoint writes in flight: enough to keep a device busy, 512 KiB of memory.
 const CHUNKS_IN_FLIGHT_MAX: u32 = 4;
 
-/// Records of one append at the most.
+/// Maximum records of one append.
 const GROUP_RECORDS_MAX: usize = GROUP_PAGES_MAX as usize * RECORDS_PER_PAGE;
 
-/// A record on its way into the log.
+/// Record that is queued for the log.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Queued {
-    /// The record.
+pub(super) struct QueuedRecord {
+    /// Record to write.
     pub(super) record: Record,
-    /// The batch that waits for it.
+    /// Batch that waits for it, if any.
     pub(super) batch: Option<BatchId>,
 }
 
-/// What the journal wants written.
+/// Write that the journal requests.
 #[derive(Debug)]
 pub(super) struct JournalWrite {
-    /// Whether it is part of the group in flight or of the change of banks.
+    /// Purpose of the write.
     pub(super) part: JournalPart,
     /// Byte offset on the device.
     pub(super) offset: u64,
-    /// Whole pages.
+    /// Data of whole pages.
     pub(super) bytes: Vec<u8>,
 }
 
-/// What a write or sync of the journal is for.
+/// Purpose of a journal write or sync.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum JournalPart {
-    /// The group in flight.
+    /// Append of the group in flight.
     Group,
-    /// The change of banks.
-    Flip,
+    /// Switch to the other bank.
+    BankSwitch,
 }
 
-/// What the journal wants done next.
+/// Next actions that the journal requests.
 #[derive(Debug, Default)]
-pub(super) struct JournalWants {
-    /// Writes to start.
+pub(super) struct JournalActions {
+    /// Writes to start now.
     pub(super) writes: Vec<JournalWrite>,
-    /// Parts that wait for a sync from now on.
+    /// Parts that wait for the next sync.
     pub(super) syncs: Vec<JournalPart>,
 }
 
-/// Where appending goes on after formatting or recovery.
+/// Position at which the journal continues after formatting or recovery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct JournalPosition {
-    /// The active bank.
+    /// Index of the active bank.
     pub(super) bank: usize,
-    /// Its life.
-    pub(super) life: BankLife,
+    /// Incarnation of the active bank.
+    pub(super) incarnation: BankIncarnation,
     /// First log page that may be written.
     pub(super) log_next: u32,
-    /// What has to be made good first.
+    /// Repair to complete before the first append.
     pub(super) repair: Option<Repair>,
 }
 
-/// Damage that recovery has found.
+/// Damage that recovery found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Repair {
-    /// Copies of the superblock to write again.
+    /// Superblock copies to rewrite.
     pub(super) superblock_copies: [bool; 2],
 }
 
-/// The writer.
+/// Writer of the journal.
 #[derive(Debug)]
 pub(super) struct Journal {
     superblock: Superblock,
     position: JournalPosition,
-    queue: VecDeque<Queued>,
-    group: Vec<Queued>,
-    flip: Option<Flip>,
-    /// Bank changes since the pool was opened.
+    queue: VecDeque<QueuedRecord>,
+    group: Vec<QueuedRecord>,
+    switch: Option<BankSwitch>,
+    /// Number of bank switches since the pool was opened.
     checkpoints: u64,
-    /// Records committed since the pool was opened.
+    /// Number of records committed since the pool was opened.
     records: u64,
 }
 
 #[derive(Debug)]
-struct Flip {
+struct BankSwitch {
     bank: usize,
-    /// Blocks of the generation in which this life was begun, and later ones, are in the tail or behind it, if they are
-    /// stored at all.
+    /// Blocks with the generation at which this incarnation began, or a later one, are not copied: they are
+    /// in the tail or behind it, if they are stored at all.
     owner: PageOwner,
-    phase: FlipPhase,
+    phase: SwitchPhase,
     cursor: SlotPlace,
-    copied: Copied,
+    copied: CopyProgress,
     pages: u32,
     records: u64,
     writes_in_flight: u32,
@@ -133,7 +136,7 @@ struct Flip {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum FlipPhase {
+enum SwitchPhase {
     Copy,
     Drain,
     Body,
@@ -142,96 +145,96 @@ enum FlipPhase {
     HeaderSync,
 }
 
-/// How far the copy has come.
+/// Progress of the checkpoint copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Copied {
-    Partly,
-    Wholly,
+enum CopyProgress {
+    Partial,
+    Complete,
 }
 
 impl Journal {
-    /// A writer that goes on at `position`.
+    /// Creates a writer that continues at `position`.
     pub(super) fn new(superblock: &Superblock, position: JournalPosition) -> Journal {
         Journal {
             superblock: *superblock,
             position,
             queue: VecDeque::new(),
             group: Vec::new(),
-            flip: None,
+            switch: None,
             checkpoints: 0,
             records: 0,
         }
     }
 
-    /// Queues a record.
+    /// Queues a record for the log.
     pub(super) fn push(&mut self, record: Record, batch: Option<BatchId>) {
-        self.queue.push_back(Queued { record, batch });
+        self.queue.push_back(QueuedRecord { record, batch });
     }
 
-    /// Starts whatever can be started.
-    pub(super) fn advance(&mut self, slots: &Slots, next_generation: u64, wants: &mut JournalWants) {
-        if self.flip.is_none() && self.flip_is_due() {
-            self.begin_flip(next_generation);
+    /// Requests all writes that are possible now.
+    pub(super) fn advance(&mut self, slots: &Slots, next_generation: u64, actions: &mut JournalActions) {
+        if self.switch.is_none() && self.switch_is_due() {
+            self.begin_switch(next_generation);
         }
-        self.advance_flip(slots, next_generation, wants);
+        self.advance_switch(slots, next_generation, actions);
         if self.may_append() {
-            self.begin_group(next_generation, wants);
+            self.begin_group(next_generation, actions);
         }
     }
 
-    /// The group in flight is durable: its records are committed.
-    pub(super) fn group_synced(&mut self) -> Vec<Queued> {
+    /// Commits the records of the group in flight, after its sync.
+    pub(super) fn group_synced(&mut self) -> Vec<QueuedRecord> {
         let group = std::mem::take(&mut self.group);
         self.records += group.len() as u64;
-        if let Some(flip) = &mut self.flip {
-            flip.tail.extend(group.iter().map(|queued| queued.record));
+        if let Some(switch) = &mut self.switch {
+            switch.tail.extend(group.iter().map(|queued| queued.record));
         }
         group
     }
 
-    /// A write of the change of banks was done.
-    pub(super) fn flip_written(&mut self) {
-        let flip = self.flip.as_mut().expect("a flip lasts until its last write is done");
-        flip.writes_in_flight -= 1;
+    /// Handles the end of a write of the bank switch.
+    pub(super) fn switch_written(&mut self) {
+        let switch = self.switch.as_mut().expect("a switch lasts until its last write has ended");
+        switch.writes_in_flight -= 1;
     }
 
-    /// A sync that the change of banks waited for was done.
-    pub(super) fn flip_synced(&mut self, next_generation: u64, wants: &mut JournalWants) {
-        let flip = self.flip.as_mut().expect("a flip lasts until its last sync is done");
-        match flip.phase {
-            FlipPhase::BodySync => {
+    /// Handles the end of a sync of the bank switch.
+    pub(super) fn switch_synced(&mut self, next_generation: u64, actions: &mut JournalActions) {
+        let switch = self.switch.as_mut().expect("a switch lasts until its last sync has ended");
+        match switch.phase {
+            SwitchPhase::BodySync => {
                 let header = BankHeader {
-                    life: flip.owner.life,
+                    incarnation: switch.owner.incarnation,
                     next_generation,
-                    checkpoint_records: flip.records,
-                    checkpoint_pages: flip.pages,
+                    checkpoint_records: switch.records,
+                    checkpoint_pages: switch.pages,
                 };
-                let page = header.encode(&self.superblock, flip.bank);
-                for offset in self.superblock.geometry.header_offsets(flip.bank) {
-                    flip.write(offset, page.clone(), wants);
+                let page = header.encode(&self.superblock, switch.bank);
+                for offset in self.superblock.geometry.header_offsets(switch.bank) {
+                    switch.write(offset, page.clone(), actions);
                 }
-                flip.phase = FlipPhase::Header;
+                switch.phase = SwitchPhase::Header;
             }
-            FlipPhase::HeaderSync => {
+            SwitchPhase::HeaderSync => {
                 self.position = JournalPosition {
-                    bank: flip.bank,
-                    life: flip.owner.life,
-                    log_next: flip.tail_pages,
+                    bank: switch.bank,
+                    incarnation: switch.owner.incarnation,
+                    log_next: switch.tail_pages,
                     repair: None,
                 };
-                self.flip = None;
+                self.switch = None;
                 self.checkpoints += 1;
             }
-            phase => unreachable!("no sync was wanted in {phase:?}"),
+            phase => unreachable!("no sync was requested in {phase:?}"),
         }
     }
 
-    /// Bank changes since the pool was opened.
+    /// Number of bank switches since the pool was opened.
     pub(super) fn checkpoints(&self) -> u64 {
         self.checkpoints
     }
 
-    /// Records committed since the pool was opened.
+    /// Number of records committed since the pool was opened.
     pub(super) fn records(&self) -> u64 {
         self.records
     }
@@ -241,25 +244,26 @@ impl Journal {
         u64::from(self.position.log_next) * PAGE_BYTES
     }
 
-    /// Drops everything that has not been written: the device is lost.
+    /// Drops everything that was not written, because the device is lost.
     pub(super) fn abandon(&mut self) {
         self.queue.clear();
         self.group.clear();
-        self.flip = None;
+        self.switch = None;
     }
 
-    fn flip_is_due(&self) -> bool {
+    fn switch_is_due(&self) -> bool {
         self.position.repair.is_some() || self.position.log_next >= self.superblock.geometry.log_pages / 2
     }
 
-    fn begin_flip(&mut self, next_generation: u64) {
-        let life = BankLife { epoch: self.position.life.epoch + 1, begun: next_generation };
-        self.flip = Some(Flip {
+    fn begin_switch(&mut self, next_generation: u64) {
+        let incarnation =
+            BankIncarnation { epoch: self.position.incarnation.epoch + 1, begun: next_generation };
+        self.switch = Some(BankSwitch {
             bank: 1 - self.position.bank,
-            owner: PageOwner { pool_uuid: self.superblock.pool_uuid, life, area: Area::Checkpoint },
-            phase: FlipPhase::Copy,
+            owner: PageOwner { pool_uuid: self.superblock.pool_uuid, incarnation, area: Area::Checkpoint },
+            phase: SwitchPhase::Copy,
             cursor: Slots::FIRST_PLACE,
-            copied: Copied::Partly,
+            copied: CopyProgress::Partial,
             pages: 0,
             records: 0,
             writes_in_flight: 0,
@@ -268,39 +272,39 @@ impl Journal {
         });
     }
 
-    fn advance_flip(&mut self, slots: &Slots, next_generation: u64, wants: &mut JournalWants) {
-        let Some(flip) = &mut self.flip else { return };
-        if flip.phase == FlipPhase::Copy {
-            flip.copy(slots, &self.superblock, next_generation, wants);
+    fn advance_switch(&mut self, slots: &Slots, next_generation: u64, actions: &mut JournalActions) {
+        let Some(switch) = &mut self.switch else { return };
+        if switch.phase == SwitchPhase::Copy {
+            switch.copy(slots, &self.superblock, next_generation, actions);
         }
-        if flip.phase == FlipPhase::Drain && self.group.is_empty() {
-            flip.write_tail(&self.superblock, next_generation, wants);
+        if switch.phase == SwitchPhase::Drain && self.group.is_empty() {
+            switch.write_tail(&self.superblock, next_generation, actions);
             let copies = self.position.repair.map_or([false; 2], |repair| repair.superblock_copies);
             for (offset, _) in SUPERBLOCK_OFFSETS.into_iter().zip(copies).filter(|(_, bad)| *bad) {
-                flip.write(offset, self.superblock.encode(), wants);
+                switch.write(offset, self.superblock.encode(), actions);
             }
-            flip.phase = FlipPhase::Body;
+            switch.phase = SwitchPhase::Body;
         }
-        let next = match flip.phase {
-            FlipPhase::Body => FlipPhase::BodySync,
-            FlipPhase::Header => FlipPhase::HeaderSync,
+        let next = match switch.phase {
+            SwitchPhase::Body => SwitchPhase::BodySync,
+            SwitchPhase::Header => SwitchPhase::HeaderSync,
             _ => return,
         };
-        if flip.writes_in_flight == 0 {
-            flip.phase = next;
-            wants.syncs.push(JournalPart::Flip);
+        if switch.writes_in_flight == 0 {
+            switch.phase = next;
+            actions.syncs.push(JournalPart::BankSwitch);
         }
     }
 
     fn may_append(&self) -> bool {
-        let open = match &self.flip {
+        let open = match &self.switch {
             None => true,
-            Some(flip) => flip.phase == FlipPhase::Copy && self.position.repair.is_none(),
+            Some(switch) => switch.phase == SwitchPhase::Copy && self.position.repair.is_none(),
         };
         open && self.group.is_empty() && !self.queue.is_empty()
     }
 
-    fn begin_group(&mut self, next_generation: u64, wants: &mut JournalWants) {
+    fn begin_group(&mut self, next_generation: u64, actions: &mut JournalActions) {
         let room = self.superblock.geometry.log_pages - self.position.log_next;
         let records = (room as usize * RECORDS_PER_PAGE).min(GROUP_RECORDS_MAX).min(self.queue.len());
         if records == 0 {
@@ -308,11 +312,14 @@ impl Journal {
         }
         self.group.extend(self.queue.drain(..records));
         let records: Vec<Record> = self.group.iter().map(|queued| queued.record).collect();
-        let owner =
-            PageOwner { pool_uuid: self.superblock.pool_uuid, life: self.position.life, area: Area::Log };
+        let owner = PageOwner {
+            pool_uuid: self.superblock.pool_uuid,
+            incarnation: self.position.incarnation,
+            area: Area::Log,
+        };
         let first = self.position.log_next;
         self.position.log_next += group_pages(records.len());
-        wants.writes.push(JournalWrite {
+        actions.writes.push(JournalWrite {
             part: JournalPart::Group,
             offset: self.superblock.geometry.log_offset(self.position.bank, first),
             bytes: encode_group(&owner, first, next_generation, &records),
@@ -320,28 +327,28 @@ impl Journal {
     }
 }
 
-impl Flip {
-    /// Starts checkpoint writes; goes on to the next phase when all are done.
+impl BankSwitch {
+    /// Requests checkpoint writes; enters the next phase when all have ended.
     fn copy(
         &mut self,
         slots: &Slots,
         superblock: &Superblock,
         next_generation: u64,
-        wants: &mut JournalWants,
+        actions: &mut JournalActions,
     ) {
-        while self.copied == Copied::Partly && self.writes_in_flight < CHUNKS_IN_FLIGHT_MAX {
+        while self.copied == CopyProgress::Partial && self.writes_in_flight < CHUNKS_IN_FLIGHT_MAX {
             let first = self.pages;
             let bytes = self.next_chunk(slots, next_generation);
             if !bytes.is_empty() {
                 assert!(
                     self.pages <= superblock.geometry.checkpoint_pages,
-                    "entries are bounded by what fits"
+                    "entries are bounded by the checkpoint area"
                 );
-                self.write(superblock.geometry.checkpoint_offset(self.bank, first), bytes, wants);
+                self.write(superblock.geometry.checkpoint_offset(self.bank, first), bytes, actions);
             }
         }
-        if self.copied == Copied::Wholly && self.writes_in_flight == 0 {
-            self.phase = FlipPhase::Drain;
+        if self.copied == CopyProgress::Complete && self.writes_in_flight == 0 {
+            self.phase = SwitchPhase::Drain;
         }
     }
 
@@ -352,12 +359,12 @@ impl Flip {
             records.clear();
             while records.len() < RECORDS_PER_PAGE {
                 let Some((place, next)) = slots.next_place(self.cursor) else {
-                    self.copied = Copied::Wholly;
+                    self.copied = CopyProgress::Complete;
                     break;
                 };
                 self.cursor = next;
                 records.extend(
-                    slots.record_at(place).filter(|record| record.generation < self.owner.life.begun),
+                    slots.record_at(place).filter(|record| record.generation < self.owner.incarnation.begun),
                 );
             }
             if records.is_empty() {
@@ -373,21 +380,22 @@ impl Flip {
         bytes
     }
 
-    /// Starts the writes of the first group of the new log: at least one page, which marks the log as begun.
-    fn write_tail(&mut self, superblock: &Superblock, next_generation: u64, wants: &mut JournalWants) {
+    /// Requests the writes of the first group of the new log. It has at least one page, which marks the log
+    /// as started.
+    fn write_tail(&mut self, superblock: &Superblock, next_generation: u64, actions: &mut JournalActions) {
         let owner = PageOwner { area: Area::Log, ..self.owner };
         let bytes = encode_group(&owner, 0, next_generation, &self.tail);
         self.tail_pages = group_pages(self.tail.len());
         self.tail = Vec::new();
         let mut offset = superblock.geometry.log_offset(self.bank, 0);
         for chunk in bytes.chunks(CHUNK_PAGES as usize * PAGE) {
-            self.write(offset, chunk.to_vec(), wants);
+            self.write(offset, chunk.to_vec(), actions);
             offset += chunk.len() as u64;
         }
     }
 
-    fn write(&mut self, offset: u64, bytes: Vec<u8>, wants: &mut JournalWants) {
+    fn write(&mut self, offset: u64, bytes: Vec<u8>, actions: &mut JournalActions) {
         self.writes_in_flight += 1;
-        wants.writes.push(JournalWrite { part: JournalPart::Flip, offset, bytes });
+        actions.writes.push(JournalWrite { part: JournalPart::BankSwitch, offset, bytes });
     }
 }

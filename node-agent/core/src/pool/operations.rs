@@ -1,39 +1,40 @@
-//! Device operations in flight, and the sharing of syncs.
+//! Device operations in flight, and shared syncs.
 //!
-//! At most one sync is in flight. Whoever wants one waits for the next that starts, so that several batches and the
-//! journal share it; a sync that is running already may have begun before the write it should cover was done.
+//! At most one sync is in flight. A batch or journal write that needs a sync waits for the next one to start,
+//! so that several of them share it. A running sync does not count: it may have started before the write had
+//! ended.
 
 use std::collections::BTreeMap;
 
 use super::journal::JournalPart;
 use super::{BatchId, OpToken, PageNumber};
 
-/// What an operation in flight is for.
+/// Purpose of an operation in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Purpose {
-    /// A block of a batch.
+    /// Write of a block of a batch.
     Block {
-        /// The batch.
+        /// Batch of the block.
         batch: BatchId,
-        /// The slot.
+        /// Slot of the block.
         page: PageNumber,
     },
-    /// Pages of the journal.
+    /// Write of journal pages.
     Journal(JournalPart),
-    /// A sync.
+    /// Sync of the device.
     Sync,
 }
 
-/// Who waits for a sync.
+/// Party that waits for a sync.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Waiter {
-    /// A batch whose blocks are written.
+    /// Batch whose blocks were written.
     Batch(BatchId),
-    /// The journal.
+    /// Journal, for a group or a bank switch.
     Journal(JournalPart),
 }
 
-/// Operations in flight by token.
+/// Operations in flight, by token.
 #[derive(Debug, Default)]
 pub(super) struct Operations {
     next: u64,
@@ -41,7 +42,7 @@ pub(super) struct Operations {
 }
 
 impl Operations {
-    /// Names a new operation.
+    /// Registers a new operation and returns its token.
     pub(super) fn begin(&mut self, purpose: Purpose) -> OpToken {
         let token = OpToken(self.next);
         self.next += 1;
@@ -49,16 +50,16 @@ impl Operations {
         token
     }
 
-    /// Takes an operation that was reported done.
+    /// Removes an operation that was reported done.
     ///
     /// # Panics
-    /// When it was reported before, or never existed: the runtime reports every operation once.
+    /// If it was reported before or never existed: the runtime reports every operation once.
     pub(super) fn end(&mut self, token: OpToken) -> Purpose {
         self.in_flight.remove(&token).expect("the runtime reports every operation once")
     }
 }
 
-/// Who waits for syncs.
+/// Parties that wait for the next or the running sync.
 #[derive(Debug, Default)]
 pub(super) struct SyncGate {
     waiting: Vec<Waiter>,
@@ -66,12 +67,12 @@ pub(super) struct SyncGate {
 }
 
 impl SyncGate {
-    /// Waits for the next sync.
+    /// Adds a waiter for the next sync.
     pub(super) fn wait(&mut self, waiter: Waiter) {
         self.waiting.push(waiter);
     }
 
-    /// Whether a sync should start now; if so it is taken to have started.
+    /// Starts a sync if one is needed and none is running.
     pub(super) fn start(&mut self) -> Option<Purpose> {
         if self.running.is_some() || self.waiting.is_empty() {
             return None;
@@ -80,12 +81,12 @@ impl SyncGate {
         Some(Purpose::Sync)
     }
 
-    /// The running sync is done; returns those who waited for it.
+    /// Ends the running sync; returns its waiters.
     pub(super) fn finish(&mut self) -> Vec<Waiter> {
         self.running.take().expect("a sync was running")
     }
 
-    /// Nobody waits any more: the device is lost.
+    /// Drops all waiters, because the device is lost.
     pub(super) fn abandon(&mut self) {
         self.waiting.clear();
         self.running = None;

@@ -1,17 +1,17 @@
-//! A 4 KiB page of metadata: every one ends in the CRC32C of all bytes before it.
+//! Pages of metadata: 4 KiB that end with the CRC32C of all bytes before it.
 //!
-//! Superblock, bank header, checkpoint page, log page and slot header are such pages. An intact page is one
-//! whose last four bytes are the checksum of the others; what else it must carry (magic, pool, epoch, place) is
-//! for each codec to check. All numbers are little endian.
+//! Superblock, bank header, checkpoint page, log page and slot header are such pages. A page is intact if its
+//! last four bytes are the checksum of the others. Each codec checks the other fields (magic, pool, epoch,
+//! place) itself. All numbers are little-endian.
 //!
-//! Deliberately absent: casts between bytes and structs. Fields are read and written at named offsets.
+//! Fields are read and written at named offsets; bytes are never cast to structs.
 
 use reprise_policy::layout::PAGE_BYTES;
 
 /// Bytes of a page.
 pub(super) const PAGE: usize = PAGE_BYTES as usize;
 
-/// Where a page's checksum lies: its last four bytes.
+/// Offset of a page's checksum: its last four bytes.
 pub(super) const CRC_AT: usize = PAGE - 4;
 
 /// CRC-32/ISCSI (Castagnoli).
@@ -23,7 +23,7 @@ pub(super) fn crc32c(bytes: &[u8]) -> u32 {
 /// Computes a page's checksum, stores it in the page, and returns it.
 ///
 /// # Panics
-/// When `page` is not [`PAGE`] bytes long.
+/// If `page` does not have [`PAGE`] bytes.
 pub(super) fn seal(page: &mut [u8]) -> u32 {
     assert_eq!(page.len(), PAGE, "metadata is written in whole pages");
     let crc = crc32c(&page[..CRC_AT]);
@@ -31,7 +31,7 @@ pub(super) fn seal(page: &mut [u8]) -> u32 {
     crc
 }
 
-/// The checksum of an intact page; `None` when the page is not intact or not a page.
+/// Returns the checksum of an intact page; `None` if the page is not intact or has the wrong size.
 pub(super) fn intact(page: &[u8]) -> Option<u32> {
     if page.len() != PAGE {
         return None;
@@ -50,24 +50,24 @@ pub(super) fn put(page: &mut [u8], at: usize, field: &[u8]) {
     page[at..at + field.len()].copy_from_slice(field);
 }
 
-/// The `N` bytes at offset `at`.
+/// Returns the `N` bytes at offset `at`.
 pub(super) fn bytes_at<const N: usize>(page: &[u8], at: usize) -> [u8; N] {
     let mut field = [0; N];
     field.copy_from_slice(&page[at..at + N]);
     field
 }
 
-/// The 16-bit number at offset `at`.
+/// Returns the 16-bit number at offset `at`.
 pub(super) fn u16_at(page: &[u8], at: usize) -> u16 {
     u16::from_le_bytes(bytes_at(page, at))
 }
 
-/// The 32-bit number at offset `at`.
+/// Returns the 32-bit number at offset `at`.
 pub(super) fn u32_at(page: &[u8], at: usize) -> u32 {
     u32::from_le_bytes(bytes_at(page, at))
 }
 
-/// The 64-bit number at offset `at`.
+/// Returns the 64-bit number at offset `at`.
 pub(super) fn u64_at(page: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(bytes_at(page, at))
 }
@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sealed_page_is_intact_and_a_blank_or_short_one_is_not() {
+    fn only_a_sealed_page_is_intact() {
         let mut page = vec![0; PAGE];
         assert!(is_blank(&page));
         assert_eq!(intact(&page), None);

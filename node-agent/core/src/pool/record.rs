@@ -1,11 +1,11 @@
-//! Journal records and the pages that carry them.
+//! Journal records, and the pages that contain them.
 //!
-//! A record is 64 bytes and complete in itself: it carries the block's whole layout instead of a reference to a
-//! table, so a lost page costs exactly the records it held and no other page's meaning.
-//! A page holds up to 63 records behind a 60-byte header and before its checksum (see [`page`](super::page)).
+//! A record has 64 bytes and is self-contained: it includes the block's whole layout instead of a reference
+//! to a table. A lost page thus costs exactly its own records. A page holds up to 63 records between a
+//! 60-byte header and its checksum (see [`page`](super::page)).
 //!
-//! Invariant: a page is only accepted for the place that it names (pool, life of the bank, sequence), so stale pages of
-//! an earlier epoch or of an earlier pool on the same device, and misdirected writes, read as absent.
+//! Invariant: a page is accepted only at the position that it names (pool, incarnation of the bank,
+//! sequence). Stale pages of an earlier epoch or pool, and misdirected writes, thus read as absent.
 
 use reprise_policy::{BlockKey, ContentId, Layout, TenantId};
 
@@ -42,10 +42,10 @@ const TENANT_AT: usize = 30;
 const KEY_AT: usize = 32;
 const CONTENT_AT: usize = 48;
 
-/// Bytes of a layout's encoding that a record keeps; the other two are always zero.
+/// Bytes of a layout's encoding that a record contains; the other two are always zero.
 const LAYOUT_BYTES: usize = 14;
 
-/// Bytes of a generation in a record. Version 1 had eight; those beyond six were never anything but zero.
+/// Bytes of a generation in a record. Version 1 had eight; the two highest were always zero.
 const GENERATION_BYTES: usize = 6;
 
 const _: () = assert!(PAGE_HEADER + RECORDS_PER_PAGE * RECORD_BYTES == CRC_AT);
@@ -54,34 +54,34 @@ const _: () = assert!(GENERATION_AT + GENERATION_BYTES == TENANT_AT && TENANT_AT
 const _: () = assert!(GENERATION_MAX == 1 << (8 * GENERATION_BYTES));
 const _: () = assert!(BEGUN_AT + 8 <= PAGE_HEADER);
 
-/// What a record says about its slot.
+/// Statement of a record about its slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum RecordKind {
-    /// The slot holds this block; its bytes were durable before this record was written.
+    /// The slot holds this block; its bytes were durable before the record was written.
     Store = 1,
     /// The slot no longer holds the block of this generation.
     Free = 2,
-    /// The slot must not be used any more.
+    /// The slot must not be used again.
     Quarantine = 3,
 }
 
-/// One fact about one slot.
+/// Journal record about one slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Record {
-    /// What happened.
+    /// Kind of the record.
     pub(super) kind: RecordKind,
     /// Priority class of the block.
     pub(super) priority: u8,
-    /// Whose block it is; in records of version 1 always the default tenant's.
+    /// Tenant of the block; in records of version 1 always the default tenant.
     pub(super) tenant: TenantId,
-    /// Geometry of the block; gives the slot's size.
+    /// Layout of the block; determines the slot's size.
     pub(super) layout: Layout,
-    /// The slot.
+    /// Header page of the slot.
     pub(super) page: PageNumber,
     /// CRC32C that the slot's header page must have.
     pub(super) header_crc: u32,
-    /// Number of the write that this is about; greater is later, none is used twice.
+    /// Generation of the slot write; increases with every write and never repeats.
     pub(super) generation: u64,
     /// Key of the block.
     pub(super) key: BlockKey,
@@ -96,7 +96,7 @@ impl Record {
         put(out, LAYOUT_AT, &self.layout.encode()[..LAYOUT_BYTES]);
         put(out, PAGE_AT, &self.page.0.to_le_bytes());
         put(out, HEADER_CRC_AT, &self.header_crc.to_le_bytes());
-        assert!(self.generation < GENERATION_MAX, "a pool is not opened when its generations run out");
+        assert!(self.generation < GENERATION_MAX, "a pool with exhausted generations is not opened");
         put(out, GENERATION_AT, &self.generation.to_le_bytes()[..GENERATION_BYTES]);
         put(out, TENANT_AT, &self.tenant.0.to_le_bytes());
         put(out, KEY_AT, &self.key.0);
@@ -126,7 +126,7 @@ impl Record {
     }
 }
 
-/// Remembers the layout decoded last: neighbouring records nearly always share one.
+/// Cache of the layout decoded last: neighbouring records nearly always share one.
 #[derive(Debug, Default)]
 pub(super) struct LayoutCache {
     last: Option<([u8; LAYOUT_BYTES], Layout)>,
@@ -147,17 +147,17 @@ impl LayoutCache {
     }
 }
 
-/// Which of the two page sequences of a bank a page belongs to.
+/// Area of a bank that contains a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Area {
-    /// Everything that was stored when the bank was begun.
+    /// Checkpoint: all blocks stored when the bank was started.
     Checkpoint,
-    /// What happened since.
+    /// Log: changes since then.
     Log,
 }
 
 impl Area {
-    /// First bytes of its pages.
+    /// First bytes of the area's pages.
     pub(super) fn magic(self) -> [u8; 4] {
         match self {
             Area::Checkpoint => *b"RPCP",
@@ -166,47 +166,48 @@ impl Area {
     }
 }
 
-/// One life of a bank: from the change of banks that begins it to the one that overwrites it.
+/// Incarnation of a bank: from the bank switch that starts it to the one that overwrites it.
 ///
-/// A change that is cut off is begun again, with the same epoch, over what the first one left behind. The generation that
-/// was next when it began tells the two apart: if anything was committed in between, it is greater the second time, and
-/// if nothing was, the first one has left no records that the second one does not write as well.
+/// An interrupted bank switch starts again with the same epoch, over the remains of the first attempt. The
+/// next generation at the start of the switch distinguishes the two attempts. If a record was committed in
+/// between, it is higher at the second attempt. If none was, the second attempt writes all records of the
+/// first one as well.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct BankLife {
-    /// Counts bank changes.
+pub(super) struct BankIncarnation {
+    /// Number of the bank switch that started the incarnation.
     pub(super) epoch: u64,
-    /// The next generation when the bank was begun.
+    /// Next generation when the bank was started.
     pub(super) begun: u64,
 }
 
-/// The pool and the life of a bank that a page belongs to.
+/// Pool, bank incarnation and area that a page belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PageOwner {
-    /// The pool.
+    /// Identity of the pool.
     pub(super) pool_uuid: [u8; 16],
-    /// The bank's life.
-    pub(super) life: BankLife,
-    /// Where in the bank.
+    /// Incarnation of the bank.
+    pub(super) incarnation: BankIncarnation,
+    /// Area within the bank.
     pub(super) area: Area,
 }
 
-/// What a page's header says besides whose it is.
+/// Other fields of a page's header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PageHead {
     /// Index of the page in its area, from zero.
     pub(super) sequence: u32,
-    /// Sequence of the first page of the group that was written and synced together with this one.
+    /// Sequence of the first page of the page's group, which was written and synced as a whole.
     pub(super) group_first: u32,
-    /// Pages of that group.
+    /// Number of pages in the group.
     pub(super) group_pages: u16,
-    /// Every generation issued before the page was written is smaller.
+    /// Upper bound of all generations issued before the page was written.
     pub(super) next_generation: u64,
 }
 
 /// Builds a page.
 ///
 /// # Panics
-/// When there are more than [`RECORDS_PER_PAGE`] records.
+/// If there are more than [`RECORDS_PER_PAGE`] records.
 pub(super) fn encode_page(out: &mut [u8], owner: &PageOwner, head: &PageHead, records: &[Record]) {
     assert!(records.len() <= RECORDS_PER_PAGE, "a page holds {RECORDS_PER_PAGE} records");
     let count = u16::try_from(records.len()).expect("at most 63");
@@ -215,8 +216,8 @@ pub(super) fn encode_page(out: &mut [u8], owner: &PageOwner, head: &PageHead, re
     put(out, COUNT_AT, &count.to_le_bytes());
     put(out, GROUP_PAGES_AT, &head.group_pages.to_le_bytes());
     put(out, UUID_AT, &owner.pool_uuid);
-    put(out, EPOCH_AT, &owner.life.epoch.to_le_bytes());
-    put(out, BEGUN_AT, &owner.life.begun.to_le_bytes());
+    put(out, EPOCH_AT, &owner.incarnation.epoch.to_le_bytes());
+    put(out, BEGUN_AT, &owner.incarnation.begun.to_le_bytes());
     put(out, SEQUENCE_AT, &head.sequence.to_le_bytes());
     put(out, GROUP_FIRST_AT, &head.group_first.to_le_bytes());
     put(out, NEXT_GENERATION_AT, &head.next_generation.to_le_bytes());
@@ -225,10 +226,10 @@ pub(super) fn encode_page(out: &mut [u8], owner: &PageOwner, head: &PageHead, re
     seal(out);
 }
 
-/// Builds consecutive pages that are written and synced together, the last one padded.
+/// Builds consecutive pages of a group, with the last one padded.
 ///
 /// # Panics
-/// When the group has more pages than its 16-bit field can say; callers bound it far below.
+/// If the group has too many pages for its 16-bit field; callers bound it far below.
 pub(super) fn encode_group(
     owner: &PageOwner,
     first: u32,
@@ -252,35 +253,39 @@ pub(super) fn encode_group(
     out
 }
 
-/// Pages of a group of so many records: at least one.
+/// Number of pages for a group of records; at least one.
 pub(super) fn group_pages(records: usize) -> u32 {
     u32::try_from(records.div_ceil(RECORDS_PER_PAGE).max(1)).expect("records of one group are bounded")
 }
 
-/// What is found where a page should be.
+/// Contents of the place of a page.
 #[derive(Debug)]
 pub(super) enum FoundPage<'a> {
-    /// The page.
+    /// The expected page.
     Page(PageHead, PageRecords<'a>),
-    /// Traces of a page of this pool, but no intact one: torn while it was written, or rotten.
+    /// Damaged page of this pool: torn while it was written, or corrupted since.
     Damaged,
-    /// Something else: nothing, an intact page of an earlier epoch, another pool's.
+    /// No such page: blank, a page of an earlier epoch or of another pool, or other data.
     Absent,
 }
 
-/// Checks the page found where page `sequence` of `owner` belongs.
+/// Decodes the page at the place of page `sequence` of `owner`.
 pub(super) fn decode_page<'a>(bytes: &'a [u8], owner: &PageOwner, sequence: u32) -> FoundPage<'a> {
     if bytes.len() != PAGE {
         return FoundPage::Damaged;
     }
-    let kin = [bytes_at(bytes, MAGIC_AT) == owner.area.magic(), bytes_at(bytes, UUID_AT) == owner.pool_uuid];
-    if kin == [false; 2] {
+    let matches =
+        [bytes_at(bytes, MAGIC_AT) == owner.area.magic(), bytes_at(bytes, UUID_AT) == owner.pool_uuid];
+    if matches == [false; 2] {
         return FoundPage::Absent;
     }
     if intact(bytes).is_none() {
         return FoundPage::Damaged;
     }
-    if kin != [true; 2] || life_of(bytes) != owner.life || u32_at(bytes, SEQUENCE_AT) != sequence {
+    if matches != [true; 2]
+        || incarnation_of(bytes) != owner.incarnation
+        || u32_at(bytes, SEQUENCE_AT) != sequence
+    {
         return FoundPage::Absent;
     }
     let count = usize::from(u16_at(bytes, COUNT_AT));
@@ -296,19 +301,19 @@ pub(super) fn decode_page<'a>(bytes: &'a [u8], owner: &PageOwner, sequence: u32)
     FoundPage::Page(head, PageRecords { records: &bytes[PAGE_HEADER..PAGE_HEADER + count * RECORD_BYTES] })
 }
 
-/// The life of the bank that a page says it belongs to, whatever else it is.
-pub(super) fn life_of(page: &[u8]) -> BankLife {
-    BankLife { epoch: u64_at(page, EPOCH_AT), begun: u64_at(page, BEGUN_AT) }
+/// Returns the incarnation in a page's header, without any other check.
+pub(super) fn incarnation_of(page: &[u8]) -> BankIncarnation {
+    BankIncarnation { epoch: u64_at(page, EPOCH_AT), begun: u64_at(page, BEGUN_AT) }
 }
 
-/// The records of an intact page.
+/// Records of an intact page.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PageRecords<'a> {
     records: &'a [u8],
 }
 
 impl<'a> PageRecords<'a> {
-    /// The records in order; `None` stands for one that this version cannot read.
+    /// Iterates the records in order; `None` represents a record that this version cannot read.
     pub(super) fn iter(
         self,
         layouts: &mut LayoutCache,

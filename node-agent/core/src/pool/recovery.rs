@@ -1,32 +1,37 @@
-//! Opening a device: what to read, and what follows from it.
+//! Recovery: opens a device by reading its metadata.
 //!
-//! [`Recovery`] says which bytes it wants next and is fed them; it reads the superblock, the bank headers, the checkpoint
-//! and log of the active bank, and never a block. Nothing is written, so a crash during recovery changes nothing.
+//! [`Recovery`] requests the bytes that it needs next, and the caller feeds them to it. It reads the
+//! superblock, the bank headers, and the checkpoint and log of the active bank, but never a block. It writes
+//! nothing, so a crash during recovery changes nothing.
 //!
-//! The device must have been synced before the first read: what a killed process had written and not synced is read like
-//! everything else, and is announced as durable from now on.
+//! The device must be synced before the first read. Bytes that a killed process wrote without a sync are read
+//! like all others, and are reported as durable from then on.
 //!
-//! What is read, in order:
-//! 1. both copies of the superblock; either will do;
-//! 2. both copies of both bank headers; the valid bank of the higher epoch is the active one;
-//! 3. its checkpoint, then the whole of its log area.
+//! Order of reads:
+//! 1. both copies of the superblock; one valid copy is sufficient;
+//! 2. both copies of both bank headers; the valid bank with the higher epoch is the active one;
+//! 3. the checkpoint of the active bank, then its whole log area.
 //!
-//! Where the active bank is damaged, the other one helps, because it stays complete until the next change of banks:
-//! * a checkpoint page is bad: start over with the other bank's checkpoint and log, then the active bank's;
-//! * only one bank has a header: see whether the log of the other one has a complete first group of the following epoch
-//!   and a second group behind it. Then it was active and both copies of its header are bad: replay it, too. With
-//!   the first group alone it says nothing that the bank with the header does not say.
+//! If the active bank is damaged, the other one helps, because it remains complete until the next bank
+//! switch:
+//! * If a checkpoint page is damaged, recovery restarts with the other bank's checkpoint and log, followed by
+//!   those of the active bank.
+//! * If only one bank has a valid header, recovery probes the log of the other one. If that log has a
+//!   complete first group of the following epoch and a second group behind it, the bank was active and both
+//!   copies of its header are damaged: its log is replayed too. The first group alone contains nothing that
+//!   the bank with the header does not contain.
 //!
-//! **Torn tail or rot.** Log pages carry the sequence of the first page of their group, and a group is written only after
-//! the one before was synced. So a missing page before the last group was durable once: that is a *hole*, counted as
-//! lost. A missing page inside or behind the last group may never have been acknowledged: that is a torn tail. Records
-//! behind a hole and beside a torn page are applied; [`slots`](super::slots) decides by generation.
+//! **Torn tail or corruption.** A log page contains the sequence of the first page of its group, and a group
+//! is written only after the previous one was synced. A missing page before the last group was therefore
+//! durable once: it is a *hole*, and counts as lost. A missing page inside or behind the last group may never
+//! have been acknowledged: it is a torn tail. Records behind a hole and next to a torn page are applied;
+//! [`slots`](super::slots) resolves conflicts by generation.
 //!
-//! After any damage, and after a torn append with a valid page behind a missing one or a torn header, the pool writes a new
-//! bank before it appends anything.
+//! The pool writes a new bank before it appends anything if recovery found damage, a torn header, or a torn
+//! append with a valid page behind a missing one.
 
+mod identity;
 mod log_scan;
-mod opening;
 mod owner;
 mod report;
 
@@ -36,34 +41,35 @@ use std::ops::Range;
 use reprise_policy::layout::PAGE_BYTES;
 
 use super::StoredBlock;
-use super::device::{DevicePool, Recovered};
+use super::device::{DevicePool, RecoveredState};
 use super::error::PoolError;
 use super::geometry::{Geometry, SEGMENT_ALIGNMENT, SUPERBLOCK_OFFSETS};
 use super::journal::{JournalPosition, Repair};
 use super::page::{PAGE, is_blank};
 use super::record::{
-    Area, BankLife, FoundPage, LayoutCache, PageHead, PageOwner, PageRecords, decode_page, life_of,
+    Area, BankIncarnation, FoundPage, LayoutCache, PageHead, PageOwner, PageRecords, decode_page,
+    incarnation_of,
 };
 use super::slots::{Restored, Slots};
 use super::superblock::{BankHeader, FoundSuperblock, GENERATION_MAX, Superblock};
+use identity::{Bank, FoundHeader, Identity, LogTrace, foreign_data, identify, is_journal_page, rank_banks};
 use log_scan::{LogEnd, LogScan};
-use opening::{Bank, FoundHeader, Identity, Trace, foreign_data, identify, is_journal_page, rank_banks};
 pub use owner::{OWNER_BYTES, owner};
 pub use report::RecoveryReport;
 
-/// Bytes of one read at the most.
+/// Maximum bytes of one read.
 pub const READ_BYTES_MAX: usize = 4 << 20;
 
-/// Generations skipped after a recovery, so that no write that was under way at the crash shares one with a later
-/// write: far more than the blocks of [`BATCHES_MAX`](super::BATCHES_MAX) batches.
+/// Generations skipped after a recovery, so that no write in flight at the crash shares its generation with a
+/// later one: far more than the blocks of [`BATCHES_MAX`](super::BATCHES_MAX) batches.
 const GENERATION_GAP: u64 = 1 << 20;
 
-/// A device being opened.
+/// State machine that opens a device.
 #[derive(Debug)]
 pub struct Recovery {
     device_bytes: u64,
     stages: VecDeque<Stage>,
-    /// Reads before this offset are of one page: a larger one failed.
+    /// Offset below which reads have one page, because a larger read failed.
     careful_until: u64,
     superblocks: Vec<FoundSuperblock>,
     headers: Vec<FoundHeader>,
@@ -71,7 +77,7 @@ pub struct Recovery {
     report: RecoveryReport,
 }
 
-/// What is known once the superblock is.
+/// State after the superblock was read.
 #[derive(Debug)]
 struct JournalReader {
     superblock: Superblock,
@@ -79,49 +85,49 @@ struct JournalReader {
     slots: Slots,
     next_generation: u64,
     layouts: LayoutCache,
-    /// The bank whose log goes on, and what its log looks like.
+    /// Bank whose log continues, and the end of its log once it was read.
     active: Option<(Bank, Option<LogEnd>)>,
-    /// The bank that the active one was begun from, while it has not been read.
+    /// Previous bank, until it is needed and read.
     spare: Option<Bank>,
 }
 
-/// A run of pages to read, and what for.
+/// Run of pages to read for one purpose.
 #[derive(Clone, Debug)]
 struct Stage {
     purpose: Purpose,
-    /// Byte offset of page 0 of the area that `pages` counts in.
+    /// Byte offset of page 0 of the area that `pages` refers to.
     area_offset: u64,
-    /// Pages still to be read.
+    /// Pages that are still to be read.
     pages: Range<u32>,
 }
 
 #[derive(Clone, Debug)]
 enum Purpose {
     Superblock,
-    /// Both copies of the superblock are blank: is everything?
+    /// Check whether the whole beginning is blank, because both superblock copies are.
     Blankness,
     BankHeader {
         bank: usize,
     },
     Checkpoint {
         bank: usize,
-        life: BankLife,
+        incarnation: BankIncarnation,
     },
     Log {
         bank: usize,
-        life: BankLife,
+        incarnation: BankIncarnation,
         scan: LogScan,
     },
-    /// Was this bank without a header active once, in this epoch?
+    /// Probe whether a bank without a header was active in this epoch.
     Probe {
         bank: usize,
         epoch: u64,
-        life: Option<BankLife>,
+        incarnation: Option<BankIncarnation>,
     },
 }
 
 impl Recovery {
-    /// Begins to open a device of so many bytes.
+    /// Starts to open a device of this size.
     pub fn new(device_bytes: u64) -> Recovery {
         let fits = |offset: &u64| offset + PAGE_BYTES <= device_bytes;
         let copies = SUPERBLOCK_OFFSETS.into_iter().filter(fits);
@@ -136,8 +142,8 @@ impl Recovery {
         }
     }
 
-    /// What to read next: byte offset and length (whole pages, at most [`READ_BYTES_MAX`]). `None` when nothing more is
-    /// wanted: call [`Recovery::finish`].
+    /// Next range to read: byte offset and length, in whole pages and at most [`READ_BYTES_MAX`]. `None` when
+    /// all data was read: call [`Recovery::finish`].
     pub fn next_read(&self) -> Option<(u64, usize)> {
         let stage = self.stages.front()?;
         let offset = stage.offset();
@@ -146,18 +152,18 @@ impl Recovery {
         Some((offset, bytes))
     }
 
-    /// Takes what was read.
+    /// Processes the bytes that were read.
     ///
     /// # Errors
-    /// [`PoolError::WrongRead`] when it is not as long as [`Recovery::next_read`] said; any other when the device
-    /// cannot be opened.
+    /// [`PoolError::WrongRead`] if the length is not the one that [`Recovery::next_read`] returned; other
+    /// errors if the device cannot be opened.
     pub fn feed(&mut self, bytes: &[u8]) -> Result<(), PoolError> {
         let (offset, expected) = self.next_read().unwrap_or_default();
         if bytes.len() != expected || expected == 0 {
             return Err(PoolError::WrongRead { expected, found: bytes.len() });
         }
         for (page, at) in bytes.chunks_exact(PAGE).zip((offset..).step_by(PAGE)) {
-            // What is wanted may change with every page; the rest of the read is of no use then.
+            // Each page may change the next range; the rest of the read is then useless.
             if self.next_read().is_none_or(|(wanted, _)| wanted != at) {
                 break;
             }
@@ -166,10 +172,11 @@ impl Recovery {
         Ok(())
     }
 
-    /// Says that the read failed. A long one is asked for again page by page; a page that cannot be read counts as damaged.
+    /// Reports that the read failed. A long read is requested again page by page; a page that cannot be read
+    /// counts as damaged.
     ///
     /// # Errors
-    /// As [`Recovery::feed`].
+    /// The errors of [`Recovery::feed`].
     pub fn feed_unreadable(&mut self) -> Result<(), PoolError> {
         match self.next_read() {
             None => Err(PoolError::WrongRead { expected: 0, found: 0 }),
@@ -184,18 +191,19 @@ impl Recovery {
         }
     }
 
-    /// The pool, its stored blocks in the order of the device, and what was found on the way. The same key may occur
-    /// more than once: free all but one.
+    /// Returns the pool, its stored blocks in device order, and a report. A key may occur more than once:
+    /// free all copies but one.
     ///
     /// # Errors
-    /// [`PoolError::Unfinished`] while something is still to be read, [`PoolError::NotFormatted`] when there is no pool.
+    /// [`PoolError::Unfinished`] while data is still to be read, and [`PoolError::NotFormatted`] if there is
+    /// no pool.
     pub fn finish(self) -> Result<(DevicePool, Vec<StoredBlock>, RecoveryReport), PoolError> {
         if !self.stages.is_empty() {
             return Err(PoolError::Unfinished);
         }
         let Some(reader) = self.journal else { return Err(PoolError::NotFormatted) };
         if reader.next_generation >= GENERATION_MAX / 2 {
-            return Err(PoolError::Corrupt { what: "its generations have run out".to_owned() });
+            return Err(PoolError::Corrupt { what: "its generations are exhausted".to_owned() });
         }
         Ok(reader.finish(self.report))
     }
@@ -209,18 +217,20 @@ impl Recovery {
                 self.superblocks.push(page.map_or(Ok(FoundSuperblock::Damaged), Superblock::decode)?);
             }
             Purpose::Blankness => check_blankness(page)?,
-            Purpose::BankHeader { bank } => self.take_header(*bank, page),
-            Purpose::Checkpoint { bank, life } => {
-                let (bank, life) = (*bank, *life);
-                if self.take_checkpoint_page(page, life, sequence) == Usable::No && self.start_over(bank) {
+            Purpose::BankHeader { bank } => self.add_header(*bank, page),
+            Purpose::Checkpoint { bank, incarnation } => {
+                let (bank, incarnation) = (*bank, *incarnation);
+                if self.add_checkpoint_page(page, incarnation, sequence) == Usable::No
+                    && self.restart_with_other_bank(bank)
+                {
                     return Ok(());
                 }
             }
-            Purpose::Log { life, scan, .. } => self.take_log_page(page, *life, sequence, scan),
-            Purpose::Probe { epoch, life, .. } => {
-                let found = page.map(life_of).filter(|found| found.epoch == *epoch);
-                let Some(known) = life.or(found) else { return Ok(()) };
-                *life = Some(known);
+            Purpose::Log { incarnation, scan, .. } => self.add_log_page(page, *incarnation, sequence, scan),
+            Purpose::Probe { epoch, incarnation, .. } => {
+                let found = page.map(incarnation_of).filter(|found| found.epoch == *epoch);
+                let Some(known) = incarnation.or(found) else { return Ok(()) };
+                *incarnation = Some(known);
                 match self.probe(page, known, sequence) {
                     Some(head) if sequence == 0 => stage.pages.end = u32::from(head.group_pages) + 1,
                     Some(head) if stage.pages.is_empty() && head.group_first != sequence => return Ok(()),
@@ -230,37 +240,37 @@ impl Recovery {
             }
         }
         if stage.pages.is_empty() {
-            self.stage_done(stage.purpose)
+            self.stage_read(stage.purpose)
         } else {
             self.stages.push_front(stage);
             Ok(())
         }
     }
 
-    fn stage_done(&mut self, purpose: Purpose) -> Result<(), PoolError> {
+    fn stage_read(&mut self, purpose: Purpose) -> Result<(), PoolError> {
         match purpose {
-            Purpose::Superblock if self.stages.is_empty() => self.superblock_known(),
-            Purpose::BankHeader { .. } if self.stages.is_empty() => self.banks_known(),
+            Purpose::Superblock if self.stages.is_empty() => self.superblocks_read(),
+            Purpose::BankHeader { .. } if self.stages.is_empty() => self.headers_read(),
             Purpose::Superblock
             | Purpose::BankHeader { .. }
             | Purpose::Blankness
             | Purpose::Checkpoint { .. } => Ok(()),
             Purpose::Log { bank, scan, .. } => {
-                self.log_done(bank, scan);
+                self.log_read(bank, scan);
                 Ok(())
             }
-            Purpose::Probe { bank, life, .. } => {
-                self.other_was_active(bank, life.expect("a probe that found nothing ends early"));
+            Purpose::Probe { bank, incarnation, .. } => {
+                self.activate_other_bank(bank, incarnation.expect("a probe that found nothing ends early"));
                 Ok(())
             }
         }
     }
 
-    fn superblock_known(&mut self) -> Result<(), PoolError> {
+    fn superblocks_read(&mut self) -> Result<(), PoolError> {
         let (superblock, copies) = match identify(&self.superblocks)? {
             Identity::Blank => {
                 let bytes = SEGMENT_ALIGNMENT.min(self.device_bytes - self.device_bytes % PAGE_BYTES);
-                let pages = u32::try_from(bytes / PAGE_BYTES).expect("2 MiB at the most");
+                let pages = u32::try_from(bytes / PAGE_BYTES).expect("at most 2 MiB");
                 self.stages.push_back(Stage::new(Purpose::Blankness, 0, pages));
                 return Ok(());
             }
@@ -289,37 +299,43 @@ impl Recovery {
         Ok(())
     }
 
-    fn take_header(&mut self, bank: usize, page: Option<&[u8]>) {
+    fn add_header(&mut self, bank: usize, page: Option<&[u8]>) {
         let superblock = self.reader().superblock;
         let header = page.and_then(|page| BankHeader::decode(page, &superblock, bank));
-        let trace = if page.is_some_and(is_blank) { Trace::Blank } else { Trace::Written };
+        let trace = if page.is_some_and(is_blank) { LogTrace::Blank } else { LogTrace::Written };
         self.headers.push(FoundHeader { bank, header, trace });
     }
 
-    fn banks_known(&mut self) -> Result<(), PoolError> {
+    fn headers_read(&mut self) -> Result<(), PoolError> {
         let banks = rank_banks(&self.headers)?;
         let (active, other) = (banks[0], banks.get(1).copied());
-        self.report.bank_epoch = active.header.life.epoch;
+        self.report.bank_epoch = active.header.incarnation.epoch;
         let geometry = self.reader().superblock.geometry;
         self.stages.extend(Stage::bank(&geometry, &active));
         if other.is_none() {
-            let (bank, epoch) = (1 - active.index, active.header.life.epoch + 1);
-            let probe = Purpose::Probe { bank, epoch, life: None };
+            let (bank, epoch) = (1 - active.index, active.header.incarnation.epoch + 1);
+            let probe = Purpose::Probe { bank, epoch, incarnation: None };
             self.stages.push_back(Stage::new(probe, geometry.log_offset(bank, 0), 1));
         }
         let reader = self.reader_mut();
         reader.active = Some((active, None));
-        reader.spare = other.filter(|other| other.header.life.epoch + 1 == active.header.life.epoch);
+        reader.spare =
+            other.filter(|other| other.header.incarnation.epoch + 1 == active.header.incarnation.epoch);
         let known = banks.iter().map(|bank| bank.header.next_generation).max();
         reader.next_generation = known.unwrap_or_default();
         Ok(())
     }
 
-    fn take_checkpoint_page(&mut self, page: Option<&[u8]>, life: BankLife, sequence: u32) -> Usable {
-        let owner = self.owner(life, Area::Checkpoint);
+    fn add_checkpoint_page(
+        &mut self,
+        page: Option<&[u8]>,
+        incarnation: BankIncarnation,
+        sequence: u32,
+    ) -> Usable {
+        let owner = self.owner(incarnation, Area::Checkpoint);
         match page.map(|page| decode_page(page, &owner, sequence)) {
             Some(FoundPage::Page(head, records)) => {
-                self.report.checkpoint_records += self.take_records(head.next_generation, records);
+                self.report.checkpoint_records += self.restore_records(head.next_generation, records);
                 Usable::Yes
             }
             Some(FoundPage::Damaged | FoundPage::Absent) | None => {
@@ -329,22 +345,28 @@ impl Recovery {
         }
     }
 
-    fn take_log_page(&mut self, page: Option<&[u8]>, life: BankLife, sequence: u32, scan: &mut LogScan) {
-        let owner = self.owner(life, Area::Log);
+    fn add_log_page(
+        &mut self,
+        page: Option<&[u8]>,
+        incarnation: BankIncarnation,
+        sequence: u32,
+        scan: &mut LogScan,
+    ) {
+        let owner = self.owner(incarnation, Area::Log);
         match page.map(|page| decode_page(page, &owner, sequence)) {
             Some(FoundPage::Page(head, records)) => {
                 scan.valid(&head);
                 self.report.log_pages += 1;
-                self.report.log_records += self.take_records(head.next_generation, records);
+                self.report.log_records += self.restore_records(head.next_generation, records);
             }
             Some(FoundPage::Absent) => scan.missing(sequence, 0),
             Some(FoundPage::Damaged) | None => scan.missing(sequence, 1),
         }
     }
 
-    fn take_records(&mut self, next_generation: u64, records: PageRecords<'_>) -> u64 {
+    fn restore_records(&mut self, next_generation: u64, records: PageRecords<'_>) -> u64 {
         let reader = self.journal.as_mut().expect("records are read after the superblock");
-        reader.saw_generation(next_generation);
+        reader.raise_generation(next_generation);
         let (mut read, mut rejected) = (0, 0);
         for record in records.iter(&mut reader.layouts) {
             read += 1;
@@ -358,8 +380,8 @@ impl Recovery {
         read
     }
 
-    /// A checkpoint page of this bank is bad: begins again with the other bank, if that can help.
-    fn start_over(&mut self, bank: usize) -> bool {
+    /// Restarts with the other bank after a damaged checkpoint page; `false` if that cannot help.
+    fn restart_with_other_bank(&mut self, bank: usize) -> bool {
         let reader = self.journal.as_mut().expect("checkpoints are read after the superblock");
         let Some((active, _)) = reader.active.filter(|(active, _)| active.index == bank) else {
             return false;
@@ -374,12 +396,12 @@ impl Recovery {
         true
     }
 
-    fn log_done(&mut self, bank: usize, scan: LogScan) {
+    fn log_read(&mut self, bank: usize, scan: LogScan) {
         let end = scan.finish();
         self.report.journal_holes += end.holes;
         let active = self.reader_mut().active.as_mut().expect("logs are read after the headers");
         if active.0.index != bank {
-            // The bank before the active one ended with a durable append: its last group cannot be torn.
+            // The previous bank ended with a durable append, so its last group cannot be torn.
             self.report.journal_holes += end.torn;
             return;
         }
@@ -393,24 +415,26 @@ impl Recovery {
         }
     }
 
-    /// Looks at a page of the log of a bank without a header; `None` when it does not show that the bank was active.
-    fn probe(&self, page: Option<&[u8]>, life: BankLife, sequence: u32) -> Option<PageHead> {
-        let owner = self.owner(life, Area::Log);
+    /// Checks a page of the log of a bank without a header; `None` if it does not prove that the bank was
+    /// active.
+    fn probe(&self, page: Option<&[u8]>, incarnation: BankIncarnation, sequence: u32) -> Option<PageHead> {
+        let owner = self.owner(incarnation, Area::Log);
         let FoundPage::Page(head, _) = decode_page(page?, &owner, sequence) else { return None };
         (u32::from(head.group_pages) < self.reader().superblock.geometry.log_pages).then_some(head)
     }
 
-    fn other_was_active(&mut self, bank: usize, life: BankLife) {
+    fn activate_other_bank(&mut self, bank: usize, incarnation: BankIncarnation) {
         let geometry = self.reader().superblock.geometry;
-        self.report.bank_epoch = life.epoch;
+        self.report.bank_epoch = incarnation.epoch;
         self.report.other_bank_used = true;
-        let header = BankHeader { life, next_generation: 0, checkpoint_records: 0, checkpoint_pages: 0 };
+        let header =
+            BankHeader { incarnation, next_generation: 0, checkpoint_records: 0, checkpoint_pages: 0 };
         self.reader_mut().active = Some((Bank { index: bank, header, copies_bad: 2 }, None));
-        self.stages.push_back(Stage::log(&geometry, bank, life));
+        self.stages.push_back(Stage::log(&geometry, bank, incarnation));
     }
 
-    fn owner(&self, life: BankLife, area: Area) -> PageOwner {
-        PageOwner { pool_uuid: self.reader().superblock.pool_uuid, life, area }
+    fn owner(&self, incarnation: BankIncarnation, area: Area) -> PageOwner {
+        PageOwner { pool_uuid: self.reader().superblock.pool_uuid, incarnation, area }
     }
 
     fn reader(&self) -> &JournalReader {
@@ -429,7 +453,7 @@ enum Usable {
 }
 
 impl JournalReader {
-    fn saw_generation(&mut self, next: u64) {
+    fn raise_generation(&mut self, next: u64) {
         self.next_generation = self.next_generation.max(next.min(GENERATION_MAX));
     }
 
@@ -444,9 +468,13 @@ impl JournalReader {
             || log.torn_inside > 0
             || active.copies_bad > 0;
         let repair = report.repair_due.then_some(Repair { superblock_copies: self.superblock_copies });
-        let position =
-            JournalPosition { bank: active.index, life: active.header.life, log_next: log.next, repair };
-        let recovered = Recovered {
+        let position = JournalPosition {
+            bank: active.index,
+            incarnation: active.header.incarnation,
+            log_next: log.next,
+            repair,
+        };
+        let recovered = RecoveredState {
             superblock: self.superblock,
             slots: self.slots,
             position,
@@ -461,20 +489,20 @@ impl Stage {
         Stage { purpose, area_offset, pages: 0..pages }
     }
 
-    /// Checkpoint and log of a bank.
+    /// Returns the reads for the checkpoint and log of a bank.
     fn bank(geometry: &Geometry, bank: &Bank) -> Vec<Stage> {
-        let (index, life, pages) = (bank.index, bank.header.life, bank.header.checkpoint_pages);
+        let (index, incarnation, pages) = (bank.index, bank.header.incarnation, bank.header.checkpoint_pages);
         let checkpoint = Stage::new(
-            Purpose::Checkpoint { bank: index, life },
+            Purpose::Checkpoint { bank: index, incarnation },
             geometry.checkpoint_offset(index, 0),
             pages,
         );
-        let stages = [checkpoint, Stage::log(geometry, index, life)];
+        let stages = [checkpoint, Stage::log(geometry, index, incarnation)];
         stages.into_iter().filter(|stage| !stage.pages.is_empty()).collect()
     }
 
-    fn log(geometry: &Geometry, bank: usize, life: BankLife) -> Stage {
-        let purpose = Purpose::Log { bank, life, scan: LogScan::default() };
+    fn log(geometry: &Geometry, bank: usize, incarnation: BankIncarnation) -> Stage {
+        let purpose = Purpose::Log { bank, incarnation, scan: LogScan::default() };
         Stage::new(purpose, geometry.log_offset(bank, 0), geometry.log_pages)
     }
 

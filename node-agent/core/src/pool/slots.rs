@@ -1,18 +1,19 @@
-//! The slots of a device: which exist, what is in them, which may be taken.
+//! Slots of a device: their sizes, states and contents.
 //!
-//! A segment belongs to one slot size from its first use until its last slot is free again. That is not recorded: the
-//! records of the blocks in it say it (their layouts give the size), and a segment without blocks is free.
+//! A segment belongs to one slot size from its first use until its last slot is free again. The size is not
+//! recorded: the layouts of the blocks in the segment determine it, and a segment without blocks is
+//! unassigned.
 //!
 //! ```text
 //! Free ──allocate──► Reserved ──begin_write──► Writing ──commit──► Stored ──begin_free──► Freeing ──finish_free──► Free
 //!                       └──────release──────► Free   └──quarantine──► Quarantined ◄──quarantine──┘
 //! ```
 //!
-//! Memory: 32 bytes a slot and 32 a segment; nothing else grows with the number of blocks (content ids, when known,
-//! cost a map entry). A free slot keeps the link of its segment's free list in place of a block.
+//! Memory: 32 bytes per slot and 32 per segment. Nothing else grows with the number of blocks, except a map
+//! entry per known content id. A free slot stores the link of its segment's free list in place of a block.
 //!
-//! Invariants ([`Slots::audit`]): every slot is in exactly one state, the counters equal what the slots say, and bytes
-//! used, free, being freed, quarantined and unusable add up to the data area.
+//! Invariants ([`Slots::audit`]): every slot is in exactly one state, and the counters match the slots. The
+//! bytes used, free, being freed, quarantined and unusable add up to the data area.
 
 mod audit;
 mod drain;
@@ -26,37 +27,37 @@ use reprise_policy::layout::PAGE_BYTES;
 use reprise_policy::{BlockKey, ContentId, Generation};
 
 use super::geometry::Geometry;
-use super::layouts::{LayoutIndex, Layouts, Owned};
+use super::layouts::{LayoutIndex, Layouts, TenantLayout};
 use super::record::{Record, RecordKind};
 use super::{PageNumber, StoredBlock};
 
-/// End of a free list.
+/// End marker of a free list.
 const NO_SLOT: u32 = u32::MAX;
 
-/// What is in a slot.
+/// State of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum SlotState {
-    /// Nothing; on its segment's free list.
+    /// Empty, and on its segment's free list.
     Free,
-    /// Handed out, nothing written yet.
+    /// Allocated, and not written yet.
     Reserved,
-    /// A block is being written or waits for its record to be durable.
+    /// Being written, or waiting for its record to become durable.
     Writing,
-    /// A block whose record is durable.
+    /// Holds a block with a durable record.
     Stored,
-    /// A block whose end is not durable yet.
+    /// Holds a block whose free record is not durable yet.
     Freeing,
-    /// Never to be used again.
+    /// Never used again.
     Quarantined,
 }
 
-/// One slot.
+/// Slot in memory.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Slot {
     key: BlockKey,
     generation: u64,
-    /// Checksum of the header page; in a free slot, index of the next free one.
+    /// CRC32C of the header page; in a free slot, the index of the next free one.
     header_crc: u32,
     layout: LayoutIndex,
     priority: u8,
@@ -74,74 +75,74 @@ const FREE_SLOT: Slot = Slot {
     state: SlotState::Free,
 };
 
-/// A run of slots of one size.
+/// Run of slots of one size.
 #[derive(Debug, Default)]
 pub(super) struct Segment {
-    /// Pages of a slot; zero while the segment belongs to no size.
+    /// Pages of a slot; zero while the segment is unassigned.
     pub(super) slot_pages: u32,
-    /// Slots that are free.
+    /// Number of free slots.
     free: u32,
-    /// First of the free list.
+    /// First slot of the free list.
     free_head: u32,
-    /// The slots.
+    /// Slots of the segment.
     pub(super) slots: Box<[Slot]>,
 }
 
 const _: () = assert!(size_of::<Segment>() <= 32);
 
-/// The segments of one slot size that have free slots.
+/// Segments of one slot size that have free slots.
 #[derive(Debug, Default)]
-struct Class {
-    /// Low ones are used first, so that high ones drain.
+struct FreeSegments {
+    /// Segment numbers. Low ones are used first, so that high ones become empty.
     with_free: BTreeSet<u32>,
-    /// Their free slots.
+    /// Number of free slots in these segments.
     free: u64,
 }
 
-/// Where a slot is found in memory.
+/// Position of a slot in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SlotPlace {
     segment: usize,
     slot: usize,
 }
 
-/// Pages of the data area by use. They add up to the segments' pages.
+/// Pages of the data area by use. Together they are the pages of all segments.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Tally {
-    /// In reserved, written and stored slots.
+    /// Pages of reserved, written and stored slots.
     pub(super) used: u64,
-    /// In free slots and unassigned segments.
+    /// Pages of free slots and unassigned segments.
     pub(super) free: u64,
-    /// In slots whose end is not durable yet.
+    /// Pages of slots whose free record is not durable yet.
     pub(super) freeing: u64,
-    /// In quarantined slots.
+    /// Pages of quarantined slots.
     pub(super) quarantined: u64,
-    /// At the ends of assigned segments, where no slot fits.
+    /// Pages at the ends of assigned segments, where no slot fits.
     pub(super) slack: u64,
-    /// Slots that are not free.
+    /// Number of slots that are not free.
     pub(super) entries: u64,
-    /// Quarantined slots.
+    /// Number of quarantined slots.
     pub(super) quarantined_slots: u64,
-    /// Stored blocks, those being freed not counted.
+    /// Number of stored blocks, without those being freed.
     pub(super) stored: u64,
-    /// Slots of assigned segments, whatever is in them.
+    /// Number of slots of assigned segments.
     pub(super) slots: u64,
 }
 
-/// What a write puts into a slot.
+/// Contents of a slot after a write.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SlotContent {
-    /// The block.
+    /// Key of the block.
     pub(super) key: BlockKey,
-    /// Whose it is and its geometry, already counted by [`Slots::acquire_layout`].
+    /// Tenant and layout of the block, already counted by [`Slots::acquire_layout`].
     pub(super) layout: LayoutIndex,
-    /// Number of the write.
+    /// Generation of the write.
     pub(super) generation: u64,
-    /// Checksum of the header page.
+    /// CRC32C of the header page.
     pub(super) header_crc: u32,
-    /// Priority class.
+    /// Priority class of the block.
     pub(super) priority: u8,
-    /// Content id, or unknown.
+    /// Content id of the block, or unknown.
     pub(super) content: ContentId,
 }
 
@@ -153,11 +154,11 @@ pub(super) struct Slots {
     entries_max: u64,
     segments: Vec<Segment>,
     /// By slot size in pages; only sizes with a free slot.
-    classes: BTreeMap<u32, Class>,
+    free_segments: BTreeMap<u32, FreeSegments>,
     unassigned: BTreeSet<u32>,
-    /// Segments that are being emptied: none of their slots is handed out.
+    /// Segments that are being emptied: their slots are not allocated.
     draining: BTreeSet<u32>,
-    /// Slots whose end is not durable yet, by slot size in pages; only sizes that have some.
+    /// Number of slots whose free record is not durable yet, by slot size in pages; without zero counts.
     freeing: BTreeMap<u32, u64>,
     layouts: Layouts,
     contents: BTreeMap<PageNumber, ContentId>,
@@ -165,7 +166,7 @@ pub(super) struct Slots {
 }
 
 impl Slots {
-    /// A device without blocks.
+    /// Creates the slots of a device without blocks.
     pub(super) fn new(geometry: &Geometry) -> Slots {
         let segments = (0..geometry.segments).map(|_| Segment::default()).collect();
         Slots {
@@ -173,7 +174,7 @@ impl Slots {
             segment_pages: geometry.segment_pages(),
             entries_max: geometry.entries_max,
             segments,
-            classes: BTreeMap::new(),
+            free_segments: BTreeMap::new(),
             unassigned: (0..geometry.segments).collect(),
             draining: BTreeSet::new(),
             freeing: BTreeMap::new(),
@@ -186,22 +187,23 @@ impl Slots {
         }
     }
 
-    /// Pages by use.
+    /// Pages of the data area by use.
     pub(super) fn tally(&self) -> &Tally {
         &self.tally
     }
 
-    /// Pages of the data area.
+    /// Total pages of the data area.
     pub(super) fn capacity_pages(&self) -> u64 {
         self.segments.len() as u64 * u64::from(self.segment_pages)
     }
 
-    /// Takes a slot of so many pages, header page included.
+    /// Allocates a slot of `slot_pages` pages, header page included.
     pub(super) fn allocate(&mut self, slot_pages: u32) -> Option<PageNumber> {
         if slot_pages > self.segment_pages || self.tally.entries >= self.entries_max {
             return None;
         }
-        let segment = match self.classes.get(&slot_pages).and_then(|class| class.with_free.first()) {
+        let segment = match self.free_segments.get(&slot_pages).and_then(|of_size| of_size.with_free.first())
+        {
             Some(segment) => *segment,
             None => self.assign_one(slot_pages)?,
         };
@@ -213,37 +215,37 @@ impl Slots {
         Some(self.page_of(place))
     }
 
-    /// Slots of so many pages that could be taken now.
+    /// Number of slots of this size that could be allocated now.
     pub(super) fn allocatable(&self, slot_pages: u32) -> u64 {
         if slot_pages == 0 || slot_pages > self.segment_pages {
             return 0;
         }
-        let in_class = self.classes.get(&slot_pages).map_or(0, |class| class.free);
+        let in_segments = self.free_segments.get(&slot_pages).map_or(0, |of_size| of_size.free);
         let per_segment = u64::from(self.segment_pages / slot_pages);
-        let slots = in_class + self.unassigned.len() as u64 * per_segment;
+        let slots = in_segments + self.unassigned.len() as u64 * per_segment;
         slots.min(self.entries_max.saturating_sub(self.tally.entries))
     }
 
-    /// Gives back a slot that nothing was written to.
+    /// Releases an allocated slot that was not written.
     pub(super) fn release(&mut self, page: PageNumber) {
         let place = self.expect_state(page, SlotState::Reserved);
         self.tally.used -= u64::from(self.segments[place.segment].slot_pages);
         self.push_free(place);
     }
 
-    /// Counts one more user of a tenant's layout; `None` when there are too many.
-    pub(super) fn acquire_layout(&mut self, owned: &Owned) -> Option<LayoutIndex> {
-        self.layouts.acquire(owned)
+    /// Returns the index of a tenant's layout and counts one more user; `None` if the table is full.
+    pub(super) fn acquire_layout(&mut self, tenant_layout: &TenantLayout) -> Option<LayoutIndex> {
+        self.layouts.acquire(tenant_layout)
     }
 
-    /// Notes what is being written to a reserved slot; returns the payload bytes that the slot has room for.
+    /// Records the contents of a slot that is being written; returns the slot's payload bytes.
     pub(super) fn begin_write(&mut self, page: PageNumber, content: &SlotContent) -> u64 {
         let place = self.expect_state(page, SlotState::Reserved);
         self.fill(place, content, SlotState::Writing);
         u64::from(self.segments[place.segment].slot_pages - 1) * PAGE_BYTES
     }
 
-    /// The device did not take a write: nothing says that there is anything in the slot.
+    /// Frees a slot whose write the device did not start.
     pub(super) fn abandon_write(&mut self, page: PageNumber) {
         let place = self.expect_state(page, SlotState::Writing);
         self.tally.used -= u64::from(self.segments[place.segment].slot_pages);
@@ -252,7 +254,7 @@ impl Slots {
         self.push_free(place);
     }
 
-    /// A written block's record is durable.
+    /// Marks a written block as stored, after its record became durable.
     pub(super) fn commit(&mut self, page: PageNumber) -> StoredBlock {
         let place = self.expect_state(page, SlotState::Writing);
         self.slot_mut(place).state = SlotState::Stored;
@@ -260,7 +262,7 @@ impl Slots {
         self.stored_block(place)
     }
 
-    /// A stored block ends; returns the record that says so. `None` when the slot is quarantined: it ended already.
+    /// Starts to free a stored block; returns its free record, or `None` if the slot is quarantined.
     pub(super) fn begin_free(&mut self, page: PageNumber) -> Option<Record> {
         let place = self.place(page).expect("only stored blocks are freed");
         match self.slot(place).state {
@@ -275,9 +277,9 @@ impl Slots {
         Some(self.record(place, RecordKind::Free))
     }
 
-    /// The end of a block is durable: its slot may be taken. False when the slot was quarantined meanwhile.
+    /// Frees a slot whose free record is durable; `false` if the slot was quarantined meanwhile.
     pub(super) fn finish_free(&mut self, page: PageNumber) -> bool {
-        let place = self.place(page).expect("a slot that is being freed stays one");
+        let place = self.place(page).expect("a slot keeps its segment while it is being freed");
         if self.slot(place).state == SlotState::Quarantined {
             return false;
         }
@@ -289,7 +291,7 @@ impl Slots {
         true
     }
 
-    /// Takes a slot out of use for ever; returns the record that says so, or `None` when it was out of use already.
+    /// Quarantines a slot permanently; returns its record, or `None` if it was quarantined before.
     pub(super) fn quarantine(&mut self, page: PageNumber) -> Option<Record> {
         let place = self.place(page).expect("only slots that were written are quarantined");
         let pages = u64::from(self.segments[place.segment].slot_pages);
@@ -310,9 +312,9 @@ impl Slots {
         Some(self.record(place, RecordKind::Quarantine))
     }
 
-    /// The record of a slot that a write of a batch went to: a store, or a quarantine when the write failed.
+    /// Returns the record of a slot that a batch wrote: a store, or a quarantine if the write failed.
     pub(super) fn record_of_write(&self, page: PageNumber) -> Record {
-        let place = self.place(page).expect("a slot that is being written stays one");
+        let place = self.place(page).expect("a slot keeps its segment while it is being written");
         match self.slot(place).state {
             SlotState::Writing => self.record(place, RecordKind::Store),
             SlotState::Quarantined => self.record(place, RecordKind::Quarantine),
@@ -320,7 +322,8 @@ impl Slots {
         }
     }
 
-    /// The record of a slot for a checkpoint: what is durable. A block that is being written is not.
+    /// Returns the record of a slot for a checkpoint. A block that is being written has none, because it is
+    /// not durable.
     pub(super) fn record_at(&self, place: SlotPlace) -> Option<Record> {
         match self.slot(place).state {
             SlotState::Free | SlotState::Reserved | SlotState::Writing => None,
@@ -329,7 +332,7 @@ impl Slots {
         }
     }
 
-    /// The block stored at a page, if one is.
+    /// Returns the block stored at a page, if any.
     pub(super) fn stored(&self, page: PageNumber) -> Option<StoredBlock> {
         let place = self.place(page)?;
         (self.slot(place).state == SlotState::Stored).then(|| self.stored_block(place))
@@ -340,7 +343,7 @@ impl Slots {
         self.contents.get(&page).copied().unwrap_or(ContentId::UNKNOWN)
     }
 
-    /// The next slot at or after `cursor` in the order of the device, and the cursor behind it.
+    /// Returns the next slot at or after `cursor` in device order, and the cursor behind it.
     pub(super) fn next_place(&self, mut cursor: SlotPlace) -> Option<(SlotPlace, SlotPlace)> {
         loop {
             let segment = self.segments.get(cursor.segment)?;
@@ -351,15 +354,15 @@ impl Slots {
         }
     }
 
-    /// Where [`Slots::next_place`] begins.
+    /// First cursor for [`Slots::next_place`].
     pub(super) const FIRST_PLACE: SlotPlace = SlotPlace { segment: 0, slot: 0 };
 
-    /// Bytes of memory held for slots and segments.
+    /// Bytes of memory used for slots and segments.
     pub(super) fn memory_bytes(&self) -> usize {
         let slots = usize::try_from(self.tally.slots).expect("as many as are in memory") * size_of::<Slot>();
         let segments = self.segments.capacity() * size_of::<Segment>();
-        let sets: usize =
-            self.classes.values().map(|class| class.with_free.len()).sum::<usize>() + self.unassigned.len();
+        let sets: usize = self.free_segments.values().map(|of_size| of_size.with_free.len()).sum::<usize>()
+            + self.unassigned.len();
         slots
             + segments
             + sets * size_of::<u32>()
@@ -383,7 +386,7 @@ impl Slots {
 
     fn record(&self, place: SlotPlace, kind: RecordKind) -> Record {
         let (slot, page) = (self.slot(place), self.page_of(place));
-        let Owned { tenant, layout } = self.layouts.get(slot.layout);
+        let TenantLayout { tenant, layout } = self.layouts.get(slot.layout);
         Record {
             kind,
             priority: slot.priority,
@@ -399,7 +402,7 @@ impl Slots {
 
     fn stored_block(&self, place: SlotPlace) -> StoredBlock {
         let slot = self.slot(place);
-        let Owned { tenant, layout } = self.layouts.get(slot.layout);
+        let TenantLayout { tenant, layout } = self.layouts.get(slot.layout);
         StoredBlock {
             key: slot.key,
             tenant,
@@ -418,7 +421,7 @@ impl Slots {
         Some(segment)
     }
 
-    /// Gives an empty segment to a slot size.
+    /// Assigns an empty segment to a slot size.
     fn assign(&mut self, segment: usize, slot_pages: u32) {
         let count = self.segment_pages / slot_pages;
         self.segments[segment] = Segment {
@@ -429,7 +432,8 @@ impl Slots {
         };
     }
 
-    /// Builds the free list of an assigned segment, lowest slot first, and enters the segment in its class.
+    /// Builds the free list of an assigned segment, lowest slot first, and lists the segment if it has free
+    /// slots.
     fn link_free(&mut self, index: usize) {
         let segment = &mut self.segments[index];
         segment.free_head = NO_SLOT;
@@ -446,9 +450,9 @@ impl Slots {
         self.tally.free -= u64::from(slack);
         self.tally.slots += segment.slots.len() as u64;
         if segment.free > 0 {
-            let class = self.classes.entry(segment.slot_pages).or_default();
-            class.with_free.insert(u32::try_from(index).expect("fewer than 2^23 segments"));
-            class.free += u64::from(segment.free);
+            let of_size = self.free_segments.entry(segment.slot_pages).or_default();
+            of_size.with_free.insert(u32::try_from(index).expect("fewer than 2^23 segments"));
+            of_size.free += u64::from(segment.free);
         }
     }
 
@@ -458,15 +462,16 @@ impl Slots {
         segment.free_head = segment.slots[slot].header_crc;
         segment.free -= 1;
         let (slot_pages, full) = (segment.slot_pages, segment.free == 0);
-        let class = self.classes.get_mut(&slot_pages).expect("a segment with a free slot is in its class");
-        class.free -= 1;
+        let of_size =
+            self.free_segments.get_mut(&slot_pages).expect("a segment with a free slot is in its class");
+        of_size.free -= 1;
         if full {
-            self.leave_class(slot_pages, index);
+            self.remove_free_segment(slot_pages, index);
         }
         SlotPlace { segment: index as usize, slot }
     }
 
-    /// Puts a slot on its segment's free list; an empty segment goes back to those of no size.
+    /// Adds a slot to its segment's free list; a segment without blocks becomes unassigned.
     fn push_free(&mut self, place: SlotPlace) {
         let index = u32::try_from(place.segment).expect("fewer than 2^23 segments");
         let segment = &mut self.segments[place.segment];
@@ -479,17 +484,17 @@ impl Slots {
         let (free, empty) = (segment.free, segment.free as usize == segment.slots.len());
         let drains = self.draining.contains(&index);
         if !drains {
-            let class = self.classes.entry(slot_pages).or_default();
-            class.with_free.insert(index);
-            class.free += 1;
+            let of_size = self.free_segments.entry(slot_pages).or_default();
+            of_size.with_free.insert(index);
+            of_size.free += 1;
         }
         if !empty {
             return;
         }
         if !drains {
-            let class = self.classes.get_mut(&slot_pages).expect("just entered");
-            class.free -= u64::from(free);
-            self.leave_class(slot_pages, index);
+            let of_size = self.free_segments.get_mut(&slot_pages).expect("just entered");
+            of_size.free -= u64::from(free);
+            self.remove_free_segment(slot_pages, index);
         }
         let slack = self.segment_pages - slot_pages * free;
         self.segments[place.segment] = Segment::default();
@@ -516,11 +521,12 @@ impl Slots {
         }
     }
 
-    fn leave_class(&mut self, slot_pages: u32, segment: u32) {
-        let class = self.classes.get_mut(&slot_pages).expect("a segment with a free slot is in its class");
-        class.with_free.remove(&segment);
-        if class.with_free.is_empty() {
-            self.classes.remove(&slot_pages);
+    fn remove_free_segment(&mut self, slot_pages: u32, segment: u32) {
+        let of_size =
+            self.free_segments.get_mut(&slot_pages).expect("a segment with a free slot is in its class");
+        of_size.with_free.remove(&segment);
+        if of_size.with_free.is_empty() {
+            self.free_segments.remove(&slot_pages);
         }
     }
 
@@ -530,7 +536,7 @@ impl Slots {
         place
     }
 
-    /// The slot that begins at a page, if one does.
+    /// Returns the slot that begins at a page, if any.
     fn place(&self, page: PageNumber) -> Option<SlotPlace> {
         let offset = page.0.checked_sub(self.data_page)?;
         let index = (offset / self.segment_pages) as usize;
@@ -559,13 +565,13 @@ impl Slots {
     }
 }
 
-/// The part of a generation that headers and the index carry.
+/// Part of a generation that headers and the index contain.
 pub(super) fn short(generation: u64) -> Generation {
     let bytes = generation.to_le_bytes();
     Generation(u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
 }
 
-/// Pages of a device slot for so many payload bytes: header page and payload.
+/// Pages of a device slot for a payload of this size, including the header page.
 pub(super) fn slot_pages(payload_bytes: u64) -> Option<u32> {
     u32::try_from(payload_bytes.div_ceil(PAGE_BYTES) + 1).ok()
 }

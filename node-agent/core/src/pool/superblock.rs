@@ -1,20 +1,20 @@
-//! The two fixed records of a device: its superblock and the headers of its journal banks.
+//! Fixed metadata of a device: its superblock and the headers of its journal banks.
 //!
-//! The superblock is written once, when the device is formatted, and afterwards only to replace a damaged copy or one of the format before. All
-//! later versions keep its magic, its version field and the page checksum where they are, so that every agent can tell
-//! a newer pool from a damaged one.
+//! The superblock is written when the device is formatted. Later it is written only to replace a damaged copy
+//! or one of the previous format. Future versions keep its magic, version field and page checksum at the same
+//! offsets, so that every agent can distinguish a newer pool from a damaged one.
 
 use super::error::PoolError;
 use super::geometry::Geometry;
 use super::page::{PAGE, bytes_at, intact, is_blank, put, seal, u32_at, u64_at};
-use super::record::BankLife;
+use super::record::BankIncarnation;
 
-/// The format that this build writes.
+/// Format version that this build writes.
 pub const FORMAT_VERSION: u32 = 2;
 
-/// The format before: its records name no tenant, which reads as the default one. A pool of it is brought to
-/// [`FORMAT_VERSION`] when it is opened.
-const FORMAT_VERSION_BEFORE: u32 = 1;
+/// Previous format version: its records contain no tenant, which reads as the default tenant. A pool of this
+/// version is upgraded to [`FORMAT_VERSION`] when it is opened.
+const FORMAT_VERSION_PREVIOUS: u32 = 1;
 
 const MAGIC: [u8; 8] = *b"REPRISE\0";
 const MAGIC_AT: usize = 0;
@@ -32,11 +32,12 @@ const DATA_OFFSET_AT: usize = 88;
 const SEGMENTS_AT: usize = 96;
 const CREATED_AT: usize = 104;
 
-/// Generations and epochs below this; a greater one on a device is not ours. A record has 48 bits for it: at 150,000 blocks
-/// a second they last for 59 years, or for 268 million openings of 2²⁰ generations each.
+/// Upper bound of generations and epochs; a higher value on a device is invalid. A record has 48 bits for it.
+/// At 150,000 blocks per second they last for 59 years, or for 268 million openings that skip 2²⁰ generations
+/// each.
 pub(super) const GENERATION_MAX: u64 = 1 << 48;
 
-/// Beginning of a bank header.
+/// First bytes of a bank header.
 pub(super) const BANK_MAGIC: [u8; 8] = *b"RPRBANK\0";
 const BANK_INDEX_AT: usize = 8;
 const BANK_UUID_AT: usize = 16;
@@ -49,35 +50,35 @@ const BANK_BEGUN_AT: usize = 64;
 /// Identity and geometry of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Superblock {
-    /// Identity, wherever the device is plugged in.
+    /// Identity of the pool, independent of where the device is attached.
     pub(super) pool_uuid: [u8; 16],
     /// Index in the node's configuration when it was formatted.
     pub(super) device_index: u8,
-    /// When it was formatted.
+    /// Time of formatting in microseconds since 1970.
     pub(super) created_unix_us: u64,
-    /// Where things lie.
+    /// Areas of the device.
     pub(super) geometry: Geometry,
 }
 
-/// What is found where a copy of the superblock should be.
+/// Contents of the place of a superblock copy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum FoundSuperblock {
-    /// A copy.
+    /// Intact copy of the current version.
     Valid(Superblock),
-    /// An intact copy of the format before this one, to be written again.
+    /// Intact copy of the previous version, to be rewritten.
     Older(Superblock),
-    /// An intact copy of a later format.
+    /// Intact copy of a newer version.
     Newer(u32),
-    /// Ours by its magic, but not intact.
+    /// Damaged copy, recognised by its magic.
     Damaged,
-    /// Zeros.
+    /// Only zeros.
     Blank,
-    /// Something else; its first bytes.
+    /// Other data; contains its first bytes.
     Foreign([u8; 8]),
 }
 
 impl Superblock {
-    /// One copy's page.
+    /// Returns the page of one copy.
     pub(super) fn encode(&self) -> Vec<u8> {
         let geometry = &self.geometry;
         let mut page = vec![0; PAGE];
@@ -101,10 +102,10 @@ impl Superblock {
         page
     }
 
-    /// Looks at one copy's page.
+    /// Decodes the page of one copy.
     ///
     /// # Errors
-    /// [`PoolError::Corrupt`] when the page is intact but its areas are impossible.
+    /// [`PoolError::Corrupt`] if the page is intact but its areas are invalid.
     pub(super) fn decode(page: &[u8]) -> Result<FoundSuperblock, PoolError> {
         if is_blank(page) {
             return Ok(FoundSuperblock::Blank);
@@ -121,7 +122,7 @@ impl Superblock {
         }
         match u32_at(page, VERSION_AT) {
             FORMAT_VERSION => Superblock::fields(page).map(FoundSuperblock::Valid),
-            FORMAT_VERSION_BEFORE => Superblock::fields(page).map(FoundSuperblock::Older),
+            FORMAT_VERSION_PREVIOUS => Superblock::fields(page).map(FoundSuperblock::Older),
             newer if newer > FORMAT_VERSION => Ok(FoundSuperblock::Newer(newer)),
             _ => Ok(FoundSuperblock::Damaged),
         }
@@ -141,7 +142,7 @@ impl Superblock {
         geometry.check()?;
         if u64_at(page, BANK_BYTES_AT) != geometry.bank_bytes() {
             return Err(PoolError::Corrupt {
-                what: "the superblock's bank size contradicts its areas".to_owned(),
+                what: "the bank size in the superblock does not match its areas".to_owned(),
             });
         }
         Ok(Superblock {
@@ -153,40 +154,43 @@ impl Superblock {
     }
 }
 
-/// The header of a journal bank, written last when the bank is begun: it makes the bank valid.
+/// Header of a journal bank, written last when the bank is started: it makes the bank valid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct BankHeader {
-    /// The life of the bank; the valid bank of the higher epoch is the active one.
-    pub(super) life: BankLife,
-    /// Every generation issued before the header was written is smaller.
+    /// Incarnation of the bank; the valid bank with the higher epoch is the active one.
+    pub(super) incarnation: BankIncarnation,
+    /// Upper bound of all generations issued before the header was written.
     pub(super) next_generation: u64,
-    /// Records of the checkpoint.
+    /// Number of records in the checkpoint.
     pub(super) checkpoint_records: u64,
-    /// Pages of the checkpoint.
+    /// Number of pages in the checkpoint.
     pub(super) checkpoint_pages: u32,
 }
 
 impl BankHeader {
-    /// The page of both copies.
+    /// Returns the page of both copies.
     pub(super) fn encode(&self, superblock: &Superblock, bank: usize) -> Vec<u8> {
         let mut page = vec![0; PAGE];
         put(&mut page, 0, &BANK_MAGIC);
         page[BANK_INDEX_AT] = u8::try_from(bank).expect("there are two banks");
         put(&mut page, BANK_UUID_AT, &superblock.pool_uuid);
-        put(&mut page, BANK_EPOCH_AT, &self.life.epoch.to_le_bytes());
+        put(&mut page, BANK_EPOCH_AT, &self.incarnation.epoch.to_le_bytes());
         put(&mut page, BANK_GENERATION_AT, &self.next_generation.to_le_bytes());
         put(&mut page, BANK_RECORDS_AT, &self.checkpoint_records.to_le_bytes());
         put(&mut page, BANK_PAGES_AT, &self.checkpoint_pages.to_le_bytes());
-        put(&mut page, BANK_BEGUN_AT, &self.life.begun.to_le_bytes());
+        put(&mut page, BANK_BEGUN_AT, &self.incarnation.begun.to_le_bytes());
         seal(&mut page);
         page
     }
 
-    /// Reads a copy; `None` when it is not an intact header of this bank.
+    /// Decodes a copy; `None` if it is not an intact header of this bank.
     pub(super) fn decode(page: &[u8], superblock: &Superblock, bank: usize) -> Option<BankHeader> {
         intact(page)?;
         let header = BankHeader {
-            life: BankLife { epoch: u64_at(page, BANK_EPOCH_AT), begun: u64_at(page, BANK_BEGUN_AT) },
+            incarnation: BankIncarnation {
+                epoch: u64_at(page, BANK_EPOCH_AT),
+                begun: u64_at(page, BANK_BEGUN_AT),
+            },
             next_generation: u64_at(page, BANK_GENERATION_AT),
             checkpoint_records: u64_at(page, BANK_RECORDS_AT),
             checkpoint_pages: u32_at(page, BANK_PAGES_AT),
@@ -195,7 +199,7 @@ impl BankHeader {
             && usize::from(page[BANK_INDEX_AT]) == bank
             && bytes_at(page, BANK_UUID_AT) == superblock.pool_uuid
             && header.checkpoint_pages <= superblock.geometry.checkpoint_pages
-            && header.life.epoch < GENERATION_MAX
+            && header.incarnation.epoch < GENERATION_MAX
             && header.next_generation < GENERATION_MAX;
         ours.then_some(header)
     }

@@ -1,8 +1,9 @@
-//! A device that loses what was not synced.
+//! Simulated device that loses unsynced writes.
 //!
-//! Pages of metadata are kept whole; a block's payload is one number per layer. A write is seen by reads from its
-//! completion on, and survives a crash for certain when a sync that was submitted after its completion has ended.
-//! At a crash each page of every other write, completed or not, is kept or dropped by chance.
+//! Metadata pages are kept as bytes, and the payload of a block as one number per layer. Reads see a write
+//! from its completion on. A write certainly survives a crash if a sync that was submitted after its
+//! completion has ended. At a crash, each page of every other write, completed or not, is kept or dropped at
+//! random.
 
 use std::collections::BTreeMap;
 
@@ -15,14 +16,14 @@ use crate::rng::Rng;
 
 const PAGE: usize = 4096;
 
-/// See the module.
+/// Durable image, and completed writes that are not synced.
 #[derive(Debug)]
 pub(crate) struct Disk {
     bytes: u64,
     durable: Image,
     current: Image,
-    /// Completed, not synced; numbered in order of completion.
-    unsynced: Vec<(u64, Written)>,
+    /// Completed, unsynced writes, numbered in order of completion.
+    unsynced: Vec<(u64, DiskWrite)>,
     completed: u64,
 }
 
@@ -33,24 +34,24 @@ struct Image {
     payloads: BTreeMap<u64, Vec<Tag>>,
 }
 
-/// Something written.
+/// Content of a write operation.
 #[derive(Clone, Debug)]
-pub(crate) struct Written {
+pub(crate) struct DiskWrite {
     first_page: u64,
     pages: Vec<Box<[u8]>>,
     payload: Option<Vec<Tag>>,
 }
 
-impl Written {
-    /// What an operation writes; the payload as it is in memory.
-    pub(crate) fn of(kind: &DeviceOpKind, payload: &[Tag]) -> Option<Written> {
+impl DiskWrite {
+    /// Content of an operation; the payload is read from memory.
+    pub(crate) fn of(kind: &DeviceOpKind, payload: &[Tag]) -> Option<DiskWrite> {
         let split = |bytes: &[u8]| bytes.chunks(PAGE).map(Box::from).collect();
         match kind {
             DeviceOpKind::WritePages { offset, bytes } => {
                 assert!(offset % PAGE as u64 == 0 && bytes.len() % PAGE == 0, "whole pages");
-                Some(Written { first_page: offset / PAGE as u64, pages: split(bytes), payload: None })
+                Some(DiskWrite { first_page: offset / PAGE as u64, pages: split(bytes), payload: None })
             }
-            DeviceOpKind::WriteBlock { offset, header, .. } => Some(Written {
+            DeviceOpKind::WriteBlock { offset, header, .. } => Some(DiskWrite {
                 first_page: offset / PAGE as u64,
                 pages: split(header),
                 payload: Some(payload.to_vec()),
@@ -61,7 +62,7 @@ impl Written {
 }
 
 impl Image {
-    fn apply(&mut self, written: &Written, keep: impl FnMut(usize) -> bool) {
+    fn apply(&mut self, written: &DiskWrite, keep: impl FnMut(usize) -> bool) {
         let mut keep = keep;
         for (at, page) in written.pages.iter().enumerate() {
             if keep(at) {
@@ -79,7 +80,7 @@ impl Image {
 }
 
 impl Disk {
-    /// A formatted device and its empty pool.
+    /// Formats a device; returns it with its empty pool.
     pub(crate) fn format(bytes: u64, index: u8) -> (Disk, DevicePool) {
         let params = PoolParams {
             device_bytes: bytes,
@@ -89,9 +90,9 @@ impl Disk {
             created_unix_us: 1,
         };
         let mut image = Image::default();
-        for (offset, bytes) in DevicePool::format(&params).expect("sound parameters") {
+        for (offset, bytes) in DevicePool::format(&params).expect("valid parameters") {
             let kind = DeviceOpKind::WritePages { offset, bytes };
-            image.apply(&Written::of(&kind, &[]).expect("a write"), |_| true);
+            image.apply(&DiskWrite::of(&kind, &[]).expect("a write"), |_| true);
         }
         let disk = Disk { bytes, durable: image.clone(), current: image, unsynced: Vec::new(), completed: 0 };
         let (pool, stored, _) = disk.recover();
@@ -99,39 +100,39 @@ impl Disk {
         (disk, pool)
     }
 
-    /// What the journal says after a crash or a clean end.
+    /// Recovers the pool from the durable image.
     pub(crate) fn recover(&self) -> (DevicePool, Vec<StoredBlock>, RecoveryReport) {
         let mut recovery = Recovery::new(self.bytes);
         while let Some((offset, bytes)) = recovery.next_read() {
             let first = offset / PAGE as u64;
             let pages = (0..bytes.div_ceil(PAGE) as u64).flat_map(|page| self.durable.page(first + page));
             let read: Vec<u8> = pages.take(bytes).collect();
-            recovery.feed(&read).expect("the pool is sound");
+            recovery.feed(&read).expect("the pool is valid");
         }
-        recovery.finish().expect("the pool is sound")
+        recovery.finish().expect("the pool is valid")
     }
 
-    /// A write has ended well.
-    pub(crate) fn complete(&mut self, written: Written) {
+    /// Completes a write successfully.
+    pub(crate) fn complete(&mut self, written: DiskWrite) {
         self.current.apply(&written, |_| true);
         self.unsynced.push((self.completed, written));
         self.completed += 1;
     }
 
-    /// A sync submitted now makes the writes below this number durable.
+    /// Number below which a sync submitted now makes writes durable.
     pub(crate) fn covered(&self) -> u64 {
         self.completed
     }
 
-    /// A sync has ended.
+    /// Makes the writes below a number durable.
     pub(crate) fn synced(&mut self, covered: u64) {
         for (_, written) in self.unsynced.extract_if(.., |(number, _)| *number < covered) {
             self.durable.apply(&written, |_| true);
         }
     }
 
-    /// Power fails while these writes are under way.
-    pub(crate) fn crash(&mut self, running: Vec<Written>, rng: &mut Rng) {
+    /// Simulates a power loss while these writes are in flight.
+    pub(crate) fn crash(&mut self, running: Vec<DiskWrite>, rng: &mut Rng) {
         let unsynced = std::mem::take(&mut self.unsynced).into_iter().map(|(_, written)| written);
         for written in unsynced.chain(running) {
             self.durable.apply(&written, |_| rng.chance(500));

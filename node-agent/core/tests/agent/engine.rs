@@ -1,7 +1,7 @@
-//! An engine as its agent's session sees it: what it asked for, what it was given, what it was told.
+//! Simulated engine: its requests, replies and notices.
 //!
-//! Panics when an answer breaks the contract: a slot that is in use, a region that was not granted, a second answer,
-//! a notice too many, progress that goes back.
+//! Panics if a reply violates the contract: a slot in use, a region without a grant, a second reply, an extra
+//! notice, or progress that goes backwards.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,17 +14,17 @@ use reprise_policy::{BlockKey, Layout, TenantId, Tick};
 
 use crate::memory::Memory;
 
-/// See the module.
+/// State of an engine's session.
 #[derive(Debug)]
 pub(crate) struct Engine {
     pub(crate) layout: Layout,
     pub(crate) tenant: TenantId,
     pub(crate) reserved: Vec<(LeaseId, ArenaSlot)>,
     pub(crate) loads: BTreeMap<LoadId, HeldLoad>,
-    /// Commits whose notice has not come, with the items that it must account for.
+    /// Commits without a notice, with the number of items that the notice must cover.
     pub(crate) tickets: BTreeMap<Ticket, u32>,
-    pub(crate) asked: BTreeMap<RequestId, Asked>,
-    /// Answers, newest last; scenarios look at them.
+    pub(crate) requests_open: BTreeMap<RequestId, RequestKind>,
+    /// Replies, newest last, for scenarios to check.
     pub(crate) replies: Vec<(RequestId, Reply)>,
     /// Notices: ticket, durable items, lost keys.
     pub(crate) notices: Vec<(Ticket, u32, Vec<BlockKey>)>,
@@ -34,9 +34,9 @@ pub(crate) struct Engine {
     requests: u64,
 }
 
-/// What a request was.
+/// Kind and parameters of a request.
 #[derive(Clone, Debug)]
-pub(crate) enum Asked {
+pub(crate) enum RequestKind {
     Reserve(u32),
     Commit(Vec<BlockKey>),
     Match(Vec<BlockKey>, Scope),
@@ -45,24 +45,24 @@ pub(crate) enum Asked {
     Other,
 }
 
-/// A load that was answered and is not released.
+/// Load that was answered and is not released.
 #[derive(Debug)]
 pub(crate) struct HeldLoad {
     pub(crate) keys: Vec<BlockKey>,
     pub(crate) blocks: Vec<LoadedBlock>,
     pub(crate) entry: ProgressEntry,
-    /// Blocks whose copy did not match: the engine looks at them no more.
+    /// Blocks whose copy failed verification: the engine no longer reads them.
     pub(crate) given_up: BTreeSet<u32>,
 }
 
-/// One entry of the progress page.
+/// Entry of the progress page.
 #[derive(Debug)]
 pub(crate) struct Page {
     pub(crate) load: LoadId,
     pub(crate) layers: u32,
     pub(crate) failed: BTreeSet<u32>,
     pub(crate) done: bool,
-    /// It was held too long: what has failed may be anybody's.
+    /// Whether the maximum hold time has passed: slots of failed blocks may be in use by others.
     pub(crate) over: bool,
 }
 
@@ -74,7 +74,7 @@ impl Engine {
             reserved: Vec::new(),
             loads: BTreeMap::new(),
             tickets: BTreeMap::new(),
-            asked: BTreeMap::new(),
+            requests_open: BTreeMap::new(),
             replies: Vec::new(),
             notices: Vec::new(),
             readable: BTreeSet::new(),
@@ -84,25 +84,25 @@ impl Engine {
         }
     }
 
-    /// Notes a request and gives it an id.
-    pub(crate) fn ask(&mut self, asked: Asked) -> RequestId {
+    /// Records a request and assigns its id.
+    pub(crate) fn add_request(&mut self, kind: RequestKind) -> RequestId {
         self.requests += 1;
         let id = RequestId(self.requests);
-        self.asked.insert(id, asked);
+        self.requests_open.insert(id, kind);
         id
     }
 
-    /// The progress of a load that was answered.
+    /// Progress of a load that was answered.
     pub(crate) fn progress(&self, load: LoadId) -> &Page {
         let page = &self.page[&self.loads[&load].entry];
-        assert_eq!(page.load, load, "a held load's entry is its own");
+        assert_eq!(page.load, load, "the entry belongs to this load");
         page
     }
 
     pub(crate) fn on_progress(&mut self, entry: ProgressEntry, update: &ProgressUpdate) {
         if let ProgressUpdate::Begin { load } = *update {
             let held = self.loads.values().any(|load| load.entry == entry);
-            assert!(!held, "an entry of a held load was given to another");
+            assert!(!held, "the entry of a held load was reassigned");
             self.page
                 .insert(entry, Page { load, layers: 0, failed: BTreeSet::new(), done: false, over: false });
             return;
@@ -110,18 +110,21 @@ impl Engine {
         let layers_all = self.layout.layers();
         let page = self.page.get_mut(&entry).expect("updates follow a beginning");
         let ends_holding = matches!(update, ProgressUpdate::BlockFailed { .. } | ProgressUpdate::Done);
-        assert!(!page.over && (!page.done || ends_holding), "nothing else follows the end of a load");
+        assert!(!page.over && (!page.done || ends_holding), "no update follows the end of a load");
         match *update {
             ProgressUpdate::Begin { .. } => unreachable!("handled above"),
             ProgressUpdate::Layers { layers } => {
-                assert!(layers > page.layers && layers <= layers_all, "layers only grow");
+                assert!(layers > page.layers && layers <= layers_all, "layers only increase");
                 page.layers = layers;
             }
             ProgressUpdate::BlockFailed { block } => {
-                assert!(page.failed.insert(block), "a block fails once");
+                assert!(page.failed.insert(block), "a block fails at most once");
             }
             ProgressUpdate::Done => {
-                assert_eq!(page.layers, layers_all, "at the end, all layers of what did not fail are ready");
+                assert_eq!(
+                    page.layers, layers_all,
+                    "at the end, all layers of blocks that did not fail are ready"
+                );
                 page.over = page.done;
                 page.done = true;
             }
@@ -129,23 +132,23 @@ impl Engine {
     }
 
     pub(crate) fn on_reply(&mut self, request: RequestId, reply: Reply, now: Tick) {
-        let asked = self.asked.remove(&request).expect("one answer per request");
-        match (asked, &reply) {
-            (Asked::Reserve(count), Reply::Reserved { regions, leases, retry_after }) => {
+        let kind = self.requests_open.remove(&request).expect("one answer per request");
+        match (kind, &reply) {
+            (RequestKind::Reserve(count), Reply::Reserved { regions, leases, retry_after }) => {
                 self.granted(regions);
                 assert!(leases.len() <= count as usize);
                 assert_eq!(
                     leases.len() < count as usize,
                     !retry_after.is_zero(),
-                    "a shortfall says when to retry"
+                    "an incomplete reservation has a retry delay"
                 );
                 for (_, slot) in leases {
-                    assert!(self.writable.contains(&slot.region), "the region of a slot is granted before");
+                    assert!(self.writable.contains(&slot.region), "the region of a slot was granted");
                     assert_eq!(slot.bytes, self.layout.slot_bytes());
                 }
                 self.reserved.extend(leases);
             }
-            (Asked::Commit(keys), Reply::Committed { ticket, statuses }) => {
+            (RequestKind::Commit(keys), Reply::Committed { ticket, statuses }) => {
                 assert_eq!(keys.len(), statuses.len());
                 let counted = |status: &&CommitStatus| {
                     matches!(status, CommitStatus::Committed | CommitStatus::Duplicate)
@@ -153,33 +156,30 @@ impl Engine {
                 let items = statuses.iter().filter(counted).count() as u32;
                 assert!(self.tickets.insert(*ticket, items).is_none(), "tickets are used once");
             }
-            (Asked::Match(keys, scope), Reply::Matched { sources }) => {
+            (RequestKind::Match(keys, scope), Reply::Matched { sources }) => {
                 assert!(sources.len() <= keys.len());
                 let own = |source: &Source| matches!(source, Source::OwnDram | Source::OwnNvme);
                 assert!(scope == Scope::Cluster || sources.iter().all(own), "a local match is local");
             }
-            (Asked::Load { keys, answer_by }, Reply::Loaded { load, entry, regions, blocks }) => {
+            (RequestKind::Load { keys, answer_by }, Reply::Loaded { load, entry, regions, blocks }) => {
                 assert!(now <= answer_by, "a load is answered by its deadline");
                 assert_eq!(keys.len(), blocks.len());
                 self.granted(regions);
                 for block in blocks {
                     if let LoadedBlock::Ok { slot, .. } = block {
-                        assert!(
-                            self.readable.contains(&slot.region),
-                            "the region of a slot is granted before"
-                        );
+                        assert!(self.readable.contains(&slot.region), "the region of a slot was granted");
                     }
                 }
                 let page = &self.page[entry];
                 assert!(page.load == *load && page.layers > 0, "an answer comes with the first layer");
                 let held =
                     HeldLoad { keys, blocks: blocks.clone(), entry: *entry, given_up: BTreeSet::new() };
-                assert!(self.loads.insert(*load, held).is_none(), "loads have ids of their own");
+                assert!(self.loads.insert(*load, held).is_none(), "load ids are unique");
             }
-            (Asked::Release, Reply::Released)
-            | (Asked::Other, _)
+            (RequestKind::Release, Reply::Released)
+            | (RequestKind::Other, _)
             | (_, Reply::Busy { .. } | Reply::BadRequest(_)) => {}
-            (asked, reply) => panic!("{reply:?} is no answer to {asked:?}"),
+            (kind, reply) => panic!("{reply:?} is not a reply to {kind:?}"),
         }
         self.replies.push((request, reply));
     }
@@ -190,7 +190,7 @@ impl Engine {
         self.notices.push((ticket, durable, lost));
     }
 
-    /// Reads everything that the engine may read; calls back with key and content.
+    /// Reads everything that the engine may read; passes each key and content to `read`.
     pub(crate) fn read_all(&self, memory: &Memory, mut read: impl FnMut(&BlockKey, u64)) {
         for (id, load) in &self.loads {
             let page = self.progress(*id);
@@ -204,19 +204,19 @@ impl Engine {
                 read(
                     key,
                     tag.unwrap_or_else(|| {
-                        panic!("{key}: {:?} is not what was committed", memory.layers(*slot))
+                        panic!("{key}: {:?} is not the committed content", memory.layers(*slot))
                     }),
                 );
             }
         }
     }
 
-    /// A block's copy did not match.
-    pub(crate) fn give_up_on(&mut self, load: LoadId, block: u32) {
+    /// Stops reading a block whose copy failed verification.
+    pub(crate) fn ignore_block(&mut self, load: LoadId, block: u32) {
         self.loads.get_mut(&load).expect("a held load").given_up.insert(block);
     }
 
-    /// Slots that the engine may write or read.
+    /// Slots that the engine may read or write.
     pub(crate) fn slots(&self) -> impl Iterator<Item = ArenaSlot> {
         let held = self.loads.iter().filter(|(id, _)| !self.progress(**id).over);
         let loaded = held.flat_map(|(_, load)| &load.blocks).filter_map(|block| match block {

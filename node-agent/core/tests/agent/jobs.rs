@@ -1,4 +1,5 @@
-//! What is under way in the world, and how it ends: device operations, reads, fetches, questions to the directory.
+//! Jobs in flight and their results: device operations, reads, fetches, lookups, checks, placement queries
+//! and offers.
 
 use std::time::Duration;
 
@@ -10,11 +11,11 @@ use reprise_agent_core::pool::header::{ExpectedHeader, decode_header};
 use reprise_agent_core::pool::{DeviceError, DeviceOp, DeviceOpKind};
 use reprise_policy::{BlockKey, Layout, NodeId, Tier};
 
-use crate::disk::Written;
+use crate::disk::DiskWrite;
+use crate::harness::{Harness, layout_of};
 use crate::memory::{Tag, checksums};
-use crate::world::{World, layout_of};
 
-/// Something under way whose end is an event.
+/// Operation in flight whose result is an event.
 #[derive(Debug)]
 pub(crate) enum Job {
     Device { device: DeviceId, op: DeviceOp, covered: u64 },
@@ -26,7 +27,7 @@ pub(crate) enum Job {
     Offer(Offer),
 }
 
-/// A fill that has got further.
+/// Progress of a fill.
 struct Progress {
     fill: FillId,
     slot: ArenaSlot,
@@ -36,8 +37,8 @@ struct Progress {
     tier: Tier,
 }
 
-impl World {
-    /// Ends one job, or takes it a step further, as chance wants.
+impl Harness {
+    /// Completes one job or a step of it, with random faults.
     pub(crate) fn advance(&mut self, job: usize) {
         let to = match &self.jobs[job] {
             Job::Read { layout, layers, .. } | Job::Fetch { layout, layers, .. } => {
@@ -49,7 +50,7 @@ impl World {
         self.advance_to(job, to);
     }
 
-    /// Ends one job, or brings a fill to a layer, unless chance wants an error.
+    /// Completes one job, or advances a fill to a layer, with random faults.
     pub(crate) fn advance_to(&mut self, job: usize, to: u32) {
         match self.jobs.swap_remove(job) {
             Job::Device { device, op, covered } => self.end_device_op(device, &op, covered),
@@ -64,24 +65,25 @@ impl World {
                 if self.rng.chance(self.faults.lookup) {
                     return self.apply(Event::LookupFailed { lookup });
                 }
-                let lies = self.faults.directory_lies;
-                let found = keys.iter().map(|key| self.peers.find(key, &mut self.rng, lies)).collect();
-                self.apply(Event::Found { lookup, found });
+                let stale_permille = self.faults.directory_stale;
+                let found =
+                    keys.iter().map(|key| self.peers.find(key, &mut self.rng, stale_permille)).collect();
+                self.apply(Event::LookupAnswered { lookup, found });
             }
         }
     }
 
-    /// Ends a read or fetch with an error.
+    /// Fails a read or fetch with an error.
     pub(crate) fn fail(&mut self, job: usize, error: FillError) {
         let fill = match self.jobs.swap_remove(job) {
             Job::Read { read, .. } => read.fill,
             Job::Fetch { fill, .. } => fill,
-            other => panic!("{other:?} is no fill"),
+            other => panic!("{other:?} is not a fill"),
         };
         self.apply(Event::Fill { fill, update: FillUpdate::Failed(error) });
     }
 
-    /// Ends all jobs, and those that follow from them.
+    /// Completes all jobs, and those that result from them.
     pub(crate) fn finish_jobs(&mut self) {
         while !self.jobs.is_empty() {
             let job = self.rng.below(self.jobs.len());
@@ -90,14 +92,14 @@ impl World {
         }
     }
 
-    /// Ends all jobs of devices that save, and those that follow; reads, fetches and questions stay.
+    /// Completes all device operations of saves, and those that result; other jobs remain.
     pub(crate) fn finish_device_ops(&mut self) {
         while let Some(job) = self.jobs.iter().position(|job| matches!(job, Job::Device { .. })) {
             self.advance(job);
         }
     }
 
-    /// Ends all jobs but reads and fetches, and those that follow from them.
+    /// Completes all jobs except reads and fetches, and those that result.
     pub(crate) fn finish_jobs_but_fills(&mut self) {
         let is_fill = |job: &Job| matches!(job, Job::Read { .. } | Job::Fetch { .. });
         while let Some(job) = self.jobs.iter().position(|job| !is_fill(job)) {
@@ -111,7 +113,7 @@ impl World {
         (0..self.jobs.len()).filter(|at| is_fill(&self.jobs[*at])).collect()
     }
 
-    /// Says what is in the slot, or what chance wants: the core believes whatever it is told.
+    /// Reports the true state of the slot, or a random fault: the core trusts the result.
     fn end_check(&mut self, check: &BlockCheck) {
         let BlockCheck { check: id, slot, layout, checksums } = check;
         let integrity = if self.faults.check > 0 && self.rng.chance(self.faults.check) {
@@ -121,10 +123,10 @@ impl World {
         } else {
             Integrity::Damaged
         };
-        self.apply(Event::Checked { check: *id, integrity });
+        self.apply(Event::CheckDone { check: *id, integrity });
     }
 
-    /// The control plane answers: the truth, and now and then that it does not know or that there is no room.
+    /// Answers a placement query: correctly, or at random with an unknown or full target.
     fn end_place(&mut self, place: PlaceId, keys: &[BlockKey], reason: PlaceReason) {
         if self.is_unanswered() {
             return self.apply(Event::PlaceFailed { place });
@@ -135,18 +137,18 @@ impl World {
                 PlaceReason::Move(to) => (Some(to), to),
                 PlaceReason::Hot | PlaceReason::Drain => (None, NodeId(1 + self.rng.below(3) as u16)),
             };
-            let vague = self.is_unanswered();
+            let is_faulty = self.is_unanswered();
             answers.push(match self.peers.is_durable(key, on) {
-                _ if vague && self.rng.chance(500) => Placement::Unanswered,
+                _ if is_faulty && self.rng.chance(500) => Placement::Unanswered,
                 true => Placement::Enough,
-                false if vague => Placement::Nowhere,
+                false if is_faulty => Placement::NoCapacity,
                 false => Placement::To(to),
             });
         }
-        self.apply(Event::Placed { place, answers });
+        self.apply(Event::PlaceAnswered { place, answers });
     }
 
-    /// A peer answers, with some of the keys where faults are wanted; it has what it takes at once.
+    /// Answers an offer, with faults for some of its keys; the peer stores the accepted blocks at once.
     fn end_offer(&mut self, offer: &Offer) {
         if self.is_unanswered() {
             return self.apply(Event::OfferFailed { offer: offer.offer });
@@ -156,7 +158,7 @@ impl World {
             assert_eq!(layout_of(key), offer.layout, "{key} is offered with its layout");
             if !self.is_unanswered() {
                 taken.push(at);
-                let tag = *self.truth[key].last().expect("only what was committed is offered");
+                let tag = *self.committed_tags[key].last().expect("only committed blocks are offered");
                 self.peers.held.entry(offer.node).or_default().insert(*key, (tag, Tier::Nvme));
             }
         }
@@ -164,12 +166,12 @@ impl World {
         self.apply(Event::OfferAnswered { offer: offer.offer, taken, retry_after });
     }
 
-    /// Draws nothing in worlds without this fault.
+    /// Uses no random number if the fault is disabled.
     fn is_unanswered(&mut self) -> bool {
         self.faults.place > 0 && self.rng.chance(self.faults.place)
     }
 
-    /// Draws nothing in worlds without this fault: what else happens by chance in them stays as it is.
+    /// Uses no random number if the fault is disabled, so that other random choices stay the same.
     fn is_refused(&mut self) -> bool {
         self.faults.refused > 0 && self.rng.chance(self.faults.refused)
     }
@@ -188,11 +190,11 @@ impl World {
             } else if self.rng.chance(self.faults.write_media) {
                 Err(DeviceError::Media)
             } else {
-                disk.complete(Written::of(&op.kind, self.memory.layers(*slot)).expect("a write"));
+                disk.complete(DiskWrite::of(&op.kind, self.memory.layers(*slot)).expect("a write"));
                 Ok(())
             }
         } else {
-            match Written::of(&op.kind, &[]) {
+            match DiskWrite::of(&op.kind, &[]) {
                 Some(written) => disk.complete(written),
                 None => disk.synced(covered),
             }

@@ -1,33 +1,33 @@
-//! Tests of `AgentCore` against a simulated world: engines, devices, peers and a directory that do what the core
-//! wants in random order, with errors, deaths and delays.
+//! Tests of `AgentCore` against a simulated environment: engines, devices, peers and a directory that execute
+//! its effects in random order, with errors, crashes and delays.
 //!
-//! A block's bytes are modelled as one number per layer, and its checksums as functions of that number, so that the
-//! world sees whenever anybody would have read bytes that were not committed under the key, without moving bytes.
+//! The payload of a block is modelled as one number per layer, and its checksums as functions of that number.
+//! The harness thus detects every read of bytes that were not committed under the key, without moving bytes.
 //! `AgentCore::audit` runs after every event.
 //!
 //! Replay one seed of the random tests: `REPRISE_SEED=<seed> cargo test -p reprise-agent-core --test agent`.
 
-mod described;
+mod descriptions;
 mod disk;
 mod engine;
+mod harness;
 mod jobs;
 mod memory;
 mod peers;
 mod power_loss;
 mod random;
 mod rng;
-mod scenarios_attached;
+mod scenarios_attachment;
 mod scenarios_chains;
 mod scenarios_devices;
-mod scenarios_giving;
+mod scenarios_inbound;
+mod scenarios_integrity;
 mod scenarios_load;
-mod scenarios_moving;
+mod scenarios_moves;
 mod scenarios_origin;
+mod scenarios_outbound;
 mod scenarios_peers;
 mod scenarios_save;
 mod scenarios_scale;
-mod scenarios_suspect;
-mod scenarios_taking;
 mod scenarios_tenants;
 mod speed;
-mod world;

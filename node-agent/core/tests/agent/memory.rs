@@ -1,4 +1,4 @@
-//! The arena's bytes: one number per layer of each slot that was ever written.
+//! Simulated arena memory: one number per layer of each slot that was ever written.
 
 use std::collections::BTreeMap;
 
@@ -7,14 +7,14 @@ use reprise_policy::Layout;
 
 use crate::rng::mix;
 
-/// What a committed block consists of: every commit has a number of its own.
+/// Content of a committed block; unique per commit.
 pub(crate) type Tag = u64;
 
-/// See the module.
+/// Contents of all slots, by address.
 #[derive(Debug, Default)]
 pub(crate) struct Memory {
     slots: BTreeMap<(u16, u64), Slot>,
-    /// Slots that a lost device may write to.
+    /// Slots that a lost device may still write to.
     stranded: Vec<ArenaSlot>,
 }
 
@@ -25,7 +25,7 @@ struct Slot {
 }
 
 impl Memory {
-    /// Writes layers of a slot, leaving the others.
+    /// Writes some layers of a slot.
     pub(crate) fn write(&mut self, slot: ArenaSlot, layout: &Layout, layers: std::ops::Range<u32>, tag: Tag) {
         assert!(
             !self.stranded.iter().any(|other| overlap(*other, slot)),
@@ -44,17 +44,17 @@ impl Memory {
         place.layers[layers.start as usize..layers.end as usize].fill(tag);
     }
 
-    /// From now on a device may write to a slot at any time.
+    /// Marks a slot as writable by a lost device at any time.
     pub(crate) fn strand(&mut self, slot: ArenaSlot) {
         self.stranded.push(slot);
     }
 
-    /// The layers of a slot as they are now.
+    /// Current layers of a slot.
     pub(crate) fn layers(&self, slot: ArenaSlot) -> &[Tag] {
         self.slots.get(&(slot.region.0, slot.offset)).map_or(&[], |slot| &slot.layers)
     }
 
-    /// The content of leading layers, if every one of them matches the checksums and all agree.
+    /// Returns the content of leading layers, if all of them match the checksums and are equal.
     pub(crate) fn verify(
         &self,
         slot: ArenaSlot,
@@ -77,7 +77,7 @@ pub(crate) fn checksums(tag: Tag, layout: &Layout) -> Box<[u32]> {
     (0..u64::from(layout.objects())).map(|object| mix(tag << 16 | object) as u32).collect()
 }
 
-/// Whether two slots share bytes.
+/// Whether two slots overlap.
 pub(crate) fn overlap(a: ArenaSlot, b: ArenaSlot) -> bool {
     a.region == b.region && a.offset < b.offset + b.bytes && b.offset < a.offset + a.bytes
 }

@@ -1,4 +1,4 @@
-//! Other nodes: what they hold, what they want of this one, and the directory that knows of them.
+//! Simulated peers: their blocks, their requests, and the directory.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -17,7 +17,7 @@ pub(crate) struct Peers {
 }
 
 impl Peers {
-    /// What the directory says: nearly always the truth.
+    /// Answer of the directory, with random errors.
     pub(crate) fn find(&self, key: &BlockKey, rng: &mut Rng, lies_permille: u64) -> Vec<Replica> {
         let mut found = Vec::new();
         let load = LoadClass::default();
@@ -35,7 +35,7 @@ impl Peers {
         found
     }
 
-    /// Whether a block is durable on a node, or (`None`) on any.
+    /// Whether a block is durable on a node, or (`None`) on any node.
     pub(crate) fn is_durable(&self, key: &BlockKey, on: Option<NodeId>) -> bool {
         let here = |(node, blocks): (&NodeId, &BTreeMap<BlockKey, (Tag, Tier)>)| {
             on.is_none_or(|on| on == *node) && blocks.get(key).is_some_and(|(_, tier)| *tier == Tier::Nvme)
@@ -44,7 +44,7 @@ impl Peers {
     }
 }
 
-/// A request of a peer, as the transport sees it.
+/// Request of a peer, as seen by the transport.
 #[derive(Debug)]
 pub(crate) struct PeerServe {
     pub(crate) keys: Vec<BlockKey>,
@@ -52,25 +52,25 @@ pub(crate) struct PeerServe {
     pub(crate) blocks: Vec<PeerServeBlock>,
 }
 
-/// One block of it.
+/// State of one block of the request.
 #[derive(Debug, Default)]
 pub(crate) struct PeerServeBlock {
     checksums: Option<Box<[u32]>>,
-    /// Given to the transport, not sent yet.
+    /// Objects passed to the transport and not sent yet.
     queue: VecDeque<ServeObjects>,
     given: u64,
-    pub(crate) state: Sending,
+    pub(crate) state: SendState,
 }
 
-/// How far a block of a serve is.
+/// State of sending a block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Sending {
-    /// Something may still come.
+pub(crate) enum SendState {
+    /// The core may still send more.
     #[default]
     Open,
-    /// The core has given all it will; the transport has not reported the end.
+    /// The core has sent everything, and the transport has not reported the end.
     Given,
-    /// Nothing more happens.
+    /// The block has ended.
     Ended,
 }
 
@@ -82,7 +82,7 @@ impl PeerServe {
 
     pub(crate) fn on_header(&mut self, block: u32, checksums: Box<[u32]>) {
         let block = &mut self.blocks[block as usize];
-        assert!(block.state == Sending::Open && block.checksums.is_none(), "one header per block, first");
+        assert!(block.state == SendState::Open && block.checksums.is_none(), "one header per block, first");
         assert_eq!(checksums.len(), self.layout.objects() as usize);
         block.checksums = Some(checksums);
     }
@@ -90,24 +90,24 @@ impl PeerServe {
     pub(crate) fn on_objects(&mut self, objects: ServeObjects) {
         let layer_bytes = self.layout.layer_bytes();
         let block = &mut self.blocks[objects.block as usize];
-        assert!(block.state == Sending::Open && block.checksums.is_some(), "objects follow the header");
+        assert!(block.state == SendState::Open && block.checksums.is_some(), "objects follow the header");
         assert!(objects.offset == block.given && objects.bytes > 0, "objects come in order");
         assert!(objects.bytes.is_multiple_of(layer_bytes), "whole layers");
         block.given += objects.bytes;
-        assert_eq!(objects.last, block.given == self.layout.block_bytes(), "the last objects say so");
+        assert_eq!(objects.last, block.given == self.layout.block_bytes(), "the last objects are marked");
         if objects.last {
-            block.state = Sending::Given;
+            block.state = SendState::Given;
         }
         block.queue.push_back(objects);
     }
 
     pub(crate) fn on_absent(&mut self, block: u32) {
         let block = &mut self.blocks[block as usize];
-        assert_eq!(block.state, Sending::Open, "absent is said once");
-        block.state = if block.checksums.is_some() { Sending::Given } else { Sending::Ended };
+        assert_eq!(block.state, SendState::Open, "a block is reported absent at most once");
+        block.state = if block.checksums.is_some() { SendState::Given } else { SendState::Ended };
     }
 
-    /// Sends the next objects of a block; reads what was sent. Whether there was anything to send.
+    /// Sends the next objects of a block and reads them; returns whether there were any.
     pub(crate) fn send(&mut self, block: u32, memory: &Memory, mut read: impl FnMut(&BlockKey, Tag)) -> bool {
         let key = &self.keys[block as usize];
         let state = &mut self.blocks[block as usize];
@@ -122,20 +122,20 @@ impl PeerServe {
     /// Whether the transport may report the end of a block.
     pub(crate) fn is_sent(&self, block: u32) -> bool {
         let block = &self.blocks[block as usize];
-        block.state == Sending::Given && block.queue.is_empty()
+        block.state == SendState::Given && block.queue.is_empty()
     }
 
     pub(crate) fn is_over(&self) -> bool {
-        self.blocks.iter().all(|block| block.state == Sending::Ended)
+        self.blocks.iter().all(|block| block.state == SendState::Ended)
     }
 
-    /// Whether a slot is still to be sent from.
+    /// Whether objects of a slot are still to be sent.
     pub(crate) fn uses(&self, slot: reprise_agent_core::effect::ArenaSlot) -> bool {
         self.blocks.iter().flat_map(|block| &block.queue).any(|objects| overlap(objects.slot, slot))
     }
 }
 
-/// Ids of requests of peers, in order.
+/// Ascending ids of peer requests.
 #[derive(Debug, Default)]
 pub(crate) struct ServeIds(u64);
 

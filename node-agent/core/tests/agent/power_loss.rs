@@ -1,7 +1,7 @@
-//! Power loss: an agent on devices that lose what was not synced, killed at a random instant, again and again.
+//! Power loss: repeated crashes at random times of an agent whose devices lose unsynced writes.
 //!
-//! What the directory was told to be on NVMe when the power failed is there afterwards, and reads as it was
-//! committed; everything else is a clean miss.
+//! Every block that was announced as durable before the crash is readable afterwards with its committed
+//! content. Every other block is a clean miss or readable.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -11,9 +11,9 @@ use reprise_agent_core::effect::{LoadedBlock, LossReason, Source};
 use reprise_agent_core::event::{Event, Scope};
 use reprise_policy::{BlockKey, Layout, Quota, SlotSet, TenantId, Tier};
 
-use crate::random::{TENANTS, random_setup, settle, step};
+use crate::harness::{Faults, Harness, Setup, keys, large_layout, layout_of, small_layout};
+use crate::random::{TENANTS, finish_all, random_setup, step};
 use crate::rng::{for_seeds, seed_wanted};
-use crate::world::{Faults, Setup, World, keys, large_layout, layout_of, small_layout};
 
 const QUIET: Faults = Faults {
     write_media: 0,
@@ -23,30 +23,29 @@ const QUIET: Faults = Faults {
     lookup: 80,
     place: 0,
     check: 0,
-    directory_lies: 60,
+    directory_stale: 60,
     device_lost: 0,
     stranded: 0,
 };
 
-fn promised(world: &World) -> BTreeSet<BlockKey> {
-    world.announced.iter().filter(|(_, tier)| *tier == Tier::Nvme).map(|(key, _)| *key).collect()
+fn promised(harness: &Harness) -> BTreeSet<BlockKey> {
+    harness.announced.iter().filter(|(_, tier)| *tier == Tier::Nvme).map(|(key, _)| *key).collect()
 }
 
-/// A tenant loads these keys, as far as they have a layout, a few at a time, from this node only; returns those that were
-/// there.
+/// Loads these keys of a tenant in small groups, from this node only; returns the keys that were found.
 fn load_everything(
-    world: &mut World,
+    harness: &mut Harness,
     tenant: TenantId,
     layout: Layout,
     all: &BTreeSet<BlockKey>,
 ) -> BTreeSet<BlockKey> {
     let all: Vec<BlockKey> = all.iter().copied().filter(|key| layout_of(key) == layout).collect();
-    let session = world.open_session(tenant, layout);
+    let session = harness.open_session(tenant, layout);
     let mut there = BTreeSet::new();
     for some in all.chunks(4) {
-        world.load(session, some, Duration::from_secs(1), Scope::Local);
-        world.finish_jobs();
-        let engine = &world.engines[&session];
+        harness.load(session, some, Duration::from_secs(1), Scope::Local);
+        harness.finish_jobs();
+        let engine = &harness.engines[&session];
         let (load, held) = engine.loads.iter().next().expect("answered");
         assert!(engine.progress(*load).done && engine.progress(*load).failed.is_empty());
         for (key, block) in held.keys.iter().zip(&held.blocks) {
@@ -55,57 +54,57 @@ fn load_everything(
                     there.insert(*key);
                 }
                 LoadedBlock::Lost(LossReason::Miss) => {}
-                other => panic!("{key}: neither there nor a clean miss: {other:?}"),
+                other => panic!("{key}: neither readable nor a clean miss: {other:?}"),
             }
         }
-        world.read_all();
+        harness.read_all();
         let load = *load;
-        world.release(session, load);
+        harness.release(session, load);
     }
-    world.close_session(session);
+    harness.close_session(session);
     there
 }
 
 #[test]
-fn after_power_loss_what_was_announced_durable_is_there_and_the_rest_is_a_clean_miss() {
+fn after_power_loss_announced_durable_blocks_are_readable_and_others_clean_misses() {
     let survivors = std::cell::Cell::new(0);
     for_seeds(40, |seed| {
         let setup = random_setup(seed, QUIET);
         let disks = if setup.disks.is_empty() { vec![8 << 20] } else { setup.disks.clone() };
         let (mut settings, regions) = (setup.settings.clone(), 6);
-        // Every tenant has two regions, to load blocks of two layouts.
+        // Each tenant has two regions, to load blocks of two layouts.
         let two_regions = Quota::new(2 * setup.region_bytes, u64::MAX).expect("below the limit");
         settings.tenants.iter_mut().for_each(|quotas| quotas.dram = two_regions);
-        let mut world = World::new(Setup { disks, settings, regions, ..setup });
+        let mut harness = Harness::new(Setup { disks, settings, regions, ..setup });
         for _ in 0..4 {
-            let steps = 200 + world.rng.below(600);
+            let steps = 200 + harness.rng.below(600);
             for _ in 0..steps {
-                step(&mut world);
+                step(&mut harness);
             }
-            let promised = promised(&world);
-            world = world.crash();
-            assert!(world.announced.is_empty(), "nothing is announced before the control plane asks");
-            world.apply(Event::InventoryWanted { slots: Box::new(SlotSet::ALL) });
-            let found: BTreeSet<BlockKey> = self::promised(&world);
-            // A block whose end was not durable yet comes back; where its tenant is beyond its limit with it, because what took
-            // its room is on another device, one goes at once.
-            let evicted = world.core.counters().nvme_evictions as usize;
+            let promised = promised(&harness);
+            harness = harness.crash();
+            assert!(harness.announced.is_empty(), "recovered blocks are announced on request only");
+            harness.apply(Event::InventoryWanted { slots: Box::new(SlotSet::ALL) });
+            let found: BTreeSet<BlockKey> = self::promised(&harness);
+            // A block whose free record was not durable reappears. If this exceeds its tenant's limit,
+            // because its space was used on another device, a block is evicted at once.
+            let evicted = harness.core.counters().nvme_evictions as usize;
             let gone: Vec<_> = promised.difference(&found).collect();
-            assert!(gone.len() <= evicted, "durable blocks are gone: {gone:?}, {evicted} evicted");
-            let looked_for: BTreeSet<BlockKey> =
+            assert!(gone.len() <= evicted, "durable blocks are missing: {gone:?}, {evicted} evicted");
+            let expected: BTreeSet<BlockKey> =
                 found.iter().copied().chain(keys(0..48)).chain(keys(1000..1048)).collect();
             let mut there = BTreeSet::new();
             for tenant in (0..TENANTS).map(TenantId) {
                 for layout in [large_layout(), small_layout()] {
-                    let of_tenant = load_everything(&mut world, tenant, layout, &looked_for);
-                    assert!(there.is_disjoint(&of_tenant), "a block is one tenant's");
-                    there.extend(of_tenant);
+                    let found = load_everything(&mut harness, tenant, layout, &expected);
+                    assert!(there.is_disjoint(&found), "a block belongs to one tenant");
+                    there.extend(found);
                 }
             }
-            assert_eq!(there, found, "what is in the index can be read");
+            assert_eq!(there, found, "every indexed block is readable");
             survivors.set(survivors.get() + promised.len());
         }
-        settle(&mut world);
+        finish_all(&mut harness);
     });
     if seed_wanted().is_none() {
         assert!(survivors.get() > 500, "only {} blocks were durable at a crash", survivors.get());
@@ -113,44 +112,44 @@ fn after_power_loss_what_was_announced_durable_is_there_and_the_rest_is_a_clean_
 }
 
 #[test]
-fn a_crash_right_after_the_notice_keeps_the_block() {
+fn crash_right_after_the_notice_keeps_the_block() {
     for_seeds(20, |seed| {
-        let mut world = World::new(Setup { seed, ..Setup::default() });
-        let session = world.open_session(TenantId::DEFAULT, large_layout());
-        world.reserve(session, 3);
-        world.commit(session, &keys(0..3), Default::default());
-        world.pass(Duration::from_millis(6));
-        while world.engines[&session].notices.is_empty() {
-            let job = world.rng.below(world.jobs.len());
-            world.advance(job);
+        let mut harness = Harness::new(Setup { seed, ..Setup::default() });
+        let session = harness.open_session(TenantId::DEFAULT, large_layout());
+        harness.reserve(session, 3);
+        harness.commit(session, &keys(0..3), Default::default());
+        harness.pass(Duration::from_millis(6));
+        while harness.engines[&session].notices.is_empty() {
+            let job = harness.rng.below(harness.jobs.len());
+            harness.advance(job);
         }
-        assert_eq!(world.engines[&session].notices[0].1, 3);
-        let mut world = world.crash();
+        assert_eq!(harness.engines[&session].notices[0].1, 3);
+        let mut harness = harness.crash();
         let saved: BTreeSet<BlockKey> = keys(0..3).into_iter().collect();
-        assert_eq!(load_everything(&mut world, TenantId::DEFAULT, large_layout(), &saved), saved);
+        assert_eq!(load_everything(&mut harness, TenantId::DEFAULT, large_layout(), &saved), saved);
     });
 }
 
 #[test]
-fn a_pool_that_was_written_full_comes_back_with_room() {
+fn full_pool_accepts_writes_after_a_restart() {
     let settings = Settings { pool_free_permille: 100, ..Setup::default().settings };
-    let mut world = World::new(Setup { disks: vec![8 << 20], settings, ..Setup::default() });
-    let session = world.open_session(TenantId::DEFAULT, large_layout());
+    let mut harness = Harness::new(Setup { disks: vec![8 << 20], settings, ..Setup::default() });
+    let session = harness.open_session(TenantId::DEFAULT, large_layout());
     for start in (0..240).step_by(4) {
-        world.reserve(session, 4);
-        world.commit(session, &keys(start..start + 4), Default::default());
-        world.pass(Duration::from_millis(6));
-        world.finish_jobs();
+        harness.reserve(session, 4);
+        harness.commit(session, &keys(start..start + 4), Default::default());
+        harness.pass(Duration::from_millis(6));
+        harness.finish_jobs();
     }
-    assert!(world.core.counters().nvme_evictions > 0, "the pool was full");
-    let promised = promised(&world);
-    let mut world = world.crash();
-    world.apply(Event::InventoryWanted { slots: Box::new(SlotSet::ALL) });
-    assert!(self::promised(&world).is_superset(&promised));
-    let session = world.open_session(TenantId::DEFAULT, large_layout());
-    world.reserve(session, 4);
-    world.commit(session, &keys(500..504), Default::default());
-    world.pass(Duration::from_millis(6));
-    world.finish_jobs();
-    assert_eq!(world.engines[&session].notices[0].1, 4, "new blocks become durable");
+    assert!(harness.core.counters().nvme_evictions > 0, "the pool was full");
+    let promised = promised(&harness);
+    let mut harness = harness.crash();
+    harness.apply(Event::InventoryWanted { slots: Box::new(SlotSet::ALL) });
+    assert!(self::promised(&harness).is_superset(&promised));
+    let session = harness.open_session(TenantId::DEFAULT, large_layout());
+    harness.reserve(session, 4);
+    harness.commit(session, &keys(500..504), Default::default());
+    harness.pass(Duration::from_millis(6));
+    harness.finish_jobs();
+    assert_eq!(harness.engines[&session].notices[0].1, 4, "new blocks become durable");
 }

@@ -1,6 +1,6 @@
-//! Reproducible randomness: splitmix64.
+//! Reproducible random numbers: splitmix64.
 
-/// A generator; the same seed gives the same numbers.
+/// Random number generator; equal seeds produce equal numbers.
 #[derive(Clone, Debug)]
 pub(crate) struct Rng(u64);
 
@@ -19,20 +19,21 @@ impl Rng {
         (self.next() % bound as u64) as usize
     }
 
-    /// True in so many of 1000 cases.
+    /// Returns `true` with a probability in thousandths.
     pub(crate) fn chance(&mut self, permille: u64) -> bool {
         self.next() % 1000 < permille
     }
 }
 
-/// Scrambles a number.
+/// Mixes the bits of a number.
 pub(crate) fn mix(mut bits: u64) -> u64 {
     bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     bits ^ (bits >> 31)
 }
 
-/// Runs a test for `count` seeds from the one in `REPRISE_FIRST_SEED` on (0 if not set), or only for the one in `REPRISE_SEED`; names the seed that failed.
+/// Runs a test for `count` seeds from the one in `REPRISE_FIRST_SEED` on (0 if not set), or only for the one
+/// in `REPRISE_SEED`; names the seed that failed.
 pub(crate) fn for_seeds(count: u64, test: impl Fn(u64)) {
     if let Some(seed) = seed_wanted() {
         return test(seed);
@@ -41,7 +42,7 @@ pub(crate) fn for_seeds(count: u64, test: impl Fn(u64)) {
     for seed in first..first + count {
         let run = std::panic::AssertUnwindSafe(|| test(seed));
         let ended = std::panic::catch_unwind(run);
-        assert!(ended.is_ok(), "for the reason above; replay with REPRISE_SEED={seed}");
+        assert!(ended.is_ok(), "failed as above; replay with REPRISE_SEED={seed}");
     }
 }
 

@@ -1,4 +1,4 @@
-//! Matching and loading from this node: one behaviour at a time.
+//! Scenarios: matches and loads from this node.
 
 use std::time::Duration;
 
@@ -7,360 +7,371 @@ use reprise_agent_core::effect::{LoadId, LoadedBlock, LossReason, Reply, Source}
 use reprise_agent_core::event::{Event, FillError, LoadRequest, Priority, Request, Scope};
 use reprise_policy::{BlockKey, SessionId, TenantId, Tier};
 
-use crate::engine::{Asked, HeldLoad};
+use crate::engine::{HeldLoad, RequestKind};
+use crate::harness::{Harness, Setup, key, keys, large_layout, small_layout};
 use crate::jobs::Job;
-use crate::world::{Setup, World, key, keys, large_layout, small_layout};
 
 const LATER: Duration = Duration::from_millis(50);
 
-/// A world with so many durable blocks in DRAM.
-fn world(blocks: u64) -> (World, SessionId) {
-    let mut world = World::new(Setup::default());
-    let session = world.open_session(TenantId::DEFAULT, large_layout());
-    world.reserve(session, blocks as u32);
-    world.commit(session, &keys(0..blocks), Priority::Normal);
-    world.pass(Duration::from_millis(6));
-    world.finish_jobs();
-    (world, session)
+/// Harness with `blocks` durable blocks in DRAM.
+fn harness(blocks: u64) -> (Harness, SessionId) {
+    let mut harness = Harness::new(Setup::default());
+    let session = harness.open_session(TenantId::DEFAULT, large_layout());
+    harness.reserve(session, blocks as u32);
+    harness.commit(session, &keys(0..blocks), Priority::Normal);
+    harness.pass(Duration::from_millis(6));
+    harness.finish_jobs();
+    (harness, session)
 }
 
-/// The same with the blocks on NVMe only.
-fn cold_world(blocks: u64) -> (World, SessionId) {
-    let (mut world, session) = world(blocks);
-    world.request(session, Asked::Other, Request::Trim);
-    (world, session)
+/// Harness with `blocks` blocks on NVMe only.
+fn cold_harness(blocks: u64) -> (Harness, SessionId) {
+    let (mut harness, session) = harness(blocks);
+    harness.request(session, RequestKind::Other, Request::Trim);
+    (harness, session)
 }
 
-fn load(world: &mut World, session: SessionId, keys: &[BlockKey]) {
-    world.load(session, keys, LATER, Scope::Local);
+fn load(harness: &mut Harness, session: SessionId, keys: &[BlockKey]) {
+    harness.load(session, keys, LATER, Scope::Local);
 }
 
-/// The newest load that was answered.
-fn held(world: &World, session: SessionId) -> (LoadId, &HeldLoad) {
-    let Reply::Loaded { load, .. } = world.engines[&session].replies.last().expect("a reply").1 else {
-        panic!("the last reply is no answer to a load")
+/// Newest load that was answered.
+fn held(harness: &Harness, session: SessionId) -> (LoadId, &HeldLoad) {
+    let Reply::Loaded { load, .. } = harness.engines[&session].replies.last().expect("a reply").1 else {
+        panic!("the last reply does not belong to a load")
     };
-    (load, &world.engines[&session].loads[&load])
+    (load, &harness.engines[&session].loads[&load])
 }
 
-fn answered(world: &World, session: SessionId) -> bool {
-    world.engines[&session].asked.is_empty()
+fn answered(harness: &Harness, session: SessionId) -> bool {
+    harness.engines[&session].requests_open.is_empty()
 }
 
-/// Brings a read that has so many layers to another number of layers.
-fn advance_fill_at(world: &mut World, from: u32, to: u32) {
+/// Advances a read with `from` layers to `to` layers.
+fn advance_fill_at(harness: &mut Harness, from: u32, to: u32) {
     let at_layers = |job: &Job| matches!(job, Job::Read { layers, .. } if *layers == from);
-    let job = world.jobs.iter().position(at_layers).expect("a read that is so far");
-    world.advance_to(job, to);
+    let job = harness.jobs.iter().position(at_layers).expect("a read with that many layers");
+    harness.advance_to(job, to);
 }
 
 #[test]
-fn blocks_in_dram_are_answered_at_once_and_complete() {
-    let (mut world, session) = world(4);
-    load(&mut world, session, &keys(0..4));
-    let (id, held) = held(&world, session);
+fn load_of_blocks_in_dram_is_answered_at_once_and_complete() {
+    let (mut harness, session) = harness(4);
+    load(&mut harness, session, &keys(0..4));
+    let (id, held) = held(&harness, session);
     assert!(held.blocks.iter().all(|block| matches!(block, LoadedBlock::Ok { source: Source::OwnDram, .. })));
-    assert!(world.engines[&session].progress(id).done);
-    assert!(world.jobs.is_empty());
-    world.read_all();
+    assert!(harness.engines[&session].progress(id).done);
+    assert!(harness.jobs.is_empty());
+    harness.read_all();
 }
 
 #[test]
-fn blocks_on_nvme_are_read_in_one_batch_and_answered_with_the_first_layer() {
-    let (mut world, session) = cold_world(3);
-    load(&mut world, session, &keys(0..3));
-    assert_eq!(world.fills().len(), 3);
-    advance_fill_at(&mut world, 0, 1);
-    advance_fill_at(&mut world, 0, 2);
-    assert!(!answered(&world, session));
-    advance_fill_at(&mut world, 0, 3);
-    let (id, block) = held(&world, session);
+fn load_from_nvme_reads_one_batch_and_is_answered_with_the_first_layer() {
+    let (mut harness, session) = cold_harness(3);
+    load(&mut harness, session, &keys(0..3));
+    assert_eq!(harness.fills().len(), 3);
+    advance_fill_at(&mut harness, 0, 1);
+    advance_fill_at(&mut harness, 0, 2);
+    assert!(!answered(&harness, session));
+    advance_fill_at(&mut harness, 0, 3);
+    let (id, block) = held(&harness, session);
     assert!(matches!(block.blocks[2], LoadedBlock::Ok { source: Source::OwnNvme, .. }));
-    assert_eq!(world.engines[&session].progress(id).layers, 1);
-    advance_fill_at(&mut world, 1, 4);
-    assert_eq!(world.engines[&session].progress(id).layers, 2, "as far as the slowest");
-    world.finish_jobs();
-    let progress = world.engines[&session].progress(id);
+    assert_eq!(harness.engines[&session].progress(id).layers, 1);
+    advance_fill_at(&mut harness, 1, 4);
+    assert_eq!(harness.engines[&session].progress(id).layers, 2, "the progress of the slowest block");
+    harness.finish_jobs();
+    let progress = harness.engines[&session].progress(id);
     assert!(progress.layers == 4 && progress.done && progress.failed.is_empty());
-    assert!(world.announced.contains(&(key(1), Tier::Dram)));
-    assert_eq!(world.core.counters().hit_blocks_own_nvme, 3);
+    assert!(harness.announced.contains(&(key(1), Tier::Dram)));
+    assert_eq!(harness.core.counters().hit_blocks_own_nvme, 3);
 }
 
 #[test]
 fn concurrent_loads_of_a_block_share_one_read() {
-    let (mut world, session) = cold_world(2);
-    let other = world.open_session(TenantId::DEFAULT, large_layout());
-    load(&mut world, session, &keys(0..1));
-    world.advance_to(0, 2);
-    load(&mut world, other, &keys(0..2));
-    assert_eq!(world.fills().len(), 2, "one of each block");
-    world.finish_jobs();
-    assert!(answered(&world, session) && answered(&world, other));
-    assert_eq!(world.core.counters().single_flight_joins, 1);
-    assert_eq!(world.core.counters().device_fills, 2);
+    let (mut harness, session) = cold_harness(2);
+    let other = harness.open_session(TenantId::DEFAULT, large_layout());
+    load(&mut harness, session, &keys(0..1));
+    harness.advance_to(0, 2);
+    load(&mut harness, other, &keys(0..2));
+    assert_eq!(harness.fills().len(), 2, "one read per block");
+    harness.finish_jobs();
+    assert!(answered(&harness, session) && answered(&harness, other));
+    assert_eq!(harness.core.counters().single_flight_joins, 1);
+    assert_eq!(harness.core.counters().device_fills, 2);
 }
 
 #[test]
-fn a_key_may_be_in_a_load_and_in_a_match_twice() {
-    let (mut world, session) = cold_world(2);
+fn key_may_occur_twice_in_a_load_and_a_match() {
+    let (mut harness, session) = cold_harness(2);
     let twice = [key(0), key(1), key(0)];
-    world.match_keys(session, &twice, Scope::Local);
-    let Reply::Matched { sources } = &world.engines[&session].replies.last().expect("a reply").1 else {
+    harness.match_keys(session, &twice, Scope::Local);
+    let Reply::Matched { sources } = &harness.engines[&session].replies.last().expect("a reply").1 else {
         panic!("no match")
     };
     assert_eq!(*sources, [Source::OwnNvme; 3]);
-    load(&mut world, session, &twice);
-    assert_eq!(world.fills().len(), 2);
-    world.finish_jobs();
-    let (id, held) = held(&world, session);
+    load(&mut harness, session, &twice);
+    assert_eq!(harness.fills().len(), 2);
+    harness.finish_jobs();
+    let (id, held) = held(&harness, session);
     assert!(held.blocks.iter().all(|block| matches!(block, LoadedBlock::Ok { .. })));
-    assert_eq!(world.core.counters().read_leases, 3);
-    world.release(session, id);
-    assert_eq!(world.core.counters().read_leases, 0);
+    assert_eq!(harness.core.counters().read_leases, 3);
+    harness.release(session, id);
+    assert_eq!(harness.core.counters().read_leases, 0);
 }
 
 #[test]
-fn a_block_that_is_nowhere_is_a_miss_and_holds_nobody_up() {
-    let (mut world, session) = world(2);
-    load(&mut world, session, &[key(0), key(90), key(1)]);
-    let (id, held) = held(&world, session);
+fn missing_block_is_a_miss_and_does_not_delay_others() {
+    let (mut harness, session) = harness(2);
+    load(&mut harness, session, &[key(0), key(90), key(1)]);
+    let (id, held) = held(&harness, session);
     assert!(matches!(held.blocks[1], LoadedBlock::Lost(LossReason::Miss)));
-    assert!(world.engines[&session].progress(id).done);
-    world.read_all();
+    assert!(harness.engines[&session].progress(id).done);
+    harness.read_all();
 }
 
 #[test]
-fn a_load_of_nothing_but_misses_is_answered_and_done() {
-    let (mut world, session) = world(0);
-    load(&mut world, session, &keys(5..7));
-    let (id, _) = held(&world, session);
-    assert!(world.engines[&session].progress(id).done);
-    load(&mut world, session, &[]);
-    let (id, held) = held(&world, session);
-    assert!(held.blocks.is_empty() && world.engines[&session].progress(id).done);
+fn load_of_only_misses_is_answered_and_done() {
+    let (mut harness, session) = harness(0);
+    load(&mut harness, session, &keys(5..7));
+    let (id, _) = held(&harness, session);
+    assert!(harness.engines[&session].progress(id).done);
+    load(&mut harness, session, &[]);
+    let (id, held) = held(&harness, session);
+    assert!(held.blocks.is_empty() && harness.engines[&session].progress(id).done);
 }
 
 #[test]
-fn a_load_never_evicts_what_it_has_found() {
-    let (mut world, session) = world(16);
-    world.reserve(session, 4);
-    world.commit(session, &keys(16..20), Priority::Normal);
-    world.finish_jobs();
-    let dram = (0..20).filter(|number| world.announced.contains(&(key(*number), Tier::Dram))).count();
+fn load_never_evicts_blocks_that_it_found() {
+    let (mut harness, session) = harness(16);
+    harness.reserve(session, 4);
+    harness.commit(session, &keys(16..20), Priority::Normal);
+    harness.finish_jobs();
+    let dram = (0..20).filter(|number| harness.announced.contains(&(key(*number), Tier::Dram))).count();
     assert_eq!(dram, 16);
-    // Four are on NVMe only: the tail of what was saved before.
-    load(&mut world, session, &keys(0..20));
-    world.finish_jobs();
-    let (_, held) = held(&world, session);
+    // Four blocks are on NVMe only: the tail of those saved before.
+    load(&mut harness, session, &keys(0..20));
+    harness.finish_jobs();
+    let (_, held) = held(&harness, session);
     let lost = |block: &&LoadedBlock| matches!(block, LoadedBlock::Lost(LossReason::NoSpace));
-    assert_eq!(held.blocks.iter().filter(lost).count(), 4, "there is room for 16");
+    assert_eq!(held.blocks.iter().filter(lost).count(), 4, "the arena has room for 16");
     assert!(held.blocks[12..16].iter().all(|block| lost(&block)));
 }
 
 #[test]
-fn released_room_serves_the_next_load() {
-    let (mut world, session) = cold_world(16);
-    load(&mut world, session, &keys(0..16));
-    world.finish_jobs();
-    let (id, _) = held(&world, session);
-    world.release(session, id);
-    load(&mut world, session, &keys(0..16));
-    assert!(answered(&world, session));
-    assert_eq!(world.core.counters().hit_blocks_own_dram, 16);
+fn next_load_uses_released_slots() {
+    let (mut harness, session) = cold_harness(16);
+    load(&mut harness, session, &keys(0..16));
+    harness.finish_jobs();
+    let (id, _) = held(&harness, session);
+    harness.release(session, id);
+    load(&mut harness, session, &keys(0..16));
+    assert!(answered(&harness, session));
+    assert_eq!(harness.core.counters().hit_blocks_own_dram, 16);
 }
 
 #[test]
-fn at_the_deadline_a_load_is_answered_with_what_it_has_and_its_reads_go_on() {
-    let (mut world, session) = cold_world(3);
-    world.load(session, &keys(0..2), Duration::from_millis(10), Scope::Local);
-    let job = world.fills()[0];
-    world.advance_to(job, 4);
-    assert!(!answered(&world, session));
-    world.pass(Duration::from_millis(10));
-    let (id, block) = held(&world, session);
+fn load_is_answered_at_its_deadline_and_its_reads_continue() {
+    let (mut harness, session) = cold_harness(3);
+    harness.load(session, &keys(0..2), Duration::from_millis(10), Scope::Local);
+    let job = harness.fills()[0];
+    harness.advance_to(job, 4);
+    assert!(!answered(&harness, session));
+    harness.pass(Duration::from_millis(10));
+    let (id, block) = held(&harness, session);
     let late = |block: &&LoadedBlock| matches!(block, LoadedBlock::Lost(LossReason::Deadline));
     assert_eq!(block.blocks.iter().filter(late).count(), 1);
-    assert!(world.engines[&session].progress(id).done);
-    world.finish_jobs();
+    assert!(harness.engines[&session].progress(id).done);
+    harness.finish_jobs();
     assert!(
-        world.announced.contains(&(key(0), Tier::Dram)) && world.announced.contains(&(key(1), Tier::Dram))
+        harness.announced.contains(&(key(0), Tier::Dram))
+            && harness.announced.contains(&(key(1), Tier::Dram))
     );
-    load(&mut world, session, &keys(0..2));
-    assert!(answered(&world, session), "the late block is resident by now");
+    load(&mut harness, session, &keys(0..2));
+    assert!(answered(&harness, session), "the late block is resident by now");
 }
 
 #[test]
-fn what_is_late_after_the_answer_is_reported_and_its_slot_kept_until_release() {
-    let (mut world, session) = cold_world(1);
-    world.load(session, &keys(0..1), Duration::from_millis(10), Scope::Local);
-    world.advance_to(0, 2);
-    let (id, _) = held(&world, session);
-    world.pass(Duration::from_millis(10));
-    let progress = world.engines[&session].progress(id);
+fn late_block_after_the_answer_fails_and_keeps_its_slot_until_release() {
+    let (mut harness, session) = cold_harness(1);
+    harness.load(session, &keys(0..1), Duration::from_millis(10), Scope::Local);
+    harness.advance_to(0, 2);
+    let (id, _) = held(&harness, session);
+    harness.pass(Duration::from_millis(10));
+    let progress = harness.engines[&session].progress(id);
     assert!(progress.failed.contains(&0) && progress.done);
-    assert_eq!(world.core.counters().read_leases, 1);
-    world.finish_jobs();
-    world.release(session, id);
-    assert_eq!(world.core.counters().read_leases, 0);
-    assert!(world.announced.contains(&(key(0), Tier::Dram)));
+    assert_eq!(harness.core.counters().read_leases, 1);
+    harness.finish_jobs();
+    harness.release(session, id);
+    assert_eq!(harness.core.counters().read_leases, 0);
+    assert!(harness.announced.contains(&(key(0), Tier::Dram)));
 }
 
 #[test]
-fn a_read_that_fails_after_the_answer_fails_the_block_and_keeps_its_slot_until_release() {
-    let (mut world, session) = cold_world(2);
-    load(&mut world, session, &keys(0..2));
-    advance_fill_at(&mut world, 0, 2);
-    advance_fill_at(&mut world, 0, 2);
-    let (id, _) = held(&world, session);
-    let job = world.fills()[0];
-    world.fail(job, FillError::Device);
-    let progress = world.engines[&session].progress(id);
+fn failed_read_after_the_answer_fails_the_block_and_keeps_its_slot_until_release() {
+    let (mut harness, session) = cold_harness(2);
+    load(&mut harness, session, &keys(0..2));
+    advance_fill_at(&mut harness, 0, 2);
+    advance_fill_at(&mut harness, 0, 2);
+    let (id, _) = held(&harness, session);
+    let job = harness.fills()[0];
+    harness.fail(job, FillError::Device);
+    let progress = harness.engines[&session].progress(id);
     assert_eq!((progress.failed.len(), progress.layers), (1, 2));
-    world.finish_jobs();
-    let progress = world.engines[&session].progress(id);
+    harness.finish_jobs();
+    let progress = harness.engines[&session].progress(id);
     assert!(progress.done && progress.layers == 4);
-    assert_eq!(world.core.counters().arena_used_bytes, 2 * large_layout().slot_bytes());
-    world.reserve(session, 16);
-    assert_eq!(world.engines[&session].reserved.len(), 14, "the failed slot is not reused while it is read");
-    world.release(session, id);
-    world.reserve(session, 2);
-    assert_eq!(world.engines[&session].reserved.len(), 16);
+    assert_eq!(harness.core.counters().arena_used_bytes, 2 * large_layout().slot_bytes());
+    harness.reserve(session, 16);
+    assert_eq!(
+        harness.engines[&session].reserved.len(),
+        14,
+        "the failed slot is not reused while it is read"
+    );
+    harness.release(session, id);
+    harness.reserve(session, 2);
+    assert_eq!(harness.engines[&session].reserved.len(), 16);
 }
 
 #[test]
-fn a_session_holds_as_many_loads_as_its_progress_page_has_entries() {
-    let (mut world, session) = world(1);
+fn session_holds_at_most_one_load_per_progress_entry() {
+    let (mut harness, session) = harness(1);
     for _ in 0..64 {
-        load(&mut world, session, &keys(0..1));
+        load(&mut harness, session, &keys(0..1));
     }
-    assert_eq!(world.engines[&session].loads.len(), 64);
-    load(&mut world, session, &keys(0..1));
-    assert!(matches!(world.engines[&session].replies.last().expect("a reply").1, Reply::Busy { .. }));
-    let first = *world.engines[&session].loads.keys().next().expect("a load");
-    world.release(session, first);
-    load(&mut world, session, &keys(0..1));
-    assert_eq!(world.engines[&session].loads.len(), 64);
+    assert_eq!(harness.engines[&session].loads.len(), 64);
+    load(&mut harness, session, &keys(0..1));
+    assert!(matches!(harness.engines[&session].replies.last().expect("a reply").1, Reply::Busy { .. }));
+    let first = *harness.engines[&session].loads.keys().next().expect("a load");
+    harness.release(session, first);
+    load(&mut harness, session, &keys(0..1));
+    assert_eq!(harness.engines[&session].loads.len(), 64);
 }
 
 #[test]
-fn only_the_holder_of_a_load_releases_it_and_only_once() {
-    let (mut world, session) = world(1);
-    load(&mut world, session, &keys(0..1));
-    let (id, _) = held(&world, session);
-    let other = world.open_session(TenantId::DEFAULT, large_layout());
-    world.request(other, Asked::Other, Request::Release { load: id });
-    assert!(matches!(world.engines[&other].replies[0].1, Reply::BadRequest(_)));
-    assert_eq!(world.core.counters().read_leases, 1);
-    world.release(session, id);
-    world.request(session, Asked::Other, Request::Release { load: id });
-    assert!(matches!(world.engines[&session].replies.last().expect("a reply").1, Reply::BadRequest(_)));
+fn only_the_holder_can_release_a_load_and_only_once() {
+    let (mut harness, session) = harness(1);
+    load(&mut harness, session, &keys(0..1));
+    let (id, _) = held(&harness, session);
+    let other = harness.open_session(TenantId::DEFAULT, large_layout());
+    harness.request(other, RequestKind::Other, Request::Release { load: id });
+    assert!(matches!(harness.engines[&other].replies[0].1, Reply::BadRequest(_)));
+    assert_eq!(harness.core.counters().read_leases, 1);
+    harness.release(session, id);
+    harness.request(session, RequestKind::Other, Request::Release { load: id });
+    assert!(matches!(harness.engines[&session].replies.last().expect("a reply").1, Reply::BadRequest(_)));
 }
 
 #[test]
-fn the_death_of_a_session_ends_its_loads_and_not_its_reads() {
-    let (mut world, session) = cold_world(2);
-    load(&mut world, session, &keys(0..2));
-    world.advance_to(0, 2);
-    world.close_session(session);
-    assert_eq!((world.core.counters().read_leases, world.core.counters().fills_in_flight), (0, 2));
-    assert_eq!(world.core.next_deadline(), None, "nobody waits any more");
-    world.finish_jobs();
-    assert_eq!(world.core.counters().dram_blocks, 2);
+fn closing_a_session_ends_its_loads_but_not_its_reads() {
+    let (mut harness, session) = cold_harness(2);
+    load(&mut harness, session, &keys(0..2));
+    harness.advance_to(0, 2);
+    harness.close_session(session);
+    assert_eq!((harness.core.counters().read_leases, harness.core.counters().fills_in_flight), (0, 2));
+    assert_eq!(harness.core.next_deadline(), None, "no deadline remains");
+    harness.finish_jobs();
+    assert_eq!(harness.core.counters().dram_blocks, 2);
 }
 
 #[test]
-fn a_block_of_another_layout_is_not_there() {
-    let (mut world, _) = world(2);
-    let small = world.open_session(TenantId::DEFAULT, small_layout());
-    world.match_keys(small, &keys(0..2), Scope::Local);
-    load(&mut world, small, &keys(0..2));
-    let (_, held) = held(&world, small);
+fn block_of_another_layout_is_missing() {
+    let (mut harness, _) = harness(2);
+    let small = harness.open_session(TenantId::DEFAULT, small_layout());
+    harness.match_keys(small, &keys(0..2), Scope::Local);
+    load(&mut harness, small, &keys(0..2));
+    let (_, held) = held(&harness, small);
     assert!(held.blocks.iter().all(|block| matches!(block, LoadedBlock::Lost(LossReason::Miss))));
-    let Reply::Matched { sources } = &world.engines[&small].replies[0].1 else { panic!("no match") };
+    let Reply::Matched { sources } = &harness.engines[&small].replies[0].1 else { panic!("no match") };
     assert!(sources.is_empty());
 }
 
 #[test]
-fn calls_beyond_the_limits_are_refused_with_the_limit() {
-    let (mut world, session) = world(0);
+fn rejects_calls_beyond_a_limit_with_the_limit() {
+    let (mut harness, session) = harness(0);
     let many = vec![key(0); MATCH_KEYS_MAX + 1];
     let body = Request::Match { keys: many.clone(), scope: Scope::Local };
-    world.request(session, Asked::Other, body);
+    harness.request(session, RequestKind::Other, body);
     let keys = many[..LOAD_BLOCKS_MAX + 1].to_vec();
     let wanted = LoadRequest { keys, deadline: LATER, read_bytes: 0, scope: Scope::Local };
-    world.request(session, Asked::Other, Request::Load(wanted));
-    for (_, reply) in world.engines[&session].replies.iter().rev().take(2) {
+    harness.request(session, RequestKind::Other, Request::Load(wanted));
+    for (_, reply) in harness.engines[&session].replies.iter().rev().take(2) {
         assert!(matches!(reply, Reply::BadRequest(text) if text.contains("at most")), "{reply:?}");
     }
 }
 
 #[test]
-fn a_late_report_on_a_fill_that_has_ended_changes_nothing() {
+fn ignores_late_update_of_an_ended_fill() {
     use reprise_agent_core::event::FillUpdate;
-    let (mut world, session) = cold_world(1);
-    load(&mut world, session, &keys(0..1));
-    let Job::Read { read, .. } = &world.jobs[0] else { panic!("a read") };
+    let (mut harness, session) = cold_harness(1);
+    load(&mut harness, session, &keys(0..1));
+    let Job::Read { read, .. } = &harness.jobs[0] else { panic!("a read") };
     let fill = read.fill;
-    world.finish_jobs();
-    let before = world.core.counters().clone();
-    world.apply(Event::Fill { fill, update: FillUpdate::Failed(FillError::Device) });
-    assert_eq!(*world.core.counters(), before);
+    harness.finish_jobs();
+    let before = harness.core.counters().clone();
+    harness.apply(Event::Fill { fill, update: FillUpdate::Failed(FillError::Device) });
+    assert_eq!(*harness.core.counters(), before);
 }
 
 #[test]
-fn a_fill_with_checksums_of_the_wrong_number_fails_when_it_has_ended() {
+fn fill_with_wrong_number_of_checksums_fails_at_its_end() {
     use reprise_agent_core::event::FillUpdate;
-    let (mut world, session) = cold_world(1);
-    load(&mut world, session, &keys(0..1));
-    let Job::Read { read, .. } = world.jobs.remove(0) else { panic!("a read") };
+    let (mut harness, session) = cold_harness(1);
+    load(&mut harness, session, &keys(0..1));
+    let Job::Read { read, .. } = harness.jobs.remove(0) else { panic!("a read") };
     let update = |layers| FillUpdate::Layers { layers, checksums: Some(Box::new([1])), tier: Tier::Nvme };
-    world.apply(Event::Fill { fill: read.fill, update: update(2) });
-    assert!(!answered(&world, session));
-    world.apply(Event::Fill { fill: read.fill, update: update(4) });
-    let (_, held) = held(&world, session);
+    harness.apply(Event::Fill { fill: read.fill, update: update(2) });
+    assert!(!answered(&harness, session));
+    harness.apply(Event::Fill { fill: read.fill, update: update(4) });
+    let (_, held) = held(&harness, session);
     assert!(matches!(held.blocks[0], LoadedBlock::Lost(LossReason::Failed)));
 }
 
 #[test]
-fn a_deadline_counts_from_the_receipt_of_the_load() {
-    let (mut world, session) = cold_world(1);
-    let received = world.now;
-    world.pass(Duration::from_millis(8));
-    let request = world.engines.get_mut(&session).expect("open").ask(Asked::Other);
+fn deadline_counts_from_the_receipt_of_the_load() {
+    let (mut harness, session) = cold_harness(1);
+    let received = harness.now;
+    harness.pass(Duration::from_millis(8));
+    let request = harness.engines.get_mut(&session).expect("open").add_request(RequestKind::Other);
     let deadline = Duration::from_millis(10);
     let wanted = LoadRequest { keys: keys(0..1), deadline, read_bytes: 0, scope: Scope::Local };
-    world.apply(Event::Request { session, request, body: Request::Load(wanted), received });
-    world.pass(Duration::from_millis(1));
-    assert!(!answered(&world, session));
-    world.pass(Duration::from_millis(1));
-    assert!(answered(&world, session), "eight of its ten milliseconds were over when the core got to it");
-    assert_eq!(world.core.counters().deadline_blocks, 1);
+    harness.apply(Event::Request { session, request, body: Request::Load(wanted), received });
+    harness.pass(Duration::from_millis(1));
+    assert!(!answered(&harness, session));
+    harness.pass(Duration::from_millis(1));
+    assert!(
+        answered(&harness, session),
+        "eight of its ten milliseconds had passed when the core processed it"
+    );
+    assert_eq!(harness.core.counters().deadline_blocks, 1);
 }
 
 #[test]
-fn a_load_without_room_is_answered_for_all_its_blocks() {
-    let (mut world, session) = cold_world(8);
-    world.reserve(session, 14);
-    load(&mut world, session, &[key(0), key(1), key(2), key(3), key(0)]);
-    world.finish_jobs();
-    let (_, held) = held(&world, session);
+fn load_without_room_is_answered_for_all_its_blocks() {
+    let (mut harness, session) = cold_harness(8);
+    harness.reserve(session, 14);
+    load(&mut harness, session, &[key(0), key(1), key(2), key(3), key(0)]);
+    harness.finish_jobs();
+    let (_, held) = held(&harness, session);
     let lost = |block: &LoadedBlock| matches!(block, LoadedBlock::Lost(LossReason::NoSpace));
     assert_eq!(held.blocks.iter().map(lost).collect::<Vec<_>>(), [false, false, true, true, false]);
 }
 
 #[test]
-fn a_load_that_is_held_too_long_fails_and_gives_its_slots_back() {
-    let (mut world, session) = world(2);
-    load(&mut world, session, &[key(0), key(90), key(1)]);
-    let (id, _) = held(&world, session);
-    world.pass(Duration::from_secs(599));
-    assert_eq!(world.core.counters().read_leases, 2);
-    world.pass(Duration::from_secs(1));
-    let progress = world.engines[&session].progress(id);
+fn load_held_too_long_fails_and_releases_its_slots() {
+    let (mut harness, session) = harness(2);
+    load(&mut harness, session, &[key(0), key(90), key(1)]);
+    let (id, _) = held(&harness, session);
+    harness.pass(Duration::from_secs(599));
+    assert_eq!(harness.core.counters().read_leases, 2);
+    harness.pass(Duration::from_secs(1));
+    let progress = harness.engines[&session].progress(id);
     assert_eq!(progress.failed.iter().copied().collect::<Vec<_>>(), [0, 2]);
-    assert_eq!((world.core.counters().read_leases, world.core.counters().expired_loads), (0, 1));
-    world.reserve(session, 16);
-    assert_eq!(world.engines[&session].reserved.len(), 16, "the slots are others' now");
-    world.release(session, id);
-    assert_eq!(world.core.next_deadline().map(|tick| tick.since(world.now)), Some(Duration::from_secs(60)));
+    assert_eq!((harness.core.counters().read_leases, harness.core.counters().expired_loads), (0, 1));
+    harness.reserve(session, 16);
+    assert_eq!(harness.engines[&session].reserved.len(), 16, "other sessions may use the slots");
+    harness.release(session, id);
+    assert_eq!(
+        harness.core.next_deadline().map(|tick| tick.since(harness.now)),
+        Some(Duration::from_secs(60))
+    );
 }

@@ -1,5 +1,5 @@
-//! What happens at sizes that the world, which checks everything after every event, is too slow for. A step whose cost
-//! grew with the square of what there is would not end.
+//! Scenarios at sizes for which the harness, which checks everything after every event, is too slow. A step
+//! with quadratic cost would not finish.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -13,12 +13,12 @@ use reprise_agent_core::event::{
 use reprise_policy::{BlockKey, Layout, NamespaceDigest, Parts, SessionId, TenantId, Tick};
 
 use crate::disk::Disk;
+use crate::harness::{key, layout};
 use crate::memory::checksums;
-use crate::world::{key, layout};
 
 const SESSION: SessionId = SessionId(1);
 
-/// A core whose devices do at once what they are asked to; reads wait.
+/// Core whose device operations complete at once; reads remain pending.
 struct Quick {
     core: AgentCore,
     now: Tick,
@@ -29,7 +29,7 @@ struct Quick {
 }
 
 impl Quick {
-    /// 64 regions of 1 MiB, one device, one session.
+    /// Creates a core with 64 regions of 1 MiB, one device and one session.
     fn new(disk_bytes: u64, layout: Layout, settings: Settings) -> Quick {
         let (_, pool) = Disk::format(disk_bytes, 0);
         let regions: Vec<_> = (0..64).map(|region| (RegionId(region), 1 << 20)).collect();
@@ -116,7 +116,7 @@ fn tiny() -> Layout {
     layout(1, Parts::Latent, 16)
 }
 
-/// A session that asks for one cold block as often as it may.
+/// Session that requests one cold block as often as possible.
 fn all_copies_of_one_block() -> Quick {
     let mut quick = Quick::new(8 << 20, tiny(), Settings::default());
     quick.save(&[key(0)]);
@@ -129,7 +129,7 @@ fn all_copies_of_one_block() -> Quick {
 }
 
 #[test]
-fn half_a_million_waiters_of_one_block_leave_it_one_by_one() {
+fn half_a_million_waiters_detach_from_one_fill() {
     let mut quick = all_copies_of_one_block();
     assert_eq!(quick.core.counters().read_leases, 64 * 8192);
     quick.pass(Duration::from_secs(61));
@@ -139,7 +139,7 @@ fn half_a_million_waiters_of_one_block_leave_it_one_by_one() {
 }
 
 #[test]
-fn half_a_million_waiters_of_one_block_fail_with_it() {
+fn half_a_million_waiters_fail_with_their_fill() {
     let mut quick = all_copies_of_one_block();
     let update = FillUpdate::Failed(FillError::Device);
     quick.apply(Event::Fill { fill: quick.fills[0], update });
@@ -148,7 +148,7 @@ fn half_a_million_waiters_of_one_block_fail_with_it() {
 }
 
 #[test]
-fn a_session_that_ends_takes_half_a_million_waiters_with_it() {
+fn closing_a_session_detaches_half_a_million_waiters() {
     let mut quick = all_copies_of_one_block();
     quick.apply(Event::SessionClosed { session: SESSION });
     assert_eq!(quick.core.counters().read_leases, 0);
@@ -156,8 +156,8 @@ fn a_session_that_ends_takes_half_a_million_waiters_with_it() {
 }
 
 #[test]
-fn a_pool_whose_journal_is_full_of_entries_evicts_before_it_is_full_of_bytes() {
-    // 640 MiB are 80,000 slots of 8 KiB, and 65,536 entries.
+fn pool_with_a_full_journal_evicts_before_its_bytes_are_used_up() {
+    // 640 MiB provide 80,000 slots of 8 KiB, but 65,536 entries.
     let mut quick = Quick::new(640 << 20, tiny(), Settings::default());
     assert_eq!(quick.layout.slot_bytes(), 4096);
     for start in (0..80_000).step_by(1000) {
@@ -165,7 +165,7 @@ fn a_pool_whose_journal_is_full_of_entries_evicts_before_it_is_full_of_bytes() {
     }
     let counters = quick.core.counters();
     assert_eq!((quick.lost, counters.unsaved_blocks), (0, 0));
-    assert!(counters.pool_free_bytes * 10 > counters.pool_capacity_bytes, "there are bytes");
+    assert!(counters.pool_free_bytes * 10 > counters.pool_capacity_bytes, "bytes remain free");
     assert!(counters.nvme_blocks <= 65_536 * 97 / 100 + 1, "3 % of the entries are free");
     quick.core.audit().expect("consistent");
 }

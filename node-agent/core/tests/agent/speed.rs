@@ -1,5 +1,5 @@
-//! How long hot paths take; for people, in release mode:
-//! `cargo test --release -p reprise-agent-core --test agent -- --ignored --nocapture speed`.
+//! Speed of hot paths, to be read by developers; run in release mode: `cargo test --release -p
+//! reprise-agent-core --test agent -- --ignored --nocapture speed`.
 
 use std::time::{Duration, Instant};
 
@@ -15,13 +15,13 @@ use reprise_policy::{
 };
 
 use crate::disk::Disk;
+use crate::harness::{key, large_layout};
 use crate::memory::checksums;
-use crate::world::{key, large_layout};
 
 const SESSION: SessionId = SessionId(1);
 const CHAIN: usize = 8192;
 
-/// Blocks in the index besides those that are asked for, so that they lie apart.
+/// Number of other blocks in the index, so that the requested ones are not adjacent.
 const BLOCKS: usize = 400_000;
 
 struct Bench {
@@ -46,13 +46,13 @@ fn llama_3_8b() -> Layout {
     .expect("valid")
 }
 
-#[expect(clippy::disallowed_methods, reason = "this is what is measured")]
+#[expect(clippy::disallowed_methods, reason = "this test measures real time")]
 fn now() -> Instant {
     Instant::now()
 }
 
 impl Bench {
-    /// An agent with so many blocks in DRAM.
+    /// Agent with `blocks` blocks in DRAM.
     fn new(pools: Vec<(DevicePool, Vec<StoredBlock>)>, layout: Layout, blocks: usize) -> Bench {
         let regions: Vec<_> = (0..4096).map(|region| (RegionId(region), 256 << 20)).collect();
         let settings = Settings { load_deadline_default: Duration::from_secs(600), ..Settings::default() };
@@ -93,7 +93,7 @@ impl Bench {
         self.core.apply(Tick(1), event, &mut self.effects);
     }
 
-    /// The devices do at once whatever they are asked to do.
+    /// Completes all device operations at once.
     fn finish_device_ops(&mut self) {
         self.core.apply(Tick(1 << 20), Event::Tick, &mut self.effects);
         while let Some(effect) = self.effects.pop() {
@@ -114,7 +114,7 @@ impl Bench {
     }
 }
 
-/// Best time of a call that is repeated: other work on the machine only adds.
+/// Best time of a repeated call: other load on the machine can only add time.
 fn best(mut call: impl FnMut()) -> Duration {
     let time = |_| {
         let start = now();

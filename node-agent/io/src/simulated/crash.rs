@@ -1,12 +1,13 @@
-//! What survives a crash.
+//! Contents of the medium after a crash.
 
 use crate::simulated::image::Image;
 use crate::simulated::random::Random;
 
-/// What is known to be lost.
+/// Kind of a simulated crash.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CrashMode {
-    /// The process was killed: what completed survives; each write in flight survives whole, torn, or not at all.
+    /// The process was killed: completed writes survive; each write in flight survives whole, torn, or not at
+    /// all.
     ProcessKilled,
     /// Power was lost: each unsynced write survives whole, torn, or not at all, in any order.
     PowerLost,
@@ -21,7 +22,8 @@ pub(crate) struct UnsyncedWrite {
     pub(crate) data: Vec<u8>,
 }
 
-/// Applies to `image` what chance lets survive of `writes`: each a third whole, torn or not at all, in any order.
+/// Applies to `image` the surviving part of `writes`: each a third whole, torn or not at all, in random
+/// order.
 pub(crate) fn survive(image: &mut Image, mut writes: Vec<UnsyncedWrite>, sector: usize, random: &mut Random) {
     random.shuffle(&mut writes);
     for write in writes {
@@ -33,7 +35,7 @@ pub(crate) fn survive(image: &mut Image, mut writes: Vec<UnsyncedWrite>, sector:
     }
 }
 
-/// The sectors of a write that get through, each with even chance.
+/// Returns the surviving sectors of a write, each with probability 1/2.
 pub(crate) fn tear(write: &UnsyncedWrite, sector: usize, random: &mut Random) -> Vec<UnsyncedWrite> {
     let sectors = write.data.chunks(sector).zip((write.offset..).step_by(sector));
     let kept = sectors.filter(|_| random.one_in(2));

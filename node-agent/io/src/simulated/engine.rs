@@ -2,14 +2,14 @@
 
 use std::time::Duration;
 
-use crate::engine::{Closed, EngineKind, IoEngine, Wait};
+use crate::engine::{CloseOutcome, EngineKind, IoEngine, Wait};
 use crate::error::{IoError, IoErrorKind};
 use crate::op::{Completion, Submission};
 use crate::simulated::state::{EngineSeat, Power};
 use crate::simulated::{SimulatedClock, SimulatedDevice};
 use crate::waker::{Doorbell, Waker};
 
-/// How often a real clock looks for completions that became due otherwise (a crash while it waits).
+/// Interval at which a real-clock wait checks for completions that became due otherwise (by a crash).
 const CRASH_CHECK: Duration = Duration::from_millis(10);
 
 /// The engine of a [`SimulatedDevice`]; there is at most one at a time.
@@ -25,7 +25,7 @@ impl SimulatedEngine {
         let bell = Doorbell::new()?;
         let mut state = device.lock();
         if state.power == Power::Off {
-            let text = "the simulated device has crashed; make a new one of the surviving image";
+            let text = "the simulated device has crashed; create a new one from the surviving image";
             return Err(IoError::new(IoErrorKind::Lost, text));
         }
         if state.engine == EngineSeat::Taken {
@@ -37,7 +37,7 @@ impl SimulatedEngine {
         Ok(SimulatedEngine { device: device.clone(), bell, capacity, refused: Vec::new() })
     }
 
-    /// One turn of waiting with at most `left` to go: the time that it used up.
+    /// Waits once, for at most `left`; returns the elapsed time.
     fn wait_once(&self, left: Duration) -> Duration {
         let (now, due, clock) = {
             let state = self.device.lock();
@@ -71,7 +71,7 @@ impl IoEngine for SimulatedEngine {
     }
 
     fn in_flight(&self) -> usize {
-        self.device.lock().flying() + self.refused.len()
+        self.device.lock().in_flight_ops() + self.refused.len()
     }
 
     fn submit(&mut self, submission: Submission) -> Result<(), Submission> {
@@ -108,10 +108,10 @@ impl IoEngine for SimulatedEngine {
         self.bell.waker()
     }
 
-    fn close(self: Box<Self>) -> Closed {
+    fn close(self: Box<Self>) -> CloseOutcome {
         let device = self.device.clone();
         drop(self);
-        if device.lock().hangs() { Closed::Leaked } else { Closed::Drained }
+        if device.lock().hangs() { CloseOutcome::Leaked } else { CloseOutcome::Drained }
     }
 
     fn kind(&self) -> EngineKind {

@@ -1,4 +1,4 @@
-//! Faults that a test puts on a simulated device.
+//! Faults that a test injects into a simulated device.
 
 use std::num::NonZeroU32;
 use std::ops::Range;
@@ -7,21 +7,21 @@ use crate::error::{IoError, IoErrorKind};
 use crate::op::Op;
 use crate::simulated::random::Random;
 
-/// What goes wrong, where, how often.
+/// A fault: kind, place and frequency.
 #[derive(Clone, Debug)]
 pub struct Fault {
-    /// What.
+    /// Kind of the fault.
     pub kind: FaultKind,
-    /// Bytes of the device; a transfer that touches one of them is hit. Syncs are hit whatever the range.
+    /// Byte range of the device; a transfer that overlaps it is affected. Syncs are always affected.
     pub range: Range<u64>,
-    /// How often.
+    /// Frequency of the fault.
     pub trigger: Trigger,
 }
 
-/// What goes wrong.
+/// Kind of a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FaultKind {
-    /// Reads fail with `Media`; part of the memory has been written by then.
+    /// Reads fail with `Media`, after a part of the memory was written.
     ReadError,
     /// Writes fail with `Media`; any of their sectors may have changed.
     WriteError,
@@ -34,35 +34,35 @@ pub enum FaultKind {
     /// Everything fails with `Lost`.
     Gone,
     /// Transfers never end: they stay in flight, and their engine leaks them when it is closed. See
-    /// [`SimulatedDevice::let_go`](crate::simulated::SimulatedDevice::let_go).
+    /// [`SimulatedDevice::release_hung`](crate::simulated::SimulatedDevice::release_hung).
     Hang,
     /// Writes succeed but change nothing: a lost write, for checks of generations.
     LostWrite,
 }
 
-/// How often a fault hits the operations that it could hit.
+/// Frequency of a fault among the matching operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Trigger {
-    /// Every time.
+    /// Affects every matching operation.
     Always,
-    /// This many times, then never again.
+    /// This many operations, then none.
     Times(u32),
-    /// By chance, once in this many.
+    /// Randomly, with probability 1 in this many.
     OneIn(NonZeroU32),
 }
 
 impl Fault {
-    /// A fault of the whole device, every time.
+    /// Creates a fault of the whole device that always triggers.
     pub fn everywhere(kind: FaultKind) -> Fault {
         Fault { kind, range: 0..u64::MAX, trigger: Trigger::Always }
     }
 
-    /// A fault of a range, every time.
+    /// Creates a fault of a range that always triggers.
     pub fn at(kind: FaultKind, range: Range<u64>) -> Fault {
         Fault { kind, range, trigger: Trigger::Always }
     }
 
-    /// Whether it hits an operation; a limited fault is used up by that.
+    /// Decides whether the fault affects an operation; counts down a limited fault.
     pub(crate) fn hits(&mut self, op: &Op, random: &mut Random) -> bool {
         let concerns = match (self.kind, op) {
             (FaultKind::Gone, _) => true,
@@ -92,7 +92,7 @@ impl Fault {
 }
 
 impl FaultKind {
-    /// What the operation ends with; `None` when it seems to succeed, or does not end.
+    /// Error of the operation; `None` when it seems to succeed, or does not end.
     pub(crate) fn error(self) -> Option<IoError> {
         let kind = match self {
             FaultKind::ReadError | FaultKind::WriteError => IoErrorKind::Media,

@@ -1,4 +1,4 @@
-//! What is on a simulated medium: sparse pages, zero where never written, cheap to copy.
+//! Contents of a simulated medium: sparse pages, zero where never written, cheap to copy.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::op::IO_ALIGN;
 
-/// Bytes of a medium. A clone shares pages until one of the two changes them.
+/// Contents of a medium. A clone shares pages until one of the two changes them.
 #[derive(Clone)]
 pub struct Image {
     bytes: u64,
@@ -14,12 +14,12 @@ pub struct Image {
 }
 
 impl Image {
-    /// A medium of `bytes` zero bytes.
+    /// Creates a medium of `bytes` zero bytes.
     pub fn new(bytes: u64) -> Image {
         Image { bytes, pages: BTreeMap::new() }
     }
 
-    /// Its size.
+    /// Returns the size in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -53,7 +53,7 @@ impl Image {
         self.write(offset, &[byte[0] ^ 1 << (bit & 7)]);
     }
 
-    /// Calls with page number, offset in the page, and range of the caller's buffer.
+    /// Calls `visit` for each page with page number, offset in the page, and range of the caller's buffer.
     fn for_each_page(
         &self,
         offset: u64,
@@ -74,7 +74,7 @@ impl Image {
 }
 
 impl PartialEq for Image {
-    /// Equal bytes; a page of zeroes equals one that was never written.
+    /// Compares the bytes; a page of zeroes equals one that was never written.
     fn eq(&self, other: &Image) -> bool {
         let covers = |one: &Image, two: &Image| {
             one.pages.iter().all(|(number, page)| match two.pages.get(number) {
@@ -100,7 +100,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_across_pages_is_read_back_and_the_rest_is_zero() {
+    fn bytes_written_across_pages_are_read_back_and_the_rest_is_zero() {
         let mut image = Image::new(1 << 40);
         image.write(4090, b"0123456789");
         let mut read = [9; 14];
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn a_clone_does_not_see_later_changes_and_zeroes_equal_nothing() {
+    fn a_clone_does_not_see_later_changes_and_zeroes_equal_unwritten_pages() {
         let mut image = Image::new(8192);
         let empty = image.clone();
         image.flip_bit(5000, 3);

@@ -1,5 +1,5 @@
-//! Chance from a seed: SplitMix64 (Steele, Lea, Flood 2014). Our own, because a seed that found a bug must find it again
-//! after any update of a library.
+//! Random numbers from a seed: SplitMix64 (Steele, Lea, Flood 2014). Implemented here, because a seed that
+//! found a bug must find it again after any update of a library.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -21,23 +21,24 @@ impl Random {
         mixed ^ (mixed >> 31)
     }
 
-    /// A number below `limit`; zero when that is zero. Uneven by less than 2^-32 for the sizes used here.
+    /// Returns a number below `limit`; zero when that is zero. The bias is below 2^-32 for the sizes used
+    /// here.
     pub(crate) fn below(&mut self, limit: u64) -> u64 {
         ((u128::from(self.next()) * u128::from(limit)) >> 64) as u64
     }
 
-    /// True once in `count` draws.
+    /// Returns true with probability 1 in `count`.
     pub(crate) fn one_in(&mut self, count: u64) -> bool {
         self.below(count) == 0
     }
 
-    /// An instant of the range; its start when it is empty.
+    /// Returns a time in the range; its start when it is empty.
     pub(crate) fn within(&mut self, range: &Range<Duration>) -> Duration {
         let width = range.end.saturating_sub(range.start).as_nanos();
         range.start + Duration::from_nanos(self.below(u64::try_from(width).unwrap_or(u64::MAX)))
     }
 
-    /// Puts items into a random order (Fisher–Yates).
+    /// Shuffles items with the Fisher–Yates algorithm.
     pub(crate) fn shuffle<T>(&mut self, items: &mut [T]) {
         for last in (1..items.len()).rev() {
             items.swap(last, self.below(last as u64 + 1) as usize);
@@ -50,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_stream_is_the_published_one() {
+    fn the_stream_equals_the_published_one() {
         // First outputs for seed 1234567, as in the reference implementation's test vectors.
         let mut random = Random::new(1_234_567);
         let first: Vec<u64> = (0..3).map(|_| random.next()).collect();

@@ -1,7 +1,7 @@
-//! The simulated device as a state machine: operations enter, virtual time passes, completions come out.
+//! The simulated device as a state machine: operations enter, virtual time passes, completions are returned.
 //!
-//! Three layers of the medium: `durable` (survives anything), `unsynced` (reached the device after that, in order), and
-//! `seen` (both together: what reads find).
+//! The medium has three layers: `durable` (survives anything), `unsynced` (later writes that reached the
+//! device, in order), and `seen` (the sum of both, which reads see).
 
 use std::collections::{BTreeMap, VecDeque};
 use std::num::NonZeroU32;
@@ -17,38 +17,39 @@ use crate::simulated::image::Image;
 use crate::simulated::random::Random;
 use crate::simulated::{SimulatedClock, SimulatedSettings};
 
-/// See the module's doc.
+/// State of a simulated device; see the module.
 #[derive(Debug)]
 pub(crate) struct State {
     pub(crate) settings: SimulatedSettings,
     pub(crate) faults: Vec<Fault>,
     pub(crate) seen: Image,
-    /// Where the medium ends; less than the device's size after `truncate`.
+    /// End of the medium; less than the device's size after `truncate`.
     pub(crate) end: u64,
     pub(crate) power: Power,
     pub(crate) engine: EngineSeat,
     durable: Image,
     unsynced: VecDeque<UnsyncedWrite>,
-    /// Unsynced writes that ever became durable: `synced + unsynced.len()` numbers the next one.
+    /// Number of unsynced writes that have become durable so far: `synced + unsynced.len()` is the number of
+    /// the next one.
     synced: u64,
     random: Random,
     elapsed: Duration,
     started: Instant,
     /// By due time, then order of submission.
-    flying: BTreeMap<(Duration, u64), Flying>,
+    in_flight: BTreeMap<(Duration, u64), InFlightOp>,
     submitted: u64,
-    /// Hit by [`FaultKind::Hang`].
-    hanging: Vec<Flying>,
+    /// Operations that [`FaultKind::Hang`] holds.
+    hanging: Vec<InFlightOp>,
 }
 
-/// Whether the device can still do anything.
+/// Whether the device still works; off after a crash.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Power {
     On,
     Off,
 }
 
-/// Whether an engine has the device.
+/// Whether an engine uses the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum EngineSeat {
     Free,
@@ -56,7 +57,7 @@ pub(crate) enum EngineSeat {
 }
 
 #[derive(Debug)]
-struct Flying {
+struct InFlightOp {
     submission: Submission,
     done: usize,
     /// For a sync: number of the first write that it does not cover.
@@ -77,7 +78,7 @@ impl State {
             random: Random::new(settings.seed),
             elapsed: Duration::ZERO,
             started: Instant::now(),
-            flying: BTreeMap::new(),
+            in_flight: BTreeMap::new(),
             submitted: 0,
             hanging: Vec::new(),
             settings,
@@ -100,49 +101,50 @@ impl State {
     }
 
     pub(crate) fn next_due(&self) -> Option<Duration> {
-        self.flying.first_key_value().map(|((due, _), _)| *due)
+        self.in_flight.first_key_value().map(|((due, _), _)| *due)
     }
 
-    pub(crate) fn flying(&self) -> usize {
-        self.flying.len() + self.hanging.len()
+    pub(crate) fn in_flight_ops(&self) -> usize {
+        self.in_flight.len() + self.hanging.len()
     }
 
-    /// Whether something will never end by itself.
+    /// Reports whether an operation hangs.
     pub(crate) fn hangs(&self) -> bool {
         !self.hanging.is_empty()
     }
 
-    /// Does what hangs, for nobody to see but the memory and the medium.
-    pub(crate) fn let_go(&mut self) {
-        for flying in std::mem::take(&mut self.hanging) {
-            self.transfer(&flying, flying.total() - flying.done);
+    /// Executes the hung operations without completions: only memory and medium change.
+    pub(crate) fn release_hung(&mut self) {
+        for operation in std::mem::take(&mut self.hanging) {
+            self.transfer(&operation, operation.total() - operation.done);
         }
     }
 
-    /// Takes in an operation that [`Bounds::check`] has passed.
+    /// Accepts an operation that [`Bounds::check`] has passed.
     pub(crate) fn submit(&mut self, submission: Submission) {
         let covers = self.synced + self.unsynced.len() as u64;
-        self.fly(Flying { submission, done: 0, covers });
+        self.schedule(InFlightOp { submission, done: 0, covers });
     }
 
-    /// Takes out what is due by now.
+    /// Completes the operations that are due now.
     pub(crate) fn complete_due(&mut self, out: &mut Vec<Completion>) {
         let now = self.now();
         while self.next_due().is_some_and(|due| due <= now || self.power == Power::Off) {
-            let (_, flying) = self.flying.pop_first().expect("one is due");
-            out.extend(self.step(flying));
+            let (_, operation) = self.in_flight.pop_first().expect("one is due");
+            out.extend(self.step(operation));
         }
     }
 
-    /// Takes out everything, as if time had passed far enough.
+    /// Completes all operations, as if enough time had passed.
     pub(crate) fn complete_all(&mut self, out: &mut Vec<Completion>) {
-        while let Some((_, flying)) = self.flying.pop_first() {
-            out.extend(self.step(flying));
+        while let Some((_, operation)) = self.in_flight.pop_first() {
+            out.extend(self.step(operation));
         }
     }
 
     pub(crate) fn corrupt(&mut self, change: impl FnOnce(&mut Image)) {
-        // Rot is on the medium: it survives crashes, so unsynced writes move below it.
+        // Rot survives every crash. The unsynced writes become durable first, so that the change lies above
+        // them.
         self.make_durable(u64::MAX);
         change(&mut self.seen);
         self.durable = self.seen.clone();
@@ -150,11 +152,13 @@ impl State {
 
     pub(crate) fn crash(&mut self, mode: CrashMode) -> Image {
         self.power = Power::Off;
-        let flying = std::mem::take(&mut self.flying);
-        let in_flight =
-            flying.values().chain(&self.hanging).filter_map(|flying| flying.rest_of_write(self.end));
+        let operations = std::mem::take(&mut self.in_flight);
+        let in_flight = operations
+            .values()
+            .chain(&self.hanging)
+            .filter_map(|operation| operation.rest_of_write(self.end));
         let in_flight: Vec<_> = in_flight.collect();
-        self.flying = flying;
+        self.in_flight = operations;
         let sector = self.settings.sector_bytes as usize;
         match mode {
             CrashMode::UnsyncedDropped => self.durable.clone(),
@@ -172,56 +176,56 @@ impl State {
         }
     }
 
-    fn fly(&mut self, flying: Flying) {
+    fn schedule(&mut self, operation: InFlightOp) {
         let latency = &self.settings.latency;
-        let range = match flying.submission.op {
+        let range = match operation.submission.op {
             Op::Read { .. } => &latency.read,
             Op::Write { .. } => &latency.write,
             Op::Sync => &latency.sync,
         };
         let due = self.now().saturating_add(self.random.within(range));
-        self.flying.insert((due, self.submitted), flying);
+        self.in_flight.insert((due, self.submitted), operation);
         self.submitted += 1;
     }
 
-    /// Does one step of an operation; its completion, unless it flies on.
-    fn step(&mut self, mut flying: Flying) -> Option<Completion> {
+    /// Runs one step of an operation; returns its completion, or `None` if it needs further steps.
+    fn step(&mut self, mut operation: InFlightOp) -> Option<Completion> {
         if self.power == Power::Off {
             let error = IoError::new(IoErrorKind::Lost, "the simulated device has crashed");
-            return Some(flying.complete(Err(error)));
+            return Some(operation.complete(Err(error)));
         }
-        let (op, random) = (&flying.submission.op, &mut self.random);
+        let (op, random) = (&operation.submission.op, &mut self.random);
         let fault = self.faults.iter_mut().find_map(|fault| fault.hits(op, random).then_some(fault.kind));
         if fault == Some(FaultKind::Hang) {
-            self.hanging.push(flying);
+            self.hanging.push(operation);
             return None;
         }
         if let Some(kind) = fault {
-            self.damage(kind, &flying);
-            return Some(flying.complete(kind.error().map_or(Ok(()), Err)));
+            self.damage(kind, &operation);
+            return Some(operation.complete(kind.error().map_or(Ok(()), Err)));
         }
-        if matches!(flying.submission.op, Op::Sync) {
-            self.make_durable(flying.covers);
-            return Some(flying.complete(Ok(())));
+        if matches!(operation.submission.op, Op::Sync) {
+            self.make_durable(operation.covers);
+            return Some(operation.complete(Ok(())));
         }
-        let piece = self.piece_of(&flying);
+        let piece = self.piece_of(&operation);
         if piece == 0 {
             let text = format!("the medium ends at {}, inside the transfer", self.end);
-            return Some(flying.complete(Err(IoError::new(IoErrorKind::ShortTransfer, text))));
+            return Some(operation.complete(Err(IoError::new(IoErrorKind::ShortTransfer, text))));
         }
-        self.transfer(&flying, piece);
-        flying.done += piece;
-        if flying.done == flying.total() {
-            return Some(flying.complete(Ok(())));
+        self.transfer(&operation, piece);
+        operation.done += piece;
+        if operation.done == operation.total() {
+            return Some(operation.complete(Ok(())));
         }
-        self.fly(flying);
+        self.schedule(operation);
         None
     }
 
-    /// How many bytes the next step moves: the rest, or by chance less; zero at the end of the medium.
-    fn piece_of(&mut self, flying: &Flying) -> usize {
-        let rest = flying.total() - flying.done;
-        let left = usize::try_from(self.end.saturating_sub(flying.position())).unwrap_or(usize::MAX);
+    /// Number of bytes of the next step: the rest, or randomly less; zero at the end of the medium.
+    fn piece_of(&mut self, operation: &InFlightOp) -> usize {
+        let rest = operation.total() - operation.done;
+        let left = usize::try_from(self.end.saturating_sub(operation.position())).unwrap_or(usize::MAX);
         let pages = rest.min(left) / IO_ALIGN;
         let one_in = self.settings.partial_one_in.map(NonZeroU32::get);
         let partial = pages > 1 && one_in.is_some_and(|count| self.random.one_in(u64::from(count)));
@@ -229,32 +233,32 @@ impl State {
         pages * IO_ALIGN
     }
 
-    fn transfer(&mut self, flying: &Flying, piece: usize) {
-        let position = flying.position();
-        match &flying.submission.op {
+    fn transfer(&mut self, operation: &InFlightOp, piece: usize) {
+        let position = operation.position();
+        match &operation.submission.op {
             Op::Sync => {}
             Op::Read { into, .. } => {
                 let mut data = vec![0; piece];
                 self.seen.read(position, &mut data);
-                scatter(into, flying.done, &data);
+                scatter(into, operation.done, &data);
             }
             Op::Write { from, .. } => {
-                let data = gather(from, flying.done, piece);
+                let data = gather(from, operation.done, piece);
                 self.seen.write(position, &data);
                 self.unsynced.push_back(UnsyncedWrite { offset: position, data });
             }
         }
     }
 
-    /// What a failing operation leaves behind.
-    fn damage(&mut self, kind: FaultKind, flying: &Flying) {
-        match (kind, &flying.submission.op) {
+    /// Applies the side effects of a failing operation.
+    fn damage(&mut self, kind: FaultKind, operation: &InFlightOp) {
+        match (kind, &operation.submission.op) {
             (FaultKind::ReadError, Op::Read { into, .. }) => {
-                let garbage = self.random.next().to_ne_bytes().repeat(flying.total() / 16);
+                let garbage = self.random.next().to_ne_bytes().repeat(operation.total() / 16);
                 scatter(into, 0, &garbage);
             }
             (FaultKind::WriteError, Op::Write { .. }) => {
-                let Some(write) = flying.rest_of_write(self.end) else { return };
+                let Some(write) = operation.rest_of_write(self.end) else { return };
                 for piece in tear(&write, self.settings.sector_bytes as usize, &mut self.random) {
                     self.seen.write(piece.offset, &piece.data);
                     self.unsynced.push_back(piece);
@@ -264,7 +268,7 @@ impl State {
         }
     }
 
-    /// Makes unsynced writes durable, up to but without number `until`.
+    /// Makes the unsynced writes below number `until` durable.
     fn make_durable(&mut self, until: u64) {
         while self.synced < until {
             let Some(write) = self.unsynced.pop_front() else { return };
@@ -274,7 +278,7 @@ impl State {
     }
 }
 
-impl Flying {
+impl InFlightOp {
     fn total(&self) -> usize {
         self.submission.op.spans().iter().map(Span::len).sum()
     }
@@ -283,7 +287,7 @@ impl Flying {
         self.submission.op.offset() + self.done as u64
     }
 
-    /// What has not reached the device yet of a write, as far as there is a medium.
+    /// Returns the part of a write that has not reached the device yet, up to the end of the medium.
     fn rest_of_write(&self, end: u64) -> Option<UnsyncedWrite> {
         let Op::Write { from, .. } = &self.submission.op else { return None };
         let left = usize::try_from(end.saturating_sub(self.position())).unwrap_or(usize::MAX);
@@ -297,7 +301,7 @@ impl Flying {
     }
 }
 
-/// Copies `data` to spans, from byte `skip` of them on.
+/// Copies `data` to spans, starting at byte `skip`.
 fn scatter(spans: &[Span], mut skip: usize, mut data: &[u8]) {
     for span in spans {
         if skip >= span.len() {
@@ -306,12 +310,12 @@ fn scatter(spans: &[Span], mut skip: usize, mut data: &[u8]) {
         }
         let (piece, rest) = data.split_at(data.len().min(span.len() - skip));
         let part = span.slice(skip, piece.len()).expect("shorter than the span");
-        part.copy_in(piece).expect("Bounds::check saw that it is writable");
+        part.copy_in(piece).expect("Bounds::check ensures that it is writable");
         (skip, data) = (0, rest);
     }
 }
 
-/// Copies `len` bytes out of spans, from byte `skip` of them on.
+/// Copies `len` bytes out of spans, starting at byte `skip`.
 fn gather(spans: &[Span], mut skip: usize, len: usize) -> Vec<u8> {
     let mut data = vec![0; len];
     let mut at = 0;

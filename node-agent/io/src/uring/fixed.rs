@@ -1,7 +1,8 @@
-//! Registered buffers: the arena's regions, pinned and mapped by the kernel once instead of once per operation.
+//! Registered buffers: the arena's regions, pinned and mapped by the kernel once instead of once per
+//! operation.
 //!
-//! A region larger than the kernel takes in one buffer is registered in pieces; a transfer across two pieces
-//! goes the unregistered way.
+//! A region that exceeds the kernel's limit for one buffer is registered in pieces; a transfer across two
+//! pieces uses no registered buffer.
 
 use std::io;
 use std::sync::Arc;
@@ -9,10 +10,10 @@ use std::sync::Arc;
 use io_uring::IoUring;
 use reprise_buffers::{Region, Span};
 
-/// Largest registered buffer: `SZ_1G` in the kernel's `io_buffer_validate`.
+/// Maximum size of a registered buffer: `SZ_1G` in the kernel's `io_buffer_validate`.
 const BUFFER_BYTES_MAX: u64 = 1 << 30;
 
-/// Most registered buffers: `IORING_MAX_REG_BUFFERS`, 16 TiB of arena.
+/// Maximum number of registered buffers: `IORING_MAX_REG_BUFFERS`, 16 TiB of arena.
 const BUFFERS_MAX: usize = 1 << 14;
 
 /// The registered buffers of one ring, by address.
@@ -20,7 +21,7 @@ const BUFFERS_MAX: usize = 1 << 14;
 pub(crate) struct FixedBuffers {
     /// Sorted by address, not overlapping.
     buffers: Vec<FixedBuffer>,
-    /// Keeps the memory mapped while the ring can name it.
+    /// Keeps the memory mapped while the ring can refer to it.
     _regions: Vec<Arc<Region>>,
 }
 
@@ -34,7 +35,7 @@ impl FixedBuffers {
     /// Registers the regions with a ring.
     ///
     /// # Errors
-    /// What the kernel says; ENOMEM means the limit of locked memory (io_uring_register(2)).
+    /// The kernel's error; ENOMEM means the limit of locked memory (io_uring_register(2)).
     pub(crate) fn register(ring: &IoUring, regions: &[Arc<Region>]) -> io::Result<FixedBuffers> {
         let iovecs = pieces(regions, BUFFER_BYTES_MAX);
         if iovecs.is_empty() {
@@ -42,22 +43,22 @@ impl FixedBuffers {
         }
         if iovecs.len() > BUFFERS_MAX {
             return Err(io::Error::other(format!(
-                "{} buffers; the kernel takes {BUFFERS_MAX}",
+                "{} buffers exceed the kernel's limit of {BUFFERS_MAX}",
                 iovecs.len()
             )));
         }
-        // SAFETY: the iovecs lie in mappings of the regions, which are kept alive by the returned value, which the
-        // engine drops after its ring (io_uring_register(2), IORING_REGISTER_BUFFERS).
+        // SAFETY: the iovecs lie in mappings of the regions, which are kept alive by the returned value,
+        // which the engine drops after its ring (io_uring_register(2), IORING_REGISTER_BUFFERS).
         unsafe { ring.submitter().register_buffers(&iovecs) }?;
         Ok(FixedBuffers { buffers: table(&iovecs), _regions: regions.to_vec() })
     }
 
-    /// How many buffers are registered.
+    /// Returns the number of registered buffers.
     pub(crate) fn count(&self) -> usize {
         self.buffers.len()
     }
 
-    /// The registered buffer that holds all of a span.
+    /// Returns the registered buffer that contains the whole span.
     pub(crate) fn index_of(&self, span: &Span) -> Option<u16> {
         let start = span.as_ptr().addr();
         let after = self.buffers.partition_point(|buffer| buffer.start <= start);
@@ -67,7 +68,7 @@ impl FixedBuffers {
     }
 }
 
-/// The regions in pieces of at most `bytes_max`, in order.
+/// Splits the regions into pieces of at most `bytes_max`, in order.
 fn pieces(regions: &[Arc<Region>], bytes_max: u64) -> Vec<libc::iovec> {
     let mut iovecs = Vec::new();
     for region in regions {
@@ -80,7 +81,7 @@ fn pieces(regions: &[Arc<Region>], bytes_max: u64) -> Vec<libc::iovec> {
     iovecs
 }
 
-/// Where each buffer lies; its index is its place in `iovecs`, as the kernel counts.
+/// Lists address and index of each buffer; the kernel's index is the position in `iovecs`.
 fn table(iovecs: &[libc::iovec]) -> Vec<FixedBuffer> {
     let buffer = |(index, iovec): (usize, &libc::iovec)| FixedBuffer {
         start: iovec.iov_base.addr(),

@@ -1,8 +1,8 @@
-//! The ring itself: set up in the best mode that the kernel accepts, entered with timeouts.
+//! The ring: set up in the best mode that the kernel supports, entered with timeouts.
 //!
 //! The ring starts disabled and is enabled by the thread that first enters it: that thread becomes the single
-//! issuer (io_uring_setup(2), IORING_SETUP_SINGLE_ISSUER with IORING_SETUP_R_DISABLED), so an engine may be opened on
-//! one thread and used on another.
+//! issuer (io_uring_setup(2), IORING_SETUP_SINGLE_ISSUER with IORING_SETUP_R_DISABLED), so an engine may be
+//! opened on one thread and used on another.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -20,7 +20,7 @@ pub(crate) const FILE_DEVICE: u32 = 0;
 /// Index of the doorbell's eventfd in the registered files.
 pub(crate) const FILE_BELL: u32 = 1;
 
-/// Longest single wait: far from the limits of the kernel's clocks. Waiting ends early without harm.
+/// Longest single wait: far below the limits of the kernel's clocks. An early return is harmless.
 const ENTER_LIMIT: Duration = Duration::from_secs(3600);
 
 /// Operation codes that the engine uses.
@@ -34,35 +34,34 @@ const OPCODES: [u8; 7] = [
     opcode::Fsync::CODE,
 ];
 
-/// A ring and how it is driven.
+/// A ring and its mode.
 pub(crate) struct Ring {
     pub(crate) uring: IoUring,
     pub(crate) mode: RingMode,
-    enabled: Enabled,
+    enabled: RingState,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Enabled {
+enum RingState {
     /// No thread has entered the ring.
     NotYet,
     Yes,
 }
 
-/// Why [`Ring::enter`] came back.
+/// Result of a call of [`Ring::enter`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Entered {
-    /// Submitted, and as many completed as were waited for; or the kernel had a reason to return earlier.
-    Back,
-    /// The time passed.
+pub(crate) enum EnterOutcome {
+    /// Submitted, and the requested number of operations completed, or the kernel returned earlier.
+    Returned,
+    /// The timeout has passed.
     TimedOut,
 }
 
 /// What [`Ring::enter`] waits for.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum EnterWait {
-    /// Nothing.
     No,
-    /// One completion, at the longest this long.
+    /// One completion, for at most this long.
     One(Duration),
 }
 
@@ -70,13 +69,14 @@ impl Ring {
     /// Sets up a ring for `capacity` operations and one read of the doorbell.
     ///
     /// # Errors
-    /// `Unsupported` with what the kernel refused.
+    /// `Unsupported` with the rejected step.
     pub(crate) fn set_up(capacity: usize) -> Result<Ring, IoError> {
-        // Each operation has one entry at a time, so neither queue (the completion queue has twice the entries) overflows.
+        // Each operation has one entry at a time, so neither queue overflows (the completion queue has twice
+        // the entries).
         let entries = u32::try_from(capacity + 1).unwrap_or(u32::MAX).next_power_of_two();
         let (uring, mode) = build(entries).map_err(|error| refused("io_uring_setup", error))?;
         if !uring.params().is_feature_ext_arg() {
-            let text = "io_uring cannot wait with a timeout (Linux 5.11 can)";
+            let text = "io_uring lacks waits with a timeout (needs Linux 5.11)";
             return Err(IoError::new(IoErrorKind::Unsupported, text));
         }
         let mut probe = Probe::new();
@@ -85,7 +85,7 @@ impl Ring {
             let text = format!("io_uring lacks operation {code}");
             return Err(IoError::new(IoErrorKind::Unsupported, text));
         }
-        Ok(Ring { uring, mode, enabled: Enabled::NotYet })
+        Ok(Ring { uring, mode, enabled: RingState::NotYet })
     }
 
     /// Registers the device and the doorbell as [`FILE_DEVICE`] and [`FILE_BELL`].
@@ -97,28 +97,28 @@ impl Ring {
     /// Queues an entry; it starts with the next [`enter`](Self::enter).
     ///
     /// # Safety
-    /// The memory that the entry names stays valid until its completion has been taken.
+    /// The memory of the entry must stay valid until its completion has been reaped.
     pub(crate) unsafe fn push(&mut self, entry: &squeue::Entry) {
         // SAFETY: passed on to the caller.
         let pushed = unsafe { self.uring.submission().push(entry) };
         pushed.expect("set_up made room for one entry of each operation and the doorbell");
     }
 
-    /// Whether [`enter`](Self::enter) has anything to do apart from waiting.
+    /// Reports whether [`enter`](Self::enter) has work apart from waiting.
     pub(crate) fn wants_entering(&mut self) -> bool {
         let queue = self.uring.submission();
         !queue.is_empty() || queue.taskrun() || queue.cq_overflow()
     }
 
-    /// Starts what was pushed, lets completions be posted, and waits.
+    /// Starts pushed operations, collects completions, and waits.
     ///
     /// # Errors
-    /// `Invalid` when another thread owns the ring, `Lost` for anything that the ring does not recover from.
-    pub(crate) fn enter(&mut self, wait: EnterWait) -> Result<Entered, IoError> {
-        if self.enabled == Enabled::NotYet {
+    /// `Invalid` when another thread owns the ring, `Lost` for errors from which the ring does not recover.
+    pub(crate) fn enter(&mut self, wait: EnterWait) -> Result<EnterOutcome, IoError> {
+        if self.enabled == RingState::NotYet {
             let enabled = self.uring.submitter().register_enable_rings();
             enabled.map_err(|error| IoError::with_source(IoErrorKind::Lost, "enabling io_uring", error))?;
-            self.enabled = Enabled::Yes;
+            self.enabled = RingState::Yes;
         }
         let submitter = self.uring.submitter();
         let result = match wait {
@@ -129,12 +129,13 @@ impl Ring {
             }
         };
         match result.map_err(|error| (error.raw_os_error(), error)) {
-            Ok(_) => Ok(Entered::Back),
-            Err((Some(libc::ETIME), _)) => Ok(Entered::TimedOut),
-            // Interrupted, or short of memory for requests: io_uring_enter(2) asks to reap and call again.
-            Err((Some(libc::EINTR | libc::EAGAIN | libc::EBUSY), _)) => Ok(Entered::Back),
+            Ok(_) => Ok(EnterOutcome::Returned),
+            Err((Some(libc::ETIME), _)) => Ok(EnterOutcome::TimedOut),
+            // Interrupted, or short of memory for requests: io_uring_enter(2) requires to reap and call
+            // again.
+            Err((Some(libc::EINTR | libc::EAGAIN | libc::EBUSY), _)) => Ok(EnterOutcome::Returned),
             Err((Some(libc::EEXIST), error)) => {
-                let text = "an io_uring engine belongs to the thread that used it first";
+                let text = "invalid thread: an io_uring engine belongs to the thread that used it first";
                 Err(IoError::with_source(IoErrorKind::Invalid, text, error))
             }
             Err((_, error)) => Err(IoError::with_source(IoErrorKind::Lost, "entering io_uring", error)),
@@ -142,8 +143,9 @@ impl Ring {
     }
 }
 
-/// The best mode first: completions are processed when the engine asks for them, in batches, instead of interrupting
-/// it (DEFER_TASKRUN, Linux 6.1); or at least without inter-processor interrupts (COOP_TASKRUN, 5.19).
+/// Builds a ring, in the best mode first. Completions are processed when the engine asks for them, in
+/// batches, instead of interrupting it (DEFER_TASKRUN, Linux 6.1), or at least without inter-processor
+/// interrupts (COOP_TASKRUN, 5.19).
 fn build(entries: u32) -> io::Result<(IoUring, RingMode)> {
     let mut builder = IoUring::builder();
     builder.dontfork().setup_clamp().setup_r_disabled();

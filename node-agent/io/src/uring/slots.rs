@@ -6,27 +6,27 @@ use crate::transfer::{IoVecs, Transfer};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SlotId(u64);
 
-/// A fixed number of places for operations.
+/// A fixed number of slots for operations.
 pub(crate) struct Slots {
     slots: Vec<Slot>,
     free: Vec<u32>,
 }
 
-/// One place. What the kernel was told about lives here, at a fixed address, until the operation is taken out.
+/// One slot. Memory that the kernel refers to lives here, at a fixed address, until the operation is removed.
 pub(crate) struct Slot {
     generation: u32,
     pub(crate) transfer: Option<Transfer>,
-    /// Memory of the entry in flight; kept for its allocation.
+    /// Memory of the entry in flight; its allocation is reused.
     pub(crate) iovecs: IoVecs,
 }
 
 impl SlotId {
-    /// From a completion.
+    /// Decodes the id of a completion.
     pub(crate) fn from_user_data(user_data: u64) -> SlotId {
         SlotId(user_data)
     }
 
-    /// For a submission.
+    /// Encodes the id for a submission.
     pub(crate) fn user_data(self) -> u64 {
         self.0
     }
@@ -45,19 +45,19 @@ impl SlotId {
 }
 
 impl Slots {
-    /// Room for `capacity` operations, at most 2^31.
+    /// Creates a table for `capacity` operations, at most 2^31.
     pub(crate) fn new(capacity: usize) -> Slots {
         let slot = || Slot { generation: 0, transfer: None, iovecs: IoVecs::default() };
         let count = u32::try_from(capacity).expect("queue depths are limited to QUEUE_DEPTH_MAX");
         Slots { slots: (0..capacity).map(|_| slot()).collect(), free: (0..count).rev().collect() }
     }
 
-    /// Operations in flight.
+    /// Returns the number of operations in flight.
     pub(crate) fn in_use(&self) -> usize {
         self.slots.len() - self.free.len()
     }
 
-    /// Takes an operation in; gives it back when all places are taken.
+    /// Inserts an operation; returns it when the table is full.
     pub(crate) fn insert(&mut self, transfer: Transfer) -> Result<SlotId, Transfer> {
         let Some(index) = self.free.pop() else { return Err(transfer) };
         let slot = &mut self.slots[index as usize];
@@ -65,13 +65,13 @@ impl Slots {
         Ok(SlotId::new(slot.generation, index))
     }
 
-    /// The place of an operation in flight; `None` for an id that is not.
+    /// Returns the slot of an operation in flight; `None` for an outdated id.
     pub(crate) fn get(&mut self, id: SlotId) -> Option<&mut Slot> {
         let slot = self.slots.get_mut(id.index())?;
         (slot.generation == id.generation() && slot.transfer.is_some()).then_some(slot)
     }
 
-    /// Takes an operation out; its id is not valid any more.
+    /// Removes an operation; its id becomes invalid.
     pub(crate) fn remove(&mut self, id: SlotId) -> Option<Transfer> {
         let slot = self.get(id)?;
         slot.generation = slot.generation.wrapping_add(1);
@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_table_gives_the_operation_back() {
+    fn a_full_table_returns_the_operation() {
         let mut slots = Slots::new(1);
         let id = slots.insert(sync()).expect("one place");
         assert!(slots.insert(sync()).is_err());
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn an_id_dies_with_its_operation() {
+    fn an_id_is_invalid_after_its_operation() {
         let mut slots = Slots::new(1);
         let first = slots.insert(sync()).expect("one place");
         slots.remove(first).expect("it is there");

@@ -1,4 +1,4 @@
-//! A device for each engine, of the same size, with ways to look behind the engine's back.
+//! A device for each engine, of the same size, with access that bypasses the engine.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -9,18 +9,18 @@ use std::time::Duration;
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy, PageBuffer, Span};
 use reprise_io::simulated::{CrashMode, Fault, FaultKind, Image, SimulatedDevice, SimulatedSettings};
 use reprise_io::{
-    Completion, DeviceFile, EngineChoice, EngineKind, EngineSettings, FileAccess, IO_ALIGN, IoEngine,
-    Missing, Op, Submission, Token, Wait, open_engine,
+    Completion, DeviceFile, EngineChoice, EngineKind, EngineSettings, FileAccess, IO_ALIGN, IfMissing,
+    IoEngine, Op, Submission, Token, Wait, open_engine,
 };
 use tempfile::TempDir;
 
-/// Bytes of the device under test.
+/// Size of the device under test in bytes.
 pub(crate) const DEVICE_BYTES: u64 = 16 << 20;
 
-/// Operations in flight at once.
+/// Maximum number of operations in flight.
 pub(crate) const CAPACITY: usize = 16;
 
-/// Longer than anything here takes: a test that waits this long has failed.
+/// Longer than any operation of these tests: a test that waits this long has failed.
 pub(crate) const FOREVER: Duration = Duration::from_secs(60);
 
 /// Set for the process that [`Fixture::open_half_full`] starts.
@@ -48,7 +48,7 @@ impl Fixture {
         let simulated = simulated(Image::new(DEVICE_BYTES), FileAccess::ReadWrite);
         let fixture = Fixture { kind, directory, simulated, arena };
         let mut file =
-            DeviceFile::open(&fixture.path(), FileAccess::ReadWrite, Missing::Create).expect("a file");
+            DeviceFile::open(&fixture.path(), FileAccess::ReadWrite, IfMissing::Create).expect("a file");
         file.preallocate(DEVICE_BYTES).expect("16 MiB of space");
         fixture
     }
@@ -70,9 +70,9 @@ impl Fixture {
         }
     }
 
-    /// An engine on a device whose second half has no space behind it. A real file gets that by a limit on the size of
-    /// files, which binds a whole process: so `law` is run once more in a process of its own, and the caller gets `None`
-    /// when it held there.
+    /// Opens an engine on a device whose second half has no space behind it. A real file needs a limit on the
+    /// file size, which applies to a whole process. The test named `law` is therefore run once more in a
+    /// separate process, and the caller gets `None` if it passed there.
     pub(crate) fn open_half_full(&self, law: &str) -> Option<Box<dyn IoEngine>> {
         if self.kind == Kind::Simulated {
             self.simulated.inject(Fault::at(FaultKind::Full, DEVICE_BYTES / 2..DEVICE_BYTES));
@@ -93,7 +93,7 @@ impl Fixture {
         None
     }
 
-    /// Cuts the device behind the engine's back.
+    /// Truncates the device behind the engine.
     pub(crate) fn truncate(&self, bytes: u64) {
         match self.kind {
             Kind::Simulated => self.simulated.truncate(bytes),
@@ -101,8 +101,8 @@ impl Fixture {
         }
     }
 
-    /// What another process would find, or what survives the worst power loss of a simulated device; ends
-    /// the latter.
+    /// Returns the contents that another process would find, or that survive the worst power loss of a
+    /// simulated device, which ends with it.
     pub(crate) fn durable(&self, offset: u64, bytes: usize) -> Vec<u8> {
         let mut found = vec![0; bytes];
         match self.kind {
@@ -112,7 +112,7 @@ impl Fixture {
         found
     }
 
-    /// What is on the device as far as anybody who reads it can tell.
+    /// Returns the contents that any reader of the device sees.
     pub(crate) fn seen(&self, offset: u64, bytes: usize) -> Vec<u8> {
         let mut found = vec![0; bytes];
         match self.kind {
@@ -132,7 +132,7 @@ impl Fixture {
     }
 
     fn open_file(&self, path: &Path, access: FileAccess) -> Box<dyn IoEngine> {
-        let file = DeviceFile::open(path, access, Missing::Fail).expect("the file of the fixture");
+        let file = DeviceFile::open(path, access, IfMissing::Fail).expect("the file of the fixture");
         let (choice, kind) = match self.kind {
             Kind::IoUring => (EngineChoice::IoUring, EngineKind::IoUring),
             _ => (EngineChoice::Plain, EngineKind::Plain),
@@ -159,10 +159,11 @@ fn simulated(image: Image, access: FileAccess) -> SimulatedDevice {
     SimulatedDevice::new(image, settings).expect("sane settings")
 }
 
-/// From here on, writes of this process end at `bytes` of any file with EFBIG (setrlimit(2), RLIMIT_FSIZE).
+/// Makes later writes of this process fail beyond `bytes` of any file, with EFBIG (setrlimit(2),
+/// RLIMIT_FSIZE).
 fn limit_file_size(bytes: u64) {
     let limit = libc::rlimit { rlim_cur: bytes, rlim_max: libc::RLIM_INFINITY };
-    // SAFETY: ignoring a signal runs no code of ours (signal(2)); the default action would end the process.
+    // SAFETY: ignoring a signal runs no handler (signal(2)); the default action would end the process.
     let ignored = unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
     assert_ne!(ignored, libc::SIG_ERR);
     // SAFETY: setrlimit(2) reads the struct that it is given.
@@ -170,7 +171,7 @@ fn limit_file_size(bytes: u64) {
     assert_eq!(limited, 0, "{}", std::io::Error::last_os_error());
 }
 
-/// Bytes that depend on seed and position, so that a block in a wrong place is seen.
+/// Bytes that depend on seed and position, so that a block in a wrong place is detected.
 pub(crate) fn pattern(seed: u64, bytes: usize) -> Vec<u8> {
     let mut value = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut next = || {
@@ -186,7 +187,7 @@ pub(crate) fn page(seed: u64) -> Vec<u8> {
     pattern(seed, IO_ALIGN)
 }
 
-/// A page buffer that holds `data`.
+/// Creates a page buffer with the contents of `data`.
 pub(crate) fn buffer(data: &[u8]) -> PageBuffer {
     let mut buffer = PageBuffer::new(data.len()).expect("whole pages");
     buffer.copy_from_slice(data);
@@ -211,7 +212,7 @@ pub(crate) fn sync(token: u64) -> Submission {
     Submission { token: Token(token), op: Op::Sync }
 }
 
-/// Submits, which must be accepted.
+/// Submits an operation, which must be accepted.
 pub(crate) fn submit(engine: &mut dyn IoEngine, submission: Submission) {
     engine.submit(submission).expect("there is room");
 }

@@ -1,15 +1,15 @@
-//! Laws about time and ownership: capacity, who holds memory how long, waking, dropping.
+//! Laws about time and ownership: capacity, ownership of memory, waking, dropping.
 
 use std::time::{Duration, Instant};
 
 use reprise_buffers::PageBuffer;
-use reprise_io::{Closed, IO_ALIGN, IoEngine, Wait};
+use reprise_io::{CloseOutcome, IO_ALIGN, IoEngine, Wait};
 
 use crate::fixture::{
     CAPACITY, DEVICE_BYTES, FOREVER, Fixture, buffer, finish, page, pattern, read, submit, sync, write,
 };
 
-pub(crate) fn capacity_is_kept_and_the_submission_given_back(fixture: &Fixture) {
+pub(crate) fn capacity_is_enforced_and_the_submission_returned(fixture: &Fixture) {
     let mut engine = fixture.open();
     assert_eq!((engine.capacity(), engine.in_flight()), (CAPACITY, 0));
     let page_of = |index: usize| fixture.registered(index * IO_ALIGN, IO_ALIGN);
@@ -29,7 +29,7 @@ pub(crate) fn capacity_is_kept_and_the_submission_given_back(fixture: &Fixture) 
     assert_eq!(tokens, (0..CAPACITY as u64).chain([99]).collect::<Vec<_>>());
 }
 
-pub(crate) fn refused_operations_count_as_in_flight_until_reaped(fixture: &Fixture) {
+pub(crate) fn rejected_operations_count_as_in_flight_until_reaped(fixture: &Fixture) {
     let mut engine = fixture.open();
     for token in 0..CAPACITY as u64 {
         submit(engine.as_mut(), read(token, DEVICE_BYTES, vec![fixture.registered(0, IO_ALIGN)]));
@@ -52,7 +52,7 @@ pub(crate) fn spans_are_held_until_the_completion_is_dropped(fixture: &Fixture) 
     assert!(!target.is_lent());
 }
 
-pub(crate) fn dropping_the_engine_ends_what_was_never_started(fixture: &Fixture) {
+pub(crate) fn dropping_the_engine_ends_operations_that_never_started(fixture: &Fixture) {
     let mut engine = fixture.open();
     let mut buffers = submit_writes(engine.as_mut());
     assert!(buffers.iter().all(PageBuffer::is_lent));
@@ -60,7 +60,7 @@ pub(crate) fn dropping_the_engine_ends_what_was_never_started(fixture: &Fixture)
     assert_written(fixture, &mut buffers);
 }
 
-pub(crate) fn dropping_the_engine_ends_what_is_in_flight(fixture: &Fixture) {
+pub(crate) fn dropping_the_engine_ends_operations_in_flight(fixture: &Fixture) {
     for _ in 0..20 {
         let mut engine = fixture.open();
         let mut done = Vec::new();
@@ -74,13 +74,13 @@ pub(crate) fn dropping_the_engine_ends_what_is_in_flight(fixture: &Fixture) {
     }
 }
 
-pub(crate) fn closing_the_engine_says_that_everything_has_ended(fixture: &Fixture) {
+pub(crate) fn closing_the_engine_reports_that_all_operations_ended(fixture: &Fixture) {
     let mut engine = fixture.open();
     let mut buffers = submit_writes(engine.as_mut());
     engine.reap(Wait::No, &mut Vec::new()).expect("a working engine");
-    assert_eq!(engine.close(), Closed::Drained);
+    assert_eq!(engine.close(), CloseOutcome::Drained);
     assert_written(fixture, &mut buffers);
-    assert_eq!(fixture.open().close(), Closed::Drained, "nothing was in flight");
+    assert_eq!(fixture.open().close(), CloseOutcome::Drained, "nothing was in flight");
 }
 
 pub(crate) fn an_engine_opened_here_works_on_another_thread(fixture: &Fixture) {
@@ -95,7 +95,7 @@ pub(crate) fn an_engine_opened_here_works_on_another_thread(fixture: &Fixture) {
     let start = Instant::now();
     waker.wake();
     while !worker.is_finished() {
-        // The first wake may have been answered while the write was on its way.
+        // The first wake may have been consumed while the write was in flight.
         waker.wake();
         std::thread::yield_now();
         assert!(start.elapsed() < FOREVER);
@@ -107,7 +107,7 @@ pub(crate) fn an_engine_opened_here_works_on_another_thread(fixture: &Fixture) {
 pub(crate) fn a_wake_ends_a_waiting_reap(fixture: &Fixture) {
     let mut engine = fixture.open();
     let waker = engine.waker();
-    // The pause makes it likely, not certain, that the reap waits already: the law holds either way.
+    // The pause makes it likely, not certain, that the reap waits already; the law holds in both cases.
     let thread = std::thread::spawn(move || {
         std::thread::park_timeout(Duration::from_millis(50));
         waker.wake();
@@ -118,7 +118,7 @@ pub(crate) fn a_wake_ends_a_waiting_reap(fixture: &Fixture) {
     thread.join().expect("it woke");
 }
 
-pub(crate) fn a_wake_that_came_early_ends_the_next_waiting_reap(fixture: &Fixture) {
+pub(crate) fn an_early_wake_ends_the_next_waiting_reap(fixture: &Fixture) {
     let mut engine = fixture.open();
     engine.waker().wake();
     let start = Instant::now();
@@ -155,7 +155,7 @@ pub(crate) fn wakes_and_completions_do_not_disturb_each_other(fixture: &Fixture)
     thread.join().expect("it stopped");
 }
 
-pub(crate) fn a_waiting_reap_returns_after_its_time(fixture: &Fixture) {
+pub(crate) fn a_waiting_reap_returns_after_its_timeout(fixture: &Fixture) {
     let mut engine = fixture.open();
     let limit = Duration::from_millis(20);
     let (start, mut done) = (Instant::now(), Vec::new());
@@ -165,7 +165,7 @@ pub(crate) fn a_waiting_reap_returns_after_its_time(fixture: &Fixture) {
     assert!(done.is_empty());
 }
 
-/// Fills the engine with writes of 64 KiB, each from a buffer of its own.
+/// Fills the engine with writes of 64 KiB, each from a separate buffer.
 fn submit_writes(engine: &mut dyn IoEngine) -> Vec<PageBuffer> {
     let fill = |index: usize| buffer(&pattern(index as u64 + 1, 64 << 10));
     let mut buffers: Vec<PageBuffer> = (0..CAPACITY - 1).map(fill).collect();

@@ -26,30 +26,30 @@ macro_rules! conformance {
 
 conformance! {
     transfers:
-        what_is_written_is_read_back,
+        written_bytes_are_read_back,
         every_registered_region_can_be_read_and_written,
         memory_outside_the_registered_regions_works_too,
         many_operations_in_flight_each_reach_their_own_place,
         scattered_spans_are_read_and_written_in_order,
         the_largest_number_of_spans_works,
         a_synced_write_is_durable,
-        what_breaks_the_rules_is_an_error_and_not_a_hang,
+        an_invalid_operation_is_an_error_and_not_a_hang,
         a_read_only_device_is_read_and_not_written,
         a_read_past_a_cut_end_is_a_short_transfer,
-        a_full_file_system_is_no_space_and_the_engine_goes_on;
+        the_engine_continues_after_a_full_file_system;
     lifecycle:
-        capacity_is_kept_and_the_submission_given_back,
-        refused_operations_count_as_in_flight_until_reaped,
+        capacity_is_enforced_and_the_submission_returned,
+        rejected_operations_count_as_in_flight_until_reaped,
         spans_are_held_until_the_completion_is_dropped,
-        dropping_the_engine_ends_what_was_never_started,
-        dropping_the_engine_ends_what_is_in_flight,
-        closing_the_engine_says_that_everything_has_ended,
+        dropping_the_engine_ends_operations_that_never_started,
+        dropping_the_engine_ends_operations_in_flight,
+        closing_the_engine_reports_that_all_operations_ended,
         an_engine_opened_here_works_on_another_thread,
         a_wake_ends_a_waiting_reap,
-        a_wake_that_came_early_ends_the_next_waiting_reap,
+        an_early_wake_ends_the_next_waiting_reap,
         a_reap_that_does_not_wait_keeps_the_wake,
         wakes_and_completions_do_not_disturb_each_other,
-        a_waiting_reap_returns_after_its_time;
+        a_waiting_reap_returns_after_its_timeout;
     random_load:
-        a_random_load_agrees_with_a_model_and_every_token_comes_back_once;
+        a_random_load_agrees_with_a_model_and_every_token_completes_once;
 }

@@ -8,18 +8,18 @@ use reprise_io::{Completion, IO_ALIGN, IoEngine, Op, Wait};
 
 use crate::fixture::{CAPACITY, FOREVER, Fixture, bytes_of, page, read, submit, sync, write};
 
-/// Pages of the device that take part.
+/// Number of pages of the device that the load uses.
 const PAGES: usize = 64;
-/// Pages of one operation at the most.
+/// Maximum number of pages of one operation.
 const RUN_MAX: usize = 8;
 const OPERATIONS: u64 = 2_000;
-/// A constant: what is submitted is always the same, only completions come as the device pleases.
+/// A constant: the submissions are always the same, only the order of completions depends on the device.
 const SEED: u64 = 0x5EED_1234;
 
 struct Model {
-    /// Seed of the pattern that each page holds; `None` while an operation that may change it is in flight.
+    /// Seed of each page's pattern; `None` while an operation that may change the page is in flight.
     pages: Vec<u64>,
-    /// Pages of the operations in flight: two of them never meet, since nothing would order them.
+    /// Pages of the operations in flight: no two overlap, because their order would be undefined.
     busy: Vec<bool>,
     in_flight: HashMap<u64, (usize, Vec<u64>)>,
     random: u64,
@@ -33,7 +33,7 @@ impl Model {
         (self.random % limit as u64) as usize
     }
 
-    /// A run of pages that nobody uses.
+    /// A run of unused pages.
     fn claim(&mut self) -> Option<(usize, usize)> {
         let (start, len) = (self.draw(PAGES), 1 + self.draw(RUN_MAX));
         let end = (start + len).min(PAGES);
@@ -45,7 +45,7 @@ impl Model {
     fn settle(&mut self, done: &Completion) {
         let token = done.token.0;
         let (start, seeds) =
-            self.in_flight.remove(&token).unwrap_or_else(|| panic!("{token} came back twice"));
+            self.in_flight.remove(&token).unwrap_or_else(|| panic!("{token} completed twice"));
         if let Err(error) = &done.result {
             panic!("{error}");
         }
@@ -62,7 +62,7 @@ impl Model {
     }
 }
 
-pub(crate) fn a_random_load_agrees_with_a_model_and_every_token_comes_back_once(fixture: &Fixture) {
+pub(crate) fn a_random_load_agrees_with_a_model_and_every_token_completes_once(fixture: &Fixture) {
     let mut engine = fixture.open();
     let (pages, busy) = (vec![0; PAGES], vec![false; PAGES]);
     let mut model = Model { pages, busy, in_flight: HashMap::new(), random: SEED };
@@ -80,14 +80,15 @@ pub(crate) fn a_random_load_agrees_with_a_model_and_every_token_comes_back_once(
         done.drain(..).for_each(|done| model.settle(&done));
         assert!(start_time.elapsed() < FOREVER);
     }
-    assert!(model.in_flight.is_empty(), "{:?} never came back", model.in_flight.keys());
+    assert!(model.in_flight.is_empty(), "{:?} never completed", model.in_flight.keys());
     for (index, seed) in model.pages.iter().enumerate() {
         let expected = if *seed == 0 { vec![0; IO_ALIGN] } else { page(*seed) };
         assert!(fixture.seen((index * IO_ALIGN) as u64, IO_ALIGN) == expected, "page {index} in the end");
     }
 }
 
-/// Submits a random operation with a slot of memory of its own; nothing when its pages are in use or the engine is full.
+/// Submits a random operation with a separate slot of memory; does nothing when its pages are in use or the
+/// engine is full.
 fn submit_one(engine: &mut dyn IoEngine, model: &mut Model, fixture: &Fixture, token: u64) {
     if engine.in_flight() == CAPACITY {
         return;
@@ -116,7 +117,8 @@ fn submit_one(engine: &mut dyn IoEngine, model: &mut Model, fixture: &Fixture, t
     submit(engine, write(token, offset, spans));
 }
 
-/// Memory for pages, in one span or in two: each page of the device has its own, so operations in flight share none.
+/// Memory for pages, in one span or in two: each page of the device has its own, so operations in flight
+/// share none.
 fn spans(fixture: &Fixture, model: &mut Model, pages: std::ops::Range<usize>) -> Vec<Span> {
     let (start, len) = (pages.start * IO_ALIGN, pages.len());
     let cut = model.draw(len) * IO_ALIGN;

@@ -1,4 +1,4 @@
-//! Laws about bytes: what is written where, what is refused, what becomes of errors.
+//! Laws about bytes: places of writes, rejected operations, errors.
 
 use reprise_buffers::{Access, MappedRegion, PageBuffer, Span};
 use reprise_io::{Completion, IO_ALIGN, IOVECS_MAX, IoErrorKind, Submission, Token};
@@ -7,7 +7,7 @@ use crate::fixture::{
     CAPACITY, DEVICE_BYTES, Fixture, buffer, bytes_of, finish, page, pattern, read, run, submit, sync, write,
 };
 
-pub(crate) fn what_is_written_is_read_back(fixture: &Fixture) {
+pub(crate) fn written_bytes_are_read_back(fixture: &Fixture) {
     let mut engine = fixture.open();
     let (source, target) = (fixture.registered(0, 1 << 20), fixture.registered(1 << 20, 1 << 20));
     for (seed, offset) in [(1, 0), (2, 12_288), (3, DEVICE_BYTES - (1 << 20))] {
@@ -90,7 +90,7 @@ pub(crate) fn scattered_spans_are_read_and_written_in_order(fixture: &Fixture) {
 
 pub(crate) fn the_largest_number_of_spans_works(fixture: &Fixture) {
     let mut engine = fixture.open();
-    // Every page of the span for itself, last page first.
+    // Each page of the span separately, last page first.
     let pages = |count: usize| -> Vec<Span> {
         (0..count).rev().map(|index| fixture.registered(index * IO_ALIGN, IO_ALIGN)).collect()
     };
@@ -115,7 +115,7 @@ pub(crate) fn a_synced_write_is_durable(fixture: &Fixture) {
     assert!(fixture.durable(4096, IO_ALIGN) == page(9));
 }
 
-pub(crate) fn what_breaks_the_rules_is_an_error_and_not_a_hang(fixture: &Fixture) {
+pub(crate) fn an_invalid_operation_is_an_error_and_not_a_hang(fixture: &Fixture) {
     let mut engine = fixture.open();
     let good = fixture.registered(0, 8192);
     let part = |offset, len| vec![good.slice(offset, len).expect("inside")];
@@ -166,10 +166,9 @@ pub(crate) fn a_read_past_a_cut_end_is_a_short_transfer(fixture: &Fixture) {
     run(engine.as_mut(), read(5, 24_576, vec![span]));
 }
 
-pub(crate) fn a_full_file_system_is_no_space_and_the_engine_goes_on(fixture: &Fixture) {
-    let Some(mut engine) = fixture.open_half_full("a_full_file_system_is_no_space_and_the_engine_goes_on")
-    else {
-        // A process of its own has tested it.
+pub(crate) fn the_engine_continues_after_a_full_file_system(fixture: &Fixture) {
+    let Some(mut engine) = fixture.open_half_full("the_engine_continues_after_a_full_file_system") else {
+        // A separate process has tested it.
         return;
     };
     let span = fixture.registered(0, 2 << 20);
@@ -177,7 +176,7 @@ pub(crate) fn a_full_file_system_is_no_space_and_the_engine_goes_on(fixture: &Fi
     for (token, offset) in (0..).zip((0..DEVICE_BYTES).step_by(2 << 20)) {
         submit(engine.as_mut(), write(token, offset, vec![span.clone()]));
         match outcome(&finish(engine.as_mut()))[..] {
-            [(_, None)] => assert_eq!(failed, 0, "space came back at {offset}"),
+            [(_, None)] => assert_eq!(failed, 0, "the device had space at {offset}"),
             [(_, Some(IoErrorKind::NoSpace))] => failed += 1,
             ref other => panic!("{other:?}"),
         }

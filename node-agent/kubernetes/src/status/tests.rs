@@ -1,4 +1,4 @@
-//! What a status says of facts, and when it says nothing new.
+//! The status built from facts, and which changes of facts count as changes of the status.
 
 use std::path::PathBuf;
 
@@ -7,7 +7,7 @@ use reprise_crds::node::PageKind;
 use reprise_crds::status::find;
 
 use super::*;
-use crate::facts::{DrainFact, Memory, Trouble};
+use crate::facts::{DeviceFault, DrainFact, Memory};
 
 const GIB: u64 = 1 << 30;
 
@@ -28,7 +28,7 @@ fn device(path: &str, state: DeviceState) -> DeviceFact {
         path: path.to_owned(),
         pool: "fast".to_owned(),
         state,
-        trouble: None,
+        fault: None,
         size: 64 * GIB,
         used: GIB,
         wanted: Engine::IoUring,
@@ -44,15 +44,15 @@ fn device(path: &str, state: DeviceState) -> DeviceFact {
     }
 }
 
-fn troubled(path: &str, state: DeviceState, reason: Reason) -> DeviceFact {
-    let trouble = Some(Trouble { reason, message: format!("{reason} there") });
-    DeviceFact { trouble, ..device(path, state) }
+fn faulty(path: &str, state: DeviceState, reason: Reason) -> DeviceFact {
+    let fault = Some(DeviceFault { reason, message: format!("{reason} there") });
+    DeviceFact { fault, ..device(path, state) }
 }
 
 pub(crate) fn facts() -> Facts {
     Facts {
         phase: Phase::Serving,
-        told: 1,
+        sequence: 1,
         generation: 4,
         problems: Vec::new(),
         configuration: Some("sha256:0".to_owned()),
@@ -63,12 +63,7 @@ pub(crate) fn facts() -> Facts {
         control_plane: ControlPlane::Connected { node: 3, epoch: 9, members: 2, connected: 2 },
         memory: Memory { total: 8 * GIB, used: GIB, pages: PageKind::Huge },
         sessions: 2,
-        claims: vec![ClaimFact {
-            pool: "fast".to_owned(),
-            uid: "u".to_owned(),
-            generation: 2,
-            trouble: None,
-        }],
+        claims: vec![ClaimFact { pool: "fast".to_owned(), uid: "u".to_owned(), generation: 2, fault: None }],
         devices: vec![device("/pool", DeviceState::Open)],
         gpus: vec![GpuFact { uuid: "GPU-0a".to_owned(), product: "NVIDIA H200".to_owned() }],
         tenants: Some("sha256:1".to_owned()),
@@ -85,13 +80,13 @@ pub(crate) fn facts() -> Facts {
     }
 }
 
-fn said(facts: &Facts) -> CacheNodeStatus {
+fn status_of(facts: &Facts) -> CacheNodeStatus {
     status(&identity(), facts, None, &[], &early())
 }
 
-/// Status and reason of a condition.
-fn so(facts: &Facts, kind: ConditionType) -> (ConditionStatus, String) {
-    let status = said(facts);
+/// Returns status and reason of a condition.
+fn condition(facts: &Facts, kind: ConditionType) -> (ConditionStatus, String) {
+    let status = status_of(facts);
     let condition = find(&status.conditions, kind).unwrap_or_else(|| panic!("no {kind}"));
     assert_eq!(condition.observed_generation, facts.generation);
     (condition.status, condition.reason.clone())
@@ -101,8 +96,8 @@ const TRUE: ConditionStatus = ConditionStatus::True;
 const FALSE: ConditionStatus = ConditionStatus::False;
 
 #[test]
-fn a_node_that_is_as_wanted_says_so_in_every_field() {
-    let status = said(&facts());
+fn status_of_a_node_in_the_desired_state_has_every_field() {
+    let status = status_of(&facts());
     assert_eq!(status.observed_generation, 4);
     let capacity = status.capacity.as_ref().expect("capacity");
     assert_eq!((capacity.dram_total.as_str(), capacity.ssd_total.as_str()), ("8Gi", "64Gi"));
@@ -130,41 +125,41 @@ fn a_node_that_is_as_wanted_says_so_in_every_field() {
         (ConditionType::Cordoned, FALSE),
         (ConditionType::Drained, FALSE),
     ] {
-        assert_eq!(so(&facts(), kind), (wanted, "AsDesired".to_owned()), "{kind}");
+        assert_eq!(condition(&facts(), kind), (wanted, "AsDesired".to_owned()), "{kind}");
     }
 }
 
 #[test]
-fn sessions_are_told_and_end_with_the_agent() {
-    assert_eq!(said(&facts()).sessions, Some(2));
-    assert_eq!(said(&Facts { phase: Phase::Leaving, ..facts() }).sessions, Some(0));
+fn sessions_are_reported_and_end_with_the_agent() {
+    assert_eq!(status_of(&facts()).sessions, Some(2));
+    assert_eq!(status_of(&Facts { phase: Phase::Stopping, ..facts() }).sessions, Some(0));
 }
 
 #[test]
-fn a_slow_device_is_open_and_said_to_be_slow() {
-    let slow = |trouble: Option<Trouble>| {
+fn slow_device_is_open_and_reported_as_slow() {
+    let slow = |fault: Option<DeviceFault>| {
         let device = DeviceFact {
             slow: Some("reads take long".to_owned()),
             read_p99_micros: Some(80_000),
-            trouble,
+            fault,
             ..device("/pool", DeviceState::Open)
         };
         Facts { devices: vec![device], ..facts() }
     };
-    let told = said(&slow(None)).devices[0].clone();
+    let device_status = status_of(&slow(None)).devices[0].clone();
     assert_eq!(
-        (told.state, told.slow, told.read_latency_p99_micros),
+        (device_status.state, device_status.slow, device_status.read_latency_p99_micros),
         (DeviceState::Open, true, Some(80_000))
     );
-    assert_eq!(told.message, "reads take long");
-    assert_eq!(so(&slow(None), ConditionType::Degraded), (TRUE, "DeviceSlow".to_owned()));
-    assert_eq!(so(&slow(None), ConditionType::DevicesReady), (TRUE, "AsDesired".to_owned()));
-    let other = Trouble { reason: Reason::EngineUnavailable, message: "another engine".to_owned() };
-    assert_eq!(said(&slow(Some(other))).devices[0].message, "another engine; reads take long");
+    assert_eq!(device_status.message, "reads take long");
+    assert_eq!(condition(&slow(None), ConditionType::Degraded), (TRUE, "DeviceSlow".to_owned()));
+    assert_eq!(condition(&slow(None), ConditionType::DevicesReady), (TRUE, "AsDesired".to_owned()));
+    let other = DeviceFault { reason: Reason::EngineUnavailable, message: "another engine".to_owned() };
+    assert_eq!(status_of(&slow(Some(other))).devices[0].message, "another engine; reads take long");
 }
 
 #[test]
-fn a_worn_device_is_open_and_said_to_be_worn_before_it_is_said_to_be_slow() {
+fn worn_device_is_open_and_wear_is_reported_before_slowness() {
     let worn = DeviceFact {
         worn: Some("it has met 11 media errors".to_owned()),
         media_errors: Some(11),
@@ -175,20 +170,23 @@ fn a_worn_device_is_open_and_said_to_be_worn_before_it_is_said_to_be_slow() {
         ..device("/dev/disk/by-id/a", DeviceState::Open)
     };
     let facts = Facts { devices: vec![device("/pool", DeviceState::Open), worn], ..facts() };
-    let status = said(&facts);
-    let [fine, told] = status.devices.as_slice() else { panic!("{:?}", status.devices) };
+    let status = status_of(&facts);
+    let [fine, device_status] = status.devices.as_slice() else { panic!("{:?}", status.devices) };
     assert_eq!((fine.worn, fine.media_errors, fine.spare_percent), (false, Some(0), None));
-    assert_eq!((told.worn, told.slow, told.state), (true, true, DeviceState::Open));
-    assert_eq!((told.media_errors, told.spare_percent), (Some(11), Some(Percent(4))));
-    assert_eq!(told.serial.as_ref().map(Serial::as_str), Some("S4"));
-    assert_eq!(told.model.as_ref().map(Text::as_str), Some("Fast 9"));
-    assert_eq!(told.message, "it has met 11 media errors; reads take long");
-    assert_eq!(so(&facts, ConditionType::Degraded), (TRUE, "DeviceWorn".to_owned()));
-    assert_eq!(so(&facts, ConditionType::DevicesReady), (TRUE, "AsDesired".to_owned()));
+    assert_eq!(
+        (device_status.worn, device_status.slow, device_status.state),
+        (true, true, DeviceState::Open)
+    );
+    assert_eq!((device_status.media_errors, device_status.spare_percent), (Some(11), Some(Percent(4))));
+    assert_eq!(device_status.serial.as_ref().map(Serial::as_str), Some("S4"));
+    assert_eq!(device_status.model.as_ref().map(Text::as_str), Some("Fast 9"));
+    assert_eq!(device_status.message, "it has met 11 media errors; reads take long");
+    assert_eq!(condition(&facts, ConditionType::Degraded), (TRUE, "DeviceWorn".to_owned()));
+    assert_eq!(condition(&facts, ConditionType::DevicesReady), (TRUE, "AsDesired".to_owned()));
 }
 
 #[test]
-fn what_is_not_as_wanted_is_a_condition_with_its_reason() {
+fn each_deviation_is_a_condition_with_its_reason() {
     let with = |change: &dyn Fn(&mut Facts)| {
         let mut facts = facts();
         change(&mut facts);
@@ -206,20 +204,25 @@ fn what_is_not_as_wanted_is_a_condition_with_its_reason() {
     use ConditionType as Type;
     for (facts, kind, status, reason) in [
         (with(&|facts| facts.phase = Phase::Starting), Type::AgentReady, FALSE, Reason::Progressing),
-        (with(&|facts| facts.phase = Phase::Leaving), Type::AgentReady, FALSE, Reason::AgentGone),
+        (with(&|facts| facts.phase = Phase::Stopping), Type::AgentReady, FALSE, Reason::AgentGone),
         (
-            with(&|facts| facts.control_plane = ControlPlane::Away { members: 2 }),
+            with(&|facts| facts.control_plane = ControlPlane::Unreachable { members: 2 }),
             Type::Connected,
             FALSE,
             Reason::ControlPlaneUnreachable,
         ),
         (
-            with(&|facts| facts.control_plane = ControlPlane::Away { members: 2 }),
+            with(&|facts| facts.control_plane = ControlPlane::Unreachable { members: 2 }),
             Type::Degraded,
             TRUE,
             Reason::ControlPlaneUnreachable,
         ),
-        (with(&|facts| facts.control_plane = ControlPlane::None), Type::Connected, TRUE, Reason::AsDesired),
+        (
+            with(&|facts| facts.control_plane = ControlPlane::NotConfigured),
+            Type::Connected,
+            TRUE,
+            Reason::AsDesired,
+        ),
         (devices(Vec::new()), Type::DevicesReady, TRUE, Reason::AsDesired),
         (devices(vec![device("/a", DeviceState::Wiped)]), Type::DevicesReady, TRUE, Reason::AsDesired),
         (
@@ -232,14 +235,14 @@ fn what_is_not_as_wanted_is_a_condition_with_its_reason() {
         (
             devices(vec![
                 device("/a", DeviceState::Opening),
-                troubled("/b", DeviceState::Faulted, Reason::DeviceFailed),
+                faulty("/b", DeviceState::Faulted, Reason::DeviceFailed),
             ]),
             Type::DevicesReady,
             FALSE,
             Reason::DeviceFailed,
         ),
         (
-            devices(vec![open(), troubled("/b", DeviceState::Refused, Reason::ForeignSignature)]),
+            devices(vec![open(), faulty("/b", DeviceState::Refused, Reason::ForeignSignature)]),
             Type::Degraded,
             TRUE,
             Reason::ForeignSignature,
@@ -247,7 +250,7 @@ fn what_is_not_as_wanted_is_a_condition_with_its_reason() {
         (
             with(&|facts| {
                 let message = "nothing like it".to_owned();
-                facts.claims[0].trouble = Some(Trouble { reason: Reason::NoDevices, message });
+                facts.claims[0].fault = Some(DeviceFault { reason: Reason::NoDevices, message });
             }),
             Type::DevicesReady,
             FALSE,
@@ -255,7 +258,7 @@ fn what_is_not_as_wanted_is_a_condition_with_its_reason() {
         ),
         (devices(vec![open(), fallen]), Type::EngineFallback, TRUE, Reason::EngineUnavailable),
         (
-            devices(vec![troubled("/a", DeviceState::Refused, Reason::EngineUnavailable)]),
+            devices(vec![faulty("/a", DeviceState::Refused, Reason::EngineUnavailable)]),
             Type::EngineFallback,
             FALSE,
             Reason::EngineUnavailable,
@@ -288,47 +291,47 @@ fn what_is_not_as_wanted_is_a_condition_with_its_reason() {
             Reason::AsDesired,
         ),
     ] {
-        assert_eq!(so(&facts, kind), (status, reason.to_string()), "{kind} of {facts:?}");
+        assert_eq!(condition(&facts, kind), (status, reason.to_string()), "{kind} of {facts:?}");
     }
 }
 
 #[test]
-fn profiles_are_told_with_why_they_were_refused_in_one_line_that_fits() {
+fn rejections_of_profiles_are_reported_in_one_bounded_line() {
     let mut facts = facts();
     let profile = |refused: Option<String>| {
         let digest = format!("sha256:{}", "0f".repeat(32));
         ProfileFact { name: "llama".to_owned(), digest, refused }
     };
     facts.profiles = vec![profile(None), profile(Some(format!("it is odd\r\n{}", "x".repeat(300))))];
-    let applied = said(&facts).applied.expect("applied").profiles;
+    let applied = status_of(&facts).applied.expect("applied").profiles;
     assert_eq!((applied[0].name.as_str(), applied[0].refused.as_ref()), ("llama", None));
-    let refused = applied[1].refused.as_ref().expect("it was refused").as_str();
+    let refused = applied[1].refused.as_ref().expect("the profile was rejected").as_str();
     assert!(refused.starts_with("it is odd xx") && refused.chars().count() == 253, "{refused}");
 }
 
 #[test]
-fn words_about_several_devices_name_one_and_count_the_others() {
+fn message_about_several_devices_names_one_and_counts_the_others() {
     let mut facts = facts();
-    let faulted = |path: &str| troubled(path, DeviceState::Faulted, Reason::DeviceFailed);
+    let faulted = |path: &str| faulty(path, DeviceState::Faulted, Reason::DeviceFailed);
     facts.devices = vec![faulted("/a"), faulted("/b"), faulted("/c")];
-    let status = said(&facts);
+    let status = status_of(&facts);
     let message = &find(&status.conditions, ConditionType::DevicesReady).expect("there").message;
     assert!(message.contains("/a") && message.contains("2 more") && !message.contains("/b"), "{message}");
 }
 
 #[test]
-fn a_few_blocks_more_are_no_news() {
+fn small_changes_of_usage_do_not_change_the_status() {
     let mut more = facts();
     more.memory.used += 1 << 20;
     more.devices[0].used += 1 << 20;
-    assert_eq!(said(&facts()), said(&more));
+    assert_eq!(status_of(&facts()), status_of(&more));
     more.devices[0].used += GIB;
-    assert_ne!(said(&facts()), said(&more));
+    assert_ne!(status_of(&facts()), status_of(&more));
 }
 
 #[test]
-fn the_same_facts_later_keep_the_times_of_their_conditions() {
-    let first = said(&facts());
+fn unchanged_conditions_keep_their_transition_times() {
+    let first = status_of(&facts());
     let later = at("2026-02-01T00:00:00Z");
     assert_eq!(status(&identity(), &facts(), None, &first.conditions, &later), first);
     let cordoned = Facts { mode: NodeMode::Cordoned, ..facts() };
@@ -338,25 +341,26 @@ fn the_same_facts_later_keep_the_times_of_their_conditions() {
 }
 
 #[test]
-fn conditions_of_others_are_left_to_them() {
-    let told = Finding::yes(ConditionType::ModeApplied, Reason::AsDesired, "the control plane has it");
-    let mut there = said(&facts()).conditions;
-    set(&mut there, &told, 1, &early());
-    assert_eq!(status(&identity(), &facts(), None, &there, &early()), said(&facts()));
+fn conditions_of_other_writers_are_omitted() {
+    let device_status =
+        Finding::yes(ConditionType::ModeApplied, Reason::AsDesired, "the control plane has the mode");
+    let mut there = status_of(&facts()).conditions;
+    set(&mut there, &device_status, 1, &early());
+    assert_eq!(status(&identity(), &facts(), None, &there, &early()), status_of(&facts()));
 }
 
 #[test]
-fn amounts_of_any_size_fit_their_fields() {
+fn quantities_of_any_size_fit_the_schema() {
     for bytes in [0, 1023, 1025, (16 << 40) - 4096, u64::MAX] {
         let text = quantity(bytes).to_string();
         let digits = text.bytes().take_while(u8::is_ascii_digit).count();
         assert!(text.len() <= 14 && digits <= 12 || bytes == u64::MAX, "{text}");
     }
-    assert_eq!(rounded(1000, 100), 1000, "steps of small amounts are bytes");
+    assert_eq!(rounded(1000, 100), 1000, "small amounts are exact");
 }
 
 #[test]
-fn a_socket_directory_that_the_schema_does_not_take_is_left_out() {
+fn socket_directory_that_the_schema_rejects_is_omitted() {
     for (path, fits) in [
         ("/run/reprise", true),
         ("/run/reprise.d/a-b_c", true),
@@ -372,8 +376,8 @@ fn a_socket_directory_that_the_schema_does_not_take_is_left_out() {
 }
 
 #[test]
-fn that_others_write_the_status_is_a_condition_for_as_long_as_it_is_said() {
-    let contested = Finding::yes(ConditionType::StatusContested, Reason::FieldConflict, "somebody");
+fn conflict_with_other_writers_is_a_condition_while_it_is_recent() {
+    let contested = Finding::yes(ConditionType::StatusContested, Reason::FieldConflict, "another writer");
     let first = status(&identity(), &facts(), Some(contested.clone()), &[], &early());
     let kinds =
         |status: &CacheNodeStatus| status.conditions.iter().map(|one| one.kind.clone()).collect::<Vec<_>>();
@@ -384,15 +388,18 @@ fn that_others_write_the_status_is_a_condition_for_as_long_as_it_is_said() {
 }
 
 #[test]
-fn a_device_says_in_a_word_why_it_is_not_used() {
-    let refused = troubled("/b", DeviceState::Refused, Reason::DeviceNotPermitted);
+fn device_has_the_reason_why_it_is_not_used() {
+    let refused = faulty("/b", DeviceState::Refused, Reason::DeviceNotPermitted);
     let facts = Facts { devices: vec![device("/a", DeviceState::Open), refused], ..facts() };
-    let told = status(&identity(), &facts, None, &[], &early()).devices;
-    assert_eq!((&told[0].reason, told[1].reason.as_deref()), (&None, Some("DeviceNotPermitted")));
+    let device_status = status(&identity(), &facts, None, &[], &early()).devices;
+    assert_eq!(
+        (&device_status[0].reason, device_status[1].reason.as_deref()),
+        (&None, Some("DeviceNotPermitted"))
+    );
 }
 
 #[test]
-fn what_only_counts_or_describes_is_no_news_and_what_others_act_on_is() {
+fn only_changes_of_state_count_as_state_changes() {
     let of = |facts: &Facts| without_amounts(&status(&identity(), facts, None, &[], &early()));
     let facts = Facts { sessions: 2, devices: vec![device("/dev/a", DeviceState::Open)], ..facts() };
     let before = of(&facts);
@@ -415,8 +422,8 @@ fn what_only_counts_or_describes_is_no_news_and_what_others_act_on_is() {
     let news: [fn(&mut Facts); 6] = [
         |facts| facts.sessions = 0,
         |facts| facts.generation += 1,
-        |facts| facts.phase = Phase::Leaving,
-        |facts| facts.devices[0] = troubled("/dev/a", DeviceState::Faulted, Reason::DeviceFailed),
+        |facts| facts.phase = Phase::Stopping,
+        |facts| facts.devices[0] = faulty("/dev/a", DeviceState::Faulted, Reason::DeviceFailed),
         |facts| facts.devices[0].worn = Some("worn".to_owned()),
         |facts| facts.configuration = Some("sha256:1".to_owned()),
     ];

@@ -1,4 +1,4 @@
-//! Blocks read from a device that is a vector: every order of completion, every kind of damage.
+//! Reads from a device image in memory: every order of completion, every kind of damage.
 
 use proptest::prelude::*;
 use reprise_agent_core::effect::{ArenaSlot, RegionId};
@@ -26,8 +26,8 @@ fn layout() -> Layout {
     spec.validate().expect("a valid layout")
 }
 
-/// A device image with [`BLOCKS`] blocks, and a place in an arena for each.
-struct World {
+/// A device image with [`BLOCKS`] blocks, and an arena slot for each.
+struct Fixture {
     arena: Arena,
     image: Vec<u8>,
     batch: ReadBatch,
@@ -40,9 +40,9 @@ fn payload(block: usize) -> Vec<u8> {
     (0..layout().slot_bytes()).map(|at| (at as usize * 31 + block * 7) as u8).collect()
 }
 
-impl World {
+impl Fixture {
     /// `damage` may change the image before it is read.
-    fn new(read_bytes: u64, damage: impl FnOnce(&mut [u8])) -> World {
+    fn new(read_bytes: u64, damage: impl FnOnce(&mut [u8])) -> Fixture {
         let config = ArenaConfig { bytes: 2 << 20, region_bytes: 2 << 20, huge: HugePolicy::Never };
         let arena = Arena::new(&config).expect("2 MiB");
         let (layout, slot_bytes) = (layout(), layout().slot_bytes());
@@ -74,16 +74,16 @@ impl World {
         damage(&mut image);
         let batch = ReadBatch { blocks, layout, read_bytes };
         let mut reads = Reads::default();
-        let index = reads.add(&arena, &batch).expect("good slots");
-        World { arena, image, batch, reads, index, pages: PageBufferPool::new(4) }
+        let index = reads.add(&arena, &batch).expect("valid slots");
+        Fixture { arena, image, batch, reads, index, pages: PageBufferPool::new(4) }
     }
 
-    /// All reads there are, in the order in which they would be submitted.
+    /// Returns all reads in the order in which they would be submitted.
     fn submit_all(&mut self) -> Vec<PieceRead> {
         std::iter::from_fn(|| self.reads.next(&self.pages)).collect()
     }
 
-    /// Fills a read's memory from the image and reports it.
+    /// Fills a read's buffers from the image and completes it.
     fn complete(&mut self, read: PieceRead, result: Result<(), FillError>) {
         let mut at = read.offset as usize;
         for span in &read.into {
@@ -116,137 +116,142 @@ fn layers_of(update: &FillUpdate) -> Result<u32, FillError> {
 }
 
 #[test]
-fn pieces_are_asked_for_layer_by_layer_across_the_blocks() {
-    let mut world = World::new(8 << 10, |_| {});
+fn pieces_are_read_layer_by_layer_across_the_blocks() {
+    let mut fixture = Fixture::new(8 << 10, |_| {});
     let order: Vec<(usize, u32)> =
-        world.submit_all().iter().map(|read| (read.piece.block, read.piece.piece)).collect();
+        fixture.submit_all().iter().map(|read| (read.piece.block, read.piece.piece)).collect();
     let expected: Vec<(usize, u32)> =
         (0..4).flat_map(|piece| (0..BLOCKS).map(move |block| (block, piece))).collect();
     assert_eq!(order, expected);
 }
 
 #[test]
-fn a_block_whose_header_comes_last_is_verified_then_and_reported_once() {
-    let mut world = World::new(8 << 10, |_| {});
-    let mut reads: Vec<PieceRead> = world.submit_all();
+fn block_is_verified_and_reported_once_when_its_header_arrives_last() {
+    let mut fixture = Fixture::new(8 << 10, |_| {});
+    let mut reads: Vec<PieceRead> = fixture.submit_all();
     reads.retain(|read| read.piece.block == 0);
     for read in reads.into_iter().rev() {
-        assert!(world.updates().is_empty(), "nothing is known before the header");
-        world.complete(read, Ok(()));
+        assert!(fixture.updates().is_empty(), "nothing is reported before the header");
+        fixture.complete(read, Ok(()));
     }
-    let updates = world.updates();
+    let updates = fixture.updates();
     let [(FillId(0), FillUpdate::Layers { layers: 8, checksums: Some(checksums), tier: Tier::Nvme })] =
         &updates[..]
     else {
-        panic!("one update with everything was expected: {updates:?}");
+        panic!("expected one update with all layers: {updates:?}");
     };
     assert_eq!(checksums.len(), 16);
-    assert_eq!(world.loaded(0), payload(0));
+    assert_eq!(fixture.loaded(0), payload(0));
 }
 
 #[test]
-fn nothing_is_said_about_a_failed_block_while_the_device_still_writes_to_it() {
-    let mut world = World::new(4 << 10, |_| {});
-    let mut reads = world.submit_all().into_iter().filter(|read| read.piece.block == 1);
+fn failed_block_is_reported_after_its_reads_have_completed() {
+    let mut fixture = Fixture::new(4 << 10, |_| {});
+    let mut reads = fixture.submit_all().into_iter().filter(|read| read.piece.block == 1);
     let first = reads.next().expect("pieces");
     let mut others: Vec<PieceRead> = reads.collect();
-    world.complete(first, Err(FillError::Device));
+    fixture.complete(first, Err(FillError::Device));
     let last = others.pop().expect("pieces");
     for read in others {
-        world.complete(read, Ok(()));
-        assert!(world.updates().is_empty());
+        fixture.complete(read, Ok(()));
+        assert!(fixture.updates().is_empty());
     }
-    world.complete(last, Ok(()));
-    let updates = world.updates();
+    fixture.complete(last, Ok(()));
+    let updates = fixture.updates();
     assert_eq!(updates.len(), 1);
     assert_eq!((updates[0].0, layers_of(&updates[0].1)), (FillId(1), Err(FillError::Device)));
 }
 
 #[test]
-fn a_failed_block_is_not_read_any_further() {
-    let mut world = World::new(4 << 10, |_| {});
-    let first = world.reads.next(&world.pages).expect("a read");
+fn failed_block_is_not_read_further() {
+    let mut fixture = Fixture::new(4 << 10, |_| {});
+    let first = fixture.reads.next(&fixture.pages).expect("a read");
     assert_eq!(first.piece.block, 0);
-    world.complete(first, Err(FillError::Device));
-    assert_eq!(layers_of(&world.updates()[0].1), Err(FillError::Device));
-    assert!(world.submit_all().iter().all(|read| read.piece.block != 0));
+    fixture.complete(first, Err(FillError::Device));
+    assert_eq!(layers_of(&fixture.updates()[0].1), Err(FillError::Device));
+    assert!(fixture.submit_all().iter().all(|read| read.piece.block != 0));
 }
 
 #[test]
-fn a_lost_device_fails_every_block_that_is_not_over() {
-    let mut world = World::new(4 << 10, |_| {});
-    for read in world.submit_all() {
+fn lost_device_fails_every_block_that_is_not_done() {
+    let mut fixture = Fixture::new(4 << 10, |_| {});
+    for read in fixture.submit_all() {
         if read.piece.block == 2 {
-            world.complete(read, Ok(()));
+            fixture.complete(read, Ok(()));
         }
     }
-    assert_eq!(layers_of(&world.updates()[0].1), Ok(8));
-    world.reads.fail_all(Closed::Drained);
-    let failed: Vec<FillId> = world.updates().iter().map(|(fill, _)| *fill).collect();
+    assert_eq!(layers_of(&fixture.updates()[0].1), Ok(8));
+    fixture.reads.fail_all(CloseOutcome::Drained);
+    let failed: Vec<FillId> = fixture.updates().iter().map(|(fill, _)| *fill).collect();
     assert_eq!(failed, [FillId(0), FillId(1)]);
-    assert!(!world.reads.is_open(world.index));
+    assert!(!fixture.reads.is_open(fixture.index));
 }
 
 #[test]
-fn slots_that_a_lost_device_did_not_let_go_of_are_told_from_the_others() {
-    let mut world = World::new(16 << 10, |_| {});
-    let mut reads: Vec<PieceRead> = (0..5).filter_map(|_| world.reads.next(&world.pages)).collect();
+fn stranded_slots_of_a_lost_device_are_reported_separately() {
+    let mut fixture = Fixture::new(16 << 10, |_| {});
+    let mut reads: Vec<PieceRead> = (0..5).filter_map(|_| fixture.reads.next(&fixture.pages)).collect();
     let blocks: Vec<usize> = reads.iter().map(|read| read.piece.block).collect();
     assert_eq!(blocks, [0, 1, 2, 0, 1]);
-    // The third block has nothing under way; the first has failed already, but its second read is under way.
-    world.complete(reads.remove(2), Ok(()));
-    world.complete(reads.remove(0), Err(FillError::Device));
-    world.reads.fail_all(Closed::Leaked);
-    let mut ends: Vec<_> = world.updates().iter().map(|(fill, update)| (fill.0, layers_of(update))).collect();
+    // The third block has no reads in flight. The first has already failed, but its second read is in
+    // flight.
+    fixture.complete(reads.remove(2), Ok(()));
+    fixture.complete(reads.remove(0), Err(FillError::Device));
+    fixture.reads.fail_all(CloseOutcome::Leaked);
+    let mut ends: Vec<_> =
+        fixture.updates().iter().map(|(fill, update)| (fill.0, layers_of(update))).collect();
     ends.sort_unstable_by_key(|(fill, _)| *fill);
     let stranded = Err(FillError::Stranded);
     assert_eq!(ends, [(0, stranded), (1, stranded), (2, Err(FillError::Device))]);
 }
 
 #[test]
-fn what_waits_is_counted_by_pieces_and_bytes() {
-    let mut world = World::new(8 << 10, |_| {});
+fn waiting_reads_are_counted_in_pieces_and_bytes() {
+    let mut fixture = Fixture::new(8 << 10, |_| {});
     let block = PAGE_BYTES + layout().slot_bytes();
-    assert_eq!(world.reads.waiting(), Waiting { pieces: 12, bytes: 3 * block });
-    let first = world.reads.next(&world.pages).expect("a read");
-    assert_eq!(world.reads.waiting(), Waiting { pieces: 11, bytes: 3 * block - PAGE_BYTES - (8 << 10) });
-    world.complete(first, Err(FillError::Device));
-    world.reads.fail_all(Closed::Drained);
-    world.updates();
-    assert_eq!(world.reads.waiting(), Waiting::default());
-    assert!(world.reads.next(&world.pages).is_none());
-    assert_eq!(world.reads.waiting(), Waiting::default());
+    assert_eq!(fixture.reads.pending(), PendingReads { pieces: 12, bytes: 3 * block });
+    let first = fixture.reads.next(&fixture.pages).expect("a read");
+    assert_eq!(
+        fixture.reads.pending(),
+        PendingReads { pieces: 11, bytes: 3 * block - PAGE_BYTES - (8 << 10) }
+    );
+    fixture.complete(first, Err(FillError::Device));
+    fixture.reads.fail_all(CloseOutcome::Drained);
+    fixture.updates();
+    assert_eq!(fixture.reads.pending(), PendingReads::default());
+    assert!(fixture.reads.next(&fixture.pages).is_none());
+    assert_eq!(fixture.reads.pending(), PendingReads::default());
 }
 
 #[test]
-fn a_slot_outside_the_arena_or_too_small_is_refused() {
-    let world = World::new(4 << 10, |_| {});
+fn slot_outside_the_arena_or_too_small_is_rejected() {
+    let fixture = Fixture::new(4 << 10, |_| {});
     for slot in [
         ArenaSlot { region: RegionId(1), offset: 0, bytes: layout().slot_bytes() },
         ArenaSlot { region: RegionId(0), offset: 2 << 20, bytes: layout().slot_bytes() },
         ArenaSlot { region: RegionId(0), offset: 0, bytes: layout().slot_bytes() - 4096 },
     ] {
-        let mut batch = world.batch.clone();
+        let mut batch = fixture.batch.clone();
         batch.blocks[1].slot = slot;
-        assert!(Reads::default().add(&world.arena, &batch).is_err());
+        assert!(Reads::default().add(&fixture.arena, &batch).is_err());
     }
 }
 
 proptest! {
     #[test]
-    fn a_flipped_bit_fails_its_block_and_no_other_in_any_order_of_completion(
+    fn flipped_bit_fails_only_its_block_in_any_order_of_completion(
         order in Just((0..64usize).collect::<Vec<_>>()).prop_shuffle(),
         read_bytes in prop_oneof![Just(1u64), Just(4 << 10), Just(12 << 10), Just(1 << 20)],
         flip in prop::option::of((0..BLOCKS, 0..(4096 + 32_768usize), 0..8u32)),
         polls in prop::collection::vec(any::<bool>(), 64),
     ) {
         let stride = (PAGE_BYTES + layout().slot_bytes()) as usize;
-        let mut world = World::new(read_bytes, |image| {
+        let mut fixture = Fixture::new(read_bytes, |image| {
             if let Some((block, byte, bit)) = flip {
                 image[block * stride + byte % stride] ^= 1 << bit;
             }
         });
-        let mut reads: Vec<Option<PieceRead>> = world.submit_all().into_iter().map(Some).collect();
+        let mut reads: Vec<Option<PieceRead>> = fixture.submit_all().into_iter().map(Some).collect();
         let mut last = [None; BLOCKS];
         let mut check = |updates: Vec<(FillId, FillUpdate)>| {
             for (FillId(block), update) in updates {
@@ -262,20 +267,20 @@ proptest! {
         };
         for at in order {
             if let Some(read) = reads.get_mut(at).and_then(Option::take) {
-                world.complete(read, Ok(()));
+                fixture.complete(read, Ok(()));
                 if polls[at] {
-                    check(world.updates());
+                    check(fixture.updates());
                 }
             }
         }
-        check(world.updates());
+        check(fixture.updates());
         for (block, last) in last.into_iter().enumerate() {
             let damaged = flip.is_some_and(|(flipped, ..)| flipped == block);
             prop_assert_eq!(last, Some(if damaged { Err(FillError::Corrupt) } else { Ok(8) }));
             if !damaged {
-                prop_assert_eq!(world.loaded(block), payload(block));
+                prop_assert_eq!(fixture.loaded(block), payload(block));
             }
         }
-        prop_assert!(!world.reads.is_open(world.index));
+        prop_assert!(!fixture.reads.is_open(fixture.index));
     }
 }

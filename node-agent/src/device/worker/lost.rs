@@ -1,39 +1,40 @@
-//! The end of a device: everything under way fails, and whatever still comes is answered with an error.
+//! A lost or closed device: everything in flight fails, and later commands complete with errors.
 //!
-//! The engine is closed first, so that no slot of the arena is touched after its block is reported. An engine that cannot
-//! end its operations (a driver that holds them for longer than the drain's limit) says so; the slots of blocks with reads
-//! in flight are then reported as stranded, and the core never uses them again. Memory that such an engine only reads
-//! from (writes of blocks and of the journal) may be used again: what it still writes lands on a device that is lost, in
-//! places that its journal does not name.
+//! The engine is closed first, so that no arena slot is accessed after its block was reported. An engine
+//! that cannot complete its operations (a driver holds them longer than the drain limit) reports that.
+//! Slots of blocks with reads in flight are then reported as stranded, and the core never reuses them.
+//! Memory that the engine only reads from (writes of blocks and of the journal) may be reused: late writes
+//! go to a lost device, in places that its journal does not reference.
 
 use reprise_agent_core::event::{FillError, FillUpdate};
 use reprise_agent_core::pool::DeviceError;
-use reprise_io::Closed;
+use reprise_io::CloseOutcome;
 
-use super::{InFlight, Purpose, Surroundings, Work, Worker};
+use super::{InFlight, Purpose, Work, Worker, WorkerContext};
 use crate::core_loop::DeviceReport;
 use crate::device::Command;
 
-/// Answers for a device that is gone.
+/// Completes commands of a lost or closed device.
 pub(super) struct LostDevice {
-    around: Surroundings,
+    context: WorkerContext,
     report: DeviceReport,
 }
 
 impl Worker {
-    /// Everything under way and in the queue fails. `None`: the device is closed because nobody wants it any more.
-    pub(super) fn lose(self, reason: Option<String>) -> LostDevice {
-        let Worker { around, engine, mut queue, mut reads, mut in_flight, completed, mut report, .. } = self;
+    /// Fails everything in flight and queued. `reason` is `None` if the device was closed because it is no
+    /// longer needed.
+    pub(super) fn into_lost(self, reason: Option<String>) -> LostDevice {
+        let Worker { context, engine, mut queue, mut reads, mut in_flight, completed, mut report, .. } = self;
         let closed = engine.close();
-        if closed == Closed::Leaked {
-            tracing::warn!(path = %around.path, "a lost device may still write to memory; the arena slots that it was reading into are not used again");
+        if closed == CloseOutcome::Leaked {
+            tracing::warn!(path = %context.path, "a lost device may still write to memory; its arena slots are not reused");
         }
         let under_way = in_flight.iter_mut().filter_map(Option::take).map(|InFlight { purpose, .. }| purpose);
         let mut lost = |token| report.done.push((token, Err(DeviceError::Lost)));
         for done in completed {
             match done.purpose {
                 Purpose::Write { token, .. } | Purpose::Sync { token } => lost(token),
-                // It has ended: the device has let go of its memory.
+                // The read has completed, so the device has released its memory.
                 Purpose::Piece { piece, .. } => reads.finish(piece, Err(FillError::Device), None),
             }
         }
@@ -43,7 +44,7 @@ impl Worker {
                 Purpose::Piece { .. } => {}
             }
         }
-        while let Some(work) = queue.pop(around.clock.now()) {
+        while let Some(work) = queue.pop(context.clock.now()) {
             match work {
                 Work::Write { token, .. } | Work::Sync { token } => lost(token),
                 Work::Piece => {}
@@ -52,15 +53,15 @@ impl Worker {
         reads.fail_all(closed);
         reads.take_updates(&mut report.fills);
         report.lost = reason;
-        around.metrics.queue(&Default::default());
-        around.send(&mut report);
-        LostDevice { around, report }
+        context.metrics.queue(&Default::default());
+        context.send(&mut report);
+        LostDevice { context, report }
     }
 }
 
 impl LostDevice {
     pub(super) fn run(mut self) {
-        while let Ok(command) = self.around.commands.recv() {
+        while let Ok(command) = self.context.commands.recv() {
             match command {
                 Command::Op(op) => self.report.done.push((op.token, Err(DeviceError::Lost))),
                 Command::Read(batch) => {
@@ -70,7 +71,7 @@ impl LostDevice {
                 Command::Close => {}
                 Command::Stop => return,
             }
-            self.around.send(&mut self.report);
+            self.context.send(&mut self.report);
         }
     }
 }

@@ -1,34 +1,34 @@
-//! Power fails while blocks are being written: the real worker and the real pool over a device that keeps, drops and
-//! tears whatever was not synced. What was reported durable is there byte by byte, all else is right or a miss, no slot
-//! leaks.
+//! Power losses during writes: the real worker and pool over a device that keeps, drops and tears unsynced
+//! writes. Blocks that were reported as durable must be intact, all others intact or missing, and no slot
+//! may leak.
 //!
-//! One thread does it all, turn by turn, so a seed repeats its world exactly. Blocks are read only where nothing can be
-//! lost, on copies of what survived: reads would make the order of operations depend on real time.
+//! Everything runs on one thread in passes, so a seed reproduces its run exactly. Blocks are read only from
+//! copies of the surviving image, since reads would make the order of operations depend on real time.
 
 use reprise_agent_core::pool::{BatchId, PoolEvent};
 use reprise_io::simulated::{CrashMode, Image};
 
-use super::desk::{Desk, PLACES, layouts};
-use ledger::{Block, Fate, Ledger, Met};
+use super::test_bench::{PLACES, TestBench, layouts};
+use ledger::{Block, Coverage, ExpectedState, Ledger};
 
 mod ledger;
 
-/// Worlds of the random test.
-const WORLDS: u64 = 240;
+/// Number of runs of the random test.
+const RUNS: u64 = 240;
 
-/// Lives of a world: each ends in a power loss.
+/// Lives of a run; each ends in a power loss.
 const LIVES: u64 = 3;
 
-/// Turns of a life, at the most.
+/// Maximum number of passes of a life.
 const TURNS_MAX: u64 = 300;
 
-/// Names the seed of the one world to replay.
+/// Environment variable with the seed of a single run.
 const SEED_VARIABLE: &str = "REPRISE_SEED";
 
-/// Names the first seed, if not 0.
+/// Environment variable with the first seed, if not 0.
 const FIRST_SEED_VARIABLE: &str = "REPRISE_FIRST_SEED";
 
-/// SplitMix64.
+/// A SplitMix64 random number generator.
 #[derive(Clone, Debug)]
 struct Random(u64);
 
@@ -45,7 +45,7 @@ impl Random {
     }
 }
 
-/// Says which world it was when a test fails in it.
+/// Prints the seed when a test fails.
 struct SeedGuard(u64);
 
 impl Drop for SeedGuard {
@@ -59,21 +59,21 @@ impl Drop for SeedGuard {
     }
 }
 
-/// A device in use: from one start to the next power loss.
+/// A device in use between two power losses.
 struct Life {
-    desk: Desk,
+    bench: TestBench,
     /// Numbers of the blocks in the arena.
     places: [Option<u64>; PLACES],
     batches: u64,
 }
 
 impl Life {
-    fn on(desk: Desk) -> Life {
-        Life { desk, places: [None; PLACES], batches: 0 }
+    fn on(bench: TestBench) -> Life {
+        Life { bench, places: [None; PLACES], batches: 0 }
     }
 
-    /// Saves and frees for some turns; then power fails. What survives.
-    fn until_power_fails(mut self, ledger: &mut Ledger, random: &mut Random) -> Image {
+    /// Saves and frees blocks for some passes, then cuts the power. Returns the surviving image.
+    fn run_until_power_loss(mut self, ledger: &mut Ledger, random: &mut Random) -> Image {
         self.flush();
         for _ in 0..random.below(TURNS_MAX) {
             match random.below(16) {
@@ -82,15 +82,15 @@ impl Life {
                 6 => self.flush(),
                 _ => {}
             }
-            self.turn(ledger);
+            self.run_once(ledger);
         }
-        ledger.met.bank_changes += self.desk.pool.usage().checkpoints;
+        ledger.coverage.bank_changes += self.bench.pool.usage().checkpoints;
         let mode = if random.below(4) == 0 { CrashMode::UnsyncedDropped } else { CrashMode::PowerLost };
-        self.desk.device.crash(mode)
+        self.bench.device.crash(mode)
     }
 
     fn save(&mut self, ledger: &mut Ledger, random: &mut Random) {
-        if !self.desk.pool.can_start_batch() {
+        if !self.bench.pool.can_start_batch() {
             return;
         }
         let batch = BatchId(self.batches);
@@ -99,106 +99,113 @@ impl Life {
         for _ in 0..1 + random.below(4) {
             let layout = layouts()[random.below(2) as usize];
             let Some(index) = self.places.iter().position(Option::is_none) else { break };
-            let Some(page) = self.desk.pool.allocate(layout.slot_bytes()) else { continue };
-            let number = ledger.begin(Block { page, layout, fate: Fate::Unknown(batch) });
+            let Some(page) = self.bench.pool.allocate(layout.slot_bytes()) else { continue };
+            let number = ledger.begin(Block { page, layout, expected: ExpectedState::Writing(batch) });
             self.places[index] = Some(number);
-            writes.push(self.desk.fill(index, number, layout, page));
+            writes.push(self.bench.fill(index, number, layout, page));
         }
-        let ops = self.desk.pool.write_batch(batch, writes);
-        self.desk.submit(ops);
+        let ops = self.bench.pool.write_batch(batch, writes);
+        self.bench.submit(ops);
     }
 
     fn free_one(&mut self, ledger: &mut Ledger, random: &mut Random) {
         if let Some(page) = ledger.free_one(random) {
-            self.desk.pool.free(page);
+            self.bench.pool.free(page);
         }
     }
 
     fn flush(&mut self) {
-        let ops = self.desk.pool.flush_frees();
-        self.desk.submit(ops);
+        let ops = self.bench.pool.flush_frees();
+        self.bench.submit(ops);
     }
 
-    fn turn(&mut self, ledger: &mut Ledger) {
-        for event in self.desk.turn() {
-            self.learn(event, ledger);
+    fn run_once(&mut self, ledger: &mut Ledger) {
+        for event in self.bench.run_once() {
+            self.handle(event, ledger);
         }
-        if self.desk.pool.usage().pending_frees_bytes == 0 {
+        if self.bench.pool.usage().pending_frees_bytes == 0 {
             ledger.frees_are_durable();
         }
     }
 
-    fn learn(&mut self, event: PoolEvent, ledger: &mut Ledger) {
+    fn handle(&mut self, event: PoolEvent, ledger: &mut Ledger) {
         match event {
             PoolEvent::SpaceFreed => {}
-            PoolEvent::DeviceLost { reason } => panic!("nothing is wrong with the device: {reason}"),
+            PoolEvent::DeviceLost { reason } => panic!("unexpected device loss: {reason}"),
             PoolEvent::BatchDone { batch, stored, failed } => {
-                assert!(failed.is_empty(), "nothing is wrong with the device: {failed:?}");
+                assert!(failed.is_empty(), "unexpected failures: {failed:?}");
                 for number in ledger.durable(batch, &stored) {
                     let index = self.places.iter().position(|held| *held == Some(number));
-                    let index = index.expect("a block keeps its place until it is durable");
+                    let index = index.expect("a block keeps its slot until it is durable");
                     self.places[index] = None;
-                    self.desk.scribble(index);
+                    self.bench.overwrite(index);
                 }
             }
         }
     }
 }
 
-/// Opens what survived, and reads every block that is found.
+/// Opens the surviving image and reads every block that is found.
 fn check(image: Image, seed: u64, ledger: &mut Ledger) {
-    let mut desk = Desk::open(image, seed);
-    ledger.settle(&desk.found);
-    desk.assert_no_slot_leaks();
-    assert_eq!(desk.pool.usage().slots_quarantined, 0, "nothing is wrong with the medium");
-    let found = desk.found.clone();
-    desk.read_and_compare(&found);
+    let mut bench = TestBench::open(image, seed);
+    ledger.verify(&bench.found);
+    bench.assert_no_slot_leaks();
+    assert_eq!(bench.pool.usage().slots_quarantined, 0, "no slot is quarantined");
+    let found = bench.found.clone();
+    bench.read_and_compare(&found);
 }
 
-/// A world from its beginning to its last power loss: what it has met and what is left.
-fn live(seed: u64) -> (Met, Image) {
+/// Runs a seed to its last power loss. Returns the coverage and the surviving image.
+fn run_seed(seed: u64) -> (Coverage, Image) {
     let _guard = SeedGuard(seed);
     let mut random = Random(seed);
     let mut ledger = Ledger::default();
-    let mut life = Life::on(Desk::blank(random.next()));
+    let mut life = Life::on(TestBench::blank(random.next()));
     for _ in 1..LIVES {
-        let image = life.until_power_fails(&mut ledger, &mut random);
+        let image = life.run_until_power_loss(&mut ledger, &mut random);
         check(image.clone(), random.next(), &mut ledger);
-        life = Life::on(Desk::open(image, random.next()));
+        life = Life::on(TestBench::open(image, random.next()));
     }
-    let image = life.until_power_fails(&mut ledger, &mut random);
+    let image = life.run_until_power_loss(&mut ledger, &mut random);
     check(image.clone(), random.next(), &mut ledger);
-    (ledger.met, image)
+    (ledger.coverage, image)
 }
 
 #[test]
-fn what_the_worker_reported_durable_survives_power_loss_and_all_else_is_right_or_a_miss() {
+fn durable_blocks_survive_power_loss_and_others_are_intact_or_missing() {
     if let Ok(seed) = std::env::var(SEED_VARIABLE) {
-        println!("{:?}", live(seed.parse().expect("a seed is a number")).0);
+        println!("{:?}", run_seed(seed.parse().expect("a seed is a number")).0);
         return;
     }
     let first = std::env::var(FIRST_SEED_VARIABLE).ok();
     let first: u64 = first.map_or(0, |seed| seed.parse().expect("a seed is a number"));
-    let worlds = (first..first + WORLDS).map(|seed| live(seed).0);
-    let met = worlds.fold(Met::default(), |sum, met| Met {
-        power_losses: sum.power_losses + met.power_losses,
-        kept: sum.kept + met.kept,
-        early: sum.early + met.early,
-        missing: sum.missing + met.missing,
-        revived: sum.revived + met.revived,
-        slots_reused: sum.slots_reused + met.slots_reused,
-        bank_changes: sum.bank_changes + met.bank_changes,
+    let worlds = (first..first + RUNS).map(|seed| run_seed(seed).0);
+    let coverage = worlds.fold(Coverage::default(), |sum, coverage| Coverage {
+        power_losses: sum.power_losses + coverage.power_losses,
+        survived: sum.survived + coverage.survived,
+        early: sum.early + coverage.early,
+        missing: sum.missing + coverage.missing,
+        revived: sum.revived + coverage.revived,
+        slots_reused: sum.slots_reused + coverage.slots_reused,
+        bank_changes: sum.bank_changes + coverage.bank_changes,
     });
-    println!("{met:?}");
-    assert_eq!(met.power_losses, WORLDS * LIVES);
-    for count in [met.kept, met.early, met.missing, met.revived, met.slots_reused, met.bank_changes] {
-        assert!(count > 20, "the power losses have not met everything: {met:?}");
+    println!("{coverage:?}");
+    assert_eq!(coverage.power_losses, RUNS * LIVES);
+    for count in [
+        coverage.survived,
+        coverage.early,
+        coverage.missing,
+        coverage.revived,
+        coverage.slots_reused,
+        coverage.bank_changes,
+    ] {
+        assert!(count > 20, "the power losses do not cover all cases: {coverage:?}");
     }
 }
 
 #[test]
-fn a_seed_repeats_its_world() {
+fn seed_reproduces_its_run() {
     for seed in [1, 2] {
-        assert!(live(seed) == live(seed), "seed {seed} differs from itself");
+        assert!(run_seed(seed) == run_seed(seed), "seed {seed} differs from itself");
     }
 }

@@ -1,4 +1,4 @@
-//! The worker over a simulated device: bytes come back verified, faults cost what they must and no more.
+//! The worker over a simulated device: blocks are verified, and faults have bounded effects.
 
 use std::thread::JoinHandle;
 
@@ -16,14 +16,14 @@ use reprise_agent_core::effect::FillId;
 use super::*;
 use crate::metrics::Metrics;
 
-/// Longest wait for something that takes microseconds.
+/// Maximum wait for events that take microseconds.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Blocks on the device, one slot after the other.
+/// Blocks on the device in adjacent slots.
 const BLOCKS: u32 = 40;
 
 /// A worker on its thread.
-struct World {
+struct Fixture {
     device: SimulatedDevice,
     arena: Arc<Arena>,
     commands: Sender<Command>,
@@ -56,7 +56,7 @@ fn payload(block: u32) -> Vec<u8> {
     (0..layout().slot_bytes()).map(|at| (at * 7 + u64::from(block) * 13) as u8).collect()
 }
 
-/// Header page of a block and its checksum.
+/// Returns the header page of a block and its checksum.
 fn header(block: u32) -> (Box<[u8]>, u32) {
     let checksums: Vec<u32> = payload(block).chunks(layout().object_bytes() as usize).map(crc32c).collect();
     encode_header(&HeaderFields {
@@ -83,27 +83,27 @@ fn slot(block: u32) -> ArenaSlot {
     }
 }
 
-impl World {
-    /// A device that holds all blocks; the arena is blank.
-    fn new() -> World {
+impl Fixture {
+    /// Creates a device that holds all blocks; the arena is blank.
+    fn new() -> Fixture {
         let mut image = Image::new(u64::from(BLOCKS) * stride());
         for block in 0..BLOCKS {
             image.write(u64::from(block) * stride(), &header(block).0);
             image.write(u64::from(block) * stride() + PAGE_BYTES, &payload(block));
         }
-        World::on(image)
+        Fixture::on(image)
     }
 
-    /// A device that holds an image; the arena is blank.
-    fn on(image: Image) -> World {
+    /// Creates a device from an image; the arena is blank.
+    fn on(image: Image) -> Fixture {
         let device = SimulatedDevice::new(image, SimulatedSettings::default()).expect("a device");
         let config = ArenaConfig { bytes: 2 << 20, region_bytes: 2 << 20, huge: HugePolicy::Never };
         let arena = Arc::new(Arena::new(&config).expect("2 MiB"));
-        let engine = device.open_engine().expect("nobody else has it");
+        let engine = device.open_engine().expect("the device has no other engine");
         let (waker, (inbox, inputs)) = (engine.waker(), Inbox::new());
         let (commands, receiver) = bounded(COMMANDS_MAX);
         let media_errors = Arc::<AtomicU32>::default();
-        let around = Surroundings {
+        let context = WorkerContext {
             device: DeviceId(0),
             path: "simulated".to_owned(),
             commands: receiver,
@@ -114,12 +114,12 @@ impl World {
             sync_failed: Arc::default(),
             media_errors: media_errors.clone(),
         };
-        let thread = Some(std::thread::spawn(move || Worker::new(around, Box::new(engine)).run()));
-        World { device, arena, commands, waker, inputs, thread, media_errors }
+        let thread = Some(std::thread::spawn(move || Worker::new(context, Box::new(engine)).run()));
+        Fixture { device, arena, commands, waker, inputs, thread, media_errors }
     }
 
     fn command(&self, command: Command) {
-        self.commands.send(command).expect("the worker lives");
+        self.commands.send(command).expect("the worker is running");
         self.waker.wake();
     }
 
@@ -140,16 +140,16 @@ impl World {
         self.command(Command::Op(DeviceOp { token: OpToken(token), kind }));
     }
 
-    /// The ends of so many fills: the block and what became of it.
+    /// Returns the results of this number of fills, by block.
     fn ends(&self, wanted: usize) -> Vec<(u32, Result<(), FillError>)> {
         let mut ends = Vec::new();
         while ends.len() < wanted {
             let Input::Device(DeviceReport { fills, done, .. }) =
-                self.inputs.recv_timeout(PATIENCE).expect("news of a fill")
+                self.inputs.recv_timeout(PATIENCE).expect("a fill update")
             else {
-                panic!("a device reports as a device");
+                panic!("expected a device report");
             };
-            assert!(done.is_empty(), "only fills were asked for");
+            assert!(done.is_empty(), "expected fills only");
             for (FillId(fill), update) in fills {
                 match update {
                     FillUpdate::Layers { layers: 4, .. } => ends.push((fill as u32, Ok(()))),
@@ -163,20 +163,20 @@ impl World {
     }
 
     fn done(&self) -> (u64, Result<(), DeviceError>) {
-        match self.inputs.recv_timeout(PATIENCE).expect("the end of an operation") {
+        match self.inputs.recv_timeout(PATIENCE).expect("a completed operation") {
             Input::Device(DeviceReport { mut done, fills, .. }) if done.len() == 1 && fills.is_empty() => {
                 let (token, result) = done.remove(0);
                 (token.0, result)
             }
-            _ => panic!("one operation was asked for"),
+            _ => panic!("expected one operation"),
         }
     }
 
-    /// What the worker says next.
+    /// Returns the worker's next report.
     fn report(&self) -> DeviceReport {
-        match self.inputs.recv_timeout(PATIENCE).expect("news of the device") {
+        match self.inputs.recv_timeout(PATIENCE).expect("a device report") {
             Input::Device(report) => report,
-            _ => panic!("a device reports as a device"),
+            _ => panic!("expected a device report"),
         }
     }
 
@@ -187,9 +187,9 @@ impl World {
     }
 }
 
-impl Drop for World {
+impl Drop for Fixture {
     fn drop(&mut self) {
-        // Fails when the worker has panicked, which the join below reports.
+        // Fails if the worker has panicked, which the join below reports.
         let _ = self.commands.send(Command::Stop);
         self.waker.wake();
         let ended = self.thread.take().expect("joined once").join();
@@ -198,185 +198,186 @@ impl Drop for World {
 }
 
 #[test]
-fn blocks_come_back_verified_byte_by_byte() {
-    let world = World::new();
-    world.read(0..20);
-    world.read(20..BLOCKS);
-    assert!(world.ends(BLOCKS as usize).iter().all(|(_, end)| end.is_ok()));
-    assert!((0..BLOCKS).all(|block| world.in_arena(block) == payload(block)));
+fn blocks_are_read_and_verified() {
+    let fixture = Fixture::new();
+    fixture.read(0..20);
+    fixture.read(20..BLOCKS);
+    assert!(fixture.ends(BLOCKS as usize).iter().all(|(_, end)| end.is_ok()));
+    assert!((0..BLOCKS).all(|block| fixture.in_arena(block) == payload(block)));
 }
 
 #[test]
-fn a_block_is_written_with_its_header_in_front_and_survives_once_synced() {
-    let world = World::new();
-    world.device.corrupt(|image| image.write(0, &vec![0; 5 * stride() as usize]));
-    let span = world.arena.span(0, slot(3).offset, slot(3).bytes).expect("inside");
+fn written_block_has_its_header_in_front_and_survives_after_a_sync() {
+    let fixture = Fixture::new();
+    fixture.device.corrupt(|image| image.write(0, &vec![0; 5 * stride() as usize]));
+    let span = fixture.arena.span(0, slot(3).offset, slot(3).bytes).expect("inside");
     span.copy_in(&payload(3)).expect("writable");
-    world.op(7, DeviceOpKind::WriteBlock { offset: 3 * stride(), header: header(3).0, slot: slot(3) });
-    assert_eq!(world.done(), (7, Ok(())));
-    world.op(8, DeviceOpKind::WritePages { offset: 0, bytes: vec![9; 8192] });
-    assert_eq!(world.done(), (8, Ok(())));
-    world.op(9, DeviceOpKind::Sync);
-    assert_eq!(world.done(), (9, Ok(())));
-    let image = world.device.image();
+    fixture.op(7, DeviceOpKind::WriteBlock { offset: 3 * stride(), header: header(3).0, slot: slot(3) });
+    assert_eq!(fixture.done(), (7, Ok(())));
+    fixture.op(8, DeviceOpKind::WritePages { offset: 0, bytes: vec![9; 8192] });
+    assert_eq!(fixture.done(), (8, Ok(())));
+    fixture.op(9, DeviceOpKind::Sync);
+    assert_eq!(fixture.done(), (9, Ok(())));
+    let image = fixture.device.image();
     let mut on_device = vec![0; stride() as usize];
     image.read(3 * stride(), &mut on_device);
     assert!(on_device[..4096] == *header(3).0 && on_device[4096..] == payload(3));
 }
 
 #[test]
-fn a_bad_place_costs_one_block_and_one_write() {
-    let world = World::new();
+fn medium_error_fails_one_block_and_one_write() {
+    let fixture = Fixture::new();
     let bad = 2 * stride()..2 * stride() + PAGE_BYTES;
-    world.device.inject(Fault::at(FaultKind::ReadError, bad.clone()));
-    world.device.inject(Fault::at(FaultKind::WriteError, bad));
-    world.read(0..5);
+    fixture.device.inject(Fault::at(FaultKind::ReadError, bad.clone()));
+    fixture.device.inject(Fault::at(FaultKind::WriteError, bad));
+    fixture.read(0..5);
     let expected: Vec<_> =
         (0..5).map(|block| (block, if block == 2 { Err(FillError::Device) } else { Ok(()) })).collect();
-    assert_eq!(world.ends(5), expected);
-    world.op(1, DeviceOpKind::WriteBlock { offset: 2 * stride(), header: header(2).0, slot: slot(2) });
-    assert_eq!(world.done(), (1, Err(DeviceError::Media)));
-    world.op(2, DeviceOpKind::WriteBlock { offset: stride(), header: header(1).0, slot: slot(1) });
-    assert_eq!(world.done(), (2, Ok(())));
-    assert_eq!(world.media_errors.load(Ordering::Relaxed), 2, "both are counted");
+    assert_eq!(fixture.ends(5), expected);
+    fixture.op(1, DeviceOpKind::WriteBlock { offset: 2 * stride(), header: header(2).0, slot: slot(2) });
+    assert_eq!(fixture.done(), (1, Err(DeviceError::Media)));
+    fixture.op(2, DeviceOpKind::WriteBlock { offset: stride(), header: header(1).0, slot: slot(1) });
+    assert_eq!(fixture.done(), (2, Ok(())));
+    assert_eq!(fixture.media_errors.load(Ordering::Relaxed), 2, "both are counted");
 }
 
 #[test]
-fn a_wrong_byte_in_header_or_payload_is_corrupt_and_its_neighbours_are_not() {
-    let world = World::new();
-    world.device.corrupt(|image| {
+fn corrupt_header_or_payload_fails_only_its_block() {
+    let fixture = Fixture::new();
+    fixture.device.corrupt(|image| {
         image.flip_bit(stride() + 40, 3);
         image.flip_bit(4 * stride() - 1, 0);
     });
-    world.read(0..5);
+    fixture.read(0..5);
     let corrupt = |block| matches!(block, 1 | 3);
     let expected: Vec<_> =
         (0..5).map(|block| (block, if corrupt(block) { Err(FillError::Corrupt) } else { Ok(()) })).collect();
-    assert_eq!(world.ends(5), expected);
+    assert_eq!(fixture.ends(5), expected);
 }
 
 #[test]
-fn a_lost_device_fails_everything_once_and_goes_on_answering() {
-    let world = World::new();
-    world.device.inject(Fault::everywhere(FaultKind::Gone));
-    world.read(0..BLOCKS);
-    let ends = world.ends(BLOCKS as usize);
+fn lost_device_fails_everything_once_and_rejects_later_commands() {
+    let fixture = Fixture::new();
+    fixture.device.inject(Fault::everywhere(FaultKind::Gone));
+    fixture.read(0..BLOCKS);
+    let ends = fixture.ends(BLOCKS as usize);
     assert!(ends.iter().all(|(_, end)| *end == Err(FillError::Device)));
-    assert_eq!(ends.len(), BLOCKS as usize, "each block ends once");
+    assert_eq!(ends.len(), BLOCKS as usize, "each block completes once");
     for token in 0..3 {
-        world.op(token, DeviceOpKind::Sync);
-        assert_eq!(world.done(), (token, Err(DeviceError::Lost)));
+        fixture.op(token, DeviceOpKind::Sync);
+        assert_eq!(fixture.done(), (token, Err(DeviceError::Lost)));
     }
-    world.read(0..2);
-    assert_eq!(world.ends(2), [(0, Err(FillError::Device)), (1, Err(FillError::Device))]);
+    fixture.read(0..2);
+    assert_eq!(fixture.ends(2), [(0, Err(FillError::Device)), (1, Err(FillError::Device))]);
 }
 
 #[test]
-fn a_device_with_too_many_bad_places_is_given_up() {
-    let world = World::new();
-    world.device.inject(Fault::everywhere(FaultKind::ReadError));
-    world.read(0..BLOCKS);
-    assert!(world.ends(BLOCKS as usize).iter().all(|(_, end)| *end == Err(FillError::Device)));
-    world.device.heal();
-    world.op(1, DeviceOpKind::Sync);
-    assert_eq!(world.done(), (1, Err(DeviceError::Lost)));
+fn device_with_too_many_medium_errors_is_lost() {
+    let fixture = Fixture::new();
+    fixture.device.inject(Fault::everywhere(FaultKind::ReadError));
+    fixture.read(0..BLOCKS);
+    assert!(fixture.ends(BLOCKS as usize).iter().all(|(_, end)| *end == Err(FillError::Device)));
+    fixture.device.heal();
+    fixture.op(1, DeviceOpKind::Sync);
+    assert_eq!(fixture.done(), (1, Err(DeviceError::Lost)));
 }
 
 #[test]
-fn a_sync_that_fails_loses_the_device_because_nothing_is_certain_after_it() {
-    let world = World::new();
-    world.device.inject(Fault::everywhere(FaultKind::SyncError));
-    world.op(1, DeviceOpKind::Sync);
-    assert_eq!(world.done(), (1, Err(DeviceError::Lost)));
-    world.device.heal();
-    world.op(2, DeviceOpKind::Sync);
-    assert_eq!(world.done(), (2, Err(DeviceError::Lost)));
+fn failed_sync_loses_the_device() {
+    let fixture = Fixture::new();
+    fixture.device.inject(Fault::everywhere(FaultKind::SyncError));
+    fixture.op(1, DeviceOpKind::Sync);
+    assert_eq!(fixture.done(), (1, Err(DeviceError::Lost)));
+    fixture.device.heal();
+    fixture.op(2, DeviceOpKind::Sync);
+    assert_eq!(fixture.done(), (2, Err(DeviceError::Lost)));
 }
 
 #[test]
-fn a_device_that_is_full_is_given_up_once_with_the_remedy_until_it_is_opened_again() {
-    let world = World::new();
-    world.read(0..5);
-    assert!(world.ends(5).iter().all(|(_, end)| end.is_ok()));
-    world.device.inject(Fault::everywhere(FaultKind::Full));
-    world.op(1, DeviceOpKind::WriteBlock { offset: 3 * stride(), header: header(3).0, slot: slot(3) });
-    let DeviceReport { lost, done, fills, .. } = world.report();
-    let reason = lost.expect("news");
+fn full_device_is_lost_with_a_remedy_until_it_is_reopened() {
+    let fixture = Fixture::new();
+    fixture.read(0..5);
+    assert!(fixture.ends(5).iter().all(|(_, end)| end.is_ok()));
+    fixture.device.inject(Fault::everywhere(FaultKind::Full));
+    fixture.op(1, DeviceOpKind::WriteBlock { offset: 3 * stride(), header: header(3).0, slot: slot(3) });
+    let DeviceReport { lost, done, fills, .. } = fixture.report();
+    let reason = lost.expect("a loss");
     assert!(
         ["no space", "free space on the file system"].iter().all(|words| reason.contains(words)),
         "{reason}"
     );
     assert!(done == [(OpToken(1), Err(DeviceError::Lost))] && fills.is_empty(), "{done:?}, {fills:?}");
-    // What is in memory is as it was. Room on the device changes nothing: of its journal nothing is certain.
-    assert!((0..5).all(|block| world.in_arena(block) == payload(block)));
-    world.device.heal();
-    world.op(2, DeviceOpKind::Sync);
-    let DeviceReport { lost, done, .. } = world.report();
+    // Memory is unchanged. Free space does not bring the device back, since the state of its journal is
+    // unknown.
+    assert!((0..5).all(|block| fixture.in_arena(block) == payload(block)));
+    fixture.device.heal();
+    fixture.op(2, DeviceOpKind::Sync);
+    let DeviceReport { lost, done, .. } = fixture.report();
     assert_eq!((lost, done), (None, vec![(OpToken(2), Err(DeviceError::Lost))]));
-    world.read(0..2);
-    assert!(world.ends(2).iter().all(|(_, end)| *end == Err(FillError::Device)));
-    // What was durable is on it.
-    let again = World::on(world.device.image());
+    fixture.read(0..2);
+    assert!(fixture.ends(2).iter().all(|(_, end)| *end == Err(FillError::Device)));
+    // Durable blocks are on the device.
+    let again = Fixture::on(fixture.device.image());
     again.read(0..BLOCKS);
     assert!(again.ends(BLOCKS as usize).iter().all(|(_, end)| end.is_ok()));
 }
 
 #[test]
-fn slots_that_a_lost_device_may_still_write_to_are_reported_as_such() {
-    let world = World::new();
+fn stranded_slots_of_a_lost_device_are_reported() {
+    let fixture = Fixture::new();
     let hanging = 2 * stride()..3 * stride();
-    world.device.inject(Fault::at(FaultKind::Hang, hanging));
-    world.device.inject(Fault::everywhere(FaultKind::SyncError));
-    world.read(0..5);
+    fixture.device.inject(Fault::at(FaultKind::Hang, hanging));
+    fixture.device.inject(Fault::everywhere(FaultKind::SyncError));
+    fixture.read(0..5);
     let others = [0, 1, 3, 4];
-    assert_eq!(world.ends(4), others.map(|block| (block, Ok(()))));
-    world.op(1, DeviceOpKind::Sync);
-    let DeviceReport { lost, done, fills, .. } = world.report();
-    assert!(lost.expect("news").contains("simulated fault"));
+    assert_eq!(fixture.ends(4), others.map(|block| (block, Ok(()))));
+    fixture.op(1, DeviceOpKind::Sync);
+    let DeviceReport { lost, done, fills, .. } = fixture.report();
+    assert!(lost.expect("a loss").contains("simulated fault"));
     assert_eq!(done, [(OpToken(1), Err(DeviceError::Lost))]);
     assert!(matches!(fills[..], [(FillId(2), FillUpdate::Failed(FillError::Stranded))]), "{fills:?}");
-    // What the device does at last, it does to a slot that nobody else has.
-    world.device.let_go();
+    // A late write of the device goes to a slot that is not reused.
+    fixture.device.release_hung();
 }
 
 #[test]
-fn want_of_memory_in_the_kernel_costs_neither_device_nor_places() {
-    let world = World::new();
-    world.device.inject(Fault::everywhere(FaultKind::Busy));
-    world.read(0..BLOCKS);
-    assert!(world.ends(BLOCKS as usize).iter().all(|(_, end)| *end == Err(FillError::Refused)));
-    world.op(1, DeviceOpKind::WriteBlock { offset: 0, header: header(0).0, slot: slot(0) });
-    assert_eq!(world.done(), (1, Err(DeviceError::Refused)));
-    world.device.heal();
-    world.read(0..BLOCKS);
-    assert!(world.ends(BLOCKS as usize).iter().all(|(_, end)| end.is_ok()));
+fn lack_of_kernel_memory_does_not_lose_the_device() {
+    let fixture = Fixture::new();
+    fixture.device.inject(Fault::everywhere(FaultKind::Busy));
+    fixture.read(0..BLOCKS);
+    assert!(fixture.ends(BLOCKS as usize).iter().all(|(_, end)| *end == Err(FillError::Refused)));
+    fixture.op(1, DeviceOpKind::WriteBlock { offset: 0, header: header(0).0, slot: slot(0) });
+    assert_eq!(fixture.done(), (1, Err(DeviceError::Refused)));
+    fixture.device.heal();
+    fixture.read(0..BLOCKS);
+    assert!(fixture.ends(BLOCKS as usize).iter().all(|(_, end)| end.is_ok()));
 }
 
 #[test]
-fn operations_that_make_no_sense_are_refused_one_by_one() {
-    let world = World::new();
-    world.op(1, DeviceOpKind::WritePages { offset: 0, bytes: vec![0; 100] });
-    assert_eq!(world.done(), (1, Err(DeviceError::Refused)));
+fn invalid_operations_are_rejected_individually() {
+    let fixture = Fixture::new();
+    fixture.op(1, DeviceOpKind::WritePages { offset: 0, bytes: vec![0; 100] });
+    assert_eq!(fixture.done(), (1, Err(DeviceError::Refused)));
     let outside = ArenaSlot { region: RegionId(9), offset: 0, bytes: 4096 };
-    world.op(2, DeviceOpKind::WriteBlock { offset: 0, header: header(0).0, slot: outside });
-    assert_eq!(world.done(), (2, Err(DeviceError::Refused)));
-    world.read(0..3);
-    assert_eq!(world.ends(3).len(), 3);
+    fixture.op(2, DeviceOpKind::WriteBlock { offset: 0, header: header(0).0, slot: outside });
+    assert_eq!(fixture.done(), (2, Err(DeviceError::Refused)));
+    fixture.read(0..3);
+    assert_eq!(fixture.ends(3).len(), 3);
 }
 
 #[test]
-fn a_device_that_is_closed_ends_what_it_has_says_nothing_of_a_loss_and_goes_on_answering() {
-    let world = World::new();
-    world.read(0..4);
-    world.op(1, DeviceOpKind::Sync);
-    world.command(Command::Close);
-    world.op(2, DeviceOpKind::Sync);
-    world.command(Command::Close);
-    world.read(4..5);
+fn closed_device_fails_its_work_without_reporting_a_loss() {
+    let fixture = Fixture::new();
+    fixture.read(0..4);
+    fixture.op(1, DeviceOpKind::Sync);
+    fixture.command(Command::Close);
+    fixture.op(2, DeviceOpKind::Sync);
+    fixture.command(Command::Close);
+    fixture.read(4..5);
     let (mut done, mut ended) = (Vec::new(), Vec::new());
     while done.len() < 2 || ended.len() < 5 {
-        let DeviceReport { lost, done: more, fills, .. } = world.report();
-        assert_eq!(lost, None, "nobody has lost it");
+        let DeviceReport { lost, done: more, fills, .. } = fixture.report();
+        assert_eq!(lost, None, "the device was not lost");
         done.extend(more.into_iter().map(|(token, _)| token.0));
         let ends = |update: &FillUpdate| {
             matches!(update, FillUpdate::Failed(_))
@@ -387,5 +388,5 @@ fn a_device_that_is_closed_ends_what_it_has_says_nothing_of_a_loss_and_goes_on_a
     done.sort_unstable();
     ended.sort_unstable();
     assert_eq!((done, ended), (vec![1, 2], vec![0, 1, 2, 3, 4]));
-    assert!(world.device.open_engine().is_ok(), "it has let go of the device");
+    assert!(fixture.device.open_engine().is_ok(), "it has released the device");
 }

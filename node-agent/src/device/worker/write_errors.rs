@@ -1,31 +1,31 @@
-//! Writes that fail: what the pool says of their blocks, what goes on, and what a later start finds.
+//! Failing writes: results reported for their blocks, behaviour afterwards, and content at the next start.
 
 use reprise_agent_core::pool::{BatchId, PoolEvent, SUPERBLOCK_OFFSETS, StoredBlock};
 use reprise_io::simulated::{Fault, FaultKind};
 use reprise_policy::{BlockKey, Layout};
 
-use super::desk::{Desk, layouts, number};
+use super::test_bench::{TestBench, layouts, number};
 use super::*;
 
-/// The second copy of the superblock; the journal lies between it and the segments.
+/// The range between the second superblock and the segments.
 const JOURNAL: std::ops::Range<u64> = SUPERBLOCK_OFFSETS[1] + PAGE_BYTES..2 << 20;
 
 fn layout() -> Layout {
     layouts()[0]
 }
 
-/// Blocks to be written as one batch, each in the place of its number.
-fn start(desk: &mut Desk, batch: u64, numbers: std::ops::Range<u64>) {
+/// Writes blocks as one batch, each from the slot of its number.
+fn start(bench: &mut TestBench, batch: u64, numbers: std::ops::Range<u64>) {
     let writes = numbers.map(|number| {
-        let page = desk.pool.allocate(layout().slot_bytes()).expect("room");
-        desk.fill(number as usize, number, layout(), page)
+        let page = bench.pool.allocate(layout().slot_bytes()).expect("room");
+        bench.fill(number as usize, number, layout(), page)
     });
     let writes = writes.collect();
-    let ops = desk.pool.write_batch(BatchId(batch), writes);
-    desk.submit(ops);
+    let ops = bench.pool.write_batch(BatchId(batch), writes);
+    bench.submit(ops);
 }
 
-/// What became of the one batch, and how often the device was lost.
+/// Returns the result of the single batch, and the number of reported losses.
 fn end(events: Vec<PoolEvent>) -> (Vec<StoredBlock>, Vec<u64>, usize) {
     let (mut ends, mut losses) = (Vec::new(), 0);
     for event in events {
@@ -44,72 +44,72 @@ fn end(events: Vec<PoolEvent>) -> (Vec<StoredBlock>, Vec<u64>, usize) {
     (stored, failed, losses)
 }
 
-/// A pool with blocks 0 to 3.
-fn with_four_blocks() -> (Desk, Vec<StoredBlock>) {
-    let mut desk = Desk::blank(1);
-    start(&mut desk, 0, 0..4);
-    let (stored, failed, losses) = end(desk.settle());
+/// Returns a pool with blocks 0 to 3.
+fn with_four_blocks() -> (TestBench, Vec<StoredBlock>) {
+    let mut bench = TestBench::blank(1);
+    start(&mut bench, 0, 0..4);
+    let (stored, failed, losses) = end(bench.run_until_idle());
     assert_eq!((stored.len(), failed.len(), losses), (4, 0, 0));
-    (desk, stored)
+    (bench, stored)
 }
 
-/// A later start finds these blocks and no other ones.
-fn assert_found(desk: &Desk, stored: &[StoredBlock]) {
-    let mut again = Desk::open(desk.device.image(), 2);
+/// Asserts that the next start finds exactly these blocks.
+fn assert_found(bench: &TestBench, stored: &[StoredBlock]) {
+    let mut again = TestBench::open(bench.device.image(), 2);
     assert_eq!(again.found, stored);
     again.assert_no_slot_leaks();
     again.read_and_compare(stored);
 }
 
 #[test]
-fn a_place_that_cannot_be_written_costs_its_block_and_the_rest_of_the_batch_is_durable() {
-    let (mut desk, mut stored) = with_four_blocks();
+fn failed_write_loses_its_block_and_the_rest_of_the_batch_is_durable() {
+    let (mut bench, mut stored) = with_four_blocks();
     let slot = layout().slot_bytes() + PAGE_BYTES;
     let second = stored[3].page.offset() + 2 * slot;
-    desk.device.inject(Fault::at(FaultKind::WriteError, second..second + slot));
-    start(&mut desk, 1, 4..8);
-    let (more, failed, losses) = end(desk.settle());
+    bench.device.inject(Fault::at(FaultKind::WriteError, second..second + slot));
+    start(&mut bench, 1, 4..8);
+    let (more, failed, losses) = end(bench.run_until_idle());
     assert_eq!((more.len(), failed, losses), (3, vec![5], 0));
-    assert!(desk.holds(5, 5, &layout()), "it is as readable in memory as before");
-    assert_eq!((desk.pool.usage().slots_quarantined, desk.losses.len()), (1, 0));
+    assert!(bench.holds(5, 5, &layout()), "it is still readable in memory");
+    assert_eq!((bench.pool.usage().slots_quarantined, bench.losses.len()), (1, 0));
     stored.extend(more);
-    start(&mut desk, 2, 8..12);
-    let (more, failed, losses) = end(desk.settle());
-    assert_eq!((more.len(), failed.len(), losses), (4, 0, 0), "the device goes on");
+    start(&mut bench, 2, 8..12);
+    let (more, failed, losses) = end(bench.run_until_idle());
+    assert_eq!((more.len(), failed.len(), losses), (4, 0, 0), "the device continues");
     stored.extend(more);
-    assert_found(&desk, &stored);
-    desk.read_and_compare(&stored);
+    assert_found(&bench, &stored);
+    bench.read_and_compare(&stored);
 }
 
 #[test]
-fn a_device_that_fills_up_makes_nothing_durable_any_more_and_loses_nothing_that_was() {
-    let (mut desk, stored) = with_four_blocks();
-    start(&mut desk, 1, 4..12);
+fn full_device_rejects_writes_and_loses_no_durable_block() {
+    let (mut bench, stored) = with_four_blocks();
+    start(&mut bench, 1, 4..12);
     // Some of the blocks are written by then.
-    desk.turn();
-    desk.device.inject(Fault::everywhere(FaultKind::Full));
-    let (more, failed, losses) = end(desk.settle());
+    bench.run_once();
+    bench.device.inject(Fault::everywhere(FaultKind::Full));
+    let (more, failed, losses) = end(bench.run_until_idle());
     assert_eq!((more.len(), failed, losses), (0, (4..12).collect(), 1));
-    assert!((4..12).all(|number| desk.holds(number as usize, number, &layout())));
-    let [reason] = desk.losses.as_slice() else { panic!("said once: {:?}", desk.losses) };
+    assert!((4..12).all(|number| bench.holds(number as usize, number, &layout())));
+    let [reason] = bench.losses.as_slice() else { panic!("expected one loss: {:?}", bench.losses) };
     assert!(reason.contains("no space") && reason.contains("free space"), "{reason}");
-    assert!(!desk.pool.can_start_batch() && desk.pool.allocate(layout().slot_bytes()).is_none());
-    assert_found(&desk, &stored);
+    assert!(!bench.pool.can_start_batch() && bench.pool.allocate(layout().slot_bytes()).is_none());
+    assert_found(&bench, &stored);
 }
 
 #[test]
-fn a_journal_that_cannot_be_written_makes_nothing_durable_any_more_and_what_was_can_be_read() {
-    let (mut desk, stored) = with_four_blocks();
-    desk.device.inject(Fault::at(FaultKind::WriteError, JOURNAL));
-    start(&mut desk, 1, 4..8);
-    let (more, failed, losses) = end(desk.settle());
+fn with_a_failed_journal_nothing_becomes_durable_and_durable_blocks_are_readable() {
+    let (mut bench, stored) = with_four_blocks();
+    bench.device.inject(Fault::at(FaultKind::WriteError, JOURNAL));
+    start(&mut bench, 1, 4..8);
+    let (more, failed, losses) = end(bench.run_until_idle());
     assert_eq!((more.len(), failed, losses), (0, (4..8).collect(), 1));
-    assert!(!desk.pool.can_start_batch());
-    // The worker has no part in that: it reads.
-    assert_eq!(desk.losses, [""; 0]);
-    desk.read_and_compare(&stored);
-    // What lies in the journal's torn end is not known, but all before it is.
-    let mut again = Desk::open(desk.device.image(), 2);
+    assert!(!bench.pool.can_start_batch());
+    // The worker is not affected and continues to read.
+    assert_eq!(bench.losses, [""; 0]);
+    bench.read_and_compare(&stored);
+    // The torn end of the journal is undefined, but everything before it is intact.
+    let mut again = TestBench::open(bench.device.image(), 2);
     assert_eq!(again.found[..4], stored);
     let found = again.found.clone();
     again.read_and_compare(&found);

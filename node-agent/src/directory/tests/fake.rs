@@ -1,4 +1,4 @@
-//! A control plane played by the test: a gRPC server on loopback with switches for its faults.
+//! A fake control plane member: a gRPC server on loopback with switchable faults.
 
 mod placement;
 
@@ -28,33 +28,33 @@ use super::PATIENCE;
 /// How a call is answered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Mode {
-    /// As it should be.
+    /// With a valid reply.
     #[default]
     Answer,
-    /// Never; an update is applied all the same, only its answer is lost.
+    /// Never; an update is applied nevertheless, and only its reply is lost.
     Stall,
-    /// With an answer that does not fit the question.
+    /// With a reply that does not match the request.
     Garbage,
-    /// With INVALID_ARGUMENT.
+    /// With the error INVALID_ARGUMENT.
     Refuse,
 }
 
-/// What the fake member knows and has seen.
+/// State and observations of the fake member.
 #[derive(Clone, Debug)]
 pub(super) struct State {
-    /// Its name among the members.
+    /// Name of the member.
     pub(super) name: &'static str,
-    /// What it tells of the members; none: it is the only one.
+    /// Member list that it reports; `None`: itself only.
     pub(super) members: Option<MemberList>,
-    /// Its slots, and how often they have been others.
+    /// Its slots, and the number of changes of this set.
     pub(super) owned: SlotSet,
     pub(super) version: u64,
-    /// Of its own map, in answers to lookups.
+    /// Epoch of its map, in replies to lookups.
     pub(super) map_epoch: u64,
-    /// Slots of which the node has begun an inventory, and those of which it is whole.
+    /// Slots with a begun inventory, and those with a complete one.
     pub(super) begun: SlotSet,
     pub(super) whole: SlotSet,
-    /// Of the last registration; 0 before the first.
+    /// Epoch of the last registration; 0 before the first.
     pub(super) epoch: u64,
     pub(super) expected: u64,
     /// Changes applied since the last reset: keys and operation bytes.
@@ -64,18 +64,18 @@ pub(super) struct State {
     pub(super) updates: u32,
     pub(super) resets: u32,
     pub(super) lookups: u32,
-    /// Node number of the last lookup's asker.
+    /// Node number in the last lookup.
     pub(super) asking: u32,
     pub(super) replicas: HashMap<BlockKey, Vec<(u16, u8)>>,
     pub(super) nodes: Vec<NodeInfo>,
     pub(super) update_mode: Mode,
     pub(super) lookup_mode: Mode,
     pub(super) fence_updates_of: Option<u64>,
-    /// All reports, and the answer to each.
+    /// All reports, and the reply to each.
     pub(super) reports: Vec<ReportRequest>,
     pub(super) report_reply: ReportReply,
-    /// All questions where blocks go, and the answer to each; none: an error.
-    pub(super) places: Vec<PlaceRequest>,
+    /// All placement requests, and the reply to each; `None`: an error.
+    pub(super) requests: Vec<PlaceRequest>,
     pub(super) place_reply: Option<PlaceReply>,
 }
 
@@ -105,7 +105,7 @@ impl Default for State {
             fence_updates_of: None,
             reports: Vec::new(),
             report_reply: ReportReply::default(),
-            places: Vec::new(),
+            requests: Vec::new(),
             place_reply: None,
         }
     }
@@ -121,8 +121,8 @@ pub(super) struct Fake {
 #[derive(Clone)]
 struct Shared {
     state: Arc<(Mutex<State>, Condvar)>,
-    news: broadcast::Sender<NodeInfo>,
-    member_news: broadcast::Sender<()>,
+    node_changes: broadcast::Sender<NodeInfo>,
+    member_changes: broadcast::Sender<()>,
     port: u16,
 }
 
@@ -148,8 +148,8 @@ impl Fake {
         let port = incoming.local_addr().expect("bound").port();
         let shared = Shared {
             state: Arc::new((Mutex::new(state), Condvar::new())),
-            news: broadcast::Sender::new(16),
-            member_news: broadcast::Sender::new(16),
+            node_changes: broadcast::Sender::new(16),
+            member_changes: broadcast::Sender::new(16),
             port,
         };
         let server = tonic::transport::Server::builder()
@@ -165,7 +165,7 @@ impl Fake {
         format!("http://127.0.0.1:{}", self.port)
     }
 
-    /// Breaks all connections; the port is free again.
+    /// Breaks all connections and frees the port.
     pub(super) fn stop(self) -> u16 {
         self.runtime.shutdown_timeout(PATIENCE);
         self.port
@@ -185,38 +185,38 @@ impl Fake {
         let state = state.lock().expect("not poisoned");
         let (state, waited) =
             changed.wait_timeout_while(state, PATIENCE, |state| !wanted(state)).expect("not poisoned");
-        assert!(!waited.timed_out(), "never came: {state:?}");
+        assert!(!waited.timed_out(), "timed out: {state:?}");
     }
 
-    /// As a member among others.
+    /// Returns its entry in a member list.
     pub(super) fn info(&self) -> MemberInfo {
         self.shared.info(&self.read(Clone::clone))
     }
 
-    /// Tells of other members, and owns other slots.
+    /// Changes the reported member list and its own slots.
     pub(super) fn change_members(&self, members: &MemberList, owned: SlotSet) {
         self.write(|state| {
             state.members = Some(members.clone());
             state.map_epoch = members.epoch;
             state.own(owned);
         });
-        // Nobody watching is no error.
-        let _ = self.shared.member_news.send(());
+        // Fails without watchers, which is fine.
+        let _ = self.shared.member_changes.send(());
     }
 
-    /// Changes a node and tells the watchers.
+    /// Changes a node and notifies the watchers.
     pub(super) fn change_node(&self, node: NodeInfo) {
         self.write(|state| {
             state.nodes.retain(|known| known.node != node.node);
             state.nodes.push(node.clone());
         });
-        // Who is not watching asks for the list when it comes.
-        let _ = self.shared.news.send(node);
+        // Fails without watchers; they get the list when they connect.
+        let _ = self.shared.node_changes.send(node);
     }
 }
 
 impl State {
-    /// Owns other slots, and says so.
+    /// Changes its slots and the version of the set.
     pub(super) fn own(&mut self, owned: SlotSet) {
         (self.begun, self.whole) = (self.begun.and(&owned), self.whole.and(&owned));
         self.log.retain(|(key, _)| owned.has_key(key));
@@ -298,7 +298,7 @@ impl Membership for Shared {
         &self,
         _: Request<WatchNodesRequest>,
     ) -> Result<Response<Self::WatchNodesStream>, Status> {
-        let news = tokio_stream::wrappers::BroadcastStream::new(self.news.subscribe());
+        let news = tokio_stream::wrappers::BroadcastStream::new(self.node_changes.subscribe());
         let changes = tokio_stream::StreamExt::map(news, |node| {
             let node = node.map_err(|lagged| Status::data_loss(lagged.to_string()))?;
             Ok(NodeChange { node: Some(node), removed: false })
@@ -316,7 +316,7 @@ impl Membership for Shared {
         &self,
         _: Request<WatchMembersRequest>,
     ) -> Result<Response<Self::WatchMembersStream>, Status> {
-        let news = tokio_stream::wrappers::BroadcastStream::new(self.member_news.subscribe());
+        let news = tokio_stream::wrappers::BroadcastStream::new(self.member_changes.subscribe());
         let shared = self.clone();
         let changes = tokio_stream::StreamExt::map(news, move |_| Ok(shared.members()));
         let now = tokio_stream::once(Ok(self.members()));
@@ -324,7 +324,7 @@ impl Membership for Shared {
     }
 
     async fn forget_node(&self, _: Request<ForgetNodeRequest>) -> Result<Response<ForgetNodeReply>, Status> {
-        Err(Status::unimplemented("agents do not ask for it"))
+        Err(Status::unimplemented("not used by agents"))
     }
 }
 
@@ -348,7 +348,7 @@ impl Directory for Shared {
         });
         match mode {
             Mode::Stall => stall().await,
-            Mode::Refuse => Err(Status::invalid_argument("as the test wants it")),
+            Mode::Refuse => Err(Status::invalid_argument("requested by the test")),
             _ => Ok(Response::new(reply)),
         }
     }
@@ -385,11 +385,11 @@ impl Directory for Shared {
     }
 
     async fn describe(&self, _: Request<DescribeRequest>) -> Result<Response<DescribeReply>, Status> {
-        Err(Status::unimplemented("not asked by agents"))
+        Err(Status::unimplemented("not used by agents"))
     }
 }
 
-/// The rules of sequence, epoch and inventories, as `controlplane.proto` gives them.
+/// Applies the rules for sequence, epoch and inventories of `controlplane.proto`.
 fn apply(state: &mut State, request: &UpdateRequest) -> UpdateReply {
     let fenced = request.epoch != state.epoch || state.fence_updates_of == Some(request.epoch);
     if fenced {

@@ -1,8 +1,8 @@
-//! What a node reports, and which of the answers it follows.
+//! Contents of a node's reports, and which replies it applies.
 
-use reprise_agent_core::agent::{Blocks, NodeUsage, TenantCounts, TenantUsage};
+use reprise_agent_core::agent::{NodeUsage, TenantBlocks, TenantCounts, TenantUsage};
 use reprise_agent_core::event::Move as Given;
-use reprise_policy::quota::{Holding, Quota};
+use reprise_policy::quota::{Quota, QuotaUsage};
 use reprise_policy::shards::{MemberName, ShardMap};
 use reprise_policy::{DrainProgress, TenantName};
 use reprise_proto::controlplane::{
@@ -16,16 +16,16 @@ fn tenant() -> TenantName {
     "team-a".parse().expect("a name")
 }
 
-/// A node of 100 bytes of DRAM and 1,000 of NVMe, of which the tenant holds some.
+/// State of a node with 100 bytes of DRAM and 1,000 of NVMe, partly used by the tenant.
 fn own_state(agent: &Agent, grant: Option<Grant>) -> OwnState {
     let number = agent.client.shared.settings.tenants.lock().expect("free").enter(&tenant(), None);
-    let holding = |used| Holding { quota: Quota::UNLIMITED, used };
+    let holding = |used| QuotaUsage { quota: Quota::UNLIMITED, used };
     let usage = TenantUsage {
         tenant: number.expect("room"),
         grant,
         dram: holding(10),
         nvme: holding(20),
-        blocks: Blocks { dram: 1, nvme: 2 },
+        blocks: TenantBlocks { dram: 1, nvme: 2 },
         counts: TenantCounts::default(),
     };
     let room = NodeUsage { dram_capacity: 100, nvme_capacity: 1000, ..NodeUsage::default() };
@@ -40,26 +40,27 @@ fn order(version: u64) -> ReportReply {
     ReportReply { orders: vec![order], ..ReportReply::default() }
 }
 
-fn said(fake: &Fake) -> TenantReport {
+fn last_report(fake: &Fake) -> TenantReport {
     fake.wait(|state| state.reports.last().is_some_and(|report| !report.tenants.is_empty()));
-    fake.read(|state| state.reports.last().expect("waited for").tenants[0].clone())
+    fake.read(|state| state.reports.last().expect("a report").tenants[0].clone())
 }
 
 #[test]
-fn a_node_reports_its_tenants_and_follows_the_orders_that_answer() {
+fn node_reports_its_tenants_and_applies_orders_from_replies() {
     let fake = Fake::start_with(0, State { report_reply: order(7), ..State::default() });
     let agent = Agent::start(settings(fake.endpoint()));
     agent.client.set_own_state(own_state(&agent, None));
-    let report = said(&fake);
+    let report = last_report(&fake);
     assert_eq!((report.tenant.as_str(), report.version, report.elsewhere), ("team-a", 0, false));
     assert_eq!(
         report.limit,
         Some(Bytes { dram: 100, nvme: 1000 }),
-        "what the node has bounds what it allows"
+        "the limit is bounded by the capacity of the node"
     );
     assert_eq!(report.used, Some(Bytes { dram: 10, nvme: 20 }));
     assert_eq!(report.blocks.map(|blocks| (blocks.dram, blocks.nvme)), Some((1, 2)));
-    let drain = fake.read(|state| state.reports.last().and_then(|report| report.drain)).expect("told");
+    let drain =
+        fake.read(|state| state.reports.last().and_then(|report| report.drain)).expect("a reported drain");
     assert_eq!((drain.walked_blocks, drain.nowhere_blocks, drain.drained), (3, 1, false));
     let quota = |reserved, limit| Quota::new(reserved, limit).expect("not above the limit");
     let grant = Grant { tenant: tenant().number(), version: 7, dram: quota(1, 30), nvme: quota(2, 40) };
@@ -67,11 +68,11 @@ fn a_node_reports_its_tenants_and_follows_the_orders_that_answer() {
 
     agent.client.set_own_state(own_state(&agent, Some(grant)));
     fake.wait(|state| state.reports.last().is_some_and(|report| report.tenants[0].version == 7));
-    assert_eq!(said(&fake).limit, Some(Bytes { dram: 30, nvme: 40 }));
+    assert_eq!(last_report(&fake).limit, Some(Bytes { dram: 30, nvme: 40 }));
 }
 
 #[test]
-fn an_order_without_a_limit_ends_the_budget() {
+fn order_without_a_limit_ends_the_budget() {
     let mut reply = order(9);
     (reply.orders[0].reserved, reply.orders[0].limit) = (None, None);
     let fake = Fake::start_with(0, State { report_reply: reply, ..State::default() });
@@ -83,9 +84,9 @@ fn an_order_without_a_limit_ends_the_budget() {
 }
 
 #[test]
-fn who_has_not_the_tenants_slot_hears_its_name_only_and_is_not_obeyed() {
+fn member_without_the_tenants_slot_gets_its_name_only_and_its_orders_are_ignored() {
     let fake = Fake::start_with(0, State { report_reply: order(7), ..State::default() });
-    // Of the names that members may have one takes the tenant's slot away from 'a'.
+    // Finds a member name that takes the tenant's slot from 'a'.
     let other = Fake::start();
     let names = (0..100).map(|number| format!("other-{number}"));
     let list = names.map(|name| {
@@ -100,21 +101,22 @@ fn who_has_not_the_tenants_slot_hears_its_name_only_and_is_not_obeyed() {
         let map = map(list);
         map.owner(tenant().hash_slot()).map(|owner| map.members()[usize::from(owner.0)].to_string())
     };
-    let list = list.into_iter().find(|list| owner(list).as_deref() != Some("a")).expect("half of them do");
+    let list =
+        list.into_iter().find(|list| owner(list).as_deref() != Some("a")).expect("half of the names do");
     fake.change_members(&list, SlotSet::ALL);
     let agent = Agent::start(settings(fake.endpoint()));
     agent.client.set_own_state(own_state(&agent, None));
-    let report = said(&fake);
+    let report = last_report(&fake);
     assert!(report.elsewhere && report.limit.is_none(), "{report:?}");
-    let digest = fake.read(|state| state.reports.last().expect("there is one").map_digest);
-    assert_eq!(digest, map(&list).digest(), "by which map it reports");
+    let digest = fake.read(|state| state.reports.last().expect("a report").map_digest);
+    assert_eq!(digest, map(&list).digest(), "the report is based on this map");
     fake.wait(|state| state.reports.len() >= 3);
     let budgets = agent.events.try_iter().filter(|event| matches!(event, DirectoryEvent::Budget(_)));
     assert_eq!(budgets.count(), 0);
 }
 
 #[test]
-fn modes_are_followed_in_the_order_of_the_store_and_moves_as_they_change() {
+fn modes_are_applied_in_the_order_of_the_store_and_moves_as_they_change() {
     let reply = |mode: NodeMode, mode_revision, given| ReportReply {
         mode: mode.into(),
         mode_revision,

@@ -1,7 +1,7 @@
-//! One block that is arriving: which objects are verified, how far the leading layers go.
+//! One arriving block: its verified objects and leading layers.
 //!
-//! Bytes are checksummed right after they were received, while they are in the cache. An object that arrives in
-//! several pieces has a running checksum; there is at most one such object at a time.
+//! Bytes are checksummed right after they were received, while they are in the cache. An object that arrives
+//! in several pieces has a running checksum; there is at most one such object at a time.
 
 use reprise_buffers::{Crc32c, Span};
 use reprise_policy::layout::OBJECTS_MAX;
@@ -12,7 +12,7 @@ use crate::wire::ProtocolError;
 
 const WORDS: usize = (OBJECTS_MAX as usize).div_ceil(64);
 
-/// What a piece of data did to its block.
+/// Effect of received data on its block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
     /// Nothing to report yet.
@@ -36,9 +36,9 @@ pub(super) struct Arrival {
     checksums: Box<[u32]>,
     /// Bit per object: verified.
     verified: [u64; WORDS],
-    /// Objects that are verified.
+    /// Number of verified objects.
     count: u32,
-    /// Leading objects that are verified.
+    /// Number of verified leading objects.
     leading: u32,
     /// Layers in the last event; `None` before the first.
     reported: Option<u32>,
@@ -70,7 +70,7 @@ impl Arrival {
         }
     }
 
-    /// Whether a range may be written: it goes on where an object was left unfinished or begins at an object's
+    /// Checks that a range may be written: it begins where an object was left unfinished or at an object's
     /// first byte, and none of its objects has arrived before.
     pub(super) fn check_range(&self, offset: u64, length: u64) -> Result<(), ProtocolError> {
         let object_bytes = self.layout.object_bytes();
@@ -79,16 +79,17 @@ impl Arrival {
             None => offset.is_multiple_of(object_bytes),
         };
         if !expected {
-            return Err(ProtocolError::Malformed("data begins inside of an object"));
+            return Err(ProtocolError::Malformed("data begins inside an object"));
         }
         let last = (offset + length - 1) / object_bytes;
         if (offset / object_bytes..=last).any(|object| self.is_verified(object)) {
-            return Err(ProtocolError::Malformed("data that came before"));
+            return Err(ProtocolError::Malformed("data for a received object"));
         }
         Ok(())
     }
 
-    /// Copies bytes to `offset` of the payload and checksums what was copied. `check_range` has passed for them.
+    /// Copies bytes to `offset` of the payload and checksums the copied bytes. The caller has called
+    /// `check_range`.
     pub(super) fn deliver(&mut self, offset: u64, bytes: &[u8]) -> Outcome {
         let object_bytes = self.layout.object_bytes();
         let layers_before = self.layers();
@@ -100,7 +101,8 @@ impl Arrival {
             let (piece, behind) =
                 rest.split_at(usize::try_from(missing).map_or(rest.len(), |missing| missing.min(rest.len())));
             let mut crc = self.partial.take().map_or_else(Crc32c::new, |partial| partial.crc);
-            crc.copy_in(piece, &self.part(at, piece.len())).expect("fetch found the destination writable");
+            crc.copy_in(piece, &self.part(at, piece.len()))
+                .expect("fetch checked that the destination is writable");
             at += piece.len() as u64;
             rest = behind;
             let filled = at - object * object_bytes;
@@ -122,7 +124,7 @@ impl Arrival {
         }
     }
 
-    /// The event for layers that were not reported yet, if there are any.
+    /// Creates the event for unreported layers, if there are any.
     pub(super) fn report(&mut self) -> Option<TransportEvent> {
         self.in_burst = false;
         let layers = self.layers();
@@ -138,7 +140,7 @@ impl Arrival {
         })
     }
 
-    /// Zeroes what lies behind the payload: the padding of a slot is zero (`policy::layout`).
+    /// Zeroes the bytes behind the payload: the padding of a slot must be zero (`policy::layout`).
     pub(super) fn zero_padding(&self) {
         const ZERO: [u8; 512] = [0; 512];
         let mut at = usize::try_from(self.layout.block_bytes()).expect("a block is at most 128 MiB");
@@ -147,16 +149,14 @@ impl Arrival {
             self.into
                 .slice(at, bytes)
                 .and_then(|padding| padding.copy_in(&ZERO[..bytes]))
-                .expect("the range lies in a span that fetch found writable");
+                .expect("fetch checked that the span is writable");
             at += bytes;
         }
     }
 
     fn part(&self, offset: u64, bytes: usize) -> Span {
         let offset = usize::try_from(offset).expect("a block is at most 128 MiB");
-        self.into
-            .slice(offset, bytes)
-            .expect("fetch found the span as long as a block, and the range is inside")
+        self.into.slice(offset, bytes).expect("fetch checked the span's length, and the range is inside")
     }
 
     fn layers(&self) -> u32 {

@@ -1,4 +1,4 @@
-//! One requester's connection to one server, as two queues of frames between the two state machines.
+//! One requester's connection to one server: two queues of frames between the two state machines.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::time::Duration;
@@ -8,11 +8,11 @@ use reprise_buffers::{PIECE_BYTES, Span};
 use crate::api::{FetchRequest, OfferRequest, TransportEvent};
 use crate::counters::{Counters, add, raise};
 use crate::error::TransportError;
-use crate::inbound::{Begun, Inbound, NewFetch, NewOffer};
+use crate::inbound::{Inbound, NewFetch, NewOffer, NewStream};
 use crate::limits::{
     BLOCKS_PER_CONNECTION_MAX, CREDIT_PARTS, REQUEST_DEADLINE_MAX, REQUESTS_PER_CONNECTION_MAX,
 };
-use crate::outbound::{BlockDone, Body, Finished, OutFrame, Outbound, Step};
+use crate::outbound::{BlockCompletion, BlockDone, Body, OutFrame, Outbound, Step};
 use crate::wire::{Kind, OfferAnswerBody, OfferBody, RequestBody, decode_block_header};
 
 /// Counters of both ends.
@@ -21,16 +21,16 @@ pub(super) struct Ends<'a> {
     pub(super) server: &'a Counters,
 }
 
-/// What the line does to the payload that crosses it.
+/// Effect of the line on the payload that crosses it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Line {
     Clean,
-    /// It flips one bit of every data frame.
+    /// Flips one bit of every data frame.
     Corrupting,
 }
 
-/// What one step did, as far as the server hears of it.
-pub(super) enum Delivered {
+/// Effect of one step on the server.
+pub(super) enum DeliveryOutcome {
     Nothing,
     Request { stream: u64, body: RequestBody },
     Offer { stream: u64, body: OfferBody },
@@ -38,13 +38,13 @@ pub(super) enum Delivered {
     Aborted { serve: u64 },
 }
 
-/// State of both ends and of what is between them.
+/// State of both ends and of the frames between them.
 pub(super) struct Channel {
     pub(super) outbound: Outbound,
     /// Since when the channel owes an answer and is stalled.
     pub(super) stalled_since: Option<Duration>,
     inbound: Inbound,
-    upward: VecDeque<Up>,
+    upward: VecDeque<UpFrame>,
     downward: VecDeque<OutFrame>,
     next_stream: u64,
     deadlines: BTreeSet<(Duration, u64)>,
@@ -55,19 +55,21 @@ pub(super) struct Channel {
 }
 
 /// A frame from requester to server.
-enum Up {
+enum UpFrame {
     Request { stream: u64, body: RequestBody },
     Offer { stream: u64, body: OfferBody },
     Credit(u64),
     Cancel { stream: u64 },
 }
 
-impl Up {
-    /// Whether the server learns of a stream by it.
+impl UpFrame {
+    /// Reports whether the frame starts a stream on the server.
     fn begins(&self, stream: u64) -> bool {
         match self {
-            Up::Request { stream: queued, .. } | Up::Offer { stream: queued, .. } => *queued == stream,
-            Up::Credit(_) | Up::Cancel { .. } => false,
+            UpFrame::Request { stream: queued, .. } | UpFrame::Offer { stream: queued, .. } => {
+                *queued == stream
+            }
+            UpFrame::Credit(_) | UpFrame::Cancel { .. } => false,
         }
     }
 }
@@ -93,20 +95,20 @@ impl Channel {
         let FetchRequest { layout, deadline, blocks, .. } = request;
         let (stream, deadline) = self.begin_stream(now, blocks.len(), deadline)?;
         let keys = blocks.iter().map(|block| block.key).collect();
-        self.upward.push_back(Up::Request { stream, body: RequestBody { layout, deadline, keys } });
-        self.inbound.begin_stream(stream, Begun::Fetch(NewFetch { layout, blocks }));
+        self.upward.push_back(UpFrame::Request { stream, body: RequestBody { layout, deadline, keys } });
+        self.inbound.begin_stream(stream, NewStream::Fetch(NewFetch { layout, blocks }));
         Ok(())
     }
 
     pub(super) fn begin_offer(&mut self, now: Duration, request: OfferRequest) -> Result<(), TransportError> {
         let OfferRequest { offer, layout, tenant, deadline, keys } = request;
         let (stream, deadline) = self.begin_stream(now, 1, deadline)?;
-        self.inbound.begin_stream(stream, Begun::Offer(NewOffer { offer, keys: keys.len() }));
-        self.upward.push_back(Up::Offer { stream, body: OfferBody { layout, deadline, tenant, keys } });
+        self.inbound.begin_stream(stream, NewStream::Offer(NewOffer { offer, keys: keys.len() }));
+        self.upward.push_back(UpFrame::Offer { stream, body: OfferBody { layout, deadline, tenant, keys } });
         Ok(())
     }
 
-    /// A number for a request of so many blocks, and its deadline.
+    /// Allocates a number for a request of so many blocks, and computes its deadline.
     fn begin_stream(
         &mut self,
         now: Duration,
@@ -135,17 +137,17 @@ impl Channel {
     }
 
     /// Moves one frame; requests and credit first.
-    pub(super) fn deliver(&mut self, line: Line, ends: &Ends<'_>) -> Delivered {
+    pub(super) fn deliver(&mut self, line: Line, ends: &Ends<'_>) -> DeliveryOutcome {
         match self.upward.pop_front() {
-            Some(Up::Request { stream, body }) => return Delivered::Request { stream, body },
-            Some(Up::Offer { stream, body }) => return Delivered::Offer { stream, body },
-            Some(Up::Credit(bytes)) => {
-                self.outbound.add_credit(bytes).expect("only what was sent is given back");
-                return Delivered::Nothing;
+            Some(UpFrame::Request { stream, body }) => return DeliveryOutcome::Request { stream, body },
+            Some(UpFrame::Offer { stream, body }) => return DeliveryOutcome::Offer { stream, body },
+            Some(UpFrame::Credit(bytes)) => {
+                self.outbound.add_credit(bytes).expect("only used credit is returned");
+                return DeliveryOutcome::Nothing;
             }
-            Some(Up::Cancel { stream }) => {
+            Some(UpFrame::Cancel { stream }) => {
                 self.outbound.cancel(stream);
-                return Delivered::Nothing;
+                return DeliveryOutcome::Nothing;
             }
             None => {}
         }
@@ -153,23 +155,23 @@ impl Channel {
             match step {
                 Step::Aborted { serve } => {
                     self.drop_frames(serve);
-                    return Delivered::Aborted { serve };
+                    return DeliveryOutcome::Aborted { serve };
                 }
                 Step::Frame(frame) => self.downward.push_back(frame),
             }
         }
         raise(&ends.server.in_flight_bytes_max, self.outbound.in_flight_bytes());
-        let Some(frame) = self.downward.pop_front() else { return Delivered::Nothing };
+        let Some(frame) = self.downward.pop_front() else { return DeliveryOutcome::Nothing };
         self.receive(&frame, line, ends);
-        let Some(done) = frame.done else { return Delivered::Nothing };
+        let Some(done) = frame.done else { return DeliveryOutcome::Nothing };
         let finished = self.outbound.finished(done);
-        if done.whole && finished != Finished::Forgotten {
+        if done.whole && finished != BlockCompletion::Stale {
             add(&ends.server.blocks_served, 1);
         }
         match finished {
-            Finished::Forgotten => Delivered::Nothing,
-            Finished::Block => Delivered::Served { done, ended: false },
-            Finished::Request => Delivered::Served { done, ended: true },
+            BlockCompletion::Stale => DeliveryOutcome::Nothing,
+            BlockCompletion::Block => DeliveryOutcome::Served { done, ended: false },
+            BlockCompletion::Request => DeliveryOutcome::Served { done, ended: true },
         }
     }
 
@@ -190,12 +192,12 @@ impl Channel {
             }
             _ => unreachable!("a server makes no other frames"),
         };
-        taken.expect("a server in memory keeps the protocol");
+        taken.expect("a server in memory respects the protocol");
         self.inbound.flush();
         self.account();
     }
 
-    /// Copies payload into its destination, or nowhere.
+    /// Copies payload into its destination, or drops it.
     fn copy(&mut self, span: &Span, line: Line, counters: &Counters) {
         let mut buffer = vec![0; PIECE_BYTES];
         let mut at = 0;
@@ -210,7 +212,7 @@ impl Channel {
         }
         self.consumed += span.len() as u64;
         if self.consumed >= (self.window / CREDIT_PARTS).max(1) {
-            self.upward.push_back(Up::Credit(std::mem::take(&mut self.consumed)));
+            self.upward.push_back(UpFrame::Credit(std::mem::take(&mut self.consumed)));
         }
     }
 
@@ -222,13 +224,13 @@ impl Channel {
             let before = self.upward.len();
             self.upward.retain(|up| !up.begins(stream));
             if self.upward.len() == before {
-                self.upward.push_back(Up::Cancel { stream });
+                self.upward.push_back(UpFrame::Cancel { stream });
             }
         }
         self.account();
     }
 
-    /// Ends the serves whose time has passed; nothing of them is read from here on.
+    /// Ends the serves whose deadline has passed; their memory is no longer read.
     pub(super) fn expire_serves(&mut self, now: Duration) -> Vec<u64> {
         let expired = self.outbound.expire(now);
         for serve in &expired {
@@ -237,7 +239,7 @@ impl Channel {
         expired
     }
 
-    /// Whether the requester gives the channel up.
+    /// Reports whether the requester must give up the channel.
     pub(super) fn is_lost(&self, now: Duration, stall_timeout: Duration) -> bool {
         self.stall_deadline(stall_timeout).is_some_and(|at| at <= now)
     }
@@ -262,7 +264,7 @@ impl Channel {
         Some(since + stall_timeout)
     }
 
-    /// Drops what is on its way of a serve; the server gets back the credit that it took.
+    /// Drops the frames of a serve that are in flight, and returns their credit to the server.
     fn drop_frames(&mut self, serve: u64) {
         let mut dropped_bytes = 0;
         self.downward.retain(|frame| {
@@ -271,7 +273,7 @@ impl Channel {
             }
             frame.serve != serve
         });
-        self.outbound.add_credit(dropped_bytes).expect("the frames took as much");
+        self.outbound.add_credit(dropped_bytes).expect("the frames used this credit");
     }
 
     fn account(&mut self) {

@@ -1,4 +1,4 @@
-//! Why a connection ends, and the one log line about it.
+//! Reasons for the end of a connection, and the one log line about it.
 
 use std::io;
 
@@ -6,31 +6,31 @@ use super::frames::Boundary;
 use crate::counters::{Counters, add};
 use crate::wire::ProtocolError;
 
-/// A peer cannot be reached, or its connection breaks: logged as one condition that ends with the next greeting.
+/// Log condition of an unreachable peer or a broken connection; it ends with the next greeting.
 pub(super) const CONNECTION_LOST: &str = "peer_connection_lost";
 
-/// Reason of a connection's end.
+/// Reason for the end of a connection.
 #[derive(Debug)]
 pub(super) enum Close {
-    /// This side no longer needs it: idle, or the transport shuts down.
-    Ours(&'static str),
-    /// The other side closed.
-    Ended(Boundary),
+    /// This side no longer needs it: it is idle, or the transport shuts down.
+    Local(&'static str),
+    /// The other side closed the connection.
+    Remote(Boundary),
     /// No progress for the stall timeout.
     Stalled(&'static str),
-    /// The other side broke the protocol.
+    /// The other side violated the protocol.
     Protocol(ProtocolError),
-    /// The operating system reports it broken.
+    /// The operating system reported an error.
     Io(io::Error),
 }
 
-/// Which connection ended; for the log.
+/// Description of the ended connection, for the log.
 pub(super) struct Ending<'a> {
     pub(super) direction: &'static str,
     pub(super) peer: &'a str,
-    /// Where `peer` does not name it.
+    /// Port, if `peer` does not contain it.
     pub(super) port: Option<u16>,
-    /// Fetches or serves that ended with it.
+    /// Number of fetches or serves that ended with the connection.
     pub(super) open: usize,
 }
 
@@ -41,17 +41,17 @@ impl From<ProtocolError> for Close {
 }
 
 impl Close {
-    /// A connection that the kernel gave up for lack of acknowledgements (TCP_USER_TIMEOUT), or a send that made no
-    /// progress, is a stall; the rest is a loss.
+    /// Classifies a system error. A connection that the kernel ended for lack of acknowledgements
+    /// (TCP_USER_TIMEOUT), or a send without progress, is a stall; other errors are a loss.
     pub(super) fn io(error: io::Error) -> Close {
         match error.kind() {
-            io::ErrorKind::TimedOut => Close::Stalled("it takes no data"),
+            io::ErrorKind::TimedOut => Close::Stalled("the peer accepts no data"),
             _ => Close::Io(error),
         }
     }
 
-    /// Of the reasons of a connection's two threads the one that came first: the other saw its consequence, an end of
-    /// the stream or a broken pipe.
+    /// Selects the earlier of the reasons of a connection's two threads: the later one is a consequence, such
+    /// as an end of the stream or a broken pipe.
     pub(super) fn first(reading: Close, writing: Option<Close>) -> Close {
         match (reading, writing) {
             (reading, None) => reading,
@@ -66,13 +66,13 @@ impl Ending<'_> {
     pub(super) fn report(&self, close: &Close, counters: &Counters) {
         let Ending { direction, peer, port, open } = *self;
         match close {
-            Close::Ours(reason) => {
+            Close::Local(reason) => {
                 tracing::debug!(direction, peer, port, open, reason, "peer connection closed");
             }
-            Close::Ended(Boundary::BetweenFrames) if open == 0 => {
+            Close::Remote(Boundary::BetweenFrames) if open == 0 => {
                 tracing::debug!(direction, peer, port, "peer connection closed by the peer");
             }
-            Close::Ended(_) => {
+            Close::Remote(_) => {
                 tracing::warn!(
                     condition = CONNECTION_LOST,
                     direction,
@@ -91,7 +91,7 @@ impl Ending<'_> {
                     port,
                     open,
                     what,
-                    "peer connection lost: the peer stalls"
+                    "peer connection lost: the peer stalled"
                 );
             }
             Close::Protocol(error) => {

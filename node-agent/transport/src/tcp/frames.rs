@@ -1,10 +1,10 @@
 //! Reading frames from a socket through one buffer.
 //!
-//! A receive takes whatever is there, up to the buffer's size, whatever frames it is made of: few system calls for
-//! frames of any size. Payload is then copied out of the buffer, which stays in the second-level cache, to its
-//! destination, and checksummed in that same pass. Receiving straight into the destination and checksumming it
-//! there was measured to be slower: the kernel's copy then misses the cache on every line, and the checksum is a
-//! pass of its own.
+//! A receive reads all available bytes, up to the buffer's size, regardless of frame boundaries: few system
+//! calls for frames of any size. Payload is then copied from the buffer, which stays in the second-level
+//! cache, to its destination, and checksummed in the same pass. Receiving straight into the destination and
+//! checksumming it there was measured to be slower: the kernel's copy then misses the cache on every line,
+//! and the checksum is a separate pass.
 
 use std::io;
 
@@ -12,35 +12,35 @@ use super::close::Close;
 use super::socket::Socket;
 use crate::wire::{FRAME_HEADER_BYTES, FrameHeader};
 
-/// Reads one connection.
+/// Reads the frames of one connection.
 pub(super) struct FrameReader {
     buffer: Box<[u8]>,
     start: usize,
     end: usize,
 }
 
-/// Where in the stream of frames a reader waits or the stream ends.
+/// Position in the stream of frames at which a reader waits or the stream ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Boundary {
-    /// Nothing of the next frame has come: the end of the stream is a farewell.
+    /// No byte of the next frame has arrived: the end of the stream is an orderly close.
     BetweenFrames,
-    /// A frame has begun: the end of the stream is a loss, silence is a stall.
+    /// A part of a frame has arrived: the end of the stream is a loss, silence is a stall.
     InsideFrame,
 }
 
 impl FrameReader {
-    /// A reader that receives at most `buffer_bytes` at a time.
+    /// Creates a reader that receives at most `buffer_bytes` at a time.
     pub(super) fn new(buffer_bytes: usize) -> FrameReader {
         assert!(buffer_bytes >= FRAME_HEADER_BYTES, "a header must fit the buffer");
         FrameReader { buffer: vec![0; buffer_bytes].into_boxed_slice(), start: 0, end: 0 }
     }
 
-    /// Whether a whole frame header is there without asking the socket.
+    /// Reports whether a whole frame header is buffered.
     pub(super) fn has_header(&self) -> bool {
         self.end - self.start >= FRAME_HEADER_BYTES
     }
 
-    /// The next frame's header; `wait` is called when the socket has nothing.
+    /// Reads the next frame's header; calls `wait` when the socket has no data.
     pub(super) fn header(
         &mut self,
         socket: &Socket,
@@ -60,7 +60,7 @@ impl FrameReader {
         Ok(header)
     }
 
-    /// The body of a frame, checked. Its length was checked with the header.
+    /// Reads and checks the body of a frame. Its length was checked with the header.
     pub(super) fn body(
         &mut self,
         socket: &Socket,
@@ -76,7 +76,7 @@ impl FrameReader {
         Ok(body)
     }
 
-    /// The next bytes inside of a frame, at least one and at most `limit`.
+    /// Reads the next bytes inside a frame, at least one and at most `limit`.
     pub(super) fn payload(
         &mut self,
         socket: &Socket,
@@ -91,7 +91,7 @@ impl FrameReader {
         Ok(&self.buffer[from..self.start])
     }
 
-    /// One attempt to receive behind what is buffered.
+    /// Receives once, behind the buffered bytes.
     fn receive(
         &mut self,
         socket: &Socket,
@@ -103,7 +103,7 @@ impl FrameReader {
         self.end -= self.start;
         self.start = 0;
         match socket.receive(&mut self.buffer[self.end..]) {
-            Ok(0) => Err(Close::Ended(boundary)),
+            Ok(0) => Err(Close::Remote(boundary)),
             Ok(bytes) => {
                 self.end += bytes;
                 Ok(())

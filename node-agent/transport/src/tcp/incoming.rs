@@ -1,9 +1,9 @@
-//! A connection that a peer opened to fetch from this node: the thread that reads its requests, and what it
-//! shares with the thread that writes ([`super::writer`]) and with the core's `serve_*` calls.
+//! A connection that a peer opened to fetch from this node: the thread that reads its requests, and the state
+//! shared with the writing thread ([`super::writer`]) and with the core's `serve_*` calls.
 //!
-//! The reading thread owns the connection: it greets, starts the writing thread, reads until the end, waits for
-//! the writing thread, and only then reports open requests as aborted. So a request is reported before its end,
-//! and nobody reads arena memory for a request that was reported as ended.
+//! The reading thread owns the connection: it greets, starts the writing thread, reads until the end, waits
+//! for the writing thread, and only then reports open requests as aborted. A request is therefore reported
+//! before its end, and no thread reads arena memory for a request that was reported as ended.
 
 use std::net::{SocketAddr, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -13,50 +13,54 @@ use super::close::{Close, Ending};
 use super::frames::{Boundary, FrameReader};
 use super::socket::{Readiness, Socket, wait};
 use super::writer;
-use super::{Common, Registered};
+use super::{AcceptedGuard, Common};
 use crate::api::{IncomingOffer, IncomingRequest, TransportEvent};
 use crate::counters::add;
 use crate::limits::REQUEST_DEADLINE_MAX;
-use crate::outbound::{Misuse, Outbound};
+use crate::outbound::{InvalidCall, Outbound};
 use crate::wire::{HELLO_BYTES, Hello, Kind, OfferBody, ProtocolError, RequestBody};
 
-/// Requests are received in pieces of at most this size: the largest is nine of them.
+/// Maximum size of one receive in bytes: the largest request takes nine of them.
 const READ_BYTES: usize = 16 << 10;
 
 /// A connection whose requester has greeted.
 pub(super) struct Incoming {
     pub(super) common: Arc<Common>,
     pub(super) socket: Arc<Socket>,
-    /// Taken after `state`, where both are.
-    registered: Registered,
-    /// Something is sent at least this often while a request is open.
+    /// Lock order: after `state`, where both are taken.
+    registered: AcceptedGuard,
+    /// A frame is sent at least this often while a request is open.
     pub(super) alive_every: Duration,
-    /// The requester's name, as it has greeted.
+    /// The requester's name, from its greeting.
     node: String,
-    /// Zero of the time in which deadlines of requests are kept.
+    /// Time zero of the deadlines of requests.
     born: Instant,
     state: Mutex<State>,
     /// Wakes the writing thread.
     pub(super) changed: Condvar,
 }
 
-/// What the threads of a connection share.
+/// State shared by the threads of a connection.
 pub(super) struct State {
     pub(super) outbound: Outbound,
     pub(super) over: bool,
-    /// Entered as busy, so that it is not closed for another connection.
+    /// Registered as busy, so that the connection is not closed for another one.
     busy: bool,
 }
 
-/// A connection that counts against the bound and has not greeted.
-pub(super) struct Entered {
-    registered: Registered,
+/// A connection that counts against the limit and has not greeted.
+pub(super) struct PendingHandshake {
+    registered: AcceptedGuard,
     socket: Arc<Socket>,
     address: SocketAddr,
 }
 
-/// Enters an accepted connection; `None` when it is closed at once.
-pub(super) fn enter(common: &Arc<Common>, stream: TcpStream, address: SocketAddr) -> Option<Entered> {
+/// Registers an accepted connection; `None` when it was closed at once.
+pub(super) fn enter(
+    common: &Arc<Common>,
+    stream: TcpStream,
+    address: SocketAddr,
+) -> Option<PendingHandshake> {
     let socket = match Socket::accepted(stream, &common.settings.socket_options()) {
         Ok(socket) => Arc::new(socket),
         Err(error) => {
@@ -65,12 +69,13 @@ pub(super) fn enter(common: &Arc<Common>, stream: TcpStream, address: SocketAddr
         }
     };
     let registered = common.register_incoming(&socket)?;
-    Some(Entered { registered, socket, address })
+    Some(PendingHandshake { registered, socket, address })
 }
 
 /// Body of the reading thread.
-pub(super) fn run(common: &Arc<Common>, Entered { registered, socket, address }: Entered) {
-    // Without the port, which is another one each time: a peer is one subject in the log.
+pub(super) fn run(common: &Arc<Common>, PendingHandshake { registered, socket, address }: PendingHandshake) {
+    // Log the peer without the port, which differs for each connection: one peer is then one subject in the
+    // log.
     let (peer, port) = (address.ip().to_string(), address.port());
     let close = match greet(&registered, &socket) {
         Ok(hello) => {
@@ -84,21 +89,21 @@ pub(super) fn run(common: &Arc<Common>, Entered { registered, socket, address }:
     Ending { direction: "incoming", peer: &peer, port: Some(port), open: 0 }.report(&close, &common.counters);
 }
 
-/// Exchanges greetings. A peer of another version is answered, so that it can say which one this is.
-fn greet(registered: &Registered, socket: &Arc<Socket>) -> Result<Hello, Close> {
+/// Exchanges greetings. A peer of another version gets an answer, so that it can report this version.
+fn greet(registered: &AcceptedGuard, socket: &Arc<Socket>) -> Result<Hello, Close> {
     let common = &registered.common;
     let mut bytes = [0; HELLO_BYTES];
     let mut filled = 0;
     let deadline = std::time::Instant::now() + common.settings.stall_timeout;
     while filled < bytes.len() {
         match socket.receive(&mut bytes[filled..]) {
-            Ok(0) if filled == 0 => return Err(Close::Ended(Boundary::BetweenFrames)),
-            Ok(0) => return Err(Close::Ended(Boundary::InsideFrame)),
+            Ok(0) if filled == 0 => return Err(Close::Remote(Boundary::BetweenFrames)),
+            Ok(0) => return Err(Close::Remote(Boundary::InsideFrame)),
             Ok(received) => filled += received,
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
                 let left = deadline.saturating_duration_since(std::time::Instant::now());
                 if left.is_zero() {
-                    return Err(Close::Stalled("it connected and does not greet"));
+                    return Err(Close::Stalled("the peer connected and does not greet"));
                 }
                 wait(Some((socket, Readiness::Readable)), None, Some(left)).map_err(Close::io)?;
             }
@@ -107,7 +112,7 @@ fn greet(registered: &Registered, socket: &Arc<Socket>) -> Result<Hello, Close> 
     }
     let hello = Hello::decode(&bytes);
     if hello.is_ok() {
-        // Before the answer: a peer that has it is no longer the first to be closed.
+        // Before the answer: a peer that has received it must not be the first to be closed.
         registered.set_idle(socket);
     }
     if matches!(hello, Ok(_) | Err(ProtocolError::Version { .. })) {
@@ -117,7 +122,7 @@ fn greet(registered: &Registered, socket: &Arc<Socket>) -> Result<Hello, Close> 
 }
 
 /// Serves a greeted connection until it ends.
-fn serve((registered, socket): (Registered, Arc<Socket>), hello: &Hello, (peer, port): (&str, u16)) {
+fn serve((registered, socket): (AcceptedGuard, Arc<Socket>), hello: &Hello, (peer, port): (&str, u16)) {
     let common = Arc::clone(&registered.common);
     let incoming = Arc::new(Incoming {
         common: Arc::clone(&common),
@@ -134,13 +139,13 @@ fn serve((registered, socket): (Registered, Arc<Socket>), hello: &Hello, (peer, 
     let writer = match writer {
         Ok(writer) => writer,
         Err(error) => {
-            tracing::error!(peer, port, %error, "cannot start a thread to serve a peer");
+            tracing::error!(peer, port, %error, "cannot spawn a thread to serve a peer");
             return;
         }
     };
     let Err(read_close) = incoming.read();
     incoming.end();
-    let write_close = writer.join().unwrap_or(Some(Close::Ours("the writing thread panicked")));
+    let write_close = writer.join().unwrap_or(Some(Close::Local("the writing thread panicked")));
     let aborted = incoming.lock().outbound.abort_all();
     common.unroute_offers(&incoming);
     let close = Close::first(read_close, write_close);
@@ -158,21 +163,24 @@ impl Incoming {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The connection's age.
+    /// Returns the age of the connection.
     pub(super) fn now(&self) -> Duration {
         self.born.elapsed()
     }
 
-    /// When the connection has or had this age.
+    /// Converts an age of the connection to an instant.
     pub(super) fn instant(&self, age: Duration) -> Instant {
         self.born + age
     }
 
-    /// Applies a call of the core. The caller logs a refusal.
-    pub(super) fn apply(&self, call: impl FnOnce(&mut Outbound) -> Result<(), Misuse>) -> Result<(), Misuse> {
+    /// Applies a call of the core. The caller logs an error.
+    pub(super) fn apply(
+        &self,
+        call: impl FnOnce(&mut Outbound) -> Result<(), InvalidCall>,
+    ) -> Result<(), InvalidCall> {
         let result = call(&mut self.lock().outbound);
         self.changed.notify_one();
-        if result == Err(Misuse::Queue) {
+        if result == Err(InvalidCall::Queue) {
             self.end();
         }
         result
@@ -191,7 +199,7 @@ impl Incoming {
         }
     }
 
-    /// Nothing is asked or being sent.
+    /// Marks the connection as idle: no request is open and no frame is being sent.
     pub(super) fn set_idle(&self, state: &mut State) {
         if std::mem::take(&mut state.busy) {
             self.registered.set_idle(&self.socket);
@@ -235,7 +243,7 @@ impl Incoming {
 
     fn request(self: &Arc<Self>, stream: u64, mut body: RequestBody) -> Result<(), Close> {
         body.deadline = body.deadline.min(REQUEST_DEADLINE_MAX);
-        // A requester that keeps its deadline has cancelled by then, or its cancellation is stuck.
+        // A requester that respects its deadline has cancelled by then, or its cancellation is stuck.
         let until = self.now() + body.deadline + self.common.settings.stall_timeout;
         let serve = self.common.route(self);
         let mut state = self.lock();
@@ -246,7 +254,7 @@ impl Incoming {
             self.common.unroute(serve);
             return Err(error.into());
         }
-        // From now on the peer wants to hear from this side.
+        // From now on the peer expects frames from this side.
         self.changed.notify_one();
         add(&self.common.counters.requests, 1);
         let RequestBody { layout, deadline, keys } = body;
@@ -283,9 +291,9 @@ impl Incoming {
             return Ok(());
         }
         match boundary {
-            Boundary::InsideFrame => Err(Close::Stalled("half a frame came from it")),
+            Boundary::InsideFrame => Err(Close::Stalled("the peer sent an incomplete frame")),
             Boundary::BetweenFrames if self.lock().outbound.open_requests() == 0 => {
-                Err(Close::Ours("the requester is idle"))
+                Err(Close::Local("the requester is idle"))
             }
             Boundary::BetweenFrames => Ok(()),
         }

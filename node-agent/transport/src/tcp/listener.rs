@@ -1,4 +1,4 @@
-//! Accepts connections of peers, one thread each.
+//! Accepts connections of peers, with one thread each.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener};
@@ -11,13 +11,13 @@ use super::settings::name_congestion;
 use super::socket::{Wake, wait_accept};
 use crate::error::TransportError;
 
-/// Pause after a failed accept (out of descriptors, usually): the pending connection stays pending.
+/// Pause after a failed accept (usually out of descriptors): the pending connection stays pending.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
-/// Connections that the kernel keeps until they are accepted. One beyond them is tried again by its peer after a second.
+/// Backlog of the listening socket. The peer of a connection beyond it retries after a second.
 const BACKLOG: i32 = 4096;
 
-/// The accepting thread's other end.
+/// Handle of the accepting thread.
 pub(super) struct Listener {
     wake: Arc<Wake>,
 }
@@ -30,7 +30,7 @@ impl Listener {
         let listener = TcpListener::bind(listen).map_err(cannot_listen)?;
         name_congestion(&listener, &common.settings.congestion).map_err(|error| {
             TransportError::invalid(format!(
-                "this kernel does not have or allow that congestion control: {error}"
+                "invalid congestion control: this kernel does not have or allow it: {error}"
             ))
         })?;
         listener.set_nonblocking(true).map_err(cannot_listen)?;
@@ -45,7 +45,7 @@ impl Listener {
         Ok((Listener { wake }, address))
     }
 
-    /// Ends the thread.
+    /// Ends the accepting thread.
     pub(super) fn stop(&self) {
         self.wake.wake();
     }
@@ -56,25 +56,25 @@ fn run(common: &Arc<Common>, listener: &TcpListener, wake: &Wake) {
         common.wait_for_closing();
         match listener.accept() {
             Ok((stream, address)) => {
-                // Here and not in its thread: connections are entered in the order in which they came.
+                // Here and not in its thread: connections are registered in the order of their arrival.
                 let Some(entered) = incoming::enter(common, stream, address) else { continue };
                 let serving = Arc::clone(common);
                 let spawned = common.threads.spawn("peer-read", move || incoming::run(&serving, entered));
                 if let Err(error) = spawned {
-                    tracing::error!(%error, "cannot start a thread for a peer connection");
+                    tracing::error!(%error, "cannot spawn a thread for a peer connection");
                 }
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 if let Err(error) = wait_accept(listener, wake) {
-                    tracing::error!(%error, "cannot wait for peer connections: no more are accepted");
+                    tracing::error!(%error, "cannot wait for peer connections, accepting has ended");
                     return;
                 }
             }
-            // The connection was gone before it was accepted.
+            // The connection ended before it was accepted.
             Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
             Err(error) => {
                 tracing::warn!(%error, "cannot accept a peer connection");
-                // Only for the pause: what is pending keeps the listener ready.
+                // Wait only for the pause: the pending connection keeps the listener ready.
                 let _ = super::socket::wait(None, Some(wake), Some(ACCEPT_RETRY));
             }
         }

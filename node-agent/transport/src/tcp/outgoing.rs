@@ -1,14 +1,15 @@
-//! A connection that this node opened to fetch from a peer: what its two threads and `fetch` share, and the
-//! thread that sends requests and keeps time.
+//! A connection that this node opened to fetch from a peer: the state shared by its two threads and `fetch`,
+//! and the thread that sends requests and checks deadlines.
 //!
 //! * `fetch` puts the request into the shared state and wakes the sending thread; it never waits.
-//! * The *receiving* thread ([`super::receiver`]) connects, greets, receives. It alone writes into destinations and
-//!   it alone reports events of fetches, so their order needs no lock.
-//! * The *sending* thread sends requests, cancellations and credit, and watches the clock: deadlines (the fetch is
-//!   put on the expired list and the receiving thread woken), stalls and idleness (the connection is closed).
+//! * The *receiving* thread ([`super::receiver`]) connects, greets, receives. Only this thread writes into
+//!   destinations and reports events of fetches, so their order needs no lock.
+//! * The *sending* thread sends requests, cancellations and credit, and handles timeouts: deadlines (it puts
+//!   the fetch on the expired list and wakes the receiving thread), stalls and idleness (it closes the
+//!   connection).
 //!
 //! ```text
-//! Connecting ──greeted──► Open ──idle, stall, error, shutdown──► Closed (fetches fail, `begin` refuses)
+//! Connecting ──greeted──► Open ──idle, stall, error, shutdown──► Closed (fetches fail, `begin` fails)
 //!      └────────────────── error, stall, shutdown ─────────────────┘
 //! ```
 
@@ -23,20 +24,20 @@ use reprise_policy::{BlockKey, Layout, TenantName};
 
 use super::Common;
 use super::close::Close;
-use super::socket::{Sending, Sent, Socket, Wake};
+use super::socket::{PendingSend, SendProgress, Socket, Wake};
 use crate::api::{FetchRequest, OfferRequest};
 use crate::counters::add;
 use crate::error::TransportError;
-use crate::inbound::{Begun, Ended, NewFetch, NewOffer};
+use crate::inbound::{EndedStreams, NewFetch, NewOffer, NewStream};
 use crate::limits::{
     BLOCKS_PER_CONNECTION_MAX, CREDIT_PARTS, REQUEST_DEADLINE_MAX, REQUESTS_PER_CONNECTION_MAX,
 };
 use crate::wire::{FrameHeader, Kind, OfferBody, RequestBody};
 
-/// Progress while the receiving thread is not waiting for the peer.
+/// Value of `progress` while the receiving thread does not wait for the peer.
 const SUSPENDED: u64 = u64::MAX;
 
-/// While a send waits for its socket, deadlines are looked at this often: fetches that begin meanwhile have theirs.
+/// Interval of deadline checks while a send waits for its socket: it covers fetches that begin meanwhile.
 const DEADLINES_EVERY: Duration = Duration::from_millis(20);
 
 /// One connection to a peer.
@@ -45,47 +46,49 @@ pub(super) struct Outgoing {
     pub(super) common: Arc<Common>,
     /// Wakes the receiving thread.
     pub(super) wake: Arc<Wake>,
-    /// There is something for the receiving thread in [`Outgoing::take_orders`]: it looks even while data flows.
-    ordered: AtomicBool,
+    /// Set when [`Outgoing::take_commands`] has a command; the receiving thread checks it even while data
+    /// flows.
+    has_command: AtomicBool,
     state: Mutex<State>,
     /// Wakes the sending thread.
     changed: Condvar,
-    /// When the receiving thread last received a byte, in nanoseconds since `born`, or [`SUSPENDED`].
+    /// Time at which the receiving thread last received a byte, in nanoseconds since `born`, or
+    /// [`SUSPENDED`].
     progress: AtomicU64,
     born: Instant,
 }
 
-/// What a peer is asked.
-pub(super) enum Asked {
+/// A fetch or an offer.
+pub(super) enum OutgoingRequest {
     Fetch(FetchRequest),
     Offer(OfferRequest),
 }
 
-/// Why [`Outgoing::begin`] did not take a request.
-pub(super) enum Refused {
-    /// The connection is closed; here is the request for another one.
-    Closed(Asked),
+/// Reason for which [`Outgoing::begin`] did not accept a request.
+pub(super) enum BeginError {
+    /// The connection is closed; contains the request, for another connection.
+    Closed(OutgoingRequest),
     /// A limit is reached.
     Busy(TransportError),
 }
 
-/// What the receiving thread finds when it was woken.
-pub(super) struct Orders {
+/// Commands for the receiving thread.
+pub(super) struct ReceiverCommands {
     /// Fetches whose deadline has passed.
     pub(super) expired: Vec<u64>,
-    /// End the connection.
+    /// Reason to end the connection.
     pub(super) close: Option<Close>,
 }
 
 struct State {
     closing: Option<Closing>,
-    /// There once both sides have greeted.
+    /// `Some` once both sides have greeted.
     socket: Option<Arc<Socket>>,
     next_stream: u64,
     /// Fetches and offers that the receiving thread has not taken over yet.
-    inbox: Vec<(u64, Begun)>,
+    inbox: Vec<(u64, NewStream)>,
     sends: VecDeque<Send>,
-    /// Consumed payload bytes to give back.
+    /// Consumed payload bytes whose credit was not returned.
     credit: u64,
     deadlines: BTreeSet<(Instant, u64)>,
     deadline_of: HashMap<u64, Instant>,
@@ -97,12 +100,12 @@ struct State {
 
 #[derive(Clone, Copy)]
 enum Closing {
-    Ours(&'static str),
+    Local(&'static str),
     Stalled,
     /// Requests cannot be sent.
     Broken(io::ErrorKind),
-    /// The receiving thread has ended: nothing is taken any more.
-    Over,
+    /// The receiving thread has ended: new requests fail.
+    Finished,
 }
 
 enum Send {
@@ -112,7 +115,7 @@ enum Send {
 }
 
 impl Send {
-    /// Whether the peer learns of a stream by it.
+    /// Reports whether the frame starts a stream on the peer.
     fn begins(&self, stream: u64) -> bool {
         match self {
             Send::Request { stream: queued, .. } | Send::Offer { stream: queued, .. } => *queued == stream,
@@ -121,55 +124,55 @@ impl Send {
     }
 }
 
-impl Asked {
-    /// Blocks that it counts as.
+impl OutgoingRequest {
+    /// Number of blocks that it counts as.
     fn blocks(&self) -> usize {
         match self {
-            Asked::Fetch(request) => request.blocks.len(),
-            Asked::Offer(_) => 1,
+            OutgoingRequest::Fetch(request) => request.blocks.len(),
+            OutgoingRequest::Offer(_) => 1,
         }
     }
 
     fn deadline(&self) -> Duration {
         match self {
-            Asked::Fetch(request) => request.deadline,
-            Asked::Offer(request) => request.deadline,
+            OutgoingRequest::Fetch(request) => request.deadline,
+            OutgoingRequest::Offer(request) => request.deadline,
         }
     }
 
-    /// What is sent, and what is waited for.
-    fn split(self, stream: u64, deadline: Instant) -> (Send, Begun) {
+    /// Splits the request into the frame to send and the stream that waits for the answer.
+    fn split(self, stream: u64, deadline: Instant) -> (Send, NewStream) {
         match self {
-            Asked::Fetch(FetchRequest { layout, blocks, .. }) => {
+            OutgoingRequest::Fetch(FetchRequest { layout, blocks, .. }) => {
                 let keys = blocks.iter().map(|block| block.key).collect();
                 let send = Send::Request { stream, layout, deadline, keys };
-                (send, Begun::Fetch(NewFetch { layout, blocks }))
+                (send, NewStream::Fetch(NewFetch { layout, blocks }))
             }
-            Asked::Offer(OfferRequest { offer, layout, tenant, keys, .. }) => {
-                let begun = Begun::Offer(NewOffer { offer, keys: keys.len() });
+            OutgoingRequest::Offer(OfferRequest { offer, layout, tenant, keys, .. }) => {
+                let begun = NewStream::Offer(NewOffer { offer, keys: keys.len() });
                 (Send::Offer { stream, layout, deadline, tenant, keys }, begun)
             }
         }
     }
 }
 
-/// What the sending thread does next.
+/// Next action of the sending thread.
 enum Work {
     Send { socket: Arc<Socket>, frames: Vec<u8> },
     End,
 }
 
 impl Outgoing {
-    /// A connection without threads yet.
+    /// Creates a connection without threads.
     pub(super) fn new(peer: &str, common: &Arc<Common>) -> Result<Arc<Outgoing>, TransportError> {
         let wake =
-            Wake::new().map_err(|error| TransportError::os("cannot make a wake-up descriptor", error))?;
+            Wake::new().map_err(|error| TransportError::os("cannot create a wake-up descriptor", error))?;
         let now = Instant::now();
         Ok(Arc::new(Outgoing {
             peer: peer.to_owned(),
             common: Arc::clone(common),
             wake: Arc::new(wake),
-            ordered: AtomicBool::new(false),
+            has_command: AtomicBool::new(false),
             state: Mutex::new(State {
                 closing: None,
                 socket: None,
@@ -189,17 +192,17 @@ impl Outgoing {
         }))
     }
 
-    /// Takes a request or offer, unless the connection is closed or full.
-    pub(super) fn begin(&self, request: Asked) -> Result<(), Refused> {
+    /// Accepts a request or offer, unless the connection is closed or full.
+    pub(super) fn begin(&self, request: OutgoingRequest) -> Result<(), BeginError> {
         let now = Instant::now();
         let mut state = self.lock();
         if state.closing.is_some() {
-            return Err(Refused::Closed(request));
+            return Err(BeginError::Closed(request));
         }
         if state.deadline_of.len() >= REQUESTS_PER_CONNECTION_MAX
             || state.open_blocks + request.blocks() > BLOCKS_PER_CONNECTION_MAX
         {
-            return Err(Refused::Busy(TransportError::busy(
+            return Err(BeginError::Busy(TransportError::busy(
                 "too many requests or blocks in flight to this peer",
             )));
         }
@@ -209,7 +212,7 @@ impl Outgoing {
         let stream = state.next_stream;
         state.next_stream += 1;
         let deadline = now + request.deadline().min(REQUEST_DEADLINE_MAX);
-        tracing::trace!(stream, blocks = request.blocks(), peer = self.peer, "a request begins");
+        tracing::trace!(stream, blocks = request.blocks(), peer = self.peer, "request accepted");
         state.deadlines.insert((deadline, stream));
         state.deadline_of.insert(stream, deadline);
         state.open_blocks += request.blocks();
@@ -221,72 +224,72 @@ impl Outgoing {
         Ok(())
     }
 
-    /// Unfinished blocks on the connection; an offer counts as one.
+    /// Number of unfinished blocks on the connection; an offer counts as one.
     pub(super) fn open_blocks(&self) -> usize {
         self.lock().open_blocks
     }
 
     /// Ends the connection; its fetches fail.
     pub(super) fn close(&self, reason: &'static str) {
-        self.close_as(Closing::Ours(reason));
+        self.close_as(Closing::Local(reason));
     }
 
-    /// The receiving thread has a greeted connection.
+    /// Publishes the socket of a connection after the greetings.
     pub(super) fn opened(&self, socket: &Arc<Socket>) {
         self.lock().socket = Some(Arc::clone(socket));
         self.changed.notify_one();
     }
 
-    /// The receiving thread has received something.
+    /// Records that the receiving thread has received data.
     pub(super) fn note_progress(&self) {
         let nanos =
             u64::try_from(self.born.elapsed().as_nanos()).expect("500 years fit 64 bits of nanoseconds");
         self.progress.store(nanos, Ordering::Relaxed);
     }
 
-    /// The receiving thread hands events over, which may wait for the core: that is no stall of the peer. Ends with
-    /// the next [`Outgoing::note_progress`].
+    /// Stops the stall clock while the receiving thread delivers events: that may wait for the core, which is
+    /// not a stall of the peer. Ends with the next [`Outgoing::note_progress`].
     pub(super) fn suspend_stall_clock(&self) {
         self.progress.store(SUSPENDED, Ordering::Relaxed);
     }
 
-    /// Payload was consumed: its sender may send as much again.
+    /// Returns credit for consumed payload to the sender.
     pub(super) fn give_credit(&self, bytes: u64) {
         self.lock().credit += bytes;
         self.changed.notify_one();
     }
 
-    /// Credit is given back in portions of this many bytes.
+    /// Number of consumed bytes after which credit is returned.
     pub(super) fn credit_portion(&self) -> u64 {
         (self.common.settings.credit_bytes / CREDIT_PARTS).max(1)
     }
 
-    /// Fetches and offers that have begun since the last call.
-    pub(super) fn take_inbox(&self) -> Vec<(u64, Begun)> {
+    /// Takes the fetches and offers that have begun since the last call.
+    pub(super) fn take_inbox(&self) -> Vec<(u64, NewStream)> {
         std::mem::take(&mut self.lock().inbox)
     }
 
-    /// Whether there are orders to take.
-    pub(super) fn has_orders(&self) -> bool {
-        self.ordered.load(Ordering::Relaxed)
+    /// Reports whether there are commands.
+    pub(super) fn has_commands(&self) -> bool {
+        self.has_command.load(Ordering::Relaxed)
     }
 
-    /// What the sending thread or `close` want of the receiving thread.
-    pub(super) fn take_orders(&self) -> Orders {
+    /// Takes the commands of the sending thread and `close`.
+    pub(super) fn take_commands(&self) -> ReceiverCommands {
         let mut state = self.lock();
-        // Orders are given under the lock, so none is missed.
-        self.ordered.store(false, Ordering::Relaxed);
+        // Commands are set under the lock, so none is missed.
+        self.has_command.store(false, Ordering::Relaxed);
         let close = match state.closing {
-            Some(Closing::Ours(reason)) => Some(Close::Ours(reason)),
-            Some(Closing::Stalled) => Some(Close::Stalled("it owes an answer and sends nothing")),
+            Some(Closing::Local(reason)) => Some(Close::Local(reason)),
+            Some(Closing::Stalled) => Some(Close::Stalled("the peer owes an answer and sends nothing")),
             Some(Closing::Broken(kind)) => Some(Close::Io(kind.into())),
-            Some(Closing::Over) | None => None,
+            Some(Closing::Finished) | None => None,
         };
-        Orders { expired: std::mem::take(&mut state.expired), close }
+        ReceiverCommands { expired: std::mem::take(&mut state.expired), close }
     }
 
-    /// Fetches and blocks have come to their end.
-    pub(super) fn account(&self, ended: &Ended) {
+    /// Subtracts ended fetches and blocks from the limits.
+    pub(super) fn account(&self, ended: &EndedStreams) {
         let mut state = self.lock();
         state.open_blocks -= ended.blocks;
         for stream in &ended.streams {
@@ -299,10 +302,10 @@ impl Outgoing {
         }
     }
 
-    /// The receiving thread ends: no request is taken from here on. Returns those that were still waiting.
-    pub(super) fn over(&self) -> Vec<(u64, Begun)> {
+    /// Marks the receiving thread as ended: `begin` then fails. Returns the requests that were still waiting.
+    pub(super) fn finish_receiving(&self) -> Vec<(u64, NewStream)> {
         let mut state = self.lock();
-        state.closing = Some(Closing::Over);
+        state.closing = Some(Closing::Finished);
         state.sends.clear();
         if let Some(socket) = state.socket.take() {
             socket.shutdown();
@@ -325,15 +328,15 @@ impl Outgoing {
         }
     }
 
-    /// Sends, and keeps the deadlines meanwhile.
+    /// Sends frames, and checks deadlines meanwhile.
     fn send(&self, socket: &Socket, frames: &[u8]) -> io::Result<()> {
         let mut gather = Gather::with_capacity(1);
         gather.bytes(frames);
-        let mut sending = Sending::new(gather);
+        let mut sending = PendingSend::new(gather);
         loop {
             let now = Instant::now();
             self.expire(&mut self.lock(), now);
-            if socket.send(&mut sending, Some(now + DEADLINES_EVERY))? == Sent::All {
+            if socket.send(&mut sending, Some(now + DEADLINES_EVERY))? == SendProgress::All {
                 return Ok(());
             }
         }
@@ -347,9 +350,9 @@ impl Outgoing {
             }
             let now = Instant::now();
             self.expire(&mut state, now);
-            // The end of the last fetch wakes nobody, so idleness is noticed up to a stall timeout late.
+            // The end of the last fetch wakes no thread, so idleness is noticed up to a stall timeout late.
             let (limit, closing) = if state.deadline_of.is_empty() {
-                (state.since + self.common.settings.idle_timeout, Closing::Ours("idle"))
+                (state.since + self.common.settings.idle_timeout, Closing::Local("idle"))
             } else {
                 (self.last_progress(&state, now) + self.common.settings.stall_timeout, Closing::Stalled)
             };
@@ -368,7 +371,7 @@ impl Outgoing {
         }
     }
 
-    /// When the peer last made progress, or began to owe some.
+    /// Time at which the peer last made progress, or began to owe some.
     fn last_progress(&self, state: &State, now: Instant) -> Instant {
         match self.progress.load(Ordering::Relaxed) {
             SUSPENDED => now,
@@ -391,13 +394,13 @@ impl Outgoing {
             }
         }
         if any {
-            self.order();
+            self.notify_receiver();
         }
     }
 
-    /// Tells the receiving thread that there are orders; with the state locked.
-    fn order(&self) {
-        self.ordered.store(true, Ordering::Relaxed);
+    /// Notifies the receiving thread of commands; the caller holds the lock of the state.
+    fn notify_receiver(&self) {
+        self.has_command.store(true, Ordering::Relaxed);
         self.wake.wake();
     }
 
@@ -411,12 +414,12 @@ impl Outgoing {
         self.changed.notify_one();
     }
 
-    /// Makes both threads return from whatever they wait for.
+    /// Makes both threads return from their waits.
     fn end_io(&self, state: &State) {
         if let Some(socket) = &state.socket {
             socket.shutdown();
         }
-        self.order();
+        self.notify_receiver();
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -424,7 +427,7 @@ impl Outgoing {
     }
 }
 
-/// Encodes everything that waits to be sent. At most 256 requests of 128 KiB.
+/// Encodes all frames that wait to be sent: at most 256 requests of 128 KiB.
 fn take_frames(state: &mut State, now: Instant) -> Vec<u8> {
     let mut frames = Vec::new();
     if state.credit > 0 {

@@ -1,9 +1,9 @@
-//! The connections that this node opened, by peer: opened on demand, closed when idle, bounded.
+//! The connections that this node opened, by peer: opened on demand, closed when idle, limited in number.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
-use super::outgoing::{Asked, Outgoing, Refused};
+use super::outgoing::{BeginError, Outgoing, OutgoingRequest};
 use super::{Common, lock, receiver};
 use crate::error::TransportError;
 
@@ -14,20 +14,21 @@ pub(super) struct Pool {
 }
 
 impl Pool {
-    /// Hands a request or offer to the least busy connection of a peer, or to a new one.
+    /// Passes a request or offer to the least busy connection of a peer, or to a new one.
     pub(super) fn ask(
         &self,
         common: &Arc<Common>,
         peer: &str,
-        mut request: Asked,
+        mut request: OutgoingRequest,
     ) -> Result<(), TransportError> {
         loop {
             let connection = self.connection(common, peer)?;
             match connection.begin(request) {
                 Ok(()) => return Ok(()),
-                Err(Refused::Busy(error)) => return Err(error),
-                // It closed a moment ago. Each turn removes one closed connection, so this ends.
-                Err(Refused::Closed(back)) => {
+                Err(BeginError::Busy(error)) => return Err(error),
+                // The connection was closed a moment ago. Each iteration removes one closed connection, so
+                // the loop ends.
+                Err(BeginError::Closed(back)) => {
                     self.remove(&connection);
                     request = back;
                 }
@@ -53,7 +54,8 @@ impl Pool {
 
     fn connection(&self, common: &Arc<Common>, peer: &str) -> Result<Arc<Outgoing>, TransportError> {
         let mut peers = lock(&self.peers);
-        // Looked at under the lock that `close_all` takes afterwards: a connection is either refused or closed.
+        // Checked under the lock that `close_all` acquires afterwards: a connection is either rejected here
+        // or closed there.
         if common.is_closing() {
             return Err(TransportError::closed());
         }
@@ -80,9 +82,9 @@ impl Pool {
 fn close_idle(peers: &mut HashMap<String, Vec<Arc<Outgoing>>>) -> Result<(), TransportError> {
     let idle = peers.values().flatten().find(|connection| connection.open_blocks() == 0).cloned();
     let Some(idle) = idle else {
-        return Err(TransportError::busy("all peer connections are busy and no more are allowed"));
+        return Err(TransportError::busy("all peer connections are busy and their limit is reached"));
     };
-    idle.close("room for another peer is needed");
+    idle.close("replaced by a connection to another peer");
     if let Some(connections) = peers.get_mut(&idle.peer) {
         connections.retain(|other| !Arc::ptr_eq(other, &idle));
     }
@@ -92,7 +94,7 @@ fn close_idle(peers: &mut HashMap<String, Vec<Arc<Outgoing>>>) -> Result<(), Tra
 
 fn start(common: &Arc<Common>, peer: &str) -> Result<Arc<Outgoing>, TransportError> {
     let connection = Outgoing::new(peer, common)?;
-    let cannot_start = |error| TransportError::os("cannot start a thread for a peer connection", error);
+    let cannot_start = |error| TransportError::os("cannot spawn a thread for a peer connection", error);
     let sending = Arc::clone(&connection);
     common.threads.spawn("peer-request", move || sending.run_sender()).map_err(cannot_start)?;
     let receiving = Arc::clone(&connection);
@@ -103,7 +105,7 @@ fn start(common: &Arc<Common>, peer: &str) -> Result<Arc<Outgoing>, TransportErr
     });
     if let Err(error) = spawned {
         // Without its receiving thread the connection never opens; this ends its sending thread.
-        connection.over();
+        connection.finish_receiving();
         return Err(cannot_start(error));
     }
     Ok(connection)

@@ -1,8 +1,8 @@
-//! The receiving thread of a connection that this node opened: connects, greets, then puts payload where it
-//! belongs and reports what is verified.
+//! The receiving thread of a connection that this node opened: connects, greets, then writes payload to its
+//! destination and reports verified layers.
 //!
-//! It waits in one place ([`Receiver::wait_until`]), for the socket or for an order of the sending thread, which keeps
-//! the time.
+//! It waits in one place ([`Receiver::wait_until`]), for the socket or for a command of the sending thread,
+//! which handles timeouts.
 
 use std::io;
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -20,20 +20,20 @@ use crate::wire::{
     FrameHeader, HELLO_BYTES, Hello, Kind, OfferAnswerBody, ProtocolError, decode_block_header,
 };
 
-/// Payload is received and checksummed in pieces of this size: half of a second-level cache of 512 KiB.
+/// Size of one receive and checksum step in bytes: half of a second-level cache of 512 KiB.
 const PIECE_BYTES: usize = 256 << 10;
 
-/// Verified layers are reported at the latest after this much payload: one event per 160 µs at 6.3 GB/s.
+/// Verified layers are reported after at most this much payload: one event per 160 µs at 6.3 GB/s.
 const REPORT_BYTES: u64 = 1 << 20;
 
-/// Addresses of one name that are tried.
+/// Maximum number of addresses of one name that are tried.
 const ADDRESSES_MAX: usize = 8;
 
-/// State of the thread.
+/// State of the receiving thread.
 struct Receiver<'a> {
     connection: &'a Arc<Outgoing>,
     inbound: Inbound,
-    /// Consumed payload that was not given back yet.
+    /// Consumed payload bytes whose credit was not returned.
     consumed: u64,
 }
 
@@ -41,13 +41,13 @@ struct Receiver<'a> {
 pub(super) fn run(connection: &Arc<Outgoing>) {
     let mut receiver = Receiver { connection, inbound: Inbound::new(), consumed: 0 };
     let Err(close) = receiver.live();
-    // An order ends the socket too, and the end of the socket may be seen first.
-    let close = match (close, connection.take_orders().close) {
-        (Close::Ended(_) | Close::Io(_), Some(ordered)) => ordered,
+    // A command also ends the socket, and the thread may see the end of the socket first.
+    let close = match (close, connection.take_commands().close) {
+        (Close::Remote(_) | Close::Io(_), Some(ordered)) => ordered,
         (close, _) => close,
     };
-    // From here on no request is taken, so what is in the inbox now is all there is to fail.
-    for (stream, begun) in connection.over() {
+    // From here on `begin` fails, so the inbox has all requests that must fail.
+    for (stream, begun) in connection.finish_receiving() {
         receiver.inbound.begin_stream(stream, begun);
     }
     let open = receiver.inbound.open_streams();
@@ -73,15 +73,15 @@ impl Receiver<'_> {
 
     fn connect(&mut self) -> Result<Socket, Close> {
         let addresses = self.resolve()?;
-        // The peer's time to connect begins when it is known where it is.
+        // The time to connect starts after the name is resolved.
         self.connection.note_progress();
         let socket = self.connect_to_any(&addresses)?;
         self.connection.note_progress();
         Ok(socket)
     }
 
-    /// Connects to the first of several addresses that takes the connection. Each but the last gets its share of the
-    /// stall timeout; the last gets what is left of it, for which the sending thread sees.
+    /// Connects to the first of several addresses that accepts. Each but the last gets its share of the stall
+    /// timeout; the last gets the rest, which the sending thread enforces.
     fn connect_to_any(&mut self, addresses: &[SocketAddr]) -> Result<Socket, Close> {
         let count = u32::try_from(addresses.len()).expect("at most ADDRESSES_MAX");
         let share = self.connection.common.settings.stall_timeout / count.max(1);
@@ -99,7 +99,7 @@ impl Receiver<'_> {
         Err(Close::io(last))
     }
 
-    /// Connects to one address; the inner error says that the next one may be tried.
+    /// Connects to one address; the inner error means that the next one may be tried.
     fn connect_to(
         &mut self,
         address: &SocketAddr,
@@ -119,8 +119,9 @@ impl Receiver<'_> {
         Ok(socket.finish_connect().map(|()| socket))
     }
 
-    /// The addresses of the peer. A host name is looked up on a thread of its own, for the system's resolver knows
-    /// no deadline; that thread ends by itself, and holds nothing of the connection but its wake-up descriptor.
+    /// Resolves the addresses of the peer. A host name is resolved on a separate thread, because the system's
+    /// resolver has no timeout. That thread ends by itself, and only holds the connection's wake-up
+    /// descriptor.
     fn resolve(&mut self) -> Result<Vec<SocketAddr>, Close> {
         if let Ok(address) = self.connection.peer.parse() {
             return Ok(vec![address]);
@@ -131,7 +132,7 @@ impl Receiver<'_> {
             .name("peer-resolve".into())
             .spawn(move || {
                 let found = peer.to_socket_addrs().map(|found| found.take(ADDRESSES_MAX).collect());
-                // Nobody listens any more when the connection was given up.
+                // The receiver is gone if the connection was closed.
                 let _ = answer.send(found);
                 wake.wake();
             })
@@ -139,7 +140,7 @@ impl Receiver<'_> {
         loop {
             match answered.try_recv() {
                 Ok(found) => return found.map_err(Close::io),
-                Err(mpsc::TryRecvError::Disconnected) => return Err(Close::Ours("the look-up panicked")),
+                Err(mpsc::TryRecvError::Disconnected) => return Err(Close::Local("the look-up panicked")),
                 Err(mpsc::TryRecvError::Empty) => self.wait(None).map(|_| ())?,
             }
         }
@@ -151,7 +152,7 @@ impl Receiver<'_> {
         let mut filled = 0;
         while filled < answer.len() {
             match socket.receive(&mut answer[filled..]) {
-                Ok(0) => return Err(Close::Ended(Boundary::InsideFrame)),
+                Ok(0) => return Err(Close::Remote(Boundary::InsideFrame)),
                 Ok(bytes) => filled += bytes,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     self.wait(Some((socket, Readiness::Readable)))?;
@@ -172,16 +173,16 @@ impl Receiver<'_> {
         Ok(())
     }
 
-    /// Receives one frame.
+    /// Receives and handles one frame.
     fn frame(&mut self, socket: &Socket, reader: &mut FrameReader) -> Result<(), Close> {
-        self.obey_if_ordered()?;
+        self.execute_pending_commands()?;
         if !reader.has_header() || self.inbound.unreported_bytes() >= REPORT_BYTES {
             self.inbound.flush();
             self.emit();
         }
         let header = reader.header(socket, |_| self.wait_readable(socket))?;
         self.connection.note_progress();
-        if !self.inbound.knows(header.stream) {
+        if !self.inbound.is_open(header.stream) {
             self.take_inbox();
         }
         match header.kind {
@@ -219,7 +220,7 @@ impl Receiver<'_> {
             self.inbound.deliver(bytes, &connection.common.counters);
             let bytes = bytes.len() as u64;
             self.consumed(bytes);
-            self.obey_if_ordered()?;
+            self.execute_pending_commands()?;
         }
         Ok(())
     }
@@ -240,7 +241,7 @@ impl Receiver<'_> {
         self.wait(Some((socket, Readiness::Readable))).map(|_| ())
     }
 
-    /// Waits for the socket or an order; whether the socket is ready.
+    /// Waits for the socket or a command; returns whether the socket is ready.
     fn wait(&mut self, socket: Option<(&Socket, Readiness)>) -> Result<bool, Close> {
         self.wait_until(socket, None)
     }
@@ -253,19 +254,20 @@ impl Receiver<'_> {
         let left = until.map(|until| until.saturating_duration_since(Instant::now()));
         let ready = wait(socket, Some(&self.connection.wake), left).map_err(Close::io)?;
         if ready.woken {
-            self.obey()?;
+            self.execute_commands()?;
         }
         Ok(ready.socket)
     }
 
-    /// Orders are obeyed while data flows, too: otherwise a fetch would outlive its deadline behind a long one.
-    fn obey_if_ordered(&mut self) -> Result<(), Close> {
-        if self.connection.has_orders() { self.obey() } else { Ok(()) }
+    /// Commands are executed while data flows, too: otherwise a fetch behind a long one would outlive its
+    /// deadline.
+    fn execute_pending_commands(&mut self) -> Result<(), Close> {
+        if self.connection.has_commands() { self.execute_commands() } else { Ok(()) }
     }
 
-    /// Does what the sending thread or `close` ordered.
-    fn obey(&mut self) -> Result<(), Close> {
-        let orders = self.connection.take_orders();
+    /// Executes the commands of the sending thread or `close`.
+    fn execute_commands(&mut self) -> Result<(), Close> {
+        let orders = self.connection.take_commands();
         if !orders.expired.is_empty() {
             self.take_inbox();
             for stream in orders.expired {
@@ -282,7 +284,7 @@ impl Receiver<'_> {
         }
     }
 
-    /// Accounts for what ended, then reports.
+    /// Accounts for ended streams, then delivers the events.
     fn emit(&mut self) {
         let ended = self.inbound.take_ended();
         if ended.blocks > 0 {
@@ -312,10 +314,10 @@ mod tests {
     }
 
     #[test]
-    fn every_address_of_a_peer_is_tried_until_one_takes_the_connection() {
+    fn tries_every_address_of_a_peer_until_one_accepts() {
         let transport = TcpTransport::bind(TcpSettings::new(loopback(), "node"), Arc::new(|_| {}));
-        let transport = transport.expect("loopback can be listened on");
-        let connection = Outgoing::new("peer", &transport.common).expect("a descriptor is to be had");
+        let transport = transport.expect("listening on loopback works");
+        let connection = Outgoing::new("peer", &transport.common).expect("a descriptor");
         let mut receiver = Receiver { connection: &connection, inbound: Inbound::new(), consumed: 0 };
         let gone =
             TcpListener::bind(loopback()).and_then(|listener| listener.local_addr()).expect("a free port");

@@ -9,54 +9,56 @@ use super::socket::{SocketOptions, set_congestion};
 use crate::error::TransportError;
 use crate::limits::{CREDIT_BYTES_MAX, CREDIT_BYTES_MIN, NODE_NAME_BYTES_MAX};
 
-/// Shortest stall timeout: below, scheduling delays of a loaded machine look like stalls.
+/// Shortest stall timeout: below it, scheduling delays of a loaded machine would count as stalls.
 const STALL_TIMEOUT_MIN: Duration = Duration::from_millis(50);
 
 /// Longest stall timeout: it is sent in 32 bits of milliseconds.
 const STALL_TIMEOUT_MAX: Duration = Duration::from_secs(3600);
 
-/// Longest idle timeout: instants that far ahead are still representable, and longer is for ever.
+/// Longest idle timeout: instants that far ahead are still representable, and longer means practically
+/// unlimited.
 const IDLE_TIMEOUT_MAX: Duration = Duration::from_secs(24 * 3600);
 
-/// Which congestion control connections use.
+/// Congestion control of connections.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Congestion {
-    /// The system's default.
+    /// The default of the system.
     #[default]
     System,
     /// By name (`cubic`, `reno`, `bbr`, `dctcp`); the kernel must have and allow it.
     Named(String),
 }
 
-/// How a [`TcpTransport`](super::TcpTransport) behaves.
+/// Settings of a [`TcpTransport`](super::TcpTransport).
 #[derive(Clone, Debug)]
 pub struct TcpSettings {
-    /// Where peers connect to; port 0 takes a free one.
+    /// Address on which peers connect; port 0 selects a free one.
     pub listen: SocketAddr,
-    /// This node's name, told to peers: 1 to 64 bytes.
+    /// This node's name in its greetings: 1 to 64 bytes.
     pub node_name: String,
     /// Payload bytes that one peer may have in flight towards this node.
     pub credit_bytes: u64,
-    /// A peer that makes no progress for this time is lost. What it asked for is held for this long beyond the
-    /// request's deadline.
+    /// A peer that makes no progress for this time is lost. Memory of its requests is held for this long
+    /// beyond their deadlines.
     pub stall_timeout: Duration,
     /// A connection without a fetch for this time is closed.
     pub idle_timeout: Duration,
-    /// Connections opened at a time, and connections accepted at a time, at the most.
+    /// Maximum number of opened connections, and of accepted connections.
     pub connections_max: usize,
-    /// Connections opened to one peer at the most; more than one only when the ones before are busy.
+    /// Maximum number of connections to one peer; a further one is only opened when the existing ones are
+    /// busy.
     pub connections_per_peer: usize,
-    /// Bytes of each socket buffer; `None` leaves them to the kernel.
+    /// Size of each socket buffer in bytes; `None` uses the kernel's default.
     pub socket_buffer_bytes: Option<usize>,
-    /// Congestion control.
+    /// Congestion control of all connections.
     pub congestion: Congestion,
 }
 
 impl TcpSettings {
-    /// Defaults for everything but address and name.
+    /// Creates settings with defaults for everything except address and name.
     ///
-    /// 64 MiB of credit is 10 ms of a 6 GB/s stream: several round trips and disk reads of slack. 1,024 connections
-    /// reach every node of a cluster of 1,000.
+    /// 64 MiB of credit is 10 ms of a 6 GB/s stream: enough for several round trips and disk reads. 1,024
+    /// connections reach every node of a cluster of 1,000.
     pub fn new(listen: SocketAddr, node_name: impl Into<String>) -> TcpSettings {
         TcpSettings {
             listen,
@@ -75,22 +77,25 @@ impl TcpSettings {
         let checks = [
             (
                 (1..=NODE_NAME_BYTES_MAX).contains(&self.node_name.len()),
-                format!("node name must have 1 to {NODE_NAME_BYTES_MAX} bytes"),
+                format!("invalid node name: expected 1 to {NODE_NAME_BYTES_MAX} bytes"),
             ),
             (
                 (CREDIT_BYTES_MIN..=CREDIT_BYTES_MAX).contains(&self.credit_bytes),
-                format!("credit must be {CREDIT_BYTES_MIN} to {CREDIT_BYTES_MAX} bytes"),
+                format!("invalid credit: expected {CREDIT_BYTES_MIN} to {CREDIT_BYTES_MAX} bytes"),
             ),
             (
                 (STALL_TIMEOUT_MIN..=STALL_TIMEOUT_MAX).contains(&self.stall_timeout),
-                format!("stall timeout must be {STALL_TIMEOUT_MIN:?} to {STALL_TIMEOUT_MAX:?}"),
+                format!("invalid stall timeout: expected {STALL_TIMEOUT_MIN:?} to {STALL_TIMEOUT_MAX:?}"),
             ),
             (
                 !self.idle_timeout.is_zero() && self.idle_timeout <= IDLE_TIMEOUT_MAX,
-                format!("idle timeout must be above zero and at most {IDLE_TIMEOUT_MAX:?}"),
+                format!("invalid idle timeout: expected more than zero and at most {IDLE_TIMEOUT_MAX:?}"),
             ),
-            (self.connections_max > 0, "at least one connection must be allowed".to_owned()),
-            (self.connections_per_peer > 0, "at least one connection per peer must be allowed".to_owned()),
+            (self.connections_max > 0, "invalid connection limit: expected at least one".to_owned()),
+            (
+                self.connections_per_peer > 0,
+                "invalid connection limit per peer: expected at least one".to_owned(),
+            ),
         ];
         match checks.into_iter().find(|(holds, _)| !holds) {
             Some((_, text)) => Err(TransportError::invalid(text)),
@@ -110,7 +115,7 @@ impl TcpSettings {
     }
 }
 
-/// Gives a socket the congestion control that it is to have.
+/// Sets the configured congestion control of a socket.
 pub(crate) fn name_congestion(socket: impl AsFd, congestion: &Congestion) -> io::Result<()> {
     match congestion {
         Congestion::System => Ok(()),

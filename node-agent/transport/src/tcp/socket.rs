@@ -1,7 +1,8 @@
-//! Every system call of the TCP transport: sockets, sends, receives, waiting.
+//! All system calls of the TCP transport: sockets, sends, receives, waits.
 //!
-//! Data is never copied by us: a send gathers frame headers and spans ([`Gather`]). No call blocks (`MSG_DONTWAIT`):
-//! whoever has to wait does so in [`wait`], so that every wait has an end, be it a stall timeout or somebody's deadline.
+//! User space never copies payload: a send gathers frame headers and spans ([`Gather`]). No call blocks
+//! (`MSG_DONTWAIT`): callers wait in [`wait`], so that every wait has a limit, such as a stall timeout or a
+//! deadline.
 
 use std::io;
 use std::net::SocketAddr;
@@ -16,11 +17,11 @@ use rustix::net::{AddressFamily, RecvFlags, Shutdown, SocketFlags, SocketType, s
 /// Options of a connection's socket.
 #[derive(Clone, Debug)]
 pub(crate) struct SocketOptions {
-    /// Bytes for SO_SNDBUF and SO_RCVBUF; `None` leaves them to the kernel's automatic tuning.
+    /// Bytes for SO_SNDBUF and SO_RCVBUF; `None` uses the kernel's automatic tuning.
     pub(crate) buffer_bytes: Option<usize>,
-    /// Congestion control by name; `None` leaves the system's.
+    /// Congestion control by name; `None` uses the system's default.
     pub(crate) congestion: Option<String>,
-    /// A send of which the socket takes nothing fails after this time; sent data that is not acknowledged for so
+    /// A send fails if the socket accepts nothing for this time; sent data that is not acknowledged for as
     /// long ends the connection.
     pub(crate) stall_timeout: Duration,
 }
@@ -32,10 +33,10 @@ pub(crate) struct Socket {
     stall_timeout: Duration,
 }
 
-/// Something on its way into a socket.
-pub(crate) struct Sending<'a> {
+/// A send that is not complete.
+pub(crate) struct PendingSend<'a> {
     gather: Gather<'a>,
-    /// When the socket last took something of it, or when it was put together.
+    /// Time at which the socket last accepted a part, or at which the send was created.
     progress: Instant,
 }
 
@@ -45,37 +46,37 @@ pub(crate) struct Wake {
     fd: OwnedFd,
 }
 
-/// What [`wait`] waits for on its socket.
+/// Socket state that [`wait`] waits for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Readiness {
     Readable,
     Writable,
 }
 
-/// What ended a [`wait`].
+/// Reason for which a [`wait`] returned.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Ready {
     pub(crate) socket: bool,
     pub(crate) woken: bool,
 }
 
-/// How far a send came.
+/// Progress of a send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Sent {
-    /// The socket has taken everything.
+pub(crate) enum SendProgress {
+    /// The socket has accepted all bytes.
     All,
-    /// The time is up; call again to go on.
+    /// The time limit has passed; call again to continue.
     NotYet,
 }
 
-impl<'a> Sending<'a> {
-    pub(crate) fn new(gather: Gather<'a>) -> Sending<'a> {
-        Sending { gather, progress: Instant::now() }
+impl<'a> PendingSend<'a> {
+    pub(crate) fn new(gather: Gather<'a>) -> PendingSend<'a> {
+        PendingSend { gather, progress: Instant::now() }
     }
 }
 
 impl Socket {
-    /// Begins to connect; the socket becomes writable when that is decided ([`Socket::finish_connect`]).
+    /// Begins to connect. The socket becomes writable when the result is known ([`Socket::finish_connect`]).
     pub(crate) fn connect(address: &SocketAddr, options: &SocketOptions) -> io::Result<Socket> {
         let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -88,35 +89,40 @@ impl Socket {
         }
     }
 
-    /// The outcome of [`Socket::connect`] once the socket is writable.
+    /// Returns the result of [`Socket::connect`] once the socket is writable.
     pub(crate) fn finish_connect(&self) -> io::Result<()> {
         Ok(sockopt::socket_error(&self.fd)??)
     }
 
-    /// Takes over an accepted connection.
+    /// Configures an accepted connection.
     pub(crate) fn accepted(stream: std::net::TcpStream, options: &SocketOptions) -> io::Result<Socket> {
         let socket = Socket { fd: OwnedFd::from(stream), stall_timeout: options.stall_timeout };
         socket.set_options(options)?;
         Ok(socket)
     }
 
-    /// Receives what is there; `WouldBlock` when nothing is, 0 at the end of the stream.
+    /// Receives the available bytes; `WouldBlock` without any, 0 at the end of the stream.
     pub(crate) fn receive(&self, into: &mut [u8]) -> io::Result<usize> {
         let (received, _) = rustix::net::recv(&self.fd, into, RecvFlags::DONTWAIT)?;
         Ok(received)
     }
 
-    /// Sends bytes, all of them. Waits while the socket is full; `TimedOut` when it took nothing for the stall timeout.
+    /// Sends all bytes. Waits while the socket is full; `TimedOut` when it accepts nothing for the stall
+    /// timeout.
     pub(crate) fn send_all(&self, bytes: &[u8]) -> io::Result<()> {
         let mut gather = Gather::with_capacity(1);
         gather.bytes(bytes);
-        let mut sending = Sending::new(gather);
-        while self.send(&mut sending, None)? == Sent::NotYet {}
+        let mut sending = PendingSend::new(gather);
+        while self.send(&mut sending, None)? == SendProgress::NotYet {}
         Ok(())
     }
 
-    /// Sends what the socket takes up to an instant. `TimedOut` when it took nothing for the stall timeout.
-    pub(crate) fn send(&self, sending: &mut Sending<'_>, until: Option<Instant>) -> io::Result<Sent> {
+    /// Sends until an instant. `TimedOut` when the socket accepts nothing for the stall timeout.
+    pub(crate) fn send(
+        &self,
+        sending: &mut PendingSend<'_>,
+        until: Option<Instant>,
+    ) -> io::Result<SendProgress> {
         while !sending.gather.is_sent() {
             match sending.gather.send(self.fd.as_fd()) {
                 Ok(_) => sending.progress = Instant::now(),
@@ -125,10 +131,10 @@ impl Socket {
                     let now = Instant::now();
                     let stalled = sending.progress + self.stall_timeout;
                     if stalled <= now {
-                        return Err(io::Error::new(io::ErrorKind::TimedOut, "the peer takes no data"));
+                        return Err(io::Error::new(io::ErrorKind::TimedOut, "the peer accepts no data"));
                     }
                     if until.is_some_and(|until| until <= now) {
-                        return Ok(Sent::NotYet);
+                        return Ok(SendProgress::NotYet);
                     }
                     let next = until.map_or(stalled, |until| until.min(stalled));
                     wait(Some((self, Readiness::Writable)), None, Some(next - now))?;
@@ -136,12 +142,12 @@ impl Socket {
                 Err(error) => return Err(error),
             }
         }
-        Ok(Sent::All)
+        Ok(SendProgress::All)
     }
 
     /// Ends both directions: threads that wait on the socket return.
     pub(crate) fn shutdown(&self) {
-        // It fails when the connection is gone already, which is as well.
+        // Fails when the connection has ended already, which has the same effect.
         let _ = rustix::net::shutdown(&self.fd, Shutdown::Both);
     }
 
@@ -167,12 +173,12 @@ impl Wake {
 
     /// Ends the current or next [`wait`].
     pub(crate) fn wake(&self) {
-        // It fails only when the counter is full, and then the descriptor is readable anyway (eventfd(2)).
+        // Fails only when the counter is full, and then the descriptor is readable anyway (eventfd(2)).
         let _ = rustix::io::write(&self.fd, &1u64.to_ne_bytes());
     }
 
     fn reset(&self) {
-        // It fails when nobody woke, which is as well.
+        // Fails when there was no wake, which has the same effect.
         let _ = rustix::io::read(&self.fd, &mut [0; 8]);
     }
 }
@@ -216,7 +222,7 @@ fn wait_for<'a>(
         }
         (Some(socket), None) => Ready { socket: poll_all([socket], timeout)?[0], woken: false },
         (None, Some(waking)) => Ready { socket: false, woken: poll_all([waking], timeout)?[0] },
-        (None, None) => unreachable!("somebody waits for something"),
+        (None, None) => unreachable!("a wait has a socket or a wake"),
     };
     if let (true, Some(wake)) = (ready.woken, wake) {
         wake.reset();
@@ -224,8 +230,8 @@ fn wait_for<'a>(
     Ok(ready)
 }
 
-/// poll(2): which of the descriptors are ready; errors and hang-ups count as ready, so that the next call reports
-/// them. None when the time is up or a signal came.
+/// Calls poll(2); returns which descriptors are ready. Errors and hang-ups count as ready, so that the next
+/// call reports them. No descriptor is ready after a timeout or a signal.
 fn poll_all<const COUNT: usize>(
     mut polled: [PollFd<'_>; COUNT],
     timeout: Option<Duration>,

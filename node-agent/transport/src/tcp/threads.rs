@@ -23,7 +23,7 @@ impl Threads {
         Ok(())
     }
 
-    /// Joins every thread, also those that start meanwhile.
+    /// Joins every thread, including those that start meanwhile.
     pub(super) fn join_all(&self) {
         loop {
             let handles = std::mem::take(&mut *self.running.lock().unwrap_or_else(PoisonError::into_inner));

@@ -1,4 +1,4 @@
-//! The bytes on the wire, as they must stay for this protocol version.
+//! The wire format of this protocol version, which must not change.
 
 use proptest::prelude::*;
 use reprise_policy::{Dtype, LayoutSpec, Parts};
@@ -15,7 +15,7 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// The bytes are an example in `docs/PROTOCOL.md`.
+/// Checks that the bytes are an example in `docs/PROTOCOL.md`.
 fn assert_documented(bytes: &[u8]) {
     let bytes = hex(bytes);
     assert!(DOCUMENT.contains(&format!("`{bytes}`")), "docs/PROTOCOL.md lacks: {bytes}");
@@ -112,7 +112,7 @@ fn an_answer_to_an_offer_has_the_bytes_of_version_1() {
 }
 
 #[test]
-fn an_offer_without_a_name_or_with_other_keys_than_it_says_is_malformed() {
+fn an_offer_without_a_name_or_with_a_wrong_key_count_is_malformed() {
     let keys = vec![BlockKey([0x11; 16])];
     let offer =
         OfferBody { layout: layout(), deadline: Duration::ZERO, tenant: TenantName::default_tenant(), keys };
@@ -130,7 +130,7 @@ fn an_offer_without_a_name_or_with_other_keys_than_it_says_is_malformed() {
 }
 
 #[test]
-fn a_newer_version_is_named_whatever_else_it_changed() {
+fn a_newer_version_is_reported_despite_other_changes() {
     let mut bytes = hello().encode();
     bytes[8] = 2;
     bytes[100] = 1;
@@ -145,7 +145,7 @@ proptest! {
         bytes in prop::collection::vec(any::<u8>(), 0..300),
         flip in 0usize..32 * 8,
     ) {
-        // Decoding is total; what it says about random bytes does not matter here.
+        // Decoding accepts any input; its result for random bytes does not matter here.
         let _ = RequestBody::decode(&bytes);
         let _ = decode_block_header(&bytes);
         let _ = OfferBody::decode(&bytes);

@@ -1,4 +1,4 @@
-//! Blocks that do not arrive, nodes that go away, calls that are refused.
+//! Blocks that do not arrive, nodes that disappear, rejected calls.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,36 +10,36 @@ use reprise_transport::{
     ErrorKind, FetchBlock, FetchFailure, FetchRequest, ServeLast, ServedObjects, TransportEvent,
 };
 
+use crate::fixture::{Fixture, node};
 use crate::harness::{
-    Block, Fate, LATER, Tracker, by_hand, bytes_of, empty_span, is_untouched, key, serving, small_layout,
-    wanted,
+    Block, FillOutcome, LATER, Tracker, by_hand, bytes_of, empty_span, is_untouched, key, serving,
+    small_layout, wanted,
 };
-use crate::world::{World, node};
 
-pub(crate) fn an_absent_block_fails_alone(world: &dyn World) {
+pub(crate) fn an_absent_block_fails_alone(fixture: &dyn Fixture) {
     let blocks: Vec<Block> = (0..3).map(|number| Block::new(number, small_layout())).collect();
-    let server = node(world, "server", serving(&[blocks[0].clone(), blocks[2].clone()], 2));
-    let requester = node(world, "requester", by_hand());
+    let server = node(fixture, "server", serving(&[blocks[0].clone(), blocks[2].clone()], 2));
+    let requester = node(fixture, "requester", by_hand());
     let keys: Vec<_> = blocks.iter().map(|block| block.key).collect();
     let wanted = wanted(small_layout(), &keys, 0, LATER);
     let mut tracker = Tracker::default();
     tracker.expect(&wanted.request);
     let spans = requester.fetch(&server, wanted);
-    requester.finish(world, &mut tracker);
-    assert_eq!(tracker.fates[&1], Fate::Failed(FetchFailure::Absent));
+    requester.finish(fixture, &mut tracker);
+    assert_eq!(tracker.outcomes[&1], FillOutcome::Failed(FetchFailure::Absent));
     assert!(is_untouched(&spans[1]));
     for index in [0, 2] {
-        assert!(matches!(tracker.fates[&(index as u64)], Fate::Arrived { .. }));
+        assert!(matches!(tracker.outcomes[&(index as u64)], FillOutcome::Arrived { .. }));
         assert!(bytes_of(&spans[index]) == blocks[index].bytes[..]);
     }
     assert_eq!(requester.transport.stats().blocks_absent, 1);
 }
 
-pub(crate) fn a_block_may_become_absent_after_its_first_objects(world: &dyn World) {
+pub(crate) fn a_block_may_become_absent_after_its_first_objects(fixture: &dyn Fixture) {
     let block = Block::new(1, small_layout());
     let serving = block.clone();
     let server = node(
-        world,
+        fixture,
         "server",
         Arc::new(move |transport, request| {
             transport.serve_header(request.serve, 0, Tier::Nvme, &serving.checksums);
@@ -47,32 +47,32 @@ pub(crate) fn a_block_may_become_absent_after_its_first_objects(world: &dyn Worl
             transport.serve_absent(request.serve, 0);
         }),
     );
-    let requester = node(world, "requester", by_hand());
+    let requester = node(fixture, "requester", by_hand());
     let wanted = wanted(block.layout, &[block.key], 0, LATER);
     let mut tracker = Tracker::default();
     tracker.expect(&wanted.request);
     requester.fetch(&server, wanted);
-    requester.finish(world, &mut tracker);
-    assert_eq!(tracker.fates[&0], Fate::Failed(FetchFailure::Absent));
-    let serve = server.request(world).serve;
-    assert_eq!(world.next(&server.events), TransportEvent::ServeDone { serve, block: 0 });
+    requester.finish(fixture, &mut tracker);
+    assert_eq!(tracker.outcomes[&0], FillOutcome::Failed(FetchFailure::Absent));
+    let serve = server.request(fixture).serve;
+    assert_eq!(fixture.next(&server.events), TransportEvent::ServeDone { serve, block: 0 });
 }
 
-pub(crate) fn a_wrong_checksum_fails_that_block_alone(world: &dyn World) {
+pub(crate) fn a_wrong_checksum_fails_that_block_alone(fixture: &dyn Fixture) {
     let good = Block::new(1, small_layout());
     let mut bad = Block::new(2, small_layout());
     bad.checksums[4] ^= 1;
-    let server = node(world, "server", serving(&[good.clone(), bad.clone()], 1));
-    let requester = node(world, "requester", by_hand());
+    let server = node(fixture, "server", serving(&[good.clone(), bad.clone()], 1));
+    let requester = node(fixture, "requester", by_hand());
     let wanted = wanted(small_layout(), &[bad.key, good.key], 0, LATER);
     let mut tracker = Tracker::default();
     tracker.expect(&wanted.request);
     let spans = requester.fetch(&server, wanted);
-    requester.finish(world, &mut tracker);
-    assert_eq!(tracker.fates[&0], Fate::Failed(FetchFailure::Corrupt));
-    assert!(matches!(tracker.fates[&1], Fate::Arrived { .. }));
+    requester.finish(fixture, &mut tracker);
+    assert_eq!(tracker.outcomes[&0], FillOutcome::Failed(FetchFailure::Corrupt));
+    assert!(matches!(tracker.outcomes[&1], FillOutcome::Arrived { .. }));
     assert!(bytes_of(&spans[1]) == good.bytes[..]);
-    // Objects behind the bad one were read and thrown away.
+    // Objects behind the bad one were read and discarded.
     let after = bytes_of(&spans[0]);
     assert!(after[5 * 4096..].iter().all(|byte| *byte == 0xa5));
     let stats = requester.transport.stats();
@@ -80,49 +80,49 @@ pub(crate) fn a_wrong_checksum_fails_that_block_alone(world: &dyn World) {
     assert_eq!(stats.discarded_bytes, 3 * 4096);
 }
 
-pub(crate) fn a_passed_deadline_fails_the_block_and_aborts_the_serve(world: &dyn World) {
-    let server = node(world, "server", by_hand());
-    let requester = node(world, "requester", by_hand());
+pub(crate) fn a_passed_deadline_fails_the_block_and_aborts_the_serve(fixture: &dyn Fixture) {
+    let server = node(fixture, "server", by_hand());
+    let requester = node(fixture, "requester", by_hand());
     let wanted = wanted(small_layout(), &[key(1)], 3, Duration::from_millis(120));
     let mut tracker = Tracker::default();
     tracker.expect(&wanted.request);
     let spans = requester.fetch(&server, wanted);
-    let serve = server.request(world).serve;
-    requester.finish(world, &mut tracker);
-    assert_eq!(tracker.fates[&3], Fate::Failed(FetchFailure::PeerLost));
-    assert_eq!(world.next(&server.events), TransportEvent::ServeAborted { serve });
+    let serve = server.request(fixture).serve;
+    requester.finish(fixture, &mut tracker);
+    assert_eq!(tracker.outcomes[&3], FillOutcome::Failed(FetchFailure::PeerLost));
+    assert_eq!(fixture.next(&server.events), TransportEvent::ServeAborted { serve });
     assert!(is_untouched(&spans[0]));
     let stats = requester.transport.stats();
     assert_eq!((stats.deadlines_passed, stats.stalls, stats.blocks_lost), (1, 0, 1));
 }
 
-pub(crate) fn memory_of_an_aborted_serve_is_let_go(world: &dyn World) {
-    let server = node(world, "server", by_hand());
-    let requester = node(world, "requester", by_hand());
+pub(crate) fn memory_of_an_aborted_serve_is_released(fixture: &dyn Fixture) {
+    let server = node(fixture, "server", by_hand());
+    let requester = node(fixture, "requester", by_hand());
     let block = Block::new(1, small_layout());
     let mut buffer = PageBuffer::new(block.bytes.len()).expect("memory for a test");
     let deadline = Duration::from_millis(200);
     requester.fetch(&server, wanted(block.layout, &[block.key], 0, deadline));
-    let serve = server.request(world).serve;
+    let serve = server.request(fixture).serve;
     server.transport.serve_header(serve, 0, Tier::Dram, &block.checksums);
-    // All but the last object.
+    // All objects except the last.
     for range in &block.ranges(1)[..7] {
-        let from = buffer.span().slice(range.0 as usize, range.1 as usize).expect("inside of the buffer");
+        let from = buffer.span().slice(range.0 as usize, range.1 as usize).expect("inside the buffer");
         from.copy_in(&block.bytes[range.0 as usize..][..range.1 as usize]).expect("writable");
         let objects = ServedObjects { serve, block: 0, from, offset: range.0, last: ServeLast::More };
         server.transport.serve_objects(objects);
     }
-    // Some of it is on its way, and the deadline passes before the rest is.
-    world.next(&requester.events);
-    world.pass(deadline);
-    assert_eq!(world.next(&server.events), TransportEvent::ServeAborted { serve });
+    // A part is in flight, and the deadline passes before the rest is sent.
+    fixture.next(&requester.events);
+    fixture.pass(deadline);
+    assert_eq!(fixture.next(&server.events), TransportEvent::ServeAborted { serve });
     assert!(!buffer.is_lent(), "the transport still holds memory of an aborted serve");
 }
 
-pub(crate) fn what_comes_after_the_deadline_is_thrown_away(world: &dyn World) {
+pub(crate) fn data_after_the_deadline_is_discarded(fixture: &dyn Fixture) {
     let blocks: Vec<Block> = (0..2).map(|number| Block::new(number, small_layout())).collect();
-    let server = node(world, "server", by_hand());
-    let requester = node(world, "requester", by_hand());
+    let server = node(fixture, "server", by_hand());
+    let requester = node(fixture, "requester", by_hand());
     let late = wanted(small_layout(), &[blocks[0].key], 0, Duration::from_millis(150));
     let intime = wanted(small_layout(), &[blocks[1].key], 1, LATER);
     let mut tracker = Tracker::default();
@@ -130,90 +130,90 @@ pub(crate) fn what_comes_after_the_deadline_is_thrown_away(world: &dyn World) {
     tracker.expect(&intime.request);
     let late_spans = requester.fetch(&server, late);
     let spans = requester.fetch(&server, intime);
-    let (first, second) = (server.request(world).serve, server.request(world).serve);
+    let (first, second) = (server.request(fixture).serve, server.request(fixture).serve);
     // Half of the late block before its deadline, the rest after it.
     server.transport.serve_header(first, 0, Tier::Dram, &blocks[0].checksums);
     server.transport.serve_objects(blocks[0].objects(first, 0, (0, 4 * 4096), ServeLast::More));
-    while !tracker.fates.contains_key(&0) {
-        tracker.take(&world.next(&requester.events));
+    while !tracker.outcomes.contains_key(&0) {
+        tracker.take(&fixture.next(&requester.events));
     }
-    assert_eq!(tracker.fates[&0], Fate::Failed(FetchFailure::PeerLost));
+    assert_eq!(tracker.outcomes[&0], FillOutcome::Failed(FetchFailure::PeerLost));
     server.transport.serve_objects(blocks[0].objects(first, 0, (4 * 4096, 4 * 4096), ServeLast::Last));
     server.transport.serve_header(second, 0, Tier::Dram, &blocks[1].checksums);
     server.transport.serve_objects(blocks[1].objects(second, 0, (0, 8 * 4096), ServeLast::Last));
-    requester.finish(world, &mut tracker);
-    assert!(matches!(tracker.fates[&1], Fate::Arrived { .. }));
+    requester.finish(fixture, &mut tracker);
+    assert!(matches!(tracker.outcomes[&1], FillOutcome::Arrived { .. }));
     assert!(bytes_of(&spans[0]) == blocks[1].bytes[..]);
     let after = bytes_of(&late_spans[0]);
     assert!(after[4 * 4096..].iter().all(|byte| *byte == 0xa5), "written after its end");
 }
 
-pub(crate) fn a_server_that_goes_away_fails_all_unfinished_blocks(world: &dyn World) {
+pub(crate) fn a_server_that_disappears_fails_all_unfinished_blocks(fixture: &dyn Fixture) {
     let blocks: Vec<Block> = (0..3).map(|number| Block::new(number, small_layout())).collect();
-    let server = node(world, "server", by_hand());
-    let requester = node(world, "requester", by_hand());
+    let server = node(fixture, "server", by_hand());
+    let requester = node(fixture, "requester", by_hand());
     let keys: Vec<_> = blocks.iter().map(|block| block.key).collect();
     let wanted = wanted(small_layout(), &keys, 0, LATER);
     let mut tracker = Tracker::default();
     tracker.expect(&wanted.request);
     requester.fetch(&server, wanted);
-    let serve = server.request(world).serve;
+    let serve = server.request(fixture).serve;
     for block in [0, 1] {
         server.transport.serve_header(serve, block, Tier::Dram, &blocks[block as usize].checksums);
     }
     server.transport.serve_objects(blocks[0].objects(serve, 0, (0, 8 * 4096), ServeLast::Last));
     server.transport.serve_objects(blocks[1].objects(serve, 1, (0, 4 * 4096), ServeLast::More));
-    while !tracker.fates.contains_key(&0) {
-        tracker.take(&world.next(&requester.events));
+    while !tracker.outcomes.contains_key(&0) {
+        tracker.take(&fixture.next(&requester.events));
     }
     server.transport.shutdown();
-    requester.finish(world, &mut tracker);
-    assert!(matches!(tracker.fates[&0], Fate::Arrived { .. }));
-    assert_eq!(tracker.fates[&1], Fate::Failed(FetchFailure::PeerLost));
-    assert_eq!(tracker.fates[&2], Fate::Failed(FetchFailure::PeerLost));
-    assert_eq!(world.next(&server.events), TransportEvent::ServeDone { serve, block: 0 });
-    assert_eq!(world.next(&server.events), TransportEvent::ServeAborted { serve });
+    requester.finish(fixture, &mut tracker);
+    assert!(matches!(tracker.outcomes[&0], FillOutcome::Arrived { .. }));
+    assert_eq!(tracker.outcomes[&1], FillOutcome::Failed(FetchFailure::PeerLost));
+    assert_eq!(tracker.outcomes[&2], FillOutcome::Failed(FetchFailure::PeerLost));
+    assert_eq!(fixture.next(&server.events), TransportEvent::ServeDone { serve, block: 0 });
+    assert_eq!(fixture.next(&server.events), TransportEvent::ServeAborted { serve });
 }
 
-pub(crate) fn a_requester_that_goes_away_aborts_its_serves(world: &dyn World) {
+pub(crate) fn a_requester_that_disappears_aborts_its_serves(fixture: &dyn Fixture) {
     let block = Block::new(1, small_layout());
-    let server = node(world, "server", by_hand());
-    let requester = node(world, "requester", by_hand());
+    let server = node(fixture, "server", by_hand());
+    let requester = node(fixture, "requester", by_hand());
     let mut tracker = Tracker::default();
     let wanted = wanted(small_layout(), &[block.key, key(2)], 0, LATER);
     tracker.expect(&wanted.request);
     requester.fetch(&server, wanted);
-    let serve = server.request(world).serve;
+    let serve = server.request(fixture).serve;
     requester.transport.shutdown();
-    requester.finish(world, &mut tracker);
-    assert_eq!(tracker.fates[&0], Fate::Failed(FetchFailure::PeerLost));
-    assert_eq!(world.next(&server.events), TransportEvent::ServeAborted { serve });
-    // Nothing holds the memory of a serve that has ended.
+    requester.finish(fixture, &mut tracker);
+    assert_eq!(tracker.outcomes[&0], FillOutcome::Failed(FetchFailure::PeerLost));
+    assert_eq!(fixture.next(&server.events), TransportEvent::ServeAborted { serve });
+    // The memory of an ended serve has no other owner.
     server.transport.serve_header(serve, 0, Tier::Dram, &block.checksums);
     server.transport.serve_objects(block.objects(serve, 0, (0, 8 * 4096), ServeLast::Last));
     assert_eq!(server.transport.stats().serves_aborted, 1);
 }
 
-pub(crate) fn an_address_where_nobody_listens_is_a_lost_peer(world: &dyn World) {
-    let requester = node(world, "requester", by_hand());
+pub(crate) fn an_address_without_a_listener_is_a_lost_peer(fixture: &dyn Fixture) {
+    let requester = node(fixture, "requester", by_hand());
     let wanted = wanted(small_layout(), &[key(1), key(2)], 0, LATER);
     let mut tracker = Tracker::default();
     tracker.expect(&wanted.request);
-    requester.transport.fetch(&world.nowhere(), wanted.request).expect("the fetch is taken");
-    requester.finish(world, &mut tracker);
-    assert!(tracker.fates.values().all(|fate| *fate == Fate::Failed(FetchFailure::PeerLost)));
+    requester.transport.fetch(&fixture.nowhere(), wanted.request).expect("the fetch is accepted");
+    requester.finish(fixture, &mut tracker);
+    assert!(tracker.outcomes.values().all(|outcome| *outcome == FillOutcome::Failed(FetchFailure::PeerLost)));
 }
 
-pub(crate) fn a_call_that_makes_no_sense_is_refused(world: &dyn World) {
-    let server = node(world, "server", by_hand());
-    let requester = node(world, "requester", by_hand());
+pub(crate) fn rejects_an_invalid_call(fixture: &dyn Fixture) {
+    let server = node(fixture, "server", by_hand());
+    let requester = node(fixture, "requester", by_hand());
     let layout = small_layout();
     let block = |bytes: u64| FetchBlock { fill: 0, key: key(0), into: empty_span(bytes) };
     let arena = Arena::new(&ArenaConfig { bytes: 2 << 20, region_bytes: 2 << 20, huge: HugePolicy::Never })
-        .expect("2 MiB are to be had");
+        .expect("2 MiB of memory");
     let descriptor = arena.regions()[0].readonly_fd().try_clone_to_owned().expect("a descriptor");
     let mapped = MappedRegion::map(descriptor, 2 << 20, Access::ReadOnly).expect("it can be mapped");
-    let read_only = mapped.span(0, layout.block_bytes()).expect("inside of the region");
+    let read_only = mapped.span(0, layout.block_bytes()).expect("inside the region");
     let one = empty_span(layout.block_bytes());
     let many = (0..=BLOCKS_PER_REQUEST_MAX as u64)
         .map(|fill| FetchBlock { fill, key: key(0), into: one.clone() })
@@ -231,9 +231,9 @@ pub(crate) fn a_call_that_makes_no_sense_is_refused(world: &dyn World) {
     }
 }
 
-pub(crate) fn after_shutdown_calls_are_refused_and_ignored(world: &dyn World) {
-    let server = node(world, "server", by_hand());
-    let requester = node(world, "requester", by_hand());
+pub(crate) fn after_shutdown_calls_are_rejected_or_ignored(fixture: &dyn Fixture) {
+    let server = node(fixture, "server", by_hand());
+    let requester = node(fixture, "requester", by_hand());
     requester.transport.shutdown();
     requester.transport.shutdown();
     let request = wanted(small_layout(), &[key(1)], 0, LATER).request;
@@ -242,15 +242,15 @@ pub(crate) fn after_shutdown_calls_are_refused_and_ignored(world: &dyn World) {
     requester.transport.serve_absent(1, 0);
 }
 
-pub(crate) fn a_server_that_misuses_serve_calls_reports_the_block_absent(world: &dyn World) {
+pub(crate) fn invalid_serve_calls_report_the_block_absent(fixture: &dyn Fixture) {
     let block = Block::new(1, small_layout());
     let serving = block.clone();
     let server = node(
-        world,
+        fixture,
         "server",
         Arc::new(move |transport, request| {
             let serve = request.serve;
-            // 0: too few checksums. 1: objects before the header. 2: half an object. 3: outside of the block.
+            // 0: too few checksums. 1: objects before the header. 2: half an object. 3: outside the block.
             transport.serve_header(serve, 0, Tier::Dram, &serving.checksums[1..]);
             transport.serve_objects(serving.objects(serve, 1, (0, 8 * 4096), ServeLast::Last));
             transport.serve_header(serve, 2, Tier::Dram, &serving.checksums);
@@ -259,7 +259,7 @@ pub(crate) fn a_server_that_misuses_serve_calls_reports_the_block_absent(world: 
             let from = serving.span.clone();
             let outside = ServedObjects { serve, block: 3, from, offset: 4096, last: ServeLast::Last };
             transport.serve_objects(outside);
-            // 4: beyond the request; 5: as it should be, then more than the last.
+            // 4: beyond the request; 5: valid, then more objects after the last.
             transport.serve_header(serve, 99, Tier::Dram, &serving.checksums);
             transport.serve_header(serve, 4, Tier::Dram, &serving.checksums);
             for _ in 0..2 {
@@ -268,29 +268,29 @@ pub(crate) fn a_server_that_misuses_serve_calls_reports_the_block_absent(world: 
             transport.serve_absent(serve, 4);
         }),
     );
-    let requester = node(world, "requester", by_hand());
+    let requester = node(fixture, "requester", by_hand());
     let wanted = wanted(block.layout, &[block.key; 5], 0, LATER);
     let mut tracker = Tracker::default();
     tracker.expect(&wanted.request);
     requester.fetch(&server, wanted);
-    requester.finish(world, &mut tracker);
+    requester.finish(fixture, &mut tracker);
     for fill in 0..4 {
-        assert_eq!(tracker.fates[&fill], Fate::Failed(FetchFailure::Absent), "block {fill}");
+        assert_eq!(tracker.outcomes[&fill], FillOutcome::Failed(FetchFailure::Absent), "block {fill}");
     }
-    assert!(matches!(tracker.fates[&4], Fate::Arrived { .. }));
+    assert!(matches!(tracker.outcomes[&4], FillOutcome::Arrived { .. }));
 }
 
-pub(crate) fn serve_calls_for_unknown_requests_are_ignored(world: &dyn World) {
+pub(crate) fn serve_calls_for_unknown_requests_are_ignored(fixture: &dyn Fixture) {
     let block = Block::new(1, small_layout());
-    let server = node(world, "server", serving(std::slice::from_ref(&block), 8));
+    let server = node(fixture, "server", serving(std::slice::from_ref(&block), 8));
     server.transport.serve_header(77, 0, Tier::Dram, &block.checksums);
     server.transport.serve_objects(block.objects(77, 0, (0, 4096), ServeLast::More));
     server.transport.serve_absent(77, 0);
-    let requester = node(world, "requester", by_hand());
+    let requester = node(fixture, "requester", by_hand());
     let wanted = wanted(block.layout, &[block.key], 0, LATER);
     let mut tracker = Tracker::default();
     tracker.expect(&wanted.request);
     requester.fetch(&server, wanted);
-    requester.finish(world, &mut tracker);
-    assert!(matches!(tracker.fates[&0], Fate::Arrived { .. }));
+    requester.finish(fixture, &mut tracker);
+    assert!(matches!(tracker.outcomes[&0], FillOutcome::Arrived { .. }));
 }

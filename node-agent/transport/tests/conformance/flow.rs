@@ -1,4 +1,4 @@
-//! Bounds: credit, requests in flight, independence of requests.
+//! Limits: credit, requests in flight, independence of requests.
 
 use std::time::Duration;
 
@@ -6,35 +6,35 @@ use reprise_policy::Tier;
 use reprise_transport::limits::REQUESTS_PER_CONNECTION_MAX;
 use reprise_transport::{ErrorKind, ServeLast};
 
+use crate::fixture::{CREDIT_BYTES, Fixture, node};
 use crate::harness::{
-    Block, Fate, LATER, Tracker, by_hand, bytes_of, key, layout, serving, small_layout, wanted,
+    Block, FillOutcome, LATER, Tracker, by_hand, bytes_of, key, layout, serving, small_layout, wanted,
 };
-use crate::world::{CREDIT_BYTES, World, node};
 
-pub(crate) fn credit_bounds_what_is_in_flight(world: &dyn World) {
-    // Objects of 16 KiB, blocks of 128 KiB: the credit is two blocks, and 64 are asked for.
+pub(crate) fn credit_limits_the_bytes_in_flight(fixture: &dyn Fixture) {
+    // Objects of 16 KiB, blocks of 128 KiB: the credit is two blocks, and 64 are requested.
     let layout = layout(4, 512, 16);
     let blocks: Vec<Block> = (0..64).map(|number| Block::new(number, layout)).collect();
-    let server = node(world, "server", serving(&blocks, 8));
-    let requester = node(world, "requester", by_hand());
+    let server = node(fixture, "server", serving(&blocks, 8));
+    let requester = node(fixture, "requester", by_hand());
     let keys: Vec<_> = blocks.iter().map(|block| block.key).collect();
     let wanted = wanted(layout, &keys, 0, LATER);
     let mut tracker = Tracker::default();
     tracker.expect(&wanted.request);
     let spans = requester.fetch(&server, wanted);
-    requester.finish(world, &mut tracker);
+    requester.finish(fixture, &mut tracker);
     for (block, span) in blocks.iter().zip(&spans) {
         assert!(bytes_of(span) == block.bytes[..]);
     }
     let in_flight = server.transport.stats().in_flight_bytes_max;
     assert!(in_flight <= CREDIT_BYTES, "{in_flight} bytes in flight");
-    // And the credit is made use of.
+    // The credit is used.
     assert!(in_flight >= CREDIT_BYTES / 2, "{in_flight} bytes in flight");
 }
 
-pub(crate) fn more_requests_than_the_limit_are_refused_as_busy(world: &dyn World) {
-    let server = node(world, "server", by_hand());
-    let requester = node(world, "requester", by_hand());
+pub(crate) fn rejects_requests_beyond_the_limit_as_busy(fixture: &dyn Fixture) {
+    let server = node(fixture, "server", by_hand());
+    let requester = node(fixture, "requester", by_hand());
     let mut tracker = Tracker::default();
     for fill in 0..REQUESTS_PER_CONNECTION_MAX as u64 {
         let wanted = wanted(small_layout(), &[key(0)], fill, LATER);
@@ -44,28 +44,28 @@ pub(crate) fn more_requests_than_the_limit_are_refused_as_busy(world: &dyn World
     let request = wanted(small_layout(), &[key(0)], 9999, LATER).request;
     let error = requester.transport.fetch(&server.address, request).expect_err("refused");
     assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
-    // One ends, one more is taken.
-    let serve = server.request(world).serve;
+    // One request ends, and one more is accepted.
+    let serve = server.request(fixture).serve;
     server.transport.serve_absent(serve, 0);
-    tracker.take(&world.next(&requester.events));
-    assert_eq!(tracker.fates.len(), 1);
+    tracker.take(&fixture.next(&requester.events));
+    assert_eq!(tracker.outcomes.len(), 1);
     requester.fetch(&server, wanted(small_layout(), &[key(0)], 10_000, LATER));
 }
 
-pub(crate) fn a_silent_core_does_not_delay_other_requests_on_the_connection(world: &dyn World) {
+pub(crate) fn a_silent_core_does_not_delay_other_requests_on_the_connection(fixture: &dyn Fixture) {
     let block = Block::new(1, small_layout());
-    let server = node(world, "server", by_hand());
-    let requester = node(world, "requester", by_hand());
+    let server = node(fixture, "server", by_hand());
+    let requester = node(fixture, "requester", by_hand());
     let silent = wanted(small_layout(), &[key(7)], 0, Duration::from_secs(30));
     let served = wanted(small_layout(), &[block.key], 1, Duration::from_secs(30));
     let mut tracker = Tracker::default();
     tracker.expect(&served.request);
     requester.fetch(&server, silent);
     let spans = requester.fetch(&server, served);
-    let (_, serve) = (server.request(world).serve, server.request(world).serve);
+    let (_, serve) = (server.request(fixture).serve, server.request(fixture).serve);
     server.transport.serve_header(serve, 0, Tier::Dram, &block.checksums);
     server.transport.serve_objects(block.objects(serve, 0, (0, 8 * 4096), ServeLast::Last));
-    requester.finish(world, &mut tracker);
-    assert!(matches!(tracker.fates[&1], Fate::Arrived { .. }));
+    requester.finish(fixture, &mut tracker);
+    assert!(matches!(tracker.outcomes[&1], FillOutcome::Arrived { .. }));
     assert!(bytes_of(&spans[0]) == block.bytes[..]);
 }

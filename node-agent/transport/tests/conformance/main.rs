@@ -1,22 +1,22 @@
-//! What every implementation of `Transport` must do, run against TCP over loopback and against the in-memory hub.
+//! Conformance tests of `Transport`, run with TCP over loopback and with the in-memory hub.
 
 mod blocks;
 mod failures;
+mod fixture;
 mod flow;
 #[path = "../harness/mod.rs"]
 mod harness;
 mod offers;
 mod random;
-mod world;
 
 /// One test per case and implementation.
 macro_rules! conformance {
     ($($module:ident :: $case:ident,)*) => {
         mod tcp {
-            $(#[test] fn $case() { crate::$module::$case(&crate::world::TcpWorld); })*
+            $(#[test] fn $case() { crate::$module::$case(&crate::fixture::TcpFixture); })*
         }
         mod memory {
-            $(#[test] fn $case() { crate::$module::$case(&crate::world::MemoryWorld::new()); })*
+            $(#[test] fn $case() { crate::$module::$case(&crate::fixture::MemoryFixture::new()); })*
         }
     };
 }
@@ -34,26 +34,26 @@ conformance! {
     failures::a_block_may_become_absent_after_its_first_objects,
     failures::a_wrong_checksum_fails_that_block_alone,
     failures::a_passed_deadline_fails_the_block_and_aborts_the_serve,
-    failures::memory_of_an_aborted_serve_is_let_go,
-    failures::what_comes_after_the_deadline_is_thrown_away,
-    failures::a_server_that_goes_away_fails_all_unfinished_blocks,
-    failures::a_requester_that_goes_away_aborts_its_serves,
-    failures::an_address_where_nobody_listens_is_a_lost_peer,
-    failures::a_call_that_makes_no_sense_is_refused,
-    failures::after_shutdown_calls_are_refused_and_ignored,
-    failures::a_server_that_misuses_serve_calls_reports_the_block_absent,
+    failures::memory_of_an_aborted_serve_is_released,
+    failures::data_after_the_deadline_is_discarded,
+    failures::a_server_that_disappears_fails_all_unfinished_blocks,
+    failures::a_requester_that_disappears_aborts_its_serves,
+    failures::an_address_without_a_listener_is_a_lost_peer,
+    failures::rejects_an_invalid_call,
+    failures::after_shutdown_calls_are_rejected_or_ignored,
+    failures::invalid_serve_calls_report_the_block_absent,
     failures::serve_calls_for_unknown_requests_are_ignored,
-    flow::credit_bounds_what_is_in_flight,
-    flow::more_requests_than_the_limit_are_refused_as_busy,
+    flow::credit_limits_the_bytes_in_flight,
+    flow::rejects_requests_beyond_the_limit_as_busy,
     flow::a_silent_core_does_not_delay_other_requests_on_the_connection,
-    offers::an_offer_arrives_as_it_was_made_and_its_answer_comes_back,
-    offers::an_offer_is_answered_once_whatever_is_said_afterwards,
+    offers::an_offer_and_its_answer_arrive_unchanged,
+    offers::an_offer_is_answered_only_once,
     offers::an_offer_without_an_answer_fails_at_its_deadline,
-    offers::an_answer_after_the_deadline_is_thrown_away,
-    offers::a_peer_that_goes_away_fails_its_offers,
-    offers::an_offer_to_nobody_fails,
+    offers::an_answer_after_the_deadline_is_discarded,
+    offers::a_peer_that_disappears_fails_its_offers,
+    offers::an_offer_to_an_absent_peer_fails,
     offers::offers_and_fetches_share_a_connection,
-    offers::an_offer_that_makes_no_sense_is_refused,
-    offers::more_offers_than_the_limit_are_refused_as_busy,
+    offers::rejects_an_invalid_offer,
+    offers::rejects_offers_beyond_the_limit_as_busy,
     random::random_fetches_between_three_nodes_are_byte_exact,
 }

@@ -1,12 +1,12 @@
-//! Offers: blocks that a node would like its peer to fetch.
+//! Offers: blocks that a node proposes to its peer.
 
 use std::time::Duration;
 
 use reprise_transport::limits::{KEYS_PER_OFFER_MAX, REQUESTS_PER_CONNECTION_MAX};
 use reprise_transport::{ErrorKind, OfferRequest, TransportEvent};
 
-use crate::harness::{Block, Fate, LATER, Tracker, by_hand, key, serving, small_layout, wanted};
-use crate::world::{World, node};
+use crate::fixture::{Fixture, node};
+use crate::harness::{Block, FillOutcome, LATER, Tracker, by_hand, key, serving, small_layout, wanted};
 
 const SOON: Duration = Duration::from_millis(150);
 
@@ -25,95 +25,95 @@ fn answered(offer: u64, taken: &[u32], retry_after: Duration) -> TransportEvent 
     TransportEvent::OfferAnswered { offer, taken: taken.to_vec(), retry_after }
 }
 
-pub(crate) fn an_offer_arrives_as_it_was_made_and_its_answer_comes_back(world: &dyn World) {
-    let (holder, target) = (node(world, "holder", by_hand()), node(world, "target", by_hand()));
+pub(crate) fn an_offer_and_its_answer_arrive_unchanged(fixture: &dyn Fixture) {
+    let (holder, target) = (node(fixture, "holder", by_hand()), node(fixture, "target", by_hand()));
     let made = offer(7, 20, LATER);
     holder.offer(&target, made.clone());
-    let incoming = target.incoming_offer(world);
+    let incoming = target.incoming_offer(fixture);
     assert_eq!(incoming.from, "holder");
     assert_eq!((incoming.tenant, incoming.layout, incoming.keys), (made.tenant, made.layout, made.keys));
     assert!(incoming.deadline <= LATER && incoming.deadline > LATER / 2);
     let wait = Duration::from_micros(1234);
     target.transport.answer_offer(incoming.offer, &[0, 9, 19], wait);
-    assert_eq!(world.next(&holder.events), answered(7, &[0, 9, 19], wait));
+    assert_eq!(fixture.next(&holder.events), answered(7, &[0, 9, 19], wait));
     let stats = (holder.transport.stats(), target.transport.stats());
     assert_eq!((stats.0.offers, stats.0.offers_failed, stats.1.offers_received), (1, 0, 1));
 }
 
-pub(crate) fn an_offer_is_answered_once_whatever_is_said_afterwards(world: &dyn World) {
-    let (holder, target) = (node(world, "holder", by_hand()), node(world, "target", by_hand()));
+pub(crate) fn an_offer_is_answered_only_once(fixture: &dyn Fixture) {
+    let (holder, target) = (node(fixture, "holder", by_hand()), node(fixture, "target", by_hand()));
     holder.offer(&target, offer(1, 3, LATER));
-    let first = target.incoming_offer(world).offer;
-    // Indices beyond the offer are no keys.
+    let first = target.incoming_offer(fixture).offer;
+    // Indices beyond the offer are not keys.
     target.transport.answer_offer(first, &[2, 3, 99], Duration::ZERO);
     target.transport.answer_offer(first, &[0], Duration::ZERO);
     target.transport.answer_offer(first + 1000, &[0], Duration::ZERO);
-    assert_eq!(world.next(&holder.events), answered(1, &[2], Duration::ZERO));
+    assert_eq!(fixture.next(&holder.events), answered(1, &[2], Duration::ZERO));
     holder.offer(&target, offer(2, 3, LATER));
-    let second = target.incoming_offer(world).offer;
+    let second = target.incoming_offer(fixture).offer;
     target.transport.answer_offer(second, &[], Duration::ZERO);
-    assert_eq!(world.next(&holder.events), answered(2, &[], Duration::ZERO));
+    assert_eq!(fixture.next(&holder.events), answered(2, &[], Duration::ZERO));
 }
 
-pub(crate) fn an_offer_without_an_answer_fails_at_its_deadline(world: &dyn World) {
-    let (holder, target) = (node(world, "holder", by_hand()), node(world, "target", by_hand()));
+pub(crate) fn an_offer_without_an_answer_fails_at_its_deadline(fixture: &dyn Fixture) {
+    let (holder, target) = (node(fixture, "holder", by_hand()), node(fixture, "target", by_hand()));
     holder.offer(&target, offer(1, 3, SOON));
-    target.incoming_offer(world);
-    assert_eq!(world.next(&holder.events), TransportEvent::OfferFailed { offer: 1 });
+    target.incoming_offer(fixture);
+    assert_eq!(fixture.next(&holder.events), TransportEvent::OfferFailed { offer: 1 });
     let stats = holder.transport.stats();
     assert_eq!((stats.offers_failed, stats.deadlines_passed, stats.stalls), (1, 1, 0));
 }
 
-pub(crate) fn an_answer_after_the_deadline_is_thrown_away(world: &dyn World) {
-    let (holder, target) = (node(world, "holder", by_hand()), node(world, "target", by_hand()));
+pub(crate) fn an_answer_after_the_deadline_is_discarded(fixture: &dyn Fixture) {
+    let (holder, target) = (node(fixture, "holder", by_hand()), node(fixture, "target", by_hand()));
     holder.offer(&target, offer(1, 3, SOON));
-    let late = target.incoming_offer(world).offer;
-    assert_eq!(world.next(&holder.events), TransportEvent::OfferFailed { offer: 1 });
+    let late = target.incoming_offer(fixture).offer;
+    assert_eq!(fixture.next(&holder.events), TransportEvent::OfferFailed { offer: 1 });
     target.transport.answer_offer(late, &[0], Duration::ZERO);
     holder.offer(&target, offer(2, 3, LATER));
-    let next = target.incoming_offer(world).offer;
+    let next = target.incoming_offer(fixture).offer;
     target.transport.answer_offer(next, &[1], Duration::ZERO);
-    assert_eq!(world.next(&holder.events), answered(2, &[1], Duration::ZERO));
+    assert_eq!(fixture.next(&holder.events), answered(2, &[1], Duration::ZERO));
 }
 
-pub(crate) fn a_peer_that_goes_away_fails_its_offers(world: &dyn World) {
-    let (holder, target) = (node(world, "holder", by_hand()), node(world, "target", by_hand()));
+pub(crate) fn a_peer_that_disappears_fails_its_offers(fixture: &dyn Fixture) {
+    let (holder, target) = (node(fixture, "holder", by_hand()), node(fixture, "target", by_hand()));
     for number in 1..4 {
         holder.offer(&target, offer(number, 3, LATER));
-        target.incoming_offer(world);
+        target.incoming_offer(fixture);
     }
     target.transport.shutdown();
     for number in 1..4 {
-        assert_eq!(world.next(&holder.events), TransportEvent::OfferFailed { offer: number });
+        assert_eq!(fixture.next(&holder.events), TransportEvent::OfferFailed { offer: number });
     }
     target.transport.answer_offer(1, &[0], Duration::ZERO);
 }
 
-pub(crate) fn an_offer_to_nobody_fails(world: &dyn World) {
-    let holder = node(world, "holder", by_hand());
-    holder.transport.offer(&world.nowhere(), offer(5, 1, LATER)).expect("the offer is taken");
-    assert_eq!(world.next(&holder.events), TransportEvent::OfferFailed { offer: 5 });
+pub(crate) fn an_offer_to_an_absent_peer_fails(fixture: &dyn Fixture) {
+    let holder = node(fixture, "holder", by_hand());
+    holder.transport.offer(&fixture.nowhere(), offer(5, 1, LATER)).expect("the offer is accepted");
+    assert_eq!(fixture.next(&holder.events), TransportEvent::OfferFailed { offer: 5 });
 }
 
-pub(crate) fn offers_and_fetches_share_a_connection(world: &dyn World) {
+pub(crate) fn offers_and_fetches_share_a_connection(fixture: &dyn Fixture) {
     let block = Block::new(1, small_layout());
-    let server = node(world, "server", serving(std::slice::from_ref(&block), 2));
-    let requester = node(world, "requester", by_hand());
+    let server = node(fixture, "server", serving(std::slice::from_ref(&block), 2));
+    let requester = node(fixture, "requester", by_hand());
     requester.offer(&server, offer(1, 5, LATER));
     let wanted = wanted(block.layout, &[block.key], 0, LATER);
     let mut tracker = Tracker::default();
     tracker.expect(&wanted.request);
     requester.fetch(&server, wanted);
-    let incoming = server.incoming_offer(world).offer;
-    requester.finish(world, &mut tracker);
-    assert!(matches!(tracker.fates[&0], Fate::Arrived { .. }));
+    let incoming = server.incoming_offer(fixture).offer;
+    requester.finish(fixture, &mut tracker);
+    assert!(matches!(tracker.outcomes[&0], FillOutcome::Arrived { .. }));
     server.transport.answer_offer(incoming, &[4], Duration::ZERO);
-    assert_eq!(world.next(&requester.events), answered(1, &[4], Duration::ZERO));
+    assert_eq!(fixture.next(&requester.events), answered(1, &[4], Duration::ZERO));
     assert!(requester.transport.stats().connections_opened <= 1);
 }
 
-pub(crate) fn an_offer_that_makes_no_sense_is_refused(world: &dyn World) {
-    let (holder, target) = (node(world, "holder", by_hand()), node(world, "target", by_hand()));
+pub(crate) fn rejects_an_invalid_offer(fixture: &dyn Fixture) {
+    let (holder, target) = (node(fixture, "holder", by_hand()), node(fixture, "target", by_hand()));
     for keys in [0, KEYS_PER_OFFER_MAX as u32 + 1] {
         let error = holder.transport.offer(&target.address, offer(1, keys, LATER)).expect_err("refused");
         assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
@@ -123,15 +123,15 @@ pub(crate) fn an_offer_that_makes_no_sense_is_refused(world: &dyn World) {
     assert_eq!(error.kind(), ErrorKind::Closed, "{error}");
 }
 
-pub(crate) fn more_offers_than_the_limit_are_refused_as_busy(world: &dyn World) {
-    let (holder, target) = (node(world, "holder", by_hand()), node(world, "target", by_hand()));
+pub(crate) fn rejects_offers_beyond_the_limit_as_busy(fixture: &dyn Fixture) {
+    let (holder, target) = (node(fixture, "holder", by_hand()), node(fixture, "target", by_hand()));
     for number in 0..REQUESTS_PER_CONNECTION_MAX as u64 {
         holder.offer(&target, offer(number, 1, LATER));
     }
     let error = holder.transport.offer(&target.address, offer(9999, 1, LATER)).expect_err("refused");
     assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
-    let first = target.incoming_offer(world).offer;
+    let first = target.incoming_offer(fixture).offer;
     target.transport.answer_offer(first, &[0], Duration::ZERO);
-    assert_eq!(world.next(&holder.events), answered(0, &[0], Duration::ZERO));
+    assert_eq!(fixture.next(&holder.events), answered(0, &[0], Duration::ZERO));
     holder.offer(&target, offer(9999, 1, LATER));
 }

@@ -1,6 +1,7 @@
-//! A property: whatever is fetched from whom, in whatever pieces it comes, the bytes are those of the block.
+//! Property: fetches between any nodes, in pieces of any size, deliver exactly the bytes of the blocks.
 //!
-//! proptest prints the failing case and keeps its seed in `proptest-regressions`; run the test again to replay it.
+//! proptest prints the failing case and keeps its seed in `proptest-regressions`; run the test again to
+//! replay it.
 
 use std::collections::HashMap;
 
@@ -8,8 +9,8 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use reprise_transport::FetchFailure;
 
-use crate::harness::{Block, Fate, LATER, Serve, Tracker, bytes_of, layout, serving, wanted};
-use crate::world::{World, node};
+use crate::fixture::{Fixture, node};
+use crate::harness::{Block, FillOutcome, LATER, Serve, Tracker, bytes_of, layout, serving, wanted};
 
 /// Blocks exist up to this number; higher ones are absent.
 const BLOCKS: u32 = 12;
@@ -47,21 +48,21 @@ fn scene() -> impl Strategy<Value = Scene> {
     )
 }
 
-pub(crate) fn random_fetches_between_three_nodes_are_byte_exact(world: &dyn World) {
+pub(crate) fn random_fetches_between_three_nodes_are_byte_exact(fixture: &dyn Fixture) {
     let config = Config { cases: 24, failure_persistence: None, ..Config::default() };
     TestRunner::new(config)
         .run(&scene(), |scene| {
-            play(world, &scene);
+            play(fixture, &scene);
             Ok(())
         })
         .expect("every scene is byte-exact");
 }
 
-fn play(world: &dyn World, scene: &Scene) {
+fn play(fixture: &dyn Fixture, scene: &Scene) {
     let layout = layout(scene.layers, scene.head_dim, scene.tokens);
     let blocks: Vec<Block> = (0..BLOCKS).map(|number| Block::new(number, layout)).collect();
     let serve: Serve = serving(&blocks, scene.objects_per_range);
-    let nodes: Vec<_> = ["a", "b", "c"].map(|name| node(world, name, serve.clone())).into_iter().collect();
+    let nodes: Vec<_> = ["a", "b", "c"].map(|name| node(fixture, name, serve.clone())).into_iter().collect();
     let mut trackers: Vec<Tracker> = (0..NODES).map(|_| Tracker::default()).collect();
     let mut spans = HashMap::new();
     let mut fill = 0;
@@ -77,20 +78,22 @@ fn play(world: &dyn World, scene: &Scene) {
     }
     for (node, tracker) in nodes.iter().zip(&mut trackers) {
         while !tracker.is_over() {
-            let event = world.next(&node.events);
+            let event = fixture.next(&node.events);
             if !is_served(&event) {
                 tracker.take(&event);
             }
         }
     }
     for (fill, (requester, number, span)) in spans {
-        let fate = &trackers[requester].fates[&fill];
+        let outcome = &trackers[requester].outcomes[&fill];
         match blocks.get(number as usize) {
             Some(block) => {
-                assert!(matches!(fate, Fate::Arrived { checksums, .. } if *checksums == block.checksums));
+                assert!(
+                    matches!(outcome, FillOutcome::Arrived { checksums, .. } if *checksums == block.checksums)
+                );
                 assert!(bytes_of(&span)[..block.bytes.len()] == block.bytes[..], "fill {fill} differs");
             }
-            None => assert_eq!(*fate, Fate::Failed(FetchFailure::Absent)),
+            None => assert_eq!(*outcome, FillOutcome::Failed(FetchFailure::Absent)),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What the transport's tests share: layouts, blocks with known bytes, nodes that record their events.
+//! Helpers of the transport's tests: layouts, blocks with known bytes, nodes that record their events.
 
 // Each test binary uses a part of it.
 #![allow(dead_code, unreachable_pub)]
@@ -15,7 +15,7 @@ use reprise_transport::{
     TransportEvent,
 };
 
-/// Longer than anything that a passing test waits for.
+/// Longer than any wait of a passing test.
 pub const PATIENCE: Duration = Duration::from_secs(20);
 
 /// A deadline that no test reaches.
@@ -48,7 +48,7 @@ pub fn key(number: u32) -> BlockKey {
     BlockKey(bytes)
 }
 
-/// A block with bytes that tell its number and position.
+/// A block whose bytes identify its number and position.
 #[derive(Clone)]
 pub struct Block {
     pub key: BlockKey,
@@ -73,7 +73,7 @@ impl Block {
         Block { key: key(number), layout, span, bytes: Arc::new(bytes), checksums }
     }
 
-    /// Serves it as ranges of so many objects each, in order.
+    /// Serves the block as ranges of `objects` objects each, in order.
     pub fn ranges(&self, objects: u32) -> Vec<(u64, u64)> {
         let step = u64::from(objects) * self.layout.object_bytes();
         let end = self.layout.block_bytes();
@@ -81,7 +81,7 @@ impl Block {
     }
 
     pub fn objects(&self, serve: u64, block: u32, range: (u64, u64), last: ServeLast) -> ServedObjects {
-        let from = self.span.slice(range.0 as usize, range.1 as usize).expect("inside of the block");
+        let from = self.span.slice(range.0 as usize, range.1 as usize).expect("inside the block");
         ServedObjects { serve, block, from, offset: range.0, last }
     }
 }
@@ -89,7 +89,7 @@ impl Block {
 pub fn empty_span(bytes: u64) -> Span {
     let pages = (bytes as usize).next_multiple_of(4096);
     let span = PageBuffer::new(pages).expect("memory for a test").span();
-    span.slice(0, bytes as usize).expect("inside of the buffer")
+    span.slice(0, bytes as usize).expect("inside the buffer")
 }
 
 pub fn bytes_of(span: &Span) -> Vec<u8> {
@@ -98,7 +98,7 @@ pub fn bytes_of(span: &Span) -> Vec<u8> {
     bytes
 }
 
-/// A span filled with a byte, to see what is written into it.
+/// A span filled with a byte, to detect writes into it.
 pub fn marked_span(bytes: u64) -> Span {
     let span = empty_span(bytes);
     span.copy_in(&vec![0xa5; bytes as usize]).expect("writable");
@@ -109,10 +109,10 @@ pub fn is_untouched(span: &Span) -> bool {
     bytes_of(span).iter().all(|byte| *byte == 0xa5)
 }
 
-/// What a node does with requests by itself; every event is recorded in any case.
+/// Automatic handling of requests; every event is recorded in any case.
 pub type Serve = Arc<dyn Fn(&dyn Transport, &IncomingRequest) + Send + Sync>;
 
-/// Leaves requests to the test.
+/// The test answers the requests.
 pub fn by_hand() -> Serve {
     Arc::new(|_, _| {})
 }
@@ -141,13 +141,13 @@ pub fn serving(blocks: &[Block], objects: u32) -> Serve {
     })
 }
 
-/// Hands a sink its transport once that exists.
+/// Gives a sink access to its transport, which is created later.
 #[derive(Clone, Default)]
-pub struct Own {
+pub struct TransportHandle {
     transport: Arc<OnceLock<Weak<dyn Transport>>>,
 }
 
-impl Own {
+impl TransportHandle {
     pub fn set(&self, transport: &Arc<dyn Transport>) {
         assert!(self.transport.set(Arc::downgrade(transport)).is_ok(), "set once");
     }
@@ -157,19 +157,20 @@ impl Own {
     }
 }
 
-/// A sink that serves requests and records every event.
-pub fn recording_sink(own: &Own, serve: Serve) -> (EventSink, Receiver<TransportEvent>) {
+/// Creates a sink that serves requests and records every event.
+pub fn recording_sink(handle: &TransportHandle, serve: Serve) -> (EventSink, Receiver<TransportEvent>) {
     let (sender, receiver): (Sender<TransportEvent>, _) = channel();
     let sender = Mutex::new(sender);
-    let own = own.clone();
+    let handle = handle.clone();
     let sink: EventSink = Arc::new(move |event| {
         let request = match &event {
             TransportEvent::Request(request) => Some(request.clone()),
             _ => None,
         };
-        // Recorded before it is served, which may end on another thread at once. The test may be over.
+        // Recorded before it is served, because the serve may end on another thread at once. The test may
+        // have ended.
         let _ = sender.lock().expect("no test panics while sending").send(event);
-        if let (Some(request), Some(transport)) = (request, own.get()) {
+        if let (Some(request), Some(transport)) = (request, handle.get()) {
             serve(transport.as_ref(), &request);
         }
     });
@@ -177,24 +178,24 @@ pub fn recording_sink(own: &Own, serve: Serve) -> (EventSink, Receiver<Transport
 }
 
 /// A fetch of blocks by number, with fill = `fill_base` + position.
-pub struct Wanted {
+pub struct TestFetch {
     pub request: FetchRequest,
     pub spans: Vec<Span>,
 }
 
-pub fn wanted(layout: Layout, keys: &[BlockKey], fill_base: u64, deadline: Duration) -> Wanted {
+pub fn wanted(layout: Layout, keys: &[BlockKey], fill_base: u64, deadline: Duration) -> TestFetch {
     let spans: Vec<Span> = keys.iter().map(|_| marked_span(layout.slot_bytes())).collect();
     let blocks = (fill_base..)
         .zip(keys)
         .zip(&spans)
         .map(|((fill, key), span)| FetchBlock { fill, key: *key, into: span.clone() })
         .collect();
-    Wanted { request: FetchRequest { fetch: fill_base, layout, deadline, blocks }, spans }
+    TestFetch { request: FetchRequest { fetch: fill_base, layout, deadline, blocks }, spans }
 }
 
-/// How a fill ended.
+/// Result of a fill.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Fate {
+pub enum FillOutcome {
     /// All layers, with these checksums from this tier.
     Arrived {
         checksums: Vec<u32>,
@@ -203,13 +204,13 @@ pub enum Fate {
     Failed(FetchFailure),
 }
 
-/// Follows the events of fills and checks their order.
+/// Tracks the events of fills and checks their order.
 #[derive(Default)]
 pub struct Tracker {
     layouts: HashMap<u64, Layout>,
     layers: HashMap<u64, u32>,
     checksums: HashMap<u64, Vec<u32>>,
-    pub fates: HashMap<u64, Fate>,
+    pub outcomes: HashMap<u64, FillOutcome>,
 }
 
 impl Tracker {
@@ -219,32 +220,32 @@ impl Tracker {
         }
     }
 
-    /// Takes one event; panics when it breaks the promises of `TransportEvent`.
+    /// Handles one event; panics when it violates the contract of `TransportEvent`.
     pub fn take(&mut self, event: &TransportEvent) {
         match event {
             TransportEvent::Layers { fill, layers, checksums, tier } => {
-                assert!(!self.fates.contains_key(fill), "an event after the last one of fill {fill}");
+                assert!(!self.outcomes.contains_key(fill), "an event after the last one of fill {fill}");
                 let before = self.layers.insert(*fill, *layers);
                 assert!(*layers > before.unwrap_or(0), "layers of fill {fill} do not grow");
-                assert_eq!(checksums.is_some(), before.is_none(), "checksums come with the first event only");
+                assert_eq!(checksums.is_some(), before.is_none(), "only the first event has checksums");
                 if let Some(checksums) = checksums {
                     self.checksums.insert(*fill, checksums.to_vec());
                 }
                 if *layers == self.layouts[fill].layers() {
                     let checksums = self.checksums[fill].clone();
-                    self.fates.insert(*fill, Fate::Arrived { checksums, tier: *tier });
+                    self.outcomes.insert(*fill, FillOutcome::Arrived { checksums, tier: *tier });
                 }
             }
             TransportEvent::Failed { fill, failure } => {
                 assert!(self.layouts.contains_key(fill), "a failure of an unknown fill {fill}");
-                let before = self.fates.insert(*fill, Fate::Failed(*failure));
+                let before = self.outcomes.insert(*fill, FillOutcome::Failed(*failure));
                 assert_eq!(before, None, "fill {fill} ended twice");
             }
-            other => panic!("a requester is told {other:?}"),
+            other => panic!("unexpected event of a requester: {other:?}"),
         }
     }
 
     pub fn is_over(&self) -> bool {
-        self.fates.len() == self.layouts.len()
+        self.outcomes.len() == self.layouts.len()
     }
 }

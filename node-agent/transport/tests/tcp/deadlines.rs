@@ -1,4 +1,5 @@
-//! Deadlines hold whatever the other side and the sockets do: for the requester, and for the memory of the server.
+//! Deadlines hold regardless of the other side and the sockets: for the requester, and for the memory of the
+//! server.
 
 use std::io::Write;
 use std::time::{Duration, Instant};
@@ -10,16 +11,19 @@ use reprise_transport::{
     limits::BLOCKS_PER_REQUEST_MAX,
 };
 
-use crate::harness::{Block, Fate, LATER, PATIENCE, Tracker, by_hand, key, layout, small_layout, wanted};
+use crate::harness::{
+    Block, FillOutcome, LATER, PATIENCE, Tracker, by_hand, key, layout, small_layout, wanted,
+};
 use crate::wire::{
     CREDIT, DATA, FakeServer, block_header, connect, data, header, hello, read_frame, request_within,
 };
 use crate::{Node, assert_lost, impatient, node, settings};
 
-/// Deadline of the requests here.
+/// Deadline of the requests in these tests.
 const DEADLINE: Duration = Duration::from_millis(300);
 
-/// Deadline, stall timeout of `impatient`, and what a loaded machine may add; far below what the transfers would take.
+/// Deadline, stall timeout of `impatient`, and the delay of a loaded machine; far below the time of the
+/// transfers.
 const IN_TIME: Duration = Duration::from_secs(4);
 
 /// 16 objects of 64 KiB.
@@ -38,7 +42,7 @@ fn serve_much(node: &Node, serve: u64, block: &Block) {
 
 fn assert_aborted(node: &Node, serve: u64, started: Instant) {
     loop {
-        match node.events.recv_timeout(PATIENCE).expect("an event comes") {
+        match node.events.recv_timeout(PATIENCE).expect("an event") {
             TransportEvent::ServeDone { .. } => {}
             event => {
                 assert_eq!(event, TransportEvent::ServeAborted { serve });
@@ -50,7 +54,7 @@ fn assert_aborted(node: &Node, serve: u64, started: Instant) {
 }
 
 #[test]
-fn a_requester_that_gives_credit_in_dribbles_loses_its_request_and_keeps_its_connection() {
+fn a_requester_that_returns_credit_slowly_loses_its_request_and_keeps_its_connection() {
     let node = node(impatient(), by_hand());
     let block = large_block();
     let window: u64 = 256 << 10;
@@ -68,7 +72,7 @@ fn a_requester_that_gives_credit_in_dribbles_loses_its_request_and_keeps_its_con
                 return;
             }
             if frame.kind == DATA {
-                // This is the requester's pace: it never looks stalled, and needs minutes for everything.
+                // The requester's pace: it never stalls, but would need minutes for the whole transfer.
                 std::thread::sleep(Duration::from_millis(100));
                 stream.write_all(&header(CREDIT, frame.body.len() as u64, 0, 0, 0)).expect("sent");
             }
@@ -83,7 +87,7 @@ fn a_requester_that_gives_credit_in_dribbles_loses_its_request_and_keeps_its_con
 }
 
 #[test]
-fn a_requester_that_reads_in_dribbles_loses_its_connection() {
+fn a_requester_that_reads_slowly_loses_its_connection() {
     let node = node(TcpSettings { socket_buffer_bytes: Some(32 << 10), ..impatient() }, by_hand());
     let block = large_block();
     let mut stream = connect(node.transport.local_address(), &hello(1, 1 << 30, 5000));
@@ -95,17 +99,17 @@ fn a_requester_that_reads_in_dribbles_loses_its_connection() {
     std::thread::spawn(move || {
         let mut buffer = vec![0; 32 << 10];
         while matches!(std::io::Read::read(&mut stream, &mut buffer), Ok(bytes) if bytes > 0) {
-            // This is the requester's pace: the server's socket takes something in every stall timeout.
+            // The requester's pace: the server's socket accepts some bytes in every stall timeout.
             std::thread::sleep(Duration::from_millis(20));
         }
     });
     assert_aborted(&node, serve, started);
-    assert!(started.elapsed() > DEADLINE, "{:?}: given up for another reason", started.elapsed());
+    assert!(started.elapsed() > DEADLINE, "{:?}: ended for another reason", started.elapsed());
 }
 
 #[test]
 fn a_fetch_behind_a_long_one_on_the_same_connection_ends_at_its_deadline() {
-    // 32 objects of 1 MiB, all zero. The sink takes its time, so there is always more to read.
+    // 32 objects of 1 MiB, all zero. The sink is slow, so there is always more to read.
     let layout = layout(16, 4096, 128);
     let zeroes = vec![0; layout.object_bytes() as usize];
     let checksums = vec![crc32c(&zeroes); layout.objects() as usize];
@@ -131,15 +135,15 @@ fn a_fetch_behind_a_long_one_on_the_same_connection_ends_at_its_deadline() {
         }
         stream
     });
-    while !tracker.fates.contains_key(&1) {
-        assert!(!tracker.fates.contains_key(&0), "the long fetch ended first");
-        tracker.take(&events.recv_timeout(PATIENCE).expect("an event comes"));
+    while !tracker.outcomes.contains_key(&1) {
+        assert!(!tracker.outcomes.contains_key(&0), "the long fetch ended first");
+        tracker.take(&events.recv_timeout(PATIENCE).expect("an event"));
     }
     assert_lost(&tracker, 1);
     while !tracker.is_over() {
-        tracker.take(&events.recv_timeout(PATIENCE).expect("an event comes"));
+        tracker.take(&events.recv_timeout(PATIENCE).expect("an event"));
     }
-    assert!(matches!(tracker.fates[&0], Fate::Arrived { .. }));
+    assert!(matches!(tracker.outcomes[&0], FillOutcome::Arrived { .. }));
     drop(sending.join().expect("everything was sent"));
 }
 
@@ -148,7 +152,7 @@ fn a_fetch_ends_at_its_deadline_while_requests_cannot_be_sent() {
     let node = node(TcpSettings { socket_buffer_bytes: Some(16 << 10), ..settings() }, by_hand());
     let server = FakeServer::new();
     let started = Instant::now();
-    // It greets, reads one request and then no more: the others, of 128 KiB each, do not fit the sockets.
+    // It greets and reads one request only: the others, of 128 KiB each, do not fit the sockets.
     let (mut tracker, _) = node.fetch(&server.address(), 1);
     let (_stream, _) = server.accept_request();
     let span = crate::harness::empty_span(small_layout().slot_bytes());
@@ -159,9 +163,9 @@ fn a_fetch_ends_at_its_deadline_while_requests_cannot_be_sent() {
         tracker.expect(&request);
         node.transport.fetch(&server.address(), request).expect("taken");
     }
-    while tracker.fates.len() < 3 * (BLOCKS_PER_REQUEST_MAX - 1) {
+    while tracker.outcomes.len() < 3 * (BLOCKS_PER_REQUEST_MAX - 1) {
         tracker.take(&node.next());
     }
     assert!(started.elapsed() < IN_TIME, "{:?}: a stall timeout late", started.elapsed());
-    assert!(!tracker.fates.contains_key(&0));
+    assert!(!tracker.outcomes.contains_key(&0));
 }

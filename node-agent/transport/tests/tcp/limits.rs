@@ -1,4 +1,4 @@
-//! Bounds of connections, and their end.
+//! Limits of connections, and their end.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use reprise_transport::{Congestion, ErrorKind, TcpSettings, TcpTransport, Transport};
 
-use crate::harness::{Block, Fate, LATER, by_hand, key, recording_sink, serving, small_layout, wanted};
+use crate::harness::{
+    Block, FillOutcome, LATER, by_hand, key, recording_sink, serving, small_layout, wanted,
+};
 use crate::wire::{ABSENT, FakeServer, connect, good_hello, is_closed, read_frame, request};
 use crate::{eventually, impatient, node, settings};
 
@@ -16,7 +18,7 @@ fn a_full_listener_closes_its_longest_idle_connection_for_a_new_one() {
     let address = node.transport.local_address();
     let mut greeted = connect(address, &good_hello());
     let mut silent = TcpStream::connect(address).expect("the kernel accepts it");
-    // One that has not greeted goes before one that has.
+    // A connection without greeting is closed before one with a greeting.
     let mut third = connect(address, &good_hello());
     assert!(is_closed(&mut silent));
     connect(address, &good_hello());
@@ -28,7 +30,7 @@ fn a_full_listener_closes_its_longest_idle_connection_for_a_new_one() {
 }
 
 #[test]
-fn a_new_connection_is_refused_while_all_have_requests_and_accepted_after_one_is_served() {
+fn rejects_a_connection_while_all_others_have_requests() {
     let node = node(TcpSettings { connections_max: 1, ..settings() }, by_hand());
     let address = node.transport.local_address();
     let mut busy = connect(address, &good_hello());
@@ -39,7 +41,7 @@ fn a_new_connection_is_refused_while_all_have_requests_and_accepted_after_one_is
     assert_eq!(node.transport.stats().connections_refused, 1);
     node.transport.serve_absent(serve, 0);
     assert_eq!(read_frame(&mut busy).expect("an answer").kind, ABSENT);
-    // The thread that has sent the answer enters the connection as idle a moment later.
+    // The thread that has sent the answer marks the connection as idle a moment later.
     eventually("room for another connection", || {
         let mut stream = TcpStream::connect(address).expect("the kernel accepts it");
         let sent = stream.write_all(&good_hello());
@@ -61,7 +63,7 @@ fn opening_more_connections_than_allowed_is_busy_until_one_is_idle() {
     let absent = crate::wire::header(ABSENT, number, 0, 0, 0);
     stream.write_all(&absent).expect("sent");
     node.finish(&mut tracker);
-    // The idle connection makes room.
+    // The idle connection is closed to make room.
     node.transport.fetch(&second.address(), request()).expect("taken");
     second.accept_request();
     assert!(is_closed(&mut stream));
@@ -107,14 +109,14 @@ fn a_busy_peer_gets_a_second_connection_where_that_is_allowed() {
 }
 
 #[test]
-fn a_host_name_is_looked_up_and_an_unknown_one_is_a_lost_peer() {
+fn resolves_a_host_name_and_loses_a_peer_with_an_unknown_one() {
     let block = Block::new(0, small_layout());
     let server = node(settings(), serving(std::slice::from_ref(&block), 8));
     let requester = node(settings(), by_hand());
     let port = server.transport.local_address().port();
     let (mut tracker, _) = requester.fetch(&format!("localhost:{port}"), 1);
     requester.finish(&mut tracker);
-    assert!(matches!(tracker.fates[&0], Fate::Arrived { .. }));
+    assert!(matches!(tracker.outcomes[&0], FillOutcome::Arrived { .. }));
     let requester = node(settings(), by_hand());
     let (mut tracker, _) = requester.fetch("no port and no host", 1);
     requester.finish(&mut tracker);
@@ -122,7 +124,7 @@ fn a_host_name_is_looked_up_and_an_unknown_one_is_a_lost_peer() {
 }
 
 #[test]
-fn settings_that_cannot_work_are_refused_with_words() {
+fn rejects_invalid_settings_with_their_name() {
     let base = settings;
     let cases = [
         (TcpSettings { node_name: String::new(), ..base() }, "node name"),
@@ -136,14 +138,14 @@ fn settings_that_cannot_work_are_refused_with_words() {
         (TcpSettings { congestion: Congestion::Named("no such".into()), ..base() }, "congestion"),
     ];
     for (settings, word) in cases {
-        let (sink, _events) = recording_sink(&crate::harness::Own::default(), by_hand());
+        let (sink, _events) = recording_sink(&crate::harness::TransportHandle::default(), by_hand());
         let error = TcpTransport::bind(settings, sink).err().expect(word);
         assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
         assert!(error.to_string().contains(word), "{error}");
     }
     let taken = FakeServer::new();
     let listen = taken.address().parse().expect("an address");
-    let (sink, _events) = recording_sink(&crate::harness::Own::default(), by_hand());
+    let (sink, _events) = recording_sink(&crate::harness::TransportHandle::default(), by_hand());
     let error = TcpTransport::bind(TcpSettings { listen, ..base() }, sink).err().expect("taken");
     assert_eq!(error.kind(), ErrorKind::Os, "{error}");
 }

@@ -1,6 +1,6 @@
-//! What only real sockets show: peers that stall, die, lie or talk nonsense, bytes that change on the way, limits.
+//! Behaviour of real sockets: peers that stall, die or send invalid data, corrupted bytes, limits.
 //!
-//! Times are bounds, not measurements: what must be prompt is compared with a stall timeout of several seconds.
+//! Times are bounds, not measurements: prompt results are compared with a stall timeout of several seconds.
 
 mod deadlines;
 #[path = "../harness/mod.rs"]
@@ -21,7 +21,9 @@ use std::time::Duration;
 use reprise_buffers::Span;
 use reprise_transport::{FetchFailure, TcpSettings, TcpTransport, Transport, TransportEvent};
 
-use harness::{Fate, LATER, Own, PATIENCE, Serve, Tracker, key, recording_sink, small_layout, wanted};
+use harness::{
+    FillOutcome, LATER, PATIENCE, Serve, Tracker, TransportHandle, key, recording_sink, small_layout, wanted,
+};
 
 /// A node with its recorded events.
 pub(crate) struct Node {
@@ -37,15 +39,15 @@ pub(crate) fn settings() -> TcpSettings {
     }
 }
 
-/// Settings of a node that takes 300 ms of silence for a stall.
+/// Settings of a node that treats 300 ms of silence as a stall.
 pub(crate) fn impatient() -> TcpSettings {
     TcpSettings { stall_timeout: Duration::from_millis(300), ..settings() }
 }
 
 pub(crate) fn node(settings: TcpSettings, serve: Serve) -> Node {
-    let own = Own::default();
+    let own = TransportHandle::default();
     let (sink, events) = recording_sink(&own, serve);
-    let transport = Arc::new(TcpTransport::bind(settings, sink).expect("loopback can be listened on"));
+    let transport = Arc::new(TcpTransport::bind(settings, sink).expect("listening on loopback works"));
     let shared: Arc<dyn Transport> = transport.clone();
     own.set(&shared);
     Node { transport, events }
@@ -53,7 +55,7 @@ pub(crate) fn node(settings: TcpSettings, serve: Serve) -> Node {
 
 impl Node {
     pub(crate) fn next(&self) -> TransportEvent {
-        self.events.recv_timeout(PATIENCE).expect("an event comes")
+        self.events.recv_timeout(PATIENCE).expect("an event")
     }
 
     pub(crate) fn serve_number(&self) -> u64 {
@@ -75,16 +77,16 @@ impl Node {
         let wanted = wanted(small_layout(), &keys, 0, LATER);
         let mut tracker = Tracker::default();
         tracker.expect(&wanted.request);
-        self.transport.fetch(peer, wanted.request).expect("the fetch is taken");
+        self.transport.fetch(peer, wanted.request).expect("the fetch is accepted");
         (tracker, wanted.spans)
     }
 }
 
 pub(crate) fn assert_lost(tracker: &Tracker, fill: u64) {
-    assert_eq!(tracker.fates[&fill], Fate::Failed(FetchFailure::PeerLost), "fill {fill}");
+    assert_eq!(tracker.outcomes[&fill], FillOutcome::Failed(FetchFailure::PeerLost), "fill {fill}");
 }
 
-/// Waits for something that follows, without an event, from what has happened.
+/// Waits for a consequence that has no event.
 pub(crate) fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     let started = std::time::Instant::now();
     while !holds() {

@@ -1,4 +1,4 @@
-//! Offers over real sockets: peers that fall silent, think long, or talk nonsense.
+//! Offers over real sockets: peers that are silent, slow, or send invalid data.
 
 use std::io::Write;
 use std::net::TcpStream;
@@ -20,14 +20,14 @@ fn failed() -> TransportEvent {
     TransportEvent::OfferFailed { offer: 3 }
 }
 
-/// The body of an answer to an offer of so many keys.
+/// The body of an answer to an offer of `keys` keys.
 fn answer(keys: u32) -> Vec<u8> {
     let mut body = vec![0; 16 + keys.div_ceil(8) as usize];
     body[8..12].copy_from_slice(&keys.to_le_bytes());
     body
 }
 
-/// An offer of four keys to a server that the test plays.
+/// An offer of four keys to a server that the test simulates.
 fn offered(node: &Node) -> (TcpStream, u64) {
     let server = FakeServer::new();
     node.transport.offer(&server.address(), offer(4)).expect("taken");
@@ -48,7 +48,7 @@ fn an_offer_to_a_peer_that_falls_silent_fails_after_the_stall_timeout() {
 }
 
 #[test]
-fn an_offer_to_a_peer_that_goes_away_fails_at_once() {
+fn an_offer_to_a_peer_that_disappears_fails_at_once() {
     let node = node(settings(), by_hand());
     let (stream, _) = offered(&node);
     drop(stream);
@@ -58,7 +58,7 @@ fn an_offer_to_a_peer_that_goes_away_fails_at_once() {
 }
 
 #[test]
-fn a_peer_that_thinks_about_an_offer_is_not_taken_for_silent() {
+fn a_slow_answer_to_an_offer_is_not_a_stall() {
     let (holder, target) = (node(impatient(), by_hand()), node(settings(), by_hand()));
     let address = target.transport.local_address().to_string();
     holder.transport.offer(&address, offer(4)).expect("taken");
@@ -83,7 +83,7 @@ fn an_answer_that_does_not_fit_the_offer_ends_the_connection() {
 }
 
 #[test]
-fn an_answer_to_no_offer_is_passed_over() {
+fn an_answer_without_an_offer_is_ignored() {
     let node = node(settings(), by_hand());
     let (mut stream, number) = offered(&node);
     stream.write_all(&with_body(OFFER_ANSWER, number + 7, 0, &answer(4))).expect("sent");
@@ -93,7 +93,7 @@ fn an_answer_to_no_offer_is_passed_over() {
 }
 
 #[test]
-fn an_offer_that_is_none_ends_the_connection() {
+fn an_invalid_offer_ends_the_connection() {
     for (what, body) in [("too short", vec![0; 95]), ("no layout", vec![0; 112])] {
         let node = node(settings(), by_hand());
         let mut stream = connect(node.transport.local_address(), &good_hello());

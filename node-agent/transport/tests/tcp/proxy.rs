@@ -1,29 +1,30 @@
-//! A proxy between two honest nodes that flips a bit or cuts the line.
+//! A proxy between two correct nodes that flips a bit or cuts the connection.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 
 use reprise_transport::{FetchFailure, Transport};
 
-use crate::harness::{Block, Fate, by_hand, bytes_of, small_layout};
+use crate::harness::{Block, FillOutcome, by_hand, bytes_of, small_layout};
 use crate::{Node, node, settings};
 
-/// What the proxy does to the bytes from server to requester.
+/// Effect of the proxy on the bytes from server to requester.
 #[derive(Clone, Copy)]
-enum Harm {
+enum Corruption {
     /// Flips the lowest bit of this byte of the stream.
     Flip(usize),
     /// Closes both sides before this byte.
     Cut(usize),
 }
 
-/// Bytes of the server's stream: greeting, then per block a header frame of 8 checksums and a data frame.
+/// Size of the server's stream in bytes: greeting, then per block a header frame of 8 checksums and a data
+/// frame.
 const GREETING: usize = 128;
 const HEADER_FRAME: usize = 32 + 4 + 8 * 4;
 const DATA_FRAME: usize = 32 + 8 * 4096;
 
-/// Starts a proxy for one connection; its address.
-fn proxy(server: SocketAddr, harm: Harm) -> String {
+/// Starts a proxy for one connection; returns its address.
+fn proxy(server: SocketAddr, corruption: Corruption) -> String {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("loopback");
     let address = listener.local_addr().expect("it has an address").to_string();
     std::thread::spawn(move || {
@@ -36,20 +37,20 @@ fn proxy(server: SocketAddr, harm: Harm) -> String {
             let _ = std::io::copy(&mut up_from, &mut up_to);
             let _ = up_to.shutdown(Shutdown::Write);
         });
-        downward(server, requester, harm);
+        downward(server, requester, corruption);
         upward.join().expect("the copying thread ends");
     });
     address
 }
 
-fn downward(mut from: TcpStream, mut to: TcpStream, harm: Harm) {
+fn downward(mut from: TcpStream, mut to: TcpStream, corruption: Corruption) {
     let mut buffer = vec![0; 8 << 10];
     let mut at = 0;
     while let Ok(bytes) = from.read(&mut buffer) {
         let mut piece = &mut buffer[..bytes];
-        match harm {
-            Harm::Flip(byte) if (at..at + bytes).contains(&byte) => piece[byte - at] ^= 1,
-            Harm::Cut(byte) if at + bytes > byte => piece = &mut piece[..byte - at],
+        match corruption {
+            Corruption::Flip(byte) if (at..at + bytes).contains(&byte) => piece[byte - at] ^= 1,
+            Corruption::Cut(byte) if at + bytes > byte => piece = &mut piece[..byte - at],
             _ => {}
         }
         if piece.is_empty() || to.write_all(piece).is_err() || piece.len() < bytes {
@@ -57,18 +58,18 @@ fn downward(mut from: TcpStream, mut to: TcpStream, harm: Harm) {
         }
         at += bytes;
     }
-    // Either may be closed already.
+    // Either side may be closed already.
     let _ = from.shutdown(Shutdown::Both);
     let _ = to.shutdown(Shutdown::Both);
 }
 
 struct Outcome {
-    fates: Vec<Fate>,
+    outcomes: Vec<FillOutcome>,
     requester: Node,
 }
 
-/// Fetches four blocks through the harm and checks that what arrived is right.
-fn through(harm: Harm) -> Outcome {
+/// Fetches four blocks through the proxy and checks that received bytes are correct.
+fn through(corruption: Corruption) -> Outcome {
     let blocks: Vec<Block> = (0..4).map(|number| Block::new(number, small_layout())).collect();
     let inorder = blocks.clone();
     // One block after the other, so that the place of every byte in the stream is known.
@@ -84,28 +85,28 @@ fn through(harm: Harm) -> Outcome {
         }),
     );
     let requester = node(settings(), by_hand());
-    let address = proxy(server.transport.local_address(), harm);
+    let address = proxy(server.transport.local_address(), corruption);
     let (mut tracker, spans) = requester.fetch(&address, 4);
     requester.finish(&mut tracker);
-    let fates: Vec<Fate> = (0..4).map(|fill| tracker.fates[&fill].clone()).collect();
-    for ((fate, block), span) in fates.iter().zip(&blocks).zip(&spans) {
-        if matches!(fate, Fate::Arrived { .. }) {
+    let outcomes: Vec<FillOutcome> = (0..4).map(|fill| tracker.outcomes[&fill].clone()).collect();
+    for ((outcome, block), span) in outcomes.iter().zip(&blocks).zip(&spans) {
+        if matches!(outcome, FillOutcome::Arrived { .. }) {
             assert!(bytes_of(span) == block.bytes[..], "a changed byte got through");
         }
     }
-    Outcome { fates, requester }
+    Outcome { outcomes, requester }
 }
 
 fn arrived(outcome: &Outcome) -> Vec<bool> {
-    outcome.fates.iter().map(|fate| matches!(fate, Fate::Arrived { .. })).collect()
+    outcome.outcomes.iter().map(|outcome| matches!(outcome, FillOutcome::Arrived { .. })).collect()
 }
 
 #[test]
 fn a_bit_that_flips_in_a_payload_fails_that_block_alone() {
     let second = GREETING + HEADER_FRAME + DATA_FRAME + HEADER_FRAME + 32;
     for byte in [second, second + 5000, second + 8 * 4096 - 1] {
-        let outcome = through(Harm::Flip(byte));
-        assert_eq!(outcome.fates[1], Fate::Failed(FetchFailure::Corrupt));
+        let outcome = through(Corruption::Flip(byte));
+        assert_eq!(outcome.outcomes[1], FillOutcome::Failed(FetchFailure::Corrupt));
         assert_eq!(arrived(&outcome), [true, false, true, true]);
         assert_eq!(outcome.requester.transport.stats().protocol_errors, 0);
     }
@@ -116,20 +117,20 @@ fn a_bit_that_flips_anywhere_else_ends_the_connection() {
     let block = GREETING + HEADER_FRAME + DATA_FRAME;
     // Magic, kind, stream, offset, length, checksum of a frame header; a checksum of the block header.
     for byte in [0, 5, 9, 21, 25, 30, 32, 40] {
-        let outcome = through(Harm::Flip(block + byte));
+        let outcome = through(Corruption::Flip(block + byte));
         assert_eq!(arrived(&outcome), [true, false, false, false], "byte {byte}");
-        assert_eq!(outcome.fates[1], Fate::Failed(FetchFailure::PeerLost));
+        assert_eq!(outcome.outcomes[1], FillOutcome::Failed(FetchFailure::PeerLost));
         assert_eq!(outcome.requester.transport.stats().protocol_errors, 1, "byte {byte}");
     }
     for byte in [0, 8, 30, 127] {
-        let outcome = through(Harm::Flip(byte));
+        let outcome = through(Corruption::Flip(byte));
         assert_eq!(arrived(&outcome), [false; 4], "byte {byte} of the greeting");
         assert_eq!(outcome.requester.transport.stats().protocol_errors, 1, "byte {byte}");
     }
 }
 
 #[test]
-fn a_line_that_is_cut_anywhere_fails_what_had_not_arrived() {
+fn a_connection_cut_anywhere_fails_the_missing_blocks() {
     let per_block = HEADER_FRAME + DATA_FRAME;
     for (byte, whole) in [
         (10, 0),
@@ -140,11 +141,11 @@ fn a_line_that_is_cut_anywhere_fails_what_had_not_arrived() {
         (GREETING + per_block + HEADER_FRAME - 1, 1),
         (GREETING + 3 * per_block + HEADER_FRAME + 32 + 8 * 4096 - 1, 3),
     ] {
-        let outcome = through(Harm::Cut(byte));
+        let outcome = through(Corruption::Cut(byte));
         let expected: Vec<bool> = (0..4).map(|block| block < whole).collect();
         assert_eq!(arrived(&outcome), expected, "cut at {byte}");
-        for fate in &outcome.fates[whole..] {
-            assert_eq!(*fate, Fate::Failed(FetchFailure::PeerLost));
+        for outcome in &outcome.outcomes[whole..] {
+            assert_eq!(*outcome, FillOutcome::Failed(FetchFailure::PeerLost));
         }
     }
 }

@@ -1,11 +1,11 @@
-//! Requesters that stall or go away, seen by the server.
+//! Requesters that stall or disappear, seen by the server.
 
 use std::time::{Duration, Instant};
 
 use reprise_policy::Tier;
 use reprise_transport::{ServeLast, Transport, TransportEvent};
 
-use crate::harness::{Block, Fate, by_hand, key, layout, serving, small_layout};
+use crate::harness::{Block, FillOutcome, by_hand, key, layout, serving, small_layout};
 use crate::wire::{CREDIT, DATA, connect, header, hello, read_frame, request};
 use crate::{Node, eventually, impatient, node, settings};
 
@@ -21,7 +21,7 @@ fn serve_whole(node: &Node, serve: u64, block: &Block) {
 }
 
 #[test]
-fn a_requester_that_gives_no_credit_back_gets_its_window_and_no_more() {
+fn a_requester_that_returns_no_credit_gets_only_its_window() {
     let node = node(impatient(), by_hand());
     let block = large_block();
     let window: u64 = 256 << 10;
@@ -33,12 +33,12 @@ fn a_requester_that_gives_no_credit_back_gets_its_window_and_no_more() {
     let mut received = Vec::new();
     while let Ok(frame) = read_frame(&mut stream) {
         if frame.kind == DATA {
-            assert_eq!(u64::from(frame.argument), payload, "ranges come in order");
+            assert_eq!(u64::from(frame.argument), payload, "ranges are in order");
             payload += frame.body.len() as u64;
             received.extend(frame.body);
         }
     }
-    // The server has given up by now: nothing came back for its stall timeout.
+    // The server has closed the connection by now: no credit was returned for its stall timeout.
     assert_eq!(payload, window);
     assert!(received == block.bytes[..window as usize]);
     assert_eq!(node.next(), TransportEvent::ServeAborted { serve });
@@ -47,7 +47,7 @@ fn a_requester_that_gives_no_credit_back_gets_its_window_and_no_more() {
 }
 
 #[test]
-fn credit_that_comes_back_lets_the_rest_through() {
+fn returned_credit_releases_the_rest() {
     let node = node(settings(), by_hand());
     let block = large_block();
     let window: u64 = 256 << 10;
@@ -57,7 +57,7 @@ fn credit_that_comes_back_lets_the_rest_through() {
     serve_whole(&node, serve, &block);
     let mut received = Vec::new();
     while received.len() < block.bytes.len() {
-        let frame = read_frame(&mut stream).expect("more comes");
+        let frame = read_frame(&mut stream).expect("another frame");
         if frame.kind == DATA {
             let credit = header(CREDIT, frame.body.len() as u64, 0, 0, 0);
             std::io::Write::write_all(&mut stream, &credit).expect("sent");
@@ -70,7 +70,7 @@ fn credit_that_comes_back_lets_the_rest_through() {
 }
 
 #[test]
-fn a_requester_that_reads_nothing_delays_nobody_and_is_given_up() {
+fn a_requester_that_reads_nothing_is_closed_without_delaying_others() {
     let node = node(impatient(), by_hand());
     let block = large_block();
     // The window is larger than all socket buffers, so the server fills them and then waits for the socket.
@@ -84,7 +84,7 @@ fn a_requester_that_reads_nothing_delays_nobody_and_is_given_up() {
         node.transport.serve_objects(block.objects(stalled_serve, index, range, ServeLast::Last));
     }
     assert!(started.elapsed() < Duration::from_secs(2), "serve calls wait for the peer");
-    // Another requester is served meanwhile, and from another node's point of view nothing is wrong.
+    // Another requester is served meanwhile, and its node sees no delay.
     let requester = crate::node(settings(), by_hand());
     let (mut tracker, _) = requester.fetch(&node.transport.local_address().to_string(), 1);
     let small = Block::new(0, small_layout());
@@ -105,7 +105,7 @@ fn a_requester_that_reads_nothing_delays_nobody_and_is_given_up() {
             break;
         }
     }
-    assert!(matches!(tracker.fates[&0], Fate::Arrived { .. }));
+    assert!(matches!(tracker.outcomes[&0], FillOutcome::Arrived { .. }));
     assert_eq!(node.transport.stats().stalls, 1);
 }
 
@@ -127,7 +127,7 @@ fn a_requester_that_dies_in_the_middle_aborts_its_serves() {
 }
 
 #[test]
-fn a_requester_that_sends_half_a_request_is_given_up() {
+fn closes_a_requester_that_sends_half_a_request() {
     let node = node(impatient(), by_hand());
     let mut stream = connect(node.transport.local_address(), &hello(1, 1 << 20, 5000));
     let bytes = request(1, small_layout(), &[key(0)]);
@@ -137,7 +137,7 @@ fn a_requester_that_sends_half_a_request_is_given_up() {
 }
 
 #[test]
-fn a_connection_that_never_greets_is_given_up() {
+fn closes_a_connection_that_never_greets() {
     let node = node(impatient(), by_hand());
     let mut stream = std::net::TcpStream::connect(node.transport.local_address()).expect("connected");
     assert!(crate::wire::is_closed(&mut stream));
@@ -145,7 +145,7 @@ fn a_connection_that_never_greets_is_given_up() {
 }
 
 #[test]
-fn a_cancelled_request_leaves_the_connection_to_the_others() {
+fn a_cancelled_request_keeps_the_connection_open() {
     let block = Block::new(0, small_layout());
     let node = node(settings(), by_hand());
     let mut stream = connect(node.transport.local_address(), &hello(1, 1 << 20, 5000));
@@ -167,7 +167,7 @@ fn a_cancelled_request_leaves_the_connection_to_the_others() {
 }
 
 #[test]
-fn served_memory_is_let_go_when_the_block_is_done() {
+fn served_memory_is_released_when_the_block_is_done() {
     let block = Block::new(0, small_layout());
     let node = node(settings(), serving(std::slice::from_ref(&block), 2));
     let requester = crate::node(settings(), by_hand());

@@ -1,27 +1,27 @@
-//! Peers that fall silent and peers that go away, seen by the requester.
+//! Peers that fall silent or disappear, seen by the requester.
 
 use std::io::Write;
 use std::time::{Duration, Instant};
 
 use reprise_transport::{Transport, TransportEvent};
 
-use crate::harness::{Block, Fate, by_hand, bytes_of, is_untouched, small_layout};
+use crate::harness::{Block, FillOutcome, by_hand, bytes_of, is_untouched, small_layout};
 use crate::wire::{ALIVE, FakeServer, block_header, data, header};
 use crate::{Node, assert_lost, impatient, node, settings};
 
-/// Stall timeout of `impatient`, and what a loaded machine may add.
+/// Stall timeout of `impatient`, plus the delay of a loaded machine.
 const STALL: std::ops::RangeInclusive<Duration> = Duration::from_millis(300)..=Duration::from_secs(4);
 
 /// Well below the stall timeout of `settings`.
 const PROMPT: Duration = Duration::from_secs(3);
 
-/// Fetches from a server that does `misbehave` after the request; both blocks must be lost.
+/// Fetches from a server that runs `misbehave` after the request; both blocks must be lost.
 fn lost_after(node: &Node, misbehave: impl FnOnce(std::net::TcpStream, u64)) -> Duration {
     let server = FakeServer::new();
     let (mut tracker, spans) = node.fetch(&server.address(), 2);
     let (stream, number) = server.accept_request();
     let started = Instant::now();
-    // The socket is kept open until the outcome is known, unless `misbehave` drops it.
+    // The socket stays open until the outcome is known, unless `misbehave` drops it.
     misbehave(stream, number);
     node.finish(&mut tracker);
     let elapsed = started.elapsed();
@@ -80,7 +80,7 @@ fn a_peer_that_sends_half_a_payload_is_lost_after_the_stall_timeout() {
 }
 
 #[test]
-fn a_peer_that_says_it_is_alive_may_take_longer_than_the_stall_timeout() {
+fn a_peer_that_sends_alive_frames_may_exceed_the_stall_timeout() {
     let node = node(impatient(), by_hand());
     let block = Block::new(0, small_layout());
     let server = FakeServer::new();
@@ -89,13 +89,13 @@ fn a_peer_that_says_it_is_alive_may_take_longer_than_the_stall_timeout() {
     let started = Instant::now();
     while started.elapsed() < Duration::from_millis(1200) {
         stream.write_all(&header(ALIVE, 0, 0, 0, 0)).expect("still connected");
-        // This is the peer's pace, not a wait for something to happen.
+        // The peer's pace, not a wait for an event.
         std::thread::sleep(Duration::from_millis(50));
     }
     stream.write_all(&block_header(number, 0, &block.checksums)).expect("sent");
     stream.write_all(&data(number, 0, 0, &block.bytes)).expect("sent");
     node.finish(&mut tracker);
-    assert!(matches!(tracker.fates[&0], Fate::Arrived { .. }));
+    assert!(matches!(tracker.outcomes[&0], FillOutcome::Arrived { .. }));
     assert!(bytes_of(&spans[0]) == block.bytes[..]);
 }
 
@@ -106,7 +106,7 @@ fn a_server_whose_core_is_slow_keeps_its_connection() {
     let block = Block::new(0, small_layout());
     let (mut tracker, _) = requester.fetch(&server.transport.local_address().to_string(), 1);
     let serve = server.serve_number();
-    // Four stall timeouts of the requester, in which the server's core says nothing.
+    // Four stall timeouts of the requester in which the server's core does not answer.
     assert!(requester.events.recv_timeout(Duration::from_millis(1200)).is_err());
     server.transport.serve_header(serve, 0, reprise_policy::Tier::Nvme, &block.checksums);
     server.transport.serve_objects(block.objects(
@@ -116,17 +116,17 @@ fn a_server_whose_core_is_slow_keeps_its_connection() {
         reprise_transport::ServeLast::Last,
     ));
     requester.finish(&mut tracker);
-    assert!(matches!(tracker.fates[&0], Fate::Arrived { .. }));
+    assert!(matches!(tracker.outcomes[&0], FillOutcome::Arrived { .. }));
 }
 
 #[test]
-fn a_core_that_takes_its_time_with_an_event_is_no_stall_of_the_peer() {
+fn a_slow_core_is_not_a_stall_of_the_peer() {
     let block = Block::new(0, small_layout());
     let server = node(settings(), crate::harness::serving(std::slice::from_ref(&block), 2));
     let address = server.transport.local_address().to_string();
     let (sender, events) = std::sync::mpsc::channel();
     let sink: reprise_transport::EventSink = std::sync::Arc::new(move |event| {
-        // Three stall timeouts: this is the core being slow, not a wait for something to happen.
+        // Three stall timeouts: the core is slow; this is not a wait for an event.
         std::thread::sleep(Duration::from_millis(900));
         let _ = sender.send(event);
     });
@@ -136,9 +136,9 @@ fn a_core_that_takes_its_time_with_an_event_is_no_stall_of_the_peer() {
     tracker.expect(&wanted.request);
     transport.fetch(&address, wanted.request).expect("taken");
     while !tracker.is_over() {
-        tracker.take(&events.recv_timeout(crate::harness::PATIENCE).expect("an event comes"));
+        tracker.take(&events.recv_timeout(crate::harness::PATIENCE).expect("an event"));
     }
-    assert!(matches!(tracker.fates[&0], Fate::Arrived { .. }));
+    assert!(matches!(tracker.outcomes[&0], FillOutcome::Arrived { .. }));
     assert_eq!(transport.stats().stalls, 0);
 }
 
@@ -158,7 +158,7 @@ fn a_peer_that_closes_or_resets_is_lost_at_once() {
 }
 
 #[test]
-fn a_peer_that_dies_inside_a_payload_is_lost_at_once_and_verified_layers_stand() {
+fn a_peer_that_dies_inside_a_payload_is_lost_at_once_and_verified_layers_remain() {
     let node = node(settings(), by_hand());
     let block = Block::new(0, small_layout());
     let server = FakeServer::new();
@@ -169,7 +169,7 @@ fn a_peer_that_dies_inside_a_payload_is_lost_at_once_and_verified_layers_stand()
     let frame = data(number, 0, 0, &block.bytes);
     stream.write_all(&frame[..32 + 5 * 4096]).expect("sent");
     drop(stream);
-    // Five objects are two layers and a half.
+    // Five objects are two and a half layers.
     match node.next() {
         event @ TransportEvent::Layers { layers: 1..=2, .. } => tracker.take(&event),
         other => panic!("{other:?} instead of layers"),

@@ -1,4 +1,4 @@
-//! The peer protocol written down a second time, from `docs/PROTOCOL.md`, to play a peer that misbehaves.
+//! A second implementation of the peer protocol, from `docs/PROTOCOL.md`, for peers that misbehave.
 
 use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -16,7 +16,7 @@ pub(crate) const ABSENT: u8 = 18;
 pub(crate) const ALIVE: u8 = 19;
 pub(crate) const OFFER_ANSWER: u8 = 20;
 
-/// A frame as it is on the wire.
+/// A frame of the peer protocol.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Frame {
     pub(crate) kind: u8,
@@ -39,7 +39,7 @@ pub(crate) fn hello(version: u16, credit_bytes: u64, stall_timeout_ms: u32) -> [
     out
 }
 
-/// A greeting as a correct peer sends it.
+/// Encodes the greeting of a correct peer.
 pub(crate) fn good_hello() -> [u8; 128] {
     hello(1, 1 << 20, 2000)
 }
@@ -58,7 +58,7 @@ pub(crate) fn header(kind: u8, stream: u64, block: u32, argument: u32, length: u
     out
 }
 
-/// A frame whose argument is the checksum of its body.
+/// Encodes a frame whose argument is the checksum of its body.
 pub(crate) fn with_body(kind: u8, stream: u64, block: u32, body: &[u8]) -> Vec<u8> {
     let mut out = header(kind, stream, block, crc32c(body), body.len() as u32).to_vec();
     out.extend_from_slice(body);
@@ -108,7 +108,7 @@ pub(crate) fn read_frame(stream: &mut TcpStream) -> io::Result<Frame> {
     Ok(frame)
 }
 
-/// A listener that plays the serving side by hand.
+/// A listener that the test drives as the serving side.
 pub(crate) struct FakeServer {
     listener: TcpListener,
 }
@@ -122,14 +122,14 @@ impl FakeServer {
         self.listener.local_addr().expect("it has an address").to_string()
     }
 
-    /// The next connection, before any greeting.
+    /// Accepts the next connection, before any greeting.
     pub(crate) fn accept(&self) -> TcpStream {
         let (stream, _) = self.listener.accept().expect("a connection");
         stream.set_read_timeout(Some(Duration::from_secs(10))).expect("a timeout");
         stream
     }
 
-    /// The next connection, greeted.
+    /// Accepts the next connection and exchanges greetings.
     pub(crate) fn accept_greeted(&self) -> TcpStream {
         let mut stream = self.accept();
         let mut theirs = [0; 128];
@@ -139,7 +139,7 @@ impl FakeServer {
         stream
     }
 
-    /// The next connection, greeted, and its first request's number.
+    /// Accepts the next connection, greets, and reads its first request's number.
     pub(crate) fn accept_request(&self) -> (TcpStream, u64) {
         let mut stream = self.accept_greeted();
         let frame = read_frame(&mut stream).expect("a request");
@@ -148,7 +148,7 @@ impl FakeServer {
     }
 }
 
-/// A greeted connection that plays the requesting side by hand.
+/// A greeted connection that the test drives as the requesting side.
 pub(crate) fn connect(address: SocketAddr, hello: &[u8; 128]) -> TcpStream {
     let mut stream = TcpStream::connect(address).expect("connected");
     stream.set_read_timeout(Some(Duration::from_secs(10))).expect("a timeout");
@@ -165,7 +165,7 @@ fn hello_prefix() -> [u8; 10] {
     prefix
 }
 
-/// Whether the other side has closed the connection (not merely fallen silent).
+/// Reports whether the other side has closed the connection (not merely fallen silent).
 pub(crate) fn is_closed(stream: &mut TcpStream) -> bool {
     let mut rest = Vec::new();
     match stream.read_to_end(&mut rest) {

@@ -1,5 +1,5 @@
-//! What an API server would have of a node's allocations, and an operator that writes to it and is killed between two writes, or whose writes are
-//! refused. After each write it is checked that what always holds does.
+//! Simulated API server objects of one node, and an operator whose writes may be rejected or that is killed
+//! between two writes. The invariants are checked after each write.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -14,45 +14,45 @@ use reprise_crds::{CacheNode, GPUQueueAllocation, SSDPool};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use crate::allocation::build::{Step, What, steps};
-use crate::allocation::dereference::{Found, Presence, Referring};
-use crate::allocation::grant::{Lender, budget};
-use crate::allocation::life;
-use crate::allocation::room::{Failure, Room};
-use crate::allocation::turn::Turn;
+use crate::allocation::build::{Operation, PendingWrite, pending_writes};
+use crate::allocation::dereference::{GrantInputs, NodePresence, ResolvedAllocation};
+use crate::allocation::failed_writes::{FailedWrites, WriteFailure};
+use crate::allocation::grant::{LendableController, budget};
+use crate::allocation::lifecycle;
+use crate::allocation::write_queue::WriteQueue;
+use crate::assignment::PoolAssignment;
 use crate::names::QUEUES_FINALIZER;
-use crate::plan::PoolPlan;
 
-/// Everything that a turn has to write.
+/// No limit on the writes of a pass.
 pub(super) const ALL: usize = usize::MAX;
 
-/// What is stored, and what the agent says.
+/// The stored objects, and the state of the agent.
 pub(super) struct Stored {
     pub(super) objects: BTreeMap<String, GPUQueueAllocation>,
-    /// Queue pairs that the agent says that it has made, by unique id.
+    /// Queue pairs that the agent reports as created, by uid.
     pub(super) queues: BTreeMap<String, u32>,
-    /// Unique ids of those that it is told to keep, and the generation of that.
-    pub(super) told: (i64, BTreeSet<String>),
-    /// The same as it has seen it last; of all of them it has something.
-    pub(super) seen: (i64, BTreeSet<String>),
-    /// The generation that it speaks of.
+    /// Generation of the spec, and uids of the allocations that it lists.
+    pub(super) claims: (i64, BTreeSet<String>),
+    /// Generation that the agent has applied, and uids of allocations whose pairs it holds.
+    pub(super) held: (i64, BTreeSet<String>),
+    /// Generation that the agent has reported.
     pub(super) observed: i64,
-    /// Whether its last word was that it leaves.
-    pub(super) has_left: bool,
-    /// Whether it runs, and has said so: before that it keeps nothing.
-    pub(super) is_known: bool,
+    /// Whether its last report was that it leaves.
+    pub(super) agent_has_left: bool,
+    /// Whether it runs and has reported; before its first report it holds nothing.
+    pub(super) agent_runs: bool,
     pub(super) gpus: Vec<Value>,
     pub(super) controllers: Vec<(&'static str, u32)>,
-    /// What may be lent of them, hundredths.
-    pub(super) lent: Percent,
-    pub(super) presence: Presence,
+    /// Percentage of queue pairs that may be granted.
+    pub(super) percent: Percent,
+    pub(super) presence: NodePresence,
     pub(super) now: i64,
     pub(super) versions: u64,
-    /// Those that the API server lets nobody write to.
-    pub(super) broken: BTreeSet<String>,
-    /// Unique ids of those that the operator's process has given the finalizer, for a grant that it has not tried to write since.
-    pub(super) held: BTreeSet<String>,
-    /// Grants that were seen.
+    /// Allocations whose writes the API server rejects.
+    pub(super) unwritable: BTreeSet<String>,
+    /// Uids of allocations to which the operator's process added the finalizer, without an attempt to grant since.
+    pub(super) fresh_finalizers: BTreeSet<String>,
+    /// Grants at the previous check.
     pub(super) granted: BTreeMap<String, Shares>,
 }
 
@@ -73,29 +73,29 @@ pub(super) fn with(mut base: Value, more: Value) -> Value {
 }
 
 impl Stored {
-    /// A node with two controllers that lend 16 queue pairs each.
+    /// A node with two controllers of which 16 queue pairs each can be granted.
     pub(super) fn new() -> Stored {
         Stored {
             objects: BTreeMap::new(),
             queues: BTreeMap::new(),
-            told: (0, BTreeSet::new()),
-            seen: (0, BTreeSet::new()),
+            claims: (0, BTreeSet::new()),
+            held: (0, BTreeSet::new()),
             observed: 0,
-            has_left: false,
-            is_known: true,
+            agent_has_left: false,
+            agent_runs: true,
             gpus: Vec::new(),
             controllers: vec![("A", 32), ("B", 32)],
-            lent: Percent(50),
-            presence: Presence::Here,
+            percent: Percent(50),
+            presence: NodePresence::Present,
             now: 0,
             versions: 1,
-            broken: BTreeSet::new(),
-            held: BTreeSet::new(),
+            unwritable: BTreeSet::new(),
+            fresh_finalizers: BTreeSet::new(),
             granted: BTreeMap::new(),
         }
     }
 
-    pub(super) fn make(&mut self, name: &str, more: Value) {
+    pub(super) fn create(&mut self, name: &str, more: Value) {
         let spec = with(
             json!({ "nodeName": "n1", "gpuUuid": "GPU-0", "poolRef": { "name": "p" }, "queuePairs": 8 }),
             more,
@@ -124,7 +124,7 @@ impl Stored {
         object.metadata.deletion_timestamp = Some(now);
     }
 
-    pub(super) fn found(&self) -> Found {
+    pub(super) fn found(&self) -> GrantInputs {
         let controllers: Vec<Value> = self
             .controllers
             .iter()
@@ -136,163 +136,164 @@ impl Stored {
             .collect();
         let queues: Vec<Value> =
             self.queues.iter().map(|(uid, pairs)| json!({ "uid": uid, "queuePairs": pairs })).collect();
-        let told = |uid: &String| json!({ "uid": uid, "allocation": "n/x", "controllers": [{ "serial": "A", "queuePairs": 8 }] });
-        let told: Vec<Value> = self.told.1.iter().map(told).collect();
+        let claim = |uid: &String| json!({ "uid": uid, "allocation": "n/x", "controllers": [{ "serial": "A", "queuePairs": 8 }] });
+        let claims: Vec<Value> = self.claims.1.iter().map(claim).collect();
         let left = json!([{
             "type": "AgentReady", "status": "False", "reason": "AgentGone", "lastTransitionTime": at(0),
         }]);
         let node: CacheNode = object(json!({
             "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheNode",
-            "metadata": { "name": "n1", "generation": self.told.0 },
-            "spec": { "nodeName": "n1", "clusterRef": { "namespace": "n", "name": "c" }, "queues": told },
+            "metadata": { "name": "n1", "generation": self.claims.0 },
+            "spec": { "nodeName": "n1", "clusterRef": { "namespace": "n", "name": "c" }, "queues": claims },
             "status": {
-                "conditions": if self.has_left { left } else { json!([]) },
+                "conditions": if self.agent_has_left { left } else { json!([]) },
                 "observedGeneration": self.observed, "lastUpdated": at(0), "controllers": controllers, "gpus": self.gpus, "applied": { "queues": queues },
             },
         }));
-        let lender = |(serial, pairs): &(&str, u32)| Lender {
+        let lender = |(serial, pairs): &(&str, u32)| LendableController {
             serial: (*serial).to_owned(),
             pool: "p".to_owned(),
-            budget: budget(*pairs, self.lent),
+            budget: budget(*pairs, self.percent),
         };
-        Found {
+        GrantInputs {
             node: "n1".to_owned(),
             presence: self.presence,
-            cache_node: (self.presence != Presence::Left).then(|| Arc::new(node)),
+            cache_node: (self.presence != NodePresence::Removed).then(|| Arc::new(node)),
             lenders: self.controllers.iter().map(lender).collect(),
-            allocations: self.objects.values().map(referring).collect(),
-            held: self.held.clone(),
-            passed_over: BTreeSet::new(),
+            allocations: self.objects.values().map(resolve).collect(),
+            fresh_finalizers: self.fresh_finalizers.clone(),
+            skipped: BTreeSet::new(),
         }
     }
 
-    /// Does what is due, and is killed after so many writes. What was written.
-    pub(super) fn turn(&mut self, most: usize) -> Vec<String> {
-        let mut turn = Turn::of(self.found(), at(self.now));
+    /// Executes a pass and is killed after `most` attempts. Returns the successful writes.
+    pub(super) fn run_pass(&mut self, most: usize) -> Vec<String> {
+        let mut queue = WriteQueue::new(self.found(), at(self.now));
         let (mut tries, mut written) = (0, Vec::new());
-        while let Some(step) = turn.next_step() {
+        while let Some(step) = queue.next_write() {
             if tries == most {
-                self.held.clear();
+                self.fresh_finalizers.clear();
                 break;
             }
             tries += 1;
             match self.try_to_write(step.clone()) {
-                Ok(words) => written.push(words),
-                Err(failure) => turn.failed(&step, failure),
+                Ok(message) => written.push(message),
+                Err(failure) => queue.record_failure(&step, failure),
             }
         }
         written
     }
 
-    /// What is to be written.
-    pub(super) fn due(&self) -> Vec<Step> {
-        steps(&self.found(), &at(self.now))
+    /// Returns the pending writes.
+    pub(super) fn due(&self) -> Vec<PendingWrite> {
+        pending_writes(&self.found(), &at(self.now))
     }
 
-    /// Writes what may be written of what was decided before, and goes on after what is refused. What was written.
-    pub(super) fn carry_out(&mut self, due: Vec<Step>) -> Vec<String> {
-        let (mut room, mut written) = (Room::default(), Vec::new());
+    /// Executes earlier decided writes, continuing after failures as far as allowed. Returns the successful
+    /// writes.
+    pub(super) fn execute(&mut self, due: Vec<PendingWrite>) -> Vec<String> {
+        let (mut failed, mut written) = (FailedWrites::default(), Vec::new());
         for step in due {
-            if !room.allows(&step) {
+            if !failed.allows(&step) {
                 continue;
             }
             match self.try_to_write(step.clone()) {
-                Ok(words) => written.push(words),
-                Err(failure) => room.failed(&step, failure),
+                Ok(message) => written.push(message),
+                Err(failure) => failed.record_failure(&step, failure),
             }
         }
         written
     }
 
-    /// What was written, unless it is refused.
-    fn try_to_write(&mut self, step: Step) -> Result<String, Failure> {
-        if matches!(step.what, What::Grant(_) | What::LetGo) {
-            self.held.remove(&step.object.uid().expect("it has one"));
+    /// Executes a write and returns its name.
+    fn try_to_write(&mut self, step: PendingWrite) -> Result<String, WriteFailure> {
+        if matches!(step.operation, Operation::Grant(_) | Operation::RemoveFinalizer) {
+            self.fresh_finalizers.remove(&step.object.uid().expect("a uid"));
         }
-        if let Some(failure) = self.refuses(&step.object) {
+        if let Some(failure) = self.write_failure(&step.object) {
             return Err(failure);
         }
-        let words = format!("{} {}", word(&step.what), step.object.name_any());
+        let message = format!("{} {}", name_of(&step.operation), step.object.name_any());
         self.write(step);
         self.check();
-        Ok(words)
+        Ok(message)
     }
 
-    fn refuses(&self, object: &GPUQueueAllocation) -> Option<Failure> {
+    fn write_failure(&self, object: &GPUQueueAllocation) -> Option<WriteFailure> {
         let name = object.name_any();
         let stored = self.objects.get(&name);
         let is_same = stored.is_some_and(|stored| stored.resource_version() == object.resource_version());
         match () {
-            () if self.broken.contains(&name) => Some(Failure::Refused),
-            () if !is_same => Some(Failure::Outdated),
+            () if self.unwritable.contains(&name) => Some(WriteFailure::Rejected),
+            () if !is_same => Some(WriteFailure::Conflict),
             () => None,
         }
     }
 
-    /// Tells the agent of all grants that stand.
-    pub(super) fn tell(&mut self) {
-        let stands = self.objects.values().filter(|object| life::stands(object));
-        let stands: BTreeSet<String> = stands.filter_map(ResourceExt::uid).collect();
-        if stands != self.told.1 {
-            self.told = (self.told.0 + 1, stands);
+    /// Writes all active grants into the spec of the `CacheNode`.
+    pub(super) fn write_spec(&mut self) {
+        let active = self.objects.values().filter(|object| lifecycle::has_grant(object));
+        let active: BTreeSet<String> = active.filter_map(ResourceExt::uid).collect();
+        if active != self.claims.1 {
+            self.claims = (self.claims.0 + 1, active);
         }
     }
 
-    /// The agent keeps what it is told to, and nothing else.
-    pub(super) fn obey(&mut self) {
-        let keeps = if self.is_known { self.told.1.clone() } else { BTreeSet::new() };
-        self.seen = (self.told.0, keeps);
+    /// The agent holds exactly the pairs of the current spec.
+    pub(super) fn agent_applies_spec(&mut self) {
+        let keeps = if self.agent_runs { self.claims.1.clone() } else { BTreeSet::new() };
+        self.held = (self.claims.0, keeps);
         self.check();
     }
 
-    /// The agent is stopped: its last word is that it has nothing. Or it is killed, and says nothing any more.
-    pub(super) fn stop(&mut self, is_killed: bool) {
-        self.seen.1.clear();
-        self.is_known = false;
+    /// Stops the agent. Unless it is killed, it reports that it holds nothing and leaves.
+    pub(super) fn stop_agent(&mut self, is_killed: bool) {
+        self.held.1.clear();
+        self.agent_runs = false;
         if !is_killed {
-            (self.has_left, self.queues) = (true, BTreeMap::new());
+            (self.agent_has_left, self.queues) = (true, BTreeMap::new());
         }
     }
 
-    /// The agent says so.
-    pub(super) fn answer(&mut self) {
-        (self.observed, self.has_left, self.is_known) = (self.seen.0, false, true);
-        self.queues = self.seen.1.iter().map(|uid| (uid.clone(), 8)).collect();
+    /// The agent reports its state.
+    pub(super) fn agent_reports(&mut self) {
+        (self.observed, self.agent_has_left, self.agent_runs) = (self.held.0, false, true);
+        self.queues = self.held.1.iter().map(|uid| (uid.clone(), 8)).collect();
     }
 
-    /// Somebody else changes something of it.
-    pub(super) fn touch(&mut self, name: &str) {
+    /// Simulates a concurrent write by another client.
+    pub(super) fn modify(&mut self, name: &str) {
         self.versions += 1;
-        let object = self.objects.get_mut(name).expect("it is there");
+        let object = self.objects.get_mut(name).expect("an object");
         object.metadata.resource_version = Some(self.versions.to_string());
     }
 
-    /// Somebody else's finalizer, of which nobody here knows what it waits for.
-    pub(super) fn hold_for_others(&mut self, name: &str) {
-        let object = self.objects.get_mut(name).expect("it is there");
+    /// Adds a finalizer of another component.
+    pub(super) fn add_foreign_finalizer(&mut self, name: &str) {
+        let object = self.objects.get_mut(name).expect("an object");
         object.finalizers_mut().push("others.example/hold".to_owned());
     }
 
-    pub(super) fn settle(&mut self) {
+    pub(super) fn run_until_stable(&mut self) {
         for _ in 0..20 {
-            if self.turn(ALL).is_empty() {
+            if self.run_pass(ALL).is_empty() {
                 return;
             }
         }
-        panic!("there is always something to write: {:?}", self.turn(ALL));
+        panic!("the writes do not end: {:?}", self.run_pass(ALL));
     }
 
-    fn write(&mut self, step: Step) {
+    fn write(&mut self, step: PendingWrite) {
         let name = step.object.name_any();
-        let object = self.objects.get_mut(&name).expect("nobody else has deleted it");
+        let object = self.objects.get_mut(&name).expect("an object");
         self.versions += 1;
         object.metadata.resource_version = Some(self.versions.to_string());
-        match step.what {
-            What::Hold => {
+        match step.operation {
+            Operation::AddFinalizer => {
                 object.finalizers_mut().push(QUEUES_FINALIZER.to_owned());
-                self.held.insert(object.uid().expect("it has one"));
+                self.fresh_finalizers.insert(object.uid().expect("a uid"));
             }
-            What::LetGo => {
+            Operation::RemoveFinalizer => {
                 object.finalizers_mut().retain(|one| one != QUEUES_FINALIZER);
                 if object.metadata.deletion_timestamp.is_some() {
                     assert!(!self.queues.contains_key(&format!("uid-{name}")), "{name} has queues");
@@ -301,7 +302,9 @@ impl Stored {
                     }
                 }
             }
-            What::GiveBack(said) | What::Grant(said) | What::Say(said) => object.status = Some(said.status),
+            Operation::EndGrant(update) | Operation::Grant(update) | Operation::UpdateStatus(update) => {
+                object.status = Some(update.status);
+            }
         }
     }
 
@@ -315,7 +318,7 @@ impl Stored {
         grants.map(|grant| (grant.serial.to_string(), grant.queue_pairs)).collect()
     }
 
-    /// What holds whatever has happened.
+    /// Checks the invariants of grants.
     fn check(&mut self) {
         let mut held: BTreeMap<String, Vec<(String, u32)>> = BTreeMap::new();
         for (name, object) in &self.objects {
@@ -327,19 +330,19 @@ impl Stored {
         }
         for (serial, holders) in &held {
             let pairs: u32 = holders.iter().map(|(_, pairs)| pairs).sum();
-            // One that is gone lends nothing more; what was lent of it stands.
+            // A controller that is gone grants nothing more, but its grants remain.
             let Some((_, all)) = self.controllers.iter().find(|(one, _)| one == serial) else { continue };
-            assert!(pairs <= all / 2, "{serial} lends {pairs} of {all}: {holders:?}");
+            assert!(pairs <= all / 2, "{serial} grants {pairs} of {all}: {holders:?}");
             let is_exclusive =
                 |name: &str| self.objects[name].spec.isolation == QueueIsolation::ExclusiveController;
             let exclusive = holders.iter().any(|(name, _)| is_exclusive(name));
             assert!(!exclusive || holders.len() == 1, "{serial} is not exclusive: {holders:?}");
         }
-        for uid in &self.seen.1 {
+        for uid in &self.held.1 {
             let mut all = self.objects.values().filter(|object| object.uid().as_ref() == Some(uid));
             let has_grant =
                 all.any(|object| object.status.as_ref().is_some_and(|status| !status.allocations.is_empty()));
-            assert!(has_grant, "the agent has something of {uid}, which was lent to others");
+            assert!(has_grant, "the agent holds pairs of {uid}, which were granted to others");
         }
         for name in self.objects.keys() {
             let now = self.shares(name);
@@ -352,7 +355,7 @@ impl Stored {
                 None => {}
             }
         }
-        // Once it is given back it stays so.
+        // A released grant stays released.
         let is_over = |name: &&String| self.objects.contains_key(*name) && self.shares(name).is_empty();
         let over: Vec<String> = self.granted.keys().filter(is_over).cloned().collect();
         for name in over {
@@ -360,13 +363,17 @@ impl Stored {
         }
     }
 
-    pub(super) fn said(&self, name: &str, kind: ConditionType) -> Option<(ConditionStatus, String, String)> {
+    pub(super) fn condition(
+        &self,
+        name: &str,
+        kind: ConditionType,
+    ) -> Option<(ConditionStatus, String, String)> {
         let status = self.objects[name].status.as_ref()?;
         let found = find(&status.conditions, kind)?;
         Some((found.status, found.reason.clone(), found.message.clone()))
     }
 
-    /// Whether a condition has this status and reason; what it says.
+    /// Asserts the status and reason of a condition, and returns its message.
     pub(super) fn expect(
         &self,
         name: &str,
@@ -374,30 +381,34 @@ impl Stored {
         status: ConditionStatus,
         reason: &str,
     ) -> String {
-        let (has, why, words) =
-            self.said(name, kind).unwrap_or_else(|| panic!("{name} says nothing of {kind}"));
-        assert_eq!((has, why.as_str()), (status, reason), "{name}, {kind}: {words}");
-        words
+        let (has, why, message) =
+            self.condition(name, kind).unwrap_or_else(|| panic!("{name} has no condition {kind}"));
+        assert_eq!((has, why.as_str()), (status, reason), "{name}, {kind}: {message}");
+        message
     }
 }
 
-fn referring(object: &GPUQueueAllocation) -> Referring {
+fn resolve(object: &GPUQueueAllocation) -> ResolvedAllocation {
     let pool = SSDPool::new("p", self::object(json!({ "devices": { "globs": ["/dev/disk/by-id/nvme-*"] } })));
-    Referring {
+    ResolvedAllocation {
         object: Arc::new(object.clone()),
         pool: Some(Arc::new(pool)),
-        plan: PoolPlan { cluster: Some("n/c".to_owned()), nodes: vec!["n1".to_owned()], refused: None },
+        assignment: PoolAssignment {
+            cluster: Some("n/c".to_owned()),
+            nodes: vec!["n1".to_owned()],
+            refused: None,
+        },
         tenant: None,
         profile: None,
     }
 }
 
-fn word(what: &What) -> &'static str {
-    match what {
-        What::Hold => "hold",
-        What::GiveBack(_) => "give back",
-        What::Grant(_) => "grant",
-        What::Say(_) => "say",
-        What::LetGo => "let go",
+fn name_of(operation: &Operation) -> &'static str {
+    match operation {
+        Operation::AddFinalizer => "add-finalizer",
+        Operation::EndGrant(_) => "end-grant",
+        Operation::Grant(_) => "grant",
+        Operation::UpdateStatus(_) => "update",
+        Operation::RemoveFinalizer => "remove-finalizer",
     }
 }

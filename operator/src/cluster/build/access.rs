@@ -1,12 +1,13 @@
-//! What modes of a cluster add to its agents' pods beyond the host path: raw devices, GPUs, RDMA. Each adds what stands in its function
-//! here and nothing else; what two of them ask for is there once.
+//! Additions to the agents' pods for access to raw devices, GPUs and RDMA. Each mode adds only the fields in
+//! its function below; an addition that several modes request appears once.
 //!
-//! A privileged container has every device and every capability and runs without a seccomp profile, whatever else its security context
-//! says. So nothing else is said there: the API server refuses `allowPrivilegeEscalation: false` beside it, and capabilities that are
-//! dropped would not be.
+//! A privileged container has every device and capability and runs without a seccomp profile, regardless of
+//! the rest of its security context. The rest is therefore omitted: the API server rejects
+//! `allowPrivilegeEscalation: false` together with `privileged`, and dropped capabilities would not be
+//! dropped.
 //!
-//! The spec of a claim's template cannot be changed, so a digest of it is in its name: another class is another template, and pods that are
-//! made from then on name that one.
+//! The spec of a claim template is immutable, so its name contains a digest of the spec. Another device class
+//! results in another template, which new pods reference.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -17,62 +18,63 @@ use serde_json::{Value, json};
 use super::agents::CONTAINER;
 use super::metadata;
 use crate::child::{Child, ChildKind, Ownership};
-use crate::cluster::dereference::Referred;
+use crate::cluster::dereference::AgentConfigInputs;
 use crate::digest;
 use crate::names::{ClusterNames, Component};
 
-/// Memory that a network card reads and writes by itself must not move: `ibv_reg_mr` locks it, beyond what RLIMIT_MEMLOCK allows.
-const LOCKS_MEMORY: &str = "IPC_LOCK";
-/// Where the kernel has the devices of RDMA.
+/// RDMA cards access memory directly, so it must not move. `ibv_reg_mr` locks it, beyond RLIMIT_MEMLOCK.
+const MEMORY_LOCK_CAPABILITY: &str = "IPC_LOCK";
+/// Directory of RDMA device files.
 const RDMA_FOLDER: &str = "/dev/infiniband";
-/// NVIDIA's management device, as the GPU operator names it in the Container Device Interface, and the annotation of pods by which the NRI
-/// plugin of NVIDIA's container toolkit gives it to a container ("Requesting a Management CDI Device" of the GPU operator's manual).
-/// Annotations of the interface itself (`cdi.k8s.io/…`) are those of containers, which pods have no way to give.
+/// NVIDIA's management device as the GPU operator names it in CDI (Container Device Interface). The pod
+/// annotation makes the NRI plugin of NVIDIA's container toolkit add it to a container. See "Requesting a
+/// Management CDI Device" in the GPU operator's manual. Annotations of CDI itself (`cdi.k8s.io/…`) apply to
+/// containers, not to pods.
 const MANAGEMENT_DEVICE: &str = "management.nvidia.com/gpu=all";
 const MANAGEMENT_ANNOTATION: &str = "nvidia.cdi.k8s.io/container.";
-/// What NVIDIA's runtime goes by: all GPUs, and of the driver what lists and looks after them.
-const SHOWN: [(&str, &str); 2] =
+/// Environment for NVIDIA's runtime: all GPUs, with the driver's management utilities only.
+const NVIDIA_ENVIRONMENT: [(&str, &str); 2] =
     [("NVIDIA_VISIBLE_DEVICES", "all"), ("NVIDIA_DRIVER_CAPABILITIES", "utility")];
-/// Digits of a digest in a template's name.
+/// Length of the digest in a template's name, in digits.
 const DIGITS: usize = 8;
 
-/// What is added.
+/// Additions to the agents' pods.
 #[derive(Debug, Default)]
 pub(super) struct Access {
     is_privileged: bool,
-    /// Capabilities of the container, where it is not privileged.
+    /// Added capabilities; ignored if the container is privileged.
     capabilities: BTreeSet<&'static str>,
-    /// Extended resources, of which it asks for one each.
+    /// Extended resources; the container requests one unit of each.
     resources: BTreeSet<String>,
-    /// Claims, by their names in the pod.
+    /// Device claims by their name in the pod.
     claims: BTreeMap<&'static str, Claim>,
     annotations: BTreeMap<String, &'static str>,
     environment: Vec<(&'static str, &'static str)>,
     runtime_class: Option<String>,
-    is_on_the_nodes_network: bool,
-    /// Directories of the node, under their own paths, by the names of their volumes.
+    uses_host_network: bool,
+    /// Mounted directories of the node, by volume name.
     folders: BTreeMap<&'static str, &'static str>,
 }
 
-/// A claim of devices, by a template: each pod gets its own.
+/// A device claim by template, so that each pod gets its own.
 #[derive(Debug)]
 struct Claim {
     /// Name of the template.
     name: String,
-    /// What each claim asks for.
+    /// Spec of each claim.
     spec: Value,
 }
 
 impl Access {
-    /// What the modes of a cluster add.
-    pub(super) fn of(cluster: &KVCacheCluster, referred: &Referred) -> Access {
+    /// Returns the additions for the modes of a cluster.
+    pub(super) fn of(cluster: &KVCacheCluster, agent_config: &AgentConfigInputs) -> Access {
         let agents = &cluster.spec.agents;
         let mut access = Access::default();
-        if referred.raw_pools().next().is_some() {
+        if agent_config.raw_pools().next().is_some() {
             access.open_devices(&agents.device_access);
         }
-        access.reach_gpus(&agents.gpu_access, &referred.names);
-        access.reach_rdma(&agents.rdma, &referred.names);
+        access.reach_gpus(&agents.gpu_access, &agent_config.names);
+        access.reach_rdma(&agents.rdma, &agent_config.names);
         access
     }
 
@@ -90,7 +92,7 @@ impl Access {
         match wanted.mode {
             GpuAccessMode::None => {}
             GpuAccessMode::Dra => {
-                // All of them, and beside those who use them.
+                // Admin access to all GPUs, next to the pods that use them.
                 let all = json!({
                     "deviceClassName": wanted.device_class_name, "allocationMode": "All", "adminAccess": true,
                 });
@@ -101,7 +103,7 @@ impl Access {
             }
             GpuAccessMode::RuntimeClass => {
                 self.runtime_class = wanted.runtime_class_name.as_ref().map(ToString::to_string);
-                self.environment.extend(SHOWN);
+                self.environment.extend(NVIDIA_ENVIRONMENT);
             }
             GpuAccessMode::Privileged => self.is_privileged = true,
         }
@@ -112,18 +114,19 @@ impl Access {
             RdmaMode::None => {}
             RdmaMode::DevicePlugin | RdmaMode::SrIov => {
                 self.resources.extend(wanted.resource_name.iter().map(ToString::to_string));
-                self.capabilities.insert(LOCKS_MEMORY);
+                self.capabilities.insert(MEMORY_LOCK_CAPABILITY);
             }
             RdmaMode::Dra => {
                 let one = json!({
                     "deviceClassName": wanted.device_class_name, "allocationMode": "ExactCount", "count": 1,
                 });
                 self.claim("rdma", &one, names);
-                self.capabilities.insert(LOCKS_MEMORY);
+                self.capabilities.insert(MEMORY_LOCK_CAPABILITY);
             }
-            // Nobody gives the pod a device here, and the device cgroup lets it open none that it was not given.
+            // The pod gets no device in this mode, and the device cgroup denies devices that were not
+            // assigned to the container.
             RdmaMode::HostNetwork => {
-                self.is_on_the_nodes_network = true;
+                self.uses_host_network = true;
                 self.folders.insert("rdma", RDMA_FOLDER);
                 self.is_privileged = true;
             }
@@ -137,17 +140,17 @@ impl Access {
         self.claims.insert(name, Claim { name: names.claim(name, &digits), spec });
     }
 
-    /// The templates of the claims.
+    /// Returns the templates of the claims.
     pub(super) fn templates(&self, cluster: &KVCacheCluster, names: &ClusterNames) -> Vec<Child> {
         let template = |claim: &Claim| {
             let metadata = metadata(cluster, names, Component::Agent, &claim.name);
             let rest = json!({ "spec": claim.spec });
-            Child::new(ChildKind::ResourceClaimTemplate, Ownership::OursAlone, metadata, &rest)
+            Child::new(ChildKind::ResourceClaimTemplate, Ownership::Exclusive, metadata, &rest)
         };
         self.claims.values().map(template).collect()
     }
 
-    /// Adds it to the template of a pod whose first container is the agent's.
+    /// Adds the additions to a pod template whose first container is the agent's.
     pub(super) fn add_to(&self, template: &mut Value) {
         for (name, value) in &self.annotations {
             template["metadata"]["annotations"][name] = json!(value);
@@ -156,9 +159,9 @@ impl Access {
         if let Some(class) = &self.runtime_class {
             pod["runtimeClassName"] = json!(class);
         }
-        if self.is_on_the_nodes_network {
+        if self.uses_host_network {
             pod["hostNetwork"] = json!(true);
-            // Otherwise names are looked up as on the node, which does not know services.
+            // With the node's DNS policy, service names cannot be resolved.
             pod["dnsPolicy"] = json!("ClusterFirstWithHostNet");
         }
         for (name, claim) in &self.claims {
@@ -168,7 +171,7 @@ impl Access {
             );
         }
         for (name, path) in &self.folders {
-            // A node that does not have it gets no agent, and the pod's events say so.
+            // On a node without the directory the pod does not start; its events state the reason.
             let of_node = json!({ "path": path, "type": "Directory" });
             append(&mut pod["volumes"], json!({ "name": name, "hostPath": of_node }));
         }
@@ -203,10 +206,10 @@ impl Access {
     }
 }
 
-/// Adds to a list, which is there from then on.
+/// Appends to a list, which is created if it is missing.
 fn append(list: &mut Value, item: Value) {
     if list.is_null() {
         *list = json!([]);
     }
-    list.as_array_mut().expect("a list of ours").push(item);
+    list.as_array_mut().expect("a list").push(item);
 }

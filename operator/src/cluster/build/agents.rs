@@ -1,14 +1,16 @@
-//! The agents: one on each selected node.
+//! The agents: a DaemonSet with one pod on each selected node.
 //!
-//! A pod has the directories of all pools of the cluster, also on nodes that a pool does not select: an empty directory there is made
-//! and not used. So a new pool restarts the agents one after the other, and a node that is selected later needs no other pod.
+//! Every pod mounts the directories of all pools of the cluster. On nodes that a pool does not select the
+//! directory is created but stays unused. A new pool therefore restarts the agents one by one, but selecting
+//! another node changes no pod.
 //!
-//! Beside the agents' configuration lie the contents of their profiles ([`crate::profile::files`]): the kubelet brings them, so an agent needs
-//! no right to read a ConfigMap, and they restart none, since only the configuration itself is in the digest of the pods.
+//! Profile files are mounted next to the agents' configuration ([`crate::profile::files`]). The kubelet
+//! provides them, so agents need no permission to read ConfigMaps. They restart no agent: the digest in the
+//! pod template covers only the configuration.
 //!
-//! The agent runs as root without any capability: the directories that the kubelet makes are root's, and a process without
-//! capabilities can use what is its user's and nothing else. Nothing is shared with the node but these directories. What modes of the
-//! cluster add to that is in [`super::access`].
+//! The agent runs as root without capabilities. The kubelet creates the directories as root, and a root
+//! process without capabilities can access only root's files. It shares nothing with the node except these
+//! directories; the cluster's modes add the rest in [`super::access`].
 
 use std::collections::BTreeSet;
 
@@ -20,29 +22,31 @@ use super::access::Access;
 use super::configuration::{AGENT_FILE, FOLDER, agent, agent_digest, state_directory};
 use super::identities;
 use super::pods::{
-    Reckoned, SETTLED_SECONDS, confined, probe, pull, resources, startup_probe, tolerations, without_empty,
+    DefaultResources, MIN_READY_SECONDS, probe, pull, resources, startup_probe, tolerations, unprivileged,
+    without_empty,
 };
 use super::{config_map, metadata};
 use crate::child::{Child, ChildKind, Ownership};
-use crate::cluster::dereference::Found;
+use crate::cluster::dereference::ClusterInputs;
 use crate::names::{CONFIGURATION, Component};
 
-/// The agent's container.
+/// Name of the agent's container.
 pub(super) const CONTAINER: &str = "agent";
-/// Rights of all agents: the chart's.
+/// ClusterRole of all agents, which the chart creates.
 const AGENT_ROLE: &str = "reprise-agent";
-/// CPU and memory beside the arena, when the cluster says nothing: 1 core, 1 GiB for indexes and buffers of devices and peers.
+/// Default CPU (1 core), and memory in addition to the arena (1 GiB for indexes, device and peer buffers).
 const CPU_MILLIS: u64 = 1000;
 const OVERHEAD_BYTES: u64 = 1 << 30;
-/// An agent that is told to stop flushes, says so and ends.
+/// Time in which an agent flushes and exits when it is stopped.
 const GRACE_SECONDS: u32 = 30;
-/// An agent that starts takes its whole arena and reads its journals, and then opens what its node claims.
+/// Time in which an agent allocates its arena and replays its journals. It opens the node's devices
+/// afterwards.
 const STARTS_SECONDS: u32 = 300;
-/// Raw devices and their stable names.
+/// Device files, including stable names.
 const DEVICES_FOLDER: &str = "/dev";
 
-pub(super) fn build(cluster: &KVCacheCluster, found: &Found) -> Vec<Child> {
-    let names = &found.referred.names;
+pub(super) fn build(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Vec<Child> {
+    let names = &inputs.agent_config.names;
     let name = names.agent();
     let meta = |name: &str| metadata(cluster, names, Component::Agent, name);
     let service = json!({
@@ -52,12 +56,12 @@ pub(super) fn build(cluster: &KVCacheCluster, found: &Found) -> Vec<Child> {
             "ports": [{ "name": "admin", "port": cluster.spec.agents.admin_port, "targetPort": "admin", "protocol": "TCP" }],
         },
     });
-    let access = Access::of(cluster, &found.referred);
-    let set = daemon_set(cluster, found, &access);
+    let access = Access::of(cluster, &inputs.agent_config);
+    let set = daemon_set(cluster, inputs, &access);
     let mut children = vec![
         super::service_account(meta(&name)),
-        binding(found),
-        config_map(meta(&name), &files(cluster, found)),
+        binding(inputs),
+        config_map(meta(&name), &files(cluster, inputs)),
         Child::new(ChildKind::Service, Ownership::Shared, meta(&name), &service),
         Child::new(ChildKind::DaemonSet, Ownership::Shared, meta(&name), &set),
     ];
@@ -65,25 +69,25 @@ pub(super) fn build(cluster: &KVCacheCluster, found: &Found) -> Vec<Child> {
     children
 }
 
-/// Their configuration, and the contents of their profiles.
-fn files(cluster: &KVCacheCluster, found: &Found) -> Value {
-    let mut files = json!(found.profiles);
-    files[AGENT_FILE] = json!(agent(cluster, &found.referred));
+/// The agents' configuration and profile files.
+fn files(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
+    let mut files = json!(inputs.profiles);
+    files[AGENT_FILE] = json!(agent(cluster, &inputs.agent_config));
     files
 }
 
-/// The agents' rights. It has no namespace, so it cannot have the cluster as its owner (`crate::sweep`).
-fn binding(found: &Found) -> Child {
-    let names = &found.referred.names;
+/// Binding of the agents' permissions. It is not namespaced, so the cluster cannot own it (`crate::orphans`).
+fn binding(inputs: &ClusterInputs) -> Child {
+    let names = &inputs.agent_config.names;
     let metadata = json!({ "name": names.agent_binding(), "labels": names.labels(Component::Agent) });
     let rest = json!({
         "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": AGENT_ROLE },
         "subjects": [{ "kind": "ServiceAccount", "name": names.agent(), "namespace": names.namespace }],
     });
-    Child::new(ChildKind::ClusterRoleBinding, Ownership::OursAlone, metadata, &rest)
+    Child::new(ChildKind::ClusterRoleBinding, Ownership::Exclusive, metadata, &rest)
 }
 
-fn daemon_set(cluster: &KVCacheCluster, found: &Found, access: &Access) -> Value {
+fn daemon_set(cluster: &KVCacheCluster, inputs: &ClusterInputs, access: &Access) -> Value {
     let strategy = &cluster.spec.agents.update_strategy;
     let strategy = match strategy.kind {
         UpdateType::OnDelete => json!({ "type": "OnDelete" }),
@@ -92,55 +96,55 @@ fn daemon_set(cluster: &KVCacheCluster, found: &Found, access: &Access) -> Value
             "rollingUpdate": { "maxUnavailable": strategy.max_unavailable },
         }),
     };
-    let labels = found.referred.names.labels(Component::Agent);
-    let annotations = json!({ CONFIGURATION: agent_digest(cluster, &found.referred) });
+    let labels = inputs.agent_config.names.labels(Component::Agent);
+    let annotations = json!({ CONFIGURATION: agent_digest(cluster, &inputs.agent_config) });
     let mut template =
-        json!({ "metadata": { "labels": labels, "annotations": annotations }, "spec": pod(cluster, found) });
+        json!({ "metadata": { "labels": labels, "annotations": annotations }, "spec": pod(cluster, inputs) });
     access.add_to(&mut template);
     json!({
         "spec": {
-            "selector": { "matchLabels": found.referred.names.selector(Component::Agent) },
+            "selector": { "matchLabels": inputs.agent_config.names.selector(Component::Agent) },
             "updateStrategy": strategy,
-            // An old pod that is not available is replaced beside any other. One that has just become ready may not be so for a moment: that is over
-            // before the next one goes.
-            "minReadySeconds": SETTLED_SECONDS,
+            // The controller may replace an unavailable old pod in addition to any other. A pod that has just
+            // become ready may fail its probe once more; wait until that is over.
+            "minReadySeconds": MIN_READY_SECONDS,
             "template": template,
         },
     })
 }
 
-fn pod(cluster: &KVCacheCluster, found: &Found) -> Value {
+fn pod(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
     let agents = &cluster.spec.agents;
     let (policy, pull_secrets) = pull(&cluster.spec.images);
-    let (volumes, mounts) = volumes(cluster, found);
+    let (volumes, mounts) = volumes(cluster, inputs);
     let field = |name: &str, path: &str| json!({ "name": name, "valueFrom": { "fieldRef": { "apiVersion": "v1", "fieldPath": path } } });
     let arena = cluster.spec.cache.dram.bytes().unwrap_or_default();
-    let reckoned = Reckoned { cpu_millis: CPU_MILLIS, memory: OVERHEAD_BYTES, beside: arena };
+    let defaults = DefaultResources { cpu_millis: CPU_MILLIS, memory: OVERHEAD_BYTES, extra_memory: arena };
     let container = json!({
         "name": CONTAINER,
-        "image": found.images.agent,
+        "image": inputs.images.agent,
         "imagePullPolicy": policy,
         "args": ["--config", format!("{FOLDER}/{AGENT_FILE}"), "--in-cluster"],
         "env": [
             field("NODE_NAME", "spec.nodeName"),
             field("POD_IP", "status.podIP"),
             field("POD_NAME", "metadata.name"),
-            json!({ "name": "CLUSTER", "value": found.referred.names.key() }),
+            json!({ "name": "CLUSTER", "value": inputs.agent_config.names.key() }),
             identities::variable(),
         ],
         "ports": [
             { "name": "peers", "containerPort": agents.peers.port, "protocol": "TCP" },
             { "name": "admin", "containerPort": agents.admin_port, "protocol": "TCP" },
         ],
-        "resources": resources(agents.resources.as_ref(), &reckoned),
-        "securityContext": confined(),
+        "resources": resources(agents.resources.as_ref(), &defaults),
+        "securityContext": unprivileged(),
         "startupProbe": startup_probe("/startz", "admin", STARTS_SECONDS),
         "livenessProbe": probe("/healthz", "admin", 5, 6),
         "readinessProbe": probe("/readyz", "admin", 2, 2),
         "volumeMounts": mounts,
     });
     without_empty(json!({
-        "serviceAccountName": found.referred.names.agent(),
+        "serviceAccountName": inputs.agent_config.names.agent(),
         "automountServiceAccountToken": true,
         "terminationGracePeriodSeconds": GRACE_SECONDS,
         "priorityClassName": agents.priority_class_name,
@@ -168,17 +172,17 @@ fn seccomp(cluster: &KVCacheCluster) -> Value {
     }
 }
 
-/// Volumes of the pod and where they are mounted: directories of the node under their own paths.
-fn volumes(cluster: &KVCacheCluster, found: &Found) -> (Value, Value) {
-    let key = found.referred.names.key();
+/// Volumes of the pod and their mounts. Directories of the node are mounted at their own paths.
+fn volumes(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> (Value, Value) {
+    let key = inputs.agent_config.names.key();
     let mut folders: BTreeSet<String> = BTreeSet::new();
     folders.insert(cluster.spec.agents.socket.directory.to_string());
-    folders.insert(state_directory(&found.referred.names));
-    for pool in found.referred.pools.iter().filter_map(|named| named.bound(&key)) {
+    folders.insert(state_directory(&inputs.agent_config.names));
+    for pool in inputs.agent_config.pools.iter().filter_map(|named| named.bound_pool(&key)) {
         folders.extend(pool.spec.directory.iter().map(|directory| directory.path.to_string()));
     }
-    let config = json!({ "name": "config", "configMap": { "name": found.referred.names.agent() } });
-    let mut volumes = vec![config, identities::volume(found)];
+    let config = json!({ "name": "config", "configMap": { "name": inputs.agent_config.names.agent() } });
+    let mut volumes = vec![config, identities::volume(inputs)];
     let mut mounts =
         vec![json!({ "name": "config", "mountPath": FOLDER, "readOnly": true }), identities::mount()];
     for (index, folder) in folders.iter().enumerate() {
@@ -186,7 +190,7 @@ fn volumes(cluster: &KVCacheCluster, found: &Found) -> (Value, Value) {
         volumes.push(json!({ "name": name, "hostPath": { "path": folder, "type": "DirectoryOrCreate" } }));
         mounts.push(json!({ "name": name, "mountPath": folder }));
     }
-    if found.referred.raw_pools().next().is_some() {
+    if inputs.agent_config.raw_pools().next().is_some() {
         volumes
             .push(json!({ "name": "devices", "hostPath": { "path": DEVICES_FOLDER, "type": "Directory" } }));
         mounts.push(json!({ "name": "devices", "mountPath": DEVICES_FOLDER }));

@@ -1,4 +1,5 @@
-//! Configurations of agents and members, in their own TOML. Every field of the cluster that stands for one of theirs is here.
+//! TOML configurations of agents and members. All cluster fields that map to their settings are handled
+//! here.
 
 use reprise_crds::cluster::{EtcdMode, EvictionPolicy, HugePages};
 use reprise_crds::fields::{LogFormat, LogSettings, Quantity};
@@ -7,27 +8,28 @@ use reprise_crds::{KVCacheCluster, SSDPool};
 use reprise_policy::ByteSize;
 use serde_json::{Map, Value, json};
 
-use crate::cluster::dereference::Referred;
+use crate::cluster::dereference::AgentConfigInputs;
 use crate::cluster::{GRPC_PORT, MEMBER_ADMIN_PORT};
 use crate::digest;
 use crate::names::ClusterNames;
-use crate::tenant::dereference::left_out;
+use crate::tenant::dereference::without_reservation;
 
-/// Where pods find their configuration.
+/// Directory of the configuration in pods.
 pub const FOLDER: &str = "/etc/reprise";
-/// The agents' file.
+/// Name of the agents' configuration file.
 pub const AGENT_FILE: &str = "agent.toml";
-/// Agents' own state on their nodes, a directory for each cluster.
+/// Directory on nodes for the agents' state, with a subdirectory per cluster.
 const STATE_FOLDER: &str = "/var/lib/reprise";
-/// Where members find authorities and certificate for etcd.
+/// Directory of members with the CA, and with a managed etcd's client certificate.
 pub const TLS_FOLDER: &str = "/etc/reprise-etcd/tls";
-/// Where members find our certificate for somebody else's etcd.
+/// Directory of members with the client certificate for an external etcd.
 pub const CLIENT_FOLDER: &str = "/etc/reprise-etcd/client";
-/// Where members find the password of etcd's user.
+/// Directory of members with the password for etcd.
 pub const USER_FOLDER: &str = "/etc/reprise-etcd/user";
 
-/// Configuration of the agents of a cluster. Their node's name, the address of the pod and what they open come from elsewhere.
-pub fn agent(cluster: &KVCacheCluster, referred: &Referred) -> String {
+/// Returns the configuration of a cluster's agents. The node's name, the pod's address and the devices to
+/// open come from other sources.
+pub fn agent(cluster: &KVCacheCluster, agent_config: &AgentConfigInputs) -> String {
     let (agents, cache) = (&cluster.spec.agents, &cluster.spec.cache);
     let mut whole = json!({
         "session": {
@@ -56,7 +58,7 @@ pub fn agent(cluster: &KVCacheCluster, referred: &Referred) -> String {
             "stall_timeout": agents.peers.stall_timeout,
         },
         "controlplane": {
-            "address": referred.names.control_plane_address(),
+            "address": agent_config.names.control_plane_address(),
             "lookup_timeout": cache.limits.lookup_timeout,
         },
         "placement": {
@@ -71,16 +73,16 @@ pub fn agent(cluster: &KVCacheCluster, referred: &Referred) -> String {
             "reservation": cache.limits.reservation,
             "read_bytes": size(&cache.limits.read_size),
         },
-        "kubernetes": { "state_directory": state_directory(&referred.names) },
+        "kubernetes": { "state_directory": state_directory(&agent_config.names) },
         "log": log(&agents.log),
     });
-    if let Some((pool, free_permille)) = pool_settings(referred) {
+    if let Some((pool, free_permille)) = pool_settings(agent_config) {
         whole["pool"] = pool;
         whole["cache"]["pool_free_permille"] = free_permille;
     }
-    let left_out = left_out(cluster, &referred.tenants);
-    let tenants = referred.tenants.iter().filter_map(|tenant| {
-        let reserves = !left_out.contains(tenant.metadata.name.as_deref().unwrap_or_default());
+    let unreserved = without_reservation(cluster, &agent_config.tenants);
+    let tenants = agent_config.tenants.iter().filter_map(|tenant| {
+        let reserves = !unreserved.contains(tenant.metadata.name.as_deref().unwrap_or_default());
         tenant_section(tenant, reserves)
     });
     let tenants: Vec<Value> = tenants.collect();
@@ -90,23 +92,24 @@ pub fn agent(cluster: &KVCacheCluster, referred: &Referred) -> String {
     text(&whole)
 }
 
-/// What an agent has one value of for all its pools: the section of pools, and what is kept free of them. All that are accepted agree (`crate::plan`); of
-/// those that are refused nodes keep what they had.
-fn pool_settings(referred: &Referred) -> Option<(Value, Value)> {
-    let key = referred.names.key();
+/// Returns the settings that an agent has once for all its pools: the `pool` section, and the free share to
+/// keep. Accepted pools agree on them (`crate::assignment`). While all pools are rejected, the current
+/// settings remain.
+fn pool_settings(agent_config: &AgentConfigInputs) -> Option<(Value, Value)> {
+    let key = agent_config.names.key();
     let (accepted, refused): (Vec<_>, Vec<_>) =
-        referred.pools.iter().partition(|named| named.plan.refused.is_none());
+        agent_config.pools.iter().partition(|named| named.assignment.refused.is_none());
     let of_spec = |pool: &SSDPool| {
         let spec = &pool.spec;
         let pool = json!({ "segment_bytes": size(&spec.segment_size), "queue_depth": spec.queue_depth });
         (pool, json!(spec.watermarks.free_permille))
     };
-    if let Some(pool) = accepted.iter().find_map(|named| named.bound(&key)) {
+    if let Some(pool) = accepted.iter().find_map(|named| named.bound_pool(&key)) {
         return Some(of_spec(pool));
     }
-    let pool = refused.iter().find_map(|named| named.bound(&key))?;
+    let pool = refused.iter().find_map(|named| named.bound_pool(&key))?;
     let before = || -> Option<(Value, Value)> {
-        let running: Value = toml::from_str(referred.running.as_ref()?).ok()?;
+        let running: Value = toml::from_str(agent_config.running.as_ref()?).ok()?;
         let of_pool = |field: &str| Some(running.get("pool")?.get(field)?.clone());
         let pool =
             json!({ "segment_bytes": of_pool("segment_bytes")?, "queue_depth": of_pool("queue_depth")? });
@@ -115,12 +118,13 @@ fn pool_settings(referred: &Referred) -> Option<(Value, Value)> {
     Some(before().unwrap_or_else(|| of_spec(pool)))
 }
 
-/// Where an agent keeps what it was told last, on its node.
+/// Returns the directory on a node in which an agent persists its state.
 pub fn state_directory(names: &ClusterNames) -> String {
     format!("{STATE_FOLDER}/{}", names.name)
 }
 
-/// What an agent has to know of a tenant, and whether it reserves memory for it; nothing of one whose limits are those of everybody.
+/// Returns the tenant's section in the agents' configuration; `None` if it only has default limits.
+/// `reserves` is whether its memory reservation applies.
 fn tenant_section(tenant: &reprise_crds::CacheTenant, reserves: bool) -> Option<Value> {
     let (quotas, number) = (&tenant.spec.per_node, tenant.spec.number);
     if *quotas == Quotas::default() && number.is_none() {
@@ -148,7 +152,7 @@ fn quota(quota: &Quota) -> Value {
     section
 }
 
-/// Files of all members, by name. They differ in the member's name and address only.
+/// Returns the files of all members by name. They differ only in the member's name and address.
 pub fn members(cluster: &KVCacheCluster, names: &ClusterNames) -> Map<String, Value> {
     (0..cluster.spec.control_plane.replicas)
         .map(|index| {
@@ -158,7 +162,7 @@ pub fn members(cluster: &KVCacheCluster, names: &ClusterNames) -> Map<String, Va
         .collect()
 }
 
-/// Configuration of one member.
+/// Returns the configuration of one member.
 pub fn member(cluster: &KVCacheCluster, names: &ClusterNames, member: &str) -> String {
     let spec = &cluster.spec.control_plane;
     let host = format!("{member}.{}.{}.svc", names.members(), names.namespace);
@@ -191,7 +195,7 @@ pub fn member(cluster: &KVCacheCluster, names: &ClusterNames, member: &str) -> S
     text(&whole)
 }
 
-/// Where the members' store is, and how it is reached.
+/// Returns the members' store settings.
 fn store(cluster: &KVCacheCluster, names: &ClusterNames) -> Value {
     let etcd = &cluster.spec.etcd;
     let mut store = json!({ "kind": "etcd", "prefix": etcd.key_prefix });
@@ -237,17 +241,18 @@ fn log(settings: &LogSettings) -> Value {
     json!({ "format": format, "level": settings.level })
 }
 
-/// Bytes as our configurations write them.
+/// Formats bytes for our configurations.
 fn size(quantity: &Quantity) -> Value {
-    // The API server has checked the pattern, so only an amount beyond 64 bits is none; the process that reads it will say so.
+    // The CRD schema validates the pattern, so only amounts beyond 64 bits fail. They are passed through, and
+    // the process that reads them reports the error.
     quantity.bytes().map_or_else(|_| json!(quantity), |bytes| json!(ByteSize(bytes)))
 }
 
 fn text(whole: &Value) -> String {
-    toml::to_string(whole).expect("tables of texts and numbers are TOML")
+    toml::to_string(whole).expect("serializable settings")
 }
 
-/// Digest of the agents' configuration, as a CacheNode has it.
-pub fn agent_digest(cluster: &KVCacheCluster, referred: &Referred) -> String {
-    digest::of(&agent(cluster, referred))
+/// Digest of the agents' configuration, as in a CacheNode.
+pub fn agent_digest(cluster: &KVCacheCluster, agent_config: &AgentConfigInputs) -> String {
+    digest::of(&agent(cluster, agent_config))
 }

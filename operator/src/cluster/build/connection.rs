@@ -1,4 +1,4 @@
-//! What engines need to connect, as a ConfigMap: addresses, and configurations to be copied.
+//! ConfigMap for engines: addresses, and vLLM configurations to copy.
 
 use reprise_crds::KVCacheCluster;
 use serde_json::{Value, json};
@@ -7,10 +7,10 @@ use super::{config_map, metadata};
 use crate::child::Child;
 use crate::names::{ClusterNames, Component};
 
-/// Memory of the host that vLLM's offloading may use, in the example for GPUs. An engine of one GPU rarely has less; people write
-/// their own.
+/// Host memory for vLLM's offloading in the example for GPUs. Hosts of GPU engines rarely have less; users
+/// can write their own configuration.
 const OFFLOADING_BYTES: u64 = 16 << 30;
-/// Tokens of a chunk there.
+/// Tokens per offloaded chunk in the example.
 const OFFLOADING_TOKENS: u32 = 64;
 
 pub(super) fn build(cluster: &KVCacheCluster, names: &ClusterNames) -> Child {
@@ -26,7 +26,8 @@ pub(super) fn build(cluster: &KVCacheCluster, names: &ClusterNames) -> Child {
     config_map(metadata(cluster, names, Component::Agent, &names.connection()), &data)
 }
 
-/// For engines that keep their KV in host memory (python/README.md, "vLLM").
+/// Configuration for engines that keep KV in host memory (docs/vllm.md, "Start an engine with the
+/// connector").
 pub(super) fn in_host_memory(socket: &str) -> Value {
     json!({
         "kv_connector": "RepriseConnector",
@@ -37,7 +38,7 @@ pub(super) fn in_host_memory(socket: &str) -> Value {
     })
 }
 
-/// For engines on GPUs (python/README.md, "vLLM on GPUs").
+/// Configuration for engines on GPUs (docs/vllm.md, "The tier for GPUs").
 pub(super) fn offloading(socket: &str) -> Value {
     json!({
         "kv_connector": "RepriseOffloadingConnector",

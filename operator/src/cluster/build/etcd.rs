@@ -1,50 +1,53 @@
-//! An etcd that the operator runs: a StatefulSet of 1, 3 or 5, with TLS for clients and among its members.
+//! A managed etcd: a StatefulSet of 1, 3 or 5 members, with TLS for clients and between members.
 //!
-//! Its volumes go with the cluster: everything in them can be rebuilt from agents and resources, and a new cluster of the same name must
-//! not find the facts of another. The StatefulSet becomes the owner of its claims once a member is ready: before that, while they are bound, its controller
-//! would meet other writers of them, and each install would have a warning among its events.
+//! Its volumes are deleted with the cluster: their contents can be rebuilt from agents and resources, and a
+//! new cluster of the same name must not find old data. The StatefulSet becomes the owner of its volume
+//! claims once a member is ready. While claims are being bound, its controller would conflict with their
+//! other writers, which would cause warning events in each install.
 //!
-//! etcd reads whom it trusts once, at its start. Members that trust a new authority cannot talk to those that trust the one before, so one that is
-//! replaced alone never becomes ready, and a StatefulSet replaces no second one before it is. Hence all go before any comes back:
+//! etcd reads the CA once, when it starts, and members with different CAs cannot communicate. A member that
+//! is replaced alone would never become ready, and a StatefulSet replaces no second one before that.
+//! Therefore all members are stopped before any is started again:
 //!
 //! ```text
-//!  N members ──another authority is drawn──▶ 0 are wanted, of the template of before ──none is left──▶ N of the new template
+//! N members ──CA changes──▶ 0 replicas, old template ──all pods gone──▶ N replicas, new template
 //! ```
 //!
-//! Which step it is stands in the StatefulSet, so another operator goes on where one was killed. Volumes stay. `maxUnavailable` of the update strategy
-//! would do it in one step, but Kubernetes has that from 1.35 only, and upgrades would replace all members at once, too. Of a StatefulSet that names no
-//! authority yet the members are replaced one after the other.
+//! The StatefulSet itself records the step, so another operator can continue after a crash. Volumes are kept.
+//! `maxUnavailable` in the update strategy would do this in one step, but needs Kubernetes 1.35 and would
+//! also restart all members at once in upgrades. If a StatefulSet has no CA annotation yet, its members are
+//! replaced one by one.
 
 use kube::api::DynamicObject;
 use reprise_crds::KVCacheCluster;
 use serde_json::{Value, json};
 
-use super::pods::{Reckoned, confined, probe, pull, resources, restricted, without_empty};
+use super::pods::{DefaultResources, probe, pull, resources, restricted, unprivileged, without_empty};
 use super::{metadata, service_account};
 use crate::child::{Child, ChildKind, Ownership};
-use crate::cluster::certificates::Drawn;
-use crate::cluster::dereference::Found;
+use crate::cluster::certificates::CertificateDigests;
+use crate::cluster::dereference::ClusterInputs;
 use crate::names::{ClusterNames, Component};
 
-/// Ports of etcd, by its own custom.
+/// Standard ports of etcd.
 const CLIENT_PORT: u16 = 2379;
 const PEER_PORT: u16 = 2380;
 const METRICS_PORT: u16 = 2381;
-/// CPU and memory of a member that the cluster says nothing about.
+/// Default CPU and memory of a member.
 const CPU_MILLIS: u64 = 100;
 const MEMORY_BYTES: u64 = 256 << 20;
-/// Bytes of the store beyond which etcd refuses writes; some hundred bytes a node are kept.
+/// Store size at which etcd rejects writes. We store some hundred bytes per node.
 const QUOTA_BYTES: u64 = 512 << 20;
-/// A normal start of an etcd of one member, and of several.
+/// Time of a normal start of a single member, and of one of several.
 const STARTS_ALONE_SECONDS: u32 = 5;
 const STARTS_SECONDS: u32 = 10;
-/// Probes of a start, each 2 s: one that replays its log or waits for other members takes long.
+/// Number of startup probes, each 2 s apart. Replaying the log or waiting for other members may take long.
 const START_PROBES: u32 = 300;
-/// What its volumes are called in its pods; their claims are called by that, the StatefulSet and the number of the member.
+/// Volume name in pods. The claims are named after it, the StatefulSet and the member's number.
 pub(in crate::cluster) const ETCD_CLAIM: &str = "data";
-/// Annotation of its pods: digest of the authority that they trust.
+/// Pod annotation with the digest of the CA that the pod trusts.
 const AUTHORITY: &str = "reprise.dev/etcd-authority";
-/// Where data and certificates are.
+/// Directories of data and certificates.
 const DATA_FOLDER: &str = "/var/lib/etcd";
 const TLS_FOLDER: &str = "/etc/etcd/tls";
 
@@ -57,15 +60,19 @@ fn host(names: &ClusterNames, pod: &str) -> String {
     format!("{pod}.{}.{}.svc", names.etcd(), names.namespace)
 }
 
-/// How many members there are now, and whom they trust.
+/// Desired replicas and CA in one step of a CA change.
 #[derive(Debug, PartialEq, Eq)]
-struct Stage {
+struct MembershipStep {
     replicas: u8,
     authority: Option<String>,
 }
 
-pub(super) fn build(cluster: &KVCacheCluster, found: &Found, drawn: Option<&Drawn>) -> Vec<Child> {
-    let names = &found.referred.names;
+pub(super) fn build(
+    cluster: &KVCacheCluster,
+    inputs: &ClusterInputs,
+    certificates: Option<&CertificateDigests>,
+) -> Vec<Child> {
+    let names = &inputs.agent_config.names;
     let name = names.etcd();
     let meta = || metadata(cluster, names, Component::Etcd, &name);
     let selector = names.selector(Component::Etcd);
@@ -83,29 +90,34 @@ pub(super) fn build(cluster: &KVCacheCluster, found: &Found, drawn: Option<&Draw
         service_account(meta()),
         Child::new(ChildKind::Service, Ownership::Shared, meta(), &headless),
         Child::new(ChildKind::PodDisruptionBudget, Ownership::Shared, meta(), &budget),
-        Child::new(ChildKind::StatefulSet, Ownership::Shared, meta(), &stateful_set(cluster, found, drawn)),
+        Child::new(
+            ChildKind::StatefulSet,
+            Ownership::Shared,
+            meta(),
+            &stateful_set(cluster, inputs, certificates),
+        ),
     ]
 }
 
-/// The next step to `replicas` members that trust an authority; `None`: whichever they trust.
-fn stage(replicas: u8, authority: Option<&str>, live: Option<&DynamicObject>) -> Stage {
+/// Returns the next step towards `replicas` members with a CA; `None` keeps their current CA.
+fn next_step(replicas: u8, authority: Option<&str>, live: Option<&DynamicObject>) -> MembershipStep {
     let before =
         live.and_then(|live| live.data["spec"]["template"]["metadata"]["annotations"][AUTHORITY].as_str());
-    let is_parted = before.is_some() && authority.is_some() && before != authority;
-    if is_parted && !live.is_some_and(has_no_pods) {
-        return Stage { replicas: 0, authority: before.map(str::to_owned) };
+    let ca_changes = before.is_some() && authority.is_some() && before != authority;
+    if ca_changes && !live.is_some_and(has_no_pods) {
+        return MembershipStep { replicas: 0, authority: before.map(str::to_owned) };
     }
-    Stage { replicas, authority: authority.or(before).map(str::to_owned) }
+    MembershipStep { replicas, authority: authority.or(before).map(str::to_owned) }
 }
 
-/// Whether the controller has seen what is wanted, and no pod is there, not even one that goes.
+/// Whether the controller has observed the current spec and no pod is left, not even a terminating one.
 fn has_no_pods(live: &DynamicObject) -> bool {
     let status = &live.data["status"];
     let is_seen = status["observedGeneration"].as_i64() == live.metadata.generation;
     is_seen && status["replicas"].as_u64().unwrap_or_default() == 0
 }
 
-/// Whether the claims of volumes are deleted with the StatefulSet: from the first ready member on, and then for ever.
+/// Whether volume claims are deleted with the StatefulSet: always after the first member was ready.
 fn owns_claims(live: Option<&DynamicObject>) -> bool {
     live.is_some_and(|live| {
         let policy = &live.data["spec"]["persistentVolumeClaimRetentionPolicy"];
@@ -113,18 +125,22 @@ fn owns_claims(live: Option<&DynamicObject>) -> bool {
     })
 }
 
-/// Whether all members go before any comes back.
-pub(in crate::cluster) fn is_replaced(live: &DynamicObject) -> bool {
+/// Whether the StatefulSet is scaled to zero, as in a CA change.
+pub(in crate::cluster) fn is_scaled_to_zero(live: &DynamicObject) -> bool {
     live.data["spec"]["replicas"].as_u64() == Some(0)
 }
 
-fn stateful_set(cluster: &KVCacheCluster, found: &Found, drawn: Option<&Drawn>) -> Value {
-    let names = &found.referred.names;
+fn stateful_set(
+    cluster: &KVCacheCluster,
+    inputs: &ClusterInputs,
+    certificates: Option<&CertificateDigests>,
+) -> Value {
+    let names = &inputs.agent_config.names;
     let managed = cluster.spec.etcd.managed.clone().unwrap_or_default();
-    let authority = drawn.and_then(|drawn| drawn.authority.as_deref());
-    let stage = stage(managed.replicas, authority, found.etcd.as_deref());
+    let authority = certificates.and_then(|certificates| certificates.authority.as_deref());
+    let step = next_step(managed.replicas, authority, inputs.etcd.as_deref());
     let mut metadata = json!({ "labels": names.labels(Component::Etcd) });
-    if let Some(authority) = stage.authority {
+    if let Some(authority) = step.authority {
         metadata["annotations"] = json!({ AUTHORITY: authority });
     }
     let mut claim = json!({
@@ -136,41 +152,41 @@ fn stateful_set(cluster: &KVCacheCluster, found: &Found, drawn: Option<&Drawn>) 
     }
     json!({
         "spec": {
-            "replicas": stage.replicas,
+            "replicas": step.replicas,
             "serviceName": names.etcd(),
             "podManagementPolicy": "Parallel",
             "updateStrategy": { "type": "RollingUpdate" },
             "persistentVolumeClaimRetentionPolicy": {
-                "whenDeleted": if owns_claims(found.etcd.as_deref()) { "Delete" } else { "Retain" },
+                "whenDeleted": if owns_claims(inputs.etcd.as_deref()) { "Delete" } else { "Retain" },
                 "whenScaled": "Retain",
             },
             "selector": { "matchLabels": names.selector(Component::Etcd) },
             "template": {
                 "metadata": metadata,
-                "spec": pod(cluster, found),
+                "spec": pod(cluster, inputs),
             },
             "volumeClaimTemplates": [{ "metadata": { "name": ETCD_CLAIM }, "spec": claim }],
         },
     })
 }
 
-fn pod(cluster: &KVCacheCluster, found: &Found) -> Value {
+fn pod(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
     let (policy, pull_secrets) = pull(&cluster.spec.images);
     let managed = cluster.spec.etcd.managed.clone().unwrap_or_default();
-    let reckoned = Reckoned { cpu_millis: CPU_MILLIS, memory: MEMORY_BYTES, beside: 0 };
+    let defaults = DefaultResources { cpu_millis: CPU_MILLIS, memory: MEMORY_BYTES, extra_memory: 0 };
     let port = |name: &str, port: u16| json!({ "name": name, "containerPort": port, "protocol": "TCP" });
     let container = json!({
         "name": "etcd",
-        "image": found.images.etcd,
+        "image": inputs.images.etcd,
         "imagePullPolicy": policy,
-        "args": arguments(&found.referred.names, managed.replicas),
+        "args": arguments(&inputs.agent_config.names, managed.replicas),
         "env": [{
             "name": "POD_NAME",
             "valueFrom": { "fieldRef": { "apiVersion": "v1", "fieldPath": "metadata.name" } },
         }],
         "ports": [port("client", CLIENT_PORT), port("peer", PEER_PORT), port("metrics", METRICS_PORT)],
-        "resources": resources(managed.resources.as_ref(), &reckoned),
-        "securityContext": confined(),
+        "resources": resources(managed.resources.as_ref(), &defaults),
+        "securityContext": unprivileged(),
         "startupProbe": startup(managed.replicas),
         "livenessProbe": probe("/livez", "metrics", 5, 6),
         "readinessProbe": probe("/readyz", "metrics", 2, 2),
@@ -180,7 +196,7 @@ fn pod(cluster: &KVCacheCluster, found: &Found) -> Value {
         ],
     });
     without_empty(json!({
-        "serviceAccountName": found.referred.names.etcd(),
+        "serviceAccountName": inputs.agent_config.names.etcd(),
         "automountServiceAccountToken": false,
         "imagePullSecrets": pull_secrets,
         "securityContext": restricted(),
@@ -188,22 +204,23 @@ fn pod(cluster: &KVCacheCluster, found: &Found) -> Value {
             "maxSkew": 1,
             "topologyKey": cluster.spec.control_plane.spread_over,
             "whenUnsatisfiable": "ScheduleAnyway",
-            "labelSelector": { "matchLabels": found.referred.names.selector(Component::Etcd) },
+            "labelSelector": { "matchLabels": inputs.agent_config.names.selector(Component::Etcd) },
         }],
         "containers": [container],
-        "volumes": [{ "name": "tls", "secret": { "secretName": found.referred.names.etcd_tls(), "defaultMode": 0o440 } }],
+        "volumes": [{ "name": "tls", "secret": { "secretName": inputs.agent_config.names.etcd_tls(), "defaultMode": 0o440 } }],
     }))
 }
 
-/// The start-up probe. etcd does not wait with its answer until it is ready, as our programs do, so the first probe comes when a normal start is
-/// over: an etcd of one member leads itself at once, others have to find each other by names that are new.
+/// The startup probe. Unlike our programs, etcd answers before it is ready, so the first probe is sent after
+/// a normal start: a single member becomes leader at once; several first resolve each other's new DNS names.
 fn startup(replicas: u8) -> Value {
     let mut probe = probe("/readyz", "metrics", 2, START_PROBES);
     probe["initialDelaySeconds"] = json!(if replicas == 1 { STARTS_ALONE_SECONDS } else { STARTS_SECONDS });
     probe
 }
 
-/// etcd reads its certificates at every handshake, so renewed ones need no restart; of its authorities see [`stage`].
+/// etcd reads its certificates at every handshake, so renewed ones need no restart. See [`next_step`] for the
+/// CA.
 fn arguments(names: &ClusterNames, replicas: u8) -> Vec<String> {
     let own = host(names, "$(POD_NAME)");
     let peers: Vec<String> = (0..replicas)
@@ -240,7 +257,7 @@ fn arguments(names: &ClusterNames, replicas: u8) -> Vec<String> {
 mod tests {
     use super::*;
 
-    /// A StatefulSet whose controller has seen a generation, with so many pods.
+    /// A StatefulSet whose controller has observed a generation, with this number of pods.
     fn live(authority: Option<&str>, observed: i64, pods: u32) -> DynamicObject {
         let annotations = authority.map(|authority| json!({ AUTHORITY: authority }));
         let whole = json!({
@@ -251,12 +268,12 @@ mod tests {
         serde_json::from_value(whole).expect("an object")
     }
 
-    fn stage_of(replicas: u8, authority: Option<&str>) -> Stage {
-        Stage { replicas, authority: authority.map(str::to_owned) }
+    fn step_of(replicas: u8, authority: Option<&str>) -> MembershipStep {
+        MembershipStep { replicas, authority: authority.map(str::to_owned) }
     }
 
     #[test]
-    fn claims_are_owned_from_the_first_ready_member_on() {
+    fn owns_volume_claims_once_a_member_was_ready() {
         let set = |policy: &str, ready: Option<u32>| -> DynamicObject {
             serde_json::from_value(json!({
                 "metadata": { "name": "c-etcd" },
@@ -268,31 +285,31 @@ mod tests {
         assert!(!owns_claims(None));
         assert!(!owns_claims(Some(&set("Retain", None))) && !owns_claims(Some(&set("Retain", Some(0)))));
         assert!(owns_claims(Some(&set("Retain", Some(1)))));
-        assert!(owns_claims(Some(&set("Delete", None))), "all members are away for a while");
+        assert!(owns_claims(Some(&set("Delete", None))), "all members are temporarily absent");
     }
 
     #[test]
-    fn a_new_authority_replaces_all_members_at_once() {
+    fn ca_change_replaces_all_members_at_once() {
         for replicas in [1, 3, 5] {
-            let new = stage_of(replicas, Some("new"));
-            let step = |live: Option<&DynamicObject>| stage(replicas, Some("new"), live);
-            assert_eq!(step(None), new, "they come into being");
-            let none = stage_of(0, Some("old"));
-            assert_eq!(step(Some(&live(Some("old"), 2, replicas.into()))), none, "they go");
-            assert_eq!(step(Some(&live(Some("old"), 2, 1))), none, "one is left");
-            assert_eq!(step(Some(&live(Some("old"), 1, 0))), none, "nobody has seen it");
-            assert_eq!(step(Some(&live(Some("old"), 2, 0))), new, "none is left");
-            assert_eq!(step(Some(&live(Some("new"), 1, 0))), new, "they come back");
-            assert_eq!(step(Some(&live(Some("new"), 2, replicas.into()))), new, "they are back");
+            let new = step_of(replicas, Some("new"));
+            let step = |live: Option<&DynamicObject>| next_step(replicas, Some("new"), live);
+            assert_eq!(step(None), new, "members are created");
+            let none = step_of(0, Some("old"));
+            assert_eq!(step(Some(&live(Some("old"), 2, replicas.into()))), none, "members are stopped");
+            assert_eq!(step(Some(&live(Some("old"), 2, 1))), none, "one pod is left");
+            assert_eq!(step(Some(&live(Some("old"), 1, 0))), none, "the controller has not observed it");
+            assert_eq!(step(Some(&live(Some("old"), 2, 0))), new, "no pod is left");
+            assert_eq!(step(Some(&live(Some("new"), 1, 0))), new, "members are started again");
+            assert_eq!(step(Some(&live(Some("new"), 2, replicas.into()))), new, "members have started again");
         }
     }
 
     #[test]
-    fn members_stay_that_trust_the_same_or_nobody_knows_whom() {
-        let same = stage_of(3, Some("a"));
-        assert_eq!(stage(3, Some("a"), Some(&live(Some("a"), 2, 3))), same);
-        assert_eq!(stage(3, None, Some(&live(Some("a"), 2, 3))), same, "certificates are contested");
-        assert_eq!(stage(3, Some("a"), Some(&live(None, 2, 3))), same, "one after the other");
-        assert_eq!(stage(3, None, None), stage_of(3, None));
+    fn keeps_members_with_the_same_or_an_unknown_ca() {
+        let same = step_of(3, Some("a"));
+        assert_eq!(next_step(3, Some("a"), Some(&live(Some("a"), 2, 3))), same);
+        assert_eq!(next_step(3, None, Some(&live(Some("a"), 2, 3))), same, "restoring the Secret is delayed");
+        assert_eq!(next_step(3, Some("a"), Some(&live(None, 2, 3))), same, "rolling update");
+        assert_eq!(next_step(3, None, None), step_of(3, None));
     }
 }

@@ -1,44 +1,47 @@
-//! Whose pods are whose, as a ConfigMap: one file for the agents, which check sessions by it, and an entry for each namespace and service
-//! account, which the policy that changes pods looks up. It is apart from the agents' configuration, so that a new namespace restarts nobody.
+//! ConfigMap with the assignment of pods to tenants: one file for agents, which authorize sessions by it, and
+//! an entry per namespace and service account for the admission policy. It is separate from the agents'
+//! configuration, so that a new namespace restarts no agent.
 
 use reprise_crds::KVCacheCluster;
 use serde_json::{Map, Value, json};
 
 use super::{config_map, metadata};
 use crate::child::Child;
-use crate::cluster::dereference::Found;
+use crate::cluster::dereference::ClusterInputs;
 use crate::names::Component;
 use crate::tenant::pods;
 
-/// The file among the entries: no namespace and no service account has such a name.
+/// Entry with the file for agents. A leading underscore is invalid in names of namespaces and service
+/// accounts, so it cannot collide.
 const FILE_ENTRY: &str = "_tenants.json";
-/// What it is called in agents' pods.
+/// Name of the file in agents' pods.
 const FILE: &str = "tenants.json";
-/// Where it is there.
+/// Directory of the file in agents' pods.
 const FOLDER: &str = "/etc/reprise-tenants";
-/// The volume.
+/// Name of the volume.
 const VOLUME: &str = "tenants";
 
-pub(super) fn build(cluster: &KVCacheCluster, found: &Found) -> Child {
-    let names = &found.referred.names;
-    let entries = found.bindings.entries().map(|(name, tenant)| (name.to_owned(), json!(tenant)));
+pub(super) fn build(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Child {
+    let names = &inputs.agent_config.names;
+    let entries = inputs.bindings.entries().map(|(name, tenant)| (name.to_owned(), json!(tenant)));
     let mut data: Map<String, Value> = entries.collect();
-    data.insert(FILE_ENTRY.to_owned(), json!(pods::file(&found.bindings)));
+    data.insert(FILE_ENTRY.to_owned(), json!(pods::file(&inputs.bindings)));
     config_map(metadata(cluster, names, Component::Agent, &names.tenants()), &Value::Object(data))
 }
 
-/// The volume of agents' pods.
-pub(super) fn volume(found: &Found) -> Value {
+/// Volume of the agents' pods.
+pub(super) fn volume(inputs: &ClusterInputs) -> Value {
     let items = json!([{ "key": FILE_ENTRY, "path": FILE }]);
-    json!({ "name": VOLUME, "configMap": { "name": found.referred.names.tenants(), "items": items } })
+    json!({ "name": VOLUME, "configMap": { "name": inputs.agent_config.names.tenants(), "items": items } })
 }
 
-/// Where it is mounted.
+/// Mount of the volume.
 pub(super) fn mount() -> Value {
     json!({ "name": VOLUME, "mountPath": FOLDER, "readOnly": true })
 }
 
-/// How agents learn of it: an agent of another version may not know it, and then says nothing of it.
+/// Environment variable with the file's path. An agent of an older version ignores it and reports nothing
+/// about it.
 pub(super) fn variable() -> Value {
     json!({ "name": "TENANTS_FILE", "value": format!("{FOLDER}/{FILE}") })
 }

@@ -1,16 +1,18 @@
-//! What engines' pods get that ask for it: the directory of the agent's socket, and how to connect. Done by the API server itself, by a
-//! policy in its expression language (CEL), so that no pod waits for a webhook of ours.
+//! Admission policy that connects engine pods: it mounts the directory of the agent's socket and sets the
+//! connection environment. The API server evaluates it (CEL), so no pod depends on a webhook.
 //!
-//! Pods of a tenant are told which it is, and get a token by which the agent knows them: the policy looks their namespace and service account up
-//! among the bindings that the operator keeps in a ConfigMap ([`super::identities`]).
+//! Pods of a tenant also get its name, and a token by which the agent authenticates them. The policy looks up
+//! their namespace and service account in the ConfigMap that the operator maintains ([`super::identities`]).
 //!
-//! Containers get it, and init containers that go on beside them (`restartPolicy: Always`, sidecars): an engine's proxy or router may be one. Those that
-//! end before the engine starts have no use for the socket.
+//! It applies to containers and to sidecars (init containers with `restartPolicy: Always`), such as an
+//! engine's proxy or router. Other init containers exit before the engine starts and do not need the socket.
 //!
-//! A pod asks by a label that names the cluster, in a namespace that the cluster selects. An annotation says what became of it: the
-//! cluster that it was given, or why it was given nothing. A pod with that annotation is left alone.
+//! A pod requests this with a label that names the cluster, in a namespace that the cluster selects. An
+//! annotation records the result: the connected cluster, or why the pod was not connected. Pods that have the
+//! annotation already are not changed.
 //!
-//! A policy that fails keeps no engine from starting; arguments that use the environment then say so.
+//! If the policy fails, the engine starts unchanged. Arguments that use the environment variables then fail
+//! visibly.
 
 use reprise_crds::KVCacheCluster;
 use reprise_crds::cluster::InjectionMode;
@@ -22,27 +24,29 @@ use super::connection::{in_host_memory, offloading};
 use crate::child::{Child, ChildKind, Ownership};
 use crate::names::{ClusterNames, Component, INJECT, INJECTED_TENANT, INJECTION};
 
-/// Name of the volume.
+/// Name of the socket volume.
 const VOLUME: &str = "reprise-socket";
-/// Path of the socket, for programs that ask for it.
+/// Environment variable with the path of the socket.
 const SOCKET_VARIABLE: &str = "REPRISE_SOCKET";
-/// vLLM's `--kv-transfer-config` where it keeps its KV in host memory: an argument may be `$(REPRISE_KV_TRANSFER_CONFIG)`.
+/// Environment variable with vLLM's `--kv-transfer-config` for KV in host memory: the argument may be
+/// `$(REPRISE_KV_TRANSFER_CONFIG)`.
 const CONFIG_VARIABLE: &str = "REPRISE_KV_TRANSFER_CONFIG";
-/// The same for engines on GPUs, as the ConfigMap has it for them. Which of the two an engine is, its pod does not say: the engine's argument does.
+/// The same for engines on GPUs, as in the connection ConfigMap. The engine's argument decides which of both
+/// applies; the pod spec does not show it.
 const GPU_CONFIG_VARIABLE: &str = "REPRISE_GPU_KV_TRANSFER_CONFIG";
 
-/// Name of the volume with the token.
+/// Name of the token volume.
 const TOKEN_VOLUME: &str = "reprise-token";
-/// Where it is mounted.
+/// Directory of the token.
 const TOKEN_FOLDER: &str = "/var/run/secrets/reprise.dev";
-/// How long a token holds; the kubelet replaces it in time.
+/// Lifetime of a token in seconds; the kubelet renews it in time.
 const TOKEN_SECONDS: u32 = 3600;
-/// Whose blocks the engine's are.
+/// Environment variable with the tenant of the engine.
 const TENANT_VARIABLE: &str = "REPRISE_TENANT";
-/// Path of the token.
+/// Environment variable with the path of the token.
 const TOKEN_VARIABLE: &str = "REPRISE_TOKEN_FILE";
 
-/// The policy and its binding; none where no namespace is selected.
+/// Returns the policy and its binding; nothing if no namespace is selected.
 pub(super) fn build(cluster: &KVCacheCluster, names: &ClusterNames) -> Vec<Child> {
     let injection = &cluster.spec.injection;
     if injection.mode != InjectionMode::AdmissionPolicy
@@ -50,13 +54,13 @@ pub(super) fn build(cluster: &KVCacheCluster, names: &ClusterNames) -> Vec<Child
     {
         return Vec::new();
     }
-    // They have no namespace, so they cannot have the cluster as their owner (`crate::sweep`).
+    // They are not namespaced, so the cluster cannot own them (`crate::orphans`).
     let metadata = || json!({ "name": names.injection(), "labels": names.labels(Component::Agent) });
     let policy = json!({ "spec": policy(cluster, names) });
-    let whose =
+    let parameters =
         json!({ "name": names.tenants(), "namespace": names.namespace, "parameterNotFoundAction": "Allow" });
-    let binding = json!({ "spec": { "policyName": names.injection(), "paramRef": whose } });
-    let ours = Ownership::OursAlone;
+    let binding = json!({ "spec": { "policyName": names.injection(), "paramRef": parameters } });
+    let ours = Ownership::Exclusive;
     vec![
         Child::new(ChildKind::MutatingAdmissionPolicy, ours, metadata(), &policy),
         Child::new(ChildKind::MutatingAdmissionPolicyBinding, ours, metadata(), &binding),
@@ -93,39 +97,39 @@ fn policy(cluster: &KVCacheCluster, names: &ClusterNames) -> Value {
     })
 }
 
-/// What pods of the namespace may.
+/// CEL: enforced Pod Security level of the namespace.
 const LEVEL: &str =
     "namespaceObject.metadata.?labels[?'pod-security.kubernetes.io/enforce'].orValue('privileged')";
 
-/// Init containers that go on beside the others.
+/// CEL: init containers that run next to the containers.
 const SIDECARS: &str =
     "object.spec.?initContainers.orValue([]).filter(c, c.?restartPolicy.orValue('') == 'Always')";
 
-/// Names of containers that have something there already.
+/// CEL: names of containers that already mount a volume at the directory.
 const MOUNTING: &str = "(object.spec.containers.filter(c, c.?volumeMounts.orValue([]).exists(m, m.mountPath == \
                         variables.directory)).map(c, c.name) + variables.sidecars.filter(c, \
                         c.?volumeMounts.orValue([]).exists(m, m.mountPath == variables.directory)).map(c, c.name))";
 
-/// Whose the pod is: by its service account, else by its namespace; empty: nobody's.
+/// CEL: tenant of the pod, by its service account, else by its namespace; empty without a tenant.
 const TENANT: &str = "params.?data[?(namespaceObject.metadata.name + '.' + \
                       object.spec.?serviceAccountName.orValue('default'))].orValue(\
                       params.?data[?namespaceObject.metadata.name].orValue(''))";
 
-/// Why a pod gets nothing; empty when it gets what it asks for.
+/// CEL: why a pod is not connected; empty if it is.
 fn refusal() -> String {
     format!(
         "variables.level in ['baseline', 'restricted'] ? 'its namespace enforces the pod security level ' + variables.level + ', which \
-         forbids directories of nodes' : \
-         object.spec.?volumes.orValue([]).exists(v, v.name == {volume}) ? 'it has a volume {VOLUME} already' : \
-         size(variables.mounting) > 0 ? 'container ' + variables.mounting[0] + ' mounts something at ' + variables.directory + ' already' : ''",
+         forbids hostPath volumes' : \
+         object.spec.?volumes.orValue([]).exists(v, v.name == {volume}) ? 'it already has a volume {VOLUME}' : \
+         size(variables.mounting) > 0 ? 'container ' + variables.mounting[0] + ' already mounts a volume at ' + variables.directory : ''",
         volume = literal(VOLUME),
     )
 }
 
-/// Writes down what becomes of the pod.
+/// CEL: records the result in annotations.
 fn decision(names: &ClusterNames) -> String {
     let (key, given) = (literal(INJECTION), literal(&names.key()));
-    let refused = literal(&format!("nothing of {}: ", names.key()));
+    let refused = literal(&format!("not connected to {}: ", names.key()));
     format!(
         "Object{{metadata: Object.metadata{{annotations: {{{key}: variables.refusal == '' ? {given} : {refused} + variables.refusal, \
          {tenant}: variables.refusal != '' || variables.tenant == '' ? 'none' : variables.tenant}}}}}}",
@@ -133,7 +137,7 @@ fn decision(names: &ClusterNames) -> String {
     )
 }
 
-/// Adds what it gets.
+/// CEL: adds volumes, mounts and environment.
 fn change(cluster: &KVCacheCluster) -> String {
     let directory = format!(
         "Object.spec.volumes{{name: {}, hostPath: Object.spec.volumes.hostPath{{path: variables.directory, type: 'DirectoryOrCreate'}}}}",
@@ -149,7 +153,7 @@ fn change(cluster: &KVCacheCluster) -> String {
     )
 }
 
-/// What a container `c` of a list gets. What it has set itself stays.
+/// CEL: additions to container `c` of a list. Settings of the container itself are kept.
 fn container(cluster: &KVCacheCluster, list: &str) -> String {
     let socket = format!("{}/agent.sock", cluster.spec.agents.socket.directory);
     let set = |name: &str, value: &str| format!("{list}.env{{name: {}, value: {value}}}", literal(name));
@@ -176,8 +180,8 @@ fn container(cluster: &KVCacheCluster, list: &str) -> String {
     )
 }
 
-/// Adds the volume with the token, where there is none of that name. A list of sources is one value to whoever applies, and none that a policy may
-/// apply: so it is a patch.
+/// CEL: adds the token volume unless a volume of that name exists. The sources of a projected volume are an
+/// atomic list in server-side apply, which a policy cannot apply; hence a JSON patch.
 fn token() -> String {
     let volume = literal(TOKEN_VOLUME);
     let value = format!(
@@ -187,7 +191,8 @@ fn token() -> String {
         audience = literal(TOKEN_AUDIENCE)
     );
     let add = |path: &str, value: &str| format!("JSONPatch{{op: 'add', path: '{path}', value: {value}}}");
-    // An object in a list is no value of a patch: the API server (1.36) fails to write it. So the list is made first, where there is none.
+    // The API server (1.36) cannot encode an object inside a new list in a patch. If there is no list, it is
+    // therefore created first.
     format!(
         "variables.refusal != '' || variables.tenant == '' || object.spec.?volumes.orValue([]).exists(v, v.name == {volume}) ? [] : \
          (has(object.spec.volumes) ? [] : [{empty}]) + [{filled}]",
@@ -196,12 +201,12 @@ fn token() -> String {
     )
 }
 
-/// A list that only pods of a tenant get.
+/// CEL: a list that only pods of a tenant get.
 fn of_a_tenant(items: &str) -> String {
     format!("(variables.tenant == '' ? [] : [{items}])")
 }
 
-/// A text as CEL writes it: JSON's strings are among its own.
+/// A CEL string literal. JSON strings are valid CEL.
 fn literal(text: &str) -> String {
     json!(text).to_string()
 }
@@ -220,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_injected_where_no_namespace_is_selected() {
+    fn builds_no_policy_without_selected_namespaces() {
         assert_eq!(built(&json!({})), []);
         assert_eq!(built(&json!({ "injection": { "mode": "AdmissionPolicy" } })), []);
         let selector = json!({ "matchLabels": { "engines": "yes" } });
@@ -234,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn texts_are_quoted_so_that_none_ends_early() {
+    fn escapes_quotes_in_literals() {
         assert_eq!(literal("/run/it's \"here\""), r#""/run/it's \"here\"""#);
     }
 }

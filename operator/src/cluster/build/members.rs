@@ -1,7 +1,7 @@
-//! The members of the control plane: a StatefulSet, so that a member keeps its name, which is its pod's.
+//! The members of the control plane: a StatefulSet, so that a member keeps its pod's name.
 //!
-//! Each member has a file of its own, named after its pod, with its name and address in it. The pods' template has a digest of what all
-//! files share, so that one member more restarts none.
+//! Each member has a configuration file named after its pod, with its name and address. The pod template
+//! contains a digest of what all files share, so that adding a member restarts no other.
 
 use reprise_crds::KVCacheCluster;
 use reprise_crds::cluster::EtcdMode;
@@ -9,39 +9,43 @@ use serde_json::{Value, json};
 
 use super::configuration::{CLIENT_FOLDER, FOLDER, TLS_FOLDER, USER_FOLDER, member, members};
 use super::pods::{
-    Reckoned, SETTLED_SECONDS, confined, probe, pull, resources, restricted, startup_probe, tolerations,
-    without_empty,
+    DefaultResources, MIN_READY_SECONDS, probe, pull, resources, restricted, startup_probe, tolerations,
+    unprivileged, without_empty,
 };
 use super::{config_map, metadata, service_account};
 use crate::child::{Child, ChildKind, Ownership};
-use crate::cluster::dereference::Found;
+use crate::cluster::dereference::ClusterInputs;
 use crate::cluster::{GRPC_PORT, MEMBER_ADMIN_PORT};
 use crate::digest;
 use crate::names::{CONFIGURATION, Component, SECRETS};
 
-/// CPU of a member that the cluster says nothing about.
+/// Default CPU of a member.
 const CPU_MILLIS: u64 = 250;
-/// Memory without any block: code, connections of 1,000 nodes, the stream of changes. Not a power of two: up to a million blocks a member
-/// fit below the next one, so that the first words of nodes restart nobody.
+/// Memory without any blocks: code, connections of 1,000 nodes, the event stream. It is not a power of two:
+/// up to a million blocks per member fit below the next one, so the first reports of nodes restart no member.
 const BASE_BYTES: u64 = 384 << 20;
-/// Memory of a block in the directory (DESIGN §10).
+/// Memory of a block's directory entry in bytes (DESIGN §10).
 const BLOCK_ENTRY_BYTES: u64 = 64;
-/// The smallest block that is common, 16 tokens of an 8B model.
+/// Size of a small common block in bytes: 16 tokens of an 8B model.
 const BLOCK_BYTES: u64 = 2 << 20;
-/// A member that is told to stop hands over and ends.
+/// Time in which a stopping member hands over its shards and exits.
 const GRACE_SECONDS: u32 = 15;
-/// A member waits for its store when it starts, and ends itself before this.
+/// Time in which a member waits for its store at its start; it exits before this elapses.
 const STARTS_SECONDS: u32 = 60;
-/// A digest over what members share is made of the file of this one.
+/// Placeholder name for the digest of the settings that all members share.
 const ANY_MEMBER: &str = "any";
 
-pub(super) fn build(cluster: &KVCacheCluster, found: &Found, etcd_certificates: Option<&str>) -> Vec<Child> {
-    let names = &found.referred.names;
+pub(super) fn build(
+    cluster: &KVCacheCluster,
+    inputs: &ClusterInputs,
+    etcd_certificates: Option<&str>,
+) -> Vec<Child> {
+    let names = &inputs.agent_config.names;
     let name = names.control_plane();
     let meta = |name: &str| metadata(cluster, names, Component::ControlPlane, name);
     let selector = names.selector(Component::ControlPlane);
     let budget = json!({ "spec": { "maxUnavailable": 1, "selector": { "matchLabels": selector } } });
-    // A member is known by its name before it is ready: it is ready once others have found it.
+    // A member becomes ready after others have found it, so its name must resolve before.
     let headless = json!({ "spec": {
         "clusterIP": "None", "publishNotReadyAddresses": true, "selector": selector, "ports": ports(cluster),
     } });
@@ -56,12 +60,12 @@ pub(super) fn build(cluster: &KVCacheCluster, found: &Found, etcd_certificates: 
             ChildKind::StatefulSet,
             Ownership::Shared,
             meta(&name),
-            &stateful_set(cluster, found, etcd_certificates),
+            &stateful_set(cluster, inputs, etcd_certificates),
         ),
     ]
 }
 
-/// Ports by name.
+/// Container ports by name.
 fn named_ports(cluster: &KVCacheCluster) -> Vec<(&'static str, u16)> {
     let mut ports = vec![("grpc", GRPC_PORT), ("admin", MEMBER_ADMIN_PORT)];
     if let Some(publish) = &cluster.spec.control_plane.events.publish {
@@ -75,10 +79,10 @@ fn ports(cluster: &KVCacheCluster) -> Value {
     named_ports(cluster).into_iter().map(port).collect()
 }
 
-fn stateful_set(cluster: &KVCacheCluster, found: &Found, etcd_certificates: Option<&str>) -> Value {
-    let names = &found.referred.names;
-    let secrets = match &found.store {
-        Some(look) => look.secrets.clone().unwrap_or_default(),
+fn stateful_set(cluster: &KVCacheCluster, inputs: &ClusterInputs, etcd_certificates: Option<&str>) -> Value {
+    let names = &inputs.agent_config.names;
+    let secrets = match &inputs.store {
+        Some(check) => check.secrets.clone().unwrap_or_default(),
         None => etcd_certificates.unwrap_or_default().to_owned(),
     };
     let annotations = json!({
@@ -89,32 +93,33 @@ fn stateful_set(cluster: &KVCacheCluster, found: &Found, etcd_certificates: Opti
         "spec": {
             "replicas": cluster.spec.control_plane.replicas,
             "serviceName": names.members(),
-            // Members need not wait for one another.
+            // Members start without waiting for each other.
             "podManagementPolicy": "Parallel",
             "updateStrategy": { "type": "RollingUpdate" },
-            // But when they are replaced, the next one while this has its part of the directory again.
-            "minReadySeconds": SETTLED_SECONDS,
+            // In a rolling update the next member is replaced once this one has received its shards again.
+            "minReadySeconds": MIN_READY_SECONDS,
             "selector": { "matchLabels": names.selector(Component::ControlPlane) },
             "template": {
                 "metadata": { "labels": names.labels(Component::ControlPlane), "annotations": annotations },
-                "spec": pod(cluster, found),
+                "spec": pod(cluster, inputs),
             },
         },
     })
 }
 
-fn pod(cluster: &KVCacheCluster, found: &Found) -> Value {
-    let (names, spec) = (&found.referred.names, &cluster.spec.control_plane);
+fn pod(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
+    let (names, spec) = (&inputs.agent_config.names, &cluster.spec.control_plane);
     let (policy, pull_secrets) = pull(&cluster.spec.images);
-    let (volumes, mounts) = volumes(cluster, found);
+    let (volumes, mounts) = volumes(cluster, inputs);
     let container_ports: Vec<Value> = named_ports(cluster)
         .into_iter()
         .map(|(name, port)| json!({ "name": name, "containerPort": port, "protocol": "TCP" }))
         .collect();
-    let reckoned = Reckoned { cpu_millis: CPU_MILLIS, memory: memory(cluster, found), beside: 0 };
+    let defaults =
+        DefaultResources { cpu_millis: CPU_MILLIS, memory: memory(cluster, inputs), extra_memory: 0 };
     let container = json!({
         "name": "controlplane",
-        "image": found.images.control_plane,
+        "image": inputs.images.control_plane,
         "imagePullPolicy": policy,
         "args": ["--config", format!("{FOLDER}/$(POD_NAME).toml")],
         "env": [{
@@ -122,8 +127,8 @@ fn pod(cluster: &KVCacheCluster, found: &Found) -> Value {
             "valueFrom": { "fieldRef": { "apiVersion": "v1", "fieldPath": "metadata.name" } },
         }],
         "ports": container_ports,
-        "resources": resources(spec.resources.as_ref(), &reckoned),
-        "securityContext": confined(),
+        "resources": resources(spec.resources.as_ref(), &defaults),
+        "securityContext": unprivileged(),
         "startupProbe": startup_probe("/readyz", "admin", STARTS_SECONDS),
         "livenessProbe": probe("/healthz", "admin", 5, 6),
         "readinessProbe": probe("/readyz", "admin", 2, 2),
@@ -148,10 +153,11 @@ fn pod(cluster: &KVCacheCluster, found: &Found) -> Value {
     }))
 }
 
-/// Memory for the entries of all blocks that the nodes have room for, twice, since members that are left take over. In powers of two:
-/// a restart of the members for every node that comes would cost more than the memory.
-fn memory(cluster: &KVCacheCluster, found: &Found) -> u64 {
-    let room = found.cache_nodes.iter().filter_map(|node| {
+/// Memory for the directory entries of all blocks that fit on the nodes, doubled because the remaining
+/// members take over from a failed one. Rounded up to a power of two: restarting members for every additional
+/// node would cost more than the memory.
+fn memory(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> u64 {
+    let room = inputs.cache_nodes.iter().filter_map(|node| {
         let capacity = node.status.as_ref()?.capacity.as_ref()?;
         Some(capacity.ssd_total.bytes().ok()?.saturating_add(capacity.dram_total.bytes().ok()?))
     });
@@ -160,9 +166,9 @@ fn memory(cluster: &KVCacheCluster, found: &Found) -> u64 {
     (BASE_BYTES + share).next_power_of_two()
 }
 
-/// Volumes of the pod and where they are mounted: configuration, and secrets for etcd.
-fn volumes(cluster: &KVCacheCluster, found: &Found) -> (Value, Value) {
-    let names = &found.referred.names;
+/// Volumes of the pod and their mounts: configuration, and Secrets for etcd.
+fn volumes(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> (Value, Value) {
+    let names = &inputs.agent_config.names;
     let mut volumes = vec![json!({ "name": "config", "configMap": { "name": names.control_plane() } })];
     let mut mounts = vec![json!({ "name": "config", "mountPath": FOLDER, "readOnly": true })];
     let mut secret = |name: &str, folder: &str, of: &str, items: &[(&str, &str)]| {

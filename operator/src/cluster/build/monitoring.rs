@@ -1,4 +1,4 @@
-//! What Prometheus' operator is told: one monitor for the agents, one for the members, and one for an etcd of the operator's own.
+//! PodMonitors for the Prometheus operator: one for agents, one for members, and one for a managed etcd.
 
 use reprise_crds::KVCacheCluster;
 use reprise_crds::cluster::{EtcdMode, MonitoringMode};
@@ -16,7 +16,7 @@ pub(super) fn build(cluster: &KVCacheCluster, names: &ClusterNames) -> Vec<Child
         let rest = json!({
             "spec": {
                 "selector": { "matchLabels": names.selector(component) },
-                // The cluster that a pod belongs to becomes a label of its metrics.
+                // The cluster of a pod becomes a label of its metrics.
                 "podTargetLabels": ["app.kubernetes.io/instance"],
                 "podMetricsEndpoints": [{ "port": port, "path": "/metrics" }],
             },
@@ -29,7 +29,7 @@ pub(super) fn build(cluster: &KVCacheCluster, names: &ClusterNames) -> Vec<Child
         monitor(Component::ControlPlane, names.control_plane(), "admin"),
     ];
     if cluster.spec.etcd.mode == EtcdMode::Managed {
-        // Its own metrics, on a port without TLS.
+        // etcd serves its metrics on a separate port without TLS.
         monitors.push(monitor(Component::Etcd, names.etcd(), "metrics"));
     }
     monitors

@@ -1,45 +1,48 @@
-//! What pods of all components have in common.
+//! Parts that the pods of all components share.
 
 use reprise_crds::cluster::Images;
 use reprise_crds::fields::{Amounts, PullPolicy, Quantity, Resources, Toleration};
 use serde_json::{Map, Value, json};
 
-/// For so long a pod has to be ready before the next one is replaced. A member has heard of its part of the directory by then, from agents that
-/// come back to it; members have heard of an agent's blocks; and a pod that is not ready once more for a moment is over it.
-pub(super) const SETTLED_SECONDS: u32 = 5;
+/// Time for which a pod must be ready before the next one is replaced. By then agents have reported again to
+/// a new member, and members know the blocks of a new agent. It also covers a pod that fails its readiness
+/// probe once more.
+pub(super) const MIN_READY_SECONDS: u32 = 5;
 
-/// CPU and memory that a container gets when the cluster says nothing.
-pub(super) struct Reckoned {
-    /// Thousandths of a core.
+/// Default CPU and memory of a container.
+pub(super) struct DefaultResources {
+    /// CPU in thousandths of a core.
     pub(super) cpu_millis: u64,
-    /// Bytes.
+    /// Amount of memory in bytes.
     pub(super) memory: u64,
-    /// Bytes that come on top of what the cluster says: the arena.
-    pub(super) beside: u64,
+    /// Memory in bytes that is added to the specified or default amount: the arena.
+    pub(super) extra_memory: u64,
 }
 
-/// Requests and limits. What is not said is reckoned; the limit of memory is what was requested, since what is taken is taken whole.
-pub(super) fn resources(said: Option<&Resources>, reckoned: &Reckoned) -> Value {
+/// Returns requests and limits, with defaults for unspecified amounts. The memory limit defaults to the
+/// request, since processes allocate their memory up front.
+pub(super) fn resources(specified: Option<&Resources>, defaults: &DefaultResources) -> Value {
     let nothing = Amounts::default();
-    let requests = said.and_then(|said| said.requests.as_ref()).unwrap_or(&nothing);
-    let limits = said.and_then(|said| said.limits.as_ref()).unwrap_or(&nothing);
+    let requests = specified.and_then(|specified| specified.requests.as_ref()).unwrap_or(&nothing);
+    let limits = specified.and_then(|specified| specified.limits.as_ref()).unwrap_or(&nothing);
     let bytes = |amount: &Option<Quantity>| amount.as_ref().and_then(|amount| amount.bytes().ok());
-    let memory = bytes(&requests.memory).unwrap_or(reckoned.memory);
+    let memory = bytes(&requests.memory).unwrap_or(defaults.memory);
+    // The API server rejects a limit below the request.
     let most = bytes(&limits.memory).unwrap_or(memory).max(memory);
     let cpu = requests.cpu.as_ref().map(|cpu| cpu.as_str().to_owned());
-    let cpu = cpu.unwrap_or_else(|| format!("{}m", reckoned.cpu_millis));
+    let cpu = cpu.unwrap_or_else(|| format!("{}m", defaults.cpu_millis));
     let mut limit = Map::new();
-    limit.insert("memory".to_owned(), json!(Quantity::of_bytes(most + reckoned.beside)));
+    limit.insert("memory".to_owned(), json!(Quantity::of_bytes(most + defaults.extra_memory)));
     if let Some(cpu) = &limits.cpu {
         limit.insert("cpu".to_owned(), json!(as_stored(cpu.as_str())));
     }
     json!({
-        "requests": { "cpu": as_stored(&cpu), "memory": Quantity::of_bytes(memory + reckoned.beside) },
+        "requests": { "cpu": as_stored(&cpu), "memory": Quantity::of_bytes(memory + defaults.extra_memory) },
         "limits": limit,
     })
 }
 
-/// As the API server writes an amount of CPU back: whole cores without `m`.
+/// Formats CPU as the API server stores it: whole cores without `m`.
 fn as_stored(cpu: &str) -> String {
     let millis = cpu.strip_suffix('m').and_then(|millis| millis.parse::<u64>().ok());
     match millis {
@@ -48,19 +51,19 @@ fn as_stored(cpu: &str) -> String {
     }
 }
 
-/// Fetching of images: for the container, and for the pod.
+/// Pull policy of the container, and pull secrets of the pod.
 pub(super) fn pull(images: &Images) -> (PullPolicy, Value) {
     let secrets: Vec<Value> =
         images.pull_secrets.iter().map(|secret| json!({ "name": secret.name })).collect();
     (images.pull_policy, json!(secrets))
 }
 
-/// Tolerations as pods have them.
-pub(super) fn tolerations(said: &[Toleration]) -> Value {
-    json!(said)
+/// Tolerations of a pod.
+pub(super) fn tolerations(specified: &[Toleration]) -> Value {
+    json!(specified)
 }
 
-/// Removes what is empty, which the API server would not store.
+/// Removes empty fields, which the API server does not store.
 pub(super) fn without_empty(mut fields: Value) -> Value {
     if let Some(fields) = fields.as_object_mut() {
         fields.retain(|_, value| match value {
@@ -73,8 +76,8 @@ pub(super) fn without_empty(mut fields: Value) -> Value {
     fields
 }
 
-/// What a container may, at the least: nothing beyond its user.
-pub(super) fn confined() -> Value {
+/// Security context of a container without any privileges.
+pub(super) fn unprivileged() -> Value {
     json!({
         "allowPrivilegeEscalation": false,
         "readOnlyRootFilesystem": true,
@@ -82,7 +85,7 @@ pub(super) fn confined() -> Value {
     })
 }
 
-/// What a pod of the level `restricted` says.
+/// Security context of a pod at Pod Security level `restricted`.
 pub(super) fn restricted() -> Value {
     json!({
         "runAsNonRoot": true,
@@ -93,10 +96,10 @@ pub(super) fn restricted() -> Value {
     })
 }
 
-/// The user of our images.
+/// Uid and gid in our images.
 const USER: u32 = 65_532;
 
-/// A probe of a page.
+/// An HTTP probe of a container.
 pub(super) fn probe(path: &str, port: &str, every_seconds: u32, failures: u32) -> Value {
     json!({
         "httpGet": { "path": path, "port": port, "scheme": "HTTP" },
@@ -106,10 +109,10 @@ pub(super) fn probe(path: &str, port: &str, every_seconds: u32, failures: u32) -
     })
 }
 
-/// A start-up probe of a page that is answered when the start is over.
+/// An HTTP startup probe whose request is answered once the process has started.
 ///
-/// A probe that fails is a warning among the events of its pod, also during a start. So our programs listen before anything that takes long, and
-/// the kubelet waits for their answer: in a normal start the first probe succeeds.
+/// A failed probe causes a warning event, also during a start. Our programs therefore listen before slow
+/// initialization, and the kubelet waits for the response: in a normal start the first probe succeeds.
 pub(super) fn startup_probe(path: &str, port: &str, starts_within_seconds: u32) -> Value {
     json!({
         "httpGet": { "path": path, "port": port, "scheme": "HTTP" },
@@ -120,9 +123,9 @@ pub(super) fn startup_probe(path: &str, port: &str, starts_within_seconds: u32) 
     })
 }
 
-/// Our programs listen this soon after their start.
+/// Time after which our programs listen.
 const LISTENS_SECONDS: u32 = 2;
-/// A start that takes longer than this many times what it may is given up.
+/// Number of probes, and thus the multiple of the expected start time, after which a start has failed.
 const START_ATTEMPTS: u32 = 2;
 
 #[cfg(test)]
@@ -130,19 +133,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_that_is_not_said_is_reckoned_and_the_arena_comes_on_top() {
-        let reckoned = Reckoned { cpu_millis: 1000, memory: 1 << 30, beside: 4 << 30 };
+    fn unspecified_memory_has_a_default_and_the_arena_is_added() {
+        let defaults = DefaultResources { cpu_millis: 1000, memory: 1 << 30, extra_memory: 4 << 30 };
         let expected = json!({
             "requests": { "cpu": "1", "memory": "5Gi" }, "limits": { "memory": "5Gi" },
         });
-        assert_eq!(resources(None, &reckoned), expected);
-        let said: Resources = serde_json::from_value(json!({
+        assert_eq!(resources(None, &defaults), expected);
+        let specified: Resources = serde_json::from_value(json!({
             "requests": { "memory": "512Mi", "cpu": "250m" }, "limits": { "memory": "2Gi", "cpu": "2000m" },
         }))
         .expect("resources");
         let expected = json!({
             "requests": { "cpu": "250m", "memory": "4608Mi" }, "limits": { "memory": "6Gi", "cpu": "2" },
         });
-        assert_eq!(resources(Some(&said), &reckoned), expected);
+        assert_eq!(resources(Some(&specified), &defaults), expected);
     }
 }

@@ -1,4 +1,4 @@
-//! What is built of a cluster: the things that somebody relies on.
+//! Properties of the built children that other components rely on.
 
 #![allow(clippy::needless_pass_by_value, reason = "specs are made where they are passed")]
 
@@ -11,10 +11,10 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::cluster::dereference::{NamedPool, Referred};
-use crate::cluster::store::StoreLook;
+use crate::assignment::{ClusterAssignment, PoolAssignment, Refusal};
+use crate::cluster::dereference::{AgentConfigInputs, NamedPool};
+use crate::cluster::external_etcd::EtcdCheck;
 use crate::names::{APPLIED, CLUSTER_UID, CONFIGURATION, SECRETS};
-use crate::plan::{ClusterPlan, PoolPlan, Refusal};
 use crate::settings::DefaultImages;
 
 mod access;
@@ -31,11 +31,11 @@ fn cluster(spec: Value) -> KVCacheCluster {
     object("KVCacheCluster", "c", spec)
 }
 
-fn found(cluster: &KVCacheCluster) -> Found {
+fn found(cluster: &KVCacheCluster) -> ClusterInputs {
     let names = ClusterNames::of(cluster);
-    Found {
-        referred: Referred { names, pools: Vec::new(), tenants: Vec::new(), running: None },
-        plan: ClusterPlan::default(),
+    ClusterInputs {
+        agent_config: AgentConfigInputs { names, pools: Vec::new(), tenants: Vec::new(), running: None },
+        assignment: ClusterAssignment::default(),
         cache_nodes: Vec::new(),
         bindings: PodBindings::default(),
         profiles: std::collections::BTreeMap::new(),
@@ -47,7 +47,7 @@ fn found(cluster: &KVCacheCluster) -> Found {
         store: None,
         agents: None,
         members: None,
-        said_by_members: None,
+        control_plane_state: None,
         etcd: None,
         volumes: None,
         authority: None,
@@ -56,18 +56,18 @@ fn found(cluster: &KVCacheCluster) -> Found {
 }
 
 /// Certificates of a managed etcd.
-fn drawn() -> Drawn {
-    Drawn { certificates: "digest".to_owned(), authority: Some("authority".to_owned()) }
+fn certificates() -> CertificateDigests {
+    CertificateDigests { certificates: "digest".to_owned(), authority: Some("authority".to_owned()) }
 }
 
-fn with_pool(mut found: Found, spec: Value) -> Found {
+fn with_pool(mut found: ClusterInputs, spec: Value) -> ClusterInputs {
     let pool: SSDPool = object("SSDPool", "p", spec);
-    let plan = PoolPlan { cluster: Some("n/c".to_owned()), ..PoolPlan::default() };
-    found.referred.pools.push(NamedPool { name: "p".to_owned(), pool: Some(Arc::new(pool)), plan });
+    let assignment = PoolAssignment { cluster: Some("n/c".to_owned()), ..PoolAssignment::default() };
+    found.agent_config.pools.push(NamedPool { name: "p".to_owned(), pool: Some(Arc::new(pool)), assignment });
     found
 }
 
-/// The one child of a kind and name.
+/// Returns the only child of a kind and name.
 fn child<'a>(children: &'a [Child], kind: ChildKind, name: &str) -> &'a Value {
     let mut matching = children.iter().filter(|child| child.kind == kind && child.name == name);
     let one = matching.next().unwrap_or_else(|| panic!("no {kind:?} {name}"));
@@ -87,13 +87,13 @@ fn pod(workload: &Value) -> &Value {
 #[test]
 fn every_child_belongs_to_the_cluster() {
     let cluster = cluster(json!({}));
-    let children = build(&cluster, &found(&cluster), Some(&drawn()));
+    let children = build(&cluster, &found(&cluster), Some(&certificates()));
     let mut names: Vec<(ChildKind, &str)> =
         children.iter().map(|child| (child.kind, child.name.as_str())).collect();
     let count = names.len();
     names.sort_unstable();
     names.dedup();
-    assert_eq!(names.len(), count, "no two have one name");
+    assert_eq!(names.len(), count, "names are unique per kind");
     for child in &children {
         let metadata = &child.body["metadata"];
         assert_eq!(metadata["labels"][CLUSTER_UID], "uid-c");
@@ -106,10 +106,10 @@ fn every_child_belongs_to_the_cluster() {
 }
 
 #[test]
-fn an_agent_has_no_privileges_and_sees_only_its_directories() {
+fn agent_has_no_privileges_and_mounts_only_its_directories() {
     let cluster = cluster(json!({ "pools": [{ "name": "p" }] }));
     let pooled = with_pool(found(&cluster), json!({ "directory": { "path": "/data/p", "size": "1Gi" } }));
-    let children = build(&cluster, &pooled, Some(&drawn()));
+    let children = build(&cluster, &pooled, Some(&certificates()));
     let pod = pod(child(&children, ChildKind::DaemonSet, "c-agent"));
     for never in ["hostNetwork", "hostIPC", "hostPID"] {
         assert_eq!(pod[never], Value::Null, "{never}");
@@ -131,16 +131,16 @@ fn an_agent_has_no_privileges_and_sees_only_its_directories() {
         let path = &volume.expect("a volume for every mount")["hostPath"]["path"];
         assert!(path.is_null() || *path == mount["mountPath"], "directories keep their paths: {mount}");
     }
-    // 1Gi of arena and 1Gi beside it.
+    // 1 GiB of arena and 1 GiB overhead.
     assert_eq!(container["resources"]["limits"]["memory"], "2Gi");
 }
 
 #[test]
-fn raw_devices_bring_the_devices_of_the_node_and_nothing_else_does() {
+fn mounts_devices_of_the_node_only_for_raw_pools() {
     let cluster = cluster(json!({ "pools": [{ "name": "p" }] }));
     let raw = with_pool(found(&cluster), json!({ "devices": { "globs": ["/dev/disk/by-id/nvme-*"] } }));
-    let has_devices = |found: &Found| {
-        let children = build(&cluster, found, Some(&drawn()));
+    let has_devices = |found: &ClusterInputs| {
+        let children = build(&cluster, found, Some(&certificates()));
         let set = child(&children, ChildKind::DaemonSet, "c-agent").clone();
         pod(&set)["volumes"].as_array().expect("volumes").iter().any(|one| one["name"] == "devices")
     };
@@ -149,19 +149,19 @@ fn raw_devices_bring_the_devices_of_the_node_and_nothing_else_does() {
 }
 
 #[test]
-fn what_changes_the_agents_configuration_changes_their_pods_and_only_that() {
-    let annotation = |spec: Value, change: fn(Found) -> Found| {
+fn restarts_agents_only_if_their_configuration_changes() {
+    let annotation = |spec: Value, change: fn(ClusterInputs) -> ClusterInputs| {
         let cluster = cluster(spec);
-        let children = build(&cluster, &change(found(&cluster)), Some(&drawn()));
+        let children = build(&cluster, &change(found(&cluster)), Some(&certificates()));
         let set = child(&children, ChildKind::DaemonSet, "c-agent");
         set["spec"]["template"]["metadata"]["annotations"][CONFIGURATION].clone()
     };
     let plain = annotation(json!({}), |found| found);
     assert_eq!(plain, annotation(json!({ "controlPlane": { "replicas": 5 } }), |found| found));
     assert_ne!(plain, annotation(json!({ "cache": { "dram": "2Gi" } }), |found| found));
-    let tenant = |mut found: Found, spec: Value| {
+    let tenant = |mut found: ClusterInputs, spec: Value| {
         let tenant: CacheTenant = object("CacheTenant", "team", spec);
-        found.referred.tenants.push(Arc::new(tenant));
+        found.agent_config.tenants.push(Arc::new(tenant));
         found
     };
     assert_ne!(
@@ -170,21 +170,21 @@ fn what_changes_the_agents_configuration_changes_their_pods_and_only_that() {
             let tenant: CacheTenant =
                 object("CacheTenant", "t", json!({ "perNode": { "ssd": { "limit": "1Gi" } } }));
             let mut found = found;
-            found.referred.tenants.push(Arc::new(tenant));
+            found.agent_config.tenants.push(Arc::new(tenant));
             found
         })
     );
-    // A budget in the cluster is the control plane's to keep.
+    // The control plane enforces cluster-wide budgets.
     let cluster = cluster(json!({}));
     let budgeted = tenant(found(&cluster), json!({ "budget": { "ssd": { "limit": "1Gi" } } }));
     assert_eq!(
-        configuration::agent(&cluster, &budgeted.referred),
-        configuration::agent(&cluster, &found(&cluster).referred)
+        configuration::agent(&cluster, &budgeted.agent_config),
+        configuration::agent(&cluster, &found(&cluster).agent_config)
     );
 }
 
 #[test]
-fn a_pool_sets_what_an_agent_has_one_of_and_names_no_device() {
+fn pool_sets_shared_agent_settings_and_lists_no_devices() {
     let cluster = cluster(json!({ "pools": [{ "name": "p" }] }));
     let spec_of = |depth: u32| {
         json!({
@@ -192,7 +192,7 @@ fn a_pool_sets_what_an_agent_has_one_of_and_names_no_device() {
             "segmentSize": "4Mi", "queueDepth": depth, "watermarks": { "freePermille": 50 },
         })
     };
-    let children = build(&cluster, &with_pool(found(&cluster), spec_of(7)), Some(&drawn()));
+    let children = build(&cluster, &with_pool(found(&cluster), spec_of(7)), Some(&certificates()));
     let agent = toml_of(child(&children, ChildKind::ConfigMap, "c-agent"), "agent.toml");
     assert_eq!(agent["pool"]["segment_bytes"].as_str(), Some("4MiB"));
     assert_eq!(agent["pool"]["queue_depth"].as_integer(), Some(7));
@@ -200,24 +200,24 @@ fn a_pool_sets_what_an_agent_has_one_of_and_names_no_device() {
     assert!(agent["pool"].get("devices").is_none() && agent.get("node").is_none());
     assert!(agent["peers"].get("advertise").is_none());
     assert_eq!(agent["controlplane"]["address"].as_str(), Some("c-controlplane.n.svc:7400"));
-    // An edit that is refused changes nothing of it.
-    let before = configuration::agent(&cluster, &with_pool(found(&cluster), spec_of(7)).referred);
-    let mut edited = with_pool(found(&cluster), spec_of(9)).referred;
-    edited.pools[0].plan.refused = Some(Refusal::new(Reason::Unsupported, "no such engine"));
-    edited.pools[0].plan.nodes = vec!["n1".to_owned()];
+    // A rejected edit does not change the configuration.
+    let before = configuration::agent(&cluster, &with_pool(found(&cluster), spec_of(7)).agent_config);
+    let mut edited = with_pool(found(&cluster), spec_of(9)).agent_config;
+    edited.pools[0].assignment.refused = Some(Refusal::new(Reason::Unsupported, "no such engine"));
+    edited.pools[0].assignment.nodes = vec!["n1".to_owned()];
     edited.running = Some(before.clone());
     assert_eq!(configuration::agent(&cluster, &edited), before);
-    edited.pools[0].plan.refused = None;
+    edited.pools[0].assignment.refused = None;
     assert_ne!(configuration::agent(&cluster, &edited), before);
 }
 
 #[test]
-fn contents_of_profiles_lie_beside_the_agents_configuration_and_restart_nobody() {
+fn profile_files_are_next_to_the_configuration_and_restart_no_agent() {
     let cluster = cluster(json!({ "slackProfiles": {} }));
-    let plain = build(&cluster, &found(&cluster), Some(&drawn()));
+    let plain = build(&cluster, &found(&cluster), Some(&certificates()));
     let mut more = found(&cluster);
     more.profiles.insert("profile-0.json".to_owned(), "{}".to_owned());
-    let with = build(&cluster, &more, Some(&drawn()));
+    let with = build(&cluster, &more, Some(&certificates()));
     let data = &child(&with, ChildKind::ConfigMap, "c-agent")["data"];
     assert!(data["profile-0.json"] == "{}" && data["agent.toml"].is_string(), "{data}");
     let pods = |children| child(children, ChildKind::DaemonSet, "c-agent").clone();
@@ -225,7 +225,7 @@ fn contents_of_profiles_lie_beside_the_agents_configuration_and_restart_nobody()
 }
 
 #[test]
-fn the_next_agent_is_replaced_when_one_has_settled() {
+fn replaces_next_agent_once_the_previous_one_is_stable() {
     let cluster = cluster(json!({ "agents": { "updateStrategy": { "maxUnavailable": 2 } } }));
     let children = build(&cluster, &found(&cluster), None);
     let set = &child(&children, ChildKind::DaemonSet, "c-agent")["spec"];
@@ -236,10 +236,10 @@ fn the_next_agent_is_replaced_when_one_has_settled() {
 }
 
 #[test]
-fn each_member_has_a_file_of_its_own_and_one_more_restarts_none() {
+fn each_member_has_its_own_file_and_a_new_member_restarts_none() {
     let of = |replicas: u32| {
         let cluster = cluster(json!({ "controlPlane": { "replicas": replicas } }));
-        build(&cluster, &found(&cluster), Some(&drawn()))
+        build(&cluster, &found(&cluster), Some(&certificates()))
     };
     let (two, three) = (of(2), of(3));
     let files = child(&two, ChildKind::ConfigMap, "c-controlplane");
@@ -253,14 +253,14 @@ fn each_member_has_a_file_of_its_own_and_one_more_restarts_none() {
     };
     assert_eq!(template(&two), template(&three));
     let set = child(&two, ChildKind::StatefulSet, "c-controlplane");
-    assert_eq!(set["spec"]["minReadySeconds"], 5, "the next is replaced when one has settled");
+    assert_eq!(set["spec"]["minReadySeconds"], 5, "the next member is replaced once this one is stable");
     assert_eq!(pod(set)["containers"][0]["args"][1], "/etc/reprise/$(POD_NAME).toml");
 }
 
 #[test]
-fn members_reach_a_managed_etcd_by_names_that_its_certificate_has() {
+fn member_endpoints_match_the_names_in_etcd_certificates() {
     let cluster = cluster(json!({ "etcd": { "managed": { "replicas": 3 } } }));
-    let children = build(&cluster, &found(&cluster), Some(&drawn()));
+    let children = build(&cluster, &found(&cluster), Some(&certificates()));
     let member = toml_of(child(&children, ChildKind::ConfigMap, "c-controlplane"), "c-controlplane-0.toml");
     let endpoints: Vec<&str> = member["store"]["endpoints"]
         .as_array()
@@ -280,61 +280,64 @@ fn members_reach_a_managed_etcd_by_names_that_its_certificate_has() {
     assert_eq!(etcd["spec"]["replicas"], 3);
 }
 
-/// The values of an argument of etcd that is a list.
+/// Returns the values of a list argument of etcd.
 fn listed(etcd: &Value, argument: &str) -> Vec<String> {
     let arguments = pod(etcd)["containers"][0]["args"].as_array().expect("arguments").clone();
     let of = |text: &str| text.strip_prefix(argument)?.strip_prefix('=').map(str::to_owned);
     let mut found = arguments.iter().filter_map(Value::as_str).filter_map(of);
     let value = found.next().unwrap_or_else(|| panic!("no {argument}"));
-    assert_eq!(found.next(), None, "{argument} is given once");
+    assert_eq!(found.next(), None, "{argument} occurs once");
     value.split(',').map(str::to_owned).collect()
 }
 
 #[test]
-fn pods_of_etcd_are_replaced_for_another_authority_and_not_for_renewed_certificates() {
+fn replaces_etcd_pods_for_a_new_ca_but_not_for_renewed_certificates() {
     let cluster = cluster(json!({ "etcd": { "managed": { "replicas": 3 } } }));
     let mut found = found(&cluster);
-    let built = |found: &Found, drawn: &Drawn| {
-        let children = build(&cluster, found, Some(drawn));
+    let built = |found: &ClusterInputs, certificates: &CertificateDigests| {
+        let children = build(&cluster, found, Some(certificates));
         let set = |name: &str| child(&children, ChildKind::StatefulSet, name).clone();
         (set("c-etcd"), set("c-controlplane"))
     };
-    let (etcd, members) = built(&found, &drawn());
+    let (etcd, members) = built(&found, &certificates());
     assert_eq!(
         etcd["spec"]["template"]["metadata"]["annotations"]["reprise.dev/etcd-authority"],
         "authority"
     );
-    let renewed = Drawn { certificates: "others".to_owned(), ..drawn() };
+    let renewed = CertificateDigests { certificates: "others".to_owned(), ..certificates() };
     let (same, restarted) = built(&found, &renewed);
     assert_eq!(same, etcd);
     assert_ne!(restarted["spec"]["template"], members["spec"]["template"]);
-    // Its controller has made the pods.
+    // The controller has created the pods.
     let mut live = etcd.clone();
     live["metadata"]["generation"] = json!(1);
     live["status"] = json!({ "observedGeneration": 1, "replicas": 3 });
     found.etcd = Some(Arc::new(serde_json::from_value(live.clone()).expect("an object")));
-    let another = Drawn { authority: Some("another".to_owned()), ..renewed };
+    let another = CertificateDigests { authority: Some("another".to_owned()), ..renewed };
     let (gone, _) = built(&found, &another);
     assert_eq!(gone["spec"]["replicas"], 0);
-    assert_eq!(gone["spec"]["template"], etcd["spec"]["template"], "they only go");
+    assert_eq!(gone["spec"]["template"], etcd["spec"]["template"], "the pods are only removed");
     live["status"]["replicas"] = json!(0);
     found.etcd = Some(Arc::new(serde_json::from_value(live).expect("an object")));
     let (back, _) = built(&found, &another);
     assert_eq!(back["spec"]["replicas"], 3);
     assert_eq!(back["spec"]["template"]["metadata"]["annotations"]["reprise.dev/etcd-authority"], "another");
-    assert_eq!(back["spec"]["persistentVolumeClaimRetentionPolicy"]["whenScaled"], "Retain", "volumes stay");
+    assert_eq!(
+        back["spec"]["persistentVolumeClaimRetentionPolicy"]["whenScaled"], "Retain",
+        "volumes are kept"
+    );
 }
 
 #[test]
-fn members_of_a_managed_etcd_know_each_other_by_names_of_their_pods() {
+fn etcd_members_address_each_other_by_pod_names() {
     for replicas in [1_usize, 3] {
         let cluster = cluster(json!({ "etcd": { "managed": {
             "replicas": replicas, "storage": { "storageClassName": "fast", "size": "2Gi" },
         } } }));
-        let children = build(&cluster, &found(&cluster), Some(&drawn()));
+        let children = build(&cluster, &found(&cluster), Some(&certificates()));
         let set = child(&children, ChildKind::StatefulSet, "c-etcd");
         assert_eq!(set["spec"]["replicas"], replicas);
-        // All of them, each once, by the name that its pod has behind the headless service.
+        // All members, each once, by the pod's name behind the headless service.
         let peers: Vec<String> = (0..replicas)
             .map(|index| format!("c-etcd-{index}=https://c-etcd-{index}.c-etcd.n.svc:2380"))
             .collect();
@@ -343,14 +346,14 @@ fn members_of_a_managed_etcd_know_each_other_by_names_of_their_pods() {
         let own = ["https://$(POD_NAME).c-etcd.n.svc:2380"];
         assert_eq!(listed(set, "--initial-advertise-peer-urls"), own);
         assert_eq!(listed(set, "--advertise-client-urls"), ["https://$(POD_NAME).c-etcd.n.svc:2379"]);
-        // A cluster of the same name that comes later is another one.
+        // A later cluster of the same name must not join this one.
         assert_eq!(listed(set, "--initial-cluster-token"), ["uid-c"]);
         assert_eq!(listed(set, "--initial-cluster-state"), ["new"]);
         assert_eq!(
             pod(set)["containers"][0]["env"][0]["valueFrom"]["fieldRef"]["fieldPath"],
             "metadata.name"
         );
-        // None of them waits for another to be ready, which it is only with the others.
+        // Members start in parallel: each becomes ready only together with others.
         assert_eq!(set["spec"]["podManagementPolicy"], "Parallel");
         assert_eq!(set["spec"]["serviceName"], "c-etcd");
         let service = &child(&children, ChildKind::Service, "c-etcd")["spec"];
@@ -371,7 +374,7 @@ fn members_of_a_managed_etcd_know_each_other_by_names_of_their_pods() {
         for (name, number) in ports(&service["ports"]) {
             assert_eq!(open.get(&name), Some(&number), "{name}");
         }
-        // Of three one may be away, of one nobody is: an eviction is not held for ever.
+        // One member may be absent. With a single member, evictions are not blocked forever either.
         let budget = &child(&children, ChildKind::PodDisruptionBudget, "c-etcd")["spec"];
         assert_eq!(budget["maxUnavailable"], 1);
         let labels = &set["spec"]["template"]["metadata"]["labels"];
@@ -393,23 +396,23 @@ fn members_of_a_managed_etcd_know_each_other_by_names_of_their_pods() {
 }
 
 #[test]
-fn volumes_of_etcd_ask_for_the_default_class_where_none_is_named() {
+fn etcd_volumes_use_the_default_class_if_none_is_specified() {
     let cluster = cluster(json!({ "etcd": { "managed": {} } }));
-    let children = build(&cluster, &found(&cluster), Some(&drawn()));
+    let children = build(&cluster, &found(&cluster), Some(&certificates()));
     let set = child(&children, ChildKind::StatefulSet, "c-etcd");
     let claim = &set["spec"]["volumeClaimTemplates"][0]["spec"];
     assert_eq!(claim.get("storageClassName"), None);
 }
 
 #[test]
-fn an_etcd_of_somebody_else_gets_no_pods_and_its_secrets_are_mounted() {
+fn external_etcd_has_no_pods_and_its_secrets_are_mounted() {
     let cluster = cluster(json!({ "etcd": { "mode": "External", "external": {
         "endpoints": ["https://etcd:2379"],
         "tls": { "caSecretRef": { "name": "ca", "key": "bundle" }, "clientSecretRef": { "name": "client" }, "serverName": "etcd" },
         "user": { "name": "reprise", "passwordSecretRef": { "name": "user", "key": "password" } },
     } } }));
     let mut found = found(&cluster);
-    found.store = Some(StoreLook { secrets: Ok("digest".to_owned()), answer: Err("away".to_owned()) });
+    found.store = Some(EtcdCheck { secrets: Ok("digest".to_owned()), answer: Err("away".to_owned()) });
     let children = build(&cluster, &found, None);
     assert!(children.iter().all(|child| !child.name.contains("-etcd")));
     let member = toml_of(child(&children, ChildKind::ConfigMap, "c-controlplane"), "c-controlplane-0.toml");
@@ -428,7 +431,7 @@ fn an_etcd_of_somebody_else_gets_no_pods_and_its_secrets_are_mounted() {
 }
 
 #[test]
-fn pods_of_members_and_etcd_spread_over_what_the_cluster_says_among_their_own_kind() {
+fn spreads_member_and_etcd_pods_over_the_specified_topology() {
     for (spec, over) in [
         (json!({}), "kubernetes.io/hostname"),
         (
@@ -437,7 +440,7 @@ fn pods_of_members_and_etcd_spread_over_what_the_cluster_says_among_their_own_ki
         ),
     ] {
         let cluster = cluster(spec);
-        let children = build(&cluster, &found(&cluster), Some(&drawn()));
+        let children = build(&cluster, &found(&cluster), Some(&certificates()));
         for name in ["c-controlplane", "c-etcd"] {
             let set = child(&children, ChildKind::StatefulSet, name);
             let spread = &pod(set)["topologySpreadConstraints"];
@@ -447,7 +450,7 @@ fn pods_of_members_and_etcd_spread_over_what_the_cluster_says_among_their_own_ki
                 (&json!(over), &json!(1)),
                 "{name}"
             );
-            // Two members on one node are better than one that waits.
+            // Two members on one node are better than a pending one.
             assert_eq!(spread[0]["whenUnsatisfiable"], "ScheduleAnyway", "{name}");
             let counted = &spread[0]["labelSelector"]["matchLabels"];
             assert_eq!(counted, &set["spec"]["selector"]["matchLabels"], "{name} counts its own pods");
@@ -456,9 +459,9 @@ fn pods_of_members_and_etcd_spread_over_what_the_cluster_says_among_their_own_ki
 }
 
 #[test]
-fn engines_find_their_configuration_ready_to_be_copied() {
+fn connection_config_map_holds_complete_engine_configurations() {
     let cluster = cluster(json!({ "agents": { "socket": { "directory": "/run/other" } } }));
-    let children = build(&cluster, &found(&cluster), Some(&drawn()));
+    let children = build(&cluster, &found(&cluster), Some(&certificates()));
     let data = &child(&children, ChildKind::ConfigMap, "c-connection")["data"];
     for file in ["vllm-kv-transfer-config.json", "vllm-gpu-kv-transfer-config.json"] {
         let text = data[file].as_str().expect("a text");
@@ -470,29 +473,33 @@ fn engines_find_their_configuration_ready_to_be_copied() {
 }
 
 #[test]
-fn the_first_words_of_nodes_restart_no_member() {
+fn first_reports_of_nodes_restart_no_member() {
     let cluster = cluster(json!({}));
-    let members = |found: &Found| {
-        let children = build(&cluster, found, Some(&drawn()));
+    let members = |found: &ClusterInputs| {
+        let children = build(&cluster, found, Some(&certificates()));
         pod(child(&children, ChildKind::StatefulSet, "c-controlplane"))["containers"][0]["resources"].clone()
     };
     let silent = found(&cluster);
     let of_capacity = |ssd: &str| {
-        let mut told = found(&cluster);
+        let mut reported = found(&cluster);
         let mut node: reprise_crds::CacheNode = object("CacheNode", "n1", json!({ "nodeName": "n1" }));
         let capacity = json!({ "dramTotal": "64Gi", "dramUsed": "0", "ssdTotal": ssd, "ssdUsed": "0", "pageKind": "Small" });
         let status = json!({ "observedGeneration": 1, "capacity": capacity, "conditions": [] });
         node.status = Some(serde_json::from_value(status).expect("a status"));
-        told.cache_nodes.push(Arc::new(node));
-        told
+        reported.cache_nodes.push(Arc::new(node));
+        reported
     };
     assert_eq!(members(&silent)["limits"]["memory"], "512Mi");
     assert_eq!(members(&of_capacity("1Ti")), members(&silent));
-    assert_eq!(members(&of_capacity("100Ti"))["limits"]["memory"], "4Gi", "as many blocks as that need more");
+    assert_eq!(
+        members(&of_capacity("100Ti"))["limits"]["memory"],
+        "4Gi",
+        "that many blocks need more memory"
+    );
 }
 
 #[test]
-fn whose_pods_are_whose_is_a_file_for_agents_and_an_entry_each_for_the_policy() {
+fn tenant_bindings_are_a_file_for_agents_and_entries_for_the_policy() {
     let cluster = cluster(json!({}));
     let mut found = found(&cluster);
     let (a, b) = ("a".parse().expect("a name"), "b".parse().expect("a name"));
@@ -518,10 +525,10 @@ fn whose_pods_are_whose_is_a_file_for_agents_and_an_entry_each_for_the_policy() 
         pod["volumes"].as_array().expect("volumes").iter().find(|one| one["name"] == "tenants").cloned();
     let items = json!([{ "key": "_tenants.json", "path": "tenants.json" }]);
     assert_eq!(
-        volume.expect("it is mounted")["configMap"],
+        volume.expect("a mounted volume")["configMap"],
         json!({ "name": "c-agent-tenants", "items": items })
     );
     let environment = pod["containers"][0]["env"].as_array().expect("an environment").clone();
-    let told = json!({ "name": "TENANTS_FILE", "value": "/etc/reprise-tenants/tenants.json" });
-    assert!(environment.contains(&told), "{environment:?}");
+    let expected = json!({ "name": "TENANTS_FILE", "value": "/etc/reprise-tenants/tenants.json" });
+    assert!(environment.contains(&expected), "{environment:?}");
 }

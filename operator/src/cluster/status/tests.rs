@@ -1,4 +1,4 @@
-//! What is said of transports and raw devices that are wanted and not to be had, or only perhaps.
+//! Conditions about transports, raw devices, and the etcd that the operator manages.
 
 #![allow(clippy::needless_pass_by_value, reason = "specs are made where they are passed")]
 
@@ -13,8 +13,8 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::cluster::dereference::{NamedPool, Referred};
-use crate::plan::{ClusterPlan, PoolPlan};
+use crate::assignment::{ClusterAssignment, PoolAssignment};
+use crate::cluster::dereference::{AgentConfigInputs, NamedPool};
 use crate::settings::DefaultImages;
 
 fn object<K: DeserializeOwned>(kind: &str, name: &str, spec: Value) -> K {
@@ -25,32 +25,32 @@ fn object<K: DeserializeOwned>(kind: &str, name: &str, spec: Value) -> K {
     serde_json::from_value(whole).expect("an object")
 }
 
-/// What is found of a cluster whose agents have these modes, with a pool of this spec.
-fn said(modes: Value, pool: Value) -> Vec<Finding> {
-    said_of(modes, pool, |_| ())
+/// Returns the conditions of a cluster with these agent modes and a pool of this spec.
+fn findings(modes: Value, pool: Value) -> Vec<Finding> {
+    findings_with(modes, pool, |_| ())
 }
 
-/// The same, with something else about it.
-fn said_of(modes: Value, pool: Value, change: impl FnOnce(&mut Found)) -> Vec<Finding> {
+/// The same, after changing the inputs.
+fn findings_with(modes: Value, pool: Value, change: impl FnOnce(&mut ClusterInputs)) -> Vec<Finding> {
     let (cluster, mut found) = found(modes, pool);
     change(&mut found);
-    of(&cluster, &found, None, None).1
+    compute(&cluster, &found, None, None).1
 }
 
-fn found(modes: Value, pool: Value) -> (KVCacheCluster, Found) {
+fn found(modes: Value, pool: Value) -> (KVCacheCluster, ClusterInputs) {
     let cluster: KVCacheCluster =
         object("KVCacheCluster", "c", json!({ "pools": [{ "name": "p" }], "agents": modes }));
     let pool: SSDPool = object("SSDPool", "p", pool);
-    let plan = PoolPlan { cluster: Some("n/c".to_owned()), ..PoolPlan::default() };
-    let named = NamedPool { name: "p".to_owned(), pool: Some(Arc::new(pool)), plan };
-    let found = Found {
-        referred: Referred {
+    let assignment = PoolAssignment { cluster: Some("n/c".to_owned()), ..PoolAssignment::default() };
+    let named = NamedPool { name: "p".to_owned(), pool: Some(Arc::new(pool)), assignment };
+    let found = ClusterInputs {
+        agent_config: AgentConfigInputs {
             names: ClusterNames::of(&cluster),
             pools: vec![named],
             tenants: Vec::new(),
             running: None,
         },
-        plan: ClusterPlan::default(),
+        assignment: ClusterAssignment::default(),
         cache_nodes: Vec::new(),
         bindings: PodBindings::default(),
         profiles: BTreeMap::new(),
@@ -62,7 +62,7 @@ fn found(modes: Value, pool: Value) -> (KVCacheCluster, Found) {
         store: None,
         agents: None,
         members: None,
-        said_by_members: None,
+        control_plane_state: None,
         etcd: None,
         volumes: None,
         authority: None,
@@ -80,21 +80,21 @@ fn directory() -> Value {
 }
 
 #[test]
-fn agents_that_speak_tcp_where_rdma_is_wanted_say_so_and_work() {
-    let plain = said(json!({}), directory());
-    let as_wanted = one(&plain, Type::TransportFallback);
-    assert_eq!((as_wanted.status, as_wanted.reason), (ConditionStatus::False, Reason::AsDesired));
+fn reports_tcp_fallback_without_degrading_the_cluster() {
+    let plain = findings(json!({}), directory());
+    let as_specified = one(&plain, Type::TransportFallback);
+    assert_eq!((as_specified.status, as_specified.reason), (ConditionStatus::False, Reason::AsDesired));
     for rdma in [
         json!({ "mode": "DevicePlugin", "resourceName": "rdma/shared" }),
         json!({ "mode": "SrIov", "resourceName": "example.com/vf" }),
         json!({ "mode": "Dra", "deviceClassName": "rdma.example.com" }),
         json!({ "mode": "HostNetwork" }),
     ] {
-        let wanted = said(json!({ "rdma": rdma }), directory());
+        let wanted = findings(json!({ "rdma": rdma }), directory());
         let fallback = one(&wanted, Type::TransportFallback);
         assert_eq!((fallback.status, fallback.reason), (ConditionStatus::True, Reason::Unsupported));
         let mode = rdma["mode"].as_str().expect("a mode");
-        assert!(fallback.message.starts_with("agents speak TCP: "), "{}", fallback.message);
+        assert!(fallback.message.starts_with("agents use TCP: "), "{}", fallback.message);
         assert!(fallback.message.contains(mode), "{}", fallback.message);
         for kind in [Type::Ready, Type::Degraded, Type::Accepted, Type::AgentsReady] {
             assert_eq!(one(&wanted, kind), one(&plain, kind), "{mode}");
@@ -103,12 +103,14 @@ fn agents_that_speak_tcp_where_rdma_is_wanted_say_so_and_work() {
 }
 
 #[test]
-fn a_cluster_with_raw_devices_is_told_when_nothing_gives_them_to_the_pods() {
+fn notes_raw_devices_that_agents_may_be_unable_to_open() {
     let raw = || json!({ "devices": { "globs": ["/dev/disk/by-id/nvme-*"] } });
-    let bound = |modes: Value, pool: Value| one(&said(modes, pool), Type::PoolsBound);
-    let told = bound(json!({}), raw());
-    assert_eq!(told.status, ConditionStatus::True, "some runtimes allow them");
-    assert!(told.message.contains("raw devices of p") && told.message.contains("agents.deviceAccess.mode"));
+    let bound = |modes: Value, pool: Value| one(&findings(modes, pool), Type::PoolsBound);
+    let finding = bound(json!({}), raw());
+    assert_eq!(finding.status, ConditionStatus::True, "some container runtimes allow it");
+    assert!(
+        finding.message.contains("raw devices of p") && finding.message.contains("agents.deviceAccess.mode")
+    );
     let plugin = json!({ "mode": "DevicePlugin", "resourceName": "example.com/nvme" });
     for (modes, pool) in [
         (json!({}), directory()),
@@ -119,9 +121,9 @@ fn a_cluster_with_raw_devices_is_told_when_nothing_gives_them_to_the_pods() {
     }
 }
 
-/// A cluster on a node, with an etcd of these numbers of members: wanted, and ready.
-fn with_etcd(found: &mut Found, wanted: u32, ready: u32) {
-    found.plan.nodes.push("n1".to_owned());
+/// Adds a node, and an etcd with these numbers of desired and ready members.
+fn with_etcd(found: &mut ClusterInputs, wanted: u32, ready: u32) {
+    found.assignment.nodes.push("n1".to_owned());
     let etcd = json!({
         "metadata": { "name": "c-etcd", "generation": 1 },
         "spec": { "replicas": wanted, "template": { "spec": { "containers": [{ "image": found.images.etcd }] } } },
@@ -131,18 +133,18 @@ fn with_etcd(found: &mut Found, wanted: u32, ready: u32) {
 }
 
 #[test]
-fn a_cluster_whose_authority_of_certificates_is_lost_is_degraded_and_works() {
-    let plain = said_of(json!({}), directory(), |found| with_etcd(found, 1, 1));
-    let lost = said_of(json!({}), directory(), |found| {
+fn lost_ca_degrades_the_cluster_without_other_effects() {
+    let plain = findings_with(json!({}), directory(), |found| with_etcd(found, 1, 1));
+    let lost = findings_with(json!({}), directory(), |found| {
         with_etcd(found, 1, 1);
-        found.authority = Some(Refusal::new(Reason::SecretInvalid, "put it back"));
+        found.authority = Some(Refusal::new(Reason::SecretInvalid, "restore it"));
     });
     for found in &plain {
         let now = one(&lost, found.kind);
         if found.kind == Type::Degraded {
             assert_eq!((found.status, found.reason), (ConditionStatus::False, Reason::AsDesired));
             assert_eq!((now.status, now.reason), (ConditionStatus::True, Reason::SecretInvalid));
-            assert_eq!(now.message, "put it back");
+            assert_eq!(now.message, "restore it");
         } else {
             assert_eq!(now, *found);
         }
@@ -151,7 +153,7 @@ fn a_cluster_whose_authority_of_certificates_is_lost_is_degraded_and_works() {
 }
 
 #[test]
-fn an_etcd_that_answers_without_a_member_is_ready_and_the_cluster_degraded_once_all_could_have_come() {
+fn missing_etcd_member_degrades_the_cluster_after_the_start() {
     let (mut cluster, mut found) = found(json!({}), directory());
     let mut degraded = |wanted: u8, ready: u32, since: Duration| {
         with_etcd(&mut found, u32::from(wanted), ready);
@@ -162,9 +164,9 @@ fn an_etcd_that_answers_without_a_member_is_ready_and_the_cluster_degraded_once_
         let began = Time(Timestamp::now() - SignedDuration::try_from(since).expect("minutes"));
         set(&mut conditions, &answers, 1, &began);
         cluster.status = Some(KVCacheClusterStatus { conditions, ..KVCacheClusterStatus::default() });
-        let said = of(&cluster, &found, None, None).1;
-        assert_eq!(one(&said, Type::EtcdReady).status, ConditionStatus::True, "{ready} of {wanted}");
-        one(&said, Type::Degraded)
+        let findings = compute(&cluster, &found, None, None).1;
+        assert_eq!(one(&findings, Type::EtcdReady).status, ConditionStatus::True, "{ready} of {wanted}");
+        one(&findings, Type::Degraded)
     };
     let names = ClusterNames { namespace: "n".to_owned(), name: "c".to_owned(), uid: "c".to_owned() };
     for ready in [0, 1, 3] {
@@ -174,17 +176,17 @@ fn an_etcd_that_answers_without_a_member_is_ready_and_the_cluster_degraded_once_
     for (wanted, ready, since) in [(1, 1, settled), (3, 3, settled), (3, 2, new)] {
         assert_eq!(degraded(wanted, ready, since).reason, Reason::AsDesired, "{ready} of {wanted}");
     }
-    for (wanted, ready, more) in
-        [(3, 2, "without 1 more"), (5, 4, "without 2 more"), (5, 3, "without 1 more")]
+    for (wanted, ready, spare) in
+        [(3, 2, "if 1 more fail"), (5, 4, "if 2 more fail"), (5, 3, "if 1 more fail")]
     {
-        let said = degraded(wanted, ready, settled);
-        assert_eq!((said.status, said.reason), (ConditionStatus::True, Reason::MembersMissing));
-        assert!(said.message.contains(more) && said.message.contains("c-etcd"), "{}", said.message);
+        let finding = degraded(wanted, ready, settled);
+        assert_eq!((finding.status, finding.reason), (ConditionStatus::True, Reason::MembersMissing));
+        assert!(finding.message.contains(spare) && finding.message.contains("c-etcd"), "{}", finding.message);
     }
 }
 
 #[test]
-fn an_etcd_whose_members_are_replaced_one_after_the_other_makes_no_cluster_degraded() {
+fn rolling_update_of_etcd_does_not_degrade_the_cluster() {
     let (mut cluster, mut found) = found(json!({}), directory());
     with_etcd(&mut found, 3, 2);
     let managed = json!({ "mode": "Managed", "managed": { "replicas": 3 } });
@@ -193,20 +195,20 @@ fn an_etcd_whose_members_are_replaced_one_after_the_other_makes_no_cluster_degra
     let began = Time(Timestamp::now() - SignedDuration::from_hours(1));
     set(&mut conditions, &Finding::yes(Type::EtcdReady, Reason::AsDesired, ""), 1, &began);
     cluster.status = Some(KVCacheClusterStatus { conditions, ..KVCacheClusterStatus::default() });
-    assert!(missing_member(&cluster, &found).is_some());
+    assert!(missing_members(&cluster, &found).is_some());
     found.images.etcd = "etcd:2".to_owned();
-    assert_eq!(missing_member(&cluster, &found), None, "another image is wanted");
+    assert_eq!(missing_members(&cluster, &found), None, "another image is desired");
     with_etcd(&mut found, 3, 2);
     let mut etcd = (*found.etcd.clone().expect("set above")).clone();
     etcd.data["status"]["updatedReplicas"] = json!(1);
     found.etcd = Some(Arc::new(etcd));
-    assert_eq!(missing_member(&cluster, &found), None, "one of three has it");
+    assert_eq!(missing_members(&cluster, &found), None, "one of three members is updated");
 }
 
 #[test]
-fn an_etcd_whose_members_are_all_replaced_is_not_ready_even_while_they_still_are() {
-    let said = said_of(json!({}), directory(), |found| with_etcd(found, 0, 1));
-    let etcd = one(&said, Type::EtcdReady);
+fn etcd_scaled_to_zero_is_not_ready_although_members_still_are() {
+    let findings = findings_with(json!({}), directory(), |found| with_etcd(found, 0, 1));
+    let etcd = one(&findings, Type::EtcdReady);
     assert_eq!((etcd.status, etcd.reason), (ConditionStatus::False, Reason::Progressing));
-    assert!(etcd.message.contains("replaced at once"), "{}", etcd.message);
+    assert!(etcd.message.contains("members are being replaced"), "{}", etcd.message);
 }

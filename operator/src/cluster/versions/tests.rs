@@ -1,4 +1,4 @@
-//! Versions that may not be together, and what is said where they are not known.
+//! Incompatible versions, and the condition while versions are unknown.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,10 +10,10 @@ use reprise_policy::identity::PodBindings;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::cluster::dereference::Referred;
+use crate::assignment::ClusterAssignment;
+use crate::cluster::dereference::AgentConfigInputs;
 use crate::control_plane;
 use crate::names::ClusterNames;
-use crate::plan::ClusterPlan;
 
 const DIGEST: &str = "sha256:00";
 
@@ -23,21 +23,21 @@ fn cluster(status: Value) -> KVCacheCluster {
     cluster
 }
 
-/// Two nodes and two members of which nothing runs; `tags` are what is wanted of agents and members.
-fn found(tags: [&str; 2]) -> Found {
+/// Two nodes and two members of which nothing runs; `tags` are the desired image tags of agents and members.
+fn found(tags: [&str; 2]) -> ClusterInputs {
     let cluster = cluster(json!({}));
     let image = |name: &str, tag: &str| match tag {
         DIGEST => format!("{name}@{tag}"),
         _ => format!("{name}:{tag}"),
     };
-    Found {
-        referred: Referred {
+    ClusterInputs {
+        agent_config: AgentConfigInputs {
             names: ClusterNames::of(&cluster),
             pools: Vec::new(),
             tenants: Vec::new(),
             running: None,
         },
-        plan: ClusterPlan { nodes: vec!["n1".to_owned(), "n2".to_owned()], refused: None },
+        assignment: ClusterAssignment { nodes: vec!["n1".to_owned(), "n2".to_owned()], refused: None },
         cache_nodes: Vec::new(),
         bindings: PodBindings::default(),
         profiles: BTreeMap::new(),
@@ -49,7 +49,7 @@ fn found(tags: [&str; 2]) -> Found {
         store: None,
         agents: None,
         members: None,
-        said_by_members: None,
+        control_plane_state: None,
         volumes: None,
         authority: None,
         etcd: None,
@@ -57,7 +57,7 @@ fn found(tags: [&str; 2]) -> Found {
     }
 }
 
-/// A StatefulSet or DaemonSet of two pods, of which so many run its template.
+/// A StatefulSet or DaemonSet of two pods, `updated` of which run its template.
 fn workload(image: &str, updated: u32) -> Arc<DynamicObject> {
     let template = json!({ "spec": { "containers": [{ "image": image }] } });
     let status = json!({
@@ -70,60 +70,62 @@ fn workload(image: &str, updated: u32) -> Arc<DynamicObject> {
     Arc::new(serde_json::from_value(whole).expect("an object"))
 }
 
-fn node(version: &str, said: Timestamp) -> Arc<CacheNode> {
+fn node(version: &str, reported: Timestamp) -> Arc<CacheNode> {
     let spec = serde_json::from_value(json!({ "nodeName": "n" })).expect("a spec");
-    let status = json!({ "lastUpdated": said.to_string(), "agent": { "version": version } });
+    let status = json!({ "lastUpdated": reported.to_string(), "agent": { "version": version } });
     let mut node = CacheNode::new("n", spec);
     node.status = Some(serde_json::from_value(status).expect("a status"));
     Arc::new(node)
 }
 
-/// Members that run and say this; an empty version is none.
-fn with_members(mut found: Found, image: &str, updated: u32, versions: &[&str]) -> Found {
+/// Running members that report these versions; an empty string stands for no report.
+fn with_members(mut found: ClusterInputs, image: &str, updated: u32, versions: &[&str]) -> ClusterInputs {
     let member = |(index, version): (usize, &&str)| {
         (format!("c-{index}"), Some((*version).to_owned()).filter(|version| !version.is_empty()))
     };
     let members = versions.iter().enumerate().map(member).collect();
     found.members = Some(workload(image, updated));
-    found.said_by_members =
-        Some(Ok(Arc::new(control_plane::Known { members, ..control_plane::Known::default() })));
+    found.control_plane_state = Some(Ok(Arc::new(control_plane::ControlPlaneState {
+        members,
+        ..control_plane::ControlPlaneState::default()
+    })));
     found
 }
 
-fn with_agents(mut found: Found, image: &str, versions: &[&str]) -> Found {
+fn with_agents(mut found: ClusterInputs, image: &str, versions: &[&str]) -> ClusterInputs {
     found.agents = Some(workload(image, 2));
     found.cache_nodes = versions.iter().map(|version| node(version, Timestamp::now())).collect();
     found
 }
 
-fn words(found: &Found) -> String {
-    refused(&cluster(json!({})), found).map(|refused| refused.message).unwrap_or_default()
+fn skew_message(found: &ClusterInputs) -> String {
+    skew(&cluster(json!({})), found).map(|refused| refused.message).unwrap_or_default()
 }
 
-fn said(cluster: &KVCacheCluster, found: &Found) -> (ConditionStatus, Reason, String) {
+fn reported(cluster: &KVCacheCluster, found: &ClusterInputs) -> (ConditionStatus, Reason, String) {
     let finding = Versions::of(cluster, found).compatible(cluster, found);
     (finding.status, finding.reason, finding.message)
 }
 
 #[test]
-fn wanted_versions_more_than_one_minor_apart_are_refused_with_the_one_to_go_through() {
+fn rejects_desired_versions_more_than_one_minor_apart_and_names_the_step() {
     for (agent, control_plane, expected) in [
         ("0.1.0", "0.1.9", ""),
         ("0.1.0", "v0.2.0", ""),
-        ("0.1.0", "0.3.0", "go through 0.2 first"),
-        ("0.5.0", "0.3.0", "go through 0.4 first"),
-        ("1.0.0", "0.9.0", "apply it anew"),
+        ("0.1.0", "0.3.0", "update to 0.2 first"),
+        ("0.5.0", "0.3.0", "update to 0.4 first"),
+        ("1.0.0", "0.9.0", "create it again"),
         (DIGEST, "0.9.0", ""),
         ("latest", "0.9.0", ""),
     ] {
-        let words = words(&found([agent, control_plane]));
-        assert_eq!(words.is_empty(), expected.is_empty(), "{agent} {control_plane}: {words}");
-        assert!(words.contains(expected), "{words}");
+        let message = skew_message(&found([agent, control_plane]));
+        assert_eq!(message.is_empty(), expected.is_empty(), "{agent} {control_plane}: {message}");
+        assert!(message.contains(expected), "{message}");
     }
 }
 
 #[test]
-fn only_a_tag_alone_tells_the_version_of_an_image() {
+fn reads_version_from_tag_only_without_digest() {
     let version = |image: &str| Minor::of_image(image).map(|version| version.to_string());
     assert_eq!(version("registry:5000/a:v0.1.0").as_deref(), Some("0.1"));
     for none in ["registry:5000/a", "a", "a:latest", "a:20260101", "a@sha256:00", "a:0.1.0@sha256:00"] {
@@ -132,113 +134,125 @@ fn only_a_tag_alone_tells_the_version_of_an_image() {
 }
 
 #[test]
-fn a_member_that_was_not_replaced_yet_is_met_by_what_is_wanted_next() {
+fn desired_version_must_be_compatible_with_members_not_replaced_yet() {
     let half_way = |tags| with_members(found(tags), "c:0.2.0", 1, &["0.1.0", "0.2.0"]);
-    assert_eq!(words(&half_way(["0.2.0", "0.2.0"])), "", "it goes on");
-    assert_eq!(words(&half_way(["0.1.0", "0.1.0"])), "", "and back");
+    assert_eq!(skew_message(&half_way(["0.2.0", "0.2.0"])), "", "the rollout continues");
+    assert_eq!(skew_message(&half_way(["0.1.0", "0.1.0"])), "", "or is rolled back");
     let members = "members of version 0.1 and members of version 0.3";
-    assert!(words(&half_way(["0.2.0", "0.3.0"])).starts_with(members));
+    assert!(skew_message(&half_way(["0.2.0", "0.3.0"])).starts_with(members));
     let agents = "agents of version 0.3 and members of version 0.1";
-    assert!(words(&half_way(["0.3.0", "0.2.0"])).starts_with(agents));
+    assert!(skew_message(&half_way(["0.3.0", "0.2.0"])).starts_with(agents));
     let done = with_members(found(["0.2.0", "0.3.0"]), "c:0.2.0", 2, &["0.2.0", "0.2.0"]);
-    assert_eq!(words(&done), "");
+    assert_eq!(skew_message(&done), "");
 }
 
 #[test]
-fn a_member_that_is_away_while_others_are_replaced_is_what_was_said_before() {
+fn absent_member_counts_with_its_last_known_version_during_a_rollout() {
     let before = cluster(json!({ "versions": { "controlPlane": "0.1.0", "controlPlaneMax": "0.2.0" } }));
     let of = |updated, versions: &[&str]| {
         let found = with_members(found(["0.2.0", "0.3.0"]), "c:0.2.0", updated, versions);
-        refused(&before, &found).map(|refused| refused.reason)
+        skew(&before, &found).map(|refused| refused.reason)
     };
-    assert_eq!(of(1, &["0.2.0"]), Some(Reason::VersionSkew), "it may come back");
-    assert_eq!(of(2, &["0.2.0"]), None, "no pod of before is left");
-    assert_eq!(of(1, &["0.2.0", "0.2.0"]), None, "all have said it");
+    assert_eq!(of(1, &["0.2.0"]), Some(Reason::VersionSkew), "it may return with the old version");
+    assert_eq!(of(2, &["0.2.0"]), None, "no pod of the previous template is left");
+    assert_eq!(of(1, &["0.2.0", "0.2.0"]), None, "all have reported it");
 }
 
 #[test]
-fn members_that_cannot_be_asked_are_what_they_said_before() {
+fn unreachable_members_count_with_their_last_known_version() {
     let before = cluster(json!({ "versions": { "controlPlane": "0.1.0", "controlPlaneMax": "0.1.0" } }));
     let mut wanted = with_members(found(["0.2.0", "0.3.0"]), "c@sha256:00", 2, &["0.1.0", "0.1.0"]);
-    assert!(refused(&before, &wanted).is_some());
-    wanted.said_by_members = None;
-    assert!(refused(&before, &wanted).is_some());
+    assert!(skew(&before, &wanted).is_some());
+    wanted.control_plane_state = None;
+    assert!(skew(&before, &wanted).is_some());
     let running = Versions::of(&before, &wanted).running().expect("some are known");
     assert_eq!(running.control_plane, Some(Version::new("0.1.0")));
 }
 
 #[test]
-fn why_members_cannot_be_asked_is_said() {
+fn reports_why_members_cannot_be_read() {
     let here = cluster(json!({}));
     let agents = with_agents(found(["0.1.0", "0.1.0"]), "a:0.1.0", &["0.1.0", "0.1.0"]);
-    let mut unasked = with_members(agents, "c:0.1.0", 2, &[]);
-    unasked.said_by_members = Some(Err("no answer within 3s".to_owned()));
-    let (status, reason, message) = said(&here, &unasked);
+    let mut call_error = with_members(agents, "c:0.1.0", 2, &[]);
+    call_error.control_plane_state = Some(Err("no response within 3s".to_owned()));
+    let (status, reason, message) = reported(&here, &call_error);
     assert_eq!((status, reason), (ConditionStatus::Unknown, Reason::NotReported));
-    assert!(message.starts_with("2 of the members have not said their version. "), "{message}");
-    assert!(message.contains("network policies") && message.ends_with(": no answer within 3s"), "{message}");
+    assert!(message.starts_with("2 of the members have not reported their version. "), "{message}");
+    assert!(
+        message.contains("network policies") && message.ends_with(": no response within 3s"),
+        "{message}"
+    );
 }
 
 #[test]
-fn what_turned_out_to_be_too_far_apart_may_go_back_or_half_way() {
-    let torn = |tags: [&str; 2]| {
+fn incompatible_running_versions_allow_rollback_and_intermediate_versions() {
+    let skewed = |tags: [&str; 2]| {
         let agents = with_agents(found(tags), "a:0.1.0", &["0.1.0", "0.1.0"]);
-        words(&with_members(agents, "c@sha256:00", 2, &["0.4.0", "0.4.0"]))
+        skew_message(&with_members(agents, "c@sha256:00", 2, &["0.4.0", "0.4.0"]))
     };
-    for leads_back in [["0.1.0", "0.1.0"], ["0.2.0", "0.2.0"], ["0.4.0", "0.3.0"]] {
-        assert_eq!(torn(leads_back), "", "{leads_back:?}");
+    for leads_out in [["0.1.0", "0.1.0"], ["0.2.0", "0.2.0"], ["0.4.0", "0.3.0"]] {
+        assert_eq!(skewed(leads_out), "", "{leads_out:?}");
     }
-    assert!(torn(["0.1.0", "0.4.0"]).contains("go through 0.2 first"), "it would stay as it is");
-    assert!(torn(["0.6.0", "0.6.0"]).contains("version 0.6"), "it is too far from all that runs");
+    assert!(skewed(["0.1.0", "0.4.0"]).contains("update to 0.2 first"), "the skew would remain");
+    assert!(
+        skewed(["0.6.0", "0.6.0"]).contains("version 0.6"),
+        "it is incompatible with all running versions"
+    );
 }
 
 #[test]
-fn what_was_wanted_last_counts_once_it_runs_and_agents_are_what_they_say() {
+fn pod_template_counts_once_a_pod_is_ready_and_agents_count_as_reported() {
     let mut wanted = found(["0.3.0", "0.3.0"]);
-    assert_eq!(words(&wanted), "", "nothing runs yet");
+    assert_eq!(skew_message(&wanted), "", "nothing runs yet");
     wanted.agents = Some(workload("a:0.1.0", 2));
-    assert!(words(&wanted).contains("go through 0.2 first"));
+    assert!(skew_message(&wanted).contains("update to 0.2 first"));
     let mut never = (*workload("a:0.11.0", 0)).clone();
     never.data["status"] = json!({});
     wanted.agents = Some(Arc::new(never));
-    assert_eq!(words(&wanted), "", "nothing of it ever ran");
+    assert_eq!(skew_message(&wanted), "", "none of its pods was ever ready");
 
     let reported = with_agents(found(["0.3.0", "0.3.0"]), "a:0.3.0", &["0.2.0", "0.1.0"]);
-    assert!(words(&reported).contains("agents of version 0.1"), "{}", words(&reported));
+    assert!(skew_message(&reported).contains("agents of version 0.1"), "{}", skew_message(&reported));
     let mut gone = found(["0.3.0", "0.3.0"]);
     gone.cache_nodes = vec![node("0.1.0", Timestamp::now() - SignedDuration::from_hours(1))];
-    assert_eq!(words(&gone), "", "who has not reported lately does not run");
+    assert_eq!(skew_message(&gone), "", "an agent without a recent report does not count");
 }
 
 #[test]
-fn an_image_without_a_version_is_what_its_processes_say() {
+fn image_without_a_version_has_the_versions_that_its_processes_report() {
     let here = cluster(json!({}));
     let starts = with_agents(found(["0.1.0", DIGEST]), "a:0.1.0", &["0.1.0", "0.1.0"]);
-    let (status, reason, message) = said(&here, &starts);
+    let (status, reason, message) = reported(&here, &starts);
     assert_eq!((status, reason), (ConditionStatus::Unknown, Reason::Progressing));
-    assert!(message.contains("image c@sha256:00 names no version, and 2 of the members"), "{message}");
+    assert!(
+        message.contains("image c@sha256:00 has no version in its tag, and 2 of the members"),
+        "{message}"
+    );
 
     let half_way = with_members(starts.clone(), "c@sha256:00", 1, &["0.1.0", "0.1.0"]);
-    let (status, _, message) = said(&here, &half_way);
+    let (status, _, message) = reported(&here, &half_way);
     assert_eq!(status, ConditionStatus::Unknown);
     assert!(message.contains("not all members run it yet"), "{message}");
 
     let up = with_members(starts.clone(), "c@sha256:00", 2, &["0.2.0", "0.2.0"]);
     let expected = "agents run 0.1.0; members run 0.2.0".to_owned();
-    assert_eq!(said(&here, &up), (ConditionStatus::True, Reason::AsDesired, expected));
+    assert_eq!(reported(&here, &up), (ConditionStatus::True, Reason::AsDesired, expected));
     let next = DefaultImages { agent: "a:0.4.0".to_owned(), ..up.images.clone() };
-    assert!(words(&Found { images: next, ..up }).contains("agents of version 0.4"), "it is known now");
+    assert!(
+        skew_message(&ClusterInputs { images: next, ..up }).contains("agents of version 0.4"),
+        "the version is known now"
+    );
 
     let far = with_members(starts, "c@sha256:00", 2, &["0.3.0", "0.3.0"]);
-    let (status, reason, message) = said(&here, &far);
+    let (status, reason, message) = reported(&here, &far);
     assert_eq!((status, reason), (ConditionStatus::False, Reason::VersionSkew));
     assert!(message.contains("agents of version 0.1 and members of version 0.3"), "{message}");
 }
 
 #[test]
-fn versions_are_told_as_they_were_said_whatever_images_are_called() {
+fn reports_the_versions_of_processes_regardless_of_image_tags() {
     let here = cluster(json!({}));
-    let running = |found: &Found| Versions::of(&here, found).running();
+    let running = |found: &ClusterInputs| Versions::of(&here, found).running();
     assert_eq!(running(&found(["0.1.0", "0.1.0"])), None);
     let agents = with_agents(found(["0.2.0", "0.2.0"]), "a:0.2.0", &["0.10.0", "0.9.1", "odd one"]);
     let members = with_members(agents, "c:0.2.0", 2, &["0.9.0", ""]);
@@ -250,7 +264,7 @@ fn versions_are_told_as_they_were_said_whatever_images_are_called() {
         agent_max: version("0.10.0"),
     };
     assert_eq!(running(&members), Some(expected));
-    let (status, reason, message) = said(&here, &members);
+    let (status, reason, message) = reported(&here, &members);
     assert_eq!((status, reason), (ConditionStatus::Unknown, Reason::NotReported));
-    assert_eq!(message, "1 of the members have not said their version");
+    assert_eq!(message, "1 of the members have not reported their version");
 }

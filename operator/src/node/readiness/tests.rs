@@ -1,4 +1,4 @@
-//! What a node says of its cache, and how that is written.
+//! The readiness condition of nodes, and its requests.
 
 use std::sync::Arc;
 
@@ -7,14 +7,14 @@ use reprise_crds::CacheNodeSpec;
 use serde::de::DeserializeOwned;
 
 use super::*;
+use crate::api_client::ApiRequests;
 use crate::names::{MANAGED_BY, OPERATOR};
-use crate::requests::ApiRequests;
-use crate::scripted::{Answer, Script, refusal, serve};
 use crate::settings::{DefaultImages, Settings};
+use crate::stores::Stores;
+use crate::test_api_server::{CannedResponse, RequestLog, error_response, serve};
 use crate::watch::Triggers;
-use crate::world::World;
 
-const SERVES: &str = "engines of the node are served";
+const SERVES: &str = "the agent serves engines";
 
 fn object<K: DeserializeOwned>(value: Value) -> K {
     serde_json::from_value(value).expect("an object")
@@ -24,7 +24,7 @@ fn at(text: &str) -> Time {
     object(json!(text))
 }
 
-/// A node with these conditions beside the kubelet's.
+/// A node with this condition in addition to the kubelet's.
 fn node(condition: Option<&NodeCondition>) -> Node {
     let kubelets = json!({ "type": "Ready", "status": "True" });
     let conditions: Vec<Value> =
@@ -32,8 +32,8 @@ fn node(condition: Option<&NodeCondition>) -> Node {
     object(json!({ "metadata": { "name": "n1" }, "status": { "conditions": conditions } }))
 }
 
-/// A `CacheNode` of ours that said so long ago what its condition is.
-fn said(ago: SignedDuration, status: &str, reason: &str, message: &str) -> CacheNode {
+/// A `CacheNode` of the operator with this condition, reported `ago`.
+fn reported(ago: SignedDuration, status: &str, reason: &str, message: &str) -> CacheNode {
     let last = Time(Timestamp::now() - ago);
     object(json!({
         "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheNode",
@@ -48,137 +48,167 @@ fn said(ago: SignedDuration, status: &str, reason: &str, message: &str) -> Cache
 }
 
 fn serving() -> CacheNode {
-    said(SignedDuration::from_secs(5), "True", "AsDesired", SERVES)
+    reported(SignedDuration::from_secs(5), "True", "AsDesired", SERVES)
 }
 
-/// One that is there for so long, and whose agent has never said anything.
-fn never_said(ago: SignedDuration) -> CacheNode {
+/// A `CacheNode` created `ago`, without any report.
+fn silent_since_creation(ago: SignedDuration) -> CacheNode {
     let mut new = serving();
     new.status = None;
     new.metadata.creation_timestamp = Some(Time(Timestamp::now() - ago));
     new
 }
 
-fn had() -> Wanted {
+fn managed() -> DesiredCacheNode {
     let spec: CacheNodeSpec = object(json!({ "nodeName": "n1" }));
-    Wanted::Spec(Box::new(spec))
+    DesiredCacheNode::Spec(Box::new(spec))
 }
 
-fn says(step: &Step) -> (&str, &str, &str) {
-    let Step::Say(condition) = step else { panic!("{step:?}") };
+fn text(step: &Step) -> (&str, &str, &str) {
+    let Step::Set(condition) = step else { panic!("{step:?}") };
     let (reason, message) = (condition.reason.as_deref(), condition.message.as_deref());
     (&condition.status, reason.unwrap_or_default(), message.unwrap_or_default())
 }
 
 #[test]
-fn a_node_is_ready_while_its_agent_says_so_and_was_heard_within_a_minute() {
+fn node_is_ready_while_its_agent_reported_so_within_a_minute() {
     let now = clock::now();
-    let of = |live: Option<&CacheNode>| step(&node(None), live, &had(), &now);
-    assert_eq!(says(&of(Some(&serving()))), ("True", "AsDesired", SERVES));
+    let of = |live: Option<&CacheNode>| next_step(&node(None), live, &managed(), &now);
+    assert_eq!(text(&of(Some(&serving()))), ("True", "AsDesired", SERVES));
 
-    let leaving = said(SignedDuration::from_secs(5), "False", "AgentGone", "the agent was told to stop");
-    assert_eq!(says(&of(Some(&leaving))), ("False", "AgentGone", "the agent was told to stop"));
+    let leaving = reported(SignedDuration::from_secs(5), "False", "AgentGone", "the agent is stopping");
+    assert_eq!(text(&of(Some(&leaving))), ("False", "AgentGone", "the agent is stopping"));
 
-    let mut untold = serving();
-    untold.status.as_mut().expect("made above").conditions.clear();
-    let silent = said(SignedDuration::from_mins(5), "True", "AsDesired", SERVES);
-    let new = never_said(SignedDuration::from_mins(2));
-    for (live, words) in [
-        (Some(&silent), "nothing for a minute"),
-        (Some(&new), "not said anything yet"),
-        (Some(&untold), "does not say whether"),
+    let mut without_condition = serving();
+    without_condition.status.as_mut().expect("made above").conditions.clear();
+    let silent = reported(SignedDuration::from_mins(5), "True", "AsDesired", SERVES);
+    let new = silent_since_creation(SignedDuration::from_mins(2));
+    for (live, part) in [
+        (Some(&silent), "not reported for a minute"),
+        (Some(&new), "not reported yet"),
+        (Some(&without_condition), "does not report whether"),
     ] {
         let step = of(live);
-        let (status, reason, message) = says(&step);
-        assert_eq!((status, reason), ("False", "NotReported"), "{words}");
-        assert!(message.contains(words), "{message}");
+        let (status, reason, message) = text(&step);
+        assert_eq!((status, reason), ("False", "NotReported"), "{part}");
+        assert!(message.contains(part), "{message}");
     }
 }
 
 #[test]
-fn an_agent_has_a_minute_to_say_something_before_its_node_says_that_it_does_not() {
+fn new_agent_has_a_minute_for_its_first_report() {
     let now = clock::now();
-    let new = never_said(SignedDuration::from_secs(20));
+    let new = silent_since_creation(SignedDuration::from_secs(20));
     for live in [Some(&new), None] {
-        assert_eq!(step(&node(None), live, &had(), &now), Step::Nothing, "it may be about to");
+        assert_eq!(next_step(&node(None), live, &managed(), &now), Step::Nothing, "its report may follow");
     }
-    let wait = look_again(Some(&new)).expect("nothing tells of its silence").as_secs();
+    let wait = next_check(Some(&new)).expect("a delay").as_secs();
     assert!((30..=41).contains(&wait), "{wait}");
-    let overdue = never_said(SignedDuration::from_mins(2));
+    let overdue = silent_since_creation(SignedDuration::from_mins(2));
     assert_eq!(
-        (says(&step(&node(None), Some(&overdue), &had(), &now)).1, look_again(Some(&overdue))),
+        (text(&next_step(&node(None), Some(&overdue), &managed(), &now)).1, next_check(Some(&overdue))),
         ("NotReported", None)
     );
 
-    // What is said already is not left standing: the CacheNode was made anew.
-    let Step::Say(before) = step(&node(None), Some(&serving()), &had(), &now) else { panic!("it is new") };
-    assert_eq!(says(&step(&node(Some(&before)), Some(&new), &had(), &now)).1, "NotReported");
+    // An existing condition is updated although the CacheNode was re-created.
+    let Step::Set(before) = next_step(&node(None), Some(&serving()), &managed(), &now) else {
+        panic!("a condition")
+    };
+    assert_eq!(text(&next_step(&node(Some(&before)), Some(&new), &managed(), &now)).1, "NotReported");
 }
 
 #[test]
-fn what_is_said_is_not_said_again_and_since_when_it_is_so_is_kept() {
+fn unchanged_condition_is_not_written_and_keeps_its_transition_time() {
     let (early, late) = (at("2026-01-01T00:00:00Z"), at("2026-01-01T08:00:00Z"));
-    let Step::Say(first) = step(&node(None), Some(&serving()), &had(), &early) else { panic!("it is new") };
+    let Step::Set(first) = next_step(&node(None), Some(&serving()), &managed(), &early) else {
+        panic!("a condition")
+    };
     assert_eq!(first.last_transition_time.as_ref(), Some(&early));
     let before = node(Some(&first));
-    assert_eq!(step(&before, Some(&serving()), &had(), &late), Step::Nothing, "that it lives is not told");
+    assert_eq!(
+        next_step(&before, Some(&serving()), &managed(), &late),
+        Step::Nothing,
+        "no heartbeat is written"
+    );
 
-    // Other words, the same status.
-    let other = said(SignedDuration::from_secs(5), "True", "AsDesired", "more of them are");
-    let Step::Say(second) = step(&before, Some(&other), &had(), &late) else { panic!("other words") };
+    // Another message, the same status.
+    let other = reported(SignedDuration::from_secs(5), "True", "AsDesired", "the agent serves more engines");
+    let Step::Set(second) = next_step(&before, Some(&other), &managed(), &late) else {
+        panic!("another message")
+    };
     assert_eq!(second.last_transition_time.as_ref(), Some(&early));
     assert_eq!(second.last_heartbeat_time.as_ref(), Some(&late));
 
-    let Step::Say(third) = step(&node(Some(&second)), None, &had(), &late) else { panic!("it is away") };
+    let Step::Set(third) = next_step(&node(Some(&second)), None, &managed(), &late) else {
+        panic!("a condition")
+    };
     assert_eq!((third.status.as_str(), third.last_transition_time.as_ref()), ("False", Some(&late)));
-    assert_eq!(step(&node(Some(&third)), None, &had(), &early), Step::Nothing);
+    assert_eq!(next_step(&node(Some(&third)), None, &managed(), &early), Step::Nothing);
 
-    let mut goes = before;
-    goes.metadata.deletion_timestamp = Some(late.clone());
-    assert_eq!(step(&goes, None, &had(), &late), Step::Nothing, "the node goes, and what it says with it");
+    let mut deleted = before;
+    deleted.metadata.deletion_timestamp = Some(late.clone());
+    assert_eq!(
+        next_step(&deleted, None, &managed(), &late),
+        Step::Nothing,
+        "a node that is being deleted is not changed"
+    );
 }
 
 #[test]
-fn a_node_that_no_cluster_has_says_nothing() {
+fn node_without_a_cluster_has_no_condition() {
     let now = clock::now();
-    let Step::Say(condition) = step(&node(None), Some(&serving()), &had(), &now) else { panic!("new") };
-    let (quiet, talks) = (node(None), node(Some(&condition)));
-    assert_eq!(step(&talks, None, &Wanted::Nothing, &now), Step::Remove);
-    assert_eq!(step(&quiet, None, &Wanted::Nothing, &now), Step::Nothing);
-    // Its CacheNode is about to be removed, and the store may not have yet what was written last.
-    assert_eq!(step(&quiet, Some(&serving()), &Wanted::Nothing, &now), Step::Remove);
-    let mut goes = serving();
-    goes.metadata.deletion_timestamp = Some(now.clone());
-    assert_eq!(step(&quiet, Some(&goes), &Wanted::Nothing, &now), Step::Nothing, "it was removed before");
-    // One that somebody has written by hand stays, and is nobody's.
+    let Step::Set(condition) = next_step(&node(None), Some(&serving()), &managed(), &now) else {
+        panic!("a condition")
+    };
+    let (without, with) = (node(None), node(Some(&condition)));
+    assert_eq!(next_step(&with, None, &DesiredCacheNode::Absent, &now), Step::Remove);
+    assert_eq!(next_step(&without, None, &DesiredCacheNode::Absent, &now), Step::Nothing);
+    // Its CacheNode is about to be deleted, and the store may lag behind the last write.
+    assert_eq!(next_step(&without, Some(&serving()), &DesiredCacheNode::Absent, &now), Step::Remove);
+    let mut deleted = serving();
+    deleted.metadata.deletion_timestamp = Some(now.clone());
+    assert_eq!(
+        next_step(&without, Some(&deleted), &DesiredCacheNode::Absent, &now),
+        Step::Nothing,
+        "it was removed earlier"
+    );
+    // A CacheNode that was created manually is kept, and is not the operator's.
     let mut by_hand = serving();
     by_hand.metadata.labels = None;
-    assert_eq!(step(&quiet, Some(&by_hand), &Wanted::Nothing, &now), Step::Nothing);
-    assert_eq!(step(&talks, Some(&by_hand), &Wanted::Nothing, &now), Step::Remove);
+    assert_eq!(next_step(&without, Some(&by_hand), &DesiredCacheNode::Absent, &now), Step::Nothing);
+    assert_eq!(next_step(&with, Some(&by_hand), &DesiredCacheNode::Absent, &now), Step::Remove);
 }
 
 #[test]
-fn agents_of_a_paused_cluster_are_told_of_as_they_are() {
+fn reports_the_actual_state_of_agents_of_a_paused_cluster() {
     let now = clock::now();
-    let paused = Wanted::Unchanged;
-    assert_eq!(says(&step(&node(None), Some(&serving()), &paused, &now)).0, "True");
-    let silent = said(SignedDuration::from_mins(5), "True", "AsDesired", SERVES);
-    assert_eq!(says(&step(&node(None), Some(&silent), &paused, &now)).1, "NotReported");
-    assert_eq!(step(&node(None), None, &paused, &now), Step::Nothing, "it has not begun with this node");
+    let paused = DesiredCacheNode::Unchanged;
+    assert_eq!(text(&next_step(&node(None), Some(&serving()), &paused, &now)).0, "True");
+    let silent = reported(SignedDuration::from_mins(5), "True", "AsDesired", SERVES);
+    assert_eq!(text(&next_step(&node(None), Some(&silent), &paused, &now)).1, "NotReported");
+    assert_eq!(
+        next_step(&node(None), None, &paused, &now),
+        Step::Nothing,
+        "the cluster has not started on this node"
+    );
 }
 
 #[test]
-fn who_goes_silent_is_looked_for_when_the_report_is_too_old() {
-    let wait = look_again(Some(&said(SignedDuration::from_secs(20), "True", "AsDesired", "")));
-    let wait = wait.expect("it was heard of").as_secs();
+fn checks_again_when_the_last_report_expires() {
+    let wait = next_check(Some(&reported(SignedDuration::from_secs(20), "True", "AsDesired", "")));
+    let wait = wait.expect("a delay").as_secs();
     assert!((30..=41).contains(&wait), "{wait}");
-    let silent = said(SignedDuration::from_mins(5), "True", "AsDesired", "");
-    assert_eq!((look_again(Some(&silent)), look_again(None)), (None, None), "its next report is an event");
+    let silent = reported(SignedDuration::from_mins(5), "True", "AsDesired", "");
+    assert_eq!(
+        (next_check(Some(&silent)), next_check(None)),
+        (None, None),
+        "its next report causes an event"
+    );
 }
 
-/// A context whose API server answers so.
-async fn context(answers: Vec<Answer>) -> (Context, Script) {
-    let (client, script) = serve(answers).await;
+/// A context whose API server gives these responses.
+async fn context(answers: Vec<CannedResponse>) -> (Context, RequestLog) {
+    let (client, requests_log) = serve(answers).await;
     let settings = Settings {
         images: DefaultImages { agent: String::new(), control_plane: String::new(), etcd: String::new() },
         identity: "us".to_owned(),
@@ -188,14 +218,14 @@ async fn context(answers: Vec<Answer>) -> (Context, Script) {
         control_planes: std::collections::BTreeMap::new(),
         unused_for: Duration::ZERO,
     };
-    let (world, _writers) = World::new();
+    let (stores, _writers) = Stores::new();
     let (triggers, _requests) = Triggers::new();
     let counted = (client, ApiRequests::default());
-    (Context::new(counted, Arc::new(world), Arc::new(triggers), settings), script)
+    (Context::new(counted, Arc::new(stores), Arc::new(triggers), settings), requests_log)
 }
 
-fn taken() -> Answer {
-    Answer::Is(200, json!({ "apiVersion": "v1", "kind": "Node", "metadata": { "name": "n1" } }))
+fn taken() -> CannedResponse {
+    CannedResponse::Json(200, json!({ "apiVersion": "v1", "kind": "Node", "metadata": { "name": "n1" } }))
 }
 
 fn written(context: &Context) -> bool {
@@ -203,58 +233,65 @@ fn written(context: &Context) -> bool {
 }
 
 #[tokio::test]
-async fn the_condition_alone_is_applied_and_to_remove_it_nothing_is() {
-    let (context, script) = context(vec![taken()]).await;
+async fn applies_only_the_condition_and_removes_it_by_an_empty_apply() {
+    let (context, requests_log) = context(vec![taken()]).await;
     let node = node(None);
-    let says = step(&node, Some(&serving()), &had(), &at("2026-01-01T00:00:00Z"));
-    for step in [&Step::Nothing, &says, &Step::Remove] {
-        write(&node, step, &context).await.expect("the server takes it");
+    let set = next_step(&node, Some(&serving()), &managed(), &at("2026-01-01T00:00:00Z"));
+    for step in [&Step::Nothing, &set, &Step::Remove] {
+        write(&node, step, &context).await.expect("a successful write");
     }
-    let asked = script.asked();
-    assert_eq!(script.methods(), ["PATCH", "PATCH"]);
-    for one in &asked {
-        let (path, query) = one.path.split_once('?').expect("an apply says who writes");
+    let requests = requests_log.requests();
+    assert_eq!(requests_log.methods(), ["PATCH", "PATCH"]);
+    for one in &requests {
+        let (path, query) = one.path.split_once('?').expect("a field manager");
         assert_eq!(path, "/api/v1/nodes/n1/status");
         assert!(query.contains("fieldManager=reprise-operator-readiness"), "{query}");
-        assert!(!query.contains("force=true"), "somebody else's is taken only after it was named: {query}");
-        assert_eq!(one.body["metadata"], json!({ "name": "n1" }), "whichever version it has");
+        assert!(
+            !query.contains("force=true"),
+            "foreign fields are taken only after a reported conflict: {query}"
+        );
+        assert_eq!(one.body["metadata"], json!({ "name": "n1" }), "no resourceVersion");
     }
     let time = "2026-01-01T00:00:00Z";
     let condition = json!({
         "type": "reprise.dev/AgentReady", "status": "True", "reason": "AsDesired", "message": SERVES,
         "lastTransitionTime": time, "lastHeartbeatTime": time,
     });
-    assert_eq!(asked[0].body["status"], json!({ "conditions": [condition] }));
-    assert_eq!(asked[1].body.get("status"), None);
+    assert_eq!(requests[0].body["status"], json!({ "conditions": [condition] }));
+    assert_eq!(requests[1].body.get("status"), None);
     assert!(written(&context), "{}", context.metrics.text());
 }
 
 #[tokio::test]
-async fn a_node_that_is_gone_needs_nothing_and_a_right_that_lacks_stops_nothing_else() {
+async fn ignores_deleted_nodes_and_missing_permission() {
     let forbidden = json!({
         "apiVersion": "v1", "kind": "Status", "status": "Failure", "code": 403, "reason": "Forbidden",
         "message": "nodes \"n1\" is forbidden",
     });
-    let answers = vec![refusal(404, &json!([])), Answer::Is(500, json!({})), Answer::Is(403, forbidden)];
-    let (context, script) = context(answers).await;
+    let answers = vec![
+        error_response(404, &json!([])),
+        CannedResponse::Json(500, json!({})),
+        CannedResponse::Json(403, forbidden),
+    ];
+    let (context, requests_log) = context(answers).await;
     let node = node(None);
-    write(&node, &Step::Remove, &context).await.expect("gone is as good");
-    let failed = write(&node, &Step::Remove, &context).await.expect_err("it is tried again");
+    write(&node, &Step::Remove, &context).await.expect("ignored");
+    let failed = write(&node, &Step::Remove, &context).await.expect_err("an error");
     assert!(failed.to_string().contains(AGENT_READY), "{failed}");
-    write(&node, &Step::Remove, &context).await.expect("not allowed");
-    write(&node, &Step::Remove, &context).await.expect("not tried again at once");
-    assert_eq!(script.methods().len(), 3);
+    write(&node, &Step::Remove, &context).await.expect("ignored");
+    write(&node, &Step::Remove, &context).await.expect("not retried immediately");
+    assert_eq!(requests_log.methods().len(), 3);
     assert!(!context.metrics.text().contains("kind=\"Node\""), "nothing was written");
 }
 
 #[test]
-fn an_agent_that_has_nothing_to_add_is_not_written_again_and_again() {
+fn empty_message_does_not_cause_repeated_writes() {
     let now = clock::now();
-    let terse = said(SignedDuration::from_secs(5), "True", "AsDesired", "");
-    let Step::Say(mut condition) = step(&node(None), Some(&terse), &had(), &now) else {
-        panic!("it is to be said")
+    let terse = reported(SignedDuration::from_secs(5), "True", "AsDesired", "");
+    let Step::Set(mut condition) = next_step(&node(None), Some(&terse), &managed(), &now) else {
+        panic!("a condition")
     };
-    // As the API server gives it back.
+    // As the API server returns it.
     condition.message = None;
-    assert_eq!(step(&node(Some(&condition)), Some(&terse), &had(), &now), Step::Nothing);
+    assert_eq!(next_step(&node(Some(&condition)), Some(&terse), &managed(), &now), Step::Nothing);
 }

@@ -1,7 +1,7 @@
-"""Imported by every Python process of an engine under test, before anything else: waits in vLLM's message queues sleep.
+"""Lets waits in vLLM's message queues sleep; imported first by every Python process of an engine under test.
 
-vLLM waits there by calling ``sched_yield`` in a loop. On Linux 6.18 without kernel preemption, two ranks that do so on two cores were
-seen to keep every other process of the machine from running for up to five seconds, and nothing of that is Reprise's to show.
+vLLM waits by calling ``sched_yield`` in a loop. On Linux 6.18 without kernel preemption, two such ranks on two cores
+blocked every other process of the machine for up to five seconds, independently of Reprise.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ NAP_S = 2e-5
 
 
 def nap() -> None:
-    """In place of ``os.sched_yield``."""
+    """Replaces ``os.sched_yield``."""
     time.sleep(NAP_S)
 
 

@@ -1,14 +1,14 @@
-//! Regions of the arena that are kept for tenants.
+//! Regions of the arena that are reserved for tenants.
 //!
-//! A region that has held a tenant's data never goes to another one, so a tenant is sure of memory only while regions
-//! that nobody has had yet are kept for it: as many as its reservation needs beyond those it has. Whoever has all that it is
-//! sure of gets one only when more are left than are owed to others.
+//! A region with a tenant's data never passes to another tenant. A reservation is therefore met only by
+//! unused regions that are kept back: as many as the tenant still lacks. A tenant whose reservation is met
+//! gets a further region only if more unused regions remain than are owed to other tenants.
 
 use std::collections::BTreeMap;
 
 use reprise_policy::TenantId;
 
-/// See the module.
+/// Reserved and owned regions of all tenants.
 #[derive(Debug, Default)]
 pub(super) struct Reservations {
     tenants: BTreeMap<TenantId, Share>,
@@ -28,23 +28,23 @@ impl Share {
 }
 
 impl Reservations {
-    /// Keeps so many regions for a tenant, those it has included.
+    /// Sets the number of regions reserved for a tenant, including those that it owns.
     pub(super) fn reserve(&mut self, tenant: TenantId, regions: u64) {
         self.tenants.entry(tenant).or_default().reserved = regions;
     }
 
-    /// A tenant has one region more.
+    /// Counts one more region that a tenant owns.
     pub(super) fn own(&mut self, tenant: TenantId) {
         self.tenants.entry(tenant).or_default().owned += 1;
     }
 
-    /// Whether a tenant has a region, or one is kept for it of so many that nobody has had.
+    /// Whether a tenant owns a region, or can get one of the `fresh` unused regions under its reservation.
     pub(super) fn has_own(&self, tenant: TenantId, fresh: u64) -> bool {
         let can_get = |share: &Share| share.owed() > 0 && fresh > 0;
         self.tenants.get(&tenant).is_some_and(|share| share.owned > 0 || can_get(share))
     }
 
-    /// Of so many regions that nobody has had, how many nobody is sure of once somebody without a claim has taken one.
+    /// Number of unused, unreserved regions that would remain if a tenant without a reservation took one.
     /// O(tenants).
     pub(super) fn left_after_one(&self, fresh: u64) -> u64 {
         fresh.saturating_sub(1 + self.owed())
@@ -54,7 +54,7 @@ impl Reservations {
         self.tenants.values().map(Share::owed).sum()
     }
 
-    /// Whether a tenant may have one of so many regions that nobody has had. O(tenants).
+    /// Whether a tenant may take one of the `fresh` unused regions. O(tenants).
     pub(super) fn may_own(&self, tenant: TenantId, fresh: u64) -> bool {
         if self.tenants.get(&tenant).is_some_and(|share| share.owed() > 0) {
             return true;
@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_owed_to_others_is_not_given_away() {
+    fn keeps_regions_owed_to_other_tenants() {
         let mut reservations = Reservations::default();
         reservations.reserve(TenantId(1), 2);
         assert!(reservations.may_own(TenantId(2), 3));

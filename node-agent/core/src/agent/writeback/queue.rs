@@ -1,8 +1,7 @@
-//! What waits to be written: one queue per tenant and slot size, each in order of commit.
+//! Queue of unsaved blocks: one lane per tenant, slot size and cause, each in order of commit.
 //!
-//! A lane for which no device has a slot, or whose tenant is at its limit, waits without holding up the others. Among lanes
-//! the one goes first whose oldest block has waited longest. Lanes are few (those of the layouts in use), so walking them is
-//! cheap.
+//! A lane without a free slot, or whose tenant is at its limit, does not delay the others. The lane with the
+//! oldest block is served first. The number of lanes is small (layouts in use), so iterating them is cheap.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -11,35 +10,35 @@ use reprise_policy::Tick;
 use super::super::slab::SlabId;
 use super::super::tenants::TenantIndex;
 
-/// See the module.
+/// Lanes with at least one block.
 #[derive(Debug, Default)]
 pub(super) struct Queue {
-    /// Only lanes that something waits in.
+    /// Blocks of each lane; without empty lanes.
     lanes: BTreeMap<Lane, VecDeque<Waiting>>,
     bytes: u64,
 }
 
-/// Blocks that wait for the same room.
+/// Blocks that compete for the same space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(in crate::agent) struct Lane {
-    /// Bytes of a slot.
+    /// Bytes of one slot.
     pub(in crate::agent) slot_bytes: u64,
-    /// Whose blocks they are.
+    /// Tenant of the blocks.
     pub(in crate::agent) tenant: TenantIndex,
-    /// Why they are saved.
-    pub(in crate::agent) cause: Cause,
+    /// Reason why the blocks are saved.
+    pub(in crate::agent) cause: WriteCause,
 }
 
-/// Why a block is saved.
+/// Reason why a block is saved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(in crate::agent) enum Cause {
-    /// An engine has committed it.
+pub(in crate::agent) enum WriteCause {
+    /// An engine committed the block.
     Committed,
-    /// It was taken from a peer: nothing is evicted for it, and nobody waits for it.
-    Taken,
+    /// A peer offered the block: nothing is evicted for it, and no ticket waits for it.
+    Replicated,
 }
 
-/// A block that waits.
+/// Queued block and the time at which it was queued.
 #[derive(Clone, Copy, Debug)]
 struct Waiting {
     record: SlabId,
@@ -51,34 +50,34 @@ impl Queue {
         self.lanes.is_empty()
     }
 
-    /// Whether a block of a lane waits.
+    /// Whether a lane has queued blocks.
     pub(super) fn holds(&self, lane: Lane) -> bool {
         self.lanes.contains_key(&lane)
     }
 
-    /// Slot bytes of all that waits.
+    /// Slot bytes of all queued blocks.
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Since when the oldest waits.
+    /// Time at which the oldest block was queued.
     pub(super) fn oldest(&self) -> Option<Tick> {
         self.lanes.values().filter_map(|queue| queue.front()).map(|first| first.since).min()
     }
 
-    /// Appends a new block.
+    /// Appends a block to a lane.
     pub(super) fn push(&mut self, lane: Lane, record: SlabId, since: Tick) {
         self.bytes += lane.slot_bytes;
         self.lanes.entry(lane).or_default().push_back(Waiting { record, since });
     }
 
-    /// A block that was taken goes first again.
-    pub(super) fn put_back(&mut self, lane: Lane, record: SlabId, since: Tick) {
+    /// Reinserts a block at the front of a lane.
+    pub(super) fn push_front(&mut self, lane: Lane, record: SlabId, since: Tick) {
         self.bytes += lane.slot_bytes;
         self.lanes.entry(lane).or_default().push_front(Waiting { record, since });
     }
 
-    /// Takes the first block of a lane.
+    /// Removes the first block of a lane.
     pub(super) fn pop(&mut self, lane: Lane) -> Option<SlabId> {
         let queue = self.lanes.get_mut(&lane)?;
         let first = queue.pop_front()?;
@@ -89,7 +88,7 @@ impl Queue {
         Some(first.record)
     }
 
-    /// The lanes, that of the oldest block first.
+    /// Lanes in the order of their oldest blocks.
     pub(super) fn lanes(&self) -> Vec<Lane> {
         let mut lanes: Vec<(Option<Tick>, Lane)> =
             self.lanes.iter().map(|(lane, queue)| (queue.front().map(|first| first.since), *lane)).collect();
@@ -97,7 +96,7 @@ impl Queue {
         lanes.into_iter().map(|(_, lane)| lane).collect()
     }
 
-    /// Everything that waits, for the audit.
+    /// Iterates all queued blocks, for the audit.
     pub(super) fn iter(&self) -> impl Iterator<Item = (u64, SlabId)> {
         self.lanes
             .iter()
@@ -110,8 +109,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lanes_are_served_by_age_and_each_in_order() {
-        let cause = Cause::Committed;
+    fn serves_lanes_by_age_and_blocks_in_order() {
+        let cause = WriteCause::Committed;
         let lane = |slot_bytes, tenant| Lane { slot_bytes, tenant: TenantIndex(tenant), cause };
         let (large, small, others) = (lane(8192, 0), lane(4096, 0), lane(4096, 1));
         let mut queue = Queue::default();
@@ -122,7 +121,7 @@ mod tests {
         assert_eq!((queue.lanes(), queue.bytes()), (vec![small, large, others], 20_480));
         assert_eq!((queue.pop(small), queue.oldest()), (Some(SlabId(2)), Some(Tick(2))));
         assert_eq!(queue.lanes(), [large, small, others]);
-        queue.put_back(small, SlabId(2), Tick(1));
+        queue.push_front(small, SlabId(2), Tick(1));
         assert_eq!(
             (queue.pop(small), queue.pop(small), queue.pop(small)),
             (Some(SlabId(2)), Some(SlabId(3)), None)

@@ -1,41 +1,41 @@
-//! Telling a torn tail from rot, page by page.
+//! Distinction between a torn tail and corruption, page by page.
 
 use std::ops::Range;
 
 use super::super::record::PageHead;
 
-/// What has been seen of a log so far.
+/// State of scanning a log.
 #[derive(Clone, Debug, Default)]
 pub(super) struct LogScan {
     /// Missing pages that no later group has proved durable yet.
     missing: Vec<Range<u32>>,
-    /// Behind the last valid page.
+    /// Page behind the last valid one.
     end: u32,
-    /// First page and length of the group of the last valid page.
+    /// Pages of the group of the last valid page.
     group: Range<u32>,
-    /// Pages behind `end` that have our header but are damaged.
+    /// Number of pages behind `end` that have our header but are damaged.
     damaged_behind: u64,
     holes: u64,
 }
 
-/// What a whole log looks like.
+/// Result of scanning a log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct LogEnd {
     /// First page that may be appended to.
     pub(super) next: u32,
-    /// Pages that were durable once and are missing.
+    /// Number of missing pages that were durable once.
     pub(super) holes: u64,
-    /// Missing pages of the last group that lie before a valid one.
+    /// Number of missing pages of the last group before a valid one.
     pub(super) torn_inside: u64,
-    /// All pages of the last append that are missing.
+    /// Number of missing pages of the last append.
     pub(super) torn: u64,
-    /// Whether something was appended behind the group that a change of banks begins a log with. Only then is it certain
-    /// that the bank was active: that both copies of its header were durable.
+    /// Whether a group was appended behind the first one, which the bank switch writes. Only then were both
+    /// copies of the bank's header certainly durable.
     pub(super) was_active: bool,
 }
 
 impl LogScan {
-    /// A valid page.
+    /// Adds a valid page.
     pub(super) fn valid(&mut self, head: &PageHead) {
         for run in &mut self.missing {
             let lost = run.start..run.end.min(head.group_first).max(run.start);
@@ -48,7 +48,7 @@ impl LogScan {
         self.damaged_behind = 0;
     }
 
-    /// A page that is not valid; `damaged` counts one that was begun.
+    /// Adds a missing page; `damaged` is 1 if its write was started.
     pub(super) fn missing(&mut self, sequence: u32, damaged: u64) {
         self.damaged_behind += damaged;
         match self.missing.last_mut() {
@@ -57,7 +57,7 @@ impl LogScan {
         }
     }
 
-    /// After the last page.
+    /// Ends the scan after the last page.
     pub(super) fn finish(self) -> LogEnd {
         let before_end = |run: &Range<u32>| u64::from(run.end.min(self.end).saturating_sub(run.start));
         let torn_inside = self.missing.iter().map(before_end).sum();
@@ -71,7 +71,8 @@ impl LogScan {
 mod tests {
     use super::*;
 
-    /// Scans a log drawn as text: a group of pages per word, `.` for a valid page, `x` for a damaged, `-` for an absent one.
+    /// Scans a log given as text: one word per group of pages; `.` is a valid page, `x` a damaged one, `-` an
+    /// absent one.
     fn scan(log: &str) -> LogEnd {
         let mut scan = LogScan::default();
         let mut sequence = 0;
@@ -96,27 +97,27 @@ mod tests {
     }
 
     #[test]
-    fn an_intact_log_ends_behind_its_last_page() {
+    fn intact_log_ends_behind_its_last_page() {
         assert_eq!(scan(""), end(0, 0, 0, 0));
         assert_eq!(scan(". .. . - - -"), end(4, 0, 0, 0));
     }
 
     #[test]
-    fn a_log_of_one_group_may_not_have_been_activated() {
+    fn log_of_one_group_may_not_have_been_active() {
         assert!(!scan("- -").was_active);
         assert!(!scan(".. -").was_active);
         assert!(scan(".. . -").was_active);
     }
 
     #[test]
-    fn pages_missing_before_a_later_group_are_holes() {
+    fn missing_pages_before_a_later_group_are_holes() {
         assert_eq!(scan(". x . -"), end(3, 1, 0, 0));
         assert_eq!(scan("x -- .. -"), end(5, 3, 0, 0));
         assert_eq!(scan(". .x. ."), end(5, 1, 0, 0));
     }
 
     #[test]
-    fn pages_missing_in_the_last_group_are_torn() {
+    fn missing_pages_in_the_last_group_are_torn() {
         assert_eq!(scan(". x - -"), end(1, 0, 0, 1));
         assert_eq!(scan(". x.- -"), end(3, 0, 1, 2));
         assert_eq!(scan(". ..-- -"), end(3, 0, 0, 2));

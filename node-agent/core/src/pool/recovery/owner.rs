@@ -1,20 +1,20 @@
-//! Whose a device is, by its first bytes and as opening it would say, without opening it.
+//! Identification of a device's pool by its first bytes, without opening it.
 
 use super::super::error::PoolError;
 use super::super::geometry::{SEGMENT_ALIGNMENT, SUPERBLOCK_OFFSETS};
 use super::super::page::{PAGE, is_blank};
 use super::super::superblock::Superblock;
 use super::check_blankness;
-use super::opening::{Identity, foreign_data, identify};
+use super::identity::{Identity, foreign_data, identify};
 
-/// Bytes at the beginning of a device that say whose it is.
+/// Bytes at the beginning of a device that identify its pool.
 pub const OWNER_BYTES: usize = SEGMENT_ALIGNMENT as usize;
 
-/// The pool that a device belongs to; `None` when nothing was ever written, or an unfinished pool. `start`: the first
-/// [`OWNER_BYTES`], or all that a smaller device has.
+/// Returns the pool that a device belongs to; `None` if the device is blank or formatting it was interrupted.
+/// `start` contains the first [`OWNER_BYTES`], or all bytes of a smaller device.
 ///
 /// # Errors
-/// There is something else, or a pool that cannot be opened.
+/// If the device holds other data, or a pool that cannot be opened.
 pub fn owner(start: &[u8]) -> Result<Option<[u8; 16]>, PoolError> {
     let page_at = |offset: u64| usize::try_from(offset).ok().and_then(|at| start.get(at..at + PAGE));
     let copies = SUPERBLOCK_OFFSETS.into_iter().filter_map(page_at).map(Superblock::decode);

@@ -1,4 +1,4 @@
-//! The invariants of the slots, checked from scratch. For tests: O(slots).
+//! Full check of the invariants of the slots, for tests. O(slots).
 
 use std::collections::BTreeMap;
 
@@ -8,10 +8,10 @@ impl Slots {
     /// Recounts everything.
     ///
     /// # Errors
-    /// Says which invariant does not hold.
+    /// A description of the first violated invariant.
     pub(in crate::pool) fn audit(&self) -> Result<(), String> {
         let mut tally = Tally::default();
-        let mut class_free: BTreeMap<u32, u64> = BTreeMap::new();
+        let mut free_by_size: BTreeMap<u32, u64> = BTreeMap::new();
         let mut freeing: BTreeMap<u32, u64> = BTreeMap::new();
         for (index, segment) in self.segments.iter().enumerate() {
             if segment.slot_pages == 0 {
@@ -23,26 +23,26 @@ impl Slots {
                 return Err(format!("segment {index} is empty but assigned"));
             }
             if !self.draining.contains(&(index as u32)) {
-                *class_free.entry(segment.slot_pages).or_default() += u64::from(free);
+                *free_by_size.entry(segment.slot_pages).or_default() += u64::from(free);
             }
             let freeing_here = segment.slots.iter().filter(|slot| slot.state == SlotState::Freeing).count();
             *freeing.entry(segment.slot_pages).or_default() += freeing_here as u64;
         }
         freeing.retain(|_, slots| *slots > 0);
         if freeing != self.freeing {
-            return Err(format!("slots being freed: counted {freeing:?}, kept {:?}", self.freeing));
+            return Err(format!("slots being freed: {freeing:?}, counted as {:?}", self.freeing));
         }
         if self.draining.iter().any(|segment| self.segments[*segment as usize].slot_pages == 0) {
-            return Err("a segment without blocks is being emptied".to_owned());
+            return Err("an unassigned segment is being emptied".to_owned());
         }
         if tally != self.tally {
-            return Err(format!("counted {tally:?}, kept {:?}", self.tally));
+            return Err(format!("recounted {tally:?}, but the tally is {:?}", self.tally));
         }
-        class_free.retain(|_, free| *free > 0);
+        free_by_size.retain(|_, free| *free > 0);
         let kept: BTreeMap<u32, u64> =
-            self.classes.iter().map(|(pages, class)| (*pages, class.free)).collect();
-        if class_free != kept {
-            return Err(format!("free slots by class: counted {class_free:?}, kept {kept:?}"));
+            self.free_segments.iter().map(|(pages, of_size)| (*pages, of_size.free)).collect();
+        if free_by_size != kept {
+            return Err(format!("free slots by class: counted {free_by_size:?}, kept {kept:?}"));
         }
         let sum = tally.used + tally.free + tally.freeing + tally.quarantined + tally.slack;
         if sum != self.capacity_pages() {

@@ -1,29 +1,29 @@
-//! Rebuilding the slots from records, in the order of the journal.
+//! Restoring the slots from records, in the order of the journal.
 //!
-//! A record may be seen twice, or after a checkpoint that contains its consequences already, and where the journal is
-//! damaged others may be missing. So a record never counts on what came before it:
-//! * a store replaces what is older in its slot, and everything older in a segment of another slot size: the slots there
-//!   must have been free when the segment changed size, whether the records of that are still readable or not;
-//! * a free removes the block of its generation or an older one, never a younger one;
-//! * a quarantine stays.
+//! A record may occur twice, or after a checkpoint that already contains its effect. If the journal is
+//! damaged, earlier records may be missing. A record therefore never depends on earlier ones:
+//! * A store replaces older contents of its slot, and all older blocks in a segment of another slot size:
+//!   these must have been freed when the segment changed its size, even if their free records are unreadable.
+//! * A free removes the block of its generation or an older one, never a newer one.
+//! * A quarantine is permanent.
 //!
-//! While restoring, free lists, classes and counters are not kept; [`Slots::finish_restore`] builds them once.
+//! During restoring, free lists and counters are not updated; [`Slots::finish_restore`] builds them once.
 
 use reprise_policy::ContentId;
 
-use super::super::layouts::Owned;
+use super::super::layouts::TenantLayout;
 use super::super::record::{Record, RecordKind};
 use super::super::{PageNumber, StoredBlock};
 use super::{FREE_SLOT, Segment, SlotContent, SlotPlace, SlotState, Slots, Tally, slot_pages};
 
-/// What became of a record.
+/// Result of restoring a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::pool) enum Restored {
-    /// It changed something, or says what is known already.
+    /// The record was applied, or repeats a known state.
     Applied,
-    /// Something younger is known.
+    /// A newer record was applied before.
     Outdated,
-    /// It names a slot that cannot be, or there are too many layouts.
+    /// The record refers to an impossible slot, or there are too many layouts.
     Rejected,
 }
 
@@ -37,9 +37,9 @@ impl Slots {
         }
     }
 
-    /// Builds free lists, classes and counters, and lists the stored blocks in the order of the device.
+    /// Builds free lists and counters, and returns the stored blocks in device order.
     pub(in crate::pool) fn finish_restore(&mut self) -> Vec<StoredBlock> {
-        self.classes.clear();
+        self.free_segments.clear();
         self.unassigned.clear();
         self.tally = Tally { free: self.capacity_pages(), ..Tally::default() };
         for index in 0..self.segments.len() {
@@ -87,7 +87,7 @@ impl Slots {
     fn restore_block(&mut self, record: &Record, state: SlotState) -> Restored {
         let Some((place, pages)) = self.place_for(record) else { return Restored::Rejected };
         if self.segments[place.segment].slot_pages != pages {
-            if self.youngest(place.segment).is_some_and(|youngest| youngest >= record.generation) {
+            if self.newest(place.segment).is_some_and(|newest| newest >= record.generation) {
                 return Restored::Outdated;
             }
             self.empty_segment(place.segment);
@@ -98,10 +98,10 @@ impl Slots {
             SlotState::Free => {}
             SlotState::Quarantined => return Restored::Outdated,
             _ if there.generation > record.generation => return Restored::Outdated,
-            _ => self.forget(place),
+            _ => self.clear_slot(place),
         }
-        let owned = Owned { tenant: record.tenant, layout: record.layout };
-        let Some(layout) = self.acquire_layout(&owned) else { return Restored::Rejected };
+        let tenant_layout = TenantLayout { tenant: record.tenant, layout: record.layout };
+        let Some(layout) = self.acquire_layout(&tenant_layout) else { return Restored::Rejected };
         let content = SlotContent {
             key: record.key,
             layout,
@@ -120,11 +120,11 @@ impl Slots {
         if there.state != SlotState::Stored || there.generation > record.generation {
             return Restored::Outdated;
         }
-        self.forget(place);
+        self.clear_slot(place);
         Restored::Applied
     }
 
-    /// The slot that a record's page and layout name, and its pages.
+    /// Returns the slot at a record's page for its layout, and the slot's pages.
     fn place_for(&self, record: &Record) -> Option<(SlotPlace, u32)> {
         let pages = slot_pages(record.layout.slot_bytes())?;
         let offset = record.page.0.checked_sub(self.data_page)?;
@@ -134,8 +134,8 @@ impl Slots {
         (fits && segment < self.segments.len()).then_some((place, pages))
     }
 
-    /// Generation of the youngest block of a segment.
-    fn youngest(&self, segment: usize) -> Option<u64> {
+    /// Generation of the newest block of a segment.
+    fn newest(&self, segment: usize) -> Option<u64> {
         let live = self.segments[segment].slots.iter().filter(|slot| slot.state != SlotState::Free);
         live.map(|slot| slot.generation).max()
     }
@@ -144,12 +144,12 @@ impl Slots {
         for slot in 0..self.segments[segment].slots.len() {
             let place = SlotPlace { segment, slot };
             if self.slot(place).state != SlotState::Free {
-                self.forget(place);
+                self.clear_slot(place);
             }
         }
     }
 
-    fn forget(&mut self, place: SlotPlace) {
+    fn clear_slot(&mut self, place: SlotPlace) {
         let page: PageNumber = self.page_of(place);
         self.layouts.release(self.slot(place).layout);
         if self.content(page) != ContentId::UNKNOWN {
@@ -165,7 +165,7 @@ mod tests {
     use super::*;
     use reprise_policy::{BlockKey, Dtype, Layout, LayoutSpec, Parts, TenantId};
 
-    /// Slots of 2 pages (256 a segment) and of 4 (128).
+    /// Slots of 2 pages (256 per segment) and of 4 pages (128 per segment).
     const SMALL: u16 = 1;
     const LARGE: u16 = 3;
 
@@ -194,7 +194,7 @@ mod tests {
         spec.validate().expect("valid")
     }
 
-    /// A record about the slot of that number in the first segment.
+    /// Record about a slot of the first segment.
     fn record(kind: RecordKind, pages: u16, slot: u32, generation: u64) -> Record {
         let data_page = slots().data_page;
         Record {
@@ -214,7 +214,7 @@ mod tests {
         record(RecordKind::Store, pages, slot, generation)
     }
 
-    /// Generations of the blocks that are there after these records.
+    /// Generations of the blocks that are stored after these records.
     fn after(records: &[Record]) -> Vec<u32> {
         let mut slots = slots();
         for record in records {
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn records_that_are_seen_again_change_nothing() {
+    fn repeated_records_change_nothing() {
         let free = record(RecordKind::Free, SMALL, 0, 1);
         let once = [store(SMALL, 0, 1), store(SMALL, 1, 2), free, store(SMALL, 0, 3)];
         assert_eq!(after(&once), [3, 2]);
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn an_older_record_never_undoes_a_younger_one() {
+    fn older_record_never_undoes_a_newer_one() {
         assert_eq!(after(&[store(SMALL, 0, 5), store(SMALL, 0, 4)]), [5]);
         assert_eq!(after(&[store(SMALL, 0, 5), record(RecordKind::Free, SMALL, 0, 4)]), [5]);
         assert_eq!(after(&[store(SMALL, 0, 5), record(RecordKind::Free, SMALL, 0, 5)]), []);
@@ -243,19 +243,19 @@ mod tests {
     }
 
     #[test]
-    fn the_free_of_a_block_whose_store_was_lost_takes_what_was_there_before() {
+    fn free_with_lost_store_removes_the_older_block() {
         assert_eq!(after(&[store(SMALL, 0, 5), record(RecordKind::Free, SMALL, 0, 9)]), []);
     }
 
     #[test]
-    fn a_block_of_another_size_takes_the_segment_from_older_ones() {
+    fn block_of_another_size_replaces_older_blocks_of_the_segment() {
         let before: Vec<Record> = (0..9).map(|slot| store(SMALL, slot, u64::from(slot) + 1)).collect();
         assert_eq!(after(&[before.as_slice(), &[store(LARGE, 100, 50)]].concat()), [50]);
         assert_eq!(after(&[before.as_slice(), &[store(LARGE, 100, 9)]].concat()).len(), 9);
     }
 
     #[test]
-    fn a_quarantined_slot_stays_one() {
+    fn quarantined_slot_remains_quarantined() {
         let mut slots = slots();
         let quarantine = record(RecordKind::Quarantine, SMALL, 0, 5);
         for record in
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn records_about_slots_that_cannot_be_are_rejected() {
+    fn rejects_records_about_impossible_slots() {
         let good = store(SMALL, 0, 1);
         let at = |page: u32| Record { page: PageNumber(page), ..good };
         let first = good.page.0;

@@ -1,4 +1,4 @@
-//! What the fake member answers to reports and to questions where blocks go.
+//! Replies of the fake member to reports and placement requests.
 
 use reprise_proto::controlplane::placement_server::Placement;
 use reprise_proto::controlplane::{
@@ -12,8 +12,8 @@ use super::Shared;
 
 type Answer<T> = Result<Response<T>, Status>;
 
-fn no_part_of_it<T>() -> Answer<T> {
-    Err(Status::unimplemented("the fake member takes reports and questions of placement only"))
+fn unsupported<T>() -> Answer<T> {
+    Err(Status::unimplemented("the fake member supports reports and placement requests only"))
 }
 
 #[tonic::async_trait]
@@ -28,33 +28,33 @@ impl Placement for Shared {
 
     async fn place(&self, request: Request<PlaceRequest>) -> Answer<PlaceReply> {
         let reply = self.with(|state| {
-            state.places.push(request.into_inner());
+            state.requests.push(request.into_inner());
             state.place_reply.clone()
         });
-        reply.map(Response::new).ok_or_else(|| Status::unavailable("nobody knows where blocks go"))
+        reply.map(Response::new).ok_or_else(|| Status::unavailable("no placement reply is set"))
     }
 
     async fn route(&self, _: Request<RouteRequest>) -> Answer<RouteReply> {
-        no_part_of_it()
+        unsupported()
     }
 
     async fn set_node(&self, _: Request<SetNodeRequest>) -> Answer<SetNodeReply> {
-        no_part_of_it()
+        unsupported()
     }
 
     async fn set_tenant(&self, _: Request<SetTenantRequest>) -> Answer<SetTenantReply> {
-        no_part_of_it()
+        unsupported()
     }
 
     async fn remove_tenant(&self, _: Request<RemoveTenantRequest>) -> Answer<RemoveTenantReply> {
-        no_part_of_it()
+        unsupported()
     }
 
     async fn list_tenants(&self, _: Request<ListTenantsRequest>) -> Answer<ListTenantsReply> {
-        no_part_of_it()
+        unsupported()
     }
 
     async fn list_holdings(&self, _: Request<ListHoldingsRequest>) -> Answer<ListHoldingsReply> {
-        no_part_of_it()
+        unsupported()
     }
 }

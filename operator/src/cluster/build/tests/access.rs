@@ -1,10 +1,10 @@
-//! What each mode adds to the agents' pods: exactly that, compared with the pods of a cluster without modes.
+//! Additions of each mode to the agents' pods, compared with the pods of a cluster without modes.
 
 use std::collections::BTreeMap;
 
 use super::*;
 
-/// A pool of raw devices and one of a directory.
+/// A pool of raw devices.
 fn raw() -> Value {
     json!({ "devices": { "globs": ["/dev/disk/by-id/nvme-*"] } })
 }
@@ -13,17 +13,17 @@ fn directory() -> Value {
     json!({ "directory": { "path": "/data/p", "size": "1Gi" } })
 }
 
-/// All children of a cluster with these modes and this pool.
+/// Returns all children of a cluster with these modes and this pool.
 fn built(modes: Value, pool: Value) -> Vec<Child> {
     let cluster = cluster(json!({ "pools": [{ "name": "p" }], "agents": modes }));
-    build(&cluster, &with_pool(found(&cluster), pool), Some(&drawn()))
+    build(&cluster, &with_pool(found(&cluster), pool), Some(&certificates()))
 }
 
 fn template(children: &[Child]) -> Value {
     child(children, ChildKind::DaemonSet, "c-agent")["spec"]["template"].clone()
 }
 
-/// Every value of a document by its path.
+/// Collects every leaf value of a document by its path.
 fn leaves(path: &str, value: &Value, found: &mut BTreeMap<String, String>) {
     let below = |name: &str| if path.is_empty() { name.to_owned() } else { format!("{path} {name}") };
     match value {
@@ -40,7 +40,8 @@ fn leaves(path: &str, value: &Value, found: &mut BTreeMap<String, String>) {
     }
 }
 
-/// What the template of the pods has more (`+`) and less (`-`) than without modes. Nothing else may differ but templates of claims.
+/// Returns what the pod template has more (`+`) and less (`-`) than without modes. Other children must not
+/// differ, except claim templates.
 fn difference(modes: Value, pool: Value) -> Vec<String> {
     let (plain, with) = (built(json!({}), pool.clone()), built(modes, pool));
     let others = |children: &[Child]| -> Vec<Child> {
@@ -62,7 +63,7 @@ fn difference(modes: Value, pool: Value) -> Vec<String> {
     lines
 }
 
-/// The template of the only claim: its name, and what it asks for.
+/// Returns name and spec of the only claim template.
 fn claimed(modes: Value) -> (String, Value) {
     let children = built(modes, directory());
     let mut templates = children.iter().filter(|child| child.kind == ChildKind::ResourceClaimTemplate);
@@ -78,7 +79,7 @@ const PRIVILEGED: [&str; 3] = [
 ];
 
 #[test]
-fn a_mode_of_none_adds_nothing() {
+fn mode_none_adds_nothing() {
     for pool in [raw(), directory()] {
         let none = json!({ "mode": "None" });
         let modes = json!({ "deviceAccess": none, "gpuAccess": none, "rdma": none });
@@ -87,7 +88,7 @@ fn a_mode_of_none_adds_nothing() {
 }
 
 #[test]
-fn devices_are_opened_by_a_plugin_or_by_privileges_and_only_where_a_pool_has_raw_ones() {
+fn device_access_is_added_only_for_raw_pools() {
     let plugin = json!({ "deviceAccess": { "mode": "DevicePlugin", "resourceName": "example.com/nvme" } });
     let expected = [
         "+ spec containers 0 resources limits example.com/nvme: \"1\"",
@@ -102,7 +103,7 @@ fn devices_are_opened_by_a_plugin_or_by_privileges_and_only_where_a_pool_has_raw
 }
 
 #[test]
-fn gpus_are_reached_by_what_the_mode_needs() {
+fn gpu_modes_add_required_access() {
     let gpus = |mode: &str, field: &str, value: &str| {
         let mut access = json!({ "mode": mode });
         if !field.is_empty() {
@@ -142,7 +143,7 @@ fn gpus_are_reached_by_what_the_mode_needs() {
 }
 
 #[test]
-fn rdma_is_reached_by_what_the_mode_needs() {
+fn rdma_modes_add_required_access() {
     let locks = "+ spec containers 0 securityContext capabilities add 0: \"IPC_LOCK\"";
     for mode in ["DevicePlugin", "SrIov"] {
         let modes = json!({ "rdma": { "mode": mode, "resourceName": "rdma/shared" } });
@@ -185,7 +186,7 @@ fn rdma_is_reached_by_what_the_mode_needs() {
 }
 
 #[test]
-fn what_several_modes_ask_for_is_there_once() {
+fn additions_of_several_modes_appear_once() {
     let lines = |modes: Value| difference(modes, raw());
     let device = |name: &str| json!({ "mode": "DevicePlugin", "resourceName": name });
     let one = lines(json!({ "deviceAccess": device("example.com/all"), "rdma": device("example.com/all") }));
@@ -208,7 +209,7 @@ fn what_several_modes_ask_for_is_there_once() {
 }
 
 #[test]
-fn a_privileged_container_says_nothing_that_does_not_hold_of_it() {
+fn privileged_container_omits_ineffective_settings() {
     for modes in [
         json!({ "gpuAccess": { "mode": "Privileged" }, "rdma": { "mode": "SrIov", "resourceName": "a/b" } }),
         json!({ "rdma": { "mode": "HostNetwork" } }),
@@ -221,7 +222,7 @@ fn a_privileged_container_says_nothing_that_does_not_hold_of_it() {
 }
 
 #[test]
-fn another_class_is_another_template_and_a_name_of_it_fits() {
+fn each_device_class_has_its_own_template_with_a_valid_name() {
     let name = |class: &str| claimed(json!({ "gpuAccess": { "mode": "Dra", "deviceClassName": class } })).0;
     assert_eq!(name("gpu.nvidia.com"), name("gpu.nvidia.com"));
     assert_ne!(name("gpu.nvidia.com"), name("mig.nvidia.com"));

@@ -1,7 +1,8 @@
-//! The chart's network policies and monitors beside the pods that the operator really builds: labels that a policy selects by and ports that it names
-//! are those of pods, and no pod is without a policy.
+//! Checks the chart's network policies and monitors against the pods that the operator builds: labels and
+//! port names must exist on the pods, and every pod must have a policy.
 //!
-//! The chart is read as it renders with everything on (`e2e/tests/chart/golden/everything.yaml`, which a test of the chart keeps true).
+//! The chart is read as rendered with all features (`e2e/tests/chart/golden/everything.yaml`, which a chart
+//! test keeps current).
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -10,10 +11,10 @@ use serde::Deserialize;
 
 use super::*;
 
-/// Who else may come in, by the chart's values: pods of people.
+/// Label of clients that the user allows in the chart's values.
 const OF_PEOPLE: &str = "gateway";
 
-/// A kind of pods: their labels, and the names of their ports.
+/// Labels and port names of one kind of pods.
 #[derive(Debug)]
 struct Pods {
     labels: Value,
@@ -35,11 +36,11 @@ fn pods_of(workload: &Value) -> Pods {
     Pods { labels: template["metadata"]["labels"].clone(), ports }
 }
 
-/// All pods, by the names of their workloads: the operator's own, and what it makes of a cluster with everything.
+/// Returns all pods by workload: the operator's own, and those of a cluster with all features.
 fn pods(rendered: &[Value]) -> BTreeMap<String, Pods> {
     let publishing = json!({ "controlPlane": { "events": { "publish": {} } } });
     let cluster = cluster(publishing);
-    let children = build(&cluster, &found(&cluster), Some(&drawn()));
+    let children = build(&cluster, &found(&cluster), Some(&certificates()));
     let workloads = [ChildKind::StatefulSet, ChildKind::DaemonSet];
     let built = children.iter().filter(|child| workloads.contains(&child.kind));
     let built = built.map(|child| (child.name.clone(), pods_of(&child.body)));
@@ -52,7 +53,7 @@ fn is_selected(pods: &Pods, selector: &Value) -> bool {
     labels.iter().all(|(name, value)| pods.labels.get(name) == Some(value))
 }
 
-/// The pods that something selects; nothing selects nobody.
+/// Returns the selected pods; a selector without matches fails the test.
 fn selected<'a>(pods: &'a BTreeMap<String, Pods>, selector: &Value, by: &Value) -> Vec<(&'a str, &'a Pods)> {
     let found = pods.iter().filter(|(_, pods)| is_selected(pods, selector));
     let found: Vec<(&str, &Pods)> = found.map(|(name, pods)| (name.as_str(), pods)).collect();
@@ -60,10 +61,10 @@ fn selected<'a>(pods: &'a BTreeMap<String, Pods>, selector: &Value, by: &Value) 
     found
 }
 
-/// Ports that a rule or an endpoint names are those of every pod that it is of.
+/// Checks that every selected pod has the named ports.
 fn has_ports(pods: &[(&str, &Pods)], ports: &Value, by: &Value) {
     for port in ports.as_array().into_iter().flatten() {
-        let port = port["port"].as_str().expect("ports by name, whatever their numbers are");
+        let port = port["port"].as_str().expect("a port name");
         for (name, pods) in pods {
             assert!(pods.ports.iter().any(|one| one == port), "{by} names port {port} of {name}: {pods:?}");
         }
@@ -71,7 +72,7 @@ fn has_ports(pods: &[(&str, &Pods)], ports: &Value, by: &Value) {
 }
 
 #[test]
-fn policies_select_pods_that_there_are_by_labels_and_ports_that_they_have() {
+fn policies_match_labels_and_ports_of_existing_pods() {
     let rendered = rendered();
     let pods = pods(&rendered);
     let policies: Vec<&Value> = rendered.iter().filter(|one| one["kind"] == "NetworkPolicy").collect();
@@ -81,7 +82,7 @@ fn policies_select_pods_that_there_are_by_labels_and_ports_that_they_have() {
         let own = selected(&pods, &policy["spec"]["podSelector"], name);
         for rule in policy["spec"]["ingress"].as_array().expect("rules") {
             has_ports(&own, &rule["ports"], name);
-            let peers = rule["from"].as_array().expect("a rule without peers would let everybody in");
+            let peers = rule["from"].as_array().expect("a rule without peers would admit all clients");
             let selectors = peers.iter().filter_map(|peer| peer.get("podSelector"));
             for selector in selectors.filter(|selector| selector["matchLabels"]["app"] != OF_PEOPLE) {
                 selected(&pods, selector, name);
@@ -91,14 +92,14 @@ fn policies_select_pods_that_there_are_by_labels_and_ports_that_they_have() {
     }
     covered.sort_unstable();
     let all: Vec<&str> = pods.keys().map(String::as_str).collect();
-    assert_eq!(covered, all, "each kind of pods has one policy");
+    assert_eq!(covered, all, "each kind of pod has one policy");
 }
 
 #[test]
-fn whoever_may_read_metrics_may_read_those_of_all_pods_and_monitors_find_them() {
+fn metrics_readers_reach_all_pods_and_monitors_select_them() {
     let rendered = rendered();
     let pods = pods(&rendered);
-    // Where each has its metrics: etcd's are on a port without TLS of their own.
+    // Port with the metrics of each workload; etcd serves them on a separate port without TLS.
     let port_of = |name: &str| if name == "c-etcd" { "metrics" } else { "admin" };
     let has = |ports: &Value, port: &str| {
         ports.as_array().is_some_and(|ports| ports.iter().any(|one| one["port"] == port))
@@ -111,7 +112,7 @@ fn whoever_may_read_metrics_may_read_those_of_all_pods_and_monitors_find_them() 
             is_selected(own, &policy["spec"]["podSelector"])
                 && rules.iter().filter(from_outside).any(|rule| has(&rule["ports"], port))
         });
-        assert!(lets_in, "metrics of {name} can be read");
+        assert!(lets_in, "no policy admits readers of the metrics of {name}");
     }
     let monitors = rendered.iter().filter(|one| one["kind"] == "PodMonitor");
     let mut found: Vec<&str> = Vec::new();
@@ -129,7 +130,7 @@ fn whoever_may_read_metrics_may_read_those_of_all_pods_and_monitors_find_them() 
 }
 
 #[test]
-fn monitors_that_the_operator_makes_find_the_pods_that_it_makes() {
+fn built_monitors_select_the_built_pods() {
     for (mode, names) in [
         ("Managed", &["c-agent", "c-controlplane", "c-etcd"][..]),
         ("External", &["c-agent", "c-controlplane"]),
@@ -139,7 +140,7 @@ fn monitors_that_the_operator_makes_find_the_pods_that_it_makes() {
         let cluster = cluster(json!({
             "monitoring": { "mode": "PodMonitor" }, "etcd": { "mode": mode, "external": external },
         }));
-        let children = build(&cluster, &found(&cluster), Some(&drawn()));
+        let children = build(&cluster, &found(&cluster), Some(&certificates()));
         let workloads = [ChildKind::StatefulSet, ChildKind::DaemonSet];
         let pods: BTreeMap<String, Pods> = children
             .iter()

@@ -1,0 +1,190 @@
+//! Moves of blocks to a node with more free capacity.
+//!
+//! The control plane sets the target and the amount, and repeats them with every report. Blocks are taken
+//! from the cold end of the eviction order, but not from its very end: moving blocks that are evicted soon is
+//! wasted work. The local copy is dropped when the control plane confirms that the other copy is durable and
+//! no reader uses the local one.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use reprise_policy::eviction::{EntryIndex, Group};
+use reprise_policy::{BlockKey, NodeId, Tick};
+
+use crate::agent::AgentCore;
+use crate::agent::index::Dram;
+use crate::agent::limits::{
+    MOVE_PASSES_PERMILLE, OUTBOUND_STEP_ENTRIES, OUTBOUND_STEP_INTERVAL, PLACE_KEYS_MAX, WALK_INTERVAL,
+};
+use crate::agent::size_class::SizeClassId;
+use crate::agent::tenants::nvme_bytes;
+use crate::effect::PlaceReason;
+use crate::event::Move;
+
+/// Progress of a move.
+#[derive(Debug)]
+pub(super) struct MoveProgress {
+    order: Move,
+    /// Slot bytes dropped here since the order arrived.
+    moved: u64,
+    /// Tenant whose eviction order is being scanned.
+    tenant: u16,
+    /// Last block that was scanned.
+    after: Option<EntryIndex>,
+    /// Bytes of this tenant's blocks that are still to be skipped.
+    pass_bytes: u64,
+    /// Earliest time of the next step.
+    step_at: Tick,
+}
+
+/// Result of dropping the local copy of a moved block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum DropResult {
+    /// The copy was dropped, or does not exist.
+    Done,
+    /// A reader uses the copy.
+    NotNow,
+}
+
+impl AgentCore {
+    /// Sets or replaces the current move.
+    pub(in crate::agent) fn set_move(&mut self, order: Option<Move>) {
+        let order = order.filter(|order| order.bytes > 0);
+        let to = order.map(|order| order.to);
+        let known = self.outbound.moving.as_ref().map(|moving| moving.order.to);
+        if known != to {
+            self.outbound.forget(|reason| matches!(reason, PlaceReason::Move(_)));
+            self.outbound.moving = None;
+        }
+        let (pass_bytes, step_at) = (self.passed_bytes(0), self.now);
+        let begin = |order| MoveProgress { order, moved: 0, tenant: 0, after: None, pass_bytes, step_at };
+        match (order, &mut self.outbound.moving) {
+            (Some(order), Some(moving)) => (moving.order, moving.moved) = (order, 0),
+            (Some(order), none) => *none = Some(begin(order)),
+            (None, _) => {}
+        }
+    }
+
+    /// Creates batches of blocks to move, as many as needed and allowed.
+    pub(super) fn collect_moves(&mut self) {
+        let wanted = self.wanted_of_move();
+        let Some(moving) = &self.outbound.moving else { return };
+        if wanted == 0 || moving.step_at > self.now {
+            return;
+        }
+        let to = moving.order.to;
+        let mut room = self.room_for_moves();
+        for (size_class, keys) in self.collect_cold(wanted) {
+            for keys in keys.chunks(PLACE_KEYS_MAX) {
+                if room > 0 {
+                    self.outbound.begin_batch(PlaceReason::Move(to), size_class, keys.to_vec(), self.now);
+                    room -= 1;
+                }
+            }
+        }
+    }
+
+    /// Bytes for which blocks are still to be found; 0 while no further batch is allowed.
+    fn wanted_of_move(&self) -> u64 {
+        let Some(moving) = &self.outbound.moving else { return 0 };
+        if self.room_for_moves() == 0 {
+            return 0;
+        }
+        let of_move = self.outbound.batches.iter().map(|(_, batch)| batch);
+        let pending: u64 = of_move
+            .filter(|batch| matches!(batch.reason, PlaceReason::Move(_)))
+            .map(|batch| {
+                batch.blocks.len() as u64 * nvme_bytes(self.size_classes.get(batch.size_class).slot_bytes)
+            })
+            .sum();
+        moving.order.bytes.saturating_sub(moving.moved + pending)
+    }
+
+    fn room_for_moves(&self) -> usize {
+        self.outbound.room_for(|reason| matches!(reason, PlaceReason::Move(_)))
+    }
+
+    /// Scans the next blocks of the eviction order; returns blocks of about `wanted` bytes, at least one.
+    fn collect_cold(&mut self, wanted: u64) -> BTreeMap<SizeClassId, Vec<BlockKey>> {
+        let mut found: BTreeMap<SizeClassId, Vec<BlockKey>> = BTreeMap::new();
+        let Some(MoveProgress { tenant, after, .. }) = self.outbound.moving else { return found };
+        let pending = self.keys_being_moved();
+        let entries = self.devices.next_victims(Group(tenant), after, OUTBOUND_STEP_ENTRIES);
+        let mut bytes_found = 0;
+        for entry in &entries {
+            if bytes_found >= wanted {
+                break;
+            }
+            let state = self.index.entry(*entry);
+            let bytes = nvme_bytes(self.size_classes.get(state.size_class()).slot_bytes);
+            let moving = self.outbound.moving.as_mut().expect("just seen");
+            moving.after = Some(*entry);
+            if moving.pass_bytes >= bytes {
+                moving.pass_bytes -= bytes;
+            } else if !pending.contains(&state.key()) {
+                bytes_found += bytes;
+                found.entry(state.size_class()).or_default().push(state.key());
+            }
+        }
+        if entries.is_empty() {
+            self.enter_next_tenant(tenant);
+        } else if let Some(moving) = &mut self.outbound.moving {
+            moving.step_at = self.now.after(OUTBOUND_STEP_INTERVAL);
+        }
+        found
+    }
+
+    fn keys_being_moved(&self) -> BTreeSet<BlockKey> {
+        let of_move = |reason| matches!(reason, PlaceReason::Move(_));
+        let batches = self.outbound.batches.iter().filter(|(_, batch)| of_move(batch.reason));
+        batches.flat_map(|(_, batch)| batch.blocks.iter().map(|block| block.key)).collect()
+    }
+
+    /// Continues with the next tenant's blocks or, after the last tenant and a delay, with the first.
+    fn enter_next_tenant(&mut self, tenant: u16) {
+        let next = self.tenants.ids().map(|known| known.0).find(|known| *known > tenant);
+        let rest = if next.is_some() { OUTBOUND_STEP_INTERVAL } else { WALK_INTERVAL };
+        let next = next.unwrap_or(0);
+        let (pass_bytes, step_at) = (self.passed_bytes(next), self.now.after(rest));
+        if let Some(moving) = &mut self.outbound.moving {
+            (moving.tenant, moving.after, moving.pass_bytes) = (next, None, pass_bytes);
+            moving.step_at = step_at;
+        }
+    }
+
+    /// Bytes of a tenant's blocks that are evicted soon and therefore skipped.
+    fn passed_bytes(&self, tenant: u16) -> u64 {
+        let known = self.tenants.ids().find(|known| known.0 == tenant);
+        known.map_or(0, |known| self.tenants.nvme(known).used / 1000 * MOVE_PASSES_PERMILLE)
+    }
+
+    /// Drops the device copy of a block that is durable elsewhere. A copy in DRAM remains until it is
+    /// evicted.
+    pub(super) fn drop_moved(&mut self, key: &BlockKey, size_class: SizeClassId, to: NodeId) -> DropResult {
+        if !self.is_replicable(key, size_class) {
+            return DropResult::Done;
+        }
+        let Some(entry) = self.index.find(key) else { return DropResult::Done };
+        let is_read = match self.index.entry(entry).dram() {
+            Dram::Filling(_) => true,
+            Dram::Resident(frame) => self.frames.get(frame).leases > 0,
+            Dram::Absent => false,
+        };
+        if is_read {
+            return DropResult::NotNow;
+        }
+        let bytes = nvme_bytes(self.size_classes.get(size_class).slot_bytes);
+        self.counters.moved_blocks += 1;
+        self.counters.moved_bytes += bytes;
+        self.remove_stored(entry);
+        if let Some(moving) = self.outbound.moving.as_mut().filter(|moving| moving.order.to == to) {
+            moving.moved += bytes;
+        }
+        DropResult::Done
+    }
+
+    /// Time of the next scan if no event arrives before.
+    pub(super) fn next_move(&self) -> Option<Tick> {
+        let moving = self.outbound.moving.as_ref()?;
+        (self.wanted_of_move() > 0).then_some(moving.step_at)
+    }
+}

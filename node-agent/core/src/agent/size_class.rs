@@ -1,0 +1,124 @@
+//! Size classes: pairs of tenant and layout, numbered with 16 bits.
+//!
+//! A block is visible to a session exactly if their size classes are equal. One comparison thus excludes
+//! blocks of other tenants and blocks of other layouts. A size class exists while sessions, blocks or frames
+//! use it; when the table is full, an unused class is replaced.
+
+use reprise_policy::{Layout, TenantId};
+
+use super::arena::{Arena, SlotGroupId};
+use super::limits::SIZE_CLASSES_MAX;
+use super::tenants::TenantIndex;
+
+/// Number of a size class.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct SizeClassId(pub(super) u16);
+
+/// A tenant's layout, and the group that its slots are allocated from.
+#[derive(Clone, Debug)]
+pub(super) struct SizeClass {
+    pub(super) tenant: TenantId,
+    pub(super) tenant_index: TenantIndex,
+    pub(super) layout: Layout,
+    /// Group of arena slots that holds its blocks.
+    pub(super) slot_group: SlotGroupId,
+    /// Bytes of one slot.
+    pub(super) slot_bytes: u64,
+    /// Whether the operator was notified that no device can hold its blocks.
+    unstorable: UnstorableReport,
+    uses: u64,
+}
+
+/// State of the diagnostic for blocks that fit no device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum UnstorableReport {
+    Pending,
+    Sent,
+}
+
+/// Table of all size classes.
+#[derive(Debug, Default)]
+pub(super) struct SizeClasses {
+    size_classes: Vec<SizeClass>,
+}
+
+impl SizeClasses {
+    /// Returns the number of a tenant's layout, adding it if necessary; `None` if the table is full.
+    pub(super) fn intern(
+        &mut self,
+        (tenant, tenant_index): (TenantId, TenantIndex),
+        layout: Layout,
+        arena: &mut Arena,
+    ) -> Option<SizeClassId> {
+        if let Some(known) = self.find(tenant, layout) {
+            return Some(known);
+        }
+        let (slot_bytes, unstorable) = (layout.slot_bytes(), UnstorableReport::Pending);
+        if self.size_classes.len() < SIZE_CLASSES_MAX {
+            let slot_group = arena.join_slot_group(tenant, slot_bytes);
+            self.size_classes.push(SizeClass {
+                tenant,
+                tenant_index,
+                layout,
+                slot_group,
+                slot_bytes,
+                unstorable,
+                uses: 0,
+            });
+            return Some(SizeClassId((self.size_classes.len() - 1) as u16));
+        }
+        let vacant = self.size_classes.iter().position(|size_class| size_class.uses == 0)?;
+        arena.leave_slot_group(self.size_classes[vacant].slot_group);
+        let slot_group = arena.join_slot_group(tenant, slot_bytes);
+        self.size_classes[vacant] =
+            SizeClass { tenant, tenant_index, layout, slot_group, slot_bytes, unstorable, uses: 0 };
+        Some(SizeClassId(vacant as u16))
+    }
+
+    /// Returns the number of a tenant's layout that is in the table.
+    pub(super) fn find(&self, tenant: TenantId, layout: Layout) -> Option<SizeClassId> {
+        let known = self
+            .size_classes
+            .iter()
+            .position(|size_class| size_class.tenant == tenant && size_class.layout == layout);
+        known.map(|known| SizeClassId(known as u16))
+    }
+
+    /// Number of size classes in use.
+    pub(super) fn in_use(&self) -> usize {
+        self.size_classes.iter().filter(|size_class| size_class.uses > 0).count()
+    }
+
+    pub(super) fn get(&self, id: SizeClassId) -> &SizeClass {
+        &self.size_classes[usize::from(id.0)]
+    }
+
+    /// Number of objects of a block.
+    pub(super) fn objects(&self, id: SizeClassId) -> usize {
+        self.get(id).layout.objects() as usize
+    }
+
+    /// Marks the size class as reported unstorable; returns whether it was not reported before.
+    pub(super) fn mark_unstorable_reported(&mut self, id: SizeClassId) -> bool {
+        let size_class = &mut self.size_classes[usize::from(id.0)];
+        std::mem::replace(&mut size_class.unstorable, UnstorableReport::Sent) == UnstorableReport::Pending
+    }
+
+    /// Counts one more session, block or frame that uses the size class.
+    pub(super) fn hold(&mut self, id: SizeClassId) {
+        self.size_classes[usize::from(id.0)].uses += 1;
+    }
+
+    /// Counts one user of the size class less.
+    pub(super) fn release(&mut self, id: SizeClassId) {
+        let uses = &mut self.size_classes[usize::from(id.0)].uses;
+        *uses = uses.checked_sub(1).expect("every release follows a hold");
+    }
+
+    /// Number of users of each size class, for the audit.
+    pub(super) fn uses(&self) -> impl Iterator<Item = u64> {
+        self.size_classes.iter().map(|size_class| size_class.uses)
+    }
+}
+
+const _: () = assert!(SIZE_CLASSES_MAX <= u16::MAX as usize, "size class numbers are 16 bits");

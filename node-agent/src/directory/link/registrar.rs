@@ -1,0 +1,139 @@
+//! The registrar of a link, which owns the link's state.
+//!
+//! ```text
+//!   register (backoff) ──► granted ──► heartbeats answered ⇄ failing       up ⇄ down
+//!        ▲                                   │
+//!        └── registration unknown, fenced ───┘                            down
+//! ```
+//!
+//! While heartbeats fail, the registration and the queued changes are kept: a member that returns before it
+//! has removed this node needs no new inventory.
+
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use reprise_agent_core::backoff::Backoff;
+use reprise_policy::{Epoch, NodeId};
+use reprise_proto::controlplane::membership_client::MembershipClient;
+use reprise_proto::controlplane::{RegisterReply, RegisterRequest};
+use tokio::time::sleep;
+use tonic::Status;
+use tonic::transport::Channel;
+
+use super::super::members::jitter;
+use super::super::{DirectoryEvent, Shared};
+use super::{GrantedRegistration, HeartbeatState, Link, LinkState, within};
+
+/// Log condition for a member that does not register this node.
+const NOT_REGISTERED: &str = "not_registered";
+
+/// A registration that is lost sooner is renewed with increasing delays. Otherwise two agents with one name
+/// would replace each other's registration continuously.
+const STABLE_AFTER: Duration = Duration::from_secs(5);
+/// Accepted range of the heartbeat period requested by the control plane.
+const HEARTBEAT_MIN: Duration = Duration::from_millis(10);
+const HEARTBEAT_MAX: Duration = Duration::from_secs(60);
+
+impl Link {
+    /// Registers, and registers again whenever the registration is lost.
+    pub(super) async fn register(&self, shared: &Shared) {
+        let mut client = MembershipClient::new(self.channel.clone());
+        let mut backoff = Backoff::default();
+        loop {
+            let granted = self.register_once(shared, &mut client).await;
+            let GrantedRegistration { node, epoch, .. } = granted;
+            shared.counters.registrations.fetch_add(1, Ordering::Relaxed);
+            self.outbox().register(node, epoch);
+            self.beats.send_replace(HeartbeatState::Answered);
+            self.granted.send_replace(Some(granted));
+            shared.emit(DirectoryEvent::Registered { member: self.name.to_string(), node, epoch });
+            self.set_up(shared, LinkState::Yes);
+            self.outbox_changed.notify_one();
+            let since = Instant::now();
+            let reason = self.keep(shared, granted).await;
+            tracing::info!(member = %self.name, node = node.0, epoch = epoch.0, reason, "registering again");
+            self.granted.send_replace(None);
+            self.outbox().unregister();
+            self.set_up(shared, LinkState::No);
+            if since.elapsed() >= STABLE_AFTER {
+                backoff.reset();
+            } else {
+                sleep(backoff.next(jitter())).await;
+            }
+        }
+    }
+
+    /// Retries until the member grants a registration.
+    async fn register_once(
+        &self,
+        shared: &Shared,
+        client: &mut MembershipClient<Channel>,
+    ) -> GrantedRegistration {
+        let mut backoff = Backoff::default();
+        loop {
+            let status = match within(shared.settings.call_timeout, client.register(request(shared))).await {
+                Ok(reply) => match granted(&reply) {
+                    Some(granted) => {
+                        tracing::info!(recovered = NOT_REGISTERED, member = %self.name, "the member registers this node again");
+                        return granted;
+                    }
+                    None => Status::internal(format!("node number {} does not fit into 16 bits", reply.node)),
+                },
+                Err(status) => status,
+            };
+            let (code, reason) = (status.code(), status.message());
+            tracing::warn!(
+                condition = NOT_REGISTERED,
+                member = %self.name,
+                ?code,
+                reason,
+                "cannot register with the control plane"
+            );
+            sleep(backoff.next(jitter())).await;
+        }
+    }
+
+    /// Watches the heartbeats until the registration is lost. Returns the reason.
+    async fn keep(&self, shared: &Shared, granted: GrantedRegistration) -> &'static str {
+        let mut beats = self.beats.subscribe();
+        let mut fenced = self.fenced.subscribe();
+        loop {
+            let now = *beats.borrow_and_update();
+            match now {
+                HeartbeatState::Answered => self.set_up(shared, LinkState::Yes),
+                HeartbeatState::Failing => self.set_up(shared, LinkState::No),
+                HeartbeatState::Unknown(epoch) if epoch == granted.epoch => {
+                    return "the member does not know the registration";
+                }
+                HeartbeatState::Unknown(_) => {}
+            }
+            if *fenced.borrow_and_update() == Some(granted.epoch) {
+                return "a newer registration has replaced it";
+            }
+            tokio::select! {
+                // The senders are owned by this link, so neither can be closed.
+                _ = beats.changed() => {}
+                _ = fenced.changed() => {}
+            }
+        }
+    }
+}
+
+fn request(shared: &Shared) -> RegisterRequest {
+    let own = shared.settings.registration.clone();
+    RegisterRequest {
+        name: own.name,
+        peer_address: own.peer_address,
+        admin_address: own.admin_address,
+        failure_domain: own.failure_domain,
+        version: own.version,
+    }
+}
+
+fn granted(reply: &RegisterReply) -> Option<GrantedRegistration> {
+    Some(GrantedRegistration {
+        node: NodeId(u16::try_from(reply.node).ok()?),
+        epoch: Epoch(reply.epoch),
+        heartbeat_every: Duration::from_micros(reply.heartbeat_every_us).clamp(HEARTBEAT_MIN, HEARTBEAT_MAX),
+    })
+}

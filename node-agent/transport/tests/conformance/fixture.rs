@@ -1,0 +1,151 @@
+//! A common interface of the two implementations to create nodes and wait for events.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, TryRecvError};
+use std::time::Duration;
+
+use reprise_transport::{
+    IncomingOffer, MemoryHub, MemorySettings, OfferRequest, TcpSettings, TcpTransport, Transport,
+    TransportEvent,
+};
+
+use crate::harness::{PATIENCE, Serve, TestFetch, Tracker, TransportHandle, recording_sink};
+
+/// Small enough that a few blocks exhaust it: a frame is at most 64 KiB.
+pub(crate) const CREDIT_BYTES: u64 = 256 << 10;
+
+const STALL_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Creates nodes of one implementation.
+pub(crate) trait Fixture {
+    fn join(&self, name: &str, sink: reprise_transport::EventSink) -> (Arc<dyn Transport>, String);
+
+    /// Returns the next event; panics if no event arrives.
+    fn next(&self, events: &Receiver<TransportEvent>) -> TransportEvent;
+
+    /// Advances time where it does not pass by itself.
+    fn pass(&self, time: Duration);
+
+    /// Returns an address without a node.
+    fn nowhere(&self) -> String;
+}
+
+/// A node under test.
+pub(crate) struct Node {
+    pub(crate) transport: Arc<dyn Transport>,
+    pub(crate) address: String,
+    pub(crate) events: Receiver<TransportEvent>,
+}
+
+/// Real sockets on loopback.
+pub(crate) struct TcpFixture;
+
+/// A hub that is stepped whenever a test waits.
+pub(crate) struct MemoryFixture {
+    hub: MemoryHub,
+}
+
+pub(crate) fn node(fixture: &dyn Fixture, name: &str, serve: Serve) -> Node {
+    let own = TransportHandle::default();
+    let (sink, events) = recording_sink(&own, serve);
+    let (transport, address) = fixture.join(name, sink);
+    own.set(&transport);
+    Node { transport, address, events }
+}
+
+impl Node {
+    pub(crate) fn fetch(&self, from: &Node, wanted: TestFetch) -> Vec<reprise_buffers::Span> {
+        self.transport.fetch(&from.address, wanted.request).expect("the fetch is accepted");
+        wanted.spans
+    }
+
+    /// Waits until all fills of the tracker have ended.
+    pub(crate) fn finish(&self, fixture: &dyn Fixture, tracker: &mut Tracker) {
+        while !tracker.is_over() {
+            tracker.take(&fixture.next(&self.events));
+        }
+    }
+
+    /// Waits for the next request of a peer.
+    pub(crate) fn request(&self, fixture: &dyn Fixture) -> reprise_transport::IncomingRequest {
+        match fixture.next(&self.events) {
+            TransportEvent::Request(request) => request,
+            other => panic!("{other:?} instead of a request"),
+        }
+    }
+}
+
+impl Node {
+    /// Offers keys to another node.
+    pub(crate) fn offer(&self, to: &Node, request: OfferRequest) {
+        self.transport.offer(&to.address, request).expect("the offer is accepted");
+    }
+
+    /// Waits for the next offer of a peer.
+    pub(crate) fn incoming_offer(&self, fixture: &dyn Fixture) -> IncomingOffer {
+        match fixture.next(&self.events) {
+            TransportEvent::Offer(offer) => offer,
+            other => panic!("{other:?} instead of an offer"),
+        }
+    }
+}
+
+impl Fixture for TcpFixture {
+    fn join(&self, name: &str, sink: reprise_transport::EventSink) -> (Arc<dyn Transport>, String) {
+        let settings = TcpSettings {
+            credit_bytes: CREDIT_BYTES,
+            stall_timeout: STALL_TIMEOUT,
+            ..TcpSettings::new(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), name)
+        };
+        let transport = TcpTransport::bind(settings, sink).expect("listening on loopback works");
+        let address = transport.local_address().to_string();
+        (Arc::new(transport), address)
+    }
+
+    fn next(&self, events: &Receiver<TransportEvent>) -> TransportEvent {
+        events.recv_timeout(PATIENCE).expect("an event")
+    }
+
+    fn pass(&self, _time: Duration) {}
+
+    fn nowhere(&self) -> String {
+        let listener = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port");
+        listener.local_addr().expect("it has an address").to_string()
+    }
+}
+
+impl MemoryFixture {
+    pub(crate) fn new() -> MemoryFixture {
+        let settings = MemorySettings { credit_bytes: CREDIT_BYTES, stall_timeout: STALL_TIMEOUT };
+        MemoryFixture { hub: MemoryHub::new(settings) }
+    }
+}
+
+impl Fixture for MemoryFixture {
+    fn join(&self, name: &str, sink: reprise_transport::EventSink) -> (Arc<dyn Transport>, String) {
+        (Arc::new(self.hub.join(name, sink)), name.to_owned())
+    }
+
+    fn next(&self, events: &Receiver<TransportEvent>) -> TransportEvent {
+        loop {
+            match events.try_recv() {
+                Ok(event) => return event,
+                Err(TryRecvError::Disconnected) => panic!("the node is gone"),
+                Err(TryRecvError::Empty) => {}
+            }
+            if !self.hub.step() {
+                let next = self.hub.next_deadline().expect("something is still to happen");
+                self.hub.advance(next.saturating_sub(self.hub.now()));
+            }
+        }
+    }
+
+    fn pass(&self, time: Duration) {
+        self.hub.advance(time);
+    }
+
+    fn nowhere(&self) -> String {
+        "nowhere".to_owned()
+    }
+}

@@ -1,0 +1,115 @@
+"""Match calls to the agent, within the time budget of a step of vLLM's scheduler.
+
+```text
+start ── answered in time ──▶ sources of the leading blocks
+  │  └── no agent ──────────▶ no blocks, at once
+  ├── pending: vLLM polls again in its next step; after ``match_deadline_ms`` no blocks, and the agent is suspected
+  └── the step's budget is used up: not started; a later step starts it
+```
+
+Starting a match also takes time, because keys are derived and queued: about 1 ms for 1,024 blocks of eight ranks. The
+budget is charged for this and for all waits, also those for other results (:meth:`Matcher.wait`). The caller can limit
+the wait of a step further.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from reprise import PendingMatch, Session
+from reprise.vllm.metrics import CounterSink
+from reprise.vllm.ranks import RankSessions, RanksMatch
+
+if TYPE_CHECKING:
+    from reprise.vllm.options import MatchOptions
+
+Result = TypeVar("Result")
+
+KEYS_PER_MATCH = 8192
+"""Maximum number of keys of one match (docs/PROTOCOL.md, part 1)."""
+
+
+@dataclass
+class MatchCall:
+    """A started match; ``pending`` is None if there was no agent."""
+
+    pending: PendingMatch | RanksMatch | None
+    started_at: float
+    waited: float = 0.0
+    """Seconds that steps have waited for the answer."""
+
+
+@dataclass
+class Matcher:
+    """Starts and polls matches, with one time budget per step for all requests."""
+
+    session: Session | RankSessions
+    options: MatchOptions
+    counters: CounterSink
+    _budget_left: float = field(init=False)
+    _waited: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Begins a step with a new budget."""
+        self._budget_left = self.options.match_budget_ms / 1e3
+        self._waited = 0.0
+
+    def start(self, keys: Callable[[], bytes]) -> MatchCall | None:
+        """Starts a match; returns None if the step has no time left.
+
+        Args:
+            keys: derives the keys, at most :data:`KEYS_PER_MATCH`.
+        """
+        if self._budget_left <= 0.0:
+            return None
+        began = time.monotonic()
+        pending = self.session.start_match(keys())
+        started_at = time.monotonic()
+        self._budget_left -= started_at - began
+        self.counters.add("queries", 1)
+        return MatchCall(pending, started_at)
+
+    def poll(self, call: MatchCall, step_wait_ms: float = math.inf) -> Sequence[int] | None:
+        """Returns the sources of the leading blocks; None if the answer is still pending.
+
+        Args:
+            call: the started match.
+            step_wait_ms: maximum wait of the whole step, over all polls.
+        """
+        if call.pending is None:
+            return ()
+        pending = call.pending
+        began = time.monotonic()
+        sources = self.wait(pending.poll, step_wait_ms)
+        now = time.monotonic()
+        call.waited += now - began
+        is_late = now - call.started_at > self.options.match_deadline_ms / 1e3
+        if sources is None and not is_late:
+            return None
+        self.counters.sample("match_seconds", call.waited)
+        if sources is not None:
+            return sources
+        self.session.suspect()
+        self.counters.add("queries_unanswered", 1)
+        return ()
+
+    def wait(self, poll: Callable[[float], Result], step_wait_ms: float = math.inf) -> Result:
+        """Polls within the remaining budget of the step.
+
+        Args:
+            poll: waits for at most the given seconds.
+            step_wait_ms: maximum wait of the whole step, over all polls.
+        """
+        began = time.monotonic()
+        result = poll(max(min(self._budget_left, step_wait_ms / 1e3 - self._waited), 0.0))
+        waited = time.monotonic() - began
+        self._budget_left -= waited
+        self._waited += waited
+        return result

@@ -1,0 +1,478 @@
+//! A member and the store: start, list of members, lease, change of the store's identity, registration of
+//! nodes.
+//!
+//! ```text
+//!   start ── identity ──► records, modes ──► serving:  follow members, modes │ hold a lease and an entry │ watch the identity
+//!     └── the store does not answer: the process ends, and the next one begins
+//! ```
+//!
+//! The order of requests is that of the binary: `controlplane/src/identity.rs` (start, watch), `registry.rs`
+//! (register), `shards.rs` (follow, hold), `store_watch.rs`, `tenants.rs`, `modes.rs` (records), `server.rs`
+//! (start, end). A process that ends is restarted, as by Kubernetes.
+//!
+//! Not reproduced: concurrent reads of two keys are one request; node numbers never run out.
+
+mod member_entry;
+mod modes;
+mod registry;
+mod store_watch;
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use reprise_controlplane_core::NodeRecord;
+use reprise_policy::Tick;
+
+use crate::member::Member;
+use crate::messages::{CallId, Message, StoreReply, StoreRequest};
+use crate::network::{Host, LineId};
+use crate::random_faults::Repair;
+use crate::setup::{BEAT_EVERY, EXPECTED_FOR, STORE_RETRY_AFTER, STORE_TIMEOUT, TIME_TO_LIVE, Variant};
+use crate::simulation::{Action, Simulation, take_where};
+use crate::store::{Condition, Entry, Key, LeaseId, Prefix, Revision, Value, Write};
+use modes::ModeOrder;
+use registry::RegistrationAttempt;
+use store_watch::RecordKind;
+
+/// Connection to the store, and the calls on it.
+#[derive(Debug, Default)]
+pub(crate) struct StoreConnection {
+    line: Option<LineId>,
+    calls: BTreeMap<CallId, StoreCall>,
+    /// Watches that the store has confirmed.
+    watches: BTreeMap<CallId, StoreCall>,
+    begun: u64,
+}
+
+/// Progress of a member's start and registration.
+#[derive(Debug, Default)]
+pub(crate) struct Membership {
+    /// The member has read its initial state, and serves.
+    pub(crate) serving: bool,
+    identity: Option<Identity>,
+    /// Revision of the store at the last check of its identity.
+    seen: Revision,
+    /// Counts the attempts to join: events of earlier attempts are ignored.
+    attempt: u64,
+    /// Its name is taken: the member waits until the name is free, or a timeout.
+    waits: bool,
+    /// Members as reported by the watch so far.
+    listed: BTreeMap<usize, Revision>,
+}
+
+/// Identity of the store.
+#[derive(Clone, Copy, Debug)]
+struct Identity {
+    number: u32,
+    revision: Revision,
+}
+
+/// A call without an answer.
+#[derive(Debug)]
+struct StoreCall {
+    of: Purpose,
+    line: LineId,
+    /// Time of the call, by the member's clock.
+    at: Tick,
+}
+
+#[derive(Clone, Debug)]
+enum Purpose {
+    Identity,
+    IdentityOf(u32),
+    CreateIdentity,
+    Records,
+    FollowRange,
+    FollowWatch,
+    Grant,
+    Put(LeaseId),
+    PutRefused(LeaseId),
+    KeepAlive(LeaseId),
+    Revoke,
+    IdentityRange,
+    IdentityWatch(Revision),
+    Registered(RegistrationAttempt),
+    Register(RegistrationAttempt, Box<NodeRecord>),
+    IsOfStore(RegistrationAttempt),
+    ModesAtStart,
+    ModeBefore(ModeOrder),
+    ModePut(ModeOrder),
+    Follow(RecordKind),
+    Watch(RecordKind),
+    SetBudget,
+}
+
+/// A step of a member's process.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum MemberStep {
+    /// Timeout of a call to the store.
+    Timeout(CallId),
+    /// Check of the lease.
+    Lease {
+        id: LeaseId,
+        check: u64,
+    },
+    Join {
+        attempt: u64,
+    },
+    /// Reads the members again.
+    Follow,
+    FollowRecords(RecordKind),
+    /// Update of the ledgers.
+    Rebalance,
+    /// Check of the store's identity.
+    Identity,
+    /// Stops expecting nodes that have not registered.
+    DropAbsent,
+    Expire,
+    /// Updates the followers' list of nodes.
+    NotifyNodes,
+    /// Sets the directory's slots to those of the member's place.
+    Own,
+}
+
+impl MemberStep {
+    /// Returns a number for the digest of the trace.
+    pub(crate) fn code(&self) -> u64 {
+        match self {
+            MemberStep::Timeout(call) => 1 + (call.0 << 8),
+            MemberStep::Lease { id, check } => 2 + (id.0 << 8) + (check << 32),
+            MemberStep::Join { attempt } => 3 + (attempt << 8),
+            MemberStep::Follow => 4,
+            MemberStep::Identity => 5,
+            MemberStep::DropAbsent => 6,
+            MemberStep::Expire => 7,
+            MemberStep::NotifyNodes => 8,
+            MemberStep::Own => 9,
+            MemberStep::FollowRecords(of) => 10 + ((*of as u64) << 8),
+            MemberStep::Rebalance => 11,
+        }
+    }
+}
+
+impl Simulation {
+    pub(crate) fn serves(&self, member: usize) -> bool {
+        self.members[member].as_ref().is_some_and(|member| member.joining.serving)
+    }
+
+    pub(crate) fn member(&mut self, member: usize) -> &mut Member {
+        self.members[member].as_mut().expect("only a running member gets requests")
+    }
+
+    pub(crate) fn start_member(&mut self, member: usize) {
+        self.begin_process(Host::Member(member));
+        let begun = self.time(Host::Member(member));
+        self.members[member] = Some(Member::new(member, begun, self.setup.variant));
+        self.ask_store(member, Purpose::Identity, StoreRequest::Get(vec![Key::Identity]));
+    }
+
+    /// Ends the process, and with it the member's memory.
+    pub(crate) fn kill_member(&mut self, member: usize) {
+        self.break_lines(Host::Member(member));
+        self.end_process(Host::Member(member));
+        self.members[member] = None;
+    }
+
+    /// Ends a member that cannot continue; its next process starts after a while.
+    fn end_member(&mut self, member: usize) {
+        self.trace.note(|| format!("member {member} ends"));
+        self.kill_member(member);
+        let delay = self.rng.millis(300..900);
+        self.after(delay, Action::Repair(Repair::StartMember(member)));
+    }
+
+    pub(crate) fn member_later(&mut self, member: usize, delay: Duration, what: MemberStep) {
+        let host = Host::Member(member);
+        let (at, life) = (self.in_time(host, delay), self.host(host).life);
+        self.queue.push(at, Action::Member { member, life, what });
+    }
+
+    pub(crate) fn member_step(&mut self, member: usize, life: u64, what: MemberStep) {
+        if !self.is_life(member, life) {
+            return;
+        }
+        match what {
+            MemberStep::Timeout(call) => {
+                let Some(pending) = self.member(member).talk.calls.remove(&call) else { return };
+                let line = pending.line;
+                self.store_failed(member, &pending.of);
+                // Keep-alives have detected by now that the other end is gone; watches end with the
+                // connection.
+                if self.is_life(member, life) && !self.far_lives(line) {
+                    self.member_line_lost(member, line);
+                }
+            }
+            MemberStep::Lease { id, check } => {
+                let lease = self.member(member).lease.as_ref();
+                if lease.is_some_and(|lease| lease.id == id && lease.checks == check) {
+                    self.check_lease(member, id);
+                }
+            }
+            MemberStep::Join { attempt } if attempt == self.member(member).joining.attempt => {
+                self.join(member);
+            }
+            MemberStep::Join { .. } => {}
+            MemberStep::Follow => {
+                self.ask_store(member, Purpose::FollowRange, StoreRequest::Range(Prefix::Members));
+            }
+            MemberStep::FollowRecords(of) => self.follow_records(member, of),
+            MemberStep::Rebalance => self.rebalance(member),
+            MemberStep::Identity => self.check_identity(member),
+            MemberStep::DropAbsent => {
+                self.member(member).drop_absent();
+                self.audit_directory(member);
+            }
+            MemberStep::Expire => self.expire(member),
+            MemberStep::NotifyNodes => self.notify_nodes(member),
+            MemberStep::Own => self.set_owned_slots(member),
+        }
+    }
+
+    // ---- calls to the store -------------------------------------------------------------------------------
+
+    fn ask_store(&mut self, member: usize, of: Purpose, request: StoreRequest) {
+        let host = Host::Member(member);
+        let known = self.member(member).talk.line;
+        let line = known.unwrap_or_else(|| self.open_line(host, Host::Store));
+        let at = self.time(host);
+        let talk = &mut self.member(member).talk;
+        talk.line = Some(line);
+        let call = CallId(talk.begun);
+        talk.begun += 1;
+        let time = match &of {
+            // Not later than the end of the lease.
+            Purpose::KeepAlive(_) => TIME_TO_LIVE,
+            _ => STORE_TIMEOUT,
+        };
+        talk.calls.insert(call, StoreCall { of, line, at });
+        self.send(line, 1, Message::StoreRequest { call, request });
+        self.member_later(member, time, MemberStep::Timeout(call));
+    }
+
+    /// Reports whether this process of a member still runs.
+    fn is_life(&self, member: usize, life: u64) -> bool {
+        let place = self.host(Host::Member(member));
+        place.runs && place.life == life
+    }
+
+    pub(crate) fn member_line_lost(&mut self, member: usize, line: LineId) {
+        let host = self.member(member);
+        host.talk.line = host.talk.line.filter(|known| *known != line);
+        host.followers.retain(|(of, _)| *of != line);
+        let mut lost = take_where(&mut host.talk.calls, |pending| pending.line == line);
+        lost.extend(take_where(&mut host.talk.watches, |pending| pending.line == line));
+        let life = self.host(Host::Member(member)).life;
+        for (_, pending) in lost {
+            // The first of them may have ended the process.
+            if self.is_life(member, life) {
+                self.store_failed(member, &pending.of);
+            }
+        }
+    }
+
+    fn store_failed(&mut self, member: usize, of: &Purpose) {
+        match *of {
+            Purpose::Identity
+            | Purpose::IdentityOf(_)
+            | Purpose::CreateIdentity
+            | Purpose::Records
+            | Purpose::ModesAtStart => self.end_member(member),
+            Purpose::FollowRange | Purpose::FollowWatch => {
+                self.member_later(member, STORE_RETRY_AFTER, MemberStep::Follow);
+            }
+            Purpose::IdentityRange | Purpose::IdentityWatch(_) => {
+                self.member_later(member, STORE_RETRY_AFTER, MemberStep::Identity);
+            }
+            Purpose::Grant => self.join_later(member, STORE_RETRY_AFTER),
+            Purpose::Put(lease) | Purpose::PutRefused(lease) => {
+                self.revoke_lease(member, lease);
+                self.join_later(member, STORE_RETRY_AFTER);
+            }
+            Purpose::KeepAlive(id) => {
+                let goes_on = self.setup.variant == Variant::AnswersAfterLease;
+                let now = self.time(Host::Member(member));
+                if let Some(lease) = self.member(member).lease.as_mut().filter(|lease| lease.id == id) {
+                    lease.failed(now);
+                    if now < lease.until || !goes_on {
+                        return self.check_lease(member, id);
+                    }
+                    lease.checks += 1;
+                    let check = lease.checks;
+                    self.member_later(member, STORE_RETRY_AFTER, MemberStep::Lease { id, check });
+                }
+            }
+            Purpose::Follow(of) | Purpose::Watch(of) => {
+                self.member_later(member, STORE_RETRY_AFTER, MemberStep::FollowRecords(of));
+            }
+            // The operator gets an error, and may try again.
+            Purpose::Revoke | Purpose::SetBudget | Purpose::ModeBefore(_) | Purpose::ModePut(_) => {}
+            Purpose::Registered(of) | Purpose::Register(of, _) | Purpose::IsOfStore(of) => {
+                self.refuse(of);
+            }
+        }
+    }
+
+    /// Handles an answer of the store, or an update of a watch.
+    pub(crate) fn on_store_reply(&mut self, member: usize, call: CallId, reply: StoreReply) {
+        let talk = &mut self.member(member).talk;
+        if let StoreReply::Changes { revision, changes } = reply {
+            if let Some(pending) = talk.watches.get(&call) {
+                let of = pending.of.clone();
+                self.on_changes(member, &of, revision, &changes);
+            }
+            return;
+        }
+        if let StoreReply::Watching = reply {
+            // An established watch has no timeout.
+            let Some(pending) = talk.calls.remove(&call) else { return };
+            let of = pending.of.clone();
+            talk.watches.insert(call, pending);
+            if let Purpose::IdentityWatch(revision) = of {
+                self.member(member).joining.seen = revision;
+            }
+            return;
+        }
+        let Some(StoreCall { of, at, .. }) = talk.calls.remove(&call) else { return };
+        self.apply_store_reply(member, of, at, reply);
+    }
+
+    fn apply_store_reply(&mut self, member: usize, of: Purpose, requested_at: Tick, reply: StoreReply) {
+        match (of, reply) {
+            (Purpose::Identity, StoreReply::Entries(entries)) => match number_of(&entries[0]) {
+                Some(number) => {
+                    let key = Key::IdentityOf(number);
+                    self.ask_store(member, Purpose::IdentityOf(number), StoreRequest::Get(vec![key]));
+                }
+                None => self.create_identity(member),
+            },
+            (Purpose::CreateIdentity, StoreReply::Transacted(_)) => {
+                self.ask_store(member, Purpose::Identity, StoreRequest::Get(vec![Key::Identity]));
+            }
+            (Purpose::IdentityOf(number), StoreReply::Entries(entries)) => match &entries[0] {
+                Some(entry) => {
+                    let identity = Identity { number, revision: entry.modified };
+                    let joining = &mut self.member(member).joining;
+                    (joining.identity, joining.seen) = (Some(identity), entry.modified);
+                    self.ask_store(member, Purpose::Records, StoreRequest::Range(Prefix::Nodes));
+                }
+                None => self.end_member(member),
+            },
+            (Purpose::Records, StoreReply::Range { entries, .. }) => self.load_node_records(member, &entries),
+            (Purpose::ModesAtStart, StoreReply::Range { entries, .. }) => {
+                entries.iter().for_each(|(key, entry)| self.record_put(member, *key, entry));
+                self.begin_serving(member);
+            }
+            (Purpose::ModeBefore(order), StoreReply::Entries(entries)) => {
+                self.mode_read(member, order, &entries[0]);
+            }
+            (Purpose::ModePut(order), StoreReply::Transacted(result)) => self.mode_put(member, order, result),
+            (Purpose::FollowRange, StoreReply::Range { revision, entries }) => {
+                self.members_listed(member, revision, &entries);
+            }
+            // The changes since then were compacted: read the range again at once.
+            (Purpose::FollowWatch, StoreReply::Compacted) => self.follow_again(member),
+            (Purpose::Grant, StoreReply::Granted(id)) => self.granted_lease(member, id, requested_at),
+            (Purpose::Put(id), StoreReply::Transacted(result)) => self.put(member, id, result),
+            (Purpose::PutRefused(id), StoreReply::Entries(entries)) => {
+                self.put_refused(member, id, &entries[0]);
+            }
+            (Purpose::KeepAlive(id), StoreReply::Kept { lives }) => {
+                self.kept_alive(member, id, requested_at, lives);
+            }
+            (Purpose::Revoke, StoreReply::Revoked) => {}
+            (Purpose::IdentityRange, StoreReply::Range { revision, entries }) => {
+                self.identity_read(member, revision, &entries);
+            }
+            (Purpose::IdentityWatch(revision), StoreReply::Compacted) => {
+                self.member(member).joining.seen = revision;
+                self.member_later(member, STORE_RETRY_AFTER, MemberStep::Identity);
+            }
+            (Purpose::Registered(of), StoreReply::Entries(entries)) => {
+                self.register_in_store(member, of, &entries);
+            }
+            (Purpose::Register(of, record), StoreReply::Transacted(result)) => match result {
+                Ok(_) => self.registered(member, *record, of.from()),
+                Err(_) => self.check_same_store(member, of),
+            },
+            (Purpose::IsOfStore(of), StoreReply::Entries(entries)) => {
+                self.register_again(member, of, &entries[0]);
+            }
+            (Purpose::Follow(of), StoreReply::Range { revision, entries }) => {
+                self.records_listed(member, of, revision, &entries);
+            }
+            (Purpose::Watch(of), StoreReply::Compacted) => self.follow_records(member, of),
+            (Purpose::SetBudget, StoreReply::Transacted(_)) => {}
+            (of, reply) => unreachable!("unexpected answer to {of:?}: {reply:?}"),
+        }
+    }
+
+    // ---- start --------------------------------------------------------------------------------------------
+
+    fn create_identity(&mut self, member: usize) {
+        let number = (self.rng.next() >> 33) as u32;
+        let write = |key, value| Write { key, value, lease: None };
+        let writes =
+            vec![write(Key::Identity, Value::Number(number)), write(Key::IdentityOf(number), Value::Nothing)];
+        let conditions = vec![Condition::Absent(Key::Identity)];
+        self.ask_store(member, Purpose::CreateIdentity, StoreRequest::Transact { conditions, writes });
+    }
+
+    /// Returns the number of the store that a member knows.
+    pub(crate) fn identity_number(&self, member: usize) -> u32 {
+        let member = self.members[member].as_ref().expect("the member runs");
+        member.joining.identity.expect("read before anything else").number
+    }
+
+    fn identity(&mut self, member: usize) -> Identity {
+        self.member(member).joining.identity.expect("read before anything else")
+    }
+
+    fn load_node_records(&mut self, member: usize, records: &[(Key, Entry)]) {
+        let record = |(_, entry): &(Key, Entry)| match &entry.value {
+            Value::Node(record) => NodeRecord::clone(record),
+            other => unreachable!("unexpected value of a node record: {other:?}"),
+        };
+        self.member(member).restore(records.iter().map(record).collect());
+        self.ask_store(member, Purpose::ModesAtStart, StoreRequest::Range(Prefix::Modes));
+    }
+
+    /// Starts serving after the initial state was read.
+    fn begin_serving(&mut self, member: usize) {
+        self.member(member).joining.serving = true;
+        self.member_later(member, BEAT_EVERY, MemberStep::Expire);
+        self.member_later(member, EXPECTED_FOR, MemberStep::DropAbsent);
+        self.ask_store(member, Purpose::FollowRange, StoreRequest::Range(Prefix::Members));
+        self.follow_records(member, RecordKind::Nodes);
+        self.follow_records(member, RecordKind::Tenants);
+        self.follow_records(member, RecordKind::Modes);
+        self.rebalance(member);
+        self.join(member);
+        self.check_identity(member);
+    }
+
+    // ---- replacement of the store -------------------------------------------------------------------------
+
+    fn check_identity(&mut self, member: usize) {
+        let prefix = Prefix::IdentityOf(self.identity(member).number);
+        self.ask_store(member, Purpose::IdentityRange, StoreRequest::Range(prefix));
+    }
+
+    fn identity_read(&mut self, member: usize, revision: Revision, entries: &[(Key, Entry)]) {
+        let identity = self.identity(member);
+        let same = entries.first().is_some_and(|(_, entry)| entry.modified == identity.revision);
+        if !same || revision < self.member(member).joining.seen {
+            self.count("stores found replaced");
+            return self.end_member(member);
+        }
+        let prefix = Prefix::IdentityOf(identity.number);
+        let watch = StoreRequest::Watch { prefix, from: revision + 1 };
+        self.ask_store(member, Purpose::IdentityWatch(revision), watch);
+    }
+}
+
+fn number_of(entry: &Option<Entry>) -> Option<u32> {
+    match entry.as_ref()?.value {
+        Value::Number(number) => Some(number),
+        _ => None,
+    }
+}

@@ -1,0 +1,379 @@
+//! The main loop of the simulation.
+//!
+//! One action runs at a time, in the order of simulated time. Every action of a process belongs to one
+//! process number ("life") and is dropped when that process ends.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use reprise_agent_core::effect::{FetchId, LookupId, OfferId, PlaceId, ServeId};
+use reprise_agent_core::event::{Event, Grant, Request, RequestId};
+use reprise_policy::shards::ShardMap;
+use reprise_policy::{BlockKey, Epoch, SessionId, Tick};
+
+use crate::answer_audit::AnswerAudit;
+use crate::budgets::{BudgetAudit, FIRST_BUDGET_AFTER};
+use crate::clock::Clock;
+use crate::hosts::Hosts;
+use crate::link::LinkId;
+use crate::member::{Member, member_name};
+use crate::membership::MemberStep;
+use crate::memory::Tag;
+use crate::messages::{CallId, Message};
+use crate::network::{End, Host, LineId, Network};
+use crate::node::Node;
+use crate::queue::Queue;
+use crate::random_faults::Repair;
+use crate::rng::Rng;
+use crate::setup::{Limits, Setup, Variant};
+use crate::store_process::{StoreProcess, StoreStep};
+use crate::trace::{Recording, Trace};
+
+/// Maximum number of steps of one run; more indicate an endless loop.
+const STEPS_MAX: u64 = 3_000_000;
+const STEPS_PER_NODE_MAX: u64 = 100_000;
+
+/// An action of the simulation's schedule.
+#[derive(Debug)]
+pub(crate) enum Action {
+    /// A message arrives at an end of a connection.
+    Deliver {
+        line: LineId,
+        to: usize,
+        number: u64,
+        message: Message,
+    },
+    /// A process is notified that its connection has ended.
+    LineLost {
+        line: LineId,
+        end: End,
+    },
+    /// A step of a node's agent process.
+    Agent {
+        node: usize,
+        life: u64,
+        what: AgentStep,
+    },
+    /// A step of a member's process.
+    Member {
+        member: usize,
+        life: u64,
+        what: MemberStep,
+    },
+    /// A step of the store's process.
+    Store {
+        life: u64,
+        what: StoreStep,
+    },
+    Engine {
+        node: usize,
+        seat: usize,
+    },
+    /// The control plane sends a grant to a tenant.
+    Grant,
+    /// An operator sets the mode of a node.
+    Operate,
+    /// An operator sets a tenant's budget.
+    Budget,
+    Fault,
+    /// The power of a node fails.
+    Outage(usize),
+    Repair(Repair),
+}
+
+/// A step of an agent's process.
+#[derive(Debug)]
+pub(crate) enum AgentStep {
+    /// The deadline of the core.
+    Tick,
+    /// The next step of a device operation or check.
+    Job(u64),
+    /// A request of an engine arrives.
+    Request {
+        session: SessionId,
+        request: RequestId,
+        body: Request,
+    },
+    /// An engine's socket is closed.
+    Closed {
+        session: SessionId,
+    },
+    /// The event that results from an effect.
+    Event(Event),
+    /// A grant of a tenant's ledger, for the registration of an epoch.
+    Order {
+        epoch: Epoch,
+        grant: Grant,
+    },
+    /// Heartbeat of a registration.
+    Beat {
+        link: LinkId,
+        epoch: Epoch,
+    },
+    Register(LinkId),
+    /// Attempt to send announcements.
+    Pump(LinkId),
+    /// Closes a link if its member has not returned.
+    CloseIfGone(LinkId),
+    /// Follows members and nodes.
+    Follow,
+    /// Check of the connection to home.
+    CheckHome {
+        attempt: u64,
+    },
+    /// Home has been unsure of its place for too long.
+    HomeUnsure {
+        attempt: u64,
+    },
+    /// Ends a lookup that has no member to ask.
+    LookupOver(LookupId),
+    /// Report to a link's member.
+    Report(LinkId),
+    /// The core reports its state.
+    ReportState,
+    /// Timeout of a call to the control plane.
+    CallTimeout(CallId),
+    /// Deadline of a fetch.
+    FetchDeadline(FetchId),
+    /// Ends a placement request that has no member to ask.
+    PlaceOver(PlaceId),
+    /// Deadline of an offer.
+    OfferDeadline(OfferId),
+    /// The transport sends the next pieces of a block.
+    Send {
+        serve: ServeId,
+        block: u32,
+    },
+}
+
+/// State of a simulation; see the module.
+#[derive(Debug)]
+pub(crate) struct Simulation {
+    pub(crate) setup: Setup,
+    pub(crate) now: Tick,
+    pub(crate) rng: Rng,
+    pub(crate) queue: Queue<Action>,
+    pub(crate) trace: Trace,
+    pub(crate) network: Network<Message>,
+    pub(crate) nodes: Vec<Node>,
+    pub(crate) hosts: Hosts,
+    pub(crate) members: Vec<Option<Member>>,
+    pub(crate) store_process: StoreProcess,
+    /// Shard maps, which all processes compute with equal results.
+    maps: BTreeMap<(Epoch, Vec<usize>), Arc<ShardMap>>,
+    pub(crate) answers: AnswerAudit,
+    /// Every content that was ever committed under a key, on any node.
+    pub(crate) truth: BTreeMap<BlockKey, BTreeSet<Tag>>,
+    pub(crate) tags: Tag,
+    pub(crate) grants: u64,
+    /// Grants of tenants in the whole cluster.
+    pub(crate) budget_audit: BudgetAudit,
+    pub(crate) calm: bool,
+    /// Number of occurrences by name.
+    pub(crate) seen: BTreeMap<&'static str, u64>,
+}
+
+impl Simulation {
+    /// Creates a simulation that a seed determines completely.
+    pub(crate) fn new(seed: u64, variant: Variant, recording: Recording) -> Simulation {
+        let mut rng = Rng::new(seed);
+        let setup = Setup::draw(&mut rng, variant);
+        let mut simulation = Simulation::of(setup, rng, recording);
+        simulation.begin();
+        simulation.begin_faults();
+        simulation
+    }
+
+    /// Creates a simulation of this setup without random actions and faults.
+    pub(crate) fn with(setup: Setup, seed: u64, recording: Recording) -> Simulation {
+        let mut simulation = Simulation::of(setup, Rng::new(seed), recording);
+        (simulation.calm, simulation.network.calm) = (true, true);
+        simulation.begin();
+        simulation
+    }
+
+    fn of(setup: Setup, mut rng: Rng, recording: Recording) -> Simulation {
+        let clock = Clock::draw(Tick(0), &mut rng);
+        let nodes = (0..setup.nodes).map(|node| Node::new(node, &setup)).collect();
+        Simulation {
+            now: Tick(0),
+            rng,
+            queue: Queue::new(),
+            trace: Trace::new(recording),
+            network: Network::new(),
+            hosts: Hosts::new(setup.nodes, setup.members, clock),
+            nodes,
+            members: (0..setup.members).map(|_| None).collect(),
+            store_process: StoreProcess::default(),
+            maps: BTreeMap::new(),
+            answers: AnswerAudit::default(),
+            truth: BTreeMap::new(),
+            tags: 0,
+            grants: 0,
+            budget_audit: BudgetAudit::default(),
+            calm: false,
+            seen: BTreeMap::new(),
+            setup,
+        }
+    }
+
+    fn begin(&mut self) {
+        self.start_store();
+        (0..self.members.len()).for_each(|member| self.start_member(member));
+        (0..self.nodes.len()).for_each(|node| self.start_agent(node));
+    }
+
+    /// Starts the engines and the faults.
+    fn begin_faults(&mut self) {
+        for node in 0..self.nodes.len() {
+            for seat in 0..self.setup.engines {
+                self.after(std::time::Duration::from_millis(1), Action::Engine { node, seat });
+            }
+        }
+        self.after(self.setup.operate_every, Action::Operate);
+        self.after(self.setup.fault_every, Action::Fault);
+        match self.setup.limits {
+            Limits::Drawn => self.after(self.setup.fault_every, Action::Grant),
+            Limits::Budgets => self.after(FIRST_BUDGET_AFTER, Action::Budget),
+        }
+    }
+
+    /// Schedules an action after a delay.
+    pub(crate) fn after(&mut self, delay: std::time::Duration, action: Action) {
+        self.queue.push(self.now.after(delay), action);
+    }
+
+    /// Schedules a step of a node's running process, by its clock.
+    pub(crate) fn later(&mut self, node: usize, delay: std::time::Duration, what: AgentStep) {
+        let host = Host::Node(node);
+        let (at, life) = (self.in_time(host, delay), self.host(host).life);
+        self.queue.push(at, Action::Agent { node, life, what });
+    }
+
+    /// Runs all actions that are due by an instant.
+    pub(crate) fn run_until(&mut self, until: Tick) {
+        while let Some((at, action)) = self.queue.pop(until) {
+            self.now = self.now.max(at);
+            self.step(action);
+            let steps_max = STEPS_MAX.max(STEPS_PER_NODE_MAX * self.nodes.len() as u64);
+            assert!(self.trace.steps() < steps_max, "the simulation does not end");
+        }
+        self.now = until;
+    }
+
+    /// Returns the shard map of these members.
+    pub(crate) fn map_of(&mut self, epoch: Epoch, members: impl Iterator<Item = usize>) -> Arc<ShardMap> {
+        let members: Vec<usize> = members.collect();
+        let make = |members: &[usize]| ShardMap::new(epoch, members.iter().copied().map(member_name));
+        let known = self.maps.entry((epoch, members.clone()));
+        known.or_insert_with(|| Arc::new(make(&members).expect("member names are unique"))).clone()
+    }
+
+    pub(crate) fn count(&mut self, what: &'static str) {
+        *self.seen.entry(what).or_default() += 1;
+    }
+
+    fn step(&mut self, action: Action) {
+        let Some(action) = self.defer(action) else { return };
+        self.trace.step(self.now, code(&action), || format!("{action:?}"));
+        match action {
+            Action::Deliver { line, to, number, message } => self.arrive((line, to), number, message),
+            Action::LineLost { line, end } => self.line_lost(line, end),
+            Action::Agent { node, life, what } => {
+                if self.host(Host::Node(node)).life == life && self.nodes[node].process.is_some() {
+                    self.local(node, what);
+                }
+            }
+            Action::Member { member, life, what } => self.member_step(member, life, what),
+            Action::Store { life, what } => self.store_step(life, what),
+            Action::Engine { node, seat } => self.drive_engine(node, seat),
+            Action::Grant => self.send_grant(),
+            Action::Operate => self.operate(),
+            Action::Budget => self.change_budget(),
+            Action::Fault => self.fault(),
+            Action::Outage(node) => self.outage(node),
+            Action::Repair(repair) => self.repair(repair),
+        }
+    }
+
+    fn local(&mut self, node: usize, what: AgentStep) {
+        match what {
+            AgentStep::Tick => self.tick(node),
+            AgentStep::Job(job) => self.advance_job(node, job),
+            AgentStep::Request { session, request, body } => {
+                self.request_arrives(node, (session, request), body);
+            }
+            AgentStep::Closed { session } => self.apply(node, Event::SessionClosed { session }),
+            AgentStep::Event(Event::Budget(grant)) => self.apply_grant(node, grant),
+            AgentStep::Event(event) => self.apply(node, event),
+            AgentStep::Order { epoch, grant } => self.apply_ledger_grant(node, epoch, grant),
+            AgentStep::Beat { link, epoch } => self.beat(node, link, epoch),
+            AgentStep::Register(link) => self.register(node, link),
+            AgentStep::Pump(link) => self.pump_again(node, link),
+            AgentStep::CloseIfGone(link) => self.close_if_gone(node, link),
+            AgentStep::Follow => self.follow_home(node),
+            AgentStep::CheckHome { attempt } => self.check_home(node, attempt),
+            AgentStep::HomeUnsure { attempt } => self.home_is_unsure(node, attempt),
+            AgentStep::LookupOver(lookup) => self.lookup_over(node, lookup),
+            AgentStep::Report(link) => self.report_due(node, link),
+            AgentStep::ReportState => self.report_state(node),
+            AgentStep::CallTimeout(call) => self.call_timeout(node, call),
+            AgentStep::FetchDeadline(fetch) => self.fetch_deadline(node, fetch),
+            AgentStep::PlaceOver(place) => self.place_over(node, place),
+            AgentStep::OfferDeadline(offer) => self.offer_deadline(node, offer),
+            AgentStep::Send { serve, block } => self.send_objects(node, serve, block),
+        }
+    }
+}
+
+/// Removes the entries of a map that satisfy a condition.
+pub(crate) fn take_where<K: Copy + Ord, V>(
+    map: &mut BTreeMap<K, V>,
+    holds: impl Fn(&V) -> bool,
+) -> Vec<(K, V)> {
+    let keys: Vec<K> = map.iter().filter(|(_, value)| holds(value)).map(|(key, _)| *key).collect();
+    keys.into_iter().map(|key| (key, map.remove(&key).expect("it was just found"))).collect()
+}
+
+/// Encodes an action as numbers, for the digest.
+fn code(action: &Action) -> [u64; 3] {
+    match action {
+        Action::Deliver { line, to, message, .. } => [1 + (*to as u64) * 256, line.0, message.code()],
+        Action::LineLost { line, end } => [2, line.0, end.life],
+        Action::Agent { node, life, what } => {
+            let (kind, detail) = match what {
+                AgentStep::Tick => (1, 0),
+                AgentStep::Job(job) => (2, *job),
+                AgentStep::Request { session, request, .. } => (3, session.0 << 32 | request.0),
+                AgentStep::Closed { session } => (4, session.0),
+                AgentStep::Event(_) => (5, 0),
+                AgentStep::Order { epoch, grant } => (21, epoch.0 ^ grant.version),
+                AgentStep::Beat { epoch, .. } => (6, epoch.0),
+                AgentStep::Register(link) => (7, link.0),
+                AgentStep::Pump(link) => (8, link.0),
+                AgentStep::CloseIfGone(link) => (12, link.0),
+                AgentStep::Follow => (13, 0),
+                AgentStep::CheckHome { attempt } => (14, *attempt),
+                AgentStep::HomeUnsure { attempt } => (15, *attempt),
+                AgentStep::LookupOver(lookup) => (16, lookup.0),
+                AgentStep::Report(link) => (17, link.0),
+                AgentStep::ReportState => (18, 0),
+                AgentStep::CallTimeout(call) => (9, call.0),
+                AgentStep::FetchDeadline(fetch) => (10, fetch.0),
+                AgentStep::PlaceOver(place) => (19, place.0),
+                AgentStep::OfferDeadline(offer) => (20, offer.0),
+                AgentStep::Send { serve, block } => (11, serve.0 << 32 | u64::from(*block)),
+            };
+            [3 + kind * 256 + ((*node as u64) << 32), *life, detail]
+        }
+        Action::Member { member, life, what } => [4 + ((*member as u64) << 32), *life, what.code()],
+        Action::Store { life, what } => [5, *life, what.code()],
+        Action::Engine { node, seat } => [6, *node as u64, *seat as u64],
+        Action::Grant => [10, 0, 0],
+        Action::Operate => [11, 0, 0],
+        Action::Budget => [12, 0, 0],
+        Action::Fault => [7, 0, 0],
+        Action::Repair(_) => [8, 0, 0],
+        Action::Outage(node) => [9, *node as u64, 0],
+    }
+}
