@@ -1,4 +1,7 @@
-//! `reprise` as its users run it: the demo, a replay against a cluster that it keeps up, status, doctor, a benchmark.
+//! The `reprise` command: the demo, a replay against a running cluster, status, doctor, and benchmarks.
+
+#[path = "cli/generated_pages.rs"]
+mod generated_pages;
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
@@ -6,15 +9,15 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::{Duration, Instant};
 
-use reprise_e2e::World;
+use reprise_e2e::TestEnv;
 use reprise_e2e::process::{binary, pause};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-/// How long a command may take: the demo on a busy machine.
+/// Bound on the duration of a command: the demo on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(240);
 
-/// An arena this small keeps a part of what 300 requests need: every tier is hit.
+/// With this arena, 300 requests need more blocks than fit into DRAM, so that every tier gets hits.
 const DEMO: [&str; 9] =
     ["--json", "demo", "--requests", "300", "--arena", "64MiB", "--pool", "1GiB", "--dir"];
 
@@ -24,7 +27,7 @@ fn reprise(arguments: &[&str]) -> Command {
     command
 }
 
-/// Runs a command to its end, which must come within [`PATIENCE`].
+/// Runs a command, which must exit within [`PATIENCE`].
 fn run(arguments: &[&str]) -> Output {
     let child =
         reprise(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("reprise can be run");
@@ -33,16 +36,16 @@ fn run(arguments: &[&str]) -> Output {
     std::thread::spawn(move || sender.send(child.wait_with_output()));
     let output = ended.recv_timeout(PATIENCE).unwrap_or_else(|_| {
         let _ = kill_process(pid, Signal::KILL);
-        panic!("{arguments:?} did not end within {PATIENCE:?}")
+        panic!("{arguments:?} did not exit within {PATIENCE:?}")
     });
     output.expect("output can be read")
 }
 
-/// Runs a command to its end; the JSON objects that it prints.
+/// Runs a command, which must succeed, and returns the JSON objects that it prints.
 fn objects(arguments: &[&str]) -> Vec<Value> {
     let output = run(arguments);
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{arguments:?} failed: {said}");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{arguments:?} failed: {stderr}");
     let text = String::from_utf8(output.stdout).expect("output is UTF-8");
     text.lines().map(|line| serde_json::from_str(line).expect("every line is an object")).collect()
 }
@@ -59,29 +62,33 @@ fn assert_demo(summary: &Value) {
         assert!(number(summary, &format!("/hits/{tier}")) > 0, "no hit in {tier}: {summary}");
     }
     let before = number(summary, "/durable_before_kill");
-    assert!(before > 1000, "the killed node held something: {summary}");
+    assert!(before > 1000, "the killed node had durable blocks: {summary}");
     let after = number(summary, "/durable_after_restart");
     assert!((before.saturating_sub(number(summary, "/durable_left"))..=before).contains(&after), "{summary}");
     let announced = number(summary, "/durable_announced");
-    assert_eq!(before + number(summary, "/durable_evicted"), announced, "none is unaccounted for: {summary}");
+    assert_eq!(
+        before + number(summary, "/durable_evicted"),
+        announced,
+        "every announced block is durable or evicted: {summary}"
+    );
     assert_eq!(summary["tiers_without_hits"], serde_json::json!([]));
 }
 
-/// Builds etcd where it is not there yet: the commands only say that it is missing.
+/// Builds etcd if it does not exist: the commands under test do not build it.
 fn build_etcd() {
     let script = reprise_e2e::tree().join("e2e/etcd/build.sh");
-    let built = Command::new(script).stdout(Stdio::null()).status().expect("bash is there");
-    assert!(built.success(), "etcd cannot be built");
+    let built = Command::new(script).stdout(Stdio::null()).status().expect("bash can be run");
+    assert!(built.success(), "cannot build etcd");
 }
 
-/// A demo that keeps its cluster up, until it is dropped.
-struct Held {
+/// A demo whose cluster runs until this is dropped.
+struct RunningDemo {
     child: Child,
     lines: Receiver<String>,
 }
 
-impl Held {
-    fn start(folder: &str) -> Held {
+impl RunningDemo {
+    fn start(folder: &str) -> RunningDemo {
         let mut child = reprise(&DEMO)
             .args([folder, "--hold"])
             .stdout(Stdio::piped())
@@ -92,45 +99,45 @@ impl Held {
         std::thread::spawn(move || {
             output.lines().map_while(Result::ok).try_for_each(|line| sender.send(line))
         });
-        Held { child, lines }
+        RunningDemo { child, lines }
     }
 
     fn summary(&mut self) -> Value {
-        let line = self.lines.recv_timeout(PATIENCE).expect("a demo ends with a line");
-        serde_json::from_str(&line).expect("and is an object")
+        let line = self.lines.recv_timeout(PATIENCE).expect("the demo prints a summary");
+        serde_json::from_str(&line).expect("the summary is an object")
     }
 
     fn end(mut self) {
-        kill_process(Pid::from_child(&self.child), Signal::TERM).expect("one's own child takes signals");
-        let give_up = Instant::now() + PATIENCE;
+        kill_process(Pid::from_child(&self.child), Signal::TERM).expect("a child can be signalled");
+        let deadline = Instant::now() + PATIENCE;
         let status = loop {
-            if let Some(status) = self.child.try_wait().expect("one's own child can be waited for") {
+            if let Some(status) = self.child.try_wait().expect("a child can be waited for") {
                 break status;
             }
-            assert!(Instant::now() < give_up, "the demo did not end within {PATIENCE:?}");
+            assert!(Instant::now() < deadline, "the demo did not exit within {PATIENCE:?}");
             std::thread::yield_now();
         };
-        assert!(status.success(), "the demo ends well: {status}");
+        assert!(status.success(), "the demo exited with {status}");
     }
 }
 
-impl Drop for Held {
+impl Drop for RunningDemo {
     fn drop(&mut self) {
-        // Fails when it has ended, which is as good.
+        // Fails if the demo has exited, which is fine.
         let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
         let _ = self.child.wait();
     }
 }
 
 #[test]
-fn the_demo_hits_every_tier_loses_nothing_and_serves_who_comes_after() {
-    let world = World::new();
-    let folder = world.folder().to_str().expect("our folders have plain names");
-    let mut held = Held::start(folder);
-    assert_demo(&held.summary());
+fn the_demo_hits_every_tier_loses_nothing_and_serves_other_commands() {
+    let env = TestEnv::new();
+    let folder = env.folder().to_str().expect("our folders have plain names");
+    let mut demo = RunningDemo::start(folder);
+    assert_demo(&demo.summary());
 
     let replayed = objects(&["replay", "--requests", "100", "--cluster", folder, "--json"]);
-    let summary = replayed.last().expect("a replay says what it saw");
+    let summary = replayed.last().expect("a replay prints a summary");
     assert_eq!((number(summary, "/requests"), number(summary, "/mismatches")), (100, 0));
     assert!(number(summary, "/hits/own_nvme") + number(summary, "/hits/own_dram") > 0, "{summary}");
 
@@ -143,21 +150,22 @@ fn the_demo_hits_every_tier_loses_nothing_and_serves_who_comes_after() {
     assert_modes_are_set(folder);
 
     let refused = run(&["bench", "match", "--repetitions", "1", "--dir", folder]);
-    let said = String::from_utf8_lossy(&refused.stderr);
-    assert!(!refused.status.success() && said.contains("in use by another"), "{said}");
-    assert_eq!(processes(folder).len(), 3, "a refused command touches nothing");
+    let stderr = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && stderr.contains("in use by another"), "{stderr}");
+    assert_eq!(processes(folder).len(), 3, "a rejected command ends no process");
 
     assert_frozen_control_plane_is_reported(folder);
 
-    held.end();
+    demo.end();
     assert!(processes(folder).is_empty(), "no process outlives the command");
-    for gone in ["cluster.json", "processes.json", "node-1/device-0.pool", "node-2/device-0.pool"] {
-        assert!(!Path::new(folder).join(gone).exists(), "{gone} is of no use without its cluster");
+    for removed in ["cluster.json", "processes.json", "node-1/device-0.pool", "node-2/device-0.pool"] {
+        assert!(!Path::new(folder).join(removed).exists(), "{removed} is removed with its cluster");
     }
     assert!(Path::new(folder).join("node-1.log").is_file(), "logs outlive their cluster");
 }
 
-/// A node is cordoned and taken back, and a name that nobody has is refused with those that there are.
+/// Checks that a node can be cordoned and uncordoned, and that an unknown name is rejected with a list of the
+/// nodes.
 fn assert_modes_are_set(folder: &str) {
     let set = |command: &str| objects(&[command, "node-2", "--cluster", folder, "--json"]).remove(0);
     let cordoned = set("cordon");
@@ -169,12 +177,11 @@ fn assert_modes_are_set(folder: &str) {
     assert!(nodes.iter().all(|node| number(node, "/usage/nvme_used_bytes") > 0), "nodes report: {status}");
     assert_eq!(set("uncordon")["before"], "cordoned");
     let refused = run(&["cordon", "node-9", "--cluster", folder]);
-    let said = String::from_utf8_lossy(&refused.stderr);
-    assert!(!refused.status.success() && said.contains("there are node-1, node-2"), "{said}");
+    let stderr = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && stderr.contains("known nodes are node-1, node-2"), "{stderr}");
 }
 
-/// Processes that have a configuration in this folder among their arguments.
-/// Each block of a prompt has its line, and a key says the same as the line that it was taken from.
+/// Checks that each block of a prompt has a line, and that its key is explained by the same line.
 fn assert_explained(folder: &str) {
     let blocks = objects(&["--json", "explain", "1", "--cluster", folder]);
     assert!(!blocks.is_empty());
@@ -183,7 +190,8 @@ fn assert_explained(folder: &str) {
         assert!(number(block, "/slot") < 4096 && block["member"].is_string(), "{block}");
         let (node, load) = block["loads"].as_object().and_then(|loads| loads.iter().next()).expect("a node");
         let replicas = block["replicas"].as_array().expect("a list");
-        let here = |tier: &str| replicas.iter().any(|held| held["node"] == *node && held["tier"] == tier);
+        let here =
+            |tier: &str| replicas.iter().any(|replica| replica["node"] == *node && replica["tier"] == tier);
         let own = if here("DRAM") {
             "own DRAM"
         } else if here("NVMe") {
@@ -194,20 +202,22 @@ fn assert_explained(folder: &str) {
             "of node-2"
         };
         assert!(load.as_str().is_some_and(|load| load.contains(own)), "{block}");
-        assert!(replicas.iter().all(|held| held["why"].is_string()), "{block}");
+        assert!(replicas.iter().all(|replica| replica["why"].is_string()), "{block}");
     }
-    let held = |block: &Value| block["replicas"].as_array().cloned().unwrap_or_default();
-    let reasons: Vec<Value> = blocks.iter().flat_map(held).map(|held| held["why"].clone()).collect();
+    let replicas = |block: &Value| block["replicas"].as_array().cloned().unwrap_or_default();
+    let reasons: Vec<Value> =
+        blocks.iter().flat_map(replicas).map(|replica| replica["why"].clone()).collect();
     let reasons: Vec<&str> = reasons.iter().filter_map(Value::as_str).collect();
     let known = ["saved by an engine", "fetched from a peer", "copied here", "found on a device"];
     assert!(reasons.iter().all(|why| known.iter().any(|words| why.starts_with(words))), "{reasons:?}");
-    // The demo has killed an agent on the way.
+    // The demo has killed and restarted an agent.
     assert!(reasons.contains(&"found on a device when the agent started"), "{reasons:?}");
     let key = blocks[0]["key"].as_str().expect("a key");
     let again = objects(&["--json", "explain", key, "--cluster", folder]);
     assert_eq!(again, [blocks[0].clone()]);
 }
 
+/// Returns the processes that have a configuration file of this folder among their arguments.
 fn processes(folder: &str) -> Vec<Pid> {
     let in_folder = |arguments: &[u8]| {
         String::from_utf8_lossy(arguments).split('\0').any(|argument| {
@@ -228,7 +238,7 @@ fn processes(folder: &str) -> Vec<Pid> {
 fn control_plane(folder: &str) -> Pid {
     let path = Path::new(folder).join("processes.json");
     let text = std::fs::read_to_string(path).expect("a running cluster records its processes");
-    let recorded: Value = serde_json::from_str(&text).expect("as JSON");
+    let recorded: Value = serde_json::from_str(&text).expect("valid JSON");
     assert_eq!(recorded[0]["program"], "reprise-controlplane");
     i32::try_from(number(&recorded, "/0/pid")).ok().and_then(Pid::from_raw).expect("a process id")
 }
@@ -237,49 +247,49 @@ fn assert_frozen_control_plane_is_reported(folder: &str) {
     let frozen = control_plane(folder);
     pause(frozen);
     let output = run(&["status", "--cluster", folder]);
-    kill_process(frozen, Signal::CONT).expect("our user's process");
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success() && said.contains("did not answer within 5s"), "{said}");
+    kill_process(frozen, Signal::CONT).expect("a process of this user");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && stderr.contains("did not answer within 5s"), "{stderr}");
 }
 
 #[test]
-fn a_command_that_was_killed_leaves_nothing_to_the_next_one_in_its_directory() {
-    let world = World::new();
-    let folder = world.folder().to_str().expect("our folders have plain names");
-    let mut held = Held::start(folder);
-    held.summary();
-    let left = processes(folder);
-    assert_eq!(left.len(), 3);
-    held.child.kill().expect("one's own child can be killed");
-    held.child.wait().expect("and waited for");
-    assert_eq!(processes(folder), left, "SIGKILL leaves no time to end them");
+fn a_command_ends_the_processes_that_a_killed_command_left_in_its_directory() {
+    let env = TestEnv::new();
+    let folder = env.folder().to_str().expect("our folders have plain names");
+    let mut demo = RunningDemo::start(folder);
+    demo.summary();
+    let running = processes(folder);
+    assert_eq!(running.len(), 3);
+    demo.child.kill().expect("a child can be killed");
+    demo.child.wait().expect("a child can be waited for");
+    assert_eq!(processes(folder), running, "a killed command cannot end its processes");
 
     objects(&["bench", "match", "--repetitions", "1", "--dir", folder, "--json"]);
     assert!(processes(folder).is_empty());
 }
 
 #[test]
-fn the_demo_on_etcd_outlives_a_member_and_an_agent_and_ends_with_a_complete_directory() {
+fn the_demo_on_etcd_survives_the_loss_of_a_member_and_an_agent_with_a_complete_directory() {
     build_etcd();
-    let world = World::new();
-    let folder = world.folder().to_str().expect("our folders have plain names");
+    let env = TestEnv::new();
+    let folder = env.folder().to_str().expect("our folders have plain names");
     let demo = [&DEMO[..], &[folder, "--etcd", "--members", "3", "--nodes", "3"]].concat();
     let summary = objects(&demo).remove(0);
     assert_eq!((number(&summary, "/requests"), number(&summary, "/mismatches")), (300, 0));
     assert_eq!((number(&summary, "/members"), number(&summary, "/members_killed")), (3, 1));
     assert_eq!(number(&summary, "/durable_after_restart"), number(&summary, "/durable_before_kill"));
-    let told = number(&summary, "/directory_dram") + number(&summary, "/directory_nvme");
+    let listed = number(&summary, "/directory_dram") + number(&summary, "/directory_nvme");
     assert!(number(&summary, "/directory_nvme") > 1000, "{summary}");
-    assert_eq!(number(&summary, "/directory_compared"), told, "key by key");
+    assert_eq!(number(&summary, "/directory_compared"), listed, "every listed replica is compared");
     assert!(processes(folder).is_empty(), "no process outlives the command");
-    assert!(!Path::new(folder).join("etcd.data").exists(), "etcd's data are of no use without it");
+    assert!(!Path::new(folder).join("etcd.data").exists(), "etcd's data are removed");
 }
 
 #[test]
-fn the_keys_of_a_killed_member_are_found_again_and_no_answer_is_wrong_meanwhile() {
+fn bench_failover_finds_all_keys_again_and_no_answer_is_wrong() {
     build_etcd();
-    let world = World::new();
-    let folder = world.folder().to_str().expect("our folders have plain names");
+    let env = TestEnv::new();
+    let folder = env.folder().to_str().expect("our folders have plain names");
     let figures = objects(&[
         "bench",
         "failover",
@@ -303,10 +313,10 @@ fn the_keys_of_a_killed_member_are_found_again_and_no_answer_is_wrong_meanwhile(
 }
 
 #[test]
-fn what_etcd_keeps_does_not_grow_with_the_blocks() {
+fn the_data_in_etcd_do_not_grow_with_the_blocks() {
     build_etcd();
-    let world = World::new();
-    let folder = world.folder().to_str().expect("our folders have plain names");
+    let env = TestEnv::new();
+    let folder = env.folder().to_str().expect("our folders have plain names");
     let figures = objects(&["bench", "etcd", "--entries", "50000", "--dir", folder, "--json"]);
     assert_form(&figures);
     assert_eq!(figures.len(), 4);
@@ -314,7 +324,7 @@ fn what_etcd_keeps_does_not_grow_with_the_blocks() {
 }
 
 #[test]
-fn sim_chaos_ends_with_its_figures_and_breaks_no_invariant() {
+fn sim_chaos_prints_a_summary_without_violations() {
     let lines = objects(&["sim", "chaos", "--seeds", "4", "--start", "7", "--json"]);
     let summary = lines.last().expect("a last line");
     assert_eq!((number(summary, "/seeds"), number(summary, "/violations")), (4, 0));
@@ -322,13 +332,13 @@ fn sim_chaos_ends_with_its_figures_and_breaks_no_invariant() {
 }
 
 #[test]
-fn doctor_names_what_it_found_and_what_follows() {
+fn doctor_reports_findings_with_their_consequences() {
     let findings = objects(&["doctor", "--json"]);
     for name in ["io_uring", "registered buffers", "huge pages", "RDMA", "GPU", "NVMe"] {
         let finding = findings
             .iter()
             .find(|finding| finding["name"] == name)
-            .unwrap_or_else(|| panic!("nothing about {name} in {findings:?}"));
+            .unwrap_or_else(|| panic!("no finding {name} in {findings:?}"));
         assert!(["good", "fair", "absent", "bad"].contains(&finding["verdict"].as_str().unwrap_or("")));
         assert!(finding["consequence"].as_str().is_some_and(|text| !text.is_empty()), "{finding}");
     }
@@ -338,9 +348,9 @@ fn doctor_names_what_it_found_and_what_follows() {
 }
 
 #[test]
-fn a_benchmark_reports_figures_in_the_one_form() {
-    let world = World::new();
-    let folder = world.folder().to_str().expect("our folders have plain names");
+fn benchmarks_report_figures_with_all_fields() {
+    let env = TestEnv::new();
+    let folder = env.folder().to_str().expect("our folders have plain names");
     let figures = objects(&["bench", "match", "--repetitions", "1", "--dir", folder, "--json"]);
     let median = figures.iter().find(|figure| figure["name"] == "match.8192_keys_p50").expect("the median");
     assert!(median["value"].as_f64().is_some_and(|value| value > 0.0), "{median}");
@@ -367,27 +377,30 @@ fn assert_form(figures: &[Value]) {
 }
 
 #[test]
-fn the_printed_configuration_is_taken_and_an_unknown_field_is_refused() {
-    let world = World::new();
-    let file = world.folder().join("reprise.toml");
+fn accepts_the_printed_configuration_and_rejects_an_unknown_field() {
+    let env = TestEnv::new();
+    let file = env.folder().join("reprise.toml");
     let printed = reprise(&["--print-default-config"]).output().expect("reprise can be run");
     assert!(printed.status.success());
     let text = String::from_utf8(printed.stdout).expect("output is UTF-8");
     let path = file.to_str().expect("our folders have plain names");
     std::fs::write(&file, text.replace("repetitions = 11", "repetitions = 0"))
-        .expect("a file can be written");
-    let taken = reprise(&["--config", path, "bench", "match"]).output().expect("reprise can be run");
-    assert!(String::from_utf8_lossy(&taken.stderr).contains("--repetitions"), "what the file says counts");
-    std::fs::write(&file, format!("{text}\nrepetition = 3\n")).expect("a file can be written");
+        .expect("the folder is writable");
+    let accepted = reprise(&["--config", path, "bench", "match"]).output().expect("reprise can be run");
+    assert!(
+        String::from_utf8_lossy(&accepted.stderr).contains("--repetitions"),
+        "the value of the file is used"
+    );
+    std::fs::write(&file, format!("{text}\nrepetition = 3\n")).expect("the folder is writable");
     let refused = reprise(&["--config", path, "status"]).output().expect("reprise can be run");
-    let said = String::from_utf8_lossy(&refused.stderr);
-    assert!(!refused.status.success() && said.contains("repetition") && said.contains(path), "{said}");
+    let stderr = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && stderr.contains("repetition") && stderr.contains(path), "{stderr}");
 }
 
 #[test]
-fn commands_that_cannot_work_say_why() {
-    let world = World::new();
-    let folder = world.folder().to_str().expect("our folders have plain names");
+fn commands_that_cannot_run_report_the_reason() {
+    let env = TestEnv::new();
+    let folder = env.folder().to_str().expect("our folders have plain names");
     let cases: [(&[&str], &str); 4] = [
         (&["replay", "--cluster", folder], "cluster.json"),
         (&["status", "--cluster", folder], "cluster.json"),
@@ -396,8 +409,8 @@ fn commands_that_cannot_work_say_why() {
     ];
     for (arguments, words) in cases {
         let output = run(arguments);
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert!(!output.status.success(), "{arguments:?} worked");
-        assert!(said.contains(words), "{arguments:?} says: {said}");
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success(), "{arguments:?} succeeded");
+        assert!(stderr.contains(words), "{arguments:?} printed: {stderr}");
     }
 }

@@ -1,7 +1,10 @@
-//! Repository checks: what review should not have to look for.
+//! Repository checks that relieve review.
 //!
-//! Each test names the rule it keeps; a failure names the file. The list of files comes from git, so files
-//! that are not tracked yet are not checked.
+//! Each test states its rule; a failure names the file. The list of files comes from git, so untracked files
+//! are not checked.
+
+#[path = "tidy/language.rs"]
+mod language;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -24,7 +27,7 @@ const RATCHET: &[(&str, usize)] = &[];
 /// Largest tracked file.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
-/// Where unsafe code may live (docs/ARCHITECTURE.md, "Folders and crates").
+/// Folders that may contain unsafe code (docs/ARCHITECTURE.md, "Folders and crates").
 const UNSAFE_PLACES: &[&str] = &["node-agent/buffers/", "node-agent/io/", "python/src/memory/tensors.rs"];
 
 /// Every dependency that one of our crates may have on another, development dependencies included.
@@ -85,14 +88,14 @@ const EDGES: &[(&str, &[&str])] = &[
     ("reprise-e2e", &["reprise-policy", "reprise-proto", "reprise-client", "reprise-crds"]),
 ];
 
-/// The workspaces: that of Python's native half is one of its own.
+/// Manifests of the workspaces. The native half of the Python package has its own.
 const MANIFESTS: &[&str] = &["Cargo.toml", "python/Cargo.toml"];
 
 /// Crates that decide without doing: no async runtime, no clock, no I/O libraries.
 const PURE: &[&str] =
     &["reprise-policy", "reprise-agent-core", "reprise-controlplane-core", "reprise-simulator"];
 
-/// What a pure crate must not depend on.
+/// Dependencies that a pure crate must not have.
 const IMPURE: &[&str] = &["tokio", "libc", "io-uring", "tonic", "axum", "rand", "redb", "crossbeam-channel"];
 
 fn tracked() -> Vec<String> {
@@ -127,7 +130,7 @@ fn assert_none(rule: &str, offenders: &[String]) {
 }
 
 #[test]
-fn every_source_file_says_what_it_is_for() {
+fn every_source_file_opens_with_a_module_doc() {
     let offenders: Vec<String> = rust_files()
         .into_iter()
         .filter(|(_, text)| {
@@ -139,7 +142,7 @@ fn every_source_file_says_what_it_is_for() {
 }
 
 #[test]
-fn no_source_file_outgrows_the_head() {
+fn source_files_have_at_most_600_lines() {
     let limits: BTreeMap<&str, usize> = RATCHET.iter().copied().collect();
     let mut offenders = Vec::new();
     for (file, text) in rust_files() {
@@ -153,7 +156,7 @@ fn no_source_file_outgrows_the_head() {
 }
 
 #[test]
-fn crates_know_only_whom_they_may() {
+fn crates_depend_only_on_permitted_crates() {
     let packages_of = |manifest: &&str| {
         let metadata = MetadataCommand::new().manifest_path(tree().join(manifest)).no_deps().exec();
         metadata.expect("cargo metadata runs").packages
@@ -192,19 +195,19 @@ fn unsafe_code_lives_in_the_leaf_crates() {
             })
         })
         .map(|(file, _)| file)
-        // This file names the words it looks for.
+        // This file contains the words that it searches for.
         .filter(|file| file != "e2e/tests/tidy.rs")
         .collect();
-    assert_none("unsafe code lives where docs/ARCHITECTURE.md says", &offenders);
+    assert_none("unsafe code lives in the crates that docs/ARCHITECTURE.md lists", &offenders);
 }
 
-/// Where the time of day is read: for people and for formats that want it. Everything else goes by monotonic time, so a
-/// clock that is set, or steps, changes nothing.
+/// Files that read the time of day, for people and for formats that require it. All other code uses monotonic
+/// time, so that a clock that is set or steps changes nothing.
 const WALL_CLOCK_PLACES: &[&str] =
     &["controlplane/src/events/publisher.rs", "node-agent/src/device/identity.rs", "e2e/"];
 
 #[test]
-fn nothing_is_decided_by_the_time_of_day() {
+fn only_listed_files_read_the_time_of_day() {
     let wall_clocks = ["SystemTime", "UNIX_EPOCH", "chrono::"];
     let is_offender = |(path, text): &(String, String)| {
         !WALL_CLOCK_PLACES.iter().any(|place| path.starts_with(place))
@@ -214,7 +217,7 @@ fn nothing_is_decided_by_the_time_of_day() {
     assert_none("only what people read has the time of day", &offenders);
 }
 
-/// Programs that draw random numbers, where no seed must decide them: pauses of retries, ids.
+/// Files that draw random numbers without a seed: delays of retries, ids.
 const RANDOM_PLACES: &[&str] = &["operator/src/backoff.rs", "controlplane/src/events.rs"];
 
 #[test]
@@ -283,7 +286,7 @@ fn every_module_file_belongs_to_a_module() {
 }
 
 #[test]
-fn nothing_is_left_to_do_without_an_issue() {
+fn every_note_of_open_work_names_an_issue() {
     let offenders: Vec<String> = rust_files()
         .into_iter()
         .filter(|(file, _)| file != "e2e/tests/tidy.rs")
@@ -301,7 +304,7 @@ fn nothing_is_left_to_do_without_an_issue() {
 }
 
 #[test]
-fn an_ignored_test_says_why() {
+fn every_ignored_test_has_a_reason() {
     let offenders: Vec<String> = rust_files()
         .into_iter()
         .filter(|(file, _)| file != "e2e/tests/tidy.rs")
@@ -313,7 +316,7 @@ fn an_ignored_test_says_why() {
 
 #[test]
 fn the_tree_holds_no_large_files_and_no_paths_of_one_machine() {
-    // Spelled in two halves so that this file does not name what it forbids.
+    // Spelled in two halves, so that this file does not contain the forbidden words.
     let forbidden: Vec<String> = [("/wor", "k/main"), ("/roo", "t/"), ("/home", "/"), ("crates", ".io/")]
         .iter()
         .map(|(head, tail)| format!("{head}{tail}"))
@@ -335,5 +338,5 @@ fn the_tree_holds_no_large_files_and_no_paths_of_one_machine() {
             );
         }
     }
-    assert_none("the tree is small and says nothing of one machine", &offenders);
+    assert_none("the tree is small and contains no path of one machine", &offenders);
 }
