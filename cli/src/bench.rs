@@ -141,7 +141,6 @@ impl Settings {
     }
 }
 
-/// `reprise bench`.
 pub(crate) fn command(args: &BenchArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
     let repetitions = args.repetitions.unwrap_or(config.bench.repetitions);
     if repetitions == 0 {

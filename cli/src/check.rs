@@ -153,7 +153,6 @@ struct Check {
     within: Duration,
 }
 
-/// `reprise check`.
 pub(crate) fn command(args: &CheckArgs, audience: Audience) -> anyhow::Result<()> {
     ensure!(args.index < args.of, "invalid --index {}: expected 0 to {}", args.index, args.of - 1);
     let check = Check::connect_within(args)?;

@@ -13,7 +13,6 @@ use crate::model::SCALE_DEFAULT;
 /// Output of `--print-default-config`, equal to [`Config::default`] by a test.
 pub(crate) const DEFAULT_CONFIG: &str = include_str!("default.toml");
 
-/// The configuration file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct Config {
@@ -44,7 +43,6 @@ pub(crate) struct DemoConfig {
     pub(crate) pool: ByteSize,
 }
 
-/// Section `[bench]`: benchmarks.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct BenchConfig {

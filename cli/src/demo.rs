@@ -157,7 +157,6 @@ impl ProgressView<'_> {
     }
 }
 
-/// `reprise demo`.
 pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
     let trace = Trace::open(args.trace.as_deref())?;
     let chosen = args.over(&config.demo);

@@ -56,7 +56,6 @@ enum Verdict {
     Bad,
 }
 
-/// `reprise doctor`.
 pub(crate) fn command(args: &DoctorArgs, audience: Audience) -> anyhow::Result<()> {
     let directory = args.dir.clone().unwrap_or_else(cache_directory);
     fs::create_dir_all(&directory).with_context(|| format!("cannot create {}", directory.display()))?;

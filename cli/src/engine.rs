@@ -149,7 +149,6 @@ impl Engine {
         Ok(())
     }
 
-    /// Serves one request.
     pub(crate) fn run(&mut self, hash_ids: &[u64]) -> anyhow::Result<RequestOutcome> {
         let chain = self.chain(hash_ids);
         let mut outcome = RequestOutcome { blocks: chain.len() as u64, ..RequestOutcome::default() };

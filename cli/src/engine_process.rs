@@ -80,7 +80,6 @@ impl EngineProcess {
         }
     }
 
-    /// Serves a request.
     pub(crate) fn run(&mut self, hash_ids: &[u64]) -> anyhow::Result<RequestOutcome> {
         match self.call(&EngineCommand::Run { hash_ids: hash_ids.to_vec() })? {
             EngineAnswer::Served { outcome } => Ok(outcome),

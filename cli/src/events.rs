@@ -84,7 +84,6 @@ struct OpenStream {
     task: JoinHandle<anyhow::Result<()>>,
 }
 
-/// `reprise events`.
 pub(crate) fn command(args: &EventsArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
     let addresses = ClusterFile::members_of(args.controlplane.as_ref(), args.cluster.as_deref(), config)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;

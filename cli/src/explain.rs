@@ -138,7 +138,6 @@ impl FromStr for Subject {
     }
 }
 
-/// `reprise explain`.
 pub(crate) fn command(args: &ExplainArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
     let keys = keys(args)?;
     let addresses = ClusterFile::members_of(args.controlplane.as_ref(), args.cluster.as_deref(), config)?;

@@ -22,7 +22,6 @@ struct RemovedNode<'a> {
     number: u32,
 }
 
-/// `reprise forget`.
 pub(crate) fn command(args: &ModeArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
     runtime()?.block_on(forget(&addresses(args, config)?, &args.node, audience))
 }

@@ -54,7 +54,6 @@ struct OutputLine<'a> {
     outcome: Outcome,
 }
 
-/// `reprise keep-file`.
 pub(crate) fn command(args: &KeepFileArgs, audience: Audience) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {

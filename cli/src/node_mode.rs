@@ -105,17 +105,14 @@ enum DrainState {
     Drained(Progress),
 }
 
-/// `reprise cordon`.
 pub(crate) fn cordon(args: &ModeArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
     runtime()?.block_on(set(&addresses(args, config)?, &args.node, NodeMode::Cordoned, audience))
 }
 
-/// `reprise uncordon`.
 pub(crate) fn uncordon(args: &ModeArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
     runtime()?.block_on(set(&addresses(args, config)?, &args.node, NodeMode::Active, audience))
 }
 
-/// `reprise drain`.
 pub(crate) fn drain(args: &DrainArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
     let (addresses, node) = (addresses(&args.mode, config)?, &args.mode.node);
     runtime()?.block_on(async {

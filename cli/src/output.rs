@@ -52,7 +52,6 @@ pub(crate) fn print(text: &str) {
     print!("{text}");
 }
 
-/// The `--json` flag.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct JsonFlag(pub(crate) bool);
 

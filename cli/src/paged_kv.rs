@@ -46,7 +46,6 @@ impl PagedKv {
         Some(self.free.split_off(at))
     }
 
-    /// Releases blocks.
     pub(crate) fn release(&mut self, blocks: Vec<PhysicalBlock>) {
         self.free.extend(blocks);
     }

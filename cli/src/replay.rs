@@ -263,7 +263,6 @@ pub(crate) fn run(
     Ok(())
 }
 
-/// `reprise replay`.
 pub(crate) fn command(args: &ReplayArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
     let trace = Trace::open(args.trace.as_deref())?;
     let scale = args.scale.unwrap_or(config.demo.scale);

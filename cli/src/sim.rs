@@ -114,7 +114,6 @@ struct Totals {
     seen: BTreeMap<&'static str, u64>,
 }
 
-/// `reprise sim`.
 pub(crate) fn command(args: &SimArgs, audience: Audience) -> anyhow::Result<()> {
     match &args.simulation {
         Simulation::Chaos(args) => chaos(args, audience),

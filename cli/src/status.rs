@@ -134,7 +134,6 @@ struct Usage {
     queued_bytes: u64,
 }
 
-/// `reprise status`.
 pub(crate) fn command(args: &StatusArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
     let addresses = ClusterFile::members_of(args.controlplane.as_ref(), args.cluster.as_deref(), config)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;

@@ -129,7 +129,6 @@ struct NewBudget {
     limit: Amounts,
 }
 
-/// `reprise tenant`.
 pub(crate) fn command(args: &TenantArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
     let addresses = ClusterFile::members_of(args.controlplane.as_ref(), args.cluster.as_deref(), config)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;

@@ -86,7 +86,7 @@ impl Background {
         }
     }
 
-    /// Aborts all tasks.
+    /// Aborts all tasks at their next await point.
     pub fn abort_all(&mut self) {
         self.tasks.abort_all();
     }

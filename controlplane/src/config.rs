@@ -50,7 +50,7 @@ pub struct Config {
     pub log: LogConfig,
 }
 
-/// The table `[member]`.
+/// Settings of the table `[member]`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct MemberConfig {
@@ -62,7 +62,7 @@ pub struct MemberConfig {
     pub time_to_live: Interval,
 }
 
-/// The table `[membership]`.
+/// Settings of the table `[membership]`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct MembershipConfig {
@@ -74,7 +74,7 @@ pub struct MembershipConfig {
     pub forget_after: Interval,
 }
 
-/// The table `[limits]`.
+/// Settings of the table `[limits]`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LimitsConfig {
@@ -84,7 +84,7 @@ pub struct LimitsConfig {
     pub watchers: usize,
 }
 
-/// The table `[log]`.
+/// Settings of the table `[log]`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LogConfig {

@@ -91,7 +91,7 @@ impl Events {
         self.notify_readers(&log);
     }
 
-    /// Ends all readers.
+    /// Ends all readers of the log.
     pub fn close(&self) {
         self.end.send_replace(LogEnd::Closing);
     }

@@ -284,7 +284,7 @@ impl Metrics {
         self.call.get_or_create(&CallLabels { call }).observe(time.as_secs_f64());
     }
 
-    /// Counts a heartbeat.
+    /// Counts a heartbeat by its outcome.
     pub fn count_heartbeat(&self, result: HeartbeatOutcome) {
         self.heartbeats.get_or_create(&HeartbeatLabels { result }).inc();
     }

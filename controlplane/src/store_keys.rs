@@ -59,7 +59,7 @@ impl fmt::Display for Key<'_> {
 }
 
 impl Family {
-    /// All record families.
+    /// All families of records, in key order.
     pub const ALL: [Family; 4] = [Family::Nodes, Family::Modes, Family::Members, Family::Tenants];
 
     /// Prefix of the keys of this family, distinct from all other keys.

@@ -247,7 +247,6 @@ impl State {
     }
 }
 
-/// Logs a report.
 fn write(report: &Report<Details>) {
     let Details { level, text } = &report.details;
     match report.what {

@@ -24,7 +24,6 @@ const LINES_BEFORE_RATCHET: usize = 600;
 /// raise one: split the file by responsibility.
 const RATCHET: &[(&str, usize)] = &[];
 
-/// Largest tracked file.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
 /// Folders that may contain unsafe code (docs/ARCHITECTURE.md, "Folders and crates").

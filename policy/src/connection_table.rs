@@ -44,7 +44,7 @@ pub struct ConnectionTable<C> {
     closing: usize,
 }
 
-/// Outcome of [`ConnectionTable::admit`].
+/// Outcome of a call of [`ConnectionTable::admit`].
 #[derive(Debug, PartialEq, Eq)]
 pub enum Admission<C> {
     /// The listener had room.

@@ -77,7 +77,7 @@ impl Parts {
     }
 }
 
-/// Layout before validation.
+/// Layout parameters before their validation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LayoutSpec {

@@ -132,7 +132,7 @@ impl Quota {
         self.reserved
     }
 
-    /// Maximum bytes.
+    /// Maximum number of bytes allowed.
     pub fn limit(&self) -> u64 {
         self.limit
     }

@@ -125,7 +125,7 @@ pub enum Budget {
     Outside(Fallback),
 }
 
-/// Validated profile.
+/// Profile whose windows are validated.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Profile {
     content: Content,

@@ -56,7 +56,7 @@ def test_transfers_save_and_load_and_are_returned_once(session: Session, namespa
         assert load.sources == [Source.OWN_DRAM] * BLOCKS
         assert 0 < load.seconds < LONG
         assert (transfers.finished(), transfers.unfinished) == ([], 0)
-        with pytest.raises(reprise.BadRequest, match=f"no block {2 * BLOCKS}"):
+        with pytest.raises(reprise.BadRequest, match=f"invalid block {2 * BLOCKS}"):
             transfers.load(keys[:16], [2 * BLOCKS])
     for layer, expected in zip(engine, saved_bytes, strict=True):
         assert np.array_equal(layer[BLOCKS:], expected)

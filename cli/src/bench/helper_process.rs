@@ -13,7 +13,6 @@ use crate::cluster::stop;
 /// Time limit until it is ready: imports take seconds, and ten times that on a busy machine.
 const READY_WITHIN: Duration = Duration::from_secs(300);
 
-/// Interval between checks.
 const READY_PAUSE: Duration = Duration::from_millis(50);
 
 /// Runs a script, waits for the end of the input, and ends the processes that the script started.
@@ -39,7 +38,6 @@ pub(super) struct Script<'a> {
     pub(super) name: &'static str,
 }
 
-/// Running helper process.
 pub(super) struct HelperProcess {
     child: Child,
     input: Option<ChildStdin>,

@@ -12,7 +12,6 @@ use super::{Settings, fixture, one_page};
 /// Keys per call: a 128K-token request in blocks of 16 tokens.
 const KEYS: usize = 8192;
 
-/// Calls per repetition.
 const CALLS: usize = 100;
 
 /// Blocks per reservation and commit.

@@ -134,7 +134,6 @@ impl Drop for Mooncake {
     }
 }
 
-/// Its Python environment.
 fn environment() -> PathBuf {
     cache_directory().join("bench").join(format!("mooncake-{VERSION}"))
 }

@@ -7,7 +7,6 @@ use serde::Serialize;
 
 use crate::output::{Audience, Table};
 
-/// One measured figure.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct Figure {
     /// Name of the figure, for example `store.cold_load_2mib`.

@@ -32,7 +32,6 @@ const CONFIG: &str = "etcd.yaml";
 const LOG: &str = "etcd.log";
 pub(super) const DATA: &str = "etcd.data";
 
-/// Running etcd.
 #[derive(Debug)]
 pub(super) struct Etcd {
     child: Child,
@@ -77,7 +76,6 @@ impl Etcd {
         format!("127.0.0.1:{}", self.ports.metrics)
     }
 
-    /// Stops the process.
     pub(super) fn stop(&mut self) {
         stop(&mut self.child);
     }

@@ -19,7 +19,6 @@ const PROGRAM: &str = "reprise-controlplane";
 /// lifetimes.
 const REGISTERED_WITHIN: Duration = Duration::from_secs(15);
 
-/// Interval between checks.
 const REGISTERED_PAUSE: Duration = Duration::from_millis(10);
 
 /// Addresses of one member.
@@ -33,7 +32,6 @@ pub(crate) struct MemberAddresses {
     pub(crate) admin: String,
 }
 
-/// Running member.
 #[derive(Debug)]
 pub(super) struct Member {
     name: String,

@@ -26,7 +26,6 @@ const LOCK_FILE: &str = "cluster.lock";
 /// executes its own program.
 const CLAIM_WITHIN: Duration = Duration::from_millis(500);
 
-/// Interval between attempts.
 const CLAIM_PAUSE: Duration = Duration::from_millis(10);
 
 /// File with the processes started in the directory.

@@ -3,7 +3,6 @@
 use reprise_client::Source;
 use serde::{Deserialize, Serialize};
 
-/// Blocks by source.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct HitCounts {
     /// The node's own DRAM.

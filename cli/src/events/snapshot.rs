@@ -11,7 +11,6 @@ use reprise_proto::controlplane::{Cleared, FollowReply, FollowRequest, MemberInf
 use super::stream::{Change, changes};
 use super::{CURRENT_WITHIN, connect, first_list, members};
 
-/// Set of replicas.
 #[derive(Debug, Default)]
 pub(crate) struct Replicas(BTreeSet<(NodeId, Tier, BlockKey)>);
 

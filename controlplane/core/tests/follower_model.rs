@@ -108,7 +108,6 @@ impl TestCluster {
         cluster
     }
 
-    /// Like `controlplane/src/directory.rs`.
     fn announce(&mut self, node: u16, open: Open, changes: &[(u8, u8)]) {
         let packed: Vec<u8> = changes.iter().flat_map(|(number, _)| key(*number).0).collect();
         let operations: Vec<u8> = changes.iter().map(|(_, operation)| *operation).collect();

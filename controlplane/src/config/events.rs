@@ -18,7 +18,7 @@ const BUFFER_STEPS_MAX: usize = 1 << 20;
 /// Most subscribers, and most replay connections; each buffers up to 4 MiB of output.
 const SUBSCRIBERS_LIMIT_MAX: usize = 1024;
 
-/// The table `[events]`.
+/// Settings of the table `[events]`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct EventsConfig {

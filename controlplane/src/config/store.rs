@@ -7,7 +7,7 @@ use serde::Deserialize;
 
 use super::ConfigError;
 
-/// The table `[store]`.
+/// Settings of the table `[store]`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 pub enum StoreConfig {
@@ -37,7 +37,7 @@ pub struct EtcdConfig {
     pub tls: Option<EtcdTlsConfig>,
 }
 
-/// The table `[store.user]`.
+/// Settings of the table `[store.user]`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct EtcdUserConfig {

@@ -28,7 +28,6 @@ const LOCALITY: &str = "LOCAL";
 /// Message for `expect` on writes to memory.
 const IN_MEMORY: &str = "writing to a vector cannot fail";
 
-/// Seconds since 1970.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Seconds(pub(super) f64);
 

@@ -224,7 +224,6 @@ impl<W: AsyncWrite + Unpin> PeerWriter<W> {
         if self.pending.len() >= WRITE_BYTES { self.flush().await } else { Ok(()) }
     }
 
-    /// Writes the buffer.
     pub(super) async fn flush(&mut self) -> Result<(), ZmtpError> {
         let mut rest = self.pending.as_slice();
         while !rest.is_empty() {

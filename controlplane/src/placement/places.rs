@@ -18,7 +18,6 @@ use crate::metrics::{Metrics, PlaceResult};
 const ENOUGH: u16 = 0;
 const NOWHERE: u16 = u16::MAX;
 
-/// A validated request.
 struct CheckedRequest {
     holder: NodeId,
     epoch: Epoch,

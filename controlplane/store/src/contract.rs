@@ -135,7 +135,7 @@ pub type StoreFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>>
 ///   leases with everything else.
 /// * A store may grant a longer time than requested (etcd: at least 1.5 of its election timeouts).
 pub trait Store: Send + Sync + fmt::Debug {
-    /// Reads one entry.
+    /// Reads the entry of a key.
     fn get(&self, key: &[u8]) -> StoreFuture<'_, Option<KeyValue>>;
 
     /// Reads at most `limit` entries whose keys start with `prefix`.

@@ -20,7 +20,7 @@ pub struct LeaseId(NonZeroU64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TimeToLive(Duration);
 
-/// A granted lease.
+/// A lease that the store has granted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lease {
     /// Id of the lease.

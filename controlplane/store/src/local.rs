@@ -25,7 +25,6 @@ use crate::error::StoreError;
 use crate::lease::{Lease, LeaseId, TimeToLive};
 use crate::state::{Change, Plan, State};
 
-/// Persistence of changes.
 pub(crate) trait Durable: Send + fmt::Debug + 'static {
     /// Whether `save` blocks on a device. If so, changes run on the runtime's blocking threads.
     const BLOCKS: bool;

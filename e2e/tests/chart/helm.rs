@@ -22,7 +22,6 @@ pub(crate) struct HelmOutput {
     pub(crate) stderr: String,
 }
 
-/// One rendered object.
 #[derive(Clone, Debug)]
 pub(crate) struct Document {
     /// Path of its template below `templates/`.

@@ -65,7 +65,7 @@ pub(crate) fn first_hit(cluster: &mut Cluster) {
          two nodes had exchanged blocks after {hit:.1?}"
     ));
     for node in cluster.nodes() {
-        let took_part = output.lines().any(|line| line.contains(&format!("of node {}: saved", node.name())));
+        let took_part = output.lines().any(|line| line.contains(&format!("on node {}: saved", node.name())));
         assert!(took_part, "{} did not take part: {output}", node.name());
     }
     assert_eq!(output.matches(", durable").count(), 2, "both blocks are on devices: {output}");

@@ -175,7 +175,6 @@ impl TestCluster {
         self.apply_resource("SSDPool", name, spec);
     }
 
-    /// Applies a CacheTenant.
     pub(crate) fn tenant(&self, name: &str, spec: Value) {
         self.apply_resource("CacheTenant", name, spec);
     }

@@ -23,7 +23,6 @@ use crate::test_control_plane::TestControlPlane;
 
 /// SSD limit of tenants that have one.
 const LIMIT: &str = "1Gi";
-/// [`LIMIT`] in bytes.
 pub(crate) const LIMIT_BYTES: u64 = 1 << 30;
 
 /// All objects that users create: kind and name.

@@ -17,7 +17,7 @@ use crate::pool::{DeviceError, DevicePool, OpToken, StoredBlock};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RequestId(pub u64);
 
-/// Input of [`AgentCore::apply`](crate::agent::AgentCore::apply).
+/// One input of [`AgentCore::apply`](crate::agent::AgentCore::apply).
 #[derive(Debug)]
 pub enum Event {
     /// Names a tenant; its blocks carry the name on devices from now on. Precedes the first session and the

@@ -42,7 +42,7 @@ pub struct Peer {
 pub struct Arrival(u64);
 
 impl LoadClass {
-    /// Highest load class.
+    /// Highest load class of a node.
     pub const MAX: LoadClass = LoadClass(15);
 
     /// Smallest number of queued bytes in the class.

@@ -17,7 +17,6 @@ use pyo3::prelude::*;
 use pyo3_dlpack::PyTensor;
 use reprise_policy::{Dtype, Layout};
 
-/// `kDLCPU` of DLPack.
 const DEVICE_CPU: i32 = 1;
 
 /// `kDLCUDAHost` of DLPack: pinned host memory.

@@ -25,7 +25,6 @@ const POOL_LABEL: &str = "reprise.dev/bench-pool";
 const USER: &str = "bench";
 const AGENT: &str = "reprise-agent";
 
-/// Concurrent calls.
 const AT_ONCE: usize = 16;
 
 /// Interval of an agent's reports.

@@ -25,7 +25,6 @@ const BINARY: &str = "kube-apiserver-v1.36.3";
 /// Time limit of a start, which takes about 5 s.
 const READY_WITHIN: Duration = Duration::from_secs(120);
 
-/// Interval between checks.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// Token with all permissions, only on loopback and during the measurement.
@@ -48,13 +47,11 @@ echo $! > "$FOLDER/operator.pid"
 until [ -s "$FOLDER/operator.ready" ]; do kill -0 $!; sleep 0.1; done
 "#;
 
-/// Running API server.
 pub(super) struct ApiServer {
     kubeconfig: PathBuf,
     _process: HelperProcess,
 }
 
-/// Running operator.
 pub(super) struct Operator {
     admin: String,
     pid: u32,

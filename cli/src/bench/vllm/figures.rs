@@ -27,7 +27,6 @@ const DEVICE_RATIO_MAX: f64 = 1.2;
 const SCHEDULER_P99_MS_MAX: f64 = 1.0;
 
 impl Samples {
-    /// Returns all figures.
     pub(super) fn figures(&self) -> Vec<Figure> {
         let mut figures: Vec<Figure> =
             self.times.keys().filter_map(|(system, leg)| self.time(*system, *leg)).collect();

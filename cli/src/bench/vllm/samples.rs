@@ -42,7 +42,6 @@ pub(super) enum Leg {
     Restart,
 }
 
-/// All samples.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(super) struct Samples {
     /// Current repetition.
@@ -150,7 +149,6 @@ impl Leg {
 }
 
 impl Samples {
-    /// Begins a repetition.
     pub(super) fn begin(&mut self, round: usize) {
         self.round = round;
     }
@@ -193,7 +191,6 @@ impl Samples {
         self.answers.push((System::Reprise, seed, with.tokens.clone()));
     }
 
-    /// Records memory.
     pub(super) fn held(&mut self, system: System, held: ProcessMemory) {
         self.held.entry(system).or_default().push(held.now);
         self.held_peak.entry(system).or_default().push(held.peak);

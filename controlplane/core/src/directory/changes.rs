@@ -69,7 +69,7 @@ impl<'a> Changes<'a> {
         }
     }
 
-    /// Number of changes.
+    /// Number of changes in this batch.
     pub fn len(&self) -> usize {
         self.operations.len()
     }

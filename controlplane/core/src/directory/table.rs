@@ -103,7 +103,7 @@ impl Entry {
 }
 
 impl Table {
-    /// Number of entries.
+    /// Number of entries in the table.
     #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.len

@@ -64,7 +64,6 @@ impl AgentCore {
         self.reply(session, request, Reply::Reserved { regions, leases, retry_after });
     }
 
-    /// Releases reserved slots.
     pub(super) fn abort(&mut self, session: SessionId, request: RequestId, leases: &[LeaseId]) {
         for lease in leases {
             if let Some(frame) = self.remove_reservation(session, *lease) {
@@ -74,7 +73,6 @@ impl AgentCore {
         self.reply(session, request, Reply::Aborted);
     }
 
-    /// Publishes filled slots.
     pub(super) fn commit(
         &mut self,
         session: SessionId,

@@ -14,7 +14,6 @@ pub(super) const PAGE: usize = PAGE_BYTES as usize;
 /// Offset of a page's checksum: its last four bytes.
 pub(super) const CRC_AT: usize = PAGE - 4;
 
-/// CRC-32/ISCSI (Castagnoli).
 pub(super) fn crc32c(bytes: &[u8]) -> u32 {
     let wide = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes);
     u32::try_from(wide).expect("a 32-bit checksum fits 32 bits")

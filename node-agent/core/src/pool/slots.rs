@@ -52,7 +52,6 @@ pub(super) enum SlotState {
     Quarantined,
 }
 
-/// Slot in memory.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Slot {
     key: BlockKey,

@@ -16,7 +16,6 @@ const SECTOR: usize = 512;
 /// Possible outcomes of an unsynced write: nothing, everything, a prefix, any pages, any sectors.
 const OUTCOMES: u64 = 5;
 
-/// The disk.
 #[derive(Clone, Debug)]
 pub(crate) struct Disk {
     bytes: u64,
@@ -37,7 +36,6 @@ struct Write {
 }
 
 impl Disk {
-    /// A blank disk.
     pub(crate) fn new(bytes: u64) -> Disk {
         Disk {
             bytes,
@@ -82,7 +80,6 @@ impl Disk {
         self.apply(offset, bytes, |_| true);
     }
 
-    /// Flips one bit.
     pub(crate) fn flip_bit(&mut self, offset: u64, bit: u8) {
         let page_offset = offset - offset % PAGE;
         let mut page = self.read(page_offset, 4096).expect("readable");

@@ -133,7 +133,6 @@ pub(crate) struct Harness {
 }
 
 impl Harness {
-    /// A new pool.
     pub(crate) fn new(params: &PoolParams, seed: u64) -> Harness {
         Harness::on(formatted(params), seed)
     }
@@ -175,7 +174,6 @@ impl Harness {
         started
     }
 
-    /// Allocates a slot.
     pub(crate) fn allocate(&mut self, layout: Layout) -> PageNumber {
         let page = self.pool.allocate(layout.slot_bytes()).expect("room");
         self.model.allocated(page, &layout);

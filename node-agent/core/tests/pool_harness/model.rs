@@ -34,7 +34,6 @@ pub(crate) struct ModelBlock {
     pub(crate) outcome: BlockState,
 }
 
-/// The model.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Model {
     keys: u64,

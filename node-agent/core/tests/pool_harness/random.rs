@@ -13,7 +13,6 @@ impl Random {
         Random { state: seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0x5DEE_CE66, seed }
     }
 
-    /// 64 random bits.
     pub(crate) fn bits(&mut self) -> u64 {
         self.state = self.state.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut mixed = self.state;
@@ -37,7 +36,6 @@ impl Random {
         self.below(of) < wins
     }
 
-    /// Shuffles elements.
     pub(crate) fn shuffle<T>(&mut self, items: &mut [T]) {
         for last in (1..items.len()).rev() {
             items.swap(last, self.index(last + 1));

@@ -28,7 +28,6 @@ pub(in crate::pool) enum Restored {
 }
 
 impl Slots {
-    /// Applies one record.
     pub(in crate::pool) fn restore(&mut self, record: &Record) -> Restored {
         match record.kind {
             RecordKind::Store => self.restore_block(record, SlotState::Stored),
