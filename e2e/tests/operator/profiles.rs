@@ -359,7 +359,8 @@ fn profile_over_node_limit_waits_regardless_of_age() {
     named("a-old-one", chat());
     let waits = |reason: &str, words: &str| {
         let message = k8s.wait_condition("SlackProfile", "a-old-one", [reason, "False", "Conflict"]);
-        assert!(message.contains(words) && message.contains("narrow spec.slackProfiles"), "{message}");
+        assert!(message.to_lowercase().contains("narrow spec.slackprofiles"), "{message}");
+        assert!(message.contains(words), "{message}");
     };
     waits("Accepted", "selects 16 profiles with precedence over this one");
     waits("Distributed", "0 of 1 nodes keep their revision; 1 do not get it");

@@ -90,7 +90,7 @@ fn chart_objects_are_applied_and_invalid_ones_rejected() {
     }
     assert!(k8s.get("KVCacheCluster", "c").is_some() && k8s.get("SSDPool", "p").is_some());
     for (text, words) in [
-        ("apiVersion: v1\nkind: Secret\nmetadata: {name: s}\n", "only kinds of reprise.dev/v1alpha1"),
+        ("apiVersion: v1\nkind: Secret\nmetadata: {name: s}\n", "expected a kind of reprise.dev/v1alpha1"),
         (
             "apiVersion: reprise.dev/v1alpha1\nkind: SSDPool\nmetadata: {name: q}\nspec: {}\n",
             "exactly one of devices",

@@ -179,7 +179,7 @@ fn assert_members_restart_from_scratch(
 #[test]
 fn members_exit_when_etcd_was_emptied_and_restart_from_scratch() {
     let (mut cluster, saver, reader) = Cluster::with_blocks(100);
-    cluster.env.require("the store was emptied or replaced");
+    cluster.env.require("the store was emptied, replaced or restored");
     cluster.etcd.kill();
     cluster.etcd.wipe();
     cluster.etcd.restart();
@@ -189,7 +189,7 @@ fn members_exit_when_etcd_was_emptied_and_restart_from_scratch() {
 #[test]
 fn members_restart_from_scratch_when_etcd_loses_its_files_and_restarts() {
     let (mut cluster, saver, reader) = Cluster::with_blocks(100);
-    cluster.env.require("the store was emptied or replaced");
+    cluster.env.require("the store was emptied, replaced or restored");
     cluster.etcd.lose_files();
     // etcd continues with its open files, or has exited.
     saver.save_durably(&numbers(100..120));
