@@ -375,7 +375,7 @@ fn error_of_unprivileged_client(copy: &Path, agent: &Agent) -> String {
 #[test]
 fn a_client_that_does_not_read_is_disconnected_and_delays_no_other() {
     let (env, agent) = env_with_agent();
-    env.require("its client does not read");
+    env.require("the client does not read");
     let mut deaf = RawSession::with_handshake(&agent.files().socket, &small());
     // Responses of some 4 KiB each: the socket buffers a few hundred KiB of them, a bounded queue the rest.
     let flood = std::thread::spawn(move || {
