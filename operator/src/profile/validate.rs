@@ -97,7 +97,7 @@ mod tests {
             (
                 &odd,
                 found(text("[]"), &[0]),
-                Some((Reason::InvalidSpec, "rollout.canary.soak: 'soon' is not")),
+                Some((Reason::InvalidSpec, "rollout.canary.soak: invalid amount \"soon\"")),
             ),
             (&plain, found(text("[]"), &[]), Some((Reason::ReferenceNotFound, "set spec.slackProfiles"))),
             (

@@ -48,7 +48,7 @@ async fn watchdog_sees_hanging_reconcile_until_it_ends() {
     let later = || Instant::now() + STUCK_AFTER + Duration::from_secs(1);
     let reports_stuck =
         |words: &str| context.watchdog.stuck(later()).is_some_and(|stuck| stuck.contains(words));
-    until(|| reports_stuck("the queue of Node has done nothing")).await;
+    until(|| reports_stuck("the queue of Node has sent no heartbeat")).await;
     requests.send(ObjectRef::new("n1")).await.expect("the queue receives");
     until(|| reports_stuck("the reconcile of Node//n1")).await;
     assert_eq!(context.watchdog.stuck(Instant::now()), None, "the reconcile may take some time");
