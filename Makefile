@@ -60,7 +60,7 @@ lint-python:
 
 test-quick: lint
 	cargo test --locked --workspace --exclude reprise-e2e
-	cargo test --locked -p reprise-e2e --test tidy
+	cargo test --locked --workspace --test tidy
 
 # The end-to-end tests start the binaries in their own folder, so those are built first. The build always includes a
 # test of the workspace: otherwise dependencies have other features and are compiled again.

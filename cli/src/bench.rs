@@ -41,18 +41,20 @@ pub(crate) struct BenchArgs {
     /// Repeat each measurement; report the median [default: 11; vllm: 5].
     #[arg(long, global = true)]
     repetitions: Option<usize>,
-    /// Create pools in this directory [default: the cache folder's bench].
+    /// Store files in this directory [default: ~/.cache/reprise/bench].
+    ///
+    /// `$REPRISE_CACHE` replaces `~/.cache/reprise`.
     #[arg(long, global = true, value_name = "DIR")]
     dir: Option<PathBuf>,
 }
 
 #[derive(Clone, Debug, Subcommand)]
 enum Benchmark {
-    /// Measure cold loads and durable saves against a bare io_uring loop.
+    /// Compare cold loads and durable saves with a bare io_uring loop.
     Store,
-    /// Measure DRAM hits into scattered engine memory against memcpy.
+    /// Compare DRAM hits, copied to scattered engine memory, with memcpy.
     Local,
-    /// Measure loads from a peer over TCP against a bare stream.
+    /// Compare loads from a peer over TCP with a plain TCP stream.
     Peer,
     /// Measure one match call over 8,192 keys.
     Match,
@@ -63,7 +65,7 @@ enum Benchmark {
         /// Use this many replica entries; over gRPC at most ten million.
         #[arg(long, default_value_t = 10_000_000)]
         entries: usize,
-        /// Also measure the master of this system in the same run.
+        /// Also measure this system's metadata server in the same run.
         #[arg(long)]
         peer: Option<Peer>,
     },
@@ -73,9 +75,9 @@ enum Benchmark {
         #[arg(long, default_value_t = 1_000_000)]
         entries: usize,
     },
-    /// Measure etcd's size with a thousand blocks and with many.
+    /// Measure etcd's database size for 1,000 and for ENTRIES blocks.
     ///
-    /// The sizes must be equal.
+    /// The target is at most 2 MiB at both sizes.
     Etcd {
         /// Use this many blocks in the larger measurement.
         #[arg(long, default_value_t = 1_000_000)]
@@ -83,8 +85,8 @@ enum Benchmark {
     },
     /// Measure misses after the loss of one control-plane member, or of all.
     ///
-    /// Kills one of three members: how long are its keys not found? Kills all three: how long until the
-    /// directory is complete again?
+    /// Measures how long the keys of one killed member of three are not found, and, after all three are
+    /// killed, how long the directory takes to be complete.
     Failover {
         /// Rebuild this many replica entries; at most ten million.
         #[arg(long, default_value_t = grpc_directory::ENTRIES_MAX)]
@@ -97,24 +99,24 @@ enum Benchmark {
         /// Create this many nodes, each with a simulated agent.
         #[arg(long, default_value_t = 1000)]
         nodes: usize,
-        /// Create this many pools, with an equal share of the nodes each.
+        /// Create this many SSDPool objects, each with an equal share of nodes.
         #[arg(long, default_value_t = 20)]
         pools: usize,
     },
     /// Measure vLLM's time to first token with Reprise and other caches.
     ///
-    /// Installs vLLM and the other caches into the cache folder: 6.4 GB or more.
+    /// Installs vLLM and the other caches into `~/.cache/reprise` (or `$REPRISE_CACHE`): 6.4 GB or more.
     Vllm(vllm::VllmArgs),
     /// Run all benchmarks except operator and vllm.
     ///
-    /// Those with etcd need its binary (`make etcd`).
+    /// `etcd` and `failover` need the etcd binary (`make etcd`).
     All,
 }
 
 /// Other systems that can be measured in the same run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Peer {
-    /// Mooncake's master, installed into its own environment in the cache folder.
+    /// Mooncake's master, installed into its own environment in the cache directory.
     Mooncake,
 }
 

@@ -66,10 +66,12 @@ pub(crate) struct CheckArgs {
     /// With 1, the block is loaded from the node that saved it.
     #[arg(long, value_name = "N", default_value = "1", value_parser = RangedU64ValueParser::<u32>::new().range(1..=PARTICIPANTS_MAX))]
     of: u32,
-    /// Take part under this number, from 0.
+    /// Set the number of this participant, from 0 to N - 1.
     #[arg(long, value_name = "INDEX", default_value = "0")]
     index: u32,
-    /// Use this name, unique for each run and equal for its participants.
+    /// Identify this run.
+    ///
+    /// Use the same text for all participants, and a new text for each run.
     #[arg(long, value_name = "TEXT")]
     run: String,
     /// Save and load blocks of this tenant.
@@ -83,16 +85,16 @@ pub(crate) struct CheckArgs {
     /// Wait this long for the agent and the other participants.
     #[arg(long, value_name = "DURATION", default_value = "60s")]
     within: Interval,
-    /// Afterwards, repeat the loads for this time.
+    /// After the check, repeat the loads for DURATION.
     ///
-    /// The command prints the number of hits by source once per second. Blocks that an earlier process of the
-    /// run has saved, or has loaded to this node, are valid then.
+    /// The command prints the number of hits by source once per second. A restarted participant then also
+    /// accepts its own saved block, and blocks that this node already holds.
     #[arg(long, value_name = "DURATION")]
     again_for: Option<Interval>,
-    /// Afterwards, serve 20 requests per second for this time.
+    /// After the check, serve 20 requests per second for DURATION.
     ///
-    /// Each request loads its block if the cache has it, and else computes and saves it. The command prints
-    /// counters once per second.
+    /// Each request loads its block if the cache has it; otherwise the command computes and saves it. The
+    /// command prints counters once per second. Restarted participants are treated as with --again-for.
     #[arg(long, value_name = "DURATION", conflicts_with = "again_for")]
     requests_for: Option<Interval>,
 }

@@ -297,7 +297,7 @@ impl Drop for Cluster {
     }
 }
 
-/// Returns the folder of clusters, downloads and builds: `$REPRISE_CACHE`, or `~/.cache/reprise`.
+/// Returns the directory of clusters, downloads and builds: `$REPRISE_CACHE`, or `~/.cache/reprise`.
 pub(crate) fn cache_directory() -> PathBuf {
     let home =
         || std::env::var_os("HOME").map_or_else(std::env::temp_dir, PathBuf::from).join(".cache/reprise");

@@ -25,7 +25,7 @@ pub(crate) struct Config {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct ClusterConfig {
-    /// Directory of the cluster; `demo` in the cache folder by default.
+    /// Directory of the cluster; `~/.cache/reprise/demo` by default.
     pub(crate) directory: Option<PathBuf>,
 }
 
@@ -46,7 +46,7 @@ pub(crate) struct DemoConfig {
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct BenchConfig {
-    /// Directory for pools; `bench` in the cache folder by default.
+    /// Directory of the benchmarks' files; `~/.cache/reprise/bench` by default.
     pub(crate) directory: Option<PathBuf>,
     /// Number of repetitions of each measurement.
     pub(crate) repetitions: usize,

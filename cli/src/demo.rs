@@ -26,7 +26,7 @@ use crate::model::llama_3_8b_scaled;
 use crate::output::{Audience, bytes_text};
 use crate::replay::{self, Subject, Summary, Totals};
 use crate::trace::{Trace, TraceRequest};
-use completeness::{Complete, await_complete};
+use completeness::{ReplicaTotals, await_complete};
 use faults::{LostMember, demand_durable, kill_and_restart};
 
 /// Default and largest number of nodes; all of them share this machine.
@@ -46,13 +46,16 @@ const REQUESTS_AFTER_RESTART: usize = 200;
 /// Arguments of `reprise demo`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct DemoArgs {
-    /// Replay this trace (JSON lines) [default: the conversation trace].
+    /// Replay this trace (JSON lines).
+    ///
+    /// The default is `../shared/data/conversation_trace.jsonl` if it exists, otherwise a built-in sample of
+    /// 400 requests.
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
-    /// Replay this many requests before the kill [default: 1500].
+    /// Replay at most this many requests before the kill [default: 1500].
     #[arg(long)]
     requests: Option<usize>,
-    /// Divide the bytes of Llama-3-8B's KV cache by this [default: 1024].
+    /// Divide the bytes of Llama-3-8B's KV cache by SCALE [default: 1024].
     ///
     /// Must be a power of two.
     #[arg(long)]
@@ -63,14 +66,17 @@ pub(crate) struct DemoArgs {
     /// Set the size of each agent's NVMe pool [default: 3GiB].
     #[arg(long)]
     pool: Option<ByteSize>,
-    /// Keep the cluster's data here [default: the cache folder's demo].
+    /// Store data in this directory [default: ~/.cache/reprise/demo].
+    ///
+    /// `$REPRISE_CACHE` replaces `~/.cache/reprise`. Logs and configurations remain after the demo; pools are
+    /// removed.
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
     /// Save blocks for this tenant: 1 to 63 of a-z, 0-9 and '-'.
     #[arg(long, value_name = "NAME", default_value = "default")]
     tenant: TenantName,
     /// Keep the cluster running after the demo, until Ctrl-C.
-    #[arg(long, visible_alias = "keep")]
+    #[arg(long)]
     hold: bool,
     /// Start this many nodes, each with an agent and an engine [default: 2].
     #[arg(long, value_parser = clap::value_parser!(u8).range(2..=NODES_MAX as i64))]
@@ -110,7 +116,7 @@ struct DemoSummary {
     members_killed: usize,
     /// Final contents of the directory, equal to the blocks that the agents hold.
     #[serde(flatten)]
-    complete: Complete,
+    complete: ReplicaTotals,
     /// Figures of the requests that were replayed again.
     after_restart: Summary,
 }
@@ -183,7 +189,11 @@ pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> a
     let mut cluster = Cluster::start_controlplane(&directory, control)?;
     cluster.start_agents(nodes, sizes)?;
     for agent in cluster.file().agents {
-        audience.print_line(format!("  {}: status and metrics at http://{}/status", agent.node, agent.admin));
+        audience.print_line(format!(
+            "  {}: status at http://{admin}/status, metrics at http://{admin}/metrics",
+            agent.node,
+            admin = agent.admin
+        ));
     }
     let settings: Vec<EngineSettings> = cluster
         .file()
@@ -196,7 +206,8 @@ pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> a
     let subject =
         Subject { trace: trace.name.clone(), scale: chosen.scale, block_bytes: layout.block_bytes() };
     let requests = &trace.requests[..chosen.requests.min(trace.requests.len())];
-    audience.print_line(format!("Replaying {} requests of {} …", requests.len(), trace.name));
+    let part = if requests.len() == trace.requests.len() { "all of " } else { "" };
+    audience.print_line(format!("Replaying {} requests ({part}{}) …", requests.len(), trace.name));
     let mut totals = Totals::new();
     let (first, rest) = match control {
         ControlPlanes::Embedded => (requests, [].as_slice()),
@@ -229,7 +240,8 @@ pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> a
     }
     let complete = await_complete(&cluster.file(), &mut engines)?;
     audience.print_line(format!(
-        "The directory is complete: {} blocks in DRAM and {} on NVMe, each key held by its agent.",
+        "The directory is complete: {} blocks in DRAM and {} on NVMe. The directory and the agents agree on every \
+         block.",
         complete.directory_dram, complete.directory_nvme
     ));
 

@@ -1,14 +1,17 @@
 //! `reprise doctor`: probes the features of this machine and reports which of them Reprise will use.
 //!
-//! Each probe performs the operation itself. The command changes no setting of the machine; its advice names
-//! the setting to change.
+//! Probes of io_uring, memory and direct I/O try the operation; the others read /sys, /proc and /dev. The
+//! command changes no setting of the machine; its advice names the setting to change.
 
 use std::fs;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
-use reprise_buffers::{Arena, ArenaConfig, HugePolicy, Meminfo, PageKind, checksum_method};
+use reprise_buffers::{
+    Arena, ArenaConfig, BufferError, HugePolicy, Meminfo, PageKind, REGION_BYTES_MAX, REGIONS_MAX,
+    checksum_method,
+};
 use reprise_policy::ByteSize;
 use serde::Serialize;
 
@@ -24,10 +27,15 @@ const O_DIRECT: i32 = rustix::fs::OFlags::DIRECT.bits() as i32;
 /// Region size of the probe arena.
 const PROBE_REGION_BYTES: u64 = 64 << 20;
 
+/// First Linux version that makes transparent huge pages of an arena (`MADV_COLLAPSE`).
+const COLLAPSE_SINCE: (u32, u32) = (6, 1);
+
 /// Arguments of `reprise doctor`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct DoctorArgs {
-    /// Probe direct I/O in this directory [default: the cache folder].
+    /// Probe direct I/O in this directory [default: ~/.cache/reprise].
+    ///
+    /// `$REPRISE_CACHE` replaces `~/.cache/reprise`.
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
 }
@@ -80,23 +88,22 @@ pub(crate) fn command(args: &DoctorArgs, audience: Audience) -> anyhow::Result<(
             mark, finding.name, finding.found, finding.consequence
         ));
     }
+    audience.print_line(
+        "\nok: fully supported; fair: works with less performance; –: missing or unused, not required; BAD: agents do \
+         not start",
+    );
     Ok(())
 }
 
 fn processor() -> Finding {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let flags = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let has = |flag: &str| flags.split_whitespace().any(|word| word == flag);
-    let wide = has("vpclmulqdq");
+    let wide = flags.split_whitespace().any(|flag| flag == "vpclmulqdq");
     Finding {
         name: "processor",
         verdict: if wide { Verdict::Good } else { Verdict::Fair },
-        found: format!(
-            "{cores} cores; VPCLMULQDQ {}, SHA-NI {}",
-            if wide { "yes" } else { "no" },
-            if has("sha_ni") { "yes" } else { "no" }
-        ),
-        consequence: format!("CRC32C uses {}", checksum_method()),
+        found: format!("{cores} cores; VPCLMULQDQ {}", if wide { "yes" } else { "no" }),
+        consequence: format!("CRC32C of copied blocks: {}", checksum_method()),
     }
 }
 
@@ -108,11 +115,32 @@ fn memory() -> Finding {
         name: "memory",
         verdict: Verdict::Good,
         found: format!("{} of {} available", field("MemAvailable"), field("MemTotal")),
-        consequence: "an agent whose arena exceeds the available memory does not start".to_owned(),
+        consequence: match arena_bytes_max() {
+            Some(bytes) => {
+                format!(
+                    "the arena of an agent can have at most {} plus the free hugetlb pages",
+                    bytes_text(bytes)
+                )
+            }
+            None => "an agent whose arena exceeds the available memory does not start".to_owned(),
+        },
     }
 }
 
-fn huge_pages(arena: &Result<Arena, reprise_buffers::BufferError>) -> Finding {
+/// Returns the largest size of an arena in ordinary memory; `None` if it is unknown or not limited by memory.
+fn arena_bytes_max() -> Option<u64> {
+    let largest = ArenaConfig {
+        bytes: REGION_BYTES_MAX * REGIONS_MAX as u64,
+        region_bytes: REGION_BYTES_MAX,
+        huge: HugePolicy::Never,
+    };
+    match Arena::check(&largest) {
+        Err(BufferError::NotEnoughMemory { usable, .. }) => Some(usable.0),
+        Err(_) | Ok(()) => None,
+    }
+}
+
+fn huge_pages(arena: &Result<Arena, BufferError>) -> Finding {
     let setting =
         |path: &str| fs::read_to_string(path).map_or_else(|_| "unknown".to_owned(), |text| chosen(&text));
     let free = Meminfo::now().and_then(|meminfo| meminfo.count("HugePages_Free")).unwrap_or(0);
@@ -123,17 +151,22 @@ fn huge_pages(arena: &Result<Arena, reprise_buffers::BufferError>) -> Finding {
     );
     match arena {
         Ok(arena) => {
-            let kind = arena.page_kind();
+            let coverage = arena.coverage();
+            let kind = coverage.kind();
+            let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+            let upgrade = if is_older(&release, COLLAPSE_SINCE) { ", or use Linux 6.1 or later" } else { "" };
             Finding {
                 name: "huge pages",
                 verdict: if kind == PageKind::Small { Verdict::Fair } else { Verdict::Good },
-                found: format!("{settings}; an arena of {} got {kind} pages", ByteSize(PROBE_ARENA_BYTES)),
+                found: format!(
+                    "{settings}; pages of an arena of {}: {coverage}",
+                    ByteSize(PROBE_ARENA_BYTES)
+                ),
                 consequence: match kind {
-                    PageKind::Small => {
-                        "disk reads into the arena are 2–5 times slower: set vm.nr_hugepages to the \
-                                        arena's size / 2 MiB, or use Linux 6.1 or later"
-                            .to_owned()
-                    }
+                    PageKind::Small => format!(
+                        "reads into 4 KiB pages are 2–5 times slower: set vm.nr_hugepages to the arena's size / 2 MiB\
+                         {upgrade}"
+                    ),
                     PageKind::HugeTlb | PageKind::TransparentHuge => {
                         format!("arena regions use {kind} pages")
                     }
@@ -152,7 +185,7 @@ fn huge_pages(arena: &Result<Arena, reprise_buffers::BufferError>) -> Finding {
     }
 }
 
-fn io(arena: &Result<Arena, reprise_buffers::BufferError>) -> Vec<Finding> {
+fn io(arena: &Result<Arena, BufferError>) -> Vec<Finding> {
     let regions = arena.as_ref().map(Arena::regions).unwrap_or_default();
     let probe = reprise_io::probe(regions);
     let ring = match &probe.io_uring {
@@ -177,7 +210,10 @@ fn io(arena: &Result<Arena, reprise_buffers::BufferError>) -> Vec<Finding> {
         Ok(count) => Finding {
             name: "registered buffers",
             verdict: Verdict::Good,
-            found: format!("{count} regions registered; memlock limit {limit}"),
+            found: format!(
+                "a {} probe arena ({count} regions) was registered; memlock limit {limit}",
+                ByteSize(PROBE_ARENA_BYTES)
+            ),
             consequence: "the kernel maps arena regions once, not for each operation".to_owned(),
         },
         Err(error) => Finding {
@@ -202,13 +238,13 @@ fn direct_io(directory: &Path) -> Finding {
         Ok(()) => Finding {
             name: "direct I/O",
             verdict: Verdict::Good,
-            found: format!("O_DIRECT works in {}", directory.display()),
+            found: format!("files can be opened with O_DIRECT in {}", directory.display()),
             consequence: "pool files bypass the page cache".to_owned(),
         },
         Err(error) => Finding {
             name: "direct I/O",
             verdict: Verdict::Fair,
-            found: format!("O_DIRECT fails in {}: {error}", directory.display()),
+            found: format!("cannot open a file with O_DIRECT in {}: {error}", directory.display()),
             consequence:
                 "a pool here uses the page cache, which costs memory and copies: use ext4 or XFS on a \
                           local device"
@@ -253,6 +289,12 @@ fn gpu() -> Finding {
     }
 }
 
+/// Whether a kernel release such as `6.8.0-31-generic` is older than a version; false if it is not parsable.
+fn is_older(release: &str, version: (u32, u32)) -> bool {
+    let mut numbers = release.split(['.', '-']).map(|number| number.trim().parse::<u32>());
+    matches!((numbers.next(), numbers.next()), (Some(Ok(major)), Some(Ok(minor))) if (major, minor) < version)
+}
+
 /// Returns the bracketed choice of a sysfs setting such as `always [madvise] never`.
 fn chosen(text: &str) -> String {
     text.split(['[', ']']).nth(1).unwrap_or(text.trim()).to_owned()
@@ -266,4 +308,18 @@ fn entries(directory: &str) -> Vec<String> {
         .unwrap_or_default();
     names.sort();
     names
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernel_releases_compare_by_major_and_minor_version() {
+        assert!(is_older("5.14.0-427.el9.x86_64\n", COLLAPSE_SINCE));
+        assert!(is_older("6.0.9", COLLAPSE_SINCE));
+        assert!(!is_older("6.1.0-18-amd64\n", COLLAPSE_SINCE));
+        assert!(!is_older("6.12\n", COLLAPSE_SINCE));
+        assert!(!is_older("unknown", COLLAPSE_SINCE));
+    }
 }

@@ -51,12 +51,14 @@ const RETRY_AFTER: Duration = Duration::from_millis(500);
 /// Arguments of `reprise events`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct EventsArgs {
-    /// Ask the control-plane member at this gRPC address, `host:port`.
+    /// Find the members through this gRPC address, `host:port`.
     ///
-    /// By default the command reads the addresses from the directory of the running cluster.
+    /// Overrides --cluster.
     #[arg(long, value_name = "ADDRESS")]
     controlplane: Option<String>,
-    /// Read addresses from this cluster directory [default: the demo's].
+    /// Read the members' addresses from this directory.
+    ///
+    /// By default the command reads the directory of `reprise demo --hold`.
     #[arg(long, value_name = "DIR")]
     cluster: Option<PathBuf>,
     /// After the snapshot, print each change until interrupted.
@@ -64,7 +66,7 @@ pub(crate) struct EventsArgs {
     follow: bool,
     /// Resume a member's events after this position, without a snapshot.
     ///
-    /// A position is MEMBER@LOG:NUMBER, from the end of a printed line. Give the option once for each member.
+    /// Each printed line ends with its position, MEMBER@LOG:NUMBER. Give the option once for each member.
     #[arg(long, value_name = "POSITION")]
     from: Vec<MemberPosition>,
 }

@@ -50,18 +50,22 @@ pub(crate) struct ExplainArgs {
     /// Read this trace [default: that of `reprise replay`].
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
-    /// Assume this scale of the model [default: 1024].
+    /// Divide the bytes of Llama-3-8B's KV cache by SCALE [default: 1024].
+    ///
+    /// Must be a power of two.
     #[arg(long)]
     scale: Option<u32>,
     /// Explain blocks of this tenant.
     #[arg(long, value_name = "NAME", default_value = "default")]
     tenant: TenantName,
-    /// Ask the control-plane member at this gRPC address, `host:port`.
+    /// Find the members through this gRPC address, `host:port`.
     ///
-    /// By default the command reads the addresses from the directory of the running cluster.
+    /// Overrides --cluster.
     #[arg(long, value_name = "ADDRESS")]
     controlplane: Option<String>,
-    /// Read addresses from this cluster directory [default: the demo's].
+    /// Read the members' addresses from this directory.
+    ///
+    /// By default the command reads the directory of `reprise demo --hold`.
     #[arg(long, value_name = "DIR")]
     cluster: Option<PathBuf>,
 }

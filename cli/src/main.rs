@@ -42,7 +42,7 @@ use crate::output::{Audience, JsonFlag};
 
 /// Cluster-wide KV cache for LLM inference engines.
 #[derive(Debug, Parser)]
-#[command(name = "reprise", version, about, arg_required_else_help = true)]
+#[command(name = "reprise", version, arg_required_else_help = true)]
 struct Arguments {
     /// Print one JSON object per line instead of tables and progress bars.
     #[arg(long, global = true)]
@@ -79,11 +79,13 @@ enum Command {
     Cordon(node_mode::ModeArgs),
     /// Return a cordoned or draining node to normal use.
     Uncordon(node_mode::ModeArgs),
-    /// Copy blocks that exist only on this node to other nodes.
+    /// Copy blocks that exist only on NODE to other nodes.
+    ///
+    /// A draining node also receives no new replicas.
     Drain(node_mode::DrainArgs),
     /// Remove a dead node permanently; rejected while it is alive.
     Forget(node_mode::ModeArgs),
-    /// Save a block here, load those of other nodes, verify every byte.
+    /// Save a block on this node, load other nodes' blocks, verify all bytes.
     Check(check::CheckArgs),
     /// Report what this machine supports, and what Reprise will use.
     Doctor(doctor::DoctorArgs),

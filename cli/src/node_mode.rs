@@ -37,12 +37,14 @@ pub(crate) struct ModeArgs {
     /// Name of the node.
     #[arg(value_name = "NODE")]
     pub(crate) node: String,
-    /// Ask the control-plane member at this gRPC address, `host:port`.
+    /// Use the member at this gRPC address, `host:port`.
     ///
-    /// By default the command reads the addresses from the directory of the running cluster.
+    /// Overrides --cluster.
     #[arg(long, value_name = "ADDRESS")]
     controlplane: Option<String>,
-    /// Read addresses from this cluster directory [default: the demo's].
+    /// Read the members' addresses from this directory.
+    ///
+    /// By default the command reads the directory of `reprise demo --hold`.
     #[arg(long, value_name = "DIR")]
     cluster: Option<PathBuf>,
 }
@@ -54,7 +56,8 @@ pub(crate) struct DrainArgs {
     mode: ModeArgs,
     /// Wait until the node is drained; fail after DURATION, if given.
     ///
-    /// A node is drained when each of its durable blocks also exists on another node.
+    /// A node is drained when each of its durable blocks also exists on another node. The command also fails
+    /// if the node does not report its drain for 30 s.
     #[arg(long, value_name = "DURATION", num_args = 0..=1, require_equals = true)]
     wait: Option<Option<Interval>>,
 }

@@ -115,9 +115,24 @@ pub(crate) fn bytes_text(bytes: u64) -> String {
     }
 }
 
-/// Formats a transfer rate in GB/s (decimal, as on device data sheets).
-pub(crate) fn bandwidth_text(bytes: u64, seconds: f64) -> String {
-    if seconds <= 0.0 { "–".to_owned() } else { format!("{:.2} GB/s", bytes as f64 / seconds / 1e9) }
+/// Formats transferred bytes and their rate, such as `1.5 GiB at 512 MiB/s`; without a duration, only the
+/// bytes.
+pub(crate) fn transfer_text(bytes: u64, seconds: f64) -> String {
+    let mut text = bytes_text(bytes);
+    if seconds > 0.0 {
+        let rate = (bytes as f64 / seconds) as u64;
+        text.push_str(&format!(" at {}/s", bytes_text(rate)));
+    }
+    text
+}
+
+/// Formats a latency in microseconds, from 1 ms on in milliseconds.
+pub(crate) fn latency_text(microseconds: u64) -> String {
+    if microseconds < 1000 {
+        format!("{microseconds} µs")
+    } else {
+        format!("{:.1} ms", microseconds as f64 / 1000.0)
+    }
 }
 
 #[cfg(test)]
@@ -136,5 +151,17 @@ mod tests {
         assert_eq!(bytes_text(512), "512 B");
         assert_eq!(bytes_text(64 << 10), "64.0 KiB");
         assert_eq!(bytes_text(3 << 30), "3.0 GiB");
+    }
+
+    #[test]
+    fn formats_a_transfer_with_its_rate_if_the_duration_is_known() {
+        assert_eq!(transfer_text(3 << 30, 2.0), "3.0 GiB at 1.5 GiB/s");
+        assert_eq!(transfer_text(0, 0.0), "0 B");
+    }
+
+    #[test]
+    fn formats_latencies_from_one_millisecond_on_in_milliseconds() {
+        assert_eq!(latency_text(999), "999 µs");
+        assert_eq!(latency_text(12_343), "12.3 ms");
     }
 }

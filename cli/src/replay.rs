@@ -13,7 +13,7 @@ use crate::config::Config;
 use crate::engine::{EngineSettings, HitCounts, RequestOutcome};
 use crate::engine_process::EngineProcess;
 use crate::model::llama_3_8b_scaled;
-use crate::output::{Audience, Table, bandwidth_text, bytes_text};
+use crate::output::{Audience, Table, bytes_text, latency_text, transfer_text};
 use crate::trace::{Trace, TraceRequest};
 
 /// Largest recorded latency in microseconds (60 s); the histograms keep three significant digits.
@@ -22,7 +22,10 @@ const LATENCY_US_MAX: u64 = 60_000_000;
 /// Arguments of `reprise replay`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct ReplayArgs {
-    /// Replay this trace (JSON lines) [default: the conversation trace].
+    /// Replay this trace (JSON lines).
+    ///
+    /// The default is `../shared/data/conversation_trace.jsonl` if it exists, otherwise a built-in sample of
+    /// 400 requests.
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
     /// Connect to the agent at this socket; repeat for several agents.
@@ -30,13 +33,15 @@ pub(crate) struct ReplayArgs {
     /// Requests alternate between the agents. By default the command uses all agents of the running cluster.
     #[arg(long, value_name = "PATH")]
     socket: Vec<PathBuf>,
-    /// Read addresses from this cluster directory [default: the demo's].
+    /// Read the agents' addresses from this directory.
+    ///
+    /// By default the command reads the directory of `reprise demo --hold`.
     #[arg(long, value_name = "DIR")]
     cluster: Option<PathBuf>,
     /// Replay at most this many requests [default: all].
     #[arg(long)]
     requests: Option<usize>,
-    /// Divide the bytes of Llama-3-8B's KV cache by this [default: 1024].
+    /// Divide the bytes of Llama-3-8B's KV cache by SCALE [default: 1024].
     ///
     /// Must be a power of two.
     #[arg(long)]
@@ -183,24 +188,23 @@ impl Totals {
     pub(crate) fn live(&self) -> String {
         format!(
             "hits: DRAM {}, NVMe {}, peer DRAM {}, peer NVMe {}\n\
-             loaded {} at {}, verified {}, mismatches {}, failed calls {}\n\
-             match p50 {} µs, p99 {} µs; first layer p50 {} µs, p99 {} µs\n\
-             saved {} at {}",
+             loaded {}, verified {}, mismatches {}, failed calls {}\n\
+             match p50 {}, p99 {}; time to first layer p50 {}, p99 {}\n\
+             {} blocks saved: {}",
             self.hits.own_dram,
             self.hits.own_nvme,
             self.hits.peer_dram,
             self.hits.peer_nvme,
-            bytes_text(self.bytes_loaded),
-            bandwidth_text(self.bytes_loaded, self.load_seconds),
+            transfer_text(self.bytes_loaded, self.load_seconds),
             bytes_text(self.bytes_verified),
             self.mismatches,
             self.errors,
-            self.match_us.value_at_quantile(0.50),
-            self.match_us.value_at_quantile(0.99),
-            self.first_layer_us.value_at_quantile(0.50),
-            self.first_layer_us.value_at_quantile(0.99),
+            latency_text(self.match_us.value_at_quantile(0.50)),
+            latency_text(self.match_us.value_at_quantile(0.99)),
+            latency_text(self.first_layer_us.value_at_quantile(0.50)),
+            latency_text(self.first_layer_us.value_at_quantile(0.99)),
             self.blocks_saved,
-            bandwidth_text(self.bytes_saved, self.save_seconds),
+            transfer_text(self.bytes_saved, self.save_seconds),
         )
     }
 
@@ -219,24 +223,23 @@ impl Totals {
         ] {
             table.row(vec![name.to_owned(), count.to_string(), share(count)]);
         }
-        let quantile = |histogram: &Histogram<u64>, q: f64| histogram.value_at_quantile(q);
+        let quantile = |histogram: &Histogram<u64>, q: f64| latency_text(histogram.value_at_quantile(q));
         format!(
-            "{}\n{} requests in {:.1} s; {} blocks saved, {} lost, {} unsaved; {} calls failed\n\
-             loaded {} at {}, verified {}, mismatches {}; saved {} at {}\n\
-             match p50 {} µs, p99 {} µs; first layer p50 {} µs, p99 {} µs\n",
+            "{}\n{} requests in {:.1} s; {} calls failed\n\
+             {} blocks saved, {} matched but not loadable, {} not saved (arena full)\n\
+             loaded {}, verified {}, mismatches {}; saved {}\n\
+             match p50 {}, p99 {}; time to first layer p50 {}, p99 {}\n",
             table.render(),
             self.requests,
             self.started.elapsed().as_secs_f64(),
+            self.errors,
             self.blocks_saved,
             self.lost,
             self.unsaved,
-            self.errors,
-            bytes_text(self.bytes_loaded),
-            bandwidth_text(self.bytes_loaded, self.load_seconds),
+            transfer_text(self.bytes_loaded, self.load_seconds),
             bytes_text(self.bytes_verified),
             self.mismatches,
-            bytes_text(self.bytes_saved),
-            bandwidth_text(self.bytes_saved, self.save_seconds),
+            transfer_text(self.bytes_saved, self.save_seconds),
             quantile(&self.match_us, 0.5),
             quantile(&self.match_us, 0.99),
             quantile(&self.first_layer_us, 0.5),

@@ -28,7 +28,9 @@ pub(crate) struct SimArgs {
 
 #[derive(Clone, Debug, clap::Subcommand)]
 enum Simulation {
-    /// Simulate faults from seeds, and check all invariants at each step.
+    /// Simulate random faults, one run per seed; check all invariants.
+    ///
+    /// Each run checks the invariants at each step.
     Chaos(ChaosArgs),
     /// Simulate many agents that register at once, twice.
     ///
@@ -79,7 +81,7 @@ struct ChaosArgs {
     threads: Option<NonZero<usize>>,
     /// Print every step, to debug a seed.
     #[arg(long)]
-    trace: bool,
+    print_steps: bool,
 }
 
 /// A seed that violated an invariant.
@@ -162,7 +164,7 @@ fn chaos(args: &ChaosArgs, audience: Audience) -> anyhow::Result<()> {
     let totals = play_all(args, threads, audience);
     let seconds = began.elapsed().as_secs_f64();
     for (seed, violation) in totals.violations.iter().take(PRINTED_MAX) {
-        let replay = format!("reprise sim chaos --seeds 1 --start {seed} --trace");
+        let replay = format!("reprise sim chaos --seeds 1 --start {seed} --print-steps");
         audience.print_line(format!("seed {seed}: {violation}\n  replay with: {replay}"));
         audience.emit(&Violation { seed: *seed, violation: violation.clone(), replay });
     }
@@ -189,7 +191,7 @@ fn chaos(args: &ChaosArgs, audience: Audience) -> anyhow::Result<()> {
 
 /// Runs all seeds; each thread takes the next seed until none is left.
 fn play_all(args: &ChaosArgs, threads: usize, audience: Audience) -> Totals {
-    let recording = if args.trace { Recording::Lines } else { Recording::Digest };
+    let recording = if args.print_steps { Recording::Lines } else { Recording::Digest };
     let progress = audience.progress(args.seeds, "seeds");
     let (next, totals) = (AtomicU64::new(0), Mutex::new(Totals::default()));
     std::thread::scope(|scope| {
@@ -251,7 +253,7 @@ mod tests {
     use super::*;
 
     fn totals(threads: usize) -> Totals {
-        let args = ChaosArgs { seeds: 6, start: 3, threads: None, trace: false };
+        let args = ChaosArgs { seeds: 6, start: 3, threads: None, print_steps: false };
         play_all(&args, threads, Audience::Program)
     }
 

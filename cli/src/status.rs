@@ -46,12 +46,14 @@ type AgentStatus = Result<serde_json::Value, String>;
 /// Arguments of `reprise status`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct StatusArgs {
-    /// Ask the control plane at this gRPC address, `host:port`.
+    /// Find the members through this gRPC address, `host:port`.
     ///
-    /// By default the command reads the addresses from the directory of the running cluster.
+    /// Overrides --cluster.
     #[arg(long, value_name = "ADDRESS")]
     controlplane: Option<String>,
-    /// Read addresses from this cluster directory [default: the demo's].
+    /// Read the members' addresses from this directory.
+    ///
+    /// By default the command reads the directory of `reprise demo --hold`.
     #[arg(long, value_name = "DIR")]
     cluster: Option<PathBuf>,
 }

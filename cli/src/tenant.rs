@@ -27,12 +27,14 @@ const ANSWERED_WITHIN: Duration = Duration::from_secs(5);
 /// Arguments of `reprise tenant`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct TenantArgs {
-    /// Ask the control-plane member at this gRPC address, `host:port`.
+    /// Use the member at this gRPC address, `host:port`.
     ///
-    /// By default the command reads the addresses from the directory of the running cluster.
+    /// Overrides --cluster. `list` finds the other members through it.
     #[arg(long, value_name = "ADDRESS", global = true)]
     controlplane: Option<String>,
-    /// Read addresses from this cluster directory [default: the demo's].
+    /// Read the members' addresses from this directory.
+    ///
+    /// By default the command reads the directory of `reprise demo --hold`.
     #[arg(long, value_name = "DIR", global = true)]
     cluster: Option<PathBuf>,
     #[command(subcommand)]
@@ -43,7 +45,9 @@ pub(crate) struct TenantArgs {
 enum Action {
     /// List the tenants with a budget, their limits and their usage by node.
     List,
-    /// Set a tenant's limits and reservations in the whole cluster.
+    /// Replace a tenant's limits and reservations in the whole cluster.
+    ///
+    /// An omitted limit is removed; an omitted reservation becomes 0.
     Set(SetArgs),
     /// Remove a tenant's budget; limits in agents' configurations remain.
     Remove {

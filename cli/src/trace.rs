@@ -70,7 +70,7 @@ impl Trace {
             Some(path) => path.to_owned(),
             None if Path::new(COMPLETE_TRACE).exists() => PathBuf::from(COMPLETE_TRACE),
             None => {
-                return Trace::parse("conversation sample (first requests)".to_owned(), SAMPLE.as_bytes());
+                return Trace::parse("the built-in sample".to_owned(), SAMPLE.as_bytes());
             }
         };
         let reader = std::fs::File::open(&path)

@@ -23,10 +23,10 @@ const WORKERS_MIN: usize = 2;
 #[derive(Debug, Parser)]
 #[command(version)]
 struct Arguments {
-    /// Configuration file (TOML); omitted values take their defaults
+    /// Read this configuration file (TOML); omitted values keep their defaults
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Print the default configuration and exit
+    /// Print the default configuration, with comments, and exit
     #[arg(long)]
     print_default_config: bool,
 }

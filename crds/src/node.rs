@@ -11,8 +11,8 @@ use kube::{CustomResource, KubeSchema};
 use serde::{Deserialize, Serialize};
 
 use crate::fields::{
-    ClusterRef, DeviceGlob, Digest, Engine, FallbackEngine, ForeignSignatures, HostPath, Name, NodeMode,
-    NodeName, Percent, Quantity, Serial, ShortName, Span, Text, Uid,
+    ClusterRef, DeviceGlob, Digest, Engine, FallbackEngine, ForeignSignatures, HostPath, LabelValue, Name,
+    NodeMode, NodeName, Percent, Quantity, Serial, ShortName, Span, Text, Uid,
 };
 use crate::queues::QueueIsolation;
 
@@ -61,6 +61,10 @@ pub struct CacheNodeSpec {
     /// Mode of the node: that of its pools, or `Draining` during a `kubectl drain` of the node.
     #[serde(default)]
     pub mode: NodeMode,
+    /// Failure domain of the node: the value of its label `agents.failureDomainLabel`. Absent: unknown. The
+    /// agent registers with the control plane again when it changes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub failure_domain: Option<LabelValue>,
     /// Digest of the configuration file that the agent must run with.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub configuration_digest: Option<Digest>,

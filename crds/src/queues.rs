@@ -9,7 +9,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::{CustomResource, KubeSchema};
 use serde::{Deserialize, Serialize};
 
-use crate::fields::{GpuUuid, Name, NodeName, ObjectRef, PciAddress, Serial, Span, Text, Uid, choice};
+use crate::fields::{GpuUuid, NodeName, ObjectRef, PciAddress, Serial, Span, choice};
 use crate::status::Condition;
 
 /// Requested queue pairs for one GPU of one node. Immutable.
@@ -56,12 +56,12 @@ pub struct GPUQueueAllocationSpec {
     /// other users.
     #[schemars(range(min = 1, max = 128))]
     pub queue_pairs: u32,
-    /// Entries of each queue. Recorded only in this release.
+    /// Entries of each queue. Without effect in this release; the condition `Programmed` reports it.
     #[serde(default = "depth")]
     #[x_kube(validation = Rule::new("self in [32, 64, 128, 256, 512, 1024, 2048, 4096]")
         .message("depth is not a power of two from 32 to 4096: round it"))]
     pub depth: u32,
-    /// Memory of the queues. Recorded only in this release.
+    /// Memory of the queues. Without effect in this release; the condition `Programmed` reports it.
     #[serde(default)]
     pub memory: QueueMemory,
     /// Sharing of the controllers with other allocations.
@@ -70,13 +70,10 @@ pub struct GPUQueueAllocationSpec {
     /// Preemption of the allocation when queue pairs are scarce.
     #[serde(default)]
     pub qos: QueueQos,
-    /// SlackProfile for pacing the GPU's I/O. Absent: none. It must exist; this release does not use it.
+    /// SlackProfile for pacing the GPU's I/O. Absent: none. It must exist and be valid. Without effect in this
+    /// release; the condition `Programmed` reports it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slack_profile_ref: Option<ObjectRef>,
-    /// Tenant that the queue pairs are accounted to. Absent: `default`. It must exist in the node's
-    /// cluster; this release does not account by tenant.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub tenant_ref: Option<ObjectRef>,
     /// Time to live of the grant, from 1m to 720h; it is released afterwards. Absent: until the object is
     /// deleted.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -134,9 +131,6 @@ pub struct GPUQueueAllocationStatus {
     #[schemars(length(max = 32))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["serial".into()]))]
     pub allocations: Vec<QueueGrant>,
-    /// Pod that uses the allocation. A deletion waits until the field is removed. Not set in this release.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub reserved_for: Option<PodRef>,
     /// End of the grant.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub expires_at: Option<Time>,
@@ -158,23 +152,6 @@ pub struct QueueGrant {
     pub pci_address: Option<PciAddress>,
     /// Number of reserved queue pairs.
     pub queue_pairs: u32,
-    /// Queue IDs. Not set in this release.
-    #[serde(rename = "queueIDs", default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(length(max = 128), inner(range(min = 1, max = 65_535)))]
-    pub queue_ids: Vec<u32>,
-    /// ID of the holder's lease in etcd. Not set in this release.
-    #[serde(rename = "leaseID", skip_serializing_if = "Option::is_none")]
-    pub lease_id: Option<Text>,
-}
-
-/// Reference to a pod in the allocation's namespace.
-#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct PodRef {
-    /// Name of the pod, in the allocation's namespace.
-    pub name: Name,
-    /// UID of the pod. A pod that is re-created under the same name has another UID.
-    pub uid: Uid,
 }
 
 fn depth() -> u32 {

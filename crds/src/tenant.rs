@@ -178,9 +178,6 @@ pub struct CacheTenantStatus {
     /// accurate to 1/64; otherwise it is the last known usage.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub usage: Option<TenantUsage>,
-    /// Effective quota, if it is below the budget. Not set in this release.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub effective_quota: Option<Usage>,
     /// Conditions: `Ready`, `Accepted`, `QuotaFeasible`, `BudgetApplied`, `PodsBound`, `UsageKnown`,
     /// `OverQuota`, `DeletionBlocked`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

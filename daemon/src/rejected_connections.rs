@@ -57,7 +57,8 @@ impl RejectedConnections {
                 drop(rejected.0.get_or_create(&Labels { listener: *listener, reason }));
             }
         }
-        let help = "Connections that were closed without service, by listener and reason";
+        let help = "Connections that were closed without service, by listener and reason (idle, full, timeout, \
+                    protocol, refused, system)";
         registry.register("connections_rejected", help, rejected.0.clone());
         rejected
     }

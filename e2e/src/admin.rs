@@ -52,15 +52,21 @@ impl Admin {
         &self.address
     }
 
-    /// Returns the sum of all samples of a metric whose line contains `words`.
+    /// Returns the sum of all samples of a metric whose line contains `words`; 0 without such samples. A counter with
+    /// labels has samples from its first event on.
     ///
     /// # Panics
     /// If the process serves no metrics.
     pub fn metric(&self, name: &str, words: &str) -> f64 {
         let (code, text) = self.get("/metrics").expect("the metrics are served");
         assert_eq!(code, 200);
-        let samples = text.lines().filter(|line| line.starts_with(name) && line.contains(words));
-        samples.filter_map(|line| line.rsplit_once(' ')?.1.parse::<f64>().ok()).sum()
+        let is_sample = |line: &&str| {
+            line.strip_prefix(name).is_some_and(|rest| rest.starts_with(['{', ' '])) && line.contains(words)
+        };
+        let values =
+            text.lines().filter(is_sample).filter_map(|line| line.rsplit_once(' ')?.1.parse::<f64>().ok());
+        // The sum of no floats is -0.
+        values.fold(0.0, |sum, value| sum + value)
     }
 
     /// Returns a page of JSON.

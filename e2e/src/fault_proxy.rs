@@ -4,12 +4,12 @@
 //! ```text
 //!            ┌─ count, choose the action ─┐
 //! operator ──┤                            ├──► API server
-//!            └─ fault, or hold for ever ──┘
+//!            └─ fault, or hold forever ───┘
 //! ```
 //!
-//! A closed proxy passes neither requests nor responses. For the API server this looks as if the operator had
-//! been killed at that point, and the test gets time to kill it. Held requests end with the killed client's
-//! connection.
+//! A closed proxy passes neither requests nor responses. To the API server, a closed proxy looks like an
+//! operator that was killed. The test then has time to kill the operator. Held requests end with the killed
+//! client's connection.
 //!
 //! Leases and events do not count as writes: leases are renewed on a timer, and events follow other writes.
 //! They are passed on and get faults like all other requests.
@@ -58,7 +58,7 @@ pub enum Fault {
     Cut,
 }
 
-/// The write at which the proxy closes, counted from 1 since it was opened.
+/// The write at which the proxy closes, counted from 1 after [`FaultProxy::open`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CrashPoint {
     /// The write is not performed.
@@ -67,8 +67,8 @@ pub enum CrashPoint {
     After(u64),
 }
 
-/// Faults that a seed determines, each for the n-th request of one method and path. So they do not depend on
-/// the order of requests for different objects.
+/// Faults that a seed determines, each for the n-th request of one method and path. The faults of one object
+/// therefore do not depend on the order of requests for different objects.
 #[derive(Debug)]
 struct RandomFaults {
     seed: u64,
@@ -99,15 +99,16 @@ fn is_write(method: &Method) -> bool {
     method != Method::GET && method != Method::HEAD
 }
 
+/// Counts of requests, and the faults to inject.
 #[derive(Debug, Default)]
-struct RequestLog {
+struct ProxyControl {
     /// Number of requests by method.
     by_method: BTreeMap<String, u64>,
     /// Number of requests that got a fault.
     faults: u64,
     writes: u64,
     last_write: Option<Instant>,
-    moment: Option<CrashPoint>,
+    crash_point: Option<CrashPoint>,
     is_closed: bool,
     random_faults: Option<RandomFaults>,
     /// The next writes whose path contains the text get this fault: text, fault, remaining number.
@@ -118,16 +119,16 @@ struct RequestLog {
 
 #[derive(Debug, Default)]
 struct ProxyState {
-    log: Mutex<RequestLog>,
+    control: Mutex<ProxyControl>,
     changed: Condvar,
-    /// Watches whose path contains this text send nothing.
+    /// Part of a path. Watches of matching paths are held.
     stalled_path: watch::Sender<Option<String>>,
 }
 
 /// What the proxy does with a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Action {
-    /// Passes the request on. A write of an object has its number.
+    /// Passes the request on. `Some(n)`: the n-th write of an object.
     Pass(Option<u64>),
     Fault(Fault),
     Hold,
@@ -152,7 +153,7 @@ impl FaultProxy {
     ///
     /// # Panics
     /// If no port is free.
-    pub(crate) fn to(server: &ApiServer, folder: &Path) -> FaultProxy {
+    pub(crate) fn start(server: &ApiServer, folder: &Path) -> FaultProxy {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
         let runtime = runtime.expect("threads can be started");
         let entered = runtime.enter();
@@ -162,7 +163,7 @@ impl FaultProxy {
         let shared = Shared { state: Arc::clone(&state), client };
         let listener = runtime.block_on(TcpListener::bind("127.0.0.1:0")).expect("a port");
         let address = listener.local_addr().expect("bound");
-        let router = Router::new().fallback(answer).with_state(shared);
+        let router = Router::new().fallback(handle).with_state(shared);
         runtime.spawn(async move { axum::serve(listener, router).await });
         let kubeconfig = folder.join(format!("proxy-{}.kubeconfig", address.port()));
         let config = json!({
@@ -179,87 +180,87 @@ impl FaultProxy {
         FaultProxy { state, kubeconfig, _runtime: runtime }
     }
 
-    /// Returns the kubeconfig that leads clients to this proxy.
+    /// Returns the path of a kubeconfig for this proxy.
     pub(crate) fn kubeconfig(&self) -> &Path {
         &self.kubeconfig
     }
 
-    /// Passes everything on until the crash point; counts writes from zero.
-    pub fn open(&self, moment: Option<CrashPoint>) {
-        let mut log = self.state.log();
-        (log.writes, log.last_write, log.is_closed) = (0, None, false);
-        log.moment = moment;
+    /// Passes everything on until the crash point; resets the write counter.
+    pub fn open(&self, crash_point: Option<CrashPoint>) {
+        let mut control = self.state.control();
+        (control.writes, control.last_write, control.is_closed) = (0, None, false);
+        control.crash_point = crash_point;
     }
 
     /// From now on, `percent` of 100 requests get a fault that the seed determines; `None` ends the faults.
     pub fn set_random_faults(&self, faults: Option<(u64, u32)>) {
-        self.state.log().random_faults =
+        self.state.control().random_faults =
             faults.map(|(seed, percent)| RandomFaults { seed, percent, requests: HashMap::new() });
     }
 
-    /// The next `times` writes whose path contains `words` get this fault.
-    pub fn fail_next(&self, words: &str, fault: Fault, times: u32) {
-        self.state.log().pending_faults = Some((words.to_owned(), fault, times));
+    /// The next `times` writes whose path contains `path_part` get this fault.
+    pub fn fail_next(&self, path_part: &str, fault: Fault, times: u32) {
+        self.state.control().pending_faults = Some((path_part.to_owned(), fault, times));
     }
 
-    /// Holds the data of watches whose path contains `words`; `None` sends the held data.
-    pub fn stall_watches(&self, words: Option<&str>) {
-        self.state.stalled_path.send_replace(words.map(str::to_owned));
+    /// Holds the data of watches whose path contains `path_part`; `None` sends the held data.
+    pub fn stall_watches(&self, path_part: Option<&str>) {
+        self.state.stalled_path.send_replace(path_part.map(str::to_owned));
     }
 
     /// Records all objects that are applied or created from now on.
     pub fn record_writes(&self) {
-        self.state.log().written.get_or_insert_default();
+        self.state.control().written.get_or_insert_default();
     }
 
     /// Returns the recorded objects in the order of the requests.
     pub fn recorded_writes(&self) -> Vec<Value> {
-        self.state.log().written.clone().unwrap_or_default()
+        self.state.control().written.clone().unwrap_or_default()
     }
 
     /// Returns whether all faults of [`FaultProxy::fail_next`] were injected.
     pub fn has_injected_all(&self) -> bool {
-        self.state.log().pending_faults.is_none()
+        self.state.control().pending_faults.is_none()
     }
 
     /// Returns the number of writes of objects since the proxy was opened.
     pub fn writes(&self) -> u64 {
-        self.state.log().writes
+        self.state.control().writes
     }
 
     /// Returns the time since the last write of an object; `None` without writes since the proxy was opened.
     pub fn time_since_last_write(&self) -> Option<Duration> {
-        self.state.log().last_write.map(|last| last.elapsed())
+        self.state.control().last_write.map(|last| last.elapsed())
     }
 
     /// Returns the number of requests by method, since the proxy was created.
     pub fn requests_by_method(&self) -> BTreeMap<String, u64> {
-        self.state.log().by_method.clone()
+        self.state.control().by_method.clone()
     }
 
     /// Returns the number of injected faults, since the proxy was created.
     pub fn faults(&self) -> u64 {
-        self.state.log().faults
+        self.state.control().faults
     }
 
     /// Waits until the proxy has closed. Returns `false` if it has not within the bound.
     pub fn wait_closed(&self, within: Duration) -> bool {
-        let log = self.state.log();
-        let waited = self.state.changed.wait_timeout_while(log, within, |log| !log.is_closed);
+        let control = self.state.control();
+        let waited = self.state.changed.wait_timeout_while(control, within, |control| !control.is_closed);
         waited.unwrap_or_else(PoisonError::into_inner).0.is_closed
     }
 }
 
 impl ProxyState {
-    fn log(&self) -> MutexGuard<'_, RequestLog> {
-        self.log.lock().unwrap_or_else(PoisonError::into_inner)
+    fn control(&self) -> MutexGuard<'_, ProxyControl> {
+        self.control.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Counts a request and returns the action for it.
     fn admit(&self, method: &Method, path: &str) -> Action {
-        let mut log = self.log();
-        *log.by_method.entry(method.to_string()).or_default() += 1;
-        let action = log.admit(method, path);
+        let mut control = self.control();
+        *control.by_method.entry(method.to_string()).or_default() += 1;
+        let action = control.admit(method, path);
         if action == Action::Hold {
             self.changed.notify_all();
         }
@@ -267,28 +268,28 @@ impl ProxyState {
     }
 
     /// Records that a request was performed. Returns whether the client may get the response.
-    fn done(&self, write: Option<u64>) -> bool {
-        let mut log = self.log();
+    fn record_performed(&self, write: Option<u64>) -> bool {
+        let mut control = self.control();
         if write.is_some() {
-            log.last_write = Some(Instant::now());
+            control.last_write = Some(Instant::now());
         }
-        if let (Some(CrashPoint::After(last)), Some(write)) = (log.moment, write)
+        if let (Some(CrashPoint::After(last)), Some(write)) = (control.crash_point, write)
             && write == last
         {
-            log.is_closed = true;
+            control.is_closed = true;
             self.changed.notify_all();
         }
-        !log.is_closed
+        !control.is_closed
     }
 }
 
-impl RequestLog {
+impl ProxyControl {
     fn admit(&mut self, method: &Method, path: &str) -> Action {
         if self.is_closed {
             return Action::Hold;
         }
         let is_of_object = is_write(method) && !path.contains("/leases") && !path.contains("/events");
-        if is_of_object && self.moment == Some(CrashPoint::Before(self.writes + 1)) {
+        if is_of_object && self.crash_point == Some(CrashPoint::Before(self.writes + 1)) {
             self.is_closed = true;
             return Action::Hold;
         }
@@ -314,9 +315,9 @@ impl RequestLog {
     }
 
     fn fault(&mut self, method: &Method, path: &str) -> Option<Fault> {
-        if let Some((words, fault, times)) = &mut self.pending_faults
+        if let Some((path_part, fault, times)) = &mut self.pending_faults
             && is_write(method)
-            && path.contains(words.as_str())
+            && path.contains(path_part.as_str())
         {
             let fault = *fault;
             *times -= 1;
@@ -329,18 +330,18 @@ impl RequestLog {
     }
 }
 
-async fn answer(State(shared): State<Shared>, request: Request) -> Response {
+async fn handle(State(shared): State<Shared>, request: Request) -> Response {
     let (parts, body) = request.into_parts();
     let Ok(body) = to_bytes(body, BODY_MAX).await else { return failure(StatusCode::PAYLOAD_TOO_LARGE, "") };
     let action = shared.state.admit(&parts.method, parts.uri.path());
     if let Action::Pass(Some(_)) = action {
-        shared.state.log().record(&parts.method, parts.headers.get(CONTENT_TYPE), &body);
+        shared.state.control().record(&parts.method, parts.headers.get(CONTENT_TYPE), &body);
     }
     let pass_on = pass_on(&shared, &parts.method, &parts.uri, &parts.headers, body.to_vec());
     match action {
         Action::Pass(write) => {
             let response = pass_on.await;
-            if shared.state.done(write) { response } else { pending_response().await }
+            if shared.state.record_performed(write) { response } else { pending_response().await }
         }
         Action::Fault(Fault::Conflict) => failure(StatusCode::CONFLICT, "Conflict"),
         Action::Fault(Fault::Cut) => cut(),
@@ -356,7 +357,7 @@ async fn answer(State(shared): State<Shared>, request: Request) -> Response {
     }
 }
 
-/// Waits for ever: the future is dropped when the client's connection ends.
+/// Waits forever: the future is dropped when the client's connection ends.
 async fn pending_response() -> Response {
     std::future::pending().await
 }
@@ -394,8 +395,8 @@ fn stallable(body: Body, path: String, shared: &Shared) -> Body {
     let pieces = body.into_data_stream().then(move |piece| {
         let (mut stalled, path) = (stalled.clone(), path.clone());
         async move {
-            let passes = |words: &Option<String>| !words.as_ref().is_some_and(|words| path.contains(words));
-            // Fails when the proxy is dropped, and with it the connections.
+            let passes = |part: &Option<String>| !part.as_ref().is_some_and(|part| path.contains(part));
+            // An error means that the proxy was dropped; its connections end too.
             drop(stalled.wait_for(passes).await);
             piece
         }
@@ -403,7 +404,8 @@ fn stallable(body: Body, path: String, shared: &Shared) -> Body {
     Body::from_stream(pieces)
 }
 
-/// Returns a response whose body breaks off.
+/// Returns a response that ends the connection: its body fails at the first read. The server reads the body
+/// before it sends the head, so the client gets no response.
 fn cut() -> Response {
     let broken = stream::once(async { Err::<Vec<u8>, _>(std::io::Error::other("cut by a test")) });
     Response::new(Body::from_stream(broken))
@@ -429,29 +431,29 @@ mod tests {
     #[test]
     fn closes_at_the_chosen_write_and_holds_later_requests() {
         let state = ProxyState::default();
-        state.log().moment = Some(CrashPoint::After(2));
+        state.control().crash_point = Some(CrashPoint::After(2));
         assert_eq!(state.admit(&Method::PATCH, OBJECT), Action::Pass(Some(1)));
-        assert!(state.done(Some(1)));
+        assert!(state.record_performed(Some(1)));
         assert_eq!(state.admit(&Method::PUT, LEASE), Action::Pass(None), "leases are not counted");
         assert_eq!(state.admit(&Method::GET, OBJECT), Action::Pass(None));
         assert_eq!(state.admit(&Method::DELETE, OBJECT), Action::Pass(Some(2)));
-        assert!(!state.done(Some(2)));
+        assert!(!state.record_performed(Some(2)));
         assert_eq!(state.admit(&Method::GET, OBJECT), Action::Hold);
         let state = ProxyState::default();
-        state.log().moment = Some(CrashPoint::Before(1));
+        state.control().crash_point = Some(CrashPoint::Before(1));
         assert_eq!(state.admit(&Method::POST, OBJECT), Action::Hold);
-        assert_eq!(state.log().writes, 0);
+        assert_eq!(state.control().writes, 0);
     }
 
     #[test]
     fn pending_faults_hit_the_given_number_of_writes_of_that_path_only() {
         let state = ProxyState::default();
-        state.log().pending_faults = Some(("/leases/".to_owned(), Fault::Conflict, 1));
+        state.control().pending_faults = Some(("/leases/".to_owned(), Fault::Conflict, 1));
         assert_eq!(state.admit(&Method::GET, LEASE), Action::Pass(None));
         assert_eq!(state.admit(&Method::PUT, OBJECT), Action::Pass(Some(1)));
         assert_eq!(state.admit(&Method::PUT, LEASE), Action::Fault(Fault::Conflict));
         assert_eq!(state.admit(&Method::PUT, LEASE), Action::Pass(None));
-        assert_eq!(state.log().faults, 1);
+        assert_eq!(state.control().faults, 1);
     }
 
     #[test]

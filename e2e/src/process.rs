@@ -78,22 +78,36 @@ pub struct StartError {
     pub text: String,
 }
 
-/// Returns the path of a binary of the workspace, next to the test's own.
+/// What to do about a missing or outdated program.
+const BUILD_FIRST: &str = "run `cargo build --locked --workspace --bins --tests` first";
+
+/// Returns the path of a binary of the workspace, next to the test's own. Cargo does not build it for the test, because
+/// no crate depends on it.
 ///
 /// # Panics
-/// If the binary was not built.
+/// If the binary was not built, or if one of its sources has changed since.
 pub fn binary(program: &str) -> PathBuf {
     let own = std::env::current_exe().expect("a process knows its executable");
     let folder = own.parent().expect("an executable is in a folder");
     // Tests run from <target>/<profile>/deps; the programs are one folder above.
     let folder = if folder.ends_with("deps") { folder.parent().expect("a parent folder") } else { folder };
     let path = folder.join(program);
-    assert!(
-        path.exists(),
-        "{} is missing: run `cargo build --workspace --bins --tests` first",
-        path.display()
-    );
+    assert!(path.exists(), "{} is missing: {BUILD_FIRST}", path.display());
+    if let Some(source) = newer_source(&path) {
+        panic!("{} is older than {}: {BUILD_FIRST}", path.display(), source.display());
+    }
     path
+}
+
+/// Returns a source file that has changed after the program was built. Cargo lists the sources of `PROGRAM` in
+/// `PROGRAM.d`; programs from elsewhere have no such file.
+fn newer_source(program: &Path) -> Option<PathBuf> {
+    let changed = |path: &Path| std::fs::metadata(path).and_then(|data| data.modified()).ok();
+    let built = changed(program)?;
+    let list = std::fs::read_to_string(program.with_extension("d")).ok()?;
+    let (_, sources) = list.split_once(": ")?;
+    let mut sources = sources.split_whitespace().map(PathBuf::from);
+    sources.find(|source| changed(source).is_some_and(|changed| changed > built))
 }
 
 /// Copies a binary of the workspace, to be run from elsewhere.
@@ -226,5 +240,30 @@ impl Drop for ChildProcess {
         // Fails if the process has exited, which is fine.
         let _ = self.child.kill();
         let _ = self.child.wait();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::SystemTime;
+
+    use super::*;
+
+    #[test]
+    fn program_is_outdated_once_a_source_changes_after_its_build() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (program, source) = (folder.path().join("program"), folder.path().join("lib.rs"));
+        let list =
+            format!("{}: {} {}/gone.rs\n", program.display(), source.display(), folder.path().display());
+        std::fs::write(folder.path().join("program.d"), list).expect("the folder is writable");
+        let now = SystemTime::now();
+        for (path, age) in [(&program, 10), (&source, 20)] {
+            let file = File::create(path).expect("the folder is writable");
+            file.set_modified(now - Duration::from_secs(age)).expect("the time can be set");
+        }
+        assert_eq!(newer_source(&program), None);
+        File::create(&source).expect("the folder is writable");
+        assert_eq!(newer_source(&program), Some(source));
+        assert_eq!(newer_source(&folder.path().join("other")), None, "unknown programs are not checked");
     }
 }

@@ -191,7 +191,7 @@ impl TestEnv {
 
     /// Starts a proxy between an operator and an API server, open and without faults.
     pub fn fault_proxy(&self, server: &ApiServer) -> FaultProxy {
-        FaultProxy::to(server, self.folder())
+        FaultProxy::start(server, self.folder())
     }
 
     /// Prints the ends of all logs and the error of a test that has just panicked. For tests that share this

@@ -70,6 +70,7 @@ fn main() -> ExitCode {
         ("a_release_of_the_chart_moves_blocks_between_two_nodes", chart::first_hit),
         ("a_clean_install_causes_no_warning_events", chart_events::have_no_warning),
         ("all_components_of_a_release_are_ready", chart::all_components_are_ready),
+        ("failure_domains_of_nodes_follow_their_zone_labels", chart::failure_domains_follow_labels),
         ("agents_have_no_privileges_and_write_their_own_node_only", chart::permissions_of_agents),
         ("engines_in_pods_hit_on_their_own_node_and_on_the_other", chart::engines_hit_everywhere),
         ("raw_devices_are_opened_as_the_cluster_allows", chart_devices::are_opened_as_the_cluster_allows),

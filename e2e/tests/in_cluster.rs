@@ -13,6 +13,8 @@ use reprise_e2e::{ApiServer, TestEnv};
 mod api_server_faults;
 #[path = "in_cluster/devices.rs"]
 mod devices;
+#[path = "in_cluster/failure_domains.rs"]
+mod failure_domains;
 #[path = "in_cluster/identities.rs"]
 mod identities;
 #[path = "in_cluster/io_engines.rs"]
@@ -89,6 +91,7 @@ fn main() -> ExitCode {
         devices::a_failed_device_is_faulted_and_engines_continue,
         devices::a_pool_with_max_devices_keeps_its_device_and_wipes_no_other,
         devices::a_device_that_two_pools_claim_belongs_to_the_first,
+        failure_domains::the_second_replica_of_a_hot_block_goes_to_another_zone,
         io_engines::an_unavailable_io_engine_keeps_a_pool_closed_without_a_fallback,
         identities::only_the_pods_of_a_bound_tenant_may_use_it,
         modes::a_node_applies_the_mode_of_its_spec,

@@ -3,6 +3,8 @@
 //! Each test states its rule; a failure names the file. The list of files comes from git, so untracked files
 //! are not checked.
 
+#[path = "tidy/fields.rs"]
+mod fields;
 #[path = "tidy/language.rs"]
 mod language;
 

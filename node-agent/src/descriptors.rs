@@ -82,9 +82,12 @@ impl ConnectionLimits {
         let sum = regions * REGION_DESCRIPTORS + devices * DEVICE_DESCRIPTORS + reserve;
         let [sessions, peers, admin] =
             descriptors::divide(limit, sum, [SESSIONS, PEERS, ADMIN]).map_err(|too_few| {
+                let plural = |count: u64| if count == 1 { "" } else { "s" };
                 let context = format!(
-                    "too few file descriptors for {regions} arena regions (raise arena.region_bytes to reduce \
-                     their number) and {devices} devices"
+                    "too few file descriptors for {regions} arena region{} (raise arena.region_bytes to \
+                     reduce their number) and {devices} device{}",
+                    plural(regions),
+                    plural(devices)
                 );
                 AgentError::new(ErrorKind::Resource, context).with_source(too_few)
             })?;

@@ -362,6 +362,9 @@ impl Worker {
                 .set_by_spec(facts::mode(mode));
             self.send_to_core(event);
         }
+        if let Some(domain) = &desired.failure_domain {
+            self.parts.admin.directory.set_failure_domain(domain);
+        }
         self.profiles.set_desired(desired.profiles.clone());
         self.queues.set_desired(desired.queues.clone());
         self.desired = Some(desired);

@@ -91,8 +91,8 @@ pub(crate) struct DirectorySettings {
     pub(crate) tenants: Arc<Mutex<TenantRegistry>>,
 }
 
-/// Properties that a node registers with. They are constant while the agent runs; variable ones are in its
-/// reports.
+/// Properties that a node registers with. They are constant while the agent runs, except for the failure
+/// domain ([`DirectoryClient::set_failure_domain`]); variable ones are in its reports.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Registration {
     /// Unique in the cluster; it determines the node's number.
@@ -209,6 +209,8 @@ struct Shared {
     reporting: Reporting,
     nodes: RwLock<NodeMap>,
     connected: watch::Sender<bool>,
+    /// Failure domain of the node, for its next registration.
+    failure_domain: watch::Sender<String>,
     shutdown: watch::Sender<bool>,
     counters: Counters,
 }
@@ -289,6 +291,23 @@ impl DirectoryClient {
         self.shared.own.send_replace(Some(Arc::new(state)));
     }
 
+    /// Sets the node's failure domain, empty if unknown. After a change the node registers again with each
+    /// member, which then requests an inventory.
+    pub(crate) fn set_failure_domain(&self, domain: &str) {
+        self.shared.failure_domain.send_if_modified(|current| {
+            let changes = current.as_str() != domain;
+            if changes {
+                domain.clone_into(current);
+            }
+            changes
+        });
+    }
+
+    /// Returns the node's failure domain, empty if unknown.
+    pub(crate) fn failure_domain(&self) -> String {
+        self.shared.failure_domain.borrow().clone()
+    }
+
     /// Returns the `host:port` of a node's peer transport; `None` for an unknown node.
     pub(crate) fn peer_address(&self, node: NodeId) -> Option<String> {
         self.shared.nodes.read().unwrap_or_else(PoisonError::into_inner).peer_address(node)
@@ -343,6 +362,7 @@ impl Shared {
             reporting: Reporting::default(),
             nodes: RwLock::new(NodeMap::default()),
             connected: watch::Sender::new(false),
+            failure_domain: watch::Sender::new(settings.registration.failure_domain.clone()),
             shutdown: watch::Sender::new(false),
             counters: Counters::default(),
             settings,

@@ -47,18 +47,19 @@ const SIGXFSZ: SignalKind = SignalKind::from_raw(25);
 
 /// Cache KV blocks of this node's engines and share them with peers
 #[derive(Debug, Parser)]
-#[command(name = "reprise-agent", version, about)]
+#[command(name = "reprise-agent", version)]
 struct Arguments {
-    /// Configuration file (TOML); defaults apply without one
+    /// Read this configuration file (TOML); omitted values keep their defaults
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Print the default configuration with comments and exit
+    /// Print the default configuration, with comments, and exit
     #[arg(long)]
     print_default_config: bool,
     /// Run as the agent of a Kubernetes node
     ///
-    /// Devices and mode come from the node's CacheNode, and its status is written there. Requires NODE_NAME
-    /// and POD_IP in the environment, and a configuration file without node name and devices.
+    /// The agent reads devices and mode from the node's CacheNode and writes its own status to that object.
+    /// Requires NODE_NAME and POD_IP in the environment, and a configuration file that sets neither node name
+    /// nor devices.
     #[arg(long, requires = "config")]
     in_cluster: bool,
     /// With --in-cluster: use this kubeconfig instead of the service account

@@ -30,8 +30,8 @@
 //! outdated grant into a spec. The node's next reconcile corrects it. Until then the agent sets aside no
 //! pairs that conflict with those it already has.
 //!
-//! Not implemented in this release: agents do not create the queues; no component sets `reservedFor`, but a
-//! deletion waits while it is set; per-tenant limits (`maxGpuQueuePairs`) are rejected.
+//! Not implemented in this release: agents do not create the queues, which `Programmed` reports; per-tenant
+//! limits (`maxGpuQueuePairs`) are rejected.
 
 use std::sync::Arc;
 use std::time::Duration;

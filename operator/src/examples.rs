@@ -153,7 +153,6 @@ fn allocation_refusal(one: Arc<GPUQueueAllocation>, lending: &[Value]) -> Option
     let allocation = crate::allocation::dereference::ResolvedAllocation {
         pool: pools.into_iter().find(|pool| pool.name_any() == name),
         assignment: assignment(lending).pools[name].clone(),
-        tenant: None,
         profile: None,
         object: one,
     };

@@ -1,8 +1,8 @@
 //! Adds or removes one of the operator's finalizers.
 //!
-//! The operator may lack the right to do so, for example with a chart of an older version. Then it reconciles
-//! the rest of the object and sets a condition. A forbidden write is not retried on every change
-//! ([`ForbiddenWrites`]), because only a person can add the right.
+//! The operator may lack the permission to do so, for example with a chart of an older version. Then it
+//! reconciles the rest of the object and sets a condition. The operator retries a forbidden write at most
+//! once a minute ([`ForbiddenWrites`]), because only an administrator can grant the permission.
 
 use std::collections::HashMap;
 use std::fmt::Debug;
@@ -22,7 +22,7 @@ use crate::status::kind_of;
 
 /// HTTP status code: the object does not exist.
 const NOT_FOUND: u16 = 404;
-/// HTTP status code: the operator lacks the right.
+/// HTTP status code: the operator lacks the permission for the request.
 const FORBIDDEN: u16 = 403;
 
 /// Time before a forbidden write is tried again.
@@ -33,16 +33,16 @@ const RETRY_AFTER: Duration = Duration::from_secs(60);
 pub enum Finalizer {
     /// The object must not be removed yet.
     Present,
-    /// The object has no cleanup left.
+    /// All cleanup is done.
     Absent,
 }
 
-/// Whether an object still exists after its finalizer was set.
+/// Whether this finalizer still matters for the object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ObjectState {
-    /// The object still exists.
+    /// The object exists and is not being deleted, or this finalizer holds it.
     Present,
-    /// The object is gone, or is deleted now that no finalizer holds it.
+    /// The object is gone, or is being deleted without this finalizer. Other finalizers may still hold it.
     Gone,
 }
 
@@ -55,24 +55,24 @@ pub async fn set<K>(
     object: &K,
     api: &Api<K>,
     finalizer: &str,
-    wanted: Finalizer,
+    desired: Finalizer,
 ) -> Result<ObjectState, OperatorError>
 where
     K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned,
 {
     let is_deleting = object.meta().deletion_timestamp.is_some();
     let has = object.finalizers().iter().any(|one| one == finalizer);
-    let state = if is_deleting && (!has || wanted == Finalizer::Absent) {
+    let state = if is_deleting && (!has || desired == Finalizer::Absent) {
         ObjectState::Gone
     } else {
         ObjectState::Present
     };
-    if !is_change(object, finalizer, wanted) {
+    if !is_change(object, finalizer, desired) {
         return Ok(state);
     }
     let mut finalizers = object.finalizers().to_vec();
     finalizers.retain(|one| one != finalizer);
-    if wanted == Finalizer::Present {
+    if desired == Finalizer::Present {
         finalizers.push(finalizer.to_owned());
     }
     // With the resource version the API server rejects the write if another writer changed the list
@@ -91,9 +91,9 @@ where
 
 /// Returns whether a write is needed. The API server accepts no new finalizer on an object that is being
 /// deleted.
-fn is_change<K: Resource>(object: &K, finalizer: &str, wanted: Finalizer) -> bool {
+fn is_change<K: Resource>(object: &K, finalizer: &str, desired: Finalizer) -> bool {
     let has = object.finalizers().iter().any(|one| one == finalizer);
-    match wanted {
+    match desired {
         Finalizer::Present => !has && object.meta().deletion_timestamp.is_none(),
         Finalizer::Absent => has,
     }
@@ -112,16 +112,16 @@ pub enum FinalizerOutcome {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Forbidden {
     /// The desired state of the finalizer.
-    pub wanted: Finalizer,
+    pub desired: Finalizer,
     /// Message of the API server.
-    pub words: String,
+    pub message: String,
 }
 
 /// Writes that the API server recently rejected as forbidden.
 #[derive(Debug, Default)]
 pub struct ForbiddenWrites {
-    /// Time and message, by unique id of the object and finalizer. The id is empty if a write is forbidden
-    /// for a whole kind.
+    /// Time and message, by object uid and finalizer; for a whole kind, by an empty uid and the operation
+    /// (`what`).
     by_object: Mutex<HashMap<(String, String), (Instant, String)>>,
 }
 
@@ -137,93 +137,93 @@ impl ForbiddenWrites {
     }
 
     /// Records that a write is forbidden for all objects of a kind.
-    pub fn add_for_kind(&self, what: &str, words: &str) {
-        self.add(String::new(), what, words.to_owned(), Instant::now());
+    pub fn add_for_kind(&self, what: &str, message: &str) {
+        self.add(String::new(), what, message.to_owned(), Instant::now());
     }
 
     fn recent_message(&self, uid: &str, finalizer: &str, now: Instant) -> Option<String> {
         let mut all = self.by_object.lock().unwrap_or_else(PoisonError::into_inner);
         all.retain(|_, (when, _)| now.duration_since(*when) < RETRY_AFTER);
-        all.get(&(uid.to_owned(), finalizer.to_owned())).map(|(_, words)| words.clone())
+        all.get(&(uid.to_owned(), finalizer.to_owned())).map(|(_, message)| message.clone())
     }
 
-    fn add(&self, uid: String, finalizer: &str, words: String, now: Instant) {
+    fn add(&self, uid: String, finalizer: &str, message: String, now: Instant) {
         let mut all = self.by_object.lock().unwrap_or_else(PoisonError::into_inner);
-        all.insert((uid, finalizer.to_owned()), (now, words));
+        all.insert((uid, finalizer.to_owned()), (now, message));
     }
 }
 
 /// Like [`set`], but does not send a write that was recently forbidden.
 ///
 /// # Errors
-/// The API server rejected the write for another reason than missing rights.
+/// The API server rejected the write for a reason other than a missing permission.
 pub async fn try_set<K>(
     context: &Context,
     object: &K,
     api: &Api<K>,
     finalizer: &str,
-    wanted: Finalizer,
+    desired: Finalizer,
 ) -> Result<FinalizerOutcome, OperatorError>
 where
     K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned,
 {
-    // A forbidden write only matters if it is still needed.
-    let standing = context.forbidden_writes.recent(object, finalizer);
-    if let Some(words) = standing.filter(|_| is_change(object, finalizer, wanted)) {
-        return Ok(FinalizerOutcome::Forbidden(Forbidden { wanted, words }));
+    // Report the rejection only if the write is still needed.
+    let recent_rejection = context.forbidden_writes.recent(object, finalizer);
+    if let Some(message) = recent_rejection.filter(|_| is_change(object, finalizer, desired)) {
+        return Ok(FinalizerOutcome::Forbidden(Forbidden { desired, message }));
     }
-    match set(context, object, api, finalizer, wanted).await {
+    match set(context, object, api, finalizer, desired).await {
         Ok(state) => Ok(FinalizerOutcome::Done(state)),
         Err(error) if error.code() == Some(FORBIDDEN) => {
-            let words = error.message();
+            let message = error.message();
             tracing::warn!(
                 kind = kind_of::<K>(),
                 name = object.name_any(),
                 finalizer,
-                words,
+                error = message,
                 "not allowed to change a finalizer"
             );
             context.forbidden_writes.add(
                 object.uid().unwrap_or_default(),
                 finalizer,
-                words.clone(),
+                message.clone(),
                 Instant::now(),
             );
-            Ok(FinalizerOutcome::Forbidden(Forbidden { wanted, words }))
+            Ok(FinalizerOutcome::Forbidden(Forbidden { desired, message }))
         }
         Err(error) => Err(error),
     }
 }
 
-/// Builds the condition for a finalizer that cannot be set. `waited_for` names what a deletion should wait
-/// for.
+/// Builds the condition for a finalizer that cannot be set. `waited_for` names the users or the work that
+/// delays a deletion.
 pub fn forbidden_condition<K: Resource>(
     object: &K,
     finalizer: &str,
     waited_for: &str,
-    refused: &Forbidden,
+    forbidden: &Forbidden,
 ) -> Finding {
     let kind = ConditionType::DeletionBlocked;
-    let rights = format!("Give the operator the rights of this version's chart ({})", refused.words);
-    match refused.wanted {
+    let remedy = format!("Give the operator the permissions of this version's chart ({})", forbidden.message);
+    match forbidden.desired {
         Finalizer::Present => {
             let message = format!(
                 "a deletion would not wait for {waited_for}: the operator is not allowed to add the \
-                 finalizer {finalizer}. {rights}"
+                 finalizer {finalizer}. {remedy}"
             );
             Finding::unknown(kind, Reason::Forbidden, message)
         }
         Finalizer::Absent if object.meta().deletion_timestamp.is_some() => {
             let message = format!(
                 "the deletion waits only for the finalizer {finalizer}, which the operator is not allowed to \
-                 remove. {rights}"
+                 remove. {remedy}"
             );
             Finding::yes(kind, Reason::Forbidden, message)
         }
         Finalizer::Absent => {
             let message = format!(
                 "a deletion would wait forever: the operator is not allowed to remove the finalizer \
-                 {finalizer}. {rights}"
+                 {finalizer}. {remedy}"
             );
             Finding::unknown(kind, Reason::Forbidden, message)
         }

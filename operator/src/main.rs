@@ -39,7 +39,9 @@ struct Arguments {
     /// Format of the log on standard error
     #[arg(long, value_enum, default_value_t = LogFormat::Text, global = true)]
     log_format: LogFormat,
-    /// Log filter: a level, or a `tracing` filter
+    /// Log filter: a level (`info`) or directives (`info,kube_client=off`)
+    ///
+    /// Directives have the syntax of EnvFilter in the Rust crate tracing-subscriber.
     #[arg(long, default_value = LOG_LEVEL, global = true)]
     log_level: String,
 }
@@ -48,7 +50,7 @@ struct Arguments {
 enum Command {
     /// Reconcile the resources while this replica holds the lease
     Run(RunArguments),
-    /// Apply the resource definitions and wait until the API server serves them
+    /// Apply the resource definitions and wait until they are served
     ApplyDefinitions,
     /// Apply Reprise objects from YAML files
     Apply {
@@ -58,11 +60,13 @@ enum Command {
         /// YAML files with the objects
         #[arg(required = true)]
         files: Vec<PathBuf>,
-        /// Release of the chart to label the objects with; `delete` finds them by it
+        /// Label the objects with this release; `delete` finds them by the label
         #[arg(long)]
         release: Option<String>,
     },
-    /// Delete the objects that `apply` applied for a release, and wait until they and their children are gone
+    /// Delete a release's objects and wait until they are gone
+    ///
+    /// These are the objects that `apply` labelled with the release, and their children.
     Delete(DeleteArguments),
 }
 
@@ -93,12 +97,15 @@ struct RunArguments {
     /// Listen address for metrics and health checks
     #[arg(long, default_value = "127.0.0.1:7421")]
     admin_listen: SocketAddr,
-    /// Address of a cluster's control plane, if not its Service: for an operator outside the Kubernetes cluster
+    /// Reach a KVCacheCluster's control plane at this address
+    ///
+    /// For an operator outside Kubernetes. Repeat for several clusters.
     #[arg(long = "control-plane-address", value_name = "NAMESPACE/NAME=HOST:PORT", value_parser = control_plane)]
     control_planes: Vec<(String, String)>,
-    /// Seconds without a report of engine sessions until a blocked deletion continues
+    /// Continue a deletion after this many seconds without reported sessions
     ///
-    /// Agents report at least every 25 s. With less than 30, a deletion may continue although engines still run.
+    /// Sessions of engines block a deletion. Agents report them at least every 25 s; allow 5 s for delivery.
+    /// With less than 30, a deletion may continue while engines still run.
     #[arg(long, default_value_t = 60)]
     unused_seconds: u64,
     /// Name of this replica, its identity in the lease

@@ -282,7 +282,6 @@ fn is_good(finding: &Finding) -> bool {
     let negative = [
         ConditionType::Degraded,
         ConditionType::EngineFallback,
-        ConditionType::TransportFallback,
         ConditionType::DeletionBlocked,
         ConditionType::Drifted,
         ConditionType::OverQuota,

@@ -55,8 +55,8 @@ use crate::tenant::pods;
 mod change;
 pub(crate) mod own_writes;
 
+pub(crate) use change::is_by_operator;
 use change::{Change, LastSeen, WatchedKind, strip};
-pub(crate) use change::{is_by_operator, operator_status_fields};
 use own_writes::OwnWrites;
 
 /// Requests buffered for a queue. The queue takes them at once and keeps one per object.

@@ -4,8 +4,8 @@
 //! the limit, after a lower grant or a start, is released gradually; until then the tenant gets no further
 //! memory.
 //!
-//! In most simulations grants come from members (`reports.rs`); in some they are drawn, so that they arrive
-//! in any order.
+//! In most simulations grants come from members (`reports.rs`). In some the simulation generates random
+//! grants that bypass the members, so that they arrive in any order.
 
 use std::collections::BTreeMap;
 
@@ -18,14 +18,18 @@ use crate::simulation::{Action, AgentStep, Simulation};
 
 /// Interval between two grants, in milliseconds.
 const GRANT_EVERY_MS: std::ops::Range<u64> = 50..1500;
+/// Delay of a grant, in microseconds. It may exceed the interval, so that grants arrive in any order.
+const GRANT_DELAY_US: std::ops::Range<u64> = 100..3_000_000;
+const _: () = assert!(GRANT_EVERY_MS.end * 1000 < GRANT_DELAY_US.end);
 
-/// State of the tenant checks of a process.
+/// Newest grants and usage per tenant, for the checks of one agent process.
 #[derive(Debug, Default)]
 pub(crate) struct TenantAudit {
     /// The newest grant that has arrived.
     granted: BTreeMap<TenantId, Grant>,
     /// Bytes of DRAM and NVMe after the last event.
     used: BTreeMap<TenantId, [u64; 2]>,
+    /// Number of grants that have arrived.
     arrived: u64,
 }
 
@@ -33,18 +37,18 @@ pub(crate) struct TenantAudit {
 pub(crate) fn tenant_name(tenant: TenantId) -> TenantName {
     match tenant {
         TenantId::DEFAULT => TenantName::default_tenant(),
-        TenantId(number) => format!("t{number}").parse().expect("a name"),
+        TenantId(number) => format!("t{number}").parse().expect("a generated tenant name is valid"),
     }
 }
 
-/// Returns the tenant of a name.
+/// Returns the tenant with this name.
 pub(crate) fn tenant_of_name(name: &TenantName) -> TenantId {
     let number = name.as_str().strip_prefix('t').and_then(|number| number.parse().ok());
     number.map_or(TenantId::DEFAULT, TenantId)
 }
 
 impl Simulation {
-    /// Sends a grant to some node; others may overtake it.
+    /// Sends a random grant to a random node; later grants may arrive earlier.
     pub(crate) fn send_grant(&mut self) {
         if self.calm {
             return;
@@ -60,7 +64,7 @@ impl Simulation {
         self.grants += 1;
         let grant = Grant { tenant, version: self.grants, dram, nvme };
         if self.nodes[node].process.is_some() {
-            let delay = self.rng.micros(100..3_000_000);
+            let delay = self.rng.micros(GRANT_DELAY_US);
             self.later(node, delay, AgentStep::Event(Event::Budget(grant)));
         }
     }
@@ -71,7 +75,7 @@ impl Simulation {
         self.apply(node, Event::Budget(grant));
     }
 
-    /// Applies a grant of a ledger to the core; `epoch` is that of the registration.
+    /// Applies a member's grant; `epoch` is the epoch of the agent's registration.
     pub(crate) fn apply_ledger_grant(&mut self, node: usize, epoch: Epoch, grant: Grant) {
         let tenant = grant.tenant;
         let before = self.grant_of(node, tenant);
@@ -126,21 +130,20 @@ impl Simulation {
         }
     }
 
-    /// Checks that the queues for the control plane are bounded.
+    /// Checks the bounds of the queues of changes for members, and of the concurrent lookups.
     pub(crate) fn audit_queues(&mut self, node: usize) {
         let limit = self.setup.changes_queued_max;
         let process = self.nodes[node].process.as_mut().expect("the agent runs");
         process.inventory_max = process.inventory_max.max(process.inventory.len());
-        // A batch of changes is in flight while the queue fills again; inventories cover different slots.
+        // At most `limit` changes are in a batch in flight while the queue fills again to `limit`.
+        // Inventories of different slots are taken at different times, so their sum may exceed the largest
+        // inventory: two are allowed. The constant is a margin.
         let bound = limit.saturating_mul(2).saturating_add(2 * process.inventory_max).saturating_add(8);
         for link in process.client.links.values() {
             let queued = link.outbox.queued();
-            assert!(queued <= bound, "node {node}: {queued} changes wait for a member, at most {bound} may");
+            assert!(queued <= bound, "node {node}: {queued} queued changes exceed the bound of {bound}");
         }
         let lookups = process.client.lookups.len();
         assert!(lookups <= LOOKUPS_MAX, "node {node}: {lookups} concurrent lookups");
     }
 }
-
-/// The maximum delay of grants exceeds the interval between them.
-const _: () = assert!(GRANT_EVERY_MS.end < 3000);

@@ -1,5 +1,5 @@
 //! Mooncake's master for the comparison with a control plane member: its wheel from the package index, in a
-//! separate environment in the cache folder, queried with its own client.
+//! separate environment in the cache directory, queried with its own client.
 //!
 //! The master is recorded with the cluster's processes and ends with them; the client ends with its standard
 //! input.

@@ -1,6 +1,6 @@
 //! etcd of the cluster: one process on loopback, with fresh data in the cluster's directory.
 //!
-//! `e2e/etcd/build.sh` builds the binary from etcd's Go module into the cache folder.
+//! `e2e/etcd/build.sh` builds the binary from etcd's Go module into the cache directory.
 
 use std::fs;
 use std::net::TcpListener;
@@ -82,8 +82,8 @@ impl Etcd {
 
     /// Waits until it is healthy; returns false if it ends instead.
     fn await_healthy(&mut self, log: &Path) -> anyhow::Result<bool> {
-        let give_up = Instant::now() + READY_WITHIN;
-        while Instant::now() < give_up {
+        let deadline = Instant::now() + READY_WITHIN;
+        while Instant::now() < deadline {
             if self.child.try_wait().context("checking the etcd process")?.is_some() {
                 return Ok(false);
             }

@@ -87,7 +87,7 @@ impl Member {
 pub(super) fn all_registered(members: &[MemberAddresses]) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
-        let give_up = Instant::now() + REGISTERED_WITHIN;
+        let deadline = Instant::now() + REGISTERED_WITHIN;
         for member in members {
             loop {
                 let list = list(&member.grpc).await?;
@@ -95,7 +95,7 @@ pub(super) fn all_registered(members: &[MemberAddresses]) -> anyhow::Result<()> 
                     break;
                 }
                 ensure!(
-                    Instant::now() < give_up,
+                    Instant::now() < deadline,
                     "the members did not find each other within {REGISTERED_WITHIN:?}: {} lists {:?}",
                     member.name,
                     list.members.iter().map(|other| other.name.as_str()).collect::<Vec<_>>()

@@ -1,4 +1,4 @@
-//! Processes of a cluster: start with a configuration file and a log, record, readiness, and orderly end.
+//! Starts, records and stops the processes of a local cluster.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -13,7 +13,7 @@ use serde::Deserialize;
 use super::work_directory::WorkDirectory;
 use crate::interrupt;
 
-/// Time limit until a process is ready, including formatting or recovering a pool and touching its arena.
+/// Time limit until a process is ready, including formatting or recovering a pool, and touching the arena.
 pub(super) const READY_WITHIN: Duration = Duration::from_secs(60);
 
 /// Time limit until a process ends after SIGTERM, including writing blocks that are not durable yet.
@@ -27,7 +27,7 @@ const TAIL_LINES: usize = 15;
 pub(crate) struct Launch<'a> {
     /// The binary.
     pub(crate) program: &'a Path,
-    /// Name of the argument before the configuration.
+    /// Flag for the configuration path, such as `--config`.
     pub(crate) argument: &'a str,
     /// Path of its configuration, which identifies the process.
     pub(crate) config: &'a Path,
@@ -42,7 +42,9 @@ pub(super) struct Process {
     pub(super) ready: ReadyLine,
 }
 
-/// Line that a process prints when it is ready. Fields may be absent.
+/// Line that a process prints when it is ready.
+///
+/// `grpc` and `socket` are empty if the process has none; unknown fields are ignored.
 #[derive(Clone, Debug, Deserialize)]
 pub(super) struct ReadyLine {
     ready: bool,
@@ -54,14 +56,14 @@ pub(super) struct ReadyLine {
 }
 
 impl Launch<'_> {
-    /// Starts the process and records it.
+    /// Starts the process and adds its pid to the work directory.
     pub(super) fn spawn(&self, output: Stdio, directory: &mut WorkDirectory) -> anyhow::Result<Child> {
         let file = fs::File::options()
             .create(true)
             .append(true)
             .open(self.log)
             .with_context(|| format!("cannot write {}", self.log.display()))?;
-        let held_off = interrupt::defer();
+        let deferred_interrupts = interrupt::defer();
         let child = Command::new(self.program)
             .arg(self.argument)
             .arg(self.config)
@@ -72,7 +74,7 @@ impl Launch<'_> {
             .with_context(|| format!("cannot start {}", self.program.display()))?;
         let name = self.program.file_name().unwrap_or_default().to_string_lossy();
         directory.record(child.id(), &name, self.config)?;
-        drop(held_off);
+        drop(deferred_interrupts);
         Ok(child)
     }
 }
@@ -90,7 +92,7 @@ impl Process {
         let mut child = launch.spawn(Stdio::piped(), directory)?;
         let output = child.stdout.take().expect("piped above");
         let (sender, receiver) = mpsc::sync_channel(1);
-        // The thread ends after the line or with the process.
+        // The thread ends after the first line, or when the process closes its output.
         std::thread::spawn(move || {
             let mut line = String::new();
             let read = BufReader::new(output).read_line(&mut line).map(|_| line);
@@ -104,7 +106,11 @@ impl Process {
         let Some(ready) = ready else {
             drop(child.kill());
             drop(child.wait());
-            bail!("{program} did not become ready; the end of its log {}:\n{}", log.display(), tail(log));
+            bail!(
+                "{program} did not become ready within {READY_WITHIN:?}, or exited; last lines of {}:\n{}",
+                log.display(),
+                tail(log)
+            );
         };
         Ok(Process { child, ready })
     }
@@ -115,15 +121,15 @@ pub(crate) fn binary(program: &str) -> anyhow::Result<PathBuf> {
     let own = std::env::current_exe().context("cannot find the path of this program")?;
     let path = own.with_file_name(program);
     if !path.exists() {
-        bail!("{} is missing: build the whole workspace (`cargo build --release`)", path.display());
+        bail!("{} is missing: build the workspace with the same profile as this program", path.display());
     }
     Ok(path)
 }
 
 /// Ends a process with SIGKILL.
 pub(super) fn kill(child: &mut Child) -> anyhow::Result<()> {
-    child.kill().context("killing a process")?;
-    child.wait().context("waiting for a killed process")?;
+    child.kill().context("cannot kill the process")?;
+    child.wait().context("cannot wait for the killed process")?;
     Ok(())
 }
 
@@ -133,8 +139,8 @@ pub(crate) fn stop(child: &mut Child) {
         return;
     }
     terminate(child);
-    let give_up = Instant::now() + STOP_WITHIN;
-    while Instant::now() < give_up {
+    let deadline = Instant::now() + STOP_WITHIN;
+    while Instant::now() < deadline {
         if matches!(child.try_wait(), Ok(Some(_))) {
             return;
         }
@@ -147,7 +153,7 @@ pub(crate) fn stop(child: &mut Child) {
 fn terminate(child: &Child) {
     let pid = rustix::process::Pid::from_child(child);
     if let Err(error) = rustix::process::kill_process(pid, rustix::process::Signal::TERM) {
-        tracing::debug!(%error, "cannot signal a process that has already ended");
+        tracing::debug!(pid = child.id(), %error, "cannot send SIGTERM to the process");
     }
 }
 

@@ -60,11 +60,11 @@ impl WorkDirectory {
             .write(true)
             .open(&lock_path)
             .with_context(|| format!("cannot write {}", lock_path.display()))?;
-        let give_up = Instant::now() + CLAIM_WITHIN;
+        let deadline = Instant::now() + CLAIM_WITHIN;
         loop {
             match lock.try_lock() {
                 Ok(()) => break,
-                Err(TryLockError::WouldBlock) if Instant::now() < give_up => sleep(CLAIM_PAUSE),
+                Err(TryLockError::WouldBlock) if Instant::now() < deadline => sleep(CLAIM_PAUSE),
                 Err(TryLockError::WouldBlock) => bail!(
                     "{} is in use by another demo or bench: end it, or set another directory with --dir",
                     path.display()

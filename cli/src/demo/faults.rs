@@ -78,13 +78,17 @@ pub(super) fn kill_and_restart(
     let before = engines[VICTIM].check_durable().context("checking durable blocks before the kill")?;
     let left_before = evictions_of(&cluster.file().agents[VICTIM])?.left_nvme();
     demand_durable(&before, left_before)?;
+    let state = match before.missed {
+        0 => format!("all {} are present", before.present),
+        missed => format!(
+            "{missed} of them were evicted or moved since, and the other {} are present",
+            before.present
+        ),
+    };
     audience.print_line(format!(
-        "node-{} has announced {} blocks as durable; {} of them were evicted or moved since, and the other {} are \
-         present. Killing its agent with SIGKILL …",
+        "node-{} has announced {} blocks as durable; {state}. Killing its agent with SIGKILL …",
         VICTIM + 1,
         before.announced,
-        before.missed,
-        before.present,
     ));
     cluster.kill_agent(VICTIM)?;
     let restart_seconds = cluster.restart_agent(VICTIM)?;

@@ -1,7 +1,7 @@
 //! Access of agent pods to raw devices, GPUs and RDMA.
 //!
-//! Each mode lists its additions to the pods, and the operator adds exactly these. A mode grants access
-//! only; the field states how this release uses it.
+//! Each mode lists its additions to the pods, and the operator adds exactly these. This release accepts the
+//! modes of raw devices only. It rejects modes for GPUs and RDMA, which its agents would not use.
 
 use kube::KubeSchema;
 use serde::{Deserialize, Serialize};
@@ -39,8 +39,8 @@ choice! {
     default None
 }
 
-/// Access of agents to GPUs. Transfers through host memory need no access. Agents list GPUs from `/proc` in
-/// every mode. Agents of this release do not open GPUs; a mode prepares the pods.
+/// Access of agents to GPUs. Transfers through host memory need no access, and agents list GPUs from `/proc`
+/// without access. Agents of this release do not open GPUs, so the operator rejects all modes but `None`.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("(self.mode == 'Dra') == has(self.deviceClassName)")
@@ -60,7 +60,7 @@ pub struct GpuAccess {
 }
 
 choice! {
-    /// Access mode for GPUs.
+    /// Access mode for GPUs. This release accepts `None` only.
     GpuAccessMode {
         /// Pods get no additional access.
         None,
@@ -79,8 +79,7 @@ choice! {
     default None
 }
 
-/// Access of agents to RDMA. Agents of this release use TCP in every mode; a mode prepares the pods for a
-/// later RDMA transport. The condition `TransportFallback` is true unless the mode is `None`.
+/// Access of agents to RDMA. Agents of this release use TCP, so the operator rejects all modes but `None`.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("(self.mode in ['DevicePlugin', 'SrIov']) == has(self.resourceName)")
@@ -100,7 +99,7 @@ pub struct Rdma {
 }
 
 choice! {
-    /// Access mode for RDMA.
+    /// Access mode for RDMA. This release accepts `None` only.
     RdmaMode {
         /// Pods get no additional access.
         None,

@@ -39,8 +39,9 @@ pub struct Agents {
     /// 1Gi.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resources: Option<Resources>,
-    /// Node label that identifies a failure domain. Recorded only: this release does not place replicas by
-    /// failure domain.
+    /// Node label whose value is the failure domain of a node, such as a zone or a rack. A further replica of
+    /// a hot block goes to another domain: that of a node with the block in DRAM if there is one. Among equal
+    /// replicas, reads prefer those of their own domain. Without the label, a node's domain is unknown.
     #[serde(default = "failure_domain_label")]
     pub failure_domain_label: LabelKey,
     /// Unix socket for engine connections.
@@ -52,12 +53,11 @@ pub struct Agents {
     /// Access of agents to raw devices. Has no effect unless a pool of the cluster has `devices`.
     #[serde(default)]
     pub device_access: DeviceAccess,
-    /// Access of agents to GPUs. Agents of this release list GPUs, which needs no access, and do no GPU
-    /// I/O.
+    /// Access of agents to GPUs. This release accepts mode `None` only: its agents list GPUs, which needs no
+    /// access, and do no GPU I/O.
     #[serde(default)]
     pub gpu_access: GpuAccess,
-    /// Access of agents to RDMA. Agents of this release use TCP; the condition `TransportFallback` reports
-    /// it.
+    /// Access of agents to RDMA. This release accepts mode `None` only: its agents use TCP between nodes.
     #[serde(default)]
     pub rdma: Rdma,
     /// Seccomp profile of the agent container. Has no effect if a mode makes the container privileged.

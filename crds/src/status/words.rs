@@ -1,7 +1,7 @@
 //! The types and reasons of conditions, each with its meaning.
 //!
 //! Polarity: `Ready` and most other types are good when true. `Degraded`, `Cordoned`, `Drifted`,
-//! `OverQuota`, `EngineFallback`, `TransportFallback`, `DeletionBlocked` and `StatusContested` report a
+//! `OverQuota`, `EngineFallback`, `DeletionBlocked` and `StatusContested` report a
 //! state that an operator may want to act on.
 
 macro_rules! words {
@@ -63,8 +63,6 @@ words! {
         Drained,
         /// At least one device uses another I/O engine than the requested one.
         EngineFallback,
-        /// Agents use another transport between nodes than the requested one.
-        TransportFallback,
         /// The deletion waits for an action of a user or another controller; the message names it.
         DeletionBlocked,
         /// The requested queue pairs are reserved on the node.

@@ -4,7 +4,7 @@
 
 use std::time::{Duration, Instant};
 
-use reprise_e2e::kubernetes::release::{Component, PODS_WITHIN, import_images};
+use reprise_e2e::kubernetes::release::{Component, PODS_WITHIN, container_ids, import_images};
 use reprise_e2e::kubernetes::{Cluster, Engines, Release, Workers};
 use reprise_e2e::seed::print_line;
 use reprise_e2e::wait_until;
@@ -22,6 +22,12 @@ pub(crate) const WORKERS: Workers<'static> = Workers { namespace: "default", use
 /// label `for: lab` are distributed. Pods in namespaces with the label `engines: yes` get the socket if they
 /// request it.
 pub(crate) const SETTINGS: &str = r#"--set-json=pools.lab.directory.size="7Gi",cluster.cache.placement.bandwidth="0",cluster.slackProfiles.matchLabels.for="lab",rbac.injection=true,cluster.injection.mode="AdmissionPolicy",cluster.injection.namespaceSelector.matchLabels.engines="yes""#;
+
+/// Label whose value is the failure domain of a node, by default.
+const ZONE: &str = "topology.kubernetes.io/zone";
+
+/// Bound from a node's label to the member that lists its failure domain. Agents read their spec by a watch.
+const ZONE_WITHIN: Duration = Duration::from_secs(30);
 
 /// Bound from `helm install` to blocks that both nodes have exchanged.
 const FIRST_HIT_WITHIN: Duration = Duration::from_secs(60);
@@ -105,6 +111,34 @@ pub(crate) fn all_components_are_ready(cluster: &mut Cluster) {
         }
         assert_eq!(condition(&release.object("node", node), AGENT_READY).0, "True");
     }
+}
+
+pub(crate) fn failure_domains_follow_labels(cluster: &mut Cluster) {
+    let release = running(cluster);
+    let members = release.pods(Component::Members);
+    let listed = |node: &str| {
+        let nodes = release.admin(&members[0]).json("/nodes");
+        let listed = nodes.as_array().into_iter().flatten().find(|listed| listed["name"] == node);
+        listed.map(|listed| listed["failure_domain"].as_str().unwrap_or_default().to_owned())
+    };
+    let wait_listed = |node: &str, zone: &str| {
+        wait_until("the member lists the zone of the node", ZONE_WITHIN, || {
+            (listed(node).as_deref() == Some(zone)).then_some(())
+        });
+        let cache_node = release.object("cachenode", node);
+        assert_eq!(cache_node["spec"]["failureDomain"].as_str().unwrap_or_default(), zone, "{cache_node:#}");
+    };
+    let agents = release.pods(Component::Agents);
+    for (node, zone) in [("node1", "zone-a"), ("node2", "zone-b")] {
+        cluster.kubectl(&["label", "node", node, &format!("{ZONE}={zone}")]);
+        wait_listed(node, zone);
+    }
+    for node in ["node1", "node2"] {
+        cluster.kubectl(&["label", "node", node, &format!("{ZONE}-")]);
+        wait_listed(node, "");
+    }
+    let now = release.pods(Component::Agents);
+    assert_eq!(container_ids(&now), container_ids(&agents), "agents continue to run");
 }
 
 pub(crate) fn permissions_of_agents(cluster: &mut Cluster) {

@@ -59,6 +59,8 @@ pub(crate) struct Setup<'a> {
     pub(crate) token_of: &'a str,
     /// Members of the control plane, `host:port`.
     pub(crate) control_plane: Vec<String>,
+    /// Further lines of its configuration file.
+    pub(crate) extra: String,
     /// A command that executes the agent, put in front of it.
     pub(crate) launcher: Vec<String>,
     /// Further environment variables of its pod.
@@ -72,6 +74,7 @@ impl<'a> Setup<'a> {
             name,
             token_of: name,
             control_plane: Vec::new(),
+            extra: String::new(),
             launcher: Vec::new(),
             environment: Vec::new(),
         }
@@ -99,7 +102,8 @@ impl<'a> Node<'a> {
             pool: None,
             control_plane: setup.control_plane.clone(),
             extra: format!(
-                "[kubernetes]\nstate_directory = \"{}\"\nstatus_every = \"1s\"\n",
+                "{}[kubernetes]\nstate_directory = \"{}\"\nstatus_every = \"1s\"\n",
+                setup.extra,
                 state.display()
             ),
             ..AgentConfig::named(name)

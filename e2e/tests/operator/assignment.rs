@@ -35,6 +35,27 @@ fn specs(k8s: &TestCluster) -> Vec<Option<i64>> {
 }
 
 #[test]
+fn failure_domain_of_a_node_follows_the_label_that_its_cluster_names() {
+    let k8s = TestCluster::new();
+    let operator = k8s.operator();
+    label(&k8s, "n1", "topology.kubernetes.io/zone", json!("zone-a"));
+    label(&k8s, "n2", "rack", json!("r7"));
+    k8s.cluster(json!({}));
+    let wait_domains = |expected: [Value; 2]| {
+        wait_until("both CacheNodes have their failure domains", PATIENCE, || {
+            let domain = |node| Some(k8s.get("CacheNode", node)?.data["spec"]["failureDomain"].clone());
+            ([domain("n1")?, domain("n2")?] == expected).then_some(())
+        });
+    };
+    wait_domains([json!("zone-a"), Value::Null]);
+    label(&k8s, "n1", "topology.kubernetes.io/zone", json!("zone-b"));
+    wait_domains([json!("zone-b"), Value::Null]);
+    k8s.cluster(json!({ "agents": { "failureDomainLabel": "rack" } }));
+    wait_domains([Value::Null, json!("r7")]);
+    operator.kill();
+}
+
+#[test]
 fn node_stays_assigned_to_its_cluster() {
     let k8s = TestCluster::new();
     let operator = k8s.operator();

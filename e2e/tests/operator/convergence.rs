@@ -39,7 +39,7 @@ pub(crate) fn assert_writes_nothing(k8s: &TestCluster, operator: &Operator) {
     let keys: Vec<String> = wanted.keys().filter(|key| is_reconciled(key)).cloned().collect();
     let kinds: BTreeSet<&str> = keys.iter().map(|key| split_key(key).0).collect();
     let reconciled = |kind: &str| {
-        operator.metric("reprise_operator_reconciles_total{", &format!("kind=\"{kind}\",result=\"done\""))
+        operator.metric("reprise_operator_reconciles_total", &format!("kind=\"{kind}\",result=\"done\""))
     };
     let first: BTreeMap<&str, f64> = kinds.iter().map(|kind| (*kind, reconciled(kind))).collect();
     for resync in 0..RESYNCS {
@@ -62,7 +62,7 @@ pub(crate) fn assert_writes_nothing(k8s: &TestCluster, operator: &Operator) {
 
 /// Waits until delayed writes are done: totals of a status are written at most every 10 s.
 fn wait_no_writes(operator: &Operator) {
-    let written = || operator.metric("reprise_operator_writes_total{", "");
+    let written = || operator.metric("reprise_operator_writes_total", "");
     let (mut last, mut since) = (written(), Instant::now());
     wait_until("nothing is written for 11 s", 4 * PATIENCE, || {
         std::thread::sleep(Duration::from_millis(100));
@@ -111,8 +111,8 @@ impl ApiUsage {
     fn of(operator: &Operator) -> ApiUsage {
         ApiUsage {
             requests: operator.samples("reprise_operator_api_requests_total"),
-            written: operator.metric("reprise_operator_writes_total{", ""),
-            failed: operator.metric("reprise_operator_reconciles_total{", "result=\"failed\""),
+            written: operator.metric("reprise_operator_writes_total", ""),
+            failed: operator.metric("reprise_operator_reconciles_total", "result=\"failed\""),
         }
     }
 

@@ -15,7 +15,7 @@ use crate::agents::{Agents, PRODUCT};
 use crate::deletion_guard::TOO_SHORT;
 use crate::queues::{KIND as ALLOCATION, create_allocation};
 use crate::snapshot::{ClusterSnapshot, assert_same, delete_operator_objects, snapshot};
-use crate::test_cluster::{NAMESPACE, TestCluster};
+use crate::test_cluster::TestCluster;
 
 /// Percentage of a scenario's crash points that a run covers; 100 covers all.
 const PERCENT_VARIABLE: &str = "REPRISE_E2E_KILL_PERCENT";
@@ -186,18 +186,12 @@ fn run_creation(name: &str, moment: fn(u64) -> CrashPoint) {
     let mut runner = CrashRunner::new();
     let k8s = &runner.k8s;
     k8s.serve_pod_monitors();
-    // Allows claims with admin access, which share devices with other pods.
-    let labels = json!({ "resource.kubernetes.io/admin-access": "true" });
-    k8s.apply(
-        &json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": NAMESPACE, "labels": labels } }),
-    );
     k8s.pool("p", "/var/lib/pool", json!({}));
     k8s.pool("q", "/var/lib/other", json!({ "nodeSelector": { "matchLabels": { "name": "n1" } } }));
     k8s.tenant("t", json!({ "perNode": { "ssd": { "reserved": "16Mi" } }, "namespaceSelector": {} }));
     k8s.profile("s", PRODUCT, 60);
     k8s.cluster(json!({
         "pools": [{ "name": "p" }, { "name": "q" }], "etcd": { "mode": "Managed" }, "slackProfiles": {},
-        "agents": { "gpuAccess": { "mode": "Dra", "deviceClassName": "gpu.example.com" } },
         "injection": { "mode": "AdmissionPolicy", "namespaceSelector": { "matchLabels": { "engines": "yes" } } },
         "monitoring": { "mode": "PodMonitor" },
     }));

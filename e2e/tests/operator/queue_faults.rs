@@ -33,7 +33,7 @@ fn object<K: DeserializeOwned>(value: Value) -> K {
 /// Whether the API server accepts a change of an allocation's status. The change is a dry run.
 fn is_writable(k8s: &TestCluster, name: &str) -> bool {
     let (api, params) = (k8s.api(KIND), PatchParams { dry_run: true, ..PatchParams::default() });
-    let body = json!({ "status": { "reservedFor": { "name": "probe", "uid": "u-0" } } });
+    let body = json!({ "status": { "expiresAt": "2030-01-01T00:00:00Z" } });
     k8s.server.block_on(api.patch_status(name, &params, &Patch::Merge(&body))).is_ok()
 }
 
@@ -135,25 +135,22 @@ fn grant_reports_missing_controller_or_reduced_budget() {
 }
 
 #[test]
-fn agent_write_into_grant_is_kept_and_version_checked() {
+fn foreign_write_into_grant_is_kept_and_version_checked() {
     let (k8s, operator) = cluster_with_controllers(&["S1"]);
     create_allocation(&k8s, "a", json!({ "queuePairs": 2 }));
     k8s.wait_condition(KIND, "a", GRANTED);
     report_queues(&k8s, "n1", &["S1"], &[("a", 2)], json!({}));
     k8s.wait_condition(KIND, "a", ["Programmed", "True", "AsDesired"]);
-    let numbered = json!([
-        { "serial": "S1", "pciAddress": "0000:01:00.0", "queuePairs": 2, "queueIDs": [17, 18] },
-    ]);
+    let moved = json!([{ "serial": "S1", "pciAddress": "0000:17:00.0", "queuePairs": 2 }]);
     let claim = |version: Option<String>| {
-        let body =
-            json!({ "metadata": { "resourceVersion": version }, "status": { "allocations": numbered } });
+        let body = json!({ "metadata": { "resourceVersion": version }, "status": { "allocations": moved } });
         k8s.server.block_on(k8s.api(KIND).patch_status("a", &PatchParams::default(), &Patch::Merge(&body)))
     };
     let seen = k8s.get(KIND, "a").expect("the object exists").resource_version();
     claim(seen.clone()).expect("the version is current");
     report_queues(&k8s, "n1", &["S1"], &[("a", 1)], json!({}));
     k8s.wait_condition(KIND, "a", ["Programmed", "False", "Progressing"]);
-    assert_eq!(json!(grants(&k8s.get(KIND, "a").expect("the object exists"))), numbered);
+    assert_eq!(json!(grants(&k8s.get(KIND, "a").expect("the object exists"))), moved);
     match claim(seen).expect_err("the operator has written a newer version") {
         kube::Error::Api(status) => assert_eq!(status.code, 409),
         other => panic!("{other}"),

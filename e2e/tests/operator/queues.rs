@@ -166,7 +166,7 @@ fn missing_references_are_named_until_allocation_is_accepted() {
     create_allocation(&k8s, "elsewhere", json!({ "nodeName": "n9" }));
     let message = k8s.wait_condition(KIND, "elsewhere", missing);
     assert!(message.contains("node n9 does not exist"), "{message}");
-    create_allocation(&k8s, "x", json!({ "tenantRef": { "name": "t" }, "slackProfileRef": { "name": "s" } }));
+    create_allocation(&k8s, "x", json!({ "slackProfileRef": { "name": "s" } }));
     let message = k8s.wait_condition(KIND, "x", missing);
     assert!(message.contains("node n1 belongs to no KVCacheCluster"), "{message}");
     let wait_words = |words: &str| {
@@ -179,10 +179,6 @@ fn missing_references_are_named_until_allocation_is_accepted() {
     report_queues(&k8s, "n1", &["S1"], &[], gpus("GPU-1"));
     wait_words("has no GPU GPU-0: create a GPUQueueAllocation that names one of GPU-1");
     report_queues(&k8s, "n1", &["S1"], &[], gpus("GPU-0"));
-    wait_words("CacheTenant t does not exist");
-    k8s.apply(&json!({
-        "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheTenant", "metadata": { "name": "t" }, "spec": {},
-    }));
     wait_words("SlackProfile s does not exist in namespace cache");
     let profile = |product: &str, windows: Value| {
         let spec = json!({
@@ -232,15 +228,6 @@ fn deletion_waits_for_agent_and_released_pairs_are_granted_again() {
     report_queues(&k8s, "n1", &["S1"], &[], json!({}));
     wait_deleted(&k8s, "a");
     k8s.wait_condition(KIND, "b", GRANTED);
-
-    // A pod that uses the allocation blocks its deletion.
-    status(&k8s, "b", json!({ "reservedFor": { "name": "engine", "uid": "u-1" } }));
-    k8s.delete(KIND, "b");
-    let message = k8s.wait_condition(KIND, "b", ["DeletionBlocked", "True", "InUse"]);
-    assert!(message.contains("engine"), "{message}");
-    k8s.wait_condition(KIND, "b", GRANTED);
-    status(&k8s, "b", json!({ "reservedFor": null }));
-    wait_deleted(&k8s, "b");
     operator.kill();
 }
 

@@ -77,7 +77,7 @@ fn missing_finalizer_right_is_a_condition_and_other_work_continues() {
     let unknown = ["DeletionBlocked", "Unknown", "Forbidden"];
     for (kind, name) in [("KVCacheCluster", "c"), ("SSDPool", "p"), ("SSDPool", "wiped")] {
         let message = k8s.wait_condition(kind, name, unknown);
-        assert!(message.contains("rights of this version's chart"), "{message}");
+        assert!(message.contains("permissions of this version's chart"), "{message}");
     }
     k8s.wait_condition("SSDPool", "p", ["Ready", "True", "AsDesired"]);
     let ended = |result: &str| operator.metric("reprise_operator_reconciles_total", result);
@@ -115,7 +115,7 @@ fn tenant_reports_missing_right_to_add_finalizer() {
     }));
     let message = k8s.wait_condition("CacheTenant", "t", ["DeletionBlocked", "Unknown", "Forbidden"]);
     assert!(
-        message.contains("not allowed to add") && message.contains("rights of this version's chart"),
+        message.contains("not allowed to add") && message.contains("permissions of this version's chart"),
         "{message}"
     );
     k8s.wait_condition("CacheTenant", "t", ["Accepted", "True", "AsDesired"]);

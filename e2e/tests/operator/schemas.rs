@@ -44,8 +44,6 @@ fn clusters() -> [Value; 3] {
             "tolerations": tolerations, "resources": resources, "priorityClassName": "system-node-critical",
             "nodeSelector": { "disk": "fast" }, "updateStrategy": { "maxUnavailable": 2 },
             "seccomp": { "mode": "Localhost", "localhostProfile": "reprise/agent.json" },
-            "gpuAccess": { "mode": "Dra", "deviceClassName": "gpu.example.com" },
-            "rdma": { "mode": "Dra", "deviceClassName": "rdma.example.com" },
             "deviceAccess": { "mode": "DevicePlugin", "resourceName": "example.com/nvme" },
         },
         "injection": { "mode": "AdmissionPolicy", "namespaceSelector": selector },
@@ -55,16 +53,11 @@ fn clusters() -> [Value; 3] {
         "pools": [{ "name": "p" }],
         "agents": {
             "updateStrategy": { "type": "OnDelete" }, "seccomp": { "mode": "Unconfined" },
-            "gpuAccess": { "mode": "RuntimeClass", "runtimeClassName": "nvidia" },
-            "rdma": { "mode": "DevicePlugin", "resourceName": "example.com/rdma" },
         },
     });
     let privileged = json!({
         "pools": [{ "name": "r" }],
-        "agents": {
-            "gpuAccess": { "mode": "ManagementCdi" }, "rdma": { "mode": "HostNetwork" },
-            "deviceAccess": { "mode": "Privileged" },
-        },
+        "agents": { "deviceAccess": { "mode": "Privileged" } },
     });
     [everything, shared, privileged]
 }
@@ -73,11 +66,6 @@ fn clusters() -> [Value; 3] {
 fn asked_for(spec: Value) -> Vec<Value> {
     let k8s = TestCluster::new();
     k8s.serve_pod_monitors();
-    // Allows claims with admin access, which share devices with other pods.
-    let labels = json!({ "resource.kubernetes.io/admin-access": "true" });
-    k8s.apply(
-        &json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": NAMESPACE, "labels": labels } }),
-    );
     k8s.pool("p", "/var/lib/pool", json!({}));
     k8s.raw_pool("r", json!({}));
     k8s.tenant("t", json!({ "perNode": { "ssd": { "reserved": "16Mi" } }, "namespaceSelector": {} }));

@@ -101,7 +101,7 @@ impl UserSimulator {
     /// Performs a random action on user objects, on the operator's objects, or on their users.
     pub(crate) fn random_action(&mut self, k8s: &TestCluster, random: &mut StdRng) {
         let object = USER_OBJECTS[random.random_range(0..USER_OBJECTS.len())];
-        match random.random_range(0..21) {
+        match random.random_range(0..19) {
             0..6 => self.change(k8s, object, random),
             6..12 => self.delete(k8s, object),
             12..15 => {
@@ -128,15 +128,10 @@ impl UserSimulator {
                 let node = if random.random_bool(0.5) { "n1" } else { "n2" };
                 self.set_sessions(node, if random.random_bool(0.6) { 2 } else { 0 });
             }
-            18 => {
+            _ => {
                 let secret = if random.random_bool(0.5) { AUTHORITY } else { CERTIFICATES };
                 let entry = if secret == AUTHORITY { "tls.key" } else { "server.key" };
                 merge_if_exists(k8s, "Secret", secret, &json!({ "stringData": { entry: CORRUPT_KEY } }));
-            }
-            _ => {
-                let pod = random.random_bool(0.7).then(|| json!({ "name": "engine", "uid": "u-1" }));
-                self.blocked.retain(|(kind, _), _| kind != ALLOCATION);
-                reserve(k8s, if random.random_bool(0.5) { "a" } else { "b" }, &json!(pod));
             }
         }
     }
@@ -249,9 +244,6 @@ impl UserSimulator {
                 k8s.user_objects()
             );
             self.sync_agents(k8s);
-            for (_, name) in deleting.iter().filter(|(kind, _)| kind == ALLOCATION) {
-                reserve(k8s, name, &Value::Null);
-            }
             // A pool that all nodes rejected cannot be wiped. Its condition asks for `Retain`.
             for (_, name) in deleting.iter().filter(|(kind, _)| kind == "SSDPool") {
                 if k8s.has_condition(("SSDPool", name), ["DeletionBlocked", "True", "Conflict"]) {
@@ -345,12 +337,6 @@ fn merge_if_exists(k8s: &TestCluster, kind: &str, name: &str, fields: &Value) {
     }
 }
 
-/// Sets the pod that uses an allocation, or none. The allocation may not exist.
-fn reserve(k8s: &TestCluster, name: &str, pod: &Value) {
-    let body = Patch::Merge(json!({ "status": { "reservedFor": pod } }));
-    let _ = k8s.server.block_on(k8s.api(ALLOCATION).patch_status(name, &PatchParams::default(), &body));
-}
-
 fn apply_random(k8s: &TestCluster, (kind, name): (&str, &str), random: &mut StdRng) {
     match (kind, name) {
         ("KVCacheCluster", _) => {
@@ -383,9 +369,7 @@ fn apply_random(k8s: &TestCluster, (kind, name): (&str, &str), random: &mut StdR
         _ if k8s.get(kind, name).is_some() => {}
         (_, "a") => create_allocation(k8s, name, json!({ "poolRef": { "name": "r" }, "queuePairs": 4 })),
         _ => {
-            let tenant = if random.random_bool(0.5) { "t" } else { "u" };
-            let mut more =
-                json!({ "poolRef": { "name": "r" }, "queuePairs": 4, "tenantRef": { "name": tenant } });
+            let mut more = json!({ "poolRef": { "name": "r" }, "queuePairs": 4 });
             if random.random_bool(0.5) {
                 more["slackProfileRef"] = json!({ "name": "s" });
             }
@@ -427,7 +411,7 @@ fn cluster(random: &mut StdRng) -> Value {
         agents["nodeSelector"] = json!({ "name": "n1" });
     }
     if random.random_bool(0.5) {
-        agents["gpuAccess"] = json!({ "mode": "Dra", "deviceClassName": "gpu.example.com" });
+        agents["deviceAccess"] = json!({ "mode": "DevicePlugin", "resourceName": "example.com/nvme" });
     }
     let mut spec = json!({
         "pools": pools, "cache": { "dram": dram, "regionSize": "2Mi" }, "controlPlane": { "replicas": replicas },

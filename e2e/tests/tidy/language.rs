@@ -186,7 +186,7 @@ fn the_search_finds_constructions_and_passes_plain_text() {
 }
 
 /// Whether a line begins an item that has a name of its own in the documentation. Fields and variants are not
-/// items here: the compiler asks for a doc comment where their names may already suffice.
+/// items here: their names may already suffice.
 fn begins_item(line: &str) -> bool {
     let words = ["fn", "struct", "enum", "trait", "type", "const", "static", "mod", "macro_rules!"];
     line.split_whitespace().take(5).any(|word| words.contains(&word))
@@ -218,6 +218,43 @@ fn doc_comments_are_more_than_a_name() {
         })
         .collect();
     assert_none("a doc comment of a type or function has at least four words", &offenders);
+}
+
+/// Lines that begin a public type or function without a doc comment. Attributes may stand in between.
+fn undocumented(source: &str) -> Vec<usize> {
+    let item = Regex::new(
+        r"^\s*pub (async |const |unsafe )*(fn|struct|enum|trait|union|type|const|static) [A-Za-z_]",
+    )
+    .expect("the expression is valid");
+    let lines: Vec<&str> = source.lines().map(str::trim_start).collect();
+    let mut found = Vec::new();
+    for (index, _) in source.lines().enumerate().filter(|(_, line)| item.is_match(line)) {
+        let mut above = index;
+        while above > 0 && lines[above - 1].ends_with(']') {
+            above -= 1;
+            while above > 0 && !lines[above].starts_with("#[") {
+                above -= 1;
+            }
+        }
+        if above == 0 || !lines[above - 1].starts_with("///") {
+            found.push(index + 1);
+        }
+    }
+    found
+}
+
+#[test]
+fn public_types_and_functions_have_doc_comments() {
+    let is_shipped =
+        |file: &str| !file.contains("tests/") && !file.ends_with("tests.rs") && !file.contains("/examples/");
+    let offenders: Vec<String> = super::rust_files()
+        .into_iter()
+        .filter(|(file, _)| is_shipped(file))
+        .flat_map(|(file, text)| undocumented(&text).into_iter().map(move |line| format!("{file}:{line}")))
+        .collect();
+    assert_none("a public type or function has a doc comment", &offenders);
+    let source = "/// Opens the pool.\n#[must_use]\n#[expect(\n    dead_code,\n    reason = \"x\"\n)]\npub fn open() {}\npub struct A;\n";
+    assert_eq!(undocumented(source), [8]);
 }
 
 /// A document without its code blocks, line by line with line numbers.

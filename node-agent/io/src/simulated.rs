@@ -5,19 +5,18 @@
 //!
 //! The model is a disk with a volatile write cache behind a file system:
 //!
-//! * A completed write is visible to reads. It survives a crash once a sync, submitted after the write's
-//!   completion was reaped, has completed.
-//!   completion was reaped, has completed.
+//! * A completed write is visible to reads. It survives a crash if a sync was submitted after the write's
+//!   completion was reaped, and that sync has completed.
 //! * A power loss keeps, drops or tears each unsynced write independently, in any order, sector by sector. A
 //!   write in flight counts as unsynced.
 //! * Operations in flight complete in the order of their latencies, not of their submission. Their memory is
-//!   read or written in steps on the way; a transfer may take several.
+//!   read or written in one or more steps before completion.
 //!
 //! **Time** is virtual by default: `reap(Wait::No)` returns completions that are due at the virtual now;
 //! `reap(Wait::Until(d))` jumps to the next completion, at most `d` ahead. Runs with the same seed and the
-//! same calls are identical. A waiting `reap` only blocks when nothing is in flight, because then only a wake
-//! can end it early. [`SimulatedClock::Real`] makes latencies real, for tests of timeouts; it is not
-//! deterministic.
+//! same calls are identical. With operations in flight that do not hang, `reap` never blocks in real time.
+//! Otherwise it waits until a wake or the deadline. [`SimulatedClock::Real`] makes latencies real, for tests
+//! of timeouts; it is not deterministic.
 
 use std::num::NonZeroU32;
 use std::ops::Range;
@@ -55,7 +54,8 @@ pub struct SimulatedSettings {
     pub access: FileAccess,
     /// Ranges of the durations of operations.
     pub latency: SimulatedLatency,
-    /// One in this many transfers moves only a part at first and takes another latency for the rest.
+    /// One in this many steps of a transfer moves only a part; the rest takes a further latency. `None`: each
+    /// transfer is one step.
     pub partial_one_in: Option<NonZeroU32>,
     /// Smallest unit that a crash keeps or drops whole; divides 4096.
     pub sector_bytes: u32,
@@ -79,7 +79,7 @@ pub struct SimulatedLatency {
 pub enum SimulatedClock {
     /// Time jumps when the engine waits or [`SimulatedDevice::advance`] is called.
     Virtual,
-    /// Time passes in real time.
+    /// The monotonic clock of the machine.
     Real,
 }
 
@@ -112,11 +112,14 @@ impl SimulatedDevice {
     /// Creates a device with the contents of `image`, all of it durable.
     ///
     /// # Errors
-    /// `Invalid` for a capacity of zero or a sector that does not divide a page.
+    /// `Invalid` for a capacity of zero or a sector size that does not divide 4096.
     pub fn new(image: Image, settings: SimulatedSettings) -> Result<SimulatedDevice, IoError> {
         let sector = settings.sector_bytes as usize;
-        if settings.capacity == 0 || sector == 0 || !IO_ALIGN.is_multiple_of(sector) {
-            let text = format!("invalid capacity {} or sector size of {sector} bytes", settings.capacity);
+        if settings.capacity == 0 {
+            return Err(IoError::new(IoErrorKind::Invalid, "invalid capacity 0: expected at least 1"));
+        }
+        if sector == 0 || !IO_ALIGN.is_multiple_of(sector) {
+            let text = format!("invalid sector size {sector}: expected a divisor of {IO_ALIGN}");
             return Err(IoError::new(IoErrorKind::Invalid, text));
         }
         Ok(SimulatedDevice { state: Arc::new(Mutex::new(State::new(image, settings))) })
@@ -130,7 +133,7 @@ impl SimulatedDevice {
         SimulatedEngine::open(self)
     }
 
-    /// Adds a fault; the earliest added that applies to an operation decides.
+    /// Adds a fault; if several faults match, the first one added applies.
     pub fn inject(&self, fault: Fault) {
         self.lock().faults.push(fault);
     }
@@ -141,13 +144,13 @@ impl SimulatedDevice {
     }
 
     /// Executes the operations that [`FaultKind::Hang`] has held: their memory is written, even if it has a
-    /// new owner. They have no completion.
+    /// new owner. `reap` never returns a completion for them.
     pub fn release_hung(&self) {
         self.lock().release_hung();
     }
 
-    /// Truncates the medium, as if the file was truncated behind the engine: later reads and writes beyond
-    /// `bytes` end there.
+    /// Truncates the medium to `bytes`, as if the file was truncated behind the engine. Later reads and
+    /// writes that reach beyond `bytes` fail at that offset.
     pub fn truncate(&self, bytes: u64) {
         self.lock().end = bytes;
     }

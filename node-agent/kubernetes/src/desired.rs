@@ -14,6 +14,9 @@ use reprise_crds::queues::QueueIsolation;
 use reprise_crds::slack::content_file;
 use serde_json::Value;
 
+/// Maximum length of a failure domain in bytes: that of a Kubernetes label value, as in the schema.
+const FAILURE_DOMAIN_BYTES_MAX: usize = 63;
+
 /// Maximum number of claims of a node, as in the schema.
 const CLAIMS_MAX: usize = 8;
 
@@ -32,6 +35,8 @@ pub struct Desired {
     pub generation: i64,
     /// Mode of the node; `None` if invalid: keep the previous one.
     pub mode: Option<NodeMode>,
+    /// Failure domain of the node, empty if unknown; `None` if invalid: keep the previous one.
+    pub failure_domain: Option<String>,
     /// Digest of the desired configuration file.
     pub configuration_digest: Option<String>,
     /// Pools and their devices on this node.
@@ -152,6 +157,9 @@ impl Desired {
                 .map_err(|error| other(format!("spec.mode: {error}; keeping the previous mode")))
                 .ok(),
         };
+        let failure_domain = read_failure_domain(&spec["failureDomain"])
+            .map_err(|error| other(format!("spec.failureDomain: {error}; keeping the previous one")))
+            .ok();
         let configuration_digest = match &spec["configurationDigest"] {
             Value::Null => None,
             Value::String(digest) => Some(digest.clone()),
@@ -186,7 +194,17 @@ impl Desired {
                 problems.push(unreadable(&Value::Null, &format!("invalid value {value}: expected a list")));
             }
         }
-        Desired { sequence: 0, generation, mode, configuration_digest, claims, profiles, queues, problems }
+        Desired {
+            sequence: 0,
+            generation,
+            mode,
+            failure_domain,
+            configuration_digest,
+            claims,
+            profiles,
+            queues,
+            problems,
+        }
     }
 
     /// Removes everything that must not be applied without confirmation by the API server: destruction of
@@ -204,6 +222,21 @@ impl Desired {
         let speaks_of = |problem: &SpecError| problem.pool.as_deref().is_none_or(|named| named == pool);
         self.problems.iter().any(|problem| problem.part == SpecPart::Claim && speaks_of(problem))
     }
+}
+
+fn read_failure_domain(value: &Value) -> Result<String, String> {
+    if value.is_null() {
+        return Ok(String::new());
+    }
+    let is_valid = |text: &str| {
+        let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+        text.len() <= FAILURE_DOMAIN_BYTES_MAX && text.chars().all(fits)
+    };
+    value
+        .as_str()
+        .filter(|text| is_valid(text))
+        .map(str::to_owned)
+        .ok_or_else(|| format!("invalid value {value}: expected the value of a node label"))
 }
 
 fn read_profiles(value: &Value) -> Result<Vec<DesiredProfile>, String> {
@@ -322,6 +355,8 @@ mod tests {
         let worn = (desired.claims[0].max_media_errors, desired.claims[0].min_spare_percent);
         assert_eq!(worn, (Some(0), Some(10)));
         assert_eq!(read(&json!({})).mode, Some(NodeMode::Active));
+        assert_eq!(read(&json!({ "failureDomain": "zone-a" })).failure_domain.as_deref(), Some("zone-a"));
+        assert_eq!(read(&json!({})).failure_domain.as_deref(), Some(""), "unknown without the label");
         let devices = json!({ "pool": "raw", "uid": "u", "generation": 1, "globs": ["/dev/disk/by-id/nvme-*"], "wipe": true });
         let desired = read(&json!({ "claims": [devices] }));
         let globs = vec!["/dev/disk/by-id/nvme-*".to_owned()];
@@ -366,8 +401,12 @@ mod tests {
             );
             assert!(desired.is_unreadable("odd") && !desired.is_unreadable("fast"));
         }
-        let desired = read(&json!({ "mode": "Asleep", "configurationDigest": 7, "profiles": "none" }));
-        assert_eq!((desired.mode, desired.problems.len()), (None, 3));
+        let desired = read(
+            &json!({ "mode": "Asleep", "configurationDigest": 7, "profiles": "none", "failureDomain": "a/b" }),
+        );
+        assert_eq!((desired.mode, desired.problems.len()), (None, 4));
+        assert_eq!(desired.failure_domain, None, "the previous domain is kept");
+        assert!(desired.problems[1].message.contains("spec.failureDomain: invalid value \"a/b\""));
         assert_eq!(desired.profiles, None, "the previous profiles are kept");
         assert!(!desired.is_unreadable("fast"), "no claim is affected");
     }

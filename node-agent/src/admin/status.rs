@@ -149,7 +149,7 @@ impl Status {
         Status {
             node: Node {
                 name: settings.node.name.clone(),
-                failure_domain: settings.node.failure_domain.clone(),
+                failure_domain: context.directory.failure_domain(),
                 version: env!("CARGO_PKG_VERSION"),
                 pid: std::process::id(),
                 socket: settings.session.socket.display().to_string(),

@@ -169,6 +169,28 @@ fn client_registers_requests_an_inventory_and_announces_in_order() {
 }
 
 #[test]
+fn changed_failure_domain_is_registered_with_a_new_inventory() {
+    let fake = Fake::start();
+    let agent = Agent::start(settings(fake.endpoint()));
+    agent.announce_inventory(&[(key(0), Tier::Dram)]);
+    assert_eq!(fake.read(|state| state.failure_domain.clone()), "");
+    agent.client.set_failure_domain("zone-a");
+    assert_eq!(agent.next(), registered(2), "the link stays up meanwhile");
+    agent.announce_inventory(&[(key(0), Tier::Dram)]);
+    fake.wait(|state| state.resets == 2);
+    assert_eq!(
+        fake.read(|state| (state.failure_domain.clone(), state.registrations)),
+        ("zone-a".to_owned(), 2)
+    );
+    assert_eq!(agent.client.failure_domain(), "zone-a");
+    agent.client.set_failure_domain("zone-a");
+    let beats = fake.read(|state| state.beats);
+    fake.wait(|state| state.beats > beats + 2);
+    assert_eq!(fake.read(|state| state.registrations), 2, "the same domain is not registered again");
+    agent.client.shutdown();
+}
+
+#[test]
 fn lookup_returns_reachable_replicas_of_other_nodes() {
     let fake = Fake::start();
     fake.write(|state| {

@@ -47,7 +47,6 @@ use crate::finalizers::{Finalizer, set};
 use crate::metrics::Write;
 use crate::names::QUEUES_FINALIZER;
 use crate::status::publish_event;
-use crate::watch::operator_status_fields;
 
 /// HTTP status codes. With `UNCERTAIN` and above, the write may have taken effect although the request
 /// failed.
@@ -176,7 +175,7 @@ async fn write(
     });
     let params =
         PatchParams { field_manager: Some(OPERATOR_FIELD_MANAGER.to_owned()), ..PatchParams::default() };
-    context.triggers.own_writes.record(object.metadata.uid.as_ref(), &operator_status_fields(Some(status)));
+    context.triggers.own_writes.record(object.metadata.uid.as_ref(), &Some(status));
     match api.patch_status(&name, &params, &Patch::Merge(&body)).await {
         Ok(_) => {}
         // The allocation was deleted concurrently, and its grant with it.

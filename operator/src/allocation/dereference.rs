@@ -1,4 +1,4 @@
-//! Reads the allocations of a node and the objects that they refer to: controllers, GPUs, pools, tenants and
+//! Reads the allocations of a node and the objects that they refer to: controllers, GPUs, pools and
 //! profiles.
 
 use std::collections::BTreeSet;
@@ -9,7 +9,7 @@ use kube::api::{Api, ListParams};
 use kube::runtime::reflector::ObjectRef;
 use reprise_crds::node::{AppliedQueues, Controller};
 use reprise_crds::status::{ConditionStatus, ConditionType, Reason, find};
-use reprise_crds::{CacheNode, CacheNodeStatus, CacheTenant, GPUQueueAllocation, SSDPool, SlackProfile};
+use reprise_crds::{CacheNode, CacheNodeStatus, GPUQueueAllocation, SSDPool, SlackProfile};
 
 use super::grant::{LendableController, budget};
 use crate::assignment::PoolAssignment;
@@ -75,8 +75,6 @@ pub struct ResolvedAllocation {
     pub pool: Option<Arc<SSDPool>>,
     /// Nodes of the pool, and whether it is rejected.
     pub assignment: PoolAssignment,
-    /// The tenant that it names, if it exists.
-    pub tenant: Option<Arc<CacheTenant>>,
     /// The profile that it names, if it exists.
     pub profile: Option<Arc<SlackProfile>>,
 }
@@ -145,12 +143,10 @@ fn resolve(object: Arc<GPUQueueAllocation>, context: &Context) -> ResolvedAlloca
     let (stores, spec) = (&context.stores, &object.spec);
     let namespace = object.namespace().unwrap_or_default();
     let pool = spec.pool_ref.name.as_str();
-    let tenant = spec.tenant_ref.as_ref();
     let profile = spec.slack_profile_ref.as_ref();
     ResolvedAllocation {
         pool: stores.pools.get(&ObjectRef::new(pool)),
         assignment: stores.assignment().pools.get(pool).cloned().unwrap_or_default(),
-        tenant: tenant.and_then(|tenant| stores.tenants.get(&ObjectRef::new(tenant.name.as_str()))),
         profile: profile.and_then(|profile| {
             stores.profiles.get(&ObjectRef::new(profile.name.as_str()).within(&namespace))
         }),

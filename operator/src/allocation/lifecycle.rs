@@ -150,9 +150,7 @@ fn due_end(
             return ends(Cause::AgentGone, message);
         }
     }
-    // `reservedFor` counts only while there is an agent that could report the end of the use.
-    let is_used = status.reserved_for.is_some() && inputs.cache_node.is_some();
-    if object.metadata.deletion_timestamp.is_some() && !is_used {
+    if object.metadata.deletion_timestamp.is_some() {
         return ends(Cause::Deleted, "the allocation is being deleted".to_owned());
     }
     match &status.expires_at {

@@ -45,7 +45,7 @@ pub fn compute(
         (Lifecycle::Pending, Verdict::Granted(shares)) => {
             status.allocations = grants(shares, inputs);
             status.expires_at = expires(object, now);
-            findings.extend(active_grant(object, &status.allocations, None, inputs));
+            findings.extend(active_grant(&status.allocations, None, inputs));
         }
         (Lifecycle::Pending, Verdict::Waiting(wait)) => findings.push(waits(object, wait, inputs)),
         // A pending allocation is granted or waits.
@@ -62,7 +62,7 @@ pub fn compute(
             }
         }
         (Lifecycle::Granted { kept }, _) => {
-            let mut active = active_grant(object, &status.allocations, kept.as_ref(), inputs);
+            let mut active = active_grant(&status.allocations, kept.as_ref(), inputs);
             if let Some(violation) = violation(object, inputs) {
                 active.retain(|finding| finding.kind != violation.kind);
                 active.push(violation);
@@ -110,8 +110,6 @@ fn grants(shares: &[Share], inputs: &GrantInputs) -> Vec<QueueGrant> {
         serial: Serial::new(&share.serial),
         pci_address: address(&share.serial),
         queue_pairs: share.pairs,
-        queue_ids: Vec::new(),
-        lease_id: None,
     };
     shares.iter().map(grant).collect()
 }
@@ -125,25 +123,13 @@ fn expires(object: &GPUQueueAllocation, now: &Time) -> Option<Time> {
 }
 
 /// Returns the conditions of an active grant.
-fn active_grant(
-    object: &GPUQueueAllocation,
-    grants: &[QueueGrant],
-    kept: Option<&AgentQueues>,
-    inputs: &GrantInputs,
-) -> Vec<Finding> {
+fn active_grant(grants: &[QueueGrant], kept: Option<&AgentQueues>, inputs: &GrantInputs) -> Vec<Finding> {
     let serials: Vec<&str> = grants.iter().map(|grant| grant.serial.as_str()).collect();
     let message = format!("{} queue pairs are set aside on {}", pairs(grants), join_names(&serials));
-    let mut findings = vec![Finding::yes(Type::Allocated, Reason::AsDesired, message)];
-    findings.push(programmed(kept, pairs(grants), &inputs.node));
-    let used = object.status.as_ref().and_then(|status| status.reserved_for.as_ref());
-    if let Some(pod) = used.filter(|_| object.metadata.deletion_timestamp.is_some()) {
-        let message = format!(
-            "pod {} ({}) uses the grant: the deletion continues once the component that set status.reservedFor clears it",
-            pod.name, pod.uid
-        );
-        findings.push(Finding::yes(Type::DeletionBlocked, Reason::InUse, message));
-    }
-    findings
+    vec![
+        Finding::yes(Type::Allocated, Reason::AsDesired, message),
+        programmed(kept, pairs(grants), &inputs.node),
+    ]
 }
 
 /// Returns the condition `Programmed` of an active grant.
@@ -165,8 +151,8 @@ fn programmed(kept: Option<&AgentQueues>, all: u32, node: &str) -> Finding {
         }
         Some(AgentQueues::Reported { kept, made: 0, .. }) => {
             let message = format!(
-                "the agent of node {node} has set {kept} queue pairs aside. Agents of this release create no queues from them, so nothing \
-                 uses them"
+                "the agent of node {node} has set {kept} queue pairs aside. Agents of this release create no queues from them: nothing \
+                 uses them, and spec.depth, spec.memory and spec.slackProfileRef have no effect"
             );
             Finding::no(kind, Reason::Unsupported, message)
         }

@@ -9,7 +9,7 @@ use kube::ResourceExt;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use reprise_crds::status::{ConditionStatus, ConditionType, find};
-use reprise_crds::{CacheNode, CacheTenant, SSDPool, SlackProfile};
+use reprise_crds::{CacheNode, SSDPool, SlackProfile};
 use serde_json::{Value, json};
 use stored::{ALL, Stored, at, object, with};
 
@@ -94,30 +94,6 @@ fn deletion_waits_until_the_agent_no_longer_lists_the_queues() {
     assert_eq!(stored.run_pass(ALL), ["remove-finalizer x"]);
     stored.run_until_stable();
     stored.expect("y", Allocated, TRUE, "AsDesired");
-}
-
-#[test]
-fn reserved_grant_blocks_deletion_but_not_expiry() {
-    let mut stored = Stored::new();
-    stored.create("x", json!({ "ttl": "1h" }));
-    stored.run_until_stable();
-    let reserve = |stored: &mut Stored, pod: Value| {
-        let status = stored.objects.get_mut("x").and_then(|object| object.status.as_mut()).expect("a status");
-        status.reserved_for = serde_json::from_value(pod).expect("a pod");
-    };
-    reserve(&mut stored, json!({ "name": "engine", "uid": "u-1" }));
-    stored.run_until_stable();
-    assert_eq!(stored.condition("x", DeletionBlocked), None);
-    stored.delete("x");
-    stored.run_until_stable();
-    let message = stored.expect("x", DeletionBlocked, TRUE, "InUse");
-    assert!(message.contains("engine") && message.contains("u-1"), "{message}");
-    stored.expect("x", Allocated, TRUE, "AsDesired");
-    let mut other = Stored { objects: stored.objects.clone(), ..Stored::new() };
-    other.now = 3600;
-    assert_eq!(other.run_pass(ALL), ["remove-finalizer x"], "its ttl has passed");
-    reserve(&mut stored, Value::Null);
-    assert_eq!(stored.run_pass(ALL), ["remove-finalizer x"]);
 }
 
 #[test]
@@ -298,13 +274,12 @@ fn profile(product: &str, valid: Value) -> SlackProfile {
 fn rejects_missing_or_unsuitable_references() {
     let mut stored = Stored::new();
     stored.gpus = vec![json!({ "uuid": "GPU-0", "product": "H200" })];
-    stored.create("x", json!({ "tenantRef": { "name": "t" }, "slackProfileRef": { "name": "s" } }));
+    stored.create("x", json!({ "slackProfileRef": { "name": "s" } }));
     let found = stored.found();
     let of = |change: &dyn Fn(&mut GrantInputs, &mut ResolvedAllocation)| {
         let mut found = found.clone();
         let mut of = found.allocations.remove(0);
-        let tenant = CacheTenant::new("t", object(json!({})));
-        (of.tenant, of.profile) = (Some(Arc::new(tenant)), Some(Arc::new(profile("H200", json!("True")))));
+        of.profile = Some(Arc::new(profile("H200", json!("True"))));
         change(&mut found, &mut of);
         validate(&of, &found).map(|refused| format!("{}: {}", refused.reason, refused.message))
     };
@@ -328,7 +303,7 @@ fn rejects_missing_or_unsuitable_references() {
     });
     assert_eq!(unseen, None, "the GPU is unknown before its driver is loaded");
     type Change<'a> = &'a dyn Fn(&mut GrantInputs, &mut ResolvedAllocation);
-    let changes: [(Change<'_>, &str); 19] = [
+    let changes: [(Change<'_>, &str); 15] = [
         (&|found, _| found.presence = NodePresence::Gone, "ReferenceNotFound: node n1 does not exist"),
         (&|found, _| found.cache_node = None, "ReferenceNotFound: node n1 belongs to no KVCacheCluster"),
         (&|_, of| of.pool = None, "ReferenceNotFound: SSDPool p does not exist: create it"),
@@ -355,20 +330,6 @@ fn rejects_missing_or_unsuitable_references() {
         (
             &|_, of| spec(of, "gpuUuid", json!("GPU-9")),
             "ReferenceNotFound: node n1 has no GPU GPU-9: create a GPUQueueAllocation that names one of GPU-0",
-        ),
-        (&|_, of| of.tenant = None, "ReferenceNotFound: CacheTenant t does not exist"),
-        (
-            &|_, of| {
-                of.tenant = Some(Arc::new(CacheTenant::new("t", object(json!({ "isolation": "Shared" })))));
-            },
-            "Unsupported: CacheTenant t is rejected: isolation Shared",
-        ),
-        (
-            &|_, of| {
-                let other = json!({ "clusters": [{ "namespace": "n", "name": "other" }] });
-                of.tenant = Some(Arc::new(CacheTenant::new("t", object(other))));
-            },
-            "ReferenceNotFound: CacheTenant t does not include KVCacheCluster n/c of node n1",
         ),
         (&|_, of| of.profile = None, "ReferenceNotFound: SlackProfile s does not exist in namespace n"),
         (
@@ -398,13 +359,6 @@ fn rejects_missing_or_unsuitable_references() {
                 measured_on(of, "L4");
             },
             "WrongGpu: SlackProfile s was measured on L4, but GPU MIG-9 of node n1 is H200",
-        ),
-        (
-            &|_, of| {
-                spec(of, "tenantRef", json!({ "name": "default" }));
-                (of.tenant, of.profile) = (None, None);
-            },
-            "ReferenceNotFound: SlackProfile s",
         ),
     ];
     for (change, message) in changes {

@@ -11,23 +11,13 @@ use reprise_crds::status::{ConditionStatus, ConditionType, Reason, find};
 
 use super::dereference::{GrantInputs, NodePresence, ResolvedAllocation};
 use crate::assignment::Refusal;
-use crate::cluster::dereference::applies_to;
-use crate::names::ClusterNames;
-use crate::tenant::validate::validate as validate_tenant;
-
-/// Tenant of allocations that name none; it exists without an object.
-const DEFAULT_TENANT: &str = "default";
 
 /// Prefix of the UUID of a MIG partition.
 const PART: &str = "MIG-";
 
 /// Returns why an allocation is rejected; `None` if it is accepted.
 pub fn validate(of: &ResolvedAllocation, inputs: &GrantInputs) -> Option<Refusal> {
-    node(inputs)
-        .or_else(|| pool(of, inputs))
-        .or_else(|| gpu(of, inputs))
-        .or_else(|| tenant(of, inputs))
-        .or_else(|| profile(of, inputs))
+    node(inputs).or_else(|| pool(of, inputs)).or_else(|| gpu(of, inputs)).or_else(|| profile(of, inputs))
 }
 
 /// Whether the node's agent would report this GPU if it existed.
@@ -100,35 +90,6 @@ fn gpu(of: &ResolvedAllocation, inputs: &GrantInputs) -> Option<Refusal> {
         "node {node} has no GPU {gpu}: create a GPUQueueAllocation that names one of {}. A GPU that was not used since the \
          driver was loaded has no UUID yet: run nvidia-smi -pm 1 on the node",
         there.join(", ")
-    ))
-}
-
-fn tenant(of: &ResolvedAllocation, inputs: &GrantInputs) -> Option<Refusal> {
-    let name = &of.object.spec.tenant_ref.as_ref()?.name;
-    let Some(tenant) = &of.tenant else {
-        let is_default = name.as_str() == DEFAULT_TENANT;
-        let message = format!(
-            "CacheTenant {name} does not exist: create it, or create a GPUQueueAllocation that names another tenant"
-        );
-        return if is_default { None } else { missing(message) };
-    };
-    if let Some(refused) = validate_tenant(tenant) {
-        let message = format!("CacheTenant {name} is rejected: {}", refused.message);
-        return Some(Refusal::new(refused.reason, message));
-    }
-    let cluster = inputs.cache_node.as_ref()?.spec.cluster_ref.as_ref()?;
-    let cluster = ClusterNames {
-        namespace: cluster.namespace.to_string(),
-        name: cluster.name.to_string(),
-        uid: String::new(),
-    };
-    if applies_to(tenant, &cluster) {
-        return None;
-    }
-    missing(format!(
-        "CacheTenant {name} does not include KVCacheCluster {} of node {}: add the cluster to spec.clusters of the tenant",
-        cluster.key(),
-        inputs.node
     ))
 }
 

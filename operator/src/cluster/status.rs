@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use kube::api::DynamicObject;
 use reprise_crds::cluster::{
-    AgentCounts, ClusterCapacity, Connection, DeviceAccessMode, EtcdMode, MemberCounts, RdmaMode,
+    AgentCounts, ClusterCapacity, Connection, DeviceAccessMode, EtcdMode, MemberCounts,
 };
 use reprise_crds::fields::{HostPath, Name, Quantity, Text, Uid};
 use reprise_crds::status::{ConditionStatus, ConditionType as Type, Finding, Reason, find, holds};
@@ -53,7 +53,6 @@ pub fn compute(
     findings.push(degraded(cluster, inputs, (&works, &compatible), applied));
     findings.push(ready(&works, applied));
     findings.push(compatible);
-    findings.push(transport(cluster));
     let connection = Connection {
         config_map: Name::new(inputs.agent_config.names.connection()),
         socket_directory: HostPath::new(cluster.spec.agents.socket.directory.as_str()),
@@ -288,23 +287,6 @@ fn unopened(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> String {
          of the nodes allows it: otherwise use DevicePlugin or Privileged",
         raw.join(", ")
     )
-}
-
-/// Reports the transport. A fallback works, so it does not count as degraded, as with the I/O engines of
-/// pools.
-fn transport(cluster: &KVCacheCluster) -> Finding {
-    let kind = Type::TransportFallback;
-    match cluster.spec.agents.rdma.mode {
-        RdmaMode::None => Finding::no(kind, Reason::AsDesired, "agents use TCP, as specified"),
-        mode => {
-            let message = format!(
-                "agents use TCP: this release has no RDMA transport. agents.rdma.mode {} gives their pods RDMA devices that are not \
-                 used: set it to None to remove them",
-                mode.as_str()
-            );
-            Finding::yes(kind, Reason::Unsupported, message)
-        }
-    }
 }
 
 fn progressing(

@@ -37,6 +37,15 @@ fn unsupported(cluster: &KVCacheCluster) -> Option<Refusal> {
     if spec.agents.client_transport != ClientTransport::UnixSocket {
         return refuse("agents.clientTransport", spec.agents.client_transport.as_str(), "use UnixSocket");
     }
+    let agents = &spec.agents;
+    if agents.gpu_access.mode != GpuAccessMode::None {
+        let instead = "its agents do no GPU I/O and list GPUs without access; use None";
+        return refuse("agents.gpuAccess.mode", agents.gpu_access.mode.as_str(), instead);
+    }
+    if agents.rdma.mode != RdmaMode::None {
+        let instead = "its agents use TCP between nodes; use None";
+        return refuse("agents.rdma.mode", agents.rdma.mode.as_str(), instead);
+    }
     if spec.injection.mode == InjectionMode::Webhook {
         let instead = "use AdmissionPolicy, or use None and mount the socket directory as described in the connection ConfigMap";
         return refuse("injection.mode", spec.injection.mode.as_str(), instead);
@@ -46,9 +55,7 @@ fn unsupported(cluster: &KVCacheCluster) -> Option<Refusal> {
 
 /// Rejects a cluster that needs optional kinds which the operator cannot create here.
 fn missing(cluster: &KVCacheCluster, access: &BTreeMap<ChildKind, KindAccess>) -> Option<Refusal> {
-    use ChildKind::{
-        MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding, PodMonitor, ResourceClaimTemplate,
-    };
+    use ChildKind::{MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding, PodMonitor};
     let spec = &cluster.spec;
     let injection: &[ChildKind] = &[MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding];
     let refuse = |field: &str, kinds: &[ChildKind], server: &str, value: &str| {
@@ -70,16 +77,6 @@ fn missing(cluster: &KVCacheCluster, access: &BTreeMap<ChildKind, KindAccess>) -
     if spec.injection.mode == InjectionMode::AdmissionPolicy {
         let server = "use Kubernetes 1.36 or later";
         if let Some(refusal) = refuse("injection.mode", injection, server, "rbac.injection") {
-            return Some(refusal);
-        }
-    }
-    let claiming = [
-        ("agents.gpuAccess.mode", spec.agents.gpu_access.mode == GpuAccessMode::Dra),
-        ("agents.rdma.mode", spec.agents.rdma.mode == RdmaMode::Dra),
-    ];
-    if let Some((field, _)) = claiming.into_iter().find(|(_, is_claiming)| *is_claiming) {
-        let server = "use Kubernetes 1.34 or later";
-        if let Some(refusal) = refuse(field, &[ResourceClaimTemplate], server, "rbac.resourceClaims") {
             return Some(refusal);
         }
     }
@@ -135,8 +132,38 @@ mod tests {
 
     #[test]
     fn rejects_unsupported_modes_and_names_the_field() {
-        assert_eq!(unsupported(&cluster(json!({}))), None);
+        for accepted in [
+            json!({}),
+            json!({ "agents": { "deviceAccess": { "mode": "Privileged" } } }),
+            json!({ "agents": { "gpuAccess": { "mode": "None" }, "rdma": { "mode": "None" } } }),
+        ] {
+            assert_eq!(unsupported(&cluster(accepted)), None);
+        }
+        let agents = |field: &str, access: Value| json!({ "agents": { field: access } });
         for (spec, field) in [
+            (
+                agents("gpuAccess", json!({ "mode": "Dra", "deviceClassName": "d" })),
+                "agents.gpuAccess.mode is Dra",
+            ),
+            (
+                agents("gpuAccess", json!({ "mode": "ManagementCdi" })),
+                "agents.gpuAccess.mode is ManagementCdi",
+            ),
+            (
+                agents("gpuAccess", json!({ "mode": "RuntimeClass", "runtimeClassName": "nvidia" })),
+                "agents.gpuAccess.mode is RuntimeClass",
+            ),
+            (agents("gpuAccess", json!({ "mode": "Privileged" })), "agents.gpuAccess.mode is Privileged"),
+            (
+                agents("rdma", json!({ "mode": "DevicePlugin", "resourceName": "rdma/shared" })),
+                "agents.rdma.mode is DevicePlugin",
+            ),
+            (
+                agents("rdma", json!({ "mode": "SrIov", "resourceName": "example.com/vf" })),
+                "agents.rdma.mode is SrIov",
+            ),
+            (agents("rdma", json!({ "mode": "Dra", "deviceClassName": "d" })), "agents.rdma.mode is Dra"),
+            (agents("rdma", json!({ "mode": "HostNetwork" })), "agents.rdma.mode is HostNetwork"),
             (json!({ "agents": { "clientTransport": "NodeLocalService" } }), "agents.clientTransport"),
             (json!({ "injection": { "mode": "Webhook" } }), "injection.mode"),
         ] {
@@ -150,14 +177,10 @@ mod tests {
     fn rejects_missing_optional_kinds_only_if_the_cluster_needs_them() {
         let injecting = cluster(json!({ "injection": { "mode": "AdmissionPolicy" } }));
         let monitored = cluster(json!({ "monitoring": { "mode": "PodMonitor" } }));
-        let claiming = |part: &str, mode: Value| cluster(json!({ "agents": { part: mode } }));
-        let dra = || json!({ "mode": "Dra", "deviceClassName": "d" });
         let all = |access: KindAccess| ChildKind::ALL.into_iter().map(|kind| (kind, access)).collect();
         for (one, field, right) in [
             (&injecting, "injection.mode", "rbac.injection"),
             (&monitored, "monitoring.mode", "rbac.podMonitors"),
-            (&claiming("gpuAccess", dra()), "agents.gpuAccess.mode", "rbac.resourceClaims"),
-            (&claiming("rdma", dra()), "agents.rdma.mode", "rbac.resourceClaims"),
         ] {
             assert_eq!(missing(one, &all(KindAccess::Usable)), None);
             let message_of = |access| missing(one, &all(access)).expect("rejected").message;
@@ -166,16 +189,7 @@ mod tests {
             let not_allowed = message_of(KindAccess::NotAllowed);
             assert!(not_allowed.contains(&format!("set {right} of the chart")), "{not_allowed}");
         }
-        for plain in [
-            cluster(json!({})),
-            claiming("gpuAccess", json!({ "mode": "ManagementCdi" })),
-            claiming("gpuAccess", json!({ "mode": "Privileged" })),
-            claiming("rdma", json!({ "mode": "HostNetwork" })),
-            claiming("rdma", json!({ "mode": "SrIov", "resourceName": "example.com/vf" })),
-            claiming("deviceAccess", json!({ "mode": "Privileged" })),
-        ] {
-            assert_eq!((unsupported(&plain), missing(&plain, &all(KindAccess::NotServed))), (None, None));
-        }
+        assert_eq!(missing(&cluster(json!({})), &all(KindAccess::NotServed)), None);
     }
 
     #[test]

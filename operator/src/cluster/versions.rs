@@ -44,6 +44,8 @@ pub struct Versions {
 struct ReportedVersions {
     /// Distinct versions, the oldest first.
     versions: Vec<String>,
+    /// Number of expected processes.
+    expected: usize,
     /// Number of expected processes that have not reported.
     silent: usize,
 }
@@ -90,9 +92,9 @@ pub fn skew(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Option<Refusal>
     // If the running versions are already incompatible, allow a desired version that is compatible with one
     // of them; there is no other way to recover.
     let is_skewed = first_skew(&runs, &runs).is_some();
-    let leads_out =
+    let is_recovery =
         |one: &ComponentVersion| is_skewed && runs.iter().any(|other| skew_between(*one, *other).is_none());
-    let bound: BTreeSet<ComponentVersion> = wanted.iter().copied().filter(|one| !leads_out(one)).collect();
+    let bound: BTreeSet<ComponentVersion> = wanted.iter().copied().filter(|one| !is_recovery(one)).collect();
     first_skew(&bound, &meets).or_else(|| first_skew(&wanted, &wanted))
 }
 
@@ -122,15 +124,20 @@ fn first_skew(these: &BTreeSet<ComponentVersion>, those: &BTreeSet<ComponentVers
 fn skew_between(one: ComponentVersion, other: ComponentVersion) -> Option<Refusal> {
     // Order the pair, so that the message does not depend on the order of arguments.
     let (first, second) = if one <= other { (one, other) } else { (other, one) };
-    let (older, newer) = (one.version.min(other.version), one.version.max(other.version));
-    let message = if older.major != newer.major {
+    let (older, newer) = if one.version <= other.version { (one, other) } else { (other, one) };
+    let (lowest, highest) = (older.version, newer.version);
+    let message = if lowest.major != highest.major {
         format!(
             "{first} and {second} differ in the major version and cannot run together: delete the cluster and create it again; \
              blocks on devices are kept"
         )
-    } else if newer.minor - older.minor > MINORS_APART_MAX {
-        let step = Minor { minor: older.minor + MINORS_APART_MAX, ..older };
-        format!("{first} and {second} are more than one minor version apart: update to {step} first")
+    } else if highest.minor - lowest.minor > MINORS_APART_MAX {
+        let step = Minor { minor: lowest.minor + MINORS_APART_MAX, ..lowest };
+        let component = older.component;
+        format!(
+            "{first} and {second} are more than one minor version apart: set the image of the {component} to \
+             {step} first"
+        )
     } else {
         return None;
     };
@@ -243,10 +250,10 @@ fn count(number: u32) -> usize {
 }
 
 impl ReportedVersions {
-    fn new<'a>(reported: impl Iterator<Item = &'a str>, desired: usize) -> ReportedVersions {
+    fn new<'a>(reported: impl Iterator<Item = &'a str>, expected: usize) -> ReportedVersions {
         let reported: Vec<&str> = reported.filter(|version| is_version(version)).collect();
-        let mut new =
-            ReportedVersions { versions: Vec::new(), silent: desired.saturating_sub(reported.len()) };
+        let silent = expected.saturating_sub(reported.len());
+        let mut new = ReportedVersions { versions: Vec::new(), expected, silent };
         new.add(reported.into_iter());
         new
     }
@@ -286,17 +293,16 @@ impl UnreportedImage<'_> {
 
     fn unreported(&self) -> String {
         let UnreportedImage { component, reported, image, .. } = self;
-        let silent = reported.silent;
+        let ReportedVersions { expected, silent, .. } = reported;
+        let not_reported = format!("{silent} of {expected} {component}: version not reported");
         if Minor::of_image(image).is_some() {
-            return format!("{silent} of the {component} have not reported their version");
+            return not_reported;
         }
         let late = match silent {
             0 => format!("not all {component} run it yet"),
-            _ => format!("{silent} of the {component} have not reported theirs"),
+            _ => not_reported,
         };
-        format!(
-            "image {image} has no version in its tag, and {late}: its compatibility is unknown until then"
-        )
+        format!("image {image} has no version in its tag, so its compatibility is unknown ({late})")
     }
 }
 

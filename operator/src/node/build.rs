@@ -3,7 +3,7 @@
 use k8s_openapi::api::core::v1::Node;
 use kube::ResourceExt;
 use reprise_crds::fields::{
-    ClusterRef, DeletionPolicy, Digest, HostPath, Name, NodeMode, NodeName, ShortName, Uid,
+    ClusterRef, DeletionPolicy, Digest, HostPath, LabelValue, Name, NodeMode, NodeName, ShortName, Uid,
 };
 use reprise_crds::node::{PoolClaim, QueueClaim};
 use reprise_crds::pool::DEVICES_PER_NODE_MAX;
@@ -60,6 +60,7 @@ pub fn build(node: &Node, inputs: &NodeInputs) -> DesiredCacheNode {
             name: ShortName::new(cluster.name_any()),
         }),
         mode: mode(node, inputs),
+        failure_domain: failure_domain(node, cluster),
         configuration_digest: Some(Digest::new(own.configuration.clone())),
         claims,
         profiles: inputs.profiles.clone(),
@@ -95,6 +96,12 @@ fn mode(node: &Node, inputs: &NodeInputs) -> NodeMode {
     }
     let pools = inputs.pools.iter().chain(inputs.retained.iter().map(|(pool, _)| pool));
     pools.map(|pool| pool.spec.mode).max().unwrap_or_default()
+}
+
+/// Returns the value of the label that the cluster selects; `None` if the node lacks it or it is empty.
+fn failure_domain(node: &Node, cluster: &KVCacheCluster) -> Option<LabelValue> {
+    let value = node.labels().get(cluster.spec.agents.failure_domain_label.as_str())?;
+    (!value.is_empty()).then(|| LabelValue::new(value))
 }
 
 /// Returns the claim of a rejected pool as the node has it. A deletion still applies, to the devices of that
@@ -208,6 +215,28 @@ mod tests {
         assert_eq!(raw.max_read_latency.as_ref().map(ToString::to_string).as_deref(), Some("50ms"));
         assert_eq!(spec(json!({ "unschedulable": true }), Vec::new()).mode, NodeMode::Draining);
         assert_eq!(spec(json!({}), Vec::new()).mode, NodeMode::Active);
+    }
+
+    #[test]
+    fn failure_domain_is_the_value_of_the_label_of_the_cluster() {
+        let domain = |labels: Value, agents: Value| {
+            let node = object(json!({ "metadata": { "name": "n1", "labels": labels } }));
+            let mut found = found(Vec::new(), ClusterState::Managed);
+            let own = found.cluster.as_mut().expect("set above");
+            let mut cluster = KVCacheCluster::clone(&own.cluster);
+            cluster.spec.agents = object(agents);
+            own.cluster = Arc::new(cluster);
+            match build(&node, &found) {
+                DesiredCacheNode::Spec(spec) => spec.failure_domain.map(|domain| domain.to_string()),
+                other => panic!("{other:?}"),
+            }
+        };
+        let labels = || json!({ "topology.kubernetes.io/zone": "zone-a", "rack": "r7", "empty": "" });
+        let by = |label: &str| json!({ "failureDomainLabel": label });
+        assert_eq!(domain(labels(), json!({})).as_deref(), Some("zone-a"), "the default label");
+        assert_eq!(domain(labels(), by("rack")).as_deref(), Some("r7"));
+        assert_eq!(domain(labels(), by("empty")), None);
+        assert_eq!(domain(json!({}), json!({})), None);
     }
 
     #[test]

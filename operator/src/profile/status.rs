@@ -16,7 +16,8 @@ use crate::assignment::Refusal;
 /// Maximum number of names in a message.
 const NAMES_MAX: usize = 5;
 /// Limitation stated in the condition `Active`.
-const UNUSED: &str = "the data path does not use profiles in this release, including their fallback";
+const UNUSED: &str = "agents check profiles and keep them, but the data path does not use profiles in this release: model, \
+                      tensorParallel, engineVersion, slackMicros, maxIoSms, usablePercent and fallback have no effect on I/O";
 
 /// The inputs of a profile's status.
 pub struct StatusInputs<'a> {

@@ -9,10 +9,8 @@ use kube::api::DynamicObject;
 use kube::{Resource, ResourceExt};
 use reprise_crds::status::{Condition, ConditionStatus, ConditionType, find};
 use reprise_crds::{
-    CacheNode, CacheTenant, GPUQueueAllocation, GPUQueueAllocationStatus, KVCacheCluster,
-    OPERATOR_FIELD_MANAGER, SSDPool, SlackProfile,
+    CacheNode, CacheTenant, GPUQueueAllocation, KVCacheCluster, OPERATOR_FIELD_MANAGER, SSDPool, SlackProfile,
 };
-use serde::Serialize;
 
 use super::own_writes::{Digest, OwnWrites};
 use crate::deletion_guard;
@@ -99,15 +97,7 @@ impl WatchedKind for SlackProfile {
 }
 
 impl WatchedKind for GPUQueueAllocation {
-    /// Other writers set the pod that uses the allocation in its status.
-    fn parts(&self) -> Option<DigestParts> {
-        let status = self.status.as_ref();
-        let pod = status.and_then(|status| status.reserved_for.as_ref());
-        Some(DigestParts {
-            own: Digest::of(&operator_status_fields(status)),
-            rest: Digest::of(&(rest(&self.metadata), pod)),
-        })
-    }
+    parts_of_status!();
 }
 
 impl WatchedKind for CacheNode {
@@ -144,13 +134,6 @@ impl WatchedKind for Node {
 
 impl WatchedKind for Namespace {}
 impl WatchedKind for DynamicObject {}
-
-/// Returns the fields of an allocation's status that the operator writes.
-pub(crate) fn operator_status_fields(status: Option<&GPUQueueAllocationStatus>) -> impl Serialize {
-    status.map(|status| {
-        (&status.observed_generation, &status.allocations, &status.expires_at, &status.conditions)
-    })
-}
 
 /// Returns metadata without the fields that every write changes.
 fn rest(metadata: &ObjectMeta) -> ObjectMeta {

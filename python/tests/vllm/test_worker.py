@@ -1,4 +1,4 @@
-"""The worker side: log of failed loads, incomplete steps and idle steps."""
+"""Tests of WorkerSide: logging of failed loads, saves in incomplete steps, and waits in idle steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from cluster import MIB, Cluster
 from faults import eventually, freeze, thaw
-from test_scheduler import geometry
+from test_scheduler import geometry as make_geometry
 
 from reprise import Session
 from reprise.vllm.metadata import LoadPlan, RepriseMetadata, SavePlan
@@ -21,19 +21,19 @@ SHORT_S = 0.1
 
 
 def test_reason_of_failed_loads_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    shape = geometry()
-    session = Session(tmp_path / "missing.sock", shape.namespace, shape.layout)
-    give_up = time.monotonic() + LONG_S
+    geometry = make_geometry()
+    session = Session(tmp_path / "missing.sock", geometry.namespace, geometry.layout)
+    deadline = time.monotonic() + LONG_S
     while session.last_error is None:
-        assert time.monotonic() < give_up
-    worker = WorkerSide(geometry=shape, options=Options(), session=session)
+        assert time.monotonic() < deadline
+    worker = WorkerSide(geometry=geometry, options=Options(), session=session)
     caplog.clear()
-    worker.register({name: torch.zeros(4, 2, 16, 8) for name in shape.layer_names})
+    worker.register({name: torch.zeros(4, 2, 16, 8) for name in geometry.layer_names})
     waiting = {"a", "b", "c"}
     for request in sorted(waiting):
         worker.start_loads(RepriseMetadata(loads=[LoadPlan(request_id=request, hashes=(b"h",), blocks=(1,))]))
     while waiting:
-        assert time.monotonic() < give_up
+        assert time.monotonic() < deadline
         waiting -= worker.loaded()
     worker.close()
     logged = [record.getMessage() for record in caplog.records if "loaded or saved: " in record.getMessage()]
@@ -42,11 +42,11 @@ def test_reason_of_failed_loads_is_logged_once(tmp_path: Path, caplog: pytest.Lo
     assert "no agent at" in logged[0]
 
 
-def test_saves_of_an_incomplete_step_are_reported_as_ended(tmp_path: Path) -> None:
-    shape = geometry()
-    session = Session(tmp_path / "missing.sock", shape.namespace, shape.layout)
-    worker = WorkerSide(geometry=shape, options=Options(), session=session)
-    worker.register({name: torch.zeros(4, 2, 16, 8) for name in shape.layer_names})
+def test_incomplete_step_ends_its_saves_as_partial(tmp_path: Path) -> None:
+    geometry = make_geometry()
+    session = Session(tmp_path / "missing.sock", geometry.namespace, geometry.layout)
+    worker = WorkerSide(geometry=geometry, options=Options(), session=session)
+    worker.register({name: torch.zeros(4, 2, 16, 8) for name in geometry.layer_names})
     worker.end_step(RepriseMetadata(saves=[SavePlan(save_id=7, hashes=(b"h",), blocks=(1,))]), is_complete=False)
     results = worker.take_worker_output()
     assert results is not None
@@ -57,17 +57,17 @@ def test_saves_of_an_incomplete_step_are_reported_as_ended(tmp_path: Path) -> No
 
 def test_idle_step_waits_briefly_for_its_loads(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path / "cluster", arena=16 * MIB, pool=128 * MIB)
-    shape, (agent,) = geometry(), cluster.agents
+    geometry, (agent,) = make_geometry(), cluster.agents
     plan = LoadPlan(request_id="a", hashes=(b"h",), blocks=(1,))
     workers = {}
     try:
         for name, wait_s in (("long", LONG_S), ("short", SHORT_S)):
-            session = Session(agent.socket, shape.namespace, shape.layout)
+            session = Session(agent.socket, geometry.namespace, geometry.layout)
             assert session.wait_connected(LONG_S)
-            patient = {f"{name}_ms": LONG_S * 1e3 for name in ("load_stall", "load_standstill", "load_deadline")}
-            options = Options(idle_wait_ms=wait_s * 1e3, **patient)
-            workers[name] = WorkerSide(geometry=shape, options=options, session=session)
-            workers[name].register({name: torch.zeros(4, 2, 16, 8) for name in shape.layer_names})
+            long_timeouts = {f"{name}_ms": LONG_S * 1e3 for name in ("load_stall", "load_standstill", "load_deadline")}
+            options = Options(idle_wait_ms=wait_s * 1e3, **long_timeouts)
+            workers[name] = WorkerSide(geometry=geometry, options=options, session=session)
+            workers[name].register({name: torch.zeros(4, 2, 16, 8) for name in geometry.layer_names})
         workers["long"].start_loads(RepriseMetadata(loads=[plan]))
         assert workers["long"].loaded(is_idle=True) == {"a"}, "the wait ends with the load"
         freeze(agent)

@@ -1,7 +1,7 @@
-//! Kubernetes' API server and the operator as processes, on loopback. The operator has all permissions; its
-//! role is tested elsewhere.
+//! Kubernetes' API server and the operator as processes, on loopback. The operator has all permissions; other
+//! tests cover its ClusterRole.
 //!
-//! `e2e/kubernetes/build.sh` builds the API server's binary into the cache folder.
+//! `e2e/kubernetes/build.sh` builds the API server's binary into the cache directory.
 
 use std::fs;
 use std::net::TcpListener;
@@ -19,7 +19,7 @@ use super::super::helper_process::{HelperProcess, Script};
 use super::super::process_memory;
 use crate::cluster::{cache_directory, sibling_binary};
 
-/// Binary that the script builds, with the version of its go.mod.
+/// kube-apiserver binary that the script builds; the version equals the one in go.mod.
 const BINARY: &str = "kube-apiserver-v1.36.3";
 
 /// Time limit of a start, which takes about 5 s.
@@ -27,10 +27,11 @@ const READY_WITHIN: Duration = Duration::from_secs(120);
 
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Token with all permissions, only on loopback and during the measurement.
+/// Bearer token of a cluster admin; valid only on loopback and during the measurement.
 const TOKEN: &str = "reprise-bench";
 
-/// Starts the API server in the background; the helper process ends it. It creates its own certificate.
+/// Starts the API server in the background; the helper process ends it. The API server creates its own
+/// certificate.
 const START_API_SERVER: &str = r#"
 "$PROGRAM" --etcd-servers="$ETCD" --etcd-prefix=/kubernetes --bind-address=127.0.0.1 --advertise-address=127.0.0.1 \
     --secure-port="$PORT" --cert-dir="$FOLDER/tls" --token-auth-file="$FOLDER/tokens.csv" --authorization-mode=RBAC \
@@ -40,7 +41,7 @@ const START_API_SERVER: &str = r#"
 until [ -s "$FOLDER/tls/apiserver.crt" ]; do kill -0 $!; sleep 0.1; done
 "#;
 
-/// Starts the operator, which is ready when it has printed its admin port.
+/// Starts the operator, which is ready when it has printed its admin address.
 const START_OPERATOR: &str = r#"
 "$PROGRAM" run --pod-name bench --pod-namespace default --admin-listen 127.0.0.1:0 > "$FOLDER/operator.ready" &
 echo $! > "$FOLDER/operator.pid"
@@ -59,7 +60,8 @@ pub(super) struct Operator {
 }
 
 impl ApiServer {
-    /// Starts an API server on an etcd, with its files in `folder`, and waits until it is ready.
+    /// Starts an API server with the etcd at this address, with its files in `folder`, and waits until it is
+    /// ready.
     pub(super) fn start(folder: &Path, etcd: &str, runtime: &Runtime) -> anyhow::Result<ApiServer> {
         let program = cache_directory().join("bin").join(BINARY);
         if !program.is_file() {
@@ -70,11 +72,11 @@ impl ApiServer {
             fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
             anyhow::Ok(path)
         };
-        let accounts = rcgen::KeyPair::generate().context("a key for tokens")?;
+        let accounts = rcgen::KeyPair::generate().context("cannot generate the service account key")?;
         write("accounts.key", &accounts.serialize_pem())?;
         write("accounts.pub", &accounts.public_key_pem())?;
         write("tokens.csv", &format!("{TOKEN},bench,bench,\"system:masters\"\n"))?;
-        let listener = TcpListener::bind("127.0.0.1:0").context("no free port on loopback")?;
+        let listener = TcpListener::bind("127.0.0.1:0").context("cannot bind a port on loopback")?;
         let port = listener.local_addr()?.port();
         drop(listener);
         let kubeconfig = json!({
@@ -110,8 +112,8 @@ impl ApiServer {
 
     fn wait_until_ready(&self, folder: &Path, runtime: &Runtime) -> anyhow::Result<()> {
         let client = self.client(runtime)?;
-        let give_up = Instant::now() + READY_WITHIN;
-        while Instant::now() < give_up {
+        let deadline = Instant::now() + READY_WITHIN;
+        while Instant::now() < deadline {
             if runtime.block_on(client.apiserver_version()).is_ok() {
                 return Ok(());
             }
@@ -124,7 +126,7 @@ impl ApiServer {
     }
 }
 
-/// Applies the definitions of the resources with the operator's program.
+/// Applies the CustomResourceDefinitions with the operator's program.
 pub(super) fn apply_definitions(api: &ApiServer) -> anyhow::Result<()> {
     let output = Command::new(sibling_binary("reprise-operator")?)
         .arg("apply-definitions")
@@ -151,23 +153,23 @@ impl Operator {
         ];
         let script = Script { text: START_OPERATOR, variables, own_network: false, folder, name: "operator" };
         let process = HelperProcess::start(&script)?;
-        let line: serde_json::Value =
-            serde_json::from_str(&fs::read_to_string(&ready)?).context("the operator's first line")?;
+        let line: serde_json::Value = serde_json::from_str(&fs::read_to_string(&ready)?)
+            .context("cannot parse the operator's ready line")?;
         let admin =
-            line["admin"].as_str().context("the operator's first line has no admin address")?.to_owned();
+            line["admin"].as_str().context("the operator's ready line has no admin address")?.to_owned();
         let pid = fs::read_to_string(folder.join("operator.pid"))?
             .trim()
             .parse()
-            .context("the operator's process id")?;
+            .context("cannot parse the operator's pid file")?;
         Ok(Operator { admin, pid, _process: process })
     }
 
-    /// Returns its admin address, `host:port`.
+    /// Returns the operator's admin address, `host:port`.
     pub(super) fn admin(&self) -> &str {
         &self.admin
     }
 
-    /// Returns its peak of resident memory, in bytes.
+    /// Returns the peak resident memory of the operator's process tree, in bytes.
     pub(super) fn peak_bytes(&self) -> anyhow::Result<u64> {
         process_memory::tree_peak_bytes(self.pid)
     }

@@ -1,6 +1,6 @@
 //! Python environments of the engines: vLLM's environment, our wheel, and one environment per peer.
 //!
-//! Scripts of the source tree install missing packages into the cache folder.
+//! Scripts of the source tree install missing packages into the cache directory.
 
 use std::fs;
 use std::io::Write;

@@ -3,7 +3,8 @@
 //! ```text
 //!   register (backoff) ──► granted ──► heartbeats answered ⇄ failing       up ⇄ down
 //!        ▲                                   │
-//!        └── registration unknown, fenced ───┘                            down
+//!        ├── registration unknown, fenced ───┤                            down
+//!        └── failure domain changed ─────────┘                            stays up
 //! ```
 //!
 //! While heartbeats fail, the registration and the queued changes are kept: a member that returns before it
@@ -34,13 +35,34 @@ const STABLE_AFTER: Duration = Duration::from_secs(5);
 const HEARTBEAT_MIN: Duration = Duration::from_millis(10);
 const HEARTBEAT_MAX: Duration = Duration::from_secs(60);
 
+/// Why a registration is replaced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum RegistrationEnd {
+    /// The member does not know the registration.
+    Unknown,
+    /// A newer registration has replaced it.
+    Fenced,
+    /// It is valid, but has another failure domain than the node.
+    Outdated,
+}
+
+impl RegistrationEnd {
+    fn reason(self) -> &'static str {
+        match self {
+            RegistrationEnd::Unknown => "the member does not know the registration",
+            RegistrationEnd::Fenced => "a newer registration has replaced it",
+            RegistrationEnd::Outdated => "the node's failure domain has changed",
+        }
+    }
+}
+
 impl Link {
     /// Registers, and registers again whenever the registration is lost.
     pub(super) async fn register(&self, shared: &Shared) {
         let mut client = MembershipClient::new(self.channel.clone());
         let mut backoff = Backoff::default();
         loop {
-            let granted = self.register_once(shared, &mut client).await;
+            let (granted, failure_domain) = self.register_once(shared, &mut client).await;
             let GrantedRegistration { node, epoch, .. } = granted;
             shared.counters.registrations.fetch_add(1, Ordering::Relaxed);
             self.outbox().register(node, epoch);
@@ -50,11 +72,15 @@ impl Link {
             self.set_up(shared, LinkState::Yes);
             self.outbox_changed.notify_one();
             let since = Instant::now();
-            let reason = self.keep(shared, granted).await;
+            let end = self.keep(shared, granted, &failure_domain).await;
+            let reason = end.reason();
             tracing::info!(member = %self.name, node = node.0, epoch = epoch.0, reason, "registering again");
-            self.granted.send_replace(None);
-            self.outbox().unregister();
-            self.set_up(shared, LinkState::No);
+            // An outdated registration is valid until the next one replaces it.
+            if end != RegistrationEnd::Outdated {
+                self.granted.send_replace(None);
+                self.outbox().unregister();
+                self.set_up(shared, LinkState::No);
+            }
             if since.elapsed() >= STABLE_AFTER {
                 backoff.reset();
             } else {
@@ -63,24 +89,27 @@ impl Link {
         }
     }
 
-    /// Retries until the member grants a registration.
+    /// Retries until the member grants a registration. Returns it with the registered failure domain.
     async fn register_once(
         &self,
         shared: &Shared,
         client: &mut MembershipClient<Channel>,
-    ) -> GrantedRegistration {
+    ) -> (GrantedRegistration, String) {
         let mut backoff = Backoff::default();
         loop {
-            let status = match within(shared.settings.call_timeout, client.register(request(shared))).await {
+            let request = request(shared);
+            let failure_domain = request.failure_domain.clone();
+            let status = match within(shared.settings.call_timeout, client.register(request)).await {
                 Ok(reply) => match granted(&reply) {
                     Some(granted) => {
                         tracing::info!(recovered = NOT_REGISTERED, member = %self.name, "the member registers this node again");
-                        return granted;
+                        return (granted, failure_domain);
                     }
                     None => Status::internal(format!("node number {} does not fit into 16 bits", reply.node)),
                 },
                 Err(status) => status,
             };
+            self.set_up(shared, LinkState::No);
             let (code, reason) = (status.code(), status.message());
             tracing::warn!(
                 condition = NOT_REGISTERED,
@@ -93,8 +122,14 @@ impl Link {
         }
     }
 
-    /// Watches the heartbeats until the registration is lost. Returns the reason.
-    async fn keep(&self, shared: &Shared, granted: GrantedRegistration) -> &'static str {
+    /// Watches the heartbeats until the registration is lost or its failure domain is outdated.
+    async fn keep(
+        &self,
+        shared: &Shared,
+        granted: GrantedRegistration,
+        failure_domain: &str,
+    ) -> RegistrationEnd {
+        let mut domains = shared.failure_domain.subscribe();
         let mut beats = self.beats.subscribe();
         let mut fenced = self.fenced.subscribe();
         loop {
@@ -103,17 +138,21 @@ impl Link {
                 HeartbeatState::Answered => self.set_up(shared, LinkState::Yes),
                 HeartbeatState::Failing => self.set_up(shared, LinkState::No),
                 HeartbeatState::Unknown(epoch) if epoch == granted.epoch => {
-                    return "the member does not know the registration";
+                    return RegistrationEnd::Unknown;
                 }
                 HeartbeatState::Unknown(_) => {}
             }
             if *fenced.borrow_and_update() == Some(granted.epoch) {
-                return "a newer registration has replaced it";
+                return RegistrationEnd::Fenced;
+            }
+            if *domains.borrow_and_update() != *failure_domain {
+                return RegistrationEnd::Outdated;
             }
             tokio::select! {
-                // The senders are owned by this link, so neither can be closed.
+                // The senders are owned by this link and the client, so none can be closed.
                 _ = beats.changed() => {}
                 _ = fenced.changed() => {}
+                _ = domains.changed() => {}
             }
         }
     }
@@ -125,7 +164,7 @@ fn request(shared: &Shared) -> RegisterRequest {
         name: own.name,
         peer_address: own.peer_address,
         admin_address: own.admin_address,
-        failure_domain: own.failure_domain,
+        failure_domain: shared.failure_domain.borrow().clone(),
         version: own.version,
     }
 }

@@ -60,6 +60,8 @@ pub(super) struct State {
     /// Changes applied since the last reset: keys and operation bytes.
     pub(super) log: Vec<(BlockKey, u8)>,
     pub(super) registrations: u32,
+    /// Failure domain of the last registration.
+    pub(super) failure_domain: String,
     pub(super) beats: u32,
     pub(super) updates: u32,
     pub(super) resets: u32,
@@ -93,6 +95,7 @@ impl Default for State {
             expected: 0,
             log: Vec::new(),
             registrations: 0,
+            failure_domain: String::new(),
             beats: 0,
             updates: 0,
             resets: 0,
@@ -263,6 +266,7 @@ impl Membership for Shared {
         let epoch = self.with(|state| {
             state.epoch += 1;
             state.registrations += 1;
+            state.failure_domain.clone_from(&request.get_ref().failure_domain);
             (state.expected, state.log) = (0, Vec::new());
             (state.begun, state.whole) = (SlotSet::EMPTY, SlotSet::EMPTY);
             state.epoch

@@ -103,7 +103,7 @@ fn greet(registered: &AcceptedGuard, socket: &Arc<Socket>) -> Result<Hello, Clos
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
                 let left = deadline.saturating_duration_since(std::time::Instant::now());
                 if left.is_zero() {
-                    return Err(Close::Stalled("the peer connected and does not greet"));
+                    return Err(Close::Stalled("the peer sent no handshake within the stall timeout"));
                 }
                 wait(Some((socket, Readiness::Readable)), None, Some(left)).map_err(Close::io)?;
             }

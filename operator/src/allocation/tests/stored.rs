@@ -398,7 +398,6 @@ fn resolve(object: &GPUQueueAllocation) -> ResolvedAllocation {
             nodes: vec!["n1".to_owned()],
             refused: None,
         },
-        tenant: None,
         profile: None,
     }
 }

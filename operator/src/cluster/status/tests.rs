@@ -80,29 +80,6 @@ fn directory() -> Value {
 }
 
 #[test]
-fn reports_tcp_fallback_without_degrading_the_cluster() {
-    let plain = findings(json!({}), directory());
-    let as_specified = one(&plain, Type::TransportFallback);
-    assert_eq!((as_specified.status, as_specified.reason), (ConditionStatus::False, Reason::AsDesired));
-    for rdma in [
-        json!({ "mode": "DevicePlugin", "resourceName": "rdma/shared" }),
-        json!({ "mode": "SrIov", "resourceName": "example.com/vf" }),
-        json!({ "mode": "Dra", "deviceClassName": "rdma.example.com" }),
-        json!({ "mode": "HostNetwork" }),
-    ] {
-        let wanted = findings(json!({ "rdma": rdma }), directory());
-        let fallback = one(&wanted, Type::TransportFallback);
-        assert_eq!((fallback.status, fallback.reason), (ConditionStatus::True, Reason::Unsupported));
-        let mode = rdma["mode"].as_str().expect("a mode");
-        assert!(fallback.message.starts_with("agents use TCP: "), "{}", fallback.message);
-        assert!(fallback.message.contains(mode), "{}", fallback.message);
-        for kind in [Type::Ready, Type::Degraded, Type::Accepted, Type::AgentsReady] {
-            assert_eq!(one(&wanted, kind), one(&plain, kind), "{mode}");
-        }
-    }
-}
-
-#[test]
 fn notes_raw_devices_that_agents_may_be_unable_to_open() {
     let raw = || json!({ "devices": { "globs": ["/dev/disk/by-id/nvme-*"] } });
     let bound = |modes: Value, pool: Value| one(&findings(modes, pool), Type::PoolsBound);

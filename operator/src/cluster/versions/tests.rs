@@ -23,8 +23,9 @@ fn cluster(status: Value) -> KVCacheCluster {
     cluster
 }
 
-/// Two nodes and two members of which nothing runs; `tags` are the desired image tags of agents and members.
-fn found(tags: [&str; 2]) -> ClusterInputs {
+/// Inputs with two nodes and two members, none of them running; `tags` are the desired image tags of agents
+/// and members.
+fn inputs_with_tags(tags: [&str; 2]) -> ClusterInputs {
     let cluster = cluster(json!({}));
     let image = |name: &str, tag: &str| match tag {
         DIGEST => format!("{name}@{tag}"),
@@ -57,7 +58,7 @@ fn found(tags: [&str; 2]) -> ClusterInputs {
     }
 }
 
-/// A StatefulSet or DaemonSet of two pods, `updated` of which run its template.
+/// A workload of two pods; `updated` of them run the current template.
 fn workload(image: &str, updated: u32) -> Arc<DynamicObject> {
     let template = json!({ "spec": { "containers": [{ "image": image }] } });
     let status = json!({
@@ -79,46 +80,46 @@ fn node(version: &str, reported: Timestamp) -> Arc<CacheNode> {
 }
 
 /// Running members that report these versions; an empty string stands for no report.
-fn with_members(mut found: ClusterInputs, image: &str, updated: u32, versions: &[&str]) -> ClusterInputs {
+fn with_members(mut inputs: ClusterInputs, image: &str, updated: u32, versions: &[&str]) -> ClusterInputs {
     let member = |(index, version): (usize, &&str)| {
         (format!("c-{index}"), Some((*version).to_owned()).filter(|version| !version.is_empty()))
     };
     let members = versions.iter().enumerate().map(member).collect();
-    found.members = Some(workload(image, updated));
-    found.control_plane_state = Some(Ok(Arc::new(control_plane::ControlPlaneState {
+    inputs.members = Some(workload(image, updated));
+    inputs.control_plane_state = Some(Ok(Arc::new(control_plane::ControlPlaneState {
         members,
         ..control_plane::ControlPlaneState::default()
     })));
-    found
+    inputs
 }
 
-fn with_agents(mut found: ClusterInputs, image: &str, versions: &[&str]) -> ClusterInputs {
-    found.agents = Some(workload(image, 2));
-    found.cache_nodes = versions.iter().map(|version| node(version, Timestamp::now())).collect();
-    found
+fn with_agents(mut inputs: ClusterInputs, image: &str, versions: &[&str]) -> ClusterInputs {
+    inputs.agents = Some(workload(image, 2));
+    inputs.cache_nodes = versions.iter().map(|version| node(version, Timestamp::now())).collect();
+    inputs
 }
 
-fn skew_message(found: &ClusterInputs) -> String {
-    skew(&cluster(json!({})), found).map(|refused| refused.message).unwrap_or_default()
+fn skew_message(inputs: &ClusterInputs) -> String {
+    skew(&cluster(json!({})), inputs).map(|refused| refused.message).unwrap_or_default()
 }
 
-fn reported(cluster: &KVCacheCluster, found: &ClusterInputs) -> (ConditionStatus, Reason, String) {
-    let finding = Versions::of(cluster, found).compatible(cluster, found);
+fn reported(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> (ConditionStatus, Reason, String) {
+    let finding = Versions::of(cluster, inputs).compatible(cluster, inputs);
     (finding.status, finding.reason, finding.message)
 }
 
 #[test]
-fn rejects_desired_versions_more_than_one_minor_apart_and_names_the_step() {
+fn rejects_desired_versions_more_than_one_minor_apart_and_reports_the_intermediate_version() {
     for (agent, control_plane, expected) in [
         ("0.1.0", "0.1.9", ""),
         ("0.1.0", "v0.2.0", ""),
-        ("0.1.0", "0.3.0", "update to 0.2 first"),
-        ("0.5.0", "0.3.0", "update to 0.4 first"),
+        ("0.1.0", "0.3.0", "set the image of the agents to 0.2 first"),
+        ("0.5.0", "0.3.0", "set the image of the members to 0.4 first"),
         ("1.0.0", "0.9.0", "create it again"),
         (DIGEST, "0.9.0", ""),
         ("latest", "0.9.0", ""),
     ] {
-        let message = skew_message(&found([agent, control_plane]));
+        let message = skew_message(&inputs_with_tags([agent, control_plane]));
         assert_eq!(message.is_empty(), expected.is_empty(), "{agent} {control_plane}: {message}");
         assert!(message.contains(expected), "{message}");
     }
@@ -134,15 +135,15 @@ fn reads_version_from_tag_only_without_digest() {
 }
 
 #[test]
-fn desired_version_must_be_compatible_with_members_not_replaced_yet() {
-    let half_way = |tags| with_members(found(tags), "c:0.2.0", 1, &["0.1.0", "0.2.0"]);
+fn desired_version_must_be_compatible_with_members_still_running_the_previous_version() {
+    let half_way = |tags| with_members(inputs_with_tags(tags), "c:0.2.0", 1, &["0.1.0", "0.2.0"]);
     assert_eq!(skew_message(&half_way(["0.2.0", "0.2.0"])), "", "the rollout continues");
-    assert_eq!(skew_message(&half_way(["0.1.0", "0.1.0"])), "", "or is rolled back");
+    assert_eq!(skew_message(&half_way(["0.1.0", "0.1.0"])), "", "a rollback is allowed");
     let members = "members of version 0.1 and members of version 0.3";
     assert!(skew_message(&half_way(["0.2.0", "0.3.0"])).starts_with(members));
     let agents = "agents of version 0.3 and members of version 0.1";
     assert!(skew_message(&half_way(["0.3.0", "0.2.0"])).starts_with(agents));
-    let done = with_members(found(["0.2.0", "0.3.0"]), "c:0.2.0", 2, &["0.2.0", "0.2.0"]);
+    let done = with_members(inputs_with_tags(["0.2.0", "0.3.0"]), "c:0.2.0", 2, &["0.2.0", "0.2.0"]);
     assert_eq!(skew_message(&done), "");
 }
 
@@ -150,8 +151,8 @@ fn desired_version_must_be_compatible_with_members_not_replaced_yet() {
 fn absent_member_counts_with_its_last_known_version_during_a_rollout() {
     let before = cluster(json!({ "versions": { "controlPlane": "0.1.0", "controlPlaneMax": "0.2.0" } }));
     let of = |updated, versions: &[&str]| {
-        let found = with_members(found(["0.2.0", "0.3.0"]), "c:0.2.0", updated, versions);
-        skew(&before, &found).map(|refused| refused.reason)
+        let inputs = with_members(inputs_with_tags(["0.2.0", "0.3.0"]), "c:0.2.0", updated, versions);
+        skew(&before, &inputs).map(|refused| refused.reason)
     };
     assert_eq!(of(1, &["0.2.0"]), Some(Reason::VersionSkew), "it may return with the old version");
     assert_eq!(of(2, &["0.2.0"]), None, "no pod of the previous template is left");
@@ -161,7 +162,8 @@ fn absent_member_counts_with_its_last_known_version_during_a_rollout() {
 #[test]
 fn unreachable_members_count_with_their_last_known_version() {
     let before = cluster(json!({ "versions": { "controlPlane": "0.1.0", "controlPlaneMax": "0.1.0" } }));
-    let mut wanted = with_members(found(["0.2.0", "0.3.0"]), "c@sha256:00", 2, &["0.1.0", "0.1.0"]);
+    let mut wanted =
+        with_members(inputs_with_tags(["0.2.0", "0.3.0"]), "c@sha256:00", 2, &["0.1.0", "0.1.0"]);
     assert!(skew(&before, &wanted).is_some());
     wanted.control_plane_state = None;
     assert!(skew(&before, &wanted).is_some());
@@ -172,12 +174,12 @@ fn unreachable_members_count_with_their_last_known_version() {
 #[test]
 fn reports_why_members_cannot_be_read() {
     let here = cluster(json!({}));
-    let agents = with_agents(found(["0.1.0", "0.1.0"]), "a:0.1.0", &["0.1.0", "0.1.0"]);
+    let agents = with_agents(inputs_with_tags(["0.1.0", "0.1.0"]), "a:0.1.0", &["0.1.0", "0.1.0"]);
     let mut call_error = with_members(agents, "c:0.1.0", 2, &[]);
     call_error.control_plane_state = Some(Err("no response within 3s".to_owned()));
     let (status, reason, message) = reported(&here, &call_error);
     assert_eq!((status, reason), (ConditionStatus::Unknown, Reason::NotReported));
-    assert!(message.starts_with("2 of the members have not reported their version. "), "{message}");
+    assert!(message.starts_with("2 of 2 members: version not reported. "), "{message}");
     assert!(
         message.contains("network policies") && message.ends_with(": no response within 3s"),
         "{message}"
@@ -187,13 +189,16 @@ fn reports_why_members_cannot_be_read() {
 #[test]
 fn incompatible_running_versions_allow_rollback_and_intermediate_versions() {
     let skewed = |tags: [&str; 2]| {
-        let agents = with_agents(found(tags), "a:0.1.0", &["0.1.0", "0.1.0"]);
+        let agents = with_agents(inputs_with_tags(tags), "a:0.1.0", &["0.1.0", "0.1.0"]);
         skew_message(&with_members(agents, "c@sha256:00", 2, &["0.4.0", "0.4.0"]))
     };
-    for leads_out in [["0.1.0", "0.1.0"], ["0.2.0", "0.2.0"], ["0.4.0", "0.3.0"]] {
-        assert_eq!(skewed(leads_out), "", "{leads_out:?}");
+    for recovery_tags in [["0.1.0", "0.1.0"], ["0.2.0", "0.2.0"], ["0.4.0", "0.3.0"]] {
+        assert_eq!(skewed(recovery_tags), "", "{recovery_tags:?}");
     }
-    assert!(skewed(["0.1.0", "0.4.0"]).contains("update to 0.2 first"), "the skew would remain");
+    assert!(
+        skewed(["0.1.0", "0.4.0"]).contains("set the image of the agents to 0.2 first"),
+        "the skew would remain"
+    );
     assert!(
         skewed(["0.6.0", "0.6.0"]).contains("version 0.6"),
         "it is incompatible with all running versions"
@@ -202,18 +207,18 @@ fn incompatible_running_versions_allow_rollback_and_intermediate_versions() {
 
 #[test]
 fn pod_template_counts_once_a_pod_is_ready_and_agents_count_as_reported() {
-    let mut wanted = found(["0.3.0", "0.3.0"]);
+    let mut wanted = inputs_with_tags(["0.3.0", "0.3.0"]);
     assert_eq!(skew_message(&wanted), "", "nothing runs yet");
     wanted.agents = Some(workload("a:0.1.0", 2));
-    assert!(skew_message(&wanted).contains("update to 0.2 first"));
+    assert!(skew_message(&wanted).contains("set the image of the agents to 0.2 first"));
     let mut never = (*workload("a:0.11.0", 0)).clone();
     never.data["status"] = json!({});
     wanted.agents = Some(Arc::new(never));
     assert_eq!(skew_message(&wanted), "", "none of its pods was ever ready");
 
-    let reported = with_agents(found(["0.3.0", "0.3.0"]), "a:0.3.0", &["0.2.0", "0.1.0"]);
+    let reported = with_agents(inputs_with_tags(["0.3.0", "0.3.0"]), "a:0.3.0", &["0.2.0", "0.1.0"]);
     assert!(skew_message(&reported).contains("agents of version 0.1"), "{}", skew_message(&reported));
-    let mut gone = found(["0.3.0", "0.3.0"]);
+    let mut gone = inputs_with_tags(["0.3.0", "0.3.0"]);
     gone.cache_nodes = vec![node("0.1.0", Timestamp::now() - SignedDuration::from_hours(1))];
     assert_eq!(skew_message(&gone), "", "an agent without a recent report does not count");
 }
@@ -221,11 +226,12 @@ fn pod_template_counts_once_a_pod_is_ready_and_agents_count_as_reported() {
 #[test]
 fn image_without_a_version_has_the_versions_that_its_processes_report() {
     let here = cluster(json!({}));
-    let starts = with_agents(found(["0.1.0", DIGEST]), "a:0.1.0", &["0.1.0", "0.1.0"]);
+    let starts = with_agents(inputs_with_tags(["0.1.0", DIGEST]), "a:0.1.0", &["0.1.0", "0.1.0"]);
     let (status, reason, message) = reported(&here, &starts);
     assert_eq!((status, reason), (ConditionStatus::Unknown, Reason::Progressing));
     assert!(
-        message.contains("image c@sha256:00 has no version in its tag, and 2 of the members"),
+        message.starts_with("image c@sha256:00 has no version in its tag")
+            && message.ends_with("(2 of 2 members: version not reported)"),
         "{message}"
     );
 
@@ -252,9 +258,10 @@ fn image_without_a_version_has_the_versions_that_its_processes_report() {
 #[test]
 fn reports_the_versions_of_processes_regardless_of_image_tags() {
     let here = cluster(json!({}));
-    let running = |found: &ClusterInputs| Versions::of(&here, found).running();
-    assert_eq!(running(&found(["0.1.0", "0.1.0"])), None);
-    let agents = with_agents(found(["0.2.0", "0.2.0"]), "a:0.2.0", &["0.10.0", "0.9.1", "odd one"]);
+    let running = |inputs: &ClusterInputs| Versions::of(&here, inputs).running();
+    assert_eq!(running(&inputs_with_tags(["0.1.0", "0.1.0"])), None);
+    let agents =
+        with_agents(inputs_with_tags(["0.2.0", "0.2.0"]), "a:0.2.0", &["0.10.0", "0.9.1", "odd one"]);
     let members = with_members(agents, "c:0.2.0", 2, &["0.9.0", ""]);
     let version = |text: &str| Some(Version::new(text));
     let expected = RunningVersions {
@@ -266,5 +273,5 @@ fn reports_the_versions_of_processes_regardless_of_image_tags() {
     assert_eq!(running(&members), Some(expected));
     let (status, reason, message) = reported(&here, &members);
     assert_eq!((status, reason), (ConditionStatus::Unknown, Reason::NotReported));
-    assert_eq!(message, "1 of the members have not reported their version");
+    assert_eq!(message, "1 of 2 members: version not reported");
 }
