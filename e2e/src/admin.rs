@@ -58,6 +58,10 @@ impl Admin {
     /// # Panics
     /// If the process serves no metrics.
     pub fn metric(&self, name: &str, words: &str) -> f64 {
+        assert!(
+            name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_'),
+            "'{name}' is not a metric's name"
+        );
         let (code, text) = self.get("/metrics").expect("the metrics are served");
         assert_eq!(code, 200);
         let is_sample = |line: &&str| {

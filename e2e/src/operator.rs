@@ -128,7 +128,7 @@ impl Operator {
         text.lines().filter_map(sample).collect()
     }
 
-    /// Returns the sum of all samples of a metric whose line contains `words`.
+    /// Returns the sum of all samples of a metric whose line contains `words`; 0 without such samples.
     ///
     /// # Panics
     /// If the operator serves no metrics.

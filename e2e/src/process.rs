@@ -13,8 +13,9 @@ use std::io::{BufRead, BufReader};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::OnceLock;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
@@ -78,6 +79,9 @@ pub struct StartError {
     pub text: String,
 }
 
+/// Time of the first start of a program by this process.
+static STARTED: OnceLock<SystemTime> = OnceLock::new();
+
 /// What to do about a missing or outdated program.
 const BUILD_FIRST: &str = "run `cargo build --locked --workspace --bins --tests` first";
 
@@ -99,15 +103,16 @@ pub fn binary(program: &str) -> PathBuf {
     path
 }
 
-/// Returns a source file that has changed after the program was built. Cargo lists the sources of `PROGRAM` in
+/// Returns a source file that has changed between the build of the program and the start of this process. Cargo lists the sources of `PROGRAM` in
 /// `PROGRAM.d`; programs from elsewhere have no such file.
 fn newer_source(program: &Path) -> Option<PathBuf> {
     let changed = |path: &Path| std::fs::metadata(path).and_then(|data| data.modified()).ok();
+    let started = *STARTED.get_or_init(SystemTime::now);
     let built = changed(program)?;
     let list = std::fs::read_to_string(program.with_extension("d")).ok()?;
     let (_, sources) = list.split_once(": ")?;
     let mut sources = sources.split_whitespace().map(PathBuf::from);
-    sources.find(|source| changed(source).is_some_and(|changed| changed > built))
+    sources.find(|source| changed(source).is_some_and(|changed| changed > built && changed < started))
 }
 
 /// Copies a binary of the workspace, to be run from elsewhere.
@@ -245,8 +250,6 @@ impl Drop for ChildProcess {
 
 #[cfg(test)]
 mod tests {
-    use std::time::SystemTime;
-
     use super::*;
 
     #[test]
@@ -257,13 +260,18 @@ mod tests {
             format!("{}: {} {}/gone.rs\n", program.display(), source.display(), folder.path().display());
         std::fs::write(folder.path().join("program.d"), list).expect("the folder is writable");
         let now = SystemTime::now();
-        for (path, age) in [(&program, 10), (&source, 20)] {
+        let touch = |path: &Path, at: SystemTime| {
             let file = File::create(path).expect("the folder is writable");
-            file.set_modified(now - Duration::from_secs(age)).expect("the time can be set");
-        }
+            file.set_modified(at).expect("the time can be set");
+        };
+        let age = Duration::from_secs;
+        touch(&program, now - age(10));
+        touch(&source, now - age(20));
         assert_eq!(newer_source(&program), None);
-        File::create(&source).expect("the folder is writable");
-        assert_eq!(newer_source(&program), Some(source));
+        touch(&source, now - age(5));
+        assert_eq!(newer_source(&program), Some(source.clone()));
+        touch(&source, now + age(60));
+        assert_eq!(newer_source(&program), None, "changes during the tests are ignored");
         assert_eq!(newer_source(&folder.path().join("other")), None, "unknown programs are not checked");
     }
 }

@@ -23,7 +23,7 @@ use reprise_agent_core::agent::{AgentCore, Settings as CoreSettings};
 use reprise_agent_core::effect::{DeviceId, RegionId};
 use reprise_agent_core::event::Event;
 use reprise_agent_kubernetes::{
-    Access, NodeSettings, StateDirectory, TokenReviewService, token_review_channel,
+    Access, Desired, NodeSettings, StateDirectory, TokenReviewService, token_review_channel,
 };
 use reprise_buffers::{Arena, ArenaConfig, BufferError, HugePolicy};
 use reprise_policy::identity::TOKEN_AUDIENCE;
@@ -153,7 +153,10 @@ impl Runtime {
             name: settings.node.name.clone(),
             peer_address: port.as_ref().map(|port| port.advertised.clone()).unwrap_or_default(),
             admin_address: reached_at(admin.address()).to_string(),
-            failure_domain: settings.node.failure_domain.clone(),
+            failure_domain: match &cluster {
+                Some(cluster) => persisted_failure_domain(&settings, cluster),
+                None => settings.node.failure_domain.clone(),
+            },
             version: env!("CARGO_PKG_VERSION").to_owned(),
         };
         let endpoints = OwnEndpoints {
@@ -343,6 +346,15 @@ fn join_cluster(
     let reconciler = ReconcilerThread::start(parts)?;
     let link = ClusterLink::start(node, reconciler.handle(), facts_receiver, token_reviews)?;
     Ok((reconciler, link))
+}
+
+/// Returns the failure domain of the persisted spec, or an empty string without one. The agent then registers
+/// once, and again only if the spec has changed meanwhile. An unreadable file is reported when the spec is applied.
+fn persisted_failure_domain(settings: &Settings, cluster: &ClusterSettings) -> String {
+    let state = StateDirectory::new(&settings.kubernetes.state_directory, &cluster.pod.node);
+    let persisted = state.load().ok().flatten();
+    let desired = persisted.map(|persisted| Desired::read(persisted.generation, &persisted.spec));
+    desired.and_then(|desired| desired.failure_domain).unwrap_or_default()
 }
 
 /// Registers tenant names recovered with blocks.

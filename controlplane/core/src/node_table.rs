@@ -43,7 +43,7 @@ pub struct LivenessSettings {
     pub forget_after: Duration,
 }
 
-/// Properties of a node that are constant while its agent runs. Reports contain the others.
+/// Properties of a node that are constant during a registration. Reports contain the others.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeDetails {
     /// `host:port` of the peer transport; empty if the node serves no peers.

@@ -40,8 +40,8 @@ pub struct Agents {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resources: Option<Resources>,
     /// Node label whose value is the failure domain of a node, such as a zone or a rack. A further replica of
-    /// a hot block goes to another domain: that of a node with the block in DRAM if there is one. Among equal
-    /// replicas, reads prefer those of their own domain. Without the label, a node's domain is unknown.
+    /// a hot block prefers nodes with the block in DRAM, then nodes of another domain. Among equal replicas,
+    /// reads prefer those of their own domain. Without the label, a node's domain is unknown.
     #[serde(default = "failure_domain_label")]
     pub failure_domain_label: LabelKey,
     /// Unix socket for engine connections.

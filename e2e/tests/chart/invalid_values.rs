@@ -76,6 +76,8 @@ const BAD: &[(&str, &[&str])] = &[
     ("cluster: {agents: {gpuAccess: {mode: Dra}}}", &["gpuAccess.deviceClassName", "mode Dra,"]),
     ("cluster: {agents: {rdma: {mode: SrIov}}}", &["rdma.resourceName", "mode DevicePlugin or SrIov,"]),
     ("cluster: {agents: {rdma: {deviceClassName: a}}}", &["rdma.deviceClassName", "mode Dra,"]),
+    ("cluster: {agents: {gpuAccess: {mode: Privileged}}}", &["gpuAccess.mode Privileged", "use None"]),
+    ("cluster: {agents: {rdma: {mode: HostNetwork}}}", &["rdma.mode HostNetwork", "use None"]),
     ("cluster: {pools: [{name: a}, {name: a}]}", &["cluster.pools names a twice"]),
 ];
 

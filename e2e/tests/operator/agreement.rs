@@ -18,7 +18,7 @@ const ROUNDS: usize = 5;
 
 /// Number of successful reconciles of a kind.
 pub(crate) fn reconciles(operator: &Operator, kind: &str) -> f64 {
-    operator.metric("reprise_operator_reconciles_total{", &format!("kind=\"{kind}\",result=\"done\""))
+    operator.metric("reprise_operator_reconciles_total", &format!("kind=\"{kind}\",result=\"done\""))
 }
 
 /// Conditions by type: status, reason and message.

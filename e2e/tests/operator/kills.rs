@@ -103,7 +103,7 @@ impl CrashRunner {
 
     /// Whether the operator has reconciled a cluster and has not written for a while.
     fn is_quiet(&self, operator: &Operator) -> bool {
-        let reconciled = operator.metric("reprise_operator_reconciles_total{", "kind=\"KVCacheCluster\"");
+        let reconciled = operator.metric("reprise_operator_reconciles_total", "kind=\"KVCacheCluster\"");
         reconciled > 0.0 && self.proxy.time_since_last_write().is_none_or(|quiet| quiet >= NO_WRITES_FOR)
     }
 

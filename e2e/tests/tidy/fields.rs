@@ -3,8 +3,11 @@
 //! `fields.toml` lists all fields. Each entry is one of:
 //! * `read by FILE`: a field of a spec that this file reads.
 //! * `written by FILE`: a field of a status that this file writes.
+//! * `never set, reported by FILE`: a field of a status without a value yet; this file names it in a condition.
 //! * `rejected by FILE`: a field of a spec that this file rejects, with a message that names the field.
 //! * `unused, reported by FILE`: a field of a spec without effect yet; this file names it in a condition.
+//!
+//! An entry of the last two kinds covers the fields below it, as does one of the types in [`WHOLE`].
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,6 +16,10 @@ use reprise_e2e::tree;
 use serde_json::Value;
 
 use super::assert_none;
+
+/// Fields that are passed on or read as a whole: types of Kubernetes, and conditions.
+const WHOLE: &[&str] =
+    &["conditions", "namespaceSelector", "nodeSelector", "resources", "slackProfiles", "tolerations"];
 
 /// File with the fields.
 const FIELDS: &str = "e2e/tests/tidy/fields.toml";
@@ -71,15 +78,15 @@ fn code(file: &str) -> Option<String> {
 
 /// Returns the fault of an entry; `None` if it has none.
 fn offence(path: &str, value: &str) -> Option<String> {
-    let (verb, file) = value.rsplit_once(' ')?;
+    let Some((verb, file)) = value.rsplit_once(' ') else { return Some(format!("'{value}' names no file")) };
     let Some(code) = code(file) else { return Some(format!("{file} does not exist")) };
     let name = path.rsplit('.').next().expect("a path has a name").trim_end_matches("[]");
     let word = match (verb, path.starts_with("spec")) {
         ("read by", true) | ("written by", false) => identifier(path),
-        ("rejected by" | "unused, reported by", true) => {
+        ("never set, reported by", false) | ("rejected by" | "unused, reported by", true) => {
             // A message names a reference by its own name.
-            let message_name = if name == "name" { path.rsplit('.').nth(1)? } else { name };
-            message_name.trim_end_matches("[]").to_owned()
+            let parent = path.rsplit('.').nth(1).unwrap_or_default();
+            if name == "name" { parent.trim_end_matches("[]").to_owned() } else { name.to_owned() }
         }
         _ => return Some(format!("'{verb}' is not a verb for this field")),
     };
@@ -113,6 +120,11 @@ fn every_field_of_the_custom_resources_has_an_effect_or_is_reported() {
             if !fields.iter().any(|field| covers(path, field)) {
                 offences.push(format!("{kind} {path}: listed in {FIELDS}, but not in the schema"));
             }
+            let is_leaf = fields.contains(path);
+            let is_whole = WHOLE.iter().any(|name| path.ends_with(&format!(".{name}")));
+            if !is_leaf && !is_whole && !value.starts_with("rejected") && !value.starts_with("unused") {
+                offences.push(format!("{kind} {path}: list the fields below it in {FIELDS}"));
+            }
             offences.extend(offence(path, value).map(|why| format!("{kind} {path}: {why}")));
         }
     }
@@ -129,6 +141,7 @@ fn wrong_entries_are_found() {
         ("status.mode", format!("read by {reader}"), "is not a verb for this field"),
         ("spec.mode", format!("written by {reader}"), "is not a verb for this field"),
         ("spec.depth", format!("unused, reported by {reader}"), "does not contain depth"),
+        ("spec.mode", "unknown".to_owned(), "names no file"),
     ] {
         let found = offence(path, &value).unwrap_or_default();
         assert!(found.contains(why), "{path} {value}: {found}");

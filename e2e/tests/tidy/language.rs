@@ -230,7 +230,7 @@ fn undocumented(source: &str) -> Vec<usize> {
     let mut found = Vec::new();
     for (index, _) in source.lines().enumerate().filter(|(_, line)| item.is_match(line)) {
         let mut above = index;
-        while above > 0 && lines[above - 1].ends_with(']') {
+        while above > 0 && lines[above - 1].ends_with(']') && !lines[above - 1].starts_with("///") {
             above -= 1;
             while above > 0 && !lines[above].starts_with("#[") {
                 above -= 1;

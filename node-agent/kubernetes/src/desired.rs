@@ -230,7 +230,11 @@ fn read_failure_domain(value: &Value) -> Result<String, String> {
     }
     let is_valid = |text: &str| {
         let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
-        text.len() <= FAILURE_DOMAIN_BYTES_MAX && text.chars().all(fits)
+        let is_edge = |c: char| matches!(c, '-' | '_' | '.');
+        text.len() <= FAILURE_DOMAIN_BYTES_MAX
+            && text.chars().all(fits)
+            && !text.starts_with(is_edge)
+            && !text.ends_with(is_edge)
     };
     value
         .as_str()

@@ -97,10 +97,17 @@ impl Config {
     /// Completes the configuration with the pod's environment.
     ///
     /// # Errors
-    /// The file sets the node name or devices, which the pod and the `CacheNode` define.
+    /// The file sets the node name, the failure domain or devices, which the pod and the `CacheNode` define.
     pub(crate) fn placed(mut self, pod: &PodEnvironment) -> Result<Config, AgentError> {
         if !self.node.name.is_empty() && self.node.name != pod.node {
             return Err(refuse("node.name", &self.node.name, "no value, since NODE_NAME defines the node"));
+        }
+        if !self.node.failure_domain.is_empty() {
+            return Err(refuse(
+                "node.failure_domain",
+                &self.node.failure_domain,
+                "no value, since the node's CacheNode defines it",
+            ));
         }
         if !self.pool.devices.is_empty() {
             let found = format!("{} devices", self.pool.devices.len());

@@ -173,6 +173,7 @@ fn changed_failure_domain_is_registered_with_a_new_inventory() {
     let fake = Fake::start();
     let agent = Agent::start(settings(fake.endpoint()));
     agent.announce_inventory(&[(key(0), Tier::Dram)]);
+    fake.wait(|state| state.resets == 1);
     assert_eq!(fake.read(|state| state.failure_domain.clone()), "");
     agent.client.set_failure_domain("zone-a");
     assert_eq!(agent.next(), registered(2), "the link stays up meanwhile");

@@ -17,7 +17,7 @@ use crate::assignment::Refusal;
 const NAMES_MAX: usize = 5;
 /// Limitation stated in the condition `Active`.
 const UNUSED: &str = "agents check profiles and keep them, but the data path does not use profiles in this release: model, \
-                      tensorParallel, engineVersion, slackMicros, maxIoSms, usablePercent and fallback have no effect on I/O";
+                      tensorParallel, engineVersion, windows, usablePercent and fallback have no effect on I/O";
 
 /// The inputs of a profile's status.
 pub struct StatusInputs<'a> {
@@ -317,8 +317,8 @@ fn drifted(inputs: &StatusInputs<'_>, counts: &Counts<'_>) -> Finding {
     if measure.any(|node| node.report.as_ref().is_some_and(|report| report.p99.is_some())) {
         return Finding::no(kind, Reason::AsDesired, format!("no node measures a larger error than {most}"));
     }
-    let message =
-        "no node has measured the error of its predictions; agents of this release do not measure it";
+    let message = "no node has measured the error of its predictions. Agents of this release do not measure it: maxErrorPercent has no \
+         effect, and predictionErrorP50Percent and predictionErrorP99Percent are never set";
     Finding::unknown(kind, Reason::NotReported, message)
 }
 

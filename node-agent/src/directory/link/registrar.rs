@@ -10,6 +10,7 @@
 //! While heartbeats fail, the registration and the queued changes are kept: a member that returns before it
 //! has removed this node needs no new inventory.
 
+use std::pin::pin;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -17,7 +18,7 @@ use reprise_agent_core::backoff::Backoff;
 use reprise_policy::{Epoch, NodeId};
 use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::{RegisterReply, RegisterRequest};
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 use tonic::Status;
 use tonic::transport::Channel;
 
@@ -31,6 +32,8 @@ const NOT_REGISTERED: &str = "not_registered";
 /// A registration that is lost sooner is renewed with increasing delays. Otherwise two agents with one name
 /// would replace each other's registration continuously.
 const STABLE_AFTER: Duration = Duration::from_secs(5);
+/// Nodes register a changed failure domain within this time.
+const REPLACED_WITHIN: Duration = Duration::from_secs(3);
 /// Accepted range of the heartbeat period requested by the control plane.
 const HEARTBEAT_MIN: Duration = Duration::from_millis(10);
 const HEARTBEAT_MAX: Duration = Duration::from_secs(60);
@@ -57,12 +60,16 @@ impl RegistrationEnd {
 }
 
 impl Link {
-    /// Registers, and registers again whenever the registration is lost.
+    /// Registers, and registers again whenever the registration is lost or outdated.
     pub(super) async fn register(&self, shared: &Shared) {
         let mut client = MembershipClient::new(self.channel.clone());
         let mut backoff = Backoff::default();
+        let mut replacement = None;
         loop {
-            let (granted, failure_domain) = self.register_once(shared, &mut client).await;
+            let (granted, failure_domain) = match replacement.take() {
+                Some(replacement) => replacement,
+                None => self.register_once(shared, &mut client).await,
+            };
             let GrantedRegistration { node, epoch, .. } = granted;
             shared.counters.registrations.fetch_add(1, Ordering::Relaxed);
             self.outbox().register(node, epoch);
@@ -72,15 +79,29 @@ impl Link {
             self.set_up(shared, LinkState::Yes);
             self.outbox_changed.notify_one();
             let since = Instant::now();
-            let end = self.keep(shared, granted, &failure_domain).await;
+            let mut end = self.keep(shared, granted, Some(&failure_domain)).await;
+            if end == RegistrationEnd::Outdated {
+                tracing::info!(member = %self.name, "the node's failure domain has changed; registering again");
+                // The present registration stays valid until the next one replaces it, or until it ends.
+                let mut next = pin!(self.replace(shared, &mut client, since));
+                let replaced = tokio::select! {
+                    replaced = &mut next => Some(replaced),
+                    lost = self.keep(shared, granted, None) => {
+                        end = lost;
+                        // Usually the member has granted the next one, and its reply is on the way.
+                        timeout(shared.settings.call_timeout, &mut next).await.ok()
+                    }
+                };
+                if replaced.is_some() {
+                    replacement = replaced;
+                    continue;
+                }
+            }
             let reason = end.reason();
             tracing::info!(member = %self.name, node = node.0, epoch = epoch.0, reason, "registering again");
-            // An outdated registration is valid until the next one replaces it.
-            if end != RegistrationEnd::Outdated {
-                self.granted.send_replace(None);
-                self.outbox().unregister();
-                self.set_up(shared, LinkState::No);
-            }
+            self.granted.send_replace(None);
+            self.outbox().unregister();
+            self.set_up(shared, LinkState::No);
             if since.elapsed() >= STABLE_AFTER {
                 backoff.reset();
             } else {
@@ -109,7 +130,6 @@ impl Link {
                 },
                 Err(status) => status,
             };
-            self.set_up(shared, LinkState::No);
             let (code, reason) = (status.code(), status.message());
             tracing::warn!(
                 condition = NOT_REGISTERED,
@@ -122,12 +142,26 @@ impl Link {
         }
     }
 
-    /// Watches the heartbeats until the registration is lost or its failure domain is outdated.
+    /// Registers with a changed failure domain. A label of all nodes may change at once, so nodes that have
+    /// run for a while spread their registrations, each of which makes a member request an inventory.
+    async fn replace(
+        &self,
+        shared: &Shared,
+        client: &mut MembershipClient<Channel>,
+        since: Instant,
+    ) -> (GrantedRegistration, String) {
+        if since.elapsed() >= STABLE_AFTER {
+            sleep(REPLACED_WITHIN.mul_f64(f64::from(jitter()) / f64::from(u32::MAX))).await;
+        }
+        self.register_once(shared, client).await
+    }
+
+    /// Watches the heartbeats until the registration is lost, or until `failure_domain` is outdated.
     async fn keep(
         &self,
         shared: &Shared,
         granted: GrantedRegistration,
-        failure_domain: &str,
+        failure_domain: Option<&str>,
     ) -> RegistrationEnd {
         let mut domains = shared.failure_domain.subscribe();
         let mut beats = self.beats.subscribe();
@@ -145,7 +179,8 @@ impl Link {
             if *fenced.borrow_and_update() == Some(granted.epoch) {
                 return RegistrationEnd::Fenced;
             }
-            if *domains.borrow_and_update() != *failure_domain {
+            let is_outdated = |domain: &str| failure_domain.is_some_and(|registered| registered != domain);
+            if is_outdated(&domains.borrow_and_update()) {
                 return RegistrationEnd::Outdated;
             }
             tokio::select! {
