@@ -10,7 +10,6 @@
 //! While heartbeats fail, the registration and the queued changes are kept: a member that returns before it
 //! has removed this node needs no new inventory.
 
-use std::pin::pin;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -83,7 +82,7 @@ impl Link {
             if end == RegistrationEnd::Outdated {
                 tracing::info!(member = %self.name, "the node's failure domain has changed; registering again");
                 // The present registration stays valid until the next one replaces it, or until it ends.
-                let mut next = pin!(self.replace(shared, &mut client, since));
+                let mut next = Box::pin(self.replace(shared, &mut client, since));
                 let replaced = tokio::select! {
                     replaced = &mut next => Some(replaced),
                     lost = self.keep(shared, granted, None) => {
