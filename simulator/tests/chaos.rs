@@ -152,7 +152,7 @@ fn injected_flaws_are_detected() {
         (Variant::NewOwnerClaimsComplete, 0..100, "reports complete knowledge"),
         (Variant::OutboxOutlivesRegistration, 0..100, "node"),
         (Variant::LookupsWithoutDeadline, 0..100, "a lookup exceeds its deadline"),
-        (Variant::UnboundedQueue, 70..170, "changes wait for a member"),
+        (Variant::UnboundedQueue, 70..170, "queued changes exceed the bound"),
         (Variant::LocalNeedsControlPlane, 0..100, "blocks are on the node"),
         (Variant::PeersUnverified, 0..100, "a peer sent"),
         (Variant::TenantsMerged, 0..100, "of another tenant"),
