@@ -103,8 +103,8 @@ pub fn binary(program: &str) -> PathBuf {
     path
 }
 
-/// Returns a source file that has changed between the build of the program and the start of this process. Cargo lists the sources of `PROGRAM` in
-/// `PROGRAM.d`; programs from elsewhere have no such file.
+/// Returns a source file that has changed between the build of the program and the start of this process. Cargo
+/// lists the sources of `PROGRAM` in `PROGRAM.d`; programs from elsewhere have no such file.
 fn newer_source(program: &Path) -> Option<PathBuf> {
     let changed = |path: &Path| std::fs::metadata(path).and_then(|data| data.modified()).ok();
     let started = *STARTED.get_or_init(SystemTime::now);

@@ -80,7 +80,7 @@ impl Link {
             let since = Instant::now();
             let mut end = self.keep(shared, granted, Some(&failure_domain)).await;
             if end == RegistrationEnd::Outdated {
-                tracing::info!(member = %self.name, "the node's failure domain has changed; registering again");
+                tracing::info!(member = %self.name, node = node.0, epoch = epoch.0, reason = end.reason(), "registering again");
                 // The present registration stays valid until the next one replaces it, or until it ends.
                 let mut next = Box::pin(self.replace(shared, &mut client, since));
                 let replaced = tokio::select! {
