@@ -17,8 +17,8 @@ use reprise_agent_core::effect::{DeviceId, Effect, FillId};
 use reprise_agent_core::event::{Event, FillUpdate, RequestId, SessionOpened};
 use reprise_agent_core::pool::{DeviceError, DevicePool, OpToken, PoolUsage};
 use reprise_buffers::ProgressWriter;
-use reprise_policy::{BlockKey, DrainProgress, NodeMode, SessionId, TenantId, Tick};
-use reprise_transport::IncomingOffer;
+use reprise_policy::peer::PeerOffer;
+use reprise_policy::{BlockKey, DrainProgress, NodeMode, SessionId, TenantId, TenantName, Tick};
 
 use crate::device::Device;
 use crate::directory::OwnState;
@@ -59,7 +59,7 @@ pub(crate) enum Input {
     /// Completions of a device since its previous report.
     Device(DeviceReport),
     /// An offer of blocks by a peer.
-    PeerOffer(Box<IncomingOffer>),
+    PeerOffer(Box<PeerOffer<String, TenantName>>),
     /// A request, with the time at which it was received.
     Request(Request),
     /// A session that has completed its handshake.

@@ -23,15 +23,15 @@ use std::time::Instant;
 use crossbeam_channel::Sender;
 use reprise_agent_core::agent::limits::OFFER_RETRY_MAX;
 use reprise_agent_core::effect::{
-    DeviceId, Diagnostic, Effect, FillId, LoadId, Offer, PeerFetch, PeerOfferId, ProgressEntry,
-    ProgressUpdate, QuotaResource, Reply,
+    DeviceId, Diagnostic, Effect, FillId, LoadId, Offer, PeerFetch, ProgressEntry, ProgressUpdate,
+    QuotaResource, Reply,
 };
 use reprise_agent_core::event::{Event, FillError, FillUpdate, Integrity, PeerOffer, Request, RequestId};
 use reprise_agent_core::pool::DeviceError;
 use reprise_buffers::ProgressWriter;
+use reprise_policy::peer;
 use reprise_policy::tenant::TenantRegistry;
 use reprise_policy::{NamespaceDigest, SessionId, TenantId, TenantName};
-use reprise_transport::IncomingOffer;
 
 use crate::checker::Checker;
 use crate::device::{Command, Device, DeviceInfo, UnsentCommand, read_error};
@@ -523,9 +523,8 @@ impl Executor {
     }
 
     /// Converts a peer's offer for the core. Rejects it if the node or the tenant has no number here.
-    pub(crate) fn resolve_offer(&mut self, offer: IncomingOffer) -> Option<PeerOffer> {
-        let IncomingOffer { offer: id, from, tenant, layout, keys, .. } = offer;
-        let offer = PeerOfferId(id);
+    pub(crate) fn resolve_offer(&mut self, offer: peer::PeerOffer<String, TenantName>) -> Option<PeerOffer> {
+        let peer::PeerOffer { offer, from, tenant, layout, keys } = offer;
         let node = self.parts.directory.node_of(&from);
         // Only nodes of the cluster may register tenant names here.
         let tenant = node.map(|from| (from, lock(&self.parts.tenants).enter_offered(&tenant)));

@@ -1,20 +1,15 @@
-//! Adapter between the core and the transport: slots to spans, transport events to core events.
+//! Adapter between the core and the transport: effects to calls, transport events to core events.
 //!
 //! The core decides on retries and chooses peers.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use reprise_agent_core::effect::{
-    ArenaSlot, FillId, Offer, OfferId, PeerFetch, PeerOfferId, ServeId, ServeObjects,
-};
-use reprise_agent_core::event::{Event, FillError, FillUpdate, PeerRequest};
-use reprise_buffers::{Arena, BufferError, Span};
-use reprise_policy::{TenantName, Tier};
-use reprise_transport::{
-    EventSink, FetchBlock, FetchFailure, FetchRequest, IncomingRequest, OfferRequest, ServeLast,
-    ServedObjects, Transport, TransportEvent, TransportStats,
-};
+use reprise_agent_core::effect::{Offer, PeerFetch, PeerOfferId, ServeId, ServeObjects};
+use reprise_agent_core::event::Event;
+use reprise_policy::peer::{self, FetchBlock, FetchRequest};
+use reprise_policy::{ArenaSlot, TenantName, Tier};
+use reprise_transport::{EventSink, Transport, TransportEvent, TransportStats};
 
 use crate::core_loop::{Inbox, Input};
 
@@ -22,7 +17,6 @@ use crate::core_loop::{Inbox, Input};
 #[derive(Clone)]
 pub(crate) struct Peers {
     transport: Arc<dyn Transport>,
-    arena: Arc<Arena>,
 }
 
 /// Returns a sink that passes the transport's events to the core. A full inbox stalls only the sending
@@ -39,31 +33,19 @@ fn convert(event: TransportEvent) -> Input {
         // Names are resolved where effects are executed.
         TransportEvent::Offer(offer) => return Input::PeerOffer(Box::new(offer)),
         TransportEvent::OfferAnswered { offer, taken, retry_after } => {
-            Event::OfferAnswered { offer: OfferId(offer), taken, retry_after }
+            Event::OfferAnswered { offer, taken, retry_after }
         }
-        TransportEvent::OfferFailed { offer } => Event::OfferFailed { offer: OfferId(offer) },
-        TransportEvent::Layers { fill, layers, checksums, tier } => {
-            Event::Fill { fill: FillId(fill), update: FillUpdate::Layers { layers, checksums, tier } }
-        }
-        TransportEvent::Failed { fill, failure } => {
-            let error = match failure {
-                FetchFailure::Corrupt => FillError::Corrupt,
-                FetchFailure::Absent => FillError::Absent,
-                FetchFailure::PeerLost => FillError::PeerLost,
-            };
-            Event::Fill { fill: FillId(fill), update: FillUpdate::Failed(error) }
-        }
-        TransportEvent::Request(IncomingRequest { serve, keys, layout, deadline }) => {
-            Event::PeerRequest(PeerRequest { serve: ServeId(serve), keys, layout, deadline })
-        }
-        TransportEvent::ServeDone { serve, block } => Event::ServeDone { serve: ServeId(serve), block },
-        TransportEvent::ServeAborted { serve } => Event::ServeAborted { serve: ServeId(serve) },
+        TransportEvent::OfferFailed { offer } => Event::OfferFailed { offer },
+        TransportEvent::Fill { fill, update } => Event::Fill { fill, update },
+        TransportEvent::Request(request) => Event::PeerRequest(request),
+        TransportEvent::ServeDone { serve, block } => Event::ServeDone { serve, block },
+        TransportEvent::ServeAborted { serve } => Event::ServeAborted { serve },
     })
 }
 
 impl Peers {
-    pub(crate) fn new(transport: Arc<dyn Transport>, arena: Arc<Arena>) -> Peers {
-        Peers { transport, arena }
+    pub(crate) fn new(transport: Arc<dyn Transport>) -> Peers {
+        Peers { transport }
     }
 
     /// Requests blocks from a peer; never blocks.
@@ -71,37 +53,29 @@ impl Peers {
     /// # Errors
     /// The reason why nothing was requested; no event follows.
     pub(crate) fn fetch(&self, address: &str, fetch: &PeerFetch) -> Result<(), String> {
-        let block = |block: &reprise_agent_core::effect::PeerBlock| {
-            let into = self.span(block.slot, 0, block.slot.bytes)?;
-            Ok(FetchBlock { fill: block.fill.0, key: block.key, into })
+        let blocks = fetch.blocks.iter();
+        let blocks = blocks.map(|block| FetchBlock { fill: block.fill, key: block.key, into: block.slot });
+        let request = FetchRequest {
+            fetch: fetch.fetch,
+            layout: fetch.layout,
+            deadline: fetch.deadline,
+            blocks: blocks.collect(),
         };
-        let blocks: Result<Vec<FetchBlock>, BufferError> = fetch.blocks.iter().map(block).collect();
-        let blocks = blocks.map_err(|error| error.to_string())?;
-        let request =
-            FetchRequest { fetch: fetch.fetch.0, layout: fetch.layout, deadline: fetch.deadline, blocks };
         self.transport.fetch(address, request).map_err(|error| error.to_string())
     }
 
     pub(crate) fn serve_header(&self, serve: ServeId, block: u32, tier: Tier, checksums: &[u32]) {
-        self.transport.serve_header(serve.0, block, tier, checksums);
+        self.transport.serve_header(serve, block, tier, checksums);
     }
 
     pub(crate) fn serve_objects(&self, objects: &ServeObjects) {
         let ServeObjects { serve, block, slot, offset, bytes, last } = *objects;
-        match self.span(slot, offset, bytes) {
-            Ok(from) => {
-                let last = if last { ServeLast::Last } else { ServeLast::More };
-                self.transport.serve_objects(ServedObjects { serve: serve.0, block, from, offset, last });
-            }
-            Err(error) => {
-                tracing::error!(%error, "the core serves a span outside the arena");
-                self.transport.serve_absent(serve.0, block);
-            }
-        }
+        let from = ArenaSlot { region: slot.region, offset: slot.offset.saturating_add(offset), bytes };
+        self.transport.serve_objects(&peer::ServeObjects { serve, block, from, offset, last });
     }
 
     pub(crate) fn serve_absent(&self, serve: ServeId, block: u32) {
-        self.transport.serve_absent(serve.0, block);
+        self.transport.serve_absent(serve, block);
     }
 
     /// Offers blocks to a peer; never blocks.
@@ -109,13 +83,13 @@ impl Peers {
     /// # Errors
     /// The reason why nothing was offered; no event follows.
     pub(crate) fn offer(&self, address: &str, tenant: TenantName, offer: Offer) -> Result<(), String> {
-        let Offer { offer: OfferId(offer), layout, keys, deadline, .. } = offer;
-        let request = OfferRequest { offer, layout, tenant, deadline, keys };
-        self.transport.offer(address, request).map_err(|error| error.to_string())
+        let Offer { offer, layout, keys, deadline, .. } = offer;
+        let offer = peer::Offer { offer, tenant, layout, keys, deadline };
+        self.transport.offer(address, offer).map_err(|error| error.to_string())
     }
 
     pub(crate) fn answer_offer(&self, offer: PeerOfferId, taken: &[u32], retry_after: Duration) {
-        self.transport.answer_offer(offer.0, taken, retry_after);
+        self.transport.answer_offer(offer, taken, retry_after);
     }
 
     pub(crate) fn stats(&self) -> TransportStats {
@@ -124,10 +98,5 @@ impl Peers {
 
     pub(crate) fn shutdown(&self) {
         self.transport.shutdown();
-    }
-
-    /// Returns the span of a part of a slot.
-    fn span(&self, slot: ArenaSlot, offset: u64, bytes: u64) -> Result<Span, BufferError> {
-        self.arena.span(slot.region.0, slot.offset.saturating_add(offset), bytes)
     }
 }

@@ -420,14 +420,14 @@ fn listen_for_peers(
         connections_max,
         ..TcpSettings::new(peers.listen, settings.node.name.clone())
     };
-    let transport = TcpTransport::bind(tcp, peer::sink(inbox.clone())).map_err(|error| {
+    let transport = TcpTransport::bind(tcp, arena.clone(), peer::sink(inbox.clone())).map_err(|error| {
         let context =
             format!("cannot listen on peers.listen = '{}'; choose another port, or 0 for any", peers.listen);
         AgentError::new(ErrorKind::Resource, context).with_source(error)
     })?;
     let listening = transport.local_address().to_string();
     let advertised = peers.advertise.clone().unwrap_or_else(|| listening.clone());
-    Ok(PeerPort { peers: Peers::new(Arc::new(transport), arena.clone()), listening, advertised })
+    Ok(PeerPort { peers: Peers::new(Arc::new(transport)), listening, advertised })
 }
 
 fn start_directory(

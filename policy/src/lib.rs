@@ -6,6 +6,7 @@
 //!
 //! Out of scope: wire formats (crate `reprise-proto`) and the on-disk format (`reprise-agent-core`).
 
+pub mod arena_slot;
 pub mod connection_table;
 pub mod content;
 pub mod eviction;
@@ -15,6 +16,7 @@ pub mod key;
 pub mod layout;
 pub mod log_rate;
 pub mod namespace;
+pub mod peer;
 pub mod placement;
 pub mod prefix_hash;
 pub mod quota;
@@ -27,6 +29,7 @@ pub mod tier;
 pub mod time;
 pub mod units;
 
+pub use arena_slot::{ArenaSlot, RegionId};
 pub use content::ContentId;
 pub use ids::{Epoch, Generation, NodeId, SessionId, TenantId};
 pub use key::BlockKey;

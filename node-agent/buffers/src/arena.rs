@@ -182,6 +182,11 @@ impl Region {
         self.id
     }
 
+    /// Returns whether a [`Span`] of the region exists.
+    pub fn is_lent(&self) -> bool {
+        Arc::strong_count(&self.memory) > 1
+    }
+
     /// Returns the region's size in bytes.
     pub fn bytes(&self) -> u64 {
         self.memory.bytes() as u64

@@ -5,6 +5,8 @@
 
 use std::time::Duration;
 
+pub use reprise_policy::peer::{FetchId, FillId, OfferId, PeerOfferId, ServeId};
+pub use reprise_policy::{ArenaSlot, RegionId};
 use reprise_policy::{BlockKey, Generation, Layout, NodeId, SessionId, SlotSet, TenantId, Tier};
 
 use reprise_policy::quota::QuotaError;
@@ -16,10 +18,6 @@ use crate::pool::{DeviceOp, PageNumber};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct DeviceId(pub u8);
 
-/// Number of an arena region.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct RegionId(pub u16);
-
 /// Number of a reserved slot that an engine fills.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LeaseId(pub u64);
@@ -27,10 +25,6 @@ pub struct LeaseId(pub u64);
 /// Number of a load, in progress or complete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LoadId(pub u64);
-
-/// Number of a fill: one block that is read or fetched into an arena slot.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct FillId(pub u64);
 
 /// Number of a check of a block in the arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -40,25 +34,9 @@ pub struct CheckId(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LookupId(pub u64);
 
-/// Number of a request for blocks of one peer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct FetchId(pub u64);
-
-/// Number of a peer's request for blocks of this node.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct ServeId(pub u64);
-
 /// Number of a placement query to the control plane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PlaceId(pub u64);
-
-/// Number of an offer of this node to a peer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct OfferId(pub u64);
-
-/// Number of a peer's offer to this node.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct PeerOfferId(pub u64);
 
 /// Number of a commit within its session; the durable notice names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -67,17 +45,6 @@ pub struct Ticket(pub u64);
 /// Index of an entry in a session's progress page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ProgressEntry(pub u16);
-
-/// Slot in the arena. Offset and length are multiples of 4096.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct ArenaSlot {
-    /// Region that contains the slot.
-    pub region: RegionId,
-    /// Byte offset in the region.
-    pub offset: u64,
-    /// Payload bytes, padded to whole pages.
-    pub bytes: u64,
-}
 
 /// Location where a block was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -2,15 +2,14 @@
 
 use std::time::Duration;
 
+pub use reprise_policy::peer::{FillError, FillUpdate, PeerRequest};
 use reprise_policy::quota::Quota;
 use reprise_policy::routing::LoadClass;
 use reprise_policy::{
     BlockKey, Layout, NamespaceDigest, NodeId, NodeMode, SessionId, SlotSet, TenantId, TenantName, Tick, Tier,
 };
 
-use crate::effect::{
-    CheckId, DeviceId, FillId, LeaseId, LoadId, LookupId, OfferId, PeerOfferId, PlaceId, ServeId,
-};
+use crate::effect::{CheckId, DeviceId, FillId, LeaseId, LoadId, LookupId, OfferId, PlaceId, ServeId};
 use crate::pool::{DeviceError, DevicePool, OpToken, StoredBlock};
 
 /// Number of a request within its session, chosen by the client.
@@ -216,20 +215,8 @@ pub struct Move {
     pub bytes: u64,
 }
 
-/// Blocks that a peer offers. This node fetches those it accepts and writes them to its devices.
-#[derive(Clone, Debug)]
-pub struct PeerOffer {
-    /// Number to repeat in the answer.
-    pub offer: PeerOfferId,
-    /// Node that has the blocks.
-    pub from: NodeId,
-    /// Tenant of the blocks, by its number on this node.
-    pub tenant: TenantId,
-    /// Layout of all blocks.
-    pub layout: Layout,
-    /// Keys of the offered blocks.
-    pub keys: Vec<BlockKey>,
-}
+/// Blocks that a peer offers, with the numbers of the peer and of the tenant on this node.
+pub type PeerOffer = reprise_policy::peer::PeerOffer<NodeId, TenantId>;
 
 /// Parameters of a new session.
 #[derive(Clone, Debug)]
@@ -344,48 +331,6 @@ pub struct LoadRequest {
     pub scope: Scope,
 }
 
-/// Progress of a fill.
-#[derive(Clone, Debug)]
-pub enum FillUpdate {
-    /// The block's checksums are known and its first `layers` layers are verified in the slot. The first
-    /// update carries `checksums`.
-    Layers {
-        /// Number of leading layers that are verified.
-        layers: u32,
-        /// CRC32C of each object; only in the first update.
-        checksums: Option<Box<[u32]>>,
-        /// Tier that the block came from: on the peer, if the block was fetched.
-        tier: Tier,
-    },
-    /// The fill failed. The slot is no longer written to, unless the error states otherwise. No update
-    /// follows a failure or the last layer.
-    Failed(FillError),
-}
-
-/// Reason why a fill failed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum FillError {
-    /// The device reported an error.
-    #[error("device error")]
-    Device,
-    /// The read was not started, for want of memory or queue entries. The block on the device is unaffected.
-    #[error("the device did not start the read")]
-    Refused,
-    /// The device is lost and has not released the slot. It may write to the slot at any time, so the slot is
-    /// never used again.
-    #[error("the device is lost and may still write to the slot")]
-    Stranded,
-    /// The header or an object does not match its checksum, key or generation.
-    #[error("verification failed")]
-    Corrupt,
-    /// The peer no longer has the block.
-    #[error("the peer does not have the block")]
-    Absent,
-    /// The peer is unreachable, stalled or violated the protocol.
-    #[error("the connection to the peer was lost")]
-    PeerLost,
-}
-
 /// Result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Integrity {
@@ -406,17 +351,4 @@ pub struct Replica {
     pub tier: Tier,
     /// Load of that node, as last reported to the directory.
     pub load: LoadClass,
-}
-
-/// Request of a peer for blocks.
-#[derive(Clone, Debug)]
-pub struct PeerRequest {
-    /// Number chosen by the transport, unique on this node.
-    pub serve: ServeId,
-    /// Keys of the requested blocks.
-    pub keys: Vec<BlockKey>,
-    /// Layout that the peer expects; blocks of other layouts are reported as absent.
-    pub layout: Layout,
-    /// Time after which the peer gives up.
-    pub deadline: Duration,
 }

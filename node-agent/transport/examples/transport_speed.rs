@@ -17,13 +17,11 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::{Arc, Mutex, OnceLock, Weak, mpsc};
 use std::time::{Duration, Instant};
 
-use reprise_buffers::{Arena, ArenaConfig, HugePolicy, Span};
-use reprise_policy::{BlockKey, Dtype, Layout, LayoutSpec, Parts, Tier};
+use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
+use reprise_policy::peer::{FetchBlock, FetchId, FetchRequest, FillId, FillUpdate, ServeObjects};
+use reprise_policy::{ArenaSlot, BlockKey, Dtype, Layout, LayoutSpec, Parts, RegionId, Tier};
 use reprise_transport::bare::stream_loop;
-use reprise_transport::{
-    Congestion, EventSink, FetchBlock, FetchRequest, ServeLast, ServedObjects, TcpSettings, TcpTransport,
-    Transport, TransportEvent,
-};
+use reprise_transport::{Congestion, EventSink, TcpSettings, TcpTransport, Transport, TransportEvent};
 
 const BLOCKS: usize = 256;
 const RUN_BYTES: u64 = 1 << 30;
@@ -75,8 +73,8 @@ struct Pair {
     layout: Layout,
     requester: TcpTransport,
     server: Arc<TcpTransport>,
-    finished: Mutex<mpsc::Receiver<Result<u64, String>>>,
-    destinations: Vec<Span>,
+    finished: Mutex<mpsc::Receiver<Result<(), String>>>,
+    destinations: Vec<ArenaSlot>,
 }
 
 impl Pair {
@@ -105,15 +103,19 @@ impl Pair {
         let layers_all = layout.layers();
         let sink: EventSink = Arc::new(move |event| {
             let message = match event {
-                TransportEvent::Layers { fill, layers, .. } if layers == layers_all => Ok(fill),
-                TransportEvent::Layers { .. } => return,
+                TransportEvent::Fill { update: FillUpdate::Layers { layers, .. }, .. } => {
+                    if layers < layers_all {
+                        return;
+                    }
+                    Ok(())
+                }
                 other => Err(format!("{other:?}")),
             };
             // The receiver is gone only when the run failed.
             let _ = sender.send(message);
         });
-        let requester = TcpTransport::bind(settings("requester"), sink)?;
-        let destinations = spans(layout)?;
+        let (arena, destinations) = arena(layout)?;
+        let requester = TcpTransport::bind(settings("requester"), arena, sink)?;
         Ok(Pair { layout, requester, server, finished: Mutex::new(finished), destinations })
     }
 
@@ -142,13 +144,17 @@ impl Pair {
         let first = number * FETCH_BLOCKS as u64;
         let blocks = (first..first + FETCH_BLOCKS as u64)
             .map(|block| FetchBlock {
-                fill: block,
+                fill: FillId(block),
                 key: key(block, pieces),
-                into: self.destinations[block as usize % BLOCKS].clone(),
+                into: self.destinations[block as usize % BLOCKS],
             })
             .collect();
-        let request =
-            FetchRequest { fetch: number, layout: self.layout, deadline: Duration::from_secs(20), blocks };
+        let request = FetchRequest {
+            fetch: FetchId(number),
+            layout: self.layout,
+            deadline: Duration::from_secs(20),
+            blocks,
+        };
         Ok(self.requester.fetch(&self.server.local_address().to_string(), request)?)
     }
 }
@@ -163,9 +169,10 @@ fn key(block: u64, pieces: Pieces) -> BlockKey {
 
 /// A node that answers every request from its arena.
 fn serve_all(settings: TcpSettings, layout: Layout) -> Result<Arc<TcpTransport>, Box<dyn Error>> {
-    let sources = spans(layout)?;
+    let (arena, sources) = arena(layout)?;
     let mut checksums = Vec::new();
-    for (index, span) in sources.iter().enumerate() {
+    for (index, slot) in sources.iter().enumerate() {
+        let span = arena.span(slot.region.0, slot.offset, slot.bytes)?;
         let bytes: Vec<u8> = (0..span.len()).map(|at| (at * 31 + at / 4096 + index) as u8).collect();
         span.copy_in(&bytes)?;
         let object_bytes = layout.object_bytes() as usize;
@@ -178,33 +185,36 @@ fn serve_all(settings: TcpSettings, layout: Layout) -> Result<Arc<TcpTransport>,
         let Some(transport) = serving.get().and_then(Weak::upgrade) else { return };
         let serve = request.serve;
         let steps = if request.keys[0].0[1] == Pieces::Objects as u8 { layout.objects() } else { 1 };
-        let bytes = layout.block_bytes() as usize / steps as usize;
+        let bytes = layout.block_bytes() / u64::from(steps);
         for (block, key) in (0..).zip(&request.keys) {
             transport.serve_header(serve, block, Tier::Dram, &checksums[usize::from(key.0[0])]);
         }
         for step in 0..steps {
-            let last = if step + 1 == steps { ServeLast::Last } else { ServeLast::More };
+            let last = step + 1 == steps;
             for (block, key) in (0..).zip(&request.keys) {
-                let at = step as usize * bytes;
-                let Ok(from) = sources[usize::from(key.0[0])].slice(at, bytes) else { return };
-                transport.serve_objects(ServedObjects { serve, block, from, offset: at as u64, last });
+                let offset = u64::from(step) * bytes;
+                let slot = sources[usize::from(key.0[0])];
+                let from = ArenaSlot { offset: slot.offset + offset, bytes, ..slot };
+                transport.serve_objects(&ServeObjects { serve, block, from, offset, last });
             }
         }
     });
-    let transport = Arc::new(TcpTransport::bind(settings, sink)?);
+    let transport = Arc::new(TcpTransport::bind(settings, arena, sink)?);
     own.set(Arc::downgrade(&transport)).map_err(|_| "set twice")?;
     Ok(transport)
 }
 
-fn spans(layout: Layout) -> Result<Vec<Span>, Box<dyn Error>> {
+/// Creates an arena and its places, each for one block.
+fn arena(layout: Layout) -> Result<(Arc<Arena>, Vec<ArenaSlot>), Box<dyn Error>> {
     let bytes = layout.slot_bytes() * BLOCKS as u64;
     let arena = Arena::new(&ArenaConfig { bytes, region_bytes: 256 << 20, huge: HugePolicy::Prefer })?;
     let per_region = (256 << 20) / layout.slot_bytes();
-    let mut spans = Vec::new();
+    let mut places = Vec::new();
     for block in 0..BLOCKS as u64 {
-        let region = u16::try_from(block / per_region)?;
-        spans.push(arena.span(region, block % per_region * layout.slot_bytes(), layout.block_bytes())?);
+        let region = RegionId(u16::try_from(block / per_region)?);
+        let offset = block % per_region * layout.slot_bytes();
+        places.push(ArenaSlot { region, offset, bytes: layout.block_bytes() });
     }
     println!("arena pages: {}", arena.page_kind());
-    Ok(spans)
+    Ok((Arc::new(arena), places))
 }

@@ -22,9 +22,10 @@ mod arrival;
 use std::collections::HashMap;
 
 use reprise_buffers::Span;
+use reprise_policy::peer::{FillError, FillId, FillUpdate, OfferId};
 use reprise_policy::{Layout, Tier};
 
-use crate::api::{FetchBlock, FetchFailure, TransportEvent};
+use crate::api::{Destination, TransportEvent};
 use crate::counters::{Counters, add};
 use crate::wire::{OfferAnswerBody, ProtocolError};
 use arrival::{Arrival, Outcome};
@@ -52,13 +53,13 @@ pub(crate) enum NewStream {
 
 #[derive(Clone, Copy)]
 pub(crate) struct NewOffer {
-    pub(crate) offer: u64,
+    pub(crate) offer: OfferId,
     pub(crate) keys: usize,
 }
 
 pub(crate) struct NewFetch {
     pub(crate) layout: Layout,
-    pub(crate) blocks: Vec<FetchBlock>,
+    pub(crate) blocks: Vec<Destination>,
 }
 
 /// Fetches, offers and blocks that have ended.
@@ -93,7 +94,7 @@ struct Fetch {
 }
 
 enum Block {
-    Wanted { fill: u64, into: Span },
+    Wanted { fill: FillId, into: Span },
     Arriving(Box<Arrival>),
     Ended,
 }
@@ -149,7 +150,7 @@ impl Inbound {
         Ok(())
     }
 
-    fn end_offer(&mut self, stream: u64, event: impl FnOnce(u64) -> TransportEvent) {
+    fn end_offer(&mut self, stream: u64, event: impl FnOnce(OfferId) -> TransportEvent) {
         if let Some(open) = self.offers.remove(&stream) {
             self.events.push(event(open.offer));
             self.ended.blocks += 1;
@@ -191,7 +192,7 @@ impl Inbound {
     ) -> Result<(), ProtocolError> {
         let Some(fetch) = self.fetches.get_mut(&stream) else { return Ok(()) };
         fetch.block(block)?;
-        self.fail(Place { stream, block }, FetchFailure::Absent, counters);
+        self.fail(Place { stream, block }, FillError::Absent, counters);
         Ok(())
     }
 
@@ -255,7 +256,7 @@ impl Inbound {
                 }
             }
             Outcome::Complete => self.complete(place, counters),
-            Outcome::Mismatch => self.fail(place, FetchFailure::Corrupt, counters),
+            Outcome::Mismatch => self.fail(place, FillError::Corrupt, counters),
         }
     }
 
@@ -267,7 +268,7 @@ impl Inbound {
         }
         let blocks = self.fetches.get(&stream).map_or(0, |fetch| fetch.blocks.len());
         for block in 0..u32::try_from(blocks).expect("bounded by BLOCKS_PER_REQUEST_MAX") {
-            self.fail(Place { stream, block }, FetchFailure::PeerLost, counters);
+            self.fail(Place { stream, block }, FillError::PeerLost, counters);
         }
     }
 
@@ -319,7 +320,7 @@ impl Inbound {
         self.count_ended(place.stream);
     }
 
-    fn fail(&mut self, place: Place, failure: FetchFailure, counters: &Counters) {
+    fn fail(&mut self, place: Place, error: FillError, counters: &Counters) {
         let fill = match self.end(place) {
             Some(Block::Wanted { fill, .. }) => fill,
             Some(Block::Arriving(mut arrival)) => {
@@ -328,13 +329,15 @@ impl Inbound {
             }
             Some(Block::Ended) | None => return,
         };
-        self.events.push(TransportEvent::Failed { fill, failure });
-        let counter = match failure {
-            FetchFailure::Corrupt => &counters.blocks_corrupt,
-            FetchFailure::Absent => &counters.blocks_absent,
-            FetchFailure::PeerLost => &counters.blocks_lost,
-        };
-        add(counter, 1);
+        self.events.push(TransportEvent::Fill { fill, update: FillUpdate::Failed(error) });
+        match error {
+            FillError::Corrupt => add(&counters.blocks_corrupt, 1),
+            FillError::Absent => add(&counters.blocks_absent, 1),
+            FillError::PeerLost => add(&counters.blocks_lost, 1),
+            FillError::Device | FillError::Refused | FillError::Stranded => {
+                unreachable!("a device's error is not passed here")
+            }
+        }
         self.count_ended(place.stream);
     }
 

@@ -19,6 +19,7 @@
 //!
 //! Invariants:
 //!
+//! * A transport knows the arena from its construction. Messages name places in it.
 //! * A destination is written only between [`Transport::fetch`] and the block's last event, and no byte of a
 //!   layer is written after that layer was reported.
 //! * Every fetched block ends in exactly one of: all layers reported, or `Failed`.
@@ -41,10 +42,7 @@ mod outbound;
 mod tcp;
 mod wire;
 
-pub use api::{
-    EventSink, FetchBlock, FetchFailure, FetchRequest, IncomingOffer, IncomingRequest, OfferRequest,
-    ServeLast, ServedObjects, Transport, TransportEvent,
-};
+pub use api::{EventSink, Transport, TransportEvent};
 pub use counters::TransportStats;
 pub use error::{ErrorKind, TransportError};
 pub use memory::{Fault, Link, MemoryHub, MemorySettings, MemoryTransport};

@@ -14,16 +14,16 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use reprise_policy::Tier;
+use reprise_buffers::Arena;
+use reprise_policy::peer::{FetchRequest, Offer, PeerOffer, PeerOfferId, PeerRequest, ServeId, ServeObjects};
+use reprise_policy::{TenantName, Tier};
 
-use crate::api::{
-    EventSink, FetchRequest, IncomingOffer, IncomingRequest, OfferRequest, ServedObjects, Transport,
-    TransportEvent,
-};
+use crate::api::{EventSink, Transport, TransportEvent, check_fetch, check_offer, span};
 use crate::counters::{Counters, TransportStats, add};
 use crate::error::TransportError;
+use crate::inbound::NewFetch;
 use crate::outbound::{InvalidCall, Outbound};
-use crate::wire::OfferBody;
+use crate::wire::{OfferBody, RequestBody};
 use channel::{Channel, DeliveryOutcome, Ends, Line};
 
 /// Settings of the channels of a hub.
@@ -65,6 +65,7 @@ pub struct MemoryHub {
 pub struct MemoryTransport {
     hub: MemoryHub,
     address: String,
+    arena: Arc<Arena>,
     counters: Arc<Counters>,
 }
 
@@ -110,15 +111,16 @@ impl MemoryHub {
         }
     }
 
-    /// Adds a node. A node with the same address is removed, as if it had crashed.
-    pub fn join(&self, address: &str, sink: EventSink) -> MemoryTransport {
+    /// Adds a node, which fetches into `arena` and serves from it. A node with the same address is removed, as
+    /// if it had crashed.
+    pub fn join(&self, address: &str, arena: Arc<Arena>, sink: EventSink) -> MemoryTransport {
         let counters = Arc::new(Counters::default());
         let mut outbox = Outbox::new();
         let mut state = self.lock();
         state.remove_node(address, &mut outbox);
         state.nodes.insert(address.to_owned(), Node { sink, counters: Arc::clone(&counters) });
         deliver(state, outbox);
-        MemoryTransport { hub: self.clone(), address: address.to_owned(), counters }
+        MemoryTransport { hub: self.clone(), address: address.to_owned(), arena, counters }
     }
 
     /// Moves one frame and delivers the resulting events; returns false when no frame can move.
@@ -202,7 +204,7 @@ impl MemoryHub {
         begin(state.channels.entry(link).or_insert_with(|| Channel::new(window, stalled_since)), now)
     }
 
-    fn answer(&self, offer: u64, taken: &[u32], retry_after: Duration) {
+    fn answer(&self, PeerOfferId(offer): PeerOfferId, taken: &[u32], retry_after: Duration) {
         let mut state = self.lock();
         let Some(link) = state.offer_routes.remove(&offer) else { return };
         let Some(channel) = state.channels.get_mut(&link) else { return };
@@ -211,7 +213,7 @@ impl MemoryHub {
         }
     }
 
-    fn serve(&self, serve: u64, call: impl FnOnce(&mut Outbound) -> Result<(), InvalidCall>) {
+    fn serve(&self, ServeId(serve): ServeId, call: impl FnOnce(&mut Outbound) -> Result<(), InvalidCall>) {
         let mut state = self.lock();
         let Some(link) = state.routes.get(&serve).cloned() else { return };
         let Some(channel) = state.channels.get_mut(&link) else { return };
@@ -223,32 +225,36 @@ impl MemoryHub {
 
 impl Transport for MemoryTransport {
     fn fetch(&self, peer: &str, request: FetchRequest) -> Result<(), TransportError> {
-        request.check()?;
-        self.hub.begin(self, peer, |channel, now| channel.begin(now, request))?;
+        let blocks = check_fetch(&request, &self.arena)?;
+        let FetchRequest { layout, deadline, .. } = request;
+        let fetch = NewFetch { layout, blocks };
+        self.hub.begin(self, peer, |channel, now| channel.begin(now, fetch, deadline))?;
         add(&self.counters.fetches, 1);
         Ok(())
     }
 
-    fn serve_header(&self, serve: u64, block: u32, tier: Tier, checksums: &[u32]) {
-        self.hub.serve(serve, |outbound| outbound.header((serve, block), tier, checksums));
+    fn serve_header(&self, serve: ServeId, block: u32, tier: Tier, checksums: &[u32]) {
+        self.hub.serve(serve, |outbound| outbound.header((serve.0, block), tier, checksums));
     }
 
-    fn serve_objects(&self, objects: ServedObjects) {
-        self.hub.serve(objects.serve, |outbound| outbound.objects(objects));
+    fn serve_objects(&self, objects: &ServeObjects) {
+        let ServeObjects { serve, block, from, offset, last } = *objects;
+        let from = span(&self.arena, from).ok();
+        self.hub.serve(serve, |outbound| outbound.objects((serve.0, block), from, (offset, last)));
     }
 
-    fn serve_absent(&self, serve: u64, block: u32) {
-        self.hub.serve(serve, |outbound| outbound.absent(serve, block));
+    fn serve_absent(&self, serve: ServeId, block: u32) {
+        self.hub.serve(serve, |outbound| outbound.absent(serve.0, block));
     }
 
-    fn offer(&self, peer: &str, request: OfferRequest) -> Result<(), TransportError> {
-        request.check()?;
-        self.hub.begin(self, peer, |channel, now| channel.begin_offer(now, request))?;
+    fn offer(&self, peer: &str, offer: Offer<TenantName>) -> Result<(), TransportError> {
+        check_offer(&offer)?;
+        self.hub.begin(self, peer, |channel, now| channel.begin_offer(now, offer))?;
         add(&self.counters.offers, 1);
         Ok(())
     }
 
-    fn answer_offer(&self, offer: u64, taken: &[u32], retry_after: Duration) {
+    fn answer_offer(&self, offer: PeerOfferId, taken: &[u32], retry_after: Duration) {
         self.hub.answer(offer, taken, retry_after);
     }
 
@@ -340,8 +346,8 @@ impl HubState {
                     .expect("a requester in memory respects the limits");
                 self.routes.insert(serve, link.clone());
                 add(&server.counters.requests, 1);
-                let request =
-                    IncomingRequest { serve, keys: body.keys, layout: body.layout, deadline: body.deadline };
+                let RequestBody { layout, deadline, keys } = body;
+                let request = PeerRequest { serve: ServeId(serve), keys, layout, deadline };
                 outbox.push((Arc::clone(&server.sink), TransportEvent::Request(request)));
             }
             DeliveryOutcome::Offer { stream, body } => {
@@ -353,16 +359,16 @@ impl HubState {
                 opened.expect("a requester in memory respects the limits");
                 self.offer_routes.insert(offer, link.clone());
                 add(&server.counters.offers_received, 1);
-                let OfferBody { layout, deadline, tenant, keys } = body;
+                let OfferBody { layout, tenant, keys, .. } = body;
                 let from = link.requester.clone();
-                let incoming = IncomingOffer { offer, from, tenant, layout, keys, deadline };
-                outbox.push((Arc::clone(&server.sink), TransportEvent::Offer(incoming)));
+                let offer = PeerOffer { offer: PeerOfferId(offer), from, tenant, layout, keys };
+                outbox.push((Arc::clone(&server.sink), TransportEvent::Offer(offer)));
             }
             DeliveryOutcome::Served { done, ended } => {
                 if ended {
                     self.routes.remove(&done.serve);
                 }
-                let event = TransportEvent::ServeDone { serve: done.serve, block: done.block };
+                let event = TransportEvent::ServeDone { serve: ServeId(done.serve), block: done.block };
                 outbox.push((Arc::clone(&server.sink), event));
             }
             DeliveryOutcome::Aborted { serve } => self.abort(serve, server, outbox),
@@ -373,7 +379,7 @@ impl HubState {
     fn abort(&mut self, serve: u64, server: &Node, outbox: &mut Outbox) {
         self.routes.remove(&serve);
         add(&server.counters.serves_aborted, 1);
-        outbox.push((Arc::clone(&server.sink), TransportEvent::ServeAborted { serve }));
+        outbox.push((Arc::clone(&server.sink), TransportEvent::ServeAborted { serve: ServeId(serve) }));
     }
 
     /// Takes a channel's events for its requester.

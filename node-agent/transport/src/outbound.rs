@@ -22,7 +22,6 @@ use std::time::Duration;
 use reprise_buffers::Span;
 use reprise_policy::{Layout, Tier};
 
-use crate::api::{ServeLast, ServedObjects};
 use crate::limits::{
     BLOCKS_PER_CONNECTION_MAX, CREDIT_PARTS, DATA_FRAME_BYTES_MAX, QUEUED_PIECES_MAX,
     REQUESTS_PER_CONNECTION_MAX, SERVER_SLACK,
@@ -100,7 +99,7 @@ pub(crate) enum InvalidCall {
     Checksums,
     #[error("second header, or objects before the header")]
     Order,
-    #[error("range does not consist of whole objects inside the block")]
+    #[error("range outside the arena, or not whole objects inside the block")]
     Range,
     #[error("too many pieces queued for one peer")]
     Queue,
@@ -139,7 +138,7 @@ struct Place {
 
 enum Piece {
     Header { place: Place, body: Vec<u8> },
-    Data { place: Place, from: Span, offset: u64, last: ServeLast },
+    Data { place: Place, from: Span, offset: u64, last: bool },
     Absent { place: Place },
     Aborted { serve: u64 },
     Answer { offer: u64, stream: u64, body: Vec<u8> },
@@ -291,22 +290,27 @@ impl Outbound {
         }
     }
 
-    pub(crate) fn objects(&mut self, objects: ServedObjects) -> Result<(), InvalidCall> {
-        let Some((place, phase, layout)) = self.find(objects.serve, objects.block)? else { return Ok(()) };
-        let bytes = objects.from.len() as u64;
-        let inside = objects.offset.checked_add(bytes).is_some_and(|end| end <= layout.block_bytes());
-        let whole = [objects.offset, bytes].iter().all(|value| value.is_multiple_of(layout.object_bytes()));
-        match phase {
-            Phase::Closed | Phase::Done => Ok(()),
-            Phase::Waiting => self.refuse(place, InvalidCall::Order),
-            Phase::Headed if !inside || !whole || bytes == 0 => self.refuse(place, InvalidCall::Range),
-            Phase::Headed => {
-                if objects.last == ServeLast::Last {
+    /// Queues objects: the bytes of `from`, at `offset` of the payload. `None`: their place is invalid.
+    pub(crate) fn objects(
+        &mut self,
+        (serve, block): (u64, u32),
+        from: Option<Span>,
+        (offset, last): (u64, bool),
+    ) -> Result<(), InvalidCall> {
+        let Some((place, phase, layout)) = self.find(serve, block)? else { return Ok(()) };
+        let bytes = from.as_ref().map_or(0, |from| from.len() as u64);
+        let inside = offset.checked_add(bytes).is_some_and(|end| end <= layout.block_bytes());
+        let whole = [offset, bytes].iter().all(|value| value.is_multiple_of(layout.object_bytes()));
+        match (phase, from) {
+            (Phase::Closed | Phase::Done, _) => Ok(()),
+            (Phase::Waiting, _) => self.refuse(place, InvalidCall::Order),
+            (Phase::Headed, Some(from)) if inside && whole && bytes > 0 => {
+                if last {
                     self.set_phase(place, Phase::Closed);
                 }
-                let ServedObjects { from, offset, last, .. } = objects;
                 self.push(Piece::Data { place, from, offset, last })
             }
+            (Phase::Headed, _) => self.refuse(place, InvalidCall::Range),
         }
     }
 
@@ -407,7 +411,7 @@ impl Outbound {
     }
 
     /// Splits one frame off the front of a range; puts the rest back.
-    fn data_frame(&mut self, place: Place, from: Span, (offset, last): (u64, ServeLast)) -> OutFrame {
+    fn data_frame(&mut self, place: Place, from: Span, (offset, last): (u64, bool)) -> OutFrame {
         let bytes = (from.len() as u64).min(self.frame_bytes_max());
         let split = usize::try_from(bytes).expect("a frame is at most 8 MiB");
         self.credit -= bytes;
@@ -416,7 +420,7 @@ impl Outbound {
             self.pieces.push_front(Piece::Data { place, from: rest, offset: offset + bytes, last });
             (from.slice(0, split).expect("the split lies inside"), None)
         } else {
-            (from, (last == ServeLast::Last).then(|| place.done(true)))
+            (from, last.then(|| place.done(true)))
         };
         let header = FrameHeader {
             kind: Kind::Data,

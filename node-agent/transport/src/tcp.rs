@@ -27,12 +27,15 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use reprise_policy::Tier;
+use reprise_buffers::Arena;
 use reprise_policy::connection_table::{Admission, ConnectionId, ConnectionTable};
+use reprise_policy::peer::{FetchRequest, Offer, PeerOfferId, ServeId, ServeObjects};
+use reprise_policy::{TenantName, Tier};
 
-use crate::api::{EventSink, FetchRequest, OfferRequest, ServedObjects, Transport};
+use crate::api::{EventSink, Transport, check_fetch, check_offer, span};
 use crate::counters::{Counters, TransportStats, add};
 use crate::error::TransportError;
+use crate::inbound::NewFetch;
 use crate::outbound::{InvalidCall, Outbound};
 use crate::wire::Hello;
 use incoming::Incoming;
@@ -58,6 +61,7 @@ const CLOSED_WITHIN: Duration = Duration::from_secs(1);
 /// State shared by all connections of a transport.
 struct Common {
     settings: TcpSettings,
+    arena: Arc<Arena>,
     sink: EventSink,
     counters: Counters,
     threads: Threads,
@@ -86,16 +90,22 @@ struct AcceptedGuard {
 }
 
 impl TcpTransport {
-    /// Listens for peers. `sink` receives every event.
+    /// Listens for peers. Fetched blocks are written to `arena`, and served ones are read from it. `sink`
+    /// receives every event.
     ///
     /// # Errors
     /// `Invalid` names the setting to change; `Os` when it cannot listen on the address.
-    pub fn bind(settings: TcpSettings, sink: EventSink) -> Result<TcpTransport, TransportError> {
+    pub fn bind(
+        settings: TcpSettings,
+        arena: Arc<Arena>,
+        sink: EventSink,
+    ) -> Result<TcpTransport, TransportError> {
         settings.validate()?;
         let table = ConnectionTable::new(settings.connections_max);
         let accepted = Mutex::new(Accepted { table, sockets: HashMap::new() });
         let common = Arc::new(Common {
             settings,
+            arena,
             sink,
             counters: Counters::default(),
             threads: Threads::default(),
@@ -116,7 +126,7 @@ impl TcpTransport {
         self.local_address
     }
 
-    fn serve(&self, serve: u64, call: impl FnOnce(&mut Outbound) -> Result<(), InvalidCall>) {
+    fn serve(&self, ServeId(serve): ServeId, call: impl FnOnce(&mut Outbound) -> Result<(), InvalidCall>) {
         let incoming = lock(&self.common.routes).get(&serve).cloned();
         if let Some(incoming) = incoming
             && let Err(error) = incoming.apply(call)
@@ -128,32 +138,36 @@ impl TcpTransport {
 
 impl Transport for TcpTransport {
     fn fetch(&self, peer: &str, request: FetchRequest) -> Result<(), TransportError> {
-        request.check()?;
-        self.common.pool.ask(&self.common, peer, OutgoingRequest::Fetch(request))?;
+        let blocks = check_fetch(&request, &self.common.arena)?;
+        let FetchRequest { layout, deadline, .. } = request;
+        let request = OutgoingRequest::Fetch { fetch: NewFetch { layout, blocks }, deadline };
+        self.common.pool.ask(&self.common, peer, request)?;
         add(&self.common.counters.fetches, 1);
         Ok(())
     }
 
-    fn serve_header(&self, serve: u64, block: u32, tier: Tier, checksums: &[u32]) {
-        self.serve(serve, |outbound| outbound.header((serve, block), tier, checksums));
+    fn serve_header(&self, serve: ServeId, block: u32, tier: Tier, checksums: &[u32]) {
+        self.serve(serve, |outbound| outbound.header((serve.0, block), tier, checksums));
     }
 
-    fn serve_objects(&self, objects: ServedObjects) {
-        self.serve(objects.serve, |outbound| outbound.objects(objects));
+    fn serve_objects(&self, objects: &ServeObjects) {
+        let ServeObjects { serve, block, from, offset, last } = *objects;
+        let from = span(&self.common.arena, from).ok();
+        self.serve(serve, |outbound| outbound.objects((serve.0, block), from, (offset, last)));
     }
 
-    fn serve_absent(&self, serve: u64, block: u32) {
-        self.serve(serve, |outbound| outbound.absent(serve, block));
+    fn serve_absent(&self, serve: ServeId, block: u32) {
+        self.serve(serve, |outbound| outbound.absent(serve.0, block));
     }
 
-    fn offer(&self, peer: &str, request: OfferRequest) -> Result<(), TransportError> {
-        request.check()?;
-        self.common.pool.ask(&self.common, peer, OutgoingRequest::Offer(request))?;
+    fn offer(&self, peer: &str, offer: Offer<TenantName>) -> Result<(), TransportError> {
+        check_offer(&offer)?;
+        self.common.pool.ask(&self.common, peer, OutgoingRequest::Offer(offer))?;
         add(&self.common.counters.offers, 1);
         Ok(())
     }
 
-    fn answer_offer(&self, offer: u64, taken: &[u32], retry_after: Duration) {
+    fn answer_offer(&self, PeerOfferId(offer): PeerOfferId, taken: &[u32], retry_after: Duration) {
         let incoming = lock(&self.common.offer_routes).remove(&offer);
         if let Some(incoming) = incoming
             && let Err(error) = incoming.apply(|outbound| outbound.answer(offer, taken, retry_after))

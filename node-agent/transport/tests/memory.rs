@@ -8,13 +8,12 @@ use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
 use harness::{
-    Block, FillOutcome, LATER, Serve, Tracker, TransportHandle, by_hand, bytes_of, is_untouched,
+    Block, FillOutcome, LATER, Serve, Tracker, TransportHandle, arena, by_hand, bytes_of, is_untouched,
     recording_sink, serving, small_layout, wanted,
 };
-use reprise_buffers::Span;
-use reprise_transport::{
-    Fault, FetchFailure, Link, MemoryHub, MemorySettings, MemoryTransport, Transport, TransportEvent,
-};
+use reprise_policy::ArenaSlot;
+use reprise_policy::peer::{FillError, FillUpdate};
+use reprise_transport::{Fault, Link, MemoryHub, MemorySettings, MemoryTransport, Transport, TransportEvent};
 
 const STALL_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -30,7 +29,7 @@ fn hub() -> MemoryHub {
 fn join(hub: &MemoryHub, name: &str, serve: Serve) -> Node {
     let own = TransportHandle::default();
     let (sink, events) = recording_sink(&own, serve);
-    let transport = Arc::new(hub.join(name, sink));
+    let transport = Arc::new(hub.join(name, arena(), sink));
     let shared: Arc<dyn Transport> = transport.clone();
     own.set(&shared);
     Node { transport, events }
@@ -45,13 +44,13 @@ fn blocks(count: u32) -> Vec<Block> {
 }
 
 /// Fetches all blocks, with fills from `fill` on.
-fn fetch(node: &Node, blocks: &[Block], fill: u64) -> (Tracker, Vec<Span>) {
+fn fetch(node: &Node, blocks: &[Block], fill: u64) -> (Tracker, Vec<ArenaSlot>) {
     let keys: Vec<_> = blocks.iter().map(|block| block.key).collect();
     let wanted = wanted(small_layout(), &keys, fill, LATER);
     let mut tracker = Tracker::default();
     tracker.expect(&wanted.request);
     node.transport.fetch("server", wanted.request).expect("accepted");
-    (tracker, wanted.spans)
+    (tracker, wanted.places)
 }
 
 fn drain(node: &Node, tracker: &mut Tracker) {
@@ -73,22 +72,22 @@ fn a_cut_fails_transfers_in_flight_and_rejects_new_ones_until_it_is_cleared() {
     hub.set_fault(&link(), Some(Fault::Cut));
     drain(&requester, &mut tracker);
     assert!(tracker.is_over());
-    assert!(tracker.outcomes.values().any(|outcome| *outcome == FillOutcome::Failed(FetchFailure::PeerLost)));
+    assert!(tracker.outcomes.values().any(|outcome| *outcome == FillOutcome::Failed(FillError::PeerLost)));
     let last = server.events.try_iter().last().expect("the serve was aborted");
     assert!(matches!(last, TransportEvent::ServeAborted { .. }), "{last:?}");
 
-    let (mut tracker, spans) = fetch(&requester, &blocks, 10);
+    let (mut tracker, places) = fetch(&requester, &blocks, 10);
     hub.run();
     drain(&requester, &mut tracker);
-    assert!(tracker.outcomes.values().all(|outcome| *outcome == FillOutcome::Failed(FetchFailure::PeerLost)));
-    assert!(spans.iter().all(is_untouched));
+    assert!(tracker.outcomes.values().all(|outcome| *outcome == FillOutcome::Failed(FillError::PeerLost)));
+    assert!(places.iter().all(is_untouched));
 
     hub.set_fault(&link(), None);
-    let (mut tracker, spans) = fetch(&requester, &blocks, 20);
+    let (mut tracker, places) = fetch(&requester, &blocks, 20);
     hub.run();
     drain(&requester, &mut tracker);
     assert!(tracker.outcomes.values().all(|outcome| matches!(outcome, FillOutcome::Arrived { .. })));
-    assert!(spans.iter().zip(&blocks).all(|(span, block)| bytes_of(span) == block.bytes[..]));
+    assert!(places.iter().zip(&blocks).all(|(span, block)| bytes_of(span) == block.bytes[..]));
 }
 
 #[test]
@@ -107,7 +106,7 @@ fn a_stall_is_a_lost_peer_after_the_stall_timeout_of_virtual_time() {
     hub.advance(Duration::from_millis(1));
     drain(&requester, &mut tracker);
     assert!(tracker.is_over());
-    assert!(tracker.outcomes.values().all(|outcome| *outcome == FillOutcome::Failed(FetchFailure::PeerLost)));
+    assert!(tracker.outcomes.values().all(|outcome| *outcome == FillOutcome::Failed(FillError::PeerLost)));
     assert!(matches!(server.events.try_iter().last(), Some(TransportEvent::ServeAborted { .. })));
     assert_eq!(requester.transport.stats().stalls, 1);
 }
@@ -124,7 +123,10 @@ fn a_serve_whose_requester_cannot_cancel_ends_a_stall_timeout_after_its_deadline
     assert!(matches!(server.events.try_recv(), Ok(TransportEvent::Request(_))));
     hub.set_fault(&link(), Some(Fault::Stall));
     hub.advance(deadline + STALL_TIMEOUT - Duration::from_millis(1));
-    assert!(matches!(requester.events.try_recv(), Ok(TransportEvent::Failed { .. })));
+    assert!(matches!(
+        requester.events.try_recv(),
+        Ok(TransportEvent::Fill { update: FillUpdate::Failed(_), .. })
+    ));
     assert!(server.events.try_recv().is_err(), "it may still cancel");
     hub.advance(Duration::from_millis(1));
     assert!(matches!(server.events.try_recv(), Ok(TransportEvent::ServeAborted { .. })));
@@ -160,14 +162,14 @@ fn a_corrupting_channel_delivers_no_block_until_it_is_repaired() {
     let (mut tracker, _) = fetch(&requester, &blocks, 0);
     hub.run();
     drain(&requester, &mut tracker);
-    assert!(tracker.outcomes.values().all(|outcome| *outcome == FillOutcome::Failed(FetchFailure::Corrupt)));
+    assert!(tracker.outcomes.values().all(|outcome| *outcome == FillOutcome::Failed(FillError::Corrupt)));
     assert_eq!(requester.transport.stats().blocks_corrupt, 2);
     hub.set_fault(&link(), None);
-    let (mut tracker, spans) = fetch(&requester, &blocks, 10);
+    let (mut tracker, places) = fetch(&requester, &blocks, 10);
     hub.run();
     drain(&requester, &mut tracker);
     assert!(tracker.is_over());
-    assert!(spans.iter().zip(&blocks).all(|(span, block)| bytes_of(span) == block.bytes[..]));
+    assert!(places.iter().zip(&blocks).all(|(span, block)| bytes_of(span) == block.bytes[..]));
 }
 
 #[test]
@@ -179,7 +181,7 @@ fn a_node_that_joins_again_has_lost_its_connections() {
     hub.run();
     let _second = join(&hub, "server", serving(&blocks, 8));
     drain(&requester, &mut tracker);
-    assert!(tracker.outcomes.values().all(|outcome| *outcome == FillOutcome::Failed(FetchFailure::PeerLost)));
+    assert!(tracker.outcomes.values().all(|outcome| *outcome == FillOutcome::Failed(FillError::PeerLost)));
     // The old transport, still referenced, is no longer connected.
     first.transport.shutdown();
     let (mut tracker, _) = fetch(&requester, &blocks, 10);

@@ -8,7 +8,7 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use harness::{LATER, Tracker, TransportHandle, by_hand, key, recording_sink, small_layout, wanted};
+use harness::{LATER, Tracker, TransportHandle, arena, by_hand, key, recording_sink, small_layout, wanted};
 use reprise_transport::{TcpSettings, TcpTransport, Transport};
 
 /// Returns the threads of this process whose name is one of the transport's.
@@ -39,7 +39,8 @@ fn shutdown_joins_all_waiting_threads() {
     let settings = TcpSettings::new(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), "node");
     let own = TransportHandle::default();
     let (sink, events) = recording_sink(&own, by_hand());
-    let transport = Arc::new(TcpTransport::bind(settings, sink).expect("listening on loopback works"));
+    let transport =
+        Arc::new(TcpTransport::bind(settings, arena(), sink).expect("listening on loopback works"));
     let shared: Arc<dyn Transport> = transport.clone();
     own.set(&shared);
     // Fetches from itself (the test does not answer), and from a peer that never greets.

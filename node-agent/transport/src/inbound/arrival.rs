@@ -5,6 +5,7 @@
 
 use reprise_buffers::{Crc32c, Span};
 use reprise_policy::layout::OBJECTS_MAX;
+use reprise_policy::peer::{FillId, FillUpdate};
 use reprise_policy::{Layout, Tier};
 
 use crate::api::TransportEvent;
@@ -27,7 +28,7 @@ pub(super) enum Outcome {
 
 /// A block between its header and its end.
 pub(super) struct Arrival {
-    pub(super) fill: u64,
+    pub(super) fill: FillId,
     /// Whether it waits in the burst for its layers to be reported.
     pub(super) in_burst: bool,
     into: Span,
@@ -52,7 +53,7 @@ struct PartialObject {
 }
 
 impl Arrival {
-    pub(super) fn new(fill: u64, into: Span, layout: Layout, header: (Tier, Box<[u32]>)) -> Arrival {
+    pub(super) fn new(fill: FillId, into: Span, layout: Layout, header: (Tier, Box<[u32]>)) -> Arrival {
         let (tier, checksums) = header;
         assert_eq!(checksums.len(), layout.objects() as usize, "the header was checked");
         Arrival {
@@ -132,12 +133,9 @@ impl Arrival {
             return None;
         }
         let first = self.reported.replace(layers).is_none();
-        Some(TransportEvent::Layers {
-            fill: self.fill,
-            layers,
-            checksums: first.then(|| self.checksums.clone()),
-            tier: self.tier,
-        })
+        let checksums = first.then(|| self.checksums.clone());
+        let update = FillUpdate::Layers { layers, checksums, tier: self.tier };
+        Some(TransportEvent::Fill { fill: self.fill, update })
     }
 
     /// Zeroes the bytes behind the payload: the padding of a slot must be zero (`policy::layout`).

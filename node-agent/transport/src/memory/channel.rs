@@ -4,8 +4,10 @@ use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::time::Duration;
 
 use reprise_buffers::{PIECE_BYTES, Span};
+use reprise_policy::TenantName;
+use reprise_policy::peer::Offer;
 
-use crate::api::{FetchRequest, OfferRequest, TransportEvent};
+use crate::api::TransportEvent;
 use crate::counters::{Counters, add, raise};
 use crate::error::TransportError;
 use crate::inbound::{Inbound, NewFetch, NewOffer, NewStream};
@@ -91,17 +93,26 @@ impl Channel {
         }
     }
 
-    pub(super) fn begin(&mut self, now: Duration, request: FetchRequest) -> Result<(), TransportError> {
-        let FetchRequest { layout, deadline, blocks, .. } = request;
-        let (stream, deadline) = self.begin_stream(now, blocks.len(), deadline)?;
-        let keys = blocks.iter().map(|block| block.key).collect();
+    pub(super) fn begin(
+        &mut self,
+        now: Duration,
+        fetch: NewFetch,
+        deadline: Duration,
+    ) -> Result<(), TransportError> {
+        let layout = fetch.layout;
+        let (stream, deadline) = self.begin_stream(now, fetch.blocks.len(), deadline)?;
+        let keys = fetch.blocks.iter().map(|block| block.key).collect();
         self.upward.push_back(UpFrame::Request { stream, body: RequestBody { layout, deadline, keys } });
-        self.inbound.begin_stream(stream, NewStream::Fetch(NewFetch { layout, blocks }));
+        self.inbound.begin_stream(stream, NewStream::Fetch(fetch));
         Ok(())
     }
 
-    pub(super) fn begin_offer(&mut self, now: Duration, request: OfferRequest) -> Result<(), TransportError> {
-        let OfferRequest { offer, layout, tenant, deadline, keys } = request;
+    pub(super) fn begin_offer(
+        &mut self,
+        now: Duration,
+        offer: Offer<TenantName>,
+    ) -> Result<(), TransportError> {
+        let Offer { offer, layout, tenant, deadline, keys } = offer;
         let (stream, deadline) = self.begin_stream(now, 1, deadline)?;
         self.inbound.begin_stream(stream, NewStream::Offer(NewOffer { offer, keys: keys.len() }));
         self.upward.push_back(UpFrame::Offer { stream, body: OfferBody { layout, deadline, tenant, keys } });

@@ -9,12 +9,14 @@ use std::net::{SocketAddr, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use reprise_policy::peer::{PeerOffer, PeerOfferId, PeerRequest, ServeId};
+
 use super::close::{Close, Ending};
 use super::frames::{Boundary, FrameReader};
 use super::socket::{Readiness, Socket, wait};
 use super::writer;
 use super::{AcceptedGuard, Common};
-use crate::api::{IncomingOffer, IncomingRequest, TransportEvent};
+use crate::api::TransportEvent;
 use crate::counters::add;
 use crate::limits::REQUEST_DEADLINE_MAX;
 use crate::outbound::{InvalidCall, Outbound};
@@ -209,7 +211,7 @@ impl Incoming {
     pub(super) fn report_aborted(&self, serve: u64) {
         add(&self.common.counters.serves_aborted, 1);
         self.common.unroute(serve);
-        (self.common.sink)(TransportEvent::ServeAborted { serve });
+        (self.common.sink)(TransportEvent::ServeAborted { serve: ServeId(serve) });
     }
 
     fn read(self: &Arc<Self>) -> Result<Never, Close> {
@@ -258,7 +260,8 @@ impl Incoming {
         self.changed.notify_one();
         add(&self.common.counters.requests, 1);
         let RequestBody { layout, deadline, keys } = body;
-        (self.common.sink)(TransportEvent::Request(IncomingRequest { serve, keys, layout, deadline }));
+        let request = PeerRequest { serve: ServeId(serve), keys, layout, deadline };
+        (self.common.sink)(TransportEvent::Request(request));
         Ok(())
     }
 
@@ -272,10 +275,10 @@ impl Incoming {
         drop(state);
         self.changed.notify_one();
         add(&self.common.counters.offers_received, 1);
-        let OfferBody { layout, deadline, tenant, keys } = body;
+        let OfferBody { layout, tenant, keys, .. } = body;
         let from = self.node.clone();
-        let incoming = IncomingOffer { offer, from, tenant, layout, keys, deadline };
-        (self.common.sink)(TransportEvent::Offer(incoming));
+        let offer = PeerOffer { offer: PeerOfferId(offer), from, tenant, layout, keys };
+        (self.common.sink)(TransportEvent::Offer(offer));
         Ok(())
     }
 

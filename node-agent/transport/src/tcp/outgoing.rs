@@ -20,12 +20,12 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use reprise_buffers::Gather;
+use reprise_policy::peer::Offer;
 use reprise_policy::{BlockKey, Layout, TenantName};
 
 use super::Common;
 use super::close::Close;
 use super::socket::{PendingSend, SendProgress, Socket, Wake};
-use crate::api::{FetchRequest, OfferRequest};
 use crate::counters::add;
 use crate::error::TransportError;
 use crate::inbound::{EndedStreams, NewFetch, NewOffer, NewStream};
@@ -60,8 +60,8 @@ pub(super) struct Outgoing {
 
 /// A fetch or an offer.
 pub(super) enum OutgoingRequest {
-    Fetch(FetchRequest),
-    Offer(OfferRequest),
+    Fetch { fetch: NewFetch, deadline: Duration },
+    Offer(Offer<TenantName>),
 }
 
 /// Reason for which [`Outgoing::begin`] did not accept a request.
@@ -128,27 +128,27 @@ impl OutgoingRequest {
     /// Number of blocks that it counts as.
     fn blocks(&self) -> usize {
         match self {
-            OutgoingRequest::Fetch(request) => request.blocks.len(),
+            OutgoingRequest::Fetch { fetch, .. } => fetch.blocks.len(),
             OutgoingRequest::Offer(_) => 1,
         }
     }
 
     fn deadline(&self) -> Duration {
         match self {
-            OutgoingRequest::Fetch(request) => request.deadline,
-            OutgoingRequest::Offer(request) => request.deadline,
+            OutgoingRequest::Fetch { deadline, .. } => *deadline,
+            OutgoingRequest::Offer(offer) => offer.deadline,
         }
     }
 
     /// Splits the request into the frame to send and the stream that waits for the answer.
     fn split(self, stream: u64, deadline: Instant) -> (Send, NewStream) {
         match self {
-            OutgoingRequest::Fetch(FetchRequest { layout, blocks, .. }) => {
-                let keys = blocks.iter().map(|block| block.key).collect();
-                let send = Send::Request { stream, layout, deadline, keys };
-                (send, NewStream::Fetch(NewFetch { layout, blocks }))
+            OutgoingRequest::Fetch { fetch, .. } => {
+                let keys = fetch.blocks.iter().map(|block| block.key).collect();
+                let send = Send::Request { stream, layout: fetch.layout, deadline, keys };
+                (send, NewStream::Fetch(fetch))
             }
-            OutgoingRequest::Offer(OfferRequest { offer, layout, tenant, keys, .. }) => {
+            OutgoingRequest::Offer(Offer { offer, layout, tenant, keys, .. }) => {
                 let begun = NewStream::Offer(NewOffer { offer, keys: keys.len() });
                 (Send::Offer { stream, layout, deadline, tenant, keys }, begun)
             }

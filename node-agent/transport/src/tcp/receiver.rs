@@ -306,6 +306,8 @@ impl Receiver<'_> {
 mod tests {
     use std::net::{Ipv4Addr, TcpListener};
 
+    use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
+
     use super::super::{TcpSettings, TcpTransport};
     use super::*;
 
@@ -315,7 +317,9 @@ mod tests {
 
     #[test]
     fn tries_every_address_of_a_peer_until_one_accepts() {
-        let transport = TcpTransport::bind(TcpSettings::new(loopback(), "node"), Arc::new(|_| {}));
+        let memory = ArenaConfig { bytes: 4096, region_bytes: 4096, huge: HugePolicy::Never };
+        let arena = Arc::new(Arena::new(&memory).expect("memory for a test"));
+        let transport = TcpTransport::bind(TcpSettings::new(loopback(), "node"), arena, Arc::new(|_| {}));
         let transport = transport.expect("listening on loopback works");
         let connection = Outgoing::new("peer", &transport.common).expect("a descriptor");
         let mut receiver = Receiver { connection: &connection, inbound: Inbound::new(), consumed: 0 };

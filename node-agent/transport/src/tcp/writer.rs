@@ -9,6 +9,7 @@ use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 use reprise_buffers::{GATHER_MAX, Gather, Span};
+use reprise_policy::peer::ServeId;
 
 use super::close::Close;
 use super::incoming::{Incoming, State};
@@ -141,7 +142,7 @@ fn write(incoming: &Incoming, batch: &mut Batch) -> Option<Close> {
         if done.whole {
             add(&incoming.common.counters.blocks_served, 1);
         }
-        (incoming.common.sink)(TransportEvent::ServeDone { serve: done.serve, block: done.block });
+        (incoming.common.sink)(TransportEvent::ServeDone { serve: ServeId(done.serve), block: done.block });
     }
     for serve in batch.aborted.drain(..) {
         incoming.report_aborted(serve);

@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
+use reprise_policy::peer::{FillId, FillUpdate};
 use reprise_policy::{Layout, Tier};
-use reprise_transport::{ServeLast, TransportEvent};
+use reprise_transport::TransportEvent;
 
 use crate::fixture::{Fixture, node};
 use crate::harness::{
@@ -22,9 +23,9 @@ fn arrives(fixture: &dyn Fixture, layout: Layout, count: u32, objects: u32) {
     let wanted = wanted(layout, &keys, 100, LATER);
     let mut tracker = Tracker::default();
     tracker.expect(&wanted.request);
-    let spans = requester.fetch(&server, wanted);
+    let places = requester.fetch(&server, wanted);
     requester.finish(fixture, &mut tracker);
-    for ((fill, block), span) in (100..).zip(&blocks).zip(&spans) {
+    for ((fill, block), span) in (100..).zip(&blocks).zip(&places) {
         let expected = FillOutcome::Arrived { checksums: block.checksums.clone(), tier: Tier::Nvme };
         assert_eq!(tracker.outcomes[&fill], expected);
         assert!(bytes_of(span)[..block.bytes.len()] == block.bytes[..], "block {fill} differs");
@@ -58,53 +59,57 @@ pub(crate) fn ranges_may_come_in_any_order_of_offsets(fixture: &dyn Fixture) {
             transport.serve_header(request.serve, 0, Tier::Dram, &serving.checksums);
             let ranges = serving.ranges(1);
             for index in [5, 1, 0, 7, 2, 3, 6] {
-                transport.serve_objects(serving.objects(request.serve, 0, ranges[index], ServeLast::More));
+                transport.serve_objects(&serving.objects(request.serve, 0, ranges[index], false));
             }
-            transport.serve_objects(serving.objects(request.serve, 0, ranges[4], ServeLast::Last));
+            transport.serve_objects(&serving.objects(request.serve, 0, ranges[4], true));
         }),
     );
     let requester = node(fixture, "requester", by_hand());
     let wanted = wanted(block.layout, &[block.key], 0, LATER);
     let mut tracker = Tracker::default();
     tracker.expect(&wanted.request);
-    let spans = requester.fetch(&server, wanted);
+    let places = requester.fetch(&server, wanted);
     requester.finish(fixture, &mut tracker);
     assert!(matches!(tracker.outcomes[&0], FillOutcome::Arrived { tier: Tier::Dram, .. }));
-    assert!(bytes_of(&spans[0]) == block.bytes[..]);
+    assert!(bytes_of(&places[0]) == block.bytes[..]);
 }
 
 pub(crate) fn layers_are_reported_as_a_leading_run(fixture: &dyn Fixture) {
+    let layers = |layers, checksums| {
+        let update = FillUpdate::Layers { layers, checksums, tier: Tier::Dram };
+        TransportEvent::Fill { fill: FillId(7), update }
+    };
     let block = Block::new(1, small_layout());
     let server = node(fixture, "server", by_hand());
     let requester = node(fixture, "requester", by_hand());
     let wanted = wanted(block.layout, &[block.key], 7, LATER);
-    let spans = requester.fetch(&server, wanted);
+    let places = requester.fetch(&server, wanted);
     let serve = server.request(fixture).serve;
     let ranges = block.ranges(1);
     let send = |index: usize, last| {
-        server.transport.serve_objects(block.objects(serve, 0, ranges[index], last));
+        server.transport.serve_objects(&block.objects(serve, 0, ranges[index], last));
     };
     server.transport.serve_header(serve, 0, Tier::Dram, &block.checksums);
     // Layer 1 whole and half of layer 0: no leading layer. Then the other half: two layers at once.
-    send(2, ServeLast::More);
-    send(3, ServeLast::More);
-    send(1, ServeLast::More);
-    send(0, ServeLast::More);
+    send(2, false);
+    send(3, false);
+    send(1, false);
+    send(0, false);
     let first = fixture.next(&requester.events);
     let checksums = Some(block.checksums.clone().into_boxed_slice());
-    assert_eq!(first, TransportEvent::Layers { fill: 7, layers: 2, checksums, tier: Tier::Dram });
-    let verified = bytes_of(&spans[0]);
+    assert_eq!(first, layers(2, checksums));
+    let verified = bytes_of(&places[0]);
     assert!(verified[..4 * 4096] == block.bytes[..4 * 4096]);
     // Layer 2, then layer 3.
-    send(4, ServeLast::More);
-    send(5, ServeLast::More);
+    send(4, false);
+    send(5, false);
     let second = fixture.next(&requester.events);
-    assert_eq!(second, TransportEvent::Layers { fill: 7, layers: 3, checksums: None, tier: Tier::Dram });
-    send(7, ServeLast::More);
-    send(6, ServeLast::Last);
+    assert_eq!(second, layers(3, None));
+    send(7, false);
+    send(6, true);
     let third = fixture.next(&requester.events);
-    assert_eq!(third, TransportEvent::Layers { fill: 7, layers: 4, checksums: None, tier: Tier::Dram });
-    assert!(bytes_of(&spans[0]) == block.bytes[..]);
+    assert_eq!(third, layers(4, None));
+    assert!(bytes_of(&places[0]) == block.bytes[..]);
 }
 
 pub(crate) fn the_padding_of_a_slot_is_zeroed(fixture: &dyn Fixture) {
@@ -116,9 +121,9 @@ pub(crate) fn the_padding_of_a_slot_is_zeroed(fixture: &dyn Fixture) {
     let wanted = wanted(odd, &[block.key], 0, LATER);
     let mut tracker = Tracker::default();
     tracker.expect(&wanted.request);
-    let spans = requester.fetch(&server, wanted);
+    let places = requester.fetch(&server, wanted);
     requester.finish(fixture, &mut tracker);
-    let bytes = bytes_of(&spans[0]);
+    let bytes = bytes_of(&places[0]);
     assert!(bytes[..block.bytes.len()] == block.bytes[..]);
     assert!(bytes[block.bytes.len()..].iter().all(|byte| *byte == 0));
 }
@@ -160,16 +165,16 @@ pub(crate) fn many_fetches_share_a_connection(fixture: &dyn Fixture) {
     let server = node(fixture, "server", serving(&blocks, 1));
     let requester = node(fixture, "requester", by_hand());
     let mut tracker = Tracker::default();
-    let mut spans = Vec::new();
+    let mut places = Vec::new();
     for fetch in 0..60u64 {
         let block = &blocks[fetch as usize % blocks.len()];
         let wanted = wanted(small_layout(), &[block.key], fetch, LATER);
         tracker.expect(&wanted.request);
-        spans.push((block, requester.fetch(&server, wanted)));
+        places.push((block, requester.fetch(&server, wanted)));
     }
     requester.finish(fixture, &mut tracker);
-    for (block, spans) in spans {
-        assert!(bytes_of(&spans[0]) == block.bytes[..]);
+    for (block, places) in places {
+        assert!(bytes_of(&places[0]) == block.bytes[..]);
     }
     assert!(requester.transport.stats().connections_opened <= 1);
 }

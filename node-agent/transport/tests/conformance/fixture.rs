@@ -5,12 +5,11 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::Duration;
 
-use reprise_transport::{
-    IncomingOffer, MemoryHub, MemorySettings, OfferRequest, TcpSettings, TcpTransport, Transport,
-    TransportEvent,
-};
+use reprise_policy::peer::{Offer, PeerOffer, PeerRequest};
+use reprise_policy::{ArenaSlot, TenantName};
+use reprise_transport::{MemoryHub, MemorySettings, TcpSettings, TcpTransport, Transport, TransportEvent};
 
-use crate::harness::{PATIENCE, Serve, TestFetch, Tracker, TransportHandle, recording_sink};
+use crate::harness::{PATIENCE, Serve, TestFetch, Tracker, TransportHandle, arena, recording_sink};
 
 /// Small enough that a few blocks exhaust it: a frame is at most 64 KiB.
 pub(crate) const CREDIT_BYTES: u64 = 256 << 10;
@@ -55,9 +54,9 @@ pub(crate) fn node(fixture: &dyn Fixture, name: &str, serve: Serve) -> Node {
 }
 
 impl Node {
-    pub(crate) fn fetch(&self, from: &Node, wanted: TestFetch) -> Vec<reprise_buffers::Span> {
+    pub(crate) fn fetch(&self, from: &Node, wanted: TestFetch) -> Vec<ArenaSlot> {
         self.transport.fetch(&from.address, wanted.request).expect("the fetch is accepted");
-        wanted.spans
+        wanted.places
     }
 
     /// Waits until all fills of the tracker have ended.
@@ -68,7 +67,7 @@ impl Node {
     }
 
     /// Waits for the next request of a peer.
-    pub(crate) fn request(&self, fixture: &dyn Fixture) -> reprise_transport::IncomingRequest {
+    pub(crate) fn request(&self, fixture: &dyn Fixture) -> PeerRequest {
         match fixture.next(&self.events) {
             TransportEvent::Request(request) => request,
             other => panic!("{other:?} instead of a request"),
@@ -78,12 +77,12 @@ impl Node {
 
 impl Node {
     /// Offers keys to another node.
-    pub(crate) fn offer(&self, to: &Node, request: OfferRequest) {
-        self.transport.offer(&to.address, request).expect("the offer is accepted");
+    pub(crate) fn offer(&self, to: &Node, offer: Offer<TenantName>) {
+        self.transport.offer(&to.address, offer).expect("the offer is accepted");
     }
 
     /// Waits for the next offer of a peer.
-    pub(crate) fn incoming_offer(&self, fixture: &dyn Fixture) -> IncomingOffer {
+    pub(crate) fn incoming_offer(&self, fixture: &dyn Fixture) -> PeerOffer<String, TenantName> {
         match fixture.next(&self.events) {
             TransportEvent::Offer(offer) => offer,
             other => panic!("{other:?} instead of an offer"),
@@ -98,7 +97,7 @@ impl Fixture for TcpFixture {
             stall_timeout: STALL_TIMEOUT,
             ..TcpSettings::new(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), name)
         };
-        let transport = TcpTransport::bind(settings, sink).expect("listening on loopback works");
+        let transport = TcpTransport::bind(settings, arena(), sink).expect("listening on loopback works");
         let address = transport.local_address().to_string();
         (Arc::new(transport), address)
     }
@@ -124,7 +123,7 @@ impl MemoryFixture {
 
 impl Fixture for MemoryFixture {
     fn join(&self, name: &str, sink: reprise_transport::EventSink) -> (Arc<dyn Transport>, String) {
-        (Arc::new(self.hub.join(name, sink)), name.to_owned())
+        (Arc::new(self.hub.join(name, arena(), sink)), name.to_owned())
     }
 
     fn next(&self, events: &Receiver<TransportEvent>) -> TransportEvent {

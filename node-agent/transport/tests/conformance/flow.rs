@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use reprise_policy::Tier;
+use reprise_transport::ErrorKind;
 use reprise_transport::limits::REQUESTS_PER_CONNECTION_MAX;
-use reprise_transport::{ErrorKind, ServeLast};
 
 use crate::fixture::{CREDIT_BYTES, Fixture, node};
 use crate::harness::{
@@ -21,9 +21,9 @@ pub(crate) fn credit_limits_the_bytes_in_flight(fixture: &dyn Fixture) {
     let wanted = wanted(layout, &keys, 0, LATER);
     let mut tracker = Tracker::default();
     tracker.expect(&wanted.request);
-    let spans = requester.fetch(&server, wanted);
+    let places = requester.fetch(&server, wanted);
     requester.finish(fixture, &mut tracker);
-    for (block, span) in blocks.iter().zip(&spans) {
+    for (block, span) in blocks.iter().zip(&places) {
         assert!(bytes_of(span) == block.bytes[..]);
     }
     let in_flight = server.transport.stats().in_flight_bytes_max;
@@ -61,11 +61,11 @@ pub(crate) fn a_silent_core_does_not_delay_other_requests_on_the_connection(fixt
     let mut tracker = Tracker::default();
     tracker.expect(&served.request);
     requester.fetch(&server, silent);
-    let spans = requester.fetch(&server, served);
+    let places = requester.fetch(&server, served);
     let (_, serve) = (server.request(fixture).serve, server.request(fixture).serve);
     server.transport.serve_header(serve, 0, Tier::Dram, &block.checksums);
-    server.transport.serve_objects(block.objects(serve, 0, (0, 8 * 4096), ServeLast::Last));
+    server.transport.serve_objects(&block.objects(serve, 0, (0, 8 * 4096), true));
     requester.finish(fixture, &mut tracker);
     assert!(matches!(tracker.outcomes[&1], FillOutcome::Arrived { .. }));
-    assert!(bytes_of(&spans[0]) == block.bytes[..]);
+    assert!(bytes_of(&places[0]) == block.bytes[..]);
 }

@@ -7,10 +7,12 @@ use std::collections::HashMap;
 
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
-use reprise_transport::FetchFailure;
+use reprise_policy::peer::FillError;
 
 use crate::fixture::{Fixture, node};
-use crate::harness::{Block, FillOutcome, LATER, Serve, Tracker, bytes_of, layout, serving, wanted};
+use crate::harness::{
+    Block, FillOutcome, LATER, Serve, Tracker, bytes_of, layout, renew_arena, serving, wanted,
+};
 
 /// Blocks exist up to this number; higher ones are absent.
 const BLOCKS: u32 = 12;
@@ -60,11 +62,13 @@ pub(crate) fn random_fetches_between_three_nodes_are_byte_exact(fixture: &dyn Fi
 
 fn play(fixture: &dyn Fixture, scene: &Scene) {
     let layout = layout(scene.layers, scene.head_dim, scene.tokens);
+    let fetched: usize = scene.fetches.iter().map(|fetch| fetch.blocks.len()).sum();
+    renew_arena(fetched.max(BLOCKS as usize) as u64 * layout.slot_bytes());
     let blocks: Vec<Block> = (0..BLOCKS).map(|number| Block::new(number, layout)).collect();
     let serve: Serve = serving(&blocks, scene.objects_per_range);
     let nodes: Vec<_> = ["a", "b", "c"].map(|name| node(fixture, name, serve.clone())).into_iter().collect();
     let mut trackers: Vec<Tracker> = (0..NODES).map(|_| Tracker::default()).collect();
-    let mut spans = HashMap::new();
+    let mut places = HashMap::new();
     let mut fill = 0;
     for fetch in &scene.fetches {
         let keys: Vec<_> = fetch.blocks.iter().map(|number| crate::harness::key(*number)).collect();
@@ -72,7 +76,7 @@ fn play(fixture: &dyn Fixture, scene: &Scene) {
         trackers[fetch.requester].expect(&wanted.request);
         let into = nodes[fetch.requester].fetch(&nodes[fetch.server], wanted);
         for (number, span) in fetch.blocks.iter().zip(into) {
-            spans.insert(fill, (fetch.requester, *number, span));
+            places.insert(fill, (fetch.requester, *number, span));
             fill += 1;
         }
     }
@@ -84,7 +88,7 @@ fn play(fixture: &dyn Fixture, scene: &Scene) {
             }
         }
     }
-    for (fill, (requester, number, span)) in spans {
+    for (fill, (requester, number, span)) in places {
         let outcome = &trackers[requester].outcomes[&fill];
         match blocks.get(number as usize) {
             Some(block) => {
@@ -93,7 +97,7 @@ fn play(fixture: &dyn Fixture, scene: &Scene) {
                 );
                 assert!(bytes_of(&span)[..block.bytes.len()] == block.bytes[..], "fill {fill} differs");
             }
-            None => assert_eq!(*outcome, FillOutcome::Failed(FetchFailure::Absent)),
+            None => assert_eq!(*outcome, FillOutcome::Failed(FillError::Absent)),
         }
     }
 }

@@ -3,23 +3,81 @@
 // Each test binary uses a part of it.
 #![allow(dead_code, unreachable_pub)]
 
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
-use reprise_buffers::{PageBuffer, Span, crc32c};
-use reprise_policy::{BlockKey, Dtype, Layout, LayoutSpec, Parts, Tier};
-use reprise_transport::{
-    EventSink, FetchBlock, FetchFailure, FetchRequest, IncomingRequest, ServeLast, ServedObjects, Transport,
-    TransportEvent,
+use reprise_buffers::{Arena, ArenaConfig, HugePolicy, Span, crc32c};
+use reprise_policy::peer::{
+    FetchBlock, FetchId, FetchRequest, FillError, FillId, FillUpdate, PeerRequest, ServeId, ServeObjects,
 };
+use reprise_policy::{ArenaSlot, BlockKey, Dtype, Layout, LayoutSpec, Parts, RegionId, Tier};
+use reprise_transport::{EventSink, Transport, TransportEvent};
 
 /// Longer than any wait of a passing test.
 pub const PATIENCE: Duration = Duration::from_secs(20);
 
 /// A deadline that no test reaches.
 pub const LATER: Duration = Duration::from_secs(60);
+
+/// Bytes of each of the two regions of a test's arena.
+pub const REGION_BYTES: u64 = 16 << 20;
+
+/// Region of the blocks that nodes serve.
+pub const SOURCES: RegionId = RegionId(0);
+
+/// Region of the destinations of fetches.
+pub const DESTINATIONS: RegionId = RegionId(1);
+
+/// The memory of all nodes of a test.
+struct Memory {
+    arena: Arc<Arena>,
+    region_bytes: u64,
+    /// Number of used bytes of each region.
+    used: [u64; 2],
+}
+
+thread_local! {
+    /// The memory of the test on this thread.
+    static MEMORY: RefCell<Option<Memory>> = const { RefCell::new(None) };
+}
+
+fn memory(region_bytes: u64) -> Memory {
+    let config = ArenaConfig { bytes: 2 * region_bytes, region_bytes, huge: HugePolicy::Never };
+    Memory { arena: Arc::new(Arena::new(&config).expect("memory for a test")), region_bytes, used: [0; 2] }
+}
+
+fn with_memory<T>(call: impl FnOnce(&mut Memory) -> T) -> T {
+    MEMORY.with_borrow_mut(|current| call(current.get_or_insert_with(|| memory(REGION_BYTES))))
+}
+
+/// Replaces the arena of this test: nodes and places from now on belong to the new one.
+pub fn renew_arena(region_bytes: u64) {
+    MEMORY.set(Some(memory(region_bytes)));
+}
+
+/// The arena of all nodes of this test.
+pub fn arena() -> Arc<Arena> {
+    with_memory(|memory| Arc::clone(&memory.arena))
+}
+
+/// Allocates a place of so many bytes; it is never freed.
+pub fn place(region: RegionId, bytes: u64) -> ArenaSlot {
+    with_memory(|memory| {
+        let used = &mut memory.used[usize::from(region.0)];
+        let offset = *used;
+        *used += bytes.next_multiple_of(4096);
+        assert!(*used <= memory.region_bytes, "a test needs a larger arena");
+        ArenaSlot { region, offset, bytes }
+    })
+}
+
+/// Returns the memory of a place.
+pub fn span(place: ArenaSlot) -> Span {
+    arena().span(place.region.0, place.offset, place.bytes).expect("inside the arena")
+}
 
 /// A layout of `layers` layers, keys and values, whose objects have `2 × head_dim × tokens` bytes.
 pub fn layout(layers: u16, head_dim: u16, tokens: u16) -> Layout {
@@ -53,7 +111,7 @@ pub fn key(number: u32) -> BlockKey {
 pub struct Block {
     pub key: BlockKey,
     pub layout: Layout,
-    pub span: Span,
+    pub place: ArenaSlot,
     pub bytes: Arc<Vec<u8>>,
     pub checksums: Vec<u32>,
 }
@@ -67,10 +125,10 @@ impl Block {
                 (state >> 56) as u8
             })
             .collect();
-        let span = empty_span(layout.block_bytes());
-        span.copy_in(&bytes).expect("writable and of one length");
+        let place = place(SOURCES, layout.block_bytes());
+        span(place).copy_in(&bytes).expect("writable and of one length");
         let checksums = bytes.chunks(layout.object_bytes() as usize).map(crc32c).collect();
-        Block { key: key(number), layout, span, bytes: Arc::new(bytes), checksums }
+        Block { key: key(number), layout, place, bytes: Arc::new(bytes), checksums }
     }
 
     /// Serves the block as ranges of `objects` objects each, in order.
@@ -80,37 +138,31 @@ impl Block {
         (0..end.div_ceil(step)).map(|index| (index * step, step.min(end - index * step))).collect()
     }
 
-    pub fn objects(&self, serve: u64, block: u32, range: (u64, u64), last: ServeLast) -> ServedObjects {
-        let from = self.span.slice(range.0 as usize, range.1 as usize).expect("inside the block");
-        ServedObjects { serve, block, from, offset: range.0, last }
+    pub fn objects(&self, serve: ServeId, block: u32, range: (u64, u64), last: bool) -> ServeObjects {
+        let from = ArenaSlot { offset: self.place.offset + range.0, bytes: range.1, ..self.place };
+        ServeObjects { serve, block, from, offset: range.0, last }
     }
 }
 
-pub fn empty_span(bytes: u64) -> Span {
-    let pages = (bytes as usize).next_multiple_of(4096);
-    let span = PageBuffer::new(pages).expect("memory for a test").span();
-    span.slice(0, bytes as usize).expect("inside the buffer")
-}
-
-pub fn bytes_of(span: &Span) -> Vec<u8> {
-    let mut bytes = vec![0; span.len()];
-    span.copy_out(&mut bytes);
+pub fn bytes_of(place: &ArenaSlot) -> Vec<u8> {
+    let mut bytes = vec![0; place.bytes as usize];
+    span(*place).copy_out(&mut bytes);
     bytes
 }
 
-/// A span filled with a byte, to detect writes into it.
-pub fn marked_span(bytes: u64) -> Span {
-    let span = empty_span(bytes);
-    span.copy_in(&vec![0xa5; bytes as usize]).expect("writable");
-    span
+/// A destination filled with a byte, to detect writes into it.
+pub fn marked_place(bytes: u64) -> ArenaSlot {
+    let place = place(DESTINATIONS, bytes);
+    span(place).copy_in(&vec![0xa5; bytes as usize]).expect("writable");
+    place
 }
 
-pub fn is_untouched(span: &Span) -> bool {
-    bytes_of(span).iter().all(|byte| *byte == 0xa5)
+pub fn is_untouched(place: &ArenaSlot) -> bool {
+    bytes_of(place).iter().all(|byte| *byte == 0xa5)
 }
 
 /// Automatic handling of requests; every event is recorded in any case.
-pub type Serve = Arc<dyn Fn(&dyn Transport, &IncomingRequest) + Send + Sync>;
+pub type Serve = Arc<dyn Fn(&dyn Transport, &PeerRequest) + Send + Sync>;
 
 /// The test answers the requests.
 pub fn by_hand() -> Serve {
@@ -134,8 +186,8 @@ pub fn serving(blocks: &[Block], objects: u32) -> Serve {
         let rounds = found.iter().map(|(_, _, ranges)| ranges.len()).max().unwrap_or(0);
         for round in 0..rounds {
             for (index, block, ranges) in &found {
-                let last = if round + 1 == ranges.len() { ServeLast::Last } else { ServeLast::More };
-                transport.serve_objects(block.objects(request.serve, *index, ranges[round], last));
+                let last = round + 1 == ranges.len();
+                transport.serve_objects(&block.objects(request.serve, *index, ranges[round], last));
             }
         }
     })
@@ -180,17 +232,17 @@ pub fn recording_sink(handle: &TransportHandle, serve: Serve) -> (EventSink, Rec
 /// A fetch of blocks by number, with fill = `fill_base` + position.
 pub struct TestFetch {
     pub request: FetchRequest,
-    pub spans: Vec<Span>,
+    pub places: Vec<ArenaSlot>,
 }
 
 pub fn wanted(layout: Layout, keys: &[BlockKey], fill_base: u64, deadline: Duration) -> TestFetch {
-    let spans: Vec<Span> = keys.iter().map(|_| marked_span(layout.slot_bytes())).collect();
+    let places: Vec<ArenaSlot> = keys.iter().map(|_| marked_place(layout.slot_bytes())).collect();
     let blocks = (fill_base..)
         .zip(keys)
-        .zip(&spans)
-        .map(|((fill, key), span)| FetchBlock { fill, key: *key, into: span.clone() })
+        .zip(&places)
+        .map(|((fill, key), into)| FetchBlock { fill: FillId(fill), key: *key, into: *into })
         .collect();
-    TestFetch { request: FetchRequest { fetch: fill_base, layout, deadline, blocks }, spans }
+    TestFetch { request: FetchRequest { fetch: FetchId(fill_base), layout, deadline, blocks }, places }
 }
 
 /// Result of a fill.
@@ -201,7 +253,7 @@ pub enum FillOutcome {
         checksums: Vec<u32>,
         tier: Tier,
     },
-    Failed(FetchFailure),
+    Failed(FillError),
 }
 
 /// Tracks the events of fills and checks their order.
@@ -216,14 +268,20 @@ pub struct Tracker {
 impl Tracker {
     pub fn expect(&mut self, request: &FetchRequest) {
         for block in &request.blocks {
-            assert!(self.layouts.insert(block.fill, request.layout).is_none(), "fills are unique in a test");
+            assert!(
+                self.layouts.insert(block.fill.0, request.layout).is_none(),
+                "fills are unique in a test"
+            );
         }
     }
 
     /// Handles one event; panics when it violates the contract of `TransportEvent`.
     pub fn take(&mut self, event: &TransportEvent) {
-        match event {
-            TransportEvent::Layers { fill, layers, checksums, tier } => {
+        let TransportEvent::Fill { fill: FillId(fill), update } = event else {
+            panic!("unexpected event of a requester: {event:?}")
+        };
+        match update {
+            FillUpdate::Layers { layers, checksums, tier } => {
                 assert!(!self.outcomes.contains_key(fill), "an event after the last one of fill {fill}");
                 let before = self.layers.insert(*fill, *layers);
                 assert!(*layers > before.unwrap_or(0), "layers of fill {fill} do not grow");
@@ -236,12 +294,11 @@ impl Tracker {
                     self.outcomes.insert(*fill, FillOutcome::Arrived { checksums, tier: *tier });
                 }
             }
-            TransportEvent::Failed { fill, failure } => {
+            FillUpdate::Failed(error) => {
                 assert!(self.layouts.contains_key(fill), "a failure of an unknown fill {fill}");
-                let before = self.outcomes.insert(*fill, FillOutcome::Failed(*failure));
+                let before = self.outcomes.insert(*fill, FillOutcome::Failed(*error));
                 assert_eq!(before, None, "fill {fill} ended twice");
             }
-            other => panic!("unexpected event of a requester: {other:?}"),
         }
     }
 

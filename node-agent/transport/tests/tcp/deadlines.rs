@@ -6,13 +6,12 @@ use std::time::{Duration, Instant};
 
 use reprise_buffers::crc32c;
 use reprise_policy::Tier;
-use reprise_transport::{
-    FetchBlock, FetchRequest, ServeLast, TcpSettings, Transport, TransportEvent,
-    limits::BLOCKS_PER_REQUEST_MAX,
-};
+use reprise_policy::peer::{FetchBlock, FetchId, FetchRequest, FillId, ServeId};
+use reprise_transport::{TcpSettings, Transport, TransportEvent, limits::BLOCKS_PER_REQUEST_MAX};
 
 use crate::harness::{
-    Block, FillOutcome, LATER, PATIENCE, Tracker, by_hand, key, layout, small_layout, wanted,
+    Block, FillOutcome, LATER, PATIENCE, Tracker, arena, by_hand, key, layout, marked_place, renew_arena,
+    small_layout, wanted,
 };
 use crate::wire::{
     CREDIT, DATA, FakeServer, block_header, connect, data, header, hello, read_frame, request_within,
@@ -32,15 +31,15 @@ fn large_block() -> Block {
 }
 
 /// Serves 128 blocks of 1 MiB.
-fn serve_much(node: &Node, serve: u64, block: &Block) {
+fn serve_much(node: &Node, serve: ServeId, block: &Block) {
     for index in 0..128 {
         node.transport.serve_header(serve, index, Tier::Dram, &block.checksums);
         let range = (0, block.layout.block_bytes());
-        node.transport.serve_objects(block.objects(serve, index, range, ServeLast::Last));
+        node.transport.serve_objects(&block.objects(serve, index, range, true));
     }
 }
 
-fn assert_aborted(node: &Node, serve: u64, started: Instant) {
+fn assert_aborted(node: &Node, serve: ServeId, started: Instant) {
     loop {
         match node.events.recv_timeout(PATIENCE).expect("an event") {
             TransportEvent::ServeDone { .. } => {}
@@ -82,7 +81,7 @@ fn a_requester_that_returns_credit_slowly_loses_its_request_and_keeps_its_connec
     answering.write_all(&request_within(2, block.layout, &[key(0)], LATER)).expect("sent");
     let second = node.serve_number();
     node.transport.serve_header(second, 0, Tier::Dram, &block.checksums);
-    node.transport.serve_objects(block.objects(second, 0, (0, 64 << 10), ServeLast::More));
+    node.transport.serve_objects(&block.objects(second, 0, (0, 64 << 10), false));
     requester.join().expect("the second request is served");
 }
 
@@ -111,6 +110,7 @@ fn a_requester_that_reads_slowly_loses_its_connection() {
 fn a_fetch_behind_a_long_one_on_the_same_connection_ends_at_its_deadline() {
     // 32 objects of 1 MiB, all zero. The sink is slow, so there is always more to read.
     let layout = layout(16, 4096, 128);
+    renew_arena(2 * layout.slot_bytes());
     let zeroes = vec![0; layout.object_bytes() as usize];
     let checksums = vec![crc32c(&zeroes); layout.objects() as usize];
     let (sender, events) = std::sync::mpsc::channel();
@@ -118,7 +118,7 @@ fn a_fetch_behind_a_long_one_on_the_same_connection_ends_at_its_deadline() {
         std::thread::sleep(DEADLINE / 4);
         let _ = sender.send(event);
     });
-    let transport = reprise_transport::TcpTransport::bind(settings(), sink).expect("loopback");
+    let transport = reprise_transport::TcpTransport::bind(settings(), arena(), sink).expect("loopback");
     let server = FakeServer::new();
     let mut tracker = Tracker::default();
     for (fill, deadline) in [(0, LATER), (1, DEADLINE)] {
@@ -155,11 +155,12 @@ fn a_fetch_ends_at_its_deadline_while_requests_cannot_be_sent() {
     // It greets and reads one request only: the others, of 128 KiB each, do not fit the sockets.
     let (mut tracker, _) = node.fetch(&server.address(), 1);
     let (_stream, _) = server.accept_request();
-    let span = crate::harness::empty_span(small_layout().slot_bytes());
+    let into = marked_place(small_layout().slot_bytes());
     for fetch in 1..4 {
         let fills = (0..BLOCKS_PER_REQUEST_MAX as u64 - 1).map(|index| fetch * 10_000 + index);
-        let blocks = fills.map(|fill| FetchBlock { fill, key: key(0), into: span.clone() }).collect();
-        let request = FetchRequest { fetch, layout: small_layout(), deadline: DEADLINE, blocks };
+        let blocks = fills.map(|fill| FetchBlock { fill: FillId(fill), key: key(0), into }).collect();
+        let request =
+            FetchRequest { fetch: FetchId(fetch), layout: small_layout(), deadline: DEADLINE, blocks };
         tracker.expect(&request);
         node.transport.fetch(&server.address(), request).expect("taken");
     }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use reprise_transport::{Congestion, ErrorKind, TcpSettings, TcpTransport, Transport};
 
 use crate::harness::{
-    Block, FillOutcome, LATER, by_hand, key, recording_sink, serving, small_layout, wanted,
+    Block, FillOutcome, LATER, arena, by_hand, key, recording_sink, serving, small_layout, wanted,
 };
 use crate::wire::{ABSENT, FakeServer, connect, good_hello, is_closed, read_frame, request};
 use crate::{eventually, impatient, node, settings};
@@ -139,13 +139,13 @@ fn rejects_invalid_settings_with_their_name() {
     ];
     for (settings, word) in cases {
         let (sink, _events) = recording_sink(&crate::harness::TransportHandle::default(), by_hand());
-        let error = TcpTransport::bind(settings, sink).err().expect(word);
+        let error = TcpTransport::bind(settings, arena(), sink).err().expect(word);
         assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
         assert!(error.to_string().contains(word), "{error}");
     }
     let taken = FakeServer::new();
     let listen = taken.address().parse().expect("an address");
     let (sink, _events) = recording_sink(&crate::harness::TransportHandle::default(), by_hand());
-    let error = TcpTransport::bind(TcpSettings { listen, ..base() }, sink).err().expect("taken");
+    let error = TcpTransport::bind(TcpSettings { listen, ..base() }, arena(), sink).err().expect("taken");
     assert_eq!(error.kind(), ErrorKind::Os, "{error}");
 }

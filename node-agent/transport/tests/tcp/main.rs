@@ -18,11 +18,13 @@ use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
-use reprise_buffers::Span;
-use reprise_transport::{FetchFailure, TcpSettings, TcpTransport, Transport, TransportEvent};
+use reprise_policy::ArenaSlot;
+use reprise_policy::peer::{FillError, ServeId};
+use reprise_transport::{TcpSettings, TcpTransport, Transport, TransportEvent};
 
 use harness::{
-    FillOutcome, LATER, PATIENCE, Serve, Tracker, TransportHandle, key, recording_sink, small_layout, wanted,
+    FillOutcome, LATER, PATIENCE, Serve, Tracker, TransportHandle, arena, key, recording_sink, small_layout,
+    wanted,
 };
 
 /// A node with its recorded events.
@@ -47,7 +49,8 @@ pub(crate) fn impatient() -> TcpSettings {
 pub(crate) fn node(settings: TcpSettings, serve: Serve) -> Node {
     let own = TransportHandle::default();
     let (sink, events) = recording_sink(&own, serve);
-    let transport = Arc::new(TcpTransport::bind(settings, sink).expect("listening on loopback works"));
+    let transport =
+        Arc::new(TcpTransport::bind(settings, arena(), sink).expect("listening on loopback works"));
     let shared: Arc<dyn Transport> = transport.clone();
     own.set(&shared);
     Node { transport, events }
@@ -58,7 +61,7 @@ impl Node {
         self.events.recv_timeout(PATIENCE).expect("an event")
     }
 
-    pub(crate) fn serve_number(&self) -> u64 {
+    pub(crate) fn serve_number(&self) -> ServeId {
         match self.next() {
             TransportEvent::Request(request) => request.serve,
             other => panic!("{other:?} instead of a request"),
@@ -72,18 +75,18 @@ impl Node {
     }
 
     /// Fetches `count` blocks of the small layout, fills 0, 1, …
-    pub(crate) fn fetch(&self, peer: &str, count: u32) -> (Tracker, Vec<Span>) {
+    pub(crate) fn fetch(&self, peer: &str, count: u32) -> (Tracker, Vec<ArenaSlot>) {
         let keys: Vec<_> = (0..count).map(key).collect();
         let wanted = wanted(small_layout(), &keys, 0, LATER);
         let mut tracker = Tracker::default();
         tracker.expect(&wanted.request);
         self.transport.fetch(peer, wanted.request).expect("the fetch is accepted");
-        (tracker, wanted.spans)
+        (tracker, wanted.places)
     }
 }
 
 pub(crate) fn assert_lost(tracker: &Tracker, fill: u64) {
-    assert_eq!(tracker.outcomes[&fill], FillOutcome::Failed(FetchFailure::PeerLost), "fill {fill}");
+    assert_eq!(tracker.outcomes[&fill], FillOutcome::Failed(FillError::PeerLost), "fill {fill}");
 }
 
 /// Waits for a consequence that has no event.

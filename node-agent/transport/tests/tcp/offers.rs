@@ -4,20 +4,22 @@ use std::io::Write;
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-use reprise_transport::{OfferRequest, Transport, TransportEvent};
+use reprise_policy::TenantName;
+use reprise_policy::peer::{Offer, OfferId};
+use reprise_transport::{Transport, TransportEvent};
 
 use crate::harness::{LATER, by_hand, key, small_layout};
 use crate::wire::{FakeServer, OFFER, OFFER_ANSWER, connect, good_hello, is_closed, read_frame, with_body};
 use crate::{Node, eventually, impatient, node, settings};
 
-fn offer(keys: u32) -> OfferRequest {
+fn offer(keys: u32) -> Offer<TenantName> {
     let keys = (0..keys).map(key).collect();
     let tenant = "team-a".parse().expect("a name");
-    OfferRequest { offer: 3, layout: small_layout(), tenant, deadline: LATER, keys }
+    Offer { offer: OfferId(3), layout: small_layout(), tenant, deadline: LATER, keys }
 }
 
 fn failed() -> TransportEvent {
-    TransportEvent::OfferFailed { offer: 3 }
+    TransportEvent::OfferFailed { offer: OfferId(3) }
 }
 
 /// The body of an answer to an offer of `keys` keys.
@@ -66,7 +68,8 @@ fn a_slow_answer_to_an_offer_is_not_a_stall() {
     // Several stall timeouts of the holder.
     assert!(holder.events.recv_timeout(Duration::from_secs(1)).is_err(), "nothing happens meanwhile");
     target.transport.answer_offer(incoming.offer, &[1], Duration::ZERO);
-    let answered = TransportEvent::OfferAnswered { offer: 3, taken: vec![1], retry_after: Duration::ZERO };
+    let answered =
+        TransportEvent::OfferAnswered { offer: OfferId(3), taken: vec![1], retry_after: Duration::ZERO };
     assert_eq!(holder.next(), answered);
 }
 
@@ -88,7 +91,8 @@ fn an_answer_without_an_offer_is_ignored() {
     let (mut stream, number) = offered(&node);
     stream.write_all(&with_body(OFFER_ANSWER, number + 7, 0, &answer(4))).expect("sent");
     stream.write_all(&with_body(OFFER_ANSWER, number, 0, &answer(4))).expect("sent");
-    let none = TransportEvent::OfferAnswered { offer: 3, taken: vec![], retry_after: Duration::ZERO };
+    let none =
+        TransportEvent::OfferAnswered { offer: OfferId(3), taken: vec![], retry_after: Duration::ZERO };
     assert_eq!(node.next(), none);
 }
 

@@ -3,7 +3,8 @@
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 
-use reprise_transport::{FetchFailure, Transport};
+use reprise_policy::peer::FillError;
+use reprise_transport::Transport;
 
 use crate::harness::{Block, FillOutcome, by_hand, bytes_of, small_layout};
 use crate::{Node, node, settings};
@@ -79,17 +80,16 @@ fn through(corruption: Corruption) -> Outcome {
             for (index, block) in (0..).zip(&inorder) {
                 transport.serve_header(request.serve, index, reprise_policy::Tier::Dram, &block.checksums);
                 let range = (0, block.layout.block_bytes());
-                let last = reprise_transport::ServeLast::Last;
-                transport.serve_objects(block.objects(request.serve, index, range, last));
+                transport.serve_objects(&block.objects(request.serve, index, range, true));
             }
         }),
     );
     let requester = node(settings(), by_hand());
     let address = proxy(server.transport.local_address(), corruption);
-    let (mut tracker, spans) = requester.fetch(&address, 4);
+    let (mut tracker, places) = requester.fetch(&address, 4);
     requester.finish(&mut tracker);
     let outcomes: Vec<FillOutcome> = (0..4).map(|fill| tracker.outcomes[&fill].clone()).collect();
-    for ((outcome, block), span) in outcomes.iter().zip(&blocks).zip(&spans) {
+    for ((outcome, block), span) in outcomes.iter().zip(&blocks).zip(&places) {
         if matches!(outcome, FillOutcome::Arrived { .. }) {
             assert!(bytes_of(span) == block.bytes[..], "a changed byte got through");
         }
@@ -106,7 +106,7 @@ fn a_bit_that_flips_in_a_payload_fails_that_block_alone() {
     let second = GREETING + HEADER_FRAME + DATA_FRAME + HEADER_FRAME + 32;
     for byte in [second, second + 5000, second + 8 * 4096 - 1] {
         let outcome = through(Corruption::Flip(byte));
-        assert_eq!(outcome.outcomes[1], FillOutcome::Failed(FetchFailure::Corrupt));
+        assert_eq!(outcome.outcomes[1], FillOutcome::Failed(FillError::Corrupt));
         assert_eq!(arrived(&outcome), [true, false, true, true]);
         assert_eq!(outcome.requester.transport.stats().protocol_errors, 0);
     }
@@ -119,7 +119,7 @@ fn a_bit_that_flips_anywhere_else_ends_the_connection() {
     for byte in [0, 5, 9, 21, 25, 30, 32, 40] {
         let outcome = through(Corruption::Flip(block + byte));
         assert_eq!(arrived(&outcome), [true, false, false, false], "byte {byte}");
-        assert_eq!(outcome.outcomes[1], FillOutcome::Failed(FetchFailure::PeerLost));
+        assert_eq!(outcome.outcomes[1], FillOutcome::Failed(FillError::PeerLost));
         assert_eq!(outcome.requester.transport.stats().protocol_errors, 1, "byte {byte}");
     }
     for byte in [0, 8, 30, 127] {
@@ -145,7 +145,7 @@ fn a_connection_cut_anywhere_fails_the_missing_blocks() {
         let expected: Vec<bool> = (0..4).map(|block| block < whole).collect();
         assert_eq!(arrived(&outcome), expected, "cut at {byte}");
         for outcome in &outcome.outcomes[whole..] {
-            assert_eq!(*outcome, FillOutcome::Failed(FetchFailure::PeerLost));
+            assert_eq!(*outcome, FillOutcome::Failed(FillError::PeerLost));
         }
     }
 }

@@ -3,7 +3,8 @@
 use std::time::{Duration, Instant};
 
 use reprise_policy::Tier;
-use reprise_transport::{ServeLast, Transport, TransportEvent};
+use reprise_policy::peer::ServeId;
+use reprise_transport::{Transport, TransportEvent};
 
 use crate::harness::{Block, FillOutcome, by_hand, key, layout, serving, small_layout};
 use crate::wire::{CREDIT, DATA, connect, header, hello, read_frame, request};
@@ -14,10 +15,10 @@ fn large_block() -> Block {
     Block::new(0, layout(8, 1024, 32))
 }
 
-fn serve_whole(node: &Node, serve: u64, block: &Block) {
+fn serve_whole(node: &Node, serve: ServeId, block: &Block) {
     node.transport.serve_header(serve, 0, Tier::Dram, &block.checksums);
     let range = (0, block.layout.block_bytes());
-    node.transport.serve_objects(block.objects(serve, 0, range, ServeLast::Last));
+    node.transport.serve_objects(&block.objects(serve, 0, range, true));
 }
 
 #[test]
@@ -81,7 +82,7 @@ fn a_requester_that_reads_nothing_is_closed_without_delaying_others() {
     for index in 0..128 {
         node.transport.serve_header(stalled_serve, index, Tier::Dram, &block.checksums);
         let range = (0, block.layout.block_bytes());
-        node.transport.serve_objects(block.objects(stalled_serve, index, range, ServeLast::Last));
+        node.transport.serve_objects(&block.objects(stalled_serve, index, range, true));
     }
     assert!(started.elapsed() < Duration::from_secs(2), "serve calls wait for the peer");
     // Another requester is served meanwhile, and its node sees no delay.
@@ -94,7 +95,7 @@ fn a_requester_that_reads_nothing_is_closed_without_delaying_others() {
             TransportEvent::Request(request) => {
                 node.transport.serve_header(request.serve, 0, Tier::Dram, &small.checksums);
                 let range = (0, small.layout.block_bytes());
-                node.transport.serve_objects(small.objects(request.serve, 0, range, ServeLast::Last));
+                node.transport.serve_objects(&small.objects(request.serve, 0, range, true));
                 requester.finish(&mut tracker);
             }
             TransportEvent::ServeAborted { serve } if serve == stalled_serve => aborted = true,

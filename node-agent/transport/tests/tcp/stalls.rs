@@ -3,9 +3,10 @@
 use std::io::Write;
 use std::time::{Duration, Instant};
 
+use reprise_policy::peer::FillUpdate;
 use reprise_transport::{Transport, TransportEvent};
 
-use crate::harness::{Block, FillOutcome, by_hand, bytes_of, is_untouched, small_layout};
+use crate::harness::{Block, FillOutcome, arena, by_hand, bytes_of, is_untouched, small_layout};
 use crate::wire::{ALIVE, FakeServer, block_header, data, header};
 use crate::{Node, assert_lost, impatient, node, settings};
 
@@ -18,7 +19,7 @@ const PROMPT: Duration = Duration::from_secs(3);
 /// Fetches from a server that runs `misbehave` after the request; both blocks must be lost.
 fn lost_after(node: &Node, misbehave: impl FnOnce(std::net::TcpStream, u64)) -> Duration {
     let server = FakeServer::new();
-    let (mut tracker, spans) = node.fetch(&server.address(), 2);
+    let (mut tracker, places) = node.fetch(&server.address(), 2);
     let (stream, number) = server.accept_request();
     let started = Instant::now();
     // The socket stays open until the outcome is known, unless `misbehave` drops it.
@@ -27,7 +28,7 @@ fn lost_after(node: &Node, misbehave: impl FnOnce(std::net::TcpStream, u64)) -> 
     let elapsed = started.elapsed();
     assert_lost(&tracker, 0);
     assert_lost(&tracker, 1);
-    assert!(is_untouched(&spans[1]));
+    assert!(is_untouched(&places[1]));
     elapsed
 }
 
@@ -36,12 +37,12 @@ fn a_peer_that_accepts_and_never_greets_is_lost_after_the_stall_timeout() {
     let node = node(impatient(), by_hand());
     let server = FakeServer::new();
     let started = Instant::now();
-    let (mut tracker, spans) = node.fetch(&server.address(), 1);
+    let (mut tracker, places) = node.fetch(&server.address(), 1);
     let _silent = server.accept();
     node.finish(&mut tracker);
     assert_lost(&tracker, 0);
     assert!(STALL.contains(&started.elapsed()), "{:?}", started.elapsed());
-    assert!(is_untouched(&spans[0]));
+    assert!(is_untouched(&places[0]));
     assert_eq!(node.transport.stats().stalls, 1);
 }
 
@@ -84,7 +85,7 @@ fn a_peer_that_sends_alive_frames_may_exceed_the_stall_timeout() {
     let node = node(impatient(), by_hand());
     let block = Block::new(0, small_layout());
     let server = FakeServer::new();
-    let (mut tracker, spans) = node.fetch(&server.address(), 1);
+    let (mut tracker, places) = node.fetch(&server.address(), 1);
     let (mut stream, number) = server.accept_request();
     let started = Instant::now();
     while started.elapsed() < Duration::from_millis(1200) {
@@ -96,7 +97,7 @@ fn a_peer_that_sends_alive_frames_may_exceed_the_stall_timeout() {
     stream.write_all(&data(number, 0, 0, &block.bytes)).expect("sent");
     node.finish(&mut tracker);
     assert!(matches!(tracker.outcomes[&0], FillOutcome::Arrived { .. }));
-    assert!(bytes_of(&spans[0]) == block.bytes[..]);
+    assert!(bytes_of(&places[0]) == block.bytes[..]);
 }
 
 #[test]
@@ -109,12 +110,7 @@ fn a_server_whose_core_is_slow_keeps_its_connection() {
     // Four stall timeouts of the requester in which the server's core does not answer.
     assert!(requester.events.recv_timeout(Duration::from_millis(1200)).is_err());
     server.transport.serve_header(serve, 0, reprise_policy::Tier::Nvme, &block.checksums);
-    server.transport.serve_objects(block.objects(
-        serve,
-        0,
-        (0, 8 * 4096),
-        reprise_transport::ServeLast::Last,
-    ));
+    server.transport.serve_objects(&block.objects(serve, 0, (0, 8 * 4096), true));
     requester.finish(&mut tracker);
     assert!(matches!(tracker.outcomes[&0], FillOutcome::Arrived { .. }));
 }
@@ -130,7 +126,7 @@ fn a_slow_core_is_not_a_stall_of_the_peer() {
         std::thread::sleep(Duration::from_millis(900));
         let _ = sender.send(event);
     });
-    let transport = reprise_transport::TcpTransport::bind(impatient(), sink).expect("loopback");
+    let transport = reprise_transport::TcpTransport::bind(impatient(), arena(), sink).expect("loopback");
     let wanted = crate::harness::wanted(small_layout(), &[block.key], 0, crate::harness::LATER);
     let mut tracker = crate::harness::Tracker::default();
     tracker.expect(&wanted.request);
@@ -162,7 +158,7 @@ fn a_peer_that_dies_inside_a_payload_is_lost_at_once_and_verified_layers_remain(
     let node = node(settings(), by_hand());
     let block = Block::new(0, small_layout());
     let server = FakeServer::new();
-    let (mut tracker, spans) = node.fetch(&server.address(), 1);
+    let (mut tracker, places) = node.fetch(&server.address(), 1);
     let (mut stream, number) = server.accept_request();
     let started = Instant::now();
     stream.write_all(&block_header(number, 0, &block.checksums)).expect("sent");
@@ -171,13 +167,15 @@ fn a_peer_that_dies_inside_a_payload_is_lost_at_once_and_verified_layers_remain(
     drop(stream);
     // Five objects are two and a half layers.
     match node.next() {
-        event @ TransportEvent::Layers { layers: 1..=2, .. } => tracker.take(&event),
+        event @ TransportEvent::Fill { update: FillUpdate::Layers { layers: 1..=2, .. }, .. } => {
+            tracker.take(&event);
+        }
         other => panic!("{other:?} instead of layers"),
     }
     node.finish(&mut tracker);
     assert_lost(&tracker, 0);
     assert!(started.elapsed() < PROMPT);
-    assert!(bytes_of(&spans[0])[..4 * 4096] == block.bytes[..4 * 4096]);
+    assert!(bytes_of(&places[0])[..4 * 4096] == block.bytes[..4 * 4096]);
 }
 
 #[test]
@@ -189,12 +187,12 @@ fn after_a_loss_the_next_fetch_opens_a_new_connection() {
     node.finish(&mut tracker);
     assert_lost(&tracker, 0);
     let block = Block::new(0, small_layout());
-    let (mut tracker, spans) = node.fetch(&server.address(), 1);
+    let (mut tracker, places) = node.fetch(&server.address(), 1);
     let (mut stream, number) = server.accept_request();
     stream.write_all(&block_header(number, 0, &block.checksums)).expect("sent");
     stream.write_all(&data(number, 0, 0, &block.bytes)).expect("sent");
     node.finish(&mut tracker);
-    assert!(bytes_of(&spans[0]) == block.bytes[..]);
+    assert!(bytes_of(&places[0]) == block.bytes[..]);
     assert_eq!(node.transport.stats().connections_opened, 2);
 }
 

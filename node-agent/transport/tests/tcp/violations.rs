@@ -18,14 +18,14 @@ use crate::{assert_lost, eventually, node, settings};
 fn requester_rejects(what: &str, bytes: impl FnOnce(u64, &Block) -> Vec<u8>) {
     let node = node(settings(), by_hand());
     let server = FakeServer::new();
-    let (mut tracker, spans) = node.fetch(&server.address(), 2);
+    let (mut tracker, places) = node.fetch(&server.address(), 2);
     let (mut stream, number) = server.accept_request();
     let block = Block::new(0, small_layout());
     // The other side may close before it has read everything.
     let _ = stream.write_all(&bytes(number, &block));
     node.finish(&mut tracker);
     assert_lost(&tracker, 1);
-    assert!(is_untouched(&spans[1]), "{what}");
+    assert!(is_untouched(&places[1]), "{what}");
     assert!(is_closed(&mut stream), "{what}");
     assert_eq!(node.transport.stats().protocol_errors, 1, "{what}");
 }
@@ -119,7 +119,7 @@ fn a_requester_rejects_foreign_greetings() {
 fn frames_of_unknown_requests_and_ended_blocks_are_discarded() {
     let node = node(settings(), by_hand());
     let server = FakeServer::new();
-    let (mut tracker, spans) = node.fetch(&server.address(), 2);
+    let (mut tracker, places) = node.fetch(&server.address(), 2);
     let (mut stream, number) = server.accept_request();
     let block = Block::new(0, small_layout());
     let mut send = |bytes: Vec<u8>| stream.write_all(&bytes).expect("still connected");
@@ -134,8 +134,8 @@ fn frames_of_unknown_requests_and_ended_blocks_are_discarded() {
     send(data(number, 0, 0, &block.bytes));
     node.finish(&mut tracker);
     assert!(matches!(tracker.outcomes[&0], FillOutcome::Arrived { .. }));
-    assert!(bytes_of(&spans[0]) == block.bytes[..]);
-    assert!(is_untouched(&spans[1]));
+    assert!(bytes_of(&places[0]) == block.bytes[..]);
+    assert!(is_untouched(&places[1]));
     let stats = node.transport.stats();
     assert_eq!((stats.discarded_bytes, stats.protocol_errors), (2 * 8 * 4096, 0));
 }

@@ -1,0 +1,153 @@
+//! Messages between the core of an agent and its transport: fetches, serves and offers of blocks.
+//!
+//! Memory is named by its place in the arena. Nodes and tenants have numbers in the core and names in the
+//! transport; [`Offer`] and [`PeerOffer`] are generic over them.
+
+use std::time::Duration;
+
+use crate::{ArenaSlot, BlockKey, Layout, Tier};
+
+/// Number of a fill: one block that is read or fetched into an arena slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct FillId(pub u64);
+
+/// Number of a request for blocks of one peer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct FetchId(pub u64);
+
+/// Number of a peer's request for blocks of this node; unique on this node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ServeId(pub u64);
+
+/// Number of an offer of this node to a peer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct OfferId(pub u64);
+
+/// Number of a peer's offer to this node; unique on this node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct PeerOfferId(pub u64);
+
+/// A request for blocks of one peer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FetchRequest {
+    /// Number of the fetch, for log lines.
+    pub fetch: FetchId,
+    /// Layout of all blocks.
+    pub layout: Layout,
+    /// Time from now on after which unfinished blocks end in [`FillError::PeerLost`].
+    pub deadline: Duration,
+    /// Requested blocks and their destinations.
+    pub blocks: Vec<FetchBlock>,
+}
+
+/// One block of a [`FetchRequest`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FetchBlock {
+    /// Fill that every update names.
+    pub fill: FillId,
+    /// Key of the block.
+    pub key: BlockKey,
+    /// Destination of the payload, `layout.block_bytes()` to `layout.slot_bytes()` long. The bytes behind the
+    /// payload are zeroed before the last layer is reported.
+    pub into: ArenaSlot,
+}
+
+/// Objects of one block to send to a peer: bytes `offset .. offset + from.bytes` of its payload.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ServeObjects {
+    /// Request of the peer.
+    pub serve: ServeId,
+    /// Index of the block in the request.
+    pub block: u32,
+    /// Exactly the bytes to send: whole objects.
+    pub from: ArenaSlot,
+    /// Offset in the payload in bytes; a multiple of the object size.
+    pub offset: u64,
+    /// Whether these are the block's last objects. `ServeDone` follows when they are in the socket.
+    pub last: bool,
+}
+
+/// Progress of a fill.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum FillUpdate {
+    /// The block's checksums are known and its first `layers` layers are verified in the slot. The number of
+    /// layers grows with every update. After the last layer, the slot is no longer written to.
+    Layers {
+        /// Number of leading layers that are verified.
+        layers: u32,
+        /// CRC32C of each object in order; only in the first update.
+        checksums: Option<Box<[u32]>>,
+        /// Tier that the block came from: on the peer, if the block was fetched.
+        tier: Tier,
+    },
+    /// The fill failed. The slot is no longer written to, unless the error states otherwise. No update
+    /// follows a failure or the last layer.
+    Failed(FillError),
+}
+
+/// Reason why a fill failed. A transport reports `Corrupt`, `Absent` and `PeerLost`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
+pub enum FillError {
+    /// The device reported an error.
+    #[error("device error")]
+    Device,
+    /// The read was not started, for want of memory or queue entries. The block on the device is unaffected.
+    #[error("the device did not start the read")]
+    Refused,
+    /// The device is lost and has not released the slot. It may write to the slot at any time, so the slot is
+    /// never used again.
+    #[error("the device is lost and may still write to the slot")]
+    Stranded,
+    /// The header or an object does not match its checksum, key or generation.
+    #[error("verification failed")]
+    Corrupt,
+    /// The peer does not have the block, or no longer has it.
+    #[error("the peer does not have the block")]
+    Absent,
+    /// The peer is unreachable, has stalled, violated the protocol, or missed the deadline.
+    #[error("the connection to the peer was lost")]
+    PeerLost,
+}
+
+/// Request of a peer for blocks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PeerRequest {
+    /// Number chosen by the transport, unique on this node.
+    pub serve: ServeId,
+    /// Keys of the requested blocks; other messages use their index.
+    pub keys: Vec<BlockKey>,
+    /// Layout that the peer expects; blocks of other layouts are reported as absent.
+    pub layout: Layout,
+    /// Time after which the peer gives up.
+    pub deadline: Duration,
+}
+
+/// Offer of blocks to a peer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Offer<Tenant> {
+    /// Number that the answer contains.
+    pub offer: OfferId,
+    /// Tenant that owns the blocks.
+    pub tenant: Tenant,
+    /// Layout of all blocks.
+    pub layout: Layout,
+    /// Keys of the offered blocks.
+    pub keys: Vec<BlockKey>,
+    /// Time from now on after which an offer without an answer has failed.
+    pub deadline: Duration,
+}
+
+/// Blocks that a peer offers. This node fetches those it accepts and writes them to its devices.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PeerOffer<Node, Tenant> {
+    /// Number to repeat in the answer.
+    pub offer: PeerOfferId,
+    /// Node that has the blocks.
+    pub from: Node,
+    /// Tenant that owns the blocks.
+    pub tenant: Tenant,
+    /// Layout of all blocks.
+    pub layout: Layout,
+    /// Keys of the offered blocks.
+    pub keys: Vec<BlockKey>,
+}
