@@ -35,6 +35,7 @@ mod lookup;
 mod lookup_queue;
 mod members;
 mod nodes;
+mod owner_query;
 mod placement;
 mod reporting;
 #[cfg(test)]

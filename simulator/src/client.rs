@@ -12,8 +12,9 @@ use reprise_agent_core::backoff::Backoff;
 use reprise_agent_core::directives::Directives;
 use reprise_agent_core::effect::{LookupId, PlaceId};
 use reprise_agent_core::outbox::Outbox;
+use reprise_agent_core::owner_query::{OwnerQuery, Part};
 use reprise_policy::shards::ShardMap;
-use reprise_policy::{BlockKey, Epoch, NodeId, Tick};
+use reprise_policy::{Epoch, NodeId, Tick};
 
 use crate::link::{Link, LinkCall, LinkId};
 use crate::lookups::PendingLookup;
@@ -73,22 +74,22 @@ struct Call {
 #[derive(Clone, Debug)]
 pub(crate) enum Purpose {
     Link(LinkId, LinkCall),
-    /// The part of a lookup for the keys at these indices.
+    /// A part of a lookup.
     Lookup {
         lookup: LookupId,
         link: LinkId,
-        places: Vec<u32>,
+        part: Part,
     },
     /// Requests the list of a member whose map is newer.
     Learn {
         lookup: LookupId,
     },
-    /// The part of a placement request, under a registration.
+    /// A part of a placement request, under a registration.
     Place {
         place: PlaceId,
         link: LinkId,
         epoch: Epoch,
-        places: Vec<u32>,
+        part: Part,
     },
     /// As `Learn`, for a placement request.
     LearnOfPlaces {
@@ -98,10 +99,6 @@ pub(crate) enum Purpose {
 }
 
 impl Routes {
-    pub(crate) fn epoch(&self) -> Epoch {
-        self.map.epoch()
-    }
-
     /// Digest of the members in the map.
     pub(crate) fn digest(&self) -> u64 {
         self.map.digest()
@@ -111,11 +108,27 @@ impl Routes {
     pub(crate) fn owns(&self, link: LinkId, slot: u16) -> bool {
         self.map.owner(slot).is_some_and(|owner| self.links[usize::from(owner.0)] == link)
     }
+}
 
-    /// Returns the link to the owner of a key.
-    pub(crate) fn owner(&self, key: &BlockKey) -> Option<LinkId> {
-        self.map.owner_of(key).map(|owner| self.links[usize::from(owner.0)])
-    }
+/// Starts an attempt of a query: returns the parts to send. The owners of the others cannot be asked.
+pub(crate) fn ask_owners<A: Clone>(
+    routes: Option<&Routes>,
+    query: &mut OwnerQuery<LinkId, A>,
+    can_ask: impl Fn(LinkId) -> bool,
+) -> Vec<(LinkId, Part)> {
+    let parts = query.ask(routes.map(|routes| &*routes.map));
+    let link_of =
+        |part: Part| (routes.expect("only a map has owners").links[usize::from(part.owner.0)], part);
+    let mut parts: Vec<(LinkId, Part)> = parts.into_iter().map(link_of).collect();
+    parts.sort_by_key(|(link, _)| *link);
+    parts.retain(|(link, part)| {
+        let can_ask = can_ask(*link);
+        if !can_ask {
+            query.fail(part);
+        }
+        can_ask
+    });
+    parts
 }
 
 impl Client {
@@ -215,9 +228,9 @@ impl Simulation {
     fn call_failed(&mut self, node: usize, of: Purpose) {
         match of {
             Purpose::Link(link, of) => self.link_call_failed(node, link, &of),
-            Purpose::Lookup { lookup, .. } => self.part_failed(node, lookup),
+            Purpose::Lookup { lookup, part, .. } => self.part_failed(node, lookup, &part),
             Purpose::Learn { lookup } => self.lookup_over(node, lookup),
-            Purpose::Place { place, .. } => self.place_part_over(node, place),
+            Purpose::Place { place, part, .. } => self.place_part_over(node, place, &part),
             Purpose::LearnOfPlaces { place } => self.place_over(node, place),
             Purpose::Follow => self.drop_home(node),
         }
@@ -231,15 +244,15 @@ impl Simulation {
         match (of, reply) {
             (of, Reply::Unavailable) => self.call_failed(node, of),
             (Purpose::Link(link, of), reply) => self.on_link_answer(node, (link, of), reply),
-            (Purpose::Lookup { lookup, link, places }, Reply::Found(answered)) => {
-                self.part_found(node, (lookup, link), &places, answered);
+            (Purpose::Lookup { lookup, link, part }, Reply::Found(answered)) => {
+                self.part_found(node, (lookup, link), &part, answered);
             }
             (Purpose::Learn { lookup }, Reply::Members(list)) => {
                 self.learn_list(node, &list);
                 self.learned(node, lookup);
             }
-            (Purpose::Place { place, link, epoch, places }, Reply::Placed(answer)) => {
-                self.part_placed(node, (place, link, epoch), &places, answer.map(|answer| *answer));
+            (Purpose::Place { place, link, epoch, part }, Reply::Placed(answer)) => {
+                self.part_placed(node, (place, link, epoch), &part, answer.map(|answer| *answer));
             }
             (Purpose::LearnOfPlaces { place }, Reply::Members(list)) => {
                 self.learn_list(node, &list);

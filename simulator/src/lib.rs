@@ -45,8 +45,8 @@
 //!
 //! | here | there |
 //! |---|---|
-//! | `link.rs`, `client.rs`, `lookups.rs`, `reports.rs` | `node-agent/src/directory/{link,heartbeat,members,lookup,reporting}.rs` |
-//! | `placement_requests.rs`, `placement_audit.rs` (`directed`) | `node-agent/src/directory/{placement,reporting}.rs` |
+//! | `link.rs`, `client.rs`, `reports.rs` | `node-agent/src/directory/{link,heartbeat,members,reporting}.rs` |
+//! | `placement_audit.rs` (`directed`) | `node-agent/src/directory/reporting.rs` |
 //! | `member.rs`, `control_plane.rs` | `controlplane/src/{cluster,directory,membership,server}.rs` |
 //! | `member/placement.rs`, `member/ledgers.rs` | `controlplane/src/{placement/places,placement/reports,cluster/node_selection,server}.rs` |
 //! | `membership.rs`, `membership/` | `controlplane/src/{identity,registry,shards,store_watch,modes,tenants}.rs`, `controlplane/store/src/lease_guard.rs` |

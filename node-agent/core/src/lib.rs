@@ -10,6 +10,8 @@
 //! [`QuotaGrants`](quota_grants::QuotaGrants) decides what the node reports about its tenants and which quota
 //! grants it accepts.
 //!
+//! [`OwnerQuery`](owner_query::OwnerQuery) divides lookups and placement requests among the owners of the keys.
+//!
 //! Out of scope: block payloads (the runtime moves them), sockets, files and metrics libraries.
 
 pub mod agent;
@@ -18,5 +20,6 @@ pub mod directives;
 pub mod effect;
 pub mod event;
 pub mod outbox;
+pub mod owner_query;
 pub mod pool;
 pub mod quota_grants;

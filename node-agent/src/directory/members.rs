@@ -15,8 +15,8 @@ use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use reprise_agent_core::backoff::Backoff;
-use reprise_policy::shards::{MemberName, ShardMap};
-use reprise_policy::{BlockKey, Epoch};
+use reprise_policy::Epoch;
+use reprise_policy::shards::{MemberIndex, MemberName, ShardMap};
 use reprise_proto::connection::Connection;
 use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::{
@@ -87,9 +87,14 @@ impl Routes {
         owner.is_some_and(|owner| owner.name == link.name)
     }
 
-    /// Returns the index of a key's owner among the links.
-    pub(super) fn owner(&self, key: &BlockKey) -> Option<usize> {
-        self.map.owner_of(key).map(|owner| usize::from(owner.0))
+    /// Returns the map of hash slots.
+    pub(super) fn map(&self) -> &ShardMap {
+        &self.map
+    }
+
+    /// Returns the link to a member of the map.
+    pub(super) fn link(&self, member: MemberIndex) -> &Arc<Link> {
+        &self.links[usize::from(member.0)]
     }
 }
 

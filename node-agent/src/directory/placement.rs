@@ -1,28 +1,23 @@
 //! Placement requests for further replicas: each key is sent to the owner of its slot, like lookups
-//! ([`super::lookup`]). Keys without a response are reported as unanswered.
+//! ([`OwnerQuery`]). Keys without a response are reported as unanswered.
 
 use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
 use reprise_agent_core::effect::{PlaceId, PlaceReason};
 use reprise_agent_core::event::Placement;
+use reprise_agent_core::owner_query::{OwnerQuery, PartAnswer};
 use reprise_policy::{BlockKey, Epoch, NodeId};
 use reprise_proto::controlplane::placement_client::PlacementClient;
 use reprise_proto::controlplane::{PlaceReply, PlaceRequest};
 use tokio::sync::mpsc;
-use tokio::task::JoinSet;
-use tokio::time::timeout_at;
 use tonic::Status;
 
 use super::link::Link;
-use super::members::{Routes, fetch_members};
-use super::{DirectoryEvent, Shared, wire};
+use super::{DirectoryEvent, Shared, owner_query, wire};
 
 /// Capacity of the request queue; the core has fewer requests in flight.
 pub(super) const PLACES_QUEUED_MAX: usize = 64;
-
-/// Maximum number of members asked for a key, as for lookups.
-const ATTEMPTS: usize = 2;
 
 /// Wire value: there are enough replicas.
 const ENOUGH: u16 = 0;
@@ -60,37 +55,14 @@ pub(super) async fn place(shared: &Arc<Shared>, mut questions: mpsc::Receiver<Pl
 
 /// Queries the owners of all keys; `None` if none of them responded.
 async fn query(shared: &Arc<Shared>, question: PlacementRequest) -> Option<Vec<Placement>> {
-    let question = Arc::new(question);
-    let mut answers = vec![Placement::Unanswered; question.keys.len()];
-    let mut open_indices: Vec<u32> = (0..).take(question.keys.len()).collect();
-    let mut answered = false;
-    for _ in 0..ATTEMPTS {
-        let Some(routes) = shared.routes.borrow().clone() else { break };
-        let (mut newer, mut remaining) = (None, Vec::new());
-        for Answer { link, indices, outcome } in query_owners(&routes, &question, open_indices).await {
-            let Ok(part) = outcome else { continue };
-            answered = true;
-            remaining.extend(part.elsewhere.iter().filter_map(|at| indices.get(*at as usize)));
-            if !part.elsewhere.is_empty() && part.map_epoch > routes.epoch() {
-                newer = Some(link);
-            }
-            for (index, answer) in indices.iter().zip(part.answers) {
-                answers[*index as usize] = answer;
-            }
-        }
-        // A member's response for keys that it does not own is ignored.
-        remaining.iter().for_each(|index| answers[*index as usize] = Placement::Unanswered);
-        open_indices = remaining;
-        let Some(link) = newer.filter(|_| !open_indices.is_empty()) else { break };
-        let home = format!("http://{}", link.address);
-        let learned =
-            timeout_at(question.deadline.into(), fetch_members(shared, link.channel.clone(), &home)).await;
-        if !matches!(learned, Ok(Ok(()))) {
-            break;
-        }
-    }
+    let mut query = OwnerQuery::new(question.keys, Placement::Unanswered);
+    let limits = (question.deadline, "a placement request failed");
+    let (slot_bytes, reason) = (question.slot_bytes, question.reason);
+    let send = |link, keys| send_query(link, keys, (slot_bytes, reason));
+    owner_query::run(shared, &mut query, limits, send).await;
+    let mut answers = query.finish()?;
     remove_unreachable(shared, &mut answers);
-    answered.then_some(answers)
+    Some(answers)
 }
 
 /// Replaces targets whose address is unknown, since blocks cannot be offered to them.
@@ -103,57 +75,16 @@ fn remove_unreachable(shared: &Shared, answers: &mut [Placement]) {
     }
 }
 
-/// The result of a query to one member.
-struct Answer {
+async fn send_query(
     link: Arc<Link>,
-    /// Indices of its keys within the request.
-    indices: Vec<u32>,
-    outcome: Result<Part, Status>,
-}
-
-/// The content of a member's response.
-struct Part {
-    answers: Vec<Placement>,
-    /// Indices of keys that the member does not own.
-    elsewhere: Vec<u32>,
-    map_epoch: Epoch,
-}
-
-/// Queries the owners of the keys at these indices concurrently.
-async fn query_owners(routes: &Routes, question: &Arc<PlacementRequest>, indices: Vec<u32>) -> Vec<Answer> {
-    let mut by_owner: Vec<Vec<u32>> = vec![Vec::new(); routes.links().len()];
-    for index in indices {
-        if let Some(owner) = routes.owner(&question.keys[index as usize]) {
-            by_owner[owner].push(index);
-        }
-    }
-    let mut asked = JoinSet::new();
-    for (link, indices) in routes.links().iter().cloned().zip(by_owner) {
-        if !indices.is_empty() {
-            asked.spawn(query_member(link, question.clone(), indices));
-        }
-    }
-    asked.join_all().await
-}
-
-async fn query_member(link: Arc<Link>, question: Arc<PlacementRequest>, indices: Vec<u32>) -> Answer {
-    let late = |_| Err(Status::deadline_exceeded("timed out"));
-    let asked = timeout_at(question.deadline.into(), send_query(&link, &question, &indices)).await;
-    let outcome = asked.unwrap_or_else(late);
-    if let Err(status) = &outcome {
-        let (code, reason) = (status.code(), status.message());
-        tracing::debug!(member = %link.name, keys = indices.len(), ?code, reason, "a placement request failed");
-    }
-    Answer { link, indices, outcome }
-}
-
-async fn send_query(link: &Link, question: &PlacementRequest, indices: &[u32]) -> Result<Part, Status> {
+    keys: Vec<BlockKey>,
+    request: (u64, PlaceReason),
+) -> Result<PartAnswer<Placement>, Status> {
     let granted = *link.granted.borrow();
     let Some(granted) = granted.filter(|_| link.is_up()) else {
         return Err(Status::unavailable("the member does not respond to heartbeats"));
     };
-    let keys: Vec<BlockKey> = indices.iter().map(|index| question.keys[*index as usize]).collect();
-    let request = request_of((granted.node, granted.epoch), question, &keys);
+    let request = request_of((granted.node, granted.epoch), request, &keys);
     let reply = PlacementClient::new(link.channel.clone()).place(request).await?.into_inner();
     if reply.fenced {
         link.fence(granted.epoch);
@@ -163,7 +94,7 @@ async fn send_query(link: &Link, question: &PlacementRequest, indices: &[u32]) -
 }
 
 /// Decodes the reply for this number of keys; `None` if it is invalid.
-fn unpack(reply: &PlaceReply, keys: usize) -> Option<Part> {
+fn unpack(reply: &PlaceReply, keys: usize) -> Option<PartAnswer<Placement>> {
     let (targets, rest) = reply.targets.as_chunks::<2>();
     if targets.len() != keys || !rest.is_empty() {
         return None;
@@ -173,7 +104,7 @@ fn unpack(reply: &PlaceReply, keys: usize) -> Option<Part> {
         NOWHERE => Placement::NoCapacity,
         node => Placement::To(NodeId(node)),
     };
-    Some(Part {
+    Some(PartAnswer {
         answers: targets.iter().map(answer).collect(),
         elsewhere: reply.elsewhere.clone(),
         map_epoch: Epoch(reply.map_epoch),
@@ -183,11 +114,11 @@ fn unpack(reply: &PlaceReply, keys: usize) -> Option<Part> {
 /// Encodes a request for some keys.
 pub(super) fn request_of(
     (node, epoch): (NodeId, Epoch),
-    question: &PlacementRequest,
+    (slot_bytes, reason): (u64, PlaceReason),
     keys: &[BlockKey],
 ) -> PlaceRequest {
     use reprise_proto::controlplane::PlaceReason as Wire;
-    let (reason, to) = match question.reason {
+    let (reason, to) = match reason {
         PlaceReason::Hot => (Wire::Hot, 0),
         PlaceReason::Drain => (Wire::Drain, 0),
         PlaceReason::Move(to) => (Wire::Move, u32::from(to.0)),
@@ -196,7 +127,7 @@ pub(super) fn request_of(
         holder: u32::from(node.0),
         epoch: epoch.0,
         keys: wire::pack(keys),
-        slot_bytes: question.slot_bytes,
+        slot_bytes,
         reason: reason.into(),
         to,
     }
@@ -221,19 +152,12 @@ mod tests {
 
     #[test]
     fn request_contains_holder_reason_and_target_of_a_move() {
-        let question = |reason| PlacementRequest {
-            place: PlaceId(1),
-            keys: Vec::new(),
-            slot_bytes: 8192,
-            reason,
-            deadline: Instant::now(),
-        };
         let keys = [BlockKey([3; 16])];
         let own = (NodeId(4), Epoch(9));
-        let request = request_of(own, &question(PlaceReason::Move(NodeId(6))), &keys);
+        let request = request_of(own, (8192, PlaceReason::Move(NodeId(6))), &keys);
         assert_eq!((request.holder, request.epoch, request.reason, request.to), (4, 9, 3, 6));
         assert_eq!((request.keys.as_ref(), request.slot_bytes), ([3; 16].as_slice(), 8192));
-        assert_eq!(request_of(own, &question(PlaceReason::Hot), &keys).reason, 1);
-        assert_eq!(request_of(own, &question(PlaceReason::Drain), &keys).reason, 2);
+        assert_eq!(request_of(own, (8192, PlaceReason::Hot), &keys).reason, 1);
+        assert_eq!(request_of(own, (8192, PlaceReason::Drain), &keys).reason, 2);
     }
 }
