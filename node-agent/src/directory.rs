@@ -51,7 +51,7 @@ use std::time::{Duration, Instant};
 use reprise_agent_core::effect::{LookupId, PlaceId, ReplicaChange};
 use reprise_agent_core::event::{Grant, Move, Placement, Replica};
 use reprise_policy::tenant::TenantRegistry;
-use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tier};
+use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tick, Tier};
 use reprise_proto::controlplane::NodeMode;
 use tokio::sync::{Notify, mpsc, watch};
 use tonic::transport::Endpoint;
@@ -197,6 +197,8 @@ pub(crate) struct DirectoryClient {
 /// State shared by the methods, the link thread and the heartbeat thread. No lock is held across a call of
 /// the sink or an await.
 struct Shared {
+    /// Time zero of the state machines.
+    start: Instant,
     settings: DirectorySettings,
     sink: DirectorySink,
     /// Links to all members, including those that have just left the map.
@@ -355,6 +357,7 @@ impl Drop for DirectoryClient {
 impl Shared {
     fn new(settings: DirectorySettings, sink: DirectorySink) -> Shared {
         Shared {
+            start: Instant::now(),
             links: watch::Sender::new(Links::default()),
             routes: watch::Sender::new(None),
             lookups: Mutex::new(LookupQueue::new(settings.lookups_max)),
@@ -369,6 +372,11 @@ impl Shared {
             settings,
             sink,
         }
+    }
+
+    /// Returns the time, for the state machines.
+    fn now(&self) -> Tick {
+        Tick(0).after(self.start.elapsed())
     }
 
     /// Returns the links to all members.

@@ -49,7 +49,7 @@ impl Simulation {
     fn assert_nothing_left(&mut self, node: usize) {
         let process = self.process(node);
         let client = &process.client;
-        let queued: usize = client.links.values().map(|link| link.outbox.queued()).sum();
+        let queued: usize = client.links.values().map(|link| link.announcer.outbox().queued()).sum();
         let counters = process.core.counters();
         let left = [
             ("sessions", counters.sessions),
@@ -194,7 +194,7 @@ impl Simulation {
         assert_eq!(routes.links.len(), members, "node {node} does not know all members");
         for link in &routes.links {
             let link = &client.links[link];
-            let (granted, up, of) = (link.granted, link.up, link.member);
+            let (granted, up, of) = (link.granted(), link.is_up(), link.member);
             let registered = granted.is_some_and(|granted| granted.node == number);
             assert!(registered, "node {node}, number {number}, is registered with member {of}: {granted:?}");
             assert!(up, "node {node} has a working link to member {of}");

@@ -8,10 +8,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use reprise_agent_core::announcer::Announcer;
 use reprise_agent_core::backoff::Backoff;
 use reprise_agent_core::directives::Directives;
 use reprise_agent_core::effect::{LookupId, PlaceId};
-use reprise_agent_core::outbox::Outbox;
 use reprise_agent_core::owner_query::{OwnerQuery, Part};
 use reprise_policy::shards::ShardMap;
 use reprise_policy::{Epoch, NodeId, Tick};
@@ -163,7 +163,7 @@ impl Client {
 
     /// Reports whether a member answers and knows this node.
     pub(crate) fn is_connected(&self) -> bool {
-        self.links.values().any(|link| link.up)
+        self.links.values().any(Link::is_up)
     }
 
     fn link_to(&self, member: usize) -> Option<LinkId> {
@@ -384,7 +384,7 @@ impl Simulation {
         // A member that has lost slots would report that with its next heartbeat; a request is sooner.
         for id in links {
             if let Some(link) = self.client(node).links.get_mut(&id) {
-                link.outbox.invalidate_slots();
+                link.announcer.outbox_mut().invalidate_slots();
                 self.pump(node, id);
             }
         }
@@ -401,7 +401,7 @@ impl Simulation {
         }
         let id = LinkId(client.links_begun);
         client.links_begun += 1;
-        client.links.insert(id, Link::new(member, Outbox::new(limit)));
+        client.links.insert(id, Link::new(member, Announcer::new(limit)));
         self.later(node, Duration::ZERO, AgentStep::Register(id));
         self.later(node, Duration::ZERO, AgentStep::Report(id));
         id

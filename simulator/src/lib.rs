@@ -45,7 +45,7 @@
 //!
 //! | here | there |
 //! |---|---|
-//! | `link.rs`, `client.rs`, `reports.rs` | `node-agent/src/directory/{link,heartbeat,members,reporting}.rs` |
+//! | `client.rs`, `reports.rs` | `node-agent/src/directory/{members,reporting}.rs` |
 //! | `placement_audit.rs` (`directed`) | `node-agent/src/directory/reporting.rs` |
 //! | `member.rs`, `control_plane.rs` | `controlplane/src/{cluster,directory,membership,server}.rs` |
 //! | `member/placement.rs`, `member/ledgers.rs` | `controlplane/src/{placement/places,placement/reports,cluster/node_selection,server}.rs` |

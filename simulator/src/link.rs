@@ -1,25 +1,25 @@
 //! An agent's link to one member of the control plane: registration, heartbeats, announcements.
 //!
-//! The queue of announcements and the delays between attempts are production code. The order of calls follows
-//! the loops of `node-agent/src/directory/{link,heartbeat}.rs`, which use futures and cannot run here. The
-//! link registers until it succeeds, and sends heartbeats on a separate connection until the member no longer
-//! knows the registration. One batch of announcements is in flight at a time.
+//! The production state machines decide ([`Registrar`], [`Heartbeats`], [`Announcer`]). Here are the calls and
+//! the delays. Heartbeats have a separate connection.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use reprise_agent_core::backoff::Backoff;
+use reprise_agent_core::announcer::{Action, Announcer, Effect, MemberSlots};
 use reprise_agent_core::event::Event;
-use reprise_agent_core::outbox::{Batch, Next, Outbox, Outcome};
+use reprise_agent_core::heartbeats::Heartbeats;
+use reprise_agent_core::outbox::Batch;
 use reprise_agent_core::quota_grants::ReportNumber;
+use reprise_agent_core::registrar::{Granted, Heartbeat, Input, Output, Registrar};
 use reprise_controlplane_core::SlotStatus;
-use reprise_policy::{Epoch, NodeId, Tick};
+use reprise_policy::Epoch;
 
 use crate::client::Purpose;
 use crate::messages::{Reply, Request};
 use crate::network::{Host, LineId};
 use crate::reports::ReportSchedule;
-use crate::setup::{BEAT_ANSWER, BEAT_EVERY, CALL_TIMEOUT, STABLE_AFTER, Variant};
+use crate::setup::{BEAT_EVERY, CALL_TIMEOUT, Variant};
 use crate::simulation::{AgentStep, Simulation};
 
 /// Identifies a link of an agent's process; a new link to the same member has a new id.
@@ -30,31 +30,16 @@ pub(crate) struct LinkId(pub(crate) u64);
 #[derive(Debug)]
 pub(crate) struct Link {
     pub(crate) member: usize,
-    pub(crate) outbox: Outbox,
-    pub(crate) granted: Option<Registration>,
-    /// The member answers and knows this node.
-    pub(crate) up: bool,
+    pub(crate) announcer: Announcer,
+    registrar: Registrar,
+    /// Heartbeats of the current registration.
+    heartbeats: Option<Heartbeats>,
     /// Connection for everything except heartbeats.
     line: Option<LineId>,
     beat_line: Option<LineId>,
-    /// A batch is in flight, or the next attempt is scheduled.
-    announcing: bool,
     /// The registration that the outbox still uses although there is a newer one: an injected flaw.
     outlived: Option<Epoch>,
-    registering: Backoff,
-    quarrel: Backoff,
-    announcements: Backoff,
     pub(crate) reporting: ReportSchedule,
-}
-
-/// The current registration of a link.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Registration {
-    pub(crate) node: NodeId,
-    pub(crate) epoch: Epoch,
-    since: Tick,
-    /// Time at which the last heartbeat was due.
-    beat: Tick,
 }
 
 /// A call of a link.
@@ -68,21 +53,28 @@ pub(crate) enum LinkCall {
 }
 
 impl Link {
-    pub(crate) fn new(member: usize, outbox: Outbox) -> Link {
+    pub(crate) fn new(member: usize, announcer: Announcer) -> Link {
         Link {
             member,
-            outbox,
-            granted: None,
-            up: false,
+            announcer,
+            // All nodes are in one failure domain, which does not change.
+            registrar: Registrar::new(String::new()),
+            heartbeats: None,
             line: None,
             beat_line: None,
-            announcing: false,
             outlived: None,
-            registering: Backoff::default(),
-            quarrel: Backoff::default(),
-            announcements: Backoff::default(),
             reporting: ReportSchedule::default(),
         }
+    }
+
+    /// Returns the current registration.
+    pub(crate) fn granted(&self) -> Option<Granted> {
+        self.registrar.granted()
+    }
+
+    /// Reports whether the member answers and knows this node.
+    pub(crate) fn is_up(&self) -> bool {
+        self.registrar.is_up()
     }
 
     pub(crate) fn lines(&self) -> impl Iterator<Item = LineId> {
@@ -126,17 +118,18 @@ impl Simulation {
         let random = self.rng.next() as u32;
         let Some(link) = self.link(node, id) else { return };
         match *of {
-            LinkCall::Register => {
-                let delay = link.registering.next(random);
-                self.later(node, delay, AgentStep::Register(id));
-            }
+            LinkCall::Register => self.on_registrar(node, id, Input::Refused, random),
             LinkCall::Beat { epoch } => {
-                link.up = false;
                 let member = link.member;
+                let input = Input::Heartbeat { epoch, result: Heartbeat::Failed };
+                self.on_registrar(node, id, input, random);
                 self.home_is_silent(node, member);
                 self.next_beat(node, id, epoch);
             }
-            LinkCall::Slots { .. } | LinkCall::Update(_) => self.announce_again(node, id),
+            LinkCall::Slots { .. } | LinkCall::Update(_) => {
+                let effect = link.announcer.fail();
+                self.announced(node, id, (Epoch(0), effect));
+            }
             LinkCall::Report { .. } => self.report_over(node, id),
         }
     }
@@ -146,33 +139,25 @@ impl Simulation {
         let Some(link) = self.link(node, id) else { return };
         match (of, reply) {
             (LinkCall::Register, Reply::Registered { node: number, epoch }) => {
-                self.granted(node, id, (number, epoch));
+                let granted = Granted { node: number, epoch, heartbeat_every: BEAT_EVERY };
+                self.on_registrar(node, id, Input::Granted { granted, domain: String::new() }, 0);
             }
             (LinkCall::Beat { epoch }, Reply::Heartbeat { known, version }) => {
-                link.outbox.note_version(link.outlived.unwrap_or(epoch), version);
+                link.announcer.outbox_mut().note_version(link.outlived.unwrap_or(epoch), version);
                 self.on_heartbeat_answer(node, id, epoch, known);
             }
-            (LinkCall::Slots { epoch }, Reply::SlotStatus(None)) => {
-                self.lose_registration(node, id, epoch);
-                self.announce_again(node, id);
-            }
-            (LinkCall::Slots { epoch }, Reply::SlotStatus(Some(status))) => {
-                let SlotStatus { version, owned, wanted } = *status;
-                link.outbox.set_slots(epoch, version, &owned, &wanted);
-                self.announced(node, id);
+            (LinkCall::Slots { epoch }, Reply::SlotStatus(status)) => {
+                let effect = link.announcer.slots(epoch, status.as_deref().map(slots_of));
+                self.announced(node, id, (epoch, effect));
             }
             (LinkCall::Update(batch), Reply::Updated { answer, version }) => {
-                link.outbox.note_version(batch.epoch, version);
-                match link.outbox.process_answer(batch.epoch, batch.sequence, answer) {
-                    Outcome::Fenced => {
-                        self.count("fenced");
-                        self.lose_registration(node, id, batch.epoch);
-                        return self.announce_again(node, id);
-                    }
-                    Outcome::Gap => self.count("gaps"),
-                    Outcome::Applied(_) | Outcome::Stale => {}
+                let effect = link.announcer.answer(&batch, answer, version);
+                match effect {
+                    Effect::Fenced(_) => self.count("fenced"),
+                    Effect::Gap => self.count("gaps"),
+                    Effect::Continue | Effect::Applied(_) | Effect::Pause(_) => {}
                 }
-                self.announced(node, id);
+                self.announced(node, id, (batch.epoch, effect));
             }
             (LinkCall::Report { epoch, number }, Reply::Reported(answer)) => {
                 self.reported(node, id, (epoch, number), answer);
@@ -184,44 +169,58 @@ impl Simulation {
     // ---- registration -------------------------------------------------------------------------------------
 
     pub(crate) fn register(&mut self, node: usize, id: LinkId) {
-        if self.link(node, id).is_some_and(|link| link.granted.is_none()) {
+        if self.link(node, id).is_some() {
             let request = (Request::Register { name: node }, CALL_TIMEOUT);
             self.call_member(node, id, LinkCall::Register, request);
         }
     }
 
-    fn granted(&mut self, node: usize, id: LinkId, to: (NodeId, Epoch)) {
-        let now = self.time(Host::Node(node));
-        let keeps = self.setup.variant == Variant::OutboxOutlivesRegistration;
-        let Some(link) = self.link(node, id) else { return };
-        link.registering.reset();
-        if link.outlived.is_none() {
-            link.outbox.register(to.0, to.1);
-            link.outlived = keeps.then_some(to.1);
-        }
-        link.granted = Some(Registration { node: to.0, epoch: to.1, since: now, beat: now });
-        link.up = true;
-        self.count("registrations");
-        self.beat(node, id, to.1);
-        self.pump(node, id);
-        self.report_if_due(node, id);
+    /// Handles the end of a registration, which a member has reported.
+    pub(crate) fn fence(&mut self, node: usize, id: LinkId, epoch: Epoch) {
+        self.lose_registration(node, id, Input::Fenced(epoch));
     }
 
-    pub(crate) fn lose_registration(&mut self, node: usize, id: LinkId, epoch: Epoch) {
-        let (now, random) = (self.time(Host::Node(node)), self.rng.next() as u32);
+    fn lose_registration(&mut self, node: usize, id: LinkId, input: Input) {
+        let random = self.rng.next() as u32;
+        self.on_registrar(node, id, input, random);
+    }
+
+    /// Gives an input to the registrar, and carries out its outputs. `random` selects the length of a pause.
+    fn on_registrar(&mut self, node: usize, id: LinkId, input: Input, random: u32) {
+        let now = self.time(Host::Node(node));
         let Some(link) = self.link(node, id) else { return };
-        let Some(granted) = link.granted.take_if(|granted| granted.epoch == epoch) else { return };
-        if link.outlived.is_none() {
-            link.outbox.unregister();
+        for output in link.registrar.on(now, input) {
+            match output {
+                Output::Register(pause) => self.later(node, pause.draw(random), AgentStep::Register(id)),
+                Output::Registered(granted) => self.registered_with(node, id, granted),
+                Output::Lost(..) => {
+                    let link = self.client(node).links.get_mut(&id).expect("only the client removes links");
+                    link.heartbeats = None;
+                    if link.outlived.is_none() {
+                        link.announcer.outbox_mut().unregister();
+                    }
+                }
+                // The state is read when it is needed.
+                Output::UpChanged => {}
+                Output::Replacing(_) | Output::AwaitReplacement => {
+                    unreachable!("the failure domain does not change")
+                }
+            }
         }
-        link.up = false;
-        let delay = if now.since(granted.since) >= STABLE_AFTER {
-            link.quarrel.reset();
-            Duration::ZERO
-        } else {
-            link.quarrel.next(random)
-        };
-        self.later(node, delay, AgentStep::Register(id));
+    }
+
+    fn registered_with(&mut self, node: usize, id: LinkId, granted: Granted) {
+        let keeps = self.setup.variant == Variant::OutboxOutlivesRegistration;
+        let Some(link) = self.link(node, id) else { return };
+        if link.outlived.is_none() {
+            link.announcer.outbox_mut().register(granted.node, granted.epoch);
+            link.outlived = keeps.then_some(granted.epoch);
+        }
+        link.heartbeats = Some(Heartbeats::new(granted));
+        self.count("registrations");
+        self.beat(node, id, granted.epoch);
+        self.pump(node, id);
+        self.report_if_due(node, id);
     }
 
     // ---- heartbeats ---------------------------------------------------------------------------------------
@@ -229,42 +228,39 @@ impl Simulation {
     pub(crate) fn beat(&mut self, node: usize, id: LinkId, epoch: Epoch) {
         let now = self.time(Host::Node(node));
         let Some(link) = self.link(node, id) else { return };
-        let Some(granted) = link.granted.as_mut().filter(|granted| granted.epoch == epoch) else { return };
-        granted.beat = now;
-        let request = Request::Beat { node: granted.node, epoch };
         let (member, known) = (link.member, link.beat_line);
+        let Some(heartbeats) = heartbeats_of(link, epoch) else { return };
+        heartbeats.send(now);
+        let (request, time) = (Request::Beat { node: heartbeats.of.node, epoch }, heartbeats.answer_within());
         let line = known.unwrap_or_else(|| self.open_line(Host::Node(node), Host::Member(member)));
         if let Some(link) = self.link(node, id) {
             link.beat_line = Some(line);
         }
         let of = Purpose::Link(id, LinkCall::Beat { epoch });
-        self.call(node, (line, of), request, BEAT_ANSWER);
+        self.call(node, (line, of), request, time);
     }
 
     fn on_heartbeat_answer(&mut self, node: usize, id: LinkId, epoch: Epoch, known: bool) {
         if !known {
-            return self.lose_registration(node, id, epoch);
+            return self.lose_registration(node, id, Input::Heartbeat { epoch, result: Heartbeat::Unknown });
         }
-        if let Some(link) = self.link(node, id)
-            && link.granted.is_some_and(|granted| granted.epoch == epoch)
-        {
-            link.up = true;
-        }
+        self.on_registrar(node, id, Input::Heartbeat { epoch, result: Heartbeat::Answered }, 0);
         self.next_beat(node, id, epoch);
         self.pump(node, id);
     }
 
     fn next_beat(&mut self, node: usize, id: LinkId, epoch: Epoch) {
         let now = self.time(Host::Node(node));
-        let granted = self.link(node, id).and_then(|link| link.granted);
-        let Some(granted) = granted.filter(|granted| granted.epoch == epoch) else { return };
-        let wait = granted.beat.after(BEAT_EVERY).since(now);
+        let Some(heartbeats) = self.link(node, id).and_then(|link| heartbeats_of(link, epoch)) else {
+            return;
+        };
+        let wait = heartbeats.wait(now);
         self.later(node, wait, AgentStep::Beat { link: id, epoch });
     }
 
     // ---- announcements ------------------------------------------------------------------------------------
 
-    /// Sends the next batch of every link without one in flight.
+    /// Carries out the next action of every announcer.
     pub(crate) fn pump_all(&mut self, node: usize) {
         let mut next = self.client(node).links.keys().next().copied();
         while let Some(id) = next {
@@ -274,23 +270,21 @@ impl Simulation {
     }
 
     pub(crate) fn pump(&mut self, node: usize, id: LinkId) {
-        let Some(link) = self.link(node, id).filter(|link| !link.announcing) else { return };
-        let Some(granted) = link.granted else { return };
-        match link.outbox.next_step() {
-            Next::Wait => {}
-            Next::Inventory(slots) => {
+        let Some(link) = self.link(node, id) else { return };
+        let (Some(granted), outlived) = (link.granted(), link.outlived) else { return };
+        match link.announcer.next_action() {
+            Action::Wait => {}
+            Action::Inventory(slots) => {
                 self.count("inventories");
                 // The core answers through the outbox, which calls this function again.
                 self.apply(node, Event::InventoryWanted { slots });
             }
-            Next::QuerySlots(_, epoch) => {
-                link.announcing = true;
+            Action::QuerySlots(_, epoch) => {
                 let request = Request::Slots { node: granted.node, epoch: granted.epoch };
                 self.call_member(node, id, LinkCall::Slots { epoch }, (request, CALL_TIMEOUT));
             }
-            Next::Send(batch) => {
-                link.announcing = true;
-                let sent = match link.outlived {
+            Action::Send(batch) => {
+                let sent = match outlived {
                     Some(_) => Arc::new(Batch { epoch: granted.epoch, ..Batch::clone(&batch) }),
                     None => batch.clone(),
                 };
@@ -299,27 +293,34 @@ impl Simulation {
         }
     }
 
-    fn announced(&mut self, node: usize, id: LinkId) {
-        if let Some(link) = self.link(node, id) {
-            link.announcing = false;
-            link.announcements.reset();
-        }
-        self.pump(node, id);
+    /// Carries out the effect of an answer under a registration, or of a failure.
+    fn announced(&mut self, node: usize, id: LinkId, (epoch, effect): (Epoch, Effect)) {
+        let pause = match effect {
+            Effect::Continue | Effect::Applied(_) | Effect::Gap => return self.pump(node, id),
+            Effect::Pause(pause) => pause,
+            Effect::Fenced(pause) => {
+                self.fence(node, id, epoch);
+                pause
+            }
+        };
+        let delay = pause.draw(self.rng.next() as u32);
+        self.later(node, delay, AgentStep::Pump(id));
     }
 
-    /// Runs the next attempt.
+    /// Ends a pause after a failure.
     pub(crate) fn pump_again(&mut self, node: usize, id: LinkId) {
         if let Some(link) = self.link(node, id) {
-            link.announcing = false;
+            link.announcer.resume();
         }
         self.pump(node, id);
     }
+}
 
-    fn announce_again(&mut self, node: usize, id: LinkId) {
-        let random = self.rng.next() as u32;
-        if let Some(link) = self.link(node, id) {
-            let delay = link.announcements.next(random);
-            self.later(node, delay, AgentStep::Pump(id));
-        }
-    }
+fn slots_of(status: &SlotStatus) -> MemberSlots<'_> {
+    MemberSlots { version: status.version, owned: &status.owned, wanted: &status.wanted }
+}
+
+/// Returns the heartbeats of a registration, if it is the current one.
+fn heartbeats_of(link: &mut Link, epoch: Epoch) -> Option<&mut Heartbeats> {
+    link.heartbeats.as_mut().filter(|heartbeats| heartbeats.of.epoch == epoch)
 }

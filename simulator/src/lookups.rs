@@ -9,7 +9,7 @@ use reprise_agent_core::owner_query::{Next, OwnerQuery, Part, PartAnswer};
 use reprise_policy::{BlockKey, Tick};
 
 use crate::client::{Purpose, ask_owners};
-use crate::link::LinkId;
+use crate::link::{Link, LinkId};
 use crate::messages::{LookupAnswer, Request};
 use crate::network::Host;
 use crate::setup::CALL_TIMEOUT;
@@ -50,7 +50,7 @@ impl Simulation {
         let client = self.client(node);
         let pending = client.lookups.get_mut(&lookup).expect("the lookup is in progress");
         let parts = ask_owners(client.routes.as_ref(), &mut pending.query, |link| {
-            client.links.get(&link).is_some_and(|link| link.up)
+            client.links.get(&link).is_some_and(Link::is_up)
         });
         let is_asked = !parts.is_empty();
         for (link, part) in parts {
@@ -63,7 +63,7 @@ impl Simulation {
         let line = self.link_line(node, link);
         let now = self.time(Host::Node(node));
         let client = self.client(node);
-        let (pending, granted) = (&client.lookups[&lookup], client.links[&link].granted);
+        let (pending, granted) = (&client.lookups[&lookup], client.links[&link].granted());
         let keys = pending.query.keys_of(&part);
         let (time, requester) = (pending.deadline.since(now), granted.map(|granted| granted.node));
         let of = Purpose::Lookup { lookup, link, part };

@@ -398,7 +398,7 @@ impl Simulation {
             }
             _ => announced.collect(),
         };
-        process.client.links.values_mut().for_each(|link| link.outbox.announce(&announced));
+        process.client.links.values_mut().for_each(|link| link.announcer.outbox_mut().announce(&announced));
     }
 
     /// Checks an inventory: the first one of a process announces the recovered blocks; later ones must equal
@@ -415,7 +415,7 @@ impl Simulation {
             assert!(known.eq(announced), "the inventory differs from the announced replicas");
         }
         let links = self.client(node).links.values_mut();
-        links.for_each(|link| link.outbox.inventory(slots, replicas));
+        links.for_each(|link| link.announcer.outbox_mut().inventory(slots, replicas));
     }
 
     /// Records the NVMe blocks of a complete inventory as durable.

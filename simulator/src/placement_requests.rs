@@ -50,7 +50,7 @@ impl Simulation {
     fn ask_placers(&mut self, node: usize, place: PlaceId) -> bool {
         let client = self.client(node);
         let pending = client.placements.get_mut(&place).expect("the request is in progress");
-        let is_up = |link: &Link| link.up && link.granted.is_some();
+        let is_up = |link: &Link| link.is_up() && link.granted().is_some();
         let parts = ask_owners(client.routes.as_ref(), &mut pending.query, |link| {
             client.links.get(&link).is_some_and(is_up)
         });
@@ -65,7 +65,7 @@ impl Simulation {
         let line = self.link_line(node, link);
         let now = self.time(Host::Node(node));
         let client = self.client(node);
-        let granted = client.links[&link].granted.expect("only a registered link sends requests");
+        let granted = client.links[&link].granted().expect("only a registered link sends requests");
         let pending = &client.placements[&place];
         let keys = pending.query.keys_of(&part);
         let (slot_bytes, reason) = (pending.slot_bytes, pending.reason);
@@ -85,7 +85,7 @@ impl Simulation {
         answer: Option<PlacementAnswer>,
     ) {
         let Some(PlacementAnswer { answers, elsewhere, map_epoch }) = answer else {
-            self.lose_registration(node, link, epoch);
+            self.fence(node, link, epoch);
             return self.place_part_over(node, place, part);
         };
         let Some(pending) = self.client(node).placements.get_mut(&place) else { return };

@@ -15,7 +15,7 @@ use reprise_policy::placement::DrainProgress;
 use reprise_policy::{Epoch, Quota, TenantName, Tick};
 
 use crate::client::Routes;
-use crate::link::{LinkCall, LinkId};
+use crate::link::{Link, LinkCall, LinkId};
 use crate::messages::{NodeReportBody, NodeReportReply, Request};
 use crate::network::Host;
 use crate::setup::Variant;
@@ -84,7 +84,7 @@ impl Simulation {
     /// Reports if a report is due and the node is registered.
     pub(crate) fn report_if_due(&mut self, node: usize, id: LinkId) {
         let Some(link) = self.client(node).links.get_mut(&id) else { return };
-        let Some(granted) = link.granted.filter(|_| link.reporting.waits) else { return };
+        let Some(granted) = link.granted().filter(|_| link.reporting.waits) else { return };
         link.reporting.waits = false;
         let report = self.process(node).state.report();
         let (number, tenants) = self.tenant_report(node, id);
@@ -118,7 +118,7 @@ impl Simulation {
         (epoch, number): (Epoch, ReportNumber),
         reply: Option<NodeReportReply>,
     ) {
-        let granted = self.client(node).links.get(&id).and_then(|link| link.granted);
+        let granted = self.client(node).links.get(&id).and_then(Link::granted);
         // After fencing, heartbeats or updates detect the same, and register again.
         if let Some(NodeReportReply { grants, direction }) = reply
             && granted.is_some_and(|granted| granted.epoch == epoch)

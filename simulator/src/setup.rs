@@ -14,16 +14,12 @@ use crate::rng::{Rng, mix};
 
 /// Equals the default of `membership.heartbeat_every`.
 pub(crate) const BEAT_EVERY: Duration = Duration::from_millis(250);
-/// An agent's timeout for the answer to a heartbeat: two periods.
-pub(crate) const BEAT_ANSWER: Duration = Duration::from_millis(500);
 /// Equals the default of `membership.dead_after`.
 pub(crate) const DEAD_AFTER: Duration = Duration::from_millis(1500);
 /// Less than `membership.forget_after`, so that more pauses of an agent exceed it.
 pub(crate) const FORGET_AFTER: Duration = Duration::from_secs(6);
 /// An agent's timeout for a call to the control plane.
 pub(crate) const CALL_TIMEOUT: Duration = Duration::from_secs(5);
-/// A registration that is lost sooner is renewed with growing delays, as in agents.
-pub(crate) const STABLE_AFTER: Duration = Duration::from_secs(5);
 /// An agent's timeout for a lookup.
 pub(crate) const LOOKUP_TIMEOUT: Duration = Duration::from_millis(500);
 /// Time within which an agent's connection detects a missing peer: a ping and its timeout.

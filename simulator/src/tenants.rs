@@ -140,7 +140,7 @@ impl Simulation {
         // inventory: two are allowed. The constant is a margin.
         let bound = limit.saturating_mul(2).saturating_add(2 * process.inventory_max).saturating_add(8);
         for link in process.client.links.values() {
-            let queued = link.outbox.queued();
+            let queued = link.announcer.outbox().queued();
             assert!(queued <= bound, "node {node}: {queued} queued changes exceed the bound of {bound}");
         }
         let lookups = process.client.lookups.len();

@@ -1,7 +1,7 @@
 //! Exponential backoff between attempts, with a cap. Jitter keeps a thousand agents from reconnecting at the
 //! same time.
 //!
-//! Pure: the caller provides the random number for each jitter.
+//! Pure: the caller provides the random number for each jitter ([`Pause::draw`]).
 
 use std::time::Duration;
 
@@ -9,6 +9,29 @@ use std::time::Duration;
 const FIRST: Duration = Duration::from_millis(50);
 /// Maximum delay: the agent finds a restarted control plane within one second.
 const CAP: Duration = Duration::from_secs(1);
+
+/// A range of times to wait, from which the caller draws one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pause {
+    least: Duration,
+    spread: Duration,
+}
+
+impl Pause {
+    /// No pause.
+    pub const NONE: Pause = Pause::within(Duration::ZERO);
+
+    /// A pause of at most `longest`.
+    pub const fn within(longest: Duration) -> Pause {
+        Pause { least: Duration::ZERO, spread: longest }
+    }
+
+    /// Returns the time to wait; `random` selects a value in the range.
+    pub fn draw(self, random: u32) -> Duration {
+        let jitter_us = (self.spread.as_micros() as u64 * u64::from(random)) >> 32;
+        self.least + Duration::from_micros(jitter_us)
+    }
+}
 
 /// Number of consecutive failures.
 #[derive(Debug, Default)]
@@ -22,13 +45,16 @@ impl Backoff {
         self.failures = 0;
     }
 
-    /// Time to wait before the next attempt. `random` selects a value between half and all of `min(50 ms ×
-    /// 2^failures, 1 s)`.
-    pub fn next(&mut self, random: u32) -> Duration {
+    /// Returns the pause before the next attempt: between half and all of `min(50 ms × 2^failures, 1 s)`.
+    pub fn next_pause(&mut self) -> Pause {
         let full = FIRST.saturating_mul(1 << self.failures.min(10)).min(CAP);
         self.failures = self.failures.saturating_add(1);
-        let jitter_us = (full.as_micros() as u64 / 2 * u64::from(random)) >> 32;
-        full / 2 + Duration::from_micros(jitter_us)
+        Pause { least: full / 2, spread: full / 2 }
+    }
+
+    /// Returns the time to wait before the next attempt; `random` selects a value of the next pause.
+    pub fn next(&mut self, random: u32) -> Duration {
+        self.next_pause().draw(random)
     }
 }
 

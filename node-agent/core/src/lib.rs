@@ -10,16 +10,21 @@
 //! [`QuotaGrants`](quota_grants::QuotaGrants) decides what the node reports about its tenants and which quota
 //! grants it accepts.
 //!
+//! [`Registrar`](registrar::Registrar), [`Heartbeats`](heartbeats::Heartbeats) and
+//! [`Announcer`](announcer::Announcer) decide how the agent talks to one member of the control plane.
 //! [`OwnerQuery`](owner_query::OwnerQuery) divides lookups and placement requests among the owners of the keys.
 //!
 //! Out of scope: block payloads (the runtime moves them), sockets, files and metrics libraries.
 
 pub mod agent;
+pub mod announcer;
 pub mod backoff;
 pub mod directives;
 pub mod effect;
 pub mod event;
+pub mod heartbeats;
 pub mod outbox;
 pub mod owner_query;
 pub mod pool;
 pub mod quota_grants;
+pub mod registrar;

@@ -4,23 +4,18 @@
 //! heartbeat.
 
 use std::sync::Arc;
-use std::time::Duration;
 
+use reprise_agent_core::heartbeats::Heartbeats;
+use reprise_agent_core::registrar::Granted;
 use reprise_proto::controlplane::HeartbeatRequest;
 use reprise_proto::controlplane::membership_client::MembershipClient;
 use tokio::runtime::Runtime;
-use tokio::time::{MissedTickBehavior, interval, timeout};
+use tokio::time::{sleep, timeout};
 use tonic::transport::{Channel, Endpoint};
 
 use super::Shared;
-use super::link::{GrantedRegistration, HeartbeatState, Link};
+use super::link::{HeartbeatState, Link};
 use super::members::for_each_link;
-
-/// Time limit of a heartbeat, in periods. A node counts as dead after six periods, so three heartbeats in a
-/// row may fail.
-const ANSWER_PERIODS: u32 = 2;
-/// Minimum time limit of a heartbeat, however short the period is.
-const ANSWER_MIN: Duration = Duration::from_millis(100);
 
 /// Runs the heartbeat thread until shutdown.
 pub(super) fn run(runtime: &Runtime, shared: &Arc<Shared>) {
@@ -55,15 +50,14 @@ async fn run_heartbeats(shared: Arc<Shared>, link: Arc<Link>) {
 }
 
 /// Sends heartbeats for one registration until the member does not know it.
-async fn beat(shared: &Shared, link: &Link, granted: GrantedRegistration) {
-    let mut ticks = interval(granted.heartbeat_every);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let patience = (granted.heartbeat_every * ANSWER_PERIODS).max(ANSWER_MIN);
+async fn beat(shared: &Shared, link: &Link, granted: Granted) {
+    let mut heartbeats = Heartbeats::new(granted);
     let mut client = connect(&link.endpoint);
     loop {
-        ticks.tick().await;
+        sleep(heartbeats.wait(shared.now())).await;
+        heartbeats.send(shared.now());
         let request = HeartbeatRequest { node: u32::from(granted.node.0), epoch: granted.epoch.0 };
-        let beats = match timeout(patience, client.heartbeat(request)).await {
+        let beats = match timeout(heartbeats.answer_within(), client.heartbeat(request)).await {
             Ok(Ok(reply)) if reply.get_ref().known => {
                 link.record_heartbeat(granted.epoch, reply.get_ref().slots_version);
                 HeartbeatState::Answered

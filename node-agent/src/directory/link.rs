@@ -1,7 +1,7 @@
 //! A link to one member of the control plane: registration, and announcement of the replicas in its slots.
 //!
 //! Registrar ([`registrar`]) and announcer ([`announcer`]) run concurrently; they share the outbox and the
-//! results of heartbeats.
+//! results of heartbeats. Their decisions are made in `reprise_agent_core`.
 
 mod announcer;
 mod registrar;
@@ -9,9 +9,11 @@ mod registrar;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use reprise_agent_core::announcer::Announcer;
 use reprise_agent_core::outbox::Outbox;
+use reprise_agent_core::registrar::Granted;
+use reprise_policy::Epoch;
 use reprise_policy::shards::MemberName;
-use reprise_policy::{Epoch, NodeId};
 use reprise_proto::connection::Connection;
 use tokio::sync::{Notify, watch};
 use tokio::time::timeout;
@@ -40,9 +42,9 @@ pub(super) struct Link {
     /// For the link thread: lookups, and everything else.
     pub(super) lookups: Connection,
     pub(super) channel: Channel,
-    pub(super) granted: watch::Sender<Option<GrantedRegistration>>,
+    pub(super) granted: watch::Sender<Option<Granted>>,
     pub(super) beats: watch::Sender<HeartbeatState>,
-    outbox: Mutex<Outbox>,
+    announcer: Mutex<Announcer>,
     /// Version of the member's slots from the last heartbeat, for the announcer. Separate from the outbox,
     /// which may be locked while an inventory is copied: heartbeats must not wait.
     slots_version: Mutex<Option<(Epoch, u64)>>,
@@ -52,14 +54,6 @@ pub(super) struct Link {
     fenced: watch::Sender<Option<Epoch>>,
     up: watch::Sender<bool>,
     closed: watch::Sender<bool>,
-}
-
-/// A registration that the member has granted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct GrantedRegistration {
-    pub(super) node: NodeId,
-    pub(super) epoch: Epoch,
-    pub(super) heartbeat_every: Duration,
 }
 
 /// State of the heartbeats, as seen by the link thread.
@@ -103,7 +97,7 @@ impl Link {
             endpoint,
             granted: watch::Sender::new(None),
             beats: watch::Sender::new(HeartbeatState::Answered),
-            outbox: Mutex::new(Outbox::new(queued_max)),
+            announcer: Mutex::new(Announcer::new(queued_max)),
             slots_version: Mutex::new(None),
             outbox_changed: Notify::new(),
             fenced: watch::Sender::new(None),
@@ -146,7 +140,7 @@ impl Link {
 
     /// Changes the outbox and wakes the announcer.
     pub(super) fn update_outbox(&self, change: impl FnOnce(&mut Outbox)) {
-        change(&mut self.outbox());
+        change(self.announcer().outbox_mut());
         self.outbox_changed.notify_one();
     }
 
@@ -158,21 +152,22 @@ impl Link {
 
     /// Returns the number of changes dropped because an inventory replaces them.
     pub(super) fn superseded(&self) -> u64 {
-        self.outbox().superseded()
+        self.announcer().outbox().superseded()
     }
 
     /// Adds this link's counters.
     pub(super) fn add_to(&self, status: &mut DirectoryStatus) {
-        let outbox = self.outbox();
+        let announcer = self.announcer();
+        let outbox = announcer.outbox();
         status.changes_queued += outbox.queued() as u64;
         status.changes_superseded += outbox.superseded();
         let registered = self.granted.borrow().map(|granted| (granted.node, granted.epoch));
         status.registered = status.registered.max(registered);
     }
 
-    /// Locks the outbox. Every change leaves it consistent, so a poisoned lock is ignored.
-    fn outbox(&self) -> MutexGuard<'_, Outbox> {
-        self.outbox.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Locks the announcer. Every change leaves it consistent, so a poisoned lock is ignored.
+    fn announcer(&self) -> MutexGuard<'_, Announcer> {
+        self.announcer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn set_up(&self, shared: &Shared, up: LinkState) {

@@ -15,6 +15,7 @@ use reprise_agent_core::event::{Grant, Move};
 use reprise_agent_core::quota_grants::{
     QuotaGrants, ReportNumber, SlotOwner, TenantReport as AgentReport, TierBytes,
 };
+use reprise_agent_core::registrar::Granted;
 use reprise_policy::quota::Quota;
 use reprise_policy::tenant::TenantRegistry;
 use reprise_policy::{DrainProgress, NodeId, TenantName};
@@ -24,7 +25,7 @@ use reprise_proto::controlplane::{self as wire, ReportReply, ReportRequest, Tena
 use tokio::time::{MissedTickBehavior, interval};
 use tonic::{Code, Status};
 
-use super::link::{GrantedRegistration, Link, within};
+use super::link::{Link, within};
 use super::members::Routes;
 use super::{DirectoryEvent, Shared};
 
@@ -96,7 +97,7 @@ fn log_rejection(link: &Link, failed: &mut Option<Code>, status: &Status) {
 fn request(
     shared: &Shared,
     link: &Link,
-    granted: GrantedRegistration,
+    granted: Granted,
     (state, routes): (&OwnState, Option<&Routes>),
 ) -> (ReportRequest, ReportNumber) {
     let names = names(&shared.settings.tenants, &state.tenants);
@@ -152,7 +153,7 @@ fn tenant_report(name: &TenantName, report: &AgentReport) -> TenantReport {
 fn apply_reply(
     shared: &Shared,
     link: &Link,
-    (granted, number): (GrantedRegistration, ReportNumber),
+    (granted, number): (Granted, ReportNumber),
     reply: &ReportReply,
 ) {
     for order in &reply.orders {
