@@ -97,6 +97,8 @@ pub(crate) struct RecoveryInfo {
     pub(crate) blocks: u64,
     /// Whether the device was blank and has been formatted.
     pub(crate) formatted: bool,
+    /// Bytes that the pool gained because its configured size or its device grew.
+    pub(crate) grown_bytes: u64,
 }
 
 /// Dependencies shared by all devices.
@@ -339,7 +341,8 @@ fn finish(opening: Opening, found: DeviceContent) -> Result<OpenedDevice, AgentE
     let info = DeviceInfo { path: opening.path, bytes, engine, caching, recovery, sync_failed, media_errors };
     tracing::info!(
         path = %info.path.display(), bytes, engine = %info.engine, blocks = recovery.blocks, records = recovery.records,
-        took_ms = recovery.took.as_millis(), formatted = recovery.formatted, "pool device ready"
+        took_ms = recovery.took.as_millis(), formatted = recovery.formatted, grown_bytes = recovery.grown_bytes,
+        "pool device ready"
     );
     let device = Device { commands: opening.commands, waker, thread: Some(opening.thread), info };
     Ok(OpenedDevice { device, pool, stored, names, membership })

@@ -173,7 +173,7 @@ impl Disk {
 
     /// Returns header page and payload of the slot at a page.
     pub(crate) fn read(&self, page: PageNumber) -> (Vec<u8>, &[Tag]) {
-        let payload = self.current.payloads.get(&u64::from(page.0)).map_or([].as_slice(), |payload| payload);
+        let payload = self.current.payloads.get(&page.0).map_or([].as_slice(), |payload| payload);
         (self.read_bytes(page.offset(), PAGE), payload)
     }
 

@@ -22,6 +22,7 @@ mod batch;
 mod device;
 mod error;
 mod geometry;
+mod growth;
 pub mod header;
 mod journal;
 mod layouts;
@@ -44,17 +45,22 @@ pub use geometry::{
     DEVICE_BYTES_MAX, PoolParams, SEGMENT_ALIGNMENT, SEGMENT_BYTES_DEFAULT, SEGMENT_BYTES_MAX,
     SUPERBLOCK_OFFSETS,
 };
+pub use growth::Growth;
 pub use recovery::{OWNER_BYTES, READ_BYTES_MAX, Recovery, RecoveryReport, owner};
 pub use superblock::FORMAT_VERSION;
 
-/// Number of a 4 KiB page on a device; addresses at most 16 TiB.
+/// Bits of a page number: 128 TiB in pages of 4 KiB. The largest drives have 123 TB. Records have 36 bits for
+/// it, and the agent's index has 35.
+pub const PAGE_NUMBER_BITS: u32 = 35;
+
+/// Number of a 4 KiB page on a device, below 2^[`PAGE_NUMBER_BITS`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct PageNumber(pub u32);
+pub struct PageNumber(pub u64);
 
 impl PageNumber {
     /// Byte offset of the page on its device.
     pub fn offset(self) -> u64 {
-        u64::from(self.0) * PAGE_BYTES
+        self.0 * PAGE_BYTES
     }
 }
 

@@ -168,6 +168,18 @@ fn foreign_data_is_refused_and_quoted() {
 }
 
 #[test]
+fn an_older_format_is_refused_with_the_remedy() {
+    let mut disk = formatted(&params(DEVICE_BYTES));
+    let mut page = disk.read(0, 4096).expect("readable");
+    page[8..12].copy_from_slice(&2u32.to_le_bytes());
+    seal(&mut page);
+    disk.write_durably(0, &page);
+    let error = recovery_error(&disk);
+    assert_eq!(error, PoolError::OlderVersion { found: 2, supported: FORMAT_VERSION });
+    assert!(error.to_string().contains("erase the first 2 MiB"), "{error}");
+}
+
+#[test]
 fn a_newer_format_is_refused_with_the_agent_version_to_run() {
     for copies in [&SUPERBLOCK_OFFSETS[..], &SUPERBLOCK_OFFSETS[1..]] {
         let mut disk = formatted(&params(DEVICE_BYTES));
@@ -184,7 +196,7 @@ fn a_newer_format_is_refused_with_the_agent_version_to_run() {
 }
 
 #[test]
-fn a_device_that_shrank_is_refused_and_one_that_grew_keeps_its_former_size() {
+fn a_device_that_shrank_is_refused_and_one_that_grew_opens_as_it_was() {
     let mut disk = harness_with_history(4, 0).disk;
     disk.resize(DEVICE_BYTES - PAGE);
     assert_eq!(

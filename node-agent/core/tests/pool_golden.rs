@@ -1,4 +1,4 @@
-//! The bytes of format version 2, fixed by files that an independent program generated from
+//! The bytes of format version 3, fixed by files that an independent program generated from
 //! `docs/FORMAT.md`.
 //!
 //! A difference here means that existing pools can no longer be read: change the version, not the
@@ -18,9 +18,7 @@ use reprise_agent_core::pool::{
     BlockWrite, DeviceOp, DeviceOpKind, DevicePool, PageNumber, PoolParams, SUPERBLOCK_OFFSETS,
 };
 use reprise_policy::layout::OBJECTS_MAX;
-use reprise_policy::{
-    BlockKey, ContentId, Dtype, Generation, Layout, LayoutSpec, Parts, TenantId, TenantName,
-};
+use reprise_policy::{BlockKey, ContentId, Dtype, Generation, Layout, LayoutSpec, Parts, TenantName};
 
 const SUPERBLOCK: &str = include_str!("fixtures/superblock.hex");
 const BANK_HEADER: &str = include_str!("fixtures/bank_header.hex");
@@ -29,11 +27,6 @@ const LOG_PAGE: &str = include_str!("fixtures/log_page.hex");
 const LOG_PAGE_2: &str = include_str!("fixtures/log_page_2.hex");
 const CHECKPOINT_PAGE: &str = include_str!("fixtures/checkpoint_page.hex");
 const TAIL_PAGE: &str = include_str!("fixtures/tail_page.hex");
-const SUPERBLOCK_V1: &str = include_str!("fixtures/v1/superblock.hex");
-const LOG_PAGE_V1: &str = include_str!("fixtures/v1/log_page.hex");
-const LOG_PAGE_2_V1: &str = include_str!("fixtures/v1/log_page_2.hex");
-const CHECKPOINT_PAGE_V1: &str = include_str!("fixtures/v1/checkpoint_page.hex");
-const TAIL_PAGE_V1: &str = include_str!("fixtures/v1/tail_page.hex");
 const SLOT_HEADER: &str = include_str!("fixtures/slot_header.hex");
 const SLOT_HEADER_NAMED: &str = include_str!("fixtures/slot_header_named.hex");
 
@@ -45,7 +38,7 @@ const LOG_PAGES: u64 = 65;
 const BANK_1: u64 = BANK_0 + (2 + CHECKPOINT_PAGES + LOG_PAGES) * PAGE;
 const LOG_0: u64 = BANK_0 + (1 + CHECKPOINT_PAGES) * PAGE;
 const LOG_1: u64 = BANK_1 + (1 + CHECKPOINT_PAGES) * PAGE;
-const DATA_PAGE: u32 = 1024;
+const DATA_PAGE: u64 = 1024;
 const FIRST_GENERATION: u32 = (1 << 20) + 1;
 const CONTENT: ContentId = ContentId([0xC0; 16]);
 
@@ -180,54 +173,6 @@ fn a_pool_made_of_the_fixtures_opens() {
     assert_eq!(keys, [0x33].into_iter().chain(0x40..0x5E).map(key).collect::<Vec<_>>());
 }
 
-/// A device of version 1, after the switch to its second bank began.
-fn disk_of_version_1() -> Disk {
-    disk_of(&[
-        (0, SUPERBLOCK_V1),
-        (1 << 20, SUPERBLOCK_V1),
-        (BANK_0, BANK_HEADER),
-        (BANK_1 - PAGE, BANK_HEADER),
-        (LOG_0, LOG_PAGE_V1),
-        (LOG_0 + PAGE, LOG_PAGE_2_V1),
-        (BANK_1, BANK_HEADER_2),
-        (2 * BANK_1 - BANK_0 - PAGE, BANK_HEADER_2),
-        (BANK_1 + PAGE, CHECKPOINT_PAGE_V1),
-        (LOG_1, TAIL_PAGE_V1),
-    ])
-}
-
-#[test]
-fn a_version_1_pool_opens_with_all_its_blocks_owned_by_the_default_tenant() {
-    let (_, stored, report) = recover(&disk_of_version_1()).expect("opens");
-    assert_eq!((stored.len(), report.slots_quarantined, report.records_rejected), (31, 1, 0));
-    assert!(stored.iter().all(|block| block.tenant == TenantId::DEFAULT));
-    assert!(report.is_clean() && report.repair_due, "{report:?}");
-    assert_eq!(report.superblock_copies_older, 2);
-}
-
-#[test]
-fn a_version_1_pool_is_upgraded_to_version_2_one_superblock_copy_at_a_time() {
-    let mut disk = disk_of_version_1();
-    for copies in [[SUPERBLOCK, SUPERBLOCK_V1], [SUPERBLOCK, SUPERBLOCK]] {
-        let (mut pool, before, _) = recover(&disk).expect("opens");
-        let mut written = BTreeMap::new();
-        let ops = pool.flush_frees();
-        run_to_completion(&mut pool, ops, &mut written);
-        assert!(
-            written.contains_key(&BANK_0) || written.contains_key(&BANK_1),
-            "a complete new bank is written"
-        );
-        written.iter().for_each(|(offset, bytes)| disk.write_durably(*offset, bytes));
-        for (offset, expected) in SUPERBLOCK_OFFSETS.into_iter().zip(copies) {
-            assert_page(&disk.read(offset, 4096).expect("readable"), expected, "superblock");
-        }
-        let (_, after, _) = recover(&disk).expect("opens");
-        assert_eq!(before, after);
-    }
-    let (_, _, report) = recover(&disk).expect("opens");
-    assert_eq!((report.superblock_copies_older, report.repair_due), (0, false));
-}
-
 fn golden_header() -> (Vec<u8>, ExpectedHeader) {
     let page = fixture(SLOT_HEADER);
     let header_crc = u32::from_le_bytes([page[4092], page[4093], page[4094], page[4095]]);
@@ -356,7 +301,7 @@ proptest! {
         let name: Option<TenantName> = name.map(|name| name.parse().expect("a name"));
         let fields = HeaderFields {
             pool_uuid: [1; 16],
-            page: PageNumber(base),
+            page: PageNumber(u64::from(base)),
             key: BlockKey(key),
             content: ContentId::UNKNOWN,
             layout,

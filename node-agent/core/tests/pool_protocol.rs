@@ -405,8 +405,8 @@ fn unusable_devices_are_refused_with_a_message() {
         let bad = PoolParams { segment_bytes, ..params(64 << 30) };
         assert!(matches!(DevicePool::format(&bad), Err(PoolError::BadParams { .. })), "{segment_bytes}");
     }
-    let huge = PoolParams { device_bytes: (16 << 40) + 4096, ..params(0) };
+    let huge = PoolParams { device_bytes: (128 << 40) + 4096, ..params(0) };
     assert!(matches!(DevicePool::format(&huge), Err(PoolError::BadParams { .. })));
-    let largest = PoolParams { device_bytes: 16 << 40, segment_bytes: 64 << 20, ..params(0) };
+    let largest = PoolParams { device_bytes: 128 << 40, segment_bytes: 64 << 20, ..params(0) };
     assert_eq!(DevicePool::format(&largest).map(|pages| pages.len()), Ok(6));
 }

@@ -82,6 +82,8 @@ struct Device {
     recovery_records: u64,
     recovered_blocks: u64,
     formatted: bool,
+    /// Bytes that the pool gained when it was opened.
+    grown_bytes: u64,
 }
 
 #[derive(Serialize)]
@@ -204,6 +206,7 @@ impl Device {
             recovery_records: info.recovery.records,
             recovered_blocks: info.recovery.blocks,
             formatted: info.recovery.formatted,
+            grown_bytes: info.recovery.grown_bytes,
         }
     }
 }

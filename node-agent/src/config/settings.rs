@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use reprise_agent_core::agent::limits::LOAD_DEADLINE_MAX;
+use reprise_agent_core::pool::DEVICE_BYTES_MAX;
 use reprise_buffers::{REGION_BYTES_MAX, REGIONS_MAX};
 use reprise_io::IfMissing;
 use reprise_policy::eviction::EvictionKind;
@@ -41,9 +42,6 @@ const DEVICES_MAX: usize = 32;
 /// Minimum size of a device; smaller values are mistakes of the unit. The pool checks its actual
 /// requirements.
 const DEVICE_BYTES_MIN: u64 = 1 << 20;
-
-/// Maximum size of a device: page numbers have 32 bits (16 TiB).
-const DEVICE_BYTES_MAX: u64 = 1 << 44;
 
 /// Maximum size of a segment; [`super::defaults`] explains why segments are small.
 const SEGMENT_BYTES_MAX: u64 = 1 << 30;

@@ -91,7 +91,8 @@ mod tests {
         fn of(blocks: &[(u32, u16, Option<&str>)]) -> Disk {
             let (mut stored, mut pages) = (Vec::new(), BTreeMap::new());
             for (number, tenant, text) in blocks {
-                let (page, generation, layout) = (PageNumber(*number), Generation(*number), layout());
+                let (page, generation, layout) =
+                    (PageNumber(u64::from(*number)), Generation(*number), layout());
                 let (key, named) = (BlockKey([*number as u8; 16]), text.map(name));
                 let checksums = vec![0; layout.objects() as usize];
                 let fields = HeaderFields {

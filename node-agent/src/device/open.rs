@@ -66,20 +66,26 @@ impl OpenParams {
     }
 }
 
-/// Opens a device and reads its content. A file without a pool is enlarged to its size; any other content
-/// is not changed. The file stays locked from before the first read until its engine is dropped.
+/// Opens a device and reads its content. A file is enlarged to its configured size, and its pool grows with
+/// it. Any other content is not changed. The file stays locked from before the first read until its engine is
+/// dropped.
 pub(super) fn open(params: &OpenParams) -> Result<(RawDevice, DeviceContent), AgentError> {
     let mut file = params.open_file()?;
     let found = if file.size() == 0 { None } else { params.inspect(&file)? };
-    let wanted = params.bytes.filter(|bytes| *bytes > file.size());
-    match (&found, wanted) {
-        (None, Some(bytes)) => file = params.enlarge(file, bytes)?,
-        (Some(_), Some(_)) => {
-            tracing::warn!(path = %params.path.display(), size = file.size(), "the pool keeps its formatted size");
+    if let (Some(recovered), Some(wanted)) = (&found, params.bytes) {
+        let recorded = recovered.pool.device_bytes();
+        if wanted < recorded {
+            return Err(params.error(PoolError::CannotShrink { recorded, wanted }));
         }
-        (_, None) => {}
     }
-    let open = params.start_engine(file)?;
+    if let Some(bytes) = params.bytes.filter(|bytes| *bytes > file.size()) {
+        file = params.enlarge(file, bytes)?;
+    }
+    let mut open = params.start_engine(file)?;
+    let found = match found {
+        Some(recovered) => Some(open.grow(recovered).map_err(|error| params.error(error))?),
+        None => None,
+    };
     let blank = DeviceContent::Blank { device_bytes: open.usable };
     Ok((open, found.map_or(blank, |recovered| DeviceContent::Pool(Box::new(recovered)))))
 }
@@ -103,7 +109,7 @@ impl OpenParams {
         }
     }
 
-    /// Enlarges a blank file. Without enough space, the file is restored to its previous state.
+    /// Enlarges a file. Without enough space, the file is restored to its previous state.
     fn enlarge(&self, mut file: DeviceFile, bytes: u64) -> Result<DeviceFile, AgentError> {
         match file.preallocate(bytes) {
             Ok(Preallocation::Sparse) => {
@@ -165,11 +171,35 @@ impl RawDevice {
         self.engine
     }
 
+    /// Extends a recovered pool to the usable bytes of its device.
+    fn grow(&mut self, mut recovered: RecoveredPool) -> Result<RecoveredPool, OpenError> {
+        let pool = &mut recovered.pool;
+        let Some(growth) = pool.plan_growth(self.usable) else { return Ok(recovered) };
+        for (offset, bytes) in &growth.writes {
+            self.write_pages(*offset, bytes)?;
+            self.execute(Op::Sync)?;
+        }
+        pool.apply_growth(&growth);
+        recovered.recovery.grown_bytes = growth.bytes_after - growth.bytes_before;
+        tracing::info!(
+            path = %self.path.display(),
+            bytes_before = growth.bytes_before,
+            bytes_after = growth.bytes_after,
+            block_bytes_min = pool.payload_bytes_min(),
+            "the pool has grown; smaller blocks than block_bytes_min cannot fill it"
+        );
+        Ok(recovered)
+    }
+
+    fn write_pages(&mut self, offset: u64, bytes: &[u8]) -> Result<(), OpenError> {
+        let mut pages = PageBuffer::new(bytes.len())?;
+        pages.copy_from_slice(bytes);
+        Ok(self.execute(Op::Write { offset, from: vec![pages.span()] })?)
+    }
+
     fn format(&mut self, params: &PoolParams) -> Result<(), OpenError> {
         for (offset, bytes) in DevicePool::format(params)? {
-            let mut pages = PageBuffer::new(bytes.len())?;
-            pages.copy_from_slice(&bytes);
-            self.execute(Op::Write { offset, from: vec![pages.span()] })?;
+            self.write_pages(offset, &bytes)?;
         }
         Ok(self.execute(Op::Sync)?)
     }
@@ -253,6 +283,7 @@ fn recover(
         records: report.checkpoint_records + report.log_records,
         blocks: stored.len() as u64,
         formatted: history == PoolOrigin::Formatted,
+        grown_bytes: 0,
     };
     Ok(RecoveredPool { pool, stored, names, recovery })
 }

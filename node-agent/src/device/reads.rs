@@ -284,7 +284,7 @@ impl Block {
         let start = usize::try_from(range.start).expect("a block is at most 128 MiB");
         let length = usize::try_from(range.end - range.start).expect("a block is at most 128 MiB");
         let payload = self.slot.slice(start, length).expect("the slot was checked when the batch was added");
-        let slot_offset = u64::from(self.read.page.0) * PAGE_BYTES;
+        let slot_offset = self.read.page.offset();
         self.in_flight += 1;
         if name.piece > 0 {
             let offset = slot_offset + PAGE_BYTES + range.start;

@@ -10,7 +10,6 @@
 //!
 //! Out of scope: payloads, checksums (stored with arena slots and in header pages), contents of header pages
 //! (kept by the pool, which needs them for checkpoints) and the eviction order.
-//! (kept by the pool, which needs it for its checkpoints) and any order of use.
 
 use hashbrown::HashTable;
 use reprise_policy::BlockKey;
@@ -18,16 +17,19 @@ use reprise_policy::eviction::EntryIndex;
 
 use super::description::BlockOrigin;
 use super::frames::FrameIndex;
+use super::limits::DEVICES_MAX;
 use super::size_class::SizeClassId;
 use crate::effect::{DeviceId, Source};
 use crate::event::Priority;
-use crate::pool::PageNumber;
+use crate::pool::{PAGE_NUMBER_BITS, PageNumber};
 
 /// Keys of one two-pass run: no core sustains 64 outstanding cache misses.
 const RUN_KEYS: usize = 64;
 
-/// Device byte of a block that is on no device.
-const NOT_STORED: u8 = u8::MAX;
+/// Bits of the highest page number bits in [`Entry::device_page`]; the others contain the device.
+const PAGE_HIGH_BITS: u32 = PAGE_NUMBER_BITS - u32::BITS;
+
+const _: () = assert!(DEVICES_MAX << PAGE_HIGH_BITS == 1 << u8::BITS);
 
 /// Entries of all blocks, and a hash table over them.
 #[derive(Debug)]
@@ -42,10 +44,12 @@ pub(super) struct Index {
 #[derive(Clone, Debug)]
 pub(super) struct Entry {
     key: BlockKey,
-    page: PageNumber,
+    /// Low bits of the page number. A block that is on no device has page 0, which holds a superblock.
+    page: u32,
     frame: FrameIndex,
     size_class: SizeClassId,
-    device: u8,
+    /// Number of the device, and the high bits of the page number.
+    device_page: u8,
     state: EntryState,
 }
 
@@ -146,7 +150,10 @@ impl Entry {
     }
 
     pub(super) fn stored(&self) -> Option<Stored> {
-        (self.device != NOT_STORED).then_some(Stored { device: DeviceId(self.device), page: self.page })
+        let page_high = self.device_page & ((1 << PAGE_HIGH_BITS) - 1);
+        let page = PageNumber(u64::from(page_high) << u32::BITS | u64::from(self.page));
+        let device = DeviceId(self.device_page >> PAGE_HIGH_BITS);
+        (page.0 != 0).then_some(Stored { device, page })
     }
 
     /// Returns where a block of this size class is readable now, or is already being read from.
@@ -155,7 +162,7 @@ impl Entry {
             None
         } else if self.state.has(EntryState::RESIDENT) {
             Some(Source::OwnDram)
-        } else if self.device != NOT_STORED {
+        } else if self.stored().is_some() {
             Some(Source::OwnNvme)
         } else {
             None
@@ -204,10 +211,10 @@ impl Index {
         debug_assert!(self.find(&key).is_none(), "{key} is in the index already");
         let entry = Entry {
             key,
-            page: PageNumber(0),
+            page: 0,
             frame: FrameIndex::NONE,
             size_class,
-            device: NOT_STORED,
+            device_page: 0,
             state: EntryState::new(priority, origin),
         };
         let index = match self.free.pop() {
@@ -249,15 +256,13 @@ impl Index {
     /// Sets or clears the location of a block on a device.
     pub(super) fn set_stored(&mut self, index: EntryIndex, stored: Option<Stored>) {
         let entry = &mut self.entries[index.0 as usize];
-        self.stored -= u64::from(entry.device != NOT_STORED);
-        match stored {
-            Some(stored) => {
-                entry.device = stored.device.0;
-                entry.page = stored.page;
-                self.stored += 1;
-            }
-            None => entry.device = NOT_STORED,
-        }
+        self.stored -= u64::from(entry.stored().is_some());
+        (entry.device_page, entry.page) = stored.map_or((0, 0), |stored| {
+            let page = stored.page.0;
+            assert!(page != 0 && page >> PAGE_NUMBER_BITS == 0, "pages of slots are behind the superblock");
+            (stored.device.0 << PAGE_HIGH_BITS | (page >> u32::BITS) as u8, page as u32)
+        });
+        self.stored += u64::from(stored.is_some());
     }
 
     /// Returns the entries of many keys, in their order. Hot path: one allocation, no formatting.
@@ -343,7 +348,7 @@ mod tests {
         BlockKey(bytes)
     }
 
-    fn stored(page: u32) -> Stored {
+    fn stored(page: u64) -> Stored {
         Stored { device: DeviceId(0), page: PageNumber(page) }
     }
 

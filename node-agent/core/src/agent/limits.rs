@@ -77,8 +77,8 @@ pub const REGIONS_MAX: usize = 65_536;
 /// Maximum slots of one region: slot numbers have 16 bits. The rest of a larger region is not used.
 pub const SLOTS_PER_REGION_MAX: u64 = 65_536;
 
-/// Maximum devices of a pool; 255 in an index entry means "not stored".
-pub const DEVICES_MAX: usize = 255;
+/// Maximum devices of a pool; an index entry has 5 bits for the device.
+pub const DEVICES_MAX: usize = 32;
 
 /// Maximum blocks of one write batch: 1,024 journal records fill 16 journal pages.
 pub const BATCH_BLOCKS_MAX: usize = 1024;

@@ -22,9 +22,9 @@ const FIRST_INCARNATION: BankIncarnation = BankIncarnation { epoch: 1, begun: 1 
 /// Pool of one device.
 #[derive(Debug)]
 pub struct DevicePool {
-    superblock: Superblock,
-    slots: Slots,
-    journal: Journal,
+    pub(super) superblock: Superblock,
+    pub(super) slots: Slots,
+    pub(super) journal: Journal,
     batches: Vec<Batch>,
     /// Free and quarantine records that wait for a batch or for [`DevicePool::flush_frees`].
     removals: Vec<Record>,

@@ -26,6 +26,17 @@ pub enum PoolError {
         /// Latest version that this build understands.
         supported: u32,
     },
+    /// An older version of Reprise formatted the device.
+    #[error(
+        "the pool has format version {found}, this agent supports only {supported}: run the agent that wrote it, or \
+        erase the first 2 MiB of the device and lose its blocks"
+    )]
+    OlderVersion {
+        /// Version on the device.
+        found: u32,
+        /// Version that this build understands.
+        supported: u32,
+    },
     /// Required metadata is not readable.
     #[error(
         "the pool's metadata is damaged beyond repair ({what}): its blocks are lost; check the device, then \
@@ -43,16 +54,27 @@ pub enum PoolError {
         /// Size of the device in bytes.
         found: u64,
     },
-    /// The device is smaller than when it was formatted.
+    /// The device is smaller than its pool.
     #[error(
-        "the pool was formatted with {recorded} bytes but the device has {found}: restore its size (is it a truncated \
-        file or partition?), or format it"
+        "the pool has {recorded} bytes but the device has {found}: restore its size (is it a truncated file or \
+        partition?), or format it"
     )]
     WrongSize {
-        /// Size in bytes when it was formatted.
+        /// Size of the pool in bytes.
         recorded: u64,
-        /// Current size in bytes.
+        /// Current size of the device in bytes.
         found: u64,
+    },
+    /// The configured size is smaller than the pool.
+    #[error(
+        "the pool has {recorded} bytes but {wanted} are configured: a pool grows but does not shrink; configure at least \
+        {recorded} bytes, or remove the pool and lose its blocks"
+    )]
+    CannotShrink {
+        /// Size of the pool in bytes.
+        recorded: u64,
+        /// Configured size in bytes.
+        wanted: u64,
     },
     /// Invalid parameters for formatting.
     #[error("invalid pool parameters: {what}")]

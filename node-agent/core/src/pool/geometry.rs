@@ -15,6 +15,7 @@
 
 use reprise_policy::layout::PAGE_BYTES;
 
+use super::PAGE_NUMBER_BITS;
 use super::error::PoolError;
 use super::record::RECORDS_PER_PAGE;
 
@@ -30,8 +31,8 @@ pub const SEGMENT_BYTES_DEFAULT: u64 = 64 << 20;
 /// Maximum bytes of a segment.
 pub const SEGMENT_BYTES_MAX: u64 = 4 << 30;
 
-/// Maximum bytes of a device: page numbers have 32 bits.
-pub const DEVICE_BYTES_MAX: u64 = PAGE_BYTES << 32;
+/// Maximum bytes of a device, 128 TiB: page numbers have 35 bits.
+pub const DEVICE_BYTES_MAX: u64 = PAGE_BYTES << PAGE_NUMBER_BITS;
 
 /// Device bytes per journal entry on large devices: a checkpoint of 64 bytes per 64 KiB is 0.1 % of the
 /// device per bank. Smaller blocks cannot fill a large device; I/O operations would limit them anyway.
@@ -102,7 +103,7 @@ impl Geometry {
         check_segment_bytes(params.segment_bytes)?;
         if device_bytes > DEVICE_BYTES_MAX {
             let what =
-                format!("a device has at most {DEVICE_BYTES_MAX} bytes (16 TiB); split it into partitions");
+                format!("a device has at most {DEVICE_BYTES_MAX} bytes (128 TiB); split it into partitions");
             return Err(PoolError::BadParams { what });
         }
         let small = (device_bytes / SLOT_BYTES_MIN).min(ENTRIES_SMALL);
@@ -121,13 +122,22 @@ impl Geometry {
             device_bytes,
             segment_bytes: params.segment_bytes,
             bank_offsets: [first_bank, first_bank + bank_bytes],
-            checkpoint_pages: u32::try_from(checkpoint_pages).expect("16 TiB have 2^28 entries"),
+            checkpoint_pages: u32::try_from(checkpoint_pages).expect("128 TiB have 2^31 entries"),
             log_pages: u32::try_from(log_pages).expect("clamped"),
             entries_max,
             data_offset,
-            segments: u32::try_from(segments).expect("16 TiB have 2^23 segments of 2 MiB"),
+            segments: u32::try_from(segments).expect("128 TiB have 2^26 segments of 2 MiB"),
         };
         geometry.check().map(|()| geometry)
+    }
+
+    /// Returns the areas of the same pool on a device of `device_bytes`; `None` if no further segment fits.
+    /// Journal banks and existing segments keep their places, and segments are appended.
+    pub(super) fn grown(&self, device_bytes: u64) -> Option<Geometry> {
+        let device_bytes = device_bytes.min(DEVICE_BYTES_MAX) / PAGE_BYTES * PAGE_BYTES;
+        let segments = device_bytes.saturating_sub(self.data_offset) / self.segment_bytes;
+        let segments = u32::try_from(segments).expect("128 TiB have 2^26 segments of 2 MiB");
+        (segments > self.segments).then_some(Geometry { device_bytes, segments, ..*self })
     }
 
     /// Checks that the areas are valid.
@@ -178,8 +188,8 @@ impl Geometry {
     }
 
     /// Number of the first page of the data area.
-    pub(super) fn data_page(&self) -> u32 {
-        u32::try_from(self.data_offset / PAGE_BYTES).expect("devices are bounded to 2^32 pages")
+    pub(super) fn data_page(&self) -> u64 {
+        self.data_offset / PAGE_BYTES
     }
 
     /// Pages of a segment.

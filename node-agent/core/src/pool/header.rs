@@ -205,7 +205,7 @@ pub fn read_header(bytes: &[u8]) -> Result<(Header, u32), HeaderError> {
         (0..layout.objects() as usize).map(|index| u32_at(bytes, CHECKSUMS_AT + 4 * index)).collect();
     let header = Header {
         pool_uuid: bytes_at(bytes, UUID_AT),
-        page: PageNumber(u32_at(bytes, PAGE_AT)),
+        page: PageNumber(u64_at(bytes, PAGE_AT)),
         key: BlockKey(bytes_at(bytes, KEY_AT)),
         content: ContentId(bytes_at(bytes, CONTENT_AT)),
         layout,

@@ -166,6 +166,16 @@ impl Journal {
         }
     }
 
+    /// Superblock copies that the next bank switch rewrites.
+    pub(super) fn superblock_repairs(&self) -> [bool; 2] {
+        self.position.repair.map_or([false; 2], |repair| repair.superblock_copies)
+    }
+
+    /// Replaces the superblock after growth, before the first append.
+    pub(super) fn set_superblock(&mut self, superblock: &Superblock) {
+        self.superblock = *superblock;
+    }
+
     /// Queues a record for the log.
     pub(super) fn push(&mut self, record: Record, batch: Option<BatchId>) {
         self.queue.push_back(QueuedRecord { record, batch });
@@ -273,13 +283,13 @@ impl Journal {
     }
 
     fn advance_switch(&mut self, slots: &Slots, next_generation: u64, actions: &mut JournalActions) {
+        let copies = self.superblock_repairs();
         let Some(switch) = &mut self.switch else { return };
         if switch.phase == SwitchPhase::Copy {
             switch.copy(slots, &self.superblock, next_generation, actions);
         }
         if switch.phase == SwitchPhase::Drain && self.group.is_empty() {
             switch.write_tail(&self.superblock, next_generation, actions);
-            let copies = self.position.repair.map_or([false; 2], |repair| repair.superblock_copies);
             for (offset, _) in SUPERBLOCK_OFFSETS.into_iter().zip(copies).filter(|(_, bad)| *bad) {
                 switch.write(offset, self.superblock.encode(), actions);
             }

@@ -9,9 +9,9 @@
 
 use reprise_policy::{BlockKey, ContentId, Layout, TenantId};
 
-use super::PageNumber;
 use super::page::{CRC_AT, PAGE, bytes_at, intact, put, seal, u16_at, u32_at, u64_at};
 use super::superblock::GENERATION_MAX;
+use super::{PAGE_NUMBER_BITS, PageNumber};
 
 /// Bytes of a record.
 pub(super) const RECORD_BYTES: usize = 64;
@@ -32,7 +32,9 @@ const GROUP_FIRST_AT: usize = 36;
 const NEXT_GENERATION_AT: usize = 40;
 const BEGUN_AT: usize = 48;
 
+/// The kind has the low half of its byte, and the highest bits of the page number have the other half.
 const KIND_AT: usize = 0;
+const KIND_BITS: u32 = 4;
 const PRIORITY_AT: usize = 1;
 const LAYOUT_AT: usize = 2;
 const PAGE_AT: usize = 16;
@@ -45,7 +47,7 @@ const CONTENT_AT: usize = 48;
 /// Bytes of a layout's encoding that a record contains; the other two are always zero.
 const LAYOUT_BYTES: usize = 14;
 
-/// Bytes of a generation in a record. Version 1 had eight; the two highest were always zero.
+/// Bytes of a generation in a record.
 const GENERATION_BYTES: usize = 6;
 
 const _: () = assert!(PAGE_HEADER + RECORDS_PER_PAGE * RECORD_BYTES == CRC_AT);
@@ -53,6 +55,7 @@ const _: () = assert!(LAYOUT_AT + LAYOUT_BYTES == PAGE_AT && CONTENT_AT + 16 == 
 const _: () = assert!(GENERATION_AT + GENERATION_BYTES == TENANT_AT && TENANT_AT + 2 == KEY_AT);
 const _: () = assert!(GENERATION_MAX == 1 << (8 * GENERATION_BYTES));
 const _: () = assert!(BEGUN_AT + 8 <= PAGE_HEADER);
+const _: () = assert!(PAGE_NUMBER_BITS <= 32 + (8 - KIND_BITS));
 
 /// Statement of a record about its slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,7 +76,7 @@ pub(super) struct Record {
     pub(super) kind: RecordKind,
     /// Priority class of the block.
     pub(super) priority: u8,
-    /// Tenant of the block; in records of version 1 always the default tenant.
+    /// Tenant of the block.
     pub(super) tenant: TenantId,
     /// Layout of the block; determines the slot's size.
     pub(super) layout: Layout,
@@ -91,10 +94,12 @@ pub(super) struct Record {
 
 impl Record {
     fn encode(&self, out: &mut [u8]) {
-        out[KIND_AT] = self.kind as u8;
+        assert!(self.page.0 >> PAGE_NUMBER_BITS == 0, "devices are bounded to 128 TiB");
+        let (page, page_high) = (self.page.0.to_le_bytes(), (self.page.0 >> 32) as u8);
+        out[KIND_AT] = self.kind as u8 | page_high << KIND_BITS;
         out[PRIORITY_AT] = self.priority;
         put(out, LAYOUT_AT, &self.layout.encode()[..LAYOUT_BYTES]);
-        put(out, PAGE_AT, &self.page.0.to_le_bytes());
+        put(out, PAGE_AT, &page[..4]);
         put(out, HEADER_CRC_AT, &self.header_crc.to_le_bytes());
         assert!(self.generation < GENERATION_MAX, "a pool with exhausted generations is not opened");
         put(out, GENERATION_AT, &self.generation.to_le_bytes()[..GENERATION_BYTES]);
@@ -104,7 +109,8 @@ impl Record {
     }
 
     fn decode(bytes: &[u8], layouts: &mut LayoutCache) -> Option<Record> {
-        let kind = match bytes[KIND_AT] {
+        let page_high = u64::from(bytes[KIND_AT] >> KIND_BITS) << 32;
+        let kind = match bytes[KIND_AT] & ((1 << KIND_BITS) - 1) {
             1 => RecordKind::Store,
             2 => RecordKind::Free,
             3 => RecordKind::Quarantine,
@@ -117,7 +123,7 @@ impl Record {
             priority: bytes[PRIORITY_AT],
             tenant: TenantId(u16_at(bytes, TENANT_AT)),
             layout: layouts.decode(bytes_at(bytes, LAYOUT_AT))?,
-            page: PageNumber(u32_at(bytes, PAGE_AT)),
+            page: PageNumber(page_high | u64::from(u32_at(bytes, PAGE_AT))),
             header_crc: u32_at(bytes, HEADER_CRC_AT),
             generation: u64::from_le_bytes(generation),
             key: BlockKey(bytes_at(bytes, KEY_AT)),

@@ -286,7 +286,7 @@ impl Recovery {
             }
         }
         self.report.superblock_copies_bad = copies.bad;
-        self.report.superblock_copies_older = copies.older;
+        self.report.superblock_copies_outdated = copies.outdated;
         self.journal = Some(JournalReader {
             superblock,
             superblock_copies: copies.rewritten,
@@ -464,7 +464,7 @@ impl JournalReader {
         report.blocks_stored = stored.len() as u64;
         report.slots_quarantined = self.slots.tally().quarantined_slots;
         report.repair_due = !report.is_clean()
-            || report.superblock_copies_older > 0
+            || report.superblock_copies_outdated > 0
             || log.torn_inside > 0
             || active.copies_bad > 0;
         let repair = report.repair_due.then_some(Repair { superblock_copies: self.superblock_copies });

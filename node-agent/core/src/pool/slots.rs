@@ -148,7 +148,7 @@ pub(super) struct SlotContent {
 /// All slots of a device.
 #[derive(Debug)]
 pub(super) struct Slots {
-    data_page: u32,
+    data_page: u64,
     segment_pages: u32,
     entries_max: u64,
     segments: Vec<Segment>,
@@ -184,6 +184,14 @@ impl Slots {
                 ..Tally::default()
             },
         }
+    }
+
+    /// Appends segments without blocks, up to this number of segments.
+    pub(super) fn grow(&mut self, segments: u32) {
+        let before = u32::try_from(self.segments.len()).expect("fewer than 2^26 segments");
+        self.segments.resize_with(segments as usize, Segment::default);
+        self.unassigned.extend(before..segments);
+        self.tally.free += u64::from(segments - before) * u64::from(self.segment_pages);
     }
 
     /// Pages of the data area by use.
@@ -307,7 +315,7 @@ impl Slots {
         self.slot_mut(place).state = SlotState::Quarantined;
         self.tally.quarantined += pages;
         self.tally.quarantined_slots += 1;
-        self.end_drain(u32::try_from(place.segment).expect("fewer than 2^23 segments"));
+        self.end_drain(u32::try_from(place.segment).expect("fewer than 2^26 segments"));
         Some(self.record(place, RecordKind::Quarantine))
     }
 
@@ -450,7 +458,7 @@ impl Slots {
         self.tally.slots += segment.slots.len() as u64;
         if segment.free > 0 {
             let of_size = self.free_segments.entry(segment.slot_pages).or_default();
-            of_size.with_free.insert(u32::try_from(index).expect("fewer than 2^23 segments"));
+            of_size.with_free.insert(u32::try_from(index).expect("fewer than 2^26 segments"));
             of_size.free += u64::from(segment.free);
         }
     }
@@ -472,7 +480,7 @@ impl Slots {
 
     /// Adds a slot to its segment's free list; a segment without blocks becomes unassigned.
     fn push_free(&mut self, place: SlotPlace) {
-        let index = u32::try_from(place.segment).expect("fewer than 2^23 segments");
+        let index = u32::try_from(place.segment).expect("fewer than 2^26 segments");
         let segment = &mut self.segments[place.segment];
         segment.slots[place.slot] = Slot { header_crc: segment.free_head, ..FREE_SLOT };
         segment.free_head = u32::try_from(place.slot).expect("a segment has fewer than 2^20 slots");
@@ -535,12 +543,23 @@ impl Slots {
         place
     }
 
+    /// Splits a page of the data area into its segment and its position there.
+    fn split(&self, page: PageNumber) -> Option<(u32, u32)> {
+        let (offset, pages) = (page.0.checked_sub(self.data_page)?, u64::from(self.segment_pages));
+        let within = u32::try_from(offset % pages).expect("below the pages of a segment");
+        Some((u32::try_from(offset / pages).ok()?, within))
+    }
+
+    /// Number of a segment's first page.
+    fn first_page(&self, segment: u32) -> u64 {
+        self.data_page + u64::from(segment) * u64::from(self.segment_pages)
+    }
+
     /// Returns the slot that begins at a page, if any.
     fn place(&self, page: PageNumber) -> Option<SlotPlace> {
-        let offset = page.0.checked_sub(self.data_page)?;
-        let index = (offset / self.segment_pages) as usize;
+        let (index, within) = self.split(page)?;
+        let index = index as usize;
         let segment = self.segments.get(index)?;
-        let within = offset % self.segment_pages;
         if segment.slot_pages == 0 || !within.is_multiple_of(segment.slot_pages) {
             return None;
         }
@@ -549,10 +568,9 @@ impl Slots {
     }
 
     fn page_of(&self, place: SlotPlace) -> PageNumber {
-        let segment = u32::try_from(place.segment).expect("fewer than 2^23 segments");
-        let slot = u32::try_from(place.slot).expect("a segment has fewer than 2^20 slots");
-        let first = self.data_page + segment * self.segment_pages;
-        PageNumber(first + slot * self.segments[place.segment].slot_pages)
+        let segment = u32::try_from(place.segment).expect("fewer than 2^26 segments");
+        let slot_pages = u64::from(self.segments[place.segment].slot_pages);
+        PageNumber(self.first_page(segment) + place.slot as u64 * slot_pages)
     }
 
     fn slot(&self, place: SlotPlace) -> &Slot {

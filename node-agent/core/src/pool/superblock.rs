@@ -1,20 +1,17 @@
 //! Fixed metadata of a device: its superblock and the headers of its journal banks.
 //!
-//! The superblock is written when the device is formatted. Later it is written only to replace a damaged copy
-//! or one of the previous format. Future versions keep its magic, version field and page checksum at the same
-//! offsets, so that every agent can distinguish a newer pool from a damaged one.
+//! The superblock is written when the device is formatted and when its pool grows. Otherwise it is written only
+//! to replace a damaged copy, or one that an interrupted growth left behind. All versions have its magic,
+//! version field and page checksum at the same offsets, so that every agent can distinguish a pool of another
+//! version from a damaged one.
 
 use super::error::PoolError;
 use super::geometry::Geometry;
 use super::page::{PAGE, bytes_at, intact, is_blank, put, seal, u32_at, u64_at};
 use super::record::BankIncarnation;
 
-/// Format version that this build writes.
-pub const FORMAT_VERSION: u32 = 2;
-
-/// Previous format version: its records contain no tenant, which reads as the default tenant. A pool of this
-/// version is upgraded to [`FORMAT_VERSION`] when it is opened.
-const FORMAT_VERSION_PREVIOUS: u32 = 1;
+/// Format version that this build reads and writes.
+pub const FORMAT_VERSION: u32 = 3;
 
 const MAGIC: [u8; 8] = *b"REPRISE\0";
 const MAGIC_AT: usize = 0;
@@ -65,8 +62,8 @@ pub(super) struct Superblock {
 pub(super) enum FoundSuperblock {
     /// Intact copy of the current version.
     Valid(Superblock),
-    /// Intact copy of the previous version, to be rewritten.
-    Older(Superblock),
+    /// Intact copy of an older version.
+    Older(u32),
     /// Intact copy of a newer version.
     Newer(u32),
     /// Damaged copy, recognised by its magic.
@@ -78,6 +75,13 @@ pub(super) enum FoundSuperblock {
 }
 
 impl Superblock {
+    /// Whether both copies belong to one pool. Their sizes may differ, because growth rewrites one copy after
+    /// the other.
+    pub(super) fn is_same_pool(&self, other: &Superblock) -> bool {
+        let Geometry { device_bytes, segments, .. } = other.geometry;
+        *other == Superblock { geometry: Geometry { device_bytes, segments, ..self.geometry }, ..*self }
+    }
+
     /// Returns the page of one copy.
     pub(super) fn encode(&self) -> Vec<u8> {
         let geometry = &self.geometry;
@@ -122,9 +126,8 @@ impl Superblock {
         }
         match u32_at(page, VERSION_AT) {
             FORMAT_VERSION => Superblock::fields(page).map(FoundSuperblock::Valid),
-            FORMAT_VERSION_PREVIOUS => Superblock::fields(page).map(FoundSuperblock::Older),
             newer if newer > FORMAT_VERSION => Ok(FoundSuperblock::Newer(newer)),
-            _ => Ok(FoundSuperblock::Damaged),
+            older => Ok(FoundSuperblock::Older(older)),
         }
     }
 

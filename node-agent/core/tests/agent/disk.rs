@@ -142,14 +142,14 @@ impl Disk {
 
     /// Header page and payload of the slot at a page.
     pub(crate) fn read(&self, page: PageNumber) -> (Box<[u8]>, Vec<Tag>) {
-        let page = u64::from(page.0);
+        let page = page.0;
         (self.current.page(page), self.current.payloads.get(&page).cloned().unwrap_or_default())
     }
 
     /// Damages the payload of the slot at a page.
     pub(crate) fn rot(&mut self, page: PageNumber) {
         for image in [&mut self.current, &mut self.durable] {
-            if let Some(payload) = image.payloads.get_mut(&u64::from(page.0)) {
+            if let Some(payload) = image.payloads.get_mut(&page.0) {
                 payload.iter_mut().for_each(|tag| *tag ^= 1 << 40);
             }
         }

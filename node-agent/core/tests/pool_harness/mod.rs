@@ -78,8 +78,7 @@ pub(crate) fn tenant_of(key: &BlockKey) -> TenantId {
 
 /// A block to write.
 pub(crate) fn block_write(key: BlockKey, layout: Layout, page: PageNumber) -> BlockWrite {
-    let slot =
-        ArenaSlot { region: RegionId(0), offset: u64::from(page.0) * PAGE, bytes: layout.slot_bytes() };
+    let slot = ArenaSlot { region: RegionId(0), offset: page.offset(), bytes: layout.slot_bytes() };
     BlockWrite {
         key,
         tenant: tenant_of(&key),

@@ -41,14 +41,14 @@ pub(crate) struct Model {
     /// Every block ever written. Keys are never reused.
     pub(crate) blocks: BTreeMap<BlockKey, ModelBlock>,
     /// First page and number of pages of every slot that must not be allocated.
-    taken: BTreeMap<u32, u32>,
+    taken: BTreeMap<u64, u64>,
     /// Slots whose quarantine is durable, with their number of pages.
-    quarantined: BTreeMap<u32, u32>,
+    quarantined: BTreeMap<u64, u64>,
     /// Quarantines whose record is not known to be durable.
-    quarantining: BTreeSet<u32>,
+    quarantining: BTreeSet<u64>,
     stored: Vec<PageNumber>,
-    by_page: BTreeMap<u32, BlockKey>,
-    generations: BTreeSet<(u32, Generation)>,
+    by_page: BTreeMap<u64, BlockKey>,
+    generations: BTreeSet<(u64, Generation)>,
     lost: bool,
 }
 
@@ -66,7 +66,7 @@ impl Model {
     /// The pool allocated a slot. This implies that the removals of earlier blocks in that slot are
     /// durable.
     pub(crate) fn allocated(&mut self, page: PageNumber, layout: &Layout) {
-        let pages = u32::try_from(layout.slot_bytes() / PAGE + 1).expect("small");
+        let pages = layout.slot_bytes() / PAGE + 1;
         while let Some((first, length)) =
             self.taken.range(..page.0 + pages).next_back().map(|(a, b)| (*a, *b))
         {
@@ -100,7 +100,7 @@ impl Model {
 
     /// The key of the block whose header is written at this offset.
     pub(crate) fn key_being_written(&self, offset: u64) -> BlockKey {
-        self.by_page[&u32::try_from(offset / PAGE).expect("a page")]
+        self.by_page[&(offset / PAGE)]
     }
 
     /// The page of a random stored block.

@@ -52,7 +52,7 @@ impl Fixture {
             let bytes = payload(block);
             let checksums: Vec<u32> = bytes.chunks(layout.object_bytes() as usize).map(crc32c).collect();
             let start = block * (PAGE_BYTES + slot_bytes) as usize;
-            let page = PageNumber((start as u64 / PAGE_BYTES) as u32);
+            let page = PageNumber(start as u64 / PAGE_BYTES);
             let (key, generation) = (BlockKey([block as u8; 16]), Generation(block as u32 + 5));
             let fields = HeaderFields {
                 pool_uuid: [9; 16],

@@ -72,7 +72,7 @@ fn header(block: u32) -> (Box<[u8]>, u32) {
 }
 
 fn page(block: u32) -> PageNumber {
-    PageNumber(u32::try_from(u64::from(block) * stride() / PAGE_BYTES).expect("small"))
+    PageNumber(u64::from(block) * stride() / PAGE_BYTES)
 }
 
 fn slot(block: u32) -> ArenaSlot {

@@ -38,13 +38,13 @@ pub(super) struct Bank {
 /// State of the superblock copies, at least one of which is usable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SuperblockCopies {
-    /// Copies to rewrite: the damaged ones or, if none is, one of the previous version. Never both usable
-    /// copies, so that one remains after a power loss.
+    /// Copies to rewrite: damaged ones, and one that an interrupted growth left behind. At least one copy
+    /// remains as it is, so that a power loss does not destroy both.
     pub(super) rewritten: [bool; 2],
     /// Number of damaged copies.
     pub(super) bad: u64,
-    /// Number of copies of the previous version.
-    pub(super) older: u64,
+    /// Number of copies with the size before an interrupted growth.
+    pub(super) outdated: u64,
 }
 
 /// Result of evaluating the superblock copies.
@@ -61,7 +61,7 @@ pub(super) enum Identity {
 /// # Errors
 /// If the copies do not identify a pool of a supported version.
 pub(super) fn identify(copies: &[FoundSuperblock]) -> Result<Identity, PoolError> {
-    let mut valid = None;
+    let mut valid: Option<Superblock> = None;
     let mut damaged = false;
     let mut foreign = None;
     for copy in copies {
@@ -69,15 +69,20 @@ pub(super) fn identify(copies: &[FoundSuperblock]) -> Result<Identity, PoolError
             FoundSuperblock::Newer(found) => {
                 return Err(PoolError::NewerVersion { found: *found, supported: FORMAT_VERSION });
             }
-            FoundSuperblock::Valid(superblock) | FoundSuperblock::Older(superblock)
-                if valid.is_some_and(|other| other != *superblock) =>
+            FoundSuperblock::Older(found) => {
+                return Err(PoolError::OlderVersion { found: *found, supported: FORMAT_VERSION });
+            }
+            FoundSuperblock::Valid(superblock)
+                if valid.is_some_and(|other| !other.is_same_pool(superblock)) =>
             {
                 let what =
                     "the copies of its superblock belong to different pools; was formatting interrupted?";
                 return Err(PoolError::Corrupt { what: what.to_owned() });
             }
-            FoundSuperblock::Valid(superblock) | FoundSuperblock::Older(superblock) => {
-                valid = Some(*superblock);
+            // Of two sizes the larger one counts: growth was interrupted.
+            FoundSuperblock::Valid(superblock) => {
+                let larger = valid.filter(|other| other.geometry.segments > superblock.geometry.segments);
+                valid = Some(larger.unwrap_or(*superblock));
             }
             FoundSuperblock::Damaged => damaged = true,
             FoundSuperblock::Blank => {}
@@ -85,7 +90,7 @@ pub(super) fn identify(copies: &[FoundSuperblock]) -> Result<Identity, PoolError
         }
     }
     match (valid, foreign) {
-        (Some(superblock), _) => Ok(Identity::Pool(superblock, find_repairs(copies))),
+        (Some(superblock), _) => Ok(Identity::Pool(superblock, find_repairs(copies, &superblock))),
         (None, _) if damaged => {
             Err(PoolError::Corrupt { what: "no copy of the superblock is readable".to_owned() })
         }
@@ -95,18 +100,14 @@ pub(super) fn identify(copies: &[FoundSuperblock]) -> Result<Identity, PoolError
 }
 
 /// Determines which copies of a known superblock to rewrite.
-fn find_repairs(copies: &[FoundSuperblock]) -> SuperblockCopies {
-    let is_older = |copy: usize| matches!(copies.get(copy), Some(FoundSuperblock::Older(_)));
-    let is_bad =
-        |copy: usize| !is_older(copy) && !matches!(copies.get(copy), Some(FoundSuperblock::Valid(_)));
-    let (bad, older) = ([is_bad(0), is_bad(1)], [is_older(0), is_older(1)]);
-    let rewritten = match (bad, older) {
-        ([false, false], [true, _]) => [true, false],
-        ([false, false], [false, true]) => [false, true],
-        _ => bad,
-    };
+fn find_repairs(copies: &[FoundSuperblock], current: &Superblock) -> SuperblockCopies {
+    let is_bad = |copy: usize| !matches!(copies.get(copy), Some(FoundSuperblock::Valid(_)));
+    let is_outdated =
+        |copy: usize| matches!(&copies.get(copy), Some(FoundSuperblock::Valid(found)) if found != current);
+    let (bad, outdated) = ([is_bad(0), is_bad(1)], [is_outdated(0), is_outdated(1)]);
     let count = |copies: [bool; 2]| copies.iter().filter(|copy| **copy).count() as u64;
-    SuperblockCopies { rewritten, bad: count(bad), older: count(older) }
+    let rewritten = [0, 1].map(|copy| bad[copy] || outdated[copy]);
+    SuperblockCopies { rewritten, bad: count(bad), outdated: count(outdated) }
 }
 
 /// Returns the error for data that does not belong to Reprise.

@@ -26,9 +26,8 @@ pub struct RecoveryReport {
     pub checkpoint_pages_bad: u64,
     /// Number of damaged superblock copies.
     pub superblock_copies_bad: u64,
-    /// Number of superblock copies of the previous version. One of them is rewritten, after which older
-    /// agents can no longer open the pool. Not damage.
-    pub superblock_copies_older: u64,
+    /// Number of superblock copies with the size before an interrupted growth. Not damage.
+    pub superblock_copies_outdated: u64,
     /// Number of damaged header copies of the active bank that were durable once.
     pub bank_headers_bad: u64,
     /// Number of pages that the device could not read.

@@ -13,7 +13,7 @@ use reprise_policy::BlockKey;
 impl Slots {
     /// Number of the segment that contains a page.
     pub(in crate::pool) fn segment_of(&self, page: PageNumber) -> Option<u32> {
-        Some(page.0.checked_sub(self.data_page)? / self.segment_pages)
+        self.split(page).map(|(segment, _)| segment)
     }
 
     /// Pages of the slot at a page.
@@ -36,12 +36,12 @@ impl Slots {
         if !of_use || self.draining.contains(&segment) {
             return None;
         }
-        let first = self.data_page + segment * self.segment_pages;
+        let (first, slot_pages) = (self.first_page(segment), u64::from(state.slot_pages));
         let mut blocks = Vec::new();
         for (number, slot) in (0..).zip(&state.slots) {
             match slot.state {
                 SlotState::Stored => {
-                    blocks.push((slot.key, PageNumber(first + number * state.slot_pages)));
+                    blocks.push((slot.key, PageNumber(first + number * slot_pages)));
                 }
                 SlotState::Free | SlotState::Freeing => {}
                 SlotState::Reserved | SlotState::Writing | SlotState::Quarantined => return None,
@@ -52,7 +52,7 @@ impl Slots {
 
     /// Returns the [`Slots::drainable`] segment with the fewest blocks. O(slots of the device).
     pub(in crate::pool) fn emptiest_drainable(&self, slot_pages: u32) -> Option<u32> {
-        let segments = 0..u32::try_from(self.segments.len()).expect("fewer than 2^23 segments");
+        let segments = 0..u32::try_from(self.segments.len()).expect("fewer than 2^26 segments");
         let blocks = |segment| self.drainable(segment, slot_pages).map(|blocks| (blocks.len(), segment));
         segments.filter_map(blocks).min().map(|(_, segment)| segment)
     }

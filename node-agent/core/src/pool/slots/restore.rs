@@ -45,7 +45,7 @@ impl Slots {
             let live = self.segments[index].slots.iter().filter(|slot| slot.state != SlotState::Free).count();
             if live == 0 {
                 self.segments[index] = Segment::default();
-                self.unassigned.insert(u32::try_from(index).expect("fewer than 2^23 segments"));
+                self.unassigned.insert(u32::try_from(index).expect("fewer than 2^26 segments"));
             } else {
                 self.link_free(index);
                 self.count(index);
@@ -126,8 +126,8 @@ impl Slots {
     /// Returns the slot at a record's page for its layout, and the slot's pages.
     fn place_for(&self, record: &Record) -> Option<(SlotPlace, u32)> {
         let pages = slot_pages(record.layout.slot_bytes())?;
-        let offset = record.page.0.checked_sub(self.data_page)?;
-        let (segment, within) = ((offset / self.segment_pages) as usize, offset % self.segment_pages);
+        let (segment, within) = self.split(record.page)?;
+        let segment = segment as usize;
         let fits = within.is_multiple_of(pages) && within + pages <= self.segment_pages;
         let place = SlotPlace { segment, slot: (within / pages) as usize };
         (fits && segment < self.segments.len()).then_some((place, pages))
@@ -201,7 +201,7 @@ mod tests {
             priority: 1,
             tenant: TenantId(9),
             layout: layout(pages),
-            page: PageNumber(data_page + slot * (u32::from(pages) + 1)),
+            page: PageNumber(data_page + u64::from(slot) * (u64::from(pages) + 1)),
             header_crc: 7,
             generation,
             key: BlockKey(u128::from(generation).to_le_bytes()),
@@ -270,12 +270,19 @@ mod tests {
     #[test]
     fn rejects_records_about_impossible_slots() {
         let good = store(SMALL, 0, 1);
-        let at = |page: u32| Record { page: PageNumber(page), ..good };
+        let at = |page: u64| Record { page: PageNumber(page), ..good };
         let first = good.page.0;
         let mut slots = slots();
         let inside_a_slot = Record { page: PageNumber(first + 1), ..good };
-        for bad in [at(0), at(first - 1), at(first + 5 * 512), at(u32::MAX), inside_a_slot, store(600, 0, 1)]
-        {
+        for bad in [
+            at(0),
+            at(first - 1),
+            at(first + 5 * 512),
+            at(u64::from(u32::MAX)),
+            at(1 << 35),
+            inside_a_slot,
+            store(600, 0, 1),
+        ] {
             assert_eq!(slots.restore(&bad), Restored::Rejected, "{bad:?}");
         }
         assert_eq!(slots.restore(&store(LARGE, 127, 1)), Restored::Applied);
