@@ -13,7 +13,7 @@ REPRISE_IMAGES_PROFILE ?= dev
 export REPRISE_IMAGES_PROFILE
 TRACE ?=
 
-.PHONY: help demo build lint lint-python test test-quick soak test-python test-vllm e2e-k8s e2e-scale e2e-skew k8s-lab k8s-demo wheel etcd kubernetes cluster helm images images-test bench doctor clean
+.PHONY: help demo build check lint lint-python test test-quick soak test-python test-vllm e2e-k8s e2e-scale e2e-skew k8s-lab k8s-demo wheel etcd kubernetes cluster helm images images-test bench doctor clean
 
 help:
 	@echo "make demo        run two nodes on a real trace, verify every byte, kill and restart one agent"
@@ -31,6 +31,7 @@ help:
 	@echo "make images      build images of all programs as OCI archives, without a container engine"
 	@echo "make images-test build the images for tests, from the programs of the test build"
 	@echo "make bench       run all benchmarks and print JSON lines"
+	@echo "make check       check structure and language of the tree, in seconds"
 	@echo "make doctor      print the capabilities of this machine and what Reprise uses"
 	@echo "make build       build all optimised programs except those of the end-to-end tests"
 	@echo "make lint        check formatting and lints; with cargo-deny also licences and sources of dependencies"
@@ -47,7 +48,11 @@ build:
 demo: build
 	$(RELEASE)/reprise demo $(if $(TRACE),--trace $(TRACE))
 
-lint: lint-python
+# Structure and language of the tree; `cargo xtask figures` prints figures about its structure.
+check:
+	cargo xtask check
+
+lint: check lint-python
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
 # These tests are built only by name: `--all-targets` does not include them.
@@ -60,7 +65,6 @@ lint-python:
 
 test-quick: lint
 	cargo test --locked --workspace --exclude reprise-e2e
-	cargo test --locked --workspace --test tidy
 
 # The end-to-end tests start the binaries in their own folder, so those are built first. The build always includes a
 # test of the workspace: otherwise dependencies have other features and are compiled again.

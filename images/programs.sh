@@ -13,9 +13,9 @@ packages=(reprise-agent reprise-controlplane reprise-operator reprise)
 mkdir -p "$folder/libraries"
 executables() { sed -n 's/.*"executable":"\([^"]*\)".*/\1/p'; }
 case $profile in
-    # Built as in the Makefile, with a test, so that features are equal. `tidy` does not build images
+    # Built as in the Makefile, with a test, so that features are equal: one that does not build images
     # itself, which would replace it while it runs.
-    dev) build=(cargo build --locked --workspace --bins --test tidy --message-format json-render-diagnostics) ;;
+    dev) build=(cargo build --locked --workspace --bins --test protocol_document --message-format json-render-diagnostics) ;;
     *)
         . images/toolchain.sh
         build=(cargo build --locked --profile "$profile" --target "$target" --bins "${packages[@]/#/--package=}"

@@ -1,0 +1,133 @@
+//! Dependencies between the crates of the tree, and those of crates that decide without doing.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::manifest::manifests;
+use crate::tree::Tree;
+
+/// Every dependency that one of our crates may have on another, development dependencies included.
+const EDGES: &[(&str, &[&str])] = &[
+    ("reprise-policy", &[]),
+    ("reprise-proto", &[]),
+    ("reprise-daemon", &["reprise-policy"]),
+    ("reprise-buffers", &["reprise-policy"]),
+    ("reprise-io", &["reprise-policy", "reprise-buffers"]),
+    ("reprise-transport", &["reprise-policy", "reprise-buffers"]),
+    ("reprise-agent-core", &["reprise-policy"]),
+    ("reprise-agent-kubernetes", &["reprise-crds"]),
+    ("reprise-client", &["reprise-policy", "reprise-proto", "reprise-buffers"]),
+    (
+        "reprise-agent",
+        &[
+            "reprise-policy",
+            "reprise-proto",
+            "reprise-daemon",
+            "reprise-buffers",
+            "reprise-io",
+            "reprise-transport",
+            "reprise-agent-core",
+            "reprise-agent-kubernetes",
+        ],
+    ),
+    ("reprise-controlplane-core", &["reprise-policy"]),
+    ("reprise-controlplane-store", &["reprise-policy"]),
+    (
+        "reprise-controlplane",
+        &[
+            "reprise-policy",
+            "reprise-proto",
+            "reprise-daemon",
+            "reprise-controlplane-core",
+            "reprise-controlplane-store",
+        ],
+    ),
+    ("reprise-crds", &[]),
+    ("reprise-operator", &["reprise-crds", "reprise-daemon", "reprise-policy", "reprise-proto"]),
+    ("reprise-simulator", &["reprise-policy", "reprise-agent-core", "reprise-controlplane-core"]),
+    (
+        "reprise",
+        &[
+            "reprise-policy",
+            "reprise-proto",
+            "reprise-daemon",
+            "reprise-buffers",
+            "reprise-io",
+            "reprise-transport",
+            "reprise-agent-core",
+            "reprise-client",
+            "reprise-controlplane-core",
+            "reprise-simulator",
+        ],
+    ),
+    ("reprise-python", &["reprise-policy", "reprise-client"]),
+    ("xtask", &[]),
+    ("reprise-e2e", &["reprise-policy", "reprise-proto", "reprise-client", "reprise-crds"]),
+];
+
+/// Crates that decide without doing: no async runtime, no clock, no I/O libraries.
+const PURE: &[&str] =
+    &["reprise-policy", "reprise-agent-core", "reprise-controlplane-core", "reprise-simulator"];
+
+/// Dependencies that a pure crate must not have.
+const IMPURE: &[&str] = &["tokio", "libc", "io-uring", "tonic", "axum", "rand", "redb", "crossbeam-channel"];
+
+pub(super) fn edges(tree: &Tree) -> Vec<String> {
+    let packages = manifests(tree);
+    let allowed: BTreeMap<&str, &[&str]> = EDGES.iter().copied().collect();
+    let ours: BTreeSet<&str> = packages.iter().map(|package| package.name.as_str()).collect();
+    let mut offences = Vec::new();
+    for package in &packages {
+        let own = package.name.as_str();
+        let Some(may) = allowed.get(own) else {
+            offences.push(format!("{own} is not in the list of edges"));
+            continue;
+        };
+        for name in package.dependencies.iter().map(String::as_str) {
+            if ours.contains(name) && !may.contains(&name) {
+                offences.push(format!("{own} must not depend on {name}"));
+            }
+            if PURE.contains(&own) && IMPURE.contains(&name) {
+                offences.push(format!("{own} is pure and must not depend on {name}"));
+            }
+        }
+    }
+    for name in EDGES.iter().map(|(name, _)| *name).filter(|name| !ours.contains(name)) {
+        offences.push(format!("{name} is in the list of edges, but not in the tree"));
+    }
+    if let Some(xtask) =
+        packages.iter().find(|package| package.name == "xtask" && !package.dependencies.is_empty())
+    {
+        offences.push(format!("xtask has no dependencies, not {}", xtask.dependencies.join(", ")));
+    }
+    offences
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn finds_forbidden_edges_and_unknown_crates() {
+        let manifest = |name: &str, dependency: &str| {
+            format!(
+                "[package]\nname = \"{name}\"\n[dev-dependencies]\n{dependency} = {{ workspace = true }}\n"
+            )
+        };
+        let tree = Tree::of(&[
+            ("policy/Cargo.toml", &manifest("reprise-policy", "tokio")),
+            ("proto/Cargo.toml", &manifest("reprise-proto", "reprise-policy")),
+            ("daemon/Cargo.toml", &manifest("reprise-daemon", "reprise-policy")),
+            ("new/Cargo.toml", &manifest("reprise-new", "serde")),
+        ]);
+        let found: Vec<String> =
+            edges(&tree).into_iter().filter(|offence| !offence.ends_with("not in the tree")).collect();
+        assert_eq!(
+            found,
+            [
+                "reprise-policy is pure and must not depend on tokio",
+                "reprise-proto must not depend on reprise-policy",
+                "reprise-new is not in the list of edges",
+            ]
+        );
+    }
+}

@@ -1,0 +1,85 @@
+//! Files of the simulator that follow a production loop: twins, whose steps are copies that nothing compares with
+//! their original.
+//!
+//! A file is a twin if a comment in it names a source of a crate that does, for example
+//! `node-agent/src/directory/link.rs`. Every twin names its original, so that a reader finds it. A file that only keeps
+//! a contract of such a source is in [`CONTRACTS`].
+
+use crate::tree::{File, Tree};
+
+/// Twins that still exist. Remove a name with its file, or when its steps have become production code; add none.
+const TWINS: &[&str] = &[
+    "simulator/src/client.rs",
+    "simulator/src/control_plane.rs",
+    "simulator/src/link.rs",
+    "simulator/src/lookups.rs",
+    "simulator/src/member.rs",
+    "simulator/src/member/ledgers.rs",
+    "simulator/src/member/placement.rs",
+    "simulator/src/membership.rs",
+    "simulator/src/membership/member_entry.rs",
+    "simulator/src/membership/modes.rs",
+    "simulator/src/membership/registry.rs",
+    "simulator/src/membership/store_watch.rs",
+    "simulator/src/offers.rs",
+    "simulator/src/placement_requests.rs",
+    "simulator/src/reports.rs",
+];
+
+/// Files that name production files for another reason than following their steps.
+const CONTRACTS: &[(&str, &str)] = &[
+    ("simulator/src/lib.rs", "the list of twins"),
+    ("simulator/src/placement_audit.rs", "a check knows which calls may end without an answer"),
+    ("simulator/src/store.rs", "the environment: a store with the contract of etcd"),
+];
+
+/// Folders of the crates that do: sockets, devices, threads, futures.
+const DOING: &[&str] =
+    &["node-agent/src/", "node-agent/transport", "node-agent/io", "controlplane/src/", "controlplane/store"];
+
+/// Whether a comment of a file names a source of a crate that does.
+fn names_production(file: &File) -> bool {
+    let comments = file.text.lines().filter_map(|line| line.split_once("//")).map(|(_, comment)| comment);
+    comments.into_iter().any(|comment| DOING.iter().any(|folder| comment.contains(folder)))
+}
+
+/// Paths of the files that follow a production loop.
+pub(crate) fn found(tree: &Tree) -> Vec<&str> {
+    tree.rust()
+        .filter(|file| file.path.starts_with("simulator/") && names_production(file))
+        .map(|file| file.path.as_str())
+        .filter(|path| !CONTRACTS.iter().any(|(contract, _)| contract == path))
+        .collect()
+}
+
+pub(super) fn unlisted(tree: &Tree) -> Vec<String> {
+    let found = found(tree);
+    let mut offences: Vec<String> = found
+        .iter()
+        .filter(|path| !TWINS.contains(path))
+        .map(|path| format!("{path}: a new twin; move the steps that it follows into a pure crate"))
+        .collect();
+    let gone = TWINS.iter().filter(|path| !found.contains(path));
+    offences.extend(gone.map(|path| format!("{path} is not a twin: remove it from TWINS in xtask")));
+    offences
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn finds_files_whose_comments_name_a_production_loop() {
+        let tree = Tree::of(&[
+            ("simulator/src/new.rs", "//! As `controlplane/src/new.rs`.\n"),
+            ("simulator/src/pure.rs", "//! As `controlplane/core/src/new.rs`.\n"),
+            ("simulator/src/store.rs", "//! The contract of `controlplane/store/src/contract.rs`.\n"),
+            ("simulator/src/link.rs", "fn a() {} // as in node-agent/src/directory/link.rs\n"),
+            ("cli/src/new.rs", "//! As `controlplane/src/new.rs`.\n"),
+        ]);
+        assert_eq!(found(&tree), ["simulator/src/new.rs", "simulator/src/link.rs"]);
+        let offences = unlisted(&tree);
+        assert!(offences[0].starts_with("simulator/src/new.rs: a new twin"), "{offences:?}");
+        assert_eq!(offences.len(), TWINS.len(), "one new twin, and all but link.rs are gone: {offences:?}");
+    }
+}
