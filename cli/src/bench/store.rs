@@ -1,6 +1,7 @@
 //! Cold verified loads from the device and durable saves to it, compared with a bare io_uring loop.
 //!
-//! The bare loop reads the payloads of the loaded blocks in the agent's own pool file. Its buffers are 2 MiB
+//! The bare loop reads the payloads of the loaded blocks in the agent's own pool file, into as much memory as
+//! a load: into 8 MiB it would measure the processor's cache where a virtual disk copies. Its buffers are 2 MiB
 //! pages, and its depth is the best of several, determined first. It writes to a file next to the pool. Both
 //! sides write to space that is reserved and was never written, because the first write of an extent is
 //! slower than the next, in the file system and in the storage below it. So both files have space for all
@@ -18,7 +19,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, ensure};
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy, Span};
 use reprise_client::{Client, Load, LoadRequest, Scope, Source};
-use reprise_io::bare::{self, BareLoop};
+use reprise_io::bare::{self, BARE_BUFFERS_MAX, BareLoop};
 use reprise_io::{DeviceFile, FileAccess, IfMissing};
 use reprise_policy::BlockKey;
 
@@ -60,6 +61,9 @@ const BLOCK_BYTES: u32 = 2 << 20;
 /// Bytes of an object.
 const OBJECT_BYTES: u32 = 32 << 10;
 
+/// Memory that the bare loop uses: that of the load calls in flight, 256 MiB.
+const REFERENCE_BYTES: u64 = 2 * WINDOW_BLOCKS as u64 * BLOCK_BYTES as u64;
+
 /// Depths that are tried for the bare loop.
 const DEPTHS: [usize; 4] = [4, 8, 16, 32];
 
@@ -71,7 +75,7 @@ struct ReservedFile {
     written: Cell<u64>,
 }
 
-/// Input of the bare loop: the agent's pool and memory in 2 MiB pages.
+/// Input of the bare loop: the agent's pool, and [`REFERENCE_BYTES`] of memory in 2 MiB pages.
 struct ReferencePool {
     pool: DeviceFile,
     _arena: Arena,
@@ -274,7 +278,7 @@ impl ReferencePool {
     fn new(pool: &Path) -> anyhow::Result<ReferencePool> {
         let pool = DeviceFile::open(pool, FileAccess::ReadUnlocked, IfMissing::Fail)
             .with_context(|| format!("opening {}", pool.display()))?;
-        let bytes = DEPTHS[3] as u64 * u64::from(BLOCK_BYTES);
+        let bytes = REFERENCE_BYTES;
         let arena = Arena::new(&ArenaConfig { bytes, region_bytes: bytes, huge: HugePolicy::Prefer })
             .context("memory of the bare loop")?;
         let memory = arena.span(0, 0, bytes).context("memory of the bare loop")?;
@@ -297,20 +301,33 @@ impl ReferencePool {
     }
 
     fn read(&self, bytes: u32, offsets: &[u64], depth: usize) -> anyhow::Result<f64> {
-        let buffers = bare::cut(&self.memory, bytes, depth)?;
-        let parameters =
-            BareLoop { file: &self.pool, block_bytes: bytes, offsets, buffers: &buffers, sync_every: None };
+        let buffers = self.buffers(bytes)?;
+        let parameters = BareLoop {
+            file: &self.pool,
+            block_bytes: bytes,
+            offsets,
+            depth,
+            buffers: &buffers,
+            sync_every: None,
+        };
         Ok(bare::read_loop(&parameters).context("the bare read loop")?.bytes_per_second() / 1e9)
+    }
+
+    /// Divides the whole memory into buffers of `bytes`.
+    fn buffers(&self, bytes: u32) -> anyhow::Result<Vec<Span>> {
+        let count = usize::try_from(REFERENCE_BYTES / u64::from(bytes)).expect("256 MiB fit in memory");
+        Ok(bare::cut(&self.memory, bytes, count.min(BARE_BUFFERS_MAX))?)
     }
 
     /// Runs one round: as many blocks as a save, in the order of their addresses, like the agent.
     fn write(&self, fresh: &ReservedFile, sync_every: NonZeroU32) -> anyhow::Result<f64> {
         let offsets = fresh.next_round()?;
-        let buffers = bare::cut(&self.memory, BLOCK_BYTES, DEPTHS[2])?;
+        let buffers = self.buffers(BLOCK_BYTES)?;
         let parameters = BareLoop {
             file: &fresh.file,
             block_bytes: BLOCK_BYTES,
             offsets: &offsets,
+            depth: DEPTHS[2],
             buffers: &buffers,
             sync_every: Some(sync_every),
         };

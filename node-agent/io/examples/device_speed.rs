@@ -83,6 +83,7 @@ fn fill(file: &mut DeviceFile, bytes: u64, arena: &Arena) -> Outcome<()> {
             file,
             block_bytes,
             offsets: &offsets,
+            depth: buffers.len(),
             buffers: &buffers,
             sync_every: None,
         })?;
@@ -120,6 +121,7 @@ fn bare_speed(path: &Path, case: &Case<'_>) -> Outcome<Speed> {
         file: &file,
         block_bytes: case.size,
         offsets: case.offsets,
+        depth: case.depth,
         buffers: &buffers,
         sync_every: None,
     })?;

@@ -6,6 +6,7 @@
 //!
 //! Reading extents that were reserved but never written costs no device time: write the file first.
 
+use std::collections::VecDeque;
 use std::io;
 use std::num::NonZeroU32;
 use std::os::fd::AsRawFd;
@@ -19,8 +20,11 @@ use crate::device::{DeviceFile, FileAccess};
 use crate::error::{Call, IoError, IoErrorKind};
 use crate::op::IO_ALIGN;
 
-/// Maximum number of operations in flight, and of buffers.
+/// Maximum number of operations in flight.
 pub const BARE_DEPTH_MAX: usize = 4096;
+
+/// Maximum number of buffers: the kernel's limit on registered buffers of a ring.
+pub const BARE_BUFFERS_MAX: usize = 16_384;
 
 /// Parameters of a loop.
 #[derive(Clone, Debug)]
@@ -32,8 +36,10 @@ pub struct BareLoop<'a> {
     /// Byte offsets of the operations, in order; each is a multiple of 4096 with a whole block inside the
     /// file.
     pub offsets: &'a [u64],
-    /// One operation is in flight per buffer, so their number is the depth. Each is writable and has at least
-    /// `block_bytes`.
+    /// Number of operations in flight.
+    pub depth: usize,
+    /// Buffers, used in turn; at least `depth`. Each is writable and has at least `block_bytes`. Fewer bytes than
+    /// the processor's cache would measure the cache, not memory, where a device copies into memory.
     pub buffers: &'a [Span],
     /// Waits for all operations and calls fdatasync after this many writes, and at the end. `None`: one sync
     /// at the end.
@@ -88,13 +94,13 @@ pub fn write_loop(parameters: &BareLoop<'_>) -> Result<BareRun, IoError> {
     run(parameters, Direction::Write)
 }
 
-/// Splits one span into `depth` adjacent buffers of `bytes` bytes.
+/// Splits one span into `count` adjacent buffers of `bytes` bytes.
 ///
 /// # Errors
 /// `Invalid` when the span is too short.
-pub fn cut(span: &Span, bytes: u32, depth: usize) -> Result<Vec<Span>, IoError> {
+pub fn cut(span: &Span, bytes: u32, count: usize) -> Result<Vec<Span>, IoError> {
     let bytes = bytes as usize;
-    let pieces = (0..depth).map(|index| span.slice(index * bytes, bytes));
+    let pieces = (0..count).map(|index| span.slice(index * bytes, bytes));
     pieces.collect::<Result<_, _>>().map_err(|error| IoError::new(IoErrorKind::Invalid, error.to_string()))
 }
 
@@ -113,7 +119,7 @@ fn run(parameters: &BareLoop<'_>, direction: Direction) -> Result<BareRun, IoErr
 }
 
 fn check(parameters: &BareLoop<'_>) -> Result<(), IoError> {
-    let BareLoop { file, block_bytes, offsets, buffers, .. } = parameters;
+    let BareLoop { file, block_bytes, offsets, depth, buffers, .. } = parameters;
     let whole = |bytes: u64| bytes.is_multiple_of(IO_ALIGN as u64);
     let fits = |offset: &u64| {
         whole(*offset) && offset.checked_add(u64::from(*block_bytes)).is_some_and(|end| end <= file.size())
@@ -121,13 +127,17 @@ fn check(parameters: &BareLoop<'_>) -> Result<(), IoError> {
     let usable = |buffer: &Span| {
         buffer.len() >= *block_bytes as usize && buffer.is_writable() && whole(buffer.as_ptr().addr() as u64)
     };
-    let sane =
-        *block_bytes > 0 && whole(u64::from(*block_bytes)) && (1..=BARE_DEPTH_MAX).contains(&buffers.len());
+    let sane = *block_bytes > 0
+        && whole(u64::from(*block_bytes))
+        && (1..=BARE_DEPTH_MAX).contains(depth)
+        && (*depth..=BARE_BUFFERS_MAX).contains(&buffers.len());
     if sane && offsets.iter().all(fits) && buffers.iter().all(usable) {
         return Ok(());
     }
-    let text =
-        format!("bare loop of {block_bytes} bytes over {} buffers: misaligned or outside", buffers.len());
+    let text = format!(
+        "bare loop of {block_bytes} bytes over {} buffers at depth {depth}: misaligned or outside",
+        buffers.len()
+    );
     Err(IoError::new(IoErrorKind::Invalid, text))
 }
 
@@ -135,7 +145,7 @@ fn set_up(parameters: &BareLoop<'_>) -> Result<IoUring, IoError> {
     let refused = |error: io::Error| {
         IoError::with_source(IoErrorKind::Unsupported, "setting up a bare io_uring", error)
     };
-    let entries = parameters.buffers.len().next_power_of_two() as u32;
+    let entries = parameters.depth.next_power_of_two() as u32;
     let best = IoUring::builder().setup_single_issuer().setup_defer_taskrun().build(entries);
     let ring = best.or_else(|_| IoUring::new(entries)).map_err(refused)?;
     ring.submitter().register_files(&[parameters.file.file().as_raw_fd()]).map_err(refused)?;
@@ -155,7 +165,7 @@ fn transfer_all(ring: &mut Ring, parameters: &BareLoop<'_>, direction: Direction
         (Direction::Write, Some(count)) => count.get() as usize,
         _ => parameters.offsets.len().max(1),
     };
-    let mut idle = Vec::with_capacity(parameters.buffers.len());
+    let mut idle = VecDeque::with_capacity(parameters.buffers.len());
     for offsets in parameters.offsets.chunks(batch) {
         idle.clear();
         idle.extend(0..parameters.buffers.len());
@@ -170,17 +180,17 @@ fn transfer_all(ring: &mut Ring, parameters: &BareLoop<'_>, direction: Direction
     Ok(u64::from(parameters.block_bytes) * parameters.offsets.len() as u64)
 }
 
-/// Keeps every buffer busy until all offsets are done.
+/// Keeps `depth` operations in flight until all offsets are done.
 fn transfer_batch(
     ring: &mut Ring,
     parameters: &BareLoop<'_>,
     (direction, offsets): (Direction, &[u64]),
-    idle: &mut Vec<usize>,
+    idle: &mut VecDeque<usize>,
 ) -> io::Result<()> {
     let mut todo = offsets.iter().peekable();
     while todo.peek().is_some() || ring.in_flight > 0 {
-        while let Some(offset) = todo.next_if(|_| !idle.is_empty()) {
-            let index = idle.pop().expect("not empty");
+        while let Some(offset) = todo.next_if(|_| ring.in_flight < parameters.depth) {
+            let index = idle.pop_front().expect("there are at least as many buffers as operations");
             let (memory, bytes) = (parameters.buffers[index].as_ptr().cast_mut(), parameters.block_bytes);
             let (file, buffer) = (Fixed(0), index as u16);
             let entry = match direction {
@@ -205,20 +215,20 @@ impl Ring {
     unsafe fn push(&mut self, entry: &squeue::Entry) {
         // SAFETY: passed on to the caller.
         let pushed = unsafe { self.uring.submission().push(entry) };
-        pushed.expect("there is one entry per buffer");
+        pushed.expect("there is one entry per operation in flight");
         self.in_flight += 1;
     }
 
     /// Starts the pushed operations and reaps the ended ones, at least one. Buffer indices go to `idle`.
     /// Every operation must have moved `bytes`.
-    fn wait(&mut self, bytes: u32, idle: &mut Vec<usize>) -> io::Result<()> {
+    fn wait(&mut self, bytes: u32, idle: &mut VecDeque<usize>) -> io::Result<()> {
         match self.uring.submit_and_wait(1) {
             Err(error) if error.raw_os_error() != Some(libc::EINTR) => return Err(error),
             _ => {}
         }
         for entry in self.uring.completion() {
             self.in_flight -= 1;
-            idle.push(entry.user_data() as usize);
+            idle.push_back(entry.user_data() as usize);
             let failure = match u32::try_from(entry.result()) {
                 Ok(moved) if moved == bytes => continue,
                 Ok(moved) => io::Error::other(format!("an operation moved {moved} of {bytes} bytes")),

@@ -36,6 +36,8 @@ fn the_read_loop_reads_the_bytes_of_the_write_loop() {
         file: &target,
         block_bytes: BLOCK,
         offsets: &offsets,
+        // Fewer than buffers: all of them are used, in turn.
+        depth: 2,
         buffers: &buffers,
         sync_every: NonZeroU32::new(5),
     };
@@ -65,14 +67,22 @@ fn rejects_a_loop_beyond_the_file_or_writing_a_read_only_one() {
         .expect("2 MiB");
     let buffers = bare::cut(&arena.span(0, 0, 2 << 20).expect("inside"), BLOCK, 2).expect("they fit");
     let target = file(&path, FileAccess::ReadOnly);
-    let parameters =
-        BareLoop { file: &target, block_bytes: BLOCK, offsets: &[4096], buffers: &buffers, sync_every: None };
+    let parameters = BareLoop {
+        file: &target,
+        block_bytes: BLOCK,
+        offsets: &[4096],
+        depth: 2,
+        buffers: &buffers,
+        sync_every: None,
+    };
     assert_eq!(bare::read_loop(&parameters).expect_err("beyond the end").kind(), IoErrorKind::Invalid);
     let inside = BareLoop { offsets: &[0], ..parameters };
     assert_eq!(bare::write_loop(&inside).expect_err("read-only").kind(), IoErrorKind::Invalid);
     bare::read_loop(&inside).expect("inside");
-    let no_buffers = BareLoop { buffers: &[], ..inside };
-    assert_eq!(bare::read_loop(&no_buffers).expect_err("no depth").kind(), IoErrorKind::Invalid);
+    for depth in [0, buffers.len() + 1] {
+        let rejected = bare::read_loop(&BareLoop { depth, ..inside.clone() });
+        assert_eq!(rejected.expect_err("depth without buffers").kind(), IoErrorKind::Invalid);
+    }
 }
 
 #[test]
@@ -90,6 +100,7 @@ fn a_device_error_ends_the_loop_after_all_operations_in_flight() {
         file: &target,
         block_bytes: BLOCK,
         offsets: &offsets,
+        depth: 4,
         buffers: &buffers,
         sync_every: None,
     };
