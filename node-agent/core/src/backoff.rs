@@ -18,7 +18,7 @@ pub struct Pause {
 }
 
 impl Pause {
-    /// No pause.
+    /// A pause of no length.
     pub const NONE: Pause = Pause::within(Duration::ZERO);
 
     /// A pause of at most `longest`.

@@ -11,8 +11,6 @@ use crate::tree::{File, Tree};
 const TWINS: &[&str] = &[
     "simulator/src/client.rs",
     "simulator/src/control_plane.rs",
-    "simulator/src/link.rs",
-    "simulator/src/lookups.rs",
     "simulator/src/member.rs",
     "simulator/src/member/ledgers.rs",
     "simulator/src/member/placement.rs",
@@ -22,7 +20,6 @@ const TWINS: &[&str] = &[
     "simulator/src/membership/registry.rs",
     "simulator/src/membership/store_watch.rs",
     "simulator/src/offers.rs",
-    "simulator/src/placement_requests.rs",
     "simulator/src/reports.rs",
 ];
 
