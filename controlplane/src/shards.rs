@@ -27,6 +27,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
+use reprise_controlplane_core::Standing;
 use reprise_controlplane_store::{
     Condition, Event, KeyValue, LeaseGuard, LeaseLoss, LeaseStatus, Outcome, Revision, Store, StoreError,
     TimeToLive, Transaction, Write,
@@ -168,7 +169,7 @@ impl Shards {
 
     /// Whether this member's registration is certain now and part of the view. An older view is outdated.
     pub fn is_certain_in(&self, view: &MemberView) -> bool {
-        self.certain_incarnation().is_some_and(|own| self.incarnation(view) == Some(own))
+        self.standing(view).is_certain()
     }
 
     /// Incarnation of this member in a view.
@@ -179,11 +180,15 @@ impl Shards {
     /// Slots to retain of those in `before`: the slots of this member or, while its registration is
     /// uncertain, the slots that no other member owns.
     pub fn retained_slots(&self, before: &SlotSet) -> SlotSet {
-        match (self.certain_map(), self.view()) {
-            (Some(view), _) => view.map.owned_by(&self.name),
-            (None, Some(view)) => before.without(&view.map.owned_by_others(&self.name)),
-            (None, None) => before.clone(),
+        match self.view() {
+            Some(view) => self.standing(&view).retained_slots(before),
+            None => before.clone(),
         }
+    }
+
+    fn standing<'a>(&'a self, view: &'a MemberView) -> Standing<'a> {
+        let (listed, held) = (self.incarnation(view), self.certain_incarnation());
+        Standing { map: &view.map, name: &self.name, listed, held }
     }
 
     fn certain_incarnation(&self) -> Option<u64> {

@@ -14,6 +14,7 @@ pub mod identity;
 pub mod ids;
 pub mod key;
 pub mod layout;
+pub mod lease_schedule;
 pub mod log_rate;
 pub mod namespace;
 pub mod peer;

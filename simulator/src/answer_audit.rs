@@ -85,13 +85,16 @@ impl Simulation {
         let (now, clock_stopped_at) = (self.time(host), self.host(host).clock_stopped_at);
         let running = self.members[member].as_ref().expect("the member answers");
         let lease = running.lease.expect("the member has a lease");
-        assert!(now < lease.until, "member {member} answers after its lease has expired by its own clock");
+        assert!(
+            now < lease.schedule.deadline(),
+            "member {member} answers after its lease has expired by its own clock"
+        );
         let ended = self
             .store_process
             .store
             .ended
             .get(&lease.id)
-            .filter(|_| clock_stopped_at.is_none_or(|at| at <= lease.requested_at));
+            .filter(|_| clock_stopped_at.is_none_or(|at| at <= lease.schedule.asked()));
         if let Some(ended) = ended {
             let late = self.now.since(*ended);
             let bound = drift_max(TIME_TO_LIVE.as_micros() as u64);

@@ -2,8 +2,7 @@
 //!
 //! The work of the binary's services around the cores is done here in the same order. A lookup with its two
 //! checks of the map is as in `controlplane/src/directory.rs`, registrations and expiry as in `cluster.rs`.
-//! [`Member::kept`] and [`Member::certain_map`] are as in `shards.rs`, the schedule of the lease as in
-//! `controlplane/store/src/lease_guard.rs`. Its calls to the store are in `membership.rs`, those of agents in
+//! Its standing and the schedule of its lease are production code. Its calls to the store are in `membership.rs`, those of agents in
 //! `control_plane.rs`, placement, modes and moves in `member/placement.rs`. The binary's locks, partitions
 //! and streams are not reproduced.
 
@@ -12,14 +11,15 @@ mod placement;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
 
 use reprise_agent_core::event::Replica;
 use reprise_agent_core::outbox::{self, Answer, Batch};
 use reprise_controlplane_core::{
     Changes, Directory, HeartbeatResult, LivenessEvent, LivenessSettings, LookupResult, ModeRecord, Modes,
-    NodeLiveness, NodeRecord, NodeTable, Opening, RebalanceRound, SlotStatus, Update, UpdateOutcome,
+    NodeLiveness, NodeRecord, NodeTable, Opening, RebalanceRound, SlotStatus, Standing, Update,
+    UpdateOutcome,
 };
+use reprise_policy::lease_schedule::LeaseSchedule;
 use reprise_policy::shards::{MemberName, ShardMap};
 use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tick};
 
@@ -32,9 +32,6 @@ use ledgers::Tenancy;
 
 /// Number of table entries that one sweep of the directory checks.
 const SWEEP_PLACES: usize = 1 << 12;
-/// As `lease_guard.rs`: keep-alives per time to live, and retries after a failure.
-const KEEP_ALIVES: u32 = 3;
-const RETRIES: u32 = 12;
 
 /// State of a running member.
 #[derive(Debug)]
@@ -89,64 +86,9 @@ pub(crate) struct View {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MemberLease {
     pub(crate) id: LeaseId,
-    time_to_live: Duration,
-    next: Tick,
-    /// The lease is certain to live until then, by the member's clock.
-    pub(crate) until: Tick,
-    /// Time of the request whose answer confirmed that.
-    pub(crate) requested_at: Tick,
-    /// A keep-alive is in flight.
-    pub(crate) renewing: bool,
+    pub(crate) schedule: LeaseSchedule,
     /// Counts the scheduled checks: only the latest one is executed.
     pub(crate) checks: u64,
-}
-
-/// Next action for a lease.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum LeaseStep {
-    Wait(Tick),
-    KeepAlive,
-    GiveUp,
-}
-
-impl MemberLease {
-    /// Creates a lease that was granted in answer to a request at `requested_at`.
-    pub(crate) fn granted(id: LeaseId, time_to_live: Duration, requested_at: Tick) -> MemberLease {
-        let next = requested_at.after(time_to_live / KEEP_ALIVES);
-        MemberLease {
-            id,
-            time_to_live,
-            next,
-            until: requested_at.after(time_to_live),
-            requested_at,
-            renewing: false,
-            checks: 0,
-        }
-    }
-
-    pub(crate) fn step(&self, now: Tick) -> LeaseStep {
-        if now >= self.until {
-            LeaseStep::GiveUp
-        } else if self.renewing {
-            LeaseStep::Wait(self.until)
-        } else if now >= self.next {
-            LeaseStep::KeepAlive
-        } else {
-            LeaseStep::Wait(self.next.min(self.until))
-        }
-    }
-
-    pub(crate) fn confirmed(&mut self, requested_at: Tick) {
-        *self = MemberLease {
-            checks: self.checks,
-            ..MemberLease::granted(self.id, self.time_to_live, requested_at)
-        };
-    }
-
-    pub(crate) fn failed(&mut self, now: Tick) {
-        self.next = now.after(self.time_to_live / RETRIES);
-        self.renewing = false;
-    }
 }
 
 /// Returns the name of a member in maps.
@@ -197,29 +139,24 @@ impl Member {
     /// Returns this member's incarnation while its lease is certain to live.
     fn certain_incarnation(&self, now: Tick) -> Option<Revision> {
         let lease = self.lease?;
-        let certain = now < lease.until || self.variant == Variant::AnswersAfterLease;
+        let certain = now < lease.schedule.deadline() || self.variant == Variant::AnswersAfterLease;
         self.registration.filter(|_| certain)
     }
 
     /// Returns the map if this member's place in it is certain: only then may the member answer for its
     /// slots.
     pub(crate) fn certain_map(&self, now: Tick) -> Option<&View> {
-        let incarnation = self.certain_incarnation(now)?;
-        (self.view.members.get(&self.name) == Some(&incarnation)).then_some(&self.view)
+        self.standing(now, &member_name(self.name)).is_certain().then_some(&self.view)
     }
 
-    /// Returns the slots to keep: its own, or, while its place is uncertain, those that no other member owns.
-    fn kept(&self, now: Tick) -> SlotSet {
-        let name = member_name(self.name);
-        match self.certain_map(now) {
-            Some(view) => view.map.owned_by(&name),
-            None => self.directory.owned().without(&self.view.map.owned_by_others(&name)),
-        }
+    fn standing<'a>(&'a self, now: Tick, name: &'a MemberName) -> Standing<'a> {
+        let (listed, held) = (self.view.members.get(&self.name).copied(), self.certain_incarnation(now));
+        Standing { map: &self.view.map, name, listed, held }
     }
 
     /// Sets the directory's slots after a change of the member's place, or of its knowledge of members.
     pub(crate) fn update_owned_slots(&mut self, now: Tick) {
-        let kept = self.kept(now);
+        let kept = self.standing(now, &member_name(self.name)).retained_slots(self.directory.owned());
         self.slots_epoch = self.view.map.epoch();
         self.directory.set_owned_slots(&kept);
         self.ended.values_mut().for_each(|ended| *ended = ended.and(&kept));

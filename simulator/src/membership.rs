@@ -292,8 +292,8 @@ impl Simulation {
                 let goes_on = self.setup.variant == Variant::AnswersAfterLease;
                 let now = self.time(Host::Member(member));
                 if let Some(lease) = self.member(member).lease.as_mut().filter(|lease| lease.id == id) {
-                    lease.failed(now);
-                    if now < lease.until || !goes_on {
+                    lease.schedule.fail(now);
+                    if now < lease.schedule.deadline() || !goes_on {
                         return self.check_lease(member, id);
                     }
                     lease.checks += 1;

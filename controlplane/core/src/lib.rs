@@ -5,6 +5,7 @@
 //!   inventories.
 //! * [`Budgets`]: how many bytes each tenant may hold on each node; [`Ledgers`]: budgets of a member's
 //!   tenants.
+//! * [`Standing`]: whether a member may answer for its slots.
 //! * [`rebalance`]: moves of blocks between nodes. [`node_selection`]: inputs for choosing among nodes.
 //! * [`LiveNodes`]: the live nodes, passed from node table to directory. The two are separate so that they
 //!   can have separate locks: a heartbeat never waits for an update of the directory.
@@ -26,6 +27,7 @@ pub mod node_report;
 pub mod node_selection;
 pub mod node_table;
 pub mod rebalance;
+pub mod standing;
 pub mod tenant_usage;
 
 pub use budgets::{Amounts, Budget, Budgets, QuotaGrant, QuotaReport, TenantReport};
@@ -43,4 +45,5 @@ pub use node_table::{
     HeartbeatResult, LivenessEvent, LivenessSettings, NodeDetails, NodeLiveness, NodeRecord, NodeTable,
     RegistrationError,
 };
+pub use standing::Standing;
 pub use tenant_usage::{ReportedUsage, UsageAmounts, UsageSummary, UsageTable};

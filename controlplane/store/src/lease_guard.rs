@@ -14,8 +14,9 @@
 //! Dropping or releasing the guard revokes the lease. If the runtime ends first, the lease expires.
 
 use std::sync::Arc;
-use std::time::Duration;
 
+use reprise_policy::Tick;
+use reprise_policy::lease_schedule::{LeaseSchedule, LeaseStep};
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until, timeout_at};
@@ -23,11 +24,6 @@ use tokio::time::{Instant, sleep_until, timeout_at};
 use crate::contract::Store;
 use crate::error::StoreError;
 use crate::lease::{Lease, LeaseId, TimeToLive};
-
-/// Keep-alives per time to live; two may be lost.
-const KEEP_ALIVES: u32 = 3;
-/// Retries per time to live after a failed keep-alive.
-const RETRIES: u32 = 12;
 
 /// A lease that is kept alive until the guard is dropped.
 #[derive(Debug)]
@@ -77,10 +73,11 @@ impl LeaseGuard {
     pub async fn grant(store: Arc<dyn Store>, time_to_live: TimeToLive) -> Result<LeaseGuard, StoreError> {
         let asked = Instant::now();
         let lease = store.grant(time_to_live).await?;
-        let schedule = Schedule::new(lease.time_to_live.duration(), asked);
-        let (sender, status) = watch::channel(LeaseStatus::Held { until: schedule.deadline });
+        let schedule = LeaseSchedule::new(lease.time_to_live.duration(), Tick(0));
+        let until = instant(asked, schedule.deadline());
+        let (sender, status) = watch::channel(LeaseStatus::Held { until });
         let (stop, stopped) = oneshot::channel();
-        let keeper = LeaseKeeper { store, lease: lease.id, schedule, status: sender };
+        let keeper = LeaseKeeper { store, lease: lease.id, start: asked, schedule, status: sender };
         Ok(LeaseGuard { lease, status, stop, task: tokio::spawn(keeper.keep(stopped)) })
     }
 
@@ -129,7 +126,9 @@ impl LeaseGuard {
 struct LeaseKeeper {
     store: Arc<dyn Store>,
     lease: LeaseId,
-    schedule: Schedule,
+    /// Time zero of the schedule.
+    start: Instant,
+    schedule: LeaseSchedule,
     status: watch::Sender<LeaseStatus>,
 }
 
@@ -153,28 +152,34 @@ impl LeaseKeeper {
     async fn keep_alive(&mut self) -> LeaseLoss {
         let mut last = "the store does not answer".to_owned();
         loop {
-            let asked = Instant::now();
+            let asked = self.now();
             match self.schedule.step(asked) {
-                Step::Wait(until) => sleep_until(until).await,
-                Step::GiveUp => return LeaseLoss::Unconfirmed { last },
-                Step::KeepAlive => {
-                    match timeout_at(self.schedule.deadline, self.store.keep_alive(self.lease)).await {
+                LeaseStep::Wait(until) => sleep_until(instant(self.start, until)).await,
+                LeaseStep::GiveUp => return LeaseLoss::Unconfirmed { last },
+                LeaseStep::KeepAlive => {
+                    self.schedule.ask();
+                    let deadline = instant(self.start, self.schedule.deadline());
+                    match timeout_at(deadline, self.store.keep_alive(self.lease)).await {
                         Ok(Ok(())) => self.confirm(asked),
                         Ok(Err(StoreError::LeaseGone)) => return LeaseLoss::Expired,
                         Ok(Err(error)) => {
                             last = error.to_string();
-                            self.schedule.record_failure(Instant::now());
+                            self.schedule.fail(self.now());
                         }
-                        Err(_) => self.schedule.record_failure(Instant::now()),
+                        Err(_) => self.schedule.fail(self.now()),
                     }
                 }
             }
         }
     }
 
-    fn confirm(&mut self, asked: Instant) {
-        self.schedule.confirm(asked);
-        let until = self.schedule.deadline;
+    fn now(&self) -> Tick {
+        Tick(0).after(self.start.elapsed())
+    }
+
+    fn confirm(&mut self, asked: Tick) {
+        self.schedule.confirm(self.now(), asked);
+        let until = instant(self.start, self.schedule.deadline());
         // Do not notify: watchers wait only for the loss.
         self.status.send_if_modified(|status| {
             *status = LeaseStatus::Held { until };
@@ -183,63 +188,7 @@ impl LeaseKeeper {
     }
 }
 
-/// Deadlines for keep-alives and for giving up; does not read the clock.
-#[derive(Clone, Copy, Debug)]
-struct Schedule {
-    time_to_live: Duration,
-    next: Instant,
-    deadline: Instant,
-}
-
-#[derive(Debug, PartialEq, Eq)]
-enum Step {
-    Wait(Instant),
-    KeepAlive,
-    GiveUp,
-}
-
-impl Schedule {
-    fn new(time_to_live: Duration, asked: Instant) -> Schedule {
-        Schedule { time_to_live, next: asked + time_to_live / KEEP_ALIVES, deadline: asked + time_to_live }
-    }
-
-    fn step(&self, now: Instant) -> Step {
-        if now >= self.deadline {
-            return Step::GiveUp;
-        }
-        match now >= self.next {
-            true => Step::KeepAlive,
-            false => Step::Wait(self.next.min(self.deadline)),
-        }
-    }
-
-    /// Records that the store confirmed the lease in a call made at `asked`.
-    fn confirm(&mut self, asked: Instant) {
-        *self = Schedule::new(self.time_to_live, asked);
-    }
-
-    fn record_failure(&mut self, now: Instant) {
-        self.next = now + self.time_to_live / RETRIES;
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn keeps_alive_early_retries_soon_and_gives_up_at_the_deadline() {
-        let start = Instant::now();
-        let at = |milliseconds| start + Duration::from_millis(milliseconds);
-        let mut schedule = Schedule::new(Duration::from_secs(12), start);
-        assert_eq!(schedule.step(at(0)), Step::Wait(at(4000)));
-        assert_eq!(schedule.step(at(4000)), Step::KeepAlive);
-        schedule.record_failure(at(6000));
-        assert_eq!(schedule.step(at(6000)), Step::Wait(at(7000)));
-        schedule.confirm(at(7000));
-        assert_eq!(schedule.step(at(10_999)), Step::Wait(at(11_000)));
-        schedule.record_failure(at(18_900));
-        assert_eq!(schedule.step(at(18_900)), Step::Wait(at(19_000)), "no later than the deadline");
-        assert_eq!(schedule.step(at(19_000)), Step::GiveUp);
-    }
+/// Converts a time of a schedule that begins at `start`.
+fn instant(start: Instant, at: Tick) -> Instant {
+    start + at.since(Tick(0))
 }

@@ -4,14 +4,15 @@
 //!   joining ──the name is free──► registered ──the lease is lost──► joining
 //! ```
 //!
-//! As `controlplane/src/shards.rs` and `controlplane/store/src/lease_guard.rs`.
+//! As `controlplane/src/shards.rs`.
 
 use std::time::Duration;
 
+use reprise_policy::lease_schedule::{LeaseSchedule, LeaseStep};
 use reprise_policy::{Epoch, Tick};
 
 use super::{MemberStep, Purpose};
-use crate::member::{LeaseStep, MemberLease, View};
+use crate::member::{MemberLease, View};
 use crate::messages::StoreRequest;
 use crate::network::Host;
 use crate::setup::{TIME_TO_LIVE, Variant};
@@ -106,7 +107,8 @@ impl Simulation {
             _ => requested_at,
         };
         let name = self.member(member).name;
-        self.member(member).lease = Some(MemberLease::granted(id, TIME_TO_LIVE, counted_from));
+        self.member(member).lease =
+            Some(MemberLease { id, schedule: LeaseSchedule::new(TIME_TO_LIVE, counted_from), checks: 0 });
         let write = Write { key: Key::Member(name), value: Value::Nothing, lease: Some(id) };
         let identity = self.identity(member);
         let same_store = Condition::Modified(Key::IdentityOf(identity.number), identity.revision);
@@ -162,19 +164,20 @@ impl Simulation {
         let goes_on = self.setup.variant == Variant::AnswersAfterLease;
         let now = self.time(Host::Member(member));
         let Some(lease) = self.member(member).lease.as_mut().filter(|lease| lease.id == id) else { return };
-        match lease.step(now) {
+        match lease.schedule.step(now) {
             LeaseStep::Wait(until) => {
                 lease.checks += 1;
                 let check = lease.checks;
                 self.member_later(member, until.since(now), MemberStep::Lease { id, check });
             }
             LeaseStep::KeepAlive => {
-                lease.renewing = true;
+                lease.schedule.ask();
                 self.ask_store(member, Purpose::KeepAlive(id), StoreRequest::KeepAlive(id));
                 self.check_lease(member, id);
             }
             LeaseStep::GiveUp if goes_on => {
-                if !std::mem::replace(&mut lease.renewing, true) {
+                if !lease.schedule.is_asking() {
+                    lease.schedule.ask();
                     self.ask_store(member, Purpose::KeepAlive(id), StoreRequest::KeepAlive(id));
                 }
             }
@@ -193,10 +196,7 @@ impl Simulation {
             self.count("leases gone");
             return self.lose_lease(member);
         }
-        // An answer after the end of the lease is too late.
-        if now < lease.until {
-            lease.confirmed(from);
-        }
+        lease.schedule.confirm(now, from);
         self.check_lease(member, id);
     }
 
