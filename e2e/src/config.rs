@@ -106,7 +106,7 @@ impl AgentConfig {
         let control_plane = control_plane.join(", ");
         format!(
             "[node]\nname = \"{node}\"\n[session]\nsocket = {socket}\n{session}\n[arena]\nbytes = \"{arena}\"\n\
-             region_bytes = \"{region}\"\n[pool]\nsegment_bytes = \"2MiB\"\n{device}[cache]\narena_session_permille = \
+             region_bytes = \"{region}\"\n[pool]\nsegment_bytes = \"2MiB\"\nreserve_bytes = \"1MiB\"\n{device}[cache]\narena_session_permille = \
              1000\n[writeback]\ndelay = \"{delay}\"\n[peers]\nlisten = \"{address}:0\"\nstall_timeout = \"{stall}\"\n[controlplane]\naddress = \
              [{control_plane}]\n[admin]\nlisten = \"{address}:0\"\n{extra}\n",
             node = self.node,

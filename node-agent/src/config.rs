@@ -99,6 +99,8 @@ pub(crate) struct PoolSection {
     pub(crate) segment_bytes: ByteSize,
     pub(crate) queue_depth: u32,
     pub(crate) io_engine: IoEngineChoice,
+    /// Bytes that files leave on their file system. Absent: 5 % of it, at least 1 GiB.
+    pub(crate) reserve_bytes: Option<ByteSize>,
     /// Empty: blocks are stored in memory only.
     pub(crate) devices: Vec<DeviceSection>,
 }
@@ -287,8 +289,10 @@ huge_pages = "prefer"      # "prefer" or "never": 2 MiB pages improve disk bandw
 segment_bytes = "{segment_bytes}" # unit of allocation on a device; at least one block and its 4KiB header
 queue_depth = {queue_depth}   # operations in flight per device
 io_engine = "auto"         # "auto", "io_uring" or "plain"
+# reserve_bytes = "1GiB"   # space that a new or growing file leaves on its file system; default: 5 %, at least 1GiB
 # Without devices, blocks are stored in memory only. A file is created and preallocated. A block device is used
-# completely unless bytes is set.
+# completely unless bytes is set. When bytes or the device are larger at the next start, the pool grows and keeps
+# its blocks. It does not shrink.
 # [[pool.devices]]
 # path = "/var/lib/reprise/pool-0"
 # bytes = "100GiB"
@@ -406,6 +410,7 @@ impl Default for PoolSection {
             segment_bytes: defaults::SEGMENT_BYTES,
             queue_depth: defaults::QUEUE_DEPTH,
             io_engine: IoEngineChoice::Auto,
+            reserve_bytes: None,
             devices: Vec::new(),
         }
     }

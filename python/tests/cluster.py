@@ -108,7 +108,7 @@ class Cluster:
         config.write_text(
             f'[node]\nname = "{home.name}"\n[session]\nsocket = {quoted(socket)}\n'
             f'[arena]\nbytes = "{arena}"\nregion_bytes = "{min(arena, 64 * MIB)}"\n'
-            f'[pool]\ndevices = [{{ path = {quoted(device)}, bytes = "{pool}" }}]\n'
+            f'[pool]\nreserve_bytes = "1MiB"\ndevices = [{{ path = {quoted(device)}, bytes = "{pool}" }}]\n'
             "[cache]\narena_session_permille = 1000\n"
             '[peers]\nlisten = "127.0.0.1:0"\n[admin]\nlisten = "127.0.0.1:0"\n'
             f'[controlplane]\naddress = "{self.member.ready["grpc"]}"\n'

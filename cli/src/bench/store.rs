@@ -20,7 +20,7 @@ use anyhow::{Context, ensure};
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy, Span};
 use reprise_client::{Client, Load, LoadRequest, Scope, Source};
 use reprise_io::bare::{self, BARE_BUFFERS_MAX, BareLoop};
-use reprise_io::{DeviceFile, FileAccess, IfMissing};
+use reprise_io::{DeviceFile, FileAccess, IfMissing, Reserve};
 use reprise_policy::BlockKey;
 
 use crate::http;
@@ -348,7 +348,8 @@ impl ReservedFile {
         let mut file = DeviceFile::open(&path, FileAccess::ReadWrite, IfMissing::Create)
             .with_context(|| format!("opening {}", path.display()))?;
         let rounds = rounds as u64;
-        file.preallocate(rounds * SAVE_BYTES).context("allocating the bare loop's file")?;
+        file.preallocate(rounds * SAVE_BYTES, Reserve::Bytes(0))
+            .context("allocating the bare loop's file")?;
         Ok(ReservedFile { path, file, rounds, written: Cell::new(0) })
     }
 

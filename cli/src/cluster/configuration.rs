@@ -62,7 +62,7 @@ impl AgentConfig<'_> {
         // Only one engine per node, which may use the whole memory for sessions.
         format!(
             "[node]\nname = \"{node}\"\n\n[session]\nsocket = {socket}\n\n[arena]\nbytes = \"{arena}\"\nregion_bytes = \
-             \"{region}\"\n\n[pool]\ndevices = [{{ path = {pool}, bytes = \"{bytes}\" }}]\n\n[cache]\n\
+             \"{region}\"\n\n[pool]\nreserve_bytes = \"64MiB\"\ndevices = [{{ path = {pool}, bytes = \"{bytes}\" }}]\n\n[cache]\n\
              arena_session_permille = 1000\n\n[peers]\nlisten = \"127.0.0.1:0\"\n\n[controlplane]\naddress = \
              {address}\n\n[admin]\nlisten = \"127.0.0.1:0\"\n{moves}",
             moves = moves.unwrap_or_default(),

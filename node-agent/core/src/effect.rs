@@ -349,6 +349,15 @@ pub enum ProgressUpdate {
     Done,
 }
 
+/// Rank of reads at their device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ReadClass {
+    /// A load or a peer waits for the blocks.
+    Awaited,
+    /// Nothing waits for the blocks yet: other reads come first.
+    Prefetch,
+}
+
 /// Blocks to read from one device.
 ///
 /// The worker reads in layer-major order: the first pieces of all blocks, then the second pieces, and so on.
@@ -356,6 +365,8 @@ pub enum ProgressUpdate {
 /// header page together with the first piece.
 #[derive(Clone, Debug)]
 pub struct ReadBatch {
+    /// Rank of the reads at the device.
+    pub class: ReadClass,
     /// Blocks to read.
     pub blocks: Vec<BlockRead>,
     /// Layout of all blocks.

@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy, Span};
 use reprise_io::bare::{self, BareLoop};
 use reprise_io::{
-    Completion, DeviceFile, EngineChoice, EngineSettings, FileAccess, IfMissing, IoEngine, Op, Submission,
-    Token, Wait, open_engine,
+    Completion, DeviceFile, EngineChoice, EngineSettings, FileAccess, IfMissing, IoEngine, Op, Reserve,
+    Submission, Token, Wait, open_engine,
 };
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
@@ -73,7 +73,7 @@ fn main() -> Outcome<()> {
 }
 
 fn fill(file: &mut DeviceFile, bytes: u64, arena: &Arena) -> Outcome<()> {
-    file.preallocate(bytes)?;
+    file.preallocate(bytes, Reserve::Bytes(0))?;
     let block_bytes = 2 << 20;
     let offsets: Vec<u64> =
         (0..bytes / u64::from(block_bytes)).map(|index| index * u64::from(block_bytes)).collect();

@@ -34,6 +34,33 @@ const ERASE_BYTES: usize = 1 << 20;
 /// discarded a file that it had created.
 const OPEN_ATTEMPTS_MAX: u32 = 8;
 
+/// Default share of a file system that pool files leave to others, in thousandths. File systems slow down when
+/// they are nearly full.
+const RESERVE_PERMILLE: u64 = 50;
+
+/// Minimum of the default reserve: room for the logs and images of a small system disk.
+const RESERVE_BYTES_MIN: u64 = 1 << 30;
+
+/// Space that a new or growing file leaves on its file system. Block devices have none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Reserve {
+    /// 5 % of the file system, at least 1 GiB.
+    #[default]
+    Default,
+    /// A number of bytes.
+    Bytes(u64),
+}
+
+impl Reserve {
+    /// Returns the reserve on a file system of this size, in bytes.
+    pub fn of(self, total_bytes: u64) -> u64 {
+        match self {
+            Reserve::Default => (total_bytes / 1000 * RESERVE_PERMILLE).max(RESERVE_BYTES_MIN),
+            Reserve::Bytes(bytes) => bytes,
+        }
+    }
+}
+
 /// Access to a [`DeviceFile`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileAccess {
@@ -251,31 +278,36 @@ impl DeviceFile {
     }
 
     /// Makes the file at least `bytes` long and reserves its space without writing; unwritten space reads as
-    /// zeroes. Size and name are durable afterwards. A file that cannot be enlarged keeps its size.
+    /// zeroes. Size and name are durable afterwards. A file that cannot be enlarged keeps its size. The file
+    /// system keeps at least `reserve` available for others.
     ///
     /// # Errors
     /// `NoSpace` when the file system has less than that available, or the block device is smaller.
-    pub fn preallocate(&mut self, bytes: u64) -> Result<Preallocation, IoError> {
-        let refuse = |have: u64, what: &str| {
-            let text = format!(
-                "pool of {bytes} bytes at {}: {what} {have} bytes; free space or configure a smaller pool",
-                self.path.display()
-            );
+    pub fn preallocate(&mut self, bytes: u64, reserve: Reserve) -> Result<Preallocation, IoError> {
+        let refuse = |reason: String| {
+            let text = format!("pool of {bytes} bytes at {}: {reason}", self.path.display());
             Err(IoError::new(IoErrorKind::NoSpace, text))
         };
         if self.block_device {
             return if self.size >= bytes {
                 Ok(Preallocation::Device)
             } else {
-                refuse(self.size, "the device has only")
+                refuse(format!("the device has only {} bytes; configure a smaller pool", self.size))
             };
         }
         let grow = bytes.saturating_sub(self.size);
         // Check beforehand: filling the file system to its last block only to learn its size would disturb
         // its other users.
-        let available = sys::available_bytes(self.file.as_fd()).map_err(|e| self.open_error("sizing", e))?;
-        if grow > available {
-            return refuse(available, "the file system has only");
+        let space = sys::space(self.file.as_fd()).map_err(|e| self.open_error("sizing", e))?;
+        let (available, reserved) = (space.available_bytes, reserve.of(space.total_bytes));
+        if grow > 0 && grow.saturating_add(reserved) > available {
+            let possible = self.size + available.saturating_sub(reserved);
+            return refuse(format!(
+                "the file system has only {available} of {} bytes available, and {reserved} of them stay reserved for \
+                 others, so the pool can have at most {possible} bytes; free space, configure a smaller pool, or lower \
+                 pool.reserve_bytes",
+                space.total_bytes
+            ));
         }
         let outcome = self.enlarge(bytes).and_then(|outcome| self.make_durable().map(|()| outcome));
         if outcome.is_err() {

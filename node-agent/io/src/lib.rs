@@ -32,7 +32,7 @@ mod transfer;
 mod uring;
 mod waker;
 
-pub use device::{Caching, DeviceFile, FileAccess, IfMissing, Preallocation};
+pub use device::{Caching, DeviceFile, FileAccess, IfMissing, Preallocation, Reserve};
 pub use engine::{CloseOutcome, EngineKind, IoEngine, Wait};
 pub use error::{IoError, IoErrorKind};
 pub use op::{Completion, IO_ALIGN, IOVECS_MAX, Op, Submission, TRANSFER_BYTES_MAX, Token};

@@ -2,6 +2,8 @@
 //!
 //! Mixing writes into reads costs read bandwidth. A load waits for every read, while nothing waits for a
 //! write-back before its delay bound. Syncs come first: they move no data, and a whole batch waits for each.
+//! Prefetches are reads that nothing waits for yet: they precede writes that are not overdue, because they are
+//! useless when late, and they start only while no other read waits.
 //!
 //! Once writes are overdue, they alternate with waiting reads: a flood of writes cannot starve reads either.
 //! The module does no I/O and reads no clock; time is passed in as a [`Tick`].
@@ -16,6 +18,8 @@ use reprise_policy::Tick;
 pub enum OpClass {
     /// A read; a load waits for it.
     Read,
+    /// A read ahead of its use; nothing waits for it yet.
+    Prefetch,
     /// A write-back, which may wait.
     Write,
     /// A sync; a batch waits for it.
@@ -36,6 +40,7 @@ pub struct QueueSettings {
 pub struct ReadFirstQueue<T> {
     settings: QueueSettings,
     reads: VecDeque<T>,
+    prefetches: VecDeque<T>,
     syncs: VecDeque<T>,
     /// Each with the instant from which it precedes reads.
     writes: VecDeque<(Tick, T)>,
@@ -52,8 +57,14 @@ enum Turn {
 impl<T> ReadFirstQueue<T> {
     /// Creates an empty queue.
     pub fn new(settings: QueueSettings) -> ReadFirstQueue<T> {
-        let (reads, syncs, writes) = (VecDeque::new(), VecDeque::new(), VecDeque::new());
-        ReadFirstQueue { settings, reads, syncs, writes, turn: Turn::Write }
+        ReadFirstQueue {
+            settings,
+            reads: VecDeque::new(),
+            prefetches: VecDeque::new(),
+            syncs: VecDeque::new(),
+            writes: VecDeque::new(),
+            turn: Turn::Write,
+        }
     }
 
     /// Queues an item.
@@ -66,6 +77,7 @@ impl<T> ReadFirstQueue<T> {
         }
         match class {
             OpClass::Read => self.reads.push_back(item),
+            OpClass::Prefetch => self.prefetches.push_back(item),
             OpClass::Sync => self.syncs.push_back(item),
             OpClass::Write => self.writes.push_back((now.after(self.settings.delay_max), item)),
         }
@@ -77,7 +89,8 @@ impl<T> ReadFirstQueue<T> {
         if let Some(sync) = self.syncs.pop_front() {
             return Some(sync);
         }
-        if self.reads.is_empty() {
+        let reads = if self.reads.is_empty() { &self.prefetches } else { &self.reads };
+        if reads.is_empty() {
             self.turn = Turn::Write;
             return self.writes.pop_front().map(|(_, item)| item);
         }
@@ -87,7 +100,7 @@ impl<T> ReadFirstQueue<T> {
             return self.writes.pop_front().map(|(_, item)| item);
         }
         self.turn = Turn::Write;
-        self.reads.pop_front()
+        self.reads.pop_front().or_else(|| self.prefetches.pop_front())
     }
 
     /// Returns the instant from which the oldest write precedes reads.
@@ -99,6 +112,7 @@ impl<T> ReadFirstQueue<T> {
     pub fn count(&self, class: OpClass) -> usize {
         match class {
             OpClass::Read => self.reads.len(),
+            OpClass::Prefetch => self.prefetches.len(),
             OpClass::Write => self.writes.len(),
             OpClass::Sync => self.syncs.len(),
         }
@@ -106,7 +120,7 @@ impl<T> ReadFirstQueue<T> {
 
     /// Returns the number of items of all classes.
     pub fn len(&self) -> usize {
-        self.reads.len() + self.syncs.len() + self.writes.len()
+        self.reads.len() + self.prefetches.len() + self.syncs.len() + self.writes.len()
     }
 
     /// Reports whether the queue is empty.
@@ -137,7 +151,7 @@ mod tests {
         }
     }
 
-    use OpClass::{Read, Sync, Write};
+    use OpClass::{Prefetch, Read, Sync, Write};
 
     #[test]
     fn reads_precede_writes_and_syncs_precede_all() {
@@ -162,6 +176,30 @@ mod tests {
     }
 
     #[test]
+    fn prefetches_wait_for_all_reads_and_precede_writes_that_are_not_overdue() {
+        let mut queue = queue(8);
+        push_all(&mut queue, &[(Write, 1), (Prefetch, 2), (Read, 3), (Prefetch, 4), (Read, 5), (Sync, 6)]);
+        assert_eq!((queue.count(Prefetch), queue.len()), (2, 6));
+        assert_eq!(drain(&mut queue, Tick(99)), [6, 3, 5, 2, 4, 1]);
+    }
+
+    #[test]
+    fn a_read_that_arrives_late_precedes_waiting_prefetches() {
+        let mut queue = queue(8);
+        push_all(&mut queue, &[(Prefetch, 1), (Prefetch, 2)]);
+        assert_eq!(queue.pop(Tick(0)), Some(1));
+        push_all(&mut queue, &[(Read, 3)]);
+        assert_eq!(drain(&mut queue, Tick(0)), [3, 2]);
+    }
+
+    #[test]
+    fn overdue_writes_and_prefetches_alternate() {
+        let mut queue = queue(8);
+        push_all(&mut queue, &[(Write, 1), (Write, 2), (Prefetch, 10), (Prefetch, 11)]);
+        assert_eq!(drain(&mut queue, Tick(100)), [1, 10, 2, 11]);
+    }
+
+    #[test]
     fn a_full_queue_returns_the_item() {
         let mut queue = queue(1);
         assert_eq!(queue.push(Tick(0), Write, 1), Ok(()));
@@ -172,7 +210,7 @@ mod tests {
     proptest! {
         #[test]
         fn every_item_is_served_once_in_class_order_and_no_overdue_write_waits_for_two_reads(
-            steps in proptest::collection::vec((0u8..4, 0u64..60), 1..200)
+            steps in proptest::collection::vec((0u8..5, 0u64..60), 1..200)
         ) {
             let mut queue = queue(64);
             let (mut now, mut next) = (Tick(0), 0u32);
@@ -180,7 +218,7 @@ mod tests {
             let mut reads_past_overdue = 0;
             for (action, pause) in steps {
                 now = Tick(now.0 + pause);
-                let class = match action { 0 => Some(Read), 1 => Some(Write), 2 => Some(Sync), _ => None };
+                let class = match action { 0 => Some(Read), 1 => Some(Write), 2 => Some(Sync), 3 => Some(Prefetch), _ => None };
                 if let Some(class) = class {
                     if queue.push(now, class, next).is_ok() {
                         pushed.push((class, next));
@@ -189,10 +227,12 @@ mod tests {
                     continue;
                 }
                 let overdue = queue.overdue_at().is_some_and(|due| due <= now);
+                let reads_waited = queue.count(Read) > 0;
                 if let Some(item) = queue.pop(now) {
                     let (class, _) = *pushed.iter().find(|(_, id)| *id == item).expect("it was pushed");
-                    reads_past_overdue = if class == Read && overdue { reads_past_overdue + 1 } else if class == Write { 0 } else { reads_past_overdue };
+                    reads_past_overdue = if matches!(class, Read | Prefetch) && overdue { reads_past_overdue + 1 } else if class == Write { 0 } else { reads_past_overdue };
                     prop_assert!(reads_past_overdue <= 1);
+                    prop_assert!(class != Prefetch || !reads_waited, "a prefetch overtook a read");
                     popped.push((class, item));
                 }
             }
@@ -200,7 +240,7 @@ mod tests {
                 let (class, _) = *pushed.iter().find(|(_, id)| *id == item).expect("it was pushed");
                 popped.push((class, item));
             }
-            for class in [Read, Write, Sync] {
+            for class in [Read, Prefetch, Write, Sync] {
                 let of = |list: &[(OpClass, u32)]| list.iter().filter(|(c, _)| *c == class).map(|(_, id)| *id).collect::<Vec<_>>();
                 prop_assert_eq!(of(&pushed), of(&popped));
             }

@@ -98,13 +98,23 @@ pub(crate) fn zero(fd: BorrowedFd<'_>, range: Range<u64>) -> io::Result<()> {
     Err(refused)
 }
 
-/// Returns the bytes that unprivileged writers can still use on the file system.
-pub(crate) fn available_bytes(fd: BorrowedFd<'_>) -> io::Result<u64> {
+/// Space of a file system.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Space {
+    /// Size of the file system in bytes.
+    pub(crate) total_bytes: u64,
+    /// Bytes that unprivileged writers can still use.
+    pub(crate) available_bytes: u64,
+}
+
+/// Returns the space of the file system that holds an open file.
+pub(crate) fn space(fd: BorrowedFd<'_>) -> io::Result<Space> {
     // SAFETY: statvfs is plain data for which zeroes are valid.
     let mut stat: libc::statvfs = unsafe { std::mem::zeroed() };
     // SAFETY: fstatvfs(3) fills the struct that it is given.
     check(unsafe { libc::fstatvfs(fd.as_raw_fd(), &raw mut stat) })?;
-    Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
+    let bytes = |blocks: u64| blocks.saturating_mul(stat.f_frsize);
+    Ok(Space { total_bytes: bytes(stat.f_blocks), available_bytes: bytes(stat.f_bavail) })
 }
 
 /// Reports whether statx(2) confirms O_DIRECT on this file with transfers aligned to [`IO_ALIGN`] (Linux

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
 use reprise_io::bare::{self, BareLoop};
-use reprise_io::{DeviceFile, FileAccess, IfMissing, IoErrorKind};
+use reprise_io::{DeviceFile, FileAccess, IfMissing, IoErrorKind, Reserve};
 
 const BLOCK: u32 = 64 << 10;
 const BLOCKS: u64 = 32;
@@ -28,7 +28,7 @@ fn the_read_loop_reads_the_bytes_of_the_write_loop() {
     let buffers = bare::cut(&arena.span(0, 0, 2 << 20).expect("inside"), BLOCK, 4).expect("they fit");
     let offsets: Vec<u64> = (0..BLOCKS).map(|index| index * 11 % BLOCKS * u64::from(BLOCK)).collect();
     let mut target = file(&path, FileAccess::ReadWrite);
-    target.preallocate(BLOCKS * u64::from(BLOCK)).expect("space");
+    target.preallocate(BLOCKS * u64::from(BLOCK), Reserve::Bytes(0)).expect("space");
     for buffer in &buffers {
         buffer.copy_in(&vec![0xAB; BLOCK as usize]).expect("writable");
     }
@@ -62,7 +62,7 @@ fn the_read_loop_reads_the_bytes_of_the_write_loop() {
 fn rejects_a_loop_beyond_the_file_or_writing_a_read_only_one() {
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
     let path = directory.path().join("file");
-    file(&path, FileAccess::ReadWrite).preallocate(u64::from(BLOCK)).expect("space");
+    file(&path, FileAccess::ReadWrite).preallocate(u64::from(BLOCK), Reserve::Bytes(0)).expect("space");
     let arena = Arena::new(&ArenaConfig { bytes: 2 << 20, region_bytes: 2 << 20, huge: HugePolicy::Never })
         .expect("2 MiB");
     let buffers = bare::cut(&arena.span(0, 0, 2 << 20).expect("inside"), BLOCK, 2).expect("they fit");
@@ -90,7 +90,7 @@ fn a_device_error_ends_the_loop_after_all_operations_in_flight() {
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
     let path = directory.path().join("file");
     let mut target = file(&path, FileAccess::ReadWrite);
-    target.preallocate(BLOCKS * u64::from(BLOCK)).expect("space");
+    target.preallocate(BLOCKS * u64::from(BLOCK), Reserve::Bytes(0)).expect("space");
     std::fs::File::options().write(true).open(&path).expect("the file").set_len(4096).expect("cut");
     let arena = Arena::new(&ArenaConfig { bytes: 2 << 20, region_bytes: 2 << 20, huge: HugePolicy::Never })
         .expect("2 MiB");

@@ -12,11 +12,14 @@ use std::time::Duration;
 use reprise_buffers::PageBuffer;
 use reprise_io::{
     Caching, DeviceFile, EngineChoice, EngineSettings, FileAccess, IfMissing, IoEngine, IoError, IoErrorKind,
-    Op, Preallocation, Submission, Token, Wait, open_engine,
+    Op, Preallocation, Reserve, Submission, Token, Wait, open_engine,
 };
 use tempfile::TempDir;
 
 const MIB: u64 = 1 << 20;
+
+/// Tests run on file systems of any size.
+const NO_RESERVE: Reserve = Reserve::Bytes(0);
 
 /// Set for the process that `a_killed_process_releases_the_lock` starts: the path that it writes to.
 const CHILD_PATH: &str = "REPRISE_IO_TEST_CHILD_PATH";
@@ -48,11 +51,11 @@ fn preallocation_reserves_space_without_writing_and_never_shrinks() {
     let directory = directory();
     let path = directory.path().join("pool");
     let mut file = create(&path);
-    assert_eq!(file.preallocate(8 * MIB).expect("space"), Preallocation::Reserved);
+    assert_eq!(file.preallocate(8 * MIB, NO_RESERVE).expect("space"), Preallocation::Reserved);
     assert_eq!(file.size(), 8 * MIB);
     let found = std::fs::metadata(&path).expect("it exists");
     assert!(found.len() == 8 * MIB && found.blocks() * 512 >= 8 * MIB);
-    assert_eq!(file.preallocate(MIB).expect("space"), Preallocation::Reserved);
+    assert_eq!(file.preallocate(MIB, NO_RESERVE).expect("space"), Preallocation::Reserved);
     assert_eq!(file.size(), 8 * MIB);
 }
 
@@ -61,11 +64,28 @@ fn preallocating_more_than_the_available_space_fails_and_changes_nothing() {
     let directory = directory();
     let path = directory.path().join("pool");
     let mut file = create(&path);
-    file.preallocate(MIB).expect("space");
-    let error = file.preallocate(1 << 60).expect_err("an exbibyte");
+    file.preallocate(MIB, NO_RESERVE).expect("space");
+    let error = file.preallocate(1 << 60, NO_RESERVE).expect_err("an exbibyte");
     assert_eq!(error.kind(), IoErrorKind::NoSpace);
     assert!(error.to_string().contains("configure a smaller pool"), "{error}");
     assert_eq!((file.size(), std::fs::metadata(&path).expect("it exists").len()), (MIB, MIB));
+}
+
+#[test]
+fn a_file_leaves_the_reserve_on_its_file_system_or_is_refused_with_the_possible_size() {
+    assert_eq!(Reserve::Default.of(10 << 30), 1 << 30);
+    assert_eq!(Reserve::Default.of(100_000_000_000), 5_000_000_000);
+    let directory = directory();
+    let path = directory.path().join("pool");
+    let mut file = create(&path);
+    file.preallocate(MIB, NO_RESERVE).expect("space");
+    let error = file.preallocate(2 * MIB, Reserve::Bytes(1 << 60)).expect_err("an exbibyte stays free");
+    assert_eq!(error.kind(), IoErrorKind::NoSpace);
+    let text = error.to_string();
+    assert!(text.contains("at most 1048576 bytes") && text.contains("pool.reserve_bytes"), "{text}");
+    assert_eq!(file.size(), MIB);
+    // A file that does not grow needs no reserve: it has its space.
+    file.preallocate(MIB, Reserve::Bytes(1 << 60)).expect("its space is there");
 }
 
 #[test]
@@ -104,7 +124,7 @@ fn an_unlocked_reader_sees_the_writes_of_the_lock_holder() {
         "it creates nothing"
     );
     let mut holder = create(&path);
-    holder.preallocate(MIB).expect("space");
+    holder.preallocate(MIB, NO_RESERVE).expect("space");
     let mut writer = open_engine(holder, &EngineSettings::default()).expect("an engine");
     let reader = open_unlocked();
     let mut page = PageBuffer::new(4096).expect("a page");
@@ -131,7 +151,7 @@ fn an_unlocked_reader_can_use_every_engine_but_not_write() {
     let directory = directory();
     let path = directory.path().join("pool");
     let mut holder = create(&path);
-    holder.preallocate(MIB).expect("space");
+    holder.preallocate(MIB, NO_RESERVE).expect("space");
     for engine in [EngineChoice::Plain, EngineChoice::IoUring] {
         let file = DeviceFile::open(&path, FileAccess::ReadUnlocked, IfMissing::Fail).expect("opens");
         let mut reader =
@@ -164,7 +184,7 @@ fn the_lock_ends_with_the_engine() {
     let path = directory.path().join("pool");
     for engine in [EngineChoice::Plain, EngineChoice::IoUring] {
         let mut file = create(&path);
-        file.preallocate(MIB).expect("space");
+        file.preallocate(MIB, NO_RESERVE).expect("space");
         let opened =
             open_engine(file, &EngineSettings { engine, ..EngineSettings::default() }).expect("an engine");
         assert_eq!(open_error(&path, FileAccess::ReadWrite).kind(), IoErrorKind::InUse);
@@ -229,7 +249,7 @@ fn a_killed_process_releases_the_lock() {
     }
     let directory = directory();
     let path = directory.path().join("pool");
-    create(&path).preallocate(64 * MIB).expect("space");
+    create(&path).preallocate(64 * MIB, NO_RESERVE).expect("space");
     for round in 0..5 {
         let mut child = Command::new(std::env::current_exe().expect("this test"))
             .args(["--exact", "a_killed_process_releases_the_lock", "--nocapture"])

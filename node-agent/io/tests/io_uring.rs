@@ -10,7 +10,7 @@ use std::time::Duration;
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy, PageBuffer, PageBufferPool};
 use reprise_io::{
     CloseOutcome, DeviceFile, EngineChoice, EngineKind, EngineSettings, FileAccess, IO_ALIGN, IfMissing,
-    IoEngine, IoErrorKind, Op, RingMode, Submission, Token, Wait, open_engine, probe,
+    IoEngine, IoErrorKind, Op, Reserve, RingMode, Submission, Token, Wait, open_engine, probe,
 };
 use tempfile::TempDir;
 
@@ -29,7 +29,7 @@ fn directory() -> TempDir {
 fn device(directory: &TempDir) -> DeviceFile {
     let path = directory.path().join("device");
     let mut file = DeviceFile::open(&path, FileAccess::ReadWrite, IfMissing::Create).expect("a file");
-    file.preallocate(BYTES).expect("space");
+    file.preallocate(BYTES, Reserve::Bytes(0)).expect("space");
     file
 }
 

@@ -11,7 +11,7 @@ use std::time::Duration;
 use reprise_agent_core::agent::limits::LOAD_DEADLINE_MAX;
 use reprise_agent_core::pool::DEVICE_BYTES_MAX;
 use reprise_buffers::{REGION_BYTES_MAX, REGIONS_MAX};
-use reprise_io::IfMissing;
+use reprise_io::{IfMissing, Reserve};
 use reprise_policy::eviction::EvictionKind;
 use reprise_policy::layout::{BLOCK_BYTES_MAX, PAGE_BYTES};
 use serde::Deserialize;
@@ -101,6 +101,8 @@ pub(crate) struct PoolSettings {
     pub(crate) segment_bytes: u64,
     pub(crate) queue_depth: u32,
     pub(crate) io_engine: IoEngineChoice,
+    /// Space that files leave on their file system.
+    pub(crate) reserve: Reserve,
     pub(crate) devices: Vec<DeviceSettings>,
 }
 
@@ -278,7 +280,8 @@ impl PoolSection {
             devices.push(device);
         }
         let PoolSection { queue_depth, io_engine, .. } = *self;
-        Ok(PoolSettings { segment_bytes: self.segment_bytes.0, queue_depth, io_engine, devices })
+        let reserve = self.reserve_bytes.map_or(Reserve::Default, |bytes| Reserve::Bytes(bytes.0));
+        Ok(PoolSettings { segment_bytes: self.segment_bytes.0, queue_depth, io_engine, reserve, devices })
     }
 }
 

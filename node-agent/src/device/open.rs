@@ -14,7 +14,7 @@ use reprise_agent_core::pool::{DevicePool, PoolError, PoolParams, Recovery};
 use reprise_buffers::{Arena, PageBuffer, Region};
 use reprise_io::{
     Caching, DeviceFile, EngineChoice, EngineSettings, FileAccess, IfMissing, IoEngine, IoError, IoErrorKind,
-    Op, Preallocation, Submission, Token, Wait, open_engine,
+    Op, Preallocation, Reserve, Submission, Token, Wait, open_engine,
 };
 use reprise_policy::layout::PAGE_BYTES;
 
@@ -31,6 +31,7 @@ pub(super) struct OpenParams {
     path: PathBuf,
     bytes: Option<u64>,
     missing: IfMissing,
+    reserve: Reserve,
     engine: EngineSettings,
 }
 
@@ -62,7 +63,8 @@ impl OpenParams {
             IoEngineChoice::Plain => EngineChoice::Plain,
         };
         let engine = EngineSettings { queue_depth: settings.queue_depth, engine, regions };
-        OpenParams { path: device.path.clone(), bytes: device.bytes, missing: device.missing, engine }
+        let DeviceSettings { path, bytes, missing } = device.clone();
+        OpenParams { path, bytes, missing, reserve: settings.reserve, engine }
     }
 }
 
@@ -111,7 +113,7 @@ impl OpenParams {
 
     /// Enlarges a file. Without enough space, the file is restored to its previous state.
     fn enlarge(&self, mut file: DeviceFile, bytes: u64) -> Result<DeviceFile, AgentError> {
-        match file.preallocate(bytes) {
+        match file.preallocate(bytes, self.reserve) {
             Ok(Preallocation::Sparse) => {
                 tracing::warn!(path = %self.path.display(), "this file system cannot reserve space: writes may fail if it is full");
                 Ok(file)
@@ -363,6 +365,7 @@ mod tests {
             path: path.clone(),
             bytes: Some(8 << 20),
             missing,
+            reserve: Reserve::Bytes(0),
             engine: EngineSettings { queue_depth: 1, engine: EngineChoice::Plain, regions: Vec::new() },
         };
         assert!(open(&params(IfMissing::Fail)).is_err() && !path.exists(), "it must exist");

@@ -10,8 +10,8 @@
 //! flight.
 //!
 //! Limits: the engine's maximum of operations, and [`IN_FLIGHT_BYTES_MAX`], but always
-//! [`IN_FLIGHT_OPS_MIN`] operations. All reads together are one item of the queue; [`Reads`] selects the
-//! next block.
+//! [`IN_FLIGHT_OPS_MIN`] operations. All reads of a class together are one item of the queue; [`Reads`] selects
+//! the next block.
 //!
 //! Every report wakes the core's thread, so progress of fills is collected for up to [`REPORT_DELAY_MAX`]
 //! while the device has more to read. Completed operations are reported immediately, since the pool waits
@@ -25,21 +25,24 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, TryRecvError};
-use reprise_agent_core::effect::{DeviceId, ReadBatch};
+use reprise_agent_core::effect::{DeviceId, FillId, ReadBatch, ReadClass};
 use reprise_agent_core::event::{FillError, FillUpdate};
 use reprise_agent_core::pool::{DeviceError, DeviceOp, DeviceOpKind, OpToken};
 use reprise_buffers::{Arena, PageBuffer, PageBufferPool, Span};
 use reprise_io::{
-    Completion, IoEngine, IoError, IoErrorKind, Op, OpClass, QueueSettings, ReadFirstQueue, Submission,
-    Token, Wait,
+    CloseOutcome, Completion, IoEngine, IoError, IoErrorKind, Op, OpClass, QueueSettings, ReadFirstQueue,
+    Submission, Token, Wait,
 };
 use reprise_policy::layout::PAGE_BYTES;
 
 use super::health::Health;
-use super::reads::{PieceName, Reads};
+use super::reads::{PendingReads, PieceName, Reads};
 use super::{COMMANDS_MAX, Command};
 use crate::core_loop::{Clock, DeviceReport, Inbox, Input};
 use crate::metrics::{DeviceMetrics, QueueDepths};
+
+/// Number of read classes.
+const READ_CLASSES: usize = 2;
 
 /// Maximum bytes in flight: the bandwidth-delay product of a device with 14 GB/s and 0.5 ms. More does not
 /// increase throughput, but data leaves the CPU cache before it is verified and copied. For 128 MiB from a
@@ -86,13 +89,12 @@ pub(super) struct Worker {
     context: WorkerContext,
     engine: Box<dyn IoEngine>,
     queue: ReadFirstQueue<Work>,
-    reads: Reads,
+    reads: ReadsByClass,
     in_flight: Vec<Option<InFlight>>,
     free_tokens: Vec<usize>,
     in_flight_bytes: u64,
     /// Bytes of writes in the queue.
     write_bytes_queued: u64,
-    reads_in_queue: ReadsQueued,
     pieces_in_flight: usize,
     completed: VecDeque<CompletedOp>,
     reaped: Vec<Completion>,
@@ -105,8 +107,8 @@ pub(super) struct Worker {
 
 /// An item of the queue.
 enum Work {
-    /// The next piece of the batch whose turn it is.
-    Piece,
+    /// The next piece of the batch of this class whose turn it is.
+    Piece(ReadClass),
     Write {
         token: OpToken,
         offset: u64,
@@ -126,7 +128,7 @@ struct InFlight {
 }
 
 enum Purpose {
-    Piece { piece: PieceName, header: Option<PageBuffer> },
+    Piece { class: ReadClass, piece: PieceName, header: Option<PageBuffer> },
     Write { token: OpToken, pages: PageBuffer },
     Sync { token: OpToken },
 }
@@ -138,7 +140,48 @@ struct CompletedOp {
     result: Result<(), IoError>,
 }
 
-/// Whether [`Work::Piece`] is in the queue; it is queued at most once.
+/// Reads of one class, and whether their [`Work::Piece`] is in the queue.
+struct ClassReads {
+    reads: Reads,
+    queued: ReadsQueued,
+}
+
+/// Reads of both classes.
+struct ReadsByClass {
+    awaited: ClassReads,
+    prefetch: ClassReads,
+}
+
+impl ReadsByClass {
+    fn new() -> ReadsByClass {
+        let empty = || ClassReads { reads: Reads::default(), queued: ReadsQueued::No };
+        ReadsByClass { awaited: empty(), prefetch: empty() }
+    }
+
+    fn of(&mut self, class: ReadClass) -> &mut ClassReads {
+        match class {
+            ReadClass::Awaited => &mut self.awaited,
+            ReadClass::Prefetch => &mut self.prefetch,
+        }
+    }
+
+    fn pending(&self) -> PendingReads {
+        let (awaited, prefetch) = (self.awaited.reads.pending(), self.prefetch.reads.pending());
+        PendingReads { pieces: awaited.pieces + prefetch.pieces, bytes: awaited.bytes + prefetch.bytes }
+    }
+
+    fn take_updates(&mut self, updates: &mut Vec<(FillId, FillUpdate)>) {
+        self.awaited.reads.take_updates(updates);
+        self.prefetch.reads.take_updates(updates);
+    }
+
+    fn fail_all(&mut self, closed: CloseOutcome) {
+        self.awaited.reads.fail_all(closed);
+        self.prefetch.reads.fail_all(closed);
+    }
+}
+
+/// Whether [`Work::Piece`] of a class is in the queue; it is queued at most once.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum ReadsQueued {
     Yes,
@@ -160,7 +203,7 @@ impl Work {
     fn bytes(&self) -> u64 {
         match self {
             Work::Write { from, .. } => from.iter().map(|span| span.len() as u64).sum(),
-            Work::Piece | Work::Sync { .. } => 0,
+            Work::Piece(_) | Work::Sync { .. } => 0,
         }
     }
 }
@@ -185,15 +228,14 @@ impl Worker {
         let capacity = engine.capacity();
         Worker {
             queue: ReadFirstQueue::new(QueueSettings {
-                capacity: COMMANDS_MAX + 1,
+                capacity: COMMANDS_MAX + READ_CLASSES,
                 delay_max: WRITE_DELAY_MAX,
             }),
-            reads: Reads::default(),
+            reads: ReadsByClass::new(),
             in_flight: (0..capacity).map(|_| None).collect(),
             free_tokens: (0..capacity).rev().collect(),
             in_flight_bytes: 0,
             write_bytes_queued: 0,
-            reads_in_queue: ReadsQueued::No,
             pieces_in_flight: 0,
             completed: VecDeque::with_capacity(capacity),
             reaped: Vec::with_capacity(capacity),
@@ -261,8 +303,8 @@ impl Worker {
     }
 
     fn queue_batch(&mut self, batch: &ReadBatch) {
-        if self.reads.add(&self.context.arena, batch).is_ok() {
-            return self.queue_reads();
+        if self.reads.of(batch.class).reads.add(&self.context.arena, batch).is_ok() {
+            return self.queue_reads(batch.class);
         }
         tracing::error!(path = %self.context.path, blocks = batch.blocks.len(), "invalid batch of reads");
         let refused = FillUpdate::Failed(FillError::Refused);
@@ -270,12 +312,17 @@ impl Worker {
         self.progress_since.get_or_insert_with(Instant::now);
     }
 
-    /// Queues the reads unless they are queued.
-    fn queue_reads(&mut self) {
-        if self.reads_in_queue == ReadsQueued::No {
-            let pushed = self.queue.push(self.context.clock.now(), OpClass::Read, Work::Piece);
-            assert!(pushed.is_ok(), "one entry of the queue is reserved for the reads");
-            self.reads_in_queue = ReadsQueued::Yes;
+    /// Queues the reads of a class unless they are queued.
+    fn queue_reads(&mut self, class: ReadClass) {
+        let queued = &mut self.reads.of(class).queued;
+        if *queued == ReadsQueued::No {
+            *queued = ReadsQueued::Yes;
+            let rank = match class {
+                ReadClass::Awaited => OpClass::Read,
+                ReadClass::Prefetch => OpClass::Prefetch,
+            };
+            let pushed = self.queue.push(self.context.clock.now(), rank, Work::Piece(class));
+            assert!(pushed.is_ok(), "one entry of the queue is reserved for each class of reads");
         }
     }
 
@@ -303,7 +350,7 @@ impl Worker {
                 }
             }
         };
-        // The last entry is reserved for the reads.
+        // The last entries are reserved for the reads.
         let has_room = self.queue.len() < COMMANDS_MAX;
         let bytes = work.bytes();
         if !has_room || self.queue.push(self.context.clock.now(), class, work).is_err() {
@@ -335,15 +382,16 @@ impl Worker {
                 Work::Write { token, offset, from, pages } => {
                     (Purpose::Write { token, pages }, Op::Write { offset, from })
                 }
-                Work::Piece => {
-                    self.reads_in_queue = ReadsQueued::No;
-                    let Some(read) = self.reads.next(&self.pages) else { continue };
+                Work::Piece(class) => {
+                    let of_class = self.reads.of(class);
+                    of_class.queued = ReadsQueued::No;
+                    let Some(read) = of_class.reads.next(&self.pages) else { continue };
                     // The next piece is queued again behind writes that are due, so reads cannot starve
                     // them.
-                    self.queue_reads();
+                    self.queue_reads(class);
                     self.pieces_in_flight += 1;
                     let op = Op::Read { offset: read.offset, into: read.into };
-                    (Purpose::Piece { piece: read.piece, header: read.header }, op)
+                    (Purpose::Piece { class, piece: read.piece, header: read.header }, op)
                 }
             };
             self.start(purpose, op);
@@ -402,10 +450,10 @@ impl Worker {
             }
         };
         match purpose {
-            Purpose::Piece { piece, header } => {
+            Purpose::Piece { class, piece, header } => {
                 self.context.metrics.read(bytes, latency);
                 let outcome = error.map_or(Ok(()), |error| Err(read_error(error)));
-                self.reads.finish(piece, outcome, header.as_ref());
+                self.reads.of(class).reads.finish(piece, outcome, header.as_ref());
                 self.progress_since.get_or_insert_with(Instant::now);
                 if let Some(header) = header {
                     self.pages.put(header);

@@ -22,7 +22,7 @@ use super::lookups::Purpose;
 use super::size_class::SizeClassId;
 use super::slab::SlabId;
 use crate::effect::{
-    BlockRead, DeviceId, Effect, FetchId, LossReason, PeerBlock, PeerFetch, ReadBatch, Source,
+    BlockRead, DeviceId, Effect, FetchId, LossReason, PeerBlock, PeerFetch, ReadBatch, ReadClass, Source,
 };
 use crate::event::{Priority, Replica, Scope};
 
@@ -246,7 +246,8 @@ impl AgentCore {
     /// Sends reads to the devices' workers.
     pub(super) fn emit_reads(&mut self, reads: Reads, layout: Layout, read_bytes: u64) {
         for (device, blocks) in reads.by_device {
-            self.emit(Effect::ReadBlocks { device, batch: ReadBatch { blocks, layout, read_bytes } });
+            let batch = ReadBatch { class: ReadClass::Awaited, blocks, layout, read_bytes };
+            self.emit(Effect::ReadBlocks { device, batch });
         }
     }
 

@@ -10,7 +10,7 @@ use reprise_buffers::{Arena, ArenaConfig, HugePolicy, PageBuffer, Span};
 use reprise_io::simulated::{CrashMode, Fault, FaultKind, Image, SimulatedDevice, SimulatedSettings};
 use reprise_io::{
     Completion, DeviceFile, EngineChoice, EngineKind, EngineSettings, FileAccess, IO_ALIGN, IfMissing,
-    IoEngine, Op, Submission, Token, Wait, open_engine,
+    IoEngine, Op, Reserve, Submission, Token, Wait, open_engine,
 };
 use tempfile::TempDir;
 
@@ -49,7 +49,7 @@ impl Fixture {
         let fixture = Fixture { kind, directory, simulated, arena };
         let mut file =
             DeviceFile::open(&fixture.path(), FileAccess::ReadWrite, IfMissing::Create).expect("a file");
-        file.preallocate(DEVICE_BYTES).expect("16 MiB of space");
+        file.preallocate(DEVICE_BYTES, Reserve::Bytes(0)).expect("16 MiB of space");
         fixture
     }
 

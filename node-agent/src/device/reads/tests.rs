@@ -1,7 +1,7 @@
 //! Reads from a device image in memory: every order of completion, every kind of damage.
 
 use proptest::prelude::*;
-use reprise_agent_core::effect::{ArenaSlot, RegionId};
+use reprise_agent_core::effect::{ArenaSlot, ReadClass, RegionId};
 use reprise_agent_core::pool::PageNumber;
 use reprise_agent_core::pool::header::{HeaderFields, encode_header};
 use reprise_buffers::{ArenaConfig, HugePolicy, crc32c};
@@ -72,7 +72,7 @@ impl Fixture {
             blocks.push(BlockRead { fill: FillId(block as u64), key, page, generation, header_crc, slot });
         }
         damage(&mut image);
-        let batch = ReadBatch { blocks, layout, read_bytes };
+        let batch = ReadBatch { class: ReadClass::Awaited, blocks, layout, read_bytes };
         let mut reads = Reads::default();
         let index = reads.add(&arena, &batch).expect("valid slots");
         Fixture { arena, image, batch, reads, index, pages: PageBufferPool::new(4) }

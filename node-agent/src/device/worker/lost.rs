@@ -35,7 +35,9 @@ impl Worker {
             match done.purpose {
                 Purpose::Write { token, .. } | Purpose::Sync { token } => lost(token),
                 // The read has completed, so the device has released its memory.
-                Purpose::Piece { piece, .. } => reads.finish(piece, Err(FillError::Device), None),
+                Purpose::Piece { class, piece, .. } => {
+                    reads.of(class).reads.finish(piece, Err(FillError::Device), None);
+                }
             }
         }
         for purpose in under_way {
@@ -47,7 +49,7 @@ impl Worker {
         while let Some(work) = queue.pop(context.clock.now()) {
             match work {
                 Work::Write { token, .. } | Work::Sync { token } => lost(token),
-                Work::Piece => {}
+                Work::Piece(_) => {}
             }
         }
         reads.fail_all(closed);

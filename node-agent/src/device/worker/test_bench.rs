@@ -7,7 +7,7 @@
 //! ```
 
 use crossbeam_channel::{Receiver, Sender, bounded};
-use reprise_agent_core::effect::{ArenaSlot, BlockRead, FillId, RegionId};
+use reprise_agent_core::effect::{ArenaSlot, BlockRead, RegionId};
 use reprise_agent_core::pool::{BlockWrite, DevicePool, PageNumber, PoolEvent, PoolParams, StoredBlock};
 use reprise_buffers::{ArenaConfig, HugePolicy, PageCoverage, crc32c};
 use reprise_io::simulated::{Image, SimulatedDevice, SimulatedSettings};
@@ -227,7 +227,8 @@ impl TestBench {
             header_crc: block.header_crc,
             slot: place(index, &layout),
         });
-        let batch = ReadBatch { blocks: reads.collect(), layout, read_bytes: 16 << 10 };
+        let batch =
+            ReadBatch { class: ReadClass::Awaited, blocks: reads.collect(), layout, read_bytes: 16 << 10 };
         self.commands.send(Command::Read(batch)).expect("the worker is here");
         let mut left = blocks.len();
         while left > 0 {

@@ -9,7 +9,7 @@ use reprise_agent_core::pool::header::{HeaderFields, encode_header};
 use reprise_buffers::{ArenaConfig, HugePolicy, crc32c};
 use reprise_io::Waker;
 use reprise_io::simulated::{Fault, FaultKind, Image, SimulatedDevice, SimulatedSettings};
-use reprise_policy::{BlockKey, ContentId, Dtype, Generation, Layout, LayoutSpec, Parts};
+use reprise_policy::{BlockKey, ContentId, Dtype, Generation, Layout, LayoutSpec, Parts, Tick};
 
 use reprise_agent_core::effect::FillId;
 
@@ -83,6 +83,33 @@ fn slot(block: u32) -> ArenaSlot {
     }
 }
 
+/// Resources of a worker with an arena of 2 MiB.
+fn context() -> (WorkerContext, Sender<Command>, Receiver<Input>) {
+    let config = ArenaConfig { bytes: 2 << 20, region_bytes: 2 << 20, huge: HugePolicy::Never };
+    let (inbox, inputs) = Inbox::new();
+    let (commands, receiver) = bounded(COMMANDS_MAX);
+    let context = WorkerContext {
+        device: DeviceId(0),
+        path: "simulated".to_owned(),
+        commands: receiver,
+        inbox,
+        arena: Arc::new(Arena::new(&config).expect("2 MiB")),
+        clock: Clock::start(),
+        metrics: Metrics::new("test", reprise_buffers::PageCoverage::default()).device(DeviceId(0)),
+        sync_failed: Arc::default(),
+        media_errors: Arc::default(),
+    };
+    (context, commands, inputs)
+}
+
+/// A worker that does not run.
+fn idle_worker() -> (SimulatedDevice, Worker) {
+    let image = Image::new(u64::from(BLOCKS) * stride());
+    let device = SimulatedDevice::new(image, SimulatedSettings::default()).expect("a device");
+    let engine = device.open_engine().expect("the device has no other engine");
+    (device, Worker::new(context().0, Box::new(engine)))
+}
+
 impl Fixture {
     /// Creates a device that holds all blocks; the arena is blank.
     fn new() -> Fixture {
@@ -97,23 +124,9 @@ impl Fixture {
     /// Creates a device from an image; the arena is blank.
     fn on(image: Image) -> Fixture {
         let device = SimulatedDevice::new(image, SimulatedSettings::default()).expect("a device");
-        let config = ArenaConfig { bytes: 2 << 20, region_bytes: 2 << 20, huge: HugePolicy::Never };
-        let arena = Arc::new(Arena::new(&config).expect("2 MiB"));
         let engine = device.open_engine().expect("the device has no other engine");
-        let (waker, (inbox, inputs)) = (engine.waker(), Inbox::new());
-        let (commands, receiver) = bounded(COMMANDS_MAX);
-        let media_errors = Arc::<AtomicU32>::default();
-        let context = WorkerContext {
-            device: DeviceId(0),
-            path: "simulated".to_owned(),
-            commands: receiver,
-            inbox,
-            arena: arena.clone(),
-            clock: Clock::start(),
-            metrics: Metrics::new("test", reprise_buffers::PageCoverage::default()).device(DeviceId(0)),
-            sync_failed: Arc::default(),
-            media_errors: media_errors.clone(),
-        };
+        let (waker, (context, commands, inputs)) = (engine.waker(), context());
+        let (arena, media_errors) = (context.arena.clone(), context.media_errors.clone());
         let thread = Some(std::thread::spawn(move || Worker::new(context, Box::new(engine)).run()));
         Fixture { device, arena, commands, waker, inputs, thread, media_errors }
     }
@@ -124,6 +137,11 @@ impl Fixture {
     }
 
     fn read(&self, blocks: impl IntoIterator<Item = u32>) {
+        let batch = Fixture::batch(ReadClass::Awaited, blocks);
+        self.command(Command::Read(batch));
+    }
+
+    fn batch(class: ReadClass, blocks: impl IntoIterator<Item = u32>) -> ReadBatch {
         let block = |block| BlockRead {
             fill: FillId(u64::from(block)),
             key: BlockKey([block as u8; 16]),
@@ -133,7 +151,7 @@ impl Fixture {
             slot: slot(block),
         };
         let blocks = blocks.into_iter().map(block).collect();
-        self.command(Command::Read(ReadBatch { blocks, layout: layout(), read_bytes: 8 << 10 }));
+        ReadBatch { class, blocks, layout: layout(), read_bytes: 8 << 10 }
     }
 
     fn op(&self, token: u64, kind: DeviceOpKind) {
@@ -389,4 +407,34 @@ fn closed_device_fails_its_work_without_reporting_a_loss() {
     ended.sort_unstable();
     assert_eq!((done, ended), (vec![1, 2], vec![0, 1, 2, 3, 4]));
     assert!(fixture.device.open_engine().is_ok(), "it has released the device");
+}
+
+#[test]
+fn awaited_reads_complete_before_prefetches_that_were_queued_first() {
+    let (device, worker) = idle_worker();
+    let mut worker = worker;
+    worker.queue_batch(&Fixture::batch(ReadClass::Prefetch, 0..10));
+    worker.queue_batch(&Fixture::batch(ReadClass::Awaited, 10..20));
+    let mut offsets = Vec::new();
+    while let Some(work) = worker.queue.pop(Tick(0)) {
+        let Work::Piece(class) = work else { panic!("only reads are queued") };
+        let of_class = worker.reads.of(class);
+        of_class.queued = ReadsQueued::No;
+        let Some(read) = of_class.reads.next(&worker.pages) else { continue };
+        worker.queue_reads(class);
+        offsets.push(read.offset);
+    }
+    let (awaited, prefetched) = offsets.split_at(offsets.len() / 2);
+    assert!(awaited.iter().all(|offset| *offset >= 10 * stride()), "{offsets:?}");
+    assert!(!prefetched.is_empty() && prefetched.iter().all(|offset| *offset < 10 * stride()), "{offsets:?}");
+    drop(device);
+}
+
+#[test]
+fn prefetched_blocks_arrive_like_awaited_ones() {
+    let fixture = Fixture::new();
+    fixture.command(Command::Read(Fixture::batch(ReadClass::Prefetch, 0..20)));
+    fixture.read(20..BLOCKS);
+    let ends = fixture.ends(BLOCKS as usize);
+    assert!(ends.iter().all(|(_, result)| result.is_ok()), "{ends:?}");
 }
