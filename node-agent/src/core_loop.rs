@@ -352,7 +352,7 @@ impl CoreLoop {
     }
 
     fn notify_if_durable(&mut self) {
-        if self.core.counters().unsaved_blocks == 0
+        if self.core.unsaved_blocks() == 0
             && let Some(answer) = self.await_durable.take()
         {
             let _ = answer.try_send(());
@@ -368,7 +368,7 @@ impl CoreLoop {
 
     fn view(&self) -> CoreView {
         CoreView {
-            counters: self.core.counters().clone(),
+            counters: self.core.counters(),
             tenants: self.core.tenant_usage().collect(),
             mode: self.core.mode(),
             drain: self.core.drain_progress(),

@@ -489,8 +489,9 @@ impl Simulation {
 
 /// Adds the counters of a core to `seen`, by their names.
 pub(crate) fn count_all(seen: &mut BTreeMap<&'static str, u64>, process: &Process) {
+    let counters = process.core.counters();
     for name in COUNTED {
-        let fields = process.core.counters().fields();
+        let fields = counters.fields();
         let counted = fields.filter(|(other, _)| *other == name).map(|(_, value)| value).sum::<u64>();
         *seen.entry(name).or_default() += counted;
     }

@@ -190,7 +190,6 @@ impl AgentCore {
         core.keep_pool_free();
         // Replaced, not cleared: every recovered block has made the vector grow.
         core.changes = Vec::new();
-        core.update_gauges();
         let effects = std::mem::take(&mut core.out);
         (core, effects)
     }
@@ -211,7 +210,6 @@ impl AgentCore {
         self.keep_pool_free();
         self.release_devices();
         self.announce_changes();
-        self.update_gauges();
         std::mem::swap(&mut self.out, effects);
     }
 
@@ -224,8 +222,16 @@ impl AgentCore {
     }
 
     /// Counters, and gauges as of the last event.
-    pub fn counters(&self) -> &Counters {
-        &self.counters
+    pub fn counters(&self) -> Counters {
+        let mut counters = self.counters.clone();
+        self.set_gauges(&mut counters);
+        self.set_pool_gauges(&mut counters);
+        counters
+    }
+
+    /// Number of blocks that are not durable yet.
+    pub fn unsaved_blocks(&self) -> usize {
+        self.writeback.unsaved.len()
     }
 
     fn dispatch(&mut self, event: Event) {
@@ -286,11 +292,10 @@ impl AgentCore {
                 self.reply(session, request, Reply::Trimmed { blocks });
             }
             Request::Stats => {
-                self.update_gauges();
                 let size_class = self.sessions.get(&session).map(|session| session.size_class);
                 let own =
                     size_class.map(|size_class| self.tenants.usage(self.tenant_of(size_class)).fields());
-                let stats = self.counters.fields().chain(own.into_iter().flatten()).collect();
+                let stats = self.counters().fields().chain(own.into_iter().flatten()).collect();
                 self.reply(session, request, Reply::Stats(stats));
             }
         }
@@ -361,8 +366,7 @@ impl AgentCore {
         self.emit(Effect::Inventory { slots, replicas });
     }
 
-    fn update_gauges(&mut self) {
-        let counters = &mut self.counters;
+    fn set_gauges(&self, counters: &mut Counters) {
         counters.sessions = self.sessions.len() as u64;
         counters.loads_held = self.loads.len() as u64;
         counters.fills_in_flight = self.fills.len() as u64;

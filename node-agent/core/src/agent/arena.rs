@@ -42,7 +42,7 @@ pub(super) struct SlotGroupId(u16);
 
 /// Slot in the arena: position of its region, and number within the region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(super) struct Place {
+pub(super) struct RegionSlot {
     pub(super) region: u16,
     slot: u16,
 }
@@ -196,7 +196,7 @@ impl Arena {
     }
 
     /// Allocates a slot from the group's regions, or from a region that it takes.
-    pub(super) fn allocate(&mut self, group: SlotGroupId) -> Option<Place> {
+    pub(super) fn allocate(&mut self, group: SlotGroupId) -> Option<RegionSlot> {
         let region = match self.group(group).partial.last() {
             Some(region) => *region,
             None => self.take_region(group)?,
@@ -216,16 +216,16 @@ impl Arena {
         }
         self.note_idle(region);
         self.used_bytes += slot_bytes;
-        Some(Place { region, slot })
+        Some(RegionSlot { region, slot })
     }
 
     /// Records the frame of a slot.
-    pub(super) fn set_frame(&mut self, place: Place, frame: FrameIndex) {
+    pub(super) fn set_frame(&mut self, place: RegionSlot, frame: FrameIndex) {
         self.regions[usize::from(place.region)].frames[usize::from(place.slot)] = frame;
     }
 
     /// Frees a slot, which must not be evictable.
-    pub(super) fn free(&mut self, place: Place) {
+    pub(super) fn free(&mut self, place: RegionSlot) {
         let region = &mut self.regions[usize::from(place.region)];
         let owner = region.owner.expect("a region with a used slot has an owner");
         region.free.push(place.slot);
@@ -242,7 +242,7 @@ impl Arena {
     }
 
     /// Makes a frame's slot evictable, as the most recently used.
-    pub(super) fn add_evictable(&mut self, place: Place, frame: FrameIndex, class: u8) {
+    pub(super) fn add_evictable(&mut self, place: RegionSlot, frame: FrameIndex, class: u8) {
         let owner = self.owner(place);
         self.regions[usize::from(place.region)].evictable += 1;
         self.note_idle(place.region);
@@ -250,13 +250,19 @@ impl Arena {
     }
 
     /// Makes an evictable frame the next victim of its priority class.
-    pub(super) fn insert_oldest(&mut self, place: Place, frame: FrameIndex, class: u8) {
+    pub(super) fn insert_oldest(&mut self, place: RegionSlot, frame: FrameIndex, class: u8) {
         let group = Group(self.owner(place).0);
         self.order.insert_oldest(EntryIndex(frame.0), Rank { group, class });
     }
 
     /// Moves an evictable frame immediately before `successor` in the eviction order.
-    pub(super) fn order_before(&mut self, place: Place, frame: FrameIndex, class: u8, successor: FrameIndex) {
+    pub(super) fn order_before(
+        &mut self,
+        place: RegionSlot,
+        frame: FrameIndex,
+        class: u8,
+        successor: FrameIndex,
+    ) {
         let group = Group(self.owner(place).0);
         let rank = Rank { group, class };
         self.order.insert_before(EntryIndex(frame.0), rank, EntryIndex(successor.0));
@@ -268,7 +274,7 @@ impl Arena {
     }
 
     /// Removes a frame from the eviction order.
-    pub(super) fn remove_evictable(&mut self, place: Place, frame: FrameIndex) {
+    pub(super) fn remove_evictable(&mut self, place: RegionSlot, frame: FrameIndex) {
         self.regions[usize::from(place.region)].evictable -= 1;
         self.note_idle(place.region);
         self.order.remove(EntryIndex(frame.0));
@@ -293,7 +299,7 @@ impl Arena {
     }
 
     /// Completes [`Arena::victim`] once the caller knows the victim's slot.
-    pub(super) fn take_victim(&mut self, place: Place) {
+    pub(super) fn take_victim(&mut self, place: RegionSlot) {
         self.regions[usize::from(place.region)].evictable -= 1;
         self.note_idle(place.region);
     }
@@ -323,7 +329,7 @@ impl Arena {
     }
 
     /// Returns the address of a slot.
-    pub(super) fn slot(&self, place: Place) -> ArenaSlot {
+    pub(super) fn slot(&self, place: RegionSlot) -> ArenaSlot {
         let region = &self.regions[usize::from(place.region)];
         let bytes = self.group(self.owner(place)).slot_bytes;
         ArenaSlot { region: region.id, offset: u64::from(place.slot) * bytes, bytes }
@@ -400,7 +406,7 @@ impl Arena {
         &mut self.groups[usize::from(group.0)]
     }
 
-    fn owner(&self, place: Place) -> SlotGroupId {
+    fn owner(&self, place: RegionSlot) -> SlotGroupId {
         self.regions[usize::from(place.region)].owner.expect("a region with a used slot has an owner")
     }
 
@@ -493,7 +499,7 @@ mod tests {
     fn allocates_every_slot_once_and_again_after_free() {
         let mut arena = arena(3);
         let group = arena.join_slot_group(TenantId::DEFAULT, SLOT);
-        let places: BTreeSet<Place> = std::iter::from_fn(|| {
+        let places: BTreeSet<RegionSlot> = std::iter::from_fn(|| {
             let place = arena.allocate(group)?;
             arena.set_frame(place, FrameIndex(0));
             Some(place)
@@ -552,7 +558,7 @@ mod tests {
         let mut arena = arena(1);
         let small = arena.join_slot_group(TenantId::DEFAULT, SLOT);
         let large = arena.join_slot_group(TenantId::DEFAULT, 2 * SLOT);
-        let places: Vec<Place> = (0..2)
+        let places: Vec<RegionSlot> = (0..2)
             .map(|frame| {
                 let place = arena.allocate(small).expect("free");
                 arena.set_frame(place, FrameIndex(frame));

@@ -1,6 +1,6 @@
 //! Counters and gauges of the core, for the runtime's metrics and for `Stats`.
 //!
-//! Counters never decrease. Gauges (marked) are updated at the end of every `apply`. The names are part of
+//! Counters never decrease. Gauges (marked) are computed when the counters are read. The names are part of
 //! the interface: the metrics are called `reprise_agent_<name>`.
 
 use crate::effect::Source;

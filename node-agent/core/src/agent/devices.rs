@@ -379,7 +379,6 @@ impl AgentCore {
             let ops = device.pool.flush_frees();
             self.emit_ops(id, ops);
         }
-        self.update_pool_gauges();
         self.devices.space_check = match evicted {
             // The next event evicts the rest.
             POOL_EVICTIONS_PER_APPLY => SpaceCheck::Due,
@@ -387,9 +386,8 @@ impl AgentCore {
         };
     }
 
-    fn update_pool_gauges(&mut self) {
+    pub(super) fn set_pool_gauges(&self, counters: &mut super::Counters) {
         let usage = self.devices.usage();
-        let counters = &mut self.counters;
         counters.pool_capacity_bytes = usage.capacity_bytes;
         counters.pool_used_bytes = usage.slot_bytes_used;
         counters.pool_free_bytes = usage.slot_bytes_free;

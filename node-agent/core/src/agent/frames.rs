@@ -18,7 +18,7 @@
 use reprise_policy::eviction::EntryIndex;
 
 use super::AgentCore;
-use super::arena::Place;
+use super::arena::RegionSlot;
 use super::checksums::{ChecksumRow, Checksums};
 use super::integrity::CopyState;
 use super::size_class::{SizeClass, SizeClassId};
@@ -36,7 +36,7 @@ pub(super) struct Frame {
     pub(super) leases: u32,
     entry: EntryIndex,
     checksums: ChecksumRow,
-    pub(super) place: Place,
+    pub(super) place: RegionSlot,
     pub(super) size_class: SizeClassId,
     pub(super) copy_state: CopyState,
 }

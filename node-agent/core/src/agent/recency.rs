@@ -22,7 +22,7 @@ use reprise_policy::BlockKey;
 use reprise_policy::eviction::EntryIndex;
 
 use super::AgentCore;
-use super::arena::Place;
+use super::arena::RegionSlot;
 use super::frames::{FrameIndex, FrameState};
 use super::index::Dram;
 use super::limits::BATCH_BLOCKS_MAX;
@@ -68,7 +68,7 @@ impl AgentCore {
     }
 
     /// Returns the frame of a block in DRAM, if it is evictable.
-    fn evictable_frame(&self, dram: Dram) -> Option<(FrameIndex, Place)> {
+    fn evictable_frame(&self, dram: Dram) -> Option<(FrameIndex, RegionSlot)> {
         let Dram::Resident(frame) = dram else { return None };
         let state = self.frames.get(frame);
         (state.state == FrameState::Clean && state.leases == 0).then_some((frame, state.place))

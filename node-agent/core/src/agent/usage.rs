@@ -20,12 +20,12 @@ pub struct NodeUsage {
 impl AgentCore {
     /// Capacity and load of this node.
     pub fn node_usage(&self) -> NodeUsage {
-        let counters = &self.counters;
+        let pools = self.devices.usage();
         NodeUsage {
-            dram_capacity: counters.arena_bytes,
-            dram_used: counters.arena_used_bytes,
-            nvme_capacity: counters.pool_capacity_bytes,
-            nvme_used: counters.pool_used_bytes,
+            dram_capacity: self.arena.bytes(),
+            dram_used: self.arena.used_bytes(),
+            nvme_capacity: pools.capacity_bytes,
+            nvme_used: pools.slot_bytes_used,
             queued_bytes: self.serves.values().map(super::serves::Serve::open_bytes).sum(),
         }
     }

@@ -429,7 +429,7 @@ fn equal_seeds_produce_equal_runs() {
         for _ in 0..1000 {
             step(&mut harness);
         }
-        (harness.core.counters().clone(), harness.announced)
+        (harness.core.counters(), harness.announced)
     };
     assert_eq!(run(), run());
 }

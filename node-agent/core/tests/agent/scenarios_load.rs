@@ -309,7 +309,7 @@ fn ignores_late_update_of_an_ended_fill() {
     harness.finish_jobs();
     let before = harness.core.counters().clone();
     harness.apply(Event::Fill { fill, update: FillUpdate::Failed(FillError::Device) });
-    assert_eq!(*harness.core.counters(), before);
+    assert_eq!(harness.core.counters(), before);
 }
 
 #[test]

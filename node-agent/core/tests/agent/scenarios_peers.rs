@@ -463,7 +463,7 @@ fn ignores_events_with_unknown_ids() {
     for event in events {
         harness.apply(event);
     }
-    assert_eq!(*harness.core.counters(), before);
+    assert_eq!(harness.core.counters(), before);
 }
 
 /// 16 durable blocks on NVMe only, and an arena of 16 slots, a quarter of which serves may use.
