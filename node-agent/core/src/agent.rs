@@ -29,72 +29,75 @@
 
 use std::collections::BTreeMap;
 
-use reprise_policy::eviction::EntryIndex;
-use reprise_policy::key::HASH_SLOTS;
-use reprise_policy::{BlockKey, Layout, SessionId, SlotSet, TenantId, Tick, Tier};
+use reprise_policy::{BlockKey, SessionId, SlotSet, Tick};
 
-use crate::effect::{Change, Effect, RegionId, ReplicaChange, Reply, ServeId};
-use crate::event::{Event, Priority, Request, RequestId};
-use crate::pool::{DevicePool, StoredBlock};
+use crate::agent::bandwidth::Bandwidth;
+use crate::agent::fills::Fill;
+use crate::agent::hot_keys::HotKeys;
+use crate::agent::loads::Load;
+use crate::agent::lookups::Lookup;
+use crate::agent::peers::Peers;
+use crate::agent::replication::inbound::Inbound;
+use crate::agent::replication::outbound::Outbound;
+use crate::agent::serves::{Serve, ServeShare};
+use crate::agent::sessions::{Reservation, ReservationGroup, Session};
+use crate::agent::tickets::TicketState;
+use crate::agent::writeback::WriteBack;
+use crate::cache::{Cache, CacheOutcomes, DoneBatch};
+use crate::effect::{DeviceId, Effect, RegionId, Reply, ServeId};
+use crate::event::{Event, Request, RequestId};
+use crate::pool::{DevicePool, PoolUsage, StoredBlock};
+use crate::quota::Quotas;
+use crate::slab::{Slab, SlabId};
+use crate::timers::Timers;
 
-mod arena;
+/// Context of the current event of a core.
+macro_rules! context {
+    ($core:expr) => {
+        &mut crate::context::Context { now: $core.now, effects: &mut $core.out }
+    };
+}
+
 mod audit;
 mod bandwidth;
 mod block_sources;
-mod checksums;
 mod commits;
-mod counters;
-mod description;
-mod devices;
-mod dram_eviction;
 mod fills;
-mod frames;
 mod hot_keys;
-mod index;
-mod integrity;
-pub mod limits;
 mod loads;
 mod lookups;
 mod peers;
 mod progress;
-mod recency;
 mod replication;
 mod serves;
 mod sessions;
-mod settings;
-mod size_class;
-mod slab;
-mod tenants;
 mod tickets;
-mod timers;
-mod usage;
 mod writeback;
 
-pub use counters::Counters;
-pub use description::{BlockDescription, BlockOrigin, DramCopy};
-pub use settings::Settings;
-pub use tenants::{TenantBlocks, TenantCounts, TenantQuotas, TenantUsage};
-pub use usage::NodeUsage;
+pub use crate::cache::{
+    BlockDescription, BlockOrigin, DramCopy, TenantBlocks, TenantCounts, TenantQuotas, TenantUsage,
+};
+pub use crate::counters::Counters;
+pub use crate::limits;
+pub use crate::settings::Settings;
+pub use crate::usage::NodeUsage;
 
-use arena::Arena;
-use bandwidth::Bandwidth;
-use devices::Devices;
-use fills::Fill;
-use frames::{FrameIndex, Frames};
-use hot_keys::HotKeys;
-use index::{Dram, Index};
-use loads::Load;
-use lookups::Lookup;
-use peers::Peers;
-use replication::{Inbound, Outbound};
-use serves::{Serve, ServeShare};
-use sessions::{Reservation, ReservationGroup, Session};
-use size_class::{SizeClassId, SizeClasses};
-use slab::{Slab, SlabId};
-use tenants::Tenants;
-use tickets::TicketState;
-use timers::{Timer, Timers};
-use writeback::WriteBack;
+/// Object whose deadline has passed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Timer {
+    /// A load reached its deadline or its maximum hold time.
+    Load(SlabId),
+    /// The directory did not answer a lookup.
+    Lookup(SlabId),
+    /// The peer has given up its request.
+    Serve(ServeId),
+    /// The slots of one `Reserve` call were not committed.
+    Reservations(SlabId),
+    /// The control plane did not answer a placement query.
+    Place(SlabId),
+    /// A peer did not answer an offer.
+    Offer(SlabId),
+}
 
 /// State machine of a node agent.
 #[derive(Debug)]
@@ -103,27 +106,17 @@ pub struct AgentCore {
     now: Tick,
     /// Effects of the event that is being applied.
     out: Vec<Effect>,
-    /// Replica changes of the event that is being applied.
-    changes: Vec<ReplicaChange>,
-    size_classes: SizeClasses,
-    tenants: Tenants,
-    arena: Arena,
-    frames: Frames,
-    index: Index,
-    devices: Devices,
+    cache: Cache,
+    quota: Quotas,
     writeback: WriteBack,
     sessions: BTreeMap<SessionId, Session>,
     reservations: Slab<Reservation>,
     groups: Slab<ReservationGroup>,
     reserved_bytes: u64,
-    /// Number of blocks that are readable in DRAM.
-    resident_blocks: u64,
     tickets: Slab<TicketState>,
     loads: Slab<Load>,
     lookups: Slab<Lookup>,
     fills: Slab<Fill>,
-    /// Frames whose contents are being checked.
-    checks: Slab<FrameIndex>,
     /// Number of fetches started.
     fetches: u64,
     peers: Peers,
@@ -133,7 +126,7 @@ pub struct AgentCore {
     outbound: Outbound,
     inbound: Inbound,
     bandwidth: Bandwidth,
-    timers: Timers,
+    timers: Timers<Timer>,
     counters: Counters,
 }
 
@@ -152,24 +145,17 @@ impl AgentCore {
         let mut core = AgentCore {
             now: Tick(0),
             out: Vec::new(),
-            changes: Vec::new(),
-            size_classes: SizeClasses::default(),
-            tenants: Tenants::new(&settings.tenants),
-            arena: Arena::new(regions, settings.eviction),
-            frames: Frames::default(),
-            index: Index::new(),
-            devices: Devices::new(pools, settings.eviction),
+            cache: Cache::new(&settings, pools, regions),
+            quota: Quotas::default(),
             writeback: WriteBack::new(),
             sessions: BTreeMap::new(),
             reservations: Slab::new(),
             groups: Slab::new(),
             reserved_bytes: 0,
-            resident_blocks: 0,
             tickets: Slab::new(),
             loads: Slab::new(),
             lookups: Slab::new(),
             fills: Slab::new(),
-            checks: Slab::new(),
             fetches: 0,
             peers: Peers::default(),
             serves: BTreeMap::new(),
@@ -182,14 +168,13 @@ impl AgentCore {
             counters: Counters::default(),
             settings,
         };
-        for (device, blocks) in core.devices.ids().zip(stored) {
-            core.adopt_stored(device, blocks);
+        for (device, blocks) in core.cache.device_ids().zip(stored) {
+            core.cache.adopt_stored(device, blocks);
         }
-        core.init_tenants();
-        core.start_devices();
-        core.keep_pool_free();
-        // Replaced, not cleared: every recovered block has made the vector grow.
-        core.changes = Vec::new();
+        core.quota.start(&mut core.cache, context!(core));
+        core.cache.start_devices(context!(core));
+        core.cache.keep_pool_free(context!(core));
+        core.cache.forget_recovery();
         let effects = std::mem::take(&mut core.out);
         (core, effects)
     }
@@ -200,24 +185,48 @@ impl AgentCore {
         self.now = self.now.max(now);
         std::mem::swap(&mut self.out, effects);
         self.dispatch(event);
+        self.route();
         self.fire_timers();
         self.begin_serves();
         self.begin_pulls();
         self.replicate();
         // Before the write-back, which shrinking may make urgent.
-        self.shrink_tenants();
+        self.quota.shrink(&mut self.cache, context!(self));
+        self.route();
         self.write_back();
-        self.keep_pool_free();
-        self.release_devices();
-        self.announce_changes();
+        self.cache.keep_pool_free(context!(self));
+        self.cache.release_devices(context!(self));
+        self.cache.announce(context!(self));
         std::mem::swap(&mut self.out, effects);
+    }
+
+    /// Passes the consequences of the cache to their receivers.
+    fn route(&mut self) {
+        while let Some(outcomes) = self.cache.take_outcomes() {
+            let CacheOutcomes { arena_full, capacity_changed, recovered, stored, batches } = outcomes;
+            if arena_full {
+                self.expedite_writeback();
+            }
+            for DoneBatch { batch, stored } in batches {
+                self.batch_done(batch, &stored);
+            }
+            if stored > 0 {
+                self.note_saved(stored);
+            }
+            if recovered {
+                self.quota.recheck(&self.cache);
+            }
+            if capacity_changed {
+                self.quota.update(&mut self.cache, context!(self));
+            }
+        }
     }
 
     /// Time at which to send `Event::Tick` if no other event arrives before; `None` if time alone changes
     /// nothing.
     pub fn next_deadline(&self) -> Option<Tick> {
         let placement = [self.outbound.wake(), self.inbound.wake()];
-        let others = [self.timers.next(), self.writeback_deadline(), self.tenants.shrink_at()];
+        let others = [self.timers.next(), self.writeback_deadline(), self.quota.next_deadline()];
         placement.into_iter().chain(others).flatten().min()
     }
 
@@ -225,7 +234,7 @@ impl AgentCore {
     pub fn counters(&self) -> Counters {
         let mut counters = self.counters.clone();
         self.set_gauges(&mut counters);
-        self.set_pool_gauges(&mut counters);
+        self.cache.set_counters(&mut counters);
         counters
     }
 
@@ -236,22 +245,26 @@ impl AgentCore {
 
     fn dispatch(&mut self, event: Event) {
         match event {
-            Event::TenantNamed { tenant, name } => self.name_tenant(tenant, name),
+            Event::TenantNamed { tenant, name } => self.cache.name_tenant(tenant, name),
             Event::SessionOpened(opened) => self.open_session(&opened),
             Event::SessionClosed { session } => self.close_session(session),
             Event::Request { session, request, body, received } => {
                 self.request((session, request), body, received);
             }
-            Event::DeviceDone { device, token, result } => self.device_done(device, token, result),
-            Event::DeviceLost { device, reason } => self.device_lost(device, reason),
-            Event::DeviceAttached { device, pool } => self.attach_device(device, *pool),
-            Event::Recovered { device, blocks } => self.recovered(device, blocks),
-            Event::DeviceDetached { device } => self.detach_device(device),
-            Event::PoolFree { permille } => self.set_pool_free(permille),
+            Event::DeviceDone { device, token, result } => {
+                self.cache.device_done(context!(self), device, token, result);
+            }
+            Event::DeviceLost { device, reason } => self.cache.device_lost(context!(self), device, reason),
+            Event::DeviceAttached { device, pool } => self.cache.attach_device(context!(self), device, *pool),
+            Event::Recovered { device, blocks } => self.cache.recovered(device, blocks),
+            Event::DeviceDetached { device } => self.cache.detach_device(device),
+            Event::PoolFree { permille } => self.cache.set_pool_free(permille),
             Event::Fill { fill, update } => self.fill_update(SlabId(fill.0), update),
             Event::LookupAnswered { lookup, found } => self.lookup_answered(SlabId(lookup.0), found),
             Event::LookupFailed { lookup } => self.lookup_failed(SlabId(lookup.0)),
-            Event::CheckDone { check, integrity } => self.checked(SlabId(check.0), integrity),
+            Event::CheckDone { check, integrity } => {
+                self.cache.checked(context!(self), SlabId(check.0), integrity);
+            }
             Event::PeerRequest(request) => self.serve(request),
             Event::ServeDone { serve, block } => self.serve_done(serve, block),
             Event::ServeAborted { serve } => self.serve_aborted(serve),
@@ -265,7 +278,7 @@ impl AgentCore {
             Event::PeerOffer(offer) => self.peer_offer(&offer),
             Event::Mode { mode, revision } => self.set_mode(mode, revision),
             Event::Move(directive) => self.set_move(directive),
-            Event::Budget(grant) => self.apply_grant(grant),
+            Event::Budget(grant) => self.quota.apply(&mut self.cache, context!(self), grant),
             Event::Flush => self.expedite_writeback(),
             Event::Tick => {}
         }
@@ -288,13 +301,13 @@ impl AgentCore {
             Request::Release { load } => self.release(session, request, load),
             Request::Suspect { load, blocks } => self.suspect(session, request, load, &blocks),
             Request::Trim => {
-                let blocks = self.trim();
+                let blocks = self.cache.trim();
                 self.reply(session, request, Reply::Trimmed { blocks });
             }
             Request::Stats => {
                 let size_class = self.sessions.get(&session).map(|session| session.size_class);
-                let own =
-                    size_class.map(|size_class| self.tenants.usage(self.tenant_of(size_class)).fields());
+                let own = size_class
+                    .map(|size_class| self.cache.tenant_usage(self.cache.tenant_of(size_class)).fields());
                 let stats = self.counters().fields().chain(own.into_iter().flatten()).collect();
                 self.reply(session, request, Reply::Stats(stats));
             }
@@ -311,6 +324,7 @@ impl AgentCore {
                 Timer::Place(ask) => self.place_failed(ask),
                 Timer::Offer(offer) => self.offer_failed(offer),
             }
+            self.route();
         }
     }
 
@@ -318,52 +332,39 @@ impl AgentCore {
         self.out.push(effect);
     }
 
-    /// Returns the number of a tenant's layout, or `None` if a table is full.
-    fn intern(&mut self, tenant: TenantId, layout: Layout) -> Option<SizeClassId> {
-        let index = self.tenants.register(tenant)?;
-        self.size_classes.intern((tenant, index), layout, &mut self.arena)
-    }
-
-    /// Adds a block to the index; the caller sets its location.
-    fn insert_entry(
-        &mut self,
-        key: BlockKey,
-        size_class: SizeClassId,
-        priority: Priority,
-        origin: BlockOrigin,
-    ) -> EntryIndex {
-        self.size_classes.hold(size_class);
-        self.index.insert(key, size_class, priority, origin)
-    }
-
-    /// Records a change of a replica for the directory.
-    fn replica_changed(&mut self, entry: EntryIndex, tier: Tier, change: Change) {
-        let key = self.index.entry(entry).key();
-        self.changes.push(ReplicaChange { key, tier, change });
-    }
-
-    fn announce_changes(&mut self) {
-        if !self.changes.is_empty() {
-            self.counters.announced_changes += self.changes.len() as u64;
-            let changes = std::mem::take(&mut self.changes);
-            self.emit(Effect::Announce { changes });
-        }
-    }
-
     /// Announces the inventory of some hash slots.
     fn announce_inventory(&mut self, slots: Box<SlotSet>) {
-        self.announce_changes();
-        let blocks = (self.resident_blocks + self.index.stored_blocks()) as usize;
-        let mut replicas = Vec::with_capacity(blocks * slots.len() / usize::from(HASH_SLOTS));
-        for (_, entry) in self.index.iter().filter(|(_, entry)| slots.has_key(&entry.key())) {
-            if matches!(entry.dram(), Dram::Resident(_)) {
-                replicas.push((entry.key(), Tier::Dram));
-            }
-            if entry.stored().is_some() {
-                replicas.push((entry.key(), Tier::Nvme));
-            }
-        }
+        self.cache.announce(context!(self));
+        let replicas = self.cache.inventory(&slots);
         self.emit(Effect::Inventory { slots, replicas });
+    }
+
+    /// Usage of each usable device.
+    pub fn device_usage(&self) -> impl Iterator<Item = (DeviceId, PoolUsage)> {
+        self.cache.device_usage()
+    }
+
+    /// Usage and quotas of each tenant as of the last event: configured tenants first, then others in order
+    /// of appearance.
+    pub fn tenant_usage(&self) -> impl Iterator<Item = TenantUsage> {
+        self.quota.usage(&self.cache)
+    }
+
+    /// Describes a block; `None` if it is neither on this node nor being filled.
+    pub fn describe(&self, key: &BlockKey) -> Option<BlockDescription> {
+        self.cache.describe(key)
+    }
+
+    /// Capacity and load of this node.
+    pub fn node_usage(&self) -> NodeUsage {
+        let (dram_capacity, dram_used, pools) = self.cache.usage();
+        NodeUsage {
+            dram_capacity,
+            dram_used,
+            nvme_capacity: pools.capacity_bytes,
+            nvme_used: pools.slot_bytes_used,
+            queued_bytes: self.serves.values().map(Serve::open_bytes).sum(),
+        }
     }
 
     fn set_gauges(&self, counters: &mut Counters) {
@@ -379,23 +380,8 @@ impl AgentCore {
         counters.drained = u64::from(drain.drained && self.writeback.unsaved.len() == 0);
         counters.pulls_waiting = self.inbound.waiting() as u64;
         counters.pulls_in_flight_bytes = self.inbound.in_flight_bytes();
-        counters.arena_bytes = self.arena.bytes();
-        counters.arena_used_bytes = self.arena.used_bytes();
-        counters.arena_free_bytes = self.arena.bytes() - self.arena.used_bytes();
         counters.reserved_bytes = self.reserved_bytes;
         counters.unsaved_bytes = self.writeback.unsaved_bytes();
         counters.unsaved_blocks = self.writeback.unsaved.len() as u64;
-        counters.read_leases = self.frames.read_leases();
-        counters.dram_blocks = self.resident_blocks;
-        counters.nvme_blocks = self.index.stored_blocks();
-    }
-}
-
-/// Priority of an eviction class that was read from a journal.
-fn priority_of_class(class: u8) -> Priority {
-    match class {
-        0 => Priority::Low,
-        1 => Priority::Normal,
-        _ => Priority::High,
     }
 }

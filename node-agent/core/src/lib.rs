@@ -16,15 +16,27 @@
 //!
 //! Out of scope: block payloads (the runtime moves them), sockets, files and metrics libraries.
 
+#[macro_use]
+mod ensure;
+
 pub mod agent;
 pub mod announcer;
 pub mod backoff;
+mod cache;
+mod context;
+mod counters;
 pub mod directives;
 pub mod effect;
 pub mod event;
 pub mod heartbeats;
+pub mod limits;
 pub mod outbox;
 pub mod owner_query;
 pub mod pool;
+mod quota;
 pub mod quota_grants;
 pub mod registrar;
+mod settings;
+mod slab;
+mod timers;
+mod usage;

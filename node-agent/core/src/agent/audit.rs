@@ -4,24 +4,12 @@ use std::collections::BTreeMap;
 
 use reprise_policy::TenantId;
 
-use super::AgentCore;
-use super::fills::{FillSource, WaitPlace, Waiter};
-use super::frames::{FrameIndex, FrameState};
-use super::index::Dram;
-use super::integrity::CopyState;
-use super::loads::{LoadBlock, Stage};
-use super::serves::ServeBlock;
-use super::slab::SlabId;
-use super::tenants::nvme_bytes;
-
-/// Returns an error from the enclosing function unless the condition holds.
-macro_rules! ensure {
-    ($condition:expr, $($text:tt)*) => {
-        if !$condition {
-            return Err(format!($($text)*));
-        }
-    };
-}
+use crate::agent::AgentCore;
+use crate::agent::fills::{FillSource, WaitPlace, Waiter};
+use crate::agent::loads::{LoadBlock, Stage};
+use crate::agent::serves::ServeBlock;
+use crate::cache::{CopyState, Dram, FrameIndex, FrameState, nvme_bytes};
+use crate::slab::SlabId;
 
 /// Slots and bytes of a tenant in one tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -36,12 +24,12 @@ impl AgentCore {
     /// # Errors
     /// A description of the first violated invariant.
     pub fn audit(&self) -> Result<(), String> {
-        self.arena.audit()?;
         self.audit_frames()?;
-        self.audit_index()?;
+        self.cache.audit()?;
         self.audit_leases()?;
         self.audit_waiters()?;
         self.audit_tenants()?;
+        self.quota.audit(&self.cache)?;
         self.audit_sessions()?;
         self.audit_outbound()?;
         self.audit_inbound()?;
@@ -50,11 +38,11 @@ impl AgentCore {
 
     fn audit_frames(&self) -> Result<(), String> {
         let (mut slots, mut reserved, mut evictable, mut retired) = (BTreeMap::new(), 0, 0, 0);
-        for (index, frame) in self.frames.iter() {
-            let slot = self.arena.slot(frame.place);
+        for (index, frame) in self.cache.frames.iter() {
+            let slot = self.cache.arena.slot(frame.place);
             ensure!(slots.insert((slot.region, slot.offset), index).is_none(), "{slot:?} is in two frames");
             let entry = frame.entry();
-            let findable = entry.is_some_and(|entry| match self.index.entry(entry).dram() {
+            let findable = entry.is_some_and(|entry| match self.cache.index.entry(entry).dram() {
                 Dram::Absent => false,
                 Dram::Filling(by) => by == index && matches!(frame.state, FrameState::Filling(_)),
                 Dram::Resident(by) => {
@@ -90,61 +78,25 @@ impl AgentCore {
                 }
             }
         }
-        let bytes: u64 = self.frames.iter().map(|(_, frame)| self.arena.slot(frame.place).bytes).sum();
+        let bytes: u64 =
+            self.cache.frames.iter().map(|(_, frame)| self.cache.arena.slot(frame.place).bytes).sum();
         ensure!(
-            bytes == self.arena.used_bytes(),
+            bytes == self.cache.arena.used_bytes(),
             "{bytes} bytes in frames, {} in use",
-            self.arena.used_bytes()
+            self.cache.arena.used_bytes()
         );
         ensure!(
             reserved == self.reserved_bytes,
             "{reserved} bytes reserved, {} counted",
             self.reserved_bytes
         );
-        let known = self.frames.iter().filter(|(_, frame)| frame.has_checksums()).count();
-        let rows = self.frames.checksum_rows();
+        let known = self.cache.frames.iter().filter(|(_, frame)| frame.has_checksums()).count();
+        let rows = self.cache.frames.checksum_rows();
         ensure!(known == rows, "checksums of {known} frames are known, {rows} are kept");
-        let lost = self.counters.arena_lost_bytes;
+        let lost = self.cache.counters.arena_lost_bytes;
         ensure!(retired == lost, "{retired} bytes retired, {lost} counted");
-        let listed = self.arena.evictable();
+        let listed = self.cache.arena.evictable();
         ensure!(evictable == listed, "{evictable} evictable frames, {listed} in the policies");
-        Ok(())
-    }
-
-    fn audit_index(&self) -> Result<(), String> {
-        let (mut stored, mut being_read, mut resident) = (0, 0, 0);
-        let mut places = BTreeMap::new();
-        for (index, entry) in self.index.iter() {
-            let key = entry.key();
-            ensure!(self.index.find(&key) == Some(index), "{key} cannot be found by its key");
-            match entry.dram() {
-                Dram::Absent => ensure!(entry.stored().is_some(), "{key} has no copy"),
-                Dram::Filling(frame) | Dram::Resident(frame) => {
-                    let known = self.frames.get(frame).entry() == Some(index);
-                    ensure!(known, "{key}: its frame belongs to another block");
-                }
-            }
-            resident += u64::from(matches!(entry.dram(), Dram::Resident(_)));
-            if let Some(at) = entry.stored() {
-                stored += 1;
-                being_read += usize::from(matches!(entry.dram(), Dram::Filling(_)));
-                ensure!(self.devices.is_usable(at.device), "{key} is on a lost device");
-                let block = self.devices.stored(at);
-                ensure!(
-                    block.key == key && block.page == at.page,
-                    "{key}: its pool slot holds {}",
-                    block.key
-                );
-                ensure!(places.insert((at.device, at.page), key).is_none(), "{key} shares its pool slot");
-            }
-        }
-        ensure!(stored == self.index.stored_blocks(), "{stored} stored blocks, not as counted");
-        ensure!(resident == self.resident_blocks, "{resident} resident blocks, not as counted");
-        let evictable = self.devices.evictable();
-        ensure!(
-            evictable + being_read == stored as usize,
-            "{stored} stored blocks, {being_read} being read, {evictable} evictable"
-        );
         Ok(())
     }
 
@@ -169,19 +121,19 @@ impl AgentCore {
                 ServeBlock::Sending { frame } => frame,
                 ServeBlock::Waiting { place, .. } => of_fill(place.fill)?,
             };
-            serving += self.frame_slot(frame).bytes;
+            serving += self.cache.frame_slot(frame).bytes;
             *held.entry(frame).or_default() += 1;
         }
         let counted = self.serve_share.leased_bytes;
         ensure!(serving == counted, "{serving} bytes leased to serves, {counted} counted");
-        for (id, frame) in self.checks.iter() {
+        for (id, frame) in self.cache.checks.iter() {
             *held.entry(*frame).or_default() += 1;
-            let checked = self.frames.get(*frame).copy_state == CopyState::Checking;
+            let checked = self.cache.frames.get(*frame).copy_state == CopyState::Checking;
             ensure!(checked, "{id:?} checks a frame that is not being checked");
         }
         let total: u64 = held.values().map(|leases| u64::from(*leases)).sum();
-        ensure!(total == self.frames.read_leases(), "{total} leases held, not as counted");
-        for (index, frame) in self.frames.iter() {
+        ensure!(total == self.cache.frames.read_leases(), "{total} leases held, not as counted");
+        for (index, frame) in self.cache.frames.iter() {
             let holders = held.remove(&index).unwrap_or(0);
             ensure!(holders == frame.leases, "{index:?}: {} leases, {holders} holders", frame.leases);
         }
@@ -193,7 +145,7 @@ impl AgentCore {
     /// its blocks.
     fn audit_waiters(&self) -> Result<(), String> {
         for (id, fill) in self.fills.iter() {
-            let state = self.frames.get(fill.frame).state;
+            let state = self.cache.frames.get(fill.frame).state;
             ensure!(state == FrameState::Filling(id.slot()), "{id:?} fills a frame that is {state:?}");
             for (position, waiter) in (0..).zip(&fill.waiters) {
                 let here = WaitPlace { fill: id.slot(), position };
@@ -213,7 +165,7 @@ impl AgentCore {
             .fills
             .iter()
             .filter(|(_, fill)| matches!(fill.origin, FillSource::Peer(_)))
-            .map(|(_, fill)| self.frame_slot(fill.frame).bytes)
+            .map(|(_, fill)| self.cache.frame_slot(fill.frame).bytes)
             .sum();
         ensure!(
             bytes_from_peers == self.peers.queued_bytes(),
@@ -221,7 +173,7 @@ impl AgentCore {
         );
         for (id, load) in self.loads.iter() {
             let mut pending = 0;
-            let mut ready = self.size_classes.get(load.size_class).layout.layers();
+            let mut ready = self.cache.sizes.get(load.size_class).layout.layers();
             for (at, block) in (0..).zip(&load.blocks) {
                 match *block {
                     LoadBlock::Unplaced => {
@@ -261,16 +213,16 @@ impl AgentCore {
             let SlotUsage { slots, bytes: all } = &mut held.entry(tenant).or_default()[room];
             (*slots, *all) = (*slots + 1, *all + bytes);
         };
-        for (_, frame) in self.frames.iter() {
-            let size_class = self.size_classes.get(frame.size_class);
+        for (_, frame) in self.cache.frames.iter() {
+            let size_class = self.cache.sizes.get(frame.size_class);
             count(size_class.tenant, 0, size_class.slot_bytes);
         }
-        for (_, entry) in self.index.iter().filter(|(_, entry)| entry.stored().is_some()) {
-            let size_class = self.size_classes.get(entry.size_class());
+        for (_, entry) in self.cache.index.iter().filter(|(_, entry)| entry.stored().is_some()) {
+            let size_class = self.cache.sizes.get(entry.size_class());
             count(size_class.tenant, 1, nvme_bytes(size_class.slot_bytes));
         }
         for frame in self.writeback.being_written() {
-            let size_class = self.size_classes.get(self.frames.get(frame).size_class);
+            let size_class = self.cache.sizes.get(self.cache.frames.get(frame).size_class);
             count(size_class.tenant, 1, nvme_bytes(size_class.slot_bytes));
         }
         for usage in self.tenant_usage() {
@@ -279,9 +231,6 @@ impl AgentCore {
             let (tenant, used) = (usage.tenant, [dram, nvme]);
             let counted = held.remove(&tenant).unwrap_or_default();
             ensure!(used == counted, "{tenant:?} holds {counted:?}, but {used:?} are counted");
-            let excess = usage.dram.excess() + usage.nvme.excess();
-            let shrinks = self.tenants.is_shrinking(tenant);
-            ensure!(excess == 0 || shrinks, "{tenant:?} holds {used:?}, above the limit of {usage:?}");
         }
         ensure!(held.is_empty(), "bytes of unknown tenants: {held:?}");
         Ok(())
@@ -319,9 +268,11 @@ impl AgentCore {
         let timers = timed_loads + self.lookups.len() + self.groups.len() + outbound;
         ensure!(self.timers.len() >= timers, "something waits without a deadline");
         ensure!(self.timers.len() <= timers + self.serves.len(), "timers without an owner");
-        let uses: u64 = self.size_classes.uses().sum();
-        let holders =
-            self.sessions.len() + self.index.len() + self.frames.iter().count() + self.inbound.waiting();
+        let uses: u64 = self.cache.sizes.uses().sum();
+        let holders = self.sessions.len()
+            + self.cache.index.len()
+            + self.cache.frames.iter().count()
+            + self.inbound.waiting();
         ensure!(uses == holders as u64, "size classes: {uses} uses, {holders} holders");
         Ok(())
     }
@@ -330,9 +281,9 @@ impl AgentCore {
         let mut waiting: BTreeMap<SlabId, u32> = BTreeMap::new();
         let mut bytes = 0;
         for (id, record) in self.writeback.unsaved.iter() {
-            let state = self.frames.get(record.frame).state;
+            let state = self.cache.frames.get(record.frame).state;
             ensure!(state == FrameState::Unsaved(id.slot()), "{id:?} saves a frame that is {state:?}");
-            bytes += self.frame_slot(record.frame).bytes;
+            bytes += self.cache.frame_slot(record.frame).bytes;
             for ticket in record.tickets.iter() {
                 *waiting.entry(ticket).or_default() += 1;
             }

@@ -12,7 +12,7 @@ const UNITS_PER_BYTE: i128 = 1_000_000;
 
 /// Token bucket; the balance may be negative.
 #[derive(Debug)]
-pub(super) struct Bandwidth {
+pub(crate) struct Bandwidth {
     /// Bytes per second; 0 forbids all transfers.
     rate: u64,
     units: i128,
@@ -21,17 +21,17 @@ pub(super) struct Bandwidth {
 
 impl Bandwidth {
     /// Creates a full bucket.
-    pub(super) fn new(rate: u64) -> Bandwidth {
+    pub(crate) fn new(rate: u64) -> Bandwidth {
         Bandwidth { rate, units: i128::from(rate) * UNITS_PER_BYTE, filled: Tick(0) }
     }
 
     /// Whether all transfers are forbidden.
-    pub(super) fn is_disabled(&self) -> bool {
+    pub(crate) fn is_disabled(&self) -> bool {
         self.rate == 0
     }
 
     /// Takes tokens for a transfer, if the balance is positive.
-    pub(super) fn take(&mut self, bytes: u64, now: Tick) -> Result<(), Exhausted> {
+    pub(crate) fn take(&mut self, bytes: u64, now: Tick) -> Result<(), Exhausted> {
         self.fill(now);
         if self.units <= 0 {
             return Err(Exhausted);
@@ -41,12 +41,12 @@ impl Bandwidth {
     }
 
     /// Returns the tokens of a transfer that did not take place.
-    pub(super) fn return_tokens(&mut self, bytes: u64) {
+    pub(crate) fn return_tokens(&mut self, bytes: u64) {
         self.units = (self.units + i128::from(bytes) * UNITS_PER_BYTE).min(self.full());
     }
 
     /// Time until the balance is positive; zero if it is now, or if all transfers are forbidden.
-    pub(super) fn wait(&mut self, now: Tick) -> Duration {
+    pub(crate) fn wait(&mut self, now: Tick) -> Duration {
         self.fill(now);
         if self.units > 0 || self.rate == 0 {
             return Duration::ZERO;
@@ -56,7 +56,7 @@ impl Bandwidth {
     }
 
     /// Bytes in the bucket now.
-    pub(super) fn available(&mut self, now: Tick) -> u64 {
+    pub(crate) fn available(&mut self, now: Tick) -> u64 {
         self.fill(now);
         u64::try_from(self.units / UNITS_PER_BYTE).unwrap_or(0)
     }
@@ -74,7 +74,7 @@ impl Bandwidth {
 
 /// The bucket is empty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Exhausted;
+pub(crate) struct Exhausted;
 
 #[cfg(test)]
 mod tests {

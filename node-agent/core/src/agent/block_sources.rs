@@ -11,24 +11,21 @@ use reprise_policy::eviction::EntryIndex;
 use reprise_policy::routing::{self, Candidate, LoadHint};
 use reprise_policy::{BlockKey, Layout, NodeId};
 
-use super::AgentCore;
-use super::description::BlockOrigin;
-use super::fills::{FillSource, Waiter};
-use super::frames::FrameIndex;
-use super::index::Dram;
-use super::limits::LOOKUPS_MAX;
-use super::loads::{Load, LoadBlock};
-use super::lookups::Purpose;
-use super::size_class::SizeClassId;
-use super::slab::SlabId;
+use crate::agent::AgentCore;
+use crate::agent::fills::{FillSource, Waiter};
+use crate::agent::loads::{Load, LoadBlock};
+use crate::agent::lookups::Purpose;
+use crate::cache::{BlockOrigin, Dram, FrameIndex, LocalCopy, SizeClassId};
 use crate::effect::{
     BlockRead, DeviceId, Effect, FetchId, LossReason, PeerBlock, PeerFetch, ReadBatch, ReadClass, Source,
 };
 use crate::event::{Priority, Replica, Scope};
+use crate::limits::LOOKUPS_MAX;
+use crate::slab::SlabId;
 
 /// Block of a load without a source yet.
 #[derive(Debug)]
-pub(super) struct MissingBlock {
+pub(crate) struct MissingBlock {
     block: u32,
     /// Known replicas on other nodes.
     replicas: Vec<Replica>,
@@ -36,40 +33,32 @@ pub(super) struct MissingBlock {
 
 /// Blocks to read, grouped by device.
 #[derive(Debug, Default)]
-pub(super) struct Reads {
+pub(crate) struct Reads {
     by_device: Vec<(DeviceId, Vec<BlockRead>)>,
 }
 
 /// Whether the arena may have room for one more block of a size. Trying again after every failure would cost
 /// the load's blocks times the arena's regions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum ArenaSpace {
+pub(crate) enum ArenaSpace {
     Maybe,
     None,
 }
 
-/// State of a block on this node.
-enum LocalCopy {
-    InDram(FrameIndex),
-    Filling(FrameIndex),
-    OnDevice(EntryIndex),
-    Absent,
-}
-
 impl MissingBlock {
     /// Creates a missing block without known replicas.
-    pub(super) fn anywhere(block: u32) -> MissingBlock {
+    pub(crate) fn anywhere(block: u32) -> MissingBlock {
         MissingBlock { block, replicas: Vec::new() }
     }
 
     /// Creates a missing block with known replicas.
-    pub(super) fn from(block: u32, replicas: Vec<Replica>) -> MissingBlock {
+    pub(crate) fn from(block: u32, replicas: Vec<Replica>) -> MissingBlock {
         MissingBlock { block, replicas }
     }
 }
 
 impl Reads {
-    pub(super) fn push(&mut self, device: DeviceId, read: BlockRead) {
+    pub(crate) fn push(&mut self, device: DeviceId, read: BlockRead) {
         match self.by_device.iter_mut().find(|(other, _)| *other == device) {
             Some((_, reads)) => reads.push(read),
             None => self.by_device.push((device, vec![read])),
@@ -79,15 +68,15 @@ impl Reads {
 
 impl AgentCore {
     /// Attaches the blocks that this node has or is filling; returns the rest.
-    pub(super) fn attach_local(&mut self, id: SlabId, wanted: Vec<MissingBlock>) -> Vec<MissingBlock> {
+    pub(crate) fn attach_local(&mut self, id: SlabId, wanted: Vec<MissingBlock>) -> Vec<MissingBlock> {
         let Some(load) = self.loads.get(id) else { return Vec::new() };
         let (mut on_device, mut missing) = (Vec::new(), Vec::new());
         let keys = wanted.iter().map(|wanted| &load.keys[wanted.block as usize]);
-        let (size_class, entries) = (load.size_class, self.index.find_all(keys));
-        self.touch_chain(entries.iter().flatten().copied());
+        let (size_class, entries) = (load.size_class, self.cache.index.find_all(keys));
+        self.cache.touch_chain(entries.iter().flatten().copied());
         // The index does not change in this pass.
         for (wanted, entry) in wanted.into_iter().zip(entries) {
-            match self.classify_entry(entry, size_class) {
+            match self.cache.classify_entry(entry, size_class) {
                 LocalCopy::InDram(frame) => self.take_hit(id, wanted.block, frame),
                 LocalCopy::Filling(frame) => self.join_fill(id, wanted.block, frame),
                 LocalCopy::OnDevice(entry) => on_device.push((wanted.block, entry)),
@@ -99,7 +88,7 @@ impl AgentCore {
     }
 
     /// Looks up missing blocks in the directory, if the load's scope allows it.
-    pub(super) fn fetch_remote(&mut self, id: SlabId, missing: Vec<MissingBlock>, otherwise: LossReason) {
+    pub(crate) fn fetch_remote(&mut self, id: SlabId, missing: Vec<MissingBlock>, otherwise: LossReason) {
         if missing.is_empty() {
             return;
         }
@@ -117,7 +106,7 @@ impl AgentCore {
     }
 
     /// Handles the directory's answer for blocks of a load.
-    pub(super) fn attach_found(
+    pub(crate) fn attach_found(
         &mut self,
         id: SlabId,
         blocks: &[u32],
@@ -135,7 +124,7 @@ impl AgentCore {
     }
 
     /// Fetches each block from its best replica; blocks without a replica are lost.
-    pub(super) fn fetch_from_peers(&mut self, id: SlabId, missing: Vec<MissingBlock>, otherwise: LossReason) {
+    pub(crate) fn fetch_from_peers(&mut self, id: SlabId, missing: Vec<MissingBlock>, otherwise: LossReason) {
         let mut groups: Vec<(NodeId, Vec<PeerBlock>)> = Vec::new();
         let mut room = ArenaSpace::Maybe;
         for MissingBlock { block, replicas } in missing {
@@ -168,7 +157,7 @@ impl AgentCore {
             }
         }
         let Some(Load { size_class, deadline, .. }) = self.loads.get(id) else { return };
-        let layout = self.size_classes.get(*size_class).layout;
+        let layout = self.cache.sizes.get(*size_class).layout;
         // Other loads may join these fills, so one short deadline must not cut the fetch short.
         let deadline = deadline.since(self.now).max(self.settings.load_deadline_default);
         for (node, blocks) in groups {
@@ -178,25 +167,13 @@ impl AgentCore {
 
     fn local_copy(&self, id: SlabId, block: u32) -> LocalCopy {
         let Some(load) = self.loads.get(id) else { return LocalCopy::Absent };
-        self.classify_entry(self.index.find(&load.keys[block as usize]), load.size_class)
-    }
-
-    /// Classifies an index entry for a load of a size class.
-    fn classify_entry(&self, entry: Option<EntryIndex>, size_class: SizeClassId) -> LocalCopy {
-        let Some(index) = entry else { return LocalCopy::Absent };
-        let entry = self.index.entry(index);
-        match entry.dram() {
-            _ if entry.size_class() != size_class => LocalCopy::Absent,
-            Dram::Resident(frame) => LocalCopy::InDram(frame),
-            Dram::Filling(frame) => LocalCopy::Filling(frame),
-            Dram::Absent => LocalCopy::OnDevice(index),
-        }
+        self.cache.classify_entry(self.cache.index.find(&load.keys[block as usize]), load.size_class)
     }
 
     /// Attaches a block that is in DRAM.
     fn take_hit(&mut self, id: SlabId, block: u32, frame: FrameIndex) {
-        self.lease(frame);
-        let layout = &self.size_classes.get(self.frames.get(frame).size_class).layout;
+        self.cache.lease(frame);
+        let layout = &self.cache.sizes.get(self.cache.frames.get(frame).size_class).layout;
         let (layers, bytes) = (layout.layers(), layout.block_bytes());
         let Some(load) = self.loads.get_mut(id) else { return };
         load.blocks[block as usize] = LoadBlock::Ready { frame, source: Source::OwnDram };
@@ -212,7 +189,7 @@ impl AgentCore {
 
     fn attach(&mut self, frame: FrameIndex, id: SlabId, block: u32) {
         let (place, layers) = self.attach_waiter(frame, Waiter::Load { load: id, block });
-        self.lease(frame);
+        self.cache.lease(frame);
         let Some(load) = self.loads.get_mut(id) else { return };
         load.blocks[block as usize] = LoadBlock::Waiting(place);
         if layers > 0 {
@@ -225,7 +202,7 @@ impl AgentCore {
         let (mut reads, mut room) = (Reads::default(), ArenaSpace::Maybe);
         for (block, entry) in blocks {
             // A duplicate within the load joins the fill of the first one.
-            if let Dram::Filling(frame) = self.index.entry(*entry).dram() {
+            if let Dram::Filling(frame) = self.cache.index.entry(*entry).dram() {
                 self.join_fill(id, *block, frame);
                 continue;
             }
@@ -239,12 +216,12 @@ impl AgentCore {
             reads.push(device, read);
         }
         let Some(Load { size_class, read_bytes, .. }) = self.loads.get(id) else { return };
-        let (layout, read_bytes) = (self.size_classes.get(*size_class).layout, *read_bytes);
+        let (layout, read_bytes) = (self.cache.sizes.get(*size_class).layout, *read_bytes);
         self.emit_reads(reads, layout, read_bytes);
     }
 
     /// Sends reads to the devices' workers.
-    pub(super) fn emit_reads(&mut self, reads: Reads, layout: Layout, read_bytes: u64) {
+    pub(crate) fn emit_reads(&mut self, reads: Reads, layout: Layout, read_bytes: u64) {
         for (device, blocks) in reads.by_device {
             let batch = ReadBatch { class: ReadClass::Awaited, blocks, layout, read_bytes };
             self.emit(Effect::ReadBlocks { device, batch });
@@ -284,30 +261,30 @@ impl AgentCore {
     }
 
     /// Starts the fetch of a block that is not on this node.
-    pub(super) fn begin_peer_fill(
+    pub(crate) fn begin_peer_fill(
         &mut self,
         (key, size_class): (BlockKey, SizeClassId),
         node: NodeId,
         others: Option<Vec<Replica>>,
         origin: BlockOrigin,
     ) -> Result<(FrameIndex, PeerBlock), LossReason> {
-        if self.index.find(&key).is_some() {
+        if self.cache.index.find(&key).is_some() {
             // The block is here under another tenant or layout: it counts as missing, because a key can exist
             // only once.
             return Err(LossReason::Miss);
         }
         let begun = self.begin_fill(size_class, key, FillSource::Peer(node), others);
         let (frame, fill) = begun.ok_or(LossReason::NoSpace)?;
-        let entry = self.insert_entry(key, size_class, Priority::Normal, origin);
-        self.index.entry_mut(entry).set_dram(Dram::Filling(frame));
-        self.frames.get_mut(frame).set_entry(Some(entry));
-        let slot = self.frame_slot(frame);
+        let entry = self.cache.insert_entry(key, size_class, Priority::Normal, origin);
+        self.cache.index.entry_mut(entry).set_dram(Dram::Filling(frame));
+        self.cache.frames.get_mut(frame).set_entry(Some(entry));
+        let slot = self.cache.frame_slot(frame);
         self.peers.enqueue(node, slot.bytes);
         Ok((frame, PeerBlock { fill, key, slot }))
     }
 
     /// Requests blocks from a peer.
-    pub(super) fn emit_fetch(
+    pub(crate) fn emit_fetch(
         &mut self,
         node: NodeId,
         layout: Layout,

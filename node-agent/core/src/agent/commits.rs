@@ -6,7 +6,7 @@
 //! that wait for it.
 //!
 //! The items of a commit are consecutive blocks of a chain, and the commit names the block before them. Each
-//! new block therefore enters the eviction orders directly before its parent ([`super::recency`]).
+//! new block therefore enters the eviction orders directly before its parent ([`crate::cache`]).
 //!
 //! Reservations expire. A slot that is not committed in time is released, and its commit is rejected, so that
 //! a faulty engine cannot keep slots from others. The slots of one `Reserve` expire together.
@@ -16,19 +16,15 @@ use std::time::Duration;
 use reprise_policy::eviction::EntryIndex;
 use reprise_policy::{BlockKey, SessionId, Tier};
 
-use super::AgentCore;
-use super::description::BlockOrigin;
-use super::frames::{FrameIndex, FrameState};
-use super::index::Dram;
-use super::limits::{COMMIT_ITEMS_MAX, RESERVE_SLOTS_MAX, TICKETS_PER_SESSION_MAX};
-use super::sessions::{Reservation, ReservationGroup};
-use super::size_class::SizeClassId;
-use super::slab::SlabId;
-use super::tickets::{ItemOutcome, TicketState};
-use super::timers::Timer;
-use super::writeback::WriteCause;
+use crate::agent::sessions::{Reservation, ReservationGroup};
+use crate::agent::tickets::{ItemOutcome, TicketState};
+use crate::agent::writeback::queue::WriteCause;
+use crate::agent::{AgentCore, Timer};
+use crate::cache::{BlockOrigin, Dram, FrameIndex, FrameState, SizeClassId};
 use crate::effect::{Access, Change, CommitStatus, LeaseId, Reply, Ticket};
 use crate::event::{CommitItem, CommitRequest, Priority, RequestId};
+use crate::limits::{COMMIT_ITEMS_MAX, RESERVE_SLOTS_MAX, TICKETS_PER_SESSION_MAX};
+use crate::slab::SlabId;
 
 /// Parameters of a commit for one of its blocks.
 #[derive(Clone, Copy, Debug)]
@@ -41,7 +37,7 @@ struct CommitContext {
 
 impl AgentCore {
     /// Reserves up to `count` slots for a session, as far as its shares allow.
-    pub(super) fn reserve(&mut self, session: SessionId, request: RequestId, count: u32) {
+    pub(crate) fn reserve(&mut self, session: SessionId, request: RequestId, count: u32) {
         self.counters.reserves += 1;
         self.counters.reserve_slots_wanted += u64::from(count);
         let Some(size_class) = self.sessions.get(&session).map(|session| session.size_class) else { return };
@@ -54,7 +50,7 @@ impl AgentCore {
         while leases.len() < count.min(RESERVE_SLOTS_MAX) as usize {
             let Some(frame) = self.reserve_one(session, size_class, group) else { break };
             frames.push(frame.1);
-            leases.push((LeaseId(frame.0.0), self.frame_slot(frame.1)));
+            leases.push((LeaseId(frame.0.0), self.cache.frame_slot(frame.1)));
         }
         self.end_group_if_empty(group);
         self.counters.reserve_slots_given += leases.len() as u64;
@@ -64,7 +60,7 @@ impl AgentCore {
         self.reply(session, request, Reply::Reserved { regions, leases, retry_after });
     }
 
-    pub(super) fn abort(&mut self, session: SessionId, request: RequestId, leases: &[LeaseId]) {
+    pub(crate) fn abort(&mut self, session: SessionId, request: RequestId, leases: &[LeaseId]) {
         for lease in leases {
             if let Some(frame) = self.remove_reservation(session, *lease) {
                 self.free_slot(frame);
@@ -73,7 +69,7 @@ impl AgentCore {
         self.reply(session, request, Reply::Aborted);
     }
 
-    pub(super) fn commit(
+    pub(crate) fn commit(
         &mut self,
         session: SessionId,
         request: RequestId,
@@ -112,14 +108,15 @@ impl AgentCore {
     }
 
     /// Frees the slot of a reservation that has ended.
-    pub(super) fn free_slot(&mut self, frame: FrameIndex) {
-        self.reserved_bytes -= self.frame_slot(frame).bytes;
-        self.free_frame(frame);
+    pub(crate) fn free_slot(&mut self, frame: FrameIndex) {
+        self.reserved_bytes -= self.cache.frame_slot(frame).bytes;
+        self.cache.free_frame(frame);
     }
 
     /// Returns an error if blocks of a size class can never fit into the arena.
-    pub(super) fn reject_block_size(&self, size_class: SizeClassId) -> Option<Reply> {
-        let (block, region) = (self.size_classes.get(size_class).slot_bytes, self.arena.region_bytes_max());
+    pub(crate) fn reject_block_size(&self, size_class: SizeClassId) -> Option<Reply> {
+        let (block, region) =
+            (self.cache.sizes.get(size_class).slot_bytes, self.cache.arena.region_bytes_max());
         (block > region).then(|| {
             Reply::BadRequest(format!(
                 "a block of this layout has {block} bytes, but a region of the arena only {region}: raise \
@@ -133,16 +130,16 @@ impl AgentCore {
         if let Some(refusal) = self.reject_block_size(size_class) {
             return Some(refusal);
         }
-        let (block, arena) = (self.size_classes.get(size_class).slot_bytes, self.arena.bytes());
-        let limit = self.tenants.dram_limit_configured(self.tenant_of(size_class));
+        let (block, arena) = (self.cache.sizes.get(size_class).slot_bytes, self.cache.arena.bytes());
+        let limit = self.cache.accounts.dram_limit_configured(self.cache.tenant_of(size_class));
         if block > limit {
             return Some(Reply::BadRequest(format!(
                 "a block of this layout has {block} bytes but this tenant is limited to {limit} in memory: raise its \
                  dram.limit under [[tenants]] in the agent's configuration, or use fewer tokens per block"
             )));
         }
-        let share = self.share_of_arena(self.settings.arena_unsaved_permille);
-        let of_session = self.share_of_arena(self.settings.arena_session_permille);
+        let share = self.cache.share_of_arena(self.settings.arena_unsaved_permille);
+        let of_session = self.cache.share_of_arena(self.settings.arena_session_permille);
         (block > share.min(of_session)).then(|| {
             Reply::BadRequest(format!(
                 "a block of this layout has {block} bytes; of the arena's {arena}, saves may take {share} and one \
@@ -152,28 +149,23 @@ impl AgentCore {
         })
     }
 
-    /// A share of the arena, in bytes.
-    pub(super) fn share_of_arena(&self, permille: u16) -> u64 {
-        self.arena.bytes() * u64::from(permille) / 1000
-    }
-
     fn reserve_one(
         &mut self,
         session: SessionId,
         size_class: SizeClassId,
         group: SlabId,
     ) -> Option<(SlabId, FrameIndex)> {
-        let slot_bytes = self.size_classes.get(size_class).slot_bytes;
+        let slot_bytes = self.cache.sizes.get(size_class).slot_bytes;
         let used = self.reserved_bytes + self.unsaved_bytes_of_engines() + slot_bytes;
-        if used > self.share_of_arena(self.settings.arena_unsaved_permille) {
+        if used > self.cache.share_of_arena(self.settings.arena_unsaved_permille) {
             self.expedite_writeback();
             return None;
         }
         let held = self.sessions.get(&session)?.reservations.len() as u64;
-        if (held + 1) * slot_bytes > self.share_of_arena(self.settings.arena_session_permille) {
+        if (held + 1) * slot_bytes > self.cache.share_of_arena(self.settings.arena_session_permille) {
             return None;
         }
-        let frame = self.allocate_frame(size_class, FrameState::Reserved)?;
+        let frame = self.cache.allocate_frame(size_class, FrameState::Reserved)?;
         self.reserved_bytes += slot_bytes;
         let list = &mut self.sessions.get_mut(&session)?.reservations;
         let position = list.len() as u32;
@@ -206,7 +198,7 @@ impl AgentCore {
     }
 
     /// Counts one reservation of a group less, and ends an empty group.
-    pub(super) fn leave_group(&mut self, group: SlabId) {
+    pub(crate) fn leave_group(&mut self, group: SlabId) {
         self.groups.get_mut(group).expect("a reservation's group lasts as long as it").open -= 1;
         self.end_group_if_empty(group);
     }
@@ -219,7 +211,7 @@ impl AgentCore {
     }
 
     /// Releases the reservations of an expired group. Costs time in proportion to the session's reservations.
-    pub(super) fn expire_reservations(&mut self, group: SlabId) {
+    pub(crate) fn expire_reservations(&mut self, group: SlabId) {
         let Some(session) = self.groups.get(group).map(|group| group.session) else { return };
         let Some(state) = self.sessions.get(&session) else { return };
         let of_group = |id: &&SlabId| self.reservations.get(**id).is_some_and(|known| known.group == group);
@@ -237,26 +229,26 @@ impl AgentCore {
             self.counters.refused_items += 1;
             return CommitStatus::NoLease;
         };
-        let size_class = self.frames.get(frame).size_class;
-        let objects = self.size_classes.objects(size_class);
-        let known = item.key.and_then(|key| self.index.find(&key));
-        let visible = known.is_none_or(|entry| self.index.entry(entry).size_class() == size_class);
+        let size_class = self.cache.frames.get(frame).size_class;
+        let objects = self.cache.sizes.objects(size_class);
+        let known = item.key.and_then(|key| self.cache.index.find(&key));
+        let visible = known.is_none_or(|entry| self.cache.index.entry(entry).size_class() == size_class);
         let (Some(key), true) = (item.key, visible && item.checksums.len() == objects) else {
             self.counters.refused_items += 1;
             self.free_slot(frame);
             return CommitStatus::BadItem;
         };
         if let Some(entry) = known {
-            self.yield_to_commit(entry);
+            self.cache.yield_to_commit(entry);
         }
         match known {
-            Some(entry) if self.index.entry(entry).source(size_class).is_some() => {
+            Some(entry) if self.cache.index.entry(entry).source(size_class).is_some() => {
                 self.free_slot(frame);
                 self.commit_duplicate(entry, saved);
                 CommitStatus::Duplicate
             }
             _ => {
-                self.set_checksums(frame, &item.checksums);
+                self.cache.set_checksums(frame, &item.checksums);
                 self.publish(frame, key, saved);
                 CommitStatus::Committed
             }
@@ -267,10 +259,10 @@ impl AgentCore {
     fn commit_duplicate(&mut self, entry: EntryIndex, saved: CommitContext) {
         let CommitContext { ticket, priority, parent } = saved;
         self.counters.duplicate_items += 1;
-        self.raise_priority(entry, priority);
+        self.cache.raise_priority(entry, priority);
         self.order_before_parent(entry, parent);
-        self.index.entry_mut(entry).set_origin(BlockOrigin::Saved);
-        let state = self.index.entry(entry);
+        self.cache.index.entry_mut(entry).set_origin(BlockOrigin::Saved);
+        let state = self.cache.index.entry(entry);
         let key = state.key();
         if state.stored().is_some() {
             return self.count_item(ticket, key, ItemOutcome::Durable);
@@ -278,7 +270,7 @@ impl AgentCore {
         let Dram::Resident(frame) = state.dram() else {
             unreachable!("a block with a source is stored or resident")
         };
-        match self.frames.get(frame).state {
+        match self.cache.frames.get(frame).state {
             FrameState::Unsaved(record) => {
                 let id = self.writeback.unsaved.id_at(record).expect("an unsaved frame has a record");
                 self.writeback.unsaved.get_mut(id).expect("just found").tickets.push(ticket);
@@ -292,43 +284,43 @@ impl AgentCore {
     /// Makes a committed block findable and readable.
     fn publish(&mut self, frame: FrameIndex, key: BlockKey, saved: CommitContext) {
         let priority = saved.priority;
-        let size_class = self.frames.get(frame).size_class;
-        let slot_bytes = self.size_classes.get(size_class).slot_bytes;
-        let entry = match self.index.find(&key) {
+        let size_class = self.cache.frames.get(frame).size_class;
+        let slot_bytes = self.cache.sizes.get(size_class).slot_bytes;
+        let entry = match self.cache.index.find(&key) {
             Some(entry) => {
                 // Only a fetch from a peer brings this block: the fetch continues without the entry.
-                if let Dram::Filling(filling) = self.index.entry(entry).dram() {
-                    self.frames.get_mut(filling).set_entry(None);
+                if let Dram::Filling(filling) = self.cache.index.entry(entry).dram() {
+                    self.cache.frames.get_mut(filling).set_entry(None);
                 }
-                self.raise_priority(entry, priority);
-                self.index.entry_mut(entry).set_origin(BlockOrigin::Saved);
+                self.cache.raise_priority(entry, priority);
+                self.cache.index.entry_mut(entry).set_origin(BlockOrigin::Saved);
                 entry
             }
-            None => self.insert_entry(key, size_class, priority, BlockOrigin::Saved),
+            None => self.cache.insert_entry(key, size_class, priority, BlockOrigin::Saved),
         };
         self.reserved_bytes -= slot_bytes;
         self.counters.committed_blocks += 1;
-        self.counters.committed_bytes += self.size_classes.get(size_class).layout.block_bytes();
-        self.index.entry_mut(entry).set_dram(Dram::Resident(frame));
-        self.frames.get_mut(frame).set_entry(Some(entry));
-        self.resident_blocks += 1;
-        self.replica_changed(entry, Tier::Dram, Change::Added);
+        self.counters.committed_bytes += self.cache.sizes.get(size_class).layout.block_bytes();
+        self.cache.index.entry_mut(entry).set_dram(Dram::Resident(frame));
+        self.cache.frames.get_mut(frame).set_entry(Some(entry));
+        self.cache.resident_blocks += 1;
+        self.cache.replica_changed(entry, Tier::Dram, Change::Added);
         self.save_or_lose(frame, key, saved);
     }
 
     /// Queues a readable, unstored block for writing, or counts it as lost if it cannot be stored.
     fn save_or_lose(&mut self, frame: FrameIndex, key: BlockKey, saved: CommitContext) {
         let lane = self.lane_of(frame, WriteCause::Committed);
-        if self.may_be_saved(lane) {
+        if self.cache.may_be_saved(lane.request()) {
             return self.queue_commit(frame, saved.ticket, saved.parent);
         }
-        if self.devices.can_hold(lane.slot_bytes) {
-            self.count_limited(lane);
+        if self.cache.devices.can_hold(lane.slot_bytes) {
+            self.cache.count_limited(lane.request());
         } else {
-            self.report_unstorable(self.frames.get(frame).size_class);
+            self.cache.report_unstorable(context!(self), self.cache.frames.get(frame).size_class);
         }
-        self.set_frame_state(frame, FrameState::Clean);
-        if let Some(entry) = self.frames.get(frame).entry() {
+        self.cache.set_frame_state(frame, FrameState::Clean);
+        if let Some(entry) = self.cache.frames.get(frame).entry() {
             self.order_before_parent(entry, saved.parent);
         }
         self.count_item(saved.ticket, key, ItemOutcome::Lost);

@@ -15,38 +15,35 @@ use std::collections::BTreeMap;
 use reprise_policy::eviction::EntryIndex;
 use reprise_policy::{BlockKey, NodeId, Tier};
 
-use super::AgentCore;
-use super::block_sources::MissingBlock;
-use super::frames::{FrameIndex, FrameState};
-use super::index::Dram;
-use super::loads::{LoadBlock, Stage};
-use super::lookups::peer_source;
-use super::size_class::SizeClassId;
-use super::slab::SlabId;
-use super::writeback::EvictionPosition;
+use crate::agent::AgentCore;
+use crate::agent::block_sources::MissingBlock;
+use crate::agent::loads::{LoadBlock, Stage};
+use crate::agent::lookups::peer_source;
+use crate::cache::{Dram, EvictionPosition, FrameIndex, FrameState, SizeClassId};
 use crate::effect::{BlockRead, Change, DeviceId, FillId, LossReason, ServeId, Source};
 use crate::event::{FillError, FillUpdate, Replica};
 use crate::pool::StoredBlock;
+use crate::slab::SlabId;
 
 /// Fill of one block.
 #[derive(Debug)]
-pub(super) struct Fill {
-    pub(super) frame: FrameIndex,
-    pub(super) origin: FillSource,
+pub(crate) struct Fill {
+    pub(crate) frame: FrameIndex,
+    pub(crate) origin: FillSource,
     /// Number of leading layers that are verified.
-    pub(super) layers: u32,
-    pub(super) waiters: Vec<Waiter>,
+    pub(crate) layers: u32,
+    pub(crate) waiters: Vec<Waiter>,
     /// Tier of the source, on this node or on the peer.
     tier: Tier,
     /// Other replicas; `None` if the directory was not asked.
     others: Option<Vec<Replica>>,
     verdict: Verdict,
-    pub(super) keep: Retention,
+    pub(crate) keep: Retention,
 }
 
 /// What happens to a block after its fill, apart from its waiters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Retention {
+pub(crate) enum Retention {
     /// Cached until it is evicted.
     Cached,
     /// Made durable, because an offer of it was accepted ([`super::replication`]).
@@ -55,25 +52,25 @@ pub(super) enum Retention {
 
 /// Source of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum FillSource {
+pub(crate) enum FillSource {
     Device(DeviceId),
     Peer(NodeId),
 }
 
 /// Party that waits for a fill.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Waiter {
+pub(crate) enum Waiter {
     Load { load: SlabId, block: u32 },
     Serve { serve: ServeId, block: u32 },
 }
 
 /// Position of a waiter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct WaitPlace {
+pub(crate) struct WaitPlace {
     /// Slot of the fill.
-    pub(super) fill: u32,
+    pub(crate) fill: u32,
     /// Position in the fill's list of waiters.
-    pub(super) position: u32,
+    pub(crate) position: u32,
 }
 
 /// State of a fill's checksums.
@@ -97,7 +94,7 @@ impl Fill {
 
 impl AgentCore {
     /// Starts a fill with its own frame; `None` if the arena has no room. The caller updates the index entry.
-    pub(super) fn begin_fill(
+    pub(crate) fn begin_fill(
         &mut self,
         size_class: SizeClassId,
         key: BlockKey,
@@ -105,41 +102,44 @@ impl AgentCore {
         others: Option<Vec<Replica>>,
     ) -> Option<(FrameIndex, FillId)> {
         debug_assert!(
-            self.index.find(&key).is_none_or(|entry| self.index.entry(entry).dram() == Dram::Absent),
+            self.cache
+                .index
+                .find(&key)
+                .is_none_or(|entry| self.cache.index.entry(entry).dram() == Dram::Absent),
             "one fill per key"
         );
-        let frame = self.allocate_frame(size_class, FrameState::Reserved)?;
+        let frame = self.cache.allocate_frame(size_class, FrameState::Reserved)?;
         let (layers, waiters, verdict, tier) = (0, Vec::new(), Verdict::Plausible, Tier::Nvme);
         let keep = Retention::Cached;
         let id = self.fills.insert(Fill { frame, origin, layers, waiters, tier, others, verdict, keep });
-        self.frames.get_mut(frame).state = FrameState::Filling(id.slot());
+        self.cache.frames.get_mut(frame).state = FrameState::Filling(id.slot());
         Some((frame, FillId(id.0)))
     }
 
     /// Starts to read a stored block; `None` if the arena has no room.
-    pub(super) fn begin_read(&mut self, entry: EntryIndex) -> Option<(DeviceId, FrameIndex, BlockRead)> {
-        let state = self.index.entry(entry);
+    pub(crate) fn begin_read(&mut self, entry: EntryIndex) -> Option<(DeviceId, FrameIndex, BlockRead)> {
+        let state = self.cache.index.entry(entry);
         let (key, size_class) = (state.key(), state.size_class());
         let stored = state.stored()?;
         // A block that is being read must not be evicted from its device.
-        self.devices.remove_evictable(entry);
+        self.cache.devices.remove_evictable(entry);
         let Some((frame, fill)) = self.begin_fill(size_class, key, FillSource::Device(stored.device), None)
         else {
-            self.enter_nvme_order(entry);
+            self.cache.enter_nvme_order(entry);
             return None;
         };
-        self.devices.read_begun(stored.device);
-        self.index.entry_mut(entry).set_dram(Dram::Filling(frame));
-        self.frames.get_mut(frame).set_entry(Some(entry));
-        let slot = self.frame_slot(frame);
-        let StoredBlock { page, generation, header_crc, .. } = self.devices.stored(stored);
+        self.cache.devices.read_begun(stored.device);
+        self.cache.index.entry_mut(entry).set_dram(Dram::Filling(frame));
+        self.cache.frames.get_mut(frame).set_entry(Some(entry));
+        let slot = self.cache.frame_slot(frame);
+        let StoredBlock { page, generation, header_crc, .. } = self.cache.devices.stored(stored);
         Some((stored.device, frame, BlockRead { fill, key, page, generation, header_crc, slot }))
     }
 
     /// Attaches a waiter to the fill of a frame; returns its place and the fill's layers. The caller acquires
     /// the lease.
-    pub(super) fn attach_waiter(&mut self, frame: FrameIndex, waiter: Waiter) -> (WaitPlace, u32) {
-        let FrameState::Filling(slot) = self.frames.get(frame).state else {
+    pub(crate) fn attach_waiter(&mut self, frame: FrameIndex, waiter: Waiter) -> (WaitPlace, u32) {
+        let FrameState::Filling(slot) = self.cache.frames.get(frame).state else {
             unreachable!("the caller has seen that the frame is being filled")
         };
         let fill = self.fills.at_mut(slot).expect("a frame that is being filled has a fill");
@@ -150,7 +150,7 @@ impl AgentCore {
 
     /// Detaches a waiter; returns the fill's frame and layers. The caller releases the lease. The last waiter
     /// moves to the vacated place: O(1), because a block may have as many waiters as all loads have blocks.
-    pub(super) fn detach_waiter(&mut self, place: WaitPlace) -> (FrameIndex, u32) {
+    pub(crate) fn detach_waiter(&mut self, place: WaitPlace) -> (FrameIndex, u32) {
         let fill = self.fills.at_mut(place.fill).expect("a waiting block has a fill");
         fill.waiters.swap_remove(place.position as usize);
         let (frame, layers) = (fill.frame, fill.layers);
@@ -172,13 +172,13 @@ impl AgentCore {
     }
 
     /// Returns the frame and the source of a fill.
-    pub(super) fn fill_place(&self, slot: u32) -> (FrameIndex, Source) {
+    pub(crate) fn fill_place(&self, slot: u32) -> (FrameIndex, Source) {
         let fill = self.fills.at(slot).expect("a waiting block has a fill");
         (fill.frame, fill.source())
     }
 
     /// Handles progress or failure of a fill.
-    pub(super) fn fill_update(&mut self, id: SlabId, update: FillUpdate) {
+    pub(crate) fn fill_update(&mut self, id: SlabId, update: FillUpdate) {
         match update {
             FillUpdate::Layers { layers, checksums, tier } => self.fill_layers(id, layers, checksums, tier),
             FillUpdate::Failed(error) => self.fail_fill(id, error),
@@ -189,17 +189,17 @@ impl AgentCore {
         let Some(fill) = self.fills.get_mut(id) else { return };
         fill.tier = tier;
         let frame = fill.frame;
-        let state = self.frames.get(frame);
-        let layout = self.size_classes.get(state.size_class).layout;
+        let state = self.cache.frames.get(frame);
+        let layout = self.cache.sizes.get(state.size_class).layout;
         if let Some(checksums) = checksums.filter(|_| !state.has_checksums()) {
             if checksums.len() == layout.objects() as usize {
-                self.set_checksums(frame, &checksums);
+                self.cache.set_checksums(frame, &checksums);
             } else {
                 fill.verdict = Verdict::Invalid;
             }
         }
         let Some(fill) = self.fills.get_mut(id) else { return };
-        let known = fill.verdict == Verdict::Plausible && self.frames.get(frame).has_checksums();
+        let known = fill.verdict == Verdict::Plausible && self.cache.frames.get(frame).has_checksums();
         if !known {
             if layers >= layout.layers() {
                 self.fail_fill(id, FillError::Corrupt);
@@ -220,7 +220,7 @@ impl AgentCore {
         let Some(fill) = self.fills.get_mut(id) else { return };
         let (frame, source) = (fill.frame, fill.source());
         let waiters = std::mem::take(&mut fill.waiters);
-        let layout = self.size_classes.get(self.frames.get(frame).size_class).layout;
+        let layout = self.cache.sizes.get(self.cache.frames.get(frame).size_class).layout;
         let complete = to == layout.layers();
         for waiter in &waiters {
             match *waiter {
@@ -244,13 +244,13 @@ impl AgentCore {
     /// Completes a verified fill. Its waiters were notified before.
     fn complete_fill(&mut self, id: SlabId) {
         let Some(fill) = self.fills.remove(id) else { return };
-        let frame = self.frames.get(fill.frame);
-        let size_class = self.size_classes.get(frame.size_class);
+        let frame = self.cache.frames.get(fill.frame);
+        let size_class = self.cache.sizes.get(frame.size_class);
         let (bytes, slot_bytes) = (size_class.layout.block_bytes(), size_class.slot_bytes);
         match fill.origin {
             FillSource::Device(device) => {
-                self.devices.read_succeeded(device);
-                self.devices.read_ended(device);
+                self.cache.devices.read_succeeded(device);
+                self.cache.devices.read_ended(device);
                 self.counters.device_fills += 1;
                 self.counters.device_fill_bytes += bytes;
             }
@@ -264,19 +264,19 @@ impl AgentCore {
         self.release_pending(&fill);
         // Without an entry: a commit replaced the fill, so this copy is not findable.
         let Some(entry) = entry else {
-            return self.set_frame_state(fill.frame, FrameState::Orphan);
+            return self.cache.set_frame_state(fill.frame, FrameState::Orphan);
         };
-        self.index.entry_mut(entry).set_dram(Dram::Resident(fill.frame));
-        self.resident_blocks += 1;
-        self.set_frame_state(fill.frame, FrameState::Clean);
-        if self.index.entry(entry).stored().is_some() {
-            self.enter_nvme_order(entry);
+        self.cache.index.entry_mut(entry).set_dram(Dram::Resident(fill.frame));
+        self.cache.resident_blocks += 1;
+        self.cache.set_frame_state(fill.frame, FrameState::Clean);
+        if self.cache.index.entry(entry).stored().is_some() {
+            self.cache.enter_nvme_order(entry);
         }
-        self.replica_changed(entry, Tier::Dram, Change::Added);
+        self.cache.replica_changed(entry, Tier::Dram, Change::Added);
         if fill.keep == Retention::Saved {
             self.counters.pulled_blocks += 1;
             self.counters.pulled_bytes += bytes;
-            let is_read = self.frames.get(fill.frame).leases > 0;
+            let is_read = self.cache.frames.get(fill.frame).leases > 0;
             self.save_replica(
                 fill.frame,
                 if is_read { EvictionPosition::Last } else { EvictionPosition::First },
@@ -288,22 +288,22 @@ impl AgentCore {
         let Some(fill) = self.fills.remove(id) else { return };
         let error = self.count_failure(&fill, error);
         self.release_pending(&fill);
-        let entry = self.frames.get(fill.frame).entry();
+        let entry = self.cache.frames.get(fill.frame).entry();
         if let Some(entry) = entry {
-            self.frames.get_mut(fill.frame).set_entry(None);
-            self.index.entry_mut(entry).set_dram(Dram::Absent);
+            self.cache.frames.get_mut(fill.frame).set_entry(None);
+            self.cache.index.entry_mut(entry).set_dram(Dram::Absent);
             match fill.origin {
-                FillSource::Device(_) if error == FillError::Refused => self.keep_evictable(entry),
-                FillSource::Device(_) => self.drop_stored(entry, error),
+                FillSource::Device(_) if error == FillError::Refused => self.cache.keep_evictable(entry),
+                FillSource::Device(_) => self.cache.drop_stored(context!(self), entry, error),
                 FillSource::Peer(_) => {}
             }
-            self.remove_if_absent(entry);
+            self.cache.remove_if_absent(entry);
         }
         if error == FillError::Stranded {
-            self.counters.arena_lost_bytes += self.frame_slot(fill.frame).bytes;
-            self.set_frame_state(fill.frame, FrameState::Retired);
+            self.cache.counters.arena_lost_bytes += self.cache.frame_slot(fill.frame).bytes;
+            self.cache.set_frame_state(fill.frame, FrameState::Retired);
         } else {
-            self.set_frame_state(fill.frame, FrameState::Orphan);
+            self.cache.set_frame_state(fill.frame, FrameState::Orphan);
         }
         let mut retries: BTreeMap<SlabId, Vec<u32>> = BTreeMap::new();
         for waiter in &fill.waiters {
@@ -322,7 +322,7 @@ impl AgentCore {
 
     /// Counts a failed fill and returns its error, with errors of peers mapped to device errors for reads.
     fn count_failure(&mut self, fill: &Fill, error: FillError) -> FillError {
-        let slot_bytes = self.frame_slot(fill.frame).bytes;
+        let slot_bytes = self.cache.frame_slot(fill.frame).bytes;
         let error = match (fill.origin, error) {
             (FillSource::Device(_), FillError::Absent | FillError::PeerLost) => FillError::Device,
             (_, error) => error,
@@ -335,7 +335,7 @@ impl AgentCore {
             FillError::PeerLost => self.counters.fill_peer_lost += 1,
         }
         match fill.origin {
-            FillSource::Device(device) => self.devices.read_ended(device),
+            FillSource::Device(device) => self.cache.devices.read_ended(device),
             FillSource::Peer(node) => {
                 self.peers.dequeue(node, slot_bytes);
                 if error == FillError::PeerLost {
@@ -352,7 +352,7 @@ impl AgentCore {
         if load.stage == Stage::Placing {
             load.blocks[block as usize] = LoadBlock::Unplaced;
             load.progress.restart(fill.layers);
-            self.unlease(fill.frame);
+            self.cache.unlease(fill.frame);
             return true;
         }
         self.counters.failed_blocks += 1;

@@ -9,14 +9,14 @@ use std::time::Duration;
 
 use reprise_policy::{BlockKey, Tick};
 
-use super::limits::HOT_KEYS_MAX;
+use crate::limits::HOT_KEYS_MAX;
 
 /// Windows after which repeated halving has reduced every 32-bit count to zero.
 const WINDOWS_KEPT: u64 = 32;
 
 /// Read counts of the most read keys.
 #[derive(Debug)]
-pub(super) struct HotKeys {
+pub(crate) struct HotKeys {
     reads: u32,
     window: Duration,
     window_ends: Tick,
@@ -43,7 +43,7 @@ enum Reported {
 
 /// Result of counting a read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Heat {
+pub(crate) enum Heat {
     /// The key is not hot, or was reported already.
     Unchanged,
     /// The key became hot, for the first time in this window.
@@ -52,7 +52,7 @@ pub(super) enum Heat {
 
 impl HotKeys {
     /// Creates a table in which `reads` within `window` make a key hot.
-    pub(super) fn new(reads: u32, window: Duration) -> HotKeys {
+    pub(crate) fn new(reads: u32, window: Duration) -> HotKeys {
         HotKeys {
             reads: reads.max(1),
             window: window.max(Duration::from_millis(1)),
@@ -63,7 +63,7 @@ impl HotKeys {
     }
 
     /// Counts a read by a peer.
-    pub(super) fn note(&mut self, key: BlockKey, now: Tick) -> Heat {
+    pub(crate) fn note(&mut self, key: BlockKey, now: Tick) -> Heat {
         self.end_windows(now);
         let mut count = match self.counts.get(&key) {
             Some(known) => *known,
@@ -82,7 +82,7 @@ impl HotKeys {
     }
 
     /// Checks the invariants of the table, for the audit.
-    pub(super) fn audit(&self) -> Result<(), String> {
+    pub(crate) fn audit(&self) -> Result<(), String> {
         let is_consistent =
             self.counts.iter().all(|(key, count)| self.by_count.contains(&(count.count, *key)));
         let is_bounded = self.counts.values().all(|count| count.error < count.count);

@@ -22,40 +22,38 @@ use std::time::Duration;
 use reprise_policy::eviction::EntryIndex;
 use reprise_policy::{BlockKey, SessionId, Tick};
 
-use super::AgentCore;
-use super::block_sources::MissingBlock;
-use super::fills::WaitPlace;
-use super::frames::FrameIndex;
-use super::limits::{LOAD_BLOCKS_MAX, LOAD_DEADLINE_MAX};
-use super::progress::LayerProgress;
-use super::size_class::SizeClassId;
-use super::slab::SlabId;
-use super::timers::Timer;
+use crate::agent::block_sources::MissingBlock;
+use crate::agent::fills::WaitPlace;
+use crate::agent::progress::LayerProgress;
+use crate::agent::{AgentCore, Timer};
+use crate::cache::{FrameIndex, SizeClassId};
 use crate::effect::{
     Access, Effect, LoadId, LoadedBlock, LossReason, ProgressEntry, ProgressUpdate, Reply, Source,
 };
 use crate::event::{LoadRequest, RequestId, Scope};
+use crate::limits::{LOAD_BLOCKS_MAX, LOAD_DEADLINE_MAX};
+use crate::slab::SlabId;
 
 /// A load of a session.
 #[derive(Debug)]
-pub(super) struct Load {
-    pub(super) session: SessionId,
-    pub(super) size_class: SizeClassId,
-    pub(super) keys: Box<[BlockKey]>,
-    pub(super) blocks: Box<[LoadBlock]>,
-    pub(super) progress: LayerProgress,
-    pub(super) scope: Scope,
-    pub(super) read_bytes: u64,
+pub(crate) struct Load {
+    pub(crate) session: SessionId,
+    pub(crate) size_class: SizeClassId,
+    pub(crate) keys: Box<[BlockKey]>,
+    pub(crate) blocks: Box<[LoadBlock]>,
+    pub(crate) progress: LayerProgress,
+    pub(crate) scope: Scope,
+    pub(crate) read_bytes: u64,
     /// Deadline of the blocks; once they are complete, the end of the hold time.
-    pub(super) deadline: Tick,
-    pub(super) stage: Stage,
+    pub(crate) deadline: Tick,
+    pub(crate) stage: Stage,
     request: RequestId,
     entry: ProgressEntry,
 }
 
 /// One block of a load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum LoadBlock {
+pub(crate) enum LoadBlock {
     /// No fill was started for it.
     Unplaced,
     /// A fill is in progress; leased.
@@ -70,7 +68,7 @@ pub(super) enum LoadBlock {
 
 /// State of a load as the session knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Stage {
+pub(crate) enum Stage {
     /// Not answered yet.
     Placing,
     /// Answered with the source of each block.
@@ -88,7 +86,7 @@ const _: () = assert!(size_of::<LoadBlock>() <= 12, "8,192 blocks a load, 64 loa
 
 impl AgentCore {
     /// Starts a load for a session.
-    pub(super) fn load(
+    pub(crate) fn load(
         &mut self,
         session: SessionId,
         request: RequestId,
@@ -118,7 +116,7 @@ impl AgentCore {
     }
 
     /// Releases a load of a session.
-    pub(super) fn release(&mut self, session: SessionId, request: RequestId, load: LoadId) {
+    pub(crate) fn release(&mut self, session: SessionId, request: RequestId, load: LoadId) {
         let id = SlabId(load.0);
         if self.loads.get(id).is_none_or(|load| load.session != session) {
             let text = format!("this session holds no load {}", load.0);
@@ -129,7 +127,7 @@ impl AgentCore {
     }
 
     /// Handles the deadline of a load.
-    pub(super) fn expire_load(&mut self, id: SlabId) {
+    pub(crate) fn expire_load(&mut self, id: SlabId) {
         let Some(load) = self.loads.get(id) else { return };
         if load.stage == Stage::Complete {
             return self.revoke_load(id);
@@ -144,7 +142,7 @@ impl AgentCore {
                     let held = if answered {
                         LoadBlock::Held { frame }
                     } else {
-                        self.unlease(frame);
+                        self.cache.unlease(frame);
                         LoadBlock::Lost(LossReason::Deadline)
                     };
                     self.counters.deadline_blocks += 1;
@@ -168,15 +166,15 @@ impl AgentCore {
         for (block, state) in (0..).zip(&held) {
             match *state {
                 LoadBlock::Ready { frame, .. } => {
-                    self.unlease(frame);
+                    self.cache.unlease(frame);
                     let update = ProgressUpdate::BlockFailed { block };
                     self.emit(Effect::Progress { session, entry, update });
                 }
-                LoadBlock::Held { frame } => self.unlease(frame),
+                LoadBlock::Held { frame } => self.cache.unlease(frame),
                 LoadBlock::Unplaced | LoadBlock::Waiting(_) | LoadBlock::Lost(_) => {}
             }
         }
-        self.touch_chain(used.into_iter());
+        self.cache.touch_chain(used.into_iter());
         self.emit(Effect::Progress { session, entry, update: ProgressUpdate::Done });
     }
 
@@ -186,11 +184,11 @@ impl AgentCore {
             LoadBlock::Ready { frame, .. } => Some(frame),
             LoadBlock::Held { .. } | LoadBlock::Waiting(_) | LoadBlock::Unplaced | LoadBlock::Lost(_) => None,
         };
-        blocks.iter().filter_map(frame).filter_map(|frame| self.frames.get(frame).entry()).collect()
+        blocks.iter().filter_map(frame).filter_map(|frame| self.cache.frames.get(frame).entry()).collect()
     }
 
     /// Ends a load, on release or with its session, and releases all its leases.
-    pub(super) fn end_load(&mut self, id: SlabId) {
+    pub(crate) fn end_load(&mut self, id: SlabId) {
         let Some(load) = self.loads.get(id) else { return };
         let used = self.entries_of(&load.blocks);
         for at in 0..load.blocks.len() as u32 {
@@ -198,13 +196,13 @@ impl AgentCore {
             match load.blocks[at as usize] {
                 LoadBlock::Waiting(place) => {
                     let (frame, _) = self.detach_waiter(place);
-                    self.unlease(frame);
+                    self.cache.unlease(frame);
                 }
-                LoadBlock::Ready { frame, .. } | LoadBlock::Held { frame } => self.unlease(frame),
+                LoadBlock::Ready { frame, .. } | LoadBlock::Held { frame } => self.cache.unlease(frame),
                 LoadBlock::Unplaced | LoadBlock::Lost(_) => {}
             }
         }
-        self.touch_chain(used.into_iter());
+        self.cache.touch_chain(used.into_iter());
         let Some(load) = self.loads.remove(id) else { return };
         self.timers.clear(load.deadline, Timer::Load(id));
         if let Some(session) = self.sessions.get_mut(&load.session) {
@@ -213,7 +211,7 @@ impl AgentCore {
     }
 
     /// Marks an unplaced block as lost.
-    pub(super) fn lose_block(&mut self, id: SlabId, block: u32, reason: LossReason) {
+    pub(crate) fn lose_block(&mut self, id: SlabId, block: u32, reason: LossReason) {
         let counter = match reason {
             LossReason::Miss => &mut self.counters.miss_blocks,
             LossReason::Failed => &mut self.counters.failed_blocks,
@@ -225,7 +223,7 @@ impl AgentCore {
     }
 
     /// Marks a block as failed that had some layers, and notifies the session if the load was answered.
-    pub(super) fn fail_block(&mut self, id: SlabId, block: u32, layers: u32, becomes: LoadBlock) {
+    pub(crate) fn fail_block(&mut self, id: SlabId, block: u32, layers: u32, becomes: LoadBlock) {
         let Some(load) = self.loads.get_mut(id) else { return };
         load.blocks[block as usize] = becomes;
         load.progress.fail(layers);
@@ -236,7 +234,7 @@ impl AgentCore {
     }
 
     /// Publishes the progress that the session does not know yet, and answers the load if it can be answered.
-    pub(super) fn publish_progress(&mut self, id: SlabId) {
+    pub(crate) fn publish_progress(&mut self, id: SlabId) {
         let Some(load) = self.loads.get_mut(id) else { return };
         let (ready, pending) = (load.progress.ready(), load.progress.pending());
         let (session, entry, deadline) = (load.session, load.entry, load.deadline);
@@ -290,7 +288,7 @@ impl AgentCore {
             size_class,
             keys: wanted.keys.into_boxed_slice(),
             blocks: vec![LoadBlock::Unplaced; blocks].into_boxed_slice(),
-            progress: LayerProgress::new(self.size_classes.get(size_class).layout.layers(), blocks as u32),
+            progress: LayerProgress::new(self.cache.sizes.get(size_class).layout.layers(), blocks as u32),
             scope: wanted.scope,
             read_bytes,
             deadline,
@@ -325,11 +323,29 @@ impl AgentCore {
                     unreachable!("a load is answered once, when every block is placed or lost")
                 }
             };
-            let checksums = self.checksums(frame).into();
-            blocks.push(LoadedBlock::Ok { source, slot: self.frame_slot(frame), checksums });
+            let checksums = self.cache.checksums(frame).into();
+            blocks.push(LoadedBlock::Ok { source, slot: self.cache.frame_slot(frame), checksums });
             frames.push(frame);
         }
         let regions = self.grants(session, Access::ReadOnly, frames.into_iter());
         self.reply(session, request, Reply::Loaded { load: LoadId(id.0), entry, regions, blocks });
+    }
+
+    /// Checks blocks of a load whose copies did not match their checksums.
+    pub(crate) fn suspect(&mut self, session: SessionId, request: RequestId, load: LoadId, blocks: &[u32]) {
+        let Some(held) = self.loads.get(SlabId(load.0)).filter(|load| load.session == session) else {
+            let text = format!("this session holds no load {}", load.0);
+            return self.reply(session, request, Reply::BadRequest(text));
+        };
+        let ready = |block: &u32| match held.blocks.get(*block as usize) {
+            Some(LoadBlock::Ready { frame, .. }) => Some(*frame),
+            _ => None,
+        };
+        let frames: Vec<FrameIndex> = blocks.iter().filter_map(ready).collect();
+        self.counters.suspect_blocks += frames.len() as u64;
+        for frame in frames {
+            self.cache.begin_check(context!(self), frame);
+        }
+        self.reply(session, request, Reply::Suspected);
     }
 }

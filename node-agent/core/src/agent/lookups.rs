@@ -12,17 +12,16 @@ use std::time::Duration;
 
 use reprise_policy::{BlockKey, SessionId, Tier};
 
-use super::AgentCore;
-use super::limits::{LOOKUP_GRACE, LOOKUPS_MAX, MATCH_FIRST_KEYS, MATCH_KEYS_MAX};
-use super::size_class::SizeClassId;
-use super::slab::SlabId;
-use super::timers::Timer;
+use crate::agent::{AgentCore, Timer};
+use crate::cache::SizeClassId;
 use crate::effect::{Effect, LookupId, LossReason, Reply, Source};
 use crate::event::{Replica, RequestId, Scope};
+use crate::limits::{LOOKUP_GRACE, LOOKUPS_MAX, MATCH_FIRST_KEYS, MATCH_KEYS_MAX};
+use crate::slab::SlabId;
 
 /// Lookup that is in flight.
 #[derive(Debug)]
-pub(super) struct Lookup {
+pub(crate) struct Lookup {
     purpose: Purpose,
     /// Time at which the core stops waiting.
     expires: reprise_policy::Tick,
@@ -30,7 +29,7 @@ pub(super) struct Lookup {
 
 /// Use of a lookup's answer.
 #[derive(Debug)]
-pub(super) enum Purpose {
+pub(crate) enum Purpose {
     /// Complete a match with it.
     Match(WaitingMatch),
     /// Fetch blocks of a load.
@@ -46,7 +45,7 @@ pub(super) enum Purpose {
 
 /// Match that waits for a lookup.
 #[derive(Debug)]
-pub(super) struct WaitingMatch {
+pub(crate) struct WaitingMatch {
     session: SessionId,
     request: RequestId,
     size_class: SizeClassId,
@@ -64,7 +63,7 @@ pub(super) struct WaitingMatch {
 
 impl AgentCore {
     /// Handles a `Match`: how many leading blocks are available, and where.
-    pub(super) fn match_keys(
+    pub(crate) fn match_keys(
         &mut self,
         session: SessionId,
         request: RequestId,
@@ -78,8 +77,8 @@ impl AgentCore {
         let Some(size_class) = self.sessions.get(&session).map(|session| session.size_class) else { return };
         self.counters.matches += 1;
         self.counters.match_keys += keys.len() as u64;
-        let run = self.index.leading_run(&keys, size_class);
-        self.touch_chain(run.iter().map(|(entry, _)| *entry));
+        let run = self.cache.index.leading_run(&keys, size_class);
+        self.cache.touch_chain(run.iter().map(|(entry, _)| *entry));
         let sources: Vec<Source> = run.into_iter().map(|(_, source)| source).collect();
         if sources.len() == keys.len() || scope == Scope::Local || self.lookups.len() >= LOOKUPS_MAX {
             return self.answer_match(session, request, sources);
@@ -109,7 +108,7 @@ impl AgentCore {
 
     /// Returns the indices of those keys that are not on this node.
     fn missing_keys(&self, keys: &[BlockKey], size_class: SizeClassId) -> Vec<u32> {
-        let is_absent = |(_, key): &(u32, &BlockKey)| self.local_source(key, size_class).is_none();
+        let is_absent = |(_, key): &(u32, &BlockKey)| self.cache.local_source(key, size_class).is_none();
         (0..).zip(keys).filter(is_absent).map(|(at, _)| at).collect()
     }
 
@@ -123,7 +122,7 @@ impl AgentCore {
     }
 
     /// Sends a lookup to the directory; the caller has checked [`LOOKUPS_MAX`].
-    pub(super) fn query_directory(&mut self, keys: Vec<BlockKey>, purpose: Purpose, timeout: Duration) {
+    pub(crate) fn query_directory(&mut self, keys: Vec<BlockKey>, purpose: Purpose, timeout: Duration) {
         let expires = self.now.after(timeout).after(LOOKUP_GRACE);
         self.counters.lookups += 1;
         self.counters.lookup_keys += keys.len() as u64;
@@ -133,7 +132,7 @@ impl AgentCore {
     }
 
     /// Handles the directory's answer: replicas of each key, in the lookup's order.
-    pub(super) fn lookup_answered(&mut self, id: SlabId, found: Vec<Vec<Replica>>) {
+    pub(crate) fn lookup_answered(&mut self, id: SlabId, found: Vec<Vec<Replica>>) {
         let Some(lookup) = self.lookups.remove(id) else { return };
         self.timers.clear(lookup.expires, Timer::Lookup(id));
         match lookup.purpose {
@@ -145,7 +144,7 @@ impl AgentCore {
     }
 
     /// Handles a lookup that failed or timed out.
-    pub(super) fn lookup_failed(&mut self, id: SlabId) {
+    pub(crate) fn lookup_failed(&mut self, id: SlabId) {
         if self.lookups.get(id).is_some() {
             self.counters.lookup_failures += 1;
             self.lookup_answered(id, Vec::new());
@@ -153,7 +152,7 @@ impl AgentCore {
     }
 
     /// Cancels the matches of a session that has ended.
-    pub(super) fn cancel_match_lookups(&mut self, session: SessionId) {
+    pub(crate) fn cancel_match_lookups(&mut self, session: SessionId) {
         let of_session = |lookup: &Lookup| match &lookup.purpose {
             Purpose::Match(waiting) => waiting.session == session,
             Purpose::Load { .. } => false,
@@ -179,7 +178,7 @@ impl AgentCore {
         for (at, key) in (0..).zip(&rest) {
             let answer = answers.next_if(|(queried, _)| **queried == at);
             let elsewhere = || answer.and_then(|(_, replicas)| best_source(replicas));
-            let Some(source) = self.local_source(key, size_class).or_else(elsewhere) else { break };
+            let Some(source) = self.cache.local_source(key, size_class).or_else(elsewhere) else { break };
             sources.push(source);
         }
         let is_whole = sources.len() == known + rest.len();
@@ -204,11 +203,6 @@ impl AgentCore {
         self.counters.matched(&sources);
         self.reply(session, request, Reply::Matched { sources });
     }
-
-    /// Returns where a block of a size class is readable on this node.
-    fn local_source(&self, key: &BlockKey, size_class: SizeClassId) -> Option<Source> {
-        self.index.find(key).and_then(|entry| self.index.entry(entry).source(size_class))
-    }
 }
 
 /// Returns the source of the replica with the fastest tier.
@@ -217,7 +211,7 @@ fn best_source(replicas: &[Replica]) -> Option<Source> {
 }
 
 /// Source of a block that comes from a tier of a peer.
-pub(super) fn peer_source(tier: Tier) -> Source {
+pub(crate) fn peer_source(tier: Tier) -> Source {
     match tier {
         Tier::Dram => Source::PeerDram,
         Tier::Nvme => Source::PeerNvme,

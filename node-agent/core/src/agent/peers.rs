@@ -15,24 +15,24 @@ const SUSPICION: Duration = Duration::from_millis(1500);
 
 /// Requested bytes and recent failures, by peer.
 #[derive(Debug, Default)]
-pub(super) struct Peers {
+pub(crate) struct Peers {
     queued: BTreeMap<NodeId, u64>,
     suspects: BTreeMap<NodeId, Tick>,
 }
 
 impl Peers {
     /// Bytes requested from a peer.
-    pub(super) fn queued(&self, node: NodeId) -> LoadHint {
+    pub(crate) fn queued(&self, node: NodeId) -> LoadHint {
         LoadHint(self.queued.get(&node).copied().unwrap_or(0))
     }
 
     /// Adds to the bytes requested from a peer.
-    pub(super) fn enqueue(&mut self, node: NodeId, bytes: u64) {
+    pub(crate) fn enqueue(&mut self, node: NodeId, bytes: u64) {
         *self.queued.entry(node).or_default() += bytes;
     }
 
     /// Subtracts bytes that have arrived or will not arrive.
-    pub(super) fn dequeue(&mut self, node: NodeId, bytes: u64) {
+    pub(crate) fn dequeue(&mut self, node: NodeId, bytes: u64) {
         let Some(queued) = self.queued.get_mut(&node) else { return };
         *queued = queued.saturating_sub(bytes);
         if *queued == 0 {
@@ -41,18 +41,18 @@ impl Peers {
     }
 
     /// Marks a peer as suspect after a failure.
-    pub(super) fn suspect(&mut self, node: NodeId, now: Tick) {
+    pub(crate) fn suspect(&mut self, node: NodeId, now: Tick) {
         self.suspects.retain(|_, until| *until > now);
         self.suspects.insert(node, now.after(SUSPICION));
     }
 
     /// Whether a peer failed recently.
-    pub(super) fn is_suspect(&self, node: NodeId, now: Tick) -> bool {
+    pub(crate) fn is_suspect(&self, node: NodeId, now: Tick) -> bool {
         self.suspects.get(&node).is_some_and(|until| *until > now)
     }
 
     /// Bytes requested from all peers.
-    pub(super) fn queued_bytes(&self) -> u64 {
+    pub(crate) fn queued_bytes(&self) -> u64 {
         self.queued.values().sum()
     }
 }

@@ -7,7 +7,7 @@
 
 /// Number of blocks at each layer, and their minimum.
 #[derive(Debug)]
-pub(super) struct LayerProgress {
+pub(crate) struct LayerProgress {
     at: Box<[u32]>,
     pending: u32,
     ready: u32,
@@ -15,7 +15,7 @@ pub(super) struct LayerProgress {
 
 impl LayerProgress {
     /// Creates the progress of `blocks` blocks at layer 0 of `layers`, which is at least 1.
-    pub(super) fn new(layers: u32, blocks: u32) -> LayerProgress {
+    pub(crate) fn new(layers: u32, blocks: u32) -> LayerProgress {
         let mut at = vec![0; layers as usize].into_boxed_slice();
         at[0] = blocks;
         let mut progress = LayerProgress { at, pending: blocks, ready: 0 };
@@ -24,17 +24,17 @@ impl LayerProgress {
     }
 
     /// Number of layers ready in every block that has not failed.
-    pub(super) fn ready(&self) -> u32 {
+    pub(crate) fn ready(&self) -> u32 {
         self.ready
     }
 
     /// Number of blocks that are neither complete nor failed.
-    pub(super) fn pending(&self) -> u32 {
+    pub(crate) fn pending(&self) -> u32 {
         self.pending
     }
 
     /// Moves a pending block to a later layer; at the last layer it is complete.
-    pub(super) fn advance(&mut self, from: u32, to: u32) {
+    pub(crate) fn advance(&mut self, from: u32, to: u32) {
         self.at[from as usize] -= 1;
         match self.at.get_mut(to as usize) {
             Some(count) => *count += 1,
@@ -44,14 +44,14 @@ impl LayerProgress {
     }
 
     /// Removes a pending block that failed.
-    pub(super) fn fail(&mut self, at: u32) {
+    pub(crate) fn fail(&mut self, at: u32) {
         self.at[at as usize] -= 1;
         self.pending -= 1;
         self.recount();
     }
 
     /// Moves a pending block back to layer 0. Allowed only before any layer was published.
-    pub(super) fn restart(&mut self, from: u32) {
+    pub(crate) fn restart(&mut self, from: u32) {
         self.at[from as usize] -= 1;
         self.at[0] += 1;
         self.ready = 0;

@@ -3,8 +3,5 @@
 //! [`outbound`] offers blocks of this node to peers, [`inbound`] accepts and fetches blocks that peers offer.
 //! Each node decides for itself: an offer carries no state, so either side may drop it at any time.
 
-mod inbound;
-mod outbound;
-
-pub(super) use inbound::Inbound;
-pub(super) use outbound::Outbound;
+pub(crate) mod inbound;
+pub(crate) mod outbound;

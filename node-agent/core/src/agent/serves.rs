@@ -18,22 +18,20 @@ use std::ops::Range;
 use reprise_policy::eviction::EntryIndex;
 use reprise_policy::{BlockKey, Layout, Tick, Tier};
 
-use super::AgentCore;
-use super::block_sources::{ArenaSpace, Reads};
-use super::fills::{FillSource, WaitPlace, Waiter};
-use super::frames::{FrameIndex, FrameState};
-use super::index::Dram;
-use super::limits::{SERVE_BLOCKS_MAX, SERVE_PIECES_MAX, SERVE_ROUND_BYTES, SERVES_MAX};
-use super::timers::Timer;
+use crate::agent::block_sources::{ArenaSpace, Reads};
+use crate::agent::fills::{FillSource, WaitPlace, Waiter};
+use crate::agent::{AgentCore, Timer};
+use crate::cache::{Dram, FrameIndex, FrameState};
 use crate::effect::{Effect, ServeId, ServeObjects};
 use crate::event::PeerRequest;
+use crate::limits::{SERVE_BLOCKS_MAX, SERVE_PIECES_MAX, SERVE_ROUND_BYTES, SERVES_MAX};
 
 /// Request of a peer.
 #[derive(Debug)]
-pub(super) struct Serve {
+pub(crate) struct Serve {
     keys: Box<[BlockKey]>,
     layout: Layout,
-    pub(super) blocks: Box<[ServeBlock]>,
+    pub(crate) blocks: Box<[ServeBlock]>,
     /// First block that was not started.
     next: u32,
     /// Number of blocks that have not ended.
@@ -43,16 +41,16 @@ pub(super) struct Serve {
 
 /// Arena space used by serves.
 #[derive(Debug, Default)]
-pub(super) struct ServeShare {
+pub(crate) struct ServeShare {
     /// Slot bytes of the blocks leased to serves; a slot counts once for each lease.
-    pub(super) leased_bytes: u64,
+    pub(crate) leased_bytes: u64,
     /// Requests with blocks that were not started.
     waiting: VecDeque<ServeId>,
 }
 
 /// State of a block of a serve.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum ServeBlock {
+pub(crate) enum ServeBlock {
     /// Not looked up yet.
     Due,
     /// Reported as absent, or sent.
@@ -74,14 +72,14 @@ struct ServePartition {
 
 /// Whether the peer has received a block's header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Header {
+pub(crate) enum Header {
     Due,
     Sent,
 }
 
 impl Serve {
     /// Slot bytes of the blocks that have not ended.
-    pub(super) fn open_bytes(&self) -> u64 {
+    pub(crate) fn open_bytes(&self) -> u64 {
         u64::from(self.open) * self.layout.slot_bytes()
     }
 }
@@ -94,7 +92,7 @@ impl ServeBlock {
 
 impl AgentCore {
     /// Handles a request of a peer.
-    pub(super) fn serve(&mut self, request: PeerRequest) {
+    pub(crate) fn serve(&mut self, request: PeerRequest) {
         let id = request.serve;
         self.counters.serves += 1;
         let count = request.keys.len();
@@ -122,7 +120,7 @@ impl AgentCore {
     }
 
     /// Starts blocks of waiting requests, as far as the share of the arena allows.
-    pub(super) fn begin_serves(&mut self) {
+    pub(crate) fn begin_serves(&mut self) {
         while let Some(id) = self.serve_share.waiting.pop_front() {
             let Some(serve) = self.serves.get(&id) else { continue };
             let blocks = serve.next..self.serve_limit(serve);
@@ -139,7 +137,7 @@ impl AgentCore {
 
     /// Returns the end of the range of a request's blocks that may start now.
     fn serve_limit(&self, serve: &Serve) -> u32 {
-        let share = self.arena.bytes() * u64::from(self.settings.arena_serves_permille) / 1000;
+        let share = self.cache.arena.bytes() * u64::from(self.settings.arena_serves_permille) / 1000;
         let leased = self.serve_share.leased_bytes;
         let blocks = share.saturating_sub(leased) / serve.layout.slot_bytes();
         let blocks = if leased == 0 { blocks.max(1) } else { blocks };
@@ -159,17 +157,17 @@ impl AgentCore {
     }
 
     /// Handles the end of sending a block.
-    pub(super) fn serve_done(&mut self, id: ServeId, block: u32) {
+    pub(crate) fn serve_done(&mut self, id: ServeId, block: u32) {
         let Some(serve) = self.serves.get(&id) else { return };
         if let Some(ServeBlock::Sending { frame }) = serve.blocks.get(block as usize).copied() {
             self.set_serve_block(id, block, ServeBlock::Ended);
-            self.unlease(frame);
+            self.cache.unlease(frame);
             self.end_serve_if_complete(id);
         }
     }
 
     /// Handles the loss of the peer's connection.
-    pub(super) fn serve_aborted(&mut self, id: ServeId) {
+    pub(crate) fn serve_aborted(&mut self, id: ServeId) {
         let count = self.serves.get(&id).map_or(0, |serve| serve.blocks.len() as u32);
         for block in 0..count {
             let Some(serve) = self.serves.get(&id) else { return };
@@ -179,13 +177,13 @@ impl AgentCore {
                 ServeBlock::Waiting { place, .. } => self.detach_waiter(place).0,
             };
             self.set_serve_block(id, block, ServeBlock::Ended);
-            self.unlease(frame);
+            self.cache.unlease(frame);
         }
         self.remove_serve(id);
     }
 
     /// Handles the deadline of a request: incomplete blocks are reported as absent.
-    pub(super) fn expire_serve(&mut self, id: ServeId) {
+    pub(crate) fn expire_serve(&mut self, id: ServeId) {
         let count = self.serves.get(&id).map_or(0, |serve| serve.blocks.len() as u32);
         for block in 0..count {
             let Some(serve) = self.serves.get_mut(&id) else { return };
@@ -204,12 +202,12 @@ impl AgentCore {
     }
 
     /// Sends verified layers of a block that a peer waits for.
-    pub(super) fn stream_layers(&mut self, id: ServeId, block: u32, frame: FrameIndex, layers: Range<u32>) {
+    pub(crate) fn stream_layers(&mut self, id: ServeId, block: u32, frame: FrameIndex, layers: Range<u32>) {
         let Some(serve) = self.serves.get(&id) else { return };
         let Some(ServeBlock::Waiting { place, header }) = serve.blocks.get(block as usize).copied() else {
             return;
         };
-        let layout = self.size_classes.get(self.frames.get(frame).size_class).layout;
+        let layout = self.cache.sizes.get(self.cache.frames.get(frame).size_class).layout;
         if header == Header::Due {
             self.counters.serve_blocks_nvme += 1;
             self.emit_header(id, block, frame, Tier::Nvme);
@@ -226,7 +224,7 @@ impl AgentCore {
 
     /// Reports a block as absent after its fill failed. Its lease ends now or, if sending has begun, with the
     /// sending.
-    pub(super) fn serve_failed(&mut self, id: ServeId, block: u32, frame: FrameIndex) {
+    pub(crate) fn serve_failed(&mut self, id: ServeId, block: u32, frame: FrameIndex) {
         let Some(serve) = self.serves.get(&id) else { return };
         let begun = matches!(serve.blocks[block as usize], ServeBlock::Waiting { header: Header::Sent, .. });
         self.emit_absent(id, block);
@@ -234,7 +232,7 @@ impl AgentCore {
             self.set_serve_block(id, block, ServeBlock::Sending { frame });
         } else {
             self.set_serve_block(id, block, ServeBlock::Ended);
-            self.unlease(frame);
+            self.cache.unlease(frame);
         }
         self.end_serve_if_complete(id);
     }
@@ -249,18 +247,18 @@ impl AgentCore {
     ) -> ServePartition {
         let mut partition = ServePartition::default();
         for (block, key) in wanted.iter().copied() {
-            let found = self.index.find(&key).filter(|entry| {
-                self.size_classes.get(self.index.entry(*entry).size_class()).layout == *layout
+            let found = self.cache.index.find(&key).filter(|entry| {
+                self.cache.sizes.get(self.cache.index.entry(*entry).size_class()).layout == *layout
             });
             let Some(entry) = found else {
                 self.serve_absent(id, block);
                 continue;
             };
             self.note_read(entry);
-            let state = self.index.entry(entry);
+            let state = self.cache.index.entry(entry);
             match (state.dram(), state.stored()) {
                 (Dram::Resident(frame), _) => {
-                    self.lease(frame);
+                    self.cache.lease(frame);
                     self.set_serve_block(id, block, ServeBlock::Sending { frame });
                     partition.in_dram.push((block, frame));
                 }
@@ -277,7 +275,7 @@ impl AgentCore {
     fn serve_from_devices(&mut self, id: ServeId, layout: Layout, blocks: &[(u32, EntryIndex)]) {
         let (mut reads, mut room) = (Reads::default(), ArenaSpace::Maybe);
         for (block, entry) in blocks.iter().copied() {
-            let begun = match self.index.entry(entry).dram() {
+            let begun = match self.cache.index.entry(entry).dram() {
                 // The peer requested the block twice.
                 Dram::Filling(frame) => Some(frame),
                 _ if room == ArenaSpace::None => None,
@@ -313,7 +311,7 @@ impl AgentCore {
 
     fn attach_serve(&mut self, id: ServeId, block: u32, frame: FrameIndex) {
         let (place, layers) = self.attach_waiter(frame, Waiter::Serve { serve: id, block });
-        self.lease(frame);
+        self.cache.lease(frame);
         self.set_serve_block(id, block, ServeBlock::Waiting { place, header: Header::Due });
         if layers > 0 {
             self.stream_layers(id, block, frame, 0..layers);
@@ -321,7 +319,7 @@ impl AgentCore {
     }
 
     fn is_read_from_device(&self, frame: FrameIndex) -> bool {
-        match self.frames.get(frame).state {
+        match self.cache.frames.get(frame).state {
             FrameState::Filling(fill) => {
                 self.fills.at(fill).is_some_and(|fill| matches!(fill.origin, FillSource::Device(_)))
             }
@@ -330,7 +328,7 @@ impl AgentCore {
     }
 
     /// Updates the place of a block among the waiters of its fill.
-    pub(super) fn move_serve_block(&mut self, id: ServeId, block: u32, to: WaitPlace) {
+    pub(crate) fn move_serve_block(&mut self, id: ServeId, block: u32, to: WaitPlace) {
         let serve = self.serves.get_mut(&id).expect("a serve leaves its fills before it ends");
         if let ServeBlock::Waiting { place, .. } = &mut serve.blocks[block as usize] {
             *place = to;
@@ -363,8 +361,8 @@ impl AgentCore {
 
     fn remove_serve(&mut self, id: ServeId) {
         let Some(serve) = self.serves.remove(&id) else { return };
-        let entries = self.index.find_all(serve.keys.iter());
-        self.touch_chain(entries.into_iter().flatten());
+        let entries = self.cache.index.find_all(serve.keys.iter());
+        self.cache.touch_chain(entries.into_iter().flatten());
         self.timers.clear(serve.expires, Timer::Serve(id));
         if (serve.next as usize) < serve.blocks.len() {
             self.serve_share.waiting.retain(|waiting| *waiting != id);
@@ -372,16 +370,16 @@ impl AgentCore {
     }
 
     fn emit_header(&mut self, serve: ServeId, block: u32, frame: FrameIndex, tier: Tier) {
-        let checksums = self.checksums(frame).into();
+        let checksums = self.cache.checksums(frame).into();
         self.emit(Effect::ServeHeader { serve, block, tier, checksums });
     }
 
     fn emit_objects(&mut self, serve: ServeId, block: u32, frame: FrameIndex, layers: Range<u32>) {
-        let layout = &self.size_classes.get(self.frames.get(frame).size_class).layout;
+        let layout = &self.cache.sizes.get(self.cache.frames.get(frame).size_class).layout;
         let offset = u64::from(layers.start) * layout.layer_bytes();
         let bytes = u64::from(layers.end - layers.start) * layout.layer_bytes();
         let last = layers.end == layout.layers();
-        let slot = self.frame_slot(frame);
+        let slot = self.cache.frame_slot(frame);
         self.counters.serve_bytes += bytes;
         self.emit(Effect::ServeObjects(ServeObjects { serve, block, slot, offset, bytes, last }));
     }

@@ -7,24 +7,23 @@ use std::collections::BTreeSet;
 
 use reprise_policy::{SessionId, Tick};
 
-use super::AgentCore;
-use super::frames::FrameIndex;
-use super::limits::{INDEX_RESERVE_MAX, PROGRESS_ENTRIES, SESSIONS_MAX};
-use super::size_class::SizeClassId;
-use super::slab::SlabId;
+use crate::agent::AgentCore;
+use crate::cache::{FrameIndex, SizeClassId};
 use crate::effect::{Access, Effect, ProgressEntry, RegionId, Reply};
 use crate::event::{RequestId, SessionOpened};
+use crate::limits::{INDEX_RESERVE_MAX, PROGRESS_ENTRIES, SESSIONS_MAX};
+use crate::slab::SlabId;
 
 /// State of an open session.
 #[derive(Debug)]
-pub(super) struct Session {
-    pub(super) size_class: SizeClassId,
+pub(crate) struct Session {
+    pub(crate) size_class: SizeClassId,
     /// Reservations of the session; each stores its position here.
-    pub(super) reservations: Vec<SlabId>,
+    pub(crate) reservations: Vec<SlabId>,
     /// Commits with blocks that are neither durable nor lost yet.
-    pub(super) tickets: BTreeSet<SlabId>,
+    pub(crate) tickets: BTreeSet<SlabId>,
     /// Number of commits so far.
-    pub(super) commits: u64,
+    pub(crate) commits: u64,
     /// Load of each entry of the progress page.
     loads: [Option<SlabId>; PROGRESS_ENTRIES],
     readable: RegionSet,
@@ -33,22 +32,22 @@ pub(super) struct Session {
 
 /// Slot that an engine fills.
 #[derive(Debug)]
-pub(super) struct Reservation {
-    pub(super) session: SessionId,
-    pub(super) frame: FrameIndex,
+pub(crate) struct Reservation {
+    pub(crate) session: SessionId,
+    pub(crate) frame: FrameIndex,
     /// Position in the session's list of reservations.
-    pub(super) position: u32,
+    pub(crate) position: u32,
     /// Group of the `Reserve` call that created it.
-    pub(super) group: SlabId,
+    pub(crate) group: SlabId,
 }
 
 /// Reservations of one `Reserve` call, which expire together.
 #[derive(Debug)]
-pub(super) struct ReservationGroup {
-    pub(super) session: SessionId,
+pub(crate) struct ReservationGroup {
+    pub(crate) session: SessionId,
     /// Number of reservations that have not ended.
-    pub(super) open: u32,
-    pub(super) expires: Tick,
+    pub(crate) open: u32,
+    pub(crate) expires: Tick,
 }
 
 /// Set of regions, by position in the arena.
@@ -72,31 +71,32 @@ impl RegionSet {
 
 impl Session {
     /// Returns a progress entry that is not in use.
-    pub(super) fn free_entry(&self) -> Option<ProgressEntry> {
+    pub(crate) fn free_entry(&self) -> Option<ProgressEntry> {
         self.loads.iter().position(Option::is_none).map(|entry| ProgressEntry(entry as u16))
     }
 
-    pub(super) fn set_load(&mut self, entry: ProgressEntry, load: Option<SlabId>) {
+    pub(crate) fn set_load(&mut self, entry: ProgressEntry, load: Option<SlabId>) {
         self.loads[usize::from(entry.0)] = load;
     }
 
     /// Iterates the session's loads.
-    pub(super) fn loads(&self) -> impl Iterator<Item = SlabId> {
+    pub(crate) fn loads(&self) -> impl Iterator<Item = SlabId> {
         self.loads.iter().flatten().copied()
     }
 }
 
 impl AgentCore {
     /// Opens a session. Beyond the limits it is not opened, and its requests are answered with `Busy`.
-    pub(super) fn open_session(&mut self, opened: &SessionOpened) {
+    pub(crate) fn open_session(&mut self, opened: &SessionOpened) {
         if self.sessions.len() >= SESSIONS_MAX || self.sessions.contains_key(&opened.session) {
             return;
         }
-        let Some(size_class) = self.intern(opened.tenant, opened.layout) else { return };
-        self.size_classes.hold(size_class);
-        let slot_bytes = self.size_classes.get(size_class).slot_bytes;
-        let blocks_possible = (self.devices.usage().capacity_bytes + self.arena.bytes()) / slot_bytes;
-        self.index.reserve(blocks_possible.min(INDEX_RESERVE_MAX) as usize);
+        let Some(size_class) = self.cache.intern(opened.tenant, opened.layout) else { return };
+        self.cache.sizes.hold(size_class);
+        let slot_bytes = self.cache.sizes.get(size_class).slot_bytes;
+        let blocks_possible =
+            (self.cache.devices.usage().capacity_bytes + self.cache.arena.bytes()) / slot_bytes;
+        self.cache.index.reserve(blocks_possible.min(INDEX_RESERVE_MAX) as usize);
         let session = Session {
             size_class,
             reservations: Vec::new(),
@@ -110,7 +110,7 @@ impl AgentCore {
     }
 
     /// Closes a session and releases everything that it holds.
-    pub(super) fn close_session(&mut self, id: SessionId) {
+    pub(crate) fn close_session(&mut self, id: SessionId) {
         let Some(session) = self.sessions.remove(&id) else { return };
         for load in session.loads() {
             self.end_load(load);
@@ -124,16 +124,16 @@ impl AgentCore {
             self.tickets.remove(*ticket);
         }
         self.cancel_match_lookups(id);
-        self.size_classes.release(session.size_class);
+        self.cache.sizes.release(session.size_class);
     }
 
     /// Sends the reply to a request.
-    pub(super) fn reply(&mut self, session: SessionId, request: RequestId, reply: Reply) {
+    pub(crate) fn reply(&mut self, session: SessionId, request: RequestId, reply: Reply) {
         self.emit(Effect::Reply { session, request, reply });
     }
 
     /// Returns those regions of the frames that the session has not received with this access before.
-    pub(super) fn grants(
+    pub(crate) fn grants(
         &mut self,
         session: SessionId,
         access: Access,
@@ -145,9 +145,9 @@ impl AgentCore {
             Access::ReadWrite => &mut session.writable,
         };
         frames
-            .map(|frame| self.frames.get(frame).place.region)
+            .map(|frame| self.cache.frames.get(frame).place.region)
             .filter(|region| granted.insert(*region))
-            .map(|region| (self.arena.region_id(region), access))
+            .map(|region| (self.cache.arena.region_id(region), access))
             .collect()
     }
 }

@@ -6,37 +6,37 @@
 
 use reprise_policy::{BlockKey, SessionId};
 
-use super::AgentCore;
-use super::slab::SlabId;
+use crate::agent::AgentCore;
 use crate::effect::{Effect, Ticket};
+use crate::slab::SlabId;
 
 /// Pending items of one commit.
 #[derive(Debug)]
-pub(super) struct TicketState {
-    pub(super) session: SessionId,
-    pub(super) ticket: Ticket,
+pub(crate) struct TicketState {
+    pub(crate) session: SessionId,
+    pub(crate) ticket: Ticket,
     /// Number of items that are pending, plus one while the commit is being handled.
-    pub(super) waiting: u32,
-    pub(super) durable: u32,
-    pub(super) lost: Vec<BlockKey>,
+    pub(crate) waiting: u32,
+    pub(crate) durable: u32,
+    pub(crate) lost: Vec<BlockKey>,
 }
 
 /// Outcome of a committed item.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum ItemOutcome {
+pub(crate) enum ItemOutcome {
     Durable,
     Lost,
 }
 
 /// Tickets that wait for one block. Nearly always one, which needs no allocation.
 #[derive(Debug, Default)]
-pub(super) struct TicketList {
+pub(crate) struct TicketList {
     first: Option<SlabId>,
     more: Vec<SlabId>,
 }
 
 impl TicketList {
-    pub(super) fn push(&mut self, ticket: SlabId) {
+    pub(crate) fn push(&mut self, ticket: SlabId) {
         if self.first.is_none() {
             self.first = Some(ticket);
         } else {
@@ -44,14 +44,14 @@ impl TicketList {
         }
     }
 
-    pub(super) fn iter(&self) -> impl Iterator<Item = SlabId> {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = SlabId> {
         self.first.into_iter().chain(self.more.iter().copied())
     }
 }
 
 impl AgentCore {
     /// Records the outcome of one item in each of these tickets.
-    pub(super) fn end_items(&mut self, tickets: &TicketList, key: BlockKey, end: ItemOutcome) {
+    pub(crate) fn end_items(&mut self, tickets: &TicketList, key: BlockKey, end: ItemOutcome) {
         for id in tickets.iter() {
             // The session and its tickets may be gone.
             let Some(ticket) = self.tickets.get_mut(id) else { continue };
@@ -65,7 +65,7 @@ impl AgentCore {
     }
 
     /// Sends the notice of a ticket without pending items.
-    pub(super) fn notify_if_ended(&mut self, id: SlabId) {
+    pub(crate) fn notify_if_ended(&mut self, id: SlabId) {
         if self.tickets.get(id).is_none_or(|ticket| ticket.waiting > 0) {
             return;
         }

@@ -14,27 +14,30 @@
 
 use std::collections::BTreeMap;
 
+use reprise_policy::eviction::EntryIndex;
 use reprise_policy::{BlockKey, ContentId, Tick};
 
-use super::AgentCore;
-use super::devices::SpaceState;
-use super::frames::{FrameIndex, FrameState};
-use super::limits::{BATCH_BLOCKS_MAX, WRITE_ATTEMPTS_MAX};
-use super::size_class::SizeClass;
-use super::slab::{Slab, SlabId};
-use super::tenants::nvme_bytes;
-use super::tickets::{ItemOutcome, TicketList};
+use crate::agent::AgentCore;
+use crate::agent::tickets::{ItemOutcome, TicketList};
+use crate::agent::writeback::queue::Queue;
+use crate::cache::{Dram, EvictionPosition, FrameIndex, FrameState, SizeClass, SpaceState, nvme_bytes};
 use crate::effect::DeviceId;
+use crate::limits::{BATCH_BLOCKS_MAX, WRITE_ATTEMPTS_MAX};
 use crate::pool::{BatchId, BlockWrite, StoredBlock};
-use queue::Queue;
-pub(super) use queue::{Lane, WriteCause};
+use crate::slab::{Slab, SlabId};
 
-mod queue;
+pub(crate) use queue::{Lane, WriteCause};
+
+pub(crate) mod queue;
+
+/// Maximum unsaved ancestors to skip: the blocks by which other devices may lag behind, a batch on each of a
+/// few.
+const ANCESTORS_MAX: usize = 4 * BATCH_BLOCKS_MAX;
 
 /// Unsaved blocks, their queue, and the batches in flight.
 #[derive(Debug)]
-pub(super) struct WriteBack {
-    pub(super) unsaved: Slab<UnsavedBlock>,
+pub(crate) struct WriteBack {
+    pub(crate) unsaved: Slab<UnsavedBlock>,
     queue: Queue,
     unsaved_bytes: u64,
     /// Part of `unsaved_bytes` that peers offered.
@@ -46,26 +49,15 @@ pub(super) struct WriteBack {
 
 /// Block that is not durable yet.
 #[derive(Debug)]
-pub(super) struct UnsavedBlock {
-    pub(super) frame: FrameIndex,
-    pub(super) tickets: TicketList,
-    pub(super) cause: WriteCause,
+pub(crate) struct UnsavedBlock {
+    pub(crate) frame: FrameIndex,
+    pub(crate) tickets: TicketList,
+    pub(crate) cause: WriteCause,
     /// Block before it in its chain, if the commit named one.
     parent: Option<BlockKey>,
-    position: EvictionPosition,
     since: Tick,
     attempts: u8,
     state: SaveState,
-}
-
-/// Position of a saved block's DRAM copy in the eviction order.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum EvictionPosition {
-    /// Evicted last: the block is used on this node.
-    Last,
-    /// Evicted first in its class: only the replica on the device was requested, so it must not displace
-    /// other blocks.
-    First,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -102,7 +94,7 @@ struct Batch {
 
 impl WriteBack {
     /// Creates an empty queue.
-    pub(super) fn new() -> WriteBack {
+    pub(crate) fn new() -> WriteBack {
         WriteBack {
             unsaved: Slab::new(),
             queue: Queue::default(),
@@ -115,30 +107,23 @@ impl WriteBack {
     }
 
     /// Slot bytes of blocks that are not durable yet.
-    pub(super) fn unsaved_bytes(&self) -> u64 {
+    pub(crate) fn unsaved_bytes(&self) -> u64 {
         self.unsaved_bytes
     }
 
     /// Part of `unsaved_bytes` that peers offered.
-    pub(super) fn replicated_bytes(&self) -> u64 {
+    pub(crate) fn replicated_bytes(&self) -> u64 {
         self.replicated_bytes
     }
 
-    /// Marks an unsaved block as used on this node.
-    pub(super) fn note_read(&mut self, slot: u32) {
-        if let Some(block) = self.unsaved.at_mut(slot) {
-            block.position = EvictionPosition::Last;
-        }
-    }
-
     /// Frames that devices are writing.
-    pub(super) fn being_written(&self) -> impl Iterator<Item = FrameIndex> {
+    pub(crate) fn being_written(&self) -> impl Iterator<Item = FrameIndex> {
         let records = self.batches.iter().flat_map(|batch| &batch.blocks);
         records.filter_map(|record| self.unsaved.get(*record)).map(|block| block.frame)
     }
 
     /// Checks that every record is in the queue or in one batch, and that bytes are counted correctly.
-    pub(super) fn audit(&self) -> Result<(), String> {
+    pub(crate) fn audit(&self) -> Result<(), String> {
         let queued = self.queue.iter().map(|(_, id)| (id, SaveState::Queued));
         let queued_bytes: u64 = self.queue.iter().map(|(bytes, _)| bytes).sum();
         if queued_bytes != self.queue.bytes() {
@@ -164,14 +149,14 @@ impl WriteBack {
 
 impl AgentCore {
     /// Flushes the queue at the next opportunity, because saved blocks could be evicted from the full arena.
-    pub(super) fn expedite_writeback(&mut self) {
+    pub(crate) fn expedite_writeback(&mut self) {
         if !self.writeback.queue.is_empty() {
             self.writeback.urgency = Urgency::Immediate;
         }
     }
 
     /// Queues a readable, findable frame for writing; `ticket` waits for the result.
-    pub(super) fn queue_commit(&mut self, frame: FrameIndex, ticket: SlabId, parent: Option<BlockKey>) {
+    pub(crate) fn queue_commit(&mut self, frame: FrameIndex, ticket: SlabId, parent: Option<BlockKey>) {
         let mut tickets = TicketList::default();
         tickets.push(ticket);
         if let Some(waiting) = self.tickets.get_mut(ticket) {
@@ -186,7 +171,7 @@ impl AgentCore {
     }
 
     /// Adds a readable, findable frame to the queue of a lane.
-    pub(super) fn queue_save(
+    pub(crate) fn queue_save(
         &mut self,
         (lane, position): (Lane, EvictionPosition),
         frame: FrameIndex,
@@ -194,33 +179,33 @@ impl AgentCore {
         parent: Option<BlockKey>,
     ) {
         let (state, cause) = (SaveState::Queued, lane.cause);
-        let record =
-            UnsavedBlock { frame, tickets, cause, parent, position, since: self.now, attempts: 0, state };
+        let record = UnsavedBlock { frame, tickets, cause, parent, since: self.now, attempts: 0, state };
+        self.cache.frames.get_mut(frame).position = position;
         let id = self.writeback.unsaved.insert(record);
         self.writeback.unsaved_bytes += lane.slot_bytes;
         if cause == WriteCause::Replicated {
             self.writeback.replicated_bytes += lane.slot_bytes;
         }
-        self.inbound.pending_space.add(lane.tenant, lane.slot_bytes);
+        self.cache.pending_space.add(lane.tenant, lane.slot_bytes);
         self.writeback.queue.push(lane, id, self.now);
-        self.set_frame_state(frame, FrameState::Unsaved(id.slot()));
+        self.cache.set_frame_state(frame, FrameState::Unsaved(id.slot()));
     }
 
     /// Time at which the oldest queued block must be written; `None` while devices are busy or full.
-    pub(super) fn writeback_deadline(&self) -> Option<Tick> {
+    pub(crate) fn writeback_deadline(&self) -> Option<Tick> {
         let oldest = self.writeback.queue.oldest()?;
         (self.writeback.urgency == Urgency::Normal).then(|| oldest.after(self.settings.writeback_delay))
     }
 
     /// Starts all batches that are due and possible.
-    pub(super) fn write_back(&mut self) {
+    pub(crate) fn write_back(&mut self) {
         if !self.writeback_due() {
             return;
         }
         let share = self.batch_bytes();
         let mut full = Vec::new();
         while !self.writeback.queue.is_empty() {
-            let Some(device) = self.devices.emptiest(&full) else { break };
+            let Some(device) = self.cache.devices.emptiest(&full) else { break };
             if !self.start_batch(device, share) {
                 full.push(device);
             }
@@ -237,44 +222,37 @@ impl AgentCore {
     /// Whether nothing in progress or evictable will ever free space for a lane. Otherwise starts to free
     /// space, if none is free.
     fn can_never_be_written(&mut self, lane: Lane) -> bool {
-        if !self.may_be_saved(lane) {
+        if !self.cache.may_be_saved(lane.request()) {
             return true;
         }
-        let at_limit = self.tenants.nvme(lane.tenant).room() < nvme_bytes(lane.slot_bytes);
+        let at_limit = self.cache.accounts.nvme(lane.tenant).room() < nvme_bytes(lane.slot_bytes);
         match lane.cause {
-            WriteCause::Replicated => at_limit || !self.devices.has_slot(lane.slot_bytes),
+            WriteCause::Replicated => at_limit || !self.cache.devices.has_slot(lane.slot_bytes),
             // A tenant at its limit waits for the end of its own reads and writes.
-            WriteCause::Committed if at_limit || self.devices.has_slot(lane.slot_bytes) => false,
-            WriteCause::Committed => self.make_pool_room(lane) == SpaceState::Unavailable,
+            WriteCause::Committed if at_limit || self.cache.devices.has_slot(lane.slot_bytes) => false,
+            WriteCause::Committed => self.cache.make_pool_room(lane.request()) == SpaceState::Unavailable,
         }
-    }
-
-    /// Whether blocks of a lane fit a device and the tenant's limit.
-    pub(super) fn may_be_saved(&self, lane: Lane) -> bool {
-        self.devices.can_hold(lane.slot_bytes)
-            && self.tenants.nvme(lane.tenant).quota.limit() >= nvme_bytes(lane.slot_bytes)
     }
 
     /// Returns the lane for the block of a frame.
-    pub(super) fn lane_of(&self, frame: FrameIndex, cause: WriteCause) -> Lane {
+    pub(crate) fn lane_of(&self, frame: FrameIndex, cause: WriteCause) -> Lane {
         let SizeClass { slot_bytes, tenant_index, .. } =
-            *self.size_classes.get(self.frames.get(frame).size_class);
+            *self.cache.sizes.get(self.cache.frames.get(frame).size_class);
         Lane { slot_bytes, tenant: tenant_index, cause }
     }
 
-    /// Evicts blocks of a lane's tenant until one more is within the limit; `false` if too few are evictable.
-    fn make_nvme_room_below_limit(&mut self, lane: Lane) -> bool {
-        let bytes = nvme_bytes(lane.slot_bytes);
-        while self.tenants.nvme(lane.tenant).room() < bytes {
-            if lane.cause == WriteCause::Replicated || !self.evict_nvme_of(lane.tenant) {
-                return false;
+    /// Makes room for a block within the limit of its tenant. Nothing is evicted for replicas.
+    fn make_nvme_room(&mut self, lane: Lane) -> bool {
+        match lane.cause {
+            WriteCause::Committed => self.cache.make_nvme_room(lane.request()),
+            WriteCause::Replicated => {
+                self.cache.nvme_usage(lane.tenant).room() >= nvme_bytes(lane.slot_bytes)
             }
         }
-        true
     }
 
     /// Handles the end of a batch.
-    pub(super) fn batch_done(&mut self, id: BatchId, stored: &[StoredBlock]) {
+    pub(crate) fn batch_done(&mut self, id: BatchId, stored: &[StoredBlock]) {
         let Some(at) = self.writeback.batches.iter().position(|batch| batch.id == id) else { return };
         let batch = self.writeback.batches.swap_remove(at);
         for record in &batch.blocks {
@@ -282,9 +260,9 @@ impl AgentCore {
                 self.writeback.unsaved.get(*record).expect("a block that is being written has a record");
             let lane = self.lane_of(block.frame, block.cause);
             // Stored blocks are charged again with their index entries.
-            self.tenants.release_nvme(lane.tenant, lane.slot_bytes);
+            self.cache.accounts.release_nvme(lane.tenant, lane.slot_bytes);
         }
-        if self.devices.is_usable(batch.device) {
+        if self.cache.devices.is_usable(batch.device) {
             for block in self.in_order_of_commit(&batch, stored) {
                 self.block_stored(batch.device, block);
             }
@@ -301,8 +279,8 @@ impl AgentCore {
     /// order.
     fn in_order_of_commit<'a>(&self, batch: &Batch, stored: &'a [StoredBlock]) -> Vec<&'a StoredBlock> {
         let key = |record: &SlabId| {
-            let entry = self.frames.get(self.writeback.unsaved.get(*record)?.frame).entry()?;
-            Some(self.index.entry(entry).key())
+            let entry = self.cache.frames.get(self.writeback.unsaved.get(*record)?.frame).entry()?;
+            Some(self.cache.index.entry(entry).key())
         };
         let order: BTreeMap<Option<BlockKey>, usize> = batch.blocks.iter().map(key).zip(0..).collect();
         let mut blocks: Vec<&StoredBlock> = stored.iter().collect();
@@ -311,8 +289,8 @@ impl AgentCore {
     }
 
     /// Parent of an unsaved block in its chain.
-    pub(super) fn parent_of_unsaved(&self, frame: FrameIndex) -> Option<BlockKey> {
-        let FrameState::Unsaved(slot) = self.frames.get(frame).state else { return None };
+    pub(crate) fn parent_of_unsaved(&self, frame: FrameIndex) -> Option<BlockKey> {
+        let FrameState::Unsaved(slot) = self.cache.frames.get(frame).state else { return None };
         self.writeback.unsaved.at(slot)?.parent
     }
 
@@ -322,12 +300,12 @@ impl AgentCore {
         self.writeback.urgency != Urgency::Normal
             || self.writeback.queue.bytes() >= self.settings.writeback_bytes
             || oldest.after(self.settings.writeback_delay) <= self.now
-            || self.devices.usable() == 0
+            || self.cache.devices.usable() == 0
     }
 
     /// Bytes of one batch: each device gets an equal share of the queue, at most `writeback_bytes`.
     fn batch_bytes(&self) -> u64 {
-        let devices = self.devices.usable().max(1) as u64;
+        let devices = self.cache.devices.usable().max(1) as u64;
         self.writeback.queue.bytes().div_ceil(devices).min(self.settings.writeback_bytes)
     }
 
@@ -341,11 +319,11 @@ impl AgentCore {
             let room =
                 |count, bytes| count == 0 || (bytes + slot_bytes <= bytes_max && count < BATCH_BLOCKS_MAX);
             while self.writeback.queue.holds(lane) && room(writes.len(), bytes) {
-                if !self.make_nvme_room_below_limit(lane) {
+                if !self.make_nvme_room(lane) {
                     break;
                 }
-                let Some(page) = self.devices.allocate(device, slot_bytes) else { break };
-                self.tenants.charge_nvme(lane.tenant, slot_bytes);
+                let Some(page) = self.cache.devices.allocate(device, slot_bytes) else { break };
+                self.cache.accounts.charge_nvme(lane.tenant, slot_bytes);
                 let record = self.writeback.queue.pop(lane).expect("just seen");
                 let block = self.writeback.unsaved.get_mut(record).expect("queued records live");
                 block.state = SaveState::Writing(id);
@@ -361,42 +339,43 @@ impl AgentCore {
         self.writeback.batches_started += 1;
         self.writeback.batches.push(Batch { id, device, blocks });
         self.counters.writeback_batches += 1;
-        let ops = self.devices.write_batch(device, id, writes);
-        self.emit_ops(device, ops);
+        let ops = self.cache.devices.write_batch(device, id, writes);
+        self.cache.emit_ops(context!(self), device, ops);
         true
     }
 
     fn block_write(&self, frame: FrameIndex, page: crate::pool::PageNumber) -> BlockWrite {
-        let state = self.frames.get(frame);
-        let entry = self.index.entry(state.entry().expect("an unsaved block can be found"));
-        let SizeClass { tenant, tenant_index, layout, .. } = *self.size_classes.get(state.size_class);
+        let state = self.cache.frames.get(frame);
+        let entry = self.cache.index.entry(state.entry().expect("an unsaved block can be found"));
+        let SizeClass { tenant, tenant_index, layout, .. } = *self.cache.sizes.get(state.size_class);
         BlockWrite {
             key: entry.key(),
             tenant,
-            tenant_name: self.tenants.get(tenant_index).name.clone(),
+            tenant_name: self.cache.accounts.get(tenant_index).name.clone(),
             layout,
             content: ContentId::UNKNOWN,
             priority: entry.class(),
-            checksums: self.checksums(frame).into(),
-            slot: self.arena.slot(state.place),
+            checksums: self.cache.checksums(frame).into(),
+            slot: self.cache.arena.slot(state.place),
             page,
         }
     }
 
     /// Records that a block of a batch is durable.
     fn block_stored(&mut self, device: DeviceId, block: &StoredBlock) {
-        let found = self.index.find(&block.key).and_then(|entry| match self.index.entry(entry).dram() {
-            super::index::Dram::Resident(frame) => Some((entry, frame)),
-            _ => None,
-        });
-        let Some((entry, frame)) = found else { return self.devices.free(device, block.page) };
-        let FrameState::Unsaved(slot) = self.frames.get(frame).state else {
-            return self.devices.free(device, block.page);
+        let found =
+            self.cache.index.find(&block.key).and_then(|entry| match self.cache.index.entry(entry).dram() {
+                Dram::Resident(frame) => Some((entry, frame)),
+                _ => None,
+            });
+        let Some((entry, frame)) = found else { return self.cache.devices.free(device, block.page) };
+        let FrameState::Unsaved(slot) = self.cache.frames.get(frame).state else {
+            return self.cache.devices.free(device, block.page);
         };
-        let bytes = self.size_classes.get(self.frames.get(frame).size_class).layout.block_bytes();
-        self.counters.stored_blocks_total += 1;
-        self.counters.stored_bytes_total += bytes;
-        self.keep_stored(entry, device, block);
+        let bytes = self.cache.sizes.get(self.cache.frames.get(frame).size_class).layout.block_bytes();
+        self.cache.counters.stored_blocks_total += 1;
+        self.cache.counters.stored_bytes_total += bytes;
+        self.cache.keep_stored(entry, device, block);
         let record = self.writeback.unsaved.id_at(slot).expect("an unsaved frame has a record");
         if self.writeback.unsaved.get(record).is_some_and(|block| block.cause == WriteCause::Replicated) {
             self.counters.taken_blocks_stored += 1;
@@ -408,7 +387,7 @@ impl AgentCore {
     /// attempt.
     fn write_failed(&mut self, record: SlabId, device: DeviceId) {
         self.counters.write_failures += 1;
-        let fault = self.devices.is_usable(device);
+        let fault = self.cache.devices.is_usable(device);
         let block = self.writeback.unsaved.get_mut(record).expect("the caller has checked");
         block.attempts += u8::from(fault);
         if block.attempts >= WRITE_ATTEMPTS_MAX {
@@ -429,7 +408,8 @@ impl AgentCore {
     /// Drops the blocks of a lane that can never be written. Blocks that engines have committed since a peer
     /// offered them move to the lane of committed blocks.
     fn drop_lane(&mut self, lane: Lane) -> Remaining {
-        let is_limited = self.devices.can_hold(lane.slot_bytes) && !self.may_be_saved(lane);
+        let is_limited =
+            self.cache.devices.can_hold(lane.slot_bytes) && !self.cache.may_be_saved(lane.request());
         let mut left = Remaining::None;
         while let Some(record) = self.writeback.queue.pop(lane) {
             let block = self.writeback.unsaved.get(record).expect("queued records live");
@@ -439,7 +419,7 @@ impl AgentCore {
                 continue;
             }
             if is_limited && lane.cause == WriteCause::Committed {
-                self.count_limited(lane);
+                self.cache.count_limited(lane.request());
             }
             self.end_unsaved(record, ItemOutcome::Lost);
         }
@@ -447,19 +427,14 @@ impl AgentCore {
     }
 
     /// Promotes an offered, unsaved block that an engine has committed.
-    pub(super) fn promote_to_committed(&mut self, record: SlabId) {
+    pub(crate) fn promote_to_committed(&mut self, record: SlabId) {
         let Some(block) = self.writeback.unsaved.get_mut(record) else { return };
-        block.position = EvictionPosition::Last;
+        let frame = block.frame;
+        self.cache.frames.get_mut(frame).position = EvictionPosition::Last;
         if std::mem::replace(&mut block.cause, WriteCause::Committed) == WriteCause::Replicated {
-            let frame = block.frame;
-            self.writeback.replicated_bytes -= self.frame_slot(frame).bytes;
+            self.writeback.replicated_bytes -= self.cache.frame_slot(frame).bytes;
             self.release_pending_frame(frame);
         }
-    }
-
-    /// Counts a block that is not saved because the tenant's limit is smaller than one block.
-    pub(super) fn count_limited(&mut self, lane: Lane) {
-        self.tenants.get_mut(lane.tenant).counts.nvme_limited_bytes += lane.slot_bytes;
     }
 
     /// Ends the record of a block that is durable or lost; its frame becomes clean.
@@ -467,19 +442,43 @@ impl AgentCore {
         let Some(ended) = self.writeback.unsaved.remove(record) else { return };
         let Lane { slot_bytes, tenant, .. } = self.lane_of(ended.frame, ended.cause);
         self.writeback.unsaved_bytes -= slot_bytes;
-        self.inbound.pending_space.remove(tenant, slot_bytes);
+        self.cache.pending_space.remove(tenant, slot_bytes);
         if ended.cause == WriteCause::Replicated {
             self.writeback.replicated_bytes -= slot_bytes;
             self.release_pending_frame(ended.frame);
         }
-        let entry = self.frames.get(ended.frame).entry().expect("an unsaved block can be found");
-        let key = self.index.entry(entry).key();
-        self.set_frame_state(ended.frame, FrameState::Clean);
-        match ended.position {
+        let entry = self.cache.frames.get(ended.frame).entry().expect("an unsaved block can be found");
+        let key = self.cache.index.entry(entry).key();
+        self.cache.set_frame_state(ended.frame, FrameState::Clean);
+        match self.cache.frames.get(ended.frame).position {
             EvictionPosition::Last => self.order_before_parent(entry, ended.parent),
-            EvictionPosition::First => self.evict_first(ended.frame),
+            EvictionPosition::First => self.cache.evict_first(ended.frame),
         }
-        self.drop_if_damaged(ended.frame);
+        self.cache.drop_if_damaged(ended.frame);
         self.end_items(&ended.tickets, key, end);
+    }
+
+    /// Moves a block immediately before its parent in its eviction orders, or makes it the newest if it has
+    /// none.
+    pub(crate) fn order_before_parent(&mut self, entry: EntryIndex, parent: Option<BlockKey>) {
+        if self.cache.is_ordered(entry) {
+            let ancestor = self.nearest_saved(parent);
+            self.cache.order_before(entry, ancestor);
+        }
+    }
+
+    /// Returns a block or, if it is unsaved, its nearest saved ancestor.
+    fn nearest_saved(&self, key: Option<BlockKey>) -> Option<EntryIndex> {
+        let mut entry = self.cache.index.find(&key?)?;
+        // Parents that clients send may form a cycle.
+        for _ in 0..ANCESTORS_MAX {
+            let Dram::Resident(frame) = self.cache.index.entry(entry).dram() else { break };
+            let is_saved = !matches!(self.cache.frames.get(frame).state, FrameState::Unsaved(_));
+            if is_saved {
+                break;
+            }
+            entry = self.cache.index.find(&self.parent_of_unsaved(frame)?)?;
+        }
+        Some(entry)
     }
 }

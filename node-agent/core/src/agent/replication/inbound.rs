@@ -15,38 +15,31 @@
 //! block in use. Otherwise it is an ordinary block from the start of its fetch: loads attach to it, and a
 //! commit of the same block replaces it.
 
-mod pending_space;
-
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
 use reprise_policy::{BlockKey, NodeId, NodeMode, Tick};
 
 use crate::agent::AgentCore;
-use crate::agent::description::BlockOrigin;
 use crate::agent::fills::{Fill, FillSource, Retention};
-use crate::agent::frames::{FrameIndex, FrameState};
-use crate::agent::index::Dram;
-use crate::agent::limits::{
-    OFFER_RETRY_MAX, OFFERED_SIZE_CLASSES_MAX, PLACE_KEYS_MAX, PLACE_RETRY, PULL_ARENA_PERMILLE,
-    PULL_BYTES_MAX, PULL_RETRY, PULL_WAIT_MAX, PULLS_WAITING_MAX,
-};
-use crate::agent::size_class::{SizeClass, SizeClassId};
-use crate::agent::tenants::nvme_bytes;
 use crate::agent::tickets::TicketList;
-use crate::agent::writeback::{EvictionPosition, WriteCause};
+use crate::agent::writeback::queue::WriteCause;
+use crate::cache::{
+    BlockOrigin, EvictionPosition, FrameIndex, FrameState, OfferedBlock, PendingSpace, SizeClass, SizeClassId,
+};
 use crate::effect::{Diagnostic, Effect, LossReason, PeerBlock};
 use crate::event::PeerOffer;
-use pending_space::PendingSpace;
+use crate::limits::{
+    OFFER_RETRY_MAX, OFFERED_SIZE_CLASSES_MAX, PLACE_KEYS_MAX, PLACE_RETRY, PULL_RETRY, PULL_WAIT_MAX,
+    PULLS_WAITING_MAX,
+};
 
 /// Accepted blocks, and limits on them.
 #[derive(Debug, Default)]
-pub(in crate::agent) struct Inbound {
+pub(crate) struct Inbound {
     waiting: VecDeque<Pull>,
     /// Keys of the pulls in `waiting`.
     keys: BTreeSet<BlockKey>,
-    /// Space on the devices that accepted and unsaved blocks will need.
-    pub(in crate::agent) pending_space: PendingSpace,
     /// Slot bytes of replicas that are being fetched or written.
     in_flight_bytes: u64,
     /// Time of the next attempt, after the arena had no room.
@@ -62,19 +55,6 @@ struct Pull {
     size_class: SizeClassId,
     from: NodeId,
     since: Tick,
-}
-
-/// State of an offered block on this node.
-enum OfferedBlock {
-    /// Durable, or being written.
-    Durable,
-    /// In DRAM only.
-    InDram(FrameIndex),
-    /// Being fetched for a load; contains the slot of the fill.
-    Filling(u32),
-    /// Exists under another tenant or layout.
-    Foreign,
-    Unknown,
 }
 
 /// Result of an attempt to start a pull.
@@ -96,17 +76,17 @@ struct OfferAllowance {
 
 impl Inbound {
     /// Number of accepted blocks that are not being fetched yet.
-    pub(in crate::agent) fn waiting(&self) -> usize {
+    pub(crate) fn waiting(&self) -> usize {
         self.waiting.len()
     }
 
     /// Slot bytes of replicas that are being fetched or written.
-    pub(in crate::agent) fn in_flight_bytes(&self) -> u64 {
+    pub(crate) fn in_flight_bytes(&self) -> u64 {
         self.in_flight_bytes
     }
 
     /// Time at which to continue if no event arrives before.
-    pub(in crate::agent) fn wake(&self) -> Option<Tick> {
+    pub(crate) fn wake(&self) -> Option<Tick> {
         let first = self.waiting.front()?;
         Some(self.retry_at.unwrap_or(first.since.after(PULL_WAIT_MAX)))
     }
@@ -123,7 +103,7 @@ impl OfferAllowance {
 
 impl AgentCore {
     /// Handles a peer's offer.
-    pub(in crate::agent) fn peer_offer(&mut self, offered: &PeerOffer) {
+    pub(crate) fn peer_offer(&mut self, offered: &PeerOffer) {
         self.counters.incoming_offers += 1;
         self.counters.incoming_offer_keys += offered.keys.len() as u64;
         let (taken, retry_after) = match self.size_class_of_offer(offered) {
@@ -137,16 +117,16 @@ impl AgentCore {
     /// Returns the size class of offered blocks, or `None` if this node rejects the whole offer.
     fn size_class_of_offer(&mut self, offered: &PeerOffer) -> Option<SizeClassId> {
         let accepts = self.outbound.mode() == NodeMode::Active && !self.bandwidth.is_disabled();
-        let accepts = accepts && self.arena.may_accept_replicas(offered.tenant);
+        let accepts = accepts && self.cache.arena.may_accept_replicas(offered.tenant);
         if !accepts || offered.keys.len() > PLACE_KEYS_MAX {
             return None;
         }
         let slot_bytes = offered.layout.slot_bytes();
-        if slot_bytes > self.arena.region_bytes_max() || !self.devices.can_hold(slot_bytes) {
+        if slot_bytes > self.cache.arena.region_bytes_max() || !self.cache.devices.can_hold(slot_bytes) {
             return None;
         }
-        let known = self.size_classes.find(offered.tenant, offered.layout);
-        if known.is_none() && self.size_classes.in_use() >= OFFERED_SIZE_CLASSES_MAX {
+        let known = self.cache.sizes.find(offered.tenant, offered.layout);
+        if known.is_none() && self.cache.sizes.in_use() >= OFFERED_SIZE_CLASSES_MAX {
             if !std::mem::replace(&mut self.inbound.rejection_reported, true) {
                 self.emit(Effect::Diagnostic(Diagnostic::OffersRefused {
                     layouts: OFFERED_SIZE_CLASSES_MAX,
@@ -154,12 +134,12 @@ impl AgentCore {
             }
             return None;
         }
-        self.intern(offered.tenant, offered.layout)
+        self.cache.intern(offered.tenant, offered.layout)
     }
 
     /// Accepts the blocks that there is room for; returns their indices and the delay for the others.
     fn accept_offer(&mut self, offered: &PeerOffer, size_class: SizeClassId) -> (Vec<u32>, Duration) {
-        let mut room = self.room_without_eviction(size_class);
+        let mut room = OfferAllowance { blocks: self.cache.room_without_eviction(size_class) };
         let (mut taken, mut retry_after) = (Vec::new(), Duration::MAX);
         for (at, key) in (0..).zip(&offered.keys) {
             match self.accept_block((*key, size_class), offered.from, &mut room) {
@@ -178,7 +158,7 @@ impl AgentCore {
         from: NodeId,
         room: &mut OfferAllowance,
     ) -> Result<(), Duration> {
-        match self.offered_block(&key, size_class) {
+        match self.cache.offered_block(&key, size_class) {
             OfferedBlock::Durable => return Ok(()),
             OfferedBlock::Foreign => return Err(OFFER_RETRY_MAX),
             _ if self.inbound.keys.contains(&key) => return Ok(()),
@@ -196,58 +176,15 @@ impl AgentCore {
         if self.inbound.waiting.len() >= PULLS_WAITING_MAX {
             return Err(PLACE_RETRY);
         }
-        let SizeClass { slot_bytes, tenant_index, .. } = *self.size_classes.get(size_class);
+        let SizeClass { slot_bytes, tenant_index, .. } = *self.cache.sizes.get(size_class);
         if self.bandwidth.take(slot_bytes, self.now).is_err() {
             return Err(self.bandwidth.wait(self.now));
         }
-        self.size_classes.hold(size_class);
+        self.cache.sizes.hold(size_class);
         self.inbound.keys.insert(key);
-        self.inbound.pending_space.add(tenant_index, slot_bytes);
+        self.cache.pending_space.add(tenant_index, slot_bytes);
         self.inbound.waiting.push_back(Pull { key, size_class, from, since: self.now });
         Ok(())
-    }
-
-    fn offered_block(&self, key: &BlockKey, size_class: SizeClassId) -> OfferedBlock {
-        let Some(entry) = self.index.find(key) else { return OfferedBlock::Unknown };
-        let state = self.index.entry(entry);
-        let kept = state.stored().is_some();
-        match state.dram() {
-            _ if state.size_class() != size_class => OfferedBlock::Foreign,
-            _ if kept => OfferedBlock::Durable,
-            Dram::Resident(frame) => match self.frames.get(frame).state {
-                FrameState::Unsaved(_) => OfferedBlock::Durable,
-                _ => OfferedBlock::InDram(frame),
-            },
-            Dram::Filling(frame) => match self.frames.get(frame).state {
-                FrameState::Filling(fill) => OfferedBlock::Filling(fill),
-                _ => OfferedBlock::Foreign,
-            },
-            Dram::Absent => OfferedBlock::Unknown,
-        }
-    }
-
-    /// Number of blocks of a size class that fit into the devices, their journals and the tenant's quota,
-    /// without touching the free target or pending space. Zero if the tenant's DRAM limit is below one block.
-    /// The unusable ends of segments are counted as used, before the segments are assigned to a size.
-    fn room_without_eviction(&self, size_class: SizeClassId) -> OfferAllowance {
-        let SizeClass { slot_bytes, tenant_index, .. } = *self.size_classes.get(size_class);
-        if self.tenants.dram(tenant_index).quota.limit() < slot_bytes {
-            return OfferAllowance { blocks: 0 };
-        }
-        let bytes = nvme_bytes(slot_bytes);
-        let usage = self.devices.usage();
-        let kept_free = |of: u64| of * u64::from(self.settings.pool_free_permille) / 1000;
-        let pending = &self.inbound.pending_space;
-        let ends = |(bytes, blocks)| self.devices.ends_of_segments(bytes, blocks);
-        let withheld =
-            kept_free(usage.capacity_bytes) + pending.bytes() + pending.sizes().map(ends).sum::<u64>();
-        let free = usage.slot_bytes_free.saturating_sub(withheld);
-        let free = free.saturating_sub(ends((bytes, free / bytes)));
-        let of_tenant = self.tenants.nvme(tenant_index).room().saturating_sub(pending.bytes_of(tenant_index));
-        let entries = usage.entries_free.saturating_sub(kept_free(usage.entries_max) + pending.blocks());
-        let slots = self.devices.slots_free(slot_bytes).saturating_sub(pending.blocks());
-        let blocks = (free / bytes).min(of_tenant / bytes).min(entries).min(slots);
-        OfferAllowance { blocks }
     }
 
     /// Marks a fetch for a load so that its block becomes durable here.
@@ -257,43 +194,44 @@ impl AgentCore {
         if !is_read && std::mem::replace(&mut fill.keep, Retention::Saved) == Retention::Cached {
             let frame = fill.frame;
             let SizeClass { slot_bytes, tenant_index, .. } =
-                *self.size_classes.get(self.frames.get(frame).size_class);
+                *self.cache.sizes.get(self.cache.frames.get(frame).size_class);
             self.inbound.in_flight_bytes += slot_bytes;
-            self.inbound.pending_space.add(tenant_index, slot_bytes);
+            self.cache.pending_space.add(tenant_index, slot_bytes);
         }
     }
 
     /// Releases the pending space of a fill that has ended.
-    pub(in crate::agent) fn release_pending(&mut self, fill: &Fill) {
+    pub(crate) fn release_pending(&mut self, fill: &Fill) {
         if fill.keep == Retention::Saved {
             let SizeClass { slot_bytes, tenant_index, .. } =
-                *self.size_classes.get(self.frames.get(fill.frame).size_class);
-            self.inbound.pending_space.remove(tenant_index, slot_bytes);
+                *self.cache.sizes.get(self.cache.frames.get(fill.frame).size_class);
+            self.cache.pending_space.remove(tenant_index, slot_bytes);
             self.release_pending_frame(fill.frame);
         }
     }
 
     /// Counts a replica that is no longer being fetched or written.
-    pub(in crate::agent) fn release_pending_frame(&mut self, frame: FrameIndex) {
-        self.inbound.in_flight_bytes -= self.frame_slot(frame).bytes;
+    pub(crate) fn release_pending_frame(&mut self, frame: FrameIndex) {
+        self.inbound.in_flight_bytes -= self.cache.frame_slot(frame).bytes;
     }
 
     /// Queues a block in DRAM for writing, as a replica.
-    pub(in crate::agent) fn save_replica(&mut self, frame: FrameIndex, position: EvictionPosition) {
+    pub(crate) fn save_replica(&mut self, frame: FrameIndex, position: EvictionPosition) {
         let lane = self.lane_of(frame, WriteCause::Replicated);
-        if self.frames.get(frame).state == FrameState::Clean && self.may_be_saved(lane) {
-            let entry = self.frames.get(frame).entry().expect("a clean frame can be found");
-            self.index.entry_mut(entry).set_origin(BlockOrigin::Placed);
+        if self.cache.frames.get(frame).state == FrameState::Clean && self.cache.may_be_saved(lane.request())
+        {
+            let entry = self.cache.frames.get(frame).entry().expect("a clean frame can be found");
+            self.cache.index.entry_mut(entry).set_origin(BlockOrigin::Placed);
             self.inbound.in_flight_bytes += lane.slot_bytes;
             self.queue_save((lane, position), frame, TicketList::default(), None);
         } else if position == EvictionPosition::First {
-            self.evict_first(frame);
+            self.cache.evict_first(frame);
         }
     }
 
     /// Starts the fetches that there is room for, the oldest first. Blocks without room in the arena do not
     /// delay other size classes.
-    pub(in crate::agent) fn begin_pulls(&mut self) {
+    pub(crate) fn begin_pulls(&mut self) {
         if self.inbound.waiting.is_empty()
             || self.inbound.retry_at.is_some_and(|retry_at| retry_at > self.now)
         {
@@ -329,38 +267,34 @@ impl AgentCore {
                     self.cancel_pull(&pull);
                 }
             }
+            self.route();
         }
         if !passed.is_empty() {
             self.inbound.retry_at = Some(self.now.after(PULL_RETRY));
         }
         passed.into_iter().rev().for_each(|pull| self.inbound.waiting.push_front(pull));
         for ((node, size_class), blocks) in groups {
-            let layout = self.size_classes.get(size_class).layout;
+            let layout = self.cache.sizes.get(size_class).layout;
             self.emit_fetch(node, layout, blocks, self.settings.load_deadline_default);
         }
     }
 
-    /// Maximum slot bytes of replicas being fetched and written.
-    fn pull_bytes_max(&self) -> u64 {
-        PULL_BYTES_MAX.min(self.share_of_arena(PULL_ARENA_PERMILLE))
-    }
-
     /// Unsaved slot bytes that count against the engines' share of the arena. Replicas have their own share;
     /// their excess beyond it counts, because no unsaved block can be evicted.
-    pub(in crate::agent) fn unsaved_bytes_of_engines(&self) -> u64 {
-        self.writeback.unsaved_bytes() - self.writeback.replicated_bytes().min(self.pull_bytes_max())
+    pub(crate) fn unsaved_bytes_of_engines(&self) -> u64 {
+        self.writeback.unsaved_bytes() - self.writeback.replicated_bytes().min(self.cache.pull_bytes_max())
     }
 
     /// Whether one more block of a size class may be fetched.
     fn may_pull(&self, size_class: SizeClassId) -> bool {
-        let bytes_max = self.pull_bytes_max();
+        let bytes_max = self.cache.pull_bytes_max();
         let in_flight = self.inbound.in_flight_bytes;
-        in_flight == 0 || in_flight + self.size_classes.get(size_class).slot_bytes <= bytes_max
+        in_flight == 0 || in_flight + self.cache.sizes.get(size_class).slot_bytes <= bytes_max
     }
 
     /// Starts the fetch of a block, unless the block has arrived in the meantime.
     fn begin_pull(&mut self, pull: &Pull) -> PullOutcome {
-        match self.offered_block(&pull.key, pull.size_class) {
+        match self.cache.offered_block(&pull.key, pull.size_class) {
             OfferedBlock::Unknown => {}
             OfferedBlock::InDram(frame) => {
                 self.save_replica(frame, EvictionPosition::Last);
@@ -377,7 +311,7 @@ impl AgentCore {
         }
         match self.begin_peer_fill((pull.key, pull.size_class), pull.from, None, BlockOrigin::Placed) {
             Ok((frame, block)) => {
-                if let FrameState::Filling(fill) = self.frames.get(frame).state {
+                if let FrameState::Filling(fill) = self.cache.frames.get(frame).state {
                     self.retain_fill(fill);
                 }
                 PullOutcome::Fetched(block)
@@ -390,29 +324,29 @@ impl AgentCore {
     /// Whether the devices and the tenant's memory still have room for a waiting pull. The room seen at
     /// acceptance may have gone to engines and other pulls.
     fn still_has_room(&mut self, size_class: SizeClassId) -> bool {
-        let SizeClass { slot_bytes, tenant, tenant_index, .. } = *self.size_classes.get(size_class);
-        self.inbound.pending_space.remove(tenant_index, slot_bytes);
-        let has_room = self.room_without_eviction(size_class).take();
-        self.inbound.pending_space.add(tenant_index, slot_bytes);
-        has_room && self.arena.may_accept_replicas(tenant)
+        let SizeClass { slot_bytes, tenant, tenant_index, .. } = *self.cache.sizes.get(size_class);
+        self.cache.pending_space.remove(tenant_index, slot_bytes);
+        let has_room = self.cache.room_without_eviction(size_class) > 0;
+        self.cache.pending_space.add(tenant_index, slot_bytes);
+        has_room && self.cache.arena.may_accept_replicas(tenant)
     }
 
     /// Cancels a waiting pull and returns its bandwidth tokens.
     fn cancel_pull(&mut self, pull: &Pull) {
-        self.bandwidth.return_tokens(self.size_classes.get(pull.size_class).slot_bytes);
+        self.bandwidth.return_tokens(self.cache.sizes.get(pull.size_class).slot_bytes);
         self.remove_pull(pull);
     }
 
     /// Removes a pull that no longer waits.
     fn remove_pull(&mut self, pull: &Pull) {
         self.inbound.keys.remove(&pull.key);
-        let SizeClass { slot_bytes, tenant_index, .. } = *self.size_classes.get(pull.size_class);
-        self.inbound.pending_space.remove(tenant_index, slot_bytes);
-        self.size_classes.release(pull.size_class);
+        let SizeClass { slot_bytes, tenant_index, .. } = *self.cache.sizes.get(pull.size_class);
+        self.cache.pending_space.remove(tenant_index, slot_bytes);
+        self.cache.sizes.release(pull.size_class);
     }
 
     /// Checks the counts of replicas, and that a block waits once, for the audit.
-    pub(in crate::agent) fn audit_inbound(&self) -> Result<(), String> {
+    pub(crate) fn audit_inbound(&self) -> Result<(), String> {
         let Inbound { waiting, keys, in_flight_bytes, .. } = &self.inbound;
         let same = waiting.iter().all(|pull| keys.contains(&pull.key)) && waiting.len() == keys.len();
         if !same {
@@ -423,10 +357,10 @@ impl AgentCore {
         let unsaved =
             self.writeback.unsaved.iter().filter(|(_, block)| block.cause == WriteCause::Replicated);
         let frames = fills.chain(unsaved.map(|(_, block)| block.frame));
-        let sum: u64 = frames.map(|frame| self.frame_slot(frame).bytes).sum();
+        let sum: u64 = frames.map(|frame| self.cache.frame_slot(frame).bytes).sum();
         let unsaved =
             self.writeback.unsaved.iter().filter(|(_, block)| block.cause == WriteCause::Replicated);
-        let unsaved: u64 = unsaved.map(|(_, block)| self.frame_slot(block.frame).bytes).sum();
+        let unsaved: u64 = unsaved.map(|(_, block)| self.cache.frame_slot(block.frame).bytes).sum();
         if unsaved != self.writeback.replicated_bytes() {
             return Err(format!(
                 "{unsaved} unsaved bytes of replicas, {} counted",
@@ -443,14 +377,14 @@ impl AgentCore {
         let saved = self.fills.iter().filter(|(_, fill)| fill.keep == Retention::Saved);
         let frames = saved.map(|(_, fill)| fill.frame);
         let frames = frames.chain(self.writeback.unsaved.iter().map(|(_, block)| block.frame));
-        let size_classes = frames.map(|frame| self.frames.get(frame).size_class);
+        let size_classes = frames.map(|frame| self.cache.frames.get(frame).size_class);
         let mut pending = PendingSpace::default();
         for size_class in size_classes.chain(self.inbound.waiting.iter().map(|pull| pull.size_class)) {
-            let SizeClass { slot_bytes, tenant_index, .. } = *self.size_classes.get(size_class);
+            let SizeClass { slot_bytes, tenant_index, .. } = *self.cache.sizes.get(size_class);
             pending.add(tenant_index, slot_bytes);
         }
-        if pending != self.inbound.pending_space {
-            return Err(format!("{pending:?} pending, {:?} counted", self.inbound.pending_space));
+        if pending != self.cache.pending_space {
+            return Err(format!("{pending:?} pending, {:?} counted", self.cache.pending_space));
         }
         Ok(())
     }

@@ -21,40 +21,39 @@
 //! one event. The bandwidth ([`crate::agent::bandwidth`]) bounds bytes: offers take tokens, and blocks that
 //! are not accepted return them.
 
-mod drain;
-mod moves;
-mod queries;
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use reprise_policy::eviction::EntryIndex;
 use reprise_policy::{BlockKey, NodeId, NodeMode, Tick};
 
-use crate::agent::AgentCore;
 use crate::agent::hot_keys::Heat;
-use crate::agent::limits::{
+use crate::agent::replication::outbound::drain::Drain;
+use crate::agent::replication::outbound::moves::MoveProgress;
+use crate::agent::{AgentCore, Timer};
+use crate::cache::{SizeClass, SizeClassId, nvme_bytes};
+use crate::effect::{Effect, Offer, OfferId, PlaceReason};
+use crate::limits::{
     HOT_BATCHES_MAX, LOOKUP_GRACE, OFFER_RETRY_MAX, OFFER_TIMEOUT, OUTBOUND_BATCHES_MAX,
     OUTBOUND_STEP_INTERVAL, PARKED_AFTER_ROUNDS, PARKED_BATCHES_MAX, PLACE_KEYS_MAX, PLACE_RETRY,
     PULL_WAIT_MAX,
 };
-use crate::agent::size_class::{SizeClass, SizeClassId};
-use crate::agent::slab::{Slab, SlabId};
-use crate::agent::tenants::nvme_bytes;
-use crate::agent::timers::Timer;
-use crate::effect::{Effect, Offer, OfferId, PlaceReason};
-use drain::Drain;
-use moves::MoveProgress;
-pub(in crate::agent) use queries::PlacementQuery;
+use crate::slab::{Slab, SlabId};
+
+pub(crate) mod drain;
+pub(crate) mod moves;
+pub(crate) mod queries;
+
+pub(crate) use queries::PlacementQuery;
 
 /// Mode of the node, and batches of blocks to replicate.
 #[derive(Debug)]
-pub(in crate::agent) struct Outbound {
+pub(crate) struct Outbound {
     mode: NodeMode,
     revision: u64,
-    pub(in crate::agent) batches: Slab<Batch>,
-    pub(in crate::agent) queries: Slab<PlacementQuery>,
-    pub(in crate::agent) offers: Slab<OpenOffer>,
+    pub(crate) batches: Slab<Batch>,
+    pub(crate) queries: Slab<PlacementQuery>,
+    pub(crate) offers: Slab<OpenOffer>,
     /// Keys that became hot and are in no batch yet; at most one batch.
     hot: Vec<BlockKey>,
     drain: Drain,
@@ -70,11 +69,11 @@ pub(in crate::agent) struct Outbound {
 
 /// Blocks of one size class that are replicated for one reason.
 #[derive(Debug)]
-pub(in crate::agent) struct Batch {
-    pub(in crate::agent) reason: PlaceReason,
+pub(crate) struct Batch {
+    pub(crate) reason: PlaceReason,
     size_class: SizeClassId,
-    pub(in crate::agent) blocks: Vec<OutboundBlock>,
-    pub(in crate::agent) stage: Stage,
+    pub(crate) blocks: Vec<OutboundBlock>,
+    pub(crate) stage: Stage,
     /// Number of blocks at the front that the last query did not cover.
     unqueried: usize,
     /// Whether all blocks were just filtered: those that no peer has accepted need a placement.
@@ -85,14 +84,14 @@ pub(in crate::agent) struct Batch {
 
 /// Block that, as far as known, lacks a replica.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::agent) struct OutboundBlock {
+pub(crate) struct OutboundBlock {
     key: BlockKey,
     acceptance: Acceptance,
 }
 
 /// Whether a peer has accepted a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Acceptance {
+pub(crate) enum Acceptance {
     Open,
     Accepted { since: Tick },
 }
@@ -106,7 +105,7 @@ impl OutboundBlock {
 
 /// Condition that a batch waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::agent) enum Stage {
+pub(crate) enum Stage {
     /// Query it at this time.
     Due(Tick),
     /// Answer of the control plane.
@@ -118,8 +117,8 @@ pub(in crate::agent) enum Stage {
 
 /// Offer to a peer that is not answered yet.
 #[derive(Debug)]
-pub(in crate::agent) struct OpenOffer {
-    pub(in crate::agent) batch: SlabId,
+pub(crate) struct OpenOffer {
+    pub(crate) batch: SlabId,
     node: NodeId,
     reason: PlaceReason,
     keys: Vec<BlockKey>,
@@ -130,7 +129,7 @@ pub(in crate::agent) struct OpenOffer {
 
 impl Outbound {
     /// Creates the state of an active node without batches.
-    pub(in crate::agent) fn new() -> Outbound {
+    pub(crate) fn new() -> Outbound {
         Outbound {
             mode: NodeMode::Active,
             revision: 0,
@@ -147,12 +146,12 @@ impl Outbound {
     }
 
     /// Mode of this node.
-    pub(in crate::agent) fn mode(&self) -> NodeMode {
+    pub(crate) fn mode(&self) -> NodeMode {
         self.mode
     }
 
     /// Time at which to continue if no event arrives before.
-    pub(in crate::agent) fn wake(&self) -> Option<Tick> {
+    pub(crate) fn wake(&self) -> Option<Tick> {
         self.wake
     }
 
@@ -219,7 +218,7 @@ impl Batch {
 
 impl AgentCore {
     /// Sets the mode of this node, unless it is outdated.
-    pub(in crate::agent) fn set_mode(&mut self, mode: NodeMode, revision: u64) {
+    pub(crate) fn set_mode(&mut self, mode: NodeMode, revision: u64) {
         if revision <= self.outbound.revision {
             return;
         }
@@ -231,8 +230,8 @@ impl AgentCore {
     }
 
     /// Counts a read of a block by a peer.
-    pub(in crate::agent) fn note_read(&mut self, entry: EntryIndex) {
-        let state = self.index.entry(entry);
+    pub(crate) fn note_read(&mut self, entry: EntryIndex) {
+        let state = self.cache.index.entry(entry);
         let wanted = !self.bandwidth.is_disabled() && self.outbound.mode != NodeMode::Draining;
         if state.stored().is_none() || !wanted {
             return;
@@ -245,7 +244,7 @@ impl AgentCore {
     }
 
     /// Continues replication, a bounded amount for each event.
-    pub(in crate::agent) fn replicate(&mut self) {
+    pub(crate) fn replicate(&mut self) {
         if self.bandwidth.is_disabled() || self.outbound.is_idle() {
             self.outbound.wake = None;
             return;
@@ -260,7 +259,7 @@ impl AgentCore {
 
     /// Whether a block is on this node, durable, and of a size class. Others are not replicated.
     fn is_replicable(&self, key: &BlockKey, size_class: SizeClassId) -> bool {
-        let state = self.index.find(key).map(|entry| self.index.entry(entry));
+        let state = self.cache.index.find(key).map(|entry| self.cache.index.entry(entry));
         state.is_some_and(|state| state.size_class() == size_class && state.stored().is_some())
     }
 
@@ -288,7 +287,7 @@ impl AgentCore {
     ) -> BTreeMap<SizeClassId, Vec<BlockKey>> {
         let mut size_classes: BTreeMap<SizeClassId, Vec<BlockKey>> = BTreeMap::new();
         for key in keys {
-            let state = self.index.find(&key).map(|entry| self.index.entry(entry));
+            let state = self.cache.index.find(&key).map(|entry| self.cache.index.entry(entry));
             if let Some(state) = state.filter(|state| state.stored().is_some()) {
                 size_classes.entry(state.size_class()).or_default().push(key);
             }
@@ -300,7 +299,7 @@ impl AgentCore {
     fn offer(&mut self, batch: SlabId, node: NodeId, mut keys: Vec<BlockKey>) -> u32 {
         let Some(Batch { reason, size_class, .. }) = self.outbound.batches.get(batch) else { return 0 };
         let (reason, size_class) = (*reason, *size_class);
-        let SizeClass { tenant, layout, slot_bytes, .. } = *self.size_classes.get(size_class);
+        let SizeClass { tenant, layout, slot_bytes, .. } = *self.cache.sizes.get(size_class);
         keys.retain(|key| self.is_replicable(key, size_class));
         let allowed = keys.iter().take_while(|_| self.bandwidth.take(slot_bytes, self.now).is_ok()).count();
         keys.truncate(allowed);
@@ -319,7 +318,7 @@ impl AgentCore {
     }
 
     /// Handles an offer that failed or timed out.
-    pub(in crate::agent) fn offer_failed(&mut self, id: SlabId) {
+    pub(crate) fn offer_failed(&mut self, id: SlabId) {
         if self.outbound.offers.get(id).is_some() {
             self.counters.offer_failures += 1;
             self.offer_answered(id, &[], Duration::ZERO);
@@ -327,7 +326,7 @@ impl AgentCore {
     }
 
     /// Handles a peer's answer to an offer.
-    pub(in crate::agent) fn offer_answered(&mut self, id: SlabId, taken: &[u32], retry_after: Duration) {
+    pub(crate) fn offer_answered(&mut self, id: SlabId, taken: &[u32], retry_after: Duration) {
         let Some(offer) = self.outbound.offers.remove(id) else { return };
         self.timers.clear(offer.expires, Timer::Offer(id));
         let taken: BTreeSet<BlockKey> =
@@ -375,7 +374,7 @@ impl AgentCore {
     }
 
     /// Checks that batches, queries and offers refer to each other, for the audit.
-    pub(in crate::agent) fn audit_outbound(&self) -> Result<(), String> {
+    pub(crate) fn audit_outbound(&self) -> Result<(), String> {
         let Outbound { batches, queries, offers, mode, .. } = &self.outbound;
         for (id, batch) in batches.iter() {
             if batch.blocks.is_empty() || batch.blocks.len() > PLACE_KEYS_MAX {

@@ -7,12 +7,12 @@ use std::collections::{BTreeMap, VecDeque};
 
 use reprise_policy::Tick;
 
-use super::super::slab::SlabId;
-use super::super::tenants::TenantIndex;
+use crate::cache::{SlotRequest, TenantIndex};
+use crate::slab::SlabId;
 
 /// Lanes with at least one block.
 #[derive(Debug, Default)]
-pub(super) struct Queue {
+pub(crate) struct Queue {
     /// Blocks of each lane; without empty lanes.
     lanes: BTreeMap<Lane, VecDeque<Waiting>>,
     bytes: u64,
@@ -20,18 +20,18 @@ pub(super) struct Queue {
 
 /// Blocks that compete for the same space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(in crate::agent) struct Lane {
+pub(crate) struct Lane {
     /// Bytes of one slot.
-    pub(in crate::agent) slot_bytes: u64,
+    pub(crate) slot_bytes: u64,
     /// Tenant of the blocks.
-    pub(in crate::agent) tenant: TenantIndex,
+    pub(crate) tenant: TenantIndex,
     /// Reason why the blocks are saved.
-    pub(in crate::agent) cause: WriteCause,
+    pub(crate) cause: WriteCause,
 }
 
 /// Reason why a block is saved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(in crate::agent) enum WriteCause {
+pub(crate) enum WriteCause {
     /// An engine committed the block.
     Committed,
     /// A peer offered the block: nothing is evicted for it, and no ticket waits for it.
@@ -45,40 +45,47 @@ struct Waiting {
     since: Tick,
 }
 
+impl Lane {
+    /// Space for one block of the lane.
+    pub(crate) fn request(self) -> SlotRequest {
+        SlotRequest { tenant: self.tenant, slot_bytes: self.slot_bytes }
+    }
+}
+
 impl Queue {
-    pub(super) fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.lanes.is_empty()
     }
 
     /// Whether a lane has queued blocks.
-    pub(super) fn holds(&self, lane: Lane) -> bool {
+    pub(crate) fn holds(&self, lane: Lane) -> bool {
         self.lanes.contains_key(&lane)
     }
 
     /// Slot bytes of all queued blocks.
-    pub(super) fn bytes(&self) -> u64 {
+    pub(crate) fn bytes(&self) -> u64 {
         self.bytes
     }
 
     /// Time at which the oldest block was queued.
-    pub(super) fn oldest(&self) -> Option<Tick> {
+    pub(crate) fn oldest(&self) -> Option<Tick> {
         self.lanes.values().filter_map(|queue| queue.front()).map(|first| first.since).min()
     }
 
     /// Appends a block to a lane.
-    pub(super) fn push(&mut self, lane: Lane, record: SlabId, since: Tick) {
+    pub(crate) fn push(&mut self, lane: Lane, record: SlabId, since: Tick) {
         self.bytes += lane.slot_bytes;
         self.lanes.entry(lane).or_default().push_back(Waiting { record, since });
     }
 
     /// Reinserts a block at the front of a lane.
-    pub(super) fn push_front(&mut self, lane: Lane, record: SlabId, since: Tick) {
+    pub(crate) fn push_front(&mut self, lane: Lane, record: SlabId, since: Tick) {
         self.bytes += lane.slot_bytes;
         self.lanes.entry(lane).or_default().push_front(Waiting { record, since });
     }
 
     /// Removes the first block of a lane.
-    pub(super) fn pop(&mut self, lane: Lane) -> Option<SlabId> {
+    pub(crate) fn pop(&mut self, lane: Lane) -> Option<SlabId> {
         let queue = self.lanes.get_mut(&lane)?;
         let first = queue.pop_front()?;
         if queue.is_empty() {
@@ -89,7 +96,7 @@ impl Queue {
     }
 
     /// Lanes in the order of their oldest blocks.
-    pub(super) fn lanes(&self) -> Vec<Lane> {
+    pub(crate) fn lanes(&self) -> Vec<Lane> {
         let mut lanes: Vec<(Option<Tick>, Lane)> =
             self.lanes.iter().map(|(lane, queue)| (queue.front().map(|first| first.since), *lane)).collect();
         lanes.sort_unstable();
@@ -97,7 +104,7 @@ impl Queue {
     }
 
     /// Iterates all queued blocks, for the audit.
-    pub(super) fn iter(&self) -> impl Iterator<Item = (u64, SlabId)> {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (u64, SlabId)> {
         self.lanes
             .iter()
             .flat_map(|(lane, queue)| queue.iter().map(|waiting| (lane.slot_bytes, waiting.record)))

@@ -16,18 +16,18 @@ use std::time::Duration;
 use reprise_policy::eviction::EntryIndex;
 use reprise_policy::{BlockKey, DrainProgress, NodeMode, Tick};
 
-use super::Outbound;
 use crate::agent::AgentCore;
-use crate::agent::limits::{
+use crate::agent::replication::outbound::Outbound;
+use crate::cache::SizeClassId;
+use crate::effect::PlaceReason;
+use crate::limits::{
     DRAIN_CONFIRM_DELAY, OUTBOUND_STEP_ENTRIES, OUTBOUND_STEP_INTERVAL, PLACE_KEYS_MAX, WALK_INTERVAL,
     WALK_INTERVAL_DRAINED, WALK_INTERVAL_NO_CAPACITY,
 };
-use crate::agent::size_class::SizeClassId;
-use crate::effect::PlaceReason;
 
 /// State of draining this node.
 #[derive(Debug, Default)]
-pub(super) struct Drain {
+pub(crate) struct Drain {
     stage: DrainStage,
     walked: u64,
     unplaced: u64,
@@ -83,7 +83,7 @@ enum WalkResult {
 
 impl Drain {
     /// Creates the state for a new mode.
-    pub(super) fn of_mode(mode: NodeMode, now: Tick) -> Drain {
+    pub(crate) fn of_mode(mode: NodeMode, now: Tick) -> Drain {
         let stage = match mode {
             NodeMode::Draining => DrainStage::Waiting { until: now },
             NodeMode::Active | NodeMode::Cordoned => DrainStage::Off,
@@ -92,12 +92,12 @@ impl Drain {
     }
 
     /// Whether the node is not draining.
-    pub(super) fn is_off(&self) -> bool {
+    pub(crate) fn is_off(&self) -> bool {
         matches!(self.stage, DrainStage::Off)
     }
 
     /// Records that a block of the walk lacks a replica.
-    pub(super) fn note_unfinished(&mut self) {
+    pub(crate) fn note_unfinished(&mut self) {
         if let DrainStage::Walking(walk) = &mut self.stage {
             walk.clean = false;
         }
@@ -139,7 +139,7 @@ impl Drain {
 
 impl Outbound {
     /// Progress of draining, without blocks that are not durable yet.
-    pub(in crate::agent) fn progress(&self) -> DrainProgress {
+    pub(crate) fn progress(&self) -> DrainProgress {
         DrainProgress {
             drained: self.drain.is_drained(),
             walked_blocks: self.drain.walked,
@@ -155,7 +155,7 @@ impl AgentCore {
     pub fn drain_progress(&self) -> DrainProgress {
         let progress = self.outbound.progress();
         let drained = progress.drained && self.writeback.unsaved.len() == 0;
-        DrainProgress { drained, durable_blocks: self.index.stored_blocks(), ..progress }
+        DrainProgress { drained, durable_blocks: self.cache.index.stored_blocks(), ..progress }
     }
 
     /// Mode of this node.
@@ -163,25 +163,25 @@ impl AgentCore {
         self.outbound.mode()
     }
 
-    /// Records that a block became durable.
-    pub(in crate::agent) fn note_saved(&mut self) {
+    /// Records that blocks became durable.
+    pub(crate) fn note_saved(&mut self, blocks: u64) {
         let soon = self.now.after(WALK_INTERVAL);
         let drain = &mut self.outbound.drain;
-        drain.saves += 1;
+        drain.saves += blocks;
         if let DrainStage::Waiting { until } = &mut drain.stage {
             *until = soon.min(*until);
         }
     }
 
     /// Counts blocks of a batch that are complete.
-    pub(super) fn count_walked(&mut self, reason: PlaceReason, blocks: u64) {
+    pub(crate) fn count_walked(&mut self, reason: PlaceReason, blocks: u64) {
         if reason == PlaceReason::Drain {
             self.outbound.drain.walked += blocks;
         }
     }
 
     /// Counts blocks of a batch for which no node has capacity, or which no node accepts.
-    pub(super) fn count_unplaced(&mut self, reason: PlaceReason, blocks: u64) {
+    pub(crate) fn count_unplaced(&mut self, reason: PlaceReason, blocks: u64) {
         self.counters.place_keys_nowhere += blocks;
         self.count_walked(reason, blocks);
         if reason == PlaceReason::Drain {
@@ -191,7 +191,7 @@ impl AgentCore {
     }
 
     /// Creates batches of the next blocks of the walk, as many as allowed.
-    pub(super) fn advance_walk(&mut self) {
+    pub(crate) fn advance_walk(&mut self) {
         if matches!(self.outbound.drain.stage, DrainStage::Waiting { until } if until <= self.now) {
             self.outbound.drain.begin_walk(self.now);
         }
@@ -211,13 +211,13 @@ impl AgentCore {
     fn collect_durable(&mut self) {
         let DrainStage::Walking(walk) = &mut self.outbound.drain.stage else { return };
         let mut size_classes: BTreeMap<SizeClassId, Vec<BlockKey>> = BTreeMap::new();
-        for (_, entry) in self.index.iter_from(walk.cursor, OUTBOUND_STEP_ENTRIES) {
+        for (_, entry) in self.cache.index.iter_from(walk.cursor, OUTBOUND_STEP_ENTRIES) {
             if entry.stored().is_some() {
                 size_classes.entry(entry.size_class()).or_default().push(entry.key());
             }
         }
         walk.cursor = EntryIndex(walk.cursor.0.saturating_add(OUTBOUND_STEP_ENTRIES as u32));
-        walk.at_end = walk.cursor.0 as usize >= self.index.places();
+        walk.at_end = walk.cursor.0 as usize >= self.cache.index.places();
         walk.step_at = self.now.after(OUTBOUND_STEP_INTERVAL);
         for (size_class, keys) in size_classes {
             walk.found.extend(keys.chunks(PLACE_KEYS_MAX).map(|keys| (size_class, keys.to_vec())));
@@ -225,7 +225,7 @@ impl AgentCore {
     }
 
     /// Ends a walk that has covered all blocks.
-    pub(super) fn end_walk_if_complete(&mut self) {
+    pub(crate) fn end_walk_if_complete(&mut self) {
         let open = self.outbound.count(|reason| reason == PlaceReason::Drain);
         let drain = &mut self.outbound.drain;
         let DrainStage::Walking(walk) = &drain.stage else { return };
@@ -239,7 +239,7 @@ impl AgentCore {
     }
 
     /// Time at which the walk continues if no event arrives before.
-    pub(super) fn next_walk(&self) -> Option<Tick> {
+    pub(crate) fn next_walk(&self) -> Option<Tick> {
         match &self.outbound.drain.stage {
             DrainStage::Off => None,
             DrainStage::Waiting { until } => Some(*until),

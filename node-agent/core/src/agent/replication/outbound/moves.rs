@@ -11,18 +11,16 @@ use reprise_policy::eviction::{EntryIndex, Group};
 use reprise_policy::{BlockKey, NodeId, Tick};
 
 use crate::agent::AgentCore;
-use crate::agent::index::Dram;
-use crate::agent::limits::{
-    MOVE_PASSES_PERMILLE, OUTBOUND_STEP_ENTRIES, OUTBOUND_STEP_INTERVAL, PLACE_KEYS_MAX, WALK_INTERVAL,
-};
-use crate::agent::size_class::SizeClassId;
-use crate::agent::tenants::nvme_bytes;
+use crate::cache::{Dram, SizeClassId, nvme_bytes};
 use crate::effect::PlaceReason;
 use crate::event::Move;
+use crate::limits::{
+    MOVE_PASSES_PERMILLE, OUTBOUND_STEP_ENTRIES, OUTBOUND_STEP_INTERVAL, PLACE_KEYS_MAX, WALK_INTERVAL,
+};
 
 /// Progress of a move.
 #[derive(Debug)]
-pub(super) struct MoveProgress {
+pub(crate) struct MoveProgress {
     order: Move,
     /// Slot bytes dropped here since the order arrived.
     moved: u64,
@@ -38,7 +36,7 @@ pub(super) struct MoveProgress {
 
 /// Result of dropping the local copy of a moved block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum DropResult {
+pub(crate) enum DropResult {
     /// The copy was dropped, or does not exist.
     Done,
     /// A reader uses the copy.
@@ -47,7 +45,7 @@ pub(super) enum DropResult {
 
 impl AgentCore {
     /// Sets or replaces the current move.
-    pub(in crate::agent) fn set_move(&mut self, order: Option<Move>) {
+    pub(crate) fn set_move(&mut self, order: Option<Move>) {
         let order = order.filter(|order| order.bytes > 0);
         let to = order.map(|order| order.to);
         let known = self.outbound.moving.as_ref().map(|moving| moving.order.to);
@@ -65,7 +63,7 @@ impl AgentCore {
     }
 
     /// Creates batches of blocks to move, as many as needed and allowed.
-    pub(super) fn collect_moves(&mut self) {
+    pub(crate) fn collect_moves(&mut self) {
         let wanted = self.wanted_of_move();
         let Some(moving) = &self.outbound.moving else { return };
         if wanted == 0 || moving.step_at > self.now {
@@ -93,7 +91,7 @@ impl AgentCore {
         let pending: u64 = of_move
             .filter(|batch| matches!(batch.reason, PlaceReason::Move(_)))
             .map(|batch| {
-                batch.blocks.len() as u64 * nvme_bytes(self.size_classes.get(batch.size_class).slot_bytes)
+                batch.blocks.len() as u64 * nvme_bytes(self.cache.sizes.get(batch.size_class).slot_bytes)
             })
             .sum();
         moving.order.bytes.saturating_sub(moving.moved + pending)
@@ -108,14 +106,14 @@ impl AgentCore {
         let mut found: BTreeMap<SizeClassId, Vec<BlockKey>> = BTreeMap::new();
         let Some(MoveProgress { tenant, after, .. }) = self.outbound.moving else { return found };
         let pending = self.keys_being_moved();
-        let entries = self.devices.next_victims(Group(tenant), after, OUTBOUND_STEP_ENTRIES);
+        let entries = self.cache.devices.next_victims(Group(tenant), after, OUTBOUND_STEP_ENTRIES);
         let mut bytes_found = 0;
         for entry in &entries {
             if bytes_found >= wanted {
                 break;
             }
-            let state = self.index.entry(*entry);
-            let bytes = nvme_bytes(self.size_classes.get(state.size_class()).slot_bytes);
+            let state = self.cache.index.entry(*entry);
+            let bytes = nvme_bytes(self.cache.sizes.get(state.size_class()).slot_bytes);
             let moving = self.outbound.moving.as_mut().expect("just seen");
             moving.after = Some(*entry);
             if moving.pass_bytes >= bytes {
@@ -141,7 +139,7 @@ impl AgentCore {
 
     /// Continues with the next tenant's blocks or, after the last tenant and a delay, with the first.
     fn enter_next_tenant(&mut self, tenant: u16) {
-        let next = self.tenants.ids().map(|known| known.0).find(|known| *known > tenant);
+        let next = self.cache.accounts.ids().map(|known| known.0).find(|known| *known > tenant);
         let rest = if next.is_some() { OUTBOUND_STEP_INTERVAL } else { WALK_INTERVAL };
         let next = next.unwrap_or(0);
         let (pass_bytes, step_at) = (self.passed_bytes(next), self.now.after(rest));
@@ -153,29 +151,29 @@ impl AgentCore {
 
     /// Bytes of a tenant's blocks that are evicted soon and therefore skipped.
     fn passed_bytes(&self, tenant: u16) -> u64 {
-        let known = self.tenants.ids().find(|known| known.0 == tenant);
-        known.map_or(0, |known| self.tenants.nvme(known).used / 1000 * MOVE_PASSES_PERMILLE)
+        let known = self.cache.accounts.ids().find(|known| known.0 == tenant);
+        known.map_or(0, |known| self.cache.accounts.nvme(known).used / 1000 * MOVE_PASSES_PERMILLE)
     }
 
     /// Drops the device copy of a block that is durable elsewhere. A copy in DRAM remains until it is
     /// evicted.
-    pub(super) fn drop_moved(&mut self, key: &BlockKey, size_class: SizeClassId, to: NodeId) -> DropResult {
+    pub(crate) fn drop_moved(&mut self, key: &BlockKey, size_class: SizeClassId, to: NodeId) -> DropResult {
         if !self.is_replicable(key, size_class) {
             return DropResult::Done;
         }
-        let Some(entry) = self.index.find(key) else { return DropResult::Done };
-        let is_read = match self.index.entry(entry).dram() {
+        let Some(entry) = self.cache.index.find(key) else { return DropResult::Done };
+        let is_read = match self.cache.index.entry(entry).dram() {
             Dram::Filling(_) => true,
-            Dram::Resident(frame) => self.frames.get(frame).leases > 0,
+            Dram::Resident(frame) => self.cache.frames.get(frame).leases > 0,
             Dram::Absent => false,
         };
         if is_read {
             return DropResult::NotNow;
         }
-        let bytes = nvme_bytes(self.size_classes.get(size_class).slot_bytes);
+        let bytes = nvme_bytes(self.cache.sizes.get(size_class).slot_bytes);
         self.counters.moved_blocks += 1;
         self.counters.moved_bytes += bytes;
-        self.remove_stored(entry);
+        self.cache.remove_stored(entry);
         if let Some(moving) = self.outbound.moving.as_mut().filter(|moving| moving.order.to == to) {
             moving.moved += bytes;
         }
@@ -183,7 +181,7 @@ impl AgentCore {
     }
 
     /// Time of the next scan if no event arrives before.
-    pub(super) fn next_move(&self) -> Option<Tick> {
+    pub(crate) fn next_move(&self) -> Option<Tick> {
         let moving = self.outbound.moving.as_ref()?;
         (self.wanted_of_move() > 0).then_some(moving.step_at)
     }

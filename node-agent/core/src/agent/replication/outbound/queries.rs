@@ -14,24 +14,22 @@ use std::collections::BTreeMap;
 
 use reprise_policy::{BlockKey, NodeId, Tick};
 
-use super::moves::DropResult;
-use super::{Acceptance, Batch, OutboundBlock, Stage};
-use crate::agent::AgentCore;
-use crate::agent::limits::{
+use crate::agent::replication::outbound::moves::DropResult;
+use crate::agent::replication::outbound::{Acceptance, Batch, OutboundBlock, Stage};
+use crate::agent::{AgentCore, Timer};
+use crate::cache::{SizeClassId, nvme_bytes};
+use crate::effect::{Effect, PlaceId, PlaceReason};
+use crate::event::Placement;
+use crate::limits::{
     FILTER_BYTES, FRUITLESS_ROUNDS_MAX, LOOKUP_GRACE, PARKED_AFTER_ROUNDS, PLACE_HOLD, PLACE_KEYS_MAX,
     PLACE_RETRY, PLACE_TIMEOUT,
 };
-use crate::agent::size_class::SizeClassId;
-use crate::agent::slab::SlabId;
-use crate::agent::tenants::nvme_bytes;
-use crate::agent::timers::Timer;
-use crate::effect::{Effect, PlaceId, PlaceReason};
-use crate::event::Placement;
+use crate::slab::SlabId;
 
 /// Query to the control plane that is not answered yet.
 #[derive(Debug)]
-pub(in crate::agent) struct PlacementQuery {
-    pub(in crate::agent) batch: SlabId,
+pub(crate) struct PlacementQuery {
+    pub(crate) batch: SlabId,
     kind: QueryKind,
     /// Number of blocks at the front of the batch that it covers.
     blocks: usize,
@@ -64,7 +62,7 @@ struct QueryResult {
 
 impl AgentCore {
     /// Queries every batch that is due.
-    pub(super) fn query_due(&mut self) {
+    pub(crate) fn query_due(&mut self) {
         let due = self.outbound.batches.iter().filter(|(_, batch)| batch.is_due(self.now));
         let mut due: Vec<(u32, SlabId)> = due.map(|(id, batch)| (batch.fruitless, id)).collect();
         // Batches with progress first, as long as there is bandwidth.
@@ -95,7 +93,7 @@ impl AgentCore {
     }
 
     /// Sets the remaining blocks of a batch; an empty batch ends.
-    pub(super) fn set_blocks(&mut self, id: SlabId, kept: Vec<OutboundBlock>) {
+    pub(crate) fn set_blocks(&mut self, id: SlabId, kept: Vec<OutboundBlock>) {
         if kept.is_empty() {
             self.outbound.batches.remove(id);
         } else if let Some(batch) = self.outbound.batches.get_mut(id) {
@@ -121,7 +119,7 @@ impl AgentCore {
     fn query(&mut self, id: SlabId, available: u64) {
         let now = self.now;
         let Some(batch) = self.outbound.batches.get_mut(id) else { return };
-        let slot_bytes = self.size_classes.get(batch.size_class).slot_bytes;
+        let slot_bytes = self.cache.sizes.get(batch.size_class).slot_bytes;
         let coming = batch.blocks.iter().filter(|block| block.is_pending(now)).count();
         let fresh = batch.blocks.len() - coming;
         let offered = usize::try_from((available / slot_bytes).max(1)).unwrap_or(usize::MAX).min(fresh);
@@ -149,7 +147,7 @@ impl AgentCore {
     }
 
     /// Handles a query that failed or timed out: the batch is queried again.
-    pub(in crate::agent) fn place_failed(&mut self, id: SlabId) {
+    pub(crate) fn place_failed(&mut self, id: SlabId) {
         if self.outbound.queries.get(id).is_some() {
             self.counters.place_failures += 1;
             self.place_answered(id, &[]);
@@ -157,7 +155,7 @@ impl AgentCore {
     }
 
     /// Handles the control plane's answer to a query.
-    pub(in crate::agent) fn place_answered(&mut self, id: SlabId, answers: &[Placement]) {
+    pub(crate) fn place_answered(&mut self, id: SlabId, answers: &[Placement]) {
         let Some(query) = self.outbound.queries.remove(id) else { return };
         self.timers.clear(query.expires, Timer::Place(id));
         let Some(batch) = self.outbound.batches.get_mut(query.batch) else { return };
@@ -216,7 +214,7 @@ impl AgentCore {
                 }
                 Placement::To(node) => {
                     if block.acceptance != Acceptance::Open {
-                        self.check_own_copy(&block.key);
+                        self.cache.check_own_copy(context!(self), &block.key);
                     }
                     result.offers.entry(node).or_default().push(block.key);
                     result.kept.push(block);
@@ -234,7 +232,7 @@ impl AgentCore {
 
     /// Completes a block that has enough replicas.
     fn finish(&mut self, reason: PlaceReason, size_class: SizeClassId, block: OutboundBlock) -> DropResult {
-        let bytes = nvme_bytes(self.size_classes.get(size_class).slot_bytes);
+        let bytes = nvme_bytes(self.cache.sizes.get(size_class).slot_bytes);
         if let PlaceReason::Move(to) = reason {
             let dropped = self.drop_moved(&block.key, size_class, to);
             if dropped == DropResult::NotNow {
@@ -249,7 +247,7 @@ impl AgentCore {
     }
 
     /// Ends a round. Hot blocks are queried once; if they stay hot, the next window repeats them.
-    pub(super) fn end_round(&mut self, id: SlabId) {
+    pub(crate) fn end_round(&mut self, id: SlabId) {
         let Some(batch) = self.outbound.batches.get_mut(id) else { return };
         if !matches!(batch.stage, Stage::Due(_)) {
             return;

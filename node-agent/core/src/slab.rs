@@ -7,11 +7,11 @@
 
 /// Id of a value in a [`Slab`]: generation in the upper half, slot number in the lower half. Never zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct SlabId(pub(super) u64);
+pub(crate) struct SlabId(pub(crate) u64);
 
 /// Collection of values with stable ids.
 #[derive(Debug)]
-pub(super) struct Slab<T> {
+pub(crate) struct Slab<T> {
     slots: Vec<Slot<T>>,
     free: Vec<u32>,
 }
@@ -24,7 +24,7 @@ struct Slot<T> {
 
 impl SlabId {
     /// Slot number: a compact reference to a value that is known to exist.
-    pub(super) fn slot(self) -> u32 {
+    pub(crate) fn slot(self) -> u32 {
         (self.0 & u64::from(u32::MAX)) as u32
     }
 
@@ -35,17 +35,17 @@ impl SlabId {
 
 impl<T> Slab<T> {
     /// Creates an empty slab.
-    pub(super) fn new() -> Slab<T> {
+    pub(crate) fn new() -> Slab<T> {
         Slab { slots: Vec::new(), free: Vec::new() }
     }
 
     /// Number of values in the slab.
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.slots.len() - self.free.len()
     }
 
     /// Adds a value and returns its id.
-    pub(super) fn insert(&mut self, value: T) -> SlabId {
+    pub(crate) fn insert(&mut self, value: T) -> SlabId {
         if let Some(slot) = self.free.pop() {
             let place = &mut self.slots[slot as usize];
             place.value = Some(value);
@@ -57,7 +57,7 @@ impl<T> Slab<T> {
     }
 
     /// Removes a value; its id is invalid from then on.
-    pub(super) fn remove(&mut self, id: SlabId) -> Option<T> {
+    pub(crate) fn remove(&mut self, id: SlabId) -> Option<T> {
         let place = self.slots.get_mut(id.slot() as usize)?;
         if SlabId::new(place.generation, id.slot()) != id {
             return None;
@@ -69,36 +69,36 @@ impl<T> Slab<T> {
     }
 
     /// Returns the value of an id.
-    pub(super) fn get(&self, id: SlabId) -> Option<&T> {
+    pub(crate) fn get(&self, id: SlabId) -> Option<&T> {
         let place = self.slots.get(id.slot() as usize)?;
         place.value.as_ref().filter(|_| SlabId::new(place.generation, id.slot()) == id)
     }
 
     /// Returns the value of an id, mutably.
-    pub(super) fn get_mut(&mut self, id: SlabId) -> Option<&mut T> {
+    pub(crate) fn get_mut(&mut self, id: SlabId) -> Option<&mut T> {
         let place = self.slots.get_mut(id.slot() as usize)?;
         let generation = place.generation;
         place.value.as_mut().filter(|_| SlabId::new(generation, id.slot()) == id)
     }
 
     /// Returns the id of the value in a slot.
-    pub(super) fn id_at(&self, slot: u32) -> Option<SlabId> {
+    pub(crate) fn id_at(&self, slot: u32) -> Option<SlabId> {
         let place = self.slots.get(slot as usize)?;
         place.value.as_ref().map(|_| SlabId::new(place.generation, slot))
     }
 
     /// Returns the value in a slot.
-    pub(super) fn at(&self, slot: u32) -> Option<&T> {
+    pub(crate) fn at(&self, slot: u32) -> Option<&T> {
         self.slots.get(slot as usize)?.value.as_ref()
     }
 
     /// Returns the value in a slot, mutably.
-    pub(super) fn at_mut(&mut self, slot: u32) -> Option<&mut T> {
+    pub(crate) fn at_mut(&mut self, slot: u32) -> Option<&mut T> {
         self.slots.get_mut(slot as usize)?.value.as_mut()
     }
 
     /// Iterates all values with their ids, in the order of slots.
-    pub(super) fn iter(&self) -> impl Iterator<Item = (SlabId, &T)> {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (SlabId, &T)> {
         self.slots.iter().enumerate().filter_map(|(slot, place)| {
             let id = SlabId::new(place.generation, slot as u32);
             place.value.as_ref().map(|value| (id, value))

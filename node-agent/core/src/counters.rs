@@ -249,9 +249,34 @@ counters! {
     journal_records,
 }
 
+/// Declares the counters of one owner, with names of [`Counters`].
+macro_rules! owner_counters {
+    ($(#[$doc:meta])* $owner:ident: $($name:ident)*) => {
+        $(#[$doc])*
+        #[derive(Debug, Default)]
+        pub(crate) struct $owner {
+            $(pub(crate) $name: u64,)*
+        }
+
+        impl $owner {
+            /// Sets the owner's part of all counters.
+            pub(crate) fn copy_to(&self, all: &mut Counters) {
+                $(all.$name = self.$name;)*
+            }
+        }
+    };
+}
+
+owner_counters! {
+    /// Counters of the cache.
+    CacheCounters: dram_evictions dram_evicted_bytes nvme_evictions nvme_evicted_bytes corrupt_blocks
+    dram_corrupt_blocks devices_lost announced_changes arena_lost_bytes stored_blocks_total
+    stored_bytes_total
+}
+
 impl Counters {
     /// Counts a block of a load that arrived.
-    pub(super) fn hit(&mut self, source: Source, bytes: u64) {
+    pub(crate) fn hit(&mut self, source: Source, bytes: u64) {
         let (blocks, total) = match source {
             Source::OwnDram => (&mut self.hit_blocks_own_dram, &mut self.hit_bytes_own_dram),
             Source::OwnNvme => (&mut self.hit_blocks_own_nvme, &mut self.hit_bytes_own_nvme),
@@ -263,7 +288,7 @@ impl Counters {
     }
 
     /// Counts the sources of a match's answer.
-    pub(super) fn matched(&mut self, sources: &[Source]) {
+    pub(crate) fn matched(&mut self, sources: &[Source]) {
         for source in sources {
             match source {
                 Source::OwnDram => self.match_own_dram += 1,

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use reprise_policy::eviction::EvictionKind;
 
-use super::tenants::TenantQuotas;
+use crate::cache::TenantQuotas;
 
 /// Settings of an agent core. Sizes are in bytes.
 #[derive(Clone, Debug)]

@@ -18,38 +18,36 @@
 //!
 //! Out of scope: memory mappings, and the contents of slots (`frames`).
 
-mod reservations;
-
 use std::collections::BTreeSet;
 
 use reprise_policy::TenantId;
 use reprise_policy::eviction::{EntryIndex, EvictionKind, EvictionPolicy, Group, Rank};
-
 use reprise_policy::quota::{self, Quota, QuotaError};
 
-use reservations::Reservations;
-
-use super::frames::FrameIndex;
-use super::limits::{REGIONS_MAX, SLOTS_PER_REGION_MAX};
+use crate::cache::arena::reservations::Reservations;
+use crate::cache::frames::FrameIndex;
 use crate::effect::{ArenaSlot, RegionId};
+use crate::limits::{REGIONS_MAX, SLOTS_PER_REGION_MAX};
+
+mod reservations;
 
 /// Position of a region that is not in its owner's list of regions with free slots.
 const NOT_PARTIAL: u32 = u32::MAX;
 
 /// Number of a slot group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct SlotGroupId(u16);
+pub(crate) struct SlotGroupId(u16);
 
 /// Slot in the arena: position of its region, and number within the region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(super) struct RegionSlot {
-    pub(super) region: u16,
+pub(crate) struct RegionSlot {
+    pub(crate) region: u16,
     slot: u16,
 }
 
 /// All regions, and the slot groups that own them.
 #[derive(Debug)]
-pub(super) struct Arena {
+pub(crate) struct Arena {
     regions: Vec<Region>,
     unowned: Vec<u16>,
     /// Owned regions in which every used slot is evictable.
@@ -104,7 +102,7 @@ impl Region {
 
 impl Arena {
     /// Creates an arena of free regions. Regions beyond [`REGIONS_MAX`] are not used.
-    pub(super) fn new(regions: &[(RegionId, u64)], eviction: EvictionKind) -> Arena {
+    pub(crate) fn new(regions: &[(RegionId, u64)], eviction: EvictionKind) -> Arena {
         let regions: Vec<Region> = regions
             .iter()
             .take(REGIONS_MAX)
@@ -135,35 +133,35 @@ impl Arena {
     }
 
     /// Total bytes of all regions.
-    pub(super) fn bytes(&self) -> u64 {
+    pub(crate) fn bytes(&self) -> u64 {
         self.bytes
     }
 
     /// Total bytes of slots in use.
-    pub(super) fn used_bytes(&self) -> u64 {
+    pub(crate) fn used_bytes(&self) -> u64 {
         self.used_bytes
     }
 
     /// Bytes of the largest region, which is the maximum slot size.
-    pub(super) fn region_bytes_max(&self) -> u64 {
+    pub(crate) fn region_bytes_max(&self) -> u64 {
         self.regions.iter().map(|region| region.bytes).max().unwrap_or(0)
     }
 
     /// Reserves memory for a tenant, rounded up to whole regions.
-    pub(super) fn reserve(&mut self, tenant: TenantId, bytes: u64) {
+    pub(crate) fn reserve(&mut self, tenant: TenantId, bytes: u64) {
         let regions = bytes.div_ceil(self.region_bytes_min());
         self.reservations.reserve(tenant, regions);
     }
 
     /// Checks that the arena can satisfy the reservations of all tenants.
-    pub(super) fn check_reservations(&self, quotas: &[Quota]) -> Result<u64, QuotaError> {
+    pub(crate) fn check_reservations(&self, quotas: &[Quota]) -> Result<u64, QuotaError> {
         quota::check_reservations(self.bytes, self.region_bytes_min(), quotas.iter().copied())
     }
 
     /// Whether a tenant may receive replicas that no engine of this node requested. The tenant keeps a region
     /// permanently, so a tenant without one gets its first only if enough remain for tenants with engines: of
     /// unused, unreserved regions, half of all regions and at least two.
-    pub(super) fn may_accept_replicas(&self, tenant: TenantId) -> bool {
+    pub(crate) fn may_accept_replicas(&self, tenant: TenantId) -> bool {
         let remaining_min = (self.regions.len() as u64).div_ceil(2).max(2);
         self.reservations.has_own(tenant, self.fresh)
             || self.reservations.left_after_one(self.fresh) >= remaining_min
@@ -174,7 +172,7 @@ impl Arena {
     }
 
     /// Returns the slot group of a tenant's slots of one size, and counts one more size class that uses it.
-    pub(super) fn join_slot_group(&mut self, tenant: TenantId, slot_bytes: u64) -> SlotGroupId {
+    pub(crate) fn join_slot_group(&mut self, tenant: TenantId, slot_bytes: u64) -> SlotGroupId {
         let same = |group: &SlotGroup| group.tenant == tenant && group.slot_bytes == slot_bytes;
         let at = self.groups.iter().position(same).or_else(|| {
             // A group without size classes has no frames, and therefore no regions.
@@ -191,12 +189,12 @@ impl Arena {
     }
 
     /// Counts one size class less that uses the group.
-    pub(super) fn leave_slot_group(&mut self, group: SlotGroupId) {
+    pub(crate) fn leave_slot_group(&mut self, group: SlotGroupId) {
         self.group_mut(group).size_classes -= 1;
     }
 
     /// Allocates a slot from the group's regions, or from a region that it takes.
-    pub(super) fn allocate(&mut self, group: SlotGroupId) -> Option<RegionSlot> {
+    pub(crate) fn allocate(&mut self, group: SlotGroupId) -> Option<RegionSlot> {
         let region = match self.group(group).partial.last() {
             Some(region) => *region,
             None => self.take_region(group)?,
@@ -220,12 +218,12 @@ impl Arena {
     }
 
     /// Records the frame of a slot.
-    pub(super) fn set_frame(&mut self, place: RegionSlot, frame: FrameIndex) {
+    pub(crate) fn set_frame(&mut self, place: RegionSlot, frame: FrameIndex) {
         self.regions[usize::from(place.region)].frames[usize::from(place.slot)] = frame;
     }
 
     /// Frees a slot, which must not be evictable.
-    pub(super) fn free(&mut self, place: RegionSlot) {
+    pub(crate) fn free(&mut self, place: RegionSlot) {
         let region = &mut self.regions[usize::from(place.region)];
         let owner = region.owner.expect("a region with a used slot has an owner");
         region.free.push(place.slot);
@@ -242,7 +240,7 @@ impl Arena {
     }
 
     /// Makes a frame's slot evictable, as the most recently used.
-    pub(super) fn add_evictable(&mut self, place: RegionSlot, frame: FrameIndex, class: u8) {
+    pub(crate) fn add_evictable(&mut self, place: RegionSlot, frame: FrameIndex, class: u8) {
         let owner = self.owner(place);
         self.regions[usize::from(place.region)].evictable += 1;
         self.note_idle(place.region);
@@ -250,13 +248,13 @@ impl Arena {
     }
 
     /// Makes an evictable frame the next victim of its priority class.
-    pub(super) fn insert_oldest(&mut self, place: RegionSlot, frame: FrameIndex, class: u8) {
+    pub(crate) fn insert_oldest(&mut self, place: RegionSlot, frame: FrameIndex, class: u8) {
         let group = Group(self.owner(place).0);
         self.order.insert_oldest(EntryIndex(frame.0), Rank { group, class });
     }
 
     /// Moves an evictable frame immediately before `successor` in the eviction order.
-    pub(super) fn order_before(
+    pub(crate) fn order_before(
         &mut self,
         place: RegionSlot,
         frame: FrameIndex,
@@ -269,37 +267,37 @@ impl Arena {
     }
 
     /// Marks a frame as most recently used, if it is evictable.
-    pub(super) fn touch(&mut self, frame: FrameIndex) {
+    pub(crate) fn touch(&mut self, frame: FrameIndex) {
         self.order.touch(EntryIndex(frame.0));
     }
 
     /// Removes a frame from the eviction order.
-    pub(super) fn remove_evictable(&mut self, place: RegionSlot, frame: FrameIndex) {
+    pub(crate) fn remove_evictable(&mut self, place: RegionSlot, frame: FrameIndex) {
         self.regions[usize::from(place.region)].evictable -= 1;
         self.note_idle(place.region);
         self.order.remove(EntryIndex(frame.0));
     }
 
     /// Removes and returns the group's next victim. The caller must pass its slot to `take_victim`.
-    pub(super) fn victim(&mut self, group: SlotGroupId) -> Option<FrameIndex> {
+    pub(crate) fn victim(&mut self, group: SlotGroupId) -> Option<FrameIndex> {
         self.order.victim(Group(group.0)).map(|victim| FrameIndex(victim.0))
     }
 
     /// Returns a victim of this group or, failing that, of another group of its tenant.
-    pub(super) fn victim_of_tenant(&mut self, group: SlotGroupId) -> Option<FrameIndex> {
+    pub(crate) fn victim_of_tenant(&mut self, group: SlotGroupId) -> Option<FrameIndex> {
         let tenant = self.group(group).tenant;
         self.victim(group).or_else(|| self.any_victim(tenant))
     }
 
     /// Returns a victim of any group of a tenant. O(groups).
-    pub(super) fn any_victim(&mut self, tenant: TenantId) -> Option<FrameIndex> {
+    pub(crate) fn any_victim(&mut self, tenant: TenantId) -> Option<FrameIndex> {
         let of_tenant = |at: &u16| self.groups[usize::from(*at)].tenant == tenant;
         let groups: Vec<u16> = (0..self.groups.len() as u16).filter(of_tenant).collect();
         groups.into_iter().find_map(|group| self.victim(SlotGroupId(group)))
     }
 
     /// Completes [`Arena::victim`] once the caller knows the victim's slot.
-    pub(super) fn take_victim(&mut self, place: RegionSlot) {
+    pub(crate) fn take_victim(&mut self, place: RegionSlot) {
         self.regions[usize::from(place.region)].evictable -= 1;
         self.note_idle(place.region);
     }
@@ -317,7 +315,7 @@ impl Arena {
     /// Returns the frames of a region that the group could take over: every slot in it is evictable, and it
     /// belongs to another group of the tenant. Chooses the region with the fewest used bytes. Iterates idle
     /// regions only, so it costs nothing in an arena that is full of leased slots.
-    pub(super) fn reclaimable(&self, group: SlotGroupId) -> Option<Vec<FrameIndex>> {
+    pub(crate) fn reclaimable(&self, group: SlotGroupId) -> Option<Vec<FrameIndex>> {
         let SlotGroup { tenant, slot_bytes, .. } = self.group(group);
         self.idle
             .iter()
@@ -329,24 +327,24 @@ impl Arena {
     }
 
     /// Returns the address of a slot.
-    pub(super) fn slot(&self, place: RegionSlot) -> ArenaSlot {
+    pub(crate) fn slot(&self, place: RegionSlot) -> ArenaSlot {
         let region = &self.regions[usize::from(place.region)];
         let bytes = self.group(self.owner(place)).slot_bytes;
         ArenaSlot { region: region.id, offset: u64::from(place.slot) * bytes, bytes }
     }
 
     /// Returns the identifier of the region at a position.
-    pub(super) fn region_id(&self, region: u16) -> RegionId {
+    pub(crate) fn region_id(&self, region: u16) -> RegionId {
         self.regions[usize::from(region)].id
     }
 
     /// Number of evictable slots. Only the policy knows whether one frame is evictable.
-    pub(super) fn evictable(&self) -> usize {
+    pub(crate) fn evictable(&self) -> usize {
         self.order.len()
     }
 
     /// Checks the invariants of the arena.
-    pub(super) fn audit(&self) -> Result<(), String> {
+    pub(crate) fn audit(&self) -> Result<(), String> {
         let mut used_bytes = 0;
         for (at, region) in self.regions.iter().enumerate() {
             let name = region.id.0;

@@ -6,24 +6,25 @@
 
 use reprise_policy::{Layout, TenantId};
 
-use super::arena::{Arena, SlotGroupId};
-use super::limits::SIZE_CLASSES_MAX;
-use super::tenants::TenantIndex;
+use crate::cache::Cache;
+use crate::cache::accounts::TenantIndex;
+use crate::cache::arena::{Arena, SlotGroupId};
+use crate::limits::SIZE_CLASSES_MAX;
 
 /// Number of a size class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct SizeClassId(pub(super) u16);
+pub(crate) struct SizeClassId(pub(crate) u16);
 
 /// A tenant's layout, and the group that its slots are allocated from.
 #[derive(Clone, Debug)]
-pub(super) struct SizeClass {
-    pub(super) tenant: TenantId,
-    pub(super) tenant_index: TenantIndex,
-    pub(super) layout: Layout,
+pub(crate) struct SizeClass {
+    pub(crate) tenant: TenantId,
+    pub(crate) tenant_index: TenantIndex,
+    pub(crate) layout: Layout,
     /// Group of arena slots that holds its blocks.
-    pub(super) slot_group: SlotGroupId,
+    pub(crate) slot_group: SlotGroupId,
     /// Bytes of one slot.
-    pub(super) slot_bytes: u64,
+    pub(crate) slot_bytes: u64,
     /// Whether the operator was notified that no device can hold its blocks.
     unstorable: UnstorableReport,
     uses: u64,
@@ -38,13 +39,13 @@ enum UnstorableReport {
 
 /// Table of all size classes.
 #[derive(Debug, Default)]
-pub(super) struct SizeClasses {
+pub(crate) struct SizeClasses {
     size_classes: Vec<SizeClass>,
 }
 
 impl SizeClasses {
     /// Returns the number of a tenant's layout, adding it if necessary; `None` if the table is full.
-    pub(super) fn intern(
+    pub(crate) fn intern(
         &mut self,
         (tenant, tenant_index): (TenantId, TenantIndex),
         layout: Layout,
@@ -76,7 +77,7 @@ impl SizeClasses {
     }
 
     /// Returns the number of a tenant's layout that is in the table.
-    pub(super) fn find(&self, tenant: TenantId, layout: Layout) -> Option<SizeClassId> {
+    pub(crate) fn find(&self, tenant: TenantId, layout: Layout) -> Option<SizeClassId> {
         let known = self
             .size_classes
             .iter()
@@ -85,40 +86,48 @@ impl SizeClasses {
     }
 
     /// Number of size classes in use.
-    pub(super) fn in_use(&self) -> usize {
+    pub(crate) fn in_use(&self) -> usize {
         self.size_classes.iter().filter(|size_class| size_class.uses > 0).count()
     }
 
-    pub(super) fn get(&self, id: SizeClassId) -> &SizeClass {
+    pub(crate) fn get(&self, id: SizeClassId) -> &SizeClass {
         &self.size_classes[usize::from(id.0)]
     }
 
     /// Number of objects of a block.
-    pub(super) fn objects(&self, id: SizeClassId) -> usize {
+    pub(crate) fn objects(&self, id: SizeClassId) -> usize {
         self.get(id).layout.objects() as usize
     }
 
     /// Marks the size class as reported unstorable; returns whether it was not reported before.
-    pub(super) fn mark_unstorable_reported(&mut self, id: SizeClassId) -> bool {
+    pub(crate) fn mark_unstorable_reported(&mut self, id: SizeClassId) -> bool {
         let size_class = &mut self.size_classes[usize::from(id.0)];
         std::mem::replace(&mut size_class.unstorable, UnstorableReport::Sent) == UnstorableReport::Pending
     }
 
     /// Counts one more session, block or frame that uses the size class.
-    pub(super) fn hold(&mut self, id: SizeClassId) {
+    pub(crate) fn hold(&mut self, id: SizeClassId) {
         self.size_classes[usize::from(id.0)].uses += 1;
     }
 
     /// Counts one user of the size class less.
-    pub(super) fn release(&mut self, id: SizeClassId) {
+    pub(crate) fn release(&mut self, id: SizeClassId) {
         let uses = &mut self.size_classes[usize::from(id.0)].uses;
         *uses = uses.checked_sub(1).expect("every release follows a hold");
     }
 
     /// Number of users of each size class, for the audit.
-    pub(super) fn uses(&self) -> impl Iterator<Item = u64> {
+    pub(crate) fn uses(&self) -> impl Iterator<Item = u64> {
         self.size_classes.iter().map(|size_class| size_class.uses)
     }
 }
 
 const _: () = assert!(SIZE_CLASSES_MAX <= u16::MAX as usize, "size class numbers are 16 bits");
+
+impl Cache {
+    /// Returns the number of a tenant's layout, or `None` if a table is full.
+    pub(crate) fn intern(&mut self, tenant: TenantId, layout: Layout) -> Option<SizeClassId> {
+        let index = self.accounts.register(tenant)?;
+        self.sizes.intern((tenant, index), layout, &mut self.arena)
+    }
+}

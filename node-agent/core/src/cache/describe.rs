@@ -5,9 +5,10 @@
 
 use reprise_policy::BlockKey;
 
-use super::frames::FrameState;
-use super::index::Dram;
-use super::{AgentCore, priority_of_class};
+use crate::cache::Cache;
+use crate::cache::blocks::priority_of_class;
+use crate::cache::frames::FrameState;
+use crate::cache::index::Dram;
 use crate::effect::DeviceId;
 use crate::event::Priority;
 
@@ -61,13 +62,13 @@ pub enum DramCopy {
 
 impl BlockOrigin {
     /// All origins, in the order of their numbers.
-    pub(super) const ALL: [BlockOrigin; 4] =
+    pub(crate) const ALL: [BlockOrigin; 4] =
         [BlockOrigin::Saved, BlockOrigin::Loaded, BlockOrigin::Placed, BlockOrigin::Recovered];
 }
 
-impl AgentCore {
+impl Cache {
     /// Describes a block; `None` if it is neither on this node nor being filled.
-    pub fn describe(&self, key: &BlockKey) -> Option<BlockDescription> {
+    pub(crate) fn describe(&self, key: &BlockKey) -> Option<BlockDescription> {
         let entry = self.index.entry(self.index.find(key)?);
         let frame = match entry.dram() {
             Dram::Absent => None,

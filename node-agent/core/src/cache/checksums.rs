@@ -16,11 +16,11 @@ use std::collections::BTreeMap;
 /// Row of a block in the table for its number of objects; [`ChecksumRow::UNKNOWN`] until the checksums are
 /// known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct ChecksumRow(u32);
+pub(crate) struct ChecksumRow(u32);
 
 /// Tables of all checksums.
 #[derive(Debug, Default)]
-pub(super) struct Checksums {
+pub(crate) struct Checksums {
     /// Tables by number of objects.
     tables: BTreeMap<usize, Table>,
 }
@@ -33,7 +33,7 @@ struct Table {
 
 impl ChecksumRow {
     /// Row of blocks whose checksums are unknown.
-    pub(super) const UNKNOWN: ChecksumRow = ChecksumRow(u32::MAX);
+    pub(crate) const UNKNOWN: ChecksumRow = ChecksumRow(u32::MAX);
 
     fn words(self, objects: usize) -> std::ops::Range<usize> {
         let first = self.0 as usize * objects;
@@ -43,7 +43,7 @@ impl ChecksumRow {
 
 impl Checksums {
     /// Stores the checksums of a block, one for each object.
-    pub(super) fn insert(&mut self, checksums: &[u32]) -> ChecksumRow {
+    pub(crate) fn insert(&mut self, checksums: &[u32]) -> ChecksumRow {
         let objects = checksums.len();
         assert!(objects > 0, "a block has objects");
         let table = self.tables.entry(objects).or_default();
@@ -57,13 +57,13 @@ impl Checksums {
     }
 
     /// Returns the checksums of a block with this number of objects.
-    pub(super) fn get(&self, row: ChecksumRow, objects: usize) -> &[u32] {
+    pub(crate) fn get(&self, row: ChecksumRow, objects: usize) -> &[u32] {
         assert!(row != ChecksumRow::UNKNOWN, "checksums are used only when they are known");
         &self.tables[&objects].words[row.words(objects)]
     }
 
     /// Removes the checksums of a block with this number of objects, if they are known.
-    pub(super) fn remove(&mut self, row: ChecksumRow, objects: usize) {
+    pub(crate) fn remove(&mut self, row: ChecksumRow, objects: usize) {
         if row == ChecksumRow::UNKNOWN {
             return;
         }
@@ -75,7 +75,7 @@ impl Checksums {
     }
 
     /// Number of rows in use.
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.tables.iter().map(|(objects, table)| table.len(*objects)).sum()
     }
 }

@@ -15,10 +15,10 @@ use hashbrown::HashTable;
 use reprise_policy::BlockKey;
 use reprise_policy::eviction::EntryIndex;
 
-use super::description::BlockOrigin;
-use super::frames::FrameIndex;
-use super::limits::DEVICES_MAX;
-use super::size_class::SizeClassId;
+use crate::cache::describe::BlockOrigin;
+use crate::cache::frames::FrameIndex;
+use crate::cache::sizes::SizeClassId;
+use crate::limits::DEVICES_MAX;
 use crate::effect::{DeviceId, Source};
 use crate::event::Priority;
 use crate::pool::{PAGE_NUMBER_BITS, PageNumber};
@@ -33,7 +33,7 @@ const _: () = assert!(DEVICES_MAX << PAGE_HIGH_BITS == 1 << u8::BITS);
 
 /// Entries of all blocks, and a hash table over them.
 #[derive(Debug)]
-pub(super) struct Index {
+pub(crate) struct Index {
     entries: Vec<Entry>,
     free: Vec<EntryIndex>,
     table: HashTable<u32>,
@@ -42,7 +42,7 @@ pub(super) struct Index {
 
 /// Index entry of one block.
 #[derive(Clone, Debug)]
-pub(super) struct Entry {
+pub(crate) struct Entry {
     key: BlockKey,
     /// Low bits of the page number. A block that is on no device has page 0, which holds a superblock.
     page: u32,
@@ -59,7 +59,7 @@ struct EntryState(u8);
 
 /// Location of a block in the arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Dram {
+pub(crate) enum Dram {
     /// Not in the arena.
     Absent,
     /// Being filled into this frame.
@@ -70,9 +70,9 @@ pub(super) enum Dram {
 
 /// Location of a block on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Stored {
-    pub(super) device: DeviceId,
-    pub(super) page: PageNumber,
+pub(crate) struct Stored {
+    pub(crate) device: DeviceId,
+    pub(crate) page: PageNumber,
 }
 
 const _: () = assert!(size_of::<Entry>() == 28, "memory per block is part of the design");
@@ -97,39 +97,39 @@ impl EntryState {
 }
 
 impl Entry {
-    pub(super) fn key(&self) -> BlockKey {
+    pub(crate) fn key(&self) -> BlockKey {
         self.key
     }
 
-    pub(super) fn size_class(&self) -> SizeClassId {
+    pub(crate) fn size_class(&self) -> SizeClassId {
         self.size_class
     }
 
     /// Class in the eviction policies; class 0 is evicted first.
-    pub(super) fn class(&self) -> u8 {
+    pub(crate) fn class(&self) -> u8 {
         self.state.0 & EntryState::PRIORITY
     }
 
     /// Raises the priority of the block; a lower priority has no effect.
-    pub(super) fn raise_priority(&mut self, priority: Priority) {
+    pub(crate) fn raise_priority(&mut self, priority: Priority) {
         let class = self.class().max(priority as u8);
         self.state.0 = (self.state.0 & !EntryState::PRIORITY) | class;
     }
 
     /// Why the block is on this node.
-    pub(super) fn origin(&self) -> BlockOrigin {
+    pub(crate) fn origin(&self) -> BlockOrigin {
         let is = |origin: &BlockOrigin| self.state.0 & EntryState::ORIGIN == EntryState::of_origin(*origin);
         BlockOrigin::ALL.into_iter().find(is).expect("two bits have four values")
     }
 
     /// Sets the origin of the block, unless an engine saved it.
-    pub(super) fn set_origin(&mut self, origin: BlockOrigin) {
+    pub(crate) fn set_origin(&mut self, origin: BlockOrigin) {
         if self.origin() != BlockOrigin::Saved {
             self.state.0 = (self.state.0 & !EntryState::ORIGIN) | EntryState::of_origin(origin);
         }
     }
 
-    pub(super) fn dram(&self) -> Dram {
+    pub(crate) fn dram(&self) -> Dram {
         if self.frame == FrameIndex::NONE {
             Dram::Absent
         } else if self.state.has(EntryState::RESIDENT) {
@@ -139,7 +139,7 @@ impl Entry {
         }
     }
 
-    pub(super) fn set_dram(&mut self, dram: Dram) {
+    pub(crate) fn set_dram(&mut self, dram: Dram) {
         let (frame, resident) = match dram {
             Dram::Absent => (FrameIndex::NONE, 0),
             Dram::Filling(frame) => (frame, 0),
@@ -149,7 +149,7 @@ impl Entry {
         self.state.0 = (self.state.0 & !EntryState::RESIDENT) | resident;
     }
 
-    pub(super) fn stored(&self) -> Option<Stored> {
+    pub(crate) fn stored(&self) -> Option<Stored> {
         let page_high = self.device_page & ((1 << PAGE_HIGH_BITS) - 1);
         let page = PageNumber(u64::from(page_high) << u32::BITS | u64::from(self.page));
         let device = DeviceId(self.device_page >> PAGE_HIGH_BITS);
@@ -157,7 +157,7 @@ impl Entry {
     }
 
     /// Returns where a block of this size class is readable now, or is already being read from.
-    pub(super) fn source(&self, size_class: SizeClassId) -> Option<Source> {
+    pub(crate) fn source(&self, size_class: SizeClassId) -> Option<Source> {
         if self.size_class != size_class {
             None
         } else if self.state.has(EntryState::RESIDENT) {
@@ -172,12 +172,12 @@ impl Entry {
 
 impl Index {
     /// Creates an empty index.
-    pub(super) fn new() -> Index {
+    pub(crate) fn new() -> Index {
         Index { entries: Vec::new(), free: Vec::new(), table: HashTable::new(), stored: 0 }
     }
 
     /// Reserves memory for a total number of blocks, so that growth does not delay a later event.
-    pub(super) fn reserve(&mut self, blocks: usize) {
+    pub(crate) fn reserve(&mut self, blocks: usize) {
         let entries = &self.entries;
         let missing = blocks.saturating_sub(self.table.len());
         self.table.reserve(missing, |slot| entries[*slot as usize].key.table_hash());
@@ -185,23 +185,23 @@ impl Index {
     }
 
     /// Number of blocks in the index.
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.table.len()
     }
 
     /// Number of blocks on devices.
-    pub(super) fn stored_blocks(&self) -> u64 {
+    pub(crate) fn stored_blocks(&self) -> u64 {
         self.stored
     }
 
     /// Returns the entry of a key.
-    pub(super) fn find(&self, key: &BlockKey) -> Option<EntryIndex> {
+    pub(crate) fn find(&self, key: &BlockKey) -> Option<EntryIndex> {
         let found = self.table.find(key.table_hash(), |slot| self.entries[*slot as usize].key == *key);
         found.map(|slot| EntryIndex(*slot))
     }
 
     /// Adds a block without a location. The key must not be in the index.
-    pub(super) fn insert(
+    pub(crate) fn insert(
         &mut self,
         key: BlockKey,
         size_class: SizeClassId,
@@ -234,7 +234,7 @@ impl Index {
     }
 
     /// Removes a block that has no location left.
-    pub(super) fn remove(&mut self, index: EntryIndex) {
+    pub(crate) fn remove(&mut self, index: EntryIndex) {
         let entry = &mut self.entries[index.0 as usize];
         assert!(entry.dram() == Dram::Absent && entry.stored().is_none(), "{} still has a copy", entry.key);
         entry.state = EntryState(EntryState::VACANT);
@@ -245,16 +245,16 @@ impl Index {
         }
     }
 
-    pub(super) fn entry(&self, index: EntryIndex) -> &Entry {
+    pub(crate) fn entry(&self, index: EntryIndex) -> &Entry {
         &self.entries[index.0 as usize]
     }
 
-    pub(super) fn entry_mut(&mut self, index: EntryIndex) -> &mut Entry {
+    pub(crate) fn entry_mut(&mut self, index: EntryIndex) -> &mut Entry {
         &mut self.entries[index.0 as usize]
     }
 
     /// Sets or clears the location of a block on a device.
-    pub(super) fn set_stored(&mut self, index: EntryIndex, stored: Option<Stored>) {
+    pub(crate) fn set_stored(&mut self, index: EntryIndex, stored: Option<Stored>) {
         let entry = &mut self.entries[index.0 as usize];
         self.stored -= u64::from(entry.stored().is_some());
         (entry.device_page, entry.page) = stored.map_or((0, 0), |stored| {
@@ -266,7 +266,7 @@ impl Index {
     }
 
     /// Returns the entries of many keys, in their order. Hot path: one allocation, no formatting.
-    pub(super) fn find_all<'a>(
+    pub(crate) fn find_all<'a>(
         &self,
         keys: impl Iterator<Item = &'a BlockKey> + Clone,
     ) -> Vec<Option<EntryIndex>> {
@@ -285,7 +285,7 @@ impl Index {
 
     /// Returns the leading keys that are on this node in this size class, with their sources. Hot path: one
     /// allocation, no formatting.
-    pub(super) fn leading_run(
+    pub(crate) fn leading_run(
         &self,
         keys: &[BlockKey],
         size_class: SizeClassId,
@@ -314,12 +314,12 @@ impl Index {
     }
 
     /// Iterates all blocks, in the order of their entries.
-    pub(super) fn iter(&self) -> impl Iterator<Item = (EntryIndex, &Entry)> {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (EntryIndex, &Entry)> {
         self.iter_from(EntryIndex(0), usize::MAX)
     }
 
     /// Iterates the blocks in at most `places` entries, starting at `first`.
-    pub(super) fn iter_from(
+    pub(crate) fn iter_from(
         &self,
         first: EntryIndex,
         places: usize,
@@ -331,7 +331,7 @@ impl Index {
     }
 
     /// Number of entries, including vacant ones.
-    pub(super) fn places(&self) -> usize {
+    pub(crate) fn places(&self) -> usize {
         self.entries.len()
     }
 }

@@ -5,11 +5,11 @@
 
 use std::collections::BTreeMap;
 
-use crate::agent::tenants::{TenantIndex, nvme_bytes};
+use crate::cache::accounts::{TenantIndex, nvme_bytes};
 
 /// Device bytes and blocks that are pending, header pages included.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(in crate::agent) struct PendingSpace {
+pub(crate) struct PendingSpace {
     /// Bytes of each tenant with pending blocks.
     tenants: BTreeMap<TenantIndex, u64>,
     bytes: u64,
@@ -20,7 +20,7 @@ pub(in crate::agent) struct PendingSpace {
 
 impl PendingSpace {
     /// Adds a pending block.
-    pub(in crate::agent) fn add(&mut self, tenant: TenantIndex, slot_bytes: u64) {
+    pub(crate) fn add(&mut self, tenant: TenantIndex, slot_bytes: u64) {
         let bytes = nvme_bytes(slot_bytes);
         *self.tenants.entry(tenant).or_default() += bytes;
         *self.sizes.entry(bytes).or_default() += 1;
@@ -29,7 +29,7 @@ impl PendingSpace {
     }
 
     /// Removes a block that is durable or was dropped.
-    pub(in crate::agent) fn remove(&mut self, tenant: TenantIndex, slot_bytes: u64) {
+    pub(crate) fn remove(&mut self, tenant: TenantIndex, slot_bytes: u64) {
         let bytes = nvme_bytes(slot_bytes);
         let left = self.bytes_of(tenant).checked_sub(bytes).expect("every removal follows an addition");
         if left == 0 {
@@ -47,22 +47,22 @@ impl PendingSpace {
     }
 
     /// Pending bytes of all tenants.
-    pub(super) fn bytes(&self) -> u64 {
+    pub(crate) fn bytes(&self) -> u64 {
         self.bytes
     }
 
     /// Block sizes in bytes, each with the number of blocks.
-    pub(super) fn sizes(&self) -> impl Iterator<Item = (u64, u64)> {
+    pub(crate) fn sizes(&self) -> impl Iterator<Item = (u64, u64)> {
         self.sizes.iter().map(|(bytes, blocks)| (*bytes, *blocks))
     }
 
     /// Pending bytes of one tenant.
-    pub(super) fn bytes_of(&self, tenant: TenantIndex) -> u64 {
+    pub(crate) fn bytes_of(&self, tenant: TenantIndex) -> u64 {
         self.tenants.get(&tenant).copied().unwrap_or(0)
     }
 
     /// Pending blocks of all tenants.
-    pub(super) fn blocks(&self) -> u64 {
+    pub(crate) fn blocks(&self) -> u64 {
         self.blocks
     }
 }

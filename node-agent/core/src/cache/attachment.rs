@@ -1,16 +1,18 @@
 //! Attaching and detaching devices at run time: their blocks, and the reuse of their numbers.
 
-use super::super::AgentCore;
-use super::super::description::BlockOrigin;
-use super::super::frames::FrameState;
-use super::super::index::Dram;
-use super::super::limits::DEVICES_MAX;
-use super::super::priority_of_class;
-use super::super::size_class::SizeClass;
-use super::{Device, Devices, Health, SpaceCheck};
-use crate::effect::{DeviceId, Effect};
-use crate::pool::{DevicePool, StoredBlock};
 use reprise_policy::eviction::EntryIndex;
+
+use crate::cache::Cache;
+use crate::cache::blocks::priority_of_class;
+use crate::cache::describe::BlockOrigin;
+use crate::cache::devices::{Device, Devices, Health, SpaceCheck};
+use crate::cache::frames::FrameState;
+use crate::cache::index::Dram;
+use crate::cache::sizes::SizeClass;
+use crate::context::Context;
+use crate::effect::{DeviceId, Effect};
+use crate::limits::DEVICES_MAX;
+use crate::pool::{DevicePool, StoredBlock};
 
 /// What to do with a device's copy of a block that is already in the index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,23 +32,28 @@ impl Device {
 
 impl Devices {
     /// Counts a read that starts on a device.
-    pub(in crate::agent) fn read_begun(&mut self, device: DeviceId) {
+    pub(crate) fn read_begun(&mut self, device: DeviceId) {
         if let Some(device) = self.get_mut(device) {
             device.reads_in_flight += 1;
         }
     }
 
     /// Counts a read that has ended, with or without success.
-    pub(in crate::agent) fn read_ended(&mut self, device: DeviceId) {
+    pub(crate) fn read_ended(&mut self, device: DeviceId) {
         if let Some(device) = self.get_mut(device) {
             device.reads_in_flight -= 1;
         }
     }
 }
 
-impl AgentCore {
-    /// Attaches an opened device; its blocks follow ([`AgentCore::recovered`]).
-    pub(in crate::agent) fn attach_device(&mut self, id: DeviceId, pool: DevicePool) {
+impl Cache {
+    /// Numbers of all devices that are not released.
+    pub(crate) fn device_ids(&self) -> impl Iterator<Item = DeviceId> + use<> {
+        self.devices.ids()
+    }
+
+    /// Attaches an opened device; its blocks follow ([`Cache::recovered`]).
+    pub(crate) fn attach_device(&mut self, cx: &mut Context, id: DeviceId, pool: DevicePool) {
         let at = usize::from(id.0);
         assert!(at < DEVICES_MAX, "numbers of devices are bounded");
         if self.devices.devices.len() <= at {
@@ -55,21 +62,21 @@ impl AgentCore {
         assert!(self.devices.devices[at].is_none(), "a device number is reused only after its release");
         self.devices.devices[at] = Some(Device::new(pool));
         let ops = self.devices.device_mut(id).pool.flush_frees();
-        self.emit_ops(id, ops);
-        self.quotas_changed();
+        self.emit_ops(cx, id, ops);
+        self.outcomes.capacity_changed = true;
     }
 
     /// Adds blocks found on a device, unless it was lost or detached meanwhile.
-    pub(in crate::agent) fn recovered(&mut self, id: DeviceId, blocks: Vec<StoredBlock>) {
+    pub(crate) fn recovered(&mut self, id: DeviceId, blocks: Vec<StoredBlock>) {
         if self.devices.is_usable(id) {
             self.devices.space_check = SpaceCheck::Due;
             self.adopt_stored(id, blocks);
-            self.recheck_limits();
+            self.outcomes.recovered = true;
         }
     }
 
     /// Detaches a device and removes its blocks.
-    pub(in crate::agent) fn detach_device(&mut self, id: DeviceId) {
+    pub(crate) fn detach_device(&mut self, id: DeviceId) {
         let Some(device) = self.devices.get_mut(id) else { return };
         let before = std::mem::replace(&mut device.health, Health::Closing);
         if before != Health::Closing {
@@ -81,7 +88,7 @@ impl AgentCore {
     }
 
     /// Releases closing devices that have nothing in flight.
-    pub(in crate::agent) fn release_devices(&mut self) {
+    pub(crate) fn release_devices(&mut self, cx: &mut Context) {
         if self.devices.closing == 0 {
             return;
         }
@@ -89,7 +96,7 @@ impl AgentCore {
             if self.devices.devices[at].as_ref().is_some_and(Device::is_done) {
                 self.devices.devices[at] = None;
                 self.devices.closing -= 1;
-                self.emit(Effect::DeviceReleased { device: DeviceId(at as u8) });
+                cx.emit(Effect::DeviceReleased { device: DeviceId(at as u8) });
             }
         }
     }
@@ -97,7 +104,7 @@ impl AgentCore {
     /// Adds the blocks that recovery found. The second copy of a block on devices is freed. So is the copy of
     /// a block that is being filled or waits to be written, because that operation may soon store another
     /// copy.
-    pub(in crate::agent) fn adopt_stored(&mut self, device: DeviceId, blocks: Vec<StoredBlock>) {
+    pub(crate) fn adopt_stored(&mut self, device: DeviceId, blocks: Vec<StoredBlock>) {
         self.index.reserve(self.index.len() + blocks.len());
         for block in blocks {
             if let Some(entry) = self.index.find(&block.key) {
@@ -123,7 +130,7 @@ impl AgentCore {
     fn may_adopt(&self, entry: EntryIndex, block: &StoredBlock) -> Adoption {
         let state = self.index.entry(entry);
         let Dram::Resident(frame) = state.dram() else { return Adoption::Discarded };
-        let SizeClass { tenant, layout, .. } = *self.size_classes.get(state.size_class());
+        let SizeClass { tenant, layout, .. } = *self.sizes.get(state.size_class());
         let is_clean = self.frames.get(frame).state == FrameState::Clean;
         let is_same = (tenant, layout) == (block.tenant, block.layout);
         match is_clean && is_same && state.stored().is_none() {

@@ -18,22 +18,17 @@
 //! Out of scope: parents in the index. Blocks offered by peers and blocks found by recovery enter without a
 //! parent, in order of arrival, until a match or load touches their chain.
 
-use reprise_policy::BlockKey;
 use reprise_policy::eviction::EntryIndex;
 
-use super::AgentCore;
-use super::arena::RegionSlot;
-use super::frames::{FrameIndex, FrameState};
-use super::index::Dram;
-use super::limits::BATCH_BLOCKS_MAX;
+use crate::cache::Cache;
+use crate::cache::arena::RegionSlot;
+use crate::cache::frames::{FrameIndex, FrameState};
+use crate::cache::index::Dram;
+use crate::event::Priority;
 
-/// Maximum unsaved ancestors to skip: the blocks by which other devices may lag behind, a batch on each of a
-/// few.
-const ANCESTORS_MAX: usize = 4 * BATCH_BLOCKS_MAX;
-
-impl AgentCore {
+impl Cache {
     /// Marks consecutive blocks of a chain as used, in both tiers.
-    pub(super) fn touch_chain(&mut self, entries: impl DoubleEndedIterator<Item = EntryIndex>) {
+    pub(crate) fn touch_chain(&mut self, entries: impl DoubleEndedIterator<Item = EntryIndex>) {
         for entry in entries.rev() {
             if let Dram::Resident(frame) = self.index.entry(entry).dram() {
                 self.arena.touch(frame);
@@ -42,9 +37,16 @@ impl AgentCore {
         }
     }
 
-    /// Moves a block immediately before its parent in its eviction orders, or makes it the newest if it has
-    /// none.
-    pub(super) fn order_before_parent(&mut self, entry: EntryIndex, parent: Option<BlockKey>) {
+    /// Whether a block is in an eviction order.
+    pub(crate) fn is_ordered(&self, entry: EntryIndex) -> bool {
+        let state = self.index.entry(entry);
+        let is_in_nvme_order = state.stored().is_some() && !matches!(state.dram(), Dram::Filling(_));
+        is_in_nvme_order || self.evictable_frame(state.dram()).is_some()
+    }
+
+    /// Moves a block immediately before its nearest saved ancestor in its eviction orders, or makes it the
+    /// newest if it has none.
+    pub(crate) fn order_before(&mut self, entry: EntryIndex, parent: Option<EntryIndex>) {
         let state = self.index.entry(entry);
         let (dram, class) = (state.dram(), state.class());
         let is_in_nvme_order = state.stored().is_some() && !matches!(dram, Dram::Filling(_));
@@ -52,7 +54,6 @@ impl AgentCore {
         if !is_in_nvme_order && evictable.is_none() {
             return;
         }
-        let parent = self.nearest_saved(parent);
         if is_in_nvme_order {
             let rank = self.nvme_rank(entry);
             match parent {
@@ -68,24 +69,43 @@ impl AgentCore {
     }
 
     /// Returns the frame of a block in DRAM, if it is evictable.
-    fn evictable_frame(&self, dram: Dram) -> Option<(FrameIndex, RegionSlot)> {
+    pub(crate) fn evictable_frame(&self, dram: Dram) -> Option<(FrameIndex, RegionSlot)> {
         let Dram::Resident(frame) = dram else { return None };
         let state = self.frames.get(frame);
         (state.state == FrameState::Clean && state.leases == 0).then_some((frame, state.place))
     }
 
-    /// Returns a block or, if it is unsaved, its nearest saved ancestor.
-    fn nearest_saved(&self, key: Option<BlockKey>) -> Option<EntryIndex> {
-        let mut entry = self.index.find(&key?)?;
-        // Parents that clients send may form a cycle.
-        for _ in 0..ANCESTORS_MAX {
-            let Dram::Resident(frame) = self.index.entry(entry).dram() else { break };
-            let is_saved = !matches!(self.frames.get(frame).state, FrameState::Unsaved(_));
-            if is_saved {
-                break;
-            }
-            entry = self.index.find(&self.parent_of_unsaved(frame)?)?;
+    /// Makes a clean, unleased frame the next victim of its class.
+    pub(crate) fn evict_first(&mut self, frame: FrameIndex) {
+        let state = self.frames.get(frame);
+        if state.state == FrameState::Clean && state.leases == 0 {
+            let class = state.entry().map_or(0, |entry| self.index.entry(entry).class());
+            self.arena.insert_oldest(state.place, frame, class);
         }
-        Some(entry)
+    }
+
+    /// Raises the priority of a block. An evictable block moves to its new class, as the most recently used.
+    /// The journal record keeps the old priority, which is in force again after a restart.
+    pub(crate) fn raise_priority(&mut self, entry: EntryIndex, priority: Priority) {
+        let before = self.index.entry(entry).class();
+        self.index.entry_mut(entry).raise_priority(priority);
+        let state = self.index.entry(entry);
+        let class = state.class();
+        if class == before {
+            return;
+        }
+        let dram = state.dram();
+        let is_read = matches!(dram, Dram::Filling(_));
+        if state.stored().is_some() && !is_read {
+            self.enter_nvme_order(entry);
+        }
+        if let Dram::Resident(index) = dram {
+            let frame = self.frames.get(index);
+            if frame.state == FrameState::Clean && frame.leases == 0 {
+                let place = frame.place;
+                self.arena.remove_evictable(place, index);
+                self.arena.add_evictable(place, index, class);
+            }
+        }
     }
 }

@@ -1,0 +1,206 @@
+//! Cache: the blocks of this node, their copies in the arena and on devices, and the space of tenants.
+//!
+//! The cache names no other owner. It stores opaque numbers for them: the fill of a frame, and the record of
+//! an unsaved block. Consequences for other owners are collected in [`CacheOutcomes`], which the core routes.
+//!
+//! Files call only files before them in this order: tables (`index`, `arena`, `frames`, `checksums`, `sizes`,
+//! `accounts`, `devices`, `pending_space`), `blocks`, `lease`, `order`, `evict`, `operations`, `space`,
+//! `allocate`, then the others.
+
+use reprise_policy::key::HASH_SLOTS;
+use reprise_policy::{BlockKey, SlotSet, Tier};
+
+use crate::context::Context;
+use crate::counters::{CacheCounters, Counters};
+use crate::effect::{DeviceId, Effect, RegionId, ReplicaChange};
+use crate::pool::{BatchId, DevicePool, PoolUsage, StoredBlock};
+use crate::settings::Settings;
+use crate::slab::Slab;
+
+mod accounts;
+mod acquire;
+mod allocate;
+mod arena;
+mod attachment;
+mod audit;
+mod blocks;
+mod check;
+mod checksums;
+mod describe;
+mod devices;
+mod evict;
+mod frames;
+mod index;
+mod lease;
+mod operations;
+mod order;
+mod pending_space;
+mod sizes;
+mod space;
+
+pub(crate) use accounts::{Accounts, TenantIndex, Unmet, nvme_bytes};
+pub(crate) use acquire::{LocalCopy, OfferedBlock};
+pub(crate) use arena::Arena;
+pub(crate) use devices::Devices;
+pub(crate) use frames::{CopyState, EvictionPosition, FrameIndex, FrameState, Frames};
+pub(crate) use index::{Dram, Index};
+pub(crate) use pending_space::PendingSpace;
+pub(crate) use sizes::{SizeClass, SizeClassId, SizeClasses};
+pub(crate) use space::SpaceState;
+
+pub use accounts::{TenantBlocks, TenantCounts, TenantQuotas, TenantUsage};
+pub use describe::{BlockDescription, BlockOrigin, DramCopy};
+
+/// Blocks of this node, and the space that they use.
+#[derive(Debug)]
+pub(crate) struct Cache {
+    pub(crate) sizes: SizeClasses,
+    pub(crate) accounts: Accounts,
+    pub(crate) arena: Arena,
+    pub(crate) frames: Frames,
+    pub(crate) index: Index,
+    pub(crate) devices: Devices,
+    /// Frames whose contents are being checked.
+    pub(crate) checks: Slab<FrameIndex>,
+    /// Space on the devices that accepted and unsaved blocks will need.
+    pub(crate) pending_space: PendingSpace,
+    /// Share of the pool, in thousandths, that eviction keeps free ahead of writes.
+    pub(crate) pool_free_permille: u16,
+    /// Number of blocks that are readable in DRAM.
+    pub(crate) resident_blocks: u64,
+    /// Replica changes that were not announced yet.
+    changes: Vec<ReplicaChange>,
+    outcomes: CacheOutcomes,
+    pub(crate) counters: CacheCounters,
+}
+
+/// Consequences for other owners, merged until the core routes them.
+#[derive(Debug, Default)]
+pub(crate) struct CacheOutcomes {
+    /// An allocation found the arena full, or a tenant exceeds its memory: saved blocks could be evicted.
+    pub(crate) arena_full: bool,
+    /// Capacity or the free target changed, and with it what reservations get.
+    pub(crate) capacity_changed: bool,
+    /// Blocks were found on a device; their tenants may exceed their limits.
+    pub(crate) recovered: bool,
+    /// Number of blocks that became durable.
+    pub(crate) stored: u64,
+    /// Write batches that ended, in order.
+    pub(crate) batches: Vec<DoneBatch>,
+}
+
+/// Write batch that ended, with the blocks that are durable.
+#[derive(Debug)]
+pub(crate) struct DoneBatch {
+    pub(crate) batch: BatchId,
+    pub(crate) stored: Vec<StoredBlock>,
+}
+
+/// Space for one block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct SlotRequest {
+    /// Tenant of the block.
+    pub(crate) tenant: TenantIndex,
+    /// Bytes of its slot.
+    pub(crate) slot_bytes: u64,
+}
+
+impl CacheOutcomes {
+    /// Whether there is nothing to route.
+    pub(crate) fn is_empty(&self) -> bool {
+        let flags = self.arena_full || self.capacity_changed || self.recovered;
+        !flags && self.stored == 0 && self.batches.is_empty()
+    }
+}
+
+impl Cache {
+    /// Creates an empty cache over devices and regions.
+    pub(crate) fn new(settings: &Settings, pools: Vec<DevicePool>, regions: &[(RegionId, u64)]) -> Cache {
+        Cache {
+            sizes: SizeClasses::default(),
+            accounts: Accounts::new(&settings.tenants),
+            arena: Arena::new(regions, settings.eviction),
+            frames: Frames::default(),
+            index: Index::new(),
+            devices: Devices::new(pools, settings.eviction),
+            checks: Slab::new(),
+            pending_space: PendingSpace::default(),
+            pool_free_permille: settings.pool_free_permille,
+            resident_blocks: 0,
+            changes: Vec::new(),
+            outcomes: CacheOutcomes::default(),
+            counters: CacheCounters::default(),
+        }
+    }
+
+    /// Forgets the changes and outcomes of adding recovered blocks. Replaces the list of changes, because
+    /// every recovered block has made it grow.
+    pub(crate) fn forget_recovery(&mut self) {
+        self.changes = Vec::new();
+        self.outcomes = CacheOutcomes::default();
+    }
+
+    /// Returns the consequences for other owners; `None` without any.
+    pub(crate) fn take_outcomes(&mut self) -> Option<CacheOutcomes> {
+        (!self.outcomes.is_empty()).then(|| std::mem::take(&mut self.outcomes))
+    }
+
+    /// Requests that saved blocks become evictable soon.
+    pub(crate) fn report_full(&mut self) {
+        self.outcomes.arena_full = true;
+    }
+
+    /// Announces the replica changes since the last announcement.
+    pub(crate) fn announce(&mut self, cx: &mut Context) {
+        if !self.changes.is_empty() {
+            self.counters.announced_changes += self.changes.len() as u64;
+            cx.emit(Effect::Announce { changes: std::mem::take(&mut self.changes) });
+        }
+    }
+
+    /// Returns all replicas of blocks in these hash slots.
+    pub(crate) fn inventory(&self, slots: &SlotSet) -> Vec<(BlockKey, Tier)> {
+        let blocks = (self.resident_blocks + self.index.stored_blocks()) as usize;
+        let mut replicas = Vec::with_capacity(blocks * slots.len() / usize::from(HASH_SLOTS));
+        for (_, entry) in self.index.iter().filter(|(_, entry)| slots.has_key(&entry.key())) {
+            if matches!(entry.dram(), Dram::Resident(_)) {
+                replicas.push((entry.key(), Tier::Dram));
+            }
+            if entry.stored().is_some() {
+                replicas.push((entry.key(), Tier::Nvme));
+            }
+        }
+        replicas
+    }
+
+    /// Sets the cache's counters and gauges.
+    pub(crate) fn set_counters(&self, all: &mut Counters) {
+        self.counters.copy_to(all);
+        all.arena_bytes = self.arena.bytes();
+        all.arena_used_bytes = self.arena.used_bytes();
+        all.arena_free_bytes = self.arena.bytes() - self.arena.used_bytes();
+        all.read_leases = self.frames.read_leases();
+        all.dram_blocks = self.resident_blocks;
+        all.nvme_blocks = self.index.stored_blocks();
+        let usage = self.devices.usage();
+        all.pool_capacity_bytes = usage.capacity_bytes;
+        all.pool_used_bytes = usage.slot_bytes_used;
+        all.pool_free_bytes = usage.slot_bytes_free;
+        all.pool_pending_free_bytes = usage.pending_frees_bytes;
+        all.pool_quarantined_slots = usage.slots_quarantined;
+        all.journal_used_bytes = usage.journal_bytes_used;
+        all.journal_capacity_bytes = usage.journal_bytes_capacity;
+        all.journal_checkpoints = usage.checkpoints;
+        all.journal_records = usage.journal_records;
+    }
+
+    /// Bytes of the arena and of its slots in use, and usage of the pools.
+    pub(crate) fn usage(&self) -> (u64, u64, PoolUsage) {
+        (self.arena.bytes(), self.arena.used_bytes(), self.devices.usage())
+    }
+
+    /// Usage of each usable device.
+    pub(crate) fn device_usage(&self) -> impl Iterator<Item = (DeviceId, PoolUsage)> {
+        self.devices.usages()
+    }
+}

@@ -1,0 +1,105 @@
+//! Blocks: index entries, their copies, and the changes that the directory learns of.
+
+use reprise_policy::eviction::{EntryIndex, Group, Rank};
+use reprise_policy::{BlockKey, Tier};
+
+use crate::cache::Cache;
+use crate::cache::accounts::TenantIndex;
+use crate::cache::describe::BlockOrigin;
+use crate::cache::index::{Dram, Stored};
+use crate::cache::sizes::{SizeClass, SizeClassId};
+use crate::effect::{Change, DeviceId, ReplicaChange};
+use crate::event::Priority;
+use crate::pool::StoredBlock;
+
+/// Priority of an eviction class that was read from a journal.
+pub(crate) fn priority_of_class(class: u8) -> Priority {
+    match class {
+        0 => Priority::Low,
+        1 => Priority::Normal,
+        _ => Priority::High,
+    }
+}
+
+impl Cache {
+    /// Adds a block to the index; the caller sets its location.
+    pub(crate) fn insert_entry(
+        &mut self,
+        key: BlockKey,
+        size_class: SizeClassId,
+        priority: Priority,
+        origin: BlockOrigin,
+    ) -> EntryIndex {
+        self.sizes.hold(size_class);
+        self.index.insert(key, size_class, priority, origin)
+    }
+
+    /// Records a change of a replica for the directory.
+    pub(crate) fn replica_changed(&mut self, entry: EntryIndex, tier: Tier, change: Change) {
+        let key = self.index.entry(entry).key();
+        self.changes.push(ReplicaChange { key, tier, change });
+    }
+
+    /// Records that a block is durable on a device.
+    pub(crate) fn keep_stored(&mut self, entry: EntryIndex, device: DeviceId, block: &StoredBlock) {
+        self.index.set_stored(entry, Some(Stored { device, page: block.page }));
+        let SizeClass { tenant_index, slot_bytes, .. } =
+            *self.sizes.get(self.index.entry(entry).size_class());
+        self.accounts.charge_nvme(tenant_index, slot_bytes);
+        self.enter_nvme_order(entry);
+        self.replica_changed(entry, Tier::Nvme, Change::Added);
+        self.outcomes.stored += 1;
+    }
+
+    /// Makes a stored block evictable again that was not read after all.
+    pub(crate) fn keep_evictable(&mut self, entry: EntryIndex) {
+        if self.index.entry(entry).stored().is_some() {
+            self.enter_nvme_order(entry);
+        }
+    }
+
+    /// Makes a stored block evictable, as the most recently used of its tenant and class.
+    pub(crate) fn enter_nvme_order(&mut self, entry: EntryIndex) {
+        let rank = self.nvme_rank(entry);
+        self.devices.add_evictable(entry, rank);
+    }
+
+    /// Clears the location of a block on a device.
+    pub(crate) fn clear_stored(&mut self, entry: EntryIndex) {
+        self.index.set_stored(entry, None);
+        let SizeClass { tenant_index, slot_bytes, .. } =
+            *self.sizes.get(self.index.entry(entry).size_class());
+        self.accounts.release_nvme(tenant_index, slot_bytes);
+        self.replica_changed(entry, Tier::Nvme, Change::Removed);
+    }
+
+    /// Removes a block's copy from its device. The copy must not be in use.
+    pub(crate) fn remove_stored(&mut self, entry: EntryIndex) {
+        let stored = self.index.entry(entry).stored().expect("the caller has checked");
+        self.devices.remove_evictable(entry);
+        self.devices.free(stored.device, stored.page);
+        self.clear_stored(entry);
+        self.remove_if_absent(entry);
+    }
+
+    /// Removes a block from the index if it is neither in DRAM, nor being filled, nor on a device.
+    pub(crate) fn remove_if_absent(&mut self, entry: EntryIndex) {
+        let state = self.index.entry(entry);
+        if state.dram() == Dram::Absent && state.stored().is_none() {
+            let size_class = state.size_class();
+            self.index.remove(entry);
+            self.sizes.release(size_class);
+        }
+    }
+
+    /// Tenant of a size class.
+    pub(crate) fn tenant_of(&self, size_class: SizeClassId) -> TenantIndex {
+        self.sizes.get(size_class).tenant_index
+    }
+
+    /// Rank of a block in the NVMe eviction order.
+    pub(crate) fn nvme_rank(&self, entry: EntryIndex) -> Rank {
+        let state = self.index.entry(entry);
+        Rank { group: Group(self.tenant_of(state.size_class()).0), class: state.class() }
+    }
+}

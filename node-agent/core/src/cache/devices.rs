@@ -1,0 +1,290 @@
+//! The devices of the pool as one store: allocation, eviction and failures.
+//!
+//! One eviction order per tenant covers all devices. New blocks go to the emptiest device, so writes follow
+//! evictions wherever they free space. A block that is being read is not in the order. A freed slot is
+//! reusable only when its free record is durable, so space is freed ahead of writes: a share of the pool's
+//! bytes and of its journals' entries is kept free. If a slot size has no free slot, a segment is emptied for
+//! it ([`space`](super::space)).
+//!
+//! A lost device is lost capacity. Its blocks are removed (copies in DRAM remain). Blocks that were being
+//! written to it are written elsewhere as soon as it no longer reads their memory.
+//!
+//! Devices can be attached and detached at run time ([`attachment`](super::attachment)):
+//!
+//! ```text
+//!  (vacant) ──attach──▶ Usable ──detach──▶ Closing ──last operation and read ended──▶ (vacant), DeviceReleased
+//!                         └──it fails──▶ Lost ──detach──┘
+//! ```
+//!
+//! The core treats a closing device like a lost one, but without reporting a failure. The number of a
+//! released device may be reused, because no later report can refer to the old device.
+
+use reprise_policy::eviction::{EntryIndex, EvictionKind, EvictionPolicy, Group, Rank};
+
+use crate::cache::accounts::nvme_bytes;
+use crate::cache::index::Stored;
+use crate::effect::DeviceId;
+use crate::limits::DEVICES_MAX;
+use crate::pool::{BatchId, BlockWrite, DeviceOp, DevicePool, PageNumber, PoolUsage, StoredBlock};
+
+/// All devices, and one eviction order over them.
+#[derive(Debug)]
+pub(crate) struct Devices {
+    /// Devices by number; a vacant number is free for reuse.
+    pub(super) devices: Vec<Option<Device>>,
+    /// Number of devices that are detached and not released yet.
+    pub(super) closing: usize,
+    /// Stored blocks that are not being read.
+    pub(super) order: Box<dyn EvictionPolicy>,
+    pub(super) space_check: SpaceCheck,
+}
+
+/// Whether the devices' free space may have changed since the last check. A check costs about a microsecond,
+/// and most events are fill updates that change nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum SpaceCheck {
+    Due,
+    Unneeded,
+}
+
+/// Device with its pool.
+#[derive(Debug)]
+pub(crate) struct Device {
+    pub(super) pool: DevicePool,
+    pub(super) health: Health,
+    /// Consecutive reads that failed.
+    pub(super) read_errors: u32,
+    pub(super) batches_in_flight: u32,
+    /// Number of quarantine records that no journal write contains yet.
+    pub(super) records_owed: u32,
+    /// Pool operations in flight.
+    pub(super) ops_in_flight: u64,
+    /// Reads of blocks in flight.
+    pub(super) reads_in_flight: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Health {
+    Usable,
+    Lost,
+    /// Detached, with operations in flight.
+    Closing,
+}
+
+impl Devices {
+    /// Creates usable devices from the pools. Pools beyond [`DEVICES_MAX`] are not used.
+    pub(crate) fn new(pools: Vec<DevicePool>, eviction: EvictionKind) -> Devices {
+        Devices {
+            devices: pools.into_iter().take(DEVICES_MAX).map(|pool| Some(Device::new(pool))).collect(),
+            closing: 0,
+            order: eviction.build(),
+            space_check: SpaceCheck::Due,
+        }
+    }
+
+    /// Number of usable devices.
+    pub(crate) fn usable(&self) -> usize {
+        self.usable_devices().count()
+    }
+
+    /// Returns the device with the most free space that can start a batch and is not in `full`.
+    pub(crate) fn emptiest(&self, full: &[DeviceId]) -> Option<DeviceId> {
+        self.ids()
+            .filter(|id| !full.contains(id) && self.device(*id).can_start_batch())
+            .max_by_key(|id| (self.device(*id).pool.usage().slot_bytes_free, std::cmp::Reverse(*id)))
+    }
+
+    /// Allocates a slot for a payload on a device.
+    pub(crate) fn allocate(&mut self, device: DeviceId, slot_bytes: u64) -> Option<PageNumber> {
+        self.device_mut(device).pool.allocate(slot_bytes)
+    }
+
+    /// Starts a write batch on a device.
+    pub(crate) fn write_batch(
+        &mut self,
+        device: DeviceId,
+        batch: BatchId,
+        blocks: Vec<BlockWrite>,
+    ) -> Vec<DeviceOp> {
+        let device = self.device_mut(device);
+        device.batches_in_flight += 1;
+        device.pool.write_batch(batch, blocks)
+    }
+
+    /// Frees the slot of a stored block that is no longer in the index.
+    pub(crate) fn free(&mut self, device: DeviceId, page: PageNumber) {
+        if self.is_usable(device) {
+            self.device_mut(device).pool.free(page);
+        }
+    }
+
+    /// Makes a block evictable from its device, as the most recently used.
+    pub(crate) fn add_evictable(&mut self, entry: EntryIndex, rank: Rank) {
+        self.order.insert(entry, rank);
+        self.space_check = SpaceCheck::Due;
+    }
+
+    /// Reinserts a victim that cannot be evicted as the next victim.
+    pub(crate) fn insert_oldest(&mut self, entry: EntryIndex, rank: Rank) {
+        self.order.insert_oldest(entry, rank);
+    }
+
+    /// Removes and returns the next victim of a tenant.
+    pub(crate) fn take_victim(&mut self, tenant: Group) -> Option<EntryIndex> {
+        self.order.victim(tenant)
+    }
+
+    /// Returns a tenant's blocks in eviction order, starting after `behind` or, without it, at the next
+    /// victim.
+    pub(crate) fn next_victims(
+        &self,
+        tenant: Group,
+        behind: Option<EntryIndex>,
+        count: usize,
+    ) -> Vec<EntryIndex> {
+        self.order.following(tenant, behind, count)
+    }
+
+    /// Moves an evictable block immediately before `successor` in the eviction order.
+    pub(crate) fn order_before(&mut self, entry: EntryIndex, rank: Rank, successor: EntryIndex) {
+        self.order.insert_before(entry, rank, successor);
+    }
+
+    /// Removes a block from the eviction order.
+    pub(crate) fn remove_evictable(&mut self, entry: EntryIndex) {
+        self.order.remove(entry);
+    }
+
+    /// Returns the pool's record of a stored block.
+    pub(crate) fn stored(&self, stored: Stored) -> StoredBlock {
+        let block = self.device(stored.device).pool.stored(stored.page);
+        block.expect("a block leaves the index before its pool slot")
+    }
+
+    /// Marks a block as most recently used, if it is evictable.
+    pub(crate) fn touch(&mut self, entry: EntryIndex) {
+        self.order.touch(entry);
+    }
+
+    /// Number of evictable blocks.
+    pub(crate) fn evictable(&self) -> usize {
+        self.order.len()
+    }
+
+    /// Resets the count of consecutive read errors.
+    pub(crate) fn read_succeeded(&mut self, device: DeviceId) {
+        if let Some(device) = self.get_mut(device) {
+            device.read_errors = 0;
+        }
+    }
+
+    /// Whether a usable device has a free slot for a block of this size.
+    pub(crate) fn has_slot(&self, slot_bytes: u64) -> bool {
+        self.usable_devices().any(|device| device.pool.allocatable(slot_bytes) > 0)
+    }
+
+    /// Number of free slots for blocks of this size on all usable devices.
+    pub(crate) fn slots_free(&self, slot_bytes: u64) -> u64 {
+        self.usable_devices().map(|device| device.pool.allocatable(slot_bytes)).sum()
+    }
+
+    /// Upper bound of the bytes lost at the ends of segments when `blocks` blocks of `bytes` bytes, header
+    /// pages included, get slots in unassigned segments.
+    pub(crate) fn ends_of_segments(&self, bytes: u64, blocks: u64) -> u64 {
+        let lost = |device: &Device| {
+            let segment = nvme_bytes(device.pool.payload_bytes_max());
+            let filled = blocks.checked_div(segment / bytes);
+            filled.map_or(0, |filled| segment % bytes * (filled + 1))
+        };
+        self.usable_devices().map(lost).sum()
+    }
+
+    /// Whether a usable device has segments that are large enough for a block of this size.
+    pub(crate) fn can_hold(&self, slot_bytes: u64) -> bool {
+        self.usable_devices().any(|device| device.pool.payload_bytes_max() >= slot_bytes)
+    }
+
+    /// Whether a device exists and has neither failed nor been detached.
+    pub(crate) fn is_usable(&self, device: DeviceId) -> bool {
+        self.get(device).is_some_and(|device| device.health == Health::Usable)
+    }
+
+    /// Usage of all usable devices, added up.
+    pub(crate) fn usage(&self) -> PoolUsage {
+        let mut sum = PoolUsage::default();
+        for device in self.usable_devices() {
+            let usage = device.pool.usage();
+            sum.slot_bytes_used += usage.slot_bytes_used;
+            sum.slot_bytes_free += usage.slot_bytes_free;
+            sum.slots_quarantined += usage.slots_quarantined;
+            sum.pending_frees_bytes += usage.pending_frees_bytes;
+            sum.journal_bytes_used += usage.journal_bytes_used;
+            sum.journal_bytes_capacity += usage.journal_bytes_capacity;
+            sum.capacity_bytes += usage.capacity_bytes;
+            sum.checkpoints += usage.checkpoints;
+            sum.journal_records += usage.journal_records;
+            sum.entries_free += usage.entries_free;
+            sum.entries_pending += usage.entries_pending;
+            sum.entries_max += usage.entries_max;
+        }
+        sum
+    }
+
+    /// Numbers of all devices that are not released.
+    pub(crate) fn ids(&self) -> impl Iterator<Item = DeviceId> + use<> {
+        let there = self.devices.iter().enumerate().filter(|(_, device)| device.is_some());
+        there.map(|(at, _)| DeviceId(at as u8)).collect::<Vec<_>>().into_iter()
+    }
+
+    /// Usage of each usable device.
+    pub(crate) fn usages(&self) -> impl Iterator<Item = (DeviceId, PoolUsage)> {
+        let usage = |id| self.device(id).pool.usage();
+        self.ids().filter(|id| self.is_usable(*id)).map(move |id| (id, usage(id)))
+    }
+
+    pub(super) fn usable_devices(&self) -> impl Iterator<Item = &Device> {
+        self.devices.iter().flatten().filter(|device| device.health == Health::Usable)
+    }
+
+    pub(super) fn get(&self, id: DeviceId) -> Option<&Device> {
+        self.devices.get(usize::from(id.0))?.as_ref()
+    }
+
+    pub(super) fn get_mut(&mut self, id: DeviceId) -> Option<&mut Device> {
+        self.devices.get_mut(usize::from(id.0))?.as_mut()
+    }
+
+    pub(super) fn device(&self, id: DeviceId) -> &Device {
+        self.get(id).expect("nothing refers to a released device")
+    }
+
+    pub(super) fn device_mut(&mut self, id: DeviceId) -> &mut Device {
+        self.space_check = SpaceCheck::Due;
+        self.get_mut(id).expect("nothing refers to a released device")
+    }
+}
+
+impl Device {
+    pub(super) fn new(pool: DevicePool) -> Device {
+        Device {
+            pool,
+            health: Health::Usable,
+            read_errors: 0,
+            batches_in_flight: 0,
+            records_owed: 0,
+            ops_in_flight: 0,
+            reads_in_flight: 0,
+        }
+    }
+
+    fn can_start_batch(&self) -> bool {
+        self.health == Health::Usable && self.pool.can_start_batch()
+    }
+
+    /// Whether records must be journaled that no batch will contain.
+    pub(super) fn owes_flush(&self) -> bool {
+        self.health == Health::Usable
+            && self.batches_in_flight == 0
+            && (self.records_owed > 0 || self.pool.usage().pending_frees_bytes > 0)
+    }
+}

@@ -1,0 +1,170 @@
+//! Eviction from the arena.
+//!
+//! Only clean, unleased frames are evictable; the eviction policy contains no others. Evicting is O(evicted)
+//! and needs no I/O, so it happens when a slot is needed and not ahead of time. A slot group without a victim
+//! takes over a region of another group whose slots are all evictable. Finding that no such region exists
+//! costs nothing, however full the arena is.
+
+use std::collections::BTreeMap;
+
+use reprise_policy::Tier;
+use reprise_policy::eviction::{EntryIndex, Group};
+use reprise_policy::quota::{self, QuotaUsage, SpaceRequest, Victim};
+
+use crate::cache::accounts::{TenantIndex, nvme_bytes};
+use crate::cache::arena::SlotGroupId;
+use crate::cache::frames::{FrameIndex, FrameState};
+use crate::cache::index::Dram;
+use crate::cache::{Cache, SlotRequest};
+use crate::effect::Change;
+
+impl Cache {
+    /// Frees a slot of a slot group, or a whole region that it can take; `false` if nothing is evictable.
+    pub(crate) fn make_room(&mut self, slot_group: SlotGroupId) -> bool {
+        if let Some(victim) = self.arena.victim(slot_group) {
+            self.drop_frame_victim(victim);
+            return true;
+        }
+        let Some(frames) = self.arena.reclaimable(slot_group) else { return false };
+        for frame in frames {
+            self.arena.remove_evictable(self.frames.get(frame).place, frame);
+            self.evict_frame(frame);
+        }
+        true
+    }
+
+    /// Evicts slots of a tenant until one more slot of `slot_bytes` is within its limit; `false` if too few
+    /// are evictable.
+    pub(crate) fn make_room_below_limit(
+        &mut self,
+        tenant: TenantIndex,
+        slot_group: SlotGroupId,
+        slot_bytes: u64,
+    ) -> bool {
+        while self.accounts.dram(tenant).room() < slot_bytes {
+            let victim = self.arena.victim_of_tenant(slot_group);
+            let bytes = victim.map_or(slot_bytes, |victim| self.frame_slot(victim).bytes);
+            self.accounts.get_mut(tenant).counts.dram_limited_bytes += bytes;
+            let Some(victim) = victim else { return false };
+            self.drop_frame_victim(victim);
+        }
+        true
+    }
+
+    /// Evicts the next victim of a tenant from DRAM; `false` if it has no evictable copy.
+    pub(crate) fn evict_dram_of(&mut self, tenant: TenantIndex) -> bool {
+        let id = self.accounts.get(tenant).id;
+        let Some(victim) = self.arena.any_victim(id) else { return false };
+        let bytes = self.frame_slot(victim).bytes;
+        self.accounts.get_mut(tenant).counts.dram_limited_bytes += bytes;
+        self.drop_frame_victim(victim);
+        true
+    }
+
+    /// Evicts a frame that the arena returned as a victim.
+    pub(crate) fn drop_frame_victim(&mut self, victim: FrameIndex) {
+        self.arena.take_victim(self.frames.get(victim).place);
+        self.evict_frame(victim);
+    }
+
+    /// Drops clean, unleased DRAM copies of blocks that are on NVMe; returns their number.
+    pub(crate) fn trim(&mut self) -> u64 {
+        let stored = |entry: EntryIndex| self.index.entry(entry).stored().is_some();
+        let droppable: Vec<FrameIndex> = self
+            .frames
+            .iter()
+            .filter(|(_, frame)| frame.state == FrameState::Clean && frame.leases == 0)
+            .filter(|(_, frame)| frame.entry().is_some_and(stored))
+            .map(|(index, _)| index)
+            .collect();
+        for frame in &droppable {
+            self.arena.remove_evictable(self.frames.get(*frame).place, *frame);
+            self.evict_frame(*frame);
+        }
+        droppable.len() as u64
+    }
+
+    /// Drops a block's copy in DRAM. The frame is clean, unleased and not in the policy.
+    pub(crate) fn evict_frame(&mut self, frame: FrameIndex) {
+        let entry = self.frames.get(frame).entry().expect("a clean frame can be found");
+        self.counters.dram_evictions += 1;
+        self.counters.dram_evicted_bytes += self.frame_slot(frame).bytes;
+        let tenant = self.tenant_of(self.frames.get(frame).size_class);
+        self.accounts.get_mut(tenant).counts.dram_evictions += 1;
+        self.frames.get_mut(frame).set_entry(None);
+        self.free_frame(frame);
+        self.index.entry_mut(entry).set_dram(Dram::Absent);
+        self.resident_blocks -= 1;
+        self.replica_changed(entry, Tier::Dram, Change::Removed);
+        self.remove_if_absent(entry);
+    }
+
+    /// Evicts the next victim; `false` if no block is evictable, or everything left is reserved.
+    pub(crate) fn evict_stored(&mut self) -> bool {
+        let Some(entry) = self.take_nvme_victim(None) else { return false };
+        self.drop_victim(entry);
+        true
+    }
+
+    /// Drops a stored block that was removed from the order.
+    pub(crate) fn drop_victim(&mut self, entry: EntryIndex) {
+        let state = self.index.entry(entry);
+        self.counters.nvme_evictions += 1;
+        self.counters.nvme_evicted_bytes += self.sizes.get(state.size_class()).slot_bytes;
+        let tenant = self.tenant_of(state.size_class());
+        self.accounts.get_mut(tenant).counts.nvme_evictions += 1;
+        self.remove_stored(entry);
+    }
+
+    /// Evicts the next victim of a tenant from its device; `false` if it has no evictable block.
+    pub(crate) fn evict_nvme_of(&mut self, index: TenantIndex) -> bool {
+        let Some(entry) = self.devices.take_victim(Group(index.0)) else { return false };
+        let bytes = self.sizes.get(self.index.entry(entry).size_class()).slot_bytes;
+        self.accounts.get_mut(index).counts.nvme_limited_bytes += bytes;
+        self.drop_victim(entry);
+        true
+    }
+
+    /// Removes and returns the next NVMe victim, for a lane or ahead of writes. It belongs to the first
+    /// tenant in the order of [`quota::victims`] that has an evictable block of at most the allowed size.
+    pub(crate) fn take_nvme_victim(&mut self, wanting: Option<SlotRequest>) -> Option<EntryIndex> {
+        let holdings: Vec<QuotaUsage> = self.accounts.ids().map(|index| self.accounts.nvme(index)).collect();
+        let space_request = |request: SlotRequest| SpaceRequest {
+            tenant: usize::from(request.tenant.0),
+            bytes: nvme_bytes(request.slot_bytes),
+        };
+        for Victim { tenant, bytes_max } in quota::victims(&holdings, wanting.map(space_request)) {
+            let group = Group(u16::try_from(tenant).expect("bounded by TENANTS_MAX"));
+            let Some(entry) = self.devices.take_victim(group) else { continue };
+            if nvme_bytes(self.sizes.get(self.index.entry(entry).size_class()).slot_bytes) <= bytes_max {
+                return Some(entry);
+            }
+            let rank = self.nvme_rank(entry);
+            self.devices.insert_oldest(entry, rank);
+        }
+        None
+    }
+
+    /// Whether evicting these blocks for a tenant leaves the reservations of other tenants untouched.
+    pub(crate) fn may_drop(&self, blocks: &[EntryIndex], wanting: Option<TenantIndex>) -> bool {
+        let mut lost: BTreeMap<TenantIndex, u64> = BTreeMap::new();
+        for entry in blocks {
+            let size_class = self.index.entry(*entry).size_class();
+            let bytes = nvme_bytes(self.sizes.get(size_class).slot_bytes);
+            *lost.entry(self.tenant_of(size_class)).or_default() += bytes;
+        }
+        lost.into_iter()
+            .all(|(index, bytes)| wanting == Some(index) || bytes <= self.accounts.nvme(index).over())
+    }
+
+    /// Evicts blocks of a tenant until one more is within its limit; `false` if too few are evictable.
+    pub(crate) fn make_nvme_room(&mut self, request: SlotRequest) -> bool {
+        let bytes = nvme_bytes(request.slot_bytes);
+        while self.accounts.nvme(request.tenant).room() < bytes {
+            if !self.evict_nvme_of(request.tenant) {
+                return false;
+            }
+        }
+        true
+    }
+}

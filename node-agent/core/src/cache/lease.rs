@@ -1,0 +1,138 @@
+//! Leases and states of frames.
+//!
+//! A frame is freed only when no reader holds a lease on it and nothing writes to it.
+
+use reprise_policy::Tier;
+use reprise_policy::eviction::EntryIndex;
+
+use crate::cache::Cache;
+use crate::cache::checksums::ChecksumRow;
+use crate::cache::frames::{CopyState, EvictionPosition, FrameIndex, FrameState};
+use crate::cache::index::Dram;
+use crate::cache::sizes::SizeClass;
+use crate::effect::{ArenaSlot, Change};
+
+impl Cache {
+    /// Frees a frame and its slot. The frame must have no lease, no writer and no index entry.
+    pub(crate) fn free_frame(&mut self, frame: FrameIndex) {
+        let state = self.frames.get_mut(frame);
+        assert!(state.leases == 0, "a slot that is read is not freed");
+        assert!(state.entry().is_none(), "a slot that can be found is not freed");
+        let (place, size_class) = (state.place, state.size_class);
+        let checksums = std::mem::replace(&mut state.checksums, ChecksumRow::UNKNOWN);
+        state.state = FrameState::Vacant;
+        state.copy_state = CopyState::Trusted;
+        self.frames.checksums.remove(checksums, self.sizes.objects(size_class));
+        self.frames.free.push(frame);
+        self.arena.free(place);
+        let SizeClass { slot_bytes, tenant_index, .. } = *self.sizes.get(size_class);
+        self.accounts.release_dram(tenant_index, slot_bytes);
+        self.sizes.release(size_class);
+    }
+
+    /// Returns the CRC32C of each object of the block in a frame. The checksums must be known.
+    pub(crate) fn checksums(&self, frame: FrameIndex) -> &[u32] {
+        let state = self.frames.get(frame);
+        self.frames.checksums.get(state.checksums, self.sizes.objects(state.size_class))
+    }
+
+    /// Sets the checksums of the block in a frame: one for each object of its size class.
+    pub(crate) fn set_checksums(&mut self, frame: FrameIndex, checksums: &[u32]) {
+        let state = self.frames.get(frame);
+        assert!(!state.has_checksums(), "a slot is filled with one block");
+        assert_eq!(checksums.len(), self.sizes.objects(state.size_class), "the caller has checked");
+        let row = self.frames.checksums.insert(checksums);
+        self.frames.get_mut(frame).checksums = row;
+    }
+
+    /// Acquires a read lease.
+    pub(crate) fn lease(&mut self, frame: FrameIndex) {
+        let state = self.frames.get_mut(frame);
+        let evictable = state.leases == 0 && state.state == FrameState::Clean;
+        state.leases += 1;
+        let (place, now) = (state.place, state.state);
+        self.frames.read_leases += 1;
+        if let FrameState::Unsaved(_) = now {
+            self.frames.get_mut(frame).position = EvictionPosition::Last;
+        }
+        if evictable {
+            self.arena.remove_evictable(place, frame);
+        }
+    }
+
+    /// Releases a read lease.
+    pub(crate) fn unlease(&mut self, frame: FrameIndex) {
+        let state = self.frames.get_mut(frame);
+        state.leases = state.leases.checked_sub(1).expect("every lease ends once");
+        self.frames.read_leases -= 1;
+        self.update_unleased(frame);
+    }
+
+    /// Sets the state of a frame, updating the eviction order.
+    pub(crate) fn set_frame_state(&mut self, frame: FrameIndex, state: FrameState) {
+        let before = self.frames.get_mut(frame);
+        if before.state == FrameState::Clean && before.leases == 0 {
+            let place = before.place;
+            self.arena.remove_evictable(place, frame);
+        }
+        self.frames.get_mut(frame).state = state;
+        self.update_unleased(frame);
+    }
+
+    /// Returns the address of a frame's slot.
+    pub(crate) fn frame_slot(&self, frame: FrameIndex) -> ArenaSlot {
+        self.arena.slot(self.frames.get(frame).place)
+    }
+
+    /// Makes an unleased frame evictable if it is clean, or frees it if it is an orphan.
+    pub(crate) fn update_unleased(&mut self, frame: FrameIndex) {
+        let state = self.frames.get(frame);
+        if state.leases > 0 {
+            return;
+        }
+        match state.state {
+            FrameState::Clean => {
+                let class = state.entry().map_or(0, |entry| self.index.entry(entry).class());
+                let place = state.place;
+                self.arena.add_evictable(place, frame, class);
+            }
+            FrameState::Orphan => self.free_frame(frame),
+            FrameState::Vacant
+            | FrameState::Reserved
+            | FrameState::Filling(_)
+            | FrameState::Unsaved(_)
+            | FrameState::Retired => {}
+        }
+    }
+
+    /// Drops a damaged block from DRAM, unless a write still reads its slot.
+    pub(crate) fn drop_if_damaged(&mut self, frame: FrameIndex) {
+        let state = self.frames.get(frame);
+        if state.copy_state != CopyState::Damaged || state.state != FrameState::Clean {
+            return;
+        }
+        if let Some(entry) = state.entry() {
+            self.detach_resident(entry, frame);
+            self.remove_if_absent(entry);
+        }
+    }
+
+    /// Detaches a block from its clean frame, which is freed with its last lease. The caller must ensure that
+    /// the block has another copy, or remove it from the index.
+    pub(crate) fn detach_resident(&mut self, entry: EntryIndex, frame: FrameIndex) {
+        self.index.entry_mut(entry).set_dram(Dram::Absent);
+        self.resident_blocks -= 1;
+        self.replica_changed(entry, Tier::Dram, Change::Removed);
+        self.frames.get_mut(frame).set_entry(None);
+        self.set_frame_state(frame, FrameState::Orphan);
+    }
+
+    /// Replaces a suspect copy before a commit of the same block, unless a write reads it.
+    pub(crate) fn yield_to_commit(&mut self, entry: EntryIndex) {
+        let Dram::Resident(frame) = self.index.entry(entry).dram() else { return };
+        let state = self.frames.get(frame);
+        if state.copy_state != CopyState::Trusted && state.state == FrameState::Clean {
+            self.detach_resident(entry, frame);
+        }
+    }
+}

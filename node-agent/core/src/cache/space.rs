@@ -1,0 +1,218 @@
+//! Space on the devices for a slot size without a free slot.
+//!
+//! The next victim determines where space is freed. If the victim has the needed size, its slot is reused.
+//! Otherwise its whole segment is emptied, because a segment holds slots of one size. The evicted blocks are
+//! cold, and at most one segment is emptied at a time. Victims in segments that cannot be emptied now keep
+//! their place in the order. Such a segment has a block that is being read or written, or a quarantined slot.
+
+use reprise_policy::eviction::EntryIndex;
+
+use crate::cache::accounts::nvme_bytes;
+use crate::cache::devices::SpaceCheck;
+use crate::cache::index::{Dram, Stored};
+use crate::cache::sizes::{SizeClass, SizeClassId};
+use crate::cache::{Cache, SlotRequest};
+use crate::context::Context;
+use crate::effect::DeviceId;
+use crate::limits::{
+    POOL_EVICTIONS_FOR_SIZE, POOL_EVICTIONS_PER_APPLY, POOL_VICTIMS_MAX, PULL_ARENA_PERMILLE, PULL_BYTES_MAX,
+};
+
+/// Prospect of free space on a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum SpaceState {
+    /// An operation is in progress whose end is an event.
+    Pending,
+    /// Nothing can be freed.
+    Unavailable,
+}
+
+/// Way in which evicting a victim helps a slot size.
+enum Reclaim {
+    /// Its slot, or its journal entry, is directly usable.
+    Slot,
+    /// Its segment can be emptied by evicting these blocks.
+    Segment { segment: u32, blocks: Vec<EntryIndex> },
+    /// Evicting it does not help.
+    Nothing { segment: u32 },
+}
+
+impl Cache {
+    /// Sets the share of the pool that is kept free.
+    pub(crate) fn set_pool_free(&mut self, permille: u16) {
+        self.pool_free_permille = permille;
+        self.devices.space_check = SpaceCheck::Due;
+        self.outcomes.capacity_changed = true;
+    }
+
+    /// Evicts blocks until the free target is met, and flushes pending free records.
+    pub(crate) fn keep_pool_free(&mut self, cx: &mut Context) {
+        if self.devices.space_check == SpaceCheck::Unneeded {
+            return;
+        }
+        let mut evicted = 0;
+        while evicted < POOL_EVICTIONS_PER_APPLY && self.pool_short() && self.evict_stored() {
+            evicted += 1;
+        }
+        for id in self.devices.ids().filter(|id| self.devices.device(*id).owes_flush()).collect::<Vec<_>>() {
+            let device = self.devices.device_mut(id);
+            device.records_owed = 0;
+            let ops = device.pool.flush_frees();
+            self.emit_ops(cx, id, ops);
+        }
+        self.devices.space_check = match evicted {
+            // The next event evicts the rest.
+            POOL_EVICTIONS_PER_APPLY => SpaceCheck::Due,
+            _ => SpaceCheck::Unneeded,
+        };
+    }
+
+    /// Whether free and pending bytes, or journal entries, are below the target.
+    fn pool_short(&self) -> bool {
+        let usage = self.devices.usage();
+        let target = |of: u64| of * u64::from(self.pool_free_permille) / 1000;
+        usage.slot_bytes_free + usage.pending_frees_bytes < target(usage.capacity_bytes)
+            || usage.entries_free + usage.entries_pending < target(usage.entries_max)
+    }
+
+    /// Starts to free space for a block size without a free slot, unless that is in progress.
+    pub(crate) fn make_pool_room(&mut self, request: SlotRequest) -> SpaceState {
+        if self.devices.usable_devices().any(|device| device.pool.space_pending(request.slot_bytes)) {
+            return SpaceState::Pending;
+        }
+        if self.evict_for_size(request) || self.empty_some_segment(request) {
+            return SpaceState::Pending;
+        }
+        // The end of a read or batch is an event, after which further segments may be emptied.
+        let being_read = self.index.stored_blocks() > self.devices.evictable() as u64;
+        let being_written = self.devices.usable_devices().any(|device| device.batches_in_flight > 0);
+        if being_read || being_written { SpaceState::Pending } else { SpaceState::Unavailable }
+    }
+
+    /// Evicts victims in order until slots of the size or one segment become free; returns whether any was
+    /// evicted.
+    fn evict_for_size(&mut self, request: SlotRequest) -> bool {
+        let (mut evicted, mut passed) = (0, Vec::new());
+        let mut tried: Vec<(DeviceId, u32)> = Vec::new();
+        while evicted < POOL_EVICTIONS_FOR_SIZE && passed.len() < POOL_VICTIMS_MAX {
+            let Some(entry) = self.take_nvme_victim(Some(request)) else { break };
+            let stored = self.index.entry(entry).stored().expect("only stored blocks are in the order");
+            match self.victim_for(stored, request, &tried) {
+                Reclaim::Slot => {
+                    self.drop_victim(entry);
+                    evicted += 1;
+                }
+                Reclaim::Segment { segment, blocks } if evicted == 0 => {
+                    self.reinsert_nvme_victim(entry);
+                    self.empty_segment(stored.device, segment, blocks);
+                    evicted = POOL_EVICTIONS_FOR_SIZE;
+                }
+                Reclaim::Segment { .. } => {
+                    passed.push(entry);
+                    break;
+                }
+                Reclaim::Nothing { segment } => {
+                    tried.push((stored.device, segment));
+                    passed.push(entry);
+                }
+            }
+        }
+        for entry in passed.into_iter().rev() {
+            self.reinsert_nvme_victim(entry);
+        }
+        evicted > 0
+    }
+
+    fn reinsert_nvme_victim(&mut self, entry: EntryIndex) {
+        let rank = self.nvme_rank(entry);
+        self.devices.insert_oldest(entry, rank);
+    }
+
+    fn victim_for(&self, stored: Stored, request: SlotRequest, tried: &[(DeviceId, u32)]) -> Reclaim {
+        let pool = &self.devices.device(stored.device).pool;
+        let segment = pool.segment_of(stored.page).expect("a stored block is in a segment");
+        if pool.has_size(stored.page, request.slot_bytes) || pool.usage().entries_free == 0 {
+            return Reclaim::Slot;
+        }
+        if tried.contains(&(stored.device, segment)) {
+            return Reclaim::Nothing { segment };
+        }
+        match self.drainable(stored.device, segment, request) {
+            Some(blocks) => Reclaim::Segment { segment, blocks },
+            None => Reclaim::Nothing { segment },
+        }
+    }
+
+    /// Empties the segment with the least data, because no cold block is in a segment that can be emptied.
+    fn empty_some_segment(&mut self, request: SlotRequest) -> bool {
+        for device in self.devices.ids().filter(|id| self.devices.is_usable(*id)).collect::<Vec<_>>() {
+            let Some(segment) = self.devices.device(device).pool.emptiest_drainable(request.slot_bytes)
+            else {
+                continue;
+            };
+            if let Some(blocks) = self.drainable(device, segment, request) {
+                self.empty_segment(device, segment, blocks);
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Returns the blocks of a segment if all of them may be evicted for the lane's tenant, and emptying it
+    /// gives the size a segment.
+    fn drainable(&self, device: DeviceId, segment: u32, request: SlotRequest) -> Option<Vec<EntryIndex>> {
+        let blocks = self.devices.device(device).pool.drainable(segment, request.slot_bytes)?;
+        let blocks: Option<Vec<EntryIndex>> = blocks
+            .into_iter()
+            .map(|(key, page)| {
+                let entry = self.index.find(&key)?;
+                let state = self.index.entry(entry);
+                let here = state.stored().is_some_and(|at| at.device == device && at.page == page);
+                (here && !matches!(state.dram(), Dram::Filling(_))).then_some(entry)
+            })
+            .collect();
+        blocks.filter(|blocks| self.may_drop(blocks, Some(request.tenant)))
+    }
+
+    fn empty_segment(&mut self, device: DeviceId, segment: u32, blocks: Vec<EntryIndex>) {
+        self.devices.device_mut(device).pool.start_drain(segment);
+        for entry in blocks {
+            self.devices.remove_evictable(entry);
+            self.drop_victim(entry);
+        }
+    }
+
+    /// Number of blocks of a size class that fit into the devices, their journals and the tenant's quota,
+    /// without touching the free target or pending space. Zero if the tenant's DRAM limit is below one block.
+    /// The unusable ends of segments are counted as used, before the segments are assigned to a size.
+    pub(crate) fn room_without_eviction(&self, size_class: SizeClassId) -> u64 {
+        let SizeClass { slot_bytes, tenant_index, .. } = *self.sizes.get(size_class);
+        if self.accounts.dram(tenant_index).quota.limit() < slot_bytes {
+            return 0;
+        }
+        let bytes = nvme_bytes(slot_bytes);
+        let usage = self.devices.usage();
+        let kept_free = |of: u64| of * u64::from(self.pool_free_permille) / 1000;
+        let pending = &self.pending_space;
+        let ends = |(bytes, blocks)| self.devices.ends_of_segments(bytes, blocks);
+        let withheld =
+            kept_free(usage.capacity_bytes) + pending.bytes() + pending.sizes().map(ends).sum::<u64>();
+        let free = usage.slot_bytes_free.saturating_sub(withheld);
+        let free = free.saturating_sub(ends((bytes, free / bytes)));
+        let of_tenant =
+            self.accounts.nvme(tenant_index).room().saturating_sub(pending.bytes_of(tenant_index));
+        let entries = usage.entries_free.saturating_sub(kept_free(usage.entries_max) + pending.blocks());
+        let slots = self.devices.slots_free(slot_bytes).saturating_sub(pending.blocks());
+        (free / bytes).min(of_tenant / bytes).min(entries).min(slots)
+    }
+
+    /// Maximum slot bytes of replicas being fetched and written.
+    pub(crate) fn pull_bytes_max(&self) -> u64 {
+        PULL_BYTES_MAX.min(self.share_of_arena(PULL_ARENA_PERMILLE))
+    }
+
+    /// A share of the arena, in bytes.
+    pub(crate) fn share_of_arena(&self, permille: u16) -> u64 {
+        self.arena.bytes() * u64::from(permille) / 1000
+    }
+}
