@@ -45,8 +45,10 @@ help:
 build:
 	cargo build --locked --release --workspace --exclude reprise-e2e --bins
 
-demo: build
-	$(RELEASE)/reprise demo $(if $(TRACE),--trace $(TRACE))
+# Only the programs that the demo starts, with the profile that compiles fastest: without link-time optimisation.
+demo:
+	cargo build --locked --profile images -p reprise -p reprise-agent -p reprise-controlplane --bins
+	$(CARGO_TARGET_DIR)/images/reprise demo $(if $(TRACE),--trace $(TRACE))
 
 # Structure and language of the tree; `cargo xtask figures` prints figures about its structure.
 check:
@@ -56,19 +58,24 @@ lint: check lint-python
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
 # These tests are built only by name: `--all-targets` does not include them.
-	cargo clippy --locked --workspace --test cluster --test scale -- -D warnings
+	cargo clippy --locked --workspace --test e2e --test api_server --test cluster --test scale -- -D warnings
 	@if command -v cargo-deny > /dev/null; then cargo deny --locked check bans licenses sources; \
 	else echo "cargo-deny is not installed: licences and sources of dependencies are not checked"; fi
 
 lint-python:
 	python/lint.sh
 
-test-quick: lint
-	cargo test --locked --workspace --exclude reprise-e2e
+# Lints and tests select the same packages, and therefore the same features: dependencies are compiled once.
+test-quick:
+	@started=$$(date +%s); code=0; \
+	{ $(MAKE) --no-print-directory lint && cargo test --locked --workspace; } || code=$$?; \
+	echo "make test-quick took $$(($$(date +%s) - started)) s"; exit $$code
 
 # The end-to-end tests start the binaries in their own folder, so those are built first. The build always includes a
 # test of the workspace: otherwise dependencies have other features and are compiled again.
-PROGRAMS := cargo build --locked --workspace --bins --tests
+PROGRAMS := cargo build --locked --workspace --bins --tests --test e2e --test api_server
+# The programs of a cluster without Kubernetes.
+AGENT_PROGRAMS := cargo build --locked --workspace --bin reprise-agent --bin reprise-controlplane --test protocol_document
 # All programs and the Kubernetes tests, without the tests of every crate.
 CLUSTER_PROGRAMS := cargo build --locked --workspace --bins --test cluster
 
@@ -92,11 +99,11 @@ wheel:
 
 # Uses the debug binaries, as the end-to-end tests do.
 test-python:
-	cargo build --locked -p reprise-agent -p reprise-controlplane --bins
+	$(AGENT_PROGRAMS)
 	python/test.sh
 
 test-vllm:
-	cargo build --locked -p reprise-agent -p reprise-controlplane --bins
+	$(AGENT_PROGRAMS)
 	python/test-vllm.sh
 
 e2e-k8s: etcd cluster images-test

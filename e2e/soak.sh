@@ -25,14 +25,15 @@ part() {
 }
 
 round() {
-    part "property tests" env PROPTEST_RNG_SEED="$seed" "${test[@]}" --exclude reprise-e2e
+    part "property tests" env PROPTEST_RNG_SEED="$seed" "${test[@]}"
     part "agent core" env REPRISE_FIRST_SEED="$seed" "${test[@]}" --test agent
+    part "grants of queues" env REPRISE_FIRST_SEED="$seed" "${test[@]}" --lib -- random_events_never_exceed
     part "device worker" env REPRISE_FIRST_SEED="$seed" "${test[@]}" --bin reprise-agent -- power_loss
     part "simulated cluster" "$target/release/reprise" sim chaos --seeds $seeds_of_simulator --start "$seed"
-    part "operator" env REPRISE_E2E_SEED="$seed" REPRISE_E2E_KILL_PERCENT=100 \
-        "${test[@]}" --test operator -- chaos:: kills:: repeatedly_killed_operator
-    part "processes" env REPRISE_E2E_SEED="$seed" \
-        "${test[@]}" --test processes -- kill:: corruption:: garbage peer_killed saving_far_more
+    part "operator" env REPRISE_E2E_SEED="$seed" REPRISE_E2E_KILL_PERCENT=100 "${test[@]}" \
+        --test e2e -- operator::chaos:: operator::kills:: repeatedly_killed_operator
+    part "processes" env REPRISE_E2E_SEED="$seed" "${test[@]}" \
+        --test e2e -- processes::kill:: processes::corruption:: garbage peer_killed saving_far_more
 }
 
 seed=${SOAK_SEED:-$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}

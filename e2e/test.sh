@@ -1,25 +1,39 @@
 #!/usr/bin/env bash
 # Runs all tests of the workspace: test.sh. The tests of a whole Kubernetes cluster run in parallel, since
-# they mostly wait, and their output is printed at the end. The programs, the images and Kubernetes must be
-# built (`make test`).
+# they mostly wait. The errors of failed tests are printed last. The programs, the images and Kubernetes must
+# be built (`make test`).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cluster=(cargo test --locked --workspace --test cluster)
 # Built before either runs, since two concurrent cargo builds would wait for each other.
 "${cluster[@]}" --no-run
-log=${REPRISE_CACHE:-$HOME/.cache/reprise}/test-cluster.log
-echo "running the tests of a whole Kubernetes cluster in parallel, with the log $log"
+logs=${REPRISE_CACHE:-$HOME/.cache/reprise}
+log=$logs/test.log
+cluster_log=$logs/test-cluster.log
+echo "running the tests of a whole Kubernetes cluster in parallel, with the log $cluster_log"
 # Job control gives it its own process group, so that all of it can be killed. Only SIGKILL also ends its
 # namespaces.
 set -m
-"${cluster[@]}" > "$log" 2>&1 < /dev/null &
+"${cluster[@]}" > "$cluster_log" 2>&1 < /dev/null &
 parallel=$!
 set +m
 trap 'kill -KILL -- "-$parallel" 2> /dev/null || true' EXIT
-code=0
-# Runs all tests even after a failure.
-cargo test --locked --workspace --no-fail-fast || code=$?
-wait "$parallel" || code=$?
-echo "output of the tests of a whole Kubernetes cluster:"
-cat "$log"
-exit "$code"
+failed=()
+# run NAME ARGUMENTS...: runs all selected tests, even after a failure.
+run() {
+    local name=$1
+    shift
+    cargo test --locked --workspace --no-fail-fast "$@" 2>&1 | tee -a "$log" || failed+=("$name")
+}
+: > "$log"
+run "tests of the crates"
+run "end-to-end tests" --test e2e --test api_server
+wait "$parallel" || failed+=("tests of a whole Kubernetes cluster")
+echo "output of the tests of a whole Kubernetes cluster: $cluster_log"
+grep '^test ' "$cluster_log" || true
+[ ${#failed[@]} -gt 0 ] || exit 0
+# From each list of failures, with the output of the failed tests, to its end.
+awk '/^failures:$/ { on = 1 } on { print } /^test result: FAILED/ { on = 0 }' "$log" "$cluster_log"
+# A program that does not compile or start has no such list.
+for name in "${failed[@]}"; do echo "FAILED: $name (logs: $log, $cluster_log)"; done
+exit 1

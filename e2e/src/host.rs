@@ -97,8 +97,14 @@ impl Host {
 /// set.
 ///
 /// # Panics
-/// If the test fails, or if it can neither run on this machine nor be skipped.
+/// If the test fails or has another name, or if it can neither run on this machine nor be skipped.
 pub fn run_in_own_namespace(test: &str) -> bool {
+    // The main thread runs a test if there is one thread only.
+    let running = std::thread::current().name().map(str::to_owned);
+    assert!(
+        running.as_deref().is_none_or(|name| name == test || name == "main"),
+        "{running:?} is not {test}"
+    );
     if env::var_os(INSIDE).is_some() {
         return true;
     }

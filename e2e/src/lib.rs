@@ -3,7 +3,7 @@
 //! A test creates a [`TestEnv`] and starts agents and often a control plane in it. It connects like an engine
 //! ([`Engine`]), like a scraper ([`Admin`]), or like a faulty client ([`raw`], [`disk`]). The parts that run
 //! in Kubernetes are tested against its API server ([`ApiServer`]). The binaries are those next to the test's
-//! own executable: run `cargo build --workspace --bins --tests` first.
+//! own executable: run `cargo build --workspace --bins --test e2e` first.
 //!
 //! Invariants:
 //! * every loaded byte is compared with its expected value ([`content`]); a wrong byte fails any test;

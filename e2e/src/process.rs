@@ -83,7 +83,7 @@ pub struct StartError {
 static STARTED: OnceLock<SystemTime> = OnceLock::new();
 
 /// What to do about a missing or outdated program.
-const BUILD_FIRST: &str = "run `cargo build --locked --workspace --bins --tests` first";
+const BUILD_FIRST: &str = "run `cargo build --locked --workspace --bins --test e2e` first";
 
 /// Returns the path of a binary of the workspace, next to the test's own. Cargo does not build it for the test, because
 /// no crate depends on it.

@@ -4,7 +4,7 @@ use std::fs;
 
 use reprise_e2e::tree;
 
-use crate::helm::{chart, helm, path, render_set, sets};
+use crate::chart::helm::{chart, helm, path, render_set, sets};
 
 /// Set to `write`, the golden files are written instead of compared.
 const GOLDEN: &str = "REPRISE_GOLDEN";

@@ -4,7 +4,7 @@ use std::fs;
 
 use reprise_e2e::TestEnv;
 
-use crate::helm::template;
+use crate::chart::helm::template;
 
 /// Values, and words that the error must contain.
 const BAD: &[(&str, &[&str])] = &[

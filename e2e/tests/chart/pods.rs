@@ -6,7 +6,7 @@ use std::fs;
 use reprise_e2e::tree;
 use serde_json::{Value, json};
 
-use crate::helm::{Document, render_set, sets};
+use crate::chart::helm::{Document, render_set, sets};
 
 /// Objects whose pods mount a directory of the node, with the reason.
 const ON_THE_NODE: [(&str, &str); 2] =

@@ -15,7 +15,7 @@ use reprise_e2e::{ApiServer, PATIENCE, TestEnv, tree, wait_until};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::helm::{NAMESPACE, RELEASE, chart, examples, helm, path, render, render_set, sets};
+use crate::chart::helm::{NAMESPACE, RELEASE, chart, examples, helm, path, render, render_set, sets};
 
 /// Kinds of third parties, whose definitions are not on this server.
 const THIRD_PARTY_KINDS: [&str; 3] = ["ServiceMonitor", "PodMonitor", "SeccompProfile"];

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use crate::helm::{Document, render_set, sets};
+use crate::chart::helm::{Document, render_set, sets};
 
 /// Returns the rules of a role, and for each whether a comment precedes it.
 fn rules(document: &Document) -> Vec<(Value, bool)> {
@@ -58,7 +58,7 @@ fn no_role_grants_wildcards_or_rights_on_pods() {
 #[test]
 fn without_rbac_there_are_accounts_but_no_roles() {
     let documents =
-        crate::helm::render(&[], &["--set", "rbac.create=false", "--set", "cluster.paused=false"]);
+        crate::chart::helm::render(&[], &["--set", "rbac.create=false", "--set", "cluster.paused=false"]);
     let kinds: Vec<&str> = documents.iter().filter_map(|one| one.object["kind"].as_str()).collect();
     assert!(!kinds.iter().any(|kind| kind.contains("Role")), "{kinds:?}");
     assert_eq!(kinds.iter().filter(|kind| **kind == "ServiceAccount").count(), 4);

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use reprise_e2e::kubernetes::Schemas;
 use serde_json::Value;
 
-use crate::helm::{render_set_with, sets, template};
+use crate::chart::helm::{render_set_with, sets, template};
 
 /// Kinds of third parties, which Kubernetes' schemas lack.
 const THIRD_PARTY_KINDS: [&str; 3] = ["ServiceMonitor", "PodMonitor", "SeccompProfile"];

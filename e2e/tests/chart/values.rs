@@ -4,7 +4,7 @@ use std::fs;
 
 use serde_json::Value;
 
-use crate::helm::{chart, render_set, sets};
+use crate::chart::helm::{chart, render_set, sets};
 
 fn read(name: &str) -> String {
     fs::read_to_string(chart().join(name)).expect("the chart's files can be read")

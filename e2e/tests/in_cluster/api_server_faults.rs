@@ -6,8 +6,10 @@ use reprise_e2e::content::small;
 use reprise_e2e::{ApiServer, LoadParams, TestEnv, wait_until};
 use serde_json::json;
 
-use crate::node::{self, Node, REPORTED_WITHIN, Setup, condition, condition_message, file_claim, state};
-use crate::objects::{api, object};
+use crate::in_cluster::node::{
+    self, Node, REPORTED_WITHIN, Setup, condition, condition_message, file_claim, state,
+};
+use crate::resources::objects::{api, object};
 
 fn blocks() -> Vec<u64> {
     (0..40).collect()

@@ -6,7 +6,7 @@ use reprise_e2e::{ApiServer, LoadParams, PATIENCE};
 use rustix::process::{Pid, Resource, Rlimit, prlimit};
 use serde_json::json;
 
-use crate::node::{Node, condition, condition_message, device, device_claim, file_claim, state};
+use crate::in_cluster::node::{Node, condition, condition_message, device, device_claim, file_claim, state};
 
 fn blocks() -> Vec<u64> {
     (0..40).collect()

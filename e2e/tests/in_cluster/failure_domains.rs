@@ -7,7 +7,7 @@ use reprise_e2e::control_plane::Store;
 use reprise_e2e::{ApiServer, PATIENCE, TestEnv, wait_until};
 use serde_json::{Value, json};
 
-use crate::node::{Node, REPORTED_WITHIN, Setup, condition, file_claim, state};
+use crate::in_cluster::node::{Node, REPORTED_WITHIN, Setup, condition, file_claim, state};
 
 /// Blocks that become hot in one zone layout.
 const HOT_BLOCKS: u64 = 20;

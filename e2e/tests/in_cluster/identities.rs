@@ -12,8 +12,9 @@ use reprise_policy::NamespaceDigest;
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
-use crate::node::{Node, REPORTED_WITHIN, Setup};
-use crate::{node, rights};
+use crate::in_cluster::node;
+use crate::in_cluster::node::{Node, REPORTED_WITHIN, Setup};
+use crate::resources::rights;
 
 /// The audience of tokens for agents.
 const AUDIENCE: &str = "reprise.dev";

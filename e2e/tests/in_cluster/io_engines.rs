@@ -4,7 +4,7 @@ use reprise_e2e::content::small;
 use reprise_e2e::{ApiServer, TestEnv, tree};
 use serde_json::json;
 
-use crate::node::{Node, Setup, condition, device, file_claim, state};
+use crate::in_cluster::node::{Node, Setup, condition, device, file_claim, state};
 
 /// Runs a command that may not set up io_uring, like a container with the runtime's seccomp profile.
 const WITHOUT_IO_URING: &str = "e2e/without_io_uring.py";

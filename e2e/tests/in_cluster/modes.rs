@@ -9,7 +9,7 @@ use reprise_e2e::{AgentConfig, ApiServer, TestEnv, wait_until};
 use reprise_policy::ByteSize;
 use serde_json::json;
 
-use crate::node::{Node, REPORTED_WITHIN, Setup, condition, file_claim, state};
+use crate::in_cluster::node::{Node, REPORTED_WITHIN, Setup, condition, file_claim, state};
 
 /// A small region, so that regions are left for a tenant that has no engines on a node yet.
 const REGION: ByteSize = ByteSize(2 << 20);

@@ -10,8 +10,8 @@ use reprise_e2e::kubernetes::PodAccount;
 use reprise_e2e::{Agent, AgentConfig, ApiServer, PATIENCE, TestEnv, wait_until};
 use serde_json::{Value, json};
 
-use crate::objects::{api, install_definitions, object};
-use crate::rights::{allow, install_policy};
+use crate::resources::objects::{api, install_definitions, object};
+use crate::resources::rights::{allow, install_policy};
 
 /// Bound until a change of the spec is applied and reported. A status is written at most once a second.
 pub(crate) const REPORTED_WITHIN: Duration = Duration::from_secs(60);

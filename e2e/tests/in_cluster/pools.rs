@@ -10,7 +10,7 @@ use reprise_e2e::process::binary;
 use reprise_e2e::{Admin, ApiServer, LoadParams, PATIENCE, TestEnv, wait_until};
 use serde_json::{Value, json};
 
-use crate::node::{Node, Setup, condition, device, file_claim, state};
+use crate::in_cluster::node::{Node, Setup, condition, device, file_claim, state};
 
 fn blocks() -> Vec<u64> {
     (0..40).collect()

@@ -6,7 +6,7 @@ use reprise_e2e::ApiServer;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::node::{Node, condition, condition_message};
+use crate::in_cluster::node::{Node, condition, condition_message};
 
 /// Returns a profile as the operator writes it, with one window of this slack.
 fn content(micros: u32) -> String {

@@ -3,7 +3,7 @@
 use reprise_e2e::{ApiServer, NvmeController};
 use serde_json::{Value, json};
 
-use crate::node::{Node, device_claim};
+use crate::in_cluster::node::{Node, device_claim};
 
 fn claim(uid: &str, isolation: &str, pairs: u32) -> Value {
     json!({

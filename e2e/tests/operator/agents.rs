@@ -11,7 +11,7 @@ use kube::api::{DynamicObject, Patch, PatchParams};
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::test_cluster::{TestCluster, sha256};
+use crate::operator::test_cluster::{TestCluster, sha256};
 
 /// UUID of the GPU on every node.
 pub(crate) const GPU: &str = "GPU-0";

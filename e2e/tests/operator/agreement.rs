@@ -7,9 +7,9 @@ use kube::api::{Patch, PatchParams};
 use reprise_e2e::{Operator, PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::convergence::{annotate, wait_until_idle};
-use crate::field_ownership::{edit, wait_restored};
-use crate::test_cluster::{NAMESPACE, TestCluster, UNREACHABLE_ADDRESS};
+use crate::operator::convergence::{annotate, wait_until_idle};
+use crate::operator::field_ownership::{edit, wait_restored};
+use crate::operator::test_cluster::{NAMESPACE, TestCluster, UNREACHABLE_ADDRESS};
 
 /// Number of edits after which an operator limits its write-backs.
 const EDITS: usize = 5;
@@ -162,7 +162,7 @@ fn own_status_write_triggers_no_reconcile_but_foreign_write_does() {
 fn quiet(operator: &Operator) {
     let mut before = reconciles(operator, "SSDPool");
     wait_until("reconciles of pools stop", PATIENCE, || {
-        std::thread::sleep(crate::test_cluster::QUIET_PERIOD);
+        std::thread::sleep(crate::operator::test_cluster::QUIET_PERIOD);
         let now = reconciles(operator, "SSDPool");
         let same = now == before;
         before = now;

@@ -5,9 +5,9 @@ use kube::api::DynamicObject;
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::convergence::wait_until_idle;
-use crate::pools::wait_claims;
-use crate::test_cluster::{QUIET_PERIOD, TestCluster};
+use crate::operator::convergence::wait_until_idle;
+use crate::operator::pools::wait_claims;
+use crate::operator::test_cluster::{QUIET_PERIOD, TestCluster};
 
 /// Applies a cluster of the nodes with a label, with one pool.
 fn cluster(k8s: &TestCluster, name: &str, label: &str, pool: &str) {

@@ -23,12 +23,12 @@ use rand::{RngExt, SeedableRng};
 use reprise_e2e::{FaultProxy, Operator, OperatorFiles, Relay, seed};
 use serde_json::{Value, json};
 
-use crate::convergence::{annotate, assert_writes_nothing};
-use crate::deletion_guard::TOO_SHORT;
-use crate::snapshot::{ClusterSnapshot, assert_same, delete_operator_objects, snapshot};
-use crate::test_cluster::{NAMESPACE, OPERATOR_NAMESPACE, TestCluster};
-use crate::test_control_plane::TestControlPlane;
-use crate::user_simulator::{LIMIT_BYTES, UserSimulator};
+use crate::operator::convergence::{annotate, assert_writes_nothing};
+use crate::operator::deletion_guard::TOO_SHORT;
+use crate::operator::snapshot::{ClusterSnapshot, assert_same, delete_operator_objects, snapshot};
+use crate::operator::test_cluster::{NAMESPACE, OPERATOR_NAMESPACE, TestCluster};
+use crate::operator::test_control_plane::TestControlPlane;
+use crate::operator::user_simulator::{LIMIT_BYTES, UserSimulator};
 
 const NAME: &str = "faulted_operators_converge_to_state_of_fresh_operator";
 /// Number of random events.

@@ -8,7 +8,7 @@ use reprise_e2e::process::{StartingProcess, binary};
 use reprise_e2e::{PATIENCE, control_plane, wait_until};
 use serde_json::{Value, json};
 
-use crate::test_cluster::{OTHER_MANAGER, QUIET_PERIOD, TestCluster, versions};
+use crate::operator::test_cluster::{OTHER_MANAGER, QUIET_PERIOD, TestCluster, versions};
 
 #[test]
 fn cluster_creates_workloads_and_status_reports_their_readiness() {

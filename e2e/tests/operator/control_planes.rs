@@ -7,9 +7,9 @@ use reprise_e2e::content::{device_slot_bytes, small};
 use reprise_e2e::{LoadParams, PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::convergence::wait_until_idle;
-use crate::test_cluster::{QUIET_PERIOD, TestCluster};
-use crate::test_control_plane::TestControlPlane;
+use crate::operator::convergence::wait_until_idle;
+use crate::operator::test_cluster::{QUIET_PERIOD, TestCluster};
+use crate::operator::test_control_plane::TestControlPlane;
 
 /// Upper bound for a resync: applied state is polled every 30 s, an unreachable control plane at most every
 /// 30 s.

@@ -8,10 +8,10 @@ use kube::api::{Patch, PatchParams};
 use reprise_e2e::{Operator, PATIENCE, wait_until};
 use serde_json::json;
 
-use crate::agents::{Agents, PRODUCT};
-use crate::queues::{WAITING, create_allocation};
-use crate::stores::delete_authority;
-use crate::test_cluster::{QUIET_PERIOD, TestCluster, USER_KINDS, versions};
+use crate::operator::agents::{Agents, PRODUCT};
+use crate::operator::queues::{WAITING, create_allocation};
+use crate::operator::stores::delete_authority;
+use crate::operator::test_cluster::{QUIET_PERIOD, TestCluster, USER_KINDS, versions};
 
 /// Log line of the operator when it loses the API server.
 const WATCH_LOST: &str = "watch lost; restarting it";

@@ -8,8 +8,8 @@ use kube::ResourceExt;
 use reprise_e2e::{Operator, PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::pools::wait_claims;
-use crate::test_cluster::{QUIET_PERIOD, TestCluster};
+use crate::operator::pools::wait_claims;
+use crate::operator::test_cluster::{QUIET_PERIOD, TestCluster};
 
 pub(crate) const FINALIZER: &str = "reprise.dev/in-use";
 pub(crate) const BLOCKED: [&str; 3] = ["DeletionBlocked", "True", "InUse"];

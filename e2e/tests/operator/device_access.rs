@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::test_cluster::TestCluster;
+use crate::operator::test_cluster::TestCluster;
 
 #[test]
 fn modes_for_gpus_and_rdma_are_rejected_and_leave_agents_unchanged() {

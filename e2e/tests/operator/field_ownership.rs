@@ -9,9 +9,9 @@ use kube::api::{ListParams, Patch, PatchParams};
 use reprise_e2e::{Operator, PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::agreement::reconciles;
-use crate::convergence::{annotate, wait_until_idle};
-use crate::test_cluster::{QUIET_PERIOD, TestCluster};
+use crate::operator::agreement::reconciles;
+use crate::operator::convergence::{annotate, wait_until_idle};
+use crate::operator::test_cluster::{QUIET_PERIOD, TestCluster};
 
 /// Field manager of a user with an editor.
 const EDITOR: &str = "kubectl-edit";

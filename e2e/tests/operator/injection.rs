@@ -6,7 +6,7 @@ use kube::core::GroupVersionKind;
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::test_cluster::{NAMESPACE, OTHER_MANAGER, TestCluster};
+use crate::operator::test_cluster::{NAMESPACE, OTHER_MANAGER, TestCluster};
 
 /// Namespace that the cluster selects.
 const ENGINES: &str = "engines";

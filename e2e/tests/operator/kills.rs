@@ -11,11 +11,11 @@ use rand::seq::SliceRandom;
 use reprise_e2e::{CrashPoint, FaultProxy, Operator, OperatorFiles, PATIENCE, seed, wait_until};
 use serde_json::json;
 
-use crate::agents::{Agents, PRODUCT};
-use crate::deletion_guard::TOO_SHORT;
-use crate::queues::{KIND as ALLOCATION, create_allocation};
-use crate::snapshot::{ClusterSnapshot, assert_same, delete_operator_objects, snapshot};
-use crate::test_cluster::TestCluster;
+use crate::operator::agents::{Agents, PRODUCT};
+use crate::operator::deletion_guard::TOO_SHORT;
+use crate::operator::queues::{KIND as ALLOCATION, create_allocation};
+use crate::operator::snapshot::{ClusterSnapshot, assert_same, delete_operator_objects, snapshot};
+use crate::operator::test_cluster::TestCluster;
 
 /// Percentage of a scenario's crash points that a run covers; 100 covers all.
 const PERCENT_VARIABLE: &str = "REPRISE_E2E_KILL_PERCENT";

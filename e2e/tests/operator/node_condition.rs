@@ -4,8 +4,8 @@ use k8s_openapi::jiff::{SignedDuration, Timestamp};
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::convergence::wait_until_idle;
-use crate::test_cluster::{QUIET_PERIOD, TestCluster};
+use crate::operator::convergence::wait_until_idle;
+use crate::operator::test_cluster::{QUIET_PERIOD, TestCluster};
 
 const AGENT_READY: &str = "reprise.dev/AgentReady";
 

@@ -3,8 +3,8 @@
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::deletion_guard::TOO_SHORT;
-use crate::test_cluster::{QUIET_PERIOD, TestCluster};
+use crate::operator::deletion_guard::TOO_SHORT;
+use crate::operator::test_cluster::{QUIET_PERIOD, TestCluster};
 
 /// Waits until a node has exactly these claims.
 pub(crate) fn wait_claims(k8s: &TestCluster, node: &str, pools: &[&str]) -> Vec<Value> {

@@ -9,8 +9,8 @@ use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::convergence::wait_until_idle;
-use crate::test_cluster::{QUIET_PERIOD, TestCluster};
+use crate::operator::convergence::wait_until_idle;
+use crate::operator::test_cluster::{QUIET_PERIOD, TestCluster};
 
 const H200: &str = "NVIDIA H200";
 const L4: &str = "NVIDIA L4";

@@ -7,8 +7,8 @@ use reprise_e2e::kubernetes::User;
 use reprise_e2e::{Agent, AgentConfig, NvmeController, Operator, PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::queues::{GRANTED, KIND, WAITING, create_allocation, wait_deleted};
-use crate::test_cluster::{NAMESPACE, QUIET_PERIOD, TestCluster};
+use crate::operator::queues::{GRANTED, KIND, WAITING, create_allocation, wait_deleted};
+use crate::operator::test_cluster::{NAMESPACE, QUIET_PERIOD, TestCluster};
 
 /// Bytes of the node's device.
 const DEVICE_BYTES: usize = 64 << 20;

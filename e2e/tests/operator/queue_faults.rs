@@ -12,10 +12,10 @@ use reprise_e2e::{Operator, PATIENCE, wait_until};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use crate::queues::{
+use crate::operator::queues::{
     GRANTED, KIND, WAITING, cluster_with_controllers, create_allocation, grants, report_queues, wait_deleted,
 };
-use crate::test_cluster::{OPERATOR_NAMESPACE, QUIET_PERIOD, TestCluster};
+use crate::operator::test_cluster::{OPERATOR_NAMESPACE, QUIET_PERIOD, TestCluster};
 
 /// Policy that makes the API server reject changes of one allocation.
 const POLICY: &str = "broken";

@@ -10,8 +10,8 @@ use rand::RngExt;
 use reprise_e2e::{Operator, PATIENCE, seed, wait_until};
 use serde_json::{Value, json};
 
-use crate::convergence::wait_until_idle;
-use crate::test_cluster::{QUIET_PERIOD, TestCluster};
+use crate::operator::convergence::wait_until_idle;
+use crate::operator::test_cluster::{QUIET_PERIOD, TestCluster};
 
 pub(crate) const KIND: &str = "GPUQueueAllocation";
 /// Queue pairs of each controller, half of which may be granted.

@@ -7,7 +7,7 @@ use kube::api::Api;
 use reprise_e2e::{Fault, PATIENCE, wait_until};
 use serde_json::json;
 
-use crate::test_cluster::{OPERATOR_NAMESPACE, TestCluster};
+use crate::operator::test_cluster::{OPERATOR_NAMESPACE, TestCluster};
 
 /// Upper bound for a takeover: a lease expires after 15 s without renewal, and replicas read it every 3 s.
 const TAKES_OVER_WITHIN: Duration = Duration::from_secs(60);

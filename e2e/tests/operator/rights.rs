@@ -7,11 +7,13 @@ use reprise_e2e::{Operator, PATIENCE, tree, wait_until};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::deletion_guard::{
+use crate::operator::deletion_guard::{
     BLOCKED, FINALIZER, LATEST, TOO_SHORT, UNUSED_SECONDS, create_running_cluster, has_finalizer,
     report_sessions, wait_deleted, wait_finalizer,
 };
-use crate::test_cluster::{NAMESPACE, OPERATOR_NAMESPACE, OTHER_MANAGER, QUIET_PERIOD, TestCluster};
+use crate::operator::test_cluster::{
+    NAMESPACE, OPERATOR_NAMESPACE, OTHER_MANAGER, QUIET_PERIOD, TestCluster,
+};
 
 const RIGHTS: &str = "rbac.authorization.k8s.io";
 /// The chart rendered with default values in [`OPERATOR_NAMESPACE`].

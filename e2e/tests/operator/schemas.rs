@@ -7,7 +7,7 @@ use reprise_e2e::kubernetes::Schemas;
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::test_cluster::{NAMESPACE, OPERATOR_KINDS, QUIET_PERIOD, TestCluster};
+use crate::operator::test_cluster::{NAMESPACE, OPERATOR_KINDS, QUIET_PERIOD, TestCluster};
 
 /// Kinds that are not part of Kubernetes.
 const FOREIGN_KINDS: [&str; 2] = ["CacheNode", "PodMonitor"];

@@ -6,7 +6,7 @@ use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, 
 use reprise_e2e::{PATIENCE, ServerTls, wait_until};
 use serde_json::{Value, json};
 
-use crate::test_cluster::TestCluster;
+use crate::operator::test_cluster::TestCluster;
 
 const USER: &str = "member";
 const PASSWORD: &str = "correct horse";

@@ -7,7 +7,7 @@ use kube::api::{DynamicObject, Patch, PatchParams};
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::test_cluster::{Objects, TestCluster, USER_KINDS, normalize};
+use crate::operator::test_cluster::{Objects, TestCluster, USER_KINDS, normalize};
 
 /// Suffix of the key that holds an object's conditions.
 const CONDITIONS: &str = " conditions";

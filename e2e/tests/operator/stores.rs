@@ -5,8 +5,8 @@ use kube::api::{Patch, PatchParams};
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::convergence::wait_until_idle;
-use crate::test_cluster::{QUIET_PERIOD, TestCluster};
+use crate::operator::convergence::wait_until_idle;
+use crate::operator::test_cluster::{QUIET_PERIOD, TestCluster};
 
 /// Secret with the certificate authority of a managed etcd.
 const AUTHORITY: &str = "c-etcd-ca";

@@ -3,7 +3,7 @@
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::test_cluster::{TestCluster, sha256};
+use crate::operator::test_cluster::{TestCluster, sha256};
 
 fn tenant(k8s: &TestCluster, name: &str, spec: &Value) {
     k8s.apply(&json!({

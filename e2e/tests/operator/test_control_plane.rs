@@ -8,7 +8,7 @@ use reprise_e2e::process::binary;
 use reprise_e2e::{Agent, AgentConfig, ControlPlane, PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::test_cluster::TestCluster;
+use crate::operator::test_cluster::TestCluster;
 
 /// A control plane and its agents. Fields drop in this order, so the agents end first.
 pub(crate) struct TestControlPlane {

@@ -7,8 +7,8 @@ use kube::ResourceExt;
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::queues::{GRANTED, KIND, create_allocation, report_queues, wait_deleted};
-use crate::test_cluster::{NAMESPACE, TestCluster, UNREACHABLE_ADDRESS};
+use crate::operator::queues::{GRANTED, KIND, create_allocation, report_queues, wait_deleted};
+use crate::operator::test_cluster::{NAMESPACE, TestCluster, UNREACHABLE_ADDRESS};
 
 fn run(k8s: &TestCluster, arguments: &[&str]) -> Output {
     k8s.operator_files("hook").command(arguments).output().expect("the operator can be started")

@@ -15,11 +15,11 @@ use rand::rngs::StdRng;
 use reprise_e2e::wait_until;
 use serde_json::{Value, json};
 
-use crate::agents::{Agents, PRODUCT};
-use crate::deletion_guard::FINALIZER;
-use crate::queues::{KIND as ALLOCATION, create_allocation};
-use crate::test_cluster::{NAMESPACE, TestCluster, sha256};
-use crate::test_control_plane::TestControlPlane;
+use crate::operator::agents::{Agents, PRODUCT};
+use crate::operator::deletion_guard::FINALIZER;
+use crate::operator::queues::{KIND as ALLOCATION, create_allocation};
+use crate::operator::test_cluster::{NAMESPACE, TestCluster, sha256};
+use crate::operator::test_control_plane::TestControlPlane;
 
 /// SSD limit of tenants that have one.
 const LIMIT: &str = "1Gi";

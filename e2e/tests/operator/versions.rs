@@ -4,7 +4,7 @@ use reprise_e2e::control_plane::Store;
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::test_cluster::TestCluster;
+use crate::operator::test_cluster::TestCluster;
 
 /// Version that the real member of this test reports.
 const THIS: &str = env!("CARGO_PKG_VERSION");

@@ -33,7 +33,7 @@ const ROUND: u64 = 10;
 const ATTEMPTS: usize = 3;
 
 /// Name of the test that runs in its own namespaces.
-const MONOTONIC: &str = "clocks::monotonic_clocks_may_differ_between_processes_and_starts";
+const MONOTONIC: &str = "processes::clocks::monotonic_clocks_may_differ_between_processes_and_starts";
 
 /// Returns the registrations: the members' incarnations, the epoch of their map, and the nodes' epochs at the
 /// first member.

@@ -13,7 +13,8 @@ use reprise_e2e::host::{Network, run_in_own_namespace};
 use reprise_e2e::{AgentConfig, Cluster, LoadParams, PATIENCE, TestEnv};
 
 /// Name of the test that runs in its own namespaces.
-const STALLED: &str = "disk_stall::a_node_with_a_stalled_disk_is_alive_and_serves_blocks_from_memory";
+const STALLED: &str =
+    "processes::disk_stall::a_node_with_a_stalled_disk_is_alive_and_serves_blocks_from_memory";
 
 /// Duration of the stall: three times the silence after which a node is not offered.
 const STALL: Duration = Duration::from_secs(6);

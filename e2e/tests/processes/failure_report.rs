@@ -25,7 +25,7 @@ fn a_failing_test_prints_its_own_error_last() {
     let env = TestEnv::new();
     let file = env.folder().join("output");
     let output = File::create(&file).expect("the test's folder is writable");
-    let name = "failure_report::fails_on_purpose";
+    let name = "processes::failure_report::fails_on_purpose";
     let mut command = Command::new(std::env::current_exe().expect("a process knows its executable"));
     command.args([name, "--exact", "--ignored", "--nocapture"]);
     command.stdout(Stdio::null()).stderr(output).env("REPRISE_CACHE", env.folder());

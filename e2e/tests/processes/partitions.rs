@@ -19,7 +19,7 @@ const LOAD_WITHIN: Duration = Duration::from_secs(6);
 const FIRST: u64 = 60;
 
 /// Name of the test that runs in its own namespaces.
-const PARTITIONS: &str = "partitions::a_partition_between_any_two_hosts_costs_only_misses";
+const PARTITIONS: &str = "processes::partitions::a_partition_between_any_two_hosts_costs_only_misses";
 
 /// The cluster and its engines. The blocks below `saved` are on the first node.
 struct Fixture {

@@ -6,8 +6,8 @@ use reprise_e2e::kubernetes::PodAccount;
 use reprise_e2e::{ApiServer, PATIENCE, wait_until};
 use serde_json::json;
 
-use crate::objects::{api, create, dynamic, minimal, refusal};
-use crate::rights::{allow, install_policy};
+use crate::resources::objects::{api, create, dynamic, minimal, refusal};
+use crate::resources::rights::{allow, install_policy};
 
 const AGENT: PodAccount<'_> = PodAccount { namespace: "reprise-agents", name: "reprise-agent" };
 /// Account of agents in Kubernetes' own namespace.

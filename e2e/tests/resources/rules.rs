@@ -1,4 +1,4 @@
-//! Sends every object of the tables in `crds/tests/rules`, which list accepted and rejected objects with the
+//! Sends every object of the tables in `crds/tests/definitions/rules`, which list accepted and rejected objects with the
 //! expected errors, to the API server. The tests of `crds` evaluate the rules by a library; here Kubernetes
 //! does, with all its checks.
 //!
@@ -9,18 +9,18 @@ use kube::{Client, Error, ResourceExt};
 use reprise_e2e::ApiServer;
 use serde_json::{Value, json};
 
-use crate::objects::{DEFINITIONS, api, create, refusal, space};
+use crate::resources::objects::{DEFINITIONS, api, create, refusal, space};
 use cases::{Case, Table};
 
-#[path = "../../../crds/tests/rules/cases.rs"]
+#[path = "../../../crds/tests/definitions/rules/cases.rs"]
 mod cases;
-#[path = "../../../crds/tests/rules/cluster.rs"]
+#[path = "../../../crds/tests/definitions/rules/cluster.rs"]
 mod cluster;
-#[path = "../../../crds/tests/rules/node.rs"]
+#[path = "../../../crds/tests/definitions/rules/node.rs"]
 mod node;
-#[path = "../../../crds/tests/rules/others.rs"]
+#[path = "../../../crds/tests/definitions/rules/others.rs"]
 mod others;
-#[path = "../../../crds/tests/rules/pool.rs"]
+#[path = "../../../crds/tests/definitions/rules/pool.rs"]
 mod pool;
 
 /// Namespace of the namespaced objects.

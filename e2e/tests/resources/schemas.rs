@@ -13,7 +13,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use crate::objects::{DEFINITIONS, api, create, holds, minimal, object, refusal, space};
+use crate::resources::objects::{DEFINITIONS, api, create, holds, minimal, object, refusal, space};
 
 /// Media type that requests rows and columns, as `kubectl get` does.
 const TABLE: &str = "application/json;as=Table;g=meta.k8s.io;v=v1";

@@ -5,7 +5,7 @@ use kube::api::PostParams;
 use reprise_e2e::ApiServer;
 use serde_json::json;
 
-use crate::objects::{api, create, minimal};
+use crate::resources::objects::{api, create, minimal};
 
 pub(crate) fn spec_and_status_are_written_separately(server: &ApiServer) {
     let name = "apart";

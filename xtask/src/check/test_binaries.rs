@@ -5,21 +5,6 @@ use std::collections::BTreeSet;
 use crate::manifest::{Manifest, manifests};
 use crate::tree::Tree;
 
-/// Crates that still link several binaries. Remove a name when its tests are one binary; add none.
-const SEVERAL: &[&str] = &[
-    "reprise-agent-core",
-    "reprise-buffers",
-    "reprise-client",
-    "reprise-controlplane",
-    "reprise-controlplane-core",
-    "reprise-controlplane-store",
-    "reprise-crds",
-    "reprise-e2e",
-    "reprise-io",
-    "reprise-simulator",
-    "reprise-transport",
-];
-
 pub(super) fn several(tree: &Tree) -> Vec<String> {
     manifests(tree).iter().flat_map(|manifest| of_crate(tree, manifest)).collect()
 }
@@ -50,7 +35,7 @@ fn of_crate(tree: &Tree, manifest: &Manifest) -> Vec<String> {
         .filter_map(|table| table.text("name"))
         .collect();
     let plain: Vec<&str> = targets.into_iter().filter(|name| !justified.contains(*name)).collect();
-    if plain.len() <= 1 || SEVERAL.contains(&manifest.name.as_str()) {
+    if plain.len() <= 1 {
         return Vec::new();
     }
     vec![format!("{}: {}", manifest.name, plain.join(", "))]

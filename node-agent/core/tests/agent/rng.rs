@@ -38,12 +38,17 @@ pub(crate) fn for_seeds(count: u64, test: impl Fn(u64)) {
     if let Some(seed) = seed_wanted() {
         return test(seed);
     }
-    let first = number("REPRISE_FIRST_SEED").unwrap_or_default();
-    for seed in first..first + count {
+    for seed in seeds(count) {
         let run = std::panic::AssertUnwindSafe(|| test(seed));
         let ended = std::panic::catch_unwind(run);
         assert!(ended.is_ok(), "failed as above; replay with REPRISE_SEED={seed}");
     }
+}
+
+/// The `count` seeds from the one in `REPRISE_FIRST_SEED` on (0 if not set).
+pub(crate) fn seeds(count: u64) -> std::ops::Range<u64> {
+    let first = number("REPRISE_FIRST_SEED").unwrap_or_default();
+    first..first + count
 }
 
 /// The seed to replay, if one is named.

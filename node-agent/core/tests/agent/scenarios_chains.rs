@@ -8,7 +8,7 @@ use reprise_agent_core::event::{Priority, Scope};
 use reprise_policy::{BlockKey, SessionId, TenantId};
 
 use crate::harness::{Harness, Setup, key, keys, large_layout};
-use crate::rng::Rng;
+use crate::rng::{Rng, seeds};
 
 /// Settings with room for about a hundred blocks on devices. A tenth is kept free, so a few blocks are
 /// evicted at a time.
@@ -180,7 +180,7 @@ fn converse(harness: &mut Harness, session: SessionId, rng: &mut Rng, requests: 
 
 #[test]
 fn random_conversations_always_keep_their_beginnings() {
-    for seed in 0..12 {
+    for seed in seeds(12) {
         for disks in [Vec::new(), vec![8 << 20], vec![6 << 20; 2]] {
             let setup = Setup { seed, regions: 6, ..with_small_disks(disks) };
             let (mut harness, session) = opened(setup);

@@ -1,0 +1,12 @@
+//! Tests of the stores: the contract of all of them, etcd with its faults, and leases.
+
+mod auth;
+mod authority;
+mod conformance;
+mod embedded;
+mod etcd;
+mod etcd_server;
+mod lease_guard;
+mod lease_model;
+mod leases;
+mod tls;

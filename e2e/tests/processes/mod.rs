@@ -1,0 +1,28 @@
+//! Agents, members and engines as processes on one machine: their services, the faults they survive, and
+//! their errors.
+
+mod agent;
+mod check;
+mod clocks;
+mod control_plane;
+mod corruption;
+mod descriptors;
+mod disk_stall;
+mod engines;
+mod events;
+mod failure_report;
+mod floods;
+mod kill;
+mod members;
+mod node_removal;
+mod nodes;
+mod observability;
+mod partitions;
+mod peers;
+mod placement;
+mod prefix_chains;
+mod pressure;
+mod sessions;
+mod shard_owners;
+mod start_errors;
+mod tenants;
