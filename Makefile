@@ -41,9 +41,9 @@ help:
 	@echo "make helm        build Helm, once, and download Kubernetes schemas for the chart tests"
 	@echo "make clean       delete Cargo's build outputs"
 
-# Without the programs of the end-to-end tests, which only the tests run.
+# Without the programs of the end-to-end tests, which only the tests run, and of the benchmarks with other systems.
 build:
-	cargo build --locked --release --workspace --exclude reprise-e2e --bins
+	cargo build --locked --release --workspace --exclude reprise-e2e --exclude reprise-bench --bins
 
 # Only the programs that the demo starts, with the profile that compiles fastest: without link-time optimisation.
 demo:
@@ -159,8 +159,10 @@ images:
 images-test:
 	images/build.sh --profile $(REPRISE_IMAGES_PROFILE)
 
-bench: build etcd
+bench: etcd
+	cargo build --locked --release --workspace --exclude reprise-e2e --bins
 	$(RELEASE)/reprise bench all --json
+	$(RELEASE)/reprise-bench all --json
 
 doctor: build
 	$(RELEASE)/reprise doctor

@@ -36,9 +36,9 @@ use reprise_policy::key::KeyPart;
 use reprise_policy::{BlockKey, Interval, Layout, NamespaceDigest, NamespaceSpec, TenantName, prefix_hash};
 use serde::Serialize;
 
-use crate::kv_function::{self, ObjectPlace};
-use crate::model;
-use crate::output::{Audience, Table, bytes_text};
+use reprise_testkit::kv_function::{self, ObjectPlace};
+use reprise_testkit::model;
+use reprise_testkit::output::{Audience, Table, bytes_text};
 
 /// Largest number of participants; each loads the blocks of all others.
 const PARTICIPANTS_MAX: u64 = 64;

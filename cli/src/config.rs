@@ -7,8 +7,9 @@ use anyhow::Context;
 use reprise_policy::ByteSize;
 use serde::Deserialize;
 
-use crate::cluster::cache_directory;
-use crate::model::SCALE_DEFAULT;
+use reprise_testkit::bench::REPETITIONS;
+use reprise_testkit::cluster::{ClusterFile, cache_directory};
+use reprise_testkit::model::SCALE_DEFAULT;
 
 /// Output of `--print-default-config`, equal to [`Config::default`] by a test.
 pub(crate) const DEFAULT_CONFIG: &str = include_str!("default.toml");
@@ -66,6 +67,22 @@ impl Config {
 }
 
 impl ClusterConfig {
+    /// Returns the addresses of members of the control plane: the given address, or those of the running
+    /// cluster in its directory.
+    ///
+    /// # Errors
+    /// Neither an address nor a running cluster.
+    pub(crate) fn members(
+        &self,
+        address: Option<&String>,
+        directory: Option<&Path>,
+    ) -> anyhow::Result<Vec<String>> {
+        match address {
+            Some(address) => Ok(vec![address.clone()]),
+            None => Ok(ClusterFile::read(&self.directory(directory))?.grpc_addresses()),
+        }
+    }
+
     /// Returns the directory; `flag` overrides the file.
     pub(crate) fn directory(&self, flag: Option<&Path>) -> PathBuf {
         let named = flag.map(Path::to_owned).or_else(|| self.directory.clone());
@@ -95,8 +112,7 @@ impl Default for DemoConfig {
 
 impl Default for BenchConfig {
     fn default() -> BenchConfig {
-        // Medians of five repetitions still vary by several per cent on a shared machine.
-        BenchConfig { directory: None, repetitions: 11 }
+        BenchConfig { directory: None, repetitions: REPETITIONS }
     }
 }
 

@@ -16,18 +16,18 @@ use indicatif::ProgressBar;
 use reprise_policy::{ByteSize, TenantName};
 use serde::Serialize;
 
-use crate::cluster::{AgentAddresses, AgentSizes, Cluster, ControlPlanes};
 use crate::config::{Config, DemoConfig};
-use crate::engine::EngineSettings;
 use crate::engine_process::EngineProcess;
-use crate::http;
-use crate::interrupt;
-use crate::model::llama_3_8b_scaled;
-use crate::output::{Audience, bytes_text};
 use crate::replay::{self, Subject, Summary, Totals};
-use crate::trace::{Trace, TraceRequest};
 use completeness::{ReplicaTotals, await_complete};
 use faults::{LostMember, demand_durable, kill_and_restart};
+use reprise_testkit::cluster::{AgentAddresses, AgentSizes, Cluster, ControlPlanes};
+use reprise_testkit::engine::EngineSettings;
+use reprise_testkit::http;
+use reprise_testkit::interrupt;
+use reprise_testkit::model::llama_3_8b_scaled;
+use reprise_testkit::output::{Audience, bytes_text};
+use reprise_testkit::trace::{Trace, TraceRequest};
 
 /// Default and largest number of nodes; all of them share this machine.
 const NODES: usize = 2;

@@ -15,8 +15,8 @@ use reprise_buffers::{
 use reprise_policy::ByteSize;
 use serde::Serialize;
 
-use crate::cluster::cache_directory;
-use crate::output::{Audience, bytes_text};
+use reprise_testkit::cluster::cache_directory;
+use reprise_testkit::output::{Audience, bytes_text};
 
 /// Size of the arena for the page-size probe: large enough to show partial success, and quick to touch.
 const PROBE_ARENA_BYTES: u64 = 128 << 20;

@@ -10,8 +10,8 @@ use anyhow::{Context, bail};
 use reprise_policy::BlockKey;
 use serde::{Deserialize, Serialize};
 
-use crate::engine::{DurableCheck, Engine, EngineSettings, HitCounts, RequestOutcome};
-use crate::model::hex;
+use reprise_testkit::engine::{DurableCheck, Engine, EngineSettings, HitCounts, RequestOutcome};
+use reprise_testkit::model::hex;
 
 /// Command to an engine process.
 #[derive(Clone, Debug, Serialize, Deserialize)]

@@ -29,10 +29,9 @@ use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tonic::transport::{Channel, Endpoint};
 
-use crate::cluster::ClusterFile;
 use crate::config::Config;
-use crate::output::Audience;
 use line::{Line, MemberPosition};
+use reprise_testkit::output::Audience;
 pub(crate) use snapshot::{Replicas, snapshot};
 use stream::{Extent, MemberStream, Positions};
 
@@ -87,7 +86,7 @@ struct OpenStream {
 }
 
 pub(crate) fn command(args: &EventsArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
-    let addresses = ClusterFile::members_of(args.controlplane.as_ref(), args.cluster.as_deref(), config)?;
+    let addresses = config.cluster.members(args.controlplane.as_ref(), args.cluster.as_deref())?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     let ended = runtime.block_on(async {
         let (mut terminate, mut interrupt) =

@@ -22,13 +22,13 @@ use reprise_proto::controlplane::directory_client::DirectoryClient;
 use reprise_proto::controlplane::{LookupReply, LookupRequest, MemberList, NodeInfo};
 use serde::Serialize;
 
-use crate::cluster::ClusterFile;
 use crate::config::Config;
-use crate::model::{self, SCALE_DEFAULT, hex};
-use crate::output::{Audience, Table};
-use crate::trace::Trace;
-use crate::{engine, status};
+use crate::status;
 use reasons::Reasons;
+use reprise_testkit::engine;
+use reprise_testkit::model::{self, SCALE_DEFAULT, hex};
+use reprise_testkit::output::{Audience, Table};
+use reprise_testkit::trace::Trace;
 
 /// Timeout of one look-up at a member.
 const ANSWERED_WITHIN: Duration = Duration::from_secs(5);
@@ -144,7 +144,7 @@ impl FromStr for Subject {
 
 pub(crate) fn command(args: &ExplainArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
     let keys = keys(args)?;
-    let addresses = ClusterFile::members_of(args.controlplane.as_ref(), args.cluster.as_deref(), config)?;
+    let addresses = config.cluster.members(args.controlplane.as_ref(), args.cluster.as_deref())?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let explained = runtime.block_on(async {
         let (address, members, nodes) = status::members_and_nodes(&addresses).await?;

@@ -12,7 +12,7 @@ use tonic::Code;
 
 use crate::config::Config;
 use crate::node_mode::{ModeArgs, addresses, channel, runtime};
-use crate::output::Audience;
+use reprise_testkit::output::Audience;
 
 /// Output of `reprise forget --json`.
 #[derive(Debug, Serialize)]

@@ -16,7 +16,7 @@ use anyhow::{Context, bail};
 use serde::Serialize;
 use tokio::signal::unix::{SignalKind, signal};
 
-use crate::output::Audience;
+use reprise_testkit::output::Audience;
 
 /// Check interval. A removed profile returns before the kubelet gives up starting a pod that needs it.
 const CHECK_EVERY: Duration = Duration::from_secs(10);

@@ -5,28 +5,19 @@
 
 mod bench;
 mod check;
-mod cluster;
 mod config;
 mod demo;
 mod doctor;
-mod engine;
 mod engine_process;
 mod events;
 mod explain;
 mod forget;
-mod http;
-mod interrupt;
 mod keep_file;
-mod kv_function;
-mod model;
 mod node_mode;
-mod output;
-mod paged_kv;
 mod replay;
 mod sim;
 mod status;
 mod tenant;
-mod trace;
 
 use std::io::IsTerminal;
 use std::path::PathBuf;
@@ -35,10 +26,11 @@ use std::process::ExitCode;
 use anyhow::Context;
 use clap::{Parser, Subcommand};
 use reprise_daemon::{descriptors, log};
+use reprise_testkit::engine::EngineSettings;
+use reprise_testkit::output::{self, Audience, JsonFlag};
 use tracing_subscriber::fmt::format::FmtSpan;
 
 use crate::config::Config;
-use crate::output::{Audience, JsonFlag};
 
 /// Cluster-wide KV cache for LLM inference engines.
 #[derive(Debug, Parser)]
@@ -99,7 +91,7 @@ enum Command {
         #[arg(long)]
         socket: PathBuf,
         /// Use this encoded layout: 32 hexadecimal digits.
-        #[arg(long, value_parser = model::layout_from_hex)]
+        #[arg(long, value_parser = reprise_testkit::model::layout_from_hex)]
         layout: reprise_policy::Layout,
         /// Save and load blocks of this tenant.
         #[arg(long, default_value = "default")]
@@ -154,7 +146,7 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
         Some(Command::KeepFile(args)) => keep_file::command(&args, audience),
         Some(Command::Doctor(args)) => doctor::command(&args, audience),
         Some(Command::Engine { socket, layout, tenant }) => {
-            engine_process::serve(&engine::EngineSettings { socket, layout, tenant })
+            engine_process::serve(&EngineSettings { socket, layout, tenant })
         }
         None => anyhow::bail!("no command given: `reprise --help` lists the commands"),
     }

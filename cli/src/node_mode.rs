@@ -16,9 +16,8 @@ use serde::Serialize;
 use tonic::Code;
 use tonic::transport::{Channel, Endpoint};
 
-use crate::cluster::ClusterFile;
 use crate::config::Config;
-use crate::output::{Audience, bytes_text};
+use reprise_testkit::output::{Audience, bytes_text};
 
 /// Timeout of one call to a member.
 const ANSWERED_WITHIN: Duration = Duration::from_secs(5);
@@ -166,7 +165,7 @@ pub(crate) fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
 
 /// Returns the members' addresses from the arguments or the cluster directory.
 pub(crate) fn addresses(args: &ModeArgs, config: &Config) -> anyhow::Result<Vec<String>> {
-    ClusterFile::members_of(args.controlplane.as_ref(), args.cluster.as_deref(), config)
+    config.cluster.members(args.controlplane.as_ref(), args.cluster.as_deref())
 }
 
 /// Sets the mode through the first member that can do so.

@@ -8,13 +8,13 @@ use hdrhistogram::Histogram;
 use reprise_policy::TenantName;
 use serde::Serialize;
 
-use crate::cluster::ClusterFile;
 use crate::config::Config;
-use crate::engine::{EngineSettings, HitCounts, RequestOutcome};
 use crate::engine_process::EngineProcess;
-use crate::model::llama_3_8b_scaled;
-use crate::output::{Audience, Table, bytes_text, latency_text, transfer_text};
-use crate::trace::{Trace, TraceRequest};
+use reprise_testkit::cluster::ClusterFile;
+use reprise_testkit::engine::{EngineSettings, HitCounts, RequestOutcome};
+use reprise_testkit::model::llama_3_8b_scaled;
+use reprise_testkit::output::{Audience, Table, bytes_text, latency_text, transfer_text};
+use reprise_testkit::trace::{Trace, TraceRequest};
 
 /// Largest recorded latency in microseconds (60 s); the histograms keep three significant digits.
 const LATENCY_US_MAX: u64 = 60_000_000;

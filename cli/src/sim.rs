@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use reprise_simulator::{Cluster, Recording, Run, Variant, run, scale};
 use serde::Serialize;
 
-use crate::output::{Audience, Table};
+use reprise_testkit::output::{Audience, Table};
 
 /// Largest number of violations that are printed; the others are only counted.
 const PRINTED_MAX: usize = 20;

@@ -21,11 +21,11 @@ use serde::Serialize;
 use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 
-use crate::cluster::ClusterFile;
 use crate::config::Config;
-use crate::http;
 use crate::node_mode::{Drain, drain_text, mode_name};
-use crate::output::{Audience, Table, bytes_text};
+use reprise_testkit::cluster::ClusterFile;
+use reprise_testkit::http;
+use reprise_testkit::output::{Audience, Table, bytes_text};
 
 /// Timeout of connecting to the control plane and listing members and nodes.
 const ANSWERED_WITHIN: Duration = Duration::from_secs(5);
@@ -137,7 +137,7 @@ struct Usage {
 }
 
 pub(crate) fn command(args: &StatusArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
-    let addresses = ClusterFile::members_of(args.controlplane.as_ref(), args.cluster.as_deref(), config)?;
+    let addresses = config.cluster.members(args.controlplane.as_ref(), args.cluster.as_deref())?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let (ClusterView { address, members, nodes, directories }, agents) = runtime.block_on(async {
         let view = ask_any(&addresses).await?;
@@ -402,9 +402,9 @@ mod tests {
         let (listening, answering) = listener().await;
         let answer = tokio::spawn(async move {
             let (mut stream, _) = listening.accept().await.expect("a connection");
-            let mut asked = [0; 64];
+            let mut asked = [0; 256];
             let count = stream.read(&mut asked).await.expect("a request");
-            assert!(asked[..count].starts_with(b"GET /status HTTP/1.0\r\n"));
+            assert!(asked[..count].starts_with(b"GET /status HTTP/1.1\r\n"));
             stream.write_all(b"HTTP/1.0 200 OK\r\n\r\n{\"a\":1}").await.expect("the response is sent");
         });
         let mut nodes = vec![node_at(hanging); NODES_ASKED_AT_ONCE - 2];

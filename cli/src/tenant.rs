@@ -16,10 +16,9 @@ use reprise_proto::controlplane::{
 use serde::Serialize;
 use tonic::transport::Channel;
 
-use crate::cluster::ClusterFile;
 use crate::config::Config;
-use crate::output::{Audience, Table, bytes_text};
 use crate::status;
+use reprise_testkit::output::{Audience, Table, bytes_text};
 
 /// Timeout of one call to a member.
 const ANSWERED_WITHIN: Duration = Duration::from_secs(5);
@@ -134,7 +133,7 @@ struct NewBudget {
 }
 
 pub(crate) fn command(args: &TenantArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
-    let addresses = ClusterFile::members_of(args.controlplane.as_ref(), args.cluster.as_deref(), config)?;
+    let addresses = config.cluster.members(args.controlplane.as_ref(), args.cluster.as_deref())?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         match &args.action {

@@ -12,10 +12,10 @@ use reprise_controlplane_core::{
 };
 use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tier};
 
-use super::Settings;
-use super::fixture::keys;
-use super::process_memory;
-use super::report::{Figure, Target, median};
+use reprise_testkit::bench::Settings;
+use reprise_testkit::bench::fixture::keys;
+use reprise_testkit::bench::process_memory;
+use reprise_testkit::bench::report::{Figure, Target, median};
 
 /// Number of nodes that hold the entries.
 const NODES: u16 = 100;

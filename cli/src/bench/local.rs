@@ -8,11 +8,11 @@ use reprise_buffers::PageBuffer;
 use reprise_client::{Client, LoadRequest, Scope, Verify};
 use reprise_policy::{BlockKey, Layout};
 
-use crate::paged_kv::{PagedKv, PhysicalBlock};
+use reprise_testkit::paged_kv::{PagedKv, PhysicalBlock};
 
-use super::fixture::{Fixture, PATIENCE, fill, keys, payload, sizes};
-use super::report::{Figure, Target, paired};
-use super::{Settings, fixture, llama_3_8b};
+use reprise_testkit::bench::fixture::{Fixture, PATIENCE, fill, keys, payload, sizes};
+use reprise_testkit::bench::report::{Figure, Target, paired};
+use reprise_testkit::bench::{Settings, fixture, llama_3_8b};
 
 /// Blocks per repetition: 128 × 2 MiB = 256 MiB, much larger than any cache.
 const BLOCKS: usize = 128;
@@ -39,9 +39,13 @@ impl Scattered {
     }
 }
 
+/// Sizes of each agent.
+pub(super) const ARENA_MIB: u64 = 512;
+pub(super) const POOL_MIB: u64 = 1024;
+
 pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     let layout = llama_3_8b();
-    let fixture = Fixture::start(settings, 1, &layout, sizes(512, 1024))?;
+    let fixture = Fixture::start(settings, 1, &layout, sizes(ARENA_MIB, POOL_MIB))?;
     let client = &fixture.clients[0];
     let keys = keys(1, BLOCKS);
     let payload = payload(&layout);

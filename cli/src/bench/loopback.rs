@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use anyhow::{Context, anyhow};
 
-use super::report::median;
+use reprise_testkit::bench::report::median;
 
 /// Returns the median of this many round trips, in microseconds.
 pub(super) fn round_trip_us(count: usize) -> anyhow::Result<f64> {

@@ -5,9 +5,9 @@ use std::time::Instant;
 use anyhow::{Context, ensure};
 use reprise_client::Scope;
 
-use super::fixture::{Fixture, fill, keys, payload, sizes};
-use super::report::{Figure, Target, median};
-use super::{Settings, fixture, one_page};
+use reprise_testkit::bench::fixture::{Fixture, fill, keys, payload, sizes};
+use reprise_testkit::bench::report::{Figure, Target, median};
+use reprise_testkit::bench::{Settings, fixture, one_page};
 
 /// Keys per call: a 128K-token request in blocks of 16 tokens.
 const KEYS: usize = 8192;
@@ -17,9 +17,13 @@ const CALLS: usize = 100;
 /// Blocks per reservation and commit.
 const BATCH: usize = 2048;
 
+/// Sizes of each agent.
+pub(super) const ARENA_MIB: u64 = 256;
+pub(super) const POOL_MIB: u64 = 512;
+
 pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     let layout = one_page();
-    let fixture = Fixture::start(settings, 1, &layout, sizes(256, 512))?;
+    let fixture = Fixture::start(settings, 1, &layout, sizes(ARENA_MIB, POOL_MIB))?;
     let client = &fixture.clients[0];
     let keys = keys(2, KEYS);
     let payload = payload(&layout);

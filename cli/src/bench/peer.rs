@@ -9,9 +9,9 @@ use reprise_policy::BlockKey;
 use reprise_transport::Congestion;
 use reprise_transport::bare::stream_loop;
 
-use super::fixture::{Fixture, PATIENCE, fill, keys, payload, sizes};
-use super::report::{Figure, Paired, Target, median, paired};
-use super::{Settings, fixture, llama_3_8b};
+use reprise_testkit::bench::fixture::{Fixture, PATIENCE, fill, keys, payload, sizes};
+use reprise_testkit::bench::report::{Figure, Paired, Target, median, paired};
+use reprise_testkit::bench::{Settings, fixture, llama_3_8b};
 
 /// Blocks per repetition: 128 × 2 MiB = 256 MiB.
 const BLOCKS: usize = 128;
@@ -22,9 +22,13 @@ const ANNOUNCED_WITHIN: Duration = Duration::from_secs(5);
 /// Port of the iperf3 server on loopback.
 const IPERF_PORT: &str = "15201";
 
+/// Sizes of each agent.
+pub(super) const ARENA_MIB: u64 = 768;
+pub(super) const POOL_MIB: u64 = 4096;
+
 pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     let layout = llama_3_8b();
-    let fixture = Fixture::start(settings, 2, &layout, sizes(768, 4096))?;
+    let fixture = Fixture::start(settings, 2, &layout, sizes(ARENA_MIB, POOL_MIB))?;
     let (owner, reader) = (&fixture.clients[0], &fixture.clients[1]);
     let payload = payload(&layout);
     let bytes = BLOCKS as u64 * layout.block_bytes();

@@ -16,12 +16,12 @@ use reprise_agent_core::pool::{
 };
 use reprise_policy::{BlockKey, ByteSize, ContentId, Layout, TenantId};
 
-use crate::cluster::{AgentSizes, Cluster};
-use crate::http;
+use reprise_testkit::cluster::{AgentSizes, Cluster};
+use reprise_testkit::http;
 
-use super::fixture::{self, Fixture, keys, payload, sizes};
-use super::report::{Figure, Target, median};
-use super::{Settings, one_page, process_memory};
+use reprise_testkit::bench::fixture::{self, Fixture, keys, payload, sizes};
+use reprise_testkit::bench::report::{Figure, Target, median};
+use reprise_testkit::bench::{Settings, one_page, process_memory};
 
 /// Blocks per write batch.
 const BATCH_BLOCKS: usize = 1000;
@@ -44,10 +44,10 @@ const DRAM_BATCHES: u64 = 56;
 const DRAM_BATCHES_BEFORE: u64 = 16;
 
 /// Arena for these blocks and for reservations.
-const DRAM_ARENA_MIB: u64 = 384;
+pub(super) const DRAM_ARENA_MIB: u64 = 384;
 
 /// Pool for these blocks with headers; 64 KiB of device per entry of the journal.
-const DRAM_POOL_MIB: u64 = 4 << 10;
+pub(super) const DRAM_POOL_MIB: u64 = 4 << 10;
 
 /// Interval between checks of the directory.
 const ANNOUNCEMENT_POLL: Duration = Duration::from_millis(10);

@@ -1,8 +1,7 @@
 //! Cold verified loads from the device and durable saves to it, compared with a bare io_uring loop.
 //!
-//! The bare loop reads the payloads of the loaded blocks in the agent's own pool file, into as much memory as
-//! a load: into 8 MiB it would measure the processor's cache where a virtual disk copies. Its buffers are 2 MiB
-//! pages, and its depth is the best of several, determined first. It writes to a file next to the pool. Both
+//! The bare loop ([`ReferencePool`]) reads the payloads of the loaded blocks in the agent's own pool file. It writes
+//! to a file next to the pool. Both
 //! sides write to space that is reserved and was never written, because the first write of an extent is
 //! slower than the next, in the file system and in the storage below it. So both files have space for all
 //! rounds, no round writes where another has written, and none may evict. (A new file per round would get the
@@ -17,25 +16,24 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
-use reprise_buffers::{Arena, ArenaConfig, HugePolicy, Span};
 use reprise_client::{Client, Load, LoadRequest, Scope, Source};
-use reprise_io::bare::{self, BARE_BUFFERS_MAX, BareLoop};
 use reprise_io::{DeviceFile, FileAccess, IfMissing, Reserve};
 use reprise_policy::BlockKey;
 
-use crate::http;
-use crate::kv_function::mix;
-
-use super::fixture::{self, Fixture, PATIENCE, fill, keys, payload, sizes};
-use super::pool_file;
-use super::report::{Figure, Paired, Target, median, paired};
-use super::{Settings, llama_3_8b};
+use reprise_testkit::bench::fixture::{self, Fixture, PATIENCE, fill, keys, payload, sizes};
+use reprise_testkit::bench::pool_file;
+use reprise_testkit::bench::reference_pool::{REFERENCE_BYTES, ReferencePool, shuffled};
+use reprise_testkit::bench::report::{Figure, Paired, Target, paired};
+use reprise_testkit::bench::{Settings, llama_3_8b};
+use reprise_testkit::http;
 
 /// Stored and loaded blocks: 384 × 2 MiB = 768 MiB.
 const BLOCKS: usize = 384;
 
 /// Blocks per load call; two calls are in flight, 256 MiB of arena.
 const WINDOW_BLOCKS: usize = 64;
+
+const _: () = assert!(2 * WINDOW_BLOCKS as u64 * BLOCK_BYTES as u64 == REFERENCE_BYTES);
 
 /// Blocks whose objects are loaded in layer order: 128 × 2 MiB = 256 MiB.
 const LAYER_ORDER_BLOCKS: usize = 128;
@@ -49,6 +47,9 @@ const SAVE_ROUNDS_EXTRA: usize = 2;
 /// Space in the pool besides blocks: superblocks, journal, the segment in use.
 const POOL_EXTRA_MIB: u64 = 256;
 
+/// Arena of the agent: two load calls in flight, and a save.
+pub(super) const ARENA_MIB: u64 = 640;
+
 /// Blocks per durable save: 256 MiB.
 const SAVE_BLOCKS: usize = 128;
 
@@ -61,12 +62,6 @@ const BLOCK_BYTES: u32 = 2 << 20;
 /// Bytes of an object.
 const OBJECT_BYTES: u32 = 32 << 10;
 
-/// Memory that the bare loop uses: that of the load calls in flight, 256 MiB.
-const REFERENCE_BYTES: u64 = 2 * WINDOW_BLOCKS as u64 * BLOCK_BYTES as u64;
-
-/// Depths that are tried for the bare loop.
-const DEPTHS: [usize; 4] = [4, 8, 16, 32];
-
 /// Reserved file that the bare loop writes, one part per round.
 struct ReservedFile {
     path: PathBuf,
@@ -75,16 +70,9 @@ struct ReservedFile {
     written: Cell<u64>,
 }
 
-/// Input of the bare loop: the agent's pool, and [`REFERENCE_BYTES`] of memory in 2 MiB pages.
-struct ReferencePool {
-    pool: DeviceFile,
-    _arena: Arena,
-    memory: Span,
-}
-
 pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     let layout = llama_3_8b();
-    let fixture = Fixture::start(settings, 1, &layout, sizes(640, pool_mib(save_rounds(settings))))?;
+    let fixture = Fixture::start(settings, 1, &layout, sizes(ARENA_MIB, pool_mib(save_rounds(settings))))?;
     let client = &fixture.clients[0];
     let payload = payload(&layout);
     let cold = keys(3, BLOCKS);
@@ -100,18 +88,10 @@ pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     Ok(figures)
 }
 
-/// Returns the bytes per second at which a bare loop reads payloads of `payload_bytes` from an agent's pool,
-/// at most `count` of them.
-pub(super) fn payload_read_rate(pool: &Path, payload_bytes: u64, count: usize) -> anyhow::Result<f64> {
-    let payloads: Vec<u64> = pool_file::payloads(pool, payload_bytes)?.into_values().take(count).collect();
-    ensure!(!payloads.is_empty(), "{} has no block of {payload_bytes} bytes", pool.display());
-    let bytes = u64::from(BLOCK_BYTES).min(payload_bytes);
-    let within = (0..payload_bytes).step_by(usize::try_from(bytes).context("a piece fits in memory")?);
-    let offsets = payloads.iter().flat_map(|payload| within.clone().map(move |at| payload + at)).collect();
-    let (offsets, bytes) = (shuffled(offsets), u32::try_from(bytes).expect("at most a block"));
-    let bare = ReferencePool::new(pool)?;
-    let depth = bare.best_depth(bytes, &offsets)?;
-    Ok(bare.read(bytes, &offsets, depth)? * 1e9)
+/// Returns the size of the files: the pool, and the file that the bare loop writes.
+pub(super) fn disk_bytes(settings: &Settings) -> u64 {
+    let rounds = save_rounds(settings);
+    (pool_mib(rounds) << 20) + (rounds + SAVE_ROUNDS_EXTRA) as u64 * SAVE_BYTES
 }
 
 /// Returns the number of counted rounds of durable saves.
@@ -198,7 +178,7 @@ fn durable_save(
     let fresh = ReservedFile::reserve(settings.directory.join("bare-write.dat"), rounds + SAVE_ROUNDS_EXTRA)?;
     let measured = paired(
         settings.some_rounds("store.durable_save_2mib", rounds),
-        || bare.write(&fresh, blocks_per_sync()?),
+        || bare.write(&fresh.file, &fresh.next_round()?, blocks_per_sync()?),
         || {
             let took = save(saves.get())?;
             saves.set(saves.get() + 1);
@@ -251,11 +231,6 @@ fn pieces(payloads: &[u64], bytes: u32) -> Vec<u64> {
     shuffled(payloads.iter().flat_map(|payload| within.clone().map(move |at| payload + at)).collect())
 }
 
-fn shuffled(mut offsets: Vec<u64>) -> Vec<u64> {
-    offsets.sort_by_key(|offset| mix(*offset));
-    offsets
-}
-
 /// Returns the number of blocks that an agent has evicted from NVMe so far.
 fn nvme_evictions(admin: &str) -> anyhow::Result<u64> {
     let status: serde_json::Value = serde_json::from_str(&http::get(admin, "/status")?)?;
@@ -272,67 +247,6 @@ fn syncs(admin: &str) -> anyhow::Result<u64> {
         .collect();
     ensure!(!counts.is_empty(), "the agent's metrics do not count device syncs");
     Ok(counts.iter().sum::<f64>() as u64)
-}
-
-impl ReferencePool {
-    fn new(pool: &Path) -> anyhow::Result<ReferencePool> {
-        let pool = DeviceFile::open(pool, FileAccess::ReadUnlocked, IfMissing::Fail)
-            .with_context(|| format!("opening {}", pool.display()))?;
-        let bytes = REFERENCE_BYTES;
-        let arena = Arena::new(&ArenaConfig { bytes, region_bytes: bytes, huge: HugePolicy::Prefer })
-            .context("memory of the bare loop")?;
-        let memory = arena.span(0, 0, bytes).context("memory of the bare loop")?;
-        let pattern: Vec<u8> = (0..bytes / 8).flat_map(|index| mix(index).to_le_bytes()).collect();
-        memory.copy_in(&pattern).context("filling the bare loop's memory")?;
-        Ok(ReferencePool { pool, _arena: arena, memory })
-    }
-
-    fn best_depth(&self, bytes: u32, offsets: &[u64]) -> anyhow::Result<usize> {
-        let depths: &[usize] = if bytes == BLOCK_BYTES { &DEPTHS } else { &[16, 32, 64, 128] };
-        let mut best = (0.0, depths[0]);
-        for depth in depths {
-            let runs = [self.read(bytes, offsets, *depth)?, self.read(bytes, offsets, *depth)?];
-            let rate = median(runs.to_vec());
-            if rate > best.0 {
-                best = (rate, *depth);
-            }
-        }
-        Ok(best.1)
-    }
-
-    fn read(&self, bytes: u32, offsets: &[u64], depth: usize) -> anyhow::Result<f64> {
-        let buffers = self.buffers(bytes)?;
-        let parameters = BareLoop {
-            file: &self.pool,
-            block_bytes: bytes,
-            offsets,
-            depth,
-            buffers: &buffers,
-            sync_every: None,
-        };
-        Ok(bare::read_loop(&parameters).context("the bare read loop")?.bytes_per_second() / 1e9)
-    }
-
-    /// Divides the whole memory into buffers of `bytes`.
-    fn buffers(&self, bytes: u32) -> anyhow::Result<Vec<Span>> {
-        let count = usize::try_from(REFERENCE_BYTES / u64::from(bytes)).expect("256 MiB fit in memory");
-        Ok(bare::cut(&self.memory, bytes, count.min(BARE_BUFFERS_MAX))?)
-    }
-
-    /// Runs one round: as many blocks as a save, in the order of their addresses, like the agent.
-    fn write(&self, fresh: &ReservedFile, sync_every: NonZeroU32) -> anyhow::Result<f64> {
-        let offsets = fresh.next_round()?;
-        let buffers = self.buffers(BLOCK_BYTES)?;
-        let parameters = BareLoop {
-            file: &fresh.file,
-            block_bytes: BLOCK_BYTES,
-            offsets: &offsets,
-            depth: DEPTHS[2],
-            buffers: &buffers,
-            sync_every: Some(sync_every),
-        };
-        Ok(bare::write_loop(&parameters).context("the bare write loop")?.bytes_per_second() / 1e9)
-    }
 }
 
 impl ReservedFile {

@@ -15,7 +15,7 @@ use reprise_client::{ClientError, Scope, Source};
 use serde::Serialize;
 
 use super::{Block, Check, CheckArgs, ExpectedSource, block, connect, name_of};
-use crate::output::Audience;
+use reprise_testkit::output::Audience;
 
 /// Pause between two rounds, for about 50 loads of each block per second.
 const ROUND_PAUSE: Duration = Duration::from_millis(20);

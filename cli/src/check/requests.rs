@@ -25,8 +25,8 @@ use reprise_policy::NamespaceDigest;
 use serde::Serialize;
 
 use super::{Block, Check, CheckArgs, FetchResult, LOAD_DEADLINE, block_of, connect, name_of};
-use crate::kv_function::mix;
-use crate::output::Audience;
+use reprise_testkit::kv_function::mix;
+use reprise_testkit::output::Audience;
 
 /// Minimum interval between requests. A third of them are new, so a participant saves 430 KiB per second.
 const REQUEST_EVERY: Duration = Duration::from_millis(50);
@@ -314,7 +314,7 @@ mod tests {
     use clap::Parser;
 
     use super::*;
-    use crate::model;
+    use reprise_testkit::model;
 
     #[derive(Debug, Parser)]
     struct Line {

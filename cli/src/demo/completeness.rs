@@ -18,11 +18,11 @@ use anyhow::{Context, bail, ensure};
 use reprise_policy::{NodeId, Tier};
 use serde::Serialize;
 
-use crate::cluster::{AgentAddresses, ClusterFile};
 use crate::engine_process::EngineProcess;
 use crate::events::{Replicas, snapshot};
-use crate::http;
 use crate::status::whole_directory;
+use reprise_testkit::cluster::{AgentAddresses, ClusterFile};
+use reprise_testkit::http;
 
 /// Time limit for the directory to become complete. A restarted member is complete only after agents
 /// announced their blocks again.

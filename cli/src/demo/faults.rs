@@ -3,10 +3,10 @@
 use anyhow::{Context, bail};
 
 use super::{Evictions, evictions_of};
-use crate::cluster::Cluster;
-use crate::engine::DurableCheck;
 use crate::engine_process::EngineProcess;
-use crate::output::Audience;
+use reprise_testkit::cluster::Cluster;
+use reprise_testkit::engine::DurableCheck;
+use reprise_testkit::output::Audience;
 
 /// Index of the node whose agent is killed.
 const VICTIM: usize = 0;

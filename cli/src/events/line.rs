@@ -6,7 +6,7 @@ use std::str::FromStr;
 use reprise_proto::controlplane::Position;
 use serde::{Serialize, Serializer};
 
-use crate::output::Audience;
+use reprise_testkit::output::Audience;
 
 /// Position in a member's change log, written as `a@00000000000000ff:17`: member, log (hexadecimal) and
 /// number.

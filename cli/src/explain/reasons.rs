@@ -9,7 +9,7 @@ use reprise_proto::controlplane::NodeInfo;
 use serde::Deserialize;
 use tokio::task::JoinSet;
 
-use crate::http::{self, Response};
+use reprise_testkit::http::{self, Response};
 
 /// Timeout of one request to an agent. A live agent answers within a second.
 pub(super) const ANSWERED_WITHIN: Duration = Duration::from_secs(2);
@@ -118,7 +118,7 @@ mod tests {
     const KEY: BlockKey = BlockKey([7; 16]);
 
     fn response(code: u16, body: &str) -> Response {
-        Response { code, body: body.to_owned() }
+        Response { code, body: body.to_owned(), ..Response::default() }
     }
 
     fn node(number: u32, listener: &TcpListener) -> NodeInfo {
@@ -189,7 +189,7 @@ mod tests {
         assert!((0..100).all(|number| unanswered(&reasons[&(1, BlockKey([number; 16]))])));
         assert!(reasons[&(2, KEY)].as_ref().is_ok_and(|reason| reason.starts_with("saved")));
         assert!(reasons[&(3, KEY)].as_ref().is_err_and(|error| error.contains("not in the list")));
-        assert_eq!(asked.join().expect("the server thread ends"), [format!("GET /blocks/{KEY} HTTP/1.0")]);
+        assert_eq!(asked.join().expect("the server thread ends"), [format!("GET /blocks/{KEY} HTTP/1.1")]);
         // Connections that wait to be accepted.
         silent.set_nonblocking(true).expect("a socket");
         let asked = silent.incoming().take_while(Result::is_ok).count();

@@ -10,15 +10,16 @@ use reprise_e2e::process::binary;
 use reprise_e2e::tree;
 
 /// Programs with a command line, in the order of the page.
-const PROGRAMS: [&str; 4] = ["reprise", "reprise-agent", "reprise-controlplane", "reprise-operator"];
+const PROGRAMS: [&str; 5] =
+    ["reprise", "reprise-agent", "reprise-controlplane", "reprise-operator", "reprise-bench"];
 
 /// Programs with a configuration file.
 const CONFIGURED: [&str; 3] = ["reprise-agent", "reprise-controlplane", "reprise"];
 
 const CLI_HEAD: &str = "# Command line\n\n\
     <!-- Generated from the programs' help by the test `generated_pages` of `e2e`. Do not edit. -->\n\n\
-    `make build` puts the programs into `~/.cache/reprise/target/release`. With `--json`, `reprise` prints one JSON\n\
-    object for each line.\n";
+    `make build` puts the programs into `~/.cache/reprise/target/release`; `make bench` also builds\n\
+    `reprise-bench`. With `--json`, `reprise` prints one JSON object for each line.\n";
 
 const CONFIGURATION_HEAD: &str = "# Configuration\n\n\
     <!-- Generated from `--print-default-config` by the test `generated_pages` of `e2e`. Do not edit. -->\n\n\

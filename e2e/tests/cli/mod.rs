@@ -9,7 +9,7 @@ use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::{Duration, Instant};
 
 use reprise_e2e::TestEnv;
-use reprise_e2e::process::{binary, pause};
+use reprise_e2e::process::{binary, copy_binary, pause};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -26,25 +26,39 @@ fn reprise(arguments: &[&str]) -> Command {
     command
 }
 
-/// Runs a command, which must exit within [`PATIENCE`].
 fn run(arguments: &[&str]) -> Output {
+    output_of(reprise(arguments))
+}
+
+/// Runs a command, which must exit within [`PATIENCE`].
+fn output_of(mut command: Command) -> Output {
     let child =
-        reprise(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("reprise can be run");
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the program can be run");
     let pid = Pid::from_child(&child);
     let (sender, ended) = sync_channel(1);
     std::thread::spawn(move || sender.send(child.wait_with_output()));
     let output = ended.recv_timeout(PATIENCE).unwrap_or_else(|_| {
         let _ = kill_process(pid, Signal::KILL);
-        panic!("{arguments:?} did not exit within {PATIENCE:?}")
+        panic!("{command:?} did not exit within {PATIENCE:?}")
     });
     output.expect("output can be read")
 }
 
 /// Runs a command, which must succeed, and returns the JSON objects that it prints.
 fn objects(arguments: &[&str]) -> Vec<Value> {
-    let output = run(arguments);
+    objects_of(run(arguments))
+}
+
+/// Like [`objects`], for the benchmarks that are not shipped.
+fn bench_objects(arguments: &[&str]) -> Vec<Value> {
+    let mut command = Command::new(binary("reprise-bench"));
+    command.args(arguments).stdin(Stdio::null());
+    objects_of(output_of(command))
+}
+
+fn objects_of(output: Output) -> Vec<Value> {
     let stderr = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{arguments:?} failed: {stderr}");
+    assert!(output.status.success(), "the command failed: {stderr}");
     let text = String::from_utf8(output.stdout).expect("output is UTF-8");
     text.lines().map(|line| serde_json::from_str(line).expect("every line is an object")).collect()
 }
@@ -289,17 +303,8 @@ fn bench_failover_finds_all_keys_again_and_no_answer_is_wrong() {
     build_etcd();
     let env = TestEnv::new();
     let folder = env.folder().to_str().expect("our folders have plain names");
-    let figures = objects(&[
-        "bench",
-        "failover",
-        "--repetitions",
-        "1",
-        "--entries",
-        "100000",
-        "--dir",
-        folder,
-        "--json",
-    ]);
+    let figures =
+        bench_objects(&["failover", "--repetitions", "1", "--entries", "100000", "--dir", folder, "--json"]);
     assert_form(&figures);
     for name in ["wrong_answers", "loads_compared", "wrong_loads", "evicted_before", "evicted_still_answered"]
     {
@@ -316,10 +321,35 @@ fn the_data_in_etcd_do_not_grow_with_the_blocks() {
     build_etcd();
     let env = TestEnv::new();
     let folder = env.folder().to_str().expect("our folders have plain names");
-    let figures = objects(&["bench", "etcd", "--entries", "50000", "--dir", folder, "--json"]);
+    let figures = bench_objects(&["etcd", "--entries", "50000", "--dir", folder, "--json"]);
     assert_form(&figures);
     assert_eq!(figures.len(), 4);
     assert!(figures.iter().all(|figure| figure["met"] == true), "{figures:?}");
+}
+
+#[test]
+fn bench_all_lists_missing_requirements_before_it_starts_anything() {
+    let env = TestEnv::new();
+    let alone = env.folder().join("reprise");
+    copy_binary("reprise", &alone);
+    let mut command = Command::new(alone);
+    command.args(["bench", "all", "--json", "--dir"]).arg(env.folder().join("bench")).stdin(Stdio::null());
+    let output = output_of(command);
+    assert!(!output.status.success(), "no benchmark can run without the agent's program");
+    assert!(String::from_utf8_lossy(&output.stderr).contains("no benchmark can run"));
+    let text = String::from_utf8(output.stdout).expect("output is UTF-8");
+    let parts: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).expect("an object")).collect();
+    let names: Vec<_> = parts.iter().filter_map(|part| part["benchmark"].as_str()).collect();
+    assert_eq!(names, ["store", "local", "peer", "match", "directory", "recovery"]);
+    for part in &parts {
+        assert_eq!(part["runs"], false, "{part}");
+        assert!(
+            part["missing"][0]["what"].as_str().is_some_and(|what| what.contains("reprise-agent")),
+            "{part}"
+        );
+        assert_eq!(part["missing"][0]["remedy"], "run `make build`");
+    }
+    assert!(!env.folder().join("bench").exists(), "nothing was started");
 }
 
 #[test]

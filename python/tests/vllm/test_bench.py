@@ -1,4 +1,4 @@
-"""Scripts of `reprise bench vllm`: the engine's process, and the scheduler's calls."""
+"""Scripts of `reprise-bench vllm`: the engine's process, and the scheduler's calls."""
 
 from __future__ import annotations
 

@@ -45,11 +45,16 @@ const EDGES: &[(&str, &[&str])] = &[
     ("reprise-operator", &["reprise-crds", "reprise-daemon", "reprise-policy", "reprise-proto"]),
     ("reprise-simulator", &["reprise-policy", "reprise-agent-core", "reprise-controlplane-core"]),
     (
+        "reprise-testkit",
+        &["reprise-policy", "reprise-proto", "reprise-buffers", "reprise-io", "reprise-client"],
+    ),
+    (
         "reprise",
         &[
             "reprise-policy",
             "reprise-proto",
             "reprise-daemon",
+            "reprise-testkit",
             "reprise-buffers",
             "reprise-io",
             "reprise-transport",
@@ -59,9 +64,23 @@ const EDGES: &[(&str, &[&str])] = &[
             "reprise-simulator",
         ],
     ),
+    (
+        "reprise-bench",
+        &[
+            "reprise-policy",
+            "reprise-proto",
+            "reprise-daemon",
+            "reprise-testkit",
+            "reprise-agent-core",
+            "reprise-client",
+        ],
+    ),
     ("reprise-python", &["reprise-policy", "reprise-client"]),
     ("xtask", &[]),
-    ("reprise-e2e", &["reprise-policy", "reprise-proto", "reprise-client", "reprise-crds"]),
+    (
+        "reprise-e2e",
+        &["reprise-policy", "reprise-proto", "reprise-client", "reprise-crds", "reprise-testkit"],
+    ),
 ];
 
 /// Crates that decide without doing: no async runtime, no clock, no I/O libraries.

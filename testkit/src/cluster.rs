@@ -1,0 +1,308 @@
+//! Reprise cluster on this machine: a control plane of one or more members, and agents with a pool directory
+//! each.
+//!
+//! The binaries are next to this one; configuration files are written into one directory. Every process
+//! prints one line of JSON with its ports when it is ready. Several members share an etcd ([`etcd`]). Only
+//! one command at a time uses a directory ([`work_directory`]), and its processes end with it: when the
+//! cluster is dropped, at an interruption, or, after a SIGKILL, when the next command claims the directory.
+
+mod configuration;
+mod etcd;
+mod member;
+mod process;
+mod work_directory;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::time::Instant;
+
+use anyhow::Context;
+use reprise_policy::ByteSize;
+use serde::{Deserialize, Serialize};
+
+use crate::interrupt;
+use configuration::{AgentConfig, StoreChoice};
+use etcd::Etcd;
+pub use member::MemberAddresses;
+use member::{Member, all_registered};
+pub use process::{Launch, binary as sibling_binary, stop};
+use process::{Process, kill};
+use work_directory::WorkDirectory;
+pub use work_directory::end_recorded;
+
+/// File in the cluster's directory with its addresses.
+const CLUSTER_FILE: &str = "cluster.json";
+
+/// Name of an agent's pool file, in its folder.
+const POOL_FILE: &str = "device-0.pool";
+
+/// Addresses of a running cluster; written at its start, read by `replay` and `status`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ClusterFile {
+    /// URL of the etcd that the members share; none with a single member, which has its own store.
+    pub etcd: Option<String>,
+    /// Members of the control plane; at least one.
+    pub members: Vec<MemberAddresses>,
+    /// The agents.
+    pub agents: Vec<AgentAddresses>,
+}
+
+/// Addresses of one agent.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AgentAddresses {
+    /// Node name.
+    pub node: String,
+    /// Unix socket of local sessions.
+    pub socket: PathBuf,
+    /// Admin address, `host:port`.
+    pub admin: String,
+}
+
+/// Sizes of every agent of a cluster.
+#[derive(Clone, Copy, Debug)]
+pub struct AgentSizes {
+    /// DRAM arena.
+    pub arena: ByteSize,
+    /// NVMe pool.
+    pub pool: ByteSize,
+    /// Bytes per second that a node may send and receive for replicas and balance; none: the agent's default.
+    pub moves: Option<ByteSize>,
+}
+
+/// Control plane of a cluster.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ControlPlanes {
+    /// One member, with its store in a file.
+    Embedded,
+    /// Members that share an etcd.
+    Etcd {
+        /// Number of members; at least one.
+        members: usize,
+    },
+}
+
+/// Running cluster; its processes are ended when it is dropped.
+#[derive(Debug)]
+pub struct Cluster {
+    etcd: Option<Etcd>,
+    members: Vec<Member>,
+    agents: Vec<Agent>,
+    /// Released last.
+    directory: WorkDirectory,
+}
+
+#[derive(Debug)]
+struct Agent {
+    config: PathBuf,
+    process: Process,
+    addresses: AgentAddresses,
+}
+
+impl ClusterFile {
+    /// Reads the file of the cluster in `directory`.
+    pub fn read(directory: &Path) -> anyhow::Result<ClusterFile> {
+        let path = directory.join(CLUSTER_FILE);
+        let text = fs::read_to_string(&path).with_context(|| {
+            format!(
+                "no running cluster found (cannot read {}): start one with `reprise demo --hold`, or pass the \
+                 agents with --socket",
+                path.display()
+            )
+        })?;
+        serde_json::from_str(&text).with_context(|| format!("invalid cluster file {}", path.display()))
+    }
+
+    /// Returns the addresses of the members' gRPC services.
+    pub fn grpc_addresses(&self) -> Vec<String> {
+        self.members.iter().map(|member| member.grpc.clone()).collect()
+    }
+}
+
+impl Cluster {
+    /// Starts a control plane of one member and `count` agents with fresh data in `directory`.
+    pub fn start(directory: &Path, count: usize, sizes: AgentSizes) -> anyhow::Result<Cluster> {
+        let mut cluster = Cluster::start_controlplane(directory, ControlPlanes::Embedded)?;
+        cluster.start_agents(count, sizes)?;
+        Ok(cluster)
+    }
+
+    /// Starts a control plane without agents, with fresh data in `directory`; every member is registered.
+    pub fn start_controlplane(directory: &Path, control: ControlPlanes) -> anyhow::Result<Cluster> {
+        let claimed = WorkDirectory::claim(directory)?;
+        interrupt::stop_cluster(directory)?;
+        let mut cluster = Cluster { etcd: None, members: Vec::new(), agents: Vec::new(), directory: claimed };
+        match control {
+            ControlPlanes::Embedded => {
+                let store = directory.join("controlplane.redb");
+                remove_if_exists(&store)?;
+                cluster.start_member("controlplane", &StoreChoice::Embedded(store))?;
+            }
+            ControlPlanes::Etcd { members } => {
+                let etcd = cluster.etcd.insert(Etcd::start(&mut cluster.directory)?);
+                let store = StoreChoice::Etcd(etcd.endpoint());
+                for number in 1..=members {
+                    cluster.start_member(&format!("controlplane-{number}"), &store)?;
+                }
+                all_registered(&cluster.file().members)?;
+            }
+        }
+        cluster.write_file()?;
+        Ok(cluster)
+    }
+
+    /// Starts agents named `node-1` and so on.
+    pub fn start_agents(&mut self, count: usize, sizes: AgentSizes) -> anyhow::Result<()> {
+        for _ in 0..count {
+            let agent = self.start_agent(&format!("node-{}", self.agents.len() + 1), sizes)?;
+            self.agents.push(agent);
+        }
+        self.write_file()
+    }
+
+    /// Returns the addresses of the cluster.
+    pub fn file(&self) -> ClusterFile {
+        ClusterFile {
+            etcd: self.etcd.as_ref().map(Etcd::endpoint),
+            members: self.members.iter().map(Member::addresses).collect(),
+            agents: self.agents.iter().map(|agent| agent.addresses.clone()).collect(),
+        }
+    }
+
+    /// Returns the cluster's directory.
+    pub fn path(&self) -> &Path {
+        self.directory.path()
+    }
+
+    /// Starts an additional process, recorded so that it always ends with the cluster's own processes.
+    pub fn spawn(&mut self, launch: &Launch<'_>) -> anyhow::Result<Child> {
+        launch.spawn(Stdio::null(), &mut self.directory)
+    }
+
+    /// Returns the address of etcd's metrics, `host:port`.
+    pub fn etcd_metrics(&self) -> Option<String> {
+        self.etcd.as_ref().map(Etcd::metrics)
+    }
+
+    /// Returns the pool file of an agent.
+    pub fn pool_path(&self, index: usize) -> PathBuf {
+        self.directory.path().join(&self.agents[index].addresses.node).join(POOL_FILE)
+    }
+
+    /// Ends an agent with SIGKILL.
+    pub fn kill_agent(&mut self, index: usize) -> anyhow::Result<()> {
+        kill(&mut self.agents[index].process.child)
+    }
+
+    /// Restarts a killed agent on its pool; returns the seconds until it was ready.
+    pub fn restart_agent(&mut self, index: usize) -> anyhow::Result<f64> {
+        let started = Instant::now();
+        let agent = &mut self.agents[index];
+        let log = self.directory.path().join(format!("{}.log", agent.addresses.node));
+        agent.process = Process::start("reprise-agent", &agent.config, &log, &mut self.directory)?;
+        agent.addresses.admin = agent.process.ready.admin.clone();
+        self.write_file()?;
+        Ok(started.elapsed().as_secs_f64())
+    }
+
+    /// Returns the process ids of the agents.
+    pub fn agent_pids(&self) -> impl Iterator<Item = u32> {
+        self.agents.iter().map(|agent| agent.process.child.id())
+    }
+
+    /// Returns the process id of a member of the control plane.
+    pub fn member_pid(&self, index: usize) -> u32 {
+        self.members[index].pid()
+    }
+
+    /// Ends a member of the control plane with SIGKILL.
+    pub fn kill_member(&mut self, index: usize) -> anyhow::Result<()> {
+        self.members[index].kill()
+    }
+
+    /// Restarts a killed member on its address and store.
+    pub fn restart_member(&mut self, index: usize) -> anyhow::Result<()> {
+        self.members[index].restart(&mut self.directory)?;
+        self.write_file()
+    }
+
+    /// Waits until every member is registered and knows all others.
+    pub fn await_membership(&self) -> anyhow::Result<()> {
+        all_registered(&self.file().members)
+    }
+
+    fn start_member(&mut self, name: &str, store: &StoreChoice) -> anyhow::Result<()> {
+        let member = Member::start(name, store, &mut self.directory)?;
+        self.members.push(member);
+        Ok(())
+    }
+
+    fn start_agent(&mut self, node: &str, sizes: AgentSizes) -> anyhow::Result<Agent> {
+        let home = self.directory.path().join(node);
+        fs::create_dir_all(&home).with_context(|| format!("cannot create {}", home.display()))?;
+        let pool = home.join(POOL_FILE);
+        remove_if_exists(&pool)?;
+        let members = self.members.iter().map(|member| member.addresses().grpc).collect();
+        let text = AgentConfig { node, home: &home, pool: &pool, sizes, members }.text();
+        let config = self.directory.path().join(format!("{node}.toml"));
+        fs::write(&config, text).with_context(|| format!("cannot write {}", config.display()))?;
+        let log = self.directory.path().join(format!("{node}.log"));
+        let process = Process::start("reprise-agent", &config, &log, &mut self.directory)?;
+        let addresses = AgentAddresses {
+            node: node.to_owned(),
+            socket: process.ready.socket.clone(),
+            admin: process.ready.admin.clone(),
+        };
+        Ok(Agent { config, process, addresses })
+    }
+
+    fn write_file(&self) -> anyhow::Result<()> {
+        let path = self.directory.path().join(CLUSTER_FILE);
+        let text = serde_json::to_string_pretty(&self.file()).context("encoding the cluster file")?;
+        fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        for agent in &mut self.agents {
+            stop(&mut agent.process.child);
+        }
+        for index in 0..self.agents.len() {
+            // Pools are large and not useful without the cluster.
+            drop(fs::remove_file(self.pool_path(index)));
+        }
+        self.members.iter_mut().for_each(Member::stop);
+        self.etcd.iter_mut().for_each(Etcd::stop);
+        // All processes have ended: remove the files with their addresses.
+        drop(end_recorded(self.directory.path()));
+        interrupt::exit_only();
+    }
+}
+
+/// Returns the path of etcd's binary, which `make etcd` builds.
+pub fn etcd_binary() -> PathBuf {
+    etcd::path()
+}
+
+/// Returns the directory of clusters, downloads and builds: `$REPRISE_CACHE`, or `~/.cache/reprise`.
+pub fn cache_directory() -> PathBuf {
+    let home =
+        || std::env::var_os("HOME").map_or_else(std::env::temp_dir, PathBuf::from).join(".cache/reprise");
+    std::env::var_os("REPRISE_CACHE").map_or_else(home, PathBuf::from)
+}
+
+fn remove_if_exists(path: &Path) -> anyhow::Result<()> {
+    ignore_not_found(fs::remove_file(path)).with_context(|| format!("cannot remove {}", path.display()))
+}
+
+fn remove_directory_if_exists(path: &Path) -> anyhow::Result<()> {
+    ignore_not_found(fs::remove_dir_all(path)).with_context(|| format!("cannot remove {}", path.display()))
+}
+
+fn ignore_not_found(removed: std::io::Result<()>) -> std::io::Result<()> {
+    match removed {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        removed => removed,
+    }
+}

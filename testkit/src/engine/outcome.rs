@@ -1,0 +1,107 @@
+//! Results of requests and checks of the reference engine.
+
+use reprise_client::Source;
+use serde::{Deserialize, Serialize};
+
+/// Numbers of loaded blocks by source.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HitCounts {
+    /// The node's own DRAM.
+    pub own_dram: u64,
+    /// The node's own NVMe.
+    pub own_nvme: u64,
+    /// A peer's DRAM.
+    pub peer_dram: u64,
+    /// A peer's NVMe.
+    pub peer_nvme: u64,
+}
+
+/// Results of one request. Times are in microseconds.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct RequestOutcome {
+    /// Full blocks of the prompt.
+    pub blocks: u64,
+    /// Blocks loaded and verified, by source.
+    pub hits: HitCounts,
+    /// Matched blocks that could not be loaded and were recomputed.
+    pub lost: u64,
+    /// Blocks saved by this request.
+    pub saved: u64,
+    /// Blocks that already existed when they were committed.
+    pub duplicates: u64,
+    /// Blocks not saved because the arena was full.
+    pub unsaved: u64,
+    /// Failed calls; their blocks were computed.
+    pub errors: u64,
+    /// Bytes loaded into the engine's memory and used.
+    pub bytes_loaded: u64,
+    /// Loaded bytes that were compared with the keyed function.
+    pub bytes_verified: u64,
+    /// 8-byte words that differed from the keyed function.
+    pub mismatches: u64,
+    /// Bytes saved.
+    pub bytes_saved: u64,
+    /// Duration of the match call.
+    pub match_us: u64,
+    /// Time from the load call until layer 0 of all blocks was in the engine's memory; 0 without a load.
+    pub first_layer_us: u64,
+    /// Time from the load call until all layers were in the engine's memory.
+    pub load_us: u64,
+    /// Duration of reserve, fill and commit.
+    pub save_us: u64,
+}
+
+/// Result of a check of all durable blocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DurableCheck {
+    /// Distinct blocks reported as durable and not missed in an earlier check.
+    pub announced: u64,
+    /// Checked blocks that the node still has with correct bytes.
+    pub present: u64,
+    /// Checked blocks that the node reports as missing.
+    pub missed: u64,
+    /// Checked blocks that the node has but could not load, or whose bytes are wrong.
+    pub failed: u64,
+    /// Bytes compared.
+    pub bytes_verified: u64,
+    /// Words that differed.
+    pub mismatches: u64,
+}
+
+impl HitCounts {
+    /// Counts one block of this source.
+    pub fn add(&mut self, source: Source) {
+        match source {
+            Source::OwnDram => self.own_dram += 1,
+            Source::OwnNvme => self.own_nvme += 1,
+            Source::PeerDram => self.peer_dram += 1,
+            Source::PeerNvme => self.peer_nvme += 1,
+        }
+    }
+
+    /// Adds the counts of another request.
+    pub fn merge(&mut self, other: &HitCounts) {
+        self.own_dram += other.own_dram;
+        self.own_nvme += other.own_nvme;
+        self.peer_dram += other.peer_dram;
+        self.peer_nvme += other.peer_nvme;
+    }
+
+    /// Returns the names of the tiers that served no block.
+    pub fn tiers_without_hits(&self) -> Vec<&'static str> {
+        [
+            ("own_dram", self.own_dram),
+            ("own_nvme", self.own_nvme),
+            ("peer_dram", self.peer_dram),
+            ("peer_nvme", self.peer_nvme),
+        ]
+        .into_iter()
+        .filter_map(|(tier, hits)| (hits == 0).then_some(tier))
+        .collect()
+    }
+
+    /// Returns the number of blocks of all sources.
+    pub fn total(&self) -> u64 {
+        self.own_dram + self.own_nvme + self.peer_dram + self.peer_nvme
+    }
+}

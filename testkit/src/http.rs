@@ -1,0 +1,157 @@
+//! HTTP client for admin ports and other local servers: one connection per request, with a bound on time and bytes.
+
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use bytes::Bytes;
+pub use http::Request;
+use http::header::{CONNECTION, HOST};
+use http::{HeaderMap, HeaderValue};
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::client::conn::http1;
+use hyper_util::rt::TokioIo;
+use tokio::net::TcpStream;
+
+/// Time limit of a request, unless the caller sets one.
+const TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Largest accepted body: more than the status page of 1,000 nodes.
+const BODY_BYTES_MAX: usize = 16 << 20;
+
+/// Response of a server.
+#[derive(Clone, Debug, Default)]
+pub struct Response {
+    /// HTTP status code.
+    pub code: u16,
+    /// Header fields.
+    pub headers: HeaderMap,
+    /// Body as text; invalid UTF-8 is replaced.
+    pub body: String,
+}
+
+/// Fetches `path` from `address` (`host:port`); returns the body of a 200 response.
+///
+/// # Errors
+/// No response within 5 s, or another status.
+pub fn get(address: &str, path: &str) -> anyhow::Result<String> {
+    body(ask(address, path, TIMEOUT)?, address, path)
+}
+
+/// Fetches `path` from `address` within `timeout`, with any status.
+///
+/// # Errors
+/// No response in time.
+pub fn ask(address: &str, path: &str, timeout: Duration) -> anyhow::Result<Response> {
+    send(address, get_request(path)?, timeout)
+}
+
+/// Sends a request and waits for the response; may be called on any thread, also on one of a runtime.
+///
+/// # Errors
+/// No response within `timeout`.
+pub fn send(address: &str, request: Request<Full<Bytes>>, timeout: Duration) -> anyhow::Result<Response> {
+    let answer = async {
+        let answer = tokio::time::timeout(timeout, send_async(address, request)).await;
+        answer.with_context(|| format!("{address} has not answered within {timeout:?}"))?
+    };
+    // A runtime cannot be entered on a thread that already runs one.
+    std::thread::scope(|scope| {
+        let asking = scope.spawn(|| {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+            runtime.context("cannot start a runtime")?.block_on(answer)
+        });
+        asking.join().expect("sending a request does not panic")
+    })
+}
+
+/// Like [`get`], but asynchronous and without a timeout: the caller sets one.
+///
+/// # Errors
+/// No response, or another status than 200.
+pub async fn get_async(address: &str, path: &str) -> anyhow::Result<String> {
+    body(send_async(address, get_request(path)?).await?, address, path)
+}
+
+async fn send_async(address: &str, mut request: Request<Full<Bytes>>) -> anyhow::Result<Response> {
+    let stream = TcpStream::connect(address).await.with_context(|| format!("cannot connect to {address}"))?;
+    let host = HeaderValue::from_str(address)
+        .with_context(|| format!("invalid address \"{address}\": expected host:port"))?;
+    request.headers_mut().insert(HOST, host);
+    request.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+    let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
+    let exchange = async move {
+        let (head, body) = sender.send_request(request).await?.into_parts();
+        let body =
+            Limited::new(body, BODY_BYTES_MAX).collect().await.map_err(|error| anyhow::anyhow!(error))?;
+        let body = String::from_utf8_lossy(&body.to_bytes()).into_owned();
+        anyhow::Ok(Response { code: head.status.as_u16(), headers: head.headers, body })
+    };
+    // The connection is driven here, and ends once the exchange has dropped its sender.
+    let (response, _ended) = tokio::join!(exchange, connection);
+    response.with_context(|| format!("no valid HTTP response from {address}"))
+}
+
+fn get_request(path: &str) -> anyhow::Result<Request<Full<Bytes>>> {
+    Request::get(path).body(Full::default()).with_context(|| format!("invalid path \"{path}\""))
+}
+
+fn body(Response { code, body, .. }: Response, address: &str, path: &str) -> anyhow::Result<String> {
+    ensure!(code == 200, "{address}{path}: HTTP status {code}");
+    Ok(body)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::TcpListener;
+
+    use super::*;
+
+    /// Serves one connection: reads the request's head, and writes `response`.
+    fn serve(response: &'static str) -> String {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port on loopback");
+        let address = listener.local_addr().expect("bound").to_string();
+        std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().expect("a client connects");
+            let mut head = Vec::new();
+            while !head.ends_with(b"\r\n\r\n") {
+                let mut byte = [0];
+                stream.read_exact(&mut byte).expect("the client sends its request");
+                head.push(byte[0]);
+            }
+            stream.write_all(response.as_bytes()).expect("the client reads");
+        });
+        address
+    }
+
+    #[test]
+    fn returns_bodies_with_a_length_in_chunks_or_until_the_end() {
+        for response in [
+            "HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok",
+            "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n",
+            "HTTP/1.0 200 OK\r\n\r\nok",
+        ] {
+            assert_eq!(get(&serve(response), "/status").expect("a response"), "ok");
+        }
+    }
+
+    #[test]
+    fn another_status_is_an_error_of_get_and_a_result_of_ask() {
+        let response = "HTTP/1.1 404 Not Found\r\ncontent-length: 2\r\n\r\nno";
+        let error = get(&serve(response), "/x").expect_err("not found").to_string();
+        assert!(error.ends_with("/x: HTTP status 404"), "{error}");
+        let answer = ask(&serve(response), "/x", TIMEOUT).expect("a response");
+        assert_eq!((answer.code, answer.body.as_str()), (404, "no"));
+    }
+
+    #[test]
+    fn silent_server_and_torn_response_are_errors() {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port on loopback");
+        let address = listener.local_addr().expect("bound").to_string();
+        let error = ask(&address, "/", Duration::from_millis(50)).expect_err("silent").to_string();
+        assert!(error.contains("has not answered within"), "{error}");
+        let torn = serve("HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nok");
+        let error = get(&torn, "/").expect_err("torn").to_string();
+        assert!(error.contains("no valid HTTP response"), "{error}");
+    }
+}
