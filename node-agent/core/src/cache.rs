@@ -65,7 +65,7 @@ pub(crate) struct Cache {
     /// Space on the devices that accepted and unsaved blocks will need.
     pub(crate) pending_space: PendingSpace,
     /// Share of the pool, in thousandths, that eviction keeps free ahead of writes.
-    pub(crate) pool_free_permille: u16,
+    pool_free_permille: u16,
     /// Number of blocks that are readable in DRAM.
     pub(crate) resident_blocks: u64,
     /// Replica changes that were not announced yet.

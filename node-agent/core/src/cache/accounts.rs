@@ -172,7 +172,7 @@ impl Accounts {
     }
 
     /// Returns the index of a tenant, adding it if necessary; `None` if the table is full.
-    pub(crate) fn register(&mut self, id: TenantId) -> Option<TenantIndex> {
+    pub(super) fn register(&mut self, id: TenantId) -> Option<TenantIndex> {
         if let Some(known) = self.by_id.get(&id) {
             return Some(*known);
         }
@@ -217,12 +217,12 @@ impl Accounts {
     }
 
     /// Charges a tenant for an arena slot.
-    pub(crate) fn charge_dram(&mut self, index: TenantIndex, bytes: u64) {
+    pub(super) fn charge_dram(&mut self, index: TenantIndex, bytes: u64) {
         self.get_mut(index).dram.charge(bytes);
     }
 
     /// Releases a tenant's charge for an arena slot.
-    pub(crate) fn release_dram(&mut self, index: TenantIndex, bytes: u64) {
+    pub(super) fn release_dram(&mut self, index: TenantIndex, bytes: u64) {
         self.get_mut(index).dram.release(bytes);
     }
 

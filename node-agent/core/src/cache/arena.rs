@@ -154,7 +154,7 @@ impl Arena {
     }
 
     /// Checks that the arena can satisfy the reservations of all tenants.
-    pub(crate) fn check_reservations(&self, quotas: &[Quota]) -> Result<u64, QuotaError> {
+    pub(super) fn check_reservations(&self, quotas: &[Quota]) -> Result<u64, QuotaError> {
         quota::check_reservations(self.bytes, self.region_bytes_min(), quotas.iter().copied())
     }
 
@@ -172,7 +172,7 @@ impl Arena {
     }
 
     /// Returns the slot group of a tenant's slots of one size, and counts one more size class that uses it.
-    pub(crate) fn join_slot_group(&mut self, tenant: TenantId, slot_bytes: u64) -> SlotGroupId {
+    pub(super) fn join_slot_group(&mut self, tenant: TenantId, slot_bytes: u64) -> SlotGroupId {
         let same = |group: &SlotGroup| group.tenant == tenant && group.slot_bytes == slot_bytes;
         let at = self.groups.iter().position(same).or_else(|| {
             // A group without size classes has no frames, and therefore no regions.
@@ -189,7 +189,7 @@ impl Arena {
     }
 
     /// Counts one size class less that uses the group.
-    pub(crate) fn leave_slot_group(&mut self, group: SlotGroupId) {
+    pub(super) fn leave_slot_group(&mut self, group: SlotGroupId) {
         self.group_mut(group).size_classes -= 1;
     }
 
@@ -218,7 +218,7 @@ impl Arena {
     }
 
     /// Records the frame of a slot.
-    pub(crate) fn set_frame(&mut self, place: RegionSlot, frame: FrameIndex) {
+    pub(super) fn set_frame(&mut self, place: RegionSlot, frame: FrameIndex) {
         self.regions[usize::from(place.region)].frames[usize::from(place.slot)] = frame;
     }
 
@@ -240,7 +240,7 @@ impl Arena {
     }
 
     /// Makes a frame's slot evictable, as the most recently used.
-    pub(crate) fn add_evictable(&mut self, place: RegionSlot, frame: FrameIndex, class: u8) {
+    pub(super) fn add_evictable(&mut self, place: RegionSlot, frame: FrameIndex, class: u8) {
         let owner = self.owner(place);
         self.regions[usize::from(place.region)].evictable += 1;
         self.note_idle(place.region);
@@ -248,7 +248,7 @@ impl Arena {
     }
 
     /// Makes an evictable frame the next victim of its priority class.
-    pub(crate) fn insert_oldest(&mut self, place: RegionSlot, frame: FrameIndex, class: u8) {
+    pub(super) fn insert_oldest(&mut self, place: RegionSlot, frame: FrameIndex, class: u8) {
         let group = Group(self.owner(place).0);
         self.order.insert_oldest(EntryIndex(frame.0), Rank { group, class });
     }
@@ -267,7 +267,7 @@ impl Arena {
     }
 
     /// Marks a frame as most recently used, if it is evictable.
-    pub(crate) fn touch(&mut self, frame: FrameIndex) {
+    pub(super) fn touch(&mut self, frame: FrameIndex) {
         self.order.touch(EntryIndex(frame.0));
     }
 
@@ -279,25 +279,25 @@ impl Arena {
     }
 
     /// Removes and returns the group's next victim. The caller must pass its slot to `take_victim`.
-    pub(crate) fn victim(&mut self, group: SlotGroupId) -> Option<FrameIndex> {
+    pub(super) fn victim(&mut self, group: SlotGroupId) -> Option<FrameIndex> {
         self.order.victim(Group(group.0)).map(|victim| FrameIndex(victim.0))
     }
 
     /// Returns a victim of this group or, failing that, of another group of its tenant.
-    pub(crate) fn victim_of_tenant(&mut self, group: SlotGroupId) -> Option<FrameIndex> {
+    pub(super) fn victim_of_tenant(&mut self, group: SlotGroupId) -> Option<FrameIndex> {
         let tenant = self.group(group).tenant;
         self.victim(group).or_else(|| self.any_victim(tenant))
     }
 
     /// Returns a victim of any group of a tenant. O(groups).
-    pub(crate) fn any_victim(&mut self, tenant: TenantId) -> Option<FrameIndex> {
+    pub(super) fn any_victim(&mut self, tenant: TenantId) -> Option<FrameIndex> {
         let of_tenant = |at: &u16| self.groups[usize::from(*at)].tenant == tenant;
         let groups: Vec<u16> = (0..self.groups.len() as u16).filter(of_tenant).collect();
         groups.into_iter().find_map(|group| self.victim(SlotGroupId(group)))
     }
 
     /// Completes [`Arena::victim`] once the caller knows the victim's slot.
-    pub(crate) fn take_victim(&mut self, place: RegionSlot) {
+    pub(super) fn take_victim(&mut self, place: RegionSlot) {
         self.regions[usize::from(place.region)].evictable -= 1;
         self.note_idle(place.region);
     }
@@ -315,7 +315,7 @@ impl Arena {
     /// Returns the frames of a region that the group could take over: every slot in it is evictable, and it
     /// belongs to another group of the tenant. Chooses the region with the fewest used bytes. Iterates idle
     /// regions only, so it costs nothing in an arena that is full of leased slots.
-    pub(crate) fn reclaimable(&self, group: SlotGroupId) -> Option<Vec<FrameIndex>> {
+    pub(super) fn reclaimable(&self, group: SlotGroupId) -> Option<Vec<FrameIndex>> {
         let SlotGroup { tenant, slot_bytes, .. } = self.group(group);
         self.idle
             .iter()

@@ -13,7 +13,7 @@ use crate::event::Priority;
 use crate::pool::StoredBlock;
 
 /// Priority of an eviction class that was read from a journal.
-pub(crate) fn priority_of_class(class: u8) -> Priority {
+pub(super) fn priority_of_class(class: u8) -> Priority {
     match class {
         0 => Priority::Low,
         1 => Priority::Normal,
@@ -65,7 +65,7 @@ impl Cache {
     }
 
     /// Clears the location of a block on a device.
-    pub(crate) fn clear_stored(&mut self, entry: EntryIndex) {
+    pub(super) fn clear_stored(&mut self, entry: EntryIndex) {
         self.index.set_stored(entry, None);
         let SizeClass { tenant_index, slot_bytes, .. } =
             *self.sizes.get(self.index.entry(entry).size_class());
@@ -98,7 +98,7 @@ impl Cache {
     }
 
     /// Rank of a block in the NVMe eviction order.
-    pub(crate) fn nvme_rank(&self, entry: EntryIndex) -> Rank {
+    pub(super) fn nvme_rank(&self, entry: EntryIndex) -> Rank {
         let state = self.index.entry(entry);
         Rank { group: Group(self.tenant_of(state.size_class()).0), class: state.class() }
     }

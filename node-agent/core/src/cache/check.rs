@@ -73,7 +73,7 @@ impl Cache {
         cx.emit(Effect::CheckBlock(BlockCheck { check, slot, layout, checksums }));
     }
 
-    pub(crate) fn report_damaged(&mut self, cx: &mut Context, frame: FrameIndex) {
+    pub(super) fn report_damaged(&mut self, cx: &mut Context, frame: FrameIndex) {
         self.counters.dram_corrupt_blocks += 1;
         let slot = self.frame_slot(frame);
         if let Some(entry) = self.frames.get(frame).entry() {

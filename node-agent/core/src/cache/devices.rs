@@ -119,18 +119,18 @@ impl Devices {
     }
 
     /// Makes a block evictable from its device, as the most recently used.
-    pub(crate) fn add_evictable(&mut self, entry: EntryIndex, rank: Rank) {
+    pub(super) fn add_evictable(&mut self, entry: EntryIndex, rank: Rank) {
         self.order.insert(entry, rank);
         self.space_check = SpaceCheck::Due;
     }
 
     /// Reinserts a victim that cannot be evicted as the next victim.
-    pub(crate) fn insert_oldest(&mut self, entry: EntryIndex, rank: Rank) {
+    pub(super) fn insert_oldest(&mut self, entry: EntryIndex, rank: Rank) {
         self.order.insert_oldest(entry, rank);
     }
 
     /// Removes and returns the next victim of a tenant.
-    pub(crate) fn take_victim(&mut self, tenant: Group) -> Option<EntryIndex> {
+    pub(super) fn take_victim(&mut self, tenant: Group) -> Option<EntryIndex> {
         self.order.victim(tenant)
     }
 
@@ -162,7 +162,7 @@ impl Devices {
     }
 
     /// Marks a block as most recently used, if it is evictable.
-    pub(crate) fn touch(&mut self, entry: EntryIndex) {
+    pub(super) fn touch(&mut self, entry: EntryIndex) {
         self.order.touch(entry);
     }
 
@@ -184,13 +184,13 @@ impl Devices {
     }
 
     /// Number of free slots for blocks of this size on all usable devices.
-    pub(crate) fn slots_free(&self, slot_bytes: u64) -> u64 {
+    pub(super) fn slots_free(&self, slot_bytes: u64) -> u64 {
         self.usable_devices().map(|device| device.pool.allocatable(slot_bytes)).sum()
     }
 
     /// Upper bound of the bytes lost at the ends of segments when `blocks` blocks of `bytes` bytes, header
     /// pages included, get slots in unassigned segments.
-    pub(crate) fn ends_of_segments(&self, bytes: u64, blocks: u64) -> u64 {
+    pub(super) fn ends_of_segments(&self, bytes: u64, blocks: u64) -> u64 {
         let lost = |device: &Device| {
             let segment = nvme_bytes(device.pool.payload_bytes_max());
             let filled = blocks.checked_div(segment / bytes);
@@ -237,7 +237,7 @@ impl Devices {
     }
 
     /// Usage of each usable device.
-    pub(crate) fn usages(&self) -> impl Iterator<Item = (DeviceId, PoolUsage)> {
+    pub(super) fn usages(&self) -> impl Iterator<Item = (DeviceId, PoolUsage)> {
         let usage = |id| self.device(id).pool.usage();
         self.ids().filter(|id| self.is_usable(*id)).map(move |id| (id, usage(id)))
     }

@@ -20,7 +20,7 @@ use crate::effect::Change;
 
 impl Cache {
     /// Frees a slot of a slot group, or a whole region that it can take; `false` if nothing is evictable.
-    pub(crate) fn make_room(&mut self, slot_group: SlotGroupId) -> bool {
+    pub(super) fn make_room(&mut self, slot_group: SlotGroupId) -> bool {
         if let Some(victim) = self.arena.victim(slot_group) {
             self.drop_frame_victim(victim);
             return true;
@@ -35,7 +35,7 @@ impl Cache {
 
     /// Evicts slots of a tenant until one more slot of `slot_bytes` is within its limit; `false` if too few
     /// are evictable.
-    pub(crate) fn make_room_below_limit(
+    pub(super) fn make_room_below_limit(
         &mut self,
         tenant: TenantIndex,
         slot_group: SlotGroupId,
@@ -62,7 +62,7 @@ impl Cache {
     }
 
     /// Evicts a frame that the arena returned as a victim.
-    pub(crate) fn drop_frame_victim(&mut self, victim: FrameIndex) {
+    pub(super) fn drop_frame_victim(&mut self, victim: FrameIndex) {
         self.arena.take_victim(self.frames.get(victim).place);
         self.evict_frame(victim);
     }
@@ -85,7 +85,7 @@ impl Cache {
     }
 
     /// Drops a block's copy in DRAM. The frame is clean, unleased and not in the policy.
-    pub(crate) fn evict_frame(&mut self, frame: FrameIndex) {
+    pub(super) fn evict_frame(&mut self, frame: FrameIndex) {
         let entry = self.frames.get(frame).entry().expect("a clean frame can be found");
         self.counters.dram_evictions += 1;
         self.counters.dram_evicted_bytes += self.frame_slot(frame).bytes;
@@ -100,14 +100,14 @@ impl Cache {
     }
 
     /// Evicts the next victim; `false` if no block is evictable, or everything left is reserved.
-    pub(crate) fn evict_stored(&mut self) -> bool {
+    pub(super) fn evict_stored(&mut self) -> bool {
         let Some(entry) = self.take_nvme_victim(None) else { return false };
         self.drop_victim(entry);
         true
     }
 
     /// Drops a stored block that was removed from the order.
-    pub(crate) fn drop_victim(&mut self, entry: EntryIndex) {
+    pub(super) fn drop_victim(&mut self, entry: EntryIndex) {
         let state = self.index.entry(entry);
         self.counters.nvme_evictions += 1;
         self.counters.nvme_evicted_bytes += self.sizes.get(state.size_class()).slot_bytes;
@@ -127,7 +127,7 @@ impl Cache {
 
     /// Removes and returns the next NVMe victim, for a lane or ahead of writes. It belongs to the first
     /// tenant in the order of [`quota::victims`] that has an evictable block of at most the allowed size.
-    pub(crate) fn take_nvme_victim(&mut self, wanting: Option<SlotRequest>) -> Option<EntryIndex> {
+    pub(super) fn take_nvme_victim(&mut self, wanting: Option<SlotRequest>) -> Option<EntryIndex> {
         let holdings: Vec<QuotaUsage> = self.accounts.ids().map(|index| self.accounts.nvme(index)).collect();
         let space_request = |request: SlotRequest| SpaceRequest {
             tenant: usize::from(request.tenant.0),
@@ -146,7 +146,7 @@ impl Cache {
     }
 
     /// Whether evicting these blocks for a tenant leaves the reservations of other tenants untouched.
-    pub(crate) fn may_drop(&self, blocks: &[EntryIndex], wanting: Option<TenantIndex>) -> bool {
+    pub(super) fn may_drop(&self, blocks: &[EntryIndex], wanting: Option<TenantIndex>) -> bool {
         let mut lost: BTreeMap<TenantIndex, u64> = BTreeMap::new();
         for entry in blocks {
             let size_class = self.index.entry(*entry).size_class();

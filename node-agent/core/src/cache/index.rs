@@ -254,7 +254,7 @@ impl Index {
     }
 
     /// Sets or clears the location of a block on a device.
-    pub(crate) fn set_stored(&mut self, index: EntryIndex, stored: Option<Stored>) {
+    pub(super) fn set_stored(&mut self, index: EntryIndex, stored: Option<Stored>) {
         let entry = &mut self.entries[index.0 as usize];
         self.stored -= u64::from(entry.stored().is_some());
         (entry.device_page, entry.page) = stored.map_or((0, 0), |stored| {

@@ -85,7 +85,7 @@ impl Cache {
     }
 
     /// Makes an unleased frame evictable if it is clean, or frees it if it is an orphan.
-    pub(crate) fn update_unleased(&mut self, frame: FrameIndex) {
+    pub(super) fn update_unleased(&mut self, frame: FrameIndex) {
         let state = self.frames.get(frame);
         if state.leases > 0 {
             return;
@@ -119,7 +119,7 @@ impl Cache {
 
     /// Detaches a block from its clean frame, which is freed with its last lease. The caller must ensure that
     /// the block has another copy, or remove it from the index.
-    pub(crate) fn detach_resident(&mut self, entry: EntryIndex, frame: FrameIndex) {
+    pub(super) fn detach_resident(&mut self, entry: EntryIndex, frame: FrameIndex) {
         self.index.entry_mut(entry).set_dram(Dram::Absent);
         self.resident_blocks -= 1;
         self.replica_changed(entry, Tier::Dram, Change::Removed);

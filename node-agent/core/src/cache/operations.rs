@@ -97,7 +97,7 @@ impl Cache {
         }
     }
 
-    pub(crate) fn lose_device(&mut self, cx: &mut Context, id: DeviceId, reason: String) {
+    pub(super) fn lose_device(&mut self, cx: &mut Context, id: DeviceId, reason: String) {
         let device = self.devices.device_mut(id);
         if device.health != Health::Usable {
             return;
@@ -109,7 +109,7 @@ impl Cache {
     }
 
     /// Removes all blocks on a device that is no longer usable; copies in DRAM remain.
-    pub(crate) fn drop_stored_on(&mut self, id: DeviceId) {
+    pub(super) fn drop_stored_on(&mut self, id: DeviceId) {
         self.devices.space_check = SpaceCheck::Due;
         let on_it = |stored: Stored| stored.device == id;
         let lost: Vec<EntryIndex> = self

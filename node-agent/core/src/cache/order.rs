@@ -69,7 +69,7 @@ impl Cache {
     }
 
     /// Returns the frame of a block in DRAM, if it is evictable.
-    pub(crate) fn evictable_frame(&self, dram: Dram) -> Option<(FrameIndex, RegionSlot)> {
+    pub(super) fn evictable_frame(&self, dram: Dram) -> Option<(FrameIndex, RegionSlot)> {
         let Dram::Resident(frame) = dram else { return None };
         let state = self.frames.get(frame);
         (state.state == FrameState::Clean && state.leases == 0).then_some((frame, state.place))

@@ -57,7 +57,7 @@ impl PendingSpace {
     }
 
     /// Pending bytes of one tenant.
-    pub(crate) fn bytes_of(&self, tenant: TenantIndex) -> u64 {
+    pub(super) fn bytes_of(&self, tenant: TenantIndex) -> u64 {
         self.tenants.get(&tenant).copied().unwrap_or(0)
     }
 

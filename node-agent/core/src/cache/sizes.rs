@@ -100,7 +100,7 @@ impl SizeClasses {
     }
 
     /// Marks the size class as reported unstorable; returns whether it was not reported before.
-    pub(crate) fn mark_unstorable_reported(&mut self, id: SizeClassId) -> bool {
+    pub(super) fn mark_unstorable_reported(&mut self, id: SizeClassId) -> bool {
         let size_class = &mut self.size_classes[usize::from(id.0)];
         std::mem::replace(&mut size_class.unstorable, UnstorableReport::Sent) == UnstorableReport::Pending
     }

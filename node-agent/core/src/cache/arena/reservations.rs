@@ -29,24 +29,24 @@ impl Share {
 
 impl Reservations {
     /// Sets the number of regions reserved for a tenant, including those that it owns.
-    pub(crate) fn reserve(&mut self, tenant: TenantId, regions: u64) {
+    pub(super) fn reserve(&mut self, tenant: TenantId, regions: u64) {
         self.tenants.entry(tenant).or_default().reserved = regions;
     }
 
     /// Counts one more region that a tenant owns.
-    pub(crate) fn own(&mut self, tenant: TenantId) {
+    pub(super) fn own(&mut self, tenant: TenantId) {
         self.tenants.entry(tenant).or_default().owned += 1;
     }
 
     /// Whether a tenant owns a region, or can get one of the `fresh` unused regions under its reservation.
-    pub(crate) fn has_own(&self, tenant: TenantId, fresh: u64) -> bool {
+    pub(super) fn has_own(&self, tenant: TenantId, fresh: u64) -> bool {
         let can_get = |share: &Share| share.owed() > 0 && fresh > 0;
         self.tenants.get(&tenant).is_some_and(|share| share.owned > 0 || can_get(share))
     }
 
     /// Number of unused, unreserved regions that would remain if a tenant without a reservation took one.
     /// O(tenants).
-    pub(crate) fn left_after_one(&self, fresh: u64) -> u64 {
+    pub(super) fn left_after_one(&self, fresh: u64) -> u64 {
         fresh.saturating_sub(1 + self.owed())
     }
 
@@ -55,7 +55,7 @@ impl Reservations {
     }
 
     /// Whether a tenant may take one of the `fresh` unused regions. O(tenants).
-    pub(crate) fn may_own(&self, tenant: TenantId, fresh: u64) -> bool {
+    pub(super) fn may_own(&self, tenant: TenantId, fresh: u64) -> bool {
         if self.tenants.get(&tenant).is_some_and(|share| share.owed() > 0) {
             return true;
         }
