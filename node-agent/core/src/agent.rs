@@ -29,16 +29,13 @@
 
 use std::collections::BTreeMap;
 
-use reprise_policy::{BlockKey, SessionId, SlotSet, Tick};
+use reprise_policy::{BlockKey, DrainProgress, NodeMode, SessionId, SlotSet, Tick};
 
-use crate::agent::bandwidth::Bandwidth;
 use crate::agent::fills::Fill;
-use crate::agent::hot_keys::HotKeys;
+use crate::agent::inbound::Inbound;
 use crate::agent::loads::Load;
 use crate::agent::lookups::Lookup;
 use crate::agent::peers::Peers;
-use crate::agent::replication::inbound::Inbound;
-use crate::agent::replication::outbound::Outbound;
 use crate::agent::serves::{Serve, ServeShare};
 use crate::agent::sessions::{Reservation, ReservationGroup, Session};
 use crate::agent::tickets::TicketState;
@@ -48,6 +45,7 @@ use crate::effect::{DeviceId, Effect, RegionId, Reply, ServeId};
 use crate::event::{Event, Request, RequestId};
 use crate::pool::{DevicePool, PoolUsage, StoredBlock};
 use crate::quota::Quotas;
+use crate::replicate::Replicate;
 use crate::slab::{Slab, SlabId};
 use crate::timers::Timers;
 
@@ -59,16 +57,14 @@ macro_rules! context {
 }
 
 mod audit;
-mod bandwidth;
 mod block_sources;
 mod commits;
 mod fills;
-mod hot_keys;
+mod inbound;
 mod loads;
 mod lookups;
 mod peers;
 mod progress;
-mod replication;
 mod serves;
 mod sessions;
 mod tickets;
@@ -93,10 +89,6 @@ pub(crate) enum Timer {
     Serve(ServeId),
     /// The slots of one `Reserve` call were not committed.
     Reservations(SlabId),
-    /// The control plane did not answer a placement query.
-    Place(SlabId),
-    /// A peer did not answer an offer.
-    Offer(SlabId),
 }
 
 /// State machine of a node agent.
@@ -122,10 +114,8 @@ pub struct AgentCore {
     peers: Peers,
     serves: BTreeMap<ServeId, Serve>,
     serve_share: ServeShare,
-    hot: HotKeys,
-    outbound: Outbound,
+    replicate: Replicate,
     inbound: Inbound,
-    bandwidth: Bandwidth,
     timers: Timers<Timer>,
     counters: Counters,
 }
@@ -160,10 +150,8 @@ impl AgentCore {
             peers: Peers::default(),
             serves: BTreeMap::new(),
             serve_share: ServeShare::default(),
-            hot: HotKeys::new(settings.hot_reads, settings.hot_window),
-            outbound: Outbound::new(),
+            replicate: Replicate::new(&settings),
             inbound: Inbound::default(),
-            bandwidth: Bandwidth::new(settings.placement_bandwidth),
             timers: Timers::default(),
             counters: Counters::default(),
             settings,
@@ -189,7 +177,7 @@ impl AgentCore {
         self.fire_timers();
         self.begin_serves();
         self.begin_pulls();
-        self.replicate();
+        self.replicate.advance(&self.cache, context!(self));
         // Before the write-back, which shrinking may make urgent.
         self.quota.shrink(&mut self.cache, context!(self));
         self.route();
@@ -211,7 +199,7 @@ impl AgentCore {
                 self.batch_done(batch, &stored);
             }
             if stored > 0 {
-                self.note_saved(stored);
+                self.replicate.note_saved(self.now, stored);
             }
             if recovered {
                 self.quota.recheck(&self.cache);
@@ -225,7 +213,7 @@ impl AgentCore {
     /// Time at which to send `Event::Tick` if no other event arrives before; `None` if time alone changes
     /// nothing.
     pub fn next_deadline(&self) -> Option<Tick> {
-        let placement = [self.outbound.wake(), self.inbound.wake()];
+        let placement = [self.replicate.next_deadline(), self.inbound.wake()];
         let others = [self.timers.next(), self.writeback_deadline(), self.quota.next_deadline()];
         placement.into_iter().chain(others).flatten().min()
     }
@@ -235,6 +223,7 @@ impl AgentCore {
         let mut counters = self.counters.clone();
         self.set_gauges(&mut counters);
         self.cache.set_counters(&mut counters);
+        self.replicate.set_counters(&mut counters);
         counters
     }
 
@@ -269,15 +258,19 @@ impl AgentCore {
             Event::ServeDone { serve, block } => self.serve_done(serve, block),
             Event::ServeAborted { serve } => self.serve_aborted(serve),
             Event::InventoryWanted { slots } => self.announce_inventory(slots),
-            Event::PlaceAnswered { place, answers } => self.place_answered(SlabId(place.0), &answers),
-            Event::PlaceFailed { place } => self.place_failed(SlabId(place.0)),
-            Event::OfferAnswered { offer, taken, retry_after } => {
-                self.offer_answered(SlabId(offer.0), &taken, retry_after);
+            Event::PlaceAnswered { place, answers } => {
+                self.replicate.place_answered(&mut self.cache, context!(self), SlabId(place.0), &answers);
             }
-            Event::OfferFailed { offer } => self.offer_failed(SlabId(offer.0)),
+            Event::PlaceFailed { place } => {
+                self.replicate.place_failed(&mut self.cache, context!(self), SlabId(place.0));
+            }
+            Event::OfferAnswered { offer, taken, retry_after } => {
+                self.replicate.offer_answered(self.now, SlabId(offer.0), &taken, retry_after);
+            }
+            Event::OfferFailed { offer } => self.replicate.offer_failed(self.now, SlabId(offer.0)),
             Event::PeerOffer(offer) => self.peer_offer(&offer),
-            Event::Mode { mode, revision } => self.set_mode(mode, revision),
-            Event::Move(directive) => self.set_move(directive),
+            Event::Mode { mode, revision } => self.replicate.set_mode(self.now, mode, revision),
+            Event::Move(directive) => self.replicate.set_move(&self.cache, self.now, directive),
             Event::Budget(grant) => self.quota.apply(&mut self.cache, context!(self), grant),
             Event::Flush => self.expedite_writeback(),
             Event::Tick => {}
@@ -315,14 +308,21 @@ impl AgentCore {
     }
 
     fn fire_timers(&mut self) {
-        while let Some(timer) = self.timers.pop_due(self.now) {
+        loop {
+            let due = |at: Option<Tick>| at.filter(|at| *at <= self.now);
+            let (own, of_replicate) = (due(self.timers.next()), due(self.replicate.first_due()));
+            let Some(first) = own.into_iter().chain(of_replicate).min() else { return };
+            if own != Some(first) {
+                self.replicate.fire_timer(&mut self.cache, context!(self));
+                self.route();
+                continue;
+            }
+            let Some(timer) = self.timers.pop_due(self.now) else { return };
             match timer {
                 Timer::Load(load) => self.expire_load(load),
                 Timer::Lookup(lookup) => self.lookup_failed(lookup),
                 Timer::Serve(serve) => self.expire_serve(serve),
                 Timer::Reservations(group) => self.expire_reservations(group),
-                Timer::Place(ask) => self.place_failed(ask),
-                Timer::Offer(offer) => self.offer_failed(offer),
             }
             self.route();
         }
@@ -350,6 +350,18 @@ impl AgentCore {
         self.quota.usage(&self.cache)
     }
 
+    /// Progress of draining this node; otherwise, the bytes that other nodes have accepted.
+    pub fn drain_progress(&self) -> DrainProgress {
+        let progress = self.replicate.progress();
+        let drained = progress.drained && self.writeback.unsaved.len() == 0;
+        DrainProgress { drained, durable_blocks: self.cache.index.stored_blocks(), ..progress }
+    }
+
+    /// Mode of this node.
+    pub fn mode(&self) -> NodeMode {
+        self.replicate.mode()
+    }
+
     /// Describes a block; `None` if it is neither on this node nor being filled.
     pub fn describe(&self, key: &BlockKey) -> Option<BlockDescription> {
         self.cache.describe(key)
@@ -372,11 +384,7 @@ impl AgentCore {
         counters.loads_held = self.loads.len() as u64;
         counters.fills_in_flight = self.fills.len() as u64;
         counters.serves_in_flight = self.serves.len() as u64;
-        let drain = self.outbound.progress();
-        counters.node_mode = self.outbound.mode() as u64;
-        counters.drain_walked_blocks = drain.walked_blocks;
-        counters.drain_nowhere_blocks = drain.nowhere_blocks;
-        counters.given_bytes = drain.moved_bytes;
+        let drain = self.replicate.progress();
         counters.drained = u64::from(drain.drained && self.writeback.unsaved.len() == 0);
         counters.pulls_waiting = self.inbound.waiting() as u64;
         counters.pulls_in_flight_bytes = self.inbound.in_flight_bytes();

@@ -274,6 +274,12 @@ owner_counters! {
     stored_bytes_total
 }
 
+owner_counters! {
+    /// Counters of replication.
+    ReplicateCounters: hot_blocks hot_blocks_given places place_keys place_failures place_keys_nowhere offers
+    offer_keys offer_keys_taken offer_failures moved_blocks moved_bytes
+}
+
 impl Counters {
     /// Counts a block of a load that arrived.
     pub(crate) fn hit(&mut self, source: Source, bytes: u64) {

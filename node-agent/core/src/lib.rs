@@ -36,6 +36,7 @@ pub mod pool;
 mod quota;
 pub mod quota_grants;
 pub mod registrar;
+mod replicate;
 mod settings;
 mod slab;
 mod timers;

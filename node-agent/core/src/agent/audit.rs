@@ -30,8 +30,9 @@ impl AgentCore {
         self.audit_waiters()?;
         self.audit_tenants()?;
         self.quota.audit(&self.cache)?;
+        self.replicate.audit_timers()?;
         self.audit_sessions()?;
-        self.audit_outbound()?;
+        self.replicate.audit_outbound()?;
         self.audit_inbound()?;
         self.audit_writeback()
     }
@@ -264,8 +265,7 @@ impl AgentCore {
         ensure!(loads == self.loads.len(), "loads without a session");
         ensure!(tickets == self.tickets.len(), "tickets without a session");
         let timed_loads = self.loads.iter().filter(|(_, load)| load.stage != Stage::Expired).count();
-        let outbound = self.outbound.queries.len() + self.outbound.offers.len();
-        let timers = timed_loads + self.lookups.len() + self.groups.len() + outbound;
+        let timers = timed_loads + self.lookups.len() + self.groups.len();
         ensure!(self.timers.len() >= timers, "something waits without a deadline");
         ensure!(self.timers.len() <= timers + self.serves.len(), "timers without an owner");
         let uses: u64 = self.cache.sizes.uses().sum();

@@ -254,7 +254,7 @@ impl AgentCore {
                 self.serve_absent(id, block);
                 continue;
             };
-            self.note_read(entry);
+            self.replicate.note_read(&self.cache, self.now, entry);
             let state = self.cache.index.entry(entry);
             match (state.dram(), state.stored()) {
                 (Dram::Resident(frame), _) => {

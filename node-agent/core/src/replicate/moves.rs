@@ -10,13 +10,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use reprise_policy::eviction::{EntryIndex, Group};
 use reprise_policy::{BlockKey, NodeId, Tick};
 
-use crate::agent::AgentCore;
-use crate::cache::{Dram, SizeClassId, nvme_bytes};
+use crate::cache::{Cache, Dram, SizeClassId, nvme_bytes};
 use crate::effect::PlaceReason;
 use crate::event::Move;
 use crate::limits::{
     MOVE_PASSES_PERMILLE, OUTBOUND_STEP_ENTRIES, OUTBOUND_STEP_INTERVAL, PLACE_KEYS_MAX, WALK_INTERVAL,
 };
+use crate::replicate::Replicate;
 
 /// Progress of a move.
 #[derive(Debug)]
@@ -43,9 +43,9 @@ pub(crate) enum DropResult {
     NotNow,
 }
 
-impl AgentCore {
+impl Replicate {
     /// Sets or replaces the current move.
-    pub(crate) fn set_move(&mut self, order: Option<Move>) {
+    pub(crate) fn set_move(&mut self, cache: &Cache, now: Tick, order: Option<Move>) {
         let order = order.filter(|order| order.bytes > 0);
         let to = order.map(|order| order.to);
         let known = self.outbound.moving.as_ref().map(|moving| moving.order.to);
@@ -53,7 +53,7 @@ impl AgentCore {
             self.outbound.forget(|reason| matches!(reason, PlaceReason::Move(_)));
             self.outbound.moving = None;
         }
-        let (pass_bytes, step_at) = (self.passed_bytes(0), self.now);
+        let (pass_bytes, step_at) = (self.passed_bytes(cache, 0), now);
         let begin = |order| MoveProgress { order, moved: 0, tenant: 0, after: None, pass_bytes, step_at };
         match (order, &mut self.outbound.moving) {
             (Some(order), Some(moving)) => (moving.order, moving.moved) = (order, 0),
@@ -63,18 +63,18 @@ impl AgentCore {
     }
 
     /// Creates batches of blocks to move, as many as needed and allowed.
-    pub(crate) fn collect_moves(&mut self) {
-        let wanted = self.wanted_of_move();
+    pub(crate) fn collect_moves(&mut self, cache: &Cache, now: Tick) {
+        let wanted = self.wanted_of_move(cache);
         let Some(moving) = &self.outbound.moving else { return };
-        if wanted == 0 || moving.step_at > self.now {
+        if wanted == 0 || moving.step_at > now {
             return;
         }
         let to = moving.order.to;
         let mut room = self.room_for_moves();
-        for (size_class, keys) in self.collect_cold(wanted) {
+        for (size_class, keys) in self.collect_cold(cache, now, wanted) {
             for keys in keys.chunks(PLACE_KEYS_MAX) {
                 if room > 0 {
-                    self.outbound.begin_batch(PlaceReason::Move(to), size_class, keys.to_vec(), self.now);
+                    self.outbound.begin_batch(PlaceReason::Move(to), size_class, keys.to_vec(), now);
                     room -= 1;
                 }
             }
@@ -82,7 +82,7 @@ impl AgentCore {
     }
 
     /// Bytes for which blocks are still to be found; 0 while no further batch is allowed.
-    fn wanted_of_move(&self) -> u64 {
+    fn wanted_of_move(&self, cache: &Cache) -> u64 {
         let Some(moving) = &self.outbound.moving else { return 0 };
         if self.room_for_moves() == 0 {
             return 0;
@@ -90,9 +90,7 @@ impl AgentCore {
         let of_move = self.outbound.batches.iter().map(|(_, batch)| batch);
         let pending: u64 = of_move
             .filter(|batch| matches!(batch.reason, PlaceReason::Move(_)))
-            .map(|batch| {
-                batch.blocks.len() as u64 * nvme_bytes(self.cache.sizes.get(batch.size_class).slot_bytes)
-            })
+            .map(|batch| batch.blocks.len() as u64 * nvme_bytes(cache.sizes.get(batch.size_class).slot_bytes))
             .sum();
         moving.order.bytes.saturating_sub(moving.moved + pending)
     }
@@ -102,18 +100,23 @@ impl AgentCore {
     }
 
     /// Scans the next blocks of the eviction order; returns blocks of about `wanted` bytes, at least one.
-    fn collect_cold(&mut self, wanted: u64) -> BTreeMap<SizeClassId, Vec<BlockKey>> {
+    fn collect_cold(
+        &mut self,
+        cache: &Cache,
+        now: Tick,
+        wanted: u64,
+    ) -> BTreeMap<SizeClassId, Vec<BlockKey>> {
         let mut found: BTreeMap<SizeClassId, Vec<BlockKey>> = BTreeMap::new();
         let Some(MoveProgress { tenant, after, .. }) = self.outbound.moving else { return found };
         let pending = self.keys_being_moved();
-        let entries = self.cache.devices.next_victims(Group(tenant), after, OUTBOUND_STEP_ENTRIES);
+        let entries = cache.devices.next_victims(Group(tenant), after, OUTBOUND_STEP_ENTRIES);
         let mut bytes_found = 0;
         for entry in &entries {
             if bytes_found >= wanted {
                 break;
             }
-            let state = self.cache.index.entry(*entry);
-            let bytes = nvme_bytes(self.cache.sizes.get(state.size_class()).slot_bytes);
+            let state = cache.index.entry(*entry);
+            let bytes = nvme_bytes(cache.sizes.get(state.size_class()).slot_bytes);
             let moving = self.outbound.moving.as_mut().expect("just seen");
             moving.after = Some(*entry);
             if moving.pass_bytes >= bytes {
@@ -124,9 +127,9 @@ impl AgentCore {
             }
         }
         if entries.is_empty() {
-            self.enter_next_tenant(tenant);
+            self.enter_next_tenant(cache, now, tenant);
         } else if let Some(moving) = &mut self.outbound.moving {
-            moving.step_at = self.now.after(OUTBOUND_STEP_INTERVAL);
+            moving.step_at = now.after(OUTBOUND_STEP_INTERVAL);
         }
         found
     }
@@ -138,11 +141,11 @@ impl AgentCore {
     }
 
     /// Continues with the next tenant's blocks or, after the last tenant and a delay, with the first.
-    fn enter_next_tenant(&mut self, tenant: u16) {
-        let next = self.cache.accounts.ids().map(|known| known.0).find(|known| *known > tenant);
+    fn enter_next_tenant(&mut self, cache: &Cache, now: Tick, tenant: u16) {
+        let next = cache.accounts.ids().map(|known| known.0).find(|known| *known > tenant);
         let rest = if next.is_some() { OUTBOUND_STEP_INTERVAL } else { WALK_INTERVAL };
         let next = next.unwrap_or(0);
-        let (pass_bytes, step_at) = (self.passed_bytes(next), self.now.after(rest));
+        let (pass_bytes, step_at) = (self.passed_bytes(cache, next), now.after(rest));
         if let Some(moving) = &mut self.outbound.moving {
             (moving.tenant, moving.after, moving.pass_bytes) = (next, None, pass_bytes);
             moving.step_at = step_at;
@@ -150,30 +153,36 @@ impl AgentCore {
     }
 
     /// Bytes of a tenant's blocks that are evicted soon and therefore skipped.
-    fn passed_bytes(&self, tenant: u16) -> u64 {
-        let known = self.cache.accounts.ids().find(|known| known.0 == tenant);
-        known.map_or(0, |known| self.cache.accounts.nvme(known).used / 1000 * MOVE_PASSES_PERMILLE)
+    fn passed_bytes(&self, cache: &Cache, tenant: u16) -> u64 {
+        let known = cache.accounts.ids().find(|known| known.0 == tenant);
+        known.map_or(0, |known| cache.accounts.nvme(known).used / 1000 * MOVE_PASSES_PERMILLE)
     }
 
     /// Drops the device copy of a block that is durable elsewhere. A copy in DRAM remains until it is
     /// evicted.
-    pub(crate) fn drop_moved(&mut self, key: &BlockKey, size_class: SizeClassId, to: NodeId) -> DropResult {
-        if !self.is_replicable(key, size_class) {
+    pub(crate) fn drop_moved(
+        &mut self,
+        cache: &mut Cache,
+        key: &BlockKey,
+        size_class: SizeClassId,
+        to: NodeId,
+    ) -> DropResult {
+        if !self.is_replicable(cache, key, size_class) {
             return DropResult::Done;
         }
-        let Some(entry) = self.cache.index.find(key) else { return DropResult::Done };
-        let is_read = match self.cache.index.entry(entry).dram() {
+        let Some(entry) = cache.index.find(key) else { return DropResult::Done };
+        let is_read = match cache.index.entry(entry).dram() {
             Dram::Filling(_) => true,
-            Dram::Resident(frame) => self.cache.frames.get(frame).leases > 0,
+            Dram::Resident(frame) => cache.frames.get(frame).leases > 0,
             Dram::Absent => false,
         };
         if is_read {
             return DropResult::NotNow;
         }
-        let bytes = nvme_bytes(self.cache.sizes.get(size_class).slot_bytes);
+        let bytes = nvme_bytes(cache.sizes.get(size_class).slot_bytes);
         self.counters.moved_blocks += 1;
         self.counters.moved_bytes += bytes;
-        self.cache.remove_stored(entry);
+        cache.remove_stored(entry);
         if let Some(moving) = self.outbound.moving.as_mut().filter(|moving| moving.order.to == to) {
             moving.moved += bytes;
         }
@@ -181,8 +190,8 @@ impl AgentCore {
     }
 
     /// Time of the next scan if no event arrives before.
-    pub(crate) fn next_move(&self) -> Option<Tick> {
+    pub(crate) fn next_move(&self, cache: &Cache) -> Option<Tick> {
         let moving = self.outbound.moving.as_ref()?;
-        (self.wanted_of_move() > 0).then_some(moving.step_at)
+        (self.wanted_of_move(cache) > 0).then_some(moving.step_at)
     }
 }

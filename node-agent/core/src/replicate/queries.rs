@@ -14,16 +14,16 @@ use std::collections::BTreeMap;
 
 use reprise_policy::{BlockKey, NodeId, Tick};
 
-use crate::agent::replication::outbound::moves::DropResult;
-use crate::agent::replication::outbound::{Acceptance, Batch, OutboundBlock, Stage};
-use crate::agent::{AgentCore, Timer};
-use crate::cache::{SizeClassId, nvme_bytes};
+use crate::cache::{Cache, SizeClassId, nvme_bytes};
+use crate::context::Context;
 use crate::effect::{Effect, PlaceId, PlaceReason};
 use crate::event::Placement;
 use crate::limits::{
     FILTER_BYTES, FRUITLESS_ROUNDS_MAX, LOOKUP_GRACE, PARKED_AFTER_ROUNDS, PLACE_HOLD, PLACE_KEYS_MAX,
     PLACE_RETRY, PLACE_TIMEOUT,
 };
+use crate::replicate::moves::DropResult;
+use crate::replicate::{Acceptance, Batch, OutboundBlock, Replicate, ReplicateTimer, Stage};
 use crate::slab::SlabId;
 
 /// Query to the control plane that is not answered yet.
@@ -60,34 +60,34 @@ struct QueryResult {
     paused: u64,
 }
 
-impl AgentCore {
+impl Replicate {
     /// Queries every batch that is due.
-    pub(crate) fn query_due(&mut self) {
-        let due = self.outbound.batches.iter().filter(|(_, batch)| batch.is_due(self.now));
+    pub(crate) fn query_due(&mut self, cache: &Cache, cx: &mut Context) {
+        let due = self.outbound.batches.iter().filter(|(_, batch)| batch.is_due(cx.now));
         let mut due: Vec<(u32, SlabId)> = due.map(|(id, batch)| (batch.fruitless, id)).collect();
         // Batches with progress first, as long as there is bandwidth.
         due.sort_unstable();
         for (_, id) in due {
-            self.remove_absent(id);
+            self.remove_absent(cache, id);
             let Some(batch) = self.outbound.batches.get_mut(id) else { continue };
             if batch.fruitless >= FRUITLESS_ROUNDS_MAX {
                 let (reason, blocks) = (batch.reason, batch.blocks.len() as u64);
                 self.outbound.batches.remove(id);
                 self.count_unplaced(reason, blocks);
-            } else if self.bandwidth.wait(self.now).is_zero() {
-                self.query_or_hold(id);
+            } else if self.bandwidth.wait(cx.now).is_zero() {
+                self.query_or_hold(cache, cx, id);
             }
         }
     }
 
     /// Removes blocks from a batch that are no longer on this node.
-    fn remove_absent(&mut self, id: SlabId) {
+    fn remove_absent(&mut self, cache: &Cache, id: SlabId) {
         let Some(batch) = self.outbound.batches.get_mut(id) else { return };
         let (size_class, reason, blocks) =
             (batch.size_class, batch.reason, std::mem::take(&mut batch.blocks));
         let before = blocks.len();
         let kept: Vec<OutboundBlock> =
-            blocks.into_iter().filter(|block| self.is_replicable(&block.key, size_class)).collect();
+            blocks.into_iter().filter(|block| self.is_replicable(cache, &block.key, size_class)).collect();
         self.count_walked(reason, (before - kept.len()) as u64);
         self.set_blocks(id, kept);
     }
@@ -102,24 +102,24 @@ impl AgentCore {
     }
 
     /// Queries a batch, unless open queries of other batches cover the available bandwidth.
-    fn query_or_hold(&mut self, id: SlabId) {
+    fn query_or_hold(&mut self, cache: &Cache, cx: &mut Context, id: SlabId) {
         let others: u64 = self.outbound.queries.iter().map(|(_, query)| query.fresh_bytes).sum();
-        let available = self.bandwidth.available(self.now).saturating_sub(others);
+        let available = self.bandwidth.available(cx.now).saturating_sub(others);
         let Some(batch) = self.outbound.batches.get_mut(id) else { return };
         if available == 0 && others > 0 {
-            batch.stage = Stage::Due(self.now.after(PLACE_HOLD));
+            batch.stage = Stage::Due(cx.now.after(PLACE_HOLD));
         } else {
             batch.fruitless += u32::from(!batch.filtered);
-            self.query(id, available);
+            self.query(cache, cx, id, available);
         }
     }
 
     /// Sends a filter query, or a placement query for as many unaccepted blocks as could be offered now, at
     /// least one.
-    fn query(&mut self, id: SlabId, available: u64) {
-        let now = self.now;
+    fn query(&mut self, cache: &Cache, cx: &mut Context, id: SlabId, available: u64) {
+        let now = cx.now;
         let Some(batch) = self.outbound.batches.get_mut(id) else { return };
-        let slot_bytes = self.cache.sizes.get(batch.size_class).slot_bytes;
+        let slot_bytes = cache.sizes.get(batch.size_class).slot_bytes;
         let coming = batch.blocks.iter().filter(|block| block.is_pending(now)).count();
         let fresh = batch.blocks.len() - coming;
         let offered = usize::try_from((available / slot_bytes).max(1)).unwrap_or(usize::MAX).min(fresh);
@@ -139,36 +139,45 @@ impl AgentCore {
         let query =
             self.outbound.queries.insert(PlacementQuery { batch: id, kind, blocks, fresh_bytes, expires });
         batch.stage = Stage::Querying(query);
-        self.timers.set(expires, Timer::Place(query));
+        self.timers.set(expires, ReplicateTimer::Place(query));
         self.counters.places += 1;
         self.counters.place_keys += keys.len() as u64;
         let (place, timeout) = (PlaceId(query.0), PLACE_TIMEOUT);
-        self.emit(Effect::Place { place, keys, slot_bytes: bytes, reason, timeout });
+        cx.emit(Effect::Place { place, keys, slot_bytes: bytes, reason, timeout });
     }
 
     /// Handles a query that failed or timed out: the batch is queried again.
-    pub(crate) fn place_failed(&mut self, id: SlabId) {
+    pub(crate) fn place_failed(&mut self, cache: &mut Cache, cx: &mut Context, id: SlabId) {
         if self.outbound.queries.get(id).is_some() {
             self.counters.place_failures += 1;
-            self.place_answered(id, &[]);
+            self.place_answered(cache, cx, id, &[]);
         }
     }
 
     /// Handles the control plane's answer to a query.
-    pub(crate) fn place_answered(&mut self, id: SlabId, answers: &[Placement]) {
+    pub(crate) fn place_answered(
+        &mut self,
+        cache: &mut Cache,
+        cx: &mut Context,
+        id: SlabId,
+        answers: &[Placement],
+    ) {
         let Some(query) = self.outbound.queries.remove(id) else { return };
-        self.timers.clear(query.expires, Timer::Place(id));
+        self.timers.clear(query.expires, ReplicateTimer::Place(id));
         let Some(batch) = self.outbound.batches.get_mut(query.batch) else { return };
         let (reason, size_class, mut blocks) =
             (batch.reason, batch.size_class, std::mem::take(&mut batch.blocks));
         let unqueried = blocks.split_off(query.blocks.min(blocks.len()));
-        let result = self.classify_answers((query.kind, reason, size_class), blocks, answers);
+        let answers = answers.iter().copied().chain(std::iter::repeat(Placement::Unanswered));
+        let answers = blocks.into_iter().zip(answers);
+        let result = self.classify_answers(cache, cx, (query.kind, reason, size_class), answers);
         let QueryResult { kept, offers, answered, ended, paused } = result;
         if !kept.is_empty() && reason == PlaceReason::Drain {
             self.outbound.drain.note_unfinished();
         }
-        let open = offers.into_iter().map(|(node, keys)| self.offer(query.batch, node, keys)).sum();
-        let now = self.now;
+        let open =
+            offers.into_iter().map(|(node, keys)| self.offer(cache, cx, query.batch, (node, keys))).sum();
+        let now = cx.now;
         let is_fresh = |block: &OutboundBlock| !block.is_pending(now);
         let needs_placement = query.kind == QueryKind::Filter && answered > 0 && kept.iter().any(is_fresh);
         let is_turn_of_others = kept.is_empty() && answered > 0 && unqueried.iter().any(is_fresh);
@@ -194,27 +203,27 @@ impl AgentCore {
     /// Evaluates the answer for each block.
     fn classify_answers(
         &mut self,
+        cache: &mut Cache,
+        cx: &mut Context,
         (kind, reason, size_class): (QueryKind, PlaceReason, SizeClassId),
-        blocks: Vec<OutboundBlock>,
-        answers: &[Placement],
+        answers: impl Iterator<Item = (OutboundBlock, Placement)>,
     ) -> QueryResult {
         let mut result = QueryResult::default();
-        let answers = answers.iter().copied().chain(std::iter::repeat(Placement::Unanswered));
-        for (block, answer) in blocks.into_iter().zip(answers) {
+        for (block, answer) in answers {
             result.answered += u64::from(answer != Placement::Unanswered);
             match answer {
-                Placement::Enough => match self.finish(reason, size_class, block) {
+                Placement::Enough => match self.finish(cache, reason, size_class, block) {
                     DropResult::NotNow => result.kept.push(block),
                     DropResult::Done => result.ended += 1,
                 },
                 Placement::To(_) if kind == QueryKind::Filter => result.kept.push(block),
-                Placement::To(node) if self.outbound.is_paused(node, size_class, self.now) => {
+                Placement::To(node) if self.outbound.is_paused(node, size_class, cx.now) => {
                     result.paused += 1;
                     result.kept.push(block);
                 }
                 Placement::To(node) => {
                     if block.acceptance != Acceptance::Open {
-                        self.cache.check_own_copy(context!(self), &block.key);
+                        cache.check_own_copy(cx, &block.key);
                     }
                     result.offers.entry(node).or_default().push(block.key);
                     result.kept.push(block);
@@ -231,10 +240,16 @@ impl AgentCore {
     }
 
     /// Completes a block that has enough replicas.
-    fn finish(&mut self, reason: PlaceReason, size_class: SizeClassId, block: OutboundBlock) -> DropResult {
-        let bytes = nvme_bytes(self.cache.sizes.get(size_class).slot_bytes);
+    fn finish(
+        &mut self,
+        cache: &mut Cache,
+        reason: PlaceReason,
+        size_class: SizeClassId,
+        block: OutboundBlock,
+    ) -> DropResult {
+        let bytes = nvme_bytes(cache.sizes.get(size_class).slot_bytes);
         if let PlaceReason::Move(to) = reason {
-            let dropped = self.drop_moved(&block.key, size_class, to);
+            let dropped = self.drop_moved(cache, &block.key, size_class, to);
             if dropped == DropResult::NotNow {
                 return dropped;
             }

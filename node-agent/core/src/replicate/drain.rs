@@ -16,14 +16,13 @@ use std::time::Duration;
 use reprise_policy::eviction::EntryIndex;
 use reprise_policy::{BlockKey, DrainProgress, NodeMode, Tick};
 
-use crate::agent::AgentCore;
-use crate::agent::replication::outbound::Outbound;
-use crate::cache::SizeClassId;
+use crate::cache::{Cache, SizeClassId};
 use crate::effect::PlaceReason;
 use crate::limits::{
     DRAIN_CONFIRM_DELAY, OUTBOUND_STEP_ENTRIES, OUTBOUND_STEP_INTERVAL, PLACE_KEYS_MAX, WALK_INTERVAL,
     WALK_INTERVAL_DRAINED, WALK_INTERVAL_NO_CAPACITY,
 };
+use crate::replicate::{Outbound, Replicate};
 
 /// State of draining this node.
 #[derive(Debug, Default)]
@@ -150,22 +149,10 @@ impl Outbound {
     }
 }
 
-impl AgentCore {
-    /// Progress of draining this node; otherwise, the bytes that other nodes have accepted.
-    pub fn drain_progress(&self) -> DrainProgress {
-        let progress = self.outbound.progress();
-        let drained = progress.drained && self.writeback.unsaved.len() == 0;
-        DrainProgress { drained, durable_blocks: self.cache.index.stored_blocks(), ..progress }
-    }
-
-    /// Mode of this node.
-    pub fn mode(&self) -> NodeMode {
-        self.outbound.mode()
-    }
-
+impl Replicate {
     /// Records that blocks became durable.
-    pub(crate) fn note_saved(&mut self, blocks: u64) {
-        let soon = self.now.after(WALK_INTERVAL);
+    pub(crate) fn note_saved(&mut self, now: Tick, blocks: u64) {
+        let soon = now.after(WALK_INTERVAL);
         let drain = &mut self.outbound.drain;
         drain.saves += blocks;
         if let DrainStage::Waiting { until } = &mut drain.stage {
@@ -191,41 +178,41 @@ impl AgentCore {
     }
 
     /// Creates batches of the next blocks of the walk, as many as allowed.
-    pub(crate) fn advance_walk(&mut self) {
-        if matches!(self.outbound.drain.stage, DrainStage::Waiting { until } if until <= self.now) {
-            self.outbound.drain.begin_walk(self.now);
+    pub(crate) fn advance_walk(&mut self, cache: &Cache, now: Tick) {
+        if matches!(self.outbound.drain.stage, DrainStage::Waiting { until } if until <= now) {
+            self.outbound.drain.begin_walk(now);
         }
         let room = self.outbound.room_for(|reason| reason == PlaceReason::Drain);
         let DrainStage::Walking(walk) = &self.outbound.drain.stage else { return };
-        if room > 0 && walk.found.is_empty() && !walk.at_end && walk.step_at <= self.now {
-            self.collect_durable();
+        if room > 0 && walk.found.is_empty() && !walk.at_end && walk.step_at <= now {
+            self.collect_durable(cache, now);
         }
         for _ in 0..room {
             let DrainStage::Walking(walk) = &mut self.outbound.drain.stage else { return };
             let Some((size_class, keys)) = walk.found.pop_front() else { return };
-            self.outbound.begin_batch(PlaceReason::Drain, size_class, keys, self.now);
+            self.outbound.begin_batch(PlaceReason::Drain, size_class, keys, now);
         }
     }
 
     /// Scans the next entries of the index.
-    fn collect_durable(&mut self) {
+    fn collect_durable(&mut self, cache: &Cache, now: Tick) {
         let DrainStage::Walking(walk) = &mut self.outbound.drain.stage else { return };
         let mut size_classes: BTreeMap<SizeClassId, Vec<BlockKey>> = BTreeMap::new();
-        for (_, entry) in self.cache.index.iter_from(walk.cursor, OUTBOUND_STEP_ENTRIES) {
+        for (_, entry) in cache.index.iter_from(walk.cursor, OUTBOUND_STEP_ENTRIES) {
             if entry.stored().is_some() {
                 size_classes.entry(entry.size_class()).or_default().push(entry.key());
             }
         }
         walk.cursor = EntryIndex(walk.cursor.0.saturating_add(OUTBOUND_STEP_ENTRIES as u32));
-        walk.at_end = walk.cursor.0 as usize >= self.cache.index.places();
-        walk.step_at = self.now.after(OUTBOUND_STEP_INTERVAL);
+        walk.at_end = walk.cursor.0 as usize >= cache.index.places();
+        walk.step_at = now.after(OUTBOUND_STEP_INTERVAL);
         for (size_class, keys) in size_classes {
             walk.found.extend(keys.chunks(PLACE_KEYS_MAX).map(|keys| (size_class, keys.to_vec())));
         }
     }
 
     /// Ends a walk that has covered all blocks.
-    pub(crate) fn end_walk_if_complete(&mut self) {
+    pub(crate) fn end_walk_if_complete(&mut self, now: Tick) {
         let open = self.outbound.count(|reason| reason == PlaceReason::Drain);
         let drain = &mut self.outbound.drain;
         let DrainStage::Walking(walk) = &drain.stage else { return };
@@ -234,8 +221,8 @@ impl AgentCore {
         }
         let all_enough = walk.clean && walk.saves_before == drain.saves;
         let found = if all_enough { WalkResult::AllEnough } else { WalkResult::Unfinished };
-        let rest = drain.conclude(walk.began, found, self.now);
-        drain.stage = DrainStage::Waiting { until: self.now.after(rest) };
+        let rest = drain.conclude(walk.began, found, now);
+        drain.stage = DrainStage::Waiting { until: now.after(rest) };
     }
 
     /// Time at which the walk continues if no event arrives before.

@@ -116,7 +116,7 @@ impl AgentCore {
 
     /// Returns the size class of offered blocks, or `None` if this node rejects the whole offer.
     fn size_class_of_offer(&mut self, offered: &PeerOffer) -> Option<SizeClassId> {
-        let accepts = self.outbound.mode() == NodeMode::Active && !self.bandwidth.is_disabled();
+        let accepts = self.replicate.mode() == NodeMode::Active && !self.replicate.bandwidth().is_disabled();
         let accepts = accepts && self.cache.arena.may_accept_replicas(offered.tenant);
         if !accepts || offered.keys.len() > PLACE_KEYS_MAX {
             return None;
@@ -177,8 +177,8 @@ impl AgentCore {
             return Err(PLACE_RETRY);
         }
         let SizeClass { slot_bytes, tenant_index, .. } = *self.cache.sizes.get(size_class);
-        if self.bandwidth.take(slot_bytes, self.now).is_err() {
-            return Err(self.bandwidth.wait(self.now));
+        if self.replicate.bandwidth().take(slot_bytes, self.now).is_err() {
+            return Err(self.replicate.bandwidth().wait(self.now));
         }
         self.cache.sizes.hold(size_class);
         self.inbound.keys.insert(key);
@@ -242,7 +242,7 @@ impl AgentCore {
         let (mut passed, mut stalled) = (Vec::new(), BTreeSet::new());
         while let Some(pull) = self.inbound.waiting.front().copied() {
             let late = pull.since.after(PULL_WAIT_MAX) <= self.now;
-            let begun = if late || self.outbound.mode() != NodeMode::Active {
+            let begun = if late || self.replicate.mode() != NodeMode::Active {
                 PullOutcome::Dropped
             } else if stalled.contains(&pull.size_class) {
                 PullOutcome::NoRoom
@@ -333,7 +333,7 @@ impl AgentCore {
 
     /// Cancels a waiting pull and returns its bandwidth tokens.
     fn cancel_pull(&mut self, pull: &Pull) {
-        self.bandwidth.return_tokens(self.cache.sizes.get(pull.size_class).slot_bytes);
+        self.replicate.bandwidth().return_tokens(self.cache.sizes.get(pull.size_class).slot_bytes);
         self.remove_pull(pull);
     }
 

@@ -18,33 +18,58 @@
 //! regardless of the answers of other peers.
 //!
 //! Only durable blocks are offered; write-back makes the others durable. The batch size bounds the cost of
-//! one event. The bandwidth ([`crate::agent::bandwidth`]) bounds bytes: offers take tokens, and blocks that
+//! one event. The bandwidth ([`bandwidth`]) bounds bytes: offers take tokens, and blocks that
 //! are not accepted return them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use reprise_policy::eviction::EntryIndex;
-use reprise_policy::{BlockKey, NodeId, NodeMode, Tick};
+use reprise_policy::{BlockKey, DrainProgress, NodeId, NodeMode, Tick};
 
-use crate::agent::hot_keys::Heat;
-use crate::agent::replication::outbound::drain::Drain;
-use crate::agent::replication::outbound::moves::MoveProgress;
-use crate::agent::{AgentCore, Timer};
-use crate::cache::{SizeClass, SizeClassId, nvme_bytes};
+use crate::cache::{Cache, SizeClass, SizeClassId, nvme_bytes};
+use crate::context::Context;
+use crate::counters::{Counters, ReplicateCounters};
 use crate::effect::{Effect, Offer, OfferId, PlaceReason};
 use crate::limits::{
     HOT_BATCHES_MAX, LOOKUP_GRACE, OFFER_RETRY_MAX, OFFER_TIMEOUT, OUTBOUND_BATCHES_MAX,
     OUTBOUND_STEP_INTERVAL, PARKED_AFTER_ROUNDS, PARKED_BATCHES_MAX, PLACE_KEYS_MAX, PLACE_RETRY,
     PULL_WAIT_MAX,
 };
+use crate::settings::Settings;
 use crate::slab::{Slab, SlabId};
+use crate::timers::Timers;
 
-pub(crate) mod drain;
-pub(crate) mod moves;
-pub(crate) mod queries;
+mod bandwidth;
+mod drain;
+mod hot_keys;
+mod moves;
+mod queries;
 
+pub(crate) use bandwidth::Bandwidth;
+pub(crate) use drain::Drain;
+pub(crate) use hot_keys::{Heat, HotKeys};
+pub(crate) use moves::MoveProgress;
 pub(crate) use queries::PlacementQuery;
+
+/// Replication to other nodes, its bandwidth and its deadlines.
+#[derive(Debug)]
+pub(crate) struct Replicate {
+    hot: HotKeys,
+    outbound: Outbound,
+    bandwidth: Bandwidth,
+    timers: Timers<ReplicateTimer>,
+    counters: ReplicateCounters,
+}
+
+/// Object of replication whose deadline has passed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum ReplicateTimer {
+    /// The control plane did not answer a placement query.
+    Place(SlabId),
+    /// A peer did not answer an offer.
+    Offer(SlabId),
+}
 
 /// Mode of the node, and batches of blocks to replicate.
 #[derive(Debug)]
@@ -216,63 +241,125 @@ impl Batch {
     }
 }
 
-impl AgentCore {
+impl Replicate {
+    /// Creates the state of an active node.
+    pub(crate) fn new(settings: &Settings) -> Replicate {
+        Replicate {
+            hot: HotKeys::new(settings.hot_reads, settings.hot_window),
+            outbound: Outbound::new(),
+            bandwidth: Bandwidth::new(settings.placement_bandwidth),
+            timers: Timers::default(),
+            counters: ReplicateCounters::default(),
+        }
+    }
+
+    /// Mode of this node.
+    pub(crate) fn mode(&self) -> NodeMode {
+        self.outbound.mode()
+    }
+
+    /// Progress of draining, without blocks that are not durable yet.
+    pub(crate) fn progress(&self) -> DrainProgress {
+        self.outbound.progress()
+    }
+
+    /// Bandwidth of replication in both directions.
+    pub(crate) fn bandwidth(&mut self) -> &mut Bandwidth {
+        &mut self.bandwidth
+    }
+
+    /// Time of the next deadline or step.
+    pub(crate) fn next_deadline(&self) -> Option<Tick> {
+        [self.outbound.wake(), self.timers.next()].into_iter().flatten().min()
+    }
+
+    /// Time of the first deadline of a query or offer.
+    pub(crate) fn first_due(&self) -> Option<Tick> {
+        self.timers.next()
+    }
+
+    /// Handles the first deadline, if it is due.
+    pub(crate) fn fire_timer(&mut self, cache: &mut Cache, cx: &mut Context) {
+        match self.timers.pop_due(cx.now) {
+            Some(ReplicateTimer::Place(query)) => self.place_failed(cache, cx, query),
+            Some(ReplicateTimer::Offer(offer)) => self.offer_failed(cx.now, offer),
+            None => {}
+        }
+    }
+
+    /// Number of timers, queries and offers, for the audit.
+    pub(crate) fn audit_timers(&self) -> Result<(), String> {
+        let waiting = self.outbound.queries.len() + self.outbound.offers.len();
+        ensure!(self.timers.len() == waiting, "{waiting} queries and offers, {} timers", self.timers.len());
+        Ok(())
+    }
+
+    /// Sets the counters and gauges of replication.
+    pub(crate) fn set_counters(&self, all: &mut Counters) {
+        self.counters.copy_to(all);
+        let drain = self.outbound.progress();
+        all.node_mode = self.outbound.mode() as u64;
+        all.drain_walked_blocks = drain.walked_blocks;
+        all.drain_nowhere_blocks = drain.nowhere_blocks;
+        all.given_bytes = drain.moved_bytes;
+    }
+
     /// Sets the mode of this node, unless it is outdated.
-    pub(crate) fn set_mode(&mut self, mode: NodeMode, revision: u64) {
+    pub(crate) fn set_mode(&mut self, now: Tick, mode: NodeMode, revision: u64) {
         if revision <= self.outbound.revision {
             return;
         }
         self.outbound.revision = revision;
         if std::mem::replace(&mut self.outbound.mode, mode) != mode {
             self.outbound.forget(|reason| reason == PlaceReason::Drain);
-            self.outbound.drain = Drain::of_mode(mode, self.now);
+            self.outbound.drain = Drain::of_mode(mode, now);
         }
     }
 
     /// Counts a read of a block by a peer.
-    pub(crate) fn note_read(&mut self, entry: EntryIndex) {
-        let state = self.cache.index.entry(entry);
+    pub(crate) fn note_read(&mut self, cache: &Cache, now: Tick, entry: EntryIndex) {
+        let state = cache.index.entry(entry);
         let wanted = !self.bandwidth.is_disabled() && self.outbound.mode != NodeMode::Draining;
         if state.stored().is_none() || !wanted {
             return;
         }
         let key = state.key();
-        if self.hot.note(key, self.now) == Heat::BecameHot && self.outbound.hot.len() < PLACE_KEYS_MAX {
+        if self.hot.note(key, now) == Heat::BecameHot && self.outbound.hot.len() < PLACE_KEYS_MAX {
             self.counters.hot_blocks += 1;
             self.outbound.hot.push(key);
         }
     }
 
     /// Continues replication, a bounded amount for each event.
-    pub(crate) fn replicate(&mut self) {
+    pub(crate) fn advance(&mut self, cache: &Cache, cx: &mut Context) {
         if self.bandwidth.is_disabled() || self.outbound.is_idle() {
             self.outbound.wake = None;
             return;
         }
-        self.collect_hot();
-        self.advance_walk();
-        self.collect_moves();
-        self.query_due();
-        self.end_walk_if_complete();
-        self.outbound.wake = self.next_wakeup();
+        self.collect_hot(cache, cx.now);
+        self.advance_walk(cache, cx.now);
+        self.collect_moves(cache, cx.now);
+        self.query_due(cache, cx);
+        self.end_walk_if_complete(cx.now);
+        self.outbound.wake = self.next_wakeup(cache, cx.now);
     }
 
     /// Whether a block is on this node, durable, and of a size class. Others are not replicated.
-    fn is_replicable(&self, key: &BlockKey, size_class: SizeClassId) -> bool {
-        let state = self.cache.index.find(key).map(|entry| self.cache.index.entry(entry));
+    fn is_replicable(&self, cache: &Cache, key: &BlockKey, size_class: SizeClassId) -> bool {
+        let state = cache.index.find(key).map(|entry| cache.index.entry(entry));
         state.is_some_and(|state| state.size_class() == size_class && state.stored().is_some())
     }
 
-    fn collect_hot(&mut self) {
+    fn collect_hot(&mut self, cache: &Cache, now: Tick) {
         let room = HOT_BATCHES_MAX.saturating_sub(self.outbound.count(|reason| reason == PlaceReason::Hot));
         if self.outbound.hot.is_empty() || room == 0 {
             return;
         }
         let mut left = Vec::new();
         let keys = std::mem::take(&mut self.outbound.hot);
-        for (at, (size_class, keys)) in self.group_by_size_class(keys).into_iter().enumerate() {
+        for (at, (size_class, keys)) in self.group_by_size_class(cache, keys).into_iter().enumerate() {
             if at < room {
-                self.outbound.begin_batch(PlaceReason::Hot, size_class, keys, self.now);
+                self.outbound.begin_batch(PlaceReason::Hot, size_class, keys, now);
             } else {
                 left.extend(keys);
             }
@@ -283,11 +370,12 @@ impl AgentCore {
     /// Groups durable blocks by size class.
     fn group_by_size_class(
         &self,
+        cache: &Cache,
         keys: impl IntoIterator<Item = BlockKey>,
     ) -> BTreeMap<SizeClassId, Vec<BlockKey>> {
         let mut size_classes: BTreeMap<SizeClassId, Vec<BlockKey>> = BTreeMap::new();
         for key in keys {
-            let state = self.cache.index.find(&key).map(|entry| self.cache.index.entry(entry));
+            let state = cache.index.find(&key).map(|entry| cache.index.entry(entry));
             if let Some(state) = state.filter(|state| state.stored().is_some()) {
                 size_classes.entry(state.size_class()).or_default().push(key);
             }
@@ -296,39 +384,45 @@ impl AgentCore {
     }
 
     /// Offers blocks to a node as far as the bandwidth allows; returns the number of offers.
-    fn offer(&mut self, batch: SlabId, node: NodeId, mut keys: Vec<BlockKey>) -> u32 {
+    fn offer(
+        &mut self,
+        cache: &Cache,
+        cx: &mut Context,
+        batch: SlabId,
+        (node, mut keys): (NodeId, Vec<BlockKey>),
+    ) -> u32 {
         let Some(Batch { reason, size_class, .. }) = self.outbound.batches.get(batch) else { return 0 };
         let (reason, size_class) = (*reason, *size_class);
-        let SizeClass { tenant, layout, slot_bytes, .. } = *self.cache.sizes.get(size_class);
-        keys.retain(|key| self.is_replicable(key, size_class));
-        let allowed = keys.iter().take_while(|_| self.bandwidth.take(slot_bytes, self.now).is_ok()).count();
+        let SizeClass { tenant, layout, slot_bytes, .. } = *cache.sizes.get(size_class);
+        keys.retain(|key| self.is_replicable(cache, key, size_class));
+        let allowed = keys.iter().take_while(|_| self.bandwidth.take(slot_bytes, cx.now).is_ok()).count();
         keys.truncate(allowed);
         if keys.is_empty() {
             return 0;
         }
         self.counters.offers += 1;
         self.counters.offer_keys += keys.len() as u64;
-        let expires = self.now.after(OFFER_TIMEOUT).after(LOOKUP_GRACE);
+        let expires = cx.now.after(OFFER_TIMEOUT).after(LOOKUP_GRACE);
         let open = OpenOffer { batch, node, reason, keys: keys.clone(), slot_bytes, expires };
         let id = self.outbound.offers.insert(open);
-        self.timers.set(expires, Timer::Offer(id));
+        self.timers.set(expires, ReplicateTimer::Offer(id));
         let (offer, deadline) = (OfferId(id.0), OFFER_TIMEOUT);
-        self.emit(Effect::Offer(Offer { offer, node, tenant, layout, keys, deadline }));
+        cx.emit(Effect::Offer(Offer { offer, node, tenant, layout, keys, deadline }));
         1
     }
 
     /// Handles an offer that failed or timed out.
-    pub(crate) fn offer_failed(&mut self, id: SlabId) {
+    pub(crate) fn offer_failed(&mut self, now: Tick, id: SlabId) {
         if self.outbound.offers.get(id).is_some() {
             self.counters.offer_failures += 1;
-            self.offer_answered(id, &[], Duration::ZERO);
+            self.offer_answered(now, id, &[], Duration::ZERO);
         }
     }
 
     /// Handles a peer's answer to an offer.
-    pub(crate) fn offer_answered(&mut self, id: SlabId, taken: &[u32], retry_after: Duration) {
+    pub(crate) fn offer_answered(&mut self, now: Tick, id: SlabId, taken: &[u32], retry_after: Duration) {
         let Some(offer) = self.outbound.offers.remove(id) else { return };
-        self.timers.clear(offer.expires, Timer::Offer(id));
+        self.timers.clear(offer.expires, ReplicateTimer::Offer(id));
         let taken: BTreeSet<BlockKey> =
             taken.iter().filter_map(|at| offer.keys.get(*at as usize).copied()).collect();
         let bytes = offer.slot_bytes * taken.len() as u64;
@@ -342,13 +436,13 @@ impl AgentCore {
         let Some(batch) = self.outbound.batches.get_mut(offer.batch) else { return };
         let size_class = batch.size_class;
         for block in batch.blocks.iter_mut().filter(|block| taken.contains(&block.key)) {
-            let acceptance = Acceptance::Accepted { since: self.now };
+            let acceptance = Acceptance::Accepted { since: now };
             if std::mem::replace(&mut block.acceptance, acceptance) == Acceptance::Open {
                 batch.fruitless = 0;
             }
         }
         if let Stage::Offering { open, again } = batch.stage {
-            let retry_at = self.now.after(pause);
+            let retry_at = now.after(pause);
             let again = again.map_or(retry_at, |again| again.min(retry_at));
             batch.stage = match open - 1 {
                 0 => Stage::Due(again),
@@ -356,21 +450,21 @@ impl AgentCore {
             };
         }
         if taken.len() < offer.keys.len() {
-            self.outbound.pause_offers((offer.node, size_class), self.now.after(pause), self.now);
+            self.outbound.pause_offers((offer.node, size_class), now.after(pause), now);
         }
         self.end_round(offer.batch);
     }
 
     /// Time at which to continue if no event arrives before.
-    fn next_wakeup(&mut self) -> Option<Tick> {
+    fn next_wakeup(&mut self, cache: &Cache, now: Tick) -> Option<Tick> {
         let due = self.outbound.batches.iter().filter_map(|(_, batch)| match batch.stage {
             Stage::Due(at) => Some(at),
             Stage::Querying(_) | Stage::Offering { .. } => None,
         });
-        let due = due.min().map(|at| at.max(self.now.after(self.bandwidth.wait(self.now))));
-        let next = [due, self.next_walk(), self.next_move()].into_iter().flatten().min()?;
+        let due = due.min().map(|at| at.max(now.after(self.bandwidth.wait(now))));
+        let next = [due, self.next_walk(), self.next_move(cache)].into_iter().flatten().min()?;
         // Everything that is possible now was done.
-        Some(next.max(self.now.after(OUTBOUND_STEP_INTERVAL)))
+        Some(next.max(now.after(OUTBOUND_STEP_INTERVAL)))
     }
 
     /// Checks that batches, queries and offers refer to each other, for the audit.
