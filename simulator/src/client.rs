@@ -1,27 +1,27 @@
 //! An agent's client of the control plane: the known members, a link to each, and the calls in flight.
 //!
-//! As `node-agent/src/directory/members.rs`, which uses futures and cannot run here. One member, called home,
-//! reports members and nodes. When home is silent, unsure of its place, or gone, the next member becomes
-//! home. Links of members that have left the map are kept for a while.
+//! One member, called home, reports members and nodes. When home is silent, unsure of its place, or gone, the
+//! next member becomes home ([`Home`]). Links of members that have left the map are kept for a while, as in
+//! `node-agent/src/directory/members.rs`.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use reprise_agent_core::announcer::Announcer;
-use reprise_agent_core::backoff::Backoff;
 use reprise_agent_core::directives::Directives;
 use reprise_agent_core::effect::{LookupId, PlaceId};
+use reprise_agent_core::home::{Home, MemberListSource};
 use reprise_agent_core::owner_query::{OwnerQuery, Part};
 use reprise_policy::shards::ShardMap;
-use reprise_policy::{Epoch, NodeId, Tick};
+use reprise_policy::{Epoch, NodeId};
 
 use crate::link::{Link, LinkCall, LinkId};
 use crate::lookups::PendingLookup;
 use crate::messages::{CallId, MemberList, Message, NodeInfo, Reply, Request};
 use crate::network::{Host, LineId};
 use crate::placement_requests::PendingPlacement;
-use crate::setup::{CALL_TIMEOUT, KEEP_ALIVE_EVERY, LINK_KEPT, UNSURE_MAX, Variant};
+use crate::setup::{CALL_TIMEOUT, KEEP_ALIVE_EVERY, LINK_KEPT, Variant};
 use crate::simulation::{AgentStep, Simulation, take_where};
 
 /// The client of one agent; see the module.
@@ -32,7 +32,7 @@ pub(crate) struct Client {
     pub(crate) routes: Option<Routes>,
     calls: BTreeMap<CallId, Call>,
     calls_begun: u64,
-    home: Home,
+    home: CurrentHome,
     /// Latest list of nodes from home, by number.
     nodes: Option<Arc<[NodeInfo]>>,
     pub(crate) lookups: BTreeMap<LookupId, PendingLookup>,
@@ -50,18 +50,16 @@ pub(crate) struct Routes {
 
 /// The member that reports members and nodes.
 #[derive(Debug, Default)]
-struct Home {
-    turn: usize,
+struct CurrentHome {
+    choice: Home,
     /// Counts the attempts to follow: events of earlier attempts are ignored.
     attempt: u64,
     member: Option<usize>,
     line: Option<LineId>,
     /// The call on which home sends updates, once it has answered.
     stream: Option<CallId>,
-    unsure_since: Option<Tick>,
     /// The last keep-alive found no process at the other end.
     quiet: bool,
-    backoff: Backoff,
 }
 
 #[derive(Debug)]
@@ -110,6 +108,11 @@ impl Routes {
     }
 }
 
+fn source(list: &MemberList) -> MemberListSource {
+    let MemberList { epoch, ref members, registered, .. } = *list;
+    MemberListSource { epoch, members: members.len(), registered }
+}
+
 /// Starts an attempt of a query: returns the parts to send. The owners of the others cannot be asked.
 pub(crate) fn ask_owners<A: Clone>(
     routes: Option<&Routes>,
@@ -146,7 +149,7 @@ impl Client {
 
     /// Starts the client; `turn` selects different homes for different agents.
     pub(crate) fn begin(&mut self, turn: usize) {
-        self.home.turn = turn;
+        self.home.choice = Home::new(turn);
     }
 
     /// Number of calls without an answer, except those that never end.
@@ -261,7 +264,7 @@ impl Simulation {
             (Purpose::Follow, reply) => {
                 let home = &mut self.client(node).home;
                 home.stream = Some(call);
-                home.backoff.reset();
+                home.choice.follow();
                 self.on_home_message(node, reply);
             }
             (of, reply) => unreachable!("unexpected answer to {of:?}: {reply:?}"),
@@ -275,14 +278,11 @@ impl Simulation {
         let configured = 0..self.members.len();
         let client = self.client(node);
         let of_map = client.routes.iter().flat_map(|routes| &routes.links);
-        let mut homes: Vec<usize> =
-            of_map.filter_map(|link| client.links.get(link)).map(|link| link.member).collect();
-        let others: Vec<usize> = configured.filter(|member| !homes.contains(member)).collect();
-        homes.extend(others);
+        let of_map = of_map.filter_map(|link| client.links.get(link)).map(|link| link.member);
         let home = &mut client.home;
-        let member = homes[home.turn % homes.len()];
+        let member = home.choice.choose(of_map, configured).expect("members are configured");
         home.attempt += 1;
-        (home.member, home.stream, home.unsure_since, home.quiet) = (Some(member), None, None, false);
+        (home.member, home.stream, home.quiet) = (Some(member), None, false);
         let attempt = home.attempt;
         let line = self.open_line(Host::Node(node), Host::Member(member));
         self.client(node).home.line = Some(line);
@@ -294,8 +294,7 @@ impl Simulation {
         let random = self.rng.next() as u32;
         let home = &mut self.client(node).home;
         (home.member, home.stream) = (None, None);
-        home.turn = home.turn.wrapping_add(1);
-        let (delay, line) = (home.backoff.next(random), home.line.take());
+        let (delay, line) = (home.choice.drop_home().draw(random), home.line.take());
         if let Some(line) = line {
             self.break_line(line);
         }
@@ -329,8 +328,7 @@ impl Simulation {
     pub(crate) fn home_is_unsure(&mut self, node: usize, attempt: u64) {
         let now = self.time(Host::Node(node));
         let home = &self.client(node).home;
-        let long = home.unsure_since.is_some_and(|since| now.since(since) >= UNSURE_MAX);
-        if home.attempt == attempt && long {
+        if home.attempt == attempt && home.choice.doubt(now) == Some(Duration::ZERO) {
             self.drop_home(node);
         }
     }
@@ -347,25 +345,23 @@ impl Simulation {
         let now = self.time(Host::Node(node));
         let client = self.client(node);
         let home = &mut client.home;
-        if list.registered {
-            home.unsure_since = None;
-        } else if home.unsure_since.is_none() {
-            home.unsure_since = Some(now);
-            let attempt = home.attempt;
-            self.later(node, UNSURE_MAX, AgentStep::HomeUnsure { attempt });
+        let (attempt, doubted) = (home.attempt, home.choice.doubt(now).is_some());
+        home.choice.receive(now, source(list));
+        if let Some(time) = home.choice.doubt(now).filter(|_| !doubted) {
+            self.later(node, time, AgentStep::HomeUnsure { attempt });
         }
-        if list.registered || (self.client(node).routes.is_none() && !list.members.is_empty()) {
+        let known = self.client(node).routes.as_ref().map(|routes| routes.map.epoch());
+        if source(list).applies_from_home(known) {
             self.take_list(node, list);
         }
     }
 
     // ---- the map ------------------------------------------------------------------------------------------
 
-    /// Takes over the list of a member that has a newer map. Home may have sent a newer list already, and
-    /// would not repeat it.
+    /// Takes over the list of a member that has a newer map.
     fn learn_list(&mut self, node: usize, list: &MemberList) {
         let known = self.client(node).routes.as_ref().map(|routes| routes.map.epoch());
-        if list.registered && known.is_none_or(|known| list.epoch > known) {
+        if source(list).applies_if_fetched(known) {
             self.take_list(node, list);
         }
     }

@@ -12,13 +12,13 @@ use reprise_agent_core::heartbeats::Heartbeats;
 use reprise_agent_core::outbox::Batch;
 use reprise_agent_core::quota_grants::ReportNumber;
 use reprise_agent_core::registrar::{Granted, Heartbeat, Input, Output, Registrar};
+use reprise_agent_core::report_schedule::ReportSchedule;
 use reprise_controlplane_core::SlotStatus;
 use reprise_policy::Epoch;
 
 use crate::client::Purpose;
 use crate::messages::{Reply, Request};
 use crate::network::{Host, LineId};
-use crate::reports::ReportSchedule;
 use crate::setup::{BEAT_EVERY, CALL_TIMEOUT, Variant};
 use crate::simulation::{AgentStep, Simulation};
 

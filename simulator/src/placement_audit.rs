@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use reprise_agent_core::agent::TenantUsage;
 use reprise_agent_core::agent::limits::PLACE_KEYS_MAX;
-use reprise_agent_core::directives::REBALANCER_SLOT;
+use reprise_agent_core::directives::{NewDirectives, REBALANCER_SLOT, ReplyDirectives};
 use reprise_agent_core::effect::PlaceReason;
 use reprise_agent_core::event::{Event, Grant, Move, Placement, Request};
 use reprise_policy::{BlockKey, Epoch, NodeId, NodeMode, Quota, TenantId, Tick};
@@ -17,6 +17,7 @@ use reprise_policy::{BlockKey, Epoch, NodeId, NodeMode, Quota, TenantId, Tick};
 use crate::link::LinkId;
 use crate::messages::{Direction, PlacementAnswer, PlacementRequest};
 use crate::network::Host;
+use crate::reports::owner;
 use crate::setup::{DEAD_AFTER, Variant, large_layout};
 use crate::simulation::Simulation;
 
@@ -273,8 +274,7 @@ impl Simulation {
 
     // ---- instructions -------------------------------------------------------------------------------------
 
-    /// Handles a member's instructions in the answer to a report; as `take` of
-    /// `node-agent/src/directory/reporting.rs`.
+    /// Handles a member's instructions in the answer to a report.
     pub(crate) fn directed(&mut self, node: usize, (link, epoch): (LinkId, Epoch), direction: Direction) {
         let Direction { set, given } = direction;
         let placed = &mut self.process(node).placed;
@@ -285,18 +285,18 @@ impl Simulation {
         }
         let variant = self.setup.variant;
         let client = self.client(node);
-        let decides = client.routes.as_ref().is_some_and(|routes| routes.owns(link, REBALANCER_SLOT));
-        let number = client.directions.number_mode(epoch, set.revision);
-        let is_news = decides && client.directions.accept_move(given);
+        let from = owner(client.routes.as_ref(), link, REBALANCER_SLOT);
+        let reply = ReplyDirectives { mode_revision: Some(set.revision), order: given, from };
+        let NewDirectives { mode_number, order } = client.directions.receive(epoch, reply);
         let ignored = match variant {
             Variant::CordonsIgnored => set.mode == NodeMode::Cordoned,
             Variant::DrainsIgnored => set.mode == NodeMode::Draining,
             _ => false,
         };
-        if let Some(revision) = number.filter(|_| !ignored) {
+        if let Some(revision) = mode_number.filter(|_| !ignored) {
             self.apply(node, Event::Mode { mode: set.mode, revision });
         }
-        if is_news && (given.is_some() || variant != Variant::MoveEndIgnored) {
+        if let Some(given) = order.filter(|order| order.is_some() || variant != Variant::MoveEndIgnored) {
             self.note_move(given);
             self.apply(node, Event::Move(given));
         }

@@ -1,18 +1,19 @@
 //! Reports of an agent to the members: fill level, load and tenants of its node, about once a second to each;
-//! and the grants in the answers. The reported tenant data and the choice of accepted grants are production
-//! code.
+//! and the grants in the answers. Their schedule, the reported tenant data and the choice of accepted grants
+//! are production code.
 //!
-//! As `node-agent/src/directory/reporting.rs`. A report contains the core's last state, which
-//! `node-agent/src/core_loop.rs` requests once a second: a report is up to two seconds old when it arrives.
+//! A report contains the core's last state, which `node-agent/src/core_loop.rs` requests once a second: a
+//! report is up to two seconds old when it arrives.
 
 use std::time::Duration;
 
 use reprise_agent_core::agent::{AgentCore, NodeUsage, TenantUsage};
 use reprise_agent_core::event::Grant;
 use reprise_agent_core::quota_grants::{self, ReportNumber, SlotOwner};
+use reprise_agent_core::report_schedule::REPORT_TIMEOUT;
 use reprise_controlplane_core::{Amounts, NodeReport, QuotaGrant, ReportedTenant, TenantReport};
 use reprise_policy::placement::DrainProgress;
-use reprise_policy::{Epoch, Quota, TenantName, Tick};
+use reprise_policy::{Epoch, Quota, TenantName};
 
 use crate::client::Routes;
 use crate::link::{Link, LinkCall, LinkId};
@@ -24,9 +25,6 @@ use crate::tenants::{tenant_name, tenant_of_name};
 
 /// As `core_loop.rs`: interval at which the core reports its state.
 const TELL_EVERY: Duration = Duration::from_secs(1);
-/// Interval of reports to a member, and the timeout of one.
-const REPORT_EVERY: Duration = Duration::from_secs(1);
-const REPORT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Maximum time of a grant in the core's inbox, in microseconds.
 const INBOX_US_MAX: u64 = 20_000;
 
@@ -36,15 +34,6 @@ pub(crate) struct StateSnapshot {
     pub(crate) usage: NodeUsage,
     pub(crate) drain: DrainProgress,
     pub(crate) tenants: Vec<TenantUsage>,
-}
-
-/// Schedule of the reports on a link.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct ReportSchedule {
-    /// Time at which the last report was due.
-    due: Tick,
-    /// It was due while the node was not registered.
-    waits: bool,
 }
 
 impl StateSnapshot {
@@ -77,15 +66,14 @@ impl Simulation {
     pub(crate) fn report_due(&mut self, node: usize, id: LinkId) {
         let now = self.time(Host::Node(node));
         let Some(link) = self.client(node).links.get_mut(&id) else { return };
-        link.reporting = ReportSchedule { due: now, waits: true };
+        link.reporting.open(now);
         self.report_if_due(node, id);
     }
 
     /// Reports if a report is due and the node is registered.
     pub(crate) fn report_if_due(&mut self, node: usize, id: LinkId) {
         let Some(link) = self.client(node).links.get_mut(&id) else { return };
-        let Some(granted) = link.granted().filter(|_| link.reporting.waits) else { return };
-        link.reporting.waits = false;
+        let Some(granted) = link.reporting.send(link.granted()) else { return };
         let report = self.process(node).state.report();
         let (number, tenants) = self.tenant_report(node, id);
         let map_digest = self.client(node).routes.as_ref().map_or(0, Routes::digest);
@@ -101,7 +89,7 @@ impl Simulation {
         let routes = process.client.routes.clone();
         let owner = |tenant: &TenantName| match variant {
             Variant::ReportToOtherOwnerCounts => SlotOwner::ThisMember,
-            _ => owner(routes.as_ref(), id, tenant),
+            _ => owner(routes.as_ref(), id, tenant.hash_slot()),
         };
         let names: Vec<TenantName> =
             process.state.tenants.iter().map(|usage| tenant_name(usage.tenant)).collect();
@@ -139,7 +127,7 @@ impl Simulation {
         };
         let grant = Grant { tenant: tenant_of_name(&order.tenant), version: order.version, dram, nvme };
         let process = self.process(node);
-        let owner = owner(process.client.routes.as_ref(), id, &order.tenant);
+        let owner = owner(process.client.routes.as_ref(), id, order.tenant.hash_slot());
         if process.grants.accept((number, owner), &order.tenant, &grant) {
             self.count("orders");
             let delay = self.rng.micros(10..INBOX_US_MAX);
@@ -153,14 +141,14 @@ impl Simulation {
     pub(crate) fn report_over(&mut self, node: usize, id: LinkId) {
         let now = self.time(Host::Node(node));
         let Some(link) = self.client(node).links.get(&id) else { return };
-        let wait = link.reporting.due.after(REPORT_EVERY).since(now);
+        let wait = link.reporting.wait(now);
         self.later(node, wait, AgentStep::Report(id));
     }
 }
 
-/// Reports whether a link's member has a tenant's slot, as far as the agent knows.
-fn owner(routes: Option<&Routes>, id: LinkId, tenant: &TenantName) -> SlotOwner {
-    let owns = routes.is_some_and(|routes| routes.owns(id, tenant.hash_slot()));
+/// Reports whether a link's member has a slot, as far as the agent knows.
+pub(crate) fn owner(routes: Option<&Routes>, id: LinkId, slot: u16) -> SlotOwner {
+    let owns = routes.is_some_and(|routes| routes.owns(id, slot));
     if owns { SlotOwner::ThisMember } else { SlotOwner::Another }
 }
 

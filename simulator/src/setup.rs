@@ -26,8 +26,6 @@ pub(crate) const LOOKUP_TIMEOUT: Duration = Duration::from_millis(500);
 pub(crate) const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(2);
 /// Time for which an agent keeps the link to a member that has left the map.
 pub(crate) const LINK_KEPT: Duration = Duration::from_secs(10);
-/// Time for which an agent keeps a home that is unsure of its place.
-pub(crate) const UNSURE_MAX: Duration = Duration::from_secs(3);
 /// Equals the default of `member.time_to_live`.
 pub(crate) const TIME_TO_LIVE: Duration = Duration::from_secs(2);
 /// A member's timeout for a call to the store, and its pause after a failure.

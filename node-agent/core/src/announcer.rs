@@ -7,7 +7,7 @@
 //!    └────────── resume ◄── Pausing ◄───┘
 //! ```
 //!
-//! The [`Outbox`] decides on the messages. Only one message is in flight, because the order of the batches
+//! The [`Outbox`] chooses the messages. Only one message is in flight, because the order of the batches
 //! matters more than overlapping them. Pauses after failures grow ([`Backoff`]).
 //!
 //! Pure: the caller sends the messages, and calls [`Announcer::resume`] after each pause.
@@ -139,7 +139,7 @@ impl Announcer {
         Effect::Pause(self.pause())
     }
 
-    /// Ends a pause: the next message may be sent.
+    /// Ends a pause after a failure.
     pub fn resume(&mut self) {
         if self.state == State::Pausing {
             self.state = State::Idle;

@@ -18,7 +18,7 @@ pub struct Pause {
 }
 
 impl Pause {
-    /// A pause of no length.
+    /// A pause without any length.
     pub const NONE: Pause = Pause::within(Duration::ZERO);
 
     /// A pause of at most `longest`.

@@ -7,6 +7,7 @@
 use reprise_policy::Epoch;
 
 use crate::event::Move;
+use crate::quota_grants::SlotOwner;
 
 /// Hash slot whose owner decides which nodes move blocks to which.
 pub const REBALANCER_SLOT: u16 = 0;
@@ -26,11 +27,39 @@ pub struct Directives {
     order: Option<Move>,
 }
 
+/// Directives in a member's reply to a report.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ReplyDirectives {
+    /// Revision of the node's mode, if the member knows one.
+    pub mode_revision: Option<u64>,
+    /// Move of blocks, if any.
+    pub order: Option<Move>,
+    /// Whether the member owns [`REBALANCER_SLOT`].
+    pub from: SlotOwner,
+}
+
+/// Directives that the core does not have yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NewDirectives {
+    /// Number of the mode, which increases with every mode.
+    pub mode_number: Option<u64>,
+    /// The move, or the end of moves; `None` if nothing changes.
+    pub order: Option<Option<Move>>,
+}
+
 impl Directives {
+    /// Filters the directives in a reply to a report under a registration.
+    pub fn receive(&mut self, registration: Epoch, reply: ReplyDirectives) -> NewDirectives {
+        let ReplyDirectives { mode_revision, order, from } = reply;
+        let mode_number = mode_revision.and_then(|revision| self.number_mode(registration, revision));
+        let order = (from == SlotOwner::ThisMember && self.accept_move(order)).then_some(order);
+        NewDirectives { mode_number, order }
+    }
+
     /// Returns the number of a mode received under a registration, counted from 1, or `None` if it is not
     /// newer than the last mode. Revisions of different stores are not comparable: an emptied store counts
     /// from the beginning again.
-    pub fn number_mode(&mut self, registration: Epoch, revision: u64) -> Option<u64> {
+    fn number_mode(&mut self, registration: Epoch, revision: u64) -> Option<u64> {
         let store = registration.0 >> STORE_SHIFT;
         if std::mem::replace(&mut self.store, store) != store {
             self.mode_revision = None;
@@ -46,7 +75,7 @@ impl Directives {
     /// Records the move in a reply of the deciding member; returns whether to forward it to the core. A
     /// repeated move is forwarded again: it grants the same number of bytes once more and holds until the
     /// next report.
-    pub fn accept_move(&mut self, order: Option<Move>) -> bool {
+    fn accept_move(&mut self, order: Option<Move>) -> bool {
         let is_new = order.is_some() || self.order.is_some();
         self.order = order;
         is_new
@@ -73,6 +102,19 @@ mod tests {
             "the store was emptied and has no mode yet"
         );
         assert_eq!(directives.number_mode(granted(5), 0), None);
+    }
+
+    #[test]
+    fn obeys_the_moves_of_the_deciding_member_only() {
+        let mut directives = Directives::default();
+        let order = Some(Move { to: NodeId(2), bytes: 100 });
+        let reply = |from| ReplyDirectives { mode_revision: None, order, from };
+        let none = NewDirectives { mode_number: None, order: None };
+        assert_eq!(directives.receive(Epoch(1), reply(SlotOwner::Another)), none);
+        let received = directives.receive(Epoch(1), reply(SlotOwner::ThisMember));
+        assert_eq!(received, NewDirectives { mode_number: None, order: Some(order) });
+        let mode = ReplyDirectives { mode_revision: Some(4), ..reply(SlotOwner::Another) };
+        assert_eq!(directives.receive(Epoch(1), mode).mode_number, Some(1), "any member reports the mode");
     }
 
     #[test]

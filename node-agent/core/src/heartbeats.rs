@@ -21,7 +21,7 @@ const PERIOD_MAX: Duration = Duration::from_secs(60);
 /// The heartbeats of one registration; see the module.
 #[derive(Clone, Copy, Debug)]
 pub struct Heartbeats {
-    /// The registration.
+    /// Registration that they belong to.
     pub of: Granted,
     /// Time at which the last heartbeat was sent.
     sent: Option<Tick>,

@@ -12,6 +12,7 @@
 //!
 //! [`Registrar`](registrar::Registrar), [`Heartbeats`](heartbeats::Heartbeats) and
 //! [`Announcer`](announcer::Announcer) decide how the agent talks to one member of the control plane.
+//! [`Home`](home::Home) chooses the member that lists the others.
 //! [`OwnerQuery`](owner_query::OwnerQuery) divides lookups and placement requests among the owners of the keys.
 //!
 //! Out of scope: block payloads (the runtime moves them), sockets, files and metrics libraries.
@@ -30,6 +31,7 @@ pub mod effect;
 pub mod event;
 pub mod heartbeats;
 pub mod limits;
+pub mod home;
 pub mod outbox;
 pub mod owner_query;
 pub mod pool;
@@ -41,3 +43,4 @@ mod settings;
 mod slab;
 mod timers;
 mod usage;
+pub mod report_schedule;

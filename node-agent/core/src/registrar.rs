@@ -179,7 +179,7 @@ impl Registrar {
         self.link == LinkState::Up
     }
 
-    /// Processes an input and returns the outputs in order.
+    /// Processes an input; returns the instructions.
     pub fn on(&mut self, now: Tick, input: Input) -> Vec<Output> {
         let mut outputs = Vec::new();
         match input {

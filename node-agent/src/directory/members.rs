@@ -1,9 +1,7 @@
 //! Members of the control plane and the owners of keys; the link thread.
 //!
 //! One member, called the home, provides the lists of all members and all nodes as streams. If it becomes
-//! silent, is unsure of its registration, or disappears, another member becomes the home: those of the last
-//! map first, then the configured ones. Agents choose different homes, so that a thousand of them are
-//! spread.
+//! silent, is unsure of its registration, or disappears, another member becomes the home ([`Home`]).
 //!
 //! A link is kept for a while after its member has left the map. A member that returns soon (a late lease,
 //! an etcd outage) still has this node's registration and inventory.
@@ -12,9 +10,9 @@ use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
 use std::net::SocketAddr;
 use std::sync::{Arc, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use reprise_agent_core::backoff::Backoff;
+use reprise_agent_core::home::{Home, MemberListSource};
 use reprise_policy::Epoch;
 use reprise_policy::shards::{MemberIndex, MemberName, ShardMap};
 use reprise_proto::connection::Connection;
@@ -36,8 +34,6 @@ use super::{Shared, lookup, parse_endpoint};
 
 /// How long a link is kept after its member has left the map.
 const LINK_GRACE: Duration = Duration::from_secs(10);
-/// How long a home may be unsure of its registration; a lease is usually regained sooner.
-const UNSURE_MAX: Duration = Duration::from_secs(3);
 
 /// All links; clones share the map.
 #[derive(Clone, Debug, Default)]
@@ -143,37 +139,25 @@ where
 
 /// Watches members and nodes at one home after the other.
 async fn follow(shared: &Arc<Shared>) {
-    let mut backoff = Backoff::default();
-    let mut turn = jitter() as usize;
+    let mut choice = Home::new(jitter() as usize);
     loop {
-        let homes = homes(shared);
-        if homes.is_empty() {
-            return std::future::pending().await;
-        }
-        let home = &homes[turn % homes.len()];
-        let ended = follow_at(shared, home, &mut backoff).await;
+        let Some(home) = choose(shared, &mut choice) else { return std::future::pending().await };
+        let ended = follow_at(shared, &home, &mut choice).await;
         tracing::debug!(home, reason = ended.message(), "the watch of members ended; trying another member");
-        turn = turn.wrapping_add(1);
-        sleep(backoff.next(jitter())).await;
+        sleep(choice.drop_home().draw(jitter())).await;
     }
 }
 
-/// Returns the addresses of possible homes, `http://host:port`: members of the map first.
-fn homes(shared: &Shared) -> Vec<String> {
+/// Chooses the next home, `http://host:port`.
+fn choose(shared: &Shared, choice: &mut Home) -> Option<String> {
     let routes = shared.routes.borrow().clone();
     let of_map =
         routes.iter().flat_map(|routes| &routes.links).map(|link| format!("http://{}", link.address));
-    let mut homes: Vec<String> = of_map.collect();
-    for endpoint in &shared.settings.endpoints {
-        if !homes.contains(endpoint) {
-            homes.push(endpoint.clone());
-        }
-    }
-    homes
+    choice.choose(of_map, shared.settings.endpoints.iter().cloned())
 }
 
 /// Watches members and nodes at a home until it fails as home.
-async fn follow_at(shared: &Arc<Shared>, home: &str, backoff: &mut Backoff) -> Status {
+async fn follow_at(shared: &Arc<Shared>, home: &str, choice: &mut Home) -> Status {
     let endpoint = match parse_endpoint(home, &shared.settings) {
         Ok(endpoint) => endpoint,
         Err(error) => return Status::internal(error.to_string()),
@@ -187,9 +171,9 @@ async fn follow_at(shared: &Arc<Shared>, home: &str, backoff: &mut Backoff) -> S
         let changes = within(time, client.watch_nodes(WatchNodesRequest {})).await?;
         let list = within(time, client.list_nodes(ListNodesRequest {})).await?;
         write_nodes(shared, |nodes| nodes.replace(list.nodes));
-        backoff.reset();
+        choice.follow();
         tokio::select! {
-            ended = follow_members(shared, home, members) => ended,
+            ended = follow_members(shared, (home, choice), members) => ended,
             ended = follow_nodes(shared, changes) => ended,
         }
     };
@@ -200,13 +184,12 @@ async fn follow_at(shared: &Arc<Shared>, home: &str, backoff: &mut Backoff) -> S
 
 async fn follow_members(
     shared: &Arc<Shared>,
-    home: &str,
+    (home, choice): (&str, &mut Home),
     mut lists: Streaming<MemberList>,
 ) -> Result<std::convert::Infallible, Status> {
-    let mut unsure_since = None;
     let mut name = String::new();
     loop {
-        let left = unsure_since.map(|since: Instant| UNSURE_MAX.saturating_sub(since.elapsed()));
+        let left = choice.doubt(shared.now());
         let list = tokio::select! {
             list = lists.message() => list?.ok_or_else(|| Status::unavailable("the stream of members ended"))?,
             () = sleep(left.unwrap_or_default()), if left.is_some() => {
@@ -214,9 +197,10 @@ async fn follow_members(
             }
             () = wait_for_silence(shared, &name) => return Err(Status::unavailable("the member does not respond to heartbeats")),
         };
-        unsure_since = if list.registered { None } else { unsure_since.or_else(|| Some(Instant::now())) };
+        choice.receive(shared.now(), source(&list));
         name.clone_from(&list.answering);
-        if list.registered || (shared.routes.borrow().is_none() && !list.members.is_empty()) {
+        let known = shared.routes.borrow().as_ref().map(|routes| routes.epoch());
+        if source(&list).applies_from_home(known) {
             apply_list(shared, list, home);
         }
     }
@@ -250,16 +234,17 @@ fn write_nodes(shared: &Shared, write: impl FnOnce(&mut super::nodes::NodeMap)) 
     write(&mut shared.nodes.write().unwrap_or_else(PoisonError::into_inner));
 }
 
-/// Fetches the map of a member whose map is newer. Its list may still be older than one that arrived
-/// meanwhile. Such a list is ignored, because the home, which sent the newer one, does not repeat it. If
-/// the store restarts with new epochs, a new home reports that.
+fn source(list: &MemberList) -> MemberListSource {
+    let MemberList { epoch, members, registered, .. } = list;
+    MemberListSource { epoch: Epoch(*epoch), members: members.len(), registered: *registered }
+}
+
+/// Fetches the map of a member whose map is newer.
 pub(super) async fn fetch_members(shared: &Arc<Shared>, channel: Channel, home: &str) -> Result<(), Status> {
     let mut client = MembershipClient::new(channel);
     let list = within(shared.settings.call_timeout, client.list_members(ListMembersRequest {})).await?;
-    let is_newer =
-        |known: Option<&Arc<Routes>>| known.is_none_or(|known| Epoch(list.epoch) > known.map.epoch());
-    let is_newer = is_newer(shared.routes.borrow().as_ref());
-    if list.registered && is_newer {
+    let known = shared.routes.borrow().as_ref().map(|routes| routes.epoch());
+    if source(&list).applies_if_fetched(known) {
         apply_list(shared, list, home);
     }
     Ok(())

@@ -6,33 +6,28 @@
 //!
 //! [`reprise_agent_core::quota_grants`] selects the reported usage of tenants and the orders to apply.
 
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::{Mutex, PoisonError};
 
 use reprise_agent_core::agent::{NodeUsage, TenantUsage};
-use reprise_agent_core::directives::{Directives, REBALANCER_SLOT};
+use reprise_agent_core::directives::{Directives, NewDirectives, REBALANCER_SLOT, ReplyDirectives};
 use reprise_agent_core::event::{Grant, Move};
 use reprise_agent_core::quota_grants::{
     QuotaGrants, ReportNumber, SlotOwner, TenantReport as AgentReport, TierBytes,
 };
 use reprise_agent_core::registrar::Granted;
+use reprise_agent_core::report_schedule::{REPORT_TIMEOUT, ReportSchedule};
 use reprise_policy::quota::Quota;
 use reprise_policy::tenant::TenantRegistry;
 use reprise_policy::{DrainProgress, NodeId, TenantName};
 use reprise_proto::connection::is_absence;
 use reprise_proto::controlplane::placement_client::PlacementClient;
 use reprise_proto::controlplane::{self as wire, ReportReply, ReportRequest, TenantOrder, TenantReport};
-use tokio::time::{MissedTickBehavior, interval};
+use tokio::time::sleep;
 use tonic::{Code, Status};
 
 use super::link::{Link, within};
 use super::members::Routes;
 use super::{DirectoryEvent, Shared};
-
-/// Interval between two reports to a member.
-const REPORT_EVERY: Duration = Duration::from_secs(1);
-/// Time limit of a report, well below the two seconds in which a tenant's budget can get another owner.
-const REPORT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// State of this node to report.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -61,16 +56,15 @@ pub(super) async fn report(shared: &Shared, link: &Link) {
     let mut client = PlacementClient::new(link.channel.clone());
     let mut granted = link.granted.subscribe();
     let mut states = shared.own.subscribe();
-    let mut ticks = interval(REPORT_EVERY);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut schedule = ReportSchedule::default();
     let mut failed = None;
     loop {
-        ticks.tick().await;
+        sleep(schedule.wait(shared.now())).await;
+        schedule.open(shared.now());
         // The senders outlive this task: they are owned by the link and by the shared state.
         let Ok(now) = granted.wait_for(Option::is_some).await.map(|granted| *granted) else { return };
-        let Some(now) = now else { continue };
         let Ok(state) = states.wait_for(Option::is_some).await.map(|state| state.clone()) else { return };
-        let Some(state) = state else { continue };
+        let (Some(now), Some(state)) = (schedule.send(now), state) else { continue };
         let routes = shared.routes.borrow().clone();
         let (request, number) = request(shared, link, now, (&state, routes.as_deref()));
         match within(REPORT_TIMEOUT, client.report(request)).await {
@@ -161,37 +155,39 @@ fn apply_reply(
             shared.emit(DirectoryEvent::Budget(grant));
         }
     }
-    let is_rebalancer =
-        shared.routes.borrow().as_ref().is_some_and(|routes| routes.owns(link, REBALANCER_SLOT));
-    let given = reply.r#move.and_then(|given| {
+    let order = reply.r#move.and_then(|given| {
         let to = NodeId(u16::try_from(given.to).ok()?);
         Some(Move { to, bytes: given.bytes })
     });
-    let (mode, is_news) = {
-        let mut inner = shared.reporting.inner.lock().unwrap_or_else(PoisonError::into_inner);
-        let says_a_mode = reply.mode() != wire::NodeMode::Unspecified;
-        let number =
-            says_a_mode.then(|| inner.directions.number_mode(granted.epoch, reply.mode_revision)).flatten();
-        (number, is_rebalancer && inner.directions.accept_move(given))
+    let states_mode = reply.mode() != wire::NodeMode::Unspecified;
+    let received = ReplyDirectives {
+        mode_revision: states_mode.then_some(reply.mode_revision),
+        order,
+        from: owner(shared, link, REBALANCER_SLOT),
     };
-    if let Some(number) = mode {
+    let NewDirectives { mode_number, order } = {
+        let mut inner = shared.reporting.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        inner.directions.receive(granted.epoch, received)
+    };
+    if let Some(number) = mode_number {
         shared.emit(DirectoryEvent::Mode { mode: reply.mode(), number });
     }
-    if is_news {
-        shared.emit(DirectoryEvent::Move(given));
+    if let Some(order) = order {
+        shared.emit(DirectoryEvent::Move(order));
     }
+}
+
+/// Returns whether a link's member owns a hash slot.
+fn owner(shared: &Shared, link: &Link, slot: u16) -> SlotOwner {
+    let owns = shared.routes.borrow().as_ref().is_some_and(|routes| routes.owns(link, slot));
+    if owns { SlotOwner::ThisMember } else { SlotOwner::Another }
 }
 
 /// Returns the grant of an order, unless the order is invalid or from a former owner.
 fn grant_of_order(shared: &Shared, link: &Link, number: ReportNumber, order: &TenantOrder) -> Option<Grant> {
     let name: TenantName = order.tenant.parse().ok()?;
     let (dram, nvme) = quotas(order)?;
-    let owns = |routes: &Arc<Routes>| routes.owns(link, name.hash_slot());
-    let owner = if shared.routes.borrow().as_ref().is_some_and(owns) {
-        SlotOwner::ThisMember
-    } else {
-        SlotOwner::Another
-    };
+    let owner = owner(shared, link, name.hash_slot());
     let orders = || shared.reporting.inner.lock().unwrap_or_else(PoisonError::into_inner);
     if !orders().orders.accepts((number, owner), &name) {
         return None;
