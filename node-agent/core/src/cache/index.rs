@@ -18,9 +18,9 @@ use reprise_policy::eviction::EntryIndex;
 use crate::cache::describe::BlockOrigin;
 use crate::cache::frames::FrameIndex;
 use crate::cache::sizes::SizeClassId;
-use crate::limits::DEVICES_MAX;
 use crate::effect::{DeviceId, Source};
 use crate::event::Priority;
+use crate::limits::DEVICES_MAX;
 use crate::pool::{PAGE_NUMBER_BITS, PageNumber};
 
 /// Keys of one two-pass run: no core sustains 64 outstanding cache misses.
