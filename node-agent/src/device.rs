@@ -22,8 +22,8 @@ pub(crate) use worker::read_error;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -82,6 +82,8 @@ pub(crate) struct DeviceInfo {
     /// Set when a sync has failed: with a page cache, later reads may return data that is not on the
     /// medium.
     pub(crate) sync_failed: Arc<AtomicBool>,
+    /// Set with the reason and the remedy when the device accepts no more writes.
+    pub(crate) write_error: Arc<OnceLock<String>>,
     /// Operations since opening that failed with a medium error or were lost on the way to it.
     pub(crate) media_errors: Arc<AtomicU32>,
 }
@@ -151,6 +153,7 @@ struct Opening {
     opened: Receiver<Result<(Option<RecoveredPool>, OpenProperties), AgentError>>,
     commands: Sender<Command>,
     sync_failed: Arc<AtomicBool>,
+    write_error: Arc<OnceLock<String>>,
     media_errors: Arc<AtomicU32>,
     thread: JoinHandle<()>,
 }
@@ -283,6 +286,7 @@ fn begin(
     let (opened_sender, opened) = bounded(1);
     let (commands, command_receiver) = bounded(COMMANDS_MAX);
     let sync_failed = Arc::<AtomicBool>::default();
+    let write_error = Arc::<OnceLock<String>>::default();
     let media_errors = Arc::<AtomicU32>::default();
     let around = WorkerContext {
         device: id,
@@ -293,6 +297,7 @@ fn begin(
         clock: context.clock,
         metrics: context.metrics.device(id),
         sync_failed: sync_failed.clone(),
+        write_error: write_error.clone(),
         media_errors: media_errors.clone(),
     };
     let params_of_device = open::OpenParams::new(device, settings, &context.arena);
@@ -319,7 +324,7 @@ fn begin(
             AgentError::new(ErrorKind::Resource, "cannot spawn a device thread").with_source(error)
         })?;
     let path = device.path.clone();
-    Ok(Opening { path, found, decision, opened, commands, sync_failed, media_errors, thread })
+    Ok(Opening { path, found, decision, opened, commands, sync_failed, write_error, media_errors, thread })
 }
 
 fn finish(opening: Opening, found: DeviceContent) -> Result<OpenedDevice, AgentError> {
@@ -337,14 +342,14 @@ fn finish(opening: Opening, found: DeviceContent) -> Result<OpenedDevice, AgentE
     let RecoveredPool { pool, stored, names, recovery } = recovered;
     let membership = Membership::of(&pool);
     let OpenProperties { bytes, engine, caching, waker } = properties;
-    let (sync_failed, media_errors) = (opening.sync_failed, opening.media_errors);
-    let info = DeviceInfo { path: opening.path, bytes, engine, caching, recovery, sync_failed, media_errors };
+    let Opening { path, commands, sync_failed, write_error, media_errors, thread, .. } = opening;
+    let info = DeviceInfo { path, bytes, engine, caching, recovery, sync_failed, write_error, media_errors };
     tracing::info!(
         path = %info.path.display(), bytes, engine = %info.engine, blocks = recovery.blocks, records = recovery.records,
         took_ms = recovery.took.as_millis(), formatted = recovery.formatted, grown_bytes = recovery.grown_bytes,
         "pool device ready"
     );
-    let device = Device { commands: opening.commands, waker, thread: Some(opening.thread), info };
+    let device = Device { commands, waker, thread: Some(thread), info };
     Ok(OpenedDevice { device, pool, stored, names, membership })
 }
 

@@ -77,6 +77,8 @@ struct DeviceEntry {
     device: Device,
     /// Why the device is lost, if it is.
     lost: Option<String>,
+    /// Why the device accepts no more writes, if so.
+    read_only: Option<String>,
 }
 
 /// A released device. The receiver stops it and may reuse its number.
@@ -94,6 +96,8 @@ pub(crate) struct DeviceView {
     pub(crate) waiting: usize,
     /// Why the device is lost, if it is.
     pub(crate) lost: Option<String>,
+    /// Why the device accepts no more writes, if so.
+    pub(crate) read_only: Option<String>,
 }
 
 /// Whether this agent belongs to a cluster.
@@ -154,7 +158,7 @@ impl Executor {
 
     pub(crate) fn new(mut parts: ExecutorParts) -> Executor {
         let (sessions, feedback, fetches) = (HashMap::new(), VecDeque::new(), HashMap::new());
-        let entry = |device| Some(DeviceEntry { device, lost: None });
+        let entry = |device| Some(DeviceEntry { device, lost: None, read_only: None });
         let devices = std::mem::take(&mut parts.devices).into_iter().map(entry).collect();
         let (unnamed, named) = (BTreeSet::new(), BTreeSet::new());
         Executor { parts, devices, sessions, feedback, fetches, unnamed, named }
@@ -166,7 +170,7 @@ impl Executor {
         if self.devices.len() <= at {
             self.devices.resize_with(at + 1, || None);
         }
-        self.devices[at] = Some(DeviceEntry { device, lost: None });
+        self.devices[at] = Some(DeviceEntry { device, lost: None, read_only: None });
     }
 
     /// Makes a device fail all further operations.
@@ -277,9 +281,9 @@ impl Executor {
     /// Returns the devices by number.
     pub(crate) fn device_views(&self) -> Vec<DeviceView> {
         let view = |(id, entry): (u8, &Option<DeviceEntry>)| {
-            let DeviceEntry { device, lost } = entry.as_ref()?;
+            let DeviceEntry { device, lost, read_only } = entry.as_ref()?;
             let (info, waiting, lost) = (device.info().clone(), device.waiting(), lost.clone());
-            Some(DeviceView { id: DeviceId(id), info, waiting, lost })
+            Some(DeviceView { id: DeviceId(id), info, waiting, lost, read_only: read_only.clone() })
         };
         (0..).zip(&self.devices).filter_map(view).collect()
     }
@@ -418,6 +422,7 @@ impl Executor {
                     "rejecting offers of blocks with new layouts: the layout table of this node is full except for entries reserved for local engines"
                 );
             }
+            Diagnostic::WritesStopped { device, reason } => self.stop_writes(*device, reason),
             Diagnostic::DeviceLost { device, reason } => {
                 self.parts.metrics.device_lost(*device);
                 let mut path = PathBuf::new();
@@ -433,6 +438,23 @@ impl Executor {
                 );
             }
         }
+    }
+
+    /// Reports that a device accepts no more writes.
+    fn stop_writes(&mut self, device: DeviceId, reason: &str) {
+        self.parts.metrics.device_read_only(device);
+        let Some(entry) = self.devices.get_mut(usize::from(device.0)).and_then(Option::as_mut) else {
+            return;
+        };
+        let info = entry.device.info();
+        let reason = info.write_error.get().cloned().unwrap_or_else(|| reason.to_owned());
+        tracing::error!(
+            device = device.0,
+            path = %info.path.display(),
+            reason,
+            "the device accepts no more writes; its blocks are still read. Restart the agent after the remedy"
+        );
+        entry.read_only = Some(reason);
     }
 
     fn fetch(&mut self, fetch: &PeerFetch) {

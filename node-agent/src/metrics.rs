@@ -123,6 +123,7 @@ struct DeviceFamilies {
     write_bytes_queued: Family<DeviceLabels, Gauge>,
     in_flight: Family<DeviceLabels, Gauge>,
     lost: Family<DeviceLabels, Gauge>,
+    read_only: Family<DeviceLabels, Gauge>,
     recovery_seconds: Family<DeviceLabels, Gauge<f64, std::sync::atomic::AtomicU64>>,
     recovery_records: Family<DeviceLabels, Gauge>,
     info: Family<DeviceInfoLabels, Gauge>,
@@ -252,6 +253,7 @@ impl Metrics {
         let labels = DeviceLabels { device: device.0 };
         // Created immediately, since an alert on this metric needs the value 0.
         drop(self.devices.lost.get_or_create(&labels));
+        drop(self.devices.read_only.get_or_create(&labels));
         let DeviceFamilies { read_seconds, write_seconds, sync_seconds, read_bytes, written_bytes, .. } =
             &self.devices;
         let mut read_times = self.read_times.lock().unwrap_or_else(PoisonError::into_inner);
@@ -289,6 +291,11 @@ impl Metrics {
         self.devices.lost.get_or_create(&DeviceLabels { device: device.0 }).set(1);
     }
 
+    /// Records that a device accepts no more writes.
+    pub(crate) fn device_read_only(&self, device: DeviceId) {
+        self.devices.read_only.get_or_create(&DeviceLabels { device: device.0 }).set(1);
+    }
+
     /// Removes the metrics of a closed device, whose number may be reused.
     pub(crate) fn device_closed(&self, device: DeviceId, info: &DeviceInfo) {
         let labels = DeviceLabels { device: device.0 };
@@ -302,9 +309,12 @@ impl Metrics {
         let DeviceFamilies { reads_queued, read_bytes_queued, writes_queued, write_bytes_queued, .. } =
             families;
         let gauges = [reads_queued, read_bytes_queued, writes_queued, write_bytes_queued];
-        for gauge in
-            gauges.into_iter().chain([&families.in_flight, &families.lost, &families.recovery_records])
-        {
+        for gauge in gauges.into_iter().chain([
+            &families.in_flight,
+            &families.lost,
+            &families.read_only,
+            &families.recovery_records,
+        ]) {
             gauge.remove(&labels);
         }
         families.recovery_seconds.remove(&labels);
@@ -348,6 +358,7 @@ impl DeviceFamilies {
             write_bytes_queued: Family::default(),
             in_flight: Family::default(),
             lost: Family::default(),
+            read_only: Family::default(),
             recovery_seconds: Family::default(),
             recovery_records: Family::default(),
             info: Family::default(),
@@ -388,6 +399,11 @@ impl DeviceFamilies {
         );
         registry.register("device_in_flight", "Operations in flight at the device", all.in_flight);
         registry.register("device_lost", "1 if the device is lost", all.lost);
+        registry.register(
+            "device_read_only",
+            "1 if the device accepts no more writes; its blocks are still read",
+            all.read_only,
+        );
         registry.register("device_recovery_seconds", "Time to open the pool at start", all.recovery_seconds);
         registry.register("device_recovery_records", "Journal records read at start", all.recovery_records);
         registry.register("device_info", "I/O engine and caching of the device; always 1", all.info);

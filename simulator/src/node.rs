@@ -438,6 +438,7 @@ impl Simulation {
             Diagnostic::CorruptBlock { .. } => self.count("corrupt blocks"),
             Diagnostic::CorruptMemory { .. } => self.count("corrupt memory"),
             Diagnostic::DeviceLost { .. } => self.count("devices lost"),
+            Diagnostic::WritesStopped { .. } => self.count("devices read-only"),
             Diagnostic::Unstorable { .. }
             | Diagnostic::Overcommitted { .. }
             | Diagnostic::OffersRefused { .. } => {}

@@ -509,6 +509,13 @@ pub enum Diagnostic {
         /// Number of layouts in use, over all tenants.
         layouts: usize,
     },
+    /// A device can no longer be written. Its blocks are still read.
+    WritesStopped {
+        /// Device that accepts no more writes.
+        device: DeviceId,
+        /// Reason, for logs and status messages.
+        reason: String,
+    },
     /// A device had too many errors and is no longer used.
     DeviceLost {
         /// Device that has failed.

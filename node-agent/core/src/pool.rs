@@ -13,7 +13,8 @@
 //! * A record is written only after the bytes that it refers to were synced. A block is reported durable only
 //!   after its record was synced.
 //! * A freed slot is allocated again only after its free record is durable.
-//! * After a failed write or sync of the journal, no further block is reported durable.
+//! * After a failed write or sync of the journal, no further block is reported durable. Durable blocks can
+//!   still be read, unless the device is lost.
 //!
 //! Out of scope: reads, retries, and uniqueness of keys. After a crash between the commit of a new copy and
 //! the free of an old one, a key may be in several slots; the core frees all but one.
@@ -79,11 +80,14 @@ pub enum DeviceError {
     #[error("media error")]
     Media,
     /// The device did not start a block write, for want of memory or queue entries: the slot is unaffected.
-    /// For the journal or a sync, this counts as a lost device, because the order of writes can no longer be
-    /// guaranteed.
+    /// For the journal or a sync, this ends writing, because the order of writes can no longer be guaranteed.
     #[error("the device did not start the operation")]
     Refused,
-    /// The device is gone, read-only, full or otherwise unusable.
+    /// The device accepts no more writes: it is full or read-only, or too many writes failed. Reads are not
+    /// affected.
+    #[error("the device accepts no more writes")]
+    Unwritable,
+    /// The device is gone or otherwise unusable.
     #[error("device lost")]
     Lost,
 }
@@ -176,6 +180,12 @@ pub enum PoolEvent {
     },
     /// Freed slots can be allocated again.
     SpaceFreed,
+    /// No further block is written or freed, but durable blocks can still be read. Opening the pool again
+    /// ends this state.
+    WritesStopped {
+        /// Reason, for logs and status messages.
+        reason: String,
+    },
     /// The device is lost: it can no longer be read or written.
     DeviceLost {
         /// Reason, for logs and status messages.

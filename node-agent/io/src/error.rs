@@ -11,7 +11,9 @@ pub enum IoErrorKind {
     Media,
     /// The kernel repeatedly had no memory or resources for the operation. The place is intact: try later.
     Busy,
-    /// The device is gone, read-only or otherwise unusable. Stop using the device.
+    /// The device accepts no writes: its file system or the device itself is read-only. Stop writing.
+    ReadOnly,
+    /// The device is gone or otherwise unusable. Stop using the device.
     Lost,
     /// The file system or the device is full. Free space or configure a smaller size.
     NoSpace,
@@ -32,6 +34,7 @@ impl fmt::Display for IoErrorKind {
         f.write_str(match self {
             IoErrorKind::Media => "media error",
             IoErrorKind::Busy => "no resources in the kernel",
+            IoErrorKind::ReadOnly => "read-only",
             IoErrorKind::Lost => "device lost",
             IoErrorKind::NoSpace => "no space",
             IoErrorKind::Invalid => "invalid operation",
@@ -112,6 +115,7 @@ fn kind_of(call: Call, source: &io::Error) -> IoErrorKind {
         // After a failed sync it is unknown which writes are durable, and the kernel reports the error only
         // once: treat the whole device as lost.
         _ if call == Call::Sync => IoErrorKind::Lost,
+        libc::EROFS => IoErrorKind::ReadOnly,
         libc::EIO | libc::ENODATA | libc::EILSEQ | libc::EUCLEAN => IoErrorKind::Media,
         // One command that timed out or was lost on its way (a reset controller, a path that failed over)
         // does not prove a broken device. Many of them do, so the user of the device must count them.
@@ -141,7 +145,7 @@ mod tests {
         assert_eq!(kind(Call::Transfer, libc::EIO), IoErrorKind::Media);
         assert_eq!(kind(Call::Transfer, libc::ENODATA), IoErrorKind::Media);
         assert_eq!(kind(Call::Transfer, libc::ENODEV), IoErrorKind::Lost);
-        assert_eq!(kind(Call::Transfer, libc::EROFS), IoErrorKind::Lost);
+        assert_eq!(kind(Call::Transfer, libc::EROFS), IoErrorKind::ReadOnly);
         assert_eq!(kind(Call::Transfer, libc::ENOSPC), IoErrorKind::NoSpace);
     }
 

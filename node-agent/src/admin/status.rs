@@ -77,6 +77,8 @@ struct Device {
     direct: bool,
     /// Why the device is lost.
     lost: Option<String>,
+    /// Why the device accepts no more writes, while its blocks are still read.
+    read_only: Option<String>,
     queue_waiting: usize,
     recovery_us: u64,
     recovery_records: u64,
@@ -190,7 +192,7 @@ fn placement(view: &CoreView) -> Placement {
 
 impl Device {
     fn new(device: &DeviceView, view: &CoreView) -> Device {
-        let DeviceView { id, info, waiting, lost } = device;
+        let DeviceView { id, info, waiting, lost, read_only } = device;
         let usage = view.device_usage.get(id).copied().unwrap_or_default();
         Device {
             device: id.0,
@@ -201,6 +203,7 @@ impl Device {
             io_engine: info.engine.to_string(),
             direct: info.caching == reprise_io::Caching::Direct,
             lost: lost.clone(),
+            read_only: read_only.clone(),
             queue_waiting: *waiting,
             recovery_us: u64::try_from(info.recovery.took.as_micros()).unwrap_or(u64::MAX),
             recovery_records: info.recovery.records,

@@ -17,11 +17,11 @@
 //! while the device has more to read. Completed operations are reported immediately, since the pool waits
 //! for them.
 //!
-//! A lost device costs only its capacity: see `lost`.
+//! A lost device costs only its capacity: see `lost`. A device that accepts no more writes is still read.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, TryRecvError};
@@ -35,7 +35,7 @@ use reprise_io::{
 };
 use reprise_policy::layout::PAGE_BYTES;
 
-use super::health::Health;
+use super::health::{Access, Health};
 use super::reads::{PendingReads, PieceName, Reads};
 use super::{COMMANDS_MAX, Command};
 use crate::core_loop::{Clock, DeviceReport, Inbox, Input};
@@ -80,6 +80,8 @@ pub(super) struct WorkerContext {
     pub(super) metrics: DeviceMetrics,
     /// See [`DeviceInfo`](super::DeviceInfo).
     pub(super) sync_failed: Arc<AtomicBool>,
+    /// See [`DeviceInfo`](super::DeviceInfo).
+    pub(super) write_error: Arc<OnceLock<String>>,
     /// See [`DeviceInfo`](super::DeviceInfo).
     pub(super) media_errors: Arc<AtomicU32>,
 }
@@ -446,7 +448,16 @@ impl Worker {
                 if error.kind() == IoErrorKind::Media {
                     self.context.media_errors.fetch_add(1, Ordering::Relaxed);
                 }
-                Some(self.health.judge(error, &self.context.path))
+                let access = match &purpose {
+                    Purpose::Piece { .. } => Access::Read,
+                    Purpose::Write { .. } => Access::Write,
+                    Purpose::Sync { .. } => Access::Sync,
+                };
+                let judged = self.health.judge(access, error, &self.context.path);
+                if judged == DeviceError::Unwritable {
+                    self.context.write_error.get_or_init(|| reason_of_stop(error));
+                }
+                Some(judged)
             }
         };
         match purpose {
@@ -474,7 +485,7 @@ impl Worker {
             }
         }
         match (error, result) {
-            (Some(DeviceError::Lost), Err(error)) => Err(reason_of_loss(&error)),
+            (Some(DeviceError::Lost), Err(error)) => Err(error.to_string()),
             _ => Ok(()),
         }
     }
@@ -492,19 +503,19 @@ impl Worker {
     }
 }
 
-/// Returns the reason of a loss for the operator, with a remedy if one exists other than replacing the
-/// device.
-fn reason_of_loss(error: &IoError) -> String {
+/// Returns the reason why writing has ended, with the remedy.
+fn reason_of_stop(error: &IoError) -> String {
     match error.kind() {
         IoErrorKind::NoSpace => format!("{error}: free space on the file system that holds the pool"),
-        _ => error.to_string(),
+        IoErrorKind::ReadOnly => format!("{error}: make the file system or the device writable"),
+        _ => format!("{error}: check the device"),
     }
 }
 
 /// Converts the error of a failed read for its blocks.
 pub(crate) fn read_error(error: DeviceError) -> FillError {
     match error {
-        DeviceError::Media | DeviceError::Lost => FillError::Device,
+        DeviceError::Media | DeviceError::Unwritable | DeviceError::Lost => FillError::Device,
         DeviceError::Refused => FillError::Refused,
     }
 }

@@ -300,12 +300,12 @@ impl AgentCore {
         self.writeback.urgency != Urgency::Normal
             || self.writeback.queue.bytes() >= self.settings.writeback_bytes
             || oldest.after(self.settings.writeback_delay) <= self.now
-            || self.cache.devices.usable() == 0
+            || self.cache.devices.writable() == 0
     }
 
     /// Bytes of one batch: each device gets an equal share of the queue, at most `writeback_bytes`.
     fn batch_bytes(&self) -> u64 {
-        let devices = self.cache.devices.usable().max(1) as u64;
+        let devices = self.cache.devices.writable().max(1) as u64;
         self.writeback.queue.bytes().div_ceil(devices).min(self.settings.writeback_bytes)
     }
 
@@ -383,11 +383,11 @@ impl AgentCore {
         self.end_unsaved(record, ItemOutcome::Durable);
     }
 
-    /// Handles a failed write: retries in another slot, or gives up. A lost device does not count as an
-    /// attempt.
+    /// Handles a failed write: retries in another slot, or gives up. A device that is lost or
+    /// read-only does not count as an attempt.
     fn write_failed(&mut self, record: SlabId, device: DeviceId) {
         self.counters.write_failures += 1;
-        let fault = self.cache.devices.is_usable(device);
+        let fault = self.cache.devices.is_writable(device);
         let block = self.writeback.unsaved.get_mut(record).expect("the caller has checked");
         block.attempts += u8::from(fault);
         if block.attempts >= WRITE_ATTEMPTS_MAX {

@@ -9,6 +9,8 @@
 //! A lost device is lost capacity. Its blocks are removed (copies in DRAM remain). Blocks that were being
 //! written to it are written elsewhere as soon as it no longer reads their memory.
 //!
+//! A device that can no longer be written keeps its blocks: they are read, but nothing is saved to it.
+//!
 //! Devices can be attached and detached at run time ([`attachment`](super::attachment)):
 //!
 //! ```text
@@ -82,9 +84,9 @@ impl Devices {
         }
     }
 
-    /// Number of usable devices.
-    pub(crate) fn usable(&self) -> usize {
-        self.usable_devices().count()
+    /// Number of devices that can be written.
+    pub(crate) fn writable(&self) -> usize {
+        self.writable_devices().count()
     }
 
     /// Returns the device with the most free space that can start a batch and is not in `full`.
@@ -178,14 +180,14 @@ impl Devices {
         }
     }
 
-    /// Whether a usable device has a free slot for a block of this size.
+    /// Whether a writable device has a free slot for a block of this size.
     pub(crate) fn has_slot(&self, slot_bytes: u64) -> bool {
-        self.usable_devices().any(|device| device.pool.allocatable(slot_bytes) > 0)
+        self.writable_devices().any(|device| device.pool.allocatable(slot_bytes) > 0)
     }
 
-    /// Number of free slots for blocks of this size on all usable devices.
+    /// Number of free slots for blocks of this size on all writable devices.
     pub(super) fn slots_free(&self, slot_bytes: u64) -> u64 {
-        self.usable_devices().map(|device| device.pool.allocatable(slot_bytes)).sum()
+        self.writable_devices().map(|device| device.pool.allocatable(slot_bytes)).sum()
     }
 
     /// Upper bound of the bytes lost at the ends of segments when `blocks` blocks of `bytes` bytes, header
@@ -196,12 +198,12 @@ impl Devices {
             let filled = blocks.checked_div(segment / bytes);
             filled.map_or(0, |filled| segment % bytes * (filled + 1))
         };
-        self.usable_devices().map(lost).sum()
+        self.writable_devices().map(lost).sum()
     }
 
-    /// Whether a usable device has segments that are large enough for a block of this size.
+    /// Whether a writable device has segments that are large enough for a block of this size.
     pub(crate) fn can_hold(&self, slot_bytes: u64) -> bool {
-        self.usable_devices().any(|device| device.pool.payload_bytes_max() >= slot_bytes)
+        self.writable_devices().any(|device| device.pool.payload_bytes_max() >= slot_bytes)
     }
 
     /// Whether a device exists and has neither failed nor been detached.
@@ -209,25 +211,14 @@ impl Devices {
         self.get(device).is_some_and(|device| device.health == Health::Usable)
     }
 
+    /// Whether a device is usable and can be written.
+    pub(crate) fn is_writable(&self, device: DeviceId) -> bool {
+        self.get(device).is_some_and(Device::is_writable)
+    }
+
     /// Usage of all usable devices, added up.
     pub(crate) fn usage(&self) -> PoolUsage {
-        let mut sum = PoolUsage::default();
-        for device in self.usable_devices() {
-            let usage = device.pool.usage();
-            sum.slot_bytes_used += usage.slot_bytes_used;
-            sum.slot_bytes_free += usage.slot_bytes_free;
-            sum.slots_quarantined += usage.slots_quarantined;
-            sum.pending_frees_bytes += usage.pending_frees_bytes;
-            sum.journal_bytes_used += usage.journal_bytes_used;
-            sum.journal_bytes_capacity += usage.journal_bytes_capacity;
-            sum.capacity_bytes += usage.capacity_bytes;
-            sum.checkpoints += usage.checkpoints;
-            sum.journal_records += usage.journal_records;
-            sum.entries_free += usage.entries_free;
-            sum.entries_pending += usage.entries_pending;
-            sum.entries_max += usage.entries_max;
-        }
-        sum
+        sum_of_usage(self.usable_devices())
     }
 
     /// Numbers of all devices that are not released.
@@ -240,6 +231,10 @@ impl Devices {
     pub(super) fn usages(&self) -> impl Iterator<Item = (DeviceId, PoolUsage)> {
         let usage = |id| self.device(id).pool.usage();
         self.ids().filter(|id| self.is_usable(*id)).map(move |id| (id, usage(id)))
+    }
+
+    pub(super) fn writable_devices(&self) -> impl Iterator<Item = &Device> {
+        self.devices.iter().flatten().filter(|device| device.is_writable())
     }
 
     pub(super) fn usable_devices(&self) -> impl Iterator<Item = &Device> {
@@ -264,6 +259,27 @@ impl Devices {
     }
 }
 
+/// Adds up the usage of devices.
+pub(super) fn sum_of_usage<'a>(devices: impl Iterator<Item = &'a Device>) -> PoolUsage {
+    let mut sum = PoolUsage::default();
+    for device in devices {
+        let usage = device.pool.usage();
+        sum.slot_bytes_used += usage.slot_bytes_used;
+        sum.slot_bytes_free += usage.slot_bytes_free;
+        sum.slots_quarantined += usage.slots_quarantined;
+        sum.pending_frees_bytes += usage.pending_frees_bytes;
+        sum.journal_bytes_used += usage.journal_bytes_used;
+        sum.journal_bytes_capacity += usage.journal_bytes_capacity;
+        sum.capacity_bytes += usage.capacity_bytes;
+        sum.checkpoints += usage.checkpoints;
+        sum.journal_records += usage.journal_records;
+        sum.entries_free += usage.entries_free;
+        sum.entries_pending += usage.entries_pending;
+        sum.entries_max += usage.entries_max;
+    }
+    sum
+}
+
 impl Device {
     pub(super) fn new(pool: DevicePool) -> Device {
         Device {
@@ -277,13 +293,17 @@ impl Device {
         }
     }
 
+    fn is_writable(&self) -> bool {
+        self.health == Health::Usable && self.pool.is_writable()
+    }
+
     fn can_start_batch(&self) -> bool {
         self.health == Health::Usable && self.pool.can_start_batch()
     }
 
     /// Whether records must be journaled that no batch will contain.
     pub(super) fn owes_flush(&self) -> bool {
-        self.health == Health::Usable
+        self.is_writable()
             && self.batches_in_flight == 0
             && (self.records_owed > 0 || self.pool.usage().pending_frees_bytes > 0)
     }

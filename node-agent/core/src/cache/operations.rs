@@ -49,6 +49,9 @@ impl Cache {
                     self.outcomes.batches.push(DoneBatch { batch, stored });
                 }
                 PoolEvent::SpaceFreed => {}
+                PoolEvent::WritesStopped { reason } => {
+                    cx.emit(Effect::Diagnostic(Diagnostic::WritesStopped { device: id, reason }));
+                }
                 PoolEvent::DeviceLost { reason } => self.lose_device(cx, id, reason),
             }
         }
@@ -88,7 +91,7 @@ impl Cache {
     /// Reports, once for each size class, that its blocks fit into no segment. Not reported without devices,
     /// because then no block can be durable.
     pub(crate) fn report_unstorable(&mut self, cx: &mut Context, size_class: SizeClassId) {
-        let segments = self.devices.usable_devices().map(|device| device.pool.payload_bytes_max());
+        let segments = self.devices.writable_devices().map(|device| device.pool.payload_bytes_max());
         if let Some(payload_bytes_max) = segments.max()
             && self.sizes.mark_unstorable_reported(size_class)
         {

@@ -8,7 +8,7 @@
 use reprise_policy::eviction::EntryIndex;
 
 use crate::cache::accounts::nvme_bytes;
-use crate::cache::devices::SpaceCheck;
+use crate::cache::devices::{SpaceCheck, sum_of_usage};
 use crate::cache::index::{Dram, Stored};
 use crate::cache::sizes::{SizeClass, SizeClassId};
 use crate::cache::{Cache, SlotRequest};
@@ -69,7 +69,7 @@ impl Cache {
 
     /// Whether free and pending bytes, or journal entries, are below the target.
     fn pool_short(&self) -> bool {
-        let usage = self.devices.usage();
+        let usage = sum_of_usage(self.devices.writable_devices());
         let target = |of: u64| of * u64::from(self.pool_free_permille) / 1000;
         usage.slot_bytes_free + usage.pending_frees_bytes < target(usage.capacity_bytes)
             || usage.entries_free + usage.entries_pending < target(usage.entries_max)
@@ -131,6 +131,10 @@ impl Cache {
     fn victim_for(&self, stored: Stored, request: SlotRequest, tried: &[(DeviceId, u32)]) -> Reclaim {
         let pool = &self.devices.device(stored.device).pool;
         let segment = pool.segment_of(stored.page).expect("a stored block is in a segment");
+        // Nothing is freed on a device that cannot be written.
+        if !pool.is_writable() {
+            return Reclaim::Nothing { segment };
+        }
         if pool.has_size(stored.page, request.slot_bytes) || pool.usage().entries_free == 0 {
             return Reclaim::Slot;
         }

@@ -79,6 +79,8 @@ pub struct PoolUsage {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Health {
     Working,
+    /// Blocks are read, but nothing is written.
+    ReadOnly,
     Lost,
 }
 
@@ -148,10 +150,15 @@ impl DevicePool {
         self.superblock.device_index
     }
 
+    /// Whether blocks can be written.
+    pub fn is_writable(&self) -> bool {
+        self.health == Health::Working
+    }
+
     /// Allocates a slot for a payload of this size. `None` if there is no free slot: free some blocks first.
     /// A payload that does not fit into a segment never gets a slot ([`DevicePool::payload_bytes_max`]).
     pub fn allocate(&mut self, payload_bytes: u64) -> Option<PageNumber> {
-        if self.health == Health::Lost {
+        if !self.is_writable() {
             return None;
         }
         self.slots.allocate(slot_pages(payload_bytes)?)
@@ -159,6 +166,9 @@ impl DevicePool {
 
     /// Number of slots of this size that [`DevicePool::allocate`] could return now.
     pub fn allocatable(&self, payload_bytes: u64) -> u64 {
+        if !self.is_writable() {
+            return 0;
+        }
         slot_pages(payload_bytes).map_or(0, |pages| self.slots.allocatable(pages))
     }
 
@@ -174,7 +184,8 @@ impl DevicePool {
     /// # Panics
     /// If the slot holds no stored block.
     pub fn free(&mut self, page: PageNumber) {
-        self.removals.extend(self.slots.begin_free(page));
+        let record = self.slots.begin_free(page);
+        self.removals.extend(record.filter(|_| self.health == Health::Working));
     }
 
     /// Quarantines the slot of a stored block permanently after a medium error. Recorded with the next batch
@@ -183,7 +194,8 @@ impl DevicePool {
     /// # Panics
     /// If the slot was never written.
     pub fn quarantine(&mut self, page: PageNumber) {
-        self.removals.extend(self.slots.quarantine(page));
+        let record = self.slots.quarantine(page);
+        self.removals.extend(record.filter(|_| self.health == Health::Working));
     }
 
     /// Whether the slot at a page has the size for payloads of `payload_bytes`.
@@ -200,12 +212,12 @@ impl DevicePool {
     /// size. `None` if freeing blocks is not sufficient, for example because of a quarantined slot or a write
     /// in progress.
     pub fn drainable(&self, segment: u32, payload_bytes: u64) -> Option<Vec<(BlockKey, PageNumber)>> {
-        self.slots.drainable(segment, slot_pages(payload_bytes)?)
+        self.slots.drainable(segment, slot_pages(payload_bytes)?).filter(|_| self.is_writable())
     }
 
     /// Returns the [`DevicePool::drainable`] segment with the fewest blocks. O(slots).
     pub fn emptiest_drainable(&self, payload_bytes: u64) -> Option<u32> {
-        self.slots.emptiest_drainable(slot_pages(payload_bytes)?)
+        self.slots.emptiest_drainable(slot_pages(payload_bytes)?).filter(|_| self.is_writable())
     }
 
     /// Stops allocation in a segment until all of it is free. The caller frees its blocks next.
@@ -215,7 +227,7 @@ impl DevicePool {
 
     /// Whether space for this payload size becomes available without freeing further blocks.
     pub fn space_pending(&self, payload_bytes: u64) -> bool {
-        slot_pages(payload_bytes).is_some_and(|pages| self.slots.space_pending(pages))
+        self.is_writable() && slot_pages(payload_bytes).is_some_and(|pages| self.slots.space_pending(pages))
     }
 
     /// Returns the block stored at a page, or `None` if no durable block is stored there.
@@ -226,7 +238,7 @@ impl DevicePool {
     /// Whether [`DevicePool::write_batch`] may be called: the device works and has fewer than [`BATCHES_MAX`]
     /// batches in flight.
     pub fn can_start_batch(&self) -> bool {
-        self.health == Health::Working && self.batches.len() < BATCHES_MAX
+        self.is_writable() && self.batches.len() < BATCHES_MAX
     }
 
     /// Writes blocks into allocated slots and makes them durable, reported as one [`PoolEvent::BatchDone`].
@@ -265,7 +277,7 @@ impl DevicePool {
 
     /// Handles the result of an operation. Returns the next operations and the resulting events.
     ///
-    /// After [`PoolEvent::DeviceLost`], no further operations are returned. Batches in flight are reported as
+    /// After [`PoolEvent::DeviceLost`] or [`PoolEvent::WritesStopped`], no further operations are returned. Batches in flight are reported as
     /// failed when the last of their block writes was reported, so that the device no longer uses their
     /// memory.
     ///
@@ -279,11 +291,11 @@ impl DevicePool {
         let (mut ops, mut events) = (Vec::new(), Vec::new());
         let purpose = self.operations.end(token);
         match (purpose, result) {
-            (Purpose::Block { batch, .. }, _) if self.health == Health::Lost => {
+            (Purpose::Block { batch, .. }, _) if self.health != Health::Working => {
                 self.batch_mut(batch).write_done();
                 self.report_lost_batches(&mut events);
             }
-            _ if self.health == Health::Lost => {}
+            _ if self.health != Health::Working => {}
             (Purpose::Block { batch, .. }, Ok(())) => self.block_written(batch),
             (Purpose::Block { batch, page }, Err(DeviceError::Media)) => {
                 self.slots.quarantine(page);
@@ -294,15 +306,15 @@ impl DevicePool {
                 self.batch_mut(batch).write_refused(page);
                 self.block_written(batch);
             }
-            (Purpose::Block { batch, .. }, Err(DeviceError::Lost)) => {
+            (Purpose::Block { batch, .. }, Err(error @ (DeviceError::Unwritable | DeviceError::Lost))) => {
                 self.batch_mut(batch).write_done();
-                self.lose("a block could not be written: the device is lost", &mut events);
+                self.stop("a block could not be written", error, &mut events);
             }
             (Purpose::Journal(_), Err(error)) => {
-                self.lose(&format!("the journal could not be written: {error}"), &mut events);
+                self.stop("the journal could not be written", error, &mut events);
             }
             (Purpose::Sync, Err(error)) => {
-                self.lose(&format!("the device could not be synced: {error}"), &mut events);
+                self.stop("the device could not be synced", error, &mut events);
             }
             (Purpose::Journal(part), Ok(())) => self.journal_written(part),
             (Purpose::Sync, Ok(())) => self.synced(&mut ops, &mut events),
@@ -453,7 +465,7 @@ impl DevicePool {
 
     /// Starts all operations that are possible now.
     fn pump(&mut self, ops: &mut Vec<DeviceOp>) {
-        if self.health == Health::Lost {
+        if !self.is_writable() {
             return;
         }
         let mut actions = JournalActions::default();
@@ -475,12 +487,20 @@ impl DevicePool {
         }
     }
 
-    fn lose(&mut self, reason: &str, events: &mut Vec<PoolEvent>) {
-        self.health = Health::Lost;
+    /// Ends writing after an error, and reading too if the device is lost.
+    fn stop(&mut self, what: &str, error: DeviceError, events: &mut Vec<PoolEvent>) {
+        let reason = format!("{what}: {error}");
+        let (health, event) = match error {
+            DeviceError::Lost => (Health::Lost, PoolEvent::DeviceLost { reason }),
+            DeviceError::Media | DeviceError::Refused | DeviceError::Unwritable => {
+                (Health::ReadOnly, PoolEvent::WritesStopped { reason })
+            }
+        };
+        self.health = health;
         self.journal.abandon();
         self.gate.abandon();
         self.removals.clear();
-        events.push(PoolEvent::DeviceLost { reason: reason.to_owned() });
+        events.push(event);
         self.report_lost_batches(events);
     }
 

@@ -80,6 +80,8 @@ pub(crate) struct Harness {
     /// Answers to offers of peers: accepted keys, and the delay for the others.
     pub(crate) offer_answers: BTreeMap<PeerOfferId, (Vec<u32>, Duration)>,
     pub(crate) lost_devices: BTreeSet<DeviceId>,
+    /// Devices that accept no more writes.
+    pub(crate) read_only_devices: BTreeSet<DeviceId>,
     /// Detached devices that may be attached again.
     pub(crate) released: BTreeSet<DeviceId>,
     setup: Setup,
@@ -180,6 +182,7 @@ impl Harness {
             reports: Vec::new(),
             offer_answers: BTreeMap::new(),
             lost_devices: BTreeSet::new(),
+            read_only_devices: BTreeSet::new(),
             released: BTreeSet::new(),
             setup,
             serve_ids: ServeIds::default(),

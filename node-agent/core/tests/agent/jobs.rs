@@ -184,6 +184,8 @@ impl Harness {
         let result = if lost {
             self.lost_devices.insert(device);
             Err(DeviceError::Lost)
+        } else if self.read_only_devices.contains(&device) && !matches!(op.kind, DeviceOpKind::Sync) {
+            Err(DeviceError::Unwritable)
         } else if let DeviceOpKind::WriteBlock { slot, .. } = &op.kind {
             if refused {
                 Err(DeviceError::Refused)

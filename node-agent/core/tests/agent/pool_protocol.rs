@@ -231,7 +231,8 @@ fn a_damaged_block_can_be_quarantined_while_it_is_being_freed() {
     pool.audit().expect("consistent");
 }
 
-fn device_lost_by(
+/// Runs two batches, of which the first one meets an error. Returns the pool and all events.
+fn stopped_by(
     make_unreadable: impl Fn(&DeviceOpKind) -> bool,
     error: DeviceError,
 ) -> (DevicePool, Vec<PoolEvent>) {
@@ -248,7 +249,9 @@ fn device_lost_by(
         }
         ops.extend(more);
     }
-    assert!(matches!(all.first(), Some(PoolEvent::DeviceLost { .. })), "{all:?}");
+    let is_lost = matches!(all.first(), Some(PoolEvent::DeviceLost { .. }));
+    let is_read_only = matches!(all.first(), Some(PoolEvent::WritesStopped { .. }));
+    assert_eq!((is_lost, is_read_only), (error == DeviceError::Lost, error != DeviceError::Lost), "{all:?}");
     assert_eq!(all.len(), 2, "the batch that is still being written is not reported: {all:?}");
     let (more, events) = pool.done(second[0].token, Ok(()));
     assert!(more.is_empty());
@@ -262,12 +265,15 @@ fn after_a_failed_sync_or_journal_write_nothing_is_reported_durable() {
     let is_pages = |kind: &DeviceOpKind| matches!(kind, DeviceOpKind::WritePages { .. });
     let is_block = |kind: &DeviceOpKind| matches!(kind, DeviceOpKind::WriteBlock { .. });
     let runs = [
-        device_lost_by(is_sync, DeviceError::Media),
-        device_lost_by(is_sync, DeviceError::Lost),
-        device_lost_by(is_sync, DeviceError::Refused),
-        device_lost_by(is_pages, DeviceError::Refused),
-        device_lost_by(is_pages, DeviceError::Media),
-        device_lost_by(is_block, DeviceError::Lost),
+        stopped_by(is_sync, DeviceError::Media),
+        stopped_by(is_sync, DeviceError::Lost),
+        stopped_by(is_sync, DeviceError::Refused),
+        stopped_by(is_pages, DeviceError::Refused),
+        stopped_by(is_pages, DeviceError::Media),
+        stopped_by(is_pages, DeviceError::Unwritable),
+        stopped_by(is_sync, DeviceError::Unwritable),
+        stopped_by(is_block, DeviceError::Unwritable),
+        stopped_by(is_block, DeviceError::Lost),
     ];
     for (mut pool, events) in runs {
         let failed: Vec<&PoolEvent> = events[1..].iter().collect();
@@ -278,7 +284,24 @@ fn after_a_failed_sync_or_journal_write_nothing_is_reported_durable() {
         }
         assert!(!pool.can_start_batch() && pool.flush_frees().is_empty());
         assert_eq!(pool.allocate(layout(3).slot_bytes()), None);
+        assert!(!pool.is_writable() && pool.allocatable(layout(3).slot_bytes()) == 0);
+        pool.audit().expect("consistent");
     }
+}
+
+#[test]
+fn blocks_can_be_freed_and_quarantined_after_writing_has_ended_without_any_operation() {
+    let mut pool = fresh();
+    let (pages, ops) = start(&mut pool, 1, 1, 3, layout(3));
+    run_to_completion(&mut pool, ops);
+    let (_, ops) = start(&mut pool, 2, 11, 1, layout(3));
+    let (more, events) = pool.done(ops[0].token, Err(DeviceError::Unwritable));
+    assert!(more.is_empty() && matches!(events[0], PoolEvent::WritesStopped { .. }), "{events:?}");
+    pool.free(pages[0]);
+    pool.quarantine(pages[1]);
+    assert!(pool.flush_frees().is_empty());
+    assert!(pool.stored(pages[0]).is_none() && pool.stored(pages[2]).is_some());
+    pool.audit().expect("consistent");
 }
 
 #[test]

@@ -269,6 +269,40 @@ fn lost_device_removes_its_blocks_but_not_their_dram_copies() {
 }
 
 #[test]
+fn device_that_accepts_no_writes_keeps_serving_its_blocks_and_saves_go_elsewhere() {
+    let (mut harness, session) = with(Setup { disks: vec![8 << 20, 8 << 20], ..Setup::default() });
+    save_durably(&mut harness, session, &keys(0..8));
+    harness.read_only_devices.insert(DeviceId(0));
+    save_durably(&mut harness, session, &keys(8..24));
+    let notice = harness.engines[&session].notices.last().expect("a notice").clone();
+    assert!(notice.2.is_empty(), "the other device takes over: {notice:?}");
+    assert!(matches!(harness.reports[..], [Diagnostic::WritesStopped { device: DeviceId(0), .. }]));
+    assert_eq!((harness.core.counters().devices_lost, harness.core.counters().nvme_blocks), (0, 24));
+    trim(&mut harness, session);
+    harness.load(session, &keys(0..8), Duration::ZERO, Scope::Local);
+    harness.finish_jobs();
+    assert_eq!(harness.core.counters().dram_blocks, 8, "every block is read from its device");
+}
+
+#[test]
+fn without_a_writable_device_saves_end_as_lost_and_no_block_is_evicted_for_them() {
+    let (mut harness, session) = with(Setup::default());
+    save_durably(&mut harness, session, &keys(0..8));
+    harness.read_only_devices.insert(DeviceId(0));
+    for start in (100..160).step_by(4) {
+        save_durably(&mut harness, session, &keys(start..start + 4));
+        let mut lost = harness.engines[&session].notices.last().expect("a notice").2.clone();
+        let mut saved = keys(start..start + 4);
+        lost.sort_unstable();
+        saved.sort_unstable();
+        assert_eq!(lost, saved);
+    }
+    assert_eq!(harness.core.counters().nvme_blocks, 8);
+    assert!((0..8).all(|number| on_nvme(&harness, key(number))));
+    assert_eq!(harness.core.counters().nvme_evictions, 0);
+}
+
+#[test]
 fn device_with_consecutive_read_failures_is_lost() {
     let (mut harness, session) = with(Setup::default());
     for start in (0..20).step_by(4) {

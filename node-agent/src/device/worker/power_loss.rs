@@ -131,6 +131,7 @@ impl Life {
     fn handle(&mut self, event: PoolEvent, ledger: &mut Ledger) {
         match event {
             PoolEvent::SpaceFreed => {}
+            PoolEvent::WritesStopped { reason } => panic!("unexpected end of writing: {reason}"),
             PoolEvent::DeviceLost { reason } => panic!("unexpected device loss: {reason}"),
             PoolEvent::BatchDone { batch, stored, failed } => {
                 assert!(failed.is_empty(), "unexpected failures: {failed:?}");

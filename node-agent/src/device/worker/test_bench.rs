@@ -121,6 +121,7 @@ impl TestBench {
             clock: Clock::start(),
             metrics: Metrics::new("test", PageCoverage::default()).device(DeviceId(0)),
             sync_failed: Arc::default(),
+            write_error: Arc::default(),
             media_errors: Arc::default(),
         };
         let worker = Some(Worker::new(context, open.into_engine()));
@@ -207,6 +208,11 @@ impl TestBench {
             .expect("inside the arena")
             .copy_out(&mut bytes);
         bytes == payload(number, layout)
+    }
+
+    /// Returns why the device accepts no more writes, if so.
+    pub(super) fn write_error(&self) -> Option<String> {
+        self.worker.as_ref().and_then(|worker| worker.context.write_error.get().cloned())
     }
 
     /// Reads blocks through the worker and compares their content.

@@ -97,6 +97,7 @@ fn context() -> (WorkerContext, Sender<Command>, Receiver<Input>) {
         clock: Clock::start(),
         metrics: Metrics::new("test", reprise_buffers::PageCoverage::default()).device(DeviceId(0)),
         sync_failed: Arc::default(),
+        write_error: Arc::default(),
         media_errors: Arc::default(),
     };
     (context, commands, inputs)

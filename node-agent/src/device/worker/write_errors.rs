@@ -25,9 +25,9 @@ fn start(bench: &mut TestBench, batch: u64, numbers: std::ops::Range<u64>) {
     bench.submit(ops);
 }
 
-/// Returns the result of the single batch, and the number of reported losses.
+/// Returns the result of the single batch, and how often an end of writing was reported.
 fn end(events: Vec<PoolEvent>) -> (Vec<StoredBlock>, Vec<u64>, usize) {
-    let (mut ends, mut losses) = (Vec::new(), 0);
+    let (mut ends, mut stops) = (Vec::new(), 0);
     for event in events {
         match event {
             PoolEvent::BatchDone { stored, failed, .. } => {
@@ -35,21 +35,22 @@ fn end(events: Vec<PoolEvent>) -> (Vec<StoredBlock>, Vec<u64>, usize) {
                 failed.sort_unstable();
                 ends.push((stored, failed));
             }
-            PoolEvent::DeviceLost { .. } => losses += 1,
+            PoolEvent::WritesStopped { .. } => stops += 1,
+            PoolEvent::DeviceLost { reason } => panic!("the device is not lost: {reason}"),
             PoolEvent::SpaceFreed => {}
         }
     }
     assert_eq!(ends.len(), 1, "a batch ends once");
     let (stored, failed) = ends.remove(0);
-    (stored, failed, losses)
+    (stored, failed, stops)
 }
 
 /// Returns a pool with blocks 0 to 3.
 fn with_four_blocks() -> (TestBench, Vec<StoredBlock>) {
     let mut bench = TestBench::blank(1);
     start(&mut bench, 0, 0..4);
-    let (stored, failed, losses) = end(bench.run_until_idle());
-    assert_eq!((stored.len(), failed.len(), losses), (4, 0, 0));
+    let (stored, failed, stops) = end(bench.run_until_idle());
+    assert_eq!((stored.len(), failed.len(), stops), (4, 0, 0));
     (bench, stored)
 }
 
@@ -68,14 +69,14 @@ fn failed_write_loses_its_block_and_the_rest_of_the_batch_is_durable() {
     let second = stored[3].page.offset() + 2 * slot;
     bench.device.inject(Fault::at(FaultKind::WriteError, second..second + slot));
     start(&mut bench, 1, 4..8);
-    let (more, failed, losses) = end(bench.run_until_idle());
-    assert_eq!((more.len(), failed, losses), (3, vec![5], 0));
+    let (more, failed, stops) = end(bench.run_until_idle());
+    assert_eq!((more.len(), failed, stops), (3, vec![5], 0));
     assert!(bench.holds(5, 5, &layout()), "it is still readable in memory");
     assert_eq!((bench.pool.usage().slots_quarantined, bench.losses.len()), (1, 0));
     stored.extend(more);
     start(&mut bench, 2, 8..12);
-    let (more, failed, losses) = end(bench.run_until_idle());
-    assert_eq!((more.len(), failed.len(), losses), (4, 0, 0), "the device continues");
+    let (more, failed, stops) = end(bench.run_until_idle());
+    assert_eq!((more.len(), failed.len(), stops), (4, 0, 0), "the device continues");
     stored.extend(more);
     assert_found(&bench, &stored);
     bench.read_and_compare(&stored);
@@ -88,11 +89,13 @@ fn full_device_rejects_writes_and_loses_no_durable_block() {
     // Some of the blocks are written by then.
     bench.run_once();
     bench.device.inject(Fault::everywhere(FaultKind::Full));
-    let (more, failed, losses) = end(bench.run_until_idle());
-    assert_eq!((more.len(), failed, losses), (0, (4..12).collect(), 1));
+    let (more, failed, stops) = end(bench.run_until_idle());
+    assert_eq!((more.len(), failed, stops), (0, (4..12).collect(), 1));
     assert!((4..12).all(|number| bench.holds(number as usize, number, &layout())));
-    let [reason] = bench.losses.as_slice() else { panic!("expected one loss: {:?}", bench.losses) };
+    assert_eq!(bench.losses, [""; 0]);
+    let reason = bench.write_error().expect("writing has ended");
     assert!(reason.contains("no space") && reason.contains("free space"), "{reason}");
+    bench.read_and_compare(&stored);
     assert!(!bench.pool.can_start_batch() && bench.pool.allocate(layout().slot_bytes()).is_none());
     assert_found(&bench, &stored);
 }
@@ -102,8 +105,8 @@ fn with_a_failed_journal_nothing_becomes_durable_and_durable_blocks_are_readable
     let (mut bench, stored) = with_four_blocks();
     bench.device.inject(Fault::at(FaultKind::WriteError, JOURNAL));
     start(&mut bench, 1, 4..8);
-    let (more, failed, losses) = end(bench.run_until_idle());
-    assert_eq!((more.len(), failed, losses), (0, (4..8).collect(), 1));
+    let (more, failed, stops) = end(bench.run_until_idle());
+    assert_eq!((more.len(), failed, stops), (0, (4..8).collect(), 1));
     assert!(!bench.pool.can_start_batch());
     // The worker is not affected and continues to read.
     assert_eq!(bench.losses, [""; 0]);

@@ -156,7 +156,7 @@ impl Model {
                 }
             }
             PoolEvent::SpaceFreed => {}
-            PoolEvent::DeviceLost { .. } => self.lost = true,
+            PoolEvent::DeviceLost { .. } | PoolEvent::WritesStopped { .. } => self.lost = true,
         }
     }
 
