@@ -118,7 +118,7 @@ fn a_block_device_that_grew_has_more_space_at_the_next_start() {
 #[test]
 fn a_full_device_stops_writes_and_serves_reads_until_a_restart_with_space() {
     let env = TestEnv::new();
-    env.require("accepts no more writes");
+    env.require("rejects writes");
     env.allow("device error");
     // The device has 256 MiB, and its file has space for 24.
     let memory = MemoryFs::new(env.folder().join("memory"), 24 * MIB);

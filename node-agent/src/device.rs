@@ -82,7 +82,7 @@ pub(crate) struct DeviceInfo {
     /// Set when a sync has failed: with a page cache, later reads may return data that is not on the
     /// medium.
     pub(crate) sync_failed: Arc<AtomicBool>,
-    /// Set with the reason and the remedy when the device accepts no more writes.
+    /// Set with the reason and the remedy when the device rejects writes.
     pub(crate) write_error: Arc<OnceLock<String>>,
     /// Operations since opening that failed with a medium error or were lost on the way to it.
     pub(crate) media_errors: Arc<AtomicU32>,

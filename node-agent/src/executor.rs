@@ -77,7 +77,7 @@ struct DeviceEntry {
     device: Device,
     /// Why the device is lost, if it is.
     lost: Option<String>,
-    /// Why the device accepts no more writes, if so.
+    /// Why the device rejects writes, if so.
     read_only: Option<String>,
 }
 
@@ -96,7 +96,7 @@ pub(crate) struct DeviceView {
     pub(crate) waiting: usize,
     /// Why the device is lost, if it is.
     pub(crate) lost: Option<String>,
-    /// Why the device accepts no more writes, if so.
+    /// Why the device rejects writes, if so.
     pub(crate) read_only: Option<String>,
 }
 
@@ -440,7 +440,7 @@ impl Executor {
         }
     }
 
-    /// Reports that a device accepts no more writes.
+    /// Reports that a device rejects writes.
     fn stop_writes(&mut self, device: DeviceId, reason: &str) {
         self.parts.metrics.device_read_only(device);
         let Some(entry) = self.devices.get_mut(usize::from(device.0)).and_then(Option::as_mut) else {
@@ -452,7 +452,7 @@ impl Executor {
             device = device.0,
             path = %info.path.display(),
             reason,
-            "the device accepts no more writes; its blocks are still read. Restart the agent after the remedy"
+            "the device rejects writes; its blocks are still read. Restart the agent after the remedy"
         );
         entry.read_only = Some(reason);
     }

@@ -291,7 +291,7 @@ impl Metrics {
         self.devices.lost.get_or_create(&DeviceLabels { device: device.0 }).set(1);
     }
 
-    /// Records that a device accepts no more writes.
+    /// Records that a device rejects writes.
     pub(crate) fn device_read_only(&self, device: DeviceId) {
         self.devices.read_only.get_or_create(&DeviceLabels { device: device.0 }).set(1);
     }
@@ -401,7 +401,7 @@ impl DeviceFamilies {
         registry.register("device_lost", "1 if the device is lost", all.lost);
         registry.register(
             "device_read_only",
-            "1 if the device accepts no more writes; its blocks are still read",
+            "1 if the device rejects writes; its blocks are still read",
             all.read_only,
         );
         registry.register("device_recovery_seconds", "Time to open the pool at start", all.recovery_seconds);

@@ -233,7 +233,7 @@ fn fill_disk(agent: &mut Agent) {
 #[test]
 fn a_disk_that_fills_up_ends_writing_but_costs_no_block() {
     let env = TestEnv::new();
-    env.require("accepts no more writes");
+    env.require("rejects writes");
     let files = env.configure(&AgentConfig::named("node"));
     let mut command = Command::new(binary("reprise-agent"));
     command.arg("--config").arg(&files.config);

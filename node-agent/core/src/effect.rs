@@ -511,7 +511,7 @@ pub enum Diagnostic {
     },
     /// A device can no longer be written. Its blocks are still read.
     WritesStopped {
-        /// Device that accepts no more writes.
+        /// Device that rejects writes.
         device: DeviceId,
         /// Reason, for logs and status messages.
         reason: String,

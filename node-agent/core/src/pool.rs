@@ -83,9 +83,9 @@ pub enum DeviceError {
     /// For the journal or a sync, this ends writing, because the order of writes can no longer be guaranteed.
     #[error("the device did not start the operation")]
     Refused,
-    /// The device accepts no more writes: it is full or read-only, or too many writes failed. Reads are not
+    /// The device rejects writes: it is full or read-only, or too many writes failed. Reads are not
     /// affected.
-    #[error("the device accepts no more writes")]
+    #[error("the device rejects writes")]
     Unwritable,
     /// The device is gone or otherwise unusable.
     #[error("device lost")]

@@ -77,7 +77,7 @@ struct Device {
     direct: bool,
     /// Why the device is lost.
     lost: Option<String>,
-    /// Why the device accepts no more writes, while its blocks are still read.
+    /// Why the device rejects writes, while its blocks are still read.
     read_only: Option<String>,
     queue_waiting: usize,
     recovery_us: u64,

@@ -1,4 +1,4 @@
-//! Decides when errors of single operations mean that a device accepts no more writes, or is lost.
+//! Decides when errors of single operations mean that a device rejects writes, or is lost.
 //!
 //! A medium error affects one block. [`ERRORS_MAX`] of them within [`ERROR_WINDOW`] end writing if they are
 //! errors of writes, and the use of the device if they are errors of reads. A device without space, or one

@@ -17,7 +17,7 @@
 //! while the device has more to read. Completed operations are reported immediately, since the pool waits
 //! for them.
 //!
-//! A lost device costs only its capacity: see `lost`. A device that accepts no more writes is still read.
+//! A lost device costs only its capacity: see `lost`. A device that rejects writes is still read.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};

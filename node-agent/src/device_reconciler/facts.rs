@@ -104,8 +104,7 @@ pub(super) fn gather(
         let open = id.and_then(|id| view.devices.iter().find(|device| device.id == id));
         if let Some(open) = open {
             if let Some(reason) = &open.read_only {
-                let message =
-                    format!("the device accepts no more writes; its blocks are still read: {reason}");
+                let message = format!("the device rejects writes; its blocks are still read: {reason}");
                 fact.fault = Some(DeviceFault { reason: Reason::DeviceFailed, message });
             }
             let errors = open.info.media_errors.load(Ordering::Relaxed);

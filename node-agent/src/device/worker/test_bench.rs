@@ -210,7 +210,7 @@ impl TestBench {
         bytes == payload(number, layout)
     }
 
-    /// Returns why the device accepts no more writes, if so.
+    /// Returns why the device rejects writes, if so.
     pub(super) fn write_error(&self) -> Option<String> {
         self.worker.as_ref().and_then(|worker| worker.context.write_error.get().cloned())
     }
