@@ -251,7 +251,7 @@ fn a_disk_that_fills_up_ends_writing_but_costs_no_block() {
     assert_eq!(engine.load_all(&everything, &LoadParams::LOCAL), vec![Source::OwnDram; 60]);
     assert_eq!(agent.admin().counter("devices_lost"), 0);
     engine.trim();
-    assert_eq!(engine.load_all(&before, &LoadParams::LOCAL), vec![Source::OwnNvme; 20], "reads go on");
+    assert_eq!(engine.load_all(&before, &LoadParams::LOCAL), vec![Source::OwnNvme; 20], "it is still read");
     let log = read(&files.log);
     let problems: Vec<&str> =
         log.lines().filter(|line| line.contains("ERROR") || line.contains("WARN")).collect();

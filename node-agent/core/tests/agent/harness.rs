@@ -80,7 +80,7 @@ pub(crate) struct Harness {
     /// Answers to offers of peers: accepted keys, and the delay for the others.
     pub(crate) offer_answers: BTreeMap<PeerOfferId, (Vec<u32>, Duration)>,
     pub(crate) lost_devices: BTreeSet<DeviceId>,
-    /// Devices that accept no more writes.
+    /// Devices that reject writes.
     pub(crate) read_only_devices: BTreeSet<DeviceId>,
     /// Detached devices that may be attached again.
     pub(crate) released: BTreeSet<DeviceId>,
