@@ -66,10 +66,10 @@ lint-python:
 	python/lint.sh
 
 # Lints and tests select the same packages, and therefore the same features: dependencies are compiled once.
-test-quick:
-	@started=$$(date +%s); code=0; \
-	{ $(MAKE) --no-print-directory lint && cargo test --locked --workspace; } || code=$$?; \
-	echo "make test-quick took $$(($$(date +%s) - started)) s"; exit $$code
+test-quick: STARTED := $(shell date +%s)
+test-quick: lint
+	@code=0; cargo test --locked --workspace || code=$$?; \
+	echo "make test-quick took $$(($$(date +%s) - $(STARTED))) s"; exit $$code
 
 # The end-to-end tests start the binaries in their own folder, so those are built first. The build always includes a
 # test of the workspace: otherwise dependencies have other features and are compiled again.
