@@ -2,13 +2,14 @@
 //! and ends it at the end of its own standard input, so that it always ends with this program.
 
 use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::path::Path;
+use std::process::{ChildStdin, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 
-use reprise_testkit::cluster::stop;
+use reprise_testkit::cluster::STOP_WITHIN;
+use reprise_testkit::process::{ChildProcess, append, read_log};
 
 /// Time limit until it is ready: imports take seconds, and ten times that on a busy machine.
 const READY_WITHIN: Duration = Duration::from_secs(300);
@@ -39,7 +40,7 @@ pub(crate) struct Script<'a> {
 }
 
 pub(crate) struct HelperProcess {
-    child: Child,
+    child: ChildProcess,
     input: Option<ChildStdin>,
 }
 
@@ -50,26 +51,22 @@ impl HelperProcess {
         let (text, ready, log) = (path("sh"), path("ready"), path("log"));
         fs::write(&text, script.text).with_context(|| format!("cannot write {}", text.display()))?;
         drop(fs::remove_file(&ready));
-        let output = fs::File::options()
-            .create(true)
-            .append(true)
-            .open(&log)
-            .with_context(|| format!("cannot write {}", log.display()))?;
+        let output = append(&log)?;
         let shell = ["bash", "-c", UNTIL_INPUT_ENDS];
         let in_namespace = ["unshare", "--net", "--"];
         let command_parts: Vec<&str> =
             if script.own_network { [&in_namespace[..], &shell].concat() } else { shell.to_vec() };
-        let mut child = Command::new(command_parts[0])
+        let mut command = Command::new(command_parts[0]);
+        command
             .args(&command_parts[1..])
             .env("REPRISE_SCRIPT", &text)
             .env("REPRISE_READY", &ready)
             .envs(script.variables.iter().map(|(name, value)| (name, value)))
             .stdin(Stdio::piped())
             .stdout(output.try_clone().context("a second handle of a log")?)
-            .stderr(output)
-            .spawn()
-            .with_context(|| format!("cannot start {}", command_parts[0]))?;
-        let input = child.stdin.take();
+            .stderr(output);
+        let mut child = ChildProcess::try_spawn(command)?;
+        let input = child.take_input();
         let mut helper = HelperProcess { child, input };
         helper.await_ready(&ready, &log)?;
         Ok(helper)
@@ -80,12 +77,11 @@ impl HelperProcess {
         self.child.id()
     }
 
-    fn await_ready(&mut self, ready: &Path, log: &PathBuf) -> anyhow::Result<()> {
+    fn await_ready(&mut self, ready: &Path, log: &Path) -> anyhow::Result<()> {
         let give_up = Instant::now() + READY_WITHIN;
         while !ready.exists() {
-            let ended = self.child.try_wait().context("checking a process")?;
-            if ended.is_some() || Instant::now() > give_up {
-                let log_text = fs::read_to_string(log).unwrap_or_default();
+            if !self.child.is_alive() || Instant::now() > give_up {
+                let log_text = read_log(log);
                 bail!("it did not start; its log {}:\n{log_text}", log.display());
             }
             std::thread::sleep(READY_PAUSE);
@@ -97,16 +93,15 @@ impl HelperProcess {
 impl Drop for HelperProcess {
     fn drop(&mut self) {
         drop(self.input.take());
-        let give_up = Instant::now() + Duration::from_secs(10);
-        while Instant::now() < give_up && !matches!(self.child.try_wait(), Ok(Some(_))) {
-            std::thread::sleep(READY_PAUSE);
-        }
-        stop(&mut self.child);
+        self.child.wait(STOP_WITHIN);
+        self.child.stop(STOP_WITHIN);
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
+
     use super::*;
 
     fn script<'a>(folder: &'a Path, text: &'a str) -> Script<'a> {

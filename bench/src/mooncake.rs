@@ -8,15 +8,16 @@ use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, Command, Output, Stdio};
+use std::process::{ChildStdin, Command, Output, Stdio};
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use serde::Deserialize;
 
-use reprise_testkit::cluster::{Cluster, Launch, cache_directory, stop};
+use reprise_testkit::cluster::{Cluster, Launch, STOP_WITHIN, cache_directory};
 use reprise_testkit::output::Audience;
+use reprise_testkit::process::{ChildProcess, append};
 
 /// Name of the wheel; the wheel without CUDA in its name needs libcuda.
 const WHEEL: &str = "mooncake-transfer-engine-non-cuda";
@@ -39,10 +40,10 @@ const LINES_MAX: usize = 5;
 
 /// A running master and its client.
 pub(crate) struct Mooncake {
-    client: Child,
+    client: ChildProcess,
     requests: Option<ChildStdin>,
     answers: Receiver<Answer>,
-    master: Child,
+    master: ChildProcess,
     /// Log of both.
     log: PathBuf,
 }
@@ -85,15 +86,11 @@ impl Mooncake {
         };
         let master = cluster.spawn(&launch)?;
         await_listening(&address)?;
-        let mut client = Command::new(&python)
-            .arg(&script)
-            .args([&address, &KEYS.to_string()])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(fs::File::options().append(true).open(&log).context("Mooncake's log")?)
-            .spawn()
-            .with_context(|| format!("cannot start {}", python.display()))?;
-        let output = BufReader::new(client.stdout.take().expect("piped above"));
+        let mut command = Command::new(&python);
+        command.arg(&script).args([&address, &KEYS.to_string()]);
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(append(&log)?);
+        let mut client = ChildProcess::try_spawn(command)?;
+        let output = BufReader::new(client.take_output().expect("piped above"));
         let (sender, answers) = sync_channel(1);
         std::thread::spawn(move || {
             let answers = output.lines().map_while(Result::ok);
@@ -102,7 +99,7 @@ impl Mooncake {
                 .filter_map(|line| serde_json::from_str(&line).ok())
                 .try_for_each(|answer| sender.send(answer))
         });
-        let requests = client.stdin.take();
+        let requests = client.take_input();
         let mooncake = Mooncake { client, requests, answers, master, log };
         mooncake.answer(READY_WITHIN)?;
         Ok(mooncake)
@@ -129,8 +126,8 @@ impl Drop for Mooncake {
     fn drop(&mut self) {
         // The end of its input ends the client by itself; it is not waited for longer than any process.
         drop(self.requests.take());
-        stop(&mut self.client);
-        stop(&mut self.master);
+        self.client.stop(STOP_WITHIN);
+        self.master.stop(STOP_WITHIN);
     }
 }
 

@@ -271,7 +271,7 @@ impl Check {
         let Some(mut reservation) = reserved.into_iter().next() else { return Ok(None) };
         let mut bytes = self.object();
         for object in 0..self.layout.objects() {
-            kv_function::fill(&block.prefix_hash, self.place(object), &mut bytes);
+            kv_function::fill(&block.prefix_hash, ObjectPlace::of(&self.layout, object), &mut bytes);
             reservation.fill_object(object, &bytes)?;
         }
         self.client.commit(vec![(reservation, block.key)], CommitOptions::default()).map(Some)
@@ -346,17 +346,14 @@ impl Check {
             if load.copy_object(0, object, &mut bytes).is_err() {
                 return Ok(FetchResult::LoadFailed);
             }
-            words += kv_function::mismatches(&block.prefix_hash, self.place(object), &bytes);
+            words +=
+                kv_function::mismatches(&block.prefix_hash, ObjectPlace::of(&self.layout, object), &bytes);
         }
         Ok(if words == 0 { FetchResult::Verified(source) } else { FetchResult::Corrupt { words } })
     }
 
     fn object(&self) -> Vec<u8> {
         vec![0; usize::try_from(self.layout.object_bytes()).expect("objects fit in memory")]
-    }
-
-    fn place(&self, object: u32) -> ObjectPlace {
-        ObjectPlace { layer: object / self.layout.parts(), part: object % self.layout.parts() }
     }
 }
 

@@ -1,9 +1,10 @@
 //! Client of the admin port of a process: status pages, counters and metrics.
 
-use std::io::{self, Read, Write};
-use std::net::TcpStream;
+use std::io;
 use std::time::Duration;
 
+use ::http::{HeaderName, HeaderValue};
+use reprise_testkit::http::{self, Request};
 use serde_json::Value;
 
 use crate::wait::wait_until;
@@ -36,15 +37,14 @@ impl Admin {
     /// # Errors
     /// As [`Admin::get`].
     pub fn get_as(&self, path: &str, accept: &str) -> io::Result<(u16, String, String)> {
-        let mut stream = TcpStream::connect(&self.address)?;
-        stream.set_read_timeout(Some(ANSWER_WITHIN))?;
-        write!(stream, "GET {path} HTTP/1.0\r\nHost: e2e\r\nAccept: {accept}\r\n\r\n")?;
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer)?;
-        let torn = || io::Error::new(io::ErrorKind::InvalidData, "incomplete HTTP response");
-        let (head, body) = answer.split_once("\r\n\r\n").ok_or_else(torn)?;
-        let code = head.split_whitespace().nth(1).and_then(|code| code.parse().ok()).ok_or_else(torn)?;
-        Ok((code, head.to_ascii_lowercase(), body.to_owned()))
+        let request =
+            Request::get(path).header("accept", accept).body(String::new()).map_err(io::Error::other)?;
+        let answer = http::send(&self.address, request, ANSWER_WITHIN).map_err(io::Error::other)?;
+        let line = |(name, value): (&HeaderName, &HeaderValue)| {
+            format!("{name}: {}\n", String::from_utf8_lossy(value.as_bytes()))
+        };
+        let head: String = answer.headers.iter().map(line).collect();
+        Ok((answer.code, head.to_ascii_lowercase(), answer.body))
     }
 
     /// Returns the address as `host:port`.

@@ -1,19 +1,15 @@
 //! Blocks whose every byte can be checked: the content is a function of the block's key and the object's
 //! index.
 //!
-//! No copy is needed: the expected value of any byte follows from the block's number. One 64-bit word is
-//! `mix(seed + index × odd)` with SplitMix64's finaliser. So two objects differ in nearly every word, and
-//! neighbouring words of a block differ.
+//! No copy is needed: the expected value of any byte follows from the block's number ([`kv_function`]). Two objects
+//! differ in nearly every word, and so do neighbouring words of a block.
 
 use reprise_policy::key::KeyPart;
 use reprise_policy::{BlockKey, Dtype, Layout, LayoutSpec, NamespaceDigest, Parts};
+use reprise_testkit::kv_function::{self, ObjectPlace};
 
 /// The namespace of all blocks that the tests save.
 pub const NAMESPACE: NamespaceDigest = NamespaceDigest([0x5e; 32]);
-
-/// Odd constant of SplitMix64's sequence (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
-/// Generators).
-const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// Returns a layout of 4 layers of 2 objects of 4 KiB: 32 KiB a block, 36 KiB a device slot, 58 slots in 2
 /// MiB.
@@ -58,37 +54,19 @@ pub fn keys(numbers: &[u64]) -> Vec<BlockKey> {
 
 /// Writes the bytes of one object. The length must be a multiple of 8.
 pub fn write_object(key: &BlockKey, object: u32, into: &mut [u8]) {
-    let seed = seed(key, object);
-    let (words, rest) = into.as_chunks_mut::<8>();
-    assert!(rest.is_empty(), "objects are whole words");
-    for (index, word) in words.iter_mut().enumerate() {
-        *word = word_at(seed, index).to_le_bytes();
-    }
+    assert!(into.len().is_multiple_of(8), "objects are whole words");
+    kv_function::fill(&key.0, place(object), into);
 }
 
 /// Returns the offset of the first wrong word of an object, or `None` if all words are right.
 pub fn first_difference(key: &BlockKey, object: u32, bytes: &[u8]) -> Option<usize> {
-    let seed = seed(key, object);
-    let (words, rest) = bytes.as_chunks::<8>();
-    assert!(rest.is_empty(), "objects are whole words");
-    let differs = |(index, word): (usize, &[u8; 8])| u64::from_le_bytes(*word) != word_at(seed, index);
-    words.iter().enumerate().position(differs).map(|index| index * 8)
+    assert!(bytes.len().is_multiple_of(8), "objects are whole words");
+    kv_function::first_difference(&key.0, place(object), bytes)
 }
 
-fn seed(key: &BlockKey, object: u32) -> u64 {
-    let (words, _) = key.0.as_chunks::<8>();
-    let folded = words.iter().fold(0u64, |sum, word| mix(sum ^ u64::from_le_bytes(*word)));
-    mix(folded ^ u64::from(object))
-}
-
-fn word_at(seed: u64, index: usize) -> u64 {
-    mix(seed.wrapping_add((index as u64).wrapping_mul(GOLDEN)))
-}
-
-fn mix(word: u64) -> u64 {
-    let word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    word ^ (word >> 31)
+/// Content depends on an object's index alone, so that no layout is needed to check it.
+fn place(object: u32) -> ObjectPlace {
+    ObjectPlace { layer: 0, part: object }
 }
 
 #[cfg(test)]

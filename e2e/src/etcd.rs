@@ -3,13 +3,13 @@
 //! The binary is built from etcd's Go module by `e2e/etcd/build.sh` into the cache folder.
 
 use std::fs;
-use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
+use reprise_testkit::etcd::{Ports, is_healthy};
+use reprise_testkit::http::{self, Request};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
@@ -46,13 +46,6 @@ pub struct ServerTls {
     pub client_authority: PathBuf,
 }
 
-#[derive(Clone, Copy, Debug)]
-struct Ports {
-    client: u16,
-    peer: u16,
-    health: u16,
-}
-
 /// Returns the path of the binary, which is built if it does not exist.
 pub(crate) fn binary() -> &'static Path {
     static BINARY: OnceLock<PathBuf> = OnceLock::new();
@@ -83,7 +76,7 @@ impl Etcd {
                 folder: folder.to_owned(),
                 host: host.clone(),
                 started: started.clone(),
-                ports: Ports::free(),
+                ports: Ports::free().expect("free ports"),
                 tls: None,
                 running: None,
             };
@@ -199,25 +192,18 @@ impl Etcd {
 
     /// Calls etcd's JSON gateway.
     fn call(&self, path: &str, body: &str) -> Value {
-        let mut stream = TcpStream::connect(self.address()).expect("etcd listens");
-        let length = body.len();
-        write!(
-            stream,
-            "POST {path} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n{body}"
-        )
-        .expect("etcd reads");
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).expect("etcd responds");
-        let (head, body) = answer.split_once("\r\n\r\n").expect("an HTTP response");
-        assert!(head.contains(" 200 "), "{path} {body}: {answer}");
-        serde_json::from_str(body).expect("JSON")
+        let request = Request::post(path).header("content-type", "application/json").body(body.to_owned());
+        let answer = http::send(&self.address(), request.expect("a valid request"), PATIENCE);
+        let answer = answer.unwrap_or_else(|error| panic!("{path}: {error:#}"));
+        assert_eq!(answer.code, 200, "{path} {body}: {}", answer.body);
+        serde_json::from_str(&answer.body).expect("JSON")
     }
 
     /// Starts the process. Returns `false` if it exits instead of becoming healthy.
     fn try_start(&mut self) -> bool {
-        let Ports { client, peer, health } = self.ports;
+        let Ports { client, peer, metrics } = self.ports;
         let at = |scheme, port| format!("{scheme}://{}:{port}", self.host.address());
-        let (client, peer, health) = (at(self.scheme(), client), at("http", peer), at("http", health));
+        let (client, peer, health) = (at(self.scheme(), client), at("http", peer), at("http", metrics));
         let log = fs::File::options().create(true).append(true).open(self.folder.join("etcd.log"));
         let mut command = self.started.command(binary());
         command
@@ -249,22 +235,6 @@ impl Etcd {
     }
 
     fn is_healthy(&self) -> bool {
-        let Ok(mut stream) = TcpStream::connect((self.host.address(), self.ports.health)) else {
-            return false;
-        };
-        let mut answer = String::new();
-        stream.write_all(b"GET /health HTTP/1.0\r\n\r\n").is_ok()
-            && stream.read_to_string(&mut answer).is_ok()
-            && answer.contains("\"health\":\"true\"")
-    }
-}
-
-impl Ports {
-    /// Returns ports that are free at the moment.
-    fn free() -> Ports {
-        let bind = || TcpListener::bind("127.0.0.1:0").expect("a port");
-        let port = |listener: &TcpListener| listener.local_addr().expect("bound").port();
-        let all = [bind(), bind(), bind()];
-        Ports { client: port(&all[0]), peer: port(&all[1]), health: port(&all[2]) }
+        is_healthy(&format!("{}:{}", self.host.address(), self.ports.metrics))
     }
 }

@@ -4,8 +4,9 @@
 //! Each warning or error of a product calls for action. A test that provokes one names words of it; any other
 //! one fails the test, even if all assertions hold.
 
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
+
+pub use reprise_testkit::process::read_log as read;
 
 /// Texts that mark warnings, errors and panics in the text format of `tracing`.
 const BAD: [&str; 3] = [" WARN ", " ERROR ", "panicked at"];
@@ -67,13 +68,10 @@ impl Logs {
     }
 }
 
-/// Returns the text of a log; empty if the file does not exist.
-pub fn read(file: &Path) -> String {
-    fs::read(file).map_or(String::new(), |bytes| String::from_utf8_lossy(&bytes).into_owned())
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     fn logs(text: &str) -> (tempfile::TempDir, Logs) {

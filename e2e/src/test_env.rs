@@ -211,19 +211,6 @@ impl Default for TestEnv {
     }
 }
 
-impl StartError {
-    /// Checks the exit code, and that the text contains these words.
-    ///
-    /// # Panics
-    /// If the exit code or the text differs.
-    pub fn assert_reports(&self, code: i32, words: &[&str]) {
-        assert_eq!(self.code, Some(code), "exit code of: {}", self.text);
-        for word in words {
-            assert!(self.text.contains(word), "no '{word}' in: {}", self.text);
-        }
-    }
-}
-
 impl Drop for TestEnv {
     fn drop(&mut self) {
         let logs = self.logs();

@@ -4,6 +4,7 @@
 
 mod chart;
 mod cli;
+mod devices;
 mod images;
 mod metrics;
 mod operator;

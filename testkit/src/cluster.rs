@@ -14,7 +14,6 @@ mod work_directory;
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
 use std::time::Instant;
 
 use anyhow::Context;
@@ -22,12 +21,13 @@ use reprise_policy::ByteSize;
 use serde::{Deserialize, Serialize};
 
 use crate::interrupt;
+use crate::process::ChildProcess;
 use configuration::{AgentConfig, StoreChoice};
 use etcd::Etcd;
 pub use member::MemberAddresses;
 use member::{Member, all_registered};
-pub use process::{Launch, binary as sibling_binary, stop};
-use process::{Process, kill};
+use process::Process;
+pub use process::{Launch, STOP_WITHIN};
 use work_directory::WorkDirectory;
 pub use work_directory::end_recorded;
 
@@ -175,8 +175,8 @@ impl Cluster {
     }
 
     /// Starts an additional process, recorded so that it always ends with the cluster's own processes.
-    pub fn spawn(&mut self, launch: &Launch<'_>) -> anyhow::Result<Child> {
-        launch.spawn(Stdio::null(), &mut self.directory)
+    pub fn spawn(&mut self, launch: &Launch<'_>) -> anyhow::Result<ChildProcess> {
+        launch.spawn(&mut self.directory)
     }
 
     /// Returns the address of etcd's metrics, `host:port`.
@@ -190,8 +190,8 @@ impl Cluster {
     }
 
     /// Ends an agent with SIGKILL.
-    pub fn kill_agent(&mut self, index: usize) -> anyhow::Result<()> {
-        kill(&mut self.agents[index].process.child)
+    pub fn kill_agent(&mut self, index: usize) {
+        self.agents[index].process.child.kill();
     }
 
     /// Restarts a killed agent on its pool; returns the seconds until it was ready.
@@ -216,8 +216,8 @@ impl Cluster {
     }
 
     /// Ends a member of the control plane with SIGKILL.
-    pub fn kill_member(&mut self, index: usize) -> anyhow::Result<()> {
-        self.members[index].kill()
+    pub fn kill_member(&mut self, index: usize) {
+        self.members[index].kill();
     }
 
     /// Restarts a killed member on its address and store.
@@ -266,7 +266,7 @@ impl Cluster {
 impl Drop for Cluster {
     fn drop(&mut self) {
         for agent in &mut self.agents {
-            stop(&mut agent.process.child);
+            agent.process.child.stop(STOP_WITHIN);
         }
         for index in 0..self.agents.len() {
             // Pools are large and not useful without the cluster.

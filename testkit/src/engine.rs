@@ -331,7 +331,7 @@ impl Engine {
         let wrong = (0..self.layout.objects())
             .map(|object| {
                 let bytes = self.kv.object(physical, object as usize);
-                kv_function::mismatches(&block.prefix_hash, self.place(object), bytes)
+                kv_function::mismatches(&block.prefix_hash, ObjectPlace::of(&self.layout, object), bytes)
             })
             .sum();
         outcome.bytes_verified += self.layout.block_bytes();
@@ -341,7 +341,7 @@ impl Engine {
 
     fn prefill(&mut self, block: &ChainBlock, physical: PhysicalBlock) {
         for object in 0..self.layout.objects() {
-            let place = self.place(object);
+            let place = ObjectPlace::of(&self.layout, object);
             kv_function::fill(&block.prefix_hash, place, self.kv.object_mut(physical, object as usize));
         }
     }
@@ -390,10 +390,6 @@ impl Engine {
 
     fn chain(&self, hash_ids: &[u64]) -> Vec<ChainBlock> {
         chain(&self.namespace, self.none_hash, hash_ids)
-    }
-
-    fn place(&self, object: u32) -> ObjectPlace {
-        ObjectPlace { layer: object / self.layout.parts(), part: object % self.layout.parts() }
     }
 }
 

@@ -42,14 +42,15 @@ pub fn get(address: &str, path: &str) -> anyhow::Result<String> {
 /// # Errors
 /// No response in time.
 pub fn ask(address: &str, path: &str, timeout: Duration) -> anyhow::Result<Response> {
-    send(address, get_request(path)?, timeout)
+    let request = Request::get(path).body(String::new());
+    send(address, request.with_context(|| format!("invalid path \"{path}\""))?, timeout)
 }
 
 /// Sends a request and waits for the response; may be called on any thread, also on one of a runtime.
 ///
 /// # Errors
 /// No response within `timeout`.
-pub fn send(address: &str, request: Request<Full<Bytes>>, timeout: Duration) -> anyhow::Result<Response> {
+pub fn send(address: &str, request: Request<String>, timeout: Duration) -> anyhow::Result<Response> {
     let answer = async {
         let answer = tokio::time::timeout(timeout, send_async(address, request)).await;
         answer.with_context(|| format!("{address} has not answered within {timeout:?}"))?
@@ -69,13 +70,16 @@ pub fn send(address: &str, request: Request<Full<Bytes>>, timeout: Duration) -> 
 /// # Errors
 /// No response, or another status than 200.
 pub async fn get_async(address: &str, path: &str) -> anyhow::Result<String> {
-    body(send_async(address, get_request(path)?).await?, address, path)
+    let request = Request::get(path).body(String::new());
+    let request = request.with_context(|| format!("invalid path \"{path}\""))?;
+    body(send_async(address, request).await?, address, path)
 }
 
-async fn send_async(address: &str, mut request: Request<Full<Bytes>>) -> anyhow::Result<Response> {
+async fn send_async(address: &str, request: Request<String>) -> anyhow::Result<Response> {
     let stream = TcpStream::connect(address).await.with_context(|| format!("cannot connect to {address}"))?;
     let host = HeaderValue::from_str(address)
         .with_context(|| format!("invalid address \"{address}\": expected host:port"))?;
+    let mut request = request.map(|body| Full::new(Bytes::from(body)));
     request.headers_mut().insert(HOST, host);
     request.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
     let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
@@ -89,10 +93,6 @@ async fn send_async(address: &str, mut request: Request<Full<Bytes>>) -> anyhow:
     // The connection is driven here, and ends once the exchange has dropped its sender.
     let (response, _ended) = tokio::join!(exchange, connection);
     response.with_context(|| format!("no valid HTTP response from {address}"))
-}
-
-fn get_request(path: &str) -> anyhow::Result<Request<Full<Bytes>>> {
-    Request::get(path).body(Full::default()).with_context(|| format!("invalid path \"{path}\""))
 }
 
 fn body(Response { code, body, .. }: Response, address: &str, path: &str) -> anyhow::Result<String> {

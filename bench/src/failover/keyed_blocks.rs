@@ -28,7 +28,7 @@ pub(super) fn save(client: &Client, keys: &[BlockKey]) -> anyhow::Result<()> {
         let filled = fixture::fill_each(client, part, |reservation, key| {
             let mut object = vec![0; object_bytes(&layout)];
             (0..layout.objects()).try_for_each(|index| {
-                kv_function::fill(&seed(key), place(&layout, index), &mut object);
+                kv_function::fill(&key.0, ObjectPlace::of(&layout, index), &mut object);
                 reservation.fill_object(index, &object)
             })
         })?;
@@ -50,22 +50,12 @@ pub(super) fn load(client: &Client, key: &BlockKey) -> anyhow::Result<LoadResult
             if !is_there || load.copy_object(0, index, &mut object).is_err() {
                 return Ok(LoadResult::Missing);
             }
-            if kv_function::mismatches(&seed(key), place(&layout, index), &object) > 0 {
+            if kv_function::mismatches(&key.0, ObjectPlace::of(&layout, index), &object) > 0 {
                 return Ok(LoadResult::Wrong);
             }
         }
     }
     Ok(LoadResult::Right)
-}
-
-fn seed(key: &BlockKey) -> [u8; 32] {
-    let mut seed = [0; 32];
-    seed[..BlockKey::SIZE].copy_from_slice(&key.0);
-    seed
-}
-
-fn place(layout: &Layout, index: u32) -> ObjectPlace {
-    ObjectPlace { layer: index / layout.parts(), part: index % layout.parts() }
 }
 
 fn object_bytes(layout: &Layout) -> usize {

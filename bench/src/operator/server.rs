@@ -17,7 +17,8 @@ use tokio::runtime::Runtime;
 
 use crate::helper_process::{HelperProcess, Script};
 use reprise_testkit::bench::process_memory;
-use reprise_testkit::cluster::{cache_directory, sibling_binary};
+use reprise_testkit::cluster::cache_directory;
+use reprise_testkit::process::sibling_binary;
 
 /// kube-apiserver binary that the script builds; the version equals the one in go.mod.
 const BINARY: &str = "kube-apiserver-v1.36.3";

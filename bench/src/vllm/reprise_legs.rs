@@ -227,7 +227,7 @@ fn hits_after_restart(nodes: &mut Nodes<'_>, samples: &mut Samples) -> anyhow::R
     let (seeds, tokens) = (nodes.context.seeds(), nodes.context.sizes.tokens());
     nodes.wait_until(FIRST, |counters| counters["unsaved_blocks"] == 0)?;
     nodes.clients.clear();
-    nodes.cluster.kill_agent(FIRST)?;
+    nodes.cluster.kill_agent(FIRST);
     nodes.cluster.restart_agent(FIRST)?;
     nodes.connect()?;
     let mut engine = nodes.launch(FIRST)?.ready()?;

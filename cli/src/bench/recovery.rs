@@ -57,12 +57,12 @@ pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Fig
     let sizes = AgentSizes { arena: ByteSize(64 << 20), pool: ByteSize(FIRST_POOL_BYTES), moves: None };
     let mut cluster = Cluster::start(&settings.directory, 1, sizes)?;
     let empty = process_memory::anonymous_bytes(pid(&cluster)?)?;
-    cluster.kill_agent(0)?;
+    cluster.kill_agent(0);
     write_pool(&cluster.pool_path(0), bytes, entries)?;
     let (mut seconds, mut ready, mut per_block) = (Vec::new(), Vec::new(), Vec::new());
     for repetition in settings.rounds("recovery.open") {
         if repetition > 0 {
-            cluster.kill_agent(0)?;
+            cluster.kill_agent(0);
         }
         ready.push(cluster.restart_agent(0)?);
         let device = &status(&cluster)?["devices"][0];

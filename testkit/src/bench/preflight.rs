@@ -7,8 +7,8 @@ use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
 use serde::Serialize;
 
 use super::reference_pool::REFERENCE_BYTES;
-use crate::cluster::sibling_binary;
 use crate::output::{Audience, bytes_text};
+use crate::process::sibling_binary;
 
 /// Programs of a cluster, next to this one.
 pub const CLUSTER_PROGRAMS: &[&str] = &["reprise-agent", "reprise-controlplane"];

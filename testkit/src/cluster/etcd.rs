@@ -3,17 +3,16 @@
 //! `e2e/etcd/build.sh` builds the binary from etcd's Go module into the cache directory.
 
 use std::fs;
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 
-use super::process::{Launch, kill, stop, tail};
+use super::process::{Launch, STOP_WITHIN, tail};
 use super::work_directory::WorkDirectory;
 use super::{cache_directory, remove_directory_if_exists};
-use crate::http;
+use crate::etcd::{Ports, is_healthy};
+use crate::process::ChildProcess;
 
 /// Binary that the script builds, with the version of its go.mod.
 const BINARY: &str = "etcd-v3.6.11";
@@ -34,16 +33,8 @@ pub(super) const DATA: &str = "etcd.data";
 
 #[derive(Debug)]
 pub(super) struct Etcd {
-    child: Child,
+    child: ChildProcess,
     ports: Ports,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Ports {
-    client: u16,
-    peer: u16,
-    /// Health and metrics.
-    metrics: u16,
 }
 
 impl Etcd {
@@ -52,12 +43,12 @@ impl Etcd {
         let program = binary()?;
         for _ in 0..ATTEMPTS_MAX {
             remove_directory_if_exists(&directory.path().join(DATA))?;
-            let ports = Ports::free()?;
+            let ports = Ports::free().context("no free port on loopback")?;
+            let text = config(ports, &directory.path().join(DATA))?;
             let (config, log) = (directory.path().join(CONFIG), directory.path().join(LOG));
-            let text = ports.config(&directory.path().join(DATA))?;
             fs::write(&config, text).with_context(|| format!("cannot write {}", config.display()))?;
             let launch = Launch { program: &program, argument: "--config-file", config: &config, log: &log };
-            let mut etcd = Etcd { child: launch.spawn(Stdio::null(), directory)?, ports };
+            let mut etcd = Etcd { child: launch.spawn(directory)?, ports };
             if etcd.await_healthy(&log)? {
                 return Ok(etcd);
             }
@@ -77,50 +68,40 @@ impl Etcd {
     }
 
     pub(super) fn stop(&mut self) {
-        stop(&mut self.child);
+        self.child.stop(STOP_WITHIN);
     }
 
     /// Waits until it is healthy; returns false if it ends instead.
     fn await_healthy(&mut self, log: &Path) -> anyhow::Result<bool> {
         let deadline = Instant::now() + READY_WITHIN;
         while Instant::now() < deadline {
-            if self.child.try_wait().context("checking the etcd process")?.is_some() {
+            if !self.child.is_alive() {
                 return Ok(false);
             }
-            if http::get(&self.metrics(), "/health").is_ok_and(|body| body.contains("\"health\":\"true\"")) {
+            if is_healthy(&self.metrics()) {
                 return Ok(true);
             }
             std::thread::sleep(READY_PAUSE);
         }
-        kill(&mut self.child)?;
+        self.child.kill();
         bail!("etcd did not become healthy within {READY_WITHIN:?}; the end of its log:\n{}", tail(log))
     }
 }
 
-impl Ports {
-    /// Returns currently free ports.
-    fn free() -> anyhow::Result<Ports> {
-        let bind = || TcpListener::bind("127.0.0.1:0").context("no free port on loopback");
-        let listeners = [bind()?, bind()?, bind()?];
-        let port = |at: usize| anyhow::Ok(listeners[at].local_addr()?.port());
-        Ok(Ports { client: port(0)?, peer: port(1)?, metrics: port(2)? })
-    }
-
-    /// Returns etcd's configuration as JSON, which is valid YAML.
-    fn config(self, data: &Path) -> anyhow::Result<String> {
-        let config = serde_json::json!({
-            "name": "reprise",
-            "data-dir": data,
-            "listen-client-urls": url(self.client),
-            "advertise-client-urls": url(self.client),
-            "listen-peer-urls": url(self.peer),
-            "initial-advertise-peer-urls": url(self.peer),
-            "initial-cluster": format!("reprise={}", url(self.peer)),
-            "listen-metrics-urls": url(self.metrics),
-            "log-level": "warn",
-        });
-        serde_json::to_string_pretty(&config).context("encoding etcd's configuration")
-    }
+/// Returns etcd's configuration as JSON, which is valid YAML.
+fn config(ports: Ports, data: &Path) -> anyhow::Result<String> {
+    let config = serde_json::json!({
+        "name": "reprise",
+        "data-dir": data,
+        "listen-client-urls": url(ports.client),
+        "advertise-client-urls": url(ports.client),
+        "listen-peer-urls": url(ports.peer),
+        "initial-advertise-peer-urls": url(ports.peer),
+        "initial-cluster": format!("reprise={}", url(ports.peer)),
+        "listen-metrics-urls": url(ports.metrics),
+        "log-level": "warn",
+    });
+    serde_json::to_string_pretty(&config).context("encoding etcd's configuration")
 }
 
 fn url(port: u16) -> String {

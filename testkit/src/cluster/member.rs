@@ -10,7 +10,7 @@ use reprise_proto::controlplane::{ListMembersRequest, MemberList};
 use serde::{Deserialize, Serialize};
 
 use super::configuration::{MemberConfig, StoreChoice};
-use super::process::{Process, kill, stop};
+use super::process::{Process, STOP_WITHIN};
 use super::work_directory::WorkDirectory;
 
 const PROGRAM: &str = "reprise-controlplane";
@@ -74,12 +74,12 @@ impl Member {
         self.process.child.id()
     }
 
-    pub(super) fn kill(&mut self) -> anyhow::Result<()> {
-        kill(&mut self.process.child)
+    pub(super) fn kill(&mut self) {
+        self.process.child.kill();
     }
 
     pub(super) fn stop(&mut self) {
-        stop(&mut self.process.child);
+        self.process.child.stop(STOP_WITHIN);
     }
 }
 

@@ -73,6 +73,7 @@ const EDGES: &[(&str, &[&str])] = &[
             "reprise-testkit",
             "reprise-agent-core",
             "reprise-client",
+            "reprise-e2e",
         ],
     ),
     ("reprise-python", &["reprise-policy", "reprise-client"]),

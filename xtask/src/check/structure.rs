@@ -15,8 +15,12 @@ const UNSAFE_PLACES: &[&str] = &["node-agent/buffers/", "node-agent/io/", "pytho
 
 /// Files that read the time of day, for people and for formats that require it. All other code uses monotonic
 /// time, so that a clock that is set or steps changes nothing.
-const WALL_CLOCK_PLACES: &[&str] =
-    &["controlplane/src/events/publisher.rs", "node-agent/src/device/identity.rs", "e2e/"];
+const WALL_CLOCK_PLACES: &[&str] = &[
+    "controlplane/src/events/publisher.rs",
+    "node-agent/src/device/identity.rs",
+    "e2e/",
+    "testkit/src/process.rs",
+];
 
 /// Files that draw random numbers without a seed: delays of retries, ids.
 const RANDOM_PLACES: &[&str] = &["operator/src/backoff.rs", "controlplane/src/events.rs"];

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! StartingProcess ── ready line ──► ChildProcess ── kill, terminate, drop ──► exited
-//!     └── exits first ──► StartError (exit code and standard error)
+//!     └── exits first ──► NotReady::Exited(StartError) (exit code and standard error)
 //! ```
 //!
 //! The exit is awaited on the pid descriptor, and readiness on standard output, both without polling. Only
@@ -12,16 +12,16 @@ use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
 use std::sync::OnceLock;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant, SystemTime};
 
+use anyhow::{Context, ensure};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
 use serde_json::Value;
 
-use crate::logs;
 use crate::wait::PATIENCE;
 
 /// Interval between polls for stopped threads.
@@ -79,11 +79,54 @@ pub struct StartError {
     pub text: String,
 }
 
+/// Result of a start that did not succeed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NotReady {
+    /// The process exited.
+    Exited(StartError),
+    /// The process is silent; its standard error so far.
+    Silent(String),
+    /// The process printed another line first.
+    Invalid(String),
+}
+
 /// Time of the first start of a program by this process.
 static STARTED: OnceLock<SystemTime> = OnceLock::new();
 
 /// What to do about a missing or outdated program.
 const BUILD_FIRST: &str = "run `cargo build --locked --workspace --bins --test e2e` first";
+
+/// Returns the text of a log; empty if the file does not exist.
+pub fn read_log(file: &Path) -> String {
+    std::fs::read(file).map_or(String::new(), |bytes| String::from_utf8_lossy(&bytes).into_owned())
+}
+
+/// Opens a log for appending.
+///
+/// # Errors
+/// The file cannot be written.
+pub fn append(log: &Path) -> anyhow::Result<File> {
+    let file = File::options().create(true).append(true).open(log);
+    file.with_context(|| format!("cannot write {}", log.display()))
+}
+
+/// Returns the path of a binary next to this one.
+///
+/// # Errors
+/// The binary does not exist.
+pub fn sibling_binary(program: &str) -> anyhow::Result<PathBuf> {
+    let own = std::env::current_exe().context("cannot find the path of this program")?;
+    let folder = own.parent().context("an executable is in a folder")?;
+    // Tests run from <target>/<profile>/deps; the programs are one folder above.
+    let folder = if folder.ends_with("deps") { folder.parent().context("a parent folder")? } else { folder };
+    let path = folder.join(program);
+    ensure!(
+        path.exists(),
+        "{} is missing: build the workspace with the same profile as this program",
+        path.display()
+    );
+    Ok(path)
+}
 
 /// Returns the path of a binary of the workspace, next to the test's own. Cargo does not build it for the test, because
 /// no crate depends on it.
@@ -91,12 +134,7 @@ const BUILD_FIRST: &str = "run `cargo build --locked --workspace --bins --test e
 /// # Panics
 /// If the binary was not built, or if one of its sources has changed since.
 pub fn binary(program: &str) -> PathBuf {
-    let own = std::env::current_exe().expect("a process knows its executable");
-    let folder = own.parent().expect("an executable is in a folder");
-    // Tests run from <target>/<profile>/deps; the programs are one folder above.
-    let folder = if folder.ends_with("deps") { folder.parent().expect("a parent folder") } else { folder };
-    let path = folder.join(program);
-    assert!(path.exists(), "{} is missing: {BUILD_FIRST}", path.display());
+    let path = sibling_binary(program).unwrap_or_else(|error| panic!("{error:#}: {BUILD_FIRST}"));
     if let Some(source) = newer_source(&path) {
         panic!("{} is older than {}: {BUILD_FIRST}", path.display(), source.display());
     }
@@ -132,11 +170,18 @@ impl StartingProcess {
     ///
     /// # Panics
     /// If the command cannot be started.
-    pub fn spawn(mut command: Command, log: &Path) -> StartingProcess {
-        let log_before = logs::read(log).len();
-        let file = File::options().create(true).append(true).open(log).expect("a log file can be written");
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(file);
-        let mut running = ChildProcess::spawn(command);
+    pub fn spawn(command: Command, log: &Path) -> StartingProcess {
+        StartingProcess::try_spawn(command, log).unwrap_or_else(|error| panic!("{error:#}"))
+    }
+
+    /// Starts a command, and appends its standard error to `log`.
+    ///
+    /// # Errors
+    /// The command cannot be started, or the log cannot be written.
+    pub fn try_spawn(mut command: Command, log: &Path) -> anyhow::Result<StartingProcess> {
+        let log_before = read_log(log).len();
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(append(log)?);
+        let mut running = ChildProcess::try_spawn(command)?;
         let output = running.child.stdout.take().expect("piped above");
         let (sender, line) = sync_channel(1);
         // The thread ends with the line or with the process.
@@ -146,7 +191,7 @@ impl StartingProcess {
             // Fails if the process was killed before it was ready; then no receiver is left.
             let _ = sender.send(read.map_or(String::new(), |_| line));
         });
-        StartingProcess { running, line, log_before, log: log.to_owned() }
+        Ok(StartingProcess { running, line, log_before, log: log.to_owned() })
     }
 
     /// Waits for the ready line, and returns the process and the line's object.
@@ -156,19 +201,37 @@ impl StartingProcess {
     ///
     /// # Panics
     /// If neither happens in time, or the line is not a ready line.
-    pub fn ready(mut self) -> Result<(ChildProcess, Value), StartError> {
-        let line = match self.line.recv_timeout(PATIENCE) {
+    pub fn ready(self) -> Result<(ChildProcess, Value), StartError> {
+        self.ready_within(PATIENCE).map_err(|reason| match reason {
+            NotReady::Exited(error) => error,
+            NotReady::Silent(text) => panic!("not ready within {PATIENCE:?}: {text}"),
+            NotReady::Invalid(line) => panic!("not a ready line: {line}"),
+        })
+    }
+
+    /// Waits for the ready line, and returns the process and the line's object.
+    ///
+    /// # Errors
+    /// The reason for which the process is not ready. The process is then killed.
+    pub fn ready_within(mut self, within: Duration) -> Result<(ChildProcess, Value), NotReady> {
+        let line = match self.line.recv_timeout(within) {
             Ok(line) => line,
-            Err(RecvTimeoutError::Timeout) => panic!("not ready within {PATIENCE:?}: {}", self.stderr()),
+            Err(RecvTimeoutError::Timeout) => return Err(NotReady::Silent(self.stderr())),
             Err(RecvTimeoutError::Disconnected) => unreachable!("the reading thread always sends"),
         };
         if line.is_empty() {
-            let status = self.running.wait(PATIENCE).expect("a process that closed its output ends");
-            return Err(StartError { code: status.code(), text: self.stderr() });
+            let Some(status) = self.running.wait(within) else { return Err(NotReady::Silent(self.stderr())) };
+            return Err(NotReady::Exited(StartError { code: status.code(), text: self.stderr() }));
         }
-        let ready: Value = serde_json::from_str(&line).expect("the ready line is JSON");
-        assert_eq!(ready["ready"], true, "not a ready line: {line}");
-        Ok((self.running, ready))
+        match serde_json::from_str::<Value>(&line) {
+            Ok(ready) if ready["ready"] == true => Ok((self.running, ready)),
+            _ => Err(NotReady::Invalid(line)),
+        }
+    }
+
+    /// Returns the process id.
+    pub fn id(&self) -> u32 {
+        self.running.id()
     }
 
     /// Kills the process, ready or not.
@@ -177,7 +240,20 @@ impl StartingProcess {
     }
 
     fn stderr(&self) -> String {
-        logs::read(&self.log).split_off(self.log_before)
+        read_log(&self.log).split_off(self.log_before)
+    }
+}
+
+impl StartError {
+    /// Checks the exit code, and that the text contains these words.
+    ///
+    /// # Panics
+    /// If the exit code or the text differs.
+    pub fn assert_reports(&self, code: i32, words: &[&str]) {
+        assert_eq!(self.code, Some(code), "exit code of: {}", self.text);
+        for word in words {
+            assert!(self.text.contains(word), "no '{word}' in: {}", self.text);
+        }
     }
 }
 
@@ -186,11 +262,29 @@ impl ChildProcess {
     ///
     /// # Panics
     /// If the command cannot be started.
-    pub fn spawn(mut command: Command) -> ChildProcess {
-        let child = command.spawn().unwrap_or_else(|error| panic!("cannot start {command:?}: {error}"));
+    pub fn spawn(command: Command) -> ChildProcess {
+        ChildProcess::try_spawn(command).unwrap_or_else(|error| panic!("{error:#}"))
+    }
+
+    /// Starts a command without waiting.
+    ///
+    /// # Errors
+    /// The command cannot be started.
+    pub fn try_spawn(mut command: Command) -> anyhow::Result<ChildProcess> {
+        let child = command.spawn().with_context(|| format!("cannot start {command:?}"))?;
         let end =
             pidfd_open(Pid::from_child(&child), PidfdFlags::empty()).expect("the child was not waited for");
-        ChildProcess { child, end }
+        Ok(ChildProcess { child, end })
+    }
+
+    /// Takes the pipe to standard input, if there is one.
+    pub fn take_input(&mut self) -> Option<ChildStdin> {
+        self.child.stdin.take()
+    }
+
+    /// Takes the pipe from standard output, if there is one.
+    pub fn take_output(&mut self) -> Option<ChildStdout> {
+        self.child.stdout.take()
     }
 
     /// Returns the process id.
@@ -224,6 +318,16 @@ impl ChildProcess {
     pub fn terminate(&mut self) -> ExitStatus {
         self.signal(Signal::TERM);
         self.wait(PATIENCE).expect("SIGTERM ends the process in time")
+    }
+
+    /// Sends SIGTERM, and SIGKILL if the process still runs after the bound.
+    pub fn stop(&mut self, within: Duration) {
+        if self.is_alive() {
+            self.signal(Signal::TERM);
+            if self.wait(within).is_none() {
+                self.kill();
+            }
+        }
     }
 
     /// Returns whether the process is still running.
