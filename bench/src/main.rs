@@ -193,7 +193,7 @@ impl Benchmark {
             Benchmark::Operator { .. } => Requirements {
                 name: "operator",
                 programs: &["reprise-controlplane", "reprise-operator"],
-                files: vec![etcd, (operator::server::binary(), "make kubernetes")],
+                files: vec![etcd, (operator::api_server(), "make kubernetes")],
                 memory_bytes: 2 << 30,
                 ..cluster
             },

@@ -1,25 +1,30 @@
 //! Operator with many nodes: duration of reconciles, memory, and number of writes.
 //!
-//! etcd, API server and operator are real ([`server`]); this process simulates the nodes' agents ([`fleet`]),
-//! which apply their `CacheNode`s immediately and report as often as agents. No kubelet or Kubernetes
-//! controller runs.
+//! etcd, API server and operator are real, those of the end-to-end tests; this process simulates the nodes' agents
+//! ([`fleet`]), which apply their `CacheNode`s immediately and report as often as agents. No kubelet or Kubernetes
+//! controller runs, and the operator has all permissions.
 //!
 //! Steps: create nodes, pools and a cluster, and wait until they are ready; for a while, only agents report;
 //! change the mode of every pool. The operator's own histogram has all reconciles of the run.
 
 mod fleet;
-pub(crate) mod server;
 
+use std::io::ErrorKind;
+use std::net::Ipv4Addr;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, ensure};
+use anyhow::{Context, anyhow, ensure};
+use reprise_e2e::{ApiServer, Operator, OperatorFiles};
+use reprise_testkit::bench::report::{Figure, Target};
+use reprise_testkit::bench::{Settings, process_memory};
+use reprise_testkit::cluster::cache_directory;
+use reprise_testkit::metrics::{Buckets, add_bucket, quantile, samples, total};
 
 use fleet::Fleet;
-use reprise_testkit::bench::Settings;
-use reprise_testkit::bench::report::{Figure, Target};
-use reprise_testkit::cluster::{Cluster, ControlPlanes};
-use reprise_testkit::http;
-use server::{ApiServer, Operator};
+
+/// kube-apiserver binary that `make kubernetes` builds; the version equals the one in go.mod.
+const API_SERVER: &str = "kube-apiserver-v1.36.3";
 
 /// Goal for the 99th percentile of reconciles.
 const RECONCILE_SECONDS_MAX: f64 = 1.0;
@@ -47,6 +52,11 @@ pub(crate) struct Scale {
     pub(crate) pools: usize,
 }
 
+/// Returns the path of the API server's binary, which may not exist.
+pub(crate) fn api_server() -> PathBuf {
+    cache_directory().join("bin").join(API_SERVER)
+}
+
 pub(crate) fn run(scale: Scale, settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     let Scale { nodes, pools } = scale;
     ensure!((1..=NODES_MAX).contains(&nodes), "invalid --nodes {nodes}: expected 1 to {NODES_MAX}");
@@ -55,45 +65,54 @@ pub(crate) fn run(scale: Scale, settings: &Settings) -> anyhow::Result<Vec<Figur
         "invalid --pools {pools}: expected 1 to {}",
         POOLS_MAX.min(nodes)
     );
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
-    // The API server uses the same etcd, with another prefix.
-    let cluster = Cluster::start_controlplane(&settings.directory, ControlPlanes::Etcd { members: 1 })?;
-    let etcd = cluster.file().etcd.context("the cluster has no etcd")?;
-    let folder = cluster.path().join("operator");
-    std::fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
-    let api = ApiServer::start(&folder, &etcd, &runtime)?;
-    server::apply_definitions(&api)?;
-    let fleet = Fleet::new(api.client(&runtime)?, scale, etcd);
-    runtime.block_on(fleet.create_nodes())?;
-    let operator = Operator::start(&folder, &api)?;
+    let folder = settings.directory.join("operator");
+    remove(&folder)?;
+    let mut api = ApiServer::start_in(&folder, Ipv4Addr::LOCALHOST);
+    let files = OperatorFiles::new(&folder, &api, "bench", "default");
+    apply_definitions(&files)?;
+    let etcd = api.etcd().endpoint();
+    let fleet = Fleet::new(api.admin(), scale, etcd);
+    api.block_on(fleet.create_nodes())?;
+    let operator = files.start().map_err(|error| anyhow!("the operator does not start: {}", error.text))?;
+    let figures = measure(scale, &api, &fleet, &operator)?;
+    drop((operator, api));
+    remove(&folder)?;
+    Ok(figures)
+}
 
+fn measure(
+    Scale { pools, .. }: Scale,
+    api: &ApiServer,
+    fleet: &Fleet,
+    operator: &Operator,
+) -> anyhow::Result<Vec<Figure>> {
     let began = Instant::now();
-    runtime.block_on(fleet.create_cluster())?;
-    runtime.block_on(fleet.wait_until("every node has a claim", PATIENCE, Fleet::is_wanted_everywhere))?;
+    api.block_on(fleet.create_cluster())?;
+    api.block_on(fleet.wait_until("every node has a claim", PATIENCE, Fleet::is_wanted_everywhere))?;
     let wanted = began.elapsed();
-    runtime.block_on(fleet.report_all())?;
-    runtime.block_on(fleet.wait_until("every pool is ready", PATIENCE, Fleet::is_ready))?;
+    api.block_on(fleet.report_all());
+    api.block_on(fleet.wait_until("every pool is ready", PATIENCE, Fleet::is_ready))?;
     let ready = began.elapsed();
 
     // Running reconciles end first.
-    runtime.block_on(fleet.report_for(STEADY / 3))?;
-    let before = writes(&operator)?;
-    runtime.block_on(fleet.report_for(STEADY))?;
-    let steady = (writes(&operator)? - before) / STEADY.as_secs_f64();
+    api.block_on(fleet.report_for(STEADY / 3));
+    let before = writes(operator)?;
+    api.block_on(fleet.report_for(STEADY));
+    let steady = (writes(operator)? - before) / STEADY.as_secs_f64();
 
     let began = Instant::now();
-    runtime.block_on(fleet.cordon_pools())?;
-    runtime.block_on(fleet.wait_until("every node is cordoned", PATIENCE, Fleet::is_cordoned))?;
+    api.block_on(fleet.cordon_pools())?;
+    api.block_on(fleet.wait_until("every node is cordoned", PATIENCE, Fleet::is_cordoned))?;
     let changed = began.elapsed();
-    runtime.block_on(fleet.report_all())?;
+    api.block_on(fleet.report_all());
 
-    let page = operator.metrics()?;
-    let mib = operator.peak_bytes()? as f64 / f64::from(1 << 20);
-    let largest = runtime.block_on(fleet.largest_object_bytes())? as f64 / 1024.0;
+    let page = metrics(operator)?;
+    let mib = process_memory::tree_peak_bytes(operator.id())? as f64 / f64::from(1 << 20);
+    let largest = api.block_on(fleet.largest_object_bytes())? as f64 / 1024.0;
     Ok(vec![
         Figure::absolute(
             "operator.reconcile_p99",
-            quantile(&page, 0.99)?,
+            reconcile_quantile(&page, 0.99)?,
             "s",
             Target::AtMost(RECONCILE_SECONDS_MAX),
         ),
@@ -114,49 +133,39 @@ pub(crate) fn run(scale: Scale, settings: &Settings) -> anyhow::Result<Vec<Figur
 
 /// Returns the number of writes of the operator so far.
 fn writes(operator: &Operator) -> anyhow::Result<f64> {
-    let page = operator.metrics()?;
-    Ok(samples(&page, "reprise_operator_writes_total").map(|(_, value)| value).sum())
+    Ok(total(&metrics(operator)?, "reprise_operator_writes_total"))
 }
 
 /// Returns the upper bound of the histogram bucket with this quantile of all reconciles.
-fn quantile(page: &str, share: f64) -> anyhow::Result<f64> {
-    let mut buckets: Vec<(f64, f64)> = Vec::new();
+fn reconcile_quantile(page: &str, share: f64) -> anyhow::Result<f64> {
+    let mut buckets = Buckets::new();
     for (labels, count) in samples(page, "reprise_operator_reconcile_seconds_bucket") {
-        let bound = labels
-            .split("le=\"")
-            .nth(1)
-            .and_then(|rest| rest.split('"').next())
-            .context("a bucket has no bound")?;
-        let bound = if bound == "+Inf" {
-            f64::INFINITY
-        } else {
-            bound.parse().context("invalid bound of a bucket")?
-        };
-        match buckets.iter_mut().find(|(known, _)| *known == bound) {
-            Some((_, sum)) => *sum += count,
-            None => buckets.push((bound, count)),
-        }
+        add_bucket(&mut buckets, labels, count);
     }
-    buckets.sort_by(|a, b| a.0.total_cmp(&b.0));
-    let all = buckets.last().context("the operator's metrics have no histogram of reconciles")?.1;
-    ensure!(all > 0.0, "the operator's histogram has no reconciles");
-    let holds = buckets.iter().find(|(_, below)| *below >= share * all);
-    Ok(holds.context("the histogram has no last bucket")?.0)
+    quantile(buckets, share).context("the operator's metrics have no reconciles")
 }
 
-/// Returns the samples of a metric, each with its labels, from a page in Prometheus' text format.
-fn samples<'a>(page: &'a str, metric: &'a str) -> impl Iterator<Item = (&'a str, f64)> {
-    page.lines().filter_map(move |line| {
-        let rest = line.strip_prefix(metric)?;
-        let (labels, value) = rest.rsplit_once(' ')?;
-        (labels.is_empty() || labels.starts_with('{')).then_some(())?;
-        Some((labels, value.parse().ok()?))
-    })
+fn metrics(operator: &Operator) -> anyhow::Result<String> {
+    let (code, page) = operator.admin().get("/metrics").context("reading the operator's metrics")?;
+    ensure!(code == 200, "the operator's metrics: HTTP status {code}");
+    Ok(page)
 }
 
-impl Operator {
-    fn metrics(&self) -> anyhow::Result<String> {
-        http::get(self.admin(), "/metrics").context("reading the operator's metrics")
+/// Applies the CustomResourceDefinitions with the operator's program.
+fn apply_definitions(files: &OperatorFiles) -> anyhow::Result<()> {
+    let output = files.command(&["apply-definitions"]).output().context("cannot run reprise-operator")?;
+    let errors = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "cannot apply the definitions: {errors}");
+    Ok(())
+}
+
+/// Removes the files of an earlier run, or of this one.
+fn remove(folder: &Path) -> anyhow::Result<()> {
+    match std::fs::remove_dir_all(folder) {
+        Err(error) if error.kind() != ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("cannot remove {}", folder.display()))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -165,23 +174,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_quantile_is_the_bound_of_its_bucket_over_all_kinds() {
-        let page = "\
-            reprise_operator_reconcile_seconds_sum{kind=\"a\"} 1.0\n\
-            reprise_operator_reconcile_seconds_bucket{le=\"0.5\",kind=\"a\"} 98\n\
-            reprise_operator_reconcile_seconds_bucket{le=\"1.0\",kind=\"a\"} 98\n\
-            reprise_operator_reconcile_seconds_bucket{le=\"+Inf\",kind=\"a\"} 98\n\
-            reprise_operator_reconcile_seconds_bucket{le=\"0.5\",kind=\"b\"} 0\n\
-            reprise_operator_reconcile_seconds_bucket{le=\"1.0\",kind=\"b\"} 2\n\
-            reprise_operator_reconcile_seconds_bucket{le=\"+Inf\",kind=\"b\"} 2\n";
-        assert_eq!(quantile(page, 0.98).expect("a histogram"), 0.5);
-        assert_eq!(quantile(page, 0.99).expect("a histogram"), 1.0);
-        assert!(quantile("", 0.99).is_err());
-    }
-
-    #[test]
-    fn samples_of_other_metrics_are_not_taken() {
-        let page = "a_total{x=\"1\"} 2\na_total_more 5\na_total 3\n";
-        assert_eq!(samples(page, "a_total").map(|(_, value)| value).sum::<f64>(), 5.0);
+    fn binary_has_the_version_that_the_script_builds() {
+        let module = reprise_e2e::tree().join("e2e/kubernetes/go.mod");
+        let module = std::fs::read_to_string(module).expect("the file exists");
+        let version = API_SERVER.strip_prefix("kube-apiserver-").expect("the name has this prefix");
+        assert!(module.contains(&format!("require k8s.io/kubernetes {version}\n")), "{version}");
     }
 }

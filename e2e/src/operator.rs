@@ -28,7 +28,7 @@ pub struct OperatorFiles {
 
 impl OperatorFiles {
     /// Creates an operator of this name with all permissions, and with its lease in a namespace.
-    pub(crate) fn new(folder: &Path, server: &ApiServer, name: &str, namespace: &str) -> OperatorFiles {
+    pub fn new(folder: &Path, server: &ApiServer, name: &str, namespace: &str) -> OperatorFiles {
         OperatorFiles {
             kubeconfig: server.kubeconfig(&User::ADMIN),
             log: folder.join(format!("{name}.log")),
@@ -94,6 +94,11 @@ impl OperatorFiles {
 }
 
 impl Operator {
+    /// Returns the process id.
+    pub fn id(&self) -> u32 {
+        self.running.id()
+    }
+
     /// Returns the operator's admin port.
     pub fn admin(&self) -> &Admin {
         &self.admin

@@ -13,6 +13,7 @@ use reprise_e2e::kubernetes::release::{Component, NAMESPACE, RELEASE, import_ima
 use reprise_e2e::kubernetes::{Cluster, Fleet, Release, cluster, programs};
 use reprise_e2e::seed::print_line;
 use reprise_e2e::{Admin, tree, wait_until};
+use reprise_testkit::metrics::{self, Buckets, add_bucket, quantile, samples, total};
 use serde_json::Value;
 
 /// Real nodes of the cluster: for the operator, members and etcd.
@@ -341,51 +342,20 @@ fn pages(cluster: &Cluster) -> String {
     addresses.lines().filter(|address| !address.is_empty()).map(page).collect()
 }
 
-/// Returns the samples of a metric with their labels.
-fn samples<'a>(page: &'a str, metric: &'a str) -> impl Iterator<Item = (&'a str, f64)> {
-    page.lines().filter_map(move |line| {
-        let (labels, value) = line.strip_prefix(metric)?.rsplit_once(' ')?;
-        (labels.is_empty() || labels.starts_with('{')).then_some(())?;
-        Some((labels, value.parse().ok()?))
-    })
-}
-
-fn total(page: &str, metric: &str) -> f64 {
-    samples(page, metric).map(|(_, value)| value).sum()
-}
-
-/// Buckets of a histogram: upper bounds, and cumulative counts.
-type Buckets = Vec<(f64, f64)>;
-
 /// Returns for each kind the upper bound of the bucket that contains this quantile of the reconcile times,
 /// over all replicas.
 fn quantiles(page: &str, share: f64) -> BTreeMap<String, f64> {
     let mut kinds: BTreeMap<String, Buckets> = BTreeMap::new();
     for (labels, count) in samples(page, "reprise_operator_reconcile_seconds_bucket") {
-        let bound = match label(labels, "le") {
-            "+Inf" => f64::INFINITY,
-            number => number.parse().expect("a bound is a number"),
-        };
-        let buckets = kinds.entry(label(labels, "kind").to_owned()).or_default();
-        match buckets.iter_mut().find(|(known, _)| *known == bound) {
-            Some((_, sum)) => *sum += count,
-            None => buckets.push((bound, count)),
-        }
+        add_bucket(kinds.entry(label(labels, "kind").to_owned()).or_default(), labels, count);
     }
-    kinds.into_iter().map(|(kind, buckets)| (kind, quantile(buckets, share))).collect()
+    kinds
+        .into_iter()
+        .map(|(kind, buckets)| (kind, quantile(buckets, share).expect("a reconcile was counted")))
+        .collect()
 }
 
 /// Returns the value of a label.
 fn label<'a>(labels: &'a str, name: &str) -> &'a str {
-    let value = labels.split_once(&format!("{name}=\""));
-    value.and_then(|(_, rest)| rest.split('"').next()).expect("the metric has this label")
-}
-
-/// Returns the upper bound of the bucket that contains this quantile.
-fn quantile(mut buckets: Buckets, share: f64) -> f64 {
-    buckets.sort_by(|one, other| one.0.total_cmp(&other.0));
-    let all = buckets.last().expect("a histogram has buckets").1;
-    assert!(all > 0.0, "no reconcile was counted");
-    let holds = buckets.iter().find(|(_, below)| *below >= share * all);
-    holds.expect("the last bucket holds all").0
+    metrics::label(labels, name).expect("the metric has this label")
 }

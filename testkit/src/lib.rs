@@ -18,6 +18,7 @@ pub mod etcd;
 pub mod http;
 pub mod interrupt;
 pub mod kv_function;
+pub mod metrics;
 pub mod model;
 pub mod output;
 pub mod paged_kv;

@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use k8s_openapi::api::core::v1::Node;
-use k8s_openapi::jiff::Timestamp;
+use kube::Client;
 use kube::api::{Api, ApiResource, DynamicObject, ListParams, ObjectMeta, Patch, PatchParams, PostParams};
 use kube::core::GroupVersionKind;
-use kube::{Client, ResourceExt};
+use reprise_e2e::kubernetes::fleet::Reporters;
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
 
@@ -21,14 +21,11 @@ const CLUSTER: &str = "bench";
 /// Label of nodes with the name of their pool.
 const POOL_LABEL: &str = "reprise.dev/bench-pool";
 
-/// Field managers of pools and cluster, and of reports.
+/// Field manager of pools and cluster.
 const USER: &str = "bench";
-const AGENT: &str = "reprise-agent";
 
+/// Maximum number of concurrent calls.
 const AT_ONCE: usize = 16;
-
-/// Interval of an agent's reports.
-const REPORT_EVERY: Duration = Duration::from_secs(10);
 
 /// Interval between checks of all nodes.
 const PAUSE: Duration = Duration::from_millis(500);
@@ -57,7 +54,7 @@ impl Fleet {
             async move {
                 let labels = [(POOL_LABEL.to_owned(), pool_name(number % pools))];
                 let metadata = ObjectMeta {
-                    name: Some(format!("node-{number:04}")),
+                    name: Some(node_name(number)),
                     labels: Some(labels.into_iter().collect()),
                     ..ObjectMeta::default()
                 };
@@ -140,38 +137,19 @@ impl Fleet {
     }
 
     /// Reports once for every agent, as fast as the API server accepts it.
-    pub(super) async fn report_all(&self) -> anyhow::Result<()> {
-        let api = self.api("CacheNode");
-        let nodes = self.cache_nodes().await?;
-        all(nodes.into_iter().map(|node| {
-            let api = api.clone();
-            async move { report(&api, &node).await }
-        }))
-        .await
+    pub(super) async fn report_all(&self) {
+        self.reporters().report_all().await;
     }
 
     /// Reports for every agent at the interval of agents, evenly distributed over time.
-    pub(super) async fn report_for(&self, time: Duration) -> anyhow::Result<()> {
-        let api = self.api("CacheNode");
-        let nodes = self.cache_nodes().await?;
-        let began = Instant::now();
-        let mut ticks = tokio::time::interval(REPORT_EVERY / u32::try_from(nodes.len()).unwrap_or(u32::MAX));
-        let mut running = JoinSet::new();
-        for node in nodes.iter().cycle() {
-            ticks.tick().await;
-            if began.elapsed() >= time {
-                break;
-            }
-            let (api, node) = (api.clone(), node.clone());
-            running.spawn(async move { report(&api, &node).await });
-            while running.len() >= AT_ONCE {
-                ended(running.join_next().await)?;
-            }
-        }
-        while !running.is_empty() {
-            ended(running.join_next().await)?;
-        }
-        Ok(())
+    pub(super) async fn report_for(&self, time: Duration) {
+        self.reporters().report_for(time).await;
+    }
+
+    fn reporters(&self) -> Reporters {
+        let nodes = (0..self.scale.nodes).map(node_name).collect();
+        // Nothing changes on the nodes.
+        Reporters { api: self.api("CacheNode"), nodes, used: |_, _| "1Mi".to_owned() }
     }
 
     /// Returns the size of the largest object of Reprise, in bytes of JSON.
@@ -217,47 +195,8 @@ fn pool_name(pool: usize) -> String {
     format!("pool-{pool:02}")
 }
 
-/// Returns the report of an agent that has applied its node's spec.
-async fn report(api: &Api<DynamicObject>, node: &DynamicObject) -> anyhow::Result<()> {
-    let name = node.name_any();
-    // Agents apply the current spec.
-    let node = api.get(&name).await.context("reading a node's spec")?;
-    let (spec, generation) = (&node.data["spec"], node.metadata.generation);
-    let claims = spec["claims"].as_array().cloned().unwrap_or_default();
-    let devices: Vec<Value> = claims
-        .iter()
-        .map(|claim| {
-            json!({
-                "path": claim["file"], "pool": claim["pool"], "state": "Open", "size": claim["size"], "used": "1Mi",
-                "engine": claim["engine"],
-            })
-        })
-        .collect();
-    let pools: Vec<Value> = claims
-        .iter()
-        .map(|claim| json!({ "pool": claim["pool"], "uid": claim["uid"], "generation": claim["generation"] }))
-        .collect();
-    let now = Timestamp::now().to_string();
-    let status = json!({
-        "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheNode", "metadata": { "name": name },
-        "status": {
-            "observedGeneration": generation,
-            "lastUpdated": now,
-            "agent": { "version": env!("CARGO_PKG_VERSION") },
-            "capacity": { "dramTotal": "1Gi", "dramUsed": "0", "ssdTotal": POOL_SIZE, "ssdUsed": "1Mi" },
-            "devices": devices,
-            "applied": { "configurationDigest": spec["configurationDigest"], "pools": pools },
-            "conditions": [{
-                "type": "AgentReady", "status": "True", "reason": "AsDesired", "lastTransitionTime": now,
-                "observedGeneration": generation,
-            }],
-        },
-    });
-    let params = PatchParams::apply(AGENT).force();
-    api.patch_status(&name, &params, &Patch::Apply(&status))
-        .await
-        .context("writing a node's status")
-        .map(drop)
+fn node_name(number: usize) -> String {
+    format!("node-{number:04}")
 }
 
 /// Runs all futures, several concurrently.

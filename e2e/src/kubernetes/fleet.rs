@@ -9,7 +9,6 @@
 //! simulated.
 
 use std::process::Command;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use k8s_openapi::api::core::v1::Node as NodeObject;
@@ -18,7 +17,6 @@ use kube::api::{Api, ApiResource, DynamicObject, ListParams, Patch, PatchParams}
 use kube::core::GroupVersionKind;
 use kube::{Client, ResourceExt};
 use serde_json::{Value, json};
-use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
 use super::cluster::Cluster;
@@ -138,21 +136,7 @@ spec:
     /// # Panics
     /// If the API server refuses a report.
     pub fn report_all(&self, cluster: &Cluster) {
-        let api = cache_nodes(cluster.client());
-        cluster.block_on(async {
-            let gate = Arc::new(Semaphore::new(AT_ONCE));
-            let mut running = JoinSet::new();
-            for number in 0..self.scale.nodes {
-                let (api, gate) = (api.clone(), Arc::clone(&gate));
-                running.spawn(async move {
-                    let _permit = gate.acquire().await.expect("the semaphore is never closed");
-                    report(&api, &node_name(number)).await;
-                });
-            }
-            while let Some(ended) = running.join_next().await {
-                ended.expect("the API server accepts a report");
-            }
-        });
+        cluster.block_on(self.reporters(cluster).report_all());
     }
 
     /// Writes reports at the agents' rate, evenly distributed over `time`, each with more used bytes.
@@ -160,31 +144,12 @@ spec:
     /// # Panics
     /// If the API server refuses a report.
     pub fn report_for(&self, cluster: &Cluster, time: Duration) {
-        let api = cache_nodes(cluster.client());
-        let every = REPORT_EVERY / u32::try_from(self.scale.nodes).expect("some thousand nodes");
-        cluster.block_on(async {
-            let until = Instant::now() + time;
-            let mut ticks = tokio::time::interval(every);
-            let mut running = JoinSet::new();
-            for number in (0..self.scale.nodes).cycle() {
-                ticks.tick().await;
-                if Instant::now() >= until {
-                    break;
-                }
-                while running.len() >= AT_ONCE {
-                    running
-                        .join_next()
-                        .await
-                        .expect("the set is not empty")
-                        .expect("the API server accepts a report");
-                }
-                let api = api.clone();
-                running.spawn(async move { report(&api, &node_name(number)).await });
-            }
-            while let Some(ended) = running.join_next().await {
-                ended.expect("the API server accepts a report");
-            }
-        });
+        cluster.block_on(self.reporters(cluster).report_for(time));
+    }
+
+    fn reporters(&self, cluster: &Cluster) -> Reporters {
+        let nodes = (0..self.scale.nodes).map(node_name).collect();
+        Reporters { api: cache_nodes(cluster.client()), nodes, used }
     }
 
     /// Returns whether every simulated node has a `CacheNode` that satisfies `holds`.
@@ -248,7 +213,7 @@ pub fn pool_name(pool: usize) -> String {
 }
 
 /// Returns a client for `CacheNode`s.
-fn cache_nodes(client: Client) -> Api<DynamicObject> {
+pub fn cache_nodes(client: Client) -> Api<DynamicObject> {
     let kind = GroupVersionKind::gvk("reprise.dev", "v1alpha1", "CacheNode");
     Api::all_with(client, &ApiResource::from_gvk_with_plural(&kind, "cachenodes"))
 }
@@ -262,8 +227,62 @@ fn used(node: &str, now: Timestamp) -> String {
     format!("{}Mi", (reports + number) % USED_STEPS * USED_STEP_MIB)
 }
 
+/// Agents of nodes that only report.
+#[derive(Clone, Debug)]
+pub struct Reporters {
+    /// Client for `CacheNode`s.
+    pub api: Api<DynamicObject>,
+    /// Names of the nodes.
+    pub nodes: Vec<String>,
+    /// Used bytes that a node reports at a time.
+    pub used: fn(&str, Timestamp) -> String,
+}
+
+impl Reporters {
+    /// Writes one report for every agent, as fast as the API server accepts them.
+    ///
+    /// # Panics
+    /// If the API server refuses a report.
+    pub async fn report_all(&self) {
+        let mut running = JoinSet::new();
+        for node in &self.nodes {
+            self.spawn(&mut running, node).await;
+        }
+        running.join_all().await;
+    }
+
+    /// Writes reports at the agents' rate, evenly distributed over `time`.
+    ///
+    /// # Panics
+    /// If the API server refuses a report.
+    pub async fn report_for(&self, time: Duration) {
+        let every = REPORT_EVERY / u32::try_from(self.nodes.len()).expect("some thousand nodes");
+        let until = Instant::now() + time;
+        let mut ticks = tokio::time::interval(every);
+        let mut running = JoinSet::new();
+        for node in self.nodes.iter().cycle() {
+            ticks.tick().await;
+            if Instant::now() >= until {
+                break;
+            }
+            self.spawn(&mut running, node).await;
+        }
+        running.join_all().await;
+    }
+
+    /// Starts one report; waits while as many as permitted are in flight.
+    async fn spawn(&self, running: &mut JoinSet<()>, node: &str) {
+        while running.len() >= AT_ONCE {
+            let ended = running.join_next().await.expect("the set is not empty");
+            ended.expect("the API server accepts a report");
+        }
+        let (api, node, used) = (self.api.clone(), node.to_owned(), self.used);
+        running.spawn(async move { report(&api, &node, used).await });
+    }
+}
+
 /// Writes the report of an agent that has applied its node's spec. A node without a spec reports nothing.
-async fn report(api: &Api<DynamicObject>, name: &str) {
+async fn report(api: &Api<DynamicObject>, name: &str, used: fn(&str, Timestamp) -> String) {
     let Some(node) = api.get_opt(name).await.expect("the API server responds") else { return };
     let (spec, generation) = (&node.data["spec"], node.metadata.generation);
     let claims = spec["claims"].as_array().cloned().unwrap_or_default();
