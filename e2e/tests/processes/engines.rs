@@ -57,7 +57,11 @@ fn a_killed_engine_releases_its_reservations_and_loads() {
     assert!(capacity > 300, "three quarters of 512 slots: {capacity}");
     for round in 0..5 {
         let mut victim = Command::new(std::env::current_exe().expect("this executable"))
-            .args(["--exact", "engines::a_killed_engine_releases_its_reservations_and_loads", "--nocapture"])
+            .args([
+                "--exact",
+                "processes::engines::a_killed_engine_releases_its_reservations_and_loads",
+                "--nocapture",
+            ])
             .env(VICTIM, &agent.files().socket)
             .stdout(Stdio::piped())
             .spawn()

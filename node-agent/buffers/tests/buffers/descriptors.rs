@@ -137,7 +137,11 @@ fn a_peer_outside_our_pid_namespace_has_a_user_and_no_process_id() {
     let status = Command::new("unshare")
         .args(["--user", "--map-root-user", "--pid", "--fork"])
         .arg(this_test)
-        .args(["--exact", "a_peer_outside_our_pid_namespace_has_a_user_and_no_process_id", "--ignored"])
+        .args([
+            "--exact",
+            "descriptors::a_peer_outside_our_pid_namespace_has_a_user_and_no_process_id",
+            "--ignored",
+        ])
         .env(IN_NAMESPACE, "1")
         .stdin(OwnedFd::from(there))
         .status()

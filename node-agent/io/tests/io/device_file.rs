@@ -252,7 +252,7 @@ fn a_killed_process_releases_the_lock() {
     create(&path).preallocate(64 * MIB, NO_RESERVE).expect("space");
     for round in 0..5 {
         let mut child = Command::new(std::env::current_exe().expect("this test"))
-            .args(["--exact", "a_killed_process_releases_the_lock", "--nocapture"])
+            .args(["--exact", "device_file::a_killed_process_releases_the_lock", "--nocapture"])
             .env(CHILD_PATH, &path)
             .stdout(Stdio::null())
             .stderr(Stdio::piped())
