@@ -259,13 +259,13 @@ impl Devices {
     }
 }
 
-/// Adds up the usage of devices.
+/// Adds up the usage of devices. Free space of a device that cannot be written does not count.
 pub(super) fn sum_of_usage<'a>(devices: impl Iterator<Item = &'a Device>) -> PoolUsage {
     let mut sum = PoolUsage::default();
     for device in devices {
         let usage = device.pool.usage();
         sum.slot_bytes_used += usage.slot_bytes_used;
-        sum.slot_bytes_free += usage.slot_bytes_free;
+        sum.slot_bytes_free += if device.is_writable() { usage.slot_bytes_free } else { 0 };
         sum.slots_quarantined += usage.slots_quarantined;
         sum.pending_frees_bytes += usage.pending_frees_bytes;
         sum.journal_bytes_used += usage.journal_bytes_used;
@@ -273,7 +273,7 @@ pub(super) fn sum_of_usage<'a>(devices: impl Iterator<Item = &'a Device>) -> Poo
         sum.capacity_bytes += usage.capacity_bytes;
         sum.checkpoints += usage.checkpoints;
         sum.journal_records += usage.journal_records;
-        sum.entries_free += usage.entries_free;
+        sum.entries_free += if device.is_writable() { usage.entries_free } else { 0 };
         sum.entries_pending += usage.entries_pending;
         sum.entries_max += usage.entries_max;
     }

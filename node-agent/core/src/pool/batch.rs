@@ -103,6 +103,11 @@ impl Batch {
         PoolEvent::BatchDone { batch: self.id, stored: self.stored, failed: self.failed }
     }
 
+    /// Pages of the blocks whose write was started.
+    pub(super) fn pages(&self) -> impl Iterator<Item = PageNumber> {
+        self.blocks.iter().map(|(page, _)| *page)
+    }
+
     /// Returns the event of a batch on a lost device: all blocks have failed, even those that were durable.
     pub(super) fn into_lost_event(self) -> PoolEvent {
         let mut failed: Vec<BlockKey> = self.blocks.iter().map(|(_, key)| *key).collect();

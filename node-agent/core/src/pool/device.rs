@@ -185,7 +185,13 @@ impl DevicePool {
     /// If the slot holds no stored block.
     pub fn free(&mut self, page: PageNumber) {
         let record = self.slots.begin_free(page);
-        self.removals.extend(record.filter(|_| self.health == Health::Working));
+        match self.health {
+            Health::Working => self.removals.extend(record),
+            Health::ReadOnly if record.is_some() => {
+                self.slots.finish_free(page);
+            }
+            Health::ReadOnly | Health::Lost => {}
+        }
     }
 
     /// Quarantines the slot of a stored block permanently after a medium error. Recorded with the next batch
@@ -277,9 +283,10 @@ impl DevicePool {
 
     /// Handles the result of an operation. Returns the next operations and the resulting events.
     ///
-    /// After [`PoolEvent::DeviceLost`] or [`PoolEvent::WritesStopped`], no further operations are returned. Batches in flight are reported as
-    /// failed when the last of their block writes was reported, so that the device no longer uses their
-    /// memory.
+    /// After [`PoolEvent::DeviceLost`] or [`PoolEvent::WritesStopped`], no further operations are returned.
+    /// Batches in flight are reported as failed when the last of their block writes was reported, so that the
+    /// device no longer uses their memory. On a device that is only read from then on, slots without a stored
+    /// block are free.
     ///
     /// # Panics
     /// If the token names no operation in flight.
@@ -500,6 +507,9 @@ impl DevicePool {
         self.journal.abandon();
         self.gate.abandon();
         self.removals.clear();
+        if self.health == Health::ReadOnly {
+            self.slots.finish_all_frees();
+        }
         events.push(event);
         self.report_lost_batches(events);
     }
@@ -509,7 +519,12 @@ impl DevicePool {
         for batch in batches {
             match batch.writes() {
                 BatchProgress::Pending => self.batches.push(batch),
-                BatchProgress::Complete => events.push(batch.into_lost_event()),
+                BatchProgress::Complete => {
+                    if self.health == Health::ReadOnly {
+                        batch.pages().for_each(|page| self.slots.forget_write(page));
+                    }
+                    events.push(batch.into_lost_event());
+                }
             }
         }
     }

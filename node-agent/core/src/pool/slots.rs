@@ -17,6 +17,7 @@
 
 mod audit;
 mod drain;
+mod read_only;
 mod restore;
 
 pub(super) use restore::Restored;

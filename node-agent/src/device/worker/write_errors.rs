@@ -97,6 +97,12 @@ fn full_device_rejects_writes_and_loses_no_durable_block() {
     assert!(reason.contains("no space") && reason.contains("free space"), "{reason}");
     bench.read_and_compare(&stored);
     assert!(!bench.pool.can_start_batch() && bench.pool.allocate(layout().slot_bytes()).is_none());
+    // Only stored blocks have slots, also after a removal that cannot become durable.
+    let slot = layout().slot_bytes() + PAGE_BYTES;
+    bench.pool.free(stored[0].page);
+    let usage = bench.pool.usage();
+    assert_eq!((usage.slot_bytes_used, usage.pending_frees_bytes), (3 * slot, 0));
+    assert_eq!(bench.pool.audit(), Ok(()));
     assert_found(&bench, &stored);
 }
 
