@@ -1,4 +1,4 @@
-//! Helper process of a measurement: a KV store for an engine, an API server for an operator. A shell runs it
+//! Helper process of a measurement: a KV store for an engine. A shell runs it
 //! and ends it at the end of its own standard input, so that it always ends with this program.
 
 use std::fs;

@@ -1,4 +1,4 @@
-//! `reprise bench vllm`: compares vLLM with Reprise to vLLM alone and to vLLM with other caches.
+//! `reprise-bench vllm`: compares vLLM with Reprise to vLLM alone and to vLLM with other caches.
 //!
 //! Measured are the time to first token for each location of a prompt's KV, the overhead of a miss (alone,
 //! and directly after a prompt that is still being saved), the time that the scheduler waits, and memory.
@@ -72,7 +72,7 @@ const MEMORY_HELD: &str = "after the loads from memory, of engine and store of o
     smaps_rollup, and huge pages), each page counted once, without pages of program files";
 const MEMORY_PEAK: &str = "memory_held plus, for each process, its peak resident memory above that since the warm-up, during saves and loads from memory";
 
-/// Arguments of `reprise bench vllm`.
+/// Arguments of `reprise-bench vllm`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct VllmArgs {
     /// Also measure these caches, separated by commas; '' for none.

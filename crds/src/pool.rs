@@ -129,9 +129,9 @@ pub struct DeviceClaim {
     pub max_per_node: u32,
     /// Bytes of each device to use. Absent: the whole device. Must not decrease.
     #[serde(skip_serializing_if = "Option::is_none")]
-    #[x_kube(validation = Rule::new("quantity(self).asInteger() >= 1048576 && quantity(self).asInteger() <= 17592186044416 && \
+    #[x_kube(validation = Rule::new("quantity(self).asInteger() >= 1048576 && quantity(self).asInteger() <= 140737488355328 && \
         quantity(self).asInteger() % 4096 == 0")
-        .message("devices.size is not a multiple of 4Ki from 1Mi to 16Ti: round it"))]
+        .message("devices.size is not a multiple of 4Ki from 1Mi to 128Ti: round it"))]
     #[x_kube(validation = Rule::new("quantity(self).compareTo(quantity(oldSelf)) >= 0")
         .message("devices.size must not decrease because blocks would be lost: create a new SSDPool"))]
     pub size: Option<Quantity>,
@@ -159,9 +159,9 @@ pub struct DirectoryClaim {
         .message("directory.path is a system directory: use a dedicated directory, for example /var/lib/reprise/pool"))]
     pub path: HostPath,
     /// Size of the file, allocated on creation. Must not decrease.
-    #[x_kube(validation = Rule::new("quantity(self).asInteger() >= 1048576 && quantity(self).asInteger() <= 17592186044416 && \
+    #[x_kube(validation = Rule::new("quantity(self).asInteger() >= 1048576 && quantity(self).asInteger() <= 140737488355328 && \
         quantity(self).asInteger() % 4096 == 0")
-        .message("directory.size is not a multiple of 4Ki from 1Mi to 16Ti: round it"))]
+        .message("directory.size is not a multiple of 4Ki from 1Mi to 128Ti: round it"))]
     #[x_kube(validation = Rule::new("quantity(self).compareTo(quantity(oldSelf)) >= 0")
         .message("directory.size must not decrease because blocks would be lost: create a new SSDPool"))]
     pub size: Quantity,

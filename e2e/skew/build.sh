@@ -32,5 +32,5 @@ cd "$tree"
 was=$(version)
 sed -i "/^\[workspace.package\]/,/^\$/s/^version = \"$was\"/version = \"$older\"/" Cargo.toml
 # The workspace's packages in the lock file.
-sed -i "/^name = \"reprise/{n;s/^version = \"$was\"/version = \"$older\"/}" Cargo.lock
+sed -i "/^name = \"\(reprise\|xtask\)/{n;s/^version = \"$was\"/version = \"$older\"/}" Cargo.lock
 images/build.sh --profile dev

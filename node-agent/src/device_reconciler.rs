@@ -278,6 +278,8 @@ impl Worker {
                     false => LossCause::Other,
                 };
                 self.reconciler.lost(device.id, reason, loss);
+            } else if let Some(reason) = &device.read_only {
+                self.reconciler.rejects_writes(device.id, reason);
             }
         }
         let retry = if self.resolved.elapsed() >= RESOLVE_EVERY {

@@ -82,11 +82,13 @@ impl LeaseSchedule {
         self.is_asking = true;
     }
 
-    /// Records that the store has confirmed the lease in a request made at `asked`. After the deadline, the
-    /// answer is too late.
+    /// Records that the store has confirmed the lease in a request made at `asked`. The store confirms only
+    /// leases that have not ended, so an answer after the deadline renews the lease, too. An answer that is
+    /// older than the time to live has no effect.
     pub fn confirm(&mut self, now: Tick, asked: Tick) {
-        if now < self.deadline() {
-            *self = LeaseSchedule::new(self.time_to_live, asked);
+        let renewed = LeaseSchedule::new(self.time_to_live, asked);
+        if now < renewed.deadline() {
+            *self = renewed;
         }
     }
 
@@ -124,11 +126,14 @@ mod tests {
     }
 
     #[test]
-    fn confirmation_after_the_deadline_is_too_late() {
+    fn a_late_confirmation_renews_the_lease_and_an_outdated_one_does_not() {
         let mut schedule = LeaseSchedule::new(Duration::from_secs(12), START);
         schedule.ask();
-        schedule.confirm(at(12_000), at(11_000));
-        assert_eq!(schedule.step(at(12_000)), LeaseStep::GiveUp);
-        assert_eq!((schedule.deadline(), schedule.asked()), (at(12_000), START));
+        let mut outdated = schedule;
+        schedule.confirm(at(12_500), at(11_000));
+        assert_eq!(schedule.step(at(12_500)), LeaseStep::Wait(at(15_000)));
+        assert_eq!((schedule.deadline(), schedule.asked()), (at(23_000), at(11_000)));
+        outdated.confirm(at(23_000), at(11_000));
+        assert_eq!(outdated.step(at(23_000)), LeaseStep::GiveUp);
     }
 }

@@ -3,8 +3,8 @@
 //!
 //! [`Store`] is modelled on etcd: revisions, conditional transactions, ranges by prefix, watches from a
 //! revision, and leases with attached entries. [`EmbeddedStore`] uses one file, [`EtcdStore`] a prefix of an
-//! etcd cluster, and [`MemoryStore`] process memory. One conformance suite (`tests/conformance.rs`,
-//! `tests/leases.rs`) runs on all of them. [`LeaseGuard`] keeps a lease alive.
+//! etcd cluster, and [`MemoryStore`] process memory. One conformance suite (`tests/store/conformance.rs`,
+//! `tests/store/leases.rs`) runs on all of them. [`LeaseGuard`] keeps a lease alive.
 //!
 //! The local stores hold their entries in memory: thousands of records of a few hundred bytes. The file is
 //! written before a transaction is confirmed, and read only on opening.

@@ -67,7 +67,7 @@ pub(crate) fn a_removed_device_is_faulted_and_returns_with_its_blocks(server: &A
 
 pub(crate) fn a_failed_device_is_faulted_and_engines_continue(server: &ApiServer) {
     let mut node = Node::start(server, "failing");
-    node.env.require("device lost");
+    node.env.require("the device rejects writes");
     let mut claims = json!({ "claims": [file_claim("p1")] });
     node.apply_and_wait("the pool is open", claims.clone(), |status| {
         state(status, "/p1-file") == Some("Open")

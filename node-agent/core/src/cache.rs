@@ -194,9 +194,9 @@ impl Cache {
         all.journal_records = usage.journal_records;
     }
 
-    /// Bytes of the arena and of its slots in use, and usage of the pools.
+    /// Bytes of the arena and of its slots in use, and usage of the pools as the control plane counts it.
     pub(crate) fn usage(&self) -> (u64, u64, PoolUsage) {
-        (self.arena.bytes(), self.arena.used_bytes(), self.devices.usage())
+        (self.arena.bytes(), self.arena.used_bytes(), self.devices.reported_usage())
     }
 
     /// Usage of each usable device.

@@ -12,6 +12,7 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use reprise_buffers::PageBuffer;
@@ -29,6 +30,9 @@ const LOCK_RETRY: Duration = Duration::from_millis(10);
 
 /// Size of one write of an erasure in bytes.
 const ERASE_BYTES: usize = 1 << 20;
+
+/// Held while a file is enlarged: between the check of the file system's space and its reservation.
+static PREALLOCATION: Mutex<()> = Mutex::new(());
 
 /// Attempts to open a path whose file is removed while they wait for its lock: another starting agent has
 /// discarded a file that it had created.
@@ -295,6 +299,8 @@ impl DeviceFile {
                 refuse(format!("the device has only {} bytes; configure a smaller pool", self.size))
             };
         }
+        // Devices are opened in parallel: two files must not use the same space.
+        let _one = PREALLOCATION.lock().unwrap_or_else(PoisonError::into_inner);
         let grow = bytes.saturating_sub(self.size);
         // Check beforehand: filling the file system to its last block only to learn its size would disturb
         // its other users.

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::bounded;
 use reprise_agent_core::effect::DeviceId;
 use reprise_agent_kubernetes::{
-    ControlPlane, ControllerFact, Desired, DeviceFault, DrainFact, Facts, GpuFact, Memory,
-    NodeMode as SpecMode, PageKind, Phase, Reason,
+    ControlPlane, ControllerFact, Desired, DrainFact, Facts, GpuFact, Memory, NodeMode as SpecMode, PageKind,
+    Phase,
 };
 use reprise_policy::NodeMode;
 
@@ -103,10 +103,6 @@ pub(super) fn gather(
         }
         let open = id.and_then(|id| view.devices.iter().find(|device| device.id == id));
         if let Some(open) = open {
-            if let Some(reason) = &open.read_only {
-                let message = format!("the device rejects writes; its blocks are still read: {reason}");
-                fact.fault = Some(DeviceFault { reason: Reason::DeviceFailed, message });
-            }
             let errors = open.info.media_errors.load(Ordering::Relaxed);
             let reading = observed.wear.of(&fact.path, errors, limits(desired, &fact.pool));
             fact.media_errors = Some(reading.media_errors);

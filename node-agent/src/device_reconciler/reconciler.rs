@@ -281,6 +281,19 @@ impl DeviceReconciler {
         }
     }
 
+    /// Records that a device rejects writes. It stays open, and its blocks are read.
+    pub(super) fn rejects_writes(&mut self, rejecting: DeviceId, reason: &str) {
+        for device in self.devices.values_mut() {
+            if matches!(device.state, State::Open { id, .. } if id == rejecting) {
+                let message = format!(
+                    "the device rejects writes: {reason}. Its blocks are still read. Remove the cause, then change the pool or restart the agent"
+                );
+                let fault = DeviceFault { reason: Reason::DeviceFailed, message };
+                device.state = State::Faulted { id: Some(rejecting), fault };
+            }
+        }
+    }
+
     /// Records that the core has released a device and its thread has ended.
     pub(super) fn released(&mut self, released: DeviceId) {
         self.used.remove(&released.0);

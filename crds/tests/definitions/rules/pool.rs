@@ -64,11 +64,11 @@ pub(crate) fn table() -> Table {
             refuses("segmentSize is not a multiple of 2Mi from 2Mi to 1Gi", json!({"segmentSize": "3Mi"})),
             refuses("segmentSize is not a multiple of 2Mi from 2Mi to 1Gi", json!({"segmentSize": "2Gi"})),
             refuses(
-                "devices.size is not a multiple of 4Ki from 1Mi to 16Ti",
-                devices(json!({"size": "17Ti"})),
+                "devices.size is not a multiple of 4Ki from 1Mi to 128Ti",
+                devices(json!({"size": "129Ti"})),
             ),
             refuses(
-                "directory.size is not a multiple of 4Ki from 1Mi to 16Ti",
+                "directory.size is not a multiple of 4Ki from 1Mi to 128Ti",
                 json!({"directory": {"size": "5000"}}),
             ),
             refuses("directory.path is a system directory", json!({"directory": {"path": "/etc/reprise"}})),

@@ -6,6 +6,7 @@ use reprise_policy::{BlockKey, Tier};
 use crate::cache::Cache;
 use crate::cache::accounts::TenantIndex;
 use crate::cache::describe::BlockOrigin;
+use crate::cache::devices::group_of_read_only;
 use crate::cache::index::{Dram, Stored};
 use crate::cache::sizes::{SizeClass, SizeClassId};
 use crate::effect::{Change, DeviceId, ReplicaChange};
@@ -97,9 +98,12 @@ impl Cache {
         self.sizes.get(size_class).tenant_index
     }
 
-    /// Rank of a block in the NVMe eviction order.
+    /// Rank of a stored block in the NVMe eviction order.
     pub(super) fn nvme_rank(&self, entry: EntryIndex) -> Rank {
         let state = self.index.entry(entry);
-        Rank { group: Group(self.tenant_of(state.size_class()).0), class: state.class() }
+        let frees_space = state.stored().is_none_or(|stored| self.devices.is_writable(stored.device));
+        let tenant = self.tenant_of(state.size_class());
+        let group = if frees_space { Group(tenant.0) } else { group_of_read_only(tenant) };
+        Rank { group, class: state.class() }
     }
 }

@@ -21,12 +21,13 @@
 //! The core treats a closing device like a lost one, but without reporting a failure. The number of a
 //! released device may be reused, because no later report can refer to the old device.
 
+use reprise_policy::eviction::priority_lru::GROUPS_MAX;
 use reprise_policy::eviction::{EntryIndex, EvictionKind, EvictionPolicy, Group, Rank};
 
-use crate::cache::accounts::nvme_bytes;
+use crate::cache::accounts::{TenantIndex, nvme_bytes};
 use crate::cache::index::Stored;
 use crate::effect::DeviceId;
-use crate::limits::DEVICES_MAX;
+use crate::limits::{DEVICES_MAX, TENANTS_MAX};
 use crate::pool::{BatchId, BlockWrite, DeviceOp, DevicePool, PageNumber, PoolUsage, StoredBlock};
 
 /// All devices, and one eviction order over them.
@@ -216,6 +217,17 @@ impl Devices {
         self.get(device).is_some_and(Device::is_writable)
     }
 
+    /// Usage as reported to the control plane: free space of a device that is only read counts as used, so
+    /// that no blocks are placed there.
+    pub(crate) fn reported_usage(&self) -> PoolUsage {
+        let mut usage = sum_of_usage(self.usable_devices());
+        for device in self.usable_devices().filter(|device| !device.is_writable()) {
+            let pool = device.pool.usage();
+            usage.slot_bytes_used += pool.capacity_bytes - pool.slot_bytes_used;
+        }
+        usage
+    }
+
     /// Usage of all usable devices, added up.
     pub(crate) fn usage(&self) -> PoolUsage {
         sum_of_usage(self.usable_devices())
@@ -258,6 +270,13 @@ impl Devices {
         self.get_mut(id).expect("nothing refers to a released device")
     }
 }
+
+/// Group of a tenant's blocks on devices that are only read: evicting them frees no space.
+pub(super) fn group_of_read_only(tenant: TenantIndex) -> Group {
+    Group(TENANTS_MAX as u16 + tenant.0)
+}
+
+const _: () = assert!(2 * TENANTS_MAX <= GROUPS_MAX);
 
 /// Adds up the usage of devices. Free space of a device that cannot be written does not count.
 pub(super) fn sum_of_usage<'a>(devices: impl Iterator<Item = &'a Device>) -> PoolUsage {

@@ -13,6 +13,7 @@ use reprise_policy::quota::{self, QuotaUsage, SpaceRequest, Victim};
 
 use crate::cache::accounts::{TenantIndex, nvme_bytes};
 use crate::cache::arena::SlotGroupId;
+use crate::cache::devices::group_of_read_only;
 use crate::cache::frames::{FrameIndex, FrameState};
 use crate::cache::index::Dram;
 use crate::cache::{Cache, SlotRequest};
@@ -116,9 +117,11 @@ impl Cache {
         self.remove_stored(entry);
     }
 
-    /// Evicts the next victim of a tenant from its device; `false` if it has no evictable block.
+    /// Evicts the next victim of a tenant from its device; `false` if it has no evictable block. The tenant's
+    /// quota counts blocks of all devices, so those of devices that are only read are the last victims.
     pub(crate) fn evict_nvme_of(&mut self, index: TenantIndex) -> bool {
-        let Some(entry) = self.devices.take_victim(Group(index.0)) else { return false };
+        let mut groups = [Group(index.0), group_of_read_only(index)].into_iter();
+        let Some(entry) = groups.find_map(|group| self.devices.take_victim(group)) else { return false };
         let bytes = self.sizes.get(self.index.entry(entry).size_class()).slot_bytes;
         self.accounts.get_mut(index).counts.nvme_limited_bytes += bytes;
         self.drop_victim(entry);

@@ -3,7 +3,7 @@
 //! A lost device is lost capacity. Its blocks are removed (copies in DRAM remain). Blocks that were being
 //! written to it are written elsewhere as soon as it no longer reads their memory.
 
-use reprise_policy::eviction::EntryIndex;
+use reprise_policy::eviction::{EntryIndex, Group};
 
 use crate::cache::devices::{Health, SpaceCheck};
 use crate::cache::index::Stored;
@@ -50,9 +50,22 @@ impl Cache {
                 }
                 PoolEvent::SpaceFreed => {}
                 PoolEvent::WritesStopped { reason } => {
+                    self.keep_blocks_of(id);
                     cx.emit(Effect::Diagnostic(Diagnostic::WritesStopped { device: id, reason }));
                 }
                 PoolEvent::DeviceLost { reason } => self.lose_device(cx, id, reason),
+            }
+        }
+    }
+
+    /// Excludes the blocks of a device that is only read from evictions for space on other devices. O(blocks).
+    fn keep_blocks_of(&mut self, id: DeviceId) {
+        for tenant in self.accounts.ids().collect::<Vec<_>>() {
+            // In the order of eviction, which the blocks keep.
+            for entry in self.devices.next_victims(Group(tenant.0), None, usize::MAX) {
+                if self.index.entry(entry).stored().is_some_and(|stored| stored.device == id) {
+                    self.enter_nvme_order(entry);
+                }
             }
         }
     }

@@ -195,7 +195,7 @@ impl Cache {
             return 0;
         }
         let bytes = nvme_bytes(slot_bytes);
-        let usage = self.devices.usage();
+        let usage = sum_of_usage(self.devices.writable_devices());
         let kept_free = |of: u64| of * u64::from(self.pool_free_permille) / 1000;
         let pending = &self.pending_space;
         let ends = |(bytes, blocks)| self.devices.ends_of_segments(bytes, blocks);

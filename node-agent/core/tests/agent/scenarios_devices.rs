@@ -285,6 +285,30 @@ fn device_that_accepts_no_writes_keeps_serving_its_blocks_and_saves_go_elsewhere
 }
 
 #[test]
+fn blocks_on_a_device_that_accepts_no_writes_are_not_evicted_for_space_on_another() {
+    let (mut harness, session) = with(Setup { disks: vec![8 << 20, 8 << 20], ..Setup::default() });
+    save_durably(&mut harness, session, &keys(0..8));
+    let on_the_first = |harness: &Harness| {
+        let (_, usage) = harness.core.device_usage().next().expect("two devices");
+        usage.blocks_stored
+    };
+    let before = on_the_first(&harness);
+    assert!(before > 0);
+    harness.read_only_devices.insert(DeviceId(0));
+    for start in (100..300).step_by(4) {
+        save_durably(&mut harness, session, &keys(start..start + 4));
+        let lost = &harness.engines[&session].notices.last().expect("a notice").2;
+        assert!(lost.is_empty(), "the other device has evictable blocks: {lost:?}");
+    }
+    assert!(harness.core.counters().nvme_evictions > 0, "the other device is full");
+    assert_eq!(on_the_first(&harness), before);
+    let kept = (0..8).filter(|number| on_nvme(&harness, key(*number))).count();
+    assert_eq!(kept as u64, before, "the oldest blocks");
+    let usage = harness.core.node_usage();
+    assert!(usage.nvme_capacity - usage.nvme_used < 8 << 20, "its free space is not offered: {usage:?}");
+}
+
+#[test]
 fn without_a_writable_device_saves_end_as_lost_and_no_block_is_evicted_for_them() {
     let (mut harness, session) = with(Setup::default());
     save_durably(&mut harness, session, &keys(0..8));
