@@ -114,7 +114,7 @@ impl Devices {
         device.pool.write_batch(batch, blocks)
     }
 
-    /// Frees the slot of a stored block that is no longer in the index.
+    /// Frees the slot of a stored block after its removal from the index.
     pub(crate) fn free(&mut self, device: DeviceId, page: PageNumber) {
         if self.is_usable(device) {
             self.device_mut(device).pool.free(page);
