@@ -52,15 +52,6 @@ fn device(agent: &Agent) -> serde_json::Value {
     agent.admin().json("/status")["devices"][0].clone()
 }
 
-/// Starts an agent again. The kernel releases a block device shortly after the end of its process.
-fn restart(agent: &mut Agent) {
-    let until = std::time::Instant::now() + PATIENCE;
-    while let Err(refused) = agent.try_start() {
-        refused.assert_reports(DEVICE, &["in use by the kernel"]);
-        assert!(std::time::Instant::now() < until, "the device stays in use");
-    }
-}
-
 /// Replaces a part of an agent's configuration.
 fn reconfigure(agent: &Agent, from: &str, to: &str) {
     let text = fs::read_to_string(&agent.files().config).expect("the agent has a configuration");
@@ -110,7 +101,7 @@ fn a_block_device_that_grew_has_more_space_at_the_next_start() {
     agent.stop();
     fs::OpenOptions::new().write(true).open(&file).and_then(|file| file.set_len(160 * MIB)).expect("space");
     run("losetup", &["--set-capacity", disk.stable_name().to_str().expect("UTF-8")]);
-    restart(&mut agent);
+    agent.start();
     assert_eq!(device(&agent)["grown_bytes"], 96 * MIB);
     assert_eq!(agent.engine(small()).load_all(&blocks, &LoadParams::LOCAL), vec![Source::OwnNvme; 40]);
 }
@@ -149,7 +140,7 @@ fn a_full_device_stops_writes_and_serves_reads_until_a_restart_with_space() {
     agent.stop();
     let path = memory.folder.to_str().expect("UTF-8");
     run("mount", &["-o", "remount,size=300m", path]);
-    restart(&mut agent);
+    agent.start();
     assert!(device(&agent)["read_only"].is_null());
     let engine = agent.engine(small());
     for batch in saved.chunks(100) {
@@ -173,7 +164,7 @@ fn a_device_of_20_tb_stores_blocks_and_finds_them_again() {
     agent.engine(small()).save_durably(&blocks);
     assert!(device(&agent)["slot_bytes"].as_u64().expect("a size") > 19_900_000_000_000);
     agent.kill();
-    restart(&mut agent);
+    agent.start();
     assert_eq!(agent.engine(small()).load_all(&blocks, &LoadParams::LOCAL), vec![Source::OwnNvme; 40]);
     agent.stop();
     drop(disk);

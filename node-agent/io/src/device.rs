@@ -2,8 +2,8 @@
 //!
 //! The lock (`flock`) lives with the open file description, and an io_uring that registered the file keeps
 //! that alive until its last operation has ended. After `kill -9`, the lock therefore also fences writes of
-//! the dead process that are still in flight. For this reason opening waits [`LOCK_PATIENCE`] for the lock,
-//! and no POSIX record lock is used.
+//! the dead process that are still in flight. The same applies to the exclusive claim on a block device
+//! (O_EXCL). For this reason opening waits [`HOLDER_PATIENCE`] for both, and no POSIX record lock is used.
 
 use std::fmt;
 use std::fs::{File, Metadata, OpenOptions, TryLockError};
@@ -21,12 +21,17 @@ use crate::error::{Call, IoError, IoErrorKind};
 use crate::op::Bounds;
 use crate::sys;
 
-/// How long opening waits for the lock. Operations of a killed process end within device latencies:
-/// milliseconds, or seconds on an overloaded machine. A longer holder is a living process.
-const LOCK_PATIENCE: Duration = Duration::from_secs(10);
+/// How long opening waits until the former holder has released the device. Operations of a killed process end
+/// within device latencies: milliseconds, or seconds on an overloaded machine. A longer holder is a living
+/// process, or the kernel itself.
+const HOLDER_PATIENCE: Duration = Duration::from_secs(10);
 
-/// Pause between two attempts to lock.
-const LOCK_RETRY: Duration = Duration::from_millis(10);
+/// Pause between two attempts to acquire a device.
+const HOLDER_RETRY: Duration = Duration::from_millis(10);
+
+/// Explanation of EBUSY after [`HOLDER_PATIENCE`].
+const BUSY_DEVICE: &str = ": the device is in use: it is mounted, part of a RAID or volume group, or another process has \
+    it open exclusively. Release it, or configure another device";
 
 /// Size of one write of an erasure in bytes.
 const ERASE_BYTES: usize = 1 << 20;
@@ -172,19 +177,23 @@ impl DeviceFile {
         };
         let mut options = OpenOptions::new();
         options.read(true).write(access == FileAccess::ReadWrite);
-        // O_EXCL without O_CREAT on a block device fails while the kernel itself uses it: open(2).
+        // O_EXCL without O_CREAT on a block device fails while the kernel or another process has it
+        // exclusively: open(2).
         let flags = if block_device { libc::O_EXCL } else { 0 };
-        let (file, caching) = match open_direct(&mut options, path, flags) {
-            Ok(opened) => opened,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(error) => {
-                let in_use = error.raw_os_error() == Some(libc::EBUSY);
-                let hint =
-                    if in_use { ": the device is mounted or otherwise in use by the kernel" } else { "" };
-                return Err(IoError::from_call(Call::Open, opening() + hint, error));
+        let patience = Patience::start();
+        let (file, caching) = loop {
+            match open_direct(&mut options, path, flags) {
+                Ok(opened) => break opened,
+                Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+                Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {
+                    if !patience.pause() {
+                        return Err(IoError::from_call(Call::Open, opening() + BUSY_DEVICE, error));
+                    }
+                }
+                Err(error) => return Err(failed(error)),
             }
         };
-        lock(&file, path, access)?;
+        lock(&file, path, access, &patience)?;
         let (path, unlocking, origin) = (path.to_owned(), Unlocking::AtDrop, Origin::Existing);
         let mut device = DeviceFile { file, path, size: 0, access, caching, block_device, origin, unlocking };
         if !device.is_named_by_its_path() {
@@ -449,8 +458,27 @@ fn open_direct(options: &mut OpenOptions, path: &Path, flags: i32) -> io::Result
     options.custom_flags(flags).open(path).map(|file| (file, Caching::PageCache))
 }
 
-fn lock(file: &File, path: &Path, access: FileAccess) -> Result<(), IoError> {
-    let start = Instant::now();
+/// Time that is left for a former holder to release a device.
+struct Patience {
+    start: Instant,
+}
+
+impl Patience {
+    fn start() -> Patience {
+        Patience { start: Instant::now() }
+    }
+
+    /// Waits until the next attempt is due; false once the time has passed.
+    fn pause(&self) -> bool {
+        let has_time = self.start.elapsed() < HOLDER_PATIENCE;
+        if has_time {
+            std::thread::sleep(HOLDER_RETRY);
+        }
+        has_time
+    }
+}
+
+fn lock(file: &File, path: &Path, access: FileAccess, patience: &Patience) -> Result<(), IoError> {
     loop {
         let attempt = match access {
             FileAccess::ReadWrite => file.try_lock(),
@@ -459,9 +487,7 @@ fn lock(file: &File, path: &Path, access: FileAccess) -> Result<(), IoError> {
         };
         match attempt {
             Ok(()) => return Ok(()),
-            Err(TryLockError::WouldBlock) if start.elapsed() < LOCK_PATIENCE => {
-                std::thread::sleep(LOCK_RETRY);
-            }
+            Err(TryLockError::WouldBlock) if patience.pause() => {}
             Err(TryLockError::WouldBlock) => {
                 let text = format!(
                     "{} is locked by another process; two agents cannot share a pool: stop the other one or configure another path",

@@ -4,7 +4,7 @@ use std::ffi::CString;
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -21,7 +21,7 @@ const MIB: u64 = 1 << 20;
 /// Tests run on file systems of any size.
 const NO_RESERVE: Reserve = Reserve::Bytes(0);
 
-/// Set for the process that `a_killed_process_releases_the_lock` starts: the path that it writes to.
+/// Set for the processes that tests of killed holders start: the path that they write to.
 const CHILD_PATH: &str = "REPRISE_IO_TEST_CHILD_PATH";
 
 fn directory() -> TempDir {
@@ -250,24 +250,32 @@ fn a_killed_process_releases_the_lock() {
     let directory = directory();
     let path = directory.path().join("pool");
     create(&path).preallocate(64 * MIB, NO_RESERVE).expect("space");
+    let test = "device_file::a_killed_process_releases_the_lock";
     for round in 0..5 {
-        let mut child = Command::new(std::env::current_exe().expect("this test"))
-            .args(["--exact", "device_file::a_killed_process_releases_the_lock", "--nocapture"])
-            .env(CHILD_PATH, &path)
-            .stdout(Stdio::null())
-            .stderr(Stdio::piped())
-            .spawn()
-            .expect("a child");
-        // The child writes a byte to stderr when its writes are in flight.
-        let mut stderr = child.stderr.take().expect("piped");
-        std::io::Read::read_exact(&mut stderr, &mut [0]).expect("the child works");
-        if round == 0 {
-            assert_eq!(open_error(&path, FileAccess::ReadWrite).kind(), IoErrorKind::InUse);
-        }
-        child.kill().expect("alive");
-        child.wait().expect("dead");
+        start_and_kill_writer(&path, &["--exact", test, "--nocapture"], || {
+            if round == 0 {
+                assert_eq!(open_error(&path, FileAccess::ReadWrite).kind(), IoErrorKind::InUse);
+            }
+        });
         create(&path);
     }
+}
+
+/// Runs this test binary as a process that keeps writes in flight, and kills it after `check`.
+fn start_and_kill_writer(path: &Path, arguments: &[&str], check: impl FnOnce()) {
+    let mut child = Command::new(std::env::current_exe().expect("this test"))
+        .args(arguments)
+        .env(CHILD_PATH, path)
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("a child");
+    // The child writes a byte to stderr when its writes are in flight.
+    let mut stderr = child.stderr.take().expect("piped");
+    std::io::Read::read_exact(&mut stderr, &mut [0]).expect("the child works");
+    check();
+    child.kill().expect("alive");
+    child.wait().expect("dead");
 }
 
 /// Keeps writes in flight until the process is killed.
@@ -349,6 +357,70 @@ fn a_read_only_file_system_is_unavailable_for_writing_and_readable() {
         assert_eq!(created.expect_err("read-only").kind(), IoErrorKind::Unavailable);
         DeviceFile::open(&existing, FileAccess::ReadOnly, IfMissing::Fail).expect("readable");
     });
+}
+
+/// A loop device, detached when this is dropped.
+struct LoopDevice(PathBuf);
+
+impl LoopDevice {
+    fn new(file: &Path, bytes: u64) -> LoopDevice {
+        File::create(file).and_then(|file| file.set_len(bytes)).expect("a file with holes");
+        let output = Command::new("losetup").args(["--find", "--show"]).arg(file).output();
+        let output = output.expect("losetup of util-linux");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        LoopDevice(PathBuf::from(String::from_utf8(output.stdout).expect("a path").trim()))
+    }
+}
+
+impl Drop for LoopDevice {
+    fn drop(&mut self) {
+        let detached = Command::new("losetup").arg("--detach").arg(&self.0).status();
+        assert!(std::thread::panicking() || detached.is_ok_and(|status| status.success()), "{:?}", self.0);
+    }
+}
+
+/// Claims a block device exclusively, as a file system or another agent does.
+fn claim(device: &Path) -> File {
+    let mut options = File::options();
+    options.read(true).write(true).custom_flags(libc::O_EXCL).open(device).expect("a free device")
+}
+
+#[test]
+#[ignore = "needs loop devices: run with --ignored as root"]
+fn waits_until_the_former_holder_has_released_a_block_device_and_then_names_the_cause() {
+    let directory = directory();
+    let device = LoopDevice::new(&directory.path().join("device"), 64 * MIB);
+    let open = || DeviceFile::open(&device.0, FileAccess::ReadWrite, IfMissing::Fail);
+    let holder = claim(&device.0);
+    let opened = std::thread::scope(|scope| {
+        let waiting = scope.spawn(open);
+        // It may start to open later: then it does not have to wait.
+        std::thread::sleep(Duration::from_millis(300));
+        drop(holder);
+        waiting.join().expect("no panic")
+    });
+    assert_eq!(opened.expect("it was released").size(), 64 * MIB);
+    let _holder = claim(&device.0);
+    let error = open().expect_err("it is not released");
+    assert_eq!(error.kind(), IoErrorKind::InUse);
+    let text = error.to_string();
+    assert!(text.contains("another process has it open exclusively. Release it"), "{text}");
+}
+
+#[test]
+#[ignore = "needs loop devices: run with --ignored as root"]
+fn opens_a_block_device_at_once_after_its_holder_was_killed() {
+    if let Some(path) = std::env::var_os(CHILD_PATH) {
+        return write_until_killed(&PathBuf::from(path));
+    }
+    let directory = directory();
+    let device = LoopDevice::new(&directory.path().join("device"), 64 * MIB);
+    let test = "device_file::opens_a_block_device_at_once_after_its_holder_was_killed";
+    for _ in 0..10 {
+        start_and_kill_writer(&device.0, &["--exact", test, "--ignored", "--nocapture"], || {});
+        let opened = DeviceFile::open(&device.0, FileAccess::ReadWrite, IfMissing::Fail);
+        opened.expect("the device of a killed process");
+    }
 }
 
 #[test]
