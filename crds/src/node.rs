@@ -115,6 +115,10 @@ pub struct PoolClaim {
     /// Bytes to use of each device or of the file. Absent: each device completely.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub size: Option<Quantity>,
+    /// Bytes that stay available to others on the file system of the file. Absent: 5 % of the file system,
+    /// at least 1Gi.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reserve: Option<Quantity>,
     /// I/O engine for the devices.
     #[serde(default)]
     pub engine: Engine,

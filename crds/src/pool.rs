@@ -165,6 +165,13 @@ pub struct DirectoryClaim {
     #[x_kube(validation = Rule::new("quantity(self).compareTo(quantity(oldSelf)) >= 0")
         .message("directory.size must not decrease because blocks would be lost: create a new SSDPool"))]
     pub size: Quantity,
+    /// Bytes that stay available to others on the file system when the file is created or grows. Absent:
+    /// 5 % of the file system, at least 1Gi. An agent that finds less space does not open the file, and
+    /// reports the possible size.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[x_kube(validation = Rule::new("quantity(self).compareTo(quantity('128Ti')) <= 0")
+        .message("directory.reserve is above 128Ti, the most that a pool can have: set fewer bytes"))]
+    pub reserve: Option<Quantity>,
 }
 
 /// One volume for each node.

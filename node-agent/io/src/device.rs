@@ -320,7 +320,7 @@ impl DeviceFile {
             return refuse(format!(
                 "the file system has only {available} of {} bytes available, and {reserved} of them stay reserved for \
                  others, so the pool can have at most {possible} bytes; free space, configure a smaller pool, or lower \
-                 pool.reserve_bytes",
+                 the reserve (pool.reserve_bytes in the configuration file, directory.reserve in an SSDPool)",
                 space.total_bytes
             ));
         }

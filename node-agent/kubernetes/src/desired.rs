@@ -86,6 +86,8 @@ pub struct Claim {
     pub source: Source,
     /// Size of the file or of each device in bytes; `None`: the whole device.
     pub bytes: Option<u64>,
+    /// Bytes that stay available on the file system of the file; `None`: the agent's default.
+    pub reserve_bytes: Option<u64>,
     /// Desired I/O engine of its devices.
     pub engine: Engine,
     /// Engine to use if the desired one is not available.
@@ -293,6 +295,8 @@ fn read_claim(item: &Value) -> Result<Claim, SpecError> {
         serde_json::from_value(item.clone()).map_err(|error| refused(&error.to_string()))?;
     let bytes = claim.size.as_ref().map(Quantity::bytes).transpose();
     let bytes = bytes.map_err(|error| refused(&format!("size: {error}")))?;
+    let reserve_bytes = claim.reserve.as_ref().map(Quantity::bytes).transpose();
+    let reserve_bytes = reserve_bytes.map_err(|error| refused(&format!("reserve: {error}")))?;
     let max_read_latency = claim.max_read_latency.as_ref().map(Span::duration).transpose();
     let max_read_latency = max_read_latency.map_err(|error| refused(&format!("maxReadLatency: {error}")))?;
     let source = match (claim.file, claim.globs.as_slice()) {
@@ -306,12 +310,16 @@ fn read_claim(item: &Value) -> Result<Claim, SpecError> {
     if matches!(source, Source::File(_)) && bytes.is_none() {
         return Err(refused("size: required for a file"));
     }
+    if matches!(source, Source::Devices { .. }) && reserve_bytes.is_some() {
+        return Err(refused("reserve: expected with a file only, as devices have no file system"));
+    }
     Ok(Claim {
         pool: claim.pool.to_string(),
         uid: claim.uid.to_string(),
         generation: claim.generation,
         source,
         bytes,
+        reserve_bytes,
         engine: claim.engine,
         fallback: claim.fallback_engine,
         foreign: claim.foreign_signatures,
@@ -351,13 +359,15 @@ mod tests {
         );
         assert_eq!(claim.max_read_latency, None);
         assert_eq!((claim.max_media_errors, claim.min_spare_percent), (None, None));
+        assert_eq!(claim.reserve_bytes, None);
         let mut quick = file_claim();
-        quick["maxReadLatency"] = json!("50ms");
+        (quick["maxReadLatency"], quick["reserve"]) = (json!("50ms"), json!("2Gi"));
         (quick["maxMediaErrors"], quick["minSparePercent"]) = (json!(0), json!(10));
         let desired = read(&json!({ "claims": [quick] }));
         assert_eq!(desired.claims[0].max_read_latency, Some(Duration::from_millis(50)));
         let worn = (desired.claims[0].max_media_errors, desired.claims[0].min_spare_percent);
         assert_eq!(worn, (Some(0), Some(10)));
+        assert_eq!(desired.claims[0].reserve_bytes, Some(2 << 30));
         assert_eq!(read(&json!({})).mode, Some(NodeMode::Active));
         assert_eq!(read(&json!({ "failureDomain": "zone-a" })).failure_domain.as_deref(), Some("zone-a"));
         assert_eq!(read(&json!({})).failure_domain.as_deref(), Some(""), "unknown without the label");
@@ -391,6 +401,7 @@ mod tests {
             (with("globs", json!(["/dev/disk/by-id/x"])), "exactly one"),
             (with("size", Value::Null), "required for a file"),
             (with("file", json!(17)), "17"),
+            (with("reserve", json!("a lot")), "reserve"),
             (with("maxReadLatency", json!("soon")), "maxReadLatency"),
         ] {
             let desired = read(&spec);
@@ -413,6 +424,14 @@ mod tests {
         assert!(desired.problems[1].message.contains("spec.failureDomain: invalid value \"a/b\""));
         assert_eq!(desired.profiles, None, "the previous profiles are kept");
         assert!(!desired.is_unreadable("fast"), "no claim is affected");
+    }
+
+    #[test]
+    fn rejects_a_reserve_of_devices() {
+        let devices = json!({ "pool": "raw", "uid": "u", "generation": 1, "globs": ["/dev/disk/by-id/x"], "reserve": "1Gi" });
+        let desired = read(&json!({ "claims": [devices] }));
+        assert_eq!((desired.claims.len(), desired.problems.len()), (0, 1));
+        assert!(desired.problems[0].message.contains("reserve: expected with a file only"));
     }
 
     #[test]

@@ -101,7 +101,7 @@ pub(crate) struct PoolSettings {
     pub(crate) segment_bytes: u64,
     pub(crate) queue_depth: u32,
     pub(crate) io_engine: IoEngineChoice,
-    /// Space that files leave on their file system.
+    /// Space that a claimed file leaves on its file system, unless its claim sets another reserve.
     pub(crate) reserve: Reserve,
     pub(crate) devices: Vec<DeviceSettings>,
 }
@@ -124,6 +124,8 @@ pub(crate) struct DeviceSettings {
     pub(crate) bytes: Option<u64>,
     /// Whether a missing file is created.
     pub(crate) missing: IfMissing,
+    /// Space that a file leaves on its file system.
+    pub(crate) reserve: Reserve,
 }
 
 /// The transport between agents.
@@ -267,9 +269,10 @@ impl PoolSection {
             let found = format!("{} devices", self.devices.len());
             return Err(refuse("pool.devices", &found, &format!("at most {DEVICES_MAX}")));
         }
+        let reserve = self.reserve_bytes.map_or(Reserve::Default, |bytes| Reserve::Bytes(bytes.0));
         let mut devices: Vec<DeviceSettings> = Vec::with_capacity(self.devices.len());
         for section in &self.devices {
-            let device = section.validate()?;
+            let device = section.validate(reserve)?;
             if devices.iter().any(|other| other.path == device.path) {
                 return Err(refuse(
                     "pool.devices.path",
@@ -280,7 +283,6 @@ impl PoolSection {
             devices.push(device);
         }
         let PoolSection { queue_depth, io_engine, .. } = *self;
-        let reserve = self.reserve_bytes.map_or(Reserve::Default, |bytes| Reserve::Bytes(bytes.0));
         Ok(PoolSettings { segment_bytes: self.segment_bytes.0, queue_depth, io_engine, reserve, devices })
     }
 }
@@ -309,7 +311,7 @@ impl CacheSection {
 }
 
 impl DeviceSection {
-    fn validate(&self) -> Result<DeviceSettings, AgentError> {
+    fn validate(&self, reserve: Reserve) -> Result<DeviceSettings, AgentError> {
         if self.path.as_os_str().is_empty() {
             return Err(refuse("pool.devices.path", "", "the path of a file or block device"));
         }
@@ -319,7 +321,7 @@ impl DeviceSection {
         }
         // A file has a size; a device need not have one.
         let missing = if bytes.is_some() { IfMissing::Create } else { IfMissing::Fail };
-        Ok(DeviceSettings { path: self.path.clone(), bytes, missing })
+        Ok(DeviceSettings { path: self.path.clone(), bytes, missing, reserve })
     }
 }
 

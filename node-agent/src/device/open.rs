@@ -63,8 +63,8 @@ impl OpenParams {
             IoEngineChoice::Plain => EngineChoice::Plain,
         };
         let engine = EngineSettings { queue_depth: settings.queue_depth, engine, regions };
-        let DeviceSettings { path, bytes, missing } = device.clone();
-        OpenParams { path, bytes, missing, reserve: settings.reserve, engine }
+        let DeviceSettings { path, bytes, missing, reserve } = device.clone();
+        OpenParams { path, bytes, missing, reserve, engine }
     }
 }
 

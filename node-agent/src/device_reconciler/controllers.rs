@@ -211,6 +211,7 @@ mod tests {
                 uid: "u".to_owned(),
                 kind,
                 bytes: None,
+                reserve_bytes: None,
                 engine: Engine::IoUring,
                 fallback: FallbackEngine::None,
                 foreign: ForeignSignatures::Refuse,

@@ -9,7 +9,7 @@ use std::path::Path;
 use reprise_agent_core::effect::DeviceId;
 use reprise_agent_core::pool::{OWNER_BYTES, owner};
 use reprise_agent_kubernetes::{DeviceFault, Engine, FallbackEngine, ForeignSignatures, Reason};
-use reprise_io::{Caching, DeviceFile, EngineKind, FileAccess, IfMissing};
+use reprise_io::{Caching, DeviceFile, EngineKind, FileAccess, IfMissing, Reserve};
 
 use super::reconciler::{
     DeviceSpec, Kind, OpenDevice, OpenRequest, WipeRequest, missing_file_fault, not_destroyed_fault,
@@ -62,7 +62,7 @@ pub(super) fn open(
             pending.into_iter().partition(|(_, attempt)| attempt.choice() == choice);
         pending = later;
         let devices: Vec<(DeviceId, DeviceSettings)> =
-            now.iter().map(|(request, _)| (request.id, settings_of(request))).collect();
+            now.iter().map(|(request, _)| (request.id, settings_of(request, settings))).collect();
         let settings = PoolSettings { io_engine: choice, devices: Vec::new(), ..settings.clone() };
         let results = device::open_some(&devices, &settings, identity.clone(), context);
         for ((request, attempt), result) in now.into_iter().zip(results) {
@@ -191,8 +191,9 @@ fn prepare(request: &OpenRequest) -> Result<(), DeviceFault> {
     }
 }
 
-fn settings_of(request: &OpenRequest) -> DeviceSettings {
-    DeviceSettings { path: request.at.clone(), bytes: request.spec.bytes, missing: request.missing }
+fn settings_of(request: &OpenRequest, settings: &PoolSettings) -> DeviceSettings {
+    let reserve = request.spec.reserve_bytes.map_or(settings.reserve, Reserve::Bytes);
+    DeviceSettings { path: request.at.clone(), bytes: request.spec.bytes, missing: request.missing, reserve }
 }
 
 fn first_attempt(spec: &DeviceSpec) -> Result<Attempt, DeviceFault> {

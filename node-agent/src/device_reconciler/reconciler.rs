@@ -78,6 +78,8 @@ pub(super) struct DeviceSpec {
     pub(super) uid: String,
     pub(super) kind: Kind,
     pub(super) bytes: Option<u64>,
+    /// Bytes that a file leaves on its file system; `None`: the agent's default.
+    pub(super) reserve_bytes: Option<u64>,
     pub(super) engine: Engine,
     pub(super) fallback: FallbackEngine,
     pub(super) foreign: ForeignSignatures,

@@ -133,6 +133,7 @@ fn claim(pool: &SSDPool) -> PoolClaim {
         max_devices: devices.map_or(DEVICES_PER_NODE_MAX, |devices| devices.max_per_node),
         file: directory.map(|directory| HostPath::new(format!("{}/{POOL_FILE}", directory.path))),
         size: size.or_else(|| directory.map(|directory| directory.size.clone())),
+        reserve: directory.and_then(|directory| directory.reserve.clone()),
         engine: spec.engine,
         fallback_engine: spec.fallback_engine,
         foreign_signatures: devices.map(|devices| devices.foreign_signatures).unwrap_or_default(),
@@ -197,7 +198,7 @@ mod tests {
 
     #[test]
     fn spec_has_a_claim_per_pool_the_most_restrictive_mode_and_the_decided_profiles() {
-        let directory = json!({ "directory": { "path": "/data/p", "size": "2Gi" } });
+        let directory = json!({ "directory": { "path": "/data/p", "size": "2Gi", "reserve": "3Gi" } });
         let devices = json!({
             "devices": { "globs": ["/dev/disk/by-id/nvme-*"], "maxPerNode": 2 }, "mode": "Cordoned", "engine": "Plain",
             "health": { "maxReadLatency": "50ms", "maxMediaErrors": 7, "minSparePercent": 10 },
@@ -208,6 +209,8 @@ mod tests {
         let [file, raw] = made.claims.as_slice() else { panic!("{:?}", made.claims) };
         assert_eq!(file.file.as_ref().map(HostPath::as_str), Some("/data/p/pool"));
         assert_eq!((file.generation, file.size.as_ref().map(|size| size.as_str())), (4, Some("2Gi")));
+        let reserve = |claim: &PoolClaim| claim.reserve.as_ref().map(|reserve| reserve.as_str().to_owned());
+        assert_eq!((reserve(file).as_deref(), reserve(raw)), (Some("3Gi"), None));
         assert_eq!((raw.globs.len(), raw.max_devices, raw.file.as_ref()), (1, 2, None));
         let health =
             |claim: &PoolClaim| (claim.max_media_errors, claim.min_spare_percent.map(|least| least.0));

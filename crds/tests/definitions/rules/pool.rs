@@ -30,6 +30,7 @@ pub(crate) fn table() -> Table {
         }),
         cases: vec![
             accepts("a directory and nothing else", json!({})),
+            accepts("a reserve of the file system", json!({"directory": {"reserve": "128Ti"}})),
             accepts("devices by their names", devices(json!({"size": "1Ti"}))),
             accepts("GPU queues on raw devices", queues),
             accepts("foreign devices are wiped when it is confirmed", wiped),
@@ -71,6 +72,7 @@ pub(crate) fn table() -> Table {
                 "directory.size is not a multiple of 4Ki from 1Mi to 128Ti",
                 json!({"directory": {"size": "5000"}}),
             ),
+            refuses("directory.reserve is above 128Ti", json!({"directory": {"reserve": "1P"}})),
             refuses("directory.path is a system directory", json!({"directory": {"path": "/etc/reprise"}})),
             refuses("directory.path is a system directory", json!({"directory": {"path": "/var"}})),
             refuses(
@@ -90,6 +92,7 @@ pub(crate) fn table() -> Table {
                 json!({"nodeSelector": {"matchExpressions": [{"key": "zone", "operator": "Exists", "values": ["a"]}]}}),
             ),
             changes("a directory grows", json!({}), json!({"directory": {"size": "200Gi"}})),
+            changes("a reserve appears", json!({}), json!({"directory": {"reserve": "10Gi"}})),
             changes("devices grow", devices(json!({"size": "1Ti"})), devices(json!({"size": "2Ti"}))),
             changes("an engine changes", json!({}), json!({"engine": "Plain"})),
             keeps("directory.size must not decrease", json!({}), json!({"directory": {"size": "99Gi"}})),

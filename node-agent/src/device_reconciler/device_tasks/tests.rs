@@ -73,6 +73,7 @@ fn open_request(at: &Path, kind: Kind, missing: IfMissing) -> OpenRequest {
         uid: "u".to_owned(),
         kind,
         bytes: Some(BYTES as u64),
+        reserve_bytes: None,
         engine: Engine::Plain,
         fallback: FallbackEngine::None,
         foreign: ForeignSignatures::Refuse,

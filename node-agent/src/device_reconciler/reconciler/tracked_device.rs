@@ -108,11 +108,12 @@ impl TrackedDevice {
         self.refusal().is_some() && self.generation == pool.generation
     }
 
-    /// Returns whether an open device satisfies the desired spec. The policy for foreign signatures and an
-    /// unused fallback engine matter only while a device is opened.
+    /// Returns whether an open device satisfies the desired spec. The policy for foreign signatures, the
+    /// reserve and an unused fallback engine matter only while a device is opened.
     fn satisfies(&self, opened: &OpenDevice, pool: &DesiredPool, wanted: &DeviceSpec) -> bool {
         let fallback = if opened.engine == wanted.engine { wanted.fallback } else { self.spec.fallback };
-        let as_opened = DeviceSpec { foreign: wanted.foreign, fallback, ..self.spec.clone() };
+        let DeviceSpec { foreign, reserve_bytes, .. } = *wanted;
+        let as_opened = DeviceSpec { foreign, reserve_bytes, fallback, ..self.spec.clone() };
         as_opened == *wanted && self.data == pool.data
     }
 
