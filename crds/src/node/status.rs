@@ -159,7 +159,7 @@ pub struct Device {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(length(min = 1, max = 64), regex(pattern = r"^[A-Z][A-Za-z]*$"))]
     pub reason: Option<String>,
-    /// Explanation and remedy, if the device is not open.
+    /// Explanations and remedies, if the device is not open or does not match its claim.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     #[schemars(length(max = 512))]
     pub message: String,

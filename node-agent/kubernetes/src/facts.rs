@@ -129,14 +129,14 @@ pub struct DeviceFact {
     pub pool: String,
     /// State of the device.
     pub state: DeviceState,
-    /// Why it is not open, or differs from its spec.
+    /// Why it is not open, or failed.
     pub fault: Option<DeviceFault>,
+    /// Why it does not use the engine that its claim asks for.
+    pub fallback: Option<DeviceFault>,
     /// Capacity for blocks, in bytes.
     pub size: u64,
     /// Bytes occupied by blocks.
     pub used: u64,
-    /// Engine that its claim asks for.
-    pub wanted: Engine,
     /// Engine in use; `None` if the device is not open.
     pub engine: Option<Engine>,
     /// Whether I/O bypasses the page cache.

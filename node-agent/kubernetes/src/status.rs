@@ -159,10 +159,11 @@ fn capacity(facts: &Facts) -> NodeCapacity {
 
 fn device(fact: &DeviceFact) -> Device {
     let is_open = fact.state == DeviceState::Open;
-    let fault = fact.fault.as_ref().map(|fault| fault.message.as_str());
-    let reason = fact.fault.as_ref().map(|fault| fault.reason.as_str().to_owned());
+    // A device that uses another engine can also fail: its reason is then that of the failure.
+    let faults = || fact.fault.iter().chain(&fact.fallback);
+    let reason = faults().next().map(|fault| fault.reason.as_str().to_owned());
     let health = fact.worn.as_deref().into_iter().chain(fact.slow.as_deref());
-    let message = fault.into_iter().chain(health).collect::<Vec<_>>().join("; ");
+    let message = faults().map(|fault| fault.message.as_str()).chain(health).collect::<Vec<_>>().join("; ");
     Device {
         path: DevicePath::new(&fact.path),
         pool: ShortName::new(&fact.pool),
@@ -339,21 +340,19 @@ fn configuration_applied(facts: &Facts) -> Finding {
 /// True if a device uses another engine. The reason is `EngineUnavailable` also if no fallback is allowed.
 fn engine_fallback(facts: &Facts) -> Finding {
     let kind = ConditionType::EngineFallback;
-    let fallen = |device: &&DeviceFact| device.engine.is_some_and(|engine| engine != device.wanted);
-    let fallen: Vec<&DeviceFact> = facts.devices.iter().filter(fallen).collect();
+    let fallback = |device: &DeviceFact| Some((device.path.clone(), device.fallback.clone()?.message));
+    let fallen: Vec<(String, String)> = facts.devices.iter().filter_map(fallback).collect();
     let unavailable = |device: &&DeviceFact| {
         device.fault.as_ref().is_some_and(|fault| fault.reason == Reason::EngineUnavailable)
     };
     match (fallen.first(), facts.devices.iter().find(unavailable)) {
-        (Some(first), _) => Finding::yes(
+        (Some((path, why)), _) => Finding::yes(
             kind,
             Reason::EngineUnavailable,
             format!(
-                "{} of {} devices do not use the desired engine: {}: {}",
+                "{} of {} devices do not use the desired engine: {path}: {why}",
                 fallen.len(),
                 facts.devices.len(),
-                first.path,
-                first.fault.as_ref().map(|fault| fault.message.as_str()).unwrap_or_default()
             ),
         ),
         (None, Some(closed)) => Finding::no(

@@ -1,9 +1,9 @@
 //! Compares the desired devices with the tracked ones and decides on actions; other modules carry them out.
 //!
 //! ```text
-//!  Vacant ──open──▶ Opening ──▶ Open ──it fails──▶ Faulted
-//!    │ ▲                └──▶ Refused   │ unclaimed, respecified, missing │
-//!    │ └──────released── Closing ◀─────┴─────────────────────────────────┘
+//!  Vacant ──open──▶ Opening ──▶ Open ──▶ ReadOnly ──▶ Faulted
+//!    │ ▲                └──▶ Refused  │ unclaimed, respecified, missing │
+//!    │ └──────released── Closing ◀────┴─────────────────────────────────┘
 //!    └──wipe──▶ Wiping ──▶ Wiped, Refused
 //! ```
 //!
@@ -267,7 +267,7 @@ impl DeviceReconciler {
     /// Records that a device failed.
     pub(super) fn lost(&mut self, lost: DeviceId, reason: &str, loss: LossCause) {
         for (path, device) in &mut self.devices {
-            if let State::Open { id, opened } = &device.state
+            if let State::Open { id, opened } | State::ReadOnly { id, opened, .. } = &device.state
                 && *id == lost
             {
                 let id = *id;
@@ -286,12 +286,14 @@ impl DeviceReconciler {
     /// Records that a device rejects writes. It stays open, and its blocks are read.
     pub(super) fn rejects_writes(&mut self, rejecting: DeviceId, reason: &str) {
         for device in self.devices.values_mut() {
-            if matches!(device.state, State::Open { id, .. } if id == rejecting) {
+            if let State::Open { id, opened } = &device.state
+                && *id == rejecting
+            {
                 let message = format!(
                     "the device rejects writes: {reason}. Its blocks are still read. Remove the cause, then change the pool or restart the agent"
                 );
                 let fault = DeviceFault { reason: Reason::DeviceFailed, message };
-                device.state = State::Faulted { id: Some(rejecting), fault };
+                device.state = State::ReadOnly { id: rejecting, opened: opened.clone(), fault };
             }
         }
     }

@@ -298,9 +298,8 @@ fn mode_not_applied(inputs: &PoolInputs) -> Option<String> {
 
 fn fallback(pool: &SSDPool, inputs: &PoolInputs) -> Finding {
     let kind = Type::EngineFallback;
-    let other = |device: &Device| {
-        device.state == DeviceState::Open && device.engine.is_some_and(|engine| engine != pool.spec.engine)
-    };
+    // Devices that are not open report no engine.
+    let other = |device: &Device| device.engine.is_some_and(|engine| engine != pool.spec.engine);
     let nodes = inputs.nodes.iter().filter(|node| node.devices().any(other));
     let names: Vec<String> = nodes.filter_map(|node| node.node.metadata.name.clone()).collect();
     if names.is_empty() {

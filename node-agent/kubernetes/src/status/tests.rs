@@ -29,9 +29,9 @@ fn device(path: &str, state: DeviceState) -> DeviceFact {
         pool: "fast".to_owned(),
         state,
         fault: None,
+        fallback: None,
         size: 64 * GIB,
         used: GIB,
-        wanted: Engine::IoUring,
         engine: (state == DeviceState::Open).then_some(Engine::IoUring),
         direct: state == DeviceState::Open,
         read_p99_micros: None,
@@ -42,6 +42,10 @@ fn device(path: &str, state: DeviceState) -> DeviceFact {
         serial: None,
         model: None,
     }
+}
+
+fn another_engine() -> DeviceFault {
+    DeviceFault { reason: Reason::EngineUnavailable, message: "another engine".to_owned() }
 }
 
 fn faulty(path: &str, state: DeviceState, reason: Reason) -> DeviceFact {
@@ -137,11 +141,11 @@ fn sessions_are_reported_and_end_with_the_agent() {
 
 #[test]
 fn slow_device_is_open_and_reported_as_slow() {
-    let slow = |fault: Option<DeviceFault>| {
+    let slow = |fallback: Option<DeviceFault>| {
         let device = DeviceFact {
             slow: Some("reads take long".to_owned()),
             read_p99_micros: Some(80_000),
-            fault,
+            fallback,
             ..device("/pool", DeviceState::Open)
         };
         Facts { devices: vec![device], ..facts() }
@@ -154,8 +158,27 @@ fn slow_device_is_open_and_reported_as_slow() {
     assert_eq!(device_status.message, "reads take long");
     assert_eq!(condition(&slow(None), ConditionType::Degraded), (TRUE, "DeviceSlow".to_owned()));
     assert_eq!(condition(&slow(None), ConditionType::DevicesReady), (TRUE, "AsDesired".to_owned()));
-    let other = DeviceFault { reason: Reason::EngineUnavailable, message: "another engine".to_owned() };
-    assert_eq!(status_of(&slow(Some(other))).devices[0].message, "another engine; reads take long");
+    let fallen = status_of(&slow(Some(another_engine()))).devices[0].clone();
+    assert_eq!(fallen.message, "another engine; reads take long");
+    assert_eq!(fallen.reason.as_deref(), Some("EngineUnavailable"));
+}
+
+#[test]
+fn rejected_writes_and_another_engine_are_both_reported() {
+    let rejects = DeviceFault { reason: Reason::DeviceFailed, message: "it rejects writes".to_owned() };
+    let engine = Some(Engine::Plain);
+    let (fault, fallback) = (Some(rejects), Some(another_engine()));
+    let fact = DeviceFact { fault, fallback, engine, ..device("/pool", DeviceState::Faulted) };
+    let facts = Facts { devices: vec![fact], ..facts() };
+    let reported = status_of(&facts).devices[0].clone();
+    assert_eq!(
+        (reported.reason.as_deref(), reported.message.as_str(), reported.engine),
+        (Some("DeviceFailed"), "it rejects writes; another engine", engine)
+    );
+    let of =
+        |kind| findings(&facts).into_iter().find(|finding| finding.kind == kind).expect("reported").message;
+    assert!(of(ConditionType::EngineFallback).ends_with("/pool: another engine"));
+    assert!(of(ConditionType::DevicesReady).ends_with("/pool: it rejects writes"));
 }
 
 #[test]
@@ -194,7 +217,11 @@ fn each_deviation_is_a_condition_with_its_reason() {
     };
     let devices = |devices: Vec<DeviceFact>| with(&|facts| facts.devices.clone_from(&devices));
     let open = || device("/a", DeviceState::Open);
-    let fallen = DeviceFact { engine: Some(Engine::Plain), ..open() };
+    let fallback = Some(another_engine());
+    let fallen = DeviceFact { engine: Some(Engine::Plain), fallback, ..open() };
+    let rejecting = DeviceFact { state: DeviceState::Faulted, ..fallen.clone() };
+    let rejecting =
+        DeviceFact { fault: faulty("/a", DeviceState::Faulted, Reason::DeviceFailed).fault, ..rejecting };
     let draining = |drain: DrainFact| {
         with(&|facts| {
             facts.mode = NodeMode::Draining;
@@ -257,6 +284,8 @@ fn each_deviation_is_a_condition_with_its_reason() {
             Reason::NoDevices,
         ),
         (devices(vec![open(), fallen]), Type::EngineFallback, TRUE, Reason::EngineUnavailable),
+        (devices(vec![rejecting.clone()]), Type::EngineFallback, TRUE, Reason::EngineUnavailable),
+        (devices(vec![rejecting]), Type::DevicesReady, FALSE, Reason::DeviceFailed),
         (
             devices(vec![faulty("/a", DeviceState::Refused, Reason::EngineUnavailable)]),
             Type::EngineFallback,

@@ -277,6 +277,33 @@ fn failed_device_stays_faulted_until_its_claim_changes() {
 }
 
 #[test]
+fn device_that_rejects_writes_keeps_its_engine_and_the_reason_for_it_and_can_still_be_lost() {
+    let mut reconciler = DeviceReconciler::default();
+    reconciler.set_desired(vec![pool("u", &["/a"])]);
+    assert_eq!(next_actions(&mut reconciler), ["open /a=0"]);
+    let fallback = DeviceFault { reason: Reason::EngineUnavailable, message: "no io_uring".to_owned() };
+    let plain = OpenDevice { engine: Engine::Plain, fallback: Some(fallback.clone()), ..opened(0) };
+    reconciler.opened("/a", DeviceId(0), plain);
+    let fact = |reconciler: &DeviceReconciler| reconciler.device_facts().remove(0);
+    let (id, open) = fact(&reconciler);
+    assert_eq!((id, open.fault, open.fallback), (Some(DeviceId(0)), None, Some(fallback.clone())));
+    for _ in 0..2 {
+        reconciler.rejects_writes(DeviceId(0), "no space");
+        assert!(reconciler.next_actions(Retry::Refused).is_empty(), "its blocks are still read");
+        let (id, rejecting) = fact(&reconciler);
+        assert_eq!((id, rejecting.state), (Some(DeviceId(0)), DeviceState::Faulted));
+        assert!(rejecting.fault.expect("it rejects writes").message.contains("no space"));
+        assert_eq!((rejecting.engine, rejecting.fallback), (Some(Engine::Plain), Some(fallback.clone())));
+    }
+    reconciler.lost(DeviceId(0), "read error", LossCause::Other);
+    let (id, lost) = fact(&reconciler);
+    assert!(lost.fault.expect("it failed").message.contains("read error"));
+    assert_eq!((id, lost.engine, lost.fallback), (None, None, None));
+    reconciler.set_desired(Vec::new());
+    assert_eq!(next_actions(&mut reconciler), ["close 0"]);
+}
+
+#[test]
 fn missing_device_is_faulted_and_opened_when_it_reappears() {
     let mut reconciler = with_one_open();
     let mut missing_pool = pool("u", &["/a"]);

@@ -32,6 +32,12 @@ pub(super) enum State {
         id: DeviceId,
         opened: OpenDevice,
     },
+    /// Open, but it accepts no writes.
+    ReadOnly {
+        id: DeviceId,
+        opened: OpenDevice,
+        fault: DeviceFault,
+    },
     /// Becomes `Faulted` afterwards if `fault` is set.
     Closing {
         id: DeviceId,
@@ -88,7 +94,11 @@ impl TrackedDevice {
         match &self.state {
             State::Refused(fault) => Some(fault),
             State::Vacant | State::Opening | State::Wiping => self.refused.as_ref(),
-            State::Open { .. } | State::Closing { .. } | State::Faulted { .. } | State::Wiped => None,
+            State::Open { .. }
+            | State::ReadOnly { .. }
+            | State::Closing { .. }
+            | State::Faulted { .. }
+            | State::Wiped => None,
         }
     }
 
@@ -126,7 +136,7 @@ impl TrackedDevice {
                     Transition::Replace(State::Closing { id: *id, fault: None })
                 }
                 State::Closing { .. } => Transition::Keep,
-                State::Open { id, .. } | State::Faulted { id: Some(id), .. } => {
+                State::Open { id, .. } | State::ReadOnly { id, .. } | State::Faulted { id: Some(id), .. } => {
                     Transition::Close { id: *id, fault: None }
                 }
                 State::Vacant | State::Wiped | State::Refused(_) | State::Faulted { id: None, .. } => {
@@ -146,11 +156,13 @@ impl TrackedDevice {
                 Transition::Close { id: *id, fault: None }
             }
             State::Open { .. } => Transition::Keep,
-            State::Faulted { id: Some(id), .. } if is_gone => {
+            State::ReadOnly { id, .. } | State::Faulted { id: Some(id), .. } if is_gone => {
                 Transition::Close { id: *id, fault: Some(missing_fault(self.spec.kind)) }
             }
-            State::Faulted { id: Some(id), .. } if is_renewed => Transition::Close { id: *id, fault: None },
-            State::Faulted { id: Some(_), .. } => Transition::Keep,
+            State::ReadOnly { id, .. } | State::Faulted { id: Some(id), .. } if is_renewed => {
+                Transition::Close { id: *id, fault: None }
+            }
+            State::ReadOnly { .. } | State::Faulted { id: Some(_), .. } => Transition::Keep,
             State::Faulted { id: None, .. } if is_gone => Transition::Keep,
             // The device is present again.
             State::Faulted { id: None, .. } => Transition::Replace(State::Vacant),
@@ -170,7 +182,8 @@ impl TrackedDevice {
             }
             State::Vacant => (None, DeviceState::Found, Some(waiting("waiting to be opened"))),
             State::Opening => (None, DeviceState::Opening, Some(waiting("reading the journal"))),
-            State::Open { id, opened } => (Some(*id), DeviceState::Open, opened.fallback.clone()),
+            State::Open { id, .. } => (Some(*id), DeviceState::Open, None),
+            State::ReadOnly { id, fault, .. } => (Some(*id), DeviceState::Faulted, Some(fault.clone())),
             State::Closing { fault: Some(fault), .. } => (None, DeviceState::Faulted, Some(fault.clone())),
             State::Closing { .. } => (None, DeviceState::Found, Some(waiting("closing"))),
             State::Faulted { fault, .. } => (None, DeviceState::Faulted, Some(fault.clone())),
@@ -178,20 +191,20 @@ impl TrackedDevice {
             State::Wiped => (None, DeviceState::Wiped, None),
             State::Refused(fault) => (None, DeviceState::Refused, Some(fault.clone())),
         };
-        let (engine, direct) = match &self.state {
-            State::Open { opened, .. } => (Some(opened.engine), opened.direct),
-            _ => (None, false),
+        let opened = match &self.state {
+            State::Open { opened, .. } | State::ReadOnly { opened, .. } => Some(opened),
+            _ => None,
         };
         let fact = DeviceFact {
             path: path.to_owned(),
             pool: self.spec.pool.clone(),
             state,
             fault,
+            fallback: opened.and_then(|opened| opened.fallback.clone()),
             size: 0,
             used: 0,
-            wanted: self.spec.engine,
-            engine,
-            direct,
+            engine: opened.map(|opened| opened.engine),
+            direct: opened.is_some_and(|opened| opened.direct),
             read_p99_micros: None,
             slow: None,
             media_errors: None,
