@@ -117,11 +117,16 @@ pub(crate) enum IoEngineChoice {
     Plain,
 }
 
-/// One file or block device.
+/// One file, block device or NVMe controller.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct DeviceSection {
+    /// Path of a file or block device.
+    #[serde(default)]
     pub(crate) path: PathBuf,
+    /// PCI address of a controller that a driver in user space serves, instead of a path.
+    #[serde(default)]
+    pub(crate) pci: String,
     /// Required for a file; for a block device, 0 or absent means the whole device.
     #[serde(default)]
     pub(crate) bytes: ByteSize,
@@ -296,6 +301,8 @@ io_engine = "auto"         # "auto", "io_uring" or "plain"
 # [[pool.devices]]
 # path = "/var/lib/reprise/pool-0"
 # bytes = "100GiB"
+# An NVMe controller can be named by its PCI address instead (pci = "0000:3b:00.0"). It needs a driver in user space,
+# which this release does not have, so the agent refuses it.
 
 [cache]
 # Eviction order in memory and on devices. "priority_lru": low priority first, then least recently used.

@@ -8,7 +8,6 @@
 mod liveness;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
@@ -111,11 +110,11 @@ pub(crate) struct AttachedDevice {
     pub(crate) pool: DevicePool,
 }
 
-/// The core's description of a block, with the path of its device.
+/// The core's description of a block, with the path or address of its device.
 #[derive(Clone, Debug)]
 pub(crate) struct LocatedBlock {
     pub(crate) description: BlockDescription,
-    pub(crate) path: Option<PathBuf>,
+    pub(crate) path: Option<String>,
 }
 
 /// State of the core at one point in time.

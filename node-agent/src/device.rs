@@ -8,6 +8,7 @@
 //! its capacity. Devices claimed at run time ([`open_some`]) fail independently. A closed device completes
 //! all commands with errors until the core has released it.
 
+pub(crate) mod access;
 mod health;
 mod identity;
 mod names;
@@ -21,7 +22,6 @@ pub(crate) use open::{OpenErrorKind, open_error_kind};
 pub(crate) use worker::read_error;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
@@ -31,7 +31,7 @@ use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
 use reprise_agent_core::effect::{DeviceId, ReadBatch};
 use reprise_agent_core::pool::{DeviceError, DeviceOp, DevicePool, PoolParams, StoredBlock};
 use reprise_buffers::Arena;
-use reprise_io::{Caching, EngineKind, Waker};
+use reprise_io::{Caching, DeviceDescription, EngineKind, Waker};
 use reprise_policy::{TenantId, TenantName};
 
 use crate::config::{DeviceSettings, PoolSettings};
@@ -74,7 +74,7 @@ pub(crate) struct Device {
 /// Properties of an open device.
 #[derive(Clone, Debug)]
 pub(crate) struct DeviceInfo {
-    pub(crate) path: PathBuf,
+    pub(crate) description: DeviceDescription,
     pub(crate) bytes: u64,
     pub(crate) engine: EngineKind,
     pub(crate) caching: Caching,
@@ -147,7 +147,7 @@ enum OpenDecision {
 
 /// A device that is being opened.
 struct Opening {
-    path: PathBuf,
+    description: DeviceDescription,
     found: Receiver<Result<DeviceContent, AgentError>>,
     decision: Sender<OpenDecision>,
     opened: Receiver<Result<(Option<RecoveredPool>, OpenProperties), AgentError>>,
@@ -197,7 +197,7 @@ pub(crate) fn open_some(
         let begun = begin(*id, device, settings, context);
         errors.push(begun.map(|opening| openings.push(opening)).err());
     }
-    let found = openings.iter().map(|opening| match answer(&opening.found, &opening.path) {
+    let found = openings.iter().map(|opening| match answer(&opening.found, &opening.description) {
         Ok(found) => (Some(found), None),
         Err(error) => (None, Some(error)),
     });
@@ -246,7 +246,7 @@ impl Device {
     pub(crate) fn close(&self) {
         if let Err(UnsentCommand { why, .. }) = self.submit(Command::Close) {
             // The queue has room for the core's maximum in flight, and for this command.
-            tracing::error!(path = %self.info.path.display(), %why, "cannot queue the close command of a device");
+            tracing::error!(path = %self.info.description, %why, "cannot queue the close command of a device");
         }
     }
 
@@ -290,7 +290,7 @@ fn begin(
     let media_errors = Arc::<AtomicU32>::default();
     let around = WorkerContext {
         device: id,
-        path: device.path.display().to_string(),
+        path: device.description.to_string(),
         commands: command_receiver,
         inbox: context.inbox.clone(),
         arena: context.arena.clone(),
@@ -301,7 +301,7 @@ fn begin(
         media_errors: media_errors.clone(),
     };
     let params_of_device = open::OpenParams::new(device, settings, &context.arena);
-    let span = tracing::info_span!("device", path = %device.path.display());
+    let span = tracing::info_span!("device", path = %device.description);
     let body = move || {
         let _device = span.entered();
         let (mut open, found) = match open::open(&params_of_device) {
@@ -323,29 +323,40 @@ fn begin(
         std::thread::Builder::new().name(format!("device-{}", id.0)).spawn(body).map_err(|error| {
             AgentError::new(ErrorKind::Resource, "cannot spawn a device thread").with_source(error)
         })?;
-    let path = device.path.clone();
-    Ok(Opening { path, found, decision, opened, commands, sync_failed, write_error, media_errors, thread })
+    let description = device.description.clone();
+    Ok(Opening {
+        description,
+        found,
+        decision,
+        opened,
+        commands,
+        sync_failed,
+        write_error,
+        media_errors,
+        thread,
+    })
 }
 
 fn finish(opening: Opening, found: DeviceContent) -> Result<OpenedDevice, AgentError> {
-    let (formatted, properties) = answer(&opening.opened, &opening.path)?;
+    let (formatted, properties) = answer(&opening.opened, &opening.description)?;
     // An existing pool is in the first report, a formatted one in the second.
     let recovered = match found {
         DeviceContent::Pool(recovered) => *recovered,
         DeviceContent::Blank { .. } => formatted.ok_or_else(|| {
             AgentError::new(
                 ErrorKind::Internal,
-                format!("device '{}' was not formatted", opening.path.display()),
+                format!("device '{}' was not formatted", opening.description),
             )
         })?,
     };
     let RecoveredPool { pool, stored, names, recovery } = recovered;
     let membership = Membership::of(&pool);
     let OpenProperties { bytes, engine, caching, waker } = properties;
-    let Opening { path, commands, sync_failed, write_error, media_errors, thread, .. } = opening;
-    let info = DeviceInfo { path, bytes, engine, caching, recovery, sync_failed, write_error, media_errors };
+    let Opening { description, commands, sync_failed, write_error, media_errors, thread, .. } = opening;
+    let info =
+        DeviceInfo { description, bytes, engine, caching, recovery, sync_failed, write_error, media_errors };
     tracing::info!(
-        path = %info.path.display(), bytes, engine = %info.engine, blocks = recovery.blocks, records = recovery.records,
+        path = %info.description, bytes, engine = %info.engine, blocks = recovery.blocks, records = recovery.records,
         took_ms = recovery.took.as_millis(), formatted = recovery.formatted, grown_bytes = recovery.grown_bytes,
         "pool device ready"
     );
@@ -354,8 +365,8 @@ fn finish(opening: Opening, found: DeviceContent) -> Result<OpenedDevice, AgentE
 }
 
 /// Receives a report of a thread; a missing report means that the thread panicked.
-fn answer<T>(from: &Receiver<Result<T, AgentError>>, path: &std::path::Path) -> Result<T, AgentError> {
+fn answer<T>(from: &Receiver<Result<T, AgentError>>, device: &DeviceDescription) -> Result<T, AgentError> {
     from.recv().unwrap_or_else(|_| {
-        Err(AgentError::new(ErrorKind::Internal, format!("the thread of device '{}' ended", path.display())))
+        Err(AgentError::new(ErrorKind::Internal, format!("the thread of device '{device}' ended")))
     })
 }

@@ -23,6 +23,7 @@ mod controllers;
 mod device_health;
 mod device_records;
 mod device_tasks;
+mod engines;
 mod facts;
 mod gpus;
 mod profiles;
@@ -41,14 +42,14 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, Sender, TrySendError, bounded, select, tick};
 use reprise_agent_core::event::Event as CoreEvent;
 use reprise_agent_kubernetes::{ControllerFact, Desired, DeviceFault, Facts, GpuFact, Reason};
-use reprise_io::HealthLog;
+use reprise_io::{DeviceDescription, HealthLog};
 use tokio::sync::watch;
 
 use crate::admin::AdminContext;
 use crate::bindings::BindingsFile;
 use crate::config::{PoolSettings, ReloadableConfig};
 use crate::core_loop::{AttachedDevice, Inbox, Input};
-use crate::device::{DeviceContext, OpenedDevice};
+use crate::device::{DeviceContext, OpenedDevice, access};
 use crate::error::{AgentError, ErrorKind};
 use crate::executor::ReleasedDevice;
 use crate::modes::Modes;
@@ -120,10 +121,10 @@ enum Wakeup {
 /// The result of a task that ran on its own thread.
 enum TaskResult {
     Opened(Vec<OpenResult>),
-    /// The data of the device or file at `at` is destroyed, or the reason why not.
+    /// The data of a device or file is destroyed, or the reason why not.
     Erased {
         path: String,
-        at: PathBuf,
+        description: DeviceDescription,
         result: Result<WipeOutcome, DeviceFault>,
     },
     Wiped {
@@ -319,10 +320,10 @@ impl Worker {
 
     /// Starts a thread for each drive whose health log is due.
     fn read_health_logs(&mut self) {
-        for (path, at) in self.wear.due(Instant::now(), &facts::open_devices(&self.reconciler)) {
+        for (path, description) in self.wear.due(Instant::now(), &facts::open_devices(&self.reconciler)) {
             let (results, asked) = (self.results.0.clone(), path.clone());
             let body = move || {
-                let log = reprise_io::health_log(&at);
+                let log = access::health_log(&description);
                 let _ = results.send(TaskResult::HealthRead { path: asked, log });
             };
             if spawn("health-log", body).is_err() {
@@ -437,7 +438,11 @@ impl Worker {
                 let (results, name) = (self.results.0.clone(), request.path.clone());
                 let body = move || {
                     let result = device_tasks::wipe(&request);
-                    let _ = results.send(TaskResult::Erased { path: request.path, at: request.at, result });
+                    let _ = results.send(TaskResult::Erased {
+                        path: request.path,
+                        description: request.description,
+                        result,
+                    });
                 };
                 if let Err(fault) = spawn("wiping", body) {
                     self.reconciler.refused(&name, None, fault);
@@ -464,7 +469,7 @@ impl Worker {
                 }
             }
             TaskResult::HealthRead { path, log } => self.wear.record(&path, log),
-            TaskResult::Erased { path, at, result: Ok(WipeOutcome::FileRemains) } => {
+            TaskResult::Erased { path, description, result: Ok(WipeOutcome::FileRemains) } => {
                 // Recorded before the file is removed; after a restart in between, the file would otherwise
                 // count as missing.
                 self.reconciler.erased(&path);
@@ -478,7 +483,8 @@ impl Worker {
                 }
                 let (results, name) = (self.results.0.clone(), path.clone());
                 let body = move || {
-                    let _ = results.send(TaskResult::Wiped { path, result: device_tasks::remove(&at) });
+                    let _ =
+                        results.send(TaskResult::Wiped { path, result: device_tasks::remove(&description) });
                 };
                 if let Err(fault) = spawn("removing", body) {
                     self.reconciler.refused(&name, None, fault);

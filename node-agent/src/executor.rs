@@ -15,7 +15,6 @@
 //! Immediate failures become events ([`Executor::pop_feedback`]); the executor never calls into the core.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -288,9 +287,9 @@ impl Executor {
         (0..).zip(&self.devices).filter_map(view).collect()
     }
 
-    /// Returns the path of a device.
-    pub(crate) fn device_path(&self, id: DeviceId) -> Option<PathBuf> {
-        self.entry(id).map(|entry| entry.device.info().path.clone())
+    /// Returns the path or address of a device.
+    pub(crate) fn device_path(&self, id: DeviceId) -> Option<String> {
+        self.entry(id).map(|entry| entry.device.info().description.to_string())
     }
 
     /// Returns all devices, to be stopped.
@@ -425,14 +424,14 @@ impl Executor {
             Diagnostic::WritesStopped { device, reason } => self.stop_writes(*device, reason),
             Diagnostic::DeviceLost { device, reason } => {
                 self.parts.metrics.device_lost(*device);
-                let mut path = PathBuf::new();
+                let mut path = String::new();
                 if let Some(entry) = self.devices.get_mut(usize::from(device.0)).and_then(Option::as_mut) {
                     entry.lost = Some(reason.clone());
-                    path.clone_from(&entry.device.info().path);
+                    path = entry.device.info().description.to_string();
                 }
                 tracing::error!(
                     device = device.0,
-                    path = %path.display(),
+                    path,
                     reason,
                     "device lost; continuing without its blocks. Restart the agent when the device is restored"
                 );
@@ -450,7 +449,7 @@ impl Executor {
         let reason = info.write_error.get().cloned().unwrap_or_else(|| reason.to_owned());
         tracing::error!(
             device = device.0,
-            path = %info.path.display(),
+            path = %info.description,
             reason,
             "the device rejects writes; its blocks are still read. Restart the agent after the remedy"
         );

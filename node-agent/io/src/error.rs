@@ -27,6 +27,8 @@ pub enum IoErrorKind {
     Unavailable,
     /// The kernel does not support the engine. Use another engine.
     Unsupported,
+    /// No engine of this build serves this kind of device. Configure a device of another kind.
+    NoEngine,
 }
 
 impl fmt::Display for IoErrorKind {
@@ -42,6 +44,7 @@ impl fmt::Display for IoErrorKind {
             IoErrorKind::InUse => "in use",
             IoErrorKind::Unavailable => "cannot be opened",
             IoErrorKind::Unsupported => "not supported by this kernel",
+            IoErrorKind::NoEngine => "no I/O engine serves this kind of device",
         })
     }
 }

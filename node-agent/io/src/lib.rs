@@ -13,10 +13,15 @@
 //!
 //! [`open_engine`] chooses between the first two. The suite in `tests/conformance` holds for all three.
 //!
+//! A [`DeviceDescription`] states what a device is; an open device is a [`BlockDevice`], from which its engine
+//! is started.
+//!
 //! Not included: ordering between operations in flight, the pool's format, checksums, and retries of media
 //! errors. [`bare`] is the baseline of the benchmarks, not a second I/O path.
 
 pub mod bare;
+mod block_device;
+mod description;
 mod device;
 mod engine;
 mod error;
@@ -32,6 +37,8 @@ mod transfer;
 mod uring;
 mod waker;
 
+pub use block_device::BlockDevice;
+pub use description::{DeviceDescription, PciAddress, PciAddressError};
 pub use device::{Caching, DeviceFile, FileAccess, IfMissing, Preallocation, Reserve};
 pub use engine::{CloseOutcome, EngineKind, IoEngine, Wait};
 pub use error::{IoError, IoErrorKind};

@@ -27,6 +27,7 @@ use crate::device::FileAccess;
 use crate::error::{IoError, IoErrorKind};
 use crate::op::IO_ALIGN;
 
+mod block_device;
 mod crash;
 mod engine;
 mod fault;

@@ -34,7 +34,7 @@ struct Stored {
 impl Block {
     pub(super) fn new(context: &AdminContext, key: BlockKey, described: LocatedBlock) -> Block {
         let BlockDescription { origin, dram, nvme, priority, leases } = described.description;
-        let path = described.path.unwrap_or_default().display().to_string();
+        let path = described.path.unwrap_or_default();
         let stored = |DeviceId(device)| Stored { device, path };
         Block {
             node: context.settings.node.name.clone(),

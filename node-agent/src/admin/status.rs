@@ -196,7 +196,7 @@ impl Device {
         let usage = view.device_usage.get(id).copied().unwrap_or_default();
         Device {
             device: id.0,
-            path: info.path.display().to_string(),
+            path: info.description.to_string(),
             bytes: info.bytes,
             slot_bytes: usage.capacity_bytes,
             used_bytes: usage.slot_bytes_used,

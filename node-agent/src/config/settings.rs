@@ -11,7 +11,7 @@ use std::time::Duration;
 use reprise_agent_core::agent::limits::LOAD_DEADLINE_MAX;
 use reprise_agent_core::pool::DEVICE_BYTES_MAX;
 use reprise_buffers::{REGION_BYTES_MAX, REGIONS_MAX};
-use reprise_io::{IfMissing, Reserve};
+use reprise_io::{DeviceDescription, IfMissing, Reserve};
 use reprise_policy::eviction::EvictionKind;
 use reprise_policy::layout::{BLOCK_BYTES_MAX, PAGE_BYTES};
 use serde::Deserialize;
@@ -116,10 +116,10 @@ pub(crate) struct CacheSettings {
     pub(crate) arena_serves_permille: u16,
 }
 
-/// One file or block device.
+/// One device of the pool.
 #[derive(Clone, Debug)]
 pub(crate) struct DeviceSettings {
-    pub(crate) path: PathBuf,
+    pub(crate) description: DeviceDescription,
     /// Size of a file, or limit within a block device; `None`: the whole device.
     pub(crate) bytes: Option<u64>,
     /// Whether a missing file is created.
@@ -273,12 +273,12 @@ impl PoolSection {
         let mut devices: Vec<DeviceSettings> = Vec::with_capacity(self.devices.len());
         for section in &self.devices {
             let device = section.validate(reserve)?;
-            if devices.iter().any(|other| other.path == device.path) {
-                return Err(refuse(
-                    "pool.devices.path",
-                    &device.path.display().to_string(),
-                    "each device once",
-                ));
+            if devices.iter().any(|other| other.description == device.description) {
+                let field = match device.description {
+                    DeviceDescription::Path(_) => "pool.devices.path",
+                    DeviceDescription::Controller(_) => "pool.devices.pci",
+                };
+                return Err(refuse(field, &device.description.to_string(), "each device once"));
             }
             devices.push(device);
         }
@@ -312,16 +312,27 @@ impl CacheSection {
 
 impl DeviceSection {
     fn validate(&self, reserve: Reserve) -> Result<DeviceSettings, AgentError> {
-        if self.path.as_os_str().is_empty() {
-            return Err(refuse("pool.devices.path", "", "the path of a file or block device"));
-        }
+        let description = self.describe()?;
         let bytes = (self.bytes.0 != 0).then_some(self.bytes.0);
         if let Some(bytes) = bytes {
             size("pool.devices.bytes", bytes, (DEVICE_BYTES_MIN, DEVICE_BYTES_MAX, PAGE_BYTES))?;
         }
         // A file has a size; a device need not have one.
         let missing = if bytes.is_some() { IfMissing::Create } else { IfMissing::Fail };
-        Ok(DeviceSettings { path: self.path.clone(), bytes, missing, reserve })
+        Ok(DeviceSettings { description, bytes, missing, reserve })
+    }
+
+    fn describe(&self) -> Result<DeviceDescription, AgentError> {
+        match (self.path.as_os_str().is_empty(), self.pci.as_str()) {
+            (false, "") => Ok(DeviceDescription::Path(self.path.clone())),
+            (true, "") => Err(refuse("pool.devices.path", "", "the path of a file or block device")),
+            (false, pci) => Err(refuse("pool.devices.pci", pci, "path or pci, not both")),
+            (true, pci) => {
+                let expected = "a PCI address like 0000:3b:00.0";
+                let address = pci.parse().map_err(|_| refuse("pool.devices.pci", pci, expected))?;
+                Ok(DeviceDescription::Controller(address))
+            }
+        }
     }
 }
 
@@ -470,6 +481,16 @@ mod tests {
             ("[session]\nmode = \"0070\"", ["session.mode", "0070", "owner"]),
             ("[pool]\nqueue_depth = 0", ["pool.queue_depth", "0", "1024"]),
             ("[[pool.devices]]\npath = \"/x\"\nbytes = \"5000\"", ["pool.devices.bytes", "5000", "1MiB"]),
+            ("[[pool.devices]]\npci = \"3b:00.0\"", ["pool.devices.pci", "3b:00.0", "0000:3b:00.0"]),
+            (
+                "[[pool.devices]]\npath = \"/x\"\npci = \"0000:3b:00.0\"",
+                ["pool.devices.pci", "0000:3b:00.0", "not both"],
+            ),
+            ("[[pool.devices]]\nbytes = \"1GiB\"", ["pool.devices.path", "''", "file or block device"]),
+            (
+                "[[pool.devices]]\npci = \"0000:AF:00.0\"\n[[pool.devices]]\npci = \"0000:af:00.0\"",
+                ["pool.devices.pci", "pci:0000:af:00.0", "once"],
+            ),
             ("[cache]\npool_free_permille = 1000", ["cache.pool_free_permille", "1000", "0 to 900"]),
             ("[cache]\narena_serves_permille = 0", ["cache.arena_serves_permille", "0", "thousandths"]),
             ("[limits]\nreservation = \"5ms\"", ["limits.reservation", "5ms", "1s"]),
@@ -487,6 +508,16 @@ mod tests {
             let error = refused(text);
             assert!(words.iter().all(|word| error.contains(word)), "{text:?} gave: {error}");
         }
+    }
+
+    #[test]
+    fn device_is_a_path_or_the_pci_address_of_a_controller() {
+        let text =
+            "[[pool.devices]]\npath = \"/x\"\n[[pool.devices]]\npci = \"0000:3B:00.0\"\nbytes = \"1TiB\"";
+        let settings = Config::parse(text).expect("parses").validate().expect("valid");
+        let devices = settings.pool.devices.iter();
+        let devices: Vec<_> = devices.map(|device| (device.description.to_string(), device.bytes)).collect();
+        assert_eq!(devices, [("/x".to_owned(), None), ("pci:0000:3b:00.0".to_owned(), Some(1 << 40))]);
     }
 
     #[test]

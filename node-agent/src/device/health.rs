@@ -70,7 +70,8 @@ impl Health {
             | IoErrorKind::NoSpace
             | IoErrorKind::InUse
             | IoErrorKind::Unavailable
-            | IoErrorKind::Unsupported => true,
+            | IoErrorKind::Unsupported
+            | IoErrorKind::NoEngine => true,
         };
         let window = if access == Access::Write { &mut self.writes } else { &mut self.others };
         match (window.count() >= ERRORS_MAX, access) {

@@ -6,10 +6,10 @@
 
 use std::fs::File;
 use std::io::Read;
-use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use reprise_agent_core::pool::{DevicePool, PoolParams};
+use reprise_io::DeviceDescription;
 
 use super::{DeviceContent, OpenDecision, Opening};
 use crate::error::{AgentError, ErrorKind};
@@ -18,7 +18,7 @@ use crate::error::{AgentError, ErrorKind};
 #[derive(Clone, Debug, Default)]
 pub(crate) struct PoolIdentity {
     uuid: Option<[u8; 16]>,
-    members: Vec<(u8, PathBuf)>,
+    members: Vec<(u8, DeviceDescription)>,
 }
 
 /// Pool id and index that a device holds.
@@ -39,22 +39,23 @@ impl PoolIdentity {
     ///
     /// # Errors
     /// It belongs to another pool, or is a copy of a member.
-    pub(crate) fn enter(&mut self, path: &Path, membership: Membership) -> Result<(), AgentError> {
-        let other = self.members.first().map(|(_, other)| other.display().to_string()).unwrap_or_default();
+    pub(crate) fn enter(
+        &mut self,
+        device: &DeviceDescription,
+        membership: Membership,
+    ) -> Result<(), AgentError> {
+        let other = self.members.first().map(|(_, other)| other.to_string()).unwrap_or_default();
         let twin = self.members.iter().find(|(index, _)| *index == membership.index);
         let text = match (self.uuid, twin) {
             (Some(uuid), _) if uuid != membership.uuid => format!(
-                "'{other}' and '{}' belong to different pools: configure one of them, or erase the other",
-                path.display()
+                "'{other}' and '{device}' belong to different pools: configure one of them, or erase the other"
             ),
-            (_, Some((_, twin))) => format!(
-                "'{}' is a copy of '{}': configure one of them, or erase the other",
-                path.display(),
-                twin.display()
-            ),
+            (_, Some((_, twin))) => {
+                format!("'{device}' is a copy of '{twin}': configure one of them, or erase the other")
+            }
             _ => {
                 self.uuid = Some(membership.uuid);
-                self.members.push((membership.index, path.to_owned()));
+                self.members.push((membership.index, device.clone()));
                 return Ok(());
             }
         };
@@ -64,7 +65,7 @@ impl PoolIdentity {
     /// Creates the parameters for a blank device.
     fn found(
         &mut self,
-        path: &Path,
+        device: &DeviceDescription,
         device_bytes: u64,
         segment_bytes: u64,
     ) -> Result<PoolParams, AgentError> {
@@ -74,7 +75,7 @@ impl PoolIdentity {
         };
         let is_free = |index: &u8| self.members.iter().all(|(other, _)| other != index);
         let device_index = (0..=u8::MAX).find(is_free).expect("there are more indices than devices");
-        self.enter(path, Membership { uuid: pool_uuid, index: device_index })?;
+        self.enter(device, Membership { uuid: pool_uuid, index: device_index })?;
         let created_unix_us = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .map_or(0, |since| u64::try_from(since.as_micros()).unwrap_or(u64::MAX));
@@ -94,14 +95,15 @@ pub(super) fn decide(
     decisions.resize_with(openings.len(), || None);
     for ((opening, found), decision) in openings.iter().zip(found).zip(&mut decisions) {
         if let Some(DeviceContent::Pool(recovered)) = found {
-            let entered = identity.enter(&opening.path, Membership::of(&recovered.pool));
+            let entered = identity.enter(&opening.description, Membership::of(&recovered.pool));
             *decision = Some(entered.map(|()| OpenDecision::Keep));
         }
     }
     for ((opening, found), decision) in openings.iter().zip(found).zip(&mut decisions) {
         if let Some(DeviceContent::Blank { device_bytes }) = found {
-            *decision =
-                Some(identity.found(&opening.path, *device_bytes, segment_bytes).map(OpenDecision::Format));
+            *decision = Some(
+                identity.found(&opening.description, *device_bytes, segment_bytes).map(OpenDecision::Format),
+            );
         }
     }
     decisions
@@ -118,12 +120,14 @@ fn random_uuid() -> Result<[u8; 16], AgentError> {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
 
     fn check(devices: &[(&str, u8, u8)]) -> Result<(), AgentError> {
         let mut identity = PoolIdentity::default();
         devices.iter().try_for_each(|(path, uuid, index)| {
-            identity.enter(Path::new(path), Membership { uuid: [*uuid; 16], index: *index })
+            identity.enter(&Path::new(path).into(), Membership { uuid: [*uuid; 16], index: *index })
         })
     }
 
@@ -143,8 +147,9 @@ mod tests {
     #[test]
     fn blank_device_joins_the_existing_pool_with_a_free_index() {
         let mut identity = PoolIdentity::default();
-        identity.enter(Path::new("/a"), Membership { uuid: [7; 16], index: 0 }).expect("the first");
-        let params = identity.found(Path::new("/b"), 1 << 30, 2 << 20).expect("parameters of a blank device");
+        identity.enter(&Path::new("/a").into(), Membership { uuid: [7; 16], index: 0 }).expect("the first");
+        let params =
+            identity.found(&Path::new("/b").into(), 1 << 30, 2 << 20).expect("parameters of a blank device");
         assert_eq!((params.pool_uuid, params.device_index), ([7; 16], 1));
     }
 }

@@ -1,11 +1,11 @@
-//! Opens one device: file, engine, journal; or formats it.
+//! Opens one device: its content, engine and journal; or formats it. Nothing here depends on the kind of the
+//! device.
 //!
 //! Everything runs on the device's own thread, because an I/O engine belongs to the thread that first uses
 //! it. The device is synced before its journal is read: a killed process may have left an unsynced journal,
 //! which would be announced as durable and lost at a power loss. Unreadable parts of the journal are passed
 //! to recovery, which has two superblocks and two banks for this case.
 
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -13,13 +13,13 @@ use reprise_agent_core::pool::header::HEADER_BYTES;
 use reprise_agent_core::pool::{DevicePool, PoolError, PoolParams, Recovery};
 use reprise_buffers::{Arena, PageBuffer, Region};
 use reprise_io::{
-    Caching, DeviceFile, EngineChoice, EngineSettings, FileAccess, IfMissing, IoEngine, IoError, IoErrorKind,
-    Op, Preallocation, Reserve, Submission, Token, Wait, open_engine,
+    BlockDevice, Caching, DeviceDescription, EngineChoice, EngineSettings, IfMissing, IoEngine, IoError,
+    IoErrorKind, Op, Preallocation, Reserve, Submission, Token, Wait,
 };
 use reprise_policy::layout::PAGE_BYTES;
 
-use super::names;
 use super::{DeviceContent, OpenDecision, OpenProperties, RecoveredPool, RecoveryInfo};
+use super::{access, names};
 use crate::config::{DeviceSettings, IoEngineChoice, PoolSettings};
 use crate::error::{AgentError, ErrorKind};
 
@@ -28,7 +28,7 @@ const REAP_WAIT: Duration = Duration::from_secs(1);
 
 /// Parameters for opening a device.
 pub(super) struct OpenParams {
-    path: PathBuf,
+    description: DeviceDescription,
     bytes: Option<u64>,
     missing: IfMissing,
     reserve: Reserve,
@@ -37,7 +37,7 @@ pub(super) struct OpenParams {
 
 /// An open device without its worker.
 pub(super) struct RawDevice {
-    path: PathBuf,
+    description: DeviceDescription,
     /// Size of the file or device, in bytes.
     size: u64,
     /// Bytes that a pool may use.
@@ -63,27 +63,38 @@ impl OpenParams {
             IoEngineChoice::Plain => EngineChoice::Plain,
         };
         let engine = EngineSettings { queue_depth: settings.queue_depth, engine, regions };
-        let DeviceSettings { path, bytes, missing, reserve } = device.clone();
-        OpenParams { path, bytes, missing, reserve, engine }
+        let DeviceSettings { description, bytes, missing, reserve } = device.clone();
+        OpenParams { description, bytes, missing, reserve, engine }
     }
 }
 
-/// Opens a device and reads its content. A file is enlarged to its configured size, and its pool grows with
-/// it. Any other content is not changed. The file stays locked from before the first read until its engine is
-/// dropped.
+/// Opens a device and reads its content. The device stays locked from before the first read until its engine
+/// is dropped.
 pub(super) fn open(params: &OpenParams) -> Result<(RawDevice, DeviceContent), AgentError> {
-    let mut file = params.open_file()?;
-    let found = if file.size() == 0 { None } else { params.inspect(&file)? };
+    let device = access::open(&params.description, params.missing).map_err(|error| params.error(error))?;
+    if device.caching() == Caching::PageCache {
+        tracing::warn!(path = %params.description, "this file system does not support direct I/O: data is copied and cached twice");
+    }
+    read_content(params, device)
+}
+
+/// Reads the content of an open device. A file is enlarged to its configured size, and its pool grows with it.
+/// Any other content is not changed.
+fn read_content(
+    params: &OpenParams,
+    mut device: Box<dyn BlockDevice>,
+) -> Result<(RawDevice, DeviceContent), AgentError> {
+    let found = if device.size() == 0 { None } else { params.inspect(&mut device)? };
     if let (Some(recovered), Some(wanted)) = (&found, params.bytes) {
         let recorded = recovered.pool.device_bytes();
         if wanted < recorded {
             return Err(params.error(PoolError::CannotShrink { recorded, wanted }));
         }
     }
-    if let Some(bytes) = params.bytes.filter(|bytes| *bytes > file.size()) {
-        file = params.enlarge(file, bytes)?;
+    if let Some(bytes) = params.bytes.filter(|bytes| *bytes > device.size()) {
+        device = params.enlarge(device, bytes)?;
     }
-    let mut open = params.start_engine(file)?;
+    let mut open = params.start_engine(device)?;
     let found = match found {
         Some(recovered) => Some(open.grow(recovered).map_err(|error| params.error(error))?),
         None => None,
@@ -93,18 +104,10 @@ pub(super) fn open(params: &OpenParams) -> Result<(RawDevice, DeviceContent), Ag
 }
 
 impl OpenParams {
-    fn open_file(&self) -> Result<DeviceFile, AgentError> {
-        let file = DeviceFile::open(&self.path, FileAccess::ReadWrite, self.missing)
-            .map_err(|error| self.error(error))?;
-        if file.caching() == Caching::PageCache {
-            tracing::warn!(path = %self.path.display(), "this file system does not support direct I/O: data is copied and cached twice");
-        }
-        Ok(file)
-    }
-
     /// Reads the journal; `None` if the device is blank.
-    fn inspect(&self, file: &DeviceFile) -> Result<Option<RecoveredPool>, AgentError> {
-        match recover(&self.path, whole_pages(file), PoolOrigin::Existing, &mut &*file) {
+    fn inspect(&self, device: &mut Box<dyn BlockDevice>) -> Result<Option<RecoveredPool>, AgentError> {
+        let size = whole_pages(device.as_ref());
+        match recover(&self.description, size, PoolOrigin::Existing, device) {
             Ok(recovered) => Ok(Some(recovered)),
             Err(OpenError::Pool(PoolError::NotFormatted)) => Ok(None),
             Err(error) => Err(self.error(error)),
@@ -112,50 +115,47 @@ impl OpenParams {
     }
 
     /// Enlarges a file. Without enough space, the file is restored to its previous state.
-    fn enlarge(&self, mut file: DeviceFile, bytes: u64) -> Result<DeviceFile, AgentError> {
-        match file.preallocate(bytes, self.reserve) {
+    fn enlarge(
+        &self,
+        mut device: Box<dyn BlockDevice>,
+        bytes: u64,
+    ) -> Result<Box<dyn BlockDevice>, AgentError> {
+        match device.preallocate(bytes, self.reserve) {
             Ok(Preallocation::Sparse) => {
-                tracing::warn!(path = %self.path.display(), "this file system cannot reserve space: writes may fail if it is full");
-                Ok(file)
+                tracing::warn!(path = %self.description, "this file system cannot reserve space: writes may fail if it is full");
+                Ok(device)
             }
-            Ok(Preallocation::Reserved | Preallocation::Device) => Ok(file),
+            Ok(Preallocation::Reserved | Preallocation::Device) => Ok(device),
             Err(error) => {
                 if error.kind() == IoErrorKind::NoSpace {
-                    file.discard();
+                    device.discard();
                 }
                 Err(self.error(error))
             }
         }
     }
 
-    fn start_engine(&self, file: DeviceFile) -> Result<RawDevice, AgentError> {
-        let size = whole_pages(&file);
+    fn start_engine(&self, device: Box<dyn BlockDevice>) -> Result<RawDevice, AgentError> {
+        let size = whole_pages(device.as_ref());
         let usable = self.bytes.unwrap_or(size).min(size);
-        let caching = file.caching();
-        let engine = open_engine(file, &self.engine).map_err(|error| self.error(error))?;
-        Ok(RawDevice { path: self.path.clone(), size, usable, caching, engine })
+        let caching = device.caching();
+        let engine = device.start_engine(&self.engine).map_err(|error| self.error(error))?;
+        Ok(RawDevice { description: self.description.clone(), size, usable, caching, engine })
     }
 
     fn error(&self, source: impl Into<OpenError>) -> AgentError {
-        open_error(&self.path, source.into())
+        open_error(&self.description, source.into())
     }
 }
 
 impl RawDevice {
-    /// Creates a device from an engine only, for tests.
-    #[cfg(test)]
-    pub(super) fn over(engine: impl IoEngine + 'static, size: u64) -> RawDevice {
-        let (path, engine) = (PathBuf::from("simulated"), Box::new(engine));
-        RawDevice { path, size, usable: size, caching: Caching::Direct, engine }
-    }
-
     /// Carries out the decision; formats a blank device.
     pub(super) fn apply(&mut self, decision: &OpenDecision) -> Result<Option<RecoveredPool>, AgentError> {
         match decision {
             OpenDecision::Keep => Ok(None),
             OpenDecision::Format(params) => {
                 let formatted = self.format(params).and_then(|()| self.recover());
-                formatted.map(Some).map_err(|error| open_error(&self.path, error))
+                formatted.map(Some).map_err(|error| open_error(&self.description, error))
             }
         }
     }
@@ -184,7 +184,7 @@ impl RawDevice {
         pool.apply_growth(&growth);
         recovered.recovery.grown_bytes = growth.bytes_after - growth.bytes_before;
         tracing::info!(
-            path = %self.path.display(),
+            path = %self.description,
             bytes_before = growth.bytes_before,
             bytes_after = growth.bytes_after,
             block_bytes_min = pool.payload_bytes_min(),
@@ -207,9 +207,9 @@ impl RawDevice {
     }
 
     /// Recovers the formatted pool.
-    pub(super) fn recover(&mut self) -> Result<RecoveredPool, OpenError> {
-        let (path, size) = (self.path.clone(), self.size);
-        recover(&path, size, PoolOrigin::Formatted, self)
+    fn recover(&mut self) -> Result<RecoveredPool, OpenError> {
+        let (description, size) = (self.description.clone(), self.size);
+        recover(&description, size, PoolOrigin::Formatted, self)
     }
 
     /// Runs one operation to completion.
@@ -231,13 +231,13 @@ trait Medium {
     fn read(&mut self, offset: u64, into: &mut PageBuffer) -> Result<(), IoError>;
 }
 
-impl Medium for &DeviceFile {
+impl Medium for Box<dyn BlockDevice> {
     fn sync(&mut self) -> Result<(), IoError> {
-        DeviceFile::sync(self)
+        self.as_mut().sync()
     }
 
     fn read(&mut self, offset: u64, into: &mut PageBuffer) -> Result<(), IoError> {
-        DeviceFile::read(self, offset, into)
+        self.as_mut().read(offset, into)
     }
 }
 
@@ -253,7 +253,7 @@ impl Medium for RawDevice {
 
 /// Recovers the journal of a device of `size` bytes after syncing it.
 fn recover(
-    path: &Path,
+    description: &DeviceDescription,
     size: u64,
     history: PoolOrigin,
     medium: &mut impl Medium,
@@ -266,7 +266,7 @@ fn recover(
         match medium.read(offset, &mut pages) {
             Ok(()) => recovery.feed(&pages)?,
             Err(error) if error.kind() == IoErrorKind::Media => {
-                tracing::warn!(path = %path.display(), offset, bytes, %error, "cannot read a part of the journal");
+                tracing::warn!(path = %description, offset, bytes, %error, "cannot read a part of the journal");
                 recovery.feed_unreadable()?;
             }
             Err(error) => return Err(error.into()),
@@ -274,7 +274,7 @@ fn recover(
     }
     let (pool, stored, report) = recovery.finish()?;
     if !report.is_clean() {
-        tracing::warn!(path = %path.display(), ?report, "the journal was damaged; blocks recorded only in the damaged parts are lost");
+        tracing::warn!(path = %description, ?report, "the journal was damaged; blocks recorded only in the damaged parts are lost");
     }
     let names = names::find(&stored, |offset| {
         let mut page = PageBuffer::new(HEADER_BYTES).ok()?;
@@ -290,12 +290,12 @@ fn recover(
     Ok(RecoveredPool { pool, stored, names, recovery })
 }
 
-fn whole_pages(file: &DeviceFile) -> u64 {
-    file.size() / PAGE_BYTES * PAGE_BYTES
+fn whole_pages(device: &dyn BlockDevice) -> u64 {
+    device.size() / PAGE_BYTES * PAGE_BYTES
 }
 
-fn open_error(path: &Path, error: OpenError) -> AgentError {
-    let context = format!("cannot use pool device '{}'", path.display());
+fn open_error(description: &DeviceDescription, error: OpenError) -> AgentError {
+    let context = format!("cannot use pool device '{description}'");
     AgentError::new(ErrorKind::Device, context).with_source(error)
 }
 
@@ -304,6 +304,8 @@ fn open_error(path: &Path, error: OpenError) -> AgentError {
 pub(crate) enum OpenErrorKind {
     /// The kernel does not allow the desired engine.
     Engine,
+    /// No engine of this build serves this kind of device.
+    Unserved,
     /// It holds foreign data.
     Foreign,
     Other,
@@ -313,6 +315,7 @@ pub(crate) enum OpenErrorKind {
 pub(crate) fn open_error_kind(error: &AgentError) -> OpenErrorKind {
     match error.cause::<OpenError>() {
         Some(OpenError::Io(error)) if error.kind() == IoErrorKind::Unsupported => OpenErrorKind::Engine,
+        Some(OpenError::Io(error)) if error.kind() == IoErrorKind::NoEngine => OpenErrorKind::Unserved,
         Some(OpenError::Pool(PoolError::Foreign { .. })) => OpenErrorKind::Foreign,
         _ => OpenErrorKind::Other,
     }
@@ -330,8 +333,60 @@ pub(super) enum OpenError {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
+    use std::path::PathBuf;
+
+    use reprise_io::simulated::{Image, SimulatedDevice, SimulatedSettings};
+
     use super::*;
+
+    /// Opens a simulated device as a pool device: a kind that the kernel does not serve.
+    pub(in super::super) fn open_simulated(
+        device: &SimulatedDevice,
+        bytes: Option<u64>,
+    ) -> Result<(RawDevice, DeviceContent), AgentError> {
+        let params = OpenParams {
+            description: PathBuf::from("simulated").into(),
+            bytes,
+            missing: IfMissing::Fail,
+            reserve: Reserve::Default,
+            engine: EngineSettings::default(),
+        };
+        let device = device.open_engine().expect("the device has no other engine");
+        read_content(&params, Box::new(device))
+    }
+
+    fn format(open: &mut RawDevice, device_bytes: u64) {
+        let params = PoolParams {
+            device_bytes,
+            segment_bytes: 2 << 20,
+            pool_uuid: [1; 16],
+            device_index: 0,
+            created_unix_us: 1,
+        };
+        open.apply(&OpenDecision::Format(params)).unwrap_or_else(|error| panic!("{error}"));
+    }
+
+    #[test]
+    fn pool_on_another_device_than_a_file_is_formatted_recovered_grown_and_not_shrunk() {
+        let settings = SimulatedSettings::default;
+        let device = SimulatedDevice::new(Image::new(32 << 20), settings()).expect("valid settings");
+        let (mut open, found) =
+            open_simulated(&device, Some(16 << 20)).unwrap_or_else(|error| panic!("{error}"));
+        assert!(matches!(found, DeviceContent::Blank { device_bytes } if device_bytes == 16 << 20));
+        format(&mut open, 16 << 20);
+        drop(open);
+        let pool = |bytes| match open_simulated(&device, bytes) {
+            Ok((_, DeviceContent::Pool(pool))) => Ok(pool.recovery.grown_bytes),
+            Ok((_, DeviceContent::Blank { .. })) => panic!("the device holds a pool"),
+            Err(error) => Err(error.chain()),
+        };
+        assert_eq!(pool(Some(16 << 20)), Ok(0));
+        assert!(pool(Some(8 << 20)).expect_err("a pool does not shrink").contains("does not shrink"));
+        assert!(pool(Some(64 << 20)).expect_err("the device is smaller").contains("no space"));
+        assert_eq!(pool(None), Ok(16 << 20), "the whole device");
+        assert_eq!(pool(Some(32 << 20)), Ok(0), "it grows once");
+    }
 
     /// A formatted device whose journal is not synced yet.
     struct UnsyncedPool {
@@ -362,7 +417,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("pool");
         let params = |missing| OpenParams {
-            path: path.clone(),
+            description: path.clone().into(),
             bytes: Some(8 << 20),
             missing,
             reserve: Reserve::Bytes(0),
@@ -388,7 +443,8 @@ mod tests {
         };
         let pages = DevicePool::format(&params).expect("sound parameters");
         let mut medium = UnsyncedPool { pages, synced: false };
-        let opened = recover(Path::new("formatted"), device_bytes, PoolOrigin::Existing, &mut medium);
+        let opened =
+            recover(&PathBuf::from("formatted").into(), device_bytes, PoolOrigin::Existing, &mut medium);
         let recovered = opened.unwrap_or_else(|error| panic!("{error}"));
         assert!(recovered.stored.is_empty() && medium.synced);
     }

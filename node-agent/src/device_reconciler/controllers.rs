@@ -35,7 +35,9 @@ pub(super) struct Drive {
 pub(super) fn drives(sys: &Path, pools: &[DesiredPool]) -> BTreeMap<String, Drive> {
     let devices = pools.iter().flat_map(|pool| &pool.devices);
     let devices = devices.filter(|device| device.spec.kind == Kind::Device);
-    devices.filter_map(|device| Some((device.path.clone(), drive(sys, &device.at)?))).collect()
+    devices
+        .filter_map(|device| Some((device.path.clone(), drive(sys, device.description.path()?)?)))
+        .collect()
 }
 
 fn drive(sys: &Path, at: &Path) -> Option<Drive> {
@@ -73,7 +75,7 @@ fn owners(sys: &Path, pools: &[DesiredPool]) -> BTreeMap<String, String> {
     let mut owners = BTreeMap::new();
     for pool in pools {
         for device in pool.devices.iter().filter(|device| device.spec.kind == Kind::Device) {
-            let Ok(real) = fs::canonicalize(&device.at) else { continue };
+            let Some(Ok(real)) = device.description.path().map(fs::canonicalize) else { continue };
             let Some(block) = real.file_name() else { continue };
             for controller in controllers_of(&sys.join("class/block").join(block)) {
                 owners.entry(controller).or_insert_with(|| pool.pool.clone());
@@ -217,8 +219,12 @@ mod tests {
                 foreign: ForeignSignatures::Refuse,
             };
             let at = self.path("dev").join(device);
-            let device =
-                DesiredDevice { path: at.display().to_string(), at, presence: Presence::Present, spec };
+            let device = DesiredDevice {
+                path: at.display().to_string(),
+                description: at.into(),
+                presence: Presence::Present,
+                spec,
+            };
             let (pool, uid) = (name.to_owned(), "u".to_owned());
             DesiredPool {
                 pool,

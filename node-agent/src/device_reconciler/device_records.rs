@@ -121,7 +121,7 @@ impl DeviceRecords {
         let mut identity = PoolIdentity::default();
         for (path, membership) in self.of(uid).filter(|(path, _)| among(path)) {
             // A device that was renamed has two records; the first one counts.
-            let _ = identity.enter(path.as_ref(), *membership);
+            let _ = identity.enter(&path.into(), *membership);
         }
         identity
     }

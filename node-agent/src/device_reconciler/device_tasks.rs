@@ -4,19 +4,20 @@
 //! Foreign data is neither opened nor destroyed, unless the claim allows overwriting it.
 
 use std::io::ErrorKind;
-use std::path::Path;
 
 use reprise_agent_core::effect::DeviceId;
 use reprise_agent_core::pool::{OWNER_BYTES, owner};
-use reprise_agent_kubernetes::{DeviceFault, Engine, FallbackEngine, ForeignSignatures, Reason};
-use reprise_io::{Caching, DeviceFile, EngineKind, FileAccess, IfMissing, Reserve};
+use reprise_agent_kubernetes::{DeviceFault, ForeignSignatures, Reason};
+use reprise_io::{Caching, DeviceDescription, IfMissing, Reserve};
 
 use super::reconciler::{
     DeviceSpec, Kind, OpenDevice, OpenRequest, WipeRequest, missing_file_fault, not_destroyed_fault,
 };
-use super::signatures;
+use super::{engines, signatures};
 use crate::config::{DeviceSettings, IoEngineChoice, PoolSettings};
-use crate::device::{self, DeviceContext, OpenErrorKind, OpenedDevice, PoolIdentity, open_error_kind};
+use crate::device::{
+    self, DeviceContext, OpenErrorKind, OpenedDevice, PoolIdentity, access, open_error_kind,
+};
 use crate::error::AgentError;
 
 /// Bytes to overwrite at each end of a device. This covers every known signature, and the bytes that must
@@ -68,7 +69,9 @@ pub(super) fn open(
         for ((request, attempt), result) in now.into_iter().zip(results) {
             match result {
                 Ok(opened) => {
-                    identity.enter(&request.at, opened.membership).expect("it was opened with this identity");
+                    identity
+                        .enter(&request.description, opened.membership)
+                        .expect("it was opened with this identity");
                     outcomes.push(succeeded(request, attempt, opened));
                 }
                 Err(error) => match next_attempt(&request.spec, attempt, &error) {
@@ -97,17 +100,17 @@ pub(super) enum WipeOutcome {
 /// Destroys the data of the claim's pool on a device. Data of other pools and unknown data are refused; a
 /// blank device that the pool never used is not written.
 pub(super) fn wipe(request: &WipeRequest) -> Result<WipeOutcome, DeviceFault> {
-    let at = &request.at;
+    let device = &request.description;
     let foreign = |what: &str| {
         let message = format!(
             "the device holds {what}, which the agent does not destroy: remove the device from the pool"
         );
         fault(Reason::ForeignSignature, message)
     };
-    if let Some(what) = signatures::foreign(at).map_err(unreadable)? {
+    if let Some(what) = signatures::foreign(device).map_err(unreadable)? {
         return Err(foreign(what));
     }
-    let start = match signatures::start(at, OWNER_BYTES) {
+    let start = match access::read_start(device, OWNER_BYTES) {
         // A missing file counts as wiped if it was never created, or was removed after it was erased. Other
         // missing devices do not.
         Err(error) if error.kind() == ErrorKind::NotFound && request.kind == Kind::File => {
@@ -123,14 +126,14 @@ pub(super) fn wipe(request: &WipeRequest) -> Result<WipeOutcome, DeviceFault> {
         Err(_) => return Err(foreign("data that is not from a Reprise pool, or a pool that cannot be read")),
     }
     tracing::warn!(path = request.path, "destroying the data of a device, as confirmed in its pool");
-    let file = DeviceFile::open(at, FileAccess::ReadWrite, IfMissing::Fail).map_err(not_erased)?;
-    file.erase().map_err(not_erased)?;
+    let mut opened = access::open(device, IfMissing::Fail).map_err(not_erased)?;
+    opened.erase().map_err(not_erased)?;
     Ok(if request.kind == Kind::File { WipeOutcome::FileRemains } else { WipeOutcome::Wiped })
 }
 
 /// Removes an erased file.
-pub(super) fn remove(at: &Path) -> Result<(), DeviceFault> {
-    std::fs::remove_file(at)
+pub(super) fn remove(device: &DeviceDescription) -> Result<(), DeviceFault> {
+    access::remove(device)
         .map_err(|error| fault(Reason::DeviceFailed, format!("cannot remove the erased file: {error}")))
 }
 
@@ -165,10 +168,10 @@ impl Attempt {
 fn prepare(request: &OpenRequest) -> Result<(), DeviceFault> {
     let has_to_be = request.spec.kind == Kind::File && request.missing == IfMissing::Fail;
     // If the check itself fails, opening the file reports the cause.
-    if has_to_be && request.at.try_exists().is_ok_and(|is_there| !is_there) {
+    if has_to_be && access::exists(&request.description).is_ok_and(|is_there| !is_there) {
         return Err(missing_file_fault());
     }
-    match (signatures::foreign(&request.at).map_err(unreadable)?, request.spec.foreign) {
+    match (signatures::foreign(&request.description).map_err(unreadable)?, request.spec.foreign) {
         (None, _) => Ok(()),
         (Some(what), ForeignSignatures::Wipe) => {
             tracing::warn!(
@@ -176,11 +179,10 @@ fn prepare(request: &OpenRequest) -> Result<(), DeviceFault> {
                 what,
                 "overwriting foreign data on a device, as its pool allows"
             );
-            let file =
-                DeviceFile::open(&request.at, FileAccess::ReadWrite, IfMissing::Fail).map_err(not_erased)?;
+            let mut opened = access::open(&request.description, IfMissing::Fail).map_err(not_erased)?;
             // Erases the ends only, since the other devices of the pool wait for this one. Blocks overwrite
             // the rest.
-            file.erase_ends(OVERWRITTEN_BYTES).map_err(not_erased)
+            opened.erase_ends(OVERWRITTEN_BYTES).map_err(not_erased)
         }
         (Some(what), ForeignSignatures::Refuse) => Err(fault(
             Reason::ForeignSignature,
@@ -193,40 +195,32 @@ fn prepare(request: &OpenRequest) -> Result<(), DeviceFault> {
 
 fn settings_of(request: &OpenRequest, settings: &PoolSettings) -> DeviceSettings {
     let reserve = request.spec.reserve_bytes.map_or(settings.reserve, Reserve::Bytes);
-    DeviceSettings { path: request.at.clone(), bytes: request.spec.bytes, missing: request.missing, reserve }
+    DeviceSettings {
+        description: request.description.clone(),
+        bytes: request.spec.bytes,
+        missing: request.missing,
+        reserve,
+    }
 }
 
 fn first_attempt(spec: &DeviceSpec) -> Result<Attempt, DeviceFault> {
-    match spec.engine {
-        Engine::IoUring => Ok(Attempt::Preferred(IoEngineChoice::IoUring)),
-        Engine::Plain => Ok(Attempt::Preferred(IoEngineChoice::Plain)),
-        engine @ (Engine::IoUringCmd | Engine::Gds | Engine::GpuQueue) => match fallback(spec) {
-            Some(choice) => Ok(Attempt::Fallback(choice)),
-            None => {
-                let message = format!(
-                    "this release does not support engine {engine}, and the pool sets no fallbackEngine"
-                );
-                Err(DeviceFault { reason: Reason::EngineUnavailable, message })
-            }
-        },
-    }
+    let preferred = engines::choice(spec.engine).map(Attempt::Preferred);
+    preferred.or_else(|| engines::fallback(spec.fallback).map(Attempt::Fallback)).ok_or_else(|| {
+        let message = format!(
+            "this release does not support engine {}, and the pool sets no fallbackEngine",
+            spec.engine
+        );
+        DeviceFault { reason: Reason::EngineUnavailable, message }
+    })
 }
 
 /// Returns the engine to try after an error.
 fn next_attempt(spec: &DeviceSpec, attempt: Attempt, error: &AgentError) -> Option<Attempt> {
     match (attempt, open_error_kind(error)) {
         (Attempt::Preferred(choice), OpenErrorKind::Engine) => {
-            fallback(spec).filter(|other| *other != choice).map(Attempt::Fallback)
+            engines::fallback(spec.fallback).filter(|other| *other != choice).map(Attempt::Fallback)
         }
         _ => None,
-    }
-}
-
-fn fallback(spec: &DeviceSpec) -> Option<IoEngineChoice> {
-    match spec.fallback {
-        FallbackEngine::None => None,
-        FallbackEngine::Plain => Some(IoEngineChoice::Plain),
-        FallbackEngine::IoUring => Some(IoEngineChoice::IoUring),
     }
 }
 
@@ -236,6 +230,7 @@ fn fault_of(spec: &DeviceSpec, error: &AgentError) -> DeviceFault {
             Reason::EngineUnavailable,
             ". Give the agents a seccomp profile that allows io_uring, or set fallbackEngine: Plain in the pool",
         ),
+        OpenErrorKind::Unserved => (Reason::Unsupported, ""),
         OpenErrorKind::Foreign => (Reason::ForeignSignature, ""),
         OpenErrorKind::Other => (Reason::DeviceFailed, ""),
     };
@@ -252,10 +247,7 @@ fn failed(request: OpenRequest, fault: DeviceFault) -> OpenResult {
 
 fn succeeded(request: OpenRequest, attempt: Attempt, opened: OpenedDevice) -> OpenResult {
     let info = opened.device.info();
-    let engine = match info.engine {
-        EngineKind::IoUring => Engine::IoUring,
-        EngineKind::Plain | EngineKind::Simulated => Engine::Plain,
-    };
+    let engine = engines::reported(info.engine);
     let fallback = match attempt {
         Attempt::Preferred(_) => None,
         Attempt::Fallback(_) => Some(DeviceFault {

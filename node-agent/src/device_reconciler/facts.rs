@@ -74,7 +74,7 @@ pub(super) fn open_devices(reconciler: &DeviceReconciler) -> Vec<DevicePath> {
         reconciler.device_facts().into_iter().filter_map(|(id, fact)| id.map(|_| fact.path)).collect();
     let devices = reconciler.wanted().iter().flat_map(|pool| &pool.devices);
     let devices = devices.filter(|device| device.spec.kind == Kind::Device && open.contains(&device.path));
-    devices.map(|device| (device.path.clone(), device.at.clone())).collect()
+    devices.map(|device| (device.path.clone(), device.description.clone())).collect()
 }
 
 /// Returns the wear limits of a pool.

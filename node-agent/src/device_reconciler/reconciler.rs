@@ -24,14 +24,14 @@
 mod tracked_device;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use reprise_agent_core::effect::DeviceId;
 use reprise_agent_kubernetes::{
     Claim, ClaimFact, DataPolicy, DeviceFact, DeviceFault, Engine, FallbackEngine, ForeignSignatures, Reason,
     Source,
 };
-use reprise_io::IfMissing;
+use reprise_io::{DeviceDescription, IfMissing};
 
 use super::device_records::DeviceRecords;
 use crate::device::{Membership, PoolIdentity};
@@ -57,8 +57,8 @@ pub(super) struct DesiredPool {
 pub(super) struct DesiredDevice {
     /// Stable path on the node.
     pub(super) path: String,
-    /// Path in this process's mount namespace.
-    pub(super) at: PathBuf,
+    /// The device as seen in this process's mount namespace.
+    pub(super) description: DeviceDescription,
     pub(super) presence: Presence,
     pub(super) spec: DeviceSpec,
 }
@@ -85,10 +85,12 @@ pub(super) struct DeviceSpec {
     pub(super) foreign: ForeignSignatures,
 }
 
-/// Type of a tracked device.
+/// How a claim names a device, which decides on its life cycle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
+    /// A file, which the agent creates, and removes when it wipes it.
     File,
+    /// A device, which exists without the agent.
     Device,
 }
 
@@ -118,7 +120,7 @@ pub(super) enum Action {
 pub(super) struct OpenRequest {
     pub(super) id: DeviceId,
     pub(super) path: String,
-    pub(super) at: PathBuf,
+    pub(super) description: DeviceDescription,
     pub(super) spec: DeviceSpec,
     /// Whether to create the file if it is missing.
     pub(super) missing: IfMissing,
@@ -128,7 +130,7 @@ pub(super) struct OpenRequest {
 #[derive(Clone, Debug)]
 pub(super) struct WipeRequest {
     pub(super) path: String,
-    pub(super) at: PathBuf,
+    pub(super) description: DeviceDescription,
     pub(super) kind: Kind,
     /// The pool of the claim, if known: data of other pools is not destroyed.
     pub(super) pool: Option<[u8; 16]>,
@@ -374,14 +376,14 @@ impl DeviceReconciler {
                 }
                 (Presence::Present, DataPolicy::Wipe) => {
                     device.state = State::Wiping;
-                    let (path, at) = (wanted.path.clone(), wanted.at.clone());
+                    let (path, description) = (wanted.path.clone(), wanted.description.clone());
                     actions.push(Action::Wipe(WipeRequest {
                         kind: wanted.spec.kind,
                         pool: self.records.pool(&pool.uid),
                         is_member: self.records.has(&pool.uid, &path),
                         is_expected: self.records.expects(&pool.uid, &path),
                         path,
-                        at,
+                        description,
                     }));
                 }
                 (Presence::Present, DataPolicy::Keep) if self.stale_cache.contains(&wanted.path) => {
@@ -396,8 +398,8 @@ impl DeviceReconciler {
                     };
                     self.used.insert(id);
                     device.state = State::Opening;
-                    let DesiredDevice { path, at, spec, .. } = wanted.clone();
-                    to_open.push(OpenRequest { id: DeviceId(id), path, at, spec, missing });
+                    let DesiredDevice { path, description, spec, .. } = wanted.clone();
+                    to_open.push(OpenRequest { id: DeviceId(id), path, description, spec, missing });
                 }
                 // Another device of the pool is opening or closing. This one is attempted again afterwards.
                 (Presence::Present, DataPolicy::Keep) => {}

@@ -66,7 +66,7 @@ fn resolve_claim(claim: &Claim, resolver: &mut Resolver<'_>) -> DesiredPool {
     let mut fault = None;
     let mut devices = Vec::new();
     let device = |path: String, kind: Kind, presence: Presence| DesiredDevice {
-        at: below(root, Path::new(&path)),
+        description: below(root, Path::new(&path)).into(),
         path,
         presence,
         spec: DeviceSpec {
@@ -157,7 +157,7 @@ fn matching(globs: &[String], most: usize, resolver: &mut Resolver<'_>) -> Vec<(
     let mut fresh: Vec<(String, PathBuf)> =
         fresh.into_iter().filter_map(real).filter(|(_, real)| devices.insert(real.clone())).collect();
     if found.len() + fresh.len() > most {
-        fresh.sort_by_cached_key(|(_, real)| !signatures::is_pool(real));
+        fresh.sort_by_cached_key(|(_, real)| !signatures::is_pool(&real.as_path().into()));
     }
     found.extend(fresh.into_iter().map(|(name, real)| (name, real, Presence::Present)));
     found.extend(missing);
@@ -300,7 +300,12 @@ mod tests {
         ]);
         let found = resolve_first(root.path(), &[claim(&["nvme-*"], 32)]);
         assert_eq!(names(&found[0]), ["nvme-A_1", "nvme-A_2"]);
-        assert!(found[0].devices.iter().all(|device| device.at.starts_with(root.path())));
+        assert!(
+            found[0]
+                .devices
+                .iter()
+                .all(|device| device.description.path().is_some_and(|path| path.starts_with(root.path())))
+        );
         let found = resolve_first(root.path(), &[claim(&["nvme-A_1-part*"], 32)]);
         assert_eq!(names(&found[0]), ["nvme-A_1-part1"]);
     }
@@ -402,7 +407,7 @@ mod tests {
     fn one_file_is_not_assigned_to_two_pools() {
         let found = resolve_first(Path::new("/"), &[file("a"), file("b")]);
         assert_eq!((found[0].devices.len(), found[1].devices.len()), (1, 0));
-        assert_eq!(found[0].devices[0].at, Path::new("/pool/file"));
+        assert_eq!(found[0].devices[0].description.path(), Some(Path::new("/pool/file")));
         assert!(found[1].fault.as_ref().is_some_and(|fault| fault.reason == Reason::Conflict));
     }
 }

@@ -5,9 +5,11 @@
 //! Reprise pool never counts as foreign here. Unknown data without a signature is detected when the device
 //! is opened as a pool.
 
-use std::fs::File;
-use std::io::{self, Read};
-use std::path::Path;
+use std::io;
+
+use reprise_io::DeviceDescription;
+
+use crate::device::access::read_start;
 
 /// Bytes to read for the check. The last signature is a ZFS uberblock, in the second half of the first
 /// label.
@@ -54,30 +56,20 @@ const UBERBLOCKS: (usize, usize) = (128 << 10, 1024);
 const UBERBLOCK: [&[u8]; 2] = [b"\x0c\xb1\xba\x00\x00\x00\x00\x00", b"\x00\x00\x00\x00\x00\xba\xb1\x0c"];
 
 /// Returns whether a device starts with a Reprise superblock; false if it cannot be read.
-pub(super) fn is_pool(path: &Path) -> bool {
-    start(path, POOL_MAGIC.len()).is_ok_and(|start| start == POOL_MAGIC)
+pub(super) fn is_pool(device: &DeviceDescription) -> bool {
+    read_start(device, POOL_MAGIC.len()).is_ok_and(|start| start == POOL_MAGIC)
 }
 
 /// Returns the foreign data on a device or in a file; `None` without a signature, or if it does not exist.
 ///
 /// # Errors
 /// The device cannot be read.
-pub(super) fn foreign(path: &Path) -> io::Result<Option<&'static str>> {
-    match start(path, SIGNATURE_BYTES as usize) {
+pub(super) fn foreign(device: &DeviceDescription) -> io::Result<Option<&'static str>> {
+    match read_start(device, SIGNATURE_BYTES as usize) {
         Ok(start) => Ok(recognise(&start)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(error),
     }
-}
-
-/// Reads up to `bytes` from the start of a device or file.
-///
-/// # Errors
-/// It does not exist or cannot be read.
-pub(super) fn start(path: &Path, bytes: usize) -> io::Result<Vec<u8>> {
-    let mut start = Vec::new();
-    File::open(path)?.take(bytes as u64).read_to_end(&mut start)?;
-    Ok(start)
 }
 
 fn recognise(start: &[u8]) -> Option<&'static str> {
@@ -96,6 +88,8 @@ fn recognise(start: &[u8]) -> Option<&'static str> {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
 
     fn disk(marks: &[(usize, &[u8])]) -> Vec<u8> {
@@ -133,6 +127,8 @@ mod tests {
     fn signatures_are_read_from_devices_and_missing_devices_have_none() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("device");
+        let is_pool = |path: &Path| is_pool(&path.into());
+        let foreign = |path: &Path| foreign(&path.into());
         assert_eq!(foreign(&path).expect("missing"), None);
         std::fs::write(&path, disk(&[(0, b"XFSB")])).expect("written");
         assert_eq!(foreign(&path).expect("readable"), Some("an XFS file system"));

@@ -37,6 +37,11 @@ impl SimulatedEngine {
         Ok(SimulatedEngine { device: device.clone(), bell, capacity, refused: Vec::new() })
     }
 
+    /// Returns the size of the device in bytes.
+    pub(crate) fn device_bytes(&self) -> u64 {
+        self.device.lock().seen.bytes()
+    }
+
     /// Waits once, for at most `left`; returns the elapsed time.
     fn wait_once(&self, left: Duration) -> Duration {
         let (now, due, clock) = {

@@ -15,7 +15,8 @@ use reprise_policy::{BlockKey, ContentId, Dtype, Layout, LayoutSpec, Parts, Tena
 
 use super::*;
 use crate::device::open::RawDevice;
-use crate::device::{OpenDecision, RecoveredPool};
+use crate::device::open::tests::open_simulated;
+use crate::device::{DeviceContent, OpenDecision, RecoveredPool};
 use crate::metrics::Metrics;
 
 /// Five segments of 2 MiB behind the journal.
@@ -91,7 +92,8 @@ fn params() -> PoolParams {
 impl TestBench {
     /// Formats a blank device.
     pub(super) fn blank(seed: u64) -> TestBench {
-        TestBench::with(Image::new(DEVICE_BYTES), seed, |open| {
+        TestBench::with(Image::new(DEVICE_BYTES), seed, |open, found| {
+            assert!(matches!(found, DeviceContent::Blank { .. }), "nothing was written yet");
             let formatted = open.apply(&OpenDecision::Format(params())).expect("a blank device takes a pool");
             formatted.expect("the formatted pool is recovered")
         })
@@ -99,15 +101,21 @@ impl TestBench {
 
     /// Opens a surviving image.
     pub(super) fn open(image: Image, seed: u64) -> TestBench {
-        TestBench::with(image, seed, |open| open.recover().expect("a pool opens again"))
+        TestBench::with(image, seed, |_, found| match found {
+            DeviceContent::Pool(recovered) => *recovered,
+            DeviceContent::Blank { .. } => panic!("the image has a pool"),
+        })
     }
 
-    fn with(image: Image, seed: u64, recover: impl FnOnce(&mut RawDevice) -> RecoveredPool) -> TestBench {
+    fn with(
+        image: Image,
+        seed: u64,
+        recover: impl FnOnce(&mut RawDevice, DeviceContent) -> RecoveredPool,
+    ) -> TestBench {
         let settings = SimulatedSettings { seed, ..SimulatedSettings::default() };
         let device = SimulatedDevice::new(image, settings).expect("valid settings");
-        let mut open =
-            RawDevice::over(device.open_engine().expect("the device has no other engine"), DEVICE_BYTES);
-        let RecoveredPool { pool, stored, .. } = recover(&mut open);
+        let (mut open, found) = open_simulated(&device, None).expect("the device works");
+        let RecoveredPool { pool, stored, .. } = recover(&mut open, found);
         let config = ArenaConfig { bytes: 2 << 20, region_bytes: 2 << 20, huge: HugePolicy::Never };
         let arena = Arc::new(Arena::new(&config).expect("2 MiB"));
         let (inbox, inputs) = Inbox::new();

@@ -7,16 +7,15 @@
 //! stays in use.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use reprise_io::HealthLog;
+use reprise_io::{DeviceDescription, HealthLog};
 
 /// Interval between two reads of a health log; its values change within days.
 const READ_EVERY: Duration = Duration::from_secs(60);
 
-/// Stable path of a device, and its path in this process's mount namespace.
-pub(in super::super) type DevicePath = (String, PathBuf);
+/// Stable path of a device, and its description in this process's mount namespace.
+pub(in super::super) type DevicePath = (String, DeviceDescription);
 
 /// Wear limits of a pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -105,12 +104,14 @@ fn worn(media_errors: u32, spare_percent: Option<u8>, limits: WearLimits) -> Opt
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
+
     use super::*;
 
     const LIMITS: WearLimits = WearLimits { media_errors_max: Some(10), spare_percent_min: Some(20) };
 
     fn device(name: &str) -> DevicePath {
-        (name.to_owned(), PathBuf::from(format!("/root{name}")))
+        (name.to_owned(), PathBuf::from(format!("/root{name}")).into())
     }
 
     fn log(media_errors: u64, spare_percent: Option<u8>) -> Option<HealthLog> {

@@ -4,6 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use reprise_agent_core::pool::{DevicePool, PoolParams};
+use reprise_agent_kubernetes::{Engine, FallbackEngine};
 use tempfile::TempDir;
 
 use super::*;
@@ -38,11 +39,11 @@ fn pool(uuid: [u8; 16]) -> Vec<u8> {
     content
 }
 
-fn wipe_request(at: &Path, kind: Kind, pool: Option<[u8; 16]>) -> WipeRequest {
+fn wipe_request(path: &Path, kind: Kind, pool: Option<[u8; 16]>) -> WipeRequest {
     let is_member = pool.is_some();
     WipeRequest {
         path: "/dev/disk/by-id/x".to_owned(),
-        at: at.to_owned(),
+        description: path.into(),
         kind,
         pool,
         is_member,
@@ -67,7 +68,7 @@ fn wiped(content: &[u8], pool: Option<[u8; 16]>) -> Result<bool, DeviceFault> {
     }
 }
 
-fn open_request(at: &Path, kind: Kind, missing: IfMissing) -> OpenRequest {
+fn open_request(path: &Path, kind: Kind, missing: IfMissing) -> OpenRequest {
     let spec = DeviceSpec {
         pool: "p".to_owned(),
         uid: "u".to_owned(),
@@ -78,7 +79,7 @@ fn open_request(at: &Path, kind: Kind, missing: IfMissing) -> OpenRequest {
         fallback: FallbackEngine::None,
         foreign: ForeignSignatures::Refuse,
     };
-    OpenRequest { id: DeviceId(0), path: "/x".to_owned(), at: at.to_owned(), spec, missing }
+    OpenRequest { id: DeviceId(0), path: "/x".to_owned(), description: path.into(), spec, missing }
 }
 
 #[test]
@@ -146,10 +147,36 @@ fn wiped_file_is_removed_and_missing_device_does_not_count_as_wiped() {
     assert_eq!(wipe(&expected), Ok(WipeOutcome::FileRemains));
     assert!(fs::read(&path).expect("the file still exists").iter().all(|byte| *byte == 0));
     assert_eq!(wipe(&expected), Ok(WipeOutcome::FileRemains), "an interrupted wipe is repeated");
-    assert_eq!(remove(&path), Ok(()));
+    assert_eq!(remove(&path.as_path().into()), Ok(()));
     assert_eq!(wipe(&expected), Err(not_destroyed_fault()), "it may be on a disk that is not mounted");
     let erased = WipeRequest { is_expected: false, ..expected };
     assert_eq!(wipe(&erased), Ok(WipeOutcome::Wiped), "it was removed before");
     let fault = wipe(&wipe_request(&path, Kind::Device, Some(OWN))).expect_err("its content is unknown");
     assert_eq!(fault.reason, Reason::DeviceFailed);
+}
+
+#[test]
+fn engine_that_this_release_lacks_needs_a_fallback() {
+    let attempt = |engine: Engine, fallback: FallbackEngine| {
+        let request = open_request(Path::new("/x"), Kind::Device, IfMissing::Fail);
+        first_attempt(&DeviceSpec { engine, fallback, ..request.spec })
+    };
+    assert_eq!(
+        attempt(Engine::IoUring, FallbackEngine::Plain),
+        Ok(Attempt::Preferred(IoEngineChoice::IoUring))
+    );
+    assert_eq!(
+        attempt(Engine::GpuQueue, FallbackEngine::Plain),
+        Ok(Attempt::Fallback(IoEngineChoice::Plain))
+    );
+    let fault = attempt(Engine::Gds, FallbackEngine::None).expect_err("no engine is left");
+    assert!(fault.message.contains("does not support engine Gds"), "{}", fault.message);
+}
+
+#[test]
+fn device_that_no_engine_serves_is_refused_without_a_fallback() {
+    let mut request = open_request(Path::new("/x"), Kind::Device, IfMissing::Fail);
+    request.description = DeviceDescription::Controller("0000:3b:00.0".parse().expect("an address"));
+    let fault = prepare(&request).expect_err("no driver reads it");
+    assert!(fault.message.contains("driver in user space"), "{}", fault.message);
 }

@@ -20,7 +20,7 @@ fn spec(uid: &str) -> DeviceSpec {
 fn pool(uid: &str, paths: &[&str]) -> DesiredPool {
     let device = |path: &&str| DesiredDevice {
         path: (*path).to_owned(),
-        at: PathBuf::from(path),
+        description: Path::new(path).into(),
         presence: Presence::Present,
         spec: spec(uid),
     };
@@ -175,7 +175,7 @@ fn devices_of_one_pool_are_opened_together_and_later_ones_join() {
     assert_eq!(short(&actions), ["open /d=1"]);
     let Action::Open { identity, .. } = &actions[0] else { panic!("expected an open action") };
     let stranger = Membership { uuid: [9; 16], index: 5 };
-    assert!(identity.clone().enter("/d".as_ref(), stranger).is_err(), "the pool identity is that of /a");
+    assert!(identity.clone().enter(&"/d".into(), stranger).is_err(), "the pool identity is that of /a");
 }
 
 #[test]
@@ -224,12 +224,12 @@ fn blank_device_joins_a_pool_whose_other_device_is_missing() {
     };
     assert_eq!(devices[0].path, "/b");
     let mut identity = identity.clone();
-    assert!(identity.enter("/c".as_ref(), Membership { uuid: [9; 16], index: 7 }).is_err());
+    assert!(identity.enter(&"/c".into(), Membership { uuid: [9; 16], index: 7 }).is_err());
     assert!(
-        identity.enter("/c".as_ref(), Membership { uuid: [1; 16], index: 0 }).is_err(),
+        identity.enter(&"/c".into(), Membership { uuid: [1; 16], index: 0 }).is_err(),
         "/a has that index"
     );
-    assert!(identity.enter("/c".as_ref(), Membership { uuid: [1; 16], index: 1 }).is_ok());
+    assert!(identity.enter(&"/c".into(), Membership { uuid: [1; 16], index: 1 }).is_ok());
 }
 
 #[test]

@@ -3,17 +3,16 @@
 //! Invariant: while a refused device is retried with the same spec, it is still reported as refused, so the
 //! status does not alternate.
 
-use std::path::PathBuf;
-
 use reprise_agent_core::effect::DeviceId;
 use reprise_agent_kubernetes::{DataPolicy, DeviceFact, DeviceFault, DeviceState, Reason};
+use reprise_io::DeviceDescription;
 
 use super::{DesiredDevice, DesiredPool, DeviceSpec, Kind, OpenDevice, Presence, Retry, missing_file_fault};
 
 /// A device or file of a claim, with its state.
 #[derive(Debug)]
 pub(super) struct TrackedDevice {
-    pub(super) at: PathBuf,
+    pub(super) description: DeviceDescription,
     pub(super) spec: DeviceSpec,
     pub(super) generation: i64,
     pub(super) data: DataPolicy,
@@ -64,7 +63,7 @@ impl TrackedDevice {
     /// Returns an idle device with this spec.
     pub(super) fn new(pool: &DesiredPool, wanted: &DesiredDevice) -> TrackedDevice {
         TrackedDevice {
-            at: wanted.at.clone(),
+            description: wanted.description.clone(),
             spec: wanted.spec.clone(),
             generation: pool.generation,
             data: pool.data,
@@ -79,7 +78,7 @@ impl TrackedDevice {
         if !is_same || self.generation != pool.generation {
             self.refused = None;
         }
-        (self.at, self.spec) = (wanted.at.clone(), wanted.spec.clone());
+        (self.description, self.spec) = (wanted.description.clone(), wanted.spec.clone());
         (self.generation, self.data) = (pool.generation, pool.data);
     }
 

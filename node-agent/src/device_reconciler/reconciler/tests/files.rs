@@ -1,5 +1,7 @@
 //! When files may be created, and when they must exist.
 
+use std::path::PathBuf;
+
 use super::*;
 
 /// Returns how the next attempt treats a missing file.

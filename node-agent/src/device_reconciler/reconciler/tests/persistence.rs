@@ -98,7 +98,7 @@ fn after_a_restart_a_blank_device_joins_the_pool_of_a_late_device() {
         panic!("expected one open action: {actions:?}")
     };
     let stranger = Membership { uuid: [9; 16], index: 5 };
-    assert!(identity.clone().enter("/b".as_ref(), stranger).is_err(), "the pool identity is that of /a");
+    assert!(identity.clone().enter(&"/b".into(), stranger).is_err(), "the pool identity is that of /a");
 }
 
 #[test]

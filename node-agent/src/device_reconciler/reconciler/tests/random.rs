@@ -1,6 +1,8 @@
 //! Random claims over disks that appear, disappear and fail. The reconciler must converge to the claims,
 //! destroy only the claim's data, and never create a blank file in place of one that the claim had.
 
+use std::path::PathBuf;
+
 use super::*;
 
 /// Disks that claim `u` selects, of which it takes `most`. The last one holds another pool.
@@ -234,7 +236,8 @@ impl Simulation {
                 Some(records) => Some(records),
                 None => self.fresh(&identity),
             };
-            let entered = membership.filter(|records| identity.enter(path.as_ref(), *records).is_ok());
+            let entered =
+                membership.filter(|records| identity.enter(&path.as_str().into(), *records).is_ok());
             match entered.filter(|_| self.disks[path.as_str()].is_here && chance % 3 != 2) {
                 Some(membership) => {
                     self.disks.get_mut(path.as_str()).expect("all are there").on_it = Some(membership);
@@ -266,7 +269,7 @@ impl Simulation {
     /// Returns the membership of a blank disk: the next index of the present pool, or the first of a new
     /// one.
     fn fresh(&mut self, identity: &PoolIdentity) -> Option<Membership> {
-        let fits = |membership: &Membership| identity.clone().enter("/new".as_ref(), *membership).is_ok();
+        let fits = |membership: &Membership| identity.clone().enter(&"/new".into(), *membership).is_ok();
         let new = Membership { uuid: [100 + self.pools; 16], index: 0 };
         if fits(&new) {
             self.pools += 1;
