@@ -20,7 +20,7 @@ use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tier};
 use reprise_proto::controlplane::directory_client::DirectoryClient;
 use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::{
-    DescribeRequest, HeartbeatRequest, RegisterRequest, SlotsRequest, UpdateRequest,
+    DescribeRequest, HeartbeatRequest, PeerEndpoint, RegisterRequest, SlotsRequest, UpdateRequest,
 };
 use tokio::runtime::Runtime;
 use tokio::sync::watch;
@@ -199,7 +199,7 @@ impl Link {
         let mut membership = MembershipClient::new(channel.clone());
         let request = RegisterRequest {
             name: node.name.clone(),
-            peer_address: "127.0.0.1:1".to_owned(),
+            peer_endpoints: vec![PeerEndpoint::tcp("127.0.0.1:1")],
             ..RegisterRequest::default()
         };
         let granted = membership.register(request).await.context("registering")?.into_inner();

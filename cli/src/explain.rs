@@ -297,7 +297,7 @@ fn load_on(node: &NodeInfo, key: &BlockKey, known: &KnownReplicas, nodes: &[Node
         return "own NVMe".to_owned();
     }
     let reachable = |number: u32| {
-        nodes.iter().any(|peer| peer.node == number && peer.alive && !peer.peer_address.is_empty())
+        nodes.iter().any(|peer| peer.node == number && peer.alive && !peer.peer_endpoints.is_empty())
     };
     let arrival = |(peer, tier): &(u32, Tier)| {
         let number = NodeId(u16::try_from(*peer).ok()?);
@@ -341,6 +341,8 @@ fn reason_texts(replicas: &[ReplicaEntry]) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
+    use reprise_proto::controlplane::PeerEndpoint;
+
     use super::*;
 
     const KEY: BlockKey = BlockKey([7; 16]);
@@ -349,7 +351,7 @@ mod tests {
         NodeInfo {
             node: number,
             name: format!("n{number}"),
-            peer_address: "host:1".to_owned(),
+            peer_endpoints: vec![PeerEndpoint::tcp("host:1")],
             alive,
             ..NodeInfo::default()
         }

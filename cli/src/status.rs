@@ -105,6 +105,13 @@ struct ClusterView {
     directories: Vec<Result<DescribeReply, String>>,
 }
 
+/// One way to reach the peer transport of a node.
+#[derive(Debug, Serialize)]
+struct Endpoint {
+    protocol: String,
+    address: String,
+}
+
 #[derive(Debug, Serialize)]
 struct NodeStatus {
     node: u32,
@@ -112,7 +119,7 @@ struct NodeStatus {
     alive: bool,
     epoch: u64,
     version: String,
-    peer_address: String,
+    peer_endpoints: Vec<Endpoint>,
     mode: &'static str,
     /// Usage as the node last reported it; `null` before its first report.
     usage: Option<Usage>,
@@ -304,13 +311,14 @@ fn node_status(node: NodeInfo, agent: AgentStatus, directories: &[&DescribeReply
     let capacity = node.usage.as_ref().and_then(|usage| usage.capacity);
     let of_node = directories.iter().flat_map(|directory| &directory.nodes);
     let replicas: Vec<&NodeReplicas> = of_node.filter(|replicas| replicas.node == node.node).collect();
+    let endpoints = node.peer_endpoints.into_iter();
     NodeStatus {
         node: node.node,
         name: node.name,
         alive: node.alive,
         epoch: node.epoch,
         version: node.version,
-        peer_address: node.peer_address,
+        peer_endpoints: endpoints.map(|of| Endpoint { protocol: of.protocol, address: of.address }).collect(),
         mode: mode_name(mode),
         usage: node.usage.map(|usage| usage_of(&usage)),
         drain: node.drain.filter(|_| mode == NodeMode::Draining).map(|drain| Drain::from(&drain)),

@@ -37,13 +37,26 @@ struct NodeView {
     alive: bool,
     mode: &'static str,
     epoch: u64,
-    peer_address: String,
+    peer_endpoints: Vec<PeerEndpoint>,
     admin_address: String,
     /// Capacities of the node's last report to this member; `null` before the first one.
     dram_bytes: Option<u64>,
     nvme_bytes: Option<u64>,
     failure_domain: String,
     version: String,
+}
+
+/// One way to reach the peer transport of a node.
+#[derive(Debug, Serialize)]
+struct PeerEndpoint {
+    protocol: String,
+    address: String,
+}
+
+impl From<reprise_proto::controlplane::PeerEndpoint> for PeerEndpoint {
+    fn from(endpoint: reprise_proto::controlplane::PeerEndpoint) -> PeerEndpoint {
+        PeerEndpoint { protocol: endpoint.protocol, address: endpoint.address }
+    }
 }
 
 /// Counters of the directory in the reply of `/directory`.
@@ -125,7 +138,7 @@ fn node_view(node: NodeInfo) -> NodeView {
         name: node.name,
         alive: node.alive,
         epoch: node.epoch,
-        peer_address: node.peer_address,
+        peer_endpoints: node.peer_endpoints.into_iter().map(PeerEndpoint::from).collect(),
         admin_address: node.admin_address,
         dram_bytes: capacity.map(|capacity| capacity.dram),
         nvme_bytes: capacity.map(|capacity| capacity.nvme),

@@ -19,6 +19,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
+use info::addresses;
 use reprise_controlplane_core::{
     Amounts, Directory, HeartbeatResult, KnownNode, LiveNodes, LivenessEvent, LivenessSettings, Modes,
     NodeLiveness, NodeRecord, NodeReport, NodeTable, RebalanceRound, RegistrationError, Scope, SlotStatus,
@@ -184,21 +185,21 @@ impl Cluster {
         }
         drop(directory);
         let mut table = self.table();
-        let before = table.get(node).map(|(known, state)| (known.details.peer_address.clone(), state));
+        let before = table.get(node).map(|(known, state)| (known.details.peer_endpoints.clone(), state));
         if let Err(refused) = table.register(self.now(), record) {
             drop(table);
             self.registration_rejected(node, epoch, refused);
             return Err(refused);
         }
         let (record, state) = table.get(node).expect("it was just registered");
-        if let Some((address, NodeLiveness::Alive)) = before
-            && address != record.details.peer_address
+        if let Some((endpoints, NodeLiveness::Alive)) = before
+            && endpoints != record.details.peer_endpoints
         {
             tracing::warn!(
                 node = node.0,
                 name = record.name,
-                was = address,
-                now = record.details.peer_address,
+                was = addresses(&endpoints),
+                now = addresses(&record.details.peer_endpoints),
                 "a live node registered from another address: check whether two agents share its name"
             );
         }

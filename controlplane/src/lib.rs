@@ -33,6 +33,7 @@ pub mod config;
 mod descriptors;
 pub mod directory;
 pub mod events;
+mod former_protocol;
 pub mod grpc_server;
 pub mod identity;
 pub mod ledgers;

@@ -8,11 +8,12 @@ use std::time::Instant;
 
 use reprise_controlplane_core::NodeDetails;
 use reprise_controlplane_store::StoreError;
+use reprise_policy::peer::{PEER_ENDPOINTS_MAX, PROTOCOL_BYTES_MAX, PeerEndpoint, TCP, is_protocol_name};
 use reprise_policy::{Epoch, NodeId};
 use reprise_proto::controlplane::membership_server::Membership;
 use reprise_proto::controlplane::{
-    ForgetNodeReply, ForgetNodeRequest, HeartbeatReply, HeartbeatRequest, ListMembersRequest, ListNodesReply,
-    ListNodesRequest, MemberInfo, MemberList, NodeChange, RegisterReply, RegisterRequest,
+    self as wire, ForgetNodeReply, ForgetNodeRequest, HeartbeatReply, HeartbeatRequest, ListMembersRequest,
+    ListNodesReply, ListNodesRequest, MemberInfo, MemberList, NodeChange, RegisterReply, RegisterRequest,
     WatchMembersRequest, WatchNodesRequest,
 };
 use tokio::sync::watch;
@@ -78,7 +79,7 @@ impl Membership for MembershipService {
         let request = request.into_inner();
         check(&request)?;
         let details = NodeDetails {
-            peer_address: request.peer_address,
+            peer_endpoints: request.peer_endpoints.into_iter().map(endpoint).collect(),
             admin_address: request.admin_address,
             failure_domain: request.failure_domain,
             version: request.version,
@@ -223,19 +224,50 @@ fn check(request: &RegisterRequest) -> Result<(), Status> {
             name.chars().take(64).collect::<String>().escape_default()
         )));
     }
-    for (field, address) in
-        [("peer_address", &request.peer_address), ("admin_address", &request.admin_address)]
-    {
-        // Empty: the node has no such port. A node without a peer address is not offered to others.
-        if !address.is_empty() {
-            check_address(field, address)?;
-        }
+    // Empty: the node has no such port.
+    if !request.admin_address.is_empty() {
+        check_address("admin_address", &request.admin_address)?;
     }
+    check_endpoints(&request.peer_endpoints)?;
     for (field, text) in [("failure_domain", &request.failure_domain), ("version", &request.version)] {
         if text.len() > TEXT_BYTES_MAX {
             return Err(Status::invalid_argument(format!(
                 "{field} has {} bytes: expected at most {TEXT_BYTES_MAX}",
                 text.len()
+            )));
+        }
+    }
+    Ok(())
+}
+
+fn endpoint(wire::PeerEndpoint { protocol, address }: wire::PeerEndpoint) -> PeerEndpoint {
+    PeerEndpoint { protocol, address }
+}
+
+/// Checks the endpoints of a node. A node without endpoints is not offered to others. The form of an address is
+/// known for TCP only: agents may have newer protocols than members.
+fn check_endpoints(endpoints: &[wire::PeerEndpoint]) -> Result<(), Status> {
+    if endpoints.len() > PEER_ENDPOINTS_MAX {
+        return Err(Status::invalid_argument(format!(
+            "{} peer endpoints: expected at most {PEER_ENDPOINTS_MAX}",
+            endpoints.len()
+        )));
+    }
+    for (index, wire::PeerEndpoint { protocol, address }) in endpoints.iter().enumerate() {
+        let is_repeated = endpoints[..index].iter().any(|other| other.protocol == *protocol);
+        if is_repeated || !is_protocol_name(protocol) {
+            return Err(Status::invalid_argument(format!(
+                "invalid protocol '{}' of a peer endpoint: expected 1 to {PROTOCOL_BYTES_MAX} lowercase letters, digits \
+                 or '-', each protocol once",
+                protocol.chars().take(64).collect::<String>().escape_default()
+            )));
+        }
+        if protocol == TCP {
+            check_address("address of peer endpoint tcp", address)?;
+        } else if address.is_empty() || address.len() > TEXT_BYTES_MAX {
+            return Err(Status::invalid_argument(format!(
+                "the address of peer endpoint {protocol} has {} bytes: expected 1 to {TEXT_BYTES_MAX}",
+                address.len()
             )));
         }
     }
@@ -257,10 +289,18 @@ fn check_address(field: &str, text: &str) -> Result<(), Status> {
 mod tests {
     use super::*;
 
+    fn at(protocol: &str, address: &str) -> wire::PeerEndpoint {
+        wire::PeerEndpoint { protocol: protocol.to_owned(), address: address.to_owned() }
+    }
+
+    fn with(peer_endpoints: Vec<wire::PeerEndpoint>) -> RegisterRequest {
+        RegisterRequest { peer_endpoints, ..request() }
+    }
+
     fn request() -> RegisterRequest {
         RegisterRequest {
             name: "node-1.example_x".to_owned(),
-            peer_address: "[::1]:7000".to_owned(),
+            peer_endpoints: vec![at("tcp", "[::1]:7000")],
             ..RegisterRequest::default()
         }
     }
@@ -268,8 +308,9 @@ mod tests {
     #[test]
     fn accepts_a_registration_with_name_and_address() {
         check(&request()).expect("valid");
-        check(&RegisterRequest { peer_address: String::new(), ..request() })
-            .expect("a node without a peer address is valid");
+        check(&with(Vec::new())).expect("a node without a peer endpoint is valid");
+        let newer = vec![at("rdma-2", "fe80::1%mlx5_0/7"), at("tcp", "host:1")];
+        check(&with(newer)).expect("the form of an address is that of its protocol");
     }
 
     #[test]
@@ -280,9 +321,23 @@ mod tests {
             assert!(refused.message().contains("letters, digits"), "{refused}");
         }
         for address in ["host", "host:", ":1", "host:0", "host:65536", "host:x", &format!("{long}:1")] {
-            let refused =
-                check(&RegisterRequest { peer_address: address.to_owned(), ..request() }).expect_err(address);
+            let refused = check(&with(vec![at("tcp", address)])).expect_err(address);
             assert!(refused.message().contains("host:port"), "{refused}");
+        }
+        for (endpoints, words) in [
+            (vec![at("", "x")], "invalid protocol ''"),
+            (vec![at("TCP", "x:1")], "invalid protocol 'TCP'"),
+            (vec![at(&"p".repeat(PROTOCOL_BYTES_MAX + 1), "x")], "1 to 32 lowercase"),
+            (vec![at("rdma", "x"), at("rdma", "y")], "each protocol once"),
+            (vec![at("rdma", "")], "has 0 bytes"),
+            (vec![at("rdma", &"x".repeat(TEXT_BYTES_MAX + 1))], "expected 1 to"),
+            (
+                (0..9).map(|number| at(&format!("p{number}"), "x")).collect(),
+                "9 peer endpoints: expected at most 8",
+            ),
+        ] {
+            let refused = check(&with(endpoints)).expect_err(words);
+            assert!(refused.message().contains(words), "{refused}");
         }
         let version = long.clone();
         assert!(check(&RegisterRequest { version, ..request() }).is_err());

@@ -15,6 +15,7 @@ use reprise_controlplane_core::{NodeDetails, NodeRecord};
 use reprise_controlplane_store::{
     Condition, KeyValue, Outcome, Revision, Store, StoreError, Transaction, Write,
 };
+use reprise_policy::peer::PeerEndpoint;
 use reprise_policy::{Epoch, NodeId};
 use serde::{Deserialize, Serialize};
 use tokio::sync::Mutex;
@@ -96,10 +97,17 @@ pub enum RegistryError {
 struct NodeJson {
     node: u16,
     epoch: u64,
-    peer_address: String,
+    peer_endpoints: Vec<EndpointJson>,
     admin_address: String,
     failure_domain: String,
     version: String,
+}
+
+/// A peer endpoint as stored.
+#[derive(Debug, Serialize, Deserialize)]
+struct EndpointJson {
+    protocol: String,
+    address: String,
 }
 
 impl Registry {
@@ -242,7 +250,11 @@ pub(crate) fn read(entry: &KeyValue) -> Result<NodeRecord, RegistryError> {
     let stored: NodeJson =
         serde_json::from_slice(&entry.value).map_err(|error| invalid_record(entry, &error.to_string()))?;
     let details = NodeDetails {
-        peer_address: stored.peer_address,
+        peer_endpoints: stored
+            .peer_endpoints
+            .into_iter()
+            .map(|EndpointJson { protocol, address }| PeerEndpoint { protocol, address })
+            .collect(),
         admin_address: stored.admin_address,
         failure_domain: stored.failure_domain,
         version: stored.version,
@@ -264,7 +276,11 @@ fn encode(record: &NodeRecord) -> Vec<u8> {
     let stored = NodeJson {
         node: record.node.0,
         epoch: record.epoch.0,
-        peer_address: details.peer_address,
+        peer_endpoints: details
+            .peer_endpoints
+            .into_iter()
+            .map(|PeerEndpoint { protocol, address }| EndpointJson { protocol, address })
+            .collect(),
         admin_address: details.admin_address,
         failure_domain: details.failure_domain,
         version: details.version,

@@ -34,6 +34,7 @@ use crate::descriptors::ConnectionLimits;
 use crate::directory::DirectoryService;
 use crate::events::service::EventsService;
 use crate::events::{Events, Publisher};
+use crate::former_protocol::FormerProtocol;
 use crate::grpc_server::{self, GrpcServerError};
 use crate::identity::Identity;
 use crate::membership::MembershipService;
@@ -271,6 +272,7 @@ fn router(services: &Services) -> Router {
         .add_service(services.directory.clone().max_decoding_message_size(MESSAGE_BYTES_MAX))
         .add_service(services.placement.clone().max_decoding_message_size(MESSAGE_BYTES_MAX))
         .add_service(services.events.clone().max_decoding_message_size(MESSAGE_BYTES_MAX))
+        .add_service(FormerProtocol)
 }
 
 async fn wait(mut stop: watch::Receiver<bool>) {

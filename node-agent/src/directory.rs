@@ -50,6 +50,7 @@ use std::time::{Duration, Instant};
 
 use reprise_agent_core::effect::{LookupId, PlaceId, ReplicaChange};
 use reprise_agent_core::event::{Grant, Move, Placement, Replica};
+use reprise_policy::peer::PeerEndpoint;
 use reprise_policy::tenant::TenantRegistry;
 use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tick, Tier};
 use reprise_proto::controlplane::NodeMode;
@@ -98,8 +99,8 @@ pub(crate) struct DirectorySettings {
 pub(crate) struct Registration {
     /// Unique in the cluster; it determines the node's number.
     pub(crate) name: String,
-    /// `host:port` at which others reach this agent's peer transport.
-    pub(crate) peer_address: String,
+    /// Endpoints of this agent's peer transport, one for each protocol.
+    pub(crate) peer_endpoints: Vec<PeerEndpoint>,
     /// `host:port` of this agent's admin port.
     pub(crate) admin_address: String,
     /// Nodes of a failure domain (rack, zone) fail together.
@@ -311,9 +312,9 @@ impl DirectoryClient {
         self.shared.failure_domain.borrow().clone()
     }
 
-    /// Returns the `host:port` of a node's peer transport; `None` for an unknown node.
-    pub(crate) fn peer_address(&self, node: NodeId) -> Option<String> {
-        self.shared.nodes.read().unwrap_or_else(PoisonError::into_inner).peer_address(node)
+    /// Returns the endpoints of a node's peer transport; `None` for a node that this one cannot reach.
+    pub(crate) fn peer_endpoints(&self, node: NodeId) -> Option<Arc<[PeerEndpoint]>> {
+        self.shared.nodes.read().unwrap_or_else(PoisonError::into_inner).peer_endpoints(node)
     }
 
     /// Returns all known nodes by number; while disconnected, the last known list.
@@ -364,7 +365,7 @@ impl Shared {
             lookups_changed: Notify::new(),
             own: watch::Sender::new(None),
             reporting: Reporting::default(),
-            nodes: RwLock::new(NodeMap::default()),
+            nodes: RwLock::new(NodeMap::new(&settings.registration.peer_endpoints)),
             connected: watch::Sender::new(false),
             failure_domain: watch::Sender::new(settings.registration.failure_domain.clone()),
             shutdown: watch::Sender::new(false),

@@ -457,11 +457,11 @@ impl Executor {
     }
 
     fn fetch(&mut self, fetch: &PeerFetch) {
-        let address = self.parts.directory.peer_address(fetch.node);
-        let pending = match (&self.parts.peers, address) {
-            (Some(peers), Some(address)) => peers.fetch(&address, fetch),
+        let endpoints = self.parts.directory.peer_endpoints(fetch.node);
+        let pending = match (&self.parts.peers, endpoints) {
+            (Some(peers), Some(endpoints)) => peers.fetch(&endpoints, fetch),
             (None, _) => Err("this agent has no peer transport".to_owned()),
-            (_, None) => Err("its address is unknown".to_owned()),
+            (_, None) => Err("it has no known endpoint of a protocol of this agent".to_owned()),
         };
         match pending {
             Ok(()) => {
@@ -506,11 +506,11 @@ impl Executor {
     fn offer(&mut self, offer: Offer) {
         let (id, node, tenant) = (offer.offer, offer.node, offer.tenant);
         let name = lock(&self.parts.tenants).name(tenant).cloned();
-        let address = self.parts.directory.peer_address(node);
-        let resolve_offer = match (&self.parts.peers, address, name) {
-            (Some(peers), Some(address), Some(name)) => peers.offer(&address, name, offer),
+        let endpoints = self.parts.directory.peer_endpoints(node);
+        let resolve_offer = match (&self.parts.peers, endpoints, name) {
+            (Some(peers), Some(endpoints), Some(name)) => peers.offer(&endpoints, name, offer),
             (None, _, _) => Err("this agent has no peer transport".to_owned()),
-            (_, None, _) => Err("its address is unknown".to_owned()),
+            (_, None, _) => Err("it has no known endpoint of a protocol of this agent".to_owned()),
             (_, _, None) => {
                 self.log_unnamed(tenant);
                 Err("the name of the tenant is unknown".to_owned())

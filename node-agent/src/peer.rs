@@ -7,16 +7,16 @@ use std::time::Duration;
 
 use reprise_agent_core::effect::{Offer, PeerFetch, PeerOfferId, ServeId, ServeObjects};
 use reprise_agent_core::event::Event;
-use reprise_policy::peer::{self, FetchBlock, FetchRequest};
+use reprise_policy::peer::{self, FetchBlock, FetchRequest, PeerEndpoint};
 use reprise_policy::{ArenaSlot, TenantName, Tier};
-use reprise_transport::{EventSink, Transport, TransportEvent, TransportStats};
+use reprise_transport::{CompositeTransport, EventSink, Transport, TransportEvent, TransportStats};
 
 use crate::core_loop::{Inbox, Input};
 
 /// The transport, as used by the core's effects.
 #[derive(Clone)]
 pub(crate) struct Peers {
-    transport: Arc<dyn Transport>,
+    transport: Arc<CompositeTransport>,
 }
 
 /// Returns a sink that passes the transport's events to the core. A full inbox stalls only the sending
@@ -44,15 +44,15 @@ fn convert(event: TransportEvent) -> Input {
 }
 
 impl Peers {
-    pub(crate) fn new(transport: Arc<dyn Transport>) -> Peers {
-        Peers { transport }
+    pub(crate) fn new(transport: CompositeTransport) -> Peers {
+        Peers { transport: Arc::new(transport) }
     }
 
     /// Requests blocks from a peer; never blocks.
     ///
     /// # Errors
     /// The reason why nothing was requested; no event follows.
-    pub(crate) fn fetch(&self, address: &str, fetch: &PeerFetch) -> Result<(), String> {
+    pub(crate) fn fetch(&self, peer: &[PeerEndpoint], fetch: &PeerFetch) -> Result<(), String> {
         let blocks = fetch.blocks.iter();
         let blocks = blocks.map(|block| FetchBlock { fill: block.fill, key: block.key, into: block.slot });
         let request = FetchRequest {
@@ -61,7 +61,7 @@ impl Peers {
             deadline: fetch.deadline,
             blocks: blocks.collect(),
         };
-        self.transport.fetch(address, request).map_err(|error| error.to_string())
+        self.transport.fetch(peer, request).map_err(|error| error.to_string())
     }
 
     pub(crate) fn serve_header(&self, serve: ServeId, block: u32, tier: Tier, checksums: &[u32]) {
@@ -82,10 +82,15 @@ impl Peers {
     ///
     /// # Errors
     /// The reason why nothing was offered; no event follows.
-    pub(crate) fn offer(&self, address: &str, tenant: TenantName, offer: Offer) -> Result<(), String> {
+    pub(crate) fn offer(
+        &self,
+        peer: &[PeerEndpoint],
+        tenant: TenantName,
+        offer: Offer,
+    ) -> Result<(), String> {
         let Offer { offer, layout, keys, deadline, .. } = offer;
         let offer = peer::Offer { offer, tenant, layout, keys, deadline };
-        self.transport.offer(address, offer).map_err(|error| error.to_string())
+        self.transport.offer(peer, offer).map_err(|error| error.to_string())
     }
 
     pub(crate) fn answer_offer(&self, offer: PeerOfferId, taken: &[u32], retry_after: Duration) {

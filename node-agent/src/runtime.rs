@@ -27,9 +27,10 @@ use reprise_agent_kubernetes::{
 };
 use reprise_buffers::{Arena, ArenaConfig, BufferError, HugePolicy};
 use reprise_policy::identity::TOKEN_AUDIENCE;
+use reprise_policy::peer::{PeerEndpoint, TCP};
 use reprise_policy::tenant::TenantRegistry;
 use reprise_policy::{NodeMode, TenantId, TenantName};
-use reprise_transport::{TcpSettings, TcpTransport};
+use reprise_transport::{CompositeTransport, TcpSettings, TcpTransport};
 use serde::Serialize;
 use tokio::sync::watch;
 
@@ -105,7 +106,7 @@ pub(crate) struct Ready {
 struct PeerPort {
     peers: Peers,
     listening: String,
-    advertised: String,
+    advertised: PeerEndpoint,
 }
 
 impl Runtime {
@@ -151,7 +152,7 @@ impl Runtime {
         };
         let registration = Registration {
             name: settings.node.name.clone(),
-            peer_address: port.as_ref().map(|port| port.advertised.clone()).unwrap_or_default(),
+            peer_endpoints: port.iter().map(|port| port.advertised.clone()).collect(),
             admin_address: reached_at(admin.address()).to_string(),
             failure_domain: match &cluster {
                 Some(cluster) => persisted_failure_domain(&settings, cluster),
@@ -160,7 +161,7 @@ impl Runtime {
             version: env!("CARGO_PKG_VERSION").to_owned(),
         };
         let endpoints = OwnEndpoints {
-            peer: port.as_ref().map(|port| port.advertised.clone()),
+            peer: port.as_ref().map(|port| port.advertised.address.clone()),
             admin: registration.admin_address.clone(),
             socket_directory: settings.session.socket.parent().unwrap_or(Path::new("/")).to_owned(),
         };
@@ -420,14 +421,16 @@ fn listen_for_peers(
         connections_max,
         ..TcpSettings::new(peers.listen, settings.node.name.clone())
     };
-    let transport = TcpTransport::bind(tcp, arena.clone(), peer::sink(inbox.clone())).map_err(|error| {
+    let mut transports = CompositeTransport::builder(peer::sink(inbox.clone()));
+    let bind = |sink| TcpTransport::bind(tcp, arena.clone(), sink).map(Arc::new);
+    let tcp = transports.add(TCP, bind).map_err(|error| {
         let context =
             format!("cannot listen on peers.listen = '{}'; choose another port, or 0 for any", peers.listen);
         AgentError::new(ErrorKind::Resource, context).with_source(error)
     })?;
-    let listening = transport.local_address().to_string();
-    let advertised = peers.advertise.clone().unwrap_or_else(|| listening.clone());
-    Ok(PeerPort { peers: Peers::new(Arc::new(transport)), listening, advertised })
+    let listening = tcp.local_address().to_string();
+    let advertised = PeerEndpoint::tcp(peers.advertise.clone().unwrap_or_else(|| listening.clone()));
+    Ok(PeerPort { peers: Peers::new(transports.build()), listening, advertised })
 }
 
 fn start_directory(

@@ -2,6 +2,8 @@
 //!
 //! Memory is named by its place in the arena. Nodes and tenants have numbers in the core and names in the
 //! transport; [`Offer`] and [`PeerOffer`] are generic over them.
+//!
+//! A node announces one [`PeerEndpoint`] for each protocol of its transport.
 
 use std::time::Duration;
 
@@ -26,6 +28,37 @@ pub struct OfferId(pub u64);
 /// Number of a peer's offer to this node; unique on this node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PeerOfferId(pub u64);
+
+/// One way to reach the transport of a node, as the node announces it.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PeerEndpoint {
+    /// Name of the protocol ([`is_protocol_name`]). Nodes ignore endpoints of protocols that they do not have.
+    pub protocol: String,
+    /// Address in the form of the protocol; of [`TCP`]: `host:port`.
+    pub address: String,
+}
+
+/// Protocol of the framed TCP transport (`docs/PROTOCOL.md`, part 3).
+pub const TCP: &str = "tcp";
+
+/// Maximum number of endpoints of a node: one for each protocol.
+pub const PEER_ENDPOINTS_MAX: usize = 8;
+
+/// Maximum length of the name of a protocol in bytes.
+pub const PROTOCOL_BYTES_MAX: usize = 32;
+
+/// Reports whether a text can be the name of a protocol: 1 to 32 lowercase letters, digits and hyphens.
+pub fn is_protocol_name(text: &str) -> bool {
+    let allowed = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
+    (1..=PROTOCOL_BYTES_MAX).contains(&text.len()) && text.bytes().all(allowed)
+}
+
+impl PeerEndpoint {
+    /// Creates an endpoint of the framed TCP transport.
+    pub fn tcp(address: impl Into<String>) -> PeerEndpoint {
+        PeerEndpoint { protocol: TCP.to_owned(), address: address.into() }
+    }
+}
 
 /// A request for blocks of one peer.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -36,9 +36,9 @@ use tonic::codegen::http::{HeaderMap, Method, Request, Response, StatusCode, Uri
 use tonic::{Code, Status};
 
 /// Path of the method that looks up replicas.
-pub const LOOKUP: &str = "/reprise.controlplane.v1.Directory/Lookup";
+pub const LOOKUP: &str = "/reprise.controlplane.v2.Directory/Lookup";
 /// Path of the method that lists nodes.
-pub const LIST_NODES: &str = "/reprise.controlplane.v1.Membership/ListNodes";
+pub const LIST_NODES: &str = "/reprise.controlplane.v2.Membership/ListNodes";
 
 /// Time limit for connecting to a peer.
 const CONNECT_WITHIN: Duration = Duration::from_secs(2);

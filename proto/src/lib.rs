@@ -28,5 +28,15 @@ pub mod local {
 
 /// Messages and services of the control plane.
 pub mod controlplane {
-    tonic::include_proto!("reprise.controlplane.v1");
+    tonic::include_proto!("reprise.controlplane.v2");
+
+    /// Package of these messages and services: its last part is the version of the protocol.
+    pub const PACKAGE: &str = "reprise.controlplane.v2";
+
+    impl PeerEndpoint {
+        /// Creates an endpoint of the framed TCP transport.
+        pub fn tcp(address: impl Into<String>) -> PeerEndpoint {
+            PeerEndpoint { protocol: "tcp".to_owned(), address: address.into() }
+        }
+    }
 }

@@ -162,12 +162,13 @@ fn session_rows() -> Vec<String> {
 }
 
 fn membership_rows() -> Vec<String> {
-    let (name, peer_address) = ("n".to_owned(), "p:1".to_owned());
+    let name = "n".to_owned();
+    let peer_endpoints = vec![cluster::PeerEndpoint::tcp("p:1")];
     let (admin_address, failure_domain, version) = ("a:2".to_owned(), "r".to_owned(), "0.1.0".to_owned());
     let node = cluster::NodeInfo {
         node: 7,
         name: name.clone(),
-        peer_address: peer_address.clone(),
+        peer_endpoints: peer_endpoints.clone(),
         admin_address: admin_address.clone(),
         epoch: 3,
         alive: true,
@@ -177,10 +178,10 @@ fn membership_rows() -> Vec<String> {
         usage: Some(placement::usage()),
         drain: Some(placement::drain()),
     };
-    let register = cluster::RegisterRequest { name, peer_address, admin_address, failure_domain, version };
+    let register = cluster::RegisterRequest { name, peer_endpoints, admin_address, failure_domain, version };
     let registered =
         cluster::RegisterReply { node: 7, epoch: 3, heartbeat_every_us: 250_000, dead_after_us: 1_500_000 };
-    let words = "\"n\", \"p:1\", \"a:2\", \"r\", \"0.1.0\"";
+    let words = "\"n\", \"tcp\" at \"p:1\", \"a:2\", \"r\", \"0.1.0\"";
     vec![
         row("`RegisterRequest`", words, &register),
         row("`RegisterReply`", "node 7, epoch 3, 250 ms, 1.5 s", &registered),

@@ -325,6 +325,7 @@ impl Member {
 
 /// Returns the host of a node's address.
 fn machine_of(record: &NodeRecord) -> usize {
-    let number = record.details.peer_address.strip_prefix('n').and_then(|text| text.strip_suffix(":1"));
+    let address = record.details.peer_endpoints.first().map(|endpoint| endpoint.address.as_str());
+    let number = address.and_then(|text| text.strip_prefix('n')?.strip_suffix(":1"));
     number.and_then(|number| number.parse().ok()).expect("the address of an agent is its host")
 }

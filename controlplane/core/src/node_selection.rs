@@ -78,7 +78,7 @@ pub fn placement_nodes(table: &NodeTable, modes: &Modes) -> Vec<PlacementNode> {
     let mut domains = Domains::default();
     let mut nodes = Vec::new();
     for (record, state) in table.iter() {
-        if state != NodeLiveness::Alive || record.details.peer_address.is_empty() {
+        if state != NodeLiveness::Alive || record.details.peer_endpoints.is_empty() {
             continue;
         }
         let report = table.report_of(record.node).copied().unwrap_or_default();
@@ -131,6 +131,7 @@ impl RebalanceRound {
 #[cfg(test)]
 mod tests {
     use reprise_policy::Epoch;
+    use reprise_policy::peer::PeerEndpoint;
 
     use super::*;
     use crate::{Amounts, LivenessSettings, NodeDetails, NodeRecord, NodeReport};
@@ -139,7 +140,8 @@ mod tests {
         let second = Duration::from_secs(1);
         let mut table = NodeTable::new(LivenessSettings { dead_after: second, forget_after: second });
         for (node, used) in nodes {
-            let details = NodeDetails { peer_address: "a:1".to_owned(), ..NodeDetails::default() };
+            let details =
+                NodeDetails { peer_endpoints: vec![PeerEndpoint::tcp("a:1")], ..NodeDetails::default() };
             let (number, epoch) = (NodeId(*node), Epoch(1));
             let record = NodeRecord { node: number, name: format!("n{node}"), epoch, details, revision: 1 };
             table.register(Tick(0), record).expect("the first");

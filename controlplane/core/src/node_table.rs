@@ -11,7 +11,7 @@
 //! * `Alive` nodes are offered to others ([`NodeTable::live`]). `Dead` nodes are not, but keep their
 //!   registration and their inventory in the directory. So a pause or a broken link requires no new
 //!   inventory.
-//! * A node without a peer address is never offered, but can be alive and look up replicas.
+//! * A node without a peer endpoint is never offered, but can be alive and look up replicas.
 //! * Heartbeats and registrations of older epochs have no effect.
 //! * `Absent` nodes are known by name and number (from the store) and must register.
 //! * A node registers with every member, each time under a higher epoch. A store record of a registration
@@ -28,6 +28,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use reprise_policy::peer::PeerEndpoint;
 use reprise_policy::{DrainProgress, Epoch, NodeId, Tick};
 
 use crate::ledgers::{KnownNode, Presence};
@@ -46,8 +47,8 @@ pub struct LivenessSettings {
 /// Properties of a node that are constant during a registration. Reports contain the others.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeDetails {
-    /// `host:port` of the peer transport; empty if the node serves no peers.
-    pub peer_address: String,
+    /// Endpoints of the peer transport, one for each protocol; none if the node serves no peers.
+    pub peer_endpoints: Vec<PeerEndpoint>,
     /// `host:port` of the admin endpoint.
     pub admin_address: String,
     /// Failure domain, whose nodes may fail together.
@@ -400,7 +401,7 @@ impl NodeEntry {
     /// Adds the node to the offered ones, unless it serves no peers.
     fn offer(&self, live: &mut Arc<LiveNodes>) {
         let live = Arc::make_mut(live);
-        if self.record.details.peer_address.is_empty() {
+        if self.record.details.peer_endpoints.is_empty() {
             live.remove(self.record.node);
         } else {
             live.insert(self.record.node);

@@ -1,6 +1,7 @@
 //! Conversion of a node's state to the [`NodeInfo`] of node lists and watches.
 
 use reprise_controlplane_core::{NodeLiveness, NodeRecord, NodeReport, NodeTable};
+use reprise_policy::peer::PeerEndpoint;
 use reprise_policy::{DrainProgress, NodeMode};
 use reprise_proto::controlplane::{self as wire, NodeInfo, NodeUsage};
 
@@ -20,7 +21,7 @@ impl Cluster {
         NodeInfo {
             node: u32::from(record.node.0),
             name: record.name.clone(),
-            peer_address: details.peer_address,
+            peer_endpoints: details.peer_endpoints.into_iter().map(endpoint).collect(),
             admin_address: details.admin_address,
             epoch: record.epoch.0,
             alive: state == NodeLiveness::Alive,
@@ -31,6 +32,16 @@ impl Cluster {
             drain: drain.filter(|_| set.mode == NodeMode::Draining).map(progress),
         }
     }
+}
+
+fn endpoint(PeerEndpoint { protocol, address }: PeerEndpoint) -> wire::PeerEndpoint {
+    wire::PeerEndpoint { protocol, address }
+}
+
+/// Lists endpoints for a log line.
+pub(super) fn addresses(endpoints: &[PeerEndpoint]) -> String {
+    let texts = endpoints.iter().map(|endpoint| format!("{}={}", endpoint.protocol, endpoint.address));
+    texts.collect::<Vec<_>>().join(", ")
 }
 
 fn usage(report: &NodeReport) -> NodeUsage {

@@ -127,6 +127,7 @@ mod tests {
 
     use reprise_controlplane_core::{LivenessSettings, NodeDetails};
     use reprise_policy::SlotSet;
+    use reprise_policy::peer::PeerEndpoint;
 
     use super::*;
     use crate::cluster::WatchEvent as Sent;
@@ -142,7 +143,8 @@ mod tests {
     }
 
     fn record(node: u16, epoch: u64, revision: u64) -> NodeRecord {
-        let details = NodeDetails { peer_address: "host:1".to_owned(), ..NodeDetails::default() };
+        let details =
+            NodeDetails { peer_endpoints: vec![PeerEndpoint::tcp("host:1")], ..NodeDetails::default() };
         NodeRecord { node: NodeId(node), name: format!("n{node}"), epoch: Epoch(epoch), details, revision }
     }
 

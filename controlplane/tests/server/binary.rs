@@ -5,7 +5,7 @@ use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-use reprise_proto::controlplane::{ListNodesRequest, RegisterReply, RegisterRequest};
+use reprise_proto::controlplane::{ListNodesRequest, PeerEndpoint, RegisterReply, RegisterRequest};
 use tokio::runtime::Runtime;
 
 use crate::process::{PATIENCE, Process, command, write_config};
@@ -14,7 +14,7 @@ use crate::{authority, etcd_server};
 fn registration(name: &str) -> RegisterRequest {
     RegisterRequest {
         name: name.to_owned(),
-        peer_address: "127.0.0.1:1".to_owned(),
+        peer_endpoints: vec![PeerEndpoint::tcp("127.0.0.1:1")],
         ..RegisterRequest::default()
     }
 }

@@ -10,8 +10,8 @@ use reprise_proto::controlplane::directory_client::DirectoryClient;
 use reprise_proto::controlplane::events_client::EventsClient;
 use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::{
-    HeartbeatRequest, LookupReply, LookupRequest, RegisterReply, RegisterRequest, SlotsReply, SlotsRequest,
-    UpdateReply, UpdateRequest,
+    HeartbeatRequest, LookupReply, LookupRequest, PeerEndpoint, RegisterReply, RegisterRequest, SlotsReply,
+    SlotsRequest, UpdateReply, UpdateRequest,
 };
 use tonic::transport::{Channel, Endpoint};
 
@@ -76,7 +76,7 @@ pub(crate) async fn events(member: &ControlPlane) -> EventsClient<Channel> {
 pub(crate) fn registration(name: &str) -> RegisterRequest {
     RegisterRequest {
         name: name.to_owned(),
-        peer_address: "127.0.0.1:7000".to_owned(),
+        peer_endpoints: vec![PeerEndpoint::tcp("127.0.0.1:7000")],
         admin_address: "127.0.0.1:7001".to_owned(),
         failure_domain: "rack-1".to_owned(),
         version: "0.1.0".to_owned(),

@@ -4,11 +4,43 @@ use std::time::{Duration, Instant};
 
 use reprise_controlplane::server::ControlPlane;
 use reprise_policy::Interval;
-use reprise_proto::controlplane::{HeartbeatRequest, ListNodesRequest, RegisterRequest, WatchNodesRequest};
+use reprise_proto::connection::Connection;
+use reprise_proto::controlplane::{
+    HeartbeatRequest, ListNodesRequest, PeerEndpoint, RegisterReply, RegisterRequest, WatchNodesRequest,
+};
 use tokio::time::timeout;
 use tonic::Code;
 
 use crate::harness::{self, Node, PATIENCE};
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn passes_on_endpoints_of_protocols_that_it_does_not_know() {
+    let member = harness::start().await;
+    let mut membership = harness::membership(&member).await;
+    let newer = PeerEndpoint { protocol: "rdma-9".to_owned(), address: "gid/fe80::1/17".to_owned() };
+    let peer_endpoints = vec![newer, PeerEndpoint::tcp("127.0.0.1:7000")];
+    let request = RegisterRequest { peer_endpoints: peer_endpoints.clone(), ..harness::registration("a") };
+    membership.register(request).await.expect("registered");
+    let listed = membership.list_nodes(ListNodesRequest {}).await.expect("answered").into_inner().nodes;
+    assert_eq!(listed[0].peer_endpoints, peer_endpoints, "in the order of the node");
+    member.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn rejects_callers_of_the_former_protocol_with_both_versions() {
+    let member = harness::start().await;
+    let connection = Connection::new(&member.grpc.to_string()).expect("an address");
+    let path = "/reprise.controlplane.v1.Membership/Register";
+    let refused = connection.call::<RegisterReply>(path, &RegisterRequest::default()).await;
+    let refused = refused.expect_err("another version");
+    assert_eq!(refused.code(), Code::Unimplemented);
+    for words in
+        ["caller speaks reprise.controlplane.v1", "member speaks reprise.controlplane.v2", "same release"]
+    {
+        assert!(refused.message().contains(words), "{refused}");
+    }
+    member.shutdown().await;
+}
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn lists_a_registered_node_with_its_details() {
@@ -21,7 +53,10 @@ async fn lists_a_registered_node_with_its_details() {
     assert_eq!(listed.len(), 1);
     let registration = harness::registration("a");
     assert_eq!((listed[0].node, listed[0].epoch, listed[0].alive), (1, node.granted.epoch, true));
-    assert_eq!((&listed[0].name, &listed[0].peer_address), (&registration.name, &registration.peer_address));
+    assert_eq!(
+        (&listed[0].name, &listed[0].peer_endpoints),
+        (&registration.name, &registration.peer_endpoints)
+    );
     assert_eq!(listed[0].usage, None, "capacities come with the first report");
     assert_eq!(
         (&listed[0].failure_domain, &listed[0].version),
@@ -121,7 +156,13 @@ async fn rejects_invalid_requests_with_the_valid_format() {
     for (request, words) in [
         (RegisterRequest { name: String::new(), ..harness::registration("a") }, "letters, digits"),
         (RegisterRequest { name: "a/../b".to_owned(), ..harness::registration("a") }, "letters, digits"),
-        (RegisterRequest { peer_address: "nowhere".to_owned(), ..harness::registration("a") }, "host:port"),
+        (
+            RegisterRequest {
+                peer_endpoints: vec![PeerEndpoint::tcp("nowhere")],
+                ..harness::registration("a")
+            },
+            "host:port",
+        ),
         (RegisterRequest { admin_address: "1".to_owned(), ..harness::registration("a") }, "host:port"),
         (RegisterRequest { version: "x".repeat(1000), ..harness::registration("a") }, "at most"),
     ] {

@@ -8,8 +8,8 @@ use reprise_controlplane::server::ControlPlane;
 use reprise_controlplane_store::{MemoryStore, Store, Transaction, Write};
 use reprise_proto::controlplane::placement_client::PlacementClient;
 use reprise_proto::controlplane::{
-    Bytes, ListMembersRequest, ListNodesRequest, NodeInfo, NodeMode, NodeUsage, PlaceReason, PlaceRequest,
-    ReportRequest, RouteReply, RouteRequest, SetNodeRequest,
+    Bytes, ListMembersRequest, ListNodesRequest, NodeInfo, NodeMode, NodeUsage, PeerEndpoint, PlaceReason,
+    PlaceRequest, ReportRequest, RouteReply, RouteRequest, SetNodeRequest,
 };
 use tonic::transport::Channel;
 
@@ -80,7 +80,7 @@ async fn other_members_list_a_registered_node_with_its_address_but_not_as_alive(
     let (a, b) = (member(&store, "a").await, member(&store, "b").await);
     let node = Node::register_only(&a, "n").await;
     let seen = named(&b, "n", |_| true).await;
-    assert_eq!((seen.peer_address.as_str(), seen.alive), ("127.0.0.1:7000", false));
+    assert_eq!((seen.peer_endpoints, seen.alive), (vec![PeerEndpoint::tcp("127.0.0.1:7000")], false));
     assert_eq!(seen.node, node.granted.node);
     let mut again = Node::register_only(&b, "n").await;
     assert!(again.granted.epoch > node.granted.epoch && again.heartbeat().await);

@@ -105,7 +105,7 @@ fn idle_connections_block_neither_sessions_nor_probes_of_an_agent() {
     let agent = env.agent_with(&config, under_limits(64, SMALL));
     let peer_address = || {
         let nodes = control_plane.admin().json("/nodes");
-        Some(nodes[0]["peer_address"].as_str()?.to_owned())
+        Some(nodes[0]["peer_endpoints"][0]["address"].as_str()?.to_owned())
     };
     let peer_address = wait_until("a registered agent", PATIENCE, peer_address);
     let early = agent.engine(small());

@@ -34,7 +34,7 @@ fn garbage_on_every_port_is_counted_and_causes_a_handful_of_log_lines() {
     let mut agent = env.agent(&config);
     let peer_address = || {
         let nodes = plane.admin().json("/nodes");
-        Some(nodes[0]["peer_address"].as_str()?.to_owned())
+        Some(nodes[0]["peer_endpoints"][0]["address"].as_str()?.to_owned())
     };
     let peer_address = wait_until("a registered agent", PATIENCE, peer_address);
     garbage_at(&agent.files().socket, GARBAGE);

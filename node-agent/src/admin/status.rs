@@ -124,11 +124,18 @@ struct Peers {
     nodes: Vec<PeerNode>,
 }
 
+/// One way to reach the peer transport of a node.
+#[derive(Debug, Serialize)]
+struct PeerEndpoint {
+    protocol: String,
+    address: String,
+}
+
 #[derive(Serialize)]
 struct PeerNode {
     node: u16,
     name: String,
-    address: String,
+    endpoints: Vec<PeerEndpoint>,
     alive: bool,
 }
 
@@ -241,12 +248,16 @@ fn tenant(context: &AdminContext, usage: &TenantUsage) -> Tenant {
     }
 }
 
+fn endpoint(endpoint: &reprise_policy::peer::PeerEndpoint) -> PeerEndpoint {
+    PeerEndpoint { protocol: endpoint.protocol.clone(), address: endpoint.address.clone() }
+}
+
 fn peers(context: &AdminContext) -> Option<Peers> {
     let totals = context.peers.as_ref()?.stats().fields().collect();
     let node = |node: crate::directory::PeerNode| PeerNode {
         node: node.node.0,
         name: node.name,
-        address: node.peer_address,
+        endpoints: node.peer_endpoints.iter().map(endpoint).collect(),
         alive: node.alive,
     };
     Some(Peers { totals, nodes: context.directory.nodes().into_iter().map(node).collect() })

@@ -16,7 +16,7 @@ const KEY: &str = "00112233445566778899aabbccddeeff";
 fn context(inbox: Inbox, liveness: Liveness) -> Arc<AdminContext> {
     let registration = Registration {
         name: "test".to_owned(),
-        peer_address: String::new(),
+        peer_endpoints: Vec::new(),
         admin_address: String::new(),
         failure_domain: String::new(),
         version: String::new(),

@@ -49,12 +49,12 @@ async fn run_lookup(shared: Arc<Shared>, lookup: Lookup) {
     }
 }
 
-/// Removes replicas on nodes whose address is unknown. After a restart of the control plane, replicas may
+/// Removes replicas on nodes that this one cannot reach. After a restart of the control plane, replicas may
 /// be known before their node. A block counts as found only if it can be fetched.
 fn remove_unreachable(shared: &Shared, found: &mut [Vec<Replica>]) {
     let nodes = shared.nodes.read().unwrap_or_else(std::sync::PoisonError::into_inner);
     for replicas in found {
-        replicas.retain(|replica| nodes.has_address(replica.node));
+        replicas.retain(|replica| nodes.is_reachable(replica.node));
     }
 }
 

@@ -18,14 +18,14 @@ use reprise_policy::shards::{MemberIndex, MemberName, ShardMap};
 use reprise_proto::connection::Connection;
 use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::{
-    ListMembersRequest, ListNodesRequest, MemberInfo, MemberList, NodeChange, WatchMembersRequest,
+    ListMembersRequest, ListNodesRequest, MemberInfo, MemberList, NodeChange, PACKAGE, WatchMembersRequest,
     WatchNodesRequest,
 };
 use tokio::runtime::Runtime;
 use tokio::sync::mpsc;
 use tokio::time::sleep;
 use tonic::transport::{Channel, Endpoint};
-use tonic::{Status, Streaming};
+use tonic::{Code, Status, Streaming};
 
 use super::link::{HeartbeatState, Link, connect, within};
 use super::nodes::NodeChangeKind;
@@ -34,6 +34,9 @@ use super::{Shared, lookup, parse_endpoint};
 
 /// How long a link is kept after its member has left the map.
 const LINK_GRACE: Duration = Duration::from_secs(10);
+
+/// Log condition for a member of another version of the protocol.
+const OTHER_PROTOCOL: &str = "other_protocol";
 
 /// All links; clones share the map.
 #[derive(Clone, Debug, Default)]
@@ -143,6 +146,14 @@ async fn follow(shared: &Arc<Shared>) {
     loop {
         let Some(home) = choose(shared, &mut choice) else { return std::future::pending().await };
         let ended = follow_at(shared, &home, &mut choice).await;
+        if ended.code() == Code::Unimplemented {
+            tracing::warn!(
+                condition = OTHER_PROTOCOL,
+                member = home,
+                protocol = PACKAGE,
+                "the member does not have this version of the protocol: use agents and members of the same release"
+            );
+        }
         tracing::debug!(home, reason = ended.message(), "the watch of members ended; trying another member");
         sleep(choice.drop_home().draw(jitter())).await;
     }
@@ -172,6 +183,11 @@ async fn follow_at(shared: &Arc<Shared>, home: &str, choice: &mut Home) -> Statu
         let list = within(time, client.list_nodes(ListNodesRequest {})).await?;
         write_nodes(shared, |nodes| nodes.replace(list.nodes));
         choice.follow();
+        tracing::info!(
+            recovered = OTHER_PROTOCOL,
+            member = home,
+            "the member has this version of the protocol"
+        );
         tokio::select! {
             ended = follow_members(shared, (home, choice), members) => ended,
             ended = follow_nodes(shared, changes) => ended,

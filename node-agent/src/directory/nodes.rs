@@ -1,7 +1,9 @@
-//! The nodes of the cluster as last reported by the control plane.
+//! The nodes of the cluster as last reported by the control plane, and which of them this node can reach.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
+use reprise_policy::peer::PeerEndpoint;
 use reprise_policy::{Epoch, NodeId};
 use reprise_proto::controlplane::NodeInfo;
 
@@ -12,8 +14,8 @@ pub(crate) struct PeerNode {
     pub(crate) node: NodeId,
     /// Name of the node.
     pub(crate) name: String,
-    /// `host:port` of its peer transport; empty without one.
-    pub(crate) peer_address: String,
+    /// Endpoints of its peer transport, one for each protocol; none without a peer transport.
+    pub(crate) peer_endpoints: Arc<[PeerEndpoint]>,
     /// `host:port` of its admin port.
     pub(crate) admin_address: String,
     /// Failure domain: its nodes fail together.
@@ -25,19 +27,59 @@ pub(crate) struct PeerNode {
 }
 
 /// All nodes by number.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct NodeMap {
     nodes: BTreeMap<NodeId, PeerNode>,
+    /// Protocols of this node.
+    protocols: BTreeSet<String>,
+    /// Nodes that have no protocol in common with this one, each logged once.
+    incompatible: BTreeSet<NodeId>,
 }
 
 impl NodeMap {
-    pub(super) fn peer_address(&self, node: NodeId) -> Option<String> {
-        let address = &self.nodes.get(&node)?.peer_address;
-        (!address.is_empty()).then(|| address.clone())
+    /// Returns an empty list for a node with these endpoints.
+    pub(super) fn new(own: &[PeerEndpoint]) -> NodeMap {
+        let protocols = own.iter().map(|endpoint| endpoint.protocol.clone()).collect();
+        NodeMap { nodes: BTreeMap::new(), protocols, incompatible: BTreeSet::new() }
     }
 
-    pub(super) fn has_address(&self, node: NodeId) -> bool {
-        self.nodes.get(&node).is_some_and(|node| !node.peer_address.is_empty())
+    /// Returns the endpoints of a node; `None` for a node that this one cannot reach.
+    pub(super) fn peer_endpoints(&self, node: NodeId) -> Option<Arc<[PeerEndpoint]>> {
+        self.nodes
+            .get(&node)
+            .filter(|node| self.has_common_protocol(node))
+            .map(|node| node.peer_endpoints.clone())
+    }
+
+    /// Returns whether this node can reach another one.
+    pub(super) fn is_reachable(&self, node: NodeId) -> bool {
+        self.nodes.get(&node).is_some_and(|node| self.has_common_protocol(node))
+    }
+
+    fn has_common_protocol(&self, node: &PeerNode) -> bool {
+        node.peer_endpoints.iter().any(|endpoint| self.protocols.contains(&endpoint.protocol))
+    }
+
+    /// Logs once that a node and this one cannot exchange blocks.
+    fn check_protocols(&mut self, number: NodeId) {
+        let Some(node) = self.nodes.get(&number) else { return };
+        let is_incompatible = !node.peer_endpoints.is_empty() && !self.has_common_protocol(node);
+        if !is_incompatible || self.protocols.is_empty() {
+            self.incompatible.remove(&number);
+            return;
+        }
+        let theirs =
+            node.peer_endpoints.iter().map(|endpoint| endpoint.protocol.as_str()).collect::<Vec<_>>();
+        let own = self.protocols.iter().map(String::as_str).collect::<Vec<_>>();
+        if self.incompatible.insert(number) {
+            tracing::warn!(
+                node = number.0,
+                name = node.name,
+                theirs = theirs.join(", "),
+                own = own.join(", "),
+                "no peer protocol in common with a node: its blocks count as missing. Run releases with a common protocol"
+            );
+        }
     }
 
     pub(super) fn node_of(&self, name: &str) -> Option<NodeId> {
@@ -51,12 +93,16 @@ impl NodeMap {
     /// Replaces the whole list.
     pub(super) fn replace(&mut self, nodes: Vec<NodeInfo>) {
         self.nodes = nodes.into_iter().filter_map(from_wire).map(|node| (node.node, node)).collect();
+        for node in self.nodes.keys().copied().collect::<Vec<_>>() {
+            self.check_protocols(node);
+        }
     }
 
     /// Applies a change from the watch. A change with an older epoch than the known one is ignored, except
     /// for a removal: it is final for any epoch, since node numbers are not reused.
     pub(super) fn change(&mut self, node: NodeInfo, kind: NodeChangeKind) {
         let Some(node) = from_wire(node) else { return };
+        let number = node.node;
         let known = self.nodes.get(&node.node).filter(|known| known.name == node.name);
         match kind {
             NodeChangeKind::Updated if known.is_some_and(|known| known.epoch > node.epoch) => {}
@@ -64,6 +110,7 @@ impl NodeMap {
             NodeChangeKind::Removed if known.is_some() => drop(self.nodes.remove(&node.node)),
             NodeChangeKind::Removed => {}
         }
+        self.check_protocols(number);
     }
 }
 
@@ -81,7 +128,11 @@ fn from_wire(node: NodeInfo) -> Option<PeerNode> {
     Some(PeerNode {
         node: NodeId(u16::try_from(node.node).ok()?),
         name: node.name,
-        peer_address: node.peer_address,
+        peer_endpoints: node
+            .peer_endpoints
+            .into_iter()
+            .map(|endpoint| PeerEndpoint { protocol: endpoint.protocol, address: endpoint.address })
+            .collect(),
         admin_address: node.admin_address,
         failure_domain: node.failure_domain,
         epoch: Epoch(node.epoch),
@@ -91,14 +142,24 @@ fn from_wire(node: NodeInfo) -> Option<PeerNode> {
 
 #[cfg(test)]
 mod tests {
+    use reprise_proto::controlplane::PeerEndpoint as WireEndpoint;
+
     use super::*;
 
-    fn info(node: u32, epoch: u64, peer_address: &str) -> NodeInfo {
+    fn map() -> NodeMap {
+        NodeMap::new(&[PeerEndpoint::tcp("own:1")])
+    }
+
+    fn address(map: &NodeMap, node: u16) -> Option<String> {
+        Some(map.peer_endpoints(NodeId(node))?[0].address.clone())
+    }
+
+    fn info(node: u32, epoch: u64, address: &str) -> NodeInfo {
         NodeInfo {
             node,
             epoch,
             name: format!("n{node}"),
-            peer_address: peer_address.to_owned(),
+            peer_endpoints: vec![WireEndpoint::tcp(address)],
             alive: true,
             ..NodeInfo::default()
         }
@@ -106,32 +167,56 @@ mod tests {
 
     #[test]
     fn change_of_an_older_registration_is_ignored() {
-        let mut map = NodeMap::default();
+        let mut map = map();
         map.replace(vec![info(1, 5, "new:1")]);
         map.change(info(1, 4, "old:1"), NodeChangeKind::Updated);
-        assert_eq!(map.peer_address(NodeId(1)).as_deref(), Some("new:1"));
+        assert_eq!(address(&map, 1).as_deref(), Some("new:1"));
         map.change(info(1, 6, "newest:1"), NodeChangeKind::Updated);
-        assert_eq!(map.peer_address(NodeId(1)).as_deref(), Some("newest:1"));
+        assert_eq!(address(&map, 1).as_deref(), Some("newest:1"));
     }
 
     #[test]
     fn removed_nodes_and_invalid_numbers_have_no_address() {
-        let mut map = NodeMap::default();
+        let mut map = map();
         map.replace(vec![info(1, 1, "a:1"), info(70_000, 1, "b:1")]);
         assert_eq!(map.list().len(), 1);
-        map.change(info(2, 1, ""), NodeChangeKind::Updated);
-        assert_eq!(map.peer_address(NodeId(2)), None, "it has no peer transport");
+        map.change(NodeInfo { peer_endpoints: Vec::new(), ..info(2, 1, "") }, NodeChangeKind::Updated);
+        assert_eq!(address(&map, 2), None, "it has no peer transport");
         map.change(info(1, 1, "a:1"), NodeChangeKind::Removed);
-        assert_eq!(map.peer_address(NodeId(1)), None);
+        assert_eq!(address(&map, 1), None);
     }
 
     #[test]
     fn removal_is_final_for_any_epoch_and_ignored_for_another_name() {
-        let mut map = NodeMap::default();
+        let mut map = map();
         map.replace(vec![info(1, 5, "a:1"), info(2, 5, "b:1")]);
         map.change(info(1, 4, "a:1"), NodeChangeKind::Removed);
         assert_eq!(map.node_of("n1"), None);
         map.change(NodeInfo { name: "other".to_owned(), ..info(2, 6, "b:1") }, NodeChangeKind::Removed);
         assert_eq!(map.node_of("n2"), Some(NodeId(2)));
+    }
+
+    #[test]
+    fn node_is_reachable_if_it_has_a_protocol_in_common() {
+        let at =
+            |protocol: &str| WireEndpoint { protocol: protocol.to_owned(), address: format!("{protocol}!x") };
+        let node = |number, protocols: &[&str]| NodeInfo {
+            peer_endpoints: protocols.iter().map(|protocol| at(protocol)).collect(),
+            ..info(number, 1, "")
+        };
+        let mut map = map();
+        map.replace(vec![node(1, &["rdma-2", "tcp"]), node(2, &["rdma-2"]), node(3, &[])]);
+        let reachable = |map: &NodeMap| [1, 2, 3].map(|number| map.is_reachable(NodeId(number)));
+        assert_eq!(reachable(&map), [true, false, false]);
+        assert_eq!(map.peer_endpoints(NodeId(1)).expect("reachable").len(), 2, "unknown ones are kept");
+        assert_eq!(map.peer_endpoints(NodeId(2)), None);
+        assert_eq!(map.incompatible, BTreeSet::from([NodeId(2)]), "a node without endpoints serves no peers");
+        map.change(node(2, &["tcp"]), NodeChangeKind::Updated);
+        map.change(node(3, &["shm"]), NodeChangeKind::Updated);
+        assert_eq!(reachable(&map), [true, true, false]);
+        assert_eq!(map.incompatible, BTreeSet::from([NodeId(3)]));
+        let mut alone = NodeMap::new(&[]);
+        alone.replace(vec![node(1, &["tcp"])]);
+        assert!(!alone.is_reachable(NodeId(1)) && alone.incompatible.is_empty(), "it has no peer transport");
     }
 }

@@ -65,11 +65,11 @@ async fn query(shared: &Arc<Shared>, question: PlacementRequest) -> Option<Vec<P
     Some(answers)
 }
 
-/// Replaces targets whose address is unknown, since blocks cannot be offered to them.
+/// Replaces targets that this node cannot reach, since blocks cannot be offered to them.
 fn remove_unreachable(shared: &Shared, answers: &mut [Placement]) {
     let nodes = shared.nodes.read().unwrap_or_else(PoisonError::into_inner);
     for answer in answers {
-        if matches!(answer, Placement::To(node) if !nodes.has_address(*node)) {
+        if matches!(answer, Placement::To(node) if !nodes.is_reachable(*node)) {
             *answer = Placement::Unanswered;
         }
     }

@@ -13,7 +13,7 @@ use std::sync::mpsc;
 use reprise_agent_core::agent::limits::LOOKUPS_MAX;
 use reprise_agent_core::effect::Change;
 use reprise_policy::routing::LoadClass;
-use reprise_proto::controlplane::NodeInfo;
+use reprise_proto::controlplane::{NodeInfo, PeerEndpoint as WireEndpoint};
 
 use super::*;
 use fake::{Fake, Mode};
@@ -33,7 +33,7 @@ fn settings(endpoint: String) -> DirectorySettings {
         endpoints: vec![endpoint],
         registration: Registration {
             name: "node-a".to_owned(),
-            peer_address: "127.0.0.1:7000".to_owned(),
+            peer_endpoints: vec![PeerEndpoint::tcp("127.0.0.1:7000")],
             ..Registration::default()
         },
         connect_timeout: Duration::from_millis(500),
@@ -115,11 +115,16 @@ fn added(numbers: std::ops::Range<u32>) -> Vec<ReplicaChange> {
     numbers.map(|number| change(number, Change::Added)).collect()
 }
 
-fn info(node: u32, epoch: u64, peer_address: &str) -> NodeInfo {
+/// Returns the address of a node's TCP transport.
+fn address_of(agent: &Agent, node: u16) -> Option<String> {
+    Some(agent.client.peer_endpoints(NodeId(node))?[0].address.clone())
+}
+
+fn info(node: u32, epoch: u64, address: &str) -> NodeInfo {
     NodeInfo {
         node,
         name: format!("node-{node}"),
-        peer_address: peer_address.to_owned(),
+        peer_endpoints: vec![WireEndpoint::tcp(address)],
         epoch,
         alive: true,
         ..NodeInfo::default()
@@ -203,7 +208,7 @@ fn lookup_returns_reachable_replicas_of_other_nodes() {
     let agent = Agent::start(settings(fake.endpoint()));
     agent.announce_inventory(&[]);
     let give_up = Instant::now() + PATIENCE;
-    while agent.client.peer_address(NodeId(300)).is_none() {
+    while agent.client.peer_endpoints(NodeId(300)).is_none() {
         assert!(Instant::now() < give_up, "the node list arrives");
         std::thread::yield_now();
     }
@@ -406,13 +411,13 @@ fn peers_are_learned_from_the_list_and_from_changes() {
     agent.announce_inventory(&[]);
     let wait = |node, address: Option<&str>| {
         let start = Instant::now();
-        while agent.client.peer_address(NodeId(node)).as_deref() != address {
-            assert!(start.elapsed() < PATIENCE, "{node} is at {:?}", agent.client.peer_address(NodeId(node)));
+        while address_of(&agent, node).as_deref() != address {
+            assert!(start.elapsed() < PATIENCE, "{node} is at {:?}", address_of(&agent, node));
             std::thread::yield_now();
         }
     };
     wait(2, Some("b:1"));
-    assert_eq!(agent.client.peer_address(NodeId(3)), None);
+    assert_eq!(address_of(&agent, 3), None);
     fake.change_node(info(3, 1, "c:1"));
     wait(3, Some("c:1"));
     fake.change_node(info(2, 5, "b:2"));
@@ -421,7 +426,7 @@ fn peers_are_learned_from_the_list_and_from_changes() {
 
     let port = fake.stop();
     agent.wait_for(&DirectoryEvent::Disconnected);
-    assert_eq!(agent.client.peer_address(NodeId(3)).as_deref(), Some("c:1"), "the last known list is kept");
+    assert_eq!(address_of(&agent, 3).as_deref(), Some("c:1"), "the last known list is kept");
     let again = Fake::start_at(port);
     again.write(|state| state.nodes = vec![info(2, 1, "d:1")]);
     wait(3, None);

@@ -22,16 +22,19 @@ use crate::limits::{BLOCKS_PER_REQUEST_MAX, KEYS_PER_OFFER_MAX};
 pub type EventSink = Arc<dyn Fn(TransportEvent) + Send + Sync>;
 
 /// Moves blocks between agents. No method waits for the network.
-pub trait Transport: Send + Sync {
-    /// Requests blocks from the peer at `peer` (`host:port`) into the arena given at construction. Events
-    /// report the results: every block ends in `Layers` with all its layers or in `Failed`, at the latest when
-    /// the request's deadline passes.
+///
+/// `Peer` names a peer: by an address in the form of one protocol (`str`), or by everything that the peer
+/// announces (`[PeerEndpoint]`, [`CompositeTransport`](crate::CompositeTransport)).
+pub trait Transport<Peer: ?Sized = str>: Send + Sync {
+    /// Requests blocks from a peer into the arena given at construction. Events report the results: every block
+    /// ends in `Layers` with all its layers or in `Failed`, at the latest when the request's deadline passes.
     ///
     /// # Errors
     /// No request is sent and no event follows. [`ErrorKind::Busy`](crate::ErrorKind): connections, requests
     /// or blocks in flight are at their limits. `Invalid`: no blocks, too many, or a destination that is
-    /// outside the arena or has the wrong length. `Closed`: after `shutdown`. `Os`: cannot spawn a thread.
-    fn fetch(&self, peer: &str, request: FetchRequest) -> Result<(), TransportError>;
+    /// outside the arena or has the wrong length. `NoProtocol`: no transport of this node can reach the peer.
+    /// `Closed`: after `shutdown`. `Os`: cannot spawn a thread.
+    fn fetch(&self, peer: &Peer, request: FetchRequest) -> Result<(), TransportError>;
 
     /// Sends the header of a block of an incoming request: its tier and the CRC32C of each object, in order.
     /// Must precede the block's objects. Ignored for a serve that has ended.
@@ -44,13 +47,13 @@ pub trait Transport: Send + Sync {
     /// Notifies the peer that it will not get (the rest of) a block. Ignored for a serve that has ended.
     fn serve_absent(&self, serve: ServeId, block: u32);
 
-    /// Offers blocks of this node to the peer at `peer`. Ends in one `OfferAnswered` or `OfferFailed`, at the
+    /// Offers blocks of this node to a peer. Ends in one `OfferAnswered` or `OfferFailed`, at the
     /// latest when the offer's deadline passes.
     ///
     /// # Errors
     /// No offer is sent and no event follows; kinds as for [`Transport::fetch`]. `Invalid`: no keys, or too
     /// many.
-    fn offer(&self, peer: &str, offer: Offer<TenantName>) -> Result<(), TransportError>;
+    fn offer(&self, peer: &Peer, offer: Offer<TenantName>) -> Result<(), TransportError>;
 
     /// Answers an incoming offer with the indices of the accepted keys, and the time after which the others
     /// may be offered again. Ignored for an offer that has ended, or was answered.

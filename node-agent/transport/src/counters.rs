@@ -15,6 +15,11 @@ macro_rules! counters {
             pub fn fields(&self) -> impl Iterator<Item = (&'static str, u64)> {
                 [$((stringify!($name), self.$name),)*].into_iter()
             }
+
+            /// Returns the sums of the totals of two transports. The sum of two maxima is an upper bound.
+            pub(crate) fn plus(&self, other: &TransportStats) -> TransportStats {
+                TransportStats { $($name: self.$name.saturating_add(other.$name),)* }
+            }
         }
 
         /// The live counters behind the totals.

@@ -10,6 +10,8 @@ pub enum ErrorKind {
     Busy,
     /// Fix the call or the configuration.
     Invalid,
+    /// The peer and this node have no protocol in common: use releases that have one.
+    NoProtocol,
     /// The transport was shut down.
     Closed,
     /// The operating system reported an error; see the source.
@@ -37,6 +39,10 @@ impl TransportError {
 
     pub(crate) fn invalid(context: impl Into<String>) -> TransportError {
         TransportError { kind: ErrorKind::Invalid, context: context.into(), source: None }
+    }
+
+    pub(crate) fn no_protocol(context: impl Into<String>) -> TransportError {
+        TransportError { kind: ErrorKind::NoProtocol, context: context.into(), source: None }
     }
 
     pub(crate) fn closed() -> TransportError {

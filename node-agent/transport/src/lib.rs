@@ -1,13 +1,14 @@
 //! Agent-to-agent transport: fetches verified blocks from a peer into memory chosen by the receiver, and
 //! offers blocks to a peer.
 //!
-//! Two implementations of [`Transport`] share one conformance suite (`tests/conformance`):
+//! The implementations of [`Transport`] share one conformance suite (`tests/conformance`):
 //!
 //! * [`TcpTransport`]: framed TCP, blocking threads, one connection per peer and direction
 //!   (`docs/PROTOCOL.md`);
-//! * [`MemoryTransport`]: nodes of one [`MemoryHub`], virtual time, single steps, fault switches.
+//! * [`MemoryTransport`]: nodes of one [`MemoryHub`], virtual time, single steps, fault switches;
+//! * [`CompositeTransport`]: several transports, one of which is chosen for each peer.
 //!
-//! The receiving side of both is the state machine of [`inbound`], the serving side that of [`outbound`].
+//! The receiving side of the first two is the state machine of [`inbound`], the serving side that of [`outbound`].
 //!
 //! Cost of the data path (2 MiB blocks, loopback at 6.3 GB/s, one core each): the sender gathers frame
 //! headers and arena memory into one `sendmsg` of up to 4 MiB, without a copy in user space. The receiver
@@ -33,6 +34,7 @@
 
 pub mod api;
 pub mod bare;
+mod composite;
 mod counters;
 mod error;
 mod inbound;
@@ -43,6 +45,7 @@ mod tcp;
 mod wire;
 
 pub use api::{EventSink, Transport, TransportEvent};
+pub use composite::{CompositeBuilder, CompositeTransport};
 pub use counters::TransportStats;
 pub use error::{ErrorKind, TransportError};
 pub use memory::{Fault, Link, MemoryHub, MemorySettings, MemoryTransport};

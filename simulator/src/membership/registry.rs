@@ -2,6 +2,7 @@
 //! `controlplane/src/registry.rs`.
 
 use reprise_controlplane_core::{NodeDetails, NodeRecord};
+use reprise_policy::peer::PeerEndpoint;
 use reprise_policy::{Epoch, NodeId};
 
 use super::{Purpose, number_of};
@@ -103,7 +104,8 @@ impl Simulation {
 
 /// Creates the record of a node that was never registered. Epochs begin at a number of the store's identity.
 fn first_record(name: usize, number: u32, identity: u32) -> NodeRecord {
-    let details = NodeDetails { peer_address: format!("n{name}:1"), ..NodeDetails::default() };
+    let peer_endpoints = vec![PeerEndpoint::tcp(format!("n{name}:1"))];
+    let details = NodeDetails { peer_endpoints, ..NodeDetails::default() };
     let node = NodeId(u16::try_from(number).expect("few nodes"));
     let epoch = Epoch((u64::from(identity) << 32) + 1);
     // The simulation forgets no nodes, so the revision of a record is not used.

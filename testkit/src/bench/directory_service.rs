@@ -16,8 +16,8 @@ use reprise_proto::connection::{Connection, LOOKUP};
 use reprise_proto::controlplane::directory_client::DirectoryClient;
 use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::{
-    DescribeReply, DescribeRequest, HeartbeatRequest, LookupReply, LookupRequest, RegisterRequest,
-    SlotsRequest, UpdateRequest,
+    DescribeReply, DescribeRequest, HeartbeatRequest, LookupReply, LookupRequest, PeerEndpoint,
+    RegisterRequest, SlotsRequest, UpdateRequest,
 };
 use tokio::runtime::Runtime;
 use tokio::task::JoinSet;
@@ -139,7 +139,7 @@ async fn announce_one(
     let mut membership = MembershipClient::connect(format!("http://{address}")).await?;
     let request = RegisterRequest {
         name: format!("bench-{number}"),
-        peer_address: "127.0.0.1:1".to_owned(),
+        peer_endpoints: vec![PeerEndpoint::tcp("127.0.0.1:1")],
         ..RegisterRequest::default()
     };
     let granted = membership.register(request).await.context("registering")?.into_inner();

@@ -12,7 +12,7 @@ fn record(node: u16, epoch: u64) -> NodeRecord {
         node: NodeId(node),
         name: format!("n{node}"),
         epoch: Epoch(epoch),
-        details: NodeDetails { peer_address: "host:1".to_owned(), ..NodeDetails::default() },
+        details: NodeDetails { peer_endpoints: vec![PeerEndpoint::tcp("host:1")], ..NodeDetails::default() },
         revision: 0,
     }
 }
@@ -61,7 +61,7 @@ fn a_heartbeat_revives_a_dead_node() {
 }
 
 #[test]
-fn a_node_without_peer_address_is_alive_but_not_offered() {
+fn a_node_without_peer_endpoint_is_alive_but_not_offered() {
     let mut table = NodeTable::new(SETTINGS);
     table.register(Tick(0), record(1, 1)).expect("newer");
     let silent = NodeRecord { details: NodeDetails::default(), ..record(1, 2) };
@@ -111,16 +111,19 @@ fn a_node_registered_with_another_member_is_known_but_absent() {
 fn store_records_change_the_address_of_a_live_node_but_not_its_registration() {
     let mut table = NodeTable::new(SETTINGS);
     table.register(Tick(0), record(1, 4)).expect("newer");
-    let at = |address: &str| NodeDetails { peer_address: address.to_owned(), ..NodeDetails::default() };
+    let at = |address: &str| NodeDetails {
+        peer_endpoints: vec![PeerEndpoint::tcp(address)],
+        ..NodeDetails::default()
+    };
     assert!(!table.learn(NodeRecord { details: at("old:1"), ..record(1, 3) }), "an older record");
     assert!(table.learn(NodeRecord { details: at("new:1"), ..record(1, 6) }));
     assert!(!table.learn(NodeRecord { details: at("between:1"), ..record(1, 5) }));
     let (known, state) = table.get(NodeId(1)).expect("an entry");
-    assert_eq!((known.details.peer_address.as_str(), known.epoch), ("new:1", Epoch(4)));
+    assert_eq!((&known.details, known.epoch), (&at("new:1"), Epoch(4)));
     assert_eq!(state, NodeLiveness::Alive);
     assert_eq!(table.heartbeat(Tick(1), NodeId(1), Epoch(4)), HeartbeatResult::Known);
     assert!(table.learn(NodeRecord { details: NodeDetails::default(), ..record(1, 7) }));
-    assert!(!table.live().contains(NodeId(1)), "it no longer has a peer address");
+    assert!(!table.live().contains(NodeId(1)), "it no longer has a peer endpoint");
 }
 
 #[test]

@@ -5,9 +5,10 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use reprise_agent_core::registrar::{Granted, Heartbeat, Input, Output, Registrar, RegistrationEnd};
+use reprise_policy::peer::PeerEndpoint;
 use reprise_policy::{Epoch, NodeId};
 use reprise_proto::controlplane::membership_client::MembershipClient;
-use reprise_proto::controlplane::{RegisterReply, RegisterRequest};
+use reprise_proto::controlplane::{PeerEndpoint as WireEndpoint, RegisterReply, RegisterRequest};
 use tokio::time::{Instant, sleep, sleep_until};
 use tonic::Status;
 
@@ -135,11 +136,15 @@ fn request(shared: &Shared) -> RegisterRequest {
     let own = shared.settings.registration.clone();
     RegisterRequest {
         name: own.name,
-        peer_address: own.peer_address,
+        peer_endpoints: own.peer_endpoints.into_iter().map(endpoint).collect(),
         admin_address: own.admin_address,
         failure_domain: shared.failure_domain.borrow().clone(),
         version: own.version,
     }
+}
+
+fn endpoint(PeerEndpoint { protocol, address }: PeerEndpoint) -> WireEndpoint {
+    WireEndpoint { protocol, address }
 }
 
 fn granted(reply: &RegisterReply) -> Option<Granted> {

@@ -133,7 +133,7 @@ fn announcements_and_lookups_go_to_the_owners_of_the_slots() {
         fake.change_node(info(2, 2, "127.0.0.1:7002"));
     }
     let give_up = Instant::now() + PATIENCE;
-    while agent.client.peer_address(NodeId(2)).is_none() {
+    while agent.client.peer_endpoints(NodeId(2)).is_none() {
         assert!(Instant::now() < give_up, "the node list arrives");
         std::thread::yield_now();
     }

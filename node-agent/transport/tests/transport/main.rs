@@ -1,5 +1,7 @@
-//! Tests of the transports: the conformance suite of both, real sockets, the in-memory hub, and the protocol's document.
+//! Tests of the transports: the conformance suite of all, real sockets, the in-memory hub, composites, and the
+//! protocol's document.
 
+mod composite;
 mod conformance;
 #[path = "../harness/mod.rs"]
 mod harness;

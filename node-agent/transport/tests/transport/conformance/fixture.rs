@@ -1,14 +1,17 @@
-//! A common interface of the two implementations to create nodes and wait for events.
+//! A common interface of the implementations to create nodes and wait for events.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::Duration;
 
-use reprise_policy::peer::{Offer, PeerOffer, PeerRequest};
+use reprise_policy::peer::{Offer, PeerOffer, PeerRequest, TCP};
 use reprise_policy::{ArenaSlot, TenantName};
-use reprise_transport::{MemoryHub, MemorySettings, TcpSettings, TcpTransport, Transport, TransportEvent};
+use reprise_transport::{
+    CompositeTransport, MemoryHub, MemorySettings, TcpSettings, TcpTransport, Transport, TransportEvent,
+};
 
+use crate::composite::{Directory, MEMORY, NamedPeers, add_memory, add_tcp, endpoint};
 use crate::harness::{PATIENCE, Serve, TestFetch, Tracker, TransportHandle, arena, recording_sink};
 
 /// Small enough that a few blocks exhaust it: a frame is at most 64 KiB.
@@ -90,14 +93,18 @@ impl Node {
     }
 }
 
+fn tcp_settings(name: &str) -> TcpSettings {
+    TcpSettings {
+        credit_bytes: CREDIT_BYTES,
+        stall_timeout: STALL_TIMEOUT,
+        ..TcpSettings::new(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), name)
+    }
+}
+
 impl Fixture for TcpFixture {
     fn join(&self, name: &str, sink: reprise_transport::EventSink) -> (Arc<dyn Transport>, String) {
-        let settings = TcpSettings {
-            credit_bytes: CREDIT_BYTES,
-            stall_timeout: STALL_TIMEOUT,
-            ..TcpSettings::new(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), name)
-        };
-        let transport = TcpTransport::bind(settings, arena(), sink).expect("listening on loopback works");
+        let transport =
+            TcpTransport::bind(tcp_settings(name), arena(), sink).expect("listening on loopback works");
         let address = transport.local_address().to_string();
         (Arc::new(transport), address)
     }
@@ -146,5 +153,63 @@ impl Fixture for MemoryFixture {
 
     fn nowhere(&self) -> String {
         "nowhere".to_owned()
+    }
+}
+
+/// Nodes with both transports that announce one of them, which is the second in their order of preference.
+pub(crate) struct CompositeFixture {
+    memory: MemoryFixture,
+    announced: &'static str,
+    directory: Directory,
+}
+
+/// Returns a fixture of composites that use TCP.
+pub(crate) fn composite_tcp() -> CompositeFixture {
+    CompositeFixture { memory: MemoryFixture::new(), announced: TCP, directory: Directory::default() }
+}
+
+/// Returns a fixture of composites that use the hub.
+pub(crate) fn composite_memory() -> CompositeFixture {
+    CompositeFixture { memory: MemoryFixture::new(), announced: MEMORY, directory: Directory::default() }
+}
+
+impl CompositeFixture {
+    /// Announces an address next to that of a protocol of a later release.
+    fn announce(&self, name: &str, address: &str) {
+        let endpoints = vec![endpoint("later", "x"), endpoint(self.announced, address)];
+        self.directory.lock().expect("no panic under the lock").insert(name.to_owned(), endpoints);
+    }
+}
+
+impl Fixture for CompositeFixture {
+    fn join(&self, name: &str, sink: reprise_transport::EventSink) -> (Arc<dyn Transport>, String) {
+        let mut builder = CompositeTransport::builder(sink);
+        if self.announced == TCP {
+            add_memory(&mut builder, &self.memory.hub, name);
+            let (_, tcp) = add_tcp(&mut builder, tcp_settings(name));
+            self.announce(name, &tcp.address);
+        } else {
+            add_tcp(&mut builder, tcp_settings(name));
+            add_memory(&mut builder, &self.memory.hub, name);
+            self.announce(name, name);
+        }
+        let peers = NamedPeers { composite: builder.build(), directory: self.directory.clone() };
+        (Arc::new(peers), name.to_owned())
+    }
+
+    fn next(&self, events: &Receiver<TransportEvent>) -> TransportEvent {
+        if self.announced == TCP { TcpFixture.next(events) } else { self.memory.next(events) }
+    }
+
+    fn pass(&self, time: Duration) {
+        if self.announced == MEMORY {
+            self.memory.pass(time);
+        }
+    }
+
+    fn nowhere(&self) -> String {
+        let address = if self.announced == TCP { TcpFixture.nowhere() } else { self.memory.nowhere() };
+        self.announce("nobody", &address);
+        "nobody".to_owned()
     }
 }

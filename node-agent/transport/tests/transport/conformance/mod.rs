@@ -1,4 +1,5 @@
-//! Conformance tests of `Transport`, run with TCP over loopback and with the in-memory hub.
+//! Conformance tests of `Transport`, run with TCP over loopback, with the in-memory hub, and with composites of
+//! both that use the one or the other.
 
 mod blocks;
 mod failures;
@@ -15,6 +16,12 @@ macro_rules! conformance {
         }
         mod memory {
             $(#[test] fn $case() { crate::conformance::$module::$case(&crate::conformance::fixture::MemoryFixture::new()); })*
+        }
+        mod composite_tcp {
+            $(#[test] fn $case() { crate::conformance::$module::$case(&crate::conformance::fixture::composite_tcp()); })*
+        }
+        mod composite_memory {
+            $(#[test] fn $case() { crate::conformance::$module::$case(&crate::conformance::fixture::composite_memory()); })*
         }
     };
 }
