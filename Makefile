@@ -45,9 +45,11 @@ help:
 build:
 	cargo build --locked --release --workspace --exclude reprise-e2e --exclude reprise-bench --bins
 
-# Only the programs that the demo starts, with the profile that compiles fastest: without link-time optimisation.
+# Only the programs that the demo starts, with the profile that compiles fastest: without link-time optimisation. The
+# agent is built without Kubernetes, which is a third of all code.
+DEMO_PROGRAMS := -p reprise -p reprise-agent -p reprise-controlplane --no-default-features
 demo:
-	cargo build --locked --profile images -p reprise -p reprise-agent -p reprise-controlplane --bins
+	cargo build --locked --profile images $(DEMO_PROGRAMS) --bins
 	$(CARGO_TARGET_DIR)/images/reprise demo $(if $(TRACE),--trace $(TRACE))
 
 # Structure and language of the tree; `cargo xtask figures` prints figures about its structure.
@@ -80,6 +82,7 @@ AGENT_PROGRAMS := cargo build --locked --workspace --bin reprise-agent --bin rep
 CLUSTER_PROGRAMS := cargo build --locked --workspace --bins --test cluster
 
 test: lint etcd cluster helm
+	cargo check --locked $(DEMO_PROGRAMS)
 	e2e/prometheus/promtool.sh
 	$(PROGRAMS)
 	images/build.sh --profile $(REPRISE_IMAGES_PROFILE)

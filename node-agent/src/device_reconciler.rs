@@ -53,6 +53,7 @@ use crate::device::{DeviceContext, OpenedDevice, access};
 use crate::error::{AgentError, ErrorKind};
 use crate::executor::ReleasedDevice;
 use crate::modes::Modes;
+use crate::runtime::OwnEndpoints;
 use device_health::{LatencyMonitor, WearMonitor};
 use device_records::DeviceRecords;
 use device_tasks::{OpenResult, WipeOutcome};
@@ -91,12 +92,11 @@ pub(crate) struct ReconcilerParts {
     pub(crate) config: ReloadableConfig,
     /// Mapping of pods to tenants, re-read periodically.
     pub(crate) bindings: Option<BindingsFile>,
-    pub(crate) endpoints: facts::OwnEndpoints,
+    pub(crate) endpoints: OwnEndpoints,
     pub(crate) facts: watch::Sender<Option<Facts>>,
 }
 
 pub(crate) use device_records::DeviceRecordsFile;
-pub(crate) use facts::OwnEndpoints;
 
 /// The running reconciler thread.
 pub(crate) struct ReconcilerThread {

@@ -7,6 +7,12 @@
 //! A panic on any thread or task ends the process with SIGABRT: recovery from the journal takes a second,
 //! and a partly working agent would be worse. The rest of the agent therefore need not check whether a
 //! thread still runs.
+//!
+//! Without the feature `kubernetes`, the agent refuses `--in-cluster`. `make demo` builds it so, because the Kubernetes
+//! client is a third of all code to compile.
+
+// What only an agent on a Kubernetes node uses is compiled, but not reached.
+#![cfg_attr(not(feature = "kubernetes"), allow(dead_code, unused_imports))]
 
 mod admin;
 mod bindings;
@@ -15,10 +21,13 @@ mod config;
 mod core_loop;
 mod descriptors;
 mod device;
+#[cfg(feature = "kubernetes")]
 mod device_reconciler;
 mod directory;
 mod error;
 mod executor;
+mod in_cluster;
+#[cfg(feature = "kubernetes")]
 mod kubernetes;
 mod metrics;
 mod modes;
@@ -36,11 +45,11 @@ use tokio::signal::unix::{SignalKind, signal};
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::fmt::format::FmtSpan;
 
-use config::{Config, LogFormat, LogSettings, PodEnvironment, ReloadableConfig, Settings};
+use config::{Config, LogFormat, LogSettings, Settings};
 use error::{AgentError, ErrorKind};
-use reprise_agent_kubernetes::Access;
+use in_cluster::ClusterSettings;
 use reprise_daemon::log;
-use runtime::{ClusterSettings, Runtime};
+use runtime::Runtime;
 
 /// Signal for exceeding the file size limit; see setrlimit(2), "RLIMIT_FSIZE", and signal(7).
 const SIGXFSZ: SignalKind = SignalKind::from_raw(25);
@@ -130,14 +139,9 @@ fn settings(arguments: &Arguments) -> Result<(Settings, Option<ClusterSettings>)
     if !arguments.in_cluster {
         return Ok((Config::read(path)?.validate()?, None));
     }
-    let pod = PodEnvironment::read(|name| std::env::var(name).ok())?;
-    let config = ReloadableConfig::read(path.clone(), pod.clone())?;
-    let settings = config.running().clone().placed(&pod)?.validate()?;
-    let access = match &arguments.kubeconfig {
-        Some(path) => Access::Kubeconfig(path.clone()),
-        None => Access::ServiceAccount,
-    };
-    Ok((settings, Some(ClusterSettings { pod, config, access, root: arguments.node_root.clone() })))
+    let (settings, cluster) =
+        ClusterSettings::read(path, arguments.kubeconfig.as_deref(), &arguments.node_root)?;
+    Ok((settings, Some(cluster)))
 }
 
 /// Writes to standard output; a closed output is ignored.

@@ -22,34 +22,26 @@ use reprise_agent_core::agent::limits::{DEVICES_MAX, LOOKUPS_MAX};
 use reprise_agent_core::agent::{AgentCore, Settings as CoreSettings};
 use reprise_agent_core::effect::{DeviceId, RegionId};
 use reprise_agent_core::event::Event;
-use reprise_agent_kubernetes::{
-    Access, Desired, NodeSettings, StateDirectory, TokenReviewService, token_review_channel,
-};
 use reprise_buffers::{Arena, ArenaConfig, BufferError, HugePolicy};
-use reprise_policy::identity::TOKEN_AUDIENCE;
 use reprise_policy::peer::{PeerEndpoint, TCP};
 use reprise_policy::tenant::TenantRegistry;
 use reprise_policy::{NodeMode, TenantId, TenantName};
 use reprise_transport::{CompositeTransport, TcpSettings, TcpTransport};
 use serde::Serialize;
-use tokio::sync::watch;
 
 use crate::admin::{AdminContext, AdminPort, AdminServer, ArenaInfo};
 use crate::bindings::BindingsFile;
 use crate::checker::Checker;
-use crate::config::{
-    ArenaSettings, HugePages, KubernetesSettings, PeerSettings, PodEnvironment, ReloadableConfig, Settings,
-};
+use crate::config::{ArenaSettings, HugePages, PeerSettings, Settings};
 use crate::core_loop::{Clock, CoreLoop, Inbox, Input, Liveness};
 use crate::descriptors::ConnectionLimits;
 use crate::device::{self, Device, DeviceContext};
-use crate::device_reconciler::{DeviceRecordsFile, OwnEndpoints, ReconcilerParts, ReconcilerThread};
 use crate::directory::{
     CHANGES_QUEUED_MAX, DirectoryClient, DirectoryEvent, DirectorySettings, DirectorySink, Registration,
 };
 use crate::error::{AgentError, ErrorKind};
 use crate::executor::{Deployment, Executor, ExecutorParts, ReleasedDevice};
-use crate::kubernetes::ClusterLink;
+use crate::in_cluster::{ClusterNode, ClusterSettings};
 use crate::metrics::Metrics;
 use crate::modes::Modes;
 use crate::peer::{self, Peers};
@@ -79,17 +71,8 @@ pub(crate) struct Runtime {
     peers: Option<Peers>,
     admin: AdminServer,
     admin_context: Arc<AdminContext>,
-    cluster: Option<(ReconcilerThread, ClusterLink)>,
+    cluster: Option<ClusterNode>,
     ready: Ready,
-}
-
-/// Additional inputs of an agent in a Kubernetes cluster.
-pub(crate) struct ClusterSettings {
-    pub(crate) pod: PodEnvironment,
-    pub(crate) config: ReloadableConfig,
-    pub(crate) access: Access,
-    /// Mount point of the node's root file system.
-    pub(crate) root: PathBuf,
 }
 
 /// Addresses of a ready agent, printed as one line.
@@ -147,7 +130,7 @@ impl Runtime {
             .transpose()?;
         let modes = Arc::new(Mutex::new(Modes::default()));
         let reached_at = |listening: SocketAddr| match &cluster {
-            Some(cluster) => cluster.pod.reached_at(listening),
+            Some(cluster) => cluster.reached_at(listening),
             None => listening,
         };
         let registration = Registration {
@@ -155,7 +138,7 @@ impl Runtime {
             peer_endpoints: port.iter().map(|port| port.advertised.clone()).collect(),
             admin_address: reached_at(admin.address()).to_string(),
             failure_domain: match &cluster {
-                Some(cluster) => persisted_failure_domain(&settings, cluster),
+                Some(cluster) => cluster.failure_domain(&settings),
                 None => settings.node.failure_domain.clone(),
             },
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -191,15 +174,16 @@ impl Runtime {
             .map_err(|error| {
                 AgentError::new(ErrorKind::Resource, "cannot spawn the core thread").with_source(error)
             })?;
-        let bindings = cluster.as_ref().and_then(|cluster| cluster.pod.tenants_file.clone());
-        let bindings = bindings.map(BindingsFile::read).transpose()?;
-        let (reviewer, token_reviews) = token_review_channel(TOKEN_AUDIENCE);
-        let identity = |bindings| Identity::new(bindings, Box::new(move |token| reviewer.review(token)));
+        let bindings = cluster.as_ref().map(ClusterSettings::bindings).transpose()?.flatten();
+        let identity = cluster
+            .as_ref()
+            .zip(bindings.clone())
+            .map(|(cluster, bindings)| Identity::new(bindings, cluster.token_review()));
         let session_context = Arc::new(SessionContext {
             inbox: inbox.clone(),
             arena: arena.clone(),
             node: settings.node.name.clone(),
-            identity: bindings.clone().map(identity),
+            identity,
             tenants: tenants.clone(),
             draining: AtomicBool::new(false),
             rejected: metrics.rejected().clone(),
@@ -228,9 +212,16 @@ impl Runtime {
             connections_max: limits.admin,
         });
         let admin = admin.serve(admin_context.clone())?;
-        let shared = Shared { context, modes, complete, bindings, token_reviews, endpoints };
-        let join = |cluster| join_cluster(cluster, shared, released, admin_context.clone());
-        let cluster = cluster.map(join).transpose()?;
+        let parts = ClusterParts {
+            context,
+            modes,
+            complete,
+            bindings,
+            endpoints,
+            released,
+            admin: admin_context.clone(),
+        };
+        let cluster = cluster.map(|cluster| ClusterNode::start(cluster, parts)).transpose()?;
         let ready = Ready {
             ready: true,
             admin: admin.address().to_string(),
@@ -258,12 +249,8 @@ impl Runtime {
 
     /// Stops within a bounded time; see the module.
     pub(crate) fn stop(mut self) {
-        let link = self.cluster.take().map(|(reconciler, mut link)| {
-            // Devices keep their state from here on, and the final status is written concurrently.
-            reconciler.stop();
-            link.request_stop();
-            link
-        });
+        // Devices keep their state from here on, and the final status is written concurrently.
+        let cluster = self.cluster.take().map(ClusterNode::begin_stop);
         self.admin_context.ready.store(false, Ordering::Release);
         self.session_context.draining.store(true, Ordering::Release);
         self.sessions.stop_accepting();
@@ -292,70 +279,33 @@ impl Runtime {
             }
         }
         self.admin.stop();
-        if let Some(link) = link {
-            link.join();
+        if let Some(cluster) = cluster {
+            cluster.join();
         }
     }
 }
 
-/// Components that the cluster side shares with the rest of the agent.
-struct Shared {
-    context: DeviceContext,
-    modes: Arc<Mutex<Modes>>,
-    complete: Arc<AtomicBool>,
-    bindings: Option<BindingsFile>,
-    token_reviews: TokenReviewService,
-    endpoints: OwnEndpoints,
+/// Components that the Kubernetes side of an agent shares with the rest of it.
+pub(crate) struct ClusterParts {
+    pub(crate) context: DeviceContext,
+    pub(crate) modes: Arc<Mutex<Modes>>,
+    /// Set once every device of the first spec was attempted; see `ExecutorParts`.
+    pub(crate) complete: Arc<AtomicBool>,
+    pub(crate) bindings: Option<BindingsFile>,
+    pub(crate) endpoints: OwnEndpoints,
+    pub(crate) released: Receiver<ReleasedDevice>,
+    pub(crate) admin: Arc<AdminContext>,
 }
 
-/// Starts to watch and reconcile the node's `CacheNode`.
-fn join_cluster(
-    cluster: ClusterSettings,
-    shared: Shared,
-    released: Receiver<ReleasedDevice>,
-    admin: Arc<AdminContext>,
-) -> Result<(ReconcilerThread, ClusterLink), AgentError> {
-    let ClusterSettings { pod, config, access, root } = cluster;
-    let Shared { context, modes, complete, bindings, token_reviews, endpoints } = shared;
-    let KubernetesSettings { state_directory, status_every } = admin.settings.kubernetes.clone();
-    let records = DeviceRecordsFile::new(&state_directory, &pod.node);
-    let node = NodeSettings {
-        state: StateDirectory::new(&state_directory, &pod.node),
-        node: pod.node,
-        version: env!("CARGO_PKG_VERSION").to_owned(),
-        pod: pod.pod,
-        cluster: pod.cluster,
-        access,
-        status_every,
-    };
-    let (facts, facts_receiver) = watch::channel(None);
-    let pool = admin.settings.pool.clone();
-    let parts = ReconcilerParts {
-        context,
-        pool,
-        released,
-        modes,
-        complete,
-        admin,
-        root,
-        records,
-        config,
-        bindings,
-        endpoints,
-        facts,
-    };
-    let reconciler = ReconcilerThread::start(parts)?;
-    let link = ClusterLink::start(node, reconciler.handle(), facts_receiver, token_reviews)?;
-    Ok((reconciler, link))
-}
-
-/// Returns the failure domain of the persisted spec, or an empty string without one. The agent then registers
-/// once, and again only if the spec has changed meanwhile. An unreadable file is reported when the spec is applied.
-fn persisted_failure_domain(settings: &Settings, cluster: &ClusterSettings) -> String {
-    let state = StateDirectory::new(&settings.kubernetes.state_directory, &cluster.pod.node);
-    let persisted = state.load().ok().flatten();
-    let desired = persisted.map(|persisted| Desired::read(persisted.generation, &persisted.spec));
-    desired.and_then(|desired| desired.failure_domain).unwrap_or_default()
+/// Addresses of the agent.
+#[derive(Clone, Debug)]
+pub(crate) struct OwnEndpoints {
+    /// Address for other agents.
+    pub(crate) peer: Option<String>,
+    /// For metrics, health and status.
+    pub(crate) admin: String,
+    /// Directory of the session socket.
+    pub(crate) socket_directory: PathBuf,
 }
 
 /// Registers tenant names recovered with blocks.

@@ -42,7 +42,7 @@ use decode::DecodeResult;
 use frame::{FrameError, FrameReader};
 use outbound::{Outbound, Outgoing};
 
-pub(crate) use identity::Identity;
+pub(crate) use identity::{Identity, Review};
 pub(crate) use listener::{SessionServer, SessionServerSettings};
 
 /// Maximum number of sessions: 8 GPUs × 32 processes of engines, tools and tests. Each has two threads.

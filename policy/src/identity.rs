@@ -30,6 +30,17 @@ pub const TOKEN_AUDIENCE: &str = "reprise.dev";
 /// Prefix of a service account's user name in Kubernetes, followed by its namespace, a colon and its name.
 const USER_PREFIX: &str = "system:serviceaccount:";
 
+/// The result of a token review.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ReviewOutcome {
+    /// The token is valid for this user name.
+    User(String),
+    /// The server rejects the token, for this reason.
+    Rejected(String),
+    /// The server could not be asked, for this reason.
+    Unreachable(String),
+}
+
 /// Service account of a pod.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ServiceAccount {

@@ -45,6 +45,6 @@ pub use persisted::{PersistedSpec, StateDirectory};
 pub use reprise_crds::fields::{Engine, FallbackEngine, ForeignSignatures, NodeMode};
 pub use reprise_crds::node::{DeviceState, PageKind};
 pub use reprise_crds::status::Reason;
-pub use token_review::{ReviewOutcome, TokenReviewService, TokenReviewer, token_review_channel};
+pub use token_review::{TokenReviewService, TokenReviewer, token_review_channel};
 pub use watch::{NodeSettings, NodeWatch};
 pub use write_pacer::UNCHANGED_EVERY;

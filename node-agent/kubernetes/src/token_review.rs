@@ -18,6 +18,7 @@ use std::time::Duration;
 use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec};
 use kube::Client;
 use kube::api::{Api, PostParams};
+use reprise_policy::identity::ReviewOutcome;
 use sha2::{Digest, Sha256};
 use tokio::sync::{Semaphore, mpsc};
 use tokio::time::{Instant, timeout};
@@ -46,17 +47,6 @@ const TOKEN_BYTES_MAX: usize = 8 << 10;
 
 /// Capacity of the request queue: one for each session in its handshake.
 const QUEUED_MAX: usize = 256;
-
-/// The result of a token review.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ReviewOutcome {
-    /// The token is valid for this user name.
-    User(String),
-    /// The server rejects the token, for this reason.
-    Rejected(String),
-    /// The server could not be asked, for this reason.
-    Unreachable(String),
-}
 
 /// Submits token reviews; clones share the queue.
 #[derive(Clone, Debug)]

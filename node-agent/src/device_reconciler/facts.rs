@@ -1,7 +1,6 @@
 //! Collects the node's facts from the core, the directory client, the reconciler and the configuration.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -26,17 +25,6 @@ use crate::directory::DirectoryStatus;
 
 /// Time limit for the core's response: it takes microseconds unless its inbox is full.
 const CORE_PATIENCE: Duration = Duration::from_secs(1);
-
-/// Addresses of the agent.
-#[derive(Clone, Debug)]
-pub(crate) struct OwnEndpoints {
-    /// Address for other agents.
-    pub(crate) peer: Option<String>,
-    /// For metrics, health and status.
-    pub(crate) admin: String,
-    /// Directory of the session socket.
-    pub(crate) socket_directory: PathBuf,
-}
 
 /// State of the node other than its devices.
 pub(super) struct NodeObservations<'a> {

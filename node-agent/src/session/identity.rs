@@ -4,9 +4,8 @@
 //! and some tenant is bound. While the server is unreachable, a session becomes a bound tenant only with a
 //! recently verified token; other sessions are not affected.
 
-use reprise_agent_kubernetes::ReviewOutcome;
 use reprise_policy::TenantName;
-use reprise_policy::identity::{IdentityError, ServiceAccount};
+use reprise_policy::identity::{IdentityError, ReviewOutcome, ServiceAccount};
 use reprise_proto::local::FailureKind;
 
 use crate::bindings::BindingsFile;

@@ -14,7 +14,7 @@ const EDGES: &[(&str, &[&str])] = &[
     ("reprise-io", &["reprise-policy", "reprise-buffers"]),
     ("reprise-transport", &["reprise-policy", "reprise-buffers"]),
     ("reprise-agent-core", &["reprise-policy"]),
-    ("reprise-agent-kubernetes", &["reprise-crds"]),
+    ("reprise-agent-kubernetes", &["reprise-crds", "reprise-policy"]),
     ("reprise-client", &["reprise-policy", "reprise-proto", "reprise-buffers"]),
     (
         "reprise-agent",
