@@ -37,28 +37,27 @@ use crate::agent::loads::Load;
 use crate::agent::lookups::Lookup;
 use crate::agent::peers::Peers;
 use crate::agent::serves::{Serve, ServeShare};
-use crate::agent::sessions::{Reservation, ReservationGroup, Session};
-use crate::agent::tickets::TicketState;
-use crate::agent::writeback::WriteBack;
+use crate::agent::sessions::Session;
 use crate::cache::{Cache, CacheOutcomes, DoneBatch};
+use crate::context::Caller;
 use crate::effect::{DeviceId, Effect, RegionId, Reply, ServeId};
 use crate::event::{Event, Request, RequestId};
 use crate::pool::{DevicePool, PoolUsage, StoredBlock};
 use crate::quota::Quotas;
 use crate::replicate::Replicate;
+use crate::save::Save;
 use crate::slab::{Slab, SlabId};
 use crate::timers::Timers;
 
 /// Context of the current event of a core.
 macro_rules! context {
     ($core:expr) => {
-        &mut crate::context::Context { now: $core.now, effects: &mut $core.out }
+        &mut crate::context::Context { now: $core.now, settings: &$core.settings, effects: &mut $core.out }
     };
 }
 
 mod audit;
 mod block_sources;
-mod commits;
 mod fills;
 mod inbound;
 mod loads;
@@ -67,8 +66,6 @@ mod peers;
 mod progress;
 mod serves;
 mod sessions;
-mod tickets;
-mod writeback;
 
 pub use crate::cache::{
     BlockDescription, BlockOrigin, DramCopy, TenantBlocks, TenantCounts, TenantQuotas, TenantUsage,
@@ -87,8 +84,14 @@ pub(crate) enum Timer {
     Lookup(SlabId),
     /// The peer has given up its request.
     Serve(ServeId),
-    /// The slots of one `Reserve` call were not committed.
-    Reservations(SlabId),
+}
+
+/// Owner of the timer that is due first; of equal times, in this order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum TimerOwner {
+    Core,
+    Save,
+    Replicate,
 }
 
 /// State machine of a node agent.
@@ -100,12 +103,8 @@ pub struct AgentCore {
     out: Vec<Effect>,
     cache: Cache,
     quota: Quotas,
-    writeback: WriteBack,
+    save: Save,
     sessions: BTreeMap<SessionId, Session>,
-    reservations: Slab<Reservation>,
-    groups: Slab<ReservationGroup>,
-    reserved_bytes: u64,
-    tickets: Slab<TicketState>,
     loads: Slab<Load>,
     lookups: Slab<Lookup>,
     fills: Slab<Fill>,
@@ -137,12 +136,8 @@ impl AgentCore {
             out: Vec::new(),
             cache: Cache::new(&settings, pools, regions),
             quota: Quotas::default(),
-            writeback: WriteBack::new(),
+            save: Save::new(),
             sessions: BTreeMap::new(),
-            reservations: Slab::new(),
-            groups: Slab::new(),
-            reserved_bytes: 0,
-            tickets: Slab::new(),
             loads: Slab::new(),
             lookups: Slab::new(),
             fills: Slab::new(),
@@ -181,7 +176,7 @@ impl AgentCore {
         // Before the write-back, which shrinking may make urgent.
         self.quota.shrink(&mut self.cache, context!(self));
         self.route();
-        self.write_back();
+        self.save.write_back(&mut self.cache, context!(self));
         self.cache.keep_pool_free(context!(self));
         self.cache.release_devices(context!(self));
         self.cache.announce(context!(self));
@@ -193,10 +188,10 @@ impl AgentCore {
         while let Some(outcomes) = self.cache.take_outcomes() {
             let CacheOutcomes { arena_full, capacity_changed, recovered, stored, batches } = outcomes;
             if arena_full {
-                self.expedite_writeback();
+                self.save.expedite();
             }
             for DoneBatch { batch, stored } in batches {
-                self.batch_done(batch, &stored);
+                self.save.batch_done(&mut self.cache, context!(self), batch, &stored);
             }
             if stored > 0 {
                 self.replicate.note_saved(self.now, stored);
@@ -214,7 +209,8 @@ impl AgentCore {
     /// nothing.
     pub fn next_deadline(&self) -> Option<Tick> {
         let placement = [self.replicate.next_deadline(), self.inbound.wake()];
-        let others = [self.timers.next(), self.writeback_deadline(), self.quota.next_deadline()];
+        let others =
+            [self.timers.next(), self.save.next_deadline(&self.settings), self.quota.next_deadline()];
         placement.into_iter().chain(others).flatten().min()
     }
 
@@ -223,13 +219,14 @@ impl AgentCore {
         let mut counters = self.counters.clone();
         self.set_gauges(&mut counters);
         self.cache.set_counters(&mut counters);
+        self.save.set_counters(&mut counters);
         self.replicate.set_counters(&mut counters);
         counters
     }
 
     /// Number of blocks that are not durable yet.
     pub fn unsaved_blocks(&self) -> usize {
-        self.writeback.unsaved.len()
+        self.save.unsaved_blocks()
     }
 
     fn dispatch(&mut self, event: Event) {
@@ -272,23 +269,25 @@ impl AgentCore {
             Event::Mode { mode, revision } => self.replicate.set_mode(self.now, mode, revision),
             Event::Move(directive) => self.replicate.set_move(&self.cache, self.now, directive),
             Event::Budget(grant) => self.quota.apply(&mut self.cache, context!(self), grant),
-            Event::Flush => self.expedite_writeback(),
+            Event::Flush => self.save.expedite(),
             Event::Tick => {}
         }
     }
 
     fn request(&mut self, (session, request): (SessionId, RequestId), body: Request, received: Tick) {
-        if !self.sessions.contains_key(&session) {
+        let Some(size_class) = self.sessions.get(&session).map(|session| session.size_class) else {
             let message =
                 "no session: the agent has reached its maximum number of sessions, tenants or layouts";
             let retry_after = self.settings.load_deadline_default;
             let reply = Reply::Busy { message: message.to_owned(), retry_after };
             return self.reply(session, request, reply);
-        }
+        };
+        let caller = Caller { session, request, size_class };
+        let (save, cache, cx) = (&mut self.save, &mut self.cache, context!(self));
         match body {
-            Request::Reserve { count } => self.reserve(session, request, count),
-            Request::Commit(commit) => self.commit(session, request, &commit),
-            Request::Abort { leases } => self.abort(session, request, &leases),
+            Request::Reserve { count } => save.reserve(cache, cx, caller, count),
+            Request::Commit(commit) => save.commit(cache, cx, caller, &commit),
+            Request::Abort { leases } => save.abort(cache, cx, caller, &leases),
             Request::Match { keys, scope } => self.match_keys(session, request, keys, scope),
             Request::Load(wanted) => self.load(session, request, wanted, received),
             Request::Release { load } => self.release(session, request, load),
@@ -298,10 +297,8 @@ impl AgentCore {
                 self.reply(session, request, Reply::Trimmed { blocks });
             }
             Request::Stats => {
-                let size_class = self.sessions.get(&session).map(|session| session.size_class);
-                let own = size_class
-                    .map(|size_class| self.cache.tenant_usage(self.cache.tenant_of(size_class)).fields());
-                let stats = self.counters().fields().chain(own.into_iter().flatten()).collect();
+                let own = self.cache.tenant_usage(self.cache.tenant_of(size_class)).fields();
+                let stats = self.counters().fields().chain(own).collect();
                 self.reply(session, request, Reply::Stats(stats));
             }
         }
@@ -309,22 +306,29 @@ impl AgentCore {
 
     fn fire_timers(&mut self) {
         loop {
-            let due = |at: Option<Tick>| at.filter(|at| *at <= self.now);
-            let (own, of_replicate) = (due(self.timers.next()), due(self.replicate.first_due()));
-            let Some(first) = own.into_iter().chain(of_replicate).min() else { return };
-            if own != Some(first) {
-                self.replicate.fire_timer(&mut self.cache, context!(self));
-                self.route();
-                continue;
-            }
-            let Some(timer) = self.timers.pop_due(self.now) else { return };
-            match timer {
-                Timer::Load(load) => self.expire_load(load),
-                Timer::Lookup(lookup) => self.lookup_failed(lookup),
-                Timer::Serve(serve) => self.expire_serve(serve),
-                Timer::Reservations(group) => self.expire_reservations(group),
+            let first = [
+                (self.timers.next(), TimerOwner::Core),
+                (self.save.first_due(), TimerOwner::Save),
+                (self.replicate.first_due(), TimerOwner::Replicate),
+            ];
+            let due =
+                first.into_iter().filter_map(|(at, owner)| Some((at.filter(|at| *at <= self.now)?, owner)));
+            let Some((_, owner)) = due.min() else { return };
+            match owner {
+                TimerOwner::Core => self.fire_timer(),
+                TimerOwner::Save => self.save.fire_timer(&mut self.cache, self.now),
+                TimerOwner::Replicate => self.replicate.fire_timer(&mut self.cache, context!(self)),
             }
             self.route();
+        }
+    }
+
+    fn fire_timer(&mut self) {
+        match self.timers.pop_due(self.now) {
+            Some(Timer::Load(load)) => self.expire_load(load),
+            Some(Timer::Lookup(lookup)) => self.lookup_failed(lookup),
+            Some(Timer::Serve(serve)) => self.expire_serve(serve),
+            None => {}
         }
     }
 
@@ -353,7 +357,7 @@ impl AgentCore {
     /// Progress of draining this node; otherwise, the bytes that other nodes have accepted.
     pub fn drain_progress(&self) -> DrainProgress {
         let progress = self.replicate.progress();
-        let drained = progress.drained && self.writeback.unsaved.len() == 0;
+        let drained = progress.drained && self.save.unsaved_blocks() == 0;
         DrainProgress { drained, durable_blocks: self.cache.index.stored_blocks(), ..progress }
     }
 
@@ -385,11 +389,8 @@ impl AgentCore {
         counters.fills_in_flight = self.fills.len() as u64;
         counters.serves_in_flight = self.serves.len() as u64;
         let drain = self.replicate.progress();
-        counters.drained = u64::from(drain.drained && self.writeback.unsaved.len() == 0);
+        counters.drained = u64::from(drain.drained && self.save.unsaved_blocks() == 0);
         counters.pulls_waiting = self.inbound.waiting() as u64;
-        counters.pulls_in_flight_bytes = self.inbound.in_flight_bytes();
-        counters.reserved_bytes = self.reserved_bytes;
-        counters.unsaved_bytes = self.writeback.unsaved_bytes();
-        counters.unsaved_blocks = self.writeback.unsaved.len() as u64;
+        counters.pulls_in_flight_bytes = self.in_flight_bytes();
     }
 }

@@ -4,7 +4,7 @@
 //! an unsaved block. Consequences for other owners are collected in [`CacheOutcomes`], which the core routes.
 //!
 //! Files call only files before them in this order: tables (`index`, `arena`, `frames`, `checksums`, `sizes`,
-//! `accounts`, `devices`, `pending_space`), `blocks`, `lease`, `order`, `evict`, `operations`, `space`,
+//! `accounts`, `devices`, `pending_space`, `rights`), `blocks`, `lease`, `order`, `evict`, `operations`, `space`,
 //! `allocate`, then the others.
 
 use reprise_policy::key::HASH_SLOTS;
@@ -35,6 +35,8 @@ mod lease;
 mod operations;
 mod order;
 mod pending_space;
+mod publish;
+pub(crate) mod rights;
 mod sizes;
 mod space;
 
@@ -45,6 +47,8 @@ pub(crate) use devices::Devices;
 pub(crate) use frames::{CopyState, EvictionPosition, FrameIndex, FrameState, Frames};
 pub(crate) use index::{Dram, Index};
 pub(crate) use pending_space::PendingSpace;
+pub(crate) use publish::{CommitTarget, Durability};
+pub(crate) use rights::Lease;
 pub(crate) use sizes::{SizeClass, SizeClassId, SizeClasses};
 pub(crate) use space::SpaceState;
 

@@ -280,6 +280,13 @@ owner_counters! {
     offer_keys offer_keys_taken offer_failures moved_blocks moved_bytes
 }
 
+owner_counters! {
+    /// Counters of saving.
+    SaveCounters: reserves reserve_slots_wanted reserve_slots_given commits committed_blocks committed_bytes
+    duplicate_items expired_reservations refused_items durable_items lost_items writeback_batches
+    write_failures taken_blocks_stored
+}
+
 impl Counters {
     /// Counts a block of a load that arrived.
     pub(crate) fn hit(&mut self, source: Source, bytes: u64) {

@@ -9,7 +9,6 @@ use crate::agent::fills::{FillSource, WaitPlace, Waiter};
 use crate::agent::loads::{LoadBlock, Stage};
 use crate::agent::serves::ServeBlock;
 use crate::cache::{CopyState, Dram, FrameIndex, FrameState, nvme_bytes};
-use crate::slab::SlabId;
 
 /// Slots and bytes of a tenant in one tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -34,11 +33,11 @@ impl AgentCore {
         self.audit_sessions()?;
         self.replicate.audit_outbound()?;
         self.audit_inbound()?;
-        self.audit_writeback()
+        self.save.audit(&self.cache)
     }
 
     fn audit_frames(&self) -> Result<(), String> {
-        let (mut slots, mut reserved, mut evictable, mut retired) = (BTreeMap::new(), 0, 0, 0);
+        let (mut slots, mut evictable, mut retired) = (BTreeMap::new(), 0, 0);
         for (index, frame) in self.cache.frames.iter() {
             let slot = self.cache.arena.slot(frame.place);
             ensure!(slots.insert((slot.region, slot.offset), index).is_none(), "{slot:?} is in two frames");
@@ -53,7 +52,6 @@ impl AgentCore {
             match frame.state {
                 FrameState::Vacant => {}
                 FrameState::Reserved => {
-                    reserved += slot.bytes;
                     ensure!(entry.is_none() && frame.leases == 0, "{slot:?} is reserved and readable");
                 }
                 FrameState::Filling(fill) => {
@@ -61,10 +59,7 @@ impl AgentCore {
                     ensure!(fill.frame == index, "{slot:?} and its fill disagree");
                     ensure!(entry.is_none() || findable, "{slot:?}: its entry does not refer to the fill");
                 }
-                FrameState::Unsaved(record) => {
-                    let record = self.writeback.unsaved.at(record).ok_or(format!("{slot:?}: no record"))?;
-                    ensure!(record.frame == index && findable, "{slot:?} is unsaved, but not findable");
-                }
+                FrameState::Unsaved(_) => ensure!(findable, "{slot:?} is unsaved, but not findable"),
                 FrameState::Clean => {
                     evictable += usize::from(frame.leases == 0);
                     ensure!(frame.copy_state != CopyState::Damaged, "{slot:?} is damaged, and clean");
@@ -85,11 +80,6 @@ impl AgentCore {
             bytes == self.cache.arena.used_bytes(),
             "{bytes} bytes in frames, {} in use",
             self.cache.arena.used_bytes()
-        );
-        ensure!(
-            reserved == self.reserved_bytes,
-            "{reserved} bytes reserved, {} counted",
-            self.reserved_bytes
         );
         let known = self.cache.frames.iter().filter(|(_, frame)| frame.has_checksums()).count();
         let rows = self.cache.frames.checksum_rows();
@@ -222,7 +212,7 @@ impl AgentCore {
             let size_class = self.cache.sizes.get(entry.size_class());
             count(size_class.tenant, 1, nvme_bytes(size_class.slot_bytes));
         }
-        for frame in self.writeback.being_written() {
+        for frame in self.save.being_written() {
             let size_class = self.cache.sizes.get(self.cache.frames.get(frame).size_class);
             count(size_class.tenant, 1, nvme_bytes(size_class.slot_bytes));
         }
@@ -238,34 +228,21 @@ impl AgentCore {
     }
 
     fn audit_sessions(&self) -> Result<(), String> {
-        let (mut reservations, mut loads, mut tickets) = (0, 0, 0);
+        let mut loads = 0;
         for (id, session) in &self.sessions {
-            for (at, reservation) in (0..).zip(&session.reservations) {
-                let known = self.reservations.get(*reservation);
-                let fits = known.is_some_and(|known| known.session == *id && known.position == at);
-                ensure!(fits, "session {id}: reservation {at} belongs to another session");
-            }
             for load in session.loads() {
                 let own = self.loads.get(load).is_some_and(|load| load.session == *id);
                 ensure!(own, "session {id}: {load:?} belongs to another session");
                 loads += 1;
             }
-            reservations += session.reservations.len();
-            tickets += session.tickets.len();
         }
-        ensure!(reservations == self.reservations.len(), "reservations without a session");
-        for (id, group) in self.groups.iter() {
-            let open = self.reservations.iter().filter(|(_, one)| one.group == id).count();
-            ensure!(
-                open == group.open as usize && open > 0,
-                "{id:?}: {open} reservations, {} counted",
-                group.open
-            );
-        }
+        ensure!(
+            self.save.sessions().eq(self.sessions.keys().copied()),
+            "sessions of saves are not as opened"
+        );
         ensure!(loads == self.loads.len(), "loads without a session");
-        ensure!(tickets == self.tickets.len(), "tickets without a session");
         let timed_loads = self.loads.iter().filter(|(_, load)| load.stage != Stage::Expired).count();
-        let timers = timed_loads + self.lookups.len() + self.groups.len();
+        let timers = timed_loads + self.lookups.len();
         ensure!(self.timers.len() >= timers, "something waits without a deadline");
         ensure!(self.timers.len() <= timers + self.serves.len(), "timers without an owner");
         let uses: u64 = self.cache.sizes.uses().sum();
@@ -275,24 +252,5 @@ impl AgentCore {
             + self.inbound.waiting();
         ensure!(uses == holders as u64, "size classes: {uses} uses, {holders} holders");
         Ok(())
-    }
-
-    fn audit_writeback(&self) -> Result<(), String> {
-        let mut waiting: BTreeMap<SlabId, u32> = BTreeMap::new();
-        let mut bytes = 0;
-        for (id, record) in self.writeback.unsaved.iter() {
-            let state = self.cache.frames.get(record.frame).state;
-            ensure!(state == FrameState::Unsaved(id.slot()), "{id:?} saves a frame that is {state:?}");
-            bytes += self.cache.frame_slot(record.frame).bytes;
-            for ticket in record.tickets.iter() {
-                *waiting.entry(ticket).or_default() += 1;
-            }
-        }
-        for (id, ticket) in self.tickets.iter() {
-            let items = waiting.get(&id).copied().unwrap_or(0);
-            ensure!(items == ticket.waiting && items > 0, "{:?} waits for {items} items", ticket.ticket);
-        }
-        ensure!(bytes == self.writeback.unsaved_bytes(), "{bytes} unsaved bytes, not as counted");
-        self.writeback.audit()
     }
 }

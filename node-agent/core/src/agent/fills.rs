@@ -277,10 +277,8 @@ impl AgentCore {
             self.counters.pulled_blocks += 1;
             self.counters.pulled_bytes += bytes;
             let is_read = self.cache.frames.get(fill.frame).leases > 0;
-            self.save_replica(
-                fill.frame,
-                if is_read { EvictionPosition::Last } else { EvictionPosition::First },
-            );
+            let position = if is_read { EvictionPosition::Last } else { EvictionPosition::First };
+            self.save.save_replica(&mut self.cache, self.now, fill.frame, position);
         }
     }
 

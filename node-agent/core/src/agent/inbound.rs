@@ -22,8 +22,6 @@ use reprise_policy::{BlockKey, NodeId, NodeMode, Tick};
 
 use crate::agent::AgentCore;
 use crate::agent::fills::{Fill, FillSource, Retention};
-use crate::agent::tickets::TicketList;
-use crate::agent::writeback::queue::WriteCause;
 use crate::cache::{
     BlockOrigin, EvictionPosition, FrameIndex, FrameState, OfferedBlock, PendingSpace, SizeClass, SizeClassId,
 };
@@ -40,8 +38,8 @@ pub(crate) struct Inbound {
     waiting: VecDeque<Pull>,
     /// Keys of the pulls in `waiting`.
     keys: BTreeSet<BlockKey>,
-    /// Slot bytes of replicas that are being fetched or written.
-    in_flight_bytes: u64,
+    /// Slot bytes of replicas that are being fetched.
+    retained_bytes: u64,
     /// Time of the next attempt, after the arena had no room.
     retry_at: Option<Tick>,
     /// Whether the rejection of new layouts was reported.
@@ -78,11 +76,6 @@ impl Inbound {
     /// Number of accepted blocks that are not being fetched yet.
     pub(crate) fn waiting(&self) -> usize {
         self.waiting.len()
-    }
-
-    /// Slot bytes of replicas that are being fetched or written.
-    pub(crate) fn in_flight_bytes(&self) -> u64 {
-        self.in_flight_bytes
     }
 
     /// Time at which to continue if no event arrives before.
@@ -164,7 +157,7 @@ impl AgentCore {
             _ if self.inbound.keys.contains(&key) => return Ok(()),
             _ if !room.take() => return Err(OFFER_RETRY_MAX),
             OfferedBlock::InDram(frame) => {
-                self.save_replica(frame, EvictionPosition::Last);
+                self.save.save_replica(&mut self.cache, self.now, frame, EvictionPosition::Last);
                 return Ok(());
             }
             OfferedBlock::Filling(fill) => {
@@ -187,6 +180,11 @@ impl AgentCore {
         Ok(())
     }
 
+    /// Slot bytes of replicas that are being fetched or written.
+    pub(crate) fn in_flight_bytes(&self) -> u64 {
+        self.inbound.retained_bytes + self.save.replicated_bytes()
+    }
+
     /// Marks a fetch for a load so that its block becomes durable here.
     fn retain_fill(&mut self, slot: u32) {
         let Some(fill) = self.fills.at_mut(slot) else { return };
@@ -195,7 +193,7 @@ impl AgentCore {
             let frame = fill.frame;
             let SizeClass { slot_bytes, tenant_index, .. } =
                 *self.cache.sizes.get(self.cache.frames.get(frame).size_class);
-            self.inbound.in_flight_bytes += slot_bytes;
+            self.inbound.retained_bytes += slot_bytes;
             self.cache.pending_space.add(tenant_index, slot_bytes);
         }
     }
@@ -206,26 +204,7 @@ impl AgentCore {
             let SizeClass { slot_bytes, tenant_index, .. } =
                 *self.cache.sizes.get(self.cache.frames.get(fill.frame).size_class);
             self.cache.pending_space.remove(tenant_index, slot_bytes);
-            self.release_pending_frame(fill.frame);
-        }
-    }
-
-    /// Counts a replica that is no longer being fetched or written.
-    pub(crate) fn release_pending_frame(&mut self, frame: FrameIndex) {
-        self.inbound.in_flight_bytes -= self.cache.frame_slot(frame).bytes;
-    }
-
-    /// Queues a block in DRAM for writing, as a replica.
-    pub(crate) fn save_replica(&mut self, frame: FrameIndex, position: EvictionPosition) {
-        let lane = self.lane_of(frame, WriteCause::Replicated);
-        if self.cache.frames.get(frame).state == FrameState::Clean && self.cache.may_be_saved(lane.request())
-        {
-            let entry = self.cache.frames.get(frame).entry().expect("a clean frame can be found");
-            self.cache.index.entry_mut(entry).set_origin(BlockOrigin::Placed);
-            self.inbound.in_flight_bytes += lane.slot_bytes;
-            self.queue_save((lane, position), frame, TicketList::default(), None);
-        } else if position == EvictionPosition::First {
-            self.cache.evict_first(frame);
+            self.inbound.retained_bytes -= slot_bytes;
         }
     }
 
@@ -279,16 +258,10 @@ impl AgentCore {
         }
     }
 
-    /// Unsaved slot bytes that count against the engines' share of the arena. Replicas have their own share;
-    /// their excess beyond it counts, because no unsaved block can be evicted.
-    pub(crate) fn unsaved_bytes_of_engines(&self) -> u64 {
-        self.writeback.unsaved_bytes() - self.writeback.replicated_bytes().min(self.cache.pull_bytes_max())
-    }
-
     /// Whether one more block of a size class may be fetched.
     fn may_pull(&self, size_class: SizeClassId) -> bool {
         let bytes_max = self.cache.pull_bytes_max();
-        let in_flight = self.inbound.in_flight_bytes;
+        let in_flight = self.in_flight_bytes();
         in_flight == 0 || in_flight + self.cache.sizes.get(size_class).slot_bytes <= bytes_max
     }
 
@@ -297,7 +270,7 @@ impl AgentCore {
         match self.cache.offered_block(&pull.key, pull.size_class) {
             OfferedBlock::Unknown => {}
             OfferedBlock::InDram(frame) => {
-                self.save_replica(frame, EvictionPosition::Last);
+                self.save.save_replica(&mut self.cache, self.now, frame, EvictionPosition::Last);
                 return PullOutcome::Needless;
             }
             OfferedBlock::Filling(fill) => {
@@ -347,39 +320,21 @@ impl AgentCore {
 
     /// Checks the counts of replicas, and that a block waits once, for the audit.
     pub(crate) fn audit_inbound(&self) -> Result<(), String> {
-        let Inbound { waiting, keys, in_flight_bytes, .. } = &self.inbound;
+        let Inbound { waiting, keys, retained_bytes, .. } = &self.inbound;
         let same = waiting.iter().all(|pull| keys.contains(&pull.key)) && waiting.len() == keys.len();
         if !same {
             return Err(format!("{} waiting pulls, {} keys", waiting.len(), keys.len()));
         }
-        let fills =
-            self.fills.iter().filter(|(_, fill)| fill.keep == Retention::Saved).map(|(_, fill)| fill.frame);
-        let unsaved =
-            self.writeback.unsaved.iter().filter(|(_, block)| block.cause == WriteCause::Replicated);
-        let frames = fills.chain(unsaved.map(|(_, block)| block.frame));
-        let sum: u64 = frames.map(|frame| self.cache.frame_slot(frame).bytes).sum();
-        let unsaved =
-            self.writeback.unsaved.iter().filter(|(_, block)| block.cause == WriteCause::Replicated);
-        let unsaved: u64 = unsaved.map(|(_, block)| self.cache.frame_slot(block.frame).bytes).sum();
-        if unsaved != self.writeback.replicated_bytes() {
-            return Err(format!(
-                "{unsaved} unsaved bytes of replicas, {} counted",
-                self.writeback.replicated_bytes()
-            ));
+        let retained = self.fills.iter().filter(|(_, fill)| fill.keep == Retention::Saved);
+        let retained: Vec<FrameIndex> = retained.map(|(_, fill)| fill.frame).collect();
+        let sum: u64 = retained.iter().map(|frame| self.cache.frame_slot(*frame).bytes).sum();
+        if sum != *retained_bytes {
+            return Err(format!("{sum} bytes of replicas are fetched, {retained_bytes} counted"));
         }
-        if sum != *in_flight_bytes {
-            return Err(format!("{sum} bytes of replicas in flight, {in_flight_bytes} counted"));
-        }
-        self.audit_pending_space()
-    }
-
-    fn audit_pending_space(&self) -> Result<(), String> {
-        let saved = self.fills.iter().filter(|(_, fill)| fill.keep == Retention::Saved);
-        let frames = saved.map(|(_, fill)| fill.frame);
-        let frames = frames.chain(self.writeback.unsaved.iter().map(|(_, block)| block.frame));
+        let frames = retained.into_iter().chain(self.save.unsaved_frames());
         let size_classes = frames.map(|frame| self.cache.frames.get(frame).size_class);
         let mut pending = PendingSpace::default();
-        for size_class in size_classes.chain(self.inbound.waiting.iter().map(|pull| pull.size_class)) {
+        for size_class in size_classes.chain(waiting.iter().map(|pull| pull.size_class)) {
             let SizeClass { slot_bytes, tenant_index, .. } = *self.cache.sizes.get(size_class);
             pending.add(tenant_index, slot_bytes);
         }

@@ -27,9 +27,7 @@ use crate::agent::fills::WaitPlace;
 use crate::agent::progress::LayerProgress;
 use crate::agent::{AgentCore, Timer};
 use crate::cache::{FrameIndex, SizeClassId};
-use crate::effect::{
-    Access, Effect, LoadId, LoadedBlock, LossReason, ProgressEntry, ProgressUpdate, Reply, Source,
-};
+use crate::effect::{Effect, LoadId, LoadedBlock, LossReason, ProgressEntry, ProgressUpdate, Reply, Source};
 use crate::event::{LoadRequest, RequestId, Scope};
 use crate::limits::{LOAD_BLOCKS_MAX, LOAD_DEADLINE_MAX};
 use crate::slab::SlabId;
@@ -104,8 +102,8 @@ impl AgentCore {
             let retry_after = self.settings.retry_after;
             return self.reply(session, request, Reply::Busy { message, retry_after });
         };
-        if let Some(refusal) = self.reject_block_size(size_class) {
-            return self.reply(session, request, refusal);
+        if let Err(too_large) = self.cache.check_block_size(size_class) {
+            return self.reply(session, request, Reply::BadRequest(too_large.to_string()));
         }
         let deadline = self.deadline_of(&wanted, received);
         let id = self.begin_load((session, request, entry), wanted, deadline);
@@ -327,7 +325,7 @@ impl AgentCore {
             blocks.push(LoadedBlock::Ok { source, slot: self.cache.frame_slot(frame), checksums });
             frames.push(frame);
         }
-        let regions = self.grants(session, Access::ReadOnly, frames.into_iter());
+        let regions = self.grants(session, frames.into_iter());
         self.reply(session, request, Reply::Loaded { load: LoadId(id.0), entry, regions, blocks });
     }
 

@@ -16,6 +16,36 @@ use crate::limits::READ_ERRORS_MAX;
 use crate::pool::{DeviceError, DeviceOp, OpToken, PoolEvent};
 
 impl Cache {
+    /// Whether a device exists and has neither failed nor been detached.
+    pub(crate) fn is_usable(&self, device: DeviceId) -> bool {
+        self.devices.is_usable(device)
+    }
+
+    /// Whether a device is usable and can be written.
+    pub(crate) fn is_writable(&self, device: DeviceId) -> bool {
+        self.devices.is_writable(device)
+    }
+
+    /// Number of devices that can be written.
+    pub(crate) fn writable_devices(&self) -> usize {
+        self.devices.writable()
+    }
+
+    /// Returns the device with the most free space that can start a batch and is not in `full`.
+    pub(crate) fn emptiest_device(&self, full: &[DeviceId]) -> Option<DeviceId> {
+        self.devices.emptiest(full)
+    }
+
+    /// Whether a writable device has space for a block of this size.
+    pub(crate) fn has_page(&self, slot_bytes: u64) -> bool {
+        self.devices.has_slot(slot_bytes)
+    }
+
+    /// Whether a writable device has segments that are large enough for a block of this size.
+    pub(crate) fn can_hold(&self, slot_bytes: u64) -> bool {
+        self.devices.can_hold(slot_bytes)
+    }
+
     /// Sends pool operations to the runtime.
     pub(crate) fn emit_ops(&mut self, cx: &mut Context, device: DeviceId, ops: Vec<DeviceOp>) {
         if let Some(device) = self.devices.get_mut(device) {
