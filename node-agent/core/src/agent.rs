@@ -29,22 +29,21 @@
 
 use std::collections::BTreeMap;
 
-use reprise_policy::{BlockKey, DrainProgress, NodeMode, SessionId, SlotSet, Tick};
+use reprise_policy::{BlockKey, DrainProgress, NodeId, NodeMode, SessionId, SlotSet, Tick};
 
-use crate::agent::fills::Fill;
-use crate::agent::inbound::Inbound;
+use crate::agent::fills::{Fill, FillSource, Retention};
 use crate::agent::loads::Load;
 use crate::agent::lookups::Lookup;
 use crate::agent::peers::Peers;
 use crate::agent::serves::{Serve, ServeShare};
 use crate::agent::sessions::Session;
-use crate::cache::{Cache, CacheOutcomes, DoneBatch};
+use crate::cache::{Cache, CacheOutcomes, DoneBatch, EvictionPosition, FrameState, SizeClassId};
 use crate::context::Caller;
-use crate::effect::{DeviceId, Effect, RegionId, Reply, ServeId};
+use crate::effect::{DeviceId, Effect, LossReason, PeerBlock, RegionId, Reply, ServeId};
 use crate::event::{Event, Request, RequestId};
 use crate::pool::{DevicePool, PoolUsage, StoredBlock};
 use crate::quota::Quotas;
-use crate::replicate::Replicate;
+use crate::replicate::{Pull, PullStep, Replicate, ReplicateOutcome};
 use crate::save::Save;
 use crate::slab::{Slab, SlabId};
 use crate::timers::Timers;
@@ -59,7 +58,6 @@ macro_rules! context {
 mod audit;
 mod block_sources;
 mod fills;
-mod inbound;
 mod loads;
 mod lookups;
 mod peers;
@@ -114,7 +112,8 @@ pub struct AgentCore {
     serves: BTreeMap<ServeId, Serve>,
     serve_share: ServeShare,
     replicate: Replicate,
-    inbound: Inbound,
+    /// Slot bytes of blocks that are fetched to become durable here.
+    retained_bytes: u64,
     timers: Timers<Timer>,
     counters: Counters,
 }
@@ -146,7 +145,7 @@ impl AgentCore {
             serves: BTreeMap::new(),
             serve_share: ServeShare::default(),
             replicate: Replicate::new(&settings),
-            inbound: Inbound::default(),
+            retained_bytes: 0,
             timers: Timers::default(),
             counters: Counters::default(),
             settings,
@@ -183,35 +182,113 @@ impl AgentCore {
         std::mem::swap(&mut self.out, effects);
     }
 
-    /// Passes the consequences of the cache to their receivers.
+    /// Passes the outcomes of owners to other owners, until no outcome is left.
     fn route(&mut self) {
-        while let Some(outcomes) = self.cache.take_outcomes() {
-            let CacheOutcomes { arena_full, capacity_changed, recovered, stored, batches } = outcomes;
-            if arena_full {
-                self.save.expedite();
+        loop {
+            if let Some(outcomes) = self.cache.take_outcomes() {
+                self.route_cache(outcomes);
+            } else if let Some(outcome) = self.replicate.take_outcome() {
+                self.route_replicate(&outcome);
+            } else {
+                return;
             }
-            for DoneBatch { batch, stored } in batches {
-                self.save.batch_done(&mut self.cache, context!(self), batch, &stored);
+        }
+    }
+
+    fn route_cache(&mut self, outcomes: CacheOutcomes) {
+        let CacheOutcomes { arena_full, capacity_changed, recovered, stored, batches } = outcomes;
+        if arena_full {
+            self.save.expedite();
+        }
+        for DoneBatch { batch, stored } in batches {
+            self.save.batch_done(&mut self.cache, context!(self), batch, &stored);
+        }
+        if stored > 0 {
+            self.replicate.note_saved(self.now, stored);
+        }
+        if recovered {
+            self.quota.recheck(&self.cache);
+        }
+        if capacity_changed {
+            self.quota.update(&mut self.cache, context!(self));
+        }
+    }
+
+    fn route_replicate(&mut self, outcome: &ReplicateOutcome) {
+        match *outcome {
+            ReplicateOutcome::Retain { fill } => self.retain_fill(fill),
+            ReplicateOutcome::SaveReplica { frame } => {
+                self.save.save_replica(&mut self.cache, self.now, frame, EvictionPosition::Last);
             }
-            if stored > 0 {
-                self.replicate.note_saved(self.now, stored);
+        }
+    }
+
+    /// Starts the fetches of accepted blocks that there is room for.
+    fn begin_pulls(&mut self) {
+        let Some(mut round) = self.replicate.begin_pulls(self.now) else { return };
+        let mut groups: BTreeMap<(NodeId, SizeClassId), Vec<PeerBlock>> = BTreeMap::new();
+        loop {
+            let in_flight = self.in_flight_bytes();
+            let step = self.replicate.next_pull(&mut self.cache, self.now, &mut round, in_flight);
+            match step {
+                Some(PullStep::Fetch(pull)) => {
+                    let group = (pull.from, pull.size_class);
+                    let begun = self.pull(&pull).map(|block| groups.entry(group).or_default().push(block));
+                    self.replicate.pull_ended(&mut self.cache, &mut round, &pull, begun);
+                }
+                Some(PullStep::Passed) => {}
+                None => break,
             }
-            if recovered {
-                self.quota.recheck(&self.cache);
-            }
-            if capacity_changed {
-                self.quota.update(&mut self.cache, context!(self));
-            }
+            self.route();
+        }
+        self.replicate.end_pulls(self.now, round);
+        for ((node, size_class), blocks) in groups {
+            let layout = self.cache.sizes.get(size_class).layout;
+            self.emit_fetch(node, layout, blocks, self.settings.load_deadline_default);
+        }
+    }
+
+    /// Starts the fetch of an accepted block.
+    fn pull(&mut self, pull: &Pull) -> Result<PeerBlock, LossReason> {
+        let block = (pull.key, pull.size_class);
+        let (frame, peer_block) = self.begin_peer_fill(block, pull.from, None, BlockOrigin::Placed)?;
+        if let FrameState::Filling(fill) = self.cache.frames.get(frame).state {
+            self.retain_fill(fill);
+        }
+        Ok(peer_block)
+    }
+
+    /// Slot bytes of replicas that are being fetched or written.
+    fn in_flight_bytes(&self) -> u64 {
+        self.retained_bytes + self.save.replicated_bytes()
+    }
+
+    /// Marks a fetch for a load so that its block becomes durable here.
+    fn retain_fill(&mut self, slot: u32) {
+        let Some(fill) = self.fills.at_mut(slot) else { return };
+        let is_read = matches!(fill.origin, FillSource::Device(_));
+        if !is_read && std::mem::replace(&mut fill.keep, Retention::Saved) == Retention::Cached {
+            let size_class = self.cache.frames.get(fill.frame).size_class;
+            self.retained_bytes += self.cache.slot_bytes(size_class);
+            self.cache.add_pending(size_class);
+        }
+    }
+
+    /// Releases the pending space of a fill that has ended.
+    fn release_pending(&mut self, fill: &Fill) {
+        if fill.keep == Retention::Saved {
+            let size_class = self.cache.frames.get(fill.frame).size_class;
+            self.retained_bytes -= self.cache.slot_bytes(size_class);
+            self.cache.remove_pending(size_class);
         }
     }
 
     /// Time at which to send `Event::Tick` if no other event arrives before; `None` if time alone changes
     /// nothing.
     pub fn next_deadline(&self) -> Option<Tick> {
-        let placement = [self.replicate.next_deadline(), self.inbound.wake()];
-        let others =
-            [self.timers.next(), self.save.next_deadline(&self.settings), self.quota.next_deadline()];
-        placement.into_iter().chain(others).flatten().min()
+        let own = self.timers.next();
+        let (save, replicate) = (self.save.next_deadline(&self.settings), self.replicate.next_deadline());
+        [own, save, replicate, self.quota.next_deadline()].into_iter().flatten().min()
     }
 
     /// Counters, and gauges as of the last event.
@@ -265,7 +342,7 @@ impl AgentCore {
                 self.replicate.offer_answered(self.now, SlabId(offer.0), &taken, retry_after);
             }
             Event::OfferFailed { offer } => self.replicate.offer_failed(self.now, SlabId(offer.0)),
-            Event::PeerOffer(offer) => self.peer_offer(&offer),
+            Event::PeerOffer(offer) => self.replicate.peer_offer(&mut self.cache, context!(self), &offer),
             Event::Mode { mode, revision } => self.replicate.set_mode(self.now, mode, revision),
             Event::Move(directive) => self.replicate.set_move(&self.cache, self.now, directive),
             Event::Budget(grant) => self.quota.apply(&mut self.cache, context!(self), grant),
@@ -390,7 +467,6 @@ impl AgentCore {
         counters.serves_in_flight = self.serves.len() as u64;
         let drain = self.replicate.progress();
         counters.drained = u64::from(drain.drained && self.save.unsaved_blocks() == 0);
-        counters.pulls_waiting = self.inbound.waiting() as u64;
         counters.pulls_in_flight_bytes = self.in_flight_bytes();
     }
 }

@@ -277,7 +277,8 @@ owner_counters! {
 owner_counters! {
     /// Counters of replication.
     ReplicateCounters: hot_blocks hot_blocks_given places place_keys place_failures place_keys_nowhere offers
-    offer_keys offer_keys_taken offer_failures moved_blocks moved_bytes
+    offer_keys offer_keys_taken offer_failures moved_blocks moved_bytes incoming_offers incoming_offer_keys
+    incoming_offer_keys_taken pulls_dropped
 }
 
 owner_counters! {

@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 use reprise_policy::TenantId;
 
 use crate::agent::AgentCore;
-use crate::agent::fills::{FillSource, WaitPlace, Waiter};
+use crate::agent::fills::{FillSource, Retention, WaitPlace, Waiter};
 use crate::agent::loads::{LoadBlock, Stage};
 use crate::agent::serves::ServeBlock;
-use crate::cache::{CopyState, Dram, FrameIndex, FrameState, nvme_bytes};
+use crate::cache::{CopyState, FrameIndex, FrameState, PendingSpace, SizeClass, nvme_bytes};
 
 /// Slots and bytes of a tenant in one tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -23,72 +23,15 @@ impl AgentCore {
     /// # Errors
     /// A description of the first violated invariant.
     pub fn audit(&self) -> Result<(), String> {
-        self.audit_frames()?;
         self.cache.audit()?;
         self.audit_leases()?;
         self.audit_waiters()?;
         self.audit_tenants()?;
         self.quota.audit(&self.cache)?;
-        self.replicate.audit_timers()?;
         self.audit_sessions()?;
-        self.replicate.audit_outbound()?;
-        self.audit_inbound()?;
+        self.replicate.audit()?;
+        self.audit_pending_space()?;
         self.save.audit(&self.cache)
-    }
-
-    fn audit_frames(&self) -> Result<(), String> {
-        let (mut slots, mut evictable, mut retired) = (BTreeMap::new(), 0, 0);
-        for (index, frame) in self.cache.frames.iter() {
-            let slot = self.cache.arena.slot(frame.place);
-            ensure!(slots.insert((slot.region, slot.offset), index).is_none(), "{slot:?} is in two frames");
-            let entry = frame.entry();
-            let findable = entry.is_some_and(|entry| match self.cache.index.entry(entry).dram() {
-                Dram::Absent => false,
-                Dram::Filling(by) => by == index && matches!(frame.state, FrameState::Filling(_)),
-                Dram::Resident(by) => {
-                    by == index && matches!(frame.state, FrameState::Clean | FrameState::Unsaved(_))
-                }
-            });
-            match frame.state {
-                FrameState::Vacant => {}
-                FrameState::Reserved => {
-                    ensure!(entry.is_none() && frame.leases == 0, "{slot:?} is reserved and readable");
-                }
-                FrameState::Filling(fill) => {
-                    let fill = self.fills.at(fill).ok_or(format!("{slot:?}: no such fill"))?;
-                    ensure!(fill.frame == index, "{slot:?} and its fill disagree");
-                    ensure!(entry.is_none() || findable, "{slot:?}: its entry does not refer to the fill");
-                }
-                FrameState::Unsaved(_) => ensure!(findable, "{slot:?} is unsaved, but not findable"),
-                FrameState::Clean => {
-                    evictable += usize::from(frame.leases == 0);
-                    ensure!(frame.copy_state != CopyState::Damaged, "{slot:?} is damaged, and clean");
-                    ensure!(findable && frame.has_checksums(), "{slot:?} is clean, but not findable");
-                }
-                FrameState::Retired => {
-                    retired += slot.bytes;
-                    ensure!(entry.is_none(), "{slot:?} is retired, and findable");
-                }
-                FrameState::Orphan => {
-                    ensure!(entry.is_none() && frame.leases > 0, "{slot:?} is an orphan without a lease");
-                }
-            }
-        }
-        let bytes: u64 =
-            self.cache.frames.iter().map(|(_, frame)| self.cache.arena.slot(frame.place).bytes).sum();
-        ensure!(
-            bytes == self.cache.arena.used_bytes(),
-            "{bytes} bytes in frames, {} in use",
-            self.cache.arena.used_bytes()
-        );
-        let known = self.cache.frames.iter().filter(|(_, frame)| frame.has_checksums()).count();
-        let rows = self.cache.frames.checksum_rows();
-        ensure!(known == rows, "checksums of {known} frames are known, {rows} are kept");
-        let lost = self.cache.counters.arena_lost_bytes;
-        ensure!(retired == lost, "{retired} bytes retired, {lost} counted");
-        let listed = self.cache.arena.evictable();
-        ensure!(evictable == listed, "{evictable} evictable frames, {listed} in the policies");
-        Ok(())
     }
 
     /// Checks that every lease belongs to a block of a load, a block of a serve, or a check.
@@ -135,6 +78,9 @@ impl AgentCore {
     /// Checks that fills, loads and serves refer to each other, and that the progress of each load matches
     /// its blocks.
     fn audit_waiters(&self) -> Result<(), String> {
+        let is_filling = |state| matches!(state, FrameState::Filling(_));
+        let filling = self.cache.frames.iter().filter(|(_, frame)| is_filling(frame.state)).count();
+        ensure!(filling == self.fills.len(), "{filling} frames are filled by {} fills", self.fills.len());
         for (id, fill) in self.fills.iter() {
             let state = self.cache.frames.get(fill.frame).state;
             ensure!(state == FrameState::Filling(id.slot()), "{id:?} fills a frame that is {state:?}");
@@ -249,8 +195,27 @@ impl AgentCore {
         let holders = self.sessions.len()
             + self.cache.index.len()
             + self.cache.frames.iter().count()
-            + self.inbound.waiting();
+            + self.replicate.waiting_pulls().count();
         ensure!(uses == holders as u64, "size classes: {uses} uses, {holders} holders");
+        Ok(())
+    }
+
+    /// Checks that the pending space is that of accepted blocks, their fetches, and unsaved blocks.
+    fn audit_pending_space(&self) -> Result<(), String> {
+        let retained = self.fills.iter().filter(|(_, fill)| fill.keep == Retention::Saved);
+        let retained: Vec<FrameIndex> = retained.map(|(_, fill)| fill.frame).collect();
+        let bytes: u64 = retained.iter().map(|frame| self.cache.frame_slot(*frame).bytes).sum();
+        let counted = self.retained_bytes;
+        ensure!(bytes == counted, "{bytes} bytes of replicas are fetched, {counted} counted");
+        let frames = retained.into_iter().chain(self.save.unsaved_frames());
+        let size_classes = frames.map(|frame| self.cache.frames.get(frame).size_class);
+        let mut pending = PendingSpace::default();
+        for size_class in size_classes.chain(self.replicate.waiting_pulls()) {
+            let SizeClass { slot_bytes, tenant_index, .. } = *self.cache.sizes.get(size_class);
+            pending.add(tenant_index, slot_bytes);
+        }
+        let counted = &self.cache.pending_space;
+        ensure!(pending == *counted, "{pending:?} pending, {counted:?} counted");
         Ok(())
     }
 }

@@ -46,7 +46,7 @@ pub(crate) struct Fill {
 pub(crate) enum Retention {
     /// Cached until it is evicted.
     Cached,
-    /// Made durable, because an offer of it was accepted ([`super::inbound`]).
+    /// Made durable, because an offer of it was accepted ([`crate::replicate`]).
     Saved,
 }
 

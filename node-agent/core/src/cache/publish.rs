@@ -163,8 +163,7 @@ impl Cache {
     /// Sets the record of a block that is being saved, and its later position in the eviction order.
     pub(crate) fn mark_unsaved(&mut self, lease: &Lease<Save>, record: u32, position: EvictionPosition) {
         self.set_position(lease, position);
-        let SlotRequest { tenant, slot_bytes } = self.slot_request(lease);
-        self.pending_space.add(tenant, slot_bytes);
+        self.add_pending(self.frames.get(lease.frame()).size_class);
         self.set_frame_state(lease.frame(), FrameState::Unsaved(record));
     }
 
@@ -184,8 +183,7 @@ impl Cache {
 
     /// Ends the saving of a block that has a record. Its frame is clean; the caller orders it.
     pub(crate) fn saved(&mut self, lease: Lease<Save>) -> (EntryIndex, FrameIndex, EvictionPosition) {
-        let SlotRequest { tenant, slot_bytes } = self.slot_request(&lease);
-        self.pending_space.remove(tenant, slot_bytes);
+        self.remove_pending(self.frames.get(lease.frame()).size_class);
         let position = self.frames.get(lease.frame()).position;
         let (entry, frame) = self.not_saved(lease);
         (entry, frame, position)

@@ -143,6 +143,26 @@ impl Cache {
         self.sizes.intern((tenant, index), layout, &mut self.arena)
     }
 
+    /// Whether a tenant's layout has a number.
+    pub(crate) fn is_interned(&self, tenant: TenantId, layout: Layout) -> bool {
+        self.sizes.find(tenant, layout).is_some()
+    }
+
+    /// Number of size classes in use.
+    pub(crate) fn size_classes_in_use(&self) -> usize {
+        self.sizes.in_use()
+    }
+
+    /// Counts one more user of a size class.
+    pub(crate) fn hold_size_class(&mut self, size_class: SizeClassId) {
+        self.sizes.hold(size_class);
+    }
+
+    /// Counts one user of a size class less.
+    pub(crate) fn release_size_class(&mut self, size_class: SizeClassId) {
+        self.sizes.release(size_class);
+    }
+
     /// Bytes of one slot of a size class.
     pub(crate) fn slot_bytes(&self, size_class: SizeClassId) -> u64 {
         self.sizes.get(size_class).slot_bytes

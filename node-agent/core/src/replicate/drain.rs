@@ -22,7 +22,8 @@ use crate::limits::{
     DRAIN_CONFIRM_DELAY, OUTBOUND_STEP_ENTRIES, OUTBOUND_STEP_INTERVAL, PLACE_KEYS_MAX, WALK_INTERVAL,
     WALK_INTERVAL_DRAINED, WALK_INTERVAL_NO_CAPACITY,
 };
-use crate::replicate::{Outbound, Replicate};
+use crate::replicate::Replicate;
+use crate::replicate::outbound::Outbound;
 
 /// State of draining this node.
 #[derive(Debug, Default)]

@@ -17,6 +17,7 @@ use crate::limits::{
     MOVE_PASSES_PERMILLE, OUTBOUND_STEP_ENTRIES, OUTBOUND_STEP_INTERVAL, PLACE_KEYS_MAX, WALK_INTERVAL,
 };
 use crate::replicate::Replicate;
+use crate::replicate::outbound::is_replicable;
 
 /// Progress of a move.
 #[derive(Debug)]
@@ -167,7 +168,7 @@ impl Replicate {
         size_class: SizeClassId,
         to: NodeId,
     ) -> DropResult {
-        if !self.is_replicable(cache, key, size_class) {
+        if !is_replicable(cache, key, size_class) {
             return DropResult::Done;
         }
         let Some(entry) = cache.index.find(key) else { return DropResult::Done };

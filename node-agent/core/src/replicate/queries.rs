@@ -23,7 +23,8 @@ use crate::limits::{
     PLACE_RETRY, PLACE_TIMEOUT,
 };
 use crate::replicate::moves::DropResult;
-use crate::replicate::{Acceptance, Batch, OutboundBlock, Replicate, ReplicateTimer, Stage};
+use crate::replicate::outbound::{Acceptance, Batch, OutboundBlock, Stage, is_replicable};
+use crate::replicate::{Replicate, ReplicateTimer};
 use crate::slab::SlabId;
 
 /// Query to the control plane that is not answered yet.
@@ -87,13 +88,13 @@ impl Replicate {
             (batch.size_class, batch.reason, std::mem::take(&mut batch.blocks));
         let before = blocks.len();
         let kept: Vec<OutboundBlock> =
-            blocks.into_iter().filter(|block| self.is_replicable(cache, &block.key, size_class)).collect();
+            blocks.into_iter().filter(|block| is_replicable(cache, &block.key, size_class)).collect();
         self.count_walked(reason, (before - kept.len()) as u64);
         self.set_blocks(id, kept);
     }
 
     /// Sets the remaining blocks of a batch; an empty batch ends.
-    pub(crate) fn set_blocks(&mut self, id: SlabId, kept: Vec<OutboundBlock>) {
+    pub(super) fn set_blocks(&mut self, id: SlabId, kept: Vec<OutboundBlock>) {
         if kept.is_empty() {
             self.outbound.batches.remove(id);
         } else if let Some(batch) = self.outbound.batches.get_mut(id) {
