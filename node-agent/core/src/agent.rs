@@ -48,6 +48,7 @@ use crate::quota::Quotas;
 use crate::replicate::Replicate;
 use crate::slab::{Slab, SlabId};
 use crate::timers::Timers;
+use crate::transfer::Waits;
 
 /// Context of the current event of a core.
 macro_rules! context {
@@ -109,6 +110,7 @@ pub struct AgentCore {
     loads: Slab<Load>,
     lookups: Slab<Lookup>,
     fills: Slab<Fill>,
+    waits: Waits,
     /// Number of fetches started.
     fetches: u64,
     peers: Peers,
@@ -146,6 +148,7 @@ impl AgentCore {
             loads: Slab::new(),
             lookups: Slab::new(),
             fills: Slab::new(),
+            waits: Waits::new(),
             fetches: 0,
             peers: Peers::default(),
             serves: BTreeMap::new(),

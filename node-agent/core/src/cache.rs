@@ -44,6 +44,7 @@ pub(crate) use arena::Arena;
 pub(crate) use devices::Devices;
 pub(crate) use frames::{CopyState, EvictionPosition, FrameIndex, FrameState, Frames};
 pub(crate) use index::{Dram, Index};
+pub(crate) use lease::{Lease, Read};
 pub(crate) use pending_space::PendingSpace;
 pub(crate) use sizes::{SizeClass, SizeClassId, SizeClasses};
 pub(crate) use space::SpaceState;
@@ -60,8 +61,8 @@ pub(crate) struct Cache {
     pub(crate) frames: Frames,
     pub(crate) index: Index,
     pub(crate) devices: Devices,
-    /// Frames whose contents are being checked.
-    pub(crate) checks: Slab<FrameIndex>,
+    /// Leases on frames whose contents are being checked.
+    pub(crate) checks: Slab<Lease<Read>>,
     /// Space on the devices that accepted and unsaved blocks will need.
     pub(crate) pending_space: PendingSpace,
     /// Share of the pool, in thousandths, that eviction keeps free ahead of writes.

@@ -43,4 +43,6 @@ pub mod report_schedule;
 mod settings;
 mod slab;
 mod timers;
+mod transfer;
 mod usage;
+mod waiter;
