@@ -47,6 +47,7 @@ use crate::replicate::{Pull, PullStep, Replicate, ReplicateOutcome};
 use crate::save::Save;
 use crate::slab::{Slab, SlabId};
 use crate::timers::Timers;
+use crate::transfer::Waits;
 
 /// Context of the current event of a core.
 macro_rules! context {
@@ -106,6 +107,7 @@ pub struct AgentCore {
     loads: Slab<Load>,
     lookups: Slab<Lookup>,
     fills: Slab<Fill>,
+    waits: Waits,
     /// Number of fetches started.
     fetches: u64,
     peers: Peers,
@@ -140,6 +142,7 @@ impl AgentCore {
             loads: Slab::new(),
             lookups: Slab::new(),
             fills: Slab::new(),
+            waits: Waits::new(),
             fetches: 0,
             peers: Peers::default(),
             serves: BTreeMap::new(),

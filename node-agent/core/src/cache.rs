@@ -4,7 +4,7 @@
 //! an unsaved block. Consequences for other owners are collected in [`CacheOutcomes`], which the core routes.
 //!
 //! Files call only files before them in this order: tables (`index`, `arena`, `frames`, `checksums`, `sizes`,
-//! `accounts`, `devices`, `pending_space`, `rights`), `blocks`, `lease`, `order`, `evict`, `operations`, `space`,
+//! `accounts`, `devices`, `pending_space`), `blocks`, `lease`, `order`, `evict`, `operations`, `space`,
 //! `allocate`, then the others.
 
 use reprise_policy::key::HASH_SLOTS;
@@ -36,7 +36,6 @@ mod operations;
 mod order;
 mod pending_space;
 mod publish;
-pub(crate) mod rights;
 mod sizes;
 mod space;
 
@@ -46,9 +45,9 @@ pub(crate) use arena::Arena;
 pub(crate) use devices::Devices;
 pub(crate) use frames::{CopyState, EvictionPosition, FrameIndex, FrameState, Frames};
 pub(crate) use index::{Dram, Index};
+pub(crate) use lease::{Lease, Read, Save, Write};
 pub(crate) use pending_space::PendingSpace;
 pub(crate) use publish::{CommitTarget, Durability};
-pub(crate) use rights::Lease;
 pub(crate) use sizes::{SizeClass, SizeClassId, SizeClasses};
 pub(crate) use space::SpaceState;
 
@@ -64,8 +63,8 @@ pub(crate) struct Cache {
     pub(crate) frames: Frames,
     pub(crate) index: Index,
     pub(crate) devices: Devices,
-    /// Frames whose contents are being checked.
-    pub(crate) checks: Slab<FrameIndex>,
+    /// Leases on frames whose contents are being checked.
+    pub(crate) checks: Slab<Lease<Read>>,
     /// Space on the devices that accepted and unsaved blocks will need.
     pub(crate) pending_space: PendingSpace,
     /// Share of the pool, in thousandths, that eviction keeps free ahead of writes.

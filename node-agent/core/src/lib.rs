@@ -45,4 +45,6 @@ mod save;
 mod settings;
 mod slab;
 mod timers;
+mod transfer;
 mod usage;
+mod waiter;

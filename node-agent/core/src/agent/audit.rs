@@ -5,10 +5,13 @@ use std::collections::BTreeMap;
 use reprise_policy::TenantId;
 
 use crate::agent::AgentCore;
-use crate::agent::fills::{FillSource, Retention, WaitPlace, Waiter};
+use crate::agent::fills::{FillSource, Retention};
 use crate::agent::loads::{LoadBlock, Stage};
 use crate::agent::serves::ServeBlock;
 use crate::cache::{CopyState, FrameIndex, FrameState, PendingSpace, SizeClass, nvme_bytes};
+use crate::effect::ServeId;
+use crate::slab::SlabId;
+use crate::waiter::WaiterOwner;
 
 /// Slots and bytes of a tenant in one tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -37,32 +40,31 @@ impl AgentCore {
     /// Checks that every lease belongs to a block of a load, a block of a serve, or a check.
     fn audit_leases(&self) -> Result<(), String> {
         let mut held: BTreeMap<FrameIndex, u32> = BTreeMap::new();
-        let of_fill = |fill: u32| self.fills.at(fill).map(|fill| fill.frame).ok_or("no such fill".to_owned());
         for (_, load) in self.loads.iter() {
             for block in &load.blocks {
-                let frame = match *block {
-                    LoadBlock::Ready { frame, .. } | LoadBlock::Held { frame } => frame,
-                    LoadBlock::Waiting(place) => of_fill(place.fill)?,
+                let lease = match block {
+                    LoadBlock::Waiting { lease, .. }
+                    | LoadBlock::Ready { lease, .. }
+                    | LoadBlock::Held { lease } => lease,
                     LoadBlock::Unplaced | LoadBlock::Lost(_) => continue,
                 };
-                *held.entry(frame).or_default() += 1;
+                *held.entry(lease.frame()).or_default() += 1;
             }
         }
         let mut serving = 0;
         for block in self.serves.values().flat_map(|serve| &serve.blocks) {
-            let frame = match *block {
+            let frame = match block {
                 ServeBlock::Due | ServeBlock::Ended => continue,
-                ServeBlock::Sending { frame } => frame,
-                ServeBlock::Waiting { place, .. } => of_fill(place.fill)?,
+                ServeBlock::Sending { lease } | ServeBlock::Waiting { lease, .. } => lease.frame(),
             };
             serving += self.cache.frame_slot(frame).bytes;
             *held.entry(frame).or_default() += 1;
         }
         let counted = self.serve_share.leased_bytes;
         ensure!(serving == counted, "{serving} bytes leased to serves, {counted} counted");
-        for (id, frame) in self.cache.checks.iter() {
-            *held.entry(*frame).or_default() += 1;
-            let checked = self.cache.frames.get(*frame).copy_state == CopyState::Checking;
+        for (id, lease) in self.cache.checks.iter() {
+            *held.entry(lease.frame()).or_default() += 1;
+            let checked = self.cache.frames.get(lease.frame()).copy_state == CopyState::Checking;
             ensure!(checked, "{id:?} checks a frame that is not being checked");
         }
         let total: u64 = held.values().map(|leases| u64::from(*leases)).sum();
@@ -81,23 +83,42 @@ impl AgentCore {
         let is_filling = |state| matches!(state, FrameState::Filling(_));
         let filling = self.cache.frames.iter().filter(|(_, frame)| is_filling(frame.state)).count();
         ensure!(filling == self.fills.len(), "{filling} frames are filled by {} fills", self.fills.len());
+        let mut waits = 0;
         for (id, fill) in self.fills.iter() {
             let state = self.cache.frames.get(fill.frame).state;
             ensure!(state == FrameState::Filling(id.slot()), "{id:?} fills a frame that is {state:?}");
-            for (position, waiter) in (0..).zip(&fill.waiters) {
-                let here = WaitPlace { fill: id.slot(), position };
-                let waits = match *waiter {
-                    Waiter::Load { load, block } => self
-                        .loads
-                        .get(load)
-                        .is_some_and(|load| load.blocks[block as usize] == LoadBlock::Waiting(here)),
-                    Waiter::Serve { serve, block } => self.serves.get(&serve).is_some_and(|serve| {
-                        matches!(serve.blocks[block as usize], ServeBlock::Waiting { place, .. } if place == here)
-                    }),
+            for (wait, waiter) in self.waits.of(&fill.waiters) {
+                waits += 1;
+                let (object, at) = (waiter.object, waiter.block as usize);
+                let block = match waiter.owner {
+                    WaiterOwner::Load => {
+                        self.loads.get(SlabId(object)).and_then(|load| match &load.blocks[at] {
+                            LoadBlock::Waiting { lease, wait, layers, .. } => {
+                                Some((lease.frame(), *wait, Some(u32::from(*layers))))
+                            }
+                            _ => None,
+                        })
+                    }
+                    WaiterOwner::Serve => {
+                        self.serves.get(&ServeId(object)).and_then(|serve| match &serve.blocks[at] {
+                            ServeBlock::Waiting { lease, wait, .. } => Some((lease.frame(), *wait, None)),
+                            _ => None,
+                        })
+                    }
                 };
-                ensure!(waits, "{waiter:?} does not refer to {here:?}");
+                let is_known = block.is_some_and(|(frame, known, layers)| {
+                    (frame, known) == (fill.frame, wait) && layers.is_none_or(|layers| layers == fill.layers)
+                });
+                ensure!(is_known, "{waiter:?} does not refer to {wait:?} of {id:?}");
             }
         }
+        ensure!(waits == self.waits.len(), "{waits} waits of fills, {} in the table", self.waits.len());
+        let of_loads = self.loads.iter().flat_map(|(_, load)| &load.blocks);
+        let of_loads = of_loads.filter(|block| matches!(block, LoadBlock::Waiting { .. })).count();
+        let of_serves = self.serves.values().flat_map(|serve| &serve.blocks);
+        let of_serves = of_serves.filter(|block| matches!(block, ServeBlock::Waiting { .. })).count();
+        let blocks = of_loads + of_serves;
+        ensure!(waits == blocks, "{blocks} blocks wait, {waits} waits");
         let bytes_from_peers: u64 = self
             .fills
             .iter()
@@ -112,7 +133,7 @@ impl AgentCore {
             let mut pending = 0;
             let mut ready = self.cache.sizes.get(load.size_class).layout.layers();
             for (at, block) in (0..).zip(&load.blocks) {
-                match *block {
+                match block {
                     LoadBlock::Unplaced => {
                         (pending, ready) = (pending + 1, 0);
                         ensure!(
@@ -120,12 +141,8 @@ impl AgentCore {
                             "{id:?} is answered although block {at} is unplaced"
                         );
                     }
-                    LoadBlock::Waiting(place) => {
-                        let fill = self.fills.at(place.fill).ok_or(format!("{id:?}: no fill for {at}"))?;
-                        let waiter = fill.waiters.get(place.position as usize);
-                        let known = waiter == Some(&Waiter::Load { load: id, block: at });
-                        ensure!(known, "{id:?}: the fill of block {at} does not refer to it");
-                        (pending, ready) = (pending + 1, ready.min(fill.layers));
+                    LoadBlock::Waiting { layers, .. } => {
+                        (pending, ready) = (pending + 1, ready.min(u32::from(*layers)));
                     }
                     LoadBlock::Ready { .. } | LoadBlock::Held { .. } | LoadBlock::Lost(_) => {}
                 }

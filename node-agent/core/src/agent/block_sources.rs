@@ -12,8 +12,8 @@ use reprise_policy::routing::{self, Candidate, LoadHint};
 use reprise_policy::{BlockKey, Layout, NodeId};
 
 use crate::agent::AgentCore;
-use crate::agent::fills::{FillSource, Waiter};
-use crate::agent::loads::{Load, LoadBlock};
+use crate::agent::fills::{Attached, FillSource};
+use crate::agent::loads::{Load, LoadBlock, waiter};
 use crate::agent::lookups::Purpose;
 use crate::cache::{BlockOrigin, Dram, FrameIndex, LocalCopy, SizeClassId};
 use crate::effect::{
@@ -172,11 +172,11 @@ impl AgentCore {
 
     /// Attaches a block that is in DRAM.
     fn take_hit(&mut self, id: SlabId, block: u32, frame: FrameIndex) {
-        self.cache.lease(frame);
         let layout = &self.cache.sizes.get(self.cache.frames.get(frame).size_class).layout;
         let (layers, bytes) = (layout.layers(), layout.block_bytes());
         let Some(load) = self.loads.get_mut(id) else { return };
-        load.blocks[block as usize] = LoadBlock::Ready { frame, source: Source::OwnDram };
+        let lease = self.cache.lease(frame);
+        load.blocks[block as usize] = LoadBlock::Ready { lease, source: Source::OwnDram };
         load.progress.advance(0, layers);
         self.counters.hit(Source::OwnDram, bytes);
     }
@@ -188,12 +188,11 @@ impl AgentCore {
     }
 
     fn attach(&mut self, frame: FrameIndex, id: SlabId, block: u32) {
-        let (place, layers) = self.attach_waiter(frame, Waiter::Load { load: id, block });
-        self.cache.lease(frame);
-        let Some(load) = self.loads.get_mut(id) else { return };
-        load.blocks[block as usize] = LoadBlock::Waiting(place);
+        let Attached { lease, wait, source, layers } = self.attach_waiter(frame, waiter(id, block));
+        let load = self.loads.get_mut(id).expect("the caller has seen it");
+        load.blocks[block as usize] = LoadBlock::Waiting { lease, wait, source, layers };
         if layers > 0 {
-            load.progress.advance(0, layers);
+            load.progress.advance(0, u32::from(layers));
         }
     }
 

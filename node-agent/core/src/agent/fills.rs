@@ -19,11 +19,13 @@ use crate::agent::AgentCore;
 use crate::agent::block_sources::MissingBlock;
 use crate::agent::loads::{LoadBlock, Stage};
 use crate::agent::lookups::peer_source;
-use crate::cache::{Dram, EvictionPosition, FrameIndex, FrameState, SizeClassId};
+use crate::cache::{Dram, EvictionPosition, FrameIndex, FrameState, Lease, Read, SizeClassId};
 use crate::effect::{BlockRead, Change, DeviceId, FillId, LossReason, ServeId, Source};
 use crate::event::{FillError, FillUpdate, Replica};
 use crate::pool::StoredBlock;
 use crate::slab::SlabId;
+use crate::transfer::WaitList;
+use crate::waiter::{WaitId, WaiterId, WaiterOwner};
 
 /// Fill of one block.
 #[derive(Debug)]
@@ -32,7 +34,7 @@ pub(crate) struct Fill {
     pub(crate) origin: FillSource,
     /// Number of leading layers that are verified.
     pub(crate) layers: u32,
-    pub(crate) waiters: Vec<Waiter>,
+    pub(crate) waiters: WaitList,
     /// Tier of the source, on this node or on the peer.
     tier: Tier,
     /// Other replicas; `None` if the directory was not asked.
@@ -57,20 +59,14 @@ pub(crate) enum FillSource {
     Peer(NodeId),
 }
 
-/// Party that waits for a fill.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Waiter {
-    Load { load: SlabId, block: u32 },
-    Serve { serve: ServeId, block: u32 },
-}
-
-/// Position of a waiter.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct WaitPlace {
-    /// Slot of the fill.
-    pub(crate) fill: u32,
-    /// Position in the fill's list of waiters.
-    pub(crate) position: u32,
+/// A waiter that was attached to a fill.
+#[derive(Debug)]
+pub(crate) struct Attached {
+    pub(crate) lease: Lease<Read>,
+    pub(crate) wait: WaitId,
+    pub(crate) source: Source,
+    /// Layers of the fill so far.
+    pub(crate) layers: u16,
 }
 
 /// State of a fill's checksums.
@@ -109,7 +105,7 @@ impl AgentCore {
             "one fill per key"
         );
         let frame = self.cache.allocate_frame(size_class, FrameState::Reserved)?;
-        let (layers, waiters, verdict, tier) = (0, Vec::new(), Verdict::Plausible, Tier::Nvme);
+        let (layers, waiters, verdict, tier) = (0, WaitList::EMPTY, Verdict::Plausible, Tier::Nvme);
         let keep = Retention::Cached;
         let id = self.fills.insert(Fill { frame, origin, layers, waiters, tier, others, verdict, keep });
         self.cache.frames.get_mut(frame).state = FrameState::Filling(id.slot());
@@ -136,45 +132,22 @@ impl AgentCore {
         Some((stored.device, frame, BlockRead { fill, key, page, generation, header_crc, slot }))
     }
 
-    /// Attaches a waiter to the fill of a frame; returns its place and the fill's layers. The caller acquires
-    /// the lease.
-    pub(crate) fn attach_waiter(&mut self, frame: FrameIndex, waiter: Waiter) -> (WaitPlace, u32) {
+    /// Attaches a waiter to the fill of a frame.
+    pub(crate) fn attach_waiter(&mut self, frame: FrameIndex, waiter: WaiterId) -> Attached {
         let FrameState::Filling(slot) = self.cache.frames.get(frame).state else {
             unreachable!("the caller has seen that the frame is being filled")
         };
         let fill = self.fills.at_mut(slot).expect("a frame that is being filled has a fill");
-        let position = fill.waiters.len() as u32;
-        fill.waiters.push(waiter);
-        (WaitPlace { fill: slot, position }, fill.layers)
+        let wait = self.waits.push(&mut fill.waiters, slot, waiter);
+        let (source, layers) = (fill.source(), fill.layers as u16);
+        Attached { lease: self.cache.lease(frame), wait, source, layers }
     }
 
-    /// Detaches a waiter; returns the fill's frame and layers. The caller releases the lease. The last waiter
-    /// moves to the vacated place: O(1), because a block may have as many waiters as all loads have blocks.
-    pub(crate) fn detach_waiter(&mut self, place: WaitPlace) -> (FrameIndex, u32) {
-        let fill = self.fills.at_mut(place.fill).expect("a waiting block has a fill");
-        fill.waiters.swap_remove(place.position as usize);
-        let (frame, layers) = (fill.frame, fill.layers);
-        if let Some(moved) = fill.waiters.get(place.position as usize).copied() {
-            self.set_waiter_place(moved, place);
-        }
-        (frame, layers)
-    }
-
-    /// Updates the place that a waiter has stored.
-    fn set_waiter_place(&mut self, waiter: Waiter, place: WaitPlace) {
-        match waiter {
-            Waiter::Load { load, block } => {
-                let load = self.loads.get_mut(load).expect("a load leaves its fills before it ends");
-                load.blocks[block as usize] = LoadBlock::Waiting(place);
-            }
-            Waiter::Serve { serve, block } => self.move_serve_block(serve, block, place),
-        }
-    }
-
-    /// Returns the frame and the source of a fill.
-    pub(crate) fn fill_place(&self, slot: u32) -> (FrameIndex, Source) {
-        let fill = self.fills.at(slot).expect("a waiting block has a fill");
-        (fill.frame, fill.source())
+    /// Detaches a waiter. The caller releases the lease.
+    pub(crate) fn detach_waiter(&mut self, wait: WaitId, waiter: WaiterId) {
+        let Some(slot) = self.waits.fill_of(wait, waiter) else { return };
+        let fill = self.fills.at_mut(slot).expect("a waiting block has a fill");
+        self.waits.remove(&mut fill.waiters, wait);
     }
 
     /// Handles progress or failure of a fill.
@@ -219,25 +192,25 @@ impl AgentCore {
     fn advance_waiters(&mut self, id: SlabId, from: u32, to: u32) {
         let Some(fill) = self.fills.get_mut(id) else { return };
         let (frame, source) = (fill.frame, fill.source());
-        let waiters = std::mem::take(&mut fill.waiters);
+        let waiters: Vec<WaiterId> = self.waits.of(&fill.waiters).map(|(_, waiter)| waiter).collect();
         let layout = self.cache.sizes.get(self.cache.frames.get(frame).size_class).layout;
-        let complete = to == layout.layers();
-        for waiter in &waiters {
-            match *waiter {
-                Waiter::Load { load: load_id, block } => {
-                    let Some(load) = self.loads.get_mut(load_id) else { continue };
-                    load.progress.advance(from, to);
-                    if complete {
-                        load.blocks[block as usize] = LoadBlock::Ready { frame, source };
+        let is_whole = to == layout.layers();
+        if is_whole {
+            self.waits.clear(&mut fill.waiters);
+        }
+        for WaiterId { object, block, owner } in waiters {
+            match owner {
+                WaiterOwner::Load => {
+                    let id = SlabId(object);
+                    let Some(load) = self.loads.get_mut(id) else { continue };
+                    load.advance(block, (from, to), source, is_whole);
+                    if is_whole {
                         self.counters.hit(source, layout.block_bytes());
                     }
-                    self.publish_progress(load_id);
+                    self.publish_progress(id);
                 }
-                Waiter::Serve { serve, block } => self.stream_layers(serve, block, frame, from..to),
+                WaiterOwner::Serve => self.stream_layers(ServeId(object), block, from..to),
             }
-        }
-        if let Some(fill) = self.fills.get_mut(id).filter(|_| !complete) {
-            fill.waiters = waiters;
         }
     }
 
@@ -283,7 +256,7 @@ impl AgentCore {
     }
 
     fn fail_fill(&mut self, id: SlabId, error: FillError) {
-        let Some(fill) = self.fills.remove(id) else { return };
+        let Some(mut fill) = self.fills.remove(id) else { return };
         let error = self.count_failure(&fill, error);
         self.release_pending(&fill);
         let entry = self.cache.frames.get(fill.frame).entry();
@@ -304,13 +277,15 @@ impl AgentCore {
             self.cache.set_frame_state(fill.frame, FrameState::Orphan);
         }
         let mut retries: BTreeMap<SlabId, Vec<u32>> = BTreeMap::new();
-        for waiter in &fill.waiters {
-            match *waiter {
-                Waiter::Load { load, block } if self.detach_failed(&fill, load, block) => {
-                    retries.entry(load).or_default().push(block);
+        let waiters: Vec<WaiterId> = self.waits.of(&fill.waiters).map(|(_, waiter)| waiter).collect();
+        self.waits.clear(&mut fill.waiters);
+        for WaiterId { object, block, owner } in waiters {
+            match owner {
+                WaiterOwner::Load if self.detach_failed(SlabId(object), block) => {
+                    retries.entry(SlabId(object)).or_default().push(block);
                 }
-                Waiter::Load { load, .. } => self.publish_progress(load),
-                Waiter::Serve { serve, block } => self.serve_failed(serve, block, fill.frame),
+                WaiterOwner::Load => self.publish_progress(SlabId(object)),
+                WaiterOwner::Serve => self.serve_failed(ServeId(object), block),
             }
         }
         for (load, blocks) in retries {
@@ -345,16 +320,16 @@ impl AgentCore {
     }
 
     /// Detaches a load's block from a failed fill; returns whether to try another source.
-    fn detach_failed(&mut self, fill: &Fill, id: SlabId, block: u32) -> bool {
+    fn detach_failed(&mut self, id: SlabId, block: u32) -> bool {
         let Some(load) = self.loads.get_mut(id) else { return false };
+        let Some((lease, layers)) = load.detach(block) else { return false };
         if load.stage == Stage::Placing {
-            load.blocks[block as usize] = LoadBlock::Unplaced;
-            load.progress.restart(fill.layers);
-            self.cache.unlease(fill.frame);
+            load.progress.restart(layers);
+            self.cache.release(lease);
             return true;
         }
         self.counters.failed_blocks += 1;
-        self.fail_block(id, block, fill.layers, LoadBlock::Held { frame: fill.frame });
+        self.fail_block(id, block, layers, LoadBlock::Held { lease });
         false
     }
 

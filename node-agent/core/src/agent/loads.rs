@@ -23,14 +23,14 @@ use reprise_policy::eviction::EntryIndex;
 use reprise_policy::{BlockKey, SessionId, Tick};
 
 use crate::agent::block_sources::MissingBlock;
-use crate::agent::fills::WaitPlace;
 use crate::agent::progress::LayerProgress;
 use crate::agent::{AgentCore, Timer};
-use crate::cache::{FrameIndex, SizeClassId};
+use crate::cache::{FrameIndex, Lease, Read, SizeClassId};
 use crate::effect::{Effect, LoadId, LoadedBlock, LossReason, ProgressEntry, ProgressUpdate, Reply, Source};
 use crate::event::{LoadRequest, RequestId, Scope};
 use crate::limits::{LOAD_BLOCKS_MAX, LOAD_DEADLINE_MAX};
 use crate::slab::SlabId;
+use crate::waiter::{WaitId, WaiterId, WaiterOwner};
 
 /// A load of a session.
 #[derive(Debug)]
@@ -50,16 +50,16 @@ pub(crate) struct Load {
 }
 
 /// One block of a load.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Debug, PartialEq, Eq)]
 pub(crate) enum LoadBlock {
     /// No fill was started for it.
     Unplaced,
-    /// A fill is in progress; leased.
-    Waiting(WaitPlace),
-    /// Complete and leased.
-    Ready { frame: FrameIndex, source: Source },
-    /// Failed after the answer; leased.
-    Held { frame: FrameIndex },
+    /// A fill is in progress, with `layers` verified layers.
+    Waiting { lease: Lease<Read>, wait: WaitId, source: Source, layers: u16 },
+    /// Complete.
+    Ready { lease: Lease<Read>, source: Source },
+    /// Failed after the answer.
+    Held { lease: Lease<Read> },
     /// Failed before the answer.
     Lost(LossReason),
 }
@@ -81,6 +81,37 @@ pub(crate) enum Stage {
 }
 
 const _: () = assert!(size_of::<LoadBlock>() <= 12, "8,192 blocks a load, 64 loads a session");
+
+/// Id of a block that waits.
+pub(crate) fn waiter(load: SlabId, block: u32) -> WaiterId {
+    WaiterId { object: load.0, block, owner: WaiterOwner::Load }
+}
+
+impl Load {
+    /// Takes the lease of a block that waits, with the layers it had; the block is unplaced then.
+    pub(crate) fn detach(&mut self, block: u32) -> Option<(Lease<Read>, u32)> {
+        let block = &mut self.blocks[block as usize];
+        match std::mem::replace(block, LoadBlock::Unplaced) {
+            LoadBlock::Waiting { lease, layers, .. } => Some((lease, u32::from(layers))),
+            other => {
+                *block = other;
+                None
+            }
+        }
+    }
+
+    /// Records verified layers of a block that waits.
+    pub(crate) fn advance(&mut self, block: u32, (from, to): (u32, u32), source: Source, is_whole: bool) {
+        let state = &mut self.blocks[block as usize];
+        if let LoadBlock::Waiting { source: known, layers, .. } = state {
+            (*known, *layers) = (source, to as u16);
+            self.progress.advance(from, to);
+        }
+        if is_whole && let Some((lease, _)) = self.detach(block) {
+            self.blocks[block as usize] = LoadBlock::Ready { lease, source };
+        }
+    }
+}
 
 impl AgentCore {
     /// Starts a load for a session.
@@ -132,15 +163,16 @@ impl AgentCore {
         }
         let answered = load.stage != Stage::Placing;
         for at in 0..load.blocks.len() as u32 {
-            let Some(load) = self.loads.get(id) else { return };
+            let Some(load) = self.loads.get_mut(id) else { return };
             match load.blocks[at as usize] {
                 LoadBlock::Unplaced => self.lose_block(id, at, LossReason::Deadline),
-                LoadBlock::Waiting(place) => {
-                    let (frame, layers) = self.detach_waiter(place);
+                LoadBlock::Waiting { wait, .. } => {
+                    let Some((lease, layers)) = load.detach(at) else { continue };
+                    self.detach_waiter(wait, waiter(id, at));
                     let held = if answered {
-                        LoadBlock::Held { frame }
+                        LoadBlock::Held { lease }
                     } else {
-                        self.cache.unlease(frame);
+                        self.cache.release(lease);
                         LoadBlock::Lost(LossReason::Deadline)
                     };
                     self.counters.deadline_blocks += 1;
@@ -157,19 +189,20 @@ impl AgentCore {
         let Some(load) = self.loads.get_mut(id) else { return };
         load.stage = Stage::Expired;
         let (session, entry) = (load.session, load.entry);
-        let lost = vec![LoadBlock::Lost(LossReason::Deadline); load.blocks.len()].into_boxed_slice();
+        let lost = load.blocks.iter().map(|_| LoadBlock::Lost(LossReason::Deadline)).collect();
         let held = std::mem::replace(&mut load.blocks, lost);
         self.counters.expired_loads += 1;
         let used = self.entries_of(&held);
-        for (block, state) in (0..).zip(&held) {
-            match *state {
-                LoadBlock::Ready { frame, .. } => {
-                    self.cache.unlease(frame);
+        for (block, state) in (0..).zip(held) {
+            match state {
+                LoadBlock::Ready { lease, .. } => {
+                    self.cache.release(lease);
                     let update = ProgressUpdate::BlockFailed { block };
                     self.emit(Effect::Progress { session, entry, update });
                 }
-                LoadBlock::Held { frame } => self.cache.unlease(frame),
-                LoadBlock::Unplaced | LoadBlock::Waiting(_) | LoadBlock::Lost(_) => {}
+                LoadBlock::Held { lease } => self.cache.release(lease),
+                LoadBlock::Waiting { .. } => unreachable!("no block of a complete load waits"),
+                LoadBlock::Unplaced | LoadBlock::Lost(_) => {}
             }
         }
         self.cache.touch_chain(used.into_iter());
@@ -178,30 +211,28 @@ impl AgentCore {
 
     /// Returns the load's blocks that are in DRAM, in the order of the load.
     fn entries_of(&self, blocks: &[LoadBlock]) -> Vec<EntryIndex> {
-        let frame = |block: &LoadBlock| match *block {
-            LoadBlock::Ready { frame, .. } => Some(frame),
-            LoadBlock::Held { .. } | LoadBlock::Waiting(_) | LoadBlock::Unplaced | LoadBlock::Lost(_) => None,
+        let frame = |block: &LoadBlock| match block {
+            LoadBlock::Ready { lease, .. } => Some(lease.frame()),
+            _ => None,
         };
         blocks.iter().filter_map(frame).filter_map(|frame| self.cache.frames.get(frame).entry()).collect()
     }
 
     /// Ends a load, on release or with its session, and releases all its leases.
     pub(crate) fn end_load(&mut self, id: SlabId) {
-        let Some(load) = self.loads.get(id) else { return };
+        let Some(load) = self.loads.remove(id) else { return };
         let used = self.entries_of(&load.blocks);
-        for at in 0..load.blocks.len() as u32 {
-            let Some(load) = self.loads.get(id) else { return };
-            match load.blocks[at as usize] {
-                LoadBlock::Waiting(place) => {
-                    let (frame, _) = self.detach_waiter(place);
-                    self.cache.unlease(frame);
+        for (at, block) in (0..).zip(load.blocks) {
+            match block {
+                LoadBlock::Waiting { lease, wait, .. } => {
+                    self.detach_waiter(wait, waiter(id, at));
+                    self.cache.release(lease);
                 }
-                LoadBlock::Ready { frame, .. } | LoadBlock::Held { frame } => self.cache.unlease(frame),
+                LoadBlock::Ready { lease, .. } | LoadBlock::Held { lease } => self.cache.release(lease),
                 LoadBlock::Unplaced | LoadBlock::Lost(_) => {}
             }
         }
         self.cache.touch_chain(used.into_iter());
-        let Some(load) = self.loads.remove(id) else { return };
         self.timers.clear(load.deadline, Timer::Load(id));
         if let Some(session) = self.sessions.get_mut(&load.session) {
             session.set_load(load.entry, None);
@@ -285,7 +316,7 @@ impl AgentCore {
             session,
             size_class,
             keys: wanted.keys.into_boxed_slice(),
-            blocks: vec![LoadBlock::Unplaced; blocks].into_boxed_slice(),
+            blocks: (0..blocks).map(|_| LoadBlock::Unplaced).collect(),
             progress: LayerProgress::new(self.cache.sizes.get(size_class).layout.layers(), blocks as u32),
             scope: wanted.scope,
             read_bytes,
@@ -310,11 +341,12 @@ impl AgentCore {
         let mut frames = Vec::with_capacity(load.blocks.len());
         let mut blocks = Vec::with_capacity(load.blocks.len());
         for block in &load.blocks {
-            let (frame, source) = match *block {
-                LoadBlock::Ready { frame, source } => (frame, source),
-                LoadBlock::Waiting(place) => self.fill_place(place.fill),
+            let (frame, source) = match block {
+                LoadBlock::Ready { lease, source } | LoadBlock::Waiting { lease, source, .. } => {
+                    (lease.frame(), *source)
+                }
                 LoadBlock::Lost(reason) => {
-                    blocks.push(LoadedBlock::Lost(reason));
+                    blocks.push(LoadedBlock::Lost(*reason));
                     continue;
                 }
                 LoadBlock::Unplaced | LoadBlock::Held { .. } => {
@@ -336,7 +368,7 @@ impl AgentCore {
             return self.reply(session, request, Reply::BadRequest(text));
         };
         let ready = |block: &u32| match held.blocks.get(*block as usize) {
-            Some(LoadBlock::Ready { frame, .. }) => Some(*frame),
+            Some(LoadBlock::Ready { lease, .. }) => Some(lease.frame()),
             _ => None,
         };
         let frames: Vec<FrameIndex> = blocks.iter().filter_map(ready).collect();

@@ -19,12 +19,13 @@ use reprise_policy::eviction::EntryIndex;
 use reprise_policy::{BlockKey, Layout, Tick, Tier};
 
 use crate::agent::block_sources::{ArenaSpace, Reads};
-use crate::agent::fills::{FillSource, WaitPlace, Waiter};
+use crate::agent::fills::{Attached, FillSource};
 use crate::agent::{AgentCore, Timer};
-use crate::cache::{Dram, FrameIndex, FrameState};
+use crate::cache::{Dram, FrameIndex, FrameState, Lease, Read};
 use crate::effect::{Effect, ServeId, ServeObjects};
 use crate::event::PeerRequest;
 use crate::limits::{SERVE_BLOCKS_MAX, SERVE_PIECES_MAX, SERVE_ROUND_BYTES, SERVES_MAX};
+use crate::waiter::{WaitId, WaiterId, WaiterOwner};
 
 /// Request of a peer.
 #[derive(Debug)]
@@ -49,16 +50,16 @@ pub(crate) struct ServeShare {
 }
 
 /// State of a block of a serve.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Debug, PartialEq, Eq)]
 pub(crate) enum ServeBlock {
     /// Not looked up yet.
     Due,
     /// Reported as absent, or sent.
     Ended,
-    /// Being read into the arena; leased.
-    Waiting { place: WaitPlace, header: Header },
-    /// Passed to the transport; leased.
-    Sending { frame: FrameIndex },
+    /// Being read into the arena.
+    Waiting { lease: Lease<Read>, wait: WaitId, header: Header },
+    /// Passed to the transport.
+    Sending { lease: Lease<Read> },
 }
 
 /// Blocks that are started together, by location.
@@ -77,6 +78,11 @@ pub(crate) enum Header {
     Sent,
 }
 
+/// Id of a block that waits.
+pub(crate) fn waiter(serve: ServeId, block: u32) -> WaiterId {
+    WaiterId { object: serve.0, block, owner: WaiterOwner::Serve }
+}
+
 impl Serve {
     /// Slot bytes of the blocks that have not ended.
     pub(crate) fn open_bytes(&self) -> u64 {
@@ -85,7 +91,7 @@ impl Serve {
 }
 
 impl ServeBlock {
-    fn is_leased(self) -> bool {
+    fn is_leased(&self) -> bool {
         matches!(self, ServeBlock::Waiting { .. } | ServeBlock::Sending { .. })
     }
 }
@@ -109,7 +115,7 @@ impl AgentCore {
         let serve = Serve {
             keys: request.keys.into_boxed_slice(),
             layout: request.layout,
-            blocks: vec![ServeBlock::Due; count].into_boxed_slice(),
+            blocks: (0..count).map(|_| ServeBlock::Due).collect(),
             next: 0,
             open: count as u32,
             expires,
@@ -159,9 +165,8 @@ impl AgentCore {
     /// Handles the end of sending a block.
     pub(crate) fn serve_done(&mut self, id: ServeId, block: u32) {
         let Some(serve) = self.serves.get(&id) else { return };
-        if let Some(ServeBlock::Sending { frame }) = serve.blocks.get(block as usize).copied() {
-            self.set_serve_block(id, block, ServeBlock::Ended);
-            self.cache.unlease(frame);
+        if let Some(ServeBlock::Sending { .. }) = serve.blocks.get(block as usize) {
+            self.end_serve_block(id, block);
             self.end_serve_if_complete(id);
         }
     }
@@ -170,14 +175,8 @@ impl AgentCore {
     pub(crate) fn serve_aborted(&mut self, id: ServeId) {
         let count = self.serves.get(&id).map_or(0, |serve| serve.blocks.len() as u32);
         for block in 0..count {
-            let Some(serve) = self.serves.get(&id) else { return };
-            let frame = match serve.blocks[block as usize] {
-                ServeBlock::Due | ServeBlock::Ended => continue,
-                ServeBlock::Sending { frame } => frame,
-                ServeBlock::Waiting { place, .. } => self.detach_waiter(place).0,
-            };
-            self.set_serve_block(id, block, ServeBlock::Ended);
-            self.cache.unlease(frame);
+            self.detach_serve(id, block);
+            self.end_serve_block(id, block);
         }
         self.remove_serve(id);
     }
@@ -189,9 +188,9 @@ impl AgentCore {
             let Some(serve) = self.serves.get_mut(&id) else { return };
             serve.next = count;
             match serve.blocks[block as usize] {
-                ServeBlock::Waiting { place, .. } => {
-                    let (frame, _) = self.detach_waiter(place);
-                    self.serve_failed(id, block, frame);
+                ServeBlock::Waiting { .. } => {
+                    self.detach_serve(id, block);
+                    self.serve_failed(id, block);
                 }
                 ServeBlock::Due => self.serve_absent(id, block),
                 ServeBlock::Ended | ServeBlock::Sending { .. } => {}
@@ -202,37 +201,34 @@ impl AgentCore {
     }
 
     /// Sends verified layers of a block that a peer waits for.
-    pub(crate) fn stream_layers(&mut self, id: ServeId, block: u32, frame: FrameIndex, layers: Range<u32>) {
-        let Some(serve) = self.serves.get(&id) else { return };
-        let Some(ServeBlock::Waiting { place, header }) = serve.blocks.get(block as usize).copied() else {
+    pub(crate) fn stream_layers(&mut self, id: ServeId, block: u32, layers: Range<u32>) {
+        let Some(serve) = self.serves.get_mut(&id) else { return };
+        let Some(ServeBlock::Waiting { lease, header, .. }) = serve.blocks.get_mut(block as usize) else {
             return;
         };
+        let frame = lease.frame();
+        let before = std::mem::replace(header, Header::Sent);
         let layout = self.cache.sizes.get(self.cache.frames.get(frame).size_class).layout;
-        if header == Header::Due {
+        if before == Header::Due {
             self.counters.serve_blocks_nvme += 1;
             self.emit_header(id, block, frame, Tier::Nvme);
         }
-        let whole = layers.end == layout.layers();
-        let state = if whole {
-            ServeBlock::Sending { frame }
-        } else {
-            ServeBlock::Waiting { place, header: Header::Sent }
-        };
-        self.set_serve_block(id, block, state);
+        if layers.end == layout.layers() {
+            self.pass_serve_block(id, block);
+        }
         self.emit_objects(id, block, frame, layers);
     }
 
     /// Reports a block as absent after its fill failed. Its lease ends now or, if sending has begun, with the
     /// sending.
-    pub(crate) fn serve_failed(&mut self, id: ServeId, block: u32, frame: FrameIndex) {
+    pub(crate) fn serve_failed(&mut self, id: ServeId, block: u32) {
         let Some(serve) = self.serves.get(&id) else { return };
         let begun = matches!(serve.blocks[block as usize], ServeBlock::Waiting { header: Header::Sent, .. });
         self.emit_absent(id, block);
         if begun {
-            self.set_serve_block(id, block, ServeBlock::Sending { frame });
+            self.pass_serve_block(id, block);
         } else {
-            self.set_serve_block(id, block, ServeBlock::Ended);
-            self.cache.unlease(frame);
+            self.end_serve_block(id, block);
         }
         self.end_serve_if_complete(id);
     }
@@ -258,8 +254,8 @@ impl AgentCore {
             let state = self.cache.index.entry(entry);
             match (state.dram(), state.stored()) {
                 (Dram::Resident(frame), _) => {
-                    self.cache.lease(frame);
-                    self.set_serve_block(id, block, ServeBlock::Sending { frame });
+                    let lease = self.cache.lease(frame);
+                    self.set_serve_block(id, block, ServeBlock::Sending { lease });
                     partition.in_dram.push((block, frame));
                 }
                 (Dram::Filling(frame), _) if self.is_read_from_device(frame) => {
@@ -310,11 +306,10 @@ impl AgentCore {
     }
 
     fn attach_serve(&mut self, id: ServeId, block: u32, frame: FrameIndex) {
-        let (place, layers) = self.attach_waiter(frame, Waiter::Serve { serve: id, block });
-        self.cache.lease(frame);
-        self.set_serve_block(id, block, ServeBlock::Waiting { place, header: Header::Due });
+        let Attached { lease, wait, layers, .. } = self.attach_waiter(frame, waiter(id, block));
+        self.set_serve_block(id, block, ServeBlock::Waiting { lease, wait, header: Header::Due });
         if layers > 0 {
-            self.stream_layers(id, block, frame, 0..layers);
+            self.stream_layers(id, block, 0..u32::from(layers));
         }
     }
 
@@ -327,24 +322,45 @@ impl AgentCore {
         }
     }
 
-    /// Updates the place of a block among the waiters of its fill.
-    pub(crate) fn move_serve_block(&mut self, id: ServeId, block: u32, to: WaitPlace) {
-        let serve = self.serves.get_mut(&id).expect("a serve leaves its fills before it ends");
-        if let ServeBlock::Waiting { place, .. } = &mut serve.blocks[block as usize] {
-            *place = to;
+    /// Detaches a block from its fill, if it waits for one.
+    fn detach_serve(&mut self, id: ServeId, block: u32) {
+        let Some(serve) = self.serves.get(&id) else { return };
+        if let ServeBlock::Waiting { wait, .. } = serve.blocks[block as usize] {
+            self.detach_waiter(wait, waiter(id, block));
         }
     }
 
-    fn set_serve_block(&mut self, id: ServeId, block: u32, state: ServeBlock) {
+    /// Marks a block that waited as passed to the transport.
+    fn pass_serve_block(&mut self, id: ServeId, block: u32) {
         let Some(serve) = self.serves.get_mut(&id) else { return };
+        let state = &mut serve.blocks[block as usize];
+        *state = match std::mem::replace(state, ServeBlock::Ended) {
+            ServeBlock::Waiting { lease, .. } => ServeBlock::Sending { lease },
+            other => other,
+        };
+    }
+
+    /// Ends a block and its lease.
+    fn end_serve_block(&mut self, id: ServeId, block: u32) {
+        let before = self.set_serve_block(id, block, ServeBlock::Ended);
+        if let Some(ServeBlock::Waiting { lease, .. } | ServeBlock::Sending { lease }) = before {
+            self.cache.release(lease);
+        }
+    }
+
+    /// Sets the state of a block, and returns the state before.
+    fn set_serve_block(&mut self, id: ServeId, block: u32, state: ServeBlock) -> Option<ServeBlock> {
+        let serve = self.serves.get_mut(&id)?;
         let slot_bytes = serve.layout.slot_bytes();
+        let (is_ended, is_leased) = (state == ServeBlock::Ended, state.is_leased());
         let before = std::mem::replace(&mut serve.blocks[block as usize], state);
-        serve.open -= u32::from(state == ServeBlock::Ended && before != ServeBlock::Ended);
-        match (before.is_leased(), state.is_leased()) {
+        serve.open -= u32::from(is_ended && before != ServeBlock::Ended);
+        match (before.is_leased(), is_leased) {
             (false, true) => self.serve_share.leased_bytes += slot_bytes,
             (true, false) => self.serve_share.leased_bytes -= slot_bytes,
             _ => {}
         }
+        Some(before)
     }
 
     /// Reports an unleased block as absent.

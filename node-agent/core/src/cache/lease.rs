@@ -1,6 +1,12 @@
 //! Leases and states of frames.
 //!
 //! A frame is freed only when no reader holds a lease on it and nothing writes to it.
+//!
+//! A [`Lease`] is a value: only the cache creates one, it cannot be copied, and its owner redeems it once. A
+//! lease that is dropped instead is found by the audit, which compares the leases that owners hold with
+//! those that the frames count.
+
+use std::marker::PhantomData;
 
 use reprise_policy::Tier;
 use reprise_policy::eviction::EntryIndex;
@@ -11,6 +17,49 @@ use crate::cache::frames::{CopyState, EvictionPosition, FrameIndex, FrameState};
 use crate::cache::index::Dram;
 use crate::cache::sizes::SizeClass;
 use crate::effect::{ArenaSlot, Change};
+
+/// Right to use the slot of a frame.
+#[must_use = "a lease that is not redeemed keeps its slot in use"]
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Lease<R> {
+    frame: FrameIndex,
+    right: PhantomData<R>,
+}
+
+/// Right to read a slot, until [`Cache::release`].
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Read {}
+
+/// Right of an engine to fill a reserved slot, until [`Cache::publish`] or [`Cache::discard`].
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Write {}
+
+/// Right to make a readable block durable, until [`Cache::saved`] or [`Cache::not_saved`].
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Save {}
+
+const _: () = assert!(size_of::<Lease<Read>>() == 4, "loads hold 8,192 leases each");
+
+impl<R> Lease<R> {
+    /// Frame of the slot.
+    pub(crate) fn frame(&self) -> FrameIndex {
+        self.frame
+    }
+
+    /// Ends the right; the caller updates the frame.
+    pub(super) fn redeem(self) -> FrameIndex {
+        self.frame
+    }
+
+    pub(super) fn new(frame: FrameIndex) -> Lease<R> {
+        Lease { frame, right: PhantomData }
+    }
+
+    /// Redeems the lease; the caller changes the state of the frame.
+    pub(super) fn end(self) -> FrameIndex {
+        self.frame
+    }
+}
 
 impl Cache {
     /// Frees a frame and its slot. The frame must have no lease, no writer and no index entry.
@@ -46,7 +95,7 @@ impl Cache {
     }
 
     /// Acquires a read lease.
-    pub(crate) fn lease(&mut self, frame: FrameIndex) {
+    pub(crate) fn lease(&mut self, frame: FrameIndex) -> Lease<Read> {
         let state = self.frames.get_mut(frame);
         let evictable = state.leases == 0 && state.state == FrameState::Clean;
         state.leases += 1;
@@ -58,10 +107,12 @@ impl Cache {
         if evictable {
             self.arena.remove_evictable(place, frame);
         }
+        Lease::new(frame)
     }
 
     /// Releases a read lease.
-    pub(crate) fn unlease(&mut self, frame: FrameIndex) {
+    pub(crate) fn release(&mut self, lease: Lease<Read>) {
+        let frame = lease.redeem();
         let state = self.frames.get_mut(frame);
         state.leases = state.leases.checked_sub(1).expect("every lease ends once");
         self.frames.read_leases -= 1;

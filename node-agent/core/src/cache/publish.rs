@@ -11,7 +11,7 @@ use reprise_policy::{BlockKey, ContentId, Tier};
 use crate::cache::describe::BlockOrigin;
 use crate::cache::frames::{EvictionPosition, FrameIndex, FrameState};
 use crate::cache::index::Dram;
-use crate::cache::rights::{Lease, Save, Write};
+use crate::cache::lease::{Lease, Save, Write};
 use crate::cache::sizes::{SizeClass, SizeClassId};
 use crate::cache::{Cache, SlotRequest};
 use crate::context::Context;

@@ -10,8 +10,7 @@
 use reprise_policy::eviction::EntryIndex;
 use reprise_policy::{BlockKey, SessionId};
 
-use crate::cache::rights;
-use crate::cache::{Cache, CommitTarget, Durability, Lease};
+use crate::cache::{Cache, CommitTarget, Durability, Lease, Save as Saving};
 use crate::context::{Caller, Context};
 use crate::effect::{CommitStatus, Reply, Ticket};
 use crate::event::{CommitItem, CommitRequest, Priority};
@@ -130,7 +129,7 @@ impl Save {
         &mut self,
         cache: &mut Cache,
         cx: &mut Context,
-        (key, lease): (BlockKey, Lease<rights::Save>),
+        (key, lease): (BlockKey, Lease<Saving>),
         CommitContext { ticket, parent, .. }: CommitContext,
     ) {
         if cache.may_be_saved(cache.slot_request(&lease)) {

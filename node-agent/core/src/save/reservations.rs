@@ -10,8 +10,7 @@ use std::time::Duration;
 
 use reprise_policy::{SessionId, Tick};
 
-use crate::cache::rights::Write;
-use crate::cache::{Cache, FrameIndex, FrameState, Lease, SizeClassId};
+use crate::cache::{Cache, FrameIndex, FrameState, Lease, SizeClassId, Write};
 use crate::context::{Caller, Context};
 use crate::effect::{Access, LeaseId, Reply};
 use crate::limits::RESERVE_SLOTS_MAX;

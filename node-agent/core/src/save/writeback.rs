@@ -17,9 +17,9 @@ use std::collections::BTreeMap;
 use reprise_policy::eviction::EntryIndex;
 use reprise_policy::{BlockKey, Tick};
 
-use crate::cache::rights;
 use crate::cache::{
-    Cache, EvictionPosition, FrameIndex, FrameState, Lease, SlotRequest, SpaceState, nvme_bytes,
+    Cache, EvictionPosition, FrameIndex, FrameState, Lease, Save as Saving, SlotRequest, SpaceState,
+    nvme_bytes,
 };
 use crate::context::Context;
 use crate::effect::DeviceId;
@@ -51,7 +51,7 @@ pub(super) struct WriteBack {
 /// Block that is not durable yet.
 #[derive(Debug)]
 struct UnsavedBlock {
-    lease: Lease<rights::Save>,
+    lease: Lease<Saving>,
     tickets: TicketList,
     cause: WriteCause,
     /// Block before it in its chain, if the commit named one.
@@ -135,7 +135,7 @@ impl WriteBack {
         &mut self,
         cache: &mut Cache,
         now: Tick,
-        (lease, cause, position): (Lease<rights::Save>, WriteCause, EvictionPosition),
+        (lease, cause, position): (Lease<Saving>, WriteCause, EvictionPosition),
         (tickets, parent): (TicketList, Option<BlockKey>),
     ) {
         let lane = lane(cache.slot_request(&lease), cause);
@@ -314,7 +314,7 @@ impl Save {
         &mut self,
         cache: &mut Cache,
         now: Tick,
-        lease: Lease<rights::Save>,
+        lease: Lease<Saving>,
         (ticket, parent): (SlabId, Option<BlockKey>),
     ) {
         let mut tickets = TicketList::default();
