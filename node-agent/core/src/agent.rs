@@ -246,7 +246,7 @@ impl AgentCore {
         }
         self.replicate.end_pulls(self.now, round);
         for ((node, size_class), blocks) in groups {
-            let layout = self.cache.sizes.get(size_class).layout;
+            let layout = self.cache.size_class(size_class).layout;
             self.emit_fetch(node, layout, blocks, self.settings.load_deadline_default);
         }
     }
@@ -255,7 +255,7 @@ impl AgentCore {
     fn pull(&mut self, pull: &Pull) -> Result<PeerBlock, LossReason> {
         let block = (pull.key, pull.size_class);
         let (frame, peer_block) = self.begin_peer_fill(block, pull.from, None, BlockOrigin::Placed)?;
-        if let FrameState::Filling(fill) = self.cache.frames.get(frame).state {
+        if let FrameState::Filling(fill) = self.cache.frame(frame).state {
             self.retain_fill(fill);
         }
         Ok(peer_block)
@@ -271,7 +271,7 @@ impl AgentCore {
         let Some(fill) = self.fills.at_mut(slot) else { return };
         let is_read = matches!(fill.origin, FillSource::Device(_));
         if !is_read && std::mem::replace(&mut fill.keep, Retention::Saved) == Retention::Cached {
-            let size_class = self.cache.frames.get(fill.frame).size_class;
+            let size_class = self.cache.frame(fill.frame).size_class;
             self.retained_bytes += self.cache.slot_bytes(size_class);
             self.cache.add_pending(size_class);
         }
@@ -280,7 +280,7 @@ impl AgentCore {
     /// Releases the pending space of a fill that has ended.
     fn release_pending(&mut self, fill: &Fill) {
         if fill.keep == Retention::Saved {
-            let size_class = self.cache.frames.get(fill.frame).size_class;
+            let size_class = self.cache.frame(fill.frame).size_class;
             self.retained_bytes -= self.cache.slot_bytes(size_class);
             self.cache.remove_pending(size_class);
         }
@@ -438,7 +438,7 @@ impl AgentCore {
     pub fn drain_progress(&self) -> DrainProgress {
         let progress = self.replicate.progress();
         let drained = progress.drained && self.save.unsaved_blocks() == 0;
-        DrainProgress { drained, durable_blocks: self.cache.index.stored_blocks(), ..progress }
+        DrainProgress { drained, durable_blocks: self.cache.stored_blocks(), ..progress }
     }
 
     /// Mode of this node.

@@ -36,6 +36,7 @@ mod operations;
 mod order;
 mod pending_space;
 mod publish;
+mod readers;
 mod sizes;
 mod space;
 
@@ -43,7 +44,7 @@ pub(crate) use accounts::{Accounts, TenantIndex, Unmet, nvme_bytes};
 pub(crate) use acquire::{LocalCopy, OfferedBlock};
 pub(crate) use arena::Arena;
 pub(crate) use devices::Devices;
-pub(crate) use frames::{CopyState, EvictionPosition, FrameIndex, FrameState, Frames};
+pub(crate) use frames::{EvictionPosition, FrameIndex, FrameState, Frames};
 pub(crate) use index::{Dram, Index};
 pub(crate) use lease::{Lease, Read, Save, Write};
 pub(crate) use pending_space::PendingSpace;

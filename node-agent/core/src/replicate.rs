@@ -157,7 +157,7 @@ impl Replicate {
 
     /// Counts a read of a block by a peer.
     pub(crate) fn note_read(&mut self, cache: &Cache, now: Tick, entry: EntryIndex) {
-        let state = cache.index.entry(entry);
+        let state = cache.entry(entry);
         let wanted = !self.bandwidth.is_disabled() && self.outbound.mode != NodeMode::Draining;
         if state.stored().is_none() || !wanted {
             return;
@@ -255,7 +255,7 @@ fn group_by_size_class(
 ) -> BTreeMap<SizeClassId, Vec<BlockKey>> {
     let mut size_classes: BTreeMap<SizeClassId, Vec<BlockKey>> = BTreeMap::new();
     for key in keys {
-        let state = cache.index.find(&key).map(|entry| cache.index.entry(entry));
+        let state = cache.find(&key).map(|entry| cache.entry(entry));
         if let Some(state) = state.filter(|state| state.stored().is_some()) {
             size_classes.entry(state.size_class()).or_default().push(key);
         }

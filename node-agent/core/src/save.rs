@@ -110,7 +110,7 @@ impl Save {
         self.audit_tickets()?;
         self.audit_writeback(cache)?;
         let (mut reserved, mut unsaved) = (0, 0);
-        for (_, frame) in cache.frames.iter() {
+        for (_, frame) in cache.frames() {
             match frame.state {
                 FrameState::Reserved => reserved += 1,
                 FrameState::Unsaved(_) => unsaved += 1,

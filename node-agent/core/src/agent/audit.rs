@@ -1,24 +1,13 @@
 //! Full check of the core's invariants between events, for tests.
 
-use std::collections::BTreeMap;
-
-use reprise_policy::TenantId;
-
 use crate::agent::AgentCore;
 use crate::agent::fills::{FillSource, Retention};
 use crate::agent::loads::{LoadBlock, Stage};
 use crate::agent::serves::ServeBlock;
-use crate::cache::{CopyState, FrameIndex, FrameState, PendingSpace, SizeClass, nvme_bytes};
+use crate::cache::{FrameIndex, FrameState};
 use crate::effect::ServeId;
 use crate::slab::SlabId;
 use crate::waiter::WaiterOwner;
-
-/// Slots and bytes of a tenant in one tier.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct SlotUsage {
-    slots: u64,
-    bytes: u64,
-}
 
 impl AgentCore {
     /// Checks every invariant of the core. Costs time in proportion to the whole state.
@@ -29,7 +18,7 @@ impl AgentCore {
         self.cache.audit()?;
         self.audit_leases()?;
         self.audit_waiters()?;
-        self.audit_tenants()?;
+        self.cache.audit_accounts(self.save.being_written())?;
         self.quota.audit(&self.cache)?;
         self.audit_sessions()?;
         self.replicate.audit()?;
@@ -39,7 +28,7 @@ impl AgentCore {
 
     /// Checks that every lease belongs to a block of a load, a block of a serve, or a check.
     fn audit_leases(&self) -> Result<(), String> {
-        let mut held: BTreeMap<FrameIndex, u32> = BTreeMap::new();
+        let mut held = Vec::new();
         for (_, load) in self.loads.iter() {
             for block in &load.blocks {
                 let lease = match block {
@@ -48,7 +37,7 @@ impl AgentCore {
                     | LoadBlock::Held { lease } => lease,
                     LoadBlock::Unplaced | LoadBlock::Lost(_) => continue,
                 };
-                *held.entry(lease.frame()).or_default() += 1;
+                held.push(lease.frame());
             }
         }
         let mut serving = 0;
@@ -58,34 +47,22 @@ impl AgentCore {
                 ServeBlock::Sending { lease } | ServeBlock::Waiting { lease, .. } => lease.frame(),
             };
             serving += self.cache.frame_slot(frame).bytes;
-            *held.entry(frame).or_default() += 1;
+            held.push(frame);
         }
         let counted = self.serve_share.leased_bytes;
         ensure!(serving == counted, "{serving} bytes leased to serves, {counted} counted");
-        for (id, lease) in self.cache.checks.iter() {
-            *held.entry(lease.frame()).or_default() += 1;
-            let checked = self.cache.frames.get(lease.frame()).copy_state == CopyState::Checking;
-            ensure!(checked, "{id:?} checks a frame that is not being checked");
-        }
-        let total: u64 = held.values().map(|leases| u64::from(*leases)).sum();
-        ensure!(total == self.cache.frames.read_leases(), "{total} leases held, not as counted");
-        for (index, frame) in self.cache.frames.iter() {
-            let holders = held.remove(&index).unwrap_or(0);
-            ensure!(holders == frame.leases, "{index:?}: {} leases, {holders} holders", frame.leases);
-        }
-        ensure!(held.is_empty(), "leases on free slots: {held:?}");
-        Ok(())
+        self.cache.audit_leases(held.into_iter())
     }
 
     /// Checks that fills, loads and serves refer to each other, and that the progress of each load matches
     /// its blocks.
     fn audit_waiters(&self) -> Result<(), String> {
         let is_filling = |state| matches!(state, FrameState::Filling(_));
-        let filling = self.cache.frames.iter().filter(|(_, frame)| is_filling(frame.state)).count();
+        let filling = self.cache.frames().filter(|(_, frame)| is_filling(frame.state)).count();
         ensure!(filling == self.fills.len(), "{filling} frames are filled by {} fills", self.fills.len());
         let mut waits = 0;
         for (id, fill) in self.fills.iter() {
-            let state = self.cache.frames.get(fill.frame).state;
+            let state = self.cache.frame(fill.frame).state;
             ensure!(state == FrameState::Filling(id.slot()), "{id:?} fills a frame that is {state:?}");
             for (wait, waiter) in self.waits.of(&fill.waiters) {
                 waits += 1;
@@ -131,7 +108,7 @@ impl AgentCore {
         );
         for (id, load) in self.loads.iter() {
             let mut pending = 0;
-            let mut ready = self.cache.sizes.get(load.size_class).layout.layers();
+            let mut ready = self.cache.size_class(load.size_class).layout.layers();
             for (at, block) in (0..).zip(&load.blocks) {
                 match block {
                     LoadBlock::Unplaced => {
@@ -160,36 +137,6 @@ impl AgentCore {
         Ok(())
     }
 
-    /// Checks that every tenant's usage is counted correctly and within its limit.
-    fn audit_tenants(&self) -> Result<(), String> {
-        let mut held: BTreeMap<TenantId, [SlotUsage; 2]> = BTreeMap::new();
-        let mut count = |tenant: TenantId, room: usize, bytes: u64| {
-            let SlotUsage { slots, bytes: all } = &mut held.entry(tenant).or_default()[room];
-            (*slots, *all) = (*slots + 1, *all + bytes);
-        };
-        for (_, frame) in self.cache.frames.iter() {
-            let size_class = self.cache.sizes.get(frame.size_class);
-            count(size_class.tenant, 0, size_class.slot_bytes);
-        }
-        for (_, entry) in self.cache.index.iter().filter(|(_, entry)| entry.stored().is_some()) {
-            let size_class = self.cache.sizes.get(entry.size_class());
-            count(size_class.tenant, 1, nvme_bytes(size_class.slot_bytes));
-        }
-        for frame in self.save.being_written() {
-            let size_class = self.cache.sizes.get(self.cache.frames.get(frame).size_class);
-            count(size_class.tenant, 1, nvme_bytes(size_class.slot_bytes));
-        }
-        for usage in self.tenant_usage() {
-            let dram = SlotUsage { slots: usage.blocks.dram, bytes: usage.dram.used };
-            let nvme = SlotUsage { slots: usage.blocks.nvme, bytes: usage.nvme.used };
-            let (tenant, used) = (usage.tenant, [dram, nvme]);
-            let counted = held.remove(&tenant).unwrap_or_default();
-            ensure!(used == counted, "{tenant:?} holds {counted:?}, but {used:?} are counted");
-        }
-        ensure!(held.is_empty(), "bytes of unknown tenants: {held:?}");
-        Ok(())
-    }
-
     fn audit_sessions(&self) -> Result<(), String> {
         let mut loads = 0;
         for (id, session) in &self.sessions {
@@ -208,13 +155,7 @@ impl AgentCore {
         let timers = timed_loads + self.lookups.len();
         ensure!(self.timers.len() >= timers, "something waits without a deadline");
         ensure!(self.timers.len() <= timers + self.serves.len(), "timers without an owner");
-        let uses: u64 = self.cache.sizes.uses().sum();
-        let holders = self.sessions.len()
-            + self.cache.index.len()
-            + self.cache.frames.iter().count()
-            + self.replicate.waiting_pulls().count();
-        ensure!(uses == holders as u64, "size classes: {uses} uses, {holders} holders");
-        Ok(())
+        self.cache.audit_size_classes(self.sessions.len() + self.replicate.waiting_pulls().count())
     }
 
     /// Checks that the pending space is that of accepted blocks, their fetches, and unsaved blocks.
@@ -225,14 +166,7 @@ impl AgentCore {
         let counted = self.retained_bytes;
         ensure!(bytes == counted, "{bytes} bytes of replicas are fetched, {counted} counted");
         let frames = retained.into_iter().chain(self.save.unsaved_frames());
-        let size_classes = frames.map(|frame| self.cache.frames.get(frame).size_class);
-        let mut pending = PendingSpace::default();
-        for size_class in size_classes.chain(self.replicate.waiting_pulls()) {
-            let SizeClass { slot_bytes, tenant_index, .. } = *self.cache.sizes.get(size_class);
-            pending.add(tenant_index, slot_bytes);
-        }
-        let counted = &self.cache.pending_space;
-        ensure!(pending == *counted, "{pending:?} pending, {counted:?} counted");
-        Ok(())
+        let size_classes = frames.map(|frame| self.cache.frame(frame).size_class);
+        self.cache.audit_pending_space(size_classes.chain(self.replicate.waiting_pulls()))
     }
 }

@@ -9,7 +9,7 @@ use crate::agent::AgentCore;
 use crate::cache::{FrameIndex, SizeClassId};
 use crate::effect::{Access, Effect, ProgressEntry, RegionId, Reply};
 use crate::event::{RequestId, SessionOpened};
-use crate::limits::{INDEX_RESERVE_MAX, PROGRESS_ENTRIES, SESSIONS_MAX};
+use crate::limits::{PROGRESS_ENTRIES, SESSIONS_MAX};
 use crate::regions::RegionSet;
 use crate::slab::SlabId;
 
@@ -44,12 +44,7 @@ impl AgentCore {
         if self.sessions.len() >= SESSIONS_MAX || self.sessions.contains_key(&opened.session) {
             return;
         }
-        let Some(size_class) = self.cache.intern(opened.tenant, opened.layout) else { return };
-        self.cache.sizes.hold(size_class);
-        let slot_bytes = self.cache.sizes.get(size_class).slot_bytes;
-        let blocks_possible =
-            (self.cache.devices.usage().capacity_bytes + self.cache.arena.bytes()) / slot_bytes;
-        self.cache.index.reserve(blocks_possible.min(INDEX_RESERVE_MAX) as usize);
+        let Some(size_class) = self.cache.open(opened.tenant, opened.layout) else { return };
         let session = Session { size_class, loads: [None; PROGRESS_ENTRIES], readable: RegionSet::default() };
         self.sessions.insert(opened.session, session);
         self.save.open(opened.session);
@@ -63,7 +58,7 @@ impl AgentCore {
         }
         self.save.close(&mut self.cache, id);
         self.cancel_match_lookups(id);
-        self.cache.sizes.release(session.size_class);
+        self.cache.release_size_class(session.size_class);
     }
 
     /// Sends the reply to a request.

@@ -54,11 +54,6 @@ impl<R> Lease<R> {
     pub(super) fn new(frame: FrameIndex) -> Lease<R> {
         Lease { frame, right: PhantomData }
     }
-
-    /// Redeems the lease; the caller changes the state of the frame.
-    pub(super) fn end(self) -> FrameIndex {
-        self.frame
-    }
 }
 
 impl Cache {

@@ -48,7 +48,7 @@ impl Cache {
 
     /// Frees a reserved slot.
     pub(crate) fn discard(&mut self, lease: Lease<Write>) {
-        self.free_frame(lease.end());
+        self.free_frame(lease.redeem());
     }
 
     /// Address of a slot.
@@ -93,7 +93,7 @@ impl Cache {
         checksums: &[u32],
         priority: Priority,
     ) -> Lease<Save> {
-        let frame = lease.end();
+        let frame = lease.redeem();
         self.set_checksums(frame, checksums);
         let size_class = self.frames.get(frame).size_class;
         let entry = match self.index.find(&key) {
@@ -153,7 +153,7 @@ impl Cache {
             self.index.entry_mut(entry).set_origin(BlockOrigin::Placed);
             return Some(lease);
         }
-        let frame = lease.end();
+        let frame = lease.redeem();
         if position == EvictionPosition::First {
             self.evict_first(frame);
         }
@@ -191,7 +191,7 @@ impl Cache {
 
     /// Makes the frame of a block without a record clean: nothing will save it.
     pub(crate) fn not_saved(&mut self, lease: Lease<Save>) -> (EntryIndex, FrameIndex) {
-        let frame = lease.end();
+        let frame = lease.redeem();
         self.set_frame_state(frame, FrameState::Clean);
         (self.frames.get(frame).entry().expect("a readable block can be found"), frame)
     }
@@ -210,11 +210,6 @@ impl Cache {
     pub(crate) fn key_of(&self, lease: &Lease<Save>) -> BlockKey {
         let entry = self.frames.get(lease.frame()).entry().expect("an unsaved block can be found");
         self.index.entry(entry).key()
-    }
-
-    /// Returns the entry of a block.
-    pub(crate) fn find(&self, key: &BlockKey) -> Option<EntryIndex> {
-        self.index.find(key)
     }
 
     /// Allocates space on a device and charges its tenant; `None` if the device has none.

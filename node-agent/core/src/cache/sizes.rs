@@ -13,7 +13,7 @@ use crate::cache::accounts::TenantIndex;
 use crate::cache::arena::{Arena, SlotGroupId};
 use crate::cache::frames::FrameIndex;
 use crate::effect::{Access, RegionId};
-use crate::limits::SIZE_CLASSES_MAX;
+use crate::limits::{INDEX_RESERVE_MAX, SIZE_CLASSES_MAX};
 use crate::regions::RegionSet;
 
 /// Number of a size class.
@@ -141,6 +141,17 @@ impl Cache {
     pub(crate) fn intern(&mut self, tenant: TenantId, layout: Layout) -> Option<SizeClassId> {
         let index = self.accounts.register(tenant)?;
         self.sizes.intern((tenant, index), layout, &mut self.arena)
+    }
+
+    /// Returns the size class of a session that opens, and makes room in the index for as many blocks as
+    /// there is space for; `None` if a table is full.
+    pub(crate) fn open(&mut self, tenant: TenantId, layout: Layout) -> Option<SizeClassId> {
+        let size_class = self.intern(tenant, layout)?;
+        self.sizes.hold(size_class);
+        let bytes = self.devices.usage().capacity_bytes + self.arena.bytes();
+        let blocks = bytes / self.sizes.get(size_class).slot_bytes;
+        self.index.reserve(blocks.min(INDEX_RESERVE_MAX) as usize);
+        Some(size_class)
     }
 
     /// Whether a tenant's layout has a number.

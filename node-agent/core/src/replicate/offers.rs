@@ -24,7 +24,7 @@ impl Replicate {
     ) -> u32 {
         let Some(Batch { reason, size_class, .. }) = self.outbound.batches.get(batch) else { return 0 };
         let (reason, size_class) = (*reason, *size_class);
-        let SizeClass { tenant, layout, slot_bytes, .. } = *cache.sizes.get(size_class);
+        let SizeClass { tenant, layout, slot_bytes, .. } = *cache.size_class(size_class);
         keys.retain(|key| is_replicable(cache, key, size_class));
         let allowed = keys.iter().take_while(|_| self.bandwidth.take(slot_bytes, cx.now).is_ok()).count();
         keys.truncate(allowed);

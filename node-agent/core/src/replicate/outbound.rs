@@ -184,6 +184,6 @@ impl Batch {
 
 /// Whether a block is on this node, durable, and of a size class. Others are not replicated.
 pub(super) fn is_replicable(cache: &Cache, key: &BlockKey, size_class: SizeClassId) -> bool {
-    let state = cache.index.find(key).map(|entry| cache.index.entry(entry));
+    let state = cache.find(key).map(|entry| cache.entry(entry));
     state.is_some_and(|state| state.size_class() == size_class && state.stored().is_some())
 }

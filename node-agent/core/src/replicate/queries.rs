@@ -120,7 +120,7 @@ impl Replicate {
     fn query(&mut self, cache: &Cache, cx: &mut Context, id: SlabId, available: u64) {
         let now = cx.now;
         let Some(batch) = self.outbound.batches.get_mut(id) else { return };
-        let slot_bytes = cache.sizes.get(batch.size_class).slot_bytes;
+        let slot_bytes = cache.slot_bytes(batch.size_class);
         let coming = batch.blocks.iter().filter(|block| block.is_pending(now)).count();
         let fresh = batch.blocks.len() - coming;
         let offered = usize::try_from((available / slot_bytes).max(1)).unwrap_or(usize::MAX).min(fresh);
@@ -248,7 +248,7 @@ impl Replicate {
         size_class: SizeClassId,
         block: OutboundBlock,
     ) -> DropResult {
-        let bytes = nvme_bytes(cache.sizes.get(size_class).slot_bytes);
+        let bytes = nvme_bytes(cache.slot_bytes(size_class));
         if let PlaceReason::Move(to) = reason {
             let dropped = self.drop_moved(cache, &block.key, size_class, to);
             if dropped == DropResult::NotNow {

@@ -205,7 +205,7 @@ impl Save {
         ensure!(groups == timers, "{groups} groups of reservations, {timers} timers");
         let mut bytes = 0;
         for (id, Reservation { lease, .. }) in self.reservations.iter() {
-            let state = cache.frames.get(lease.frame()).state;
+            let state = cache.frame(lease.frame()).state;
             ensure!(state == FrameState::Reserved, "{id:?} reserves a frame that is {state:?}");
             bytes += cache.slot(lease).bytes;
         }

@@ -475,7 +475,7 @@ impl Save {
         let mut waiting: BTreeMap<SlabId, u32> = BTreeMap::new();
         let (mut bytes, mut of_replicas) = (0, 0);
         for (id, record) in self.writeback.unsaved.iter() {
-            let state = cache.frames.get(record.lease.frame()).state;
+            let state = cache.frame(record.lease.frame()).state;
             ensure!(state == FrameState::Unsaved(id.slot()), "{id:?} saves a frame that is {state:?}");
             let slot_bytes = cache.slot(&record.lease).bytes;
             bytes += slot_bytes;
