@@ -31,11 +31,10 @@ use std::collections::BTreeMap;
 
 use reprise_policy::{BlockKey, DrainProgress, NodeMode, SessionId, SlotSet, Tick};
 
-use crate::agent::fills::Fill;
+use crate::agent::block_sources::Retry;
 use crate::agent::inbound::Inbound;
 use crate::agent::loads::Load;
 use crate::agent::lookups::Lookup;
-use crate::agent::peers::Peers;
 use crate::agent::serves::{Serve, ServeShare};
 use crate::agent::sessions::{Reservation, ReservationGroup, Session};
 use crate::agent::tickets::TicketState;
@@ -48,23 +47,22 @@ use crate::quota::Quotas;
 use crate::replicate::Replicate;
 use crate::slab::{Slab, SlabId};
 use crate::timers::Timers;
-use crate::transfer::Waits;
+use crate::transfer::{Transfer, TransferOutcome};
+use crate::waiter::WaiterOwner;
 
 /// Context of the current event of a core.
 macro_rules! context {
     ($core:expr) => {
-        &mut crate::context::Context { now: $core.now, effects: &mut $core.out }
+        &mut crate::context::Context { now: $core.now, settings: &$core.settings, effects: &mut $core.out }
     };
 }
 
 mod audit;
 mod block_sources;
 mod commits;
-mod fills;
 mod inbound;
 mod loads;
 mod lookups;
-mod peers;
 mod progress;
 mod serves;
 mod sessions;
@@ -109,11 +107,9 @@ pub struct AgentCore {
     tickets: Slab<TicketState>,
     loads: Slab<Load>,
     lookups: Slab<Lookup>,
-    fills: Slab<Fill>,
-    waits: Waits,
-    /// Number of fetches started.
-    fetches: u64,
-    peers: Peers,
+    /// Loads whose fills failed before they were answered.
+    retries: BTreeMap<SlabId, Retry>,
+    transfer: Transfer,
     serves: BTreeMap<ServeId, Serve>,
     serve_share: ServeShare,
     replicate: Replicate,
@@ -147,10 +143,8 @@ impl AgentCore {
             tickets: Slab::new(),
             loads: Slab::new(),
             lookups: Slab::new(),
-            fills: Slab::new(),
-            waits: Waits::new(),
-            fetches: 0,
-            peers: Peers::default(),
+            retries: BTreeMap::new(),
+            transfer: Transfer::new(),
             serves: BTreeMap::new(),
             serve_share: ServeShare::default(),
             replicate: Replicate::new(&settings),
@@ -191,26 +185,75 @@ impl AgentCore {
         std::mem::swap(&mut self.out, effects);
     }
 
-    /// Passes the consequences of the cache to their receivers.
+    /// Passes the outcomes of owners to their receivers, until none is left. Loads try another source after
+    /// all waiters of a failed fill have released its slot.
     fn route(&mut self) {
-        while let Some(outcomes) = self.cache.take_outcomes() {
-            let CacheOutcomes { arena_full, capacity_changed, recovered, stored, batches } = outcomes;
-            if arena_full {
-                self.expedite_writeback();
-            }
-            for DoneBatch { batch, stored } in batches {
-                self.batch_done(batch, &stored);
-            }
-            if stored > 0 {
-                self.replicate.note_saved(self.now, stored);
-            }
-            if recovered {
-                self.quota.recheck(&self.cache);
-            }
-            if capacity_changed {
-                self.quota.update(&mut self.cache, context!(self));
+        loop {
+            if let Some(outcomes) = self.cache.take_outcomes() {
+                self.route_cache(outcomes);
+            } else if self.transfer.has_outcomes() {
+                self.route_transfer();
+            } else if let Some((load, retry)) = self.retries.pop_first() {
+                self.retry_other_source(load, retry);
+            } else {
+                return;
             }
         }
+    }
+
+    fn route_cache(&mut self, outcomes: CacheOutcomes) {
+        let CacheOutcomes { arena_full, capacity_changed, recovered, stored, batches } = outcomes;
+        if arena_full {
+            self.expedite_writeback();
+        }
+        for DoneBatch { batch, stored } in batches {
+            self.batch_done(batch, &stored);
+        }
+        if stored > 0 {
+            self.replicate.note_saved(self.now, stored);
+        }
+        if recovered {
+            self.quota.recheck(&self.cache);
+        }
+        if capacity_changed {
+            self.quota.update(&mut self.cache, context!(self));
+        }
+    }
+
+    fn route_transfer(&mut self) {
+        let mut outcomes = self.transfer.take_outcomes();
+        for outcome in outcomes.drain(..) {
+            match outcome {
+                TransferOutcome::Attached(waiter, attached) => match waiter.owner {
+                    WaiterOwner::Load => self.load_attached(waiter, attached),
+                    WaiterOwner::Serve => self.serve_attached(waiter, attached),
+                },
+                TransferOutcome::Refused(waiter, reason) => match waiter.owner {
+                    WaiterOwner::Load => self.lose_block(SlabId(waiter.object), waiter.block, reason),
+                    WaiterOwner::Serve => self.serve_absent(ServeId(waiter.object), waiter.block),
+                },
+                TransferOutcome::Advanced(waiter, advanced) => match waiter.owner {
+                    WaiterOwner::Load => self.load_advanced(waiter, advanced),
+                    WaiterOwner::Serve => self.stream_layers(
+                        ServeId(waiter.object),
+                        waiter.block,
+                        u32::from(advanced.from)..u32::from(advanced.to),
+                    ),
+                },
+                TransferOutcome::Failed(waiter, failed) => match waiter.owner {
+                    WaiterOwner::Load => self.load_failed(waiter, failed),
+                    WaiterOwner::Serve => self.serve_failed(ServeId(waiter.object), waiter.block),
+                },
+                TransferOutcome::Retained { frame, position } => self.save_replica(frame, position),
+                TransferOutcome::Started { owner: WaiterOwner::Load, object } => {
+                    self.publish_progress(SlabId(object));
+                }
+                TransferOutcome::Started { owner: WaiterOwner::Serve, object } => {
+                    self.end_serve_if_complete(ServeId(object));
+                }
+            }
+        }
+        self.transfer.reuse(outcomes);
     }
 
     /// Time at which to send `Event::Tick` if no other event arrives before; `None` if time alone changes
@@ -226,6 +269,7 @@ impl AgentCore {
         let mut counters = self.counters.clone();
         self.set_gauges(&mut counters);
         self.cache.set_counters(&mut counters);
+        self.transfer.set_counters(&mut counters);
         self.replicate.set_counters(&mut counters);
         counters
     }
@@ -251,7 +295,9 @@ impl AgentCore {
             Event::Recovered { device, blocks } => self.cache.recovered(device, blocks),
             Event::DeviceDetached { device } => self.cache.detach_device(device),
             Event::PoolFree { permille } => self.cache.set_pool_free(permille),
-            Event::Fill { fill, update } => self.fill_update(SlabId(fill.0), update),
+            Event::Fill { fill, update } => {
+                self.transfer.update(&mut self.cache, context!(self), SlabId(fill.0), update);
+            }
             Event::LookupAnswered { lookup, found } => self.lookup_answered(SlabId(lookup.0), found),
             Event::LookupFailed { lookup } => self.lookup_failed(SlabId(lookup.0)),
             Event::CheckDone { check, integrity } => {
@@ -385,12 +431,11 @@ impl AgentCore {
     fn set_gauges(&self, counters: &mut Counters) {
         counters.sessions = self.sessions.len() as u64;
         counters.loads_held = self.loads.len() as u64;
-        counters.fills_in_flight = self.fills.len() as u64;
         counters.serves_in_flight = self.serves.len() as u64;
         let drain = self.replicate.progress();
         counters.drained = u64::from(drain.drained && self.writeback.unsaved.len() == 0);
         counters.pulls_waiting = self.inbound.waiting() as u64;
-        counters.pulls_in_flight_bytes = self.inbound.in_flight_bytes();
+        counters.pulls_in_flight_bytes = self.pulls_in_flight_bytes();
         counters.reserved_bytes = self.reserved_bytes;
         counters.unsaved_bytes = self.writeback.unsaved_bytes();
         counters.unsaved_blocks = self.writeback.unsaved.len() as u64;

@@ -4,14 +4,13 @@ use std::collections::BTreeMap;
 
 use reprise_policy::TenantId;
 
-use crate::agent::AgentCore;
-use crate::agent::fills::FillSource;
 use crate::agent::loads::{LoadBlock, Stage};
 use crate::agent::serves::ServeBlock;
+use crate::agent::{AgentCore, loads, serves};
 use crate::cache::{CopyState, Dram, FrameIndex, FrameState, nvme_bytes};
-use crate::effect::ServeId;
 use crate::slab::SlabId;
-use crate::waiter::WaiterOwner;
+use crate::transfer::KnownWait;
+use crate::waiter::WaiterId;
 
 /// Slots and bytes of a tenant in one tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -28,6 +27,7 @@ impl AgentCore {
     pub fn audit(&self) -> Result<(), String> {
         self.audit_frames()?;
         self.cache.audit()?;
+        self.transfer.audit(&self.cache)?;
         self.audit_leases()?;
         self.audit_waiters()?;
         self.audit_tenants()?;
@@ -41,6 +41,7 @@ impl AgentCore {
 
     fn audit_frames(&self) -> Result<(), String> {
         let (mut slots, mut reserved, mut evictable, mut retired) = (BTreeMap::new(), 0, 0, 0);
+        let fills: BTreeMap<u32, FrameIndex> = self.transfer.frames().collect();
         for (index, frame) in self.cache.frames.iter() {
             let slot = self.cache.arena.slot(frame.place);
             ensure!(slots.insert((slot.region, slot.offset), index).is_none(), "{slot:?} is in two frames");
@@ -59,8 +60,7 @@ impl AgentCore {
                     ensure!(entry.is_none() && frame.leases == 0, "{slot:?} is reserved and readable");
                 }
                 FrameState::Filling(fill) => {
-                    let fill = self.fills.at(fill).ok_or(format!("{slot:?}: no such fill"))?;
-                    ensure!(fill.frame == index, "{slot:?} and its fill disagree");
+                    ensure!(fills.get(&fill) == Some(&index), "{slot:?} and its fill disagree");
                     ensure!(entry.is_none() || findable, "{slot:?}: its entry does not refer to the fill");
                 }
                 FrameState::Unsaved(record) => {
@@ -143,55 +143,27 @@ impl AgentCore {
         Ok(())
     }
 
-    /// Checks that fills, loads and serves refer to each other, and that the progress of each load matches
-    /// its blocks.
+    /// Checks that the waits of fills and the waiting blocks of loads and serves refer to each other, and that
+    /// the progress of each load matches its blocks.
     fn audit_waiters(&self) -> Result<(), String> {
-        let mut waits = 0;
-        for (id, fill) in self.fills.iter() {
-            let state = self.cache.frames.get(fill.frame).state;
-            ensure!(state == FrameState::Filling(id.slot()), "{id:?} fills a frame that is {state:?}");
-            for (wait, waiter) in self.waits.of(&fill.waiters) {
-                waits += 1;
-                let (object, at) = (waiter.object, waiter.block as usize);
-                let block = match waiter.owner {
-                    WaiterOwner::Load => {
-                        self.loads.get(SlabId(object)).and_then(|load| match &load.blocks[at] {
-                            LoadBlock::Waiting { lease, wait, layers, .. } => {
-                                Some((lease.frame(), *wait, Some(u32::from(*layers))))
-                            }
-                            _ => None,
-                        })
-                    }
-                    WaiterOwner::Serve => {
-                        self.serves.get(&ServeId(object)).and_then(|serve| match &serve.blocks[at] {
-                            ServeBlock::Waiting { lease, wait, .. } => Some((lease.frame(), *wait, None)),
-                            _ => None,
-                        })
-                    }
-                };
-                let is_known = block.is_some_and(|(frame, known, layers)| {
-                    (frame, known) == (fill.frame, wait) && layers.is_none_or(|layers| layers == fill.layers)
-                });
-                ensure!(is_known, "{waiter:?} does not refer to {wait:?} of {id:?}");
+        let mut waits: BTreeMap<WaiterId, KnownWait> = self.transfer.waits().collect();
+        for (id, load) in self.loads.iter() {
+            for (at, block) in (0..).zip(&load.blocks) {
+                let LoadBlock::Waiting { lease, wait, layers, .. } = block else { continue };
+                let known = waits.remove(&loads::waiter(id, at));
+                let own = KnownWait { wait: *wait, frame: lease.frame(), layers: *layers };
+                ensure!(known == Some(own), "{id:?}: block {at} waits as {own:?}, its fill knows {known:?}");
             }
         }
-        ensure!(waits == self.waits.len(), "{waits} waits of fills, {} in the table", self.waits.len());
-        let of_loads = self.loads.iter().flat_map(|(_, load)| &load.blocks);
-        let of_loads = of_loads.filter(|block| matches!(block, LoadBlock::Waiting { .. })).count();
-        let of_serves = self.serves.values().flat_map(|serve| &serve.blocks);
-        let of_serves = of_serves.filter(|block| matches!(block, ServeBlock::Waiting { .. })).count();
-        let blocks = of_loads + of_serves;
-        ensure!(waits == blocks, "{blocks} blocks wait, {waits} waits");
-        let bytes_from_peers: u64 = self
-            .fills
-            .iter()
-            .filter(|(_, fill)| matches!(fill.origin, FillSource::Peer(_)))
-            .map(|(_, fill)| self.cache.frame_slot(fill.frame).bytes)
-            .sum();
-        ensure!(
-            bytes_from_peers == self.peers.queued_bytes(),
-            "{bytes_from_peers} bytes requested from peers, not as counted"
-        );
+        for (id, serve) in &self.serves {
+            for (at, block) in (0..).zip(&serve.blocks) {
+                let ServeBlock::Waiting { lease, wait, .. } = block else { continue };
+                let known = waits.remove(&serves::waiter(*id, at));
+                let fits = known.is_some_and(|known| (known.wait, known.frame) == (*wait, lease.frame()));
+                ensure!(fits, "{id:?}: block {at} waits, its fill knows {known:?}");
+            }
+        }
+        ensure!(waits.is_empty(), "waits without a block: {waits:?}");
         for (id, load) in self.loads.iter() {
             let mut pending = 0;
             let mut ready = self.cache.sizes.get(load.size_class).layout.layers();

@@ -15,19 +15,18 @@
 //! block in use. Otherwise it is an ordinary block from the start of its fetch: loads attach to it, and a
 //! commit of the same block replaces it.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 
 use reprise_policy::{BlockKey, NodeId, NodeMode, Tick};
 
 use crate::agent::AgentCore;
-use crate::agent::fills::{Fill, FillSource, Retention};
 use crate::agent::tickets::TicketList;
 use crate::agent::writeback::queue::WriteCause;
 use crate::cache::{
     BlockOrigin, EvictionPosition, FrameIndex, FrameState, OfferedBlock, PendingSpace, SizeClass, SizeClassId,
 };
-use crate::effect::{Diagnostic, Effect, LossReason, PeerBlock};
+use crate::effect::{Diagnostic, Effect, LossReason};
 use crate::event::PeerOffer;
 use crate::limits::{
     OFFER_RETRY_MAX, OFFERED_SIZE_CLASSES_MAX, PLACE_KEYS_MAX, PLACE_RETRY, PULL_RETRY, PULL_WAIT_MAX,
@@ -40,8 +39,6 @@ pub(crate) struct Inbound {
     waiting: VecDeque<Pull>,
     /// Keys of the pulls in `waiting`.
     keys: BTreeSet<BlockKey>,
-    /// Slot bytes of replicas that are being fetched or written.
-    in_flight_bytes: u64,
     /// Time of the next attempt, after the arena had no room.
     retry_at: Option<Tick>,
     /// Whether the rejection of new layouts was reported.
@@ -60,7 +57,7 @@ struct Pull {
 /// Result of an attempt to start a pull.
 enum PullOutcome {
     /// The fetch was started.
-    Fetched(PeerBlock),
+    Fetched,
     /// The arena has no room for the size class now.
     NoRoom,
     /// The block is here, is being fetched for a load, or cannot be stored.
@@ -78,11 +75,6 @@ impl Inbound {
     /// Number of accepted blocks that are not being fetched yet.
     pub(crate) fn waiting(&self) -> usize {
         self.waiting.len()
-    }
-
-    /// Slot bytes of replicas that are being fetched or written.
-    pub(crate) fn in_flight_bytes(&self) -> u64 {
-        self.in_flight_bytes
     }
 
     /// Time at which to continue if no event arrives before.
@@ -168,7 +160,7 @@ impl AgentCore {
                 return Ok(());
             }
             OfferedBlock::Filling(fill) => {
-                self.retain_fill(fill);
+                self.transfer.retain(&mut self.cache, fill);
                 return Ok(());
             }
             OfferedBlock::Unknown => {}
@@ -187,34 +179,6 @@ impl AgentCore {
         Ok(())
     }
 
-    /// Marks a fetch for a load so that its block becomes durable here.
-    fn retain_fill(&mut self, slot: u32) {
-        let Some(fill) = self.fills.at_mut(slot) else { return };
-        let is_read = matches!(fill.origin, FillSource::Device(_));
-        if !is_read && std::mem::replace(&mut fill.keep, Retention::Saved) == Retention::Cached {
-            let frame = fill.frame;
-            let SizeClass { slot_bytes, tenant_index, .. } =
-                *self.cache.sizes.get(self.cache.frames.get(frame).size_class);
-            self.inbound.in_flight_bytes += slot_bytes;
-            self.cache.pending_space.add(tenant_index, slot_bytes);
-        }
-    }
-
-    /// Releases the pending space of a fill that has ended.
-    pub(crate) fn release_pending(&mut self, fill: &Fill) {
-        if fill.keep == Retention::Saved {
-            let SizeClass { slot_bytes, tenant_index, .. } =
-                *self.cache.sizes.get(self.cache.frames.get(fill.frame).size_class);
-            self.cache.pending_space.remove(tenant_index, slot_bytes);
-            self.release_pending_frame(fill.frame);
-        }
-    }
-
-    /// Counts a replica that is no longer being fetched or written.
-    pub(crate) fn release_pending_frame(&mut self, frame: FrameIndex) {
-        self.inbound.in_flight_bytes -= self.cache.frame_slot(frame).bytes;
-    }
-
     /// Queues a block in DRAM for writing, as a replica.
     pub(crate) fn save_replica(&mut self, frame: FrameIndex, position: EvictionPosition) {
         let lane = self.lane_of(frame, WriteCause::Replicated);
@@ -222,7 +186,6 @@ impl AgentCore {
         {
             let entry = self.cache.frames.get(frame).entry().expect("a clean frame can be found");
             self.cache.index.entry_mut(entry).set_origin(BlockOrigin::Placed);
-            self.inbound.in_flight_bytes += lane.slot_bytes;
             self.queue_save((lane, position), frame, TicketList::default(), None);
         } else if position == EvictionPosition::First {
             self.cache.evict_first(frame);
@@ -238,7 +201,6 @@ impl AgentCore {
             return;
         }
         self.inbound.retry_at = None;
-        let mut groups: BTreeMap<(NodeId, SizeClassId), Vec<PeerBlock>> = BTreeMap::new();
         let (mut passed, mut stalled) = (Vec::new(), BTreeSet::new());
         while let Some(pull) = self.inbound.waiting.front().copied() {
             let late = pull.since.after(PULL_WAIT_MAX) <= self.now;
@@ -253,10 +215,7 @@ impl AgentCore {
             };
             self.inbound.waiting.pop_front();
             match begun {
-                PullOutcome::Fetched(block) => {
-                    groups.entry((pull.from, pull.size_class)).or_default().push(block);
-                    self.remove_pull(&pull);
-                }
+                PullOutcome::Fetched => self.remove_pull(&pull),
                 PullOutcome::NoRoom => {
                     stalled.insert(pull.size_class);
                     passed.push(pull);
@@ -273,10 +232,7 @@ impl AgentCore {
             self.inbound.retry_at = Some(self.now.after(PULL_RETRY));
         }
         passed.into_iter().rev().for_each(|pull| self.inbound.waiting.push_front(pull));
-        for ((node, size_class), blocks) in groups {
-            let layout = self.cache.sizes.get(size_class).layout;
-            self.emit_fetch(node, layout, blocks, self.settings.load_deadline_default);
-        }
+        self.transfer.send_fetches(&self.cache, context!(self));
     }
 
     /// Unsaved slot bytes that count against the engines' share of the arena. Replicas have their own share;
@@ -285,10 +241,15 @@ impl AgentCore {
         self.writeback.unsaved_bytes() - self.writeback.replicated_bytes().min(self.cache.pull_bytes_max())
     }
 
+    /// Slot bytes of replicas that are being fetched or written.
+    pub(crate) fn pulls_in_flight_bytes(&self) -> u64 {
+        self.transfer.retained_bytes() + self.writeback.replicated_bytes()
+    }
+
     /// Whether one more block of a size class may be fetched.
     fn may_pull(&self, size_class: SizeClassId) -> bool {
         let bytes_max = self.cache.pull_bytes_max();
-        let in_flight = self.inbound.in_flight_bytes;
+        let in_flight = self.pulls_in_flight_bytes();
         in_flight == 0 || in_flight + self.cache.sizes.get(size_class).slot_bytes <= bytes_max
     }
 
@@ -301,7 +262,7 @@ impl AgentCore {
                 return PullOutcome::Needless;
             }
             OfferedBlock::Filling(fill) => {
-                self.retain_fill(fill);
+                self.transfer.retain(&mut self.cache, fill);
                 return PullOutcome::Needless;
             }
             OfferedBlock::Durable | OfferedBlock::Foreign => return PullOutcome::Needless,
@@ -309,13 +270,8 @@ impl AgentCore {
         if !self.still_has_room(pull.size_class) {
             return PullOutcome::Dropped;
         }
-        match self.begin_peer_fill((pull.key, pull.size_class), pull.from, None, BlockOrigin::Placed) {
-            Ok((frame, block)) => {
-                if let FrameState::Filling(fill) = self.cache.frames.get(frame).state {
-                    self.retain_fill(fill);
-                }
-                PullOutcome::Fetched(block)
-            }
+        match self.transfer.pull(&mut self.cache, (pull.key, pull.size_class), pull.from) {
+            Ok(()) => PullOutcome::Fetched,
             Err(LossReason::NoSpace) => PullOutcome::NoRoom,
             Err(_) => PullOutcome::Needless,
         }
@@ -347,17 +303,11 @@ impl AgentCore {
 
     /// Checks the counts of replicas, and that a block waits once, for the audit.
     pub(crate) fn audit_inbound(&self) -> Result<(), String> {
-        let Inbound { waiting, keys, in_flight_bytes, .. } = &self.inbound;
+        let Inbound { waiting, keys, .. } = &self.inbound;
         let same = waiting.iter().all(|pull| keys.contains(&pull.key)) && waiting.len() == keys.len();
         if !same {
             return Err(format!("{} waiting pulls, {} keys", waiting.len(), keys.len()));
         }
-        let fills =
-            self.fills.iter().filter(|(_, fill)| fill.keep == Retention::Saved).map(|(_, fill)| fill.frame);
-        let unsaved =
-            self.writeback.unsaved.iter().filter(|(_, block)| block.cause == WriteCause::Replicated);
-        let frames = fills.chain(unsaved.map(|(_, block)| block.frame));
-        let sum: u64 = frames.map(|frame| self.cache.frame_slot(frame).bytes).sum();
         let unsaved =
             self.writeback.unsaved.iter().filter(|(_, block)| block.cause == WriteCause::Replicated);
         let unsaved: u64 = unsaved.map(|(_, block)| self.cache.frame_slot(block.frame).bytes).sum();
@@ -367,15 +317,11 @@ impl AgentCore {
                 self.writeback.replicated_bytes()
             ));
         }
-        if sum != *in_flight_bytes {
-            return Err(format!("{sum} bytes of replicas in flight, {in_flight_bytes} counted"));
-        }
         self.audit_pending_space()
     }
 
     fn audit_pending_space(&self) -> Result<(), String> {
-        let saved = self.fills.iter().filter(|(_, fill)| fill.keep == Retention::Saved);
-        let frames = saved.map(|(_, fill)| fill.frame);
+        let frames = self.transfer.retained();
         let frames = frames.chain(self.writeback.unsaved.iter().map(|(_, block)| block.frame));
         let size_classes = frames.map(|frame| self.cache.frames.get(frame).size_class);
         let mut pending = PendingSpace::default();

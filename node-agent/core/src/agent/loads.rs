@@ -170,7 +170,7 @@ impl AgentCore {
                 LoadBlock::Unplaced => self.lose_block(id, at, LossReason::Deadline),
                 LoadBlock::Waiting { wait, .. } => {
                     let Some((lease, layers)) = load.detach(at) else { continue };
-                    self.detach_waiter(wait, waiter(id, at));
+                    self.transfer.detach(wait, waiter(id, at));
                     let held = if answered {
                         LoadBlock::Held { lease }
                     } else {
@@ -227,7 +227,7 @@ impl AgentCore {
         for (at, block) in (0..).zip(load.blocks) {
             match block {
                 LoadBlock::Waiting { lease, wait, .. } => {
-                    self.detach_waiter(wait, waiter(id, at));
+                    self.transfer.detach(wait, waiter(id, at));
                     self.cache.release(lease);
                 }
                 LoadBlock::Ready { lease, .. } | LoadBlock::Held { lease } => self.cache.release(lease),

@@ -433,7 +433,6 @@ impl AgentCore {
         self.cache.frames.get_mut(frame).position = EvictionPosition::Last;
         if std::mem::replace(&mut block.cause, WriteCause::Committed) == WriteCause::Replicated {
             self.writeback.replicated_bytes -= self.cache.frame_slot(frame).bytes;
-            self.release_pending_frame(frame);
         }
     }
 
@@ -445,7 +444,6 @@ impl AgentCore {
         self.cache.pending_space.remove(tenant, slot_bytes);
         if ended.cause == WriteCause::Replicated {
             self.writeback.replicated_bytes -= slot_bytes;
-            self.release_pending_frame(ended.frame);
         }
         let entry = self.cache.frames.get(ended.frame).entry().expect("an unsaved block can be found");
         let key = self.cache.index.entry(entry).key();

@@ -30,6 +30,10 @@ pub(crate) struct Lease<R> {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Read {}
 
+/// Right to fill a slot, until [`Cache::finish_fill`] or [`Cache::fail_fill`].
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Fill {}
+
 const _: () = assert!(size_of::<Lease<Read>>() == 4, "loads hold 8,192 leases each");
 
 impl<R> Lease<R> {
