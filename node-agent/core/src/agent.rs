@@ -29,25 +29,25 @@
 
 use std::collections::BTreeMap;
 
-use reprise_policy::{BlockKey, DrainProgress, NodeId, NodeMode, SessionId, SlotSet, Tick};
+use reprise_policy::{BlockKey, DrainProgress, NodeMode, SessionId, SlotSet, Tick};
 
-use crate::agent::fills::{Fill, FillSource, Retention};
+use crate::agent::block_sources::Retry;
 use crate::agent::loads::Load;
 use crate::agent::lookups::Lookup;
-use crate::agent::peers::Peers;
 use crate::agent::serves::{Serve, ServeShare};
 use crate::agent::sessions::Session;
-use crate::cache::{Cache, CacheOutcomes, DoneBatch, EvictionPosition, FrameState, SizeClassId};
+use crate::cache::{Cache, CacheOutcomes, DoneBatch, EvictionPosition};
 use crate::context::Caller;
-use crate::effect::{DeviceId, Effect, LossReason, PeerBlock, RegionId, Reply, ServeId};
+use crate::effect::{DeviceId, Effect, RegionId, Reply, ServeId};
 use crate::event::{Event, Request, RequestId};
 use crate::pool::{DevicePool, PoolUsage, StoredBlock};
 use crate::quota::Quotas;
-use crate::replicate::{Pull, PullStep, Replicate, ReplicateOutcome};
+use crate::replicate::{PullStep, Replicate, ReplicateOutcome};
 use crate::save::Save;
 use crate::slab::{Slab, SlabId};
 use crate::timers::Timers;
-use crate::transfer::Waits;
+use crate::transfer::{Transfer, TransferOutcome};
+use crate::waiter::WaiterOwner;
 
 /// Context of the current event of a core.
 macro_rules! context {
@@ -58,10 +58,8 @@ macro_rules! context {
 
 mod audit;
 mod block_sources;
-mod fills;
 mod loads;
 mod lookups;
-mod peers;
 mod progress;
 mod serves;
 mod sessions;
@@ -106,16 +104,12 @@ pub struct AgentCore {
     sessions: BTreeMap<SessionId, Session>,
     loads: Slab<Load>,
     lookups: Slab<Lookup>,
-    fills: Slab<Fill>,
-    waits: Waits,
-    /// Number of fetches started.
-    fetches: u64,
-    peers: Peers,
+    /// Loads whose fills failed before they were answered.
+    retries: BTreeMap<SlabId, Retry>,
+    transfer: Transfer,
     serves: BTreeMap<ServeId, Serve>,
     serve_share: ServeShare,
     replicate: Replicate,
-    /// Slot bytes of blocks that are fetched to become durable here.
-    retained_bytes: u64,
     timers: Timers<Timer>,
     counters: Counters,
 }
@@ -141,14 +135,11 @@ impl AgentCore {
             sessions: BTreeMap::new(),
             loads: Slab::new(),
             lookups: Slab::new(),
-            fills: Slab::new(),
-            waits: Waits::new(),
-            fetches: 0,
-            peers: Peers::default(),
+            retries: BTreeMap::new(),
+            transfer: Transfer::new(),
             serves: BTreeMap::new(),
             serve_share: ServeShare::default(),
             replicate: Replicate::new(&settings),
-            retained_bytes: 0,
             timers: Timers::default(),
             counters: Counters::default(),
             settings,
@@ -185,11 +176,16 @@ impl AgentCore {
         std::mem::swap(&mut self.out, effects);
     }
 
-    /// Passes the outcomes of owners to other owners, until no outcome is left.
+    /// Passes the outcomes of owners to their receivers, until none is left. Loads try another source after
+    /// all waiters of a failed fill have released its slot.
     fn route(&mut self) {
         loop {
             if let Some(outcomes) = self.cache.take_outcomes() {
                 self.route_cache(outcomes);
+            } else if self.transfer.has_outcomes() {
+                self.route_transfer();
+            } else if let Some((load, retry)) = self.retries.pop_first() {
+                self.retry_other_source(load, retry);
             } else if let Some(outcome) = self.replicate.take_outcome() {
                 self.route_replicate(&outcome);
             } else {
@@ -219,7 +215,7 @@ impl AgentCore {
 
     fn route_replicate(&mut self, outcome: &ReplicateOutcome) {
         match *outcome {
-            ReplicateOutcome::Retain { fill } => self.retain_fill(fill),
+            ReplicateOutcome::Retain { fill } => self.transfer.retain(&mut self.cache, fill),
             ReplicateOutcome::SaveReplica { frame } => {
                 self.save.save_replica(&mut self.cache, self.now, frame, EvictionPosition::Last);
             }
@@ -229,14 +225,12 @@ impl AgentCore {
     /// Starts the fetches of accepted blocks that there is room for.
     fn begin_pulls(&mut self) {
         let Some(mut round) = self.replicate.begin_pulls(self.now) else { return };
-        let mut groups: BTreeMap<(NodeId, SizeClassId), Vec<PeerBlock>> = BTreeMap::new();
         loop {
-            let in_flight = self.in_flight_bytes();
-            let step = self.replicate.next_pull(&mut self.cache, self.now, &mut round, in_flight);
-            match step {
+            let in_flight = self.pulls_in_flight_bytes();
+            match self.replicate.next_pull(&mut self.cache, self.now, &mut round, in_flight) {
                 Some(PullStep::Fetch(pull)) => {
-                    let group = (pull.from, pull.size_class);
-                    let begun = self.pull(&pull).map(|block| groups.entry(group).or_default().push(block));
+                    let block = (pull.key, pull.size_class);
+                    let begun = self.transfer.pull(&mut self.cache, block, pull.from);
                     self.replicate.pull_ended(&mut self.cache, &mut round, &pull, begun);
                 }
                 Some(PullStep::Passed) => {}
@@ -245,45 +239,50 @@ impl AgentCore {
             self.route();
         }
         self.replicate.end_pulls(self.now, round);
-        for ((node, size_class), blocks) in groups {
-            let layout = self.cache.size_class(size_class).layout;
-            self.emit_fetch(node, layout, blocks, self.settings.load_deadline_default);
-        }
-    }
-
-    /// Starts the fetch of an accepted block.
-    fn pull(&mut self, pull: &Pull) -> Result<PeerBlock, LossReason> {
-        let block = (pull.key, pull.size_class);
-        let (frame, peer_block) = self.begin_peer_fill(block, pull.from, None, BlockOrigin::Placed)?;
-        if let FrameState::Filling(fill) = self.cache.frame(frame).state {
-            self.retain_fill(fill);
-        }
-        Ok(peer_block)
+        self.transfer.send_fetches(&self.cache, context!(self));
     }
 
     /// Slot bytes of replicas that are being fetched or written.
-    fn in_flight_bytes(&self) -> u64 {
-        self.retained_bytes + self.save.replicated_bytes()
+    fn pulls_in_flight_bytes(&self) -> u64 {
+        self.transfer.retained_bytes() + self.save.replicated_bytes()
     }
 
-    /// Marks a fetch for a load so that its block becomes durable here.
-    fn retain_fill(&mut self, slot: u32) {
-        let Some(fill) = self.fills.at_mut(slot) else { return };
-        let is_read = matches!(fill.origin, FillSource::Device(_));
-        if !is_read && std::mem::replace(&mut fill.keep, Retention::Saved) == Retention::Cached {
-            let size_class = self.cache.frame(fill.frame).size_class;
-            self.retained_bytes += self.cache.slot_bytes(size_class);
-            self.cache.add_pending(size_class);
+    fn route_transfer(&mut self) {
+        let mut outcomes = self.transfer.take_outcomes();
+        for outcome in outcomes.drain(..) {
+            match outcome {
+                TransferOutcome::Attached(waiter, attached) => match waiter.owner {
+                    WaiterOwner::Load => self.load_attached(waiter, attached),
+                    WaiterOwner::Serve => self.serve_attached(waiter, attached),
+                },
+                TransferOutcome::Refused(waiter, reason) => match waiter.owner {
+                    WaiterOwner::Load => self.lose_block(SlabId(waiter.object), waiter.block, reason),
+                    WaiterOwner::Serve => self.serve_absent(ServeId(waiter.object), waiter.block),
+                },
+                TransferOutcome::Advanced(waiter, advanced) => match waiter.owner {
+                    WaiterOwner::Load => self.load_advanced(waiter, advanced),
+                    WaiterOwner::Serve => self.stream_layers(
+                        ServeId(waiter.object),
+                        waiter.block,
+                        u32::from(advanced.from)..u32::from(advanced.to),
+                    ),
+                },
+                TransferOutcome::Failed(waiter, failed) => match waiter.owner {
+                    WaiterOwner::Load => self.load_failed(waiter, failed),
+                    WaiterOwner::Serve => self.serve_failed(ServeId(waiter.object), waiter.block),
+                },
+                TransferOutcome::Retained { frame, position } => {
+                    self.save.save_replica(&mut self.cache, self.now, frame, position);
+                }
+                TransferOutcome::Started { owner: WaiterOwner::Load, object } => {
+                    self.publish_progress(SlabId(object));
+                }
+                TransferOutcome::Started { owner: WaiterOwner::Serve, object } => {
+                    self.end_serve_if_complete(ServeId(object));
+                }
+            }
         }
-    }
-
-    /// Releases the pending space of a fill that has ended.
-    fn release_pending(&mut self, fill: &Fill) {
-        if fill.keep == Retention::Saved {
-            let size_class = self.cache.frame(fill.frame).size_class;
-            self.retained_bytes -= self.cache.slot_bytes(size_class);
-            self.cache.remove_pending(size_class);
-        }
+        self.transfer.reuse(outcomes);
     }
 
     /// Time at which to send `Event::Tick` if no other event arrives before; `None` if time alone changes
@@ -300,6 +299,7 @@ impl AgentCore {
         self.set_gauges(&mut counters);
         self.cache.set_counters(&mut counters);
         self.save.set_counters(&mut counters);
+        self.transfer.set_counters(&mut counters);
         self.replicate.set_counters(&mut counters);
         counters
     }
@@ -325,7 +325,9 @@ impl AgentCore {
             Event::Recovered { device, blocks } => self.cache.recovered(device, blocks),
             Event::DeviceDetached { device } => self.cache.detach_device(device),
             Event::PoolFree { permille } => self.cache.set_pool_free(permille),
-            Event::Fill { fill, update } => self.fill_update(SlabId(fill.0), update),
+            Event::Fill { fill, update } => {
+                self.transfer.update(&mut self.cache, context!(self), SlabId(fill.0), update);
+            }
             Event::LookupAnswered { lookup, found } => self.lookup_answered(SlabId(lookup.0), found),
             Event::LookupFailed { lookup } => self.lookup_failed(SlabId(lookup.0)),
             Event::CheckDone { check, integrity } => {
@@ -466,10 +468,9 @@ impl AgentCore {
     fn set_gauges(&self, counters: &mut Counters) {
         counters.sessions = self.sessions.len() as u64;
         counters.loads_held = self.loads.len() as u64;
-        counters.fills_in_flight = self.fills.len() as u64;
         counters.serves_in_flight = self.serves.len() as u64;
         let drain = self.replicate.progress();
         counters.drained = u64::from(drain.drained && self.save.unsaved_blocks() == 0);
-        counters.pulls_in_flight_bytes = self.in_flight_bytes();
+        counters.pulls_in_flight_bytes = self.pulls_in_flight_bytes();
     }
 }

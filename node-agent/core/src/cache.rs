@@ -5,7 +5,7 @@
 //!
 //! Files call only files before them in this order: tables (`index`, `arena`, `frames`, `checksums`, `sizes`,
 //! `accounts`, `devices`, `pending_space`), `blocks`, `lease`, `order`, `evict`, `operations`, `space`,
-//! `allocate`, then the others.
+//! `allocate`, `acquire`, then the others.
 
 use reprise_policy::key::HASH_SLOTS;
 use reprise_policy::{BlockKey, SlotSet, Tier};
@@ -29,6 +29,7 @@ mod checksums;
 mod describe;
 mod devices;
 mod evict;
+mod fill;
 mod frames;
 mod index;
 mod lease;
@@ -46,7 +47,7 @@ pub(crate) use arena::Arena;
 pub(crate) use devices::Devices;
 pub(crate) use frames::{EvictionPosition, FrameIndex, FrameState, Frames};
 pub(crate) use index::{Dram, Index};
-pub(crate) use lease::{Lease, Read, Save, Write};
+pub(crate) use lease::{Fill, Lease, Read, Save, Write};
 pub(crate) use pending_space::PendingSpace;
 pub(crate) use publish::{CommitTarget, Durability};
 pub(crate) use sizes::{SizeClass, SizeClassId, SizeClasses};

@@ -12,30 +12,29 @@ use crate::settings::Settings;
 pub(crate) struct Context<'a> {
     /// Time of the event.
     pub(crate) now: Tick,
+    /// Settings of the core.
     pub(crate) settings: &'a Settings,
     /// Effects of the event so far.
     pub(crate) effects: &'a mut Vec<Effect>,
 }
 
-/// Request of a session, and the size class of its blocks.
+/// Request of a session, which is answered once.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Caller {
-    /// Session that sent the request.
     pub(crate) session: SessionId,
-    /// Number of the request.
     pub(crate) request: RequestId,
+    /// Size class of the session's blocks.
     pub(crate) size_class: SizeClassId,
 }
 
 impl Context<'_> {
+    /// Answers a request.
+    pub(crate) fn reply(&mut self, Caller { session, request, .. }: Caller, reply: Reply) {
+        self.emit(Effect::Reply { session, request, reply });
+    }
+
     /// Appends an effect to those of the event.
     pub(crate) fn emit(&mut self, effect: Effect) {
         self.effects.push(effect);
-    }
-
-    /// Sends the reply to a request.
-    pub(crate) fn reply(&mut self, caller: Caller, reply: Reply) {
-        let Caller { session, request, .. } = caller;
-        self.emit(Effect::Reply { session, request, reply });
     }
 }

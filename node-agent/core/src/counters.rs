@@ -275,6 +275,12 @@ owner_counters! {
 }
 
 owner_counters! {
+    /// Counters of transfers.
+    TransferCounters: device_fills device_fill_bytes peer_fills peer_fill_bytes fill_device_errors
+    fill_refused fill_corrupt fill_absent fill_peer_lost pulled_blocks pulled_bytes
+}
+
+owner_counters! {
     /// Counters of replication.
     ReplicateCounters: hot_blocks hot_blocks_given places place_keys place_failures place_keys_nowhere offers
     offer_keys offer_keys_taken offer_failures moved_blocks moved_bytes incoming_offers incoming_offer_keys

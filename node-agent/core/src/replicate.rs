@@ -52,7 +52,7 @@ use hot_keys::{Heat, HotKeys};
 use inbound::Inbound;
 use outbound::{Outbound, Stage};
 
-pub(crate) use inbound::{Pull, PullStep};
+pub(crate) use inbound::PullStep;
 
 /// Consequence of an offer for another owner.
 #[derive(Debug)]

@@ -1,13 +1,13 @@
 //! Full check of the core's invariants between events, for tests.
 
-use crate::agent::AgentCore;
-use crate::agent::fills::{FillSource, Retention};
+use std::collections::BTreeMap;
+
 use crate::agent::loads::{LoadBlock, Stage};
 use crate::agent::serves::ServeBlock;
-use crate::cache::{FrameIndex, FrameState};
-use crate::effect::ServeId;
-use crate::slab::SlabId;
-use crate::waiter::WaiterOwner;
+use crate::agent::{AgentCore, loads, serves};
+use crate::cache::FrameState;
+use crate::transfer::KnownWait;
+use crate::waiter::WaiterId;
 
 impl AgentCore {
     /// Checks every invariant of the core. Costs time in proportion to the whole state.
@@ -16,6 +16,7 @@ impl AgentCore {
     /// A description of the first violated invariant.
     pub fn audit(&self) -> Result<(), String> {
         self.cache.audit()?;
+        self.transfer.audit(&self.cache)?;
         self.audit_leases()?;
         self.audit_waiters()?;
         self.cache.audit_accounts(self.save.being_written())?;
@@ -54,58 +55,31 @@ impl AgentCore {
         self.cache.audit_leases(held.into_iter())
     }
 
-    /// Checks that fills, loads and serves refer to each other, and that the progress of each load matches
-    /// its blocks.
+    /// Checks that the waits of fills and the waiting blocks of loads and serves refer to each other, and that
+    /// the progress of each load matches its blocks.
     fn audit_waiters(&self) -> Result<(), String> {
         let is_filling = |state| matches!(state, FrameState::Filling(_));
         let filling = self.cache.frames().filter(|(_, frame)| is_filling(frame.state)).count();
-        ensure!(filling == self.fills.len(), "{filling} frames are filled by {} fills", self.fills.len());
-        let mut waits = 0;
-        for (id, fill) in self.fills.iter() {
-            let state = self.cache.frame(fill.frame).state;
-            ensure!(state == FrameState::Filling(id.slot()), "{id:?} fills a frame that is {state:?}");
-            for (wait, waiter) in self.waits.of(&fill.waiters) {
-                waits += 1;
-                let (object, at) = (waiter.object, waiter.block as usize);
-                let block = match waiter.owner {
-                    WaiterOwner::Load => {
-                        self.loads.get(SlabId(object)).and_then(|load| match &load.blocks[at] {
-                            LoadBlock::Waiting { lease, wait, layers, .. } => {
-                                Some((lease.frame(), *wait, Some(u32::from(*layers))))
-                            }
-                            _ => None,
-                        })
-                    }
-                    WaiterOwner::Serve => {
-                        self.serves.get(&ServeId(object)).and_then(|serve| match &serve.blocks[at] {
-                            ServeBlock::Waiting { lease, wait, .. } => Some((lease.frame(), *wait, None)),
-                            _ => None,
-                        })
-                    }
-                };
-                let is_known = block.is_some_and(|(frame, known, layers)| {
-                    (frame, known) == (fill.frame, wait) && layers.is_none_or(|layers| layers == fill.layers)
-                });
-                ensure!(is_known, "{waiter:?} does not refer to {wait:?} of {id:?}");
+        let fills = self.transfer.frames().count();
+        ensure!(filling == fills, "{filling} frames are filled by {fills} fills");
+        let mut waits: BTreeMap<WaiterId, KnownWait> = self.transfer.waits().collect();
+        for (id, load) in self.loads.iter() {
+            for (at, block) in (0..).zip(&load.blocks) {
+                let LoadBlock::Waiting { lease, wait, layers, .. } = block else { continue };
+                let known = waits.remove(&loads::waiter(id, at));
+                let own = KnownWait { wait: *wait, frame: lease.frame(), layers: *layers };
+                ensure!(known == Some(own), "{id:?}: block {at} waits as {own:?}, its fill knows {known:?}");
             }
         }
-        ensure!(waits == self.waits.len(), "{waits} waits of fills, {} in the table", self.waits.len());
-        let of_loads = self.loads.iter().flat_map(|(_, load)| &load.blocks);
-        let of_loads = of_loads.filter(|block| matches!(block, LoadBlock::Waiting { .. })).count();
-        let of_serves = self.serves.values().flat_map(|serve| &serve.blocks);
-        let of_serves = of_serves.filter(|block| matches!(block, ServeBlock::Waiting { .. })).count();
-        let blocks = of_loads + of_serves;
-        ensure!(waits == blocks, "{blocks} blocks wait, {waits} waits");
-        let bytes_from_peers: u64 = self
-            .fills
-            .iter()
-            .filter(|(_, fill)| matches!(fill.origin, FillSource::Peer(_)))
-            .map(|(_, fill)| self.cache.frame_slot(fill.frame).bytes)
-            .sum();
-        ensure!(
-            bytes_from_peers == self.peers.queued_bytes(),
-            "{bytes_from_peers} bytes requested from peers, not as counted"
-        );
+        for (id, serve) in &self.serves {
+            for (at, block) in (0..).zip(&serve.blocks) {
+                let ServeBlock::Waiting { lease, wait, .. } = block else { continue };
+                let known = waits.remove(&serves::waiter(*id, at));
+                let fits = known.is_some_and(|known| (known.wait, known.frame) == (*wait, lease.frame()));
+                ensure!(fits, "{id:?}: block {at} waits, its fill knows {known:?}");
+            }
+        }
+        ensure!(waits.is_empty(), "waits without a block: {waits:?}");
         for (id, load) in self.loads.iter() {
             let mut pending = 0;
             let mut ready = self.cache.size_class(load.size_class).layout.layers();
@@ -160,12 +134,7 @@ impl AgentCore {
 
     /// Checks that the pending space is that of accepted blocks, their fetches, and unsaved blocks.
     fn audit_pending_space(&self) -> Result<(), String> {
-        let retained = self.fills.iter().filter(|(_, fill)| fill.keep == Retention::Saved);
-        let retained: Vec<FrameIndex> = retained.map(|(_, fill)| fill.frame).collect();
-        let bytes: u64 = retained.iter().map(|frame| self.cache.frame_slot(*frame).bytes).sum();
-        let counted = self.retained_bytes;
-        ensure!(bytes == counted, "{bytes} bytes of replicas are fetched, {counted} counted");
-        let frames = retained.into_iter().chain(self.save.unsaved_frames());
+        let frames = self.transfer.retained().chain(self.save.unsaved_frames());
         let size_classes = frames.map(|frame| self.cache.frame(frame).size_class);
         self.cache.audit_pending_space(size_classes.chain(self.replicate.waiting_pulls()))
     }

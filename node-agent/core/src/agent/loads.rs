@@ -134,7 +134,7 @@ impl AgentCore {
             return self.reply(session, request, Reply::Busy { message, retry_after });
         };
         if let Err(too_large) = self.cache.check_block_size(size_class) {
-            return self.reply(session, request, Reply::BadRequest(too_large.to_string()));
+            return self.reply(session, request, Reply::BadRequest(too_large));
         }
         let deadline = self.deadline_of(&wanted, received);
         let id = self.begin_load((session, request, entry), wanted, deadline);
@@ -168,7 +168,7 @@ impl AgentCore {
                 LoadBlock::Unplaced => self.lose_block(id, at, LossReason::Deadline),
                 LoadBlock::Waiting { wait, .. } => {
                     let Some((lease, layers)) = load.detach(at) else { continue };
-                    self.detach_waiter(wait, waiter(id, at));
+                    self.transfer.detach(wait, waiter(id, at));
                     let held = if answered {
                         LoadBlock::Held { lease }
                     } else {
@@ -225,7 +225,7 @@ impl AgentCore {
         for (at, block) in (0..).zip(load.blocks) {
             match block {
                 LoadBlock::Waiting { lease, wait, .. } => {
-                    self.detach_waiter(wait, waiter(id, at));
+                    self.transfer.detach(wait, waiter(id, at));
                     self.cache.release(lease);
                 }
                 LoadBlock::Ready { lease, .. } | LoadBlock::Held { lease } => self.cache.release(lease),

@@ -10,7 +10,7 @@
 
 use std::time::Duration;
 
-use reprise_policy::{BlockKey, SessionId, Tier};
+use reprise_policy::{BlockKey, SessionId};
 
 use crate::agent::{AgentCore, Timer};
 use crate::cache::SizeClassId;
@@ -207,21 +207,13 @@ impl AgentCore {
 
 /// Returns the source of the replica with the fastest tier.
 fn best_source(replicas: &[Replica]) -> Option<Source> {
-    replicas.iter().map(|replica| peer_source(replica.tier)).min()
-}
-
-/// Source of a block that comes from a tier of a peer.
-pub(crate) fn peer_source(tier: Tier) -> Source {
-    match tier {
-        Tier::Dram => Source::PeerDram,
-        Tier::Nvme => Source::PeerNvme,
-    }
+    replicas.iter().map(|replica| Source::of_peer(replica.tier)).min()
 }
 
 #[cfg(test)]
 mod tests {
-    use reprise_policy::NodeId;
     use reprise_policy::routing::LoadClass;
+    use reprise_policy::{NodeId, Tier};
 
     use super::*;
 

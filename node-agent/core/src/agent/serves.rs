@@ -15,17 +15,14 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use reprise_policy::eviction::EntryIndex;
 use reprise_policy::{BlockKey, Layout, Tick, Tier};
 
-use crate::agent::block_sources::{ArenaSpace, Reads};
-use crate::agent::fills::{Attached, FillSource};
 use crate::agent::{AgentCore, Timer};
-use crate::cache::{Dram, FrameIndex, FrameState, Lease, Read};
+use crate::cache::{Dram, FrameIndex, Lease, Read};
 use crate::effect::{Effect, ServeId, ServeObjects};
 use crate::event::PeerRequest;
 use crate::limits::{SERVE_BLOCKS_MAX, SERVE_PIECES_MAX, SERVE_ROUND_BYTES, SERVES_MAX};
-use crate::waiter::{WaitId, WaiterId, WaiterOwner};
+use crate::waiter::{Attached, FillRequest, Joins, LocalBlock, WaitId, WaiterId, WaiterOwner};
 
 /// Request of a peer.
 #[derive(Debug)]
@@ -67,8 +64,8 @@ pub(crate) enum ServeBlock {
 struct ServePartition {
     /// Blocks in DRAM, leased.
     in_dram: Vec<(u32, FrameIndex)>,
-    /// Blocks to read from a device.
-    on_device: Vec<(u32, EntryIndex)>,
+    /// Blocks on a device, or being read from one.
+    on_device: Vec<(u32, LocalBlock)>,
 }
 
 /// Whether the peer has received a block's header.
@@ -157,7 +154,7 @@ impl AgentCore {
         let keys = serve.keys[blocks.start as usize..blocks.end as usize].to_vec();
         let wanted: Vec<(u32, BlockKey)> = blocks.zip(keys).collect();
         let partition = self.partition_serve(id, &layout, &wanted);
-        self.serve_from_devices(id, layout, &partition.on_device);
+        self.serve_from_devices(id, layout, partition.on_device);
         self.serve_from_dram(id, &layout, &partition.in_dram);
         self.end_serve_if_complete(id);
     }
@@ -258,37 +255,26 @@ impl AgentCore {
                     self.set_serve_block(id, block, ServeBlock::Sending { lease });
                     partition.in_dram.push((block, frame));
                 }
-                (Dram::Filling(frame), _) if self.is_read_from_device(frame) => {
-                    self.attach_serve(id, block, frame);
-                }
-                (Dram::Absent, Some(_)) => partition.on_device.push((block, entry)),
-                _ => self.serve_absent(id, block),
+                (Dram::Filling(_), _) => match self.cache.fill_of(entry) {
+                    Some(fill) => partition.on_device.push((block, LocalBlock::Filling(fill))),
+                    None => self.serve_absent(id, block),
+                },
+                (Dram::Absent, Some(_)) => partition.on_device.push((block, LocalBlock::Stored(entry))),
+                (Dram::Absent, None) => self.serve_absent(id, block),
             }
         }
         partition
     }
 
-    fn serve_from_devices(&mut self, id: ServeId, layout: Layout, blocks: &[(u32, EntryIndex)]) {
-        let (mut reads, mut room) = (Reads::default(), ArenaSpace::Maybe);
-        for (block, entry) in blocks.iter().copied() {
-            let begun = match self.cache.index.entry(entry).dram() {
-                // The peer requested the block twice.
-                Dram::Filling(frame) => Some(frame),
-                _ if room == ArenaSpace::None => None,
-                _ => self.begin_read(entry).map(|(device, frame, read)| {
-                    reads.push(device, read);
-                    frame
-                }),
-            };
-            match begun {
-                Some(frame) => self.attach_serve(id, block, frame),
-                None => {
-                    room = ArenaSpace::None;
-                    self.serve_absent(id, block);
-                }
-            }
+    fn serve_from_devices(&mut self, id: ServeId, layout: Layout, local: Vec<(u32, LocalBlock)>) {
+        if local.is_empty() {
+            return;
         }
-        self.emit_reads(reads, layout, self.settings.read_bytes_default);
+        let (object, read_bytes) = ((WaiterOwner::Serve, id.0), self.settings.read_bytes_default);
+        let joins = Joins::DeviceReads;
+        let request = FillRequest { object, layout, read_bytes, joins, local, remote: None };
+        self.transfer.begin(&mut self.cache, context!(self), request);
+        self.route();
     }
 
     fn serve_from_dram(&mut self, id: ServeId, layout: &Layout, blocks: &[(u32, FrameIndex)]) {
@@ -305,20 +291,13 @@ impl AgentCore {
         }
     }
 
-    fn attach_serve(&mut self, id: ServeId, block: u32, frame: FrameIndex) {
-        let Attached { lease, wait, layers, .. } = self.attach_waiter(frame, waiter(id, block));
+    /// Attaches a block to its fill.
+    pub(crate) fn serve_attached(&mut self, waiter: WaiterId, attached: Attached) {
+        let (id, block) = (ServeId(waiter.object), waiter.block);
+        let Attached { lease, wait, layers, .. } = attached;
         self.set_serve_block(id, block, ServeBlock::Waiting { lease, wait, header: Header::Due });
         if layers > 0 {
             self.stream_layers(id, block, 0..u32::from(layers));
-        }
-    }
-
-    fn is_read_from_device(&self, frame: FrameIndex) -> bool {
-        match self.cache.frames.get(frame).state {
-            FrameState::Filling(fill) => {
-                self.fills.at(fill).is_some_and(|fill| matches!(fill.origin, FillSource::Device(_)))
-            }
-            _ => false,
         }
     }
 
@@ -326,7 +305,7 @@ impl AgentCore {
     fn detach_serve(&mut self, id: ServeId, block: u32) {
         let Some(serve) = self.serves.get(&id) else { return };
         if let ServeBlock::Waiting { wait, .. } = serve.blocks[block as usize] {
-            self.detach_waiter(wait, waiter(id, block));
+            self.transfer.detach(wait, waiter(id, block));
         }
     }
 
@@ -364,12 +343,12 @@ impl AgentCore {
     }
 
     /// Reports an unleased block as absent.
-    fn serve_absent(&mut self, id: ServeId, block: u32) {
+    pub(crate) fn serve_absent(&mut self, id: ServeId, block: u32) {
         self.emit_absent(id, block);
         self.set_serve_block(id, block, ServeBlock::Ended);
     }
 
-    fn end_serve_if_complete(&mut self, id: ServeId) {
+    pub(crate) fn end_serve_if_complete(&mut self, id: ServeId) {
         if self.serves.get(&id).is_some_and(|serve| serve.open == 0) {
             self.remove_serve(id);
         }

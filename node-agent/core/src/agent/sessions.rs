@@ -73,6 +73,6 @@ impl AgentCore {
         frames: impl Iterator<Item = FrameIndex>,
     ) -> Vec<(RegionId, Access)> {
         let Some(session) = self.sessions.get_mut(&session) else { return Vec::new() };
-        self.cache.new_regions(frames, &mut session.readable, Access::ReadOnly)
+        self.cache.new_regions(frames, Access::ReadOnly, &mut session.readable)
     }
 }

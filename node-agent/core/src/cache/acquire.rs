@@ -12,7 +12,8 @@ use crate::effect::Source;
 /// State of a block on this node.
 pub(crate) enum LocalCopy {
     InDram(FrameIndex),
-    Filling(FrameIndex),
+    /// Being filled; contains the slot of the fill.
+    Filling(u32),
     OnDevice(EntryIndex),
     Absent,
 }
@@ -38,8 +39,32 @@ impl Cache {
         match entry.dram() {
             _ if entry.size_class() != size_class => LocalCopy::Absent,
             Dram::Resident(frame) => LocalCopy::InDram(frame),
-            Dram::Filling(frame) => LocalCopy::Filling(frame),
+            Dram::Filling(frame) => match self.fill_of_frame(frame) {
+                Some(fill) => LocalCopy::Filling(fill),
+                None => LocalCopy::Absent,
+            },
             Dram::Absent => LocalCopy::OnDevice(index),
+        }
+    }
+
+    /// Returns the slot of the fill of a block, if it is being filled.
+    pub(crate) fn fill_of(&self, entry: EntryIndex) -> Option<u32> {
+        match self.index.entry(entry).dram() {
+            Dram::Filling(frame) => self.fill_of_frame(frame),
+            Dram::Absent | Dram::Resident(_) => None,
+        }
+    }
+
+    /// Returns the slot of the fill of a key, if a block of this size class is being filled.
+    pub(crate) fn fill_of_key(&self, key: &BlockKey, size_class: SizeClassId) -> Option<u32> {
+        let entry = self.index.find(key)?;
+        (self.index.entry(entry).size_class() == size_class).then(|| self.fill_of(entry))?
+    }
+
+    fn fill_of_frame(&self, frame: FrameIndex) -> Option<u32> {
+        match self.frames.get(frame).state {
+            FrameState::Filling(fill) => Some(fill),
+            _ => None,
         }
     }
 
@@ -59,9 +84,9 @@ impl Cache {
                 FrameState::Unsaved(_) => OfferedBlock::Durable,
                 _ => OfferedBlock::InDram(frame),
             },
-            Dram::Filling(frame) => match self.frames.get(frame).state {
-                FrameState::Filling(fill) => OfferedBlock::Filling(fill),
-                _ => OfferedBlock::Foreign,
+            Dram::Filling(frame) => match self.fill_of_frame(frame) {
+                Some(fill) => OfferedBlock::Filling(fill),
+                None => OfferedBlock::Foreign,
             },
             Dram::Absent => OfferedBlock::Unknown,
         }

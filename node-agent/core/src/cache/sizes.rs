@@ -4,17 +4,12 @@
 //! blocks of other tenants and blocks of other layouts. A size class exists while sessions, blocks or frames
 //! use it; when the table is full, an unused class is replaced.
 
-use std::fmt::{self, Display, Formatter};
-
 use reprise_policy::{Layout, TenantId};
 
 use crate::cache::Cache;
 use crate::cache::accounts::TenantIndex;
 use crate::cache::arena::{Arena, SlotGroupId};
-use crate::cache::frames::FrameIndex;
-use crate::effect::{Access, RegionId};
 use crate::limits::{INDEX_RESERVE_MAX, SIZE_CLASSES_MAX};
-use crate::regions::RegionSet;
 
 /// Number of a size class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -40,13 +35,6 @@ pub(crate) struct SizeClass {
 enum UnstorableReport {
     Pending,
     Sent,
-}
-
-/// No region of the arena has room for a block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct BlockTooLarge {
-    block: u64,
-    region: u64,
 }
 
 /// Table of all size classes.
@@ -187,36 +175,5 @@ impl Cache {
     /// Bytes of the arena's regions.
     pub(crate) fn arena_bytes(&self) -> u64 {
         self.arena.bytes()
-    }
-
-    /// Checks that blocks of a size class fit into a region of the arena.
-    pub(crate) fn check_block_size(&self, size_class: SizeClassId) -> Result<(), BlockTooLarge> {
-        let (block, region) = (self.sizes.get(size_class).slot_bytes, self.arena.region_bytes_max());
-        if block > region { Err(BlockTooLarge { block, region }) } else { Ok(()) }
-    }
-
-    /// Returns the regions of frames that a session has not received before.
-    pub(crate) fn new_regions(
-        &self,
-        frames: impl Iterator<Item = FrameIndex>,
-        known: &mut RegionSet,
-        access: Access,
-    ) -> Vec<(RegionId, Access)> {
-        frames
-            .map(|frame| self.frames.get(frame).place.region)
-            .filter(|region| known.insert(*region))
-            .map(|region| (self.arena.region_id(region), access))
-            .collect()
-    }
-}
-
-impl Display for BlockTooLarge {
-    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let BlockTooLarge { block, region } = self;
-        write!(
-            f,
-            "a block of this layout has {block} bytes, but a region of the arena only {region}: raise \
-             arena.region_bytes in the agent's configuration, or use fewer tokens per block"
-        )
     }
 }

@@ -73,7 +73,7 @@ impl Save {
         let complete = leases.len() as u64 >= u64::from(count);
         let retry_after = if complete { Duration::ZERO } else { cx.settings.retry_after };
         let Some(writer) = self.sessions.get_mut(&caller.session) else { return };
-        let regions = cache.new_regions(frames.into_iter(), &mut writer.writable, Access::ReadWrite);
+        let regions = cache.new_regions(frames.into_iter(), Access::ReadWrite, &mut writer.writable);
         cx.reply(caller, Reply::Reserved { regions, leases, retry_after });
     }
 
@@ -218,7 +218,7 @@ impl Save {
 /// Returns an error if a size class can never get even one reserved slot.
 fn reject_reservation(cache: &Cache, settings: &Settings, size_class: SizeClassId) -> Option<String> {
     if let Err(too_large) = cache.check_block_size(size_class) {
-        return Some(too_large.to_string());
+        return Some(too_large);
     }
     let (block, limit) = (cache.slot_bytes(size_class), cache.dram_limit_configured(size_class));
     if block > limit {

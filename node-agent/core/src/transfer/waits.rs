@@ -90,7 +90,15 @@ impl Waits {
     }
 
     /// Iterates the waiters of a fill, in the order in which they attached.
-    pub(crate) fn of<'a>(&'a self, list: &WaitList) -> impl Iterator<Item = (WaitId, WaiterId)> + use<'a> {
+    pub(crate) fn of<'a>(&'a self, list: &WaitList) -> impl Iterator<Item = WaiterId> + use<'a> {
+        self.numbered(list).map(|(_, waiter)| waiter)
+    }
+
+    /// Iterates the waits of a fill with their waiters.
+    pub(crate) fn numbered<'a>(
+        &'a self,
+        list: &WaitList,
+    ) -> impl Iterator<Item = (WaitId, WaiterId)> + use<'a> {
         let mut at = list.first;
         std::iter::from_fn(move || {
             let wait = self.waits.get(at as usize)?;
@@ -133,7 +141,7 @@ mod tests {
     }
 
     fn objects(waits: &Waits, list: &WaitList) -> Vec<u64> {
-        waits.of(list).map(|(_, waiter)| waiter.object).collect()
+        waits.of(list).map(|waiter| waiter.object).collect()
     }
 
     #[test]
