@@ -31,17 +31,16 @@ use std::collections::BTreeMap;
 
 use reprise_policy::{BlockKey, DrainProgress, NodeMode, SessionId, SlotSet, Tick};
 
-use crate::agent::block_sources::Retry;
 use crate::agent::inbound::Inbound;
-use crate::agent::loads::Load;
-use crate::agent::lookups::Lookup;
 use crate::agent::serves::{Serve, ServeShare};
 use crate::agent::sessions::{Reservation, ReservationGroup, Session};
 use crate::agent::tickets::TicketState;
 use crate::agent::writeback::WriteBack;
 use crate::cache::{Cache, CacheOutcomes, DoneBatch};
+use crate::context::Caller;
 use crate::effect::{DeviceId, Effect, RegionId, Reply, ServeId};
 use crate::event::{Event, Request, RequestId};
+use crate::load::{LoadOutcome, Loads};
 use crate::pool::{DevicePool, PoolUsage, StoredBlock};
 use crate::quota::Quotas;
 use crate::replicate::Replicate;
@@ -58,12 +57,8 @@ macro_rules! context {
 }
 
 mod audit;
-mod block_sources;
 mod commits;
 mod inbound;
-mod loads;
-mod lookups;
-mod progress;
 mod serves;
 mod sessions;
 mod tickets;
@@ -80,10 +75,6 @@ pub use crate::usage::NodeUsage;
 /// Object whose deadline has passed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Timer {
-    /// A load reached its deadline or its maximum hold time.
-    Load(SlabId),
-    /// The directory did not answer a lookup.
-    Lookup(SlabId),
     /// The peer has given up its request.
     Serve(ServeId),
     /// The slots of one `Reserve` call were not committed.
@@ -105,10 +96,7 @@ pub struct AgentCore {
     groups: Slab<ReservationGroup>,
     reserved_bytes: u64,
     tickets: Slab<TicketState>,
-    loads: Slab<Load>,
-    lookups: Slab<Lookup>,
-    /// Loads whose fills failed before they were answered.
-    retries: BTreeMap<SlabId, Retry>,
+    load: Loads,
     transfer: Transfer,
     serves: BTreeMap<ServeId, Serve>,
     serve_share: ServeShare,
@@ -141,9 +129,7 @@ impl AgentCore {
             groups: Slab::new(),
             reserved_bytes: 0,
             tickets: Slab::new(),
-            loads: Slab::new(),
-            lookups: Slab::new(),
-            retries: BTreeMap::new(),
+            load: Loads::new(),
             transfer: Transfer::new(),
             serves: BTreeMap::new(),
             serve_share: ServeShare::default(),
@@ -193,9 +179,9 @@ impl AgentCore {
                 self.route_cache(outcomes);
             } else if self.transfer.has_outcomes() {
                 self.route_transfer();
-            } else if let Some((load, retry)) = self.retries.pop_first() {
-                self.retry_other_source(load, retry);
-            } else {
+            } else if self.load.has_outcomes() {
+                self.route_load();
+            } else if !self.load.retry_next(&mut self.cache, context!(self)) {
                 return;
             }
         }
@@ -225,15 +211,17 @@ impl AgentCore {
         for outcome in outcomes.drain(..) {
             match outcome {
                 TransferOutcome::Attached(waiter, attached) => match waiter.owner {
-                    WaiterOwner::Load => self.load_attached(waiter, attached),
+                    WaiterOwner::Load => self.load.attached(&mut self.cache, waiter, attached),
                     WaiterOwner::Serve => self.serve_attached(waiter, attached),
                 },
                 TransferOutcome::Refused(waiter, reason) => match waiter.owner {
-                    WaiterOwner::Load => self.lose_block(SlabId(waiter.object), waiter.block, reason),
+                    WaiterOwner::Load => self.load.refused(context!(self), waiter, reason),
                     WaiterOwner::Serve => self.serve_absent(ServeId(waiter.object), waiter.block),
                 },
                 TransferOutcome::Advanced(waiter, advanced) => match waiter.owner {
-                    WaiterOwner::Load => self.load_advanced(waiter, advanced),
+                    WaiterOwner::Load => {
+                        self.load.advanced(&mut self.cache, context!(self), waiter, advanced);
+                    }
                     WaiterOwner::Serve => self.stream_layers(
                         ServeId(waiter.object),
                         waiter.block,
@@ -241,12 +229,14 @@ impl AgentCore {
                     ),
                 },
                 TransferOutcome::Failed(waiter, failed) => match waiter.owner {
-                    WaiterOwner::Load => self.load_failed(waiter, failed),
+                    WaiterOwner::Load => {
+                        self.load.failed(&mut self.cache, context!(self), waiter, failed);
+                    }
                     WaiterOwner::Serve => self.serve_failed(ServeId(waiter.object), waiter.block),
                 },
                 TransferOutcome::Retained { frame, position } => self.save_replica(frame, position),
                 TransferOutcome::Started { owner: WaiterOwner::Load, object } => {
-                    self.publish_progress(SlabId(object));
+                    self.load.started(&mut self.cache, context!(self), object);
                 }
                 TransferOutcome::Started { owner: WaiterOwner::Serve, object } => {
                     self.end_serve_if_complete(ServeId(object));
@@ -256,11 +246,25 @@ impl AgentCore {
         self.transfer.reuse(outcomes);
     }
 
+    fn route_load(&mut self) {
+        for outcome in self.load.take_outcomes() {
+            match outcome {
+                LoadOutcome::Fetch(request) => self.transfer.begin(&mut self.cache, context!(self), request),
+                LoadOutcome::Detach { wait, waiter } => self.transfer.detach(wait, waiter),
+            }
+        }
+    }
+
     /// Time at which to send `Event::Tick` if no other event arrives before; `None` if time alone changes
     /// nothing.
     pub fn next_deadline(&self) -> Option<Tick> {
         let placement = [self.replicate.next_deadline(), self.inbound.wake()];
-        let others = [self.timers.next(), self.writeback_deadline(), self.quota.next_deadline()];
+        let others = [
+            self.load.first_due(),
+            self.timers.next(),
+            self.writeback_deadline(),
+            self.quota.next_deadline(),
+        ];
         placement.into_iter().chain(others).flatten().min()
     }
 
@@ -269,6 +273,7 @@ impl AgentCore {
         let mut counters = self.counters.clone();
         self.set_gauges(&mut counters);
         self.cache.set_counters(&mut counters);
+        self.load.set_counters(&mut counters);
         self.transfer.set_counters(&mut counters);
         self.replicate.set_counters(&mut counters);
         counters
@@ -298,8 +303,12 @@ impl AgentCore {
             Event::Fill { fill, update } => {
                 self.transfer.update(&mut self.cache, context!(self), SlabId(fill.0), update);
             }
-            Event::LookupAnswered { lookup, found } => self.lookup_answered(SlabId(lookup.0), found),
-            Event::LookupFailed { lookup } => self.lookup_failed(SlabId(lookup.0)),
+            Event::LookupAnswered { lookup, found } => {
+                self.load.lookup_answered(&mut self.cache, context!(self), SlabId(lookup.0), found);
+            }
+            Event::LookupFailed { lookup } => {
+                self.load.lookup_failed(&mut self.cache, context!(self), SlabId(lookup.0));
+            }
             Event::CheckDone { check, integrity } => {
                 self.cache.checked(context!(self), SlabId(check.0), integrity);
             }
@@ -327,30 +336,30 @@ impl AgentCore {
     }
 
     fn request(&mut self, (session, request): (SessionId, RequestId), body: Request, received: Tick) {
-        if !self.sessions.contains_key(&session) {
+        let Some(size_class) = self.sessions.get(&session).map(|session| session.size_class) else {
             let message =
                 "no session: the agent has reached its maximum number of sessions, tenants or layouts";
             let retry_after = self.settings.load_deadline_default;
             let reply = Reply::Busy { message: message.to_owned(), retry_after };
             return self.reply(session, request, reply);
-        }
+        };
+        let caller = Caller { session, request, size_class };
+        let (cache, load, cx) = (&mut self.cache, &mut self.load, context!(self));
         match body {
             Request::Reserve { count } => self.reserve(session, request, count),
             Request::Commit(commit) => self.commit(session, request, &commit),
             Request::Abort { leases } => self.abort(session, request, &leases),
-            Request::Match { keys, scope } => self.match_keys(session, request, keys, scope),
-            Request::Load(wanted) => self.load(session, request, wanted, received),
-            Request::Release { load } => self.release(session, request, load),
-            Request::Suspect { load, blocks } => self.suspect(session, request, load, &blocks),
+            Request::Match { keys, scope } => load.match_keys(cache, cx, caller, (keys, scope)),
+            Request::Load(wanted) => load.begin(cache, cx, caller, (wanted, received)),
+            Request::Release { load } => self.load.release(cache, cx, caller, load),
+            Request::Suspect { load, blocks } => self.load.suspect(cache, cx, caller, (load, &blocks)),
             Request::Trim => {
                 let blocks = self.cache.trim();
                 self.reply(session, request, Reply::Trimmed { blocks });
             }
             Request::Stats => {
-                let size_class = self.sessions.get(&session).map(|session| session.size_class);
-                let own = size_class
-                    .map(|size_class| self.cache.tenant_usage(self.cache.tenant_of(size_class)).fields());
-                let stats = self.counters().fields().chain(own.into_iter().flatten()).collect();
+                let own = self.cache.tenant_usage(self.cache.tenant_of(size_class)).fields();
+                let stats = self.counters().fields().chain(own).collect();
                 self.reply(session, request, Reply::Stats(stats));
             }
         }
@@ -360,7 +369,14 @@ impl AgentCore {
         loop {
             let due = |at: Option<Tick>| at.filter(|at| *at <= self.now);
             let (own, of_replicate) = (due(self.timers.next()), due(self.replicate.first_due()));
-            let Some(first) = own.into_iter().chain(of_replicate).min() else { return };
+            let of_load = due(self.load.first_due());
+            let Some(first) = [of_load, own, of_replicate].into_iter().flatten().min() else { return };
+            // At the same time, in the order of the owners.
+            if of_load == Some(first) {
+                self.load.fire_timer(&mut self.cache, context!(self));
+                self.route();
+                continue;
+            }
             if own != Some(first) {
                 self.replicate.fire_timer(&mut self.cache, context!(self));
                 self.route();
@@ -368,8 +384,6 @@ impl AgentCore {
             }
             let Some(timer) = self.timers.pop_due(self.now) else { return };
             match timer {
-                Timer::Load(load) => self.expire_load(load),
-                Timer::Lookup(lookup) => self.lookup_failed(lookup),
                 Timer::Serve(serve) => self.expire_serve(serve),
                 Timer::Reservations(group) => self.expire_reservations(group),
             }
@@ -430,7 +444,6 @@ impl AgentCore {
 
     fn set_gauges(&self, counters: &mut Counters) {
         counters.sessions = self.sessions.len() as u64;
-        counters.loads_held = self.loads.len() as u64;
         counters.serves_in_flight = self.serves.len() as u64;
         let drain = self.replicate.progress();
         counters.drained = u64::from(drain.drained && self.writeback.unsaved.len() == 0);

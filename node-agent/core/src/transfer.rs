@@ -30,8 +30,6 @@ mod fetch;
 mod peers;
 mod waits;
 
-pub(crate) use audit::KnownWait;
-
 /// All fills, and what waits for them.
 #[derive(Debug)]
 pub(crate) struct Transfer {

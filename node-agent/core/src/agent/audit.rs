@@ -4,13 +4,11 @@ use std::collections::BTreeMap;
 
 use reprise_policy::TenantId;
 
-use crate::agent::loads::{LoadBlock, Stage};
 use crate::agent::serves::ServeBlock;
-use crate::agent::{AgentCore, loads, serves};
+use crate::agent::{AgentCore, serves};
 use crate::cache::{CopyState, Dram, FrameIndex, FrameState, nvme_bytes};
 use crate::slab::SlabId;
-use crate::transfer::KnownWait;
-use crate::waiter::WaiterId;
+use crate::waiter::{KnownWait, WaiterId};
 
 /// Slots and bytes of a tenant in one tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -28,6 +26,7 @@ impl AgentCore {
         self.audit_frames()?;
         self.cache.audit()?;
         self.transfer.audit(&self.cache)?;
+        self.load.audit(&self.cache)?;
         self.audit_leases()?;
         self.audit_waiters()?;
         self.audit_tenants()?;
@@ -106,16 +105,8 @@ impl AgentCore {
     /// Checks that every lease belongs to a block of a load, a block of a serve, or a check.
     fn audit_leases(&self) -> Result<(), String> {
         let mut held: BTreeMap<FrameIndex, u32> = BTreeMap::new();
-        for (_, load) in self.loads.iter() {
-            for block in &load.blocks {
-                let lease = match block {
-                    LoadBlock::Waiting { lease, .. }
-                    | LoadBlock::Ready { lease, .. }
-                    | LoadBlock::Held { lease } => lease,
-                    LoadBlock::Unplaced | LoadBlock::Lost(_) => continue,
-                };
-                *held.entry(lease.frame()).or_default() += 1;
-            }
+        for frame in self.load.leases() {
+            *held.entry(frame).or_default() += 1;
         }
         let mut serving = 0;
         for block in self.serves.values().flat_map(|serve| &serve.blocks) {
@@ -143,17 +134,12 @@ impl AgentCore {
         Ok(())
     }
 
-    /// Checks that the waits of fills and the waiting blocks of loads and serves refer to each other, and that
-    /// the progress of each load matches its blocks.
+    /// Checks that the waits of fills and the waiting blocks of loads and serves refer to each other.
     fn audit_waiters(&self) -> Result<(), String> {
         let mut waits: BTreeMap<WaiterId, KnownWait> = self.transfer.waits().collect();
-        for (id, load) in self.loads.iter() {
-            for (at, block) in (0..).zip(&load.blocks) {
-                let LoadBlock::Waiting { lease, wait, layers, .. } = block else { continue };
-                let known = waits.remove(&loads::waiter(id, at));
-                let own = KnownWait { wait: *wait, frame: lease.frame(), layers: *layers };
-                ensure!(known == Some(own), "{id:?}: block {at} waits as {own:?}, its fill knows {known:?}");
-            }
+        for (waiter, own) in self.load.waits() {
+            let known = waits.remove(&waiter);
+            ensure!(known == Some(own), "{waiter:?} waits as {own:?}, its fill knows {known:?}");
         }
         for (id, serve) in &self.serves {
             for (at, block) in (0..).zip(&serve.blocks) {
@@ -164,34 +150,6 @@ impl AgentCore {
             }
         }
         ensure!(waits.is_empty(), "waits without a block: {waits:?}");
-        for (id, load) in self.loads.iter() {
-            let mut pending = 0;
-            let mut ready = self.cache.sizes.get(load.size_class).layout.layers();
-            for (at, block) in (0..).zip(&load.blocks) {
-                match block {
-                    LoadBlock::Unplaced => {
-                        (pending, ready) = (pending + 1, 0);
-                        ensure!(
-                            load.stage == Stage::Placing,
-                            "{id:?} is answered although block {at} is unplaced"
-                        );
-                    }
-                    LoadBlock::Waiting { layers, .. } => {
-                        (pending, ready) = (pending + 1, ready.min(u32::from(*layers)));
-                    }
-                    LoadBlock::Ready { .. } | LoadBlock::Held { .. } | LoadBlock::Lost(_) => {}
-                }
-            }
-            let progress = (load.progress.pending(), load.progress.ready());
-            ensure!(progress == (pending, ready), "{id:?}: {progress:?} should be {:?}", (pending, ready));
-            let stage = match (pending, ready) {
-                (0, _) if load.stage == Stage::Expired => Stage::Expired,
-                (0, _) => Stage::Complete,
-                (_, 0) => Stage::Placing,
-                (_, layers) => Stage::Answered { layers },
-            };
-            ensure!(load.stage == stage, "{id:?} is {:?} and should be {stage:?}", load.stage);
-        }
         Ok(())
     }
 
@@ -226,17 +184,12 @@ impl AgentCore {
     }
 
     fn audit_sessions(&self) -> Result<(), String> {
-        let (mut reservations, mut loads, mut tickets) = (0, 0, 0);
+        let (mut reservations, mut tickets) = (0, 0);
         for (id, session) in &self.sessions {
             for (at, reservation) in (0..).zip(&session.reservations) {
                 let known = self.reservations.get(*reservation);
                 let fits = known.is_some_and(|known| known.session == *id && known.position == at);
                 ensure!(fits, "session {id}: reservation {at} belongs to another session");
-            }
-            for load in session.loads() {
-                let own = self.loads.get(load).is_some_and(|load| load.session == *id);
-                ensure!(own, "session {id}: {load:?} belongs to another session");
-                loads += 1;
             }
             reservations += session.reservations.len();
             tickets += session.tickets.len();
@@ -250,10 +203,14 @@ impl AgentCore {
                 group.open
             );
         }
-        ensure!(loads == self.loads.len(), "loads without a session");
+        let readers = self.load.session_count();
+        ensure!(
+            readers == self.sessions.len(),
+            "{readers} sessions may load, {} are open",
+            self.sessions.len()
+        );
         ensure!(tickets == self.tickets.len(), "tickets without a session");
-        let timed_loads = self.loads.iter().filter(|(_, load)| load.stage != Stage::Expired).count();
-        let timers = timed_loads + self.lookups.len() + self.groups.len();
+        let timers = self.groups.len();
         ensure!(self.timers.len() >= timers, "something waits without a deadline");
         ensure!(self.timers.len() <= timers + self.serves.len(), "timers without an owner");
         let uses: u64 = self.cache.sizes.uses().sum();

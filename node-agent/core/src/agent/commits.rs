@@ -21,7 +21,7 @@ use crate::agent::tickets::{ItemOutcome, TicketState};
 use crate::agent::writeback::queue::WriteCause;
 use crate::agent::{AgentCore, Timer};
 use crate::cache::{BlockOrigin, Dram, FrameIndex, FrameState, SizeClassId};
-use crate::effect::{Access, Change, CommitStatus, LeaseId, Reply, Ticket};
+use crate::effect::{Change, CommitStatus, LeaseId, Reply, Ticket};
 use crate::event::{CommitItem, CommitRequest, Priority, RequestId};
 use crate::limits::{COMMIT_ITEMS_MAX, RESERVE_SLOTS_MAX, TICKETS_PER_SESSION_MAX};
 use crate::slab::SlabId;
@@ -56,7 +56,7 @@ impl AgentCore {
         self.counters.reserve_slots_given += leases.len() as u64;
         let complete = leases.len() as u64 >= u64::from(count);
         let retry_after = if complete { Duration::ZERO } else { self.settings.retry_after };
-        let regions = self.grants(session, Access::ReadWrite, frames.into_iter());
+        let regions = self.grants(session, frames.into_iter());
         self.reply(session, request, Reply::Reserved { regions, leases, retry_after });
     }
 
@@ -115,14 +115,7 @@ impl AgentCore {
 
     /// Returns an error if blocks of a size class can never fit into the arena.
     pub(crate) fn reject_block_size(&self, size_class: SizeClassId) -> Option<Reply> {
-        let (block, region) =
-            (self.cache.sizes.get(size_class).slot_bytes, self.cache.arena.region_bytes_max());
-        (block > region).then(|| {
-            Reply::BadRequest(format!(
-                "a block of this layout has {block} bytes, but a region of the arena only {region}: raise \
-                 arena.region_bytes in the agent's configuration, or use fewer tokens per block"
-            ))
-        })
+        self.cache.check_block_size(size_class).err().map(Reply::BadRequest)
     }
 
     /// Returns an error if a size class can never get even one reserved slot.

@@ -18,11 +18,11 @@ use std::ops::Range;
 use reprise_policy::{BlockKey, Layout, Tick, Tier};
 
 use crate::agent::{AgentCore, Timer};
-use crate::cache::{Dram, FrameIndex, Lease, Read};
+use crate::cache::{Dram, FrameIndex, Lease, LocalBlock, Read};
 use crate::effect::{Effect, ServeId, ServeObjects};
 use crate::event::PeerRequest;
 use crate::limits::{SERVE_BLOCKS_MAX, SERVE_PIECES_MAX, SERVE_ROUND_BYTES, SERVES_MAX};
-use crate::waiter::{Attached, FillRequest, Joins, LocalBlock, WaitId, WaiterId, WaiterOwner};
+use crate::waiter::{Attached, FillRequest, Joins, WaitId, WaiterId, WaiterOwner};
 
 /// Request of a peer.
 #[derive(Debug)]

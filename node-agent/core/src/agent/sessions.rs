@@ -1,7 +1,6 @@
 //! Sessions: the resources of an engine, which end with its connection.
 //!
-//! A session lists everything that it holds (reservations, loads, tickets, lookups), so that closing it costs
-//! time in proportion to that. Fills that it started continue, because their blocks may serve others.
+//! A session lists everything that it holds, so that closing it costs time in proportion to that. Fills that it started continue, because their blocks may serve others.
 
 use std::collections::BTreeSet;
 
@@ -9,9 +8,10 @@ use reprise_policy::{SessionId, Tick};
 
 use crate::agent::AgentCore;
 use crate::cache::{FrameIndex, SizeClassId};
-use crate::effect::{Access, Effect, ProgressEntry, RegionId, Reply};
+use crate::effect::{Access, Effect, RegionId, Reply};
 use crate::event::{RequestId, SessionOpened};
-use crate::limits::{INDEX_RESERVE_MAX, PROGRESS_ENTRIES, SESSIONS_MAX};
+use crate::limits::{INDEX_RESERVE_MAX, SESSIONS_MAX};
+use crate::regions::RegionSet;
 use crate::slab::SlabId;
 
 /// State of an open session.
@@ -24,9 +24,6 @@ pub(crate) struct Session {
     pub(crate) tickets: BTreeSet<SlabId>,
     /// Number of commits so far.
     pub(crate) commits: u64,
-    /// Load of each entry of the progress page.
-    loads: [Option<SlabId>; PROGRESS_ENTRIES],
-    readable: RegionSet,
     writable: RegionSet,
 }
 
@@ -50,41 +47,6 @@ pub(crate) struct ReservationGroup {
     pub(crate) expires: Tick,
 }
 
-/// Set of regions, by position in the arena.
-#[derive(Debug, Default)]
-struct RegionSet {
-    words: Vec<u64>,
-}
-
-impl RegionSet {
-    /// Adds a region; returns whether it is new.
-    fn insert(&mut self, region: u16) -> bool {
-        let (word, bit) = (usize::from(region / 64), 1 << (region % 64));
-        if self.words.len() <= word {
-            self.words.resize(word + 1, 0);
-        }
-        let before = self.words[word];
-        self.words[word] |= bit;
-        before & bit == 0
-    }
-}
-
-impl Session {
-    /// Returns a progress entry that is not in use.
-    pub(crate) fn free_entry(&self) -> Option<ProgressEntry> {
-        self.loads.iter().position(Option::is_none).map(|entry| ProgressEntry(entry as u16))
-    }
-
-    pub(crate) fn set_load(&mut self, entry: ProgressEntry, load: Option<SlabId>) {
-        self.loads[usize::from(entry.0)] = load;
-    }
-
-    /// Iterates the session's loads.
-    pub(crate) fn loads(&self) -> impl Iterator<Item = SlabId> {
-        self.loads.iter().flatten().copied()
-    }
-}
-
 impl AgentCore {
     /// Opens a session. Beyond the limits it is not opened, and its requests are answered with `Busy`.
     pub(crate) fn open_session(&mut self, opened: &SessionOpened) {
@@ -102,19 +64,16 @@ impl AgentCore {
             reservations: Vec::new(),
             tickets: BTreeSet::new(),
             commits: 0,
-            loads: [None; PROGRESS_ENTRIES],
-            readable: RegionSet::default(),
             writable: RegionSet::default(),
         };
         self.sessions.insert(opened.session, session);
+        self.load.open(opened.session);
     }
 
     /// Closes a session and releases everything that it holds.
     pub(crate) fn close_session(&mut self, id: SessionId) {
         let Some(session) = self.sessions.remove(&id) else { return };
-        for load in session.loads() {
-            self.end_load(load);
-        }
+        self.load.close(&mut self.cache, id);
         for reservation in &session.reservations {
             let reservation = self.reservations.remove(*reservation).expect("listed reservations live");
             self.leave_group(reservation.group);
@@ -123,7 +82,6 @@ impl AgentCore {
         for ticket in &session.tickets {
             self.tickets.remove(*ticket);
         }
-        self.cancel_match_lookups(id);
         self.cache.sizes.release(session.size_class);
     }
 
@@ -132,37 +90,13 @@ impl AgentCore {
         self.emit(Effect::Reply { session, request, reply });
     }
 
-    /// Returns those regions of the frames that the session has not received with this access before.
+    /// Returns those regions of the frames that the session has not received with write access before.
     pub(crate) fn grants(
         &mut self,
         session: SessionId,
-        access: Access,
         frames: impl Iterator<Item = FrameIndex>,
     ) -> Vec<(RegionId, Access)> {
         let Some(session) = self.sessions.get_mut(&session) else { return Vec::new() };
-        let granted = match access {
-            Access::ReadOnly => &mut session.readable,
-            Access::ReadWrite => &mut session.writable,
-        };
-        frames
-            .map(|frame| self.cache.frames.get(frame).place.region)
-            .filter(|region| granted.insert(*region))
-            .map(|region| (self.cache.arena.region_id(region), access))
-            .collect()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn region_is_new_to_a_set_once() {
-        let mut set = RegionSet::default();
-        assert!(set.insert(3));
-        assert!(!set.insert(3));
-        assert!(set.insert(3000));
-        assert!(!set.insert(3000));
-        assert!(set.insert(2));
+        self.cache.new_regions(frames, Access::ReadWrite, &mut session.writable)
     }
 }

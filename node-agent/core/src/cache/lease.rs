@@ -16,7 +16,8 @@ use crate::cache::checksums::ChecksumRow;
 use crate::cache::frames::{CopyState, EvictionPosition, FrameIndex, FrameState};
 use crate::cache::index::Dram;
 use crate::cache::sizes::SizeClass;
-use crate::effect::{ArenaSlot, Change};
+use crate::effect::{Access, ArenaSlot, Change, RegionId};
+use crate::regions::RegionSet;
 
 /// Right to use the slot of a frame.
 #[must_use = "a lease that is not redeemed keeps its slot in use"]
@@ -124,6 +125,21 @@ impl Cache {
     /// Returns the address of a frame's slot.
     pub(crate) fn frame_slot(&self, frame: FrameIndex) -> ArenaSlot {
         self.arena.slot(self.frames.get(frame).place)
+    }
+
+    /// Returns those regions of frames that are not in the set yet, with the access that is granted to them,
+    /// and adds them.
+    pub(crate) fn new_regions(
+        &self,
+        frames: impl Iterator<Item = FrameIndex>,
+        access: Access,
+        known: &mut RegionSet,
+    ) -> Vec<(RegionId, Access)> {
+        frames
+            .map(|frame| self.frames.get(frame).place.region)
+            .filter(|region| known.insert(*region))
+            .map(|region| (self.arena.region_id(region), access))
+            .collect()
     }
 
     /// Makes an unleased frame evictable if it is clean, or frees it if it is an orphan.

@@ -38,6 +38,21 @@ enum Reclaim {
 }
 
 impl Cache {
+    /// Checks that blocks of a size class can fit into the arena.
+    ///
+    /// # Errors
+    /// Sizes of the block and of the largest region, and what to do.
+    pub(crate) fn check_block_size(&self, size_class: SizeClassId) -> Result<(), String> {
+        let (block, region) = (self.sizes.get(size_class).slot_bytes, self.arena.region_bytes_max());
+        if block <= region {
+            return Ok(());
+        }
+        Err(format!(
+            "a block of this layout has {block} bytes, but a region of the arena only {region}: raise \
+             arena.region_bytes in the agent's configuration, or use fewer tokens per block"
+        ))
+    }
+
     /// Sets the share of the pool that is kept free.
     pub(crate) fn set_pool_free(&mut self, permille: u16) {
         self.pool_free_permille = permille;

@@ -2,17 +2,7 @@
 
 use crate::cache::{Cache, FrameIndex, FrameState};
 use crate::transfer::{FillSource, Retention, Transfer};
-use crate::waiter::{WaitId, WaiterId};
-
-/// Wait of a block, as its fill knows it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct KnownWait {
-    pub(crate) wait: WaitId,
-    /// Frame of the fill.
-    pub(crate) frame: FrameIndex,
-    /// Verified layers of the fill.
-    pub(crate) layers: u16,
-}
+use crate::waiter::{KnownWait, WaiterId};
 
 impl Transfer {
     /// Checks the invariants within the transfers. Costs time in proportion to their whole state.
