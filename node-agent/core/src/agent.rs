@@ -32,18 +32,18 @@ use std::collections::BTreeMap;
 use reprise_policy::{BlockKey, DrainProgress, NodeMode, SessionId, SlotSet, Tick};
 
 use crate::agent::inbound::Inbound;
-use crate::agent::serves::{Serve, ServeShare};
 use crate::agent::sessions::{Reservation, ReservationGroup, Session};
 use crate::agent::tickets::TicketState;
 use crate::agent::writeback::WriteBack;
 use crate::cache::{Cache, CacheOutcomes, DoneBatch};
 use crate::context::Caller;
-use crate::effect::{DeviceId, Effect, RegionId, Reply, ServeId};
+use crate::effect::{DeviceId, Effect, RegionId, Reply};
 use crate::event::{Event, Request, RequestId};
 use crate::load::{LoadOutcome, Loads};
 use crate::pool::{DevicePool, PoolUsage, StoredBlock};
 use crate::quota::Quotas;
 use crate::replicate::Replicate;
+use crate::serve::{ServeOutcome, Serves};
 use crate::slab::{Slab, SlabId};
 use crate::timers::Timers;
 use crate::transfer::{Transfer, TransferOutcome};
@@ -59,7 +59,6 @@ macro_rules! context {
 mod audit;
 mod commits;
 mod inbound;
-mod serves;
 mod sessions;
 mod tickets;
 mod writeback;
@@ -75,10 +74,17 @@ pub use crate::usage::NodeUsage;
 /// Object whose deadline has passed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Timer {
-    /// The peer has given up its request.
-    Serve(ServeId),
     /// The slots of one `Reserve` call were not committed.
     Reservations(SlabId),
+}
+
+/// Owners of deadlines, in the order in which deadlines of the same time are handled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum TimerOwner {
+    Load,
+    Serve,
+    Reservations,
+    Replicate,
 }
 
 /// State machine of a node agent.
@@ -98,8 +104,7 @@ pub struct AgentCore {
     tickets: Slab<TicketState>,
     load: Loads,
     transfer: Transfer,
-    serves: BTreeMap<ServeId, Serve>,
-    serve_share: ServeShare,
+    serve: Serves,
     replicate: Replicate,
     inbound: Inbound,
     timers: Timers<Timer>,
@@ -131,8 +136,7 @@ impl AgentCore {
             tickets: Slab::new(),
             load: Loads::new(),
             transfer: Transfer::new(),
-            serves: BTreeMap::new(),
-            serve_share: ServeShare::default(),
+            serve: Serves::default(),
             replicate: Replicate::new(&settings),
             inbound: Inbound::default(),
             timers: Timers::default(),
@@ -158,7 +162,9 @@ impl AgentCore {
         self.dispatch(event);
         self.route();
         self.fire_timers();
-        self.begin_serves();
+        while self.serve.begin_next(&mut self.cache, context!(self)) {
+            self.route();
+        }
         self.begin_pulls();
         self.replicate.advance(&self.cache, context!(self));
         // Before the write-back, which shrinking may make urgent.
@@ -181,7 +187,11 @@ impl AgentCore {
                 self.route_transfer();
             } else if self.load.has_outcomes() {
                 self.route_load();
-            } else if !self.load.retry_next(&mut self.cache, context!(self)) {
+            } else if self.load.retry_next(&mut self.cache, context!(self)) {
+                // Its outcomes come next.
+            } else if self.serve.has_outcomes() {
+                self.route_serve();
+            } else {
                 return;
             }
         }
@@ -212,38 +222,52 @@ impl AgentCore {
             match outcome {
                 TransferOutcome::Attached(waiter, attached) => match waiter.owner {
                     WaiterOwner::Load => self.load.attached(&mut self.cache, waiter, attached),
-                    WaiterOwner::Serve => self.serve_attached(waiter, attached),
+                    WaiterOwner::Serve => {
+                        self.serve.attached(&mut self.cache, context!(self), waiter, attached);
+                    }
                 },
                 TransferOutcome::Refused(waiter, reason) => match waiter.owner {
                     WaiterOwner::Load => self.load.refused(context!(self), waiter, reason),
-                    WaiterOwner::Serve => self.serve_absent(ServeId(waiter.object), waiter.block),
+                    WaiterOwner::Serve => self.serve.refused(context!(self), waiter),
                 },
                 TransferOutcome::Advanced(waiter, advanced) => match waiter.owner {
                     WaiterOwner::Load => {
                         self.load.advanced(&mut self.cache, context!(self), waiter, advanced);
                     }
-                    WaiterOwner::Serve => self.stream_layers(
-                        ServeId(waiter.object),
-                        waiter.block,
-                        u32::from(advanced.from)..u32::from(advanced.to),
-                    ),
+                    WaiterOwner::Serve => {
+                        self.serve.advanced(&self.cache, context!(self), waiter, advanced);
+                    }
                 },
                 TransferOutcome::Failed(waiter, failed) => match waiter.owner {
                     WaiterOwner::Load => {
                         self.load.failed(&mut self.cache, context!(self), waiter, failed);
                     }
-                    WaiterOwner::Serve => self.serve_failed(ServeId(waiter.object), waiter.block),
+                    WaiterOwner::Serve => self.serve.failed(&mut self.cache, context!(self), waiter),
                 },
                 TransferOutcome::Retained { frame, position } => self.save_replica(frame, position),
                 TransferOutcome::Started { owner: WaiterOwner::Load, object } => {
                     self.load.started(&mut self.cache, context!(self), object);
                 }
                 TransferOutcome::Started { owner: WaiterOwner::Serve, object } => {
-                    self.end_serve_if_complete(ServeId(object));
+                    self.serve.started(&mut self.cache, context!(self), object);
                 }
             }
         }
         self.transfer.reuse(outcomes);
+    }
+
+    fn route_serve(&mut self) {
+        for outcome in self.serve.take_outcomes() {
+            match outcome {
+                ServeOutcome::Read { entries } => {
+                    for entry in entries {
+                        self.replicate.note_read(&self.cache, self.now, entry);
+                    }
+                }
+                ServeOutcome::Fetch(request) => self.transfer.begin(&mut self.cache, context!(self), request),
+                ServeOutcome::Detach { wait, waiter } => self.transfer.detach(wait, waiter),
+            }
+        }
     }
 
     fn route_load(&mut self) {
@@ -261,6 +285,7 @@ impl AgentCore {
         let placement = [self.replicate.next_deadline(), self.inbound.wake()];
         let others = [
             self.load.first_due(),
+            self.serve.first_due(),
             self.timers.next(),
             self.writeback_deadline(),
             self.quota.next_deadline(),
@@ -275,6 +300,7 @@ impl AgentCore {
         self.cache.set_counters(&mut counters);
         self.load.set_counters(&mut counters);
         self.transfer.set_counters(&mut counters);
+        self.serve.set_counters(&mut counters);
         self.replicate.set_counters(&mut counters);
         counters
     }
@@ -312,9 +338,9 @@ impl AgentCore {
             Event::CheckDone { check, integrity } => {
                 self.cache.checked(context!(self), SlabId(check.0), integrity);
             }
-            Event::PeerRequest(request) => self.serve(request),
-            Event::ServeDone { serve, block } => self.serve_done(serve, block),
-            Event::ServeAborted { serve } => self.serve_aborted(serve),
+            Event::PeerRequest(request) => self.serve.begin(context!(self), request),
+            Event::ServeDone { serve, block } => self.serve.done(&mut self.cache, serve, block),
+            Event::ServeAborted { serve } => self.serve.aborted(&mut self.cache, serve),
             Event::InventoryWanted { slots } => self.announce_inventory(slots),
             Event::PlaceAnswered { place, answers } => {
                 self.replicate.place_answered(&mut self.cache, context!(self), SlabId(place.0), &answers);
@@ -365,27 +391,27 @@ impl AgentCore {
         }
     }
 
+    /// Handles all deadlines that have passed: the earliest first, at the same time in the order of owners.
     fn fire_timers(&mut self) {
         loop {
-            let due = |at: Option<Tick>| at.filter(|at| *at <= self.now);
-            let (own, of_replicate) = (due(self.timers.next()), due(self.replicate.first_due()));
-            let of_load = due(self.load.first_due());
-            let Some(first) = [of_load, own, of_replicate].into_iter().flatten().min() else { return };
-            // At the same time, in the order of the owners.
-            if of_load == Some(first) {
-                self.load.fire_timer(&mut self.cache, context!(self));
-                self.route();
-                continue;
-            }
-            if own != Some(first) {
-                self.replicate.fire_timer(&mut self.cache, context!(self));
-                self.route();
-                continue;
-            }
-            let Some(timer) = self.timers.pop_due(self.now) else { return };
-            match timer {
-                Timer::Serve(serve) => self.expire_serve(serve),
-                Timer::Reservations(group) => self.expire_reservations(group),
+            let due = [
+                (self.load.first_due(), TimerOwner::Load),
+                (self.serve.first_due(), TimerOwner::Serve),
+                (self.timers.next(), TimerOwner::Reservations),
+                (self.replicate.first_due(), TimerOwner::Replicate),
+            ];
+            let due = due.into_iter().filter_map(|(at, owner)| Some((at?, owner)));
+            let Some((_, owner)) = due.filter(|(at, _)| *at <= self.now).min() else { return };
+            let (cache, cx) = (&mut self.cache, context!(self));
+            match owner {
+                TimerOwner::Load => self.load.fire_timer(cache, cx),
+                TimerOwner::Serve => self.serve.fire_timer(cache, cx),
+                TimerOwner::Replicate => self.replicate.fire_timer(cache, cx),
+                TimerOwner::Reservations => {
+                    if let Some(Timer::Reservations(group)) = self.timers.pop_due(self.now) {
+                        self.expire_reservations(group);
+                    }
+                }
             }
             self.route();
         }
@@ -438,13 +464,12 @@ impl AgentCore {
             dram_used,
             nvme_capacity: pools.capacity_bytes,
             nvme_used: pools.slot_bytes_used,
-            queued_bytes: self.serves.values().map(Serve::open_bytes).sum(),
+            queued_bytes: self.serve.open_bytes(),
         }
     }
 
     fn set_gauges(&self, counters: &mut Counters) {
         counters.sessions = self.sessions.len() as u64;
-        counters.serves_in_flight = self.serves.len() as u64;
         let drain = self.replicate.progress();
         counters.drained = u64::from(drain.drained && self.writeback.unsaved.len() == 0);
         counters.pulls_waiting = self.inbound.waiting() as u64;

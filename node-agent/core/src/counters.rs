@@ -284,6 +284,11 @@ owner_counters! {
 }
 
 owner_counters! {
+    /// Counters of serves.
+    ServeCounters: serves serve_blocks_dram serve_blocks_nvme serve_blocks_absent serve_bytes
+}
+
+owner_counters! {
     /// Counters of transfers.
     TransferCounters: device_fills device_fill_bytes peer_fills peer_fill_bytes fill_device_errors
     fill_refused fill_corrupt fill_absent fill_peer_lost pulled_blocks pulled_bytes

@@ -42,6 +42,7 @@ mod regions;
 pub mod registrar;
 mod replicate;
 pub mod report_schedule;
+mod serve;
 mod settings;
 mod slab;
 mod timers;

@@ -1,4 +1,4 @@
-//! Loads: the blocks that sessions request, and matches, which tell where blocks are.
+//! Loads of blocks by sessions, and matches, which return where blocks are.
 //!
 //! ```text
 //!             a fill is found           verified                          Release
@@ -253,7 +253,7 @@ impl Loads {
         self.publish(cache, cx, id);
     }
 
-    /// Tries another source for the blocks of one load whose fills failed; `false` if there is none.
+    /// Tries another source for the blocks of one load whose fills failed; `false` if no load waits for that.
     pub(crate) fn retry_next(&mut self, cache: &mut Cache, cx: &mut Context) -> bool {
         let next = self.retries.pop_first();
         next.is_some_and(|(id, retry)| {

@@ -59,7 +59,7 @@ pub(crate) enum TransferOutcome {
     Advanced(WaiterId, Advanced),
     /// The fill of a waiter's block failed.
     Failed(WaiterId, Failed),
-    /// A block that is to be saved is complete.
+    /// A block that must be saved is complete.
     Retained { frame: FrameIndex, position: EvictionPosition },
 }
 

@@ -4,8 +4,7 @@ use std::collections::BTreeMap;
 
 use reprise_policy::TenantId;
 
-use crate::agent::serves::ServeBlock;
-use crate::agent::{AgentCore, serves};
+use crate::agent::AgentCore;
 use crate::cache::{CopyState, Dram, FrameIndex, FrameState, nvme_bytes};
 use crate::slab::SlabId;
 use crate::waiter::{KnownWait, WaiterId};
@@ -27,6 +26,7 @@ impl AgentCore {
         self.cache.audit()?;
         self.transfer.audit(&self.cache)?;
         self.load.audit(&self.cache)?;
+        self.serve.audit(&self.cache)?;
         self.audit_leases()?;
         self.audit_waiters()?;
         self.audit_tenants()?;
@@ -105,20 +105,9 @@ impl AgentCore {
     /// Checks that every lease belongs to a block of a load, a block of a serve, or a check.
     fn audit_leases(&self) -> Result<(), String> {
         let mut held: BTreeMap<FrameIndex, u32> = BTreeMap::new();
-        for frame in self.load.leases() {
+        for frame in self.load.leases().chain(self.serve.leases()) {
             *held.entry(frame).or_default() += 1;
         }
-        let mut serving = 0;
-        for block in self.serves.values().flat_map(|serve| &serve.blocks) {
-            let frame = match block {
-                ServeBlock::Due | ServeBlock::Ended => continue,
-                ServeBlock::Sending { lease } | ServeBlock::Waiting { lease, .. } => lease.frame(),
-            };
-            serving += self.cache.frame_slot(frame).bytes;
-            *held.entry(frame).or_default() += 1;
-        }
-        let counted = self.serve_share.leased_bytes;
-        ensure!(serving == counted, "{serving} bytes leased to serves, {counted} counted");
         for (id, lease) in self.cache.checks.iter() {
             *held.entry(lease.frame()).or_default() += 1;
             let checked = self.cache.frames.get(lease.frame()).copy_state == CopyState::Checking;
@@ -141,13 +130,9 @@ impl AgentCore {
             let known = waits.remove(&waiter);
             ensure!(known == Some(own), "{waiter:?} waits as {own:?}, its fill knows {known:?}");
         }
-        for (id, serve) in &self.serves {
-            for (at, block) in (0..).zip(&serve.blocks) {
-                let ServeBlock::Waiting { lease, wait, .. } = block else { continue };
-                let known = waits.remove(&serves::waiter(*id, at));
-                let fits = known.is_some_and(|known| (known.wait, known.frame) == (*wait, lease.frame()));
-                ensure!(fits, "{id:?}: block {at} waits, its fill knows {known:?}");
-            }
+        for (waiter, own) in self.serve.waits() {
+            let known = waits.remove(&waiter).map(|known| (known.wait, known.frame));
+            ensure!(known == Some(own), "{waiter:?} waits as {own:?}, its fill knows {known:?}");
         }
         ensure!(waits.is_empty(), "waits without a block: {waits:?}");
         Ok(())
@@ -211,8 +196,7 @@ impl AgentCore {
         );
         ensure!(tickets == self.tickets.len(), "tickets without a session");
         let timers = self.groups.len();
-        ensure!(self.timers.len() >= timers, "something waits without a deadline");
-        ensure!(self.timers.len() <= timers + self.serves.len(), "timers without an owner");
+        ensure!(self.timers.len() == timers, "{timers} groups of reservations, {} timers", self.timers.len());
         let uses: u64 = self.cache.sizes.uses().sum();
         let holders = self.sessions.len()
             + self.cache.index.len()

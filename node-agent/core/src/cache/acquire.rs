@@ -1,7 +1,7 @@
 //! Search for the copies of blocks on this node.
 
-use reprise_policy::BlockKey;
 use reprise_policy::eviction::EntryIndex;
+use reprise_policy::{BlockKey, Layout};
 
 use crate::cache::Cache;
 use crate::cache::frames::{FrameIndex, FrameState};
@@ -56,6 +56,18 @@ impl Cache {
         for entry in entries {
             found(entry.map_or(LocalCopy::Absent, |entry| self.acquire_entry(entry, size_class)));
         }
+    }
+
+    /// Finds a block of a layout, under any tenant, and leases it if it is in DRAM.
+    pub(crate) fn acquire_layout(
+        &mut self,
+        key: &BlockKey,
+        layout: &Layout,
+    ) -> Option<(EntryIndex, LocalCopy)> {
+        let entry = self.index.find(key)?;
+        let size_class = self.index.entry(entry).size_class();
+        let fits = self.sizes.get(size_class).layout == *layout;
+        fits.then(|| (entry, self.acquire_entry(entry, size_class)))
     }
 
     fn acquire_entry(&mut self, entry: EntryIndex, size_class: SizeClassId) -> LocalCopy {

@@ -56,7 +56,7 @@ impl Loads {
         Ok(())
     }
 
-    /// Number of sessions.
+    /// Number of sessions that may load.
     pub(crate) fn session_count(&self) -> usize {
         self.sessions.len()
     }
@@ -72,7 +72,7 @@ impl Loads {
         })
     }
 
-    /// Blocks that wait for fills, and what they know of their fill.
+    /// Blocks that wait for fills, with the state of the fill as the load knows it.
     pub(crate) fn waits(&self) -> impl Iterator<Item = (WaiterId, KnownWait)> {
         self.loads.iter().flat_map(|(id, load)| {
             (0..).zip(&load.blocks).filter_map(move |(at, block)| match block {

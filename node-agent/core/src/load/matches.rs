@@ -16,7 +16,7 @@ use crate::load::Loads;
 use crate::load::lookups::{Purpose, WaitingMatch};
 
 impl Loads {
-    /// Handles a `Match`.
+    /// Handles a `Match` of a session.
     pub(crate) fn match_keys(
         &mut self,
         cache: &mut Cache,

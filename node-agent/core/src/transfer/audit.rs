@@ -41,7 +41,7 @@ impl Transfer {
         retained.map(|(_, fill)| fill.lease.frame())
     }
 
-    /// All waits.
+    /// All waits, with the state of their fills.
     pub(crate) fn waits(&self) -> impl Iterator<Item = (WaiterId, KnownWait)> {
         self.fills.iter().flat_map(|(_, fill)| {
             let (frame, layers) = (fill.lease.frame(), fill.layers);
