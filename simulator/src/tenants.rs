@@ -9,8 +9,8 @@
 
 use std::collections::BTreeMap;
 
-use reprise_agent_core::agent::limits::LOOKUPS_MAX;
 use reprise_agent_core::event::{Event, Grant};
+use reprise_agent_core::limits::LOOKUPS_MAX;
 use reprise_policy::{Epoch, Quota, TenantId, TenantName};
 
 use crate::setup::{Variant, large_layout};

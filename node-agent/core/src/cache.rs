@@ -42,7 +42,7 @@ mod sizes;
 mod space;
 
 pub(crate) use accounts::{Accounts, TenantIndex, Unmet, nvme_bytes};
-pub(crate) use acquire::{LocalCopy, OfferedBlock};
+pub(crate) use acquire::{LocalBlock, LocalCopy, OfferedBlock};
 pub(crate) use arena::Arena;
 pub(crate) use devices::Devices;
 pub(crate) use frames::{EvictionPosition, FrameIndex, FrameState, Frames};

@@ -28,7 +28,7 @@ pub(crate) struct Caller {
 }
 
 impl Context<'_> {
-    /// Answers a request.
+    /// Answers the request of a session.
     pub(crate) fn reply(&mut self, Caller { session, request, .. }: Caller, reply: Reply) {
         self.emit(Effect::Reply { session, request, reply });
     }

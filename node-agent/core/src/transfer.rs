@@ -30,8 +30,6 @@ mod fetch;
 mod peers;
 mod waits;
 
-pub(crate) use audit::KnownWait;
-
 /// All fills, and what waits for them.
 #[derive(Debug)]
 pub(crate) struct Transfer {
@@ -61,7 +59,7 @@ pub(crate) enum TransferOutcome {
     Advanced(WaiterId, Advanced),
     /// The fill of a waiter's block failed.
     Failed(WaiterId, Failed),
-    /// A block that is to be saved is complete.
+    /// A block that must be saved is complete.
     Retained { frame: FrameIndex, position: EvictionPosition },
 }
 

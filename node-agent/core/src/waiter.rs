@@ -5,10 +5,9 @@
 
 use std::time::Duration;
 
-use reprise_policy::eviction::EntryIndex;
 use reprise_policy::{BlockKey, Layout};
 
-use crate::cache::{Lease, Read, SizeClassId};
+use crate::cache::{FrameIndex, Lease, LocalBlock, Read, SizeClassId};
 use crate::effect::{LossReason, Source};
 use crate::event::{FillError, Replica};
 
@@ -63,15 +62,6 @@ pub(crate) enum Joins {
     DeviceReads,
 }
 
-/// Block that this node has or is filling.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum LocalBlock {
-    /// Being filled; contains the slot of the fill.
-    Filling(u32),
-    /// On a device.
-    Stored(EntryIndex),
-}
-
 /// Blocks to fetch from peers.
 #[derive(Debug)]
 pub(crate) struct RemoteBlocks {
@@ -115,6 +105,16 @@ pub(crate) struct Failed {
     pub(crate) error: FillError,
     /// Other replicas of the block; `None` if the directory was not asked.
     pub(crate) others: Option<Vec<Replica>>,
+}
+
+/// Wait of a block, for the audit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct KnownWait {
+    pub(crate) wait: WaitId,
+    /// Frame of the fill.
+    pub(crate) frame: FrameIndex,
+    /// Verified layers of the fill.
+    pub(crate) layers: u16,
 }
 
 const _: () = assert!(size_of::<WaiterId>() == 16, "every waiting block has one");

@@ -2,17 +2,7 @@
 
 use crate::cache::{Cache, FrameIndex, FrameState};
 use crate::transfer::{FillSource, Retention, Transfer};
-use crate::waiter::{WaitId, WaiterId};
-
-/// Wait of a block, as its fill knows it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct KnownWait {
-    pub(crate) wait: WaitId,
-    /// Frame of the fill.
-    pub(crate) frame: FrameIndex,
-    /// Verified layers of the fill.
-    pub(crate) layers: u16,
-}
+use crate::waiter::{KnownWait, WaiterId};
 
 impl Transfer {
     /// Checks the invariants within the transfers. Costs time in proportion to their whole state.
@@ -51,7 +41,7 @@ impl Transfer {
         retained.map(|(_, fill)| fill.lease.frame())
     }
 
-    /// All waits.
+    /// All waits, with the state of their fills.
     pub(crate) fn waits(&self) -> impl Iterator<Item = (WaiterId, KnownWait)> {
         self.fills.iter().flat_map(|(_, fill)| {
             let (frame, layers) = (fill.lease.frame(), fill.layers);

@@ -9,14 +9,14 @@ use reprise_policy::eviction::EntryIndex;
 use reprise_policy::routing::{self, Candidate, LoadHint};
 use reprise_policy::{BlockKey, Layout, NodeId, Tick};
 
-use crate::cache::{BlockOrigin, Cache, SizeClassId};
+use crate::cache::{BlockOrigin, Cache, LocalBlock, SizeClassId};
 use crate::context::Context;
 use crate::effect::{
     BlockRead, DeviceId, Effect, FetchId, LossReason, PeerBlock, PeerFetch, ReadBatch, ReadClass,
 };
 use crate::event::Replica;
 use crate::transfer::{Fill, FillSource, Transfer, TransferOutcome};
-use crate::waiter::{Attached, FillRequest, Joins, LocalBlock, RemoteBlocks, WaiterId, WaiterOwner};
+use crate::waiter::{Attached, FillRequest, Joins, RemoteBlocks, WaiterId, WaiterOwner};
 
 /// Blocks to read, grouped by device.
 #[derive(Debug, Default)]

@@ -118,7 +118,7 @@ impl Waits {
         *list = WaitList::EMPTY;
     }
 
-    /// Number of waits of all fills.
+    /// Number of waits in the table.
     pub(crate) fn len(&self) -> usize {
         self.waits.iter().filter(|wait| wait.fill != NONE).count()
     }

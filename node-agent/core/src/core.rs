@@ -9,6 +9,10 @@
 //!                       └───────────────────────────────┘
 //! ```
 //!
+//! Seven owners hold the state: cache, transfer, load, save, serve, replicate and quota. The core passes each
+//! event to one of them, and the outcomes of an owner to other owners, until no outcome is left. Owners do not
+//! know each other; all of them may use the cache.
+//!
 //! The core processes one event at a time and needs no locks. Everything that takes time is an effect whose
 //! result is an event. The `now` of each call is the current time; [`AgentCore::next_deadline`] returns when
 //! to send `Event::Tick`.
@@ -31,22 +35,25 @@ use std::collections::BTreeMap;
 
 use reprise_policy::{BlockKey, DrainProgress, NodeMode, SessionId, SlotSet, Tick};
 
-use crate::agent::block_sources::Retry;
-use crate::agent::loads::Load;
-use crate::agent::lookups::Lookup;
-use crate::agent::serves::{Serve, ServeShare};
-use crate::agent::sessions::Session;
-use crate::cache::{Cache, CacheOutcomes, DoneBatch, EvictionPosition};
+use crate::audit::{self, Owners};
+use crate::cache::{
+    BlockDescription, Cache, CacheOutcomes, DoneBatch, EvictionPosition, SizeClassId, TenantUsage,
+};
 use crate::context::Caller;
-use crate::effect::{DeviceId, Effect, RegionId, Reply, ServeId};
-use crate::event::{Event, Request, RequestId};
+use crate::counters::Counters;
+use crate::effect::{DeviceId, Effect, RegionId, Reply};
+use crate::event::{Event, Request, RequestId, SessionOpened};
+use crate::limits::SESSIONS_MAX;
+use crate::load::{LoadOutcome, Loads};
 use crate::pool::{DevicePool, PoolUsage, StoredBlock};
 use crate::quota::Quotas;
 use crate::replicate::{PullStep, Replicate, ReplicateOutcome};
 use crate::save::Save;
-use crate::slab::{Slab, SlabId};
-use crate::timers::Timers;
+use crate::serve::{ServeOutcome, Serves};
+use crate::settings::Settings;
+use crate::slab::SlabId;
 use crate::transfer::{Transfer, TransferOutcome};
+use crate::usage::NodeUsage;
 use crate::waiter::WaiterOwner;
 
 /// Context of the current event of a core.
@@ -56,41 +63,6 @@ macro_rules! context {
     };
 }
 
-mod audit;
-mod block_sources;
-mod loads;
-mod lookups;
-mod progress;
-mod serves;
-mod sessions;
-
-pub use crate::cache::{
-    BlockDescription, BlockOrigin, DramCopy, TenantBlocks, TenantCounts, TenantQuotas, TenantUsage,
-};
-pub use crate::counters::Counters;
-pub use crate::limits;
-pub use crate::settings::Settings;
-pub use crate::usage::NodeUsage;
-
-/// Object whose deadline has passed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Timer {
-    /// A load reached its deadline or its maximum hold time.
-    Load(SlabId),
-    /// The directory did not answer a lookup.
-    Lookup(SlabId),
-    /// The peer has given up its request.
-    Serve(ServeId),
-}
-
-/// Owner of the timer that is due first; of equal times, in this order.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum TimerOwner {
-    Core,
-    Save,
-    Replicate,
-}
-
 /// State machine of a node agent.
 #[derive(Debug)]
 pub struct AgentCore {
@@ -98,20 +70,24 @@ pub struct AgentCore {
     now: Tick,
     /// Effects of the event that is being applied.
     out: Vec<Effect>,
+    /// Open sessions, with the size classes of their blocks.
+    sessions: BTreeMap<SessionId, SizeClassId>,
     cache: Cache,
     quota: Quotas,
-    save: Save,
-    sessions: BTreeMap<SessionId, Session>,
-    loads: Slab<Load>,
-    lookups: Slab<Lookup>,
-    /// Loads whose fills failed before they were answered.
-    retries: BTreeMap<SlabId, Retry>,
     transfer: Transfer,
-    serves: BTreeMap<ServeId, Serve>,
-    serve_share: ServeShare,
+    load: Loads,
+    save: Save,
+    serve: Serves,
     replicate: Replicate,
-    timers: Timers<Timer>,
-    counters: Counters,
+}
+
+/// Owner of the timer that is due first; of equal times, in this order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum TimerOwner {
+    Load,
+    Serve,
+    Save,
+    Replicate,
 }
 
 impl AgentCore {
@@ -129,19 +105,14 @@ impl AgentCore {
         let mut core = AgentCore {
             now: Tick(0),
             out: Vec::new(),
+            sessions: BTreeMap::new(),
             cache: Cache::new(&settings, pools, regions),
             quota: Quotas::default(),
-            save: Save::new(),
-            sessions: BTreeMap::new(),
-            loads: Slab::new(),
-            lookups: Slab::new(),
-            retries: BTreeMap::new(),
             transfer: Transfer::new(),
-            serves: BTreeMap::new(),
-            serve_share: ServeShare::default(),
+            load: Loads::new(),
+            save: Save::new(),
+            serve: Serves::default(),
             replicate: Replicate::new(&settings),
-            timers: Timers::default(),
-            counters: Counters::default(),
             settings,
         };
         for (device, blocks) in core.cache.device_ids().zip(stored) {
@@ -163,7 +134,9 @@ impl AgentCore {
         self.dispatch(event);
         self.route();
         self.fire_timers();
-        self.begin_serves();
+        while self.serve.begin_next(&mut self.cache, context!(self)) {
+            self.route();
+        }
         self.begin_pulls();
         self.replicate.advance(&self.cache, context!(self));
         // Before the write-back, which shrinking may make urgent.
@@ -176,16 +149,20 @@ impl AgentCore {
         std::mem::swap(&mut self.out, effects);
     }
 
-    /// Passes the outcomes of owners to their receivers, until none is left. Loads try another source after
-    /// all waiters of a failed fill have released its slot.
+    /// Passes the outcomes of owners to other owners, until none is left. Loads try another source after all
+    /// waiters of a failed fill have released its slot.
     fn route(&mut self) {
         loop {
             if let Some(outcomes) = self.cache.take_outcomes() {
                 self.route_cache(outcomes);
             } else if self.transfer.has_outcomes() {
                 self.route_transfer();
-            } else if let Some((load, retry)) = self.retries.pop_first() {
-                self.retry_other_source(load, retry);
+            } else if self.load.has_outcomes() {
+                self.route_load();
+            } else if self.load.retry_next(&mut self.cache, context!(self)) {
+                // Its outcomes come next.
+            } else if self.serve.has_outcomes() {
+                self.route_serve();
             } else if let Some(outcome) = self.replicate.take_outcome() {
                 self.route_replicate(&outcome);
             } else {
@@ -210,6 +187,71 @@ impl AgentCore {
         }
         if capacity_changed {
             self.quota.update(&mut self.cache, context!(self));
+        }
+    }
+
+    fn route_transfer(&mut self) {
+        let mut outcomes = self.transfer.take_outcomes();
+        for outcome in outcomes.drain(..) {
+            match outcome {
+                TransferOutcome::Attached(waiter, attached) => match waiter.owner {
+                    WaiterOwner::Load => self.load.attached(&mut self.cache, waiter, attached),
+                    WaiterOwner::Serve => {
+                        self.serve.attached(&mut self.cache, context!(self), waiter, attached);
+                    }
+                },
+                TransferOutcome::Refused(waiter, reason) => match waiter.owner {
+                    WaiterOwner::Load => self.load.refused(context!(self), waiter, reason),
+                    WaiterOwner::Serve => self.serve.refused(context!(self), waiter),
+                },
+                TransferOutcome::Advanced(waiter, advanced) => match waiter.owner {
+                    WaiterOwner::Load => {
+                        self.load.advanced(&mut self.cache, context!(self), waiter, advanced);
+                    }
+                    WaiterOwner::Serve => {
+                        self.serve.advanced(&self.cache, context!(self), waiter, advanced);
+                    }
+                },
+                TransferOutcome::Failed(waiter, failed) => match waiter.owner {
+                    WaiterOwner::Load => {
+                        self.load.failed(&mut self.cache, context!(self), waiter, failed);
+                    }
+                    WaiterOwner::Serve => self.serve.failed(&mut self.cache, context!(self), waiter),
+                },
+                TransferOutcome::Retained { frame, position } => {
+                    self.save.save_replica(&mut self.cache, self.now, frame, position);
+                }
+                TransferOutcome::Started { owner: WaiterOwner::Load, object } => {
+                    self.load.started(&mut self.cache, context!(self), object);
+                }
+                TransferOutcome::Started { owner: WaiterOwner::Serve, object } => {
+                    self.serve.started(&mut self.cache, context!(self), object);
+                }
+            }
+        }
+        self.transfer.reuse(outcomes);
+    }
+
+    fn route_load(&mut self) {
+        for outcome in self.load.take_outcomes() {
+            match outcome {
+                LoadOutcome::Fetch(request) => self.transfer.begin(&mut self.cache, context!(self), request),
+                LoadOutcome::Detach { wait, waiter } => self.transfer.detach(wait, waiter),
+            }
+        }
+    }
+
+    fn route_serve(&mut self) {
+        for outcome in self.serve.take_outcomes() {
+            match outcome {
+                ServeOutcome::Read { entries } => {
+                    for entry in entries {
+                        self.replicate.note_read(&self.cache, self.now, entry);
+                    }
+                }
+                ServeOutcome::Fetch(request) => self.transfer.begin(&mut self.cache, context!(self), request),
+                ServeOutcome::Detach { wait, waiter } => self.transfer.detach(wait, waiter),
+            }
         }
     }
 
@@ -247,66 +289,48 @@ impl AgentCore {
         self.transfer.retained_bytes() + self.save.replicated_bytes()
     }
 
-    fn route_transfer(&mut self) {
-        let mut outcomes = self.transfer.take_outcomes();
-        for outcome in outcomes.drain(..) {
-            match outcome {
-                TransferOutcome::Attached(waiter, attached) => match waiter.owner {
-                    WaiterOwner::Load => self.load_attached(waiter, attached),
-                    WaiterOwner::Serve => self.serve_attached(waiter, attached),
-                },
-                TransferOutcome::Refused(waiter, reason) => match waiter.owner {
-                    WaiterOwner::Load => self.lose_block(SlabId(waiter.object), waiter.block, reason),
-                    WaiterOwner::Serve => self.serve_absent(ServeId(waiter.object), waiter.block),
-                },
-                TransferOutcome::Advanced(waiter, advanced) => match waiter.owner {
-                    WaiterOwner::Load => self.load_advanced(waiter, advanced),
-                    WaiterOwner::Serve => self.stream_layers(
-                        ServeId(waiter.object),
-                        waiter.block,
-                        u32::from(advanced.from)..u32::from(advanced.to),
-                    ),
-                },
-                TransferOutcome::Failed(waiter, failed) => match waiter.owner {
-                    WaiterOwner::Load => self.load_failed(waiter, failed),
-                    WaiterOwner::Serve => self.serve_failed(ServeId(waiter.object), waiter.block),
-                },
-                TransferOutcome::Retained { frame, position } => {
-                    self.save.save_replica(&mut self.cache, self.now, frame, position);
-                }
-                TransferOutcome::Started { owner: WaiterOwner::Load, object } => {
-                    self.publish_progress(SlabId(object));
-                }
-                TransferOutcome::Started { owner: WaiterOwner::Serve, object } => {
-                    self.end_serve_if_complete(ServeId(object));
-                }
-            }
-        }
-        self.transfer.reuse(outcomes);
-    }
-
     /// Time at which to send `Event::Tick` if no other event arrives before; `None` if time alone changes
     /// nothing.
     pub fn next_deadline(&self) -> Option<Tick> {
-        let own = self.timers.next();
+        let (load, serve) = (self.load.first_due(), self.serve.first_due());
         let (save, replicate) = (self.save.next_deadline(&self.settings), self.replicate.next_deadline());
-        [own, save, replicate, self.quota.next_deadline()].into_iter().flatten().min()
+        [load, serve, save, replicate, self.quota.next_deadline()].into_iter().flatten().min()
     }
 
     /// Counters, and gauges as of the last event.
     pub fn counters(&self) -> Counters {
-        let mut counters = self.counters.clone();
-        self.set_gauges(&mut counters);
-        self.cache.set_counters(&mut counters);
-        self.save.set_counters(&mut counters);
-        self.transfer.set_counters(&mut counters);
-        self.replicate.set_counters(&mut counters);
-        counters
+        let mut all = Counters::default();
+        self.cache.set_counters(&mut all);
+        self.transfer.set_counters(&mut all);
+        self.load.set_counters(&mut all);
+        self.save.set_counters(&mut all);
+        self.serve.set_counters(&mut all);
+        self.replicate.set_counters(&mut all);
+        all.sessions = self.sessions.len() as u64;
+        all.drained = u64::from(self.drain_progress().drained);
+        all.pulls_in_flight_bytes = self.pulls_in_flight_bytes();
+        all
     }
 
     /// Number of blocks that are not durable yet.
     pub fn unsaved_blocks(&self) -> usize {
         self.save.unsaved_blocks()
+    }
+
+    /// Checks every invariant of the core. Costs time in proportion to the whole state.
+    ///
+    /// # Errors
+    /// A description of the first violated invariant.
+    pub fn audit(&self) -> Result<(), String> {
+        let AgentCore { cache, transfer, load, save, serve, replicate, .. } = self;
+        cache.audit()?;
+        transfer.audit(cache)?;
+        load.audit(cache)?;
+        save.audit(cache)?;
+        serve.audit(cache)?;
+        self.quota.audit(cache)?;
+        replicate.audit()?;
+        audit::compare(&Owners { sessions: &self.sessions, cache, transfer, load, save, serve, replicate })
     }
 
     fn dispatch(&mut self, event: Event) {
@@ -328,14 +352,18 @@ impl AgentCore {
             Event::Fill { fill, update } => {
                 self.transfer.update(&mut self.cache, context!(self), SlabId(fill.0), update);
             }
-            Event::LookupAnswered { lookup, found } => self.lookup_answered(SlabId(lookup.0), found),
-            Event::LookupFailed { lookup } => self.lookup_failed(SlabId(lookup.0)),
+            Event::LookupAnswered { lookup, found } => {
+                self.load.lookup_answered(&mut self.cache, context!(self), SlabId(lookup.0), found);
+            }
+            Event::LookupFailed { lookup } => {
+                self.load.lookup_failed(&mut self.cache, context!(self), SlabId(lookup.0));
+            }
             Event::CheckDone { check, integrity } => {
                 self.cache.checked(context!(self), SlabId(check.0), integrity);
             }
-            Event::PeerRequest(request) => self.serve(request),
-            Event::ServeDone { serve, block } => self.serve_done(serve, block),
-            Event::ServeAborted { serve } => self.serve_aborted(serve),
+            Event::PeerRequest(request) => self.serve.begin(context!(self), request),
+            Event::ServeDone { serve, block } => self.serve.done(&mut self.cache, serve, block),
+            Event::ServeAborted { serve } => self.serve.aborted(&mut self.cache, serve),
             Event::InventoryWanted { slots } => self.announce_inventory(slots),
             Event::PlaceAnswered { place, answers } => {
                 self.replicate.place_answered(&mut self.cache, context!(self), SlabId(place.0), &answers);
@@ -357,72 +385,79 @@ impl AgentCore {
     }
 
     fn request(&mut self, (session, request): (SessionId, RequestId), body: Request, received: Tick) {
-        let Some(size_class) = self.sessions.get(&session).map(|session| session.size_class) else {
+        let (cache, cx) = (&mut self.cache, context!(self));
+        let Some(size_class) = self.sessions.get(&session).copied() else {
             let message =
                 "no session: the agent has reached its maximum number of sessions, tenants or layouts";
             let retry_after = self.settings.load_deadline_default;
             let reply = Reply::Busy { message: message.to_owned(), retry_after };
-            return self.reply(session, request, reply);
+            return cx.emit(Effect::Reply { session, request, reply });
         };
         let caller = Caller { session, request, size_class };
-        let (save, cache, cx) = (&mut self.save, &mut self.cache, context!(self));
         match body {
-            Request::Reserve { count } => save.reserve(cache, cx, caller, count),
-            Request::Commit(commit) => save.commit(cache, cx, caller, &commit),
-            Request::Abort { leases } => save.abort(cache, cx, caller, &leases),
-            Request::Match { keys, scope } => self.match_keys(session, request, keys, scope),
-            Request::Load(wanted) => self.load(session, request, wanted, received),
-            Request::Release { load } => self.release(session, request, load),
-            Request::Suspect { load, blocks } => self.suspect(session, request, load, &blocks),
-            Request::Trim => {
-                let blocks = self.cache.trim();
-                self.reply(session, request, Reply::Trimmed { blocks });
-            }
+            Request::Reserve { count } => self.save.reserve(cache, cx, caller, count),
+            Request::Commit(commit) => self.save.commit(cache, cx, caller, &commit),
+            Request::Abort { leases } => self.save.abort(cache, cx, caller, &leases),
+            Request::Match { keys, scope } => self.load.match_keys(cache, cx, caller, (keys, scope)),
+            Request::Load(wanted) => self.load.begin(cache, cx, caller, (wanted, received)),
+            Request::Release { load } => self.load.release(cache, cx, caller, load),
+            Request::Suspect { load, blocks } => self.load.suspect(cache, cx, caller, (load, &blocks)),
+            Request::Trim => cx.reply(caller, Reply::Trimmed { blocks: cache.trim() }),
             Request::Stats => {
                 let own = self.cache.tenant_usage(self.cache.tenant_of(size_class)).fields();
                 let stats = self.counters().fields().chain(own).collect();
-                self.reply(session, request, Reply::Stats(stats));
+                context!(self).reply(caller, Reply::Stats(stats));
             }
         }
     }
 
+    /// Opens a session. Beyond the limits it is not opened, and its requests are answered with `Busy`.
+    fn open_session(&mut self, SessionOpened { session, tenant, layout, .. }: &SessionOpened) {
+        if self.sessions.len() >= SESSIONS_MAX || self.sessions.contains_key(session) {
+            return;
+        }
+        let Some(size_class) = self.cache.open(*tenant, *layout) else { return };
+        self.sessions.insert(*session, size_class);
+        self.load.open(*session);
+        self.save.open(*session);
+    }
+
+    /// Closes a session and releases everything that it holds, in time proportional to that. Fills that it
+    /// started continue, because their blocks may serve others.
+    fn close_session(&mut self, session: SessionId) {
+        let Some(size_class) = self.sessions.remove(&session) else { return };
+        self.load.close(&mut self.cache, session);
+        self.save.close(&mut self.cache, session);
+        self.cache.release_size_class(size_class);
+    }
+
+    /// Handles all deadlines that have passed: the earliest first, at the same time in the order of owners.
     fn fire_timers(&mut self) {
         loop {
-            let first = [
-                (self.timers.next(), TimerOwner::Core),
+            let due = [
+                (self.load.first_due(), TimerOwner::Load),
+                (self.serve.first_due(), TimerOwner::Serve),
                 (self.save.first_due(), TimerOwner::Save),
                 (self.replicate.first_due(), TimerOwner::Replicate),
             ];
-            let due =
-                first.into_iter().filter_map(|(at, owner)| Some((at.filter(|at| *at <= self.now)?, owner)));
-            let Some((_, owner)) = due.min() else { return };
+            let due = due.into_iter().filter_map(|(at, owner)| Some((at?, owner)));
+            let Some((_, owner)) = due.filter(|(at, _)| *at <= self.now).min() else { return };
+            let (cache, cx) = (&mut self.cache, context!(self));
             match owner {
-                TimerOwner::Core => self.fire_timer(),
-                TimerOwner::Save => self.save.fire_timer(&mut self.cache, self.now),
-                TimerOwner::Replicate => self.replicate.fire_timer(&mut self.cache, context!(self)),
+                TimerOwner::Load => self.load.fire_timer(cache, cx),
+                TimerOwner::Serve => self.serve.fire_timer(cache, cx),
+                TimerOwner::Save => self.save.fire_timer(cache, cx.now),
+                TimerOwner::Replicate => self.replicate.fire_timer(cache, cx),
             }
             self.route();
         }
-    }
-
-    fn fire_timer(&mut self) {
-        match self.timers.pop_due(self.now) {
-            Some(Timer::Load(load)) => self.expire_load(load),
-            Some(Timer::Lookup(lookup)) => self.lookup_failed(lookup),
-            Some(Timer::Serve(serve)) => self.expire_serve(serve),
-            None => {}
-        }
-    }
-
-    fn emit(&mut self, effect: Effect) {
-        self.out.push(effect);
     }
 
     /// Announces the inventory of some hash slots.
     fn announce_inventory(&mut self, slots: Box<SlotSet>) {
         self.cache.announce(context!(self));
         let replicas = self.cache.inventory(&slots);
-        self.emit(Effect::Inventory { slots, replicas });
+        context!(self).emit(Effect::Inventory { slots, replicas });
     }
 
     /// Usage of each usable device.
@@ -439,7 +474,7 @@ impl AgentCore {
     /// Progress of draining this node; otherwise, the bytes that other nodes have accepted.
     pub fn drain_progress(&self) -> DrainProgress {
         let progress = self.replicate.progress();
-        let drained = progress.drained && self.save.unsaved_blocks() == 0;
+        let drained = progress.drained && self.unsaved_blocks() == 0;
         DrainProgress { drained, durable_blocks: self.cache.stored_blocks(), ..progress }
     }
 
@@ -461,16 +496,7 @@ impl AgentCore {
             dram_used,
             nvme_capacity: pools.capacity_bytes,
             nvme_used: pools.slot_bytes_used,
-            queued_bytes: self.serves.values().map(Serve::open_bytes).sum(),
+            queued_bytes: self.serve.open_bytes(),
         }
-    }
-
-    fn set_gauges(&self, counters: &mut Counters) {
-        counters.sessions = self.sessions.len() as u64;
-        counters.loads_held = self.loads.len() as u64;
-        counters.serves_in_flight = self.serves.len() as u64;
-        let drain = self.replicate.progress();
-        counters.drained = u64::from(drain.drained && self.save.unsaved_blocks() == 0);
-        counters.pulls_in_flight_bytes = self.pulls_in_flight_bytes();
     }
 }
