@@ -41,16 +41,20 @@ mod readers;
 mod sizes;
 mod space;
 
-pub(crate) use accounts::{Accounts, TenantIndex, Unmet, nvme_bytes};
+use accounts::Accounts;
+pub(crate) use accounts::{TenantIndex, Unmet, nvme_bytes};
 pub(crate) use acquire::{LocalBlock, LocalCopy, OfferedBlock};
-pub(crate) use arena::Arena;
-pub(crate) use devices::Devices;
-pub(crate) use frames::{EvictionPosition, FrameIndex, FrameState, Frames};
-pub(crate) use index::{Dram, Index};
+use arena::Arena;
+use devices::Devices;
+use frames::Frames;
+pub(crate) use frames::{EvictionPosition, FrameIndex, FrameState};
+pub(crate) use index::Dram;
+use index::Index;
 pub(crate) use lease::{Fill, Lease, Read, Save, Write};
-pub(crate) use pending_space::PendingSpace;
+use pending_space::PendingSpace;
 pub(crate) use publish::{CommitTarget, Durability};
-pub(crate) use sizes::{SizeClass, SizeClassId, SizeClasses};
+use sizes::SizeClasses;
+pub(crate) use sizes::{SizeClass, SizeClassId};
 pub(crate) use space::SpaceState;
 
 pub use accounts::{TenantBlocks, TenantCounts, TenantQuotas, TenantUsage};
@@ -59,24 +63,24 @@ pub use describe::{BlockDescription, BlockOrigin, DramCopy};
 /// Blocks of this node, and the space that they use.
 #[derive(Debug)]
 pub(crate) struct Cache {
-    pub(crate) sizes: SizeClasses,
-    pub(crate) accounts: Accounts,
-    pub(crate) arena: Arena,
-    pub(crate) frames: Frames,
-    pub(crate) index: Index,
-    pub(crate) devices: Devices,
+    sizes: SizeClasses,
+    accounts: Accounts,
+    arena: Arena,
+    frames: Frames,
+    index: Index,
+    devices: Devices,
     /// Leases on frames whose contents are being checked.
-    pub(crate) checks: Slab<Lease<Read>>,
+    checks: Slab<Lease<Read>>,
     /// Space on the devices that accepted and unsaved blocks will need.
-    pub(crate) pending_space: PendingSpace,
+    pending_space: PendingSpace,
     /// Share of the pool, in thousandths, that eviction keeps free ahead of writes.
     pool_free_permille: u16,
     /// Number of blocks that are readable in DRAM.
-    pub(crate) resident_blocks: u64,
+    resident_blocks: u64,
     /// Replica changes that were not announced yet.
     changes: Vec<ReplicaChange>,
     outcomes: CacheOutcomes,
-    pub(crate) counters: CacheCounters,
+    counters: CacheCounters,
 }
 
 /// Consequences for other owners, merged until the core routes them.

@@ -230,7 +230,7 @@ impl Loads {
         let Some(load) = self.loads.get_mut(id) else { return };
         load.advance(waiter.block, advanced);
         if advanced.is_whole {
-            let bytes = cache.sizes.get(load.caller.size_class).layout.block_bytes();
+            let bytes = cache.size_class(load.caller.size_class).layout.block_bytes();
             self.counters.hit(advanced.source, 1, bytes);
         }
         self.publish(cache, cx, id);

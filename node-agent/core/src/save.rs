@@ -104,7 +104,7 @@ impl Save {
         self.writeback.unsaved_blocks()
     }
 
-    /// Checks the owner's invariants, and that the frames of its rights are in the states that it knows.
+    /// Checks the owner's invariants, and that the frames of its leases are in the states that it knows.
     pub(crate) fn audit(&self, cache: &Cache) -> Result<(), String> {
         self.audit_reservations(cache)?;
         self.audit_tickets()?;

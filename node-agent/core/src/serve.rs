@@ -229,7 +229,7 @@ impl Serves {
 
     /// Returns the end of the range of a request's blocks that may start now.
     fn limit(&self, cache: &Cache, cx: &Context, serve: &Serve) -> u32 {
-        let share = cache.arena.bytes() * u64::from(cx.settings.arena_serves_permille) / 1000;
+        let share = cache.share_of_arena(cx.settings.arena_serves_permille);
         let blocks = share.saturating_sub(self.leased_bytes) / serve.layout.slot_bytes();
         let blocks = if self.leased_bytes == 0 { blocks.max(1) } else { blocks };
         (u64::from(serve.next) + blocks).min(serve.blocks.len() as u64) as u32
@@ -269,7 +269,7 @@ impl Serves {
                 self.lose(cx, id, block);
                 continue;
             };
-            if cache.index.entry(entry).stored().is_some() {
+            if cache.entry(entry).stored().is_some() {
                 entries.push(entry);
             }
             match copy {

@@ -200,9 +200,9 @@ impl Transfer {
         let Some(fill) = self.fills.at_mut(slot) else { return };
         let is_read = matches!(fill.origin, FillSource::Device(_));
         if !is_read && std::mem::replace(&mut fill.keep, Retention::Saved) == Retention::Cached {
-            let SizeClass { slot_bytes, tenant_index, .. } = *cache.size_class_of(&fill.lease);
-            self.retained_bytes += slot_bytes;
-            cache.pending_space.add(tenant_index, slot_bytes);
+            let size_class = cache.frame(fill.lease.frame()).size_class;
+            self.retained_bytes += cache.slot_bytes(size_class);
+            cache.add_pending(size_class);
         }
     }
 
@@ -217,7 +217,7 @@ impl Transfer {
     fn advance(&mut self, cache: &mut Cache, cx: &mut Context, id: SlabId, layers: u32) {
         let Some(fill) = self.fills.get_mut(id) else { return };
         let all = cache.size_class_of(&fill.lease).layout.layers();
-        let has_checksums = cache.frames.get(fill.lease.frame()).has_checksums();
+        let has_checksums = cache.frame(fill.lease.frame()).has_checksums();
         if fill.verdict == Verdict::Invalid || !has_checksums {
             if layers >= all {
                 self.fail(cache, cx, id, FillError::Corrupt);
@@ -298,9 +298,9 @@ impl Transfer {
     /// Releases the pending space of a fill that has ended.
     fn end_retention(&mut self, cache: &mut Cache, fill: &Fill) {
         if fill.keep == Retention::Saved {
-            let SizeClass { slot_bytes, tenant_index, .. } = *cache.size_class_of(&fill.lease);
-            self.retained_bytes -= slot_bytes;
-            cache.pending_space.remove(tenant_index, slot_bytes);
+            let size_class = cache.frame(fill.lease.frame()).size_class;
+            self.retained_bytes -= cache.slot_bytes(size_class);
+            cache.remove_pending(size_class);
         }
     }
 }
@@ -309,7 +309,7 @@ impl Fill {
     /// Sets the checksums of the block, unless they are known.
     fn set_checksums(&mut self, cache: &mut Cache, checksums: &[u32]) {
         let frame = self.lease.frame();
-        if cache.frames.get(frame).has_checksums() {
+        if cache.frame(frame).has_checksums() {
             return;
         }
         if checksums.len() == cache.size_class_of(&self.lease).layout.objects() as usize {

@@ -63,7 +63,7 @@ impl<R> Lease<R> {
 
 impl Cache {
     /// Frees a frame and its slot. The frame must have no lease, no writer and no index entry.
-    pub(crate) fn free_frame(&mut self, frame: FrameIndex) {
+    pub(super) fn free_frame(&mut self, frame: FrameIndex) {
         let state = self.frames.get_mut(frame);
         assert!(state.leases == 0, "a slot that is read is not freed");
         assert!(state.entry().is_none(), "a slot that can be found is not freed");
@@ -95,7 +95,7 @@ impl Cache {
     }
 
     /// Acquires a read lease.
-    pub(crate) fn lease(&mut self, frame: FrameIndex) -> Lease<Read> {
+    pub(super) fn lease(&mut self, frame: FrameIndex) -> Lease<Read> {
         let state = self.frames.get_mut(frame);
         let evictable = state.leases == 0 && state.state == FrameState::Clean;
         state.leases += 1;
@@ -120,7 +120,7 @@ impl Cache {
     }
 
     /// Sets the state of a frame, updating the eviction order.
-    pub(crate) fn set_frame_state(&mut self, frame: FrameIndex, state: FrameState) {
+    pub(super) fn set_frame_state(&mut self, frame: FrameIndex, state: FrameState) {
         let before = self.frames.get_mut(frame);
         if before.state == FrameState::Clean && before.leases == 0 {
             let place = before.place;
@@ -194,7 +194,7 @@ impl Cache {
     }
 
     /// Replaces a suspect copy before a commit of the same block, unless a write reads it.
-    pub(crate) fn yield_to_commit(&mut self, entry: EntryIndex) {
+    pub(super) fn yield_to_commit(&mut self, entry: EntryIndex) {
         let Dram::Resident(frame) = self.index.entry(entry).dram() else { return };
         let state = self.frames.get(frame);
         if state.copy_state != CopyState::Trusted && state.state == FrameState::Clean {

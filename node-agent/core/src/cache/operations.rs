@@ -47,7 +47,7 @@ impl Cache {
     }
 
     /// Sends pool operations to the runtime.
-    pub(crate) fn emit_ops(&mut self, cx: &mut Context, device: DeviceId, ops: Vec<DeviceOp>) {
+    pub(super) fn emit_ops(&mut self, cx: &mut Context, device: DeviceId, ops: Vec<DeviceOp>) {
         if let Some(device) = self.devices.get_mut(device) {
             device.ops_in_flight += ops.len() as u64;
         }
@@ -110,7 +110,7 @@ impl Cache {
     /// Drops a stored block that could not be read or failed verification. After a medium error, its slot is
     /// quarantined. After a checksum mismatch, the slot is freed: the committing client may have sent a wrong
     /// checksum, and could otherwise use up the pool.
-    pub(crate) fn drop_stored(&mut self, cx: &mut Context, entry: EntryIndex, error: FillError) {
+    pub(super) fn drop_stored(&mut self, cx: &mut Context, entry: EntryIndex, error: FillError) {
         let Some(stored) = self.index.entry(entry).stored() else { return };
         let key = self.index.entry(entry).key();
         self.devices.remove_evictable(entry);
@@ -133,7 +133,7 @@ impl Cache {
 
     /// Reports, once for each size class, that its blocks fit into no segment. Not reported without devices,
     /// because then no block can be durable.
-    pub(crate) fn report_unstorable(&mut self, cx: &mut Context, size_class: SizeClassId) {
+    pub(super) fn report_unstorable(&mut self, cx: &mut Context, size_class: SizeClassId) {
         let segments = self.devices.writable_devices().map(|device| device.pool.payload_bytes_max());
         if let Some(payload_bytes_max) = segments.max()
             && self.sizes.mark_unstorable_reported(size_class)

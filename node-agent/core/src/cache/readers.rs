@@ -9,11 +9,29 @@ use crate::cache::accounts::TenantIndex;
 use crate::cache::frames::{Frame, FrameIndex};
 use crate::cache::index::Entry;
 use crate::cache::sizes::{SizeClass, SizeClassId};
+use crate::effect::Source;
 
 impl Cache {
     /// Returns the entry of a key.
     pub(crate) fn find(&self, key: &BlockKey) -> Option<EntryIndex> {
         self.index.find(key)
+    }
+
+    /// Returns the entries of several keys, in their order.
+    pub(crate) fn find_all<'a>(
+        &self,
+        keys: impl Iterator<Item = &'a BlockKey> + Clone,
+    ) -> Vec<Option<EntryIndex>> {
+        self.index.find_all(keys)
+    }
+
+    /// Returns the leading blocks that a size class has on this node, and where.
+    pub(crate) fn leading_run(
+        &self,
+        keys: &[BlockKey],
+        size_class: SizeClassId,
+    ) -> Vec<(EntryIndex, Source)> {
+        self.index.leading_run(keys, size_class)
     }
 
     /// Returns the block of an entry.

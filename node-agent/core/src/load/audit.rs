@@ -30,7 +30,7 @@ impl Loads {
     fn audit_progress(&self, cache: &Cache) -> Result<(), String> {
         for (id, load) in self.loads.iter() {
             let mut pending = 0;
-            let mut ready = cache.sizes.get(load.caller.size_class).layout.layers();
+            let mut ready = cache.size_class(load.caller.size_class).layout.layers();
             for (at, block) in (0..).zip(&load.blocks) {
                 match block {
                     LoadBlock::Unplaced => {

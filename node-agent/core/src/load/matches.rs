@@ -30,7 +30,7 @@ impl Loads {
         }
         self.counters.matches += 1;
         self.counters.match_keys += keys.len() as u64;
-        let run = cache.index.leading_run(&keys, caller.size_class);
+        let run = cache.leading_run(&keys, caller.size_class);
         cache.touch_chain(run.iter().map(|(entry, _)| *entry));
         let sources: Vec<Source> = run.into_iter().map(|(_, source)| source).collect();
         if sources.len() == keys.len() || scope == Scope::Local || self.lookups.len() >= LOOKUPS_MAX {

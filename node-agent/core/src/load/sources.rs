@@ -142,7 +142,7 @@ impl Loads {
     /// Leases the blocks in DRAM; returns the others.
     fn search(&mut self, cache: &mut Cache, id: SlabId, blocks: &[u32]) -> Search {
         let Some(load) = self.loads.get_mut(id) else { return Search::default() };
-        let layout = cache.sizes.get(load.caller.size_class).layout;
+        let layout = cache.size_class(load.caller.size_class).layout;
         let (mut search, mut hits, mut at) = (Search::default(), 0, blocks.iter().copied());
         let keys = blocks.iter().map(|block| &load.keys[*block as usize]);
         cache.acquire(keys, load.caller.size_class, |copy| {
@@ -172,7 +172,7 @@ impl Loads {
         let Some(load) = self.loads.get(id) else { return };
         self.outcomes.push(LoadOutcome::Fetch(FillRequest {
             object: (WaiterOwner::Load, id.0),
-            layout: cache.sizes.get(load.caller.size_class).layout,
+            layout: cache.size_class(load.caller.size_class).layout,
             read_bytes: load.read_bytes,
             joins: Joins::All,
             local,

@@ -124,7 +124,7 @@ impl Load {
     ) -> Load {
         let deadline = deadline_of(cx, &wanted, received);
         let blocks = wanted.keys.len() as u32;
-        let layers = cache.sizes.get(caller.size_class).layout.layers();
+        let layers = cache.size_class(caller.size_class).layout.layers();
         let read_bytes = match wanted.read_bytes {
             0 => cx.settings.read_bytes_default,
             bytes => bytes,
@@ -178,7 +178,7 @@ fn entries_of(cache: &Cache, blocks: &[LoadBlock]) -> Vec<EntryIndex> {
         LoadBlock::Ready { lease, .. } => Some(lease.frame()),
         _ => None,
     };
-    blocks.iter().filter_map(frame).filter_map(|frame| cache.frames.get(frame).entry()).collect()
+    blocks.iter().filter_map(frame).filter_map(|frame| cache.frame(frame).entry()).collect()
 }
 
 impl Loads {

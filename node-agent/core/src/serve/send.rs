@@ -29,7 +29,7 @@ impl Serves {
         (serve, block): (ServeId, u32),
         (frame, layers): (FrameIndex, Range<u32>),
     ) {
-        let layout = &cache.sizes.get(cache.frames.get(frame).size_class).layout;
+        let layout = &cache.size_class(cache.frame(frame).size_class).layout;
         let offset = u64::from(layers.start) * layout.layer_bytes();
         let bytes = u64::from(layers.end - layers.start) * layout.layer_bytes();
         let last = layers.end == layout.layers();

@@ -183,7 +183,7 @@ impl Serves {
     /// Removes a request, and marks its blocks as used.
     pub(super) fn remove(&mut self, cache: &mut Cache, id: ServeId) {
         let Some(serve) = self.serves.remove(&id) else { return };
-        let entries = cache.index.find_all(serve.keys.iter());
+        let entries = cache.find_all(serve.keys.iter());
         cache.touch_chain(entries.into_iter().flatten());
         self.timers.clear(serve.expires, id);
         if (serve.next as usize) < serve.blocks.len() {

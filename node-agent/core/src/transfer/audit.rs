@@ -9,7 +9,7 @@ impl Transfer {
     pub(crate) fn audit(&self, cache: &Cache) -> Result<(), String> {
         let (mut waits, mut retained, mut requested) = (0, 0, 0);
         for (id, fill) in self.fills.iter() {
-            let state = cache.frames.get(fill.lease.frame()).state;
+            let state = cache.frame(fill.lease.frame()).state;
             ensure!(state == FrameState::Filling(id.slot()), "{id:?} fills a frame that is {state:?}");
             let slot_bytes = cache.size_class_of(&fill.lease).slot_bytes;
             if matches!(fill.origin, FillSource::Peer(_)) {

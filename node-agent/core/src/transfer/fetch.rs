@@ -69,7 +69,7 @@ impl Transfer {
     /// Sends the requests of [`Transfer::pull`], one for each peer and layout.
     pub(crate) fn send_fetches(&mut self, cache: &Cache, cx: &mut Context) {
         for ((node, size_class), blocks) in std::mem::take(&mut self.pulls) {
-            let layout = cache.sizes.get(size_class).layout;
+            let layout = cache.size_class(size_class).layout;
             self.send_fetch(cx, (node, blocks), layout, cx.settings.load_deadline_default);
         }
     }
