@@ -7,9 +7,9 @@
 use std::sync::Arc;
 
 use crossbeam_channel::{Receiver, Sender, bounded};
-use reprise_agent_core::agent::limits::CHECKS_MAX;
 use reprise_agent_core::effect::BlockCheck;
 use reprise_agent_core::event::{Event, Integrity};
+use reprise_agent_core::limits::CHECKS_MAX;
 use reprise_buffers::Arena;
 
 use crate::core_loop::{Inbox, Input};

@@ -11,10 +11,10 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
-use reprise_agent_core::agent::{AgentCore, BlockDescription, Counters, TenantUsage};
 use reprise_agent_core::effect::{DeviceId, Effect, FillId};
 use reprise_agent_core::event::{Event, FillUpdate, RequestId, SessionOpened};
 use reprise_agent_core::pool::{DeviceError, DevicePool, OpToken, PoolUsage};
+use reprise_agent_core::{AgentCore, BlockDescription, Counters, TenantUsage};
 use reprise_buffers::ProgressWriter;
 use reprise_policy::peer::PeerOffer;
 use reprise_policy::{BlockKey, DrainProgress, NodeMode, SessionId, TenantId, TenantName, Tick};

@@ -16,7 +16,7 @@
 //! 1,024 peers in each direction, 64 admin connections. That is about 4,900 descriptors in addition to the
 //! arena's.
 
-use reprise_agent_core::agent::limits::DEVICES_MAX;
+use reprise_agent_core::limits::DEVICES_MAX;
 use reprise_daemon::descriptors::{self, Part};
 
 use crate::config::Settings;

@@ -20,12 +20,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use crossbeam_channel::Sender;
-use reprise_agent_core::agent::limits::OFFER_RETRY_MAX;
 use reprise_agent_core::effect::{
     DeviceId, Diagnostic, Effect, FillId, LoadId, Offer, PeerFetch, ProgressEntry, ProgressUpdate,
     QuotaResource, Reply,
 };
 use reprise_agent_core::event::{Event, FillError, FillUpdate, Integrity, PeerOffer, Request, RequestId};
+use reprise_agent_core::limits::OFFER_RETRY_MAX;
 use reprise_agent_core::pool::DeviceError;
 use reprise_buffers::ProgressWriter;
 use reprise_policy::peer;

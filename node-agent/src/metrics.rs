@@ -476,7 +476,7 @@ impl Collector for Snapshot {
 
 #[cfg(test)]
 mod tests {
-    use reprise_agent_core::agent::Counters;
+    use reprise_agent_core::Counters;
 
     use super::*;
 

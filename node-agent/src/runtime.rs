@@ -18,10 +18,10 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crossbeam_channel::{Receiver, bounded};
-use reprise_agent_core::agent::limits::{DEVICES_MAX, LOOKUPS_MAX};
-use reprise_agent_core::agent::{AgentCore, Settings as CoreSettings};
 use reprise_agent_core::effect::{DeviceId, RegionId};
 use reprise_agent_core::event::Event;
+use reprise_agent_core::limits::{DEVICES_MAX, LOOKUPS_MAX};
+use reprise_agent_core::{AgentCore, Settings as CoreSettings};
 use reprise_buffers::{Arena, ArenaConfig, BufferError, HugePolicy};
 use reprise_policy::peer::{PeerEndpoint, TCP};
 use reprise_policy::tenant::TenantRegistry;

@@ -28,9 +28,9 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use reprise_agent_core::agent::limits;
 use reprise_agent_core::effect::{Reply, Ticket};
 use reprise_agent_core::event::{self, Event, RequestId};
+use reprise_agent_core::limits;
 use reprise_buffers::{Arena, PROGRESS_BLOCKS_MAX, PROGRESS_ENTRIES};
 use reprise_daemon::rejected_connections::{Listener, Reason, RejectedConnections};
 use reprise_policy::tenant::TenantRegistry;

@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use reprise_agent_core::agent::AgentCore;
+use reprise_agent_core::AgentCore;
 use reprise_agent_core::effect::{
     ArenaSlot, Change, DeviceId, Diagnostic, Effect, FetchId, OfferId, PeerOfferId, RegionId, ReplicaChange,
     Reply, ServeId,
@@ -271,7 +271,7 @@ impl Simulation {
             Request::Load(load) if load.deadline.is_zero() => self.setup.settings.load_deadline_default,
             Request::Load(load) => load.deadline,
             Request::Match { scope: Scope::Cluster, .. } => {
-                LOOKUP_TIMEOUT + reprise_agent_core::agent::limits::LOOKUP_GRACE
+                LOOKUP_TIMEOUT + reprise_agent_core::limits::LOOKUP_GRACE
             }
             _ => Duration::ZERO,
         };

@@ -9,9 +9,9 @@
 
 use std::time::Duration;
 
-use reprise_agent_core::agent::limits::{OFFER_RETRY_MAX, PLACE_KEYS_MAX};
 use reprise_agent_core::effect::{Offer, OfferId, PeerOfferId};
 use reprise_agent_core::event::{Event, PeerOffer};
+use reprise_agent_core::limits::{OFFER_RETRY_MAX, PLACE_KEYS_MAX};
 use reprise_policy::{TenantId, Tick};
 
 use crate::messages::{Message, OfferedBlocks, PeerMessage};

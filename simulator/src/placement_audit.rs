@@ -7,11 +7,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use reprise_agent_core::agent::TenantUsage;
-use reprise_agent_core::agent::limits::PLACE_KEYS_MAX;
+use reprise_agent_core::TenantUsage;
 use reprise_agent_core::directives::{NewDirectives, REBALANCER_SLOT, ReplyDirectives};
 use reprise_agent_core::effect::PlaceReason;
 use reprise_agent_core::event::{Event, Grant, Move, Placement, Request};
+use reprise_agent_core::limits::PLACE_KEYS_MAX;
 use reprise_policy::{BlockKey, Epoch, NodeId, NodeMode, Quota, TenantId, Tick};
 
 use crate::link::LinkId;

@@ -7,10 +7,10 @@
 
 use std::time::Duration;
 
-use reprise_agent_core::agent::{AgentCore, NodeUsage, TenantUsage};
 use reprise_agent_core::event::Grant;
 use reprise_agent_core::quota_grants::{self, ReportNumber, SlotOwner};
 use reprise_agent_core::report_schedule::REPORT_TIMEOUT;
+use reprise_agent_core::{AgentCore, NodeUsage, TenantUsage};
 use reprise_controlplane_core::{Amounts, NodeReport, QuotaGrant, ReportedTenant, TenantReport};
 use reprise_policy::placement::DrainProgress;
 use reprise_policy::{Epoch, Quota, TenantName};

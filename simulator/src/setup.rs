@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use reprise_agent_core::agent::{Settings, TenantQuotas};
+use reprise_agent_core::{Settings, TenantQuotas};
 use reprise_policy::quota::Quota;
 use reprise_policy::{BlockKey, Dtype, Layout, LayoutSpec, Parts, TenantId, Tick};
 

@@ -1,6 +1,6 @@
 //! Limits of tenants on a node: grants of the control plane, in any order, and the check that they hold.
 //!
-//! The bound is that of `node-agent/core/src/agent/tenants.rs`: a tenant stays within its limit. Memory above
+//! The bound is that of `node-agent/core/src/quota.rs`: a tenant stays within its limit. Memory above
 //! the limit, after a lower grant or a start, is released gradually; until then the tenant gets no further
 //! memory.
 //!
@@ -9,8 +9,8 @@
 
 use std::collections::BTreeMap;
 
-use reprise_agent_core::agent::limits::LOOKUPS_MAX;
 use reprise_agent_core::event::{Event, Grant};
+use reprise_agent_core::limits::LOOKUPS_MAX;
 use reprise_policy::{Epoch, Quota, TenantId, TenantName};
 
 use crate::setup::{Variant, large_layout};

@@ -5,7 +5,7 @@
 //!
 //! Files call only files before them in this order: tables (`index`, `arena`, `frames`, `checksums`, `sizes`,
 //! `accounts`, `devices`, `pending_space`), `blocks`, `lease`, `order`, `evict`, `operations`, `space`,
-//! `allocate`, then the others.
+//! `allocate`, `acquire`, then the others.
 
 use reprise_policy::key::HASH_SLOTS;
 use reprise_policy::{BlockKey, SlotSet, Tier};
@@ -29,23 +29,32 @@ mod checksums;
 mod describe;
 mod devices;
 mod evict;
+mod fill;
 mod frames;
 mod index;
 mod lease;
 mod operations;
 mod order;
 mod pending_space;
+mod publish;
+mod readers;
 mod sizes;
 mod space;
 
-pub(crate) use accounts::{Accounts, TenantIndex, Unmet, nvme_bytes};
-pub(crate) use acquire::{LocalCopy, OfferedBlock};
-pub(crate) use arena::Arena;
-pub(crate) use devices::Devices;
-pub(crate) use frames::{CopyState, EvictionPosition, FrameIndex, FrameState, Frames};
-pub(crate) use index::{Dram, Index};
-pub(crate) use pending_space::PendingSpace;
-pub(crate) use sizes::{SizeClass, SizeClassId, SizeClasses};
+use accounts::Accounts;
+pub(crate) use accounts::{TenantIndex, Unmet, nvme_bytes};
+pub(crate) use acquire::{LocalBlock, LocalCopy, OfferedBlock};
+use arena::Arena;
+use devices::Devices;
+use frames::Frames;
+pub(crate) use frames::{EvictionPosition, FrameIndex, FrameState};
+pub(crate) use index::Dram;
+use index::Index;
+pub(crate) use lease::{Fill, Lease, Read, Save, Write};
+use pending_space::PendingSpace;
+pub(crate) use publish::{CommitTarget, Durability};
+use sizes::SizeClasses;
+pub(crate) use sizes::{SizeClass, SizeClassId};
 pub(crate) use space::SpaceState;
 
 pub use accounts::{TenantBlocks, TenantCounts, TenantQuotas, TenantUsage};
@@ -54,24 +63,24 @@ pub use describe::{BlockDescription, BlockOrigin, DramCopy};
 /// Blocks of this node, and the space that they use.
 #[derive(Debug)]
 pub(crate) struct Cache {
-    pub(crate) sizes: SizeClasses,
-    pub(crate) accounts: Accounts,
-    pub(crate) arena: Arena,
-    pub(crate) frames: Frames,
-    pub(crate) index: Index,
-    pub(crate) devices: Devices,
-    /// Frames whose contents are being checked.
-    pub(crate) checks: Slab<FrameIndex>,
+    sizes: SizeClasses,
+    accounts: Accounts,
+    arena: Arena,
+    frames: Frames,
+    index: Index,
+    devices: Devices,
+    /// Leases on frames whose contents are being checked.
+    checks: Slab<Lease<Read>>,
     /// Space on the devices that accepted and unsaved blocks will need.
-    pub(crate) pending_space: PendingSpace,
+    pending_space: PendingSpace,
     /// Share of the pool, in thousandths, that eviction keeps free ahead of writes.
     pool_free_permille: u16,
     /// Number of blocks that are readable in DRAM.
-    pub(crate) resident_blocks: u64,
+    resident_blocks: u64,
     /// Replica changes that were not announced yet.
     changes: Vec<ReplicaChange>,
     outcomes: CacheOutcomes,
-    pub(crate) counters: CacheCounters,
+    counters: CacheCounters,
 }
 
 /// Consequences for other owners, merged until the core routes them.

@@ -275,21 +275,49 @@ owner_counters! {
 }
 
 owner_counters! {
-    /// Counters of replication.
-    ReplicateCounters: hot_blocks hot_blocks_given places place_keys place_failures place_keys_nowhere offers
-    offer_keys offer_keys_taken offer_failures moved_blocks moved_bytes
+    /// Counters of loads, matches and lookups.
+    LoadCounters: matches match_keys match_own_dram match_own_nvme match_peer_dram match_peer_nvme loads
+    load_blocks hit_blocks_own_dram hit_blocks_own_nvme hit_blocks_peer_dram hit_blocks_peer_nvme
+    hit_bytes_own_dram hit_bytes_own_nvme hit_bytes_peer_dram hit_bytes_peer_nvme miss_blocks failed_blocks
+    no_space_blocks deadline_blocks single_flight_joins lookups lookup_keys lookup_failures suspect_blocks
+    expired_loads
 }
 
-impl Counters {
-    /// Counts a block of a load that arrived.
-    pub(crate) fn hit(&mut self, source: Source, bytes: u64) {
+owner_counters! {
+    /// Counters of serves.
+    ServeCounters: serves serve_blocks_dram serve_blocks_nvme serve_blocks_absent serve_bytes
+}
+
+owner_counters! {
+    /// Counters of transfers.
+    TransferCounters: device_fills device_fill_bytes peer_fills peer_fill_bytes fill_device_errors
+    fill_refused fill_corrupt fill_absent fill_peer_lost pulled_blocks pulled_bytes
+}
+
+owner_counters! {
+    /// Counters of replication.
+    ReplicateCounters: hot_blocks hot_blocks_given places place_keys place_failures place_keys_nowhere offers
+    offer_keys offer_keys_taken offer_failures moved_blocks moved_bytes incoming_offers incoming_offer_keys
+    incoming_offer_keys_taken pulls_dropped
+}
+
+owner_counters! {
+    /// Counters of saving.
+    SaveCounters: reserves reserve_slots_wanted reserve_slots_given commits committed_blocks committed_bytes
+    duplicate_items expired_reservations refused_items durable_items lost_items writeback_batches
+    write_failures taken_blocks_stored
+}
+
+impl LoadCounters {
+    /// Counts blocks of a load that arrived.
+    pub(crate) fn hit(&mut self, source: Source, count: u64, bytes: u64) {
         let (blocks, total) = match source {
             Source::OwnDram => (&mut self.hit_blocks_own_dram, &mut self.hit_bytes_own_dram),
             Source::OwnNvme => (&mut self.hit_blocks_own_nvme, &mut self.hit_bytes_own_nvme),
             Source::PeerDram => (&mut self.hit_blocks_peer_dram, &mut self.hit_bytes_peer_dram),
             Source::PeerNvme => (&mut self.hit_blocks_peer_nvme, &mut self.hit_bytes_peer_nvme),
         };
-        *blocks += 1;
+        *blocks += count;
         *total += bytes;
     }
 

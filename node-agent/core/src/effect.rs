@@ -60,6 +60,16 @@ pub enum Source {
     PeerNvme = 4,
 }
 
+impl Source {
+    /// Source of a block that comes from a tier of a peer.
+    pub(crate) fn of_peer(tier: Tier) -> Source {
+        match tier {
+            Tier::Dram => Source::PeerDram,
+            Tier::Nvme => Source::PeerNvme,
+        }
+    }
+}
+
 /// Access of a session to a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Access {

@@ -16,7 +16,7 @@ use crate::pool::{DeviceError, DevicePool, OpToken, StoredBlock};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RequestId(pub u64);
 
-/// One input of [`AgentCore::apply`](crate::agent::AgentCore::apply).
+/// One input of [`AgentCore::apply`](crate::AgentCore::apply).
 #[derive(Debug)]
 pub enum Event {
     /// Names a tenant; its blocks carry the name on devices from now on. Precedes the first session and the
@@ -175,7 +175,7 @@ pub enum Event {
     },
     /// Writes all queued blocks to NVMe at once, because the agent is about to stop.
     Flush,
-    /// Time passed. Sent at each [`AgentCore::next_deadline`](crate::agent::AgentCore::next_deadline).
+    /// Time passed. Sent at each [`AgentCore::next_deadline`](crate::AgentCore::next_deadline).
     Tick,
 }
 

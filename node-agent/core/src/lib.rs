@@ -1,6 +1,6 @@
 //! Pure decision core of the node agent. It decides on I/O and never performs it.
 //!
-//! [`AgentCore::apply`](agent::AgentCore::apply) takes one [`Event`](event::Event) and the current time, and
+//! [`AgentCore::apply`] takes one [`Event`](event::Event) and the current time, and
 //! returns [`Effect`](effect::Effect)s. The runtime executes the effects and reports their results as further
 //! events. The crate has no clock, no randomness, no I/O and no threads, so tests drive the agent's own code
 //! with synthetic events.
@@ -20,11 +20,12 @@
 #[macro_use]
 mod ensure;
 
-pub mod agent;
 pub mod announcer;
+mod audit;
 pub mod backoff;
 mod cache;
 mod context;
+mod core;
 mod counters;
 pub mod directives;
 pub mod effect;
@@ -32,15 +33,29 @@ pub mod event;
 pub mod heartbeats;
 pub mod home;
 pub mod limits;
+mod load;
 pub mod outbox;
 pub mod owner_query;
 pub mod pool;
 mod quota;
 pub mod quota_grants;
+mod regions;
 pub mod registrar;
 mod replicate;
 pub mod report_schedule;
+mod save;
+mod serve;
 mod settings;
 mod slab;
 mod timers;
+mod transfer;
 mod usage;
+mod waiter;
+
+pub use crate::cache::{
+    BlockDescription, BlockOrigin, DramCopy, TenantBlocks, TenantCounts, TenantQuotas, TenantUsage,
+};
+pub use crate::core::AgentCore;
+pub use crate::counters::Counters;
+pub use crate::settings::Settings;
+pub use crate::usage::NodeUsage;

@@ -17,8 +17,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use reprise_policy::TenantName;
 
-use crate::agent::{NodeUsage, TenantBlocks, TenantUsage};
 use crate::event::Grant;
+use crate::{NodeUsage, TenantBlocks, TenantUsage};
 
 /// Bytes in DRAM and on NVMe.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -183,7 +183,7 @@ mod tests {
     use reprise_policy::quota::{Quota, QuotaUsage};
 
     use super::*;
-    use crate::agent::TenantCounts;
+    use crate::TenantCounts;
 
     const NODE: NodeUsage =
         NodeUsage { dram_capacity: 100, dram_used: 0, nvme_capacity: 1000, nvme_used: 0, queued_bytes: 0 };

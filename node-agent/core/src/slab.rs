@@ -44,6 +44,14 @@ impl<T> Slab<T> {
         self.slots.len() - self.free.len()
     }
 
+    /// Id of the value that is added next.
+    pub(crate) fn next_id(&self) -> SlabId {
+        match self.free.last() {
+            Some(slot) => SlabId::new(self.slots[*slot as usize].generation, *slot),
+            None => SlabId::new(1, self.slots.len() as u32),
+        }
+    }
+
     /// Adds a value and returns its id.
     pub(crate) fn insert(&mut self, value: T) -> SlabId {
         if let Some(slot) = self.free.pop() {
@@ -116,7 +124,10 @@ mod tests {
         let first = slab.insert("first");
         assert_eq!(slab.get(first), Some(&"first"));
         assert_eq!(slab.remove(first), Some("first"));
+        let next = slab.next_id();
         let second = slab.insert("second");
+        assert_eq!(second, next);
+        assert_ne!(slab.next_id().slot(), second.slot());
         assert_eq!(second.slot(), first.slot());
         assert_eq!(slab.get(first), None);
         assert_eq!(slab.remove(first), None);

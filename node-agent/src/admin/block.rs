@@ -1,8 +1,8 @@
 //! `/blocks/<key>`: this node's copies of a block and their origin, as a JSON object.
 
-use reprise_agent_core::agent::{BlockDescription, BlockOrigin, DramCopy};
 use reprise_agent_core::effect::DeviceId;
 use reprise_agent_core::event::Priority;
+use reprise_agent_core::{BlockDescription, BlockOrigin, DramCopy};
 use reprise_policy::BlockKey;
 use serde::Serialize;
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 
-use reprise_agent_core::agent::TenantUsage;
+use reprise_agent_core::TenantUsage;
 use reprise_policy::{ByteSize, DrainProgress, Interval, NodeMode, quota};
 use serde::Serialize;
 

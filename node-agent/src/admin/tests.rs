@@ -2,9 +2,9 @@
 
 use std::sync::mpsc;
 
-use reprise_agent_core::agent::{BlockDescription, BlockOrigin, DramCopy, limits};
 use reprise_agent_core::effect::{DeviceId, LookupId};
 use reprise_agent_core::event::{Event, Priority};
+use reprise_agent_core::{BlockDescription, BlockOrigin, DramCopy, limits};
 
 use super::*;
 use crate::config::Config;

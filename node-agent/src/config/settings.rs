@@ -8,7 +8,7 @@ use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use reprise_agent_core::agent::limits::LOAD_DEADLINE_MAX;
+use reprise_agent_core::limits::LOAD_DEADLINE_MAX;
 use reprise_agent_core::pool::DEVICE_BYTES_MAX;
 use reprise_buffers::{REGION_BYTES_MAX, REGIONS_MAX};
 use reprise_io::{DeviceDescription, IfMissing, Reserve};

@@ -1,6 +1,6 @@
 //! Validated quotas of tenants.
 
-use reprise_agent_core::agent::TenantQuotas;
+use reprise_agent_core::TenantQuotas;
 use reprise_policy::quota::{self, Quota};
 use reprise_policy::tenant::{TENANTS_MAX, TenantRegistry};
 use reprise_policy::{TenantId, TenantName};

@@ -8,7 +8,6 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use reprise_agent_core::agent::{NodeUsage, TenantUsage};
 use reprise_agent_core::directives::{Directives, NewDirectives, REBALANCER_SLOT, ReplyDirectives};
 use reprise_agent_core::event::{Grant, Move};
 use reprise_agent_core::quota_grants::{
@@ -16,6 +15,7 @@ use reprise_agent_core::quota_grants::{
 };
 use reprise_agent_core::registrar::Granted;
 use reprise_agent_core::report_schedule::{REPORT_TIMEOUT, ReportSchedule};
+use reprise_agent_core::{NodeUsage, TenantUsage};
 use reprise_policy::quota::Quota;
 use reprise_policy::tenant::TenantRegistry;
 use reprise_policy::{DrainProgress, NodeId, TenantName};

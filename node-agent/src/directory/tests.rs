@@ -10,8 +10,8 @@ mod several_members;
 
 use std::sync::mpsc;
 
-use reprise_agent_core::agent::limits::LOOKUPS_MAX;
 use reprise_agent_core::effect::Change;
+use reprise_agent_core::limits::LOOKUPS_MAX;
 use reprise_policy::routing::LoadClass;
 use reprise_proto::controlplane::{NodeInfo, PeerEndpoint as WireEndpoint};
 

@@ -7,7 +7,7 @@ use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
-use reprise_agent_core::agent::TenantUsage;
+use reprise_agent_core::TenantUsage;
 use reprise_policy::TenantId;
 
 use super::Kind;
@@ -72,7 +72,7 @@ impl TenantRows {
 
 #[cfg(test)]
 mod tests {
-    use reprise_agent_core::agent::{TenantBlocks, TenantCounts};
+    use reprise_agent_core::{TenantBlocks, TenantCounts};
     use reprise_policy::Quota;
     use reprise_policy::quota::QuotaUsage;
 

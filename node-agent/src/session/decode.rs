@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use prost::Message;
-use reprise_agent_core::agent::limits::{
-    COMMIT_ITEMS_MAX, LOAD_BLOCKS_MAX, LOAD_DEADLINE_MAX, MATCH_KEYS_MAX, RESERVE_SLOTS_MAX,
-};
 use reprise_agent_core::effect::{LeaseId, LoadId};
 use reprise_agent_core::event::{
     CommitItem, CommitRequest, LoadRequest, Priority, Request, RequestId, Scope,
+};
+use reprise_agent_core::limits::{
+    COMMIT_ITEMS_MAX, LOAD_BLOCKS_MAX, LOAD_DEADLINE_MAX, MATCH_KEYS_MAX, RESERVE_SLOTS_MAX,
 };
 use reprise_policy::BlockKey;
 use reprise_proto::local::{self, KEYS_PER_CALL_MAX};

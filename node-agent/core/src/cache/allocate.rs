@@ -9,7 +9,7 @@ impl Cache {
     /// Allocates a frame with a slot for a size class, evicting other blocks if the arena is full or the
     /// tenant at its limit. `None` if nothing of the tenant's is evictable, and the rest of the arena belongs
     /// to other tenants.
-    pub(crate) fn allocate_frame(
+    pub(super) fn allocate_frame(
         &mut self,
         size_class: SizeClassId,
         state: FrameState,

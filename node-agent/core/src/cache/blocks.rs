@@ -24,7 +24,7 @@ pub(super) fn priority_of_class(class: u8) -> Priority {
 
 impl Cache {
     /// Adds a block to the index; the caller sets its location.
-    pub(crate) fn insert_entry(
+    pub(super) fn insert_entry(
         &mut self,
         key: BlockKey,
         size_class: SizeClassId,
@@ -36,13 +36,13 @@ impl Cache {
     }
 
     /// Records a change of a replica for the directory.
-    pub(crate) fn replica_changed(&mut self, entry: EntryIndex, tier: Tier, change: Change) {
+    pub(super) fn replica_changed(&mut self, entry: EntryIndex, tier: Tier, change: Change) {
         let key = self.index.entry(entry).key();
         self.changes.push(ReplicaChange { key, tier, change });
     }
 
     /// Records that a block is durable on a device.
-    pub(crate) fn keep_stored(&mut self, entry: EntryIndex, device: DeviceId, block: &StoredBlock) {
+    pub(super) fn keep_stored(&mut self, entry: EntryIndex, device: DeviceId, block: &StoredBlock) {
         self.index.set_stored(entry, Some(Stored { device, page: block.page }));
         let SizeClass { tenant_index, slot_bytes, .. } =
             *self.sizes.get(self.index.entry(entry).size_class());
@@ -53,14 +53,14 @@ impl Cache {
     }
 
     /// Makes a stored block evictable again that was not read after all.
-    pub(crate) fn keep_evictable(&mut self, entry: EntryIndex) {
+    pub(super) fn keep_evictable(&mut self, entry: EntryIndex) {
         if self.index.entry(entry).stored().is_some() {
             self.enter_nvme_order(entry);
         }
     }
 
     /// Makes a stored block evictable, as the most recently used of its tenant and class.
-    pub(crate) fn enter_nvme_order(&mut self, entry: EntryIndex) {
+    pub(super) fn enter_nvme_order(&mut self, entry: EntryIndex) {
         let rank = self.nvme_rank(entry);
         self.devices.add_evictable(entry, rank);
     }
@@ -84,7 +84,7 @@ impl Cache {
     }
 
     /// Removes a block from the index if it is neither in DRAM, nor being filled, nor on a device.
-    pub(crate) fn remove_if_absent(&mut self, entry: EntryIndex) {
+    pub(super) fn remove_if_absent(&mut self, entry: EntryIndex) {
         let state = self.index.entry(entry);
         if state.dram() == Dram::Absent && state.stored().is_none() {
             let size_class = state.size_class();

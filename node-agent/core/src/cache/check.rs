@@ -46,7 +46,8 @@ impl Cache {
 
     /// Handles the result of a check.
     pub(crate) fn checked(&mut self, cx: &mut Context, id: SlabId, integrity: Integrity) {
-        let Some(frame) = self.checks.remove(id) else { return };
+        let Some(lease) = self.checks.remove(id) else { return };
+        let frame = lease.frame();
         if self.frames.get(frame).copy_state == CopyState::Checking {
             let copy_state =
                 if integrity == Integrity::Damaged { CopyState::Damaged } else { CopyState::Trusted };
@@ -56,7 +57,7 @@ impl Cache {
                 self.drop_if_damaged(frame);
             }
         }
-        self.unlease(frame);
+        self.release(lease);
     }
 
     pub(crate) fn begin_check(&mut self, cx: &mut Context, frame: FrameIndex) {
@@ -67,8 +68,8 @@ impl Cache {
         }
         let layout = self.sizes.get(state.size_class).layout;
         self.frames.get_mut(frame).copy_state = CopyState::Checking;
-        self.lease(frame);
-        let check = CheckId(self.checks.insert(frame).0);
+        let lease = self.lease(frame);
+        let check = CheckId(self.checks.insert(lease).0);
         let (slot, checksums) = (self.frame_slot(frame), self.checksums(frame).into());
         cx.emit(Effect::CheckBlock(BlockCheck { check, slot, layout, checksums }));
     }

@@ -1,6 +1,12 @@
 //! Leases and states of frames.
 //!
 //! A frame is freed only when no reader holds a lease on it and nothing writes to it.
+//!
+//! A [`Lease`] is a value: only the cache creates one, it cannot be copied, and its owner redeems it once. A
+//! lease that is dropped instead is found by the audit, which compares the leases that owners hold with
+//! those that the frames count.
+
+use std::marker::PhantomData;
 
 use reprise_policy::Tier;
 use reprise_policy::eviction::EntryIndex;
@@ -10,11 +16,54 @@ use crate::cache::checksums::ChecksumRow;
 use crate::cache::frames::{CopyState, EvictionPosition, FrameIndex, FrameState};
 use crate::cache::index::Dram;
 use crate::cache::sizes::SizeClass;
-use crate::effect::{ArenaSlot, Change};
+use crate::effect::{Access, ArenaSlot, Change, RegionId};
+use crate::regions::RegionSet;
+
+/// Right to use the slot of a frame.
+#[must_use = "a lease that is not redeemed keeps its slot in use"]
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Lease<R> {
+    frame: FrameIndex,
+    right: PhantomData<R>,
+}
+
+/// Right to read a slot, until [`Cache::release`].
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Read {}
+
+/// Right to fill a slot, until [`Cache::finish_fill`] or [`Cache::fail_fill`].
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Fill {}
+
+/// Right of an engine to fill a reserved slot, until [`Cache::publish`] or [`Cache::discard`].
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Write {}
+
+/// Right to make a readable block durable, until [`Cache::saved`] or [`Cache::not_saved`].
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Save {}
+
+const _: () = assert!(size_of::<Lease<Read>>() == 4, "loads hold 8,192 leases each");
+
+impl<R> Lease<R> {
+    /// Frame of the slot.
+    pub(crate) fn frame(&self) -> FrameIndex {
+        self.frame
+    }
+
+    /// Ends the right; the caller updates the frame.
+    pub(super) fn redeem(self) -> FrameIndex {
+        self.frame
+    }
+
+    pub(super) fn new(frame: FrameIndex) -> Lease<R> {
+        Lease { frame, right: PhantomData }
+    }
+}
 
 impl Cache {
     /// Frees a frame and its slot. The frame must have no lease, no writer and no index entry.
-    pub(crate) fn free_frame(&mut self, frame: FrameIndex) {
+    pub(super) fn free_frame(&mut self, frame: FrameIndex) {
         let state = self.frames.get_mut(frame);
         assert!(state.leases == 0, "a slot that is read is not freed");
         assert!(state.entry().is_none(), "a slot that can be found is not freed");
@@ -46,7 +95,7 @@ impl Cache {
     }
 
     /// Acquires a read lease.
-    pub(crate) fn lease(&mut self, frame: FrameIndex) {
+    pub(super) fn lease(&mut self, frame: FrameIndex) -> Lease<Read> {
         let state = self.frames.get_mut(frame);
         let evictable = state.leases == 0 && state.state == FrameState::Clean;
         state.leases += 1;
@@ -58,10 +107,12 @@ impl Cache {
         if evictable {
             self.arena.remove_evictable(place, frame);
         }
+        Lease::new(frame)
     }
 
     /// Releases a read lease.
-    pub(crate) fn unlease(&mut self, frame: FrameIndex) {
+    pub(crate) fn release(&mut self, lease: Lease<Read>) {
+        let frame = lease.redeem();
         let state = self.frames.get_mut(frame);
         state.leases = state.leases.checked_sub(1).expect("every lease ends once");
         self.frames.read_leases -= 1;
@@ -69,7 +120,7 @@ impl Cache {
     }
 
     /// Sets the state of a frame, updating the eviction order.
-    pub(crate) fn set_frame_state(&mut self, frame: FrameIndex, state: FrameState) {
+    pub(super) fn set_frame_state(&mut self, frame: FrameIndex, state: FrameState) {
         let before = self.frames.get_mut(frame);
         if before.state == FrameState::Clean && before.leases == 0 {
             let place = before.place;
@@ -82,6 +133,21 @@ impl Cache {
     /// Returns the address of a frame's slot.
     pub(crate) fn frame_slot(&self, frame: FrameIndex) -> ArenaSlot {
         self.arena.slot(self.frames.get(frame).place)
+    }
+
+    /// Returns those regions of frames that are not in the set yet, with the access that is granted to them,
+    /// and adds them.
+    pub(crate) fn new_regions(
+        &self,
+        frames: impl Iterator<Item = FrameIndex>,
+        access: Access,
+        known: &mut RegionSet,
+    ) -> Vec<(RegionId, Access)> {
+        frames
+            .map(|frame| self.frames.get(frame).place.region)
+            .filter(|region| known.insert(*region))
+            .map(|region| (self.arena.region_id(region), access))
+            .collect()
     }
 
     /// Makes an unleased frame evictable if it is clean, or frees it if it is an orphan.
@@ -128,7 +194,7 @@ impl Cache {
     }
 
     /// Replaces a suspect copy before a commit of the same block, unless a write reads it.
-    pub(crate) fn yield_to_commit(&mut self, entry: EntryIndex) {
+    pub(super) fn yield_to_commit(&mut self, entry: EntryIndex) {
         let Dram::Resident(frame) = self.index.entry(entry).dram() else { return };
         let state = self.frames.get(frame);
         if state.copy_state != CopyState::Trusted && state.state == FrameState::Clean {

@@ -16,8 +16,38 @@ use crate::limits::READ_ERRORS_MAX;
 use crate::pool::{DeviceError, DeviceOp, OpToken, PoolEvent};
 
 impl Cache {
+    /// Whether a device exists and has neither failed nor been detached.
+    pub(crate) fn is_usable(&self, device: DeviceId) -> bool {
+        self.devices.is_usable(device)
+    }
+
+    /// Whether a device is usable and can be written.
+    pub(crate) fn is_writable(&self, device: DeviceId) -> bool {
+        self.devices.is_writable(device)
+    }
+
+    /// Number of devices that can be written.
+    pub(crate) fn writable_devices(&self) -> usize {
+        self.devices.writable()
+    }
+
+    /// Returns the device with the most free space that can start a batch and is not in `full`.
+    pub(crate) fn emptiest_device(&self, full: &[DeviceId]) -> Option<DeviceId> {
+        self.devices.emptiest(full)
+    }
+
+    /// Whether a writable device has space for a block of this size.
+    pub(crate) fn has_page(&self, slot_bytes: u64) -> bool {
+        self.devices.has_slot(slot_bytes)
+    }
+
+    /// Whether a writable device has segments that are large enough for a block of this size.
+    pub(crate) fn can_hold(&self, slot_bytes: u64) -> bool {
+        self.devices.can_hold(slot_bytes)
+    }
+
     /// Sends pool operations to the runtime.
-    pub(crate) fn emit_ops(&mut self, cx: &mut Context, device: DeviceId, ops: Vec<DeviceOp>) {
+    pub(super) fn emit_ops(&mut self, cx: &mut Context, device: DeviceId, ops: Vec<DeviceOp>) {
         if let Some(device) = self.devices.get_mut(device) {
             device.ops_in_flight += ops.len() as u64;
         }
@@ -80,7 +110,7 @@ impl Cache {
     /// Drops a stored block that could not be read or failed verification. After a medium error, its slot is
     /// quarantined. After a checksum mismatch, the slot is freed: the committing client may have sent a wrong
     /// checksum, and could otherwise use up the pool.
-    pub(crate) fn drop_stored(&mut self, cx: &mut Context, entry: EntryIndex, error: FillError) {
+    pub(super) fn drop_stored(&mut self, cx: &mut Context, entry: EntryIndex, error: FillError) {
         let Some(stored) = self.index.entry(entry).stored() else { return };
         let key = self.index.entry(entry).key();
         self.devices.remove_evictable(entry);
@@ -103,7 +133,7 @@ impl Cache {
 
     /// Reports, once for each size class, that its blocks fit into no segment. Not reported without devices,
     /// because then no block can be durable.
-    pub(crate) fn report_unstorable(&mut self, cx: &mut Context, size_class: SizeClassId) {
+    pub(super) fn report_unstorable(&mut self, cx: &mut Context, size_class: SizeClassId) {
         let segments = self.devices.writable_devices().map(|device| device.pool.payload_bytes_max());
         if let Some(payload_bytes_max) = segments.max()
             && self.sizes.mark_unstorable_reported(size_class)

@@ -9,7 +9,7 @@ use reprise_policy::{Layout, TenantId};
 use crate::cache::Cache;
 use crate::cache::accounts::TenantIndex;
 use crate::cache::arena::{Arena, SlotGroupId};
-use crate::limits::SIZE_CLASSES_MAX;
+use crate::limits::{INDEX_RESERVE_MAX, SIZE_CLASSES_MAX};
 
 /// Number of a size class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -129,5 +129,51 @@ impl Cache {
     pub(crate) fn intern(&mut self, tenant: TenantId, layout: Layout) -> Option<SizeClassId> {
         let index = self.accounts.register(tenant)?;
         self.sizes.intern((tenant, index), layout, &mut self.arena)
+    }
+
+    /// Returns the size class of a session that opens, and makes room in the index for as many blocks as
+    /// there is space for; `None` if a table is full.
+    pub(crate) fn open(&mut self, tenant: TenantId, layout: Layout) -> Option<SizeClassId> {
+        let size_class = self.intern(tenant, layout)?;
+        self.sizes.hold(size_class);
+        let bytes = self.devices.usage().capacity_bytes + self.arena.bytes();
+        let blocks = bytes / self.sizes.get(size_class).slot_bytes;
+        self.index.reserve(blocks.min(INDEX_RESERVE_MAX) as usize);
+        Some(size_class)
+    }
+
+    /// Whether a tenant's layout has a number.
+    pub(crate) fn is_interned(&self, tenant: TenantId, layout: Layout) -> bool {
+        self.sizes.find(tenant, layout).is_some()
+    }
+
+    /// Number of size classes in use.
+    pub(crate) fn size_classes_in_use(&self) -> usize {
+        self.sizes.in_use()
+    }
+
+    /// Counts one more user of a size class.
+    pub(crate) fn hold_size_class(&mut self, size_class: SizeClassId) {
+        self.sizes.hold(size_class);
+    }
+
+    /// Counts one user of a size class less.
+    pub(crate) fn release_size_class(&mut self, size_class: SizeClassId) {
+        self.sizes.release(size_class);
+    }
+
+    /// Bytes of one slot of a size class.
+    pub(crate) fn slot_bytes(&self, size_class: SizeClassId) -> u64 {
+        self.sizes.get(size_class).slot_bytes
+    }
+
+    /// Configured DRAM limit of the tenant of a size class, regardless of grants.
+    pub(crate) fn dram_limit_configured(&self, size_class: SizeClassId) -> u64 {
+        self.accounts.dram_limit_configured(self.sizes.get(size_class).tenant_index)
+    }
+
+    /// Bytes of the arena's regions.
+    pub(crate) fn arena_bytes(&self) -> u64 {
+        self.arena.bytes()
     }
 }

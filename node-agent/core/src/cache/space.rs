@@ -5,6 +5,7 @@
 //! cold, and at most one segment is emptied at a time. Victims in segments that cannot be emptied now keep
 //! their place in the order. Such a segment has a block that is being read or written, or a quarantined slot.
 
+use reprise_policy::TenantId;
 use reprise_policy::eviction::EntryIndex;
 
 use crate::cache::accounts::nvme_bytes;
@@ -38,6 +39,21 @@ enum Reclaim {
 }
 
 impl Cache {
+    /// Checks that blocks of a size class can fit into the arena.
+    ///
+    /// # Errors
+    /// Sizes of the block and of the largest region, and what to do.
+    pub(crate) fn check_block_size(&self, size_class: SizeClassId) -> Result<(), String> {
+        let (block, region) = (self.sizes.get(size_class).slot_bytes, self.arena.region_bytes_max());
+        if block <= region {
+            return Ok(());
+        }
+        Err(format!(
+            "a block of this layout has {block} bytes, but a region of the arena only {region}: raise \
+             arena.region_bytes in the agent's configuration, or use fewer tokens per block"
+        ))
+    }
+
     /// Sets the share of the pool that is kept free.
     pub(crate) fn set_pool_free(&mut self, permille: u16) {
         self.pool_free_permille = permille;
@@ -208,6 +224,37 @@ impl Cache {
         let entries = usage.entries_free.saturating_sub(kept_free(usage.entries_max) + pending.blocks());
         let slots = self.devices.slots_free(slot_bytes).saturating_sub(pending.blocks());
         (free / bytes).min(of_tenant / bytes).min(entries).min(slots)
+    }
+
+    /// Whether the devices and the tenant's memory still have room for a block whose space is pending. The
+    /// room seen when it was accepted may have gone to engines and other blocks.
+    pub(crate) fn has_pending_room(&mut self, size_class: SizeClassId) -> bool {
+        self.remove_pending(size_class);
+        let has_room = self.room_without_eviction(size_class) > 0;
+        self.add_pending(size_class);
+        has_room && self.may_accept_replicas(self.sizes.get(size_class).tenant)
+    }
+
+    /// Whether a tenant may receive replicas that no engine of this node requested.
+    pub(crate) fn may_accept_replicas(&self, tenant: TenantId) -> bool {
+        self.arena.may_accept_replicas(tenant)
+    }
+
+    /// Whether a region of the arena and a device are large enough for a block.
+    pub(crate) fn may_hold(&self, slot_bytes: u64) -> bool {
+        slot_bytes <= self.arena.region_bytes_max() && self.devices.can_hold(slot_bytes)
+    }
+
+    /// Adds the space of a block that will be saved.
+    pub(crate) fn add_pending(&mut self, size_class: SizeClassId) {
+        let SizeClass { slot_bytes, tenant_index, .. } = *self.sizes.get(size_class);
+        self.pending_space.add(tenant_index, slot_bytes);
+    }
+
+    /// Removes the space of a block that is durable or dropped.
+    pub(crate) fn remove_pending(&mut self, size_class: SizeClassId) {
+        let SizeClass { slot_bytes, tenant_index, .. } = *self.sizes.get(size_class);
+        self.pending_space.remove(tenant_index, slot_bytes);
     }
 
     /// Maximum slot bytes of replicas being fetched and written.

@@ -22,7 +22,8 @@ use crate::limits::{
     DRAIN_CONFIRM_DELAY, OUTBOUND_STEP_ENTRIES, OUTBOUND_STEP_INTERVAL, PLACE_KEYS_MAX, WALK_INTERVAL,
     WALK_INTERVAL_DRAINED, WALK_INTERVAL_NO_CAPACITY,
 };
-use crate::replicate::{Outbound, Replicate};
+use crate::replicate::Replicate;
+use crate::replicate::outbound::Outbound;
 
 /// State of draining this node.
 #[derive(Debug, Default)]
@@ -198,13 +199,13 @@ impl Replicate {
     fn collect_durable(&mut self, cache: &Cache, now: Tick) {
         let DrainStage::Walking(walk) = &mut self.outbound.drain.stage else { return };
         let mut size_classes: BTreeMap<SizeClassId, Vec<BlockKey>> = BTreeMap::new();
-        for (_, entry) in cache.index.iter_from(walk.cursor, OUTBOUND_STEP_ENTRIES) {
+        for (_, entry) in cache.entries_from(walk.cursor, OUTBOUND_STEP_ENTRIES) {
             if entry.stored().is_some() {
                 size_classes.entry(entry.size_class()).or_default().push(entry.key());
             }
         }
         walk.cursor = EntryIndex(walk.cursor.0.saturating_add(OUTBOUND_STEP_ENTRIES as u32));
-        walk.at_end = walk.cursor.0 as usize >= cache.index.places();
+        walk.at_end = walk.cursor.0 as usize >= cache.entry_places();
         walk.step_at = now.after(OUTBOUND_STEP_INTERVAL);
         for (size_class, keys) in size_classes {
             walk.found.extend(keys.chunks(PLACE_KEYS_MAX).map(|keys| (size_class, keys.to_vec())));

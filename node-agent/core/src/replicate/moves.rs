@@ -7,16 +7,17 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use reprise_policy::eviction::{EntryIndex, Group};
+use reprise_policy::eviction::EntryIndex;
 use reprise_policy::{BlockKey, NodeId, Tick};
 
-use crate::cache::{Cache, Dram, SizeClassId, nvme_bytes};
+use crate::cache::{Cache, Dram, SizeClassId, TenantIndex, nvme_bytes};
 use crate::effect::PlaceReason;
 use crate::event::Move;
 use crate::limits::{
     MOVE_PASSES_PERMILLE, OUTBOUND_STEP_ENTRIES, OUTBOUND_STEP_INTERVAL, PLACE_KEYS_MAX, WALK_INTERVAL,
 };
 use crate::replicate::Replicate;
+use crate::replicate::outbound::is_replicable;
 
 /// Progress of a move.
 #[derive(Debug)]
@@ -90,7 +91,7 @@ impl Replicate {
         let of_move = self.outbound.batches.iter().map(|(_, batch)| batch);
         let pending: u64 = of_move
             .filter(|batch| matches!(batch.reason, PlaceReason::Move(_)))
-            .map(|batch| batch.blocks.len() as u64 * nvme_bytes(cache.sizes.get(batch.size_class).slot_bytes))
+            .map(|batch| batch.blocks.len() as u64 * nvme_bytes(cache.slot_bytes(batch.size_class)))
             .sum();
         moving.order.bytes.saturating_sub(moving.moved + pending)
     }
@@ -109,14 +110,14 @@ impl Replicate {
         let mut found: BTreeMap<SizeClassId, Vec<BlockKey>> = BTreeMap::new();
         let Some(MoveProgress { tenant, after, .. }) = self.outbound.moving else { return found };
         let pending = self.keys_being_moved();
-        let entries = cache.devices.next_victims(Group(tenant), after, OUTBOUND_STEP_ENTRIES);
+        let entries = cache.next_victims(TenantIndex(tenant), after, OUTBOUND_STEP_ENTRIES);
         let mut bytes_found = 0;
         for entry in &entries {
             if bytes_found >= wanted {
                 break;
             }
-            let state = cache.index.entry(*entry);
-            let bytes = nvme_bytes(cache.sizes.get(state.size_class()).slot_bytes);
+            let state = cache.entry(*entry);
+            let bytes = nvme_bytes(cache.slot_bytes(state.size_class()));
             let moving = self.outbound.moving.as_mut().expect("just seen");
             moving.after = Some(*entry);
             if moving.pass_bytes >= bytes {
@@ -142,7 +143,7 @@ impl Replicate {
 
     /// Continues with the next tenant's blocks or, after the last tenant and a delay, with the first.
     fn enter_next_tenant(&mut self, cache: &Cache, now: Tick, tenant: u16) {
-        let next = cache.accounts.ids().map(|known| known.0).find(|known| *known > tenant);
+        let next = cache.tenants().map(|known| known.0).find(|known| *known > tenant);
         let rest = if next.is_some() { OUTBOUND_STEP_INTERVAL } else { WALK_INTERVAL };
         let next = next.unwrap_or(0);
         let (pass_bytes, step_at) = (self.passed_bytes(cache, next), now.after(rest));
@@ -154,8 +155,8 @@ impl Replicate {
 
     /// Bytes of a tenant's blocks that are evicted soon and therefore skipped.
     fn passed_bytes(&self, cache: &Cache, tenant: u16) -> u64 {
-        let known = cache.accounts.ids().find(|known| known.0 == tenant);
-        known.map_or(0, |known| cache.accounts.nvme(known).used / 1000 * MOVE_PASSES_PERMILLE)
+        let known = cache.tenants().find(|known| known.0 == tenant);
+        known.map_or(0, |known| cache.nvme_usage(known).used / 1000 * MOVE_PASSES_PERMILLE)
     }
 
     /// Drops the device copy of a block that is durable elsewhere. A copy in DRAM remains until it is
@@ -167,19 +168,19 @@ impl Replicate {
         size_class: SizeClassId,
         to: NodeId,
     ) -> DropResult {
-        if !self.is_replicable(cache, key, size_class) {
+        if !is_replicable(cache, key, size_class) {
             return DropResult::Done;
         }
-        let Some(entry) = cache.index.find(key) else { return DropResult::Done };
-        let is_read = match cache.index.entry(entry).dram() {
+        let Some(entry) = cache.find(key) else { return DropResult::Done };
+        let is_read = match cache.entry(entry).dram() {
             Dram::Filling(_) => true,
-            Dram::Resident(frame) => cache.frames.get(frame).leases > 0,
+            Dram::Resident(frame) => cache.frame(frame).leases > 0,
             Dram::Absent => false,
         };
         if is_read {
             return DropResult::NotNow;
         }
-        let bytes = nvme_bytes(cache.sizes.get(size_class).slot_bytes);
+        let bytes = nvme_bytes(cache.slot_bytes(size_class));
         self.counters.moved_blocks += 1;
         self.counters.moved_bytes += bytes;
         cache.remove_stored(entry);

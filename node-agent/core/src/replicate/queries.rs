@@ -23,7 +23,8 @@ use crate::limits::{
     PLACE_RETRY, PLACE_TIMEOUT,
 };
 use crate::replicate::moves::DropResult;
-use crate::replicate::{Acceptance, Batch, OutboundBlock, Replicate, ReplicateTimer, Stage};
+use crate::replicate::outbound::{Acceptance, Batch, OutboundBlock, Stage, is_replicable};
+use crate::replicate::{Replicate, ReplicateTimer};
 use crate::slab::SlabId;
 
 /// Query to the control plane that is not answered yet.
@@ -87,13 +88,13 @@ impl Replicate {
             (batch.size_class, batch.reason, std::mem::take(&mut batch.blocks));
         let before = blocks.len();
         let kept: Vec<OutboundBlock> =
-            blocks.into_iter().filter(|block| self.is_replicable(cache, &block.key, size_class)).collect();
+            blocks.into_iter().filter(|block| is_replicable(cache, &block.key, size_class)).collect();
         self.count_walked(reason, (before - kept.len()) as u64);
         self.set_blocks(id, kept);
     }
 
     /// Sets the remaining blocks of a batch; an empty batch ends.
-    pub(crate) fn set_blocks(&mut self, id: SlabId, kept: Vec<OutboundBlock>) {
+    pub(super) fn set_blocks(&mut self, id: SlabId, kept: Vec<OutboundBlock>) {
         if kept.is_empty() {
             self.outbound.batches.remove(id);
         } else if let Some(batch) = self.outbound.batches.get_mut(id) {
@@ -119,7 +120,7 @@ impl Replicate {
     fn query(&mut self, cache: &Cache, cx: &mut Context, id: SlabId, available: u64) {
         let now = cx.now;
         let Some(batch) = self.outbound.batches.get_mut(id) else { return };
-        let slot_bytes = cache.sizes.get(batch.size_class).slot_bytes;
+        let slot_bytes = cache.slot_bytes(batch.size_class);
         let coming = batch.blocks.iter().filter(|block| block.is_pending(now)).count();
         let fresh = batch.blocks.len() - coming;
         let offered = usize::try_from((available / slot_bytes).max(1)).unwrap_or(usize::MAX).min(fresh);
@@ -247,7 +248,7 @@ impl Replicate {
         size_class: SizeClassId,
         block: OutboundBlock,
     ) -> DropResult {
-        let bytes = nvme_bytes(cache.sizes.get(size_class).slot_bytes);
+        let bytes = nvme_bytes(cache.slot_bytes(size_class));
         if let PlaceReason::Move(to) = reason {
             let dropped = self.drop_moved(cache, &block.key, size_class, to);
             if dropped == DropResult::NotNow {

@@ -1,6 +1,6 @@
 //! Checks descriptions of blocks against the announcements to the directory and the history of the test.
 
-use reprise_agent_core::agent::{BlockOrigin, DramCopy};
+use reprise_agent_core::{BlockOrigin, DramCopy};
 use reprise_policy::{BlockKey, Tier};
 
 use crate::harness::Harness;

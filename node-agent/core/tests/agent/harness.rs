@@ -4,7 +4,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use reprise_agent_core::agent::{AgentCore, Settings};
 use reprise_agent_core::effect::{
     ArenaSlot, Change, DeviceId, Diagnostic, Effect, LoadId, PeerOfferId, RegionId, ReplicaChange, Reply,
     ServeId,
@@ -14,6 +13,7 @@ use reprise_agent_core::event::{
     Scope, SessionOpened,
 };
 use reprise_agent_core::pool::{DeviceOpKind, DevicePool, StoredBlock};
+use reprise_agent_core::{AgentCore, Settings};
 use reprise_policy::{
     BlockKey, Dtype, Layout, LayoutSpec, NamespaceDigest, NodeId, Parts, SessionId, TenantId, Tick, Tier,
 };

@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use reprise_agent_core::agent::Settings;
+use reprise_agent_core::Settings;
 use reprise_agent_core::effect::{LoadedBlock, LossReason, Source};
 use reprise_agent_core::event::{Event, Scope};
 use reprise_policy::{BlockKey, Layout, Quota, SlotSet, TenantId, Tier};

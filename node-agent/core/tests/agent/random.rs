@@ -3,9 +3,9 @@
 
 use std::time::Duration;
 
-use reprise_agent_core::agent::{Settings, TenantQuotas};
 use reprise_agent_core::effect::DeviceId;
 use reprise_agent_core::event::{Event, Grant, Move, Priority, Request, Scope};
+use reprise_agent_core::{Settings, TenantQuotas};
 use reprise_policy::{BlockKey, NodeId, NodeMode, Quota, SessionId, SlotSet, TenantId, Tier};
 
 use crate::descriptions;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use reprise_agent_core::agent::Settings;
+use reprise_agent_core::Settings;
 use reprise_agent_core::effect::Reply;
 use reprise_agent_core::event::{Priority, Scope};
 use reprise_policy::{BlockKey, SessionId, TenantId};

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use reprise_agent_core::agent::Settings;
+use reprise_agent_core::Settings;
 use reprise_agent_core::effect::{DeviceId, Diagnostic, LoadedBlock, LossReason};
 use reprise_agent_core::event::{Event, FillError, Priority, Request, Scope};
 use reprise_agent_core::pool::DeviceOpKind;
@@ -476,5 +476,5 @@ fn restart_keeps_one_of_two_copies() {
 #[test]
 fn core_can_move_to_another_thread() {
     fn is_send<T: Send>() {}
-    is_send::<reprise_agent_core::agent::AgentCore>();
+    is_send::<reprise_agent_core::AgentCore>();
 }

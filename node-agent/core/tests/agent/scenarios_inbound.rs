@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use reprise_agent_core::agent::limits::OFFERED_SIZE_CLASSES_MAX;
-use reprise_agent_core::agent::{Settings, TenantQuotas};
 use reprise_agent_core::effect::{CommitStatus, Diagnostic, LoadedBlock, Reply, Source};
 use reprise_agent_core::event::{Event, FillError, Grant, Priority, Request, Scope};
+use reprise_agent_core::limits::OFFERED_SIZE_CLASSES_MAX;
+use reprise_agent_core::{Settings, TenantQuotas};
 use reprise_policy::{
     BlockKey, Dtype, Layout, LayoutSpec, NodeId, NodeMode, Parts, Quota, SessionId, TenantId, Tier,
 };

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use reprise_agent_core::agent::limits::{LOAD_BLOCKS_MAX, MATCH_KEYS_MAX};
 use reprise_agent_core::effect::{LoadId, LoadedBlock, LossReason, Reply, Source};
 use reprise_agent_core::event::{Event, FillError, LoadRequest, Priority, Request, Scope};
+use reprise_agent_core::limits::{LOAD_BLOCKS_MAX, MATCH_KEYS_MAX};
 use reprise_policy::{BlockKey, SessionId, TenantId, Tier};
 
 use crate::engine::{HeldLoad, RequestKind};

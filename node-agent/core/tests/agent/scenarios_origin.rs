@@ -1,8 +1,8 @@
 //! Scenarios: the origin of a block in its description.
 
-use reprise_agent_core::agent::{BlockDescription, BlockOrigin, DramCopy};
 use reprise_agent_core::effect::DeviceId;
 use reprise_agent_core::event::{Event, FillError, Grant, Priority, Request, Scope};
+use reprise_agent_core::{BlockDescription, BlockOrigin, DramCopy};
 use reprise_policy::{BlockKey, Quota, SessionId, Tier};
 
 use crate::engine::RequestKind;

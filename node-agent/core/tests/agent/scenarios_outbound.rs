@@ -3,12 +3,12 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use reprise_agent_core::agent::Settings;
-use reprise_agent_core::agent::limits::{
-    DRAIN_CONFIRM_DELAY, FILTER_BYTES, FRUITLESS_ROUNDS_MAX, OUTBOUND_STEP_ENTRIES, PLACE_KEYS_MAX,
-};
+use reprise_agent_core::Settings;
 use reprise_agent_core::effect::{Diagnostic, LoadedBlock, Offer, PlaceReason, Reply};
 use reprise_agent_core::event::{Event, Move, Placement, Priority, Scope};
+use reprise_agent_core::limits::{
+    DRAIN_CONFIRM_DELAY, FILTER_BYTES, FRUITLESS_ROUNDS_MAX, OUTBOUND_STEP_ENTRIES, PLACE_KEYS_MAX,
+};
 use reprise_policy::{BlockKey, DrainProgress, NodeId, NodeMode, Parts, SessionId, TenantId, Tier};
 
 use crate::harness::{Harness, Setup, key, keys, large_layout, layout, small_layout};

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use reprise_agent_core::agent::Settings;
+use reprise_agent_core::Settings;
 use reprise_agent_core::effect::{FillId, LoadedBlock, LookupId, LossReason, Reply, ServeId, Source};
 use reprise_agent_core::event::{Event, FillError, FillUpdate, Priority, Replica, Request, Scope};
 use reprise_policy::routing::LoadClass;
@@ -174,6 +174,28 @@ fn tries_the_next_replica_if_a_peer_no_longer_has_the_block() {
     harness.finish_jobs();
     assert!(matches!(blocks(&harness, session)[0], LoadedBlock::Ok { source: Source::PeerNvme, .. }));
     assert_eq!(harness.core.counters().fill_absent, 1);
+}
+
+#[test]
+fn slot_of_a_failed_fetch_is_free_before_any_load_tries_another_replica() {
+    let region_bytes = large_layout().slot_bytes();
+    let mut harness = Harness::new(Setup { regions: 1, region_bytes, ..Setup::default() });
+    let sessions = [0; 2].map(|_| harness.open_session(TenantId::DEFAULT, large_layout()));
+    harness.add_peer_replica(ONE, key(10), Tier::Dram);
+    harness.add_peer_replica(TWO, key(10), Tier::Nvme);
+    for session in sessions {
+        harness.load(session, &keys(10..11), LATER, Scope::Cluster);
+    }
+    harness.finish_jobs_but_fills();
+    assert_eq!(harness.fills().len(), 1, "both loads wait for one fetch");
+    let job = harness.fills()[0];
+    harness.fail(job, FillError::Absent);
+    assert_eq!(harness.fills().len(), 1, "the only slot is free for the next fetch");
+    harness.finish_jobs();
+    for session in sessions {
+        assert!(matches!(blocks(&harness, session)[0], LoadedBlock::Ok { source: Source::PeerNvme, .. }));
+    }
+    assert_eq!(harness.core.counters().no_space_blocks, 0);
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use reprise_agent_core::agent::Settings;
+use reprise_agent_core::Settings;
 use reprise_agent_core::effect::{CommitStatus, Diagnostic, LeaseId, Reply, Source};
 use reprise_agent_core::event::{CommitItem, CommitRequest, Priority, Request, Scope};
 use reprise_policy::{BlockKey, Parts, SessionId, TenantId, Tier};

@@ -4,12 +4,12 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use reprise_agent_core::agent::{AgentCore, Settings};
 use reprise_agent_core::effect::{CommitStatus, Effect, FillId, LeaseId, RegionId, Reply};
 use reprise_agent_core::event::{
     CommitItem, CommitRequest, Event, FillError, FillUpdate, LoadRequest, Priority, Request, RequestId,
     Scope, SessionOpened,
 };
+use reprise_agent_core::{AgentCore, Settings};
 use reprise_policy::{BlockKey, Layout, NamespaceDigest, Parts, SessionId, TenantId, Tick};
 
 use crate::disk::Disk;

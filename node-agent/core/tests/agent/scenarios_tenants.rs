@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use reprise_agent_core::agent::{Settings, TenantQuotas, TenantUsage};
 use reprise_agent_core::effect::{DeviceId, Diagnostic, QuotaResource, Reply};
 use reprise_agent_core::event::{Event, Grant, Priority, Request, Scope};
 use reprise_agent_core::pool::header::read_header;
 use reprise_agent_core::pool::{DeviceOp, DeviceOpKind};
+use reprise_agent_core::{Settings, TenantQuotas, TenantUsage};
 use reprise_policy::{BlockKey, Quota, SessionId, TenantId, Tier};
 
 use crate::engine::RequestKind;

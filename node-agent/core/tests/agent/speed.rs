@@ -3,13 +3,13 @@
 
 use std::time::{Duration, Instant};
 
-use reprise_agent_core::agent::{AgentCore, Settings};
 use reprise_agent_core::effect::{Effect, FillId, LeaseId, RegionId, Reply};
 use reprise_agent_core::event::{
     CommitItem, CommitRequest, Event, FillUpdate, LoadRequest, Priority, Request, RequestId, Scope,
     SessionOpened,
 };
 use reprise_agent_core::pool::{DevicePool, StoredBlock};
+use reprise_agent_core::{AgentCore, Settings};
 use reprise_policy::{
     BlockKey, Dtype, Layout, LayoutSpec, NamespaceDigest, Parts, SessionId, TenantId, Tick, Tier,
 };

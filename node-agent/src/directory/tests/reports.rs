@@ -1,7 +1,7 @@
 //! Contents of a node's reports, and which replies it applies.
 
-use reprise_agent_core::agent::{NodeUsage, TenantBlocks, TenantCounts, TenantUsage};
 use reprise_agent_core::event::Move as Given;
+use reprise_agent_core::{NodeUsage, TenantBlocks, TenantCounts, TenantUsage};
 use reprise_policy::quota::{Quota, QuotaUsage};
 use reprise_policy::shards::{MemberName, ShardMap};
 use reprise_policy::{DrainProgress, TenantName};

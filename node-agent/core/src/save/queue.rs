@@ -12,7 +12,7 @@ use crate::slab::SlabId;
 
 /// Lanes with at least one block.
 #[derive(Debug, Default)]
-pub(crate) struct Queue {
+pub(super) struct Queue {
     /// Blocks of each lane; without empty lanes.
     lanes: BTreeMap<Lane, VecDeque<Waiting>>,
     bytes: u64,
@@ -20,18 +20,18 @@ pub(crate) struct Queue {
 
 /// Blocks that compete for the same space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Lane {
+pub(super) struct Lane {
     /// Bytes of one slot.
-    pub(crate) slot_bytes: u64,
+    pub(super) slot_bytes: u64,
     /// Tenant of the blocks.
-    pub(crate) tenant: TenantIndex,
+    pub(super) tenant: TenantIndex,
     /// Reason why the blocks are saved.
-    pub(crate) cause: WriteCause,
+    pub(super) cause: WriteCause,
 }
 
 /// Reason why a block is saved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum WriteCause {
+pub(super) enum WriteCause {
     /// An engine committed the block.
     Committed,
     /// A peer offered the block: nothing is evicted for it, and no ticket waits for it.
@@ -47,45 +47,45 @@ struct Waiting {
 
 impl Lane {
     /// Space for one block of the lane.
-    pub(crate) fn request(self) -> SlotRequest {
+    pub(super) fn request(self) -> SlotRequest {
         SlotRequest { tenant: self.tenant, slot_bytes: self.slot_bytes }
     }
 }
 
 impl Queue {
-    pub(crate) fn is_empty(&self) -> bool {
+    pub(super) fn is_empty(&self) -> bool {
         self.lanes.is_empty()
     }
 
     /// Whether a lane has queued blocks.
-    pub(crate) fn holds(&self, lane: Lane) -> bool {
+    pub(super) fn holds(&self, lane: Lane) -> bool {
         self.lanes.contains_key(&lane)
     }
 
     /// Slot bytes of all queued blocks.
-    pub(crate) fn bytes(&self) -> u64 {
+    pub(super) fn bytes(&self) -> u64 {
         self.bytes
     }
 
     /// Time at which the oldest block was queued.
-    pub(crate) fn oldest(&self) -> Option<Tick> {
+    pub(super) fn oldest(&self) -> Option<Tick> {
         self.lanes.values().filter_map(|queue| queue.front()).map(|first| first.since).min()
     }
 
     /// Appends a block to a lane.
-    pub(crate) fn push(&mut self, lane: Lane, record: SlabId, since: Tick) {
+    pub(super) fn push(&mut self, lane: Lane, record: SlabId, since: Tick) {
         self.bytes += lane.slot_bytes;
         self.lanes.entry(lane).or_default().push_back(Waiting { record, since });
     }
 
     /// Reinserts a block at the front of a lane.
-    pub(crate) fn push_front(&mut self, lane: Lane, record: SlabId, since: Tick) {
+    pub(super) fn push_front(&mut self, lane: Lane, record: SlabId, since: Tick) {
         self.bytes += lane.slot_bytes;
         self.lanes.entry(lane).or_default().push_front(Waiting { record, since });
     }
 
     /// Removes the first block of a lane.
-    pub(crate) fn pop(&mut self, lane: Lane) -> Option<SlabId> {
+    pub(super) fn pop(&mut self, lane: Lane) -> Option<SlabId> {
         let queue = self.lanes.get_mut(&lane)?;
         let first = queue.pop_front()?;
         if queue.is_empty() {
@@ -96,7 +96,7 @@ impl Queue {
     }
 
     /// Lanes in the order of their oldest blocks.
-    pub(crate) fn lanes(&self) -> Vec<Lane> {
+    pub(super) fn lanes(&self) -> Vec<Lane> {
         let mut lanes: Vec<(Option<Tick>, Lane)> =
             self.lanes.iter().map(|(lane, queue)| (queue.front().map(|first| first.since), *lane)).collect();
         lanes.sort_unstable();
@@ -104,7 +104,7 @@ impl Queue {
     }
 
     /// Iterates all queued blocks, for the audit.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (u64, SlabId)> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = (u64, SlabId)> {
         self.lanes
             .iter()
             .flat_map(|(lane, queue)| queue.iter().map(|waiting| (lane.slot_bytes, waiting.record)))

@@ -1,0 +1,502 @@
+//! Decision core of a node agent.
+//!
+//! ```text
+//!  engines ─ Request ─▶ ┌───────────────────────────────┐ ─ Reply, Durable, Progress ─▶ engines
+//!  devices ─ DeviceDone, Fill ─▶   AgentCore::apply     │ ─ Device, ReadBlocks ───────▶ devices
+//!  peers ── PeerRequest, Fill ─▶   index, arena, loads, │ ─ PeerFetch, Serve… ────────▶ peers
+//!  directory ─ Lookup… ─▶ write-back, eviction, serves, │ ─ Lookup, Announce, Place ──▶ directory
+//!  peers ─── PeerOffer ─▶  replication                  │ ─ Offer, AnswerOffer ───────▶ peers
+//!                       └───────────────────────────────┘
+//! ```
+//!
+//! Seven owners hold the state: cache, transfer, load, save, serve, replicate and quota. The core passes each
+//! event to one of them, and the outcomes of an owner to other owners, until no outcome is left. Owners do not
+//! know each other; all of them may use the cache.
+//!
+//! The core processes one event at a time and needs no locks. Everything that takes time is an effect whose
+//! result is an event. The `now` of each call is the current time; [`AgentCore::next_deadline`] returns when
+//! to send `Event::Tick`.
+//!
+//! Invariants, checked by [`AgentCore::audit`]:
+//!
+//! * A slot of the arena is in one state at a time, and is freed only when no reader, engine, device or
+//!   transport uses it.
+//! * Bytes in use never exceed the regions.
+//! * Every load is answered by its deadline.
+//! * A block is in the index exactly if it is in DRAM, being filled, or on a device.
+//!
+//! Memory of a block, in bytes: index entry 28, hash table 5–11, NVMe eviction order 10, slot record of the
+//! pool 32. In DRAM also a frame of 28, 4 in its region, DRAM eviction order 10, and 4 for the checksum of
+//! each object.
+//!
+//! Out of scope: payloads, sockets, clocks, prefetching, a cold tier.
+
+use std::collections::BTreeMap;
+
+use reprise_policy::{BlockKey, DrainProgress, NodeMode, SessionId, SlotSet, Tick};
+
+use crate::audit::{self, Owners};
+use crate::cache::{
+    BlockDescription, Cache, CacheOutcomes, DoneBatch, EvictionPosition, SizeClassId, TenantUsage,
+};
+use crate::context::Caller;
+use crate::counters::Counters;
+use crate::effect::{DeviceId, Effect, RegionId, Reply};
+use crate::event::{Event, Request, RequestId, SessionOpened};
+use crate::limits::SESSIONS_MAX;
+use crate::load::{LoadOutcome, Loads};
+use crate::pool::{DevicePool, PoolUsage, StoredBlock};
+use crate::quota::Quotas;
+use crate::replicate::{PullStep, Replicate, ReplicateOutcome};
+use crate::save::Save;
+use crate::serve::{ServeOutcome, Serves};
+use crate::settings::Settings;
+use crate::slab::SlabId;
+use crate::transfer::{Transfer, TransferOutcome};
+use crate::usage::NodeUsage;
+use crate::waiter::WaiterOwner;
+
+/// Context of the current event of a core.
+macro_rules! context {
+    ($core:expr) => {
+        &mut crate::context::Context { now: $core.now, settings: &$core.settings, effects: &mut $core.out }
+    };
+}
+
+/// State machine of a node agent.
+#[derive(Debug)]
+pub struct AgentCore {
+    settings: Settings,
+    now: Tick,
+    /// Effects of the event that is being applied.
+    out: Vec<Effect>,
+    /// Open sessions, with the size classes of their blocks.
+    sessions: BTreeMap<SessionId, SizeClassId>,
+    cache: Cache,
+    quota: Quotas,
+    transfer: Transfer,
+    load: Loads,
+    save: Save,
+    serve: Serves,
+    replicate: Replicate,
+}
+
+/// Owner of the timer that is due first; of equal times, in this order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum TimerOwner {
+    Load,
+    Serve,
+    Save,
+    Replicate,
+}
+
+impl AgentCore {
+    /// Creates a core with these devices, in the order of their ids, and these arena regions with their sizes
+    /// in bytes. `pools` includes the blocks that recovery found. Returns effects to execute first, which
+    /// make the results of recovery durable.
+    ///
+    /// Does not announce recovered blocks: the control plane requests the inventory when the node registers.
+    pub fn new(
+        settings: Settings,
+        pools: Vec<(DevicePool, Vec<StoredBlock>)>,
+        regions: &[(RegionId, u64)],
+    ) -> (AgentCore, Vec<Effect>) {
+        let (pools, stored): (Vec<_>, Vec<_>) = pools.into_iter().unzip();
+        let mut core = AgentCore {
+            now: Tick(0),
+            out: Vec::new(),
+            sessions: BTreeMap::new(),
+            cache: Cache::new(&settings, pools, regions),
+            quota: Quotas::default(),
+            transfer: Transfer::new(),
+            load: Loads::new(),
+            save: Save::new(),
+            serve: Serves::default(),
+            replicate: Replicate::new(&settings),
+            settings,
+        };
+        for (device, blocks) in core.cache.device_ids().zip(stored) {
+            core.cache.adopt_stored(device, blocks);
+        }
+        core.quota.start(&mut core.cache, context!(core));
+        core.cache.start_devices(context!(core));
+        core.cache.keep_pool_free(context!(core));
+        core.cache.forget_recovery();
+        let effects = std::mem::take(&mut core.out);
+        (core, effects)
+    }
+
+    /// Applies one event at a point in time and appends the resulting effects. Time must not go backwards; an
+    /// earlier time counts as the latest one.
+    pub fn apply(&mut self, now: Tick, event: Event, effects: &mut Vec<Effect>) {
+        self.now = self.now.max(now);
+        std::mem::swap(&mut self.out, effects);
+        self.dispatch(event);
+        self.route();
+        self.fire_timers();
+        while self.serve.begin_next(&mut self.cache, context!(self)) {
+            self.route();
+        }
+        self.begin_pulls();
+        self.replicate.advance(&self.cache, context!(self));
+        // Before the write-back, which shrinking may make urgent.
+        self.quota.shrink(&mut self.cache, context!(self));
+        self.route();
+        self.save.write_back(&mut self.cache, context!(self));
+        self.cache.keep_pool_free(context!(self));
+        self.cache.release_devices(context!(self));
+        self.cache.announce(context!(self));
+        std::mem::swap(&mut self.out, effects);
+    }
+
+    /// Passes the outcomes of owners to other owners, until none is left. Loads try another source after all
+    /// waiters of a failed fill have released its slot.
+    fn route(&mut self) {
+        loop {
+            if let Some(outcomes) = self.cache.take_outcomes() {
+                self.route_cache(outcomes);
+            } else if self.transfer.has_outcomes() {
+                self.route_transfer();
+            } else if self.load.has_outcomes() {
+                self.route_load();
+            } else if self.load.retry_next(&mut self.cache, context!(self)) {
+                // Its outcomes come next.
+            } else if self.serve.has_outcomes() {
+                self.route_serve();
+            } else if let Some(outcome) = self.replicate.take_outcome() {
+                self.route_replicate(&outcome);
+            } else {
+                return;
+            }
+        }
+    }
+
+    fn route_cache(&mut self, outcomes: CacheOutcomes) {
+        let CacheOutcomes { arena_full, capacity_changed, recovered, stored, batches } = outcomes;
+        if arena_full {
+            self.save.expedite();
+        }
+        for DoneBatch { batch, stored } in batches {
+            self.save.batch_done(&mut self.cache, context!(self), batch, &stored);
+        }
+        if stored > 0 {
+            self.replicate.note_saved(self.now, stored);
+        }
+        if recovered {
+            self.quota.recheck(&self.cache);
+        }
+        if capacity_changed {
+            self.quota.update(&mut self.cache, context!(self));
+        }
+    }
+
+    fn route_transfer(&mut self) {
+        let mut outcomes = self.transfer.take_outcomes();
+        for outcome in outcomes.drain(..) {
+            match outcome {
+                TransferOutcome::Attached(waiter, attached) => match waiter.owner {
+                    WaiterOwner::Load => self.load.attached(&mut self.cache, waiter, attached),
+                    WaiterOwner::Serve => {
+                        self.serve.attached(&mut self.cache, context!(self), waiter, attached);
+                    }
+                },
+                TransferOutcome::Refused(waiter, reason) => match waiter.owner {
+                    WaiterOwner::Load => self.load.refused(context!(self), waiter, reason),
+                    WaiterOwner::Serve => self.serve.refused(context!(self), waiter),
+                },
+                TransferOutcome::Advanced(waiter, advanced) => match waiter.owner {
+                    WaiterOwner::Load => {
+                        self.load.advanced(&mut self.cache, context!(self), waiter, advanced);
+                    }
+                    WaiterOwner::Serve => {
+                        self.serve.advanced(&self.cache, context!(self), waiter, advanced);
+                    }
+                },
+                TransferOutcome::Failed(waiter, failed) => match waiter.owner {
+                    WaiterOwner::Load => {
+                        self.load.failed(&mut self.cache, context!(self), waiter, failed);
+                    }
+                    WaiterOwner::Serve => self.serve.failed(&mut self.cache, context!(self), waiter),
+                },
+                TransferOutcome::Retained { frame, position } => {
+                    self.save.save_replica(&mut self.cache, self.now, frame, position);
+                }
+                TransferOutcome::Started { owner: WaiterOwner::Load, object } => {
+                    self.load.started(&mut self.cache, context!(self), object);
+                }
+                TransferOutcome::Started { owner: WaiterOwner::Serve, object } => {
+                    self.serve.started(&mut self.cache, context!(self), object);
+                }
+            }
+        }
+        self.transfer.reuse(outcomes);
+    }
+
+    fn route_load(&mut self) {
+        for outcome in self.load.take_outcomes() {
+            match outcome {
+                LoadOutcome::Fetch(request) => self.transfer.begin(&mut self.cache, context!(self), request),
+                LoadOutcome::Detach { wait, waiter } => self.transfer.detach(wait, waiter),
+            }
+        }
+    }
+
+    fn route_serve(&mut self) {
+        for outcome in self.serve.take_outcomes() {
+            match outcome {
+                ServeOutcome::Read { entries } => {
+                    for entry in entries {
+                        self.replicate.note_read(&self.cache, self.now, entry);
+                    }
+                }
+                ServeOutcome::Fetch(request) => self.transfer.begin(&mut self.cache, context!(self), request),
+                ServeOutcome::Detach { wait, waiter } => self.transfer.detach(wait, waiter),
+            }
+        }
+    }
+
+    fn route_replicate(&mut self, outcome: &ReplicateOutcome) {
+        match *outcome {
+            ReplicateOutcome::Retain { fill } => self.transfer.retain(&mut self.cache, fill),
+            ReplicateOutcome::SaveReplica { frame } => {
+                self.save.save_replica(&mut self.cache, self.now, frame, EvictionPosition::Last);
+            }
+        }
+    }
+
+    /// Starts the fetches of accepted blocks that there is room for.
+    fn begin_pulls(&mut self) {
+        let Some(mut round) = self.replicate.begin_pulls(self.now) else { return };
+        loop {
+            let in_flight = self.pulls_in_flight_bytes();
+            match self.replicate.next_pull(&mut self.cache, self.now, &mut round, in_flight) {
+                Some(PullStep::Fetch(pull)) => {
+                    let block = (pull.key, pull.size_class);
+                    let begun = self.transfer.pull(&mut self.cache, block, pull.from);
+                    self.replicate.pull_ended(&mut self.cache, &mut round, &pull, begun);
+                }
+                Some(PullStep::Passed) => {}
+                None => break,
+            }
+            self.route();
+        }
+        self.replicate.end_pulls(self.now, round);
+        self.transfer.send_fetches(&self.cache, context!(self));
+    }
+
+    /// Slot bytes of replicas that are being fetched or written.
+    fn pulls_in_flight_bytes(&self) -> u64 {
+        self.transfer.retained_bytes() + self.save.replicated_bytes()
+    }
+
+    /// Time at which to send `Event::Tick` if no other event arrives before; `None` if time alone changes
+    /// nothing.
+    pub fn next_deadline(&self) -> Option<Tick> {
+        let (load, serve) = (self.load.first_due(), self.serve.first_due());
+        let (save, replicate) = (self.save.next_deadline(&self.settings), self.replicate.next_deadline());
+        [load, serve, save, replicate, self.quota.next_deadline()].into_iter().flatten().min()
+    }
+
+    /// Counters, and gauges as of the last event.
+    pub fn counters(&self) -> Counters {
+        let mut all = Counters::default();
+        self.cache.set_counters(&mut all);
+        self.transfer.set_counters(&mut all);
+        self.load.set_counters(&mut all);
+        self.save.set_counters(&mut all);
+        self.serve.set_counters(&mut all);
+        self.replicate.set_counters(&mut all);
+        all.sessions = self.sessions.len() as u64;
+        all.drained = u64::from(self.drain_progress().drained);
+        all.pulls_in_flight_bytes = self.pulls_in_flight_bytes();
+        all
+    }
+
+    /// Number of blocks that are not durable yet.
+    pub fn unsaved_blocks(&self) -> usize {
+        self.save.unsaved_blocks()
+    }
+
+    /// Checks every invariant of the core. Costs time in proportion to the whole state.
+    ///
+    /// # Errors
+    /// A description of the first violated invariant.
+    pub fn audit(&self) -> Result<(), String> {
+        let AgentCore { cache, transfer, load, save, serve, replicate, .. } = self;
+        cache.audit()?;
+        transfer.audit(cache)?;
+        load.audit(cache)?;
+        save.audit(cache)?;
+        serve.audit(cache)?;
+        self.quota.audit(cache)?;
+        replicate.audit()?;
+        audit::compare(&Owners { sessions: &self.sessions, cache, transfer, load, save, serve, replicate })
+    }
+
+    fn dispatch(&mut self, event: Event) {
+        match event {
+            Event::TenantNamed { tenant, name } => self.cache.name_tenant(tenant, name),
+            Event::SessionOpened(opened) => self.open_session(&opened),
+            Event::SessionClosed { session } => self.close_session(session),
+            Event::Request { session, request, body, received } => {
+                self.request((session, request), body, received);
+            }
+            Event::DeviceDone { device, token, result } => {
+                self.cache.device_done(context!(self), device, token, result);
+            }
+            Event::DeviceLost { device, reason } => self.cache.device_lost(context!(self), device, reason),
+            Event::DeviceAttached { device, pool } => self.cache.attach_device(context!(self), device, *pool),
+            Event::Recovered { device, blocks } => self.cache.recovered(device, blocks),
+            Event::DeviceDetached { device } => self.cache.detach_device(device),
+            Event::PoolFree { permille } => self.cache.set_pool_free(permille),
+            Event::Fill { fill, update } => {
+                self.transfer.update(&mut self.cache, context!(self), SlabId(fill.0), update);
+            }
+            Event::LookupAnswered { lookup, found } => {
+                self.load.lookup_answered(&mut self.cache, context!(self), SlabId(lookup.0), found);
+            }
+            Event::LookupFailed { lookup } => {
+                self.load.lookup_failed(&mut self.cache, context!(self), SlabId(lookup.0));
+            }
+            Event::CheckDone { check, integrity } => {
+                self.cache.checked(context!(self), SlabId(check.0), integrity);
+            }
+            Event::PeerRequest(request) => self.serve.begin(context!(self), request),
+            Event::ServeDone { serve, block } => self.serve.done(&mut self.cache, serve, block),
+            Event::ServeAborted { serve } => self.serve.aborted(&mut self.cache, serve),
+            Event::InventoryWanted { slots } => self.announce_inventory(slots),
+            Event::PlaceAnswered { place, answers } => {
+                self.replicate.place_answered(&mut self.cache, context!(self), SlabId(place.0), &answers);
+            }
+            Event::PlaceFailed { place } => {
+                self.replicate.place_failed(&mut self.cache, context!(self), SlabId(place.0));
+            }
+            Event::OfferAnswered { offer, taken, retry_after } => {
+                self.replicate.offer_answered(self.now, SlabId(offer.0), &taken, retry_after);
+            }
+            Event::OfferFailed { offer } => self.replicate.offer_failed(self.now, SlabId(offer.0)),
+            Event::PeerOffer(offer) => self.replicate.peer_offer(&mut self.cache, context!(self), &offer),
+            Event::Mode { mode, revision } => self.replicate.set_mode(self.now, mode, revision),
+            Event::Move(directive) => self.replicate.set_move(&self.cache, self.now, directive),
+            Event::Budget(grant) => self.quota.apply(&mut self.cache, context!(self), grant),
+            Event::Flush => self.save.expedite(),
+            Event::Tick => {}
+        }
+    }
+
+    fn request(&mut self, (session, request): (SessionId, RequestId), body: Request, received: Tick) {
+        let (cache, cx) = (&mut self.cache, context!(self));
+        let Some(size_class) = self.sessions.get(&session).copied() else {
+            let message =
+                "no session: the agent has reached its maximum number of sessions, tenants or layouts";
+            let retry_after = self.settings.load_deadline_default;
+            let reply = Reply::Busy { message: message.to_owned(), retry_after };
+            return cx.emit(Effect::Reply { session, request, reply });
+        };
+        let caller = Caller { session, request, size_class };
+        match body {
+            Request::Reserve { count } => self.save.reserve(cache, cx, caller, count),
+            Request::Commit(commit) => self.save.commit(cache, cx, caller, &commit),
+            Request::Abort { leases } => self.save.abort(cache, cx, caller, &leases),
+            Request::Match { keys, scope } => self.load.match_keys(cache, cx, caller, (keys, scope)),
+            Request::Load(wanted) => self.load.begin(cache, cx, caller, (wanted, received)),
+            Request::Release { load } => self.load.release(cache, cx, caller, load),
+            Request::Suspect { load, blocks } => self.load.suspect(cache, cx, caller, (load, &blocks)),
+            Request::Trim => cx.reply(caller, Reply::Trimmed { blocks: cache.trim() }),
+            Request::Stats => {
+                let own = self.cache.tenant_usage(self.cache.tenant_of(size_class)).fields();
+                let stats = self.counters().fields().chain(own).collect();
+                context!(self).reply(caller, Reply::Stats(stats));
+            }
+        }
+    }
+
+    /// Opens a session. Beyond the limits it is not opened, and its requests are answered with `Busy`.
+    fn open_session(&mut self, SessionOpened { session, tenant, layout, .. }: &SessionOpened) {
+        if self.sessions.len() >= SESSIONS_MAX || self.sessions.contains_key(session) {
+            return;
+        }
+        let Some(size_class) = self.cache.open(*tenant, *layout) else { return };
+        self.sessions.insert(*session, size_class);
+        self.load.open(*session);
+        self.save.open(*session);
+    }
+
+    /// Closes a session and releases everything that it holds, in time proportional to that. Fills that it
+    /// started continue, because their blocks may serve others.
+    fn close_session(&mut self, session: SessionId) {
+        let Some(size_class) = self.sessions.remove(&session) else { return };
+        self.load.close(&mut self.cache, session);
+        self.save.close(&mut self.cache, session);
+        self.cache.release_size_class(size_class);
+    }
+
+    /// Handles all deadlines that have passed: the earliest first, at the same time in the order of owners.
+    fn fire_timers(&mut self) {
+        loop {
+            let due = [
+                (self.load.first_due(), TimerOwner::Load),
+                (self.serve.first_due(), TimerOwner::Serve),
+                (self.save.first_due(), TimerOwner::Save),
+                (self.replicate.first_due(), TimerOwner::Replicate),
+            ];
+            let due = due.into_iter().filter_map(|(at, owner)| Some((at?, owner)));
+            let Some((_, owner)) = due.filter(|(at, _)| *at <= self.now).min() else { return };
+            let (cache, cx) = (&mut self.cache, context!(self));
+            match owner {
+                TimerOwner::Load => self.load.fire_timer(cache, cx),
+                TimerOwner::Serve => self.serve.fire_timer(cache, cx),
+                TimerOwner::Save => self.save.fire_timer(cache, cx.now),
+                TimerOwner::Replicate => self.replicate.fire_timer(cache, cx),
+            }
+            self.route();
+        }
+    }
+
+    /// Announces the inventory of some hash slots.
+    fn announce_inventory(&mut self, slots: Box<SlotSet>) {
+        self.cache.announce(context!(self));
+        let replicas = self.cache.inventory(&slots);
+        context!(self).emit(Effect::Inventory { slots, replicas });
+    }
+
+    /// Usage of each usable device.
+    pub fn device_usage(&self) -> impl Iterator<Item = (DeviceId, PoolUsage)> {
+        self.cache.device_usage()
+    }
+
+    /// Usage and quotas of each tenant as of the last event: configured tenants first, then others in order
+    /// of appearance.
+    pub fn tenant_usage(&self) -> impl Iterator<Item = TenantUsage> {
+        self.quota.usage(&self.cache)
+    }
+
+    /// Progress of draining this node; otherwise, the bytes that other nodes have accepted.
+    pub fn drain_progress(&self) -> DrainProgress {
+        let progress = self.replicate.progress();
+        let drained = progress.drained && self.unsaved_blocks() == 0;
+        DrainProgress { drained, durable_blocks: self.cache.stored_blocks(), ..progress }
+    }
+
+    /// Mode of this node.
+    pub fn mode(&self) -> NodeMode {
+        self.replicate.mode()
+    }
+
+    /// Describes a block; `None` if it is neither on this node nor being filled.
+    pub fn describe(&self, key: &BlockKey) -> Option<BlockDescription> {
+        self.cache.describe(key)
+    }
+
+    /// Capacity and load of this node.
+    pub fn node_usage(&self) -> NodeUsage {
+        let (dram_capacity, dram_used, pools) = self.cache.usage();
+        NodeUsage {
+            dram_capacity,
+            dram_used,
+            nvme_capacity: pools.capacity_bytes,
+            nvme_used: pools.slot_bytes_used,
+            queued_bytes: self.serve.open_bytes(),
+        }
+    }
+}

@@ -1,0 +1,120 @@
+//! `Match`: how many leading blocks of a chain are available, and where.
+//!
+//! A match is answered at once if this node has the whole chain, or if its scope is local. Otherwise a first
+//! lookup covers the first keys behind the local run that are missing here. Only if all of them are found, a
+//! second lookup covers the rest. Most chains end early, so the rest is rarely looked up. The blocks on this
+//! node may change in the meantime, so the answer is built from the index after the lookup.
+
+use reprise_policy::BlockKey;
+
+use crate::cache::{Cache, SizeClassId};
+use crate::context::{Caller, Context};
+use crate::effect::{Reply, Source};
+use crate::event::{Replica, Scope};
+use crate::limits::{LOOKUPS_MAX, MATCH_FIRST_KEYS, MATCH_KEYS_MAX};
+use crate::load::Loads;
+use crate::load::lookups::{Purpose, WaitingMatch};
+
+impl Loads {
+    /// Handles a `Match` of a session.
+    pub(crate) fn match_keys(
+        &mut self,
+        cache: &mut Cache,
+        cx: &mut Context,
+        caller: Caller,
+        (mut keys, scope): (Vec<BlockKey>, Scope),
+    ) {
+        if keys.len() > MATCH_KEYS_MAX {
+            let text = format!("{} keys in one match: send at most {MATCH_KEYS_MAX}", keys.len());
+            return cx.reply(caller, Reply::BadRequest(text));
+        }
+        self.counters.matches += 1;
+        self.counters.match_keys += keys.len() as u64;
+        let run = cache.leading_run(&keys, caller.size_class);
+        cache.touch_chain(run.iter().map(|(entry, _)| *entry));
+        let sources: Vec<Source> = run.into_iter().map(|(_, source)| source).collect();
+        if sources.len() == keys.len() || scope == Scope::Local || self.lookups.len() >= LOOKUPS_MAX {
+            return self.answer_match(cx, caller, sources);
+        }
+        let mut rest = keys.split_off(sources.len());
+        let mut queried = missing_keys(cache, &rest, caller.size_class);
+        // For a short rest, one larger lookup is cheaper than a second one.
+        let later = match queried.get(MATCH_FIRST_KEYS) {
+            Some(end) if queried.len() > 2 * MATCH_FIRST_KEYS => rest.split_off(*end as usize),
+            _ => Vec::new(),
+        };
+        if !later.is_empty() {
+            queried.truncate(MATCH_FIRST_KEYS);
+        }
+        let deadline = cx.now.after(cx.settings.lookup_timeout);
+        let waiting = WaitingMatch { caller, deadline, sources, rest, queried, later };
+        self.query_for_match(cache, cx, waiting);
+    }
+
+    fn query_for_match(&mut self, cache: &Cache, cx: &mut Context, waiting: WaitingMatch) {
+        if waiting.queried.is_empty() {
+            return self.finish_match(cache, cx, waiting, &[]);
+        }
+        let keys = waiting.queried.iter().map(|at| waiting.rest[*at as usize]).collect();
+        let timeout = waiting.deadline.since(cx.now);
+        self.query_directory(cx, keys, Purpose::Match(waiting), timeout);
+    }
+
+    /// Handles the directory's answer for a match.
+    pub(super) fn finish_match(
+        &mut self,
+        cache: &Cache,
+        cx: &mut Context,
+        waiting: WaitingMatch,
+        found: &[Vec<Replica>],
+    ) {
+        let WaitingMatch { caller, deadline, mut sources, rest, queried, later } = waiting;
+        let known = sources.len();
+        let mut answers = queried.iter().zip(found).peekable();
+        for (at, key) in (0..).zip(&rest) {
+            let answer = answers.next_if(|(queried, _)| **queried == at);
+            let elsewhere = || answer.and_then(|(_, replicas)| best_source(replicas));
+            let Some(source) = cache.local_source(key, caller.size_class).or_else(elsewhere) else { break };
+            sources.push(source);
+        }
+        let is_whole = sources.len() == known + rest.len();
+        if !is_whole || later.is_empty() || self.lookups.len() >= LOOKUPS_MAX || deadline <= cx.now {
+            return self.answer_match(cx, caller, sources);
+        }
+        let queried = missing_keys(cache, &later, caller.size_class);
+        let waiting = WaitingMatch { caller, deadline, sources, rest: later, queried, later: Vec::new() };
+        self.query_for_match(cache, cx, waiting);
+    }
+
+    fn answer_match(&mut self, cx: &mut Context, caller: Caller, sources: Vec<Source>) {
+        self.counters.matched(&sources);
+        cx.reply(caller, Reply::Matched { sources });
+    }
+}
+
+/// Returns the indices of those keys that are not on this node.
+fn missing_keys(cache: &Cache, keys: &[BlockKey], size_class: SizeClassId) -> Vec<u32> {
+    let is_absent = |(_, key): &(u32, &BlockKey)| cache.local_source(key, size_class).is_none();
+    (0..).zip(keys).filter(is_absent).map(|(at, _)| at).collect()
+}
+
+/// Returns the source of the replica with the fastest tier.
+fn best_source(replicas: &[Replica]) -> Option<Source> {
+    replicas.iter().map(|replica| Source::of_peer(replica.tier)).min()
+}
+
+#[cfg(test)]
+mod tests {
+    use reprise_policy::routing::LoadClass;
+    use reprise_policy::{NodeId, Tier};
+
+    use super::*;
+
+    #[test]
+    fn prefers_replica_in_dram_over_nvme() {
+        let replica = |tier| Replica { node: NodeId(1), tier, load: LoadClass::default() };
+        assert_eq!(best_source(&[]), None);
+        assert_eq!(best_source(&[replica(Tier::Nvme), replica(Tier::Dram)]), Some(Source::PeerDram));
+        assert_eq!(best_source(&[replica(Tier::Nvme)]), Some(Source::PeerNvme));
+    }
+}

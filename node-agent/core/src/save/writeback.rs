@@ -1,0 +1,527 @@
+//! Write-back: makes committed blocks durable.
+//!
+//! Unsaved blocks are queued in order of commit, in one queue per tenant and slot size. The queues are
+//! flushed when the oldest block has waited for the delay, when enough bytes are queued, or when an
+//! allocation found the arena full. A flush assigns batches to devices, the emptiest first; the pools turn
+//! batches into writes and syncs. After a failed write, a block is retried in another slot, a few times. A
+//! queue whose size has no free slot, or whose tenant is at its limit, waits without delaying the others.
+//!
+//! Without a usable device, nothing is saved: tickets end as lost at once, and blocks are clean, so they are
+//! cached until they are evicted.
+//!
+//! Invariants: a frame is `Unsaved` exactly while it has a record here; a record is in the queue or in one
+//! batch.
+
+use std::collections::BTreeMap;
+
+use reprise_policy::eviction::EntryIndex;
+use reprise_policy::{BlockKey, Tick};
+
+use crate::cache::{
+    Cache, EvictionPosition, FrameIndex, FrameState, Lease, Save as Saving, SlotRequest, SpaceState,
+    nvme_bytes,
+};
+use crate::context::Context;
+use crate::effect::DeviceId;
+use crate::limits::{BATCH_BLOCKS_MAX, WRITE_ATTEMPTS_MAX};
+use crate::pool::{BatchId, StoredBlock};
+use crate::save::Save;
+use crate::save::queue::{Lane, Queue, WriteCause};
+use crate::save::tickets::{ItemOutcome, TicketList};
+use crate::settings::Settings;
+use crate::slab::{Slab, SlabId};
+
+/// Maximum unsaved ancestors to skip: the blocks by which other devices may lag behind, a batch on each of a
+/// few.
+const ANCESTORS_MAX: usize = 4 * BATCH_BLOCKS_MAX;
+
+/// Unsaved blocks, their queue, and the batches in flight.
+#[derive(Debug)]
+pub(super) struct WriteBack {
+    unsaved: Slab<UnsavedBlock>,
+    queue: Queue,
+    unsaved_bytes: u64,
+    /// Part of `unsaved_bytes` that peers offered.
+    replicated_bytes: u64,
+    batches: Vec<Batch>,
+    batches_started: u64,
+    urgency: Urgency,
+}
+
+/// Block that is not durable yet.
+#[derive(Debug)]
+struct UnsavedBlock {
+    lease: Lease<Saving>,
+    tickets: TicketList,
+    cause: WriteCause,
+    /// Block before it in its chain, if the commit named one.
+    parent: Option<BlockKey>,
+    since: Tick,
+    attempts: u8,
+    state: SaveState,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum SaveState {
+    Queued,
+    Writing(BatchId),
+}
+
+/// Condition for the next flush.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Urgency {
+    /// Enough bytes, or the delay has passed.
+    Normal,
+    /// At once, because an allocation found the arena full.
+    Immediate,
+    /// Devices are busy or full; the next event retries.
+    Stalled,
+}
+
+/// Whether blocks of a dropped lane remain queued.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Remaining {
+    None,
+    Some,
+}
+
+/// Blocks that one device is writing.
+#[derive(Debug)]
+struct Batch {
+    id: BatchId,
+    device: DeviceId,
+    blocks: Vec<SlabId>,
+}
+
+impl WriteBack {
+    /// Creates an empty queue.
+    pub(super) fn new() -> WriteBack {
+        WriteBack {
+            unsaved: Slab::new(),
+            queue: Queue::default(),
+            unsaved_bytes: 0,
+            replicated_bytes: 0,
+            batches: Vec::new(),
+            batches_started: 0,
+            urgency: Urgency::Normal,
+        }
+    }
+
+    /// Slot bytes of blocks that are not durable yet.
+    pub(super) fn unsaved_bytes(&self) -> u64 {
+        self.unsaved_bytes
+    }
+
+    /// Number of blocks that are not durable yet.
+    pub(super) fn unsaved_blocks(&self) -> usize {
+        self.unsaved.len()
+    }
+
+    /// Unsaved slot bytes that count against the engines' share of the arena. Replicas have their own share;
+    /// their excess beyond it counts, because no unsaved block can be evicted.
+    pub(super) fn unsaved_bytes_of_engines(&self, cache: &Cache) -> u64 {
+        self.unsaved_bytes - self.replicated_bytes.min(cache.pull_bytes_max())
+    }
+
+    /// Flushes the queue at the next opportunity, because saved blocks could be evicted from the full arena.
+    pub(super) fn expedite(&mut self) {
+        if !self.queue.is_empty() {
+            self.urgency = Urgency::Immediate;
+        }
+    }
+
+    /// Adds a readable, findable block to the queue of its lane.
+    fn queue_save(
+        &mut self,
+        cache: &mut Cache,
+        now: Tick,
+        (lease, cause, position): (Lease<Saving>, WriteCause, EvictionPosition),
+        (tickets, parent): (TicketList, Option<BlockKey>),
+    ) {
+        let lane = lane(cache.slot_request(&lease), cause);
+        let state = SaveState::Queued;
+        let id = self.unsaved.insert(UnsavedBlock {
+            lease,
+            tickets,
+            cause,
+            parent,
+            since: now,
+            attempts: 0,
+            state,
+        });
+        self.unsaved_bytes += lane.slot_bytes;
+        if cause == WriteCause::Replicated {
+            self.replicated_bytes += lane.slot_bytes;
+        }
+        self.queue.push(lane, id, now);
+        let lease = &self.unsaved.get(id).expect("just inserted").lease;
+        cache.mark_unsaved(lease, id.slot(), position);
+    }
+
+    /// Promotes an offered, unsaved block that an engine has committed.
+    fn promote_to_committed(&mut self, cache: &mut Cache, record: SlabId) {
+        let Some(block) = self.unsaved.get_mut(record) else { return };
+        cache.set_position(&block.lease, EvictionPosition::Last);
+        if std::mem::replace(&mut block.cause, WriteCause::Committed) == WriteCause::Replicated {
+            self.replicated_bytes -= cache.slot(&block.lease).bytes;
+        }
+    }
+
+    fn requeue(&mut self, cache: &Cache, record: SlabId) {
+        let Some(block) = self.unsaved.get_mut(record) else { return };
+        block.state = SaveState::Queued;
+        let lane = lane(cache.slot_request(&block.lease), block.cause);
+        self.queue.push_front(lane, record, block.since);
+    }
+
+    /// Time at which the oldest queued block must be written; `None` while devices are busy or full.
+    fn deadline(&self, settings: &Settings) -> Option<Tick> {
+        let oldest = self.queue.oldest()?;
+        (self.urgency == Urgency::Normal).then(|| oldest.after(settings.writeback_delay))
+    }
+
+    /// Whether a flush is due. Without a usable device it is always due, so that all blocks are resolved.
+    fn is_due(&self, cache: &Cache, cx: &Context) -> bool {
+        let Some(oldest) = self.queue.oldest() else { return false };
+        self.urgency != Urgency::Normal
+            || self.queue.bytes() >= cx.settings.writeback_bytes
+            || oldest.after(cx.settings.writeback_delay) <= cx.now
+            || cache.writable_devices() == 0
+    }
+
+    /// Bytes of one batch: each device gets an equal share of the queue, at most `writeback_bytes`.
+    fn batch_bytes(&self, cache: &Cache, settings: &Settings) -> u64 {
+        let devices = cache.writable_devices().max(1) as u64;
+        self.queue.bytes().div_ceil(devices).min(settings.writeback_bytes)
+    }
+
+    /// Starts a batch of the oldest blocks that the device has slots for, at least one; `false` if there is
+    /// no such block.
+    fn start_batch(&mut self, cache: &mut Cache, cx: &mut Context, device: DeviceId, bytes_max: u64) -> bool {
+        let id = BatchId(self.batches_started + 1);
+        let (mut writes, mut blocks, mut bytes) = (Vec::new(), Vec::new(), 0);
+        for lane in self.queue.lanes() {
+            let slot_bytes = lane.slot_bytes;
+            let room =
+                |count, bytes| count == 0 || (bytes + slot_bytes <= bytes_max && count < BATCH_BLOCKS_MAX);
+            while self.queue.holds(lane) && room(writes.len(), bytes) {
+                if !make_nvme_room(cache, lane) {
+                    break;
+                }
+                let Some(page) = cache.allocate_page(device, lane.request()) else { break };
+                let record = self.queue.pop(lane).expect("just seen");
+                let block = self.unsaved.get_mut(record).expect("queued records live");
+                block.state = SaveState::Writing(id);
+                bytes += slot_bytes;
+                blocks.push(record);
+                writes.push(cache.block_write(&block.lease, page));
+            }
+        }
+        if writes.is_empty() {
+            return false;
+        }
+        self.batches_started += 1;
+        self.batches.push(Batch { id, device, blocks });
+        cache.start_batch(cx, device, id, writes);
+        true
+    }
+
+    /// Removes a batch that has ended, and releases the space that its tenants are charged for. Stored blocks
+    /// are charged again with their index entries.
+    fn end_batch(&mut self, cache: &mut Cache, id: BatchId) -> Option<Batch> {
+        let at = self.batches.iter().position(|batch| batch.id == id)?;
+        let batch = self.batches.swap_remove(at);
+        for record in &batch.blocks {
+            let block = self.unsaved.get(*record).expect("a block that is being written has a record");
+            cache.release_charge(cache.slot_request(&block.lease));
+        }
+        Some(batch)
+    }
+
+    /// Returns the stored blocks of a batch with parents before their children, because writes end in any
+    /// order.
+    fn in_order_of_commit<'a>(
+        &self,
+        cache: &Cache,
+        batch: &Batch,
+        stored: &'a [StoredBlock],
+    ) -> Vec<&'a StoredBlock> {
+        let key = |record: &SlabId| self.unsaved.get(*record).map(|block| cache.key_of(&block.lease));
+        let order: BTreeMap<Option<BlockKey>, usize> = batch.blocks.iter().map(key).zip(0..).collect();
+        let mut blocks: Vec<&StoredBlock> = stored.iter().collect();
+        blocks.sort_by_key(|block| order.get(&Some(block.key)));
+        blocks
+    }
+
+    /// Checks that every record is in the queue or in one batch, and that bytes are counted correctly.
+    fn audit(&self) -> Result<(), String> {
+        let queued = self.queue.iter().map(|(_, id)| (id, SaveState::Queued));
+        let queued_bytes: u64 = self.queue.iter().map(|(bytes, _)| bytes).sum();
+        if queued_bytes != self.queue.bytes() {
+            return Err(format!("{queued_bytes} bytes queued, {} counted", self.queue.bytes()));
+        }
+        let writing = self
+            .batches
+            .iter()
+            .flat_map(|batch| batch.blocks.iter().map(|id| (*id, SaveState::Writing(batch.id))));
+        let mut places: Vec<(SlabId, SaveState)> = queued.chain(writing).collect();
+        let listed = places.len();
+        places.sort_by_key(|(id, _)| *id);
+        places.dedup_by_key(|(id, _)| *id);
+        let is_consistent = |(id, state): &(SlabId, SaveState)| {
+            self.unsaved.get(*id).is_some_and(|block| block.state == *state)
+        };
+        if listed != self.unsaved.len() || places.len() != listed || !places.iter().all(is_consistent) {
+            return Err(format!("{} unsaved blocks, {listed} queued or being written", self.unsaved.len()));
+        }
+        Ok(())
+    }
+
+    /// Moves a block immediately before its parent in its eviction orders, or makes it the newest if it has
+    /// none.
+    pub(super) fn order_before_parent(&self, cache: &mut Cache, entry: EntryIndex, parent: Option<BlockKey>) {
+        if cache.is_ordered(entry) {
+            let ancestor = self.nearest_saved(cache, parent);
+            cache.order_before(entry, ancestor);
+        }
+    }
+
+    /// Returns a block or, if it is unsaved, its nearest saved ancestor.
+    fn nearest_saved(&self, cache: &Cache, key: Option<BlockKey>) -> Option<EntryIndex> {
+        let mut entry = cache.find(&key?)?;
+        // Parents that clients send may form a cycle.
+        for _ in 0..ANCESTORS_MAX {
+            let Some(record) = cache.unsaved_record(entry) else { break };
+            entry = cache.find(&self.unsaved.at(record)?.parent?)?;
+        }
+        Some(entry)
+    }
+}
+
+impl Save {
+    /// Flushes the queue at the next opportunity, because saved blocks could be evicted from the full arena.
+    pub(crate) fn expedite(&mut self) {
+        self.writeback.expedite();
+    }
+
+    /// Slot bytes of offered blocks that are not durable yet.
+    pub(crate) fn replicated_bytes(&self) -> u64 {
+        self.writeback.replicated_bytes
+    }
+
+    /// Queues a committed block for writing; a ticket waits for the result.
+    pub(super) fn queue_commit(
+        &mut self,
+        cache: &mut Cache,
+        now: Tick,
+        lease: Lease<Saving>,
+        (ticket, parent): (SlabId, Option<BlockKey>),
+    ) {
+        let mut tickets = TicketList::default();
+        tickets.push(ticket);
+        self.await_item(ticket);
+        let committed = (lease, WriteCause::Committed, EvictionPosition::Last);
+        self.writeback.queue_save(cache, now, committed, (tickets, parent));
+    }
+
+    /// Makes a ticket wait for a block that is not durable yet.
+    pub(super) fn join_unsaved(&mut self, cache: &mut Cache, record: u32, ticket: SlabId) {
+        let id = self.writeback.unsaved.id_at(record).expect("an unsaved frame has a record");
+        self.writeback.unsaved.get_mut(id).expect("just found").tickets.push(ticket);
+        self.await_item(ticket);
+        self.writeback.promote_to_committed(cache, id);
+    }
+
+    /// Queues a block in DRAM for writing, as a replica, unless it is being saved or cannot be.
+    pub(crate) fn save_replica(
+        &mut self,
+        cache: &mut Cache,
+        now: Tick,
+        frame: FrameIndex,
+        position: EvictionPosition,
+    ) {
+        if let Some(lease) = cache.claim_replica(frame, position) {
+            let replica = (lease, WriteCause::Replicated, position);
+            self.writeback.queue_save(cache, now, replica, (TicketList::default(), None));
+        }
+    }
+
+    /// Time at which the oldest queued block must be written; `None` while devices are busy or full.
+    pub(super) fn write_deadline(&self, settings: &Settings) -> Option<Tick> {
+        self.writeback.deadline(settings)
+    }
+
+    /// Starts all batches that are due and possible.
+    pub(crate) fn write_back(&mut self, cache: &mut Cache, cx: &mut Context) {
+        if !self.writeback.is_due(cache, cx) {
+            return;
+        }
+        let share = self.writeback.batch_bytes(cache, cx.settings);
+        let mut full = Vec::new();
+        while !self.writeback.queue.is_empty() {
+            let Some(device) = cache.emptiest_device(&full) else { break };
+            if self.writeback.start_batch(cache, cx, device, share) {
+                self.counters.writeback_batches += 1;
+            } else {
+                full.push(device);
+            }
+        }
+        let mut urgency = Urgency::Stalled;
+        for lane in self.writeback.queue.lanes() {
+            if can_never_be_written(cache, lane) && self.drop_lane(cache, cx, lane) == Remaining::Some {
+                urgency = Urgency::Normal;
+            }
+        }
+        self.writeback.urgency = if self.writeback.queue.is_empty() { Urgency::Normal } else { urgency };
+    }
+
+    /// Handles the end of a batch.
+    pub(crate) fn batch_done(
+        &mut self,
+        cache: &mut Cache,
+        cx: &mut Context,
+        id: BatchId,
+        stored: &[StoredBlock],
+    ) {
+        let Some(batch) = self.writeback.end_batch(cache, id) else { return };
+        if cache.is_usable(batch.device) {
+            for block in self.writeback.in_order_of_commit(cache, &batch, stored) {
+                self.block_stored(cache, cx, batch.device, block);
+            }
+        }
+        for record in batch.blocks {
+            let writing = |block: &UnsavedBlock| block.state == SaveState::Writing(id);
+            if self.writeback.unsaved.get(record).is_some_and(writing) {
+                self.write_failed(cache, cx, record, batch.device);
+            }
+        }
+    }
+
+    /// Records that a block of a batch is durable.
+    fn block_stored(&mut self, cache: &mut Cache, cx: &mut Context, device: DeviceId, block: &StoredBlock) {
+        let Some(slot) = cache.store(device, block) else { return };
+        let record = self.writeback.unsaved.id_at(slot).expect("an unsaved frame has a record");
+        if self.writeback.unsaved.get(record).is_some_and(|block| block.cause == WriteCause::Replicated) {
+            self.counters.taken_blocks_stored += 1;
+        }
+        self.end_unsaved(cache, cx, record, ItemOutcome::Durable);
+    }
+
+    /// Handles a failed write: retries in another slot, or gives up. A device that is lost or
+    /// read-only does not count as an attempt.
+    fn write_failed(&mut self, cache: &mut Cache, cx: &mut Context, record: SlabId, device: DeviceId) {
+        self.counters.write_failures += 1;
+        let fault = cache.is_writable(device);
+        let block = self.writeback.unsaved.get_mut(record).expect("the caller has checked");
+        block.attempts += u8::from(fault);
+        if block.attempts >= WRITE_ATTEMPTS_MAX {
+            self.end_unsaved(cache, cx, record, ItemOutcome::Lost);
+        } else {
+            self.writeback.requeue(cache, record);
+        }
+    }
+
+    /// Drops the blocks of a lane that can never be written. Blocks that engines have committed since a peer
+    /// offered them move to the lane of committed blocks.
+    fn drop_lane(&mut self, cache: &mut Cache, cx: &mut Context, lane: Lane) -> Remaining {
+        let is_limited = cache.can_hold(lane.slot_bytes) && !cache.may_be_saved(lane.request());
+        let mut left = Remaining::None;
+        while let Some(record) = self.writeback.queue.pop(lane) {
+            let block = self.writeback.unsaved.get(record).expect("queued records live");
+            if block.cause != lane.cause {
+                left = Remaining::Some;
+                self.writeback.queue.push(Lane { cause: block.cause, ..lane }, record, block.since);
+                continue;
+            }
+            if is_limited && lane.cause == WriteCause::Committed {
+                cache.count_limited(lane.request());
+            }
+            self.end_unsaved(cache, cx, record, ItemOutcome::Lost);
+        }
+        left
+    }
+
+    /// Ends the record of a block that is durable or lost; its frame becomes clean.
+    fn end_unsaved(&mut self, cache: &mut Cache, cx: &mut Context, record: SlabId, end: ItemOutcome) {
+        let Some(ended) = self.writeback.unsaved.remove(record) else { return };
+        let slot_bytes = cache.slot(&ended.lease).bytes;
+        self.writeback.unsaved_bytes -= slot_bytes;
+        if ended.cause == WriteCause::Replicated {
+            self.writeback.replicated_bytes -= slot_bytes;
+        }
+        let key = cache.key_of(&ended.lease);
+        let (entry, frame, position) = cache.saved(ended.lease);
+        match position {
+            EvictionPosition::Last => self.writeback.order_before_parent(cache, entry, ended.parent),
+            EvictionPosition::First => cache.evict_first(frame),
+        }
+        cache.drop_if_damaged(frame);
+        self.end_items(cx, &ended.tickets, key, end);
+    }
+
+    /// Frames of unsaved blocks, for the audit.
+    pub(crate) fn unsaved_frames(&self) -> impl Iterator<Item = FrameIndex> {
+        self.writeback.unsaved.iter().map(|(_, block)| block.lease.frame())
+    }
+
+    /// Frames that devices are writing, for the audit.
+    pub(crate) fn being_written(&self) -> impl Iterator<Item = FrameIndex> {
+        let records = self.writeback.batches.iter().flat_map(|batch| &batch.blocks);
+        records.filter_map(|record| self.writeback.unsaved.get(*record)).map(|block| block.lease.frame())
+    }
+
+    /// Checks that records, their frames and the tickets that wait for them agree.
+    pub(super) fn audit_writeback(&self, cache: &Cache) -> Result<(), String> {
+        let mut waiting: BTreeMap<SlabId, u32> = BTreeMap::new();
+        let (mut bytes, mut of_replicas) = (0, 0);
+        for (id, record) in self.writeback.unsaved.iter() {
+            let state = cache.frame(record.lease.frame()).state;
+            ensure!(state == FrameState::Unsaved(id.slot()), "{id:?} saves a frame that is {state:?}");
+            let slot_bytes = cache.slot(&record.lease).bytes;
+            bytes += slot_bytes;
+            of_replicas += if record.cause == WriteCause::Replicated { slot_bytes } else { 0 };
+            for ticket in record.tickets.iter() {
+                *waiting.entry(ticket).or_default() += 1;
+            }
+        }
+        for (id, ticket) in self.tickets.iter() {
+            let items = waiting.get(&id).copied().unwrap_or(0);
+            ensure!(items == ticket.waiting && items > 0, "{:?} waits for {items} items", ticket.ticket);
+        }
+        let (counted, counted_replicas) = (self.writeback.unsaved_bytes, self.writeback.replicated_bytes);
+        ensure!(bytes == counted, "{bytes} unsaved bytes, {counted} counted");
+        ensure!(
+            of_replicas == counted_replicas,
+            "{of_replicas} unsaved bytes of replicas, {counted_replicas} counted"
+        );
+        self.writeback.audit()
+    }
+}
+
+/// Returns the lane for a block that needs this space.
+fn lane(SlotRequest { tenant, slot_bytes }: SlotRequest, cause: WriteCause) -> Lane {
+    Lane { slot_bytes, tenant, cause }
+}
+
+/// Whether nothing in progress or evictable will ever free space for a lane. Otherwise starts to free space,
+/// if none is free.
+fn can_never_be_written(cache: &mut Cache, lane: Lane) -> bool {
+    if !cache.may_be_saved(lane.request()) {
+        return true;
+    }
+    let at_limit = cache.nvme_usage(lane.tenant).room() < nvme_bytes(lane.slot_bytes);
+    match lane.cause {
+        WriteCause::Replicated => at_limit || !cache.has_page(lane.slot_bytes),
+        // A tenant at its limit waits for the end of its own reads and writes.
+        WriteCause::Committed if at_limit || cache.has_page(lane.slot_bytes) => false,
+        WriteCause::Committed => cache.make_pool_room(lane.request()) == SpaceState::Unavailable,
+    }
+}
+
+/// Makes room for a block within the limit of its tenant. Nothing is evicted for replicas.
+fn make_nvme_room(cache: &mut Cache, lane: Lane) -> bool {
+    match lane.cause {
+        WriteCause::Committed => cache.make_nvme_room(lane.request()),
+        WriteCause::Replicated => cache.nvme_usage(lane.tenant).room() >= nvme_bytes(lane.slot_bytes),
+    }
+}

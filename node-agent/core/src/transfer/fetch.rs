@@ -1,0 +1,227 @@
+//! Starts of fills: reads of devices, and fetches from peers.
+//!
+//! Reads of one request form one batch per device, and fetches one group per peer, each in the order of the
+//! request's blocks, so that devices and peers can work layer by layer.
+
+use std::time::Duration;
+
+use reprise_policy::eviction::EntryIndex;
+use reprise_policy::routing::{self, Candidate, LoadHint};
+use reprise_policy::{BlockKey, Layout, NodeId, Tick};
+
+use crate::cache::{BlockOrigin, Cache, LocalBlock, SizeClassId};
+use crate::context::Context;
+use crate::effect::{
+    BlockRead, DeviceId, Effect, FetchId, LossReason, PeerBlock, PeerFetch, ReadBatch, ReadClass,
+};
+use crate::event::Replica;
+use crate::transfer::{Fill, FillSource, Transfer, TransferOutcome};
+use crate::waiter::{Attached, FillRequest, Joins, RemoteBlocks, WaiterId, WaiterOwner};
+
+/// Blocks to read, grouped by device.
+#[derive(Debug, Default)]
+struct Reads {
+    by_device: Vec<(DeviceId, Vec<BlockRead>)>,
+}
+
+/// Whether the arena may have room for one more block of a size. Trying again after every failure would cost
+/// the request's blocks times the arena's regions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ArenaSpace {
+    Maybe,
+    None,
+}
+
+impl Reads {
+    fn push(&mut self, device: DeviceId, read: BlockRead) {
+        match self.by_device.iter_mut().find(|(other, _)| *other == device) {
+            Some((_, reads)) => reads.push(read),
+            None => self.by_device.push((device, vec![read])),
+        }
+    }
+}
+
+impl Transfer {
+    /// Starts or joins the fills of a request, and reports for each block whether it was attached.
+    pub(crate) fn begin(&mut self, cache: &mut Cache, cx: &mut Context, request: FillRequest) {
+        let (owner, object) = request.object;
+        self.read(cache, cx, &request);
+        if let Some(remote) = request.remote {
+            self.fetch(cache, cx, (request.object, request.layout), remote);
+        }
+        self.outcomes.push(TransferOutcome::Started { owner, object });
+    }
+
+    /// Starts the fetch of an accepted block that is not on this node; the block will be saved.
+    /// [`Transfer::send_fetches`] sends the request to the peer.
+    pub(crate) fn pull(
+        &mut self,
+        cache: &mut Cache,
+        block: (BlockKey, SizeClassId),
+        node: NodeId,
+    ) -> Result<(), LossReason> {
+        let (fill, peer_block) = self.begin_fetch(cache, block, (node, None), BlockOrigin::Placed)?;
+        self.retain(cache, fill);
+        self.pulls.entry((node, block.1)).or_default().push(peer_block);
+        Ok(())
+    }
+
+    /// Sends the requests of [`Transfer::pull`], one for each peer and layout.
+    pub(crate) fn send_fetches(&mut self, cache: &Cache, cx: &mut Context) {
+        for ((node, size_class), blocks) in std::mem::take(&mut self.pulls) {
+            let layout = cache.size_class(size_class).layout;
+            self.send_fetch(cx, (node, blocks), layout, cx.settings.load_deadline_default);
+        }
+    }
+
+    /// Starts reads of stored blocks, one batch per device. The blocks stay in the index meanwhile.
+    fn read(&mut self, cache: &mut Cache, cx: &mut Context, request: &FillRequest) {
+        let (owner, object) = request.object;
+        let (mut reads, mut room) = (Reads::default(), ArenaSpace::Maybe);
+        for (block, from) in &request.local {
+            let waiter = WaiterId { object, block: *block, owner };
+            let (fill, joined) = match *from {
+                LocalBlock::Filling(fill) => (Some(fill), true),
+                LocalBlock::Stored(entry) => match cache.fill_of(entry) {
+                    // A duplicate within the request joins the fill of the first one.
+                    Some(fill) => (Some(fill), true),
+                    None if room == ArenaSpace::Maybe => (self.begin_read(cache, entry, &mut reads), false),
+                    None => (None, false),
+                },
+            };
+            match fill {
+                Some(fill) if self.may_join(fill, request.joins) => self.attach(cache, fill, waiter, joined),
+                Some(_) => self.refuse(waiter, LossReason::Miss),
+                None => {
+                    room = ArenaSpace::None;
+                    self.refuse(waiter, LossReason::NoSpace);
+                }
+            }
+        }
+        for (device, blocks) in reads.by_device {
+            let (class, layout) = (ReadClass::Awaited, request.layout);
+            let batch = ReadBatch { class, blocks, layout, read_bytes: request.read_bytes };
+            cx.emit(Effect::ReadBlocks { device, batch });
+        }
+    }
+
+    /// Starts to read a stored block; returns the slot of its fill, or `None` if the arena has no room.
+    fn begin_read(&mut self, cache: &mut Cache, entry: EntryIndex, reads: &mut Reads) -> Option<u32> {
+        let (device, lease, read) = cache.begin_read(entry, self.fills.next_id())?;
+        reads.push(device, read);
+        Some(self.fills.insert(Fill::new(lease, FillSource::Device(device), None)).slot())
+    }
+
+    /// Fetches each block from its best replica; blocks without a replica are refused.
+    fn fetch(
+        &mut self,
+        cache: &mut Cache,
+        cx: &mut Context,
+        ((owner, object), layout): ((WaiterOwner, u64), Layout),
+        remote: RemoteBlocks,
+    ) {
+        let RemoteBlocks { size_class, deadline, otherwise, blocks } = remote;
+        let mut groups: Vec<(NodeId, Vec<PeerBlock>)> = Vec::new();
+        let mut room = ArenaSpace::Maybe;
+        for (block, key, replicas) in blocks {
+            let waiter = WaiterId { object, block, owner };
+            // An earlier block with the same key may have started the fill.
+            if let Some(fill) = cache.fill_of_key(&key, size_class) {
+                self.attach(cache, fill, waiter, true);
+                continue;
+            }
+            let Some((node, others)) = self.choose_peer(replicas, cx.now) else {
+                self.refuse(waiter, otherwise);
+                continue;
+            };
+            let begun = match room {
+                ArenaSpace::Maybe => {
+                    self.begin_fetch(cache, (key, size_class), (node, Some(others)), BlockOrigin::Loaded)
+                }
+                ArenaSpace::None => Err(LossReason::NoSpace),
+            };
+            let (fill, peer_block) = match begun {
+                Ok(begun) => begun,
+                Err(reason) => {
+                    if reason == LossReason::NoSpace {
+                        room = ArenaSpace::None;
+                    }
+                    self.refuse(waiter, reason);
+                    continue;
+                }
+            };
+            self.attach(cache, fill, waiter, false);
+            match groups.iter_mut().find(|(peer, _)| *peer == node) {
+                Some((_, blocks)) => blocks.push(peer_block),
+                None => groups.push((node, vec![peer_block])),
+            }
+        }
+        for (node, blocks) in groups {
+            self.send_fetch(cx, (node, blocks), layout, deadline);
+        }
+    }
+
+    /// Starts the fetch of a block that is not on this node; returns the slot of its fill.
+    fn begin_fetch(
+        &mut self,
+        cache: &mut Cache,
+        block: (BlockKey, SizeClassId),
+        (node, others): (NodeId, Option<Vec<Replica>>),
+        origin: BlockOrigin,
+    ) -> Result<(u32, PeerBlock), LossReason> {
+        let (lease, peer_block) = cache.begin_fetch(block, self.fills.next_id(), origin)?;
+        self.peers.enqueue(node, peer_block.slot.bytes);
+        let fill = self.fills.insert(Fill::new(lease, FillSource::Peer(node), others));
+        Ok((fill.slot(), peer_block))
+    }
+
+    /// Requests blocks from a peer.
+    fn send_fetch(
+        &mut self,
+        cx: &mut Context,
+        (node, blocks): (NodeId, Vec<PeerBlock>),
+        layout: Layout,
+        deadline: Duration,
+    ) {
+        self.fetches += 1;
+        let fetch = FetchId(self.fetches);
+        cx.emit(Effect::PeerFetch(PeerFetch { fetch, node, layout, blocks, deadline }));
+    }
+
+    /// Selects the peer to fetch a block from; returns it and the remaining replicas. The load of a peer is
+    /// what the directory last reported plus what this node has requested since.
+    fn choose_peer(&self, mut replicas: Vec<Replica>, now: Tick) -> Option<(NodeId, Vec<Replica>)> {
+        let candidate = |replica: &Replica| Candidate {
+            node: replica.node,
+            tier: replica.tier,
+            load: LoadHint(replica.load.hint().0.saturating_add(self.peers.queued(replica.node).0)),
+        };
+        let candidates: Vec<Candidate> = replicas.iter().map(candidate).collect();
+        let suspect = |node| self.peers.is_suspect(node, now);
+        let Candidate { node, .. } =
+            routing::soonest(&candidates, suspect).or_else(|| routing::soonest(&candidates, |_| false))?;
+        replicas.retain(|replica| replica.node != node);
+        Some((node, replicas))
+    }
+
+    fn may_join(&self, fill: u32, joins: Joins) -> bool {
+        let is_read = |fill: &Fill| fill.origin.device().is_some();
+        joins == Joins::All || self.fills.at(fill).is_some_and(is_read)
+    }
+
+    fn attach(&mut self, cache: &mut Cache, slot: u32, waiter: WaiterId, joined: bool) {
+        let fill = self.fills.at_mut(slot).expect("a frame that is being filled has a fill");
+        let attached = Attached {
+            lease: cache.lease_filling(&fill.lease),
+            wait: self.waits.push(&mut fill.waiters, slot, waiter),
+            source: fill.source(),
+            layers: fill.layers,
+            joined,
+        };
+        self.outcomes.push(TransferOutcome::Attached(waiter, attached));
+    }
+
+    fn refuse(&mut self, waiter: WaiterId, reason: LossReason) {
+        self.outcomes.push(TransferOutcome::Refused(waiter, reason));
+    }
+}

@@ -1,0 +1,120 @@
+//! Ids of what waits for a fill, requests for fills, and reports about them.
+//!
+//! The owner of fills reports to these ids without reading them. The core passes a report to the owner that
+//! the id names, which alone knows the object.
+
+use std::time::Duration;
+
+use reprise_policy::{BlockKey, Layout};
+
+use crate::cache::{FrameIndex, Lease, LocalBlock, Read, SizeClassId};
+use crate::effect::{LossReason, Source};
+use crate::event::{FillError, Replica};
+
+/// Party that waits for the fill of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct WaiterId {
+    /// Number of the object whose block waits.
+    pub(crate) object: u64,
+    /// Index of the block in the object.
+    pub(crate) block: u32,
+    /// Owner of the object.
+    pub(crate) owner: WaiterOwner,
+}
+
+/// Owner of an object whose blocks wait for fills.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum WaiterOwner {
+    /// A load of an engine.
+    Load,
+    /// A request of a peer.
+    Serve,
+}
+
+/// Number of a wait: one waiter of one fill.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct WaitId(pub(crate) u32);
+
+/// Blocks of one object that are not in DRAM. Blocks that this node has or is filling come first, so that all
+/// reads start before the first fetch.
+#[derive(Debug)]
+pub(crate) struct FillRequest {
+    /// Owner and number of the object.
+    pub(crate) object: (WaiterOwner, u64),
+    /// Layout of the blocks.
+    pub(crate) layout: Layout,
+    /// Bytes of one read of a device.
+    pub(crate) read_bytes: u64,
+    /// Fills of others that the object may wait for.
+    pub(crate) joins: Joins,
+    /// Blocks that this node has or is filling.
+    pub(crate) local: Vec<(u32, LocalBlock)>,
+    /// Blocks to fetch from peers.
+    pub(crate) remote: Option<RemoteBlocks>,
+}
+
+/// Fills in progress that an object may wait for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Joins {
+    /// All fills.
+    All,
+    /// Reads of devices only.
+    DeviceReads,
+}
+
+/// Blocks to fetch from peers.
+#[derive(Debug)]
+pub(crate) struct RemoteBlocks {
+    pub(crate) size_class: SizeClassId,
+    /// Time for the fetches.
+    pub(crate) deadline: Duration,
+    /// Reason to report for blocks without a replica.
+    pub(crate) otherwise: LossReason,
+    /// Index, key and known replicas of each block.
+    pub(crate) blocks: Vec<(u32, BlockKey, Vec<Replica>)>,
+}
+
+/// A waiter was attached to a fill.
+#[derive(Debug)]
+pub(crate) struct Attached {
+    /// Lease on the slot of the fill.
+    pub(crate) lease: Lease<Read>,
+    pub(crate) wait: WaitId,
+    pub(crate) source: Source,
+    /// Verified layers of the fill so far.
+    pub(crate) layers: u16,
+    /// Whether the fill had started before.
+    pub(crate) joined: bool,
+}
+
+/// Layers of a fill were verified. The wait has ended once the block is whole.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Advanced {
+    /// Verified layers before.
+    pub(crate) from: u16,
+    /// Verified layers now.
+    pub(crate) to: u16,
+    pub(crate) source: Source,
+    /// Whether all layers are verified.
+    pub(crate) is_whole: bool,
+}
+
+/// A fill failed, and with it the wait.
+#[derive(Clone, Debug)]
+pub(crate) struct Failed {
+    pub(crate) error: FillError,
+    /// Other replicas of the block; `None` if the directory was not asked.
+    pub(crate) others: Option<Vec<Replica>>,
+}
+
+/// Wait of a block, for the audit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct KnownWait {
+    pub(crate) wait: WaitId,
+    /// Frame of the fill.
+    pub(crate) frame: FrameIndex,
+    /// Verified layers of the fill.
+    pub(crate) layers: u16,
+}
+
+const _: () = assert!(size_of::<WaiterId>() == 16, "every waiting block has one");
