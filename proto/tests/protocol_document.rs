@@ -352,7 +352,8 @@ fn every_message_with_fields_appears_in_an_example() {
         .join("\n");
     // Messages that only occur inside others, or in every line of the session.
     let carried = ["Layout", "Request", "Response", "Place", "RegionGrant", "Lease", "CommitItem"];
-    let also_carried = ["LoadedBlock", "Stat", "NodeInfo", "NodeReplicas", "MemberInfo", "Position"];
+    let also_carried =
+        ["LoadedBlock", "Stat", "NodeInfo", "NodeReplicas", "MemberInfo", "PeerEndpoint", "Position"];
     let carried: BTreeSet<&str> = carried.into_iter().chain(also_carried).chain(placement::CARRIED).collect();
     let declared = PROTOS.iter().flat_map(|text| text.lines()).filter_map(|line| {
         let (name, fields) = line.strip_prefix("message ")?.split_once(" {")?;

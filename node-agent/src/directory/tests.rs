@@ -199,11 +199,15 @@ fn changed_failure_domain_is_registered_with_a_new_inventory() {
 #[test]
 fn lookup_returns_reachable_replicas_of_other_nodes() {
     let fake = Fake::start();
+    let with = |node, peer_endpoints| NodeInfo { peer_endpoints, ..info(node, 1, "") };
+    let newer = WireEndpoint { protocol: "rdma-9".to_owned(), address: "fe80::1/17".to_owned() };
     fake.write(|state| {
-        state.nodes = vec![info(2, 1, "127.0.0.1:7002"), info(300, 1, "127.0.0.1:7300"), info(4, 1, "")];
+        state.nodes = vec![info(2, 1, "127.0.0.1:7002"), info(300, 1, "127.0.0.1:7300")];
+        state.nodes.extend([with(4, Vec::new()), with(6, vec![newer])]);
         state.replicas.insert(key(5), vec![(2, 1), (2, 2)]);
         state.replicas.insert(key(7), vec![(300, 2), (9, 1)]);
         state.replicas.insert(key(8), vec![(4, 1)]);
+        state.replicas.insert(key(9), vec![(6, 1), (2, 1)]);
     });
     let agent = Agent::start(settings(fake.endpoint()));
     agent.announce_inventory(&[]);
@@ -221,7 +225,8 @@ fn lookup_returns_reachable_replicas_of_other_nodes() {
     assert_eq!(found[5], [replica(2, Tier::Dram), replica(2, Tier::Nvme)]);
     assert_eq!(found[7], [replica(300, Tier::Nvme)], "node 9 is unknown");
     assert!(found[8].is_empty(), "node 4 has no peer transport");
-    assert_eq!(found.iter().filter(|replicas| !replicas.is_empty()).count(), 2);
+    assert_eq!(found[9], [replica(2, Tier::Dram)], "node 6 has no protocol in common");
+    assert_eq!(found.iter().filter(|replicas| !replicas.is_empty()).count(), 3);
     assert_eq!(fake.read(|state| (state.lookups, state.asking)), (2, 1));
     agent.client.shutdown();
 }
