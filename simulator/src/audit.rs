@@ -190,9 +190,9 @@ impl Simulation {
     fn assert_agent_converged(&mut self, node: usize, number: NodeId) {
         let members = self.members.len();
         let client = self.client(node);
-        let routes = client.routes.as_ref().expect("the agent has a map");
-        assert_eq!(routes.links.len(), members, "node {node} does not know all members");
-        for link in &routes.links {
+        let routes = client.members.routes().expect("the agent has a map");
+        assert_eq!(routes.links().len(), members, "node {node} does not know all members");
+        for link in routes.links() {
             let link = &client.links[link];
             let (granted, up, of) = (link.granted(), link.is_up(), link.member);
             let registered = granted.is_some_and(|granted| granted.node == number);

@@ -47,12 +47,11 @@
 //!
 //! | here | there |
 //! |---|---|
-//! | `client.rs` | `node-agent/src/directory/members.rs` |
 //! | `member.rs`, `control_plane.rs` | `controlplane/src/{cluster,directory,membership,server}.rs` |
 //! | `member/placement.rs`, `member/ledgers.rs` | `controlplane/src/{placement/places,placement/reports,cluster/node_selection,server}.rs` |
 //! | `membership.rs`, `membership/` | `controlplane/src/{identity,registry,shards,store_watch,modes,tenants}.rs` |
 //! | `store.rs`, `store_process.rs` | the contract of `controlplane/store`, with the behaviour of etcd |
-//! | `peers.rs`, `offers.rs` | `node-agent/transport`, `node-agent/src/executor.rs` (offers) |
+//! | `peers.rs`, `offers.rs` | the contract of `node-agent/transport` |
 //!
 //! The simulation is as deterministic as the cores: no clock, no threads, no environment. The caller provides
 //! threads to run many seeds.

@@ -96,6 +96,11 @@ pub(crate) fn member_name(member: usize) -> MemberName {
     MemberName::new(&format!("m{member:03}")).expect("a printable name")
 }
 
+/// Returns the member with a name.
+pub(crate) fn number_of_member(name: &MemberName) -> usize {
+    name.as_str()[1..].parse().expect("the name of a member contains its number")
+}
+
 impl View {
     /// Creates an empty view, for the time before the store has answered.
     pub(crate) fn empty() -> View {

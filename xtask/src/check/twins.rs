@@ -9,7 +9,6 @@ use crate::tree::{File, Tree};
 
 /// Twins that still exist. Remove a name with its file, or when its steps have become production code; add none.
 const TWINS: &[&str] = &[
-    "simulator/src/client.rs",
     "simulator/src/control_plane.rs",
     "simulator/src/member.rs",
     "simulator/src/member/ledgers.rs",
@@ -19,13 +18,15 @@ const TWINS: &[&str] = &[
     "simulator/src/membership/modes.rs",
     "simulator/src/membership/registry.rs",
     "simulator/src/membership/store_watch.rs",
-    "simulator/src/offers.rs",
-    "simulator/src/reports.rs",
 ];
 
 /// Files that name production files for another reason than following their steps.
 const CONTRACTS: &[(&str, &str)] = &[
     ("simulator/src/lib.rs", "the list of twins"),
+    (
+        "simulator/src/offers.rs",
+        "the environment: a transport, which also resolves names of nodes and tenants",
+    ),
     ("simulator/src/placement_audit.rs", "a check knows which calls may end without an answer"),
     ("simulator/src/store.rs", "the environment: a store with the contract of etcd"),
 ];
