@@ -11,7 +11,8 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use reprise_controlplane_core::{
-    Changes, Invalidation, LiveNodes, LookupResult, Opening, Requester, Scope, Update, UpdateOutcome,
+    Changes, Invalidation, LiveNodes, LookupResult, MemberView, Opening, Requester, Scope, Update,
+    UpdateOutcome,
 };
 use reprise_policy::placement::ReplicaLocation;
 use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet};
@@ -27,7 +28,7 @@ use crate::admission::{Admission, AdmissionPermit};
 use crate::cluster::Cluster;
 use crate::membership::node_number;
 use crate::metrics::{Call, UpdateResult};
-use crate::shards::{MemberView, Shards};
+use crate::shards::Shards;
 
 /// Keys processed while the directory's lock is held once: 0.1 ms of lookups, 0.4 ms of changes.
 pub const PART_KEYS: usize = 1024;

@@ -11,6 +11,7 @@ mod tenants;
 use std::sync::Arc;
 use std::time::Instant;
 
+use reprise_controlplane_core::MemberView;
 use reprise_controlplane_store::Store;
 use reprise_proto::controlplane::placement_server::Placement;
 use reprise_proto::controlplane::{
@@ -25,7 +26,7 @@ use crate::directory::DirectoryService;
 use crate::identity::Identity;
 use crate::metrics::Call;
 use crate::prefix_match::PrefixMatcher;
-use crate::shards::{MemberView, Shards};
+use crate::shards::Shards;
 use crate::tenants::Tenants;
 
 pub(crate) use nodes::unknown_node;

@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use reprise_agent_core::event::Replica;
 use reprise_policy::{BlockKey, NodeId, SessionId, SlotSet, Tier};
 
+use crate::member::incarnations;
 use crate::network::Host;
 use crate::store::{Key, Prefix, Revision, Value};
 
@@ -144,7 +145,11 @@ impl Simulation {
     ) {
         let now = self.time(Host::Member(member));
         let running = self.members[member].as_ref().expect("the member was restarted");
-        assert_eq!(&running.view.members, registered, "member {member} does not know the members");
+        assert_eq!(
+            &incarnations(running.list.view()),
+            registered,
+            "member {member} does not know the members"
+        );
         assert!(running.certain_map(now).is_some(), "member {member} is not sure of its place");
         let (slots, size) = (running.directory.owned(), running.directory.size());
         assert!(owned.and(slots).is_empty(), "member {member} has slots of another");

@@ -20,7 +20,7 @@ use reprise_policy::{Epoch, NodeId};
 use crate::link::{Link, LinkCall, LinkId};
 use crate::lookups::PendingLookup;
 use crate::member::{member_name, number_of_member};
-use crate::messages::{CallId, MemberList, Message, NodeInfo, Reply, Request};
+use crate::messages::{CallId, MemberListReply, Message, NodeInfo, Reply, Request};
 use crate::network::{Host, LineId};
 use crate::placement_requests::PendingPlacement;
 use crate::setup::{CALL_TIMEOUT, KEEP_ALIVE_EVERY, Variant};
@@ -93,8 +93,8 @@ pub(crate) enum Purpose {
     Follow,
 }
 
-fn source(list: &MemberList) -> MemberListSource {
-    let MemberList { epoch, ref members, registered, .. } = *list;
+fn source(list: &MemberListReply) -> MemberListSource {
+    let MemberListReply { epoch, ref members, registered, .. } = *list;
     MemberListSource { epoch, members: members.len(), registered }
 }
 
@@ -321,7 +321,7 @@ impl Simulation {
         }
     }
 
-    fn home_lists(&mut self, node: usize, list: &MemberList) {
+    fn home_lists(&mut self, node: usize, list: &MemberListReply) {
         let now = self.time(Host::Node(node));
         let client = self.client(node);
         let home = &mut client.home;
@@ -339,7 +339,7 @@ impl Simulation {
     // ---- the map ------------------------------------------------------------------------------------------
 
     /// Takes over the list of a member that has a newer map.
-    fn learn_list(&mut self, node: usize, list: &MemberList) {
+    fn learn_list(&mut self, node: usize, list: &MemberListReply) {
         let known = self.client(node).members.epoch();
         if source(list).applies_if_fetched(known) {
             self.take_list(node, list);
@@ -347,7 +347,7 @@ impl Simulation {
     }
 
     /// Takes over a list of members.
-    fn take_list(&mut self, node: usize, list: &MemberList) {
+    fn take_list(&mut self, node: usize, list: &MemberListReply) {
         let map = self.map_of(list.epoch, list.members.iter().map(|(name, _)| *name));
         // All members keep their addresses.
         let names = list.members.iter().map(|(name, _)| (member_name(*name), String::new()));

@@ -89,7 +89,7 @@ impl Simulation {
 
     fn members_now(&mut self, member: usize) -> Reply {
         let now = self.time(Host::Member(member));
-        Reply::Members(self.member(member).list(now).into())
+        Reply::Members(self.member(member).member_list(now).into())
     }
 
     // ---- followers ----------------------------------------------------------------------------------------

@@ -15,20 +15,21 @@ use std::sync::Arc;
 use reprise_agent_core::event::Replica;
 use reprise_agent_core::outbox::{self, Answer, Batch};
 use reprise_controlplane_core::{
-    Changes, Directory, HeartbeatResult, LivenessEvent, LivenessSettings, LookupResult, ModeRecord, Modes,
-    NodeLiveness, NodeRecord, NodeTable, Opening, RebalanceRound, SlotStatus, Standing, Update,
-    UpdateOutcome,
+    Changes, Directory, HeartbeatResult, LivenessEvent, LivenessSettings, LookupResult, MemberList,
+    MemberView, ModeRecord, Modes, NodeLiveness, NodeRecord, NodeTable, Opening, RebalanceRound, SlotStatus,
+    Standing, Update, UpdateOutcome,
 };
 use reprise_policy::lease_schedule::LeaseSchedule;
 use reprise_policy::shards::{MemberName, ShardMap};
 use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tick};
 
 use crate::membership::{Membership, StoreConnection};
-use crate::messages::{CallId, LookupAnswer, MemberList, NodeInfo};
+use crate::messages::{CallId, LookupAnswer, MemberListReply, NodeInfo};
 use crate::network::LineId;
 use crate::setup::{DEAD_AFTER, FORGET_AFTER, Variant};
 use crate::store::{LeaseId, Revision};
 use ledgers::Tenancy;
+pub(crate) use placement::node_name;
 
 /// Number of table entries that one sweep of the directory checks.
 const SWEEP_PLACES: usize = 1 << 12;
@@ -39,12 +40,10 @@ pub(crate) struct Member {
     pub(crate) name: usize,
     members: NodeTable,
     pub(crate) directory: Directory,
-    /// Latest known list of members.
-    pub(crate) view: View,
+    /// The members as followed from the store.
+    pub(crate) list: MemberList,
     /// Epoch of the map from which the directory's slots are derived.
     slots_epoch: Epoch,
-    /// Incarnation of this member's entry in the store.
-    pub(crate) registration: Option<Revision>,
     pub(crate) lease: Option<MemberLease>,
     pub(crate) joining: Membership,
     pub(crate) talk: StoreConnection,
@@ -74,14 +73,6 @@ pub(crate) struct Member {
     variant: Variant,
 }
 
-/// The members at an epoch.
-#[derive(Clone, Debug)]
-pub(crate) struct View {
-    /// Name and incarnation of each member.
-    pub(crate) members: BTreeMap<usize, Revision>,
-    pub(crate) map: Arc<ShardMap>,
-}
-
 /// A lease that is kept alive.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MemberLease {
@@ -96,17 +87,14 @@ pub(crate) fn member_name(member: usize) -> MemberName {
     MemberName::new(&format!("m{member:03}")).expect("a printable name")
 }
 
+/// Returns the incarnations of the members in a view.
+pub(crate) fn incarnations(view: &MemberView) -> BTreeMap<usize, Revision> {
+    view.members.iter().map(|member| (number_of_member(&member.name), member.incarnation)).collect()
+}
+
 /// Returns the member with a name.
 pub(crate) fn number_of_member(name: &MemberName) -> usize {
     name.as_str()[1..].parse().expect("the name of a member contains its number")
-}
-
-impl View {
-    /// Creates an empty view, for the time before the store has answered.
-    pub(crate) fn empty() -> View {
-        let map = ShardMap::new(Epoch(0), []).expect("an empty map");
-        View { members: BTreeMap::new(), map: Arc::new(map) }
-    }
 }
 
 impl Member {
@@ -117,9 +105,8 @@ impl Member {
             name,
             members: NodeTable::new(settings),
             directory: Directory::new(),
-            view: View::empty(),
+            list: MemberList::default(),
             slots_epoch: Epoch(0),
-            registration: None,
             lease: None,
             joining: Membership::default(),
             talk: StoreConnection::default(),
@@ -142,35 +129,40 @@ impl Member {
     // ---- its place among the members ----------------------------------------------------------------------
 
     /// Returns this member's incarnation while its lease is certain to live.
-    fn certain_incarnation(&self, now: Tick) -> Option<Revision> {
+    fn certain_incarnation(&self, now: Tick) -> Option<u64> {
         let lease = self.lease?;
         let certain = now < lease.schedule.deadline() || self.variant == Variant::AnswersAfterLease;
-        self.registration.filter(|_| certain)
+        self.joining.incarnation().filter(|_| certain)
     }
 
     /// Returns the map if this member's place in it is certain: only then may the member answer for its
     /// slots.
-    pub(crate) fn certain_map(&self, now: Tick) -> Option<&View> {
-        self.standing(now, &member_name(self.name)).is_certain().then_some(&self.view)
+    pub(crate) fn certain_map(&self, now: Tick) -> Option<&Arc<MemberView>> {
+        self.standing(now, &member_name(self.name)).is_certain().then_some(self.list.view())
+    }
+
+    /// Returns the map of the latest known list of members.
+    fn map(&self) -> &ShardMap {
+        &self.list.view().map
     }
 
     fn standing<'a>(&'a self, now: Tick, name: &'a MemberName) -> Standing<'a> {
-        let (listed, held) = (self.view.members.get(&self.name).copied(), self.certain_incarnation(now));
-        Standing { map: &self.view.map, name, listed, held }
+        let (listed, held) = (self.list.view().incarnation(name), self.certain_incarnation(now));
+        Standing { map: self.map(), name, listed, held }
     }
 
     /// Sets the directory's slots after a change of the member's place, or of its knowledge of members.
     pub(crate) fn update_owned_slots(&mut self, now: Tick) {
         let kept = self.standing(now, &member_name(self.name)).retained_slots(self.directory.owned());
-        self.slots_epoch = self.view.map.epoch();
+        self.slots_epoch = self.map().epoch();
         self.directory.set_owned_slots(&kept);
         self.ended.values_mut().for_each(|ended| *ended = ended.and(&kept));
     }
 
-    pub(crate) fn list(&self, now: Tick) -> MemberList {
-        let members = self.view.members.iter().map(|(name, incarnation)| (*name, *incarnation)).collect();
+    pub(crate) fn member_list(&self, now: Tick) -> MemberListReply {
+        let members = incarnations(self.list.view()).into_iter().collect();
         let (answering, registered) = (self.name, self.certain_map(now).is_some());
-        MemberList { epoch: self.view.map.epoch(), members, answering, registered }
+        MemberListReply { epoch: self.map().epoch(), members, answering, registered }
     }
 
     // ---- nodes --------------------------------------------------------------------------------------------
@@ -289,7 +281,7 @@ impl Member {
 
     /// Answers a lookup for its own slots, if its place is certain.
     pub(crate) fn lookup(&mut self, now: Tick, keys: &[BlockKey], requester: Option<NodeId>) -> LookupAnswer {
-        let map_epoch = self.view.map.epoch();
+        let map_epoch = self.map().epoch();
         let follows = self.slots_epoch == map_epoch || self.variant == Variant::AnswersBetweenMaps;
         if self.certain_map(now).is_none() || !follows {
             let elsewhere = (0..keys.len() as u32).collect();

@@ -26,9 +26,8 @@ pub(crate) const LOOKUP_TIMEOUT: Duration = Duration::from_millis(500);
 pub(crate) const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(2);
 /// Equals the default of `member.time_to_live`.
 pub(crate) const TIME_TO_LIVE: Duration = Duration::from_secs(2);
-/// A member's timeout for a call to the store, and its pause after a failure.
+/// A member's timeout for a call to the store.
 pub(crate) const STORE_TIMEOUT: Duration = Duration::from_secs(5);
-pub(crate) const STORE_RETRY_AFTER: Duration = Duration::from_millis(250);
 /// Time for which a member expects the nodes in the store after its start.
 pub(crate) const EXPECTED_FOR: Duration = Duration::from_secs(10);
 /// Time within which all operations end after the faults: two calls with timeouts, the longest retry delays,

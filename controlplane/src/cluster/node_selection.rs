@@ -3,7 +3,7 @@
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use reprise_controlplane_core::{ModeRecord, Modes, NodeTable, node_selection};
+use reprise_controlplane_core::{ModeRecord, Modes, NodeTable, RecordUpdate, node_selection};
 use reprise_policy::placement::PlacementNode;
 use reprise_policy::routing::{LoadHint, PeerTable};
 use reprise_policy::{Epoch, NodeId, NodeMode, Tick};
@@ -82,6 +82,13 @@ impl Cluster {
         {
             tracing::info!(node = record.node.0, name, mode = ?set.mode, ?before, "node mode changed");
             self.notify_node_changed(&table, record, state);
+        }
+    }
+
+    /// Applies modes from the store. A mode is never deleted.
+    pub fn apply_modes(&self, update: RecordUpdate<String, ModeRecord>) {
+        for (name, set) in update.written() {
+            self.set_mode(&name, set);
         }
     }
 

@@ -9,14 +9,13 @@
 
 use std::collections::BTreeMap;
 
-use reprise_controlplane_core::{NodeLiveness, NodeRecord, NodeTable, RegistrationError, Scope};
-use reprise_controlplane_store::{Event, KeyValue, Range, Revision};
+use reprise_controlplane_core::{
+    NodeLiveness, NodeRecord, NodeTable, RecordChange, RecordUpdate, RegistrationError, Scope,
+};
+use reprise_controlplane_store::Revision;
 use reprise_policy::{Epoch, NodeId};
 
 use super::Cluster;
-use crate::registry;
-use crate::store_keys::Family;
-use crate::store_watch::StoreUpdate;
 
 impl Cluster {
     /// Restores the nodes that the store has at `revision`: absent, and expected to register.
@@ -29,13 +28,16 @@ impl Cluster {
         table.set_followed_revision(revision.0);
     }
 
-    /// Applies a listing or a change of the node records.
-    pub fn apply_store_update(&self, news: StoreUpdate<'_>) {
-        match news {
-            StoreUpdate::All(range) => self.apply_listing(range),
-            StoreUpdate::Changes(batch) => batch.events.iter().for_each(|event| self.apply_event(event)),
+    /// Applies a listing or changes of the node records, up to a revision.
+    pub fn apply_store_update(&self, revision: Revision, update: RecordUpdate<String, NodeRecord>) {
+        match update {
+            RecordUpdate::All(records) => self.apply_listing(records, revision),
+            RecordUpdate::Changes(changes) => changes.into_iter().for_each(|change| match change {
+                RecordChange::Put(_, record) => record.into_iter().for_each(|record| self.apply_put(record)),
+                RecordChange::Deleted(name, revision) => self.node_deleted(&name, Revision(revision)),
+            }),
         }
-        self.table().set_followed_revision(news.revision().0);
+        self.table().set_followed_revision(revision.0);
     }
 
     /// Removes the node of a name whose record the store deleted at `revision`.
@@ -56,44 +58,27 @@ impl Cluster {
         }
     }
 
-    fn apply_listing(&self, range: &Range) {
-        let mut there: BTreeMap<&str, Option<NodeId>> = BTreeMap::new();
-        for entry in &range.entries {
-            let node = self.apply_put(entry);
-            there.extend(Family::Nodes.name(&entry.key).map(|name| (name, node)));
+    fn apply_listing(&self, records: Vec<(String, Option<NodeRecord>)>, revision: Revision) {
+        let mut there: BTreeMap<String, Option<NodeId>> = BTreeMap::new();
+        for (name, record) in records {
+            there.insert(name, record.as_ref().map(|record| record.node));
+            record.into_iter().for_each(|record| self.apply_put(record));
         }
         // An unreadable record keeps the known node of that name: it does not prove a removal.
         let is_there = |record: &NodeRecord| {
-            there.get(record.name.as_str()).is_some_and(|node| node.is_none_or(|node| node == record.node))
+            there.get(&record.name).is_some_and(|node| node.is_none_or(|node| node == record.node))
         };
-        self.remove_nodes(|table| table.retain_listed(is_there, range.revision.0));
+        self.remove_nodes(|table| table.retain_listed(is_there, revision.0));
     }
 
-    fn apply_event(&self, event: &Event) {
-        match event {
-            Event::Put(entry) => {
-                self.apply_put(entry);
-            }
-            Event::Deleted { key, revision } => {
-                if let Some(name) = Family::Nodes.name(key) {
-                    self.node_deleted(name, *revision);
-                }
-            }
-        }
-    }
-
-    /// Applies a record, which may be of a registration with another member; returns the node's number.
-    fn apply_put(&self, entry: &KeyValue) -> Option<NodeId> {
-        let record = registry::read(entry)
-            .inspect_err(|error| tracing::error!(%error, "ignoring an invalid node record"))
-            .ok()?;
+    /// Applies a record, which may be of a registration with another member.
+    fn apply_put(&self, record: NodeRecord) {
         let node = record.node;
         let mut table = self.table();
         if table.learn(record) {
             let (record, state) = table.get(node).expect("learn added it");
             self.notify_node_changed(&table, record, state);
         }
-        Some(node)
     }
 
     /// Removes nodes from the node table, the directory and the ledgers.
@@ -146,8 +131,8 @@ mod tests {
         NodeRecord { node: NodeId(node), name: format!("n{node}"), epoch: Epoch(epoch), details, revision }
     }
 
-    fn empty(revision: u64) -> Range {
-        Range { entries: Vec::new(), more: false, revision: Revision(revision) }
+    fn apply_empty_listing(cluster: &Cluster, revision: u64) {
+        cluster.apply_store_update(Revision(revision), RecordUpdate::All(Vec::new()));
     }
 
     #[test]
@@ -157,7 +142,7 @@ mod tests {
         cluster.register(record(2, 1, 7)).expect("newer");
         assert_eq!(cluster.directory().size().slots_partial, SlotSet::ALL.len(), "both are expected");
         let (_, mut news) = cluster.watch_nodes();
-        cluster.apply_store_update(StoreUpdate::All(&empty(8)));
+        apply_empty_listing(&cluster, 8);
         assert!(cluster.nodes().is_empty());
         for number in [1, 2] {
             let Ok(Sent::Change(change)) = news.try_recv() else { panic!("one change for each node") };
@@ -174,7 +159,7 @@ mod tests {
         let cluster = cluster();
         cluster.register(record(1, 1, 5)).expect("newer");
         // The registration at revision 6 arrives after the removal at revision 7.
-        cluster.apply_store_update(StoreUpdate::All(&empty(7)));
+        apply_empty_listing(&cluster, 7);
         let refused = cluster.register(record(1, 2, 6)).expect_err("forgotten");
         assert_eq!(refused, RegistrationError::Forgotten(NodeId(1)));
         let size = cluster.directory().size();

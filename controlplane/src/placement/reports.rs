@@ -6,7 +6,8 @@
 //! compared, because two members may know one list under two epochs.
 
 use reprise_controlplane_core::{
-    Amounts, MemberPlace, NodeReport, QuotaGrant, ReportedTenant, ReportedUsage, TenantReport, UsageAmounts,
+    Amounts, MemberPlace, MemberView, NodeReport, QuotaGrant, ReportedTenant, ReportedUsage, TenantReport,
+    UsageAmounts,
 };
 use reprise_policy::tenant::TENANTS_MAX;
 use reprise_policy::{DrainProgress, Epoch, TenantName};
@@ -15,7 +16,6 @@ use tonic::Status;
 
 use super::PlacementService;
 use crate::membership::node_number;
-use crate::shards::MemberView;
 
 /// Handles a `Report` request; replies with grants, mode and moves for the node.
 pub(super) fn handle(service: &PlacementService, request: ReportRequest) -> Result<ReportReply, Status> {

@@ -67,7 +67,7 @@ impl Member {
     ) -> Option<T> {
         let view = self.certain_map(now)?;
         let (map, name) = (view.map.clone(), member_name(self.name));
-        let place = MemberPlace { map: &map, name: &name, incarnation: view.members[&self.name] };
+        let place = MemberPlace { map: &map, name: &name, incarnation: view.incarnation(&name)? };
         Some(act(&place, &mut self.tenancy))
     }
 
@@ -89,7 +89,7 @@ impl Member {
 
     /// Reports whether a tenant's slot belongs to this member, by its map.
     pub(crate) fn has_slot_of(&self, tenant: &TenantName) -> bool {
-        let map = &self.view.map;
+        let map = self.map();
         let own = map.position(&member_name(self.name));
         own.is_some() && map.owner(tenant.hash_slot()) == own
     }

@@ -28,7 +28,7 @@ impl Member {
         if !self.members.is_registered(holder, epoch) {
             return None;
         }
-        let map_epoch = self.view.map.epoch();
+        let map_epoch = self.map().epoch();
         if self.certain_map(now).is_none() || self.slots_epoch != map_epoch {
             let (answers, elsewhere) =
                 (vec![Placement::NoCapacity; keys.len()], (0..keys.len() as u32).collect());

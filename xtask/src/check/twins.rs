@@ -13,11 +13,6 @@ const TWINS: &[&str] = &[
     "simulator/src/member.rs",
     "simulator/src/member/ledgers.rs",
     "simulator/src/member/placement.rs",
-    "simulator/src/membership.rs",
-    "simulator/src/membership/member_entry.rs",
-    "simulator/src/membership/modes.rs",
-    "simulator/src/membership/registry.rs",
-    "simulator/src/membership/store_watch.rs",
 ];
 
 /// Files that name production files for another reason than following their steps.
