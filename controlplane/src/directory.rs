@@ -110,7 +110,7 @@ impl DirectoryService {
 
     /// The current map, if this member's place in it is certain and the directory has the slots of it.
     fn answerable_map(&self) -> Option<Arc<MemberView>> {
-        self.shards.certain_map().filter(|view| view.map.epoch() == self.cluster.slots_epoch())
+        self.shards.answerable_map(self.cluster.slots_epoch())
     }
 
     /// Reply of a member whose place in the map is uncertain: all keys are marked as owned elsewhere.
@@ -385,7 +385,7 @@ mod tests {
         tokio::spawn(async move { holding.keep_registered(stopped).await });
         tokio::spawn(async move { following.follow().await });
         let mut news = shards.watch();
-        while shards.certain_map().is_none() {
+        while shards.with_place(|_| ()).is_none() {
             news.changed().await.expect("the sender exists");
         }
         let service = DirectoryService::new(cluster.clone(), shards.clone(), Admission::new(2, 8));

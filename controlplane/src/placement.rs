@@ -11,7 +11,6 @@ mod tenants;
 use std::sync::Arc;
 use std::time::Instant;
 
-use reprise_controlplane_core::MemberView;
 use reprise_controlplane_store::Store;
 use reprise_proto::controlplane::placement_server::Placement;
 use reprise_proto::controlplane::{
@@ -31,9 +30,6 @@ use crate::tenants::Tenants;
 
 pub(crate) use nodes::unknown_node;
 pub(crate) use reports::bytes;
-
-/// Hash slot whose owner decides the moves of blocks between nodes, so that exactly one member does.
-const MOVES_SLOT: u16 = 0;
 
 /// The Placement service of one member.
 #[derive(Debug)]
@@ -74,8 +70,7 @@ impl PlacementService {
 
     /// Whether this member decides the moves of blocks between nodes.
     fn decides_moves(&self) -> bool {
-        let owns = |view: &MemberView| view.map.owner(MOVES_SLOT) == view.map.position(self.shards.name());
-        self.shards.certain_map().is_some_and(|view| owns(&view))
+        self.shards.with_place(|place| place.decides_moves()).unwrap_or_default()
     }
 }
 

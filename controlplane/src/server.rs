@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
-use reprise_controlplane_core::{Amounts, LivenessSettings, MemberPlace};
+use reprise_controlplane_core::{Amounts, LivenessSettings};
 use reprise_controlplane_store::{
     EmbeddedStore, EtcdSettings, EtcdStore, MemoryStore, Store, StoreError, TimeToLive,
 };
@@ -361,14 +361,13 @@ async fn rebalance_ledgers(cluster: Arc<Cluster>, shards: Arc<Shards>, tenants: 
     let mut overcommitted = Amounts::default();
     loop {
         ticks.tick().await;
-        let certain = shards.certain_map().and_then(|view| Some((shards.incarnation(&view)?, view)));
-        match (certain, tenants.budgets()) {
-            (Some((incarnation, view)), Some(budgets)) => {
-                let nodes = cluster.known_nodes();
-                let place = MemberPlace { map: &view.map, name: shards.name(), incarnation };
-                cluster.ledgers.rebalance(cluster.now(), &place, &budgets, &nodes);
-            }
-            (None, _) | (_, None) => cluster.ledgers.drop_all(),
+        let (now, nodes, budgets) = (cluster.now(), cluster.known_nodes(), tenants.budgets());
+        let updated = shards.with_place(|place| {
+            let known = budgets.as_deref().map(|budgets| (place, budgets));
+            cluster.ledgers.update(now, known, &nodes);
+        });
+        if updated.is_none() {
+            cluster.ledgers.update(now, None, &nodes);
         }
         // Keep the last value while a node has not reported, so that an agent's restart does not log a
         // warning.

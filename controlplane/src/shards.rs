@@ -23,7 +23,7 @@ use std::time::Duration;
 
 use reprise_controlplane_core::joining::{JoinInput, JoinOutput, JoinRefusal, Joining, ListedName};
 use reprise_controlplane_core::store_writes::StoreIdentity;
-use reprise_controlplane_core::{Member, MemberList, MemberView, Standing};
+use reprise_controlplane_core::{Member, MemberList, MemberPlace, MemberView, Standing};
 use reprise_controlplane_store::{
     Condition, KeyValue, LeaseGuard, LeaseId, LeaseStatus, Outcome, Store, StoreError, TimeToLive,
     Transaction, Write,
@@ -122,9 +122,15 @@ impl Shards {
         self.certain_incarnation().is_some()
     }
 
-    /// The map, if this member's place in it is certain at this instant; only then may it serve its slots.
-    pub fn certain_map(&self) -> Option<Arc<MemberView>> {
-        self.view().filter(|view| self.is_certain_in(view))
+    /// The map, if this member may answer with slots that were assigned by the map of `slots_epoch`.
+    pub fn answerable_map(&self, slots_epoch: Epoch) -> Option<Arc<MemberView>> {
+        self.view().filter(|view| self.standing(view).answers(slots_epoch))
+    }
+
+    /// Calls `act` with this member's place, if that is certain.
+    pub fn with_place<R>(&self, act: impl FnOnce(&MemberPlace<'_>) -> R) -> Option<R> {
+        let view = self.view()?;
+        self.standing(&view).place().map(|place| act(&place))
     }
 
     /// Whether this member's registration is certain now and part of the view. An older view is outdated.

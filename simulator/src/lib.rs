@@ -42,13 +42,10 @@
 //! reader can therefore verify the contents without moving bytes.
 //!
 //! The agent's conversation with the control plane, and a member's with the store, are decided by production state
-//! machines, which run here as they run there (docs/adr/0009). The steps of other code that uses futures and sockets are still
-//! reproduced:
+//! machines, which run here as they run there (docs/adr/0009). Reproduced are contracts of what is below them:
 //!
 //! | here | there |
 //! |---|---|
-//! | `member.rs`, `control_plane.rs` | `controlplane/src/{cluster,directory,membership,server}.rs` |
-//! | `member/placement.rs`, `member/ledgers.rs` | `controlplane/src/{placement/places,placement/reports,cluster/node_selection,server}.rs` |
 //! | `store.rs`, `store_process.rs` | the contract of `controlplane/store`, with the behaviour of etcd |
 //! | `peers.rs`, `offers.rs` | the contract of `node-agent/transport` |
 //!

@@ -341,7 +341,9 @@ impl Simulation {
                 }
                 None => self.end_member(member),
             },
-            (Purpose::Records, StoreReply::Range { entries, .. }) => self.load_node_records(member, &entries),
+            (Purpose::Records, StoreReply::Range { revision, entries }) => {
+                self.load_node_records(member, revision, &entries);
+            }
             (Purpose::ModesAtStart, StoreReply::Range { entries, .. }) => {
                 self.apply_records(member, RecordKind::Modes, 0, Records::All(&entries));
                 self.begin_serving(member);
@@ -409,8 +411,9 @@ impl Simulation {
         self.member(member).joining.identity.expect("read before anything else")
     }
 
-    fn load_node_records(&mut self, member: usize, records: &[(Key, Entry)]) {
-        self.member(member).restore(records.iter().map(|(_, entry)| node_record(entry)).collect());
+    fn load_node_records(&mut self, member: usize, revision: Revision, records: &[(Key, Entry)]) {
+        let records = records.iter().map(|(_, entry)| node_record(entry)).collect();
+        self.member(member).restore(records, revision);
         self.ask_store(member, Purpose::ModesAtStart, StoreRequest::Range(Prefix::Modes));
     }
 

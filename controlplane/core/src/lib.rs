@@ -8,6 +8,8 @@
 //! * [`Standing`]: whether a member may answer for its slots. [`MemberList`]: the members and their map.
 //! * [`record_watch`]: how records in the store are followed. [`store_writes`]: how they are written.
 //! * [`joining`]: how a member gets its entry in the store, and keeps it.
+//! * [`member_parts`]: the order in which these change when agents call, and when nodes fall silent.
+//!   [`PlacementCall`]: the decisions of one placement request.
 //! * [`rebalance`]: moves of blocks between nodes. [`node_selection`]: inputs for choosing among nodes.
 //! * [`LiveNodes`]: the live nodes, passed from node table to directory. The two are separate so that they
 //!   can have separate locks: a heartbeat never waits for an update of the directory.
@@ -27,9 +29,11 @@ pub mod joining;
 pub mod ledgers;
 pub mod live_nodes;
 pub mod member_list;
+pub mod member_parts;
 pub mod node_report;
 pub mod node_selection;
 pub mod node_table;
+pub mod placement_call;
 pub mod rebalance;
 pub mod record_watch;
 pub mod standing;
@@ -46,12 +50,14 @@ pub use follower::{Follower, FollowerMessage, SnapshotReason, Source, Step};
 pub use ledgers::{KnownNode, LedgerState, Ledgers, MemberPlace, Presence, ReportedTenant, ShareState};
 pub use live_nodes::LiveNodes;
 pub use member_list::{Member, MemberList, MemberView};
+pub use member_parts::{MemberParts, NodeEnd, NodeEvent};
 pub use node_report::NodeReport;
 pub use node_selection::{ModeRecord, Modes, RebalanceRound};
 pub use node_table::{
     HeartbeatResult, LivenessEvent, LivenessSettings, NodeDetails, NodeLiveness, NodeRecord, NodeTable,
     RegistrationError,
 };
+pub use placement_call::PlacementCall;
 pub use record_watch::{RecordChange, RecordUpdate};
 pub use standing::Standing;
 pub use tenant_usage::{ReportedUsage, UsageAmounts, UsageSummary, UsageTable};

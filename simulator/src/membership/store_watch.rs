@@ -10,7 +10,7 @@ use reprise_controlplane_core::{Member, ModeRecord, NodeRecord, RecordChange, Re
 use reprise_policy::shards::MemberName;
 
 use super::{MemberStep, Purpose};
-use crate::member::{incarnations, member_name, number_of_member};
+use crate::member::{incarnations, member_name, node_name, number_of_member};
 use crate::messages::StoreRequest;
 use crate::network::Host;
 use crate::setup::Variant;
@@ -79,8 +79,12 @@ impl Records<'_> {
         })
     }
 
-    pub(super) fn nodes(self) -> RecordUpdate<Key, NodeRecord> {
-        self.decode(|key| key, |_, entry| node_record(entry))
+    fn nodes(self) -> RecordUpdate<String, NodeRecord> {
+        let name = |key| match key {
+            Key::Node(node) => node_name(node),
+            key => unreachable!("unexpected key of a node record: {key:?}"),
+        };
+        self.decode(name, |_, entry| node_record(entry))
     }
 
     fn modes(self) -> RecordUpdate<Key, ModeRecord> {
@@ -125,11 +129,8 @@ impl Simulation {
         match of {
             RecordKind::Members => self.apply_members(member, revision, records.members()),
             RecordKind::Nodes => {
-                for (_, record) in records.nodes().written() {
-                    if self.member(member).learn(record) {
-                        self.nodes_changed(member);
-                    }
-                }
+                self.member(member).apply_nodes(revision, records.nodes());
+                self.notify_if_nodes_changed(member);
             }
             RecordKind::Tenants => {
                 let name = |key| match key {
