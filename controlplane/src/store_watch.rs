@@ -24,7 +24,7 @@ pub struct Records<K, V> {
 }
 
 impl<K, V> Records<K, V> {
-    /// Decodes a listing.
+    /// Decodes a listing of the family.
     pub fn listing(&self, range: &Range) -> RecordUpdate<K, V> {
         let record = |entry| Some((self.name_of(entry)?, (self.read)(entry)));
         RecordUpdate::All(range.entries.iter().filter_map(record).collect())

@@ -32,6 +32,8 @@ pub(crate) struct Client {
     pub(crate) links: BTreeMap<LinkId, Link>,
     links_begun: u64,
     pub(crate) members: Members<LinkId>,
+    /// Failure domain of the node, as far as the process knows.
+    pub(crate) failure_domain: String,
     calls: BTreeMap<CallId, Call>,
     calls_begun: u64,
     home: CurrentHome,
@@ -132,7 +134,8 @@ impl Client {
     }
 
     /// Starts the client; `turn` selects different homes for different agents.
-    pub(crate) fn begin(&mut self, turn: usize) {
+    pub(crate) fn begin(&mut self, turn: usize, failure_domain: String) {
+        self.failure_domain = failure_domain;
         self.home.choice = Home::new(turn);
     }
 
@@ -142,7 +145,10 @@ impl Client {
             !matches!(
                 call.of,
                 Purpose::Follow
-                    | Purpose::Link(_, LinkCall::Beat { .. } | LinkCall::Register | LinkCall::Report { .. })
+                    | Purpose::Link(
+                        _,
+                        LinkCall::Beat { .. } | LinkCall::Register { .. } | LinkCall::Report { .. }
+                    )
             )
         };
         self.calls.values().filter(ends).count()
@@ -382,8 +388,9 @@ impl Simulation {
             Variant::UnboundedQueue => usize::MAX,
             _ => self.setup.changes_queued_max,
         };
-        self.client(node).links.insert(id, Link::new(member, Announcer::new(limit)));
-        self.later(node, Duration::ZERO, AgentStep::Register(id));
+        let domain = self.client(node).failure_domain.clone();
+        self.client(node).links.insert(id, Link::new(member, Announcer::new(limit), domain));
+        self.later(node, Duration::ZERO, AgentStep::Register { link: id, request: 0 });
         self.later(node, Duration::ZERO, AgentStep::Report(id));
     }
 

@@ -26,7 +26,9 @@ impl Simulation {
         let reply = match request {
             // The registration is written to the store first; the member's memory follows when the store has
             // answered.
-            Request::Register { name } => return self.register_node(member, name, from),
+            Request::Register { name, domain } => {
+                return self.register_node(member, (name, domain), from);
+            }
             Request::Beat { node, epoch } => self.handle_heartbeat(member, node, epoch),
             Request::Slots { node, epoch } => {
                 Reply::SlotStatus(self.member(member).slot_status(node, epoch).map(Box::new))

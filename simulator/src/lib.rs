@@ -42,7 +42,8 @@
 //! reader can therefore verify the contents without moving bytes.
 //!
 //! The agent's conversation with the control plane, and a member's with the store, are decided by production state
-//! machines, which run here as they run there (docs/adr/0009). Reproduced are contracts of what is below them:
+//! machines, which run here as they run there (docs/adr/0009). The simulation keeps the contracts of
+//! the layers below:
 //!
 //! | here | there |
 //! |---|---|

@@ -283,7 +283,7 @@ impl Simulation {
             | Purpose::ModeBefore(_)
             | Purpose::ModePut(_)
             | Purpose::ModeOfStore(_) => {}
-            Purpose::Registered(of) | Purpose::Register(of, _) | Purpose::IsOfStore(of) => {
+            Purpose::Registered(ref of) | Purpose::Register(ref of, _) | Purpose::IsOfStore(ref of) => {
                 self.refuse(of);
             }
         }

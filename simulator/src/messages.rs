@@ -31,6 +31,7 @@ pub(crate) enum Message {
 pub(crate) enum Request {
     Register {
         name: usize,
+        domain: String,
     },
     Beat {
         node: NodeId,

@@ -258,7 +258,7 @@ mod tests {
             Parts { nodes: NodeTable::new(settings), calls: Vec::new(), events: Vec::new() }
         }
 
-        /// Takes what was recorded.
+        /// Takes the recorded calls and events.
         fn taken(&mut self) -> (String, Vec<NodeEvent>) {
             (std::mem::take(&mut self.calls).join(", "), std::mem::take(&mut self.events))
         }

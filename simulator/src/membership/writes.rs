@@ -19,9 +19,11 @@ use crate::simulation::Simulation;
 use crate::store::{Condition, Entry, Key, Revision, TransactionError, Value, Write};
 
 /// A registration in progress.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct RegistrationAttempt {
     name: usize,
+    /// Failure domain of the node.
+    domain: String,
     line: LineId,
     call: CallId,
     attempts: WriteAttempts,
@@ -63,12 +65,17 @@ impl Simulation {
 
     // ---- nodes --------------------------------------------------------------------------------------------
 
-    pub(crate) fn register_node(&mut self, member: usize, name: usize, of: (LineId, CallId)) {
+    pub(crate) fn register_node(
+        &mut self,
+        member: usize,
+        (name, domain): (usize, String),
+        (line, call): (LineId, CallId),
+    ) {
         let attempts = WriteAttempts::default();
-        self.read_record(member, RegistrationAttempt { name, line: of.0, call: of.1, attempts });
+        self.read_record(member, RegistrationAttempt { name, domain, line, call, attempts });
     }
 
-    pub(super) fn refuse(&mut self, of: RegistrationAttempt) {
+    pub(super) fn refuse(&mut self, of: &RegistrationAttempt) {
         self.send(of.line, 0, Message::Reply { call: of.call, reply: Reply::Unavailable });
     }
 
@@ -84,8 +91,11 @@ impl Simulation {
         entries: &[Option<Entry>],
     ) {
         let identity = self.identity(member);
-        let details =
-            NodeDetails { peer_address: format!("{}:1", node_name(of.name)), ..NodeDetails::default() };
+        let details = NodeDetails {
+            peer_address: format!("{}:1", node_name(of.name)),
+            failure_domain: of.domain.clone(),
+            ..NodeDetails::default()
+        };
         let registration = match &entries[0] {
             Some(known) => NodeRegistration::again(node_record(known), details),
             None => {
@@ -131,9 +141,9 @@ impl Simulation {
         let store = self.compared(member, identity);
         match of.attempts.retry(store) {
             Ok(()) => self.read_record(member, of),
-            Err(WriteRejection::Busy) => self.refuse(of),
+            Err(WriteRejection::Busy) => self.refuse(&of),
             Err(WriteRejection::OtherStore) => {
-                self.refuse(of);
+                self.refuse(&of);
                 self.end_member(member);
             }
         }

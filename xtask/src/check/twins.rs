@@ -1,5 +1,5 @@
 //! Twins: files of the simulator that follow a production loop, that is, whose steps are copies that nothing compares
-//! with their original. There are none; this check keeps it so.
+//! with their original. This check keeps the simulator free of them.
 //!
 //! A file is a twin if a comment in it names a source of a crate that does, for example
 //! `node-agent/src/directory/link.rs`. A file that only keeps a contract of such a source is in [`CONTRACTS`].
