@@ -2,6 +2,7 @@
 //! events.
 //!
 //! Locking rules:
+//! * [`member_parts`] states in which order a call changes the parts, one lock at a time.
 //! * The node table's lock is held for map accesses only; the directory's lock for one part of a batch.
 //! * No lock is held across an await. The node table's and the directory's lock are never held together.
 //! * The locks of the modes and of the peer table ([`node_selection`]) nest inside the node table's lock. The
@@ -13,16 +14,15 @@
 
 mod info;
 pub(crate) mod node_selection;
-mod records;
+mod parts;
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
-use info::addresses;
 use reprise_controlplane_core::{
-    Amounts, Directory, HeartbeatResult, KnownNode, LiveNodes, LivenessEvent, LivenessSettings, Modes,
-    NodeLiveness, NodeRecord, NodeReport, NodeTable, RebalanceRound, RegistrationError, Scope, SlotStatus,
+    Amounts, Directory, HeartbeatResult, KnownNode, LiveNodes, LivenessSettings, Modes, NodeLiveness,
+    NodeRecord, NodeReport, NodeTable, RebalanceRound, RegistrationError, Scope, SlotStatus, member_parts,
 };
 use reprise_policy::{Epoch, NodeId, SlotSet, Tick};
 use reprise_proto::controlplane::{NodeChange, NodeInfo};
@@ -130,13 +130,7 @@ impl Cluster {
 
     /// Stops waiting for inventories of nodes that have not registered.
     pub fn stop_expecting_absent(&self) {
-        let absent: Vec<NodeId> = {
-            let table = self.table();
-            let absent = table.iter().filter(|(_, state)| *state == NodeLiveness::Absent);
-            absent.map(|(record, _)| record.node).collect()
-        };
-        let mut directory = self.directory_mut();
-        absent.into_iter().for_each(|node| directory.stop_expecting(node));
+        member_parts::stop_expecting_absent(&mut &*self);
     }
 
     /// Sets the slots that the directory owns, as assigned by the map of `epoch`.
@@ -178,53 +172,12 @@ impl Cluster {
     /// # Errors
     /// A newer registration was applied first, or the node was forgotten.
     pub fn register(&self, record: NodeRecord) -> Result<(), RegistrationError> {
-        let (node, epoch) = (record.node, record.epoch);
-        let mut directory = self.directory_mut();
-        if directory.register(node, epoch) {
-            self.events.record_clearing(Scope::node(node));
-        }
-        drop(directory);
-        let mut table = self.table();
-        let before = table.get(node).map(|(known, state)| (known.details.peer_endpoints.clone(), state));
-        if let Err(refused) = table.register(self.now(), record) {
-            drop(table);
-            self.registration_rejected(node, epoch, refused);
-            return Err(refused);
-        }
-        let (record, state) = table.get(node).expect("it was just registered");
-        if let Some((endpoints, NodeLiveness::Alive)) = before
-            && endpoints != record.details.peer_endpoints
-        {
-            tracing::warn!(
-                node = node.0,
-                name = record.name,
-                was = addresses(&endpoints),
-                now = addresses(&record.details.peer_endpoints),
-                "a live node registered from another address: check whether two agents share its name"
-            );
-        }
-        tracing::info!(node = node.0, name = record.name, epoch = epoch.0, "node registered");
-        self.metrics.registrations.inc();
-        self.notify_node_changed(&table, record, state);
-        drop(table);
-        self.ledgers.register(node, epoch);
-        // The node may have been removed since `register`, after which the ledgers must not keep it.
-        if self.table().get(node).is_none() {
-            self.ledgers.forget(node);
-        }
-        Ok(())
+        member_parts::register(&mut &*self, self.now(), record)
     }
 
     /// Records a heartbeat; returns whether the registration is current.
     pub fn heartbeat(&self, node: NodeId, epoch: Epoch) -> bool {
-        let mut table = self.table();
-        let result = table.heartbeat(self.now(), node, epoch);
-        if result == HeartbeatResult::Returned {
-            let (record, state) = table.get(node).expect("a heartbeat returns known nodes only");
-            tracing::info!(condition = "node_back", node = node.0, name = record.name, "node is alive again");
-            self.notify_node_changed(&table, record, state);
-        }
-        drop(table);
+        let result = member_parts::heartbeat(&mut &*self, self.now(), node, epoch);
         self.metrics.count_heartbeat(match result {
             HeartbeatResult::Known => HeartbeatOutcome::known,
             HeartbeatResult::Returned => HeartbeatOutcome::returned,
@@ -236,48 +189,13 @@ impl Cluster {
     /// Expires silent nodes; returns the time until the next deadline.
     pub fn expire(&self) -> Option<Duration> {
         let now = self.now();
-        let (forgotten, next) = {
-            let mut table = self.table();
-            (self.expire_table(&mut table, now), table.next_deadline())
-        };
-        for (node, epoch) in forgotten {
-            let mut directory = self.directory_mut();
-            if directory.forget(node, epoch) {
-                self.events.record_clearing(Scope::node(node));
-            }
-            drop(directory);
-            self.ledgers.forget(node);
-        }
-        next.map(|next| next.since(now))
+        member_parts::expire(&mut &*self, now).map(|next| next.since(now))
     }
 
     /// Nodes to offer to others. Expires first, so a dead node is never among them.
     pub fn live(&self) -> Arc<LiveNodes> {
         self.expire();
         self.table().live()
-    }
-
-    fn expire_table(&self, table: &mut NodeTable, now: Tick) -> Vec<(NodeId, Epoch)> {
-        let mut forgotten = Vec::new();
-        for event in table.expire(now) {
-            match event {
-                LivenessEvent::Died(node) => {
-                    let (record, state) = table.get(node).expect("events are about known nodes");
-                    tracing::warn!(
-                        node = node.0,
-                        name = record.name,
-                        "node is silent: no longer offered to others"
-                    );
-                    self.metrics.deaths.inc();
-                    self.notify_node_changed(table, record, state);
-                }
-                LivenessEvent::Forgotten(node, epoch) => {
-                    tracing::info!(node = node.0, epoch = epoch.0, "node forgotten: it must register again");
-                    forgotten.push((node, epoch));
-                }
-            }
-        }
-        forgotten
     }
 
     /// Sweeps one step of the directory; returns whether entries remain to be swept.

@@ -19,6 +19,8 @@ use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 use std::time::Duration;
 
+use reprise_controlplane_core::record_watch::{IdentityAnswer, IdentityCall};
+use reprise_controlplane_core::store_writes::StoreIdentity;
 use reprise_controlplane_store::{
     Condition, Outcome, Range, Revision, Store, StoreError, Transaction, Write,
 };
@@ -29,8 +31,6 @@ use crate::store_keys::Key;
 
 /// Attempts to create an identity, against members that start at the same moment; one of them succeeds.
 const ATTEMPTS_MAX: usize = 8;
-/// Pause after a failed access to the store.
-const RETRY_AFTER: Duration = Duration::from_millis(250);
 
 /// The identity of a store, as read at the start.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -71,6 +71,15 @@ impl Identity {
         Ok(store.get(&self.key).await?.is_some_and(|entry| entry.modified == self.revision))
     }
 
+    /// Compares the identity of the store with this one, after a conflict.
+    ///
+    /// # Errors
+    /// Errors of the store.
+    pub async fn compare(&self, store: &dyn Store) -> Result<StoreIdentity, StoreError> {
+        let is_current = self.is_current(store).await?;
+        Ok(if is_current { StoreIdentity::Same } else { StoreIdentity::Other })
+    }
+
     /// Lower bound of epochs of registrations under this store.
     pub fn epoch_base(&self) -> Epoch {
         Epoch(u64::from(self.number) << 32)
@@ -79,27 +88,28 @@ impl Identity {
     /// Waits until the store was replaced or restored from a backup. A restored store has lost this identity
     /// when this returns, unless it is unreachable.
     pub async fn wait_until_replaced(&self, store: &Arc<dyn Store>) {
+        let mut call = IdentityCall::Read(Duration::ZERO);
         loop {
-            // A watch ends with its connection, and replacing a store ends its connections.
-            match store.range(&self.key, 1).await {
-                Ok(range) if !self.is_in(&range) => return,
-                Ok(range) => match store.watch(&self.key, Revision(range.revision.0 + 1)).await {
-                    Ok(mut watch) => {
-                        // Any change of the key ends the identity. The next range detects a restored store.
-                        if watch.next().await.is_ok() {
-                            return;
-                        }
-                    }
-                    Err(error) => tracing::debug!(%error, "cannot watch the identity of the store"),
-                },
-                Err(StoreError::Replaced { reason }) => {
-                    tracing::info!(reason, "the store was replaced or restored: deleting its identity");
-                    return self.delete(store.as_ref()).await;
+            let answer = match call {
+                IdentityCall::Read(pause) => {
+                    sleep(pause).await;
+                    store.range(&self.key, 1).await.map(|range| match self.is_in(&range) {
+                        true => IdentityAnswer::Unchanged(range.revision.0),
+                        false => IdentityAnswer::Changed,
+                    })
                 }
-                Err(error) => tracing::debug!(%error, "cannot read the identity of the store"),
-            }
-            sleep(RETRY_AFTER).await;
+                IdentityCall::Watch(from) => self.watch(store, from).await,
+                IdentityCall::End => return,
+                IdentityCall::DeleteAndEnd => return self.delete(store.as_ref()).await,
+            };
+            call = IdentityCall::after(answer.unwrap_or_else(|error| answer_of(&error)));
         }
+    }
+
+    /// Waits for a change of the identity. A watch ends with its connection, and replacing a store ends its
+    /// connections. The next read detects a restored store.
+    async fn watch(&self, store: &Arc<dyn Store>, from: u64) -> Result<IdentityAnswer, StoreError> {
+        store.watch(&self.key, Revision(from)).await?.next().await.map(|_| IdentityAnswer::Changed)
     }
 
     /// Deletes this identity from the store, if present.
@@ -129,6 +139,15 @@ impl Identity {
         let number = number.and_then(|text| u32::from_str_radix(text, 16).ok()).unwrap_or_default() >> 1;
         Ok(store.get(&key).await?.map(|entry| Identity { key, revision: entry.modified, number }))
     }
+}
+
+fn answer_of(error: &StoreError) -> IdentityAnswer {
+    if let StoreError::Replaced { reason } = error {
+        tracing::info!(reason, "the store was replaced or restored: deleting its identity");
+        return IdentityAnswer::Restored;
+    }
+    tracing::debug!(%error, "cannot follow the identity of the store");
+    IdentityAnswer::Failed
 }
 
 async fn create(store: &dyn Store) -> Result<Outcome, StoreError> {

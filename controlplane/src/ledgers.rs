@@ -18,20 +18,15 @@ pub struct Ledgers {
 }
 
 impl Ledgers {
-    /// Updates the ledgers for map, budgets and nodes, and rebalances their grants. Called once a second.
-    pub fn rebalance(
+    /// Updates the ledgers for map, budgets and nodes, and rebalances their grants. Called once a second. `known`
+    /// is `None` while this member's place in the map is uncertain or the budgets are unknown.
+    pub fn update(
         &self,
         now: Tick,
-        place: &MemberPlace<'_>,
-        budgets: &BTreeMap<TenantName, Budget>,
+        known: Option<(&MemberPlace<'_>, &BTreeMap<TenantName, Budget>)>,
         nodes: &[KnownNode],
     ) {
-        self.inner().rebalance(now, place, budgets, (nodes, EXPECTED_FOR));
-    }
-
-    /// Drops all ledgers, because this member's place in the map is uncertain.
-    pub fn drop_all(&self) {
-        self.inner().drop_all();
+        self.inner().update(now, known, (nodes, EXPECTED_FOR));
     }
 
     /// Adds a node that has registered with this member.

@@ -6,7 +6,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Instant;
 
-use reprise_controlplane_core::NodeDetails;
+use reprise_controlplane_core::{Member, MemberView, NodeDetails};
 use reprise_controlplane_store::StoreError;
 use reprise_policy::peer::{PEER_ENDPOINTS_MAX, PROTOCOL_BYTES_MAX, PeerEndpoint, TCP, is_protocol_name};
 use reprise_policy::{Epoch, NodeId};
@@ -26,7 +26,7 @@ use crate::cluster::{Cluster, WatchEvent};
 use crate::config::MembershipConfig;
 use crate::metrics::{Call, WatchLabels, WatchOf};
 use crate::registry::{Registry, RegistryError};
-use crate::shards::{Member, MemberView, MembersUpdate, Shards};
+use crate::shards::{MembersUpdate, Shards};
 
 /// Maximum length of a node name in bytes: twice the length of a Kubernetes node name.
 pub(crate) const NAME_BYTES_MAX: usize = 512;

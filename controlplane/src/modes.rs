@@ -5,17 +5,27 @@
 //! `active`; a node whose mode was never set has no record.
 
 use reprise_controlplane_core::ModeRecord;
+use reprise_controlplane_core::store_writes::{self, WriteAttempts};
 use reprise_controlplane_store::{Condition, KeyValue, Outcome, Store, Transaction, Write};
 use reprise_policy::NodeMode;
 use serde::{Deserialize, Serialize};
 
 use crate::identity::Identity;
-use crate::registry::RegistryError;
+use crate::registry::{NODES_MAX, RegistryError, condition};
 use crate::store_keys::{Family, Key};
+use crate::store_watch::Records;
 
-/// Attempts against concurrent changes of the same node's mode. Each conflict means that another change
-/// succeeded.
-const ATTEMPTS_MAX: usize = 64;
+/// Modes by node name.
+pub(crate) const RECORDS: Records<String, ModeRecord> = Records {
+    family: Family::Modes,
+    limit: NODES_MAX,
+    name: |name| Some(name.to_owned()),
+    read: |entry| {
+        let mode =
+            read(entry).inspect_err(|error| tracing::error!(%error, "ignoring an invalid mode record"));
+        mode.ok().map(|(_, set)| set)
+    },
+};
 
 /// A mode as stored.
 #[derive(Debug, Serialize, Deserialize)]
@@ -42,26 +52,18 @@ pub async fn set(
     mode: NodeMode,
 ) -> Result<(NodeMode, ModeRecord), RegistryError> {
     let key = Key::Record(Family::Modes, name).bytes();
-    for _ in 0..ATTEMPTS_MAX {
-        let entry = store.get(&key).await?;
-        let before = entry.as_ref().map(read).transpose()?.map(|(_, set)| set).unwrap_or_default();
-        if before.mode == mode {
-            return Ok((mode, before));
-        }
-        let unchanged = match &entry {
-            None => Condition::Absent { key: key.clone() },
-            Some(entry) => Condition::Modified { key: key.clone(), revision: entry.modified },
-        };
-        let conditions = vec![unchanged, identity.unchanged()];
+    let mut attempts = WriteAttempts::default();
+    loop {
+        let known = store.get(&key).await?.as_ref().map(read).transpose()?.map(|(_, set)| set);
+        let before = known.unwrap_or_default();
+        let Some(unchanged) = store_writes::set_mode(known, mode) else { return Ok((mode, before)) };
+        let conditions = vec![condition(key.clone(), unchanged), identity.unchanged()];
         let writes = vec![Write::Put { key: key.clone(), value: encode(mode), lease: None }];
         if let Outcome::Committed(revision) = store.transact(Transaction { conditions, writes }).await? {
             return Ok((before.mode, ModeRecord { mode, revision: revision.0 }));
         }
-        if !identity.is_current(store).await? {
-            return Err(RegistryError::OtherStore);
-        }
+        attempts.retry(identity.compare(store).await?)?;
     }
-    Err(RegistryError::Busy)
 }
 
 /// Prepares the change to mode `active` for a larger transaction: the condition that the record is unchanged,

@@ -25,14 +25,11 @@ use crate::directory::DirectoryService;
 use crate::identity::Identity;
 use crate::metrics::Call;
 use crate::prefix_match::PrefixMatcher;
-use crate::shards::{MemberView, Shards};
+use crate::shards::Shards;
 use crate::tenants::Tenants;
 
 pub(crate) use nodes::unknown_node;
 pub(crate) use reports::bytes;
-
-/// Hash slot whose owner decides the moves of blocks between nodes, so that exactly one member does.
-const MOVES_SLOT: u16 = 0;
 
 /// The Placement service of one member.
 #[derive(Debug)]
@@ -73,8 +70,7 @@ impl PlacementService {
 
     /// Whether this member decides the moves of blocks between nodes.
     fn decides_moves(&self) -> bool {
-        let owns = |view: &MemberView| view.map.owner(MOVES_SLOT) == view.map.position(self.shards.name());
-        self.shards.certain_map().is_some_and(|view| owns(&view))
+        self.shards.with_place(|place| place.decides_moves()).unwrap_or_default()
     }
 }
 

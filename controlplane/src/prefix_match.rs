@@ -15,6 +15,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use reprise_controlplane_core::MemberView;
 use reprise_controlplane_core::directory::REPLICAS_PER_KEY_MAX;
 use reprise_policy::routing::KeyReplicas;
 use reprise_policy::{BlockKey, NodeId, Tier};
@@ -27,7 +28,7 @@ use tokio::time::{Instant, timeout_at};
 use tonic::Status;
 
 use crate::directory::{DirectoryService, REPLICA_BYTES};
-use crate::shards::{MemberView, Shards};
+use crate::shards::Shards;
 
 /// Time limit for the replies of all members.
 pub(crate) const ANSWERED_WITHIN: Duration = Duration::from_millis(200);

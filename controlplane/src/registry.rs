@@ -11,6 +11,9 @@
 
 use std::sync::Arc;
 
+use reprise_controlplane_core::store_writes::{
+    ATTEMPTS_MAX, NoNumberLeft, NodeRegistration, NumberCounter, Unchanged, WriteAttempts, WriteRejection,
+};
 use reprise_controlplane_core::{NodeDetails, NodeRecord};
 use reprise_controlplane_store::{
     Condition, KeyValue, Outcome, Revision, Store, StoreError, Transaction, Write,
@@ -23,11 +26,20 @@ use tokio::sync::Mutex;
 use crate::identity::Identity;
 use crate::modes;
 use crate::store_keys::{Family, Key};
+use crate::store_watch::Records;
 
 /// Maximum number of nodes: numbers have 16 bits and start at 1.
 pub(crate) const NODES_MAX: usize = u16::MAX as usize;
-/// Attempts against concurrent registrations. Each conflict means that another registration succeeded.
-const ATTEMPTS_MAX: usize = 64;
+/// Node records by name.
+pub(crate) const RECORDS: Records<String, NodeRecord> = Records {
+    family: Family::Nodes,
+    limit: NODES_MAX,
+    name: |name| Some(name.to_owned()),
+    read: |entry| {
+        let record = read(entry);
+        record.inspect_err(|error| tracing::error!(%error, "ignoring an invalid node record")).ok()
+    },
+};
 
 /// The node registry of one member.
 #[derive(Clone, Debug)]
@@ -133,24 +145,29 @@ impl Registry {
     pub async fn register(&self, name: &str, details: NodeDetails) -> Result<NodeRecord, RegistryError> {
         let key = node_key(name);
         let mut new_name_lock = None;
-        for _ in 0..ATTEMPTS_MAX {
-            let known = self.store.get(&key).await?;
+        let mut attempts = WriteAttempts::default();
+        loop {
+            let known = self.find(name).await?;
             if known.is_none() && new_name_lock.is_none() {
                 new_name_lock = Some(self.new_name_lock.lock().await);
                 // Another call may have registered the name during the wait.
                 continue;
             }
-            let (record, mut transaction) = match known {
-                Some(entry) => self.reregister(&key, &entry, &details)?,
-                None => self.assign_number(&key, name, &details).await?,
+            let registration = match known {
+                Some(known) => NodeRegistration::again(known, details.clone()),
+                None => {
+                    let counter = self.counter().await?;
+                    NodeRegistration::first(name, details.clone(), counter, self.identity.epoch_base())
+                        .map_err(|NoNumberLeft| RegistryError::Full)?
+                }
             };
-            transaction.conditions.push(self.identity.unchanged());
-            if let Outcome::Committed(revision) = self.store.transact(transaction).await? {
-                return Ok(NodeRecord { revision: revision.0, ..record });
+            if let Outcome::Committed(revision) =
+                self.store.transact(self.transaction(&key, &registration)).await?
+            {
+                return Ok(registration.committed(revision.0));
             }
-            self.check_store().await?;
+            self.retry(&mut attempts).await?;
         }
-        Err(RegistryError::Busy)
     }
 
     /// Deletes the unchanged record of a node and resets its mode. Its number is not reused.
@@ -159,7 +176,8 @@ impl Registry {
     /// The node has registered or was forgotten meanwhile; errors of the store.
     pub async fn forget(&self, found: &NodeRecord) -> Result<NodeRemoval, RegistryError> {
         let key = node_key(&found.name);
-        for _ in 0..ATTEMPTS_MAX {
+        let mut attempts = WriteAttempts::default();
+        loop {
             let (mode_unchanged, active) = modes::prepare_active(self.store.as_ref(), &found.name).await?;
             let mode = if active.is_some() { ModeReset::Reset } else { ModeReset::Unneeded };
             let unchanged = Condition::Modified { key: key.clone(), revision: Revision(found.revision) };
@@ -170,7 +188,7 @@ impl Registry {
             {
                 return Ok(NodeRemoval { revision, mode });
             }
-            self.check_store().await?;
+            self.retry(&mut attempts).await?;
             match self.find(&found.name).await? {
                 None => return Err(RegistryError::Forgotten),
                 Some(record) if record.revision != found.revision => return Err(RegistryError::Registered),
@@ -178,58 +196,47 @@ impl Registry {
                 Some(_) => {}
             }
         }
-        Err(RegistryError::Busy)
     }
 
-    /// Distinguishes, after a conflict, a replaced store from a concurrent change.
-    async fn check_store(&self) -> Result<(), RegistryError> {
-        if self.identity.is_current(self.store.as_ref()).await? {
-            Ok(())
-        } else {
-            Err(RegistryError::OtherStore)
+    async fn retry(&self, attempts: &mut WriteAttempts) -> Result<(), RegistryError> {
+        Ok(attempts.retry(self.identity.compare(self.store.as_ref()).await?)?)
+    }
+
+    /// The next node number; `None` if no number was assigned yet.
+    async fn counter(&self) -> Result<Option<NumberCounter>, RegistryError> {
+        let entry = self.store.get(&Key::NextNode.bytes()).await?;
+        let counter =
+            |entry: KeyValue| Ok(NumberCounter { next: read_counter(&entry)?, revision: entry.modified.0 });
+        entry.map(counter).transpose()
+    }
+
+    fn transaction(&self, key: &[u8], registration: &NodeRegistration) -> Transaction {
+        let NodeRegistration { record, unchanged, counter } = registration;
+        let mut conditions = vec![condition(key.to_vec(), *unchanged), self.identity.unchanged()];
+        let mut writes = vec![Write::Put { key: key.to_vec(), value: encode(record), lease: None }];
+        if let Some((unchanged, next)) = counter {
+            let key = Key::NextNode.bytes();
+            conditions.push(condition(key.clone(), *unchanged));
+            writes.push(Write::Put { key, value: next.to_string().into_bytes(), lease: None });
         }
+        Transaction { conditions, writes }
     }
+}
 
-    /// Prepares the registration of a known name.
-    fn reregister(
-        &self,
-        key: &[u8],
-        entry: &KeyValue,
-        details: &NodeDetails,
-    ) -> Result<(NodeRecord, Transaction), RegistryError> {
-        let known = read(entry)?;
-        let record = NodeRecord { epoch: Epoch(known.epoch.0 + 1), details: details.clone(), ..known };
-        let conditions = vec![Condition::Modified { key: key.to_vec(), revision: entry.modified }];
-        let writes = vec![Write::Put { key: key.to_vec(), value: encode(&record), lease: None }];
-        Ok((record, Transaction { conditions, writes }))
+/// Encodes a condition on a record that was read.
+pub(crate) fn condition(key: Vec<u8>, unchanged: Unchanged) -> Condition {
+    match unchanged {
+        Unchanged::Absent => Condition::Absent { key },
+        Unchanged::At(revision) => Condition::Modified { key, revision: Revision(revision) },
     }
+}
 
-    /// Prepares the registration of a new name under the next number.
-    async fn assign_number(
-        &self,
-        key: &[u8],
-        name: &str,
-        details: &NodeDetails,
-    ) -> Result<(NodeRecord, Transaction), RegistryError> {
-        let counter = self.store.get(&Key::NextNode.bytes()).await?;
-        let unchanged = match &counter {
-            None => Condition::Absent { key: Key::NextNode.bytes() },
-            Some(entry) => Condition::Modified { key: Key::NextNode.bytes(), revision: entry.modified },
-        };
-        let next = counter.map_or(Ok(1), |entry| read_counter(&entry))?;
-        let node = NodeId(u16::try_from(next).map_err(|_| RegistryError::Full)?);
-        let epoch = Epoch(self.identity.epoch_base().0 + 1);
-        let record = NodeRecord { node, name: name.to_owned(), epoch, details: details.clone(), revision: 0 };
-        let conditions = vec![Condition::Absent { key: key.to_vec() }, unchanged];
-        let writes = vec![
-            Write::Put { key: key.to_vec(), value: encode(&record), lease: None },
-            Write::Put {
-                key: Key::NextNode.bytes(),
-                value: (next + 1).to_string().into_bytes(),
-                lease: None,
-            },
-        ];
-        Ok((record, Transaction { conditions, writes }))
+impl From<WriteRejection> for RegistryError {
+    fn from(rejection: WriteRejection) -> RegistryError {
+        match rejection {
+            WriteRejection::OtherStore => RegistryError::OtherStore,
+            WriteRejection::Busy => RegistryError::Busy,
+        }
     }
 }
 

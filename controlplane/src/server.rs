@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
-use reprise_controlplane_core::{Amounts, LivenessSettings, MemberPlace};
+use reprise_controlplane_core::{Amounts, LivenessSettings};
 use reprise_controlplane_store::{
-    EmbeddedStore, EtcdSettings, EtcdStore, KeyValue, MemoryStore, Store, StoreError, TimeToLive,
+    EmbeddedStore, EtcdSettings, EtcdStore, MemoryStore, Store, StoreError, TimeToLive,
 };
 use reprise_daemon::connections::ConnectionLimit;
 use reprise_daemon::http;
@@ -41,7 +41,7 @@ use crate::membership::MembershipService;
 use crate::metrics::Metrics;
 use crate::modes;
 use crate::placement::{PlacementParts, PlacementService};
-use crate::registry::{NODES_MAX, Registry, RegistryError};
+use crate::registry::{self, NODES_MAX, Registry, RegistryError};
 use crate::shards::Shards;
 use crate::store_keys::Family;
 use crate::store_watch;
@@ -131,7 +131,7 @@ impl ControlPlane {
         // Load modes before serving, so that a cordoned or draining node is not chosen right after the start.
         let modes = store.range(Family::Modes.prefix().as_bytes(), NODES_MAX).await;
         let modes = modes.context("cannot read the modes of nodes")?;
-        modes.entries.iter().for_each(|entry| learn_mode(&cluster, entry));
+        cluster.apply_modes(modes::RECORDS.listing(&modes));
 
         let workers = tokio::runtime::Handle::current().metrics().num_workers();
         let limits = ConnectionLimits::of(workers, &config.events)?;
@@ -341,20 +341,15 @@ async fn follow_slots(cluster: Arc<Cluster>, shards: Arc<Shards>) {
 
 /// Applies registrations with other members, and removals of nodes.
 async fn follow_nodes(store: Arc<dyn Store>, cluster: Arc<Cluster>) {
-    store_watch::follow(&store, Family::Nodes, NODES_MAX, |news| cluster.apply_store_update(news)).await;
-}
-
-fn learn_mode(cluster: &Cluster, entry: &KeyValue) {
-    match modes::read(entry) {
-        Ok((name, set)) => cluster.set_mode(name, set),
-        Err(error) => tracing::error!(%error, "ignoring an invalid mode record"),
-    }
+    store_watch::follow(&store, registry::RECORDS, |revision, update| {
+        cluster.apply_store_update(revision, update);
+    })
+    .await;
 }
 
 /// Applies mode changes from the store.
 async fn follow_modes(store: Arc<dyn Store>, cluster: Arc<Cluster>) {
-    let take = |entry: &KeyValue| learn_mode(&cluster, entry);
-    store_watch::follow(&store, Family::Modes, NODES_MAX, |news| news.entries().for_each(take)).await;
+    store_watch::follow(&store, modes::RECORDS, |_, update| cluster.apply_modes(update)).await;
 }
 
 async fn follow_tenants(tenants: Arc<Tenants>) {
@@ -368,14 +363,13 @@ async fn rebalance_ledgers(cluster: Arc<Cluster>, shards: Arc<Shards>, tenants: 
     let mut overcommitted = Amounts::default();
     loop {
         ticks.tick().await;
-        let certain = shards.certain_map().and_then(|view| Some((shards.incarnation(&view)?, view)));
-        match (certain, tenants.budgets()) {
-            (Some((incarnation, view)), Some(budgets)) => {
-                let nodes = cluster.known_nodes();
-                let place = MemberPlace { map: &view.map, name: shards.name(), incarnation };
-                cluster.ledgers.rebalance(cluster.now(), &place, &budgets, &nodes);
-            }
-            (None, _) | (_, None) => cluster.ledgers.drop_all(),
+        let (now, nodes, budgets) = (cluster.now(), cluster.known_nodes(), tenants.budgets());
+        let updated = shards.with_place(|place| {
+            let known = budgets.as_deref().map(|budgets| (place, budgets));
+            cluster.ledgers.update(now, known, &nodes);
+        });
+        if updated.is_none() {
+            cluster.ledgers.update(now, None, &nodes);
         }
         // Keep the last value while a node has not reported, so that an agent's restart does not log a
         // warning.

@@ -4,15 +4,10 @@
 //! |------------------|-------|
 //! | `members/<name>` | JSON: address, version of the program; bound to the lease of the process that wrote it |
 //!
-//! ```text
-//!   joining ──the name is free──► registered ──the lease is lost──► joining
-//!      ▲ │
-//!      └─┘ the name is taken: by another member, or by a former process of this one until its lease expires
-//! ```
+//! [`Joining`] decides how the entry is created and re-created.
 //!
-//! The map is a function of the entries under `members/` ([`ShardMap`]); every member computes it. Its epoch
-//! is a revision at which the list was current, so a higher epoch is a later list. A member's incarnation is
-//! the revision that created its entry, and increases with every registration under a name.
+//! The map is a function of the entries under `members/` ([`MemberList`]); every member computes it. A member's
+//! incarnation is the revision that created its entry, and increases with every registration under a name.
 //!
 //! A map has at most [`MEMBERS_MAX`] members. A member that finds so many others does not register, and logs
 //! an error. If several register at the same moment, those beyond the limit have no place in the map. All
@@ -23,14 +18,15 @@
 //!
 //! The contents of the slots are in [`crate::cluster`].
 
-use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
-use reprise_controlplane_core::Standing;
+use reprise_controlplane_core::joining::{JoinInput, JoinOutput, JoinRefusal, Joining, ListedName};
+use reprise_controlplane_core::store_writes::StoreIdentity;
+use reprise_controlplane_core::{Member, MemberList, MemberPlace, MemberView, Standing};
 use reprise_controlplane_store::{
-    Condition, Event, KeyValue, LeaseGuard, LeaseLoss, LeaseStatus, Outcome, Revision, Store, StoreError,
-    TimeToLive, Transaction, Write,
+    Condition, KeyValue, LeaseGuard, LeaseId, LeaseStatus, Outcome, Store, StoreError, TimeToLive,
+    Transaction, Write,
 };
 use reprise_policy::shards::{MEMBERS_MAX, MemberName, ShardMap};
 use reprise_policy::{Epoch, SlotSet};
@@ -40,18 +36,15 @@ use tokio::time::{Instant, sleep, timeout};
 
 use crate::identity::Identity;
 use crate::store_keys::{Family, Key};
-use crate::store_watch::{self, StoreUpdate};
+use crate::store_watch::{self, Records};
 
 /// Version that this member publishes in its entry.
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 /// Entries read at once: more than a map has, so that all members see the same first ones even if too many
 /// register.
 const RECORDS_MAX: usize = 4 * MEMBERS_MAX;
-/// Pause after a failed access to the store.
-const RETRY_AFTER: Duration = Duration::from_millis(250);
-/// Wait for a former process's lease, in lease durations: one, and one more because the store may expire it
-/// late.
-const FORMER_LEASE_FACTOR: u32 = 2;
+const RECORDS: Records<MemberName, Member> =
+    Records { family: Family::Members, limit: RECORDS_MAX, name, read };
 
 /// The members, and this member's registration.
 #[derive(Debug)]
@@ -83,28 +76,6 @@ pub enum MembersUpdate {
     Closing,
 }
 
-/// The members at an epoch.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MemberView {
-    /// Owner of each hash slot.
-    pub map: ShardMap,
-    /// Members in the order of the map.
-    pub members: Vec<Member>,
-}
-
-/// A registered control-plane member.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Member {
-    /// Unique name of the member.
-    pub name: MemberName,
-    /// `host:port` of its gRPC services.
-    pub address: String,
-    /// Increases with every registration under the name.
-    pub incarnation: u64,
-    /// Version of its program; empty if unknown.
-    pub version: String,
-}
-
 /// A member as stored.
 #[derive(Debug, Serialize, Deserialize)]
 struct MemberJson {
@@ -112,17 +83,6 @@ struct MemberJson {
     /// Empty for members that predate this field.
     #[serde(default)]
     version: String,
-}
-
-/// Outcome of an attempt to register.
-enum JoinOutcome {
-    /// Registered at this revision.
-    Registered(Revision),
-    NameTaken,
-    /// The store has another identity than at the start; this member is about to exit.
-    OtherStore,
-    /// The map is full.
-    Full,
 }
 
 impl Shards {
@@ -133,8 +93,8 @@ impl Shards {
         address: String,
         time_to_live: TimeToLive,
     ) -> Shards {
-        let empty = MemberView::of(Revision(0), &BTreeMap::new());
-        let updates = watch::Sender::new(MembersUpdate::Members(Arc::new(empty)));
+        let empty = MemberList::default().view().clone();
+        let updates = watch::Sender::new(MembersUpdate::Members(empty));
         Shards { store, identity, name, address, time_to_live, updates, registration: RwLock::new(None) }
     }
 
@@ -162,9 +122,15 @@ impl Shards {
         self.certain_incarnation().is_some()
     }
 
-    /// The map, if this member's place in it is certain at this instant; only then may it serve its slots.
-    pub fn certain_map(&self) -> Option<Arc<MemberView>> {
-        self.view().filter(|view| self.is_certain_in(view))
+    /// The map, if this member may answer with slots that were assigned by the map of `slots_epoch`.
+    pub fn answerable_map(&self, slots_epoch: Epoch) -> Option<Arc<MemberView>> {
+        self.view().filter(|view| self.standing(view).answers(slots_epoch))
+    }
+
+    /// Calls `act` with this member's place, if that is certain.
+    pub fn with_place<R>(&self, act: impl FnOnce(&MemberPlace<'_>) -> R) -> Option<R> {
+        let view = self.view()?;
+        self.standing(&view).place().map(|place| act(&place))
     }
 
     /// Whether this member's registration is certain now and part of the view. An older view is outdated.
@@ -174,7 +140,7 @@ impl Shards {
 
     /// Incarnation of this member in a view.
     pub fn incarnation(&self, view: &MemberView) -> Option<u64> {
-        view.find(&self.name).map(|own| own.incarnation)
+        view.incarnation(&self.name)
     }
 
     /// Slots to retain of those in `before`: the slots of this member or, while its registration is
@@ -219,118 +185,107 @@ impl Shards {
 
     /// Follows the members in the store; never returns.
     pub async fn follow(&self) {
-        let mut members = BTreeMap::new();
-        store_watch::follow(&self.store, Family::Members, RECORDS_MAX, |updates| {
-            match updates {
-                StoreUpdate::All(range) => {
-                    let all = range.entries.iter().filter_map(read);
-                    members = all.map(|member| (member.name.clone(), member)).collect();
-                }
-                StoreUpdate::Changes(batch) => {
-                    batch.events.iter().for_each(|event| apply(&mut members, event));
-                }
+        let mut list = MemberList::default();
+        store_watch::follow(&self.store, RECORDS, |revision, update| {
+            if let Some(view) = list.apply(revision.0, update, map) {
+                self.publish(view);
             }
-            self.publish(updates.revision(), &members);
         })
         .await;
     }
 
     /// Registers this member, and again whenever its lease is lost, until `stop`; then deletes the entry.
     pub async fn keep_registered(&self, mut stop: watch::Receiver<bool>) {
+        let (mut joining, first) = Joining::begin();
+        let (mut outputs, mut lease) = (vec![first], None);
         loop {
-            let joined = tokio::select! {
-                _ = stop.wait_for(|stop| *stop) => return,
-                joined = self.join() => joined,
+            let input = tokio::select! {
+                _ = stop.wait_for(|stop| *stop) => break,
+                input = self.carry_out(outputs, &mut lease) => input,
             };
-            match joined {
-                Ok((lease, incarnation)) => {
-                    tracing::info!(recovered = "member_not_registered", "member is registered again");
-                    if self.hold_lease(lease, incarnation, &mut stop).await == LeaseLoss::Released {
-                        return;
-                    }
-                }
-                Err(error) => {
-                    tracing::warn!(
-                        condition = "member_not_registered",
-                        %error,
-                        "cannot register this member; retrying"
-                    );
-                    sleep(RETRY_AFTER).await;
-                }
-            }
+            outputs = joining.on(input);
         }
-    }
-
-    /// Waits until the lease is lost, or releases it on `stop`.
-    async fn hold_lease(
-        &self,
-        lease: LeaseGuard,
-        incarnation: Revision,
-        stop: &mut watch::Receiver<bool>,
-    ) -> LeaseLoss {
-        self.set_registration(Some(Registration {
-            incarnation: incarnation.0,
-            lease_status: lease.status(),
-        }));
-        tracing::info!(name = %self.name, address = self.address, "member registered");
-        let loss = tokio::select! {
-            loss = lease.wait_lost() => loss,
-            _ = stop.wait_for(|stop| *stop) => LeaseLoss::Released,
-        };
         self.set_registration(None);
-        if loss == LeaseLoss::Released {
-            if let Err(error) = lease.release().await {
-                tracing::warn!(%error, "cannot release the registration; it will expire");
-            }
-        } else {
-            tracing::warn!(name = %self.name, %loss, "registration of this member lost; registering again");
-        }
-        loss
-    }
-
-    /// Creates this member's entry under a new lease, as soon as its name is free.
-    async fn join(&self) -> Result<(LeaseGuard, Revision), StoreError> {
-        loop {
-            let lease = LeaseGuard::grant(self.store.clone(), self.time_to_live).await?;
-            let former = lease.time_to_live().duration() * FORMER_LEASE_FACTOR;
-            match self.create_entry(&lease).await? {
-                JoinOutcome::Registered(revision) => return Ok((lease, revision)),
-                JoinOutcome::NameTaken => drop(lease),
-                JoinOutcome::OtherStore => {
-                    drop(lease);
-                    sleep(former).await;
-                    continue;
-                }
-                JoinOutcome::Full => {
-                    drop(lease);
-                    tracing::error!(
-                        name = %self.name,
-                        "the maximum of {MEMBERS_MAX} members is registered: waiting until another member stops"
-                    );
-                    sleep(former).await;
-                    continue;
-                }
-            }
-            let mut updates = self.watch();
-            let is_free = |updates: &MembersUpdate| match updates {
-                MembersUpdate::Members(view) => view.map.position(&self.name).is_none(),
-                MembersUpdate::Closing => true,
-            };
-            if timeout(former, updates.wait_for(is_free)).await.is_err() {
-                let address = self.view().and_then(|view| Some(view.find(&self.name)?.address.clone()));
-                tracing::error!(
-                    name = %self.name,
-                    address,
-                    "another member is registered under this name: set a unique member.name for each"
-                );
-            }
+        if let Some(lease) = lease
+            && let Err(error) = lease.release().await
+        {
+            tracing::warn!(%error, "cannot release the registration; it will expire");
         }
     }
 
-    async fn create_entry(&self, lease: &LeaseGuard) -> Result<JoinOutcome, StoreError> {
+    /// Carries out instructions; returns what follows. `held` is the present lease.
+    async fn carry_out(
+        &self,
+        outputs: Vec<JoinOutput<LeaseId>>,
+        held: &mut Option<LeaseGuard>,
+    ) -> JoinInput<LeaseId> {
+        for output in outputs {
+            match (output, held.as_ref()) {
+                (JoinOutput::Grant, _) => return self.grant(held).await,
+                (JoinOutput::CreateEntry(_), Some(lease)) => {
+                    return self.create_entry(lease).await.unwrap_or_else(|error| failed(&error));
+                }
+                (JoinOutput::Revoke(_), _) => drop(held.take()),
+                (JoinOutput::Incarnation(Some(incarnation)), Some(lease)) => {
+                    let lease_status = lease.status();
+                    self.set_registration(Some(Registration { incarnation, lease_status }));
+                    tracing::info!(recovered = "member_not_registered", "member is registered again");
+                    tracing::info!(name = %self.name, address = self.address, "member registered");
+                }
+                (JoinOutput::Incarnation(_) | JoinOutput::CreateEntry(_), _) => self.set_registration(None),
+                (JoinOutput::Wait(attempt, time), _) => {
+                    sleep(time).await;
+                    return JoinInput::WaitOver(attempt);
+                }
+                (JoinOutput::WaitForName(attempt, time), _) => {
+                    return self.wait_for_name(attempt, time).await;
+                }
+            }
+        }
+        // The entry is there: its lease is the only thing that can change.
+        let Some(lease) = held else { return std::future::pending().await };
+        let loss = lease.wait_lost().await;
+        tracing::warn!(name = %self.name, %loss, "registration of this member lost; registering again");
+        JoinInput::LeaseLost(lease.id())
+    }
+
+    async fn grant(&self, held: &mut Option<LeaseGuard>) -> JoinInput<LeaseId> {
+        match LeaseGuard::grant(self.store.clone(), self.time_to_live).await {
+            Ok(lease) => {
+                let lease = held.insert(lease);
+                JoinInput::Granted(lease.id(), lease.time_to_live().duration())
+            }
+            Err(error) => failed(&error),
+        }
+    }
+
+    /// Waits until this member's name is not in the list of members.
+    async fn wait_for_name(&self, attempt: u64, time: Duration) -> JoinInput<LeaseId> {
+        let mut updates = self.watch();
+        let is_free = |updates: &MembersUpdate| match updates {
+            MembersUpdate::Members(view) => view.map.position(&self.name).is_none(),
+            MembersUpdate::Closing => true,
+        };
+        if timeout(time, updates.wait_for(is_free)).await.is_ok() {
+            return JoinInput::NameFree;
+        }
+        let address = self.view().and_then(|view| Some(view.find(&self.name)?.address.clone()));
+        tracing::error!(
+            name = %self.name,
+            address,
+            "another member is registered under this name: set a unique member.name for each"
+        );
+        JoinInput::WaitOver(attempt)
+    }
+
+    async fn create_entry(&self, lease: &LeaseGuard) -> Result<JoinInput<LeaseId>, StoreError> {
         let others = self.store.range(Family::Members.prefix().as_bytes(), MEMBERS_MAX).await?;
         if others.entries.len() == MEMBERS_MAX {
-            return Ok(JoinOutcome::Full);
+            tracing::error!(
+                name = %self.name,
+                "the maximum of {MEMBERS_MAX} members is registered: waiting until another member stops"
+            );
+            return Ok(JoinInput::Refused(JoinRefusal::Full));
         }
         let key = Key::Record(Family::Members, self.name.as_str()).bytes();
         let stored = MemberJson { address: self.address.clone(), version: VERSION.to_owned() };
@@ -341,29 +296,26 @@ impl Shards {
             conditions: vec![self.identity.unchanged(), Condition::Absent { key: key.clone() }],
             writes: vec![Write::Put { key, value, lease: Some(lease.id()) }],
         };
-        Ok(match self.store.transact(transaction).await? {
-            Outcome::Committed(revision) => JoinOutcome::Registered(revision),
-            Outcome::Conflict if self.identity.is_current(self.store.as_ref()).await? => {
-                JoinOutcome::NameTaken
-            }
-            Outcome::Conflict => JoinOutcome::OtherStore,
-        })
+        if let Outcome::Committed(revision) = self.store.transact(transaction).await? {
+            return Ok(JoinInput::Created(revision.0));
+        }
+        let is_listed = self.view().is_some_and(|view| view.find(&self.name).is_some());
+        Ok(JoinInput::Refused(match self.identity.compare(self.store.as_ref()).await? {
+            StoreIdentity::Other => JoinRefusal::OtherStore,
+            StoreIdentity::Same if is_listed => JoinRefusal::NameTaken(ListedName::Listed),
+            StoreIdentity::Same => JoinRefusal::NameTaken(ListedName::Free),
+        }))
     }
 
-    /// Publishes a list of members, if it differs from the last one.
-    fn publish(&self, revision: Revision, members: &BTreeMap<MemberName, Member>) {
+    fn publish(&self, view: &Arc<MemberView>) {
         self.updates.send_if_modified(|updates| {
             let MembersUpdate::Members(known) = updates else { return false };
-            if known.members.iter().eq(members.values().take(MEMBERS_MAX)) {
-                return false;
-            }
-            let view = MemberView::of(revision, members);
             tracing::info!(
                 epoch = view.map.epoch().0,
                 members = view.members.len(),
                 "control-plane members changed"
             );
-            *known = Arc::new(view);
+            *known = view.clone();
             true
         });
     }
@@ -375,38 +327,23 @@ impl Shards {
     }
 }
 
-impl MemberView {
-    fn of(revision: Revision, members: &BTreeMap<MemberName, Member>) -> MemberView {
-        let names = members.keys().take(MEMBERS_MAX).cloned();
-        let map = ShardMap::new(Epoch(revision.0), names).expect("names are unique and within the limit");
-        MemberView { map, members: members.values().take(MEMBERS_MAX).cloned().collect() }
-    }
-
-    /// The member with this name.
-    pub fn find(&self, name: &MemberName) -> Option<&Member> {
-        self.map.position(name).map(|at| &self.members[usize::from(at.0)])
-    }
+fn failed(error: &StoreError) -> JoinInput<LeaseId> {
+    tracing::warn!(condition = "member_not_registered", %error, "cannot register this member; retrying");
+    JoinInput::Failed
 }
 
-fn apply(members: &mut BTreeMap<MemberName, Member>, event: &Event) {
-    match event {
-        Event::Put(entry) => {
-            if let Some(member) = read(entry) {
-                members.insert(member.name.clone(), member);
-            }
-        }
-        Event::Deleted { key, .. } => {
-            if let Some(name) = name_of(key) {
-                members.remove(&name);
-            }
-        }
-    }
+fn map(epoch: Epoch, names: Vec<MemberName>) -> Arc<ShardMap> {
+    Arc::new(ShardMap::new(epoch, names).expect("names are unique and within the limit"))
+}
+
+fn name(text: &str) -> Option<MemberName> {
+    MemberName::new(text).ok()
 }
 
 /// Decodes a member entry; logs and skips an invalid one.
 fn read(entry: &KeyValue) -> Option<Member> {
     let stored = serde_json::from_slice::<MemberJson>(&entry.value).ok();
-    match (name_of(&entry.key), stored) {
+    match (Family::Members.name(&entry.key).and_then(name), stored) {
         (Some(name), Some(MemberJson { address, version })) => {
             Some(Member { name, address, incarnation: entry.created.0, version })
         }
@@ -416,10 +353,6 @@ fn read(entry: &KeyValue) -> Option<Member> {
             None
         }
     }
-}
-
-fn name_of(key: &[u8]) -> Option<MemberName> {
-    MemberName::new(Family::Members.name(key)?).ok()
 }
 
 #[cfg(test)]

@@ -12,22 +12,23 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock};
 
-use reprise_controlplane_core::{Amounts, Budget};
-use reprise_controlplane_store::{
-    Condition, Event, KeyValue, Outcome, Store, StoreError, Transaction, Write,
-};
+use reprise_controlplane_core::store_writes::{ATTEMPTS_MAX, Unchanged, WriteAttempts, WriteRejection};
+use reprise_controlplane_core::{Amounts, Budget, RecordUpdate};
+use reprise_controlplane_store::{KeyValue, Outcome, Store, StoreError, Transaction, Write};
 use reprise_policy::TenantName;
 use reprise_policy::quota::{self, Quota, QuotaError};
 use reprise_policy::tenant::TENANTS_MAX;
 use serde::{Deserialize, Serialize};
 
 use crate::identity::Identity;
+use crate::registry::condition;
 use crate::store_keys::{Family, Key};
-use crate::store_watch::{self, StoreUpdate};
+use crate::store_watch::{self, Records};
 
 const CHANGED: &[u8] = b"tenants_changed";
-/// Attempts against concurrent changes. Each conflict means that another change succeeded.
-const ATTEMPTS_MAX: usize = 16;
+
+const RECORDS: Records<TenantName, Budget> =
+    Records { family: Family::Tenants, limit: TENANTS_MAX, name, read: |entry| Some(read(entry)?.1) };
 
 /// Selects the amount of one resource.
 type AmountOf = fn(&Amounts) -> u64;
@@ -74,6 +75,15 @@ pub enum TenantsError {
     Busy,
 }
 
+impl From<WriteRejection> for TenantsError {
+    fn from(rejection: WriteRejection) -> TenantsError {
+        match rejection {
+            WriteRejection::OtherStore => TenantsError::OtherStore,
+            WriteRejection::Busy => TenantsError::Busy,
+        }
+    }
+}
+
 /// A budget as stored.
 #[derive(Debug, Serialize, Deserialize)]
 struct BudgetJson {
@@ -91,8 +101,7 @@ impl Tenants {
 
     /// Follows the budgets in the store; never returns.
     pub async fn follow(&self) {
-        store_watch::follow(&self.store, Family::Tenants, TENANTS_MAX, |update| self.apply_update(update))
-            .await;
+        store_watch::follow(&self.store, RECORDS, |_, update| self.apply_update(update)).await;
     }
 
     /// All budgets; `None` until the store has been read.
@@ -149,11 +158,10 @@ impl Tenants {
         name: &TenantName,
         decide: impl Fn(&mut BTreeMap<TenantName, Budget>) -> Result<Write, TenantsError>,
     ) -> Result<(), TenantsError> {
-        for _ in 0..ATTEMPTS_MAX {
-            let before = match self.store.get(CHANGED).await? {
-                Some(entry) => Condition::Modified { key: CHANGED.to_vec(), revision: entry.modified },
-                None => Condition::Absent { key: CHANGED.to_vec() },
-            };
+        let mut attempts = WriteAttempts::default();
+        loop {
+            let changed_at = self.store.get(CHANGED).await?.map(|entry| Unchanged::At(entry.modified.0));
+            let before = condition(CHANGED.to_vec(), changed_at.unwrap_or(Unchanged::Absent));
             let range = self.store.range(Family::Tenants.prefix().as_bytes(), TENANTS_MAX).await?;
             let mut budgets: BTreeMap<TenantName, Budget> = range.entries.iter().filter_map(read).collect();
             let write = decide(&mut budgets)?;
@@ -164,35 +172,13 @@ impl Tenants {
                 tracing::info!(tenant = %name, revision = revision.0, "tenant budget changed");
                 return Ok(());
             }
-            if !self.identity.is_current(self.store.as_ref()).await? {
-                return Err(TenantsError::OtherStore);
-            }
+            attempts.retry(self.identity.compare(self.store.as_ref()).await?)?;
         }
-        Err(TenantsError::Busy)
     }
 
-    fn apply_update(&self, update: StoreUpdate<'_>) {
+    fn apply_update(&self, update: RecordUpdate<TenantName, Budget>) {
         let mut budgets = self.budgets.write().unwrap_or_else(PoisonError::into_inner);
-        let mut now = match (&update, budgets.as_deref()) {
-            (StoreUpdate::Changes(_), Some(known)) => known.clone(),
-            (StoreUpdate::Changes(_), None) | (StoreUpdate::All(_), _) => BTreeMap::new(),
-        };
-        match update {
-            StoreUpdate::All(range) => now.extend(range.entries.iter().filter_map(read)),
-            StoreUpdate::Changes(batch) => batch.events.iter().for_each(|event| apply(&mut now, event)),
-        }
-        *budgets = Some(Arc::new(now));
-    }
-}
-
-fn apply(budgets: &mut BTreeMap<TenantName, Budget>, event: &Event) {
-    match event {
-        Event::Put(entry) => budgets.extend(read(entry)),
-        Event::Deleted { key, .. } => {
-            if let Some(name) = name_of(key) {
-                budgets.remove(&name);
-            }
-        }
+        update.apply_to(Arc::make_mut(budgets.get_or_insert_default()));
     }
 }
 
@@ -227,14 +213,14 @@ fn key(name: &TenantName) -> Vec<u8> {
     Key::Record(Family::Tenants, name.as_str()).bytes()
 }
 
-fn name_of(key: &[u8]) -> Option<TenantName> {
-    Family::Tenants.name(key).filter(|name| !name.is_empty())?.parse().ok()
+fn name(text: &str) -> Option<TenantName> {
+    (!text.is_empty()).then_some(text)?.parse().ok()
 }
 
 /// Decodes a budget record; logs and skips an invalid one.
 fn read(entry: &KeyValue) -> Option<(TenantName, Budget)> {
     let stored = serde_json::from_slice::<BudgetJson>(&entry.value).ok();
-    match (name_of(&entry.key), stored) {
+    match (Family::Tenants.name(&entry.key).and_then(name), stored) {
         (Some(name), Some(BudgetJson { dram_reserved, dram_limit, nvme_reserved, nvme_limit })) => {
             let reserved = Amounts { dram: dram_reserved, nvme: nvme_reserved };
             let limit = Amounts { dram: dram_limit, nvme: nvme_limit };
@@ -337,8 +323,7 @@ mod tests {
     async fn reports_overcommitted_bytes_after_loss_of_capacity() {
         let tenants = tenants().await;
         tenants.set(&name("a"), budget(60, 200), CAPACITY).await.expect("there is room");
-        tenants
-            .apply_update(StoreUpdate::All(&tenants.store.range(b"tenants/", 10).await.expect("readable")));
+        tenants.apply_update(RECORDS.listing(&tenants.store.range(b"tenants/", 10).await.expect("readable")));
         assert_eq!(tenants.overcommitted(CAPACITY.expect("known")), Amounts::default());
         let half = Amounts { dram: 50, nvme: 500 };
         assert_eq!(tenants.overcommitted(half), Amounts { dram: 10, nvme: 0 });

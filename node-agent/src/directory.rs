@@ -59,7 +59,7 @@ use tonic::transport::Endpoint;
 
 use link::Link;
 use lookup_queue::{Lookup, LookupQueue};
-use members::{Links, Routes};
+use members::{Members, Routes};
 use nodes::NodeMap;
 pub(crate) use nodes::PeerNode;
 pub(crate) use placement::PlacementRequest;
@@ -202,10 +202,8 @@ struct Shared {
     start: Instant,
     settings: DirectorySettings,
     sink: DirectorySink,
-    /// Links to all members, including those that have just left the map.
-    links: watch::Sender<Links>,
-    /// The shard map; `None` before the first.
-    routes: watch::Sender<Option<Arc<Routes>>>,
+    /// Members of the control plane with their links, and the shard map.
+    members: watch::Sender<Members>,
     lookups: Mutex<LookupQueue>,
     lookups_changed: Notify,
     /// State to report; `None` before the core's first report.
@@ -222,6 +220,8 @@ struct Shared {
 #[derive(Default)]
 struct Counters {
     changes_announced: AtomicU64,
+    /// Superseded changes of closed links.
+    changes_superseded_before: AtomicU64,
     inventories_wanted: AtomicU64,
     registrations: AtomicU64,
     lookups_answered: AtomicU64,
@@ -359,8 +359,7 @@ impl Shared {
     fn new(settings: DirectorySettings, sink: DirectorySink) -> Shared {
         Shared {
             start: Instant::now(),
-            links: watch::Sender::new(Links::default()),
-            routes: watch::Sender::new(None),
+            members: watch::Sender::new(Members::default()),
             lookups: Mutex::new(LookupQueue::new(settings.lookups_max)),
             lookups_changed: Notify::new(),
             own: watch::Sender::new(None),
@@ -382,8 +381,13 @@ impl Shared {
 
     /// Returns the links to all members.
     fn links(&self) -> impl Iterator<Item = Arc<Link>> + use<> {
-        let links = self.links.borrow().clone();
+        let links: Vec<Arc<Link>> = self.members.borrow().links().cloned().collect();
         links.into_iter()
+    }
+
+    /// Returns the shard map with its links; `None` before the first.
+    fn routes(&self) -> Option<Arc<Routes>> {
+        self.members.borrow().routes().cloned()
     }
 
     fn lookups(&self) -> MutexGuard<'_, LookupQueue> {
@@ -418,7 +422,7 @@ impl Shared {
             beats_failed: count(&self.counters.beats_failed),
             ..DirectoryStatus::default()
         };
-        if let Some(routes) = &*self.routes.borrow() {
+        if let Some(routes) = self.routes() {
             status.members = routes.links().len() as u64;
             status.map_epoch = routes.epoch().0;
             status.members_connected = routes.links().iter().filter(|link| link.is_up()).count() as u64;
@@ -426,7 +430,7 @@ impl Shared {
         for link in self.links() {
             link.add_to(&mut status);
         }
-        status.changes_superseded += self.links.borrow().superseded();
+        status.changes_superseded += count(&self.counters.changes_superseded_before);
         status
     }
 }

@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use reprise_agent_core::event::Replica;
 use reprise_policy::{BlockKey, NodeId, SessionId, SlotSet, Tier};
 
+use crate::member::incarnations;
 use crate::network::Host;
 use crate::store::{Key, Prefix, Revision, Value};
 
@@ -144,7 +145,11 @@ impl Simulation {
     ) {
         let now = self.time(Host::Member(member));
         let running = self.members[member].as_ref().expect("the member was restarted");
-        assert_eq!(&running.view.members, registered, "member {member} does not know the members");
+        assert_eq!(
+            &incarnations(running.list.view()),
+            registered,
+            "member {member} does not know the members"
+        );
         assert!(running.certain_map(now).is_some(), "member {member} is not sure of its place");
         let (slots, size) = (running.directory.owned(), running.directory.size());
         assert!(owned.and(slots).is_empty(), "member {member} has slots of another");
@@ -190,9 +195,9 @@ impl Simulation {
     fn assert_agent_converged(&mut self, node: usize, number: NodeId) {
         let members = self.members.len();
         let client = self.client(node);
-        let routes = client.routes.as_ref().expect("the agent has a map");
-        assert_eq!(routes.links.len(), members, "node {node} does not know all members");
-        for link in &routes.links {
+        let routes = client.members.routes().expect("the agent has a map");
+        assert_eq!(routes.links().len(), members, "node {node} does not know all members");
+        for link in routes.links() {
             let link = &client.links[link];
             let (granted, up, of) = (link.granted(), link.is_up(), link.member);
             let registered = granted.is_some_and(|granted| granted.node == number);

@@ -1,8 +1,8 @@
 //! An agent's client of the control plane: the known members, a link to each, and the calls in flight.
 //!
 //! One member, called home, reports members and nodes. When home is silent, unsure of its place, or gone, the
-//! next member becomes home ([`Home`]). Links of members that have left the map are kept for a while, as in
-//! `node-agent/src/directory/members.rs`.
+//! next member becomes home. The production state machines decide ([`Home`], [`Members`]). Here are the calls,
+//! the delays, and the keep-alives of connections.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,16 +12,18 @@ use reprise_agent_core::announcer::Announcer;
 use reprise_agent_core::directives::Directives;
 use reprise_agent_core::effect::{LookupId, PlaceId};
 use reprise_agent_core::home::{Home, MemberListSource};
+use reprise_agent_core::members::{LINK_GRACE, Members};
 use reprise_agent_core::owner_query::{OwnerQuery, Part};
-use reprise_policy::shards::ShardMap;
+use reprise_policy::shards::MemberName;
 use reprise_policy::{Epoch, NodeId};
 
 use crate::link::{Link, LinkCall, LinkId};
 use crate::lookups::PendingLookup;
-use crate::messages::{CallId, MemberList, Message, NodeInfo, Reply, Request};
+use crate::member::{member_name, number_of_member};
+use crate::messages::{CallId, MemberListReply, Message, NodeInfo, Reply, Request};
 use crate::network::{Host, LineId};
 use crate::placement_requests::PendingPlacement;
-use crate::setup::{CALL_TIMEOUT, KEEP_ALIVE_EVERY, LINK_KEPT, Variant};
+use crate::setup::{CALL_TIMEOUT, KEEP_ALIVE_EVERY, Variant};
 use crate::simulation::{AgentStep, Simulation, take_where};
 
 /// The client of one agent; see the module.
@@ -29,7 +31,9 @@ use crate::simulation::{AgentStep, Simulation, take_where};
 pub(crate) struct Client {
     pub(crate) links: BTreeMap<LinkId, Link>,
     links_begun: u64,
-    pub(crate) routes: Option<Routes>,
+    pub(crate) members: Members<LinkId>,
+    /// Failure domain of the node, as far as the process knows.
+    pub(crate) failure_domain: String,
     calls: BTreeMap<CallId, Call>,
     calls_begun: u64,
     home: CurrentHome,
@@ -41,12 +45,7 @@ pub(crate) struct Client {
 }
 
 /// A map of slots, and the link to each of its members.
-#[derive(Clone, Debug)]
-pub(crate) struct Routes {
-    map: Arc<ShardMap>,
-    /// In the order of the map.
-    pub(crate) links: Vec<LinkId>,
-}
+pub(crate) type Routes = reprise_agent_core::members::Routes<LinkId>;
 
 /// The member that reports members and nodes.
 #[derive(Debug, Default)]
@@ -96,20 +95,8 @@ pub(crate) enum Purpose {
     Follow,
 }
 
-impl Routes {
-    /// Digest of the members in the map.
-    pub(crate) fn digest(&self) -> u64 {
-        self.map.digest()
-    }
-
-    /// Reports whether a link's member owns a hash slot.
-    pub(crate) fn owns(&self, link: LinkId, slot: u16) -> bool {
-        self.map.owner(slot).is_some_and(|owner| self.links[usize::from(owner.0)] == link)
-    }
-}
-
-fn source(list: &MemberList) -> MemberListSource {
-    let MemberList { epoch, ref members, registered, .. } = *list;
+fn source(list: &MemberListReply) -> MemberListSource {
+    let MemberListReply { epoch, ref members, registered, .. } = *list;
     MemberListSource { epoch, members: members.len(), registered }
 }
 
@@ -119,9 +106,8 @@ pub(crate) fn ask_owners<A: Clone>(
     query: &mut OwnerQuery<LinkId, A>,
     can_ask: impl Fn(LinkId) -> bool,
 ) -> Vec<(LinkId, Part)> {
-    let parts = query.ask(routes.map(|routes| &*routes.map));
-    let link_of =
-        |part: Part| (routes.expect("only a map has owners").links[usize::from(part.owner.0)], part);
+    let parts = query.ask(routes.map(Routes::map));
+    let link_of = |part: Part| (*routes.expect("only a map has owners").link(part.owner), part);
     let mut parts: Vec<(LinkId, Part)> = parts.into_iter().map(link_of).collect();
     parts.sort_by_key(|(link, _)| *link);
     parts.retain(|(link, part)| {
@@ -148,7 +134,8 @@ impl Client {
     }
 
     /// Starts the client; `turn` selects different homes for different agents.
-    pub(crate) fn begin(&mut self, turn: usize) {
+    pub(crate) fn begin(&mut self, turn: usize, failure_domain: String) {
+        self.failure_domain = failure_domain;
         self.home.choice = Home::new(turn);
     }
 
@@ -158,7 +145,10 @@ impl Client {
             !matches!(
                 call.of,
                 Purpose::Follow
-                    | Purpose::Link(_, LinkCall::Beat { .. } | LinkCall::Register | LinkCall::Report { .. })
+                    | Purpose::Link(
+                        _,
+                        LinkCall::Beat { .. } | LinkCall::Register { .. } | LinkCall::Report { .. }
+                    )
             )
         };
         self.calls.values().filter(ends).count()
@@ -167,10 +157,6 @@ impl Client {
     /// Reports whether a member answers and knows this node.
     pub(crate) fn is_connected(&self) -> bool {
         self.links.values().any(Link::is_up)
-    }
-
-    fn link_to(&self, member: usize) -> Option<LinkId> {
-        self.links.iter().find(|(_, link)| link.member == member).map(|(id, _)| *id)
     }
 }
 
@@ -277,7 +263,7 @@ impl Simulation {
     pub(crate) fn follow_home(&mut self, node: usize) {
         let configured = 0..self.members.len();
         let client = self.client(node);
-        let of_map = client.routes.iter().flat_map(|routes| &routes.links);
+        let of_map = client.members.routes().into_iter().flat_map(|routes| routes.links());
         let of_map = of_map.filter_map(|link| client.links.get(link)).map(|link| link.member);
         let home = &mut client.home;
         let member = home.choice.choose(of_map, configured).expect("members are configured");
@@ -341,7 +327,7 @@ impl Simulation {
         }
     }
 
-    fn home_lists(&mut self, node: usize, list: &MemberList) {
+    fn home_lists(&mut self, node: usize, list: &MemberListReply) {
         let now = self.time(Host::Node(node));
         let client = self.client(node);
         let home = &mut client.home;
@@ -350,7 +336,7 @@ impl Simulation {
         if let Some(time) = home.choice.doubt(now).filter(|_| !doubted) {
             self.later(node, time, AgentStep::HomeUnsure { attempt });
         }
-        let known = self.client(node).routes.as_ref().map(|routes| routes.map.epoch());
+        let known = self.client(node).members.epoch();
         if source(list).applies_from_home(known) {
             self.take_list(node, list);
         }
@@ -359,55 +345,59 @@ impl Simulation {
     // ---- the map ------------------------------------------------------------------------------------------
 
     /// Takes over the list of a member that has a newer map.
-    fn learn_list(&mut self, node: usize, list: &MemberList) {
-        let known = self.client(node).routes.as_ref().map(|routes| routes.map.epoch());
+    fn learn_list(&mut self, node: usize, list: &MemberListReply) {
+        let known = self.client(node).members.epoch();
         if source(list).applies_if_fetched(known) {
             self.take_list(node, list);
         }
     }
 
     /// Takes over a list of members.
-    fn take_list(&mut self, node: usize, list: &MemberList) {
+    fn take_list(&mut self, node: usize, list: &MemberListReply) {
         let map = self.map_of(list.epoch, list.members.iter().map(|(name, _)| *name));
-        let links: Vec<LinkId> = list.members.iter().map(|(name, _)| self.link_or_new(node, *name)).collect();
+        // All members keep their addresses.
+        let names = list.members.iter().map(|(name, _)| (member_name(*name), String::new()));
         let client = self.client(node);
-        if client.routes.as_ref().is_some_and(|known| *known.map == *map && known.links == links) {
-            return;
+        let (begun, mut opened) = (&mut client.links_begun, Vec::new());
+        let open = |name: &MemberName, _: &str| {
+            let id = LinkId(*begun);
+            *begun += 1;
+            opened.push((id, number_of_member(name)));
+            Some(id)
+        };
+        let Ok(applied) = client.members.apply(names, open, |_| Ok::<_, std::convert::Infallible>(map));
+        opened.into_iter().for_each(|(id, member)| self.open_link(node, id, member));
+        let Some(mut unused) = applied else { return };
+        // In the order in which they were opened.
+        unused.left.sort_unstable();
+        for link in unused.left {
+            self.later(node, LINK_GRACE, AgentStep::CloseIfGone(link));
         }
-        let gone: Vec<LinkId> = client.links.keys().filter(|id| !links.contains(id)).copied().collect();
-        client.routes = Some(Routes { map, links: links.clone() });
-        gone.into_iter().for_each(|link| self.later(node, LINK_KEPT, AgentStep::CloseIfGone(link)));
         // A member that has lost slots would report that with its next heartbeat; a request is sooner.
-        for id in links {
-            if let Some(link) = self.client(node).links.get_mut(&id) {
+        let routes = self.client(node).members.routes().expect("just applied").clone();
+        for id in routes.links() {
+            if let Some(link) = self.client(node).links.get_mut(id) {
                 link.announcer.outbox_mut().invalidate_slots();
-                self.pump(node, id);
+                self.pump(node, *id);
             }
         }
     }
 
-    fn link_or_new(&mut self, node: usize, member: usize) -> LinkId {
+    fn open_link(&mut self, node: usize, id: LinkId, member: usize) {
         let limit = match self.setup.variant {
             Variant::UnboundedQueue => usize::MAX,
             _ => self.setup.changes_queued_max,
         };
-        let client = self.client(node);
-        if let Some(known) = client.link_to(member) {
-            return known;
-        }
-        let id = LinkId(client.links_begun);
-        client.links_begun += 1;
-        client.links.insert(id, Link::new(member, Announcer::new(limit)));
-        self.later(node, Duration::ZERO, AgentStep::Register(id));
+        let domain = self.client(node).failure_domain.clone();
+        self.client(node).links.insert(id, Link::new(member, Announcer::new(limit), domain));
+        self.later(node, Duration::ZERO, AgentStep::Register { link: id, request: 0 });
         self.later(node, Duration::ZERO, AgentStep::Report(id));
-        id
     }
 
     /// Closes a link whose member has not returned.
     pub(crate) fn close_if_gone(&mut self, node: usize, id: LinkId) {
         let client = self.client(node);
-        let back = client.routes.as_ref().is_some_and(|routes| routes.links.contains(&id));
-        if back {
+        if !client.members.end_grace(&id) {
             return;
         }
         let Some(link) = client.links.remove(&id) else { return };

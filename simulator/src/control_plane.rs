@@ -1,8 +1,8 @@
 //! Members as servers: calls of agents, and updates for their followers.
 //!
-//! As the services of the binary, `controlplane/src/{membership,directory,cluster}.rs` and
-//! `placement/reports.rs`. Followers get the list of all nodes shortly after a change; the binary sends each
-//! change.
+//! What a call changes is decided by production code, in `member.rs`. Here are the messages, the audits of every
+//! answer, and the periodic tasks. Followers get the list of all nodes shortly after a change; the binary sends
+//! each change.
 
 use std::time::Duration;
 
@@ -26,7 +26,9 @@ impl Simulation {
         let reply = match request {
             // The registration is written to the store first; the member's memory follows when the store has
             // answered.
-            Request::Register { name } => return self.register_node(member, name, from),
+            Request::Register { name, domain } => {
+                return self.register_node(member, (name, domain), from);
+            }
             Request::Beat { node, epoch } => self.handle_heartbeat(member, node, epoch),
             Request::Slots { node, epoch } => {
                 Reply::SlotStatus(self.member(member).slot_status(node, epoch).map(Box::new))
@@ -89,7 +91,7 @@ impl Simulation {
 
     fn members_now(&mut self, member: usize) -> Reply {
         let now = self.time(Host::Member(member));
-        Reply::Members(self.member(member).list(now).into())
+        Reply::Members(self.member(member).member_list(now).into())
     }
 
     // ---- followers ----------------------------------------------------------------------------------------
@@ -97,7 +99,7 @@ impl Simulation {
     fn follow(&mut self, member: usize, from: (LineId, CallId)) {
         let list = self.members_now(member);
         self.reply_to(from, list);
-        let nodes = Reply::Nodes(self.member(member).nodes());
+        let nodes = Reply::Nodes(self.member(member).node_list());
         self.reply_to(from, nodes);
         self.member(member).followers.push(from);
     }
@@ -118,8 +120,9 @@ impl Simulation {
         self.audit_directory(member);
     }
 
-    pub(crate) fn nodes_changed(&mut self, member: usize) {
-        if !std::mem::replace(&mut self.member(member).notifies_nodes, true) {
+    pub(crate) fn notify_if_nodes_changed(&mut self, member: usize) {
+        let running = self.member(member);
+        if running.take_nodes_changed() && !std::mem::replace(&mut running.notifies_nodes, true) {
             self.member_later(member, NOTIFY_NODES_AFTER, MemberStep::NotifyNodes);
         }
     }
@@ -127,7 +130,7 @@ impl Simulation {
     pub(crate) fn notify_nodes(&mut self, member: usize) {
         let running = self.member(member);
         running.notifies_nodes = false;
-        let (followers, nodes) = (running.followers.clone(), running.nodes());
+        let (followers, nodes) = (running.followers.clone(), running.node_list());
         followers.into_iter().for_each(|follower| self.reply_to(follower, Reply::Nodes(nodes.clone())));
     }
 
@@ -139,7 +142,7 @@ impl Simulation {
         let reply = Reply::Registered { node: record.node, epoch: record.epoch };
         let newest = self.member(member).registered(now, record);
         self.audit_directory(member);
-        self.nodes_changed(member);
+        self.notify_if_nodes_changed(member);
         self.reply_to(from, if newest { reply } else { Reply::Unavailable });
     }
 

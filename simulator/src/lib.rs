@@ -41,18 +41,14 @@
 //! The contents of a block are one number per layer, and its checksums are functions of that number. Every
 //! reader can therefore verify the contents without moving bytes.
 //!
-//! The agent's conversation with the control plane is decided by production state machines, which run here as
-//! they run in the agent (docs/adr/0009). The steps of other code that uses futures and sockets are still
-//! reproduced:
+//! The agent's conversation with the control plane, and a member's with the store, are decided by production state
+//! machines, which run here as they run there (docs/adr/0009). The simulation keeps the contracts of
+//! the layers below:
 //!
 //! | here | there |
 //! |---|---|
-//! | `client.rs` | `node-agent/src/directory/members.rs` |
-//! | `member.rs`, `control_plane.rs` | `controlplane/src/{cluster,directory,membership,server}.rs` |
-//! | `member/placement.rs`, `member/ledgers.rs` | `controlplane/src/{placement/places,placement/reports,cluster/node_selection,server}.rs` |
-//! | `membership.rs`, `membership/` | `controlplane/src/{identity,registry,shards,store_watch,modes,tenants}.rs` |
 //! | `store.rs`, `store_process.rs` | the contract of `controlplane/store`, with the behaviour of etcd |
-//! | `peers.rs`, `offers.rs` | `node-agent/transport`, `node-agent/src/executor.rs` (offers) |
+//! | `peers.rs`, `offers.rs` | the contract of `node-agent/transport` |
 //!
 //! The simulation is as deterministic as the cores: no clock, no threads, no environment. The caller provides
 //! threads to run many seeds.

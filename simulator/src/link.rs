@@ -32,6 +32,10 @@ pub(crate) struct Link {
     pub(crate) member: usize,
     pub(crate) announcer: Announcer,
     registrar: Registrar,
+    /// Counts the registrations that were requested: each replaces the one before.
+    requested: u64,
+    /// Counts the waits for a replacement, and their ends.
+    awaited: u64,
     /// Heartbeats of the current registration.
     heartbeats: Option<Heartbeats>,
     /// Connection for everything except heartbeats.
@@ -45,7 +49,7 @@ pub(crate) struct Link {
 /// A call of a link.
 #[derive(Clone, Debug)]
 pub(crate) enum LinkCall {
-    Register,
+    Register { request: u64, domain: String },
     Beat { epoch: Epoch },
     Slots { epoch: Epoch },
     Update(Arc<Batch>),
@@ -53,12 +57,14 @@ pub(crate) enum LinkCall {
 }
 
 impl Link {
-    pub(crate) fn new(member: usize, announcer: Announcer) -> Link {
+    /// Creates a link of a node in this failure domain, whose first registration is requested.
+    pub(crate) fn new(member: usize, announcer: Announcer, domain: String) -> Link {
         Link {
             member,
             announcer,
-            // All nodes are in one failure domain, which does not change.
-            registrar: Registrar::new(String::new()),
+            registrar: Registrar::new(domain),
+            requested: 0,
+            awaited: 0,
             heartbeats: None,
             line: None,
             beat_line: None,
@@ -118,7 +124,10 @@ impl Simulation {
         let random = self.rng.next() as u32;
         let Some(link) = self.link(node, id) else { return };
         match *of {
-            LinkCall::Register => self.on_registrar(node, id, Input::Refused, random),
+            LinkCall::Register { request, .. } if request == link.requested => {
+                self.on_registrar(node, id, Input::Refused, random);
+            }
+            LinkCall::Register { .. } => {}
             LinkCall::Beat { epoch } => {
                 let member = link.member;
                 let input = Input::Heartbeat { epoch, result: Heartbeat::Failed };
@@ -138,9 +147,11 @@ impl Simulation {
         let (id, of) = of;
         let Some(link) = self.link(node, id) else { return };
         match (of, reply) {
-            (LinkCall::Register, Reply::Registered { node: number, epoch }) => {
-                let granted = Granted { node: number, epoch, heartbeat_every: BEAT_EVERY };
-                self.on_registrar(node, id, Input::Granted { granted, domain: String::new() }, 0);
+            (LinkCall::Register { request, domain }, Reply::Registered { node: number, epoch }) => {
+                if request == link.requested {
+                    let granted = Granted { node: number, epoch, heartbeat_every: BEAT_EVERY };
+                    self.on_registrar(node, id, Input::Granted { granted, domain }, 0);
+                }
             }
             (LinkCall::Beat { epoch }, Reply::Heartbeat { known, version }) => {
                 link.announcer.outbox_mut().note_version(link.outlived.unwrap_or(epoch), version);
@@ -168,10 +179,28 @@ impl Simulation {
 
     // ---- registration -------------------------------------------------------------------------------------
 
-    pub(crate) fn register(&mut self, node: usize, id: LinkId) {
-        if self.link(node, id).is_some() {
-            let request = (Request::Register { name: node }, CALL_TIMEOUT);
-            self.call_member(node, id, LinkCall::Register, request);
+    pub(crate) fn register(&mut self, node: usize, id: LinkId, request: u64) {
+        if self.link(node, id).is_some_and(|link| link.requested == request) {
+            let domain = self.client(node).failure_domain.clone();
+            let body = Request::Register { name: node, domain: domain.clone() };
+            self.call_member(node, id, LinkCall::Register { request, domain }, (body, CALL_TIMEOUT));
+        }
+    }
+
+    /// Handles a change of the node's failure domain.
+    pub(crate) fn domain_changed(&mut self, node: usize) {
+        let random = self.rng.next() as u32;
+        let domain = self.nodes[node].failure_domain.clone();
+        self.client(node).failure_domain.clone_from(&domain);
+        let links: Vec<LinkId> = self.client(node).links.keys().copied().collect();
+        links.into_iter().for_each(|id| self.on_registrar(node, id, Input::Domain(domain.clone()), random));
+    }
+
+    /// Ends the wait for the replacement of a registration that has ended.
+    pub(crate) fn replacement_overdue(&mut self, node: usize, id: LinkId, awaited: u64) {
+        let random = self.rng.next() as u32;
+        if self.link(node, id).is_some_and(|link| link.awaited == awaited) {
+            self.on_registrar(node, id, Input::Overdue, random);
         }
     }
 
@@ -190,11 +219,15 @@ impl Simulation {
         let now = self.time(Host::Node(node));
         let Some(link) = self.link(node, id) else { return };
         for output in link.registrar.on(now, input) {
+            let link = self.client(node).links.get_mut(&id).expect("only the client removes links");
             match output {
-                Output::Register(pause) => self.later(node, pause.draw(random), AgentStep::Register(id)),
+                Output::Register(pause) => {
+                    link.requested += 1;
+                    let (link, request) = (id, link.requested);
+                    self.later(node, pause.draw(random), AgentStep::Register { link, request });
+                }
                 Output::Registered(granted) => self.registered_with(node, id, granted),
                 Output::Lost(..) => {
-                    let link = self.client(node).links.get_mut(&id).expect("only the client removes links");
                     link.heartbeats = None;
                     if link.outlived.is_none() {
                         link.announcer.outbox_mut().unregister();
@@ -202,8 +235,12 @@ impl Simulation {
                 }
                 // The state is read when it is needed.
                 Output::UpChanged => {}
-                Output::Replacing(_) | Output::AwaitReplacement => {
-                    unreachable!("the failure domain does not change")
+                Output::Replacing(_) => self.count("registrations replaced"),
+                Output::AwaitReplacement => {
+                    link.awaited += 1;
+                    let step = AgentStep::ReplacementOverdue { link: id, awaited: link.awaited };
+                    self.later(node, CALL_TIMEOUT, step);
+                    self.count("replacements awaited");
                 }
             }
         }
@@ -217,6 +254,7 @@ impl Simulation {
             link.outlived = keeps.then_some(granted.epoch);
         }
         link.heartbeats = Some(Heartbeats::new(granted));
+        link.awaited += 1;
         self.count("registrations");
         self.beat(node, id, granted.epoch);
         self.pump(node, id);

@@ -49,7 +49,7 @@ impl Simulation {
     fn ask_owners(&mut self, node: usize, lookup: LookupId) -> bool {
         let client = self.client(node);
         let pending = client.lookups.get_mut(&lookup).expect("the lookup is in progress");
-        let parts = ask_owners(client.routes.as_ref(), &mut pending.query, |link| {
+        let parts = ask_owners(client.members.routes().map(|routes| &**routes), &mut pending.query, |link| {
             client.links.get(&link).is_some_and(Link::is_up)
         });
         let is_asked = !parts.is_empty();

@@ -1,10 +1,9 @@
 //! A member of the control plane: its volatile memory, and its decisions.
 //!
-//! The work of the binary's services around the cores is done here in the same order. A lookup with its two
-//! checks of the map is as in `controlplane/src/directory.rs`, registrations and expiry as in `cluster.rs`.
-//! Its standing and the schedule of its lease are production code. Its calls to the store are in `membership.rs`, those of agents in
-//! `control_plane.rs`, placement, modes and moves in `member/placement.rs`. The binary's locks, partitions
-//! and streams are not reproduced.
+//! The parts, the order in which they change ([`member_parts`]) and the rules are production code. Here are their
+//! memory, the flaws that are injected between them, and what the audits need to know. Calls to the store are in
+//! `membership.rs`, those of agents in `control_plane.rs`, placement, modes and moves in `member/placement.rs`.
+//! The binary's locks, partitions and streams are not reproduced.
 
 mod ledgers;
 mod placement;
@@ -15,20 +14,21 @@ use std::sync::Arc;
 use reprise_agent_core::event::Replica;
 use reprise_agent_core::outbox::{self, Answer, Batch};
 use reprise_controlplane_core::{
-    Changes, Directory, HeartbeatResult, LivenessEvent, LivenessSettings, LookupResult, ModeRecord, Modes,
-    NodeLiveness, NodeRecord, NodeTable, Opening, RebalanceRound, SlotStatus, Standing, Update,
-    UpdateOutcome,
+    Changes, Directory, HeartbeatResult, LivenessSettings, LookupResult, MemberList, MemberParts, MemberView,
+    ModeRecord, Modes, NodeEnd, NodeEvent, NodeRecord, NodeTable, Opening, RebalanceRound, RecordUpdate,
+    SlotStatus, Standing, Update, UpdateOutcome, member_parts,
 };
 use reprise_policy::lease_schedule::LeaseSchedule;
 use reprise_policy::shards::{MemberName, ShardMap};
 use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tick};
 
 use crate::membership::{Membership, StoreConnection};
-use crate::messages::{CallId, LookupAnswer, MemberList, NodeInfo};
+use crate::messages::{CallId, LookupAnswer, MemberListReply, NodeInfo};
 use crate::network::LineId;
 use crate::setup::{DEAD_AFTER, FORGET_AFTER, Variant};
 use crate::store::{LeaseId, Revision};
 use ledgers::Tenancy;
+pub(crate) use placement::node_name;
 
 /// Number of table entries that one sweep of the directory checks.
 const SWEEP_PLACES: usize = 1 << 12;
@@ -37,14 +37,12 @@ const SWEEP_PLACES: usize = 1 << 12;
 #[derive(Debug)]
 pub(crate) struct Member {
     pub(crate) name: usize,
-    members: NodeTable,
+    nodes: NodeTable,
     pub(crate) directory: Directory,
-    /// Latest known list of members.
-    pub(crate) view: View,
+    /// The members as followed from the store.
+    pub(crate) list: MemberList,
     /// Epoch of the map from which the directory's slots are derived.
     slots_epoch: Epoch,
-    /// Incarnation of this member's entry in the store.
-    pub(crate) registration: Option<Revision>,
     pub(crate) lease: Option<MemberLease>,
     pub(crate) joining: Membership,
     pub(crate) talk: StoreConnection,
@@ -52,8 +50,8 @@ pub(crate) struct Member {
     pub(crate) followers: Vec<(LineId, CallId)>,
     /// An update of the nodes is scheduled for the followers.
     pub(crate) notifies_nodes: bool,
-    /// Hosts of the nodes that have a record.
-    hosts: BTreeMap<NodeId, usize>,
+    /// The node table has changes of which followers are not notified.
+    nodes_changed: bool,
     /// Modes of nodes, and the pairs of nodes that move blocks while this member decides that.
     modes: Modes,
     moves: RebalanceRound,
@@ -74,14 +72,6 @@ pub(crate) struct Member {
     variant: Variant,
 }
 
-/// The members at an epoch.
-#[derive(Clone, Debug)]
-pub(crate) struct View {
-    /// Name and incarnation of each member.
-    pub(crate) members: BTreeMap<usize, Revision>,
-    pub(crate) map: Arc<ShardMap>,
-}
-
 /// A lease that is kept alive.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MemberLease {
@@ -96,12 +86,14 @@ pub(crate) fn member_name(member: usize) -> MemberName {
     MemberName::new(&format!("m{member:03}")).expect("a printable name")
 }
 
-impl View {
-    /// Creates an empty view, for the time before the store has answered.
-    pub(crate) fn empty() -> View {
-        let map = ShardMap::new(Epoch(0), []).expect("an empty map");
-        View { members: BTreeMap::new(), map: Arc::new(map) }
-    }
+/// Returns the incarnations of the members in a view.
+pub(crate) fn incarnations(view: &MemberView) -> BTreeMap<usize, Revision> {
+    view.members.iter().map(|member| (number_of_member(&member.name), member.incarnation)).collect()
+}
+
+/// Returns the member with a name.
+pub(crate) fn number_of_member(name: &MemberName) -> usize {
+    name.as_str()[1..].parse().expect("the name of a member contains its number")
 }
 
 impl Member {
@@ -110,17 +102,16 @@ impl Member {
         let settings = LivenessSettings { dead_after: DEAD_AFTER, forget_after: FORGET_AFTER };
         Member {
             name,
-            members: NodeTable::new(settings),
+            nodes: NodeTable::new(settings),
+            nodes_changed: false,
             directory: Directory::new(),
-            view: View::empty(),
+            list: MemberList::default(),
             slots_epoch: Epoch(0),
-            registration: None,
             lease: None,
             joining: Membership::default(),
             talk: StoreConnection::default(),
             followers: Vec::new(),
             notifies_nodes: false,
-            hosts: BTreeMap::new(),
             modes: Modes::default(),
             moves: RebalanceRound::default(),
             reported_modes: BTreeMap::new(),
@@ -137,90 +128,85 @@ impl Member {
     // ---- its place among the members ----------------------------------------------------------------------
 
     /// Returns this member's incarnation while its lease is certain to live.
-    fn certain_incarnation(&self, now: Tick) -> Option<Revision> {
+    fn certain_incarnation(&self, now: Tick) -> Option<u64> {
         let lease = self.lease?;
         let certain = now < lease.schedule.deadline() || self.variant == Variant::AnswersAfterLease;
-        self.registration.filter(|_| certain)
+        self.joining.incarnation().filter(|_| certain)
     }
 
     /// Returns the map if this member's place in it is certain: only then may the member answer for its
     /// slots.
-    pub(crate) fn certain_map(&self, now: Tick) -> Option<&View> {
-        self.standing(now, &member_name(self.name)).is_certain().then_some(&self.view)
+    pub(crate) fn certain_map(&self, now: Tick) -> Option<&Arc<MemberView>> {
+        self.standing(now, &member_name(self.name)).is_certain().then_some(self.list.view())
+    }
+
+    /// Returns the map of the latest known list of members.
+    fn map(&self) -> &ShardMap {
+        &self.list.view().map
     }
 
     fn standing<'a>(&'a self, now: Tick, name: &'a MemberName) -> Standing<'a> {
-        let (listed, held) = (self.view.members.get(&self.name).copied(), self.certain_incarnation(now));
-        Standing { map: &self.view.map, name, listed, held }
+        let (listed, held) = (self.list.view().incarnation(name), self.certain_incarnation(now));
+        Standing { map: self.map(), name, listed, held }
     }
 
     /// Sets the directory's slots after a change of the member's place, or of its knowledge of members.
     pub(crate) fn update_owned_slots(&mut self, now: Tick) {
         let kept = self.standing(now, &member_name(self.name)).retained_slots(self.directory.owned());
-        self.slots_epoch = self.view.map.epoch();
+        self.slots_epoch = self.map().epoch();
         self.directory.set_owned_slots(&kept);
         self.ended.values_mut().for_each(|ended| *ended = ended.and(&kept));
     }
 
-    pub(crate) fn list(&self, now: Tick) -> MemberList {
-        let members = self.view.members.iter().map(|(name, incarnation)| (*name, *incarnation)).collect();
+    pub(crate) fn member_list(&self, now: Tick) -> MemberListReply {
+        let members = incarnations(self.list.view()).into_iter().collect();
         let (answering, registered) = (self.name, self.certain_map(now).is_some());
-        MemberList { epoch: self.view.map.epoch(), members, answering, registered }
+        MemberListReply { epoch: self.map().epoch(), members, answering, registered }
     }
 
     // ---- nodes --------------------------------------------------------------------------------------------
 
     /// Restores nodes from the store: absent until they register, and expected for a while.
-    pub(crate) fn restore(&mut self, records: Vec<NodeRecord>) {
-        for record in records {
-            self.hosts.insert(record.node, machine_of(&record));
-            self.directory.expect_node(record.node);
-            self.ended.insert(record.node, SlotSet::EMPTY);
-            self.members.restore(record);
-        }
+    pub(crate) fn restore(&mut self, records: Vec<NodeRecord>, revision: Revision) {
+        member_parts::restore(self, records, revision);
     }
 
     /// Stops expecting nodes that have not registered.
     pub(crate) fn drop_absent(&mut self) {
-        let absent = self.members.iter().filter(|(_, state)| *state == NodeLiveness::Absent);
-        let absent: Vec<NodeId> = absent.map(|(record, _)| record.node).collect();
-        for node in absent {
-            self.directory.stop_expecting(node);
-            self.ended.remove(&node);
-        }
+        member_parts::stop_expecting_absent(self);
     }
 
     /// Handles a registration that was written to the store; returns whether it is the newest.
     pub(crate) fn registered(&mut self, now: Tick, record: NodeRecord) -> bool {
-        let (node, epoch) = (record.node, record.epoch);
-        if self.directory.register(node, self.epoch(record.epoch)) {
-            self.ended.insert(node, SlotSet::EMPTY);
-        }
-        self.hosts.insert(node, machine_of(&record));
-        let newest = self.members.register(now, record).is_ok();
+        let node = record.node;
+        let newest = member_parts::register(self, now, record).is_ok();
         if newest {
             self.last_seen.insert(node, now);
-            self.register_shares(node, epoch);
         }
         newest
     }
 
     pub(crate) fn beat(&mut self, now: Tick, node: NodeId, epoch: Epoch) -> bool {
-        let known = self.members.heartbeat(now, node, epoch) != HeartbeatResult::Unknown;
+        let known = member_parts::heartbeat(self, now, node, epoch) != HeartbeatResult::Unknown;
         if known {
             self.last_seen.insert(node, now);
         }
         known
     }
 
-    /// Handles a registration at some member; returns whether the node's host is new.
-    pub(crate) fn learn(&mut self, record: NodeRecord) -> bool {
-        let news = self.hosts.insert(record.node, machine_of(&record)).is_none();
-        self.members.learn(record) || news
+    /// Handles node records from the store.
+    pub(crate) fn apply_nodes(&mut self, revision: Revision, update: RecordUpdate<String, NodeRecord>) {
+        member_parts::apply_records(self, revision, update);
     }
 
-    pub(crate) fn nodes(&self) -> Arc<[NodeInfo]> {
-        self.hosts.iter().map(|(node, host)| NodeInfo { node: *node, host: *host }).collect()
+    /// Reports whether the nodes have changed since the last call.
+    pub(crate) fn take_nodes_changed(&mut self) -> bool {
+        std::mem::take(&mut self.nodes_changed)
+    }
+
+    pub(crate) fn node_list(&self) -> Arc<[NodeInfo]> {
+        let info = |record: &NodeRecord| NodeInfo { node: record.node, host: machine_of(record) };
+        self.nodes.iter().map(|(record, _)| info(record)).collect()
     }
 
     /// Expires silent nodes; returns the time of the next check.
@@ -228,17 +214,7 @@ impl Member {
         if self.variant == Variant::LookupsNameDeadNodes {
             return None;
         }
-        for event in self.members.expire(now) {
-            match event {
-                LivenessEvent::Forgotten(node, epoch) => {
-                    self.directory.forget(node, self.epoch(epoch));
-                    self.ended.remove(&node);
-                    self.forget_shares(node);
-                }
-                LivenessEvent::Died(node) => self.node_died(node),
-            }
-        }
-        self.members.next_deadline()
+        member_parts::expire(self, now)
     }
 
     /// Removes a part of the outdated entries.
@@ -284,15 +260,14 @@ impl Member {
 
     /// Answers a lookup for its own slots, if its place is certain.
     pub(crate) fn lookup(&mut self, now: Tick, keys: &[BlockKey], requester: Option<NodeId>) -> LookupAnswer {
-        let map_epoch = self.view.map.epoch();
-        let follows = self.slots_epoch == map_epoch || self.variant == Variant::AnswersBetweenMaps;
-        if self.certain_map(now).is_none() || !follows {
+        let map_epoch = self.map().epoch();
+        if !self.answers(now) {
             let elsewhere = (0..keys.len() as u32).collect();
             return LookupAnswer { found: vec![Vec::new(); keys.len()], elsewhere, partial: 0, map_epoch };
         }
         self.expire(now);
         let mut found = LookupResult::default();
-        self.directory.lookup(keys, &self.members.live(), requester, &mut found);
+        self.directory.lookup(keys, &self.nodes.live(), requester, &mut found);
         let of = |index| {
             found
                 .of(index)
@@ -312,6 +287,15 @@ impl Member {
         }
     }
 
+    /// Reports whether this member may answer for its slots.
+    fn answers(&self, now: Tick) -> bool {
+        let slots_epoch = match self.variant {
+            Variant::AnswersBetweenMaps => self.map().epoch(),
+            _ => self.slots_epoch,
+        };
+        self.standing(now, &member_name(self.name)).answers(slots_epoch)
+    }
+
     /// Reports whether an expected node has not completed its inventory of a key's slot.
     pub(crate) fn silent_about(&self, key: &BlockKey) -> bool {
         self.ended.values().any(|ended| !ended.has_key(key))
@@ -320,6 +304,62 @@ impl Member {
     /// Returns the registration's epoch for the directory; an injected flaw uses a constant.
     fn epoch(&self, epoch: Epoch) -> Epoch {
         if self.variant == Variant::RegistrationKeepsDirectory { Epoch(1) } else { epoch }
+    }
+}
+
+impl MemberParts for Member {
+    fn nodes<R>(&mut self, act: impl FnOnce(&mut NodeTable) -> (R, Vec<NodeEvent>)) -> R {
+        let (result, events) = act(&mut self.nodes);
+        for event in events {
+            match event {
+                NodeEvent::Registered { .. } | NodeEvent::Learned(_) | NodeEvent::Removed(_) => {
+                    self.nodes_changed = true;
+                }
+                NodeEvent::Died(node) if self.variant == Variant::DeadNodeGrantsReused => {
+                    self.tenancy.ledgers.forget(node);
+                }
+                // Followers here do not get the liveness of nodes.
+                NodeEvent::Died(_) | NodeEvent::Returned(_) | NodeEvent::Forgotten(..) => {}
+            }
+        }
+        result
+    }
+
+    fn begin_inventory(&mut self, node: NodeId, epoch: Epoch) {
+        if self.directory.register(node, self.epoch(epoch)) {
+            self.ended.insert(node, SlotSet::EMPTY);
+        }
+    }
+
+    fn end_inventory(&mut self, node: NodeId, epoch: Epoch, end: NodeEnd) {
+        self.directory.forget(node, self.epoch(epoch));
+        if end == NodeEnd::Removed {
+            self.directory.stop_expecting(node);
+        }
+        self.ended.remove(&node);
+    }
+
+    fn expect_nodes(&mut self, nodes: &[NodeId]) {
+        for node in nodes {
+            self.directory.expect_node(*node);
+            self.ended.insert(*node, SlotSet::EMPTY);
+        }
+    }
+
+    fn stop_expecting(&mut self, nodes: &[NodeId]) {
+        for node in nodes {
+            self.directory.stop_expecting(*node);
+            self.ended.remove(node);
+        }
+    }
+
+    fn register_grants(&mut self, node: NodeId, epoch: Epoch) {
+        self.tenancy.ledgers.register(node, epoch);
+    }
+
+    fn forget_grants(&mut self, node: NodeId) {
+        self.tenancy.ledgers.forget(node);
+        self.tenancy.given_up.push(node);
     }
 }
 

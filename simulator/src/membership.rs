@@ -1,38 +1,35 @@
-//! A member and the store: start, list of members, lease, change of the store's identity, registration of
-//! nodes.
+//! A member's process at the store: its start and end, its connection, its calls and their timeouts.
 //!
 //! ```text
-//!   start ── identity ──► records, modes ──► serving:  follow members, modes │ hold a lease and an entry │ watch the identity
+//!   start ── identity ──► nodes, modes ──► serving:  follow records │ hold a lease and an entry │ watch the identity
 //!     └── the store does not answer: the process ends, and the next one begins
 //! ```
 //!
-//! The order of requests is that of the binary: `controlplane/src/identity.rs` (start, watch), `registry.rs`
-//! (register), `shards.rs` (follow, hold), `store_watch.rs`, `tenants.rs`, `modes.rs` (records), `server.rs`
-//! (start, end). A process that ends is restarted, as by Kubernetes.
-//!
-//! Not reproduced: concurrent reads of two keys are one request; node numbers never run out.
+//! Production state machines decide about records (`store_watch.rs`), the entry (`member_entry.rs`) and writes
+//! (`writes.rs`). A process that ends is restarted, as by Kubernetes. Not reproduced: further attempts to read
+//! the state at the start.
 
 mod member_entry;
-mod modes;
-mod registry;
 mod store_watch;
+mod writes;
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use reprise_controlplane_core::NodeRecord;
+use reprise_controlplane_core::joining::{JoinInput, Joining};
+use reprise_controlplane_core::record_watch::{IdentityAnswer, IdentityCall, RecordCall, WatchEnd};
+use reprise_controlplane_core::store_writes::NodeRegistration;
 use reprise_policy::Tick;
 
 use crate::member::Member;
 use crate::messages::{CallId, Message, StoreReply, StoreRequest};
 use crate::network::{Host, LineId};
 use crate::random_faults::Repair;
-use crate::setup::{BEAT_EVERY, EXPECTED_FOR, STORE_RETRY_AFTER, STORE_TIMEOUT, TIME_TO_LIVE, Variant};
+use crate::setup::{BEAT_EVERY, EXPECTED_FOR, STORE_TIMEOUT, TIME_TO_LIVE};
 use crate::simulation::{Action, Simulation, take_where};
 use crate::store::{Condition, Entry, Key, LeaseId, Prefix, Revision, Value, Write};
-use modes::ModeOrder;
-use registry::RegistrationAttempt;
-use store_watch::RecordKind;
+use store_watch::{RecordKind, Records, node_record};
+use writes::{ModeOrder, RegistrationAttempt};
 
 /// Connection to the store, and the calls on it.
 #[derive(Debug, Default)]
@@ -52,12 +49,15 @@ pub(crate) struct Membership {
     identity: Option<Identity>,
     /// Revision of the store at the last check of its identity.
     seen: Revision,
-    /// Counts the attempts to join: events of earlier attempts are ignored.
-    attempt: u64,
-    /// Its name is taken: the member waits until the name is free, or a timeout.
-    waits: bool,
-    /// Members as reported by the watch so far.
-    listed: BTreeMap<usize, Revision>,
+    /// The member's entry in the list of members; `None` before it serves.
+    entry: Option<Joining<LeaseId>>,
+}
+
+impl Membership {
+    /// Returns the incarnation of the member's entry.
+    pub(crate) fn incarnation(&self) -> Option<u64> {
+        self.entry.as_ref().and_then(Joining::incarnation)
+    }
 }
 
 /// Identity of the store.
@@ -82,21 +82,20 @@ enum Purpose {
     IdentityOf(u32),
     CreateIdentity,
     Records,
-    FollowRange,
-    FollowWatch,
     Grant,
-    Put(LeaseId),
-    PutRefused(LeaseId),
+    Put,
+    PutRefused,
     KeepAlive(LeaseId),
     Revoke,
     IdentityRange,
     IdentityWatch(Revision),
     Registered(RegistrationAttempt),
-    Register(RegistrationAttempt, Box<NodeRecord>),
+    Register(RegistrationAttempt, Box<NodeRegistration>),
     IsOfStore(RegistrationAttempt),
     ModesAtStart,
     ModeBefore(ModeOrder),
     ModePut(ModeOrder),
+    ModeOfStore(ModeOrder),
     Follow(RecordKind),
     Watch(RecordKind),
     SetBudget,
@@ -115,8 +114,7 @@ pub(crate) enum MemberStep {
     Join {
         attempt: u64,
     },
-    /// Reads the members again.
-    Follow,
+    /// Lists records again.
     FollowRecords(RecordKind),
     /// Update of the ledgers.
     Rebalance,
@@ -138,7 +136,7 @@ impl MemberStep {
             MemberStep::Timeout(call) => 1 + (call.0 << 8),
             MemberStep::Lease { id, check } => 2 + (id.0 << 8) + (check << 32),
             MemberStep::Join { attempt } => 3 + (attempt << 8),
-            MemberStep::Follow => 4,
+            MemberStep::FollowRecords(RecordKind::Members) => 4,
             MemberStep::Identity => 5,
             MemberStep::DropAbsent => 6,
             MemberStep::Expire => 7,
@@ -208,16 +206,10 @@ impl Simulation {
                     self.check_lease(member, id);
                 }
             }
-            MemberStep::Join { attempt } if attempt == self.member(member).joining.attempt => {
-                self.join(member);
-            }
-            MemberStep::Join { .. } => {}
-            MemberStep::Follow => {
-                self.ask_store(member, Purpose::FollowRange, StoreRequest::Range(Prefix::Members));
-            }
-            MemberStep::FollowRecords(of) => self.follow_records(member, of),
+            MemberStep::Join { attempt } => self.join(member, JoinInput::WaitOver(attempt)),
+            MemberStep::FollowRecords(of) => self.follow_records(member, of, RecordCall::first()),
             MemberStep::Rebalance => self.rebalance(member),
-            MemberStep::Identity => self.check_identity(member),
+            MemberStep::Identity => self.follow_identity(member, IdentityCall::Read(Duration::ZERO)),
             MemberStep::DropAbsent => {
                 self.member(member).drop_absent();
                 self.audit_directory(member);
@@ -277,36 +269,21 @@ impl Simulation {
             | Purpose::CreateIdentity
             | Purpose::Records
             | Purpose::ModesAtStart => self.end_member(member),
-            Purpose::FollowRange | Purpose::FollowWatch => {
-                self.member_later(member, STORE_RETRY_AFTER, MemberStep::Follow);
-            }
             Purpose::IdentityRange | Purpose::IdentityWatch(_) => {
-                self.member_later(member, STORE_RETRY_AFTER, MemberStep::Identity);
+                self.follow_identity(member, IdentityCall::after(IdentityAnswer::Failed));
             }
-            Purpose::Grant => self.join_later(member, STORE_RETRY_AFTER),
-            Purpose::Put(lease) | Purpose::PutRefused(lease) => {
-                self.revoke_lease(member, lease);
-                self.join_later(member, STORE_RETRY_AFTER);
-            }
-            Purpose::KeepAlive(id) => {
-                let goes_on = self.setup.variant == Variant::AnswersAfterLease;
-                let now = self.time(Host::Member(member));
-                if let Some(lease) = self.member(member).lease.as_mut().filter(|lease| lease.id == id) {
-                    lease.schedule.fail(now);
-                    if now < lease.schedule.deadline() || !goes_on {
-                        return self.check_lease(member, id);
-                    }
-                    lease.checks += 1;
-                    let check = lease.checks;
-                    self.member_later(member, STORE_RETRY_AFTER, MemberStep::Lease { id, check });
-                }
-            }
+            Purpose::Grant | Purpose::Put | Purpose::PutRefused => self.join(member, JoinInput::Failed),
+            Purpose::KeepAlive(id) => self.keep_alive_failed(member, id),
             Purpose::Follow(of) | Purpose::Watch(of) => {
-                self.member_later(member, STORE_RETRY_AFTER, MemberStep::FollowRecords(of));
+                self.follow_records(member, of, RecordCall::after(WatchEnd::Failed));
             }
             // The operator gets an error, and may try again.
-            Purpose::Revoke | Purpose::SetBudget | Purpose::ModeBefore(_) | Purpose::ModePut(_) => {}
-            Purpose::Registered(of) | Purpose::Register(of, _) | Purpose::IsOfStore(of) => {
+            Purpose::Revoke
+            | Purpose::SetBudget
+            | Purpose::ModeBefore(_)
+            | Purpose::ModePut(_)
+            | Purpose::ModeOfStore(_) => {}
+            Purpose::Registered(ref of) | Purpose::Register(ref of, _) | Purpose::IsOfStore(ref of) => {
                 self.refuse(of);
             }
         }
@@ -317,8 +294,15 @@ impl Simulation {
         let talk = &mut self.member(member).talk;
         if let StoreReply::Changes { revision, changes } = reply {
             if let Some(pending) = talk.watches.get(&call) {
-                let of = pending.of.clone();
-                self.on_changes(member, &of, revision, &changes);
+                match pending.of {
+                    Purpose::Watch(of) => {
+                        self.apply_records(member, of, revision, Records::Changes(&changes));
+                    }
+                    Purpose::IdentityWatch(_) => {
+                        self.follow_identity(member, IdentityCall::after(IdentityAnswer::Changed));
+                    }
+                    ref of => unreachable!("unexpected watch: {of:?}"),
+                }
             }
             return;
         }
@@ -357,24 +341,24 @@ impl Simulation {
                 }
                 None => self.end_member(member),
             },
-            (Purpose::Records, StoreReply::Range { entries, .. }) => self.load_node_records(member, &entries),
+            (Purpose::Records, StoreReply::Range { revision, entries }) => {
+                self.load_node_records(member, revision, &entries);
+            }
             (Purpose::ModesAtStart, StoreReply::Range { entries, .. }) => {
-                entries.iter().for_each(|(key, entry)| self.record_put(member, *key, entry));
+                self.apply_records(member, RecordKind::Modes, 0, Records::All(&entries));
                 self.begin_serving(member);
             }
             (Purpose::ModeBefore(order), StoreReply::Entries(entries)) => {
                 self.mode_read(member, order, &entries[0]);
             }
             (Purpose::ModePut(order), StoreReply::Transacted(result)) => self.mode_put(member, order, result),
-            (Purpose::FollowRange, StoreReply::Range { revision, entries }) => {
-                self.members_listed(member, revision, &entries);
+            (Purpose::ModeOfStore(order), StoreReply::Entries(entries)) => {
+                self.set_mode_again(member, order, &entries[0]);
             }
-            // The changes since then were compacted: read the range again at once.
-            (Purpose::FollowWatch, StoreReply::Compacted) => self.follow_again(member),
             (Purpose::Grant, StoreReply::Granted(id)) => self.granted_lease(member, id, requested_at),
-            (Purpose::Put(id), StoreReply::Transacted(result)) => self.put(member, id, result),
-            (Purpose::PutRefused(id), StoreReply::Entries(entries)) => {
-                self.put_refused(member, id, &entries[0]);
+            (Purpose::Put, StoreReply::Transacted(result)) => self.put(member, result),
+            (Purpose::PutRefused, StoreReply::Entries(entries)) => {
+                self.put_refused(member, &entries[0]);
             }
             (Purpose::KeepAlive(id), StoreReply::Kept { lives }) => {
                 self.kept_alive(member, id, requested_at, lives);
@@ -385,22 +369,22 @@ impl Simulation {
             }
             (Purpose::IdentityWatch(revision), StoreReply::Compacted) => {
                 self.member(member).joining.seen = revision;
-                self.member_later(member, STORE_RETRY_AFTER, MemberStep::Identity);
+                self.follow_identity(member, IdentityCall::after(IdentityAnswer::Failed));
             }
             (Purpose::Registered(of), StoreReply::Entries(entries)) => {
                 self.register_in_store(member, of, &entries);
             }
-            (Purpose::Register(of, record), StoreReply::Transacted(result)) => match result {
-                Ok(_) => self.registered(member, *record, of.from()),
-                Err(_) => self.check_same_store(member, of),
-            },
+            (Purpose::Register(of, registration), StoreReply::Transacted(result)) => {
+                self.node_written(member, (of, *registration), result);
+            }
             (Purpose::IsOfStore(of), StoreReply::Entries(entries)) => {
                 self.register_again(member, of, &entries[0]);
             }
             (Purpose::Follow(of), StoreReply::Range { revision, entries }) => {
-                self.records_listed(member, of, revision, &entries);
+                self.apply_records(member, of, revision, Records::All(&entries));
+                self.follow_records(member, of, RecordCall::after_list(revision));
             }
-            (Purpose::Watch(of), StoreReply::Compacted) => self.follow_records(member, of),
+            (Purpose::Watch(of), StoreReply::Compacted) => self.records_compacted(member, of),
             (Purpose::SetBudget, StoreReply::Transacted(_)) => {}
             (of, reply) => unreachable!("unexpected answer to {of:?}: {reply:?}"),
         }
@@ -427,12 +411,9 @@ impl Simulation {
         self.member(member).joining.identity.expect("read before anything else")
     }
 
-    fn load_node_records(&mut self, member: usize, records: &[(Key, Entry)]) {
-        let record = |(_, entry): &(Key, Entry)| match &entry.value {
-            Value::Node(record) => NodeRecord::clone(record),
-            other => unreachable!("unexpected value of a node record: {other:?}"),
-        };
-        self.member(member).restore(records.iter().map(record).collect());
+    fn load_node_records(&mut self, member: usize, revision: Revision, records: &[(Key, Entry)]) {
+        let records = records.iter().map(|(_, entry)| node_record(entry)).collect();
+        self.member(member).restore(records, revision);
         self.ask_store(member, Purpose::ModesAtStart, StoreRequest::Range(Prefix::Modes));
     }
 
@@ -441,32 +422,12 @@ impl Simulation {
         self.member(member).joining.serving = true;
         self.member_later(member, BEAT_EVERY, MemberStep::Expire);
         self.member_later(member, EXPECTED_FOR, MemberStep::DropAbsent);
-        self.ask_store(member, Purpose::FollowRange, StoreRequest::Range(Prefix::Members));
-        self.follow_records(member, RecordKind::Nodes);
-        self.follow_records(member, RecordKind::Tenants);
-        self.follow_records(member, RecordKind::Modes);
-        self.rebalance(member);
-        self.join(member);
-        self.check_identity(member);
-    }
-
-    // ---- replacement of the store -------------------------------------------------------------------------
-
-    fn check_identity(&mut self, member: usize) {
-        let prefix = Prefix::IdentityOf(self.identity(member).number);
-        self.ask_store(member, Purpose::IdentityRange, StoreRequest::Range(prefix));
-    }
-
-    fn identity_read(&mut self, member: usize, revision: Revision, entries: &[(Key, Entry)]) {
-        let identity = self.identity(member);
-        let same = entries.first().is_some_and(|(_, entry)| entry.modified == identity.revision);
-        if !same || revision < self.member(member).joining.seen {
-            self.count("stores found replaced");
-            return self.end_member(member);
+        for of in [RecordKind::Members, RecordKind::Nodes, RecordKind::Tenants, RecordKind::Modes] {
+            self.follow_records(member, of, RecordCall::first());
         }
-        let prefix = Prefix::IdentityOf(identity.number);
-        let watch = StoreRequest::Watch { prefix, from: revision + 1 };
-        self.ask_store(member, Purpose::IdentityWatch(revision), watch);
+        self.rebalance(member);
+        self.begin_joining(member);
+        self.follow_identity(member, IdentityCall::Read(Duration::ZERO));
     }
 }
 

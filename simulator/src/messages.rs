@@ -31,6 +31,7 @@ pub(crate) enum Message {
 pub(crate) enum Request {
     Register {
         name: usize,
+        domain: String,
     },
     Beat {
         node: NodeId,
@@ -91,7 +92,7 @@ pub(crate) enum Reply {
     Found(LookupAnswer),
     /// `None`: the member knows a newer registration.
     Placed(Option<Box<PlacementAnswer>>),
-    Members(Arc<MemberList>),
+    Members(Arc<MemberListReply>),
     Nodes(Arc<[NodeInfo]>),
     /// `None`: the member does not know the registration.
     Reported(Option<NodeReportReply>),
@@ -137,7 +138,7 @@ pub(crate) struct Direction {
 
 /// The members of the control plane, as known to one of them.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct MemberList {
+pub(crate) struct MemberListReply {
     pub(crate) epoch: Epoch,
     /// Names and incarnations, in order.
     pub(crate) members: Vec<(usize, Revision)>,

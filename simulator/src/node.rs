@@ -71,6 +71,8 @@ const CLOCK_GRAIN: Duration = Duration::from_micros(2);
 /// A node; see the module.
 #[derive(Debug)]
 pub(crate) struct Node {
+    /// Failure domain of the node; empty if unknown.
+    pub(crate) failure_domain: String,
     pub(crate) process: Option<Process>,
     pub(crate) disks: Vec<Disk>,
     /// Blocks that were reported durable and not withdrawn.
@@ -126,6 +128,7 @@ impl Node {
         let disk =
             |device: usize| Disk::format(setup.disk_bytes, device as u8, index as u64 * 1000 + device as u64);
         Node {
+            failure_domain: String::new(),
             process: None,
             disks: (0..setup.disks).map(disk).collect(),
             reported_durable: BTreeSet::new(),
@@ -190,7 +193,8 @@ impl Simulation {
         // No link is registered yet, so nothing is sent: the simulation learns the core's blocks.
         self.apply(node, Event::InventoryWanted { slots: Box::new(SlotSet::ALL) });
         self.report_state(node);
-        self.client(node).begin(node);
+        let domain = self.nodes[node].failure_domain.clone();
+        self.client(node).begin(node, domain);
         self.later(node, Duration::ZERO, AgentStep::Follow);
     }
 

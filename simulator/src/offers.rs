@@ -1,9 +1,9 @@
 //! Offers of blocks between agents: sending, answers, losses, deadlines.
 //!
-//! As `node-agent/src/executor.rs` (`offer`, `offered`) and the offers of `node-agent/transport`. Offers use
-//! the connections of fetches; an offer without an answer fails at its deadline, or with its connection. An
-//! offer names a tenant. An agent that does not know the name, or does not know the offering node, refuses
-//! the offer.
+//! The contract is that of the offers of `node-agent/transport`, with the names that `node-agent/src/executor.rs`
+//! resolves. Offers use the connections of fetches; an offer without an answer fails at its deadline, or with its
+//! connection. An offer names a tenant. An agent that does not know the name, or does not know the offering node,
+//! refuses the offer. When and what to offer is decided by the core.
 //!
 //! Not reproduced: cancelling. The other core answers at once, and a late answer is dropped.
 

@@ -285,7 +285,7 @@ impl Simulation {
         }
         let variant = self.setup.variant;
         let client = self.client(node);
-        let from = owner(client.routes.as_ref(), link, REBALANCER_SLOT);
+        let from = owner(client.members.routes().map(|routes| &**routes), link, REBALANCER_SLOT);
         let reply = ReplyDirectives { mode_revision: Some(set.revision), order: given, from };
         let NewDirectives { mode_number, order } = client.directions.receive(epoch, reply);
         let ignored = match variant {

@@ -51,7 +51,7 @@ impl Simulation {
         let client = self.client(node);
         let pending = client.placements.get_mut(&place).expect("the request is in progress");
         let is_up = |link: &Link| link.is_up() && link.granted().is_some();
-        let parts = ask_owners(client.routes.as_ref(), &mut pending.query, |link| {
+        let parts = ask_owners(client.members.routes().map(|routes| &**routes), &mut pending.query, |link| {
             client.links.get(&link).is_some_and(is_up)
         });
         let is_asked = !parts.is_empty();

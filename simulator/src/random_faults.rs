@@ -10,8 +10,9 @@ use crate::disk::{Disk, Health};
 use crate::memory::is_rotten;
 use crate::memory::verified;
 use crate::network::Host;
+use crate::rng::Rng;
 use crate::setup::layout_of;
-use crate::simulation::{Action, Simulation};
+use crate::simulation::{Action, AgentStep, Simulation};
 
 /// The end of a fault.
 #[derive(Clone, Copy, Debug)]
@@ -25,6 +26,13 @@ pub(crate) enum Repair {
     Heal(Host, Host),
     Disk(usize, usize),
 }
+
+/// Simulations with changes of failure domains, and the interval of the changes.
+const DOMAINS_PERMILLE: u64 = 125;
+const DOMAIN_EVERY_MS: std::ops::Range<u64> = 100..2000;
+/// Distinguishes the random numbers of these changes from all others of the seed. With this number, the seeds that
+/// found bugs have no such changes, and so play the same runs as before.
+const DOMAINS_STREAM: u64 = 0xd03a_1e53;
 
 /// End of an agent's process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,6 +72,29 @@ impl Simulation {
             79..84 if runs => self.kill_engine(node),
             84.. => self.store_fault(),
             _ => {}
+        }
+    }
+
+    /// Begins changes of failure domains in some simulations.
+    pub(crate) fn begin_domain_changes(&mut self, seed: u64) {
+        self.domains = Rng::new(seed ^ DOMAINS_STREAM);
+        if self.domains.chance(DOMAINS_PERMILLE) {
+            let delay = self.domains.millis(DOMAIN_EVERY_MS);
+            self.after(delay, Action::Domain);
+        }
+    }
+
+    /// Changes the failure domain of a node, and draws the next change.
+    pub(crate) fn change_domain(&mut self) {
+        if self.calm {
+            return;
+        }
+        let delay = self.domains.millis(DOMAIN_EVERY_MS);
+        self.after(delay, Action::Domain);
+        let node = self.domains.below(self.nodes.len());
+        self.nodes[node].failure_domain = self.domains.one_of(&["", "a", "b"]).to_owned();
+        if self.nodes[node].process.is_some() {
+            self.later(node, Duration::ZERO, AgentStep::DomainChanged);
         }
     }
 

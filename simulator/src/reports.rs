@@ -2,8 +2,8 @@
 //! and the grants in the answers. Their schedule, the reported tenant data and the choice of accepted grants
 //! are production code.
 //!
-//! A report contains the core's last state, which `node-agent/src/core_loop.rs` requests once a second: a
-//! report is up to two seconds old when it arrives.
+//! A report contains the core's last state, which the simulation takes once a second, less often than agents do.
+//! So a report is up to two seconds old when it arrives.
 
 use std::time::Duration;
 
@@ -23,8 +23,8 @@ use crate::setup::Variant;
 use crate::simulation::{AgentStep, Simulation};
 use crate::tenants::{tenant_name, tenant_of_name};
 
-/// As `core_loop.rs`: interval at which the core reports its state.
-const TELL_EVERY: Duration = Duration::from_secs(1);
+/// Interval at which the core reports its state; longer than in agents, so that reports are older.
+const STATE_EVERY: Duration = Duration::from_secs(1);
 /// Maximum time of a grant in the core's inbox, in microseconds.
 const INBOX_US_MAX: u64 = 20_000;
 
@@ -59,7 +59,7 @@ impl Simulation {
     pub(crate) fn report_state(&mut self, node: usize) {
         let process = self.process(node);
         process.state = StateSnapshot::of(&process.core);
-        self.later(node, TELL_EVERY, AgentStep::ReportState);
+        self.later(node, STATE_EVERY, AgentStep::ReportState);
     }
 
     /// Handles the due time of a report.
@@ -76,7 +76,7 @@ impl Simulation {
         let Some(granted) = link.reporting.send(link.granted()) else { return };
         let report = self.process(node).state.report();
         let (number, tenants) = self.tenant_report(node, id);
-        let map_digest = self.client(node).routes.as_ref().map_or(0, Routes::digest);
+        let map_digest = self.client(node).members.routes().map_or(0, |routes| routes.digest());
         let body = NodeReportBody { node: granted.node, epoch: granted.epoch, report, tenants, map_digest };
         let of = LinkCall::Report { epoch: granted.epoch, number };
         self.call_member(node, id, of, (Request::Report(Box::new(body)), REPORT_TIMEOUT));
@@ -86,10 +86,10 @@ impl Simulation {
     fn tenant_report(&mut self, node: usize, id: LinkId) -> (ReportNumber, Vec<ReportedTenant>) {
         let variant = self.setup.variant;
         let process = self.process(node);
-        let routes = process.client.routes.clone();
+        let routes = process.client.members.routes().cloned();
         let owner = |tenant: &TenantName| match variant {
             Variant::ReportToOtherOwnerCounts => SlotOwner::ThisMember,
-            _ => owner(routes.as_ref(), id, tenant.hash_slot()),
+            _ => owner(routes.as_deref(), id, tenant.hash_slot()),
         };
         let names: Vec<TenantName> =
             process.state.tenants.iter().map(|usage| tenant_name(usage.tenant)).collect();
@@ -127,7 +127,8 @@ impl Simulation {
         };
         let grant = Grant { tenant: tenant_of_name(&order.tenant), version: order.version, dram, nvme };
         let process = self.process(node);
-        let owner = owner(process.client.routes.as_ref(), id, order.tenant.hash_slot());
+        let owner =
+            owner(process.client.members.routes().map(|routes| &**routes), id, order.tenant.hash_slot());
         if process.grants.accept((number, owner), &order.tenant, &grant) {
             self.count("orders");
             let delay = self.rng.micros(10..INBOX_US_MAX);
@@ -148,7 +149,7 @@ impl Simulation {
 
 /// Reports whether a link's member has a slot, as far as the agent knows.
 pub(crate) fn owner(routes: Option<&Routes>, id: LinkId, slot: u16) -> SlotOwner {
-    let owns = routes.is_some_and(|routes| routes.owns(id, slot));
+    let owns = routes.and_then(|routes| routes.owner(slot)) == Some(&id);
     if owns { SlotOwner::ThisMember } else { SlotOwner::Another }
 }
 

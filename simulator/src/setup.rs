@@ -24,13 +24,10 @@ pub(crate) const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 pub(crate) const LOOKUP_TIMEOUT: Duration = Duration::from_millis(500);
 /// Time within which an agent's connection detects a missing peer: a ping and its timeout.
 pub(crate) const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(2);
-/// Time for which an agent keeps the link to a member that has left the map.
-pub(crate) const LINK_KEPT: Duration = Duration::from_secs(10);
 /// Equals the default of `member.time_to_live`.
 pub(crate) const TIME_TO_LIVE: Duration = Duration::from_secs(2);
-/// A member's timeout for a call to the store, and its pause after a failure.
+/// A member's timeout for a call to the store.
 pub(crate) const STORE_TIMEOUT: Duration = Duration::from_secs(5);
-pub(crate) const STORE_RETRY_AFTER: Duration = Duration::from_millis(250);
 /// Time for which a member expects the nodes in the store after its start.
 pub(crate) const EXPECTED_FOR: Duration = Duration::from_secs(10);
 /// Time within which all operations end after the faults: two calls with timeouts, the longest retry delays,

@@ -76,6 +76,8 @@ pub(crate) enum Action {
     /// An operator sets a tenant's budget.
     Budget,
     Fault,
+    /// The failure domain of a node changes.
+    Domain,
     /// The power of a node fails.
     Outage(usize),
     Repair(Repair),
@@ -89,28 +91,21 @@ pub(crate) enum AgentStep {
     /// The next step of a device operation or check.
     Job(u64),
     /// A request of an engine arrives.
-    Request {
-        session: SessionId,
-        request: RequestId,
-        body: Request,
-    },
+    Request { session: SessionId, request: RequestId, body: Request },
     /// An engine's socket is closed.
-    Closed {
-        session: SessionId,
-    },
+    Closed { session: SessionId },
     /// The event that results from an effect.
     Event(Event),
     /// A grant of a tenant's ledger, for the registration of an epoch.
-    Order {
-        epoch: Epoch,
-        grant: Grant,
-    },
+    Order { epoch: Epoch, grant: Grant },
     /// Heartbeat of a registration.
-    Beat {
-        link: LinkId,
-        epoch: Epoch,
-    },
-    Register(LinkId),
+    Beat { link: LinkId, epoch: Epoch },
+    /// Registration of a link, unless another one was requested meanwhile.
+    Register { link: LinkId, request: u64 },
+    /// The node has another failure domain.
+    DomainChanged,
+    /// Limit of the wait for the replacement of a registration.
+    ReplacementOverdue { link: LinkId, awaited: u64 },
     /// Attempt to send announcements.
     Pump(LinkId),
     /// Closes a link if its member has not returned.
@@ -118,13 +113,9 @@ pub(crate) enum AgentStep {
     /// Follows members and nodes.
     Follow,
     /// Check of the connection to home.
-    CheckHome {
-        attempt: u64,
-    },
+    CheckHome { attempt: u64 },
     /// Home has been unsure of its place for too long.
-    HomeUnsure {
-        attempt: u64,
-    },
+    HomeUnsure { attempt: u64 },
     /// Ends a lookup that has no member to ask.
     LookupOver(LookupId),
     /// Report to a link's member.
@@ -140,10 +131,7 @@ pub(crate) enum AgentStep {
     /// Deadline of an offer.
     OfferDeadline(OfferId),
     /// The transport sends the next pieces of a block.
-    Send {
-        serve: ServeId,
-        block: u32,
-    },
+    Send { serve: ServeId, block: u32 },
 }
 
 /// State of a simulation; see the module.
@@ -152,6 +140,8 @@ pub(crate) struct Simulation {
     pub(crate) setup: Setup,
     pub(crate) now: Tick,
     pub(crate) rng: Rng,
+    /// Draws the changes of failure domains, which only some simulations have. All others are independent of it.
+    pub(crate) domains: Rng,
     pub(crate) queue: Queue<Action>,
     pub(crate) trace: Trace,
     pub(crate) network: Network<Message>,
@@ -181,6 +171,7 @@ impl Simulation {
         let mut simulation = Simulation::of(setup, rng, recording);
         simulation.begin();
         simulation.begin_faults();
+        simulation.begin_domain_changes(seed);
         simulation
     }
 
@@ -198,6 +189,7 @@ impl Simulation {
         Simulation {
             now: Tick(0),
             rng,
+            domains: Rng::new(0),
             queue: Queue::new(),
             trace: Trace::new(recording),
             network: Network::new(),
@@ -291,6 +283,7 @@ impl Simulation {
             Action::Operate => self.operate(),
             Action::Budget => self.change_budget(),
             Action::Fault => self.fault(),
+            Action::Domain => self.change_domain(),
             Action::Outage(node) => self.outage(node),
             Action::Repair(repair) => self.repair(repair),
         }
@@ -308,7 +301,9 @@ impl Simulation {
             AgentStep::Event(event) => self.apply(node, event),
             AgentStep::Order { epoch, grant } => self.apply_ledger_grant(node, epoch, grant),
             AgentStep::Beat { link, epoch } => self.beat(node, link, epoch),
-            AgentStep::Register(link) => self.register(node, link),
+            AgentStep::Register { link, request } => self.register(node, link, request),
+            AgentStep::DomainChanged => self.domain_changed(node),
+            AgentStep::ReplacementOverdue { link, awaited } => self.replacement_overdue(node, link, awaited),
             AgentStep::Pump(link) => self.pump_again(node, link),
             AgentStep::CloseIfGone(link) => self.close_if_gone(node, link),
             AgentStep::Follow => self.follow_home(node),
@@ -349,7 +344,9 @@ fn code(action: &Action) -> [u64; 3] {
                 AgentStep::Event(_) => (5, 0),
                 AgentStep::Order { epoch, grant } => (21, epoch.0 ^ grant.version),
                 AgentStep::Beat { epoch, .. } => (6, epoch.0),
-                AgentStep::Register(link) => (7, link.0),
+                AgentStep::Register { link, .. } => (7, link.0),
+                AgentStep::DomainChanged => (23, 0),
+                AgentStep::ReplacementOverdue { link, awaited } => (22, link.0 << 32 | awaited),
                 AgentStep::Pump(link) => (8, link.0),
                 AgentStep::CloseIfGone(link) => (12, link.0),
                 AgentStep::Follow => (13, 0),
@@ -373,6 +370,7 @@ fn code(action: &Action) -> [u64; 3] {
         Action::Operate => [11, 0, 0],
         Action::Budget => [12, 0, 0],
         Action::Fault => [7, 0, 0],
+        Action::Domain => [13, 0, 0],
         Action::Repair(_) => [8, 0, 0],
         Action::Outage(node) => [9, *node as u64, 0],
     }

@@ -31,6 +31,9 @@ pub enum Presence {
     Absent,
 }
 
+/// Hash slot whose owner decides the moves of blocks between nodes.
+pub const MOVES_SLOT: u16 = 0;
+
 /// The ledgers of one member.
 #[derive(Debug, Default)]
 pub struct Ledgers {
@@ -94,7 +97,24 @@ pub struct MemberPlace<'a> {
 impl MemberPlace<'_> {
     /// Whether this member owns the tenant's hash slot.
     pub fn owns(&self, tenant: &TenantName) -> bool {
-        self.map.owner(tenant.hash_slot()) == self.map.position(self.name)
+        self.owns_slot(tenant.hash_slot())
+    }
+
+    /// Whether this member decides the moves of blocks between nodes. The owner of one slot does, so that exactly
+    /// one member does.
+    pub fn decides_moves(&self) -> bool {
+        self.owns_slot(MOVES_SLOT)
+    }
+
+    /// Whether tenants in a report with this digest of the map count. A node reports only the tenants of which it
+    /// holds something. Under another list of members, a tenant that is missing in the report may still have a
+    /// grant from the member that the node considers the owner. Agents of older versions send 0.
+    pub fn accepts_tenants(&self, map_digest: u64) -> bool {
+        [0, self.map.digest()].contains(&map_digest)
+    }
+
+    fn owns_slot(&self, slot: u16) -> bool {
+        self.map.owner(slot) == self.map.position(self.name)
     }
 }
 
@@ -108,6 +128,20 @@ impl ReportedTenant {
 }
 
 impl Ledgers {
+    /// As [`Ledgers::rebalance`], if the member's place is certain and the budgets are known. Otherwise drops all
+    /// ledgers.
+    pub fn update(
+        &mut self,
+        now: Tick,
+        known: Option<(&MemberPlace<'_>, &BTreeMap<TenantName, Budget>)>,
+        nodes: (&[KnownNode], Duration),
+    ) {
+        match known {
+            Some((place, budgets)) => self.rebalance(now, place, budgets, nodes),
+            None => self.drop_all(),
+        }
+    }
+
     /// Updates the ledgers for map, budgets and nodes, then rebalances grants. Call it about once a second.
     /// Absent nodes are waited for up to `patience`.
     pub fn rebalance(

@@ -5,7 +5,11 @@
 //!   inventories.
 //! * [`Budgets`]: how many bytes each tenant may hold on each node; [`Ledgers`]: budgets of a member's
 //!   tenants.
-//! * [`Standing`]: whether a member may answer for its slots.
+//! * [`Standing`]: whether a member may answer for its slots. [`MemberList`]: the members and their map.
+//! * [`record_watch`]: how records in the store are followed. [`store_writes`]: how they are written.
+//! * [`joining`]: how a member gets its entry in the store, and keeps it.
+//! * [`member_parts`]: the order in which these change when agents call, and when nodes fall silent.
+//!   [`PlacementCall`]: the decisions of one placement request.
 //! * [`rebalance`]: moves of blocks between nodes. [`node_selection`]: inputs for choosing among nodes.
 //! * [`LiveNodes`]: the live nodes, passed from node table to directory. The two are separate so that they
 //!   can have separate locks: a heartbeat never waits for an update of the directory.
@@ -21,13 +25,19 @@ pub mod budgets;
 pub mod change_log;
 pub mod directory;
 pub mod follower;
+pub mod joining;
 pub mod ledgers;
 pub mod live_nodes;
+pub mod member_list;
+pub mod member_parts;
 pub mod node_report;
 pub mod node_selection;
 pub mod node_table;
+pub mod placement_call;
 pub mod rebalance;
+pub mod record_watch;
 pub mod standing;
+pub mod store_writes;
 pub mod tenant_usage;
 
 pub use budgets::{Amounts, Budget, Budgets, QuotaGrant, QuotaReport, TenantReport};
@@ -39,11 +49,15 @@ pub use directory::{
 pub use follower::{Follower, FollowerMessage, SnapshotReason, Source, Step};
 pub use ledgers::{KnownNode, LedgerState, Ledgers, MemberPlace, Presence, ReportedTenant, ShareState};
 pub use live_nodes::LiveNodes;
+pub use member_list::{Member, MemberList, MemberView};
+pub use member_parts::{MemberParts, NodeEnd, NodeEvent};
 pub use node_report::NodeReport;
 pub use node_selection::{ModeRecord, Modes, RebalanceRound};
 pub use node_table::{
     HeartbeatResult, LivenessEvent, LivenessSettings, NodeDetails, NodeLiveness, NodeRecord, NodeTable,
     RegistrationError,
 };
+pub use placement_call::PlacementCall;
+pub use record_watch::{RecordChange, RecordUpdate};
 pub use standing::Standing;
 pub use tenant_usage::{ReportedUsage, UsageAmounts, UsageSummary, UsageTable};

@@ -94,6 +94,13 @@ pub fn placement_nodes(table: &NodeTable, modes: &Modes) -> Vec<PlacementNode> {
     nodes
 }
 
+/// Returns the mode for the answer to a node's report, and records that it was sent; `None` for an unknown node.
+pub fn send_mode(table: &mut NodeTable, modes: &Modes, node: NodeId) -> Option<ModeRecord> {
+    let set = modes.of(&table.get(node)?.0.name);
+    table.record_sent_mode(node, set.revision);
+    Some(set)
+}
+
 /// Bytes queued on a node, as a load hint.
 pub fn load(table: &NodeTable, node: NodeId) -> LoadHint {
     LoadHint(table.report_of(node).map_or(0, |report| report.queued_bytes))

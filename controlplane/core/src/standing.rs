@@ -5,8 +5,10 @@
 //! then does it answer for its slots. Otherwise it keeps their contents but serves none, until it is
 //! registered again or another member owns them.
 
-use reprise_policy::SlotSet;
 use reprise_policy::shards::{MemberName, ShardMap};
+use reprise_policy::{Epoch, SlotSet};
+
+use crate::ledgers::MemberPlace;
 
 /// The standing of a member in a list of members; see the module.
 #[derive(Clone, Copy, Debug)]
@@ -27,6 +29,18 @@ impl Standing<'_> {
         self.held.is_some() && self.held == self.listed
     }
 
+    /// Whether the member may answer for its slots with a directory whose slots were assigned by the map of
+    /// `slots_epoch`. The directory follows the map with a delay, during which its slots may belong to others.
+    pub fn answers(&self, slots_epoch: Epoch) -> bool {
+        self.is_certain() && self.map.epoch() == slots_epoch
+    }
+
+    /// The member's place, while it is certain.
+    pub fn place(&self) -> Option<MemberPlace<'_>> {
+        let incarnation = self.held.filter(|_| self.is_certain())?;
+        Some(MemberPlace { map: self.map, name: self.name, incarnation })
+    }
+
     /// Slots to retain of those in `before`: the slots of this member or, while its standing is uncertain, the
     /// slots that no other member owns.
     pub fn retained_slots(&self, before: &SlotSet) -> SlotSet {
@@ -40,8 +54,6 @@ impl Standing<'_> {
 
 #[cfg(test)]
 mod tests {
-    use reprise_policy::Epoch;
-
     use super::*;
 
     #[test]
@@ -51,11 +63,14 @@ mod tests {
         let alone = ShardMap::new(Epoch(2), [other]).expect("a valid map");
         let standing = |map, listed, held| Standing { map, name: &name, listed, held };
         let certain = standing(&both, Some(4), Some(4));
-        assert!(certain.is_certain());
+        assert!(certain.is_certain() && certain.answers(Epoch(1)) && !certain.answers(Epoch(2)));
+        assert_eq!(certain.place().map(|place| place.incarnation), Some(4));
         let own = certain.retained_slots(&SlotSet::EMPTY);
         assert_eq!(own, both.owned_by(&name), "it gains the slots of its place");
         for (listed, held) in [(Some(4), None), (Some(4), Some(5)), (None, Some(4)), (None, None)] {
-            assert!(!standing(&both, listed, held).is_certain());
+            let standing_now = standing(&both, listed, held);
+            assert!(!standing_now.is_certain() && !standing_now.answers(Epoch(1)));
+            assert!(standing_now.place().is_none());
             assert_eq!(
                 standing(&both, listed, held).retained_slots(&SlotSet::ALL),
                 own,

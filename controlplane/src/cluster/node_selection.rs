@@ -3,7 +3,7 @@
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use reprise_controlplane_core::{ModeRecord, Modes, NodeTable, node_selection};
+use reprise_controlplane_core::{ModeRecord, Modes, NodeTable, RecordUpdate, node_selection, placement_call};
 use reprise_policy::placement::PlacementNode;
 use reprise_policy::routing::{LoadHint, PeerTable};
 use reprise_policy::{Epoch, NodeId, NodeMode, Tick};
@@ -46,9 +46,8 @@ impl Cluster {
     }
 
     /// Adds the bytes placed on each node to its usage until its next report.
-    pub fn add_placed_bytes(&self, charges: impl Iterator<Item = (NodeId, u64)>) {
-        let mut table = self.table();
-        charges.for_each(|(node, bytes)| table.place(node, bytes));
+    pub fn add_placed_bytes(&self, charges: &[(NodeId, u64)]) {
+        placement_call::charge(&mut self.table(), charges);
     }
 
     /// Returns whether this is the current registration of a node.
@@ -85,12 +84,19 @@ impl Cluster {
         }
     }
 
+    /// Applies modes from the store. A mode is never deleted.
+    pub fn apply_modes(&self, update: RecordUpdate<String, ModeRecord>) {
+        for (name, set) in update.written() {
+            self.set_mode(&name, set);
+        }
+    }
+
     /// Reply to a node's report, with the node's mode.
     pub fn report_reply(&self, node: NodeId) -> ReportReply {
         let mut table = self.table();
-        let Some((record, _)) = table.get(node) else { return ReportReply::default() };
-        let set = self.mode_of(&record.name);
-        table.record_sent_mode(node, set.revision);
+        let Some(set) = node_selection::send_mode(&mut table, &self.modes(), node) else {
+            return ReportReply::default();
+        };
         ReportReply {
             mode: wire_mode(set.mode).into(),
             mode_revision: set.revision,

@@ -14,6 +14,7 @@
 
 use std::time::Duration;
 
+use reprise_controlplane_core::Member;
 use reprise_controlplane_core::{ModeRecord, NodeLiveness, NodeRecord};
 use reprise_policy::NodeMode;
 use reprise_proto::connection::{Connection, LIST_NODES};
@@ -25,7 +26,6 @@ use tonic::Status;
 use super::{MembershipService, shutting_down};
 use crate::placement::unknown_node;
 use crate::registry::ModeReset;
-use crate::shards::Member;
 
 /// Time limit for the node list of another member: 250 KB for 1,000 nodes. A member that exits leaves the map
 /// within two seconds.

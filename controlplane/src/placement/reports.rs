@@ -1,12 +1,10 @@
 //! `Report`: applies a node's report to the node table, its tenant usage to the ledgers and the usage table.
 //!
-//! Ledgers and usage table accept only reports made under the member list that they are kept by. A node
-//! reports only the tenants of which it holds something. Under an older list, a tenant missing in the report
-//! may still have a grant from the member that the node considers the owner. Digests of the lists are
-//! compared, because two members may know one list under two epochs.
+//! Ledgers and usage table accept only reports made under the member list that they are kept by. Digests of the
+//! lists are compared, because two members may know one list under two epochs.
 
 use reprise_controlplane_core::{
-    Amounts, MemberPlace, NodeReport, QuotaGrant, ReportedTenant, ReportedUsage, TenantReport, UsageAmounts,
+    Amounts, NodeReport, QuotaGrant, ReportedTenant, ReportedUsage, TenantReport, UsageAmounts,
 };
 use reprise_policy::tenant::TENANTS_MAX;
 use reprise_policy::{DrainProgress, Epoch, TenantName};
@@ -15,30 +13,27 @@ use tonic::Status;
 
 use super::PlacementService;
 use crate::membership::node_number;
-use crate::shards::MemberView;
 
 /// Handles a `Report` request; replies with grants, mode and moves for the node.
 pub(super) fn handle(service: &PlacementService, request: ReportRequest) -> Result<ReportReply, Status> {
     let (node, epoch) = (node_number(request.node)?, Epoch(request.epoch));
-    // Agents of older versions send no digest.
-    let is_by = |view: &MemberView| [0, view.map.digest()].contains(&request.map_digest);
     let (reported, usage): (Vec<ReportedTenant>, Vec<ReportedUsage>) =
         parse_tenants(request.tenants)?.into_iter().unzip();
     let report = node_report(request.usage.unwrap_or_default(), request.drain.unwrap_or_default());
     if !service.cluster.report(node, epoch, report) {
         return Ok(ReportReply { fenced: true, ..ReportReply::default() });
     }
-    let mut orders = Vec::new();
-    if let Some(view) = service.shards.certain_map().filter(|view| is_by(view))
-        && let Some(incarnation) = service.shards.incarnation(&view)
-    {
-        let place = MemberPlace { map: &view.map, name: service.shards.name(), incarnation };
-        service.cluster.tenant_usage.report(service.cluster.now(), &place, (node, epoch), usage);
-        if let Some(budgets) = service.tenants.budgets() {
-            let grants = service.cluster.ledgers.report(&place, &budgets, (node, epoch), &reported);
-            orders.extend(grants.iter().map(tenant_order));
+    let grants = service.shards.with_place(|place| {
+        if !place.accepts_tenants(request.map_digest) {
+            return Vec::new();
         }
-    }
+        service.cluster.tenant_usage.report(service.cluster.now(), place, (node, epoch), usage);
+        let budgets = service.tenants.budgets();
+        budgets.map_or_else(Vec::new, |budgets| {
+            service.cluster.ledgers.report(place, &budgets, (node, epoch), &reported)
+        })
+    });
+    let orders = grants.iter().flatten().map(tenant_order).collect();
     let r#move = service.decides_moves().then(|| service.cluster.move_for(node)).flatten();
     Ok(ReportReply { orders, r#move, ..service.cluster.report_reply(node) })
 }

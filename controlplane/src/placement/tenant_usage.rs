@@ -1,6 +1,6 @@
 //! `ListHoldings`: usage of the tenants in this member's slots, while its place in the map is certain.
 
-use reprise_controlplane_core::{MemberPlace, UsageSummary};
+use reprise_controlplane_core::UsageSummary;
 use reprise_policy::TenantName;
 use reprise_policy::tenant::{TENANTS_MAX, TenantError};
 use reprise_proto::controlplane::{self as wire, ListHoldingsReply, ListHoldingsRequest, TenantHolding};
@@ -19,13 +19,12 @@ pub(super) fn list(
 ) -> Result<ListHoldingsReply, Status> {
     let tenants = names(&request.tenants)?;
     let cluster = &service.cluster;
-    let Some(view) = service.shards.certain_map() else { return Ok(ListHoldingsReply::default()) };
-    let Some(incarnation) = service.shards.incarnation(&view) else {
+    let summary = service
+        .shards
+        .with_place(|place| cluster.tenant_usage.list(cluster.now(), place, &cluster.known_nodes(), tenants));
+    let Some(UsageSummary { tenants, unreported, absent }) = summary else {
         return Ok(ListHoldingsReply::default());
     };
-    let place = MemberPlace { map: &view.map, name: service.shards.name(), incarnation };
-    let UsageSummary { tenants, unreported, absent } =
-        cluster.tenant_usage.list(cluster.now(), &place, &cluster.known_nodes(), tenants);
     let named = unreported.iter().take(NAMED_MAX).filter_map(|node| Some(cluster.name_and_mode(*node)?.0));
     let tenants = tenants.into_iter().map(|(tenant, held)| TenantHolding {
         tenant: tenant.to_string(),

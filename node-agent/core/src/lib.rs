@@ -12,7 +12,8 @@
 //!
 //! [`Registrar`](registrar::Registrar), [`Heartbeats`](heartbeats::Heartbeats) and
 //! [`Announcer`](announcer::Announcer) decide how the agent talks to one member of the control plane.
-//! [`Home`](home::Home) chooses the member that lists the others.
+//! [`Home`](home::Home) chooses the member that lists the others, and [`Members`](members::Members) keeps a link
+//! to each of them.
 //! [`OwnerQuery`](owner_query::OwnerQuery) divides lookups and placement requests among the owners of the keys.
 //!
 //! Out of scope: block payloads (the runtime moves them), sockets, files and metrics libraries.
@@ -34,6 +35,7 @@ pub mod heartbeats;
 pub mod home;
 pub mod limits;
 mod load;
+pub mod members;
 pub mod outbox;
 pub mod owner_query;
 pub mod pool;

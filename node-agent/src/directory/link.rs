@@ -80,6 +80,13 @@ pub(super) fn connect(endpoint: &Endpoint) -> Channel {
         .connect_lazy()
 }
 
+/// A link equals itself only: a later one to the same member has another registration.
+impl PartialEq for Link {
+    fn eq(&self, other: &Link) -> bool {
+        std::ptr::eq(self, other)
+    }
+}
+
 impl Link {
     /// Creates a link, which is idle until [run](Link::run) is called. `address` is the `host:port` of the
     /// endpoint.

@@ -3,18 +3,18 @@
 //! One member, called the home, provides the lists of all members and all nodes as streams. If it becomes
 //! silent, is unsure of its registration, or disappears, another member becomes the home ([`Home`]).
 //!
-//! A link is kept for a while after its member has left the map. A member that returns soon (a late lease,
-//! an etcd outage) still has this node's registration and inventory.
+//! [`reprise_agent_core::members`] decides which links are opened and closed.
 
-use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
 use std::net::SocketAddr;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
-use std::time::Duration;
 
 use reprise_agent_core::home::{Home, MemberListSource};
+use reprise_agent_core::members::LINK_GRACE;
+use reprise_agent_core::outbox::Outbox;
 use reprise_policy::Epoch;
-use reprise_policy::shards::{MemberIndex, MemberName, ShardMap};
+use reprise_policy::shards::{MemberName, ShardMap};
 use reprise_proto::connection::Connection;
 use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::{
@@ -24,7 +24,7 @@ use reprise_proto::controlplane::{
 use tokio::runtime::Runtime;
 use tokio::sync::mpsc;
 use tokio::time::sleep;
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Channel;
 use tonic::{Code, Status, Streaming};
 
 use super::link::{HeartbeatState, Link, connect, within};
@@ -32,70 +32,14 @@ use super::nodes::NodeChangeKind;
 use super::placement::{self, PlacementRequest};
 use super::{Shared, lookup, parse_endpoint};
 
-/// How long a link is kept after its member has left the map.
-const LINK_GRACE: Duration = Duration::from_secs(10);
-
 /// Log condition for a member of another version of the protocol.
 const OTHER_PROTOCOL: &str = "other_protocol";
 
-/// All links; clones share the map.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Links {
-    by_name: Arc<BTreeMap<MemberName, Arc<Link>>>,
-    /// Superseded changes of closed links.
-    superseded: u64,
-}
+/// The members of the control plane with their links, and the owners of hash slots.
+pub(super) type Members = reprise_agent_core::members::Members<Arc<Link>>;
 
 /// A shard map with the link of each member.
-#[derive(Debug)]
-pub(super) struct Routes {
-    map: ShardMap,
-    /// Links in the order of the map.
-    links: Vec<Arc<Link>>,
-}
-
-impl Links {
-    pub(super) fn into_iter(self) -> impl Iterator<Item = Arc<Link>> {
-        let links: Vec<Arc<Link>> = self.by_name.values().cloned().collect();
-        links.into_iter()
-    }
-
-    /// Returns the superseded changes of closed links.
-    pub(super) fn superseded(&self) -> u64 {
-        self.superseded
-    }
-}
-
-impl Routes {
-    pub(super) fn epoch(&self) -> Epoch {
-        self.map.epoch()
-    }
-
-    /// Returns the digest of the members in the map.
-    pub(super) fn digest(&self) -> u64 {
-        self.map.digest()
-    }
-
-    pub(super) fn links(&self) -> &[Arc<Link>] {
-        &self.links
-    }
-
-    /// Returns whether a link's member owns a hash slot.
-    pub(super) fn owns(&self, link: &Link, slot: u16) -> bool {
-        let owner = self.map.owner(slot).map(|owner| &self.links[usize::from(owner.0)]);
-        owner.is_some_and(|owner| owner.name == link.name)
-    }
-
-    /// Returns the map of hash slots.
-    pub(super) fn map(&self) -> &ShardMap {
-        &self.map
-    }
-
-    /// Returns the link to a member of the map.
-    pub(super) fn link(&self, member: MemberIndex) -> &Arc<Link> {
-        &self.links[usize::from(member.0)]
-    }
-}
+pub(super) type Routes = reprise_agent_core::members::Routes<Arc<Link>>;
 
 /// Returns a random number. `RandomState` is seeded randomly, which suffices for delays and choices.
 pub(super) fn jitter() -> u32 {
@@ -124,17 +68,17 @@ pub(super) async fn for_each_link<F>(shared: &Shared, task: impl Fn(Arc<Link>) -
 where
     F: Future<Output = ()> + Send + 'static,
 {
-    let mut links = shared.links.subscribe();
+    let mut members = shared.members.subscribe();
     let mut running: Vec<Arc<Link>> = Vec::new();
     loop {
-        let now: Vec<Arc<Link>> = links.borrow_and_update().clone().into_iter().collect();
+        let now: Vec<Arc<Link>> = members.borrow_and_update().links().cloned().collect();
         for link in &now {
-            if !running.iter().any(|known| Arc::ptr_eq(known, link)) {
+            if !running.contains(link) {
                 tokio::spawn(task(link.clone()));
             }
         }
         running = now;
-        if links.changed().await.is_err() {
+        if members.changed().await.is_err() {
             return; // the client is gone
         }
     }
@@ -161,9 +105,9 @@ async fn follow(shared: &Arc<Shared>) {
 
 /// Chooses the next home, `http://host:port`.
 fn choose(shared: &Shared, choice: &mut Home) -> Option<String> {
-    let routes = shared.routes.borrow().clone();
+    let routes = shared.routes();
     let of_map =
-        routes.iter().flat_map(|routes| &routes.links).map(|link| format!("http://{}", link.address));
+        routes.iter().flat_map(|routes| routes.links()).map(|link| format!("http://{}", link.address));
     choice.choose(of_map, shared.settings.endpoints.iter().cloned())
 }
 
@@ -215,7 +159,7 @@ async fn follow_members(
         };
         choice.receive(shared.now(), source(&list));
         name.clone_from(&list.answering);
-        let known = shared.routes.borrow().as_ref().map(|routes| routes.epoch());
+        let known = shared.members.borrow().epoch();
         if source(&list).applies_from_home(known) {
             apply_list(shared, list, home);
         }
@@ -259,7 +203,7 @@ fn source(list: &MemberList) -> MemberListSource {
 pub(super) async fn fetch_members(shared: &Arc<Shared>, channel: Channel, home: &str) -> Result<(), Status> {
     let mut client = MembershipClient::new(channel);
     let list = within(shared.settings.call_timeout, client.list_members(ListMembersRequest {})).await?;
-    let known = shared.routes.borrow().as_ref().map(|routes| routes.epoch());
+    let known = shared.members.borrow().epoch();
     if source(&list).applies_if_fetched(known) {
         apply_list(shared, list, home);
     }
@@ -268,91 +212,65 @@ pub(super) async fn fetch_members(shared: &Arc<Shared>, channel: Channel, home: 
 
 /// Applies a member list from `home`.
 fn apply_list(shared: &Arc<Shared>, list: MemberList, home: &str) {
-    let known = shared.links.borrow().by_name.clone();
-    let answering = list.answering;
-    let mut in_map = BTreeMap::new();
-    for member in list.members {
+    let (epoch, answering) = (Epoch(list.epoch), list.answering);
+    let members = list.members.into_iter().filter_map(|member| {
         let address = reachable(&member, &answering, home);
-        let Ok(name) = MemberName::new(&member.name) else {
-            tracing::error!(name = member.name, "ignoring member with an invalid name");
-            continue;
-        };
-        let link = match known.get(&name).filter(|link| link.address == address) {
-            Some(link) => link.clone(),
-            None => match connections(shared, &address) {
-                Some(connections) => {
-                    let queued_max = shared.settings.changes_queued_max;
-                    Arc::new(Link::new(name.clone(), address, connections, queued_max))
-                }
-                None => {
-                    tracing::error!(%name, address, "ignoring member with an invalid address");
-                    continue;
-                }
-            },
-        };
-        in_map.insert(name, link);
-    }
-    let map = match ShardMap::new(Epoch(list.epoch), in_map.keys().cloned()) {
-        Ok(map) => map,
+        let name = MemberName::new(&member.name)
+            .inspect_err(|_| tracing::error!(name = member.name, "ignoring member with an invalid name"));
+        Some((name.ok()?, address))
+    });
+    let open = |name: &MemberName, address: &str| open_link(shared, name, address);
+    let map = |names| ShardMap::new(epoch, names).map(Arc::new);
+    let mut applied = Ok(None);
+    shared.members.send_if_modified(|known| {
+        applied = known.apply(members, open, map);
+        matches!(applied, Ok(Some(_)))
+    });
+    let unused = match applied {
+        Ok(Some(unused)) => unused,
+        Ok(None) => return,
         Err(error) => return tracing::error!(%error, "the member list is not a valid shard map"),
     };
-    let same = |routes: &Arc<Routes>| {
-        routes.map == map && routes.links.iter().zip(in_map.values()).all(|(old, new)| Arc::ptr_eq(old, new))
-    };
-    if shared.routes.borrow().as_ref().is_some_and(same) {
-        return;
+    unused.replaced.iter().for_each(|link| close(shared, link));
+    for link in unused.left {
+        tokio::spawn(close_after_grace(shared.clone(), link));
     }
-    tracing::info!(epoch = list.epoch, members = in_map.len(), "members of the control plane have changed");
-    let mut all = in_map.clone();
-    for (name, link) in known.iter() {
-        match all.get(name) {
-            Some(new) if Arc::ptr_eq(new, link) => {}
-            // The member has another address now.
-            Some(_) => link.close(),
-            None => {
-                all.insert(name.clone(), link.clone());
-                tokio::spawn(close_if_gone(shared.clone(), link.clone()));
-            }
-        }
-    }
-    let superseded = |link: &Arc<Link>| !all.values().any(|kept| Arc::ptr_eq(kept, link));
-    let gone: u64 = known.values().filter(|link| superseded(link)).map(|link| link.superseded()).sum();
-    let links: Vec<Arc<Link>> = in_map.into_values().collect();
-    shared.routes.send_replace(Some(Arc::new(Routes { map, links: links.clone() })));
-    shared.links.send_modify(|links| {
-        links.by_name = Arc::new(all);
-        links.superseded += gone;
-    });
+    let routes = shared.routes().expect("just applied");
+    tracing::info!(
+        epoch = epoch.0,
+        members = routes.links().len(),
+        "members of the control plane have changed"
+    );
     // The next heartbeat would report changed slots, but requesting them now is faster.
-    links.iter().for_each(|link| link.update_outbox(reprise_agent_core::outbox::Outbox::invalidate_slots));
+    routes.links().iter().for_each(|link| link.update_outbox(Outbox::invalidate_slots));
     shared.links_changed();
 }
 
-/// Creates the connections to a member; `None` if its address is invalid.
-fn connections(shared: &Shared, address: &str) -> Option<(Endpoint, Connection)> {
-    let endpoint = parse_endpoint(&format!("http://{address}"), &shared.settings).ok()?;
-    Some((endpoint, Connection::new(address).ok()?))
+/// Creates the link to a member; `None` if its address is invalid.
+fn open_link(shared: &Shared, name: &MemberName, address: &str) -> Option<Arc<Link>> {
+    let endpoint = parse_endpoint(&format!("http://{address}"), &shared.settings).ok();
+    let connections = endpoint.and_then(|endpoint| Some((endpoint, Connection::new(address).ok()?)));
+    let Some(connections) = connections else {
+        tracing::error!(%name, address, "ignoring member with an invalid address");
+        return None;
+    };
+    let queued_max = shared.settings.changes_queued_max;
+    Some(Arc::new(Link::new(name.clone(), address.to_owned(), connections, queued_max)))
+}
+
+/// Closes a link, whose superseded changes still count.
+fn close(shared: &Shared, link: &Link) {
+    link.close();
+    shared.counters.changes_superseded_before.fetch_add(link.superseded(), Ordering::Relaxed);
 }
 
 /// Closes a link if its member has not returned.
-async fn close_if_gone(shared: Arc<Shared>, link: Arc<Link>) {
+async fn close_after_grace(shared: Arc<Shared>, link: Arc<Link>) {
     sleep(LINK_GRACE).await;
-    let back = |routes: &Arc<Routes>| routes.links.iter().any(|known| Arc::ptr_eq(known, &link));
-    if shared.routes.borrow().as_ref().is_some_and(back) {
-        return;
+    if shared.members.send_if_modified(|members| members.end_grace(&link)) {
+        close(&shared, &link);
+        shared.links_changed();
     }
-    link.close();
-    shared.links.send_if_modified(|links| {
-        let mut kept = BTreeMap::clone(&links.by_name);
-        let gone = kept.get(&link.name).is_some_and(|known| Arc::ptr_eq(known, &link));
-        if gone {
-            kept.remove(&link.name);
-            links.by_name = Arc::new(kept);
-            links.superseded += link.superseded();
-        }
-        gone
-    });
-    shared.links_changed();
 }
 
 /// Returns the address of a member: its own, or, if that is a wildcard, the one at which it responded.

@@ -25,7 +25,7 @@ pub(super) async fn run<A, S>(
     S: Future<Output = Result<PartAnswer<A>, Status>> + Send + 'static,
 {
     loop {
-        let routes = shared.routes.borrow().clone();
+        let routes = shared.routes();
         let parts = query.ask(routes.as_deref().map(Routes::map));
         let mut calls = Vec::with_capacity(parts.len());
         for part in parts {

@@ -65,7 +65,7 @@ pub(super) async fn report(shared: &Shared, link: &Link) {
         let Ok(now) = granted.wait_for(Option::is_some).await.map(|granted| *granted) else { return };
         let Ok(state) = states.wait_for(Option::is_some).await.map(|state| state.clone()) else { return };
         let (Some(now), Some(state)) = (schedule.send(now), state) else { continue };
-        let routes = shared.routes.borrow().clone();
+        let routes = shared.routes();
         let (request, number) = request(shared, link, now, (&state, routes.as_deref()));
         match within(REPORT_TIMEOUT, client.report(request)).await {
             Ok(reply) if !reply.fenced && *link.granted.borrow() == Some(now) => {
@@ -95,10 +95,7 @@ fn request(
     (state, routes): (&OwnState, Option<&Routes>),
 ) -> (ReportRequest, ReportNumber) {
     let names = names(&shared.settings.tenants, &state.tenants);
-    let owner = |name: &TenantName| {
-        let owns = routes.is_some_and(|routes| routes.owns(link, name.hash_slot()));
-        if owns { SlotOwner::ThisMember } else { SlotOwner::Another }
-    };
+    let owner = |name: &TenantName| slot_owner(routes, link, name.hash_slot());
     let known = names.iter().zip(&state.tenants).filter_map(|(name, usage)| Some((name.as_ref()?, usage)));
     let mut inner = shared.reporting.inner.lock().unwrap_or_else(PoisonError::into_inner);
     let (number, report) = inner.orders.report(known, &state.usage, owner);
@@ -179,8 +176,12 @@ fn apply_reply(
 
 /// Returns whether a link's member owns a hash slot.
 fn owner(shared: &Shared, link: &Link, slot: u16) -> SlotOwner {
-    let owns = shared.routes.borrow().as_ref().is_some_and(|routes| routes.owns(link, slot));
-    if owns { SlotOwner::ThisMember } else { SlotOwner::Another }
+    slot_owner(shared.routes().as_deref(), link, slot)
+}
+
+fn slot_owner(routes: Option<&Routes>, link: &Link, slot: u16) -> SlotOwner {
+    let owner = routes.and_then(|routes| routes.owner(slot));
+    if owner.is_some_and(|owner| **owner == *link) { SlotOwner::ThisMember } else { SlotOwner::Another }
 }
 
 /// Returns the grant of an order, unless the order is invalid or from a former owner.

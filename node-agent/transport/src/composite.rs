@@ -115,7 +115,7 @@ impl CompositeBuilder {
         Ok(transport)
     }
 
-    /// Returns the composite.
+    /// Returns the composite of all added transports.
     pub fn build(self) -> CompositeTransport {
         CompositeTransport { members: self.members }
     }

@@ -1,31 +1,18 @@
-//! Files of the simulator that follow a production loop: twins, whose steps are copies that nothing compares with
-//! their original.
+//! Twins: files of the simulator that follow a production loop, that is, whose steps are copies that nothing compares
+//! with their original. This check keeps the simulator free of them.
 //!
 //! A file is a twin if a comment in it names a source of a crate that does, for example
-//! `node-agent/src/directory/link.rs`. Every twin names its original, so that a reader finds it. A file that only keeps
-//! a contract of such a source is in [`CONTRACTS`].
+//! `node-agent/src/directory/link.rs`. A file that only keeps a contract of such a source is in [`CONTRACTS`].
 
 use crate::tree::{File, Tree};
-
-/// Twins that still exist. Remove a name with its file, or when its steps have become production code; add none.
-const TWINS: &[&str] = &[
-    "simulator/src/client.rs",
-    "simulator/src/control_plane.rs",
-    "simulator/src/member.rs",
-    "simulator/src/member/ledgers.rs",
-    "simulator/src/member/placement.rs",
-    "simulator/src/membership.rs",
-    "simulator/src/membership/member_entry.rs",
-    "simulator/src/membership/modes.rs",
-    "simulator/src/membership/registry.rs",
-    "simulator/src/membership/store_watch.rs",
-    "simulator/src/offers.rs",
-    "simulator/src/reports.rs",
-];
 
 /// Files that name production files for another reason than following their steps.
 const CONTRACTS: &[(&str, &str)] = &[
     ("simulator/src/lib.rs", "the list of twins"),
+    (
+        "simulator/src/offers.rs",
+        "the environment: a transport, which also resolves names of nodes and tenants",
+    ),
     ("simulator/src/placement_audit.rs", "a check knows which calls may end without an answer"),
     ("simulator/src/store.rs", "the environment: a store with the contract of etcd"),
 ];
@@ -49,16 +36,9 @@ pub(crate) fn found(tree: &Tree) -> Vec<&str> {
         .collect()
 }
 
-pub(super) fn unlisted(tree: &Tree) -> Vec<String> {
-    let found = found(tree);
-    let mut offences: Vec<String> = found
-        .iter()
-        .filter(|path| !TWINS.contains(path))
-        .map(|path| format!("{path}: a new twin; move the steps that it follows into a pure crate"))
-        .collect();
-    let gone = TWINS.iter().filter(|path| !found.contains(path));
-    offences.extend(gone.map(|path| format!("{path} is not a twin: remove it from TWINS in xtask")));
-    offences
+pub(super) fn offences(tree: &Tree) -> Vec<String> {
+    let offence = |path| format!("{path}: a new twin; move the steps that it follows into a pure crate");
+    found(tree).into_iter().map(offence).collect()
 }
 
 #[cfg(test)]
@@ -71,12 +51,12 @@ mod tests {
             ("simulator/src/new.rs", "//! As `controlplane/src/new.rs`.\n"),
             ("simulator/src/pure.rs", "//! As `controlplane/core/src/new.rs`.\n"),
             ("simulator/src/store.rs", "//! The contract of `controlplane/store/src/contract.rs`.\n"),
-            (TWINS[0], "fn a() {} // as in node-agent/src/directory/link.rs\n"),
+            ("simulator/src/link.rs", "fn a() {} // as in node-agent/src/directory/link.rs\n"),
             ("cli/src/new.rs", "//! As `controlplane/src/new.rs`.\n"),
         ]);
-        assert_eq!(found(&tree), ["simulator/src/new.rs", TWINS[0]]);
-        let offences = unlisted(&tree);
-        assert!(offences[0].starts_with("simulator/src/new.rs: a new twin"), "{offences:?}");
-        assert_eq!(offences.len(), TWINS.len(), "one new twin, and all but one are gone: {offences:?}");
+        assert_eq!(found(&tree), ["simulator/src/new.rs", "simulator/src/link.rs"]);
+        let found = offences(&tree);
+        assert!(found[0].starts_with("simulator/src/new.rs: a new twin"), "{found:?}");
+        assert_eq!(found.len(), 2, "{found:?}");
     }
 }

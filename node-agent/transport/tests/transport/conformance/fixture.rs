@@ -209,7 +209,7 @@ impl Fixture for CompositeFixture {
 
     fn nowhere(&self) -> String {
         let address = if self.announced == TCP { TcpFixture.nowhere() } else { self.memory.nowhere() };
-        self.announce("nobody", &address);
-        "nobody".to_owned()
+        self.announce("absent", &address);
+        "absent".to_owned()
     }
 }
