@@ -43,6 +43,7 @@ use crate::agent::writeback::WriteBack;
 use crate::cache::{Cache, CacheOutcomes, DoneBatch};
 use crate::effect::{DeviceId, Effect, RegionId, Reply, ServeId};
 use crate::event::{Event, Request, RequestId};
+use crate::extents::{Extents, Requester};
 use crate::pool::{DevicePool, PoolUsage, StoredBlock};
 use crate::quota::Quotas;
 use crate::replicate::Replicate;
@@ -116,6 +117,7 @@ pub struct AgentCore {
     serve_share: ServeShare,
     replicate: Replicate,
     inbound: Inbound,
+    extents: Extents,
     timers: Timers<Timer>,
     counters: Counters,
 }
@@ -152,6 +154,7 @@ impl AgentCore {
             serve_share: ServeShare::default(),
             replicate: Replicate::new(&settings),
             inbound: Inbound::default(),
+            extents: Extents::new(&settings),
             timers: Timers::default(),
             counters: Counters::default(),
             settings,
@@ -196,7 +199,10 @@ impl AgentCore {
                 self.expedite_writeback();
             }
             for DoneBatch { batch, stored } in batches {
-                self.batch_done(batch, &stored);
+                match Extents::owns(batch) {
+                    true => self.extents.batch_done(&mut self.cache, context!(self), batch, &stored),
+                    false => self.batch_done(batch, &stored),
+                }
             }
             if stored > 0 {
                 self.replicate.note_saved(self.now, stored);
@@ -224,6 +230,7 @@ impl AgentCore {
         self.set_gauges(&mut counters);
         self.cache.set_counters(&mut counters);
         self.replicate.set_counters(&mut counters);
+        self.extents.set_counters(&self.cache, &mut counters);
         counters
     }
 
@@ -247,6 +254,7 @@ impl AgentCore {
             Event::DeviceAttached { device, pool } => self.cache.attach_device(context!(self), device, *pool),
             Event::Recovered { device, blocks } => self.cache.recovered(device, blocks),
             Event::DeviceDetached { device } => self.cache.detach_device(device),
+            Event::ExtentsReleased { holder } => self.extents.released(&mut self.cache, holder),
             Event::PoolFree { permille } => self.cache.set_pool_free(permille),
             Event::Fill { fill, update } => self.fill_update(SlabId(fill.0), update),
             Event::LookupAnswered { lookup, found } => self.lookup_answered(SlabId(lookup.0), found),
@@ -293,6 +301,11 @@ impl AgentCore {
             Request::Load(wanted) => self.load(session, request, wanted, received),
             Request::Release { load } => self.release(session, request, load),
             Request::Suspect { load, blocks } => self.suspect(session, request, load, &blocks),
+            Request::Extents(body) => {
+                let size_class = self.sessions[&session].size_class;
+                let from = Requester { session, request, size_class };
+                self.extents.request(&mut self.cache, context!(self), from, body);
+            }
             Request::Trim => {
                 let blocks = self.cache.trim();
                 self.reply(session, request, Reply::Trimmed { blocks });

@@ -239,6 +239,18 @@ counters! {
     pool_pending_free_bytes,
     /// Gauge: pool slots that are never used again.
     pool_quarantined_slots,
+    /// Extents that clients leased.
+    extent_leases,
+    /// Blocks that clients wrote to extents and that became durable.
+    extent_commits,
+    /// Pins of extents.
+    extent_pins,
+    /// Gauge: leased extents, those in quarantine included.
+    extents_leased,
+    /// Gauge: leased extents of ended sessions, also of an earlier agent, whose process may still write to them.
+    extents_quarantined,
+    /// Gauge: pins of extents, those of ended sessions included.
+    extents_pinned,
     /// Gauge: bytes in use in the journals.
     journal_used_bytes,
     /// Gauge: total bytes of the journals.
@@ -272,6 +284,11 @@ owner_counters! {
     CacheCounters: dram_evictions dram_evicted_bytes nvme_evictions nvme_evicted_bytes corrupt_blocks
     dram_corrupt_blocks devices_lost announced_changes arena_lost_bytes stored_blocks_total
     stored_bytes_total
+}
+
+owner_counters! {
+    /// Counters of extents.
+    ExtentCounters: extent_leases extent_commits extent_pins
 }
 
 owner_counters! {

@@ -103,6 +103,8 @@ pub(crate) struct PoolSettings {
     pub(crate) io_engine: IoEngineChoice,
     /// Space that files leave on their file system.
     pub(crate) reserve: Reserve,
+    /// Whether sessions may lease and pin extents of files.
+    pub(crate) lend_extents: bool,
     pub(crate) devices: Vec<DeviceSettings>,
 }
 
@@ -182,7 +184,7 @@ impl Config {
             node: self.node.validate()?,
             session: self.session.validate()?,
             arena: self.arena.validate()?,
-            pool: self.pool.validate()?,
+            pool: self.pool.validate(self.session.extents)?,
             cache: self.cache.validate()?,
             tenants: self.validate_tenants()?,
             writeback_delay: self.writeback.delay.0,
@@ -254,7 +256,7 @@ impl ArenaSection {
 }
 
 impl PoolSection {
-    fn validate(&self) -> Result<PoolSettings, AgentError> {
+    fn validate(&self, lend_extents: bool) -> Result<PoolSettings, AgentError> {
         size(
             "pool.segment_bytes",
             self.segment_bytes.0,
@@ -281,7 +283,8 @@ impl PoolSection {
         }
         let PoolSection { queue_depth, io_engine, .. } = *self;
         let reserve = self.reserve_bytes.map_or(Reserve::Default, |bytes| Reserve::Bytes(bytes.0));
-        Ok(PoolSettings { segment_bytes: self.segment_bytes.0, queue_depth, io_engine, reserve, devices })
+        let segment_bytes = self.segment_bytes.0;
+        Ok(PoolSettings { segment_bytes, queue_depth, io_engine, reserve, lend_extents, devices })
     }
 }
 

@@ -34,6 +34,7 @@ impl AgentCore {
         self.audit_sessions()?;
         self.replicate.audit_outbound()?;
         self.audit_inbound()?;
+        self.extents.audit(&self.cache)?;
         self.audit_writeback()
     }
 
@@ -225,6 +226,9 @@ impl AgentCore {
         for frame in self.writeback.being_written() {
             let size_class = self.cache.sizes.get(self.cache.frames.get(frame).size_class);
             count(size_class.tenant, 1, nvme_bytes(size_class.slot_bytes));
+        }
+        for (tenant, slot_bytes) in self.extents.charges(&self.cache) {
+            count(tenant, 1, nvme_bytes(slot_bytes));
         }
         for usage in self.tenant_usage() {
             let dram = SlotUsage { slots: usage.blocks.dram, bytes: usage.dram.used };

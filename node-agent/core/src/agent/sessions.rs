@@ -124,6 +124,7 @@ impl AgentCore {
             self.tickets.remove(*ticket);
         }
         self.cancel_match_lookups(id);
+        self.extents.close(context!(self), id);
         self.cache.sizes.release(session.size_class);
     }
 

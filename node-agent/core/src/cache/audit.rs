@@ -13,7 +13,7 @@ impl Cache {
     }
 
     fn audit_index(&self) -> Result<(), String> {
-        let (mut stored, mut being_read, mut resident) = (0, 0, 0);
+        let (mut stored, mut in_use, mut resident) = (0, 0, 0);
         let mut places = BTreeMap::new();
         for (index, entry) in self.index.iter() {
             let key = entry.key();
@@ -28,7 +28,7 @@ impl Cache {
             resident += u64::from(matches!(entry.dram(), Dram::Resident(_)));
             if let Some(at) = entry.stored() {
                 stored += 1;
-                being_read += usize::from(matches!(entry.dram(), Dram::Filling(_)));
+                in_use += usize::from(!self.is_in_nvme_order(index));
                 ensure!(self.devices.is_usable(at.device), "{key} is on a lost device");
                 let block = self.devices.stored(at);
                 ensure!(
@@ -43,8 +43,8 @@ impl Cache {
         ensure!(resident == self.resident_blocks, "{resident} resident blocks, not as counted");
         let evictable = self.devices.evictable();
         ensure!(
-            evictable + being_read == stored as usize,
-            "{stored} stored blocks, {being_read} being read, {evictable} evictable"
+            evictable + in_use == stored as usize,
+            "{stored} stored blocks, {in_use} being read or pinned, {evictable} evictable"
         );
         Ok(())
     }
