@@ -32,6 +32,8 @@ round() {
     part "simulated cluster" "$target/release/reprise" sim chaos --seeds $seeds_of_simulator --start "$seed"
     part "operator" env REPRISE_E2E_SEED="$seed" REPRISE_E2E_KILL_PERCENT=100 "${test[@]}" \
         --test e2e -- operator::chaos:: operator::kills:: repeatedly_killed_operator
+    part "extents" env REPRISE_E2E_SEED="$seed" REPRISE_E2E_EXTENT_KILLS=200 "${test[@]}" \
+        --test e2e -- processes::extents::
     part "processes" env REPRISE_E2E_SEED="$seed" "${test[@]}" \
         --test e2e -- processes::kill:: processes::corruption:: garbage peer_killed saving_far_more
 }

@@ -72,6 +72,8 @@ pub(crate) struct SessionSection {
     pub(crate) mode: String,
     /// Empty: the agent's own user and root.
     pub(crate) allow_uids: Vec<u32>,
+    /// Whether sessions may lease and pin extents of pool files.
+    pub(crate) extents: bool,
 }
 
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -284,6 +286,7 @@ failure_domain = ""        # nodes of a domain (rack, zone) fail together; empty
 socket = "{socket}"        # engines connect here; its directory must exist
 mode = "{mode}"            # mode bits of the socket, octal
 allow_uids = []            # users that may connect; empty: the agent's own user and root
+extents = false            # true: clients may read and write pool files themselves, blocks of other tenants included
 
 [arena]
 bytes = "{arena_bytes}"    # memory for blocks; allocated completely at start
@@ -397,6 +400,7 @@ impl Default for SessionSection {
             socket: defaults::SOCKET.into(),
             mode: defaults::SOCKET_MODE.to_owned(),
             allow_uids: Vec::new(),
+            extents: false,
         }
     }
 }

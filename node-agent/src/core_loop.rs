@@ -228,7 +228,8 @@ impl CoreLoop {
     fn run_once(&mut self) -> Flow {
         self.liveness.beat();
         // Wakes up in time for the next beat even without inputs or deadlines.
-        let next_beat = Instant::now() + BEAT_EVERY;
+        let beat = Instant::now() + BEAT_EVERY;
+        let next_beat = self.executor.next_extent_poll().map_or(beat, |poll| poll.min(beat));
         let until = self
             .core
             .next_deadline()
@@ -250,6 +251,7 @@ impl CoreLoop {
         if self.core.next_deadline().is_some_and(|deadline| deadline <= now) {
             self.apply(Event::Tick);
         }
+        self.poll_extents();
         self.notify_if_durable();
         if self.reported_at.elapsed() >= REPORT_EVERY {
             self.report_state();
@@ -260,10 +262,15 @@ impl CoreLoop {
     fn handle(&mut self, input: Input) -> Flow {
         match input {
             Input::Event(event) => {
-                if let Event::SessionClosed { session } = &event {
-                    self.executor.session_closed(*session);
-                }
+                let closed = match &event {
+                    Event::SessionClosed { session } => Some(*session),
+                    _ => None,
+                };
                 self.apply(event);
+                // After the core, which may ask for the end of the session's own I/O.
+                if let Some(session) = closed {
+                    self.executor.session_closed(session);
+                }
             }
             Input::Device(DeviceReport { device, lost, done, fills }) => {
                 if let Some(reason) = lost {
@@ -347,6 +354,13 @@ impl CoreLoop {
     fn execute(&mut self) {
         for effect in self.effects.drain(..) {
             self.executor.execute(effect);
+        }
+    }
+
+    /// Reports holders of extents whose I/O has ended.
+    fn poll_extents(&mut self) {
+        for holder in self.executor.released_extents() {
+            self.apply(Event::ExtentsReleased { holder });
         }
     }
 

@@ -18,7 +18,7 @@ mod reads;
 mod worker;
 
 pub(crate) use identity::{Membership, PoolIdentity};
-pub(crate) use open::{OpenErrorKind, open_error_kind};
+pub(crate) use open::{OpenErrorKind, is_held_by_earlier, open_error_kind};
 pub(crate) use worker::read_error;
 
 use std::collections::BTreeMap;
@@ -31,7 +31,7 @@ use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
 use reprise_agent_core::effect::{DeviceId, ReadBatch};
 use reprise_agent_core::pool::{DeviceError, DeviceOp, DevicePool, PoolParams, StoredBlock};
 use reprise_buffers::Arena;
-use reprise_io::{Caching, DeviceDescription, EngineKind, Waker};
+use reprise_io::{Caching, DeviceDescription, EngineKind, SharedFile, Waker};
 use reprise_policy::{TenantId, TenantName};
 
 use crate::config::{DeviceSettings, PoolSettings};
@@ -68,6 +68,8 @@ pub(crate) struct Device {
     commands: Sender<Command>,
     waker: Waker,
     thread: Option<JoinHandle<()>>,
+    /// The file for clients that read and write it themselves, if it is suitable.
+    shared: Option<Arc<SharedFile>>,
     info: DeviceInfo,
 }
 
@@ -163,6 +165,7 @@ struct OpenProperties {
     bytes: u64,
     engine: EngineKind,
     caching: Caching,
+    shared: Option<Arc<SharedFile>>,
     waker: Waker,
 }
 
@@ -253,6 +256,11 @@ impl Device {
     /// Returns the properties of the device.
     pub(crate) fn info(&self) -> &DeviceInfo {
         &self.info
+    }
+
+    /// Returns the file for clients, if it is suitable.
+    pub(crate) fn shared(&self) -> Option<&SharedFile> {
+        self.shared.as_deref()
     }
 
     /// Returns the number of commands that its thread has not received yet.
@@ -351,7 +359,7 @@ fn finish(opening: Opening, found: DeviceContent) -> Result<OpenedDevice, AgentE
     };
     let RecoveredPool { pool, stored, names, recovery } = recovered;
     let membership = Membership::of(&pool);
-    let OpenProperties { bytes, engine, caching, waker } = properties;
+    let OpenProperties { bytes, engine, caching, shared, waker } = properties;
     let Opening { description, commands, sync_failed, write_error, media_errors, thread, .. } = opening;
     let info =
         DeviceInfo { description, bytes, engine, caching, recovery, sync_failed, write_error, media_errors };
@@ -360,7 +368,7 @@ fn finish(opening: Opening, found: DeviceContent) -> Result<OpenedDevice, AgentE
         took_ms = recovery.took.as_millis(), formatted = recovery.formatted, grown_bytes = recovery.grown_bytes,
         "pool device ready"
     );
-    let device = Device { commands, waker, thread: Some(thread), info };
+    let device = Device { commands, waker, thread: Some(thread), shared, info };
     Ok(OpenedDevice { device, pool, stored, names, membership })
 }
 

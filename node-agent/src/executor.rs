@@ -5,6 +5,8 @@
 //! | replies, notices | written to the socket, else the session's queue | the session is closed |
 //! | progress | stores to shared memory, futex wake | cannot fail |
 //! | release of a device | passed to the reconciler, which ends its thread | cannot fail |
+//! | descriptors of devices | with the reply that names an extent of them | the session is closed |
+//! | end of a client's own I/O | polled ([`extents`]) | polled again |
 //! | device operations, reads | bounded queue, above the core's maximum in flight | reported as rejected |
 //! | checks of blocks in DRAM | the checker's queue | reported as not verified |
 //! | lookups, announcements | the directory client's queues | the client reports or re-announces |
@@ -38,6 +40,9 @@ use crate::directory::{DirectoryClient, OwnState, PlacementRequest};
 use crate::metrics::{Metrics, Phase};
 use crate::peer::Peers;
 use crate::session::{Peer, Session};
+use extents::SharedDevices;
+
+mod extents;
 
 /// Executes effects on devices, sessions, peers and the directory.
 pub(crate) struct Executor {
@@ -48,6 +53,7 @@ pub(crate) struct Executor {
     feedback: VecDeque<Event>,
     /// Blocks being fetched, with start time and layers; bounded by the core's fills in flight.
     fetches: HashMap<FillId, PendingFetch>,
+    extents: SharedDevices,
     /// Tenants that were logged as unnamed; bounded by the core's tenants.
     unnamed: BTreeSet<TenantId>,
     /// Tenants whose names the core has; bounded by the registry.
@@ -160,7 +166,8 @@ impl Executor {
         let entry = |device| Some(DeviceEntry { device, lost: None, read_only: None });
         let devices = std::mem::take(&mut parts.devices).into_iter().map(entry).collect();
         let (unnamed, named) = (BTreeSet::new(), BTreeSet::new());
-        Executor { parts, devices, sessions, feedback, fetches, unnamed, named }
+        let extents = SharedDevices::default();
+        Executor { parts, devices, sessions, feedback, fetches, extents, unnamed, named }
     }
 
     /// Adds a device under a free number.
@@ -188,6 +195,7 @@ impl Executor {
         if let Some(DeviceEntry { device, .. }) =
             self.devices.get_mut(usize::from(id.0)).and_then(Option::take)
         {
+            self.extents.device_released(id);
             self.parts.metrics.device_closed(id, device.info());
             // If the agent is stopping, the receiver is gone and the device ends with its channel.
             let _ = self.parts.released.try_send(ReleasedDevice { id, device });
@@ -212,6 +220,7 @@ impl Executor {
 
     pub(crate) fn session_closed(&mut self, session: SessionId) {
         self.sessions.remove(&session);
+        self.extents.session_closed(session);
     }
 
     pub(crate) fn close_sessions(&mut self) {
@@ -237,6 +246,7 @@ impl Executor {
             Request::Abort { .. }
             | Request::Release { .. }
             | Request::Suspect { .. }
+            | Request::Extents(_)
             | Request::Trim
             | Request::Stats => Phase::Other,
         };
@@ -320,6 +330,7 @@ impl Executor {
                 }
             }
             Effect::DeviceReleased { device } => self.remove_device(device),
+            Effect::AwaitExtents { holder } => self.extents.await_end(holder),
             Effect::CheckBlock(check) => {
                 let id = check.check;
                 if self.parts.checker.submit(check).is_err() {
@@ -352,8 +363,16 @@ impl Executor {
     }
 
     fn reply(&mut self, session: SessionId, request: RequestId, reply: Reply) {
+        if !self.sessions.contains_key(&session) {
+            return;
+        }
+        let grants = self.grant_devices(session, &reply);
         let Some(connected) = self.sessions.get_mut(&session) else { return };
-        connected.session.reply(request, reply);
+        match grants {
+            Some(grants) => connected.session.reply_with_devices(request, reply, grants),
+            // Its end returns the extents.
+            None => connected.session.close(),
+        }
         if let Some((phase, pending)) = connected.pending.remove(&request) {
             self.parts.metrics.phase(phase, pending.since.elapsed());
         }

@@ -24,12 +24,14 @@ mod identity;
 mod listener;
 mod outbound;
 
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use reprise_agent_core::effect::{Reply, Ticket};
+use reprise_agent_core::effect::{DeviceId, Reply, Ticket};
 use reprise_agent_core::event::{self, Event, RequestId};
+use reprise_agent_core::extents::ExtentRequest;
 use reprise_agent_core::limits;
 use reprise_buffers::{Arena, PROGRESS_BLOCKS_MAX, PROGRESS_ENTRIES};
 use reprise_daemon::rejected_connections::{Listener, Reason, RejectedConnections};
@@ -121,9 +123,25 @@ impl Session {
     }
 
     /// Sends a reply; never blocks. A session that cannot accept it is closed.
-    pub(crate) fn reply(&self, request: RequestId, reply: Reply) {
+    fn reply(&self, request: RequestId, reply: Reply) {
         self.in_flight.fetch_sub(1, Ordering::Relaxed);
         self.outbound.send(Outgoing::Reply { request, reply });
+    }
+
+    /// Sends a reply with descriptors of devices; never blocks.
+    pub(crate) fn reply_with_devices(
+        &self,
+        request: RequestId,
+        reply: Reply,
+        devices: Vec<(DeviceId, OwnedFd)>,
+    ) {
+        match reply {
+            Reply::Extents(extents) => {
+                self.in_flight.fetch_sub(1, Ordering::Relaxed);
+                self.outbound.send(Outgoing::Frame(encode::extents(request, extents, devices)));
+            }
+            other => self.reply(request, other),
+        }
     }
 
     /// Notifies the engine about the durability of a commit; never blocks.
@@ -179,6 +197,14 @@ fn read_requests(context: &SessionContext, session: &Session, frames: &mut Frame
     let _ = context.inbox.send(Input::Event(closed));
 }
 
+fn frees_resources(body: &event::Request) -> bool {
+    use event::Request::{Abort, Extents, Release};
+    matches!(
+        body,
+        Abort { .. } | Release { .. } | Extents(ExtentRequest::Abort { .. } | ExtentRequest::Unpin { .. })
+    )
+}
+
 /// Passes a request to the core; returns false if the core has stopped.
 fn submit_request(context: &SessionContext, session: &Session, decoded: DecodeResult) -> bool {
     match decoded {
@@ -207,7 +233,7 @@ fn submit_request(context: &SessionContext, session: &Session, decoded: DecodeRe
         }
         DecodeResult::Request { id, body } => {
             // Requests that release resources are never rejected, as the resources would stay in use.
-            let frees = matches!(body, event::Request::Abort { .. } | event::Request::Release { .. });
+            let frees = frees_resources(&body);
             if session.in_flight.fetch_add(1, Ordering::Relaxed) >= REQUESTS_IN_FLIGHT_MAX && !frees {
                 session.in_flight.fetch_sub(1, Ordering::Relaxed);
                 let message = format!("this session already has {REQUESTS_IN_FLIGHT_MAX} requests in flight");

@@ -52,27 +52,28 @@ fn layout() -> local::Layout {
 fn requests() -> Vec<(&'static str, &'static str, request::Body)> {
     use request::Body;
     let hello = local::Hello {
-        protocol_version: 1,
+        protocol_version: 2,
         namespace: run(0x77, 32),
         layout: Some(layout()),
         client_name: "vllm-0".into(),
         tenant: "team-a".into(),
         service_account_token: "jwt".into(),
     };
-    let item = local::CommitItem { lease: 9, key: run(0x11, 16), checksums: run(0x22, 8) };
+    let item = || local::CommitItem { lease: 9, key: run(0x11, 16), checksums: run(0x22, 8) };
+    let commit = || local::Commit { items: vec![item()], priority: 1, parent: run(0x33, 16) };
     let load =
         local::Load { keys: run(0x11, 16), deadline_us: 5_000_000, read_bytes: 524_288, local_only: true };
     vec![
         (
             "`Hello`",
-            "version 1, namespace 32 × 77, layout 32, 2, 8, 128, 1, 16, 3, 4, client \"vllm-0\", tenant \"team-a\", token \"jwt\"",
+            "version 2, namespace 32 × 77, layout 32, 2, 8, 128, 1, 16, 3, 4, client \"vllm-0\", tenant \"team-a\", token \"jwt\"",
             Body::Hello(hello),
         ),
         ("`Reserve`", "3 slots", Body::Reserve(local::Reserve { count: 3 })),
         (
             "`Commit`",
             "lease 9, key 16 × 11, checksums 8 × 22; priority 1; parent 16 × 33",
-            Body::Commit(local::Commit { items: vec![item], priority: 1, parent: run(0x33, 16) }),
+            Body::Commit(commit()),
         ),
         ("`Abort`", "leases 9, 300", Body::Abort(local::Abort { leases: vec![9, 300] })),
         (
@@ -89,12 +90,21 @@ fn requests() -> Vec<(&'static str, &'static str, request::Body)> {
             "load 6, blocks 0, 300",
             Body::Suspect(local::Suspect { load: 6, blocks: vec![0, 300] }),
         ),
+        ("`LeaseExtents`", "3 extents", Body::LeaseExtents(local::LeaseExtents { count: 3 })),
+        (
+            "`Commit` of extents",
+            "lease 9, key 16 × 11, checksums 8 × 22; priority 1; parent 16 × 33",
+            Body::CommitExtents(commit()),
+        ),
+        ("`Abort` of extents", "leases 9, 300", Body::AbortExtents(local::Abort { leases: vec![9, 300] })),
+        ("`PinExtents`", "key 16 × 11", Body::PinExtents(local::PinExtents { keys: run(0x11, 16) })),
+        ("`Unpin`", "pins 9, 300", Body::Unpin(local::Unpin { pins: vec![9, 300] })),
     ]
 }
 
 fn responses() -> Vec<(&'static str, &'static str, response::Body)> {
     use response::Body;
-    let place = || Some(local::Place { region: 1, offset: 4096 });
+    let place = || Some(local::Place { region: 1, offset: 4096, extent: None });
     let grants = || vec![local::RegionGrant { region: 1, bytes: 8192, writable: true }];
     let failure = local::Failure { kind: local::FailureKind::Busy as i32, message: "full".into() };
     let welcome = local::Welcome {
@@ -120,6 +130,24 @@ fn responses() -> Vec<(&'static str, &'static str, response::Body)> {
         ],
     };
     let stats = vec![local::Stat { name: "loads".into(), value: 8 }];
+    let (device, offset, bytes) = (3, 8192, 4096);
+    let (generation, header_crc, checksums_at) = (7, 5, 128);
+    let extent = local::Extent { device, offset, bytes, generation, header_crc, checksums_at };
+    let extent = || Some(local::Place { extent: Some(extent), ..local::Place::default() });
+    let devices = || vec![local::DeviceGrant { device: 3 }];
+    let leased = local::ExtentsLeased {
+        devices: devices(),
+        leases: vec![local::Lease { lease: 9, place: extent() }],
+        retry_after_us: 2000,
+    };
+    let pinned = local::Pinned {
+        devices: devices(),
+        blocks: vec![
+            local::PinnedBlock { status: 1, pin: 6, place: extent() },
+            local::PinnedBlock { status: 3, ..local::PinnedBlock::default() },
+        ],
+    };
+    let committed_extents = local::ExtentsCommitted { statuses: vec![1, 2, 3, 4, 5] };
     vec![
         ("`Failure`", "`BUSY`, \"full\"", Body::Failure(failure)),
         ("`Welcome`", "session 5, \"node-a\", \"0.1.0\", 64 entries of 1,088 bytes", Body::Welcome(welcome)),
@@ -144,6 +172,19 @@ fn responses() -> Vec<(&'static str, &'static str, response::Body)> {
         ("`Released`", "", Body::Released(local::Released {})),
         ("`Suspected`", "", Body::Suspected(local::Suspected {})),
         ("`StatsReply`", "\"loads\" is 8", Body::Stats(local::StatsReply { stats })),
+        (
+            "`ExtentsLeased`",
+            "device 3; lease 9 at device 3, 8,192, 4,096 bytes, generation 7, checksum 5, 128; retry after 2 ms",
+            Body::ExtentsLeased(leased),
+        ),
+        ("`ExtentsCommitted`", "each status in order", Body::ExtentsCommitted(committed_extents)),
+        ("`ExtentsAborted`", "", Body::ExtentsAborted(local::ExtentsAborted {})),
+        (
+            "`Pinned`",
+            "device 3; pin 6 at device 3, 8,192, 4,096 bytes, generation 7, checksum 5, 128; a block that is not durable",
+            Body::Pinned(pinned),
+        ),
+        ("`Unpinned`", "", Body::Unpinned(local::Unpinned {})),
         ("`Trimmed`", "3 blocks", Body::Trimmed(local::Trimmed { blocks: 3 })),
         (
             "`Durable`",
@@ -352,9 +393,11 @@ fn every_message_with_fields_appears_in_an_example() {
         .join("\n");
     // Messages that only occur inside others, or in every line of the session.
     let carried = ["Layout", "Request", "Response", "Place", "RegionGrant", "Lease", "CommitItem"];
+    let of_extents = ["Extent", "DeviceGrant", "PinnedBlock"];
     let also_carried =
         ["LoadedBlock", "Stat", "NodeInfo", "NodeReplicas", "MemberInfo", "PeerEndpoint", "Position"];
-    let carried: BTreeSet<&str> = carried.into_iter().chain(also_carried).chain(placement::CARRIED).collect();
+    let carried: BTreeSet<&str> =
+        carried.into_iter().chain(of_extents).chain(also_carried).chain(placement::CARRIED).collect();
     let declared = PROTOS.iter().flat_map(|text| text.lines()).filter_map(|line| {
         let (name, fields) = line.strip_prefix("message ")?.split_once(" {")?;
         (fields != "}").then_some(name)
@@ -368,10 +411,10 @@ fn every_message_with_fields_appears_in_an_example() {
 fn session_limits_in_the_document_match_the_code() {
     assert_eq!(
         (local::PROTOCOL_VERSION, local::FRAME_BYTES_MAX, local::KEYS_PER_CALL_MAX),
-        (1, 16 << 20, 8192)
+        (2, 16 << 20, 8192)
     );
     for words in
-        ["`PROTOCOL_VERSION` = 1 in `Hello`", "u32 length (little endian, at most 16 MiB)", "1 to 8,192 keys"]
+        ["`PROTOCOL_VERSION` = 2 in `Hello`", "u32 length (little endian, at most 16 MiB)", "1 to 8,192 keys"]
     {
         assert!(DOCUMENT.contains(words), "docs/PROTOCOL.md lacks: {words}");
     }

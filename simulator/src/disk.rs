@@ -71,6 +71,9 @@ impl DiskWrite {
                 let payload = Some((offset / PAGE as u64, payload.to_vec()));
                 Some(DiskWrite { pages: split(offset, header), payload })
             }
+            DeviceOpKind::WriteHeader { offset, header } => {
+                Some(DiskWrite { pages: split(offset, header), payload: None })
+            }
             DeviceOpKind::Sync => None,
         }
     }

@@ -32,7 +32,9 @@ impl Job {
         match self {
             Job::Device { op, .. } => match &op.kind {
                 DeviceOpKind::WriteBlock { slot, .. } => Some(*slot),
-                DeviceOpKind::WritePages { .. } | DeviceOpKind::Sync => None,
+                DeviceOpKind::WritePages { .. } | DeviceOpKind::WriteHeader { .. } | DeviceOpKind::Sync => {
+                    None
+                }
             },
             Job::Read { read, .. } => Some(read.slot),
             Job::Check(check) => Some(check.slot),

@@ -338,6 +338,7 @@ impl Simulation {
                 }
             }
             Effect::DeviceReleased { .. } => unreachable!("devices of this simulation stay until they fail"),
+            Effect::AwaitExtents { .. } => unreachable!("engines of this simulation use no extents"),
             Effect::CheckBlock(check) => self.begin_job(node, Job::Check(check)),
             Effect::Lookup { lookup, keys, timeout } => self.start_lookup(node, lookup, keys, timeout),
             Effect::Announce { changes } => self.announce(node, &changes),
@@ -506,6 +507,6 @@ pub(crate) fn count_all(seen: &mut BTreeMap<&'static str, u64>, process: &Proces
 pub(crate) fn payload<'a>(memory: &'a Memory, kind: &DeviceOpKind) -> &'a [u64] {
     match kind {
         DeviceOpKind::WriteBlock { slot, .. } => memory.layers(*slot),
-        DeviceOpKind::WritePages { .. } | DeviceOpKind::Sync => &[],
+        DeviceOpKind::WritePages { .. } | DeviceOpKind::WriteHeader { .. } | DeviceOpKind::Sync => &[],
     }
 }

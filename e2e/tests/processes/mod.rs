@@ -10,6 +10,7 @@ mod descriptors;
 mod disk_stall;
 mod engines;
 mod events;
+mod extents;
 mod failure_report;
 mod floods;
 mod kill;

@@ -18,6 +18,7 @@ use crate::connection::{Connection, PendingCall};
 use crate::deadline;
 use crate::durable::{DurableOutcome, Ticket};
 use crate::error::ClientError;
+use crate::extents::{self, ExtentStatus, LeasedExtent, PinOutcome};
 use crate::load::{Load, LoadRequest, PendingLoad};
 use crate::matching::{PendingMatch, Scope, SendMode, Source};
 use crate::reservation::{Reservation, reservations};
@@ -283,6 +284,67 @@ impl Client {
         let outcome = commit_outcome(&committed, items.len()).map_err(|error| self.session.broken(error))?;
         items.into_iter().for_each(|(reservation, _)| reservation.mark_committed());
         Ok(outcome)
+    }
+
+    /// Leases up to `count` extents (`1..=8192`) of pool files, to write blocks without the arena, and waits up
+    /// to `wait` for at least one. The result is empty if none became free in that time.
+    ///
+    /// # Errors
+    /// `BadRequest` (the agent lends no extents, or `count` is invalid), `Busy` (the session holds its share),
+    /// `Timeout`, `AgentLost`.
+    pub fn lease_extents(&self, count: u32, wait: Duration) -> Result<Vec<LeasedExtent>, ClientError> {
+        check_count("lease extents", count as usize)?;
+        let deadline = deadline::after(wait);
+        loop {
+            let lease = request::Body::LeaseExtents(local::LeaseExtents { count });
+            let response::Body::ExtentsLeased(leased) = self.session.call("lease extents", lease)? else {
+                return Err(self.session.broken(ClientError::unexpected("lease extents")));
+            };
+            if !leased.leases.is_empty() {
+                return extents::leased(&self.session, &leased).map_err(|error| self.session.broken(error));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(Vec::new());
+            }
+            let pause = Duration::from_micros(leased.retry_after_us).max(RESERVE_PAUSE_MIN);
+            self.session.connection.durable_outcomes().pause(pause.min(left))?;
+        }
+    }
+
+    /// Publishes blocks whose payloads are in leased extents, and waits until each is durable or has failed.
+    /// All writes to the extents must have ended. The blocks must be consecutive blocks of one chain, in its
+    /// order. Readers verify the checksums: a wrong one makes the block unreadable.
+    ///
+    /// # Errors
+    /// `BadRequest` (too many at once, or an invalid number of checksums), `Timeout`, `AgentLost`. All leases
+    /// have ended then.
+    pub fn commit_extents(
+        &self,
+        items: Vec<(LeasedExtent, BlockKey, Vec<u32>)>,
+        options: CommitOptions,
+    ) -> Result<Vec<ExtentStatus>, ClientError> {
+        check_count("commit extents", items.len())?;
+        let count = items.len();
+        let body = request::Body::CommitExtents(extents::commit_message(&self.session, &items, options)?);
+        let response::Body::ExtentsCommitted(committed) = self.session.call("commit extents", body)? else {
+            return Err(self.session.broken(ClientError::unexpected("commit extents")));
+        };
+        items.into_iter().for_each(|(extent, ..)| extent.mark_committed());
+        extents::statuses(&committed, count).map_err(|error| self.session.broken(error))
+    }
+
+    /// Pins durable blocks of this node, to read them from the device without the arena.
+    ///
+    /// # Errors
+    /// `BadRequest` (too many keys), `Timeout`, `AgentLost`.
+    pub fn pin_extents(&self, keys: &[BlockKey]) -> Result<Vec<PinOutcome>, ClientError> {
+        check_count("pin extents", keys.len())?;
+        let body = request::Body::PinExtents(local::PinExtents { keys: BlockKey::pack(keys).into() });
+        let response::Body::Pinned(pinned) = self.session.call("pin extents", body)? else {
+            return Err(self.session.broken(ClientError::unexpected("pin extents")));
+        };
+        extents::pinned(&self.session, &pinned, keys.len()).map_err(|error| self.session.broken(error))
     }
 
     /// Waits until every block of a commit is durable or lost. The outcome can be read repeatedly, and by

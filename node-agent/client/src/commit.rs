@@ -52,7 +52,7 @@ pub struct CommitOutcome {
 }
 
 impl Priority {
-    fn to_wire(self) -> u32 {
+    pub(crate) fn to_wire(self) -> u32 {
         match self {
             Priority::Normal => 0,
             Priority::High => 1,

@@ -29,6 +29,7 @@ use reprise_proto::local::{self, Request, Response, request, response};
 use crate::deadline;
 use crate::durable::DurableOutcomes;
 use crate::error::ClientError;
+use crate::extents::DeviceMap;
 use crate::regions::RegionMap;
 use crate::wire::FrameReader;
 
@@ -52,6 +53,7 @@ pub(crate) struct Connection {
     pending: Pending,
     durable_outcomes: DurableOutcomes,
     regions: RegionMap,
+    devices: DeviceMap,
     progress: OnceLock<ProgressReader>,
     /// Set once, after `reason`; waiting loads poll it cheaply.
     ended: AtomicBool,
@@ -77,6 +79,7 @@ impl Connection {
             pending: Pending::default(),
             durable_outcomes: DurableOutcomes::default(),
             regions: RegionMap::default(),
+            devices: DeviceMap::default(),
             progress: OnceLock::new(),
             ended: AtomicBool::new(false),
             reason: OnceLock::new(),
@@ -196,6 +199,7 @@ impl Connection {
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
         self.durable_outcomes.close(reason);
         self.pending.close();
+        self.devices.clear();
         self.wake_watcher();
     }
 
@@ -238,6 +242,10 @@ impl Connection {
 
     pub(crate) fn durable_outcomes(&self) -> &DurableOutcomes {
         &self.durable_outcomes
+    }
+
+    pub(crate) fn devices(&self) -> &DeviceMap {
+        &self.devices
     }
 
     pub(crate) fn regions(&self) -> &RegionMap {
@@ -322,9 +330,23 @@ impl Connection {
             }
             response::Body::Reserved(reserved) => &reserved.regions,
             response::Body::Loaded(loaded) => &loaded.regions,
+            response::Body::ExtentsLeased(leased) => return self.take_devices(&leased.devices, descriptors),
+            response::Body::Pinned(pinned) => return self.take_devices(&pinned.devices, descriptors),
             _ => return Ok(()),
         };
         grants.iter().try_for_each(|grant| self.regions.insert(grant, descriptors.next()?))
+    }
+
+    /// Keeps the descriptors of devices that arrived with a message.
+    fn take_devices(
+        &self,
+        grants: &[local::DeviceGrant],
+        descriptors: &mut Descriptors,
+    ) -> Result<(), ClientError> {
+        for grant in grants {
+            self.devices.insert(grant.device, descriptors.next()?);
+        }
+        Ok(())
     }
 
     /// Releases the slots or load of an answer that has no waiting caller.
@@ -335,6 +357,17 @@ impl Connection {
             }
             response::Body::Reserved(reserved) if !reserved.leases.is_empty() => {
                 self.release_leases(reserved.leases.iter().map(|lease| lease.lease));
+            }
+            response::Body::ExtentsLeased(leased) if !leased.leases.is_empty() => {
+                let leases = leased.leases.iter().map(|lease| lease.lease).collect();
+                self.cast(request::Body::AbortExtents(local::Abort { leases }));
+            }
+            response::Body::Pinned(pinned) => {
+                let pins: Vec<u64> =
+                    pinned.blocks.iter().map(|block| block.pin).filter(|pin| *pin > 0).collect();
+                if !pins.is_empty() {
+                    self.cast(request::Body::Unpin(local::Unpin { pins }));
+                }
             }
             _ => {}
         }

@@ -7,6 +7,7 @@
 //! ```text
 //! save:  reserve → fill (copy and checksum) → commit → wait_durable
 //! load:  match_keys → load → wait_layer → copy (and verify) → drop
+//! own I/O: lease_extents → write → commit_extents, and pin_extents → read (and verify) → drop
 //! ```
 //!
 //! Cost of the hot path: a block of 2 MiB in DRAM costs its copy (100–120 µs) plus the checksum of each 16
@@ -18,7 +19,7 @@
 //! * No byte counts as loaded before it was checked against the checksum that came by the socket, unless the
 //!   caller disables that.
 //! * Every call ends by answer, deadline or death of the agent.
-//! * A dropped reservation or load is released.
+//! * A dropped reservation, load, extent or pin is released.
 //!
 //! Layers above it for engines: [`paged`] saves from and loads to their memory, [`transfers`] does so on
 //! background threads, and [`keeper`] reconnects sessions.
@@ -40,6 +41,7 @@ mod connection;
 mod deadline;
 pub mod durable;
 pub mod error;
+pub mod extents;
 pub mod keeper;
 pub mod load;
 pub mod matching;
@@ -54,6 +56,7 @@ pub use client::{Client, ConnectOptions};
 pub use commit::{CommitOptions, CommitOutcome, CommitStatus, Priority};
 pub use durable::{DurableOutcome, Ticket};
 pub use error::{ClientError, CopyError};
+pub use extents::{ExtentStatus, LeasedExtent, PinOutcome, PinnedExtent};
 pub use keeper::{KeeperStatus, SessionKeeper};
 pub use load::{BlockStatus, LayerReady, Load, LoadRequest, LoadedBlock, PendingLoad, Verify};
 pub use matching::{PendingMatch, Scope, Source};

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use reprise_policy::SessionId;
 
 use crate::cache::{Cache, FrameState, SizeClassId};
+use crate::extents::Extents;
 use crate::load::Loads;
 use crate::replicate::Replicate;
 use crate::save::Save;
@@ -22,18 +23,19 @@ pub(crate) struct Owners<'a> {
     pub(crate) load: &'a Loads,
     pub(crate) save: &'a Save,
     pub(crate) serve: &'a Serves,
+    pub(crate) extents: &'a Extents,
     pub(crate) replicate: &'a Replicate,
 }
 
 /// Checks that the owners agree. Costs time in proportion to their whole state.
 pub(crate) fn compare(owners: &Owners) -> Result<(), String> {
-    let Owners { sessions, cache, transfer, load, save, serve, replicate } = owners;
+    let Owners { sessions, cache, transfer, load, save, serve, extents, replicate } = owners;
     ensure!(save.sessions().eq(sessions.keys().copied()), "sessions of saves are not as opened");
     ensure!(load.sessions().eq(sessions.keys().copied()), "sessions of loads are not as opened");
     compare_fills(cache, transfer)?;
     compare_waits(transfer, load, serve)?;
     cache.audit_leases(load.leases().chain(serve.leases()))?;
-    cache.audit_accounts(save.being_written())?;
+    cache.audit_accounts(save.being_written(), extents.lent())?;
     cache.audit_size_classes(sessions.len() + replicate.waiting_pulls().count())?;
     let frames = transfer.retained().chain(save.unsaved_frames());
     let size_classes = frames.map(|frame| cache.frame(frame).size_class);

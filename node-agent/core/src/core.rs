@@ -9,7 +9,7 @@
 //!                       └───────────────────────────────┘
 //! ```
 //!
-//! Seven owners hold the state: cache, transfer, load, save, serve, replicate and quota. The core passes each
+//! Eight owners hold the state: cache, transfer, load, save, serve, extents, replicate and quota. The core passes each
 //! event to one of them, and the outcomes of an owner to other owners, until no outcome is left. Owners do not
 //! know each other; all of them may use the cache.
 //!
@@ -43,6 +43,7 @@ use crate::context::Caller;
 use crate::counters::Counters;
 use crate::effect::{DeviceId, Effect, RegionId, Reply};
 use crate::event::{Event, Request, RequestId, SessionOpened};
+use crate::extents::Extents;
 use crate::limits::SESSIONS_MAX;
 use crate::load::{LoadOutcome, Loads};
 use crate::pool::{DevicePool, PoolUsage, StoredBlock};
@@ -78,6 +79,7 @@ pub struct AgentCore {
     load: Loads,
     save: Save,
     serve: Serves,
+    extents: Extents,
     replicate: Replicate,
 }
 
@@ -112,6 +114,7 @@ impl AgentCore {
             load: Loads::new(),
             save: Save::new(),
             serve: Serves::default(),
+            extents: Extents::new(&settings),
             replicate: Replicate::new(&settings),
             settings,
         };
@@ -177,7 +180,10 @@ impl AgentCore {
             self.save.expedite();
         }
         for DoneBatch { batch, stored } in batches {
-            self.save.batch_done(&mut self.cache, context!(self), batch, &stored);
+            match Extents::owns(batch) {
+                true => self.extents.batch_done(&mut self.cache, context!(self), batch, &stored),
+                false => self.save.batch_done(&mut self.cache, context!(self), batch, &stored),
+            }
         }
         if stored > 0 {
             self.replicate.note_saved(self.now, stored);
@@ -305,6 +311,7 @@ impl AgentCore {
         self.load.set_counters(&mut all);
         self.save.set_counters(&mut all);
         self.serve.set_counters(&mut all);
+        self.extents.set_counters(&self.cache, &mut all);
         self.replicate.set_counters(&mut all);
         all.sessions = self.sessions.len() as u64;
         all.drained = u64::from(self.drain_progress().drained);
@@ -322,15 +329,16 @@ impl AgentCore {
     /// # Errors
     /// A description of the first violated invariant.
     pub fn audit(&self) -> Result<(), String> {
-        let AgentCore { cache, transfer, load, save, serve, replicate, .. } = self;
+        let AgentCore { cache, transfer, load, save, serve, extents, replicate, .. } = self;
         cache.audit()?;
         transfer.audit(cache)?;
         load.audit(cache)?;
         save.audit(cache)?;
         serve.audit(cache)?;
+        extents.audit(cache)?;
         self.quota.audit(cache)?;
         replicate.audit()?;
-        audit::compare(&Owners { sessions: &self.sessions, cache, transfer, load, save, serve, replicate })
+        audit::compare(&Owners { sessions: &self.sessions, cache, transfer, load, save, serve, extents, replicate })
     }
 
     fn dispatch(&mut self, event: Event) {
@@ -348,6 +356,7 @@ impl AgentCore {
             Event::DeviceAttached { device, pool } => self.cache.attach_device(context!(self), device, *pool),
             Event::Recovered { device, blocks } => self.cache.recovered(device, blocks),
             Event::DeviceDetached { device } => self.cache.detach_device(device),
+            Event::ExtentsReleased { holder } => self.extents.released(&mut self.cache, holder),
             Event::PoolFree { permille } => self.cache.set_pool_free(permille),
             Event::Fill { fill, update } => {
                 self.transfer.update(&mut self.cache, context!(self), SlabId(fill.0), update);
@@ -402,6 +411,7 @@ impl AgentCore {
             Request::Load(wanted) => self.load.begin(cache, cx, caller, (wanted, received)),
             Request::Release { load } => self.load.release(cache, cx, caller, load),
             Request::Suspect { load, blocks } => self.load.suspect(cache, cx, caller, (load, &blocks)),
+            Request::Extents(body) => self.extents.request(cache, cx, caller, body),
             Request::Trim => cx.reply(caller, Reply::Trimmed { blocks: cache.trim() }),
             Request::Stats => {
                 let own = self.cache.tenant_usage(self.cache.tenant_of(size_class)).fields();
@@ -428,6 +438,7 @@ impl AgentCore {
         let Some(size_class) = self.sessions.remove(&session) else { return };
         self.load.close(&mut self.cache, session);
         self.save.close(&mut self.cache, session);
+        self.extents.close(context!(self), session);
         self.cache.release_size_class(size_class);
     }
 

@@ -239,6 +239,18 @@ counters! {
     pool_pending_free_bytes,
     /// Gauge: pool slots that are never used again.
     pool_quarantined_slots,
+    /// Extents that clients leased.
+    extent_leases,
+    /// Blocks that clients wrote to extents and that became durable.
+    extent_commits,
+    /// Pins of extents.
+    extent_pins,
+    /// Gauge: leased extents, those in quarantine included.
+    extents_leased,
+    /// Gauge: leased extents of ended sessions, also of an earlier agent, whose process may still write to them.
+    extents_quarantined,
+    /// Gauge: pins of extents, those of ended sessions included.
+    extents_pinned,
     /// Gauge: bytes in use in the journals.
     journal_used_bytes,
     /// Gauge: total bytes of the journals.
@@ -281,6 +293,11 @@ owner_counters! {
     hit_bytes_own_dram hit_bytes_own_nvme hit_bytes_peer_dram hit_bytes_peer_nvme miss_blocks failed_blocks
     no_space_blocks deadline_blocks single_flight_joins lookups lookup_keys lookup_failures suspect_blocks
     expired_loads
+}
+
+owner_counters! {
+    /// Counters of extents.
+    ExtentCounters: extent_leases extent_commits extent_pins
 }
 
 owner_counters! {

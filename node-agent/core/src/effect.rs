@@ -12,13 +12,34 @@ use reprise_policy::{BlockKey, Generation, Layout, NodeId, SessionId, SlotSet, T
 use reprise_policy::quota::QuotaError;
 
 use crate::event::RequestId;
+use crate::extents::{ExtentHolder, ExtentReply};
 use crate::pool::{DeviceOp, PageNumber};
 
 /// Number of a device of this node's pool; devices opened at the start have the order of the configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct DeviceId(pub u8);
 
-/// Number of a reserved slot that an engine fills.
+/// Location of the bytes of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// Slot of the arena.
+    Arena(ArenaSlot),
+    /// Slot of a device: a header page, and the payload directly behind it.
+    Extent {
+        /// Device that contains the slot.
+        device: DeviceId,
+        /// Generation of the slot.
+        generation: Generation,
+        /// Byte offset of the header page on the device.
+        offset: u64,
+        /// Bytes of the payload.
+        bytes: u64,
+        /// CRC32C that the header page must have; 0 if the slot is leased.
+        header_crc: u32,
+    },
+}
+
+/// Number of a reserved slot that an engine fills, or of a leased extent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LeaseId(pub u64);
 
@@ -129,6 +150,11 @@ pub enum Effect {
     DeviceReleased {
         /// Device to close.
         device: DeviceId,
+    },
+    /// Waits until no process can do I/O on the extents of a holder; the result is `Event::ExtentsReleased`.
+    AwaitExtents {
+        /// Holder whose session has ended.
+        holder: ExtentHolder,
     },
     /// Compares a block in the arena with its checksums; the result is `Event::CheckDone`.
     CheckBlock(BlockCheck),
@@ -289,6 +315,8 @@ pub enum Reply {
         /// Number of dropped copies.
         blocks: u64,
     },
+    /// Reply about extents.
+    Extents(ExtentReply),
     /// Counters by name, in the order of `Counters::fields`.
     Stats(Vec<(&'static str, u64)>),
 }

@@ -10,6 +10,7 @@ use reprise_policy::{
 };
 
 use crate::effect::{CheckId, DeviceId, FillId, LeaseId, LoadId, LookupId, OfferId, PlaceId, ServeId};
+use crate::extents::{ExtentHolder, ExtentRequest};
 use crate::pool::{DeviceError, DevicePool, OpToken, StoredBlock};
 
 /// Number of a request within its session, chosen by the client.
@@ -81,6 +82,12 @@ pub enum Event {
     DeviceDetached {
         /// Device to stop using.
         device: DeviceId,
+    },
+    /// No process can do I/O on the extents of a holder whose session has ended
+    /// ([`Effect::AwaitExtents`](crate::effect::Effect::AwaitExtents)).
+    ExtentsReleased {
+        /// Holder of the extents.
+        holder: ExtentHolder,
     },
     /// Sets the share of the pool that the core keeps free ahead of writes.
     PoolFree {
@@ -267,6 +274,8 @@ pub enum Request {
         /// Indices within the load; those that are invalid or not complete are ignored.
         blocks: Vec<u32>,
     },
+    /// Leases, commits or pins extents of devices.
+    Extents(ExtentRequest),
     /// Drops clean DRAM copies of blocks that are on NVMe.
     Trim,
     /// Returns the counters of the node.

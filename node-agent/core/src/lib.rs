@@ -31,6 +31,7 @@ mod counters;
 pub mod directives;
 pub mod effect;
 pub mod event;
+pub mod extents;
 pub mod heartbeats;
 pub mod home;
 pub mod limits;

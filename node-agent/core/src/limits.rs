@@ -11,6 +11,18 @@ pub const SESSIONS_MAX: usize = 512;
 /// Maximum slots of one `Reserve`: a 128K-token request of 16-token blocks.
 pub const RESERVE_SLOTS_MAX: u32 = 8192;
 
+/// Maximum leased extents, and maximum pins, of one session: two calls of the maximum size, so that one is
+/// filled while the other is committed.
+pub const EXTENTS_PER_SESSION_MAX: usize = 16_384;
+
+/// Maximum share of the devices, in thousandths, that one session may hold as leased and pinned extents: two
+/// clients can hold their share at the same time.
+pub const EXTENTS_SESSION_PERMILLE: u64 = 250;
+
+/// Maximum share of the devices, in thousandths, that all sessions may hold, those in quarantine included. The
+/// rest remains for blocks that pass the arena.
+pub const EXTENTS_PERMILLE: u64 = 500;
+
 /// Maximum items of one `Commit`: as many as one `Reserve` returns.
 pub const COMMIT_ITEMS_MAX: usize = 8192;
 

@@ -16,6 +16,9 @@
 //! * After a failed write or sync of the journal, no further block is reported durable. Durable blocks can
 //!   still be read, unless the device is lost.
 //!
+//! Slots can be lent to another process, which writes the payloads itself ([`DevicePool::lend`]): lend record →
+//! sync → the other process writes → header page → sync → store record → sync.
+//!
 //! Out of scope: reads, retries, and uniqueness of keys. After a crash between the commit of a new copy and
 //! the free of an old one, a key may be in several slots; the core frees all but one.
 
@@ -27,6 +30,7 @@ mod growth;
 pub mod header;
 mod journal;
 mod layouts;
+mod lend;
 mod operations;
 mod page;
 mod record;
@@ -47,6 +51,7 @@ pub use geometry::{
     SUPERBLOCK_OFFSETS,
 };
 pub use growth::Growth;
+pub use lend::ExtentCommit;
 pub use recovery::{OWNER_BYTES, READ_BYTES_MAX, Recovery, RecoveryReport, owner};
 pub use superblock::FORMAT_VERSION;
 
@@ -119,6 +124,13 @@ pub enum DeviceOpKind {
         header: Box<[u8]>,
         /// Arena slot of the payload.
         slot: ArenaSlot,
+    },
+    /// Writes the header page of a slot whose payload another process has written.
+    WriteHeader {
+        /// Byte offset of the header page on the device.
+        offset: u64,
+        /// Header page of 4096 bytes.
+        header: Box<[u8]>,
     },
     /// Makes all operations durable whose completion was reported before (fdatasync).
     Sync,

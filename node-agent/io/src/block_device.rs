@@ -1,11 +1,14 @@
 //! The trait of open devices: what a pool needs of a device before it has an engine.
 
+use std::io;
+
 use reprise_buffers::PageBuffer;
 
 use crate::device::{Caching, DeviceFile, Preallocation, Reserve};
 use crate::engine::IoEngine;
 use crate::error::IoError;
 use crate::open::{EngineSettings, open_engine};
+use crate::shared::SharedFile;
 
 /// An open device that no other process uses. It is locked until it, or the engine that replaces it, is
 /// dropped.
@@ -52,6 +55,14 @@ pub trait BlockDevice: Send {
     /// Any; a part of the contents may remain.
     fn erase_ends(&mut self, bytes: u64) -> Result<(), IoError>;
 
+    /// Returns the file for clients that read and write it themselves; `None` if the device cannot be shared.
+    ///
+    /// # Errors
+    /// The system's error.
+    fn shared_file(&self) -> io::Result<Option<SharedFile>> {
+        Ok(None)
+    }
+
     /// Closes the device, and removes what opening has created.
     fn discard(self: Box<Self>);
 
@@ -90,6 +101,10 @@ impl BlockDevice for DeviceFile {
 
     fn erase_ends(&mut self, bytes: u64) -> Result<(), IoError> {
         DeviceFile::erase_ends(self, bytes)
+    }
+
+    fn shared_file(&self) -> io::Result<Option<SharedFile>> {
+        SharedFile::of(self)
     }
 
     fn discard(self: Box<Self>) {

@@ -371,6 +371,11 @@ impl DeviceFile {
         self.access
     }
 
+    /// Reports whether this is a block device and not a file.
+    pub fn is_block_device(&self) -> bool {
+        self.block_device
+    }
+
     /// Reports whether direct I/O is in effect.
     pub fn caching(&self) -> Caching {
         self.caching

@@ -30,6 +30,7 @@ mod open;
 mod plain;
 mod probe;
 mod queue;
+mod shared;
 pub mod simulated;
 mod smart;
 mod sys;
@@ -46,5 +47,6 @@ pub use op::{Completion, IO_ALIGN, IOVECS_MAX, Op, Submission, TRANSFER_BYTES_MA
 pub use open::{EngineChoice, EngineSettings, QUEUE_DEPTH_DEFAULT, QUEUE_DEPTH_MAX, open_engine};
 pub use probe::{IoProbe, RingMode, probe};
 pub use queue::{OpClass, QueueSettings, ReadFirstQueue};
+pub use shared::{HolderNumber, SharedFile};
 pub use smart::{HealthLog, health_log};
 pub use waker::Waker;

@@ -140,6 +140,31 @@ pub(crate) fn memlock_limit() -> Option<u64> {
     (result == 0 && limit.rlim_cur != libc::RLIM_INFINITY).then_some(limit.rlim_cur)
 }
 
+/// Acquires a shared lock on a byte range for the open file description (`F_OFD_SETLK`, fcntl(2)). The kernel
+/// releases it when the last descriptor of the description is closed and its last operation has ended.
+pub(crate) fn lock_range(fd: BorrowedFd<'_>, range: Range<u64>) -> io::Result<()> {
+    let lock = byte_range(range, libc::F_RDLCK)?;
+    // SAFETY: fcntl(2) reads the struct that it is given.
+    check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_SETLK, &raw const lock) })
+}
+
+/// Reports whether another open file description has a lock on a part of a byte range (`F_OFD_GETLK`).
+pub(crate) fn is_range_locked(fd: BorrowedFd<'_>, range: Range<u64>) -> io::Result<bool> {
+    let mut lock = byte_range(range, libc::F_WRLCK)?;
+    // SAFETY: fcntl(2) reads and fills the struct that it is given.
+    check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) })?;
+    Ok(i32::from(lock.l_type) != libc::F_UNLCK)
+}
+
+fn byte_range(range: Range<u64>, kind: libc::c_int) -> io::Result<libc::flock> {
+    // SAFETY: flock is plain data for which zeroes are valid; l_pid must be zero, fcntl(2).
+    let mut lock: libc::flock = unsafe { std::mem::zeroed() };
+    lock.l_type = libc::c_short::try_from(kind).unwrap_or_default();
+    lock.l_whence = libc::c_short::try_from(libc::SEEK_SET).unwrap_or_default();
+    (lock.l_start, lock.l_len) = (file_offset(range.start)?, file_offset(range.end - range.start)?);
+    Ok(lock)
+}
+
 fn timespec(time: Duration) -> libc::timespec {
     libc::timespec {
         tv_sec: time.as_secs().try_into().unwrap_or(i64::MAX),

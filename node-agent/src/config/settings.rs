@@ -103,6 +103,8 @@ pub(crate) struct PoolSettings {
     pub(crate) io_engine: IoEngineChoice,
     /// Space that a claimed file leaves on its file system, unless its claim sets another reserve.
     pub(crate) reserve: Reserve,
+    /// Whether sessions may lease and pin extents of files.
+    pub(crate) lend_extents: bool,
     pub(crate) devices: Vec<DeviceSettings>,
 }
 
@@ -184,7 +186,7 @@ impl Config {
             node: self.node.validate()?,
             session: self.session.validate()?,
             arena: self.arena.validate()?,
-            pool: self.pool.validate()?,
+            pool: self.pool.validate(self.session.extents)?,
             cache: self.cache.validate()?,
             tenants: self.validate_tenants()?,
             writeback_delay: self.writeback.delay.0,
@@ -256,7 +258,7 @@ impl ArenaSection {
 }
 
 impl PoolSection {
-    fn validate(&self) -> Result<PoolSettings, AgentError> {
+    fn validate(&self, lend_extents: bool) -> Result<PoolSettings, AgentError> {
         size(
             "pool.segment_bytes",
             self.segment_bytes.0,
@@ -283,7 +285,8 @@ impl PoolSection {
             devices.push(device);
         }
         let PoolSection { queue_depth, io_engine, .. } = *self;
-        Ok(PoolSettings { segment_bytes: self.segment_bytes.0, queue_depth, io_engine, reserve, devices })
+        let segment_bytes = self.segment_bytes.0;
+        Ok(PoolSettings { segment_bytes, queue_depth, io_engine, reserve, lend_extents, devices })
     }
 }
 

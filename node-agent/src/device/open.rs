@@ -14,7 +14,7 @@ use reprise_agent_core::pool::{DevicePool, PoolError, PoolParams, Recovery};
 use reprise_buffers::{Arena, PageBuffer, Region};
 use reprise_io::{
     BlockDevice, Caching, DeviceDescription, EngineChoice, EngineSettings, IfMissing, IoEngine, IoError,
-    IoErrorKind, Op, Preallocation, Reserve, Submission, Token, Wait,
+    IoErrorKind, Op, Preallocation, Reserve, SharedFile, Submission, Token, Wait,
 };
 use reprise_policy::layout::PAGE_BYTES;
 
@@ -32,6 +32,7 @@ pub(super) struct OpenParams {
     bytes: Option<u64>,
     missing: IfMissing,
     reserve: Reserve,
+    lend_extents: bool,
     engine: EngineSettings,
 }
 
@@ -43,6 +44,9 @@ pub(super) struct RawDevice {
     /// Bytes that a pool may use.
     usable: u64,
     caching: Caching,
+    /// The file for clients that read and write it themselves, if it is suitable.
+    shared: Option<Arc<SharedFile>>,
+    lend_extents: bool,
     engine: Box<dyn IoEngine>,
 }
 
@@ -64,7 +68,8 @@ impl OpenParams {
         };
         let engine = EngineSettings { queue_depth: settings.queue_depth, engine, regions };
         let DeviceSettings { description, bytes, missing, reserve } = device.clone();
-        OpenParams { description, bytes, missing, reserve, engine }
+        let lend_extents = settings.lend_extents;
+        OpenParams { description, bytes, missing, reserve, lend_extents, engine }
     }
 }
 
@@ -96,7 +101,10 @@ fn read_content(
     }
     let mut open = params.start_engine(device)?;
     let found = match found {
-        Some(recovered) => Some(open.grow(recovered).map_err(|error| params.error(error))?),
+        Some(recovered) => {
+            let grown = open.grow(recovered).map_err(|error| params.error(error))?;
+            Some(open.lend(grown))
+        }
         None => None,
     };
     let blank = DeviceContent::Blank { device_bytes: open.usable };
@@ -139,8 +147,16 @@ impl OpenParams {
         let size = whole_pages(device.as_ref());
         let usable = self.bytes.unwrap_or(size).min(size);
         let caching = device.caching();
+        let shared = device.shared_file().unwrap_or_else(|error| {
+            if self.lend_extents {
+                tracing::warn!(path = %self.description, %error, "cannot share this file with clients");
+            }
+            None
+        });
+        let (shared, lend_extents) = (shared.map(Arc::new), self.lend_extents);
         let engine = device.start_engine(&self.engine).map_err(|error| self.error(error))?;
-        Ok(RawDevice { description: self.description.clone(), size, usable, caching, engine })
+        let description = self.description.clone();
+        Ok(RawDevice { description, size, usable, caching, shared, lend_extents, engine })
     }
 
     fn error(&self, source: impl Into<OpenError>) -> AgentError {
@@ -155,7 +171,8 @@ impl RawDevice {
             OpenDecision::Keep => Ok(None),
             OpenDecision::Format(params) => {
                 let formatted = self.format(params).and_then(|()| self.recover());
-                formatted.map(Some).map_err(|error| open_error(&self.description, error))
+                let formatted = formatted.map_err(|error| open_error(&self.description, error))?;
+                Ok(Some(self.lend(formatted)))
             }
         }
     }
@@ -165,6 +182,7 @@ impl RawDevice {
             bytes: self.size,
             engine: self.engine.kind(),
             caching: self.caching,
+            shared: self.shared.clone(),
             waker: self.engine.waker(),
         }
     }
@@ -191,6 +209,24 @@ impl RawDevice {
             "the pool has grown; smaller blocks than block_bytes_min cannot fill it"
         );
         Ok(recovered)
+    }
+
+    /// Applies the settings of extents to a pool. Extents that an earlier process of the agent lent are free
+    /// again, unless a process may still write to them.
+    fn lend(&self, mut recovered: RecoveredPool) -> RecoveredPool {
+        let pool = &mut recovered.pool;
+        if pool.earlier_leases() > 0 {
+            let is_held = self.shared.as_ref().is_some_and(|shared| is_held_by_earlier(shared));
+            let (path, extents) = (&self.description, pool.earlier_leases());
+            tracing::info!(%path, extents, is_held, "extents were leased when the agent ended");
+            if !is_held {
+                pool.end_earlier_leases();
+            }
+        }
+        if self.lend_extents && self.shared.is_some() {
+            pool.allow_lending();
+        }
+        recovered
     }
 
     fn write_pages(&mut self, offset: u64, bytes: &[u8]) -> Result<(), OpenError> {
@@ -222,6 +258,14 @@ impl RawDevice {
         }
         completed.pop().expect("the loop ended").result
     }
+}
+
+/// Whether a process may still do I/O for an earlier agent. An unknown answer counts as yes.
+pub(crate) fn is_held_by_earlier(shared: &SharedFile) -> bool {
+    shared.is_held_by_earlier().unwrap_or_else(|error| {
+        tracing::warn!(%error, "cannot determine whether extents are in use");
+        true
+    })
 }
 
 /// Source of a journal.
@@ -421,6 +465,7 @@ pub(super) mod tests {
             bytes: Some(8 << 20),
             missing,
             reserve: Reserve::Bytes(0),
+            lend_extents: false,
             engine: EngineSettings { queue_depth: 1, engine: EngineChoice::Plain, regions: Vec::new() },
         };
         assert!(open(&params(IfMissing::Fail)).is_err() && !path.exists(), "it must exist");

@@ -340,6 +340,15 @@ impl Worker {
                 }
                 Err(error) => return self.refuse_op(token, &error.to_string()),
             },
+            DeviceOpKind::WriteHeader { offset, header } => {
+                if header.len() as u64 != PAGE_BYTES {
+                    return self.refuse_op(token, "invalid size of a header");
+                }
+                let mut pages = self.pages.take();
+                pages.copy_from_slice(&header);
+                let from = vec![pages.span()];
+                (OpClass::Write, Work::Write { token, offset, from, pages })
+            }
             DeviceOpKind::WriteBlock { offset, header, slot } => {
                 match self.context.arena.span(slot.region.0, slot.offset, slot.bytes) {
                     Ok(payload) if header.len() as u64 == PAGE_BYTES => {

@@ -11,6 +11,7 @@ use reprise_agent_core::effect::{LeaseId, LoadId};
 use reprise_agent_core::event::{
     CommitItem, CommitRequest, LoadRequest, Priority, Request, RequestId, Scope,
 };
+use reprise_agent_core::extents::{ExtentRequest, PinId};
 use reprise_agent_core::limits::{
     COMMIT_ITEMS_MAX, LOAD_BLOCKS_MAX, LOAD_DEADLINE_MAX, MATCH_KEYS_MAX, RESERVE_SLOTS_MAX,
 };
@@ -59,7 +60,7 @@ fn convert(body: local::request::Body) -> Result<Request, String> {
             count_within("reserve: count", count as usize)?;
             Ok(Request::Reserve { count })
         }
-        Body::Commit(commit) => convert_commit(&commit),
+        Body::Commit(commit) => convert_commit(&commit).map(Request::Commit),
         Body::Abort(local::Abort { leases }) => {
             count_within("abort: leases", leases.len())?;
             Ok(Request::Abort { leases: leases.into_iter().map(LeaseId).collect() })
@@ -75,10 +76,29 @@ fn convert(body: local::request::Body) -> Result<Request, String> {
         }
         Body::Stats(local::Stats {}) => Ok(Request::Stats),
         Body::Trim(local::Trim {}) => Ok(Request::Trim),
+        Body::LeaseExtents(local::LeaseExtents { count }) => {
+            count_within("lease extents: count", count as usize)?;
+            Ok(Request::Extents(ExtentRequest::Lease { count }))
+        }
+        Body::CommitExtents(commit) => {
+            convert_commit(&commit).map(|commit| Request::Extents(ExtentRequest::Commit(commit)))
+        }
+        Body::AbortExtents(local::Abort { leases }) => {
+            count_within("abort extents: leases", leases.len())?;
+            let leases = leases.into_iter().map(LeaseId).collect();
+            Ok(Request::Extents(ExtentRequest::Abort { leases }))
+        }
+        Body::PinExtents(local::PinExtents { keys }) => {
+            Ok(Request::Extents(ExtentRequest::Pin { keys: unpack("pin extents: keys", &keys)? }))
+        }
+        Body::Unpin(local::Unpin { pins }) => {
+            count_within("unpin: pins", pins.len())?;
+            Ok(Request::Extents(ExtentRequest::Unpin { pins: pins.into_iter().map(PinId).collect() }))
+        }
     }
 }
 
-fn convert_commit(commit: &local::Commit) -> Result<Request, String> {
+fn convert_commit(commit: &local::Commit) -> Result<CommitRequest, String> {
     count_within("commit: items", commit.items.len())?;
     let priority = match commit.priority {
         0 => Priority::Normal,
@@ -101,7 +121,7 @@ fn convert_commit(commit: &local::Commit) -> Result<Request, String> {
         })?)),
     };
     let items = commit.items.iter().map(convert_item).collect();
-    Ok(Request::Commit(CommitRequest { items, priority, parent }))
+    Ok(CommitRequest { items, priority, parent })
 }
 
 /// An item with an invalid key or checksums is still passed to the core, which releases its lease.

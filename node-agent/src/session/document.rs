@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use reprise_agent_core::effect::{CommitStatus, Reply, Source, Ticket};
 use reprise_agent_core::event::RequestId;
+use reprise_agent_core::extents::{ExtentReply, ExtentStatus};
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
 use reprise_policy::BlockKey;
 use reprise_proto::local::FailureKind;
@@ -21,7 +22,11 @@ fn collapsed(text: &str) -> String {
 
 /// Returns the bytes of an example in part 1.
 fn example(message: &str) -> Vec<u8> {
-    let begin = format!("| `{message}` |");
+    // A name may be followed by words behind its closing quote.
+    let begin = match message.contains('`') {
+        true => format!("| `{message} |"),
+        false => format!("| `{message}` |"),
+    };
     let rows = DOCUMENT.lines().filter(|line| line.starts_with(&begin));
     let mut last_cells = rows.filter_map(|row| row.rsplit('`').nth(1));
     // Other tables have rows for the message too.
@@ -49,6 +54,10 @@ fn requests_in_the_document_are_decoded() {
         ("Release", "Release { load: LoadId(6) }"),
         ("Stats", "Stats"),
         ("Trim", "Trim"),
+        ("LeaseExtents", "Extents(Lease { count: 3 })"),
+        ("Abort` of extents", "Extents(Abort { leases: [LeaseId(9), LeaseId(300)] })"),
+        ("PinExtents", "Extents(Pin { keys: [11111111111111111111111111111111] })"),
+        ("Unpin", "Extents(Unpin { pins: [PinId(9), PinId(300)] })"),
     ] {
         match decode::request(example(message).into()).expect("readable") {
             DecodeResult::Request { id: RequestId(2), body } => assert_eq!(format!("{body:?}"), meaning),
@@ -63,6 +72,13 @@ fn replies_match_the_bytes_in_the_document() {
     let arena = Arena::new(&config).expect("a small arena");
     let statuses =
         vec![CommitStatus::Committed, CommitStatus::Duplicate, CommitStatus::NoLease, CommitStatus::BadItem];
+    let extents = vec![
+        ExtentStatus::Durable,
+        ExtentStatus::Exists,
+        ExtentStatus::NoLease,
+        ExtentStatus::BadItem,
+        ExtentStatus::Failed,
+    ];
     let sources = vec![Source::OwnDram, Source::OwnNvme, Source::PeerDram, Source::PeerNvme];
     let replies = [
         ("Committed", Reply::Committed { ticket: Ticket(4), statuses }),
@@ -71,6 +87,9 @@ fn replies_match_the_bytes_in_the_document() {
         ("Released", Reply::Released),
         ("StatsReply", Reply::Stats(vec![("loads", 8)])),
         ("Trimmed", Reply::Trimmed { blocks: 3 }),
+        ("ExtentsCommitted", Reply::Extents(ExtentReply::Committed { statuses: extents })),
+        ("ExtentsAborted", Reply::Extents(ExtentReply::Aborted)),
+        ("Unpinned", Reply::Extents(ExtentReply::Unpinned)),
     ];
     let replies = replies.map(|(message, reply)| (message, encode::reply(&arena, RequestId(2), reply)));
     let failure = ("Failure", encode::failure(2, FailureKind::Busy, "full"));

@@ -3,11 +3,17 @@
 //! A load reply for 8,192 blocks has 2 MiB of checksums. They are written once to a buffer that all blocks
 //! of the message share, so encoding takes two copies and no allocation per block.
 
+use std::os::fd::OwnedFd;
+use std::time::Duration;
+
 use bytes::Bytes;
 use reprise_agent_core::effect::{
-    Access, ArenaSlot, CommitStatus, LoadedBlock, LossReason, RegionId, Reply, Source, Ticket,
+    Access, ArenaSlot, CommitStatus, DeviceId, LeaseId, LoadedBlock, LossReason, Place, RegionId, Reply,
+    Source, Ticket,
 };
 use reprise_agent_core::event::RequestId;
+use reprise_agent_core::extents::{ExtentReply, ExtentStatus, PinRefusal, PinnedBlock};
+use reprise_agent_core::pool::header::CHECKSUMS_AT;
 use reprise_buffers::{Arena, REGIONS_MAX};
 use reprise_policy::{BlockKey, Layout};
 use reprise_proto::local::{self, FRAME_BYTES_MAX, KEYS_PER_CALL_MAX, response::Body};
@@ -53,6 +59,14 @@ pub(super) fn durable(ticket: Ticket, durable: u32, lost: &[BlockKey]) -> Frame 
     Frame::new(&local::Response { id: 0, body: Some(Body::Durable(notice)) }, Vec::new())
 }
 
+/// Encodes a reply about extents, with the descriptors of devices that the session does not have.
+pub(super) fn extents(request: RequestId, reply: ExtentReply, devices: Vec<(DeviceId, OwnedFd)>) -> Frame {
+    let grants = devices.iter().map(|(device, _)| local::DeviceGrant { device: u32::from(device.0) });
+    let body = extent_body(reply, grants.collect());
+    let descriptors = devices.into_iter().map(|(_, descriptor)| Descriptor::Device(descriptor)).collect();
+    Frame::new(&local::Response { id: request.0, body: Some(body) }, descriptors)
+}
+
 /// Collects the descriptors of the regions that a message references, in its order.
 struct Grants<'a> {
     arena: &'a Arena,
@@ -84,16 +98,14 @@ fn convert(grants: &mut Grants<'_>, reply: Reply) -> Body {
         }
         Reply::Reserved { regions, leases, retry_after } => Body::Reserved(local::Reserved {
             regions: grants.grant(regions),
-            leases: leases
-                .into_iter()
-                .map(|(lease, slot)| local::Lease { lease: lease.0, place: Some(place(slot)) })
-                .collect(),
-            retry_after_us: u64::try_from(retry_after.as_micros()).unwrap_or(u64::MAX),
+            leases: leases.into_iter().map(|(id, slot)| lease(id, Place::Arena(slot))).collect(),
+            retry_after_us: micros(retry_after),
         }),
         Reply::Committed { ticket, statuses } => Body::Committed(local::Committed {
             ticket: ticket.0,
             statuses: statuses.into_iter().map(|status| commit_status(status) as i32).collect(),
         }),
+        Reply::Extents(reply) => extent_body(reply, Vec::new()),
         Reply::Aborted => Body::Aborted(local::Aborted {}),
         Reply::Matched { sources } => {
             let sources: Vec<u8> = sources.into_iter().map(|source| source as u8).collect();
@@ -121,8 +133,67 @@ fn failure_body(kind: local::FailureKind, message: String) -> Body {
     Body::Failure(local::Failure { kind: kind as i32, message })
 }
 
-fn place(slot: ArenaSlot) -> local::Place {
-    local::Place { region: u32::from(slot.region.0), offset: slot.offset }
+fn extent_body(reply: ExtentReply, devices: Vec<local::DeviceGrant>) -> Body {
+    match reply {
+        ExtentReply::Leased { leases, retry_after } => Body::ExtentsLeased(local::ExtentsLeased {
+            devices,
+            leases: leases.into_iter().map(|(id, at)| lease(id, at)).collect(),
+            retry_after_us: micros(retry_after),
+        }),
+        ExtentReply::Committed { statuses } => Body::ExtentsCommitted(local::ExtentsCommitted {
+            statuses: statuses.into_iter().map(|status| extent_status(status) as i32).collect(),
+        }),
+        ExtentReply::Aborted => Body::ExtentsAborted(local::ExtentsAborted {}),
+        ExtentReply::Pinned { blocks } => {
+            Body::Pinned(local::Pinned { devices, blocks: blocks.into_iter().map(pinned_block).collect() })
+        }
+        ExtentReply::Unpinned => Body::Unpinned(local::Unpinned {}),
+    }
+}
+
+fn extent_status(status: ExtentStatus) -> local::ExtentStatus {
+    match status {
+        ExtentStatus::Durable => local::ExtentStatus::ExtentDurable,
+        ExtentStatus::Exists => local::ExtentStatus::ExtentExists,
+        ExtentStatus::NoLease => local::ExtentStatus::ExtentNoLease,
+        ExtentStatus::BadItem => local::ExtentStatus::ExtentBadItem,
+        ExtentStatus::Failed => local::ExtentStatus::ExtentFailed,
+    }
+}
+
+fn pinned_block(block: PinnedBlock) -> local::PinnedBlock {
+    let status = match block {
+        PinnedBlock::Pinned { pin, place: at } => {
+            let status = local::PinStatus::PinOk as i32;
+            return local::PinnedBlock { status, pin: pin.0, place: Some(place(at)) };
+        }
+        PinnedBlock::Refused(PinRefusal::Miss) => local::PinStatus::PinMiss,
+        PinnedBlock::Refused(PinRefusal::NotDurable) => local::PinStatus::PinNotDurable,
+        PinnedBlock::Refused(PinRefusal::Limit) => local::PinStatus::PinLimit,
+    };
+    local::PinnedBlock { status: status as i32, ..local::PinnedBlock::default() }
+}
+
+fn lease(id: LeaseId, at: Place) -> local::Lease {
+    local::Lease { lease: id.0, place: Some(place(at)) }
+}
+
+fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+}
+
+fn place(place: Place) -> local::Place {
+    match place {
+        Place::Arena(ArenaSlot { region, offset, .. }) => {
+            local::Place { region: u32::from(region.0), offset, extent: None }
+        }
+        Place::Extent { device, generation, offset, bytes, header_crc } => {
+            let (device, generation) = (u32::from(device.0), generation.0);
+            let checksums_at = CHECKSUMS_AT as u32;
+            let extent = local::Extent { device, offset, bytes, generation, header_crc, checksums_at };
+            local::Place { extent: Some(extent), ..local::Place::default() }
+        }
+    }
 }
 
 fn loaded_blocks(blocks: &[LoadedBlock]) -> Vec<local::LoadedBlock> {
@@ -137,7 +208,7 @@ fn loaded_blocks(blocks: &[LoadedBlock]) -> Vec<local::LoadedBlock> {
                 local::LoadedBlock {
                     status: local::BlockStatus::BlockOk as i32,
                     source: *source as u32,
-                    place: Some(place(*slot)),
+                    place: Some(place(Place::Arena(*slot))),
                     checksums: checksums.slice(from..at),
                 }
             }
@@ -204,7 +275,7 @@ mod tests {
         assert_eq!(blocks[0].checksums.as_ref(), [1, 0, 0, 0, 2, 0, 0, 0]);
         assert_eq!((blocks[1].status(), blocks[1].checksums.len()), (local::BlockStatus::BlockDeadline, 0));
         assert_eq!(blocks[2].checksums.as_ref(), [3, 0, 0, 0]);
-        assert_eq!(blocks[2].place, Some(local::Place { region: 2, offset: 4096 }));
+        assert_eq!(blocks[2].place, Some(local::Place { region: 2, offset: 4096, extent: None }));
     }
 
     #[test]

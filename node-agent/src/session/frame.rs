@@ -58,6 +58,8 @@ pub(super) enum Descriptor {
     Region(Arc<Region>, Access),
     /// The progress page, read-only.
     Progress(OwnedFd),
+    /// A device that the session reads and writes itself.
+    Device(OwnedFd),
 }
 
 pub(super) struct Frame {
@@ -133,7 +135,7 @@ impl AsFd for Descriptor {
         match self {
             Descriptor::Region(region, Access::ReadOnly) => region.readonly_fd(),
             Descriptor::Region(region, Access::ReadWrite) => region.writable_fd(),
-            Descriptor::Progress(page) => page.as_fd(),
+            Descriptor::Progress(descriptor) | Descriptor::Device(descriptor) => descriptor.as_fd(),
         }
     }
 }

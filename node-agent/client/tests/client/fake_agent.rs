@@ -295,7 +295,7 @@ pub(crate) struct Answer {
 }
 
 pub(crate) fn place(offset: u64) -> local::Place {
-    local::Place { region: 0, offset }
+    local::Place { region: 0, offset, extent: None }
 }
 
 /// Returns the bytes of block number `number`.

@@ -24,9 +24,12 @@ enum Adoption {
 }
 
 impl Device {
-    /// Whether the device is closing and has nothing in flight.
+    /// Whether the device is closing, has nothing in flight, and no process accesses its slots.
     fn is_done(&self) -> bool {
-        self.health == Health::Closing && self.ops_in_flight == 0 && self.reads_in_flight == 0
+        self.health == Health::Closing
+            && self.ops_in_flight == 0
+            && self.reads_in_flight == 0
+            && self.extents == 0
     }
 }
 
@@ -63,6 +66,7 @@ impl Cache {
         self.devices.devices[at] = Some(Device::new(pool));
         let ops = self.devices.device_mut(id).pool.flush_frees();
         self.emit_ops(cx, id, ops);
+        self.await_earlier_leases(cx, id);
         self.outcomes.capacity_changed = true;
     }
 

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::cache::Cache;
 use crate::cache::accounts::{TenantIndex, nvme_bytes};
+use crate::cache::extents::LentSlot;
 use crate::cache::frames::{CopyState, FrameIndex, FrameState};
 use crate::cache::index::Dram;
 use crate::cache::pending_space::PendingSpace;
@@ -77,7 +78,7 @@ impl Cache {
     }
 
     fn audit_index(&self) -> Result<(), String> {
-        let (mut stored, mut being_read, mut resident) = (0, 0, 0);
+        let (mut stored, mut in_use, mut resident) = (0, 0, 0);
         let mut places = BTreeMap::new();
         for (index, entry) in self.index.iter() {
             let key = entry.key();
@@ -92,7 +93,7 @@ impl Cache {
             resident += u64::from(matches!(entry.dram(), Dram::Resident(_)));
             if let Some(at) = entry.stored() {
                 stored += 1;
-                being_read += usize::from(matches!(entry.dram(), Dram::Filling(_)));
+                in_use += usize::from(!self.is_in_nvme_order(index));
                 ensure!(self.devices.is_usable(at.device), "{key} is on a lost device");
                 let block = self.devices.stored(at);
                 ensure!(
@@ -107,8 +108,8 @@ impl Cache {
         ensure!(resident == self.resident_blocks, "{resident} resident blocks, not as counted");
         let evictable = self.devices.evictable();
         ensure!(
-            evictable + being_read == stored as usize,
-            "{stored} stored blocks, {being_read} being read, {evictable} evictable"
+            evictable + in_use == stored as usize,
+            "{stored} stored blocks, {in_use} being read or pinned, {evictable} evictable"
         );
         Ok(())
     }
@@ -133,11 +134,12 @@ impl Cache {
         Ok(())
     }
 
-    /// Checks that tenants are charged for their frames, their stored blocks, and the frames that devices are
-    /// writing.
-    pub(crate) fn audit_accounts(
+    /// Checks that tenants are charged for their frames, their stored blocks, the frames that devices are writing,
+    /// and lent slots.
+    pub(crate) fn audit_accounts<'a>(
         &self,
         being_written: impl Iterator<Item = FrameIndex>,
+        lent: impl Iterator<Item = &'a LentSlot>,
     ) -> Result<(), String> {
         let mut held: BTreeMap<TenantIndex, [SlotUsage; 2]> = BTreeMap::new();
         let mut count = |tenant: TenantIndex, tier: usize, bytes: u64| {
@@ -154,6 +156,9 @@ impl Cache {
         for size_class in stored.chain(written) {
             let size_class = self.sizes.get(size_class);
             count(size_class.tenant_index, 1, nvme_bytes(size_class.slot_bytes));
+        }
+        for slot in lent {
+            count(slot.tenant, 1, nvme_bytes(slot.slot_bytes));
         }
         for index in self.tenants() {
             let usage = self.tenant_usage(index);

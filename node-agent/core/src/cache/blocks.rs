@@ -59,8 +59,11 @@ impl Cache {
         }
     }
 
-    /// Makes a stored block evictable, as the most recently used of its tenant and class.
+    /// Makes a stored block evictable, as the most recently used of its tenant and class, unless it is pinned.
     pub(super) fn enter_nvme_order(&mut self, entry: EntryIndex) {
+        if self.index.entry(entry).stored().is_some_and(|stored| self.devices.is_pinned(stored)) {
+            return;
+        }
         let rank = self.nvme_rank(entry);
         self.devices.add_evictable(entry, rank);
     }

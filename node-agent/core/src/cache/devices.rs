@@ -21,10 +21,13 @@
 //! The core treats a closing device like a lost one, but without reporting a failure. The number of a
 //! released device may be reused, because no later report can refer to the old device.
 
+use std::collections::BTreeMap;
+
 use reprise_policy::eviction::priority_lru::GROUPS_MAX;
 use reprise_policy::eviction::{EntryIndex, EvictionKind, EvictionPolicy, Group, Rank};
 
 use crate::cache::accounts::{TenantIndex, nvme_bytes};
+use crate::cache::extents::Pin;
 use crate::cache::index::Stored;
 use crate::effect::DeviceId;
 use crate::limits::{DEVICES_MAX, TENANTS_MAX};
@@ -39,6 +42,8 @@ pub(crate) struct Devices {
     pub(super) closing: usize,
     /// Stored blocks that are not being read.
     pub(super) order: Box<dyn EvictionPolicy>,
+    /// Slots that processes outside the agent read; their blocks are not in the order.
+    pub(super) pins: BTreeMap<(DeviceId, PageNumber), Pin>,
     pub(super) space_check: SpaceCheck,
 }
 
@@ -64,6 +69,9 @@ pub(crate) struct Device {
     pub(super) ops_in_flight: u64,
     /// Reads of blocks in flight.
     pub(super) reads_in_flight: u64,
+    /// Slots that processes outside the agent may access: lent and pinned ones, and one more while those lent
+    /// by an earlier agent may still be written to.
+    pub(super) extents: u64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,6 +89,7 @@ impl Devices {
             devices: pools.into_iter().take(DEVICES_MAX).map(|pool| Some(Device::new(pool))).collect(),
             closing: 0,
             order: eviction.build(),
+            pins: BTreeMap::new(),
             space_check: SpaceCheck::Due,
         }
     }
@@ -114,9 +123,9 @@ impl Devices {
         device.pool.write_batch(batch, blocks)
     }
 
-    /// Frees the slot of a stored block after its removal from the index.
+    /// Frees the slot of a stored block after its removal from the index. A pinned slot is freed later.
     pub(crate) fn free(&mut self, device: DeviceId, page: PageNumber) {
-        if self.is_usable(device) {
+        if self.is_usable(device) && !self.free_after_unpin(device, page) {
             self.device_mut(device).pool.free(page);
         }
     }
@@ -309,6 +318,7 @@ impl Device {
             records_owed: 0,
             ops_in_flight: 0,
             reads_in_flight: 0,
+            extents: 0,
         }
     }
 

@@ -177,6 +177,7 @@ impl Cache {
         for id in self.devices.ids() {
             let ops = self.devices.device_mut(id).pool.flush_frees();
             self.emit_ops(cx, id, ops);
+            self.await_earlier_leases(cx, id);
         }
     }
 }

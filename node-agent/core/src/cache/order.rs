@@ -39,9 +39,14 @@ impl Cache {
 
     /// Whether a block is in an eviction order.
     pub(crate) fn is_ordered(&self, entry: EntryIndex) -> bool {
+        self.is_in_nvme_order(entry) || self.evictable_frame(self.index.entry(entry).dram()).is_some()
+    }
+
+    /// Whether a block is evictable from its device: neither being read nor pinned.
+    pub(super) fn is_in_nvme_order(&self, entry: EntryIndex) -> bool {
         let state = self.index.entry(entry);
-        let is_in_nvme_order = state.stored().is_some() && !matches!(state.dram(), Dram::Filling(_));
-        is_in_nvme_order || self.evictable_frame(state.dram()).is_some()
+        let is_read = matches!(state.dram(), Dram::Filling(_));
+        state.stored().is_some_and(|stored| !is_read && !self.devices.is_pinned(stored))
     }
 
     /// Moves a block immediately before its nearest saved ancestor in its eviction orders, or makes it the
@@ -49,7 +54,7 @@ impl Cache {
     pub(crate) fn order_before(&mut self, entry: EntryIndex, parent: Option<EntryIndex>) {
         let state = self.index.entry(entry);
         let (dram, class) = (state.dram(), state.class());
-        let is_in_nvme_order = state.stored().is_some() && !matches!(dram, Dram::Filling(_));
+        let is_in_nvme_order = self.is_in_nvme_order(entry);
         let evictable = self.evictable_frame(dram);
         if !is_in_nvme_order && evictable.is_none() {
             return;

@@ -244,7 +244,7 @@ impl Cache {
         BlockWrite {
             key: entry.key(),
             tenant,
-            tenant_name: self.accounts.get(tenant_index).name.clone(),
+            tenant_name: self.tenant_name(tenant_index),
             layout,
             content: ContentId::UNKNOWN,
             priority: entry.class(),

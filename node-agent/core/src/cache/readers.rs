@@ -1,7 +1,7 @@
 //! What other owners read of the cache: blocks, frames and size classes. They change them through methods
 //! only.
 
-use reprise_policy::BlockKey;
+use reprise_policy::{BlockKey, TenantName};
 use reprise_policy::eviction::{EntryIndex, Group};
 
 use crate::cache::Cache;
@@ -52,6 +52,16 @@ impl Cache {
     /// Returns a tenant's layout.
     pub(crate) fn size_class(&self, id: SizeClassId) -> &SizeClass {
         self.sizes.get(id)
+    }
+
+    /// Number of objects in a block of a tenant's layout.
+    pub(crate) fn objects(&self, id: SizeClassId) -> usize {
+        self.sizes.objects(id)
+    }
+
+    /// Returns a tenant's name, once it is known.
+    pub(crate) fn tenant_name(&self, tenant: TenantIndex) -> Option<TenantName> {
+        self.accounts.get(tenant).name.clone()
     }
 
     /// Number of blocks on devices.

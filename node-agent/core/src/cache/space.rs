@@ -10,7 +10,7 @@ use reprise_policy::eviction::EntryIndex;
 
 use crate::cache::accounts::nvme_bytes;
 use crate::cache::devices::{SpaceCheck, sum_of_usage};
-use crate::cache::index::{Dram, Stored};
+use crate::cache::index::Stored;
 use crate::cache::sizes::{SizeClass, SizeClassId};
 use crate::cache::{Cache, SlotRequest};
 use crate::context::Context;
@@ -188,7 +188,7 @@ impl Cache {
                 let entry = self.index.find(&key)?;
                 let state = self.index.entry(entry);
                 let here = state.stored().is_some_and(|at| at.device == device && at.page == page);
-                (here && !matches!(state.dram(), Dram::Filling(_))).then_some(entry)
+                (here && self.is_in_nvme_order(entry)).then_some(entry)
             })
             .collect();
         blocks.filter(|blocks| self.may_drop(blocks, Some(request.tenant)))

@@ -7,10 +7,20 @@ use super::{BatchId, PageNumber, PoolEvent, StoredBlock};
 /// Maximum batches in flight: one writing its blocks, one syncing them, one in the journal, one spare.
 pub const BATCHES_MAX: usize = 4;
 
+/// Who writes the payloads of a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Payloads {
+    /// The pool, from the arena; [`BATCHES_MAX`] bounds the memory that these batches use.
+    Arena,
+    /// Another process, in lent slots.
+    Lent,
+}
+
 /// Write batch, from its first write to its event.
 #[derive(Debug)]
 pub(super) struct Batch {
     id: BatchId,
+    payloads: Payloads,
     /// Blocks whose write was started.
     blocks: Vec<(PageNumber, BlockKey)>,
     writes_in_flight: usize,
@@ -30,9 +40,10 @@ pub(super) enum BatchProgress {
 
 impl Batch {
     /// Creates a batch without blocks.
-    pub(super) fn new(id: BatchId, blocks: usize) -> Batch {
+    pub(super) fn new(id: BatchId, payloads: Payloads, blocks: usize) -> Batch {
         Batch {
             id,
+            payloads,
             blocks: Vec::with_capacity(blocks),
             writes_in_flight: 0,
             records_in_journal: 0,
@@ -44,6 +55,16 @@ impl Batch {
     /// Identifier of the batch.
     pub(super) fn id(&self) -> BatchId {
         self.id
+    }
+
+    /// Who writes the payloads.
+    pub(super) fn payloads(&self) -> Payloads {
+        self.payloads
+    }
+
+    /// Adds a slot that needs a record but no write.
+    pub(super) fn slot_lent(&mut self, page: PageNumber, key: BlockKey) {
+        self.blocks.push((page, key));
     }
 
     /// Adds a block whose write was started.

@@ -1,11 +1,12 @@
 //! Pool of one device in operation.
 
-use super::batch::{BATCHES_MAX, Batch, BatchProgress};
+use super::batch::{BATCHES_MAX, Batch, BatchProgress, Payloads};
 use super::error::PoolError;
 use super::geometry::{Geometry, PoolParams, SUPERBLOCK_OFFSETS};
 use super::header::{HeaderFields, encode_header};
 use super::journal::{Journal, JournalActions, JournalPart, JournalPosition, QueuedRecord};
 use super::layouts::TenantLayout;
+use super::lend::Lending;
 use super::operations::{Operations, Purpose, SyncGate, Waiter};
 use super::record::{BankIncarnation, Record, RecordKind};
 use super::slots::{SlotContent, Slots, short, slot_pages};
@@ -25,14 +26,15 @@ pub struct DevicePool {
     pub(super) superblock: Superblock,
     pub(super) slots: Slots,
     pub(super) journal: Journal,
-    batches: Vec<Batch>,
+    pub(super) batches: Vec<Batch>,
     /// Free and quarantine records that wait for a batch or for [`DevicePool::flush_frees`].
     removals: Vec<Record>,
-    operations: Operations,
-    gate: SyncGate,
+    pub(super) operations: Operations,
+    pub(super) gate: SyncGate,
     /// Generation of the next slot write; never repeats on a device.
-    next_generation: u64,
+    pub(super) next_generation: u64,
     health: Health,
+    pub(super) lending: Lending,
 }
 
 /// Usage of a device's space and journal. Slots include their header pages.
@@ -127,6 +129,7 @@ impl DevicePool {
 
     /// Creates the pool from recovered state.
     pub(super) fn resume(recovered: RecoveredState) -> DevicePool {
+        let lending = Lending::of_earlier(recovered.slots.recovered_leases());
         DevicePool {
             journal: Journal::new(&recovered.superblock, recovered.position),
             superblock: recovered.superblock,
@@ -137,6 +140,7 @@ impl DevicePool {
             gate: SyncGate::default(),
             next_generation: recovered.next_generation,
             health: Health::Working,
+            lending,
         }
     }
 
@@ -177,12 +181,12 @@ impl DevicePool {
         self.superblock.geometry.segment_bytes - PAGE_BYTES
     }
 
-    /// Frees a stored block. Its slot can be allocated again once its free record is durable: with the next
-    /// batch or [`DevicePool::flush_frees`]. A crash before that restores the block. No read of the slot may
-    /// be in flight. Does nothing if the slot is quarantined.
+    /// Frees a stored block or a lent slot. The slot can be allocated again once its free record is durable: with the next
+    /// batch or [`DevicePool::flush_frees`]. A crash before that restores the block. No read of the slot and,
+    /// if it is lent, no write may be in flight. Does nothing if the slot is quarantined.
     ///
     /// # Panics
-    /// If the slot holds no stored block.
+    /// If the slot neither holds a stored block nor is lent.
     pub fn free(&mut self, page: PageNumber) {
         let record = self.slots.begin_free(page);
         match self.health {
@@ -242,9 +246,10 @@ impl DevicePool {
     }
 
     /// Whether [`DevicePool::write_batch`] may be called: the device works and has fewer than [`BATCHES_MAX`]
-    /// batches in flight.
+    /// batches in flight, without those of lent slots.
     pub fn can_start_batch(&self) -> bool {
-        self.is_writable() && self.batches.len() < BATCHES_MAX
+        let of_arena = self.batches.iter().filter(|batch| batch.payloads() == Payloads::Arena);
+        self.is_writable() && of_arena.count() < BATCHES_MAX
     }
 
     /// Writes blocks into allocated slots and makes them durable, reported as one [`PoolEvent::BatchDone`].
@@ -257,7 +262,7 @@ impl DevicePool {
         assert!(self.can_start_batch(), "check can_start_batch first");
         assert!(self.batches.iter().all(|other| other.id() != batch), "a batch id names one batch");
         let mut ops = Vec::with_capacity(blocks.len() + 1);
-        let mut pending = Batch::new(batch, blocks.len());
+        let mut pending = Batch::new(batch, Payloads::Arena, blocks.len());
         for block in blocks {
             self.start_block(&mut pending, &block, &mut ops);
         }
@@ -447,6 +452,11 @@ impl DevicePool {
                     continue;
                 }
                 (RecordKind::Quarantine, None) => continue,
+                (RecordKind::Lend, batch) => {
+                    let lent = self.slots.lent(record.page);
+                    let id = batch.expect("every lend belongs to a batch");
+                    (id, self.batch_mut(id).block_stored(lent))
+                }
                 (RecordKind::Store, batch) => {
                     let stored = self.slots.commit(record.page);
                     let id = batch.expect("every store belongs to a batch");
@@ -471,7 +481,7 @@ impl DevicePool {
     }
 
     /// Starts all operations that are possible now.
-    fn pump(&mut self, ops: &mut Vec<DeviceOp>) {
+    pub(super) fn pump(&mut self, ops: &mut Vec<DeviceOp>) {
         if !self.is_writable() {
             return;
         }

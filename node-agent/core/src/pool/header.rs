@@ -34,7 +34,8 @@ const LAYOUT_AT: usize = 64;
 const PAYLOAD_AT: usize = 80;
 const GENERATION_AT: usize = 88;
 const PAGE_AT: usize = 92;
-const CHECKSUMS_AT: usize = 128;
+/// Byte offset of the object checksums in a header page: CRC32C, 4 bytes little endian each.
+pub const CHECKSUMS_AT: usize = 128;
 
 const TENANT_BYTES_AT: usize = 3968;
 const TENANT_AT: usize = TENANT_BYTES_AT + 1;

@@ -67,6 +67,9 @@ pub(super) enum RecordKind {
     Free = 2,
     /// The slot must not be used again.
     Quarantine = 3,
+    /// The slot is lent: another process may write to it. It holds no block; key, checksum and content id are
+    /// zero.
+    Lend = 4,
 }
 
 /// Journal record about one slot.
@@ -114,6 +117,7 @@ impl Record {
             1 => RecordKind::Store,
             2 => RecordKind::Free,
             3 => RecordKind::Quarantine,
+            4 => RecordKind::Lend,
             _ => return None,
         };
         let mut generation = [0; 8];

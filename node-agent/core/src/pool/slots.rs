@@ -7,7 +7,11 @@
 //! ```text
 //! Free ──allocate──► Reserved ──begin_write──► Writing ──commit──► Stored ──begin_free──► Freeing ──finish_free──► Free
 //!                       └──────release──────► Free   └──quarantine──► Quarantined ◄──quarantine──┘
+//!
+//! Reserved ──lend──► Lent ──begin_commit──► Writing     Lent ──begin_free──► Returning ──finish_free──► Free
 //! ```
+//!
+//! A lent slot is written by another process. It becomes free only by a durable record, like a stored block.
 //!
 //! Memory: 32 bytes per slot and 32 per segment. Nothing else grows with the number of blocks, except a map
 //! entry per known content id. A free slot stores the link of its segment's free list in place of a block.
@@ -17,6 +21,7 @@
 
 mod audit;
 mod drain;
+mod lend;
 mod read_only;
 mod restore;
 
@@ -45,12 +50,23 @@ pub(super) enum SlotState {
     Reserved,
     /// Being written, or waiting for its record to become durable.
     Writing,
+    /// Written by another process, or offered to it.
+    Lent,
     /// Holds a block with a durable record.
     Stored,
     /// Holds a block whose free record is not durable yet.
     Freeing,
+    /// Was lent; its free record is not durable yet. No process writes to it, so a checkpoint omits it.
+    Returning,
     /// Never used again.
     Quarantined,
+}
+
+impl SlotState {
+    /// Whether the slot becomes free when its free record is durable.
+    fn is_being_freed(self) -> bool {
+        matches!(self, SlotState::Freeing | SlotState::Returning)
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -109,7 +125,7 @@ pub(super) struct SlotPlace {
 /// Pages of the data area by use. Together they are the pages of all segments.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Tally {
-    /// Pages of reserved, written and stored slots.
+    /// Pages of reserved, lent, written and stored slots.
     pub(super) used: u64,
     /// Pages of free slots and unassigned segments.
     pub(super) free: u64,
@@ -270,16 +286,20 @@ impl Slots {
         self.stored_block(place)
     }
 
-    /// Starts to free a stored block; returns its free record, or `None` if the slot is quarantined.
+    /// Starts to free a stored block or a lent slot; returns its free record, or `None` if the slot is
+    /// quarantined.
     pub(super) fn begin_free(&mut self, page: PageNumber) -> Option<Record> {
-        let place = self.place(page).expect("only stored blocks are freed");
+        let place = self.place(page).expect("only stored blocks and lent slots are freed");
         match self.slot(place).state {
             SlotState::Quarantined => return None,
-            state => assert_eq!(state, SlotState::Stored, "only stored blocks are freed, and once"),
+            SlotState::Lent => self.slot_mut(place).state = SlotState::Returning,
+            state => {
+                assert_eq!(state, SlotState::Stored, "only stored blocks are freed, and once");
+                self.tally.stored -= 1;
+                self.slot_mut(place).state = SlotState::Freeing;
+            }
         }
-        self.slot_mut(place).state = SlotState::Freeing;
         let pages = u64::from(self.segments[place.segment].slot_pages);
-        self.tally.stored -= 1;
         self.tally.used -= pages;
         self.count_freeing(place);
         Some(self.record(place, RecordKind::Free))
@@ -291,7 +311,7 @@ impl Slots {
         if self.slot(place).state == SlotState::Quarantined {
             return false;
         }
-        assert_eq!(self.slot(place).state, SlotState::Freeing, "only slots being freed become free");
+        assert!(self.slot(place).state.is_being_freed(), "only slots being freed become free");
         self.uncount_freeing(place);
         self.layouts.release(self.slot(place).layout);
         self.contents.remove(&page);
@@ -306,12 +326,14 @@ impl Slots {
         match self.slot(place).state {
             SlotState::Quarantined => return None,
             SlotState::Writing => self.tally.used -= pages,
-            SlotState::Freeing => self.uncount_freeing(place),
+            SlotState::Freeing | SlotState::Returning => self.uncount_freeing(place),
             SlotState::Stored => {
                 self.tally.used -= pages;
                 self.tally.stored -= 1;
             }
-            SlotState::Free | SlotState::Reserved => panic!("only slots that were written are quarantined"),
+            SlotState::Free | SlotState::Reserved | SlotState::Lent => {
+                panic!("only slots that were written are quarantined")
+            }
         }
         self.slot_mut(place).state = SlotState::Quarantined;
         self.tally.quarantined += pages;
@@ -334,7 +356,8 @@ impl Slots {
     /// not durable.
     pub(super) fn record_at(&self, place: SlotPlace) -> Option<Record> {
         match self.slot(place).state {
-            SlotState::Free | SlotState::Reserved | SlotState::Writing => None,
+            SlotState::Free | SlotState::Reserved | SlotState::Writing | SlotState::Returning => None,
+            SlotState::Lent => Some(self.record(place, RecordKind::Lend)),
             SlotState::Stored | SlotState::Freeing => Some(self.record(place, RecordKind::Store)),
             SlotState::Quarantined => Some(self.record(place, RecordKind::Quarantine)),
         }

@@ -25,6 +25,8 @@ pub(crate) struct Disk {
     /// Completed, unsynced writes, numbered in order of completion.
     unsynced: Vec<(u64, DiskWrite)>,
     completed: u64,
+    /// Whether payloads may differ from their checksums, because a test damages memory or device.
+    pub(crate) may_differ: bool,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -56,8 +58,19 @@ impl DiskWrite {
                 pages: split(header),
                 payload: Some(payload.to_vec()),
             }),
+            DeviceOpKind::WriteHeader { offset, header } => {
+                let first_page = offset / PAGE as u64;
+                Some(DiskWrite { first_page, pages: split(header), payload: None })
+            }
             DeviceOpKind::Sync => None,
         }
+    }
+}
+
+impl DiskWrite {
+    /// Payload that a client writes behind the header page of a slot.
+    pub(crate) fn of_client(page: PageNumber, payload: Vec<Tag>) -> DiskWrite {
+        DiskWrite { first_page: page.0, pages: Vec::new(), payload: Some(payload) }
     }
 }
 
@@ -94,7 +107,14 @@ impl Disk {
             let kind = DeviceOpKind::WritePages { offset, bytes };
             image.apply(&DiskWrite::of(&kind, &[]).expect("a write"), |_| true);
         }
-        let disk = Disk { bytes, durable: image.clone(), current: image, unsynced: Vec::new(), completed: 0 };
+        let disk = Disk {
+            bytes,
+            durable: image.clone(),
+            current: image,
+            unsynced: Vec::new(),
+            completed: 0,
+            may_differ: true,
+        };
         let (pool, stored, _) = disk.recover();
         assert!(stored.is_empty());
         (disk, pool)
@@ -140,6 +160,16 @@ impl Disk {
         self.current = self.durable.clone();
     }
 
+    /// Simulates a kill of the agent: completed writes stay, and those in flight end at random. The next agent
+    /// syncs the device before it reads it.
+    pub(crate) fn kill(&mut self, running: Vec<DiskWrite>, rng: &mut Rng) {
+        for written in running {
+            self.current.apply(&written, |_| rng.chance(500));
+        }
+        self.unsynced.clear();
+        self.durable = self.current.clone();
+    }
+
     /// Header page and payload of the slot at a page.
     pub(crate) fn read(&self, page: PageNumber) -> (Box<[u8]>, Vec<Tag>) {
         let page = page.0;
@@ -148,6 +178,7 @@ impl Disk {
 
     /// Damages the payload of the slot at a page.
     pub(crate) fn rot(&mut self, page: PageNumber) {
+        self.may_differ = true;
         for image in [&mut self.current, &mut self.durable] {
             if let Some(payload) = image.payloads.get_mut(&page.0) {
                 payload.iter_mut().for_each(|tag| *tag ^= 1 << 40);

@@ -10,8 +10,10 @@ use reprise_agent_core::effect::{
     Reply, Source, Ticket,
 };
 use reprise_agent_core::event::{RequestId, Scope};
+use reprise_agent_core::extents::ExtentReply;
 use reprise_policy::{BlockKey, Layout, TenantId, Tick};
 
+use crate::extent_client::ExtentClient;
 use crate::memory::Memory;
 
 /// State of an engine's session.
@@ -21,6 +23,7 @@ pub(crate) struct Engine {
     pub(crate) tenant: TenantId,
     pub(crate) reserved: Vec<(LeaseId, ArenaSlot)>,
     pub(crate) loads: BTreeMap<LoadId, HeldLoad>,
+    pub(crate) extents: ExtentClient,
     /// Commits without a notice, with the number of items that the notice must cover.
     pub(crate) tickets: BTreeMap<Ticket, u32>,
     pub(crate) requests_open: BTreeMap<RequestId, RequestKind>,
@@ -42,6 +45,9 @@ pub(crate) enum RequestKind {
     Match(Vec<BlockKey>, Scope),
     Load { keys: Vec<BlockKey>, answer_by: Tick },
     Release,
+    LeaseExtents(u32),
+    CommitExtents(Vec<BlockKey>),
+    PinExtents(Vec<BlockKey>),
     Other,
 }
 
@@ -73,6 +79,7 @@ impl Engine {
             tenant,
             reserved: Vec::new(),
             loads: BTreeMap::new(),
+            extents: ExtentClient::default(),
             tickets: BTreeMap::new(),
             requests_open: BTreeMap::new(),
             replies: Vec::new(),
@@ -175,6 +182,19 @@ impl Engine {
                 let held =
                     HeldLoad { keys, blocks: blocks.clone(), entry: *entry, given_up: BTreeSet::new() };
                 assert!(self.loads.insert(*load, held).is_none(), "load ids are unique");
+            }
+            (
+                RequestKind::LeaseExtents(count),
+                Reply::Extents(ExtentReply::Leased { leases, retry_after }),
+            ) => {
+                assert_eq!((leases.len() as u32) < count, !retry_after.is_zero());
+                self.extents.on_leased(leases);
+            }
+            (RequestKind::CommitExtents(keys), Reply::Extents(ExtentReply::Committed { statuses })) => {
+                self.extents.on_committed(&keys, statuses);
+            }
+            (RequestKind::PinExtents(keys), Reply::Extents(ExtentReply::Pinned { blocks })) => {
+                self.extents.on_pinned(&keys, blocks);
             }
             (RequestKind::Release, Reply::Released)
             | (RequestKind::Other, _)

@@ -159,6 +159,8 @@ impl Harness {
     }
 
     fn open(setup: Setup, disks: Vec<Disk>, pools: Vec<(DevicePool, Vec<StoredBlock>)>) -> Harness {
+        let mut pools = pools;
+        pools.iter_mut().for_each(|(pool, _)| pool.allow_lending());
         let regions: Vec<_> =
             (0..setup.regions).map(|region| (RegionId(region), setup.region_bytes)).collect();
         let stored = pools.iter().flat_map(|(_, stored)| stored);
@@ -196,9 +198,29 @@ impl Harness {
 
     /// Simulates a power loss and restarts the agent with the durable contents of its devices.
     pub(crate) fn crash(mut self) -> Harness {
-        for (index, disk) in (0..).zip(&mut self.disks) {
+        for (index, running) in self.running_writes() {
+            self.disks[index].crash(running, &mut self.rng);
+        }
+        self.reopen()
+    }
+
+    /// Simulates a kill of the agent and restarts it. Clients continue to write their extents.
+    pub(crate) fn kill(mut self) -> Harness {
+        let clients = self.extent_writes_of_earlier_sessions();
+        for (index, running) in self.running_writes() {
+            self.disks[index].kill(running, &mut self.rng);
+        }
+        let mut harness = self.reopen();
+        harness.jobs.extend(clients);
+        harness
+    }
+
+    /// Writes in flight of each device.
+    fn running_writes(&self) -> Vec<(usize, Vec<DiskWrite>)> {
+        let of_device = |index: usize| {
             let running = self.jobs.iter().filter_map(|job| match job {
-                Job::Device { device, op, .. } if *device == DeviceId(index) => match &op.kind {
+                Job::ExtentWrite(write) if usize::from(write.device.0) == index => Some(write.content()),
+                Job::Device { device, op, .. } if usize::from(device.0) == index => match &op.kind {
                     DeviceOpKind::WriteBlock { slot, .. } => {
                         DiskWrite::of(&op.kind, self.memory.layers(*slot))
                     }
@@ -206,8 +228,12 @@ impl Harness {
                 },
                 _ => None,
             });
-            disk.crash(running.collect(), &mut self.rng);
-        }
+            (index, running.collect())
+        };
+        (0..self.disks.len()).map(of_device).collect()
+    }
+
+    fn reopen(mut self) -> Harness {
         let pools = self.disks.iter().map(|disk| {
             let (pool, stored, _) = disk.recover();
             (pool, stored)
@@ -244,7 +270,8 @@ impl Harness {
     pub(crate) fn attach(&mut self, device: DeviceId) {
         const PIECE: usize = 3;
         assert!(self.released.remove(&device), "{device:?} was released");
-        let (pool, stored, _) = self.disks[usize::from(device.0)].recover();
+        let (mut pool, stored, _) = self.disks[usize::from(device.0)].recover();
+        pool.allow_lending();
         self.recovered.extend(stored.iter().map(|block| block.key));
         self.apply(Event::DeviceAttached { device, pool: Box::new(pool) });
         for blocks in stored.chunks(PIECE) {
@@ -269,6 +296,7 @@ impl Harness {
     pub(crate) fn read_all(&self) {
         for engine in self.engines.values() {
             engine.read_all(&self.memory, |key, tag| self.assert_committed(key, tag));
+            self.read_pinned(engine);
         }
     }
 
@@ -418,6 +446,7 @@ impl Harness {
     fn execute(&mut self, effect: Effect) {
         match effect {
             Effect::Reply { session, request, reply } => {
+                self.assert_leases_are_unused(&reply);
                 if let Reply::Reserved { leases, .. } = &reply {
                     leases.iter().for_each(|(_, slot)| self.assert_unused(*slot));
                 }
@@ -440,7 +469,9 @@ impl Harness {
                     self.jobs.push(Job::Read { device, read, layout: batch.layout, layers: 0 });
                 }
             }
+            Effect::AwaitExtents { holder } => self.jobs.push(Job::AwaitExtents(holder)),
             Effect::DeviceReleased { device } => {
+                self.assert_no_extents_on(device);
                 let of_it = |job: &Job| matches!(job, Job::Device { device: on, .. } | Job::Read { device: on, .. } if *on == device);
                 assert!(!self.jobs.iter().any(of_it), "{device:?} is released with operations in flight");
                 self.lost_devices.remove(&device);
@@ -500,6 +531,7 @@ impl Harness {
             Job::Fetch { slot, .. } => Some(*slot),
             Job::Check(check) => Some(check.slot),
             Job::Lookup { .. } | Job::Place { .. } | Job::Offer(_) => None,
+            Job::ExtentWrite(_) | Job::AwaitExtents(_) => None,
         });
         let mut used = of_jobs.chain(self.engines.values().flat_map(Engine::slots));
         assert!(!used.any(|other| overlap(slot, other)), "{slot:?} was allocated while in use");
@@ -507,11 +539,11 @@ impl Harness {
         assert!(slot.offset + slot.bytes <= self.setup.region_bytes, "{slot:?} lies outside its region");
     }
 
-    fn assert_committed(&self, key: &BlockKey, tag: Tag) {
+    pub(crate) fn assert_committed(&self, key: &BlockKey, tag: Tag) {
         assert!(self.committed_tags[key].contains(&tag), "{key}: content {tag} was never committed");
     }
 
-    fn new_tag(&mut self, key: BlockKey) -> Tag {
+    pub(crate) fn new_tag(&mut self, key: BlockKey) -> Tag {
         self.tags += 1;
         self.committed_tags.entry(key).or_default().insert(self.tags);
         self.tags

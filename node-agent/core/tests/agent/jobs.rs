@@ -7,24 +7,54 @@ use reprise_agent_core::effect::{
     ArenaSlot, BlockCheck, BlockRead, DeviceId, FillId, LookupId, Offer, PlaceId, PlaceReason,
 };
 use reprise_agent_core::event::{Event, FillError, FillUpdate, Integrity, Placement};
+use reprise_agent_core::extents::ExtentHolder;
 use reprise_agent_core::pool::header::{ExpectedHeader, decode_header};
 use reprise_agent_core::pool::{DeviceError, DeviceOp, DeviceOpKind};
 use reprise_policy::{BlockKey, Layout, NodeId, Tier};
 
 use crate::disk::DiskWrite;
+use crate::extent_client::ExtentWrite;
 use crate::harness::{Harness, layout_of};
 use crate::memory::{Tag, checksums};
 
 /// Operation in flight whose result is an event.
 #[derive(Debug)]
 pub(crate) enum Job {
-    Device { device: DeviceId, op: DeviceOp, covered: u64 },
-    Read { device: DeviceId, read: BlockRead, layout: Layout, layers: u32 },
-    Fetch { node: NodeId, fill: FillId, key: BlockKey, slot: ArenaSlot, layout: Layout, layers: u32 },
-    Lookup { lookup: LookupId, keys: Vec<BlockKey> },
+    Device {
+        device: DeviceId,
+        op: DeviceOp,
+        covered: u64,
+    },
+    Read {
+        device: DeviceId,
+        read: BlockRead,
+        layout: Layout,
+        layers: u32,
+    },
+    Fetch {
+        node: NodeId,
+        fill: FillId,
+        key: BlockKey,
+        slot: ArenaSlot,
+        layout: Layout,
+        layers: u32,
+    },
+    Lookup {
+        lookup: LookupId,
+        keys: Vec<BlockKey>,
+    },
     Check(BlockCheck),
-    Place { place: PlaceId, keys: Vec<BlockKey>, slot_bytes: u64, reason: PlaceReason },
+    Place {
+        place: PlaceId,
+        keys: Vec<BlockKey>,
+        slot_bytes: u64,
+        reason: PlaceReason,
+    },
     Offer(Offer),
+    /// A client writes a payload.
+    ExtentWrite(ExtentWrite),
+    /// The runtime waits for the end of a holder's I/O.
+    AwaitExtents(ExtentHolder),
 }
 
 /// Progress of a fill.
@@ -45,7 +75,7 @@ impl Harness {
                 layers + 1 + self.rng.below((layout.layers() - layers) as usize) as u32
             }
             Job::Device { .. } | Job::Lookup { .. } | Job::Check(_) => 0,
-            Job::Place { .. } | Job::Offer(_) => 0,
+            Job::Place { .. } | Job::Offer(_) | Job::ExtentWrite(_) | Job::AwaitExtents(_) => 0,
         };
         self.advance_to(job, to);
     }
@@ -61,6 +91,8 @@ impl Harness {
             Job::Check(check) => self.end_check(&check),
             Job::Place { place, keys, reason, .. } => self.end_place(place, &keys, reason),
             Job::Offer(offer) => self.end_offer(&offer),
+            Job::ExtentWrite(write) => self.end_extent_write(&write),
+            Job::AwaitExtents(holder) => self.end_await_extents(holder),
             Job::Lookup { lookup, keys } => {
                 if self.rng.chance(self.faults.lookup) {
                     return self.apply(Event::LookupFailed { lookup });
@@ -177,7 +209,8 @@ impl Harness {
     }
 
     fn end_device_op(&mut self, device: DeviceId, op: &DeviceOp, covered: u64) {
-        let refused = matches!(op.kind, DeviceOpKind::WriteBlock { .. }) && self.is_refused();
+        let is_block = matches!(op.kind, DeviceOpKind::WriteBlock { .. } | DeviceOpKind::WriteHeader { .. });
+        let refused = is_block && self.is_refused();
         let disk = &mut self.disks[usize::from(device.0)];
         let token = op.token;
         let lost = self.lost_devices.contains(&device) || self.rng.chance(self.faults.device_lost);
@@ -186,13 +219,17 @@ impl Harness {
             Err(DeviceError::Lost)
         } else if self.read_only_devices.contains(&device) && !matches!(op.kind, DeviceOpKind::Sync) {
             Err(DeviceError::Unwritable)
-        } else if let DeviceOpKind::WriteBlock { slot, .. } = &op.kind {
+        } else if is_block {
+            let payload = match &op.kind {
+                DeviceOpKind::WriteBlock { slot, .. } => self.memory.layers(*slot),
+                _ => &[],
+            };
             if refused {
                 Err(DeviceError::Refused)
             } else if self.rng.chance(self.faults.write_media) {
                 Err(DeviceError::Media)
             } else {
-                disk.complete(DiskWrite::of(&op.kind, self.memory.layers(*slot)).expect("a write"));
+                disk.complete(DiskWrite::of(&op.kind, payload).expect("a write"));
                 Ok(())
             }
         } else {
@@ -228,6 +265,8 @@ impl Harness {
         let header = decode_header(&page, &expected).unwrap_or_else(|error| panic!("read {key}: {error}"));
         let tag = payload[0];
         if checksums(tag, &layout) != header.checksums {
+            let may_differ = self.disks[usize::from(device.0)].may_differ;
+            assert!(may_differ, "{key}: its slot was overwritten");
             self.memory.write(read.slot, &layout, layers, tag);
             return self.apply(failed(FillError::Corrupt));
         }

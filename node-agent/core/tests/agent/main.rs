@@ -10,6 +10,7 @@
 mod descriptions;
 mod disk;
 mod engine;
+mod extent_client;
 mod harness;
 mod jobs;
 mod memory;
@@ -27,6 +28,7 @@ mod rng;
 mod scenarios_attachment;
 mod scenarios_chains;
 mod scenarios_devices;
+mod scenarios_extents;
 mod scenarios_inbound;
 mod scenarios_integrity;
 mod scenarios_load;

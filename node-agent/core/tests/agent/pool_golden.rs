@@ -108,7 +108,8 @@ fn run_to_completion(pool: &mut DevicePool, mut ops: Vec<DeviceOp>, written: &mu
                     written.insert(at, page.to_vec());
                 }
             }
-            DeviceOpKind::WriteBlock { offset, header, .. } => {
+            DeviceOpKind::WriteBlock { offset, header, .. }
+            | DeviceOpKind::WriteHeader { offset, header } => {
                 written.insert(offset, header.to_vec());
             }
             DeviceOpKind::Sync => {}

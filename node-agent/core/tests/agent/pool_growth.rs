@@ -19,7 +19,8 @@ fn execute(pool: &mut DevicePool, disk: &mut Disk, mut ops: Vec<DeviceOp>) {
     while let Some(op) = ops.pop() {
         match &op.kind {
             DeviceOpKind::WritePages { offset, bytes } => disk.write_durably(*offset, bytes),
-            DeviceOpKind::WriteBlock { offset, header, .. } => disk.write_durably(*offset, header),
+            DeviceOpKind::WriteBlock { offset, header, .. }
+            | DeviceOpKind::WriteHeader { offset, header } => disk.write_durably(*offset, header),
             DeviceOpKind::Sync => {}
         }
         ops.extend(pool.done(op.token, Ok(())).0);

@@ -43,6 +43,7 @@ fn kinds(ops: &[DeviceOp]) -> Vec<&'static str> {
     let kind = |op: &DeviceOp| match op.kind {
         DeviceOpKind::WritePages { .. } => "pages",
         DeviceOpKind::WriteBlock { .. } => "block",
+        DeviceOpKind::WriteHeader { .. } => "header",
         DeviceOpKind::Sync => "sync",
     };
     ops.iter().map(kind).collect()

@@ -4,4 +4,5 @@ mod bare;
 mod conformance;
 mod device_file;
 mod io_uring;
+mod shared;
 mod simulated;

@@ -25,7 +25,7 @@ impl Slots {
             if !self.draining.contains(&(index as u32)) {
                 *free_by_size.entry(segment.slot_pages).or_default() += u64::from(free);
             }
-            let freeing_here = segment.slots.iter().filter(|slot| slot.state == SlotState::Freeing).count();
+            let freeing_here = segment.slots.iter().filter(|slot| slot.state.is_being_freed()).count();
             *freeing.entry(segment.slot_pages).or_default() += freeing_here as u64;
         }
         freeing.retain(|_, slots| *slots > 0);
@@ -62,12 +62,12 @@ impl Slots {
                     tally.free += pages;
                     continue;
                 }
-                SlotState::Reserved | SlotState::Writing => tally.used += pages,
+                SlotState::Reserved | SlotState::Lent | SlotState::Writing => tally.used += pages,
                 SlotState::Stored => {
                     tally.used += pages;
                     tally.stored += 1;
                 }
-                SlotState::Freeing => tally.freeing += pages,
+                SlotState::Freeing | SlotState::Returning => tally.freeing += pages,
                 SlotState::Quarantined => {
                     tally.quarantined += pages;
                     tally.quarantined_slots += 1;

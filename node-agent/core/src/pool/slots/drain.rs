@@ -43,8 +43,10 @@ impl Slots {
                 SlotState::Stored => {
                     blocks.push((slot.key, PageNumber(first + number * slot_pages)));
                 }
-                SlotState::Free | SlotState::Freeing => {}
-                SlotState::Reserved | SlotState::Writing | SlotState::Quarantined => return None,
+                SlotState::Free | SlotState::Freeing | SlotState::Returning => {}
+                SlotState::Reserved | SlotState::Lent | SlotState::Writing | SlotState::Quarantined => {
+                    return None;
+                }
             }
         }
         Some(blocks)

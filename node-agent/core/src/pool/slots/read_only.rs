@@ -13,7 +13,7 @@ impl Slots {
         let freeing: Vec<PageNumber> = (0..self.segments.len())
             .flat_map(|segment| (0..self.segments[segment].slots.len()).map(move |slot| (segment, slot)))
             .map(|(segment, slot)| SlotPlace { segment, slot })
-            .filter(|place| self.slot(*place).state == SlotState::Freeing)
+            .filter(|place| self.slot(*place).state.is_being_freed())
             .map(|place| self.page_of(place))
             .collect();
         for page in freeing {

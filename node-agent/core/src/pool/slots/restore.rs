@@ -6,6 +6,7 @@
 //!   these must have been freed when the segment changed its size, even if their free records are unreadable.
 //! * A free removes the block of its generation or an older one, never a newer one.
 //! * A quarantine is permanent.
+//! * A lend replaces only older contents of its slot; the store of the same write replaces the lend.
 //!
 //! During restoring, free lists and counters are not updated; [`Slots::finish_restore`] builds them once.
 
@@ -32,6 +33,7 @@ impl Slots {
         match record.kind {
             RecordKind::Store => self.restore_block(record, SlotState::Stored),
             RecordKind::Quarantine => self.restore_block(record, SlotState::Quarantined),
+            RecordKind::Lend => self.restore_block(record, SlotState::Lent),
             RecordKind::Free => self.restore_free(record),
         }
     }
@@ -73,7 +75,12 @@ impl Slots {
                     self.tally.quarantined += pages;
                     self.tally.quarantined_slots += 1;
                 }
-                SlotState::Stored | SlotState::Reserved | SlotState::Writing | SlotState::Freeing => {
+                SlotState::Lent => self.tally.used += pages,
+                SlotState::Stored
+                | SlotState::Reserved
+                | SlotState::Writing
+                | SlotState::Freeing
+                | SlotState::Returning => {
                     self.tally.used += pages;
                     self.tally.stored += 1;
                 }
@@ -97,6 +104,9 @@ impl Slots {
             SlotState::Free => {}
             SlotState::Quarantined => return Restored::Outdated,
             _ if there.generation > record.generation => return Restored::Outdated,
+            _ if there.generation == record.generation && state == SlotState::Lent => {
+                return Restored::Outdated;
+            }
             _ => self.clear_slot(place),
         }
         let tenant_layout = TenantLayout { tenant: record.tenant, layout: record.layout };
@@ -116,7 +126,8 @@ impl Slots {
     fn restore_free(&mut self, record: &Record) -> Restored {
         let Some(place) = self.place(record.page) else { return Restored::Outdated };
         let there = self.slot(place);
-        if there.state != SlotState::Stored || there.generation > record.generation {
+        let is_freed = matches!(there.state, SlotState::Stored | SlotState::Lent);
+        if !is_freed || there.generation > record.generation {
             return Restored::Outdated;
         }
         self.clear_slot(place);
@@ -265,6 +276,25 @@ mod tests {
         assert_eq!(slots.finish_restore(), []);
         assert_eq!((slots.tally().quarantined_slots, slots.tally().stored), (1, 0));
         slots.audit().expect("consistent");
+    }
+
+    #[test]
+    fn lend_is_replaced_by_the_store_of_the_same_write_and_ended_by_its_free() {
+        let lend = record(RecordKind::Lend, SMALL, 0, 5);
+        let lent = |records: &[Record]| {
+            let mut slots = slots();
+            records.iter().for_each(|record| drop(slots.restore(record)));
+            let stored = slots.finish_restore().len();
+            slots.audit().expect("consistent");
+            (stored, slots.recovered_leases().len())
+        };
+        assert_eq!(lent(&[lend]), (0, 1));
+        assert_eq!(lent(&[lend, store(SMALL, 0, 5)]), (1, 0));
+        assert_eq!(lent(&[lend, store(SMALL, 0, 5), lend]), (1, 0), "a repeated lend");
+        assert_eq!(lent(&[store(SMALL, 0, 4), lend]), (0, 1), "the older block was freed");
+        assert_eq!(lent(&[store(SMALL, 0, 6), lend]), (1, 0), "an outdated lend");
+        assert_eq!(lent(&[lend, record(RecordKind::Free, SMALL, 0, 5)]), (0, 0));
+        assert_eq!(lent(&[lend, record(RecordKind::Free, SMALL, 0, 4)]), (0, 1));
     }
 
     #[test]

@@ -333,6 +333,9 @@ impl Harness {
                 DeviceOpKind::WritePages { offset, bytes } => {
                     self.disk.write_begun(op.token.0, *offset, bytes.clone());
                 }
+                DeviceOpKind::WriteHeader { offset, header } => {
+                    self.disk.write_begun(op.token.0, *offset, header.to_vec());
+                }
                 DeviceOpKind::WriteBlock { offset, header, slot } => {
                     let key = self.model.key_being_written(*offset);
                     let mut bytes = header.to_vec();

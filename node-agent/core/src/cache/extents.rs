@@ -1,0 +1,307 @@
+//! Extents: pool slots that another process writes or reads itself.
+//!
+//! * A **lent** slot belongs to no block. Its tenant is charged for it from the lease on.
+//! * A **pinned** slot holds a durable block, which is not in the NVMe eviction order. If the block is removed
+//!   for another reason (damage, a move), its slot is freed with the last pin.
+//!
+//! A device is released only when no slot of it is lent or pinned.
+
+use reprise_policy::eviction::EntryIndex;
+use reprise_policy::{BlockKey, Generation};
+
+use crate::cache::accounts::TenantIndex;
+use crate::cache::blocks::priority_of_class;
+use crate::cache::describe::BlockOrigin;
+use crate::cache::devices::Devices;
+use crate::cache::frames::FrameState;
+use crate::cache::index::{Dram, Stored};
+use crate::cache::sizes::{SizeClass, SizeClassId};
+use crate::cache::{Cache, SlotRequest, nvme_bytes};
+use crate::context::Context;
+use crate::effect::{DeviceId, Effect, Place};
+use crate::event::Priority;
+use crate::extents::{ExtentHolder, ExtentStatus, PinRefusal};
+use crate::pool::{BatchId, ExtentCommit, PageNumber, StoredBlock};
+
+/// Slot that another process may write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct LentSlot {
+    pub(crate) device: DeviceId,
+    pub(crate) page: PageNumber,
+    pub(crate) tenant: TenantIndex,
+    /// Bytes of the payload.
+    pub(crate) slot_bytes: u64,
+}
+
+/// Slot that other processes read.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Pin {
+    key: BlockKey,
+    count: u32,
+    /// Whether the block was removed; the slot is freed with the last pin.
+    removed: bool,
+}
+
+impl Devices {
+    /// Whether other processes read the slot of a block.
+    pub(crate) fn is_pinned(&self, stored: Stored) -> bool {
+        self.pins.contains_key(&(stored.device, stored.page))
+    }
+
+    /// Marks a block as removed if its slot is pinned; returns whether it is.
+    pub(super) fn free_after_unpin(&mut self, device: DeviceId, page: PageNumber) -> bool {
+        let pin = self.pins.get_mut(&(device, page));
+        pin.is_some_and(|pin| {
+            pin.removed = true;
+            true
+        })
+    }
+
+    /// Returns the device with the most free space that lends slots.
+    fn emptiest_lender(&self) -> Option<DeviceId> {
+        self.ids()
+            .filter(|id| self.can_lend(*id))
+            .max_by_key(|id| (self.device(*id).pool.usage().slot_bytes_free, std::cmp::Reverse(*id)))
+    }
+
+    /// Whether slots of a device can be lent or committed.
+    fn can_lend(&self, device: DeviceId) -> bool {
+        self.is_writable(device) && self.device(device).pool.can_lend()
+    }
+}
+
+impl Cache {
+    /// Whether slots of a device can be lent or committed.
+    pub(crate) fn can_lend(&self, device: DeviceId) -> bool {
+        self.devices.can_lend(device)
+    }
+
+    /// Whether any device allows other processes to access its slots.
+    pub(crate) fn any_lender(&self) -> bool {
+        self.devices.usable_devices().any(|device| device.pool.allows_lending())
+    }
+
+    /// Number of slots that an earlier agent lent and that may still be written to.
+    pub(crate) fn earlier_leases(&self) -> u64 {
+        self.devices.usable_devices().map(|device| device.pool.earlier_leases() as u64).sum()
+    }
+
+    /// Number of pinned slots.
+    pub(crate) fn pinned_slots(&self) -> usize {
+        self.devices.pins.len()
+    }
+
+    /// Lends up to `count` slots for blocks of a size class, evicting blocks of its tenant at the tenant's
+    /// limit. `None` without a free slot; space is then being freed if possible.
+    pub(crate) fn lend(
+        &mut self,
+        cx: &mut Context,
+        (size_class, count): (SizeClassId, u32),
+        batch: BatchId,
+    ) -> Option<Vec<LentSlot>> {
+        let SizeClass { tenant, tenant_index, layout, slot_bytes, .. } = *self.sizes.get(size_class);
+        let request = SlotRequest { tenant: tenant_index, slot_bytes };
+        let device = self.devices.emptiest_lender()?;
+        let mut slots = Vec::new();
+        while slots.len() < count as usize && self.make_nvme_room(request) {
+            let Some(page) = self.devices.allocate(device, slot_bytes) else { break };
+            self.accounts.charge_nvme(tenant_index, slot_bytes);
+            slots.push(LentSlot { device, page, tenant: tenant_index, slot_bytes });
+        }
+        if slots.is_empty() {
+            if !self.devices.has_slot(slot_bytes) {
+                // The client retries; the end of an eviction is not reported to it.
+                let _ = self.make_pool_room(request);
+            }
+            return None;
+        }
+        let pages: Vec<PageNumber> = slots.iter().map(|slot| slot.page).collect();
+        let lender = self.devices.device_mut(device);
+        lender.extents += slots.len() as u64;
+        lender.batches_in_flight += 1;
+        let ops = lender.pool.lend(batch, (tenant, layout), &pages);
+        self.emit_ops(cx, device, ops);
+        Some(slots)
+    }
+
+    /// Place of a lent slot.
+    pub(crate) fn place_of_lent(&self, slot: &LentSlot, generation: Generation) -> Place {
+        let LentSlot { device, page, slot_bytes: bytes, .. } = *slot;
+        Place::Extent { device, generation, offset: page.offset(), bytes, header_crc: 0 }
+    }
+
+    /// Frees a lent slot that no process can write to.
+    pub(crate) fn return_lent(&mut self, slot: &LentSlot) {
+        self.end_lease(slot);
+        if self.devices.is_usable(slot.device) {
+            self.devices.device_mut(slot.device).pool.return_lent(slot.page);
+        }
+    }
+
+    /// Ends the charge for a lent slot whose commit has ended.
+    pub(crate) fn end_lease(&mut self, slot: &LentSlot) {
+        self.accounts.release_nvme(slot.tenant, slot.slot_bytes);
+        self.devices.device_mut(slot.device).extents -= 1;
+    }
+
+    /// Writes the header pages of blocks whose payloads are in lent slots, and makes the blocks durable.
+    pub(crate) fn commit_lent(
+        &mut self,
+        cx: &mut Context,
+        (device, batch): (DeviceId, BatchId),
+        blocks: Vec<ExtentCommit>,
+    ) {
+        let lender = self.devices.device_mut(device);
+        lender.batches_in_flight += 1;
+        let ops = lender.pool.commit_lent(batch, blocks);
+        self.emit_ops(cx, device, ops);
+    }
+
+    /// Makes a durable block of a lent slot findable, unless another copy was faster. The charge for the
+    /// lease has ended.
+    pub(crate) fn extent_stored(
+        &mut self,
+        device: DeviceId,
+        block: &StoredBlock,
+        parent: Option<BlockKey>,
+    ) -> ExtentStatus {
+        let entry = match self.entry_for_extent(block) {
+            Ok(entry) => entry,
+            Err(status) => {
+                self.devices.free(device, block.page);
+                return status;
+            }
+        };
+        self.keep_stored(entry, device, block);
+        self.counters.stored_blocks_total += 1;
+        self.counters.stored_bytes_total += block.layout.block_bytes();
+        let ancestor = parent.and_then(|parent| self.index.find(&parent));
+        if let Some(ancestor) = ancestor.filter(|ancestor| *ancestor != entry) {
+            self.order_before(entry, Some(ancestor));
+        }
+        ExtentStatus::Durable
+    }
+
+    /// Status of a commit whose key is in the index, unless the block has to be written. An existing block gets
+    /// at least this priority.
+    pub(crate) fn existing_block(
+        &mut self,
+        key: &BlockKey,
+        size_class: SizeClassId,
+        priority: Priority,
+    ) -> Option<ExtentStatus> {
+        let entry = self.index.find(key)?;
+        if self.index.entry(entry).size_class() != size_class {
+            return Some(ExtentStatus::BadItem);
+        }
+        self.yield_to_commit(entry);
+        let entry = self.index.find(key)?;
+        self.index.entry(entry).source(size_class)?;
+        self.raise_priority(entry, priority);
+        self.index.entry_mut(entry).set_origin(BlockOrigin::Saved);
+        Some(ExtentStatus::Exists)
+    }
+
+    /// Returns the index entry that a durable block gets, without a copy on a device.
+    fn entry_for_extent(&mut self, block: &StoredBlock) -> Result<EntryIndex, ExtentStatus> {
+        let size_class = self.intern(block.tenant, block.layout).ok_or(ExtentStatus::Failed)?;
+        let priority = priority_of_class(block.priority);
+        let Some(entry) = self.index.find(&block.key) else {
+            return Ok(self.insert_entry(block.key, size_class, priority, BlockOrigin::Saved));
+        };
+        let state = self.index.entry(entry);
+        match state.dram() {
+            _ if state.size_class() != size_class => return Err(ExtentStatus::BadItem),
+            _ if state.stored().is_some() => return Err(ExtentStatus::Exists),
+            Dram::Resident(frame) if self.frames.get(frame).state != FrameState::Clean => {
+                return Err(ExtentStatus::Exists);
+            }
+            // A fetch from a peer continues without the entry, as after a commit from the arena.
+            Dram::Filling(frame) => {
+                self.frames.get_mut(frame).set_entry(None);
+                self.index.entry_mut(entry).set_dram(Dram::Absent);
+            }
+            Dram::Resident(_) | Dram::Absent => {}
+        }
+        self.yield_to_commit(entry);
+        self.raise_priority(entry, priority);
+        self.index.entry_mut(entry).set_origin(BlockOrigin::Saved);
+        Ok(entry)
+    }
+
+    /// Pins the durable copy of a block for readers outside the agent.
+    pub(crate) fn pin(
+        &mut self,
+        key: &BlockKey,
+        size_class: SizeClassId,
+    ) -> Result<(Stored, Place), PinRefusal> {
+        let entry = self.index.find(key).ok_or(PinRefusal::Miss)?;
+        self.index.entry(entry).source(size_class).ok_or(PinRefusal::Miss)?;
+        let stored = self.index.entry(entry).stored().ok_or(PinRefusal::NotDurable)?;
+        if !self.devices.device(stored.device).pool.allows_lending() {
+            return Err(PinRefusal::NotDurable);
+        }
+        self.devices.remove_evictable(entry);
+        let new = Pin { key: *key, count: 0, removed: false };
+        let pin = self.devices.pins.entry((stored.device, stored.page)).or_insert(new);
+        pin.count += 1;
+        if pin.count == 1 {
+            self.devices.device_mut(stored.device).extents += 1;
+        }
+        let StoredBlock { generation, header_crc, page, layout, .. } = self.devices.stored(stored);
+        let (device, bytes) = (stored.device, layout.slot_bytes());
+        Ok((stored, Place::Extent { device, generation, offset: page.offset(), bytes, header_crc }))
+    }
+
+    /// Ends a pin. With the last one, the block is evictable again, as the most recently used, or its slot is
+    /// freed if the block was removed.
+    pub(crate) fn unpin(&mut self, stored: Stored) {
+        let place = (stored.device, stored.page);
+        let pin = self.devices.pins.get_mut(&place).expect("every unpin follows a pin");
+        pin.count -= 1;
+        let Pin { key, count, removed } = *pin;
+        if count > 0 {
+            return;
+        }
+        self.devices.pins.remove(&place);
+        self.devices.device_mut(stored.device).extents -= 1;
+        if removed {
+            return self.devices.free(stored.device, stored.page);
+        }
+        let Some(entry) = self.index.find(&key) else { return };
+        let state = self.index.entry(entry);
+        if state.stored() == Some(stored) && !matches!(state.dram(), Dram::Filling(_)) {
+            self.enter_nvme_order(entry);
+        }
+    }
+
+    /// Bytes that a block of a size class uses on a device, and the share of all devices in thousandths.
+    pub(crate) fn extent_share(&self, size_class: SizeClassId, permille: u64) -> (u64, u64) {
+        let share = self.devices.usage().capacity_bytes / 1000 * permille;
+        (nvme_bytes(self.sizes.get(size_class).slot_bytes), share)
+    }
+
+    /// Requests proof that processes which an earlier agent lent slots of a device to have ended their I/O.
+    pub(super) fn await_earlier_leases(&mut self, cx: &mut Context, id: DeviceId) {
+        let device = self.devices.device_mut(id);
+        if device.pool.earlier_leases() > 0 {
+            device.extents += 1;
+            cx.emit(Effect::AwaitExtents { holder: ExtentHolder::Earlier(id) });
+        }
+    }
+
+    /// Frees the slots of a device that an earlier agent lent.
+    pub(crate) fn earlier_leases_ended(&mut self, id: DeviceId) {
+        let Some(device) = self.devices.get(id) else { return };
+        if device.pool.earlier_leases() == 0 {
+            return;
+        }
+        let is_usable = self.devices.is_usable(id);
+        let device = self.devices.device_mut(id);
+        device.extents -= 1;
+        match is_usable {
+            true => device.pool.end_earlier_leases(),
+            false => device.pool.forget_earlier_leases(),
+        }
+    }
+}

@@ -1,0 +1,290 @@
+//! Extents: leases and pins of pool slots for clients that read and write devices themselves.
+//!
+//! ```text
+//! lease   allocate slots, lend records durable ──▶ reply; the client writes the payloads
+//! commit  header page ──▶ sync ──▶ store record durable ──▶ the block is findable, reply
+//! pin     the durable block leaves the eviction order ──▶ reply; the client reads and verifies it
+//! ```
+//!
+//! A commit has one result for each block, and nothing is visible before the block is durable. Of two commits
+//! of the same key, the first durable one wins; the slot of the other is freed.
+//!
+//! **Quarantine.** A session may end while its process still writes. Its leases and pins therefore stay until
+//! [`Event::ExtentsReleased`](crate::event::Event::ExtentsReleased), which the runtime sends when no process
+//! can do I/O for the session any more. Leases that an earlier process of the agent granted are kept in the
+//! same way, by device.
+//!
+//! Limits: each session and all of them together hold at most a share of the devices, and leased slots count
+//! as their tenant's usage. Leases do not expire, because a slot cannot be taken from a living process.
+//!
+//! Out of scope: payloads, and the proof that a process has ended its I/O.
+
+mod commits;
+mod leases;
+mod messages;
+mod pins;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use reprise_policy::SessionId;
+
+use crate::cache::{Cache, LentSlot};
+use crate::context::{Caller, Context};
+use crate::counters::{Counters, ExtentCounters};
+use crate::effect::{Effect, Reply};
+use crate::pool::{BatchId, StoredBlock};
+use crate::settings::Settings;
+use crate::slab::{Slab, SlabId};
+use commits::{CommitBatch, PendingCommit};
+use leases::PendingLease;
+use pins::HeldPin;
+
+pub use messages::{ExtentHolder, ExtentReply, ExtentRequest, ExtentStatus, PinId, PinRefusal, PinnedBlock};
+
+/// Bit of the batch ids of this owner; other batches number from 1.
+const BATCH_BIT: u64 = 1 << 63;
+
+/// Leases and pins of all sessions.
+#[derive(Debug)]
+pub(crate) struct Extents {
+    holders: BTreeMap<SessionId, Holder>,
+    leases: Slab<Lease>,
+    pins: Slab<HeldPin>,
+    commits: Slab<PendingCommit>,
+    batches: BTreeMap<BatchId, Batch>,
+    batches_started: u64,
+    /// Bytes of all leases and pins.
+    held_bytes: u64,
+    retry_after: Duration,
+    counters: ExtentCounters,
+}
+
+/// Leases and pins of one session.
+#[derive(Debug, Default)]
+struct Holder {
+    leases: BTreeSet<SlabId>,
+    pins: BTreeSet<SlabId>,
+    /// Bytes of its leases and pins, header pages included.
+    bytes: u64,
+    state: HolderState,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum HolderState {
+    #[default]
+    Open,
+    /// The session has ended, but its process may still do I/O.
+    Quarantined,
+}
+
+/// Slot that a client writes.
+#[derive(Debug)]
+struct Lease {
+    session: SessionId,
+    slot: LentSlot,
+}
+
+/// Batch of one device.
+#[derive(Debug)]
+enum Batch {
+    Lease(PendingLease),
+    Commit(CommitBatch),
+}
+
+impl Extents {
+    /// Creates an owner without leases.
+    pub(crate) fn new(settings: &Settings) -> Extents {
+        Extents {
+            holders: BTreeMap::new(),
+            leases: Slab::new(),
+            pins: Slab::new(),
+            commits: Slab::new(),
+            batches: BTreeMap::new(),
+            batches_started: 0,
+            held_bytes: 0,
+            retry_after: settings.retry_after,
+            counters: ExtentCounters::default(),
+        }
+    }
+
+    /// Handles a request of an open session.
+    pub(crate) fn request(
+        &mut self,
+        cache: &mut Cache,
+        cx: &mut Context,
+        from: Caller,
+        body: ExtentRequest,
+    ) {
+        match body {
+            ExtentRequest::Lease { count } => self.lease(cache, cx, from, count),
+            ExtentRequest::Commit(commit) => self.commit(cache, cx, from, &commit),
+            ExtentRequest::Abort { leases } => {
+                for lease in leases {
+                    if let Some(lease) = self.take_lease(from.session, SlabId(lease.0)) {
+                        cache.return_lent(&lease.slot);
+                    }
+                }
+                reply(cx, from, ExtentReply::Aborted);
+            }
+            ExtentRequest::Pin { keys } => self.pin(cache, cx, from, &keys),
+            ExtentRequest::Unpin { pins } => {
+                for pin in pins {
+                    self.unpin(cache, from.session, SlabId(pin.0));
+                }
+                reply(cx, from, ExtentReply::Unpinned);
+            }
+        }
+    }
+
+    /// Quarantines what an ended session holds. Its commits continue, without a reply.
+    pub(crate) fn close(&mut self, cx: &mut Context, session: SessionId) {
+        for batch in self.batches.values_mut() {
+            if let Batch::Lease(pending) = batch
+                && pending.from.session == session
+            {
+                pending.is_answered = true;
+            }
+        }
+        let commits: Vec<SlabId> = self.commits.iter().map(|(id, _)| id).collect();
+        for id in commits {
+            let commit = self.commits.get_mut(id).expect("just listed");
+            commit.is_answered |= commit.from.session == session;
+        }
+        let Some(holder) = self.holders.get_mut(&session) else { return };
+        holder.state = HolderState::Quarantined;
+        cx.emit(Effect::AwaitExtents { holder: ExtentHolder::Session(session) });
+    }
+
+    /// Frees what a holder left behind: no process can do I/O for it any more.
+    pub(crate) fn released(&mut self, cache: &mut Cache, holder: ExtentHolder) {
+        let session = match holder {
+            ExtentHolder::Session(session) => session,
+            ExtentHolder::Earlier(device) => return cache.earlier_leases_ended(device),
+        };
+        let Some(holder) = self.holders.get(&session) else { return };
+        if holder.state == HolderState::Open {
+            return;
+        }
+        for lease in holder.leases.clone() {
+            let lease = self.take_lease(session, lease).expect("listed leases live");
+            cache.return_lent(&lease.slot);
+        }
+        for pin in self.holders.get(&session).map(|holder| holder.pins.clone()).unwrap_or_default() {
+            self.unpin(cache, session, pin);
+        }
+    }
+
+    /// Whether a batch belongs to this owner.
+    pub(crate) fn owns(batch: BatchId) -> bool {
+        batch.0 & BATCH_BIT != 0
+    }
+
+    /// Handles the end of a batch.
+    pub(crate) fn batch_done(
+        &mut self,
+        cache: &mut Cache,
+        cx: &mut Context,
+        id: BatchId,
+        stored: &[StoredBlock],
+    ) {
+        match self.batches.remove(&id) {
+            Some(Batch::Lease(pending)) => self.lease_done(cache, cx, pending, stored),
+            Some(Batch::Commit(batch)) => self.commit_done(cache, cx, batch, stored),
+            None => {}
+        }
+    }
+
+    /// Sets the owner's counters and gauges.
+    pub(crate) fn set_counters(&self, cache: &Cache, all: &mut Counters) {
+        self.counters.copy_to(all);
+        let in_quarantine = |holder: &&Holder| holder.state == HolderState::Quarantined;
+        let quarantined = self.holders.values().filter(in_quarantine).map(|holder| holder.leases.len());
+        let earlier = cache.earlier_leases();
+        all.extents_leased = self.lent().count() as u64 + earlier;
+        all.extents_quarantined = quarantined.sum::<usize>() as u64 + earlier;
+        all.extents_pinned = self.pins.len() as u64;
+    }
+
+    /// Slots that are charged to tenants and hold no findable block.
+    pub(crate) fn lent(&self) -> impl Iterator<Item = &LentSlot> {
+        let in_batches = self.batches.values().flat_map(|batch| match batch {
+            Batch::Lease(pending) => pending.slots.iter().collect::<Vec<_>>(),
+            Batch::Commit(batch) => batch.slots().collect(),
+        });
+        self.leases.iter().map(|(_, lease)| &lease.slot).chain(in_batches)
+    }
+
+    /// Checks that leases and pins belong to holders, and that no slot is lent twice.
+    pub(crate) fn audit(&self, cache: &Cache) -> Result<(), String> {
+        let (mut leases, mut pins, mut bytes) = (0, 0, 0);
+        for (session, holder) in &self.holders {
+            let own = |lease: &SlabId| self.leases.get(*lease).is_some_and(|lease| lease.session == *session);
+            ensure!(holder.leases.iter().all(own), "session {session}: a lease of another session");
+            let own = |pin: &SlabId| self.pins.get(*pin).is_some_and(|pin| pin.session == *session);
+            ensure!(holder.pins.iter().all(own), "session {session}: a pin of another session");
+            ensure!(!holder.is_empty(), "session {session} holds nothing and is kept");
+            (leases, pins) = (leases + holder.leases.len(), pins + holder.pins.len());
+            bytes += holder.bytes;
+        }
+        ensure!(leases == self.leases.len(), "leases without a session");
+        ensure!(pins == self.pins.len(), "pins without a session");
+        ensure!(bytes == self.held_bytes, "{bytes} bytes held, {} counted", self.held_bytes);
+        let mut places = BTreeSet::new();
+        // Without commits: the pool may have freed the slot of a failed item before the batch ends.
+        let in_lease = self.batches.values().filter_map(|batch| match batch {
+            Batch::Lease(pending) => Some(&pending.slots),
+            Batch::Commit(_) => None,
+        });
+        for slot in self.leases.iter().map(|(_, lease)| &lease.slot).chain(in_lease.flatten()) {
+            ensure!(places.insert((slot.device, slot.page)), "{slot:?} is lent twice");
+        }
+        let pinned: BTreeSet<_> =
+            self.pins.iter().map(|(_, pin)| (pin.stored.device, pin.stored.page)).collect();
+        ensure!(pinned.len() == cache.pinned_slots(), "pinned slots: not as counted");
+        Ok(())
+    }
+
+    fn next_batch(&mut self) -> BatchId {
+        self.batches_started += 1;
+        BatchId(BATCH_BIT | self.batches_started)
+    }
+
+    /// Removes a lease of a session; the caller owns its slot.
+    fn take_lease(&mut self, session: SessionId, id: SlabId) -> Option<Lease> {
+        self.leases.get(id).filter(|lease| lease.session == session)?;
+        let lease = self.leases.remove(id)?;
+        let bytes = crate::cache::nvme_bytes(lease.slot.slot_bytes);
+        self.change_holder(session, |holder| {
+            holder.leases.remove(&id);
+            holder.bytes -= bytes;
+        });
+        self.held_bytes -= bytes;
+        Some(lease)
+    }
+
+    /// Changes a session's holder, which exists exactly while it holds something.
+    fn change_holder(&mut self, session: SessionId, change: impl FnOnce(&mut Holder)) {
+        let holder = self.holders.entry(session).or_default();
+        change(holder);
+        if holder.is_empty() {
+            self.holders.remove(&session);
+        }
+    }
+
+    /// Bytes that a session may still get, given the shares of one session and of all.
+    fn bytes_left(&self, session: SessionId, of_session: u64, of_all: u64) -> u64 {
+        let own = self.holders.get(&session).map_or(0, |holder| holder.bytes);
+        of_session.saturating_sub(own).min(of_all.saturating_sub(self.held_bytes))
+    }
+}
+
+impl Holder {
+    fn is_empty(&self) -> bool {
+        self.leases.is_empty() && self.pins.is_empty()
+    }
+}
+
+fn reply(cx: &mut Context, to: Caller, reply: ExtentReply) {
+    cx.reply(to, Reply::Extents(reply));
+}

@@ -1,0 +1,167 @@
+//! Commits of leased slots.
+
+use std::collections::BTreeMap;
+
+use reprise_policy::BlockKey;
+
+use crate::cache::{Cache, LentSlot, SizeClass};
+use crate::context::{Caller, Context};
+use crate::effect::{DeviceId, Reply};
+use crate::event::{CommitItem, CommitRequest, Priority};
+use crate::extents::{Batch, ExtentReply, ExtentStatus, Extents, reply};
+use crate::limits::COMMIT_ITEMS_MAX;
+use crate::pool::{ExtentCommit, StoredBlock};
+use crate::slab::SlabId;
+
+/// Commit with blocks that are neither durable nor failed.
+#[derive(Debug)]
+pub(super) struct PendingCommit {
+    pub(super) from: Caller,
+    statuses: Vec<ExtentStatus>,
+    /// Number of batches without a result.
+    open: usize,
+    /// Whether the session has ended.
+    pub(super) is_answered: bool,
+}
+
+/// Blocks of one commit on one device.
+#[derive(Debug)]
+pub(super) struct CommitBatch {
+    commit: SlabId,
+    device: DeviceId,
+    items: Vec<CommittedItem>,
+}
+
+#[derive(Debug)]
+struct CommittedItem {
+    /// Index in the commit.
+    position: usize,
+    slot: LentSlot,
+    parent: Option<BlockKey>,
+}
+
+impl CommitBatch {
+    /// Slots whose blocks are not durable yet.
+    pub(super) fn slots(&self) -> impl Iterator<Item = &LentSlot> {
+        self.items.iter().map(|item| &item.slot)
+    }
+}
+
+impl Extents {
+    /// Starts to make the blocks of a commit durable.
+    pub(super) fn commit(
+        &mut self,
+        cache: &mut Cache,
+        cx: &mut Context,
+        from: Caller,
+        CommitRequest { items, priority, parent }: &CommitRequest,
+    ) {
+        if items.len() > COMMIT_ITEMS_MAX {
+            let text = format!("{} items in one commit: send at most {COMMIT_ITEMS_MAX}", items.len());
+            return cx.reply(from, Reply::BadRequest(text));
+        }
+        let mut statuses = vec![ExtentStatus::Failed; items.len()];
+        let mut devices: BTreeMap<DeviceId, (Vec<ExtentCommit>, Vec<CommittedItem>)> = BTreeMap::new();
+        let parents = std::iter::once(*parent).chain(items.iter().map(|item| item.key));
+        for ((position, item), parent) in items.iter().enumerate().zip(parents) {
+            match self.check_item(cache, from, item, *priority) {
+                Ok((slot, block)) => {
+                    let (blocks, of_device) = devices.entry(slot.device).or_default();
+                    blocks.push(block);
+                    of_device.push(CommittedItem { position, slot, parent });
+                }
+                Err(status) => statuses[position] = status,
+            }
+        }
+        let open = devices.len();
+        let commit = self.commits.insert(PendingCommit { from, statuses, open, is_answered: false });
+        for (device, (blocks, items)) in devices {
+            let batch = self.next_batch();
+            cache.commit_lent(cx, (device, batch), blocks);
+            self.batches.insert(batch, Batch::Commit(CommitBatch { commit, device, items }));
+        }
+        self.reply_if_ended(cx, commit);
+    }
+
+    /// Handles the end of a commit's batch.
+    pub(super) fn commit_done(
+        &mut self,
+        cache: &mut Cache,
+        cx: &mut Context,
+        batch: CommitBatch,
+        stored: &[StoredBlock],
+    ) {
+        let CommitBatch { commit, device, items } = batch;
+        let is_usable = cache.is_usable(device);
+        for CommittedItem { position, slot, parent } in items {
+            // A stored block is charged again with its index entry. The pool has freed or quarantined the
+            // slot of a failed one.
+            cache.end_lease(&slot);
+            let block = stored.iter().find(|block| block.page == slot.page).filter(|_| is_usable);
+            let status = match block {
+                Some(block) => cache.extent_stored(device, block, parent),
+                None => ExtentStatus::Failed,
+            };
+            self.counters.extent_commits += u64::from(status == ExtentStatus::Durable);
+            self.commits.get_mut(commit).expect("it waits for the batch").statuses[position] = status;
+        }
+        self.commits.get_mut(commit).expect("it waits for the batch").open -= 1;
+        self.reply_if_ended(cx, commit);
+    }
+
+    fn reply_if_ended(&mut self, cx: &mut Context, id: SlabId) {
+        if self.commits.get(id).is_none_or(|commit| commit.open > 0) {
+            return;
+        }
+        let PendingCommit { from, statuses, is_answered, .. } = self.commits.remove(id).expect("just seen");
+        if !is_answered {
+            reply(cx, from, ExtentReply::Committed { statuses });
+        }
+    }
+
+    /// Ends the lease of an item; returns the block to make durable, or the status of an item that is not
+    /// committed.
+    fn check_item(
+        &mut self,
+        cache: &mut Cache,
+        from: Caller,
+        item: &CommitItem,
+        priority: Priority,
+    ) -> Result<(LentSlot, ExtentCommit), ExtentStatus> {
+        let lease = self.take_lease(from.session, SlabId(item.lease.0)).ok_or(ExtentStatus::NoLease)?;
+        let slot = lease.slot;
+        let status = match item.key {
+            Some(key) if item.checksums.len() == cache.objects(from.size_class) => {
+                match cache.existing_block(&key, from.size_class, priority) {
+                    None if cache.can_lend(slot.device) => {
+                        return Ok((slot, block_of(cache, from, item, (key, priority), &slot)));
+                    }
+                    None => ExtentStatus::Failed,
+                    Some(status) => status,
+                }
+            }
+            _ => ExtentStatus::BadItem,
+        };
+        cache.return_lent(&slot);
+        Err(status)
+    }
+}
+
+fn block_of(
+    cache: &Cache,
+    from: Caller,
+    item: &CommitItem,
+    (key, priority): (BlockKey, Priority),
+    slot: &LentSlot,
+) -> ExtentCommit {
+    let SizeClass { tenant, tenant_index, layout, .. } = *cache.size_class(from.size_class);
+    ExtentCommit {
+        key,
+        tenant,
+        tenant_name: cache.tenant_name(tenant_index),
+        layout,
+        priority: priority as u8,
+        checksums: item.checksums.clone(),
+        page: slot.page,
+    }
+}
