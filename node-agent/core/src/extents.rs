@@ -11,7 +11,7 @@
 //!
 //! **Quarantine.** A session may end while its process still writes. Its leases and pins therefore stay until
 //! [`Event::ExtentsReleased`](crate::event::Event::ExtentsReleased), which the runtime sends when no process
-//! can do I/O for the session any more. Leases that an earlier process of the agent granted are kept in the
+//! can do I/O for the session. Leases that an earlier process of the agent granted are kept in the
 //! same way, by device.
 //!
 //! Limits: each session and all of them together hold at most a share of the devices, and leased slots count
@@ -156,7 +156,7 @@ impl Extents {
         cx.emit(Effect::AwaitExtents { holder: ExtentHolder::Session(session) });
     }
 
-    /// Frees what a holder left behind: no process can do I/O for it any more.
+    /// Frees what a holder left behind: no process can do I/O for it.
     pub(crate) fn released(&mut self, cache: &mut Cache, holder: ExtentHolder) {
         let session = match holder {
             ExtentHolder::Session(session) => session,

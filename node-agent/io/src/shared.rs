@@ -1,9 +1,9 @@
 //! A pool file that other processes may access, with proof of the end of their I/O.
 //!
-//! Each holder gets an open file description of its own, with a shared lock on a byte that no pool uses. The
+//! Each holder gets its own open file description, with a shared lock on a byte that no pool uses. The
 //! kernel keeps an open file description, and with it the lock, until its last descriptor is closed, in all
 //! processes, and its last operation has ended: reads and writes in flight, and operations of an io_uring or of
-//! libaio, refer to it. A free byte therefore proves that no process can do I/O for the holder any more. This
+//! libaio, refer to it. A free byte therefore proves that no process can do I/O for the holder. This
 //! covers killed processes, processes that live on after their session, descriptors that were passed on, and
 //! holders of an earlier process of the agent.
 //!
@@ -18,7 +18,6 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::device::{Caching, DeviceFile, FileAccess};
 use crate::sys;
@@ -32,7 +31,7 @@ const LOCKS_END: u64 = i64::MAX as u64;
 /// Bits of a holder's number within an era.
 const HOLDER_BITS: u32 = 32;
 
-/// Number of eras; each process of the agent uses one.
+/// Number of eras; each process of the agent uses one without locks of earlier ones.
 const ERAS: u64 = (LOCKS_END - LOCKS_START) >> HOLDER_BITS;
 
 /// Number of a holder within this process.
@@ -59,10 +58,8 @@ impl SharedFile {
             return Ok(None);
         }
         let file = reopen(device.file())?;
-        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let first = u64::try_from(since.as_millis()).unwrap_or_default();
-        for attempt in 0..ERAS {
-            let start = LOCKS_START + ((first + attempt) % ERAS << HOLDER_BITS);
+        for number in 0..ERAS {
+            let start = LOCKS_START + (number << HOLDER_BITS);
             let era = start..start + (1 << HOLDER_BITS);
             if !sys::is_range_locked(file.as_fd(), era.clone())? {
                 return Ok(Some(SharedFile { file, era }));

@@ -1,8 +1,8 @@
 //! Devices that sessions read and write themselves: their descriptors, and the end of their I/O.
 //!
 //! A session gets one descriptor of each device, with the first reply that names an extent there. The lock of
-//! that descriptor ([`SharedFile`]) shows when no process can do I/O for the session any more. The core thread
-//! polls the locks, because the kernel reports no event for them.
+//! that descriptor ([`SharedFile`]) shows when no process can do I/O for the session. The core thread polls
+//! the locks, because the kernel reports no event for them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;

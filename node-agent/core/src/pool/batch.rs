@@ -7,7 +7,7 @@ use super::{BatchId, PageNumber, PoolEvent, StoredBlock};
 /// Maximum batches in flight: one writing its blocks, one syncing them, one in the journal, one spare.
 pub const BATCHES_MAX: usize = 4;
 
-/// Who writes the payloads of a batch.
+/// Writer of the payloads of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Payloads {
     /// The pool, from the arena; [`BATCHES_MAX`] bounds the memory that these batches use.
@@ -57,7 +57,7 @@ impl Batch {
         self.id
     }
 
-    /// Who writes the payloads.
+    /// Returns the writer of the payloads.
     pub(super) fn payloads(&self) -> Payloads {
         self.payloads
     }

@@ -21,6 +21,7 @@
 
 mod audit;
 mod drain;
+mod freeing;
 mod lend;
 mod read_only;
 mod restore;
@@ -60,13 +61,6 @@ pub(super) enum SlotState {
     Returning,
     /// Never used again.
     Quarantined,
-}
-
-impl SlotState {
-    /// Whether the slot becomes free when its free record is durable.
-    fn is_being_freed(self) -> bool {
-        matches!(self, SlotState::Freeing | SlotState::Returning)
-    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -534,22 +528,6 @@ impl Slots {
         self.tally.slots -= u64::from(free);
         self.draining.remove(&index);
         self.unassigned.insert(index);
-    }
-
-    fn count_freeing(&mut self, place: SlotPlace) {
-        let slot_pages = self.segments[place.segment].slot_pages;
-        self.tally.freeing += u64::from(slot_pages);
-        *self.freeing.entry(slot_pages).or_default() += 1;
-    }
-
-    fn uncount_freeing(&mut self, place: SlotPlace) {
-        let slot_pages = self.segments[place.segment].slot_pages;
-        self.tally.freeing -= u64::from(slot_pages);
-        let count = self.freeing.get_mut(&slot_pages).expect("a slot that is being freed is counted");
-        *count -= 1;
-        if *count == 0 {
-            self.freeing.remove(&slot_pages);
-        }
     }
 
     fn remove_free_segment(&mut self, slot_pages: u32, segment: u32) {
