@@ -13,26 +13,28 @@
 //! never loads any. When all chains are complete again, the member is restarted.
 
 mod evicted_blocks;
-mod keyed_blocks;
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use anyhow::{Context, ensure};
-use reprise_client::{Client, Scope, Source};
+use reprise_client::{Client, LoadRequest, Scope, Source};
 use reprise_policy::shards::{MemberIndex, MemberName, ShardMap};
 use reprise_policy::{BlockKey, Epoch};
 
 use evicted_blocks::EvictedBlocks;
-use keyed_blocks::LoadResult;
-use reprise_testkit::bench::fixture::{Fixture, PATIENCE, keys, sizes};
+use reprise_testkit::bench::fixture::{self, Fixture, PATIENCE, keys, sizes};
 use reprise_testkit::bench::report::{Figure, Target, median};
 use reprise_testkit::bench::{Settings, one_page};
 use reprise_testkit::cluster::ControlPlanes;
+use reprise_testkit::keyed_blocks::{self, Outcome};
 
 /// Number of control-plane members.
 const MEMBERS: usize = 3;
+
+/// Number of blocks reserved and committed at a time.
+const BATCH: usize = 200;
 
 /// Number of keys of a chain, enough to cover a member's hash slots evenly.
 const CHAIN: usize = 200;
@@ -88,7 +90,7 @@ pub(crate) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     let mut fixture = Fixture::start_on(settings, control, NODES, (&layout, sizes(ARENA_MIB, 256)))?;
     let chains = Chains::new(&fixture)?;
     for chain in &chains.of_member {
-        keyed_blocks::save(&fixture.clients[0], chain)?;
+        save(&fixture.clients[0], chain)?;
     }
     let mut evicting = EvictedBlocks::start(&fixture, &layout)?;
     let mut losses = Vec::new();
@@ -224,12 +226,31 @@ fn load_until(
         && !over.load(Ordering::Relaxed)
     {
         let found = client.match_keys(&[key], Scope::Cluster).context("match")?;
-        let loaded = if found.is_empty() { LoadResult::Missing } else { keyed_blocks::load(client, &key)? };
+        let loaded = if found.is_empty() { None } else { Some(load(client, &key)?) };
         match loaded {
-            LoadResult::Right => right += 1,
-            LoadResult::Wrong => wrong += 1,
-            LoadResult::Missing => keys.push_back(key),
+            Some(Outcome::Verified(_)) => right += 1,
+            Some(Outcome::Wrong { .. }) => wrong += 1,
+            Some(Outcome::Missing(_) | Outcome::Corrupt) | None => keys.push_back(key),
         }
     }
     Ok((right + wrong, wrong))
+}
+
+/// Saves blocks whose bytes derive from their keys, and waits until they are durable.
+fn save(client: &Client, keys: &[BlockKey]) -> anyhow::Result<()> {
+    let layout = *client.layout();
+    for part in keys.chunks(BATCH) {
+        let filled = fixture::fill_each(client, part, |reservation, key| {
+            keyed_blocks::write(reservation, &layout, &key.0)
+        })?;
+        fixture::commit_durable(client, filled)?;
+    }
+    Ok(())
+}
+
+/// Loads a block from any node and compares every byte.
+fn load(client: &Client, key: &BlockKey) -> anyhow::Result<Outcome> {
+    let request = LoadRequest { deadline: PATIENCE, ..LoadRequest::new(vec![*key]) };
+    let load = client.load(&request).context("load")?;
+    Ok(keyed_blocks::compare(&load, client.layout(), &[key.0], PATIENCE).context("waiting for a layer")?[0])
 }

@@ -23,7 +23,7 @@ use reprise_testkit::bench::directory_service::ENTRIES_MAX;
 use reprise_testkit::bench::preflight::{self, CLUSTER_PROGRAMS, Readiness, Requirements};
 use reprise_testkit::bench::report::{self, Figure};
 use reprise_testkit::bench::{REPETITIONS, Settings};
-use reprise_testkit::cluster::{cache_directory, etcd_binary};
+use reprise_testkit::cluster::cache_directory;
 use reprise_testkit::output::{Audience, JsonFlag};
 use tracing_subscriber::fmt::format::FmtSpan;
 
@@ -170,7 +170,7 @@ impl Benchmark {
 
     /// Returns the requirements of the benchmark. Simulated nodes and members use some 150 bytes for each entry.
     fn requirements(&self) -> Requirements {
-        let etcd = (etcd_binary(), "make etcd");
+        let etcd = (reprise_testkit::etcd::binary(), "make etcd");
         let cluster =
             Requirements { programs: CLUSTER_PROGRAMS, disk_bytes: 1 << 30, ..Requirements::default() };
         let memory = |entries: usize| (entries as u64 * 150).max(1 << 30);

@@ -5,19 +5,17 @@
 //! input.
 
 use std::fs;
-use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
-use std::process::{ChildStdin, Command, Output, Stdio};
-use std::sync::mpsc::{Receiver, sync_channel};
+use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use serde::Deserialize;
 
-use reprise_testkit::cluster::{Cluster, Launch, STOP_WITHIN, cache_directory};
+use reprise_testkit::cluster::{Cluster, STOP_WITHIN, cache_directory};
 use reprise_testkit::output::Audience;
-use reprise_testkit::process::{ChildProcess, append};
+use reprise_testkit::process::{ChildProcess, Conversation, append};
 
 /// Name of the wheel; the wheel without CUDA in its name needs libcuda.
 const WHEEL: &str = "mooncake-transfer-engine-non-cuda";
@@ -40,9 +38,7 @@ const LINES_MAX: usize = 5;
 
 /// A running master and its client.
 pub(crate) struct Mooncake {
-    client: ChildProcess,
-    requests: Option<ChildStdin>,
-    answers: Receiver<Answer>,
+    client: Conversation,
     master: ChildProcess,
     /// Log of both.
     log: PathBuf,
@@ -78,37 +74,23 @@ impl Mooncake {
         let script = folder.join("existence.py");
         write(&script, CLIENT)?;
 
-        let launch = Launch {
-            program: &package.join("mooncake_master"),
-            argument: "--flagfile",
-            config: &flags,
-            log: &log,
-        };
-        let master = cluster.spawn(&launch)?;
+        let mut command = Command::new(package.join("mooncake_master"));
+        command.arg("--flagfile").arg(&flags);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(append(&log)?);
+        let master = cluster.spawn(command, &flags)?;
         await_listening(&address)?;
         let mut command = Command::new(&python);
         command.arg(&script).args([&address, &KEYS.to_string()]);
-        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(append(&log)?);
-        let mut client = ChildProcess::try_spawn(command)?;
-        let output = BufReader::new(client.take_output().expect("piped above"));
-        let (sender, answers) = sync_channel(1);
-        std::thread::spawn(move || {
-            let answers = output.lines().map_while(Result::ok);
-            // The library may print other lines.
-            answers
-                .filter_map(|line| serde_json::from_str(&line).ok())
-                .try_for_each(|answer| sender.send(answer))
-        });
-        let requests = client.take_input();
-        let mooncake = Mooncake { client, requests, answers, master, log };
+        command.stderr(append(&log)?);
+        let client = Conversation::start(command, STOP_WITHIN)?;
+        let mooncake = Mooncake { client, master, log };
         mooncake.answer(READY_WITHIN)?;
         Ok(mooncake)
     }
 
     /// Returns the median time of calls with this many keys, in microseconds.
     pub(crate) fn exists(&mut self, keys: usize, calls: usize) -> anyhow::Result<f64> {
-        let requests = self.requests.as_mut().expect("taken only when dropped");
-        writeln!(requests, "{keys} {calls}").context("asking Mooncake's client")?;
+        self.client.send(&format!("{keys} {calls}")).context("asking Mooncake's client")?;
         match self.answer(ANSWER_WITHIN)? {
             Answer::Median { median_us } => Ok(median_us),
             Answer::Ready { .. } => bail!("Mooncake's client is ready twice"),
@@ -116,17 +98,19 @@ impl Mooncake {
     }
 
     fn answer(&self, within: Duration) -> anyhow::Result<Answer> {
-        self.answers
-            .recv_timeout(within)
-            .with_context(|| format!("Mooncake's client does not answer: see {}", self.log.display()))
+        let deadline = Instant::now() + within;
+        while let Some(line) = self.client.receive(deadline.saturating_duration_since(Instant::now())) {
+            // The library may print other lines.
+            if let Ok(answer) = serde_json::from_str(&line) {
+                return Ok(answer);
+            }
+        }
+        bail!("Mooncake's client does not answer: see {}", self.log.display())
     }
 }
 
 impl Drop for Mooncake {
     fn drop(&mut self) {
-        // The end of its input ends the client by itself; it is not waited for longer than any process.
-        drop(self.requests.take());
-        self.client.stop(STOP_WITHIN);
         self.master.stop(STOP_WITHIN);
     }
 }

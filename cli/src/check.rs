@@ -29,14 +29,14 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail, ensure};
 use clap::builder::RangedU64ValueParser;
 use reprise_client::{
-    BlockStatus, Client, ClientError, CommitOptions, CommitOutcome, CommitStatus, ConnectOptions,
-    LoadRequest, Scope, Source,
+    Client, ClientError, CommitOptions, CommitOutcome, CommitStatus, ConnectOptions, LoadRequest, Scope,
+    Source,
 };
 use reprise_policy::key::KeyPart;
 use reprise_policy::{BlockKey, Interval, Layout, NamespaceDigest, NamespaceSpec, TenantName, prefix_hash};
 use serde::Serialize;
 
-use reprise_testkit::kv_function::{self, ObjectPlace};
+use reprise_testkit::keyed_blocks::{self, Outcome};
 use reprise_testkit::model;
 use reprise_testkit::output::{Audience, Table, bytes_text};
 
@@ -131,19 +131,6 @@ struct CheckReport {
 struct Block {
     prefix_hash: [u8; 32],
     key: BlockKey,
-}
-
-/// Result of fetching a block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum FetchResult {
-    /// The block was loaded, and every byte is right.
-    Verified(Source),
-    /// No node has the block.
-    NotFound,
-    /// The match found the block, but the load failed.
-    LoadFailed,
-    /// The checksums match, but this number of 8-byte words differ from the saved ones.
-    Corrupt { words: u64 },
 }
 
 /// A session with the agent, and the deadline of the check.
@@ -269,11 +256,7 @@ impl Check {
     fn put(&self, block: &Block) -> Result<Option<CommitOutcome>, ClientError> {
         let reserved = self.client.reserve(1, RESERVE_WAIT)?;
         let Some(mut reservation) = reserved.into_iter().next() else { return Ok(None) };
-        let mut bytes = self.object();
-        for object in 0..self.layout.objects() {
-            kv_function::fill(&block.prefix_hash, ObjectPlace::of(&self.layout, object), &mut bytes);
-            reservation.fill_object(object, &bytes)?;
-        }
+        keyed_blocks::write(&mut reservation, &self.layout, &block.prefix_hash)?;
         self.client.commit(vec![(reservation, block.key)], CommitOptions::default()).map(Some)
     }
 
@@ -319,41 +302,22 @@ impl Check {
     /// A failed call, as a [`ClientError`], or wrong bytes, as another error.
     fn load_verified(&self, block: &Block, scope: Scope) -> anyhow::Result<Option<Source>> {
         match self.fetch(block, scope)? {
-            FetchResult::Verified(source) => Ok(Some(source)),
-            FetchResult::NotFound | FetchResult::LoadFailed => Ok(None),
-            FetchResult::Corrupt { words } => bail!("{words} 8-byte words differ from the saved ones"),
+            Some(Outcome::Verified(source)) => Ok(Some(source)),
+            Some(Outcome::Wrong { words }) => bail!("{words} 8-byte words differ from the saved ones"),
+            // A checksum mismatch on copying counts as a failed load: the engine recomputes the block.
+            Some(Outcome::Missing(_) | Outcome::Corrupt) | None => Ok(None),
         }
     }
 
-    /// Loads a block if a match finds it, and compares every byte.
-    fn fetch(&self, block: &Block, scope: Scope) -> Result<FetchResult, ClientError> {
+    /// Loads a block if a match finds it, and compares every byte; returns `None` if no node has the block.
+    fn fetch(&self, block: &Block, scope: Scope) -> Result<Option<Outcome>, ClientError> {
         if self.client.match_keys(&[block.key], scope)?.is_empty() {
-            return Ok(FetchResult::NotFound);
+            return Ok(None);
         }
         let request = LoadRequest { deadline: LOAD_DEADLINE, scope, ..LoadRequest::new(vec![block.key]) };
         let load = self.client.load(&request)?;
-        for layer in 0..self.layout.layers() {
-            load.wait_layer(layer, LOAD_DEADLINE)?;
-        }
-        let loaded = load.blocks().first().expect("the client rejects replies without a block for each key");
-        let (BlockStatus::Ok, Some(source)) = (loaded.status(), loaded.source()) else {
-            return Ok(FetchResult::LoadFailed);
-        };
-        let mut bytes = self.object();
-        let mut words = 0;
-        for object in 0..self.layout.objects() {
-            // A checksum mismatch on copying counts as a failed load: the engine recomputes the block.
-            if load.copy_object(0, object, &mut bytes).is_err() {
-                return Ok(FetchResult::LoadFailed);
-            }
-            words +=
-                kv_function::mismatches(&block.prefix_hash, ObjectPlace::of(&self.layout, object), &bytes);
-        }
-        Ok(if words == 0 { FetchResult::Verified(source) } else { FetchResult::Corrupt { words } })
-    }
-
-    fn object(&self) -> Vec<u8> {
-        vec![0; usize::try_from(self.layout.object_bytes()).expect("objects fit in memory")]
+        let outcomes = keyed_blocks::compare(&load, &self.layout, &[block.prefix_hash], LOAD_DEADLINE)?;
+        Ok(outcomes.first().copied())
     }
 }
 

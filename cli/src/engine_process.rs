@@ -3,15 +3,20 @@
 //! The demo and the replay start `reprise engine` once per node and control it through [`EngineProcess`].
 
 use std::collections::BTreeSet;
-use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::io::{BufRead, Write};
+use std::process::Command;
+use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::Context;
 use reprise_policy::BlockKey;
 use serde::{Deserialize, Serialize};
 
 use reprise_testkit::engine::{DurableCheck, Engine, EngineSettings, HitCounts, RequestOutcome};
 use reprise_testkit::model::hex;
+use reprise_testkit::process::Conversation;
+
+/// Time limit from the end of the commands to the exit of the process.
+const EXITS_WITHIN: Duration = Duration::from_secs(5);
 
 /// Command to an engine process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -47,33 +52,20 @@ enum EngineAnswer {
     Failed { message: String },
 }
 
-/// Engine process started by this process; killed when dropped.
+/// Engine process started by this process; it ends when dropped.
 #[derive(Debug)]
 pub(crate) struct EngineProcess {
-    child: Child,
-    commands: ChildStdin,
-    answers: BufReader<ChildStdout>,
+    conversation: Conversation,
 }
 
 impl EngineProcess {
     /// Starts `reprise engine` and waits until it is connected.
     pub(crate) fn start(settings: &EngineSettings) -> anyhow::Result<EngineProcess> {
         let program = std::env::current_exe().context("cannot find the path of this program")?;
-        let mut child = Command::new(program)
-            .arg("engine")
-            .arg("--socket")
-            .arg(&settings.socket)
-            .arg("--layout")
-            .arg(hex(&settings.layout.encode()))
-            .arg("--tenant")
-            .arg(settings.tenant.as_str())
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .context("cannot start the engine process")?;
-        let commands = child.stdin.take().expect("piped above");
-        let answers = BufReader::new(child.stdout.take().expect("piped above"));
-        let mut process = EngineProcess { child, commands, answers };
+        let mut command = Command::new(program);
+        command.arg("engine").arg("--socket").arg(&settings.socket);
+        command.args(["--layout", &hex(&settings.layout.encode()), "--tenant", settings.tenant.as_str()]);
+        let process = EngineProcess { conversation: Conversation::start(command, EXITS_WITHIN)? };
         match process.answer()? {
             EngineAnswer::Connected => Ok(process),
             other => Err(unexpected(other)),
@@ -120,28 +112,15 @@ impl EngineProcess {
     }
 
     fn call(&mut self, command: &EngineCommand) -> anyhow::Result<EngineAnswer> {
-        let mut line = serde_json::to_string(command).context("encoding an engine command")?;
-        line.push('\n');
-        self.commands.write_all(line.as_bytes()).context("the engine process has ended")?;
-        self.commands.flush().context("the engine process has ended")?;
+        let line = serde_json::to_string(command).context("encoding an engine command")?;
+        self.conversation.send(&line).context("the engine process has ended")?;
         self.answer()
     }
 
-    fn answer(&mut self) -> anyhow::Result<EngineAnswer> {
-        let mut line = String::new();
-        if self.answers.read_line(&mut line).context("reading from the engine process")? == 0 {
-            bail!("the engine process ended");
-        }
+    fn answer(&self) -> anyhow::Result<EngineAnswer> {
+        let line = self.conversation.receive(Duration::MAX).context("the engine process ended")?;
         serde_json::from_str(&line)
             .with_context(|| format!("invalid answer of the engine process '{}'", line.trim()))
-    }
-}
-
-impl Drop for EngineProcess {
-    fn drop(&mut self) {
-        // Reap the process even if it has already ended.
-        drop(self.child.kill());
-        drop(self.child.wait());
     }
 }
 

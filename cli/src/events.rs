@@ -18,7 +18,6 @@ mod stream;
 
 use std::collections::BTreeMap;
 use std::io::{BufWriter, ErrorKind, Write};
-use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::Context;
@@ -30,6 +29,7 @@ use tokio::task::JoinHandle;
 use tonic::transport::{Channel, Endpoint};
 
 use crate::config::Config;
+use crate::members::{MembersArgs, first_answer};
 use line::{Line, MemberPosition};
 use reprise_testkit::output::Audience;
 pub(crate) use snapshot::{Replicas, snapshot};
@@ -50,16 +50,8 @@ const RETRY_AFTER: Duration = Duration::from_millis(500);
 /// Arguments of `reprise events`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct EventsArgs {
-    /// Find the members through this gRPC address, `host:port`.
-    ///
-    /// Overrides --cluster.
-    #[arg(long, value_name = "ADDRESS")]
-    controlplane: Option<String>,
-    /// Read the members' addresses from this directory.
-    ///
-    /// By default the command reads the directory of `reprise demo --hold`.
-    #[arg(long, value_name = "DIR")]
-    cluster: Option<PathBuf>,
+    #[command(flatten)]
+    members: MembersArgs,
     /// After the snapshot, print each change until interrupted.
     #[arg(long)]
     follow: bool,
@@ -86,7 +78,7 @@ struct OpenStream {
 }
 
 pub(crate) fn command(args: &EventsArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
-    let addresses = config.cluster.members(args.controlplane.as_ref(), args.cluster.as_deref())?;
+    let addresses = args.members.addresses(config)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     let ended = runtime.block_on(async {
         let (mut terminate, mut interrupt) =
@@ -232,14 +224,7 @@ async fn connect(address: &str) -> anyhow::Result<Channel> {
 
 /// Returns the address and the member list of the first member that answers, or the error of the last one.
 async fn first_list(addresses: &[String]) -> anyhow::Result<(String, MemberList)> {
-    let mut outcome = Err(anyhow::anyhow!("the cluster has no control-plane member"));
-    for address in addresses {
-        outcome = list(address).await.map(|list| (address.clone(), list));
-        if outcome.is_ok() {
-            break;
-        }
-    }
-    outcome
+    first_answer(addresses, async |address| Ok((address.to_owned(), list(address).await?))).await
 }
 
 async fn list(address: &str) -> anyhow::Result<MemberList> {

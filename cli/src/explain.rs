@@ -23,6 +23,7 @@ use reprise_proto::controlplane::{LookupReply, LookupRequest, MemberList, NodeIn
 use serde::Serialize;
 
 use crate::config::Config;
+use crate::members::{MembersArgs, runtime};
 use crate::status;
 use reasons::Reasons;
 use reprise_testkit::engine;
@@ -58,16 +59,8 @@ pub(crate) struct ExplainArgs {
     /// Explain blocks of this tenant.
     #[arg(long, value_name = "NAME", default_value = "default")]
     tenant: TenantName,
-    /// Find the members through this gRPC address, `host:port`.
-    ///
-    /// Overrides --cluster.
-    #[arg(long, value_name = "ADDRESS")]
-    controlplane: Option<String>,
-    /// Read the members' addresses from this directory.
-    ///
-    /// By default the command reads the directory of `reprise demo --hold`.
-    #[arg(long, value_name = "DIR")]
-    cluster: Option<PathBuf>,
+    #[command(flatten)]
+    members: MembersArgs,
 }
 
 /// Argument of the command: one block, or all blocks of a prompt.
@@ -144,8 +137,8 @@ impl FromStr for Subject {
 
 pub(crate) fn command(args: &ExplainArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
     let keys = keys(args)?;
-    let addresses = config.cluster.members(args.controlplane.as_ref(), args.cluster.as_deref())?;
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let addresses = args.members.addresses(config)?;
+    let runtime = runtime()?;
     let explained = runtime.block_on(async {
         let (address, members, nodes) = status::members_and_nodes(&addresses).await?;
         explain(&keys, &address, &members, &nodes).await

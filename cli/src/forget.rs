@@ -11,7 +11,8 @@ use serde::Serialize;
 use tonic::Code;
 
 use crate::config::Config;
-use crate::node_mode::{ModeArgs, addresses, channel, runtime};
+use crate::members::{channel, first_answer, runtime};
+use crate::node_mode::ModeArgs;
 use reprise_testkit::output::Audience;
 
 /// Output of `reprise forget --json`.
@@ -23,18 +24,12 @@ struct RemovedNode<'a> {
 }
 
 pub(crate) fn command(args: &ModeArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
-    runtime()?.block_on(forget(&addresses(args, config)?, &args.node, audience))
+    runtime()?.block_on(forget(&args.members.addresses(config)?, &args.node, audience))
 }
 
 /// Removes the node through the first member that can do so.
 async fn forget(addresses: &[String], node: &str, audience: Audience) -> anyhow::Result<()> {
-    let mut outcome = Err(anyhow::anyhow!("the cluster has no control-plane member"));
-    for address in addresses {
-        outcome = forget_at(address, node).await;
-        if outcome.is_ok() {
-            break;
-        }
-    }
+    let outcome = first_answer(addresses, async |address| forget_at(address, node).await).await;
     let number = outcome?.map_err(anyhow::Error::msg)?;
     audience.emit(&RemovedNode { node, number });
     audience.print_line(format!("removed {node} (node {number})"));

@@ -55,7 +55,7 @@ struct OutputLine<'a> {
 }
 
 pub(crate) fn command(args: &KeepFileArgs, audience: Audience) -> anyhow::Result<()> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let runtime = crate::members::runtime()?;
     runtime.block_on(async {
         let (mut terminate, mut interrupt) =
             (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);

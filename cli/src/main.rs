@@ -13,6 +13,7 @@ mod events;
 mod explain;
 mod forget;
 mod keep_file;
+mod members;
 mod node_mode;
 mod replay;
 mod sim;

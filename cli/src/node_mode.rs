@@ -4,7 +4,6 @@
 //! second. `drain --wait` then polls the node's reports until every durable block also exists on another
 //! node.
 
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
@@ -14,13 +13,11 @@ use reprise_proto::controlplane::placement_client::PlacementClient;
 use reprise_proto::controlplane::{DrainProgress, ListNodesRequest, NodeInfo, NodeMode, SetNodeRequest};
 use serde::Serialize;
 use tonic::Code;
-use tonic::transport::{Channel, Endpoint};
 
 use crate::config::Config;
+use crate::members::{MembersArgs, channel, first_answer, runtime};
 use reprise_testkit::output::{Audience, bytes_text};
 
-/// Timeout of one call to a member.
-const ANSWERED_WITHIN: Duration = Duration::from_secs(5);
 /// Poll interval of `drain --wait`. Nodes report once per second, so each report is seen within half a
 /// second.
 const POLL_EVERY: Duration = Duration::from_millis(500);
@@ -36,16 +33,8 @@ pub(crate) struct ModeArgs {
     /// Name of the node.
     #[arg(value_name = "NODE")]
     pub(crate) node: String,
-    /// Use the member at this gRPC address, `host:port`.
-    ///
-    /// Overrides --cluster.
-    #[arg(long, value_name = "ADDRESS")]
-    controlplane: Option<String>,
-    /// Read the members' addresses from this directory.
-    ///
-    /// By default the command reads the directory of `reprise demo --hold`.
-    #[arg(long, value_name = "DIR")]
-    cluster: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) members: MembersArgs,
 }
 
 /// Arguments of `reprise drain`.
@@ -108,15 +97,15 @@ enum DrainState {
 }
 
 pub(crate) fn cordon(args: &ModeArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
-    runtime()?.block_on(set(&addresses(args, config)?, &args.node, NodeMode::Cordoned, audience))
+    runtime()?.block_on(set(&args.members.addresses(config)?, &args.node, NodeMode::Cordoned, audience))
 }
 
 pub(crate) fn uncordon(args: &ModeArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
-    runtime()?.block_on(set(&addresses(args, config)?, &args.node, NodeMode::Active, audience))
+    runtime()?.block_on(set(&args.members.addresses(config)?, &args.node, NodeMode::Active, audience))
 }
 
 pub(crate) fn drain(args: &DrainArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
-    let (addresses, node) = (addresses(&args.mode, config)?, &args.mode.node);
+    let (addresses, node) = (args.mode.members.addresses(config)?, &args.mode.node);
     runtime()?.block_on(async {
         set(&addresses, node, NodeMode::Draining, audience).await?;
         match args.wait {
@@ -158,25 +147,9 @@ pub(crate) fn drain_text(drain: &Drain) -> String {
     text
 }
 
-/// Creates a single-threaded runtime.
-pub(crate) fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
-    Ok(tokio::runtime::Builder::new_current_thread().enable_all().build()?)
-}
-
-/// Returns the members' addresses from the arguments or the cluster directory.
-pub(crate) fn addresses(args: &ModeArgs, config: &Config) -> anyhow::Result<Vec<String>> {
-    config.cluster.members(args.controlplane.as_ref(), args.cluster.as_deref())
-}
-
 /// Sets the mode through the first member that can do so.
 async fn set(addresses: &[String], node: &str, mode: NodeMode, audience: Audience) -> anyhow::Result<()> {
-    let mut outcome = Err(anyhow::anyhow!("the cluster has no control-plane member"));
-    for address in addresses {
-        outcome = set_at(address, node, mode).await;
-        if outcome.is_ok() {
-            break;
-        }
-    }
+    let outcome = first_answer(addresses, async |address| set_at(address, node, mode).await).await;
     let before = mode_name(outcome?.map_err(anyhow::Error::msg)?);
     let mode = mode_name(mode);
     audience.emit(&ModeChange { node, mode, before });
@@ -202,15 +175,6 @@ async fn set_at(address: &str, node: &str, mode: NodeMode) -> anyhow::Result<Res
         }
         Err(status) => bail!("{address} did not set the mode of {node}: {}", status.message()),
     }
-}
-
-/// Connects to a member.
-pub(crate) async fn channel(address: &str) -> anyhow::Result<Channel> {
-    let endpoint = Endpoint::from_shared(format!("http://{address}"))
-        .with_context(|| format!("invalid address \"{address}\": expected host:port"))?
-        .connect_timeout(ANSWERED_WITHIN)
-        .timeout(ANSWERED_WITHIN);
-    endpoint.connect().await.with_context(|| format!("cannot reach the control plane at {address}"))
 }
 
 /// Polls until the node is drained, the time limit expires or reports stop.
@@ -261,19 +225,12 @@ fn not_drained(node: &str, state: &DrainState, bound: Duration) -> String {
 
 /// Returns the nodes that the first answering member lists.
 async fn nodes(addresses: &[String]) -> anyhow::Result<Vec<NodeInfo>> {
-    let mut outcome = Err(anyhow::anyhow!("the cluster has no control-plane member"));
-    for address in addresses {
-        outcome = async {
-            let mut membership = MembershipClient::new(channel(address).await?);
-            let listed = membership.list_nodes(ListNodesRequest {}).await;
-            Ok(listed.with_context(|| format!("cannot list the nodes of {address}"))?.into_inner().nodes)
-        }
-        .await;
-        if outcome.is_ok() {
-            break;
-        }
-    }
-    outcome
+    first_answer(addresses, async |address| {
+        let mut membership = MembershipClient::new(channel(address).await?);
+        let listed = membership.list_nodes(ListNodesRequest {}).await;
+        Ok(listed.with_context(|| format!("cannot list the nodes of {address}"))?.into_inner().nodes)
+    })
+    .await
 }
 
 /// Returns the state of a draining node.

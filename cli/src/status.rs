@@ -4,7 +4,6 @@
 //! One hanging member or node does not block the report: each request has its own timeout, and a failure is
 //! shown in place of the missing part.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -22,6 +21,7 @@ use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 
 use crate::config::Config;
+use crate::members::{MembersArgs, first_answer, runtime};
 use crate::node_mode::{Drain, drain_text, mode_name};
 use reprise_testkit::cluster::ClusterFile;
 use reprise_testkit::http;
@@ -46,16 +46,8 @@ type AgentStatus = Result<serde_json::Value, String>;
 /// Arguments of `reprise status`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct StatusArgs {
-    /// Find the members through this gRPC address, `host:port`.
-    ///
-    /// Overrides --cluster.
-    #[arg(long, value_name = "ADDRESS")]
-    controlplane: Option<String>,
-    /// Read the members' addresses from this directory.
-    ///
-    /// By default the command reads the directory of `reprise demo --hold`.
-    #[arg(long, value_name = "DIR")]
-    cluster: Option<PathBuf>,
+    #[command(flatten)]
+    members: MembersArgs,
 }
 
 /// Output of `reprise status --json`.
@@ -144,8 +136,8 @@ struct Usage {
 }
 
 pub(crate) fn command(args: &StatusArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
-    let addresses = config.cluster.members(args.controlplane.as_ref(), args.cluster.as_deref())?;
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let addresses = args.members.addresses(config)?;
+    let runtime = runtime()?;
     let (ClusterView { address, members, nodes, directories }, agents) = runtime.block_on(async {
         let view = ask_any(&addresses).await?;
         let agents = ask_agents(&view.nodes).await?;
@@ -187,26 +179,21 @@ pub(crate) async fn members_and_nodes(
 /// # Errors
 /// No member answers, or a listed member does not.
 pub(crate) fn whole_directory(cluster: &ClusterFile) -> anyhow::Result<Vec<DescribeReply>> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let runtime = runtime()?;
     let view = runtime.block_on(ask_any(&cluster.grpc_addresses()))?;
     view.directories.into_iter().map(|part| part.map_err(anyhow::Error::msg)).collect()
 }
 
 /// Returns the view of the first member that answers, or the error of the last one.
 async fn ask_any(addresses: &[String]) -> anyhow::Result<ClusterView> {
-    let mut outcome = Err(anyhow::anyhow!("the cluster has no control-plane member"));
-    for address in addresses {
-        outcome = tokio::time::timeout(ANSWERED_WITHIN, ask(address))
-            .await
-            .with_context(|| {
-                format!("the control plane at {address} did not answer within {ANSWERED_WITHIN:?}: is it stopped or overloaded?")
-            })
-            .flatten();
-        if outcome.is_ok() {
-            break;
-        }
-    }
-    outcome
+    first_answer(addresses, async |address| {
+        tokio::time::timeout(ANSWERED_WITHIN, ask(address)).await.with_context(|| {
+            format!(
+                "the control plane at {address} did not answer within {ANSWERED_WITHIN:?}: is it stopped or overloaded?"
+            )
+        })?
+    })
+    .await
 }
 
 async fn ask(address: &str) -> anyhow::Result<ClusterView> {

@@ -3,7 +3,6 @@
 //! Each tenant's ledger is kept by one member, so `list` asks every member and merges the answers.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, bail, ensure};
@@ -17,6 +16,7 @@ use serde::Serialize;
 use tonic::transport::Channel;
 
 use crate::config::Config;
+use crate::members::{MembersArgs, runtime};
 use crate::status;
 use reprise_testkit::output::{Audience, Table, bytes_text};
 
@@ -26,16 +26,8 @@ const ANSWERED_WITHIN: Duration = Duration::from_secs(5);
 /// Arguments of `reprise tenant`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct TenantArgs {
-    /// Use the member at this gRPC address, `host:port`.
-    ///
-    /// Overrides --cluster. `list` finds the other members through it.
-    #[arg(long, value_name = "ADDRESS", global = true)]
-    controlplane: Option<String>,
-    /// Read the members' addresses from this directory.
-    ///
-    /// By default the command reads the directory of `reprise demo --hold`.
-    #[arg(long, value_name = "DIR", global = true)]
-    cluster: Option<PathBuf>,
+    #[command(flatten)]
+    members: MembersArgs,
     #[command(subcommand)]
     action: Action,
 }
@@ -133,9 +125,8 @@ struct NewBudget {
 }
 
 pub(crate) fn command(args: &TenantArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
-    let addresses = config.cluster.members(args.controlplane.as_ref(), args.cluster.as_deref())?;
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(async {
+    let addresses = args.members.addresses(config)?;
+    runtime()?.block_on(async {
         match &args.action {
             Action::List => list(&addresses, audience).await,
             Action::Set(set) => {

@@ -7,9 +7,9 @@ use reprise_policy::Layout;
 pub use rustix::process::Signal;
 
 use crate::admin::Admin;
-use crate::config::{AgentFiles, LaunchOptions};
+use crate::config::AgentFiles;
 use crate::engine::Engine;
-use crate::process::{ChildProcess, StartError, StartingProcess, binary};
+use crate::process::{ChildProcess, LaunchOptions, StartError, StartingProcess, binary};
 
 /// An agent that runs, or that was killed and can be started again.
 #[derive(Debug)]
@@ -21,9 +21,10 @@ pub struct Agent {
 
 /// The command that runs an agent with the configuration of these files.
 pub fn command(files: &AgentFiles) -> Command {
-    let mut command = files.start.command(&binary("reprise-agent"));
-    command.arg("--config").arg(&files.config).args(&files.start.arguments);
-    files.host.command(command)
+    let launch = files.host.launch(files.start.clone());
+    let mut command = launch.command(&binary("reprise-agent"));
+    command.arg("--config").arg(&files.config).args(&launch.arguments);
+    command
 }
 
 impl Agent {

@@ -1,17 +1,15 @@
 //! Runs the `reprise` command line against a cluster.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::{BufRead, BufReader};
-use std::process::{Child, Command, Stdio};
-use std::sync::mpsc::{Receiver, sync_channel};
+use std::process::{Command, Stdio};
+use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
 use reprise_policy::BlockKey;
-use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 use crate::ControlPlane;
-use crate::process::binary;
+use crate::process::{ChildProcess, Signal, binary};
 use crate::wait::PATIENCE;
 
 /// Runs a command against a member and returns the objects that it prints.
@@ -31,8 +29,8 @@ pub fn reprise(member: &ControlPlane, arguments: &[&str]) -> Vec<Value> {
 /// A running `reprise events --json`, and the lines that it prints.
 #[derive(Debug)]
 pub struct Events {
-    child: Child,
-    lines: Receiver<Value>,
+    child: ChildProcess,
+    lines: Receiver<String>,
 }
 
 impl Events {
@@ -41,24 +39,18 @@ impl Events {
     /// # Panics
     /// If the command cannot be started.
     pub fn start(address: &str, arguments: &[&str]) -> Events {
-        let mut child = Command::new(binary("reprise"))
-            .args(["--json", "events", "--controlplane", address])
-            .args(arguments)
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("reprise can be run");
-        let output = BufReader::new(child.stdout.take().expect("its output is a pipe"));
-        let (sender, lines) = sync_channel(0);
-        std::thread::spawn(move || {
-            for line in output.lines().map_while(Result::ok) {
-                let object = serde_json::from_str(&line).expect("every line is an object");
-                if sender.send(object).is_err() {
-                    return;
-                }
-            }
-        });
+        let mut command = Command::new(binary("reprise"));
+        command.args(["--json", "events", "--controlplane", address]).args(arguments);
+        command.stdin(Stdio::null()).stdout(Stdio::piped());
+        let mut child = ChildProcess::spawn(command);
+        let lines = child.read_lines(0);
         Events { child, lines }
+    }
+
+    /// Returns the next line, if one arrives within `time`.
+    fn next(&self, time: Duration) -> Option<Value> {
+        let line = self.lines.recv_timeout(time).ok()?;
+        Some(serde_json::from_str(&line).expect("every line is an object"))
     }
 
     /// Returns the lines up to and including the first one of this kind.
@@ -66,16 +58,12 @@ impl Events {
     /// # Panics
     /// If no such line arrives.
     pub fn read_until(&self, event: &str) -> Vec<Value> {
-        let mut lines = Vec::new();
-        loop {
-            let line =
-                self.lines.recv_timeout(PATIENCE).unwrap_or_else(|_| panic!("no '{event}' after {lines:?}"));
-            let ends = line["event"] == event;
+        let mut lines: Vec<Value> = Vec::new();
+        while lines.last().is_none_or(|line| line["event"] != event) {
+            let line = self.next(PATIENCE).unwrap_or_else(|| panic!("no '{event}' after {lines:?}"));
             lines.push(line);
-            if ends {
-                return lines;
-            }
         }
+        lines
     }
 
     /// Reads lines until this many replicas were added on NVMe, and returns the last line.
@@ -84,13 +72,13 @@ impl Events {
     /// If fewer replicas are added.
     pub fn read_until_added(&self, count: usize) -> Value {
         let on_nvme = |line: &Value| line["event"] == "added" && line["tier"] == "nvme";
-        let lines = std::iter::from_fn(|| self.lines.recv_timeout(PATIENCE).ok());
+        let lines = std::iter::from_fn(|| self.next(PATIENCE));
         lines.filter(on_nvme).nth(count - 1).expect("one line for each saved block")
     }
 
     /// Returns the pending lines, once no further line arrives for `time`.
     pub fn drain(&self, time: Duration) -> Vec<Value> {
-        std::iter::from_fn(|| self.lines.recv_timeout(time).ok()).collect()
+        std::iter::from_fn(|| self.next(time)).collect()
     }
 
     /// Sends SIGINT, as Ctrl-C does.
@@ -98,7 +86,7 @@ impl Events {
     /// # Panics
     /// If the command has exited.
     pub fn interrupt(&self) {
-        kill_process(Pid::from_child(&self.child), Signal::INT).expect("the command runs");
+        self.child.signal(Signal::INT);
     }
 
     /// Waits for the command to exit with success.
@@ -107,17 +95,9 @@ impl Events {
     /// If the command fails.
     pub fn end(mut self) {
         // With the receiver gone, the reading thread cannot block the command from writing its last lines.
-        self.lines = sync_channel(0).1;
-        let status = self.child.wait().expect("a child can be waited for");
-        assert!(status.success(), "{status}");
-    }
-}
-
-impl Drop for Events {
-    fn drop(&mut self) {
-        // Fails if the command has exited, which is fine.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        drop(self.lines);
+        let status = self.child.wait(PATIENCE);
+        assert!(status.is_some_and(|status| status.success()), "{status:?}");
     }
 }
 

@@ -13,8 +13,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use crate::config::LaunchOptions;
-use crate::process::{ChildProcess, StartingProcess};
+use crate::process::{ChildProcess, LaunchOptions, StartingProcess};
 
 /// Source of the preloaded object, relative to the tree.
 const SOURCE: &str = "e2e/clock/wall.c";

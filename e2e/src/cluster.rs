@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use reprise_client::Scope;
 
-use crate::config::LaunchOptions;
 use crate::content::small;
 use crate::directory::{BlockNumbers, snapshot};
 use crate::host::Host;
+use crate::process::LaunchOptions;
 use crate::{
     Agent, AgentConfig, ControlPlane, Engine, Etcd, LoadParams, Outcome, PATIENCE, TestEnv, wait_until,
 };

@@ -3,14 +3,14 @@
 //! The defaults are small: an agent with a 16 MiB arena and a 64 MiB pool is ready within tens of
 //! milliseconds.
 
-use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::Duration;
 
 use reprise_policy::{ByteSize, Interval};
+use reprise_testkit::configuration;
 
 use crate::host::Host;
+use crate::process::LaunchOptions;
 
 /// Configuration of an agent. Fields that a test does not set have the defaults of [`AgentConfig::named`].
 #[derive(Clone, Debug)]
@@ -56,27 +56,6 @@ pub struct AgentFiles {
     pub start: LaunchOptions,
 }
 
-/// How a process is launched, in addition to its configuration file.
-#[derive(Clone, Debug, Default)]
-pub struct LaunchOptions {
-    /// A command that executes the program, put in front of it.
-    pub launcher: Vec<String>,
-    /// Arguments after the program's own arguments.
-    pub arguments: Vec<String>,
-    /// Environment variables to set.
-    pub environment: Vec<(String, String)>,
-}
-
-impl LaunchOptions {
-    /// Returns the command that launches a program, without [`LaunchOptions::arguments`].
-    pub fn command(&self, program: &Path) -> Command {
-        let mut words = self.launcher.iter().map(OsStr::new).chain([program.as_os_str()]);
-        let mut command = Command::new(words.next().expect("at least the program"));
-        command.args(words).envs(self.environment.iter().map(|(name, value)| (name, value)));
-        command
-    }
-}
-
 impl AgentConfig {
     /// Returns the default configuration of an agent of this name.
     pub fn named(node: &str) -> AgentConfig {
@@ -95,30 +74,25 @@ impl AgentConfig {
         }
     }
 
-    /// Returns the text of the file. One session may use the whole arena, since tests fill an arena with one
-    /// session.
+    /// Returns the text of the file.
     pub fn text(&self, files: &AgentFiles) -> String {
-        let device = self.pool.map_or(String::new(), |bytes| {
-            format!("devices = [{{ path = {}, bytes = \"{bytes}\" }}]\n", quoted(&files.pool))
-        });
-        let control_plane: Vec<String> =
-            self.control_plane.iter().map(|address| format!("\"{address}\"")).collect();
-        let control_plane = control_plane.join(", ");
-        format!(
-            "[node]\nname = \"{node}\"\n[session]\nsocket = {socket}\n{session}\n[arena]\nbytes = \"{arena}\"\n\
-             region_bytes = \"{region}\"\n[pool]\nsegment_bytes = \"2MiB\"\nreserve_bytes = \"1MiB\"\n{device}[cache]\narena_session_permille = \
-             1000\n[writeback]\ndelay = \"{delay}\"\n[peers]\nlisten = \"{address}:0\"\nstall_timeout = \"{stall}\"\n[controlplane]\naddress = \
-             [{control_plane}]\n[admin]\nlisten = \"{address}:0\"\n{extra}\n",
-            node = self.node,
-            address = self.host.address(),
-            socket = quoted(&files.socket),
-            session = self.session,
-            arena = self.arena,
-            region = self.region,
+        let config = configuration::AgentConfig {
+            node: &self.node,
+            socket: &files.socket,
+            address: self.host.address(),
+            arena: self.arena,
+            region: self.region,
+            pool: self.pool.map(|bytes| (files.pool.as_path(), bytes)),
+            control_plane: self.control_plane.clone(),
+        };
+        config.text(&format!(
+            "writeback.delay = \"{delay}\"\npeers.stall_timeout = \"{stall}\"\n[pool]\nsegment_bytes = \"2MiB\"\n\
+             reserve_bytes = \"1MiB\"\n[session]\n{session}\n{extra}\n",
             delay = Interval(self.writeback_delay),
             stall = Interval(self.stall_timeout),
+            session = self.session,
             extra = self.extra,
-        )
+        ))
     }
 }
 
@@ -134,9 +108,4 @@ impl AgentFiles {
             start: LaunchOptions::default(),
         }
     }
-}
-
-/// Formats a path as a TOML string.
-pub fn quoted(path: &Path) -> String {
-    toml::Value::String(path.to_string_lossy().into_owned()).to_string()
 }

@@ -4,12 +4,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::admin::Admin;
-use crate::config::{LaunchOptions, quoted};
-use crate::host::Host;
-use crate::process::{ChildProcess, StartError, StartingProcess, binary};
-use crate::wait::PATIENCE;
+use reprise_testkit::configuration::{MemberConfig, StoreChoice};
 use rustix::process::Signal;
+
+use crate::admin::Admin;
+use crate::host::Host;
+use crate::process::{ChildProcess, LaunchOptions, StartError, StartingProcess, binary};
+use crate::wait::PATIENCE;
 
 /// Name of the program.
 const PROGRAM: &str = "reprise-controlplane";
@@ -49,12 +50,10 @@ impl ControlPlane {
     /// If it does not start.
     pub fn start_in(folder: &Path, started: LaunchOptions, store: Store) -> ControlPlane {
         let store = match store {
-            Store::Embedded => {
-                format!("kind = \"embedded\"\npath = {}\n", quoted(&folder.join("controlplane.store")))
-            }
-            Store::Memory => "kind = \"memory\"\n".to_owned(),
+            Store::Embedded => StoreChoice::Embedded(folder.join("controlplane.store")),
+            Store::Memory => StoreChoice::Memory,
         };
-        ControlPlane::start(folder, &Host::LOOPBACK, started, "controlplane", &store)
+        ControlPlane::start(folder, &Host::LOOPBACK, started, None, &store)
     }
 
     /// Starts a member on a host, with launch options, its files in `folder`, and an etcd as its store.
@@ -68,17 +67,20 @@ impl ControlPlane {
         name: &str,
         etcd: &str,
     ) -> ControlPlane {
-        let store = format!("kind = \"etcd\"\nendpoints = [\"{etcd}\"]\n[member]\nname = \"{name}\"\n");
-        ControlPlane::start(folder, host, started, name, &store)
+        ControlPlane::start(folder, host, started, Some(name), &StoreChoice::Etcd(etcd.to_owned()))
     }
 
-    /// Starts a member. `sections` begins with the contents of the `[store]` section.
-    fn start(folder: &Path, host: &Host, started: LaunchOptions, name: &str, sections: &str) -> ControlPlane {
-        let config = folder.join(format!("{name}.toml"));
-        let log = folder.join(format!("{name}.log"));
-        let text = |grpc: &str, admin: &str| {
-            format!("listen = \"{grpc}\"\nadmin = \"{admin}\"\n[store]\n{sections}")
-        };
+    /// Starts a member of this name with its files in `folder`.
+    fn start(
+        folder: &Path,
+        host: &Host,
+        started: LaunchOptions,
+        name: Option<&str>,
+        store: &StoreChoice,
+    ) -> ControlPlane {
+        let file = name.unwrap_or("controlplane");
+        let (config, log) = (folder.join(format!("{file}.toml")), folder.join(format!("{file}.log")));
+        let text = |listen: &str, admin: &str| MemberConfig { listen, admin, store, name }.text("");
         let any_port = format!("{}:0", host.address());
         fs::write(&config, text(&any_port, &any_port)).expect("a configuration can be written");
         let (running, grpc, admin) = start(host, &started, &config, &log)
@@ -164,9 +166,10 @@ fn start(
     config: &Path,
     log: &Path,
 ) -> Result<(ChildProcess, String, String), StartError> {
-    let mut command = started.command(&binary(PROGRAM));
-    command.arg("--config").arg(config).args(&started.arguments);
-    let (running, ready) = StartingProcess::spawn(host.command(command), log).ready()?;
+    let launch = host.launch(started.clone());
+    let mut command = launch.command(&binary(PROGRAM));
+    command.arg("--config").arg(config).args(&launch.arguments);
+    let (running, ready) = StartingProcess::spawn(command, log).ready()?;
     let text = |field: &str| ready[field].as_str().expect("the ready line names its ports").to_owned();
     Ok((running, text("grpc"), text("admin")))
 }

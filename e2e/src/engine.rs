@@ -4,12 +4,14 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use reprise_client::{
-    BlockStatus, Client, ClientError, CommitOptions, CommitOutcome, ConnectOptions, CopyError, Load,
-    LoadRequest, Reservation, Scope, Source, Ticket,
+    Client, ClientError, CommitOptions, CommitOutcome, ConnectOptions, Load, LoadRequest, Reservation, Scope,
+    Source, Ticket,
 };
 use reprise_policy::{BlockKey, Layout, TenantName};
+use reprise_testkit::keyed_blocks;
+pub use reprise_testkit::keyed_blocks::{Outcome, object_bytes};
 
-use crate::content::{NAMESPACE, first_difference, key, keys, write_object};
+use crate::content::{NAMESPACE, key, keys};
 use crate::wait::PATIENCE;
 
 /// One session with an agent.
@@ -29,17 +31,6 @@ pub struct LoadParams {
     pub read_bytes: u64,
 }
 
-/// Result of a load for one block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Outcome {
-    /// The block was loaded and every byte is right.
-    Verified(Source),
-    /// The agent reports that the block is not available.
-    Missing(BlockStatus),
-    /// The client found that the checksums do not match.
-    Corrupt,
-}
-
 impl LoadParams {
     /// Loads from this node only, with a long deadline.
     pub const LOCAL: LoadParams = LoadParams { deadline: PATIENCE, scope: Scope::Local, read_bytes: 0 };
@@ -50,13 +41,6 @@ impl LoadParams {
     /// Returns the same parameters with another deadline.
     pub fn within(self, deadline: Duration) -> LoadParams {
         LoadParams { deadline, ..self }
-    }
-}
-
-impl Outcome {
-    /// Returns whether the block was loaded and is right.
-    pub fn is_verified(self) -> bool {
-        matches!(self, Outcome::Verified(_))
     }
 }
 
@@ -136,13 +120,7 @@ impl Engine {
     /// # Errors
     /// As `Reservation::fill_object`.
     pub fn fill(&self, reservation: &mut Reservation, key: &BlockKey) -> Result<(), ClientError> {
-        let layout = self.client.layout();
-        let mut object = vec![0; object_bytes(layout)];
-        for index in 0..layout.objects() {
-            write_object(key, index, &mut object);
-            reservation.fill_object(index, &object)?;
-        }
-        Ok(())
+        keyed_blocks::write(reservation, self.client.layout(), &key.0)
     }
 
     /// Saves blocks and waits until all are durable.
@@ -186,30 +164,12 @@ impl Engine {
     /// # Panics
     /// If a byte is wrong.
     pub fn compare(&self, load: &Load, numbers: &[u64]) -> Result<Vec<Outcome>, ClientError> {
-        let layout = *self.client.layout();
-        let keys = keys(numbers);
-        let mut object = vec![0; object_bytes(&layout)];
-        let mut bad: Vec<Option<Outcome>> = vec![None; numbers.len()];
-        for layer in 0..layout.layers() {
-            load.wait_layer(layer, PATIENCE)?;
-            for (block, key) in keys.iter().enumerate() {
-                let objects = layer * layout.parts()..(layer + 1) * layout.parts();
-                let copied = objects.clone().try_for_each(|index| {
-                    load.copy_object(block, index, &mut object)?;
-                    let difference = first_difference(key, index, &object);
-                    assert_eq!(difference, None, "wrong bytes in object {index} of block {}", numbers[block]);
-                    Ok(())
-                });
-                if let Err(error) = copied {
-                    bad[block].get_or_insert(missing(error));
-                }
-            }
+        let keys: Vec<_> = keys(numbers).into_iter().map(|key| key.0).collect();
+        let outcomes = keyed_blocks::compare(load, self.client.layout(), &keys, PATIENCE)?;
+        for (number, outcome) in numbers.iter().zip(&outcomes) {
+            assert!(!matches!(outcome, Outcome::Wrong { .. }), "wrong bytes in block {number}: {outcome:?}");
         }
-        let outcome = |(block, bad): (usize, Option<Outcome>)| {
-            let source = || load.blocks()[block].source().expect("a copied block has a source");
-            bad.unwrap_or_else(|| Outcome::Verified(source()))
-        };
-        Ok(bad.into_iter().enumerate().map(outcome).collect())
+        Ok(outcomes)
     }
 
     /// Loads blocks, which must all be available and right. Returns the source of each.
@@ -249,19 +209,5 @@ impl Engine {
     /// If the agent does not respond.
     pub fn trim(&self) -> u64 {
         self.client.trim().unwrap_or_else(|error| panic!("cannot trim: {error}"))
-    }
-}
-
-/// Returns the bytes of an object as a `usize`.
-pub fn object_bytes(layout: &Layout) -> usize {
-    usize::try_from(layout.object_bytes()).expect("objects are small")
-}
-
-/// Maps the error of a copy to the outcome of its block.
-fn missing(error: CopyError) -> Outcome {
-    match error {
-        CopyError::Corrupt { .. } => Outcome::Corrupt,
-        CopyError::Unavailable { status, .. } => Outcome::Missing(status),
-        other => panic!("unexpected error of a valid copy: {other}"),
     }
 }

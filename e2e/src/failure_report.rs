@@ -10,9 +10,10 @@ use std::fs;
 use std::path::PathBuf;
 use std::sync::Once;
 
+use reprise_testkit::cluster::cache_directory;
+
 use crate::logs::Logs;
 use crate::seed::print_line;
-use crate::test_env::cache;
 
 thread_local! {
     /// Message and location of the last panic of this thread.
@@ -45,7 +46,7 @@ pub(crate) fn test() -> String {
 /// Copies the logs to a permanent folder and returns its path.
 fn keep_logs(test: &str, logs: &Logs) -> Result<PathBuf, std::io::Error> {
     let name: String = test.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
-    let folder = cache().join("failed").join(name);
+    let folder = cache_directory().join("failed").join(name);
     // Left by an earlier failure.
     drop(fs::remove_dir_all(&folder));
     fs::create_dir_all(&folder)?;

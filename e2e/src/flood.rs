@@ -7,7 +7,7 @@ use std::path::Path;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use crate::config::LaunchOptions;
+use crate::process::LaunchOptions;
 use crate::wait::PATIENCE;
 
 /// Invalid in every protocol of Reprise, but complete enough that no server waits for more.

@@ -12,7 +12,9 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::etcd;
+use reprise_testkit::etcd;
+
+use crate::process::LaunchOptions;
 use crate::seed::print_line;
 
 /// Set in a test's executable that runs in its own namespaces.
@@ -63,15 +65,15 @@ impl Host {
         self.address
     }
 
-    /// Returns the same command, run on this host.
-    pub fn command(&self, command: Command) -> Command {
-        let Some(namespace) = &self.namespace else { return command };
-        // `ip netns exec` executes the command in its own process, so process id and exit status are the
-        // command's.
-        let mut wrapped = Command::new("ip");
-        wrapped.args(["netns", "exec", namespace]).arg(command.get_program()).args(command.get_args());
-        wrapped.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
-        wrapped
+    /// Returns the same launch options, for a process on this host.
+    pub fn launch(&self, mut options: LaunchOptions) -> LaunchOptions {
+        if let Some(namespace) = &self.namespace {
+            // `ip netns exec` executes the command in its own process, so process id and exit status are the
+            // command's.
+            let enter = ["ip", "netns", "exec", namespace].map(str::to_owned);
+            options.launcher.splice(..0, enter);
+        }
+        options
     }
 
     /// Returns the file of the host's network namespace.
@@ -126,7 +128,7 @@ pub fn run_in_own_namespace(test: &str) -> bool {
     };
     let own = env::current_exe().expect("a process knows its executable");
     // Builds need a network, which the namespaces do not have.
-    etcd::binary();
+    etcd::built_binary();
     let status = command
         .arg(own)
         .args(["--exact", test, "--nocapture"])

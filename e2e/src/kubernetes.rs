@@ -27,17 +27,18 @@ use kube::{Client, Config};
 use rustix::process::Signal;
 use tokio::runtime::Runtime;
 
-use crate::etcd::Etcd;
+use crate::Etcd;
 use crate::host::Host;
-use crate::process::ChildProcess;
+use crate::process::{ChildProcess, LaunchOptions};
+use crate::test_env::start_etcd;
 use crate::wait::PATIENCE;
 use certificates::{Authority, Issued};
 
 pub mod accounts;
 pub mod certificates;
 mod cgroups;
+pub mod check_pods;
 pub mod cluster;
-pub mod engines;
 pub mod fleet;
 pub mod image;
 pub mod lab;
@@ -50,18 +51,16 @@ pub mod release;
 mod schemas;
 mod users;
 mod volumes;
-pub mod workers;
 
 pub use accounts::PodAccount;
 pub use certificates::User;
+pub use check_pods::{Engines, Workers};
 pub use cluster::Cluster;
-pub use engines::Engines;
 pub use fleet::Fleet;
 pub use image::Image;
 pub use node::Node;
 pub use release::Release;
 pub use schemas::Schemas;
-pub use workers::Workers;
 
 /// Bound on a start, which takes some 3 s on an idle machine.
 const READY_WITHIN: Duration = Duration::from_secs(120);
@@ -103,7 +102,7 @@ impl ApiServer {
     /// If it does not start.
     pub fn start_in(folder: &Path, address: Ipv4Addr) -> ApiServer {
         fs::create_dir_all(folder).expect("a folder can be made");
-        let etcd = Etcd::start_in(folder, &Host::LOOPBACK);
+        let etcd = start_etcd(folder, &Host::LOOPBACK, &LaunchOptions::default());
         let authority = Authority::new(folder);
         let addresses = [address, OWN_SERVICE].map(IpAddr::from);
         authority.server("server", &addresses, &OWN_NAMES);

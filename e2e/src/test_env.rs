@@ -9,19 +9,20 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use reprise_testkit::cluster::cache_directory;
+use reprise_testkit::etcd::{self, Etcd, Setup};
 use tempfile::TempDir;
 
 use crate::agent::{self, Agent};
-use crate::config::{AgentConfig, AgentFiles, LaunchOptions};
+use crate::config::{AgentConfig, AgentFiles};
 use crate::control_plane::{ControlPlane, Store};
-use crate::etcd::Etcd;
 use crate::failure_report;
 use crate::fault_proxy::FaultProxy;
 use crate::host::Host;
 use crate::kubernetes::{self, ApiServer};
 use crate::logs::Logs;
 use crate::operator::OperatorFiles;
-use crate::process::{StartError, StartingProcess};
+use crate::process::{LaunchOptions, StartError, StartingProcess};
 use crate::seed::print_line;
 
 /// The environment of one test.
@@ -31,17 +32,24 @@ pub struct TestEnv {
     logs: Mutex<Logs>,
 }
 
-/// Returns the folder of this machine's clusters, downloads and builds.
-pub(crate) fn cache() -> PathBuf {
-    let home =
-        || std::env::var_os("HOME").map_or_else(std::env::temp_dir, PathBuf::from).join(".cache/reprise");
-    std::env::var_os("REPRISE_CACHE").map_or_else(home, PathBuf::from)
+/// Starts an etcd of a test on a host, with its files in `folder`.
+pub(crate) fn start_etcd(folder: &Path, host: &Host, launch: &LaunchOptions) -> Etcd {
+    let launch = host.launch(launch.clone());
+    let setup = Setup::on_loopback(etcd::built_binary(), folder);
+    Etcd::start(Setup { address: host.address(), log_level: "error", launch, ..setup })
 }
 
 impl TestEnv {
     /// Creates an environment on a real disk.
     pub fn new() -> TestEnv {
-        TestEnv::under(&cache().join("e2e"))
+        TestEnv::under(&cache_directory().join("e2e"))
+    }
+
+    /// Creates an environment with an agent of this name.
+    pub fn with_agent(node: &str) -> (TestEnv, Agent) {
+        let env = TestEnv::new();
+        let agent = env.agent(&AgentConfig::named(node));
+        (env, agent)
     }
 
     /// Creates an environment in a folder that every user of the machine may enter.
@@ -140,12 +148,12 @@ impl TestEnv {
 
     /// Starts an etcd with launch options.
     pub fn etcd_with(&self, launch: &LaunchOptions) -> Etcd {
-        Etcd::start_with(self.folder(), &Host::LOOPBACK, launch)
+        start_etcd(self.folder(), &Host::LOOPBACK, launch)
     }
 
     /// Starts an etcd on a host.
     pub fn etcd_at(&self, host: &Host) -> Etcd {
-        Etcd::start_in(self.folder(), host)
+        start_etcd(self.folder(), host, &LaunchOptions::default())
     }
 
     /// Starts a member of the control plane with the etcd at `endpoint`.

@@ -129,6 +129,18 @@ pub struct Layout {
 pub struct LayoutDigest(pub [u8; 16]);
 
 impl LayoutSpec {
+    /// Llama-3-8B in bf16 on one rank, with 16 tokens per block: 2 MiB.
+    pub const LLAMA_3_8B: LayoutSpec = LayoutSpec {
+        layers: 32,
+        parts: Parts::KeyValue,
+        kv_heads: 8,
+        head_dim: 128,
+        dtype: Dtype::Bf16,
+        tokens_per_block: 16,
+        tp_rank: 0,
+        tp_size: 1,
+    };
+
     /// Validates the dimensions.
     ///
     /// # Errors
@@ -248,30 +260,22 @@ impl Layout {
 mod tests {
     use super::*;
 
-    fn llama_3_8b() -> LayoutSpec {
-        LayoutSpec {
-            layers: 32,
-            parts: Parts::KeyValue,
-            kv_heads: 8,
-            head_dim: 128,
-            dtype: Dtype::Bf16,
-            tokens_per_block: 16,
-            tp_rank: 0,
-            tp_size: 1,
-        }
-    }
-
     #[test]
     fn llama_3_8b_has_32_kib_objects_and_2_mib_blocks() {
-        let layout = llama_3_8b().validate().expect("valid");
+        let layout = LayoutSpec::LLAMA_3_8B.validate().expect("valid");
         assert_eq!((layout.object_bytes(), layout.objects(), layout.block_bytes()), (32 << 10, 64, 2 << 20));
         assert_eq!(layout.slot_bytes(), 2 << 20);
     }
 
     #[test]
     fn latent_has_one_part_and_slot_of_whole_pages() {
-        let spec =
-            LayoutSpec { layers: 61, parts: Parts::Latent, kv_heads: 1, head_dim: 576, ..llama_3_8b() };
+        let spec = LayoutSpec {
+            layers: 61,
+            parts: Parts::Latent,
+            kv_heads: 1,
+            head_dim: 576,
+            ..LayoutSpec::LLAMA_3_8B
+        };
         let layout = spec.validate().expect("valid");
         assert_eq!((layout.objects(), layout.object_bytes()), (61, 18_432));
         assert_eq!(layout.block_bytes(), 1_124_352);
@@ -280,18 +284,24 @@ mod tests {
 
     #[test]
     fn rejects_invalid_dimensions_by_name() {
-        assert_eq!(LayoutSpec { layers: 0, ..llama_3_8b() }.validate(), Err(LayoutError::Zero("layers")));
-        assert_eq!(LayoutSpec { tp_rank: 1, ..llama_3_8b() }.validate(), Err(LayoutError::Rank));
-        assert_eq!(LayoutSpec { layers: 481, ..llama_3_8b() }.validate(), Err(LayoutError::Objects(962)));
-        let large = LayoutSpec { layers: 480, tokens_per_block: 256, ..llama_3_8b() };
+        assert_eq!(
+            LayoutSpec { layers: 0, ..LayoutSpec::LLAMA_3_8B }.validate(),
+            Err(LayoutError::Zero("layers"))
+        );
+        assert_eq!(LayoutSpec { tp_rank: 1, ..LayoutSpec::LLAMA_3_8B }.validate(), Err(LayoutError::Rank));
+        assert_eq!(
+            LayoutSpec { layers: 481, ..LayoutSpec::LLAMA_3_8B }.validate(),
+            Err(LayoutError::Objects(962))
+        );
+        let large = LayoutSpec { layers: 480, tokens_per_block: 256, ..LayoutSpec::LLAMA_3_8B };
         assert!(matches!(large.validate(), Err(LayoutError::BlockBytes(_))));
     }
 
     #[test]
     fn encoding_round_trips_and_every_field_changes_the_digest() {
-        let layout = llama_3_8b().validate().expect("valid");
+        let layout = LayoutSpec::LLAMA_3_8B.validate().expect("valid");
         assert_eq!(Layout::decode(&layout.encode()), Some(layout));
-        let sharded = LayoutSpec { tp_size: 2, ..llama_3_8b() }.validate().expect("valid");
+        let sharded = LayoutSpec { tp_size: 2, ..LayoutSpec::LLAMA_3_8B }.validate().expect("valid");
         assert_ne!(layout.digest(), sharded.digest());
         let mut bad = layout.encode();
         bad[2] = 3;

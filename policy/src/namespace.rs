@@ -57,19 +57,10 @@ impl NamespaceSpec {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::layout::{Dtype, LayoutSpec, Parts};
+    use crate::layout::LayoutSpec;
 
     fn layout(layers: u16) -> Layout {
-        let spec = LayoutSpec {
-            layers,
-            parts: Parts::KeyValue,
-            kv_heads: 1,
-            head_dim: 64,
-            dtype: Dtype::Bf16,
-            tokens_per_block: 16,
-            tp_rank: 0,
-            tp_size: 1,
-        };
+        let spec = LayoutSpec { layers, kv_heads: 1, head_dim: 64, ..LayoutSpec::LLAMA_3_8B };
         spec.validate().expect("valid")
     }
 

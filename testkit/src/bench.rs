@@ -12,7 +12,7 @@ pub mod report;
 use std::path::PathBuf;
 
 use indicatif::ProgressFinish;
-use reprise_policy::{Dtype, Layout, LayoutSpec, Parts};
+use reprise_policy::{Layout, LayoutSpec};
 
 use crate::output::Audience;
 
@@ -56,16 +56,7 @@ pub fn one_page() -> Layout {
 }
 
 fn layout(layers: u16, kv_heads: u16, head_dim: u16, tokens_per_block: u16) -> Layout {
-    let spec = LayoutSpec {
-        layers,
-        parts: Parts::KeyValue,
-        kv_heads,
-        head_dim,
-        dtype: Dtype::Bf16,
-        tokens_per_block,
-        tp_rank: 0,
-        tp_size: 1,
-    };
+    let spec = LayoutSpec { layers, kv_heads, head_dim, tokens_per_block, ..LayoutSpec::LLAMA_3_8B };
     spec.validate().expect("dimensions are positive and the block is small")
 }
 

@@ -2,32 +2,32 @@
 //! each.
 //!
 //! The binaries are next to this one; configuration files are written into one directory. Every process
-//! prints one line of JSON with its ports when it is ready. Several members share an etcd ([`etcd`]). Only
+//! prints one line of JSON with its ports when it is ready. Several members share an etcd ([`crate::etcd`]). Only
 //! one command at a time uses a directory ([`work_directory`]), and its processes end with it: when the
 //! cluster is dropped, at an interruption, or, after a SIGKILL, when the next command claims the directory.
 
-mod configuration;
-mod etcd;
 mod member;
 mod process;
 mod work_directory;
 
 use std::fs;
+use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Instant;
 
 use anyhow::Context;
 use reprise_policy::ByteSize;
 use serde::{Deserialize, Serialize};
 
+use crate::configuration::{AgentConfig, StoreChoice};
+use crate::etcd::{self, Etcd};
 use crate::interrupt;
 use crate::process::ChildProcess;
-use configuration::{AgentConfig, StoreChoice};
-use etcd::Etcd;
 pub use member::MemberAddresses;
 use member::{Member, all_registered};
 use process::Process;
-pub use process::{Launch, STOP_WITHIN};
+pub use process::STOP_WITHIN;
 use work_directory::WorkDirectory;
 pub use work_directory::end_recorded;
 
@@ -36,6 +36,9 @@ const CLUSTER_FILE: &str = "cluster.json";
 
 /// Name of an agent's pool file, in its folder.
 const POOL_FILE: &str = "device-0.pool";
+
+/// Maximum size of a region of an agent's arena.
+const REGION_BYTES_MAX: u64 = 64 << 20;
 
 /// Addresses of a running cluster; written at its start, read by `replay` and `status`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -139,8 +142,11 @@ impl Cluster {
                 cluster.start_member("controlplane", &StoreChoice::Embedded(store))?;
             }
             ControlPlanes::Etcd { members } => {
-                let etcd = cluster.etcd.insert(Etcd::start(&mut cluster.directory)?);
+                let setup = etcd::Setup::on_loopback(&etcd::binary(), directory);
+                let data = directory.join(etcd::DATA);
+                let etcd = Etcd::try_start(setup, |command| cluster.spawn(command, &data))?;
                 let store = StoreChoice::Etcd(etcd.endpoint());
+                cluster.etcd = Some(etcd);
                 for number in 1..=members {
                     cluster.start_member(&format!("controlplane-{number}"), &store)?;
                 }
@@ -175,8 +181,13 @@ impl Cluster {
     }
 
     /// Starts an additional process, recorded so that it always ends with the cluster's own processes.
-    pub fn spawn(&mut self, launch: &Launch<'_>) -> anyhow::Result<ChildProcess> {
-        launch.spawn(&mut self.directory)
+    /// `argument`, a path, identifies it among processes of the same program.
+    pub fn spawn(&mut self, command: Command, argument: &Path) -> anyhow::Result<ChildProcess> {
+        let program = Path::new(command.get_program()).file_name().unwrap_or_default().to_owned();
+        self.directory.recorded(&program.to_string_lossy(), argument, || {
+            let child = ChildProcess::try_spawn(command)?;
+            Ok((child.id(), child))
+        })
     }
 
     /// Returns the address of etcd's metrics, `host:port`.
@@ -242,8 +253,17 @@ impl Cluster {
         fs::create_dir_all(&home).with_context(|| format!("cannot create {}", home.display()))?;
         let pool = home.join(POOL_FILE);
         remove_if_exists(&pool)?;
-        let members = self.members.iter().map(|member| member.addresses().grpc).collect();
-        let text = AgentConfig { node, home: &home, pool: &pool, sizes, members }.text();
+        let moves = sizes.moves.map(|bytes| format!("placement.bandwidth = \"{bytes}\"\n"));
+        let config = AgentConfig {
+            node,
+            socket: &home.join("agent.sock"),
+            address: Ipv4Addr::LOCALHOST,
+            arena: sizes.arena,
+            region: ByteSize(sizes.arena.0.min(REGION_BYTES_MAX)),
+            pool: Some((&pool, sizes.pool)),
+            control_plane: self.members.iter().map(|member| member.addresses().grpc).collect(),
+        };
+        let text = config.text(&format!("pool.reserve_bytes = \"64MiB\"\n{}", moves.unwrap_or_default()));
         let config = self.directory.path().join(format!("{node}.toml"));
         fs::write(&config, text).with_context(|| format!("cannot write {}", config.display()))?;
         let log = self.directory.path().join(format!("{node}.log"));
@@ -273,16 +293,11 @@ impl Drop for Cluster {
             drop(fs::remove_file(self.pool_path(index)));
         }
         self.members.iter_mut().for_each(Member::stop);
-        self.etcd.iter_mut().for_each(Etcd::stop);
+        self.etcd.iter_mut().for_each(|etcd| etcd.running().stop(STOP_WITHIN));
         // All processes have ended: remove the files with their addresses.
         drop(end_recorded(self.directory.path()));
         interrupt::exit_only();
     }
-}
-
-/// Returns the path of etcd's binary, which `make etcd` builds.
-pub fn etcd_binary() -> PathBuf {
-    etcd::path()
 }
 
 /// Returns the directory of clusters, downloads and builds: `$REPRISE_CACHE`, or `~/.cache/reprise`.
@@ -294,10 +309,6 @@ pub fn cache_directory() -> PathBuf {
 
 fn remove_if_exists(path: &Path) -> anyhow::Result<()> {
     ignore_not_found(fs::remove_file(path)).with_context(|| format!("cannot remove {}", path.display()))
-}
-
-fn remove_directory_if_exists(path: &Path) -> anyhow::Result<()> {
-    ignore_not_found(fs::remove_dir_all(path)).with_context(|| format!("cannot remove {}", path.display()))
 }
 
 fn ignore_not_found(removed: std::io::Result<()>) -> std::io::Result<()> {

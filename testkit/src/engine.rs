@@ -19,7 +19,7 @@ use reprise_policy::{BlockKey, Layout, NamespaceDigest, NamespaceSpec, TenantNam
 
 pub use outcome::{DurableCheck, HitCounts, RequestOutcome};
 
-use crate::kv_function::{self, ObjectPlace};
+use crate::kv_function;
 use crate::paged_kv::{PagedKv, PhysicalBlock};
 use crate::trace::{TOKENS_PER_HASH_ID, TraceRequest};
 
@@ -331,7 +331,7 @@ impl Engine {
         let wrong = (0..self.layout.objects())
             .map(|object| {
                 let bytes = self.kv.object(physical, object as usize);
-                kv_function::mismatches(&block.prefix_hash, ObjectPlace::of(&self.layout, object), bytes)
+                kv_function::mismatches(&block.prefix_hash, object, bytes)
             })
             .sum();
         outcome.bytes_verified += self.layout.block_bytes();
@@ -341,8 +341,7 @@ impl Engine {
 
     fn prefill(&mut self, block: &ChainBlock, physical: PhysicalBlock) {
         for object in 0..self.layout.objects() {
-            let place = ObjectPlace::of(&self.layout, object);
-            kv_function::fill(&block.prefix_hash, place, self.kv.object_mut(physical, object as usize));
+            kv_function::fill(&block.prefix_hash, object, self.kv.object_mut(physical, object as usize));
         }
     }
 

@@ -70,9 +70,16 @@ pub fn send(address: &str, request: Request<String>, timeout: Duration) -> anyho
 /// # Errors
 /// No response, or another status than 200.
 pub async fn get_async(address: &str, path: &str) -> anyhow::Result<String> {
+    body(ask_async(address, path).await?, address, path)
+}
+
+/// Like [`ask`], but asynchronous and without a timeout: the caller sets one.
+///
+/// # Errors
+/// No response.
+pub async fn ask_async(address: &str, path: &str) -> anyhow::Result<Response> {
     let request = Request::get(path).body(String::new());
-    let request = request.with_context(|| format!("invalid path \"{path}\""))?;
-    body(send_async(address, request).await?, address, path)
+    send_async(address, request.with_context(|| format!("invalid path \"{path}\""))?).await
 }
 
 async fn send_async(address: &str, request: Request<String>) -> anyhow::Result<Response> {

@@ -13,10 +13,12 @@
 
 pub mod bench;
 pub mod cluster;
+pub mod configuration;
 pub mod engine;
 pub mod etcd;
 pub mod http;
 pub mod interrupt;
+pub mod keyed_blocks;
 pub mod kv_function;
 pub mod metrics;
 pub mod model;

@@ -87,22 +87,14 @@ fn shuffled(count: usize) -> Vec<PhysicalBlock> {
 
 #[cfg(test)]
 mod tests {
-    use reprise_policy::{Dtype, LayoutSpec, Parts};
+    use reprise_policy::LayoutSpec;
 
     use super::*;
 
     #[test]
     fn objects_of_different_blocks_layers_and_parts_do_not_overlap() {
-        let spec = LayoutSpec {
-            layers: 3,
-            parts: Parts::KeyValue,
-            kv_heads: 1,
-            head_dim: 8,
-            dtype: Dtype::Bf16,
-            tokens_per_block: 1,
-            tp_rank: 0,
-            tp_size: 1,
-        };
+        let spec =
+            LayoutSpec { layers: 3, kv_heads: 1, head_dim: 8, tokens_per_block: 1, ..LayoutSpec::LLAMA_3_8B };
         let layout = spec.validate().expect("valid");
         let mut kv = PagedKv::new(&layout, 4).expect("a little memory");
         let blocks = kv.allocate(4).expect("four blocks");

@@ -8,8 +8,9 @@
 //! The exit is awaited on the pid descriptor, and readiness on standard output, both without polling. Only
 //! the stop of all threads after SIGSTOP is polled.
 
+use std::ffi::OsStr;
 use std::fs::File;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Write};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
@@ -19,7 +20,8 @@ use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context, ensure};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
+pub use rustix::process::Signal;
+use rustix::process::{Pid, PidfdFlags, kill_process, pidfd_open};
 use serde_json::Value;
 
 use crate::wait::PATIENCE;
@@ -70,6 +72,16 @@ pub struct ChildProcess {
     end: OwnedFd,
 }
 
+/// A process that answers lines of its standard input with lines of its standard output. It exits when its input
+/// is closed, and is killed if it does not.
+#[derive(Debug)]
+pub struct Conversation {
+    child: ChildProcess,
+    requests: Option<ChildStdin>,
+    answers: Receiver<String>,
+    exits_within: Duration,
+}
+
 /// A start that failed because the process exited.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StartError {
@@ -88,6 +100,17 @@ pub enum NotReady {
     Silent(String),
     /// The process printed another line first.
     Invalid(String),
+}
+
+/// How a process is launched, in addition to its own arguments.
+#[derive(Clone, Debug, Default)]
+pub struct LaunchOptions {
+    /// A command that executes the program, put in front of it.
+    pub launcher: Vec<String>,
+    /// Arguments after the program's own arguments.
+    pub arguments: Vec<String>,
+    /// Environment variables to set.
+    pub environment: Vec<(String, String)>,
 }
 
 /// Time of the first start of a program by this process.
@@ -163,6 +186,16 @@ fn newer_source(program: &Path) -> Option<PathBuf> {
 pub fn copy_binary(program: &str, to: &Path) {
     let copied = Command::new("cp").arg(binary(program)).arg(to).status();
     assert!(copied.is_ok_and(|status| status.success()), "{program} can be copied to {}", to.display());
+}
+
+impl LaunchOptions {
+    /// Returns the command that launches a program, without [`LaunchOptions::arguments`].
+    pub fn command(&self, program: &Path) -> Command {
+        let mut words = self.launcher.iter().map(OsStr::new).chain([program.as_os_str()]);
+        let mut command = Command::new(words.next().expect("at least the program"));
+        command.args(words).envs(self.environment.iter().map(|(name, value)| (name, value)));
+        command
+    }
 }
 
 impl StartingProcess {
@@ -287,6 +320,17 @@ impl ChildProcess {
         self.child.stdout.take()
     }
 
+    /// Returns the lines of standard output, a pipe, which another thread reads. It reads at most `ahead` lines
+    /// that are not received yet.
+    pub fn read_lines(&mut self, ahead: usize) -> Receiver<String> {
+        let output = BufReader::new(self.take_output().expect("standard output is a pipe"));
+        let (sender, lines) = sync_channel(ahead);
+        std::thread::spawn(move || {
+            output.lines().map_while(Result::ok).try_for_each(|line| sender.send(line))
+        });
+        lines
+    }
+
     /// Returns the process id.
     pub fn id(&self) -> u32 {
         self.child.id()
@@ -341,6 +385,50 @@ impl ChildProcess {
         let mut ends = [PollFd::new(&self.end, PollFlags::IN)];
         poll(&mut ends, Some(&timeout)).expect("a pid descriptor can be polled");
         self.child.try_wait().expect("a child can be waited for")
+    }
+}
+
+impl Conversation {
+    /// Starts a process that exits within a bound of the end of its input.
+    ///
+    /// # Errors
+    /// The command cannot be started.
+    pub fn start(mut command: Command, exits_within: Duration) -> anyhow::Result<Conversation> {
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = ChildProcess::try_spawn(command)?;
+        let (requests, answers) = (child.child.stdin.take(), child.read_lines(1));
+        Ok(Conversation { child, requests, answers, exits_within })
+    }
+
+    /// Returns the process id.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Sends a line.
+    ///
+    /// # Errors
+    /// The process has exited.
+    pub fn send(&mut self, line: &str) -> std::io::Result<()> {
+        let requests = self.requests.as_mut().expect("taken only when dropped");
+        writeln!(requests, "{line}").and_then(|()| requests.flush())
+    }
+
+    /// Waits for the next line; `None` if the process exits or is silent.
+    pub fn receive(&self, within: Duration) -> Option<String> {
+        self.answers.recv_timeout(within).ok()
+    }
+
+    /// Closes the input, and waits for the process to exit within its bound.
+    pub fn end(&mut self) {
+        drop(self.requests.take());
+        self.child.wait(self.exits_within);
+    }
+}
+
+impl Drop for Conversation {
+    fn drop(&mut self) {
+        self.end();
     }
 }
 

@@ -13,6 +13,8 @@ pub(crate) struct Manifest {
     pub(crate) folder: String,
     /// Names of the packages that it depends on, for any target and purpose.
     pub(crate) dependencies: Vec<String>,
+    /// Those of them that only tests use.
+    pub(crate) of_tests: Vec<String>,
     pub(crate) tables: Vec<Table>,
 }
 
@@ -33,13 +35,18 @@ pub(crate) fn manifests(tree: &Tree) -> Vec<Manifest> {
         .into_iter()
         .filter_map(|(file, tables)| {
             let name = tables.iter().find(|table| table.name == "package")?.text("name")?;
-            let own = tables.iter().filter(|table| !table.name.starts_with("workspace."));
-            let dependencies = own
-                .flat_map(dependencies)
-                .map(|(key, package)| renamed.get(&key).cloned().unwrap_or(package))
-                .collect();
+            let named = |is_chosen: fn(&Table) -> bool| -> Vec<String> {
+                let own = tables.iter().filter(|table| !table.name.starts_with("workspace."));
+                own.filter(|table| is_chosen(table))
+                    .flat_map(dependencies)
+                    .map(|(key, package)| renamed.get(&key).cloned().unwrap_or(package))
+                    .collect()
+            };
+            let dependencies = named(|_| true);
+            let others = named(|table| !table.name.contains("dev-dependencies"));
+            let of_tests = dependencies.iter().filter(|name| !others.contains(name)).cloned().collect();
             let folder = file.path.strip_suffix("Cargo.toml").unwrap_or_default().to_owned();
-            Some(Manifest { name, folder, dependencies, tables })
+            Some(Manifest { name, folder, dependencies, of_tests, tables })
         })
         .collect()
 }
@@ -85,5 +92,6 @@ mod tests {
         assert_eq!(found.len(), 1);
         assert_eq!((found[0].name.as_str(), found[0].folder.as_str()), ("a", "a/"));
         assert_eq!(found[0].dependencies, ["reprise-x", "libc", "reprise-b", "c"]);
+        assert_eq!(found[0].of_tests, ["reprise-b"]);
     }
 }

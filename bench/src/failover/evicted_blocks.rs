@@ -14,7 +14,7 @@ use reprise_policy::{BlockKey, Layout, TenantName};
 use reprise_proto::controlplane::placement_client::PlacementClient;
 use reprise_proto::controlplane::{Bytes, SetTenantRequest, Tenant};
 
-use super::keyed_blocks;
+use super::save;
 use reprise_testkit::bench::fixture::{Fixture, PATIENCE, connect_as, keys};
 use reprise_testkit::http;
 
@@ -64,7 +64,7 @@ impl EvictedBlocks {
     /// Returns the evicted blocks.
     pub(super) fn evict(&mut self) -> anyhow::Result<Vec<BlockKey>> {
         let blocks = keys(self.seed, BLOCKS);
-        keyed_blocks::save(&self.holder, &blocks)?;
+        save(&self.holder, &blocks)?;
         // Drop the copies in DRAM, so that evicting a block from NVMe removes it from the node.
         self.holder.trim().context("trim")?;
         let give_up = Instant::now() + PATIENCE;
@@ -76,7 +76,7 @@ impl EvictedBlocks {
             ensure!(Instant::now() < give_up, "the tenant is at its limit, but no block was evicted");
             self.seed += 1;
             // The check itself touches the blocks that remain. This many new blocks evict half of the first.
-            keyed_blocks::save(&self.holder, &keys(self.seed, ROOM_OF_NODE as usize - BLOCKS / 2))?;
+            save(&self.holder, &keys(self.seed, ROOM_OF_NODE as usize - BLOCKS / 2))?;
             gone = answered(&self.holder, &blocks, Scope::Local)?.1;
         }
         self.seed += 1;

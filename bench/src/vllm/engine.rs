@@ -3,18 +3,18 @@
 //! The process exits when its standard input is closed, also if this program dies.
 
 use std::fs;
-use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::mpsc::{Receiver, sync_channel};
-use std::time::{Duration, Instant};
+use std::process::Command;
+use std::time::Duration;
 
 use anyhow::{Context, bail};
 use rustix::process::{Pid, Signal, kill_process_group};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
+
+use reprise_testkit::process::{Conversation, append};
 
 /// Time limit of a start: imports and the model take 15 s, and ten times that on a busy machine.
 const READY_WITHIN: Duration = Duration::from_secs(600);
@@ -89,9 +89,7 @@ struct Refusal {
 
 /// A running engine process.
 pub(super) struct Engine {
-    child: Child,
-    requests: Option<ChildStdin>,
-    answers: Receiver<String>,
+    conversation: Conversation,
     log: PathBuf,
 }
 
@@ -103,26 +101,11 @@ impl Engine {
 
     /// Starts an engine without waiting, so that several can start at once while nothing is measured.
     pub(super) fn launch(environment: &EngineEnvironment, first: &Value) -> anyhow::Result<Engine> {
-        let log = fs::File::options()
-            .create(true)
-            .append(true)
-            .open(&environment.log)
-            .with_context(|| format!("cannot write {}", environment.log.display()))?;
-        let mut child = command(environment)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(log)
-            // A process group, so that its children can be killed with it.
-            .process_group(0)
-            .spawn()
-            .with_context(|| format!("cannot start {}", environment.python.display()))?;
-        let output = BufReader::new(child.stdout.take().expect("piped above"));
-        let (sender, answers) = sync_channel(1);
-        std::thread::spawn(move || {
-            output.lines().map_while(Result::ok).try_for_each(|line| sender.send(line))
-        });
-        let requests = child.stdin.take();
-        let mut engine = Engine { child, requests, answers, log: environment.log.clone() };
+        let mut command = command(environment);
+        // A process group, so that its children can be killed with it.
+        command.stderr(append(&environment.log)?).process_group(0);
+        let conversation = Conversation::start(command, STOPPED_WITHIN)?;
+        let mut engine = Engine { conversation, log: environment.log.clone() };
         engine.send(first)?;
         Ok(engine)
     }
@@ -135,7 +118,7 @@ impl Engine {
 
     /// Returns the engine's root process.
     pub(super) fn pid(&self) -> u32 {
-        self.child.id()
+        self.conversation.id()
     }
 
     /// Runs prompts one after the other, each with an empty own cache of the engine.
@@ -171,13 +154,12 @@ impl Engine {
     }
 
     fn send(&mut self, command: &Value) -> anyhow::Result<()> {
-        let requests = self.requests.as_mut().expect("taken only when dropped");
         // If the engine has exited, its log has the reason.
-        writeln!(requests, "{command}").or_else(|_| self.failed("it exited"))
+        self.conversation.send(&command.to_string()).or_else(|_| self.failed("it exited"))
     }
 
     fn receive<T: DeserializeOwned>(&self, within: Duration) -> anyhow::Result<T> {
-        let Ok(line) = self.answers.recv_timeout(within) else {
+        let Some(line) = self.conversation.receive(within) else {
             let how = format!("it exited or did not answer within {within:?} (see --prompt-tokens)");
             return self.failed(&how);
         };
@@ -197,17 +179,12 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        drop(self.requests.take());
-        let give_up = Instant::now() + STOPPED_WITHIN;
-        while Instant::now() < give_up && !matches!(self.child.try_wait(), Ok(Some(_))) {
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        self.conversation.end();
         // Kill the process group: workers of a crashed engine would run forever.
-        let group = Pid::from_child(&self.child);
+        let group = i32::try_from(self.conversation.id()).ok().and_then(Pid::from_raw).expect("a process id");
         if let Err(error) = kill_process_group(group, Signal::KILL) {
             tracing::debug!(%error, "no process of the engine is left to kill");
         }
-        drop(self.child.wait());
     }
 }
 

@@ -24,7 +24,8 @@ use reprise_client::{ClientError, CommitStatus, Scope, Source, Ticket};
 use reprise_policy::NamespaceDigest;
 use serde::Serialize;
 
-use super::{Block, Check, CheckArgs, FetchResult, LOAD_DEADLINE, block_of, connect, name_of};
+use super::{Block, Check, CheckArgs, LOAD_DEADLINE, block_of, connect, name_of};
+use reprise_testkit::keyed_blocks::Outcome;
 use reprise_testkit::kv_function::mix;
 use reprise_testkit::output::Audience;
 
@@ -162,20 +163,20 @@ impl<'a> Engine<'a> {
     fn answer(&mut self, prompt: Prompt, block: &Block) -> RequestResult {
         let found = match &self.session {
             Some(check) => check.fetch(block, Scope::Cluster),
-            None => Ok(FetchResult::NotFound),
+            None => Ok(None),
         };
         let mut load_result = RequestResult::Ok;
         match found {
-            Ok(FetchResult::Verified(source)) => {
+            Ok(Some(Outcome::Verified(source))) => {
                 self.counts.hit(source);
                 return RequestResult::Ok;
             }
-            Ok(FetchResult::Corrupt { words }) => {
+            Ok(Some(Outcome::Wrong { words })) => {
                 self.counts.wrong_words += words;
                 return RequestResult::Failed;
             }
-            Ok(FetchResult::NotFound) => {}
-            Ok(FetchResult::LoadFailed) => self.counts.loads_failed += 1,
+            Ok(None) => {}
+            Ok(Some(Outcome::Missing(_) | Outcome::Corrupt)) => self.counts.loads_failed += 1,
             Err(error) => {
                 self.counts.loads_failed += 1;
                 load_result = self.handle_error(&error);

@@ -63,7 +63,7 @@ pub(super) fn await_complete(
     cluster: &ClusterFile,
     engines: &mut [EngineProcess],
 ) -> anyhow::Result<ReplicaTotals> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let runtime = crate::members::runtime()?;
     let deadline = Instant::now() + COMPLETE_WITHIN;
     loop {
         let counts = cluster.agents.iter().map(agent_counts).collect::<anyhow::Result<Vec<_>>>()?;

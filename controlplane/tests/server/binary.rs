@@ -6,10 +6,12 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 use reprise_proto::controlplane::{ListNodesRequest, PeerEndpoint, RegisterReply, RegisterRequest};
+use reprise_testkit::etcd::{Etcd, ServerTls, Setup, built_binary};
+use reprise_testkit::process::{ChildProcess, Signal};
 use tokio::runtime::Runtime;
 
+use crate::authority;
 use crate::process::{PATIENCE, Process, command, write_config};
-use crate::{authority, etcd_server};
 
 fn registration(name: &str) -> RegisterRequest {
     RegisterRequest {
@@ -37,20 +39,18 @@ fn registrations(epoch: u64) -> u64 {
 
 #[test]
 fn sigterm_and_sigint_end_the_process_cleanly_with_one_line_of_output() {
-    for name in ["TERM", "INT"] {
+    for signal in [Signal::TERM, Signal::INT] {
         let directory = tempfile::tempdir().expect("a directory");
-        let config = write_config(directory.path(), "kind = 'memory'");
-        let mut child =
-            command(&config).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("spawned");
-        let mut reader = BufReader::new(child.stdout.take().expect("piped"));
+        let mut command = command(&write_config(directory.path(), "kind = 'memory'"));
+        command.stdout(Stdio::piped()).stderr(Stdio::null());
+        let mut child = ChildProcess::spawn(command);
+        let mut reader = BufReader::new(child.take_output().expect("piped"));
         let mut line = String::new();
         reader.read_line(&mut line).expect("a line");
-        let process = Process { child, grpc: String::new() };
-        process.signal(name);
+        child.signal(signal);
         let mut rest = String::new();
         reader.read_to_string(&mut rest).expect("the end");
-        let mut process = process;
-        assert!(process.child.wait().expect("ended").success(), "SIG{name}");
+        assert!(child.wait(PATIENCE).expect("ended").success(), "{signal:?}");
         assert_eq!(rest, "", "only the ready line is printed");
     }
 }
@@ -66,7 +66,7 @@ fn answered_registrations_survive_kill_9() {
     // Name → number and highest answered epoch.
     let mut answered = BTreeMap::<String, (u32, u64)>::new();
     for round in 0..ROUNDS {
-        let process = Process::start(&config);
+        let mut process = Process::start(&config);
         let (answers, received) = std::sync::mpsc::channel();
         let mut client = runtime.block_on(process.client());
         // Registers continuously until the process is killed, so that a registration is always in progress.
@@ -87,7 +87,7 @@ fn answered_registrations_survive_kill_9() {
             let (name, granted) = received.recv_timeout(PATIENCE).expect("registrations continue");
             check(name, granted);
         }
-        process.signal("KILL");
+        process.child.kill();
         runtime.block_on(registering).expect("no panic");
         received.into_iter().for_each(|(name, granted)| check(name, granted));
     }
@@ -172,8 +172,8 @@ fn a_full_disk_ends_the_process_and_loses_no_answered_registrations() {
 #[test]
 fn node_numbers_survive_in_etcd() {
     let directory = tempfile::tempdir().expect("a directory");
-    let mut server = etcd_server::Server::start(directory.path());
-    let endpoint = &server.settings("").endpoints[0];
+    let mut server = Etcd::start_in(directory.path());
+    let endpoint = server.endpoint();
     let config = write_config(directory.path(), &format!("kind = 'etcd'\nendpoints = ['{endpoint}']"));
     let runtime = Runtime::new().expect("a runtime");
     let register = |process: &Process, name: &str| {
@@ -181,10 +181,10 @@ fn node_numbers_survive_in_etcd() {
         let granted = runtime.block_on(client.register(registration(name))).expect("granted").into_inner();
         (granted.node, registrations(granted.epoch))
     };
-    let process = Process::start(&config);
+    let mut process = Process::start(&config);
     assert_eq!(register(&process, "a"), (1, 1));
     assert_eq!(register(&process, "b"), (2, 1));
-    process.signal("KILL");
+    process.child.kill();
     drop(process);
     let process = Process::start(&config);
     assert_eq!(register(&process, "b"), (2, 2));
@@ -210,7 +210,7 @@ fn connects_to_etcd_with_the_configured_tls_files() {
     let ca = file("ca.pem", &ours.certificate());
     file("other-ca.pem", &authority::Authority::new("a stranger").certificate());
     let (certificate, key) = ours.issue(&["127.0.0.1"]);
-    let tls = etcd_server::ServerTls {
+    let tls = ServerTls {
         certificate: file("server.pem", &certificate),
         key: file("server-key.pem", &key),
         client_authority: ca,
@@ -218,9 +218,9 @@ fn connects_to_etcd_with_the_configured_tls_files() {
     let (certificate, key) = ours.issue(&["client"]);
     file("client.pem", &certificate);
     file("client-key.pem", &key);
-    let setup = etcd_server::Setup { tls: Some(tls), ..Default::default() };
-    let server = etcd_server::Server::start_with(directory.path(), &setup);
-    let endpoint = &server.settings("").endpoints[0];
+    let setup = Setup::on_loopback(built_binary(), directory.path());
+    let server = Etcd::start(Setup { tls: Some(tls), ..setup });
+    let endpoint = server.endpoint();
     let config = |ca: &str| {
         let path = |name: &str| directory.path().join(name).display().to_string();
         let (ca, certificate, key) = (path(ca), path("client.pem"), path("client-key.pem"));

@@ -8,10 +8,9 @@ use std::time::{Duration, Instant};
 use reprise_controlplane::identity::Identity;
 use reprise_controlplane::registry::Registry;
 use reprise_controlplane_core::NodeDetails;
-use reprise_controlplane_store::{EtcdStore, Store};
+use reprise_controlplane_store::{EtcdSettings, EtcdStore, Store};
+use reprise_testkit::etcd::Etcd;
 use tokio::task::JoinSet;
-
-use crate::etcd_server;
 
 /// About one or two racks that are switched on together.
 const NODES: u16 = 300;
@@ -22,8 +21,14 @@ const MEMBERS: usize = 3;
 const ALL_WITHIN: Duration = Duration::from_secs(30);
 
 /// The registry of one member.
-async fn registry(server: &etcd_server::Server) -> Registry {
-    let store = EtcdStore::connect(&server.settings("arrivals/")).await.expect("connected");
+async fn registry(server: &Etcd) -> Registry {
+    let settings = EtcdSettings {
+        endpoints: vec![server.endpoint()],
+        prefix: "arrivals/".to_owned(),
+        user: None,
+        tls: None,
+    };
+    let store = EtcdStore::connect(&settings).await.expect("connected");
     let store: Arc<dyn Store> = Arc::new(store);
     let identity = Identity::load_or_create(store.as_ref()).await.expect("created");
     Registry::new(store, identity)
@@ -32,7 +37,7 @@ async fn registry(server: &etcd_server::Server) -> Registry {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn concurrent_registrations_of_new_nodes_get_unique_numbers() {
     let directory = tempfile::tempdir().expect("a directory");
-    let server = etcd_server::Server::start(directory.path());
+    let server = Etcd::start_in(directory.path());
     let mut members = Vec::new();
     for _ in 0..MEMBERS {
         members.push(registry(&server).await);

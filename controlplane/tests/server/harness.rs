@@ -13,6 +13,7 @@ use reprise_proto::controlplane::{
     HeartbeatRequest, LookupReply, LookupRequest, PeerEndpoint, RegisterReply, RegisterRequest, SlotsReply,
     SlotsRequest, UpdateReply, UpdateRequest,
 };
+use reprise_testkit::http::ask_async;
 use tonic::transport::{Channel, Endpoint};
 
 /// Time limit for any event that must happen.
@@ -195,13 +196,6 @@ pub(crate) fn replicas(reply: &LookupReply) -> Vec<Vec<(u16, u8)>> {
 
 /// Requests a page of the admin endpoint; returns status and body.
 pub(crate) async fn http(member: &ControlPlane, path: &str) -> (u16, String) {
-    use tokio::io::{AsyncReadExt, AsyncWriteExt};
-    let mut stream = tokio::net::TcpStream::connect(member.admin).await.expect("connected");
-    let request = format!("GET {path} HTTP/1.1\r\nHost: admin\r\nConnection: close\r\n\r\n");
-    stream.write_all(request.as_bytes()).await.expect("sent");
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).await.expect("received");
-    let status = answer.split(' ').nth(1).expect("a status line").parse().expect("a number");
-    let body = answer.split_once("\r\n\r\n").expect("a body").1.to_owned();
-    (status, body)
+    let answer = ask_async(&member.admin.to_string(), path).await.expect("answered");
+    (answer.code, answer.body)
 }

@@ -7,8 +7,6 @@ mod binary;
 mod concurrent_registration;
 mod connection;
 mod directory;
-#[path = "../../store/tests/store/etcd_server/mod.rs"]
-mod etcd_server;
 mod events;
 mod fatal_errors;
 mod harness;

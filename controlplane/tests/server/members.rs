@@ -7,8 +7,9 @@ use reprise_policy::Epoch;
 use reprise_policy::shards::{MemberName, ShardMap};
 use reprise_proto::connection::is_absence;
 use reprise_proto::controlplane::{ListMembersRequest, MemberList, RegisterRequest, WatchMembersRequest};
+use reprise_testkit::etcd::Etcd;
+use reprise_testkit::process::Signal;
 
-use crate::etcd_server;
 use crate::process::{PATIENCE, Process, write_config};
 
 /// Shortest lease that etcd grants.
@@ -49,6 +50,15 @@ async fn listed(process: &Process, expected: &[&str]) -> MemberList {
     }
 }
 
+/// Starts an etcd; returns what starts a member over it, and the etcd.
+fn etcd_for_members() -> (impl Fn(&str) -> Process, Etcd) {
+    let directory = tempfile::tempdir().expect("a directory");
+    let server = Etcd::start_in(directory.path());
+    let endpoint = server.endpoint();
+    let start = move |name: &str| Process::start(&config(directory.path(), &endpoint, name));
+    (start, server)
+}
+
 fn map(list: &MemberList) -> ShardMap {
     let names = list.members.iter().map(|member| MemberName::new(&member.name).expect("a name"));
     ShardMap::new(Epoch(list.epoch), names).expect("a map")
@@ -56,11 +66,8 @@ fn map(list: &MemberList) -> ShardMap {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn members_find_each_other_and_remove_a_killed_one_within_its_time_to_live() {
-    let directory = tempfile::tempdir().expect("a directory");
-    let server = etcd_server::Server::start(directory.path());
-    let endpoint = server.settings("").endpoints[0].clone();
-    let start = |name: &str| Process::start(&config(directory.path(), &endpoint, name));
-    let (a, b, c) = (start("a"), start("b"), start("c"));
+    let (start, _server) = etcd_for_members();
+    let (a, b, mut c) = (start("a"), start("b"), start("c"));
     let all = ["a", "b", "c"];
     let (of_a, of_b) = (listed(&a, &all).await, listed(&b, &all).await);
     assert_eq!((of_a.answering.as_str(), of_b.answering.as_str()), ("a", "b"));
@@ -68,7 +75,7 @@ async fn members_find_each_other_and_remove_a_killed_one_within_its_time_to_live
     assert_eq!(of_a.members[2].address, c.grpc);
     assert!(of_a.members.iter().all(|member| member.version == env!("CARGO_PKG_VERSION")), "{of_a:?}");
 
-    c.signal("KILL");
+    c.child.kill();
     let killed = Instant::now();
     let two = listed(&a, &["a", "b"]).await;
     assert!(killed.elapsed() < TIME_TO_LIVE + NOTICE_WITHIN, "{:?}", killed.elapsed());
@@ -87,16 +94,13 @@ async fn members_find_each_other_and_remove_a_killed_one_within_its_time_to_live
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_paused_member_is_removed_and_returns_with_a_higher_incarnation() {
-    let directory = tempfile::tempdir().expect("a directory");
-    let server = etcd_server::Server::start(directory.path());
-    let endpoint = server.settings("").endpoints[0].clone();
-    let start = |name: &str| Process::start(&config(directory.path(), &endpoint, name));
+    let (start, _server) = etcd_for_members();
     let (a, b) = (start("a"), start("b"));
     let before = listed(&a, &["a", "b"]).await;
     listed(&b, &["a", "b"]).await;
-    b.signal("STOP");
+    b.child.pause();
     listed(&a, &["a"]).await;
-    b.signal("CONT");
+    b.child.signal(Signal::CONT);
     let after = listed(&a, &["a", "b"]).await;
     assert!(incarnation(&after, "b") > incarnation(&before, "b"));
     assert_eq!(incarnation(&after, "a"), incarnation(&before, "a"));
@@ -105,10 +109,7 @@ async fn a_paused_member_is_removed_and_returns_with_a_higher_incarnation() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_watch_sends_current_members_then_changes_and_ends_at_shutdown() {
-    let directory = tempfile::tempdir().expect("a directory");
-    let server = etcd_server::Server::start(directory.path());
-    let endpoint = server.settings("").endpoints[0].clone();
-    let start = |name: &str| Process::start(&config(directory.path(), &endpoint, name));
+    let (start, _server) = etcd_for_members();
     let mut a = start("a");
     listed(&a, &["a"]).await;
     let watch = a.client().await.watch_members(WatchMembersRequest {}).await;
@@ -120,12 +121,12 @@ async fn a_watch_sends_current_members_then_changes_and_ends_at_shutdown() {
     assert_eq!(names(&second), ["a", "b"]);
     assert!(second.epoch > first.epoch);
     // A clean shutdown removes the entry at once.
-    b.signal("TERM");
+    b.child.signal(Signal::TERM);
     let stopped = Instant::now();
     let third = lists.message().await.expect("a list").expect("the stream continues");
     assert_eq!(names(&third), ["a"]);
     assert!(stopped.elapsed() < TIME_TO_LIVE, "{:?}", stopped.elapsed());
-    a.signal("TERM");
+    a.child.signal(Signal::TERM);
     let ended = lists.message().await.expect_err("the member shuts down");
     // `UNAVAILABLE`, unless the connection ends before the client has read the status.
     assert!(is_absence(&ended), "{ended:?}");
@@ -136,10 +137,7 @@ async fn a_watch_sends_current_members_then_changes_and_ends_at_shutdown() {
 /// continue.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn members_exit_after_etcd_was_restored_and_restart_with_new_epochs() {
-    let directory = tempfile::tempdir().expect("a directory");
-    let mut server = etcd_server::Server::start(directory.path());
-    let endpoint = server.settings("").endpoints[0].clone();
-    let start = |name: &str| Process::start(&config(directory.path(), &endpoint, name));
+    let (start, mut server) = etcd_for_members();
     let (mut a, mut b) = (start("a"), start("b"));
     listed(&a, &["a", "b"]).await;
     server.kill();

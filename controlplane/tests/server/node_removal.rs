@@ -11,7 +11,7 @@ use tokio::time::timeout;
 use tonic::{Code, Status};
 
 use crate::harness::{self, Node, PATIENCE};
-use crate::several_members::{listed, member, named, placement, store};
+use crate::several_members::{listed, named, placement, two_members};
 
 /// Shorter than the 10 s for which a starting member waits for expected nodes.
 const SOONER_THAN_GIVEN_UP: Duration = Duration::from_secs(6);
@@ -49,8 +49,7 @@ async fn does_not_forget_a_live_node_and_lists_names_for_an_unknown_one() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn does_not_forget_a_node_that_is_alive_for_another_member() {
-    let store = store();
-    let (a, b) = (member(&store, "a").await, member(&store, "b").await);
+    let (_, a, b) = two_members().await;
     listed(&b, 2).await;
     let mut node = Node::register_only(&a, "n").await;
     let refused = forget(&b, "n").await.expect_err("it may register soon");
@@ -77,8 +76,7 @@ async fn does_not_forget_a_node_that_is_alive_for_another_member() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_forgotten_node_is_removed_from_all_members_and_returns_as_a_new_node() {
-    let store = store();
-    let (a, b) = (member(&store, "a").await, member(&store, "b").await);
+    let (_, a, b) = two_members().await;
     listed(&a, 2).await;
     let mut node = Node::register_only(&a, "n").await;
     let mut elsewhere = Node::register_only(&b, "n").await;

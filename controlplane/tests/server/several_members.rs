@@ -1,5 +1,6 @@
 //! Several members in one process that share a store: changes on one are visible on the others.
 
+use std::net::TcpListener;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -26,6 +27,30 @@ pub(crate) async fn member(store: &Arc<MemoryStore>, name: &str) -> ControlPlane
     let mut config: Config = harness::config();
     config.member.name = Some(name.to_owned());
     ControlPlane::start_with_store(store.clone(), config).await.expect("started")
+}
+
+/// Starts two members that share a store.
+pub(crate) async fn two_members() -> (Arc<MemoryStore>, ControlPlane, ControlPlane) {
+    let store = store();
+    let (a, b) = (member(&store, "a").await, member(&store, "b").await);
+    (store, a, b)
+}
+
+/// Starts two members, each of which lists both.
+async fn two_listed_members() -> (Arc<MemoryStore>, ControlPlane, ControlPlane) {
+    let (store, a, b) = two_members().await;
+    listed(&a, 2).await;
+    listed(&b, 2).await;
+    (store, a, b)
+}
+
+/// Adds a member that accepts connections but does not reply, until the listener is dropped.
+async fn add_silent_member(store: &MemoryStore) -> TcpListener {
+    let silent = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let value = format!("{{\"address\":\"{}\"}}", silent.local_addr().expect("bound")).into_bytes();
+    let write = Write::Put { key: b"members/silent".to_vec(), value, lease: None };
+    store.transact(Transaction { conditions: Vec::new(), writes: vec![write] }).await.expect("valid");
+    silent
 }
 
 /// Waits until a member lists this number of members and is registered itself.
@@ -76,8 +101,7 @@ async fn route(placement: &mut PlacementClient<Channel>) -> RouteReply {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn other_members_list_a_registered_node_with_its_address_but_not_as_alive() {
-    let store = store();
-    let (a, b) = (member(&store, "a").await, member(&store, "b").await);
+    let (_, a, b) = two_members().await;
     let node = Node::register_only(&a, "n").await;
     let seen = named(&b, "n", |_| true).await;
     assert_eq!((seen.peer_endpoints, seen.alive), (vec![PeerEndpoint::tcp("127.0.0.1:7000")], false));
@@ -91,8 +115,7 @@ async fn other_members_list_a_registered_node_with_its_address_but_not_as_alive(
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_mode_set_on_one_member_applies_on_all_and_survives_restarts() {
-    let store = store();
-    let (a, b) = (member(&store, "a").await, member(&store, "b").await);
+    let (store, a, b) = two_members().await;
     let node = Node::register_only(&a, "n").await;
     named(&b, "n", |_| true).await;
     let request = SetNodeRequest { name: "n".to_owned(), mode: NodeMode::Draining.into() };
@@ -121,10 +144,7 @@ async fn a_mode_set_on_one_member_applies_on_all_and_survives_restarts() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn any_member_routes_for_the_keys_of_all_members() {
-    let store = store();
-    let (a, b) = (member(&store, "a").await, member(&store, "b").await);
-    listed(&a, 2).await;
-    listed(&b, 2).await;
+    let (_, a, b) = two_listed_members().await;
     let _nodes = [holder(&a, "n", 0..KEYS, 1).await, holder(&b, "n", 0..KEYS, 1).await];
     let mut answers = Vec::new();
     for member in [&a, &b] {
@@ -141,11 +161,7 @@ async fn any_member_routes_for_the_keys_of_all_members() {
 async fn counts_keys_of_a_silent_member_in_time_without_ending_runs() {
     let store = store();
     let a = member(&store, "a").await;
-    // A member that accepts connections but does not reply.
-    let silent = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
-    let value = format!("{{\"address\":\"{}\"}}", silent.local_addr().expect("bound")).into_bytes();
-    let write = Write::Put { key: b"members/silent".to_vec(), value, lease: None };
-    store.transact(Transaction { conditions: Vec::new(), writes: vec![write] }).await.expect("valid");
+    let _silent = add_silent_member(&store).await;
     listed(&a, 2).await;
     let _node = holder(&a, "n", 0..KEYS, 2).await;
     let mut placement = placement(&a).await;
@@ -160,12 +176,8 @@ async fn counts_keys_of_a_silent_member_in_time_without_ending_runs() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_silent_member_does_not_delay_calls_to_others() {
-    let store = store();
-    let (a, b) = (member(&store, "a").await, member(&store, "b").await);
-    let silent = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
-    let value = format!("{{\"address\":\"{}\"}}", silent.local_addr().expect("bound")).into_bytes();
-    let write = Write::Put { key: b"members/silent".to_vec(), value, lease: None };
-    store.transact(Transaction { conditions: Vec::new(), writes: vec![write] }).await.expect("valid");
+    let (store, a, b) = two_members().await;
+    let _silent = add_silent_member(&store).await;
     listed(&a, 3).await;
     listed(&b, 3).await;
     let placement = placement(&a).await;
@@ -183,10 +195,7 @@ async fn a_silent_member_does_not_delay_calls_to_others() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn only_one_member_plans_moves() {
-    let store = store();
-    let (a, b) = (member(&store, "a").await, member(&store, "b").await);
-    listed(&a, 2).await;
-    listed(&b, 2).await;
+    let (_, a, b) = two_listed_members().await;
     let mut deciders = 0;
     for member in [&a, &b] {
         let (mut full, mut empty) =
@@ -223,10 +232,7 @@ async fn only_one_member_plans_moves() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn only_the_owner_of_a_key_places_it() {
-    let store = store();
-    let (a, b) = (member(&store, "a").await, member(&store, "b").await);
-    listed(&a, 2).await;
-    listed(&b, 2).await;
+    let (_, a, b) = two_listed_members().await;
     let mut answered = vec![0; KEYS as usize];
     for member in [&a, &b] {
         let node = holder(member, "n", 0..KEYS, 2).await;

@@ -10,8 +10,8 @@ use std::io::{Stdout, Write};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow};
+use reprise_e2e::kubernetes::check_pods::RequestCounters;
 use reprise_e2e::kubernetes::release::{NAMESPACE, PODS_WITHIN, RELEASE, example, import_images};
-use reprise_e2e::kubernetes::workers::RequestCounters;
 use reprise_e2e::kubernetes::{Cluster, Workers, cluster, lab, programs};
 use reprise_e2e::{tree, wait_until};
 
@@ -19,7 +19,7 @@ use reprise_e2e::{tree, wait_until};
 const NODES: u8 = 2;
 
 /// Namespace of the example's cluster, and a user whose sessions its agents accept.
-const WORKERS: Workers<'static> = Workers { namespace: "inference", user: 1000 };
+const WORKERS: Workers<'static> = Workers::new("inference", 1000);
 
 /// The `privileged` level lets agents mount directories of their nodes.
 const NAMESPACES: &str = "

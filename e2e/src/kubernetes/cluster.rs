@@ -26,6 +26,7 @@ use std::time::{Duration, Instant};
 use k8s_openapi::api::core::v1::{Node as NodeObject, ServiceAccount};
 use kube::api::{Api, ListParams};
 use kube::{Client, ResourceExt};
+use reprise_testkit::cluster::cache_directory;
 
 use super::certificates::User;
 use super::image::Image;
@@ -35,7 +36,7 @@ use super::{ApiServer, cgroups, programs, users, volumes};
 use crate::host::{self, Host, Network};
 use crate::process::ChildProcess;
 use crate::seed::print_line;
-use crate::test_env::{self, TestEnv};
+use crate::test_env::TestEnv;
 use crate::wait::{PATIENCE, wait_until};
 
 /// The image of the tests' own pods: `serve PORT`, `get HOST:PORT` (`e2e/src/bin/reprise-e2e-pod.rs`). Every
@@ -460,7 +461,7 @@ fn lock_folder(folder: &Path) -> File {
 
 /// Removes the leftovers of clusters whose programs were killed.
 fn remove_abandoned() {
-    let folders = test_env::cache().join("e2e");
+    let folders = cache_directory().join("e2e");
     let is_alive = |cluster: &str| {
         let owner = File::open(folders.join(cluster).join(OWNER));
         owner.is_ok_and(|owner| owner.try_lock().is_err())

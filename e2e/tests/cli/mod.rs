@@ -2,15 +2,15 @@
 
 mod generated_pages;
 
-use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Command, Output, Stdio};
 use std::sync::mpsc::{Receiver, sync_channel};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use reprise_e2e::TestEnv;
-use reprise_e2e::process::{binary, copy_binary, pause};
-use rustix::process::{Pid, Signal, kill_process};
+use reprise_e2e::process::{ChildProcess, Signal, binary, copy_binary, pause};
+use reprise_testkit::etcd::built_binary;
+use rustix::process::{Pid, kill_process};
 use serde_json::Value;
 
 /// Bound on the duration of a command: the demo on a busy machine.
@@ -87,31 +87,18 @@ fn assert_demo(summary: &Value) {
     assert_eq!(summary["tiers_without_hits"], serde_json::json!([]));
 }
 
-/// Builds etcd if it does not exist: the commands under test do not build it.
-fn build_etcd() {
-    let script = reprise_e2e::tree().join("e2e/etcd/build.sh");
-    let built = Command::new(script).stdout(Stdio::null()).status().expect("bash can be run");
-    assert!(built.success(), "cannot build etcd");
-}
-
 /// A demo whose cluster runs until this is dropped.
 struct RunningDemo {
-    child: Child,
+    child: ChildProcess,
     lines: Receiver<String>,
 }
 
 impl RunningDemo {
     fn start(folder: &str) -> RunningDemo {
-        let mut child = reprise(&DEMO)
-            .args([folder, "--hold"])
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("reprise can be run");
-        let output = BufReader::new(child.stdout.take().expect("piped above"));
-        let (sender, lines) = sync_channel(16);
-        std::thread::spawn(move || {
-            output.lines().map_while(Result::ok).try_for_each(|line| sender.send(line))
-        });
+        let mut command = reprise(&DEMO);
+        command.args([folder, "--hold"]).stdout(Stdio::piped());
+        let mut child = ChildProcess::spawn(command);
+        let lines = child.read_lines(16);
         RunningDemo { child, lines }
     }
 
@@ -121,24 +108,15 @@ impl RunningDemo {
     }
 
     fn end(mut self) {
-        kill_process(Pid::from_child(&self.child), Signal::TERM).expect("a child can be signalled");
-        let deadline = Instant::now() + PATIENCE;
-        let status = loop {
-            if let Some(status) = self.child.try_wait().expect("a child can be waited for") {
-                break status;
-            }
-            assert!(Instant::now() < deadline, "the demo did not exit within {PATIENCE:?}");
-            std::thread::yield_now();
-        };
-        assert!(status.success(), "the demo exited with {status}");
+        self.child.signal(Signal::TERM);
+        let status = self.child.wait(PATIENCE);
+        assert!(status.is_some_and(|status| status.success()), "the demo exited with {status:?}");
     }
 }
 
 impl Drop for RunningDemo {
     fn drop(&mut self) {
-        // Fails if the demo has exited, which is fine.
-        let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
-        let _ = self.child.wait();
+        self.child.stop(PATIENCE);
     }
 }
 
@@ -230,11 +208,11 @@ fn assert_explained(folder: &str) {
     assert_eq!(again, [blocks[0].clone()]);
 }
 
-/// Returns the processes that have a configuration file of this folder among their arguments.
+/// Returns the processes that have a configuration file, or the data of etcd, in this folder among their arguments.
 fn processes(folder: &str) -> Vec<Pid> {
     let in_folder = |arguments: &[u8]| {
         String::from_utf8_lossy(arguments).split('\0').any(|argument| {
-            argument.starts_with(folder) && [".toml", ".yaml"].iter().any(|end| argument.ends_with(end))
+            argument.starts_with(folder) && [".toml", "etcd.data"].iter().any(|end| argument.ends_with(end))
         })
     };
     std::fs::read_dir("/proc")
@@ -273,8 +251,7 @@ fn a_command_ends_the_processes_that_a_killed_command_left_in_its_directory() {
     demo.summary();
     let running = processes(folder);
     assert_eq!(running.len(), 3);
-    demo.child.kill().expect("a child can be killed");
-    demo.child.wait().expect("a child can be waited for");
+    demo.child.kill();
     assert_eq!(processes(folder), running, "a killed command cannot end its processes");
 
     objects(&["bench", "match", "--repetitions", "1", "--dir", folder, "--json"]);
@@ -283,7 +260,7 @@ fn a_command_ends_the_processes_that_a_killed_command_left_in_its_directory() {
 
 #[test]
 fn the_demo_on_etcd_survives_the_loss_of_a_member_and_an_agent_with_a_complete_directory() {
-    build_etcd();
+    built_binary();
     let env = TestEnv::new();
     let folder = env.folder().to_str().expect("our folders have plain names");
     let demo = [&DEMO[..], &[folder, "--etcd", "--members", "3", "--nodes", "3"]].concat();
@@ -300,7 +277,7 @@ fn the_demo_on_etcd_survives_the_loss_of_a_member_and_an_agent_with_a_complete_d
 
 #[test]
 fn bench_failover_finds_all_keys_again_and_no_answer_is_wrong() {
-    build_etcd();
+    built_binary();
     let env = TestEnv::new();
     let folder = env.folder().to_str().expect("our folders have plain names");
     let figures =
@@ -318,7 +295,7 @@ fn bench_failover_finds_all_keys_again_and_no_answer_is_wrong() {
 
 #[test]
 fn the_data_in_etcd_do_not_grow_with_the_blocks() {
-    build_etcd();
+    built_binary();
     let env = TestEnv::new();
     let folder = env.folder().to_str().expect("our folders have plain names");
     let figures = bench_objects(&["etcd", "--entries", "50000", "--dir", folder, "--json"]);

@@ -14,8 +14,8 @@ use crate::chart_rollback::assert_reported_io_engine;
 use crate::chart_uninstall::AGENT_READY;
 
 /// The engines of these tests run as root, which every agent accepts.
-pub(crate) const ENGINES: Engines<'static> = Engines { namespace: "default", user: 0 };
-pub(crate) const WORKERS: Workers<'static> = Workers { namespace: "default", user: 0 };
+pub(crate) const ENGINES: Engines<'static> = Engines::new("default", 0);
+pub(crate) const WORKERS: Workers<'static> = Workers::new("default", 0);
 
 /// Room for 100,000 small blocks on each node: a device has one entry per 64 KiB (docs/FORMAT.md).
 /// Rebalancing is off, so that blocks stay on the node where the tests expect them. Slack profiles with the

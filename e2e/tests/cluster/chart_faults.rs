@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use reprise_client::{ClientError, Scope};
 use reprise_e2e::content::{keys, layout_of};
-use reprise_e2e::kubernetes::engines::EngineCounters;
+use reprise_e2e::kubernetes::check_pods::EngineCounters;
 use reprise_e2e::kubernetes::release::{Component, PODS_WITHIN};
 use reprise_e2e::kubernetes::{Cluster, Release};
 use reprise_e2e::seed::print_line;

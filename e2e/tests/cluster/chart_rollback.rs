@@ -5,7 +5,7 @@ use std::fs;
 use std::time::Duration;
 
 use reprise_crds::OPERATOR_FIELD_MANAGER;
-use reprise_e2e::kubernetes::engines::{ENGINES as COUNT, EngineCounters};
+use reprise_e2e::kubernetes::check_pods::{EngineCounters, PODS};
 use reprise_e2e::kubernetes::release::{Component, NAMESPACE, PODS_WITHIN, Pod, RELEASE};
 use reprise_e2e::kubernetes::{Cluster, Release};
 use reprise_e2e::seed::print_line;
@@ -134,7 +134,7 @@ pub(crate) fn rolled_back(cluster: &mut Cluster) {
 }
 
 /// Checks that engines lost only one agent at a time, and connected to the new one.
-fn assert_engines_continued(cluster: &Cluster, what: &str, since: [Option<EngineCounters>; COUNT]) {
+fn assert_engines_continued(cluster: &Cluster, what: &str, since: [Option<EngineCounters>; PODS]) {
     assert_eq!(since.len(), cluster.nodes().len(), "an engine on each node");
     for (index, counters) in since.into_iter().enumerate() {
         let counters = counters.expect("no engine restarted");

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use reprise_e2e::kubernetes::engines::EngineCounters;
+use reprise_e2e::kubernetes::check_pods::EngineCounters;
 use reprise_e2e::kubernetes::release::{Component, NAMESPACE, PODS_WITHIN, RELEASE, container_ids};
 use reprise_e2e::kubernetes::{Cluster, Release};
 use reprise_e2e::wait_until;

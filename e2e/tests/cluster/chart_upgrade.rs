@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use reprise_client::Scope;
 use reprise_e2e::content::keys;
+use reprise_e2e::kubernetes::check_pods::REQUESTS_A_SECOND;
 use reprise_e2e::kubernetes::release::{Component, PODS_WITHIN, Pod, RELEASE, import_images};
-use reprise_e2e::kubernetes::workers::REQUESTS_A_SECOND;
 use reprise_e2e::kubernetes::{Cluster, Release};
 use reprise_e2e::process::ChildProcess;
 use reprise_e2e::seed::print_line;

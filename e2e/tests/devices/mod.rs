@@ -61,8 +61,7 @@ fn reconfigure(agent: &Agent, from: &str, to: &str) {
 
 #[test]
 fn a_file_grows_with_its_configured_size_and_does_not_shrink() {
-    let env = TestEnv::new();
-    let mut agent = env.agent(&AgentConfig::named("node"));
+    let (env, mut agent) = TestEnv::with_agent("node");
     let blocks: Vec<u64> = (0..40).collect();
     agent.engine(small()).save_durably(&blocks);
     let before = device(&agent)["slot_bytes"].as_u64().expect("a size");

@@ -7,7 +7,7 @@ use reprise_e2e::{ApiServer, LoadParams, TestEnv, wait_until};
 use serde_json::json;
 
 use crate::in_cluster::node::{
-    self, Node, REPORTED_WITHIN, Setup, condition, condition_message, file_claim, state,
+    self, Node, REPORTED_WITHIN, Setup, condition, condition_message, file_claim, has_state,
 };
 use crate::resources::objects::{api, object};
 
@@ -27,7 +27,7 @@ pub(crate) fn an_agent_continues_and_restarts_without_the_api_server() {
         // A server that has just started may not have loaded the roles yet.
         node.env.allow("is forbidden: User");
         let claims = json!({ "claims": [file_claim("p1")] });
-        node.apply_and_wait("the pool is open", claims, |status| state(status, "/p1-file") == Some("Open"));
+        node.apply_and_wait("the pool is open", claims, has_state("/p1-file", "Open"));
         let Node { agent, env, .. } = node;
         (agent, env)
     };

@@ -6,7 +6,7 @@ use reprise_e2e::{ApiServer, LoadParams, PATIENCE};
 use rustix::process::{Pid, Resource, Rlimit, prlimit};
 use serde_json::json;
 
-use crate::in_cluster::node::{Node, condition, condition_message, device, device_claim, file_claim, state};
+use crate::in_cluster::node::{Node, condition, condition_message, device, device_claim, has_state, state};
 
 fn blocks() -> Vec<u64> {
     (0..40).collect()
@@ -50,17 +50,16 @@ pub(crate) fn a_removed_device_is_faulted_and_returns_with_its_blocks(server: &A
     let node = Node::start(server, "unplugged");
     node.add_device("nvme-only", b"");
     let claims = json!({ "claims": [device_claim("raw", "nvme-only*")] });
-    node.apply_and_wait("the device is open", claims, |status| state(status, "nvme-only") == Some("Open"));
+    node.apply_and_wait("the device is open", claims, has_state("nvme-only", "Open"));
     let engine = node.agent.engine(small());
     engine.save_durably(&blocks());
     node.unlink_device("nvme-only");
-    let status =
-        node.wait_status("the device is faulted", |status| state(status, "nvme-only") == Some("Faulted"));
+    let status = node.wait_status("the device is faulted", has_state("nvme-only", "Faulted"));
     assert_eq!(condition(&status, "DevicesReady"), ("False", "DeviceFailed"));
     assert_eq!(status["capacity"]["ssdTotal"], "0");
     assert_eq!(engine.load_all(&blocks(), &LoadParams::LOCAL), vec![Source::OwnDram; 40]);
     node.link_device("nvme-only");
-    node.wait_status("the device is open again", |status| state(status, "nvme-only") == Some("Open"));
+    node.wait_status("the device is open again", has_state("nvme-only", "Open"));
     engine.trim();
     assert_eq!(engine.load_all(&blocks(), &LoadParams::LOCAL), vec![Source::OwnNvme; 40]);
 }
@@ -68,10 +67,7 @@ pub(crate) fn a_removed_device_is_faulted_and_returns_with_its_blocks(server: &A
 pub(crate) fn a_failed_device_is_faulted_and_engines_continue(server: &ApiServer) {
     let mut node = Node::start(server, "failing");
     node.env.require("the device rejects writes");
-    let mut claims = json!({ "claims": [file_claim("p1")] });
-    node.apply_and_wait("the pool is open", claims.clone(), |status| {
-        state(status, "/p1-file") == Some("Open")
-    });
+    let mut claims = node.open_pool();
     let engine = node.agent.engine(small());
     engine.save_durably(&blocks());
     // From now on the process cannot write beyond the first MiB of a file.
@@ -85,9 +81,7 @@ pub(crate) fn a_failed_device_is_faulted_and_engines_continue(server: &ApiServer
     let committed = engine.save(&after).expect("there is room in memory");
     let outcome = engine.client().wait_durable(committed.ticket, PATIENCE).expect("a durability notice");
     assert_eq!(outcome.durable, 0);
-    let status = node.wait_status("the device is reported as faulted", |status| {
-        state(status, "/p1-file") == Some("Faulted")
-    });
+    let status = node.wait_status("the device is reported as faulted", has_state("/p1-file", "Faulted"));
     assert_eq!(condition(&status, "Degraded"), ("True", "DeviceFailed"));
     assert!(
         condition_message(&status, "DevicesReady").contains("no space"),
@@ -99,9 +93,7 @@ pub(crate) fn a_failed_device_is_faulted_and_engines_continue(server: &ApiServer
     // The fault ends and the pool changes: the durable blocks are found again.
     limit(None, &mut node);
     claims["claims"][0]["generation"] = json!(2);
-    node.apply_and_wait("the device is used again", claims, |status| {
-        state(status, "/p1-file") == Some("Open")
-    });
+    node.apply_and_wait("the device is used again", claims, has_state("/p1-file", "Open"));
     engine.trim();
     assert_eq!(engine.load_all(&blocks(), &LoadParams::LOCAL), vec![Source::OwnNvme; 40]);
 }
@@ -112,9 +104,7 @@ pub(crate) fn a_pool_with_max_devices_keeps_its_device_and_wipes_no_other(server
     let own = node.add_device("nvme-2", b"");
     let mut claims = json!({ "claims": [device_claim("raw", "nvme-*")] });
     claims["claims"][0]["maxDevices"] = json!(1);
-    node.apply_and_wait("the device is open", claims.clone(), |status| {
-        state(status, "nvme-2") == Some("Open")
-    });
+    node.apply_and_wait("the device is open", claims.clone(), has_state("nvme-2", "Open"));
     node.agent.engine(small()).save_durably(&blocks());
     // Two more devices with earlier names: one with foreign data, and a blank one.
     let foreign = node.add_device("nvme-0", b"notes");
@@ -126,8 +116,7 @@ pub(crate) fn a_pool_with_max_devices_keeps_its_device_and_wipes_no_other(server
     assert_eq!(engine.load_all(&blocks(), &LoadParams::LOCAL), vec![Source::OwnNvme; 40]);
 
     claims["claims"][0]["wipe"] = json!(true);
-    let status =
-        node.apply_and_wait("the device is wiped", claims, |status| state(status, "nvme-2") == Some("Wiped"));
+    let status = node.apply_and_wait("the device is wiped", claims, has_state("nvme-2", "Wiped"));
     assert_eq!(
         status["devices"].as_array().map(Vec::len),
         Some(1),

@@ -4,7 +4,7 @@ use reprise_e2e::content::small;
 use reprise_e2e::{ApiServer, TestEnv, tree};
 use serde_json::json;
 
-use crate::in_cluster::node::{Node, Setup, condition, device, file_claim, state};
+use crate::in_cluster::node::{Node, Setup, condition, device, file_claim, has_state, state};
 
 /// Runs a command that may not set up io_uring, like a container with the runtime's seccomp profile.
 const WITHOUT_IO_URING: &str = "e2e/without_io_uring.py";
@@ -16,9 +16,8 @@ pub(crate) fn an_unavailable_io_engine_keeps_a_pool_closed_without_a_fallback(se
     node.env.require("a claimed device is not used");
     let mut claims = json!({ "claims": [file_claim("p1")] });
     claims["claims"][0]["engine"] = json!("IoUring");
-    let status = node.apply_and_wait("the pool stays closed", claims.clone(), |status| {
-        state(status, "/p1-file") == Some("Refused")
-    });
+    let status =
+        node.apply_and_wait("the pool stays closed", claims.clone(), has_state("/p1-file", "Refused"));
     assert_eq!(condition(&status, "EngineFallback"), ("False", "EngineUnavailable"));
     assert_eq!(condition(&status, "DevicesReady"), ("False", "EngineUnavailable"));
     let message = device(&status, "/p1-file").expect("reported")["message"].as_str().unwrap_or_default();
@@ -26,9 +25,11 @@ pub(crate) fn an_unavailable_io_engine_keeps_a_pool_closed_without_a_fallback(se
     assert!(node.is_ready(), "the node serves from memory");
 
     claims["claims"][0]["fallbackEngine"] = json!("Plain");
-    let status = node.apply_and_wait("the fallback engine opens the pool", claims.clone(), |status| {
-        state(status, "/p1-file") == Some("Open")
-    });
+    let status = node.apply_and_wait(
+        "the fallback engine opens the pool",
+        claims.clone(),
+        has_state("/p1-file", "Open"),
+    );
     assert_eq!(condition(&status, "EngineFallback"), ("True", "EngineUnavailable"));
     assert_eq!(device(&status, "/p1-file").expect("reported")["engine"], "Plain");
     let engine = node.agent.engine(small());

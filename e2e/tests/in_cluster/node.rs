@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use kube::api::{Api, DynamicObject, Patch, PatchParams};
 use reprise_crds::OPERATOR_FIELD_MANAGER;
-use reprise_e2e::config::LaunchOptions;
 use reprise_e2e::kubernetes::PodAccount;
+use reprise_e2e::process::LaunchOptions;
 use reprise_e2e::{Agent, AgentConfig, ApiServer, PATIENCE, TestEnv, wait_until};
 use serde_json::{Value, json};
 
@@ -189,6 +189,13 @@ impl<'a> Node<'a> {
         self.wait_status(what, |status| status["observedGeneration"] == generation && holds(status))
     }
 
+    /// Claims a file as pool `p1`, and waits until it is open. Returns the spec.
+    pub(crate) fn open_pool(&self) -> Value {
+        let claims = json!({ "claims": [file_claim("p1")] });
+        self.apply_and_wait("the pool is open", claims.clone(), has_state("/p1-file", "Open"));
+        claims
+    }
+
     /// Returns the current status of the `CacheNode`.
     pub(crate) fn status(&self) -> Value {
         let stored = self.server.block_on(self.objects.get(&self.name)).expect("the object exists");
@@ -244,6 +251,11 @@ pub(crate) fn device_claim(pool: &str, glob: &str) -> Value {
 /// Returns the state of the device whose path ends with `path`.
 pub(crate) fn state<'a>(status: &'a Value, path: &str) -> Option<&'a str> {
     device(status, path)?["state"].as_str()
+}
+
+/// Returns a predicate: the device whose path ends with `path` has this state.
+pub(crate) fn has_state(path: &str, wanted: &str) -> impl Fn(&Value) -> bool {
+    move |status| state(status, path) == Some(wanted)
 }
 
 /// Returns the device whose path ends with `path`.

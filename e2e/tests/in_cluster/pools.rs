@@ -10,7 +10,7 @@ use reprise_e2e::process::binary;
 use reprise_e2e::{Admin, ApiServer, LoadParams, PATIENCE, TestEnv, wait_until};
 use serde_json::{Value, json};
 
-use crate::in_cluster::node::{Node, Setup, condition, device, file_claim, state};
+use crate::in_cluster::node::{Node, Setup, condition, device, file_claim, has_state, state};
 
 fn blocks() -> Vec<u64> {
     (0..40).collect()
@@ -37,9 +37,7 @@ pub(crate) fn a_pool_is_opened_and_closed_while_engines_continue(server: &ApiSer
     assert_eq!(outcome.durable, 0, "without a pool nothing is durable");
 
     let claims = json!({ "claims": [file_claim("p1")] });
-    let status = node.apply_and_wait("the pool is open", claims.clone(), |status| {
-        state(status, "/p1-file") == Some("Open")
-    });
+    let status = node.apply_and_wait("the pool is open", claims.clone(), has_state("/p1-file", "Open"));
     assert_eq!(device(&status, "/p1-file").expect("reported")["engine"], "Plain");
     assert_eq!(status["applied"]["pools"][0]["uid"], "uid-of-p1");
     assert_eq!(condition(&status, "DevicesReady"), ("True", "AsDesired"));
@@ -57,32 +55,28 @@ pub(crate) fn a_pool_is_opened_and_closed_while_engines_continue(server: &ApiSer
         "no block is on a device: {in_memory:?}"
     );
 
-    node.apply_and_wait("the pool is open again", claims, |status| state(status, "/p1-file") == Some("Open"));
+    node.apply_and_wait("the pool is open again", claims, has_state("/p1-file", "Open"));
     engine.trim();
     assert_eq!(engine.load_all(&more, &LoadParams::LOCAL), vec![Source::OwnNvme; 40]);
 }
 
 pub(crate) fn a_killed_agent_finds_its_blocks_again(server: &ApiServer) {
     let mut node = Node::start(server, "killed");
-    let claims = json!({ "claims": [file_claim("p1")] });
-    node.apply_and_wait("the pool is open", claims, |status| state(status, "/p1-file") == Some("Open"));
+    node.open_pool();
     node.agent.engine(small()).save_durably(&blocks());
     node.agent.kill();
     node.agent.start();
     node.wait_ready();
     let engine = node.agent.engine(small());
     assert_eq!(engine.load_all(&blocks(), &LoadParams::LOCAL), vec![Source::OwnNvme; 40]);
-    node.wait_status("the pool is reported as open", |status| state(status, "/p1-file") == Some("Open"));
+    node.wait_status("the pool is reported as open", has_state("/p1-file", "Open"));
 }
 
 pub(crate) fn a_missing_file_is_recreated_only_after_its_claim_was_removed(server: &ApiServer) {
     let mut node = Node::start(server, "unmounted");
     node.env.require("a claimed device is not used");
     let (file, elsewhere) = (node.root().join("p1-file"), node.root().join("elsewhere"));
-    let mut claims = json!({ "claims": [file_claim("p1")] });
-    node.apply_and_wait("the pool is open", claims.clone(), |status| {
-        state(status, "/p1-file") == Some("Open")
-    });
+    let mut claims = node.open_pool();
     node.agent.engine(small()).save_durably(&blocks());
 
     // The machine reboots, and the file system is not mounted.
@@ -104,7 +98,7 @@ pub(crate) fn a_missing_file_is_recreated_only_after_its_claim_was_removed(serve
     assert!(!file.exists(), "the agent creates no blank file");
 
     fs::rename(&elsewhere, &file).expect("moved");
-    node.wait_status("the file is open again", |status| state(status, "/p1-file") == Some("Open"));
+    node.wait_status("the file is open again", has_state("/p1-file", "Open"));
     let engine = node.agent.engine(small());
     assert_eq!(engine.load_all(&blocks(), &LoadParams::LOCAL), vec![Source::OwnNvme; 40]);
     drop(engine);
@@ -115,7 +109,7 @@ pub(crate) fn a_missing_file_is_recreated_only_after_its_claim_was_removed(serve
     node.agent.start();
     node.wait_status("the missing file is reported again", refused);
     node.apply_and_wait("the claim is removed", json!({}), |status| status["devices"].is_null());
-    node.apply_and_wait("a blank file is open", claims, |status| state(status, "/p1-file") == Some("Open"));
+    node.apply_and_wait("a blank file is open", claims, has_state("/p1-file", "Open"));
     let found = node.agent.engine(small()).matches(&blocks(), Scope::Local);
     assert!(!found.contains(&Source::OwnNvme), "the blocks are on the old disk: {found:?}");
 }
@@ -125,10 +119,7 @@ pub(crate) fn a_wiped_pool_is_destroyed_and_reported(server: &ApiServer) {
     node.env.allow("destroying the data of a device, as confirmed");
     node.env.require("a claimed device is not used");
     let (file, elsewhere) = (node.root().join("p1-file"), node.root().join("elsewhere"));
-    let claims = json!({ "claims": [file_claim("p1")] });
-    node.apply_and_wait("the pool is open", claims.clone(), |status| {
-        state(status, "/p1-file") == Some("Open")
-    });
+    let claims = node.open_pool();
     let engine = node.agent.engine(small());
     engine.save_durably(&blocks());
     assert!(file.exists());
@@ -146,7 +137,7 @@ pub(crate) fn a_wiped_pool_is_destroyed_and_reported(server: &ApiServer) {
         message.is_some_and(|message| message.contains("its data cannot be destroyed"))
     });
     fs::rename(&elsewhere, &file).expect("moved");
-    node.wait_status("the pool is wiped", |status| state(status, "/p1-file") == Some("Wiped"));
+    node.wait_status("the pool is wiped", has_state("/p1-file", "Wiped"));
     assert!(!file.exists(), "the file is deleted");
     // A restart of the agent changes nothing, although the file no longer exists.
     node.agent.stop();
@@ -157,7 +148,7 @@ pub(crate) fn a_wiped_pool_is_destroyed_and_reported(server: &ApiServer) {
     });
     node.apply_and_wait("the claim is removed", json!({}), |status| status["devices"].is_null());
 
-    node.apply_and_wait("a new pool is open", claims, |status| state(status, "/p1-file") == Some("Open"));
+    node.apply_and_wait("a new pool is open", claims, has_state("/p1-file", "Open"));
     let engine = node.agent.engine(small());
     let found = engine.matches(&blocks(), Scope::Local);
     assert!(!found.contains(&Source::OwnNvme), "no block of the old pool is found: {found:?}");
@@ -165,10 +156,7 @@ pub(crate) fn a_wiped_pool_is_destroyed_and_reported(server: &ApiServer) {
 
 pub(crate) fn a_pool_that_changes_its_io_engine_is_reopened_with_its_blocks(server: &ApiServer) {
     let node = Node::start(server, "reopened");
-    let mut claims = json!({ "claims": [file_claim("p1")] });
-    node.apply_and_wait("the pool is open", claims.clone(), |status| {
-        state(status, "/p1-file") == Some("Open")
-    });
+    let mut claims = node.open_pool();
     let engine = node.agent.engine(small());
     engine.save_durably(&blocks());
     // A new generation alone does not reopen the pool.
@@ -219,8 +207,7 @@ pub(crate) fn the_reported_capacity_is_that_of_the_open_pools(server: &ApiServer
     wait_for("a node without a pool", |bytes| bytes == 0);
     assert!(status(&address).contains("% of 0 B"), "{}", status(&address));
 
-    let claims = json!({ "claims": [file_claim("p1")] });
-    node.apply_and_wait("the pool is open", claims, |status| state(status, "/p1-file") == Some("Open"));
+    node.open_pool();
     let capacity = wait_for("the capacity of the pool", |bytes| bytes > 0);
     let device = &node.agent.admin().json("/status")["devices"][0];
     assert_eq!(Some(capacity), device["slot_bytes"].as_u64());

@@ -92,10 +92,7 @@ fn operators_with_different_write_back_history_write_same_conditions() {
 fn restarted_operator_reports_same_conditions() {
     let k8s = TestCluster::new();
     // Another writer has created the CacheNode of one node.
-    k8s.apply(&json!({
-        "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheNode", "metadata": { "name": "n2" },
-        "spec": { "nodeName": "n2", "mode": "Cordoned" },
-    }));
+    k8s.apply_resource("CacheNode", "n2", json!({ "nodeName": "n2", "mode": "Cordoned" }));
     let operator = k8s.operator();
     k8s.cluster(json!({}));
     k8s.wait_condition("KVCacheCluster", "c", ["Ready", "False", "Conflict"]);
@@ -118,8 +115,7 @@ fn restarted_operator_reports_same_conditions() {
 
 #[test]
 fn own_status_write_triggers_no_reconcile_but_foreign_write_does() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, operator) = TestCluster::with_operator();
     k8s.pool("p", "/var/lib/pool", json!({}));
     k8s.cluster(json!({ "pools": [{ "name": "p" }], "agents": { "nodeSelector": { "name": "n1" } } }));
     wait_until("n1 has its claim", PATIENCE, || {
@@ -155,7 +151,6 @@ fn own_status_write_triggers_no_reconcile_but_foreign_write_does() {
     edited.expect("a forced apply is accepted");
     wait_restored(&k8s, "SSDPool", "p", "/status/nodes", Some(&written));
     assert!(reconciles(&operator, "SSDPool") > before);
-    operator.kill();
 }
 
 /// Waits until no pool is reconciled for a while.

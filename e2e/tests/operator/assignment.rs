@@ -11,15 +11,16 @@ use crate::operator::test_cluster::{QUIET_PERIOD, TestCluster};
 
 /// Applies a cluster of the nodes with a label, with one pool.
 fn cluster(k8s: &TestCluster, name: &str, label: &str, pool: &str) {
-    k8s.apply(&json!({
-        "apiVersion": "reprise.dev/v1alpha1", "kind": "KVCacheCluster", "metadata": { "name": name },
-        "spec": {
+    k8s.apply_resource(
+        "KVCacheCluster",
+        name,
+        json!({
             "etcd": { "mode": "External", "external": { "endpoints": [k8s.etcd.endpoint()] } },
             "cache": { "dram": "64Mi", "regionSize": "2Mi" },
             "agents": { "nodeSelector": { label: "yes" } },
             "pools": [{ "name": pool }],
-        },
-    }));
+        }),
+    );
 }
 
 fn label(k8s: &TestCluster, node: &str, label: &str, value: Value) {
@@ -36,8 +37,7 @@ fn specs(k8s: &TestCluster) -> Vec<Option<i64>> {
 
 #[test]
 fn failure_domain_of_a_node_follows_the_label_that_its_cluster_names() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, _operator) = TestCluster::with_operator();
     label(&k8s, "n1", "topology.kubernetes.io/zone", json!("zone-a"));
     label(&k8s, "n2", "rack", json!("r7"));
     k8s.cluster(json!({}));
@@ -52,13 +52,11 @@ fn failure_domain_of_a_node_follows_the_label_that_its_cluster_names() {
     wait_domains([json!("zone-b"), Value::Null]);
     k8s.cluster(json!({ "agents": { "failureDomainLabel": "rack" } }));
     wait_domains([Value::Null, json!("r7")]);
-    operator.kill();
 }
 
 #[test]
 fn node_stays_assigned_to_its_cluster() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, _operator) = TestCluster::with_operator();
     label(&k8s, "n1", "one", json!("yes"));
     label(&k8s, "n2", "two", json!("yes"));
     k8s.pool("p", "/var/lib/pool", json!({}));
@@ -78,8 +76,12 @@ fn node_stays_assigned_to_its_cluster() {
 
     // A label lets the older cluster select the younger cluster's node.
     label(&k8s, "n2", "one", json!("yes"));
-    let message = k8s.wait_condition("KVCacheCluster", "one", ["Accepted", "False", "Conflict"]);
-    assert!(message.contains("node n2 already runs the agent of KVCacheCluster cache/two"), "{message}");
+    k8s.wait_message(
+        "KVCacheCluster",
+        "one",
+        ["Accepted", "False", "Conflict"],
+        &["node n2 already runs the agent of KVCacheCluster cache/two"],
+    );
     std::thread::sleep(QUIET_PERIOD);
     assert_eq!(specs(&k8s), before, "both clusters are unchanged");
     assert!(k8s.has_condition(("KVCacheCluster", "two"), ["Accepted", "True", "AsDesired"]));
@@ -97,13 +99,11 @@ fn node_stays_assigned_to_its_cluster() {
     cluster(&k8s, "two", "three", "q");
     accepted("one");
     wait_claims(&k8s, "n2", &["p"]);
-    operator.kill();
 }
 
 #[test]
 fn conflicting_pool_edit_is_rejected_and_closes_no_pool() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, _operator) = TestCluster::with_operator();
     let depth = |pool: &str, depth: u32| {
         k8s.pool(pool, &format!("/var/lib/{pool}"), json!({ "queueDepth": depth }));
     };
@@ -145,13 +145,11 @@ fn conflicting_pool_edit_is_rejected_and_closes_no_pool() {
         let is_current = |(claim, pool): (&Value, &str)| claim["generation"].as_i64() == generation(pool);
         claims.iter().zip(["old", "young"]).all(is_current).then_some(())
     });
-    operator.kill();
 }
 
 #[test]
 fn pool_gets_node_after_conflicting_pool_leaves_it() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, _operator) = TestCluster::with_operator();
     let on = |pool: &str, node: &str| {
         let selected = json!({ "matchLabels": { "name": node } });
         k8s.pool(pool, "/var/lib/pool", json!({ "nodeSelector": selected }));
@@ -163,10 +161,11 @@ fn pool_gets_node_after_conflicting_pool_leaves_it() {
     on("young", "n2");
     wait_claims(&k8s, "n2", &["young"]);
     on("old", "n2");
-    let message = k8s.wait_condition("SSDPool", "old", ["Accepted", "False", "Conflict"]);
-    assert!(
-        message.contains("directory /var/lib/pool on node n2 may already belong to SSDPool young"),
-        "{message}"
+    k8s.wait_message(
+        "SSDPool",
+        "old",
+        ["Accepted", "False", "Conflict"],
+        &["directory /var/lib/pool on node n2 may already belong to SSDPool young"],
     );
     std::thread::sleep(QUIET_PERIOD);
     wait_claims(&k8s, "n1", &["old"]);
@@ -175,5 +174,4 @@ fn pool_gets_node_after_conflicting_pool_leaves_it() {
     k8s.wait_condition("SSDPool", "old", ["Accepted", "True", "AsDesired"]);
     wait_claims(&k8s, "n1", &[]);
     wait_claims(&k8s, "n2", &["old"]);
-    operator.kill();
 }

@@ -12,8 +12,7 @@ use crate::operator::test_cluster::{OTHER_MANAGER, QUIET_PERIOD, TestCluster, ve
 
 #[test]
 fn cluster_creates_workloads_and_status_reports_their_readiness() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, operator) = TestCluster::with_operator();
     k8s.pool("p", "/var/lib/pool", json!({}));
     k8s.cluster(json!({ "pools": [{ "name": "p" }] }));
     for (kind, name) in [
@@ -33,8 +32,7 @@ fn cluster_creates_workloads_and_status_reports_their_readiness() {
     ] {
         k8s.wait_for(kind, name);
     }
-    let message = k8s.wait_condition("KVCacheCluster", "c", ["AgentsReady", "False", "Progressing"]);
-    assert!(message.contains("0 of 2") && message.contains("n1"), "{message}");
+    k8s.wait_message("KVCacheCluster", "c", ["AgentsReady", "False", "Progressing"], &["0 of 2", "n1"]);
     k8s.make_members_ready();
     for node in ["n1", "n2"] {
         k8s.agent_reports(node, "Open");
@@ -56,13 +54,10 @@ fn cluster_creates_workloads_and_status_reports_their_readiness() {
 
 #[test]
 fn agent_and_member_start_with_generated_configurations() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, _operator) = TestCluster::with_operator();
     k8s.pool("p", "/var/lib/pool", json!({ "segmentSize": "4Mi" }));
     let tenant = json!({ "perNode": { "ssd": { "reserved": "0", "limit": "1Gi" } }, "number": 7 });
-    k8s.apply(&json!({
-        "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheTenant", "metadata": { "name": "team" }, "spec": tenant,
-    }));
+    k8s.apply_resource("CacheTenant", "team", tenant);
     k8s.cluster(json!({ "pools": [{ "name": "p" }], "controlPlane": { "events": { "publish": {} } } }));
     let file = |map: &str, file: &str| {
         let map = k8s.wait_for("ConfigMap", map);
@@ -110,13 +105,11 @@ fn agent_and_member_start_with_generated_configurations() {
     let starting = StartingProcess::spawn(command, &folder.join("agent.log"));
     let (_agent, ready) = starting.ready().expect("an agent starts with its configuration");
     assert_eq!(ready["ready"], true);
-    operator.kill();
 }
 
 #[test]
 fn foreign_edits_are_restored_or_reported_and_deleted_children_recreated() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, _operator) = TestCluster::with_operator();
     k8s.cluster(json!({}));
     let before = k8s.wait_for("ConfigMap", "c-agent").data["data"].clone();
     k8s.wait_for("DaemonSet", "c-agent");
@@ -132,8 +125,12 @@ fn foreign_edits_are_restored_or_reported_and_deleted_children_recreated() {
     k8s.apply(&json!({
         "apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": { "name": "c-controlplane" }, "spec": { "replicas": 3 },
     }));
-    let message = k8s.wait_condition("KVCacheCluster", "c", ["Ready", "False", "FieldConflict"]);
-    assert!(message.contains(OTHER_MANAGER) && message.contains("replicas"), "{message}");
+    k8s.wait_message(
+        "KVCacheCluster",
+        "c",
+        ["Ready", "False", "FieldConflict"],
+        &[OTHER_MANAGER, "replicas"],
+    );
     std::thread::sleep(QUIET_PERIOD);
     assert_eq!(
         k8s.get("StatefulSet", "c-controlplane").expect("the object exists").data["spec"]["replicas"],
@@ -150,7 +147,6 @@ fn foreign_edits_are_restored_or_reported_and_deleted_children_recreated() {
             k8s.get(kind, name).filter(|found| found.uid() != gone).map(|_| ())
         });
     }
-    operator.kill();
 }
 
 #[test]
@@ -159,10 +155,9 @@ fn unowned_object_with_child_name_is_left_unchanged() {
     k8s.apply(&json!({
         "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "c-agent" }, "data": { "mine": "yes" },
     }));
-    let operator = k8s.operator();
+    let _operator = k8s.operator();
     k8s.cluster(json!({}));
-    let message = k8s.wait_condition("KVCacheCluster", "c", ["Ready", "False", "Conflict"]);
-    assert!(message.contains("ConfigMap c-agent"), "{message}");
+    k8s.wait_message("KVCacheCluster", "c", ["Ready", "False", "Conflict"], &["ConfigMap c-agent"]);
     assert_eq!(
         k8s.get("ConfigMap", "c-agent").expect("the object exists").data["data"],
         json!({ "mine": "yes" })
@@ -174,13 +169,11 @@ fn unowned_object_with_child_name_is_left_unchanged() {
         let found = k8s.get("ConfigMap", "c-agent")?;
         found.data["data"]["agent.toml"].is_string().then_some(())
     });
-    operator.kill();
 }
 
 #[test]
 fn paused_cluster_is_unchanged_and_obsolete_children_are_deleted() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, _operator) = TestCluster::with_operator();
     k8s.cluster(json!({ "paused": true }));
     k8s.wait_condition("KVCacheCluster", "c", ["Progressing", "False", "Paused"]);
     std::thread::sleep(QUIET_PERIOD);
@@ -210,5 +203,4 @@ fn paused_cluster_is_unchanged_and_obsolete_children_are_deleted() {
         k8s.get("ClusterRoleBinding", "reprise-cache-c-agent").is_none().then_some(())
     });
     wait_until("the CacheNode is deleted", PATIENCE, || k8s.get("CacheNode", "n1").is_none().then_some(()));
-    operator.kill();
 }

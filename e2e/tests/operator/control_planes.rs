@@ -61,9 +61,7 @@ impl Cluster {
     }
 
     fn tenant(&self, name: &str, spec: Value) {
-        self.k8s.apply(&json!({
-            "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheTenant", "metadata": { "name": name }, "spec": spec,
-        }));
+        self.k8s.apply_resource("CacheTenant", name, spec);
     }
 
     fn unschedulable(&self, whether: Value) {
@@ -74,7 +72,7 @@ impl Cluster {
 #[test]
 fn node_mode_is_applied_and_restored_at_control_plane() {
     let mut cluster = Cluster::new();
-    let operator = cluster.operator();
+    let _operator = cluster.operator();
     let message = |reason| {
         let wanted = ["ModeApplied", "True", reason];
         cluster.k8s.wait_condition_within(RESYNC_TIMEOUT, ("CacheNode", "n1"), wanted)
@@ -113,13 +111,12 @@ fn node_mode_is_applied_and_restored_at_control_plane() {
     let wanted = ["ModeApplied", "True", "AsDesired"];
     cluster.k8s.wait_condition_within(RESYNC_TIMEOUT, ("CacheNode", "n1"), wanted);
     assert!(cluster.control_plane.agents[0].admin().get("/healthz").is_ok());
-    operator.kill();
 }
 
 #[test]
 fn draining_pool_reports_unregistered_node() {
     let cluster = Cluster::new();
-    let operator = cluster.operator();
+    let _operator = cluster.operator();
     let only = json!({ "nodeSelector": { "matchLabels": { "name": "n2" } }, "mode": "Draining" });
     cluster.k8s.pool("p", "/var/lib/pool", only);
     cluster.k8s.cluster(json!({ "pools": [{ "name": "p" }] }));
@@ -129,13 +126,12 @@ fn draining_pool_reports_unregistered_node() {
         std::thread::sleep(Duration::from_millis(50));
         message().contains("n2: the node has not registered").then_some(())
     });
-    operator.kill();
 }
 
 #[test]
 fn tenant_budget_is_applied_restored_and_removed_with_tenant() {
     let cluster = Cluster::new();
-    let operator = cluster.operator();
+    let _operator = cluster.operator();
     let limited = |limit: &str| json!({ "budget": { "ssd": { "limit": limit } } });
     cluster.tenant("team-a", limited("1Gi"));
     cluster.k8s.wait_condition("CacheTenant", "team-a", ["BudgetApplied", "True", "AsDesired"]);
@@ -174,13 +170,12 @@ fn tenant_budget_is_applied_restored_and_removed_with_tenant() {
     });
     cluster.wait_limit("team-a", None);
     assert_eq!(cluster.limit("team-b"), Some(5 << 30));
-    operator.kill();
 }
 
 #[test]
 fn tenant_deletion_waits_for_unreachable_control_plane() {
     let mut cluster = Cluster::new();
-    let operator = cluster.operator();
+    let _operator = cluster.operator();
     cluster.tenant("team-a", json!({ "budget": { "ssd": { "limit": "1Gi" } } }));
     cluster.k8s.wait_condition("CacheTenant", "team-a", ["BudgetApplied", "True", "AsDesired"]);
     // The operator must notice the outage first, because it caches the last answer.
@@ -201,13 +196,12 @@ fn tenant_deletion_waits_for_unreachable_control_plane() {
         cluster.k8s.get("CacheTenant", "team-a").is_none().then_some(())
     });
     cluster.wait_limit("team-a", None);
-    operator.kill();
 }
 
 #[test]
 fn purged_tenant_is_deleted_after_every_node_reports_no_blocks() {
     let cluster = Cluster::new();
-    let operator = cluster.operator();
+    let _operator = cluster.operator();
     cluster.tenant("team-a", json!({ "deletionPolicy": "Purge" }));
     wait_until("the tenant has the finalizers of budget and purge", PATIENCE, || {
         std::thread::sleep(Duration::from_millis(50));
@@ -255,7 +249,6 @@ fn purged_tenant_is_deleted_after_every_node_reports_no_blocks() {
     });
     assert!(a.matches(&of_a[..1], Scope::Local).is_empty());
     b.load_all(&of_b, &LoadParams::LOCAL);
-    operator.kill();
 }
 
 #[test]
@@ -321,5 +314,4 @@ fn tenant_status_reports_usage_and_over_quota_without_rewrites() {
     assert!(message.contains("cache/c") && message.contains("refused"), "{message}");
     let status = cluster.k8s.get("CacheTenant", "team-c").expect("the object exists").data["status"].clone();
     assert_eq!(status["usage"], Value::Null);
-    operator.kill();
 }

@@ -147,8 +147,7 @@ fn labels(verb: &str, resource: &str, code: &str) -> String {
 
 #[test]
 fn converged_cluster_causes_no_writes() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, operator) = TestCluster::with_operator();
     k8s.pool("p", "/var/lib/pool", json!({}));
     k8s.raw_pool("r", json!({}));
     k8s.tenant("t", json!({ "perNode": { "ssd": { "reserved": "16Mi" } }, "namespaceSelector": {} }));
@@ -183,8 +182,7 @@ fn converged_cluster_causes_no_writes() {
 
 #[test]
 fn rejected_cluster_and_lost_authority_cause_no_requests() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, operator) = TestCluster::with_operator();
     // A rejected cluster has no objects of an etcd, and the operator does not read them.
     k8s.cluster(json!({ "etcd": { "mode": "Managed" }, "injection": { "mode": "Webhook" } }));
     k8s.wait_condition("KVCacheCluster", "c", ["Accepted", "False", "Unsupported"]);
@@ -197,7 +195,6 @@ fn rejected_cluster_and_lost_authority_cause_no_requests() {
     delete_authority(&k8s);
     wait_until_idle(&k8s);
     assert_writes_nothing(&k8s, &operator);
-    operator.kill();
 }
 
 #[test]

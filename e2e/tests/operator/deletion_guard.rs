@@ -46,6 +46,17 @@ pub(crate) fn wait_finalizer(k8s: &TestCluster, kind: &str, name: &str) {
     });
 }
 
+/// Waits until the claims of pool `p` request the wipe; both agents report it, and the pool is deleted.
+fn wipe_everywhere(k8s: &TestCluster) {
+    for node in ["n1", "n2"] {
+        wait_until("the claim requests the wipe", PATIENCE, || {
+            (wait_claims(k8s, node, &["p"])[0]["wipe"] == true).then_some(())
+        });
+        k8s.agent_reports(node, "Wiped");
+    }
+    wait_deleted(k8s, "SSDPool", "p");
+}
+
 pub(crate) fn wait_deleted(k8s: &TestCluster, kind: &str, name: &str) {
     wait_until(&format!("{kind} {name} is deleted"), LATEST, || k8s.get(kind, name).is_none().then_some(()));
 }
@@ -69,7 +80,7 @@ pub(crate) fn create_running_cluster(k8s: &TestCluster, pool: Value) {
 #[test]
 fn deletion_waits_for_engine_sessions_and_keeps_claims() {
     let k8s = TestCluster::new();
-    let operator = start_operator(&k8s);
+    let _operator = start_operator(&k8s);
     create_running_cluster(&k8s, json!({}));
     assert!(
         !has_finalizer(&k8s, "SSDPool", "p") && !has_finalizer(&k8s, "KVCacheCluster", "c"),
@@ -80,8 +91,7 @@ fn deletion_waits_for_engine_sessions_and_keeps_claims() {
     wait_finalizer(&k8s, "KVCacheCluster", "c");
 
     k8s.delete("SSDPool", "p");
-    let message = k8s.wait_condition("SSDPool", "p", BLOCKED);
-    assert!(message.contains("n1 (2)") && message.contains("reprise.dev/delete-in-use"), "{message}");
+    k8s.wait_message("SSDPool", "p", BLOCKED, &["n1 (2)", "reprise.dev/delete-in-use"]);
     // Agents repeat their report even without a change.
     report_sessions(&k8s, "n1", 2);
     std::thread::sleep(QUIET_PERIOD);
@@ -107,8 +117,7 @@ fn deletion_waits_for_engine_sessions_and_keeps_claims() {
     report_sessions(&k8s, "n2", 1);
     wait_finalizer(&k8s, "KVCacheCluster", "c");
     k8s.delete("KVCacheCluster", "c");
-    let message = k8s.wait_condition("KVCacheCluster", "c", BLOCKED);
-    assert!(message.contains("n2 (1)"), "{message}");
+    k8s.wait_message("KVCacheCluster", "c", BLOCKED, &["n2 (1)"]);
     report_sessions(&k8s, "n2", 1);
     std::thread::sleep(QUIET_PERIOD);
     assert!(k8s.get("CacheNode", "n2").is_some(), "its nodes are unchanged");
@@ -128,13 +137,12 @@ fn deletion_waits_for_engine_sessions_and_keeps_claims() {
     allow_deletion(&k8s, "KVCacheCluster", "c");
     wait_deleted(&k8s, "KVCacheCluster", "c");
     wait_until("its CacheNode is deleted", PATIENCE, || k8s.get("CacheNode", "n2").is_none().then_some(()));
-    operator.kill();
 }
 
 #[test]
 fn pool_in_use_is_wiped_only_after_sessions_or_override() {
     let k8s = TestCluster::new();
-    let operator = start_operator(&k8s);
+    let _operator = start_operator(&k8s);
     create_running_cluster(
         &k8s,
         json!({ "deletionPolicy": "Wipe", "wipeConfirmation": "yes-really-destroy-the-data" }),
@@ -154,42 +162,31 @@ fn pool_in_use_is_wiped_only_after_sessions_or_override() {
     }
     allow_deletion(&k8s, "SSDPool", "p");
     k8s.wait_condition("SSDPool", "p", ["DeletionBlocked", "True", "Releasing"]);
-    for node in ["n1", "n2"] {
-        wait_until("the claim requests the wipe", PATIENCE, || {
-            (wait_claims(&k8s, node, &["p"])[0]["wipe"] == true).then_some(())
-        });
-        k8s.agent_reports(node, "Wiped");
-    }
-    wait_deleted(&k8s, "SSDPool", "p");
-    operator.kill();
+    wipe_everywhere(&k8s);
 }
 
 #[test]
 fn session_before_wipe_confirmation_blocks_wipe() {
     let k8s = TestCluster::new();
-    let operator = start_operator(&k8s);
+    let _operator = start_operator(&k8s);
     create_running_cluster(&k8s, json!({ "deletionPolicy": "Wipe" }));
     wait_finalizer(&k8s, "SSDPool", "p");
     k8s.delete("SSDPool", "p");
-    let message = k8s.wait_condition("SSDPool", "p", ["DeletionBlocked", "True", "ConfirmationMissing"]);
-    assert!(message.contains("yes-really-destroy-the-data"), "{message}");
+    k8s.wait_message(
+        "SSDPool",
+        "p",
+        ["DeletionBlocked", "True", "ConfirmationMissing"],
+        &["yes-really-destroy-the-data"],
+    );
     report_sessions(&k8s, "n2", 1);
-    let message = k8s.wait_condition("SSDPool", "p", BLOCKED);
-    assert!(message.contains("n2 (1)"), "{message}");
+    k8s.wait_message("SSDPool", "p", BLOCKED, &["n2 (1)"]);
     k8s.merge("SSDPool", "p", &json!({ "spec": { "wipeConfirmation": "yes-really-destroy-the-data" } }));
     k8s.wait_condition("SSDPool", "p", BLOCKED);
     std::thread::sleep(QUIET_PERIOD);
     assert_eq!(wait_claims(&k8s, "n2", &["p"])[0]["wipe"], false, "no wipe while an engine has a session");
     report_sessions(&k8s, "n2", 0);
     k8s.wait_condition_within(LATEST, ("SSDPool", "p"), ["DeletionBlocked", "True", "Releasing"]);
-    for node in ["n1", "n2"] {
-        wait_until("the claim requests the wipe", PATIENCE, || {
-            (wait_claims(&k8s, node, &["p"])[0]["wipe"] == true).then_some(())
-        });
-        k8s.agent_reports(node, "Wiped");
-    }
-    wait_deleted(&k8s, "SSDPool", "p");
-    operator.kill();
+    wipe_everywhere(&k8s);
 }
 
 #[test]
@@ -199,7 +196,7 @@ fn stalled_watch_does_not_release_deletion() {
     k8s.env.allow(TOO_SHORT);
     let proxy = k8s.env.fault_proxy(&k8s.server);
     let files = k8s.operator_files("operator").via_proxy(&proxy).unused_for(SHORT);
-    let operator = files.start().unwrap_or_else(|error| panic!("the operator does not start: {error:?}"));
+    let _operator = files.start().unwrap_or_else(|error| panic!("the operator does not start: {error:?}"));
     create_running_cluster(&k8s, json!({}));
     report_sessions(&k8s, "n1", 1);
     wait_finalizer(&k8s, "SSDPool", "p");
@@ -215,7 +212,6 @@ fn stalled_watch_does_not_release_deletion() {
     proxy.stall_watches(None);
     report_sessions(&k8s, "n1", 0);
     wait_deleted(&k8s, "SSDPool", "p");
-    operator.kill();
 }
 
 #[test]
@@ -237,7 +233,7 @@ fn stale_finalizers_and_silent_agents_do_not_block_deletion() {
         k8s.delete(kind, name);
         assert!(k8s.get(kind, name).is_some(), "{kind} waits for an operator to remove the finalizer");
     }
-    let operator = start_operator(&k8s);
+    let _operator = start_operator(&k8s);
     wait_deleted(&k8s, "SSDPool", "left");
     wait_deleted(&k8s, "KVCacheCluster", "left");
 
@@ -250,8 +246,6 @@ fn stale_finalizers_and_silent_agents_do_not_block_deletion() {
     });
     wait_finalizer(&k8s, "SSDPool", "p");
     k8s.delete("SSDPool", "p");
-    let message = k8s.wait_condition("SSDPool", "p", BLOCKED);
-    assert!(message.contains("n1 (3)") && message.contains(&format!("for {UNUSED_SECONDS} s")), "{message}");
+    k8s.wait_message("SSDPool", "p", BLOCKED, &["n1 (3)", &format!("for {UNUSED_SECONDS} s")]);
     wait_deleted(&k8s, "SSDPool", "p");
-    operator.kill();
 }

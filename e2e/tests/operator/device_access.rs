@@ -6,8 +6,7 @@ use crate::operator::test_cluster::TestCluster;
 
 #[test]
 fn modes_for_gpus_and_rdma_are_rejected_and_leave_agents_unchanged() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, _operator) = TestCluster::with_operator();
     k8s.cluster(json!({}));
     k8s.wait_condition("KVCacheCluster", "c", ["Accepted", "True", "AsDesired"]);
     let before = k8s.wait_for("DaemonSet", "c-agent").data["spec"].clone();
@@ -21,11 +20,9 @@ fn modes_for_gpus_and_rdma_are_rejected_and_leave_agents_unchanged() {
         (mode("rdma", json!({ "mode": "HostNetwork" })), "agents.rdma.mode is HostNetwork"),
     ] {
         k8s.cluster(spec);
-        let message = k8s.wait_condition("KVCacheCluster", "c", ["Accepted", "False", "Unsupported"]);
-        assert!(message.contains(field) && message.contains("use None"), "{message}");
+        k8s.wait_message("KVCacheCluster", "c", ["Accepted", "False", "Unsupported"], &[field, "use None"]);
         assert_eq!(k8s.wait_for("DaemonSet", "c-agent").data["spec"], before, "agents are unchanged");
         k8s.cluster(json!({}));
         k8s.wait_condition("KVCacheCluster", "c", ["Accepted", "True", "AsDesired"]);
     }
-    operator.kill();
 }

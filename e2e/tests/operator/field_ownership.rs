@@ -67,8 +67,7 @@ pub(crate) fn wait_restored(
 
 #[test]
 fn edits_of_owned_fields_are_restored_and_their_manager_named() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, operator) = TestCluster::with_operator();
     k8s.cluster(json!({}));
     let (binding, node) = ("reprise-cache-c-agent", "n1");
     let configuration = k8s.wait_for("ConfigMap", "c-agent").data["data"].clone();
@@ -113,13 +112,11 @@ fn edits_of_owned_fields_are_restored_and_their_manager_named() {
     wait_restored(&k8s, "KVCacheCluster", "c", "/status/clusterID", Some(&uid));
     wait_warning(&k8s, ("KVCacheCluster", "c"), "SetBack", &[EDITOR, "status.clusterID"]);
     assert!(put_backs(&operator, "KVCacheCluster") >= 1.0);
-    operator.kill();
 }
 
 #[test]
 fn additions_to_owned_lists_and_maps_are_removed_and_their_manager_named() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, operator) = TestCluster::with_operator();
     k8s.pool("p", "/var/lib/p", json!({}));
     k8s.cluster(json!({ "pools": [{ "name": "p" }] }));
     let (binding, node) = ("reprise-cache-c-agent", "n1");
@@ -157,13 +154,11 @@ fn additions_to_owned_lists_and_maps_are_removed_and_their_manager_named() {
     assert!(before.iter().all(|count| *count >= 1.0), "{before:?}");
     std::thread::sleep(QUIET_PERIOD);
     assert_eq!(writes(), before);
-    operator.kill();
 }
 
 #[test]
 fn repeated_edits_are_restored_once_a_minute_without_condition_changes() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, operator) = TestCluster::with_operator();
     k8s.cluster(json!({}));
     let before = k8s.wait_for("ConfigMap", "c-agent").data["data"].clone();
     let conditions = || k8s.wait_for("KVCacheCluster", "c").data["status"]["conditions"].clone();
@@ -208,11 +203,15 @@ fn foreign_cache_node_is_a_conflict_until_deleted() {
         "spec": { "nodeName": "n1", "mode": "Cordoned" },
     });
     k8s.apply(&foreign);
-    let operator = k8s.operator();
+    let _operator = k8s.operator();
     k8s.cluster(json!({}));
     k8s.wait_for("CacheNode", "n2");
-    let message = k8s.wait_condition("KVCacheCluster", "c", ["Ready", "False", "Conflict"]);
-    assert!(message.contains("CacheNode n1") && message.contains("kubectl delete cachenode n1"), "{message}");
+    k8s.wait_message(
+        "KVCacheCluster",
+        "c",
+        ["Ready", "False", "Conflict"],
+        &["CacheNode n1", "kubectl delete cachenode n1"],
+    );
     wait_warning(&k8s, ("CacheNode", "n1"), "Conflict", &["was created by another component"]);
     let found = k8s.wait_for("CacheNode", "n1");
     assert_eq!(found.data["spec"], foreign["spec"]);
@@ -226,13 +225,11 @@ fn foreign_cache_node_is_a_conflict_until_deleted() {
         k8s.get("CacheNode", "n1")?.metadata.labels.filter(|labels| !labels.is_empty()).map(|_| ())
     });
     wait_warning(&k8s, ("CacheNode", "n1"), "SetBack", &["removed"]);
-    operator.kill();
 }
 
 #[test]
 fn contested_agent_status_becomes_an_event_and_keeps_all_conditions() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, operator) = TestCluster::with_operator();
     k8s.cluster(json!({}));
     k8s.wait_for("CacheNode", "n1");
     // The unreachable control plane makes the operator add a condition.
@@ -255,5 +252,4 @@ fn contested_agent_status_becomes_an_event_and_keeps_all_conditions() {
     for kind in ["AgentReady", "ModeApplied", "StatusContested"] {
         assert!(kinds.contains(&kind), "operator and agent keep their own conditions: {kinds:?}");
     }
-    operator.kill();
 }

@@ -21,7 +21,7 @@ const ANNOTATION: &str = "reprise.dev/injection";
 fn labelled_pods_get_socket_and_connection_and_others_stay_unchanged() {
     let k8s = TestCluster::new();
     create_namespaces(&k8s);
-    let operator = k8s.operator();
+    let _operator = k8s.operator();
     k8s.cluster(injecting());
     wait_for_policy(&k8s);
 
@@ -82,14 +82,13 @@ fn labelled_pods_get_socket_and_connection_and_others_stay_unchanged() {
         assert!(!pod.annotations().contains_key(ANNOTATION), "{what}");
         assert_eq!(pod.data["spec"]["containers"][0]["env"], Value::Null, "{what}");
     }
-    operator.kill();
 }
 
 #[test]
 fn tenant_pods_get_tenant_name_and_token() {
     let k8s = TestCluster::new();
     create_namespaces(&k8s);
-    let operator = k8s.operator();
+    let _operator = k8s.operator();
     k8s.cluster(injecting());
     let kind = json!({ "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheTenant" });
     let tenant = |name: &str, spec: Value| {
@@ -135,14 +134,13 @@ fn tenant_pods_get_tenant_name_and_token() {
         let engine = pod.data["spec"]["containers"][0].clone();
         (has_variable(&engine, "REPRISE_SOCKET") && !has_variable(&engine, "REPRISE_TENANT")).then_some(())
     });
-    operator.kill();
 }
 
 #[test]
 fn rejected_pod_gets_annotation_with_reason() {
     let k8s = TestCluster::new();
     create_namespaces(&k8s);
-    let operator = k8s.operator();
+    let _operator = k8s.operator();
     k8s.cluster(injecting());
     wait_for_policy(&k8s);
     let mounting = json!({ "volumeMounts": [{ "name": "tmp", "mountPath": "/run/reprise" }] });
@@ -167,13 +165,11 @@ fn rejected_pod_gets_annotation_with_reason() {
         assert!(message.starts_with("not connected to cache/c: ") && message.contains(words), "{message}");
         assert_eq!(pod.data["spec"]["containers"][0]["env"], Value::Null, "{words}");
     }
-    operator.kill();
 }
 
 #[test]
 fn policies_are_deleted_with_injection_setting_and_with_cluster() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, _operator) = TestCluster::with_operator();
     let (policy, binding) = ("MutatingAdmissionPolicy", "MutatingAdmissionPolicyBinding");
     let name = "reprise-cache-c-inject";
     let gone = |kind: &str| {
@@ -190,18 +186,17 @@ fn policies_are_deleted_with_injection_setting_and_with_cluster() {
     k8s.delete("KVCacheCluster", "c");
     gone(policy);
     gone(binding);
-    operator.kill();
 }
 
 #[test]
 fn cluster_waits_for_missing_pod_monitor_kind() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, _operator) = TestCluster::with_operator();
     k8s.cluster(json!({ "monitoring": { "mode": "PodMonitor" } }));
-    let message = k8s.wait_condition("KVCacheCluster", "c", ["Accepted", "False", "Unsupported"]);
-    assert!(
-        message.contains("PodMonitor") && message.contains("install the Prometheus operator"),
-        "{message}"
+    k8s.wait_message(
+        "KVCacheCluster",
+        "c",
+        ["Accepted", "False", "Unsupported"],
+        &["PodMonitor", "install the Prometheus operator"],
     );
     k8s.serve_pod_monitors();
     k8s.wait_condition("KVCacheCluster", "c", ["Accepted", "True", "AsDesired"]);
@@ -210,7 +205,6 @@ fn cluster_waits_for_missing_pod_monitor_kind() {
         assert_eq!(spec["selector"]["matchLabels"]["app.kubernetes.io/component"], component);
         assert_eq!(spec["podMetricsEndpoints"][0]["port"], "admin");
     }
-    operator.kill();
 }
 
 /// Cluster spec with injection into the namespaces for engines.

@@ -24,8 +24,7 @@ fn wait_agent_ready(k8s: &TestCluster, node: &str, status: &str, reason: &str) -
 
 #[test]
 fn node_condition_follows_agent_until_cluster_is_deleted() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, _operator) = TestCluster::with_operator();
     k8s.cluster(json!({}));
     for node in ["n1", "n2"] {
         wait_until("the CacheNode is created", PATIENCE, || k8s.get("CacheNode", node));
@@ -55,5 +54,4 @@ fn node_condition_follows_agent_until_cluster_is_deleted() {
         });
         assert_eq!(agent_ready(&k8s, node), None, "the condition is removed before the CacheNode");
     }
-    operator.kill();
 }

@@ -18,8 +18,7 @@ pub(crate) fn wait_claims(k8s: &TestCluster, node: &str, pools: &[&str]) -> Vec<
 
 #[test]
 fn pool_is_claimed_on_its_nodes_and_ready_after_their_reports() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, _operator) = TestCluster::with_operator();
     k8s.pool("p", "/var/lib/pool", json!({ "nodeSelector": { "matchLabels": { "name": "n1" } } }));
     k8s.wait_condition("SSDPool", "p", ["Accepted", "False", "ReferenceNotFound"]);
     k8s.cluster(json!({ "pools": [{ "name": "p" }] }));
@@ -36,8 +35,7 @@ fn pool_is_claimed_on_its_nodes_and_ready_after_their_reports() {
 
     // A failed device is lost capacity.
     k8s.agent_reports("n1", "Faulted");
-    let message = k8s.wait_condition("SSDPool", "p", ["Degraded", "True", "DeviceFailed"]);
-    assert!(message.contains("n1") && message.contains("simulated state"), "{message}");
+    k8s.wait_message("SSDPool", "p", ["Degraded", "True", "DeviceFailed"], &["n1", "simulated state"]);
     k8s.wait_condition("SSDPool", "p", ["Ready", "False", "DeviceFailed"]);
 
     // The pool selects both nodes and is cordoned. A node that Kubernetes drains is in mode Draining.
@@ -53,13 +51,11 @@ fn pool_is_claimed_on_its_nodes_and_ready_after_their_reports() {
         "metadata": { "name": "n2", "labels": { "disk": "fast", "name": "n2" } }, "spec": { "unschedulable": true },
     }));
     wait_until("n2 is drained", PATIENCE, || (mode("n2") == Some(json!("Draining"))).then_some(()));
-    operator.kill();
 }
 
 #[test]
 fn slow_or_worn_device_degrades_pool_and_stays_in_use() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, _operator) = TestCluster::with_operator();
     let on_one = json!({ "matchLabels": { "name": "n1" } });
     k8s.pool("p", "/var/lib/pool", json!({ "nodeSelector": on_one, "health": { "maxReadLatency": "50ms", "maxMediaErrors": 10, "minSparePercent": 5 } }));
     k8s.cluster(json!({ "pools": [{ "name": "p" }] }));
@@ -77,19 +73,19 @@ fn slow_or_worn_device_degrades_pool_and_stays_in_use() {
         device["readLatencyP99Micros"] = json!(81_919);
         device["message"] = json!("99 of 100 reads took up to 82 ms");
     });
-    let message = k8s.wait_condition("SSDPool", "p", ["Degraded", "True", "DeviceSlow"]);
-    assert!(
-        message.contains("n1") && message.contains("82 ms") && message.contains("maxReadLatency"),
-        "{message}"
-    );
+    k8s.wait_message("SSDPool", "p", ["Degraded", "True", "DeviceSlow"], &["n1", "82 ms", "maxReadLatency"]);
     k8s.wait_condition("SSDPool", "p", ["Ready", "True", "AsDesired"]);
     k8s.agent_reports_with("n1", "Open", |status| {
         let device = &mut status["devices"][0];
         (device["worn"], device["mediaErrors"], device["sparePercent"]) = (json!(true), json!(11), json!(90));
         device["message"] = json!("it has met 11 media errors");
     });
-    let message = k8s.wait_condition("SSDPool", "p", ["Degraded", "True", "DeviceWorn"]);
-    assert!(message.contains("11 media errors") && message.contains("maxMediaErrors"), "{message}");
+    k8s.wait_message(
+        "SSDPool",
+        "p",
+        ["Degraded", "True", "DeviceWorn"],
+        &["11 media errors", "maxMediaErrors"],
+    );
     k8s.wait_condition("SSDPool", "p", ["Ready", "True", "AsDesired"]);
     k8s.agent_reports("n1", "Open");
     k8s.wait_condition("SSDPool", "p", ["Degraded", "False", "AsDesired"]);
@@ -98,23 +94,19 @@ fn slow_or_worn_device_degrades_pool_and_stays_in_use() {
     wait_until("the claim has no limits", PATIENCE, || {
         wait_claims(&k8s, "n1", &["p"])[0].get("maxReadLatency").is_none().then_some(())
     });
-    operator.kill();
 }
 
 #[test]
 fn younger_of_two_conflicting_pools_is_rejected() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, _operator) = TestCluster::with_operator();
     k8s.pool("old", "/var/lib/pool", json!({}));
     k8s.cluster(json!({ "pools": [{ "name": "old" }, { "name": "young" }] }));
     wait_claims(&k8s, "n1", &["old"]);
-    let message = k8s.wait_condition("KVCacheCluster", "c", ["PoolsBound", "False", "ReferenceNotFound"]);
-    assert!(message.contains("young"), "{message}");
+    k8s.wait_message("KVCacheCluster", "c", ["PoolsBound", "False", "ReferenceNotFound"], &["young"]);
     // Creation times have a resolution of one second.
     std::thread::sleep(QUIET_PERIOD);
     k8s.pool("young", "/var/lib/pool/inner", json!({}));
-    let message = k8s.wait_condition("SSDPool", "young", ["Accepted", "False", "Conflict"]);
-    assert!(message.contains("SSDPool old") && message.contains("nodeSelector"), "{message}");
+    k8s.wait_message("SSDPool", "young", ["Accepted", "False", "Conflict"], &["SSDPool old", "nodeSelector"]);
     k8s.wait_condition("SSDPool", "old", ["Accepted", "True", "AsDesired"]);
     wait_claims(&k8s, "n1", &["old"]);
     k8s.wait_condition("KVCacheCluster", "c", ["PoolsBound", "False", "Conflict"]);
@@ -122,18 +114,17 @@ fn younger_of_two_conflicting_pools_is_rejected() {
     k8s.delete("SSDPool", "old");
     k8s.wait_condition("SSDPool", "young", ["Accepted", "True", "AsDesired"]);
     wait_claims(&k8s, "n1", &["young"]);
-    operator.kill();
 }
 
 #[test]
 fn younger_pool_with_same_devices_is_rejected_and_missing_devices_reported() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, _operator) = TestCluster::with_operator();
     let raw = |name: &str, glob: &str| {
-        k8s.apply(&json!({
-            "apiVersion": "reprise.dev/v1alpha1", "kind": "SSDPool", "metadata": { "name": name },
-            "spec": { "devices": { "globs": [glob] }, "nodeSelector": { "matchLabels": { "name": "n1" } } },
-        }));
+        k8s.apply_resource(
+            "SSDPool",
+            name,
+            json!({ "devices": { "globs": [glob] }, "nodeSelector": { "matchLabels": { "name": "n1" } } }),
+        );
     };
     raw("old", "/dev/disk/by-id/nvme-*");
     k8s.cluster(json!({ "pools": [{ "name": "old" }, { "name": "young" }] }));
@@ -154,9 +145,12 @@ fn younger_pool_with_same_devices_is_rejected_and_missing_devices_reported() {
     k8s.wait_condition("SSDPool", "young", ["Accepted", "True", "AsDesired"]);
     wait_claims(&k8s, "n1", &["old", "young"]);
     k8s.agent_reports_with("n1", "Found", |status| status["devices"] = json!([]));
-    let message = k8s.wait_condition("SSDPool", "young", ["DevicesDiscovered", "False", "NoDevices"]);
-    assert!(message.contains("no device matches devices.globs: correct it"), "{message}");
-    operator.kill();
+    k8s.wait_message(
+        "SSDPool",
+        "young",
+        ["DevicesDiscovered", "False", "NoDevices"],
+        &["no device matches devices.globs: correct it"],
+    );
 }
 
 #[test]
@@ -164,7 +158,7 @@ fn wiped_pool_is_deleted_after_confirmation_and_wipe_on_every_node() {
     let k8s = TestCluster::new();
     k8s.env.allow(TOO_SHORT);
     let started = k8s.operator_files("operator").unused_for(5).start();
-    let operator = started.unwrap_or_else(|error| panic!("the operator does not start: {error:?}"));
+    let _operator = started.unwrap_or_else(|error| panic!("the operator does not start: {error:?}"));
     let wipes = |more: Value| {
         let mut spec = json!({ "deletionPolicy": "Wipe" });
         spec.as_object_mut().expect("an object").extend(more.as_object().expect("fields").clone());
@@ -178,8 +172,12 @@ fn wiped_pool_is_deleted_after_confirmation_and_wipe_on_every_node() {
     }
     k8s.wait_condition("SSDPool", "p", ["Ready", "True", "AsDesired"]);
     k8s.delete("SSDPool", "p");
-    let message = k8s.wait_condition("SSDPool", "p", ["DeletionBlocked", "True", "ConfirmationMissing"]);
-    assert!(message.contains("yes-really-destroy-the-data"), "{message}");
+    k8s.wait_message(
+        "SSDPool",
+        "p",
+        ["DeletionBlocked", "True", "ConfirmationMissing"],
+        &["yes-really-destroy-the-data"],
+    );
     assert_eq!(wait_claims(&k8s, "n1", &["p"])[0]["wipe"], false, "no wipe before the confirmation");
     k8s.pool("p", "/var/lib/pool", wipes(json!({ "wipeConfirmation": "yes-really-destroy-the-data" })));
     k8s.wait_condition("SSDPool", "p", ["DeletionBlocked", "True", "Releasing"]);
@@ -192,5 +190,4 @@ fn wiped_pool_is_deleted_after_confirmation_and_wipe_on_every_node() {
     k8s.agent_reports("n2", "Wiped");
     wait_until("the pool is deleted", PATIENCE, || k8s.get("SSDPool", "p").is_none().then_some(()));
     wait_claims(&k8s, "n1", &[]);
-    operator.kill();
 }

@@ -28,9 +28,7 @@ fn profile(k8s: &TestCluster, more: Value) {
     let mut spec =
         json!({ "subject": { "model": "llama", "gpuProduct": H200, "engineVersion": "vllm 0.33" } });
     spec.as_object_mut().expect("an object").extend(more.as_object().expect("fields").clone());
-    k8s.apply(&json!({
-        "apiVersion": "reprise.dev/v1alpha1", "kind": "SlackProfile", "metadata": { "name": "p" }, "spec": spec,
-    }));
+    k8s.apply_resource("SlackProfile", "p", spec);
 }
 
 /// Simulates a report of a node's agent with a GPU and these profiles.
@@ -77,6 +75,25 @@ fn wait(k8s: &TestCluster, wanted: [&str; 3]) -> String {
     k8s.wait_condition("SlackProfile", "p", wanted)
 }
 
+/// Both agents report a GPU and no profile.
+fn report_no_profiles(k8s: &TestCluster) {
+    for node in ["n1", "n2"] {
+        report_profiles(k8s, node, H200, json!([]));
+    }
+}
+
+/// Reports the first revision on `n1`, and waits until `n2` gets it and all nodes have it.
+fn distribute_to_n2(k8s: &TestCluster, first: &str) {
+    report_profiles(k8s, "n1", H200, running_revision(first));
+    assert_eq!(wait_claim(k8s, "n2", ""), first);
+    report_profiles(k8s, "n2", H200, running_revision(first));
+    wait(k8s, ["Distributed", "True", "AsDesired"]);
+}
+
+fn wait_message(k8s: &TestCluster, wanted: [&str; 3], words: &[&str]) {
+    k8s.wait_message("SlackProfile", "p", wanted, words);
+}
+
 fn status(k8s: &TestCluster) -> Value {
     k8s.get("SlackProfile", "p").expect("the object exists").data["status"].clone()
 }
@@ -93,24 +110,17 @@ fn content(k8s: &TestCluster, digest: &str) -> Option<String> {
 
 #[test]
 fn profile_is_distributed_to_nodes_with_its_gpu_and_counted_from_reports() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, _operator) = TestCluster::with_operator();
     profile(&k8s, json!({ "windows": windows(60) }));
-    let message = wait(&k8s, ["Accepted", "False", "ReferenceNotFound"]);
-    assert!(message.contains("set spec.slackProfiles"), "{message}");
+    wait_message(&k8s, ["Accepted", "False", "ReferenceNotFound"], &["set spec.slackProfiles"]);
     k8s.cluster(json!({ "slackProfiles": {} }));
-    let message = wait(&k8s, ["Distributed", "False", "NoNodes"]);
-    assert!(message.contains("no node of cache/c has reported a GPU"), "{message}");
+    wait_message(&k8s, ["Distributed", "False", "NoNodes"], &["no node of cache/c has reported a GPU"]);
     wait(&k8s, ["Accepted", "True", "AsDesired"]);
     wait(&k8s, ["Valid", "True", "AsDesired"]);
     for node in ["n1", "n2"] {
         report_profiles(&k8s, node, L4, json!([]));
     }
-    let message = wait(&k8s, ["Distributed", "False", "WrongGpu"]);
-    assert!(
-        message.contains(H200) && message.contains(L4) && message.contains("subject.gpuProduct"),
-        "{message}"
-    );
+    wait_message(&k8s, ["Distributed", "False", "WrongGpu"], &[H200, L4, "subject.gpuProduct"]);
     assert_eq!((claim(&k8s, "n1"), claim(&k8s, "n2")), (None, None));
 
     report_profiles(&k8s, "n1", H200, json!([]));
@@ -154,13 +164,11 @@ fn profile_is_distributed_to_nodes_with_its_gpu_and_counted_from_reports() {
     wait_until("its content is removed", PATIENCE, || content(&k8s, &digest).is_none().then_some(()));
     let map = k8s.wait_for("ConfigMap", "c-agent");
     assert!(map.data["data"]["agent.toml"].is_string(), "the configuration remains");
-    operator.kill();
 }
 
 #[test]
 fn rejecting_or_drifting_canary_stops_rollout() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, _operator) = TestCluster::with_operator();
     let canary = json!({ "nodeSelector": { "matchLabels": { "name": "n1" } }, "soak": "3s" });
     let revision = |usable: u32| {
         let rollout = json!({ "canary": canary });
@@ -168,9 +176,7 @@ fn rejecting_or_drifting_canary_stops_rollout() {
     };
     revision(80);
     k8s.cluster(json!({ "slackProfiles": {} }));
-    for node in ["n1", "n2"] {
-        report_profiles(&k8s, node, H200, json!([]));
-    }
+    report_no_profiles(&k8s);
     let first = wait_claim(&k8s, "n1", "");
     std::thread::sleep(QUIET_PERIOD);
     assert_eq!(claim(&k8s, "n2"), None, "the canary has not reported yet");
@@ -187,8 +193,11 @@ fn rejecting_or_drifting_canary_stops_rollout() {
     revision(50);
     let second = wait_claim(&k8s, "n1", &first);
     report_profiles(&k8s, "n1", H200, json!([{ "name": "p", "digest": second, "refused": "it is odd" }]));
-    let message = wait(&k8s, ["Distributed", "False", "Refused"]);
-    assert!(message.contains("canary node n1 refuses revision 2: it is odd"), "{message}");
+    wait_message(
+        &k8s,
+        ["Distributed", "False", "Refused"],
+        &["canary node n1 refuses revision 2: it is odd"],
+    );
     wait(&k8s, ["Active", "False", "Refused"]);
     std::thread::sleep(QUIET_PERIOD);
     assert_eq!(claim(&k8s, "n2").as_deref(), Some(first.as_str()));
@@ -201,10 +210,12 @@ fn rejecting_or_drifting_canary_stops_rollout() {
         "name": "p", "digest": third, "predictionErrorP50Percent": 40, "predictionErrorP99Percent": 90,
     }]);
     report_profiles(&k8s, "n1", H200, drifts);
-    let message = wait(&k8s, ["Drifted", "True", "MeasuredDifference"]);
-    assert!(message.contains("n1: an error of 90 %"), "{message}");
-    let message = wait(&k8s, ["Distributed", "False", "MeasuredDifference"]);
-    assert!(message.contains("The other nodes keep their revision"), "{message}");
+    wait_message(&k8s, ["Drifted", "True", "MeasuredDifference"], &["n1: an error of 90 %"]);
+    wait_message(
+        &k8s,
+        ["Distributed", "False", "MeasuredDifference"],
+        &["The other nodes keep their revision"],
+    );
     // Longer than the soak time.
     std::thread::sleep(3 * QUIET_PERIOD);
     assert_eq!(claim(&k8s, "n2").as_deref(), Some(first.as_str()));
@@ -221,13 +232,11 @@ fn rejecting_or_drifting_canary_stops_rollout() {
     wait_until("the content of the third revision is removed", PATIENCE, || {
         content(&k8s, &third).is_none().then_some(())
     });
-    operator.kill();
 }
 
 #[test]
 fn config_map_windows_are_followed_and_invalid_ones_rejected() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, _operator) = TestCluster::with_operator();
     let write = |windows: &str| {
         k8s.apply(&json!({
             "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "measured" }, "data": { "windows": windows },
@@ -235,19 +244,14 @@ fn config_map_windows_are_followed_and_invalid_ones_rejected() {
     };
     profile(&k8s, json!({ "configMapRef": { "name": "measured", "key": "windows" } }));
     k8s.cluster(json!({ "slackProfiles": {} }));
-    for node in ["n1", "n2"] {
-        report_profiles(&k8s, node, H200, json!([]));
-    }
-    let message = wait(&k8s, ["Accepted", "False", "ReferenceNotFound"]);
-    assert!(message.contains("ConfigMap measured does not exist in namespace cache"), "{message}");
-    write(r#"[{"phase": "Nap", "minTokens": 0, "maxTokens": 1, "slackMicros": 1, "maxIoSms": 1}]"#);
-    let message = wait(&k8s, ["Valid", "False", "ProfileInvalid"]);
-    assert!(
-        message.contains("windows[0]")
-            && message.contains("Nap")
-            && message.contains("expected JSON such as"),
-        "{message}"
+    report_no_profiles(&k8s);
+    wait_message(
+        &k8s,
+        ["Accepted", "False", "ReferenceNotFound"],
+        &["ConfigMap measured does not exist in namespace cache"],
     );
+    write(r#"[{"phase": "Nap", "minTokens": 0, "maxTokens": 1, "slackMicros": 1, "maxIoSms": 1}]"#);
+    wait_message(&k8s, ["Valid", "False", "ProfileInvalid"], &["windows[0]", "Nap", "expected JSON such as"]);
     assert_eq!((claim(&k8s, "n1"), claim(&k8s, "n2")), (None, None));
 
     // Without a canary, one node at a time changes its revision, starting with n1.
@@ -256,33 +260,29 @@ fn config_map_windows_are_followed_and_invalid_ones_rejected() {
     let first = wait_claim(&k8s, "n1", "");
     std::thread::sleep(QUIET_PERIOD);
     assert_eq!(claim(&k8s, "n2"), None);
-    report_profiles(&k8s, "n1", H200, running_revision(&first));
-    assert_eq!(wait_claim(&k8s, "n2", ""), first);
-    report_profiles(&k8s, "n2", H200, running_revision(&first));
-    wait(&k8s, ["Distributed", "True", "AsDesired"]);
+    distribute_to_n2(&k8s, &first);
 
     write(&windows(70).to_string());
     let second = wait_claim(&k8s, "n1", &first);
-    let message = wait(&k8s, ["Distributed", "False", "Progressing"]);
-    assert!(message.contains("have revision 2"), "{message}");
+    wait_message(&k8s, ["Distributed", "False", "Progressing"], &["have revision 2"]);
 
     // Invalid windows change nothing on the nodes.
     let mut twice = windows(70);
     twice[1]["phase"] = json!("Decode");
     write(&twice.to_string());
-    let message = wait(&k8s, ["Valid", "False", "ProfileInvalid"]);
-    assert!(message.contains("windows[1] and windows[0] of Decode overlap"), "{message}");
-    let message = wait(&k8s, ["Distributed", "False", "ProfileInvalid"]);
-    assert!(message.contains("2 of 2 nodes keep"), "{message}");
+    wait_message(
+        &k8s,
+        ["Valid", "False", "ProfileInvalid"],
+        &["windows[1] and windows[0] of Decode overlap"],
+    );
+    wait_message(&k8s, ["Distributed", "False", "ProfileInvalid"], &["2 of 2 nodes keep"]);
     std::thread::sleep(QUIET_PERIOD);
     assert_eq!((claim(&k8s, "n1"), claim(&k8s, "n2")), (Some(second.clone()), Some(first)));
     assert_eq!(status(&k8s)["digest"], second);
 
     let digest = format!("registry.example/slack/llama@sha256:{}", "0f".repeat(32));
     profile(&k8s, json!({ "ociRef": { "reference": digest } }));
-    let message = wait(&k8s, ["Accepted", "False", "Unsupported"]);
-    assert!(message.contains("ociRef is not supported by this release"), "{message}");
-    operator.kill();
+    wait_message(&k8s, ["Accepted", "False", "Unsupported"], &["ociRef is not supported by this release"]);
 }
 
 #[test]
@@ -292,14 +292,9 @@ fn restarted_operator_continues_rollout() {
     let operator = files.start().expect("the operator starts");
     profile(&k8s, json!({ "windows": windows(60) }));
     k8s.cluster(json!({ "slackProfiles": {} }));
-    for node in ["n1", "n2"] {
-        report_profiles(&k8s, node, H200, json!([]));
-    }
+    report_no_profiles(&k8s);
     let first = wait_claim(&k8s, "n1", "");
-    report_profiles(&k8s, "n1", H200, running_revision(&first));
-    assert_eq!(wait_claim(&k8s, "n2", ""), first);
-    report_profiles(&k8s, "n2", H200, running_revision(&first));
-    wait(&k8s, ["Distributed", "True", "AsDesired"]);
+    distribute_to_n2(&k8s, &first);
     profile(&k8s, json!({ "windows": windows(70) }));
     let second = wait_claim(&k8s, "n1", &first);
     assert!(operator.terminate().success());
@@ -320,7 +315,6 @@ fn restarted_operator_continues_rollout() {
     wait_until("the status has the second revision", PATIENCE, || {
         (status(&k8s)["revision"] == 2).then_some(())
     });
-    again.kill();
 }
 
 #[test]
@@ -385,5 +379,4 @@ fn profile_over_node_limit_waits_regardless_of_age() {
     });
     k8s.wait_condition("SlackProfile", "a-old-one", ["Accepted", "True", "AsDesired"]);
     assert_eq!(claimed().len(), 16);
-    again.kill();
 }

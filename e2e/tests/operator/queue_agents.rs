@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use reprise_e2e::config::LaunchOptions;
 use reprise_e2e::kubernetes::User;
+use reprise_e2e::process::LaunchOptions;
 use reprise_e2e::{Agent, AgentConfig, NvmeController, Operator, PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::operator::queues::{GRANTED, KIND, WAITING, create_allocation, wait_deleted};
+use crate::operator::queues::{GRANTED, KIND, WAITING, create_allocation, delete_and_wait, wait_deleted};
 use crate::operator::test_cluster::{NAMESPACE, QUIET_PERIOD, TestCluster};
 
 /// Bytes of the node's device.
@@ -17,8 +17,7 @@ const PAIRS: u32 = 32;
 
 /// Starts a cluster with a pool of raw devices and the agent of `n1`.
 fn lab_with_agent() -> (TestCluster, Operator, Agent) {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, operator) = TestCluster::with_operator();
     k8s.raw_pool("p", json!({ "engine": "Plain" }));
     k8s.cluster(json!({ "pools": [{ "name": "p" }] }));
     let agent = agent(&k8s);
@@ -63,13 +62,17 @@ fn queues(k8s: &TestCluster) -> (Value, Value) {
 fn allocate_and_wait(k8s: &TestCluster, name: &str, pairs: u32) {
     create_allocation(k8s, name, json!({ "queuePairs": pairs }));
     k8s.wait_condition(KIND, name, GRANTED);
-    let message = k8s.wait_condition(KIND, name, ["Programmed", "False", "Unsupported"]);
-    assert!(message.contains(&format!("n1 has set {pairs} queue pairs aside")), "{message}");
+    k8s.wait_message(
+        KIND,
+        name,
+        ["Programmed", "False", "Unsupported"],
+        &[&format!("n1 has set {pairs} queue pairs aside")],
+    );
 }
 
 #[test]
 fn granted_queue_pairs_are_not_reused_before_agent_releases_them() {
-    let (k8s, operator, mut agent) = lab_with_agent();
+    let (k8s, _operator, mut agent) = lab_with_agent();
     allocate_and_wait(&k8s, "a", 12);
     let uid = k8s.get(KIND, "a").expect("the object exists").metadata.uid.expect("stored objects have a UID");
     let (reported, requested) = queues(&k8s);
@@ -111,9 +114,7 @@ fn granted_queue_pairs_are_not_reused_before_agent_releases_them() {
     agent.start();
     allocate_and_wait(&k8s, "d", 16);
     agent.stop();
-    k8s.delete(KIND, "d");
-    wait_deleted(&k8s, "d");
-    operator.kill();
+    delete_and_wait(&k8s, "d");
 }
 
 /// Removes `n1` from the cluster, and adds it to cluster `next` if there is one.
@@ -122,10 +123,11 @@ fn unassign_n1(k8s: &TestCluster, next: Option<&str>) {
     k8s.cluster(json!({ "pools": [{ "name": "p" }], "agents": of("n2") }));
     if let Some(next) = next {
         let etcd = json!({ "mode": "External", "keyPrefix": "/next/", "external": { "endpoints": [k8s.etcd.endpoint()] } });
-        k8s.apply(&json!({
-            "apiVersion": "reprise.dev/v1alpha1", "kind": "KVCacheCluster", "metadata": { "name": next },
-            "spec": { "etcd": etcd, "cache": { "dram": "64Mi", "regionSize": "2Mi" }, "agents": of("n1") },
-        }));
+        k8s.apply_resource(
+            "KVCacheCluster",
+            next,
+            json!({ "etcd": etcd, "cache": { "dram": "64Mi", "regionSize": "2Mi" }, "agents": of("n1") }),
+        );
     }
 }
 
@@ -149,8 +151,12 @@ fn node_leaves_cluster_after_its_agent_releases_queue_pairs() {
         assert!(queues(&k8s).0.is_array(), "the CacheNode remains while the agent has not released");
         assert_eq!(n1_cluster(&k8s), "c");
         agent.thaw();
-        let message = k8s.wait_condition(KIND, "a", ["Released", "True", "AgentGone"]);
-        assert!(message.contains("node n1 no longer belongs to KVCacheCluster cache/c"), "{message}");
+        k8s.wait_message(
+            KIND,
+            "a",
+            ["Released", "True", "AgentGone"],
+            &["node n1 no longer belongs to KVCacheCluster cache/c"],
+        );
         wait_until("the next cluster has the node", PATIENCE, || {
             (n1_cluster(&k8s) == json!(next)).then_some(())
         });
@@ -160,16 +166,13 @@ fn node_leaves_cluster_after_its_agent_releases_queue_pairs() {
 
 #[test]
 fn vanished_agent_is_waited_for_one_minute() {
-    let (k8s, operator, mut agent) = lab_with_agent();
+    let (k8s, _operator, mut agent) = lab_with_agent();
     allocate_and_wait(&k8s, "a", 16);
     agent.kill();
     unassign_n1(&k8s, Some("d"));
-    let message = k8s.wait_condition(KIND, "a", ["Released", "False", "Releasing"]);
-    assert!(message.contains("reports nothing for a minute"), "{message}");
+    k8s.wait_message(KIND, "a", ["Released", "False", "Releasing"], &["reports nothing for a minute"]);
     let silent = Duration::from_secs(90);
     k8s.wait_condition_within(silent, (KIND, "a"), ["Released", "True", "AgentGone"]);
     wait_until("the next cluster has the node", PATIENCE, || (n1_cluster(&k8s) == "d").then_some(()));
-    k8s.delete(KIND, "a");
-    wait_deleted(&k8s, "a");
-    operator.kill();
+    delete_and_wait(&k8s, "a");
 }

@@ -13,7 +13,8 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use crate::operator::queues::{
-    GRANTED, KIND, WAITING, cluster_with_controllers, create_allocation, grants, report_queues, wait_deleted,
+    GRANTED, KIND, WAITING, cluster_with_controllers, create_allocation, delete_and_wait, grant, grants,
+    report_queues, wait_deleted,
 };
 use crate::operator::test_cluster::{OPERATOR_NAMESPACE, QUIET_PERIOD, TestCluster};
 
@@ -70,19 +71,16 @@ fn allow(k8s: &TestCluster, name: &str) {
 
 #[test]
 fn unwritable_allocation_blocks_only_its_own_queue_pairs() {
-    let (k8s, operator) = cluster_with_controllers(&["S1"]);
+    let (k8s, _operator) = cluster_with_controllers(&["S1"]);
     k8s.env.require("reconcile failed; retrying");
-    create_allocation(&k8s, "broken", json!({ "queuePairs": 4 }));
-    k8s.wait_condition(KIND, "broken", GRANTED);
+    grant(&k8s, "broken", json!({ "queuePairs": 4 }));
     forbid(&k8s, "broken");
     // The operator cannot record the created queues in its status.
     report_queues(&k8s, "n1", &["S1"], &[("broken", 4)], json!({}));
-    create_allocation(&k8s, "good", json!({ "queuePairs": 4 }));
-    k8s.wait_condition(KIND, "good", GRANTED);
+    grant(&k8s, "good", json!({ "queuePairs": 4 }));
     create_allocation(&k8s, "waits", json!({ "queuePairs": 12 }));
     k8s.wait_condition(KIND, "waits", WAITING);
-    k8s.delete(KIND, "good");
-    wait_deleted(&k8s, "good");
+    delete_and_wait(&k8s, "good");
     k8s.wait_condition(KIND, "waits", GRANTED);
     create_allocation(&k8s, "needs", json!({ "queuePairs": 4 }));
     k8s.wait_condition(KIND, "needs", WAITING);
@@ -108,37 +106,38 @@ fn unwritable_allocation_blocks_only_its_own_queue_pairs() {
         k8s.get(KIND, "broken").is_none().then_some(())
     });
     k8s.wait_condition(KIND, "needs", GRANTED);
-    operator.kill();
 }
 
 #[test]
 fn grant_reports_missing_controller_or_reduced_budget() {
-    let (k8s, operator) = cluster_with_controllers(&["S1", "S2"]);
-    create_allocation(&k8s, "a", json!({}));
-    k8s.wait_condition(KIND, "a", GRANTED);
+    let (k8s, _operator) = cluster_with_controllers(&["S1", "S2"]);
+    grant(&k8s, "a", json!({}));
     report_queues(&k8s, "n1", &["S2"], &[], json!({}));
-    let message = k8s.wait_condition(KIND, "a", ["Allocated", "False", "NoDevices"]);
-    assert!(message.contains("node n1 no longer has controller S1"), "{message}");
+    k8s.wait_message(
+        KIND,
+        "a",
+        ["Allocated", "False", "NoDevices"],
+        &["node n1 no longer has controller S1"],
+    );
     report_queues(&k8s, "n1", &["S1", "S2"], &[], json!({}));
     k8s.wait_condition(KIND, "a", GRANTED);
     let percent = |percent: u32| json!({ "spec": { "devices": { "maxGpuQueuePercent": percent } } });
     k8s.merge("SSDPool", "p", &percent(10));
-    let message = k8s.wait_condition(KIND, "a", ["Allocated", "False", "OverBudget"]);
-    assert!(
-        message.contains("S1 (budget 3; held by cache/a 8)") && message.contains("maxGpuQueuePercent"),
-        "{message}"
+    k8s.wait_message(
+        KIND,
+        "a",
+        ["Allocated", "False", "OverBudget"],
+        &["S1 (budget 3; held by cache/a 8)", "maxGpuQueuePercent"],
     );
     assert_eq!(grants(&k8s.get(KIND, "a").expect("the object exists")).len(), 2, "the grant remains");
     k8s.merge("SSDPool", "p", &percent(25));
     k8s.wait_condition(KIND, "a", GRANTED);
-    operator.kill();
 }
 
 #[test]
 fn foreign_write_into_grant_is_kept_and_version_checked() {
-    let (k8s, operator) = cluster_with_controllers(&["S1"]);
-    create_allocation(&k8s, "a", json!({ "queuePairs": 2 }));
-    k8s.wait_condition(KIND, "a", GRANTED);
+    let (k8s, _operator) = cluster_with_controllers(&["S1"]);
+    grant(&k8s, "a", json!({ "queuePairs": 2 }));
     report_queues(&k8s, "n1", &["S1"], &[("a", 2)], json!({}));
     k8s.wait_condition(KIND, "a", ["Programmed", "True", "AsDesired"]);
     let moved = json!([{ "serial": "S1", "pciAddress": "0000:17:00.0", "queuePairs": 2 }]);
@@ -155,15 +154,13 @@ fn foreign_write_into_grant_is_kept_and_version_checked() {
         kube::Error::Api(status) => assert_eq!(status.code, 409),
         other => panic!("{other}"),
     }
-    operator.kill();
 }
 
 #[test]
 fn grants_end_when_node_leaves_cluster() {
-    let (k8s, operator) = cluster_with_controllers(&["S1"]);
+    let (k8s, _operator) = cluster_with_controllers(&["S1"]);
     for name in ["stays", "goes"] {
-        create_allocation(&k8s, name, json!({ "queuePairs": 4 }));
-        k8s.wait_condition(KIND, name, GRANTED);
+        grant(&k8s, name, json!({ "queuePairs": 4 }));
     }
     report_queues(&k8s, "n1", &["S1"], &[("stays", 4), ("goes", 4)], json!({}));
     k8s.delete(KIND, "goes");
@@ -180,20 +177,22 @@ fn grants_end_when_node_leaves_cluster() {
     );
     report_queues(&k8s, "n1", &["S1"], &[], json!({}));
     wait_deleted(&k8s, "goes");
-    let message = k8s.wait_condition(KIND, "stays", ["Released", "True", "AgentGone"]);
-    assert!(message.contains("node n1 no longer belongs to KVCacheCluster cache/c"), "{message}");
+    k8s.wait_message(
+        KIND,
+        "stays",
+        ["Released", "True", "AgentGone"],
+        &["node n1 no longer belongs to KVCacheCluster cache/c"],
+    );
     wait_until("the allocation has no finalizer", PATIENCE, || {
         k8s.get(KIND, "stays").expect("the object exists").finalizers().is_empty().then_some(())
     });
     wait_until("its CacheNode is deleted", PATIENCE, || k8s.get("CacheNode", "n1").is_none().then_some(()));
-    operator.kill();
 }
 
 #[test]
 fn queue_pairs_of_deleted_allocation_with_foreign_finalizer_are_reused() {
-    let (k8s, operator) = cluster_with_controllers(&["S1"]);
-    create_allocation(&k8s, "a", json!({ "queuePairs": 12 }));
-    k8s.wait_condition(KIND, "a", GRANTED);
+    let (k8s, _operator) = cluster_with_controllers(&["S1"]);
+    grant(&k8s, "a", json!({ "queuePairs": 12 }));
     k8s.merge(KIND, "a", &json!({ "metadata": { "finalizers": ["reprise.dev/queues", FOREIGN] } }));
     create_allocation(&k8s, "b", json!({}));
     k8s.wait_condition(KIND, "b", WAITING);
@@ -205,7 +204,6 @@ fn queue_pairs_of_deleted_allocation_with_foreign_finalizer_are_reused() {
     });
     k8s.merge(KIND, "a", &json!({ "metadata": { "finalizers": null } }));
     wait_deleted(&k8s, "a");
-    operator.kill();
 }
 
 /// Takes the lease from an operator right after a renewal, and offers it something to grant.

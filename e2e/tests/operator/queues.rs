@@ -21,18 +21,14 @@ const KILLS: usize = 6;
 
 /// Starts a cluster with a pool on both nodes; the agent of `n1` reports these controllers.
 pub(crate) fn cluster_with_controllers(controllers: &[&str]) -> (TestCluster, Operator) {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, operator) = TestCluster::with_operator();
     create_pool(&k8s);
     report_queues(&k8s, "n1", controllers, &[], json!({}));
     (k8s, operator)
 }
 
 fn create_pool(k8s: &TestCluster) {
-    k8s.apply(&json!({
-        "apiVersion": "reprise.dev/v1alpha1", "kind": "SSDPool", "metadata": { "name": "p" },
-        "spec": { "devices": { "globs": ["/dev/disk/by-id/nvme-*"] } },
-    }));
+    k8s.apply_resource("SSDPool", "p", json!({ "devices": { "globs": ["/dev/disk/by-id/nvme-*"] } }));
     k8s.cluster(json!({ "pools": [{ "name": "p" }] }));
     for node in ["n1", "n2"] {
         wait_until("the node has its claim", PATIENCE, || {
@@ -78,9 +74,7 @@ pub(crate) fn create_allocation(k8s: &TestCluster, name: &str, more: Value) {
     let mut spec =
         json!({ "nodeName": "n1", "gpuUuid": "GPU-0", "poolRef": { "name": "p" }, "queuePairs": 8 });
     spec.as_object_mut().expect("an object").extend(more.as_object().expect("fields").clone());
-    k8s.apply(&json!({
-        "apiVersion": "reprise.dev/v1alpha1", "kind": KIND, "metadata": { "name": name }, "spec": spec,
-    }));
+    k8s.apply_resource(KIND, name, spec);
 }
 
 /// Changes a status with the default field manager.
@@ -90,6 +84,17 @@ fn status(k8s: &TestCluster, name: &str, fields: Value) {
     k8s.server
         .block_on(api.patch_status(name, &params, &Patch::Merge(&body)))
         .expect("the status is accepted");
+}
+
+/// Creates an allocation, and waits until it has its queue pairs.
+pub(crate) fn grant(k8s: &TestCluster, name: &str, more: Value) {
+    create_allocation(k8s, name, more);
+    k8s.wait_condition(KIND, name, GRANTED);
+}
+
+pub(crate) fn delete_and_wait(k8s: &TestCluster, name: &str) {
+    k8s.delete(KIND, name);
+    wait_deleted(k8s, name);
 }
 
 pub(crate) fn wait_deleted(k8s: &TestCluster, name: &str) {
@@ -116,20 +121,14 @@ pub(crate) const WAITING: [&str; 3] = ["Allocated", "False", "OverBudget"];
 #[test]
 fn queue_pairs_are_granted_within_budget_and_waiting_allocation_gets_freed_ones() {
     let (k8s, operator) = cluster_with_controllers(&["S1", "S2"]);
-    create_allocation(&k8s, "a", json!({ "queuePairs": 12 }));
-    k8s.wait_condition(KIND, "a", GRANTED);
-    let message = k8s.wait_condition(KIND, "a", ["Programmed", "False", "Progressing"]);
-    assert!(message.contains("n1 has not reported yet"), "{message}");
+    grant(&k8s, "a", json!({ "queuePairs": 12 }));
+    k8s.wait_message(KIND, "a", ["Programmed", "False", "Progressing"], &["n1 has not reported yet"]);
     let a = k8s.get(KIND, "a").expect("the object exists");
     let grant = |serial: &str| json!({ "serial": serial, "pciAddress": "0000:01:00.0", "queuePairs": 12 });
     assert_eq!(grants(&a), [grant("S1"), grant("S2")]);
     assert_eq!(a.finalizers(), ["reprise.dev/queues"]);
     create_allocation(&k8s, "b", json!({}));
-    let message = k8s.wait_condition(KIND, "b", WAITING);
-    assert!(
-        message.contains("8 queue pairs") && message.contains("S1 (budget 16; held by cache/a 12)"),
-        "{message}"
-    );
+    k8s.wait_message(KIND, "b", WAITING, &["8 queue pairs", "S1 (budget 16; held by cache/a 12)"]);
     let b = k8s.get(KIND, "b").expect("the object exists");
     assert!(b.finalizers().is_empty() && grants(&b).is_empty(), "a waiting allocation needs no cleanup");
     wait_until("an event reports that the allocation waits", PATIENCE, || {
@@ -150,25 +149,19 @@ fn queue_pairs_are_granted_within_budget_and_waiting_allocation_gets_freed_ones(
     std::thread::sleep(QUIET_PERIOD);
     assert_eq!(writes(), written);
 
-    k8s.delete(KIND, "a");
-    wait_deleted(&k8s, "a");
+    delete_and_wait(&k8s, "a");
     k8s.wait_condition(KIND, "b", GRANTED);
-    k8s.delete(KIND, "b");
-    wait_deleted(&k8s, "b");
-    operator.kill();
+    delete_and_wait(&k8s, "b");
 }
 
 #[test]
 fn missing_references_are_named_until_allocation_is_accepted() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, _operator) = TestCluster::with_operator();
     let missing = ["Accepted", "False", "ReferenceNotFound"];
     create_allocation(&k8s, "elsewhere", json!({ "nodeName": "n9" }));
-    let message = k8s.wait_condition(KIND, "elsewhere", missing);
-    assert!(message.contains("node n9 does not exist"), "{message}");
+    k8s.wait_message(KIND, "elsewhere", missing, &["node n9 does not exist"]);
     create_allocation(&k8s, "x", json!({ "slackProfileRef": { "name": "s" } }));
-    let message = k8s.wait_condition(KIND, "x", missing);
-    assert!(message.contains("node n1 belongs to no KVCacheCluster"), "{message}");
+    k8s.wait_message(KIND, "x", missing, &["node n1 belongs to no KVCacheCluster"]);
     let wait_words = |words: &str| {
         wait_until(words, PATIENCE, || k8s.wait_condition(KIND, "x", missing).contains(words).then_some(()));
     };
@@ -185,19 +178,15 @@ fn missing_references_are_named_until_allocation_is_accepted() {
             "subject": { "model": "m", "gpuProduct": product, "engineVersion": "e" },
             "windows": windows,
         });
-        k8s.apply(&json!({
-            "apiVersion": "reprise.dev/v1alpha1", "kind": "SlackProfile", "metadata": { "name": "s" }, "spec": spec,
-        }));
+        k8s.apply_resource("SlackProfile", "s", spec);
     };
     let window = |least: u32, most: u32| json!({ "phase": "Decode", "minTokens": least, "maxTokens": most, "slackMicros": 40, "maxIoSms": 4 });
     profile("L4", json!([window(0, 64)]));
-    let message = k8s.wait_condition(KIND, "x", ["Accepted", "False", "WrongGpu"]);
-    assert!(message.contains("measured on L4") && message.contains("is H200"), "{message}");
+    k8s.wait_message(KIND, "x", ["Accepted", "False", "WrongGpu"], &["measured on L4", "is H200"]);
     k8s.delete("SlackProfile", "s");
     wait_words("SlackProfile s does not exist in namespace cache");
     profile("H200", json!([window(0, 64), window(32, 96)]));
-    let message = k8s.wait_condition(KIND, "x", ["Accepted", "False", "ProfileInvalid"]);
-    assert!(message.contains("overlap"), "{message}");
+    k8s.wait_message(KIND, "x", ["Accepted", "False", "ProfileInvalid"], &["overlap"]);
     // Only the status of the profile shows that it is valid now.
     profile("H200", json!([window(0, 64)]));
     k8s.wait_condition(KIND, "x", ["Accepted", "True", "AsDesired"]);
@@ -205,37 +194,31 @@ fn missing_references_are_named_until_allocation_is_accepted() {
     // A pool in a directory has no controllers.
     k8s.pool("d", "/var/lib/pool", json!({}));
     create_allocation(&k8s, "y", json!({ "poolRef": { "name": "d" } }));
-    let message = k8s.wait_condition(KIND, "y", ["Accepted", "False", "InvalidSpec"]);
-    assert!(message.contains("does not use raw devices"), "{message}");
-    operator.kill();
+    k8s.wait_message(KIND, "y", ["Accepted", "False", "InvalidSpec"], &["does not use raw devices"]);
 }
 
 #[test]
 fn deletion_waits_for_agent_and_released_pairs_are_granted_again() {
-    let (k8s, operator) = cluster_with_controllers(&["S1"]);
-    create_allocation(&k8s, "a", json!({ "queuePairs": 12 }));
-    k8s.wait_condition(KIND, "a", GRANTED);
+    let (k8s, _operator) = cluster_with_controllers(&["S1"]);
+    grant(&k8s, "a", json!({ "queuePairs": 12 }));
     report_queues(&k8s, "n1", &["S1"], &[("a", 12)], json!({}));
     k8s.wait_condition(KIND, "a", ["Programmed", "True", "AsDesired"]);
     create_allocation(&k8s, "b", json!({}));
     k8s.wait_condition(KIND, "b", WAITING);
     k8s.delete(KIND, "a");
-    let message = k8s.wait_condition(KIND, "a", ["DeletionBlocked", "True", "Releasing"]);
-    assert!(message.contains("n1") && message.contains("12 queue pairs"), "{message}");
+    k8s.wait_message(KIND, "a", ["DeletionBlocked", "True", "Releasing"], &["n1", "12 queue pairs"]);
     std::thread::sleep(QUIET_PERIOD);
     assert!(k8s.get(KIND, "a").is_some());
     k8s.wait_condition(KIND, "b", WAITING);
     report_queues(&k8s, "n1", &["S1"], &[], json!({}));
     wait_deleted(&k8s, "a");
     k8s.wait_condition(KIND, "b", GRANTED);
-    operator.kill();
 }
 
 #[test]
 fn grant_expires_and_its_pairs_are_granted_again() {
-    let (k8s, operator) = cluster_with_controllers(&["S1"]);
-    create_allocation(&k8s, "a", json!({ "queuePairs": 12, "ttl": "1h" }));
-    k8s.wait_condition(KIND, "a", GRANTED);
+    let (k8s, _operator) = cluster_with_controllers(&["S1"]);
+    grant(&k8s, "a", json!({ "queuePairs": 12, "ttl": "1h" }));
     let a = k8s.get(KIND, "a").expect("the object exists");
     let ends: Timestamp = a.data["status"]["expiresAt"].as_str().expect("a time").parse().expect("a time");
     let left = ends.duration_since(Timestamp::now());
@@ -249,27 +232,22 @@ fn grant_expires_and_its_pairs_are_granted_again() {
     k8s.wait_condition(KIND, "a", ["Allocated", "False", "Expired"]);
     k8s.wait_condition(KIND, "b", GRANTED);
     // An expired allocation is not granted again.
-    k8s.delete(KIND, "b");
-    wait_deleted(&k8s, "b");
+    delete_and_wait(&k8s, "b");
     std::thread::sleep(QUIET_PERIOD);
     let a = k8s.get(KIND, "a").expect("the object exists");
     assert!(grants(&a).is_empty() && a.finalizers().is_empty());
-    operator.kill();
 }
 
 #[test]
 fn guaranteed_allocation_reclaims_best_effort_pairs() {
-    let (k8s, operator) = cluster_with_controllers(&["S1"]);
-    create_allocation(&k8s, "effort", json!({ "qos": "BestEffort", "ttl": "1h" }));
-    k8s.wait_condition(KIND, "effort", GRANTED);
+    let (k8s, _operator) = cluster_with_controllers(&["S1"]);
+    grant(&k8s, "effort", json!({ "qos": "BestEffort", "ttl": "1h" }));
     report_queues(&k8s, "n1", &["S1"], &[("effort", 8)], json!({}));
     k8s.wait_condition(KIND, "effort", ["Programmed", "True", "AsDesired"]);
     create_allocation(&k8s, "own", json!({ "qos": "Guaranteed", "isolation": "ExclusiveController" }));
-    let message = k8s.wait_condition(KIND, "effort", ["Allocated", "False", "TakenBack"]);
-    assert!(message.contains("cache/own"), "{message}");
+    k8s.wait_message(KIND, "effort", ["Allocated", "False", "TakenBack"], &["cache/own"]);
     k8s.wait_condition(KIND, "effort", ["Released", "False", "Releasing"]);
-    let message = k8s.wait_condition(KIND, "own", ["Allocated", "False", "Releasing"]);
-    assert!(message.contains("cache/effort 8"), "{message}");
+    k8s.wait_message(KIND, "own", ["Allocated", "False", "Releasing"], &["cache/effort 8"]);
     report_queues(&k8s, "n1", &["S1"], &[], json!({}));
     k8s.wait_condition(KIND, "effort", ["Released", "True", "TakenBack"]);
     k8s.wait_condition(KIND, "own", GRANTED);
@@ -277,15 +255,13 @@ fn guaranteed_allocation_reclaims_best_effort_pairs() {
     create_allocation(&k8s, "small", json!({ "queuePairs": 1 }));
     k8s.wait_condition(KIND, "small", WAITING);
     assert_eq!(granted_pairs(&k8s), BTreeMap::from([("S1".to_owned(), 8)]));
-    operator.kill();
 }
 
 #[test]
 fn grants_end_when_node_is_deleted() {
-    let (k8s, operator) = cluster_with_controllers(&["S1"]);
+    let (k8s, _operator) = cluster_with_controllers(&["S1"]);
     for name in ["stays", "goes"] {
-        create_allocation(&k8s, name, json!({ "queuePairs": 4 }));
-        k8s.wait_condition(KIND, name, GRANTED);
+        grant(&k8s, name, json!({ "queuePairs": 4 }));
     }
     report_queues(&k8s, "n1", &["S1"], &[("stays", 4), ("goes", 4)], json!({}));
     k8s.wait_condition(KIND, "goes", ["Programmed", "True", "AsDesired"]);
@@ -293,11 +269,8 @@ fn grants_end_when_node_is_deleted() {
     k8s.wait_condition(KIND, "goes", ["DeletionBlocked", "True", "Releasing"]);
     k8s.delete("Node", "n1");
     wait_deleted(&k8s, "goes");
-    let message = k8s.wait_condition(KIND, "stays", ["Released", "True", "AgentGone"]);
-    assert!(message.contains("n1"), "{message}");
-    k8s.delete(KIND, "stays");
-    wait_deleted(&k8s, "stays");
-    operator.kill();
+    k8s.wait_message(KIND, "stays", ["Released", "True", "AgentGone"], &["n1"]);
+    delete_and_wait(&k8s, "stays");
 }
 
 #[test]
@@ -364,5 +337,4 @@ fn repeatedly_killed_operator_grants_no_queue_pair_twice() {
         k8s.delete(KIND, name);
     }
     wait_until("all allocations are deleted", PATIENCE, || k8s.list(KIND).is_empty().then_some(()));
-    operator.kill();
 }

@@ -78,8 +78,7 @@ fn missing_finalizer_right_is_a_condition_and_other_work_continues() {
     report_sessions(&k8s, "n1", 1);
     let unknown = ["DeletionBlocked", "Unknown", "Forbidden"];
     for (kind, name) in [("KVCacheCluster", "c"), ("SSDPool", "p"), ("SSDPool", "wiped")] {
-        let message = k8s.wait_condition(kind, name, unknown);
-        assert!(message.contains("permissions of this version's chart"), "{message}");
+        k8s.wait_message(kind, name, unknown, &["permissions of this version's chart"]);
     }
     k8s.wait_condition("SSDPool", "p", ["Ready", "True", "AsDesired"]);
     let ended = |result: &str| operator.metric("reprise_operator_reconciles_total", result);
@@ -88,7 +87,7 @@ fn missing_finalizer_right_is_a_condition_and_other_work_continues() {
     operator.kill();
 
     // An upgrade of the chart adds the right.
-    let operator = start_operator(&k8s, |_| ());
+    let _operator = start_operator(&k8s, |_| ());
     wait_finalizer(&k8s, "SSDPool", "p");
     wait_finalizer(&k8s, "KVCacheCluster", "c");
     wait_finalizer(&k8s, "SSDPool", "wiped");
@@ -97,7 +96,6 @@ fn missing_finalizer_right_is_a_condition_and_other_work_continues() {
         let conditions = pool.data["status"]["conditions"].as_array()?;
         (!conditions.iter().any(|one| one["type"] == "DeletionBlocked")).then_some(())
     });
-    operator.kill();
 }
 
 #[test]
@@ -111,14 +109,12 @@ fn tenant_reports_missing_right_to_add_finalizer() {
             }
         }
     });
-    k8s.apply(&json!({
-        "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheTenant", "metadata": { "name": "t" },
-        "spec": { "budget": { "ssd": { "limit": "1Gi" } } },
-    }));
-    let message = k8s.wait_condition("CacheTenant", "t", ["DeletionBlocked", "Unknown", "Forbidden"]);
-    assert!(
-        message.contains("not allowed to add") && message.contains("permissions of this version's chart"),
-        "{message}"
+    k8s.apply_resource("CacheTenant", "t", json!({ "budget": { "ssd": { "limit": "1Gi" } } }));
+    k8s.wait_message(
+        "CacheTenant",
+        "t",
+        ["DeletionBlocked", "Unknown", "Forbidden"],
+        &["not allowed to add", "permissions of this version's chart"],
     );
     k8s.wait_condition("CacheTenant", "t", ["Accepted", "True", "AsDesired"]);
     assert_eq!(
@@ -126,7 +122,6 @@ fn tenant_reports_missing_right_to_add_finalizer() {
         0.0,
         "the missing right is a condition, not a failed reconcile"
     );
-    operator.kill();
 }
 
 #[test]
@@ -153,13 +148,12 @@ fn finalizer_is_removed_once_right_is_granted() {
     assert!(!k8s.list("Event").iter().any(is_release_event), "the deletion is not released yet");
     operator.kill();
 
-    let operator = start_operator(&k8s, |_| ());
+    let _operator = start_operator(&k8s, |_| ());
     k8s.wait_condition_within(LATEST, ("SSDPool", "p"), ["DeletionBlocked", "True", "Releasing"]);
     for node in ["n1", "n2"] {
         k8s.agent_reports(node, "Wiped");
     }
     wait_deleted(&k8s, "SSDPool", "p");
-    operator.kill();
 }
 
 /// Admission policy and binding that reject DaemonSets, like policies against host directories.
@@ -216,10 +210,11 @@ fn child_forbidden_by_policy_is_a_condition_and_others_are_created() {
     });
     let operator = start_operator(&k8s, |_| ());
     k8s.cluster(json!({}));
-    let message = k8s.wait_condition("KVCacheCluster", "c", ["Degraded", "True", "Forbidden"]);
-    assert!(
-        message.contains("DaemonSet/cache/c-agent") && message.contains("no folders of nodes here"),
-        "{message}"
+    k8s.wait_message(
+        "KVCacheCluster",
+        "c",
+        ["Degraded", "True", "Forbidden"],
+        &["DaemonSet/cache/c-agent", "no folders of nodes here"],
     );
     k8s.wait_condition("KVCacheCluster", "c", ["Ready", "False", "Forbidden"]);
     for (kind, name) in
@@ -235,13 +230,12 @@ fn child_forbidden_by_policy_is_a_condition_and_others_are_created() {
     deleted.expect("the binding can be deleted");
     k8s.wait_for("DaemonSet", "c-agent");
     k8s.wait_condition("KVCacheCluster", "c", ["Accepted", "True", "AsDesired"]);
-    operator.kill();
 }
 
 #[test]
 fn cluster_in_terminating_namespace_is_blocked_then_released() {
     let k8s = TestCluster::new();
-    let operator = start_operator(&k8s, |_| ());
+    let _operator = start_operator(&k8s, |_| ());
     create_running_cluster(&k8s, json!({}));
     report_sessions(&k8s, "n1", 1);
     wait_finalizer(&k8s, "KVCacheCluster", "c");
@@ -250,23 +244,25 @@ fn cluster_in_terminating_namespace_is_blocked_then_released() {
     k8s.delete("KVCacheCluster", "c");
     k8s.delete("ConfigMap", "c-agent");
     report_sessions(&k8s, "n1", 1);
-    let message = k8s.wait_condition("KVCacheCluster", "c", BLOCKED);
-    assert!(message.contains("n1 (1)"), "{message}");
-    let message = k8s.wait_condition("KVCacheCluster", "c", ["Degraded", "True", "Forbidden"]);
-    assert!(message.contains("ConfigMap/cache/c-agent") && message.contains("being terminated"), "{message}");
+    k8s.wait_message("KVCacheCluster", "c", BLOCKED, &["n1 (1)"]);
+    k8s.wait_message(
+        "KVCacheCluster",
+        "c",
+        ["Degraded", "True", "Forbidden"],
+        &["ConfigMap/cache/c-agent", "being terminated"],
+    );
     report_sessions(&k8s, "n1", 1);
     std::thread::sleep(QUIET_PERIOD);
     assert!(k8s.get("ConfigMap", "c-agent").is_none(), "the ConfigMap cannot be re-created");
     assert!(k8s.get("CacheNode", "n1").is_some(), "its nodes are unchanged");
     report_sessions(&k8s, "n1", 0);
     wait_deleted(&k8s, "KVCacheCluster", "c");
-    operator.kill();
 }
 
 #[test]
 fn delete_hook_names_objects_in_use() {
     let k8s = TestCluster::new();
-    let operator = start_operator(&k8s, |_| ());
+    let _operator = start_operator(&k8s, |_| ());
     create_running_cluster(&k8s, json!({}));
     report_sessions(&k8s, "n1", 1);
     wait_finalizer(&k8s, "KVCacheCluster", "c");
@@ -289,5 +285,4 @@ fn delete_hook_names_objects_in_use() {
         assert!(words.contains(named), "{named}: {words}");
     }
     assert!(has_finalizer(&k8s, "KVCacheCluster", "c"), "the cluster does not belong to the release");
-    operator.kill();
 }

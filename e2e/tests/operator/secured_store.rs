@@ -75,7 +75,7 @@ fn etcd_with_tls_and_users_is_reached_once_secrets_are_correct() {
     secret(&k8s, "ca", &json!({ "ca.crt": stranger.certificate() }));
     secret(&k8s, "client", &json!({ "tls.crt": certificate, "tls.key": key }));
     secret(&k8s, "user", &json!({ "password": "wrong" }));
-    let operator = k8s.operator();
+    let _operator = k8s.operator();
     k8s.cluster(json!({ "etcd": { "mode": "External", "external": {
         "endpoints": [k8s.etcd.endpoint()],
         "tls": { "caSecretRef": { "name": "ca", "key": "ca.crt" }, "clientSecretRef": { "name": "client" } },
@@ -101,5 +101,4 @@ fn etcd_with_tls_and_users_is_reached_once_secrets_are_correct() {
     wait_until("the members' pod template has the new digest", PATIENCE, || {
         (digest() != before).then_some(())
     });
-    operator.kill();
 }

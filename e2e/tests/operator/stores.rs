@@ -21,8 +21,7 @@ fn external(more: Value) -> Value {
 
 #[test]
 fn unreachable_store_is_a_condition_and_members_are_created() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, _operator) = TestCluster::with_operator();
     k8s.cluster(external(json!({})));
     let message = k8s.wait_condition("KVCacheCluster", "c", ["EtcdReady", "False", "EtcdUnreachable"]);
     for words in ["http://127.0.0.1:1", "Check endpoints, network policies, certificates and user"] {
@@ -31,23 +30,19 @@ fn unreachable_store_is_a_condition_and_members_are_created() {
     k8s.wait_for("StatefulSet", "c-controlplane");
     k8s.cluster(external(json!({ "endpoints": [k8s.etcd.endpoint()] })));
     k8s.wait_condition("KVCacheCluster", "c", ["EtcdReady", "True", "AsDesired"]);
-    operator.kill();
 }
 
 #[test]
 fn invalid_secrets_are_reported_before_creation() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, _operator) = TestCluster::with_operator();
     let tls = json!({ "endpoints": ["https://127.0.0.1:1"], "tls": { "caSecretRef": { "name": "ca", "key": "ca.crt" } } });
     k8s.cluster(external(tls));
-    let message = k8s.wait_condition("KVCacheCluster", "c", ["Accepted", "False", "ReferenceNotFound"]);
-    assert!(message.contains("Secret ca"), "{message}");
+    k8s.wait_message("KVCacheCluster", "c", ["Accepted", "False", "ReferenceNotFound"], &["Secret ca"]);
     let secret = |data: Value| {
         k8s.apply(&json!({ "apiVersion": "v1", "kind": "Secret", "metadata": { "name": "ca" }, "stringData": data }));
     };
     secret(json!({ "other": "x" }));
-    let message = k8s.wait_condition("KVCacheCluster", "c", ["Accepted", "False", "SecretInvalid"]);
-    assert!(message.contains("no entry ca.crt"), "{message}");
+    k8s.wait_message("KVCacheCluster", "c", ["Accepted", "False", "SecretInvalid"], &["no entry ca.crt"]);
     secret(json!({ "ca.crt": "not a certificate" }));
     wait_until("the message asks for PEM", PATIENCE, || {
         std::thread::sleep(std::time::Duration::from_millis(100));
@@ -55,32 +50,28 @@ fn invalid_secrets_are_reported_before_creation() {
         message.contains("expected PEM").then_some(())
     });
     assert!(k8s.operator_objects().is_empty(), "no objects of a rejected cluster");
-    operator.kill();
 }
 
 #[test]
 fn unsupported_setting_is_rejected_without_changes() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, _operator) = TestCluster::with_operator();
     k8s.cluster(json!({ "injection": { "mode": "Webhook" } }));
-    let message = k8s.wait_condition("KVCacheCluster", "c", ["Accepted", "False", "Unsupported"]);
-    assert!(message.contains("injection.mode"), "{message}");
+    k8s.wait_message("KVCacheCluster", "c", ["Accepted", "False", "Unsupported"], &["injection.mode"]);
     std::thread::sleep(QUIET_PERIOD);
     assert!(k8s.operator_objects().is_empty());
-    operator.kill();
 }
 
 #[test]
 fn missing_storage_class_is_reported_until_it_exists() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, _operator) = TestCluster::with_operator();
     let managed = |storage: Value| json!({ "mode": "Managed", "managed": { "storage": storage } });
     k8s.cluster(json!({ "etcd": managed(json!({ "storageClassName": "fast" })) }));
     // A second cluster with the default class and without nodes.
-    k8s.apply(&json!({
-        "apiVersion": "reprise.dev/v1alpha1", "kind": "KVCacheCluster", "metadata": { "name": "d" },
-        "spec": { "etcd": managed(json!({})), "agents": { "nodeSelector": { "disk": "none" } } },
-    }));
+    k8s.apply_resource(
+        "KVCacheCluster",
+        "d",
+        json!({ "etcd": managed(json!({})), "agents": { "nodeSelector": { "disk": "none" } } }),
+    );
     // Simulates the claims that the StatefulSet controller creates.
     for (claim, class) in [("data-c-etcd-0", json!("fast")), ("data-d-etcd-0", json!(null))] {
         k8s.apply(&json!({
@@ -91,13 +82,8 @@ fn missing_storage_class_is_reported_until_it_exists() {
         }));
     }
     let no_class = ["EtcdReady", "False", "NoStorageClass"];
-    let message = k8s.wait_condition("KVCacheCluster", "c", no_class);
-    assert!(
-        message.contains("StorageClass fast does not exist") && message.contains("create it"),
-        "{message}"
-    );
-    let message = k8s.wait_condition("KVCacheCluster", "d", no_class);
-    assert!(message.contains("is-default-class: \"true\""), "{message}");
+    k8s.wait_message("KVCacheCluster", "c", no_class, &["StorageClass fast does not exist", "create it"]);
+    k8s.wait_message("KVCacheCluster", "d", no_class, &["is-default-class: \"true\""]);
     k8s.wait_condition("KVCacheCluster", "c", ["Degraded", "True", "NoStorageClass"]);
     // Volumes may be created manually, so the StatefulSet and its children exist without a class.
     k8s.wait_for("StatefulSet", "c-etcd");
@@ -123,13 +109,11 @@ fn missing_storage_class_is_reported_until_it_exists() {
     k8s.server.block_on(patched).expect("the status is accepted");
     k8s.wait_condition("KVCacheCluster", "d", coming);
     k8s.wait_condition("KVCacheCluster", "c", no_class);
-    operator.kill();
 }
 
 #[test]
 fn corrupt_certificates_of_managed_store_are_replaced() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, _operator) = TestCluster::with_operator();
     k8s.cluster(json!({ "etcd": { "mode": "Managed" } }));
     let first = k8s.wait_for("Secret", "c-etcd-tls");
     let authority = k8s.wait_for("Secret", "c-etcd-ca");
@@ -153,7 +137,6 @@ fn corrupt_certificates_of_managed_store_are_replaced() {
     assert_eq!(k8s.wait_for("Secret", "c-etcd-ca").resource_version(), authority.resource_version());
     k8s.cluster(json!({ "etcd": { "mode": "Managed", "managed": { "replicas": 3 } } }));
     k8s.wait_condition("KVCacheCluster", "c", ["Accepted", "False", "Unsupported"]);
-    operator.kill();
 }
 
 /// Deletes the authority of a managed etcd, and waits until a condition reports it.
@@ -169,8 +152,7 @@ pub(crate) fn delete_authority(k8s: &TestCluster) {
 
 #[test]
 fn lost_authority_is_reported_and_etcd_keeps_running() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, _operator) = TestCluster::with_operator();
     k8s.cluster(json!({ "etcd": { "mode": "Managed", "managed": { "replicas": 3 } } }));
     let backup = k8s.wait_for("Secret", AUTHORITY);
     k8s.wait_for("StatefulSet", "c-controlplane");
@@ -204,13 +186,11 @@ fn lost_authority_is_reported_and_etcd_keeps_running() {
     k8s.apply(&saved);
     k8s.wait_condition("KVCacheCluster", "c", ["Degraded", "False", "AsDesired"]);
     assert_eq!(parts(), before, "no pods are restarted");
-    operator.kill();
 }
 
 #[test]
 fn new_authority_replaces_all_etcd_members_at_once() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, operator) = TestCluster::with_operator();
     k8s.cluster(json!({ "etcd": { "mode": "Managed", "managed": { "replicas": 3 } } }));
     let first = k8s.wait_for("Secret", "c-etcd-tls");
     k8s.make_pods_ready("c-etcd");
@@ -237,14 +217,18 @@ fn new_authority_replaces_all_etcd_members_at_once() {
         });
     };
     replicas(0);
-    let message = k8s.wait_condition("KVCacheCluster", "c", ["EtcdReady", "False", "Progressing"]);
-    assert!(message.contains("members are being replaced"), "{message}");
+    k8s.wait_message(
+        "KVCacheCluster",
+        "c",
+        ["EtcdReady", "False", "Progressing"],
+        &["members are being replaced"],
+    );
     std::thread::sleep(QUIET_PERIOD);
     assert_eq!(annotation("c-etcd", TRUSTS), before, "the template is unchanged while old members run");
     // Simulates the StatefulSet controller: the last old member stops. A restarted operator continues.
     operator.kill();
     k8s.make_pods_ready("c-etcd");
-    let operator = k8s.operator();
+    let _operator = k8s.operator();
     replicas(3);
     assert_ne!(annotation("c-etcd", TRUSTS), before);
     k8s.make_pods_ready("c-etcd");
@@ -255,13 +239,11 @@ fn new_authority_replaces_all_etcd_members_at_once() {
         members,
         "the members' pod template has the new digest"
     );
-    operator.kill();
 }
 
 #[test]
 fn scaled_store_is_restored_unless_cluster_is_paused() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, _operator) = TestCluster::with_operator();
     k8s.cluster(json!({ "etcd": { "mode": "Managed", "managed": { "replicas": 3 } } }));
     k8s.wait_for("StatefulSet", "c-etcd");
     k8s.make_pods_ready("c-etcd");
@@ -295,5 +277,4 @@ fn scaled_store_is_restored_unless_cluster_is_paused() {
     assert!(k8s.get("StatefulSet", "c-etcd").is_none(), "a paused cluster is not changed");
     pause(false);
     wait_for_three();
-    operator.kill();
 }

@@ -6,15 +6,12 @@ use serde_json::{Value, json};
 use crate::operator::test_cluster::{TestCluster, sha256};
 
 fn tenant(k8s: &TestCluster, name: &str, spec: &Value) {
-    k8s.apply(&json!({
-        "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheTenant", "metadata": { "name": name }, "spec": spec,
-    }));
+    k8s.apply_resource("CacheTenant", name, spec);
 }
 
 #[test]
 fn tenant_reservations_are_checked_against_node_capacity() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, _operator) = TestCluster::with_operator();
     let reserves = |size: &str| json!({ "perNode": { "ssd": { "reserved": size } } });
     tenant(&k8s, "a", &reserves("48Mi"));
     k8s.cluster(json!({}));
@@ -30,8 +27,7 @@ fn tenant_reservations_are_checked_against_node_capacity() {
     }
     // Two reservations together exceed the capacity.
     tenant(&k8s, "b", &reserves("32Mi"));
-    let message = k8s.wait_condition("CacheTenant", "b", ["QuotaFeasible", "False", "OverCapacity"]);
-    assert!(message.contains("n1") && message.contains("80Mi") && message.contains("a, b"), "{message}");
+    k8s.wait_message("CacheTenant", "b", ["QuotaFeasible", "False", "OverCapacity"], &["n1", "80Mi", "a, b"]);
     k8s.wait_condition("CacheTenant", "a", ["Ready", "False", "OverCapacity"]);
     tenant(&k8s, "b", &reserves("16Mi"));
     for name in ["a", "b"] {
@@ -39,11 +35,9 @@ fn tenant_reservations_are_checked_against_node_capacity() {
     }
     let counted = json!({ "maxGpuQueuePairs": 1, "perNode": { "ssd": { "limit": "17Mi" } } });
     tenant(&k8s, "c", &counted);
-    let message = k8s.wait_condition("CacheTenant", "c", ["Accepted", "False", "Unsupported"]);
-    assert!(message.contains("maxGpuQueuePairs"), "{message}");
+    k8s.wait_message("CacheTenant", "c", ["Accepted", "False", "Unsupported"], &["maxGpuQueuePairs"]);
     wait_until("the agents' configuration has b's new reservation", PATIENCE, || is_configured("16MiB"));
     assert!(is_configured("17MiB").is_none());
-    operator.kill();
 }
 
 /// The file that maps pods to tenants, and its digest as agents report it.
@@ -55,8 +49,7 @@ fn tenant_map(k8s: &TestCluster) -> Option<(Value, String)> {
 
 #[test]
 fn pod_tenants_follow_namespaces_without_agent_restart() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, _operator) = TestCluster::with_operator();
     let team = json!({ "namespaceSelector": { "matchLabels": { "team": "a" } } });
     let space = |name: &str, labels: Value| {
         k8s.apply(&json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": name, "labels": labels } }));
@@ -68,11 +61,9 @@ fn pod_tenants_follow_namespaces_without_agent_restart() {
         tenant_map(&k8s).filter(|(file, _)| file["tenants"] == json!(["team-a"]))
     });
     assert_eq!(kept.0["namespaces"], json!({}));
-    let message = k8s.wait_condition("CacheTenant", "team-a", ["PodsBound", "True", "AsDesired"]);
-    assert!(message.contains("2 nodes do not report"), "{message}");
+    k8s.wait_message("CacheTenant", "team-a", ["PodsBound", "True", "AsDesired"], &["2 nodes do not report"]);
     k8s.agent_reports("n1", "Open");
-    let message = k8s.wait_condition("CacheTenant", "team-a", ["PodsBound", "False", "NotReported"]);
-    assert!(message.contains("(n1)"), "{message}");
+    k8s.wait_message("CacheTenant", "team-a", ["PodsBound", "False", "NotReported"], &["(n1)"]);
     let agents = k8s.wait_for("DaemonSet", "c-agent").data["spec"].clone();
 
     space("chat", json!({ "team": "a" }));
@@ -90,13 +81,16 @@ fn pod_tenants_follow_namespaces_without_agent_restart() {
     });
     k8s.wait_condition("CacheTenant", "team-a", ["PodsBound", "False", "Progressing"]);
     k8s.agent_reports_with("n2", "Open", |status| status["applied"]["tenantsDigest"] = json!(digest));
-    let message = k8s.wait_condition("CacheTenant", "team-a", ["PodsBound", "True", "AsDesired"]);
-    assert!(message.contains("1 namespaces"), "{message}");
+    k8s.wait_message("CacheTenant", "team-a", ["PodsBound", "True", "AsDesired"], &["1 namespaces"]);
 
     // A younger tenant that selects the same namespace reports a conflict and changes nothing.
     tenant(&k8s, "team-c", &team);
-    let message = k8s.wait_condition("CacheTenant", "team-c", ["PodsBound", "False", "Conflict"]);
-    assert!(message.contains("namespace chat belongs to team-a"), "{message}");
+    k8s.wait_message(
+        "CacheTenant",
+        "team-c",
+        ["PodsBound", "False", "Conflict"],
+        &["namespace chat belongs to team-a"],
+    );
     k8s.wait_condition("CacheTenant", "team-c", ["Ready", "False", "Conflict"]);
     k8s.delete("CacheTenant", "team-c");
 
@@ -112,5 +106,4 @@ fn pod_tenants_follow_namespaces_without_agent_restart() {
         tenant_map(&k8s).filter(|(file, _)| file["tenants"] == json!([]))
     });
     assert_eq!(k8s.wait_for("DaemonSet", "c-agent").data["spec"], agents, "no agent was restarted");
-    operator.kill();
 }

@@ -10,6 +10,7 @@ use kube::api::{Api, ApiResource, DeleteParams, DynamicObject, ListParams, Patch
 use kube::core::GroupVersionKind;
 use kube::{Client, ResourceExt};
 use reprise_e2e::{ApiServer, Etcd, Operator, OperatorFiles, PATIENCE, TestEnv, wait_until};
+use serde::Serialize;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
@@ -89,6 +90,13 @@ impl TestCluster {
             }));
         }
         k8s
+    }
+
+    /// Starts a test cluster and its operator.
+    pub(crate) fn with_operator() -> (TestCluster, Operator) {
+        let k8s = TestCluster::new();
+        let operator = k8s.operator();
+        (k8s, operator)
     }
 
     /// Files of an operator, not started, whose control plane is unreachable.
@@ -186,7 +194,8 @@ impl TestCluster {
         self.apply_resource("SlackProfile", name, json!({ "subject": subject, "windows": [window] }));
     }
 
-    fn apply_resource(&self, kind: &str, name: &str, spec: Value) {
+    /// Applies an object of a Reprise kind.
+    pub(crate) fn apply_resource(&self, kind: &str, name: &str, spec: impl Serialize) {
         self.apply(&json!({
             "apiVersion": "reprise.dev/v1alpha1", "kind": kind, "metadata": { "name": name }, "spec": spec,
         }));
@@ -225,6 +234,13 @@ impl TestCluster {
     /// Waits until a condition has this status and reason for the current generation. Returns its message.
     pub(crate) fn wait_condition(&self, kind: &str, name: &str, wanted: [&str; 3]) -> String {
         self.wait_condition_within(PATIENCE, (kind, name), wanted)
+    }
+
+    /// Does the same as [`Self::wait_condition`]; the message must contain these words.
+    pub(crate) fn wait_message(&self, kind: &str, name: &str, wanted: [&str; 3], words: &[&str]) -> String {
+        let message = self.wait_condition(kind, name, wanted);
+        assert!(words.iter().all(|word| message.contains(word)), "no {words:?} in: {message}");
+        message
     }
 
     /// Does the same as [`Self::wait_condition`] with another timeout.

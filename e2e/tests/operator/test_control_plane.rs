@@ -20,12 +20,9 @@ impl TestControlPlane {
     /// Starts a control plane with a persistent store, and waits until these nodes have registered.
     pub(crate) fn new(k8s: &TestCluster, nodes: &[&str]) -> TestControlPlane {
         let members = k8s.env.control_plane(Store::Embedded);
-        for words in [
-            "node is silent",
-            "the control plane is unreachable",
-            "cannot register with the control plane",
-            "registration lost",
-        ] {
+        for words in
+            ["node is silent", "the control plane is unreachable", "cannot register with the control plane"]
+        {
             k8s.env.allow(words);
         }
         let agent = |node: &&str| {

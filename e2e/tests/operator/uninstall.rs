@@ -73,8 +73,7 @@ fn stderr_text(output: &Output) -> String {
 
 #[test]
 fn release_deletes_its_objects_and_keeps_others() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, _operator) = TestCluster::with_operator();
     install(&k8s);
     k8s.pool("mine", "/var/lib/mine", json!({}));
     k8s.wait_for("DaemonSet", "c-agent");
@@ -111,13 +110,11 @@ fn release_deletes_its_objects_and_keeps_others() {
         "{}",
         stderr_text(&output)
     );
-    operator.kill();
 }
 
 #[test]
 fn objects_remaining_at_timeout_are_named_with_reason() {
-    let k8s = TestCluster::new();
-    let operator = k8s.operator();
+    let (k8s, _operator) = TestCluster::with_operator();
     install(&k8s);
     k8s.wait_for("DaemonSet", "c-agent");
     k8s.wait_for("CacheNode", "n2");
@@ -137,7 +134,6 @@ fn objects_remaining_at_timeout_are_named_with_reason() {
     let output = deletion.wait_with_output().expect("it ends");
     assert!(output.status.success(), "{}", stderr_text(&output));
     assert!(k8s.get("CacheNode", "n2").is_none() && k8s.get("SSDPool", "p").is_none());
-    operator.kill();
 }
 
 /// A pool of raw devices and a cluster on one node with it.

@@ -288,10 +288,7 @@ impl UserSimulator {
         for pool in &younger {
             // Creation times decide precedence and have a resolution of one second.
             std::thread::sleep(Duration::from_millis(1100));
-            k8s.apply(&json!({
-                "apiVersion": "reprise.dev/v1alpha1", "kind": "SSDPool", "metadata": { "name": pool.name_any() },
-                "spec": pool.data["spec"],
-            }));
+            k8s.apply_resource("SSDPool", &pool.name_any(), &pool.data["spec"]);
         }
     }
 

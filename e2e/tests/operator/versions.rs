@@ -41,7 +41,7 @@ fn versions(k8s: &TestCluster) -> Value {
 fn untagged_image_takes_reported_version_and_skew_is_limited() {
     let k8s = TestCluster::new();
     let members = k8s.env.control_plane(Store::Embedded);
-    let operator = k8s.operator_with("operator", members.address()).start().expect("the operator starts");
+    let _operator = k8s.operator_with("operator", members.address()).start().expect("the operator starts");
     cluster(&k8s, THIS, DIGEST);
     let message = wait(&k8s, ["Compatible", "Unknown", "Progressing"]);
     assert!(message.contains(&format!("image made/members@{DIGEST} has no version in its tag")), "{message}");
@@ -65,14 +65,13 @@ fn untagged_image_takes_reported_version_and_skew_is_limited() {
     cluster(&k8s, FAR, DIGEST);
     let message = wait(&k8s, ["Accepted", "False", "VersionSkew"]);
     assert!(message.contains("agents of version 0.3") && message.contains(" to 0.2 first"), "{message}");
-    operator.kill();
 }
 
 #[test]
 fn running_member_version_limits_version_skew() {
     let k8s = TestCluster::new();
     let members = k8s.env.control_plane(Store::Embedded);
-    let operator = k8s.operator_with("operator", members.address()).start().expect("the operator starts");
+    let _operator = k8s.operator_with("operator", members.address()).start().expect("the operator starts");
     cluster(&k8s, THIS, THIS);
     k8s.make_members_ready();
     wait_until("the status has the member's version", PATIENCE, || {
@@ -92,5 +91,4 @@ fn running_member_version_limits_version_skew() {
     wait_until("the template has the old version", PATIENCE, || {
         (template(&k8s) == json!(format!("made/members:{THIS}"))).then_some(())
     });
-    operator.kill();
 }

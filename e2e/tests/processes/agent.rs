@@ -7,13 +7,14 @@ use std::process::Command;
 
 use prost::Message;
 use reprise_client::{ClientError, LoadRequest, Scope, Source};
-use reprise_e2e::content::{first_difference, keys, layout_of, small};
+use reprise_e2e::content::{keys, layout_of, small};
 use reprise_e2e::engine::object_bytes;
 use reprise_e2e::process::binary;
 use reprise_e2e::raw::RawSession;
 use reprise_e2e::{AgentConfig, LoadParams, PATIENCE, TestEnv};
 use reprise_policy::ByteSize;
 use reprise_proto::local::{self, FailureKind, request, response};
+use reprise_testkit::kv_function::mismatches;
 
 fn numbers(range: std::ops::Range<u64>) -> Vec<u64> {
     range.collect()
@@ -36,8 +37,7 @@ fn prints_the_default_configuration_and_nothing_else() {
 
 #[test]
 fn a_running_agent_is_healthy_and_ready_and_reports_its_status() {
-    let env = TestEnv::new();
-    let agent = env.agent(&AgentConfig::named("node"));
+    let (_env, agent) = TestEnv::with_agent("node");
     for (path, body) in [("/healthz", "ok\n"), ("/readyz", "ready\n")] {
         assert_eq!(agent.admin().get(path).expect("a response"), (200, body.to_owned()));
     }
@@ -55,8 +55,7 @@ fn a_running_agent_is_healthy_and_ready_and_reports_its_status() {
 
 #[test]
 fn metrics_count_the_work_of_engines() {
-    let env = TestEnv::new();
-    let agent = env.agent(&AgentConfig::named("node"));
+    let (_env, agent) = TestEnv::with_agent("node");
     let (engine, blocks) = (agent.engine(small()), numbers(0..20));
     engine.save_durably(&blocks);
     engine.load_all(&blocks, &LoadParams::LOCAL);
@@ -83,8 +82,7 @@ fn metrics_count_the_work_of_engines() {
 
 #[test]
 fn a_match_finds_blocks_in_dram_or_on_nvme_and_ends_at_the_first_missing_block() {
-    let env = TestEnv::new();
-    let agent = env.agent(&AgentConfig::named("node"));
+    let (_env, agent) = TestEnv::with_agent("node");
     let (engine, blocks) = (agent.engine(small()), numbers(0..50));
     engine.save_durably(&blocks);
     assert_eq!(engine.matches(&numbers(0..51), Scope::Local), vec![Source::OwnDram; 50]);
@@ -117,7 +115,7 @@ fn layers_arrive_in_order_and_are_readable_when_announced() {
         for (block, key) in keys.iter().enumerate() {
             for index in [2 * layer, 2 * layer + 1] {
                 load.copy_object(block, index, &mut object).expect("a verified copy");
-                assert_eq!(first_difference(key, index, &object), None);
+                assert_eq!(mismatches(&key.0, index, &object), 0);
             }
         }
     }

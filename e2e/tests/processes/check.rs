@@ -92,8 +92,7 @@ fn a_check_of_two_participants_needs_two_nodes() {
 
 #[test]
 fn a_repeated_check_prints_hits_and_can_be_restarted() {
-    let env = TestEnv::new();
-    let agent = env.agent(&AgentConfig::named("first"));
+    let (_env, agent) = TestEnv::with_agent("first");
     // The second process finds the block of the first one.
     for _ in 0..2 {
         let output = wait(start(&agent.files().socket, &["--run", "a", "--again-for", "2500ms"]));
@@ -111,8 +110,7 @@ fn a_repeated_check_prints_hits_and_can_be_restarted() {
 
 #[test]
 fn a_check_under_load_fails_no_request_when_its_agent_is_replaced() {
-    let env = TestEnv::new();
-    let mut agent = env.agent(&AgentConfig::named("first"));
+    let (_env, mut agent) = TestEnv::with_agent("first");
     let mut child = start(&agent.files().socket, &["--run", "a", "--requests-for", "60s"]);
     let lines = BufReader::new(child.stdout.take().expect("piped above")).lines();
     let mut lines = lines

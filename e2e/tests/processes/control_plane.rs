@@ -24,7 +24,6 @@ fn agent(env: &TestEnv, node: &str, plane: &str) -> Agent {
 fn allow_absence(env: &TestEnv) {
     env.allow("the control plane is unreachable");
     env.allow("cannot register with the control plane");
-    env.allow("registration lost");
 }
 
 fn wait_for_sources(engine: &Engine, numbers: &[u64], sources: &[Source], within: Duration) {

@@ -4,13 +4,14 @@ use std::collections::BTreeSet;
 
 use rand::RngExt;
 use rand::rngs::StdRng;
-use reprise_client::{BlockStatus, CommitOptions, CopyError, LoadRequest, Scope};
-use reprise_e2e::content::{key, keys, small, write_object};
+use reprise_client::{BlockStatus, CommitOptions, CopyError, LoadRequest, Scope, Ticket};
+use reprise_e2e::content::{key, keys, small};
 use reprise_e2e::disk::{BANK_HEADER, LOG_PAGE, PAGE, PoolFile, SUPERBLOCK};
 use reprise_e2e::engine::object_bytes;
 use reprise_e2e::seed::{print_line, seeded};
 use reprise_e2e::{Agent, AgentConfig, Engine, LoadParams, Outcome, PATIENCE, TestEnv};
 use reprise_policy::ByteSize;
+use reprise_testkit::kv_function::fill;
 
 /// Log message about a stored block that failed verification.
 const DROPPED: &str = "dropped a stored block that failed verification";
@@ -47,6 +48,23 @@ fn missing_blocks(engine: &Engine, numbers: &[u64]) -> BTreeSet<u64> {
         other => panic!("block {number}: {other:?}"),
     };
     numbers.iter().zip(outcomes).filter_map(missing).collect()
+}
+
+/// Saves blocks; returns their ticket, and what overwrites bytes of a block from an offset on: the engine can
+/// still write their memory.
+fn commit_writable(engine: &Engine, numbers: &[u64]) -> (impl Fn(usize, usize, &[u8]), Ticket) {
+    let mut reserved = engine.reserve(numbers.len()).expect("slots");
+    let spans: Vec<_> = reserved.iter().map(|reservation| reservation.span().clone()).collect();
+    for (reservation, number) in reserved.iter_mut().zip(numbers) {
+        engine.fill(reservation, &key(*number)).expect("filled");
+    }
+    let items = reserved.into_iter().zip(keys(numbers)).collect();
+    let committed = engine.client().commit(items, CommitOptions::default()).expect("committed");
+    let overwrite = move |block: usize, at: usize, bytes: &[u8]| {
+        let written = spans[block].slice(at, bytes.len()).and_then(|there| there.copy_in(bytes));
+        written.expect("the mapping is writable");
+    };
+    (overwrite, committed.ticket)
 }
 
 /// Checks that exactly the damaged blocks are lost, and that they can be saved again.
@@ -272,16 +290,10 @@ fn a_verified_copy_detects_memory_corruption_and_the_agent_drops_the_block() {
     let agent = env.agent(&AgentConfig::named("node"));
     let scribbler = agent.engine(small());
     // The spans remain writable after the commit, since the process keeps the writable mapping of the region.
-    let mut reserved = scribbler.reserve(3).expect("slots");
-    let spans: Vec<_> = reserved.iter().map(|reservation| reservation.span().clone()).collect();
-    for (reservation, number) in reserved.iter_mut().zip(0..) {
-        scribbler.fill(reservation, &key(number)).expect("filled");
-    }
-    let items = reserved.into_iter().zip(keys(&[0, 1, 2])).collect();
-    let committed = scribbler.client().commit(items, CommitOptions::default()).expect("committed");
-    scribbler.client().wait_durable(committed.ticket, PATIENCE).expect("a durability notice");
+    let (overwrite, ticket) = commit_writable(&scribbler, &[0, 1, 2]);
+    scribbler.client().wait_durable(ticket, PATIENCE).expect("a durability notice");
     let middle = object_bytes(&small()) * 3 + 100;
-    spans[1].slice(middle, 1).and_then(|byte| byte.copy_in(&[0xa5])).expect("the mapping is writable");
+    overwrite(1, middle, &[0xa5]);
 
     let reader = agent.engine(small());
     let load = reader.client().load(&LoadRequest::new(keys(&[0, 1, 2]))).expect("a load");
@@ -293,7 +305,7 @@ fn a_verified_copy_detects_memory_corruption_and_the_agent_drops_the_block() {
     assert!(outcomes[0].is_verified() && outcomes[2].is_verified(), "{outcomes:?}");
     assert_eq!(outcomes[1], Outcome::Corrupt);
     // Corruption while the load is held is detected as well.
-    spans[2].slice(7, 1).and_then(|byte| byte.copy_in(&[0xa5])).expect("the mapping is writable");
+    overwrite(2, 7, &[0xa5]);
     assert_eq!(reader.compare(&load, &[0, 1, 2]).expect("compared")[2], Outcome::Corrupt);
     drop(load);
     // The client reports the blocks, and the agent verifies and drops both. The copies on disk were written
@@ -311,12 +323,8 @@ fn a_corrupt_block_without_another_copy_is_dropped_and_can_be_saved_again() {
     env.require(DAMAGED);
     let agent = env.agent(&AgentConfig { pool: None, ..AgentConfig::named("node") });
     let scribbler = agent.engine(small());
-    let mut reserved = scribbler.reserve(1).expect("a slot");
-    let span = reserved[0].span().clone();
-    scribbler.fill(&mut reserved[0], &key(0)).expect("filled");
-    let items = reserved.into_iter().zip(keys(&[0])).collect();
-    scribbler.client().commit(items, CommitOptions::default()).expect("committed");
-    span.slice(5, 1).and_then(|byte| byte.copy_in(&[0xa5])).expect("the mapping is writable");
+    let (overwrite, _) = commit_writable(&scribbler, &[0]);
+    overwrite(0, 5, &[0xa5]);
 
     let reader = agent.engine(small());
     let outcome = reader.load(&[0], &LoadParams::LOCAL).expect("a load");
@@ -335,17 +343,11 @@ fn memory_corruption_before_the_write_back_is_detected_by_the_next_read() {
     let slow = std::time::Duration::from_secs(1);
     let agent = env.agent(&AgentConfig { writeback_delay: slow, ..AgentConfig::named("node") });
     let scribbler = agent.engine(small());
-    let mut reserved = scribbler.reserve(2).expect("slots");
-    let spans: Vec<_> = reserved.iter().map(|reservation| reservation.span().clone()).collect();
-    for (reservation, number) in reserved.iter_mut().zip(0..) {
-        scribbler.fill(reservation, &key(number)).expect("filled");
-    }
-    let items = reserved.into_iter().zip(keys(&[0, 1])).collect();
-    let committed = scribbler.client().commit(items, CommitOptions::default()).expect("committed");
+    let (overwrite, ticket) = commit_writable(&scribbler, &[0, 1]);
     let mut other = vec![0; object_bytes(&small())];
-    write_object(&key(77), 0, &mut other);
-    spans[0].slice(0, other.len()).and_then(|first| first.copy_in(&other)).expect("the mapping is writable");
-    scribbler.client().wait_durable(committed.ticket, PATIENCE).expect("a durability notice");
+    fill(&key(77).0, 0, &mut other);
+    overwrite(0, 0, &other);
+    scribbler.client().wait_durable(ticket, PATIENCE).expect("a durability notice");
     scribbler.trim();
     let outcomes = agent.engine(small()).load(&[0, 1], &LoadParams::LOCAL).expect("a load");
     assert_eq!(outcomes[0], Outcome::Missing(BlockStatus::Failed));

@@ -8,7 +8,6 @@ use std::fs;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use reprise_e2e::config::LaunchOptions;
 use reprise_e2e::content::small;
 use reprise_e2e::control_plane::{self, Store};
 use reprise_e2e::flood::{idle, idle_at, raise_own_limit, under_limits};
@@ -193,13 +192,8 @@ fn idle_connections_do_not_block_probes_of_an_operator() {
                 clusters: [{ name: c, cluster: { server: 'http://127.0.0.1:9' } }]\n\
                 contexts: [{ name: c, context: { cluster: c, user: u } }]\nusers: [{ name: u, user: {} }]\n";
     fs::write(&kubeconfig, text).expect("the folder is writable");
-    let LaunchOptions { launcher, .. } = under_limits(64, SMALL);
-    let mut command = Command::new(&launcher[0]);
-    command.args(&launcher[1..]).arg(binary("reprise-operator")).args([
-        "run",
-        "--admin-listen",
-        "127.0.0.1:0",
-    ]);
+    let mut command = under_limits(64, SMALL).command(&binary("reprise-operator"));
+    command.args(["run", "--admin-listen", "127.0.0.1:0"]);
     command.env("KUBECONFIG", &kubeconfig).env("POD_NAME", "operator").env("POD_NAMESPACE", "default");
     let (running, ready) = StartingProcess::spawn(command, &log).ready().expect("the operator starts");
     let admin = Admin::at(ready["admin"].as_str().expect("the ready line contains the admin address"));

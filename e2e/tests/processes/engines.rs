@@ -47,8 +47,7 @@ fn a_killed_engine_releases_its_reservations_and_loads() {
     if let Some(socket) = std::env::var_os(VICTIM) {
         return be_killed(Path::new(&socket));
     }
-    let env = TestEnv::new();
-    let agent = env.agent(&AgentConfig::named("node"));
+    let (_env, agent) = TestEnv::with_agent("node");
     let engine = agent.engine(small());
     engine.save_durably(&(0..40).collect::<Vec<_>>());
     agent.admin().wait_quiet(PATIENCE);
@@ -136,8 +135,7 @@ fn a_session_that_ends_at_any_point_leaves_nothing_behind() {
 
 #[test]
 fn an_engine_that_finds_the_arena_full_waits_for_released_slots() {
-    let env = TestEnv::new();
-    let agent = env.agent(&AgentConfig::named("node"));
+    let (_env, agent) = TestEnv::with_agent("node");
     let (greedy, patient) = (agent.engine(small()), agent.engine(small()));
     let held = reserve_all(&greedy);
     let started = Instant::now();
@@ -154,8 +152,7 @@ fn an_engine_that_finds_the_arena_full_waits_for_released_slots() {
 
 #[test]
 fn engines_that_save_faster_than_the_disk_wait_and_lose_nothing() {
-    let env = TestEnv::new();
-    let agent = env.agent(&AgentConfig::named("node"));
+    let (_env, agent) = TestEnv::with_agent("node");
     // Three engines, each with 24 MiB through an arena of 16 MiB.
     std::thread::scope(|scope| {
         for engine in 0..3u64 {
@@ -185,8 +182,7 @@ fn engines_that_save_faster_than_the_disk_wait_and_lose_nothing() {
 
 #[test]
 fn a_load_larger_than_the_arena_reports_the_blocks_without_room() {
-    let env = TestEnv::new();
-    let agent = env.agent(&AgentConfig::named("node"));
+    let (_env, agent) = TestEnv::with_agent("node");
     let engine = agent.engine(small());
     let all: Vec<u64> = (0..600).collect();
     for batch in all.chunks(100) {
@@ -203,8 +199,7 @@ fn a_load_larger_than_the_arena_reports_the_blocks_without_room() {
 
 #[test]
 fn rejects_a_load_beyond_the_limit_of_held_loads() {
-    let env = TestEnv::new();
-    let agent = env.agent(&AgentConfig::named("node"));
+    let (_env, agent) = TestEnv::with_agent("node");
     let engine = agent.engine(small());
     engine.save_durably(&[1]);
     let request = LoadRequest { scope: Scope::Local, ..LoadRequest::new(vec![key(1)]) };
@@ -240,8 +235,7 @@ fn rejects_a_session_beyond_the_limit_until_another_one_ends() {
 fn each_pipelined_request_gets_one_response() {
     // Fewer than the responses that an agent queues for a client that does not read.
     const REQUESTS: usize = 1500;
-    let env = TestEnv::new();
-    let agent = env.agent(&AgentConfig::named("node"));
+    let (_env, agent) = TestEnv::with_agent("node");
     let mut session = RawSession::with_handshake(&agent.files().socket, &small());
     let packed = reprise_policy::BlockKey::pack(&[key(1)]);
     for id in 0..REQUESTS {
@@ -267,8 +261,7 @@ fn aborts_are_accepted_even_while_many_requests_are_pending() {
     // More than the limit of pending requests, and fewer than the responses that an agent queues for a client
     // that does not read.
     const REQUESTS: u64 = 1500;
-    let env = TestEnv::new();
-    let agent = env.agent(&AgentConfig::named("node"));
+    let (_env, agent) = TestEnv::with_agent("node");
     let mut session = RawSession::with_handshake(&agent.files().socket, &small());
     session.send(2, request::Body::Reserve(local::Reserve { count: 256 }));
     let Some(response::Body::Reserved(reserved)) = session.receive().and_then(|response| response.body)

@@ -210,7 +210,6 @@ fn a_stalled_peer_costs_misses_within_its_timeout_and_is_used_again_afterwards()
     env.allow("peer connection lost");
     env.allow("cannot fetch blocks from a peer");
     env.allow("node is silent");
-    env.allow("registration lost");
     env.allow("control plane is unreachable");
     let blocks = numbers(0..30);
     first.engine(large()).save_durably(&blocks);

@@ -140,7 +140,7 @@ fn saving_far_more_than_fits_keeps_every_budget_and_serves_only_right_blocks() {
                 let is_expected = |outcome: &Outcome| match outcome {
                     Outcome::Verified(_) => true,
                     Outcome::Missing(status) => matches!(status, BlockStatus::Miss | BlockStatus::NoSpace),
-                    Outcome::Corrupt => false,
+                    Outcome::Corrupt | Outcome::Wrong { .. } => false,
                 };
                 assert!(outcomes.iter().all(is_expected), "{outcomes:?}");
                 loaded += outcomes.iter().filter(|outcome| outcome.is_verified()).count();

@@ -24,8 +24,7 @@ const UNPRIVILEGED: u32 = 65534;
 
 /// Starts an agent in a new environment.
 fn env_with_agent() -> (TestEnv, Agent) {
-    let env = TestEnv::new();
-    let agent = env.agent(&AgentConfig::named("node"));
+    let (env, agent) = TestEnv::with_agent("node");
     (env, agent)
 }
 

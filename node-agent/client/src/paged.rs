@@ -194,20 +194,18 @@ fn window_blocks(layout: &Layout, order: Order) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use reprise_policy::{Dtype, LayoutSpec, Parts};
+    use reprise_policy::{Dtype, LayoutSpec};
 
     use super::*;
 
     fn layout(layers: u16, head_dim: u16) -> Layout {
         let spec = LayoutSpec {
             layers,
-            parts: Parts::KeyValue,
             kv_heads: 1,
             head_dim,
             dtype: Dtype::Int8,
             tokens_per_block: 1,
-            tp_rank: 0,
-            tp_size: 1,
+            ..LayoutSpec::LLAMA_3_8B
         };
         spec.validate().expect("valid")
     }

@@ -20,7 +20,7 @@ use tracing_subscriber::layer::{Context, SubscriberExt};
 use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::{Layer, Registry};
 
-use fake_agent::{Answer, FakeAgent, Grant, SHORT, key};
+use fake_agent::{Answer, FakeAgent, Grant, SHORT, key, missed};
 
 /// Name and fields of a span, as text.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -75,18 +75,10 @@ fn seen(name: &'static str, fields: &[(&'static str, &str)]) -> RecordedSpan {
 
 #[test]
 fn every_call_has_a_span_and_the_wait_of_a_load_records_its_outcome() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
-        let (id, blocks) = peer.expect_match();
-        peer.reply_matched(id, blocks);
+    let agent = FakeAgent::serve(|peer| {
+        peer.serve_match();
         let (id, _) = peer.expect_load();
-        let placed = vec![
-            peer.place_block(0),
-            local::LoadedBlock {
-                status: local::BlockStatus::BlockMiss as i32,
-                ..local::LoadedBlock::default()
-            },
-        ];
+        let placed = vec![peer.place_block(0), missed(local::BlockStatus::BlockMiss)];
         peer.progress.begin(0, 5);
         peer.reply_loaded(id, Answer { load: 5, entry: 0, grant: Grant::First }, placed);
     });
@@ -107,8 +99,7 @@ fn every_call_has_a_span_and_the_wait_of_a_load_records_its_outcome() {
 
 #[test]
 fn the_wait_of_an_unanswered_load_records_the_timeout() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(|peer| {
         peer.expect_load();
         peer.receive();
     });

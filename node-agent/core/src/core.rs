@@ -338,7 +338,16 @@ impl AgentCore {
         extents.audit(cache)?;
         self.quota.audit(cache)?;
         replicate.audit()?;
-        audit::compare(&Owners { sessions: &self.sessions, cache, transfer, load, save, serve, extents, replicate })
+        audit::compare(&Owners {
+            sessions: &self.sessions,
+            cache,
+            transfer,
+            load,
+            save,
+            serve,
+            extents,
+            replicate,
+        })
     }
 
     fn dispatch(&mut self, event: Event) {

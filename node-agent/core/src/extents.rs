@@ -109,13 +109,7 @@ impl Extents {
     }
 
     /// Handles a request of an open session.
-    pub(crate) fn request(
-        &mut self,
-        cache: &mut Cache,
-        cx: &mut Context,
-        from: Caller,
-        body: ExtentRequest,
-    ) {
+    pub(crate) fn request(&mut self, cache: &mut Cache, cx: &mut Context, from: Caller, body: ExtentRequest) {
         match body {
             ExtentRequest::Lease { count } => self.lease(cache, cx, from, count),
             ExtentRequest::Commit(commit) => self.commit(cache, cx, from, &commit),

@@ -71,8 +71,7 @@ mod tests {
             head_dim: 64,
             dtype: Dtype::Fp8,
             tokens_per_block: 16,
-            tp_rank: 0,
-            tp_size: 1,
+            ..LayoutSpec::LLAMA_3_8B
         };
         spec.validate().expect("a small layout")
     }

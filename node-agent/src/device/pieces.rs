@@ -82,22 +82,14 @@ impl PieceMap {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
-    use reprise_policy::{Dtype, LayoutSpec, Parts};
+    use reprise_policy::{LayoutSpec, Parts};
 
     use super::*;
 
     fn layout(layers: u16, parts: Parts, elements: (u16, u16, u16)) -> Layout {
         let (kv_heads, head_dim, tokens_per_block) = elements;
-        let spec = LayoutSpec {
-            layers,
-            parts,
-            kv_heads,
-            head_dim,
-            dtype: Dtype::Bf16,
-            tokens_per_block,
-            tp_rank: 0,
-            tp_size: 1,
-        };
+        let spec =
+            LayoutSpec { layers, parts, kv_heads, head_dim, tokens_per_block, ..LayoutSpec::LLAMA_3_8B };
         spec.validate().expect("a valid layout")
     }
 

@@ -259,7 +259,7 @@ const _: () = assert!(Source::PeerDram as u8 == 3 && Source::PeerNvme as u8 == 4
 #[cfg(test)]
 mod tests {
     use prost::Message;
-    use reprise_policy::{Dtype, LayoutSpec, Parts};
+    use reprise_policy::LayoutSpec;
 
     use super::*;
 
@@ -283,13 +283,10 @@ mod tests {
         for layers in [1, 32, 247, 248, 480] {
             let layout = LayoutSpec {
                 layers,
-                parts: Parts::KeyValue,
                 kv_heads: 1,
                 head_dim: 8,
-                dtype: Dtype::Bf16,
                 tokens_per_block: 1,
-                tp_rank: 0,
-                tp_size: 1,
+                ..LayoutSpec::LLAMA_3_8B
             };
             let layout = layout.validate().expect("a valid layout");
             let blocks_max = load_blocks_max(layout);

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
 use reprise_policy::peer::{FetchBlock, FetchId, FetchRequest, FillId, FillUpdate, ServeObjects};
-use reprise_policy::{ArenaSlot, BlockKey, Dtype, Layout, LayoutSpec, Parts, RegionId, Tier};
+use reprise_policy::{ArenaSlot, BlockKey, Layout, LayoutSpec, RegionId, Tier};
 use reprise_transport::bare::stream_loop;
 use reprise_transport::{Congestion, EventSink, TcpSettings, TcpTransport, Transport, TransportEvent};
 
@@ -81,13 +81,10 @@ impl Pair {
     fn new(congestion: &Congestion, buffer_bytes: Option<usize>) -> Result<Pair, Box<dyn Error>> {
         let layout = LayoutSpec {
             layers: 32,
-            parts: Parts::KeyValue,
             kv_heads: 8,
             head_dim: 128,
-            dtype: Dtype::Bf16,
             tokens_per_block: 16,
-            tp_rank: 0,
-            tp_size: 1,
+            ..LayoutSpec::LLAMA_3_8B
         }
         .validate()?;
         let settings = |name: &str| {

@@ -9,11 +9,14 @@ use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::{ListMembersRequest, MemberList};
 use serde::{Deserialize, Serialize};
 
-use super::configuration::{MemberConfig, StoreChoice};
 use super::process::{Process, STOP_WITHIN};
 use super::work_directory::WorkDirectory;
+use crate::configuration::{MemberConfig, StoreChoice};
 
 const PROGRAM: &str = "reprise-controlplane";
+
+/// Lifetime of members that share a store: etcd's minimum with its default election timeout.
+const TIME_TO_LIVE: &str = "member.time_to_live = \"2s\"";
 
 /// Time limit for the members to find each other: the lease of a killed process can block a name for two
 /// lifetimes.
@@ -50,7 +53,8 @@ impl Member {
         let config = directory.path().join(format!("{name}.toml"));
         let log = directory.path().join(format!("{name}.log"));
         let write = |listen: &str| {
-            fs::write(&config, MemberConfig { name, listen, store }.text())
+            let text = MemberConfig { listen, admin: "127.0.0.1:0", store, name: Some(name) };
+            fs::write(&config, text.text(TIME_TO_LIVE))
                 .with_context(|| format!("cannot write {}", config.display()))
         };
         write("127.0.0.1:0")?;

@@ -15,9 +15,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
 
-use super::etcd::DATA as ETCD_DATA;
 use super::process::STOP_WITHIN;
-use super::{CLUSTER_FILE, POOL_FILE, remove_directory_if_exists, remove_if_exists};
+use super::{CLUSTER_FILE, POOL_FILE, ignore_not_found, remove_if_exists};
+use crate::{etcd, interrupt};
 
 /// File that is locked while a command uses the directory.
 const LOCK_FILE: &str = "cluster.lock";
@@ -45,7 +45,7 @@ struct ProcessRecord {
     pid: u32,
     /// File name of its binary.
     program: String,
-    /// Path of its configuration, as in its arguments.
+    /// Path of its configuration or its data, as in its arguments.
     config: PathBuf,
 }
 
@@ -82,8 +82,21 @@ impl WorkDirectory {
         &self.path
     }
 
+    /// Starts a process and records it, as one step for the handler of signals. `config` is one of its arguments.
+    pub(super) fn recorded<T>(
+        &mut self,
+        program: &str,
+        config: &Path,
+        start: impl FnOnce() -> anyhow::Result<(u32, T)>,
+    ) -> anyhow::Result<T> {
+        let _deferred_interrupts = interrupt::defer();
+        let (pid, started) = start()?;
+        self.record(pid, program, config)?;
+        Ok(started)
+    }
+
     /// Records a started process.
-    pub(super) fn record(&mut self, pid: u32, program: &str, config: &Path) -> anyhow::Result<()> {
+    fn record(&mut self, pid: u32, program: &str, config: &Path) -> anyhow::Result<()> {
         // A restarted process replaces its previous record.
         self.processes.retain(|process| process.config != config);
         self.processes.push(ProcessRecord { pid, program: program.to_owned(), config: config.to_owned() });
@@ -109,7 +122,9 @@ pub fn end_recorded(directory: &Path) -> anyhow::Result<()> {
         process.end()?;
         drop(fs::remove_file(process.config.with_extension("").join(POOL_FILE)));
     }
-    remove_directory_if_exists(&directory.join(ETCD_DATA))?;
+    let data = directory.join(etcd::DATA);
+    ignore_not_found(fs::remove_dir_all(&data))
+        .with_context(|| format!("cannot remove {}", data.display()))?;
     remove_if_exists(&directory.join(CLUSTER_FILE))?;
     remove_if_exists(&record)
 }

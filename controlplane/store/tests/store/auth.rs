@@ -3,12 +3,15 @@
 use std::path::Path;
 use std::time::Duration;
 
-use crate::etcd_server::{Server, Setup};
 use etcd_client::{Client, ConnectOptions, Permission, PermissionType, RoleRevokePermissionOptions};
 use reprise_controlplane_store::{
     EtcdSettings, EtcdStore, EtcdUser, Outcome, Revision, Store, StoreError, TimeToLive, Transaction, Write,
 };
+use reprise_testkit::etcd::{Etcd, Setup, built_binary};
+use reprise_testkit::process::LaunchOptions;
 use tokio::time::{sleep, timeout};
+
+use crate::every_store::settings;
 
 const PREFIX: &str = "/reprise/";
 /// End of the range of keys with the prefix.
@@ -21,7 +24,7 @@ const TOKEN_FORGOTTEN: Duration = Duration::from_millis(2500);
 /// A server whose user `member` may read and write under the prefix only.
 struct TestEnv {
     folder: tempfile::TempDir,
-    server: Server,
+    server: Etcd,
     root: Client,
 }
 
@@ -30,8 +33,10 @@ impl TestEnv {
         let folder = tempfile::tempdir().expect("a folder");
         let seconds = TOKEN_TTL.as_secs().to_string();
         let arguments = ["--auth-token", "simple", "--auth-token-ttl", &seconds].map(str::to_owned).to_vec();
-        let server = Server::start_with(folder.path(), &Setup { arguments, ..Setup::default() });
-        let endpoints = server.settings(PREFIX).endpoints;
+        let launch = LaunchOptions { arguments, ..LaunchOptions::default() };
+        let setup = Setup::on_loopback(built_binary(), folder.path());
+        let server = Etcd::start(Setup { launch, ..setup });
+        let endpoints = [server.endpoint()];
         let mut open = Client::connect(&endpoints, None).await.expect("etcd answers");
         open.role_add("member").await.expect("a role");
         let permission = Permission::new(PermissionType::Readwrite, PREFIX).with_range_end(PREFIX_END);
@@ -48,7 +53,7 @@ impl TestEnv {
 
     fn settings(&self, name: &str, password: &str) -> EtcdSettings {
         let user = Some(user(self.folder.path(), name, password));
-        EtcdSettings { user, ..self.server.settings(PREFIX) }
+        EtcdSettings { user, ..settings(&self.server, PREFIX) }
     }
 
     async fn member(&self) -> EtcdStore {
@@ -96,7 +101,7 @@ async fn an_authorized_user_can_work_under_its_prefix() {
 async fn rejects_other_users_without_revealing_passwords() {
     let env = TestEnv::new().await;
     let elsewhere = EtcdSettings { prefix: "/other/".to_owned(), ..env.settings("member", PASSWORD) };
-    let without_user = env.server.settings(PREFIX);
+    let without_user = settings(&env.server, PREFIX);
     for settings in [elsewhere, without_user] {
         assert_denied(&EtcdStore::connect(&settings).await.expect_err("refused"));
     }
@@ -112,9 +117,9 @@ async fn rejects_other_users_without_revealing_passwords() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn rejects_a_user_when_authentication_is_disabled() {
     let folder = tempfile::tempdir().expect("a folder");
-    let server = Server::start(folder.path());
+    let server = Etcd::start_in(folder.path());
     let settings =
-        EtcdSettings { user: Some(user(folder.path(), "member", PASSWORD)), ..server.settings(PREFIX) };
+        EtcdSettings { user: Some(user(folder.path(), "member", PASSWORD)), ..settings(&server, PREFIX) };
     let refused = EtcdStore::connect(&settings).await.expect_err("authentication is not enabled");
     assert_denied(&refused);
     assert!(refused.to_string().contains("not enabled"), "{refused}");
@@ -123,10 +128,10 @@ async fn rejects_a_user_when_authentication_is_disabled() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn reports_the_setting_of_an_unreadable_password() {
     let folder = tempfile::tempdir().expect("a folder");
-    let server = Server::start(folder.path());
+    let server = Etcd::start_in(folder.path());
     let missing = EtcdUser { name: "member".to_owned(), password_file: folder.path().join("missing") };
     for (user, words) in [(user(folder.path(), "member", ""), "is empty"), (missing, "cannot read")] {
-        let settings = EtcdSettings { user: Some(user), ..server.settings(PREFIX) };
+        let settings = EtcdSettings { user: Some(user), ..settings(&server, PREFIX) };
         let refused = EtcdStore::connect(&settings).await.expect_err("refused");
         assert!(matches!(refused, StoreError::Setting(_)), "{refused}");
         let message = refused.to_string();

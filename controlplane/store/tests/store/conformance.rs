@@ -1,16 +1,16 @@
 //! Conformance of every store to the `Store` trait, one test for each of its statements.
 
 use std::future::Future;
-use std::path::PathBuf;
-use std::pin::{Pin, pin};
+use std::pin::pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-use crate::etcd_server::Server;
 use reprise_controlplane_store::{
-    Condition, EmbeddedStore, EtcdStore, Event, KEY_BYTES_MAX, MemoryStore, OPERATIONS_MAX, Outcome,
-    Revision, Store, StoreError, Transaction, VALUE_BYTES_MAX, Watch, Write,
+    Condition, Event, KEY_BYTES_MAX, OPERATIONS_MAX, Outcome, Revision, Store, StoreError, Transaction,
+    VALUE_BYTES_MAX, Watch, Write,
 };
+
+use crate::every_store::on_every_store;
 
 fn put(key: &str, value: &str) -> Write {
     Write::Put { key: key.into(), value: value.into(), lease: None }
@@ -302,53 +302,19 @@ async fn concurrent_conditional_writes_each_take_effect_once(store: Arc<dyn Stor
     assert_eq!(count.version, TASKS * EACH + 1);
 }
 
-/// A new store in a folder, and the server that it needs, if any.
-type Opened = (Arc<dyn Store>, Option<Server>);
-type AsyncOpen = fn(PathBuf) -> Pin<Box<dyn Future<Output = Opened> + Send>>;
-
-/// One module for each store, with one test for each function above.
-macro_rules! conformance {
-    ($($name:ident: $open:expr;)*) => { $(
-        mod $name {
-            use super::*;
-
-            conformance!(@tests $open;
-                entries_have_revisions_and_a_version,
-                transactions_are_atomic,
-                transactions_without_changes_create_no_revision,
-                rejects_invalid_requests_without_changes,
-                ranges_are_ordered_limited_and_of_one_revision,
-                reads_long_ranges_completely,
-                a_range_and_a_watch_after_it_show_each_change_once,
-                a_reader_of_compacted_history_continues_after_reading_the_range,
-                watches_report_past_and_future_changes_under_their_prefix_in_order,
-                a_dropped_wait_loses_no_changes,
-                watches_may_start_at_a_future_revision,
-                compacted_history_is_an_error_with_the_oldest_revision,
-                concurrent_conditional_writes_each_take_effect_once,
-            );
-        }
-    )* };
-    (@tests $open:expr; $($test:ident,)*) => { $(
-        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-        async fn $test() {
-            let directory = tempfile::tempdir().expect("a directory");
-            let open: AsyncOpen = $open;
-            let (store, _server) = open(directory.path().to_owned()).await;
-            super::$test(store).await;
-        }
-    )* };
-}
-
-conformance! {
-    memory: |_| Box::pin(async { (Arc::new(MemoryStore::new()) as Arc<dyn Store>, None) });
-    embedded: |directory| Box::pin(async move {
-        let store = EmbeddedStore::open(&directory.join("store")).expect("a new store");
-        (Arc::new(store) as Arc<dyn Store>, None)
-    });
-    etcd: |directory| Box::pin(async move {
-        let server = Server::start(&directory);
-        let store = EtcdStore::connect(&server.settings("/reprise/")).await.expect("etcd answers");
-        (Arc::new(store) as Arc<dyn Store>, Some(server))
-    });
+on_every_store! {
+    [flavor = "multi_thread", worker_threads = 2];
+    entries_have_revisions_and_a_version,
+    transactions_are_atomic,
+    transactions_without_changes_create_no_revision,
+    rejects_invalid_requests_without_changes,
+    ranges_are_ordered_limited_and_of_one_revision,
+    reads_long_ranges_completely,
+    a_range_and_a_watch_after_it_show_each_change_once,
+    a_reader_of_compacted_history_continues_after_reading_the_range,
+    watches_report_past_and_future_changes_under_their_prefix_in_order,
+    a_dropped_wait_loses_no_changes,
+    watches_may_start_at_a_future_revision,
+    compacted_history_is_an_error_with_the_oldest_revision,
+    concurrent_conditional_writes_each_take_effect_once,
 }

@@ -3,26 +3,37 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::etcd_server::Server;
 use etcd_client::Client;
 use reprise_controlplane_store::{
     Condition, EtcdSettings, EtcdStore, Event, LeaseGuard, LeaseLoss, Outcome, Revision, Store, StoreError,
     TimeToLive, Transaction, VALUE_BYTES_MAX, Write,
 };
+use reprise_testkit::etcd::Etcd;
+use reprise_testkit::process::LaunchOptions;
+
+use crate::every_store::settings;
 
 fn put(key: &str, value: &str) -> Transaction {
     let write = Write::Put { key: key.into(), value: value.into(), lease: None };
     Transaction { conditions: Vec::new(), writes: vec![write] }
 }
 
-async fn connect(server: &Server, prefix: &str) -> EtcdStore {
-    EtcdStore::connect(&server.settings(prefix)).await.expect("etcd answers")
+/// Starts an etcd in a new folder, with a store.
+async fn started() -> (tempfile::TempDir, Etcd, EtcdStore) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let server = Etcd::start_in(folder.path());
+    let store = connect(&server, "/a/").await;
+    (folder, server, store)
+}
+
+async fn connect(server: &Etcd, prefix: &str) -> EtcdStore {
+    EtcdStore::connect(&settings(server, prefix)).await.expect("etcd answers")
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn installations_with_different_prefixes_do_not_see_each_other() {
     let folder = tempfile::tempdir().expect("a folder");
-    let server = Server::start(folder.path());
+    let server = Etcd::start_in(folder.path());
     let (ours, theirs) = (connect(&server, "/a/").await, connect(&server, "/b/").await);
     let from = ours.revision().await.expect("a revision");
     let mut watch = ours.watch(b"", from).await.expect("a watch");
@@ -38,25 +49,21 @@ async fn installations_with_different_prefixes_do_not_see_each_other() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn calls_fail_within_their_deadline_without_etcd() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let mut server = Server::start(folder.path());
-    let store = connect(&server, "/a/").await;
+    let (_folder, mut server, store) = started().await;
     server.kill();
     let started = Instant::now();
     let refused = store.get(b"x").await.expect_err("etcd is stopped");
     assert!(matches!(refused, StoreError::Unavailable { .. }), "{refused}");
-    let refused = EtcdStore::connect(&server.settings("/a/")).await.expect_err("etcd is stopped");
+    let refused = EtcdStore::connect(&settings(&server, "/a/")).await.expect_err("etcd is stopped");
     assert!(refused.to_string().contains("store.endpoints"), "{refused}");
     assert!(started.elapsed() < Duration::from_secs(12), "two calls of five seconds");
-    let nowhere = EtcdSettings { endpoints: Vec::new(), ..server.settings("/a/") };
+    let nowhere = EtcdSettings { endpoints: Vec::new(), ..settings(&server, "/a/") };
     assert!(matches!(EtcdStore::connect(&nowhere).await, Err(StoreError::Setting(_))));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_watch_survives_etcd_restarts_without_losing_changes() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let mut server = Server::start(folder.path());
-    let store = connect(&server, "/a/").await;
+    let (_folder, mut server, store) = started().await;
     let from = store.revision().await.expect("a revision");
     let mut watch = store.watch(b"", from).await.expect("a watch");
     let mut seen = Vec::new();
@@ -84,9 +91,7 @@ async fn a_watch_survives_etcd_restarts_without_losing_changes() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_watch_of_an_emptied_etcd_ends_instead_of_waiting() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let mut server = Server::start(folder.path());
-    let store = connect(&server, "/a/").await;
+    let (_folder, mut server, store) = started().await;
     for number in 0..9 {
         store.transact(put(&number.to_string(), "")).await.expect("committed");
     }
@@ -101,9 +106,7 @@ async fn a_watch_of_an_emptied_etcd_ends_instead_of_waiting() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_call_detects_an_etcd_restored_to_an_earlier_revision() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let mut server = Server::start(folder.path());
-    let store = connect(&server, "/a/").await;
+    let (_folder, mut server, store) = started().await;
     store.transact(put("x", "before")).await.expect("committed");
     server.kill();
     server.back_up();
@@ -141,12 +144,13 @@ async fn every_call_detects_an_etcd_restored_to_an_earlier_revision() {
 async fn detects_another_cluster_at_the_same_address() {
     let (folder, elsewhere) =
         (tempfile::tempdir().expect("a folder"), tempfile::tempdir().expect("a folder"));
-    let mut server = Server::start(folder.path());
+    let mut server = Etcd::start_in(folder.path());
     let store = connect(&server, "/a/").await;
     store.transact(put("x", "")).await.expect("committed");
     server.kill();
-    let token = ["--initial-cluster-token", "another"].map(str::to_owned).to_vec();
-    let mut other = server.replace(elsewhere.path(), token);
+    let arguments = ["--initial-cluster-token", "another"].map(str::to_owned).to_vec();
+    let another = LaunchOptions { arguments, ..LaunchOptions::default() };
+    let mut other = server.replace(elsewhere.path(), another);
     let fresh = connect(&other, "/a/").await;
     for number in 0..20 {
         fresh.transact(put(&number.to_string(), "")).await.expect("committed");
@@ -159,14 +163,12 @@ async fn detects_another_cluster_at_the_same_address() {
 /// A stopped server keeps its connections but does not answer, so only the deadline ends a call.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn calls_fail_within_their_deadline_while_etcd_is_stopped() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let server = Server::start(folder.path());
-    let store = connect(&server, "/a/").await;
+    let (_folder, server, store) = started().await;
     let time_to_live = TimeToLive::new(Duration::from_secs(60)).expect("valid");
     let lease = store.grant(time_to_live).await.expect("granted").id;
     server.pause();
     let started = Instant::now();
-    let settings = server.settings("/a/");
+    let settings = settings(&server, "/a/");
     let (get, range, transact, watch, compact, grant, keep_alive, revoke, connect) = tokio::join!(
         store.get(b"x"),
         store.range(b"", 10),
@@ -197,9 +199,7 @@ async fn calls_fail_within_their_deadline_while_etcd_is_stopped() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_kept_lease_is_lost_by_its_deadline_while_etcd_is_stopped() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let server = Server::start(folder.path());
-    let store = connect(&server, "/a/").await;
+    let (_folder, server, store) = started().await;
     let held = LeaseGuard::grant(Arc::new(store), TimeToLive::new(Duration::from_secs(2)).expect("valid"));
     let held = held.await.expect("granted");
     server.pause();
@@ -215,9 +215,7 @@ async fn a_kept_lease_is_lost_by_its_deadline_while_etcd_is_stopped() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_kept_lease_survives_a_restart_of_etcd() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let mut server = Server::start(folder.path());
-    let store = connect(&server, "/a/").await;
+    let (_folder, mut server, store) = started().await;
     let time_to_live = TimeToLive::new(Duration::from_secs(60)).expect("valid");
     let held = LeaseGuard::grant(Arc::new(store.clone()), time_to_live).await.expect("granted");
     let write = Write::Put { key: b"member".to_vec(), value: Vec::new(), lease: Some(held.id()) };
@@ -239,9 +237,7 @@ async fn a_kept_lease_survives_a_restart_of_etcd() {
 /// compacted by then.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_reconnected_watch_reports_compacted_history() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let mut server = Server::start(folder.path());
-    let store = connect(&server, "/a/").await;
+    let (_folder, mut server, store) = started().await;
     let from = Revision(store.revision().await.expect("a revision").0 + 1);
     let mut watch = store.watch(b"", from).await.expect("a watch");
     store.transact(put("a", "1")).await.expect("committed");
@@ -264,8 +260,8 @@ async fn a_reconnected_watch_reports_compacted_history() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn rejects_another_schema_version_without_changing_keys() {
     let folder = tempfile::tempdir().expect("a folder");
-    let server = Server::start(folder.path());
-    let settings = server.settings("/a/");
+    let server = Etcd::start_in(folder.path());
+    let settings = settings(&server, "/a/");
     let store = connect(&server, "/a/").await;
     store.transact(put("x", "1")).await.expect("committed");
     let mut raw = Client::connect(&settings.endpoints, None).await.expect("etcd answers");
@@ -287,10 +283,10 @@ async fn rejects_another_schema_version_without_changing_keys() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn concurrent_first_connections_agree_on_the_schema() {
     let folder = tempfile::tempdir().expect("a folder");
-    let server = Server::start(folder.path());
+    let server = Etcd::start_in(folder.path());
     let tasks: Vec<_> = (0..4)
         .map(|_| {
-            let settings = server.settings("/a/");
+            let settings = settings(&server, "/a/");
             tokio::spawn(async move { EtcdStore::connect(&settings).await.map(drop) })
         })
         .collect();
@@ -304,9 +300,7 @@ async fn concurrent_first_connections_agree_on_the_schema() {
 async fn reads_ranges_and_watches_of_the_largest_values_completely() {
     const WRITES: usize = 20;
     const TRANSACTIONS: usize = 5;
-    let folder = tempfile::tempdir().expect("a folder");
-    let server = Server::start(folder.path());
-    let store = connect(&server, "/a/").await;
+    let (_folder, _server, store) = started().await;
     let from = Revision(store.revision().await.expect("a revision").0 + 1);
     for transaction in 0..TRANSACTIONS {
         let write = |number| Write::Put {

@@ -3,18 +3,16 @@
 //! The local stores run on a paused clock that advances when all tasks wait, so leases expire at once. Leases
 //! in etcd take real seconds; the tests wait for events, not for fixed times.
 
-use std::future::Future;
-use std::path::PathBuf;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::etcd_server::Server;
 use reprise_controlplane_store::{
-    Condition, EmbeddedStore, EtcdStore, Event, Lease, LeaseGuard, LeaseId, LeaseLoss, LeaseStatus,
-    MemoryStore, Outcome, Revision, Store, StoreError, TimeToLive, Transaction, Watch, Write,
+    Condition, Event, Lease, LeaseGuard, LeaseId, LeaseLoss, LeaseStatus, Outcome, Revision, Store,
+    StoreError, TimeToLive, Transaction, Watch, Write,
 };
 use tokio::time::{Instant, timeout};
+
+use crate::every_store::on_every_store;
 
 /// Shortest time to live that etcd grants: 1.5 of its election timeouts.
 const SHORT: Duration = Duration::from_secs(2);
@@ -241,57 +239,19 @@ async fn the_guard_reports_that_the_store_ended_the_lease(store: Arc<dyn Store>)
     held.release().await.expect("releasing a lost lease succeeds");
 }
 
-/// A new store in a folder, and the server that it needs, if any.
-type Opened = (Arc<dyn Store>, Option<Server>);
-type AsyncOpen = fn(PathBuf) -> Pin<Box<dyn Future<Output = Opened> + Send>>;
-
-/// One module for each store, with one test for each function above; the brackets hold the arguments of the
-/// runtime.
-macro_rules! conformance {
-    ($($name:ident [$($runtime:tt)*]: $open:expr;)*) => { $(
-        mod $name {
-            use super::*;
-
-            conformance!(@tests [$($runtime)*] $open;
-                expiry_deletes_the_entries_of_a_lease_in_one_revision,
-                revocation_deletes_the_entries_of_a_lease_before_it_returns,
-                the_end_of_a_lease_without_entries_creates_no_revision,
-                a_lease_lives_as_long_as_it_is_kept_alive,
-                answers_concurrent_keep_alives,
-                an_entry_put_again_without_a_lease_outlives_the_lease,
-                an_entry_put_again_under_another_lease_belongs_to_the_new_lease,
-                an_entry_recreated_without_a_lease_outlives_the_old_lease,
-                a_transaction_with_an_ended_lease_changes_nothing,
-                a_watch_reports_the_lease_of_an_entry,
-                a_kept_lease_lives_until_it_is_released,
-                dropping_the_guard_revokes_the_lease,
-                the_guard_reports_that_the_store_ended_the_lease,
-            );
-        }
-    )* };
-    (@tests $runtime:tt $open:expr; $($test:ident,)*) => { $(
-        conformance!(@test $runtime $open; $test);
-    )* };
-    (@test [$($runtime:tt)*] $open:expr; $test:ident) => {
-        #[tokio::test($($runtime)*)]
-        async fn $test() {
-            let directory = tempfile::tempdir().expect("a directory");
-            let open: AsyncOpen = $open;
-            let (store, _server) = open(directory.path().to_owned()).await;
-            super::$test(store).await;
-        }
-    };
-}
-
-conformance! {
-    memory [start_paused = true]: |_| Box::pin(async { (Arc::new(MemoryStore::new()) as Arc<dyn Store>, None) });
-    embedded [start_paused = true]: |directory| Box::pin(async move {
-        let store = EmbeddedStore::open(&directory.join("store")).expect("a new store");
-        (Arc::new(store) as Arc<dyn Store>, None)
-    });
-    etcd [flavor = "multi_thread", worker_threads = 2]: |directory| Box::pin(async move {
-        let server = Server::start(&directory);
-        let store = EtcdStore::connect(&server.settings("/reprise/")).await.expect("etcd answers");
-        (Arc::new(store) as Arc<dyn Store>, Some(server))
-    });
+on_every_store! {
+    [start_paused = true];
+    expiry_deletes_the_entries_of_a_lease_in_one_revision,
+    revocation_deletes_the_entries_of_a_lease_before_it_returns,
+    the_end_of_a_lease_without_entries_creates_no_revision,
+    a_lease_lives_as_long_as_it_is_kept_alive,
+    answers_concurrent_keep_alives,
+    an_entry_put_again_without_a_lease_outlives_the_lease,
+    an_entry_put_again_under_another_lease_belongs_to_the_new_lease,
+    an_entry_recreated_without_a_lease_outlives_the_old_lease,
+    a_transaction_with_an_ended_lease_changes_nothing,
+    a_watch_reports_the_lease_of_an_entry,
+    a_kept_lease_lives_until_it_is_released,
+    dropping_the_guard_revokes_the_lease,
+    the_guard_reports_that_the_store_ended_the_lease,
 }

@@ -5,7 +5,7 @@ mod authority;
 mod conformance;
 mod embedded;
 mod etcd;
-mod etcd_server;
+mod every_store;
 mod lease_guard;
 mod lease_model;
 mod leases;

@@ -3,17 +3,19 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::authority::Authority;
-use crate::etcd_server::{Server, ServerTls, Setup};
 use reprise_controlplane_store::{
     EtcdIdentity, EtcdSettings, EtcdStore, EtcdTls, LeaseGuard, Outcome, Revision, Store, StoreError,
     TimeToLive, Transaction, Write,
 };
+use reprise_testkit::etcd::{Etcd, ServerTls, Setup, built_binary};
+
+use crate::authority::Authority;
+use crate::every_store::settings;
 
 /// A server whose certificate names 127.0.0.1 and `etcd.test`, and the files of a client that it trusts.
 struct TestEnv {
     folder: tempfile::TempDir,
-    server: Server,
+    server: Etcd,
 }
 
 impl TestEnv {
@@ -36,7 +38,8 @@ impl TestEnv {
         let (certificate, key) = stranger.issue(&["client"]);
         file("other-client.pem", certificate);
         file("other-client-key.pem", key);
-        let server = Server::start_with(folder.path(), &Setup { tls: Some(tls), ..Setup::default() });
+        let setup = Setup::on_loopback(built_binary(), folder.path());
+        let server = Etcd::start(Setup { tls: Some(tls), ..setup });
         TestEnv { folder, server }
     }
 
@@ -59,7 +62,7 @@ impl TestEnv {
             server_name: None,
         };
         change(&mut tls);
-        EtcdSettings { tls: Some(tls), ..self.server.settings("/reprise/") }
+        EtcdSettings { tls: Some(tls), ..settings(&self.server, "/reprise/") }
     }
 
     async fn refused(&self, change: impl FnOnce(&mut EtcdTls)) -> StoreError {

@@ -17,7 +17,7 @@ use reprise_buffers::{
     send_with_fds,
 };
 use reprise_client::{Client, ConnectOptions};
-use reprise_policy::{BlockKey, Dtype, Layout, LayoutSpec, NamespaceDigest, Parts};
+use reprise_policy::{BlockKey, Layout, LayoutSpec, NamespaceDigest};
 use reprise_proto::local::{self, Request, Response, request, response};
 
 /// Longer than any operation of these tests takes, unless it hangs.
@@ -29,18 +29,9 @@ pub(crate) const SHORT: Duration = Duration::from_millis(250);
 /// Two layers of two parts of 2,304 bytes: blocks of 9,216 bytes in slots of 12,288, so that there is
 /// padding.
 pub(crate) fn layout() -> Layout {
-    LayoutSpec {
-        layers: 2,
-        parts: Parts::KeyValue,
-        kv_heads: 1,
-        head_dim: 72,
-        dtype: Dtype::Bf16,
-        tokens_per_block: 16,
-        tp_rank: 0,
-        tp_size: 1,
-    }
-    .validate()
-    .expect("a valid layout")
+    LayoutSpec { layers: 2, kv_heads: 1, head_dim: 72, tokens_per_block: 16, ..LayoutSpec::LLAMA_3_8B }
+        .validate()
+        .expect("a valid layout")
 }
 
 pub(crate) fn key(number: u8) -> BlockKey {
@@ -69,6 +60,14 @@ impl FakeAgent {
         FakeAgent::start_in_sequence(vec![Box::new(script)])
     }
 
+    /// Accepts one session, answers its greeting, and runs the script.
+    pub(crate) fn serve(script: impl FnOnce(&mut Peer) + Send + 'static) -> FakeAgent {
+        FakeAgent::start(|peer| {
+            peer.greet();
+            script(peer);
+        })
+    }
+
     /// Accepts a session for each script, one after the other, like an agent that is restarted.
     pub(crate) fn start_in_sequence(scripts: Vec<Script>) -> FakeAgent {
         let directory = tempfile::tempdir().expect("a directory for the socket");
@@ -94,6 +93,12 @@ impl FakeAgent {
 
     pub(crate) fn connect(&self) -> Client {
         Client::connect(self.options()).expect("a session")
+    }
+
+    /// Drops what holds the session, waits for the script's end, and propagates its panic.
+    pub(crate) fn end<T>(self, client: T) {
+        drop(client);
+        self.join();
     }
 
     /// Waits for the script's end and propagates its panic.
@@ -241,6 +246,42 @@ impl Peer {
         self.reply_with(id, response::Body::Reserved(reserved), fds);
     }
 
+    /// Receives a reserve and answers it with this number of slots.
+    pub(crate) fn give_slots(&mut self, leases: u32, grant: Grant) {
+        let (id, _) = self.expect_reserve();
+        self.reply_reserved(id, leases, grant);
+    }
+
+    /// Receives a commit of one block and answers it.
+    pub(crate) fn accept_commit(&mut self, ticket: u64) {
+        let (id, _) = self.expect_commit();
+        self.reply_committed(id, ticket, &[local::CommitStatus::Committed]);
+    }
+
+    /// Receives a match and finds all its blocks.
+    pub(crate) fn serve_match(&mut self) {
+        let (id, blocks) = self.expect_match();
+        self.reply_matched(id, blocks);
+    }
+
+    /// Receives a load and answers it with blocks 0, 1, … all of whose layers are ready.
+    pub(crate) fn serve_load(&mut self, answer: Answer, blocks: usize) {
+        let (id, _) = self.expect_load();
+        self.reply_loaded_whole(id, answer, blocks);
+    }
+
+    /// Begins the progress of a load with this number of ready layers.
+    pub(crate) fn layers_ready(&mut self, entry: u16, load: u64, layers: u32) {
+        self.progress.begin(entry, load);
+        self.progress.set_layers(entry, layers);
+    }
+
+    /// Begins and ends the progress of a load, all of whose layers are ready.
+    pub(crate) fn all_layers_ready(&mut self, entry: u16, load: u64) {
+        self.layers_ready(entry, load, layout().layers());
+        self.progress.done(entry);
+    }
+
     /// Writes block number `number` into its slot and describes it.
     pub(crate) fn place_block(&self, number: u8) -> local::LoadedBlock {
         let bytes = block_bytes(number);
@@ -271,9 +312,7 @@ impl Peer {
 
     /// Answers a load with blocks 0, 1, … all of whose layers are ready.
     pub(crate) fn reply_loaded_whole(&mut self, id: u64, answer: Answer, blocks: usize) {
-        self.progress.begin(answer.entry, answer.load);
-        self.progress.set_layers(answer.entry, layout().layers());
-        self.progress.done(answer.entry);
+        self.all_layers_ready(answer.entry, answer.load);
         let blocks = (0..blocks as u8).map(|number| self.place_block(number)).collect();
         self.reply_loaded(id, answer, blocks);
     }
@@ -301,4 +340,9 @@ pub(crate) fn place(offset: u64) -> local::Place {
 /// Returns the bytes of block number `number`.
 pub(crate) fn block_bytes(number: u8) -> Vec<u8> {
     (0..layout().block_bytes()).map(|at| (at % 251) as u8 ^ number).collect()
+}
+
+/// Returns a block of a load that was not placed.
+pub(crate) fn missed(status: local::BlockStatus) -> local::LoadedBlock {
+    local::LoadedBlock { status: status as i32, ..local::LoadedBlock::default() }
 }

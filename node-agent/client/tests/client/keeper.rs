@@ -98,10 +98,8 @@ fn busy_silent_and_accepting_agents_are_not_a_refusal() {
     let silent = FakeAgent::start(|peer| while peer.receive().is_some() {});
     // Its thread ends when the greeting times out; the test does not wait for that.
     assert!(keeper(&silent).refusal(SHORT).is_none());
-    let taking = FakeAgent::start(|peer| {
-        peer.greet();
-        let (id, _) = peer.expect_reserve();
-        peer.reply_reserved(id, 1, Grant::First);
+    let taking = FakeAgent::serve(|peer| {
+        peer.give_slots(1, Grant::First);
         match peer.expect("abort") {
             (_, local::request::Body::Abort(abort)) => assert_eq!(abort.leases, [1], "the lease is released"),
             (_, other) => panic!("expected abort, got {other:?}"),
@@ -143,8 +141,7 @@ fn connects_to_an_agent_that_starts_later_or_restarts() {
 #[test]
 fn a_suspected_agent_is_not_returned_until_it_answers() {
     let (answer, answer_signal) = mpsc::channel::<()>();
-    let agent = FakeAgent::start(move |peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(move |peer| {
         let probe = peer.expect_stats();
         answer_signal.recv().expect("the test sends the signal");
         peer.reply_stats(probe);
@@ -186,8 +183,7 @@ fn a_suspected_agent_that_dies_is_replaced() {
 
 #[test]
 fn the_session_ends_with_its_keeper() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(|peer| {
         assert!(peer.receive().is_none(), "the client closes");
     });
     let keeper = keeper(&agent);

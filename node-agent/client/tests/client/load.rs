@@ -4,7 +4,7 @@ use std::ops::ControlFlow;
 use std::sync::mpsc;
 use std::time::Duration;
 
-use crate::fake_agent::{Answer, FakeAgent, Grant, LONG, Peer, block_bytes, key, layout};
+use crate::fake_agent::{Answer, FakeAgent, Grant, LONG, Peer, block_bytes, key, layout, missed};
 use reprise_client::asynchronous::AsyncClient;
 use reprise_client::{BlockStatus, ClientError, CopyError, LoadRequest, Scope, Source, Verify};
 use reprise_proto::local;
@@ -15,14 +15,9 @@ fn object_bytes() -> usize {
     layout().object_bytes() as usize
 }
 
-fn missed(status: local::BlockStatus) -> local::LoadedBlock {
-    local::LoadedBlock { status: status as i32, ..local::LoadedBlock::default() }
-}
-
 #[test]
 fn a_whole_block_is_copied_contiguously_and_scattered() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(|peer| {
         let (id, keys) = peer.expect_load();
         assert_eq!(keys, [key(0), key(1)]);
         peer.reply_loaded_whole(id, FIRST, 2);
@@ -48,11 +43,9 @@ fn a_whole_block_is_copied_contiguously_and_scattered() {
 #[test]
 fn layers_are_copied_as_they_become_ready() {
     let (proceed, proceed_signal) = mpsc::channel::<()>();
-    let agent = FakeAgent::start(move |peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(move |peer| {
         let (id, _) = peer.expect_load();
-        peer.progress.begin(3, 5);
-        peer.progress.set_layers(3, 1);
+        peer.layers_ready(3, 5, 1);
         let block = peer.place_block(0);
         peer.reply_loaded(id, FIRST, vec![block]);
         proceed_signal.recv().expect("the test sends the signal");
@@ -80,10 +73,8 @@ fn layers_are_copied_as_they_become_ready() {
 
 #[test]
 fn detects_a_corrupt_object_reports_it_once_and_copies_the_others() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
-        let (id, _) = peer.expect_load();
-        peer.reply_loaded_whole(id, FIRST, 2);
+    let agent = FakeAgent::serve(|peer| {
+        peer.serve_load(FIRST, 2);
         let wrong =
             peer.arena.span(0, layout().slot_bytes() + object_bytes() as u64 * 2, 1).expect("object 2");
         wrong.copy_in(&[!block_bytes(1)[object_bytes() * 2]]).expect("writable");
@@ -110,8 +101,7 @@ fn detects_a_corrupt_object_reports_it_once_and_copies_the_others() {
 
 #[test]
 fn missing_blocks_have_a_status_and_cannot_be_copied() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(|peer| {
         let (id, _) = peer.expect_load();
         peer.progress.begin(3, 5);
         let blocks = vec![
@@ -145,10 +135,8 @@ fn missing_blocks_have_a_status_and_cannot_be_copied() {
 
 #[test]
 fn rejects_invalid_sizes_and_numbers() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
-        let (id, _) = peer.expect_load();
-        peer.reply_loaded_whole(id, FIRST, 1);
+    let agent = FakeAgent::serve(|peer| {
+        peer.serve_load(FIRST, 1);
         peer.expect_release();
     });
     let client = agent.connect();
@@ -169,8 +157,7 @@ fn rejects_invalid_sizes_and_numbers() {
 #[test]
 fn an_answer_with_a_wrong_block_count_or_without_checksums_ends_the_session() {
     for wrong in [0, 1] {
-        let agent = FakeAgent::start(move |peer| {
-            peer.greet();
+        let agent = FakeAgent::serve(move |peer| {
             let (id, _) = peer.expect_load();
             let mut blocks = vec![peer.place_block(0)];
             match wrong {
@@ -189,10 +176,8 @@ fn an_answer_with_a_wrong_block_count_or_without_checksums_ends_the_session() {
 
 #[test]
 fn held_blocks_can_be_copied_after_the_agent_died() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
-        let (id, _) = peer.expect_load();
-        peer.reply_loaded_whole(id, FIRST, 1);
+    let agent = FakeAgent::serve(|peer| {
+        peer.serve_load(FIRST, 1);
         let _ = peer.expect_match();
     });
     let client = agent.connect();
@@ -206,8 +191,7 @@ fn held_blocks_can_be_copied_after_the_agent_died() {
 
 #[test]
 fn requests_the_next_window_before_the_first_is_released() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(|peer| {
         let answer = |peer: &mut Peer, load: u64, blocks: usize| {
             let (id, keys) = peer.expect_load();
             assert_eq!(keys.len(), blocks);
@@ -234,10 +218,8 @@ fn requests_the_next_window_before_the_first_is_released() {
 
 #[test]
 fn breaking_in_a_window_releases_the_pending_one() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
-        let (id, _) = peer.expect_load();
-        peer.reply_loaded_whole(id, FIRST, 1);
+    let agent = FakeAgent::serve(|peer| {
+        peer.serve_load(FIRST, 1);
         let (id, _) = peer.expect_load();
         assert_eq!(peer.expect_release(), 5);
         peer.reply_loaded_whole(id, Answer { load: 6, entry: 4, grant: Grant::Known }, 1);
@@ -251,12 +233,9 @@ fn breaking_in_a_window_releases_the_pending_one() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_asynchronous_client_makes_the_same_calls() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
-        let (id, blocks) = peer.expect_match();
-        peer.reply_matched(id, blocks);
-        let (id, _) = peer.expect_load();
-        peer.reply_loaded_whole(id, FIRST, 1);
+    let agent = FakeAgent::serve(|peer| {
+        peer.serve_match();
+        peer.serve_load(FIRST, 1);
         peer.expect_release();
     });
     let client = AsyncClient::connect(agent.options()).await.expect("a session");

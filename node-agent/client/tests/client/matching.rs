@@ -13,8 +13,7 @@ const MOMENT: Duration = Duration::from_millis(5);
 #[test]
 fn an_unanswered_match_can_be_polled_again() {
     let (answer, answer_signal) = mpsc::channel::<()>();
-    let agent = FakeAgent::start(move |peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(move |peer| {
         let (id, blocks) = peer.expect_match();
         answer_signal.recv().expect("the test sends the signal");
         peer.reply_matched(id, blocks);
@@ -40,8 +39,7 @@ fn an_unanswered_match_can_be_polled_again() {
 #[test]
 fn start_match_does_not_wait_for_an_agent_that_does_not_read() {
     let (proceed, proceed_signal) = mpsc::channel::<()>();
-    let agent = FakeAgent::start(move |peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(move |peer| {
         proceed_signal.recv().expect("the test sends the signal");
         while let Some((id, _)) = peer.receive() {
             peer.reply_matched(id, 8192);
@@ -59,14 +57,12 @@ fn start_match_does_not_wait_for_an_agent_that_does_not_read() {
     for pending in &mut pending {
         assert_eq!(pending.poll(LONG).expect("answered").map(|sources| sources.len()), Some(8192));
     }
-    drop((client, pending));
-    agent.join();
+    agent.end((client, pending));
 }
 
 #[test]
 fn an_unanswered_match_ends_with_the_call_timeout() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(|peer| {
         let (unanswered, _) = peer.expect_match();
         let (id, blocks) = peer.expect_match();
         peer.reply_matched(unanswered, 1);
@@ -82,8 +78,7 @@ fn an_unanswered_match_ends_with_the_call_timeout() {
 
 #[test]
 fn a_dropped_match_is_ignored_and_an_empty_one_is_not_sent() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(|peer| {
         let (dropped, _) = peer.expect_match();
         peer.reply_matched(dropped, 1);
         let (id, blocks) = peer.expect_match();

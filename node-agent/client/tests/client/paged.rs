@@ -8,7 +8,7 @@ use reprise_client::{
 };
 use reprise_proto::local::{self, CommitStatus, response};
 
-use crate::fake_agent::{Answer, FakeAgent, Grant, LONG, SHORT, block_bytes, key, layout, place};
+use crate::fake_agent::{Answer, FakeAgent, Grant, LONG, SHORT, block_bytes, key, layout, missed, place};
 use crate::memory::{Memory, placed};
 
 const FIRST: Answer = Answer { load: 5, entry: 3, grant: Grant::First };
@@ -31,8 +31,7 @@ fn hasty_load() -> LoadOptions {
 
 #[test]
 fn saves_blocks_in_several_calls_when_slots_are_scarce() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(|peer| {
         for (asked, given, ticket) in [(3, 2, 7), (1, 1, 8)] {
             let (id, count) = peer.expect_reserve();
             assert_eq!(count, asked);
@@ -59,8 +58,7 @@ fn saves_blocks_in_several_calls_when_slots_are_scarce() {
 
 #[test]
 fn blocks_without_room_are_unsaved_without_an_error() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(|peer| {
         while let Some((id, _)) = peer.receive() {
             peer.reply_reserved(id, 0, Grant::Known);
         }
@@ -70,18 +68,14 @@ fn blocks_without_room_are_unsaved_without_an_error() {
     let saved = client.save_blocks(&placed([(0, 0)]), &Memory::filled(1), &options).expect("a valid call");
     assert_eq!(saved.statuses, [SaveStatus::Unsaved]);
     assert!(saved.stopped_by.is_none(), "{saved:?}");
-    drop(client);
-    agent.join();
+    agent.end(client);
 }
 
 #[test]
 fn a_save_to_a_hanging_agent_ends_and_keeps_committed_blocks() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
-        let (id, _) = peer.expect_reserve();
-        peer.reply_reserved(id, 1, Grant::First);
-        let (id, _) = peer.expect_commit();
-        peer.reply_committed(id, 7, &[CommitStatus::Committed]);
+    let agent = FakeAgent::serve(|peer| {
+        peer.give_slots(1, Grant::First);
+        peer.accept_commit(7);
         while peer.receive().is_some() {}
     });
     let client = agent.connect();
@@ -89,14 +83,12 @@ fn a_save_to_a_hanging_agent_ends_and_keeps_committed_blocks() {
     let saved = client.save_blocks(&blocks, &Memory::filled(2), &hasty_save()).expect("a valid call");
     assert_eq!(saved.statuses, [SaveStatus::Committed, SaveStatus::Unsaved]);
     assert!(matches!(saved.stopped_by, Some(ClientError::Timeout { call: "reserve", .. })), "{saved:?}");
-    drop(client);
-    agent.join();
+    agent.end(client);
 }
 
 #[test]
 fn rejects_a_call_that_does_not_fit_memory_or_session_without_a_request() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(|peer| {
         assert!(peer.receive().is_none(), "no request is sent");
     });
     let client = agent.connect();
@@ -108,19 +100,16 @@ fn rejects_a_call_that_does_not_fit_memory_or_session_without_a_request() {
     assert!(matches!(loaded, ClientError::BadRequest(_)), "{loaded}");
     let nothing = client.load_blocks(&[], &memory, &patient_load()).expect("nothing to do");
     assert!(nothing.statuses.is_empty());
-    drop(client);
-    agent.join();
+    agent.end(client);
 }
 
 #[test]
 fn loads_blocks_to_their_places_as_layers_become_ready() {
     let (copied, first_layer_copied) = mpsc::channel::<()>();
-    let agent = FakeAgent::start(move |peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(move |peer| {
         let (id, keys) = peer.expect_load();
         assert_eq!(keys, [key(1), key(0)]);
-        peer.progress.begin(3, 5);
-        peer.progress.set_layers(3, 1);
+        peer.layers_ready(3, 5, 1);
         let blocks = vec![peer.place_block(1), peer.place_block(0)];
         peer.reply_loaded(id, FIRST, blocks);
         first_layer_copied.recv().expect("the test sends the signal");
@@ -149,14 +138,10 @@ fn loads_blocks_to_their_places_as_layers_become_ready() {
 
 #[test]
 fn a_missing_or_damaged_block_fails_alone() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(|peer| {
         let (id, _) = peer.expect_load();
-        peer.progress.begin(3, 5);
-        peer.progress.set_layers(3, 2);
-        peer.progress.done(3);
-        let status = local::BlockStatus::BlockMiss as i32;
-        let missed = local::LoadedBlock { status, ..local::LoadedBlock::default() };
+        peer.all_layers_ready(3, 5);
+        let missed = missed(local::BlockStatus::BlockMiss);
         let blocks = vec![peer.place_block(0), peer.place_block(1), missed, peer.place_block(3)];
         let at = layout().slot_bytes() + layout().object_bytes() * 3;
         peer.arena.span(0, at, 1).expect("the last object").copy_in(&[!0]).expect("writable");
@@ -175,11 +160,9 @@ fn a_missing_or_damaged_block_fails_alone() {
 
 #[test]
 fn a_block_that_fails_after_its_unverified_copy_has_failed() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(|peer| {
         let (id, _) = peer.expect_load();
-        peer.progress.begin(3, 5);
-        peer.progress.set_layers(3, 2);
+        peer.layers_ready(3, 5, 2);
         peer.progress.fail_block(3, 0);
         peer.progress.done(3);
         let block = peer.place_block(0);
@@ -195,21 +178,14 @@ fn a_block_that_fails_after_its_unverified_copy_has_failed() {
 
 #[test]
 fn requests_blocks_without_room_again_when_others_were_loaded() {
-    let no_space = || {
-        let status = local::BlockStatus::BlockNoSpace as i32;
-        local::LoadedBlock { status, ..local::LoadedBlock::default() }
-    };
-    let agent = FakeAgent::start(move |peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(move |peer| {
         let mut answer = |load: u64, numbers: &[u8], placed: usize| {
             let (id, keys) = peer.expect_load();
             assert_eq!(keys, numbers.iter().map(|number| key(*number)).collect::<Vec<_>>());
-            peer.progress.begin(3, load);
-            peer.progress.set_layers(3, 2);
-            peer.progress.done(3);
+            peer.all_layers_ready(3, load);
             let mut blocks: Vec<_> =
                 numbers[..placed].iter().map(|number| peer.place_block(*number)).collect();
-            blocks.resize_with(numbers.len(), no_space);
+            blocks.resize_with(numbers.len(), || missed(local::BlockStatus::BlockNoSpace));
             let grant = if load == 1 { Grant::First } else { Grant::Known };
             peer.reply_loaded(id, Answer { load, entry: 3, grant }, blocks);
             assert_eq!(peer.expect_release(), load, "the previous load is released first");
@@ -229,12 +205,10 @@ fn requests_blocks_without_room_again_when_others_were_loaded() {
 #[test]
 fn a_load_from_a_hanging_agent_ends_before_and_after_its_answer() {
     for answered in [0, 1] {
-        let agent = FakeAgent::start(move |peer| {
-            peer.greet();
+        let agent = FakeAgent::serve(move |peer| {
             let (id, _) = peer.expect_load();
             if answered == 1 {
-                peer.progress.begin(3, 5);
-                peer.progress.set_layers(3, 1);
+                peer.layers_ready(3, 5, 1);
                 let block = peer.place_block(0);
                 peer.reply_loaded(id, FIRST, vec![block]);
             }
@@ -247,15 +221,13 @@ fn a_load_from_a_hanging_agent_ends_before_and_after_its_answer() {
         assert!(started.elapsed() < LONG / 2);
         assert_eq!(loaded.statuses, [BlockStatus::Failed]);
         assert!(matches!(loaded.stopped_by, Some(ClientError::Timeout { .. })), "{loaded:?}");
-        drop(client);
-        agent.join();
+        agent.end(client);
     }
 }
 
 #[test]
 fn waits_for_a_slow_load_while_the_agent_answers_probes() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(|peer| {
         let (id, _) = peer.expect_load();
         for _ in 0..3 {
             let probe = peer.expect_stats();
@@ -268,15 +240,13 @@ fn waits_for_a_slow_load_while_the_agent_answers_probes() {
     let memory = Memory::new(1);
     let loaded = client.load_blocks(&placed([(0, 0)]), &memory, &hasty_load()).expect("a valid call");
     assert_eq!(loaded.statuses, [BlockStatus::Ok], "{loaded:?}");
-    drop(client);
-    agent.join();
+    agent.end(client);
 }
 
 #[test]
 fn the_death_of_the_agent_ends_saves_and_loads_at_once() {
     for direction in ["save", "load"] {
-        let agent = FakeAgent::start(|peer| {
-            peer.greet();
+        let agent = FakeAgent::serve(|peer| {
             peer.expect("a call");
         });
         let client = agent.connect();
@@ -294,10 +264,8 @@ fn the_death_of_the_agent_ends_saves_and_loads_at_once() {
 
 #[test]
 fn a_prefetch_waits_for_its_blocks_and_releases_them() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
-        let (id, _) = peer.expect_load();
-        peer.reply_loaded_whole(id, FIRST, 2);
+    let agent = FakeAgent::serve(|peer| {
+        peer.serve_load(FIRST, 2);
         assert_eq!(peer.expect_release(), 5);
     });
     let client: Client = agent.connect();
@@ -307,8 +275,7 @@ fn a_prefetch_waits_for_its_blocks_and_releases_them() {
 
 #[test]
 fn a_save_interrupted_by_a_wrong_answer_releases_its_slots() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(|peer| {
         let (id, _) = peer.expect_reserve();
         let lease = local::Lease { lease: 1, place: Some(place(1 << 40)) };
         let reserved =

@@ -33,8 +33,7 @@ fn fill(reservation: &mut Reservation, number: u8) {
 
 #[test]
 fn a_filled_block_reaches_the_arena_with_checksums_and_zero_padding() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(|peer| {
         let slot = layout().slot_bytes();
         let dirty = peer.arena.span(0, 0, slot).expect("the first slot");
         dirty.copy_in(&vec![0xee; slot as usize]).expect("writable");
@@ -69,16 +68,13 @@ fn a_filled_block_reaches_the_arena_with_checksums_and_zero_padding() {
         )
         .expect("committed");
     assert_eq!(outcome.statuses, [CommitStatus::Committed]);
-    drop(client);
-    agent.join();
+    agent.end(client);
 }
 
 #[test]
 fn a_block_written_through_the_span_gets_the_same_checksums() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
-        let (id, _) = peer.expect_reserve();
-        peer.reply_reserved(id, 2, Grant::First);
+    let agent = FakeAgent::serve(|peer| {
+        peer.give_slots(2, Grant::First);
         let (id, commit) = peer.expect_commit();
         assert_eq!(commit.items[0].checksums, commit.items[1].checksums);
         reply_committed(peer, id, 1, 2);
@@ -96,15 +92,12 @@ fn a_block_written_through_the_span_gets_the_same_checksums() {
 
 #[test]
 fn reserve_retries_until_a_full_arena_has_room() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
-        let (id, _) = peer.expect_reserve();
-        peer.reply_reserved(id, 0, Grant::Known);
+    let agent = FakeAgent::serve(|peer| {
+        peer.give_slots(0, Grant::Known);
         let (id, _) = peer.expect_reserve();
         let busy = local::Failure { kind: local::FailureKind::Busy as i32, message: "queue".into() };
         peer.reply(id, response::Body::Failure(busy));
-        let (id, _) = peer.expect_reserve();
-        peer.reply_reserved(id, 2, Grant::First);
+        peer.give_slots(2, Grant::First);
     });
     let reserved = agent.connect().reserve(8, LONG).expect("slots after a while");
     assert_eq!(reserved.len(), 2, "as many as are free");
@@ -113,24 +106,20 @@ fn reserve_retries_until_a_full_arena_has_room() {
 
 #[test]
 fn reserve_is_empty_when_the_arena_stays_full() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(|peer| {
         while let Some((id, _)) = peer.receive() {
             peer.reply_reserved(id, 0, Grant::Known);
         }
     });
     let client = agent.connect();
     assert!(client.reserve(1, Duration::from_millis(15)).expect("an answer").is_empty());
-    drop(client);
-    agent.join();
+    agent.end(client);
 }
 
 #[test]
 fn a_dropped_reservation_is_aborted() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
-        let (id, _) = peer.expect_reserve();
-        peer.reply_reserved(id, 1, Grant::First);
+    let agent = FakeAgent::serve(|peer| {
+        peer.give_slots(1, Grant::First);
         assert_eq!(expect_abort(peer).1, [1]);
     });
     let client = agent.connect();
@@ -143,10 +132,8 @@ fn reservations_dropped_one_by_one_are_aborted_with_few_messages() {
     const SLOTS: u32 = 300;
     let (dropped, all_dropped) = mpsc::channel::<()>();
     let (all_seen, seen_by_agent) = mpsc::channel::<()>();
-    let agent = FakeAgent::start(move |peer| {
-        peer.greet();
-        let (id, _) = peer.expect_reserve();
-        peer.reply_reserved(id, SLOTS, Grant::First);
+    let agent = FakeAgent::serve(move |peer| {
+        peer.give_slots(SLOTS, Grant::First);
         let (id, first) = expect_abort(peer);
         assert_eq!(first, [1], "the first is sent at once");
         all_dropped.recv().expect("the test sends the signal");
@@ -162,20 +149,16 @@ fn reservations_dropped_one_by_one_are_aborted_with_few_messages() {
     reserved.into_iter().for_each(drop);
     dropped.send(()).expect("the agent lives");
     seen_by_agent.recv().expect("the agent lives");
-    drop(client);
-    agent.join();
+    agent.end(client);
 }
 
 #[test]
 fn a_dropped_slot_is_released_before_the_next_reserve() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
-        let (id, _) = peer.expect_reserve();
-        peer.reply_reserved(id, 3, Grant::First);
+    let agent = FakeAgent::serve(|peer| {
+        peer.give_slots(3, Grant::First);
         assert_eq!(expect_abort(peer).1, [1]);
         assert_eq!(expect_abort(peer).1, [2, 3], "although the first is unanswered");
-        let (id, _) = peer.expect_reserve();
-        peer.reply_reserved(id, 1, Grant::Known);
+        peer.give_slots(1, Grant::Known);
     });
     let client = agent.connect();
     client.reserve(3, LONG).expect("slots").into_iter().for_each(drop);
@@ -185,10 +168,8 @@ fn a_dropped_slot_is_released_before_the_next_reserve() {
 
 #[test]
 fn an_unfilled_reservation_cannot_be_committed_and_is_released() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
-        let (id, _) = peer.expect_reserve();
-        peer.reply_reserved(id, 1, Grant::First);
+    let agent = FakeAgent::serve(|peer| {
+        peer.give_slots(1, Grant::First);
         assert!(matches!(peer.expect("abort"), (_, request::Body::Abort(_))));
     });
     let client = agent.connect();
@@ -205,10 +186,8 @@ fn an_unfilled_reservation_cannot_be_committed_and_is_released() {
 #[test]
 fn a_durable_notice_may_arrive_before_or_after_the_wait() {
     let (proceed, proceed_signal) = mpsc::channel::<()>();
-    let agent = FakeAgent::start(move |peer| {
-        peer.greet();
-        let (id, _) = peer.expect_reserve();
-        peer.reply_reserved(id, 2, Grant::First);
+    let agent = FakeAgent::serve(move |peer| {
+        peer.give_slots(2, Grant::First);
         let (id, _) = peer.expect_commit();
         send_durable(peer, 1, &[]);
         reply_committed(peer, id, 1, 1);
@@ -240,9 +219,7 @@ fn a_durable_notice_may_arrive_before_or_after_the_wait() {
 
 #[test]
 fn the_death_of_the_agent_ends_a_wait_for_a_durable_notice() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
-    });
+    let agent = FakeAgent::serve(|_| ());
     let client = agent.connect();
     let error = client.wait_durable(reprise_client::Ticket(1), LONG).expect_err("the agent has died");
     assert!(matches!(error, ClientError::AgentLost { .. }), "{error}");
@@ -251,8 +228,7 @@ fn the_death_of_the_agent_ends_a_wait_for_a_durable_notice() {
 
 #[test]
 fn a_lease_outside_the_region_ends_the_session() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(|peer| {
         let (id, _) = peer.expect_reserve();
         let end = peer.arena.regions()[0].bytes();
         let reserved = local::Reserved {

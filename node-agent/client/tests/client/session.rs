@@ -108,8 +108,7 @@ fn rejects_a_too_long_name_before_connecting() {
 
 #[test]
 fn the_death_of_the_agent_fails_a_waiting_call_at_once() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(|peer| {
         peer.expect_match();
     });
     let client = agent.connect();
@@ -126,11 +125,9 @@ fn the_death_of_the_agent_fails_a_waiting_call_at_once() {
 #[test]
 fn the_death_of_the_agent_ends_a_wait_for_a_layer() {
     let (die, die_signal) = mpsc::channel::<()>();
-    let agent = FakeAgent::start(move |peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(move |peer| {
         let (id, _) = peer.expect_load();
-        peer.progress.begin(0, 5);
-        peer.progress.set_layers(0, 1);
+        peer.layers_ready(0, 5, 1);
         let block = peer.place_block(0);
         peer.reply_loaded(id, Answer { load: 5, entry: 0, grant: Grant::First }, vec![block]);
         die_signal.recv().expect("the test sends the signal");
@@ -149,8 +146,7 @@ fn the_death_of_the_agent_ends_a_wait_for_a_layer() {
 
 #[test]
 fn a_too_long_frame_ends_the_session() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(|peer| {
         peer.expect_match();
         peer.send_raw(&(local::FRAME_BYTES_MAX as u32 + 1).to_le_bytes());
         assert!(peer.receive().is_none(), "the client closes");
@@ -169,8 +165,7 @@ fn undecodable_bytes_and_a_missing_descriptor_end_the_session() {
         peer.reply(id, response::Body::Reserved(reserved));
     };
     for (wrong, word) in [(garbage as fn(&mut _, _), "cannot decode"), (no_descriptor, "descriptor")] {
-        let agent = FakeAgent::start(move |peer| {
-            peer.greet();
+        let agent = FakeAgent::serve(move |peer| {
             let (id, _) = peer.expect("a call");
             wrong(peer, id);
             assert!(peer.receive().is_none(), "the client closes");
@@ -183,8 +178,7 @@ fn undecodable_bytes_and_a_missing_descriptor_end_the_session() {
 
 #[test]
 fn an_answer_of_the_wrong_kind_ends_the_session() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(|peer| {
         let (id, _) = peer.expect_match();
         peer.reply(id, response::Body::Released(local::Released {}));
         assert!(peer.receive().is_none(), "the client closes");
@@ -196,8 +190,7 @@ fn an_answer_of_the_wrong_kind_ends_the_session() {
 
 #[test]
 fn an_unanswered_call_times_out_and_the_session_continues() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(|peer| {
         let (unanswered, _) = peer.expect_match();
         let (id, blocks) = peer.expect_match();
         peer.reply_matched(unanswered, 1);
@@ -213,8 +206,7 @@ fn an_unanswered_call_times_out_and_the_session_continues() {
 #[test]
 fn releases_a_load_that_is_answered_too_late() {
     let (answer, answer_signal) = mpsc::channel::<()>();
-    let agent = FakeAgent::start(move |peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(move |peer| {
         let (id, _) = peer.expect_load();
         answer_signal.recv().expect("the test sends the signal");
         peer.reply_loaded_whole(id, Answer { load: 77, entry: 0, grant: Grant::First }, 1);
@@ -231,8 +223,7 @@ fn releases_a_load_that_is_answered_too_late() {
 #[test]
 fn aborts_reservations_that_arrive_too_late() {
     let (answer, answer_signal) = mpsc::channel::<()>();
-    let agent = FakeAgent::start(move |peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(move |peer| {
         let (id, _) = peer.expect_reserve();
         answer_signal.recv().expect("the test sends the signal");
         peer.reply_reserved(id, 3, Grant::First);
@@ -251,8 +242,7 @@ fn aborts_reservations_that_arrive_too_late() {
 #[test]
 fn the_session_ends_when_the_agent_does_not_read() {
     let (end, end_signal) = mpsc::channel::<()>();
-    let agent = FakeAgent::start(move |peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(move |_| {
         end_signal.recv().expect("the test sends the signal");
     });
     let client = Client::connect(agent.options().call_timeout(SHORT)).expect("a session");
@@ -270,8 +260,7 @@ fn the_session_ends_when_the_agent_does_not_read() {
 #[test]
 fn answers_out_of_order_reach_their_callers() {
     const CALLS: usize = 16;
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(|peer| {
         let asked: Vec<(u64, usize)> = (0..CALLS).map(|_| peer.expect_match()).collect();
         asked.into_iter().rev().for_each(|(id, blocks)| peer.reply_matched(id, blocks));
     });
@@ -290,8 +279,7 @@ fn answers_out_of_order_reach_their_callers() {
 
 #[test]
 fn closing_ends_the_session_for_all_its_handles() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(|peer| {
         assert!(peer.receive().is_none(), "the client closes");
     });
     let client = agent.connect();
@@ -316,8 +304,7 @@ fn example(message: &str) -> Vec<u8> {
 
 /// Starts a client whose first call must be the first example, and answers it with the second.
 fn session_of_the_document(call: &'static str, answer: &'static str) -> (FakeAgent, Client) {
-    let agent = FakeAgent::start(move |peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(move |peer| {
         let asked =
             peer.receive_raw().unwrap_or_else(|| panic!("the client closed instead of sending {call}"));
         assert_eq!(asked, example(call), "{call}");
@@ -334,38 +321,32 @@ fn session_of_the_document(call: &'static str, answer: &'static str) -> (FakeAge
 fn calls_and_answers_match_the_bytes_in_the_document() {
     let (agent, client) = session_of_the_document("Trim", "Trimmed");
     assert_eq!(client.trim().expect("an answer"), 3);
-    drop(client);
-    agent.join();
+    agent.end(client);
 
     let (agent, client) = session_of_the_document("Stats", "StatsReply");
     assert_eq!(client.stats().expect("an answer"), [("loads".to_owned(), 8)]);
-    drop(client);
-    agent.join();
+    agent.end(client);
 
     let (agent, client) = session_of_the_document("Reserve", "Failure");
     assert!(client.reserve(3, Duration::ZERO).expect("an answer").is_empty(), "the agent is busy");
-    drop(client);
-    agent.join();
+    agent.end(client);
 
     let (agent, client) = session_of_the_document("Match", "Failure");
     let error = client.match_keys(&[key(0x11)], Scope::Local).expect_err("refused");
     assert!(matches!(&error, ClientError::Busy(text) if text == "full"), "{error}");
-    drop(client);
-    agent.join();
+    agent.end(client);
 
     let (agent, client) = session_of_the_document("Load", "Failure");
     let request =
         LoadRequest { read_bytes: 512 << 10, scope: Scope::Local, ..LoadRequest::new(vec![key(0x11)]) };
     let error = client.load(&request).expect_err("refused");
     assert!(matches!(error, ClientError::Busy(_)), "{error}");
-    drop(client);
-    agent.join();
+    agent.end(client);
 }
 
 #[test]
 fn rejects_too_many_keys_and_answers_none_without_a_call() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(|peer| {
         assert!(peer.receive().is_none(), "nothing is sent");
     });
     let client = agent.connect();
@@ -375,6 +356,5 @@ fn rejects_too_many_keys_and_answers_none_without_a_call() {
     let error = client.load(&LoadRequest::new(vec![])).expect_err("refused");
     assert!(matches!(error, ClientError::BadRequest(_)), "{error}");
     assert_eq!(client.match_keys(&[], Scope::Local).expect("an empty answer"), []);
-    drop(client);
-    agent.join();
+    agent.end(client);
 }

@@ -8,7 +8,7 @@ use reprise_client::{
     SessionKeeper, TransferId, TransferOptions, Transfers,
 };
 use reprise_policy::Layout;
-use reprise_proto::local::{CommitStatus, request};
+use reprise_proto::local::request;
 
 use crate::fake_agent::{Answer, FakeAgent, Grant, LONG, Peer, SHORT, block_bytes, layout, options};
 use crate::memory::{Memory, placed};
@@ -22,25 +22,26 @@ fn transfer_options(stall_timeout: Duration) -> TransferOptions {
     }
 }
 
-fn connected(agent: &FakeAgent) -> Arc<SessionKeeper> {
-    let keeper = SessionKeeper::new(agent.options()).expect("a thread");
+/// Connects to the agent and starts transfers of this memory.
+pub(crate) fn start_transfers<M: PagedMemory + 'static>(
+    agent: &FakeAgent,
+    memory: &Arc<M>,
+    options: TransferOptions,
+) -> (Transfers, Arc<SessionKeeper>) {
+    let keeper = Arc::new(SessionKeeper::new(agent.options()).expect("a thread"));
     assert!(keeper.wait_until_connected(LONG), "{:?}", keeper.status());
-    Arc::new(keeper)
+    let memory = Arc::<M>::clone(memory);
+    (Transfers::new(Arc::clone(&keeper), memory, options).expect("threads"), keeper)
 }
 
-fn transfers(agent: &FakeAgent, memory: &Arc<Memory>, stall_timeout: Duration) -> Transfers {
-    let memory: Arc<dyn PagedMemory> = Arc::<Memory>::clone(memory);
-    Transfers::new(connected(agent), memory, transfer_options(stall_timeout)).expect("threads")
-}
-
-fn load_statuses(outcome: &Outcome) -> &[BlockStatus] {
+pub(crate) fn load_statuses(outcome: &Outcome) -> &[BlockStatus] {
     match outcome {
         Outcome::Loaded(loaded) => &loaded.statuses,
         Outcome::Saved(_) => panic!("expected a load, got {outcome:?}"),
     }
 }
 
-fn save_statuses(outcome: &Outcome) -> &[SaveStatus] {
+pub(crate) fn save_statuses(outcome: &Outcome) -> &[SaveStatus] {
     match outcome {
         Outcome::Saved(saved) => &saved.statuses,
         Outcome::Loaded(_) => panic!("expected a save, got {outcome:?}"),
@@ -50,12 +51,9 @@ fn save_statuses(outcome: &Outcome) -> &[SaveStatus] {
 /// Serves one save of one block, then loads of one block.
 fn serve(peer: &mut Peer) {
     peer.greet();
-    let (id, _) = peer.expect_reserve();
-    peer.reply_reserved(id, 1, Grant::First);
-    let (id, _) = peer.expect_commit();
-    peer.reply_committed(id, 1, &[CommitStatus::Committed]);
-    let (id, _) = peer.expect_load();
-    peer.reply_loaded_whole(id, Answer { load: 1, entry: 0, grant: Grant::First }, 1);
+    peer.give_slots(1, Grant::First);
+    peer.accept_commit(1);
+    peer.serve_load(Answer { load: 1, entry: 0, grant: Grant::First }, 1);
     assert_eq!(peer.expect_release(), 1);
     assert!(peer.receive().is_none(), "the client closes");
 }
@@ -64,7 +62,7 @@ fn serve(peer: &mut Peer) {
 fn saves_and_loads_end_and_are_returned_once() {
     let agent = FakeAgent::start(serve);
     let memory = Arc::new(Memory::filled(2));
-    let transfers = transfers(&agent, &memory, LONG);
+    let (transfers, _) = start_transfers(&agent, &memory, transfer_options(LONG));
     assert!(transfers.finished().is_empty());
     let save = transfers.submit_save(placed([(0, 0)]), None).expect("a valid call");
     assert!(transfers.wait(&[save], LONG));
@@ -79,8 +77,7 @@ fn saves_and_loads_end_and_are_returned_once() {
     assert!(transfers.wait(&[save], Duration::ZERO), "an ended transfer stays ended");
     let error = transfers.submit_load(placed([(0, 2)])).expect_err("an invalid block");
     assert!(matches!(error, ClientError::BadRequest(_)), "{error}");
-    drop(transfers);
-    agent.join();
+    agent.end(transfers);
 }
 
 #[test]
@@ -100,14 +97,13 @@ fn transfers_fail_at_once_without_an_agent() {
 #[test]
 fn a_save_that_exceeds_the_queue_fails_at_once() {
     let (proceed, proceed_signal) = mpsc::channel::<()>();
-    let agent = FakeAgent::start(move |peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(move |peer| {
         let (id, _) = peer.expect_reserve();
         proceed_signal.recv().expect("the test sends the signal");
         peer.reply_reserved(id, 1, Grant::First);
     });
     let memory = Arc::new(Memory::filled(1));
-    let transfers = transfers(&agent, &memory, LONG);
+    let (transfers, _) = start_transfers(&agent, &memory, transfer_options(LONG));
     let submit = || transfers.submit_save(placed([(0, 0)]), None).expect("a valid call");
     // One running and two queued transfers fit; the thread may not have dequeued the first yet.
     let ids: Vec<TransferId> = (0..4).map(|_| submit()).collect();
@@ -124,14 +120,9 @@ fn a_save_that_exceeds_the_queue_fails_at_once() {
 
 #[test]
 fn only_the_first_transfer_waits_for_a_hanging_agent() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
-        while peer.receive().is_some() {}
-    });
+    let agent = FakeAgent::serve(|peer| while peer.receive().is_some() {});
     let memory = Arc::new(Memory::filled(1));
-    let keeper = connected(&agent);
-    let memory: Arc<dyn PagedMemory> = memory;
-    let transfers = Transfers::new(Arc::clone(&keeper), memory, transfer_options(SHORT)).expect("threads");
+    let (transfers, keeper) = start_transfers(&agent, &memory, transfer_options(SHORT));
     let load = transfers.submit_load(placed([(0, 0)])).expect("a valid call");
     assert!(transfers.wait(&[load], LONG));
     assert!(keeper.status().is_suspected);
@@ -143,8 +134,7 @@ fn only_the_first_transfer_waits_for_a_hanging_agent() {
     let words = finished[1].outcome.stopped_by().expect("an error").to_string();
     assert!(words.contains("does not answer"), "{words}");
     assert!(started.elapsed() < LONG / 2);
-    drop((transfers, keeper));
-    agent.join();
+    agent.end((transfers, keeper));
 }
 
 /// An agent that answers everything except loads.
@@ -157,8 +147,7 @@ fn standing_still() -> TransferOptions {
 #[test]
 fn a_stalled_load_ends_without_suspecting_the_agent_and_the_next_uses_no_peers() {
     let (asked, scopes) = mpsc::channel::<bool>();
-    let agent = FakeAgent::start(move |peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(move |peer| {
         while let Some((id, request)) = peer.receive() {
             match request {
                 request::Body::Load(load) => asked.send(load.local_only).expect("the test reads it"),
@@ -167,9 +156,7 @@ fn a_stalled_load_ends_without_suspecting_the_agent_and_the_next_uses_no_peers()
             }
         }
     });
-    let memory: Arc<dyn PagedMemory> = Arc::new(Memory::new(2));
-    let keeper = connected(&agent);
-    let transfers = Transfers::new(Arc::clone(&keeper), memory, standing_still()).expect("threads");
+    let (transfers, keeper) = start_transfers(&agent, &Arc::new(Memory::new(2)), standing_still());
     let loads = [0, 1].map(|block| transfers.submit_load(placed([(block, 0)])).expect("a valid call"));
     assert!(transfers.wait(&loads, LONG / 2));
     for ended in transfers.finished() {
@@ -180,18 +167,15 @@ fn a_stalled_load_ends_without_suspecting_the_agent_and_the_next_uses_no_peers()
     }
     assert!(!keeper.status().is_suspected, "it has answered all along");
     assert_eq!(scopes.iter().take(2).collect::<Vec<_>>(), [false, true], "whether the load is local only");
-    drop((transfers, keeper));
-    agent.join();
+    agent.end((transfers, keeper));
 }
 
 #[test]
 fn layers_after_the_end_of_a_stalled_load_are_not_written() {
     let (ended, load_ended) = mpsc::channel::<()>();
-    let agent = FakeAgent::start(move |peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(move |peer| {
         let (id, _) = peer.expect_load();
-        peer.progress.begin(0, 1);
-        peer.progress.set_layers(0, 1);
+        peer.layers_ready(0, 1, 1);
         let block = peer.place_block(0);
         peer.reply_loaded(id, Answer { load: 1, entry: 0, grant: Grant::First }, vec![block]);
         let id = peer.expect_stats();
@@ -202,9 +186,7 @@ fn layers_after_the_end_of_a_stalled_load_are_not_written() {
         assert!(peer.receive().is_none(), "the client closes");
     });
     let memory = Arc::new(Memory::new(1));
-    let shown: Arc<dyn PagedMemory> = Arc::<Memory>::clone(&memory);
-    let keeper = connected(&agent);
-    let transfers = Transfers::new(Arc::clone(&keeper), shown, standing_still()).expect("threads");
+    let (transfers, keeper) = start_transfers(&agent, &memory, standing_still());
     let load = transfers.submit_load(placed([(0, 0)])).expect("a valid call");
     assert!(transfers.wait(&[load], LONG / 2));
     let finished = transfers.finished();
@@ -214,26 +196,23 @@ fn layers_after_the_end_of_a_stalled_load_are_not_written() {
     let held = memory.block(0).clone();
     assert_ne!(held, block_bytes(0), "only the first layer arrived in time");
     ended.send(()).expect("the agent lives");
-    drop((transfers, keeper));
-    agent.join();
+    agent.end((transfers, keeper));
     assert_eq!(*memory.block(0), held, "later layers were not copied");
 }
 
 #[test]
 fn a_load_deadline_counts_from_submission_and_an_expired_load_is_not_sent() {
     let (proceed, proceed_signal) = mpsc::channel::<()>();
-    let agent = FakeAgent::start(move |peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(move |peer| {
         let (id, _) = peer.expect_load();
         proceed_signal.recv().expect("the test sends the signal");
         peer.reply_loaded_whole(id, Answer { load: 1, entry: 0, grant: Grant::First }, 1);
         assert_eq!(peer.expect_release(), 1);
         assert!(peer.receive().is_none(), "the second load is not sent");
     });
-    let memory: Arc<dyn PagedMemory> = Arc::new(Memory::new(2));
     let mut options = transfer_options(LONG);
     options.load.deadline = SHORT;
-    let transfers = Transfers::new(connected(&agent), memory, options).expect("threads");
+    let (transfers, _) = start_transfers(&agent, &Arc::new(Memory::new(2)), options);
     let first = transfers.submit_load(placed([(0, 0)])).expect("a valid call");
     let submitted = Instant::now();
     let second = transfers.submit_load(placed([(1, 1)])).expect("a valid call");
@@ -247,26 +226,23 @@ fn a_load_deadline_counts_from_submission_and_an_expired_load_is_not_sent() {
     assert_eq!(load_statuses(&late.outcome), [BlockStatus::Failed]);
     let words = late.outcome.stopped_by().expect("an error").to_string();
     assert!(words.contains("earlier loads used up the deadline"), "{words}");
-    drop(transfers);
-    agent.join();
+    agent.end(transfers);
 }
 
 #[test]
 fn a_cancelled_transfer_ends_with_its_current_part_and_queued_ones_fail() {
     let (reserved, started) = mpsc::channel::<()>();
     let (proceed, proceed_signal) = mpsc::channel::<()>();
-    let agent = FakeAgent::start(move |peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(move |peer| {
         let (id, _) = peer.expect_reserve();
         reserved.send(()).expect("the test waits");
         proceed_signal.recv().expect("the test sends the signal");
         peer.reply_reserved(id, 1, Grant::First);
-        let (id, _) = peer.expect_commit();
-        peer.reply_committed(id, 1, &[CommitStatus::Committed]);
+        peer.accept_commit(1);
         assert!(peer.receive().is_none(), "neither the rest nor the second save is begun");
     });
     let memory = Arc::new(Memory::filled(2));
-    let transfers = transfers(&agent, &memory, LONG);
+    let (transfers, _) = start_transfers(&agent, &memory, transfer_options(LONG));
     let submit = || transfers.submit_save(placed([(0, 0), (1, 1)]), None).expect("a valid call");
     let ids = [submit(), submit()];
     started.recv().expect("the agent sends the signal");
@@ -289,8 +265,7 @@ fn a_cancelled_transfer_ends_with_its_current_part_and_queued_ones_fail() {
 fn cancels_a_load_between_its_layers() {
     let (answered, started) = mpsc::channel::<()>();
     let (proceed, proceed_signal) = mpsc::channel::<()>();
-    let agent = FakeAgent::start(move |peer| {
-        peer.greet();
+    let agent = FakeAgent::serve(move |peer| {
         let (id, _) = peer.expect_load();
         answered.send(()).expect("the test waits");
         proceed_signal.recv().expect("the test sends the signal");
@@ -298,7 +273,7 @@ fn cancels_a_load_between_its_layers() {
         assert_eq!(peer.expect_release(), 1);
     });
     let memory = Arc::new(Memory::new(1));
-    let transfers = transfers(&agent, &memory, LONG);
+    let (transfers, _) = start_transfers(&agent, &memory, transfer_options(LONG));
     let load = transfers.submit_load(placed([(0, 0)])).expect("a valid call");
     started.recv().expect("the agent sends the signal");
     transfers.cancel();
@@ -306,8 +281,7 @@ fn cancels_a_load_between_its_layers() {
     assert!(transfers.wait(&[load], LONG));
     assert_eq!(load_statuses(&transfers.finished()[0].outcome), [BlockStatus::Failed]);
     assert!(memory.block(0).iter().all(|byte| *byte == 0), "nothing was copied after that");
-    drop(transfers);
-    agent.join();
+    agent.end(transfers);
 }
 
 /// Memory that panics on every access.
@@ -334,10 +308,8 @@ impl PagedMemory for PanickingMemory {
 
 #[test]
 fn every_transfer_ends_when_the_memory_panics() {
-    let agent = FakeAgent::start(|peer| {
-        peer.greet();
-        let (id, _) = peer.expect_reserve();
-        peer.reply_reserved(id, 1, Grant::First);
+    let agent = FakeAgent::serve(|peer| {
+        peer.give_slots(1, Grant::First);
         while let Some((id, request)) = peer.receive() {
             if matches!(request, request::Body::Reserve(_)) {
                 peer.reply_reserved(id, 1, Grant::Known);
@@ -345,7 +317,7 @@ fn every_transfer_ends_when_the_memory_panics() {
         }
     });
     let memory = Arc::new(PanickingMemory(layout()));
-    let transfers = Transfers::new(connected(&agent), memory, transfer_options(LONG)).expect("threads");
+    let (transfers, _) = start_transfers(&agent, &memory, transfer_options(LONG));
     for _ in 0..2 {
         let save = transfers.submit_save(placed([(0, 0)]), None).expect("a valid call");
         assert!(transfers.wait(&[save], LONG));
@@ -353,6 +325,5 @@ fn every_transfer_ends_when_the_memory_panics() {
     for ended in transfers.finished() {
         assert_eq!(save_statuses(&ended.outcome), [SaveStatus::Unsaved]);
     }
-    drop(transfers);
-    agent.join();
+    agent.end(transfers);
 }

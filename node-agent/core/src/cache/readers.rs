@@ -1,8 +1,8 @@
 //! What other owners read of the cache: blocks, frames and size classes. They change them through methods
 //! only.
 
-use reprise_policy::{BlockKey, TenantName};
 use reprise_policy::eviction::{EntryIndex, Group};
+use reprise_policy::{BlockKey, TenantName};
 
 use crate::cache::Cache;
 use crate::cache::accounts::TenantIndex;

@@ -3,7 +3,7 @@
 use std::num::NonZeroU32;
 use std::path::Path;
 
-use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
+use reprise_buffers::{Arena, ArenaConfig, HugePolicy, Span};
 use reprise_io::bare::{self, BareLoop};
 use reprise_io::{DeviceFile, FileAccess, IfMissing, IoErrorKind, Reserve};
 
@@ -19,13 +19,17 @@ fn file(path: &Path, access: FileAccess) -> DeviceFile {
     .expect("the file of the test")
 }
 
+fn buffers(count: usize) -> Vec<Span> {
+    let arena = Arena::new(&ArenaConfig { bytes: 2 << 20, region_bytes: 2 << 20, huge: HugePolicy::Never });
+    let whole = arena.expect("2 MiB").span(0, 0, 2 << 20).expect("inside");
+    bare::cut(&whole, BLOCK, count).expect("they fit")
+}
+
 #[test]
 fn the_read_loop_reads_the_bytes_of_the_write_loop() {
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
     let path = directory.path().join("file");
-    let arena = Arena::new(&ArenaConfig { bytes: 2 << 20, region_bytes: 2 << 20, huge: HugePolicy::Never })
-        .expect("2 MiB");
-    let buffers = bare::cut(&arena.span(0, 0, 2 << 20).expect("inside"), BLOCK, 4).expect("they fit");
+    let buffers = buffers(4);
     let offsets: Vec<u64> = (0..BLOCKS).map(|index| index * 11 % BLOCKS * u64::from(BLOCK)).collect();
     let mut target = file(&path, FileAccess::ReadWrite);
     target.preallocate(BLOCKS * u64::from(BLOCK), Reserve::Bytes(0)).expect("space");
@@ -63,9 +67,7 @@ fn rejects_a_loop_beyond_the_file_or_writing_a_read_only_one() {
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
     let path = directory.path().join("file");
     file(&path, FileAccess::ReadWrite).preallocate(u64::from(BLOCK), Reserve::Bytes(0)).expect("space");
-    let arena = Arena::new(&ArenaConfig { bytes: 2 << 20, region_bytes: 2 << 20, huge: HugePolicy::Never })
-        .expect("2 MiB");
-    let buffers = bare::cut(&arena.span(0, 0, 2 << 20).expect("inside"), BLOCK, 2).expect("they fit");
+    let buffers = buffers(2);
     let target = file(&path, FileAccess::ReadOnly);
     let parameters = BareLoop {
         file: &target,
@@ -92,9 +94,7 @@ fn a_device_error_ends_the_loop_after_all_operations_in_flight() {
     let mut target = file(&path, FileAccess::ReadWrite);
     target.preallocate(BLOCKS * u64::from(BLOCK), Reserve::Bytes(0)).expect("space");
     std::fs::File::options().write(true).open(&path).expect("the file").set_len(4096).expect("cut");
-    let arena = Arena::new(&ArenaConfig { bytes: 2 << 20, region_bytes: 2 << 20, huge: HugePolicy::Never })
-        .expect("2 MiB");
-    let buffers = bare::cut(&arena.span(0, 0, 2 << 20).expect("inside"), BLOCK, 4).expect("they fit");
+    let buffers = buffers(4);
     let offsets: Vec<u64> = (0..BLOCKS).map(|index| index * u64::from(BLOCK)).collect();
     let parameters = BareLoop {
         file: &target,

@@ -28,6 +28,13 @@ fn directory() -> TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory")
 }
 
+/// Returns a directory, and the path of a pool in it that does not exist yet.
+fn pool_path() -> (TempDir, PathBuf) {
+    let directory = directory();
+    let path = directory.path().join("pool");
+    (directory, path)
+}
+
 fn create(path: &Path) -> DeviceFile {
     DeviceFile::open(path, FileAccess::ReadWrite, IfMissing::Create).expect("a new file")
 }
@@ -38,8 +45,7 @@ fn open_error(path: &Path, access: FileAccess) -> IoError {
 
 #[test]
 fn a_new_file_is_empty_private_and_direct() {
-    let directory = directory();
-    let path = directory.path().join("pool");
+    let (_directory, path) = pool_path();
     let file = create(&path);
     assert_eq!((file.size(), file.path()), (0, path.as_path()));
     assert_eq!(file.caching(), Caching::Direct, "the file system of the target directory lacks O_DIRECT");
@@ -48,8 +54,7 @@ fn a_new_file_is_empty_private_and_direct() {
 
 #[test]
 fn preallocation_reserves_space_without_writing_and_never_shrinks() {
-    let directory = directory();
-    let path = directory.path().join("pool");
+    let (_directory, path) = pool_path();
     let mut file = create(&path);
     assert_eq!(file.preallocate(8 * MIB, NO_RESERVE).expect("space"), Preallocation::Reserved);
     assert_eq!(file.size(), 8 * MIB);
@@ -61,8 +66,7 @@ fn preallocation_reserves_space_without_writing_and_never_shrinks() {
 
 #[test]
 fn preallocating_more_than_the_available_space_fails_and_changes_nothing() {
-    let directory = directory();
-    let path = directory.path().join("pool");
+    let (_directory, path) = pool_path();
     let mut file = create(&path);
     file.preallocate(MIB, NO_RESERVE).expect("space");
     let error = file.preallocate(1 << 60, NO_RESERVE).expect_err("an exbibyte");
@@ -75,8 +79,7 @@ fn preallocating_more_than_the_available_space_fails_and_changes_nothing() {
 fn a_file_leaves_the_reserve_on_its_file_system_or_is_refused_with_the_possible_size() {
     assert_eq!(Reserve::Default.of(10 << 30), 1 << 30);
     assert_eq!(Reserve::Default.of(100_000_000_000), 5_000_000_000);
-    let directory = directory();
-    let path = directory.path().join("pool");
+    let (_directory, path) = pool_path();
     let mut file = create(&path);
     file.preallocate(MIB, NO_RESERVE).expect("space");
     let error = file.preallocate(2 * MIB, Reserve::Bytes(1 << 60)).expect_err("an exbibyte stays free");
@@ -90,8 +93,7 @@ fn a_file_leaves_the_reserve_on_its_file_system_or_is_refused_with_the_possible_
 
 #[test]
 fn a_second_open_is_in_use_until_the_first_is_dropped() {
-    let directory = directory();
-    let path = directory.path().join("pool");
+    let (_directory, path) = pool_path();
     let first = create(&path);
     for access in [FileAccess::ReadWrite, FileAccess::ReadOnly] {
         let error = open_error(&path, access);
@@ -104,8 +106,7 @@ fn a_second_open_is_in_use_until_the_first_is_dropped() {
 
 #[test]
 fn readers_share() {
-    let directory = directory();
-    let path = directory.path().join("pool");
+    let (_directory, path) = pool_path();
     drop(create(&path));
     let read = || DeviceFile::open(&path, FileAccess::ReadOnly, IfMissing::Fail).expect("shared");
     let _both = (read(), read());
@@ -114,8 +115,7 @@ fn readers_share() {
 
 #[test]
 fn an_unlocked_reader_sees_the_writes_of_the_lock_holder() {
-    let directory = directory();
-    let path = directory.path().join("pool");
+    let (_directory, path) = pool_path();
     let open_unlocked =
         || DeviceFile::open(&path, FileAccess::ReadUnlocked, IfMissing::Fail).expect("opens without a lock");
     assert_eq!(
@@ -148,8 +148,7 @@ fn an_unlocked_reader_sees_the_writes_of_the_lock_holder() {
 
 #[test]
 fn an_unlocked_reader_can_use_every_engine_but_not_write() {
-    let directory = directory();
-    let path = directory.path().join("pool");
+    let (_directory, path) = pool_path();
     let mut holder = create(&path);
     holder.preallocate(MIB, NO_RESERVE).expect("space");
     for engine in [EngineChoice::Plain, EngineChoice::IoUring] {
@@ -180,8 +179,7 @@ fn complete(engine: &mut dyn IoEngine, op: Op) -> Result<(), IoError> {
 
 #[test]
 fn the_lock_ends_with_the_engine() {
-    let directory = directory();
-    let path = directory.path().join("pool");
+    let (_directory, path) = pool_path();
     for engine in [EngineChoice::Plain, EngineChoice::IoUring] {
         let mut file = create(&path);
         file.preallocate(MIB, NO_RESERVE).expect("space");
@@ -195,8 +193,7 @@ fn the_lock_ends_with_the_engine() {
 
 #[test]
 fn discards_only_a_file_that_this_open_created() {
-    let directory = directory();
-    let path = directory.path().join("pool");
+    let (directory, path) = pool_path();
     create(&path).discard();
     assert!(!path.exists(), "created and discarded");
     drop(create(&path));
@@ -210,8 +207,7 @@ fn discards_only_a_file_that_this_open_created() {
 
 #[test]
 fn does_not_open_a_file_that_was_removed_during_the_wait_for_its_lock() {
-    let directory = directory();
-    let path = directory.path().join("pool");
+    let (_directory, path) = pool_path();
     for _ in 0..20 {
         let given_up = create(&path);
         let opened = std::thread::scope(|scope| {
@@ -232,8 +228,7 @@ fn does_not_open_a_file_that_was_removed_during_the_wait_for_its_lock() {
 
 #[test]
 fn reads_pages_without_an_engine() {
-    let directory = directory();
-    let path = directory.path().join("pool");
+    let (_directory, path) = pool_path();
     std::fs::write(&path, [7; 8192]).expect("written");
     let file = create(&path);
     let mut page = PageBuffer::new(4096).expect("a page");
@@ -247,8 +242,7 @@ fn a_killed_process_releases_the_lock() {
     if let Some(path) = std::env::var_os(CHILD_PATH) {
         return write_until_killed(&PathBuf::from(path));
     }
-    let directory = directory();
-    let path = directory.path().join("pool");
+    let (_directory, path) = pool_path();
     create(&path).preallocate(64 * MIB, NO_RESERVE).expect("space");
     let test = "device_file::a_killed_process_releases_the_lock";
     for round in 0..5 {
@@ -425,8 +419,7 @@ fn opens_a_block_device_at_once_after_its_holder_was_killed() {
 
 #[test]
 fn an_erased_file_reads_as_zeroes_and_keeps_its_size() {
-    let directory = directory();
-    let path = directory.path().join("pool");
+    let (_directory, path) = pool_path();
     std::fs::write(&path, vec![7; 3 * MIB as usize + 4096]).expect("written");
     let file = DeviceFile::open(&path, FileAccess::ReadWrite, IfMissing::Fail).expect("the file exists");
     file.erase().expect("erased");
@@ -438,8 +431,7 @@ fn an_erased_file_reads_as_zeroes_and_keeps_its_size() {
 
 #[test]
 fn erasing_the_ends_keeps_the_rest_and_nothing_of_a_small_file() {
-    let directory = directory();
-    let path = directory.path().join("pool");
+    let (_directory, path) = pool_path();
     for (size, kept) in [(4 * MIB, MIB..3 * MIB), (MIB, MIB..MIB)] {
         let size = usize::try_from(size).expect("it fits");
         std::fs::write(&path, vec![7; size]).expect("written");

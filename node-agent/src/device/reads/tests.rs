@@ -5,7 +5,7 @@ use reprise_agent_core::effect::{ArenaSlot, ReadClass, RegionId};
 use reprise_agent_core::pool::PageNumber;
 use reprise_agent_core::pool::header::{HeaderFields, encode_header};
 use reprise_buffers::{ArenaConfig, HugePolicy, crc32c};
-use reprise_policy::{BlockKey, ContentId, Dtype, Generation, Layout, LayoutSpec, Parts};
+use reprise_policy::{BlockKey, ContentId, Generation, Layout, LayoutSpec};
 
 use super::*;
 
@@ -13,16 +13,8 @@ const BLOCKS: usize = 3;
 
 /// 8 layers of 2 × 2 KiB: two objects fill a page.
 fn layout() -> Layout {
-    let spec = LayoutSpec {
-        layers: 8,
-        parts: Parts::KeyValue,
-        kv_heads: 1,
-        head_dim: 64,
-        dtype: Dtype::Bf16,
-        tokens_per_block: 16,
-        tp_rank: 0,
-        tp_size: 1,
-    };
+    let spec =
+        LayoutSpec { layers: 8, kv_heads: 1, head_dim: 64, tokens_per_block: 16, ..LayoutSpec::LLAMA_3_8B };
     spec.validate().expect("a valid layout")
 }
 

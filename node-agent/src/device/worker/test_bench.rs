@@ -11,7 +11,7 @@ use reprise_agent_core::effect::{ArenaSlot, BlockRead, RegionId};
 use reprise_agent_core::pool::{BlockWrite, DevicePool, PageNumber, PoolEvent, PoolParams, StoredBlock};
 use reprise_buffers::{ArenaConfig, HugePolicy, PageCoverage, crc32c};
 use reprise_io::simulated::{Image, SimulatedDevice, SimulatedSettings};
-use reprise_policy::{BlockKey, ContentId, Dtype, Layout, LayoutSpec, Parts, TenantId};
+use reprise_policy::{BlockKey, ContentId, Layout, LayoutSpec, TenantId};
 
 use super::*;
 use crate::device::open::RawDevice;
@@ -45,16 +45,8 @@ pub(super) struct TestBench {
 /// 16 KiB and 48 KiB: slots of two sizes, so that segments change their slot size.
 pub(super) fn layouts() -> [Layout; 2] {
     [(4, 64), (6, 128)].map(|(layers, head_dim)| {
-        let spec = LayoutSpec {
-            layers,
-            parts: Parts::KeyValue,
-            kv_heads: 1,
-            head_dim,
-            dtype: Dtype::Bf16,
-            tokens_per_block: 16,
-            tp_rank: 0,
-            tp_size: 1,
-        };
+        let spec =
+            LayoutSpec { layers, kv_heads: 1, head_dim, tokens_per_block: 16, ..LayoutSpec::LLAMA_3_8B };
         spec.validate().expect("a valid layout")
     })
 }

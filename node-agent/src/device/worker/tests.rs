@@ -9,7 +9,7 @@ use reprise_agent_core::pool::header::{HeaderFields, encode_header};
 use reprise_buffers::{ArenaConfig, HugePolicy, crc32c};
 use reprise_io::Waker;
 use reprise_io::simulated::{Fault, FaultKind, Image, SimulatedDevice, SimulatedSettings};
-use reprise_policy::{BlockKey, ContentId, Dtype, Generation, Layout, LayoutSpec, Parts, Tick};
+use reprise_policy::{BlockKey, ContentId, Generation, Layout, LayoutSpec, Tick};
 
 use reprise_agent_core::effect::FillId;
 
@@ -35,16 +35,8 @@ struct Fixture {
 
 /// 4 layers of 2 × 4 KiB.
 fn layout() -> Layout {
-    let spec = LayoutSpec {
-        layers: 4,
-        parts: Parts::KeyValue,
-        kv_heads: 1,
-        head_dim: 128,
-        dtype: Dtype::Bf16,
-        tokens_per_block: 16,
-        tp_rank: 0,
-        tp_size: 1,
-    };
+    let spec =
+        LayoutSpec { layers: 4, kv_heads: 1, head_dim: 128, tokens_per_block: 16, ..LayoutSpec::LLAMA_3_8B };
     spec.validate().expect("a valid layout")
 }
 

@@ -1,7 +1,7 @@
 //! The wire format of this protocol version, which must not change.
 
 use proptest::prelude::*;
-use reprise_policy::{Dtype, LayoutSpec, Parts};
+use reprise_policy::LayoutSpec;
 
 use super::*;
 
@@ -22,18 +22,9 @@ fn assert_documented(bytes: &[u8]) {
 }
 
 fn layout() -> Layout {
-    LayoutSpec {
-        layers: 32,
-        parts: Parts::KeyValue,
-        kv_heads: 8,
-        head_dim: 128,
-        dtype: Dtype::Bf16,
-        tokens_per_block: 16,
-        tp_rank: 0,
-        tp_size: 1,
-    }
-    .validate()
-    .expect("valid")
+    LayoutSpec { layers: 32, kv_heads: 8, head_dim: 128, tokens_per_block: 16, ..LayoutSpec::LLAMA_3_8B }
+        .validate()
+        .expect("valid")
 }
 
 fn hello() -> Hello {

@@ -13,7 +13,7 @@ use reprise_buffers::{Arena, ArenaConfig, HugePolicy, Span, crc32c};
 use reprise_policy::peer::{
     FetchBlock, FetchId, FetchRequest, FillError, FillId, FillUpdate, PeerRequest, ServeId, ServeObjects,
 };
-use reprise_policy::{ArenaSlot, BlockKey, Dtype, Layout, LayoutSpec, Parts, RegionId, Tier};
+use reprise_policy::{ArenaSlot, BlockKey, Layout, LayoutSpec, RegionId, Tier};
 use reprise_transport::{EventSink, Transport, TransportEvent};
 
 /// Longer than any wait of a passing test.
@@ -81,18 +81,9 @@ pub fn span(place: ArenaSlot) -> Span {
 
 /// A layout of `layers` layers, keys and values, whose objects have `2 × head_dim × tokens` bytes.
 pub fn layout(layers: u16, head_dim: u16, tokens: u16) -> Layout {
-    LayoutSpec {
-        layers,
-        parts: Parts::KeyValue,
-        kv_heads: 1,
-        head_dim,
-        dtype: Dtype::Bf16,
-        tokens_per_block: tokens,
-        tp_rank: 0,
-        tp_size: 1,
-    }
-    .validate()
-    .expect("a small layout is valid")
+    LayoutSpec { layers, kv_heads: 1, head_dim, tokens_per_block: tokens, ..LayoutSpec::LLAMA_3_8B }
+        .validate()
+        .expect("a small layout is valid")
 }
 
 /// 4 layers, 8 objects of 4 KiB.

@@ -50,6 +50,20 @@ fn fetch(node: &Node, blocks: &[Block], fill: u64) -> (Tracker, Vec<ArenaSlot>) 
     (tracker, wanted.places)
 }
 
+fn all_lost(tracker: &Tracker) -> bool {
+    tracker.outcomes.values().all(|outcome| *outcome == FillOutcome::Failed(FillError::PeerLost))
+}
+
+fn all_arrived(tracker: &Tracker) -> bool {
+    tracker.outcomes.values().all(|outcome| matches!(outcome, FillOutcome::Arrived { .. }))
+}
+
+/// Runs the hub until nothing moves, and takes the events of a node.
+fn run(hub: &MemoryHub, node: &Node, tracker: &mut Tracker) {
+    hub.run();
+    drain(node, tracker);
+}
+
 fn drain(node: &Node, tracker: &mut Tracker) {
     for event in node.events.try_iter() {
         tracker.take(&event);
@@ -74,16 +88,14 @@ fn a_cut_fails_transfers_in_flight_and_rejects_new_ones_until_it_is_cleared() {
     assert!(matches!(last, TransportEvent::ServeAborted { .. }), "{last:?}");
 
     let (mut tracker, places) = fetch(&requester, &blocks, 10);
-    hub.run();
-    drain(&requester, &mut tracker);
-    assert!(tracker.outcomes.values().all(|outcome| *outcome == FillOutcome::Failed(FillError::PeerLost)));
+    run(&hub, &requester, &mut tracker);
+    assert!(all_lost(&tracker));
     assert!(places.iter().all(is_untouched));
 
     hub.set_fault(&link(), None);
     let (mut tracker, places) = fetch(&requester, &blocks, 20);
-    hub.run();
-    drain(&requester, &mut tracker);
-    assert!(tracker.outcomes.values().all(|outcome| matches!(outcome, FillOutcome::Arrived { .. })));
+    run(&hub, &requester, &mut tracker);
+    assert!(all_arrived(&tracker));
     assert!(places.iter().zip(&blocks).all(|(span, block)| bytes_of(span) == block.bytes[..]));
 }
 
@@ -103,7 +115,7 @@ fn a_stall_is_a_lost_peer_after_the_stall_timeout_of_virtual_time() {
     hub.advance(Duration::from_millis(1));
     drain(&requester, &mut tracker);
     assert!(tracker.is_over());
-    assert!(tracker.outcomes.values().all(|outcome| *outcome == FillOutcome::Failed(FillError::PeerLost)));
+    assert!(all_lost(&tracker));
     assert!(matches!(server.events.try_iter().last(), Some(TransportEvent::ServeAborted { .. })));
     assert_eq!(requester.transport.stats().stalls, 1);
 }
@@ -144,9 +156,8 @@ fn a_stall_that_ends_in_time_has_no_effect() {
     let (mut tracker, _) = fetch(&requester, &blocks, 0);
     hub.advance(STALL_TIMEOUT / 2);
     hub.set_fault(&link(), None);
-    hub.run();
-    drain(&requester, &mut tracker);
-    assert!(tracker.outcomes.values().all(|outcome| matches!(outcome, FillOutcome::Arrived { .. })));
+    run(&hub, &requester, &mut tracker);
+    assert!(all_arrived(&tracker));
     assert_eq!(tracker.outcomes.len(), 2);
 }
 
@@ -157,14 +168,12 @@ fn a_corrupting_channel_delivers_no_block_until_it_is_repaired() {
     let requester = join(&hub, "requester", by_hand());
     hub.set_fault(&link(), Some(Fault::Corrupt));
     let (mut tracker, _) = fetch(&requester, &blocks, 0);
-    hub.run();
-    drain(&requester, &mut tracker);
+    run(&hub, &requester, &mut tracker);
     assert!(tracker.outcomes.values().all(|outcome| *outcome == FillOutcome::Failed(FillError::Corrupt)));
     assert_eq!(requester.transport.stats().blocks_corrupt, 2);
     hub.set_fault(&link(), None);
     let (mut tracker, places) = fetch(&requester, &blocks, 10);
-    hub.run();
-    drain(&requester, &mut tracker);
+    run(&hub, &requester, &mut tracker);
     assert!(tracker.is_over());
     assert!(places.iter().zip(&blocks).all(|(span, block)| bytes_of(span) == block.bytes[..]));
 }
@@ -178,13 +187,12 @@ fn a_node_that_joins_again_has_lost_its_connections() {
     hub.run();
     let _second = join(&hub, "server", serving(&blocks, 8));
     drain(&requester, &mut tracker);
-    assert!(tracker.outcomes.values().all(|outcome| *outcome == FillOutcome::Failed(FillError::PeerLost)));
+    assert!(all_lost(&tracker));
     // The old transport, still referenced, is no longer connected.
     first.transport.shutdown();
     let (mut tracker, _) = fetch(&requester, &blocks, 10);
-    hub.run();
-    drain(&requester, &mut tracker);
-    assert!(tracker.outcomes.values().all(|outcome| matches!(outcome, FillOutcome::Arrived { .. })));
+    run(&hub, &requester, &mut tracker);
+    assert!(all_arrived(&tracker));
 }
 
 #[test]

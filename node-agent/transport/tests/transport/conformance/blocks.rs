@@ -6,7 +6,7 @@ use reprise_policy::peer::{FillId, FillUpdate};
 use reprise_policy::{Layout, Tier};
 use reprise_transport::TransportEvent;
 
-use crate::conformance::fixture::{Fixture, node};
+use crate::conformance::fixture::{Fixture, pair};
 use crate::harness::{
     Block, FillOutcome, LATER, Tracker, by_hand, bytes_of, key, layout, serving, small_layout, wanted,
 };
@@ -17,14 +17,10 @@ fn blocks(layout: Layout, count: u32) -> Vec<Block> {
 
 fn arrives(fixture: &dyn Fixture, layout: Layout, count: u32, objects: u32) {
     let blocks = blocks(layout, count);
-    let server = node(fixture, "server", serving(&blocks, objects));
-    let requester = node(fixture, "requester", by_hand());
+    let (server, requester) = pair(fixture, serving(&blocks, objects));
     let keys: Vec<_> = blocks.iter().map(|block| block.key).collect();
     let wanted = wanted(layout, &keys, 100, LATER);
-    let mut tracker = Tracker::default();
-    tracker.expect(&wanted.request);
-    let places = requester.fetch(&server, wanted);
-    requester.finish(fixture, &mut tracker);
+    let (tracker, places) = requester.fetch_all(fixture, &server, wanted);
     for ((fill, block), span) in (100..).zip(&blocks).zip(&places) {
         let expected = FillOutcome::Arrived { checksums: block.checksums.clone(), tier: Tier::Nvme };
         assert_eq!(tracker.outcomes[&fill], expected);
@@ -52,9 +48,8 @@ pub(crate) fn ranges_of_any_size_arrive_byte_exact(fixture: &dyn Fixture) {
 pub(crate) fn ranges_may_come_in_any_order_of_offsets(fixture: &dyn Fixture) {
     let block = Block::new(1, small_layout());
     let serving = block.clone();
-    let server = node(
+    let (server, requester) = pair(
         fixture,
-        "server",
         Arc::new(move |transport, request| {
             transport.serve_header(request.serve, 0, Tier::Dram, &serving.checksums);
             let ranges = serving.ranges(1);
@@ -64,12 +59,8 @@ pub(crate) fn ranges_may_come_in_any_order_of_offsets(fixture: &dyn Fixture) {
             transport.serve_objects(&serving.objects(request.serve, 0, ranges[4], true));
         }),
     );
-    let requester = node(fixture, "requester", by_hand());
     let wanted = wanted(block.layout, &[block.key], 0, LATER);
-    let mut tracker = Tracker::default();
-    tracker.expect(&wanted.request);
-    let places = requester.fetch(&server, wanted);
-    requester.finish(fixture, &mut tracker);
+    let (tracker, places) = requester.fetch_all(fixture, &server, wanted);
     assert!(matches!(tracker.outcomes[&0], FillOutcome::Arrived { tier: Tier::Dram, .. }));
     assert!(bytes_of(&places[0]) == block.bytes[..]);
 }
@@ -80,8 +71,7 @@ pub(crate) fn layers_are_reported_as_a_leading_run(fixture: &dyn Fixture) {
         TransportEvent::Fill { fill: FillId(7), update }
     };
     let block = Block::new(1, small_layout());
-    let server = node(fixture, "server", by_hand());
-    let requester = node(fixture, "requester", by_hand());
+    let (server, requester) = pair(fixture, by_hand());
     let wanted = wanted(block.layout, &[block.key], 7, LATER);
     let places = requester.fetch(&server, wanted);
     let serve = server.request(fixture).serve;
@@ -116,13 +106,9 @@ pub(crate) fn the_padding_of_a_slot_is_zeroed(fixture: &dyn Fixture) {
     let odd = layout(3, 50, 7);
     let block = Block::new(1, odd);
     assert!(odd.slot_bytes() > odd.block_bytes());
-    let server = node(fixture, "server", serving(std::slice::from_ref(&block), 2));
-    let requester = node(fixture, "requester", by_hand());
+    let (server, requester) = pair(fixture, serving(std::slice::from_ref(&block), 2));
     let wanted = wanted(odd, &[block.key], 0, LATER);
-    let mut tracker = Tracker::default();
-    tracker.expect(&wanted.request);
-    let places = requester.fetch(&server, wanted);
-    requester.finish(fixture, &mut tracker);
+    let (_, places) = requester.fetch_all(fixture, &server, wanted);
     let bytes = bytes_of(&places[0]);
     assert!(bytes[..block.bytes.len()] == block.bytes[..]);
     assert!(bytes[block.bytes.len()..].iter().all(|byte| *byte == 0));
@@ -135,13 +121,10 @@ pub(crate) fn a_block_of_one_large_object_is_larger_than_the_credit(fixture: &dy
 
 pub(crate) fn every_block_of_a_request_is_reported_as_served_once(fixture: &dyn Fixture) {
     let blocks = blocks(small_layout(), 6);
-    let server = node(fixture, "server", serving(&blocks[..5], 3));
-    let requester = node(fixture, "requester", by_hand());
+    let (server, requester) = pair(fixture, serving(&blocks[..5], 3));
     let keys: Vec<_> = blocks.iter().map(|block| block.key).collect();
     let wanted = wanted(small_layout(), &keys, 0, LATER);
-    let mut tracker = Tracker::default();
-    tracker.expect(&wanted.request);
-    requester.fetch(&server, wanted);
+    let (mut tracker, _) = requester.track(&server, wanted);
     let request = server.request(fixture);
     assert_eq!((request.keys, request.layout), (keys, small_layout()));
     assert!(request.deadline <= LATER && request.deadline > LATER / 2);
@@ -162,8 +145,7 @@ pub(crate) fn every_block_of_a_request_is_reported_as_served_once(fixture: &dyn 
 
 pub(crate) fn many_fetches_share_a_connection(fixture: &dyn Fixture) {
     let blocks = blocks(small_layout(), 16);
-    let server = node(fixture, "server", serving(&blocks, 1));
-    let requester = node(fixture, "requester", by_hand());
+    let (server, requester) = pair(fixture, serving(&blocks, 1));
     let mut tracker = Tracker::default();
     let mut places = Vec::new();
     for fetch in 0..60u64 {

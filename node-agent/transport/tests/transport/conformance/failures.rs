@@ -9,7 +9,7 @@ use reprise_policy::{ArenaSlot, RegionId};
 use reprise_transport::limits::BLOCKS_PER_REQUEST_MAX;
 use reprise_transport::{ErrorKind, TransportEvent};
 
-use crate::conformance::fixture::{Fixture, node};
+use crate::conformance::fixture::{Fixture, node, pair};
 use crate::harness::{
     Block, DESTINATIONS, FillOutcome, LATER, REGION_BYTES, SOURCES, Tracker, arena, by_hand, bytes_of,
     is_untouched, key, place, serving, small_layout, wanted,
@@ -17,14 +17,10 @@ use crate::harness::{
 
 pub(crate) fn an_absent_block_fails_alone(fixture: &dyn Fixture) {
     let blocks: Vec<Block> = (0..3).map(|number| Block::new(number, small_layout())).collect();
-    let server = node(fixture, "server", serving(&[blocks[0].clone(), blocks[2].clone()], 2));
-    let requester = node(fixture, "requester", by_hand());
+    let (server, requester) = pair(fixture, serving(&[blocks[0].clone(), blocks[2].clone()], 2));
     let keys: Vec<_> = blocks.iter().map(|block| block.key).collect();
     let wanted = wanted(small_layout(), &keys, 0, LATER);
-    let mut tracker = Tracker::default();
-    tracker.expect(&wanted.request);
-    let places = requester.fetch(&server, wanted);
-    requester.finish(fixture, &mut tracker);
+    let (tracker, places) = requester.fetch_all(fixture, &server, wanted);
     assert_eq!(tracker.outcomes[&1], FillOutcome::Failed(FillError::Absent));
     assert!(is_untouched(&places[1]));
     for index in [0, 2] {
@@ -37,21 +33,16 @@ pub(crate) fn an_absent_block_fails_alone(fixture: &dyn Fixture) {
 pub(crate) fn a_block_may_become_absent_after_its_first_objects(fixture: &dyn Fixture) {
     let block = Block::new(1, small_layout());
     let serving = block.clone();
-    let server = node(
+    let (server, requester) = pair(
         fixture,
-        "server",
         Arc::new(move |transport, request| {
             transport.serve_header(request.serve, 0, Tier::Nvme, &serving.checksums);
             transport.serve_objects(&serving.objects(request.serve, 0, (0, 3 * 4096), false));
             transport.serve_absent(request.serve, 0);
         }),
     );
-    let requester = node(fixture, "requester", by_hand());
     let wanted = wanted(block.layout, &[block.key], 0, LATER);
-    let mut tracker = Tracker::default();
-    tracker.expect(&wanted.request);
-    requester.fetch(&server, wanted);
-    requester.finish(fixture, &mut tracker);
+    let (tracker, _) = requester.fetch_all(fixture, &server, wanted);
     assert_eq!(tracker.outcomes[&0], FillOutcome::Failed(FillError::Absent));
     let serve = server.request(fixture).serve;
     assert_eq!(fixture.next(&server.events), TransportEvent::ServeDone { serve, block: 0 });
@@ -61,13 +52,9 @@ pub(crate) fn a_wrong_checksum_fails_that_block_alone(fixture: &dyn Fixture) {
     let good = Block::new(1, small_layout());
     let mut bad = Block::new(2, small_layout());
     bad.checksums[4] ^= 1;
-    let server = node(fixture, "server", serving(&[good.clone(), bad.clone()], 1));
-    let requester = node(fixture, "requester", by_hand());
+    let (server, requester) = pair(fixture, serving(&[good.clone(), bad.clone()], 1));
     let wanted = wanted(small_layout(), &[bad.key, good.key], 0, LATER);
-    let mut tracker = Tracker::default();
-    tracker.expect(&wanted.request);
-    let places = requester.fetch(&server, wanted);
-    requester.finish(fixture, &mut tracker);
+    let (tracker, places) = requester.fetch_all(fixture, &server, wanted);
     assert_eq!(tracker.outcomes[&0], FillOutcome::Failed(FillError::Corrupt));
     assert!(matches!(tracker.outcomes[&1], FillOutcome::Arrived { .. }));
     assert!(bytes_of(&places[1]) == good.bytes[..]);
@@ -80,12 +67,9 @@ pub(crate) fn a_wrong_checksum_fails_that_block_alone(fixture: &dyn Fixture) {
 }
 
 pub(crate) fn a_passed_deadline_fails_the_block_and_aborts_the_serve(fixture: &dyn Fixture) {
-    let server = node(fixture, "server", by_hand());
-    let requester = node(fixture, "requester", by_hand());
+    let (server, requester) = pair(fixture, by_hand());
     let wanted = wanted(small_layout(), &[key(1)], 3, Duration::from_millis(120));
-    let mut tracker = Tracker::default();
-    tracker.expect(&wanted.request);
-    let places = requester.fetch(&server, wanted);
+    let (mut tracker, places) = requester.track(&server, wanted);
     let serve = server.request(fixture).serve;
     requester.finish(fixture, &mut tracker);
     assert_eq!(tracker.outcomes[&3], FillOutcome::Failed(FillError::PeerLost));
@@ -96,8 +80,7 @@ pub(crate) fn a_passed_deadline_fails_the_block_and_aborts_the_serve(fixture: &d
 }
 
 pub(crate) fn memory_of_an_aborted_serve_is_released(fixture: &dyn Fixture) {
-    let server = node(fixture, "server", by_hand());
-    let requester = node(fixture, "requester", by_hand());
+    let (server, requester) = pair(fixture, by_hand());
     let block = Block::new(1, small_layout());
     let deadline = Duration::from_millis(200);
     requester.fetch(&server, wanted(block.layout, &[block.key], 0, deadline));
@@ -119,8 +102,7 @@ pub(crate) fn memory_of_an_aborted_serve_is_released(fixture: &dyn Fixture) {
 
 pub(crate) fn data_after_the_deadline_is_discarded(fixture: &dyn Fixture) {
     let blocks: Vec<Block> = (0..2).map(|number| Block::new(number, small_layout())).collect();
-    let server = node(fixture, "server", by_hand());
-    let requester = node(fixture, "requester", by_hand());
+    let (server, requester) = pair(fixture, by_hand());
     let late = wanted(small_layout(), &[blocks[0].key], 0, Duration::from_millis(150));
     let intime = wanted(small_layout(), &[blocks[1].key], 1, LATER);
     let mut tracker = Tracker::default();
@@ -148,13 +130,10 @@ pub(crate) fn data_after_the_deadline_is_discarded(fixture: &dyn Fixture) {
 
 pub(crate) fn a_server_that_disappears_fails_all_unfinished_blocks(fixture: &dyn Fixture) {
     let blocks: Vec<Block> = (0..3).map(|number| Block::new(number, small_layout())).collect();
-    let server = node(fixture, "server", by_hand());
-    let requester = node(fixture, "requester", by_hand());
+    let (server, requester) = pair(fixture, by_hand());
     let keys: Vec<_> = blocks.iter().map(|block| block.key).collect();
     let wanted = wanted(small_layout(), &keys, 0, LATER);
-    let mut tracker = Tracker::default();
-    tracker.expect(&wanted.request);
-    requester.fetch(&server, wanted);
+    let (mut tracker, _) = requester.track(&server, wanted);
     let serve = server.request(fixture).serve;
     for block in [0, 1] {
         server.transport.serve_header(serve, block, Tier::Dram, &blocks[block as usize].checksums);
@@ -175,12 +154,8 @@ pub(crate) fn a_server_that_disappears_fails_all_unfinished_blocks(fixture: &dyn
 
 pub(crate) fn a_requester_that_disappears_aborts_its_serves(fixture: &dyn Fixture) {
     let block = Block::new(1, small_layout());
-    let server = node(fixture, "server", by_hand());
-    let requester = node(fixture, "requester", by_hand());
-    let mut tracker = Tracker::default();
-    let wanted = wanted(small_layout(), &[block.key, key(2)], 0, LATER);
-    tracker.expect(&wanted.request);
-    requester.fetch(&server, wanted);
+    let (server, requester) = pair(fixture, by_hand());
+    let (mut tracker, _) = requester.track(&server, wanted(small_layout(), &[block.key, key(2)], 0, LATER));
     let serve = server.request(fixture).serve;
     requester.transport.shutdown();
     requester.finish(fixture, &mut tracker);
@@ -203,8 +178,7 @@ pub(crate) fn an_address_without_a_listener_is_a_lost_peer(fixture: &dyn Fixture
 }
 
 pub(crate) fn rejects_an_invalid_call(fixture: &dyn Fixture) {
-    let server = node(fixture, "server", by_hand());
-    let requester = node(fixture, "requester", by_hand());
+    let (server, requester) = pair(fixture, by_hand());
     let layout = small_layout();
     let block = |into: ArenaSlot| FetchBlock { fill: FillId(0), key: key(0), into };
     let one = block(place(DESTINATIONS, layout.block_bytes()));
@@ -227,8 +201,7 @@ pub(crate) fn rejects_an_invalid_call(fixture: &dyn Fixture) {
 }
 
 pub(crate) fn after_shutdown_calls_are_rejected_or_ignored(fixture: &dyn Fixture) {
-    let server = node(fixture, "server", by_hand());
-    let requester = node(fixture, "requester", by_hand());
+    let (server, requester) = pair(fixture, by_hand());
     requester.transport.shutdown();
     requester.transport.shutdown();
     let request = wanted(small_layout(), &[key(1)], 0, LATER).request;
@@ -240,9 +213,8 @@ pub(crate) fn after_shutdown_calls_are_rejected_or_ignored(fixture: &dyn Fixture
 pub(crate) fn invalid_serve_calls_report_the_block_absent(fixture: &dyn Fixture) {
     let block = Block::new(1, small_layout());
     let serving = block.clone();
-    let server = node(
+    let (server, requester) = pair(
         fixture,
-        "server",
         Arc::new(move |transport, request| {
             let serve = request.serve;
             // 0: too few checksums. 1: objects before the header. 2: half an object. 3: outside the block.
@@ -262,12 +234,8 @@ pub(crate) fn invalid_serve_calls_report_the_block_absent(fixture: &dyn Fixture)
             transport.serve_absent(serve, 4);
         }),
     );
-    let requester = node(fixture, "requester", by_hand());
     let wanted = wanted(block.layout, &[block.key; 5], 0, LATER);
-    let mut tracker = Tracker::default();
-    tracker.expect(&wanted.request);
-    requester.fetch(&server, wanted);
-    requester.finish(fixture, &mut tracker);
+    let (tracker, _) = requester.fetch_all(fixture, &server, wanted);
     for fill in 0..4 {
         assert_eq!(tracker.outcomes[&fill], FillOutcome::Failed(FillError::Absent), "block {fill}");
     }
@@ -282,9 +250,6 @@ pub(crate) fn serve_calls_for_unknown_requests_are_ignored(fixture: &dyn Fixture
     server.transport.serve_absent(ServeId(77), 0);
     let requester = node(fixture, "requester", by_hand());
     let wanted = wanted(block.layout, &[block.key], 0, LATER);
-    let mut tracker = Tracker::default();
-    tracker.expect(&wanted.request);
-    requester.fetch(&server, wanted);
-    requester.finish(fixture, &mut tracker);
+    let (tracker, _) = requester.fetch_all(fixture, &server, wanted);
     assert!(matches!(tracker.outcomes[&0], FillOutcome::Arrived { .. }));
 }

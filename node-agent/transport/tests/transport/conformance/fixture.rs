@@ -12,7 +12,7 @@ use reprise_transport::{
 };
 
 use crate::composite::{Directory, MEMORY, NamedPeers, add_memory, add_tcp, endpoint};
-use crate::harness::{PATIENCE, Serve, TestFetch, Tracker, TransportHandle, arena, recording_sink};
+use crate::harness::{PATIENCE, Serve, TestFetch, Tracker, TransportHandle, arena, by_hand, recording_sink};
 
 /// Small enough that a few blocks exhaust it: a frame is at most 64 KiB.
 pub(crate) const CREDIT_BYTES: u64 = 256 << 10;
@@ -56,10 +56,34 @@ pub(crate) fn node(fixture: &dyn Fixture, name: &str, serve: Serve) -> Node {
     Node { transport, address, events }
 }
 
+/// Returns a serving node, and a requesting one that the test answers by hand.
+pub(crate) fn pair(fixture: &dyn Fixture, serve: Serve) -> (Node, Node) {
+    (node(fixture, "server", serve), node(fixture, "requester", by_hand()))
+}
+
 impl Node {
     pub(crate) fn fetch(&self, from: &Node, wanted: TestFetch) -> Vec<ArenaSlot> {
         self.transport.fetch(&from.address, wanted.request).expect("the fetch is accepted");
         wanted.places
+    }
+
+    /// Fetches blocks, and returns a tracker of their fills, and their places.
+    pub(crate) fn track(&self, from: &Node, wanted: TestFetch) -> (Tracker, Vec<ArenaSlot>) {
+        let mut tracker = Tracker::default();
+        tracker.expect(&wanted.request);
+        (tracker, self.fetch(from, wanted))
+    }
+
+    /// Fetches blocks, and waits until all fills have ended.
+    pub(crate) fn fetch_all(
+        &self,
+        fixture: &dyn Fixture,
+        from: &Node,
+        wanted: TestFetch,
+    ) -> (Tracker, Vec<ArenaSlot>) {
+        let (mut tracker, places) = self.track(from, wanted);
+        self.finish(fixture, &mut tracker);
+        (tracker, places)
     }
 
     /// Waits until all fills of the tracker have ended.
@@ -76,9 +100,7 @@ impl Node {
             other => panic!("{other:?} instead of a request"),
         }
     }
-}
 
-impl Node {
     /// Offers keys to another node.
     pub(crate) fn offer(&self, to: &Node, offer: Offer<TenantName>) {
         self.transport.offer(&to.address, offer).expect("the offer is accepted");

@@ -6,7 +6,7 @@ use reprise_policy::Tier;
 use reprise_transport::ErrorKind;
 use reprise_transport::limits::REQUESTS_PER_CONNECTION_MAX;
 
-use crate::conformance::fixture::{CREDIT_BYTES, Fixture, node};
+use crate::conformance::fixture::{CREDIT_BYTES, Fixture, pair};
 use crate::harness::{
     Block, FillOutcome, LATER, Tracker, by_hand, bytes_of, key, layout, serving, small_layout, wanted,
 };
@@ -15,14 +15,10 @@ pub(crate) fn credit_limits_the_bytes_in_flight(fixture: &dyn Fixture) {
     // Objects of 16 KiB, blocks of 128 KiB: the credit is two blocks, and 64 are requested.
     let layout = layout(4, 512, 16);
     let blocks: Vec<Block> = (0..64).map(|number| Block::new(number, layout)).collect();
-    let server = node(fixture, "server", serving(&blocks, 8));
-    let requester = node(fixture, "requester", by_hand());
+    let (server, requester) = pair(fixture, serving(&blocks, 8));
     let keys: Vec<_> = blocks.iter().map(|block| block.key).collect();
     let wanted = wanted(layout, &keys, 0, LATER);
-    let mut tracker = Tracker::default();
-    tracker.expect(&wanted.request);
-    let places = requester.fetch(&server, wanted);
-    requester.finish(fixture, &mut tracker);
+    let (_, places) = requester.fetch_all(fixture, &server, wanted);
     for (block, span) in blocks.iter().zip(&places) {
         assert!(bytes_of(span) == block.bytes[..]);
     }
@@ -33,8 +29,7 @@ pub(crate) fn credit_limits_the_bytes_in_flight(fixture: &dyn Fixture) {
 }
 
 pub(crate) fn rejects_requests_beyond_the_limit_as_busy(fixture: &dyn Fixture) {
-    let server = node(fixture, "server", by_hand());
-    let requester = node(fixture, "requester", by_hand());
+    let (server, requester) = pair(fixture, by_hand());
     let mut tracker = Tracker::default();
     for fill in 0..REQUESTS_PER_CONNECTION_MAX as u64 {
         let wanted = wanted(small_layout(), &[key(0)], fill, LATER);
@@ -54,8 +49,7 @@ pub(crate) fn rejects_requests_beyond_the_limit_as_busy(fixture: &dyn Fixture) {
 
 pub(crate) fn a_silent_core_does_not_delay_other_requests_on_the_connection(fixture: &dyn Fixture) {
     let block = Block::new(1, small_layout());
-    let server = node(fixture, "server", by_hand());
-    let requester = node(fixture, "requester", by_hand());
+    let (server, requester) = pair(fixture, by_hand());
     let silent = wanted(small_layout(), &[key(7)], 0, Duration::from_secs(30));
     let served = wanted(small_layout(), &[block.key], 1, Duration::from_secs(30));
     let mut tracker = Tracker::default();

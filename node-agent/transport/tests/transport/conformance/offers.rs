@@ -7,8 +7,8 @@ use reprise_policy::peer::{Offer, OfferId, PeerOfferId};
 use reprise_transport::limits::{KEYS_PER_OFFER_MAX, REQUESTS_PER_CONNECTION_MAX};
 use reprise_transport::{ErrorKind, TransportEvent};
 
-use crate::conformance::fixture::{Fixture, node};
-use crate::harness::{Block, FillOutcome, LATER, Tracker, by_hand, key, serving, small_layout, wanted};
+use crate::conformance::fixture::{Fixture, node, pair};
+use crate::harness::{Block, FillOutcome, LATER, by_hand, key, serving, small_layout, wanted};
 
 const SOON: Duration = Duration::from_millis(150);
 
@@ -28,11 +28,11 @@ fn answered(offer: u64, taken: &[u32], retry_after: Duration) -> TransportEvent 
 }
 
 pub(crate) fn an_offer_and_its_answer_arrive_unchanged(fixture: &dyn Fixture) {
-    let (holder, target) = (node(fixture, "holder", by_hand()), node(fixture, "target", by_hand()));
+    let (target, holder) = pair(fixture, by_hand());
     let made = offer(7, 20, LATER);
     holder.offer(&target, made.clone());
     let incoming = target.incoming_offer(fixture);
-    assert_eq!(incoming.from, "holder");
+    assert_eq!(incoming.from, "requester");
     assert_eq!((incoming.tenant, incoming.layout, incoming.keys), (made.tenant, made.layout, made.keys));
     let wait = Duration::from_micros(1234);
     target.transport.answer_offer(incoming.offer, &[0, 9, 19], wait);
@@ -42,7 +42,7 @@ pub(crate) fn an_offer_and_its_answer_arrive_unchanged(fixture: &dyn Fixture) {
 }
 
 pub(crate) fn an_offer_is_answered_only_once(fixture: &dyn Fixture) {
-    let (holder, target) = (node(fixture, "holder", by_hand()), node(fixture, "target", by_hand()));
+    let (target, holder) = pair(fixture, by_hand());
     holder.offer(&target, offer(1, 3, LATER));
     let first = target.incoming_offer(fixture).offer;
     // Indices beyond the offer are not keys.
@@ -57,7 +57,7 @@ pub(crate) fn an_offer_is_answered_only_once(fixture: &dyn Fixture) {
 }
 
 pub(crate) fn an_offer_without_an_answer_fails_at_its_deadline(fixture: &dyn Fixture) {
-    let (holder, target) = (node(fixture, "holder", by_hand()), node(fixture, "target", by_hand()));
+    let (target, holder) = pair(fixture, by_hand());
     holder.offer(&target, offer(1, 3, SOON));
     target.incoming_offer(fixture);
     assert_eq!(fixture.next(&holder.events), TransportEvent::OfferFailed { offer: OfferId(1) });
@@ -66,7 +66,7 @@ pub(crate) fn an_offer_without_an_answer_fails_at_its_deadline(fixture: &dyn Fix
 }
 
 pub(crate) fn an_answer_after_the_deadline_is_discarded(fixture: &dyn Fixture) {
-    let (holder, target) = (node(fixture, "holder", by_hand()), node(fixture, "target", by_hand()));
+    let (target, holder) = pair(fixture, by_hand());
     holder.offer(&target, offer(1, 3, SOON));
     let late = target.incoming_offer(fixture).offer;
     assert_eq!(fixture.next(&holder.events), TransportEvent::OfferFailed { offer: OfferId(1) });
@@ -78,7 +78,7 @@ pub(crate) fn an_answer_after_the_deadline_is_discarded(fixture: &dyn Fixture) {
 }
 
 pub(crate) fn a_peer_that_disappears_fails_its_offers(fixture: &dyn Fixture) {
-    let (holder, target) = (node(fixture, "holder", by_hand()), node(fixture, "target", by_hand()));
+    let (target, holder) = pair(fixture, by_hand());
     for number in 1..4 {
         holder.offer(&target, offer(number, 3, LATER));
         target.incoming_offer(fixture);
@@ -98,13 +98,10 @@ pub(crate) fn an_offer_to_an_absent_peer_fails(fixture: &dyn Fixture) {
 
 pub(crate) fn offers_and_fetches_share_a_connection(fixture: &dyn Fixture) {
     let block = Block::new(1, small_layout());
-    let server = node(fixture, "server", serving(std::slice::from_ref(&block), 2));
-    let requester = node(fixture, "requester", by_hand());
+    let (server, requester) = pair(fixture, serving(std::slice::from_ref(&block), 2));
     requester.offer(&server, offer(1, 5, LATER));
     let wanted = wanted(block.layout, &[block.key], 0, LATER);
-    let mut tracker = Tracker::default();
-    tracker.expect(&wanted.request);
-    requester.fetch(&server, wanted);
+    let (mut tracker, _) = requester.track(&server, wanted);
     let incoming = server.incoming_offer(fixture).offer;
     requester.finish(fixture, &mut tracker);
     assert!(matches!(tracker.outcomes[&0], FillOutcome::Arrived { .. }));
@@ -114,7 +111,7 @@ pub(crate) fn offers_and_fetches_share_a_connection(fixture: &dyn Fixture) {
 }
 
 pub(crate) fn rejects_an_invalid_offer(fixture: &dyn Fixture) {
-    let (holder, target) = (node(fixture, "holder", by_hand()), node(fixture, "target", by_hand()));
+    let (target, holder) = pair(fixture, by_hand());
     for keys in [0, KEYS_PER_OFFER_MAX as u32 + 1] {
         let error = holder.transport.offer(&target.address, offer(1, keys, LATER)).expect_err("refused");
         assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
@@ -125,7 +122,7 @@ pub(crate) fn rejects_an_invalid_offer(fixture: &dyn Fixture) {
 }
 
 pub(crate) fn rejects_offers_beyond_the_limit_as_busy(fixture: &dyn Fixture) {
-    let (holder, target) = (node(fixture, "holder", by_hand()), node(fixture, "target", by_hand()));
+    let (target, holder) = pair(fixture, by_hand());
     for number in 0..REQUESTS_PER_CONNECTION_MAX as u64 {
         holder.offer(&target, offer(number, 1, LATER));
     }

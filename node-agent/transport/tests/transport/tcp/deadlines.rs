@@ -16,7 +16,7 @@ use crate::harness::{
 use crate::tcp::wire::{
     CREDIT, DATA, FakeServer, block_header, connect, data, header, hello, read_frame, request_within,
 };
-use crate::tcp::{Node, assert_lost, impatient, node, settings};
+use crate::tcp::{Node, assert_lost, impatient, large_block, node, settings};
 
 /// Deadline of the requests in these tests.
 const DEADLINE: Duration = Duration::from_millis(300);
@@ -25,17 +25,10 @@ const DEADLINE: Duration = Duration::from_millis(300);
 /// transfers.
 const IN_TIME: Duration = Duration::from_secs(4);
 
-/// 16 objects of 64 KiB.
-fn large_block() -> Block {
-    Block::new(0, layout(8, 1024, 32))
-}
-
 /// Serves 128 blocks of 1 MiB.
 fn serve_much(node: &Node, serve: ServeId, block: &Block) {
     for index in 0..128 {
-        node.transport.serve_header(serve, index, Tier::Dram, &block.checksums);
-        let range = (0, block.layout.block_bytes());
-        node.transport.serve_objects(&block.objects(serve, index, range, true));
+        node.serve_block(serve, index, block);
     }
 }
 

@@ -9,7 +9,9 @@ use reprise_transport::{Congestion, ErrorKind, TcpSettings, TcpTransport, Transp
 use crate::harness::{
     Block, FillOutcome, LATER, arena, by_hand, key, recording_sink, serving, small_layout, wanted,
 };
-use crate::tcp::wire::{ABSENT, FakeServer, connect, good_hello, is_closed, read_frame, request};
+use crate::tcp::wire::{
+    ABSENT, FakeServer, connect, good_hello, is_closed, read_frame, request, send_absent,
+};
 use crate::tcp::{eventually, impatient, node, settings};
 
 #[test]
@@ -60,8 +62,7 @@ fn opening_more_connections_than_allowed_is_busy_until_one_is_idle() {
     let error = node.transport.fetch(&second.address(), request()).expect_err("refused");
     assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
     let (mut stream, number) = first.accept_request();
-    let absent = crate::tcp::wire::header(ABSENT, number, 0, 0, 0);
-    stream.write_all(&absent).expect("sent");
+    send_absent(&mut stream, number);
     node.finish(&mut tracker);
     // The idle connection is closed to make room.
     node.transport.fetch(&second.address(), request()).expect("taken");
@@ -73,21 +74,19 @@ fn opening_more_connections_than_allowed_is_busy_until_one_is_idle() {
 fn an_idle_connection_is_closed_and_opened_again_on_demand() {
     let block = Block::new(0, small_layout());
     let server = node(settings(), serving(std::slice::from_ref(&block), 8));
-    let address = server.transport.local_address().to_string();
+    let address = server.address();
     let node = node(TcpSettings { idle_timeout: Duration::from_millis(50), ..impatient() }, by_hand());
     let (mut tracker, _) = node.fetch(&address, 1);
     node.finish(&mut tracker);
     let fake = FakeServer::new();
     let (mut tracker, _) = node.fetch(&fake.address(), 1);
     let (mut stream, number) = fake.accept_request();
-    let absent = crate::tcp::wire::header(ABSENT, number, 0, 0, 0);
-    stream.write_all(&absent).expect("sent");
+    send_absent(&mut stream, number);
     node.finish(&mut tracker);
     assert!(is_closed(&mut stream), "the idle connection is closed");
     let (mut tracker, _) = node.fetch(&fake.address(), 1);
     let (mut stream, number) = fake.accept_request();
-    let absent = crate::tcp::wire::header(ABSENT, number, 0, 0, 0);
-    stream.write_all(&absent).expect("sent");
+    send_absent(&mut stream, number);
     node.finish(&mut tracker);
     let stats = node.transport.stats();
     assert_eq!((stats.connections_opened, stats.stalls, stats.protocol_errors), (3, 0, 0));

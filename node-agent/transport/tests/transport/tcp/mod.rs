@@ -16,13 +16,13 @@ use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
-use reprise_policy::ArenaSlot;
 use reprise_policy::peer::{FillError, ServeId};
+use reprise_policy::{ArenaSlot, Tier};
 use reprise_transport::{TcpSettings, TcpTransport, Transport, TransportEvent};
 
 use crate::harness::{
-    FillOutcome, LATER, PATIENCE, Serve, Tracker, TransportHandle, arena, key, recording_sink, small_layout,
-    wanted,
+    Block, FillOutcome, LATER, PATIENCE, Serve, Tracker, TransportHandle, arena, key, layout, recording_sink,
+    small_layout, wanted,
 };
 
 /// A node with its recorded events.
@@ -59,6 +59,18 @@ impl Node {
         self.events.recv_timeout(PATIENCE).expect("an event")
     }
 
+    /// Returns `host:port` of the node.
+    pub(crate) fn address(&self) -> String {
+        self.transport.local_address().to_string()
+    }
+
+    /// Serves a whole block.
+    pub(crate) fn serve_block(&self, serve: ServeId, index: u32, block: &Block) {
+        self.transport.serve_header(serve, index, Tier::Dram, &block.checksums);
+        let range = (0, block.layout.block_bytes());
+        self.transport.serve_objects(&block.objects(serve, index, range, true));
+    }
+
     pub(crate) fn serve_number(&self) -> ServeId {
         match self.next() {
             TransportEvent::Request(request) => request.serve,
@@ -85,6 +97,11 @@ impl Node {
 
 pub(crate) fn assert_lost(tracker: &Tracker, fill: u64) {
     assert_eq!(tracker.outcomes[&fill], FillOutcome::Failed(FillError::PeerLost), "fill {fill}");
+}
+
+/// Returns a block of 16 objects of 64 KiB.
+pub(crate) fn large_block() -> Block {
+    Block::new(0, layout(8, 1024, 32))
 }
 
 /// Waits for a consequence that has no event.

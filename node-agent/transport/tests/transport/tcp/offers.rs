@@ -64,7 +64,7 @@ fn an_offer_to_a_peer_that_disappears_fails_at_once() {
 #[test]
 fn a_slow_answer_to_an_offer_is_not_a_stall() {
     let (holder, target) = (node(impatient(), by_hand()), node(settings(), by_hand()));
-    let address = target.transport.local_address().to_string();
+    let address = target.address();
     holder.transport.offer(&address, offer(4)).expect("taken");
     let TransportEvent::Offer(incoming) = target.next() else { panic!("an offer") };
     // Several stall timeouts of the holder.

@@ -1,25 +1,13 @@
 //! Requesters that stall or disappear, seen by the server.
 
+use std::io::Write;
 use std::time::{Duration, Instant};
 
-use reprise_policy::Tier;
-use reprise_policy::peer::ServeId;
 use reprise_transport::{Transport, TransportEvent};
 
-use crate::harness::{Block, FillOutcome, by_hand, key, layout, serving, small_layout};
+use crate::harness::{Block, FillOutcome, by_hand, key, serving, small_layout};
 use crate::tcp::wire::{CREDIT, DATA, connect, header, hello, read_frame, request};
-use crate::tcp::{Node, eventually, impatient, node, settings};
-
-/// 16 objects of 64 KiB.
-fn large_block() -> Block {
-    Block::new(0, layout(8, 1024, 32))
-}
-
-fn serve_whole(node: &Node, serve: ServeId, block: &Block) {
-    node.transport.serve_header(serve, 0, Tier::Dram, &block.checksums);
-    let range = (0, block.layout.block_bytes());
-    node.transport.serve_objects(&block.objects(serve, 0, range, true));
-}
+use crate::tcp::{eventually, impatient, large_block, node, settings};
 
 #[test]
 fn a_requester_that_returns_no_credit_gets_only_its_window() {
@@ -27,9 +15,9 @@ fn a_requester_that_returns_no_credit_gets_only_its_window() {
     let block = large_block();
     let window: u64 = 256 << 10;
     let mut stream = connect(node.transport.local_address(), &hello(1, window, 5000));
-    std::io::Write::write_all(&mut stream, &request(1, block.layout, &[key(0)])).expect("sent");
+    stream.write_all(&request(1, block.layout, &[key(0)])).expect("sent");
     let serve = node.serve_number();
-    serve_whole(&node, serve, &block);
+    node.serve_block(serve, 0, &block);
     let mut payload = 0;
     let mut received = Vec::new();
     while let Ok(frame) = read_frame(&mut stream) {
@@ -53,15 +41,15 @@ fn returned_credit_releases_the_rest() {
     let block = large_block();
     let window: u64 = 256 << 10;
     let mut stream = connect(node.transport.local_address(), &hello(1, window, 5000));
-    std::io::Write::write_all(&mut stream, &request(1, block.layout, &[key(0)])).expect("sent");
+    stream.write_all(&request(1, block.layout, &[key(0)])).expect("sent");
     let serve = node.serve_number();
-    serve_whole(&node, serve, &block);
+    node.serve_block(serve, 0, &block);
     let mut received = Vec::new();
     while received.len() < block.bytes.len() {
         let frame = read_frame(&mut stream).expect("another frame");
         if frame.kind == DATA {
             let credit = header(CREDIT, frame.body.len() as u64, 0, 0, 0);
-            std::io::Write::write_all(&mut stream, &credit).expect("sent");
+            stream.write_all(&credit).expect("sent");
             received.extend(frame.body);
         }
     }
@@ -76,26 +64,22 @@ fn a_requester_that_reads_nothing_is_closed_without_delaying_others() {
     let block = large_block();
     // The window is larger than all socket buffers, so the server fills them and then waits for the socket.
     let mut stalled = connect(node.transport.local_address(), &hello(1, 1 << 30, 5000));
-    std::io::Write::write_all(&mut stalled, &request(1, block.layout, &vec![key(0); 128])).expect("sent");
+    stalled.write_all(&request(1, block.layout, &vec![key(0); 128])).expect("sent");
     let stalled_serve = node.serve_number();
     let started = Instant::now();
     for index in 0..128 {
-        node.transport.serve_header(stalled_serve, index, Tier::Dram, &block.checksums);
-        let range = (0, block.layout.block_bytes());
-        node.transport.serve_objects(&block.objects(stalled_serve, index, range, true));
+        node.serve_block(stalled_serve, index, &block);
     }
     assert!(started.elapsed() < Duration::from_secs(2), "serve calls wait for the peer");
     // Another requester is served meanwhile, and its node sees no delay.
     let requester = crate::tcp::node(settings(), by_hand());
-    let (mut tracker, _) = requester.fetch(&node.transport.local_address().to_string(), 1);
+    let (mut tracker, _) = requester.fetch(&node.address(), 1);
     let small = Block::new(0, small_layout());
     let mut aborted = false;
     loop {
         match node.next() {
             TransportEvent::Request(request) => {
-                node.transport.serve_header(request.serve, 0, Tier::Dram, &small.checksums);
-                let range = (0, small.layout.block_bytes());
-                node.transport.serve_objects(&small.objects(request.serve, 0, range, true));
+                node.serve_block(request.serve, 0, &small);
                 requester.finish(&mut tracker);
             }
             TransportEvent::ServeAborted { serve } if serve == stalled_serve => aborted = true,
@@ -115,10 +99,10 @@ fn a_requester_that_dies_in_the_middle_aborts_its_serves() {
     let node = node(settings(), by_hand());
     let block = large_block();
     let mut stream = connect(node.transport.local_address(), &hello(1, 256 << 10, 5000));
-    std::io::Write::write_all(&mut stream, &request(1, block.layout, &[key(0)])).expect("sent");
-    std::io::Write::write_all(&mut stream, &request(2, block.layout, &[key(0)])).expect("sent");
+    stream.write_all(&request(1, block.layout, &[key(0)])).expect("sent");
+    stream.write_all(&request(2, block.layout, &[key(0)])).expect("sent");
     let (first, second) = (node.serve_number(), node.serve_number());
-    serve_whole(&node, first, &block);
+    node.serve_block(first, 0, &block);
     read_frame(&mut stream).expect("the block's header");
     let started = Instant::now();
     drop(stream);
@@ -132,7 +116,7 @@ fn closes_a_requester_that_sends_half_a_request() {
     let node = node(impatient(), by_hand());
     let mut stream = connect(node.transport.local_address(), &hello(1, 1 << 20, 5000));
     let bytes = request(1, small_layout(), &[key(0)]);
-    std::io::Write::write_all(&mut stream, &bytes[..40]).expect("sent");
+    stream.write_all(&bytes[..40]).expect("sent");
     assert!(crate::tcp::wire::is_closed(&mut stream));
     eventually("one stall", || node.transport.stats().stalls == 1);
 }
@@ -157,11 +141,11 @@ fn a_cancelled_request_keeps_the_connection_open() {
         header(3, 1, 0, 0, 0).to_vec(),
         header(3, 99, 0, 0, 0).to_vec(),
     ];
-    std::io::Write::write_all(&mut stream, &send.concat()).expect("sent");
+    stream.write_all(&send.concat()).expect("sent");
     let (first, second) = (node.serve_number(), node.serve_number());
     assert_eq!(node.next(), TransportEvent::ServeAborted { serve: first });
-    serve_whole(&node, first, &block);
-    serve_whole(&node, second, &block);
+    node.serve_block(first, 0, &block);
+    node.serve_block(second, 0, &block);
     let frame = read_frame(&mut stream).expect("the second request's header");
     assert_eq!(frame.stream, 2);
     assert_eq!(node.next(), TransportEvent::ServeDone { serve: second, block: 0 });
@@ -172,7 +156,7 @@ fn served_memory_is_released_when_the_block_is_done() {
     let block = Block::new(0, small_layout());
     let node = node(settings(), serving(std::slice::from_ref(&block), 2));
     let requester = crate::tcp::node(settings(), by_hand());
-    let (mut tracker, _) = requester.fetch(&node.transport.local_address().to_string(), 1);
+    let (mut tracker, _) = requester.fetch(&node.address(), 1);
     requester.finish(&mut tracker);
     let serve = node.serve_number();
     assert_eq!(node.next(), TransportEvent::ServeDone { serve, block: 0 });

@@ -7,7 +7,7 @@ use reprise_policy::peer::FillUpdate;
 use reprise_transport::{Transport, TransportEvent};
 
 use crate::harness::{Block, FillOutcome, arena, by_hand, bytes_of, is_untouched, small_layout};
-use crate::tcp::wire::{ALIVE, FakeServer, block_header, data, header};
+use crate::tcp::wire::{ALIVE, FakeServer, block_header, data, header, send_block};
 use crate::tcp::{Node, assert_lost, impatient, node, settings};
 
 /// Stall timeout of `impatient`, plus the delay of a loaded machine.
@@ -93,8 +93,7 @@ fn a_peer_that_sends_alive_frames_may_exceed_the_stall_timeout() {
         // The peer's pace, not a wait for an event.
         std::thread::sleep(Duration::from_millis(50));
     }
-    stream.write_all(&block_header(number, 0, &block.checksums)).expect("sent");
-    stream.write_all(&data(number, 0, 0, &block.bytes)).expect("sent");
+    send_block(&mut stream, number, &block);
     node.finish(&mut tracker);
     assert!(matches!(tracker.outcomes[&0], FillOutcome::Arrived { .. }));
     assert!(bytes_of(&places[0]) == block.bytes[..]);
@@ -105,12 +104,11 @@ fn a_server_whose_core_is_slow_keeps_its_connection() {
     let requester = node(impatient(), by_hand());
     let server = node(settings(), by_hand());
     let block = Block::new(0, small_layout());
-    let (mut tracker, _) = requester.fetch(&server.transport.local_address().to_string(), 1);
+    let (mut tracker, _) = requester.fetch(&server.address(), 1);
     let serve = server.serve_number();
     // Four stall timeouts of the requester in which the server's core does not answer.
     assert!(requester.events.recv_timeout(Duration::from_millis(1200)).is_err());
-    server.transport.serve_header(serve, 0, reprise_policy::Tier::Nvme, &block.checksums);
-    server.transport.serve_objects(&block.objects(serve, 0, (0, 8 * 4096), true));
+    server.serve_block(serve, 0, &block);
     requester.finish(&mut tracker);
     assert!(matches!(tracker.outcomes[&0], FillOutcome::Arrived { .. }));
 }
@@ -119,7 +117,7 @@ fn a_server_whose_core_is_slow_keeps_its_connection() {
 fn a_slow_core_is_not_a_stall_of_the_peer() {
     let block = Block::new(0, small_layout());
     let server = node(settings(), crate::harness::serving(std::slice::from_ref(&block), 2));
-    let address = server.transport.local_address().to_string();
+    let address = server.address();
     let (sender, events) = std::sync::mpsc::channel();
     let sink: reprise_transport::EventSink = std::sync::Arc::new(move |event| {
         // Three stall timeouts: the core is slow; this is not a wait for an event.
@@ -189,8 +187,7 @@ fn after_a_loss_the_next_fetch_opens_a_new_connection() {
     let block = Block::new(0, small_layout());
     let (mut tracker, places) = node.fetch(&server.address(), 1);
     let (mut stream, number) = server.accept_request();
-    stream.write_all(&block_header(number, 0, &block.checksums)).expect("sent");
-    stream.write_all(&data(number, 0, 0, &block.bytes)).expect("sent");
+    send_block(&mut stream, number, &block);
     node.finish(&mut tracker);
     assert!(bytes_of(&places[0]) == block.bytes[..]);
     assert_eq!(node.transport.stats().connections_opened, 2);

@@ -148,7 +148,7 @@ fn server_rejects(what: &str, bytes: impl FnOnce(&mut TcpStream)) {
     bytes(&mut stream);
     assert!(is_closed(&mut stream), "{what}");
     let requester = crate::tcp::node(settings(), by_hand());
-    let (mut tracker, _) = requester.fetch(&node.transport.local_address().to_string(), 1);
+    let (mut tracker, _) = requester.fetch(&node.address(), 1);
     requester.finish(&mut tracker);
     assert!(matches!(tracker.outcomes[&0], FillOutcome::Arrived { .. }), "{what}");
     eventually(what, || node.transport.stats().protocol_errors == 1);

@@ -7,6 +7,8 @@ use std::time::Duration;
 use reprise_buffers::crc32c;
 use reprise_policy::{BlockKey, Layout};
 
+use crate::harness::Block;
+
 pub(crate) const REQUEST: u8 = 1;
 pub(crate) const CREDIT: u8 = 2;
 pub(crate) const OFFER: u8 = 4;
@@ -77,6 +79,17 @@ pub(crate) fn block_header(stream: u64, block: u32, checksums: &[u32]) -> Vec<u8
         body.extend_from_slice(&checksum.to_le_bytes());
     }
     with_body(BLOCK_HEADER, stream, block, &body)
+}
+
+/// Sends the header of a block and all its bytes.
+pub(crate) fn send_block(to: &mut TcpStream, stream: u64, block: &Block) {
+    to.write_all(&block_header(stream, 0, &block.checksums)).expect("sent");
+    to.write_all(&data(stream, 0, 0, &block.bytes)).expect("sent");
+}
+
+/// Reports the first block of a request as absent.
+pub(crate) fn send_absent(to: &mut TcpStream, stream: u64) {
+    to.write_all(&header(ABSENT, stream, 0, 0, 0)).expect("sent");
 }
 
 pub(crate) fn request(stream: u64, layout: Layout, keys: &[BlockKey]) -> Vec<u8> {

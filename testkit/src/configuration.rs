@@ -1,0 +1,154 @@
+//! Configuration files of agents and members, for processes on hosts of one machine.
+
+use std::net::Ipv4Addr;
+use std::path::{Path, PathBuf};
+
+use reprise_policy::ByteSize;
+use serde_json::{Value, json};
+use toml::Table;
+
+/// Settings of an agent that every test or command chooses.
+#[derive(Clone, Debug)]
+pub struct AgentConfig<'a> {
+    /// Node name.
+    pub node: &'a str,
+    /// Socket of engine sessions.
+    pub socket: &'a Path,
+    /// Address on which it listens, with free ports.
+    pub address: Ipv4Addr,
+    /// Size of the arena.
+    pub arena: ByteSize,
+    /// Size of one region of the arena.
+    pub region: ByteSize,
+    /// File of the pool and its size; `None`: blocks are in memory only.
+    pub pool: Option<(&'a Path, ByteSize)>,
+    /// Members of the control plane, `host:port`; empty: stand-alone.
+    pub control_plane: Vec<String>,
+}
+
+/// Settings of a member of the control plane.
+#[derive(Clone, Copy, Debug)]
+pub struct MemberConfig<'a> {
+    /// Address of its gRPC services; port 0 selects a free port.
+    pub listen: &'a str,
+    /// Address of its admin port; port 0 selects a free port.
+    pub admin: &'a str,
+    /// Store of the durable state.
+    pub store: &'a StoreChoice,
+    /// Name of the member, if it is not the default.
+    pub name: Option<&'a str>,
+}
+
+/// Store of the members' durable state.
+#[derive(Clone, Debug)]
+pub enum StoreChoice {
+    /// Memory, which is lost with the process.
+    Memory,
+    /// A file.
+    Embedded(PathBuf),
+    /// An etcd at this URL.
+    Etcd(String),
+}
+
+impl AgentConfig<'_> {
+    /// Returns the text of the file with further settings in TOML, which replace those of the same names. One
+    /// session may use the whole arena, because a node has few engines.
+    ///
+    /// # Panics
+    /// If `more` is not valid TOML.
+    pub fn text(&self, more: &str) -> String {
+        let devices: Vec<Value> = self
+            .pool
+            .iter()
+            .map(|(path, bytes)| json!({ "path": path, "bytes": bytes.to_string() }))
+            .collect();
+        let listen = format!("{}:0", self.address);
+        let settings = json!({
+            "node": { "name": self.node },
+            "session": { "socket": self.socket },
+            "arena": { "bytes": self.arena.to_string(), "region_bytes": self.region.to_string() },
+            "pool": { "devices": devices },
+            "cache": { "arena_session_permille": 1000 },
+            "peers": { "listen": listen },
+            "controlplane": { "address": self.control_plane },
+            "admin": { "listen": listen },
+        });
+        render(&settings, more)
+    }
+}
+
+impl MemberConfig<'_> {
+    /// Returns the text of the file with further settings in TOML, which replace those of the same names.
+    ///
+    /// # Panics
+    /// If `more` is not valid TOML.
+    pub fn text(&self, more: &str) -> String {
+        let store = match self.store {
+            StoreChoice::Memory => json!({ "kind": "memory" }),
+            StoreChoice::Embedded(path) => json!({ "kind": "embedded", "path": path }),
+            StoreChoice::Etcd(endpoint) => json!({ "kind": "etcd", "endpoints": [endpoint] }),
+        };
+        let mut settings = json!({ "listen": self.listen, "admin": self.admin, "store": store });
+        if let Some(name) = self.name {
+            settings["member"] = json!({ "name": name });
+        }
+        render(&settings, more)
+    }
+}
+
+fn render(settings: &Value, more: &str) -> String {
+    let mut table = Table::try_from(settings).expect("objects are tables");
+    merge(&mut table, more.parse().unwrap_or_else(|error| panic!("{error}: {more}")));
+    table.to_string()
+}
+
+/// Sets the values of `more`; tables are merged.
+fn merge(table: &mut Table, more: Table) {
+    for (key, value) in more {
+        match (table.get_mut(&key), value) {
+            (Some(toml::Value::Table(inner)), toml::Value::Table(more)) => merge(inner, more),
+            (_, value) => drop(table.insert(key, value)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Table {
+        text.parse().unwrap_or_else(|error| panic!("{error}: {text}"))
+    }
+
+    #[test]
+    fn member_configuration_has_name_and_store() {
+        let of = |listen, store, name| {
+            parse(&MemberConfig { listen, admin: "127.0.0.1:0", store: &store, name }.text(""))
+        };
+        let config = of("127.0.0.1:7", StoreChoice::Etcd("http://127.0.0.1:2379".to_owned()), Some("a"));
+        assert_eq!(config["listen"].as_str(), Some("127.0.0.1:7"));
+        assert_eq!(config["member"]["name"].as_str(), Some("a"));
+        assert_eq!(config["store"]["endpoints"][0].as_str(), Some("http://127.0.0.1:2379"));
+        let config = of("127.0.0.1:0", StoreChoice::Embedded("a \"b\"".into()), None);
+        assert_eq!(config["store"]["path"].as_str(), Some("a \"b\""));
+    }
+
+    #[test]
+    fn agent_configuration_has_all_members_and_further_settings() {
+        let config = AgentConfig {
+            node: "n",
+            socket: Path::new("/run/agent.sock"),
+            address: Ipv4Addr::LOCALHOST,
+            arena: ByteSize(192 << 20),
+            region: ByteSize(64 << 20),
+            pool: Some((Path::new("/pool"), ByteSize(3 << 30))),
+            control_plane: vec!["a:1".to_owned(), "b:2".to_owned()],
+        };
+        let config = parse(&config.text("[placement]\nbandwidth = \"0\"\n[peers]\nstall_timeout = \"1s\""));
+        assert_eq!(config["controlplane"]["address"], toml::Value::from(vec!["a:1", "b:2"]));
+        assert_eq!(config["pool"]["devices"][0]["path"].as_str(), Some("/pool"));
+        assert_eq!(config["placement"]["bandwidth"].as_str(), Some("0"));
+        assert_eq!(config["peers"]["listen"].as_str(), Some("127.0.0.1:0"));
+        assert_eq!(config["peers"]["stall_timeout"].as_str(), Some("1s"));
+    }
+}
