@@ -5,7 +5,6 @@
 //! * Idle connections use up neither the descriptors nor the connections of other clients.
 
 use std::fs;
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use reprise_e2e::content::small;

@@ -20,9 +20,10 @@ use reprise_client::extents::PageBuffer;
 use reprise_client::{
     BlockStatus, ClientError, CommitOptions, ExtentStatus, LeasedExtent, PinOutcome, Source,
 };
-use reprise_e2e::content::{device_slot_bytes, first_difference, key, keys, small, write_object};
+use reprise_e2e::content::{device_slot_bytes, key, keys, small};
 use reprise_e2e::seed::{number, print_line, seeded};
 use reprise_e2e::{Agent, AgentConfig, Engine, LoadParams, Outcome, PATIENCE, TestEnv, wait_until};
+use reprise_testkit::kv_function;
 
 /// Set in a child process of this executable that acts as a client: socket, seed and first block.
 const CLIENT: &str = "REPRISE_E2E_EXTENT_CLIENT";
@@ -53,7 +54,7 @@ fn payload(number: u64) -> PageBuffer {
     let layout = small();
     let mut bytes = PageBuffer::new(layout.slot_bytes() as usize).expect("memory");
     let objects = bytes.chunks_exact_mut(layout.object_bytes() as usize);
-    (0..).zip(objects).for_each(|(object, into)| write_object(&key(number), object, into));
+    (0..).zip(objects).for_each(|(object, into)| kv_function::fill(&key(number).0, object, into));
     bytes
 }
 
@@ -77,7 +78,7 @@ fn read_pinned(pinned: &PinOutcome, number: u64) {
     let slot = extent.read().unwrap_or_else(|error| panic!("pinned block {number}: {error}"));
     let objects = slot[4096..].chunks_exact(small().object_bytes() as usize);
     for (object, bytes) in (0..).zip(objects) {
-        assert_eq!(first_difference(&key(number), object, bytes), None, "block {number}");
+        assert_eq!(kv_function::mismatches(&key(number).0, object, bytes), 0, "block {number}");
     }
 }
 

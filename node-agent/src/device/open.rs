@@ -394,6 +394,7 @@ pub(super) mod tests {
             bytes,
             missing: IfMissing::Fail,
             reserve: Reserve::Default,
+            lend_extents: false,
             engine: EngineSettings::default(),
         };
         let device = device.open_engine().expect("the device has no other engine");

@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use reprise_agent_core::agent::{Settings, TenantQuotas};
 use reprise_agent_core::effect::{DeviceId, LeaseId, Place, Reply, Source};
 use reprise_agent_core::event::{CommitItem, CommitRequest, Event, Priority, Request, Scope};
 use reprise_agent_core::extents::{ExtentReply, ExtentRequest, ExtentStatus, PinRefusal};
+use reprise_agent_core::{Settings, TenantQuotas};
 use reprise_policy::{BlockKey, Quota, SessionId, SlotSet, TenantId, Tier};
 
 use crate::engine::RequestKind;

@@ -283,7 +283,9 @@ mod tests {
         let lend = record(RecordKind::Lend, SMALL, 0, 5);
         let lent = |records: &[Record]| {
             let mut slots = slots();
-            records.iter().for_each(|record| drop(slots.restore(record)));
+            for record in records {
+                let _ = slots.restore(record);
+            }
             let stored = slots.finish_restore().len();
             slots.audit().expect("consistent");
             (stored, slots.recovered_leases().len())
