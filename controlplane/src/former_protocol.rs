@@ -11,15 +11,23 @@ use tonic::body::Body;
 use tonic::codegen::{Service, http};
 use tonic::server::NamedService;
 
-/// Answers every call of the membership service of version 1, which agents and tools call first.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct FormerProtocol;
+/// Services of version 1.
+const SERVICES: [&str; 4] = [
+    "reprise.controlplane.v1.Membership",
+    "reprise.controlplane.v1.Directory",
+    "reprise.controlplane.v1.Placement",
+    "reprise.controlplane.v1.Events",
+];
 
-impl NamedService for FormerProtocol {
-    const NAME: &'static str = "reprise.controlplane.v1.Membership";
+/// Answers every call of one of the [`SERVICES`].
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FormerProtocol<const SERVICE: usize>;
+
+impl<const SERVICE: usize> NamedService for FormerProtocol<SERVICE> {
+    const NAME: &'static str = SERVICES[SERVICE];
 }
 
-impl Service<http::Request<Body>> for FormerProtocol {
+impl<const SERVICE: usize> Service<http::Request<Body>> for FormerProtocol<SERVICE> {
     type Response = http::Response<Body>;
     type Error = Infallible;
     type Future = Ready<Result<http::Response<Body>, Infallible>>;
@@ -33,6 +41,7 @@ impl Service<http::Request<Body>> for FormerProtocol {
             "the caller speaks reprise.controlplane.v1, this member speaks {PACKAGE}: use agents, tools and members of \
              the same release"
         );
+        tracing::warn!(condition = "former_protocol", "rejected a call: {text}");
         ready(Ok(Status::unimplemented(text).into_http()))
     }
 }

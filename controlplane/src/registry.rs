@@ -76,7 +76,8 @@ pub enum RegistryError {
     Store(#[from] StoreError),
     /// A record in the store is invalid.
     #[error(
-        "invalid record {key} in the store ({reason}): restore the store from a backup or start a new one"
+        "invalid record {key} in the store ({reason}): if another release wrote it, use that release or start a new \
+         store; otherwise restore the store from a backup"
     )]
     Record {
         /// Key of the record.

@@ -272,7 +272,10 @@ fn router(services: &Services) -> Router {
         .add_service(services.directory.clone().max_decoding_message_size(MESSAGE_BYTES_MAX))
         .add_service(services.placement.clone().max_decoding_message_size(MESSAGE_BYTES_MAX))
         .add_service(services.events.clone().max_decoding_message_size(MESSAGE_BYTES_MAX))
-        .add_service(FormerProtocol)
+        .add_service(FormerProtocol::<0>)
+        .add_service(FormerProtocol::<1>)
+        .add_service(FormerProtocol::<2>)
+        .add_service(FormerProtocol::<3>)
 }
 
 async fn wait(mut stop: watch::Receiver<bool>) {

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   fixed     regions × 2       writable and read-only
-//!             devices × 4       file, ring, eventfd, one more while opening
+//!             devices × 5       file, the same for clients, ring, eventfd, one more while opening
 //!             64                standard streams, runtimes, listeners, hardware scans, and evicted connections that
 //!                               are not closed yet
 //!             64 (in a cluster) control plane members, API server
@@ -25,7 +25,7 @@ use crate::session::SESSIONS_MAX;
 
 /// Fixed descriptors; see the module.
 const REGION_DESCRIPTORS: u64 = 2;
-const DEVICE_DESCRIPTORS: u64 = 4;
+const DEVICE_DESCRIPTORS: u64 = 5;
 const RESERVE: u64 = 64;
 const CLUSTER_RESERVE: u64 = 64;
 

@@ -2,7 +2,7 @@
 //!
 //! One member, called home, reports members and nodes. When home is silent, unsure of its place, or gone, the
 //! next member becomes home. The production state machines decide ([`Home`], [`Members`]). Here are the calls,
-//! the delays, and the keep-alives of connections.
+//! the delays, and the keep-alives of connections; they follow `node-agent/src/directory/members.rs`.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -2,7 +2,7 @@
 //!
 //! What a call changes is decided by production code, in `member.rs`. Here are the messages, the audits of every
 //! answer, and the periodic tasks. Followers get the list of all nodes shortly after a change; the binary sends
-//! each change.
+//! each change. The periodic tasks follow `controlplane/src/server.rs`.
 
 use std::time::Duration;
 

@@ -3,7 +3,8 @@
 //! The parts, the order in which they change ([`member_parts`]) and the rules are production code. Here are their
 //! memory, the flaws that are injected between them, and what the audits need to know. Calls to the store are in
 //! `membership.rs`, those of agents in `control_plane.rs`, placement, modes and moves in `member/placement.rs`.
-//! The binary's locks, partitions and streams are not reproduced.
+//! Following slots and looking up keys repeat the steps of `controlplane/src/server.rs` and
+//! `controlplane/src/directory.rs`. The binary's locks, partitions and streams are not reproduced.
 
 mod ledgers;
 mod placement;

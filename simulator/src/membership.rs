@@ -6,8 +6,9 @@
 //! ```
 //!
 //! Production state machines decide about records (`store_watch.rs`), the entry (`member_entry.rs`) and writes
-//! (`writes.rs`). A process that ends is restarted, as by Kubernetes. Not reproduced: further attempts to read
-//! the state at the start.
+//! (`writes.rs`). The calls at the start follow `controlplane/src/identity.rs` and
+//! `controlplane/src/server.rs`. A process that ends is restarted, as by Kubernetes. Not reproduced: further attempts to
+//! read the state at the start.
 
 mod member_entry;
 mod store_watch;

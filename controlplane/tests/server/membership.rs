@@ -30,14 +30,16 @@ async fn passes_on_endpoints_of_protocols_that_it_does_not_know() {
 async fn rejects_callers_of_the_former_protocol_with_both_versions() {
     let member = harness::start().await;
     let connection = Connection::new(&member.grpc.to_string()).expect("an address");
-    let path = "/reprise.controlplane.v1.Membership/Register";
-    let refused = connection.call::<RegisterReply>(path, &RegisterRequest::default()).await;
-    let refused = refused.expect_err("another version");
-    assert_eq!(refused.code(), Code::Unimplemented);
-    for words in
-        ["caller speaks reprise.controlplane.v1", "member speaks reprise.controlplane.v2", "same release"]
-    {
-        assert!(refused.message().contains(words), "{refused}");
+    for call in ["Membership/Register", "Directory/Lookup", "Placement/SetNode", "Events/Follow"] {
+        let path = format!("/reprise.controlplane.v1.{call}");
+        let refused = connection.call::<RegisterReply>(path, &RegisterRequest::default()).await;
+        let refused = refused.expect_err("another version");
+        assert_eq!(refused.code(), Code::Unimplemented);
+        for words in
+            ["caller speaks reprise.controlplane.v1", "member speaks reprise.controlplane.v2", "same release"]
+        {
+            assert!(refused.message().contains(words), "{refused}");
+        }
     }
     member.shutdown().await;
 }

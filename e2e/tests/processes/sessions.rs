@@ -40,7 +40,7 @@ fn rejects_an_invalid_hello_with_an_error_and_closes_the_session() {
     };
     for (greeting, kind, words) in [
         (local::Hello { protocol_version: 0, ..fits.clone() }, FailureKind::Version, ["protocol", "0"]),
-        (local::Hello { protocol_version: 99, ..fits.clone() }, FailureKind::Version, ["99", "1"]),
+        (local::Hello { protocol_version: 99, ..fits.clone() }, FailureKind::Version, ["99", "agent 2"]),
         (
             local::Hello { namespace: vec![1; 31].into(), ..fits.clone() },
             FailureKind::BadRequest,

@@ -70,7 +70,7 @@ pub struct PciAddress {
     function: u8,
 }
 
-/// A text that is no [`PciAddress`].
+/// Error of a text that is not a [`PciAddress`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("invalid PCI address \"{0}\": expected domain:bus:device.function, for example 0000:3b:00.0")]
 pub struct PciAddressError(String);

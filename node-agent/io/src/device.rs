@@ -149,8 +149,24 @@ impl DeviceFile {
     /// `Unavailable` when it does not exist, permissions forbid the access, or it is neither a file nor a
     /// block device.
     pub fn open(path: &Path, access: FileAccess, missing: IfMissing) -> Result<DeviceFile, IoError> {
+        DeviceFile::open_within(path, (access, missing), HOLDER_PATIENCE)
+    }
+
+    /// Opens and locks an existing file or block device for reading and writing, unless it is in use now.
+    ///
+    /// # Errors
+    /// As for [`DeviceFile::open`].
+    pub fn open_unless_busy(path: &Path) -> Result<DeviceFile, IoError> {
+        DeviceFile::open_within(path, (FileAccess::ReadWrite, IfMissing::Fail), Duration::ZERO)
+    }
+
+    fn open_within(
+        path: &Path,
+        (access, missing): (FileAccess, IfMissing),
+        patience: Duration,
+    ) -> Result<DeviceFile, IoError> {
         for _ in 0..OPEN_ATTEMPTS_MAX {
-            if let Some(device) = DeviceFile::attempt(path, access, missing)? {
+            if let Some(device) = DeviceFile::attempt(path, (access, missing), patience)? {
                 return Ok(device);
             }
         }
@@ -159,7 +175,11 @@ impl DeviceFile {
     }
 
     /// One attempt; `None` when the path no longer names the opened file once its lock is acquired.
-    fn attempt(path: &Path, access: FileAccess, missing: IfMissing) -> Result<Option<DeviceFile>, IoError> {
+    fn attempt(
+        path: &Path,
+        (access, missing): (FileAccess, IfMissing),
+        patience: Duration,
+    ) -> Result<Option<DeviceFile>, IoError> {
         let opening = || format!("opening {}", path.display());
         let failed = |error| IoError::from_call(Call::Open, opening(), error);
         let may_create = missing == IfMissing::Create && access == FileAccess::ReadWrite;
@@ -180,7 +200,7 @@ impl DeviceFile {
         // O_EXCL without O_CREAT on a block device fails while the kernel or another process has it
         // exclusively: open(2).
         let flags = if block_device { libc::O_EXCL } else { 0 };
-        let patience = Patience::start();
+        let patience = Patience { start: Instant::now(), limit: patience };
         let (file, caching) = loop {
             match open_direct(&mut options, path, flags) {
                 Ok(opened) => break opened,
@@ -466,16 +486,13 @@ fn open_direct(options: &mut OpenOptions, path: &Path, flags: i32) -> io::Result
 /// Time that is left for a former holder to release a device.
 struct Patience {
     start: Instant,
+    limit: Duration,
 }
 
 impl Patience {
-    fn start() -> Patience {
-        Patience { start: Instant::now() }
-    }
-
     /// Waits until the next attempt is due; false once the time has passed.
     fn pause(&self) -> bool {
-        let has_time = self.start.elapsed() < HOLDER_PATIENCE;
+        let has_time = self.start.elapsed() < self.limit;
         if has_time {
             std::thread::sleep(HOLDER_RETRY);
         }

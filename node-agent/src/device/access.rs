@@ -22,6 +22,14 @@ pub(crate) fn open(device: &DeviceDescription, missing: IfMissing) -> Result<Box
     Ok(Box::new(file))
 }
 
+/// Opens and locks a device for reading and writing, unless it is in use now.
+///
+/// # Errors
+/// As for [`open`].
+pub(crate) fn open_unless_busy(device: &DeviceDescription) -> Result<Box<dyn BlockDevice>, IoError> {
+    Ok(Box::new(DeviceFile::open_unless_busy(kernel_path(device)?)?))
+}
+
 /// Returns whether a device exists.
 ///
 /// # Errors

@@ -99,7 +99,8 @@ fn read_content(
     if let Some(bytes) = params.bytes.filter(|bytes| *bytes > device.size()) {
         device = params.enlarge(device, bytes)?;
     }
-    let mut open = params.start_engine(device)?;
+    let has_leases = found.as_ref().is_some_and(|recovered| recovered.pool.earlier_leases() > 0);
+    let mut open = params.start_engine(device, has_leases)?;
     let found = match found {
         Some(recovered) => {
             let grown = open.grow(recovered).map_err(|error| params.error(error))?;
@@ -143,16 +144,25 @@ impl OpenParams {
         }
     }
 
-    fn start_engine(&self, device: Box<dyn BlockDevice>) -> Result<RawDevice, AgentError> {
+    /// Starts the engine. If an earlier process of the agent has leased extents, clients may still write to them:
+    /// then the device is opened only if their locks can be examined.
+    fn start_engine(&self, device: Box<dyn BlockDevice>, has_leases: bool) -> Result<RawDevice, AgentError> {
         let size = whole_pages(device.as_ref());
         let usable = self.bytes.unwrap_or(size).min(size);
         let caching = device.caching();
-        let shared = device.shared_file().unwrap_or_else(|error| {
-            if self.lend_extents {
-                tracing::warn!(path = %self.description, %error, "cannot share this file with clients");
+        let shared = match device.shared_file() {
+            Ok(shared) => shared,
+            Err(error) if has_leases => {
+                let text = format!("cannot determine whether clients still write to leased extents: {error}");
+                return Err(self.error(IoError::new(IoErrorKind::Unavailable, text)));
             }
-            None
-        });
+            Err(error) => {
+                if self.lend_extents {
+                    tracing::warn!(path = %self.description, %error, "cannot share this file with clients");
+                }
+                None
+            }
+        };
         let (shared, lend_extents) = (shared.map(Arc::new), self.lend_extents);
         let engine = device.start_engine(&self.engine).map_err(|error| self.error(error))?;
         let description = self.description.clone();

@@ -179,7 +179,8 @@ fn prepare(request: &OpenRequest) -> Result<(), DeviceFault> {
                 what,
                 "overwriting foreign data on a device, as its pool allows"
             );
-            let mut opened = access::open(&request.description, IfMissing::Fail).map_err(not_erased)?;
+            // Without waiting for its holder, which cannot be a former agent: the other devices of the pool wait.
+            let mut opened = access::open_unless_busy(&request.description).map_err(not_erased)?;
             // Erases the ends only, since the other devices of the pool wait for this one. Blocks overwrite
             // the rest.
             opened.erase_ends(OVERWRITTEN_BYTES).map_err(not_erased)

@@ -124,7 +124,7 @@ impl CompositeBuilder {
 /// Returns a sink that adds the position of a transport to the numbers in its events.
 fn numbering_sink(position: u64, sink: EventSink) -> EventSink {
     let number = move |number: u64| {
-        debug_assert_eq!(number >> POSITION_SHIFT, 0, "transports count from 1");
+        assert_eq!(number >> POSITION_SHIFT, 0, "transports count from 1");
         number | (position << POSITION_SHIFT)
     };
     let serve = move |ServeId(serve): ServeId| ServeId(number(serve));

@@ -1,5 +1,6 @@
 //! A member's ledgers: the nodes' reports of tenants, and their grants. The rules are production code
-//! ([`reprise_controlplane_core::Ledgers`], [`MemberPlace`]).
+//! ([`reprise_controlplane_core::Ledgers`], [`MemberPlace`]). The order of the steps follows
+//! `controlplane/src/placement/reports.rs`.
 
 use std::collections::BTreeMap;
 

@@ -1,5 +1,6 @@
 //! A member's answers about placement, modes and moves. The rules are production code: the request
-//! ([`PlacementCall`]), the choice of a target, modes ([`node_selection`]) and rebalancing.
+//! ([`PlacementCall`]), the choice of a target, modes ([`node_selection`]) and rebalancing. The order of
+//! the steps follows `controlplane/src/placement/places.rs`.
 
 use reprise_agent_core::effect::PlaceReason;
 use reprise_agent_core::event::{Move, Placement};

@@ -1,7 +1,7 @@
 //! A member's entry in the list of members, and the lease to which it is bound.
 //!
 //! The production state machines decide ([`Joining`], [`LeaseSchedule`]). Here are the calls to the store, and the
-//! delays. Not reproduced: a list with the maximum number of members.
+//! delays; they follow `controlplane/src/shards.rs` and `controlplane/store/src/lease_guard.rs`. Not reproduced: a list with the maximum number of members.
 
 use reprise_controlplane_core::joining::{JoinInput, JoinOutput, JoinRefusal, Joining, ListedName};
 use reprise_controlplane_core::record_watch::STORE_RETRY_AFTER;

@@ -1,7 +1,8 @@
 //! Writes of records: registrations of nodes, modes, and budgets of tenants.
 //!
 //! Production code decides what a transaction writes, and what follows a conflict
-//! ([`reprise_controlplane_core::store_writes`]). Not reproduced: node numbers never run out, two keys are read by
+//! ([`reprise_controlplane_core::store_writes`]). The loops of attempts follow `controlplane/src/registry.rs`,
+//! `controlplane/src/modes.rs` and `controlplane/src/tenants.rs`. Not reproduced: node numbers never run out, two keys are read by
 //! one request, and budgets are set without the joint check of reservations, which grants concurrent changes.
 
 use reprise_controlplane_core::store_writes::{

@@ -196,7 +196,11 @@ impl Cache {
         }
         self.yield_to_commit(entry);
         let entry = self.index.find(key)?;
-        self.index.entry(entry).source(size_class)?;
+        if self.index.entry(entry).source(size_class).is_none() {
+            // A copy that was given up may have been the only one.
+            self.remove_if_absent(entry);
+            return None;
+        }
         self.raise_priority(entry, priority);
         self.index.entry_mut(entry).set_origin(BlockOrigin::Saved);
         Some(ExtentStatus::Exists)
