@@ -202,10 +202,7 @@ impl Extents {
 
     /// Slots that are charged to tenants and hold no findable block.
     pub(crate) fn lent(&self) -> impl Iterator<Item = &LentSlot> {
-        let in_batches = self.batches.values().flat_map(|batch| match batch {
-            Batch::Lease(pending) => pending.slots.iter().collect::<Vec<_>>(),
-            Batch::Commit(batch) => batch.slots().collect(),
-        });
+        let in_batches = self.in_flight().flat_map(|(_, slots)| slots);
         self.leases.iter().map(|(_, lease)| &lease.slot).chain(in_batches)
     }
 
@@ -268,8 +265,31 @@ impl Extents {
 
     /// Bytes that a session may still get, given the shares of one session and of all.
     fn bytes_left(&self, session: SessionId, of_session: u64, of_all: u64) -> u64 {
-        let own = self.holders.get(&session).map_or(0, |holder| holder.bytes);
-        of_session.saturating_sub(own).min(of_all.saturating_sub(self.held_bytes))
+        let held = self.holders.get(&session).map_or(0, |holder| holder.bytes);
+        let (mut own, mut all) = (held, self.held_bytes);
+        for (of, slots) in self.in_flight() {
+            let bytes: u64 = slots.iter().map(|slot| crate::cache::nvme_bytes(slot.slot_bytes)).sum();
+            own += if of == session { bytes } else { 0 };
+            all += bytes;
+        }
+        of_session.saturating_sub(own).min(of_all.saturating_sub(all))
+    }
+
+    /// Number of a session's slots that are being leased or committed.
+    fn slots_in_flight(&self, session: SessionId) -> usize {
+        let own = self.in_flight().filter(|(of, _)| *of == session);
+        own.map(|(_, slots)| slots.len()).sum()
+    }
+
+    /// Sessions and slots of all batches in flight.
+    fn in_flight(&self) -> impl Iterator<Item = (SessionId, Vec<&LentSlot>)> {
+        self.batches.values().map(|batch| match batch {
+            Batch::Lease(pending) => (pending.from.session, pending.slots.iter().collect()),
+            Batch::Commit(batch) => {
+                let commit = self.commits.get(batch.commit).expect("it waits for the batch");
+                (commit.from.session, batch.slots().collect())
+            }
+        })
     }
 }
 

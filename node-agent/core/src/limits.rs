@@ -15,6 +15,10 @@ pub const RESERVE_SLOTS_MAX: u32 = 8192;
 /// filled while the other is committed.
 pub const EXTENTS_PER_SESSION_MAX: usize = 16_384;
 
+/// Maximum extents that all sessions commit at the same time: each is one header write, and half of a device's
+/// queue of commands remains for others.
+pub const EXTENT_COMMITS_MAX: usize = 16_384;
+
 /// Maximum share of the devices, in thousandths, that one session may hold as leased and pinned extents: two
 /// clients can hold their share at the same time.
 pub const EXTENTS_SESSION_PERMILLE: u64 = 250;

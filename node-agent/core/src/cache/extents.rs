@@ -57,10 +57,10 @@ impl Devices {
         })
     }
 
-    /// Returns the device with the most free space that lends slots.
-    fn emptiest_lender(&self) -> Option<DeviceId> {
+    /// Returns the device with the most free space that can lend slots of a size.
+    fn emptiest_lender(&self, slot_bytes: u64) -> Option<DeviceId> {
         self.ids()
-            .filter(|id| self.can_lend(*id))
+            .filter(|id| self.can_lend(*id) && self.device(*id).pool.allocatable(slot_bytes) > 0)
             .max_by_key(|id| (self.device(*id).pool.usage().slot_bytes_free, std::cmp::Reverse(*id)))
     }
 
@@ -101,7 +101,13 @@ impl Cache {
     ) -> Option<Vec<LentSlot>> {
         let SizeClass { tenant, tenant_index, layout, slot_bytes, .. } = *self.sizes.get(size_class);
         let request = SlotRequest { tenant: tenant_index, slot_bytes };
-        let device = self.devices.emptiest_lender()?;
+        let Some(device) = self.devices.emptiest_lender(slot_bytes) else {
+            if self.devices.ids().any(|id| self.devices.can_lend(id)) {
+                // The client retries; the end of an eviction is not reported to it.
+                let _ = self.make_pool_room(request);
+            }
+            return None;
+        };
         let mut slots = Vec::new();
         while slots.len() < count as usize && self.make_nvme_room(request) {
             let Some(page) = self.devices.allocate(device, slot_bytes) else { break };
@@ -109,10 +115,6 @@ impl Cache {
             slots.push(LentSlot { device, page, tenant: tenant_index, slot_bytes });
         }
         if slots.is_empty() {
-            if !self.devices.has_slot(slot_bytes) {
-                // The client retries; the end of an eviction is not reported to it.
-                let _ = self.make_pool_room(request);
-            }
             return None;
         }
         let pages: Vec<PageNumber> = slots.iter().map(|slot| slot.page).collect();

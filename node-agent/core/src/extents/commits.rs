@@ -9,7 +9,7 @@ use crate::context::{Caller, Context};
 use crate::effect::{DeviceId, Reply};
 use crate::event::{CommitItem, CommitRequest, Priority};
 use crate::extents::{Batch, ExtentReply, ExtentStatus, Extents, reply};
-use crate::limits::COMMIT_ITEMS_MAX;
+use crate::limits::{COMMIT_ITEMS_MAX, EXTENT_COMMITS_MAX};
 use crate::pool::{ExtentCommit, StoredBlock};
 use crate::slab::SlabId;
 
@@ -27,7 +27,7 @@ pub(super) struct PendingCommit {
 /// Blocks of one commit on one device.
 #[derive(Debug)]
 pub(super) struct CommitBatch {
-    commit: SlabId,
+    pub(super) commit: SlabId,
     device: DeviceId,
     items: Vec<CommittedItem>,
 }
@@ -59,6 +59,11 @@ impl Extents {
         if items.len() > COMMIT_ITEMS_MAX {
             let text = format!("{} items in one commit: send at most {COMMIT_ITEMS_MAX}", items.len());
             return cx.reply(from, Reply::BadRequest(text));
+        }
+        let in_flight = self.commit_items_in_flight();
+        if in_flight + items.len() > EXTENT_COMMITS_MAX {
+            let message = format!("{in_flight} extents are being committed, of at most {EXTENT_COMMITS_MAX}");
+            return cx.reply(from, Reply::Busy { message, retry_after: self.retry_after });
         }
         let mut statuses = vec![ExtentStatus::Failed; items.len()];
         let mut devices: BTreeMap<DeviceId, (Vec<ExtentCommit>, Vec<CommittedItem>)> = BTreeMap::new();
@@ -93,11 +98,12 @@ impl Extents {
     ) {
         let CommitBatch { commit, device, items } = batch;
         let is_usable = cache.is_usable(device);
+        let stored: BTreeMap<_, _> = stored.iter().map(|block| (block.page, block)).collect();
         for CommittedItem { position, slot, parent } in items {
             // A stored block is charged again with its index entry. The pool has freed or quarantined the
             // slot of a failed one.
             cache.end_lease(&slot);
-            let block = stored.iter().find(|block| block.page == slot.page).filter(|_| is_usable);
+            let block = stored.get(&slot.page).filter(|_| is_usable);
             let status = match block {
                 Some(block) => cache.extent_stored(device, block, parent),
                 None => ExtentStatus::Failed,
@@ -107,6 +113,15 @@ impl Extents {
         }
         self.commits.get_mut(commit).expect("it waits for the batch").open -= 1;
         self.reply_if_ended(cx, commit);
+    }
+
+    /// Number of blocks that are being made durable.
+    fn commit_items_in_flight(&self) -> usize {
+        let of_commits = self.batches.values().filter_map(|batch| match batch {
+            Batch::Commit(batch) => Some(batch.items.len()),
+            Batch::Lease(_) => None,
+        });
+        of_commits.sum()
     }
 
     fn reply_if_ended(&mut self, cx: &mut Context, id: SlabId) {

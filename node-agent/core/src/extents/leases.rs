@@ -1,5 +1,6 @@
 //! Leases: slots for a client to write.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use crate::cache::{Cache, LentSlot, SizeClass, SlotRequest};
@@ -28,6 +29,7 @@ impl Extents {
         let (bytes, of_session) = cache.extent_share(from.size_class, EXTENTS_SESSION_PERMILLE);
         let (_, of_all) = cache.extent_share(from.size_class, EXTENTS_PERMILLE);
         let held = self.holders.get(&from.session).map_or(0, |holder| holder.leases.len());
+        let held = held + self.slots_in_flight(from.session);
         let in_share = self.bytes_left(from.session, of_session, of_all) / bytes;
         let in_number = EXTENTS_PER_SESSION_MAX.saturating_sub(held) as u64;
         let possible = in_share.min(in_number).min(u64::from(count.min(RESERVE_SLOTS_MAX))) as u32;
@@ -61,8 +63,9 @@ impl Extents {
     ) {
         let PendingLease { from, slots, wanted, is_answered } = pending;
         let mut leases = Vec::with_capacity(slots.len());
+        let lent: BTreeMap<_, _> = lent.iter().map(|block| (block.page, block)).collect();
         for slot in slots {
-            let block = lent.iter().find(|block| block.page == slot.page);
+            let block = lent.get(&slot.page);
             let Some(block) = block.filter(|_| !is_answered && cache.can_lend(slot.device)) else {
                 cache.return_lent(&slot);
                 continue;

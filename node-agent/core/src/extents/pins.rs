@@ -25,17 +25,24 @@ impl Extents {
             let text = format!("{} keys in one pin: send at most {LOAD_BLOCKS_MAX}", keys.len());
             return cx.reply(from, Reply::BadRequest(text));
         }
-        let blocks = keys.iter().map(|key| self.pin_one(cache, from, key)).collect();
-        reply(cx, from, ExtentReply::Pinned { blocks });
-    }
-
-    fn pin_one(&mut self, cache: &mut Cache, from: Caller, key: &BlockKey) -> PinnedBlock {
         let (bytes, of_session) = cache.extent_share(from.size_class, EXTENTS_SESSION_PERMILLE);
         let (_, of_all) = cache.extent_share(from.size_class, EXTENTS_PERMILLE);
         let held = self.holders.get(&from.session).map_or(0, |holder| holder.pins.len());
-        if held >= EXTENTS_PER_SESSION_MAX || self.bytes_left(from.session, of_session, of_all) < bytes {
-            return PinnedBlock::Refused(PinRefusal::Limit);
-        }
+        let in_share = self.bytes_left(from.session, of_session, of_all) / bytes;
+        let mut left = in_share.min(EXTENTS_PER_SESSION_MAX.saturating_sub(held) as u64);
+        let mut pin = |key| {
+            if left == 0 {
+                return PinnedBlock::Refused(PinRefusal::Limit);
+            }
+            let pinned = self.pin_one(cache, (from, bytes), key);
+            left -= u64::from(matches!(pinned, PinnedBlock::Pinned { .. }));
+            pinned
+        };
+        let blocks = keys.iter().map(&mut pin).collect();
+        reply(cx, from, ExtentReply::Pinned { blocks });
+    }
+
+    fn pin_one(&mut self, cache: &mut Cache, (from, bytes): (Caller, u64), key: &BlockKey) -> PinnedBlock {
         let (stored, place) = match cache.pin(key, from.size_class) {
             Ok(pinned) => pinned,
             Err(refusal) => return PinnedBlock::Refused(refusal),
