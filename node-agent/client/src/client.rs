@@ -317,7 +317,7 @@ impl Client {
     /// order. Readers verify the checksums: a wrong one makes the block unreadable.
     ///
     /// # Errors
-    /// `BadRequest` (too many at once, or an invalid number of checksums), `Timeout`, `AgentLost`. All leases
+    /// `BadRequest` (too many at once, or an invalid number of checksums), `Busy`, `Timeout`, `AgentLost`. All leases
     /// have ended then.
     pub fn commit_extents(
         &self,
