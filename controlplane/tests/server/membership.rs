@@ -32,7 +32,7 @@ async fn rejects_callers_of_the_former_protocol_with_both_versions() {
     let connection = Connection::new(&member.grpc.to_string()).expect("an address");
     for call in ["Membership/Register", "Directory/Lookup", "Placement/SetNode", "Events/Follow"] {
         let path = format!("/reprise.controlplane.v1.{call}");
-        let refused = connection.call::<RegisterReply>(path, &RegisterRequest::default()).await;
+        let refused = connection.call::<RegisterReply>(&path, &RegisterRequest::default()).await;
         let refused = refused.expect_err("another version");
         assert_eq!(refused.code(), Code::Unimplemented);
         for words in
