@@ -119,15 +119,15 @@ mod tests {
 
     #[test]
     fn too_low_limit_is_rejected_with_the_required_number_and_the_remedy() {
-        // 2×2 + 1×4 + 64 + 8×6 + 8×3 + 8
-        let error = ConnectionLimits::under(151, SMALL).expect_err("one too few");
+        // 2×2 + 1×5 + 64 + 8×6 + 8×3 + 8
+        let error = ConnectionLimits::under(152, SMALL).expect_err("one too few");
         assert_eq!(error.kind(), ErrorKind::Resource);
         let text = error.chain();
         for word in
-            ["2 arena regions", "arena.region_bytes", "is 151", "at least 152", "LimitNOFILE=", "ulimit -Hn"]
+            ["2 arena regions", "arena.region_bytes", "is 152", "at least 153", "LimitNOFILE=", "ulimit -Hn"]
         {
             assert!(text.contains(word), "missing {word} in {text}");
         }
-        assert!(ConnectionLimits::under(152, SMALL).is_ok());
+        assert!(ConnectionLimits::under(153, SMALL).is_ok());
     }
 }

@@ -66,20 +66,20 @@ fn rejects_too_low_hard_limit_and_reports_required_limit() {
     let env = TestEnv::new();
     let mut files = env.configure(&AgentConfig::named("node"));
     files.start = under_limits(64, 100);
-    // 2 regions × 2, 1 device × 4, 64 in reserve, 8 sessions × 6, 8 peers × 3, 8 admin connections.
+    // 2 regions × 2, 1 device × 5, 64 in reserve, 8 sessions × 6, 8 peers × 3, 8 admin connections.
     env.refusal_of(&files, reprise_e2e::agent::command(&files)).assert_reports(
         RESOURCE,
         &[
             "2 arena regions",
             "1 device",
             "is 100",
-            "at least 152",
+            "at least 153",
             "LimitNOFILE=",
             "ulimit -Hn",
             "arena.region_bytes",
         ],
     );
-    files.start = under_limits(64, 152);
+    files.start = under_limits(64, 153);
     let agent = env.launch(&files, reprise_e2e::agent::command(&files));
     use_agent(&agent.expect("the required limit is enough"), 1);
 
@@ -136,7 +136,7 @@ fn idle_connections_block_neither_sessions_nor_probes_of_an_agent() {
 fn idle_sessions_stay_open_and_a_session_beyond_the_limit_is_rejected() {
     let env = TestEnv::new();
     env.require("session rejected");
-    let agent = env.agent_with(&AgentConfig::named("node"), under_limits(64, 152));
+    let agent = env.agent_with(&AgentConfig::named("node"), under_limits(64, 153));
     let sessions: Vec<_> = (0..8).map(|_| agent.engine(small())).collect();
     let refused = agent.connect(small()).expect_err("the limit is 8 sessions");
     assert!(refused.to_string().contains("the limit of 8 sessions is reached"), "{refused}");
