@@ -10,6 +10,7 @@
 
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -33,6 +34,9 @@ const KILLS_VARIABLE: &str = "REPRISE_E2E_EXTENT_KILLS";
 
 /// Number of kills without the variable.
 const KILLS: u64 = 12;
+
+/// The signal that ends a killed client.
+const SIGKILL: i32 = 9;
 
 /// Blocks of each client, far fewer than the slots of the pool.
 const CLIENT_BLOCKS: u64 = 300;
@@ -170,7 +174,8 @@ impl ClientProcess {
         let output = BufReader::new(self.child.stdout.take().expect("piped"));
         let line = |line: std::io::Result<String>| line.ok()?.strip_prefix("durable ")?.parse().ok();
         let durable = output.lines().filter_map(line).collect();
-        self.child.wait().expect("the client exits");
+        let status = self.child.wait().expect("the client exits");
+        assert!(status.success() || status.signal() == Some(SIGKILL), "the client failed: {status}");
         durable
     }
 }

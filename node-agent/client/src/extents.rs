@@ -339,5 +339,11 @@ fn extent_of(
     if extent.bytes != session.layout().slot_bytes() || extent.offset % PAGE_BYTES != 0 {
         return Err(invalid());
     }
-    Ok((session.connection().devices().file(extent.device)?, extent))
+    let connection = session.connection();
+    match connection.devices().file(extent.device) {
+        Ok(file) => Ok((file, extent)),
+        // The end of the session closes the files, also those that an earlier reply names.
+        Err(_) if connection.has_ended() => Err(connection.ended_error()),
+        Err(error) => Err(error),
+    }
 }
