@@ -37,6 +37,7 @@ mod lease;
 mod operations;
 mod order;
 mod pending_space;
+mod pins;
 mod publish;
 mod readers;
 mod sizes;

@@ -27,8 +27,8 @@ use reprise_policy::eviction::priority_lru::GROUPS_MAX;
 use reprise_policy::eviction::{EntryIndex, EvictionKind, EvictionPolicy, Group, Rank};
 
 use crate::cache::accounts::{TenantIndex, nvme_bytes};
-use crate::cache::extents::Pin;
 use crate::cache::index::Stored;
+use crate::cache::pins::Pin;
 use crate::effect::DeviceId;
 use crate::limits::{DEVICES_MAX, TENANTS_MAX};
 use crate::pool::{BatchId, BlockWrite, DeviceOp, DevicePool, PageNumber, PoolUsage, StoredBlock};

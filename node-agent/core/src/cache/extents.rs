@@ -12,9 +12,9 @@ use reprise_policy::{BlockKey, Generation};
 use crate::cache::accounts::TenantIndex;
 use crate::cache::blocks::priority_of_class;
 use crate::cache::describe::BlockOrigin;
-use crate::cache::devices::Devices;
 use crate::cache::frames::FrameState;
 use crate::cache::index::{Dram, Stored};
+use crate::cache::pins::Pin;
 use crate::cache::sizes::{SizeClass, SizeClassId};
 use crate::cache::{Cache, SlotRequest, nvme_bytes};
 use crate::context::Context;
@@ -31,43 +31,6 @@ pub(crate) struct LentSlot {
     pub(crate) tenant: TenantIndex,
     /// Bytes of the payload.
     pub(crate) slot_bytes: u64,
-}
-
-/// Slot that other processes read.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Pin {
-    key: BlockKey,
-    count: u32,
-    /// Whether the block was removed; the slot is freed with the last pin.
-    removed: bool,
-}
-
-impl Devices {
-    /// Whether other processes read the slot of a block.
-    pub(crate) fn is_pinned(&self, stored: Stored) -> bool {
-        self.pins.contains_key(&(stored.device, stored.page))
-    }
-
-    /// Marks a block as removed if its slot is pinned; returns whether it is.
-    pub(super) fn free_after_unpin(&mut self, device: DeviceId, page: PageNumber) -> bool {
-        let pin = self.pins.get_mut(&(device, page));
-        pin.is_some_and(|pin| {
-            pin.removed = true;
-            true
-        })
-    }
-
-    /// Returns the device with the most free space that can lend slots of a size.
-    fn emptiest_lender(&self, slot_bytes: u64) -> Option<DeviceId> {
-        self.ids()
-            .filter(|id| self.can_lend(*id) && self.device(*id).pool.allocatable(slot_bytes) > 0)
-            .max_by_key(|id| (self.device(*id).pool.usage().slot_bytes_free, std::cmp::Reverse(*id)))
-    }
-
-    /// Whether slots of a device can be lent or committed.
-    fn can_lend(&self, device: DeviceId) -> bool {
-        self.is_writable(device) && self.device(device).pool.can_lend()
-    }
 }
 
 impl Cache {

@@ -6,7 +6,8 @@ use std::time::Duration;
 use crate::cache::{Cache, LentSlot, SizeClass, SlotRequest};
 use crate::context::{Caller, Context};
 use crate::effect::{LeaseId, Reply};
-use crate::extents::{Batch, ExtentReply, Extents, Lease, reply};
+use crate::extents::holders::reply;
+use crate::extents::{Batch, ExtentReply, Extents, Lease};
 use crate::limits::{EXTENTS_PER_SESSION_MAX, EXTENTS_PERMILLE, EXTENTS_SESSION_PERMILLE, RESERVE_SLOTS_MAX};
 use crate::pool::StoredBlock;
 

@@ -5,7 +5,8 @@ use reprise_policy::{BlockKey, SessionId};
 use crate::cache::{Cache, Stored};
 use crate::context::{Caller, Context};
 use crate::effect::Reply;
-use crate::extents::{ExtentReply, Extents, PinId, PinRefusal, PinnedBlock, reply};
+use crate::extents::holders::reply;
+use crate::extents::{ExtentReply, Extents, PinId, PinRefusal, PinnedBlock};
 use crate::limits::{EXTENTS_PER_SESSION_MAX, EXTENTS_PERMILLE, EXTENTS_SESSION_PERMILLE, LOAD_BLOCKS_MAX};
 use crate::slab::SlabId;
 

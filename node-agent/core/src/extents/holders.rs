@@ -1,0 +1,79 @@
+//! Leases and pins of sessions, and their batches in flight.
+
+use reprise_policy::SessionId;
+
+use crate::cache::LentSlot;
+use crate::context::{Caller, Context};
+use crate::effect::Reply;
+use crate::extents::{BATCH_BIT, Batch, ExtentReply, Extents, Holder, Lease};
+use crate::pool::BatchId;
+use crate::slab::SlabId;
+
+impl Extents {
+    pub(super) fn next_batch(&mut self) -> BatchId {
+        self.batches_started += 1;
+        BatchId(BATCH_BIT | self.batches_started)
+    }
+
+    /// Removes a lease of a session; the caller owns its slot.
+    pub(super) fn take_lease(&mut self, session: SessionId, id: SlabId) -> Option<Lease> {
+        self.leases.get(id).filter(|lease| lease.session == session)?;
+        let lease = self.leases.remove(id)?;
+        let bytes = crate::cache::nvme_bytes(lease.slot.slot_bytes);
+        self.change_holder(session, |holder| {
+            holder.leases.remove(&id);
+            holder.bytes -= bytes;
+        });
+        self.held_bytes -= bytes;
+        Some(lease)
+    }
+
+    /// Changes a session's holder, which exists exactly while it holds something.
+    pub(super) fn change_holder(&mut self, session: SessionId, change: impl FnOnce(&mut Holder)) {
+        let holder = self.holders.entry(session).or_default();
+        change(holder);
+        if holder.is_empty() {
+            self.holders.remove(&session);
+        }
+    }
+
+    /// Bytes that a session may still get, given the shares of one session and of all.
+    pub(super) fn bytes_left(&self, session: SessionId, of_session: u64, of_all: u64) -> u64 {
+        let held = self.holders.get(&session).map_or(0, |holder| holder.bytes);
+        let (mut own, mut all) = (held, self.held_bytes);
+        for (of, slots) in self.in_flight() {
+            let bytes: u64 = slots.iter().map(|slot| crate::cache::nvme_bytes(slot.slot_bytes)).sum();
+            own += if of == session { bytes } else { 0 };
+            all += bytes;
+        }
+        of_session.saturating_sub(own).min(of_all.saturating_sub(all))
+    }
+
+    /// Number of a session's slots that are being leased or committed.
+    pub(super) fn slots_in_flight(&self, session: SessionId) -> usize {
+        let own = self.in_flight().filter(|(of, _)| *of == session);
+        own.map(|(_, slots)| slots.len()).sum()
+    }
+
+    /// Sessions and slots of all batches in flight.
+    pub(super) fn in_flight(&self) -> impl Iterator<Item = (SessionId, Vec<&LentSlot>)> {
+        self.batches.values().map(|batch| match batch {
+            Batch::Lease(pending) => (pending.from.session, pending.slots.iter().collect()),
+            Batch::Commit(batch) => {
+                let commit = self.commits.get(batch.commit).expect("it waits for the batch");
+                (commit.from.session, batch.slots().collect())
+            }
+        })
+    }
+}
+
+impl Holder {
+    pub(super) fn is_empty(&self) -> bool {
+        self.leases.is_empty() && self.pins.is_empty()
+    }
+}
+
+/// Answers a request about extents.
+pub(super) fn reply(cx: &mut Context, to: Caller, reply: ExtentReply) {
+    cx.reply(to, Reply::Extents(reply));
+}
