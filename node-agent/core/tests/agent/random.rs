@@ -22,7 +22,8 @@ pub(crate) const TENANTS: u16 = 3;
 /// Distance between the first keys of two tenants.
 const TENANT_STRIDE: u64 = 100;
 
-const FAULTS: Faults = Faults {
+/// Faults of random runs, without lost devices.
+pub(crate) const FAULTS: Faults = Faults {
     write_media: 20,
     read: 15,
     refused: 15,

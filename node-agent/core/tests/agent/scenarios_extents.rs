@@ -13,7 +13,7 @@ use crate::extent_client::{Content, position};
 use crate::harness::{Faults, Harness, Setup, key, keys, large_layout, layout_of, small_layout};
 use crate::jobs::Job;
 use crate::memory::checksums;
-use crate::random::{KEYS, TENANTS, finish_all, random_setup, step};
+use crate::random::{FAULTS, KEYS, TENANTS, finish_all, random_setup, step};
 use crate::rng::{for_seeds, seed_wanted};
 
 fn start() -> (Harness, SessionId) {
@@ -274,19 +274,6 @@ fn detached_device_is_released_after_its_extents() {
 
 /// Probability of an action of a client with extents, in thousandths.
 const EXTENT_STEPS: u64 = 350;
-
-const FAULTS: Faults = Faults {
-    write_media: 20,
-    read: 15,
-    refused: 15,
-    fetch: 60,
-    lookup: 80,
-    place: 150,
-    check: 500,
-    directory_stale: 60,
-    device_lost: 0,
-    stranded: 0,
-};
 
 /// Harness in which no block on a device may have other contents than its checksums.
 fn strict(setup: Setup) -> Harness {
