@@ -72,7 +72,7 @@ impl Simulation {
 
     /// Checks the answer to a report: grants also require a lease.
     pub(crate) fn audit_grants(&self, member: usize) {
-        let now = self.time(Host::Member(member));
+        let now = self.env.time(Host::Member(member));
         if self.members[member].as_ref().is_some_and(|running| running.certain_map(now).is_some()) {
             self.assert_lease(member);
         }
@@ -82,7 +82,7 @@ impl Simulation {
     /// the lease must also be valid by the store's clock.
     fn assert_lease(&self, member: usize) {
         let host = Host::Member(member);
-        let (now, clock_stopped_at) = (self.time(host), self.host(host).clock_stopped_at);
+        let (now, clock_stopped_at) = (self.env.time(host), self.env.host(host).clock_stopped_at);
         let running = self.members[member].as_ref().expect("the member answers");
         let lease = running.lease.expect("the member has a lease");
         assert!(
@@ -96,7 +96,7 @@ impl Simulation {
             .get(&lease.id)
             .filter(|_| clock_stopped_at.is_none_or(|at| at <= lease.schedule.asked()));
         if let Some(ended) = ended {
-            let late = self.now.since(*ended);
+            let late = self.env.now.since(*ended);
             let bound = drift_max(TIME_TO_LIVE.as_micros() as u64);
             assert!(
                 late.as_micros() as u64 <= bound,
@@ -117,7 +117,7 @@ impl Simulation {
 
     /// Checks that a lookup names neither the requesting node nor one that has been silent for too long.
     fn assert_offered(&self, member: usize, requester: Option<NodeId>, answered: &LookupAnswer) {
-        let now = self.time(Host::Member(member));
+        let now = self.env.time(Host::Member(member));
         let running = self.members[member].as_ref().expect("the member answers");
         for replica in answered.found.iter().flatten() {
             let node = replica.node;

@@ -25,7 +25,7 @@ impl Simulation {
     /// Ends the faults, lets open requests finish, stops the engines and checks the final state.
     pub(crate) fn finish(&mut self) {
         self.end_faults();
-        self.run_until(self.now.after(FINISH_TIME));
+        self.run_until(self.env.now.after(FINISH_TIME));
         for node in 0..self.nodes.len() {
             let sessions: Vec<SessionId> = self.process(node).sessions.keys().copied().collect();
             for session in sessions {
@@ -36,12 +36,12 @@ impl Simulation {
         }
         self.drain_in_calm();
         self.cordon_all();
-        self.run_until(self.now.after(FINISH_TIME));
-        if self.setup.limits == Limits::Budgets {
+        self.run_until(self.env.now.after(FINISH_TIME));
+        if self.env.setup.limits == Limits::Budgets {
             self.share_out();
         }
         for node in 0..self.nodes.len() {
-            count_all(&mut self.seen, self.nodes[node].process.as_ref().expect("the agent runs"));
+            count_all(&mut self.env.seen, self.nodes[node].process.as_ref().expect("the agent runs"));
             self.assert_nothing_left(node);
         }
         self.assert_converged();
@@ -122,7 +122,7 @@ impl Simulation {
             known.extend(self.known_by(member));
         }
         assert!(owned == SlotSet::ALL, "every slot has an owner");
-        if self.setup.limits == Limits::Budgets {
+        if self.env.setup.limits == Limits::Budgets {
             self.assert_budgets_converged();
         }
         let mut held = BTreeSet::new();
@@ -143,7 +143,7 @@ impl Simulation {
         registered: &BTreeMap<usize, Revision>,
         owned: &mut SlotSet,
     ) {
-        let now = self.time(Host::Member(member));
+        let now = self.env.time(Host::Member(member));
         let running = self.members[member].as_ref().expect("the member was restarted");
         assert_eq!(
             &incarnations(running.list.view()),
@@ -174,7 +174,7 @@ impl Simulation {
 
     /// Returns the replicas in a member's directory.
     fn known_by(&mut self, member: usize) -> Vec<(NodeId, BlockKey, Tier)> {
-        let (now, keys) = (self.time(Host::Member(member)), all_keys());
+        let (now, keys) = (self.env.time(Host::Member(member)), all_keys());
         let answered = self.member(member).lookup(now, &keys, None);
         let of = |(key, replicas): (&BlockKey, Vec<Replica>)| {
             let named: Vec<_> = replicas.iter().map(|replica| (replica.node, *key, replica.tier)).collect();

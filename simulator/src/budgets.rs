@@ -93,30 +93,30 @@ impl Simulation {
 
     /// Sets or removes a tenant's budget at a random member.
     pub(crate) fn change_budget(&mut self) {
-        if self.calm {
+        if self.env.calm {
             return;
         }
-        let delay = self.rng.millis(BUDGET_EVERY_MS);
-        self.after(delay, Action::Budget);
-        let tenant = TenantId(self.rng.below(usize::from(self.setup.tenants)) as u16);
-        let member = self.rng.below(self.members.len());
+        let delay = self.env.rng.millis(BUDGET_EVERY_MS);
+        self.env.after(delay, Action::Budget);
+        let tenant = TenantId(self.env.rng.below(usize::from(self.env.setup.tenants)) as u16);
+        let member = self.env.rng.below(self.members.len());
         let slot = large_layout().slot_bytes();
         let amount = |count: usize| slot * (4 + count as u64);
-        let (dram, nvme) = (amount(self.rng.below(60)), amount(self.rng.below(200)));
+        let (dram, nvme) = (amount(self.env.rng.below(60)), amount(self.env.rng.below(200)));
         let limit = Amounts { dram, nvme };
-        let part = self.rng.one_of(&[0, 0, 4]);
+        let part = self.env.rng.one_of(&[0, 0, 4]);
         let reserved = |bytes: u64| bytes.checked_div(part).unwrap_or(0);
         let reserved = Amounts { dram: reserved(dram), nvme: reserved(nvme) };
-        let budget = if self.rng.chance(150) { None } else { Some(Budget { reserved, limit }) };
-        if self.serves(member) && self.is_awake(Host::Member(member)) {
-            self.count(if budget.is_some() { "budgets set" } else { "budgets removed" });
+        let budget = if self.env.rng.chance(150) { None } else { Some(Budget { reserved, limit }) };
+        if self.serves(member) && self.env.is_awake(Host::Member(member)) {
+            self.env.count(if budget.is_some() { "budgets set" } else { "budgets removed" });
             self.set_budget(member, tenant, budget);
         }
     }
 
     /// Updates a member's ledgers, and schedules the next update.
     pub(crate) fn rebalance(&mut self, member: usize) {
-        let now = self.time(Host::Member(member));
+        let now = self.env.time(Host::Member(member));
         self.member(member).rebalance(now);
         self.member_later(member, REBALANCE_EVERY, MemberStep::Rebalance);
         self.note_given_up(member);
@@ -126,7 +126,7 @@ impl Simulation {
 
     /// Compares the budgets with those in the store.
     pub(crate) fn note_budgets(&mut self) {
-        for tenant in 0..self.setup.tenants {
+        for tenant in 0..self.env.setup.tenants {
             let tenant = TenantId(tenant);
             let entry = self.store_process.store.get(Key::Tenant(tenant));
             let now = entry.map(|entry| match &entry.value {
@@ -138,7 +138,7 @@ impl Simulation {
                 None => self.budget_audit.budgets.remove(&tenant),
             };
             if let Some(before) = before.filter(|before| Some(*before) != now) {
-                self.budget_audit.replaced.push((tenant, before, self.now));
+                self.budget_audit.replaced.push((tenant, before, self.env.now));
             }
         }
     }
@@ -153,12 +153,12 @@ impl Simulation {
 
     /// Unbinds the nodes that a member may have given up from the member's ledgers.
     pub(crate) fn note_given_up(&mut self, member: usize) {
-        let now = self.time(Host::Member(member));
+        let now = self.env.time(Host::Member(member));
         let running = self.member(member);
         for node in running.given_up(now) {
             let running = self.members[member].as_ref().expect("the member runs");
             let (Some(host), Some(epoch)) = (running.host_of(node), running.epoch_of(node)) else { continue };
-            for tenant in 0..self.setup.tenants {
+            for tenant in 0..self.env.setup.tenants {
                 let tenant = TenantId(tenant);
                 let running = self.members[member].as_ref().expect("the member runs");
                 if running.has_slot_of(&tenant_name(tenant)) {
@@ -182,7 +182,7 @@ impl Simulation {
         if after == Amounts::UNLIMITED || is_late || !self.is_of_the_store(epoch) {
             return self.budget_audit.give_up((tenant, node));
         }
-        let Some(allowed) = self.budget_audit.allowed(tenant, self.now) else { return };
+        let Some(allowed) = self.budget_audit.allowed(tenant, self.env.now) else { return };
         if self.budget_audit.bound.contains(&(tenant, node)) {
             let before = limits(&before.expect("a bound node has a grant"));
             let sum = self.bound_by(tenant);
@@ -222,7 +222,7 @@ impl Simulation {
             let sum = self.bound_by(tenant);
             if KINDS.iter().all(|kind| kind(&sum) <= kind(&allowed)) {
                 self.budget_audit.waiting.remove(&(tenant, node));
-                self.count("nodes bound by a budget");
+                self.env.count("nodes bound by a budget");
             } else {
                 self.budget_audit.bound.remove(&(tenant, node));
             }
@@ -242,7 +242,7 @@ impl Simulation {
     /// Checks the state after the end of all faults: one ledger for each budget that binds all nodes, and
     /// nothing left over.
     pub(crate) fn assert_budgets_converged(&self) {
-        for tenant in (0..self.setup.tenants).map(TenantId) {
+        for tenant in (0..self.env.setup.tenants).map(TenantId) {
             let name = tenant_name(tenant);
             let states = self.members.iter().flatten();
             let states: Vec<_> = states.filter_map(|member| member.tenancy.ledgers.state(&name)).collect();
@@ -282,9 +282,9 @@ impl Simulation {
 
     /// After the end of all faults: waits until bytes that move between nodes have been granted again.
     pub(crate) fn share_out(&mut self) {
-        let give_up = self.now.after(SHARED_OUT_WITHIN);
-        while self.now < give_up && self.has_unassigned_bytes() {
-            self.run_until(self.now.after(REBALANCE_EVERY));
+        let give_up = self.env.now.after(SHARED_OUT_WITHIN);
+        while self.env.now < give_up && self.has_unassigned_bytes() {
+            self.run_until(self.env.now.after(REBALANCE_EVERY));
         }
     }
 

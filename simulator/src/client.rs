@@ -179,12 +179,12 @@ impl Simulation {
         let call = CallId(client.calls_begun);
         client.calls_begun += 1;
         client.calls.insert(call, Call { of, line });
-        self.send(line, 1, Message::Call { call, request });
-        self.later(node, time, AgentStep::CallTimeout(call));
+        self.env.send(line, 1, Message::Call { call, request });
+        self.env.later(node, time, AgentStep::CallTimeout(call));
     }
 
     pub(crate) fn call_timeout(&mut self, node: usize, call: CallId) {
-        let endless = self.setup.variant == Variant::LookupsWithoutDeadline;
+        let endless = self.env.setup.variant == Variant::LookupsWithoutDeadline;
         let calls = &mut self.client(node).calls;
         if endless && calls.get(&call).is_some_and(|call| matches!(call.of, Purpose::Lookup { .. })) {
             return;
@@ -192,7 +192,7 @@ impl Simulation {
         let Some(Call { of, line }) = calls.remove(&call) else { return };
         // Keep-alives have detected by now that the other end is gone; heartbeats open a new connection after
         // each failure.
-        if matches!(of, Purpose::Link(_, LinkCall::Beat { .. })) || !self.far_lives(line) {
+        if matches!(of, Purpose::Link(_, LinkCall::Beat { .. })) || !self.env.far_lives(line) {
             self.drop_line(node, line);
         }
         self.call_failed(node, of);
@@ -270,21 +270,21 @@ impl Simulation {
         home.attempt += 1;
         (home.member, home.stream, home.quiet) = (Some(member), None, false);
         let attempt = home.attempt;
-        let line = self.open_line(Host::Node(node), Host::Member(member));
+        let line = self.env.open_line(Host::Node(node), Host::Member(member));
         self.client(node).home.line = Some(line);
         self.call(node, (line, Purpose::Follow), Request::Watch, CALL_TIMEOUT);
-        self.later(node, KEEP_ALIVE_EVERY, AgentStep::CheckHome { attempt });
+        self.env.later(node, KEEP_ALIVE_EVERY, AgentStep::CheckHome { attempt });
     }
 
     fn drop_home(&mut self, node: usize) {
-        let random = self.rng.next() as u32;
+        let random = self.env.rng.next() as u32;
         let home = &mut self.client(node).home;
         (home.member, home.stream) = (None, None);
         let (delay, line) = (home.choice.drop_home().draw(random), home.line.take());
         if let Some(line) = line {
-            self.break_line(line);
+            self.env.break_line(line);
         }
-        self.later(node, delay, AgentStep::Follow);
+        self.env.later(node, delay, AgentStep::Follow);
     }
 
     /// Checks the connection by keep-alives: home is dropped if the other end is missing twice in a row.
@@ -294,12 +294,12 @@ impl Simulation {
         if home.attempt != attempt || home.stream.is_none() {
             return;
         }
-        let cut = self.network.is_cut(Host::Node(node), Host::Member(member));
-        let quiet = cut || !self.far_lives(line);
+        let cut = self.env.network.is_cut(Host::Node(node), Host::Member(member));
+        let quiet = cut || !self.env.far_lives(line);
         if std::mem::replace(&mut self.client(node).home.quiet, quiet) && quiet {
             return self.drop_home(node);
         }
-        self.later(node, KEEP_ALIVE_EVERY, AgentStep::CheckHome { attempt });
+        self.env.later(node, KEEP_ALIVE_EVERY, AgentStep::CheckHome { attempt });
     }
 
     /// Drops home because heartbeats to it fail.
@@ -312,7 +312,7 @@ impl Simulation {
 
     /// Drops a home that has been unsure of its own place for too long.
     pub(crate) fn home_is_unsure(&mut self, node: usize, attempt: u64) {
-        let now = self.time(Host::Node(node));
+        let now = self.env.time(Host::Node(node));
         let home = &self.client(node).home;
         if home.attempt == attempt && home.choice.doubt(now) == Some(Duration::ZERO) {
             self.drop_home(node);
@@ -328,13 +328,13 @@ impl Simulation {
     }
 
     fn home_lists(&mut self, node: usize, list: &MemberListReply) {
-        let now = self.time(Host::Node(node));
+        let now = self.env.time(Host::Node(node));
         let client = self.client(node);
         let home = &mut client.home;
         let (attempt, doubted) = (home.attempt, home.choice.doubt(now).is_some());
         home.choice.receive(now, source(list));
         if let Some(time) = home.choice.doubt(now).filter(|_| !doubted) {
-            self.later(node, time, AgentStep::HomeUnsure { attempt });
+            self.env.later(node, time, AgentStep::HomeUnsure { attempt });
         }
         let known = self.client(node).members.epoch();
         if source(list).applies_from_home(known) {
@@ -354,7 +354,7 @@ impl Simulation {
 
     /// Takes over a list of members.
     fn take_list(&mut self, node: usize, list: &MemberListReply) {
-        let map = self.map_of(list.epoch, list.members.iter().map(|(name, _)| *name));
+        let map = self.env.map_of(list.epoch, list.members.iter().map(|(name, _)| *name));
         // All members keep their addresses.
         let names = list.members.iter().map(|(name, _)| (member_name(*name), String::new()));
         let client = self.client(node);
@@ -371,7 +371,7 @@ impl Simulation {
         // In the order in which they were opened.
         unused.left.sort_unstable();
         for link in unused.left {
-            self.later(node, LINK_GRACE, AgentStep::CloseIfGone(link));
+            self.env.later(node, LINK_GRACE, AgentStep::CloseIfGone(link));
         }
         // A member that has lost slots would report that with its next heartbeat; a request is sooner.
         let routes = self.client(node).members.routes().expect("just applied").clone();
@@ -384,14 +384,14 @@ impl Simulation {
     }
 
     fn open_link(&mut self, node: usize, id: LinkId, member: usize) {
-        let limit = match self.setup.variant {
+        let limit = match self.env.setup.variant {
             Variant::UnboundedQueue => usize::MAX,
-            _ => self.setup.changes_queued_max,
+            _ => self.env.setup.changes_queued_max,
         };
         let domain = self.client(node).failure_domain.clone();
         self.client(node).links.insert(id, Link::new(member, Announcer::new(limit), domain));
-        self.later(node, Duration::ZERO, AgentStep::Register { link: id, request: 0 });
-        self.later(node, Duration::ZERO, AgentStep::Report(id));
+        self.env.later(node, Duration::ZERO, AgentStep::Register { link: id, request: 0 });
+        self.env.later(node, Duration::ZERO, AgentStep::Report(id));
     }
 
     /// Closes a link whose member has not returned.
@@ -402,8 +402,8 @@ impl Simulation {
         }
         let Some(link) = client.links.remove(&id) else { return };
         for line in link.lines() {
-            self.break_line(line);
+            self.env.break_line(line);
         }
-        self.count("links closed");
+        self.env.count("links closed");
     }
 }

@@ -44,11 +44,11 @@ impl Simulation {
     }
 
     fn reply_to(&mut self, to: (LineId, CallId), reply: Reply) {
-        self.send(to.0, 0, Message::Reply { call: to.1, reply });
+        self.env.send(to.0, 0, Message::Reply { call: to.1, reply });
     }
 
     fn handle_heartbeat(&mut self, member: usize, node: NodeId, epoch: Epoch) -> Reply {
-        let now = self.time(Host::Member(member));
+        let now = self.env.time(Host::Member(member));
         let running = self.member(member);
         let (known, version) = (running.beat(now, node, epoch), running.directory.version());
         Reply::Heartbeat { known, version }
@@ -62,17 +62,17 @@ impl Simulation {
     }
 
     fn find(&mut self, member: usize, keys: &[BlockKey], requester: Option<NodeId>) -> Reply {
-        let now = self.time(Host::Member(member));
+        let now = self.env.time(Host::Member(member));
         let answered = self.member(member).lookup(now, keys, requester);
         self.audit_answer(member, keys, requester, &answered);
         if answered.partial > 0 {
-            self.count("partial answers");
+            self.env.count("partial answers");
         }
         Reply::Found(answered)
     }
 
     fn answer_placement(&mut self, member: usize, request: &PlacementRequest) -> Reply {
-        let now = self.time(Host::Member(member));
+        let now = self.env.time(Host::Member(member));
         let answer = self.member(member).place(now, request);
         if let Some(answer) = &answer {
             self.audit_places(member, request, answer);
@@ -81,7 +81,7 @@ impl Simulation {
     }
 
     fn handle_report(&mut self, member: usize, body: &NodeReportBody) -> Reply {
-        let now = self.time(Host::Member(member));
+        let now = self.env.time(Host::Member(member));
         let grants = self.member(member).report(now, body);
         self.audit_grants(member);
         let direct =
@@ -90,7 +90,7 @@ impl Simulation {
     }
 
     fn members_now(&mut self, member: usize) -> Reply {
-        let now = self.time(Host::Member(member));
+        let now = self.env.time(Host::Member(member));
         Reply::Members(self.member(member).member_list(now).into())
     }
 
@@ -109,13 +109,13 @@ impl Simulation {
         let followers = self.member(member).followers.clone();
         let list = self.members_now(member);
         followers.into_iter().for_each(|follower| self.reply_to(follower, list.clone()));
-        let delay = self.rng.micros(1..OWN_US_MAX);
+        let delay = self.env.rng.micros(1..OWN_US_MAX);
         self.member_later(member, delay, MemberStep::Own);
     }
 
     /// Runs the task that sets the directory's slots to those of the member's place.
     pub(crate) fn set_owned_slots(&mut self, member: usize) {
-        let now = self.time(Host::Member(member));
+        let now = self.env.time(Host::Member(member));
         self.member(member).update_owned_slots(now);
         self.audit_directory(member);
     }
@@ -138,7 +138,7 @@ impl Simulation {
 
     /// Handles a registration that was written to the store.
     pub(crate) fn registered(&mut self, member: usize, record: NodeRecord, from: (LineId, CallId)) {
-        let now = self.time(Host::Member(member));
+        let now = self.env.time(Host::Member(member));
         let reply = Reply::Registered { node: record.node, epoch: record.epoch };
         let newest = self.member(member).registered(now, record);
         self.audit_directory(member);
@@ -147,7 +147,7 @@ impl Simulation {
     }
 
     pub(crate) fn expire(&mut self, member: usize) {
-        let now = self.time(Host::Member(member));
+        let now = self.env.time(Host::Member(member));
         let next = self.member(member).expire(now);
         self.member(member).sweep();
         self.audit_directory(member);

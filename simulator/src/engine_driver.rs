@@ -20,13 +20,13 @@ const HELD_MAX: Duration = Duration::from_secs(5);
 impl Simulation {
     /// Runs one action of an engine and schedules the next one.
     pub(crate) fn drive_engine(&mut self, node: usize, seat: usize) {
-        if self.calm {
+        if self.env.calm {
             return;
         }
-        let pace = self.setup.pace.as_micros() as u64;
-        let delay = self.rng.micros(pace / 4..pace * 7 / 4);
-        self.after(delay, Action::Engine { node, seat });
-        let awake = self.is_awake(Host::Node(node));
+        let pace = self.env.setup.pace.as_micros() as u64;
+        let delay = self.env.rng.micros(pace / 4..pace * 7 / 4);
+        self.env.after(delay, Action::Engine { node, seat });
+        let awake = self.env.is_awake(Host::Node(node));
         let Some(process) = &self.nodes[node].process else { return };
         match process.seats[seat] {
             Some(session) => self.act(node, session),
@@ -37,8 +37,8 @@ impl Simulation {
     }
 
     pub(crate) fn open_session(&mut self, node: usize, seat: usize) {
-        let layout = if self.rng.chance(300) { small_layout() } else { large_layout() };
-        let tenant = TenantId(self.rng.below(usize::from(self.setup.tenants)) as u16);
+        let layout = if self.env.rng.chance(300) { small_layout() } else { large_layout() };
+        let tenant = TenantId(self.env.rng.below(usize::from(self.env.setup.tenants)) as u16);
         let process = self.process(node);
         process.sessions_begun += 1;
         let session = SessionId(process.sessions_begun);
@@ -46,7 +46,7 @@ impl Simulation {
         process.seats[seat] = Some(session);
         process.names.insert(tenant);
         let namespace = NamespaceDigest([tenant.0 as u8; 32]);
-        let tenant = match self.setup.variant {
+        let tenant = match self.env.setup.variant {
             Variant::TenantsMerged => TenantId::DEFAULT,
             _ => tenant,
         };
@@ -58,8 +58,8 @@ impl Simulation {
         let process = self.process(node);
         let Some(engine) = process.sessions.remove(&session) else { return };
         process.seats.iter_mut().for_each(|seat| *seat = seat.filter(|of| *of != session));
-        let delay = self.rng.micros(1..200) + engine.last_sent.since(self.now);
-        self.later(node, delay, AgentStep::Closed { session });
+        let delay = self.env.rng.micros(1..200) + engine.last_sent.since(self.env.now);
+        self.env.later(node, delay, AgentStep::Closed { session });
     }
 
     fn act(&mut self, node: usize, session: SessionId) {
@@ -67,9 +67,9 @@ impl Simulation {
         let engine = self.engine(node, session);
         let (tenant, layout) = (engine.tenant, engine.layout);
         let keys = self.draw_keys(tenant, layout);
-        match self.rng.below(100) {
+        match self.env.rng.below(100) {
             0..22 => {
-                let count = 1 + self.rng.below(4) as u32;
+                let count = 1 + self.env.rng.below(4) as u32;
                 self.ask(node, session, RequestKind::Reserve(count), Request::Reserve { count });
             }
             22..45 => self.commit(node, session, &keys),
@@ -94,22 +94,22 @@ impl Simulation {
 
     /// Sends a request; the socket preserves the order.
     pub(crate) fn ask(&mut self, node: usize, session: SessionId, asked: RequestKind, body: Request) {
-        let at = self.now.after(self.rng.micros(1..100));
-        let life = self.host(Host::Node(node)).life;
+        let at = self.env.now.after(self.env.rng.micros(1..100));
+        let life = self.env.host(Host::Node(node)).life;
         let engine = self.process(node).sessions.get_mut(&session).expect("an open session");
         let request = engine.ask(asked);
         engine.last_sent = at.max(engine.last_sent);
         let (at, what) = (engine.last_sent, AgentStep::Request { session, request, body });
-        self.queue.push(at, Action::Agent { node, life, what });
+        self.env.queue.push(at, Action::Agent { node, life, what });
     }
 
     /// Draws a run of a chain, sometimes with a duplicate key.
     pub(crate) fn draw_keys(&mut self, tenant: TenantId, layout: Layout) -> Vec<BlockKey> {
-        let start = self.rng.below(KEYS as usize / usize::from(self.setup.tenants)) as u64;
-        let count = 1 + self.rng.below(6) as u64;
+        let start = self.env.rng.below(KEYS as usize / usize::from(self.env.setup.tenants)) as u64;
+        let count = 1 + self.env.rng.below(6) as u64;
         let mut keys: Vec<BlockKey> =
             (start..start + count).map(|number| key(tenant, &layout, number)).collect();
-        if self.rng.chance(50) {
+        if self.env.rng.chance(50) {
             keys.push(keys[0]);
         }
         keys
@@ -118,9 +118,9 @@ impl Simulation {
     /// Requests blocks of another tenant, if there is one. Keys are secrets of their tenant: a process that
     /// has a key may fetch the block from peers, but must not see blocks on the node.
     fn request_other_tenant(&mut self, node: usize, session: SessionId, layout: Layout) {
-        let other = TenantId(self.rng.below(usize::from(self.setup.tenants)) as u16);
+        let other = TenantId(self.env.rng.below(usize::from(self.env.setup.tenants)) as u16);
         let keys = self.draw_keys(other, layout);
-        if self.rng.chance(500) {
+        if self.env.rng.chance(500) {
             let body = Request::Match { keys: keys.clone(), scope: Scope::Local };
             return self.ask(node, session, RequestKind::Match(keys, Scope::Local), body);
         }
@@ -130,12 +130,12 @@ impl Simulation {
     }
 
     fn scope(&mut self) -> Scope {
-        if self.rng.chance(700) { Scope::Cluster } else { Scope::Local }
+        if self.env.rng.chance(700) { Scope::Cluster } else { Scope::Local }
     }
 
     /// Fills reserved slots with new contents and commits them under these keys, as far as there are slots.
     pub(crate) fn commit(&mut self, node: usize, session: SessionId, keys: &[BlockKey]) {
-        let priority = self.rng.one_of(&[Priority::Low, Priority::Normal, Priority::High]);
+        let priority = self.env.rng.one_of(&[Priority::Low, Priority::Normal, Priority::High]);
         let first: Tag = self.tags + 1;
         let process = self.nodes[node].process.as_mut().expect("the agent runs");
         let engine = process.sessions.get_mut(&session).expect("an open session");
@@ -166,7 +166,8 @@ impl Simulation {
     }
 
     fn load(&mut self, node: usize, session: SessionId, keys: Vec<BlockKey>) {
-        let deadline = if self.rng.chance(300) { Duration::ZERO } else { self.rng.micros(500..200_000) };
+        let deadline =
+            if self.env.rng.chance(300) { Duration::ZERO } else { self.env.rng.micros(500..200_000) };
         let scope = self.scope();
         let load = LoadRequest { keys: keys.clone(), deadline, read_bytes: 0, scope };
         self.ask(node, session, RequestKind::Load(keys), Request::Load(load));
@@ -175,7 +176,7 @@ impl Simulation {
     fn release(&mut self, node: usize, session: SessionId) {
         let loads: Vec<LoadId> = self.engine(node, session).loads.keys().copied().collect();
         for load in loads {
-            if self.rng.chance(600) {
+            if self.env.rng.chance(600) {
                 self.release_one(node, session, load);
             }
         }
@@ -195,14 +196,14 @@ impl Simulation {
     fn suspect_at_random(&mut self, node: usize, session: SessionId) {
         let first = self.engine(node, session).loads.iter().next();
         if let Some((load, blocks)) = first.map(|(load, held)| (*load, held.keys.len())) {
-            let block = self.rng.below(blocks + 1) as u32;
+            let block = self.env.rng.below(blocks + 1) as u32;
             self.suspect(node, session, (load, vec![block, 0, block]));
         }
     }
 
     /// Releases slots and loads that were held for too long.
     fn release_old(&mut self, node: usize, session: SessionId) {
-        let now = self.time(Host::Node(node));
+        let now = self.env.time(Host::Node(node));
         let engine = self.engine(node, session);
         let old = engine.reserved.iter().take_while(|(.., since)| now.since(*since) > HELD_MAX).count();
         let loads =

@@ -7,6 +7,7 @@ use std::time::Duration;
 use reprise_policy::Tick;
 
 use crate::clock::{Clock, PauseClock};
+use crate::environment::Environment;
 use crate::messages::Message;
 use crate::network::{End, Host, LineId};
 use crate::simulation::{Action, Simulation};
@@ -69,7 +70,7 @@ impl Hosts {
     }
 }
 
-impl Simulation {
+impl Environment {
     pub(crate) fn host(&self, host: Host) -> &HostState {
         &self.hosts.states[self.hosts.index(host)]
     }
@@ -127,11 +128,11 @@ impl Simulation {
         self.host_mut(host).paused.get_or_insert(now);
     }
 
-    /// Resumes a stopped process, and handles its deferred actions.
-    pub(crate) fn resume(&mut self, host: Host, how: PauseClock) {
+    /// Resumes a stopped process, and handles its deferred actions. Reports whether it was stopped.
+    pub(crate) fn resume(&mut self, host: Host, how: PauseClock) -> bool {
         let now = self.now;
         let place = self.host_mut(host);
-        let Some(stopped) = place.paused.take() else { return };
+        let Some(stopped) = place.paused.take() else { return false };
         place.clock.wake(stopped, now, how);
         place.resumed = place.clock.at(now);
         match how {
@@ -149,9 +150,7 @@ impl Simulation {
         for action in std::mem::take(&mut self.host_mut(host).deferred) {
             self.queue.push(now, action);
         }
-        if host == Host::Store {
-            self.resume_store(how);
-        }
+        true
     }
 
     /// Advances the timers of a process whose clock has jumped. The store resets its own timers.
@@ -184,8 +183,6 @@ impl Simulation {
         }
         Some(action)
     }
-
-    // ---- connections --------------------------------------------------------------------------------------
 
     /// Returns the current process of a host. For a host without one, the number is one that no process has
     /// had.
@@ -221,26 +218,51 @@ impl Simulation {
         }
     }
 
-    pub(crate) fn arrive(&mut self, (line, to): (LineId, usize), number: u64, message: Message) {
-        let Some(ends) = self.network.line(line).map(|line| line.ends) else { return };
-        if self.network.is_cut(ends[0].host, ends[1].host) {
-            return self.network.hold(line, to, number, message);
+    fn lose_end(&mut self, line: LineId, end: End, micros: std::ops::Range<u64>) {
+        let delay = self.rng.micros(micros);
+        self.after(delay, Action::LineLost { line, end });
+    }
+
+    /// Notifies the other ends of a host's connections of their end, where the kernel can still do so.
+    pub(crate) fn break_lines(&mut self, host: Host) {
+        for id in self.network.lines_of(host) {
+            let ends = self.network.line(id).expect("listed").ends;
+            if !self.network.is_cut(ends[0].host, ends[1].host) {
+                self.break_line(id);
+            }
         }
-        for message in self.network.in_order(line, to, number, message) {
+    }
+
+    /// Notifies both ends of a connection of its end.
+    pub(crate) fn break_line(&mut self, id: LineId) {
+        let Some(line) = self.network.line(id) else { return };
+        for end in line.ends {
+            self.lose_end(id, end, 10..2000);
+        }
+    }
+}
+
+impl Simulation {
+    pub(crate) fn arrive(&mut self, (line, to): (LineId, usize), number: u64, message: Message) {
+        let Some(ends) = self.env.network.line(line).map(|line| line.ends) else { return };
+        if self.env.network.is_cut(ends[0].host, ends[1].host) {
+            return self.env.network.hold(line, to, number, message);
+        }
+        for message in self.env.network.in_order(line, to, number, message) {
             self.deliver(line, to, message);
         }
     }
 
     fn deliver(&mut self, line: LineId, to: usize, message: Message) {
-        let Some(ends) = self.network.line(line).map(|line| line.ends) else { return };
+        let Some(ends) = self.env.network.line(line).map(|line| line.ends) else { return };
         let (receiver, sender) = (ends[to], ends[1 - to]);
-        if !self.lives(sender) {
+        if !self.env.lives(sender) {
             return;
         }
-        if !self.lives(receiver) || !self.listens(receiver.host, to) {
+        if !self.env.lives(receiver) || !self.listens(receiver.host, to) {
             // A running machine rejects the connection; one that is off does not answer.
-            if self.host(receiver.host).powered {
-                self.lose_end(line, sender, 40..600);
+            if self.env.host(receiver.host).powered {
+                self.env.lose_end(line, sender, 40..600);
             }
             return;
         }
@@ -269,16 +291,11 @@ impl Simulation {
         }
     }
 
-    fn lose_end(&mut self, line: LineId, end: End, micros: std::ops::Range<u64>) {
-        let delay = self.rng.micros(micros);
-        self.after(delay, Action::LineLost { line, end });
-    }
-
     pub(crate) fn line_lost(&mut self, line: LineId, end: End) {
-        if !self.lives(end) {
+        if !self.env.lives(end) {
             return;
         }
-        self.network.close(line);
+        self.env.network.close(line);
         match end.host {
             Host::Node(node) => {
                 self.client_line_lost(node, line);
@@ -286,24 +303,6 @@ impl Simulation {
             }
             Host::Member(member) => self.member_line_lost(member, line),
             Host::Store => self.watchers_lost(line),
-        }
-    }
-
-    /// Notifies the other ends of a host's connections of their end, where the kernel can still do so.
-    pub(crate) fn break_lines(&mut self, host: Host) {
-        for id in self.network.lines_of(host) {
-            let ends = self.network.line(id).expect("listed").ends;
-            if !self.network.is_cut(ends[0].host, ends[1].host) {
-                self.break_line(id);
-            }
-        }
-    }
-
-    /// Notifies both ends of a connection of its end.
-    pub(crate) fn break_line(&mut self, id: LineId) {
-        let Some(line) = self.network.line(id) else { return };
-        for end in line.ends {
-            self.lose_end(id, end, 10..2000);
         }
     }
 }

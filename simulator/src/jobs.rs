@@ -55,11 +55,11 @@ impl Simulation {
         };
         self.process(node).jobs.insert(number, job);
         let time = self.job_time(slowness);
-        self.later(node, time, AgentStep::Job(number));
+        self.env.later(node, time, AgentStep::Job(number));
     }
 
     fn job_time(&mut self, slowness: u32) -> Duration {
-        self.rng.micros(30..500) * slowness
+        self.env.rng.micros(30..500) * slowness
     }
 
     /// Ends a job, or runs its next step.
@@ -68,7 +68,7 @@ impl Simulation {
         match job {
             Job::Device { device, op, covered } => self.end_device_op(node, device, &op, covered),
             Job::Read { device, read, layout, layers } => {
-                let to = layers + 1 + self.rng.below((layout.layers() - layers) as usize) as u32;
+                let to = layers + 1 + self.env.rng.below((layout.layers() - layers) as usize) as u32;
                 if let Some(event) = self.read_on(node, (device, read), layout, layers..to) {
                     if to < layout.layers()
                         && !matches!(event, Event::Fill { update: FillUpdate::Failed(_), .. })
@@ -78,7 +78,7 @@ impl Simulation {
                             .jobs
                             .insert(number, Job::Read { device, read, layout, layers: to });
                         let time = self.job_time(slowness);
-                        self.later(node, time, AgentStep::Job(number));
+                        self.env.later(node, time, AgentStep::Job(number));
                     }
                     self.apply(node, event);
                 }
@@ -94,14 +94,14 @@ impl Simulation {
 
     fn end_device_op(&mut self, node: usize, device: DeviceId, op: &DeviceOp, covered: u64) {
         let health = self.disk(node, device).health;
-        let fails = health.errors_permille > 0 && self.rng.chance(health.errors_permille);
+        let fails = health.errors_permille > 0 && self.env.rng.chance(health.errors_permille);
         let written = DiskWrite::of(&op.kind, payload(&self.process(node).memory, &op.kind));
         let result = match written {
             _ if health.lost => Err(DeviceError::Lost),
             Some(written) if fails => {
-                let torn = written.torn(&mut self.rng);
+                let torn = written.torn(&mut self.env.rng);
                 self.disk(node, device).complete(torn);
-                self.count("media errors");
+                self.env.count("media errors");
                 Err(DeviceError::Media)
             }
             None if fails => Err(DeviceError::Media),
@@ -110,7 +110,7 @@ impl Simulation {
                 Ok(())
             }
             None => {
-                if self.setup.variant != Variant::DurableBeforeSync {
+                if self.env.setup.variant != Variant::DurableBeforeSync {
                     self.disk(node, device).synced(covered);
                 }
                 Ok(())
@@ -131,14 +131,14 @@ impl Simulation {
         let failed = |error| Some(Event::Fill { fill, update: FillUpdate::Failed(error) });
         let health = self.disk(node, device).health;
         if health.lost {
-            let stranded = self.rng.chance(STRANDED_PERMILLE);
+            let stranded = self.env.rng.chance(STRANDED_PERMILLE);
             if stranded {
                 self.process(node).memory.strand(read.slot);
             }
             return failed(if stranded { FillError::Stranded } else { FillError::Device });
         }
-        if health.errors_permille > 0 && self.rng.chance(health.errors_permille) {
-            self.count("media errors");
+        if health.errors_permille > 0 && self.env.rng.chance(health.errors_permille) {
+            self.env.count("media errors");
             return failed(FillError::Device);
         }
         let (page, payload) = self.disk(node, device).read(read.page);
@@ -152,7 +152,7 @@ impl Simulation {
         let right = verified(&tags, layers.start, &layout, &header.checksums).is_some();
         let all = layout.layers();
         self.process(node).memory.write(read.slot, all, layers.clone(), &tags);
-        if !right && self.setup.variant != Variant::ReadsUnverified {
+        if !right && self.env.setup.variant != Variant::ReadsUnverified {
             return failed(FillError::Corrupt);
         }
         let checksums = (layers.start == 0).then_some(header.checksums);

@@ -62,6 +62,7 @@ mod control_plane;
 mod disk;
 mod engine;
 mod engine_driver;
+mod environment;
 mod hosts;
 mod jobs;
 mod link;
@@ -119,7 +120,7 @@ pub struct Run {
 /// Plays one seed. The first violation ends it; a panic of a core counts as one.
 pub fn run(seed: u64, variant: Variant, recording: Recording) -> Run {
     let mut simulation = Simulation::new(seed, variant, recording);
-    let until = simulation.setup.faults_until;
+    let until = simulation.env.setup.faults_until;
     let played = catch_unwind(AssertUnwindSafe(|| {
         simulation.run_until(until);
         simulation.finish();
@@ -127,10 +128,10 @@ pub fn run(seed: u64, variant: Variant, recording: Recording) -> Run {
     Run {
         seed,
         violation: played.err().map(|cause| panic_message(cause.as_ref())),
-        digest: simulation.trace.digest(),
-        steps: simulation.trace.steps(),
-        seen: std::mem::take(&mut simulation.seen),
-        lines: simulation.trace.take_lines(),
+        digest: simulation.env.trace.digest(),
+        steps: simulation.env.trace.steps(),
+        seen: std::mem::take(&mut simulation.env.seen),
+        lines: simulation.env.trace.take_lines(),
     }
 }
 

@@ -102,7 +102,7 @@ impl Simulation {
     pub(crate) fn link_line(&mut self, node: usize, id: LinkId) -> LineId {
         let link = &self.client(node).links[&id];
         let (member, known) = (link.member, link.line);
-        let line = known.unwrap_or_else(|| self.open_line(Host::Node(node), Host::Member(member)));
+        let line = known.unwrap_or_else(|| self.env.open_line(Host::Node(node), Host::Member(member)));
         if let Some(link) = self.link(node, id) {
             link.line = Some(line);
         }
@@ -121,7 +121,7 @@ impl Simulation {
     }
 
     pub(crate) fn link_call_failed(&mut self, node: usize, id: LinkId, of: &LinkCall) {
-        let random = self.rng.next() as u32;
+        let random = self.env.rng.next() as u32;
         let Some(link) = self.link(node, id) else { return };
         match *of {
             LinkCall::Register { request, .. } if request == link.requested => {
@@ -164,8 +164,8 @@ impl Simulation {
             (LinkCall::Update(batch), Reply::Updated { answer, version }) => {
                 let effect = link.announcer.answer(&batch, answer, version);
                 match effect {
-                    Effect::Fenced(_) => self.count("fenced"),
-                    Effect::Gap => self.count("gaps"),
+                    Effect::Fenced(_) => self.env.count("fenced"),
+                    Effect::Gap => self.env.count("gaps"),
                     Effect::Continue | Effect::Applied(_) | Effect::Pause(_) => {}
                 }
                 self.announced(node, id, (batch.epoch, effect));
@@ -189,7 +189,7 @@ impl Simulation {
 
     /// Handles a change of the node's failure domain.
     pub(crate) fn domain_changed(&mut self, node: usize) {
-        let random = self.rng.next() as u32;
+        let random = self.env.rng.next() as u32;
         let domain = self.nodes[node].failure_domain.clone();
         self.client(node).failure_domain.clone_from(&domain);
         let links: Vec<LinkId> = self.client(node).links.keys().copied().collect();
@@ -198,7 +198,7 @@ impl Simulation {
 
     /// Ends the wait for the replacement of a registration that has ended.
     pub(crate) fn replacement_overdue(&mut self, node: usize, id: LinkId, awaited: u64) {
-        let random = self.rng.next() as u32;
+        let random = self.env.rng.next() as u32;
         if self.link(node, id).is_some_and(|link| link.awaited == awaited) {
             self.on_registrar(node, id, Input::Overdue, random);
         }
@@ -210,13 +210,13 @@ impl Simulation {
     }
 
     fn lose_registration(&mut self, node: usize, id: LinkId, input: Input) {
-        let random = self.rng.next() as u32;
+        let random = self.env.rng.next() as u32;
         self.on_registrar(node, id, input, random);
     }
 
     /// Gives an input to the registrar, and carries out its outputs. `random` selects the length of a pause.
     fn on_registrar(&mut self, node: usize, id: LinkId, input: Input, random: u32) {
-        let now = self.time(Host::Node(node));
+        let now = self.env.time(Host::Node(node));
         let Some(link) = self.link(node, id) else { return };
         for output in link.registrar.on(now, input) {
             let link = self.client(node).links.get_mut(&id).expect("only the client removes links");
@@ -224,7 +224,7 @@ impl Simulation {
                 Output::Register(pause) => {
                     link.requested += 1;
                     let (link, request) = (id, link.requested);
-                    self.later(node, pause.draw(random), AgentStep::Register { link, request });
+                    self.env.later(node, pause.draw(random), AgentStep::Register { link, request });
                 }
                 Output::Registered(granted) => self.registered_with(node, id, granted),
                 Output::Lost(..) => {
@@ -235,19 +235,19 @@ impl Simulation {
                 }
                 // The state is read when it is needed.
                 Output::UpChanged => {}
-                Output::Replacing(_) => self.count("registrations replaced"),
+                Output::Replacing(_) => self.env.count("registrations replaced"),
                 Output::AwaitReplacement => {
                     link.awaited += 1;
                     let step = AgentStep::ReplacementOverdue { link: id, awaited: link.awaited };
-                    self.later(node, CALL_TIMEOUT, step);
-                    self.count("replacements awaited");
+                    self.env.later(node, CALL_TIMEOUT, step);
+                    self.env.count("replacements awaited");
                 }
             }
         }
     }
 
     fn registered_with(&mut self, node: usize, id: LinkId, granted: Granted) {
-        let keeps = self.setup.variant == Variant::OutboxOutlivesRegistration;
+        let keeps = self.env.setup.variant == Variant::OutboxOutlivesRegistration;
         let Some(link) = self.link(node, id) else { return };
         if link.outlived.is_none() {
             link.announcer.outbox_mut().register(granted.node, granted.epoch);
@@ -255,7 +255,7 @@ impl Simulation {
         }
         link.heartbeats = Some(Heartbeats::new(granted));
         link.awaited += 1;
-        self.count("registrations");
+        self.env.count("registrations");
         self.beat(node, id, granted.epoch);
         self.pump(node, id);
         self.report_if_due(node, id);
@@ -264,13 +264,13 @@ impl Simulation {
     // ---- heartbeats ---------------------------------------------------------------------------------------
 
     pub(crate) fn beat(&mut self, node: usize, id: LinkId, epoch: Epoch) {
-        let now = self.time(Host::Node(node));
+        let now = self.env.time(Host::Node(node));
         let Some(link) = self.link(node, id) else { return };
         let (member, known) = (link.member, link.beat_line);
         let Some(heartbeats) = heartbeats_of(link, epoch) else { return };
         heartbeats.send(now);
         let (request, time) = (Request::Beat { node: heartbeats.of.node, epoch }, heartbeats.answer_within());
-        let line = known.unwrap_or_else(|| self.open_line(Host::Node(node), Host::Member(member)));
+        let line = known.unwrap_or_else(|| self.env.open_line(Host::Node(node), Host::Member(member)));
         if let Some(link) = self.link(node, id) {
             link.beat_line = Some(line);
         }
@@ -288,12 +288,12 @@ impl Simulation {
     }
 
     fn next_beat(&mut self, node: usize, id: LinkId, epoch: Epoch) {
-        let now = self.time(Host::Node(node));
+        let now = self.env.time(Host::Node(node));
         let Some(heartbeats) = self.link(node, id).and_then(|link| heartbeats_of(link, epoch)) else {
             return;
         };
         let wait = heartbeats.wait(now);
-        self.later(node, wait, AgentStep::Beat { link: id, epoch });
+        self.env.later(node, wait, AgentStep::Beat { link: id, epoch });
     }
 
     // ---- announcements ------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ impl Simulation {
         match link.announcer.next_action() {
             Action::Wait => {}
             Action::Inventory(slots) => {
-                self.count("inventories");
+                self.env.count("inventories");
                 // The core answers through the outbox, which calls this function again.
                 self.apply(node, Event::InventoryWanted { slots });
             }
@@ -341,8 +341,8 @@ impl Simulation {
                 pause
             }
         };
-        let delay = pause.draw(self.rng.next() as u32);
-        self.later(node, delay, AgentStep::Pump(id));
+        let delay = pause.draw(self.env.rng.next() as u32);
+        self.env.later(node, delay, AgentStep::Pump(id));
     }
 
     /// Ends a pause after a failure.

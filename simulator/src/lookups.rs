@@ -31,17 +31,17 @@ impl Simulation {
         keys: Vec<BlockKey>,
         time: Duration,
     ) {
-        let deadline = self.time(Host::Node(node)).after(time);
+        let deadline = self.env.time(Host::Node(node)).after(time);
         let client = self.client(node);
         if !client.is_connected() {
-            return self.later(node, Duration::ZERO, AgentStep::Event(Event::LookupFailed { lookup }));
+            return self.env.later(node, Duration::ZERO, AgentStep::Event(Event::LookupFailed { lookup }));
         }
         let query = OwnerQuery::new(keys, Vec::new());
         client.lookups.insert(lookup, PendingLookup { query, deadline });
-        self.count("lookups");
+        self.env.count("lookups");
         if !self.ask_owners(node, lookup) {
             // Deferred, because the core is still executing effects.
-            self.later(node, Duration::ZERO, AgentStep::LookupOver(lookup));
+            self.env.later(node, Duration::ZERO, AgentStep::LookupOver(lookup));
         }
     }
 
@@ -61,7 +61,7 @@ impl Simulation {
 
     fn ask_owner(&mut self, node: usize, lookup: LookupId, link: LinkId, part: Part) {
         let line = self.link_line(node, link);
-        let now = self.time(Host::Node(node));
+        let now = self.env.time(Host::Node(node));
         let client = self.client(node);
         let (pending, granted) = (&client.lookups[&lookup], client.links[&link].granted());
         let keys = pending.query.keys_of(&part);
@@ -78,7 +78,7 @@ impl Simulation {
         answered: LookupAnswer,
     ) {
         if !answered.elsewhere.is_empty() {
-            self.count("redirects");
+            self.env.count("redirects");
         }
         let Some(pending) = self.client(node).lookups.get_mut(&lookup) else { return };
         let LookupAnswer { found, elsewhere, map_epoch, .. } = answered;
@@ -88,7 +88,7 @@ impl Simulation {
     }
 
     pub(crate) fn part_failed(&mut self, node: usize, lookup: LookupId, part: &Part) {
-        self.count("lookup parts unanswered");
+        self.env.count("lookup parts unanswered");
         let Some(pending) = self.client(node).lookups.get_mut(&lookup) else { return };
         pending.query.fail(part);
         self.advance_lookup(node, lookup);
@@ -104,20 +104,20 @@ impl Simulation {
 
     /// Requests the newer map of a member.
     fn learn(&mut self, node: usize, lookup: LookupId, link: LinkId) {
-        let now = self.time(Host::Node(node));
+        let now = self.env.time(Host::Node(node));
         let client = self.client(node);
         let time = client.lookups[&lookup].deadline.since(now).min(CALL_TIMEOUT);
         if time.is_zero() || !client.links.contains_key(&link) {
             return self.lookup_over(node, lookup);
         }
-        self.count("maps learned");
+        self.env.count("maps learned");
         let line = self.link_line(node, link);
         self.call(node, (line, Purpose::Learn { lookup }), Request::Members, time);
     }
 
     /// Handles the arrival of the newer map.
     pub(crate) fn learned(&mut self, node: usize, lookup: LookupId) {
-        let now = self.time(Host::Node(node));
+        let now = self.env.time(Host::Node(node));
         let Some(pending) = self.client(node).lookups.get_mut(&lookup) else { return };
         if now >= pending.deadline || !self.ask_owners(node, lookup) {
             self.lookup_over(node, lookup);

@@ -159,31 +159,31 @@ impl Simulation {
     }
 
     pub(crate) fn start_member(&mut self, member: usize) {
-        self.begin_process(Host::Member(member));
-        let begun = self.time(Host::Member(member));
-        self.members[member] = Some(Member::new(member, begun, self.setup.variant));
+        self.env.begin_process(Host::Member(member));
+        let begun = self.env.time(Host::Member(member));
+        self.members[member] = Some(Member::new(member, begun, self.env.setup.variant));
         self.ask_store(member, Purpose::Identity, StoreRequest::Get(vec![Key::Identity]));
     }
 
     /// Ends the process, and with it the member's memory.
     pub(crate) fn kill_member(&mut self, member: usize) {
-        self.break_lines(Host::Member(member));
-        self.end_process(Host::Member(member));
+        self.env.break_lines(Host::Member(member));
+        self.env.end_process(Host::Member(member));
         self.members[member] = None;
     }
 
     /// Ends a member that cannot continue; its next process starts after a while.
     fn end_member(&mut self, member: usize) {
-        self.trace.note(|| format!("member {member} ends"));
+        self.env.trace.note(|| format!("member {member} ends"));
         self.kill_member(member);
-        let delay = self.rng.millis(300..900);
-        self.after(delay, Action::Repair(Repair::StartMember(member)));
+        let delay = self.env.rng.millis(300..900);
+        self.env.after(delay, Action::Repair(Repair::StartMember(member)));
     }
 
     pub(crate) fn member_later(&mut self, member: usize, delay: Duration, what: MemberStep) {
         let host = Host::Member(member);
-        let (at, life) = (self.in_time(host, delay), self.host(host).life);
-        self.queue.push(at, Action::Member { member, life, what });
+        let (at, life) = (self.env.in_time(host, delay), self.env.host(host).life);
+        self.env.queue.push(at, Action::Member { member, life, what });
     }
 
     pub(crate) fn member_step(&mut self, member: usize, life: u64, what: MemberStep) {
@@ -197,7 +197,7 @@ impl Simulation {
                 self.store_failed(member, &pending.of);
                 // Keep-alives have detected by now that the other end is gone; watches end with the
                 // connection.
-                if self.is_life(member, life) && !self.far_lives(line) {
+                if self.is_life(member, life) && !self.env.far_lives(line) {
                     self.member_line_lost(member, line);
                 }
             }
@@ -226,8 +226,8 @@ impl Simulation {
     fn ask_store(&mut self, member: usize, of: Purpose, request: StoreRequest) {
         let host = Host::Member(member);
         let known = self.member(member).talk.line;
-        let line = known.unwrap_or_else(|| self.open_line(host, Host::Store));
-        let at = self.time(host);
+        let line = known.unwrap_or_else(|| self.env.open_line(host, Host::Store));
+        let at = self.env.time(host);
         let talk = &mut self.member(member).talk;
         talk.line = Some(line);
         let call = CallId(talk.begun);
@@ -238,13 +238,13 @@ impl Simulation {
             _ => STORE_TIMEOUT,
         };
         talk.calls.insert(call, StoreCall { of, line, at });
-        self.send(line, 1, Message::StoreRequest { call, request });
+        self.env.send(line, 1, Message::StoreRequest { call, request });
         self.member_later(member, time, MemberStep::Timeout(call));
     }
 
     /// Reports whether this process of a member still runs.
     fn is_life(&self, member: usize, life: u64) -> bool {
-        let place = self.host(Host::Member(member));
+        let place = self.env.host(Host::Member(member));
         place.runs && place.life == life
     }
 
@@ -254,7 +254,7 @@ impl Simulation {
         host.followers.retain(|(of, _)| *of != line);
         let mut lost = take_where(&mut host.talk.calls, |pending| pending.line == line);
         lost.extend(take_where(&mut host.talk.watches, |pending| pending.line == line));
-        let life = self.host(Host::Member(member)).life;
+        let life = self.env.host(Host::Member(member)).life;
         for (_, pending) in lost {
             // The first of them may have ended the process.
             if self.is_life(member, life) {
@@ -394,7 +394,7 @@ impl Simulation {
     // ---- start --------------------------------------------------------------------------------------------
 
     fn create_identity(&mut self, member: usize) {
-        let number = (self.rng.next() >> 33) as u32;
+        let number = (self.env.rng.next() >> 33) as u32;
         let write = |key, value| Write { key, value, lease: None };
         let writes =
             vec![write(Key::Identity, Value::Number(number)), write(Key::IdentityOf(number), Value::Nothing)];

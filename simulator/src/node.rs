@@ -144,11 +144,11 @@ impl Simulation {
 
     /// Starts an agent on the node's disks, with their current contents.
     pub(crate) fn start_agent(&mut self, node: usize) {
-        self.begin_process(Host::Node(node));
+        self.env.begin_process(Host::Node(node));
         let place = &mut self.nodes[node];
         for disk in &mut place.disks {
             // As `device/open.rs` does before it reads.
-            if self.setup.variant != Variant::DurableBeforeSync {
+            if self.env.setup.variant != Variant::DurableBeforeSync {
                 disk.synced(disk.covered());
             }
         }
@@ -157,9 +157,10 @@ impl Simulation {
             (pool, stored)
         });
         let pools: Vec<_> = pools.collect();
-        let regions: Vec<_> =
-            (0..self.setup.regions).map(|region| (RegionId(region), self.setup.region_bytes)).collect();
-        let (core, effects) = AgentCore::new(self.setup.settings.clone(), pools, &regions);
+        let regions: Vec<_> = (0..self.env.setup.regions)
+            .map(|region| (RegionId(region), self.env.setup.region_bytes))
+            .collect();
+        let (core, effects) = AgentCore::new(self.env.setup.settings.clone(), pools, &regions);
         core.audit().unwrap_or_else(|broken| panic!("{broken}"));
         place.process = Some(Process {
             core,
@@ -170,7 +171,7 @@ impl Simulation {
             jobs: BTreeMap::new(),
             jobs_begun: 0,
             sessions: BTreeMap::new(),
-            seats: vec![None; self.setup.engines],
+            seats: vec![None; self.env.setup.engines],
             sessions_begun: 0,
             client: Client::default(),
             fetches: BTreeMap::new(),
@@ -179,7 +180,7 @@ impl Simulation {
             serves_lost: BTreeSet::new(),
             peer_lines: BTreeMap::new(),
             tenants: TenantAudit::default(),
-            names: self.setup.names.clone(),
+            names: self.env.setup.names.clone(),
             offers: BTreeMap::new(),
             received_offers: BTreeMap::new(),
             offers_received: 0,
@@ -195,14 +196,14 @@ impl Simulation {
         self.report_state(node);
         let domain = self.nodes[node].failure_domain.clone();
         self.client(node).begin(node, domain);
-        self.later(node, Duration::ZERO, AgentStep::Follow);
+        self.env.later(node, Duration::ZERO, AgentStep::Follow);
     }
 
     /// Ends the process: `SIGKILL`, or power loss.
     pub(crate) fn end_agent(&mut self, node: usize) -> Option<(Process, Vec<Vec<DiskWrite>>)> {
         let place = &mut self.nodes[node];
         let process = place.process.take()?;
-        count_all(&mut self.seen, &process);
+        count_all(&mut self.env.seen, &process);
         let running = (0..place.disks.len()).map(|device| {
             let of = |job: &Job| match job {
                 Job::Device { device: of, op, .. } if usize::from(of.0) == device => {
@@ -214,13 +215,13 @@ impl Simulation {
         });
         let running = running.collect();
         self.budget_audit.remove_node(node);
-        self.end_process(Host::Node(node));
+        self.env.end_process(Host::Node(node));
         Some((process, running))
     }
 
     /// Applies an event to a core, runs the checks, and executes the effects.
     pub(crate) fn apply(&mut self, node: usize, event: Event) {
-        let now = self.time(Host::Node(node));
+        let now = self.env.time(Host::Node(node));
         let mut effects = Vec::new();
         self.before_event(node, &event);
         let process = self.process(node);
@@ -231,7 +232,7 @@ impl Simulation {
             if let Effect::Durable { session, ticket, durable: count, lost } = &effect {
                 let engine = self.process(node).sessions.get_mut(session);
                 durable.extend(engine.into_iter().flat_map(|engine| engine.on_notice(*ticket, *count, lost)));
-                self.count("durable notices");
+                self.env.count("durable notices");
             } else {
                 self.execute(node, effect);
             }
@@ -257,8 +258,8 @@ impl Simulation {
         if process.tick_at.is_none_or(|at| due < at) {
             process.tick_at = Some(due);
             let host = Host::Node(node);
-            let (at, life) = (self.when(host, due), self.host(host).life);
-            self.queue.push(at, Action::Agent { node, life, what: AgentStep::Tick });
+            let (at, life) = (self.env.when(host, due), self.env.host(host).life);
+            self.env.queue.push(at, Action::Agent { node, life, what: AgentStep::Tick });
         }
     }
 
@@ -270,9 +271,9 @@ impl Simulation {
 
     pub(crate) fn request_arrives(&mut self, node: usize, of: (SessionId, RequestId), mut body: Request) {
         let (session, request) = of;
-        let now = self.time(Host::Node(node));
+        let now = self.env.time(Host::Node(node));
         let wait = match &body {
-            Request::Load(load) if load.deadline.is_zero() => self.setup.settings.load_deadline_default,
+            Request::Load(load) if load.deadline.is_zero() => self.env.setup.settings.load_deadline_default,
             Request::Load(load) => load.deadline,
             Request::Match { scope: Scope::Cluster, .. } => {
                 LOOKUP_TIMEOUT + reprise_agent_core::limits::LOOKUP_GRACE
@@ -287,8 +288,8 @@ impl Simulation {
         if let Request::Match { keys, scope: Scope::Local } = &mut body
             && alone
         {
-            self.count("local matches alone");
-            if self.setup.variant == Variant::LocalNeedsControlPlane {
+            self.env.count("local matches alone");
+            if self.env.setup.variant == Variant::LocalNeedsControlPlane {
                 keys.clear();
             }
         }
@@ -364,16 +365,16 @@ impl Simulation {
         if let Reply::Reserved { leases, .. } = reply {
             leases.iter().for_each(|(_, slot)| self.assert_unused(node, *slot));
         }
-        self.trace.note(|| format!("{} {} ← {reply:?}", of.0.0, of.1.0));
+        self.env.trace.note(|| format!("{} {} ← {reply:?}", of.0.0, of.1.0));
         let host = Host::Node(node);
-        let (now, resumed) = (self.time(host), self.host(host).resumed);
+        let (now, resumed) = (self.env.time(host), self.env.host(host).resumed);
         if let Some(engine) = self.process(node).sessions.get_mut(&of.0) {
             engine.on_reply(of.1, reply, now, resumed);
         }
     }
 
     fn announce(&mut self, node: usize, changes: &[ReplicaChange]) {
-        let (variant, now) = (self.setup.variant, self.now);
+        let (variant, now) = (self.env.setup.variant, self.env.now);
         let place = &mut self.nodes[node];
         let process = place.process.as_mut().expect("only a running agent announces");
         for change in changes {
@@ -429,7 +430,7 @@ impl Simulation {
         let stored = process.inventory.iter().filter(|(_, tier)| *tier == Tier::Nvme).map(|(key, _)| *key);
         let stored: BTreeSet<_> = stored.collect();
         process.ever_stored.extend(&stored);
-        let now = self.now;
+        let now = self.env.now;
         let place = &mut self.nodes[node];
         let gone = place.reported_durable.difference(&stored).map(|key| (*key, now));
         place.withdrawn.extend(gone);
@@ -438,12 +439,12 @@ impl Simulation {
     }
 
     fn report(&mut self, node: usize, report: &Diagnostic) {
-        self.trace.note(|| format!("node {node} reports {report:?}"));
+        self.env.trace.note(|| format!("node {node} reports {report:?}"));
         match report {
-            Diagnostic::CorruptBlock { .. } => self.count("corrupt blocks"),
-            Diagnostic::CorruptMemory { .. } => self.count("corrupt memory"),
-            Diagnostic::DeviceLost { .. } => self.count("devices lost"),
-            Diagnostic::WritesStopped { .. } => self.count("devices read-only"),
+            Diagnostic::CorruptBlock { .. } => self.env.count("corrupt blocks"),
+            Diagnostic::CorruptMemory { .. } => self.env.count("corrupt memory"),
+            Diagnostic::DeviceLost { .. } => self.env.count("devices lost"),
+            Diagnostic::WritesStopped { .. } => self.env.count("devices read-only"),
             Diagnostic::Unstorable { .. }
             | Diagnostic::Overcommitted { .. }
             | Diagnostic::OffersRefused { .. } => {}
@@ -453,8 +454,8 @@ impl Simulation {
     /// Lets all readers on a node read their blocks; reports mismatches to the agent.
     pub(crate) fn check_readers(&mut self, node: usize) {
         let host = Host::Node(node);
-        let (now, truth) = (self.time(host), &self.truth);
-        let excused = !self.is_awake(host) || self.host(host).resumed >= now;
+        let (now, truth) = (self.env.time(host), &self.truth);
+        let excused = !self.env.is_awake(host) || self.env.host(host).resumed >= now;
         let place = &mut self.nodes[node];
         let Some(process) = &mut place.process else { return };
         let mut suspects = Vec::new();
@@ -471,7 +472,7 @@ impl Simulation {
             process.client.lookups.iter().find(|(_, pending)| pending.deadline.after(CLOCK_GRAIN) < now);
         assert!(late.is_none() || excused, "node {node}: a lookup exceeds its deadline: {late:?}");
         for (session, load, block) in suspects {
-            self.count("suspects");
+            self.env.count("suspects");
             self.suspect(node, session, (load, vec![block]));
         }
     }
@@ -485,7 +486,7 @@ impl Simulation {
         let serves = process.serves.values().flat_map(Serve::slots);
         let mut used = jobs.chain(fetches).chain(engines).chain(serves);
         assert!(!used.any(|other| overlap(slot, other)), "{slot:?} was assigned while in use");
-        assert!(slot.offset + slot.bytes <= self.setup.region_bytes, "{slot:?} lies outside its region");
+        assert!(slot.offset + slot.bytes <= self.env.setup.region_bytes, "{slot:?} lies outside its region");
     }
 
     pub(crate) fn disk(&mut self, node: usize, device: DeviceId) -> &mut Disk {

@@ -47,29 +47,29 @@ impl Simulation {
         let host = process.client.host_of(to).filter(|_| process.names.contains(&tenant));
         let Some(host) = host else {
             self.note_refusal(node, "refused in calm: no name");
-            return self.later(node, Duration::ZERO, AgentStep::Event(Event::OfferFailed { offer: id }));
+            return self.env.later(node, Duration::ZERO, AgentStep::Event(Event::OfferFailed { offer: id }));
         };
         let line = self.peer_line(node, host);
-        let until = self.time(Host::Node(node)).after(deadline);
+        let until = self.env.time(Host::Node(node)).after(deadline);
         let bytes = layout.slot_bytes() * keys.len() as u64;
         let open = OpenOffer { line, keys: keys.len(), bytes, deadline: until };
         self.process(node).offers.insert(id, open);
-        self.count("offers");
+        self.env.count("offers");
         let blocks = OfferedBlocks { tenant, layout, keys };
-        self.send(line, 1, Message::Peer(PeerMessage::Offer { offer: id, blocks: Box::new(blocks) }));
-        self.later(node, deadline, AgentStep::OfferDeadline(id));
+        self.env.send(line, 1, Message::Peer(PeerMessage::Offer { offer: id, blocks: Box::new(blocks) }));
+        self.env.later(node, deadline, AgentStep::OfferDeadline(id));
     }
 
     /// Fails an offer without an answer at its deadline.
     pub(crate) fn offer_deadline(&mut self, node: usize, id: OfferId) {
-        if self.setup.variant == Variant::OffersWithoutDeadline {
+        if self.env.setup.variant == Variant::OffersWithoutDeadline {
             return;
         }
         let Some(offer) = self.process(node).offers.remove(&id) else { return };
-        if !self.far_lives(offer.line) {
+        if !self.env.far_lives(offer.line) {
             self.process(node).peer_lines.retain(|_, line| *line != offer.line);
         }
-        self.count("offers unanswered");
+        self.env.count("offers unanswered");
         self.apply(node, Event::OfferFailed { offer: id });
     }
 
@@ -100,16 +100,16 @@ impl Simulation {
 
     pub(crate) fn offered(&mut self, node: usize, line: LineId, offer: OfferId, blocks: OfferedBlocks) {
         let OfferedBlocks { tenant, layout, keys } = blocks;
-        let from = self.network.line(line).map(|line| line.ends[0].host);
+        let from = self.env.network.line(line).map(|line| line.ends[0].host);
         let from = match from {
             Some(Host::Node(host)) => self.client(node).node_at(host),
             _ => None,
         };
         let Some(from) = from else {
             let answer = PeerMessage::OfferAnswer { offer, taken: Vec::new(), retry_after: OFFER_RETRY_MAX };
-            return self.send(line, 0, Message::Peer(answer));
+            return self.env.send(line, 0, Message::Peer(answer));
         };
-        let own = match self.setup.variant {
+        let own = match self.env.setup.variant {
             Variant::OffersIgnoreTenant => TenantId::DEFAULT,
             _ => tenant,
         };
@@ -138,8 +138,8 @@ impl Simulation {
             taken.last().is_none_or(|at| (*at as usize) < keys),
             "node {node} accepts keys that were not offered"
         );
-        self.count(if taken.is_empty() { "offers refused" } else { "offers taken" });
+        self.env.count(if taken.is_empty() { "offers refused" } else { "offers taken" });
         self.assert_may_take(node, &taken);
-        self.send(line, 0, Message::Peer(PeerMessage::OfferAnswer { offer, taken, retry_after }));
+        self.env.send(line, 0, Message::Peer(PeerMessage::OfferAnswer { offer, taken, retry_after }));
     }
 }

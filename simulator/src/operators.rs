@@ -24,40 +24,40 @@ const POLL_INTERVAL: Duration = Duration::from_millis(500);
 impl Simulation {
     /// Sets the mode of a node at a member, and schedules the next change.
     pub(crate) fn operate(&mut self) {
-        if self.calm {
+        if self.env.calm {
             return;
         }
-        let mean = self.setup.operate_every.as_micros() as u64;
-        let delay = self.rng.micros(mean / 4..mean * 7 / 4);
-        self.after(delay, Action::Operate);
-        let (member, node) = (self.rng.below(self.members.len()), self.rng.below(self.nodes.len()));
-        let mode = match self.rng.below(10) {
+        let mean = self.env.setup.operate_every.as_micros() as u64;
+        let delay = self.env.rng.micros(mean / 4..mean * 7 / 4);
+        self.env.after(delay, Action::Operate);
+        let (member, node) = (self.env.rng.below(self.members.len()), self.env.rng.below(self.nodes.len()));
+        let mode = match self.env.rng.below(10) {
             0..5 => NodeMode::Active,
             5..7 => NodeMode::Cordoned,
             _ => NodeMode::Draining,
         };
-        if self.serves(member) && self.is_awake(Host::Member(member)) {
+        if self.serves(member) && self.env.is_awake(Host::Member(member)) {
             self.set_mode(member, node, mode);
         }
     }
 
     /// In some simulations drains one node while all others are active.
     pub(crate) fn drain_in_calm(&mut self) {
-        let Some(leaving) = self.setup.leaves_at_end else { return };
+        let Some(leaving) = self.env.setup.leaves_at_end else { return };
         for node in 0..self.nodes.len() {
             let mode = if leaving == node { NodeMode::Draining } else { NodeMode::Active };
             self.set_mode(0, node, mode);
         }
-        let began = self.now;
-        while self.now.since(began) < DRAIN_TIME_MAX {
-            self.run_until(self.now.after(POLL_INTERVAL));
+        let began = self.env.now;
+        while self.env.now.since(began) < DRAIN_TIME_MAX {
+            self.run_until(self.env.now.after(POLL_INTERVAL));
             let core = &self.process(leaving).core;
             if core.mode() == NodeMode::Draining && core.drain_progress().drained {
                 self.assert_drained(leaving);
-                return self.count("drains finished");
+                return self.env.count("drains finished");
             }
-            if self.now.since(began) > REFUSED_AFTER && self.was_refused(leaving) {
-                return self.count("drains refused");
+            if self.env.now.since(began) > REFUSED_AFTER && self.was_refused(leaving) {
+                return self.env.count("drains refused");
             }
         }
         let progress = self.process(leaving).core.drain_progress();
@@ -68,7 +68,7 @@ impl Simulation {
     }
 
     fn was_refused(&mut self, node: usize) -> bool {
-        let now = self.now;
+        let now = self.env.now;
         self.process(node).placed.refused.is_some_and(|at| now.since(at) < REFUSED_WITHIN)
     }
 

@@ -104,15 +104,15 @@ impl Simulation {
         });
         let blocks = waiting.collect();
         self.process(node).fetches.insert(id, Fetch { line, layout, blocks });
-        self.count("fetches");
-        self.send(line, 1, Message::Peer(PeerMessage::Fetch { fetch: id, keys, layout, deadline }));
-        self.later(node, deadline, AgentStep::FetchDeadline(id));
+        self.env.count("fetches");
+        self.env.send(line, 1, Message::Peer(PeerMessage::Fetch { fetch: id, keys, layout, deadline }));
+        self.env.later(node, deadline, AgentStep::FetchDeadline(id));
     }
 
     /// Returns the connection to another agent.
     pub(crate) fn peer_line(&mut self, node: usize, host: usize) -> LineId {
         let known = self.process(node).peer_lines.get(&host).copied();
-        let line = known.unwrap_or_else(|| self.open_line(Host::Node(node), Host::Node(host)));
+        let line = known.unwrap_or_else(|| self.env.open_line(Host::Node(node), Host::Node(host)));
         self.process(node).peer_lines.insert(host, line);
         line
     }
@@ -120,17 +120,17 @@ impl Simulation {
     fn fail_unroutable_fetch(&mut self, node: usize, blocks: &[PeerBlock]) {
         for block in blocks {
             let update = FillUpdate::Failed(FillError::PeerLost);
-            self.later(node, Duration::ZERO, AgentStep::Event(Event::Fill { fill: block.fill, update }));
+            self.env.later(node, Duration::ZERO, AgentStep::Event(Event::Fill { fill: block.fill, update }));
         }
     }
 
     /// Fails the missing blocks of a fetch at its deadline.
     pub(crate) fn fetch_deadline(&mut self, node: usize, id: FetchId) {
         let Some(fetch) = self.process(node).fetches.remove(&id) else { return };
-        if !self.far_lives(fetch.line) {
+        if !self.env.far_lives(fetch.line) {
             self.process(node).peer_lines.retain(|_, line| *line != fetch.line);
         }
-        self.send(fetch.line, 1, Message::Peer(PeerMessage::Cancel { fetch: id }));
+        self.env.send(fetch.line, 1, Message::Peer(PeerMessage::Cancel { fetch: id }));
         self.fetch_failed(node, &fetch);
     }
 
@@ -203,7 +203,7 @@ impl Simulation {
     fn receive_layers(&mut self, node: usize, of: (FetchId, u32), first: u32, tags: &[Tag]) {
         let (fetch, number) = of;
         let Some(layout) = self.process(node).fetches.get(&fetch).map(|fetch| fetch.layout) else { return };
-        let checks = self.setup.variant != Variant::PeersUnverified;
+        let checks = self.env.setup.variant != Variant::PeersUnverified;
         let Some(block) = self.fetch_block(node, fetch, number) else { return };
         assert_eq!(block.layers, first, "layers are in order");
         let end = first + tags.len() as u32;
@@ -241,7 +241,7 @@ impl Simulation {
         let id = ServeId(process.serves_begun);
         let blocks = request.keys.iter().map(|_| ServeBlock::default()).collect();
         process.serves.insert(id, Serve { line, fetch, layout: request.layout, blocks });
-        self.count("serves");
+        self.env.count("serves");
         self.apply(node, Event::PeerRequest(PeerRequest { serve: id, ..request }));
         self.forget_serve(node, id);
     }
@@ -264,7 +264,7 @@ impl Simulation {
         let (line, fetch, block) = self.serve_block(node, of.0, of.1);
         assert!(block.state == SendState::Open && block.checksums.is_none(), "one header per block, first");
         block.checksums = Some(checksums.clone());
-        self.send(line, 0, Message::Peer(PeerMessage::Header { fetch, block: of.1, tier, checksums }));
+        self.env.send(line, 0, Message::Peer(PeerMessage::Header { fetch, block: of.1, tier, checksums }));
     }
 
     pub(crate) fn serve_objects(&mut self, node: usize, objects: ServeObjects) {
@@ -298,19 +298,19 @@ impl Simulation {
         assert_eq!(block.state, SendState::Open, "a block is reported absent once");
         let begun = block.checksums.is_some();
         block.state = if begun { SendState::Queued } else { SendState::Ended };
-        self.send(line, 0, Message::Peer(PeerMessage::Absent { fetch, block: number }));
+        self.env.send(line, 0, Message::Peer(PeerMessage::Absent { fetch, block: number }));
         self.note_unreadable(node);
         if begun {
             self.send_later(node, serve, number);
         } else {
             // Deferred, because the core is still executing effects; the serve may end with it.
-            self.later(node, Duration::ZERO, AgentStep::Send { serve, block: number });
+            self.env.later(node, Duration::ZERO, AgentStep::Send { serve, block: number });
         }
     }
 
     fn send_later(&mut self, node: usize, serve: ServeId, block: u32) {
-        let delay = self.rng.micros(10..300);
-        self.later(node, delay, AgentStep::Send { serve, block });
+        let delay = self.env.rng.micros(10..300);
+        self.env.later(node, delay, AgentStep::Send { serve, block });
     }
 
     /// Reads the next pieces of a block and sends them.
@@ -332,7 +332,7 @@ impl Simulation {
             let right = verified(&tags, first, &layout, &checksums).is_some() || is_damaged(&tags);
             assert!(right, "node {node} sent {tags:?} from a slot of another block");
             let message = PeerMessage::Layers { fetch, block: number, first, tags };
-            self.send(line, 0, Message::Peer(message));
+            self.env.send(line, 0, Message::Peer(message));
         }
         if ends {
             self.apply(node, Event::ServeDone { serve, block: number });

@@ -63,8 +63,8 @@ impl Simulation {
 
     /// Records the permitted consequences of an event.
     pub(crate) fn before_event(&mut self, node: usize, event: &Event) {
-        let now = self.time(Host::Node(node));
-        let kept_free = u64::from(self.setup.settings.pool_free_permille);
+        let now = self.env.time(Host::Node(node));
+        let kept_free = u64::from(self.env.setup.settings.pool_free_permille);
         let process = self.process(node);
         let (counters, placed) = (process.core.counters(), &mut process.placed);
         if placed.since.is_none() {
@@ -105,8 +105,8 @@ impl Simulation {
 
     fn assert_placed_in_time(&self, node: usize) {
         let host = Host::Node(node);
-        let now = self.time(host);
-        if !self.is_awake(host) || self.host(host).resumed >= now {
+        let now = self.env.time(host);
+        if !self.env.is_awake(host) || self.env.host(host).resumed >= now {
             return;
         }
         let process = self.nodes[node].process.as_ref().expect("the agent runs");
@@ -127,7 +127,7 @@ impl Simulation {
         answer: &PlacementAnswer,
     ) {
         assert!(request.keys.len() <= PLACE_KEYS_MAX, "{} keys in a placement request", request.keys.len());
-        let now = self.time(Host::Member(member));
+        let now = self.env.time(Host::Member(member));
         self.note_asked(member, request);
         let running = self.members[member].as_ref().expect("the member answers");
         let mut seen: BTreeSet<NodeId> = BTreeSet::new();
@@ -160,7 +160,7 @@ impl Simulation {
                     process.placed.moves_to.entry(to).or_default().insert(host);
                 }
             }
-            PlaceReason::Drain => process.placed.asked_to_drain = Some(self.now),
+            PlaceReason::Drain => process.placed.asked_to_drain = Some(self.env.now),
             PlaceReason::Hot => {}
         }
     }
@@ -183,11 +183,11 @@ impl Simulation {
     /// Reports whether a node has a block durably, or the directory may not know yet that the block was
     /// removed.
     fn was_durable(&self, host: usize, key: &BlockKey) -> bool {
-        let (node, stale) = (&self.nodes[host], if self.calm { STALE_IN_CALM_MAX } else { STALE_MAX });
-        let settling = self.calm && self.now.since(self.setup.faults_until) < STALE_MAX;
+        let (node, stale) = (&self.nodes[host], if self.env.calm { STALE_IN_CALM_MAX } else { STALE_MAX });
+        let settling = self.env.calm && self.env.now.since(self.env.setup.faults_until) < STALE_MAX;
         let stale = if settling { STALE_MAX } else { stale };
         node.reported_durable.contains(key)
-            || node.withdrawn.get(key).is_some_and(|at| self.now.since(*at) < stale)
+            || node.withdrawn.get(key).is_some_and(|at| self.env.now.since(*at) < stale)
     }
 
     /// Passes the answer to the core, which drops moving blocks that have another durable replica.
@@ -210,7 +210,7 @@ impl Simulation {
             assert!(lost.is_none(), "node {node} drops {lost:?} without a replica on {hosts:?}");
         }
         if !dropped.is_empty() {
-            self.count("moves with a drop");
+            self.env.count("moves with a drop");
         }
     }
 
@@ -219,9 +219,9 @@ impl Simulation {
     /// Records, under the name `words`, that an offer or move of a node was refused: its blocks may stay
     /// there.
     pub(crate) fn note_refusal(&mut self, node: usize, words: &'static str) {
-        let now = self.now;
-        if self.calm {
-            self.count(words);
+        let now = self.env.now;
+        if self.env.calm {
+            self.env.count(words);
         }
         self.process(node).placed.refused = Some(now);
     }
@@ -239,8 +239,8 @@ impl Simulation {
 
     /// Checks that peers have fetched at most the bytes that a node's bandwidth allows, plus one block.
     pub(crate) fn note_given(&mut self, node: usize, bytes: u64) {
-        let now = self.time(Host::Node(node));
-        let rate = u128::from(self.setup.settings.placement_bandwidth);
+        let now = self.env.time(Host::Node(node));
+        let rate = u128::from(self.env.setup.settings.placement_bandwidth);
         let placed = &mut self.process(node).placed;
         placed.given += bytes;
         let time_us = now.since(placed.since.unwrap_or(now)).as_micros() + 1_000_000;
@@ -260,7 +260,7 @@ impl Simulation {
 
     /// An injected flaw: makes room for offered blocks by lowering the limit of their tenant.
     pub(crate) fn evict_for_offer(&mut self, node: usize, tenant: TenantId, bytes: u64) {
-        if self.setup.variant != Variant::OffersEvictBlocks {
+        if self.env.setup.variant != Variant::OffersEvictBlocks {
             return;
         }
         let usage = self.process(node).core.tenant_usage().find(|usage| usage.tenant == tenant);
@@ -283,7 +283,7 @@ impl Simulation {
         if mode_revision.0 != placed.mode_revision.0 || mode_revision.1 >= placed.mode_revision.1 {
             (placed.mode_revision, placed.inactive) = (mode_revision, set.mode != NodeMode::Active);
         }
-        let variant = self.setup.variant;
+        let variant = self.env.setup.variant;
         let client = self.client(node);
         let from = owner(client.members.routes().map(|routes| &**routes), link, REBALANCER_SLOT);
         let reply = ReplyDirectives { mode_revision: Some(set.revision), order: given, from };
@@ -303,6 +303,6 @@ impl Simulation {
     }
 
     fn note_move(&mut self, given: Option<Move>) {
-        self.count(if given.is_some() { "moves started" } else { "moves ended" });
+        self.env.count(if given.is_some() { "moves started" } else { "moves ended" });
     }
 }

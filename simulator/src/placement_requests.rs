@@ -35,14 +35,14 @@ impl Simulation {
         (keys, slot_bytes, reason): (Vec<BlockKey>, u64, PlaceReason),
         time: Duration,
     ) {
-        let deadline = self.time(Host::Node(node)).after(time);
+        let deadline = self.env.time(Host::Node(node)).after(time);
         let query = OwnerQuery::new(keys, Placement::Unanswered);
         let pending = PendingPlacement { query, slot_bytes, reason, deadline };
         self.client(node).placements.insert(place, pending);
-        self.count("questions of places");
+        self.env.count("questions of places");
         if !self.ask_placers(node, place) {
             // Deferred, because the core is still executing effects.
-            self.later(node, Duration::ZERO, AgentStep::PlaceOver(place));
+            self.env.later(node, Duration::ZERO, AgentStep::PlaceOver(place));
         }
     }
 
@@ -63,7 +63,7 @@ impl Simulation {
 
     fn ask_placer(&mut self, node: usize, place: PlaceId, link: LinkId, part: Part) {
         let line = self.link_line(node, link);
-        let now = self.time(Host::Node(node));
+        let now = self.env.time(Host::Node(node));
         let client = self.client(node);
         let granted = client.links[&link].granted().expect("only a registered link sends requests");
         let pending = &client.placements[&place];
@@ -110,7 +110,7 @@ impl Simulation {
 
     /// Requests the newer map of a member.
     fn learn_of_places(&mut self, node: usize, place: PlaceId, link: LinkId) {
-        let now = self.time(Host::Node(node));
+        let now = self.env.time(Host::Node(node));
         let client = self.client(node);
         let time = client.placements[&place].deadline.since(now).min(CALL_TIMEOUT);
         if time.is_zero() || !client.links.contains_key(&link) {
@@ -122,7 +122,7 @@ impl Simulation {
 
     /// Handles the arrival of the newer map.
     pub(crate) fn learned_of_places(&mut self, node: usize, place: PlaceId) {
-        let now = self.time(Host::Node(node));
+        let now = self.env.time(Host::Node(node));
         let Some(pending) = self.client(node).placements.get_mut(&place) else { return };
         if now >= pending.deadline || !self.ask_placers(node, place) {
             self.place_over(node, place);

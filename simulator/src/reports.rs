@@ -59,12 +59,12 @@ impl Simulation {
     pub(crate) fn report_state(&mut self, node: usize) {
         let process = self.process(node);
         process.state = StateSnapshot::of(&process.core);
-        self.later(node, STATE_EVERY, AgentStep::ReportState);
+        self.env.later(node, STATE_EVERY, AgentStep::ReportState);
     }
 
     /// Handles the due time of a report.
     pub(crate) fn report_due(&mut self, node: usize, id: LinkId) {
-        let now = self.time(Host::Node(node));
+        let now = self.env.time(Host::Node(node));
         let Some(link) = self.client(node).links.get_mut(&id) else { return };
         link.reporting.open(now);
         self.report_if_due(node, id);
@@ -84,7 +84,7 @@ impl Simulation {
 
     /// Creates the tenant part of a report over a link, and its number.
     fn tenant_report(&mut self, node: usize, id: LinkId) -> (ReportNumber, Vec<ReportedTenant>) {
-        let variant = self.setup.variant;
+        let variant = self.env.setup.variant;
         let process = self.process(node);
         let routes = process.client.members.routes().cloned();
         let owner = |tenant: &TenantName| match variant {
@@ -111,7 +111,7 @@ impl Simulation {
         if let Some(NodeReportReply { grants, direction }) = reply
             && granted.is_some_and(|granted| granted.epoch == epoch)
         {
-            self.count("reports");
+            self.env.count("reports");
             grants.iter().for_each(|order| self.take_grant(node, id, number, order));
             if let Some(direction) = direction {
                 self.directed(node, (id, epoch), direction);
@@ -130,20 +130,20 @@ impl Simulation {
         let owner =
             owner(process.client.members.routes().map(|routes| &**routes), id, order.tenant.hash_slot());
         if process.grants.accept((number, owner), &order.tenant, &grant) {
-            self.count("orders");
-            let delay = self.rng.micros(10..INBOX_US_MAX);
-            self.later(node, delay, AgentStep::Order { epoch: order.epoch, grant });
+            self.env.count("orders");
+            let delay = self.env.rng.micros(10..INBOX_US_MAX);
+            self.env.later(node, delay, AgentStep::Order { epoch: order.epoch, grant });
         } else {
-            self.count("orders of former owners");
+            self.env.count("orders of former owners");
         }
     }
 
     /// Ends a report, with or without an answer.
     pub(crate) fn report_over(&mut self, node: usize, id: LinkId) {
-        let now = self.time(Host::Node(node));
+        let now = self.env.time(Host::Node(node));
         let Some(link) = self.client(node).links.get(&id) else { return };
         let wait = link.reporting.wait(now);
-        self.later(node, wait, AgentStep::Report(id));
+        self.env.later(node, wait, AgentStep::Report(id));
     }
 }
 

@@ -73,14 +73,14 @@ pub fn scale(cluster: Cluster) -> Result<Measured, String> {
     let mut simulation = Simulation::with(setup, cluster.seed, Recording::Digest);
     let first_start = simulation.measure("the first start")?;
     simulation.fill();
-    let lost = simulation.now;
+    let lost = simulation.env.now;
     (0..cluster.members).for_each(|member| simulation.kill_member(member));
     simulation.run_until(lost.after(NOTICED_AFTER));
     simulation.match_own();
     simulation.run_until(lost.after(RESTART_AFTER));
     (0..cluster.members).for_each(|member| simulation.start_member(member));
     let rebuild = RESTART_AFTER + simulation.measure("the rebuilding")?;
-    let seen = |what: &str| simulation.seen.get(what).copied().unwrap_or_default();
+    let seen = |what: &str| simulation.env.seen.get(what).copied().unwrap_or_default();
     Ok(Measured {
         first_start,
         rebuild,
@@ -88,19 +88,19 @@ pub fn scale(cluster: Cluster) -> Result<Measured, String> {
         inventories: seen("inventories"),
         local_matches: seen("local matches alone"),
         replicas: simulation.replicas_held(),
-        steps: simulation.trace.steps(),
-        digest: simulation.trace.digest(),
+        steps: simulation.env.trace.steps(),
+        digest: simulation.env.trace.digest(),
     })
 }
 
 impl Simulation {
     /// Runs until every directory is complete.
     fn measure(&mut self, what: &str) -> Result<Duration, String> {
-        let began = self.now;
-        while self.now.since(began) < TIME_MAX {
-            self.run_until(self.now.after(POLL_INTERVAL));
+        let began = self.env.now;
+        while self.env.now.since(began) < TIME_MAX {
+            self.run_until(self.env.now.after(POLL_INTERVAL));
             if self.is_whole() {
-                return Ok(self.now.since(began));
+                return Ok(self.env.now.since(began));
             }
         }
         Err(format!("{what} takes longer than {TIME_MAX:?}"))
@@ -109,7 +109,7 @@ impl Simulation {
     fn is_whole(&self) -> bool {
         let mut owned = 0;
         for member in 0..self.members.len() {
-            let now = self.time(Host::Member(member));
+            let now = self.env.time(Host::Member(member));
             let Some(running) = self.members[member].as_ref() else { return false };
             let size = running.directory.size();
             let knows = size.nodes.len() == self.nodes.len() && size.slots_partial == 0;
@@ -137,7 +137,7 @@ impl Simulation {
             let session = self.seated(node);
             self.ask(node, session, RequestKind::Reserve(4), Request::Reserve { count: 4 });
         }
-        self.run_until(self.now.after(POLL_INTERVAL));
+        self.run_until(self.env.now.after(POLL_INTERVAL));
         for node in 0..self.nodes.len() {
             let session = self.seated(node);
             let engine = self.engine(node, session);
@@ -145,7 +145,7 @@ impl Simulation {
             let keys = self.draw_keys(tenant, layout);
             self.commit(node, session, &keys);
         }
-        self.run_until(self.now.after(WRITE_TIME));
+        self.run_until(self.env.now.after(WRITE_TIME));
     }
 
     /// Makes every engine match all blocks of its node; the checks of matches ensure complete and timely

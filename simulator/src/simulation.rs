@@ -4,30 +4,26 @@
 //! process number ("life") and is dropped when that process ends.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
 
 use reprise_agent_core::effect::{FetchId, LookupId, OfferId, PlaceId, ServeId};
 use reprise_agent_core::event::{Event, Grant, Request, RequestId};
-use reprise_policy::shards::ShardMap;
 use reprise_policy::{BlockKey, Epoch, SessionId, Tick};
 
 use crate::answer_audit::AnswerAudit;
 use crate::budgets::{BudgetAudit, FIRST_BUDGET_AFTER};
-use crate::clock::Clock;
-use crate::hosts::Hosts;
+use crate::environment::Environment;
 use crate::link::LinkId;
-use crate::member::{Member, member_name};
+use crate::member::Member;
 use crate::membership::MemberStep;
 use crate::memory::Tag;
 use crate::messages::{CallId, Message};
-use crate::network::{End, Host, LineId, Network};
+use crate::network::{End, Host, LineId};
 use crate::node::Node;
-use crate::queue::Queue;
 use crate::random_faults::Repair;
 use crate::rng::Rng;
 use crate::setup::{Limits, Setup, Variant};
 use crate::store_process::{StoreProcess, StoreStep};
-use crate::trace::{Recording, Trace};
+use crate::trace::Recording;
 
 /// Maximum number of steps of one run; more indicate an endless loop.
 const STEPS_MAX: u64 = 3_000_000;
@@ -137,20 +133,10 @@ pub(crate) enum AgentStep {
 /// State of a simulation; see the module.
 #[derive(Debug)]
 pub(crate) struct Simulation {
-    pub(crate) setup: Setup,
-    pub(crate) now: Tick,
-    pub(crate) rng: Rng,
-    /// Draws the changes of failure domains, which only some simulations have. All others are independent of it.
-    pub(crate) domains: Rng,
-    pub(crate) queue: Queue<Action>,
-    pub(crate) trace: Trace,
-    pub(crate) network: Network<Message>,
+    pub(crate) env: Environment,
     pub(crate) nodes: Vec<Node>,
-    pub(crate) hosts: Hosts,
     pub(crate) members: Vec<Option<Member>>,
     pub(crate) store_process: StoreProcess,
-    /// Shard maps, which all processes compute with equal results.
-    maps: BTreeMap<(Epoch, Vec<usize>), Arc<ShardMap>>,
     pub(crate) answers: AnswerAudit,
     /// Every content that was ever committed under a key, on any node.
     pub(crate) truth: BTreeMap<BlockKey, BTreeSet<Tag>>,
@@ -158,9 +144,6 @@ pub(crate) struct Simulation {
     pub(crate) grants: u64,
     /// Grants of tenants in the whole cluster.
     pub(crate) budget_audit: BudgetAudit,
-    pub(crate) calm: bool,
-    /// Number of occurrences by name.
-    pub(crate) seen: BTreeMap<&'static str, u64>,
 }
 
 impl Simulation {
@@ -178,34 +161,22 @@ impl Simulation {
     /// Creates a simulation of this setup without random actions and faults.
     pub(crate) fn with(setup: Setup, seed: u64, recording: Recording) -> Simulation {
         let mut simulation = Simulation::of(setup, Rng::new(seed), recording);
-        (simulation.calm, simulation.network.calm) = (true, true);
+        (simulation.env.calm, simulation.env.network.calm) = (true, true);
         simulation.begin();
         simulation
     }
 
-    fn of(setup: Setup, mut rng: Rng, recording: Recording) -> Simulation {
-        let clock = Clock::draw(Tick(0), &mut rng);
-        let nodes = (0..setup.nodes).map(|node| Node::new(node, &setup)).collect();
+    fn of(setup: Setup, rng: Rng, recording: Recording) -> Simulation {
         Simulation {
-            now: Tick(0),
-            rng,
-            domains: Rng::new(0),
-            queue: Queue::new(),
-            trace: Trace::new(recording),
-            network: Network::new(),
-            hosts: Hosts::new(setup.nodes, setup.members, clock),
-            nodes,
+            nodes: (0..setup.nodes).map(|node| Node::new(node, &setup)).collect(),
             members: (0..setup.members).map(|_| None).collect(),
             store_process: StoreProcess::default(),
-            maps: BTreeMap::new(),
             answers: AnswerAudit::default(),
             truth: BTreeMap::new(),
             tags: 0,
             grants: 0,
             budget_audit: BudgetAudit::default(),
-            calm: false,
-            seen: BTreeMap::new(),
-            setup,
+            env: Environment::new(setup, rng, recording),
         }
     }
 
@@ -218,61 +189,37 @@ impl Simulation {
     /// Starts the engines and the faults.
     fn begin_faults(&mut self) {
         for node in 0..self.nodes.len() {
-            for seat in 0..self.setup.engines {
-                self.after(std::time::Duration::from_millis(1), Action::Engine { node, seat });
+            for seat in 0..self.env.setup.engines {
+                self.env.after(std::time::Duration::from_millis(1), Action::Engine { node, seat });
             }
         }
-        self.after(self.setup.operate_every, Action::Operate);
-        self.after(self.setup.fault_every, Action::Fault);
-        match self.setup.limits {
-            Limits::Drawn => self.after(self.setup.fault_every, Action::Grant),
-            Limits::Budgets => self.after(FIRST_BUDGET_AFTER, Action::Budget),
+        self.env.after(self.env.setup.operate_every, Action::Operate);
+        self.env.after(self.env.setup.fault_every, Action::Fault);
+        match self.env.setup.limits {
+            Limits::Drawn => self.env.after(self.env.setup.fault_every, Action::Grant),
+            Limits::Budgets => self.env.after(FIRST_BUDGET_AFTER, Action::Budget),
         }
-    }
-
-    /// Schedules an action after a delay.
-    pub(crate) fn after(&mut self, delay: std::time::Duration, action: Action) {
-        self.queue.push(self.now.after(delay), action);
-    }
-
-    /// Schedules a step of a node's running process, by its clock.
-    pub(crate) fn later(&mut self, node: usize, delay: std::time::Duration, what: AgentStep) {
-        let host = Host::Node(node);
-        let (at, life) = (self.in_time(host, delay), self.host(host).life);
-        self.queue.push(at, Action::Agent { node, life, what });
     }
 
     /// Runs all actions that are due by an instant.
     pub(crate) fn run_until(&mut self, until: Tick) {
-        while let Some((at, action)) = self.queue.pop(until) {
-            self.now = self.now.max(at);
+        while let Some((at, action)) = self.env.queue.pop(until) {
+            self.env.now = self.env.now.max(at);
             self.step(action);
             let steps_max = STEPS_MAX.max(STEPS_PER_NODE_MAX * self.nodes.len() as u64);
-            assert!(self.trace.steps() < steps_max, "the simulation does not end");
+            assert!(self.env.trace.steps() < steps_max, "the simulation does not end");
         }
-        self.now = until;
-    }
-
-    /// Returns the shard map of these members.
-    pub(crate) fn map_of(&mut self, epoch: Epoch, members: impl Iterator<Item = usize>) -> Arc<ShardMap> {
-        let members: Vec<usize> = members.collect();
-        let make = |members: &[usize]| ShardMap::new(epoch, members.iter().copied().map(member_name));
-        let known = self.maps.entry((epoch, members.clone()));
-        known.or_insert_with(|| Arc::new(make(&members).expect("member names are unique"))).clone()
-    }
-
-    pub(crate) fn count(&mut self, what: &'static str) {
-        *self.seen.entry(what).or_default() += 1;
+        self.env.now = until;
     }
 
     fn step(&mut self, action: Action) {
-        let Some(action) = self.defer(action) else { return };
-        self.trace.step(self.now, code(&action), || format!("{action:?}"));
+        let Some(action) = self.env.defer(action) else { return };
+        self.env.trace.step(self.env.now, code(&action), || format!("{action:?}"));
         match action {
             Action::Deliver { line, to, number, message } => self.arrive((line, to), number, message),
             Action::LineLost { line, end } => self.line_lost(line, end),
             Action::Agent { node, life, what } => {
-                if self.host(Host::Node(node)).life == life && self.nodes[node].process.is_some() {
+                if self.env.host(Host::Node(node)).life == life && self.nodes[node].process.is_some() {
                     self.local(node, what);
                 }
             }

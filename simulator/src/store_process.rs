@@ -65,8 +65,8 @@ impl StoreStep {
 impl Simulation {
     /// Starts the store's process on the contents of its disk.
     pub(crate) fn start_store(&mut self) {
-        self.begin_process(Host::Store);
-        let now = self.time(Host::Store);
+        self.env.begin_process(Host::Store);
+        let now = self.env.time(Host::Store);
         self.store_process.store.restarted(now);
         self.store_process.watchers.clear();
         self.store_process.expire_at = None;
@@ -74,12 +74,12 @@ impl Simulation {
     }
 
     pub(crate) fn kill_store(&mut self) {
-        self.break_lines(Host::Store);
-        self.end_process(Host::Store);
+        self.env.break_lines(Host::Store);
+        self.env.end_process(Host::Store);
     }
 
     pub(crate) fn serve_store_call(&mut self, of: (LineId, CallId), request: StoreRequest) {
-        let now = self.time(Host::Store);
+        let now = self.env.time(Host::Store);
         let took_us_max = match request {
             StoreRequest::Transact { .. } | StoreRequest::Delete { .. } | StoreRequest::Grant(_) => {
                 WRITE_US_MAX
@@ -115,26 +115,26 @@ impl Simulation {
     }
 
     fn answer(&mut self, of: (LineId, CallId), took_us_max: u64, reply: StoreReply) {
-        let mut took = self.rng.micros(50..took_us_max);
+        let mut took = self.env.rng.micros(50..took_us_max);
         if took_us_max == WRITE_US_MAX {
-            let busy_until = self.store_process.busy_until.max(self.now).after(WRITE_BUSY);
+            let busy_until = self.store_process.busy_until.max(self.env.now).after(WRITE_BUSY);
             self.store_process.busy_until = busy_until;
-            took += busy_until.since(self.now);
+            took += busy_until.since(self.env.now);
         }
         let delay = if self.store_process.slow { took + SLOW } else { took };
-        let life = self.host(Host::Store).life;
+        let life = self.env.host(Host::Store).life;
         let what = StoreStep::Answer { line: of.0, call: of.1, reply };
-        self.after(delay, Action::Store { life, what });
+        self.env.after(delay, Action::Store { life, what });
     }
 
     fn watch(&mut self, of: (LineId, CallId), prefix: Prefix, from: Revision) {
         let store = &self.store_process.store;
         if store.changes(prefix, from).is_err() {
-            self.count("watches compacted");
+            self.env.count("watches compacted");
             return self.answer(of, READ_US_MAX, StoreReply::Compacted);
         }
         self.store_process.watchers.push(Watcher { of, prefix, sent: from - 1 });
-        self.send(of.0, 0, Message::StoreReply { call: of.1, reply: StoreReply::Watching });
+        self.env.send(of.0, 0, Message::StoreReply { call: of.1, reply: StoreReply::Watching });
         self.notify_watchers();
     }
 
@@ -148,7 +148,7 @@ impl Simulation {
             watcher.sent = watcher.sent.max(revision);
             if !changes.is_empty() {
                 let reply = StoreReply::Changes { revision, changes };
-                self.send(watcher.of.0, 0, Message::StoreReply { call: watcher.of.1, reply });
+                self.env.send(watcher.of.0, 0, Message::StoreReply { call: watcher.of.1, reply });
             }
         }
         self.store_process.watchers = watchers;
@@ -162,16 +162,16 @@ impl Simulation {
     }
 
     pub(crate) fn store_step(&mut self, life: u64, what: StoreStep) {
-        if self.host(Host::Store).life != life || !self.runs(Host::Store) {
+        if self.env.host(Host::Store).life != life || !self.env.runs(Host::Store) {
             return;
         }
         match what {
             StoreStep::Answer { line, call, reply } => {
-                self.send(line, 0, Message::StoreReply { call, reply });
+                self.env.send(line, 0, Message::StoreReply { call, reply });
             }
             // A check that was scheduled before an earlier one, or before its clock stopped, has no effect.
             StoreStep::Expire
-                if self.store_process.expire_at.is_none_or(|at| at > self.time(Host::Store)) => {}
+                if self.store_process.expire_at.is_none_or(|at| at > self.env.time(Host::Store)) => {}
             StoreStep::Expire => {
                 self.store_process.expire_at = None;
                 self.expire_leases();
@@ -182,7 +182,7 @@ impl Simulation {
 
     /// Ends expired leases, and schedules the check for the next one.
     fn expire_leases(&mut self) {
-        self.store_process.store.expire(self.time(Host::Store), self.now);
+        self.store_process.store.expire(self.env.time(Host::Store), self.env.now);
         let next = self.store_process.store.next_expiry();
         if let Some(next) = next.filter(|next| self.store_process.expire_at.is_none_or(|at| *next < at)) {
             self.schedule_expiry(next);
@@ -191,8 +191,8 @@ impl Simulation {
 
     fn schedule_expiry(&mut self, next: Tick) {
         self.store_process.expire_at = Some(next);
-        let (at, life) = (self.when(Host::Store, next), self.host(Host::Store).life);
-        self.queue.push(at, Action::Store { life, what: StoreStep::Expire });
+        let (at, life) = (self.env.when(Host::Store, next), self.env.host(Host::Store).life);
+        self.env.queue.push(at, Action::Store { life, what: StoreStep::Expire });
     }
 
     /// Resumes the store's process: its clock may show any time, so its timer is set again.
@@ -207,7 +207,7 @@ impl Simulation {
 
     /// Empties the disk, as in a new installation of the store.
     pub(crate) fn wipe_store(&mut self) {
-        if self.runs(Host::Store) {
+        if self.env.runs(Host::Store) {
             self.kill_store();
         }
         self.store_process.store.wipe();

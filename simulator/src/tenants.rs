@@ -50,22 +50,22 @@ pub(crate) fn tenant_of_name(name: &TenantName) -> TenantId {
 impl Simulation {
     /// Sends a random grant to a random node; later grants may arrive earlier.
     pub(crate) fn send_grant(&mut self) {
-        if self.calm {
+        if self.env.calm {
             return;
         }
-        let delay = self.rng.millis(GRANT_EVERY_MS);
-        self.after(delay, Action::Grant);
-        let node = self.rng.below(self.nodes.len());
-        let tenant = TenantId(self.rng.below(usize::from(self.setup.tenants)) as u16);
+        let delay = self.env.rng.millis(GRANT_EVERY_MS);
+        self.env.after(delay, Action::Grant);
+        let node = self.env.rng.below(self.nodes.len());
+        let tenant = TenantId(self.env.rng.below(usize::from(self.env.setup.tenants)) as u16);
         let slot = large_layout().slot_bytes();
         let limit = |count: usize| if count > 30 { u64::MAX } else { slot * (2 + count as u64) };
         let quota = |count: usize| Quota::new(0, limit(count)).expect("nothing is reserved");
-        let (dram, nvme) = (quota(self.rng.below(40)), quota(self.rng.below(40)));
+        let (dram, nvme) = (quota(self.env.rng.below(40)), quota(self.env.rng.below(40)));
         self.grants += 1;
         let grant = Grant { tenant, version: self.grants, dram, nvme };
         if self.nodes[node].process.is_some() {
-            let delay = self.rng.micros(GRANT_DELAY_US);
-            self.later(node, delay, AgentStep::Event(Event::Budget(grant)));
+            let delay = self.env.rng.micros(GRANT_DELAY_US);
+            self.env.later(node, delay, AgentStep::Event(Event::Budget(grant)));
         }
     }
 
@@ -93,8 +93,8 @@ impl Simulation {
 
     /// Records a grant that has arrived; returns the grant that the agent applies.
     fn grant_arrives(&mut self, node: usize, grant: Grant) -> Grant {
-        let in_order_of_arrival = self.setup.variant == Variant::GrantsInOrderOfArrival;
-        self.count("grants");
+        let in_order_of_arrival = self.env.setup.variant == Variant::GrantsInOrderOfArrival;
+        self.env.count("grants");
         let process = self.process(node);
         process.names.insert(grant.tenant);
         process.placed.granted = true;
@@ -109,7 +109,7 @@ impl Simulation {
 
     /// Checks that no tenant grows above its limit.
     pub(crate) fn audit_tenants(&mut self, node: usize) {
-        let configured = &self.setup.settings.tenants;
+        let configured = &self.env.setup.settings.tenants;
         let process = self.nodes[node].process.as_mut().expect("the agent runs");
         for usage in process.core.tenant_usage() {
             let tenant = usage.tenant;
@@ -132,7 +132,7 @@ impl Simulation {
 
     /// Checks the bounds of the queues of changes for members, and of the concurrent lookups.
     pub(crate) fn audit_queues(&mut self, node: usize) {
-        let limit = self.setup.changes_queued_max;
+        let limit = self.env.setup.changes_queued_max;
         let process = self.nodes[node].process.as_mut().expect("the agent runs");
         process.inventory_max = process.inventory_max.max(process.inventory.len());
         // At most `limit` changes are in a batch in flight while the queue fills again to `limit`.

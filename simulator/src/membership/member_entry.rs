@@ -48,7 +48,7 @@ impl Simulation {
             }
             JoinOutput::Incarnation(incarnation) => {
                 if incarnation.is_some() {
-                    self.count("members registered");
+                    self.env.count("members registered");
                 }
                 self.place_changed(member);
             }
@@ -75,7 +75,7 @@ impl Simulation {
             StoreIdentity::Same if is_listed => JoinRefusal::NameTaken(ListedName::Listed),
             StoreIdentity::Same => JoinRefusal::NameTaken(ListedName::Free),
         };
-        self.count(match refusal {
+        self.env.count(match refusal {
             JoinRefusal::NameTaken(_) => "member names taken",
             JoinRefusal::OtherStore | JoinRefusal::Full => "members of a store that was replaced",
         });
@@ -85,8 +85,8 @@ impl Simulation {
     // ---- lease --------------------------------------------------------------------------------------------
 
     pub(super) fn granted_lease(&mut self, member: usize, id: LeaseId, requested_at: Tick) {
-        let answered = self.time(Host::Member(member));
-        let counted_from = match self.setup.variant {
+        let answered = self.env.time(Host::Member(member));
+        let counted_from = match self.env.setup.variant {
             Variant::LeaseFromAnswer => answered,
             _ => requested_at,
         };
@@ -97,8 +97,8 @@ impl Simulation {
     }
 
     pub(super) fn check_lease(&mut self, member: usize, id: LeaseId) {
-        let goes_on = self.setup.variant == Variant::AnswersAfterLease;
-        let now = self.time(Host::Member(member));
+        let goes_on = self.env.setup.variant == Variant::AnswersAfterLease;
+        let now = self.env.time(Host::Member(member));
         let Some(lease) = self.member(member).lease.as_mut().filter(|lease| lease.id == id) else { return };
         match lease.schedule.step(now) {
             LeaseStep::Wait(until) => {
@@ -118,18 +118,18 @@ impl Simulation {
                 }
             }
             LeaseStep::GiveUp => {
-                self.count("leases unconfirmed");
+                self.env.count("leases unconfirmed");
                 self.lose_lease(member, id);
             }
         }
     }
 
     pub(super) fn kept_alive(&mut self, member: usize, id: LeaseId, requested_at: Tick, lives: bool) {
-        let now = self.time(Host::Member(member));
-        let from = if self.setup.variant == Variant::LeaseFromAnswer { now } else { requested_at };
+        let now = self.env.time(Host::Member(member));
+        let from = if self.env.setup.variant == Variant::LeaseFromAnswer { now } else { requested_at };
         let Some(lease) = self.member(member).lease.as_mut().filter(|lease| lease.id == id) else { return };
         if !lives {
-            self.count("leases gone");
+            self.env.count("leases gone");
             return self.lose_lease(member, id);
         }
         lease.schedule.confirm(now, from);
@@ -137,8 +137,8 @@ impl Simulation {
     }
 
     pub(super) fn keep_alive_failed(&mut self, member: usize, id: LeaseId) {
-        let goes_on = self.setup.variant == Variant::AnswersAfterLease;
-        let now = self.time(Host::Member(member));
+        let goes_on = self.env.setup.variant == Variant::AnswersAfterLease;
+        let now = self.env.time(Host::Member(member));
         let Some(lease) = self.member(member).lease.as_mut().filter(|lease| lease.id == id) else { return };
         lease.schedule.fail(now);
         if now < lease.schedule.deadline() || !goes_on {

@@ -111,7 +111,7 @@ impl Simulation {
 
     /// Handles the compaction of changes that a watch has not received.
     pub(super) fn records_compacted(&mut self, member: usize, of: RecordKind) {
-        let loses = self.setup.variant == Variant::CompactionLosesChanges;
+        let loses = self.env.setup.variant == Variant::CompactionLosesChanges;
         let call = match of {
             RecordKind::Members if loses => RecordCall::after_list(self.store_process.store.revision()),
             _ => RecordCall::after(WatchEnd::Compacted),
@@ -155,16 +155,16 @@ impl Simulation {
 
     fn apply_members(&mut self, member: usize, revision: Revision, update: RecordUpdate<MemberName, Member>) {
         let mut list = std::mem::take(&mut self.member(member).list);
-        let map = |epoch, names: Vec<MemberName>| self.map_of(epoch, names.iter().map(number_of_member));
+        let map = |epoch, names: Vec<MemberName>| self.env.map_of(epoch, names.iter().map(number_of_member));
         let view = list.apply(revision, update, map).cloned();
         self.member(member).list = list;
         let Some(view) = view else { return };
         self.audit_list(revision, &incarnations(&view));
-        let now = self.time(Host::Member(member));
+        let now = self.env.time(Host::Member(member));
         if view.find(&member_name(self.member(member).name)).is_none() {
             self.join(member, JoinInput::NameFree);
         }
-        self.trace.note(|| format!("member {member} follows revision {revision} at {now:?}"));
+        self.env.trace.note(|| format!("member {member} follows revision {revision} at {now:?}"));
         self.place_changed(member);
     }
 
@@ -198,7 +198,7 @@ impl Simulation {
             IdentityAnswer::Changed
         };
         if !matches!(answer, IdentityAnswer::Unchanged(_)) {
-            self.count("stores found replaced");
+            self.env.count("stores found replaced");
         }
         self.follow_identity(member, IdentityCall::after(answer));
     }

@@ -78,7 +78,7 @@ impl Simulation {
     }
 
     pub(super) fn refuse(&mut self, of: &RegistrationAttempt) {
-        self.send(of.line, 0, Message::Reply { call: of.call, reply: Reply::Unavailable });
+        self.env.send(of.line, 0, Message::Reply { call: of.call, reply: Reply::Unavailable });
     }
 
     fn read_record(&mut self, member: usize, of: RegistrationAttempt) {
@@ -181,7 +181,7 @@ impl Simulation {
     ) {
         match result {
             Ok(revision) => {
-                self.count("modes set");
+                self.env.count("modes set");
                 self.member(member).learn_mode(order.node, ModeRecord { mode: order.mode, revision });
             }
             Err(_) => self.compare_store(member, Purpose::ModeOfStore(order)),

@@ -1,0 +1,86 @@
+//! The environment of all simulated processes: time and what is scheduled, the hosts with their clocks, the network,
+//! and what is recorded.
+//!
+//! Steps of a process get the environment and their own process, and nothing else: what they need from other
+//! processes arrives in messages. Checks read the whole simulation, between steps.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use reprise_policy::shards::ShardMap;
+use reprise_policy::{Epoch, Tick};
+
+use crate::clock::Clock;
+use crate::hosts::Hosts;
+use crate::member::member_name;
+use crate::messages::Message;
+use crate::network::{Host, Network};
+use crate::queue::Queue;
+use crate::rng::Rng;
+use crate::setup::Setup;
+use crate::simulation::{Action, AgentStep};
+use crate::trace::{Recording, Trace};
+
+/// The environment; see the module.
+#[derive(Debug)]
+pub(crate) struct Environment {
+    pub(crate) setup: Setup,
+    pub(crate) now: Tick,
+    pub(crate) rng: Rng,
+    /// Draws the changes of failure domains, which only some simulations have. All others are independent of it.
+    pub(crate) domains: Rng,
+    pub(crate) queue: Queue<Action>,
+    pub(crate) trace: Trace,
+    pub(crate) network: Network<Message>,
+    pub(crate) hosts: Hosts,
+    /// Shard maps, which all processes compute with equal results.
+    maps: BTreeMap<(Epoch, Vec<usize>), Arc<ShardMap>>,
+    /// The faults have ended.
+    pub(crate) calm: bool,
+    /// Number of occurrences by name.
+    pub(crate) seen: BTreeMap<&'static str, u64>,
+}
+
+impl Environment {
+    pub(crate) fn new(setup: Setup, mut rng: Rng, recording: Recording) -> Environment {
+        let clock = Clock::draw(Tick(0), &mut rng);
+        Environment {
+            now: Tick(0),
+            rng,
+            domains: Rng::new(0),
+            queue: Queue::new(),
+            trace: Trace::new(recording),
+            network: Network::new(),
+            hosts: Hosts::new(setup.nodes, setup.members, clock),
+            maps: BTreeMap::new(),
+            calm: false,
+            seen: BTreeMap::new(),
+            setup,
+        }
+    }
+
+    /// Schedules an action after a delay.
+    pub(crate) fn after(&mut self, delay: Duration, action: Action) {
+        self.queue.push(self.now.after(delay), action);
+    }
+
+    /// Schedules a step of a node's running process, by its clock.
+    pub(crate) fn later(&mut self, node: usize, delay: Duration, what: AgentStep) {
+        let host = Host::Node(node);
+        let (at, life) = (self.in_time(host, delay), self.host(host).life);
+        self.queue.push(at, Action::Agent { node, life, what });
+    }
+
+    /// Returns the shard map of these members.
+    pub(crate) fn map_of(&mut self, epoch: Epoch, members: impl Iterator<Item = usize>) -> Arc<ShardMap> {
+        let members: Vec<usize> = members.collect();
+        let make = |members: &[usize]| ShardMap::new(epoch, members.iter().copied().map(member_name));
+        let known = self.maps.entry((epoch, members.clone()));
+        known.or_insert_with(|| Arc::new(make(&members).expect("member names are unique"))).clone()
+    }
+
+    pub(crate) fn count(&mut self, what: &'static str) {
+        *self.seen.entry(what).or_default() += 1;
+    }
+}
