@@ -406,7 +406,9 @@ mod tests {
         nodes.extend([node_at(answering), node_at(String::new())]);
         let asked = Instant::now();
         let agents = ask_agents(&nodes).await.expect("every task ends");
-        assert!(asked.elapsed() < 2 * NODE_ANSWERS_WITHIN, "{:?}", asked.elapsed());
+        // One after another, they would take twice as long.
+        let concurrently = NODE_ANSWERS_WITHIN * (NODES_ASKED_AT_ONCE as u32 - 2) / 2;
+        assert!(asked.elapsed() < concurrently, "{:?}", asked.elapsed());
         let hung = |agent: &&AgentStatus| agent.as_ref().is_err_and(|error| error.contains("not answered"));
         assert_eq!(agents.iter().filter(hung).count(), NODES_ASKED_AT_ONCE - 2);
         let [.., answered, unreachable] = agents.as_slice() else { panic!("one result per node") };

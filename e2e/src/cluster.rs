@@ -15,10 +15,6 @@ use crate::{
 /// Hash slots of the directory.
 pub const SLOTS: u64 = 4096;
 
-/// Bound until members stop offering a silent node. They detect silence after 1.5 s; the rest is for a busy
-/// machine.
-const NOT_OFFERED_WITHIN: Duration = Duration::from_secs(2);
-
 /// Members, nodes, and the engines on the nodes.
 #[derive(Debug)]
 pub struct Cluster {
@@ -168,7 +164,7 @@ impl Cluster {
     /// # Panics
     /// If a member still offers it after the bound.
     pub fn wait_until_not_offered(&self, node: &str) {
-        wait_until("no member offers the silent node", NOT_OFFERED_WITHIN, || {
+        wait_until("no member offers the silent node", PATIENCE, || {
             self.members.iter().all(|member| member.offers(node) == Some(false)).then_some(())
         });
     }

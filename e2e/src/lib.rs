@@ -60,7 +60,7 @@ pub use reprise_testkit::etcd::{Etcd, ServerTls};
 pub use reprise_testkit::{process, wait};
 pub use sysfs::NvmeController;
 pub use test_env::TestEnv;
-pub use wait::{PATIENCE, wait_until};
+pub use wait::{PATIENCE, fast_call, wait_until};
 
 /// Returns the path of Prometheus' promtool, which is fetched if it does not exist.
 ///

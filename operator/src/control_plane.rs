@@ -510,13 +510,13 @@ mod tests {
         has_called(&metrics, 1);
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn times_out_if_the_server_accepts_but_does_not_respond() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
         let address = listener.local_addr().expect("bound").to_string();
         let planes = ControlPlanes::new(BTreeMap::from([("n/c".to_owned(), address)]));
         let (metrics, names) = (Metrics::new(ApiRequests::default()), names());
-        let begun = Instant::now();
+        let begun = tokio::time::Instant::now();
         let read = || planes.state(&names, &metrics);
         let (one, other) = tokio::join!(read(), read());
         assert!(one.is_err() && one == other);

@@ -31,13 +31,14 @@
 //! The lease is owned by the operator's service account if that is known, so uninstalling the release deletes
 //! it.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
 use k8s_openapi::api::core::v1::ServiceAccount;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::api::{Api, PostParams};
 use kube::core::ObjectMeta;
+use tokio::time::Instant;
 
 use crate::clock;
 use crate::error::OperatorError;

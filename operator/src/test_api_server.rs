@@ -5,6 +5,8 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use axum::http::{Request, Response};
+use kube::client::Body;
 use kube::{Client, Config};
 use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
@@ -47,6 +49,16 @@ impl RequestLog {
     pub(crate) fn methods(&self) -> Vec<String> {
         self.requests().into_iter().map(|request| request.method).collect()
     }
+
+    /// Records a request. Returns the code and body of its response; `None` for a request without one.
+    fn record(&self, request: RecordedRequest, responses: &[CannedResponse]) -> Option<(u16, String)> {
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        all.push(request);
+        match responses.get(all.len() - 1).or(responses.last())? {
+            CannedResponse::Json(code, body) => Some((*code, body.to_string())),
+            CannedResponse::Hang => None,
+        }
+    }
 }
 
 /// A `Status` object, as the API server returns for rejected requests.
@@ -59,10 +71,33 @@ pub(crate) fn error_response(code: u16, causes: &Value) -> CannedResponse {
     CannedResponse::Json(code, body)
 }
 
-/// Starts a server and returns a client for it. After the last response, that response is repeated.
-pub(crate) async fn serve(responses: Vec<CannedResponse>) -> (Client, RequestLog) {
-    let (config, log) = serve_config(responses).await;
-    (Client::try_from(config).expect("needs no certificates"), log)
+/// Returns a client whose requests are answered in this process, so that tests can pause the clock. After the last
+/// response, that response is repeated. Requires a tokio runtime.
+pub(crate) fn serve(responses: Vec<CannedResponse>) -> (Client, RequestLog) {
+    let log = RequestLog::default();
+    let (of_service, responses) = (log.clone(), Arc::new(responses));
+    let service =
+        tower::service_fn(move |request| answer(request, of_service.clone(), Arc::clone(&responses)));
+    (Client::new(service, "default"), log)
+}
+
+/// Records a request and returns its response.
+async fn answer(
+    request: Request<Body>,
+    log: RequestLog,
+    responses: Arc<Vec<CannedResponse>>,
+) -> Result<Response<Body>, kube::Error> {
+    let (head, body) = request.into_parts();
+    let body = body.collect_bytes().await?;
+    let (method, path) = (head.method.to_string(), head.uri.to_string());
+    let body = serde_json::from_slice(&body).unwrap_or_default();
+    match log.record(RecordedRequest { method, path, body }, &responses) {
+        Some((code, body)) => {
+            let response = Response::builder().status(code).header("content-type", "application/json");
+            response.body(Body::from(body.into_bytes())).map_err(kube::Error::HttpError)
+        }
+        None => std::future::pending().await,
+    }
 }
 
 /// Starts a server and returns the configuration of a client for it.
@@ -85,7 +120,7 @@ pub(crate) async fn serve_config(responses: Vec<CannedResponse>) -> (Config, Req
 
 /// A context whose API server answers every request with 404.
 pub(crate) async fn context() -> Arc<Context> {
-    let (client, _) = serve(vec![error_response(404, &json!([]))]).await;
+    let (client, _) = serve(vec![error_response(404, &json!([]))]);
     let settings = Settings {
         images: DefaultImages { agent: "a".to_owned(), control_plane: "c".to_owned(), etcd: "e".to_owned() },
         identity: "operator-0".to_owned(),
@@ -104,15 +139,7 @@ pub(crate) async fn context() -> Arc<Context> {
 async fn handle(stream: TcpStream, log: RequestLog, responses: Vec<CannedResponse>) {
     let mut stream = BufReader::new(stream);
     while let Some(request) = read(&mut stream).await {
-        let index = {
-            let mut all = log.0.lock().unwrap_or_else(PoisonError::into_inner);
-            all.push(request);
-            all.len() - 1
-        };
-        let Some(CannedResponse::Json(code, body)) = responses.get(index).or(responses.last()) else {
-            return std::future::pending().await;
-        };
-        let body = body.to_string();
+        let Some((code, body)) = log.record(request, &responses) else { return std::future::pending().await };
         let head = format!(
             "HTTP/1.1 {code} Canned\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
             body.len()

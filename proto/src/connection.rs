@@ -23,8 +23,8 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use h2::client::{Connection as Http2, SendRequest};
-use h2::{Ping, PingPong, RecvStream};
+use h2::client::{Connection as Http2, ResponseFuture, SendRequest};
+use h2::{Ping, PingPong, RecvStream, SendStream};
 use prost::Message;
 use prost::bytes::{Buf, BufMut, Bytes, BytesMut};
 use tokio::net::TcpStream;
@@ -87,10 +87,8 @@ impl Connection {
     pub async fn call<A: Message + Default>(&self, path: &str, request: &impl Message) -> Result<A, Status> {
         let head = self.head(path)?;
         let mut sender = self.sender().await?;
-        let (answer, mut stream) = sender.send_request(head, false).map_err(unavailable)?;
-        // Does not wait for the flow-control window: the excess stays in the buffer, at most one message.
-        stream.send_data(framed(request), true).map_err(unavailable)?;
-        let message = message(poll_before_sleep(answer).await.map_err(unavailable)?).await?;
+        let started = sender.send_request(head, false).map_err(unavailable)?;
+        let message = exchange(started, framed(request)).await?;
         A::decode(message).map_err(|error| Status::internal(format!("invalid response: {error}")))
     }
 
@@ -167,6 +165,18 @@ async fn run(connection: Http2<TcpStream, Bytes>, mut pings: PingPong) {
         _ = &mut connection => {}
         () = silent => {}
     }
+}
+
+/// Sends the message of a started call and reads its response.
+async fn exchange(
+    (answer, mut stream): (ResponseFuture, SendStream<Bytes>),
+    request: Bytes,
+) -> Result<Bytes, Status> {
+    // Does not wait for the flow-control window: the excess stays in the buffer, at most one message. Fails only
+    // if the stream has ended. The server may have answered without the message (RFC 9113 §8.1), so the response
+    // decides.
+    let _ = stream.send_data(request, true);
+    message(poll_before_sleep(answer).await.map_err(unavailable)?).await
 }
 
 /// Waits for a response; during the first `BUSY_FOR` it yields to the runtime instead of sleeping.
@@ -291,6 +301,35 @@ mod tests {
             .expect_err("the connection is closed");
         closing.await.expect("the server task ended");
         status
+    }
+
+    /// A server that rejects every call without reading its message. h2 then resets the stream.
+    async fn rejecting_server() -> String {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+        let address = listener.local_addr().expect("bound").to_string();
+        tokio::spawn(async move {
+            let (stream, _) = listener.accept().await.expect("a connection");
+            let mut connection = h2::server::handshake(stream).await.expect("a client");
+            while let Some(call) = connection.accept().await {
+                let (_unread, mut respond) = call.expect("a call");
+                let status = i32::from(Code::Unimplemented).to_string();
+                let rejection = Response::builder().header("grpc-status", status).body(()).expect("valid");
+                respond.send_response(rejection, true).expect("the call waits");
+            }
+        });
+        address
+    }
+
+    #[tokio::test]
+    async fn a_response_that_precedes_the_message_of_the_call_is_read() {
+        let connection = Connection::new(&rejecting_server().await).expect("an address");
+        let head = connection.head(LOOKUP).expect("a path");
+        let mut sender = connection.sender().await.expect("connected");
+        let mut started = sender.send_request(head, false).expect("started");
+        let reset = std::future::poll_fn(|context| started.1.poll_reset(context)).await;
+        assert_eq!(reset.expect("the stream ends"), h2::Reason::NO_ERROR);
+        let rejected = exchange(started, framed(&LookupRequest::default())).await.expect_err("rejected");
+        assert_eq!(rejected.code(), Code::Unimplemented, "{rejected}");
     }
 
     #[tokio::test]

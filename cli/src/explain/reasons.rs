@@ -182,7 +182,7 @@ mod tests {
         let asked = serve(talking, 1, r#"{"node": "n2", "origin": "saved"}"#);
         let of_silent = (0..100).map(|number| (1, BlockKey([number; 16])));
         let blocks = of_silent.chain([(2, KEY), (3, KEY)]);
-        let reasons = run(ask(&nodes, blocks, Duration::from_secs(1)));
+        let reasons = run(ask(&nodes, blocks, Duration::from_secs(3)));
         assert_eq!(reasons.len(), 102);
         let unanswered =
             |reason: &Reason| reason.as_ref().is_err_and(|error| error.contains("does not answer"));

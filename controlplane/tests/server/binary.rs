@@ -5,6 +5,8 @@ use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
+use reprise_controlplane::config::Config;
+use reprise_controlplane::server::ControlPlane;
 use reprise_proto::controlplane::{ListNodesRequest, PeerEndpoint, RegisterReply, RegisterRequest};
 use reprise_testkit::etcd::{Etcd, ServerTls, Setup, built_binary};
 use reprise_testkit::process::{ChildProcess, Signal};
@@ -114,7 +116,7 @@ fn prints_a_valid_default_configuration() {
     assert!(printed.status.success());
     let text = String::from_utf8(printed.stdout).expect("text");
     assert!(text.contains("dead_after = \"1500ms\""), "{text}");
-    reprise_controlplane::config::Config::parse(&text).expect("the default is valid");
+    Config::parse(&text).expect("the default is valid");
 }
 
 #[test]
@@ -168,11 +170,11 @@ fn a_full_disk_ends_the_process_and_loses_no_answered_registrations() {
     assert!(answered.iter().all(|node| known.contains(node)), "{} of {}", known.len(), answered.len());
 }
 
-/// Node numbers in etcd survive the process. Without etcd, a start fails with the setting to check.
+/// Node numbers in etcd survive the process.
 #[test]
 fn node_numbers_survive_in_etcd() {
     let directory = tempfile::tempdir().expect("a directory");
-    let mut server = Etcd::start_in(directory.path());
+    let server = Etcd::start_in(directory.path());
     let endpoint = server.endpoint();
     let config = write_config(directory.path(), &format!("kind = 'etcd'\nendpoints = ['{endpoint}']"));
     let runtime = Runtime::new().expect("a runtime");
@@ -189,11 +191,18 @@ fn node_numbers_survive_in_etcd() {
     let process = Process::start(&config);
     assert_eq!(register(&process, "b"), (2, 2));
     assert_eq!(register(&process, "c"), (3, 1));
-    drop(process);
-    server.kill();
-    let (refused, message) = output(command(&config));
-    assert!(!refused.status.success());
-    assert!(message.contains("store.endpoints"), "{message}");
+}
+
+/// A member waits for etcd for some time, here on a paused clock.
+#[tokio::test(start_paused = true)]
+async fn a_start_without_etcd_fails_with_the_setting_to_check() {
+    let directory = tempfile::tempdir().expect("a directory");
+    // No process listens on port 1.
+    let config = write_config(directory.path(), "kind = 'etcd'\nendpoints = ['http://127.0.0.1:1']");
+    let text = std::fs::read_to_string(config).expect("just written");
+    let config = Config::parse(&text).expect("valid");
+    let refused = ControlPlane::start(config).await.expect_err("there is no etcd");
+    assert!(format!("{refused:#}").contains("store.endpoints"), "{refused:#}");
 }
 
 /// TLS files of the configuration are used: registrations succeed with them, and a wrong file fails the

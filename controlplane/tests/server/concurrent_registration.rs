@@ -16,9 +16,9 @@ use tokio::task::JoinSet;
 const NODES: u16 = 300;
 const MEMBERS: usize = 3;
 
-/// Time limit. A first registration takes four calls to etcd. 300 of them in sequence take some seconds on a
-/// busy machine, and members sometimes conflict.
-const ALL_WITHIN: Duration = Duration::from_secs(30);
+/// Time limit. A first registration takes four calls to etcd. 300 of them in sequence take some seconds, and
+/// members sometimes conflict. A busy machine needs several times as long.
+const ALL_WITHIN: Duration = Duration::from_secs(120);
 
 /// The registry of one member.
 async fn registry(server: &Etcd) -> Registry {

@@ -1,6 +1,8 @@
 //! Updates and lookups: sequences, inventories, limits, invalid input, large inventories, and concurrent
 //! heartbeats.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use reprise_policy::{BlockKey, SlotSet};
@@ -172,41 +174,46 @@ async fn slots_are_partial_and_changes_rejected_until_inventories_are_announced(
     member.shutdown().await;
 }
 
-/// Heartbeats on their own connection, while other connections keep all workers busy with batches.
+/// Heartbeats on their own connection, while other connections keep all workers busy with batches. A busy machine
+/// delays calls of all connections, so most heartbeats are compared with the calls that end meanwhile.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn answers_heartbeats_while_busy_with_updates_and_lookups() {
     const LOADED_FOR: Duration = Duration::from_secs(2);
+    const LOADERS: u64 = 4;
+    const CALLS_MAX: u64 = 2 * LOADERS;
     let member = harness::start().await;
     let mut beating = Node::register(&member, "beating").await;
     let end = Instant::now() + LOADED_FOR;
-    let mut load = Vec::new();
-    for loader in 0..4 {
+    let (mut load, calls) = (Vec::new(), Arc::new(AtomicU64::new(0)));
+    for loader in 0..LOADERS {
         let mut node = Node::register(&member, &format!("loader-{loader}")).await;
+        let calls = Arc::clone(&calls);
         load.push(tokio::spawn(async move {
             let keys = harness::keys(loader * 100_000..loader * 100_000 + 8192);
-            let mut batches = 0_u32;
             while Instant::now() < end {
                 node.announce(keys.clone(), 1).await;
+                calls.fetch_add(1, Ordering::Relaxed);
                 node.announce(keys.clone(), 0x81).await;
+                calls.fetch_add(1, Ordering::Relaxed);
                 node.lookup(keys.clone()).await;
-                batches += 1;
+                calls.fetch_add(1, Ordering::Relaxed);
             }
-            batches
         }));
     }
-    let mut slowest = Duration::ZERO;
-    let mut heartbeats = 0_u32;
+    // Number of calls that end during each heartbeat.
+    let mut during = Vec::new();
     while Instant::now() < end {
-        let start = Instant::now();
+        let before = calls.load(Ordering::Relaxed);
         assert!(beating.heartbeat().await);
-        slowest = slowest.max(start.elapsed());
-        heartbeats += 1;
+        during.push(calls.load(Ordering::Relaxed) - before);
     }
-    let mut batches = 0;
     for task in load {
-        batches += task.await.expect("no panic");
+        task.await.expect("no panic");
     }
-    assert!(batches > 0 && heartbeats > 0);
-    assert!(slowest < Duration::from_millis(500), "a heartbeat took {slowest:?} during {batches} batches");
+    during.sort_unstable();
+    let all = calls.load(Ordering::Relaxed);
+    assert!(all > LOADERS && during.len() > 10, "{all} calls, {} heartbeats", during.len());
+    let usual = during[during.len() * 9 / 10];
+    assert!(usual <= CALLS_MAX, "{usual} of {all} calls overtake a heartbeat");
     member.shutdown().await;
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use reprise_controlplane::config::{Config, StoreConfig};
 use reprise_controlplane::server::ControlPlane;
-use reprise_policy::{BlockKey, SlotSet};
+use reprise_policy::{BlockKey, Interval, SlotSet};
 use reprise_proto::controlplane::directory_client::DirectoryClient;
 use reprise_proto::controlplane::events_client::EventsClient;
 use reprise_proto::controlplane::membership_client::MembershipClient;
@@ -16,11 +16,22 @@ use reprise_proto::controlplane::{
 use reprise_testkit::http::ask_async;
 use tonic::transport::{Channel, Endpoint};
 
-/// Time limit for any event that must happen.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
+/// Time limit for any event that must happen. A busy machine delays events by seconds.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Configuration with free ports and a memory store.
+/// Longer than any test: a node stays alive without heartbeats.
+const ALIVE_FOR: Duration = Duration::from_secs(3600);
+
+/// Configuration with free ports and a memory store. Nodes stay alive without heartbeats.
 pub(crate) fn config() -> Config {
+    let mut config = config_of_expiring_nodes();
+    config.membership.dead_after = Interval(ALIVE_FOR);
+    config.membership.forget_after = Interval(ALIVE_FOR);
+    config
+}
+
+/// Configuration with free ports and a memory store. Nodes die without heartbeats, as by default.
+pub(crate) fn config_of_expiring_nodes() -> Config {
     Config {
         listen: "127.0.0.1:0".parse().expect("an address"),
         admin: "127.0.0.1:0".parse().expect("an address"),
@@ -29,9 +40,9 @@ pub(crate) fn config() -> Config {
     }
 }
 
-/// Configuration with free ports and an embedded store.
+/// Configuration with free ports and an embedded store. Nodes die without heartbeats, as by default.
 pub(crate) fn config_with_store(path: &Path) -> Config {
-    Config { store: StoreConfig::Embedded { path: path.to_owned() }, ..config() }
+    Config { store: StoreConfig::Embedded { path: path.to_owned() }, ..config_of_expiring_nodes() }
 }
 
 /// Restarts a member on the store of one that was shut down. Calls that end with it may hold the file a
@@ -52,6 +63,11 @@ pub(crate) async fn start_again(path: &Path) -> ControlPlane {
 
 pub(crate) async fn start() -> ControlPlane {
     ControlPlane::start(config()).await.expect("started")
+}
+
+/// Starts a member whose nodes die without heartbeats, as by default.
+pub(crate) async fn start_with_expiring_nodes() -> ControlPlane {
+    ControlPlane::start(config_of_expiring_nodes()).await.expect("started")
 }
 
 pub(crate) async fn channel(member: &ControlPlane) -> Channel {

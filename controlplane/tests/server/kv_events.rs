@@ -129,7 +129,7 @@ async fn subscribed(address: SocketAddr, node: &mut Node) -> (SubSocket, u64, Ve
             let number = u64::from_be_bytes(message[1][..].try_into().expect("8 bytes"));
             return (socket, number, message[2].to_vec());
         }
-        assert!(round < 200, "the subscription did not take effect");
+        assert!(round < 1200, "the subscription did not take effect");
     }
     unreachable!("rounds are limited")
 }

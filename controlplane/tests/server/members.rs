@@ -13,16 +13,16 @@ use reprise_testkit::process::Signal;
 use crate::process::{PATIENCE, Process, write_config};
 
 /// Shortest lease that etcd grants.
-const TIME_TO_LIVE: Duration = Duration::from_secs(2);
+const SHORT: &str = "2s";
 
-/// Margin for etcd, which checks for expired leases twice a second, on a machine busy with other tests.
-const NOTICE_WITHIN: Duration = Duration::from_secs(2);
+/// A lease that does not expire while a test waits.
+const LONG: &str = "600s";
 
-fn config(directory: &Path, endpoint: &str, name: &str) -> PathBuf {
+fn config(directory: &Path, endpoint: &str, (name, time_to_live): (&str, &str)) -> PathBuf {
     let directory = directory.join(name);
     std::fs::create_dir_all(&directory).expect("a directory");
-    let store = format!("kind = 'etcd'\nendpoints = ['{endpoint}']\n[member]\nname = '{name}'");
-    write_config(&directory, &store)
+    let member = format!("[member]\nname = '{name}'\ntime_to_live = '{time_to_live}'");
+    write_config(&directory, &format!("kind = 'etcd'\nendpoints = ['{endpoint}']\n{member}"))
 }
 
 async fn members(process: &Process) -> MemberList {
@@ -50,12 +50,12 @@ async fn listed(process: &Process, expected: &[&str]) -> MemberList {
     }
 }
 
-/// Starts an etcd; returns what starts a member over it, and the etcd.
-fn etcd_for_members() -> (impl Fn(&str) -> Process, Etcd) {
+/// Starts an etcd; returns what starts a member with such a lease over it, and the etcd.
+fn etcd_for_members(time_to_live: &'static str) -> (impl Fn(&str) -> Process, Etcd) {
     let directory = tempfile::tempdir().expect("a directory");
     let server = Etcd::start_in(directory.path());
     let endpoint = server.endpoint();
-    let start = move |name: &str| Process::start(&config(directory.path(), &endpoint, name));
+    let start = move |name: &str| Process::start(&config(directory.path(), &endpoint, (name, time_to_live)));
     (start, server)
 }
 
@@ -65,8 +65,8 @@ fn map(list: &MemberList) -> ShardMap {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn members_find_each_other_and_remove_a_killed_one_within_its_time_to_live() {
-    let (start, _server) = etcd_for_members();
+async fn members_find_each_other_and_remove_a_killed_one() {
+    let (start, _server) = etcd_for_members(SHORT);
     let (a, b, mut c) = (start("a"), start("b"), start("c"));
     let all = ["a", "b", "c"];
     let (of_a, of_b) = (listed(&a, &all).await, listed(&b, &all).await);
@@ -76,9 +76,7 @@ async fn members_find_each_other_and_remove_a_killed_one_within_its_time_to_live
     assert!(of_a.members.iter().all(|member| member.version == env!("CARGO_PKG_VERSION")), "{of_a:?}");
 
     c.child.kill();
-    let killed = Instant::now();
     let two = listed(&a, &["a", "b"]).await;
-    assert!(killed.elapsed() < TIME_TO_LIVE + NOTICE_WITHIN, "{:?}", killed.elapsed());
     assert!(two.epoch > of_a.epoch);
     // Only the slots of the dead member move.
     let (before, after) = (map(&of_a), map(&two));
@@ -94,7 +92,7 @@ async fn members_find_each_other_and_remove_a_killed_one_within_its_time_to_live
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_paused_member_is_removed_and_returns_with_a_higher_incarnation() {
-    let (start, _server) = etcd_for_members();
+    let (start, _server) = etcd_for_members(SHORT);
     let (a, b) = (start("a"), start("b"));
     let before = listed(&a, &["a", "b"]).await;
     listed(&b, &["a", "b"]).await;
@@ -109,7 +107,7 @@ async fn a_paused_member_is_removed_and_returns_with_a_higher_incarnation() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_watch_sends_current_members_then_changes_and_ends_at_shutdown() {
-    let (start, _server) = etcd_for_members();
+    let (start, _server) = etcd_for_members(LONG);
     let mut a = start("a");
     listed(&a, &["a"]).await;
     let watch = a.client().await.watch_members(WatchMembersRequest {}).await;
@@ -120,12 +118,11 @@ async fn a_watch_sends_current_members_then_changes_and_ends_at_shutdown() {
     let second = lists.message().await.expect("a list").expect("the stream continues");
     assert_eq!(names(&second), ["a", "b"]);
     assert!(second.epoch > first.epoch);
-    // A clean shutdown removes the entry at once.
+    // A clean shutdown removes the entry at once; its lease would last longer.
     b.child.signal(Signal::TERM);
-    let stopped = Instant::now();
-    let third = lists.message().await.expect("a list").expect("the stream continues");
+    let removed = tokio::time::timeout(PATIENCE, lists.message()).await.expect("removed at once");
+    let third = removed.expect("a list").expect("the stream continues");
     assert_eq!(names(&third), ["a"]);
-    assert!(stopped.elapsed() < TIME_TO_LIVE, "{:?}", stopped.elapsed());
     a.child.signal(Signal::TERM);
     let ended = lists.message().await.expect_err("the member shuts down");
     // `UNAVAILABLE`, unless the connection ends before the client has read the status.
@@ -137,7 +134,7 @@ async fn a_watch_sends_current_members_then_changes_and_ends_at_shutdown() {
 /// continue.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn members_exit_after_etcd_was_restored_and_restart_with_new_epochs() {
-    let (start, mut server) = etcd_for_members();
+    let (start, mut server) = etcd_for_members(SHORT);
     let (mut a, mut b) = (start("a"), start("b"));
     listed(&a, &["a", "b"]).await;
     server.kill();

@@ -46,7 +46,7 @@ async fn rejects_callers_of_the_former_protocol_with_both_versions() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn lists_a_registered_node_with_its_details() {
-    let member = harness::start().await;
+    let member = harness::start_with_expiring_nodes().await;
     let mut node = Node::register(&member, "a").await;
     let registrations = node.granted.epoch & u64::from(u32::MAX);
     assert_eq!((node.granted.node, registrations), (1, 1), "the upper half identifies the store");
@@ -89,28 +89,37 @@ async fn a_registration_under_the_same_name_keeps_the_number_and_fences_the_olde
     member.shutdown().await;
 }
 
-/// Figures of DESIGN §7 with the default configuration: not offered within two seconds of the last heartbeat.
+/// Figures of DESIGN §7 with the default configuration: not offered within two seconds of the last heartbeat. A
+/// busy machine can delay the member, so one of several attempts must be in time.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_silent_node_is_not_offered_after_two_seconds_and_returns_with_its_next_heartbeat() {
-    let member = harness::start().await;
+    const ATTEMPTS_MAX: usize = 10;
+    let member = harness::start_with_expiring_nodes().await;
     let mut asking = Node::register(&member, "asking").await;
     let mut silent = Node::register(&member, "silent").await;
     silent.announce(harness::keys(0..1), 2).await;
     let node = u16::try_from(silent.granted.node).expect("a number");
     let mut changes =
         asking.membership.watch_nodes(WatchNodesRequest {}).await.expect("answered").into_inner();
-    assert!(silent.heartbeat().await);
-    let last_heartbeat = Instant::now();
-    let mut seen_dead = None;
-    while seen_dead.is_none() {
-        assert!(asking.heartbeat().await);
-        let offered = asking.lookup(harness::keys(0..1)).await == [vec![(node, 2)]];
-        let silence = last_heartbeat.elapsed();
-        assert!(silence < Duration::from_secs(2), "still offered after {silence:?}");
-        assert!(offered || silence >= Duration::from_millis(1400), "not offered after {silence:?} already");
-        if !offered {
-            seen_dead = Some(silence);
+    let mut offered_for = Vec::new();
+    while offered_for.last().is_none_or(|time| *time >= Duration::from_secs(2)) {
+        assert!(offered_for.len() < ATTEMPTS_MAX, "still offered after {offered_for:?}");
+        // The member receives the heartbeat between these two moments.
+        let earliest = Instant::now();
+        assert!(silent.heartbeat().await);
+        let latest = Instant::now();
+        let mut last_offer = Duration::ZERO;
+        loop {
+            assert!(asking.heartbeat().await);
+            let silence = latest.elapsed();
+            if asking.lookup(harness::keys(0..1)).await != [vec![(node, 2)]] {
+                break;
+            }
+            last_offer = silence;
         }
+        let silence = earliest.elapsed();
+        assert!(silence >= Duration::from_millis(1400), "not offered after {silence:?} already");
+        offered_for.push(last_offer);
     }
     let notified = timeout(PATIENCE, async {
         loop {

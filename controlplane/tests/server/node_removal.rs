@@ -11,10 +11,12 @@ use tokio::time::timeout;
 use tonic::{Code, Status};
 
 use crate::harness::{self, Node, PATIENCE};
-use crate::several_members::{listed, named, placement, two_members};
+use crate::several_members::{listed, named, placement, two_members_with_expiring_nodes};
 
 /// Shorter than the 10 s for which a starting member waits for expected nodes.
-const SOONER_THAN_GIVEN_UP: Duration = Duration::from_secs(6);
+const SOONER_THAN_GIVEN_UP: Duration = Duration::from_secs(9);
+/// A busy machine can delay a start for longer than that.
+const ATTEMPTS_MAX: usize = 5;
 
 async fn forget(of: &ControlPlane, name: &str) -> Result<u32, Status> {
     let request = ForgetNodeRequest { name: name.to_owned() };
@@ -49,7 +51,7 @@ async fn does_not_forget_a_live_node_and_lists_names_for_an_unknown_one() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn does_not_forget_a_node_that_is_alive_for_another_member() {
-    let (_, a, b) = two_members().await;
+    let (_, a, b) = two_members_with_expiring_nodes().await;
     listed(&b, 2).await;
     let mut node = Node::register_only(&a, "n").await;
     let refused = forget(&b, "n").await.expect_err("it may register soon");
@@ -76,7 +78,7 @@ async fn does_not_forget_a_node_that_is_alive_for_another_member() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_forgotten_node_is_removed_from_all_members_and_returns_as_a_new_node() {
-    let (_, a, b) = two_members().await;
+    let (_, a, b) = two_members_with_expiring_nodes().await;
     listed(&a, 2).await;
     let mut node = Node::register_only(&a, "n").await;
     let mut elsewhere = Node::register_only(&b, "n").await;
@@ -135,12 +137,18 @@ async fn a_starting_member_does_not_wait_for_forgotten_nodes() {
     forget_silent(&member, "b").await;
     member.shutdown().await;
 
-    let member = harness::start_again(&path).await;
-    let started = Instant::now();
-    assert_eq!(names(&member).await, ["a"]);
-    let mut stays = Node::register(&member, "a").await;
-    let size = stays.directory.describe(DescribeRequest {}).await.expect("answered").into_inner();
-    assert_eq!(size.slots_partial, 0, "no other node is expected");
-    assert!(started.elapsed() < SOONER_THAN_GIVEN_UP, "{:?}: too late to distinguish", started.elapsed());
-    member.shutdown().await;
+    for _ in 0..ATTEMPTS_MAX {
+        let started = Instant::now();
+        let member = harness::start_again(&path).await;
+        assert_eq!(names(&member).await, ["a"]);
+        let mut stays = Node::register(&member, "a").await;
+        let size = stays.directory.describe(DescribeRequest {}).await.expect("answered").into_inner();
+        let took = started.elapsed();
+        member.shutdown().await;
+        assert_eq!(size.slots_partial, 0, "no other node is expected");
+        if took < SOONER_THAN_GIVEN_UP {
+            return;
+        }
+    }
+    panic!("no start was fast enough to distinguish a member that waits");
 }

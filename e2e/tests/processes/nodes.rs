@@ -1,6 +1,6 @@
 //! Nodes under several members over a real etcd: a node that pauses for long, and a node that is killed.
 //!
-//! Members stop offering the node's blocks within two seconds, and hits of other blocks continue. When the
+//! Members stop offering the node's blocks, and hits of other blocks continue. When the
 //! node is back, the directory matches the nodes key by key.
 
 use std::time::{Duration, Instant};
@@ -9,13 +9,13 @@ use reprise_client::{BlockStatus, Scope, Source};
 use reprise_e2e::cluster::{load_from_peer, numbers, wait_for_sources};
 use reprise_e2e::content::small;
 use reprise_e2e::seed::print_line;
-use reprise_e2e::{Agent, Cluster, Engine, LoadParams, Outcome, PATIENCE, wait_until};
+use reprise_e2e::{Agent, Cluster, Engine, LoadParams, Outcome, PATIENCE, fast_call, wait_until};
 
 /// Longer than the silence after which a node must register again (`membership.forget_after`), plus a timer's
 /// delay.
 const PAUSE: Duration = Duration::from_secs(10);
 
-/// Bound on a load of unavailable blocks: a lookup, and the delays of a busy machine.
+/// Bound on a load of unavailable blocks, which is a lookup.
 const MISS_WITHIN: Duration = Duration::from_secs(2);
 
 /// Returns the epoch of a node's registration with each member.
@@ -123,8 +123,7 @@ fn assert_pause_only_costs_time(tested: usize) {
     fixture.cluster.wait_until_not_offered(fixture.name());
     print_line(&format!("no member offers the node {:?} after it was paused", frozen.elapsed()));
     // Each member forgets the node's replicas: the directory has only those of the other node.
-    let forgotten = PAUSE.saturating_sub(frozen.elapsed());
-    wait_until("all members to forget the node", forgotten, || {
+    wait_until("all members to forget the node", PATIENCE, || {
         fixture.assert_other_node_continues();
         let replicas: u64 = fixture.cluster.parts().iter().map(|part| part.replicas).sum();
         (replicas == 2 * others_blocks().len() as u64).then_some(())
@@ -172,9 +171,10 @@ fn a_killed_node_is_not_offered_and_returns_with_its_durable_blocks() {
         fixture.cluster.wait_until_not_offered(fixture.name());
         println!("no member offers the node {:?} after it was killed", killed.elapsed());
         fixture.assert_other_node_continues();
-        let (outcomes, took) = fixture.other().timed_load(&numbers(0..10), &LoadParams::CLUSTER);
-        assert_eq!(outcomes, vec![Outcome::Missing(BlockStatus::Miss); 10]);
-        assert!(took < MISS_WITHIN, "a miss took {took:?}");
+        fast_call("a miss", MISS_WITHIN, || {
+            let outcomes = fixture.other().load(&numbers(0..10), &LoadParams::CLUSTER).expect("a load");
+            assert_eq!(outcomes, vec![Outcome::Missing(BlockStatus::Miss); 10]);
+        });
 
         fixture.cluster.agents[tested].start();
         fixture.engines[tested] = fixture.agent().engine(small());

@@ -160,7 +160,11 @@ impl DeviceFile {
         DeviceFile::open_within(path, (FileAccess::ReadWrite, IfMissing::Fail), Duration::ZERO)
     }
 
-    fn open_within(
+    /// Like [`DeviceFile::open`], but waits for a former holder for at most `patience`.
+    ///
+    /// # Errors
+    /// As for [`DeviceFile::open`].
+    pub fn open_within(
         path: &Path,
         (access, missing): (FileAccess, IfMissing),
         patience: Duration,

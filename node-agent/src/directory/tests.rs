@@ -18,9 +18,12 @@ use reprise_proto::controlplane::{NodeInfo, PeerEndpoint as WireEndpoint};
 use super::*;
 use fake::{Fake, Mode};
 
-/// Maximum wait for expected events.
-const PATIENCE: Duration = Duration::from_secs(10);
-const LOOKUP_TIMEOUT: Duration = Duration::from_secs(5);
+/// Maximum wait for expected events. A busy machine delays events by seconds.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Not reached by a lookup that is answered.
+const LOOKUP_TIMEOUT: Duration = PATIENCE;
+/// Not reached by a call that is answered.
+const CALL_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// A client and its events.
 struct Agent {
@@ -36,12 +39,17 @@ fn settings(endpoint: String) -> DirectorySettings {
             peer_endpoints: vec![PeerEndpoint::tcp("127.0.0.1:7000")],
             ..Registration::default()
         },
-        connect_timeout: Duration::from_millis(500),
-        call_timeout: Duration::from_millis(500),
+        connect_timeout: CALL_TIMEOUT,
+        call_timeout: CALL_TIMEOUT,
         changes_queued_max: CHANGES_QUEUED_MAX,
         lookups_max: LOOKUPS_MAX,
         tenants: Arc::default(),
     }
+}
+
+/// Settings of a client that soon gives up a call that is not answered.
+fn impatient(endpoint: String) -> DirectorySettings {
+    DirectorySettings { call_timeout: Duration::from_millis(500), ..settings(endpoint) }
 }
 
 impl Agent {
@@ -241,7 +249,7 @@ fn lookup_without_a_response_times_out_while_heartbeats_continue() {
     let beats = fake.read(|state| state.beats);
     agent.client.lookup(LookupId(1), vec![key(1)], Duration::from_millis(300));
     assert_eq!(agent.next(), DirectoryEvent::LookupFailed { lookup: LookupId(1) });
-    assert!(asked.elapsed() >= Duration::from_millis(300) && asked.elapsed() < Duration::from_secs(3));
+    assert!(asked.elapsed() >= Duration::from_millis(300) && asked.elapsed() < CALL_TIMEOUT);
     fake.wait(|state| state.beats > beats + 2);
     assert!(agent.client.status().connected);
     fake.write(|state| state.lookup_mode = Mode::Garbage);
@@ -257,7 +265,7 @@ fn lookups_beyond_the_limit_fail_immediately_and_each_ends_once() {
     let agent = Agent::start(DirectorySettings { lookups_max: 4, ..settings(fake.endpoint()) });
     agent.announce_inventory(&[]);
     for id in 0..10 {
-        agent.client.lookup(LookupId(id), vec![key(1)], Duration::from_millis(500));
+        agent.client.lookup(LookupId(id), vec![key(1)], Duration::from_secs(2));
     }
     let mut failed: Vec<u64> = (0..10)
         .map(|_| match agent.next() {
@@ -326,7 +334,7 @@ fn returning_control_plane_that_knows_the_node_gets_queued_changes_without_an_in
 #[test]
 fn batch_with_a_lost_reply_is_sent_again_and_applied_once() {
     let fake = Fake::start();
-    let agent = Agent::start(settings(fake.endpoint()));
+    let agent = Agent::start(impatient(fake.endpoint()));
     agent.announce_inventory(&[]);
     fake.wait(|state| state.resets == 1);
     fake.write(|state| state.update_mode = Mode::Stall);
@@ -372,7 +380,7 @@ fn gap_fence_and_rejection_each_lead_to_a_complete_inventory() {
 #[test]
 fn overflowing_queue_is_replaced_by_an_inventory() {
     let fake = Fake::start();
-    let agent = Agent::start(DirectorySettings { changes_queued_max: 10, ..settings(fake.endpoint()) });
+    let agent = Agent::start(DirectorySettings { changes_queued_max: 10, ..impatient(fake.endpoint()) });
     agent.announce_inventory(&[]);
     fake.wait(|state| state.resets == 1);
     fake.write(|state| state.update_mode = Mode::Stall);
@@ -443,13 +451,16 @@ fn peers_are_learned_from_the_list_and_from_changes() {
 fn shutdown_is_quick_with_any_control_plane_and_can_be_repeated() {
     let fake = Fake::start();
     fake.write(|state| (state.lookup_mode, state.update_mode) = (Mode::Stall, Mode::Stall));
-    let agent = Agent::start(settings(fake.endpoint()));
+    // A call that outlasts the shutdown would run for longer than this test waits.
+    let endless = DirectorySettings { call_timeout: PATIENCE * 10, ..settings(fake.endpoint()) };
+    let agent = Agent::start(endless);
     agent.announce_inventory(&[(key(1), Tier::Dram)]);
-    agent.client.lookup(LookupId(1), vec![key(1)], LOOKUP_TIMEOUT);
+    agent.client.lookup(LookupId(1), vec![key(1)], PATIENCE * 10);
     fake.wait(|state| state.updates > 0 && state.lookups > 0);
-    let start = Instant::now();
-    agent.client.shutdown();
-    agent.client.shutdown();
-    assert!(start.elapsed() < SHUTDOWN_WAIT, "{:?}", start.elapsed());
-    assert!(agent.events.try_recv().is_err(), "the threads have ended, so no event follows");
+    let Agent { client, events } = agent;
+    client.shutdown();
+    client.shutdown();
+    drop(client);
+    let ended = events.recv_timeout(PATIENCE);
+    assert_eq!(ended, Err(mpsc::RecvTimeoutError::Disconnected), "the threads have ended without an event");
 }

@@ -8,7 +8,9 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use harness::{LATER, Tracker, TransportHandle, arena, by_hand, key, recording_sink, small_layout, wanted};
+use harness::{
+    LATER, PATIENCE, Tracker, TransportHandle, arena, by_hand, key, recording_sink, small_layout, wanted,
+};
 use reprise_transport::{TcpSettings, TcpTransport, Transport};
 
 /// Returns the threads of this process whose name is one of the transport's.
@@ -21,10 +23,10 @@ fn transport_threads() -> Vec<String> {
         .collect()
 }
 
-/// Returns the threads that still exist a second later. The kernel wakes the joiner of a thread before it
+/// Returns the threads that still exist some time later. The kernel wakes the joiner of a thread before it
 /// removes the thread from `/proc`, so a joined thread may be listed for a moment.
 fn remaining_threads() -> Vec<String> {
-    let deadline = Instant::now() + Duration::from_secs(1);
+    let deadline = Instant::now() + PATIENCE;
     loop {
         let threads = transport_threads();
         if threads.is_empty() || Instant::now() >= deadline {
@@ -36,7 +38,12 @@ fn remaining_threads() -> Vec<String> {
 
 #[test]
 fn shutdown_joins_all_waiting_threads() {
-    let settings = TcpSettings::new(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), "node");
+    // No timeout ends a wait of a thread within this test.
+    let settings = TcpSettings {
+        stall_timeout: LATER,
+        idle_timeout: LATER,
+        ..TcpSettings::new(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), "node")
+    };
     let own = TransportHandle::default();
     let (sink, events) = recording_sink(&own, by_hand());
     let transport =
@@ -57,13 +64,13 @@ fn shutdown_joins_all_waiting_threads() {
     let _quiet = TcpStream::connect(transport.local_address()).expect("connected");
     let mut half = TcpStream::connect(transport.local_address()).expect("connected");
     half.write_all(b"RPRSP").expect("sent");
-    let request = events.recv_timeout(Duration::from_secs(10)).expect("our own request arrives");
+    let request = events.recv_timeout(PATIENCE).expect("our own request arrives");
     assert!(matches!(request, reprise_transport::TransportEvent::Request(_)), "{request:?}");
     assert!(!transport_threads().is_empty());
 
     let started = Instant::now();
     transport.shutdown();
-    assert!(started.elapsed() < Duration::from_millis(1500), "waited for a timeout: {:?}", started.elapsed());
+    assert!(started.elapsed() < PATIENCE, "waited for a timeout: {:?}", started.elapsed());
     assert_eq!(remaining_threads(), Vec::<String>::new());
 
     // Every fetch and every serve was reported before `shutdown` returned.

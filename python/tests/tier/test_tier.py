@@ -124,10 +124,15 @@ def test_a_step_waits_for_its_budget_once_for_all_requests(cluster: Cluster, eng
         # Sending matches also uses a step's budget.
         offloading.step()
         matches += offloading.counts().get("queries", 0)
-    started = time.monotonic()
-    for request in requests:
-        assert offloading.look_up(request, chain(3, PROMPT)) is None
-    assert time.monotonic() - started < BUDGET_S + BUSY_MACHINE_S
+    steps = []
+    for _ in range(10):
+        started = time.monotonic()
+        for request in requests:
+            assert offloading.look_up(request, chain(3, PROMPT)) is None
+        steps.append(time.monotonic() - started)
+        offloading.step()
+    # Separate budgets would take 20 times as long. A busy machine delays some steps.
+    assert min(steps) < 10 * BUDGET_S, steps
     thaw(cluster.agents[0])
 
     def all_answered() -> bool:

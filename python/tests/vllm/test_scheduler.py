@@ -290,12 +290,16 @@ def test_step_takes_at_most_its_budget_with_many_requests_and_a_hanging_agent(tm
 
 
 def test_missing_answers_use_up_the_budget_of_a_step_once_for_all_requests() -> None:
-    scheduler = side(FakeSession(answer=None), match_budget_ms=20.0, match_deadline_ms=10_000.0)
-    before = time.monotonic()
-    for index in range(50):
-        assert scheduler.matched_tokens(request(4, f"r{index}"), 0) == (None, False)
-    assert time.monotonic() - before < 0.2
-    scheduler.step(output({}, {}))
+    scheduler = side(FakeSession(answer=None), match_budget_ms=20.0, match_deadline_ms=600_000.0)
+    steps = []
+    for number in range(4):
+        before = time.monotonic()
+        for index in range(50):
+            assert scheduler.matched_tokens(request(4, f"{number}.{index}"), 0) == (None, False)
+        steps.append(time.monotonic() - before)
+        scheduler.step(output({}, {}))
+    # Separate budgets would take a second. A busy machine delays some steps.
+    assert min(steps) < 0.2, steps
     before = time.monotonic()
     assert scheduler.matched_tokens(request(4, "late"), 0) == (None, False)
     assert time.monotonic() - before >= 0.015, "the next step has a new budget"
@@ -328,7 +332,7 @@ def test_parts_without_time_in_a_step_are_matched_in_the_next_step(monkeypatch: 
     session = PrefixSession(available=16)
     scheduler = side(session, match_budget_ms=1.0)
     new_request = request(24)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while (result := scheduler.matched_tokens(new_request, 0)) == (None, False):
         assert time.monotonic() < deadline
         # The first match of the next step uses up its whole budget.
@@ -399,7 +403,7 @@ def test_request_continues_without_an_answer_after_the_deadline() -> None:
     session = FakeSession(answer=None)
     scheduler = side(session, match_budget_ms=1.0, match_deadline_ms=30.0)
     new_request = request(4)
-    give_up = time.monotonic() + 5
+    give_up = time.monotonic() + 60
     while scheduler.matched_tokens(new_request, 0) == (None, False):
         assert time.monotonic() < give_up
         scheduler.step(output({}, {}))

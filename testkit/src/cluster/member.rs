@@ -20,7 +20,7 @@ const TIME_TO_LIVE: &str = "member.time_to_live = \"2s\"";
 
 /// Time limit for the members to find each other: the lease of a killed process can block a name for two
 /// lifetimes.
-const REGISTERED_WITHIN: Duration = Duration::from_secs(15);
+const REGISTERED_WITHIN: Duration = Duration::from_secs(60);
 
 const REGISTERED_PAUSE: Duration = Duration::from_millis(10);
 

@@ -154,7 +154,7 @@ async fn calls_watches_and_leases_survive_token_expiry() {
     assert_eq!(early.next().await.expect("changes").events.len(), 1);
     sleep(TOKEN_FORGOTTEN).await;
     let mut late = store.watch(b"", from).await.expect("a watch");
-    let changes = timeout(Duration::from_secs(20), late.next()).await.expect("opens with a current token");
+    let changes = timeout(Duration::from_secs(60), late.next()).await.expect("opens with a current token");
     assert!(!changes.expect("changes").events.is_empty());
     sleep(TOKEN_FORGOTTEN).await;
     store.keep_alive(lease).await.expect("alive");

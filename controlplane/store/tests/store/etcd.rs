@@ -13,6 +13,9 @@ use reprise_testkit::process::LaunchOptions;
 
 use crate::every_store::settings;
 
+/// Time limit for any event that must happen. A busy machine delays events by seconds.
+const PATIENCE: Duration = Duration::from_secs(60);
+
 fn put(key: &str, value: &str) -> Transaction {
     let write = Write::Put { key: key.into(), value: value.into(), lease: None };
     Transaction { conditions: Vec::new(), writes: vec![write] }
@@ -47,11 +50,13 @@ async fn installations_with_different_prefixes_do_not_see_each_other() {
     assert_eq!(theirs.range(b"", 10).await.expect("a range").entries.len(), 1);
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[tokio::test]
 async fn calls_fail_within_their_deadline_without_etcd() {
     let (_folder, mut server, store) = started().await;
     server.kill();
-    let started = Instant::now();
+    // No process answers from now on, so time passes as soon as all calls wait.
+    tokio::time::pause();
+    let started = tokio::time::Instant::now();
     let refused = store.get(b"x").await.expect_err("etcd is stopped");
     assert!(matches!(refused, StoreError::Unavailable { .. }), "{refused}");
     let refused = EtcdStore::connect(&settings(&server, "/a/")).await.expect_err("etcd is stopped");
@@ -74,14 +79,13 @@ async fn a_watch_survives_etcd_restarts_without_losing_changes() {
         server.kill();
         server.restart();
         // The client reconnects to the new process after a pause.
-        let give_up = Instant::now() + Duration::from_secs(20);
+        let give_up = Instant::now() + PATIENCE;
         while store.revision().await.is_err() {
             assert!(Instant::now() < give_up, "the store does not reconnect to etcd");
         }
     }
     while seen.len() < 12 {
-        let batch =
-            tokio::time::timeout(Duration::from_secs(20), watch.next()).await.expect("changes arrive");
+        let batch = tokio::time::timeout(PATIENCE, watch.next()).await.expect("changes arrive");
         seen.extend(batch.expect("history is available").events.iter().map(|event| event.key().to_vec()));
     }
     let expected: Vec<Vec<u8>> =
@@ -100,7 +104,7 @@ async fn a_watch_of_an_emptied_etcd_ends_instead_of_waiting() {
     server.kill();
     server.wipe();
     server.restart();
-    let ended = tokio::time::timeout(Duration::from_secs(20), watch.next()).await.expect("the watch ends");
+    let ended = tokio::time::timeout(PATIENCE, watch.next()).await.expect("the watch ends");
     assert!(matches!(ended, Err(StoreError::Replaced { .. })), "{ended:?}");
 }
 
@@ -123,7 +127,7 @@ async fn every_call_detects_an_etcd_restored_to_an_earlier_revision() {
     server.kill();
     server.restore();
     server.restart();
-    let of_watch = tokio::time::timeout(Duration::from_secs(20), watch.next()).await.expect("the watch ends");
+    let of_watch = tokio::time::timeout(PATIENCE, watch.next()).await.expect("the watch ends");
     let answers = [
         of_watch.err(),
         store.get(b"x").await.err(),
@@ -161,13 +165,15 @@ async fn detects_another_cluster_at_the_same_address() {
 }
 
 /// A stopped server keeps its connections but does not answer, so only the deadline ends a call.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[tokio::test]
 async fn calls_fail_within_their_deadline_while_etcd_is_stopped() {
     let (_folder, server, store) = started().await;
     let time_to_live = TimeToLive::new(Duration::from_secs(60)).expect("valid");
     let lease = store.grant(time_to_live).await.expect("granted").id;
     server.pause();
-    let started = Instant::now();
+    // No process answers from now on, so time passes as soon as all calls wait.
+    tokio::time::pause();
+    let started = tokio::time::Instant::now();
     let settings = settings(&server, "/a/");
     let (get, range, transact, watch, compact, grant, keep_alive, revoke, connect) = tokio::join!(
         store.get(b"x"),
@@ -197,18 +203,18 @@ async fn calls_fail_within_their_deadline_while_etcd_is_stopped() {
     }
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[tokio::test]
 async fn a_kept_lease_is_lost_by_its_deadline_while_etcd_is_stopped() {
     let (_folder, server, store) = started().await;
     let held = LeaseGuard::grant(Arc::new(store), TimeToLive::new(Duration::from_secs(2)).expect("valid"));
     let held = held.await.expect("granted");
     server.pause();
-    let started = Instant::now();
-    let loss =
-        tokio::time::timeout(Duration::from_secs(20), held.wait_lost()).await.expect("the loss is reported");
+    tokio::time::pause();
+    let started = tokio::time::Instant::now();
+    let loss = tokio::time::timeout(PATIENCE, held.wait_lost()).await.expect("the loss is reported");
     assert!(matches!(loss, LeaseLoss::Unconfirmed { .. }), "{loss}");
-    let bound = held.time_to_live().duration() + Duration::from_secs(1);
-    assert!(started.elapsed() < bound, "{:?} for {}", started.elapsed(), held.time_to_live());
+    let bound = held.time_to_live().duration();
+    assert!(started.elapsed() <= bound, "{:?} for {}", started.elapsed(), held.time_to_live());
     assert!(!held.is_held());
     held.release().await.expect("releasing a lost lease succeeds");
 }
@@ -222,7 +228,7 @@ async fn a_kept_lease_survives_a_restart_of_etcd() {
     store.transact(Transaction { conditions: Vec::new(), writes: vec![write] }).await.expect("committed");
     server.kill();
     server.restart();
-    let give_up = Instant::now() + Duration::from_secs(20);
+    let give_up = Instant::now() + PATIENCE;
     while let Err(error) = store.keep_alive(held.id()).await {
         assert!(matches!(error, StoreError::Unavailable { .. }), "{error}");
         assert!(Instant::now() < give_up, "the store does not reconnect to etcd");
@@ -250,8 +256,7 @@ async fn a_reconnected_watch_reports_compacted_history() {
     }
     let now = other.revision().await.expect("a revision");
     other.compact(now).await.expect("compacted");
-    let outcome =
-        tokio::time::timeout(Duration::from_secs(20), watch.next()).await.expect("the watch reports it");
+    let outcome = tokio::time::timeout(PATIENCE, watch.next()).await.expect("the watch reports it");
     assert!(matches!(outcome, Err(StoreError::Compacted { oldest }) if oldest == now), "{outcome:?}");
     let range = other.range(b"", 10).await.expect("a range");
     assert_eq!(range.entries[0].value, b"4", "the range has the current value");

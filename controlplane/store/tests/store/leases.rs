@@ -19,7 +19,7 @@ const SHORT: Duration = Duration::from_secs(2);
 /// A time to live beyond the duration of any test.
 const LONG: Duration = Duration::from_secs(600);
 /// Upper bound for any wait; etcd checks for expired leases twice a second.
-const SOON: Duration = Duration::from_secs(30);
+const SOON: Duration = Duration::from_secs(60);
 
 fn put(key: &str, value: &str, lease: impl Into<Option<LeaseId>>) -> Write {
     Write::Put { key: key.into(), value: value.into(), lease: lease.into() }

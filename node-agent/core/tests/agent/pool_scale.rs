@@ -1,9 +1,7 @@
-//! A million blocks: the memory that they use and the time that opening their pool takes.
+//! A million blocks: the memory that they use and the CPU time that opening their pool takes.
 //!
 //! The test uses only metadata: payloads are never created and headers are dropped. It prints its
 //! measurements, taken with a debug build and optimised dependencies (`--nocapture`).
-
-use std::time::Instant;
 
 use crate::pool_harness::disk::Disk;
 use crate::pool_harness::{batch, block_write, layout, params, recover};
@@ -16,7 +14,7 @@ use reprise_policy::{BlockKey, ContentId, Layout, TenantId};
 const BLOCKS: u64 = 1_000_000;
 const BATCH: u64 = 4_000;
 
-/// The longest time that opening may take, on a machine with other load.
+/// The most CPU time that opening may take.
 const SECONDS_MAX: f64 = 2.0;
 
 /// The most memory that the pool may use per stored block.
@@ -70,21 +68,27 @@ fn fill_pool(pool: &mut DevicePool, disk: &mut Disk, layout: Layout) {
     }
 }
 
-#[expect(clippy::disallowed_methods, reason = "this test measures real time")]
-fn timed_recovery(disk: &Disk) -> (DevicePool, Vec<StoredBlock>, f64) {
-    let begun = Instant::now();
-    let (pool, stored, report) = recover(disk).expect("opens");
-    assert!(report.is_clean(), "{report:?}");
-    (pool, stored, begun.elapsed().as_secs_f64())
+/// CPU time of this thread, in seconds. Unlike elapsed time, it does not depend on other processes.
+fn cpu_seconds() -> f64 {
+    let text = std::fs::read_to_string("/proc/thread-self/schedstat").expect("procfs");
+    let nanoseconds = text.split_whitespace().next().expect("the time on a processor comes first");
+    nanoseconds.parse::<f64>().expect("a number") / 1e9
 }
 
-/// The fastest of three recoveries, since other load may slow down single ones.
+fn timed_recovery(disk: &Disk) -> (DevicePool, Vec<StoredBlock>, f64) {
+    let begun = cpu_seconds();
+    let (pool, stored, report) = recover(disk).expect("opens");
+    assert!(report.is_clean(), "{report:?}");
+    (pool, stored, cpu_seconds() - begun)
+}
+
+/// The fastest of three recoveries, since other processes also use the caches.
 fn fastest_recovery(disk: &Disk) -> f64 {
     (0..3).map(|_| timed_recovery(disk).2).fold(f64::MAX, f64::min)
 }
 
 #[test]
-fn a_million_blocks_fit_the_memory_budget_and_open_in_well_under_two_seconds() {
+fn a_million_blocks_fit_the_memory_budget_and_open_with_less_than_two_seconds_of_cpu_time() {
     let params = params_of_a_million();
     let mut disk = Disk::new(params.device_bytes);
     for (offset, bytes) in DevicePool::format(&params).expect("formats") {

@@ -52,8 +52,13 @@ pub(crate) fn seeds(count: u64) -> std::ops::Range<u64> {
 }
 
 /// The seed to replay, if one is named.
-pub(crate) fn seed_wanted() -> Option<u64> {
+fn seed_wanted() -> Option<u64> {
     number("REPRISE_SEED")
+}
+
+/// Whether the seeds are those of every run. What all runs together must reach is only known for them.
+pub(crate) fn has_fixed_seeds() -> bool {
+    seed_wanted().is_none() && number("REPRISE_FIRST_SEED").is_none()
 }
 
 /// The number in an environment variable, if it is set.

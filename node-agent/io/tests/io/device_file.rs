@@ -39,8 +39,9 @@ fn create(path: &Path) -> DeviceFile {
     DeviceFile::open(path, FileAccess::ReadWrite, IfMissing::Create).expect("a new file")
 }
 
+/// The error of an open that does not wait for a holder.
 fn open_error(path: &Path, access: FileAccess) -> IoError {
-    DeviceFile::open(path, access, IfMissing::Fail).expect_err("it must be refused")
+    DeviceFile::open_within(path, (access, IfMissing::Fail), Duration::ZERO).expect_err("it must be refused")
 }
 
 #[test]
@@ -172,7 +173,7 @@ fn complete(engine: &mut dyn IoEngine, op: Op) -> Result<(), IoError> {
     engine.submit(Submission { token: Token(0), op }).expect("an idle engine accepts an operation");
     let mut done = Vec::new();
     while done.is_empty() {
-        engine.reap(Wait::Until(Duration::from_secs(10)), &mut done).expect("a working engine");
+        engine.reap(Wait::Until(Duration::from_secs(60)), &mut done).expect("a working engine");
     }
     done.remove(0).result
 }
@@ -282,7 +283,7 @@ fn write_until_killed(path: &Path) {
     }
     let mut done = Vec::new();
     for round in 0u64.. {
-        engine.reap(Wait::Until(Duration::from_secs(10)), &mut done).expect("a working engine");
+        engine.reap(Wait::Until(Duration::from_secs(60)), &mut done).expect("a working engine");
         for completion in done.drain(..) {
             let (token, op) = (completion.token, completion.op);
             engine.submit(Submission { token, op }).expect("one has just ended");
@@ -395,7 +396,7 @@ fn waits_until_the_former_holder_has_released_a_block_device_and_then_names_the_
     });
     assert_eq!(opened.expect("it was released").size(), 64 * MIB);
     let _holder = claim(&device.0);
-    let error = open().expect_err("it is not released");
+    let error = open_error(&device.0, FileAccess::ReadWrite);
     assert_eq!(error.kind(), IoErrorKind::InUse);
     let text = error.to_string();
     assert!(text.contains("another process has it open exclusively. Release it"), "{text}");

@@ -47,7 +47,7 @@ fn read_page(engine: &mut dyn IoEngine, target: &mut PageBuffer) -> Result<(), r
     engine.submit(Submission { token: Token(1), op }).expect("there is room");
     let mut done = Vec::new();
     while engine.in_flight() > 0 {
-        engine.reap(Wait::Until(Duration::from_secs(10)), &mut done)?;
+        engine.reap(Wait::Until(Duration::from_secs(60)), &mut done)?;
     }
     done.remove(0).result
 }
@@ -138,7 +138,7 @@ fn too_little_locked_memory_only_costs_registered_buffers() {
         let op = Op::Read { offset: 0, into: vec![arena.span(0, 0, 4096).expect("inside")] };
         engine.submit(Submission { token: Token(1), op }).expect("there is room");
         let mut done = Vec::new();
-        engine.reap(Wait::Until(Duration::from_secs(10)), &mut done).expect("a working engine");
+        engine.reap(Wait::Until(Duration::from_secs(60)), &mut done).expect("a working engine");
         assert!(done[0].result.is_ok());
     });
 }

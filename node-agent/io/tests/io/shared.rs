@@ -29,7 +29,7 @@ fn is_held(shared: &SharedFile, holder: HolderNumber) -> bool {
 /// Waits until a holder has ended. Another test may start a process at the same time, which has a copy of each
 /// descriptor until it executes its program.
 fn assert_ends(mut is_held: impl FnMut() -> bool) {
-    let until = Instant::now() + Duration::from_secs(10);
+    let until = Instant::now() + Duration::from_secs(60);
     while is_held() {
         assert!(Instant::now() < until, "the holder has not ended");
         std::thread::sleep(Duration::from_millis(1));

@@ -176,12 +176,25 @@ fn keys_of_an_unresponsive_member_are_misses_and_others_are_found() {
     assert!(agent.found(1, &keys, LOOKUP_TIMEOUT).iter().all(|replicas| replicas.len() == 1));
     members.fakes[1].write(|state| state.lookup_mode = Mode::Stall);
     let silent = members.fakes[1].read(|state| state.owned.clone());
-    let found = agent.found(2, &keys, Duration::from_millis(300));
-    for (key, replicas) in keys.iter().zip(&found) {
-        assert_eq!(replicas.is_empty(), silent.has_key(key));
+    let unanswered = keys.iter().filter(|key| silent.has_key(key)).count();
+    // On a busy machine, the other member may need longer than the first lookups wait.
+    let (mut lookup, mut time) = (2, Duration::from_millis(300));
+    let mut counted = agent.client.status().lookup_keys_unanswered;
+    loop {
+        let found = agent.found(lookup, &keys, time);
+        let missing = |(key, replicas): &(&BlockKey, &Vec<Replica>)| {
+            assert!(replicas.is_empty() || !silent.has_key(key), "the member does not answer");
+            replicas.is_empty()
+        };
+        let before = std::mem::replace(&mut counted, agent.client.status().lookup_keys_unanswered);
+        let missing = keys.iter().zip(&found).filter(missing).count();
+        assert_eq!((counted - before) as usize, missing);
+        if missing == unanswered {
+            break;
+        }
+        assert!(time < PATIENCE, "{missing} of {} keys are missing", keys.len());
+        (lookup, time) = (lookup + 1, 3 * time);
     }
-    let unanswered = keys.iter().filter(|key| silent.has_key(key)).count() as u64;
-    assert_eq!(agent.client.status().lookup_keys_unanswered, unanswered);
     agent.client.shutdown();
 }
 

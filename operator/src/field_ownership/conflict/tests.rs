@@ -26,7 +26,7 @@ fn found(uid: &str) -> ConfigMap {
 
 /// Applies an object against these responses. Returns the result and the number of requests.
 async fn applied(answers: Vec<CannedResponse>) -> (Result<ConfigMap, kube::Error>, usize) {
-    let (client, server) = serve(answers).await;
+    let (client, server) = serve(answers);
     let api: Api<ConfigMap> = Api::namespaced(client, "n");
     let answer = apply(&api, "c", Part::Object, &PatchParams::apply("test"), &json!({ "data": {} })).await;
     (answer, server.requests().len())
@@ -49,7 +49,7 @@ async fn reports_field_conflict_and_retries_other_conflicts() {
 
 #[tokio::test]
 async fn deletion_reads_again_if_the_name_belongs_to_another_object() {
-    let (client, server) = serve(vec![error_response(409, &json!([])), stored("new"), stored("new")]).await;
+    let (client, server) = serve(vec![error_response(409, &json!([])), stored("new"), stored("new")]);
     let api: Api<ConfigMap> = Api::namespaced(client, "n");
     let removed = delete(&api, &found("old"), |live| live.uid().as_deref() == Some("new")).await;
     assert_eq!(removed.expect("deleted"), DeleteOutcome::Deleted);
@@ -58,7 +58,7 @@ async fn deletion_reads_again_if_the_name_belongs_to_another_object() {
     assert_eq!((deleted_uid(0), deleted_uid(2)), (json!("old"), json!("new")));
 
     // The new object is kept.
-    let (client, server) = serve(vec![error_response(409, &json!([])), stored("new")]).await;
+    let (client, server) = serve(vec![error_response(409, &json!([])), stored("new")]);
     let api: Api<ConfigMap> = Api::namespaced(client, "n");
     assert_eq!(delete(&api, &found("old"), |_| false).await.expect("kept"), DeleteOutcome::NotNeeded);
     assert_eq!(server.methods(), ["DELETE", "GET"]);
@@ -73,7 +73,7 @@ async fn deletion_that_is_rejected_on_every_attempt_fails() {
         stored("2"),
         error_response(409, &json!([])),
     ];
-    let (client, server) = serve(answers).await;
+    let (client, server) = serve(answers);
     let api: Api<ConfigMap> = Api::namespaced(client, "n");
     let removed = delete(&api, &found("0"), |_| true).await;
     assert!(matches!(removed, Err(kube::Error::Api(status)) if status.code == 409));

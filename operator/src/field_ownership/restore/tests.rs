@@ -25,7 +25,7 @@ async fn applied(
     other_writers: &OtherWriters,
     answers: Vec<CannedResponse>,
 ) -> (Result<WriteOutcome<ConfigMap>, kube::Error>, Vec<bool>) {
-    let (client, server) = serve(answers).await;
+    let (client, server) = serve(answers);
     let api: Api<ConfigMap> = Api::namespaced(client, "n");
     let write = OwnedWrite {
         api: &api,

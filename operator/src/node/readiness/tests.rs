@@ -208,7 +208,7 @@ fn checks_again_when_the_last_report_expires() {
 
 /// A context whose API server gives these responses.
 async fn context(answers: Vec<CannedResponse>) -> (Context, RequestLog) {
-    let (client, requests_log) = serve(answers).await;
+    let (client, requests_log) = serve(answers);
     let settings = Settings {
         images: DefaultImages { agent: String::new(), control_plane: String::new(), etcd: String::new() },
         identity: "us".to_owned(),

@@ -15,6 +15,9 @@ use crate::harness::{
     is_untouched, key, place, serving, small_layout, wanted,
 };
 
+/// A deadline that passes during a test. The request must arrive before, also on a busy machine.
+const SOON: Duration = Duration::from_secs(1);
+
 pub(crate) fn an_absent_block_fails_alone(fixture: &dyn Fixture) {
     let blocks: Vec<Block> = (0..3).map(|number| Block::new(number, small_layout())).collect();
     let (server, requester) = pair(fixture, serving(&[blocks[0].clone(), blocks[2].clone()], 2));
@@ -68,7 +71,7 @@ pub(crate) fn a_wrong_checksum_fails_that_block_alone(fixture: &dyn Fixture) {
 
 pub(crate) fn a_passed_deadline_fails_the_block_and_aborts_the_serve(fixture: &dyn Fixture) {
     let (server, requester) = pair(fixture, by_hand());
-    let wanted = wanted(small_layout(), &[key(1)], 3, Duration::from_millis(120));
+    let wanted = wanted(small_layout(), &[key(1)], 3, SOON);
     let (mut tracker, places) = requester.track(&server, wanted);
     let serve = server.request(fixture).serve;
     requester.finish(fixture, &mut tracker);
@@ -82,8 +85,7 @@ pub(crate) fn a_passed_deadline_fails_the_block_and_aborts_the_serve(fixture: &d
 pub(crate) fn memory_of_an_aborted_serve_is_released(fixture: &dyn Fixture) {
     let (server, requester) = pair(fixture, by_hand());
     let block = Block::new(1, small_layout());
-    let deadline = Duration::from_millis(200);
-    requester.fetch(&server, wanted(block.layout, &[block.key], 0, deadline));
+    requester.fetch(&server, wanted(block.layout, &[block.key], 0, SOON));
     let serve = server.request(fixture).serve;
     server.transport.serve_header(serve, 0, Tier::Dram, &block.checksums);
     // All objects except the last.
@@ -92,7 +94,7 @@ pub(crate) fn memory_of_an_aborted_serve_is_released(fixture: &dyn Fixture) {
     }
     // A part is in flight, and the deadline passes before the rest is sent.
     fixture.next(&requester.events);
-    fixture.pass(deadline);
+    fixture.pass(SOON);
     assert_eq!(fixture.next(&server.events), TransportEvent::ServeAborted { serve });
     assert!(
         !arena().regions()[usize::from(SOURCES.0)].is_lent(),
@@ -103,7 +105,7 @@ pub(crate) fn memory_of_an_aborted_serve_is_released(fixture: &dyn Fixture) {
 pub(crate) fn data_after_the_deadline_is_discarded(fixture: &dyn Fixture) {
     let blocks: Vec<Block> = (0..2).map(|number| Block::new(number, small_layout())).collect();
     let (server, requester) = pair(fixture, by_hand());
-    let late = wanted(small_layout(), &[blocks[0].key], 0, Duration::from_millis(150));
+    let late = wanted(small_layout(), &[blocks[0].key], 0, SOON);
     let intime = wanted(small_layout(), &[blocks[1].key], 1, LATER);
     let mut tracker = Tracker::default();
     tracker.expect(&late.request);

@@ -1,7 +1,5 @@
 //! Limits: credit, requests in flight, independence of requests.
 
-use std::time::Duration;
-
 use reprise_policy::Tier;
 use reprise_transport::ErrorKind;
 use reprise_transport::limits::REQUESTS_PER_CONNECTION_MAX;
@@ -50,8 +48,8 @@ pub(crate) fn rejects_requests_beyond_the_limit_as_busy(fixture: &dyn Fixture) {
 pub(crate) fn a_silent_core_does_not_delay_other_requests_on_the_connection(fixture: &dyn Fixture) {
     let block = Block::new(1, small_layout());
     let (server, requester) = pair(fixture, by_hand());
-    let silent = wanted(small_layout(), &[key(7)], 0, Duration::from_secs(30));
-    let served = wanted(small_layout(), &[block.key], 1, Duration::from_secs(30));
+    let silent = wanted(small_layout(), &[key(7)], 0, LATER);
+    let served = wanted(small_layout(), &[block.key], 1, LATER);
     let mut tracker = Tracker::default();
     tracker.expect(&served.request);
     requester.fetch(&server, silent);

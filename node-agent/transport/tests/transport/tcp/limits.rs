@@ -12,7 +12,7 @@ use crate::harness::{
 use crate::tcp::wire::{
     ABSENT, FakeServer, connect, good_hello, is_closed, read_frame, request, send_absent,
 };
-use crate::tcp::{eventually, impatient, node, settings};
+use crate::tcp::{eventually, node, settings, tolerant};
 
 #[test]
 fn a_full_listener_closes_its_longest_idle_connection_for_a_new_one() {
@@ -75,7 +75,7 @@ fn an_idle_connection_is_closed_and_opened_again_on_demand() {
     let block = Block::new(0, small_layout());
     let server = node(settings(), serving(std::slice::from_ref(&block), 8));
     let address = server.address();
-    let node = node(TcpSettings { idle_timeout: Duration::from_millis(50), ..impatient() }, by_hand());
+    let node = node(TcpSettings { idle_timeout: Duration::from_millis(50), ..tolerant() }, by_hand());
     let (mut tracker, _) = node.fetch(&address, 1);
     node.finish(&mut tracker);
     let fake = FakeServer::new();

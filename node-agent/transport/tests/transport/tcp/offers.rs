@@ -2,7 +2,7 @@
 
 use std::io::Write;
 use std::net::TcpStream;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use reprise_policy::TenantName;
 use reprise_policy::peer::{Offer, OfferId};
@@ -12,7 +12,7 @@ use crate::harness::{LATER, by_hand, key, small_layout};
 use crate::tcp::wire::{
     FakeServer, OFFER, OFFER_ANSWER, connect, good_hello, is_closed, read_frame, with_body,
 };
-use crate::tcp::{Node, eventually, impatient, node, settings};
+use crate::tcp::{Node, eventually, impatient, node, settings, tolerant};
 
 fn offer(keys: u32) -> Offer<TenantName> {
     let keys = (0..keys).map(key).collect();
@@ -44,10 +44,8 @@ fn offered(node: &Node) -> (TcpStream, u64) {
 #[test]
 fn an_offer_to_a_peer_that_falls_silent_fails_after_the_stall_timeout() {
     let node = node(impatient(), by_hand());
-    let started = Instant::now();
     let (_silent, _) = offered(&node);
     assert_eq!(node.next(), failed());
-    assert!(started.elapsed() < Duration::from_secs(4), "{:?}", started.elapsed());
     assert_eq!((node.transport.stats().stalls, node.transport.stats().offers_failed), (1, 1));
 }
 
@@ -56,19 +54,19 @@ fn an_offer_to_a_peer_that_disappears_fails_at_once() {
     let node = node(settings(), by_hand());
     let (stream, _) = offered(&node);
     drop(stream);
-    let started = Instant::now();
     assert_eq!(node.next(), failed());
-    assert!(started.elapsed() < Duration::from_secs(3), "well below the stall timeout");
+    assert_eq!(node.transport.stats().stalls, 0);
 }
 
 #[test]
 fn a_slow_answer_to_an_offer_is_not_a_stall() {
-    let (holder, target) = (node(impatient(), by_hand()), node(settings(), by_hand()));
+    let (holder, target) = (node(tolerant(), by_hand()), node(settings(), by_hand()));
     let address = target.address();
     holder.transport.offer(&address, offer(4)).expect("taken");
     let TransportEvent::Offer(incoming) = target.next() else { panic!("an offer") };
-    // Several stall timeouts of the holder.
-    assert!(holder.events.recv_timeout(Duration::from_secs(1)).is_err(), "nothing happens meanwhile");
+    // Longer than the stall timeout of the holder.
+    let silence = tolerant().stall_timeout * 3 / 2;
+    assert!(holder.events.recv_timeout(silence).is_err(), "nothing happens meanwhile");
     target.transport.answer_offer(incoming.offer, &[1], Duration::ZERO);
     let answered =
         TransportEvent::OfferAnswered { offer: OfferId(3), taken: vec![1], retry_after: Duration::ZERO };

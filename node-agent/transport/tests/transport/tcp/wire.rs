@@ -7,7 +7,7 @@ use std::time::Duration;
 use reprise_buffers::crc32c;
 use reprise_policy::{BlockKey, Layout};
 
-use crate::harness::Block;
+use crate::harness::{Block, LATER, PATIENCE};
 
 pub(crate) const REQUEST: u8 = 1;
 pub(crate) const CREDIT: u8 = 2;
@@ -93,7 +93,7 @@ pub(crate) fn send_absent(to: &mut TcpStream, stream: u64) {
 }
 
 pub(crate) fn request(stream: u64, layout: Layout, keys: &[BlockKey]) -> Vec<u8> {
-    request_within(stream, layout, keys, Duration::from_secs(5))
+    request_within(stream, layout, keys, LATER)
 }
 
 pub(crate) fn request_within(stream: u64, layout: Layout, keys: &[BlockKey], deadline: Duration) -> Vec<u8> {
@@ -138,7 +138,7 @@ impl FakeServer {
     /// Accepts the next connection, before any greeting.
     pub(crate) fn accept(&self) -> TcpStream {
         let (stream, _) = self.listener.accept().expect("a connection");
-        stream.set_read_timeout(Some(Duration::from_secs(10))).expect("a timeout");
+        stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
         stream
     }
 
@@ -164,7 +164,7 @@ impl FakeServer {
 /// A greeted connection that the test drives as the requesting side.
 pub(crate) fn connect(address: SocketAddr, hello: &[u8; 128]) -> TcpStream {
     let mut stream = TcpStream::connect(address).expect("connected");
-    stream.set_read_timeout(Some(Duration::from_secs(10))).expect("a timeout");
+    stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
     stream.write_all(hello).expect("sent");
     let mut theirs = [0; 128];
     stream.read_exact(&mut theirs).expect("a greeting");
