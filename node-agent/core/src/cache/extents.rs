@@ -2,7 +2,8 @@
 //!
 //! * A **lent** slot belongs to no block. Its tenant is charged for it from the lease on.
 //! * A **pinned** slot holds a durable block, which is not in the NVMe eviction order. If the block is removed
-//!   for another reason (damage, a move), its slot is freed with the last pin.
+//!   for another reason (damage, a move), its slot is freed with the last pin. Until then the pool treats the
+//!   slot as lent, so that a restart does not find the removed block.
 //!
 //! A device is released only when no slot of it is lent or pinned.
 
@@ -46,7 +47,7 @@ impl Cache {
 
     /// Number of slots that an earlier agent lent and that may still be written to.
     pub(crate) fn earlier_leases(&self) -> u64 {
-        self.devices.usable_devices().map(|device| device.pool.earlier_leases() as u64).sum()
+        self.devices.usable_devices().map(|device| device.pool.earlier_leases().len() as u64).sum()
     }
 
     /// Number of pinned slots.
@@ -253,7 +254,7 @@ impl Cache {
     /// Requests proof that processes which an earlier agent lent slots of a device to have ended their I/O.
     pub(super) fn await_earlier_leases(&mut self, cx: &mut Context, id: DeviceId) {
         let device = self.devices.device_mut(id);
-        if device.pool.earlier_leases() > 0 {
+        if !device.pool.earlier_leases().is_empty() {
             device.extents += 1;
             cx.emit(Effect::AwaitExtents { holder: ExtentHolder::Earlier(id) });
         }
@@ -262,7 +263,7 @@ impl Cache {
     /// Frees the slots of a device that an earlier agent lent.
     pub(crate) fn earlier_leases_ended(&mut self, id: DeviceId) {
         let Some(device) = self.devices.get(id) else { return };
-        if device.pool.earlier_leases() == 0 {
+        if device.pool.earlier_leases().is_empty() {
             return;
         }
         let is_usable = self.devices.is_usable(id);
