@@ -30,22 +30,15 @@ pub(super) struct PendingCommit {
 pub(super) struct CommitBatch {
     pub(super) commit: SlabId,
     device: DeviceId,
-    items: Vec<CommittedItem>,
+    pub(super) items: Vec<CommittedItem>,
 }
 
 #[derive(Debug)]
-struct CommittedItem {
+pub(super) struct CommittedItem {
     /// Index in the commit.
     position: usize,
-    slot: LentSlot,
+    pub(super) slot: LentSlot,
     parent: Option<BlockKey>,
-}
-
-impl CommitBatch {
-    /// Slots whose blocks are not durable yet.
-    pub(super) fn slots(&self) -> impl Iterator<Item = &LentSlot> {
-        self.items.iter().map(|item| &item.slot)
-    }
 }
 
 impl Extents {

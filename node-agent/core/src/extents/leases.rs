@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use crate::cache::{Cache, LentSlot, SizeClass, SlotRequest};
+use crate::cache::{Cache, LentSlot, SizeClass, SlotRequest, nvme_bytes};
 use crate::context::{Caller, Context};
 use crate::effect::{LeaseId, Reply};
 use crate::extents::holders::reply;
@@ -72,7 +72,7 @@ impl Extents {
                 continue;
             };
             let place = cache.place_of_lent(&slot, block.generation);
-            let bytes = crate::cache::nvme_bytes(slot.slot_bytes);
+            let bytes = nvme_bytes(slot.slot_bytes);
             let id = self.leases.insert(Lease { session: from.session, slot });
             self.change_holder(from.session, |holder| {
                 holder.leases.insert(id);
