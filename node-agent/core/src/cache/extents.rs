@@ -19,9 +19,9 @@ use crate::cache::pins::Pin;
 use crate::cache::sizes::{SizeClass, SizeClassId};
 use crate::cache::{Cache, SlotRequest, nvme_bytes};
 use crate::context::Context;
-use crate::effect::{DeviceId, Effect, Place};
+use crate::effect::{CommitStatus, DeviceId, Effect, Place};
 use crate::event::Priority;
-use crate::extents::{ExtentHolder, ExtentStatus, PinRefusal};
+use crate::extents::{ExtentHolder, PinRefusal};
 use crate::pool::{BatchId, ExtentCommit, PageNumber, StoredBlock};
 
 /// Slot that another process may write.
@@ -130,7 +130,7 @@ impl Cache {
         device: DeviceId,
         block: &StoredBlock,
         parent: Option<BlockKey>,
-    ) -> ExtentStatus {
+    ) -> CommitStatus {
         let entry = match self.entry_for_extent(block) {
             Ok(entry) => entry,
             Err(status) => {
@@ -145,7 +145,7 @@ impl Cache {
         if let Some(ancestor) = ancestor.filter(|ancestor| *ancestor != entry) {
             self.order_before(entry, Some(ancestor));
         }
-        ExtentStatus::Durable
+        CommitStatus::Durable
     }
 
     /// Status of a commit whose key is in the index, unless the block has to be written. An existing block gets
@@ -155,10 +155,10 @@ impl Cache {
         key: &BlockKey,
         size_class: SizeClassId,
         priority: Priority,
-    ) -> Option<ExtentStatus> {
+    ) -> Option<CommitStatus> {
         let entry = self.index.find(key)?;
         if self.index.entry(entry).size_class() != size_class {
-            return Some(ExtentStatus::BadItem);
+            return Some(CommitStatus::BadItem);
         }
         self.yield_to_commit(entry);
         let entry = self.index.find(key)?;
@@ -169,22 +169,22 @@ impl Cache {
         }
         self.raise_priority(entry, priority);
         self.index.entry_mut(entry).set_origin(BlockOrigin::Saved);
-        Some(ExtentStatus::Exists)
+        Some(CommitStatus::Duplicate)
     }
 
     /// Returns the index entry that a durable block gets, without a copy on a device.
-    fn entry_for_extent(&mut self, block: &StoredBlock) -> Result<EntryIndex, ExtentStatus> {
-        let size_class = self.intern(block.tenant, block.layout).ok_or(ExtentStatus::Failed)?;
+    fn entry_for_extent(&mut self, block: &StoredBlock) -> Result<EntryIndex, CommitStatus> {
+        let size_class = self.intern(block.tenant, block.layout).ok_or(CommitStatus::Failed)?;
         let priority = priority_of_class(block.priority);
         let Some(entry) = self.index.find(&block.key) else {
             return Ok(self.insert_entry(block.key, size_class, priority, BlockOrigin::Saved));
         };
         let state = self.index.entry(entry);
         match state.dram() {
-            _ if state.size_class() != size_class => return Err(ExtentStatus::BadItem),
-            _ if state.stored().is_some() => return Err(ExtentStatus::Exists),
+            _ if state.size_class() != size_class => return Err(CommitStatus::BadItem),
+            _ if state.stored().is_some() => return Err(CommitStatus::Duplicate),
             Dram::Resident(frame) if self.frames.get(frame).state != FrameState::Clean => {
-                return Err(ExtentStatus::Exists);
+                return Err(CommitStatus::Duplicate);
             }
             // A fetch from a peer continues without the entry, as after a commit from the arena.
             Dram::Filling(frame) => {

@@ -3,9 +3,7 @@
 use reprise_policy::SessionId;
 
 use crate::cache::nvme_bytes;
-use crate::context::{Caller, Context};
-use crate::effect::Reply;
-use crate::extents::{BATCH_BIT, Batch, ExtentReply, Extents, Holder, Lease};
+use crate::extents::{BATCH_BIT, Batch, Extents, Holder, Lease};
 use crate::pool::BatchId;
 use crate::slab::SlabId;
 
@@ -69,9 +67,4 @@ impl Holder {
     pub(super) fn is_empty(&self) -> bool {
         self.leases.is_empty() && self.pins.is_empty()
     }
-}
-
-/// Answers a request about extents.
-pub(super) fn reply(cx: &mut Context, to: Caller, reply: ExtentReply) {
-    cx.reply(to, Reply::Extents(reply));
 }

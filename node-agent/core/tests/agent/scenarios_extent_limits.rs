@@ -2,9 +2,8 @@
 
 use std::time::Duration;
 
-use reprise_agent_core::effect::{DeviceId, FillId, LeaseId, LoadId, Reply};
+use reprise_agent_core::effect::{CommitStatus, DeviceId, FillId, LeaseId, LoadId, Reply};
 use reprise_agent_core::event::{CommitItem, CommitRequest, Event, FillError, Priority, Request, Scope};
-use reprise_agent_core::extents::{ExtentRequest, ExtentStatus};
 use reprise_agent_core::limits::EXTENT_COMMITS_MAX;
 use reprise_policy::{BlockKey, NodeId, SessionId, SlotSet, TenantId, Tier};
 
@@ -29,7 +28,7 @@ fn write(harness: &mut Harness, session: SessionId, keys: &[BlockKey]) {
     harness.finish_jobs();
 }
 
-fn last_status(harness: &Harness, session: SessionId) -> Option<ExtentStatus> {
+fn last_status(harness: &Harness, session: SessionId) -> Option<CommitStatus> {
     harness.engines[&session].extents.statuses.last().map(|(_, status)| *status)
 }
 
@@ -42,7 +41,7 @@ fn commit_leases(harness: &mut Harness, session: SessionId, first_key: u64) {
         |(lease, number)| CommitItem { lease, key: Some(key(number)), checksums: checksums(number, &layout) };
     let items = leases.into_iter().zip(first_key..).map(item).collect();
     let commit = CommitRequest { items, priority: Priority::Normal, parent: None };
-    harness.request(session, RequestKind::Other, Request::Extents(ExtentRequest::Commit(commit)));
+    harness.request(session, RequestKind::Other, Request::Commit(commit));
 }
 
 #[test]
@@ -101,7 +100,7 @@ fn loads(harness: &Harness, session: SessionId) -> Vec<LoadId> {
 /// Checks that the committed block is durable, and findable after a power loss.
 fn assert_committed_block_survives(mut harness: Harness, session: SessionId) {
     harness.finish_jobs();
-    assert_eq!(last_status(&harness, session), Some(ExtentStatus::Durable));
+    assert_eq!(last_status(&harness, session), Some(CommitStatus::Durable));
     let mut harness = harness.crash();
     harness.apply(Event::InventoryWanted { slots: Box::new(SlotSet::ALL) });
     assert!(harness.announced.contains(&(key(0), Tier::Nvme)));
@@ -192,7 +191,7 @@ fn damaged_pinned_block_that_is_saved_again_is_recovered_from_its_good_copy() {
         harness.load(session, &keys(0..1), Duration::ZERO, Scope::Local);
         harness.finish_jobs();
         save(&mut harness, session, &keys(0..1));
-        assert_eq!(last_status(&harness, session), Some(ExtentStatus::Durable));
+        assert_eq!(last_status(&harness, session), Some(CommitStatus::Durable));
         let mut harness = if power_loss { harness.crash() } else { harness.kill() };
         harness.finish_jobs();
         harness.apply(Event::InventoryWanted { slots: Box::new(SlotSet::ALL) });
