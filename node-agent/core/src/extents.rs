@@ -30,14 +30,14 @@ use std::time::Duration;
 
 use reprise_policy::SessionId;
 
-use crate::cache::{Cache, LentSlot, nvme_bytes};
+use crate::cache::{Cache, LentSlot};
 use crate::context::{Caller, Context};
 use crate::counters::{Counters, ExtentCounters};
 use crate::effect::{Effect, LeaseId, Reply};
 use crate::pool::{BatchId, StoredBlock};
 use crate::settings::Settings;
 use crate::slab::{Slab, SlabId};
-use commits::{CommitBatch, CommittedItem, PendingCommit};
+use commits::{CommitBatch, PendingCommit};
 use leases::PendingLease;
 use pins::HeldPin;
 
@@ -91,28 +91,6 @@ struct Lease {
 enum Batch {
     Lease(PendingLease),
     Commit(CommitBatch),
-}
-
-impl Batch {
-    fn slots(&self) -> impl Iterator<Item = &LentSlot> {
-        let (lent, committed): (&[LentSlot], &[CommittedItem]) = match self {
-            Batch::Lease(pending) => (&pending.slots, &[]),
-            Batch::Commit(batch) => (&[], &batch.items),
-        };
-        lent.iter().chain(committed.iter().map(|item| &item.slot))
-    }
-
-    fn len(&self) -> usize {
-        match self {
-            Batch::Lease(pending) => pending.slots.len(),
-            Batch::Commit(batch) => batch.items.len(),
-        }
-    }
-
-    /// Bytes of its slots, which have one size.
-    fn bytes(&self) -> u64 {
-        self.slots().next().map_or(0, |slot| nvme_bytes(slot.slot_bytes) * self.len() as u64)
-    }
 }
 
 impl Extents {

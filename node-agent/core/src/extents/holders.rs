@@ -2,7 +2,8 @@
 
 use reprise_policy::SessionId;
 
-use crate::cache::nvme_bytes;
+use crate::cache::{LentSlot, nvme_bytes};
+use crate::extents::commits::CommittedItem;
 use crate::extents::{BATCH_BIT, Batch, Extents, Holder, Lease};
 use crate::pool::BatchId;
 use crate::slab::SlabId;
@@ -60,6 +61,29 @@ impl Extents {
                 self.commits.get(batch.commit).expect("it waits for the batch").from.session
             }
         }
+    }
+}
+
+impl Batch {
+    /// Slots that are being lent or committed.
+    pub(super) fn slots(&self) -> impl Iterator<Item = &LentSlot> {
+        let (lent, committed): (&[LentSlot], &[CommittedItem]) = match self {
+            Batch::Lease(pending) => (&pending.slots, &[]),
+            Batch::Commit(batch) => (&[], &batch.items),
+        };
+        lent.iter().chain(committed.iter().map(|item| &item.slot))
+    }
+
+    fn len(&self) -> usize {
+        match self {
+            Batch::Lease(pending) => pending.slots.len(),
+            Batch::Commit(batch) => batch.items.len(),
+        }
+    }
+
+    /// Bytes of its slots, which have one size.
+    fn bytes(&self) -> u64 {
+        self.slots().next().map_or(0, |slot| nvme_bytes(slot.slot_bytes) * self.len() as u64)
     }
 }
 

@@ -74,7 +74,7 @@ impl BlockDevice for UnknownLocks {
     }
 }
 
-/// Leases a slot durably, and ends without giving it back.
+/// Leases a slot durably, and ends without returning it.
 fn lease(open: &mut RawDevice, pool: &mut DevicePool) {
     let spec = LayoutSpec {
         layers: 1,
@@ -119,7 +119,7 @@ fn device_with_leased_extents_is_refused_while_their_locks_cannot_be_examined() 
     let error = open_unknown().err().expect("a client may still write to the leased extent").chain();
     assert!(error.contains("whether clients still write to leased extents"), "{error}");
     assert!(error.contains("no locks"), "{error}");
-    // With an answer, it is opened. Nobody can hold extents of a device that cannot be shared.
+    // With an answer, it is opened. No process can hold extents of a device that cannot be shared.
     let (_open, found) = open_simulated(&device, None).unwrap_or_else(|error| panic!("{error}"));
     let DeviceContent::Pool(found) = found else { panic!("the device holds a pool") };
     assert!(found.pool.earlier_leases().is_empty());

@@ -1,8 +1,8 @@
-//! Clients that write and read slots of the pool themselves: what they do, and what the pool guarantees them.
+//! Clients that write and read slots of the pool themselves: their actions, and the guarantees of the pool.
 //!
 //! ```text
 //! lease ─▶ Lending ─▶ Unwritten ─▶ Writing ─▶ Written ─▶ Committing ─▶ stored block
-//!                        └────────── give back ───┴────▶ Returning ─▶ free
+//!                        └────────── return ──────┴────▶ Returning ─▶ free
 //! a crash of the agent alone: Writing ─▶ LateWrite ─▶ Earlier ─▶ Returning
 //! pinned block is removed: Withdrawn ─▶ Returning
 //! ```
@@ -65,7 +65,7 @@ impl LendState {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Survivors {
     /// Power is lost.
-    Nobody,
+    Nothing,
     /// Only the agent is killed.
     Clients,
 }
@@ -230,7 +230,7 @@ impl Harness {
         self.take(ops);
     }
 
-    /// Gives back all slots that their clients do not write.
+    /// Returns all slots that their clients do not write.
     pub(crate) fn return_idle(&mut self) {
         for page in self.model.lends.pages(|state| matches!(state, LendState::Unwritten | LendState::Written))
         {

@@ -291,19 +291,19 @@ impl Harness {
     /// Power is lost. The recovered pool is compared with the model and replaces the pool of the harness.
     pub(crate) fn lose_power(&mut self) -> RecoveryReport {
         self.disk.lose_power(&mut self.random);
-        self.reopen(Survivors::Nobody)
+        self.reopen(Survivors::Nothing)
     }
 
     /// Power is lost, and of the unsynced writes exactly these pages survive.
     pub(crate) fn lose_power_and_keep(&mut self, keeps: impl Fn(u64) -> bool) -> RecoveryReport {
         self.disk.keep_volatile(keeps);
-        self.reopen(Survivors::Nobody)
+        self.reopen(Survivors::Nothing)
     }
 
     /// Power is lost, and no unsynced write survives.
     pub(crate) fn lose_power_and_all_volatile_writes(&mut self) -> RecoveryReport {
         self.disk.drop_volatile();
-        self.reopen(Survivors::Nobody)
+        self.reopen(Survivors::Nothing)
     }
 
     /// The agent is killed: everything that was written is kept, and any part of the writes in flight. Clients
