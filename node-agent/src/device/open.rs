@@ -387,4 +387,4 @@ pub(super) enum OpenError {
 }
 
 #[cfg(test)]
-pub(super) mod tests;
+pub(crate) mod tests;
