@@ -23,7 +23,7 @@ use std::time::Instant;
 
 use crossbeam_channel::Sender;
 use reprise_agent_core::effect::{
-    DeviceId, Diagnostic, Effect, FillId, LoadId, Offer, PeerFetch, ProgressEntry, ProgressUpdate,
+    DeviceId, Diagnostic, Effect, FillId, LoadId, Offer, PeerFetch, PlaceKind, ProgressEntry, ProgressUpdate,
     QuotaResource, Reply,
 };
 use reprise_agent_core::event::{Event, FillError, FillUpdate, Integrity, PeerOffer, Request, RequestId};
@@ -240,13 +240,16 @@ impl Executor {
     ) -> tracing::Span {
         let phase = match body {
             Request::Match { .. } => Phase::Match,
-            Request::Reserve { .. } => Phase::Reserve,
-            Request::Commit(_) => Phase::Commit,
+            Request::Reserve { kind: PlaceKind::Arena, .. } => Phase::Reserve,
+            Request::Commit(commit) if commit.kind() == Some(PlaceKind::Arena) => Phase::Commit,
             Request::Load(_) => Phase::LoadFirstLayer,
+            // Of extents: they wait for devices.
+            Request::Reserve { .. } | Request::Commit(_) => Phase::Other,
             Request::Abort { .. }
             | Request::Release { .. }
             | Request::Suspect { .. }
-            | Request::Extents(_)
+            | Request::Pin { .. }
+            | Request::Unpin { .. }
             | Request::Trim
             | Request::Stats => Phase::Other,
         };
@@ -369,7 +372,7 @@ impl Executor {
         let grants = self.grant_devices(session, &reply);
         let Some(connected) = self.sessions.get_mut(&session) else { return };
         match grants {
-            Some(grants) => connected.session.reply_with_devices(request, reply, grants),
+            Some(grants) => connected.session.reply(request, reply, grants),
             // Its end returns the extents.
             None => connected.session.close(),
         }

@@ -31,7 +31,6 @@ use std::time::Instant;
 
 use reprise_agent_core::effect::{DeviceId, Reply, Ticket};
 use reprise_agent_core::event::{self, Event, RequestId};
-use reprise_agent_core::extents::ExtentRequest;
 use reprise_agent_core::limits;
 use reprise_buffers::{Arena, PROGRESS_BLOCKS_MAX, PROGRESS_ENTRIES};
 use reprise_daemon::rejected_connections::{Listener, Reason, RejectedConnections};
@@ -122,26 +121,11 @@ impl Session {
         self.in_flight.load(Ordering::Relaxed)
     }
 
-    /// Sends a reply; never blocks. A session that cannot accept it is closed.
-    fn reply(&self, request: RequestId, reply: Reply) {
+    /// Sends a reply, with descriptors of devices that the session does not have; never blocks. A session that
+    /// cannot accept it is closed.
+    pub(crate) fn reply(&self, request: RequestId, reply: Reply, devices: Vec<(DeviceId, OwnedFd)>) {
         self.in_flight.fetch_sub(1, Ordering::Relaxed);
-        self.outbound.send(Outgoing::Reply { request, reply });
-    }
-
-    /// Sends a reply with descriptors of devices; never blocks.
-    pub(crate) fn reply_with_devices(
-        &self,
-        request: RequestId,
-        reply: Reply,
-        devices: Vec<(DeviceId, OwnedFd)>,
-    ) {
-        match reply {
-            Reply::Extents(extents) => {
-                self.in_flight.fetch_sub(1, Ordering::Relaxed);
-                self.outbound.send(Outgoing::Frame(encode::extents(request, extents, devices)));
-            }
-            other => self.reply(request, other),
-        }
+        self.outbound.send(Outgoing::Reply { request, reply, devices });
     }
 
     /// Notifies the engine about the durability of a commit; never blocks.
@@ -198,11 +182,8 @@ fn read_requests(context: &SessionContext, session: &Session, frames: &mut Frame
 }
 
 fn frees_resources(body: &event::Request) -> bool {
-    use event::Request::{Abort, Extents, Release};
-    matches!(
-        body,
-        Abort { .. } | Release { .. } | Extents(ExtentRequest::Abort { .. } | ExtentRequest::Unpin { .. })
-    )
+    use event::Request::{Abort, Release, Unpin};
+    matches!(body, Abort { .. } | Release { .. } | Unpin { .. })
 }
 
 /// Passes a request to the core; returns false if the core has stopped.

@@ -52,28 +52,29 @@ fn layout() -> local::Layout {
 fn requests() -> Vec<(&'static str, &'static str, request::Body)> {
     use request::Body;
     let hello = local::Hello {
-        protocol_version: 2,
+        protocol_version: 3,
         namespace: run(0x77, 32),
         layout: Some(layout()),
         client_name: "vllm-0".into(),
         tenant: "team-a".into(),
         service_account_token: "jwt".into(),
     };
-    let item = || local::CommitItem { lease: 9, key: run(0x11, 16), checksums: run(0x22, 8) };
-    let commit = || local::Commit { items: vec![item()], priority: 1, parent: run(0x33, 16) };
+    let item = local::CommitItem { lease: 9, key: run(0x11, 16), checksums: run(0x22, 8) };
+    let commit = local::Commit { items: vec![item], priority: 1, parent: run(0x33, 16) };
     let load =
         local::Load { keys: run(0x11, 16), deadline_us: 5_000_000, read_bytes: 524_288, local_only: true };
     vec![
         (
             "`Hello`",
-            "version 2, namespace 32 × 77, layout 32, 2, 8, 128, 1, 16, 3, 4, client \"vllm-0\", tenant \"team-a\", token \"jwt\"",
+            "version 3, namespace 32 × 77, layout 32, 2, 8, 128, 1, 16, 3, 4, client \"vllm-0\", tenant \"team-a\", token \"jwt\"",
             Body::Hello(hello),
         ),
-        ("`Reserve`", "3 slots", Body::Reserve(local::Reserve { count: 3 })),
+        ("`Reserve`", "3 slots", Body::Reserve(local::Reserve { count: 3, kind: 0 })),
+        ("`Reserve` of extents", "3 extents", Body::Reserve(local::Reserve { count: 3, kind: 1 })),
         (
             "`Commit`",
             "lease 9, key 16 × 11, checksums 8 × 22; priority 1; parent 16 × 33",
-            Body::Commit(commit()),
+            Body::Commit(commit),
         ),
         ("`Abort`", "leases 9, 300", Body::Abort(local::Abort { leases: vec![9, 300] })),
         (
@@ -90,14 +91,7 @@ fn requests() -> Vec<(&'static str, &'static str, request::Body)> {
             "load 6, blocks 0, 300",
             Body::Suspect(local::Suspect { load: 6, blocks: vec![0, 300] }),
         ),
-        ("`LeaseExtents`", "3 extents", Body::LeaseExtents(local::LeaseExtents { count: 3 })),
-        (
-            "`Commit` of extents",
-            "lease 9, key 16 × 11, checksums 8 × 22; priority 1; parent 16 × 33",
-            Body::CommitExtents(commit()),
-        ),
-        ("`Abort` of extents", "leases 9, 300", Body::AbortExtents(local::Abort { leases: vec![9, 300] })),
-        ("`PinExtents`", "key 16 × 11", Body::PinExtents(local::PinExtents { keys: run(0x11, 16) })),
+        ("`Pin`", "key 16 × 11", Body::Pin(local::Pin { keys: run(0x11, 16) })),
         ("`Unpin`", "pins 9, 300", Body::Unpin(local::Unpin { pins: vec![9, 300] })),
     ]
 }
@@ -118,8 +112,9 @@ fn responses() -> Vec<(&'static str, &'static str, response::Body)> {
         regions: grants(),
         leases: vec![local::Lease { lease: 9, place: place() }],
         retry_after_us: 2000,
+        devices: Vec::new(),
     };
-    let committed = local::Committed { ticket: 4, statuses: vec![1, 2, 3, 4] };
+    let committed = local::Committed { ticket: 4, statuses: vec![1, 2, 3, 4, 5, 6] };
     let loaded = local::Loaded {
         load: 6,
         progress_entry: 7,
@@ -135,10 +130,11 @@ fn responses() -> Vec<(&'static str, &'static str, response::Body)> {
     let extent = local::Extent { device, offset, bytes, generation, header_crc, checksums_at };
     let extent = || Some(local::Place { extent: Some(extent), ..local::Place::default() });
     let devices = || vec![local::DeviceGrant { device: 3 }];
-    let leased = local::ExtentsLeased {
-        devices: devices(),
+    let leased = local::Reserved {
+        regions: Vec::new(),
         leases: vec![local::Lease { lease: 9, place: extent() }],
         retry_after_us: 2000,
+        devices: devices(),
     };
     let pinned = local::Pinned {
         devices: devices(),
@@ -147,7 +143,6 @@ fn responses() -> Vec<(&'static str, &'static str, response::Body)> {
             local::PinnedBlock { status: 3, ..local::PinnedBlock::default() },
         ],
     };
-    let committed_extents = local::ExtentsCommitted { statuses: vec![1, 2, 3, 4, 5] };
     vec![
         ("`Failure`", "`BUSY`, \"full\"", Body::Failure(failure)),
         ("`Welcome`", "session 5, \"node-a\", \"0.1.0\", 64 entries of 1,088 bytes", Body::Welcome(welcome)),
@@ -173,12 +168,10 @@ fn responses() -> Vec<(&'static str, &'static str, response::Body)> {
         ("`Suspected`", "", Body::Suspected(local::Suspected {})),
         ("`StatsReply`", "\"loads\" is 8", Body::Stats(local::StatsReply { stats })),
         (
-            "`ExtentsLeased`",
+            "`Reserved` for extents",
             "device 3; lease 9 at device 3, 8,192, 4,096 bytes, generation 7, checksum 5, 128; retry after 2 ms",
-            Body::ExtentsLeased(leased),
+            Body::Reserved(leased),
         ),
-        ("`ExtentsCommitted`", "each status in order", Body::ExtentsCommitted(committed_extents)),
-        ("`ExtentsAborted`", "", Body::ExtentsAborted(local::ExtentsAborted {})),
         (
             "`Pinned`",
             "device 3; pin 6 at device 3, 8,192, 4,096 bytes, generation 7, checksum 5, 128; a block that is not durable",
@@ -411,10 +404,10 @@ fn every_message_with_fields_appears_in_an_example() {
 fn session_limits_in_the_document_match_the_code() {
     assert_eq!(
         (local::PROTOCOL_VERSION, local::FRAME_BYTES_MAX, local::KEYS_PER_CALL_MAX),
-        (2, 16 << 20, 8192)
+        (3, 16 << 20, 8192)
     );
     for words in
-        ["`PROTOCOL_VERSION` = 2 in `Hello`", "u32 length (little endian, at most 16 MiB)", "1 to 8,192 keys"]
+        ["`PROTOCOL_VERSION` = 3 in `Hello`", "u32 length (little endian, at most 16 MiB)", "1 to 8,192 keys"]
     {
         assert!(DOCUMENT.contains(words), "docs/PROTOCOL.md lacks: {words}");
     }

@@ -6,8 +6,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use reprise_agent_core::effect::{
-    Access, ArenaSlot, CommitStatus, LeaseId, LoadId, LoadedBlock, ProgressEntry, ProgressUpdate, RegionId,
-    Reply, Source, Ticket,
+    Access, ArenaSlot, CommitStatus, LeaseId, LoadId, LoadedBlock, Place, ProgressEntry, ProgressUpdate,
+    RegionId, Reply, Source, Ticket,
 };
 use reprise_agent_core::event::{RequestId, Scope};
 use reprise_policy::{BlockKey, Layout, TenantId, Tick};
@@ -183,19 +183,21 @@ impl Engine {
             (RequestKind::Reserve(count), Reply::Reserved { regions, leases, .. }) => {
                 self.granted(regions);
                 assert!(leases.len() <= count as usize);
-                for (lease, slot) in leases {
+                for (lease, place) in leases {
+                    let slot = place.arena().expect("engines reserve slots of the arena");
                     assert!(self.writable.contains(&slot.region), "the region of a slot is granted before");
                     assert_eq!(slot.bytes, self.layout.slot_bytes());
-                    self.reserved.push((*lease, *slot, now));
+                    self.reserved.push((*lease, slot, now));
                 }
             }
             (RequestKind::Commit(keys), Reply::Committed { ticket, statuses }) => {
                 assert_eq!(keys.len(), statuses.len());
+                let ticket = ticket.expect("a commit of the arena has a notice");
                 let counted = |(_, status): &(BlockKey, &CommitStatus)| {
                     matches!(status, CommitStatus::Committed | CommitStatus::Duplicate)
                 };
                 let keys = keys.into_iter().zip(statuses).filter(counted).map(|(key, _)| key).collect();
-                assert!(self.tickets.insert(*ticket, keys).is_none(), "tickets are used once");
+                assert!(self.tickets.insert(ticket, keys).is_none(), "tickets are used once");
             }
             (RequestKind::Match(keys, scope), Reply::Matched { sources }) => {
                 assert!(sources.len() <= keys.len());
@@ -257,7 +259,7 @@ impl Engine {
         for (id, load) in &mut self.loads {
             let page = &self.page[&load.entry];
             for (at, block) in (0..).zip(&load.blocks) {
-                let LoadedBlock::Ok { slot, checksums, .. } = block else { continue };
+                let LoadedBlock::Ok { place: Place::Arena(slot), checksums, .. } = block else { continue };
                 if page.failed.contains(&at) || load.given_up.contains(&at) {
                     continue;
                 }
@@ -281,7 +283,7 @@ impl Engine {
     pub(crate) fn slots(&self) -> impl Iterator<Item = ArenaSlot> {
         let held = self.loads.iter().filter(|(id, _)| !self.progress(**id).over);
         let loaded = held.flat_map(|(_, load)| &load.blocks).filter_map(|block| match block {
-            LoadedBlock::Ok { slot, .. } => Some(*slot),
+            LoadedBlock::Ok { place, .. } => place.arena(),
             LoadedBlock::Lost(_) => None,
         });
         self.reserved.iter().map(|(_, slot, _)| *slot).chain(loaded)

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use reprise_agent_core::effect::LoadId;
+use reprise_agent_core::effect::{LoadId, PlaceKind};
 use reprise_agent_core::event::{
     CommitItem, CommitRequest, Event, LoadRequest, Priority, Request, Scope, SessionOpened,
 };
@@ -70,7 +70,12 @@ impl Simulation {
         match self.env.rng.below(100) {
             0..22 => {
                 let count = 1 + self.env.rng.below(4) as u32;
-                self.ask(node, session, RequestKind::Reserve(count), Request::Reserve { count });
+                self.ask(
+                    node,
+                    session,
+                    RequestKind::Reserve(count),
+                    Request::Reserve { count, kind: PlaceKind::Arena },
+                );
             }
             22..45 => self.commit(node, session, &keys),
             45..50 => self.abort(node, session, 2),

@@ -363,7 +363,8 @@ impl Simulation {
 
     fn reply(&mut self, node: usize, of: (SessionId, RequestId), reply: &Reply) {
         if let Reply::Reserved { leases, .. } = reply {
-            leases.iter().for_each(|(_, slot)| self.assert_unused(node, *slot));
+            let slots = leases.iter().filter_map(|(_, place)| place.arena());
+            slots.for_each(|slot| self.assert_unused(node, slot));
         }
         self.env.trace.note(|| format!("{} {} ← {reply:?}", of.0.0, of.1.0));
         let host = Host::Node(node);

@@ -9,6 +9,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use reprise_agent_core::effect::PlaceKind;
 use reprise_agent_core::event::{Request, Scope};
 use reprise_policy::{BlockKey, SessionId, SlotSet};
 
@@ -135,7 +136,12 @@ impl Simulation {
         for node in 0..self.nodes.len() {
             self.open_session(node, 0);
             let session = self.seated(node);
-            self.ask(node, session, RequestKind::Reserve(4), Request::Reserve { count: 4 });
+            self.ask(
+                node,
+                session,
+                RequestKind::Reserve(4),
+                Request::Reserve { count: 4, kind: PlaceKind::Arena },
+            );
         }
         self.run_until(self.env.now.after(POLL_INTERVAL));
         for node in 0..self.nodes.len() {

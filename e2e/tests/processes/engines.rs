@@ -111,10 +111,10 @@ fn a_session_that_ends_at_any_point_leaves_nothing_behind() {
     let packed = reprise_policy::BlockKey::pack(&keys(&(0..20).collect::<Vec<_>>()));
     let load = local::Load { keys: packed.into(), local_only: true, ..local::Load::default() };
     let bodies = [
-        request::Body::Reserve(local::Reserve { count: 30 }),
+        request::Body::Reserve(local::Reserve { count: 30, kind: 0 }),
         request::Body::Load(load.clone()),
         request::Body::Load(load),
-        request::Body::Reserve(local::Reserve { count: MORE_THAN_ALL }),
+        request::Body::Reserve(local::Reserve { count: MORE_THAN_ALL, kind: 0 }),
     ];
     for answers in 0..=bodies.len() {
         engine.trim();
@@ -263,7 +263,7 @@ fn aborts_are_accepted_even_while_many_requests_are_pending() {
     const REQUESTS: u64 = 1500;
     let (_env, agent) = TestEnv::with_agent("node");
     let mut session = RawSession::with_handshake(&agent.files().socket, &small());
-    session.send(2, request::Body::Reserve(local::Reserve { count: 256 }));
+    session.send(2, request::Body::Reserve(local::Reserve { count: 256, kind: 0 }));
     let Some(response::Body::Reserved(reserved)) = session.receive().and_then(|response| response.body)
     else {
         panic!("expected slots");

@@ -158,7 +158,7 @@ fn invalid_requests_get_errors_and_the_session_continues() {
         request::Body::Match(torn_keys),
         request::Body::Load(no_keys),
         request::Body::Load(many_keys),
-        request::Body::Reserve(local::Reserve { count: 0 }),
+        request::Body::Reserve(local::Reserve { count: 0, kind: 0 }),
         request::Body::Release(local::Release { load: 12345 }),
         request::Body::Hello(hello(&small())),
     ];
@@ -252,7 +252,7 @@ fn a_commit_with_invalid_leases_keys_or_checksums_publishes_nothing() {
     let (env, agent) = env_with_agent();
     env.require("dropped a block in DRAM that does not match its checksums");
     let mut session = RawSession::with_handshake(&agent.files().socket, &small());
-    session.send(2, request::Body::Reserve(local::Reserve { count: 3 }));
+    session.send(2, request::Body::Reserve(local::Reserve { count: 3, kind: 0 }));
     let Some(response::Body::Reserved(reserved)) = session.receive().and_then(|response| response.body)
     else {
         panic!("expected slots");

@@ -234,7 +234,8 @@ impl Client {
         }
         let deadline = deadline::after(wait);
         loop {
-            let reserve = request::Body::Reserve(local::Reserve { count });
+            let reserve = local::Reserve { count, kind: local::PlaceKind::Arena.into() };
+            let reserve = request::Body::Reserve(reserve);
             let retry_after = match self.session.call_within("reserve", reserve, answer_timeout) {
                 Ok(response::Body::Reserved(reserved)) if !reserved.leases.is_empty() => {
                     return reservations(&self.session, &reserved)
@@ -296,8 +297,10 @@ impl Client {
         check_count("lease extents", count as usize)?;
         let deadline = deadline::after(wait);
         loop {
-            let lease = request::Body::LeaseExtents(local::LeaseExtents { count });
-            let response::Body::ExtentsLeased(leased) = self.session.call("lease extents", lease)? else {
+            let lease = local::Reserve { count, kind: local::PlaceKind::Extent.into() };
+            let response::Body::Reserved(leased) =
+                self.session.call("lease extents", request::Body::Reserve(lease))?
+            else {
                 return Err(self.session.broken(ClientError::unexpected("lease extents")));
             };
             if !leased.leases.is_empty() {
@@ -326,8 +329,8 @@ impl Client {
     ) -> Result<Vec<ExtentStatus>, ClientError> {
         check_count("commit extents", items.len())?;
         let count = items.len();
-        let body = request::Body::CommitExtents(extents::commit_message(&self.session, &items, options)?);
-        let response::Body::ExtentsCommitted(committed) = self.session.call("commit extents", body)? else {
+        let body = request::Body::Commit(extents::commit_message(&self.session, &items, options)?);
+        let response::Body::Committed(committed) = self.session.call("commit extents", body)? else {
             return Err(self.session.broken(ClientError::unexpected("commit extents")));
         };
         items.into_iter().for_each(|(extent, ..)| extent.mark_committed());
@@ -340,7 +343,7 @@ impl Client {
     /// `BadRequest` (too many keys), `Timeout`, `AgentLost`.
     pub fn pin_extents(&self, keys: &[BlockKey]) -> Result<Vec<PinOutcome>, ClientError> {
         check_count("pin extents", keys.len())?;
-        let body = request::Body::PinExtents(local::PinExtents { keys: BlockKey::pack(keys).into() });
+        let body = request::Body::Pin(local::Pin { keys: BlockKey::pack(keys).into() });
         let response::Body::Pinned(pinned) = self.session.call("pin extents", body)? else {
             return Err(self.session.broken(ClientError::unexpected("pin extents")));
         };

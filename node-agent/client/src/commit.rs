@@ -73,6 +73,8 @@ impl CommitStatus {
             local::CommitStatus::Duplicate => Some(CommitStatus::Duplicate),
             local::CommitStatus::NoLease => Some(CommitStatus::NoLease),
             local::CommitStatus::BadItem => Some(CommitStatus::BadItem),
+            // The others are of extents.
+            local::CommitStatus::Durable | local::CommitStatus::Failed => None,
             local::CommitStatus::CommitUnspecified => None,
         }
     }

@@ -38,6 +38,7 @@ mod outbox;
 mod pending;
 
 use descriptors::Descriptors;
+pub(crate) use outbox::Releasable;
 use outbox::{Outbox, WriteMode};
 use pending::Pending;
 pub(crate) use pending::PendingCall;
@@ -162,13 +163,13 @@ impl Connection {
         }
     }
 
-    /// Releases leases as [`Connection::cast`] sends requests; leases that are released one by one share
+    /// Releases leases or pins as [`Connection::cast`] sends requests; those that are released one by one share
     /// messages.
-    pub(crate) fn release_leases(&self, leases: impl IntoIterator<Item = u64>) {
+    pub(crate) fn release_each(&self, kind: Releasable, numbers: impl IntoIterator<Item = u64>) {
         if self.has_ended() {
             return;
         }
-        self.outbox.release(leases);
+        self.outbox.release(kind, numbers);
         self.flush_once();
     }
 
@@ -320,7 +321,7 @@ impl Connection {
         body: &response::Body,
         descriptors: &mut Descriptors,
     ) -> Result<(), ClientError> {
-        let grants = match body {
+        let (regions, devices) = match body {
             response::Body::Welcome(welcome) => {
                 let reader = descriptors.progress_page(welcome)?;
                 return self
@@ -328,13 +329,13 @@ impl Connection {
                     .set(reader)
                     .map_err(|_| ClientError::Protocol("second welcome message in one session".into()));
             }
-            response::Body::Reserved(reserved) => &reserved.regions,
-            response::Body::Loaded(loaded) => &loaded.regions,
-            response::Body::ExtentsLeased(leased) => return self.take_devices(&leased.devices, descriptors),
-            response::Body::Pinned(pinned) => return self.take_devices(&pinned.devices, descriptors),
+            response::Body::Reserved(reserved) => (reserved.regions.as_slice(), reserved.devices.as_slice()),
+            response::Body::Loaded(loaded) => (loaded.regions.as_slice(), [].as_slice()),
+            response::Body::Pinned(pinned) => ([].as_slice(), pinned.devices.as_slice()),
             _ => return Ok(()),
         };
-        grants.iter().try_for_each(|grant| self.regions.insert(grant, descriptors.next()?))
+        regions.iter().try_for_each(|grant| self.regions.insert(grant, descriptors.next()?))?;
+        self.take_devices(devices, descriptors)
     }
 
     /// Keeps the descriptors of devices that arrived with a message.
@@ -356,18 +357,11 @@ impl Connection {
                 self.cast(request::Body::Release(local::Release { load: loaded.load }));
             }
             response::Body::Reserved(reserved) if !reserved.leases.is_empty() => {
-                self.release_leases(reserved.leases.iter().map(|lease| lease.lease));
-            }
-            response::Body::ExtentsLeased(leased) if !leased.leases.is_empty() => {
-                let leases = leased.leases.iter().map(|lease| lease.lease).collect();
-                self.cast(request::Body::AbortExtents(local::Abort { leases }));
+                self.release_each(Releasable::Leases, reserved.leases.iter().map(|lease| lease.lease));
             }
             response::Body::Pinned(pinned) => {
-                let pins: Vec<u64> =
-                    pinned.blocks.iter().map(|block| block.pin).filter(|pin| *pin > 0).collect();
-                if !pins.is_empty() {
-                    self.cast(request::Body::Unpin(local::Unpin { pins }));
-                }
+                let pins = pinned.blocks.iter().map(|block| block.pin).filter(|pin| *pin > 0);
+                self.release_each(Releasable::Pins, pins);
             }
             _ => {}
         }

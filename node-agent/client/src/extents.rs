@@ -24,10 +24,11 @@ pub use reprise_buffers::PageBuffer;
 use reprise_buffers::crc32c;
 use reprise_policy::BlockKey;
 use reprise_policy::layout::PAGE_BYTES;
-use reprise_proto::local::{self, request};
+use reprise_proto::local;
 
 use crate::client::Session;
 use crate::commit::CommitOptions;
+use crate::connection::Releasable;
 use crate::error::ClientError;
 
 /// Bytes of the checksum at the end of a header page.
@@ -159,8 +160,7 @@ impl LeasedExtent {
 impl Drop for LeasedExtent {
     fn drop(&mut self) {
         if self.state == LeaseState::Leased {
-            let leases = vec![self.lease];
-            self.session.connection().cast(request::Body::AbortExtents(local::Abort { leases }));
+            self.session.connection().release_each(Releasable::Leases, [self.lease]);
         }
     }
 }
@@ -226,8 +226,7 @@ impl PinnedExtent {
 
 impl Drop for PinnedExtent {
     fn drop(&mut self) {
-        let pins = vec![self.pin];
-        self.session.connection().cast(request::Body::Unpin(local::Unpin { pins }));
+        self.session.connection().release_each(Releasable::Pins, [self.pin]);
     }
 }
 
@@ -237,7 +236,7 @@ impl Drop for PinnedExtent {
 /// `Protocol` when a place is not an extent of this layout on a granted device.
 pub(crate) fn leased(
     session: &Arc<Session>,
-    leased: &local::ExtentsLeased,
+    leased: &local::Reserved,
 ) -> Result<Vec<LeasedExtent>, ClientError> {
     let lease = |lease: &local::Lease| {
         let (file, extent) = extent_of(session, lease.place)?;
@@ -311,17 +310,14 @@ pub(crate) fn commit_message(
 }
 
 /// Decodes the answer to a commit of `count` extents.
-pub(crate) fn statuses(
-    committed: &local::ExtentsCommitted,
-    count: usize,
-) -> Result<Vec<ExtentStatus>, ClientError> {
-    let status = |number: &i32| match local::ExtentStatus::try_from(*number).ok()? {
-        local::ExtentStatus::ExtentDurable => Some(ExtentStatus::Durable),
-        local::ExtentStatus::ExtentExists => Some(ExtentStatus::Exists),
-        local::ExtentStatus::ExtentNoLease => Some(ExtentStatus::NoLease),
-        local::ExtentStatus::ExtentBadItem => Some(ExtentStatus::BadItem),
-        local::ExtentStatus::ExtentFailed => Some(ExtentStatus::Failed),
-        local::ExtentStatus::ExtentUnspecified => None,
+pub(crate) fn statuses(committed: &local::Committed, count: usize) -> Result<Vec<ExtentStatus>, ClientError> {
+    let status = |number: &i32| match local::CommitStatus::try_from(*number).ok()? {
+        local::CommitStatus::Durable => Some(ExtentStatus::Durable),
+        local::CommitStatus::Duplicate => Some(ExtentStatus::Exists),
+        local::CommitStatus::NoLease => Some(ExtentStatus::NoLease),
+        local::CommitStatus::BadItem => Some(ExtentStatus::BadItem),
+        local::CommitStatus::Failed => Some(ExtentStatus::Failed),
+        local::CommitStatus::Committed | local::CommitStatus::CommitUnspecified => None,
     };
     let statuses: Option<Vec<ExtentStatus>> = committed.statuses.iter().map(status).collect();
     let is_complete = |statuses: &Vec<ExtentStatus>| statuses.len() == count;

@@ -63,6 +63,9 @@ impl RegionMap {
     ) -> Result<Vec<Option<Span>>, ClientError> {
         let regions = self.regions.read().unwrap_or_else(PoisonError::into_inner);
         let span_of = |place: &Place| {
+            if place.extent.is_some() {
+                return Err(ClientError::Protocol("place of an extent, expected one of the arena".into()));
+            }
             let mapping = regions.get(&place.region).and_then(|mappings| mappings.with(access));
             let mapping = mapping
                 .ok_or_else(|| ClientError::Protocol(format!("region {} was not granted", place.region)))?;

@@ -11,6 +11,7 @@ use reprise_policy::layout::OBJECTS_MAX;
 use reprise_proto::local;
 
 use crate::client::Session;
+use crate::connection::Releasable;
 use crate::error::ClientError;
 
 /// Number of words in the bitmap of filled objects.
@@ -134,7 +135,7 @@ impl Reservation {
 impl Drop for Reservation {
     fn drop(&mut self) {
         if self.state == State::Reserved {
-            self.session.connection().release_leases([self.lease]);
+            self.session.connection().release_each(Releasable::Leases, [self.lease]);
         }
     }
 }

@@ -41,7 +41,7 @@ use crate::cache::{
 };
 use crate::context::Caller;
 use crate::counters::Counters;
-use crate::effect::{DeviceId, Effect, RegionId, Reply};
+use crate::effect::{DeviceId, Effect, PlaceKind, RegionId, Reply};
 use crate::event::{Event, Request, RequestId, SessionOpened};
 use crate::extents::Extents;
 use crate::limits::SESSIONS_MAX;
@@ -413,14 +413,28 @@ impl AgentCore {
         };
         let caller = Caller { session, request, size_class };
         match body {
-            Request::Reserve { count } => self.save.reserve(cache, cx, caller, count),
-            Request::Commit(commit) => self.save.commit(cache, cx, caller, &commit),
-            Request::Abort { leases } => self.save.abort(cache, cx, caller, &leases),
+            Request::Reserve { count, kind: PlaceKind::Arena } => self.save.reserve(cache, cx, caller, count),
+            Request::Reserve { count, kind: PlaceKind::Extent } => {
+                self.extents.lease(cache, cx, caller, count);
+            }
+            Request::Commit(commit) => match commit.kind() {
+                Some(PlaceKind::Arena) => self.save.commit(cache, cx, caller, &commit),
+                Some(PlaceKind::Extent) => self.extents.commit(cache, cx, caller, &commit),
+                None => {
+                    let text = "a commit with slots of the arena and extents: send one commit for each kind";
+                    cx.reply(caller, Reply::BadRequest(text.to_owned()));
+                }
+            },
+            Request::Abort { leases } => {
+                self.extents.abort(cache, session, &leases);
+                self.save.abort(cache, cx, caller, &leases);
+            }
             Request::Match { keys, scope } => self.load.match_keys(cache, cx, caller, (keys, scope)),
             Request::Load(wanted) => self.load.begin(cache, cx, caller, (wanted, received)),
             Request::Release { load } => self.load.release(cache, cx, caller, load),
             Request::Suspect { load, blocks } => self.load.suspect(cache, cx, caller, (load, &blocks)),
-            Request::Extents(body) => self.extents.request(cache, cx, caller, body),
+            Request::Pin { keys } => self.extents.pin(cache, cx, caller, &keys),
+            Request::Unpin { pins } => self.extents.unpin(cache, cx, caller, &pins),
             Request::Trim => cx.reply(caller, Reply::Trimmed { blocks: cache.trim() }),
             Request::Stats => {
                 let own = self.cache.tenant_usage(self.cache.tenant_of(size_class)).fields();

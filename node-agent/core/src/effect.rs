@@ -5,6 +5,9 @@
 
 use std::time::Duration;
 
+mod place;
+
+pub use place::{LeaseId, Place, PlaceKind};
 pub use reprise_policy::peer::{FetchId, FillId, OfferId, PeerOfferId, ServeId};
 pub use reprise_policy::{ArenaSlot, RegionId};
 use reprise_policy::{BlockKey, Generation, Layout, NodeId, SessionId, SlotSet, TenantId, Tier};
@@ -12,36 +15,12 @@ use reprise_policy::{BlockKey, Generation, Layout, NodeId, SessionId, SlotSet, T
 use reprise_policy::quota::QuotaError;
 
 use crate::event::RequestId;
-use crate::extents::{ExtentHolder, ExtentReply};
+use crate::extents::{ExtentHolder, PinnedBlock};
 use crate::pool::{DeviceOp, PageNumber};
 
 /// Number of a device of this node's pool; devices opened at the start have the order of the configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct DeviceId(pub u8);
-
-/// Location of the bytes of a block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
-    /// Slot of the arena.
-    Arena(ArenaSlot),
-    /// Slot of a device: a header page, and the payload directly behind it.
-    Extent {
-        /// Device that contains the slot.
-        device: DeviceId,
-        /// Generation of the slot.
-        generation: Generation,
-        /// Byte offset of the header page on the device.
-        offset: u64,
-        /// Bytes of the payload.
-        bytes: u64,
-        /// CRC32C that the header page must have; 0 if the slot is leased.
-        header_crc: u32,
-    },
-}
-
-/// Number of a reserved slot that an engine fills, or of a leased extent.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct LeaseId(pub u64);
 
 /// Number of a load, in progress or complete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -276,15 +255,15 @@ pub enum Reply {
     Reserved {
         /// Regions that the session has not received with this access before.
         regions: Vec<(RegionId, Access)>,
-        /// Leases and addresses of the slots.
-        leases: Vec<(LeaseId, ArenaSlot)>,
+        /// Leases and places of the slots, all of the requested kind.
+        leases: Vec<(LeaseId, Place)>,
         /// Time to wait before requesting the rest; zero if no slot is missing.
         retry_after: Duration,
     },
-    /// Result of a commit.
+    /// Result of a commit. For extents, sent when each block is durable or has failed.
     Committed {
-        /// Ticket that the durable notice will name.
-        ticket: Ticket,
+        /// Ticket that the durable notice will name; `None` if all statuses are final.
+        ticket: Option<Ticket>,
         /// One status per item, in order.
         statuses: Vec<CommitStatus>,
     },
@@ -315,34 +294,43 @@ pub enum Reply {
         /// Number of dropped copies.
         blocks: u64,
     },
-    /// Reply about extents.
-    Extents(ExtentReply),
+    /// Result of a pin.
+    Pinned {
+        /// One result per key, in order.
+        blocks: Vec<PinnedBlock>,
+    },
+    /// Pins have ended.
+    Unpinned,
     /// Counters by name, in the order of `Counters::fields`.
     Stats(Vec<(&'static str, u64)>),
 }
 
-/// Result for one item of a commit.
+/// Result for one item of a commit. In every case, the lease has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CommitStatus {
     /// The block is readable on the node from now on.
     Committed,
-    /// The block existed already; the slot was released.
+    /// The block existed already, and may not be durable yet; the slot was released.
     Duplicate,
     /// The lease does not exist.
     NoLease,
-    /// Key or checksums of the wrong length; the slot was released.
+    /// Key or checksums of the wrong length, or a key of another layout; the slot was released.
     BadItem,
+    /// The block of an extent is durable, and readable on the node.
+    Durable,
+    /// The device could not make the block of an extent durable; the slot was released.
+    Failed,
 }
 
 /// Result for one block of a load.
 #[derive(Clone, Debug)]
 pub enum LoadedBlock {
-    /// Readable in `slot` as far as the progress entry shows.
+    /// Readable at `place` as far as the progress entry shows.
     Ok {
         /// Location where the block was found.
         source: Source,
-        /// Slot that remains readable until `Release`.
-        slot: ArenaSlot,
+        /// Place that remains readable until `Release`: a slot of the arena, since pins last longer than loads.
+        place: Place,
         /// CRC32C of each object.
         checksums: Box<[u32]>,
     },

@@ -9,8 +9,10 @@ use reprise_policy::{
     BlockKey, Layout, NamespaceDigest, NodeId, NodeMode, SessionId, SlotSet, TenantId, TenantName, Tick, Tier,
 };
 
-use crate::effect::{CheckId, DeviceId, FillId, LeaseId, LoadId, LookupId, OfferId, PlaceId, ServeId};
-use crate::extents::{ExtentHolder, ExtentRequest};
+use crate::effect::{
+    CheckId, DeviceId, FillId, LeaseId, LoadId, LookupId, OfferId, PlaceId, PlaceKind, ServeId,
+};
+use crate::extents::{ExtentHolder, PinId};
 use crate::pool::{DeviceError, DevicePool, OpToken, StoredBlock};
 
 /// Number of a request within its session, chosen by the client.
@@ -245,10 +247,12 @@ pub enum Request {
     Reserve {
         /// Number of slots; the reply may contain fewer.
         count: u32,
+        /// Kind of the slots.
+        kind: PlaceKind,
     },
     /// Publishes the contents of filled slots.
     Commit(CommitRequest),
-    /// Releases reserved slots without publishing them.
+    /// Releases reserved slots without publishing them. The client has ended its I/O on extents among them.
     Abort {
         /// Leases of the reservations; unknown ones are ignored.
         leases: Vec<LeaseId>,
@@ -274,8 +278,16 @@ pub enum Request {
         /// Indices within the load; those that are invalid or not complete are ignored.
         blocks: Vec<u32>,
     },
-    /// Leases, commits or pins extents of devices.
-    Extents(ExtentRequest),
+    /// Pins durable blocks, to read them from their devices.
+    Pin {
+        /// Keys of the blocks.
+        keys: Vec<BlockKey>,
+    },
+    /// Ends pins. The client has ended its I/O on these slots.
+    Unpin {
+        /// Pins; unknown ones are ignored.
+        pins: Vec<PinId>,
+    },
     /// Drops clean DRAM copies of blocks that are on NVMe.
     Trim,
     /// Returns the counters of the node.
@@ -285,13 +297,21 @@ pub enum Request {
 /// Filled slots to publish.
 #[derive(Clone, Debug)]
 pub struct CommitRequest {
-    /// Slots and their blocks: consecutive blocks of one chain, in its order.
+    /// Slots of one kind and their blocks: consecutive blocks of one chain, in its order.
     pub items: Vec<CommitItem>,
     /// Eviction priority of the blocks.
     pub priority: Priority,
     /// Block before the first item in its chain; `None` if there is no such block or the client does not know
     /// it.
     pub parent: Option<BlockKey>,
+}
+
+impl CommitRequest {
+    /// Kind of all slots; `None` if there are both.
+    pub fn kind(&self) -> Option<PlaceKind> {
+        let first = self.items.first().map_or(PlaceKind::Arena, |item| item.lease.kind());
+        self.items.iter().all(|item| item.lease.kind() == first).then_some(first)
+    }
 }
 
 /// One block to publish.

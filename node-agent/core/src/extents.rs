@@ -33,7 +33,7 @@ use reprise_policy::SessionId;
 use crate::cache::{Cache, LentSlot};
 use crate::context::{Caller, Context};
 use crate::counters::{Counters, ExtentCounters};
-use crate::effect::Effect;
+use crate::effect::{Effect, LeaseId, Reply};
 use crate::pool::{BatchId, StoredBlock};
 use crate::settings::Settings;
 use crate::slab::{Slab, SlabId};
@@ -41,7 +41,7 @@ use commits::{CommitBatch, PendingCommit};
 use leases::PendingLease;
 use pins::HeldPin;
 
-pub use messages::{ExtentHolder, ExtentReply, ExtentRequest, ExtentStatus, PinId, PinRefusal, PinnedBlock};
+pub use messages::{ExtentHolder, PinId, PinRefusal, PinnedBlock};
 
 /// Bit of the batch ids of this owner; other batches number from 1.
 const BATCH_BIT: u64 = 1 << 63;
@@ -109,27 +109,21 @@ impl Extents {
         }
     }
 
-    /// Handles a request of an open session.
-    pub(crate) fn request(&mut self, cache: &mut Cache, cx: &mut Context, from: Caller, body: ExtentRequest) {
-        match body {
-            ExtentRequest::Lease { count } => self.lease(cache, cx, from, count),
-            ExtentRequest::Commit(commit) => self.commit(cache, cx, from, &commit),
-            ExtentRequest::Abort { leases } => {
-                for lease in leases {
-                    if let Some(lease) = self.take_lease(from.session, SlabId(lease.0)) {
-                        cache.return_lent(&lease.slot);
-                    }
-                }
-                holders::reply(cx, from, ExtentReply::Aborted);
-            }
-            ExtentRequest::Pin { keys } => self.pin(cache, cx, from, &keys),
-            ExtentRequest::Unpin { pins } => {
-                for pin in pins {
-                    self.unpin(cache, from.session, SlabId(pin.0));
-                }
-                holders::reply(cx, from, ExtentReply::Unpinned);
+    /// Returns leased slots of a session; leases of the arena are ignored.
+    pub(crate) fn abort(&mut self, cache: &mut Cache, session: SessionId, leases: &[LeaseId]) {
+        for lease in leases.iter().filter_map(|lease| lease.extent()) {
+            if let Some(lease) = self.take_lease(session, lease) {
+                cache.return_lent(&lease.slot);
             }
         }
+    }
+
+    /// Ends pins of a session.
+    pub(crate) fn unpin(&mut self, cache: &mut Cache, cx: &mut Context, from: Caller, pins: &[PinId]) {
+        for pin in pins {
+            self.end_pin(cache, from.session, SlabId(pin.0));
+        }
+        cx.reply(from, Reply::Unpinned);
     }
 
     /// Quarantines what an ended session holds. Its commits continue, without a reply.
@@ -166,7 +160,7 @@ impl Extents {
             cache.return_lent(&lease.slot);
         }
         for pin in self.holders.get(&session).map(|holder| holder.pins.clone()).unwrap_or_default() {
-            self.unpin(cache, session, pin);
+            self.end_pin(cache, session, pin);
         }
     }
 
@@ -203,8 +197,7 @@ impl Extents {
 
     /// Slots that are charged to tenants and hold no findable block.
     pub(crate) fn lent(&self) -> impl Iterator<Item = &LentSlot> {
-        let in_batches = self.in_flight().flat_map(|(_, slots)| slots);
-        self.leases.iter().map(|(_, lease)| &lease.slot).chain(in_batches)
+        self.leases.iter().map(|(_, lease)| &lease.slot).chain(self.batches.values().flat_map(Batch::slots))
     }
 
     /// Checks that leases and pins belong to holders, and that no slot is lent twice.

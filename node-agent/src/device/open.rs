@@ -99,7 +99,7 @@ fn read_content(
     if let Some(bytes) = params.bytes.filter(|bytes| *bytes > device.size()) {
         device = params.enlarge(device, bytes)?;
     }
-    let has_leases = found.as_ref().is_some_and(|recovered| recovered.pool.earlier_leases() > 0);
+    let has_leases = found.as_ref().is_some_and(|recovered| !recovered.pool.earlier_leases().is_empty());
     let mut open = params.start_engine(device, has_leases)?;
     let found = match found {
         Some(recovered) => {
@@ -225,9 +225,9 @@ impl RawDevice {
     /// again, unless a process may still write to them.
     fn lend(&self, mut recovered: RecoveredPool) -> RecoveredPool {
         let pool = &mut recovered.pool;
-        if pool.earlier_leases() > 0 {
+        if !pool.earlier_leases().is_empty() {
             let is_held = self.shared.as_ref().is_some_and(|shared| is_held_by_earlier(shared));
-            let (path, extents) = (&self.description, pool.earlier_leases());
+            let (path, extents) = (&self.description, pool.earlier_leases().len());
             tracing::info!(%path, extents, is_held, "extents were leased when the agent ended");
             if !is_held {
                 pool.end_earlier_leases();
@@ -387,121 +387,4 @@ pub(super) enum OpenError {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
-    use std::path::PathBuf;
-
-    use reprise_io::simulated::{Image, SimulatedDevice, SimulatedSettings};
-
-    use super::*;
-
-    /// Opens a simulated device as a pool device: a kind that the kernel does not serve.
-    pub(in super::super) fn open_simulated(
-        device: &SimulatedDevice,
-        bytes: Option<u64>,
-    ) -> Result<(RawDevice, DeviceContent), AgentError> {
-        let params = OpenParams {
-            description: PathBuf::from("simulated").into(),
-            bytes,
-            missing: IfMissing::Fail,
-            reserve: Reserve::Default,
-            lend_extents: false,
-            engine: EngineSettings::default(),
-        };
-        let device = device.open_engine().expect("the device has no other engine");
-        read_content(&params, Box::new(device))
-    }
-
-    fn format(open: &mut RawDevice, device_bytes: u64) {
-        let params = PoolParams {
-            device_bytes,
-            segment_bytes: 2 << 20,
-            pool_uuid: [1; 16],
-            device_index: 0,
-            created_unix_us: 1,
-        };
-        open.apply(&OpenDecision::Format(params)).unwrap_or_else(|error| panic!("{error}"));
-    }
-
-    #[test]
-    fn pool_on_another_device_than_a_file_is_formatted_recovered_grown_and_not_shrunk() {
-        let settings = SimulatedSettings::default;
-        let device = SimulatedDevice::new(Image::new(32 << 20), settings()).expect("valid settings");
-        let (mut open, found) =
-            open_simulated(&device, Some(16 << 20)).unwrap_or_else(|error| panic!("{error}"));
-        assert!(matches!(found, DeviceContent::Blank { device_bytes } if device_bytes == 16 << 20));
-        format(&mut open, 16 << 20);
-        drop(open);
-        let pool = |bytes| match open_simulated(&device, bytes) {
-            Ok((_, DeviceContent::Pool(pool))) => Ok(pool.recovery.grown_bytes),
-            Ok((_, DeviceContent::Blank { .. })) => panic!("the device holds a pool"),
-            Err(error) => Err(error.chain()),
-        };
-        assert_eq!(pool(Some(16 << 20)), Ok(0));
-        assert!(pool(Some(8 << 20)).expect_err("a pool does not shrink").contains("does not shrink"));
-        assert!(pool(Some(64 << 20)).expect_err("the device is smaller").contains("no space"));
-        assert_eq!(pool(None), Ok(16 << 20), "the whole device");
-        assert_eq!(pool(Some(32 << 20)), Ok(0), "it grows once");
-    }
-
-    /// A formatted device whose journal is not synced yet.
-    struct UnsyncedPool {
-        pages: Vec<(u64, Vec<u8>)>,
-        synced: bool,
-    }
-
-    impl Medium for UnsyncedPool {
-        fn sync(&mut self) -> Result<(), IoError> {
-            self.synced = true;
-            Ok(())
-        }
-
-        fn read(&mut self, offset: u64, into: &mut PageBuffer) -> Result<(), IoError> {
-            assert!(self.synced, "reads require a previous sync");
-            for (at, bytes) in &self.pages {
-                let covered = (*at).max(offset)..(at + bytes.len() as u64).min(offset + into.len() as u64);
-                for position in covered {
-                    into[(position - offset) as usize] = bytes[(position - at) as usize];
-                }
-            }
-            Ok(())
-        }
-    }
-
-    #[test]
-    fn file_is_created_only_if_allowed() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let path = folder.path().join("pool");
-        let params = |missing| OpenParams {
-            description: path.clone().into(),
-            bytes: Some(8 << 20),
-            missing,
-            reserve: Reserve::Bytes(0),
-            lend_extents: false,
-            engine: EngineSettings { queue_depth: 1, engine: EngineChoice::Plain, regions: Vec::new() },
-        };
-        assert!(open(&params(IfMissing::Fail)).is_err() && !path.exists(), "it must exist");
-        let (_open, found) = open(&params(IfMissing::Create)).unwrap_or_else(|error| panic!("{error}"));
-        assert!(
-            matches!(found, DeviceContent::Blank { device_bytes } if device_bytes == 8 << 20)
-                && path.exists()
-        );
-    }
-
-    #[test]
-    fn journal_is_synced_before_it_is_read() {
-        let device_bytes = 8 << 20;
-        let params = PoolParams {
-            device_bytes,
-            segment_bytes: 2 << 20,
-            pool_uuid: [1; 16],
-            device_index: 0,
-            created_unix_us: 1,
-        };
-        let pages = DevicePool::format(&params).expect("sound parameters");
-        let mut medium = UnsyncedPool { pages, synced: false };
-        let opened =
-            recover(&PathBuf::from("formatted").into(), device_bytes, PoolOrigin::Existing, &mut medium);
-        let recovered = opened.unwrap_or_else(|error| panic!("{error}"));
-        assert!(recovered.stored.is_empty() && medium.synced);
-    }
-}
+pub(crate) mod tests;

@@ -9,7 +9,7 @@ use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use reprise_agent_core::effect::{DeviceId, Place, Reply};
-use reprise_agent_core::extents::{ExtentHolder, ExtentReply, PinnedBlock};
+use reprise_agent_core::extents::{ExtentHolder, PinnedBlock};
 use reprise_io::{HolderNumber, SharedFile};
 use reprise_policy::SessionId;
 
@@ -132,10 +132,8 @@ fn devices_of(reply: &Reply) -> BTreeSet<DeviceId> {
         Place::Arena(_) => None,
     };
     match reply {
-        Reply::Extents(ExtentReply::Leased { leases, .. }) => {
-            leases.iter().filter_map(|(_, place)| device(place)).collect()
-        }
-        Reply::Extents(ExtentReply::Pinned { blocks }) => {
+        Reply::Reserved { leases, .. } => leases.iter().filter_map(|(_, place)| device(place)).collect(),
+        Reply::Pinned { blocks } => {
             let place = |block: &PinnedBlock| match block {
                 PinnedBlock::Pinned { place, .. } => device(place),
                 PinnedBlock::Refused(_) => None,

@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use prost::Message;
-use reprise_agent_core::effect::{LeaseId, LoadId};
+use reprise_agent_core::effect::{LeaseId, LoadId, PlaceKind};
 use reprise_agent_core::event::{
     CommitItem, CommitRequest, LoadRequest, Priority, Request, RequestId, Scope,
 };
-use reprise_agent_core::extents::{ExtentRequest, PinId};
+use reprise_agent_core::extents::PinId;
 use reprise_agent_core::limits::{
     COMMIT_ITEMS_MAX, LOAD_BLOCKS_MAX, LOAD_DEADLINE_MAX, MATCH_KEYS_MAX, RESERVE_SLOTS_MAX,
 };
@@ -56,9 +56,9 @@ fn convert(body: local::request::Body) -> Result<Request, String> {
     use local::request::Body;
     match body {
         Body::Hello(_) => Err("hello is only allowed as the first message of a session".to_owned()),
-        Body::Reserve(local::Reserve { count }) => {
+        Body::Reserve(local::Reserve { count, kind }) => {
             count_within("reserve: count", count as usize)?;
-            Ok(Request::Reserve { count })
+            Ok(Request::Reserve { count, kind: place_kind(kind)? })
         }
         Body::Commit(commit) => convert_commit(&commit).map(Request::Commit),
         Body::Abort(local::Abort { leases }) => {
@@ -76,25 +76,19 @@ fn convert(body: local::request::Body) -> Result<Request, String> {
         }
         Body::Stats(local::Stats {}) => Ok(Request::Stats),
         Body::Trim(local::Trim {}) => Ok(Request::Trim),
-        Body::LeaseExtents(local::LeaseExtents { count }) => {
-            count_within("lease extents: count", count as usize)?;
-            Ok(Request::Extents(ExtentRequest::Lease { count }))
-        }
-        Body::CommitExtents(commit) => {
-            convert_commit(&commit).map(|commit| Request::Extents(ExtentRequest::Commit(commit)))
-        }
-        Body::AbortExtents(local::Abort { leases }) => {
-            count_within("abort extents: leases", leases.len())?;
-            let leases = leases.into_iter().map(LeaseId).collect();
-            Ok(Request::Extents(ExtentRequest::Abort { leases }))
-        }
-        Body::PinExtents(local::PinExtents { keys }) => {
-            Ok(Request::Extents(ExtentRequest::Pin { keys: unpack("pin extents: keys", &keys)? }))
-        }
+        Body::Pin(local::Pin { keys }) => Ok(Request::Pin { keys: unpack("pin: keys", &keys)? }),
         Body::Unpin(local::Unpin { pins }) => {
             count_within("unpin: pins", pins.len())?;
-            Ok(Request::Extents(ExtentRequest::Unpin { pins: pins.into_iter().map(PinId).collect() }))
+            Ok(Request::Unpin { pins: pins.into_iter().map(PinId).collect() })
         }
+    }
+}
+
+fn place_kind(number: i32) -> Result<PlaceKind, String> {
+    match local::PlaceKind::try_from(number) {
+        Ok(local::PlaceKind::Arena) => Ok(PlaceKind::Arena),
+        Ok(local::PlaceKind::Extent) => Ok(PlaceKind::Extent),
+        Err(_) => Err(format!("reserve: invalid kind {number}: expected 0 (arena) or 1 (extent)")),
     }
 }
 
@@ -197,8 +191,10 @@ mod tests {
         assert!(refusal(lookup(17)).contains("16-byte keys"));
         assert!(refusal(lookup(0)).contains("1 to 8192"));
         assert!(refusal(lookup(8193 * 16)).contains("8193"));
-        assert!(refusal(Body::Reserve(local::Reserve { count: 0 })).contains("reserve"));
-        assert!(refusal(Body::Reserve(local::Reserve { count: u32::MAX })).contains("reserve"));
+        let reserve = |count, kind| Body::Reserve(local::Reserve { count, kind });
+        assert!(refusal(reserve(0, 0)).contains("reserve"));
+        assert!(refusal(reserve(u32::MAX, 1)).contains("reserve"));
+        assert!(refusal(reserve(1, 2)).contains("invalid kind 2"));
         let load = local::Load { keys: keys(16), deadline_us: u64::MAX, read_bytes: 0, local_only: false };
         assert!(refusal(Body::Load(load)).contains("deadline"));
         let suspect = local::Suspect { load: 1, blocks: Vec::new() };

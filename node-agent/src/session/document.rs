@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use reprise_agent_core::effect::{CommitStatus, Reply, Source, Ticket};
 use reprise_agent_core::event::RequestId;
-use reprise_agent_core::extents::{ExtentReply, ExtentStatus};
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
 use reprise_policy::BlockKey;
 use reprise_proto::local::FailureKind;
@@ -38,7 +37,8 @@ fn example(message: &str) -> Vec<u8> {
 #[test]
 fn requests_in_the_document_are_decoded() {
     for (message, meaning) in [
-        ("Reserve", "Reserve { count: 3 }"),
+        ("Reserve", "Reserve { count: 3, kind: Arena }"),
+        ("Reserve` of extents", "Reserve { count: 3, kind: Extent }"),
         (
             "Commit",
             "Commit(CommitRequest { items: [CommitItem { lease: LeaseId(9), key: Some(11111111111111111111111111111111), checksums: \
@@ -54,10 +54,8 @@ fn requests_in_the_document_are_decoded() {
         ("Release", "Release { load: LoadId(6) }"),
         ("Stats", "Stats"),
         ("Trim", "Trim"),
-        ("LeaseExtents", "Extents(Lease { count: 3 })"),
-        ("Abort` of extents", "Extents(Abort { leases: [LeaseId(9), LeaseId(300)] })"),
-        ("PinExtents", "Extents(Pin { keys: [11111111111111111111111111111111] })"),
-        ("Unpin", "Extents(Unpin { pins: [PinId(9), PinId(300)] })"),
+        ("Pin", "Pin { keys: [11111111111111111111111111111111] }"),
+        ("Unpin", "Unpin { pins: [PinId(9), PinId(300)] }"),
     ] {
         match decode::request(example(message).into()).expect("readable") {
             DecodeResult::Request { id: RequestId(2), body } => assert_eq!(format!("{body:?}"), meaning),
@@ -70,28 +68,26 @@ fn requests_in_the_document_are_decoded() {
 fn replies_match_the_bytes_in_the_document() {
     let config = ArenaConfig { bytes: 2 << 20, region_bytes: 2 << 20, huge: HugePolicy::Never };
     let arena = Arena::new(&config).expect("a small arena");
-    let statuses =
-        vec![CommitStatus::Committed, CommitStatus::Duplicate, CommitStatus::NoLease, CommitStatus::BadItem];
-    let extents = vec![
-        ExtentStatus::Durable,
-        ExtentStatus::Exists,
-        ExtentStatus::NoLease,
-        ExtentStatus::BadItem,
-        ExtentStatus::Failed,
+    let statuses = vec![
+        CommitStatus::Committed,
+        CommitStatus::Duplicate,
+        CommitStatus::NoLease,
+        CommitStatus::BadItem,
+        CommitStatus::Durable,
+        CommitStatus::Failed,
     ];
     let sources = vec![Source::OwnDram, Source::OwnNvme, Source::PeerDram, Source::PeerNvme];
     let replies = [
-        ("Committed", Reply::Committed { ticket: Ticket(4), statuses }),
+        ("Committed", Reply::Committed { ticket: Some(Ticket(4)), statuses }),
         ("Aborted", Reply::Aborted),
         ("Matched", Reply::Matched { sources }),
         ("Released", Reply::Released),
         ("StatsReply", Reply::Stats(vec![("loads", 8)])),
         ("Trimmed", Reply::Trimmed { blocks: 3 }),
-        ("ExtentsCommitted", Reply::Extents(ExtentReply::Committed { statuses: extents })),
-        ("ExtentsAborted", Reply::Extents(ExtentReply::Aborted)),
-        ("Unpinned", Reply::Extents(ExtentReply::Unpinned)),
+        ("Unpinned", Reply::Unpinned),
     ];
-    let replies = replies.map(|(message, reply)| (message, encode::reply(&arena, RequestId(2), reply)));
+    let replies =
+        replies.map(|(message, reply)| (message, encode::reply(&arena, RequestId(2), reply, Vec::new())));
     let failure = ("Failure", encode::failure(2, FailureKind::Busy, "full"));
     let durable = ("Durable", encode::durable(Ticket(4), 1, &[BlockKey([0x11; 16])]));
     for (message, frame) in replies.into_iter().chain([failure, durable]) {

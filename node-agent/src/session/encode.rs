@@ -12,7 +12,7 @@ use reprise_agent_core::effect::{
     Source, Ticket,
 };
 use reprise_agent_core::event::RequestId;
-use reprise_agent_core::extents::{ExtentReply, ExtentStatus, PinRefusal, PinnedBlock};
+use reprise_agent_core::extents::{PinRefusal, PinnedBlock};
 use reprise_agent_core::pool::header::CHECKSUMS_AT;
 use reprise_buffers::{Arena, REGIONS_MAX};
 use reprise_policy::{BlockKey, Layout};
@@ -35,10 +35,20 @@ pub(super) fn load_blocks_max(layout: Layout) -> usize {
     KEYS_PER_CALL_MAX.min((FRAME_BYTES_MAX - LOADED_FIXED_BYTES) / block_bytes)
 }
 
-/// Encodes the reply to a request. `arena` contains the regions that it references.
-pub(super) fn reply(arena: &Arena, request: RequestId, reply: Reply) -> Frame {
-    let mut granted = Grants { arena, descriptors: Vec::new() };
+/// Encodes the reply to a request. `arena` contains the regions that it references; `devices` are those that it
+/// references and the session does not have.
+pub(super) fn reply(
+    arena: &Arena,
+    request: RequestId,
+    reply: Reply,
+    devices: Vec<(DeviceId, OwnedFd)>,
+) -> Frame {
+    let grants = devices.iter().map(|(device, _)| local::DeviceGrant { device: u32::from(device.0) });
+    let mut granted = Grants { arena, devices: grants.collect(), descriptors: Vec::new() };
     let body = convert(&mut granted, reply);
+    // Behind those of regions.
+    let devices = devices.into_iter().map(|(_, descriptor)| Descriptor::Device(descriptor));
+    granted.descriptors.extend(devices);
     Frame::new(&local::Response { id: request.0, body: Some(body) }, granted.descriptors)
 }
 
@@ -59,17 +69,10 @@ pub(super) fn durable(ticket: Ticket, durable: u32, lost: &[BlockKey]) -> Frame 
     Frame::new(&local::Response { id: 0, body: Some(Body::Durable(notice)) }, Vec::new())
 }
 
-/// Encodes a reply about extents, with the descriptors of devices that the session does not have.
-pub(super) fn extents(request: RequestId, reply: ExtentReply, devices: Vec<(DeviceId, OwnedFd)>) -> Frame {
-    let grants = devices.iter().map(|(device, _)| local::DeviceGrant { device: u32::from(device.0) });
-    let body = extent_body(reply, grants.collect());
-    let descriptors = devices.into_iter().map(|(_, descriptor)| Descriptor::Device(descriptor)).collect();
-    Frame::new(&local::Response { id: request.0, body: Some(body) }, descriptors)
-}
-
-/// Collects the descriptors of the regions that a message references, in its order.
+/// Grants of the regions and devices that a message references, in its order, and the descriptors of the regions.
 struct Grants<'a> {
     arena: &'a Arena,
+    devices: Vec<local::DeviceGrant>,
     descriptors: Vec<Descriptor>,
 }
 
@@ -98,14 +101,14 @@ fn convert(grants: &mut Grants<'_>, reply: Reply) -> Body {
         }
         Reply::Reserved { regions, leases, retry_after } => Body::Reserved(local::Reserved {
             regions: grants.grant(regions),
-            leases: leases.into_iter().map(|(id, slot)| lease(id, Place::Arena(slot))).collect(),
+            leases: leases.into_iter().map(|(id, at)| lease(id, at)).collect(),
             retry_after_us: micros(retry_after),
+            devices: std::mem::take(&mut grants.devices),
         }),
         Reply::Committed { ticket, statuses } => Body::Committed(local::Committed {
-            ticket: ticket.0,
+            ticket: ticket.map_or(0, |ticket| ticket.0),
             statuses: statuses.into_iter().map(|status| commit_status(status) as i32).collect(),
         }),
-        Reply::Extents(reply) => extent_body(reply, Vec::new()),
         Reply::Aborted => Body::Aborted(local::Aborted {}),
         Reply::Matched { sources } => {
             let sources: Vec<u8> = sources.into_iter().map(|source| source as u8).collect();
@@ -117,6 +120,11 @@ fn convert(grants: &mut Grants<'_>, reply: Reply) -> Body {
             regions: grants.grant(regions),
             blocks: loaded_blocks(&blocks),
         }),
+        Reply::Pinned { blocks } => Body::Pinned(local::Pinned {
+            devices: std::mem::take(&mut grants.devices),
+            blocks: blocks.into_iter().map(pinned_block).collect(),
+        }),
+        Reply::Unpinned => Body::Unpinned(local::Unpinned {}),
         Reply::Suspected => Body::Suspected(local::Suspected {}),
         Reply::Released => Body::Released(local::Released {}),
         Reply::Trimmed { blocks } => Body::Trimmed(local::Trimmed { blocks }),
@@ -131,34 +139,6 @@ fn convert(grants: &mut Grants<'_>, reply: Reply) -> Body {
 
 fn failure_body(kind: local::FailureKind, message: String) -> Body {
     Body::Failure(local::Failure { kind: kind as i32, message })
-}
-
-fn extent_body(reply: ExtentReply, devices: Vec<local::DeviceGrant>) -> Body {
-    match reply {
-        ExtentReply::Leased { leases, retry_after } => Body::ExtentsLeased(local::ExtentsLeased {
-            devices,
-            leases: leases.into_iter().map(|(id, at)| lease(id, at)).collect(),
-            retry_after_us: micros(retry_after),
-        }),
-        ExtentReply::Committed { statuses } => Body::ExtentsCommitted(local::ExtentsCommitted {
-            statuses: statuses.into_iter().map(|status| extent_status(status) as i32).collect(),
-        }),
-        ExtentReply::Aborted => Body::ExtentsAborted(local::ExtentsAborted {}),
-        ExtentReply::Pinned { blocks } => {
-            Body::Pinned(local::Pinned { devices, blocks: blocks.into_iter().map(pinned_block).collect() })
-        }
-        ExtentReply::Unpinned => Body::Unpinned(local::Unpinned {}),
-    }
-}
-
-fn extent_status(status: ExtentStatus) -> local::ExtentStatus {
-    match status {
-        ExtentStatus::Durable => local::ExtentStatus::ExtentDurable,
-        ExtentStatus::Exists => local::ExtentStatus::ExtentExists,
-        ExtentStatus::NoLease => local::ExtentStatus::ExtentNoLease,
-        ExtentStatus::BadItem => local::ExtentStatus::ExtentBadItem,
-        ExtentStatus::Failed => local::ExtentStatus::ExtentFailed,
-    }
 }
 
 fn pinned_block(block: PinnedBlock) -> local::PinnedBlock {
@@ -198,18 +178,18 @@ fn place(place: Place) -> local::Place {
 
 fn loaded_blocks(blocks: &[LoadedBlock]) -> Vec<local::LoadedBlock> {
     let checksums = shared_checksums(blocks);
-    let mut at = 0;
+    let mut packed = 0;
     blocks
         .iter()
         .map(|block| match block {
-            LoadedBlock::Ok { source, slot, checksums: own } => {
-                let from = at;
-                at += own.len() * 4;
+            LoadedBlock::Ok { source, place: at, checksums: own } => {
+                let from = packed;
+                packed += own.len() * 4;
                 local::LoadedBlock {
                     status: local::BlockStatus::BlockOk as i32,
                     source: *source as u32,
-                    place: Some(place(Place::Arena(*slot))),
-                    checksums: checksums.slice(from..at),
+                    place: Some(place(*at)),
+                    checksums: checksums.slice(from..packed),
                 }
             }
             LoadedBlock::Lost(reason) => {
@@ -249,6 +229,8 @@ fn commit_status(status: CommitStatus) -> local::CommitStatus {
         CommitStatus::Duplicate => local::CommitStatus::Duplicate,
         CommitStatus::NoLease => local::CommitStatus::NoLease,
         CommitStatus::BadItem => local::CommitStatus::BadItem,
+        CommitStatus::Durable => local::CommitStatus::Durable,
+        CommitStatus::Failed => local::CommitStatus::Failed,
     }
 }
 
@@ -264,8 +246,8 @@ mod tests {
     use super::*;
 
     fn ok(offset: u64, checksums: &[u32]) -> LoadedBlock {
-        let slot = ArenaSlot { region: RegionId(2), offset, bytes: 4096 };
-        LoadedBlock::Ok { source: Source::OwnNvme, slot, checksums: checksums.into() }
+        let place = Place::Arena(ArenaSlot { region: RegionId(2), offset, bytes: 4096 });
+        LoadedBlock::Ok { source: Source::OwnNvme, place, checksums: checksums.into() }
     }
 
     #[test]

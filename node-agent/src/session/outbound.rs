@@ -12,12 +12,12 @@
 use std::collections::VecDeque;
 use std::io;
 use std::net::Shutdown;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use reprise_agent_core::effect::Reply;
+use reprise_agent_core::effect::{DeviceId, Reply};
 use reprise_agent_core::event::RequestId;
 use reprise_buffers::{Arena, BufferError, send_with_fds, try_send_with_fds};
 
@@ -42,6 +42,8 @@ pub(super) enum Outgoing {
     Reply {
         request: RequestId,
         reply: Reply,
+        /// Descriptors of devices that the session does not have.
+        devices: Vec<(DeviceId, OwnedFd)>,
     },
 }
 
@@ -99,7 +101,7 @@ impl Outgoing {
     fn into_frame(self, arena: &Arena) -> Frame {
         match self {
             Outgoing::Frame(frame) => frame,
-            Outgoing::Reply { request, reply } => encode::reply(arena, request, reply),
+            Outgoing::Reply { request, reply, devices } => encode::reply(arena, request, reply, devices),
         }
     }
 }

@@ -4,7 +4,8 @@
 //! Frames therefore never interleave, small frames of several threads share a system call, and a `drop` never
 //! waits behind a large request of another thread.
 //!
-//! Leases that are released one by one, as when thousands of reservations are dropped, share messages:
+//! Leases and pins that are released one by one, as when thousands of handles are dropped, share messages of
+//! their kind:
 //!
 //! ```text
 //! release ──► gathered ──► no release message is unanswered: the writer sends one, at once
@@ -12,7 +13,7 @@
 //! ```
 //!
 //! The agent's speed determines the batch size, without a timer. A request that follows a `drop` finds the
-//! slot free, because gathered leases are sent before it.
+//! slot free, because gathered numbers are sent before it.
 //!
 //! A thread that must not wait ([`WriteMode::Once`]) writes the bytes that the socket accepts now and leaves
 //! the rest in the queue. The rest is sent with the next request or after the next answer. An answer is
@@ -59,12 +60,28 @@ pub(super) struct Outbox {
     recheck: AtomicBool,
 }
 
-/// Requests and leases that wait for the writer, in the order of their calls.
+/// What a session releases one by one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Releasable {
+    /// Leases of slots and extents.
+    Leases,
+    /// Pins of extents.
+    Pins,
+}
+
+/// Requests and numbers to release that wait for the writer, in the order of their calls.
 #[derive(Debug, Default)]
 struct Queue {
     bytes: Vec<u8>,
-    /// Leases to release that are in no frame yet: at most those that the agent has granted.
-    leases: Vec<u64>,
+    leases: Gathered,
+    pins: Gathered,
+}
+
+/// Numbers of one kind to release.
+#[derive(Debug, Default)]
+struct Gathered {
+    /// Those that are in no frame yet: at most those that the agent has granted.
+    numbers: Vec<u64>,
     /// Number of the latest release message while it is unanswered.
     unanswered: Option<u64>,
 }
@@ -98,7 +115,7 @@ impl Outbox {
         self.next_request.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Queues one request as a frame, behind the leases that were released before it.
+    /// Queues one request as a frame, behind the numbers that were released before it.
     ///
     /// # Errors
     /// `BadRequest` when the request exceeds the frame limit, `Busy` when the agent has not read for too
@@ -108,41 +125,48 @@ impl Outbox {
         if queue.is_full() {
             return Err(ClientError::Busy("the agent does not read from its socket".into()));
         }
-        self.queue_leases(&mut queue);
+        for kind in Releasable::ALL {
+            self.queue_gathered(&mut queue, kind);
+        }
         append_frame(request, &mut queue.bytes)
     }
 
-    /// Gathers leases to release; this flush or a later one sends them.
-    pub(super) fn release(&self, leases: impl IntoIterator<Item = u64>) {
-        self.lock_queue().leases.extend(leases);
+    /// Gathers leases or pins to release; this flush or a later one sends them.
+    pub(super) fn release(&self, kind: Releasable, numbers: impl IntoIterator<Item = u64>) {
+        self.lock_queue().gathered(kind).numbers.extend(numbers);
     }
 
-    /// Notes the answer to a request that has no waiting caller. If it answers the latest release message,
-    /// the next flush may send the leases that were gathered since.
+    /// Notes the answer to a request that has no waiting caller. If it answers the latest release message of a
+    /// kind, the next flush may send the numbers that were gathered since.
     pub(super) fn answered(&self, id: u64) {
         let mut queue = self.lock_queue();
-        queue.unanswered.take_if(|unanswered| *unanswered == id);
+        for kind in Releasable::ALL {
+            queue.gathered(kind).unanswered.take_if(|unanswered| *unanswered == id);
+        }
     }
 
     /// Moves the bytes that may be sent now into `bytes`, which must be empty.
     fn take(&self, bytes: &mut Vec<u8>) {
         let mut queue = self.lock_queue();
-        if queue.unanswered.is_none() {
-            self.queue_leases(&mut queue);
+        for kind in Releasable::ALL {
+            if queue.gathered(kind).unanswered.is_none() {
+                self.queue_gathered(&mut queue, kind);
+            }
         }
         std::mem::swap(bytes, &mut queue.bytes);
     }
 
-    /// Turns the gathered leases into messages of at most [`KEYS_PER_CALL_MAX`] leases. They stay gathered
-    /// while the queue is full.
-    fn queue_leases(&self, queue: &mut Queue) {
-        while !queue.leases.is_empty() && !queue.is_full() {
-            let rest = queue.leases.len().saturating_sub(KEYS_PER_CALL_MAX);
-            let leases = queue.leases.split_off(rest);
+    /// Turns the gathered numbers of a kind into messages of at most [`KEYS_PER_CALL_MAX`] numbers. They stay
+    /// gathered while the queue is full.
+    fn queue_gathered(&self, queue: &mut Queue, kind: Releasable) {
+        while !queue.gathered(kind).numbers.is_empty() && !queue.is_full() {
             let id = self.next_id();
-            let abort = Request { id, body: Some(request::Body::Abort(local::Abort { leases })) };
-            append_frame(&abort, &mut queue.bytes).expect("8,192 numbers are far below the limit of a frame");
-            queue.unanswered = Some(id);
+            let gathered = queue.gathered(kind);
+            let rest = gathered.numbers.len().saturating_sub(KEYS_PER_CALL_MAX);
+            let body = kind.message(gathered.numbers.split_off(rest));
+            gathered.unanswered = Some(id);
+            append_frame(&Request { id, body: Some(body) }, &mut queue.bytes)
+                .expect("8,192 numbers are far below the limit of a frame");
         }
     }
 
@@ -238,10 +262,34 @@ fn send_within_slice(mut socket: &UnixStream, bytes: &[u8]) -> io::Result<Option
     }
 }
 
+impl Releasable {
+    const ALL: [Releasable; 2] = [Releasable::Leases, Releasable::Pins];
+
+    fn message(self, numbers: Vec<u64>) -> request::Body {
+        match self {
+            Releasable::Leases => request::Body::Abort(local::Abort { leases: numbers }),
+            Releasable::Pins => request::Body::Unpin(local::Unpin { pins: numbers }),
+        }
+    }
+}
+
+impl Gathered {
+    fn may_send(&self) -> bool {
+        self.unanswered.is_none() && !self.numbers.is_empty()
+    }
+}
+
 impl Queue {
     /// Reports whether a flush would find bytes to send.
     fn may_send(&self) -> bool {
-        !self.bytes.is_empty() || (self.unanswered.is_none() && !self.leases.is_empty())
+        !self.bytes.is_empty() || self.leases.may_send() || self.pins.may_send()
+    }
+
+    fn gathered(&mut self, kind: Releasable) -> &mut Gathered {
+        match kind {
+            Releasable::Leases => &mut self.leases,
+            Releasable::Pins => &mut self.pins,
+        }
     }
 
     fn is_full(&self) -> bool {
@@ -294,6 +342,7 @@ mod tests {
         let request = Request::decode(frame).expect("a request");
         match request.body.expect("a known kind") {
             request::Body::Abort(abort) => (request.id, Some(abort.leases)),
+            request::Body::Unpin(unpin) => (request.id, Some(unpin.pins)),
             _ => (request.id, None),
         }
     }
@@ -301,14 +350,14 @@ mod tests {
     #[test]
     fn leases_released_one_by_one_share_a_message_while_one_is_unanswered() {
         let outbox = Outbox::new();
-        outbox.release([0]);
+        outbox.release(Releasable::Leases, [0]);
         assert_eq!(take(&outbox), [(1, Some(vec![0]))], "the first is sent at once");
-        (1..5000).for_each(|lease| outbox.release([lease]));
+        (1..5000).for_each(|lease| outbox.release(Releasable::Leases, [lease]));
         outbox.answered(99);
         assert_eq!(take(&outbox), [], "the answer belongs to another request");
         outbox.answered(1);
         assert_eq!(take(&outbox), [(2, Some((1..5000).collect()))], "one message carries the rest");
-        outbox.release([7]);
+        outbox.release(Releasable::Leases, [7]);
         assert!(!outbox.lock_queue().may_send(), "the second message is unanswered");
         outbox.answered(2);
         assert!(outbox.lock_queue().may_send());
@@ -316,16 +365,28 @@ mod tests {
     }
 
     #[test]
+    fn pins_and_leases_share_messages_of_their_own_kind() {
+        let outbox = Outbox::new();
+        outbox.release(Releasable::Pins, [0]);
+        assert_eq!(take(&outbox), [(1, Some(vec![0]))], "the first is sent at once");
+        (1..5000).for_each(|pin| outbox.release(Releasable::Pins, [pin]));
+        outbox.release(Releasable::Leases, [7]);
+        assert_eq!(take(&outbox), [(2, Some(vec![7]))], "leases do not wait for the answer about pins");
+        outbox.answered(1);
+        assert_eq!(take(&outbox), [(3, Some((1..5000).collect()))], "one message carries the rest");
+    }
+
+    #[test]
     fn release_messages_respect_the_limit_of_keys_per_call() {
         let outbox = Outbox::new();
         let leases = 2 * KEYS_PER_CALL_MAX as u64 + 5;
-        outbox.release(0..leases);
+        outbox.release(Releasable::Leases, 0..leases);
         let messages: Vec<Vec<u64>> = take(&outbox).into_iter().filter_map(|(_, leases)| leases).collect();
         assert!(messages.iter().all(|leases| leases.len() <= KEYS_PER_CALL_MAX));
         let mut given: Vec<u64> = messages.concat();
         given.sort_unstable();
         assert_eq!((messages.len(), given), (3, (0..leases).collect()));
-        outbox.release([leases]);
+        outbox.release(Releasable::Leases, [leases]);
         outbox.answered(1);
         assert_eq!(take(&outbox), [], "the last message is unanswered");
         outbox.answered(3);
@@ -335,10 +396,10 @@ mod tests {
     #[test]
     fn sends_released_leases_ahead_of_a_later_request() {
         let outbox = Outbox::new();
-        outbox.release([1]);
+        outbox.release(Releasable::Leases, [1]);
         assert_eq!(take(&outbox), [(1, Some(vec![1]))]);
-        outbox.release([2]);
-        outbox.release([3]);
+        outbox.release(Releasable::Leases, [2]);
+        outbox.release(Releasable::Leases, [3]);
         push_stats(&outbox);
         assert_eq!(take(&outbox), [(3, Some(vec![2, 3])), (2, None)]);
     }
@@ -407,7 +468,7 @@ mod tests {
     fn leases_stay_gathered_while_the_agent_does_not_read() {
         let outbox = Outbox::new();
         outbox.lock_queue().bytes = vec![0; QUEUE_BYTES_MAX + 1];
-        outbox.release([1, 2]);
+        outbox.release(Releasable::Leases, [1, 2]);
         assert!(outbox.push(&Request { id: 1, body: Some(STATS) }).is_err(), "the queue is full");
         outbox.take(&mut Vec::new());
         assert_eq!(take(&outbox), [(1, Some(vec![1, 2]))], "the agent reads again");

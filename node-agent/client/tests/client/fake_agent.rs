@@ -240,7 +240,7 @@ impl Peer {
             .map(|index| local::Lease { lease: index + 1, place: Some(place(index * slot)) })
             .collect();
         let regions = if grant == Grant::First { vec![self.grant(true)] } else { vec![] };
-        let reserved = local::Reserved { regions, leases, retry_after_us: 1000 };
+        let reserved = local::Reserved { regions, leases, retry_after_us: 1000, devices: Vec::new() };
         let fds = [self.arena.regions()[0].writable_fd()];
         let fds: &[BorrowedFd<'_>] = if grant == Grant::First { &fds } else { &[] };
         self.reply_with(id, response::Body::Reserved(reserved), fds);

@@ -278,8 +278,11 @@ fn a_save_interrupted_by_a_wrong_answer_releases_its_slots() {
     let agent = FakeAgent::serve(|peer| {
         let (id, _) = peer.expect_reserve();
         let lease = local::Lease { lease: 1, place: Some(place(1 << 40)) };
-        let reserved =
-            local::Reserved { regions: vec![peer.grant(true)], leases: vec![lease], retry_after_us: 0 };
+        let reserved = local::Reserved {
+            regions: vec![peer.grant(true)],
+            leases: vec![lease],
+            ..local::Reserved::default()
+        };
         peer.reply_with(id, response::Body::Reserved(reserved), &[peer.arena.regions()[0].writable_fd()]);
         assert!(peer.receive().is_none(), "the client closes");
     });

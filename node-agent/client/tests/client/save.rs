@@ -234,13 +234,33 @@ fn a_lease_outside_the_region_ends_the_session() {
         let reserved = local::Reserved {
             regions: vec![peer.grant(true)],
             leases: vec![local::Lease { lease: 1, place: Some(place(end)) }],
-            retry_after_us: 0,
+            ..local::Reserved::default()
         };
         let fds = [peer.arena.regions()[0].writable_fd()];
         peer.reply_with(id, response::Body::Reserved(reserved), &fds);
         assert!(peer.receive().is_none(), "the client closes");
     });
     let error = agent.connect().reserve(1, LONG).expect_err("a wild place");
+    assert!(matches!(error, ClientError::Protocol(_)), "{error}");
+    agent.join();
+}
+
+#[test]
+fn a_lease_of_an_extent_in_place_of_a_slot_ends_the_session() {
+    let agent = FakeAgent::serve(|peer| {
+        let (id, _) = peer.expect_reserve();
+        let extent = local::Extent { bytes: peer.arena.regions()[0].bytes(), ..local::Extent::default() };
+        let place = local::Place { extent: Some(extent), ..place(0) };
+        let reserved = local::Reserved {
+            regions: vec![peer.grant(true)],
+            leases: vec![local::Lease { lease: 1, place: Some(place) }],
+            ..local::Reserved::default()
+        };
+        let fds = [peer.arena.regions()[0].writable_fd()];
+        peer.reply_with(id, response::Body::Reserved(reserved), &fds);
+        assert!(peer.receive().is_none(), "the client closes");
+    });
+    let error = agent.connect().reserve(1, LONG).expect_err("a place of the wrong kind");
     assert!(matches!(error, ClientError::Protocol(_)), "{error}");
     agent.join();
 }

@@ -161,7 +161,7 @@ fn undecodable_bytes_and_a_missing_descriptor_end_the_session() {
     let garbage = |peer: &mut Peer, _: u64| peer.send_raw(&[3, 0, 0, 0, 0xff, 0xff, 0xff]);
     let no_descriptor = |peer: &mut Peer, id: u64| {
         let regions = vec![peer.grant(true)];
-        let reserved = local::Reserved { regions, leases: vec![], retry_after_us: 0 };
+        let reserved = local::Reserved { regions, ..local::Reserved::default() };
         peer.reply(id, response::Body::Reserved(reserved));
     };
     for (wrong, word) in [(garbage as fn(&mut _, _), "cannot decode"), (no_descriptor, "descriptor")] {

@@ -63,7 +63,7 @@ pub(crate) struct Device {
     /// Consecutive reads that failed.
     pub(super) read_errors: u32,
     pub(super) batches_in_flight: u32,
-    /// Number of quarantine records that no journal write contains yet.
+    /// Number of records of quarantined and withdrawn slots that no journal write contains yet.
     pub(super) records_owed: u32,
     /// Pool operations in flight.
     pub(super) ops_in_flight: u64,
@@ -125,8 +125,16 @@ impl Devices {
 
     /// Frees the slot of a stored block after its removal from the index. A pinned slot is freed later.
     pub(crate) fn free(&mut self, device: DeviceId, page: PageNumber) {
-        if self.is_usable(device) && !self.free_after_unpin(device, page) {
-            self.device_mut(device).pool.free(page);
+        if !self.is_usable(device) {
+            return;
+        }
+        let is_pinned = self.free_after_unpin(device, page);
+        let device = self.device_mut(device);
+        if is_pinned {
+            device.pool.withdraw(page);
+            device.records_owed += 1;
+        } else {
+            device.pool.free(page);
         }
     }
 

@@ -2,7 +2,8 @@
 //!
 //! * A **lent** slot belongs to no block. Its tenant is charged for it from the lease on.
 //! * A **pinned** slot holds a durable block, which is not in the NVMe eviction order. If the block is removed
-//!   for another reason (damage, a move), its slot is freed with the last pin.
+//!   for another reason (damage, a move), its slot is freed with the last pin. Until then the pool treats the
+//!   slot as lent, so that a restart does not find the removed block.
 //!
 //! A device is released only when no slot of it is lent or pinned.
 
@@ -18,9 +19,9 @@ use crate::cache::pins::Pin;
 use crate::cache::sizes::{SizeClass, SizeClassId};
 use crate::cache::{Cache, SlotRequest, nvme_bytes};
 use crate::context::Context;
-use crate::effect::{DeviceId, Effect, Place};
+use crate::effect::{CommitStatus, DeviceId, Effect, Place};
 use crate::event::Priority;
-use crate::extents::{ExtentHolder, ExtentStatus, PinRefusal};
+use crate::extents::{ExtentHolder, PinRefusal};
 use crate::pool::{BatchId, ExtentCommit, PageNumber, StoredBlock};
 
 /// Slot that another process may write.
@@ -46,7 +47,7 @@ impl Cache {
 
     /// Number of slots that an earlier agent lent and that may still be written to.
     pub(crate) fn earlier_leases(&self) -> u64 {
-        self.devices.usable_devices().map(|device| device.pool.earlier_leases() as u64).sum()
+        self.devices.usable_devices().map(|device| device.pool.earlier_leases().len() as u64).sum()
     }
 
     /// Number of pinned slots.
@@ -129,7 +130,7 @@ impl Cache {
         device: DeviceId,
         block: &StoredBlock,
         parent: Option<BlockKey>,
-    ) -> ExtentStatus {
+    ) -> CommitStatus {
         let entry = match self.entry_for_extent(block) {
             Ok(entry) => entry,
             Err(status) => {
@@ -144,7 +145,7 @@ impl Cache {
         if let Some(ancestor) = ancestor.filter(|ancestor| *ancestor != entry) {
             self.order_before(entry, Some(ancestor));
         }
-        ExtentStatus::Durable
+        CommitStatus::Durable
     }
 
     /// Status of a commit whose key is in the index, unless the block has to be written. An existing block gets
@@ -154,10 +155,10 @@ impl Cache {
         key: &BlockKey,
         size_class: SizeClassId,
         priority: Priority,
-    ) -> Option<ExtentStatus> {
+    ) -> Option<CommitStatus> {
         let entry = self.index.find(key)?;
         if self.index.entry(entry).size_class() != size_class {
-            return Some(ExtentStatus::BadItem);
+            return Some(CommitStatus::BadItem);
         }
         self.yield_to_commit(entry);
         let entry = self.index.find(key)?;
@@ -168,22 +169,22 @@ impl Cache {
         }
         self.raise_priority(entry, priority);
         self.index.entry_mut(entry).set_origin(BlockOrigin::Saved);
-        Some(ExtentStatus::Exists)
+        Some(CommitStatus::Duplicate)
     }
 
     /// Returns the index entry that a durable block gets, without a copy on a device.
-    fn entry_for_extent(&mut self, block: &StoredBlock) -> Result<EntryIndex, ExtentStatus> {
-        let size_class = self.intern(block.tenant, block.layout).ok_or(ExtentStatus::Failed)?;
+    fn entry_for_extent(&mut self, block: &StoredBlock) -> Result<EntryIndex, CommitStatus> {
+        let size_class = self.intern(block.tenant, block.layout).ok_or(CommitStatus::Failed)?;
         let priority = priority_of_class(block.priority);
         let Some(entry) = self.index.find(&block.key) else {
             return Ok(self.insert_entry(block.key, size_class, priority, BlockOrigin::Saved));
         };
         let state = self.index.entry(entry);
         match state.dram() {
-            _ if state.size_class() != size_class => return Err(ExtentStatus::BadItem),
-            _ if state.stored().is_some() => return Err(ExtentStatus::Exists),
+            _ if state.size_class() != size_class => return Err(CommitStatus::BadItem),
+            _ if state.stored().is_some() => return Err(CommitStatus::Duplicate),
             Dram::Resident(frame) if self.frames.get(frame).state != FrameState::Clean => {
-                return Err(ExtentStatus::Exists);
+                return Err(CommitStatus::Duplicate);
             }
             // A fetch from a peer continues without the entry, as after a commit from the arena.
             Dram::Filling(frame) => {
@@ -253,7 +254,7 @@ impl Cache {
     /// Requests proof that processes which an earlier agent lent slots of a device to have ended their I/O.
     pub(super) fn await_earlier_leases(&mut self, cx: &mut Context, id: DeviceId) {
         let device = self.devices.device_mut(id);
-        if device.pool.earlier_leases() > 0 {
+        if !device.pool.earlier_leases().is_empty() {
             device.extents += 1;
             cx.emit(Effect::AwaitExtents { holder: ExtentHolder::Earlier(id) });
         }
@@ -262,7 +263,7 @@ impl Cache {
     /// Frees the slots of a device that an earlier agent lent.
     pub(crate) fn earlier_leases_ended(&mut self, id: DeviceId) {
         let Some(device) = self.devices.get(id) else { return };
-        if device.pool.earlier_leases() == 0 {
+        if device.pool.earlier_leases().is_empty() {
             return;
         }
         let is_usable = self.devices.is_usable(id);

@@ -6,10 +6,9 @@ use reprise_policy::BlockKey;
 
 use crate::cache::{Cache, LentSlot, SizeClass};
 use crate::context::{Caller, Context};
-use crate::effect::{DeviceId, Reply};
+use crate::effect::{CommitStatus, DeviceId, Reply};
 use crate::event::{CommitItem, CommitRequest, Priority};
-use crate::extents::holders::reply;
-use crate::extents::{Batch, ExtentReply, ExtentStatus, Extents};
+use crate::extents::{Batch, Extents};
 use crate::limits::{COMMIT_ITEMS_MAX, EXTENT_COMMITS_MAX};
 use crate::pool::{ExtentCommit, StoredBlock};
 use crate::slab::SlabId;
@@ -18,7 +17,7 @@ use crate::slab::SlabId;
 #[derive(Debug)]
 pub(super) struct PendingCommit {
     pub(super) from: Caller,
-    statuses: Vec<ExtentStatus>,
+    statuses: Vec<CommitStatus>,
     /// Number of batches without a result.
     open: usize,
     /// Whether the session has ended.
@@ -30,27 +29,20 @@ pub(super) struct PendingCommit {
 pub(super) struct CommitBatch {
     pub(super) commit: SlabId,
     device: DeviceId,
-    items: Vec<CommittedItem>,
+    pub(super) items: Vec<CommittedItem>,
 }
 
 #[derive(Debug)]
-struct CommittedItem {
+pub(super) struct CommittedItem {
     /// Index in the commit.
     position: usize,
-    slot: LentSlot,
+    pub(super) slot: LentSlot,
     parent: Option<BlockKey>,
-}
-
-impl CommitBatch {
-    /// Slots whose blocks are not durable yet.
-    pub(super) fn slots(&self) -> impl Iterator<Item = &LentSlot> {
-        self.items.iter().map(|item| &item.slot)
-    }
 }
 
 impl Extents {
     /// Starts to make the blocks of a commit durable.
-    pub(super) fn commit(
+    pub(crate) fn commit(
         &mut self,
         cache: &mut Cache,
         cx: &mut Context,
@@ -66,7 +58,7 @@ impl Extents {
             let message = format!("{in_flight} extents are being committed, of at most {EXTENT_COMMITS_MAX}");
             return cx.reply(from, Reply::Busy { message, retry_after: self.retry_after });
         }
-        let mut statuses = vec![ExtentStatus::Failed; items.len()];
+        let mut statuses = vec![CommitStatus::Failed; items.len()];
         let mut devices: BTreeMap<DeviceId, (Vec<ExtentCommit>, Vec<CommittedItem>)> = BTreeMap::new();
         let parents = std::iter::once(*parent).chain(items.iter().map(|item| item.key));
         for ((position, item), parent) in items.iter().enumerate().zip(parents) {
@@ -107,9 +99,9 @@ impl Extents {
             let block = stored.get(&slot.page).filter(|_| is_usable);
             let status = match block {
                 Some(block) => cache.extent_stored(device, block, parent),
-                None => ExtentStatus::Failed,
+                None => CommitStatus::Failed,
             };
-            self.counters.extent_commits += u64::from(status == ExtentStatus::Durable);
+            self.counters.extent_commits += u64::from(status == CommitStatus::Durable);
             self.commits.get_mut(commit).expect("it waits for the batch").statuses[position] = status;
         }
         self.commits.get_mut(commit).expect("it waits for the batch").open -= 1;
@@ -131,7 +123,7 @@ impl Extents {
         }
         let PendingCommit { from, statuses, is_answered, .. } = self.commits.remove(id).expect("just seen");
         if !is_answered {
-            reply(cx, from, ExtentReply::Committed { statuses });
+            cx.reply(from, Reply::Committed { ticket: None, statuses });
         }
     }
 
@@ -143,8 +135,9 @@ impl Extents {
         from: Caller,
         item: &CommitItem,
         priority: Priority,
-    ) -> Result<(LentSlot, ExtentCommit), ExtentStatus> {
-        let lease = self.take_lease(from.session, SlabId(item.lease.0)).ok_or(ExtentStatus::NoLease)?;
+    ) -> Result<(LentSlot, ExtentCommit), CommitStatus> {
+        let lease = item.lease.extent().and_then(|lease| self.take_lease(from.session, lease));
+        let lease = lease.ok_or(CommitStatus::NoLease)?;
         let slot = lease.slot;
         let status = match item.key {
             Some(key) if item.checksums.len() == cache.objects(from.size_class) => {
@@ -152,11 +145,11 @@ impl Extents {
                     None if cache.can_lend(slot.device) => {
                         return Ok((slot, block_of(cache, from, item, (key, priority), &slot)));
                     }
-                    None => ExtentStatus::Failed,
+                    None => CommitStatus::Failed,
                     Some(status) => status,
                 }
             }
-            _ => ExtentStatus::BadItem,
+            _ => CommitStatus::BadItem,
         };
         cache.return_lent(&slot);
         Err(status)

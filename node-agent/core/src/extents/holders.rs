@@ -2,10 +2,9 @@
 
 use reprise_policy::SessionId;
 
-use crate::cache::LentSlot;
-use crate::context::{Caller, Context};
-use crate::effect::Reply;
-use crate::extents::{BATCH_BIT, Batch, ExtentReply, Extents, Holder, Lease};
+use crate::cache::{LentSlot, nvme_bytes};
+use crate::extents::commits::CommittedItem;
+use crate::extents::{BATCH_BIT, Batch, Extents, Holder, Lease};
 use crate::pool::BatchId;
 use crate::slab::SlabId;
 
@@ -19,7 +18,7 @@ impl Extents {
     pub(super) fn take_lease(&mut self, session: SessionId, id: SlabId) -> Option<Lease> {
         self.leases.get(id).filter(|lease| lease.session == session)?;
         let lease = self.leases.remove(id)?;
-        let bytes = crate::cache::nvme_bytes(lease.slot.slot_bytes);
+        let bytes = nvme_bytes(lease.slot.slot_bytes);
         self.change_holder(session, |holder| {
             holder.leases.remove(&id);
             holder.bytes -= bytes;
@@ -41,9 +40,9 @@ impl Extents {
     pub(super) fn bytes_left(&self, session: SessionId, of_session: u64, of_all: u64) -> u64 {
         let held = self.holders.get(&session).map_or(0, |holder| holder.bytes);
         let (mut own, mut all) = (held, self.held_bytes);
-        for (of, slots) in self.in_flight() {
-            let bytes: u64 = slots.iter().map(|slot| crate::cache::nvme_bytes(slot.slot_bytes)).sum();
-            own += if of == session { bytes } else { 0 };
+        for batch in self.batches.values() {
+            let bytes = batch.bytes();
+            own += if self.session_of(batch) == session { bytes } else { 0 };
             all += bytes;
         }
         of_session.saturating_sub(own).min(of_all.saturating_sub(all))
@@ -51,19 +50,40 @@ impl Extents {
 
     /// Number of a session's slots that are being leased or committed.
     pub(super) fn slots_in_flight(&self, session: SessionId) -> usize {
-        let own = self.in_flight().filter(|(of, _)| *of == session);
-        own.map(|(_, slots)| slots.len()).sum()
+        let own = self.batches.values().filter(|batch| self.session_of(batch) == session);
+        own.map(Batch::len).sum()
     }
 
-    /// Sessions and slots of all batches in flight.
-    pub(super) fn in_flight(&self) -> impl Iterator<Item = (SessionId, Vec<&LentSlot>)> {
-        self.batches.values().map(|batch| match batch {
-            Batch::Lease(pending) => (pending.from.session, pending.slots.iter().collect()),
+    fn session_of(&self, batch: &Batch) -> SessionId {
+        match batch {
+            Batch::Lease(pending) => pending.from.session,
             Batch::Commit(batch) => {
-                let commit = self.commits.get(batch.commit).expect("it waits for the batch");
-                (commit.from.session, batch.slots().collect())
+                self.commits.get(batch.commit).expect("it waits for the batch").from.session
             }
-        })
+        }
+    }
+}
+
+impl Batch {
+    /// Slots that are being lent or committed.
+    pub(super) fn slots(&self) -> impl Iterator<Item = &LentSlot> {
+        let (lent, committed): (&[LentSlot], &[CommittedItem]) = match self {
+            Batch::Lease(pending) => (&pending.slots, &[]),
+            Batch::Commit(batch) => (&[], &batch.items),
+        };
+        lent.iter().chain(committed.iter().map(|item| &item.slot))
+    }
+
+    fn len(&self) -> usize {
+        match self {
+            Batch::Lease(pending) => pending.slots.len(),
+            Batch::Commit(batch) => batch.items.len(),
+        }
+    }
+
+    /// Bytes of its slots, which have one size.
+    fn bytes(&self) -> u64 {
+        self.slots().next().map_or(0, |slot| nvme_bytes(slot.slot_bytes) * self.len() as u64)
     }
 }
 
@@ -71,9 +91,4 @@ impl Holder {
     pub(super) fn is_empty(&self) -> bool {
         self.leases.is_empty() && self.pins.is_empty()
     }
-}
-
-/// Answers a request about extents.
-pub(super) fn reply(cx: &mut Context, to: Caller, reply: ExtentReply) {
-    cx.reply(to, Reply::Extents(reply));
 }

@@ -3,11 +3,10 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use crate::cache::{Cache, LentSlot, SizeClass, SlotRequest};
+use crate::cache::{Cache, LentSlot, SizeClass, SlotRequest, nvme_bytes};
 use crate::context::{Caller, Context};
-use crate::effect::{LeaseId, Reply};
-use crate::extents::holders::reply;
-use crate::extents::{Batch, ExtentReply, Extents, Lease};
+use crate::effect::{LeaseId, Place, Reply};
+use crate::extents::{Batch, Extents, Lease};
 use crate::limits::{EXTENTS_PER_SESSION_MAX, EXTENTS_PERMILLE, EXTENTS_SESSION_PERMILLE, RESERVE_SLOTS_MAX};
 use crate::pool::StoredBlock;
 
@@ -23,7 +22,7 @@ pub(super) struct PendingLease {
 
 impl Extents {
     /// Leases up to `count` slots, as far as the shares allow.
-    pub(super) fn lease(&mut self, cache: &mut Cache, cx: &mut Context, from: Caller, count: u32) {
+    pub(crate) fn lease(&mut self, cache: &mut Cache, cx: &mut Context, from: Caller, count: u32) {
         if let Some(refusal) = self.reject_lease(cache, from) {
             return cx.reply(from, refusal);
         }
@@ -48,8 +47,7 @@ impl Extents {
                 self.batches.insert(batch, Batch::Lease(pending));
             }
             None => {
-                let leased = ExtentReply::Leased { leases: Vec::new(), retry_after: self.retry_after };
-                reply(cx, from, leased);
+                reply(cx, from, Vec::new(), self.retry_after);
             }
         }
     }
@@ -72,14 +70,14 @@ impl Extents {
                 continue;
             };
             let place = cache.place_of_lent(&slot, block.generation);
-            let bytes = crate::cache::nvme_bytes(slot.slot_bytes);
+            let bytes = nvme_bytes(slot.slot_bytes);
             let id = self.leases.insert(Lease { session: from.session, slot });
             self.change_holder(from.session, |holder| {
                 holder.leases.insert(id);
                 holder.bytes += bytes;
             });
             self.held_bytes += bytes;
-            leases.push((LeaseId(id.0), place));
+            leases.push((LeaseId::of_extent(id), place));
         }
         self.counters.extent_leases += leases.len() as u64;
         if is_answered {
@@ -87,7 +85,7 @@ impl Extents {
         }
         let is_complete = leases.len() >= wanted as usize;
         let retry_after = if is_complete { Duration::ZERO } else { self.retry_after };
-        reply(cx, from, ExtentReply::Leased { leases, retry_after });
+        reply(cx, from, leases, retry_after);
     }
 
     /// Returns an error if the session can never get a lease.
@@ -114,4 +112,8 @@ impl Extents {
             ))
         })
     }
+}
+
+fn reply(cx: &mut Context, to: Caller, leases: Vec<(LeaseId, Place)>, retry_after: Duration) {
+    cx.reply(to, Reply::Reserved { regions: Vec::new(), leases, retry_after });
 }

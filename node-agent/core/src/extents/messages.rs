@@ -1,11 +1,8 @@
-//! Requests and replies about extents.
+//! Parts of requests and replies about extents.
 
-use std::time::Duration;
+use reprise_policy::SessionId;
 
-use reprise_policy::{BlockKey, SessionId};
-
-use crate::effect::{DeviceId, LeaseId, Place};
-use crate::event::CommitRequest;
+use crate::effect::{DeviceId, Place};
 
 /// Number of a pin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -18,74 +15,6 @@ pub enum ExtentHolder {
     Session(SessionId),
     /// Sessions of earlier processes of the agent, on one device.
     Earlier(DeviceId),
-}
-
-/// Request of a client that does its own I/O.
-#[derive(Clone, Debug)]
-pub enum ExtentRequest {
-    /// Leases slots to write.
-    Lease {
-        /// Number of slots; the reply may contain fewer.
-        count: u32,
-    },
-    /// Publishes blocks whose payloads were written to leased slots, and makes them durable.
-    Commit(CommitRequest),
-    /// Returns leased slots. The client has ended its I/O on them.
-    Abort {
-        /// Leases; unknown ones are ignored.
-        leases: Vec<LeaseId>,
-    },
-    /// Pins durable blocks to read.
-    Pin {
-        /// Keys of the blocks.
-        keys: Vec<BlockKey>,
-    },
-    /// Ends pins. The client has ended its I/O on these slots.
-    Unpin {
-        /// Pins; unknown ones are ignored.
-        pins: Vec<PinId>,
-    },
-}
-
-/// Reply to an [`ExtentRequest`].
-#[derive(Clone, Debug)]
-pub enum ExtentReply {
-    /// Leased slots, possibly fewer than requested.
-    Leased {
-        /// Leases and places of the slots.
-        leases: Vec<(LeaseId, Place)>,
-        /// Time to wait before requesting the rest; zero if no slot is missing.
-        retry_after: Duration,
-    },
-    /// Result of a commit: one status for each item, in order. Sent when every block has a final state.
-    Committed {
-        /// Statuses of the items.
-        statuses: Vec<ExtentStatus>,
-    },
-    /// Leases were returned.
-    Aborted,
-    /// Result of a pin: one for each key, in order.
-    Pinned {
-        /// Pins and places, or refusals.
-        blocks: Vec<PinnedBlock>,
-    },
-    /// Pins have ended.
-    Unpinned,
-}
-
-/// Result for one item of a commit. In every case, the lease has ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ExtentStatus {
-    /// The block is durable, and readable on the node.
-    Durable,
-    /// The block existed already; it may not be durable yet.
-    Exists,
-    /// The lease does not exist.
-    NoLease,
-    /// Key or checksums of the wrong length, or a key of another layout.
-    BadItem,
-    /// The device could not make the block durable.
-    Failed,
 }
 
 /// Result of a pin for one key.

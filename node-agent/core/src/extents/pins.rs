@@ -5,8 +5,7 @@ use reprise_policy::{BlockKey, SessionId};
 use crate::cache::{Cache, Stored};
 use crate::context::{Caller, Context};
 use crate::effect::Reply;
-use crate::extents::holders::reply;
-use crate::extents::{ExtentReply, Extents, PinId, PinRefusal, PinnedBlock};
+use crate::extents::{Extents, PinId, PinRefusal, PinnedBlock};
 use crate::limits::{EXTENTS_PER_SESSION_MAX, EXTENTS_PERMILLE, EXTENTS_SESSION_PERMILLE, LOAD_BLOCKS_MAX};
 use crate::slab::SlabId;
 
@@ -21,7 +20,7 @@ pub(super) struct HeldPin {
 
 impl Extents {
     /// Pins the blocks that are durable on devices that clients may read.
-    pub(super) fn pin(&mut self, cache: &mut Cache, cx: &mut Context, from: Caller, keys: &[BlockKey]) {
+    pub(crate) fn pin(&mut self, cache: &mut Cache, cx: &mut Context, from: Caller, keys: &[BlockKey]) {
         if keys.len() > LOAD_BLOCKS_MAX {
             let text = format!("{} keys in one pin: send at most {LOAD_BLOCKS_MAX}", keys.len());
             return cx.reply(from, Reply::BadRequest(text));
@@ -40,7 +39,7 @@ impl Extents {
             pinned
         };
         let blocks = keys.iter().map(&mut pin).collect();
-        reply(cx, from, ExtentReply::Pinned { blocks });
+        cx.reply(from, Reply::Pinned { blocks });
     }
 
     fn pin_one(&mut self, cache: &mut Cache, (from, bytes): (Caller, u64), key: &BlockKey) -> PinnedBlock {
@@ -59,7 +58,7 @@ impl Extents {
     }
 
     /// Ends a pin of a session.
-    pub(super) fn unpin(&mut self, cache: &mut Cache, session: SessionId, id: SlabId) {
+    pub(super) fn end_pin(&mut self, cache: &mut Cache, session: SessionId, id: SlabId) {
         if self.pins.get(id).is_none_or(|pin| pin.session != session) {
             return;
         }

@@ -8,7 +8,7 @@ use reprise_policy::{BlockKey, Tick};
 use crate::cache::{Cache, FrameIndex, Lease, Read};
 use crate::context::{Caller, Context};
 use crate::effect::{
-    Access, Effect, LoadId, LoadedBlock, LossReason, ProgressEntry, ProgressUpdate, Reply, Source,
+    Access, Effect, LoadId, LoadedBlock, LossReason, Place, ProgressEntry, ProgressUpdate, Reply, Source,
 };
 use crate::event::{LoadRequest, Scope};
 use crate::limits::{LOAD_DEADLINE_MAX, PROGRESS_ENTRIES};
@@ -313,7 +313,7 @@ impl Loads {
                 }
             };
             let checksums = cache.checksums(frame).into();
-            blocks.push(LoadedBlock::Ok { source, slot: cache.frame_slot(frame), checksums });
+            blocks.push(LoadedBlock::Ok { source, place: Place::Arena(cache.frame_slot(frame)), checksums });
             frames.push(frame);
         }
         let Some(reader) = self.sessions.get_mut(&load.caller.session) else { return };

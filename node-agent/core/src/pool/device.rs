@@ -27,7 +27,7 @@ pub struct DevicePool {
     pub(super) slots: Slots,
     pub(super) journal: Journal,
     pub(super) batches: Vec<Batch>,
-    /// Free and quarantine records that wait for a batch or for [`DevicePool::flush_frees`].
+    /// Records of removed blocks that wait for a batch or for [`DevicePool::flush_frees`].
     removals: Vec<Record>,
     pub(super) operations: Operations,
     pub(super) gate: SyncGate,
@@ -205,6 +205,11 @@ impl DevicePool {
     /// If the slot was never written.
     pub fn quarantine(&mut self, page: PageNumber) {
         let record = self.slots.quarantine(page);
+        self.push_removal(record);
+    }
+
+    /// Keeps a record for the next batch or flush, if the device works.
+    pub(super) fn push_removal(&mut self, record: Option<Record>) {
         self.removals.extend(record.filter(|_| self.health == Health::Working));
     }
 
@@ -451,10 +456,10 @@ impl DevicePool {
                     freed += u32::from(self.slots.finish_free(record.page));
                     continue;
                 }
-                (RecordKind::Quarantine, None) => continue,
-                (RecordKind::Lend, batch) => {
+                // A lend without a batch belongs to a withdrawn block.
+                (RecordKind::Quarantine | RecordKind::Lend, None) => continue,
+                (RecordKind::Lend, Some(id)) => {
                     let lent = self.slots.lent(record.page);
-                    let id = batch.expect("every lend belongs to a batch");
                     (id, self.batch_mut(id).block_stored(lent))
                 }
                 (RecordKind::Store, batch) => {

@@ -144,12 +144,24 @@ impl DevicePool {
         }
     }
 
-    /// Number of slots that an earlier process of the agent lent and that may still be written to.
-    pub fn earlier_leases(&self) -> usize {
-        self.lending.earlier.len()
+    /// Removes a stored block whose slot another process still reads. From the next durable records on, the
+    /// slot counts as lent, so that no restart finds the block again or reuses the slot too early;
+    /// [`DevicePool::return_lent`] frees it. Does nothing if the slot is quarantined.
+    ///
+    /// # Panics
+    /// If the slot does not hold a stored block.
+    pub fn withdraw(&mut self, page: PageNumber) {
+        let record = self.slots.withdraw(page, self.next_generation);
+        self.next_generation += 1;
+        self.push_removal(record);
     }
 
-    /// Frees the slots that an earlier process of the agent lent. No process may be able to write to them.
+    /// Slots that an earlier process of the agent lent and that may still be accessed, in device order.
+    pub fn earlier_leases(&self) -> &[PageNumber] {
+        &self.lending.earlier
+    }
+
+    /// Frees the slots that an earlier process of the agent lent. No process may be able to access them.
     pub fn end_earlier_leases(&mut self) {
         for page in std::mem::take(&mut self.lending.earlier) {
             self.free(page);

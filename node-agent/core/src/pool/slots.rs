@@ -11,7 +11,9 @@
 //! Reserved ──lend──► Lent ──begin_commit──► Writing     Lent ──begin_free──► Returning ──finish_free──► Free
 //! ```
 //!
-//! A lent slot is written by another process. It becomes free only by a durable record, like a stored block.
+//! Stored ──withdraw──► Lent: the block is removed while another process reads its slot.
+//!
+//! A lent slot is accessed by another process. It becomes free only by a durable record, like a stored block.
 //!
 //! Memory: 32 bytes per slot and 32 per segment. Nothing else grows with the number of blocks, except a map
 //! entry per known content id. A free slot stores the link of its segment's free list in place of a block.
@@ -51,7 +53,7 @@ pub(super) enum SlotState {
     Reserved,
     /// Being written, or waiting for its record to become durable.
     Writing,
-    /// Written by another process, or offered to it.
+    /// Written by another process or offered to it, or read by one after the removal of its block.
     Lent,
     /// Holds a block with a durable record.
     Stored,

@@ -64,7 +64,7 @@ impl Save {
                 self.commit_item(cache, cx, (caller.session, item), saved)
             })
             .collect();
-        cx.reply(caller, Reply::Committed { ticket, statuses });
+        cx.reply(caller, Reply::Committed { ticket: Some(ticket), statuses });
         let waiting = self.tickets.get_mut(id).expect("it waits for this call");
         waiting.waiting -= 1;
         self.notify_if_ended(cx, id);

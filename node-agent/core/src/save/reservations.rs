@@ -12,7 +12,7 @@ use reprise_policy::{SessionId, Tick};
 
 use crate::cache::{Cache, FrameIndex, FrameState, Lease, SizeClassId, Write};
 use crate::context::{Caller, Context};
-use crate::effect::{Access, LeaseId, Reply};
+use crate::effect::{Access, LeaseId, Place, Reply};
 use crate::limits::RESERVE_SLOTS_MAX;
 use crate::regions::RegionSet;
 use crate::save::Save;
@@ -66,7 +66,7 @@ impl Save {
         while leases.len() < count.min(RESERVE_SLOTS_MAX) as usize {
             let Some((id, frame)) = self.reserve_one(cache, cx.settings, caller, group) else { break };
             frames.push(frame);
-            leases.push((LeaseId(id.0), cache.frame_slot(frame)));
+            leases.push((LeaseId(id.0), Place::Arena(cache.frame_slot(frame))));
         }
         self.end_group_if_empty(group);
         self.counters.reserve_slots_given += leases.len() as u64;

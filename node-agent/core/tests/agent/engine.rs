@@ -6,11 +6,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use reprise_agent_core::effect::{
-    Access, ArenaSlot, CommitStatus, LeaseId, LoadId, LoadedBlock, ProgressEntry, ProgressUpdate, RegionId,
-    Reply, Source, Ticket,
+    Access, ArenaSlot, CommitStatus, LeaseId, LoadId, LoadedBlock, Place, ProgressEntry, ProgressUpdate,
+    RegionId, Reply, Source, Ticket,
 };
 use reprise_agent_core::event::{RequestId, Scope};
-use reprise_agent_core::extents::ExtentReply;
 use reprise_policy::{BlockKey, Layout, TenantId, Tick};
 
 use crate::extent_client::ExtentClient;
@@ -149,11 +148,12 @@ impl Engine {
                     !retry_after.is_zero(),
                     "an incomplete reservation has a retry delay"
                 );
-                for (_, slot) in leases {
+                for (lease, place) in leases {
+                    let slot = place.arena().expect("a slot of the arena");
                     assert!(self.writable.contains(&slot.region), "the region of a slot was granted");
                     assert_eq!(slot.bytes, self.layout.slot_bytes());
+                    self.reserved.push((*lease, slot));
                 }
-                self.reserved.extend(leases);
             }
             (RequestKind::Commit(keys), Reply::Committed { ticket, statuses }) => {
                 assert_eq!(keys.len(), statuses.len());
@@ -161,7 +161,8 @@ impl Engine {
                     matches!(status, CommitStatus::Committed | CommitStatus::Duplicate)
                 };
                 let items = statuses.iter().filter(counted).count() as u32;
-                assert!(self.tickets.insert(*ticket, items).is_none(), "tickets are used once");
+                let ticket = ticket.expect("a commit of the arena has a notice");
+                assert!(self.tickets.insert(ticket, items).is_none(), "tickets are used once");
             }
             (RequestKind::Match(keys, scope), Reply::Matched { sources }) => {
                 assert!(sources.len() <= keys.len());
@@ -173,7 +174,8 @@ impl Engine {
                 assert_eq!(keys.len(), blocks.len());
                 self.granted(regions);
                 for block in blocks {
-                    if let LoadedBlock::Ok { slot, .. } = block {
+                    if let LoadedBlock::Ok { place, .. } = block {
+                        let slot = place.arena().expect("loads end in the arena");
                         assert!(self.readable.contains(&slot.region), "the region of a slot was granted");
                     }
                 }
@@ -183,17 +185,15 @@ impl Engine {
                     HeldLoad { keys, blocks: blocks.clone(), entry: *entry, given_up: BTreeSet::new() };
                 assert!(self.loads.insert(*load, held).is_none(), "load ids are unique");
             }
-            (
-                RequestKind::LeaseExtents(count),
-                Reply::Extents(ExtentReply::Leased { leases, retry_after }),
-            ) => {
+            (RequestKind::LeaseExtents(count), Reply::Reserved { regions, leases, retry_after }) => {
+                assert!(regions.is_empty());
                 assert_eq!((leases.len() as u32) < count, !retry_after.is_zero());
                 self.extents.on_leased(leases);
             }
-            (RequestKind::CommitExtents(keys), Reply::Extents(ExtentReply::Committed { statuses })) => {
+            (RequestKind::CommitExtents(keys), Reply::Committed { ticket: None, statuses }) => {
                 self.extents.on_committed(&keys, statuses);
             }
-            (RequestKind::PinExtents(keys), Reply::Extents(ExtentReply::Pinned { blocks })) => {
+            (RequestKind::PinExtents(keys), Reply::Pinned { blocks }) => {
                 self.extents.on_pinned(&keys, blocks);
             }
             (RequestKind::Release, Reply::Released)
@@ -215,7 +215,7 @@ impl Engine {
         for (id, load) in &self.loads {
             let page = self.progress(*id);
             for (at, block) in (0..).zip(&load.blocks) {
-                let LoadedBlock::Ok { slot, checksums, .. } = block else { continue };
+                let LoadedBlock::Ok { place: Place::Arena(slot), checksums, .. } = block else { continue };
                 if page.failed.contains(&at) || load.given_up.contains(&at) {
                     continue;
                 }
@@ -240,7 +240,7 @@ impl Engine {
     pub(crate) fn slots(&self) -> impl Iterator<Item = ArenaSlot> {
         let held = self.loads.iter().filter(|(id, _)| !self.progress(**id).over);
         let loaded = held.flat_map(|(_, load)| &load.blocks).filter_map(|block| match block {
-            LoadedBlock::Ok { slot, .. } => Some(*slot),
+            LoadedBlock::Ok { place, .. } => place.arena(),
             LoadedBlock::Lost(_) => None,
         });
         self.reserved.iter().map(|(_, slot)| *slot).chain(loaded)

@@ -1,10 +1,8 @@
 //! Simulated client that writes and reads extents itself, also after the end of its session.
 
-use reprise_agent_core::effect::{DeviceId, LeaseId, Place, Reply};
+use reprise_agent_core::effect::{CommitStatus, DeviceId, LeaseId, Place, PlaceKind, Reply};
 use reprise_agent_core::event::{CommitItem, CommitRequest, Event, Priority, Request};
-use reprise_agent_core::extents::{
-    ExtentHolder, ExtentReply, ExtentRequest, ExtentStatus, PinId, PinRefusal, PinnedBlock,
-};
+use reprise_agent_core::extents::{ExtentHolder, PinId, PinRefusal, PinnedBlock};
 use reprise_agent_core::pool::PageNumber;
 use reprise_agent_core::pool::header::{ExpectedHeader, decode_header};
 use reprise_policy::{BlockKey, Layout, SessionId};
@@ -23,7 +21,7 @@ pub(crate) struct ExtentClient {
     /// Refusals of pins, newest last.
     pub(crate) refusals: Vec<PinRefusal>,
     /// Results of commits, newest last.
-    pub(crate) statuses: Vec<(BlockKey, ExtentStatus)>,
+    pub(crate) statuses: Vec<(BlockKey, CommitStatus)>,
 }
 
 /// Slot that the client writes.
@@ -77,9 +75,9 @@ impl ExtentClient {
         self.leased.extend(leases.iter().map(leased));
     }
 
-    pub(crate) fn on_committed(&mut self, keys: &[BlockKey], statuses: &[ExtentStatus]) {
+    pub(crate) fn on_committed(&mut self, keys: &[BlockKey], statuses: &[CommitStatus]) {
         assert_eq!(keys.len(), statuses.len());
-        assert!(!statuses.contains(&ExtentStatus::NoLease), "the client commits its own leases once");
+        assert!(!statuses.contains(&CommitStatus::NoLease), "the client commits its own leases once");
         self.statuses.extend(keys.iter().copied().zip(statuses.iter().copied()));
     }
 
@@ -96,7 +94,7 @@ impl ExtentClient {
 
 impl Harness {
     pub(crate) fn lease_extents(&mut self, session: SessionId, count: u32) {
-        let body = Request::Extents(ExtentRequest::Lease { count });
+        let body = Request::Reserve { count, kind: PlaceKind::Extent };
         self.request(session, RequestKind::LeaseExtents(count), body);
     }
 
@@ -135,8 +133,7 @@ impl Harness {
         }
         if !items.is_empty() {
             let commit = CommitRequest { items, priority, parent: None };
-            self.committed.extend(&keys);
-            let body = Request::Extents(ExtentRequest::Commit(commit));
+            let body = Request::Commit(commit);
             self.request(session, RequestKind::CommitExtents(keys), body);
         }
     }
@@ -147,12 +144,12 @@ impl Harness {
         let idle = |extent: &mut LeasedExtent| !matches!(extent.content, Content::Writing(..));
         let leases: Vec<LeaseId> =
             engine.extents.leased.extract_if(.., idle).map(|extent| extent.lease).collect();
-        let body = Request::Extents(ExtentRequest::Abort { leases });
+        let body = Request::Abort { leases };
         self.request(session, RequestKind::Other, body);
     }
 
     pub(crate) fn pin_extents(&mut self, session: SessionId, keys: &[BlockKey]) {
-        let body = Request::Extents(ExtentRequest::Pin { keys: keys.to_vec() });
+        let body = Request::Pin { keys: keys.to_vec() };
         self.request(session, RequestKind::PinExtents(keys.to_vec()), body);
     }
 
@@ -160,7 +157,7 @@ impl Harness {
     pub(crate) fn unpin_extents(&mut self, session: SessionId) {
         let engine = self.engines.get_mut(&session).expect("open");
         let pins = engine.extents.pinned.drain(..).map(|(pin, ..)| pin).collect();
-        self.request(session, RequestKind::Other, Request::Extents(ExtentRequest::Unpin { pins }));
+        self.request(session, RequestKind::Other, Request::Unpin { pins });
     }
 
     /// Completes a client's write, also after the end of its session.
@@ -201,8 +198,8 @@ impl Harness {
 
     /// Checks that a leased slot is used by no other client.
     pub(crate) fn assert_leases_are_unused(&self, reply: &Reply) {
-        let Reply::Extents(ExtentReply::Leased { leases, .. }) = reply else { return };
-        for (_, place) in leases {
+        let Reply::Reserved { leases, .. } = reply else { return };
+        for (_, place) in leases.iter().filter(|(lease, _)| lease.kind() == PlaceKind::Extent) {
             let position = position(place);
             assert!(
                 !self.extents_in_use().any(|other| other == position),

@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use reprise_agent_core::effect::{
-    ArenaSlot, Change, DeviceId, Diagnostic, Effect, LoadId, PeerOfferId, RegionId, ReplicaChange, Reply,
-    ServeId,
+    ArenaSlot, Change, DeviceId, Diagnostic, Effect, LoadId, PeerOfferId, PlaceKind, RegionId, ReplicaChange,
+    Reply, ServeId,
 };
 use reprise_agent_core::event::{
     CommitItem, CommitRequest, Event, LoadRequest, PeerOffer, PeerRequest, Priority, Request, RequestId,
@@ -325,7 +325,11 @@ impl Harness {
     }
 
     pub(crate) fn reserve(&mut self, session: SessionId, count: u32) {
-        self.request(session, RequestKind::Reserve(count), Request::Reserve { count });
+        self.request(
+            session,
+            RequestKind::Reserve(count),
+            Request::Reserve { count, kind: PlaceKind::Arena },
+        );
     }
 
     /// Fills reserved slots with new contents and commits them under these keys, as far as slots are
@@ -448,7 +452,8 @@ impl Harness {
             Effect::Reply { session, request, reply } => {
                 self.assert_leases_are_unused(&reply);
                 if let Reply::Reserved { leases, .. } = &reply {
-                    leases.iter().for_each(|(_, slot)| self.assert_unused(*slot));
+                    let slots = leases.iter().filter_map(|(_, place)| place.arena());
+                    slots.for_each(|slot| self.assert_unused(slot));
                 }
                 let now = self.now;
                 self.engine(session, |engine| engine.on_reply(request, reply, now));

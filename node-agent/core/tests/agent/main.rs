@@ -28,6 +28,7 @@ mod rng;
 mod scenarios_attachment;
 mod scenarios_chains;
 mod scenarios_devices;
+mod scenarios_extent_limits;
 mod scenarios_extents;
 mod scenarios_inbound;
 mod scenarios_integrity;

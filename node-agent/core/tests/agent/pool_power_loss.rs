@@ -1,6 +1,8 @@
 //! Power loss and kills at any moment: every block that was reported durable is recovered, nothing else
-//! is recovered wrongly, and no slot leaks.
+//! is recovered wrongly, and no slot leaks. Slots that clients write or read themselves are not reused before
+//! the clients have ended.
 
+use crate::pool_harness::clients::LendState;
 use crate::pool_harness::offsets::{DEVICE_BYTES, bank_headers, is_in_bank, log_page};
 use crate::pool_harness::random::SeedGuard;
 use crate::pool_harness::{Harness, layout, params};
@@ -29,6 +31,17 @@ struct Coverage {
     bank_switches: u64,
     quarantines: u64,
     allocations_refused: u64,
+    /// Leases whose records, headers or free records were being written at a crash.
+    leases_in_flight: u64,
+    commits_in_flight: u64,
+    returns_in_flight: u64,
+    /// Removals of pinned blocks that were being recorded at a crash.
+    withdrawals_in_flight: u64,
+    /// Writes of clients that a power loss interrupted, and that outlived the agent.
+    client_writes_lost: u64,
+    late_client_writes: u64,
+    leases_recovered: u64,
+    pins: u64,
 }
 
 impl Coverage {
@@ -38,9 +51,51 @@ impl Coverage {
         self.repairs += u64::from(report.repair_due);
         self.quarantines += u64::from(report.slots_quarantined > 0);
     }
+
+    /// Counts what clients do when the harness crashes.
+    fn clients(&mut self, harness: &Harness) {
+        let count = |fits: fn(LendState) -> bool| harness.model.lends.pages(fits).len() as u64;
+        self.leases_in_flight += count(|state| state == LendState::Lending);
+        self.commits_in_flight += count(|state| state == LendState::Committing);
+        self.returns_in_flight += count(|state| state == LendState::Returning);
+        self.withdrawals_in_flight += count(|state| state == LendState::Withdrawn);
+        self.client_writes_lost += count(|state| matches!(state, LendState::Writing(_)));
+        self.pins += harness.pins.len() as u64;
+    }
+
+    /// Counts what clients left behind in the crash.
+    fn recovered(&mut self, harness: &Harness) {
+        let count = |fits: fn(LendState) -> bool| harness.model.lends.pages(fits).len() as u64;
+        self.leases_recovered += count(|state| state == LendState::Earlier);
+        self.late_client_writes += count(|state| state == LendState::LateWrite);
+    }
+}
+
+/// An action of clients that write and read slots themselves.
+fn random_client_action(harness: &mut Harness) {
+    match harness.random.below(100) {
+        0..20 => {
+            let (count, layouts) = (harness.random.below(6), layouts());
+            let layout = layouts[harness.random.index(layouts.len())];
+            harness.lease(count, layout);
+        }
+        20..40 => {
+            let count = harness.random.below(6);
+            harness.begin_client_writes(count);
+        }
+        40..65 => (0..harness.random.below(4)).for_each(|_| harness.end_client_write()),
+        65..80 => harness.commit_written(),
+        80..84 => harness.return_idle(),
+        84..91 => harness.pin_one(),
+        91..96 => harness.unpin_one(),
+        _ => harness.end_earlier_leases(),
+    }
 }
 
 fn random_action(harness: &mut Harness, coverage: &mut Coverage) {
+    if harness.random.chance(1, 3) {
+        return random_client_action(harness);
+    }
     match harness.random.below(100) {
         0..30 => {
             if harness.pool.can_start_batch() {
@@ -58,7 +113,11 @@ fn random_action(harness: &mut Harness, coverage: &mut Coverage) {
             let steps = harness.random.below(12);
             for _ in 0..steps {
                 harness.step_with(|random, kind| match kind {
-                    DeviceOpKind::WriteBlock { .. } if random.chance(1, 6000) => Err(DeviceError::Media),
+                    DeviceOpKind::WriteBlock { .. } | DeviceOpKind::WriteHeader { .. }
+                        if random.chance(1, 6000) =>
+                    {
+                        Err(DeviceError::Media)
+                    }
                     _ => Ok(()),
                 });
             }
@@ -84,8 +143,10 @@ fn run_and_crash(seed: u64, coverage: &mut Coverage) {
         }
         harness.check_usage();
         coverage.bank_switches += harness.pool.usage().checkpoints;
+        coverage.clients(&harness);
         let report = if harness.random.chance(1, 4) { harness.kill() } else { harness.lose_power() };
         coverage.report(&report);
+        coverage.recovered(&harness);
     }
     assert_all_blocks_can_be_freed(&mut harness);
 }
@@ -93,6 +154,7 @@ fn run_and_crash(seed: u64, coverage: &mut Coverage) {
 /// Frees every block and asserts that only quarantined slots remain in use, that is, that no slot has
 /// leaked.
 fn assert_all_blocks_can_be_freed(harness: &mut Harness) {
+    harness.end_clients();
     for page in harness.model.stored_pages() {
         harness.model.free_requested(page);
         harness.pool.free(page);
@@ -127,6 +189,14 @@ fn durable_blocks_survive_thousands_of_crashes_and_no_other_block_is_recovered_w
         coverage.bank_switches,
         coverage.quarantines,
         coverage.allocations_refused,
+        coverage.leases_in_flight,
+        coverage.commits_in_flight,
+        coverage.returns_in_flight,
+        coverage.withdrawals_in_flight,
+        coverage.client_writes_lost,
+        coverage.late_client_writes,
+        coverage.leases_recovered,
+        coverage.pins,
     ];
     if has_fixed_seeds() {
         assert!(counts.iter().all(|count| *count > 20), "not every situation is covered: {coverage:?}");
@@ -180,6 +250,83 @@ fn a_crash_after_any_operation_of_a_bank_switch_loses_nothing() {
         steps += 1;
     }
     assert!(steps > 300, "the script is long enough for a bank switch: {steps}");
+}
+
+/// Runs a script of clients that lease, write, commit and pin slots, with bank switches, up to `steps` executed
+/// operations. Returns whether the script finished.
+fn client_script(harness: &mut Harness, steps: u64) -> bool {
+    let mut round = 0_u64;
+    while harness.pool.usage().checkpoints < 3 {
+        match round % 9 {
+            0 => drop(harness.lease(1 + round % 3, layout(7))),
+            1 => harness.begin_client_writes(2),
+            2 | 3 => harness.end_client_write(),
+            4 => harness.commit_written(),
+            5 => harness.pin_one(),
+            6 => harness.free_one(),
+            7 if round.is_multiple_of(2) => harness.unpin_one(),
+            7 => harness.return_idle(),
+            _ => harness.end_earlier_leases(),
+        }
+        round += 1;
+        if round.is_multiple_of(4) {
+            harness.flush();
+        }
+        for _ in 0..2 {
+            if harness.executed == steps {
+                return false;
+            }
+            harness.step();
+        }
+    }
+    true
+}
+
+fn crash_clients_after(steps: u64, seed: u64, coverage: &mut Coverage) -> bool {
+    let run = "crash_clients_after (seed = steps * 1000 + seed)";
+    let _guard = SeedGuard { run, seed: steps * 1000 + seed };
+    let mut harness = Harness::new(&params(DEVICE_BYTES), seed);
+    let ended = client_script(&mut harness, steps);
+    coverage.clients(&harness);
+    if seed % 2 == 0 {
+        harness.kill()
+    } else {
+        harness.lose_power()
+    };
+    coverage.recovered(&harness);
+    // Crash again while the script continues, and clients of the killed agent still write.
+    harness.random = crate::pool_harness::random::Random::new(steps * 1000 + seed);
+    let more = harness.random.below(60);
+    let steps = harness.executed + more;
+    client_script(&mut harness, steps);
+    harness.lose_power();
+    assert_all_blocks_can_be_freed(&mut harness);
+    ended
+}
+
+#[test]
+fn a_crash_after_any_operation_of_clients_loses_nothing_and_reuses_no_slot_too_early() {
+    let (mut coverage, mut steps) = (Coverage::default(), 0);
+    while !crash_clients_after(steps, 1, &mut coverage) {
+        for seed in seeds(4) {
+            crash_clients_after(steps, seed, &mut coverage);
+        }
+        steps += 1;
+    }
+    assert!(steps > 200, "the script is long enough for three bank switches: {steps}");
+    println!("{coverage:?}");
+    for count in [
+        coverage.leases_in_flight,
+        coverage.commits_in_flight,
+        coverage.returns_in_flight,
+        coverage.withdrawals_in_flight,
+        coverage.client_writes_lost,
+        coverage.late_client_writes,
+        coverage.leases_recovered,
+        coverage.pins,
+    ] {
+        assert!(count > 10, "the crashes did not cover every situation: {coverage:?}");
+    }
 }
 
 /// Runs a harness until bank 1 is being written and no operation of the bank switch has been executed.

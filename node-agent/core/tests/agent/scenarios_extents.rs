@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use reprise_agent_core::effect::{DeviceId, LeaseId, Place, Reply, Source};
+use reprise_agent_core::effect::{CommitStatus, DeviceId, LeaseId, Place, Reply, Source};
 use reprise_agent_core::event::{CommitItem, CommitRequest, Event, Priority, Request, Scope};
-use reprise_agent_core::extents::{ExtentReply, ExtentRequest, ExtentStatus, PinRefusal};
+use reprise_agent_core::extents::PinRefusal;
 use reprise_agent_core::{Settings, TenantQuotas};
 use reprise_policy::{BlockKey, Quota, SessionId, SlotSet, TenantId, Tier};
 
@@ -32,7 +32,7 @@ fn save(harness: &mut Harness, session: SessionId, keys: &[BlockKey]) {
     harness.finish_jobs();
 }
 
-fn statuses(harness: &Harness, session: SessionId) -> Vec<ExtentStatus> {
+fn statuses(harness: &Harness, session: SessionId) -> Vec<CommitStatus> {
     harness.engines[&session].extents.statuses.iter().map(|(_, status)| *status).collect()
 }
 
@@ -52,7 +52,7 @@ fn block_written_by_its_client_is_findable_only_when_it_is_durable() {
     harness.commit_extents(session, Priority::Normal);
     assert!(harness.announced.is_empty() && statuses(&harness, session).is_empty());
     harness.finish_jobs();
-    assert_eq!(statuses(&harness, session), [ExtentStatus::Durable; 2]);
+    assert_eq!(statuses(&harness, session), [CommitStatus::Durable; 2]);
     assert!(keys(0..2).into_iter().all(|key| harness.announced.contains(&(key, Tier::Nvme))));
     harness.load(session, &keys(0..2), Duration::ZERO, Scope::Local);
     harness.finish_jobs();
@@ -94,16 +94,20 @@ fn second_commit_of_a_key_frees_its_extent() {
     harness.commit_extents(other, Priority::Normal);
     harness.finish_jobs();
     let mut all = [statuses(&harness, session), statuses(&harness, other)].concat();
-    all.sort_by_key(|status| *status == ExtentStatus::Exists);
-    assert_eq!(all, [ExtentStatus::Durable, ExtentStatus::Exists]);
+    all.sort_by_key(|status| *status == CommitStatus::Duplicate);
+    assert_eq!(all, [CommitStatus::Durable, CommitStatus::Duplicate]);
     save(&mut harness, other, &keys(0..1));
-    assert_eq!(statuses(&harness, other).last(), Some(&ExtentStatus::Exists));
+    assert_eq!(statuses(&harness, other).last(), Some(&CommitStatus::Duplicate));
     assert_eq!(used_bytes(&harness), large_layout().slot_bytes() + 4096, "one slot is used");
 }
 
 #[test]
 fn invalid_items_are_rejected_and_their_extents_freed() {
     let (mut harness, session) = start();
+    harness.lease_extents(session, 1);
+    harness.finish_jobs();
+    let unknown = harness.engines[&session].extents.leased[0].lease;
+    harness.abort_extents(session);
     harness.lease_extents(session, 2);
     harness.finish_jobs();
     let leases: Vec<LeaseId> =
@@ -113,17 +117,44 @@ fn invalid_items_are_rejected_and_their_extents_freed() {
     let items = vec![
         item(leases[0], None, &sums),
         item(leases[1], Some(key(1)), &sums[1..]),
-        item(LeaseId(77), Some(key(2)), &sums),
+        item(unknown, Some(key(2)), &sums),
         item(leases[0], Some(key(3)), &sums),
     ];
     let commit = CommitRequest { items, priority: Priority::Normal, parent: None };
-    harness.request(session, RequestKind::Other, Request::Extents(ExtentRequest::Commit(commit)));
+    harness.request(session, RequestKind::Other, Request::Commit(commit));
     let (_, reply) = harness.engines[&session].replies.last().expect("answered at once");
-    let Reply::Extents(ExtentReply::Committed { statuses }) = reply else { panic!("{reply:?}") };
-    let (bad, none) = (ExtentStatus::BadItem, ExtentStatus::NoLease);
+    let Reply::Committed { ticket: None, statuses } = reply else { panic!("{reply:?}") };
+    let (bad, none) = (CommitStatus::BadItem, CommitStatus::NoLease);
     assert_eq!(statuses, &[bad, bad, none, none]);
     harness.finish_jobs();
     assert_eq!(used_bytes(&harness), 0);
+}
+
+#[test]
+fn commit_with_slots_of_both_kinds_is_rejected_and_keeps_its_leases() {
+    let (mut harness, session) = start();
+    harness.lease_extents(session, 1);
+    harness.finish_jobs();
+    harness.reserve(session, 1);
+    let engine = &harness.engines[&session];
+    let (of_arena, of_extent) = (engine.reserved[0].0, engine.extents.leased[0].lease);
+    let checksums = checksums(1, &large_layout());
+    let item = |(lease, number)| CommitItem { lease, key: Some(key(number)), checksums: checksums.clone() };
+    let items = [(of_arena, 1), (of_extent, 2)].map(item).to_vec();
+    let commit = CommitRequest { items, priority: Priority::Normal, parent: None };
+    harness.request(session, RequestKind::Other, Request::Commit(commit));
+    let (_, reply) = harness.engines[&session].replies.last().expect("answered at once");
+    assert!(matches!(reply, Reply::BadRequest(text) if text.contains("one commit for each kind")));
+    let counters = harness.core.counters();
+    assert_eq!((counters.extents_leased, counters.reserved_bytes), (1, large_layout().slot_bytes()));
+    // One message releases leases of both kinds.
+    let leases = vec![of_arena, of_extent];
+    harness.engines.get_mut(&session).expect("open").extents.leased.clear();
+    harness.engines.get_mut(&session).expect("open").reserved.clear();
+    harness.request(session, RequestKind::Other, Request::Abort { leases });
+    harness.finish_jobs();
+    let counters = harness.core.counters();
+    assert_eq!((counters.extents_leased, counters.reserved_bytes, used_bytes(&harness)), (0, 0, 0));
 }
 
 #[test]

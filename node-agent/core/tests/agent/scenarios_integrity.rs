@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use reprise_agent_core::effect::{CommitStatus, Diagnostic, LoadId, LoadedBlock, LossReason, Reply, Source};
+use reprise_agent_core::effect::{
+    CommitStatus, Diagnostic, LoadId, LoadedBlock, LossReason, Place, Reply, Source,
+};
 use reprise_agent_core::event::{Priority, Scope};
 use reprise_policy::{BlockKey, SessionId, TenantId, Tier};
 
@@ -37,7 +39,9 @@ fn load(harness: &mut Harness, session: SessionId, keys: &[BlockKey]) -> (LoadId
 
 /// Overwrites the slot of a loaded block, as another process that maps the region could.
 fn scribble(harness: &mut Harness, block: &LoadedBlock) {
-    let LoadedBlock::Ok { slot, .. } = block else { panic!("a block that is there, not {block:?}") };
+    let LoadedBlock::Ok { place: Place::Arena(slot), .. } = block else {
+        panic!("a block that is there, not {block:?}")
+    };
     harness.memory.write(*slot, &large_layout(), 0..1, u64::MAX >> 20);
 }
 

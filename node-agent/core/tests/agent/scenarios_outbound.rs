@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use reprise_agent_core::Settings;
-use reprise_agent_core::effect::{Diagnostic, LoadedBlock, Offer, PlaceReason, Reply};
+use reprise_agent_core::effect::{Diagnostic, LoadedBlock, Offer, Place, PlaceReason, Reply};
 use reprise_agent_core::event::{Event, Move, Placement, Priority, Scope};
 use reprise_agent_core::limits::{
     DRAIN_CONFIRM_DELAY, FILTER_BYTES, FRUITLESS_ROUNDS_MAX, OUTBOUND_STEP_ENTRIES, PLACE_KEYS_MAX,
@@ -497,7 +497,7 @@ fn copy_of_a_failed_replication_is_checked_and_dropped_if_damaged() {
     else {
         panic!("not an answer to a load")
     };
-    let LoadedBlock::Ok { slot, .. } = blocks[0] else { panic!("the block is in DRAM") };
+    let LoadedBlock::Ok { place: Place::Arena(slot), .. } = blocks[0] else { panic!("the block is in DRAM") };
     harness.memory.write(slot, &large_layout(), 0..1, u64::MAX >> 20);
     harness.engines.get_mut(&session).expect("open").ignore_block(load, 0);
     drain(&mut harness);

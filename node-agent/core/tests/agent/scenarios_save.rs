@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use reprise_agent_core::Settings;
-use reprise_agent_core::effect::{CommitStatus, Diagnostic, LeaseId, Reply, Source};
+use reprise_agent_core::effect::{CommitStatus, Diagnostic, LeaseId, PlaceKind, Reply, Source};
 use reprise_agent_core::event::{CommitItem, CommitRequest, Priority, Request, Scope};
 use reprise_policy::{BlockKey, Parts, SessionId, TenantId, Tier};
 
@@ -275,7 +275,7 @@ fn closing_a_session_releases_its_slots_and_tickets() {
 fn rejects_block_larger_than_a_region_with_a_remedy() {
     let (mut harness, _) = with(Setup { region_bytes: 16 << 10, ..Setup::default() });
     let session = *harness.engines.keys().next().expect("open");
-    harness.request(session, RequestKind::Other, Request::Reserve { count: 1 });
+    harness.request(session, RequestKind::Other, Request::Reserve { count: 1, kind: PlaceKind::Arena });
     let Reply::BadRequest(text) = &harness.engines[&session].replies[0].1 else { panic!("not rejected") };
     assert!(text.contains("arena.region_bytes"), "{text}");
 }

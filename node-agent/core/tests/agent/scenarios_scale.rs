@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use reprise_agent_core::effect::{CommitStatus, Effect, FillId, LeaseId, RegionId, Reply};
+use reprise_agent_core::effect::{CommitStatus, Effect, FillId, LeaseId, PlaceKind, RegionId, Reply};
 use reprise_agent_core::event::{
     CommitItem, CommitRequest, Event, FillError, FillUpdate, LoadRequest, Priority, Request, RequestId,
     Scope, SessionOpened,
@@ -74,7 +74,8 @@ impl Quick {
     }
 
     fn save(&mut self, keys: &[BlockKey]) {
-        let Reply::Reserved { leases, .. } = self.request(Request::Reserve { count: keys.len() as u32 })
+        let Reply::Reserved { leases, .. } =
+            self.request(Request::Reserve { count: keys.len() as u32, kind: PlaceKind::Arena })
         else {
             panic!("not reserved")
         };

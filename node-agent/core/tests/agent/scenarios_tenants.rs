@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use reprise_agent_core::effect::{DeviceId, Diagnostic, QuotaResource, Reply};
+use reprise_agent_core::effect::{DeviceId, Diagnostic, PlaceKind, QuotaResource, Reply};
 use reprise_agent_core::event::{Event, Grant, Priority, Request, Scope};
 use reprise_agent_core::pool::header::read_header;
 use reprise_agent_core::pool::{DeviceOp, DeviceOpKind};
@@ -124,7 +124,7 @@ fn tenant_with_all_slots_in_use_gets_a_retry_delay_and_then_slots() {
 #[test]
 fn rejects_block_larger_than_the_dram_limit_with_a_remedy() {
     let (mut harness, a, _) = with(vec![quotas(A, quota(0, dram(1) - 1), Quota::UNLIMITED)]);
-    harness.request(a, RequestKind::Other, Request::Reserve { count: 1 });
+    harness.request(a, RequestKind::Other, Request::Reserve { count: 1, kind: PlaceKind::Arena });
     let (_, reply) = harness.engines[&a].replies.last().expect("answered");
     assert!(matches!(reply, Reply::BadRequest(text) if text.contains("dram.limit")), "{reply:?}");
 }

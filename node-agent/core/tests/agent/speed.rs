@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use reprise_agent_core::effect::{Effect, FillId, LeaseId, RegionId, Reply};
+use reprise_agent_core::effect::{Effect, FillId, LeaseId, PlaceKind, RegionId, Reply};
 use reprise_agent_core::event::{
     CommitItem, CommitRequest, Event, FillUpdate, LoadRequest, Priority, Request, RequestId, Scope,
     SessionOpened,
@@ -74,10 +74,11 @@ impl Bench {
     }
 
     fn save(&mut self, keys: &[BlockKey]) {
-        let leases: Vec<LeaseId> = match self.request(Request::Reserve { count: keys.len() as u32 }) {
-            Reply::Reserved { leases, .. } => leases.iter().map(|(lease, _)| *lease).collect(),
-            other => panic!("{other:?}"),
-        };
+        let leases: Vec<LeaseId> =
+            match self.request(Request::Reserve { count: keys.len() as u32, kind: PlaceKind::Arena }) {
+                Reply::Reserved { leases, .. } => leases.iter().map(|(lease, _)| *lease).collect(),
+                other => panic!("{other:?}"),
+            };
         let sums = checksums(1, &self.layout);
         let item = |(lease, key): (LeaseId, &BlockKey)| CommitItem {
             lease,

@@ -5,7 +5,7 @@
 use crate::pool::record::{Record, RecordKind};
 use crate::pool::{PageNumber, StoredBlock};
 
-use super::{LayoutIndex, SlotContent, SlotState, Slots};
+use super::{LayoutIndex, Slot, SlotContent, SlotState, Slots};
 use reprise_policy::{BlockKey, ContentId};
 
 impl Slots {
@@ -39,6 +39,22 @@ impl Slots {
         let slot = self.slot_mut(place);
         (slot.key, slot.header_crc, slot.priority) = (key, header_crc, priority);
         slot.state = SlotState::Writing;
+    }
+
+    /// Turns a stored block's slot into a lent one of a new generation; returns its record, or `None` if the
+    /// slot is quarantined.
+    pub(in crate::pool) fn withdraw(&mut self, page: PageNumber, generation: u64) -> Option<Record> {
+        let place = self.place(page).expect("only stored blocks are withdrawn");
+        if self.slot(place).state == SlotState::Quarantined {
+            return None;
+        }
+        self.expect_state(page, SlotState::Stored);
+        self.tally.stored -= 1;
+        self.contents.remove(&page);
+        let slot = self.slot_mut(place);
+        let (layout, key, state) = (slot.layout, BlockKey([0; 16]), SlotState::Lent);
+        *slot = Slot { key, generation, header_crc: 0, layout, priority: 0, state };
+        Some(self.record(place, RecordKind::Lend))
     }
 
     /// Describes a lent slot like a block; its key and checksum are zero.

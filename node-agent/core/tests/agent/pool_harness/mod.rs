@@ -8,10 +8,13 @@
 //! All choices derive from a seed, which a failing test prints.
 #![allow(dead_code, reason = "each test file uses its own part of the harness")]
 
+pub(crate) mod clients;
 pub(crate) mod disk;
 pub(crate) mod model;
 pub(crate) mod offsets;
 pub(crate) mod random;
+
+use std::collections::{BTreeMap, BTreeSet};
 
 use reprise_agent_core::effect::{ArenaSlot, RegionId};
 use reprise_agent_core::pool::{
@@ -20,6 +23,7 @@ use reprise_agent_core::pool::{
 };
 use reprise_policy::{BlockKey, ContentId, Dtype, Layout, LayoutSpec, Parts, TenantId};
 
+use clients::Survivors;
 use disk::Disk;
 use model::Model;
 use random::Random;
@@ -121,6 +125,10 @@ pub(crate) struct Harness {
     pub(crate) disk: Disk,
     /// The permitted outcomes of every block.
     pub(crate) model: Model,
+    /// Stored blocks that clients read.
+    pub(crate) pins: BTreeSet<PageNumber>,
+    /// Pinned blocks that were removed.
+    pub(crate) withdrawn: BTreeMap<PageNumber, StoredBlock>,
     /// The source of all random choices.
     pub(crate) random: Random,
     /// Operations that the disk has not reported done.
@@ -144,6 +152,8 @@ impl Harness {
             pool,
             disk,
             model: Model::default(),
+            pins: BTreeSet::new(),
+            withdrawn: BTreeMap::new(),
             random: Random::new(seed),
             in_flight: Vec::new(),
             events: Vec::new(),
@@ -205,6 +215,9 @@ impl Harness {
     /// Frees one stored block, if any exists.
     pub(crate) fn free_one(&mut self) {
         if let Some(page) = self.model.pick_stored(&mut self.random) {
+            if self.pins.contains(&page) {
+                return self.withdraw(page);
+            }
             self.model.free_requested(page);
             self.pool.free(page);
         }
@@ -213,6 +226,7 @@ impl Harness {
     /// Quarantines one stored block, if any exists.
     pub(crate) fn quarantine_one(&mut self) {
         if let Some(page) = self.model.pick_stored(&mut self.random) {
+            self.pins.remove(&page);
             self.model.quarantine_requested(page);
             self.pool.quarantine(page);
         }
@@ -277,37 +291,39 @@ impl Harness {
     /// Power is lost. The recovered pool is compared with the model and replaces the pool of the harness.
     pub(crate) fn lose_power(&mut self) -> RecoveryReport {
         self.disk.lose_power(&mut self.random);
-        self.reopen()
+        self.reopen(Survivors::Nothing)
     }
 
     /// Power is lost, and of the unsynced writes exactly these pages survive.
     pub(crate) fn lose_power_and_keep(&mut self, keeps: impl Fn(u64) -> bool) -> RecoveryReport {
         self.disk.keep_volatile(keeps);
-        self.reopen()
+        self.reopen(Survivors::Nothing)
     }
 
     /// Power is lost, and no unsynced write survives.
     pub(crate) fn lose_power_and_all_volatile_writes(&mut self) -> RecoveryReport {
         self.disk.drop_volatile();
-        self.reopen()
+        self.reopen(Survivors::Nothing)
     }
 
-    /// The process is killed: everything that it has written is kept, and any part of the writes in
-    /// flight.
+    /// The agent is killed: everything that was written is kept, and any part of the writes in flight. Clients
+    /// continue to write.
     pub(crate) fn kill(&mut self) -> RecoveryReport {
         self.disk.kill(&mut self.random);
-        self.reopen()
+        self.reopen(Survivors::Clients)
     }
 
-    fn reopen(&mut self) -> RecoveryReport {
+    fn reopen(&mut self, survivors: Survivors) -> RecoveryReport {
         self.in_flight.clear();
+        self.pins.clear();
+        self.withdrawn.clear();
         self.events.clear();
         let before = self.disk.clone();
         let (pool, stored, report) = recover(&self.disk).expect("a pool survives a crash");
         assert!(self.disk.same_bytes(&before), "recovery writes nothing");
         assert!(report.is_clean(), "a crash is not reported as damage: {report:?}");
-        self.model.check_recovered(&stored, &self.disk);
-        self.model.crashed(&stored);
+        self.model.check_recovered(&stored, pool.earlier_leases(), &self.disk);
+        self.model.crashed(&stored, pool.earlier_leases(), survivors);
         self.pool = pool;
         self.check_usage();
         report

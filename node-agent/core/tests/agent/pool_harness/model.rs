@@ -3,9 +3,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use reprise_agent_core::pool::header::{ExpectedHeader, decode_header};
-use reprise_agent_core::pool::{BatchId, BlockWrite, PageNumber, PoolEvent, PoolUsage, StoredBlock};
-use reprise_policy::{BlockKey, Generation, Layout};
+use reprise_agent_core::pool::{
+    BatchId, BlockWrite, ExtentCommit, PageNumber, PoolEvent, PoolUsage, StoredBlock,
+};
+use reprise_policy::{BlockKey, Generation, Layout, TenantId};
 
+use super::clients::{Lend, LendState, Lends, Survivors};
 use super::disk::Disk;
 use super::random::Random;
 use super::{PAGE, checksums, payload, tenant_of};
@@ -49,6 +52,8 @@ pub(crate) struct Model {
     stored: Vec<PageNumber>,
     by_page: BTreeMap<u64, BlockKey>,
     generations: BTreeSet<(u64, Generation)>,
+    /// Slots of clients that write or read them.
+    pub(crate) lends: Lends,
     lost: bool,
 }
 
@@ -73,6 +78,11 @@ impl Model {
             if first + length <= page.0 {
                 break;
             }
+            if let Some(lend) = self.lends.remove(PageNumber(first)) {
+                assert_eq!(lend.state, LendState::Returning, "slot {page:?} overlaps {lend:?} at {first}");
+                self.taken.remove(&first);
+                continue;
+            }
             let there = self.by_page.get(&first).copied().filter(|_| !self.quarantining.contains(&first));
             let known = there.and_then(|key| self.blocks.get_mut(&key));
             let known = known.expect("a reserved or quarantined slot is not allocated");
@@ -96,6 +106,46 @@ impl Model {
         }
         self.batches += 1;
         BatchId(self.batches)
+    }
+
+    /// The pool is to lend these slots.
+    pub(crate) fn begin_lease(&mut self, pages: &[PageNumber], layout: Layout, tenant: TenantId) -> BatchId {
+        let lends: Vec<(PageNumber, Lend)> =
+            pages.iter().map(|page| (*page, self.new_lend(layout, tenant))).collect();
+        self.batches += 1;
+        self.lends.begin_lease(BatchId(self.batches), lends.into_iter());
+        BatchId(self.batches)
+    }
+
+    /// A lend of a slot for a new block of a tenant.
+    fn new_lend(&mut self, layout: Layout, tenant: TenantId) -> Lend {
+        loop {
+            let key = self.new_key();
+            if tenant_of(&key) == tenant {
+                return Lend { layout, key, generation: None, state: LendState::Lending };
+            }
+        }
+    }
+
+    /// The pool is to commit blocks that clients have written.
+    pub(crate) fn begin_commit(&mut self, blocks: &[ExtentCommit]) -> BatchId {
+        for block in blocks {
+            self.lends.set(block.page, LendState::Committing);
+            let known = ModelBlock { page: block.page, layout: block.layout, outcome: BlockState::Writing };
+            self.blocks.insert(block.key, known);
+            self.by_page.insert(block.page.0, block.key);
+        }
+        self.batches += 1;
+        BatchId(self.batches)
+    }
+
+    /// A pinned block is removed.
+    pub(crate) fn withdrawn(&mut self, page: PageNumber) {
+        let key = self.remove(page);
+        self.known(&key).outcome = BlockState::Removing;
+        let layout = self.blocks[&key].layout;
+        let lend = Lend { layout, key, generation: None, state: LendState::Withdrawn };
+        self.lends.insert(page, lend);
     }
 
     /// The key of the block whose header is written at this offset.
@@ -128,9 +178,13 @@ impl Model {
 
     /// All frees requested so far are durable.
     pub(crate) fn frees_are_durable(&mut self) {
-        let (quarantining, taken) = (&self.quarantining, &mut self.taken);
+        for page in self.lends.pages(|state| state == LendState::Returning) {
+            self.lends.remove(page);
+            self.taken.remove(&page.0);
+        }
+        let (quarantining, lends, taken) = (&self.quarantining, &self.lends, &mut self.taken);
         for known in self.blocks.values_mut().filter(|known| known.outcome == BlockState::Removing) {
-            if !quarantining.contains(&known.page.0) {
+            if !quarantining.contains(&known.page.0) && lends.get(known.page.0).is_none() {
                 known.outcome = BlockState::Gone;
                 taken.remove(&known.page.0);
             }
@@ -140,18 +194,29 @@ impl Model {
     /// The pool reported an event.
     pub(crate) fn event(&mut self, event: &PoolEvent) {
         match event {
+            PoolEvent::BatchDone { batch, stored, .. } if self.lends.is_lease(*batch) => {
+                self.lends.offered(stored);
+            }
             PoolEvent::BatchDone { stored, failed, .. } => {
                 for block in stored {
                     self.check_block(block);
                     assert_eq!(self.blocks[&block.key].outcome, BlockState::Writing);
                     self.known(&block.key).outcome = BlockState::Stored;
                     self.stored.push(block.page);
+                    if let Some(lend) = self.lends.remove(block.page) {
+                        assert_eq!(
+                            lend.generation,
+                            Some(block.generation),
+                            "a commit keeps its lease's generation"
+                        );
+                    }
                     let fresh = self.generations.insert((block.page.0, block.generation));
                     assert!(fresh, "generation {:?} of {:?} was used before", block.generation, block.page);
                 }
                 for key in failed {
                     let page = self.blocks[key].page.0;
                     self.known(key).outcome = BlockState::Gone;
+                    self.lends.remove(PageNumber(page));
                     self.quarantined.insert(page, self.taken[&page]);
                 }
             }
@@ -160,8 +225,9 @@ impl Model {
         }
     }
 
-    /// Compares the recovered blocks with the permitted outcomes.
-    pub(crate) fn check_recovered(&self, stored: &[StoredBlock], disk: &Disk) {
+    /// Compares the recovered blocks and leases with the permitted outcomes.
+    pub(crate) fn check_recovered(&self, stored: &[StoredBlock], leases: &[PageNumber], disk: &Disk) {
+        self.lends.check_recovered(leases, stored);
         let mut found = BTreeSet::new();
         for block in stored {
             self.check_block(block);
@@ -175,8 +241,8 @@ impl Model {
         }
     }
 
-    /// Continues from the recovered blocks.
-    pub(crate) fn crashed(&mut self, stored: &[StoredBlock]) {
+    /// Continues from the recovered blocks and leases.
+    pub(crate) fn crashed(&mut self, stored: &[StoredBlock], leases: &[PageNumber], survivors: Survivors) {
         let found: BTreeSet<BlockKey> = stored.iter().map(|block| block.key).collect();
         self.taken.clone_from(&self.quarantined);
         for (key, known) in &mut self.blocks {
@@ -189,6 +255,7 @@ impl Model {
         for block in stored {
             self.allocated(block.page, &block.layout);
         }
+        self.taken.extend(self.lends.crashed(leases, survivors));
         self.quarantining.clear();
     }
 
