@@ -5,7 +5,9 @@
 
 use std::time::Duration;
 
-pub use reprise_policy::peer::{FetchId, FillId, OfferId, PeerOfferId, ServeId};
+pub use reprise_policy::peer::{
+    FetchBlock, FetchId, FetchRequest, FillId, OfferId, PeerOfferId, ServeId, ServeObjects,
+};
 pub use reprise_policy::{ArenaSlot, RegionId};
 use reprise_policy::{BlockKey, Generation, Layout, NodeId, SessionId, SlotSet, TenantId, Tier};
 
@@ -179,8 +181,13 @@ pub enum Effect {
         /// All replicas of this node in the slots.
         replicas: Vec<(BlockKey, Tier)>,
     },
-    /// Fetches and verifies blocks of a peer; the results are `Event::Fill`.
-    PeerFetch(PeerFetch),
+    /// Fetches and verifies blocks of a peer; the results are `PeerEvent::Fill`.
+    PeerFetch {
+        /// Node to fetch from.
+        node: NodeId,
+        /// Keys, fills and destinations.
+        request: FetchRequest,
+    },
     /// Sends a peer the header of a block: its checksums and its tier.
     ServeHeader {
         /// Request of the peer.
@@ -218,7 +225,12 @@ pub enum Effect {
         timeout: Duration,
     },
     /// Offers blocks to a peer; the result is `OfferAnswered` or `OfferFailed`.
-    Offer(Offer),
+    Offer {
+        /// Node that receives the offer.
+        node: NodeId,
+        /// Offered blocks.
+        offer: Offer,
+    },
     /// Answers a peer's offer.
     AnswerOffer {
         /// Offer of the peer.
@@ -243,22 +255,8 @@ pub enum PlaceReason {
     Move(NodeId),
 }
 
-/// Offer of blocks to a peer.
-#[derive(Clone, Debug)]
-pub struct Offer {
-    /// Number to repeat in the result.
-    pub offer: OfferId,
-    /// Node that receives the offer.
-    pub node: NodeId,
-    /// Tenant of the blocks, by its number on this node.
-    pub tenant: TenantId,
-    /// Layout of all blocks.
-    pub layout: Layout,
-    /// Keys of the offered blocks.
-    pub keys: Vec<BlockKey>,
-    /// Time after which to send `OfferFailed`.
-    pub deadline: Duration,
-}
+/// Offer of blocks to a peer, with the number of the tenant on this node.
+pub type Offer = reprise_policy::peer::Offer<TenantId>;
 
 /// Replies to a [`Request`](crate::event::Request).
 #[derive(Clone, Debug)]
@@ -441,49 +439,6 @@ pub struct BlockCheck {
     pub layout: Layout,
     /// CRC32C that each object must have.
     pub checksums: Box<[u32]>,
-}
-
-/// Blocks to fetch from one peer.
-#[derive(Clone, Debug)]
-pub struct PeerFetch {
-    /// Number of the fetch.
-    pub fetch: FetchId,
-    /// Node to fetch from.
-    pub node: NodeId,
-    /// Layout of all blocks.
-    pub layout: Layout,
-    /// Keys, fills and destinations.
-    pub blocks: Vec<PeerBlock>,
-    /// Time after which to give up.
-    pub deadline: Duration,
-}
-
-/// One block to fetch from a peer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PeerBlock {
-    /// Fill that every update names.
-    pub fill: FillId,
-    /// Key of the block.
-    pub key: BlockKey,
-    /// Arena slot for the payload.
-    pub slot: ArenaSlot,
-}
-
-/// Objects to send to a peer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ServeObjects {
-    /// Request of the peer.
-    pub serve: ServeId,
-    /// Index of the block in the request.
-    pub block: u32,
-    /// Arena slot of the block.
-    pub slot: ArenaSlot,
-    /// Byte offset in the payload.
-    pub offset: u64,
-    /// Length in bytes, a multiple of the object size.
-    pub bytes: u64,
-    /// Whether these are the last objects of the block.
-    pub last: bool,
 }
 
 /// Change of this node's replicas.

@@ -2,14 +2,14 @@
 
 use std::time::Duration;
 
-pub use reprise_policy::peer::{FillError, FillUpdate, PeerRequest};
+pub use reprise_policy::peer::{FillError, FillUpdate, PeerEvent, PeerRequest};
 use reprise_policy::quota::Quota;
 use reprise_policy::routing::LoadClass;
 use reprise_policy::{
     BlockKey, Layout, NamespaceDigest, NodeId, NodeMode, SessionId, SlotSet, TenantId, TenantName, Tick, Tier,
 };
 
-use crate::effect::{CheckId, DeviceId, FillId, LeaseId, LoadId, LookupId, OfferId, PlaceId, ServeId};
+use crate::effect::{CheckId, DeviceId, FillId, LeaseId, LoadId, LookupId, PlaceId};
 use crate::extents::{ExtentHolder, ExtentRequest};
 use crate::pool::{DeviceError, DevicePool, OpToken, StoredBlock};
 
@@ -94,7 +94,8 @@ pub enum Event {
         /// Share in thousandths of the pool.
         permille: u16,
     },
-    /// A fill made progress ([`Effect::ReadBlocks`](crate::effect::Effect::ReadBlocks) or `PeerFetch`).
+    /// The read of a block made progress ([`Effect::ReadBlocks`](crate::effect::Effect::ReadBlocks)). Fetches from
+    /// peers report with [`PeerEvent::Fill`].
     Fill {
         /// Fill that made progress.
         fill: FillId,
@@ -120,21 +121,9 @@ pub enum Event {
         /// Result of the comparison.
         integrity: Integrity,
     },
-    /// A peer requests blocks.
-    PeerRequest(PeerRequest),
-    /// All objects of a block were handed to the transport's socket, or dropped with the connection. The
-    /// block's lease ends.
-    ServeDone {
-        /// Request of the peer.
-        serve: ServeId,
-        /// Index of the block in the request.
-        block: u32,
-    },
-    /// The connection of a peer request is closed; the transport sends nothing more for the request.
-    ServeAborted {
-        /// Request of the peer.
-        serve: ServeId,
-    },
+    /// The transport reports progress of fetches, serves and offers, or a request of a peer. Unknown numbers and
+    /// invalid indices are ignored.
+    Peer(PeerEvent),
     /// The control plane answered where to place replicas ([`Effect::Place`](crate::effect::Effect::Place)).
     PlaceAnswered {
         /// Placement query that was answered.
@@ -146,20 +135,6 @@ pub enum Event {
     PlaceFailed {
         /// Placement query that failed.
         place: PlaceId,
-    },
-    /// A peer answered an offer ([`Effect::Offer`](crate::effect::Effect::Offer)).
-    OfferAnswered {
-        /// Offer that was answered.
-        offer: OfferId,
-        /// Indices of the keys that the peer accepts; invalid indices are ignored.
-        taken: Vec<u32>,
-        /// Time until the other keys may be offered again.
-        retry_after: Duration,
-    },
-    /// The peer did not answer an offer in time or is unreachable.
-    OfferFailed {
-        /// Offer that failed.
-        offer: OfferId,
     },
     /// A peer offers blocks; the core answers with
     /// [`Effect::AnswerOffer`](crate::effect::Effect::AnswerOffer).

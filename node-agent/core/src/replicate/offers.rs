@@ -38,7 +38,7 @@ impl Replicate {
         let id = self.outbound.offers.insert(open);
         self.timers.set(expires, ReplicateTimer::Offer(id));
         let (offer, deadline) = (OfferId(id.0), OFFER_TIMEOUT);
-        cx.emit(Effect::Offer(Offer { offer, node, tenant, layout, keys, deadline }));
+        cx.emit(Effect::Offer { node, offer: Offer { offer, tenant, layout, keys, deadline } });
         1
     }
 
