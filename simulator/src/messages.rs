@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use reprise_agent_core::effect::{FetchId, Offer, OfferId, PlaceReason};
+use reprise_agent_core::effect::{FetchId, Offer, OfferId, PlacementReason};
 use reprise_agent_core::event::{Move, Placement, Replica};
 use reprise_agent_core::outbox::{Answer, Batch};
 use reprise_controlplane_core::{ModeRecord, NodeReport, QuotaGrant, ReportedTenant, SlotStatus};
@@ -117,7 +117,7 @@ pub(crate) struct PlacementRequest {
     pub(crate) epoch: Epoch,
     pub(crate) keys: Vec<BlockKey>,
     pub(crate) slot_bytes: u64,
-    pub(crate) reason: PlaceReason,
+    pub(crate) reason: PlacementReason,
 }
 
 /// Targets of replicas, as far as the member knows them.

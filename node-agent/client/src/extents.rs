@@ -24,10 +24,11 @@ pub use reprise_buffers::PageBuffer;
 use reprise_buffers::crc32c;
 use reprise_policy::BlockKey;
 use reprise_policy::layout::PAGE_BYTES;
+use reprise_policy::session::ExtentStatus;
 use reprise_proto::local::{self, request};
 
 use crate::client::Session;
-use crate::commit::CommitOptions;
+use crate::commit::{CommitOptions, priority_number};
 use crate::error::ClientError;
 
 /// Bytes of the checksum at the end of a header page.
@@ -79,21 +80,6 @@ pub enum PinOutcome {
     NotDurable,
     /// The session or all sessions hold their share of the devices: drop some pins first.
     Limit,
-}
-
-/// Result of one committed extent. The lease has ended in every case.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ExtentStatus {
-    /// The block is durable, and readable on the node.
-    Durable,
-    /// The node had the block already.
-    Exists,
-    /// The agent does not know the lease.
-    NoLease,
-    /// Key or checksums do not fit the layout.
-    BadItem,
-    /// The device could not make the block durable.
-    Failed,
 }
 
 impl DeviceMap {
@@ -307,7 +293,7 @@ pub(crate) fn commit_message(
     };
     let items = items.iter().map(item).collect::<Result<Vec<_>, _>>()?;
     let parent = options.parent.map(|key| Bytes::copy_from_slice(&key.0)).unwrap_or_default();
-    Ok(local::Commit { items, priority: options.priority.to_wire(), parent })
+    Ok(local::Commit { items, priority: priority_number(options.priority), parent })
 }
 
 /// Decodes the answer to a commit of `count` extents.

@@ -8,6 +8,8 @@ use std::time::Duration;
 pub use reprise_policy::peer::{
     FetchBlock, FetchId, FetchRequest, FillId, OfferId, PeerOfferId, ServeId, ServeObjects,
 };
+pub use reprise_policy::placement::PlacementReason;
+pub use reprise_policy::session::{CommitStatus, Source, Ticket};
 pub use reprise_policy::{ArenaSlot, RegionId};
 use reprise_policy::{BlockKey, Generation, Layout, NodeId, SessionId, SlotSet, TenantId, Tier};
 
@@ -61,37 +63,9 @@ pub struct LookupId(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PlaceId(pub u64);
 
-/// Number of a commit within its session; the durable notice names it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Ticket(pub u64);
-
 /// Index of an entry in a session's progress page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ProgressEntry(pub u16);
-
-/// Location where a block was found.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-#[repr(u8)]
-pub enum Source {
-    /// DRAM of this node.
-    OwnDram = 1,
-    /// NVMe of this node.
-    OwnNvme = 2,
-    /// DRAM of a peer.
-    PeerDram = 3,
-    /// NVMe of a peer.
-    PeerNvme = 4,
-}
-
-impl Source {
-    /// Source of a block that comes from a tier of a peer.
-    pub(crate) fn of_peer(tier: Tier) -> Source {
-        match tier {
-            Tier::Dram => Source::PeerDram,
-            Tier::Nvme => Source::PeerNvme,
-        }
-    }
-}
 
 /// Access of a session to a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -220,7 +194,7 @@ pub enum Effect {
         /// target. 1 if the answer is used only as a filter.
         slot_bytes: u64,
         /// Reason for the replicas.
-        reason: PlaceReason,
+        reason: PlacementReason,
         /// Time after which to send `PlaceFailed`.
         timeout: Duration,
     },
@@ -242,17 +216,6 @@ pub enum Effect {
     },
     /// Reports a problem to the operator; the runtime logs it once.
     Diagnostic(Diagnostic),
-}
-
-/// Reason for a further replica; determines how many are enough.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum PlaceReason {
-    /// Peers read the block often: two durable replicas on nodes that are not draining.
-    Hot,
-    /// This node drains: one durable replica on another node that is not draining.
-    Drain,
-    /// The block moves: one durable replica on this node.
-    Move(NodeId),
 }
 
 /// Offer of blocks to a peer, with the number of the tenant on this node.
@@ -317,19 +280,6 @@ pub enum Reply {
     Extents(ExtentReply),
     /// Counters by name, in the order of `Counters::fields`.
     Stats(Vec<(&'static str, u64)>),
-}
-
-/// Result for one item of a commit.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CommitStatus {
-    /// The block is readable on the node from now on.
-    Committed,
-    /// The block existed already; the slot was released.
-    Duplicate,
-    /// The lease does not exist.
-    NoLease,
-    /// Key or checksums of the wrong length; the slot was released.
-    BadItem,
 }
 
 /// Result for one block of a load.

@@ -4,9 +4,10 @@ use std::time::Duration;
 
 pub use reprise_policy::peer::{FillError, FillUpdate, PeerEvent, PeerRequest};
 use reprise_policy::quota::Quota;
-use reprise_policy::routing::LoadClass;
+pub use reprise_policy::routing::Replica;
+pub use reprise_policy::session::{Priority, Scope};
 use reprise_policy::{
-    BlockKey, Layout, NamespaceDigest, NodeId, NodeMode, SessionId, SlotSet, TenantId, TenantName, Tick, Tier,
+    BlockKey, Layout, NamespaceDigest, NodeId, NodeMode, SessionId, SlotSet, TenantId, TenantName, Tick,
 };
 
 use crate::effect::{CheckId, DeviceId, FillId, LeaseId, LoadId, LookupId, PlaceId};
@@ -280,28 +281,6 @@ pub struct CommitItem {
     pub checksums: Box<[u32]>,
 }
 
-/// Eviction priority of a block.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
-#[repr(u8)]
-pub enum Priority {
-    /// Evicted before all others.
-    Low = 0,
-    /// Default of commits without a priority.
-    #[default]
-    Normal = 1,
-    /// Evicted last, for prefixes that many prompts share.
-    High = 2,
-}
-
-/// Nodes to search for blocks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Scope {
-    /// This node only.
-    Local,
-    /// This node first, then its peers.
-    Cluster,
-}
-
 /// Parameters of a load of several blocks.
 #[derive(Clone, Debug)]
 pub struct LoadRequest {
@@ -324,15 +303,4 @@ pub enum Integrity {
     Damaged,
     /// The block could not be checked.
     Unknown,
-}
-
-/// Replica on another node.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Replica {
-    /// Node that holds the replica.
-    pub node: NodeId,
-    /// Tier of the replica on that node.
-    pub tier: Tier,
-    /// Load of that node, as last reported to the directory.
-    pub load: LoadClass,
 }

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+pub use reprise_policy::session::ExtentStatus;
 use reprise_policy::{BlockKey, SessionId};
 
 use crate::effect::{DeviceId, LeaseId, Place};
@@ -71,21 +72,6 @@ pub enum ExtentReply {
     },
     /// Pins have ended.
     Unpinned,
-}
-
-/// Result for one item of a commit. In every case, the lease has ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ExtentStatus {
-    /// The block is durable, and readable on the node.
-    Durable,
-    /// The block existed already; it may not be durable yet.
-    Exists,
-    /// The lease does not exist.
-    NoLease,
-    /// Key or checksums of the wrong length, or a key of another layout.
-    BadItem,
-    /// The device could not make the block durable.
-    Failed,
 }
 
 /// Result of a pin for one key.

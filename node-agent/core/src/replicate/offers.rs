@@ -7,7 +7,7 @@ use reprise_policy::{BlockKey, NodeId, Tick};
 
 use crate::cache::{Cache, SizeClass, nvme_bytes};
 use crate::context::Context;
-use crate::effect::{Effect, Offer, OfferId, PlaceReason};
+use crate::effect::{Effect, Offer, OfferId, PlacementReason};
 use crate::limits::{LOOKUP_GRACE, OFFER_RETRY_MAX, OFFER_TIMEOUT, PLACE_RETRY};
 use crate::replicate::outbound::{Acceptance, Batch, OpenOffer, Stage, is_replicable};
 use crate::replicate::{Replicate, ReplicateTimer};
@@ -59,7 +59,7 @@ impl Replicate {
         let bytes = offer.slot_bytes * taken.len() as u64;
         self.bandwidth.return_tokens(offer.slot_bytes * offer.keys.len() as u64 - bytes);
         self.counters.offer_keys_taken += taken.len() as u64;
-        if offer.reason == PlaceReason::Hot {
+        if offer.reason == PlacementReason::Hot {
             self.counters.hot_blocks_given += taken.len() as u64;
             self.outbound.replicated_bytes += nvme_bytes(offer.slot_bytes) * taken.len() as u64;
         }

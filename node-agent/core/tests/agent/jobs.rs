@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use reprise_agent_core::effect::{
-    ArenaSlot, BlockCheck, BlockRead, DeviceId, FillId, LookupId, Offer, PlaceId, PlaceReason,
+    ArenaSlot, BlockCheck, BlockRead, DeviceId, FillId, LookupId, Offer, PlaceId, PlacementReason,
 };
 use reprise_agent_core::event::{Event, FillError, FillUpdate, Integrity, PeerEvent, Placement};
 use reprise_agent_core::extents::ExtentHolder;
@@ -48,7 +48,7 @@ pub(crate) enum Job {
         place: PlaceId,
         keys: Vec<BlockKey>,
         slot_bytes: u64,
-        reason: PlaceReason,
+        reason: PlacementReason,
     },
     Offer {
         node: NodeId,
@@ -161,15 +161,15 @@ impl Harness {
     }
 
     /// Answers a placement query: correctly, or at random with an unknown or full target.
-    fn end_place(&mut self, place: PlaceId, keys: &[BlockKey], reason: PlaceReason) {
+    fn end_place(&mut self, place: PlaceId, keys: &[BlockKey], reason: PlacementReason) {
         if self.is_unanswered() {
             return self.apply(Event::PlaceFailed { place });
         }
         let mut answers = Vec::new();
         for key in keys {
             let (on, to) = match reason {
-                PlaceReason::Move(to) => (Some(to), to),
-                PlaceReason::Hot | PlaceReason::Drain => (None, NodeId(1 + self.rng.below(3) as u16)),
+                PlacementReason::Move(to) => (Some(to), to),
+                PlacementReason::Hot | PlacementReason::Drain => (None, NodeId(1 + self.rng.below(3) as u16)),
             };
             let is_faulty = self.is_unanswered();
             answers.push(match self.peers.is_durable(key, on) {

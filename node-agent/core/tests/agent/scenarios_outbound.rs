@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use reprise_agent_core::Settings;
-use reprise_agent_core::effect::{Diagnostic, LoadedBlock, Offer, PlaceReason, Reply};
+use reprise_agent_core::effect::{Diagnostic, LoadedBlock, Offer, PlacementReason, Reply};
 use reprise_agent_core::event::{Event, Move, PeerEvent, Placement, Priority, Scope};
 use reprise_agent_core::limits::{
     DRAIN_CONFIRM_DELAY, FILTER_BYTES, FRUITLESS_ROUNDS_MAX, OUTBOUND_STEP_ENTRIES, PLACE_KEYS_MAX,
@@ -69,7 +69,7 @@ fn confirm_drained(harness: &mut Harness, blocks: usize) {
 }
 
 /// Keys and reasons of the open placement queries.
-pub(crate) fn queried(harness: &Harness) -> Vec<(PlaceReason, Vec<BlockKey>)> {
+pub(crate) fn queried(harness: &Harness) -> Vec<(PlacementReason, Vec<BlockKey>)> {
     let queried = harness.jobs.iter().filter_map(|job| match job {
         Job::Place { keys, reason, .. } => Some((*reason, keys.clone())),
         _ => None,
@@ -146,7 +146,7 @@ fn hot_block_is_offered_to_the_node_chosen_by_the_control_plane() {
     read_by_peer(&mut harness, key(0), 3);
     assert!(queried(&harness).is_empty(), "not hot yet");
     read_by_peer(&mut harness, key(0), 1);
-    assert_eq!(queried(&harness), [(PlaceReason::Hot, vec![key(0)])]);
+    assert_eq!(queried(&harness), [(PlacementReason::Hot, vec![key(0)])]);
     answer(&mut harness, &[Placement::To(TWO)]);
     let (node, offer) = offered_to(&mut harness);
     assert_eq!((node, &offer.keys, offer.layout), (TWO, &vec![key(0)], large_layout()));
@@ -209,11 +209,11 @@ fn accepted_blocks_are_queried_until_durable_elsewhere() {
     harness.pass(Duration::from_millis(2900));
     assert!(queried(&harness).is_empty(), "the peer requested a delay");
     harness.pass(Duration::from_millis(200));
-    assert_eq!(queried(&harness), [(PlaceReason::Drain, vec![key(0)])]);
+    assert_eq!(queried(&harness), [(PlacementReason::Drain, vec![key(0)])]);
     answer(&mut harness, &[Placement::Enough]);
     assert_eq!((progress(&harness).walked_blocks, progress(&harness).drained), (2, false));
     harness.pass(Duration::from_secs(2));
-    assert_eq!(queried(&harness), [(PlaceReason::Drain, keys(0..2))], "a second walk confirms");
+    assert_eq!(queried(&harness), [(PlacementReason::Drain, keys(0..2))], "a second walk confirms");
     answer(&mut harness, &[Placement::Enough; 2]);
     confirm_drained(&mut harness, 2);
 }
@@ -228,7 +228,7 @@ fn full_peer_does_not_delay_other_peers() {
     take(&mut harness, &first, &[], Duration::from_secs(9));
     take(&mut harness, &second, &[0], Duration::ZERO);
     harness.pass(Duration::from_millis(1100));
-    assert_eq!(queried(&harness), [(PlaceReason::Drain, keys(0..2))]);
+    assert_eq!(queried(&harness), [(PlacementReason::Drain, keys(0..2))]);
 }
 
 #[test]
@@ -459,7 +459,7 @@ fn placement_query_covers_only_blocks_that_can_be_offered_now() {
         harness_of(with_settings(|settings| settings.placement_bandwidth = 2 * slot));
     save_durably(&mut harness, session, &keys(0..8));
     drain(&mut harness);
-    assert_eq!((queried(&harness), charged(&harness)), (vec![(PlaceReason::Drain, keys(0..8))], vec![]));
+    assert_eq!((queried(&harness), charged(&harness)), (vec![(PlacementReason::Drain, keys(0..8))], vec![]));
     answer(&mut harness, &[Placement::To(ONE); 8]);
     assert_eq!(charged(&harness), [keys(0..2)], "filtered blocks are queried for placement at once");
     answer(&mut harness, &[Placement::To(ONE); 2]);
@@ -576,7 +576,7 @@ fn each_of_many_hot_blocks_is_queried_once() {
     let mut seen = Vec::new();
     for _ in 0..8 {
         while let Some((reason, keys)) = queried(&harness).first().cloned() {
-            assert!(reason == PlaceReason::Hot && keys.len() <= 2, "{} blocks", keys.len());
+            assert!(reason == PlacementReason::Hot && keys.len() <= 2, "{} blocks", keys.len());
             answer(&mut harness, &[Placement::To(ONE); 2]);
             let offer = offered(&mut harness);
             take(&mut harness, &offer, &[0, 1], Duration::ZERO);
